@@ -1,0 +1,104 @@
+"""Algorithms: how the argmin is approached. Data only; `StateUpdate` executes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, final
+
+from axes.errors import IllegalUpdate
+from axes.rates import Per, Rate
+
+if TYPE_CHECKING:
+    from axes.state_update import StateUpdate
+
+At = Literal["prev", "gated", "read", "new"]
+
+
+@final
+@dataclass(frozen=True)
+class Anchor:
+    """Evaluate the gradient at the state as it stood at the last multiple of `every` data (mini-batch, frozen chunk)."""
+
+    every: int
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise IllegalUpdate(f"Anchor: every must be at least 1, got {self.every}")
+
+
+@final
+@dataclass(frozen=True)
+class Read:
+    """The output is read at  gate * theta_{t-1} + rate * u_t  instead of theta_t (Nesterov, Lion, RWKV-6's bonus)."""
+
+    gate: float
+    rate: float
+
+
+@final
+@dataclass(frozen=True)
+class Sum:
+    """Filters side by side on the same drive, their outputs added with `weights` (two-EMA mixes)."""
+
+    branches: tuple[StateUpdate, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.branches) != len(self.weights) or len(self.branches) < 2:
+            raise IllegalUpdate("Sum: give at least two branches and one weight for each")
+
+
+@final
+@dataclass(frozen=True)
+class Momentum:
+    """Sugar for a filter with constant retention: m = beta m + w g, w = 1 - beta for kind "ema", 1 for "sum".
+
+    nesterov reads  g + beta m_t  (sum) or  (1 - beta) g + beta m_t  (ema); debias divides by the response to a unit
+    drive; start="first" begins the buffer at the first drive. As `algorithm` it also carries the step's other fields.
+    """
+
+    beta: float
+    kind: Literal["ema", "sum"]
+    nesterov: bool = False
+    debias: bool = False
+    start: Literal["zero", "first"] = "zero"
+    rate: Rate = 1.0
+    at: At | Anchor = "prev"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("ema", "sum"):
+            raise IllegalUpdate(f"Momentum: kind {self.kind!r} is not ema or sum (there is no default: they differ)")
+        if not 0.0 <= self.beta < 1.0:
+            raise IllegalUpdate(f"Momentum: beta must lie in [0, 1), got {self.beta}")
+
+
+@final
+@dataclass(frozen=True)
+class Step:
+    """One gradient or proximal step per datum.
+
+    rate: step size eta.  at: where the gradient is evaluated (prev, gated, read, new = implicit, or an Anchor).
+    steps: gradient steps on the same datum.  lazy: theta is stored (dual averaging, pre-norm); else W is (mirror
+    descent, post-norm).  via: filters between gradient and state, in order.  read: where the output is read.
+    debias: divide the output by the response to a unit drive.  start: zero, or first (theta_1 is the first drive).
+    """
+
+    rate: Rate = 1.0
+    at: At | Anchor = "prev"
+    steps: int = 1
+    lazy: bool = True
+    via: tuple[StateUpdate | Sum | Momentum, ...] = ()
+    read: Read | None = None
+    debias: bool = False
+    start: Literal["zero", "first"] = "zero"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rate, Per) and self.rate.domain == "unit":
+            # step sizes multiply the drive as they are; logs are for gates
+            raise IllegalUpdate(f"Step: rate {self.rate.name!r} must be positive or real, not unit")
+        if not isinstance(self.at, Anchor) and self.at not in ("prev", "gated", "read", "new"):
+            raise IllegalUpdate(f"Step: at={self.at!r} is not prev, gated, read, new or Anchor(b)")
+        if self.steps < 1:
+            raise IllegalUpdate(f"Step: steps must be at least 1, got {self.steps}")
+        if self.start not in ("zero", "first"):
+            raise IllegalUpdate(f"Step: start={self.start!r} is not zero or first")

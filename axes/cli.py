@@ -1,0 +1,284 @@
+"""The command line: train, sample, list, explain, cite, demo."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperCommand
+
+from axes import catalogue, dispatch
+from axes.errors import AxesError, UnknownName
+from axes.tasks import demonstration, language_modelling
+from axes.tasks.configuration import DTYPES, Configuration
+from axes.tasks.interruption import stop_requested
+from axes.tasks.progress import ProgressBar
+from axes.tasks.run_folder import RunFolder
+from axes.tasks.sample import generate, load_model
+from axes.tasks.schedules import SCHEDULES
+from axes.tasks.summary import summary_table
+
+INTERRUPTED = 130
+_AXES = ("data", "sequence", "depth")
+_DEFAULTS = Configuration.__dataclass_fields__
+
+app = typer.Typer(
+    name="axes",
+    help="Optimizers, sequence layers and depth mixers as one algorithm.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class _TrainCommand(TyperCommand):
+    """Lets `--text` take several paths at once: `--text a b` means `--text a --text b`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _repeat_option("--text", args))
+
+
+def _repeat_option(option: str, arguments: Sequence[str]) -> list[str]:
+    repeated: list[str] = []
+    within = 0  # values since the option was named
+    for argument in arguments:
+        if argument.startswith("-"):
+            within = 1 if argument == option else 0
+        elif within:
+            if within > 1:
+                repeated.append(option)
+            within += 1
+        repeated.append(argument)
+    return repeated
+
+
+def _default(name: str) -> Any:
+    return _DEFAULTS[name].default
+
+
+@app.command(cls=_TrainCommand)
+def train(
+    context_: typer.Context,
+    sequence: Annotated[str, typer.Option(help="Sequence layer, a name of `axes list --axis sequence`.")] = _default(
+        "sequence"
+    ),
+    optimizer: Annotated[str, typer.Option(help="Optimizer, a name of `axes list --axis data`.")] = _default(
+        "optimizer"
+    ),
+    depth: Annotated[str, typer.Option(help="Depth mixer, a name of `axes list --axis depth`.")] = _default("depth"),
+    layers: Annotated[int, typer.Option(help="Blocks of a sequence layer and a network.")] = _default("layers"),
+    width: Annotated[int, typer.Option(help="Width of the model.")] = _default("width"),
+    heads: Annotated[int, typer.Option(help="Heads of a sequence layer; must divide the width.")] = _default("heads"),
+    streams: Annotated[int, typer.Option(help="Residual streams of a depth mixer that has several.")] = _default(
+        "streams"
+    ),
+    context: Annotated[int, typer.Option(help="Bytes per window.")] = _default("context"),
+    batch: Annotated[int, typer.Option(help="Windows per step.")] = _default("batch"),
+    steps: Annotated[int, typer.Option(help="Steps to train.")] = _default("steps"),
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate; the optimizer's own default if left out.")] = (
+        _default("lr")
+    ),
+    schedule: Annotated[str, typer.Option(help=f"After the warm-up: {', '.join(SCHEDULES)}.")] = _default("schedule"),
+    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = _default("warmup"),
+    weight_decay: Annotated[
+        float | None, typer.Option(help="Weight decay; the optimizer's own default if left out.")
+    ] = _default("weight_decay"),
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient, 0 for no clipping.")] = _default("clip"),
+    seed: Annotated[int, typer.Option(help="Of the parameters and of the order of the text.")] = _default("seed"),
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = _default("device"),
+    dtype: Annotated[
+        str, typer.Option(help=f"{', '.join(DTYPES)}; bfloat16 computes under autocast with float32 parameters.")
+    ] = _default("dtype"),
+    text: Annotated[
+        list[Path] | None, typer.Option(metavar="PATH...", help="Files or folders of text; else the embedded corpus.")
+    ] = None,
+    text_limit: Annotated[int, typer.Option(help="Take about this many bytes of the text, 0 for all.")] = _default(
+        "text_limit"
+    ),
+    validation_windows: Annotated[int, typer.Option(help="Windows per evaluation.")] = _default("validation_windows"),
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations, 0 for only at the end.")] = _default(
+        "eval_every"
+    ),
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints, 0 for only at the end.")] = _default(
+        "save_every"
+    ),
+    compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Run folder; runs/SEQUENCE-OPTIMIZER-DEPTH if left out.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Continue this run; every setting comes from the run itself.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in the folder.")] = False,
+) -> None:
+    """Train a byte-level language model; Ctrl-C saves and `--resume RUN` continues bit for bit."""
+    with stop_requested() as stop:
+        if resume is not None:
+            _refuse_beside_resume(context_)
+            folder = RunFolder(resume)
+            training = language_modelling.resume(folder)
+        else:
+            configuration = Configuration(
+                sequence=sequence,
+                optimizer=optimizer,
+                depth=depth,
+                layers=layers,
+                width=width,
+                heads=heads,
+                streams=streams,
+                context=context,
+                batch=batch,
+                steps=steps,
+                lr=lr,
+                schedule=schedule,
+                warmup=warmup,
+                weight_decay=weight_decay,
+                clip=clip,
+                seed=seed,
+                device=device,
+                dtype=dtype,
+                text=tuple(str(path) for path in text or ()),
+                text_limit=text_limit,
+                validation_windows=validation_windows,
+                eval_every=eval_every,
+                save_every=save_every,
+                compile=compile,
+            )
+            folder = RunFolder(out if out is not None else Path("runs") / f"{sequence}-{optimizer}-{depth}")
+            training = language_modelling.start(configuration, folder, overwrite)
+        console = _console()
+        with ProgressBar(console) as bar:
+            summary = language_modelling.run(training, folder, bar, stop)
+    if not summary.finished:
+        _say(f"stopped at step {summary.steps}, saved; continue with: axes train --resume {folder}")
+        raise typer.Exit(INTERRUPTED)
+    console.print(summary_table([summary]))
+    _say(f"run folder: {folder}; try: axes sample {folder} --prompt 'def '")
+
+
+@app.command()
+def sample(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
+    tokens: Annotated[int, typer.Option(help="Bytes to generate.")] = 300,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest byte each time.")] = 0.8,
+    greedy: Annotated[bool, typer.Option("--greedy", help="The same as --temperature 0.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    device: Annotated[str | None, typer.Option(help="Instead of the device of the run.")] = None,
+) -> None:
+    """Write text with a trained run, by the recurrent form of its layers."""
+    chosen = Configuration(device=device).torch_device() if device is not None else None
+    model = load_model(RunFolder(run), device=chosen)
+    _write_sample(model, prompt, tokens, 0.0 if greedy else temperature, seed)
+
+
+@app.command("list")
+def list_(
+    axis: Annotated[str | None, typer.Option(help=f"Only this axis: {', '.join(_AXES)}.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """List what the catalogue holds."""
+    if axis is not None and axis not in _AXES:
+        raise UnknownName("axis", axis, _AXES)
+    entries = catalogue.entries(axis)
+    if as_json:
+        rows = [
+            {
+                "name": entry.name,
+                "axis": entry.axis,
+                "paper": str(entry.paper),
+                "equation": entry.equation,
+                "differs": entry.differs,
+                "update": repr(entry.update),
+            }
+            for entry in entries
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("name", "axis", "paper")
+    for entry in entries:
+        table.add_row(entry.name, entry.axis, str(entry.paper))
+    _console().print(table)
+
+
+@app.command()
+def explain(name: Annotated[str, typer.Argument(help="A name of `axes list`.")]) -> None:
+    """Print the tuple of a system, what follows from it, and what would execute it."""
+    typer.echo(dispatch.explain(catalogue.get(name)))
+
+
+@app.command()
+def cite(name: Annotated[str, typer.Argument(help="A name of `axes list`.")]) -> None:
+    """Print the BibTeX entry of a system."""
+    typer.echo(catalogue.get(name).bibtex)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the runs go.")] = Path("runs/demo"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin again.")] = False,
+) -> None:
+    """Train gated-delta-net x muon x mhc and its control on the same tokens, and compare them."""
+    configurations = demonstration.configurations()
+    console = _console()
+    with stop_requested() as stop, ProgressBar(console) as bar:
+        summaries = demonstration.demonstrate(configurations, out, bar, stop, overwrite)
+    if len(summaries) < len(configurations) or not all(summary.finished for summary in summaries):
+        _say("stopped and saved; continue with: axes demo" + ("" if out == Path("runs/demo") else f" --out {out}"))
+        raise typer.Exit(INTERRUPTED)
+    console.print()
+    console.print(summary_table(summaries, title="validation on held-out files, same tokens"))
+    for configuration, summary in zip(configurations, summaries, strict=True):
+        _say(f"\n--- {summary.name} writes:")
+        model = load_model(demonstration.folder_of(configuration, out))
+        _write_sample(model, demonstration.PROMPT, tokens=200, temperature=0.7, seed=0)
+    _say(f"\ncurves: {out / 'comparison.png'}; numbers: {out / 'comparison.json'}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point: what is wrong is said in one sentence on stderr, with a non-zero exit status."""
+    try:
+        app(args=list(arguments) if arguments is not None else None, prog_name="axes")
+    except (AxesError, OSError, torch.OutOfMemoryError) as error:
+        message = " ".join(str(error).split())
+        typer.echo(f"error: {message}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        typer.echo("stopped; the last checkpoint is kept", err=True)
+        sys.exit(INTERRUPTED)
+
+
+def _refuse_beside_resume(context: typer.Context) -> None:
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in context.params
+        if name != "resume" and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise AxesError(f"--resume takes every setting from the run: leave out {', '.join(given)}")
+
+
+def _write_sample(model: Any, prompt: str, tokens: int, temperature: float, seed: int) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    typer.echo(prompt, nl=False)
+    for byte in generate(model, prompt.encode("utf-8", "surrogateescape"), tokens, temperature, seed):
+        typer.echo(decoder.decode(bytes([byte])) if byte else "\n", nl=False)
+    typer.echo(decoder.decode(b"", final=True))
+
+
+def _console() -> Console:
+    console = Console()
+    # without a terminal there is no width to respect but the reader's
+    return console if console.is_terminal else Console(width=120)
+
+
+def _say(line: str) -> None:
+    typer.echo(line)

@@ -1,0 +1,33 @@
+"""Errors a reader can act on: who, what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AxesError(ValueError):
+    """Base of every error the package raises on purpose; its text is meant for people."""
+
+
+class IllegalUpdate(AxesError):
+    """A tuple whose parts cannot act together, or that asks for a setting without effect."""
+
+
+class ShapeError(AxesError):
+    """A tensor of the wrong shape, dtype or device at a public entry."""
+
+
+class NotFiniteError(AxesError):
+    """A NaN or infinity where numbers are required; names the tensor."""
+
+
+class UnknownName(AxesError):
+    """A name that is not in a registry; carries the nearest matches."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+        super().__init__(f"unknown {kind} {name!r}: {hint}")
+        self.name, self.nearest = name, tuple(near)

@@ -1,0 +1,123 @@
+"""Which tuples make sense: each rule names the parts, why they cannot act together, and what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from axes.algorithms import Anchor, Step, Sum
+from axes.costs import Alignment, Cost, Linear
+from axes.errors import IllegalUpdate
+from axes.geometry import Entropic, Geometry
+from axes.memory import Entries, LayerNormMatrix, List, Memory, MLP, Slots
+from axes.monoids import Diagonal, Identity, Monoid, Product
+from axes.rates import Per, rate_shape
+
+if TYPE_CHECKING:
+    from axes.state_update import StateUpdate
+
+
+def check(update: StateUpdate) -> None:
+    """Raise IllegalUpdate with the first reason why a normal form is not legal."""
+    for name, kind in (("cost", Cost), ("h", Geometry), ("monoid", Monoid), ("algorithm", Step), ("memory", Memory)):
+        value = getattr(update, name)
+        if not isinstance(value, kind):
+            raise IllegalUpdate(f"StateUpdate: {name} must be a {kind.__name__}, got {value!r}")
+    for reason in _reasons(update):
+        raise IllegalUpdate(f"StateUpdate({type(update.cost).__name__}, {type(update.h).__name__}, ...): {reason}")
+
+
+def _reasons(update: StateUpdate) -> Iterator[str]:
+    cost, h, monoid, step, memory = update.parts()
+    oracle = "g" in cost.needs
+    outside = oracle or isinstance(cost, Linear)
+    sees_state = update.drive_sees_state
+    kinds = gates(monoid)
+
+    if outside and memory.keyed:
+        yield f"{type(memory).__name__} memory predicts from keys, the cost takes its gradient from outside: use Parameter()"
+    if not outside and not memory.keyed:
+        yield f"Parameter() memory predicts nothing, {type(cost).__name__} needs a prediction: use Matrix() or Given()"
+    if not isinstance(step.rate, Per) and step.rate == 0.0:
+        yield "a step size of zero learns nothing"
+
+    # settings without effect
+    if step.at == "gated" and isinstance(monoid, Identity):
+        yield "at='gated' needs a gate: with the identity monoid it is at='prev'"
+    if isinstance(cost, Linear) and step.at != "prev":
+        yield f"at={step.at!r} has no effect on a cost that is linear in the drive"
+    if not outside and not sees_state and step.at != "prev":
+        yield f"at={step.at!r} has no effect: the gradient of {type(cost).__name__} does not depend on the state"
+    if step.steps > 1 and (outside or not sees_state or step.via or step.at == "new" or isinstance(step.at, Anchor)):
+        yield "steps > 1 needs a gradient that depends on the state, evaluated here, without filters: scale the rate instead"
+    if not step.lazy and (h.is_identity or h.invertible or h.stats):
+        yield f"lazy=False is a no-op for {type(h).__name__}: it only differs where h projects or proximates"
+    if step.debias and isinstance(monoid, Identity) and not memory.keyed:
+        yield "debias without forgetting divides by the number of data: use a decaying monoid"
+
+    # capabilities
+    if oracle and (isinstance(step.at, Anchor) or step.at == "new"):
+        yield f"at={step.at!r} needs the cost itself; the given gradient is one number at one point"
+    if step.at == "read" and not oracle:
+        yield "at='read' is for oracles (Given): a keyed cost is evaluated at prev, gated, new or an Anchor"
+    if step.at == "read" and step.read is None:
+        yield "at='read' needs a read point: set read=Read(gate, rate)"
+    if step.at == "new":
+        if step.via:
+            yield "an implicit step cannot be filtered: the drive depends on the new state"
+        if not memory.linear or isinstance(memory, List):
+            yield f"an implicit step needs a memory whose prediction is linear, not {type(memory).__name__}"
+        if getattr(cost, "encode", False):
+            yield "an implicit step on the encoding cost is not defined here: use an explicit one"
+        if isinstance(memory, Entries) and not h.is_identity:
+            yield "entry-wise memory takes the implicit step only with Euclidean h"
+    if getattr(cost, "encode", False) and (isinstance(memory, Entries | LayerNormMatrix | MLP | List)):
+        yield f"the encoding cost predicts keys from values; {type(memory).__name__} cannot"
+    if not memory.matrix_gates and not kinds <= {"identity", "scalar", "row", "zero"}:
+        yield f"{type(memory).__name__} memory has no common key side: gate it with Scalar or Diagonal(side='row')"
+    if isinstance(memory, LayerNormMatrix | MLP) and rate_shape(step.rate) not in ("scalar", "row"):
+        yield f"{type(memory).__name__} memory takes scalar or row rates"
+    if isinstance(memory, List):
+        if step.via or step.debias or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1:
+            yield "a list memory keeps factored pairs: no filters, debias, read point, anchor, agile or repeated steps"
+        if not (h.is_identity or isinstance(h, Entropic)):
+            yield f"a list memory's scores take Euclidean or entropic h, not {type(h).__name__}"
+        if not h.is_identity and not isinstance(cost, Alignment):
+            yield "softmax reads of a list are not linear: only the alignment cost writes to it"
+        if rate_shape(step.rate) != "scalar" or not kinds.isdisjoint({"row", "hadamard", "zero"}):
+            yield "a list memory takes scalar rates and gates on the key side"
+        if not h.is_identity and isinstance(monoid, Diagonal):
+            yield "a diagonal gate on stored keys is not a bias of softmax attention: use Scalar"
+    if step.debias:
+        if memory.keyed and (sees_state or not h.is_identity or isinstance(memory, Slots) or not step.lazy):
+            yield "a normaliser needs a linear, Euclidean memory whose writes do not depend on the state"
+        if not kinds <= {"identity", "scalar", "diagonal", "row", "hadamard"}:
+            yield "a normaliser needs scalar or diagonal gates"
+        if step.start == "first":
+            yield "start='first' already has no bias to correct"
+    axis = getattr(h, "slice_axis", None)
+    if axis is not None and memory.keyed and not isinstance(memory, List):
+        allowed = {"identity", "scalar", "row", "zero"} if axis == "row" else {"identity", "scalar", "zero"}
+        shapes = ("scalar", "row") if axis == "row" else ("scalar",)
+        if not kinds <= allowed or rate_shape(step.rate) not in shapes:
+            yield f"{h!r} needs gates and rates that are constant on each slice ({axis}), or W leaves its own geometry"
+    if memory.filterable is False and h.stats:
+        yield "statistics need a drive with the shape of the state"
+    for f in step.via:
+        for branch in f.branches if isinstance(f, Sum) else (f,):
+            if not isinstance(branch.cost, Linear):  # type: ignore[union-attr]
+                yield f"a filter's cost must be Linear(), got {branch.cost!r}"  # type: ignore[union-attr]
+            elif branch.cost.of != "drive":  # type: ignore[union-attr]
+                yield f"a filter passes the drive on; {branch.cost!r} is a statistic: put it in h.stats"  # type: ignore[union-attr]
+    for s in h.stats:
+        if not isinstance(s.cost, Linear):
+            yield f"a statistic's cost must be Linear(of=...), got {s.cost!r}"
+
+
+def gates(monoid: Monoid) -> set[str]:
+    """The kinds of gate a monoid is made of: identity, zero, scalar, diagonal, row, hadamard, rotation, low rank, dense."""
+    if isinstance(monoid, Product):
+        return set().union(*(gates(p) for p in monoid.parts))
+    if isinstance(monoid, Diagonal) and monoid.side == "row":
+        return {"row"}
+    return {monoid.kind}

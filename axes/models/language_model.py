@@ -1,0 +1,202 @@
+"""A language model whose sequence layers and depth mixers are names in the catalogue.
+
+    X = expand(embedding(tokens))
+    for every sublayer (a sequence layer, then a SwiGLU network, `layers` times):
+        x, ctx = read(X);  X = write(X, sublayer(norm(x)), ctx)
+    logits = head(norm(reduce(X)))
+
+The sequence layers are the only part that mixes positions, so the same loop serves the parallel form (B, T) and, with
+T = 1, the recurrent one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axes import catalogue
+from axes.errors import AxesError, ShapeError
+from axes.models.options import accepted_options
+
+State = tuple[Any, ...]  # one nested tuple of tensors per sequence layer
+
+_EPS = 1e-6
+
+
+@final
+@dataclass(frozen=True)
+class Architecture:
+    """What has to be known to build the model again."""
+
+    sequence: str = "gated-delta-net"
+    depth: str = "mhc"
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    streams: int = 4
+    vocabulary: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "streams", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise AxesError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.width % self.heads:
+            raise AxesError(f"heads must divide width: {self.heads} heads do not divide a width of {self.width}")
+        catalogue.get(self.sequence, axis="sequence")
+        catalogue.get(self.depth, axis="depth")
+
+
+@final
+class RMSNorm(nn.Module):
+    """y = weight * x / rms(x), in the dtype of the weight: under autocast the norm stays in float32."""
+
+    def __init__(self, width: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, _EPS)
+
+
+@final
+class SwiGLU(nn.Module):
+    """y = W_out (silu(W_gate x) * W_in x), hidden width 8/3 of the width, rounded up to a multiple of 16."""
+
+    def __init__(self, width: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        hidden = -(-8 * width // 48) * 16
+        self.gate = nn.Linear(width, hidden, bias=False, device=device, dtype=dtype)
+        self.inner = nn.Linear(width, hidden, bias=False, device=device, dtype=dtype)
+        self.out = nn.Linear(hidden, width, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.silu(self.gate(x)) * self.inner(x))
+
+
+@final
+class LanguageModel(nn.Module):
+    """Next-token logits from tokens; `forward` over a window and `step` over one token agree.
+
+    The output head is not tied to the embedding: with 256 bytes the table is small, and the two then have their own
+    scale (unit rows where streams begin, a near-uniform prediction where they end) and their own optimizer rule.
+
+    Args:
+        architecture: names and sizes.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        width = architecture.width
+        layer = catalogue.get(architecture.sequence, axis="sequence").cls
+        mixer = catalogue.get(architecture.depth, axis="depth").cls
+        self.architecture = architecture
+        self.embedding = nn.Embedding(architecture.vocabulary, width, **factory)
+        self.sublayers = nn.ModuleList()
+        self.mixers = nn.ModuleList()
+        self.norms = nn.ModuleList()
+        for index in range(2 * architecture.layers):
+            made = (
+                layer(width, **accepted_options(layer, heads=architecture.heads), **factory)
+                if index % 2 == 0
+                else SwiGLU(width, **factory)
+            )
+            mixed = mixer(width, layer_index=index, **accepted_options(mixer, streams=architecture.streams), **factory)
+            self.sublayers.append(made)
+            self.mixers.append(mixed)
+            self.norms.append(self._norm(mixed, factory))
+        self.norm = self._norm(self.mixers[-1], factory)
+        self.head = nn.Linear(width, architecture.vocabulary, bias=False, **factory)
+        self.reset_parameters()
+
+    def _norm(self, mixer: nn.Module, factory: dict[str, Any]) -> nn.Module:
+        # a mixer that normalises what it writes (post-norm) leaves nothing for a norm before the sublayer to do
+        if getattr(mixer, "prenorm", True):
+            return RMSNorm(self.architecture.width, **factory)
+        return nn.Identity()
+
+    def reset_parameters(self) -> None:
+        """Initialise the model's own tables; layers and mixers initialise themselves on construction."""
+        nn.init.normal_(self.embedding.weight, std=1.0)
+        nn.init.normal_(self.head.weight, std=1.0 / self.architecture.width)
+
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Logits at every position.
+
+        Args:
+            tokens: (B, T) integers.
+            state: what `forward` or `step` returned for the tokens before these.
+
+        Returns:
+            logits (B, T, vocabulary) and the state after the last token.
+        """
+        if tokens.ndim != 2:
+            raise ShapeError(f"LanguageModel.forward: tokens must be (B, T), got {tuple(tokens.shape)}")
+
+        def parallel(layer: nn.Module, x: Tensor, memory: Any) -> tuple[Tensor, Any]:
+            return layer(x, memory)
+
+        return self._run(tokens, state, parallel)
+
+    def step(self, token: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Logits after one more token, by the recurrent form of every sequence layer.
+
+        Args:
+            token: (B,) integers.
+            state: what `forward` or `step` returned for the tokens before this one.
+
+        Returns:
+            logits (B, vocabulary) and the new state.
+        """
+        if token.ndim != 1:
+            raise ShapeError(f"LanguageModel.step: token must be (B,), got {tuple(token.shape)}")
+
+        def recurrent(layer: Any, x: Tensor, memory: Any) -> tuple[Tensor, Any]:
+            y, memory = layer.step(x[:, 0], memory)
+            return y[:, None], memory
+
+        logits, state = self._run(token[:, None], state, recurrent)
+        return logits[:, 0], state
+
+    def _run(
+        self,
+        tokens: Tensor,
+        state: State | None,
+        mix: Callable[[nn.Module, Tensor, Any], tuple[Tensor, Any]],
+    ) -> tuple[Tensor, State]:
+        memories = list(state) if state is not None else [None] * self.architecture.layers
+        if len(memories) != self.architecture.layers:
+            raise ShapeError(f"LanguageModel: the state holds {len(memories)} layers, not {self.architecture.layers}")
+        mixers: list[Any] = list(self.mixers)
+        streams = mixers[0].expand(self.embedding(tokens))
+        for index, (sublayer, norm, mixer) in enumerate(zip(self.sublayers, self.norms, mixers, strict=True)):
+            x, context = mixer.read(streams)
+            if index % 2 == 0:
+                y, memories[index // 2] = mix(sublayer, norm(x), memories[index // 2])
+            else:
+                y = sublayer(norm(x))
+            streams = mixer.write(streams, y, context)
+        return self.head(self.norm(mixers[-1].reduce(streams))), tuple(memories)
+
+    def extra_repr(self) -> str:
+        return str(self.architecture)
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of every tensor in a nested state."""
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, (tuple, list)):
+        return sum(state_bytes(part) for part in state)
+    return 0

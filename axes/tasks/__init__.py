@@ -1,0 +1,1 @@
+"""Tasks: the data that models are trained on and the measures they are judged by."""

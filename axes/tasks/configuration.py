@@ -1,0 +1,162 @@
+"""The configuration of a run: every setting, checked where it is made, written to and read from `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, final
+
+import torch
+
+from axes import catalogue
+from axes.errors import AxesError, UnknownName
+from axes.models.language_model import Architecture
+from axes.tasks.corpus import Corpus, embedded, from_files
+from axes.tasks.schedules import SCHEDULES
+
+# bfloat16 keeps float32 parameters and computes under autocast; the others are the dtype of the parameters themselves
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.float32,
+}
+
+# used for optimizers that do not state a `default_lr` of their own
+_DEFAULT_LR: Mapping[str, float] = {"sgd": 0.1, "adam": 3e-3, "adamw": 3e-3, "lion": 3e-4, "muon": 0.02}
+_FALLBACK_LR = 1e-3
+
+
+@final
+@dataclass(frozen=True)
+class Configuration:
+    """A training run. `lr`, `weight_decay` None: the optimizer's own default. `text` empty: the embedded corpus.
+
+    context: bytes per window; batch: windows per step; warmup: steps of linear warm-up; clip: largest gradient norm,
+    0 for none; text_limit: take about this many bytes of the text, 0 for all; validation_windows: windows of
+    `context` bytes per evaluation; eval_every, save_every: steps between, 0 for only at the end.
+    """
+
+    sequence: str = "gated-delta-net"
+    optimizer: str = "muon"
+    depth: str = "mhc"
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    streams: int = 4
+    context: int = 256
+    batch: int = 16
+    steps: int = 1000
+    lr: float | None = None
+    schedule: str = "cosine"
+    warmup: int = 20
+    weight_decay: float | None = None
+    clip: float = 1.0
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "float32"
+    text: tuple[str, ...] = ()
+    text_limit: int = 0
+    validation_windows: int = 64
+    eval_every: int = 100
+    save_every: int = 100
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        self._require_types()
+        self.architecture()  # checks names and sizes
+        catalogue.get(self.optimizer, axis="data")
+        for name in ("context", "batch", "steps", "validation_windows"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("warmup", "eval_every", "save_every", "text_limit", "seed"):
+            self._require(name, getattr(self, name) >= 0, "0 or more")
+        self._require("seed", self.seed < 2**63, "less than 2**63")
+        self._require("clip", 0 <= self.clip < float("inf"), "0 (no clipping) or a positive number")
+        self._require("lr", self.lr is None or 0 < self.lr < float("inf"), "a positive number")
+        decay = self.weight_decay
+        self._require("weight_decay", decay is None or 0 <= decay < float("inf"), "0 or a positive number")
+        for kind, name, known in (("dtype", self.dtype, DTYPES), ("schedule", self.schedule, SCHEDULES)):
+            if name not in known:
+                raise UnknownName(kind, name, known)
+        self.torch_device()
+
+    def _require_types(self) -> None:
+        # a hand-edited config.json can hold anything; annotations are strings here
+        kinds: Mapping[str, tuple[type, ...]] = {
+            "int": (int,),
+            "float": (int, float),
+            "float | None": (int, float, type(None)),
+            "str": (str,),
+            "bool": (bool,),
+            "tuple[str, ...]": (tuple,),
+        }
+        for field in fields(self):
+            value, kind = getattr(self, field.name), str(field.type)
+            if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "bool"):
+                raise AxesError(f"{field.name} must be {kind}, got {value!r}")
+
+    def _require(self, name: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            raise AxesError(f"{name.replace('_', '-')} must be {allowed}, got {getattr(self, name)}")
+
+    @property
+    def name(self) -> str:
+        """The three axes, as tables and curves call the run."""
+        return f"{self.sequence} x {self.optimizer} x {self.depth}"
+
+    def architecture(self) -> Architecture:
+        return Architecture(self.sequence, self.depth, self.layers, self.width, self.heads, self.streams)
+
+    def torch_device(self) -> torch.device:
+        """The device, refused here if this machine lacks it."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise UnknownName("device", self.device, ("auto", "cpu", "cuda", "cuda:0", "mps")) from None
+        if device.type == "cuda":
+            count = torch.cuda.device_count()
+            if (device.index or 0) >= count:
+                raise AxesError(f"device {self.device!r} is not available: torch sees {count} CUDA devices here")
+        elif device.type == "mps":
+            if not torch.backends.mps.is_available():
+                raise AxesError("device 'mps' is not available to torch here")
+        elif device.type != "cpu":
+            raise AxesError(f"device {self.device!r} is not supported: use auto, cpu, cuda or mps")
+        return device
+
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return DTYPES[self.dtype]
+
+    def learning_rate(self) -> float:
+        """The peak learning rate: given, or the default of the optimizer."""
+        if self.lr is not None:
+            return float(self.lr)
+        cls: Callable[..., Any] = catalogue.get(self.optimizer, axis="data").cls
+        own = getattr(cls, "default_lr", None)
+        return float(own) if own is not None else _DEFAULT_LR.get(self.optimizer, _FALLBACK_LR)
+
+    def corpus(self) -> Corpus:
+        limit = self.text_limit or None
+        corpus = from_files(self.text, limit) if self.text else embedded(limit)
+        corpus.require(self.context)
+        return corpus
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "text": list(self.text)}
+
+
+def configuration_from_dict(settings: Mapping[str, Any]) -> Configuration:
+    """The inverse of `Configuration.as_dict`.
+
+    Raises:
+        AxesError: an unknown or ill-typed setting, so that a run folder of another version is not misread.
+    """
+    unknown = sorted(set(settings) - {field.name for field in fields(Configuration)})
+    if unknown:
+        raise AxesError(f"the configuration holds settings that this version does not know: {', '.join(unknown)}")
+    text = settings.get("text", ())
+    if not isinstance(text, (list, tuple)) or not all(isinstance(path, str) for path in text):
+        raise AxesError(f"text must be a list of paths, got {text!r}")
+    return Configuration(**{**settings, "text": tuple(text)})

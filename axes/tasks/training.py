@@ -1,0 +1,205 @@
+"""Training of a language model as a value that can be saved, loaded and stepped.
+
+What is saved is everything the next step depends on: parameters, optimizer, schedule, generators and the position in
+the data, which is the step number alone. So a run that was stopped and resumed takes the same steps, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axes import catalogue
+from axes.errors import AxesError, NotFiniteError
+from axes.models.language_model import LanguageModel, state_bytes
+from axes.models.options import accepted_options
+from axes.tasks.batches import training_batch, validation_batches
+from axes.tasks.configuration import Configuration
+from axes.tasks.corpus import Corpus
+from axes.tasks.schedules import Schedule
+
+
+@final
+class Training:
+    """Model, optimizer, schedule and position of one run; construction seeds torch's global generators.
+
+    Args:
+        configuration: every setting.
+        corpus: the text, from `configuration.corpus()`.
+    """
+
+    def __init__(self, configuration: Configuration, corpus: Corpus) -> None:
+        corpus.require(configuration.context)
+        torch.manual_seed(configuration.seed)
+        self.configuration = configuration
+        self.corpus = corpus
+        self.device = configuration.torch_device()
+        self.model = LanguageModel(
+            configuration.architecture(), device=self.device, dtype=configuration.torch_dtype()
+        )
+        self.optimizer = make_optimizer(configuration, self.model)
+        schedule = Schedule(configuration.schedule, configuration.warmup, configuration.steps)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
+        self.position = 0  # steps taken
+        self._network: nn.Module = self.model
+        if configuration.compile:
+            self._network = torch.compile(self.model)  # type: ignore[assignment]
+
+    @property
+    def finished(self) -> bool:
+        return self.position >= self.configuration.steps
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Mean negative log-likelihood per byte, in nats.
+
+        Args:
+            windows: (B, context + 1) integers.
+        """
+        with self._autocast():
+            logits, _ = self._network(windows[:, :-1])
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.to(wide).flatten(0, 1), windows[:, 1:].flatten())
+
+    def step(self) -> dict[str, float]:
+        """Take one step; the loss, the gradient's norm and the learning rate that it used.
+
+        Raises:
+            NotFiniteError: the loss or a gradient is not finite; names the parameter, and no step is taken.
+        """
+        settings = self.configuration
+        windows = training_batch(
+            self.corpus.train, settings.seed, self.position, settings.batch, settings.context
+        ).to(self.device)
+        rate = float(self.scheduler.get_last_lr()[0])
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(windows)
+        loss.backward()
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        value, size = torch.stack([loss.detach().double(), norm.double()]).tolist()  # the step's one wait
+        if not (math.isfinite(value) and math.isfinite(size)):
+            raise self._not_finite(value)
+        if settings.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.position += 1
+        return {"loss": value, "bits_per_byte": value / math.log(2.0), "gradient_norm": size, "lr": rate}
+
+    @torch.no_grad()
+    def validation_bits_per_byte(self) -> float:
+        settings = self.configuration
+        self.model.eval()
+        total, count = 0.0, 0
+        for windows in validation_batches(
+            self.corpus.validation, settings.validation_windows, settings.batch, settings.context
+        ):
+            total += self.loss(windows.to(self.device)).item() * len(windows)
+            count += len(windows)
+        return total / count / math.log(2.0)
+
+    @torch.no_grad()
+    def state_bytes(self) -> int:
+        """Bytes that the sequence layers remember after one window."""
+        self.model.eval()
+        window = self.corpus.validation[: self.configuration.context].long()[None]
+        with self._autocast():
+            return state_bytes(self.model(window.to(self.device))[1])
+
+    def require_finite_parameters(self) -> None:
+        """Raise rather than let a checkpoint hold a value that is not a number."""
+        for name, parameter in self.model.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                raise NotFiniteError(
+                    f"after step {self.position} the parameter {name!r} is not finite; the last checkpoint is kept; "
+                    f"try a lower --lr than {self.configuration.learning_rate():g}"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on, as plain containers of tensors."""
+        generators = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state(self.device)
+        return {
+            "configuration": self.configuration.as_dict(),
+            "corpus": self.corpus.provenance.sha256,
+            "position": self.position,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "generators": generators,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned.
+
+        Raises:
+            AxesError: the state is of another text or of another model.
+        """
+        if state.get("corpus") != self.corpus.provenance.sha256:
+            raise AxesError(
+                "the checkpoint was trained on another text than the one here "
+                f"({self.corpus.provenance}): another Python version, or files that have changed since"
+            )
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scheduler.load_state_dict(state["scheduler"])
+            self.position = int(state["position"])
+            torch.set_rng_state(state["generators"]["cpu"].cpu())
+            if self.device.type == "cuda" and "cuda" in state["generators"]:
+                torch.cuda.set_rng_state(state["generators"]["cuda"].cpu(), self.device)
+        except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            reason = " ".join(str(error).split())
+            raise AxesError(f"the checkpoint does not fit the run's configuration: {reason[:300]}") from None
+
+    def tuples(self) -> dict[str, Any]:
+        """The exact tuple of each axis, as the objects of this run carry it."""
+        settings = self.configuration
+        return {
+            "sequence": {"name": settings.sequence, "update": repr(getattr(self.model.sublayers[0], "update", None))},
+            "depth": {"name": settings.depth, "update": repr(getattr(self.model.mixers[0], "update", None))},
+            "data": {"name": settings.optimizer, "update": repr(getattr(self.optimizer, "update", None))},
+        }
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.configuration.dtype == "bfloat16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _not_finite(self, loss: float) -> NotFiniteError:
+        step = self.position + 1
+        advice = (
+            "the step was not taken and the last checkpoint is kept; try a lower --lr than "
+            f"{self.configuration.learning_rate():g}, a longer --warmup or a smaller --clip"
+        )
+        for name, parameter in self.model.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                return NotFiniteError(f"step {step}: the parameter {name!r} is not finite; {advice}")
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                return NotFiniteError(f"step {step}: the gradient of {name!r} is not finite (loss {loss:g}); {advice}")
+        return NotFiniteError(f"step {step}: the loss is {loss:g} or the gradients' norm overflows; {advice}")
+
+
+def make_optimizer(configuration: Configuration, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the catalogue for this model; it routes parameters to its rules itself."""
+    cls = catalogue.get(configuration.optimizer, axis="data").cls
+    options: dict[str, Any] = {"lr": configuration.learning_rate()}
+    if configuration.weight_decay is not None:
+        given = accepted_options(cls, weight_decay=float(configuration.weight_decay))
+        if not given:
+            raise AxesError(f"optimizer {configuration.optimizer!r} has no weight decay: leave --weight-decay out")
+        options.update(given)
+    optimizer: torch.optim.Optimizer = cls(model, **options)
+    return optimizer

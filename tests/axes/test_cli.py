@@ -1,0 +1,148 @@
+"""The command line: every command, what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from axes import catalogue
+from axes.cli import main
+from axes.tasks.run_folder import RunFolder
+
+SIZES = "--layers 1 --width 32 --heads 2 --context 24 --batch 2 --warmup 2 --validation-windows 4 --device cpu".split()
+Axes = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def axes(capfd: pytest.CaptureFixture[str]) -> Axes:
+    """Run a command in this process: exit status, stdout, stderr."""
+
+    def invoke(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main([str(argument) for argument in arguments])
+        output, errors = capfd.readouterr()
+        return int(exit_.value.code or 0), output, errors
+
+    return invoke
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "words.txt"
+    path.write_text("words are made of letters, and lines of words. " * 100)
+    return path
+
+
+def test_train_and_sample(axes: Axes, tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    status, output, errors = axes("train", *SIZES, "--steps", 6, "--text", text, "--out", run, "--eval-every", 3)
+    assert (status, errors) == (0, "")
+    assert "step 3/6" in output
+    assert "validation" in output
+    assert "unigram entropy" in output
+    assert str(run) in output
+    status, output, errors = axes("sample", run, "--prompt", "words", "--tokens", 20, "--greedy")
+    assert (status, errors) == (0, "")
+    assert output.startswith("words")
+    assert axes("sample", run, "--prompt", "words", "--tokens", 20, "--greedy")[1] == output
+    assert axes("sample", run, "--tokens", 40, "--seed", 1)[1] != axes("sample", run, "--tokens", 40, "--seed", 2)[1]
+
+
+def test_text_takes_several_paths(axes: Axes, tmp_path: Path, text: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("something else entirely, with other words. " * 60)
+    run = tmp_path / "run"
+    status, _, errors = axes("train", *SIZES, "--text", text, other, "--steps", 1, "--out", run)
+    assert (status, errors) == (0, "")
+    config = RunFolder(run).read_config()
+    assert config["configuration"]["text"] == [str(text), str(other)]
+    assert config["corpus"]["documents"] == 2
+
+
+def test_default_run_folder_and_embedded_corpus(axes: Axes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ("train", *SIZES, "--steps", 1, "--sequence", "softmax-attention", "--optimizer", "adamw")
+    assert axes(*arguments, "--depth", "residual", "--text-limit", 200_000)[0] == 0
+    run = tmp_path / "runs" / "softmax-attention-adamw-residual"
+    assert "standard library" in RunFolder(run).read_config()["corpus"]["source"]
+
+
+def test_resume_continues_and_refuses_other_settings(axes: Axes, tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    assert axes("train", *SIZES, "--steps", 3, "--text", text, "--out", run)[0] == 0
+    status, output, _ = axes("train", "--resume", run)
+    assert status == 0
+    assert f"continuing {run} at step 3" in output
+    status, _, errors = axes("train", "--resume", run, "--steps", 10, "--weight-decay", 0.1)
+    assert status == 1
+    assert "leave out --steps, --weight-decay" in errors
+
+
+def test_a_folder_with_a_run_is_not_overwritten_unasked(axes: Axes, tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ("train", *SIZES, "--steps", 1, "--text", text, "--out", run)
+    assert axes(*arguments)[0] == 0
+    before = (run / "checkpoint.pt").read_bytes()
+    status, _, errors = axes(*arguments)
+    assert status == 1
+    assert "--resume" in errors and "--overwrite" in errors
+    assert (run / "checkpoint.pt").read_bytes() == before
+    assert axes(*arguments, "--overwrite")[0] == 0
+
+
+def test_list(axes: Axes) -> None:
+    status, output, _ = axes("list")
+    assert status == 0
+    assert all(entry.name in output for entry in catalogue.entries())
+    _, output, _ = axes("list", "--axis", "depth")
+    assert "mhc" in output and "gated-delta-net" not in output
+    _, output, _ = axes("list", "--axis", "data", "--json")
+    rows = json.loads(output)
+    assert {"muon", "adamw"} <= {row["name"] for row in rows}
+    assert all(row["axis"] == "data" for row in rows)
+
+
+def test_explain_and_cite(axes: Axes) -> None:
+    status, output, _ = axes("explain", "gated-delta-net")
+    assert status == 0
+    assert "StateUpdate(" in output
+    status, output, _ = axes("cite", "gated-delta-net")
+    assert status == 0
+    assert output.lstrip().startswith("@")
+
+
+def test_no_command_prints_help(axes: Axes) -> None:
+    status, output, errors = axes()
+    assert status in (0, 2)
+    assert "train" in output + errors
+    assert "Traceback" not in output + errors
+
+
+def test_ctrl_c_saves_and_says_how_to_continue(tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ["train", *SIZES, "--steps", "100000", "--eval-every", "0", "--text", str(text), "--out", str(run)]
+    code = f"from axes.cli import main; main({arguments!r})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not RunFolder(run).read_metrics() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert f"axes train --resume {run}" in output
+    assert "Traceback" not in errors
+    position = RunFolder(run).read_checkpoint()["position"]
+    assert position >= 1
+    assert [record["step"] for record in RunFolder(run).read_metrics()] == list(range(1, position + 1))

@@ -1,0 +1,128 @@
+"""The language model: shapes, causality, the recurrent form, norms, and one entry per sequence layer in the state."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from axes.errors import AxesError, ShapeError, UnknownName
+from axes.models.language_model import Architecture, LanguageModel, RMSNorm, state_bytes
+
+SMALL = {"layers": 2, "width": 32, "heads": 2}
+PAIRS = [("gated-delta-net", "mhc"), ("softmax-attention", "residual")]
+
+
+def build(sequence: str, depth: str, dtype: torch.dtype = torch.float64) -> LanguageModel:
+    torch.manual_seed(0)
+    model = LanguageModel(Architecture(sequence=sequence, depth=depth, **SMALL), dtype=dtype)
+    # large enough that predictions differ between positions
+    nn.init.normal_(model.head.weight)
+    return model
+
+
+def tokens(batch: int, time: int) -> Tensor:
+    return torch.randint(256, (batch, time), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("sequence", "depth"), PAIRS)
+def test_logits_and_state(sequence: str, depth: str) -> None:
+    model = build(sequence, depth)
+    logits, state = model(tokens(3, 11))
+    assert logits.shape == (3, 11, 256)
+    assert logits.dtype == torch.float64
+    assert len(state) == SMALL["layers"]
+    assert state_bytes(state) > 0
+
+
+@pytest.mark.parametrize(("sequence", "depth"), PAIRS)
+def test_first_prediction_is_nearly_uniform(sequence: str, depth: str) -> None:
+    model = build(sequence, depth)
+    model.reset_parameters()
+    logits, _ = model(tokens(4, 16))
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens(4, 16).flatten())
+    assert abs(loss.item() / math.log(2.0) - 8.0) < 0.2
+
+
+@pytest.mark.parametrize(("sequence", "depth"), PAIRS)
+def test_no_output_depends_on_a_later_token(sequence: str, depth: str) -> None:
+    model = build(sequence, depth)
+    window = tokens(1, 12)
+    changed = window.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 256
+    difference = (model(window)[0] - model(changed)[0]).detach().abs().amax(dim=(0, 2))
+    assert float(difference[:7].max()) == 0.0
+    assert float(difference[7:].max()) > 1e-6
+
+
+@pytest.mark.parametrize(("sequence", "depth"), PAIRS)
+def test_step_agrees_with_forward(sequence: str, depth: str) -> None:
+    model = build(sequence, depth)
+    window = tokens(2, 19)
+    parallel, final = model(window)
+    state = None
+    for position in range(window.shape[1]):
+        logits, state = model.step(window[:, position], state)
+        torch.testing.assert_close(logits, parallel[:, position], rtol=1e-9, atol=1e-9)
+    # the state of one form continues in the other
+    more = tokens(2, 23)[:, 19:]
+    torch.testing.assert_close(model(more, state)[0], model(more, final)[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("sequence", "depth"), PAIRS)
+def test_every_parameter_is_trained(sequence: str, depth: str) -> None:
+    model = build(sequence, depth)
+    model(tokens(2, 9))[0].square().sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_memory_of_a_recurrence_does_not_grow_and_that_of_a_list_does() -> None:
+    def sizes(sequence: str) -> tuple[int, int]:
+        model = build(sequence, "residual")
+        return state_bytes(model(tokens(1, 8))[1]), state_bytes(model(tokens(1, 64))[1])
+
+    short, long = sizes("gated-delta-net")
+    assert short == long
+    short, long = sizes("softmax-attention")
+    assert long > 4 * short
+
+
+def test_post_norm_is_not_normalised_twice() -> None:
+    model = build("softmax-attention", "post-norm")
+    assert all(isinstance(norm, nn.Identity) for norm in [*model.norms, model.norm])
+    assert all(isinstance(norm, RMSNorm) for norm in [*build("softmax-attention", "residual").norms])
+    assert torch.isfinite(model(tokens(2, 5))[0]).all()
+
+
+def test_head_is_not_tied() -> None:
+    model = build("softmax-attention", "residual")
+    assert model.head.weight.data_ptr() != model.embedding.weight.data_ptr()
+
+
+def test_same_seed_same_model() -> None:
+    first, second = build("gated-delta-net", "mhc"), build("gated-delta-net", "mhc")
+    for left, right in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_bad_architectures_are_refused() -> None:
+    with pytest.raises(AxesError, match="3 heads do not divide a width of 32"):
+        Architecture(width=32, heads=3)
+    with pytest.raises(AxesError, match="layers must be at least 1, got 0"):
+        Architecture(layers=0)
+    with pytest.raises(UnknownName, match="did you mean gated-delta-net"):
+        Architecture(sequence="gated-deltanet")
+    with pytest.raises(UnknownName, match="mhc"):
+        Architecture(depth="mch")
+
+
+def test_bad_inputs_are_refused() -> None:
+    model = build("softmax-attention", "residual")
+    with pytest.raises(ShapeError, match=r"\(B, T\)"):
+        model(torch.zeros(5, dtype=torch.long))
+    with pytest.raises(ShapeError, match=r"\(B,\)"):
+        model.step(torch.zeros(5, 1, dtype=torch.long))
+    with pytest.raises(ShapeError, match="holds 1 layers, not 2"):
+        model(tokens(1, 3), (None,))

@@ -1,0 +1,188 @@
+"""Four sibling folders, one import name: mapping, links and guards agree, in the tree and in the wheel."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILIES = ("optim", "sequence", "depth")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter, started in the given folder."""
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def files() -> Iterator[tuple[str, Path]]:
+    """(package, file) for every Python file that installs, each by its real path."""
+    for prefix, top in [("axes", "axes"), *((f"axes.{family}", family) for family in FAMILIES)]:
+        for folder, below, names in os.walk(ROOT / top, followlinks=False):
+            below[:] = [name for name in below if name != "__pycache__" and not (Path(folder) / name).is_symlink()]
+            inside = Path(folder).relative_to(ROOT / top).parts
+            for name in names:
+                if name.endswith(".py"):
+                    yield ".".join((prefix, *inside)), Path(folder) / name
+
+
+def modules() -> list[str]:
+    """Dotted names of all modules that import everywhere: kernels need Triton, __main__ runs the command."""
+    names = [package if path.stem == "__init__" else f"{package}.{path.stem}" for package, path in files()]
+    return sorted(name for name in names if not name.startswith("axes.kernels.") and not name.endswith("__main__"))
+
+
+def test_declared_packages_are_the_folders() -> None:
+    with_code = {package for package, _ in files()}
+    with_init = {package for package, path in files() if path.name == "__init__.py"}
+    assert with_code == with_init, f"folders without __init__.py: {sorted(with_code - with_init)}"
+    declared = PYPROJECT["tool"]["setuptools"]["packages"]
+    assert sorted(declared) == sorted(with_init), "pyproject.toml: [tool.setuptools] packages"
+
+
+def test_mapping_names_the_sibling_folders() -> None:
+    expected = {"axes": "axes"} | {f"axes.{family}": family for family in FAMILIES}
+    assert PYPROJECT["tool"]["setuptools"]["package-dir"] == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_link_is_relative(family: str) -> None:
+    link = ROOT / "axes" / family
+    assert link.is_symlink() and os.readlink(link) == f"../{family}"
+    assert link.resolve() == ROOT / family
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_guard_refuses_the_bare_name(family: str) -> None:
+    refused = python(f"import {family}")
+    assert refused.returncode != 0
+    assert f"ImportError: import axes.{family}, not {family}" in refused.stderr
+
+
+@pytest.mark.parametrize("place", ["root", "elsewhere"])
+def test_no_file_is_imported_twice(place: str, tmp_path: Path) -> None:
+    if place == "elsewhere" and not installed():
+        pytest.skip("the package is not installed in this environment")
+    expected = {str(path) for _, path in files()}
+    code = f"""
+import collections, importlib, os, sys
+for name in {modules()!r}:
+    importlib.import_module(name)
+names = collections.defaultdict(list)
+for name, module in list(sys.modules.items()):
+    file = getattr(module, "__file__", None)
+    if file and os.path.realpath(file) in {expected!r}:
+        names[os.path.realpath(file)].append(name)
+assert len(names) >= {len(modules())}, names
+twice = {{file: found for file, found in names.items() if len(found) > 1}}
+assert not twice, twice
+assert all(found[0].split(".")[0] == "axes" for found in names.values()), names
+"""
+    done = python(code, ROOT if place == "root" else tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_is_light() -> None:
+    code = """
+import sys, torch
+before = set(sys.modules)
+import axes
+heavy = {"triton", "matplotlib", "typer", "rich", "pytest", "hypothesis"} & (set(sys.modules) - before)
+assert not heavy, heavy
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_is_said_once() -> None:
+    version = PYPROJECT["project"]["version"]
+    said = re.search(r'^__version__ = "(.+)"$', (ROOT / "axes" / "__init__.py").read_text(), re.MULTILINE)
+    assert said is not None and said[1] == version
+    released = re.findall(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released and released[0] == version, "CHANGELOG.md: the newest release"
+
+
+def test_pinned_environment_satisfies_the_declared_ranges() -> None:
+    """Each dependency and test dependency is pinned to one version, inside the range that pyproject declares."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    lines = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
+    pins: dict[str, str] = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            name, _, version = line.partition("==")
+            assert version, f"not pinned: {line}"
+            pins[canonicalize_name(name)] = version
+    project = PYPROJECT["project"]
+    tested, built = project["optional-dependencies"]["test"], PYPROJECT["build-system"]["requires"]
+    for text in project["dependencies"] + tested + built:
+        requirement = Requirement(text)
+        version = pins[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{text}: pinned to {version}"
+
+
+def installed() -> bool:
+    try:
+        metadata.version(PYPROJECT["project"]["name"])
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def copy_of_tree(target: Path) -> Path:
+    """The files that matter for a build or a `make`, links kept as links."""
+    names = ("axes", *FAMILIES, "requirements", "pyproject.toml", "Makefile", "LICENSE", "README.md", "CHANGELOG.md")
+    target.mkdir()
+    for name in names:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target / name)
+    return target
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    tree = copy_of_tree(tmp_path / "tree")
+    build = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-index", "--no-build-isolation", "-w", "out"]
+    done = subprocess.run(build, cwd=tree, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tree / "out").glob("axes_state_update-*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {f"{package.replace('.', '/')}/{path.name}" for package, path in files()} | {"axes/py.typed"}
+    assert held == expected
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not on the path")
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [
+        ("exit 1", "no Python >= 3.11 found"),
+        (f'case "$2" in *venv*) exit 1;; esac\nexec {sys.executable} "$@"', "has no venv module"),
+        (f'case "$*" in *"-m venv"*) exit 7;; esac\nexec {sys.executable} "$@"', "Error"),
+    ],
+    ids=["old-python", "no-venv", "venv-fails"],
+)
+def test_make_says_what_is_missing(tmp_path: Path, script: str, complaint: str) -> None:
+    tree = copy_of_tree(tmp_path / "tree")
+    fake = tmp_path / "python3"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "test", f"PYTHON={fake}"]
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr

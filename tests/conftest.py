@@ -1,0 +1,55 @@
+"""Settings shared by all tests: fixed seeds, one thread per process, deterministic random examples."""
+
+import os
+
+# Set before the first import of pyplot; nothing in the tests opens a window.
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, register_random, settings
+
+# Two workers with one thread each are faster on two cores than two with two, and sums keep their order.
+torch.set_num_threads(1)
+
+# `make test` takes quick; `make test-all` passes --hypothesis-profile=thorough.
+settings.register_profile(
+    "quick",
+    max_examples=25,
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=200)
+settings.load_profile("quick")
+
+
+class TorchRandom:
+    """torch's generator as Hypothesis wants it: the same seed before each example, the old state after."""
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
+    def getstate(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def setstate(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+TORCH_RANDOM = TorchRandom()  # Hypothesis keeps a weak reference only
+register_random(TORCH_RANDOM)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
