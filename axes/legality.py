@@ -67,11 +67,11 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
             yield "an implicit step cannot be filtered: the drive depends on the new state"
         if not memory.linear or isinstance(memory, List):
             yield f"an implicit step needs a memory whose prediction is linear, not {type(memory).__name__}"
-        if getattr(cost, "encode", False):
+        if cost.encode:
             yield "an implicit step on the encoding cost is not defined here: use an explicit one"
         if isinstance(memory, Entries) and not h.is_identity:
             yield "entry-wise memory takes the implicit step only with Euclidean h"
-    if getattr(cost, "encode", False) and (isinstance(memory, Entries | LayerNormMatrix | MLP | List)):
+    if cost.encode and (isinstance(memory, Entries | LayerNormMatrix | MLP | List)):
         yield f"the encoding cost predicts keys from values; {type(memory).__name__} cannot"
     if not memory.matrix_gates and not kinds <= {"identity", "scalar", "row", "zero"}:
         yield f"{type(memory).__name__} memory has no common key side: gate it with Scalar or Diagonal(side='row')"
@@ -103,6 +103,10 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
             yield f"{h!r} needs gates and rates that are constant on each slice ({axis}), or W leaves its own geometry"
     if memory.filterable is False and h.stats:
         yield "statistics need a drive with the shape of the state"
+    if isinstance(memory, LayerNormMatrix | MLP):
+        for f in update.filters():
+            if rate_shape(f.parts()[3].rate) != "scalar" or not gates(f.parts()[2]) <= {"identity", "zero", "scalar"}:
+                yield f"filters over {type(memory).__name__} memory take scalar gates: its leaves have different shapes"
     for f in step.via:
         for branch in f.branches if isinstance(f, Sum) else (f,):
             if not isinstance(branch.cost, Linear):  # type: ignore[union-attr]

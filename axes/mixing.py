@@ -108,7 +108,9 @@ class Cayley(Geometry):
         n = skew.shape[-1]
         eye = torch.eye(n, dtype=skew.dtype, device=skew.device)
         if self.method == "solve":
-            return torch.linalg.solve(eye + skew, eye - skew)
+            # I + A is never singular: skipping the check saves a synchronisation with the device.
+            rotation: Tensor = torch.linalg.solve_ex(eye + skew, eye - skew)[0]
+            return rotation
         if n > 4:
             raise ShapeError(
                 f"{self!r}: no closed form for a rotation of {n} dimensions, at most 4: use method='solve'"

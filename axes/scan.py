@@ -104,11 +104,15 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
 
 
 def cumulative(gate: Tensor, drive: Tensor, start: Tensor) -> Tensor:
-    """y_t = gate_t * y_{t-1} + drive_t element by element over dimension 0, in log2 T levels (any values of the gate)."""
-    y, g, reach = torch.cat((gate[:1] * start + drive[:1], drive[1:])), gate.expand(drive.shape[0], *gate.shape[1:]), 1
-    while reach < y.shape[0]:
-        y = torch.cat((y[:reach], g[reach:] * y[:-reach] + y[reach:]))
-        g = torch.cat((g[:reach], g[reach:] * g[:-reach]))
+    """y_t = gate_t * y_{t-1} + drive_t, element by element, time in dimension -3; log2 T levels, any values of the gate."""
+    batch = torch.broadcast_shapes(gate.shape, drive.shape, start[..., None, :, :].shape)
+    g, y = gate.expand(*batch[:-3], batch[-3], *gate.shape[-2:]), drive.expand(batch)
+    y = torch.cat((g[..., :1, :, :] * start[..., None, :, :] + y[..., :1, :, :], y[..., 1:, :, :]), -3)
+    reach = 1
+    while reach < y.shape[-3]:
+        later = g[..., reach:, :, :]
+        y = torch.cat((y[..., :reach, :, :], later * y[..., :-reach, :, :] + y[..., reach:, :, :]), -3)
+        g = torch.cat((g[..., :reach, :, :], later * g[..., :-reach, :, :]), -3)
         reach *= 2
     return y
 

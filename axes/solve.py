@@ -36,32 +36,29 @@ def _jacobian(residual: Residual, x: Tensor) -> Tensor:
     return columns.movedim(0, -1)
 
 
-def root(residual: Residual, start: Tensor, iterations: int = 20, halvings: int = 8, order: int = 2) -> Tensor:
+def root(residual: Residual, start: Tensor, iterations: int = 30, halvings: int = 12, order: int = 2) -> Tensor:
     """x with F(x) = 0, by Newton's method with backtracking.
 
     Args:
         residual: F, (..., n) -> (..., n); monotone, or at least with a non-singular Jacobian; batch entries do not
             mix. It may close over tensors that require gradients.
         start: x_0 (..., n), any batch shape, empty included.
-        iterations: Newton steps. Each one tries the step lengths 1, 1/2, ..., 2^-(halvings - 1), keeps the one with
-            the smallest |F| and stays where it is if none improves, so that |F| never grows.
+        iterations: Newton steps.
+        halvings: each step tries the lengths 1, 1/2, ..., 2^-halvings, keeps the one with the smallest |F| and stays
+            where it is if none improves, so that |F| never grows.
         order: derivatives of x with respect to what F closes over are exact up to this order.
 
     Where F is not differentiable, or its Jacobian singular, at the root, no derivative exists and none is promised.
     """
     with torch.no_grad():
         x = start.detach()
-        value = residual(x)
+        lengths = torch.tensor([0.0, *(0.5**i for i in range(halvings + 1))], dtype=x.dtype, device=x.device)
+        lengths = lengths.reshape(-1, *[1] * x.ndim)
         for _ in range(iterations):
-            step = _newton_step(_jacobian(residual, x), value)
-            best, best_value = x, value
-            for halving in range(halvings):
-                trial = x - step * 0.5**halving
-                trial_value = residual(trial)
-                # False for NaN: such a step is never taken
-                better = trial_value.norm(dim=-1, keepdim=True) < best_value.norm(dim=-1, keepdim=True)
-                best, best_value = torch.where(better, trial, best), torch.where(better, trial_value, best_value)
-            x, value = best.detach(), best_value.detach()
+            step = _newton_step(_jacobian(residual, x), residual(x))
+            trials = x - lengths * torch.where(step.isfinite(), step, 0.0)
+            sizes = vmap(residual)(trials).norm(dim=-1, keepdim=True).nan_to_num(nan=torch.inf)
+            x = trials.take_along_dim(sizes.argmin(0, keepdim=True), 0).squeeze(0).detach()
         jacobian = _jacobian(residual, x).detach()
     for _ in range(order):
         x = x - _newton_step(jacobian, residual(x))

@@ -45,7 +45,8 @@ class Spectral(EuclideanOn):
     method: "newton-schulz" is `steps` times x -> a x + b x^3 + c x^5 on the singular values, started at
     theta / max(|theta|_F, eps), which ends in a band around 1; "polar-express" uses a different optimal polynomial in
     each step, started at theta / (1.01 |theta|_F + eps); "polar" is exact, and drops singular values up to
-    tolerance * s_1 (the minimum-norm maximiser; the full SVD would complete the null space arbitrarily).
+    tolerance * s_1, or up to 8 rounding units of s_1 (the minimum-norm maximiser: the full SVD would complete the null
+    space arbitrarily).
     scale: None (1), "original" sqrt(max(1, m/n)), "match_rms_adamw" 0.2 sqrt(max(m, n)), "spectral" sqrt(m/n) for
     theta (..., m, n). precision: "bfloat16" runs the polynomials in bfloat16 whatever the input.
     On a filter it is Muon's direction; agile with the exact polar it is the projection of a state. Zero stays zero.
@@ -67,6 +68,10 @@ class Spectral(EuclideanOn):
 
     scale_free = True
     matrix = True
+
+    @property
+    def is_potential(self) -> bool:  # type: ignore[override]
+        return self.method == "polar"  # a truncated iteration is only close to a gradient
 
     def __post_init__(self) -> None:
         require(self.method in _READS, self, f"method {self.method!r} is not one of {', '.join(_READS)}")
@@ -135,11 +140,14 @@ def polar_express_schedule(steps: int) -> tuple[Triple, ...]:
 def polar(x: Tensor, tolerance: float) -> Tensor:
     """U V^T of (..., m, n), m <= n, over singular values above tolerance * s_1."""
     u, s, vh = torch.linalg.svd(x.detach(), full_matrices=False)
-    keep = (s > tolerance * s[..., :1]) & (s > 0)
+    keep = (s > max(tolerance, 8 * torch.finfo(s.dtype).eps) * s[..., :1]) & (s > 0)
     value = (u * keep[..., None, :]) @ vh
     if not torch.is_grad_enabled():
         return value
-    live = spectral_inverse_power(x @ x.mT, u, s.square(), keep, 0.5) @ x
+    # The factor does not depend on the scale of x; at s_1 = 1 the powers of s below cannot overflow.
+    top = torch.where(s[..., :1] > 0, s[..., :1], 1.0)
+    x = x / top[..., None]
+    live = spectral_inverse_power(x @ x.mT, u, (s / top).square(), keep, 0.5) @ x
     return value + (live - live.detach())
 
 
@@ -169,8 +177,9 @@ def spectral_inverse_power(matrix: Tensor, basis: Tensor, spectrum: Tensor, keep
     if not torch.is_grad_enabled():
         return value
     change = basis.mT @ (matrix - matrix.detach()) @ basis
-    first = _first_differences(spectrum, f, keep, power)
-    second = _second_differences(spectrum, first, power)
+    # Differences beyond the range of the dtype become its largest number: infinity times the 0 above would be NaN.
+    first = torch.nan_to_num(_first_differences(spectrum, f, keep, power))
+    second = torch.nan_to_num(_second_differences(spectrum, first, power))
     change = first * change + torch.einsum("...ikj,...ik,...kj->...ij", second, change, change)
     return value + basis @ change @ basis.mT
 

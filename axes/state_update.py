@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from axes.algorithms import Anchor, Momentum, Read, Step, Sum
-from axes.costs import Cost, Given, Linear
+from axes.costs import Cost, Linear
 from axes.errors import IllegalUpdate
 from axes.geometry import Context, Euclidean, Geometry
 from axes.legality import check
 from axes.memory import Leaves, List, Matrix, Memory, Parameter
 from axes.monoids import Element, Identity, Monoid, Product, Scalar, Zero
-from axes.rates import Per, Rate, Signal, rate_shape, resolve
+from axes.rates import Per, Rate, Signal, rate_shape, resolve, spread
 from axes.solve import root
 
 
@@ -78,16 +78,11 @@ class StateUpdate:
 
     def __post_init__(self) -> None:
         if self.memory is None:
-            default = Parameter() if isinstance(self.cost, Given | Linear) or self._oracle else Matrix()
+            default = Parameter() if isinstance(self.cost, Linear) or "g" in self.cost.needs else Matrix()
             object.__setattr__(self, "memory", default)
         normal = self.normal()
         check(normal)
         normal.demands()
-
-    @property
-    def _oracle(self) -> bool:
-        """Whether the gradient comes from outside (Given, possibly under a ridge)."""
-        return "g" in self.cost.needs
 
     # ---- the normal form -------------------------------------------------------------------------------------
 
@@ -293,25 +288,33 @@ class StateUpdate:
             if drive is None:
                 raise IllegalUpdate("a Linear cost is driven from outside: this update is a filter or a statistic")
             return drive
-        here = gated if step.at == "gated" or micro else state.theta
-        if self._oracle:
+        if "g" in cost.needs:
             g = signal["g"]
-            leaves = g if isinstance(g, tuple) else (g,)
-            return self._descend(tuple(-x for x in leaves), here, state, signal)  # type: ignore[operator]
+            given = g if isinstance(g, tuple) else (g,)
+            return self._descend(tuple(-x for x in given), self._evaluated(state, gated, anchor, signal, micro), signal)  # type: ignore[operator]
         x, target = self._pair(signal)
-        encode = getattr(cost, "encode", False)
+        encode = cost.encode
         if step.at == "new":
-            return self._descend(self._implicit(gated, rate, x, target, state, signal), gated, state, signal)
+            u = self._implicit(gated, rate, x, target, state, signal)
+            return self._descend(u, self._primal(gated, state, signal), signal)
         if not self._predicts:
             r = cost.residual(target, target, 0.0, signal)
-            return self._descend(tuple(-leaf for leaf in memory.vjp(here, x, r, signal, encode=encode)), here, state, signal)
-        weights = anchor if isinstance(step.at, Anchor) else self._primal(here, state, signal)
+            u = memory.vjp(gated, x, -r, signal, encode=encode)
+            return self._descend(u, self._evaluated(state, gated, anchor, signal, micro) if self.drive_sees_state else (), signal)
+        weights = self._evaluated(state, gated, anchor, signal, micro)
         if isinstance(memory, List):
             prediction = memory.read(weights, x, signal, h)
         else:
             prediction = memory.predict(weights, x, signal, encode=encode)
         r = cost.residual(prediction, _align(target, prediction), 0.0, signal)
-        return self._descend(tuple(-leaf for leaf in memory.vjp(weights, x, r, signal, encode=encode)), here, state, signal)
+        return self._descend(memory.vjp(weights, x, -r, signal, encode=encode), weights, signal)
+
+    def _evaluated(self, state: State, gated: Leaves, anchor: Leaves, signal: Signal, micro: int) -> Leaves:
+        """W_eval: where the gradient is taken."""
+        _, _, _, step, _ = self.parts()
+        if isinstance(step.at, Anchor):
+            return anchor
+        return self._primal(gated if step.at == "gated" or micro else state.theta, state, signal)
 
     @cached_property
     def _predicts(self) -> bool:
@@ -327,15 +330,15 @@ class StateUpdate:
     def _pair(self, signal: Signal) -> tuple[Tensor, Tensor]:
         k, v = signal["k"], signal["v"]
         assert isinstance(k, Tensor) and isinstance(v, Tensor)
-        return (v, k) if getattr(self.cost, "encode", False) else (k, v)
+        return (v, k) if self.cost.encode else (k, v)
 
-    def _descend(self, u: Leaves, here: Leaves, state: State, signal: Signal) -> Leaves:
-        """Add the ridge of a coupled decay: l + (weight/2) |W|^2."""
+    def _descend(self, u: Leaves, weights: Leaves, signal: Signal) -> Leaves:
+        """Add the ridge of a coupled decay, l + (weight/2) |W|^2, at the evaluation point."""
         ridge = self.cost.ridge
         if not isinstance(ridge, Per) and ridge == 0.0:
             return u
         weight = resolve(ridge, signal)
-        return tuple(x - weight * w for x, w in zip(u, self._primal(here, state, signal), strict=True))
+        return tuple(x - spread(weight, rate_shape(ridge)) * w for x, w in zip(u, weights, strict=True))
 
     def _implicit(
         self, gated: Leaves, rate: Tensor | float, x: Tensor, target: Tensor, state: State, signal: Signal
@@ -349,16 +352,16 @@ class StateUpdate:
             if isinstance(rate, Tensor) and shape == "row" and prediction.ndim > rate.ndim:
                 c = rate[..., None]  # entry-wise predictions (..., d_v, d_k)
             r = cost.residual(prediction, _align(target, prediction), c * memory.sharpness(x), signal)
-            return tuple(-leaf for leaf in memory.vjp(gated, x, r, signal))
+            return memory.vjp(gated, x, -r, signal)
         stats = self._context(state.stats, signal)
 
         def stationarity(r: Tensor) -> Tensor:
-            moved = memory.add(gated, rate, shape, tuple(-leaf for leaf in memory.vjp(gated, x, r, signal)))
+            moved = memory.add(gated, rate, shape, memory.vjp(gated, x, -r, signal))
             prediction = memory.predict(self._map(moved, stats), x, signal)
             return r - cost.residual(prediction, target, 0.0, signal)
 
         r = root(stationarity, torch.zeros_like(target))
-        return tuple(-leaf for leaf in memory.vjp(gated, x, r, signal))
+        return memory.vjp(gated, x, -r, signal)
 
     def _filter(
         self,

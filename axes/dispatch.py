@@ -1,0 +1,243 @@
+"""Which route computes an update, and who: `select` is pure and public, `run` obeys it, `explain` says why.
+
+Routes are how (interpreter, chain, cascade, gram, attention); implementations are who (reference, torch, triton).
+A named implementation runs or raises; nothing falls back and no environment variable changes meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from axes import attention, cascade, gram, reference, scan
+from axes.algorithms import Sum
+from axes.costs import SquaredError
+from axes.derived import block_size, chain, feedback, no_attention, no_cascade, no_chain, no_gram, structure
+from axes.errors import AxesError, ShapeError
+from axes.memory import Leaves
+from axes.rates import resolve
+from axes.state_update import State, StateUpdate
+
+Implementation = Literal["reference", "torch", "triton"]
+Route = Literal["interpreter", "chain", "cascade", "gram", "attention"]
+_preferred: ContextVar[Implementation | None] = ContextVar("axes_implementation", default=None)
+_GRAM_CHUNK = 32
+
+
+class NoImplementation(AxesError):
+    """A named implementation cannot compute this update; says why."""
+
+
+class Choice(NamedTuple):
+    """How an update will be computed, by whom, and why not by something faster."""
+
+    route: Route
+    implementation: Implementation
+    reason: str
+
+
+def routes(update: StateUpdate) -> dict[Route, str | None]:
+    """Every route with the reason it is not legal, or None where it is."""
+    return {
+        "attention": no_attention(update),
+        "gram": no_gram(update),
+        "chain": no_chain(update),
+        "cascade": no_cascade(update),
+        "interpreter": None,
+    }
+
+
+def select(
+    update: StateUpdate,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    implementation: Implementation | None = None,
+) -> Choice:
+    """The route and implementation for an update on a device, a pure function of its arguments.
+
+    Raises NoImplementation if the named implementation cannot compute it.
+    """
+    del shapes  # every torch route takes every shape
+    if implementation is not None and implementation not in get_args(Implementation):
+        raise NoImplementation(f"implementation {implementation!r} is not one of {', '.join(get_args(Implementation))}")
+    if implementation == "reference":
+        return Choice("interpreter", "reference", "asked for by name")
+    if implementation == "triton":
+        where = "" if torch.device(device).type == "cuda" else f" (and device {device} is not a GPU)"
+        raise NoImplementation(f"no Triton kernel for this update in this version{where}; use implementation='torch'")
+    refused = routes(update)
+    for route, reason in refused.items():
+        if reason is None and route != "interpreter":
+            return Choice(route, "torch", f"exact {route} form")
+    why = "; ".join(f"{route}: {reason}" for route, reason in refused.items() if reason is not None)
+    if implementation == "torch":
+        raise NoImplementation(f"no fast torch route for {update!r}: {why}. Use implementation='reference'")
+    return Choice("interpreter", "reference", f"only the recurrence itself is exact ({why})")
+
+
+@contextmanager
+def implementation(name: Implementation) -> Iterator[None]:
+    """Within the block, computations that name no implementation use this one, or raise."""
+    if name not in get_args(Implementation):
+        raise NoImplementation(f"implementation {name!r} is not one of {', '.join(get_args(Implementation))}")
+    token = _preferred.set(name)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+def run(
+    update: StateUpdate,
+    signal: Mapping[str, Tensor | float],
+    state: State | None = None,
+    *,
+    time: int = 1,
+    weights: Leaves | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, State]:
+    """`reference.run` by the fastest legal route: step, then read q, for a whole sequence.
+
+    signal: tensors with time in dimension `time`, batch dimensions around it; "q" is required.  Half precision is
+    computed in float32, float64 in float64; outputs come back in the dtype of v, states stay in the computing dtype.
+    """
+    q, v = signal.get("q"), signal.get("v")
+    if not isinstance(q, Tensor) or not isinstance(v, Tensor):
+        raise ShapeError(f"run needs tensors 'q' and 'v' in the signal; it has {sorted(signal)}")
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    signal = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
+    choice = select(update, v.device, v.dtype, implementation=implementation or _preferred.get())
+    if q.shape[time] == 0:
+        if state is None:
+            first = {n: x.new_zeros(_without(x, time)) if _timed(x, time) else x for n, x in signal.items()}  # type: ignore[union-attr, arg-type]
+            state = update.init(first, weights)
+        return torch.zeros_like(v), state
+    if choice.route == "interpreter":
+        out, state = reference.run(update, signal, state, time=time, weights=weights)
+        return out.to(v.dtype), state
+    batch = q.ndim - 2
+    moved = {n: x.movedim(time, batch) if _timed(x, time) else x for n, x in signal.items()}  # type: ignore[union-attr, arg-type]
+    if state is None:
+        first = {n: x.select(batch, 0) if _timed(x, batch) else x for n, x in moved.items()}  # type: ignore[union-attr, arg-type]
+        state = update.init(first, weights)
+    out, state = _ROUTES[choice.route](update, moved, state, batch)
+    return out.movedim(batch, time).to(v.dtype), state
+
+
+def _timed(x: Tensor | float, time: int) -> bool:
+    return isinstance(x, Tensor) and x.ndim > time
+
+
+def _without(x: Tensor, time: int) -> list[int]:
+    return [n for i, n in enumerate(x.shape) if i != time]
+
+
+# ---- routes: each takes batch dimensions, then T, then features ---------------------------------------------------
+
+
+def _run_chain(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State, batch: int) -> tuple[Tensor, State]:
+    q, v = signal["q"], signal["v"]
+    assert isinstance(q, Tensor) and isinstance(v, Tensor)
+    slots = [state.theta[0]]
+    for f, s in zip(update.parts()[3].via, state.via, strict=True):
+        slots += [t.theta[0] for t in s] if isinstance(f, Sum) else [s.theta[0]]  # type: ignore[union-attr, list-item]
+    start = torch.stack(slots, -2)  # (..., d_v, p, d_k)
+    if state.norm:  # the normaliser is one more row, whose value is always one
+        start = torch.cat((start, state.norm[0][..., None, :]), -3)
+        v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
+    c = chain(update, {**signal, "v": v}, v.shape[-1])
+    if c.rows:
+        start, q = start[..., None, :, :], q[..., None, :, :]
+    out, final = scan.chunked(c, start, q)
+    if c.rows:
+        out, final = out[..., 0].mT, final[..., 0, :, :]
+    norm: Leaves = ()
+    if state.norm:
+        mass = out[..., -1:]
+        out = torch.where(mass == 0, torch.zeros_like(mass), out[..., :-1] / torch.where(mass == 0, torch.ones_like(mass), mass))
+        final, norm = final[..., :-1, :, :], (final[..., -1:, 0, :],)
+    count = state.count + q.shape[-2]
+    via, slot = [], 1
+    for f, s in zip(update.parts()[3].via, state.via, strict=True):
+        if isinstance(f, Sum):
+            via.append(tuple(t._replace(theta=(final[..., slot + i, :],), count=count) for i, t in enumerate(s)))  # type: ignore[union-attr, arg-type]
+            slot += len(f.branches)
+        else:
+            via.append(s._replace(theta=(final[..., slot, :],), count=count))  # type: ignore[union-attr, arg-type]
+            slot += 1
+    return out, State((final[..., 0, :],), tuple(via), (), norm, (), count)  # type: ignore[arg-type]
+
+
+def _run_cascade(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State, batch: int) -> tuple[Tensor, State]:
+    q = signal["q"]
+    assert isinstance(q, Tensor)
+    return cascade.run(update, signal, state, q, batch)
+
+
+def _run_attention(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State, batch: int) -> tuple[Tensor, State]:
+    q = signal["q"]
+    assert isinstance(q, Tensor)
+    return attention.run(update, signal, state, q)
+
+
+def _run_gram(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State, batch: int) -> tuple[Tensor, State]:
+    cost, _, monoid, step, _ = update.parts()
+    outputs, done = [], 0
+    if int(state.count) == 0:  # a first state need not have unit columns; every later one has
+        first = {n: x.narrow(batch, 0, 1) if _timed(x, batch) else x for n, x in signal.items()}  # type: ignore[union-attr, arg-type]
+        out, state = reference.run(update, first, state, time=batch)
+        outputs.append(out)
+        done = 1
+    k, v, q = (signal[n] for n in "kvq")
+    assert isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(q, Tensor)
+    rate = resolve(step.rate, signal)
+    element = monoid.element(signal, rate, k[..., None, :])
+    gamma = torch.ones_like(k[..., 0]) * rate / element.scale
+    if element.gate is not None:
+        gamma = gamma * torch.exp(-element.gate if element.gate.ndim == 0 else -element.gate[..., 0])
+    form = gram.dec if isinstance(cost, SquaredError) else gram.sim
+    slots = state.theta[0]
+    for t in range(done, k.shape[-2], _GRAM_CHUNK):
+        part = slice(t, t + _GRAM_CHUNK)
+        out, slots = form(slots, k[..., part, :], v[..., part, :], q[..., part, :], gamma[..., part])
+        outputs.append(out)
+    count = state.count + (k.shape[-2] - done)
+    return torch.cat(outputs, -2), state._replace(theta=(slots,), count=count)
+
+
+_ROUTES = {"chain": _run_chain, "cascade": _run_cascade, "attention": _run_attention, "gram": _run_gram}
+
+
+# ---- explanation -------------------------------------------------------------------------------------------------
+
+
+def explain(obj: object, device: str = "cpu", dtype: torch.dtype = torch.float32) -> str:
+    """Tuple, normal form, derived facts, what runs and why not something faster, as text.
+
+    obj: a StateUpdate, or anything with an `update` (a layer, a mixer, an optimizer class, a catalogue entry).
+    """
+    update = obj if isinstance(obj, StateUpdate) else getattr(obj, "update", None)
+    if not isinstance(update, StateUpdate):
+        raise AxesError(f"explain: {obj!r} is neither a StateUpdate nor something with an `update`")
+    normal = update.normal()
+    lines = [f"tuple        {update!r}"]
+    if normal is not update:
+        lines.append(f"normal form  {normal!r}")
+    demands = ", ".join(f"{p.name} ({p.shape}, {p.domain})" for p in update.demands()) or "nothing"
+    lines += [
+        f"asks for     {demands}",
+        f"signals      {', '.join(sorted(update.signals()))}",
+        f"feedback     {feedback(update)}",
+        f"transition   {structure(update)}, block size {block_size(update)}",
+    ]
+    choice = select(update, device, dtype, implementation=_preferred.get())
+    lines.append(f"runs         {choice.route} by {choice.implementation}: {choice.reason}")
+    for route, reason in routes(update).items():
+        lines.append(f"  {route:<12}{'legal' if reason is None else 'no: ' + reason}")
+    return "\n".join(lines)
