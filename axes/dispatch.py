@@ -118,16 +118,31 @@ def run(
             first = {n: x.new_zeros(_without(x, time)) if _timed(x, time) else x for n, x in signal.items()}  # type: ignore[union-attr, arg-type]
             state = update.init(first, weights)
         return torch.zeros_like(v), state
+    with torch.autocast(v.device.type, enabled=False):  # the recurrence stays in its own precision
+        return _execute(choice, update, signal, state, time, weights, v.dtype)
+
+
+def _execute(
+    choice: Choice,
+    update: StateUpdate,
+    signal: Mapping[str, Tensor | float],
+    state: State | None,
+    time: int,
+    weights: Leaves | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, State]:
+    q = signal["q"]
+    assert isinstance(q, Tensor)
     if choice.route == "interpreter":
         out, state = reference.run(update, signal, state, time=time, weights=weights)
-        return out.to(v.dtype), state
+        return out.to(dtype), state
     batch = q.ndim - 2
     moved = {n: x.movedim(time, batch) if _timed(x, time) else x for n, x in signal.items()}  # type: ignore[union-attr, arg-type]
     if state is None:
         first = {n: x.select(batch, 0) if _timed(x, batch) else x for n, x in moved.items()}  # type: ignore[union-attr, arg-type]
         state = update.init(first, weights)
     out, state = _ROUTES[choice.route](update, moved, state, batch)
-    return out.movedim(batch, time).to(v.dtype), state
+    return out.movedim(batch, time).to(dtype), state
 
 
 def _timed(x: Tensor | float, time: int) -> bool:

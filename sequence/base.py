@@ -1,0 +1,274 @@
+"""The sequence axis: a layer steps its tuple at every token, then reads the query.
+
+forward(x, state) and step(x_t, state) agree; the state is a plain nested tuple of tensors. Which route computes a
+sequence is `axes.dispatch`'s decision: no layer names one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from axes import dispatch
+from axes.algorithms import Anchor
+from axes.errors import IllegalUpdate, ShapeError
+from axes.memory import LayerNormMatrix, Leaves, List, MLP
+from axes.sequence.blocks import Block, Standard
+from axes.sequence.charts import Sizes
+from axes.state_update import State, StateUpdate
+
+
+class LayerState(NamedTuple):
+    """What a layer carries between tokens: convolution tails and the update's own state."""
+
+    tails: tuple[Tensor, ...]
+    memory: State
+
+
+class SequenceLayer(nn.Module):
+    """A sequence-mixing layer (B, T, D) -> (B, T, D) from a tuple and the block around it.
+
+    Subclasses are final and declare `update`, `block` and their citation; they add nothing else.
+
+    Args:
+        d_model: model width D.
+        heads: number of heads H, each with a memory of its own.
+        d_k, d_v: key and value width of a head; d_model / heads by default.
+        block: another block than the class's own (a `dataclasses.replace` of it, say).
+        update: another tuple than the class's own.
+        implementation: reference, torch or triton by name; otherwise what `axes.dispatch.select` picks.
+        checkpoint: recompute the layer in the backward pass instead of storing its activations.
+        device, dtype: of the parameters.
+
+    Raises: ShapeError for inputs of the wrong shape, dtype or device; IllegalUpdate for a tuple without keys.
+    """
+
+    update: StateUpdate
+    block: Block
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    equation: ClassVar[str]
+    differs: ClassVar[str]
+    bibtex: ClassVar[str]
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int = 4,
+        d_k: int | None = None,
+        d_v: int | None = None,
+        *,
+        block: Block | None = None,
+        update: StateUpdate | None = None,
+        implementation: dispatch.Implementation | None = None,
+        checkpoint: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.update = update if update is not None else type(self).update
+        block = block if block is not None else type(self).block
+        if d_model % heads and (d_k is None or d_v is None):
+            raise ShapeError(f"{type(self).__name__}: d_model={d_model} is not a multiple of heads={heads}; give d_k and d_v")
+        self.sizes = Sizes(d_model, heads, d_k or d_model // heads, d_v or d_model // heads)
+        _, _, _, _, memory = self.update.parts()
+        if not memory.keyed:
+            raise IllegalUpdate(f"{type(self).__name__}: a sequence layer needs keys; {self.update!r} takes a given gradient")
+        if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
+            raise ShapeError(f"{type(self).__name__}: a residual memory needs d_k = d_v, got {self.sizes.d_k} and {self.sizes.d_v}")
+        self.implementation, self.checkpoint = implementation, checkpoint
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
+        spread = getattr(block, "initial", None)
+        self.initial: nn.ParameterList | None = None
+        self._spread = spread
+        if spread is not None:
+            self.initial = nn.ParameterList(nn.Parameter(torch.empty(x.shape, **factory)) for x in self._empty_memory())
+            self._reset_initial()
+
+    def _empty_memory(self) -> Leaves:
+        """The memory's own empty leaves, per head."""
+        s = self.sizes
+        signal = {"k": torch.zeros(s.heads, s.d_k), "v": torch.zeros(s.heads, s.d_v)}
+        return self.update.parts()[4].zeros(signal)
+
+    def _reset_initial(self) -> None:
+        if self.initial is not None and self._spread is not None:
+            with torch.no_grad():
+                for p, empty in zip(self.initial, self._empty_memory(), strict=True):
+                    p.copy_(empty + self._spread * torch.randn(empty.shape))
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter again."""
+        for module in self.around.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+        self._reset_initial()
+
+    def extra_repr(self) -> str:
+        s = self.sizes
+        return f"d_model={s.d_model}, heads={s.heads}, d_k={s.d_k}, d_v={s.d_v}, update={self.update!r}"
+
+    # ---- running ---------------------------------------------------------------------------------------------
+
+    def init_state(self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LayerState:
+        """The state before the first token of `batch` sequences."""
+        like = torch.empty(0, device=device, dtype=dtype)
+        s, wide = self.sizes, torch.float64 if like.dtype == torch.float64 else torch.float32
+        zeros = {
+            "k": torch.zeros(batch, s.heads, s.d_k, device=device, dtype=wide),
+            "v": torch.zeros(batch, s.heads, s.d_v, device=device, dtype=wide),
+        }
+        weights = None
+        if self.initial is not None:
+            weights = tuple(p.to(wide).expand(batch, *p.shape) for p in self.initial)
+        return LayerState(self.around.tails(batch, like), self.update.init(zeros, weights))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, LayerState | None]:
+        """A whole sequence.
+
+        x: (B, T, D).  state: of earlier tokens.  mask: (B, T), true at real tokens; padding is skipped wherever it
+        stands, its outputs are zero.  cu_seqlens: int32 boundaries (N + 1,) of N sequences packed into B = 1, which
+        have one state each.  Returns y (B, T, D) and the state after the last token; None if sequences of unequal
+        length leave states that cannot share a batch (an anchor at different positions).
+        """
+        self._check(x, 3)
+        if mask is not None and cu_seqlens is not None:
+            raise ShapeError(f"{type(self).__name__}: give mask or cu_seqlens, not both")
+        if mask is not None:
+            if mask.shape != x.shape[:2]:
+                raise ShapeError(f"{type(self).__name__}: mask must be (B, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+            places = [(b, mask[b].nonzero()[:, 0]) for b in range(x.shape[0])]
+            return self._ragged(x, state, places)
+        if cu_seqlens is not None:
+            bounds = self._bounds(x, cu_seqlens)
+            return self._ragged(x, state, [(0, torch.arange(a, b, device=x.device)) for a, b in bounds])
+        if state is None:
+            state = self.init_state(x.shape[0], x.device, x.dtype)
+        if self.checkpoint and torch.is_grad_enabled():
+            y, state = checkpoint(self._run, x, state, use_reentrant=False)  # type: ignore[misc]
+            return y, state
+        return self._run(x, state)
+
+    def step(self, x: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]:
+        """One token: x (B, D) -> y (B, D), by the recurrence itself; memory independent of how many came before
+        (a list memory excepted)."""
+        self._check(x, 2)
+        if state is None:
+            state = self.init_state(x.shape[0], x.device, x.dtype)
+        y, state = self._run(x[:, None], state, "reference")
+        return y[:, 0], state
+
+    def _run(self, x: Tensor, state: LayerState, implementation: dispatch.Implementation | None = None) -> tuple[Tensor, LayerState]:
+        signal, tails, kept = self.around.enter(x, state.tails)
+        out, memory = dispatch.run(
+            self.update, signal, state.memory, time=1, implementation=implementation or self.implementation
+        )
+        return self.around.leave(out, kept), LayerState(tails, memory)
+
+    # ---- input of unequal lengths ------------------------------------------------------------------------------
+
+    def _ragged(
+        self, x: Tensor, state: LayerState | None, places: list[tuple[int, Tensor]]
+    ) -> tuple[Tensor, LayerState | None]:
+        """Each sequence alone on its real tokens; those of one length share a batch. Exact for any tuple and block."""
+        if state is None:
+            state = self.init_state(len(places), x.device, x.dtype)
+        groups: dict[int, list[int]] = {}
+        for n, (_, index) in enumerate(places):
+            groups.setdefault(len(index), []).append(n)
+        y = torch.zeros_like(x)
+        ends: dict[int, LayerState] = {}
+        for members in groups.values():
+            rows = torch.stack([places[n][1] for n in members])
+            batch = torch.tensor([places[n][0] for n in members], device=x.device)[:, None]
+            chosen = _select(state, torch.tensor(members, device=x.device), len(places))
+            out, end = self.forward(x[batch, rows], chosen)
+            y = y.index_put((batch.expand_as(rows), rows), out.to(y.dtype))
+            assert end is not None
+            ends.update({n: _select(end, torch.tensor([i], device=x.device), len(members)) for i, n in enumerate(members)})
+        if len(groups) > 1 and isinstance(self.update.parts()[3].at, Anchor):
+            return y, None
+        return y, _join([ends[n] for n in range(len(places))], isinstance(self.update.parts()[4], List))
+
+    # ---- checks ------------------------------------------------------------------------------------------------
+
+    def _check(self, x: Tensor, ndim: int) -> None:
+        who, shape = type(self).__name__, "(B, T, D)" if ndim == 3 else "(B, D)"
+        if x.ndim != ndim or x.shape[-1] != self.sizes.d_model:
+            raise ShapeError(f"{who}: x must be {shape} with D = {self.sizes.d_model}, got {tuple(x.shape)}")
+        parameter = next(self.parameters())
+        if x.device != parameter.device:
+            raise ShapeError(f"{who}: x is on {x.device}, the layer on {parameter.device}: move one of them")
+        if not torch.is_autocast_enabled(x.device.type) and x.dtype != parameter.dtype:
+            raise ShapeError(f"{who}: x is {x.dtype}, the layer {parameter.dtype}: convert one of them, or use autocast")
+
+    def _bounds(self, x: Tensor, cu_seqlens: Tensor) -> list[tuple[int, int]]:
+        who = type(self).__name__
+        if x.shape[0] != 1:
+            raise ShapeError(f"{who}: packed input has B = 1, got {x.shape[0]}")
+        if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
+            raise ShapeError(f"{who}: cu_seqlens must be int32 of shape (N + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != x.shape[1] or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+            raise ShapeError(f"{who}: cu_seqlens must rise from 0 to T = {x.shape[1]}, got {ends}")
+        return list(zip(ends[:-1], ends[1:], strict=True))
+
+
+def _map(state: Any, function: Any) -> Any:
+    """Apply to every batched tensor of a nested state (counts have no batch)."""
+    if isinstance(state, Tensor):
+        return function(state) if state.ndim else state
+    items = [_map(x, function) for x in state]
+    return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
+
+
+def _select(state: LayerState, rows: Tensor, batch: int) -> LayerState:
+    """Some sequences of a batched state; constants of size one stay as they are."""
+    chosen: LayerState = _map(state, lambda x: x[rows] if x.shape[0] == batch else x)
+    return chosen
+
+
+def _join(states: list[Any], growing: bool) -> Any:
+    """Batch states of single sequences; lists of unequal length are padded in front with massless items."""
+    first = states[0]
+    if isinstance(first, Tensor):
+        if first.ndim == 0:
+            return torch.stack(states).max()
+        return torch.cat(states) if all(s.shape[1:] == first.shape[1:] for s in states) else first
+    if isinstance(first, State) and growing:
+        length = max(s.theta[2].shape[-1] for s in states)
+        states = [_pad_list(s, length) for s in states]
+    items = [_join([s[i] for s in states], growing) for i in range(len(first))]
+    return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
+
+
+def _pad_list(state: State, length: int) -> State:
+    keys, values, mass = state.theta
+    short = length - mass.shape[-1]
+    pad = torch.nn.functional.pad
+    return state._replace(
+        theta=(pad(keys, (0, 0, short, 0)), pad(values, (0, 0, short, 0)), pad(mass, (short, 0), value=-torch.inf))
+    )
+
+
+def layer(update: StateUpdate, name: str = "Custom", block: Block | None = None) -> type[SequenceLayer]:
+    """A layer class for any legal keyed tuple: axes.sequence.layer(update)(d_model, heads=...).
+
+    block: what surrounds the recurrence; by default projections, normalised keys and default charts for every rate.
+    """
+    h = update.parts()[1]
+    default = Standard(initial=None if h.is_identity else 0.5)
+    if isinstance(update.parts()[4], List):
+        default = Standard(conv=0, activation=None, key_norm=False, output_norm=False, output_gate=None)
+    return type(name, (SequenceLayer,), {"update": update, "block": block or default, "__doc__": f"A layer of {update!r}."})

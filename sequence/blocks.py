@@ -1,0 +1,209 @@
+"""Blocks: what surrounds the recurrence. From tokens to the signal, and from what was read to the layer's output.
+
+A block is a frozen value; `build` makes its module, which offers `enter` (tokens and convolution tails -> signal) and
+`leave` (reads -> output). Legend: B batch, T tokens, D model width, H heads, d_k, d_v head widths.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv1d, elu, gelu, relu, silu
+
+from axes.errors import IllegalUpdate
+from axes.rates import Per
+from axes.sequence.charts import Chart, Sizes, default_chart
+
+Activation = Literal["silu", "gelu", "relu", "elu+1", "sigmoid"]
+
+
+def _positive_elu(x: Tensor) -> Tensor:
+    return elu(x) + 1
+
+
+_ACTIVATIONS = {
+    "silu": silu,
+    "gelu": gelu,
+    "relu": relu,
+    "elu+1": _positive_elu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+class Block(ABC):
+    """A declaration of everything around the recurrence."""
+
+    @abstractmethod
+    def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: dict[str, Any]) -> BlockModule:
+        """The module for a tuple that demands these rates and named key-side vectors."""
+
+
+class BlockModule(nn.Module):
+    """The two halves of a block."""
+
+    def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
+        """Empty convolution tails."""
+        return ()
+
+    def enter(self, x: Tensor, tails: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+        raise NotImplementedError
+
+    def leave(self, y: Tensor, kept: Any) -> Tensor:
+        raise NotImplementedError
+
+
+def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Unit length in the last dimension, in float32 at least; zero stays zero."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps * eps)).to(x.dtype)
+
+
+@final
+class ShortConvolution(nn.Module):
+    """Depthwise causal convolution over time with a carried tail: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, channels: int, width: int, activation: Activation | None, factory: dict[str, Any]) -> None:
+        super().__init__()
+        self.width, self.activation = width, activation
+        self.weight = nn.Parameter(torch.empty(channels, 1, width, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.width**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def tail(self, batch: int, like: Tensor) -> Tensor:
+        return like.new_zeros(batch, self.width - 1, self.weight.shape[0])
+
+    def forward(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+        full = torch.cat((tail.to(x.dtype), x), 1)
+        y = conv1d(full.mT, self.weight.to(x.dtype), groups=self.weight.shape[0]).mT
+        kept = full[:, full.shape[1] - (self.width - 1) :]
+        return (y if self.activation is None else _ACTIVATIONS[self.activation](y)), kept
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, width={self.width}, activation={self.activation!r}"
+
+
+@final
+@dataclass(frozen=True)
+class Standard(Block):
+    """Projections of q, k, v with short convolutions, key normalisation, gates, output norm and gate.
+
+    conv: width of the convolutions on q, k, v (0: none), followed by `activation`.  values_conv: also on v.
+    feature_map: on q and k.  key_norm: l2 per head.  scale: q times d_k^(-1/2).  shared_keys: one q, k for all heads
+    (Mamba-2).  shared_projection: q and k share one projection before their convolutions (Lattice).
+    output_norm: RMS over d_v per head.  output_gate: y * gate(W x).  skip: adds D v per head (Mamba).
+    charts: (rate name, chart) pairs; unnamed rates get `default_chart`.
+    initial: standard deviation of the learned initial memory around the empty one; None: the empty memory.
+    """
+
+    conv: int = 4
+    values_conv: bool = True
+    activation: Activation | None = "silu"
+    feature_map: Activation | None = None
+    key_norm: bool = True
+    scale: bool = False
+    shared_keys: bool = False
+    shared_projection: bool = False
+    output_norm: bool = True
+    output_gate: Activation | None = "silu"
+    skip: bool = False
+    charts: tuple[tuple[str, Chart], ...] = ()
+    initial: float | None = None
+    norm_eps: float = 1e-5
+
+    def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: dict[str, Any]) -> BlockModule:
+        return _StandardModule(self, sizes, demands, vectors, factory)
+
+
+@final
+class _StandardModule(BlockModule):
+    def __init__(
+        self, block: Standard, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.block, self.sizes = block, sizes
+        keys = sizes.d_k * (1 if block.shared_keys else sizes.heads)
+        values = sizes.d_v * sizes.heads
+        linear = lambda width: nn.Linear(sizes.d_model, width, bias=False, **factory)  # noqa: E731
+        self.q_proj = linear(keys)
+        self.k_proj = None if block.shared_projection else linear(keys)
+        self.v_proj = linear(values)
+        conv = lambda width: ShortConvolution(width, block.conv, block.activation, factory)  # noqa: E731
+        self.q_conv, self.k_conv = (conv(keys), conv(keys)) if block.conv else (None, None)
+        self.v_conv = conv(values) if block.conv and block.values_conv else None
+        self.vectors = nn.ModuleDict({name: linear(sizes.d_k * sizes.heads) for name in sorted(vectors - {"k", "v", "q"})})
+        self.charts = nn.ModuleDict(build_charts(dict(block.charts), demands, sizes, factory))
+        self.g_proj = linear(values) if block.output_gate else None
+        self.norm = nn.RMSNorm(sizes.d_v, eps=block.norm_eps, **factory) if block.output_norm else None
+        self.skip = nn.Parameter(torch.ones(sizes.heads, 1, **factory)) if block.skip else None
+        self.o_proj = nn.Linear(values, sizes.d_model, bias=False, **factory)
+
+    def reset_parameters(self) -> None:
+        if self.skip is not None:
+            nn.init.ones_(self.skip)
+
+    def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
+        return tuple(c.tail(batch, like) for c in (self.q_conv, self.k_conv, self.v_conv) if c is not None)
+
+    def enter(self, x: Tensor, tails: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+        b, s = self.block, self.sizes
+        q = self.q_proj(x)
+        k = q if self.k_proj is None else self.k_proj(x)
+        v = self.v_proj(x)
+        kept: list[Tensor] = []
+        if self.q_conv is not None and self.k_conv is not None:
+            (q, tail_q), (k, tail_k) = self.q_conv(q, tails[0]), self.k_conv(k, tails[1])
+            kept += [tail_q, tail_k]
+        if self.v_conv is not None:
+            v, tail_v = self.v_conv(v, tails[2])
+            kept.append(tail_v)
+        q, k = (self._heads(z, s.d_k) for z in (q, k))
+        if b.feature_map is not None:
+            q, k = _ACTIVATIONS[b.feature_map](q), _ACTIVATIONS[b.feature_map](k)
+        if b.key_norm:
+            q, k = l2_normalise(q), l2_normalise(k)
+        if b.scale:
+            q = q * s.d_k**-0.5
+        signal = {"q": q, "k": k, "v": v.unflatten(-1, (s.heads, s.d_v))}
+        for name, projection in self.vectors.items():
+            signal[name] = l2_normalise(projection(x).unflatten(-1, (s.heads, s.d_k)))
+        for chart in self.charts.values():
+            signal.update(chart(x))
+        gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (s.heads, s.d_v))
+        return signal, tuple(kept), (gate, signal["v"] if self.skip is not None else None)
+
+    def _heads(self, z: Tensor, width: int) -> Tensor:
+        if self.block.shared_keys:
+            return z[..., None, :].expand(*z.shape[:-1], self.sizes.heads, width)
+        return z.unflatten(-1, (self.sizes.heads, width))
+
+    def leave(self, y: Tensor, kept: Any) -> Tensor:
+        gate, v = kept
+        if self.skip is not None:
+            y = y + self.skip * v
+        if self.norm is not None:
+            y = self.norm(y.to(self.norm.weight.dtype))
+        if gate is not None and self.block.output_gate is not None:
+            y = y * _ACTIVATIONS[self.block.output_gate](gate)
+        out: Tensor = self.o_proj(y.flatten(-2))
+        return out
+
+
+def build_charts(named: dict[str, Chart], demands: tuple[Per, ...], sizes: Sizes, factory: dict[str, Any]) -> dict[str, nn.Module]:
+    """One module per demanded rate that no other chart already supplies."""
+    known = {p.name for p in demands}
+    unknown = set(named) - known
+    if unknown:
+        raise IllegalUpdate(f"charts for {sorted(unknown)}, but the tuple demands {sorted(known) or 'nothing'}")
+    charts = {p.name: named.get(p.name, default_chart(p)) for p in demands}
+    supplied = {extra for chart in charts.values() for extra in chart.also()}
+    return {p.name: charts[p.name].build(p, sizes, factory) for p in demands if p.name not in supplied}
+
+
+__all__ = ["Activation", "Block", "BlockModule", "ShortConvolution", "Standard", "build_charts", "l2_normalise"]

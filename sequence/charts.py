@@ -1,0 +1,279 @@
+"""Charts: how a layer turns tokens into the rates that a tuple demands. One frozen value per parameterisation.
+
+`chart.build(...)` makes the module: tokens x (B, T, D) -> {name: (B, T, H, ...)}. Unit gates leave as logs, computed in
+float32 at least, because they are cumulated over time.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from axes.errors import IllegalUpdate
+from axes.rates import Per
+
+
+@final
+@dataclass(frozen=True)
+class Sizes:
+    """Widths of a layer: model D, heads H, key d_k, value d_v."""
+
+    d_model: int
+    heads: int
+    d_k: int
+    d_v: int
+
+    def of(self, per: Per) -> tuple[int, ...]:
+        """The shape of a rate for one token and head."""
+        return {
+            "scalar": (),
+            "key": (self.d_k,),
+            "row": (self.d_v,),
+            "square": (self.d_v, self.d_k),
+            "pair": (self.d_k // 2,),
+            "mix": (self.d_k, self.d_k),
+        }[per.shape]
+
+
+class Chart(ABC):
+    """A parameterisation of one or more rates."""
+
+    @abstractmethod
+    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+        """The module x (B, T, D) -> {name: rate}."""
+
+    def also(self) -> tuple[str, ...]:
+        """Names of further rates that the same module supplies."""
+        return ()
+
+
+class ChartModule(nn.Module):
+    """A projection of the token (optionally through a low rank) followed by the chart's function."""
+
+    def __init__(self, per: Per, sizes: Sizes, rank: int | None, bias: float | None, factory: dict[str, Any]) -> None:
+        super().__init__()
+        self.per, self.shape, self.start = per, (sizes.heads, *sizes.of(per)), bias
+        width = math.prod(self.shape)
+        self.down = nn.Linear(sizes.d_model, rank, bias=False, **factory) if rank else None
+        self.up = nn.Linear(rank or sizes.d_model, width, bias=bias is not None, **factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.start is not None:
+            nn.init.constant_(self.up.bias, self.start)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(B, T, H, ...) in float32 at least."""
+        y = self.up(x if self.down is None else self.down(x))
+        return (y if y.dtype == torch.float64 else y.float()).unflatten(-1, self.shape)
+
+
+@final
+class _Squashed(ChartModule):
+    def __init__(self, chart: Sigmoid | LogSigmoid | Softplus | Linear, per: Per, sizes: Sizes, factory: dict[str, Any]) -> None:
+        super().__init__(per, sizes, chart.rank, chart.bias, factory)
+        self.chart = chart
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {self.per.name: self.chart.apply(self.logits(x))}
+
+
+def _unit(per: Per, chart: str) -> None:
+    if per.domain != "unit":
+        raise IllegalUpdate(f"{chart} charts unit gates as logs; {per.name!r} is {per.domain}: use Sigmoid or Softplus")
+
+
+def _not_unit(per: Per, chart: str) -> None:
+    if per.domain == "unit":
+        raise IllegalUpdate(f"{chart} charts step sizes; {per.name!r} is a unit gate and must arrive as a log: use LogSigmoid")
+
+
+@final
+@dataclass(frozen=True)
+class Sigmoid(Chart):
+    """rate = scale * sigmoid(W x + b), in (0, scale)."""
+
+    scale: float = 1.0
+    bias: float | None = None
+    rank: int | None = None
+
+    def apply(self, z: Tensor) -> Tensor:
+        return self.scale * torch.sigmoid(z)
+
+    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+        _not_unit(per, "Sigmoid")
+        return _Squashed(self, per, sizes, factory)
+
+
+@final
+@dataclass(frozen=True)
+class LogSigmoid(Chart):
+    """log gate = logsigmoid(W x + b) / temperature: the gate is sigmoid^(1 / temperature)."""
+
+    bias: float | None = 4.0
+    temperature: float = 1.0
+    rank: int | None = None
+
+    def apply(self, z: Tensor) -> Tensor:
+        return torch.nn.functional.logsigmoid(z) / self.temperature
+
+    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+        _unit(per, "LogSigmoid")
+        return _Squashed(self, per, sizes, factory)
+
+
+@final
+@dataclass(frozen=True)
+class Softplus(Chart):
+    """rate = softplus(W x + b), positive."""
+
+    bias: float | None = 0.0
+    rank: int | None = None
+
+    def apply(self, z: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(z)
+
+    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+        _not_unit(per, "Softplus")
+        return _Squashed(self, per, sizes, factory)
+
+
+@final
+@dataclass(frozen=True)
+class Linear(Chart):
+    """rate = W x + b, for real rates (angles, mixing matrices)."""
+
+    bias: float | None = 0.0
+    rank: int | None = None
+
+    def apply(self, z: Tensor) -> Tensor:
+        return z
+
+    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+        if per.domain != "real":
+            raise IllegalUpdate(f"Linear charts real rates; {per.name!r} is {per.domain}")
+        return _Squashed(self, per, sizes, factory)
+
+
+@final
+@dataclass(frozen=True)
+class Constant(Chart):
+    """The same rate for every token: learned from `start`, or fixed. Unit gates are given and stored as logs.
+
+    spacing: None gives every head `start`; "retention" gives log(1 - 2^(-5 - h)); "alibi" gives -2^(-8 (h + 1) / H).
+    """
+
+    start: float = 0.0
+    learned: bool = True
+    spacing: str | None = None
+
+    _SPACINGS: ClassVar[tuple[str, ...]] = ("retention", "alibi")
+
+    def __post_init__(self) -> None:
+        if self.spacing is not None and self.spacing not in self._SPACINGS:
+            raise IllegalUpdate(f"Constant: spacing {self.spacing!r} is not one of {', '.join(self._SPACINGS)}")
+
+    def initial(self, shape: tuple[int, ...]) -> Tensor:
+        if self.spacing is None:
+            return torch.full(shape, self.start, dtype=torch.float64)
+        head = torch.arange(shape[0], dtype=torch.float64).reshape(-1, *[1] * (len(shape) - 1))
+        values = torch.log1p(-(2.0 ** (-5 - head))) if self.spacing == "retention" else -(2.0 ** (-8 * (head + 1) / shape[0]))
+        return values.expand(shape).clone()
+
+    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+        return _ConstantModule(self, per, sizes, factory)
+
+
+@final
+class _ConstantModule(nn.Module):
+    def __init__(self, chart: Constant, per: Per, sizes: Sizes, factory: dict[str, Any]) -> None:
+        super().__init__()
+        self.chart, self.name = chart, per.name
+        value = torch.empty((sizes.heads, *sizes.of(per)), **factory)
+        if chart.learned:
+            self.value = nn.Parameter(value)
+        else:
+            self.register_buffer("value", value)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.value.copy_(self.chart.initial(tuple(self.value.shape)))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        value = self.value if self.value.dtype == torch.float64 else self.value.float()
+        return {self.name: value.expand(*x.shape[:2], *value.shape)}
+
+
+@final
+@dataclass(frozen=True)
+class SSM(Chart):
+    """Mamba-2's tied pair: dt = softplus(W x + b), log gate = -exp(A_log) dt, and dt also scales the write.
+
+    A is uniform in [1, 16], softplus(b) log-uniform in [dt_min, dt_max]; step names the write rate, or None (the gate
+    alone, as in Gated DeltaNet).
+    """
+
+    step: str | None = "dt"
+    dt_min: float = 1e-3
+    dt_max: float = 0.1
+
+    def also(self) -> tuple[str, ...]:
+        return () if self.step is None else (self.step,)
+
+    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+        _unit(per, "SSM")
+        return _SSMModule(self, per, sizes, factory)
+
+
+@final
+class _SSMModule(nn.Module):
+    def __init__(self, chart: SSM, per: Per, sizes: Sizes, factory: dict[str, Any]) -> None:
+        super().__init__()
+        self.chart, self.per, self.shape = chart, per, (sizes.heads, *sizes.of(per))
+        self.up = nn.Linear(sizes.d_model, math.prod(self.shape), **factory)
+        self.log_rate = nn.Parameter(torch.empty(self.shape, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.log_rate.copy_(torch.empty_like(self.log_rate).uniform_(1.0, 16.0).log())
+            low, high = math.log(self.chart.dt_min), math.log(self.chart.dt_max)
+            dt = torch.empty_like(self.up.bias).uniform_(low, high).exp()
+            self.up.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus^-1
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        z = self.up(x)
+        dt = torch.nn.functional.softplus((z if z.dtype == torch.float64 else z.float()).unflatten(-1, self.shape))
+        rates = {self.per.name: -torch.exp(self.log_rate.to(dt.dtype)) * dt}
+        return rates if self.chart.step is None else {**rates, self.chart.step: dt}
+
+
+@final
+@dataclass(frozen=True)
+class Capped(Chart):
+    """rate = scale * sigmoid(W x + b) with the bias chosen so that the rate starts at `start`."""
+
+    start: float
+    scale: float = 1.0
+    rank: int | None = None
+
+    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+        odds = self.start / (self.scale - self.start)
+        return Sigmoid(self.scale, math.log(odds), self.rank).build(per, sizes, factory)
+
+
+def default_chart(per: Per) -> Chart:
+    """What a tuple without a named parameterisation gets: gates near one, moderate steps, zero angles."""
+    if per.name == "ln_gain":
+        return Constant(1.0)
+    if per.name == "ln_bias":
+        return Constant(0.0)
+    if per.domain == "unit":
+        return LogSigmoid()
+    return Sigmoid() if per.domain == "positive" else Linear()
