@@ -1,3 +1,49 @@
-"""Optimizers, sequence layers and depth mixers as one algorithm: steps of a `StateUpdate` along data, time or depth."""
+"""Optimizers, sequence layers and depth mixers as one algorithm: steps of a `StateUpdate` along data, time or depth.
+
+    from axes import StateUpdate, Per, explain
+    import axes.optim, axes.sequence, axes.depth
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from axes.algorithms import Anchor, Momentum, Read, Step, Sum
+from axes.dispatch import explain, implementation, select
+from axes.errors import AxesError
+from axes.rates import Per
+from axes.state_update import OnUpdate, StateUpdate
 
 __version__ = "0.1.0"
+
+# families and everything above them load on first use: `import axes` stays the core
+_LAZY = (
+    "attention", "catalogue", "checks", "costs", "depth", "geometry", "memory", "monoids", "optim", "reference", "scan", "sequence"
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"axes.{name}")
+    if name == "cite":
+        return importlib.import_module("axes.catalogue").cite
+    raise AttributeError(f"module 'axes' has no attribute {name!r}")
+
+
+__all__ = [
+    "Anchor",
+    "AxesError",
+    "Momentum",
+    "OnUpdate",
+    "Per",
+    "Read",
+    "StateUpdate",
+    "Step",
+    "Sum",
+    "__version__",
+    "cite",
+    "explain",
+    "implementation",
+    "select",
+]
