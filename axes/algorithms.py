@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, final
 
+from axes.declared import Declared
 from axes.errors import IllegalUpdate
 from axes.rates import Per, Rate
 
@@ -15,8 +16,8 @@ At = Literal["prev", "gated", "read", "new"]
 
 
 @final
-@dataclass(frozen=True)
-class Anchor:
+@dataclass(frozen=True, repr=False)
+class Anchor(Declared):
     """Evaluate the gradient at the state as it stood at the last multiple of `every` data (mini-batch, frozen chunk)."""
 
     every: int
@@ -27,8 +28,8 @@ class Anchor:
 
 
 @final
-@dataclass(frozen=True)
-class Read:
+@dataclass(frozen=True, repr=False)
+class Read(Declared):
     """The output is read at  gate * theta_{t-1} + rate * u_t  instead of theta_t (Nesterov, Lion, RWKV-6's bonus)."""
 
     gate: float
@@ -36,8 +37,8 @@ class Read:
 
 
 @final
-@dataclass(frozen=True)
-class Sum:
+@dataclass(frozen=True, repr=False)
+class Sum(Declared):
     """Filters side by side on the same drive, their outputs added with `weights` (two-EMA mixes)."""
 
     branches: tuple[StateUpdate, ...]
@@ -49,8 +50,8 @@ class Sum:
 
 
 @final
-@dataclass(frozen=True)
-class Momentum:
+@dataclass(frozen=True, repr=False)
+class Momentum(Declared):
     """Sugar for a filter with constant retention: m = beta m + w g, w = 1 - beta for kind "ema", 1 for "sum".
 
     nesterov reads  g + beta m_t  (sum) or  (1 - beta) g + beta m_t  (ema); debias divides by the response to a unit
@@ -73,8 +74,8 @@ class Momentum:
 
 
 @final
-@dataclass(frozen=True)
-class Step:
+@dataclass(frozen=True, repr=False)
+class Step(Declared):
     """One gradient or proximal step per datum.
 
     rate: step size eta.  at: where the gradient is evaluated (prev, gated, read, new = implicit, or an Anchor).

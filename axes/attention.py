@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from axes.geometry import Entropic, Geometry
 from axes.memory import Leaves, List
 from axes.monoids import Element, rotate
 from axes.rates import resolve
@@ -55,9 +56,17 @@ def run(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State,
     else:
         out = scaled_dot_product_attention(turned_q, keys, values, attn_mask=bias, scale=scale)
     if not h.is_identity:
-        out = out * h.mass  # type: ignore[attr-defined]
+        out = out * _mass(h, old, length, out)
     last = mass + drift[..., -1:]
     return out, state._replace(theta=(final_keys, values, last), count=state.count + length)
+
+
+def _mass(h: Geometry, old: int, length: int, like: Tensor) -> Tensor | float:
+    """What the weights of one query sum to: a number, or the root of how many pairs it sees."""
+    assert isinstance(h, Entropic)
+    if h.mass is not None:
+        return h.mass
+    return torch.arange(old + 1, old + length + 1, dtype=like.dtype, device=like.device).sqrt()[:, None]
 
 
 def _probe(k: Tensor) -> Leaves:

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from axes.declared import Declared
 from axes.errors import IllegalUpdate, ShapeError
 from axes.rates import Per, Signal
 
@@ -43,7 +44,7 @@ class Context(NamedTuple):
 NO_CONTEXT = Context()
 
 
-class Geometry(ABC):
+class Geometry(Declared, ABC):
     """A generating function h; its capabilities are attributes, so that legality can be decided from the tuple alone.
 
     invertible: dual(primal(theta)) = theta up to a gauge of primal, so that lazy and agile coincide.

@@ -94,6 +94,7 @@ def train(
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient, 0 for no clipping.")] = _default("clip"),
     seed: Annotated[int, typer.Option(help="Of the parameters and of the order of the text.")] = _default("seed"),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = _default("device"),
+    threads: Annotated[int, typer.Option(help="Threads of the CPU, 0 for what torch finds.")] = _default("threads"),
     dtype: Annotated[
         str, typer.Option(help=f"{', '.join(DTYPES)}; bfloat16 computes under autocast with float32 parameters.")
     ] = _default("dtype"),
@@ -144,6 +145,7 @@ def train(
                 clip=clip,
                 seed=seed,
                 device=device,
+                threads=threads,
                 dtype=dtype,
                 text=tuple(str(path) for path in text or ()),
                 text_limit=text_limit,

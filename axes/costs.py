@@ -14,6 +14,7 @@ Rates are numbers or `Per` of domain positive: scalar (...), broadcast over the 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from axes import solve
+from axes.declared import Declared
 from axes.errors import IllegalUpdate, ShapeError
 from axes.rates import Per, Rate, Signal, rate_shape, resolve
 
@@ -76,7 +78,7 @@ def _per_coordinate(rate: Rate, signal: Signal) -> Value:
     return value.unsqueeze(-1) if isinstance(value, Tensor) and rate_shape(rate) == "scalar" else value
 
 
-class Cost:
+class Cost(Declared):
     """l(prediction; target) and its derivative; prediction, target, gradient and residual (..., d), value (...).
 
     curvature: how the gradient depends on the prediction. needs: what the cost reads of the signal besides its rates.
@@ -162,7 +164,7 @@ class _ErrorCost(Cost):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Alignment(Cost):
     """l = -<p, v>, r = -v for every c: the Hebbian write of linear attention (Miras eq. 8 without its factor 2)."""
 
@@ -179,7 +181,7 @@ class Alignment(Cost):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SquaredError(_ErrorCost):
     """l = |e|^2 / 2, r = e / (1 + c): delta rule (c = 0) and Longhorn (its eq. 6, c = beta |k|^2).
 
@@ -197,7 +199,7 @@ class SquaredError(_ErrorCost):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Lp(_ErrorCost):
     """l = |e|_p^p, r = p sign(e) |e|^(p-1) for p >= 1 (Miras eqs. 10-12); mean_one divides both by p.
 
@@ -216,7 +218,7 @@ class Lp(_ErrorCost):
             raise IllegalUpdate(f"Lp: p must be a finite number >= 1 (below 1 the cost is not convex), got {self.p}")
         smooth = self.smooth
         if smooth == "auto":
-            smooth = (100.0, 0.0 if self.p == 1 else 1e-6) if self.p < 2 else None
+            smooth = self._auto()
         elif smooth is not None:
             smooth = (float(smooth[0]), float(smooth[1]))
             if not (0 < smooth[0] < math.inf and 0 <= smooth[1] < math.inf and (smooth[1] == 0) == (self.p == 1)):
@@ -226,6 +228,12 @@ class Lp(_ErrorCost):
                 )
         object.__setattr__(self, "p", float(self.p))
         object.__setattr__(self, "smooth", smooth)
+
+    def _auto(self) -> tuple[float, float] | None:
+        return (100.0, 0.0 if self.p == 1 else 1e-6) if self.p < 2 else None
+
+    def _undeclared(self, field: dataclasses.Field[object]) -> object:
+        return self._auto() if field.name == "smooth" else field.default
 
     @property
     def curvature(self) -> Curvature:
@@ -273,7 +281,7 @@ class Lp(_ErrorCost):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Huber(_ErrorCost):
     """H quadratic within delta, linear beyond: H(a) = a^2 / 2 for |a| <= delta, else delta (|a| - delta / 2).
 
@@ -317,7 +325,7 @@ class Huber(_ErrorCost):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HuberSwitch(Cost):
     """r = e if |e| <= delta else delta sign(e): a named operator, the gradient of no cost (Miras eq. 16).
 
@@ -340,7 +348,7 @@ class HuberSwitch(Cost):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RobustShift(_ErrorCost):
     """l = max over |s| <= Delta of |e - s|^2 / 2 = (|e| + Delta)^2 / 2 (Miras eq. 17 ff.).
 
@@ -376,7 +384,7 @@ class RobustShift(_ErrorCost):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CrossEntropy(Cost):
     """l = log sum exp p - <v, p>, r = softmax(p) - v: prediction = logits, target = probabilities.
 
@@ -391,7 +399,7 @@ class CrossEntropy(Cost):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Given(Cost):
     """The gradient comes from an oracle as signal["g"]; it may depend on the weights in any way."""
 
@@ -399,27 +407,33 @@ class Given(Cost):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Linear(Cost):
     """l = -<W, z>: the cost of filters and statistics, whose drive z is a quantity of the datum.
 
-    of: drive u, square u * u, left u u^T, right u^T u (u the raw drive (..., d_v, d_k)), key k k^T, value v v^T.
+    of: drive u, square u * u, left u u^T, right u^T u (u the raw drive (..., d_v, d_k)), key k k^T, value v v^T,
+    error e e^T (e the gradient of a layer's output). A signal that has "kk", "vv" or "ee" supplies that product itself,
+    for data that are means over several examples.
     """
 
-    of: Literal["drive", "square", "left", "right", "key", "value"] = "drive"
+    of: Literal["drive", "square", "left", "right", "key", "value", "error"] = "drive"
     curvature: ClassVar[Curvature] = "none"
 
     def __post_init__(self) -> None:
-        if self.of not in ("drive", "square", "left", "right", "key", "value"):
-            raise IllegalUpdate(f"Linear: of={self.of!r} is not one of drive, square, left, right, key, value")
+        allowed = ("drive", "square", "left", "right", "key", "value", "error")
+        if self.of not in allowed:
+            raise IllegalUpdate(f"Linear: of={self.of!r} is not one of {', '.join(allowed)}")
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset(self.of[0] if self.of in ("key", "value") else ())
+        return frozenset(self.of[0] if self.of in ("key", "value", "error") else ())
 
     def drive(self, u: Tensor, signal: Signal = _EMPTY) -> Tensor:
-        """z from the raw drive u (not read for key and value) and the signal."""
-        if self.of in ("key", "value"):
+        """z from the raw drive u (not read for key, value and error) and the signal."""
+        if self.of in ("key", "value", "error"):
+            product = signal.get(2 * self.of[0])
+            if isinstance(product, Tensor):
+                return product
             x = torch.as_tensor(resolve(Per(self.of[0], "key" if self.of == "key" else "row", "real"), signal))
             return x.unsqueeze(-1) * x.unsqueeze(-2)
         if self.of in ("left", "right"):
@@ -428,7 +442,7 @@ class Linear(Cost):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ridge(Cost):
     """cost + weight |W|^2 / 2: the step reads `ridge`, since a cost sees no weights; all else is the cost's own."""
 

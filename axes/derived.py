@@ -203,7 +203,7 @@ def chain(update: StateUpdate, signal: Signal, d_v: int) -> Chain:
     if element.angle is not None:
         element = replace(element, angle=element.angle.expand(*k.shape[:-1], element.angle.shape[-1]))
     entries = isinstance(memory, Entries)
-    rows = element.outer is not None or entries or rate_shape(step.rate) == "row"
+    rows = element.outer is not None or entries or "row" in (rate_shape(step.rate), rate_shape(cost.ridge))
     lift = _Lift(rows, k.shape[:-1])
 
     key, value = lift.vector(k), lift.value(v)

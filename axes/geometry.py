@@ -42,7 +42,7 @@ __all__ = [
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Euclidean(EuclideanOn):
     """h = |W|^2 / 2 on the whole space: both links are the identity."""
 
@@ -55,7 +55,7 @@ class Euclidean(EuclideanOn):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Entropic(Geometry):
     """h = sum W log W on scaled simplices: W = mass * softmax(theta).
 
@@ -146,7 +146,7 @@ def _norm_link(x: Tensor, p: float) -> Tensor:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Lq(Geometry):
     """h = |W|_s^2 / 2 with s = p/(p-1): W = sign(theta) |theta|^{p-1} / |theta|_p^{p-2}, norms over the leaf.
 
@@ -184,7 +184,7 @@ class Lq(Geometry):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LqLiteral(Geometry):
     """The printed Moneta link W = theta / |theta|_p^{p-2}: an operator, not the gradient of any h (p = 2 apart).
 
@@ -209,7 +209,7 @@ class LqLiteral(Geometry):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SoftThreshold(EuclideanOn):
     """h = |W|^2 / 2 + threshold |W|_1: W = sign(theta) max(|theta| - threshold, 0).
 
@@ -245,7 +245,7 @@ class SoftThreshold(EuclideanOn):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bounded(Geometry):
     """h = sum W log W + (1 - W) log(1 - W) on the unit cube: W = sigmoid(theta), theta = logit(W).
 
@@ -272,25 +272,27 @@ class Bounded(Geometry):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sphere(EuclideanOn):
     """h = |W|^2 / 2 on spheres: W = radius * theta / |theta|, per row, per column (slot) or for the whole leaf.
 
-    This is the nearest point of the sphere; RMSNorm is rows with radius sqrt(d). A zero row stays zero.
+    This is the nearest point of the sphere. radius None is sqrt(number of entries normalised together): RMSNorm.
+    A zero row stays zero.
 
     Source: Lattice, eq. 14 (columns, agile) and eq. 8 (columns, lazy). Differs: divides by the true norm, with 1e-24
     (float64) or 1e-14 added to its square: small enough to be invisible, large enough for finite second derivatives.
     """
 
     axis: Literal["rows", "columns", "whole"] = "rows"
-    radius: float = 1.0
+    radius: float | None = 1.0
 
     scale_free = True
 
     def __post_init__(self) -> None:
         ok = self.axis in ("rows", "columns", "whole")
         require(ok, self, f"axis {self.axis!r} is not one of rows, columns, whole")
-        require(0 < self.radius < math.inf, self, f"radius must be positive and finite, got {self.radius}")
+        fits = self.radius is None or 0 < self.radius < math.inf
+        require(fits, self, f"radius must be positive and finite, or None (sqrt of the entries), got {self.radius}")
 
     @property
     def matrix(self) -> bool:  # type: ignore[override]
@@ -301,18 +303,23 @@ class Sphere(EuclideanOn):
             require_matrix(self, theta)
         x = wide(theta)
         eps = 1e-24 if x.dtype == torch.float64 else 1e-14
-        return (x * (self.radius * (self._square(x) + eps).rsqrt())).to(theta.dtype)
+        return (x * (self._radius(x) * (self._square(x) + eps).rsqrt())).to(theta.dtype)
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
-        return ((self._square(wide(w)).sqrt() - self.radius).abs() <= tol).all(leaf_dims(w))
+        return ((self._square(wide(w)).sqrt() - self._radius(w)).abs() <= tol).all(leaf_dims(w))
+
+    def _dims(self, x: Tensor) -> tuple[int, ...]:
+        return leaf_dims(x) if self.axis == "whole" else (-2 if self.axis == "columns" else -1,)
 
     def _square(self, x: Tensor) -> Tensor:
-        dims = leaf_dims(x) if self.axis == "whole" else (-2 if self.axis == "columns" else -1,)
-        return x.square().sum(dims, keepdim=True)
+        return x.square().sum(self._dims(x), keepdim=True)
+
+    def _radius(self, x: Tensor) -> float:
+        return math.sqrt(math.prod([x.shape[d] for d in self._dims(x)])) if self.radius is None else self.radius
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SignBall(EuclideanOn):
     """The unit ball of the max norm: W = sign(theta) maximises <theta, W> over it; sign(0) = 0 is still a maximiser.
 
@@ -364,7 +371,7 @@ class _Wrapper(Geometry):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cautious(_Wrapper):
     """Keeps the entries of a direction that agree in sign with the raw drive, and rescales what is left.
 
@@ -394,7 +401,7 @@ class Cautious(_Wrapper):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrustRatio(_Wrapper):
     """Rescales a direction to the norm of the weights: |W| / |direction|, layer by layer; 1 where either is 0.
 
@@ -416,7 +423,7 @@ class TrustRatio(_Wrapper):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Composite(Geometry):
     """outer(inner(theta)): two links in a row, with their statistics in the order inner, outer.
 

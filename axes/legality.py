@@ -10,7 +10,7 @@ from axes.costs import Alignment, Cost, Linear
 from axes.errors import IllegalUpdate
 from axes.geometry import Entropic, Geometry
 from axes.memory import Entries, LayerNormMatrix, List, Memory, MLP, Slots
-from axes.monoids import Diagonal, Identity, Monoid, Product
+from axes.monoids import Decay, Diagonal, Identity, Monoid, Product
 from axes.rates import Per, rate_shape
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     # settings without effect
     if step.at == "gated" and isinstance(monoid, Identity):
         yield "at='gated' needs a gate: with the identity monoid it is at='prev'"
+    if step.at == "gated" and h.scale_free and kinds == {"scalar"}:
+        yield f"at='gated' has no effect: {type(h).__name__} drops the factor of a scalar gate, so it is at='prev'"
     if isinstance(cost, Linear) and step.at != "prev":
         yield f"at={step.at!r} has no effect on a cost that is linear in the drive"
     if not outside and not sees_state and step.at != "prev":
@@ -77,7 +79,13 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
         yield f"{type(memory).__name__} memory has no common key side: gate it with Scalar or Diagonal(side='row')"
     if isinstance(memory, LayerNormMatrix | MLP) and rate_shape(step.rate) not in ("scalar", "row"):
         yield f"{type(memory).__name__} memory takes scalar or row rates"
+    if isinstance(memory, Entries) and any(isinstance(rate, Per) for rate in cost.rates() if rate != cost.ridge):
+        yield f"entry-wise memory has d_v x d_k errors: {type(cost).__name__} takes constant parameters there"
     if isinstance(memory, List):
+        if step.start == "first":
+            yield "start='first' replaces the state by a drive: a list memory has nothing to replace"
+        if not h.is_identity and getattr(h, "axis", "row") != "row":
+            yield "a list memory has one row of scores: take Entropic(axis='row')"
         if step.via or step.debias or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1:
             yield "a list memory keeps factored pairs: no filters, debias, read point, anchor, agile or repeated steps"
         if not (h.is_identity or isinstance(h, Entropic)):
@@ -88,6 +96,13 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
             yield "a list memory takes scalar rates and gates on the key side"
         if not h.is_identity and isinstance(monoid, Diagonal):
             yield "a diagonal gate on stored keys is not a bias of softmax attention: use Scalar"
+    if step.debias and h.scale_free and not memory.keyed and kinds <= {"scalar", "zero"}:
+        yield f"debias has no effect: {type(h).__name__} drops the factor it divides by"
+    unit = not isinstance(step.rate, Per) and step.rate == 1.0
+    if step.start == "first" and isinstance(cost, Linear) and unit:
+        yield "start='first' has no effect: at rate 1 a filter starts at its first drive anyway"
+    if any(isinstance(p, Decay) and p.independent for p in factors(monoid)) and unit:
+        yield "Decay(independent=True) has no effect at rate 1: leave it out"
     if step.debias:
         if memory.keyed and (sees_state or not h.is_identity or isinstance(memory, Slots) or not step.lazy):
             yield "a normaliser needs a linear, Euclidean memory whose writes do not depend on the state"
@@ -116,6 +131,11 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     for s in h.stats:
         if not isinstance(s.cost, Linear):
             yield f"a statistic's cost must be Linear(of=...), got {s.cost!r}"
+
+
+def factors(monoid: Monoid) -> tuple[Monoid, ...]:
+    """The parts of a product, in order; any other monoid alone."""
+    return tuple(f for p in monoid.parts for f in factors(p)) if isinstance(monoid, Product) else (monoid,)
 
 
 def gates(monoid: Monoid) -> set[str]:

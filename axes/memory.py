@@ -15,12 +15,14 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from axes.declared import Declared
 from axes.errors import IllegalUpdate
 from axes.geometry import Geometry
 from axes.monoids import Element
 from axes.rates import Per, Rate, Shape, Signal, resolve, spread
 
 Leaves = tuple[Tensor, ...]
+Factors = tuple[tuple[Tensor, Tensor], ...]
 
 
 def outer(column: Tensor, row: Tensor) -> Tensor:
@@ -28,7 +30,7 @@ def outer(column: Tensor, row: Tensor) -> Tensor:
     return column[..., :, None] * row[..., None, :]
 
 
-class Memory(ABC):
+class Memory(Declared, ABC):
     """A container with a prediction map. `linear`: predict is linear in W; `keyed`: it predicts from keys at all."""
 
     linear: ClassVar[bool] = True
@@ -67,24 +69,35 @@ class Memory(ABC):
         return ()
 
 
+class RankOne(Memory):
+    """A memory whose gradient is one outer product per leaf and datum: fast routes keep the two factors."""
+
+    @abstractmethod
+    def factors(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Factors:
+        """(column, row) of each leaf's gradient: vjp = column row^T."""
+
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        return tuple(outer(column, row) for column, row in self.factors(leaves, x, r, signal, encode=encode))
+
+
 @final
-@dataclass(frozen=True)
-class Matrix(Memory):
+@dataclass(frozen=True, repr=False)
+class Matrix(RankOne):
     """S (d_v, d_k), predict S k, read S q; streams are the same with S = X^T."""
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         matrix = leaves[0].mT if encode else leaves[0]
         return (matrix @ x[..., None])[..., 0]
 
-    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
-        return (outer(x, r) if encode else outer(r, x),)
+    def factors(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Factors:
+        return ((x, r),) if encode else ((r, x),)
 
     def zeros(self, signal: Signal) -> Leaves:
         return (_empty(signal),)
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Slots(Memory):
     """S whose columns are slots of which only the direction counts: predict Phi k, Phi = S / column norms (Lattice).
 
@@ -108,16 +121,20 @@ class Slots(Memory):
         return (leaves[0] @ q[..., None])[..., 0]
 
     def zeros(self, signal: Signal) -> Leaves:
-        """Slots have no direction at zero: the empty memory has orthonormal (d_k <= d_v) or cyclic unit columns."""
+        """Slots have no direction at zero: the empty memory has orthonormal columns, or fixed random unit ones if
+        d_k > d_v (equal slots would stay equal). Which orthonormal ones does not matter: a rotation of the values
+        turns one choice into any other."""
         state = _empty(signal)
         d_v, d_k = state.shape[-2:]
-        eye = torch.eye(d_v, dtype=state.dtype, device=state.device)
-        columns = torch.arange(d_k, device=state.device) % d_v
-        return (state + eye[:, columns],)
+        columns = torch.eye(d_v, d_k, dtype=torch.float64)
+        if d_k > d_v:
+            columns = torch.randn(d_v, d_k, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            columns = columns / columns.norm(dim=0)
+        return (state + columns.to(state),)
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Entries(Memory):
     """S entry by entry: each S_ij alone predicts v_i from k_j (diagonal Longhorn).
 
@@ -128,7 +145,8 @@ class Entries(Memory):
         return leaves[0] * x[..., None, :]
 
     def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
-        return (r * x[..., None, :],)
+        each = r if r.ndim > x.ndim else r[..., None]  # a cost that needs no prediction sees one error per row
+        return (each * x[..., None, :],)
 
     def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
         return (leaves[0] @ q[..., None])[..., 0]
@@ -141,7 +159,7 @@ class Entries(Memory):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Parameter(Memory):
     """A tensor of any shape whose gradient is given: a network's weight on the data axis, or a filter's buffer."""
 
@@ -161,8 +179,8 @@ class Parameter(Memory):
 
 
 @final
-@dataclass(frozen=True)
-class LayerNormMatrix(Memory):
+@dataclass(frozen=True, repr=False)
+class LayerNormMatrix(RankOne):
     """predict x + LN(W x), LN with a slow gain and bias (TTT-Linear); d_v = d_k."""
 
     eps: float = 1e-6
@@ -175,9 +193,9 @@ class LayerNormMatrix(Memory):
         gain, bias = _affine(self, signal)
         return x + gain * _normalise((leaves[0] @ x[..., None])[..., 0], self.eps)[0] + bias
 
-    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+    def factors(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Factors:
         gain, _ = _affine(self, signal)
-        return (outer(_normalise_vjp((leaves[0] @ x[..., None])[..., 0], gain * r, self.eps), x),)
+        return ((_normalise_vjp((leaves[0] @ x[..., None])[..., 0], gain * r, self.eps), x),)
 
     def zeros(self, signal: Signal) -> Leaves:
         return (_empty(signal),)
@@ -187,8 +205,8 @@ class LayerNormMatrix(Memory):
 
 
 @final
-@dataclass(frozen=True)
-class MLP(Memory):
+@dataclass(frozen=True, repr=False)
+class MLP(RankOne):
     """predict x + LN(W1 gelu(W2 x)), W2 (f d, d), W1 (d, f d): the two-layer memory of TTT-MLP, Titans and Miras.
 
     Row rates (d) act on the rows of W1; W2, whose rows are hidden units, takes their mean.
@@ -207,14 +225,14 @@ class MLP(Memory):
         hidden = torch.nn.functional.gelu(w2 @ x[..., None])
         return x + gain * _normalise((w1 @ hidden)[..., 0], self.eps)[0] + bias
 
-    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+    def factors(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Factors:
         gain, _ = _affine(self, signal)
         w1, w2 = leaves
         z = (w2 @ x[..., None])[..., 0]
         hidden = torch.nn.functional.gelu(z)
         du = _normalise_vjp((w1 @ hidden[..., None])[..., 0], gain * r, self.eps)
         dz = (w1.mT @ du[..., None])[..., 0] * _gelu_slope(z)
-        return outer(du, hidden), outer(dz, x)
+        return (du, hidden), (dz, x)
 
     def act(self, element: Element, leaves: Leaves) -> Leaves:
         if element.outer is None:
@@ -228,7 +246,7 @@ class MLP(Memory):
         return leaves[0] + step * drive[0], leaves[1] + mean * drive[1]
 
     def zeros(self, signal: Signal) -> Leaves:
-        """The empty memory is small and symmetric-breaking, from a fixed generator: zero weights would pass no gradient."""
+        """Small, symmetry-breaking weights from a fixed generator: zero weights would pass no gradient."""
         empty = _empty(signal)
         d = empty.shape[-1]
         generator = torch.Generator().manual_seed(0)
@@ -241,7 +259,7 @@ class MLP(Memory):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class List(Memory):
     """Every written pair is kept: leaves (keys (n, d_k), values (n, d_v), log-mass (n)); scores are its dual.
 

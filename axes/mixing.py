@@ -9,12 +9,12 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from axes.bregman import NO_CONTEXT, Context, Geometry, Slice, leaf_dims, require, require_matrix, wide
+from axes.bregman import NO_CONTEXT, Context, Geometry, leaf_dims, require, require_matrix, wide
 from axes.errors import ShapeError
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Birkhoff(Geometry):
     """h = sum W log W on doubly stochastic matrices: Sinkhorn's alternating KL projections of exp(theta).
 
@@ -29,7 +29,7 @@ class Birkhoff(Geometry):
 
     invertible = True
     matrix = True
-    slice_axis: Slice | None = "whole"
+    slice_axis = "whole"
 
     def __post_init__(self) -> None:
         ok = isinstance(self.iterations, int) and self.iterations >= 1
@@ -56,7 +56,7 @@ class Birkhoff(Geometry):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cayley(Geometry):
     """W = (I + A)^{-1} (I - A) with A = -(scale/2) (theta - theta^T): a chart of SO(n) without the eigenvalue -1.
 

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
+from axes.declared import Declared
 from axes.errors import IllegalUpdate
 from axes.geometry import Euclidean, Geometry
 from axes.rates import Per, Rate, Signal, as_gate, resolve
@@ -140,7 +141,7 @@ def _width(*elements: Element) -> tuple[int, Tensor]:
     raise IllegalUpdate("an element without matrix or angle has no width of its own")
 
 
-class Monoid(ABC):
+class Monoid(Declared, ABC):
     """A family of retention maps closed under composition; `element` is its chart from the signal."""
 
     kind: ClassVar[Kind]
@@ -178,7 +179,7 @@ def _gate(rate: Rate, signal: Signal, like: Tensor) -> Element:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Identity(Monoid):
     """A = I: everything is kept."""
 
@@ -189,7 +190,7 @@ class Identity(Monoid):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Zero(Monoid):
     """A = 0: nothing is kept (a memoryless filter: steepest descent, Frank-Wolfe directions)."""
 
@@ -200,7 +201,7 @@ class Zero(Monoid):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Scalar(Monoid):
     """A = a I, with a in [0, 1] a number or a named log-gate."""
 
@@ -222,7 +223,7 @@ class Scalar(Monoid):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Decay(Monoid):
     """A = (1 - rate * weight) I: decoupled weight decay, tied to the step size; independent: A = (1 - weight) I."""
 
@@ -242,7 +243,7 @@ class Decay(Monoid):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagonal(Monoid):
     """A = Diag(a) on the key side, or the row gate diag(a) S on the value side (side="row")."""
 
@@ -267,7 +268,7 @@ class Diagonal(Monoid):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Hadamard(Monoid):
     """S -> a * S entry by entry, a (..., d_v, d_k) supplied as a log (Mamba-1)."""
 
@@ -289,7 +290,7 @@ class Hadamard(Monoid):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rotation(Monoid):
     """A = R(angle) on pairs of keys: constant angles base^(-2j/d_k) (RoPE), or named ones of shape pair."""
 
@@ -318,7 +319,7 @@ class Rotation(Monoid):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Householder(Monoid):
     """A = I - beta w w^T, the generalised Householder map: identity at 0, projection at 1, reflection at 2 (|w| = 1)."""
 
@@ -339,7 +340,7 @@ class Householder(Monoid):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DPLR(Monoid):
     """A = Diag(a) + left right^T: diagonal plus low rank (RWKV-7), the vectors named in the signal."""
 
@@ -366,7 +367,7 @@ class DPLR(Monoid):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GeneralLinear(Monoid):
     """A = link(logits)^T, a d_k x d_k matrix: GL(n) with the identity link, Birkhoff(n) or SO(n) with theirs.
 
@@ -392,7 +393,7 @@ class GeneralLinear(Monoid):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Product(Monoid):
     """A = A_1 A_2 ... : the parts act in the order given."""
 

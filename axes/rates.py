@@ -12,6 +12,7 @@ from typing import Literal, final
 
 from torch import Tensor
 
+from axes.declared import Declared
 from axes.errors import IllegalUpdate, ShapeError
 
 Shape = Literal["scalar", "key", "row", "square", "pair", "mix"]
@@ -21,8 +22,8 @@ Signal = Mapping[str, Tensor | float]
 
 
 @final
-@dataclass(frozen=True)
-class Per:
+@dataclass(frozen=True, repr=False)
+class Per(Declared):
     """A rate named by the tuple and supplied per datum by the axis.
 
     shape: scalar (...), key (..., d_k), row (..., d_v), square (..., d_v, d_k), pair (..., d_k/2) for angles,

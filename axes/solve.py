@@ -19,8 +19,9 @@ Residual = Callable[[Tensor], Tensor]
 
 def _newton_step(jacobian: Tensor, value: Tensor) -> Tensor:
     # solve_ex reports a singular matrix as non-finite numbers instead of synchronising in order to raise
-    step: Tensor = torch.linalg.solve_ex(jacobian, value.unsqueeze(-1), check_errors=False).result
-    return step.squeeze(-1)
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    step: Tensor = torch.linalg.solve_ex(jacobian.to(dtype), value.to(dtype).unsqueeze(-1), check_errors=False).result
+    return step.squeeze(-1).to(value.dtype)
 
 
 def _jacobian(residual: Residual, x: Tensor) -> Tensor:
@@ -52,8 +53,8 @@ def root(residual: Residual, start: Tensor, iterations: int = 30, halvings: int 
     """
     with torch.no_grad():
         x = start.detach()
-        lengths = torch.tensor([0.0, *(0.5**i for i in range(halvings + 1))], dtype=x.dtype, device=x.device)
-        lengths = lengths.reshape(-1, *[1] * x.ndim)
+        powers = torch.arange(-1, halvings + 1, device=x.device).reshape(-1, *[1] * x.ndim)
+        lengths = torch.where(powers < 0, 0.0, 0.5**powers).to(x.dtype)
         for _ in range(iterations):
             step = _newton_step(_jacobian(residual, x), residual(x))
             trials = x - lengths * torch.where(step.isfinite(), step, 0.0)

@@ -38,7 +38,7 @@ _READS = {
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Spectral(EuclideanOn):
     """The unit spectral ball: W = U V^T for theta = U S V^T maximises <theta, W> over it.
 
@@ -215,7 +215,7 @@ def _second_differences(x: Tensor, first: Tensor, power: float) -> Tensor:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Whiten(Geometry):
     """h = half the square of theta's metric, a metric built from statistics: theta times an inverse power of them.
 

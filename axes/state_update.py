@@ -26,6 +26,7 @@ from torch import Tensor
 
 from axes.algorithms import Anchor, Momentum, Read, Step, Sum
 from axes.costs import Cost, Linear
+from axes.declared import Declared
 from axes.errors import IllegalUpdate
 from axes.geometry import Context, Euclidean, Geometry
 from axes.legality import check
@@ -36,8 +37,8 @@ from axes.solve import root
 
 
 @final
-@dataclass(frozen=True)
-class OnUpdate:
+@dataclass(frozen=True, repr=False)
+class OnUpdate(Declared):
     """Sugar: h acts on the last filter (on a memoryless one if there is none), the state itself is Euclidean."""
 
     h: Geometry
@@ -62,9 +63,11 @@ class Output(NamedTuple):
 
 
 @final
-@dataclass(frozen=True)
-class StateUpdate:
+@dataclass(frozen=True, repr=False, eq=False)
+class StateUpdate(Declared):
     """The tuple (cost, h, monoid, algorithm) over a memory; see the module for the recursion it executes.
+
+    Two updates are equal if their normal forms are: sugar does not count.
 
     memory defaults to Matrix() for costs that see keys and to Parameter() for Given and Linear.
     Raises IllegalUpdate if the parts cannot act together or a setting would have no effect.
@@ -78,11 +81,22 @@ class StateUpdate:
 
     def __post_init__(self) -> None:
         if self.memory is None:
-            default = Parameter() if isinstance(self.cost, Linear) or "g" in self.cost.needs else Matrix()
-            object.__setattr__(self, "memory", default)
+            object.__setattr__(self, "memory", self._usual_memory())
         normal = self.normal()
         check(normal)
         normal.demands()
+
+    def _usual_memory(self) -> Memory:
+        return Parameter() if isinstance(self.cost, Linear) or "g" in self.cost.needs else Matrix()
+
+    def _undeclared(self, field: dataclasses.Field[object]) -> object:
+        return self._usual_memory() if field.name == "memory" else field.default
+
+    def __eq__(self, other: object) -> bool:
+        return self.parts() == other.parts() if isinstance(other, StateUpdate) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.parts())
 
     # ---- the normal form -------------------------------------------------------------------------------------
 
@@ -107,7 +121,8 @@ class StateUpdate:
         h = _lower_stats(h)
         monoid = _lower_monoid(self.monoid)
         step = dataclasses.replace(step, via=via)
-        if (h, monoid, step) == (self.h, self.monoid, self.algorithm):
+        same = h is self.h and monoid == self.monoid and isinstance(self.algorithm, Step)
+        if same and _unchanged(via, self.algorithm.via):  # type: ignore[union-attr]
             return self
         return StateUpdate(self.cost, h, monoid, step, self.memory)
 
@@ -396,12 +411,20 @@ def _align(target: Tensor, prediction: Tensor) -> Tensor:
     return target if target.ndim == prediction.ndim else target[..., None]
 
 
+def _unchanged(lowered: tuple[object, ...], written: tuple[object, ...]) -> bool:
+    """Whether nothing was lowered. By identity, since equality already looks through sugar."""
+    return len(lowered) == len(written) and all(a is b for a, b in zip(lowered, written, strict=True))
+
+
 def _lower(f: StateUpdate | Sum | Momentum) -> StateUpdate | Sum:
     """A filter without sugar."""
     if isinstance(f, Sum):
-        return Sum(tuple(b.normal() for b in f.branches), f.weights)
+        branches = tuple(b.normal() for b in f.branches)
+        return f if _unchanged(branches, f.branches) else Sum(branches, f.weights)
     if isinstance(f, StateUpdate):
         return f.normal()
+    if f.rate != 1.0 or f.at != "prev":
+        raise IllegalUpdate("Momentum: rate and at belong to the step; a filter in `via` has no use for them")
     weight = 1.0 - f.beta if f.kind == "ema" else 1.0
     # g-weight now plus beta times the new buffer: (beta^2, weight' + beta * weight)
     read = Read(f.beta * f.beta, (1.0 - f.beta if f.kind == "ema" else 1.0) + f.beta * weight) if f.nesterov else None
@@ -410,9 +433,8 @@ def _lower(f: StateUpdate | Sum | Momentum) -> StateUpdate | Sum:
 
 
 def _lower_stats(h: Geometry) -> Geometry:
-    if not h.stats:
-        return h
-    return dataclasses.replace(h, stats=tuple(s.normal() for s in h.stats))  # type: ignore[type-var]
+    stats = tuple(s.normal() for s in h.stats)
+    return h if _unchanged(stats, h.stats) else h.with_stats(stats)
 
 
 def _lower_monoid(monoid: Monoid) -> Monoid:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from axes import dispatch
 from axes.algorithms import Anchor
 from axes.errors import IllegalUpdate, ShapeError
-from axes.memory import LayerNormMatrix, Leaves, List, MLP
+from axes.memory import MLP, LayerNormMatrix, Leaves, List
 from axes.sequence.blocks import Block, Standard
 from axes.sequence.charts import Sizes
 from axes.state_update import State, StateUpdate
@@ -31,12 +31,12 @@ class LayerState(NamedTuple):
 class SequenceLayer(nn.Module):
     """A sequence-mixing layer (B, T, D) -> (B, T, D) from a tuple and the block around it.
 
-    Subclasses are final and declare `update`, `block` and their citation; they add nothing else.
+    Subclasses are final and declare `update`, `block`, their citation and, where a paper has its own, `widths`.
 
     Args:
         d_model: model width D.
         heads: number of heads H, each with a memory of its own.
-        d_k, d_v: key and value width of a head; d_model / heads by default.
+        d_k, d_v: key and value width of a head; by default what `widths` says, usually d_model / heads.
         block: another block than the class's own (a `dataclasses.replace` of it, say).
         update: another tuple than the class's own.
         implementation: reference, torch or triton by name; otherwise what `axes.dispatch.select` picks.
@@ -70,15 +70,16 @@ class SequenceLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.update = update if update is not None else type(self).update
-        block = block if block is not None else type(self).block
+        block, who = block if block is not None else type(self).block, type(self).__name__
         if d_model % heads and (d_k is None or d_v is None):
-            raise ShapeError(f"{type(self).__name__}: d_model={d_model} is not a multiple of heads={heads}; give d_k and d_v")
-        self.sizes = Sizes(d_model, heads, d_k or d_model // heads, d_v or d_model // heads)
+            raise ShapeError(f"{who}: d_model={d_model} is not a multiple of heads={heads}; give d_k and d_v")
+        usual_k, usual_v = self.widths(d_model, heads)
+        self.sizes = Sizes(d_model, heads, d_k or usual_k, d_v or usual_v)
         _, _, _, _, memory = self.update.parts()
         if not memory.keyed:
-            raise IllegalUpdate(f"{type(self).__name__}: a sequence layer needs keys; {self.update!r} takes a given gradient")
+            raise IllegalUpdate(f"{who}: a sequence layer needs keys; {self.update!r} takes a given gradient")
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
-            raise ShapeError(f"{type(self).__name__}: a residual memory needs d_k = d_v, got {self.sizes.d_k} and {self.sizes.d_v}")
+            raise ShapeError(f"{who}: a residual memory needs d_k = d_v, got {self.sizes.d_k} and {self.sizes.d_v}")
         self.implementation, self.checkpoint = implementation, checkpoint
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
@@ -88,6 +89,11 @@ class SequenceLayer(nn.Module):
         if spread is not None:
             self.initial = nn.ParameterList(nn.Parameter(torch.empty(x.shape, **factory)) for x in self._empty_memory())
             self._reset_initial()
+
+    @classmethod
+    def widths(cls, d_model: int, heads: int) -> tuple[int, int]:
+        """The usual d_k and d_v of a head."""
+        return d_model // heads, d_model // heads
 
     def _empty_memory(self) -> Leaves:
         """The memory's own empty leaves, per head."""
@@ -103,7 +109,7 @@ class SequenceLayer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise every parameter again."""
-        for module in self.around.modules():
+        for module in reversed(list(self.around.modules())):  # a parent's choices overrule its children's defaults
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()
@@ -115,7 +121,9 @@ class SequenceLayer(nn.Module):
 
     # ---- running ---------------------------------------------------------------------------------------------
 
-    def init_state(self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LayerState:
+    def init_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> LayerState:
         """The state before the first token of `batch` sequences."""
         like = torch.empty(0, device=device, dtype=dtype)
         s, wide = self.sizes, torch.float64 if like.dtype == torch.float64 else torch.float32
@@ -147,7 +155,8 @@ class SequenceLayer(nn.Module):
             raise ShapeError(f"{type(self).__name__}: give mask or cu_seqlens, not both")
         if mask is not None:
             if mask.shape != x.shape[:2]:
-                raise ShapeError(f"{type(self).__name__}: mask must be (B, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+                who, right, wrong = type(self).__name__, tuple(x.shape[:2]), tuple(mask.shape)
+                raise ShapeError(f"{who}: mask must be (B, T) = {right}, got {wrong}")
             places = [(b, mask[b].nonzero()[:, 0]) for b in range(x.shape[0])]
             return self._ragged(x, state, places)
         if cu_seqlens is not None:
@@ -156,7 +165,7 @@ class SequenceLayer(nn.Module):
         if state is None:
             state = self.init_state(x.shape[0], x.device, x.dtype)
         if self.checkpoint and torch.is_grad_enabled():
-            y, state = checkpoint(self._run, x, state, use_reentrant=False)  # type: ignore[misc]
+            y, state = checkpoint(self._run, x, state, use_reentrant=False)
             return y, state
         return self._run(x, state)
 
@@ -169,7 +178,9 @@ class SequenceLayer(nn.Module):
         y, state = self._run(x[:, None], state, "reference")
         return y[:, 0], state
 
-    def _run(self, x: Tensor, state: LayerState, implementation: dispatch.Implementation | None = None) -> tuple[Tensor, LayerState]:
+    def _run(
+        self, x: Tensor, state: LayerState, implementation: dispatch.Implementation | None = None
+    ) -> tuple[Tensor, LayerState]:
         signal, tails, kept = self.around.enter(x, state.tails)
         out, memory = dispatch.run(
             self.update, signal, state.memory, time=1, implementation=implementation or self.implementation
@@ -196,7 +207,8 @@ class SequenceLayer(nn.Module):
             out, end = self.forward(x[batch, rows], chosen)
             y = y.index_put((batch.expand_as(rows), rows), out.to(y.dtype))
             assert end is not None
-            ends.update({n: _select(end, torch.tensor([i], device=x.device), len(members)) for i, n in enumerate(members)})
+            for i, n in enumerate(members):
+                ends[n] = _select(end, torch.tensor([i], device=x.device), len(members))
         if len(groups) > 1 and isinstance(self.update.parts()[3].at, Anchor):
             return y, None
         return y, _join([ends[n] for n in range(len(places))], isinstance(self.update.parts()[4], List))
@@ -211,14 +223,15 @@ class SequenceLayer(nn.Module):
         if x.device != parameter.device:
             raise ShapeError(f"{who}: x is on {x.device}, the layer on {parameter.device}: move one of them")
         if not torch.is_autocast_enabled(x.device.type) and x.dtype != parameter.dtype:
-            raise ShapeError(f"{who}: x is {x.dtype}, the layer {parameter.dtype}: convert one of them, or use autocast")
+            raise ShapeError(f"{who}: x is {x.dtype}, the layer {parameter.dtype}: convert one, or use autocast")
 
     def _bounds(self, x: Tensor, cu_seqlens: Tensor) -> list[tuple[int, int]]:
         who = type(self).__name__
         if x.shape[0] != 1:
             raise ShapeError(f"{who}: packed input has B = 1, got {x.shape[0]}")
         if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
-            raise ShapeError(f"{who}: cu_seqlens must be int32 of shape (N + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
+            got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            raise ShapeError(f"{who}: cu_seqlens must be int32 of shape (N + 1,), got {got}")
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != x.shape[1] or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
             raise ShapeError(f"{who}: cu_seqlens must rise from 0 to T = {x.shape[1]}, got {ends}")
@@ -271,4 +284,5 @@ def layer(update: StateUpdate, name: str = "Custom", block: Block | None = None)
     default = Standard(initial=None if h.is_identity else 0.5)
     if isinstance(update.parts()[4], List):
         default = Standard(conv=0, activation=None, key_norm=False, output_norm=False, output_gate=None)
-    return type(name, (SequenceLayer,), {"update": update, "block": block or default, "__doc__": f"A layer of {update!r}."})
+    declared = {"update": update, "block": block or default, "__doc__": f"A layer of {update!r}."}
+    return type(name, (SequenceLayer,), declared)

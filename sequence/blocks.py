@@ -7,16 +7,17 @@ A block is a frozen value; `build` makes its module, which offers `enter` (token
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, elu, gelu, relu, silu
+from torch.nn.functional import conv1d, elu, gelu, relu, rms_norm, silu
 
 from axes.errors import IllegalUpdate
 from axes.rates import Per
-from axes.sequence.charts import Chart, Sizes, default_chart
+from axes.sequence.charts import Chart, Factory, Sizes, default_chart
 
 Activation = Literal["silu", "gelu", "relu", "elu+1", "sigmoid"]
 
@@ -25,7 +26,7 @@ def _positive_elu(x: Tensor) -> Tensor:
     return elu(x) + 1
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu": gelu,
     "relu": relu,
@@ -38,7 +39,7 @@ class Block(ABC):
     """A declaration of everything around the recurrence."""
 
     @abstractmethod
-    def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: dict[str, Any]) -> BlockModule:
+    def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
         """The module for a tuple that demands these rates and named key-side vectors."""
 
 
@@ -66,22 +67,30 @@ def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution over time with a carried tail: (B, T, C) -> (B, T, C)."""
 
-    def __init__(self, channels: int, width: int, activation: Activation | None, factory: dict[str, Any]) -> None:
+    def __init__(
+        self, channels: int, width: int, activation: Activation | None, factory: Factory, bias: bool = False
+    ) -> None:
         super().__init__()
         self.width, self.activation = width, activation
         self.weight = nn.Parameter(torch.empty(channels, 1, width, **factory))
+        self.bias = nn.Parameter(torch.empty(channels, **factory)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         bound = self.width**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
 
     def tail(self, batch: int, like: Tensor) -> Tensor:
         return like.new_zeros(batch, self.width - 1, self.weight.shape[0])
 
     def forward(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+        if x.shape[1] == 0:
+            return x, tail
         full = torch.cat((tail.to(x.dtype), x), 1)
-        y = conv1d(full.mT, self.weight.to(x.dtype), groups=self.weight.shape[0]).mT
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        y = conv1d(full.mT, self.weight.to(x.dtype), bias, groups=self.weight.shape[0]).mT
         kept = full[:, full.shape[1] - (self.width - 1) :]
         return (y if self.activation is None else _ACTIVATIONS[self.activation](y)), kept
 
@@ -97,6 +106,7 @@ class Standard(Block):
     conv: width of the convolutions on q, k, v (0: none), followed by `activation`.  values_conv: also on v.
     feature_map: on q and k.  key_norm: l2 per head.  scale: q times d_k^(-1/2).  shared_keys: one q, k for all heads
     (Mamba-2).  shared_projection: q and k share one projection before their convolutions (Lattice).
+    value_norm: RMS of v per head, without a gain (for costs that grow faster than a square).
     output_norm: RMS over d_v per head.  output_gate: y * gate(W x).  skip: adds D v per head (Mamba).
     charts: (rate name, chart) pairs; unnamed rates get `default_chart`.
     initial: standard deviation of the learned initial memory around the empty one; None: the empty memory.
@@ -107,6 +117,7 @@ class Standard(Block):
     activation: Activation | None = "silu"
     feature_map: Activation | None = None
     key_norm: bool = True
+    value_norm: bool = False
     scale: bool = False
     shared_keys: bool = False
     shared_projection: bool = False
@@ -117,27 +128,32 @@ class Standard(Block):
     initial: float | None = None
     norm_eps: float = 1e-5
 
-    def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: dict[str, Any]) -> BlockModule:
+    def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
         return _StandardModule(self, sizes, demands, vectors, factory)
 
 
 @final
 class _StandardModule(BlockModule):
     def __init__(
-        self, block: Standard, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: dict[str, Any]
+        self, block: Standard, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory
     ) -> None:
         super().__init__()
         self.block, self.sizes = block, sizes
         keys = sizes.d_k * (1 if block.shared_keys else sizes.heads)
         values = sizes.d_v * sizes.heads
-        linear = lambda width: nn.Linear(sizes.d_model, width, bias=False, **factory)  # noqa: E731
+
+        def linear(width: int) -> nn.Linear:
+            return nn.Linear(sizes.d_model, width, bias=False, **factory)
+
+        def conv(width: int, wanted: bool = True) -> ShortConvolution | None:
+            return ShortConvolution(width, block.conv, block.activation, factory) if block.conv and wanted else None
+
         self.q_proj = linear(keys)
         self.k_proj = None if block.shared_projection else linear(keys)
         self.v_proj = linear(values)
-        conv = lambda width: ShortConvolution(width, block.conv, block.activation, factory)  # noqa: E731
-        self.q_conv, self.k_conv = (conv(keys), conv(keys)) if block.conv else (None, None)
-        self.v_conv = conv(values) if block.conv and block.values_conv else None
-        self.vectors = nn.ModuleDict({name: linear(sizes.d_k * sizes.heads) for name in sorted(vectors - {"k", "v", "q"})})
+        self.q_conv, self.k_conv, self.v_conv = conv(keys), conv(keys), conv(values, block.values_conv)
+        named = sorted(vectors - {"k", "v", "q"})
+        self.vectors = nn.ModuleDict({name: linear(sizes.d_k * sizes.heads) for name in named})
         self.charts = nn.ModuleDict(build_charts(dict(block.charts), demands, sizes, factory))
         self.g_proj = linear(values) if block.output_gate else None
         self.norm = nn.RMSNorm(sizes.d_v, eps=block.norm_eps, **factory) if block.output_norm else None
@@ -170,7 +186,10 @@ class _StandardModule(BlockModule):
             q, k = l2_normalise(q), l2_normalise(k)
         if b.scale:
             q = q * s.d_k**-0.5
-        signal = {"q": q, "k": k, "v": v.unflatten(-1, (s.heads, s.d_v))}
+        v = v.unflatten(-1, (s.heads, s.d_v))
+        if b.value_norm:
+            v = rms_norm(v, (s.d_v,), eps=b.norm_eps)
+        signal = {"q": q, "k": k, "v": v}
         for name, projection in self.vectors.items():
             signal[name] = l2_normalise(projection(x).unflatten(-1, (s.heads, s.d_k)))
         for chart in self.charts.values():
@@ -195,7 +214,9 @@ class _StandardModule(BlockModule):
         return out
 
 
-def build_charts(named: dict[str, Chart], demands: tuple[Per, ...], sizes: Sizes, factory: dict[str, Any]) -> dict[str, nn.Module]:
+def build_charts(
+    named: dict[str, Chart], demands: tuple[Per, ...], sizes: Sizes, factory: Factory
+) -> dict[str, nn.Module]:
     """One module per demanded rate that no other chart already supplies."""
     known = {p.name for p in demands}
     unknown = set(named) - known

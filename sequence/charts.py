@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from axes.errors import IllegalUpdate
 from axes.rates import Per
 
+Factory = dict[str, Any]  # device and dtype of parameters
+
 
 @final
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Chart(ABC):
     """A parameterisation of one or more rates."""
 
     @abstractmethod
-    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         """The module x (B, T, D) -> {name: rate}."""
 
     def also(self) -> tuple[str, ...]:
@@ -55,7 +57,7 @@ class Chart(ABC):
 class ChartModule(nn.Module):
     """A projection of the token (optionally through a low rank) followed by the chart's function."""
 
-    def __init__(self, per: Per, sizes: Sizes, rank: int | None, bias: float | None, factory: dict[str, Any]) -> None:
+    def __init__(self, per: Per, sizes: Sizes, rank: int | None, bias: float | None, factory: Factory) -> None:
         super().__init__()
         self.per, self.shape, self.start = per, (sizes.heads, *sizes.of(per)), bias
         width = math.prod(self.shape)
@@ -75,7 +77,9 @@ class ChartModule(nn.Module):
 
 @final
 class _Squashed(ChartModule):
-    def __init__(self, chart: Sigmoid | LogSigmoid | Softplus | Linear, per: Per, sizes: Sizes, factory: dict[str, Any]) -> None:
+    def __init__(
+        self, chart: Sigmoid | LogSigmoid | Softplus | Linear, per: Per, sizes: Sizes, factory: Factory
+    ) -> None:
         super().__init__(per, sizes, chart.rank, chart.bias, factory)
         self.chart = chart
 
@@ -90,7 +94,7 @@ def _unit(per: Per, chart: str) -> None:
 
 def _not_unit(per: Per, chart: str) -> None:
     if per.domain == "unit":
-        raise IllegalUpdate(f"{chart} charts step sizes; {per.name!r} is a unit gate and must arrive as a log: use LogSigmoid")
+        raise IllegalUpdate(f"{chart} charts step sizes; {per.name!r} is a unit gate that arrives as a log: use LogSigmoid")
 
 
 @final
@@ -105,7 +109,7 @@ class Sigmoid(Chart):
     def apply(self, z: Tensor) -> Tensor:
         return self.scale * torch.sigmoid(z)
 
-    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         _not_unit(per, "Sigmoid")
         return _Squashed(self, per, sizes, factory)
 
@@ -122,7 +126,7 @@ class LogSigmoid(Chart):
     def apply(self, z: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(z) / self.temperature
 
-    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         _unit(per, "LogSigmoid")
         return _Squashed(self, per, sizes, factory)
 
@@ -138,7 +142,7 @@ class Softplus(Chart):
     def apply(self, z: Tensor) -> Tensor:
         return torch.nn.functional.softplus(z)
 
-    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         _not_unit(per, "Softplus")
         return _Squashed(self, per, sizes, factory)
 
@@ -154,7 +158,7 @@ class Linear(Chart):
     def apply(self, z: Tensor) -> Tensor:
         return z
 
-    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         if per.domain != "real":
             raise IllegalUpdate(f"Linear charts real rates; {per.name!r} is {per.domain}")
         return _Squashed(self, per, sizes, factory)
@@ -182,16 +186,17 @@ class Constant(Chart):
         if self.spacing is None:
             return torch.full(shape, self.start, dtype=torch.float64)
         head = torch.arange(shape[0], dtype=torch.float64).reshape(-1, *[1] * (len(shape) - 1))
-        values = torch.log1p(-(2.0 ** (-5 - head))) if self.spacing == "retention" else -(2.0 ** (-8 * (head + 1) / shape[0]))
+        retention = self.spacing == "retention"
+        values = torch.log1p(-(2.0 ** (-5 - head))) if retention else -(2.0 ** (-8 * (head + 1) / shape[0]))
         return values.expand(shape).clone()
 
-    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         return _ConstantModule(self, per, sizes, factory)
 
 
 @final
 class _ConstantModule(nn.Module):
-    def __init__(self, chart: Constant, per: Per, sizes: Sizes, factory: dict[str, Any]) -> None:
+    def __init__(self, chart: Constant, per: Per, sizes: Sizes, factory: Factory) -> None:
         super().__init__()
         self.chart, self.name = chart, per.name
         value = torch.empty((sizes.heads, *sizes.of(per)), **factory)
@@ -226,14 +231,14 @@ class SSM(Chart):
     def also(self) -> tuple[str, ...]:
         return () if self.step is None else (self.step,)
 
-    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         _unit(per, "SSM")
         return _SSMModule(self, per, sizes, factory)
 
 
 @final
 class _SSMModule(nn.Module):
-    def __init__(self, chart: SSM, per: Per, sizes: Sizes, factory: dict[str, Any]) -> None:
+    def __init__(self, chart: SSM, per: Per, sizes: Sizes, factory: Factory) -> None:
         super().__init__()
         self.chart, self.per, self.shape = chart, per, (sizes.heads, *sizes.of(per))
         self.up = nn.Linear(sizes.d_model, math.prod(self.shape), **factory)
@@ -263,7 +268,7 @@ class Capped(Chart):
     scale: float = 1.0
     rank: int | None = None
 
-    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         odds = self.start / (self.scale - self.start)
         return Sigmoid(self.scale, math.log(odds), self.rank).build(per, sizes, factory)
 

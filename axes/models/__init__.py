@@ -1,5 +1,5 @@
 """Models assembled from the catalogue."""
 
-from axes.models.language_model import Architecture, LanguageModel, state_bytes
+from axes.models.language_model import Architecture, LanguageModel, Logits, state_bytes
 
-__all__ = ["Architecture", "LanguageModel", "state_bytes"]
+__all__ = ["Architecture", "LanguageModel", "Logits", "state_bytes"]

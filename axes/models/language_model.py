@@ -193,6 +193,19 @@ class LanguageModel(nn.Module):
         return str(self.architecture)
 
 
+@final
+class Logits(nn.Module):
+    """tokens (B, T) -> logits (B, T, vocabulary): the model as training and optimizers that differentiate it see it."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens)[0]
+        return logits
+
+
 def state_bytes(state: Any) -> int:
     """Bytes of every tensor in a nested state."""
     if isinstance(state, Tensor):

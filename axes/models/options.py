@@ -10,6 +10,4 @@ from typing import Any
 def accepted_options(cls: Callable[..., Any], **options: Any) -> dict[str, Any]:
     """The options that a constructor names: a plain residual has no number of streams, a memory may have no heads."""
     parameters = inspect.signature(cls).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return options
     return {name: value for name, value in options.items() if name in parameters}

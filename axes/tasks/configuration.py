@@ -21,9 +21,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.float32,
 }
 
-# used for optimizers that do not state a `default_lr` of their own
-_DEFAULT_LR: Mapping[str, float] = {"sgd": 0.1, "adam": 3e-3, "adamw": 3e-3, "lion": 3e-4, "muon": 0.02}
-_FALLBACK_LR = 1e-3
+_FALLBACK_LR = 1e-3  # for optimizers that state no `default_lr`
 
 
 @final
@@ -33,7 +31,8 @@ class Configuration:
 
     context: bytes per window; batch: windows per step; warmup: steps of linear warm-up; clip: largest gradient norm,
     0 for none; text_limit: take about this many bytes of the text, 0 for all; validation_windows: windows of
-    `context` bytes per evaluation; eval_every, save_every: steps between, 0 for only at the end.
+    `context` bytes per evaluation; eval_every, save_every: steps between, 0 for only at the end; threads: of the CPU,
+    0 for what torch finds (sums round differently on another number of threads).
     """
 
     sequence: str = "gated-delta-net"
@@ -53,6 +52,7 @@ class Configuration:
     clip: float = 1.0
     seed: int = 0
     device: str = "auto"
+    threads: int = 0
     dtype: str = "float32"
     text: tuple[str, ...] = ()
     text_limit: int = 0
@@ -67,7 +67,7 @@ class Configuration:
         catalogue.get(self.optimizer, axis="data")
         for name in ("context", "batch", "steps", "validation_windows"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("warmup", "eval_every", "save_every", "text_limit", "seed"):
+        for name in ("warmup", "eval_every", "save_every", "text_limit", "threads", "seed"):
             self._require(name, getattr(self, name) >= 0, "0 or more")
         self._require("seed", self.seed < 2**63, "less than 2**63")
         self._require("clip", 0 <= self.clip < float("inf"), "0 (no clipping) or a positive number")
@@ -134,8 +134,7 @@ class Configuration:
         if self.lr is not None:
             return float(self.lr)
         cls: Callable[..., Any] = catalogue.get(self.optimizer, axis="data").cls
-        own = getattr(cls, "default_lr", None)
-        return float(own) if own is not None else _DEFAULT_LR.get(self.optimizer, _FALLBACK_LR)
+        return float(getattr(cls, "default_lr", _FALLBACK_LR))
 
     def corpus(self) -> Corpus:
         limit = self.text_limit or None

@@ -76,4 +76,3 @@ def demonstrate(
     with replacing(out / "comparison.png") as temporary:
         draw_curves([curve_of(folder_of(configuration, out)) for configuration in configurations], temporary)
     return summaries
-

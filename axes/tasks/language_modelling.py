@@ -149,9 +149,7 @@ def summarise(training: Training, folder: RunFolder) -> Summary:
     settings = training.configuration
     records = folder.read_metrics()
     seconds = [record["seconds"] for record in records if "seconds" in record]
-    evaluations = [
-        record["validation_bits_per_byte"] for record in records if "validation_bits_per_byte" in record
-    ]
+    evaluations = [record["validation_bits_per_byte"] for record in records if "validation_bits_per_byte" in record]
     per_step = settings.batch * settings.context
     return Summary(
         name=settings.name,

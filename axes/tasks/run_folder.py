@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,12 +90,28 @@ class RunFolder:
         if not self.checkpoint.is_file():
             raise AxesError(f"{self.path} has no checkpoint.pt")
         try:
+            # torch does not compare the checksums that it writes
+            with zipfile.ZipFile(self.checkpoint) as archive:
+                broken = archive.testzip()
+            if broken is not None:
+                raise AxesError(f"{self.checkpoint} is damaged: the checksum of its part {broken} is wrong")
             state = torch.load(self.checkpoint, map_location=device, weights_only=True)
         except pickle.UnpicklingError:
             raise AxesError(
                 f"{self.checkpoint} is damaged or not a checkpoint of this program: it does not hold plain tensors"
             ) from None
-        except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        except AxesError:
+            raise
+        except (
+            zipfile.BadZipFile,
+            RuntimeError,
+            EOFError,
+            ValueError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            TypeError,
+        ) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise AxesError(f"{self.checkpoint} is damaged: {reason}") from None
         _require_ours(state, self.checkpoint)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from axes import catalogue
 from axes.errors import AxesError, NotFiniteError
-from axes.models.language_model import LanguageModel, state_bytes
+from axes.models.language_model import LanguageModel, Logits, state_bytes
 from axes.models.options import accepted_options
 from axes.tasks.batches import training_batch, validation_batches
 from axes.tasks.configuration import Configuration
@@ -26,7 +26,7 @@ from axes.tasks.schedules import Schedule
 
 @final
 class Training:
-    """Model, optimizer, schedule and position of one run; construction seeds torch's global generators.
+    """Model, optimizer, schedule and position of one run; construction seeds torch's generators and sets its threads.
 
     Args:
         configuration: every setting.
@@ -35,20 +35,20 @@ class Training:
 
     def __init__(self, configuration: Configuration, corpus: Corpus) -> None:
         corpus.require(configuration.context)
+        if configuration.threads:
+            torch.set_num_threads(configuration.threads)
         torch.manual_seed(configuration.seed)
         self.configuration = configuration
         self.corpus = corpus
         self.device = configuration.torch_device()
-        self.model = LanguageModel(
-            configuration.architecture(), device=self.device, dtype=configuration.torch_dtype()
-        )
-        self.optimizer = make_optimizer(configuration, self.model)
+        self.model = LanguageModel(configuration.architecture(), device=self.device, dtype=configuration.torch_dtype())
+        self._network: nn.Module = Logits(self.model)
+        self.optimizer = make_optimizer(configuration, self._network)
         schedule = Schedule(configuration.schedule, configuration.warmup, configuration.steps)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
         self.position = 0  # steps taken
-        self._network: nn.Module = self.model
         if configuration.compile:
-            self._network = torch.compile(self.model)  # type: ignore[assignment]
+            self._network = torch.compile(self._network)  # type: ignore[assignment]
 
     @property
     def finished(self) -> bool:
@@ -65,7 +65,7 @@ class Training:
             windows: (B, context + 1) integers.
         """
         with self._autocast():
-            logits, _ = self._network(windows[:, :-1])
+            logits = self._network(windows[:, :-1])
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.to(wide).flatten(0, 1), windows[:, 1:].flatten())
 
@@ -76,13 +76,12 @@ class Training:
             NotFiniteError: the loss or a gradient is not finite; names the parameter, and no step is taken.
         """
         settings = self.configuration
-        windows = training_batch(
-            self.corpus.train, settings.seed, self.position, settings.batch, settings.context
-        ).to(self.device)
+        text = self.corpus.train
+        windows = training_batch(text, settings.seed, self.position, settings.batch, settings.context)
         rate = float(self.scheduler.get_last_lr()[0])
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(windows)
+        loss = self.loss(windows.to(self.device))
         loss.backward()
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -164,12 +163,20 @@ class Training:
             raise AxesError(f"the checkpoint does not fit the run's configuration: {reason[:300]}") from None
 
     def tuples(self) -> dict[str, Any]:
-        """The exact tuple of each axis, as the objects of this run carry it."""
+        """The exact tuple of each axis, as the objects of this run carry it, and the rule of every parameter."""
         settings = self.configuration
+
+        def declared(name: str, owner: object) -> dict[str, Any]:
+            return {"name": name, "update": repr(getattr(owner, "update", None))}
+
+        data = declared(settings.optimizer, self.optimizer)
+        report = getattr(self.optimizer, "report", None)
+        if callable(report):
+            data["rules"] = {row.name.removeprefix("model."): row.rule for row in report().rows}
         return {
-            "sequence": {"name": settings.sequence, "update": repr(getattr(self.model.sublayers[0], "update", None))},
-            "depth": {"name": settings.depth, "update": repr(getattr(self.model.mixers[0], "update", None))},
-            "data": {"name": settings.optimizer, "update": repr(getattr(self.optimizer, "update", None))},
+            "sequence": declared(settings.sequence, self.model.sublayers[0]),
+            "depth": declared(settings.depth, self.model.mixers[0]),
+            "data": data,
         }
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -196,6 +203,8 @@ def make_optimizer(configuration: Configuration, model: nn.Module) -> torch.opti
     """The optimizer of the catalogue for this model; it routes parameters to its rules itself."""
     cls = catalogue.get(configuration.optimizer, axis="data").cls
     options: dict[str, Any] = {"lr": configuration.learning_rate()}
+    # rules that use the Fisher matrix of the outputs are told what the outputs parametrise
+    options.update(accepted_options(cls, likelihood="categorical"))
     if configuration.weight_decay is not None:
         given = accepted_options(cls, weight_decay=float(configuration.weight_decay))
         if not given:

@@ -21,7 +21,8 @@ from axes.tasks.configuration import Configuration, configuration_from_dict
 from axes.tasks.language_modelling import resume, run, start
 from axes.tasks.run_folder import RunFolder
 
-SIZES = "--layers 1 --width 32 --heads 2 --context 24 --batch 2 --warmup 2 --validation-windows 4 --device cpu".split()
+SMALL = {"layers": 1, "width": 32, "heads": 2, "context": 24, "batch": 2, "warmup": 2, "validation-windows": 4}
+SIZES = ["--device", "cpu", *(word for name, value in SMALL.items() for word in (f"--{name}", str(value)))]
 Refused = Callable[..., str]
 
 
@@ -192,9 +193,14 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2000])
 
 
-def _flip(path: Path) -> None:
+def _zero_the_beginning(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(bytes(64) + content[64:])
+
+
+def _flip_a_bit_of_a_tensor(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[:64] = bytes(64)
+    content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
 
 
@@ -202,7 +208,8 @@ def _flip(path: Path) -> None:
     ("spoil", "message"),
     [
         (_truncate, "is damaged"),
-        (_flip, "is damaged"),
+        (_zero_the_beginning, "is damaged"),
+        (_flip_a_bit_of_a_tensor, "is damaged: the checksum"),
         (lambda path: path.write_bytes(b""), "is damaged"),
         (lambda path: path.write_text("not a checkpoint"), "is damaged"),
         (lambda path: path.unlink(), "has no checkpoint.pt"),
@@ -212,7 +219,19 @@ def _flip(path: Path) -> None:
         (lambda path: torch.save({"format": "axes-run", "version": 99}, path), "format version 99"),
         (lambda path: torch.save({"format": "axes-run", "version": 1}, path), "another configuration"),
     ],
-    ids=["truncated", "flipped", "empty", "text", "missing", "foreign", "list", "executable", "version", "bare"],
+    ids=[
+        "truncated",
+        "beginning",
+        "bit",
+        "empty",
+        "text",
+        "missing",
+        "foreign",
+        "list",
+        "executable",
+        "version",
+        "bare",
+    ],
 )
 def test_corrupt_and_foreign_checkpoints(
     refused: Refused, finished: RunFolder, monkeypatch: pytest.MonkeyPatch, spoil: Any, message: str

@@ -17,7 +17,8 @@ from axes import catalogue
 from axes.cli import main
 from axes.tasks.run_folder import RunFolder
 
-SIZES = "--layers 1 --width 32 --heads 2 --context 24 --batch 2 --warmup 2 --validation-windows 4 --device cpu".split()
+SMALL = {"layers": 1, "width": 32, "heads": 2, "context": 24, "batch": 2, "warmup": 2, "validation-windows": 4}
+SIZES = ["--device", "cpu", *(word for name, value in SMALL.items() for word in (f"--{name}", str(value)))]
 Axes = Callable[..., tuple[int, str, str]]
 
 

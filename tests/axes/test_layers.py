@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # a tuple it may also import the names on its left; the names in a set are peers and do not know each other.
 # `axes` is the root, axes/__init__.py: what stands above it in this table must not need it.
 LAYERS: tuple[tuple[str, ...] | set[str], ...] = (
-    ("errors", "rates", "solve"),
+    ("errors", "declared", "rates", "solve"),
     ("costs", "bregman", "mixing", "spectral", "geometry", "monoids", "algorithms", "memory"),
     ("legality",),
     ("state_update",),
@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...] | set[str], ...] = (
     ("scan", "gram"),
     ("kernels",),
     ("dispatch",),
-    ("checks",),
+    ("strategies", "checks"),
     {"optim", "sequence", "depth"},
     ("catalogue",),
     ("axes",),

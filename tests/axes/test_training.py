@@ -1,4 +1,4 @@
-"""Training: it learns, it resumes bit for bit, it stops without losing anything, and every system of the catalogue runs."""
+"""Training: it learns, resumes bit for bit, stops without losing anything, and takes every system of the catalogue."""
 
 from __future__ import annotations
 

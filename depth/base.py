@@ -1,0 +1,267 @@
+"""The depth adapter: a state update along layers.
+
+    x_in = S pre              read: what the sublayer sees
+    y    = f(x_in)
+    S   <- update.step(S)     write: k = post, v = y, and the rates that the tuple asks for
+
+The state S (B, T, d, n) is the transposed view of n residual streams X (B, T, n, d). With the alignment cost the write
+is S A + y post^T, that is X <- R X + post y with A = R^T, and the tuple's monoid says which R. A mixer supplies
+coefficients and nothing else: every number of the new streams comes out of the tuple.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from axes.costs import Linear
+from axes.errors import IllegalUpdate, ShapeError
+from axes.geometry import Sphere
+from axes.memory import Entries, Matrix, Slots
+from axes.rates import Signal
+from axes.state_update import State, StateUpdate
+
+Streams = Tensor | State
+
+
+class Coefficients(NamedTuple):
+    """What a mixer supplies for one sublayer: pre (..., n), and the signal without v (k = post, and the rates)."""
+
+    pre: Tensor
+    signal: Signal
+
+
+class DepthMixer(nn.Module, ABC):
+    """Base of every mixer along depth; one instance belongs to one sublayer.
+
+    Args:
+        d_model: width d.
+        layer_index: position l of the sublayer (attention and MLP both count); chooses the stream that is read first.
+        streams: n.
+        learned_reduce: leave the streams by sum_i sigmoid(b)_i X_i with b a parameter, 1/n each at the start, instead
+            of by their mean. Only the mixer whose `reduce` is called needs it.
+        device, dtype: of the parameters. Streams keep the dtype that `expand` is given.
+
+    Attributes:
+        update: the tuple that reads and writes.
+        prenorm: whether the sublayer should normalise its input itself; False where the tuple hands out normalised
+            streams already (an h that is a sphere), true of `PreNorm` and `PostNorm` alike.
+
+    The streams are a tensor (B, T, n, d), in any leading shape; for a tuple that remembers more than its streams
+    (filters, statistics, an anchor) they are the `State`, to be handed on as it is. Coefficients, the step and the
+    mixing matrix stay in float32 (float64 if the streams or the parameters are), under autocast too; only the result is
+    cast to the dtype of the streams.
+    """
+
+    update: StateUpdate
+    name: ClassVar[str] = "mixer"
+    paper: ClassVar[str] = ""
+    equation: ClassVar[str] = ""
+    differs: ClassVar[str] = ""
+    bibtex: ClassVar[str] = ""
+
+    # parameters that multiply activations; all others are static and take no weight decay
+    dynamic_names: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(
+        self,
+        d_model: int,
+        layer_index: int = 0,
+        streams: int = 1,
+        *,
+        learned_reduce: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        for label, value, least in (("d_model", d_model, 1), ("layer_index", layer_index, 0), ("streams", streams, 1)):
+            if not isinstance(value, int) or value < least:
+                raise ShapeError(f"{who}: {label} must be an integer >= {least}, got {value!r}")
+        if learned_reduce and streams == 1:
+            raise ShapeError(f"{who}: learned_reduce has no effect on one stream")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ShapeError(f"{who}: dtype must be floating point, got {dtype}")
+        require_streams(self.update)
+        self.d_model, self.layer_index, self.streams = d_model, layer_index, streams
+        self.prenorm = not normalises(self.update)
+        _, h, _, step, _ = self.update.parts()
+        self._remembers = bool(step.via or h.stats or step.debias or _anchored(self.update))
+        self.exit = nn.Parameter(torch.empty(streams, device=device, dtype=dtype)) if learned_reduce else None
+
+    # ---- what a mixer declares -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def coefficients(self, streams: Tensor) -> Coefficients:
+        """pre, post and rates for streams (..., n, d), in the dtype of the computation."""
+
+    def reset_parameters(self) -> None:
+        """Back to the initial values, at which the network equals one with plain pre-normed residual connections."""
+        if self.exit is not None:
+            nn.init.constant_(self.exit, -math.log(self.streams - 1))
+
+    # ---- the four calls --------------------------------------------------------------------------------------
+
+    def expand(self, hidden: Tensor) -> Streams:
+        """Enter: n copies of hidden (B, T, d) -> (B, T, n, d)."""
+        self._require(hidden, (self.d_model,), "expand", "hidden", "(B, T, d)")
+        streams = hidden[..., None, :].expand(*hidden.shape[:-1], self.streams, self.d_model).contiguous()
+        if not self._remembers:
+            return streams
+        with _exact(hidden):
+            theta = self._wide(streams)
+            signal = {**self.coefficients(theta).signal, "v": theta[..., 0, :]}
+            state = self.update.init(signal, weights=(theta.mT,))
+        # what enters is the first write, with weight one: a normaliser counts it
+        return state._replace(norm=tuple(torch.ones_like(n) for n in state.norm))
+
+    def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
+        """Before the sublayer: x_in = S pre (B, T, d), and the coefficients that `write` will need."""
+        kept = self._matrix(streams, "read")
+        with _exact(kept):
+            theta = self._wide(kept)
+            coefficients = self.coefficients(theta)
+            x = self._look(streams, theta, coefficients.pre, coefficients.signal)
+        return x.to(kept.dtype), coefficients
+
+    def write(self, streams: Streams, y: Tensor, coefficients: Coefficients) -> Streams:
+        """After the sublayer: one step of the tuple with k = post and v = y (B, T, d)."""
+        kept = self._matrix(streams, "write")
+        self._require(y, (self.d_model,), "write", "y", "(B, T, d)")
+        if y.shape[:-1] != kept.shape[:-2]:
+            raise ShapeError(
+                f"{type(self).__name__}.write: y {tuple(y.shape)} does not fit streams {tuple(kept.shape)}: "
+                "their leading dimensions must agree"
+            )
+        with _exact(kept):
+            theta = self._wide(kept)
+            signal = {**coefficients.signal, "v": y.to(theta.dtype)}
+            state, _ = self.update.step(self._state(streams, theta), signal)
+        return state if isinstance(streams, State) else state.theta[0].mT.to(kept.dtype)
+
+    def reduce(self, streams: Streams) -> Tensor:
+        """Leave: the tuple's read with weights 1/n, the mean of the streams (or with learned weights): (B, T, d)."""
+        kept = self._matrix(streams, "reduce")
+        with _exact(kept):
+            theta = self._wide(kept)
+            if self.exit is not None:
+                weights = torch.sigmoid(self.exit.to(theta.dtype))
+            else:
+                weights = theta.new_full((self.streams,), 1.0 / self.streams)
+            plain = self.update.parts()[1].is_identity and not self._remembers
+            signal = {} if plain else self.coefficients(theta).signal
+            return self._look(streams, theta, weights, signal).to(kept.dtype)
+
+    # ---- for optimizers --------------------------------------------------------------------------------------
+
+    def static_parameters(self) -> Iterator[nn.Parameter]:
+        """Biases, scales and constant weights: zero is not where they should drift, so they take no weight decay."""
+        return (p for name, p in self.named_parameters() if name not in self.dynamic_names)
+
+    def dynamic_parameters(self) -> Iterator[nn.Parameter]:
+        """Projections of the streams to coefficients: they take weight decay."""
+        return (p for name, p in self.named_parameters() if name in self.dynamic_names)
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, layer_index={self.layer_index}, streams={self.streams}"
+
+    # ---- pieces ----------------------------------------------------------------------------------------------
+
+    def _look(self, streams: Streams, theta: Tensor, weights: Tensor, signal: Signal) -> Tensor:
+        output = self.update.output(self._state(streams, theta), signal)
+        return self.update.read(output, weights, signal)
+
+    def _state(self, streams: Streams, theta: Tensor) -> State:
+        """The core's state: streams alone are one leaf, transposed."""
+        if isinstance(streams, State):
+            return streams
+        return State((theta.mT,), (), (), (), (), torch.zeros((), dtype=torch.int64))
+
+    def _matrix(self, streams: Streams, call: str) -> Tensor:
+        """The streams as (..., n, d), checked."""
+        if isinstance(streams, State) != self._remembers:
+            wanted = "the State that expand returned" if self._remembers else "a tensor (B, T, n, d)"
+            raise ShapeError(f"{type(self).__name__}.{call}: streams must be {wanted}, got {type(streams).__name__}")
+        kept = streams.theta[0].mT if isinstance(streams, State) else streams
+        self._require(kept, (self.streams, self.d_model), call, "streams", "(B, T, n, d)")
+        return kept
+
+    def _require(self, x: Any, last: tuple[int, ...], call: str, label: str, form: str) -> None:
+        who = f"{type(self).__name__}.{call}"
+        sizes = f"n = {self.streams}, d = {self.d_model}" if len(last) == 2 else f"d = {self.d_model}"
+        if not isinstance(x, Tensor):
+            raise ShapeError(f"{who}: {label} must be a tensor {form} with {sizes}, got {type(x).__name__}")
+        if tuple(x.shape[-len(last) :]) != last:
+            hint = ": enter with expand(h)" if label == "streams" else ""
+            raise ShapeError(f"{who}: {label} must be {form} with {sizes}, got {tuple(x.shape)}{hint}")
+        if not x.is_floating_point():
+            raise ShapeError(f"{who}: {label} must be floating point, got {x.dtype}")
+        weight = next(self.parameters(), None)
+        if weight is not None and weight.device != x.device:
+            raise ShapeError(f"{who}: {label} is on {x.device}, the mixer on {weight.device}: move one of them")
+
+    def _wide(self, x: Tensor) -> Tensor:
+        """x in the dtype of the computation: float32, or float64 where the streams or the parameters are."""
+        weight = next(self.parameters(), None)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return x.to(dtype if weight is None else torch.promote_types(dtype, weight.dtype))
+
+
+class Mixed(nn.Module):
+    """A sublayer in its mixer: X -> write(X, f(read(X))). Further arguments and outputs of f pass through untouched.
+
+    f normalises its own input if `mixer.prenorm` is true.
+    """
+
+    def __init__(self, f: nn.Module, mixer: DepthMixer) -> None:
+        super().__init__()
+        self.f, self.mixer = f, mixer
+
+    def forward(self, streams: Streams, *args: Any, **kwargs: Any) -> Any:
+        """The new streams; with what f returns besides its first output, if it returns a tuple."""
+        x, coefficients = self.mixer.read(streams)
+        y = self.f(x, *args, **kwargs)
+        if isinstance(y, tuple):
+            return (self.mixer.write(streams, y[0], coefficients), *y[1:])
+        return self.mixer.write(streams, y, coefficients)
+
+
+def normalises(update: StateUpdate) -> bool:
+    """Whether what the tuple hands out is normalised per stream: its h puts every column of S on a sphere."""
+    h = update.parts()[1]
+    return isinstance(h, Sphere) and h.axis == "columns"
+
+
+def require_streams(update: StateUpdate) -> None:
+    """IllegalUpdate unless the tuple has a meaning on residual streams: a read before the write, k = post, v = y."""
+    cost, _, _, step, memory = update.parts()
+    reason = None
+    if "g" in cost.needs or isinstance(cost, Linear):
+        reason = f"{type(cost).__name__} takes its gradient from outside; depth gives k = post, v = y: use Alignment"
+    elif not isinstance(memory, Matrix | Slots | Entries):
+        reason = f"{type(memory).__name__} memory is not one matrix of streams: use Matrix, Slots or Entries"
+    elif step.read is not None:
+        reason = "a read point has no effect: depth reads the state before it writes"
+    elif step.start != "zero":
+        reason = "start='first' would replace what entered the network by the first sublayer's output"
+    if reason is not None:
+        raise IllegalUpdate(f"this tuple has no meaning along depth: {reason}")
+
+
+def _anchored(update: StateUpdate) -> bool:
+    return not isinstance(update.parts()[3].at, str)
+
+
+def _exact(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off: coefficients and mixing keep their precision."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+__all__ = ["Coefficients", "DepthMixer", "Mixed", "Streams", "normalises", "require_streams"]

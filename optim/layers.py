@@ -1,0 +1,111 @@
+"""What a rule reads of a model's linear layers: their inputs, and the gradients of their outputs.
+
+Every nn.Linear gets a forward hook, and each of its outputs a gradient hook, so that inputs and gradients stay paired
+when a layer is called several times, checkpointed or differentiated twice. All leading dimensions of an input are
+examples: a token of a sequence is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from axes.errors import AxesError
+
+Reduction = Literal["mean", "sum"]
+
+
+@final
+class Examples:
+    """Inputs x (N, d_in), linear responses W x and output gradients (N, d_out) of one layer, in order."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, x: Tensor, response: Tensor, gradient: Tensor, observing: bool) -> None:
+        self.rows.append((x, response, gradient))
+
+    def signal(self, sign: float, reduction: Reduction) -> dict[str, Tensor]:
+        """k = x and v = W x - gradient, the target for which the squared error has this gradient."""
+        x, response, gradient = (torch.cat(column) for column in zip(*self.rows, strict=True))
+        return {"k": x, "v": response - sign * gradient}
+
+
+@final
+class Products:
+    """Means of x x^T and of the outer products of per-example output gradients of one layer.
+
+    Passes that only observe (`Layers.observing`) replace the training passes' gradients: with labels drawn from the
+    model they give the Fisher matrix instead of its empirical form. Several of them are averaged.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[bool, tuple[Tensor, Tensor, int]] = {}
+
+    def add(self, x: Tensor, response: Tensor, gradient: Tensor, observing: bool) -> None:
+        kk, ee, n = x.mT @ x, gradient.mT @ gradient, len(x)
+        if observing:  # every pass is a mean over its own examples
+            ee = ee * n**2
+        if observing in self.sums:
+            past = self.sums[observing]
+            kk, ee, n = past[0] + kk, past[1] + ee, past[2] + n
+        self.sums[observing] = (kk, ee, n)
+
+    def signal(self, sign: float, reduction: Reduction) -> dict[str, Tensor]:
+        """kk = mean x x^T, ee = mean delta delta^T, delta the gradient of one example's own loss."""
+        observing = True in self.sums
+        kk, ee, n = self.sums[observing]
+        if observing and reduction == "sum":
+            raise AxesError("passes that only observe are read as means over examples: use reduction='mean'")
+        scale = n**2 if reduction == "mean" and not observing else 1
+        return {"kk": kk / n, "ee": ee * (scale / n)}
+
+
+@final
+class Layers:
+    """The hooks on a model's nn.Linear modules whose weights are in `weights`."""
+
+    def __init__(self, model: nn.Module, weights: Collection[Tensor], record: type[Examples] | type[Products]) -> None:
+        self.found: dict[Tensor, Examples | Products] = {}
+        self._record = record
+        self._observing = False
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and any(module.weight is w for w in weights):
+                module.register_forward_hook(self._forward)
+
+    def clear(self) -> None:
+        self.found.clear()
+
+    def signal(self, weight: Tensor, name: str, sign: float, reduction: Reduction) -> dict[str, Tensor]:
+        if weight not in self.found:
+            raise AxesError(
+                f"no layer inputs were collected for {name}: its nn.Linear must be called, and its output "
+                "differentiated, between two steps (and after the optimizer was constructed)"
+            )
+        return self.found[weight].signal(sign, reduction)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        self._observing = True
+        try:
+            yield
+        finally:
+            self._observing = False
+
+    def _forward(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if not output.requires_grad:
+            return
+        assert isinstance(module, nn.Linear)
+        weight, bias, x = module.weight, module.bias, args[0].detach()
+        response = (output if bias is None else output - bias).detach()
+
+        def arrived(gradient: Tensor) -> None:
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            rows = [t.detach().reshape(-1, t.shape[-1]).to(dtype) for t in (x, response, gradient)]
+            self.found.setdefault(weight, self._record()).add(rows[0], rows[1], rows[2], self._observing)
+
+        output.register_hook(arrived)

@@ -1,0 +1,185 @@
+"""Softmax attention and its positional encodings: a list memory whose scores an entropic h turns into weights.
+
+With G_t the cumulated log-gate and R the product of the matrix gates since a pair was stored,
+o_t = sum_i p_i v_i with p = softmax_i(q_t . R k_i / sqrt(d_k) + G_t - G_i).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from axes.algorithms import Step
+from axes.costs import Alignment
+from axes.errors import IllegalUpdate
+from axes.geometry import Entropic
+from axes.memory import List
+from axes.monoids import Householder, Identity, Rotation, Scalar
+from axes.rates import Per
+from axes.sequence.base import SequenceLayer
+from axes.sequence.blocks import Block, BlockModule, ShortConvolution, Standard, l2_normalise
+from axes.sequence.charts import Chart, Constant, Factory, LogSigmoid, Sigmoid, Sizes
+from axes.state_update import StateUpdate
+
+# projections alone, as in Vaswani et al. 2017
+_PLAIN = Standard(conv=0, activation=None, key_norm=False, output_norm=False, output_gate=None)
+
+
+@final
+class SoftmaxAttention(SequenceLayer):
+    """o_t = sum_{i<=t} softmax_i(q_t . k_i / sqrt(d_k)) v_i, without positional encoding (NoPE)."""
+
+    name = "softmax-attention"
+    paper = "Attention Is All You Need (Vaswani et al. 2017)"
+    equation = "eq. 1, causal"
+    differs = "no positional encoding (Kazemnejad et al. 2023 call this NoPE), no biases, no dropout"
+    bibtex = """@inproceedings{vaswani2017attention,
+  title={Attention Is All You Need},
+  author={Vaswani, Ashish and Shazeer, Noam and Parmar, Niki and Uszkoreit, Jakob and Jones, Llion and
+          Gomez, Aidan N. and Kaiser, Lukasz and Polosukhin, Illia},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2017},
+  eprint={1706.03762},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(Alignment(), Entropic(), Identity(), Step(), List())
+    block = _PLAIN
+
+
+@final
+class ALiBi(SequenceLayer):
+    """p = softmax_i(q_t . k_i / sqrt(d_k) - m_h (t - i)): a constant gate exp(-m_h) on the mass of every stored pair.
+
+    m_h = 2^(-8 h / H) for heads h = 1 .. H, a geometric sequence.
+    """
+
+    name = "alibi"
+    paper = "Train Short, Test Long: Attention with Linear Biases ... (Press, Smith and Lewis 2021)"
+    equation = "section 3"
+    differs = "the slopes of the formula for every H, where the released code interpolates unless H is a power of two"
+    bibtex = """@inproceedings{press2022train,
+  title={Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation},
+  author={Press, Ofir and Smith, Noah A. and Lewis, Mike},
+  booktitle={International Conference on Learning Representations},
+  year={2022},
+  eprint={2108.12409},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(Alignment(), Entropic(), Scalar("decay"), Step(), List())
+    block = replace(_PLAIN, charts=(("decay", Constant(learned=False, spacing="alibi")),))
+
+
+@final
+class RoPE(SequenceLayer):
+    """p = softmax_i(q_t . R(theta)^(t-i) k_i / sqrt(d_k)): stored keys turn by theta_j = 10000^(-2j/d_k) a token."""
+
+    name = "rope"
+    paper = "RoFormer: Enhanced Transformer with Rotary Position Embedding (Su et al. 2021)"
+    equation = "eqs. 14-16"
+    differs = (
+        "keys turn where the paper turns both by absolute position, in the other direction, and pair j goes with "
+        "j + d_k/2: the same function after a sign change and permutation of rows of W_q and W_k"
+    )
+    bibtex = """@article{su2024roformer,
+  title={{RoFormer}: Enhanced Transformer with Rotary Position Embedding},
+  author={Su, Jianlin and Ahmed, Murtadha and Lu, Yu and Pan, Shengfeng and Bo, Wen and Liu, Yunfeng},
+  journal={Neurocomputing},
+  volume={568},
+  year={2024},
+  eprint={2104.09864},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(Alignment(), Entropic(), Rotation(), Step(), List())
+    block = _PLAIN
+
+
+@final
+class FoX(SequenceLayer):
+    """p = softmax_i(q_t . k_i / sqrt(d_k) + sum_{i<s<=t} log f_s): a forget gate on the mass of every stored pair.
+
+    f = sigmoid(w . x + b) per head, b = 0 at first.
+    """
+
+    name = "fox"
+    paper = "Forgetting Transformer: Softmax Attention with a Forget Gate (Lin et al. 2025)"
+    equation = "eqs. 5-9 (forgetting attention), the plain block"
+    differs = "not the Pro block (output gate and norm, normalised keys and queries, shifted keys and values)"
+    bibtex = """@inproceedings{lin2025forgetting,
+  title={Forgetting Transformer: Softmax Attention with a Forget Gate},
+  author={Lin, Zhixuan and Nikishin, Evgenii and He, Xu Owen and Courville, Aaron},
+  booktitle={International Conference on Learning Representations},
+  year={2025},
+  eprint={2503.02130},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(Alignment(), Entropic(), Scalar("forget"), Step(), List())
+    block = replace(_PLAIN, charts=(("forget", LogSigmoid(bias=0.0)),))
+
+
+@final
+@dataclass(frozen=True)
+class Transported(Block):
+    """Plain attention projections and the unit vector of a reflection for every token: w = l2(conv(W_2 W_1 x)).
+
+    rank: of W_1.  conv: width of the convolution, followed by SiLU.  charts: (rate name, chart) pairs.
+    """
+
+    rank: int = 32
+    conv: int = 3
+    charts: tuple[tuple[str, Chart], ...] = ()
+
+    def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
+        if "w" not in vectors:
+            raise IllegalUpdate(f"Transported supplies the vector 'w'; the tuple reads {sorted(vectors)}: use Standard")
+        return _TransportedModule(self, sizes, demands, vectors - {"w"}, factory)
+
+
+@final
+class _TransportedModule(BlockModule):
+    def __init__(
+        self, block: Transported, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory
+    ) -> None:
+        super().__init__()
+        self.heads, width = (sizes.heads, sizes.d_k), sizes.heads * sizes.d_k
+        self.plain = replace(_PLAIN, charts=block.charts).build(sizes, demands, vectors, factory)
+        self.w_down = nn.Linear(sizes.d_model, block.rank, bias=False, **factory)
+        self.w_up = nn.Linear(block.rank, width, bias=False, **factory)
+        self.w_conv = ShortConvolution(width, block.conv, "silu", factory)
+
+    def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
+        return (self.w_conv.tail(batch, like),)
+
+    def enter(self, x: Tensor, tails: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+        signal, _, kept = self.plain.enter(x, ())
+        w, tail = self.w_conv(self.w_up(self.w_down(x)), tails[0])
+        signal["w"] = l2_normalise(w.unflatten(-1, self.heads))
+        return signal, (tail,), kept
+
+    def leave(self, y: Tensor, kept: Any) -> Tensor:
+        return self.plain.leave(y, kept)
+
+
+@final
+class PaTH(SequenceLayer):
+    """p = softmax_i(k_i A_{i+1} ... A_t q_t / sqrt(d_k)),  A_s = I - beta_s w_s w_s^T: reflections carry stored keys.
+
+    beta = 2 sigmoid(W x + b) in (0, 2), |w| = 1: from the identity through the projection to the reflection.
+    """
+
+    name = "path"
+    paper = "PaTH Attention: Position Encoding via Accumulating Householder Transformations (Yang et al. 2025)"
+    equation = "section 3: A_ij ~ exp(k_j^T (prod_{s=j+1}^{i} H_s) q_i)"
+    differs = "no forget gate (PaTH-FoX is another tuple), SiLU after the convolution of w as in the released layer"
+    bibtex = """@inproceedings{yang2025path,
+  title={{PaTH} Attention: Position Encoding via Accumulating Householder Transformations},
+  author={Yang, Songlin and Shen, Yikang and Wen, Kaiyue and Tan, Shawn and Mishra, Mayank and Ren, Liliang and
+          Panda, Rameswar and Kim, Yoon},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2025},
+  eprint={2505.16381},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(Alignment(), Entropic(), Householder(Per("beta")), Step(), List())
+    block = Transported(charts=(("beta", Sigmoid(scale=2.0, bias=0.0)),))

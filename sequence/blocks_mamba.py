@@ -1,0 +1,141 @@
+"""The blocks of the Mamba line: the value is the convolved input itself, all heads share one key and one query.
+
+`SSD` is Mamba-2's (gates from the block's input, norm after the output gate); `Mamba` is the first Mamba's with its
+selective state space left open, as Longhorn uses it (keys, queries and gates from the convolved input).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from axes.errors import IllegalUpdate
+from axes.rates import Per
+from axes.sequence.blocks import Block, BlockModule, ShortConvolution, build_charts
+from axes.sequence.charts import Chart, Factory, Sigmoid, Sizes
+
+_OWN = frozenset({"k", "v", "q"})
+
+
+def _no_vectors(vectors: frozenset[str], block: str) -> None:
+    if vectors - _OWN:
+        raise IllegalUpdate(f"{block} projects no vectors {sorted(vectors - _OWN)}: use Standard")
+
+
+def _shared(x: Tensor, heads: int) -> Tensor:
+    """(B, T, d) -> (B, T, H, d), the same for every head."""
+    return x[..., None, :].expand(*x.shape[:-1], heads, x.shape[-1])
+
+
+@final
+@dataclass(frozen=True)
+class SSD(Block):
+    """Mamba-2's block: [z, x, k, q] = W x with one convolution over x, k, q; y = norm((o + D x) silu(z)), then W_out.
+
+    conv: width of the convolution.  charts: (rate name, chart) pairs, fed with the block's input.
+    """
+
+    conv: int = 4
+    charts: tuple[tuple[str, Chart], ...] = ()
+    norm_eps: float = 1e-5
+
+    def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
+        _no_vectors(vectors, "SSD")
+        return _SSDModule(self, sizes, demands, factory)
+
+
+@final
+class _SSDModule(BlockModule):
+    def __init__(self, block: SSD, sizes: Sizes, demands: tuple[Per, ...], factory: Factory) -> None:
+        super().__init__()
+        self.sizes, self.inner = sizes, sizes.heads * sizes.d_v
+        self.widths = (self.inner, sizes.d_k, sizes.d_k)
+        self.in_proj = nn.Linear(sizes.d_model, self.inner + sum(self.widths), bias=False, **factory)
+        self.conv = ShortConvolution(sum(self.widths), block.conv, "silu", factory, bias=True)
+        self.charts = nn.ModuleDict(build_charts(dict(block.charts), demands, sizes, factory))
+        self.skip = nn.Parameter(torch.ones(sizes.heads, 1, **factory))
+        self.norm = nn.RMSNorm(self.inner, eps=block.norm_eps, **factory)
+        self.out_proj = nn.Linear(self.inner, sizes.d_model, bias=False, **factory)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.skip)
+
+    def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
+        return (self.conv.tail(batch, like),)
+
+    def enter(self, x: Tensor, tails: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+        s = self.sizes
+        z, mixed = self.in_proj(x).split((self.inner, sum(self.widths)), -1)
+        mixed, tail = self.conv(mixed, tails[0])
+        v, k, q = mixed.split(self.widths, -1)
+        signal = {"q": _shared(q, s.heads), "k": _shared(k, s.heads), "v": v.unflatten(-1, (s.heads, s.d_v))}
+        for chart in self.charts.values():
+            signal.update(chart(x))
+        return signal, (tail,), (z, signal["v"])
+
+    def leave(self, y: Tensor, kept: Any) -> Tensor:
+        z, v = kept
+        y = (y + self.skip * v).flatten(-2) * silu(z)
+        out: Tensor = self.out_proj(self.norm(y.to(self.norm.weight.dtype)))
+        return out
+
+
+@final
+@dataclass(frozen=True)
+class Mamba(Block):
+    """Mamba's block: [x, z] = W_in x; k, q, gates from the convolved x, the value; y = W_out ((o + D x) silu(z)).
+
+    conv: width of the convolution.  rank: gates go through a bottleneck of ceil(d_model / rank) channels.
+    charts: (rate name, chart) pairs, fed with the convolved input; by default sigmoids through the bottleneck.
+    """
+
+    conv: int = 4
+    rank: int = 16
+    charts: tuple[tuple[str, Chart], ...] = ()
+
+    def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
+        _no_vectors(vectors, "Mamba")
+        return _MambaModule(self, sizes, demands, factory)
+
+
+@final
+class _MambaModule(BlockModule):
+    def __init__(self, block: Mamba, sizes: Sizes, demands: tuple[Per, ...], factory: Factory) -> None:
+        super().__init__()
+        self.sizes, self.inner = sizes, sizes.heads * sizes.d_v
+        self.in_proj = nn.Linear(sizes.d_model, 2 * self.inner, bias=False, **factory)
+        self.conv = ShortConvolution(self.inner, block.conv, "silu", factory, bias=True)
+        self.kq_proj = nn.Linear(self.inner, 2 * sizes.d_k, bias=False, **factory)
+        narrow = Sigmoid(bias=0.0, rank=-(-sizes.d_model // block.rank))
+        charts = {p.name: narrow for p in demands if p.domain == "positive"} | dict(block.charts)
+        self.charts = nn.ModuleDict(build_charts(charts, demands, replace(sizes, d_model=self.inner), factory))
+        self.skip = nn.Parameter(torch.ones(self.inner, **factory))
+        self.out_proj = nn.Linear(self.inner, sizes.d_model, bias=False, **factory)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.skip)
+
+    def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
+        return (self.conv.tail(batch, like),)
+
+    def enter(self, x: Tensor, tails: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+        s = self.sizes
+        inner, z = self.in_proj(x).chunk(2, -1)
+        inner, tail = self.conv(inner, tails[0])
+        k, q = self.kq_proj(inner).chunk(2, -1)
+        signal = {"q": _shared(q, s.heads), "k": _shared(k, s.heads), "v": inner.unflatten(-1, (s.heads, s.d_v))}
+        for chart in self.charts.values():
+            signal.update(chart(inner))
+        return signal, (tail,), (inner, z)
+
+    def leave(self, y: Tensor, kept: Any) -> Tensor:
+        inner, z = kept
+        out: Tensor = self.out_proj((y.flatten(-2) + self.skip * inner) * silu(z))
+        return out
+
+
+__all__ = ["SSD", "Mamba"]

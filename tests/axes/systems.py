@@ -1,0 +1,283 @@
+"""Named tuples that the tests of the core run: one of every kind of system and of every route."""
+
+from __future__ import annotations
+
+from axes.algorithms import Anchor, Momentum, Read, Step, Sum
+from axes.costs import Alignment, CrossEntropy, Given, Huber, HuberSwitch, Linear, Lp, Ridge, RobustShift, SquaredError
+from axes.geometry import (
+    Birkhoff,
+    Bounded,
+    Cautious,
+    Cayley,
+    Entropic,
+    Euclidean,
+    Lq,
+    LqLiteral,
+    SignBall,
+    SoftThreshold,
+    Spectral,
+    Sphere,
+    TrustRatio,
+    Whiten,
+)
+from axes.memory import MLP, Entries, LayerNormMatrix, List, Slots
+from axes.monoids import DPLR, Decay, Diagonal, GeneralLinear, Hadamard, Householder, Product, Rotation, Scalar, Zero
+from axes.rates import Per
+from axes.state_update import OnUpdate, StateUpdate
+
+BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
+
+
+def ema(beta: float, **fields: object) -> Step:
+    return Step(1 - beta, **fields)  # type: ignore[arg-type]
+
+
+def second_moment(beta: float, *, debias: bool = True) -> StateUpdate:
+    return StateUpdate(Linear("square"), monoid=Scalar(beta), algorithm=ema(beta, debias=debias))
+
+
+# Chains: affine in the state and its buffers.
+CHAINS = {
+    "linear attention": StateUpdate(Alignment()),
+    "normalised linear attention": StateUpdate(Alignment(), algorithm=Step(debias=True)),
+    "retnet": StateUpdate(Alignment(), monoid=Scalar(0.9)),
+    "mamba-2": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "gla": StateUpdate(Alignment(), monoid=Diagonal("key_decay")),
+    "normalised gla": StateUpdate(Alignment(), monoid=Diagonal("key_decay"), algorithm=Step(debias=True)),
+    "row gate": StateUpdate(Alignment(), monoid=Diagonal("row_decay", side="row")),
+    "mamba-1": StateUpdate(Alignment(), monoid=Hadamard("square_decay")),
+    "deltanet": StateUpdate(SquaredError(), algorithm=Step(BETA)),
+    "gated delta": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated")),
+    "gated delta, gradient first": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "kda": StateUpdate(SquaredError(), monoid=Diagonal("key_decay"), algorithm=Step(BETA, at="gated")),
+    "rwkv-7": StateUpdate(Alignment(), monoid=DPLR("key_decay")),
+    "dplr delta": StateUpdate(SquaredError(), monoid=DPLR("key_decay"), algorithm=Step(BETA, at="gated")),
+    "dplr delta, gradient first": StateUpdate(SquaredError(), monoid=DPLR("key_decay"), algorithm=Step(BETA)),
+    "key rate": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(Per("key_beta", "key"))),
+    "longhorn": StateUpdate(SquaredError(), algorithm=Step(BETA, at="new")),
+    "longhorn, vector rate": StateUpdate(SquaredError(), algorithm=Step(ROW_BETA, at="new")),
+    "longhorn, diagonal": StateUpdate(SquaredError(), algorithm=Step(ROW_BETA, at="new"), memory=Entries()),
+    "gated longhorn": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="new")),
+    "entries": StateUpdate(SquaredError(), monoid=Hadamard("square_decay"), algorithm=Step(BETA), memory=Entries()),
+    "titans": StateUpdate(
+        SquaredError(),
+        monoid=Scalar("decay"),
+        algorithm=Step(via=(StateUpdate(Linear(), monoid=Scalar("mu"), algorithm=Step(BETA)),)),
+    ),
+    "two filters": StateUpdate(
+        SquaredError(),
+        monoid=Scalar("decay"),
+        algorithm=Step(BETA, at="gated", via=(Momentum(0.9, "ema", nesterov=True), Momentum(0.5, "sum"))),
+    ),
+    "two averages": StateUpdate(
+        SquaredError(),
+        monoid=Scalar("decay"),
+        algorithm=Step(
+            BETA,
+            via=(
+                Sum(
+                    (
+                        StateUpdate(Linear(), monoid=Scalar(0.9), algorithm=ema(0.9)),
+                        StateUpdate(Linear(), monoid=Scalar(0.5)),
+                    ),
+                    (1.0, 2.0),
+                ),
+            ),
+        ),
+    ),
+    "rotation": StateUpdate(Alignment(), monoid=Rotation(Per("angle", "pair", "real"))),
+    "rotated delta": StateUpdate(
+        SquaredError(), monoid=Product((Scalar("decay"), Rotation(100.0))), algorithm=Step(BETA, at="gated")
+    ),
+    "householder": StateUpdate(Alignment(), monoid=Product((Scalar("decay"), Householder(BETA)))),
+    "two householders": StateUpdate(
+        Alignment(), monoid=Product((Householder(BETA), Householder(Per("beta_2"), "w_2"), Diagonal("key_decay")))
+    ),
+    "birkhoff": StateUpdate(Alignment(), monoid=GeneralLinear(Per("logits", "mix", "real"), Birkhoff())),
+    "rotation by cayley": StateUpdate(
+        SquaredError(),
+        monoid=Product((Scalar("decay"), GeneralLinear(Per("logits", "mix", "real"), Cayley()))),
+        algorithm=Step(BETA, at="gated"),
+    ),
+    "row delta": StateUpdate(
+        SquaredError(), monoid=Diagonal("row_decay", side="row"), algorithm=Step(ROW_BETA, at="gated")
+    ),
+    "ridge": StateUpdate(Ridge(SquaredError(), 0.1), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "ridge by row": StateUpdate(Ridge(Alignment(), Per("row_ridge", "row")), algorithm=Step(0.5)),
+    "memoryless": StateUpdate(Alignment(), monoid=Zero()),
+}
+
+# Attention: a list memory.
+ATTENTION = {
+    "softmax": StateUpdate(Alignment(), Entropic(), memory=List()),
+    "softmax, mass n": StateUpdate(Alignment(), Entropic(mass=None), memory=List()),
+    "alibi": StateUpdate(Alignment(), Entropic(), Scalar(0.9), memory=List()),
+    "fox": StateUpdate(Alignment(), Entropic(), Scalar("decay"), Step(BETA), memory=List()),
+    "rope": StateUpdate(Alignment(), Entropic(), Rotation(), memory=List()),
+    "path": StateUpdate(Alignment(), Entropic(), Householder(BETA), memory=List()),
+    "fox with path": StateUpdate(
+        Alignment(), Entropic(), Product((Scalar("decay"), Householder(BETA))), memory=List(scale=1.0)
+    ),
+    "list as matrix": StateUpdate(Alignment(), Euclidean(), Scalar("decay"), Step(BETA), memory=List(scale=1.0)),
+    "rotated list as matrix": StateUpdate(
+        Alignment(), Euclidean(), Product((Scalar("decay"), Rotation())), Step(BETA), memory=List(scale=1.0)
+    ),
+}
+
+# Gram space: normalised slots.
+GRAM = {
+    "lattice sim": StateUpdate(
+        Alignment(), Sphere("columns"), Scalar("decay"), Step(BETA, lazy=False), memory=Slots()
+    ),
+    "lattice dec": StateUpdate(SquaredError(), Sphere("columns"), algorithm=Step(BETA, lazy=False), memory=Slots()),
+    "lattice dec, forgetting": StateUpdate(
+        SquaredError(), Sphere("columns"), Scalar("decay"), Step(BETA, lazy=False), memory=Slots()
+    ),
+}
+
+# Cascades: no feedback inside a chunk.
+CASCADES = {
+    "memora": StateUpdate(
+        SquaredError(), Entropic("row", None), Diagonal("row_decay", side="row"), Step(ROW_BETA, at=Anchor(4))
+    ),
+    "memora, whole": StateUpdate(SquaredError(), Entropic("whole"), Scalar("decay"), Step(BETA, at=Anchor(4))),
+    "moneta": StateUpdate(Lp(3.0), Lq(4.0), Scalar("decay"), Step(BETA, at=Anchor(3))),
+    "yaad": StateUpdate(Huber(ROW_BETA), Euclidean(), Scalar("decay"), Step(BETA, at=Anchor(4))),
+    "soft threshold": StateUpdate(
+        SquaredError(), SoftThreshold(0.1), Scalar("decay"), Step(BETA, at=Anchor(4))
+    ),
+    "muon net": StateUpdate(
+        SquaredError(),
+        OnUpdate(Spectral(method="newton-schulz")),
+        Scalar("decay"),
+        Step(BETA, at=Anchor(4), via=(Momentum(0.9, "ema", nesterov=True),)),
+    ),
+    "adam net": StateUpdate(
+        Alignment(),
+        Euclidean(),
+        Scalar("decay"),
+        Step(
+            BETA,
+            via=(
+                StateUpdate(Linear(), Whiten((second_moment(0.95),)), Scalar(0.9), ema(0.9, debias=True)),
+            ),
+        ),
+    ),
+    "projected linear attention": StateUpdate(Alignment(), Sphere("rows"), Diagonal("key_decay"), Step(BETA)),
+    "ttt": StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(4)), memory=LayerNormMatrix()),
+    "ttt mlp": StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(4)), memory=MLP(2)),
+    "titans mlp": StateUpdate(
+        SquaredError(),
+        monoid=Scalar("decay"),
+        algorithm=Step(at=Anchor(4), via=(StateUpdate(Linear(), monoid=Scalar("mu"), algorithm=Step(BETA)),)),
+        memory=MLP(2),
+    ),
+    "memora mlp": StateUpdate(
+        SquaredError(),
+        Entropic("row", None),
+        Diagonal("row_decay", side="row"),
+        Step(ROW_BETA, at=Anchor(4)),
+        memory=MLP(2),
+    ),
+    "rls": StateUpdate(
+        Alignment(),
+        Whiten((StateUpdate(Linear("key"), memory=None),), kind="right", power=1.0, eps=0.5),
+    ),
+}
+
+# The rest: exact nonlinear recurrences, which only the interpreter computes.
+SEQUENTIAL = {
+    "ttt, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=LayerNormMatrix()),
+    "mlp, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=MLP(2)),
+    "huber, every token": StateUpdate(Huber(1.0), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "huber, norm": StateUpdate(Huber(0.5, "norm"), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated")),
+    "huber, implicit": StateUpdate(Huber(0.5), monoid=Scalar("decay"), algorithm=Step(BETA, at="new")),
+    "huber switch": StateUpdate(HuberSwitch(0.5), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "robust shift": StateUpdate(RobustShift(0.2), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "cross-entropy": StateUpdate(CrossEntropy(), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "moneta, literal link": StateUpdate(Lp(3.0), LqLiteral(4.0), Scalar("decay"), Step(0.3)),
+    "lattice enc": StateUpdate(
+        SquaredError(encode=True), Sphere("columns"), algorithm=Step(BETA, lazy=False), memory=Slots()
+    ),
+    "lattice, unnormalised": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Slots()),
+    "lattice sim, lazy sphere": StateUpdate(Alignment(), Sphere("columns"), algorithm=Step(BETA), memory=Slots()),
+    "ista": StateUpdate(SquaredError(), SoftThreshold(0.05), Scalar("decay"), Step(BETA, lazy=False)),
+    "soft-threshold ftrl": StateUpdate(SquaredError(), SoftThreshold(0.05), Scalar("decay"), Step(BETA)),
+    "entropic delta": StateUpdate(SquaredError(), Entropic("row"), Scalar("decay"), Step(BETA)),
+    "entropic, implicit": StateUpdate(SquaredError(), Entropic("row"), Scalar("decay"), Step(BETA, at="new")),
+    "l_q, implicit": StateUpdate(SquaredError(), Lq(3.0), Scalar("decay"), Step(BETA, at="new")),
+    "bounded": StateUpdate(SquaredError(), Bounded(), Scalar("decay"), Step(BETA, at="gated")),
+    "several steps": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, steps=3)),
+    "frank-wolfe": StateUpdate(SquaredError(), OnUpdate(SignBall()), Scalar("decay"), Step(BETA)),
+    "current token bonus": StateUpdate(
+        Alignment(), monoid=GeneralLinear(Per("logits", "mix", "real"), Cayley()), algorithm=Step(read=Read(1.0, 2.0))
+    ),
+    "rotated spectral": StateUpdate(Alignment(), Spectral("polar"), Rotation(Per("angle", "pair", "real")), Step(BETA)),
+}
+
+KEYED = {**CHAINS, **ATTENTION, **GRAM, **CASCADES, **SEQUENTIAL}
+
+# Updates of a parameter: the gradient is given.
+DATA = {
+    "sgd": StateUpdate(Given(), algorithm=Step(0.1)),
+    "heavy ball, decoupled decay": StateUpdate(
+        Given(), monoid=Decay(0.01), algorithm=Step(Per("lr"), via=(Momentum(0.9, "sum"),))
+    ),
+    "dampened from the first": StateUpdate(Given(), algorithm=Step(0.1, via=(Momentum(0.9, "ema", start="first"),))),
+    "nesterov, coupled decay": StateUpdate(
+        Ridge(Given(), 0.01), algorithm=Step(0.1, via=(Momentum(0.9, "sum", nesterov=True),))
+    ),
+    "adamw": StateUpdate(
+        Given(),
+        monoid=Decay(0.01),
+        algorithm=Step(
+            0.1, via=(StateUpdate(Linear(), Whiten((second_moment(0.95),)), Scalar(0.9), ema(0.9, debias=True)),)
+        ),
+    ),
+    "adagrad": StateUpdate(
+        Given(), algorithm=Step(0.1, via=(StateUpdate(Linear(), Whiten((StateUpdate(Linear("square")),)), Zero()),))
+    ),
+    "lion": StateUpdate(
+        Given(),
+        monoid=Decay(0.1),
+        algorithm=Step(
+            0.1, via=(StateUpdate(Linear(), SignBall(), Scalar(0.99), Step(1 - 0.99, read=Read(0.9, 1 - 0.9))),)
+        ),
+    ),
+    "muon": StateUpdate(
+        Given(),
+        OnUpdate(Spectral()),
+        Decay(0.1),
+        Step(0.1, via=(Momentum(0.95, "ema", nesterov=True),)),
+    ),
+    "shampoo": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    Whiten(
+                        (StateUpdate(Linear("left")), StateUpdate(Linear("right"))), kind="kronecker", power=0.25, eps=0.1
+                    ),
+                    Zero(),
+                ),
+            ),
+        ),
+    ),
+    "cautious adam": StateUpdate(
+        Given(),
+        OnUpdate(Cautious(Whiten((second_moment(0.95),)))),
+        algorithm=Step(0.1, via=(Momentum(0.9, "ema", debias=True),)),
+    ),
+    "lamb": StateUpdate(
+        Given(),
+        OnUpdate(TrustRatio(Whiten((second_moment(0.95),)))),
+        algorithm=Step(0.1, via=(Momentum(0.9, "ema", debias=True),)),
+    ),
+    "exponentiated gradient": StateUpdate(Given(), Entropic("row"), algorithm=Step(0.5)),
+    "schedule-free": StateUpdate(Given(), algorithm=Step(0.1, at="read", read=Read(0.5, 0.05))),
+    "gated gradient": StateUpdate(Given(), monoid=Scalar(0.9), algorithm=Step(0.1, at="gated")),
+}
+
+SYSTEMS = {**KEYED, **DATA}

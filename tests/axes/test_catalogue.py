@@ -1,0 +1,70 @@
+"""The catalogue: complete, consistent, and helpful when a name is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+import axes.depth
+import axes.optim
+import axes.sequence
+from axes import catalogue
+from axes.depth import DepthMixer
+from axes.errors import AxesError, UnknownName
+from axes.sequence import SequenceLayer
+from axes.state_update import StateUpdate
+
+FAMILIES = {"data": axes.optim, "sequence": axes.sequence, "depth": axes.depth}
+
+
+def _declared(package: object, base: type) -> set[type]:
+    """Every final subclass of an adapter that a family's modules define."""
+    found: set[type] = set()
+    for info in pkgutil.iter_modules(package.__path__):  # type: ignore[attr-defined]
+        module = importlib.import_module(f"{package.__name__}.{info.name}")  # type: ignore[attr-defined]
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__ and "name" in vars(value):
+                found.add(value)
+    return found
+
+
+@pytest.mark.parametrize(("axis", "base"), [("sequence", SequenceLayer), ("depth", DepthMixer), ("data", axes.optim.Optimizer)])
+def test_every_declared_instance_is_listed(axis: str, base: type) -> None:
+    assert _declared(FAMILIES[axis], base) == set(FAMILIES[axis].ALL)
+
+
+@pytest.mark.parametrize("entry", catalogue.entries(), ids=lambda e: e.name)
+def test_entry_says_where_it_comes_from(entry: catalogue.Entry) -> None:
+    assert isinstance(entry.update, StateUpdate)
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry.name)
+    assert entry.paper and entry.equation and entry.differs
+    assert re.match(r"@\w+\{[\w:-]+,", entry.bibtex) and entry.bibtex.count("{") == entry.bibtex.count("}")
+    assert entry.cls.__doc__ and len(entry.cls.__doc__) > 40
+
+
+def test_names_are_unique() -> None:
+    names = [e.name for e in catalogue.entries()]
+    assert len(names) == len(set(names))
+
+
+def test_unknown_name_offers_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="gated-delta-net"):
+        catalogue.get("gated-deltanet", axis="sequence")
+    with pytest.raises(UnknownName, match="unknown axis 'time'"):
+        catalogue.entries("time")  # type: ignore[arg-type]
+
+
+def test_cite_by_name_class_and_object() -> None:
+    entry = catalogue.get("gated-delta-net")
+    assert catalogue.cite("gated-delta-net") == catalogue.cite(entry.cls) == catalogue.cite(entry) == entry.bibtex
+    assert catalogue.cite(entry.cls(8, heads=2)) == entry.bibtex
+    with pytest.raises(AxesError, match="not in the catalogue"):
+        catalogue.cite(3)
+
+
+def test_markers_missing_is_an_error() -> None:
+    with pytest.raises(AxesError, match="markers are missing"):
+        catalogue.with_block("no table here")

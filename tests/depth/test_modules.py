@@ -1,0 +1,233 @@
+"""Mixers as torch modules: factories, dtypes, autocast, state dicts, errors, parameter groups."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from axes.depth import ALL, MHC, DepthMixer, HyperConnections, JPmHC, JPmHCMeanPreserving, Mixed, PreNorm, Residual
+from axes.depth.base import normalises
+from axes.errors import ShapeError
+from axes.state_update import StateUpdate
+
+D = 8
+MANY = tuple(cls for cls in ALL if list(cls(D).parameters()))
+
+
+def one_pass(m: DepthMixer, h: torch.Tensor) -> torch.Tensor:
+    x = m.expand(h)
+    seen, coefficients = m.read(x)
+    return m.write(x, torch.tanh(seen), coefficients)
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda c: c.name)
+def test_the_declaration_is_complete(cls: type[DepthMixer]) -> None:
+    m = cls(D, layer_index=2)
+    assert isinstance(cls.update, StateUpdate) and m.update == cls.update
+    assert cls.name == cls.name.lower() and " " not in cls.name
+    assert cls.paper and cls.equation and cls.differs and cls.bibtex.startswith("@")
+    assert m.prenorm is not normalises(m.update) and m.prenorm is (cls.name not in ("pre-norm", "post-norm"))
+    assert f"d_model={D}, layer_index=2, streams={m.streams}" in repr(m)
+    assert "__final__" in vars(cls)
+
+
+def test_names_are_unique() -> None:
+    assert len({cls.name for cls in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_device_and_dtype(cls: type[DepthMixer], dtype: torch.dtype) -> None:
+    m = cls(D, device="cpu", dtype=dtype)
+    assert all(p.dtype == dtype and p.device.type == "cpu" for p in m.parameters())
+    h = torch.randn(2, 3, D, dtype=dtype)
+    x = one_pass(m, h)
+    assert x.dtype == dtype and x.shape == (2, 3, m.streams, D) and m.reduce(x).shape == h.shape
+    assert m.read(x)[0].dtype == m.reduce(x).dtype == dtype
+    meta = cls(D, device="meta", dtype=dtype)
+    assert all(p.device.type == "meta" for p in meta.parameters())
+
+
+@pytest.mark.parametrize("cls", MANY, ids=lambda c: c.name)
+def test_mixed_precision(cls: type[DepthMixer]) -> None:
+    """Streams and parameters need not agree: float32 at least, the wider of the two, result in the streams' dtype."""
+    h = torch.randn(2, 3, D, dtype=torch.float64)
+    narrow, wide = cls(D, 1), cls(D, 1, dtype=torch.float64)
+    with torch.no_grad():
+        for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
+            p.normal_()
+            q.copy_(p)
+    exact = one_pass(wide, h)
+    torch.testing.assert_close(one_pass(narrow, h), exact, rtol=0, atol=1e-12)
+    assert one_pass(wide, h.float()).dtype == torch.float32
+    torch.testing.assert_close(one_pass(narrow, h.float()).double(), exact, rtol=1e-4, atol=1e-4)
+    # one ulp of bfloat16 per rounding: entry, what is read, y, result
+    torch.testing.assert_close(one_pass(narrow, h.bfloat16()).double(), exact, rtol=5e-2, atol=8e-2)
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda c: c.name)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_leaves_coefficients_and_mixing_alone(cls: type[DepthMixer], low: torch.dtype) -> None:
+    m = cls(D, 1)
+    with torch.no_grad():
+        for p in m.parameters():
+            p.normal_()
+    x, y = m.expand(torch.randn(2, 3, D)) + torch.randn(2, 3, m.streams, D), torch.randn(2, 3, D)
+    seen, coefficients = m.read(x)
+    new, out = m.write(x, y, coefficients), m.reduce(x)
+    with torch.autocast("cpu", dtype=low):
+        seen_cast, coefficients_cast = m.read(x)
+        new_cast, out_cast = m.write(x, y, coefficients_cast), m.reduce(x)
+        m.write(x, y.to(low), coefficients_cast).sum().backward() if list(m.parameters()) else None
+    assert torch.equal(seen, seen_cast) and torch.equal(new, new_cast) and torch.equal(out, out_cast)
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in m.parameters())
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda c: c.name)
+def test_state_dict_reset_copy_and_pickle(cls: type[DepthMixer]) -> None:
+    m, other = cls(D, 1, dtype=torch.float64), cls(D, 1, dtype=torch.float64)
+    fresh = {name: p.clone() for name, p in m.state_dict().items()}
+    with torch.no_grad():
+        for p in m.parameters():
+            p.normal_()
+    h = torch.randn(2, D, dtype=torch.float64)
+    other.load_state_dict(m.state_dict())
+    for twin in (other, copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert torch.equal(one_pass(m, h), one_pass(twin, h))
+    m.reset_parameters()
+    assert all(torch.equal(p, fresh[name]) for name, p in m.state_dict().items())
+    assert all(torch.isfinite(p).all() for p in m.parameters())
+
+
+@pytest.mark.parametrize("cls", MANY, ids=lambda c: c.name)
+def test_static_and_dynamic_parameters_are_a_partition(cls: type[DepthMixer]) -> None:
+    m = cls(D)
+    static, dynamic = list(m.static_parameters()), list(m.dynamic_parameters())
+    assert {id(p) for p in static} | {id(p) for p in dynamic} == {id(p) for p in m.parameters()}
+    assert len(static) + len(dynamic) == len(list(m.parameters()))
+    assert all(not p.any() for p in dynamic)  # projections start at zero: decay pulls to the start
+    assert bool(dynamic) is (cls is not HyperConnections)
+
+
+@pytest.mark.parametrize("streams", [2, 3, 5, 7])
+@pytest.mark.parametrize("cls", MANY, ids=lambda c: c.name)
+def test_any_number_of_streams(cls: type[DepthMixer], streams: int) -> None:
+    if cls is JPmHCMeanPreserving and streams == 2:
+        with pytest.raises(ShapeError, match="at least 3"):
+            cls(D, 1, streams)
+        return
+    m = cls(D, 3, streams, dtype=torch.float64)
+    h = torch.randn(2, 3, D, dtype=torch.float64)
+    torch.testing.assert_close(one_pass(m, h), m.expand(h + torch.tanh(h)), rtol=0, atol=1e-12)
+
+
+def test_leading_dimensions_are_free_and_tokens_do_not_mix() -> None:
+    m = MHC(D, 1, dtype=torch.float64)
+    nn.init.normal_(m.phi)
+    h = torch.randn(2, 3, D, dtype=torch.float64)
+    torch.testing.assert_close(one_pass(m, h[1, 2]), one_pass(m, h)[1, 2], rtol=0, atol=1e-14)
+    assert one_pass(m, h[:, :0]).shape == (2, 0, 4, D)
+
+
+def test_double_backward() -> None:
+    for cls in ALL:
+        m = cls(4, 1, dtype=torch.float64)
+        with torch.no_grad():
+            for p in m.parameters():
+                p.normal_()
+        h = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(m.streams, 4, dtype=torch.float64)
+        shift = torch.arange(m.streams, dtype=torch.float64)[:, None]
+
+        def loss(h: torch.Tensor, m: DepthMixer = m, w: torch.Tensor = weight, s: torch.Tensor = shift) -> torch.Tensor:
+            x = m.expand(h) * (1 + 0.1 * s)
+            seen, coefficients = m.read(x)
+            return (m.write(x, torch.tanh(seen), coefficients) * w).sum()
+
+        assert torch.autograd.gradcheck(loss, h) and torch.autograd.gradgradcheck(loss, h)
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda c: c.name)
+def test_compiled_and_checkpointed(cls: type[DepthMixer]) -> None:
+    m = cls(D, 1)
+    with torch.no_grad():
+        for p in m.parameters():
+            p.normal_()
+    h = torch.randn(2, 3, D, requires_grad=True)
+    weight = torch.randn(2, 3, m.streams, D)
+
+    def loss(h: torch.Tensor) -> torch.Tensor:
+        return (one_pass(m, h) * weight).sum()
+
+    value, gradient = loss(h), torch.autograd.grad(loss(h), h)[0]
+    kept = checkpoint(loss, h, use_reentrant=False)
+    assert torch.equal(kept, value) and torch.equal(torch.autograd.grad(kept, h)[0], gradient)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)(h)
+    torch.testing.assert_close(compiled, value)
+    torch.testing.assert_close(torch.autograd.grad(compiled, h)[0], gradient)
+
+
+def test_learned_reduce_starts_at_the_mean_and_learns() -> None:
+    m = MHC(D, 0, learned_reduce=True, dtype=torch.float64)
+    x = torch.randn(2, 3, 4, D, dtype=torch.float64)
+    torch.testing.assert_close(m.reduce(x), x.mean(-2), rtol=0, atol=1e-14)
+    (m.reduce(x) * torch.randn(2, 3, D, dtype=torch.float64)).sum().backward()
+    assert m.exit is not None and m.exit.grad is not None and bool((m.exit.grad != 0).all())
+    assert any(p is m.exit for p in m.static_parameters())
+    with pytest.raises(ShapeError, match="no effect on one stream"):
+        HyperConnections(D, streams=1, learned_reduce=True)
+
+
+class Extras(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, str]:
+        return scale * x * mask, "cache"
+
+
+def test_mixed_hands_arguments_and_further_outputs_through() -> None:
+    block, plain = Mixed(Extras(), MHC(D, 1)), Mixed(nn.Tanh(), Residual(D))
+    h = torch.randn(2, 3, D)
+    streams, cache = block(block.mixer.expand(h), torch.zeros(3, 1), scale=2.0)
+    assert cache == "cache"
+    torch.testing.assert_close(streams, block.mixer.expand(h), rtol=0, atol=1e-6)
+    torch.testing.assert_close(plain(plain.mixer.expand(h)), (h + torch.tanh(h))[..., None, :], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: MHC(0), "MHC: d_model must be an integer >= 1, got 0"),
+        (lambda: MHC(D, -1), "layer_index must be an integer >= 0"),
+        (lambda: MHC(D, 0, 1), "streams must be at least 2, got 1"),
+        (lambda: HyperConnections(D, 0, 0), "streams must be an integer >= 1"),
+        (lambda: MHC(D, dtype=torch.int64), "dtype must be floating point"),
+        (lambda: JPmHC(D, 0, 5, method="closed"), "takes at most 4 streams, got 5"),
+        (lambda: JPmHC(D, method="lu"), "method must be 'closed', 'solve' or None"),
+        (lambda: MHC(D).expand(torch.zeros(2, 3, D + 1)), "MHC.expand: hidden must be (B, T, d) with d = 8, got (2,"),
+        (lambda: MHC(D).expand([1.0]), "hidden must be a tensor (B, T, d) with d = 8, got list"),
+        (
+            lambda: MHC(D).read(torch.zeros(2, 3, D)),
+            "MHC.read: streams must be (B, T, n, d) with n = 4, d = 8, got (2, 3, 8): enter with expand(h)",
+        ),
+        (lambda: MHC(D).read(torch.zeros(2, 3, 2, D)), "with n = 4, d = 8, got (2, 3, 2, 8)"),
+        (lambda: MHC(D).read(torch.zeros(2, 3, 4, D, dtype=torch.int64)), "must be floating point, got torch.int64"),
+        (lambda: MHC(D, device="meta").read(torch.zeros(1, 4, D)), "streams is on cpu, the mixer on meta"),
+        (lambda: MHC(D).reduce(torch.zeros(3, D)), "MHC.reduce: streams must be (B, T, n, d)"),
+        (lambda: _write(torch.zeros(2, 3, D + 1)), "MHC.write: y must be (B, T, d) with d = 8, got (2, 3, 9)"),
+        (lambda: _write(torch.zeros(2, 1, D)), "y (2, 1, 8) does not fit streams (2, 3, 4, 8)"),
+        (lambda: PreNorm(D).read(torch.zeros(2, 3, D)), "with n = 1, d = 8, got (2, 3, 8)"),
+    ],
+)
+def test_errors_name_what_was_given_and_what_is_allowed(call: object, message: str) -> None:
+    with pytest.raises(ShapeError) as raised:
+        call()  # type: ignore[operator]
+    assert message in str(raised.value)
+
+
+def _write(y: torch.Tensor) -> None:
+    m = MHC(D)
+    x = torch.zeros(2, 3, 4, D)
+    m.write(x, y, m.read(x)[1])

@@ -1,0 +1,229 @@
+"""Any legal tuple as a mixer: its demands become parameters, and the streams are what the interpreter says."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from axes.algorithms import Anchor, Momentum, Read, Step
+from axes.costs import Alignment, Given, Huber, Linear, Ridge, SquaredError
+from axes.depth import ALL, HyperConnections, mixer
+from axes.errors import IllegalUpdate, ShapeError
+from axes.geometry import Bounded, Cayley, Entropic, Euclidean, SoftThreshold, Sphere
+from axes.memory import MLP, List
+from axes.monoids import (
+    DPLR,
+    Decay,
+    Diagonal,
+    GeneralLinear,
+    Hadamard,
+    Householder,
+    Identity,
+    Product,
+    Rotation,
+    Scalar,
+)
+from axes.rates import Per
+from axes.state_update import State, StateUpdate
+
+D, N = 6, 4
+MIX = Per("mix", "mix", "real")
+
+# tuple, and whether the network of its defaults equals pre-norm: 0 exactly, else up to this much
+TUPLES = {
+    "plain": (StateUpdate(Alignment()), 1e-12),
+    "rate": (StateUpdate(Alignment(), algorithm=Step(rate=Per("eta"))), 1e-12),
+    "row rate": (StateUpdate(Alignment(), algorithm=Step(rate=Per("eta", "row"))), 1e-12),
+    "forget": (StateUpdate(Alignment(), monoid=Scalar("a")), 1e-1),
+    "per stream": (StateUpdate(Alignment(), monoid=Diagonal("a")), 1e-1),
+    "per feature": (StateUpdate(Alignment(), monoid=Diagonal("a", "row")), 1e-1),
+    "per entry": (StateUpdate(Alignment(), monoid=Hadamard("a")), 1e-1),
+    "decay": (StateUpdate(Alignment(), monoid=Decay(Per("weight"))), 1e-1),
+    "reflect": (StateUpdate(Alignment(), monoid=Householder(Per("beta", domain="real"), "w")), 1e-12),
+    "dplr": (StateUpdate(Alignment(), monoid=DPLR(Per("a", "key", "unit"))), 1e-1),
+    "rotate": (StateUpdate(Alignment(), monoid=Rotation(Per("angle", "pair", "real"))), 1e-12),
+    "matrix": (StateUpdate(Alignment(), monoid=GeneralLinear(MIX)), 1e-12),
+    "rotation matrix": (StateUpdate(Alignment(), monoid=GeneralLinear(MIX, Cayley(1.0))), 1e-12),
+    "stochastic rows": (StateUpdate(Alignment(), monoid=GeneralLinear(MIX, Entropic("row"))), 1e-12),
+    "bounded entries": (StateUpdate(Alignment(), monoid=GeneralLinear(MIX, Bounded())), 1e-1),
+    "product": (StateUpdate(Alignment(), monoid=Product((Scalar("a"), GeneralLinear(MIX)))), 1e-1),
+    "sphere": (StateUpdate(Alignment(), Sphere("columns", None), Identity(), Step()), 1e-12),
+    "coupled decay": (StateUpdate(Ridge(Alignment(), Per("weight"))), 1e-1),
+    "filter": (StateUpdate(Alignment(), algorithm=Step(via=(StateUpdate(Linear(), monoid=Scalar("b")),))), 1e-1),
+    "delta": (StateUpdate(SquaredError(), algorithm=Step(rate=Per("beta"))), None),
+    "gated delta": (StateUpdate(SquaredError(), monoid=Scalar("a"), algorithm=Step(Per("beta"), at="gated")), None),
+    "implicit delta": (StateUpdate(SquaredError(), algorithm=Step(rate=Per("beta"), at="new")), None),
+    "huber": (StateUpdate(Huber(Per("delta")), algorithm=Step(rate=0.5)), None),
+    "sparse": (StateUpdate(Alignment(), SoftThreshold(Per("threshold"))), None),
+    "momentum": (StateUpdate(Alignment(), algorithm=Momentum(0.5, "sum")), None),
+    "anchored delta": (StateUpdate(SquaredError(), algorithm=Step(rate=Per("beta"), at=Anchor(3))), None),
+    "mean of writes": (StateUpdate(Alignment(), algorithm=Step(debias=True)), None),
+    "post-norm streams": (StateUpdate(Alignment(), Sphere("columns", None), Identity(), Step(lazy=False)), None),
+}
+
+
+def f(x: Tensor) -> Tensor:
+    return torch.tanh(torch.roll(x, 1, -1) * torch.rsqrt(x.square().mean(-1, keepdim=True)))
+
+
+def network(update: StateUpdate, layers: int = 6) -> list:
+    make = mixer(update)
+    return [make(D, layer_index=l, streams=N, dtype=torch.float64) for l in range(layers)]
+
+
+def run(mixers: list, h: Tensor) -> Tensor:
+    x = mixers[0].expand(h)
+    for m in mixers:
+        seen, coefficients = m.read(x)
+        x = m.write(x, f(seen), coefficients)
+    return mixers[-1].reduce(x)
+
+
+@pytest.mark.parametrize("name", TUPLES)
+def test_a_tuple_becomes_a_mixer_with_its_demands_as_parameters(name: str) -> None:
+    update, distance = TUPLES[name]
+    mixers = network(update)
+    h = torch.randn(2, 3, D, dtype=torch.float64)
+    out = run(mixers, h)
+    assert out.shape == h.shape and torch.isfinite(out).all()
+    assert torch.equal(out, run(network(update), h))
+    named = {n.removeprefix("rates.") for n, _ in mixers[1].named_parameters()}
+    assert named == {"pre", "post"} | {p.name for p in update.demands()} | (update.signals() - {"k", "v"})
+    if distance is not None:
+        plain = h
+        for _ in mixers:
+            plain = plain + f(plain)
+        if "Sphere" in repr(update):
+            plain = plain * torch.rsqrt(plain.square().mean(-1, keepdim=True))
+        torch.testing.assert_close(out, plain, rtol=0, atol=distance)
+    (out * torch.randn_like(out)).sum().backward()
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for m in mixers for p in m.parameters())
+    for m in mixers[1:-1]:
+        assert m.post.grad is not None and m.post.grad.abs().amax() > 0
+        for rate in update.demands():
+            # mixing a filter's buffer of equal streams or a rotation of copies may be flat at the very start
+            assert m.rates[rate.name].grad is not None
+
+
+@pytest.mark.parametrize("name", TUPLES)
+def test_the_streams_are_the_interpreters_state(name: str) -> None:
+    """The mixer's layers against `update.init` and `update.step` called by hand on S = X^T."""
+    update, _ = TUPLES[name]
+    mixers = network(update, 4)
+    h = torch.randn(2, D, dtype=torch.float64)
+    with torch.no_grad():
+        for m in mixers:
+            for p in m.parameters():
+                p.add_(0.2 * torch.randn_like(p))
+    x, state = mixers[0].expand(h), None
+    for m in mixers:
+        seen, coefficients = m.read(x)
+        signal = dict(coefficients.signal)
+        if state is None:
+            start = h[..., :, None].expand(2, D, N)
+            state = update.init({**signal, "v": h}, weights=(start,))
+            state = state._replace(norm=tuple(torch.ones_like(n) for n in state.norm))
+        expected = update.read(update.output(state, signal), coefficients.pre, signal)
+        torch.testing.assert_close(seen, expected, rtol=0, atol=1e-13)
+        state, _ = update.step(state, {**signal, "v": f(seen)})
+        x = m.write(x, f(seen), coefficients)
+        kept = x.theta[0].mT if isinstance(x, State) else x
+        torch.testing.assert_close(kept, state.theta[0].mT, rtol=0, atol=1e-13)
+    assert isinstance(x, State) is (name in ("filter", "momentum", "anchored delta", "mean of writes"))
+
+
+def test_the_delta_rule_along_depth() -> None:
+    """X <- X + beta post (y - post^T X)^T: what was written under the same key is replaced."""
+    update = StateUpdate(SquaredError(), algorithm=Step(rate=Per("beta")))
+    m = mixer(update)(D, 0, N, dtype=torch.float64)
+    with torch.no_grad():
+        m.post.copy_(torch.nn.functional.normalize(torch.randn(N, dtype=torch.float64), dim=0))
+    x, y = torch.randn(3, N, D, dtype=torch.float64), torch.randn(3, D, dtype=torch.float64)
+    new = m.write(x, y, m.read(x)[1])
+    post = m.post.detach()
+    theirs = x + post[:, None] * (y - torch.einsum("j,bjd->bd", post, x))[:, None, :]
+    torch.testing.assert_close(new, theirs, rtol=0, atol=1e-13)
+    torch.testing.assert_close(torch.einsum("j,bjd->bd", post, new), y, rtol=0, atol=1e-13)
+
+
+def test_the_mean_of_all_writes() -> None:
+    """debias divides by the number of writes, the entry included: depth attention with equal weights."""
+    mixers = network(StateUpdate(Alignment(), algorithm=Step(debias=True)), 3)
+    h = torch.randn(2, D, dtype=torch.float64)
+    x, written = mixers[0].expand(h), [h]
+    for m in mixers:
+        seen, coefficients = m.read(x)
+        torch.testing.assert_close(seen, torch.stack(written).mean(0), rtol=0, atol=1e-13)
+        written.append(f(seen))
+        x = m.write(x, written[-1], coefficients)
+
+
+def test_momentum_along_depth() -> None:
+    """m <- m / 2 + y, X <- X + m: the filter's buffer travels with the streams."""
+    mixers = network(StateUpdate(Alignment(), algorithm=Momentum(0.5, "sum")), 4)
+    h = torch.randn(2, D, dtype=torch.float64)
+    x, plain, buffer = mixers[0].expand(h), h, torch.zeros_like(h)
+    for m in mixers:
+        seen, coefficients = m.read(x)
+        torch.testing.assert_close(seen, plain, rtol=0, atol=1e-13)
+        buffer = buffer / 2 + f(plain)
+        plain = plain + buffer
+        x = m.write(x, f(seen), coefficients)
+    with pytest.raises(ShapeError, match="streams must be the State that expand returned, got Tensor"):
+        mixers[0].read(torch.zeros(2, N, D, dtype=torch.float64))
+    with pytest.raises(ShapeError, match="streams must be a tensor .B, T, n, d., got State"):
+        HyperConnections(D, 0, N).read(x)
+
+
+def test_equal_tuples_give_identical_mixers() -> None:
+    factory = mixer(HyperConnections.update)
+    ours, theirs = factory(D, 1, N), HyperConnections(D, 1, N)
+    h = torch.randn(2, 3, D)
+    x = ours.expand(h)
+    assert torch.equal(ours.write(x, f(h), ours.read(x)[1]), theirs.write(x, f(h), theirs.read(x)[1]))
+    assert factory == mixer(HyperConnections.update) and pickle.loads(pickle.dumps(factory)) == factory
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(ours)))
+    assert torch.equal(twin.read(x)[0], ours.read(x)[0])
+    assert "update=StateUpdate(" in repr(ours) and factory.update is HyperConnections.update
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda c: c.name)
+def test_the_tuple_of_every_instance_makes_a_mixer(cls: type) -> None:
+    factory = mixer(cls.update)
+    assert factory.prenorm is cls(D).prenorm
+    assert torch.isfinite(run([factory(D, l, N) for l in range(3)], torch.randn(2, 3, D))).all()
+
+
+def test_prenorm_is_derived_and_can_be_overruled() -> None:
+    assert mixer(StateUpdate(Alignment())).prenorm is True
+    assert mixer(StateUpdate(Alignment(), Sphere("columns", None))).prenorm is False
+    assert mixer(StateUpdate(Alignment()), prenorm=False)(D).prenorm is False
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (StateUpdate(Given()), "Given takes its gradient from outside"),
+        (StateUpdate(Linear()), "Linear takes its gradient from outside"),
+        (StateUpdate(Alignment(), Entropic("row"), memory=List()), "List memory is not one matrix of streams"),
+        (StateUpdate(SquaredError(), memory=MLP()), "MLP memory is not one matrix of streams"),
+        (StateUpdate(Alignment(), algorithm=Step(read=Read(0.9, 0.1))), "depth reads the state before it writes"),
+        (StateUpdate(Alignment(), algorithm=Step(start="first")), "would replace what entered the network"),
+    ],
+)
+def test_tuples_without_meaning_along_depth_say_why(update: StateUpdate, message: str) -> None:
+    with pytest.raises(IllegalUpdate, match="no meaning along depth") as raised:
+        mixer(update)
+    assert message in str(raised.value)
+
+
+def test_pairs_need_an_even_number_of_streams() -> None:
+    factory = mixer(StateUpdate(Alignment(), monoid=Rotation(Per("angle", "pair", "real"))))
+    with pytest.raises(ShapeError, match="n must be even, got 3"):
+        factory(D, 0, 3)
+
+
+def test_euclidean_is_the_default_geometry_here_too() -> None:
+    assert mixer(StateUpdate(Alignment(), Euclidean())) == mixer(StateUpdate(Alignment()))
