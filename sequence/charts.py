@@ -94,7 +94,7 @@ def _unit(per: Per, chart: str) -> None:
 
 def _not_unit(per: Per, chart: str) -> None:
     if per.domain == "unit":
-        raise IllegalUpdate(f"{chart} charts step sizes; {per.name!r} is a unit gate that arrives as a log: use LogSigmoid")
+        raise IllegalUpdate(f"{chart} charts step sizes; {per.name!r} is a unit gate, a log: use LogSigmoid")
 
 
 @final

@@ -35,8 +35,9 @@ _BLOCK = (
     " details open: gamma = 2 sigmoid(W x) starts at 0.5 (with |k| = 1 and v of unit RMS, 2 is where a write may"
     " overshoot), q and k have unit length after SiLU, an RMSNorm per head precedes the GELU gate. S_0 is fixed with"
     " orthonormal columns, the same for all heads, since a rotation of the values turns one choice into any other; random"
-    " unit columns if d_k > d_v. The forget gate of the final configuration is left out: renormalised, it only rescales gamma"
+    " unit columns if d_k > d_v."
 )
+_NO_GATE = " The forget gate of the final configuration is left out: renormalised, it only rescales gamma"
 _STEP = Step(Per("gamma"), lazy=False)
 _GAMMA = ("gamma", Capped(0.5, scale=2.0))
 _MAMBA = Standard(values_conv=False, shared_projection=True, output_gate="gelu", charts=(_GAMMA,))
@@ -52,7 +53,7 @@ class LatticeDec(SequenceLayer):
     name = "lattice-dec"
     paper = _PAPER
     equation = "eq. 14 with h = Phi k - v, c = k (eqs. 6, 7, 13)"
-    differs = "one half in the loss, as the printed update 13 has it and its loss 6 does not; " + _BLOCK
+    differs = "one half in the loss, as the printed update 13 has it and its loss 6 does not; " + _BLOCK + _NO_GATE
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), Sphere("columns"), Identity(), _STEP, memory=Slots())
     block = _MAMBA
@@ -68,7 +69,7 @@ class LatticeEnc(SequenceLayer):
     name = "lattice-enc"
     paper = _PAPER
     equation = "eq. 14 with h = v, c = Phi^T v - k (eqs. 9, 10, 13)"
-    differs = "one half in the loss, as the printed update 10 has it and its loss 9 does not; " + _BLOCK
+    differs = "one half in the loss, as the printed update 10 has it and its loss 9 does not; " + _BLOCK + _NO_GATE
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(encode=True), Sphere("columns"), Identity(), _STEP, memory=Slots())
     block = _MAMBA
@@ -84,7 +85,7 @@ class LatticeSim(SequenceLayer):
     name = "lattice-sim"
     paper = _PAPER
     equation = "eq. 14 with h = -v, c = k (eqs. 11, 12, 13)"
-    differs = _BLOCK
+    differs = _BLOCK + _NO_GATE
     bibtex = _BIBTEX
     update = StateUpdate(Alignment(), Sphere("columns"), Identity(), _STEP, memory=Slots())
     block = _MAMBA
@@ -101,10 +102,10 @@ class LatticeOSR(SequenceLayer):
     name = "lattice-osr"
     paper = _PAPER
     equation = "eq. 16 over eq. 7: S = mu S - gamma grad l, no renormalisation"
-    differs = _BLOCK.replace(
-        " The forget gate of the final configuration is left out: renormalised, it only rescales gamma",
-        " The read is S q as printed, not Phi q; mu and gamma are emitted independently (mu = 1 - gamma lambda in the paper)",
-    ).replace("orthonormal columns, the same for all heads, since", "orthonormal columns, the same for all heads, since")
+    differs = (
+        "one half in the loss; " + _BLOCK + " The read is S q as printed, not Phi q; mu and gamma are emitted independently"
+        " (mu = 1 - gamma lambda in the paper)"
+    )
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), Euclidean(), Scalar("decay"), Step(Per("gamma")), memory=Slots())
     block = Standard(

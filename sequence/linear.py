@@ -36,9 +36,7 @@ class LinearAttention(SequenceLayer):
   archivePrefix={arXiv}
 }"""
     update = StateUpdate(Alignment(), Euclidean(), Identity(), Step(debias=True))
-    block = Standard(
-        conv=0, activation=None, feature_map="elu+1", key_norm=False, output_norm=False, output_gate=None
-    )
+    block = Standard(conv=0, activation=None, feature_map="elu+1", key_norm=False, output_norm=False, output_gate=None)
 
 
 @final
@@ -138,7 +136,9 @@ class GLA(SequenceLayer):
     name = "gla"
     paper = "Gated Linear Attention Transformers with Hardware-Efficient Training (Yang et al. 2023)"
     equation = "section 4.1 (recurrence) and section 4.4 (layer): S_t = Diag(a_t) S_{t-1} + k_t^T v_t, transposed"
-    differs = "RMSNorm per head instead of LayerNorm, no bias in the output gate, q scaled by d_k^(-1/2), all as released"
+    differs = (
+        "RMSNorm per head instead of LayerNorm, no bias in the output gate, q scaled by d_k^(-1/2), all as released"
+    )
     bibtex = """@inproceedings{yang2024gated,
   title={Gated Linear Attention Transformers with Hardware-Efficient Training},
   author={Yang, Songlin and Wang, Bailin and Shen, Yikang and Panda, Rameswar and Kim, Yoon},

@@ -31,9 +31,7 @@ _MIXING = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 class LowRank(nn.Module):
     """W_2 f(W_1 x) + b with W_1 = 0 and W_2 orthogonal (gain 0.1) at first, so that it starts at its bias."""
 
-    def __init__(
-        self, width: int, rank: int, out: int, activation: str | None, bias: bool, factory: Factory
-    ) -> None:
+    def __init__(self, width: int, rank: int, out: int, activation: str | None, bias: bool, factory: Factory) -> None:
         super().__init__()
         self.activation = activation
         self.down = nn.Parameter(torch.empty(rank, width, **factory))

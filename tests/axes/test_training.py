@@ -39,7 +39,7 @@ def small(text: str, **changes: Any) -> Configuration:
         "layers": 1,
         "width": 32,
         "heads": 2,
-        "streams": 2,
+        "streams": 4,
         "context": 24,
         "batch": 4,
         "steps": 12,

@@ -1,0 +1,254 @@
+"""Miras: Moneta, Yaad and Memora, the step of one recursion under three costs and three generating functions.
+
+    theta_t = alpha_t theta_{t-1} - eta_t grad l(W_anchor; k_t, v_t),    W_t = grad h*(theta_t),    y_t = M(W_t; q_t)
+
+            cost                 h                               W = grad h*(theta)
+    Moneta  |e|_3^3              |W|_{4/3}^2 / 2                 sign(theta) |theta|^3 / |theta|_4^2
+    Yaad    Huber, delta_t       |W|_F^2 / 2                     theta
+    Memora  |e|^2 / 2            sum W log W on simplices        c softmax(theta)
+
+e = M(W; k) - v over an MLP memory M(x) = x + LN(W1 gelu(W2 x)) (the paper's), or a matrix. All take their gradients at the
+last multiple of 16 tokens, the paper's chunk form. That is a tuple of its own: the recurrence as the paper states it, with
+the gradient at the previous state, is the same update with `at="prev"`, given to any of the layers as `update=`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+from axes.algorithms import Anchor, Step
+from axes.costs import Huber, HuberSwitch, Lp, SquaredError
+from axes.geometry import Entropic, Euclidean, Lq, LqLiteral
+from axes.memory import MLP
+from axes.monoids import Diagonal, Scalar
+from axes.rates import Per
+from axes.sequence.base import SequenceLayer
+from axes.sequence.blocks import Standard
+from axes.sequence.charts import Capped, LogSigmoid, Softplus
+from axes.state_update import StateUpdate
+
+_PAPER = (
+    "It's All Connected: A Journey Through Test-Time Memorization, Attentional Bias, Retention, and Online Optimization"
+    " (Behrouz, Razaviyayn, Zhong and Mirrokni 2025)"
+)
+_BIBTEX = """@article{behrouz2025its,
+  title={It's All Connected: A Journey Through Test-Time Memorization, Attentional Bias, Retention, and Online
+         Optimization},
+  author={Behrouz, Ali and Razaviyayn, Meisam and Zhong, Peilin and Mirrokni, Vahab},
+  journal={arXiv preprint arXiv:2504.13173},
+  year={2025}
+}"""
+_BLOCK = (
+    "No official code. Gradients at the start of a chunk of 16 (update= takes the at='prev' tuple); the read uses the dual"
+    " state of its own token, exactly. What the paper leaves open: alpha = sigmoid and eta = max * sigmoid of a rank-32"
+    " map, SiLU after the convolutions, an RMSNorm per head before the SiLU gate, a learned initial memory per head"
+)
+_MLP_GATES = "; channel-wise rates act on the rows of W1, their mean on W2, whose rows are hidden units"
+
+_ROWS = Diagonal("decay", side="row")
+_ROW_STEP = Step(Per("eta", "row"), at=Anchor(16))
+_DECAY = ("decay", LogSigmoid(bias=4.0, rank=32))
+_DELTA = ("delta", Softplus(bias=0.5413, rank=32))  # starts at 1
+_ETA_MLP = ("eta", Capped(0.01, scale=0.1, rank=32))
+_ETA_MATRIX = ("eta", Capped(0.1, scale=1.0, rank=32))
+
+# ---- Moneta ------------------------------------------------------------------------------------------------------
+
+_MONETA = (
+    "The printed link lost the factor |theta|^2 of its own derivation (section 4.2.4): this is the gradient of h*, the"
+    " printed one is moneta-literal. The paper's q = 4 is the exponent of the dual norm. The gate is defined in the dual"
+    " space, which the printed hybrid of l_q and l_2 does not produce. Values have unit RMS, since cubic costs diverge on"
+    " large errors. The exact link shortens a step by about sqrt(n / 5) for n entries of a weight: eta and the initial memory"
+    " are that much larger. "
+)
+
+
+@final
+class Moneta(SequenceLayer):
+    """theta = alpha theta - eta grad |M(W; k) - v|_3^3; W = sign(theta) |theta|^3 / |theta|_4^2, M an MLP.
+
+    Source: Miras, eqs. 24-25 with p = 3, q = 4, and the exact link of the l_{4/3} norm.
+    """
+
+    name = "moneta"
+    paper = _PAPER
+    equation = "eqs. 24-25 with p = 3, q = 4; link of section 4.2.4 with its lost factor restored"
+    differs = _MONETA + _BLOCK + _MLP_GATES
+    bibtex = _BIBTEX
+    update = StateUpdate(Lp(3.0), Lq(4.0), _ROWS, _ROW_STEP, memory=MLP())
+    block = Standard(value_norm=True, initial=5.0, charts=(_DECAY, ("eta", Capped(0.1, scale=1.0, rank=32))))
+
+
+@final
+class MonetaMatrix(SequenceLayer):
+    """theta = alpha theta - eta grad |W k - v|_3^3; W = sign(theta) |theta|^3 / |theta|_4^2, over a matrix.
+
+    Source: Miras, eqs. 24-25 and 28-29 (its chunk form is derived for this memory), with the exact link.
+    """
+
+    name = "moneta-matrix"
+    paper = _PAPER
+    equation = "eqs. 24-25, 28-29 with p = 3, q = 4 over a matrix memory; exact link"
+    differs = _MONETA + _BLOCK
+    bibtex = _BIBTEX
+    update = StateUpdate(Lp(3.0), Lq(4.0), _ROWS, _ROW_STEP)
+    block = Standard(value_norm=True, initial=0.1, charts=(_DECAY, ("eta", Capped(0.3, scale=3.0, rank=32))))
+
+
+@final
+class MonetaLiteral(SequenceLayer):
+    """theta = alpha theta - eta grad |M(W; k) - v|_3^3; W = theta / |theta|_4^2, M an MLP: the link as printed.
+
+    Source: Miras, eq. 24 to the letter.
+    """
+
+    name = "moneta-literal"
+    paper = _PAPER
+    equation = "eq. 24 as printed: W = A / |A|_q^(q-2) with p = 3, q = 4"
+    differs = (
+        "Nothing in the recurrence but a floor of 1e-6 under the norm. Values have unit RMS. LN hides the reversed radial"
+        " direction of W1; over a matrix memory this link does not recall. " + _BLOCK + _MLP_GATES
+    )
+    bibtex = _BIBTEX
+    named_operator: ClassVar[str] = (
+        "W = theta / |theta|_4^2 is the gradient of no h*: its Jacobian is not symmetric, and it is homogeneous of degree -1,"
+        " so the laws of h do not apply"
+    )
+    update = StateUpdate(Lp(3.0), LqLiteral(4.0), _ROWS, _ROW_STEP, memory=MLP())
+    block = Standard(value_norm=True, initial=0.02, charts=(_DECAY, _ETA_MLP))
+
+
+# ---- Yaad --------------------------------------------------------------------------------------------------------
+
+_YAAD = (
+    "The coordinate form of Huber's cost (eq. 14), a true gradient that takes a threshold per channel; the printed recurrence"
+    " uses the switch of eq. 16 (yaad-switch). delta = softplus of a rank-32 map, 1 at first. "
+)
+
+
+@final
+class Yaad(SequenceLayer):
+    """W = alpha W - eta grad sum_j H(e_j; delta_j), e = M(W; k) - v, M an MLP.
+
+    Source: Miras, eq. 26 with the cost of eqs. 13-14.
+    """
+
+    name = "yaad"
+    paper = _PAPER
+    equation = "eq. 26 with the coordinate-wise Huber cost of eqs. 13-14"
+    differs = _YAAD + _BLOCK + _MLP_GATES
+    bibtex = _BIBTEX
+    update = StateUpdate(Huber(Per("delta", "row")), Euclidean(), _ROWS, _ROW_STEP, memory=MLP())
+    block = Standard(initial=0.02, charts=(_DECAY, _ETA_MLP, _DELTA))
+
+
+@final
+class YaadMatrix(SequenceLayer):
+    """W = alpha W - eta clip(W k - v, -delta, delta) k^T, over a matrix.
+
+    Source: Miras, eq. 26 with the cost of eqs. 13-14 (its ablation's linear memory).
+    """
+
+    name = "yaad-matrix"
+    paper = _PAPER
+    equation = "eq. 26 with eqs. 13-14 over a matrix memory (table 4, linear memory)"
+    differs = _YAAD + _BLOCK
+    bibtex = _BIBTEX
+    update = StateUpdate(Huber(Per("delta", "row")), Euclidean(), _ROWS, _ROW_STEP)
+    block = Standard(initial=0.02, charts=(_DECAY, _ETA_MATRIX, _DELTA))
+
+
+@final
+class YaadSwitch(SequenceLayer):
+    """W = alpha W - eta J^T r with r = e if |e| <= delta, else delta sign(e); e = M(W; k) - v, M an MLP.
+
+    Source: Miras, eqs. 16 and 26 to the letter.
+    """
+
+    name = "yaad-switch"
+    paper = _PAPER
+    equation = "eqs. 16, 26 as printed"
+    differs = "One half in the l_2 branch; the norm is Euclidean and delta one number per head. " + _BLOCK + _MLP_GATES
+    bibtex = _BIBTEX
+    named_operator: ClassVar[str] = (
+        "the switch is the gradient of no cost: it jumps by a factor sqrt(d) at |e| = delta and its loop work is not 0,"
+        " so the laws of costs do not apply"
+    )
+    update = StateUpdate(HuberSwitch(Per("delta")), Euclidean(), _ROWS, _ROW_STEP, memory=MLP())
+    block = Standard(initial=0.02, charts=(_DECAY, _ETA_MLP, _DELTA))
+
+
+# ---- Memora ------------------------------------------------------------------------------------------------------
+
+_MEMORA = (
+    "Each row is a simplex of mass sqrt(n_in), so that row gates keep the argmin and LN sees a signal (memora-literal has one"
+    " simplex of mass 1). The state is the log-weight, linear inside a chunk: the paper's lag-token scheme, which can leave the"
+    " simplex, is not needed. The text's 'elastic net' is a slip for the KL of its equations. "
+)
+
+
+@final
+class Memora(SequenceLayer):
+    """W = c softmax over rows of (alpha log W - eta grad |M(W; k) - v|^2 / 2), c = sqrt(n_in), M an MLP.
+
+    Source: Miras, eqs. 20-21 and 27, as the linear recursion theta = alpha theta - eta grad of log W.
+    """
+
+    name = "memora"
+    paper = _PAPER
+    equation = "eqs. 20-21, 27 with a softmax per row of mass sqrt(n_in)"
+    differs = _MEMORA + _BLOCK + _MLP_GATES
+    bibtex = _BIBTEX
+    update = StateUpdate(SquaredError(), Entropic("row", None), _ROWS, _ROW_STEP, memory=MLP())
+    block = Standard(initial=1.0, charts=(_DECAY, ("eta", Capped(0.1, scale=1.0, rank=32))))
+
+
+@final
+class MemoraMatrix(SequenceLayer):
+    """W = c softmax over rows of (alpha log W - eta (W k - v) k^T), c = sqrt(d_k), over a matrix.
+
+    Every entry is positive: the read lies between c min q and c max q in each channel.
+    Source: Miras, eqs. 20-21 and 27 over a matrix memory.
+    """
+
+    name = "memora-matrix"
+    paper = _PAPER
+    equation = "eqs. 20-21, 27 over a matrix memory, a softmax per row of mass sqrt(d_k)"
+    differs = _MEMORA + _BLOCK
+    bibtex = _BIBTEX
+    update = StateUpdate(SquaredError(), Entropic("row", None), _ROWS, _ROW_STEP)
+    block = Standard(initial=1.0, charts=(_DECAY, ("eta", Capped(1.0, scale=10.0, rank=32))))
+
+
+@final
+class MemoraLiteral(SequenceLayer):
+    """W = softmax over all entries of (alpha log W - eta grad |M(W; k) - v|^2 / 2), M an MLP.
+
+    Source: Miras, eqs. 20-21 and 27 to the letter.
+    """
+
+    name = "memora-literal"
+    paper = _PAPER
+    equation = "eq. 27 as printed: one softmax over the whole matrix, c = 1"
+    differs = (
+        "alpha and eta are one number per head: channel-wise ones would leave the simplex's geometry. The pre-norm output has"
+        " a variance near 1e-15 at width 64, which LN with its usual eps would silence: eps is 1e-24. " + _BLOCK
+    )
+    bibtex = _BIBTEX
+    update = StateUpdate(
+        SquaredError(), Entropic("whole"), Scalar("decay"), Step(Per("eta"), at=Anchor(16)), memory=MLP(eps=1e-24)
+    )
+    block = Standard(initial=1.0, charts=(_DECAY, _ETA_MLP))
+
+
+MIRAS = (
+    Moneta,
+    MonetaMatrix,
+    MonetaLiteral,
+    Yaad,
+    YaadMatrix,
+    YaadSwitch,
+    Memora,
+    MemoraMatrix,
+    MemoraLiteral,
+)

@@ -1,0 +1,364 @@
+"""What every sequence layer promises, whatever its tuple: the classes of `axes.sequence.ALL`, in float64."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from axes.algorithms import Anchor
+from axes.errors import IllegalUpdate, ShapeError
+from axes.memory import List
+from axes.sequence import ALL, DeltaNet, GatedDeltaNet, LinearAttention, SequenceLayer, SoftmaxAttention, layer
+from axes.state_update import StateUpdate
+
+D, HEADS, B, T = 12, 2, 2, 9
+TOLERANCE = 1e-10
+
+every_layer = pytest.mark.parametrize("cls", ALL, ids=lambda c: c.name)
+
+
+def make(cls: type[SequenceLayer], dtype: torch.dtype = torch.float64, **options: Any) -> SequenceLayer:
+    """A layer whose parameters have all left their initial values: zero weights would hide what hangs on them."""
+    made = cls(D, heads=HEADS, dtype=dtype, **options)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return made
+
+
+def tokens(length: int = T, batch: int = B, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(batch, length, D, dtype=dtype)
+
+
+def length_of(cls: type[SequenceLayer]) -> int:
+    """Long enough to pass an anchor."""
+    at = cls.update.parts()[3].at
+    return at.every + 3 if isinstance(at, Anchor) else T
+
+
+def gap(a: Any, b: Any) -> float:
+    """The largest difference of two nested tuples of tensors; infinite where they are not alike."""
+    (xs, form), (ys, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    if form != other or any(x.shape != y.shape for x, y in zip(xs, ys, strict=True)):
+        return float("inf")
+    gaps = [0.0]
+    for x, y in zip(xs, ys, strict=True):
+        same = torch.where(x == y, torch.zeros_like(x), (x - y).abs())  # equal infinities differ by zero
+        gaps += [same.max().item()] if same.numel() else []
+    return max(gaps)
+
+
+def steps(module: SequenceLayer, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+    outputs = []
+    for t in range(x.shape[1]):
+        y, state = module.step(x[:, t], state)
+        outputs.append(y)
+    return torch.stack(outputs, 1), state
+
+
+def gradients(module: SequenceLayer, x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y, _ = module(x)
+    return list(torch.autograd.grad((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum(), [x, *module.parameters()]))
+
+
+# ---- the two forms ------------------------------------------------------------------------------------------------
+
+
+@every_layer
+def test_forward_is_the_recurrence(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls), tokens(length_of(cls))
+    with torch.no_grad():
+        assert gap(module(x), steps(module, x)) < TOLERANCE
+
+
+@every_layer
+def test_the_reference_agrees_with_every_gradient(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls), tokens(length_of(cls))
+    found = gradients(module, x)
+    module.implementation = "reference"
+    for a, b in zip(found, gradients(module, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+@every_layer
+def test_a_split_sequence_continues(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls), tokens(length_of(cls))
+    with torch.no_grad():
+        y, end = module(x)
+        for cut in (1, 4):
+            first, state = module(x[:, :cut])
+            kept = pytree.tree_map(torch.clone, state)
+            second, last = module(x[:, cut:], state)
+            assert gap((torch.cat((first, second), 1), last), (y, end)) < TOLERANCE
+            assert gap(state, kept) == 0, "the state that was passed in has changed"
+
+
+@every_layer
+def test_no_output_sees_the_future(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls), tokens(length_of(cls))
+    for t in (1, x.shape[1] - 2):
+        x = x.detach().requires_grad_()
+        y, _ = module(x)
+        (before,) = torch.autograd.grad(y[:, :t].square().sum(), x)
+        assert before[:, t:].abs().max() == 0 and before[:, :t].abs().max() > 0
+        changed = x.detach().clone()
+        changed[:, t] += 1
+        with torch.no_grad():
+            other, _ = module(changed)
+        assert torch.equal(other[:, :t], y[:, :t])
+        assert (other[:, t:] - y[:, t:]).abs().amax((0, 2)).min() > 0
+
+
+@every_layer
+def test_gradients_reach_the_input_and_every_parameter(cls: type[SequenceLayer]) -> None:
+    module = make(cls)
+    names = ["x", *(n for n, _ in module.named_parameters())]
+    for name, g in zip(names, gradients(module, tokens(length_of(cls))), strict=True):
+        assert g.isfinite().all() and g.abs().max() > 0, name
+
+
+@every_layer
+@pytest.mark.parametrize("length", [0, 1])
+def test_short_sequences(cls: type[SequenceLayer], length: int) -> None:
+    module, x = make(cls), tokens()
+    with torch.no_grad():
+        y, state = module(x[:, :length])
+        assert y.shape == (B, length, D)
+        assert gap(module(x[:, length:], state)[0], module(x)[0][:, length:]) < TOLERANCE
+
+
+# ---- padding and packing ------------------------------------------------------------------------------------------
+
+
+@every_layer
+def test_padding_is_skipped_wherever_it_stands(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls), tokens(batch=3)
+    mask = torch.ones(3, T, dtype=torch.bool)
+    mask[0, :3] = mask[1, 6:] = mask[1, 2] = False
+    with torch.no_grad():
+        y, state = module(x, mask=mask)
+        assert y[~mask].abs().max() == 0
+        for b in range(3):
+            alone, end = module(x[b : b + 1, mask[b]])
+            assert gap(y[b : b + 1, mask[b]], alone) < TOLERANCE
+            if state is not None:
+                more, single = tokens(3, 3), end
+                assert gap(module(more, state)[0][b], module(more[b : b + 1], single)[0][0]) < TOLERANCE
+
+
+@every_layer
+def test_equal_lengths_always_leave_a_state(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls), tokens()
+    mask = torch.ones(B, T, dtype=torch.bool)
+    mask[0, :2] = mask[1, -2:] = False
+    with torch.no_grad():
+        _, state = module(x, mask=mask)
+        assert gap(state, module(torch.stack((x[0, 2:], x[1, :-2])))[1]) < TOLERANCE
+
+
+@every_layer
+def test_packed_sequences_do_not_meet(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls), tokens(12, 1)
+    ends = [0, 5, 5, 8, 12]
+    with torch.no_grad():
+        y, state = module(x, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
+        for n, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
+            alone, end = module(x[:, a:b])
+            assert gap(y[:, a:b], alone) < TOLERANCE
+            if state is not None:
+                more = tokens(2, 4)
+                assert gap(module(more, state)[0][n], module(more[n : n + 1], end)[0][0]) < TOLERANCE
+
+
+def test_gradients_pass_through_padding() -> None:
+    module, x = make(GatedDeltaNet), tokens(batch=1).requires_grad_()
+    y, _ = module(torch.cat((tokens(2, 1), x), 1), mask=torch.arange(T + 2)[None] >= 2)
+    (padded,) = torch.autograd.grad(y.square().sum(), x)
+    (alone,) = torch.autograd.grad(module(x)[0].square().sum(), x)
+    torch.testing.assert_close(padded, alone)
+
+
+# ---- what torch.nn users expect -----------------------------------------------------------------------------------
+
+
+@every_layer
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_device_and_dtype_keywords(cls: type[SequenceLayer], dtype: torch.dtype) -> None:
+    module = cls(D, heads=HEADS, device="cpu", dtype=dtype)
+    assert {p.dtype for p in module.parameters()} == {dtype}
+    y, _ = module(tokens(5, dtype=dtype))
+    assert y.dtype == dtype and y.isfinite().all()
+
+
+@every_layer
+def test_a_layer_made_on_meta_is_filled_by_reset_parameters(cls: type[SequenceLayer]) -> None:
+    module = cls(D, heads=HEADS, device="meta", dtype=torch.float64)
+    assert {p.device.type for p in module.parameters()} == {"meta"}
+    module = module.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in [*module.parameters(), *module.buffers()]:
+            p.fill_(torch.nan)
+    module.reset_parameters()
+    assert module(tokens())[0].isfinite().all()
+
+
+@every_layer
+def test_reset_parameters_follows_the_seed_and_the_constructor(cls: type[SequenceLayer]) -> None:
+    fresh, module = cls(D, heads=HEADS, dtype=torch.float64), make(cls)
+    torch.manual_seed(3)
+    module.reset_parameters()
+    first = copy.deepcopy(module.state_dict())
+    torch.manual_seed(3)
+    module.reset_parameters()
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, first[name]), name
+    for (name, p), q in zip(fresh.named_parameters(), module.parameters(), strict=True):
+        constant = p.numel() > 1 and p.std() == 0
+        assert torch.equal(p, q) if constant else 0.3 < (q.norm() + 1e-3) / (p.norm() + 1e-3) < 3, name
+
+
+@every_layer
+def test_repr_names_sizes_and_tuple(cls: type[SequenceLayer]) -> None:
+    module = cls(D, heads=HEADS)
+    assert f"d_model={D}, heads={HEADS}" in repr(module) and repr(module.update) in repr(module)
+
+
+@every_layer
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(cls: type[SequenceLayer], dtype: torch.dtype) -> None:
+    module, x = make(cls, torch.float32), tokens(dtype=torch.float32)
+    exact, _ = module(x)
+    with torch.autocast("cpu", dtype):
+        y, state = module(x)
+        one, _ = module.step(x[:, 0], None)
+        loss = y.float().square().mean()
+    loss.backward()
+    assert y.dtype.is_floating_point and y.isfinite().all() and one.isfinite().all()
+    assert (y - exact).norm() < 0.1 * exact.norm()
+    assert all(leaf.dtype != dtype for leaf in pytree.tree_leaves(state.memory)), "the recurrence keeps float32"
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+
+
+@every_layer
+def test_state_detaches_and_survives_a_file(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls), tokens()
+    _, state = module(x[:, :5])
+    detached = pytree.tree_map(torch.detach, state)
+    assert not any(leaf.requires_grad for leaf in pytree.tree_leaves(detached))
+    with io.BytesIO() as file:
+        torch.save(detached, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+    assert gap(loaded, detached) == 0
+    assert gap(module(x[:, 5:], loaded), module(x[:, 5:], state)) == 0
+
+
+@every_layer
+def test_state_does_not_grow_unless_it_is_a_list(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls), tokens()
+    sizes = [sum(leaf.numel() for leaf in pytree.tree_leaves(module(x[:, :n])[1])) for n in (3, 9)]
+    assert (sizes[0] == sizes[1]) != isinstance(cls.update.parts()[4], List)
+
+
+@every_layer
+def test_checkpointing_gives_the_same_gradients(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls), tokens()
+    plain = gradients(module, x)
+    module.checkpoint = True
+    for a, b in zip(plain, gradients(module, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@every_layer
+def test_copies_and_pickles(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls), tokens()
+    y, _ = module(x)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(twin(x)[0], y) and twin.update == module.update
+    twin = cls(D, heads=HEADS, dtype=torch.float64)
+    twin.load_state_dict(module.state_dict())
+    assert torch.equal(twin(x)[0], y)
+
+
+@pytest.mark.parametrize("cls", [LinearAttention, GatedDeltaNet, SoftmaxAttention], ids=lambda c: c.name)
+def test_compiles(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls, torch.float32), tokens(dtype=torch.float32)
+    compiled = torch.compile(module, backend="aot_eager")
+    for a, b in zip(gradients(module, x), gradients(compiled, x), strict=True):
+        torch.testing.assert_close(a, b)
+    _, state = compiled(x)
+    torch.testing.assert_close(compiled(x, state)[0], module(x, state)[0])
+    torch.compiler.reset()
+
+
+# ---- declarations -------------------------------------------------------------------------------------------------
+
+
+@every_layer
+def test_declaration(cls: type[SequenceLayer]) -> None:
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", cls.name)
+    assert cls.__doc__ and isinstance(cls.update, StateUpdate)
+    for text in (cls.paper, cls.equation, cls.differs):
+        assert text.strip() == text != ""
+    assert re.match(r"@\w+\{\w+,\n", cls.bibtex) and cls.bibtex.count("{") == cls.bibtex.count("}")
+    for field in ("author", "title", "year"):
+        assert re.search(rf"^\s+{field}=\{{", cls.bibtex, re.MULTILINE), field
+
+
+def test_names_are_unique() -> None:
+    names = [cls.name for cls in ALL]
+    assert isinstance(ALL, tuple) and len(names) == len(set(names)) == len(set(ALL))
+
+
+# ---- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda m: m(torch.zeros(2, 3, 4, dtype=torch.float64)), r"x must be \(B, T, D\) with D = 12, got \(2, 3, 4\)"),
+        (lambda m: m(tokens()[0]), r"x must be \(B, T, D\)"),
+        (lambda m: m.step(tokens()), r"x must be \(B, D\)"),
+        (lambda m: m(tokens(dtype=torch.float32)), "x is torch.float32, the layer torch.float64"),
+        (lambda m: m(tokens().to("meta")), "x is on meta, the layer on cpu"),
+        (lambda m: m(tokens(), mask=torch.ones(2, 3, dtype=torch.bool)), r"mask must be \(B, T\) = \(2, 9\), got \(2, 3\)"),
+        (lambda m: m(tokens(), mask=torch.ones(B, T)), "mask must be boolean"),
+        (lambda m: m(tokens(), cu_seqlens=torch.tensor([0, 9], dtype=torch.int32)), "packed input has B = 1, got 2"),
+        (lambda m: m(tokens(9, 1), cu_seqlens=torch.tensor([0, 9])), "cu_seqlens must be int32"),
+        (lambda m: m(tokens(9, 1), cu_seqlens=torch.tensor([0, 8], dtype=torch.int32)), "must rise from 0 to T = 9"),
+        (lambda m: m(tokens(9, 1), cu_seqlens=torch.tensor([0, 7, 3, 9], dtype=torch.int32)), "must rise"),
+        (
+            lambda m: m(tokens(), mask=torch.ones(B, T, dtype=torch.bool), cu_seqlens=torch.tensor([0, 9])),
+            "mask or cu_seqlens, not both",
+        ),
+        (lambda m: m(tokens(), m.init_state(3, dtype=torch.float64)), "state of 3 sequences for 2"),
+    ],
+)
+def test_bad_input_is_named(call: Any, complaint: str) -> None:
+    with pytest.raises(ShapeError, match=complaint):
+        call(make(DeltaNet))
+
+
+def test_bad_sizes_are_named() -> None:
+    with pytest.raises(ShapeError, match="d_model=12 is not a multiple of heads=5"):
+        DeltaNet(12, heads=5)
+    assert DeltaNet(12, heads=5, d_k=4, d_v=3)(torch.randn(1, 2, 12))[0].shape == (1, 2, 12)
+    for sizes in ({"d_model": 0}, {"heads": 0}, {"d_k": -1}, {"d_v": 0}):
+        with pytest.raises(ShapeError, match="must be at least 1"):
+            DeltaNet(**{"d_model": 12, "heads": 2, **sizes})
+
+
+def test_a_tuple_without_keys_is_no_layer() -> None:
+    from axes.costs import Given
+
+    with pytest.raises(IllegalUpdate, match="needs keys"):
+        layer(StateUpdate(Given()))(D)
