@@ -70,11 +70,11 @@ def example(
 
     signal: dict[str, Tensor | float] = {}
     for name in sorted({"q", *(("k", "v") if keyed else ("g",))}.union(*(u.signals() for u in updates))):
-        x = draw(name, {"v": (d_v,), "g": (d_v, d_k)}.get(name, (d_k,)))
+        x = draw(name, {"v": (d_v,), "e": (d_v,), "g": (d_v, d_k)}.get(name, (d_k,)))
         # keys have unit length; the other vectors of a transition are small enough that products of many stay so
         unit = name == "k" or name.startswith(("w", "mutated_w"))
         if name == "v":  # errors from well inside to well outside any threshold
-            x = x * torch.exp(draw("size of v", (1,)))
+            x = x * torch.exp(1.5 * draw("size of v", (1,)) - 1)
         signal[name] = torch.nn.functional.normalize(x, dim=-1) if unit else x if name in ("v", "q", "g") else 0.3 * x
     for rate in {rate for update in updates for rate in update.demands()}:
         x = draw(rate.name, shapes[rate.shape])
@@ -134,6 +134,7 @@ def error(a: object, b: object) -> float:
         return float("inf")
     for x, y in zip(first, second, strict=True):
         if x.numel() and x.is_floating_point():
+            x, y = x.detach(), y.detach()
             gap = (x - y).abs().max() / y.abs().max().clamp_min(1)
             worst = max(worst, float(torch.nan_to_num(gap, nan=torch.inf)))
         elif not torch.equal(x, y):
@@ -395,9 +396,10 @@ def _moves(
     update: StateUpdate, mutated: StateUpdate, known: dict[tuple[int, ...], Tensor]
 ) -> Literal["moved", "refused", "still"]:
     """known: the trajectories of `update` by the shape of its data, for all its neighbours."""
-    slow = any(u.parts()[3].at == "new" and not u.parts()[1].is_identity for u in (update, mutated))
-    signal = example(update, mutated, batch=(1,), length=2 if slow else 7)
-    shape = _sizes(signal)
+    # signs of a parameter's step change late; a proximal step on a curved h is solved for, and dear
+    length = 2 if _solves(update) else 1 if _solves(mutated) else 7 if update.parts()[4].keyed else 20
+    signal = example(update, mutated, batch=(1,), length=length)
+    shape = (length, *_sizes(signal))
     if shape not in known:
         known[shape] = trajectory(update, signal)[0]
     before = known[shape]
@@ -406,6 +408,10 @@ def _moves(
     except AxesError:  # shapes that only the data can tell
         return "refused"
     return "moved" if not error(after, before) < MOVES else "still"
+
+
+def _solves(update: StateUpdate) -> bool:
+    return update.parts()[3].at == "new" and not update.parts()[1].is_identity
 
 
 def _sizes(signal: Mapping[str, Tensor | float]) -> tuple[int, ...]:
@@ -429,7 +435,7 @@ def _changes(value: object, hint: object) -> Iterator[_Change]:
     elif isinstance(value, int):
         yield _Change(str(value + 1), value + 1, None)
     elif isinstance(value, float):
-        new = 0.7 * value if value else 0.3
+        new = 0.7 * value if abs(value) > 1e-6 else 0.3
         yield _Change(f"{new:g}", new, None)
     elif isinstance(value, str):
         yield _Change(f"mutated_{value}", f"mutated_{value}", None)
@@ -437,9 +443,9 @@ def _changes(value: object, hint: object) -> Iterator[_Change]:
         yield _Change("0.7", 0.7, None)
     elif isinstance(value, tuple):
         for i, item in enumerate(value):
-            for path, new, gauge in _changes(item, object):
-                refused = isinstance(new, IllegalUpdate)
-                yield _Change(f"[{i}] {path}", new if refused else (*value[:i], new, *value[i + 1 :]), gauge)
+            for path, changed, gauge in _changes(item, object):
+                refused = isinstance(changed, IllegalUpdate)
+                yield _Change(f"[{i}] {path}", changed if refused else (*value[:i], changed, *value[i + 1 :]), gauge)
 
 
 def _field_changes(owner: Declared) -> Iterator[_Change]:
@@ -523,6 +529,13 @@ def _debiased_rate(a: StateUpdate, b: StateUpdate) -> bool:
     return _only_rate(a, b) and step.debias and step.read is None
 
 
+def _trust_ratio(a: StateUpdate, b: StateUpdate) -> bool:
+    h, first, second = a.parts()[1], a.parts()[3], b.parts()[3]
+    if not isinstance(h, geometry.TrustRatio) or not (h.base.linear or h.base.scale_free):
+        return False
+    return a.parts()[:3] == b.parts()[:3] and _same_but(first, second, "debias") and first.read is None
+
+
 def _scale_free_rate(a: StateUpdate, b: StateUpdate) -> bool:
     step = a.parts()[3]
     return _only_rate(a, b) and a.parts()[1].scale_free and step.lazy and step.read is None and step.start == "zero"
@@ -563,6 +576,17 @@ def _links(monoid: Monoid) -> Iterator[Geometry]:
         yield from _links(part)
 
 
+def _sign_of_error(a: StateUpdate, b: StateUpdate) -> bool:
+    """Another cost of the error whose drive goes through a memoryless sign first."""
+    via = a.parts()[3].via
+    if not via or isinstance(via[0], Sum) or a.parts()[1:] != b.parts()[1:]:
+        return False
+    _, h, monoid, _, _ = via[0].parts()  # type: ignore[union-attr]
+    errors = (costs.SquaredError, costs.Lp, costs.Huber, costs.HuberSwitch, costs.RobustShift)
+    of_error = all(isinstance(u.cost, errors) and not u.cost.encode for u in (a, b))
+    return isinstance(h, geometry.SignBall) and isinstance(monoid, monoids.Zero) and of_error
+
+
 def _list_is_matrix(a: StateUpdate, b: StateUpdate) -> bool:
     kinds = {type(a.memory), type(b.memory)}
     scales = {m.scale for m in (a.memory, b.memory) if isinstance(m, List)}
@@ -591,6 +615,16 @@ GAUGES: tuple[Gauge, ...] = (
         "rate of a linear filter before a scale-free h",
         _scale_free_ahead,
         "linear filters pass a constant positive factor on, and the first scale-free h behind them drops it",
+    ),
+    Gauge(
+        "bias under a trust ratio",
+        _trust_ratio,
+        "the ratio |W| / |direction| removes every factor of a linear direction; only at W = 0 is it left in",
+    ),
+    Gauge(
+        "cost before a memoryless sign",
+        _sign_of_error,
+        "every cost of the error e has a gradient with the signs of e: sign(-r k^T) is the same for all of them",
     ),
     Gauge(
         "numerical-only fields",

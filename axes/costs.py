@@ -40,9 +40,9 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x / |x|; 0 with all derivatives 0 at x = 0."""
+    """x / |x|; finite, with finite derivatives, at x = 0, where every caller selects another branch."""
     norm = _norm(x)
-    return torch.where(norm > 0, x / torch.where(norm > 0, norm, 1.0), 0.0)
+    return x / torch.where(norm > 0, norm, 1.0)
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
@@ -264,7 +264,7 @@ class Lp(_ErrorCost):
             return f * e / (1 + f * c)
         if self.smooth is None and p == 1:
             inner, positive = _over(e, c)
-            return torch.where(positive & (inner.abs() <= f), inner, f * e.sign())
+            return torch.where(positive & (inner.abs() <= 1), inner, e.sign())
         if self.smooth is None and p < 2:  # in r: the slope is not smooth, but its inverse is
 
             def by_residual(r: Tensor) -> Tensor:

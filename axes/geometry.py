@@ -104,7 +104,7 @@ class Entropic(Geometry):
         return (w * self.dual(w)).sum(self._leaf(w))
 
     def divergence(self, w: Tensor, other: Tensor) -> Tensor:
-        # Kullback-Leibler: the linear term of equal masses cancels exactly.
+        # Generalised Kullback-Leibler: not negative even where rounding leaves the masses unequal.
         return (w * (self.dual(w) - self.dual(other)) - w + other).sum(self._leaf(w))
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from axes.algorithms import Anchor, Step, Sum
 from axes.costs import Alignment, Cost, Linear
 from axes.errors import IllegalUpdate
-from axes.geometry import Entropic, Geometry
-from axes.memory import Entries, LayerNormMatrix, List, Memory, MLP, Slots
+from axes.geometry import Entropic, Geometry, Whiten
+from axes.memory import Entries, LayerNormMatrix, List, Matrix, Memory, MLP, Slots
 from axes.monoids import Decay, Diagonal, Identity, Monoid, Product
 from axes.rates import Per, rate_shape
 
@@ -71,6 +71,8 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
             yield f"an implicit step needs a memory whose prediction is linear, not {type(memory).__name__}"
         if cost.encode:
             yield "an implicit step on the encoding cost is not defined here: use an explicit one"
+        if isinstance(cost.ridge, Per) or cost.ridge != 0.0:
+            yield "an implicit step has no explicit ridge: gate the state instead"
         if isinstance(memory, Entries) and not h.is_identity:
             yield "entry-wise memory takes the implicit step only with Euclidean h"
     if cost.encode and (isinstance(memory, Entries | LayerNormMatrix | MLP | List)):
@@ -81,7 +83,11 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
         yield f"{type(memory).__name__} memory takes scalar or row rates"
     if isinstance(memory, Entries) and any(isinstance(rate, Per) for rate in cost.rates() if rate != cost.ridge):
         yield f"entry-wise memory has d_v x d_k errors: {type(cost).__name__} takes constant parameters there"
+    if isinstance(memory, MLP) and rate_shape(cost.ridge) != "scalar":
+        yield "the leaves of MLP memory have different shapes: its ridge is a scalar"
     if isinstance(memory, List):
+        if isinstance(cost.ridge, Per) or cost.ridge != 0.0:
+            yield "a ridge pulls on every stored pair: gate a list memory instead"
         if step.start == "first":
             yield "start='first' replaces the state by a drive: a list memory has nothing to replace"
         if not h.is_identity and getattr(h, "axis", "row") != "row":
@@ -99,8 +105,12 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     if step.debias and h.scale_free and not memory.keyed and kinds <= {"scalar", "zero"}:
         yield f"debias has no effect: {type(h).__name__} drops the factor it divides by"
     unit = not isinstance(step.rate, Per) and step.rate == 1.0
-    if step.start == "first" and isinstance(cost, Linear) and unit:
-        yield "start='first' has no effect: at rate 1 a filter starts at its first drive anyway"
+    if step.start == "first" and unit and (isinstance(cost, Linear) or isinstance(memory, Matrix | LayerNormMatrix | Entries)):
+        yield "start='first' has no effect: at rate 1 an empty memory starts at its first drive anyway"
+    if not step.lazy and kinds == {"zero"} and step.read is None:
+        yield "lazy=False has no effect: the zero monoid keeps nothing of either state"
+    if isinstance(memory, Entries) and cost.curvature == "none":
+        yield f"entry-wise memory has no effect: {type(cost).__name__} makes no prediction, use Matrix()"
     if any(isinstance(p, Decay) and p.independent for p in factors(monoid)) and unit:
         yield "Decay(independent=True) has no effect at rate 1: leave it out"
     if step.debias:
@@ -131,6 +141,31 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     for s in h.stats:
         if not isinstance(s.cost, Linear):
             yield f"a statistic's cost must be Linear(of=...), got {s.cost!r}"
+        elif _SIDE_OF.get(s.cost.of) in ("rows", "columns"):
+            inner = s.parts()
+            if not gates(inner[2]) <= {"identity", "zero", "scalar"} or rate_shape(inner[3].rate) != "scalar":
+                yield f"a statistic {s.cost!r} is a square matrix of its own size: it takes scalar gates and rates"
+        if s.parts()[3].read is not None:
+            yield "a statistic is what its state holds: it has no read point"
+    for whiten in _whitenings(h):
+        for s, side in zip(whiten.stats, _SIDES[whiten.kind], strict=True):
+            if _SIDE_OF.get(getattr(s.cost, "of", ""), side) != side:
+                yield f"Whiten(kind={whiten.kind!r}) takes a statistic of the {side} here, not {s.cost!r}"
+
+
+# What a statistic has the shape of, and what each whitening divides by.
+_SIDE_OF = {"drive": "entries", "square": "entries"} | dict.fromkeys(("left", "value", "error"), "rows")
+_SIDE_OF |= dict.fromkeys(("right", "key"), "columns")
+_SIDES = {"diagonal": ("entries",), "kronecker": ("rows", "columns"), "right": ("columns",), "full": ("whole",)}
+
+
+def _whitenings(h: Geometry) -> Iterator[Whiten]:
+    """The whitenings in a geometry, wrapped ones included."""
+    if isinstance(h, Whiten):
+        yield h
+    for name in ("base", "inner", "outer"):
+        if isinstance(inner := getattr(h, name, None), Geometry):
+            yield from _whitenings(inner)
 
 
 def factors(monoid: Monoid) -> tuple[Monoid, ...]:

@@ -145,8 +145,7 @@ class Entries(Memory):
         return leaves[0] * x[..., None, :]
 
     def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
-        each = r if r.ndim > x.ndim else r[..., None]  # a cost that needs no prediction sees one error per row
-        return (each * x[..., None, :],)
+        return (r * x[..., None, :],)
 
     def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
         return (leaves[0] @ q[..., None])[..., 0]

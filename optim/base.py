@@ -124,7 +124,6 @@ class Optimizer(torch.optim.Optimizer):
         self._roles: Roles = {}
         self._layers: Layers | None = None
         model = params if isinstance(params, nn.Module) else options.get("model")
-        self._model_known = model is not None
         self.update = self._update(self._rule_defaults[main])
         reads_layers = self.watches_layers and needs_layers(self.update)
         if model is not None:
@@ -240,6 +239,8 @@ class Optimizer(torch.optim.Optimizer):
         entries = [(name, p) if name is not None else p for name, p in named]
         super().add_param_group({**group, "params": entries})
         added = self.param_groups[-1]
+        if rule == next(iter(self._rules)) and self._layers is not None:
+            self._layers.weights.update(added["params"])
         for key in self.defaults:  # super() fills in the main rule's hyperparameters
             if key not in defaults and key not in options:
                 added.pop(key, None)
@@ -436,7 +437,12 @@ class Optimizer(torch.optim.Optimizer):
             return {}
         if self._layers is None:
             raise AxesError(f"{type(self).__name__}: a copy has no hooks on the model: construct it from the model")
-        return self._layers.signal(parameter, self._label(parameter), sign, self._reduction)
+        if parameter not in self._layers.found:
+            raise AxesError(
+                f"no layer inputs were collected for {self._label(parameter)}: its nn.Linear must be called, and its "
+                "output differentiated, between two steps (and after the optimizer was constructed)"
+            )
+        return self._layers.found[parameter].signal(sign, self._reduction)
 
     def _label(self, parameter: Tensor) -> str:
         for i, group in enumerate(self.param_groups):
@@ -507,7 +513,7 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("update", "_rules", "_rule_defaults", "_check_finite", "_reduction", "_roles", "_model_known")
+        kept = ("update", "_rules", "_rule_defaults", "_check_finite", "_reduction", "_roles")
         return {**super().__getstate__(), **{key: getattr(self, key) for key in kept}, "_layers": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -588,4 +594,3 @@ def report(model: nn.Module, optimizer: Optimizer) -> Report:
     order = {parameter: i for i, parameter in enumerate(names)}
     pairs = sorted(zip(parameters, rows, strict=True), key=lambda pair: order.get(pair[0], len(order)))
     return Report(tuple(dataclasses.replace(row, name=names.get(p, row.name)) for p, row in pairs))
-

@@ -66,7 +66,7 @@ class SGD(Optimizer):
   booktitle = {International Conference on Machine Learning},
   year = {2013}
 }"""
-    default_lr: ClassVar[float] = 0.1
+    default_lr: ClassVar[float] = 0.3
 
     def __init__(
         self,
@@ -130,20 +130,24 @@ class Adam(Optimizer):
         params: a model, named parameters, parameters or groups.
         lr, betas, eps, weight_decay: as in torch.optim.Adam.
 
-    Source: Kingma and Ba 2015, algorithm 1. Differs: nothing (eps is outside the root and the bias correction).
+    Source: Kingma and Ba 2015, algorithm 1. Differs: the bias correction is the average's response to a unit gradient,
+    which is 1 - beta^t for constant betas and stays exact when a schedule changes them (torch takes the current beta).
     """
 
     name: ClassVar[str] = "adam"
     paper: ClassVar[str] = "Kingma and Ba 2015"
     equation: ClassVar[str] = "algorithm 1"
-    differs: ClassVar[str] = "nothing; weight decay, which the paper does not have, is coupled as in torch.optim.Adam"
+    differs: ClassVar[str] = (
+        "weight decay, which the paper does not have, is coupled as in torch.optim.Adam; the bias correction stays "
+        "exact when betas are scheduled"
+    )
     bibtex: ClassVar[str] = """@inproceedings{kingma2015adam,
   title = {Adam: A Method for Stochastic Optimization},
   author = {Kingma, Diederik P. and Ba, Jimmy},
   booktitle = {International Conference on Learning Representations},
   year = {2015}
 }"""
-    default_lr: ClassVar[float] = 1e-3
+    default_lr: ClassVar[float] = 3e-3
 
     def __init__(
         self,
@@ -204,8 +208,7 @@ class AdamW(Optimizer):
     @staticmethod
     def declare(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> StateUpdate:
         """The tuple."""
-        step = Step(LR, via=(adam_filter(betas, eps),))
-        return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=step)
+        return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=(adam_filter(betas, eps),)))
 
     update = declare()
 
@@ -233,7 +236,7 @@ class Lion(Optimizer):
   booktitle = {Advances in Neural Information Processing Systems},
   year = {2023}
 }"""
-    default_lr: ClassVar[float] = 3e-4
+    default_lr: ClassVar[float] = 1e-3
 
     def __init__(
         self,

@@ -67,26 +67,19 @@ class Products:
 
 @final
 class Layers:
-    """The hooks on a model's nn.Linear modules whose weights are in `weights`."""
+    """The hooks on a model's nn.Linear modules; they record for the weights that are in `weights`."""
 
     def __init__(self, model: nn.Module, weights: Collection[Tensor], record: type[Examples] | type[Products]) -> None:
         self.found: dict[Tensor, Examples | Products] = {}
         self._record = record
         self._observing = False
+        self.weights = set(weights)
         for module in model.modules():
-            if isinstance(module, nn.Linear) and any(module.weight is w for w in weights):
+            if isinstance(module, nn.Linear):
                 module.register_forward_hook(self._forward)
 
     def clear(self) -> None:
         self.found.clear()
-
-    def signal(self, weight: Tensor, name: str, sign: float, reduction: Reduction) -> dict[str, Tensor]:
-        if weight not in self.found:
-            raise AxesError(
-                f"no layer inputs were collected for {name}: its nn.Linear must be called, and its output "
-                "differentiated, between two steps (and after the optimizer was constructed)"
-            )
-        return self.found[weight].signal(sign, reduction)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -97,9 +90,9 @@ class Layers:
             self._observing = False
 
     def _forward(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if not output.requires_grad:
-            return
         assert isinstance(module, nn.Linear)
+        if not output.requires_grad or module.weight not in self.weights:
+            return
         weight, bias, x = module.weight, module.bias, args[0].detach()
         response = (output if bias is None else output - bias).detach()
 

@@ -73,7 +73,7 @@ class Muon(Optimizer):
   year = {2024},
   url = {https://kellerjordan.github.io/posts/muon/}
 }"""
-    default_lr: ClassVar[float] = 3e-3
+    default_lr: ClassVar[float] = 2e-2
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Shampoo(Optimizer):
   booktitle = {International Conference on Machine Learning},
   year = {2018}
 }"""
-    default_lr: ClassVar[float] = 2e-2
+    default_lr: ClassVar[float] = 0.1
 
     def __init__(
         self,
@@ -183,9 +183,7 @@ class Shampoo(Optimizer):
         super().__init__(params, rules, {"shampoo": own, "adamw": auxiliary}, **options)
 
     @staticmethod
-    def declare(
-        betas: tuple[float, float] = (0.9, 1.0), exponent: float = 0.25, eps: float = 1e-12
-    ) -> StateUpdate:
+    def declare(betas: tuple[float, float] = (0.9, 1.0), exponent: float = 0.25, eps: float = 1e-12) -> StateUpdate:
         """The tuple."""
         unit("Shampoo", beta1=betas[0])
         if betas[1] == 1.0:

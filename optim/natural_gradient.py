@@ -73,7 +73,7 @@ class NaturalGradient(Optimizer):
   booktitle = {International Conference on Machine Learning},
   year = {2015}
 }"""
-    default_lr: ClassVar[float] = 1e-2
+    default_lr: ClassVar[float] = 0.1
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class NaturalGradient(Optimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         reduction: Literal["mean", "sum"] = "mean",
-        aux_lr_scale: float = 0.3,
+        aux_lr_scale: float = 0.2,
         aux_betas: tuple[float, float] = (0.9, 0.95),
         aux_eps: float = 1e-8,
         aux_weight_decay: float = 0.0,

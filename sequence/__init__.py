@@ -6,11 +6,25 @@ if __name__ != "axes.sequence":
 from axes.sequence.attention import ALiBi, FoX, PaTH, RoPE, SoftmaxAttention
 from axes.sequence.base import LayerState, SequenceLayer, layer
 from axes.sequence.delta import DeltaNet, DeltaNetReflective, GatedDeltaNet, GatedDeltaNetPrev
+from axes.sequence.lattice import LatticeDec, LatticeEnc, LatticeOSR, LatticeSim
 from axes.sequence.linear import GLA, LinearAttention, Mamba2, RetNet, UnnormalisedLinearAttention
 from axes.sequence.longhorn import Longhorn, LonghornDiagonal
+from axes.sequence.miras import (
+    Memora,
+    MemoraLiteral,
+    MemoraMatrix,
+    Moneta,
+    MonetaLiteral,
+    MonetaMatrix,
+    Yaad,
+    YaadMatrix,
+    YaadSwitch,
+)
 from axes.sequence.rwkv7 import RWKV7
+from axes.sequence.titans import Titans, TitansMatrix
+from axes.sequence.ttt import TTTMLP, TTTLinear
 
-# relatives stand next to each other: alignment, squared error, implicit steps, stored lists
+# relatives stand next to each other
 ALL: tuple[type[SequenceLayer], ...] = (
     LinearAttention,
     UnnormalisedLinearAttention,
@@ -24,6 +38,23 @@ ALL: tuple[type[SequenceLayer], ...] = (
     GatedDeltaNetPrev,
     Longhorn,
     LonghornDiagonal,
+    TitansMatrix,
+    Titans,
+    TTTLinear,
+    TTTMLP,
+    MonetaMatrix,
+    Moneta,
+    MonetaLiteral,
+    YaadMatrix,
+    Yaad,
+    YaadSwitch,
+    MemoraMatrix,
+    Memora,
+    MemoraLiteral,
+    LatticeDec,
+    LatticeEnc,
+    LatticeSim,
+    LatticeOSR,
     SoftmaxAttention,
     ALiBi,
     RoPE,
@@ -40,17 +71,34 @@ __all__ = [
     "GLA",
     "GatedDeltaNet",
     "GatedDeltaNetPrev",
+    "LatticeDec",
+    "LatticeEnc",
+    "LatticeOSR",
+    "LatticeSim",
     "LayerState",
     "LinearAttention",
     "Longhorn",
     "LonghornDiagonal",
     "Mamba2",
+    "Memora",
+    "MemoraLiteral",
+    "MemoraMatrix",
+    "Moneta",
+    "MonetaLiteral",
+    "MonetaMatrix",
     "PaTH",
     "RWKV7",
     "RetNet",
     "RoPE",
     "SequenceLayer",
     "SoftmaxAttention",
+    "TTTLinear",
+    "TTTMLP",
+    "Titans",
+    "TitansMatrix",
     "UnnormalisedLinearAttention",
+    "Yaad",
+    "YaadMatrix",
+    "YaadSwitch",
     "layer",
 ]

@@ -104,8 +104,8 @@ class FoX(SequenceLayer):
 
     name = "fox"
     paper = "Forgetting Transformer: Softmax Attention with a Forget Gate (Lin et al. 2025)"
-    equation = "eqs. 5-9 (forgetting attention), the plain block"
-    differs = "not the Pro block (output gate and norm, normalised keys and queries, shifted keys and values)"
+    equation = "section 3 (forgetting attention)"
+    differs = "the plain block, not the Pro block (output gate and norm, normalised q and k, shifted k and v)"
     bibtex = """@inproceedings{lin2025forgetting,
   title={Forgetting Transformer: Softmax Attention with a Forget Gate},
   author={Lin, Zhixuan and Nikishin, Evgenii and He, Xu Owen and Courville, Aaron},
@@ -170,7 +170,7 @@ class PaTH(SequenceLayer):
 
     name = "path"
     paper = "PaTH Attention: Position Encoding via Accumulating Householder Transformations (Yang et al. 2025)"
-    equation = "section 3: A_ij ~ exp(k_j^T (prod_{s=j+1}^{i} H_s) q_i)"
+    equation = "A_ij ~ exp(k_j^T (prod_{s=j+1}^{i} H_s) q_i), H_s = I - beta_s w_s w_s^T"
     differs = "no forget gate (PaTH-FoX is another tuple), SiLU after the convolution of w as in the released layer"
     bibtex = """@inproceedings{yang2025path,
   title={{PaTH} Attention: Position Encoding via Accumulating Householder Transformations},

@@ -28,6 +28,9 @@ class LayerState(NamedTuple):
     memory: State
 
 
+torch.serialization.add_safe_globals([LayerState, State])  # a saved state loads with weights_only=True
+
+
 class SequenceLayer(nn.Module):
     """A sequence-mixing layer (B, T, D) -> (B, T, D) from a tuple and the block around it.
 
@@ -71,10 +74,13 @@ class SequenceLayer(nn.Module):
         super().__init__()
         self.update = update if update is not None else type(self).update
         block, who = block if block is not None else type(self).block, type(self).__name__
+        for name, size in (("d_model", d_model), ("heads", heads), ("d_k", d_k), ("d_v", d_v)):
+            if size is not None and size < 1:
+                raise ShapeError(f"{who}: {name} must be at least 1, got {size}")
         if d_model % heads and (d_k is None or d_v is None):
             raise ShapeError(f"{who}: d_model={d_model} is not a multiple of heads={heads}; give d_k and d_v")
         usual_k, usual_v = self.widths(d_model, heads)
-        self.sizes = Sizes(d_model, heads, d_k or usual_k, d_v or usual_v)
+        self.sizes = Sizes(d_model, heads, usual_k if d_k is None else d_k, usual_v if d_v is None else d_v)
         _, _, _, _, memory = self.update.parts()
         if not memory.keyed:
             raise IllegalUpdate(f"{who}: a sequence layer needs keys; {self.update!r} takes a given gradient")
@@ -124,8 +130,10 @@ class SequenceLayer(nn.Module):
     def init_state(
         self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LayerState:
-        """The state before the first token of `batch` sequences."""
-        like = torch.empty(0, device=device, dtype=dtype)
+        """The state before the first token of `batch` sequences, for inputs of this device and dtype."""
+        parameter = next(self.parameters())
+        device = parameter.device if device is None else device
+        like = torch.empty(0, device=device, dtype=parameter.dtype if dtype is None else dtype)
         s, wide = self.sizes, torch.float64 if like.dtype == torch.float64 else torch.float32
         zeros = {
             "k": torch.zeros(batch, s.heads, s.d_k, device=device, dtype=wide),
@@ -154,6 +162,8 @@ class SequenceLayer(nn.Module):
         if mask is not None and cu_seqlens is not None:
             raise ShapeError(f"{type(self).__name__}: give mask or cu_seqlens, not both")
         if mask is not None:
+            if mask.dtype != torch.bool:
+                raise ShapeError(f"{type(self).__name__}: mask must be boolean, true at real tokens, got {mask.dtype}")
             if mask.shape != x.shape[:2]:
                 who, right, wrong = type(self).__name__, tuple(x.shape[:2]), tuple(mask.shape)
                 raise ShapeError(f"{who}: mask must be (B, T) = {right}, got {wrong}")
@@ -164,6 +174,7 @@ class SequenceLayer(nn.Module):
             return self._ragged(x, state, [(0, torch.arange(a, b, device=x.device)) for a, b in bounds])
         if state is None:
             state = self.init_state(x.shape[0], x.device, x.dtype)
+        self._check_state(state, x.shape[0])
         if self.checkpoint and torch.is_grad_enabled():
             y, state = checkpoint(self._run, x, state, use_reentrant=False)
             return y, state
@@ -175,6 +186,7 @@ class SequenceLayer(nn.Module):
         self._check(x, 2)
         if state is None:
             state = self.init_state(x.shape[0], x.device, x.dtype)
+        self._check_state(state, x.shape[0])
         y, state = self._run(x[:, None], state, "reference")
         return y[:, 0], state
 
@@ -195,6 +207,7 @@ class SequenceLayer(nn.Module):
         """Each sequence alone on its real tokens; those of one length share a batch. Exact for any tuple and block."""
         if state is None:
             state = self.init_state(len(places), x.device, x.dtype)
+        self._check_state(state, len(places))
         groups: dict[int, list[int]] = {}
         for n, (_, index) in enumerate(places):
             groups.setdefault(len(index), []).append(n)
@@ -207,9 +220,11 @@ class SequenceLayer(nn.Module):
             out, end = self.forward(x[batch, rows], chosen)
             y = y.index_put((batch.expand_as(rows), rows), out.to(y.dtype))
             assert end is not None
+            if len(groups) == 1:  # equal lengths: all sequences, in order
+                return y, end
             for i, n in enumerate(members):
                 ends[n] = _select(end, torch.tensor([i], device=x.device), len(members))
-        if len(groups) > 1 and isinstance(self.update.parts()[3].at, Anchor):
+        if isinstance(self.update.parts()[3].at, Anchor):
             return y, None
         return y, _join([ends[n] for n in range(len(places))], isinstance(self.update.parts()[4], List))
 
@@ -224,6 +239,11 @@ class SequenceLayer(nn.Module):
             raise ShapeError(f"{who}: x is on {x.device}, the layer on {parameter.device}: move one of them")
         if not torch.is_autocast_enabled(x.device.type) and x.dtype != parameter.dtype:
             raise ShapeError(f"{who}: x is {x.dtype}, the layer {parameter.dtype}: convert one, or use autocast")
+
+    def _check_state(self, state: LayerState, batch: int) -> None:
+        held = state.memory.theta[0].shape[0]
+        if held != batch:
+            raise ShapeError(f"{type(self).__name__}: got a state of {held} sequences for {batch}")
 
     def _bounds(self, x: Tensor, cu_seqlens: Tensor) -> list[tuple[int, int]]:
         who = type(self).__name__

@@ -104,10 +104,10 @@ class Standard(Block):
     """Projections of q, k, v with short convolutions, key normalisation, gates, output norm and gate.
 
     conv: width of the convolutions on q, k, v (0: none), followed by `activation`.  values_conv: also on v.
-    feature_map: on q and k.  key_norm: l2 per head.  scale: q times d_k^(-1/2).  shared_keys: one q, k for all heads
-    (Mamba-2).  shared_projection: q and k share one projection before their convolutions (Lattice).
-    value_norm: RMS of v per head, without a gain (for costs that grow faster than a square).
-    output_norm: RMS over d_v per head.  output_gate: y * gate(W x).  skip: adds D v per head (Mamba).
+    feature_map: on q and k.  key_norm: l2 per head.  scale: q times d_k^(-1/2).
+    shared_projection: q and k share one projection before their convolutions (Lattice).
+    value_norm: v per head of unit length or unit RMS, without a gain (for costs that grow faster than a square).
+    output_norm: RMS over d_v per head.  output_gate: y * gate(W x).
     charts: (rate name, chart) pairs; unnamed rates get `default_chart`.
     initial: standard deviation of the learned initial memory around the empty one; None: the empty memory.
     """
@@ -117,13 +117,11 @@ class Standard(Block):
     activation: Activation | None = "silu"
     feature_map: Activation | None = None
     key_norm: bool = True
-    value_norm: bool = False
+    value_norm: Literal["unit", "rms"] | None = None
     scale: bool = False
-    shared_keys: bool = False
     shared_projection: bool = False
     output_norm: bool = True
     output_gate: Activation | None = "silu"
-    skip: bool = False
     charts: tuple[tuple[str, Chart], ...] = ()
     initial: float | None = None
     norm_eps: float = 1e-5
@@ -139,8 +137,7 @@ class _StandardModule(BlockModule):
     ) -> None:
         super().__init__()
         self.block, self.sizes = block, sizes
-        keys = sizes.d_k * (1 if block.shared_keys else sizes.heads)
-        values = sizes.d_v * sizes.heads
+        keys, values = sizes.d_k * sizes.heads, sizes.d_v * sizes.heads
 
         def linear(width: int) -> nn.Linear:
             return nn.Linear(sizes.d_model, width, bias=False, **factory)
@@ -157,12 +154,7 @@ class _StandardModule(BlockModule):
         self.charts = nn.ModuleDict(build_charts(dict(block.charts), demands, sizes, factory))
         self.g_proj = linear(values) if block.output_gate else None
         self.norm = nn.RMSNorm(sizes.d_v, eps=block.norm_eps, **factory) if block.output_norm else None
-        self.skip = nn.Parameter(torch.ones(sizes.heads, 1, **factory)) if block.skip else None
         self.o_proj = nn.Linear(values, sizes.d_model, bias=False, **factory)
-
-    def reset_parameters(self) -> None:
-        if self.skip is not None:
-            nn.init.ones_(self.skip)
 
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
         return tuple(c.tail(batch, like) for c in (self.q_conv, self.k_conv, self.v_conv) if c is not None)
@@ -179,7 +171,7 @@ class _StandardModule(BlockModule):
         if self.v_conv is not None:
             v, tail_v = self.v_conv(v, tails[2])
             kept.append(tail_v)
-        q, k = (self._heads(z, s.d_k) for z in (q, k))
+        q, k = (z.unflatten(-1, (s.heads, s.d_k)) for z in (q, k))
         if b.feature_map is not None:
             q, k = _ACTIVATIONS[b.feature_map](q), _ACTIVATIONS[b.feature_map](k)
         if b.key_norm:
@@ -187,29 +179,21 @@ class _StandardModule(BlockModule):
         if b.scale:
             q = q * s.d_k**-0.5
         v = v.unflatten(-1, (s.heads, s.d_v))
-        if b.value_norm:
-            v = rms_norm(v, (s.d_v,), eps=b.norm_eps)
+        if b.value_norm is not None:
+            v = l2_normalise(v) if b.value_norm == "unit" else rms_norm(v, (s.d_v,), eps=b.norm_eps)
         signal = {"q": q, "k": k, "v": v}
         for name, projection in self.vectors.items():
             signal[name] = l2_normalise(projection(x).unflatten(-1, (s.heads, s.d_k)))
         for chart in self.charts.values():
             signal.update(chart(x))
         gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (s.heads, s.d_v))
-        return signal, tuple(kept), (gate, signal["v"] if self.skip is not None else None)
-
-    def _heads(self, z: Tensor, width: int) -> Tensor:
-        if self.block.shared_keys:
-            return z[..., None, :].expand(*z.shape[:-1], self.sizes.heads, width)
-        return z.unflatten(-1, (self.sizes.heads, width))
+        return signal, tuple(kept), gate
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
-        gate, v = kept
-        if self.skip is not None:
-            y = y + self.skip * v
         if self.norm is not None:
             y = self.norm(y.to(self.norm.weight.dtype))
-        if gate is not None and self.block.output_gate is not None:
-            y = y * _ACTIVATIONS[self.block.output_gate](gate)
+        if self.block.output_gate is not None:
+            y = y * _ACTIVATIONS[self.block.output_gate](kept)
         out: Tensor = self.o_proj(y.flatten(-2))
         return out
 

@@ -48,7 +48,7 @@ class DeltaNetReflective(SequenceLayer):
 
     name = "delta-net-reflective"
     paper = "Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues (Grazzi et al. 2024)"
-    equation = "section 4: I - 2 sigmoid(.) k k^T, eigenvalue range [-1, 1]"
+    equation = "S_t = S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T with beta_t in (0, 2): eigenvalue range [-1, 1]"
     differs = "nothing beyond DeltaNet: beta = 2 sigmoid(W x)"
     bibtex = """@inproceedings{grazzi2025unlocking,
   title={Unlocking State-Tracking in Linear {RNN}s Through Negative Eigenvalues},
@@ -76,7 +76,10 @@ class GatedDeltaNet(SequenceLayer):
     name = "gated-delta-net"
     paper = "Gated Delta Networks: Improving Mamba2 with Delta Rule (Yang, Kautz and Hatamizadeh 2024)"
     equation = "eq. 10: S_t = S_{t-1} (a_t (I - beta_t k_t k_t^T)) + beta_t v_t k_t^T"
-    differs = "values as wide as keys by default, where the released model has d_v = 2 d_k (pass d_v)"
+    differs = (
+        "values as wide as keys by default, where the released model has d_v = 2 d_k (pass d_v); A starts in [1, 16] "
+        "as in Mamba-2, there in (0, 16]"
+    )
     bibtex = """@inproceedings{yang2025gated,
   title={Gated Delta Networks: Improving {Mamba2} with Delta Rule},
   author={Yang, Songlin and Kautz, Jan and Hatamizadeh, Ali},

@@ -45,7 +45,7 @@ class UnnormalisedLinearAttention(SequenceLayer):
 
     name = "linear-attention-unnormalised"
     paper = "The Devil in Linear Transformer (Qin et al. 2022)"
-    equation = "section 4.1, NormAttention: O = Norm(Q (K^T V))"
+    equation = "NormAttention: O = Norm(Q (K^T V))"
     differs = "identity feature map, as in the linear attention of Yang et al. 2023 (GLA), section 2.1"
     bibtex = """@inproceedings{qin2022devil,
   title={The Devil in Linear Transformer},
@@ -69,7 +69,7 @@ class RetNet(SequenceLayer):
 
     name = "retnet"
     paper = "Retentive Network: A Successor to Transformer for Large Language Models (Sun et al. 2023)"
-    equation = "eqs. 3, 6 and 8"
+    equation = "eqs. 5, 6 and 8"
     differs = (
         "the rotation turns the other way and pairs j with j + d_k/2 (a sign change and permutation of rows of W_q and "
         "W_k); RMSNorm per head with gain instead of GroupNorm; the released code also rescales scores, which that "
@@ -107,7 +107,7 @@ class Mamba2(SequenceLayer):
 
     name = "mamba2"
     paper = "Transformers are SSMs: ... Structured State Space Duality (Dao and Gu 2024)"
-    equation = "eqs. 1 and 2 with scalar A (section 5), block of section 7.1"
+    equation = "h_t = A_t h_{t-1} + B_t x_t, y_t = C_t^T h_t with scalar A_t (SSD); block of section 7.1"
     differs = "one group (B and C shared by all heads), as released; dt has its own projection instead of rows of one"
     bibtex = """@inproceedings{dao2024transformers,
   title={Transformers are {SSM}s: Generalized Models and Efficient Algorithms Through Structured State Space Duality},

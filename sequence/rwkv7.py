@@ -41,7 +41,8 @@ class LowRank(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.down)
-        nn.init.orthogonal_(self.up, gain=0.1)
+        with torch.no_grad():  # half precision has no QR factorisation
+            self.up.copy_(nn.init.orthogonal_(torch.empty_like(self.up, dtype=torch.float32), gain=0.1))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

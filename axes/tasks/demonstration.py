@@ -26,6 +26,7 @@ _SIZES = {
     "steps": 300,
     "warmup": 20,
     "seed": 0,
+    "threads": 1,
     "validation_windows": 128,
     "eval_every": 100,
     "save_every": 50,

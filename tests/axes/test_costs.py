@@ -373,6 +373,18 @@ def test_nothing_is_nan_at_zero_error_up_to_second_derivatives(cost, zeros):
                 assert all(g.isfinite().all() for g in second)
 
 
+@pytest.mark.parametrize(("cost", "r"), [(Huber(1.0, "norm"), 0.5), (RobustShift(3.0), 1.0)], ids=repr)
+def test_unused_branch_of_a_coordinate_c_cannot_spoil_the_derivatives(cost, r):
+    """Here the error lies on the closed branch, and Newton's step on the other one ends in a division by zero."""
+    e = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
+    c = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    residual = cost.residual(e, torch.zeros_like(e), c)
+    assert torch.equal(residual.detach(), torch.tensor([r, 0.0], dtype=torch.float64))
+    first = torch.autograd.grad(residual.sum(), (e, c), create_graph=True)
+    second = torch.autograd.grad(sum(g.sum() for g in first), (e, c))
+    assert all(g.isfinite().all() for g in (*first, *second))
+
+
 def test_conventions_at_the_kinks():
     zero = torch.zeros(2, 3, dtype=torch.float64)
     for cost in CONSERVATIVE:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import scipy.optimize
+import scipy.special
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -379,6 +380,9 @@ def test_divergences_equal_their_textbook_forms(seed: int) -> None:
     w, other = torch.softmax(normal(3, 4), -1), torch.softmax(normal(3, 4), -1)
     kl = torch.from_numpy(np.asarray(scipy.special.rel_entr(w.numpy(), other.numpy()))).sum()
     assert gap(Entropic().divergence(w, other), kl) < 1e-14
+    # on unequal masses it is the divergence of the positive orthant
+    wider = torch.from_numpy(np.asarray(scipy.special.kl_div(2 * w.numpy(), other.numpy()))).sum()
+    assert gap(Entropic().divergence(2 * w, other), wider) < 1e-13
     kl = kl + torch.from_numpy(np.asarray(scipy.special.rel_entr(1 - w.numpy(), 1 - other.numpy()))).sum()
     assert gap(Bounded().divergence(w, other), kl) < 1e-13
     assert gap(Euclidean().divergence(w, other), (w - other).square().sum() / 2) < 1e-14

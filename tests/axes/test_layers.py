@@ -37,8 +37,8 @@ LAYERS: tuple[tuple[str, ...] | set[str], ...] = (
 )
 # The tuple is recursive: what carries StateUpdates, or judges them, may name their type under `if TYPE_CHECKING`.
 TYPE_ONLY = {"state_update": {"geometry", "algorithms", "legality"}}
-# Beyond the declared dependencies: what comes with torch on a GPU, and who may import it.
-OPTIONAL = {"triton": {"kernels"}}
+# Beyond the declared dependencies: what comes with torch on a GPU or with the test extra, and who may import it.
+OPTIONAL = {"triton": {"kernels"}, "hypothesis": {"strategies"}}
 
 
 def may_import(importer: str, imported: str) -> bool:

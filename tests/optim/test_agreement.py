@@ -1,4 +1,4 @@
-"""Forty steps beside published optimizers and explicit formulas, on the same gradients."""
+"""Thirty steps beside published optimizers and explicit formulas, on the same gradients."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from axes import optim
 
-STEPS = 40
+STEPS = 30
 SHAPES = ((), (5,), (4, 6), (6, 4), (4, 6), (3, 2, 2, 2))
 
 
@@ -57,7 +57,8 @@ def test_sgd_with_decoupled_decay() -> None:
         plain.register_step_pre_hook(lambda *_: [p.data.mul_(1 - 0.05 * 0.2) for p in parameters] and None)
         return plain
 
-    assert gap(walk(lambda ps: optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=0.2, decoupled=True)), walk(by_hand)) < 1e-13
+    ours = walk(lambda ps: optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=0.2, decoupled=True))
+    assert gap(ours, walk(by_hand)) < 1e-13
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -150,7 +151,7 @@ def test_shampoo_against_explicit_roots(betas: tuple[float, float], exponent: fl
     options: dict[str, Any] = {"lr": 0.05, "betas": betas, "exponent": exponent, "eps": 1e-4}
     groups: Any = lambda ps: [{"params": ps, "rule": "shampoo"}]  # noqa: E731
     ours = walk(lambda ps: optim.Shampoo(groups(ps), weight_decay=0.1, foreach=foreach, **options), MATRICES)
-    assert gap(ours, walk(lambda ps: ExplicitShampoo(ps, decay=0.1, **options), MATRICES)) < 1e-10
+    assert gap(ours, walk(lambda ps: ExplicitShampoo(ps, decay=0.1, **options), MATRICES)) < 1e-12
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -172,4 +173,4 @@ def test_shampoo_against_pytorch_optimizer(weight_decay: float) -> None:
         ),
         MATRICES,
     )
-    assert gap(ours, theirs) < 1e-8
+    assert gap(ours, theirs) < 1e-12

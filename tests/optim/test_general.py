@@ -1,6 +1,7 @@
 """Any tuple as an optimizer: mirror maps, read points, and tuples that see layers instead of gradients."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -149,19 +150,19 @@ def test_a_failing_closure_leaves_the_parameter_where_it_was() -> None:
 
 def test_the_parameter_shows_the_read_point() -> None:
     """at="read" differentiates there; at="prev" at the state itself, which needs a closure."""
-    read = Read(1.0, 0.3)
+    read = Read(1.0, 0.06)
     shown, theta = START, START
     for _ in range(25):
         u = -slope(shown)
-        shown, theta = theta + 0.3 * u, theta + 0.1 * u
+        shown, theta = theta + 0.06 * u, theta + 0.02 * u
     update = StateUpdate(Given(), algorithm=Step(LR, at="read", read=read))
-    torch.testing.assert_close(descend(update, START, lr=0.1), shown, rtol=0, atol=1e-14)
+    torch.testing.assert_close(descend(update, START, lr=0.02), shown, rtol=0, atol=1e-14)
     shown, theta = START, START
     for _ in range(25):
         u = -slope(theta)
-        shown, theta = theta + 0.3 * u, theta + 0.1 * u
+        shown, theta = theta + 0.06 * u, theta + 0.02 * u
     update = StateUpdate(Given(), algorithm=Step(LR, read=read))
-    torch.testing.assert_close(descend(update, START, closure=True, lr=0.1), shown, rtol=0, atol=1e-14)
+    torch.testing.assert_close(descend(update, START, closure=True, lr=0.02), shown, rtol=0, atol=1e-14)
 
 
 def test_constant_vectors_of_a_monoid_are_group_options() -> None:
@@ -180,10 +181,10 @@ def test_constant_vectors_of_a_monoid_are_group_options() -> None:
 def test_named_gates_are_logs() -> None:
     update = StateUpdate(Given(), monoid=Scalar("keep"), algorithm=Step(LR))
     p = nn.Parameter(START.clone())
-    optimizer = optim.optimizer(update)([p], lr=0.1, keep=float(torch.tensor(0.5).log()))
+    optimizer = optim.optimizer(update)([p], lr=0.1, keep=math.log(0.5))
     p.grad = torch.zeros_like(p)
     optimizer.step()
-    torch.testing.assert_close(p.detach(), START / 2, rtol=0, atol=1e-8)
+    torch.testing.assert_close(p.detach(), START / 2, rtol=0, atol=1e-15)
     with pytest.raises(AxesError, match="its log"):
         optim.optimizer(update)([p], lr=0.1, keep=0.5)
 
@@ -265,7 +266,7 @@ def test_layers_inside_a_network_and_tuples_with_filters() -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_a_tuple_that_sees_layers_needs_the_model() -> None:

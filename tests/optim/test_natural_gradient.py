@@ -243,7 +243,7 @@ def test_state_of_the_exact_form_round_trips() -> None:
 
 
 def test_what_cannot_work_is_said() -> None:
-    model, (x, y) = network(), data(3)
+    model = network()
     with pytest.raises(AxesError, match="pass the model"):
         optim.NaturalGradient(list(model.parameters()))
     with pytest.raises(AxesError, match="max_parameters"):

@@ -22,6 +22,9 @@ from axes.state_update import StateUpdate
 D, HEADS, B, T = 12, 2, 2, 9
 TOLERANCE = 1e-10
 
+# sign(e) has no derivative: where the error is beyond delta (at these sizes, everywhere) the switch does not see v
+WITHOUT_GRADIENT = {"yaad-switch": {"around.v_proj.weight", "around.v_conv.weight"}}
+
 every_layer = pytest.mark.parametrize("cls", ALL, ids=lambda c: c.name)
 
 
@@ -67,7 +70,11 @@ def steps(module: SequenceLayer, x: Tensor, state: Any = None) -> tuple[Tensor, 
 def gradients(module: SequenceLayer, x: Tensor) -> list[Tensor]:
     x = x.detach().requires_grad_()
     y, _ = module(x)
-    return list(torch.autograd.grad((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum(), [x, *module.parameters()]))
+    return list(
+        torch.autograd.grad(
+            (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum(), [x, *module.parameters()]
+        )
+    )
 
 
 # ---- the two forms ------------------------------------------------------------------------------------------------
@@ -112,8 +119,8 @@ def test_no_output_sees_the_future(cls: type[SequenceLayer]) -> None:
         assert before[:, t:].abs().max() == 0 and before[:, :t].abs().max() > 0
         changed = x.detach().clone()
         changed[:, t] += 1
-        with torch.no_grad():
-            other, _ = module(changed)
+        with torch.no_grad():  # both: some kernels differ when they record gradients
+            (y, _), (other, _) = module(x), module(changed)
         assert torch.equal(other[:, :t], y[:, :t])
         assert (other[:, t:] - y[:, t:]).abs().amax((0, 2)).min() > 0
 
@@ -123,7 +130,8 @@ def test_gradients_reach_the_input_and_every_parameter(cls: type[SequenceLayer])
     module = make(cls)
     names = ["x", *(n for n, _ in module.named_parameters())]
     for name, g in zip(names, gradients(module, tokens(length_of(cls))), strict=True):
-        assert g.isfinite().all() and g.abs().max() > 0, name
+        dead = name in WITHOUT_GRADIENT.get(cls.name, ())
+        assert g.isfinite().all() and (g.abs().max() > 0) != dead, name
 
 
 @every_layer
@@ -289,6 +297,8 @@ def test_copies_and_pickles(cls: type[SequenceLayer]) -> None:
     assert torch.equal(twin(x)[0], y)
 
 
+# the compiler looks at .grad of whatever passes a graph break, which warns and changes nothing
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("cls", [LinearAttention, GatedDeltaNet, SoftmaxAttention], ids=lambda c: c.name)
 def test_compiles(cls: type[SequenceLayer]) -> None:
     module, x = make(cls, torch.float32), tokens(dtype=torch.float32)
@@ -309,9 +319,9 @@ def test_declaration(cls: type[SequenceLayer]) -> None:
     assert cls.__doc__ and isinstance(cls.update, StateUpdate)
     for text in (cls.paper, cls.equation, cls.differs):
         assert text.strip() == text != ""
-    assert re.match(r"@\w+\{\w+,\n", cls.bibtex) and cls.bibtex.count("{") == cls.bibtex.count("}")
+    assert re.match(r"\s*@\w+\{[\w:-]+,\n", cls.bibtex) and cls.bibtex.count("{") == cls.bibtex.count("}")
     for field in ("author", "title", "year"):
-        assert re.search(rf"^\s+{field}=\{{", cls.bibtex, re.MULTILINE), field
+        assert re.search(rf"^\s+{field}\s*=\s*\{{", cls.bibtex, re.MULTILINE), field
 
 
 def test_names_are_unique() -> None:
@@ -330,7 +340,10 @@ def test_names_are_unique() -> None:
         (lambda m: m.step(tokens()), r"x must be \(B, D\)"),
         (lambda m: m(tokens(dtype=torch.float32)), "x is torch.float32, the layer torch.float64"),
         (lambda m: m(tokens().to("meta")), "x is on meta, the layer on cpu"),
-        (lambda m: m(tokens(), mask=torch.ones(2, 3, dtype=torch.bool)), r"mask must be \(B, T\) = \(2, 9\), got \(2, 3\)"),
+        (
+            lambda m: m(tokens(), mask=torch.ones(2, 3, dtype=torch.bool)),
+            r"mask must be \(B, T\) = \(2, 9\), got \(2, 3\)",
+        ),
         (lambda m: m(tokens(), mask=torch.ones(B, T)), "mask must be boolean"),
         (lambda m: m(tokens(), cu_seqlens=torch.tensor([0, 9], dtype=torch.int32)), "packed input has B = 1, got 2"),
         (lambda m: m(tokens(9, 1), cu_seqlens=torch.tensor([0, 9])), "cu_seqlens must be int32"),

@@ -1,0 +1,131 @@
+"""Every wrong input is one clear sentence, and changes nothing."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from axes import optim
+from axes.errors import AxesError, IllegalUpdate
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "negative lr": (lambda: optim.SGD(layer(), lr=-1.0), "lr must be a finite number >= 0"),
+    "nan lr": (lambda: optim.SGD(layer(), lr=float("nan")), "lr must be a finite number >= 0"),
+    "lr as text": (lambda: optim.SGD(layer(), lr="fast"), "lr must be a finite number >= 0, got 'fast'"),
+    "two rates": (lambda: optim.SGD(layer(), lr=torch.ones(2)), "must have one element"),
+    "negative decay": (lambda: optim.AdamW(layer(), weight_decay=-0.1), "weight_decay must be"),
+    "momentum": (lambda: optim.SGD(layer(), momentum=1.0), r"momentum must lie in \[0, 1\)"),
+    "nesterov": (lambda: optim.SGD(layer(), momentum=0.0, nesterov=True), "nesterov needs momentum > 0"),
+    "dampened nesterov": (lambda: optim.SGD(layer(), dampening=0.1, nesterov=True), "dampening = 0"),
+    "beta": (lambda: optim.Adam(layer(), betas=(0.9, 1.0)), r"beta2 must lie in \[0, 1\)"),
+    "tensor beta": (lambda: optim.Muon(layer(), momentum=torch.tensor(0.9)), "a number, not a tensor"),
+    "eps": (lambda: optim.Adam(layer(), eps=-1.0), "eps must be >= 0"),
+    "muon steps": (lambda: optim.Muon(layer(), ns_steps=0), r"steps must be an integer in \[1, 99\]"),
+    "muon scale": (lambda: optim.Muon(layer(), scale="huge"), "scale 'huge'"),
+    "muon nesterov": (lambda: optim.Muon(layer(), momentum=0.0), "nesterov needs momentum > 0"),
+    "shampoo beta": (lambda: optim.Shampoo(layer(), betas=(0.9, 1.5)), "beta2 must lie"),
+    "shampoo exponent": (lambda: optim.Shampoo(layer(), exponent=0.0), "power must be positive"),
+    "reduction": (lambda: optim.NaturalGradient(layer(), reduction="max"), "reduction 'max'"),
+    "fused": (lambda: optim.AdamW(layer(), fused=True), "there is no fused kernel"),
+    "differentiable": (lambda: optim.AdamW(layer(), differentiable=True), r"axes\.reference\.run"),
+    "capturable": (lambda: optim.AdamW(layer(), capturable=True), "CUDA graphs"),
+    "integers": (lambda: optim.SGD([torch.zeros(3, dtype=torch.int64)]), "only floating-point and complex"),
+    "complex matrix": (
+        lambda: optim.Muon([{"params": [torch.zeros(3, 3, dtype=torch.complex64)], "rule": "muon"}]),
+        "is complex",
+    ),
+    "no params": (lambda: optim.SGD([{"lr": 0.1}]), "needs 'params'"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_construction(case: str) -> None:
+    make, message = ERRORS[case]
+    with pytest.raises(AxesError, match=message):
+        make()
+
+
+def test_errors_torch_makes_too() -> None:
+    model = layer()
+    with pytest.raises(ValueError, match="empty parameter list"):
+        optim.SGD([])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optim.SGD([{"params": [model.weight]}, {"params": [model.weight]}])
+    with pytest.raises(TypeError, match="ordered collections"):
+        optim.SGD([{"params": {model.weight}}])
+    with pytest.raises(TypeError, match="optimize tensors"):
+        optim.SGD([1.0, 2.0])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="non-leaf"):
+        optim.SGD([model.weight * 2])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):
+        optim.SGD(model, learning_rate=0.1)  # type: ignore[call-arg]
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = optim.SGD(table)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(AxesError, match="sparse gradients"):
+        optimizer.step()
+
+
+def test_a_bad_group_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = optim.Muon(layer())
+    groups = copy.deepcopy(optimizer.state_dict())
+    for bad in ({"lr": -1.0}, {"rule": "sgd"}, {"rule": "muon", "momentum": 2.0}):
+        with pytest.raises(AxesError):
+            optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(2, 2)))], **bad})
+    assert optimizer.state_dict() == groups
+
+
+def step(optimizer: Any, model: nn.Module) -> None:
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def test_foreign_checkpoints_are_refused_and_change_nothing() -> None:
+    model = layer()
+    optimizer = optim.AdamW(model)
+    step(optimizer, model)
+    before = copy.deepcopy(optimizer.state_dict())
+    theirs = torch.optim.AdamW(layer().parameters())
+    wider = nn.Linear(4, 2)
+    other = optim.AdamW(wider)
+    wider(torch.ones(2, 4)).sum().backward()
+    other.step()
+    lion = optim.Lion(layer())
+    renamed = copy.deepcopy(before)
+    for group in renamed["param_groups"]:
+        group["rule"] = "lion"
+    stateless = copy.deepcopy(before)
+    stateless["state"][0].pop("via.0.theta")
+    for state, message in (
+        (theirs.state_dict(), "rule None"),
+        (lion.state_dict(), "rule 'lion'"),
+        (renamed, "rule 'lion'"),
+        (other.state_dict(), "has shape"),
+        (stateless, r"no via\.0\.theta"),
+        ({"epoch": 1}, "'state' and 'param_groups'"),
+    ):
+        with pytest.raises(AxesError, match=message):
+            optimizer.load_state_dict(state)
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        for index, kept in before["state"].items():
+            assert all(torch.equal(value, after["state"][index][name]) for name, value in kept.items())
+    with pytest.raises(ValueError, match="number of parameter groups"):
+        optimizer.load_state_dict(optim.Muon(model).state_dict())
+
+
+def test_an_illegal_tuple_is_refused_by_its_parts() -> None:
+    with pytest.raises(IllegalUpdate):
+        optim.Muon(layer(), ns_coefficients=(1.0, 2.0))  # type: ignore[arg-type]
