@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import torch
 import typer
@@ -16,7 +16,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from axes import catalogue, dispatch
-from axes.errors import AxesError, UnknownName
+from axes.errors import AxesError
 from axes.tasks import demonstration, language_modelling
 from axes.tasks.configuration import DTYPES, Configuration
 from axes.tasks.interruption import stop_requested
@@ -27,7 +27,7 @@ from axes.tasks.schedules import SCHEDULES
 from axes.tasks.summary import summary_table
 
 INTERRUPTED = 130
-_AXES = ("data", "sequence", "depth")
+_AXES = get_args(catalogue.Axis)
 _DEFAULTS = Configuration.__dataclass_fields__
 
 app = typer.Typer(
@@ -188,9 +188,7 @@ def list_(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """List what the catalogue holds."""
-    if axis is not None and axis not in _AXES:
-        raise UnknownName("axis", axis, _AXES)
-    entries = catalogue.entries(axis)
+    entries = catalogue.entries(cast(catalogue.Axis | None, axis))  # refuses any other word
     if as_json:
         rows = [
             {
@@ -199,6 +197,7 @@ def list_(
                 "paper": str(entry.paper),
                 "equation": entry.equation,
                 "differs": entry.differs,
+                "operator": entry.operator,
                 "update": repr(entry.update),
             }
             for entry in entries
@@ -220,7 +219,7 @@ def explain(name: Annotated[str, typer.Argument(help="A name of `axes list`.")])
 @app.command()
 def cite(name: Annotated[str, typer.Argument(help="A name of `axes list`.")]) -> None:
     """Print the BibTeX entry of a system."""
-    typer.echo(catalogue.get(name).bibtex)
+    typer.echo(catalogue.get(name).bibtex.strip())
 
 
 @app.command()
@@ -254,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         typer.echo(f"error: {message}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
-        typer.echo("stopped; the last checkpoint is kept", err=True)
+        typer.echo("stopped; what was saved last is kept", err=True)
         sys.exit(INTERRUPTED)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from axes.algorithms import Anchor, Sum
 from axes.costs import Linear
-from axes.legality import gates
+from axes.legality import factors, gates
 from axes.memory import Entries, List, Matrix, Slots
-from axes.monoids import Element, rotate
+from axes.monoids import Element, Householder, rotate
 from axes.rates import Per, Rate, Shape, Signal, rate_shape, resolve
 from axes.state_update import StateUpdate
 
@@ -65,6 +65,8 @@ def no_chain(update: StateUpdate) -> str | None:
         return "an anchored gradient is constant inside its chunk: the cascade is its exact form"
     if feedback(update) == "nonlinear":
         return f"{type(cost).__name__} with {type(h).__name__} is not affine in the state"
+    if cost.encode:
+        return "the encoding cost feeds back on the value side: its transition acts from the left"
     if not h.is_identity or not step.lazy:
         return f"h = {type(h).__name__} acts on the state"
     if step.steps > 1:
@@ -85,6 +87,11 @@ def no_chain(update: StateUpdate) -> str | None:
             return "filters of a chain take scalar or key-side gates"
     if step.via and kinds & {"rotation", "dense"}:
         return "buffers next to a rotated or dense state are not carried by the chain"
+    if isinstance(cost.ridge, Per) or cost.ridge != 0.0:
+        if kinds & {"rotation", "dense"} or "low rank" in kinds and step.at == "gated":
+            return "a ridge next to a rotated or mixed state is not carried by the chain"
+        if rate_shape(cost.ridge) == "square":
+            return "an element-wise ridge has no transition on the key side"
     if step.via and step.debias:
         return "a normaliser behind filters is not carried by the chain"
     return None
@@ -133,11 +140,15 @@ def no_gram(update: StateUpdate) -> str | None:
 
 def no_attention(update: StateUpdate) -> str | None:
     """Why the update is not attention over a stored list, or None if it is."""
-    cost, h, _, _, memory = update.parts()
+    _, _, monoid, _, memory = update.parts()
     if not isinstance(memory, List):
         return f"{type(memory).__name__} memory does not keep a list"
     if update.drive_sees_state:
         return "the stored values depend on earlier reads"
+    turns = [p for p in factors(monoid) if p.kind not in ("identity", "scalar")]
+    rotations = all(p.kind == "rotation" for p in turns)
+    if not rotations and not (len(turns) == 1 and isinstance(turns[0], Householder)):
+        return "keys are turned by rotations or transported by one reflection a token, besides scalar gates"
     return None
 
 
@@ -180,6 +191,7 @@ class Chain:
         else:
             base = Element(1.0, self.gate, self.angle, self.dense)
             out = base.base(eye)
+            out = out.expand(torch.broadcast_shapes(out.shape, (*self.key.shape[:-2], d, d)))
         if self.a is not None and self.b is not None:
             a, b = self.a.flatten(-2), self.b.flatten(-2)
             out = out + a.mT @ b

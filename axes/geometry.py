@@ -280,7 +280,7 @@ class Sphere(EuclideanOn):
     A zero row stays zero.
 
     Source: Lattice, eq. 14 (columns, agile) and eq. 8 (columns, lazy). Differs: divides by the true norm, with 1e-24
-    (float64) or 1e-14 added to its square: small enough to be invisible, large enough for finite second derivatives.
+    added to its square.
     """
 
     axis: Literal["rows", "columns", "whole"] = "rows"
@@ -302,8 +302,7 @@ class Sphere(EuclideanOn):
         if self.matrix:
             require_matrix(self, theta)
         x = wide(theta)
-        eps = 1e-24 if x.dtype == torch.float64 else 1e-14
-        return (x * (self._radius(x) * (self._square(x) + eps).rsqrt())).to(theta.dtype)
+        return (x * (self._radius(x) * (self._square(x) + 1e-24).rsqrt())).to(theta.dtype)
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
         return ((self._square(wide(w)).sqrt() - self._radius(w)).abs() <= tol).all(leaf_dims(w))

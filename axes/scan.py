@@ -57,10 +57,12 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
         return associative(c, start, q)
     if c.angle is not None:
         return _in_rotating_frame(c, start, q, size)
+    if c.a is None and c.slots == 1 and c.rows:
+        return _entry_by_entry(c, start, q)
     length = q.shape[-2]
     if size is None:
         uniform = c.block is None and (c.gate is None or c.gate.shape[-1] == 1)
-        size = _CHUNK_SCALAR if uniform else _CHUNK_CHANNEL
+        size = _CHUNK_SCALAR if uniform and not c.rows else _CHUNK_CHANNEL
     size = max(1, min(size, length))
 
     slots, rank = c.slots, 0 if c.a is None else c.a.shape[-3]
@@ -180,6 +182,22 @@ def _reach_end(pairs: Tensor, written: Tensor) -> Tensor:
     """w_{s,j} Phi(s, C): what a token leaves in the chunk's last state, (..., C_s, j, p, d)."""
     last = pairs[..., -1, :, :, :, :]
     return torch.einsum("...sjac,...sabc->...sjbc", written, last.expand(*last.shape[:-1], written.shape[-1]))
+
+
+def _entry_by_entry(c: Chain, start: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Element-wise gates that differ by row and key: one element-wise scan, chunk by chunk (Mamba-1, diagonal Longhorn)."""
+    gate = torch.exp(c.gate) if c.gate is not None else c.block[..., 0, 0, :] if c.block is not None else None
+    gate = torch.ones_like(c.key[..., 0, :1]) if gate is None else gate
+    entering = c.value * c.key[..., 0, :]  # (..., rows, T, d_k): a row's value is one number
+    # the row becomes the state's row again: time in front of (rows, d_k)
+    gate, entering = gate.transpose(-3, -2), entering.transpose(-3, -2)
+    state, outputs, query = start[..., 0, 0, :], [], q.transpose(-3, -2)
+    for t in range(0, q.shape[-2], _CHUNK_SCALAR):
+        part = slice(t, t + _CHUNK_SCALAR)
+        states = cumulative(gate[..., part, :, :], entering[..., part, :, :], state)
+        outputs.append((states * query[..., part, :, :]).sum(-1))
+        state = states[..., -1, :, :]
+    return torch.cat(outputs, -2).mT[..., None], state[..., None, None, :]
 
 
 def _in_rotating_frame(c: Chain, start: Tensor, q: Tensor, size: int | None) -> tuple[Tensor, Tensor]:

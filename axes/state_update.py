@@ -80,6 +80,11 @@ class StateUpdate(Declared):
     memory: Memory | None = None
 
     def __post_init__(self) -> None:
+        wanted = ((Cost,), (Geometry, OnUpdate), (Monoid,), (Step, Momentum), (Memory, type(None)))
+        for field, kinds in zip(dataclasses.fields(self), wanted, strict=True):
+            value = getattr(self, field.name)
+            if not isinstance(value, kinds):
+                raise IllegalUpdate(f"StateUpdate: {field.name} must be a {kinds[0].__name__}, got {value!r}")
         if self.memory is None:
             object.__setattr__(self, "memory", self._usual_memory())
         normal = self.normal()
@@ -363,9 +368,10 @@ class StateUpdate(Declared):
         shape = rate_shape(step.rate)
         if h.is_identity:
             prediction = memory.predict(gated, x, signal)
-            c = rate[..., None] if isinstance(rate, Tensor) and rate.ndim and shape == "scalar" else rate
-            if isinstance(rate, Tensor) and shape == "row" and prediction.ndim > rate.ndim:
-                c = rate[..., None]  # entry-wise predictions (..., d_v, d_k)
+            c = rate
+            if isinstance(rate, Tensor) and rate.ndim:  # against predictions (..., d_v), or (..., d_v, d_k) by entry
+                c = rate[..., None] if shape == "scalar" else rate
+                c = c if prediction.ndim == target.ndim else c[..., None]
             r = cost.residual(prediction, _align(target, prediction), c * memory.sharpness(x), signal)
             return memory.vjp(gated, x, -r, signal)
         stats = self._context(state.stats, signal)

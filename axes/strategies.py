@@ -8,7 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from axes.algorithms import Anchor, Momentum, Read, Step, Sum
-from axes.costs import Alignment, Cost, CrossEntropy, Given, Huber, HuberSwitch, Linear, Lp, Ridge, RobustShift, SquaredError
+from axes.costs import (
+    Alignment,
+    Cost,
+    CrossEntropy,
+    Given,
+    Huber,
+    HuberSwitch,
+    Linear,
+    Lp,
+    Ridge,
+    RobustShift,
+    SquaredError,
+)
 from axes.errors import IllegalUpdate
 from axes.geometry import (
     Bounded,
@@ -26,7 +38,20 @@ from axes.geometry import (
     Whiten,
 )
 from axes.memory import MLP, Entries, LayerNormMatrix, List, Matrix, Memory, Parameter, Slots
-from axes.monoids import DPLR, Decay, Diagonal, GeneralLinear, Hadamard, Householder, Identity, Monoid, Product, Rotation, Scalar, Zero
+from axes.monoids import (
+    DPLR,
+    Decay,
+    Diagonal,
+    GeneralLinear,
+    Hadamard,
+    Householder,
+    Identity,
+    Monoid,
+    Product,
+    Rotation,
+    Scalar,
+    Zero,
+)
 from axes.rates import Per, Rate
 from axes.state_update import OnUpdate, StateUpdate
 
@@ -84,7 +109,7 @@ _TRANSITIONS: tuple[Monoid, ...] = (
     GeneralLinear(Per("logits", "mix", "real"), Cayley()),
 )
 _RATES: tuple[Rate, ...] = (1.0, 0.5, Per("beta"), Per("row_beta", "row"), Per("key_beta", "key"))
-_MEMORIES: tuple[Memory, ...] = (Matrix(), Matrix(), Entries(), Slots(), LayerNormMatrix(), MLP(2), List(), List(1.0))
+_MEMORIES: tuple[Memory, ...] = (*(Matrix(),) * 6, Entries(), Slots(), LayerNormMatrix(), MLP(2), List(), List(1.0))
 
 
 def declarations(axis: str = "sequence") -> SearchStrategy[Parts]:
@@ -99,7 +124,7 @@ def declarations(axis: str = "sequence") -> SearchStrategy[Parts]:
 
 def updates(axis: str = "sequence") -> SearchStrategy[StateUpdate]:
     """A random legal tuple."""
-    return declarations(axis).map(_build).filter(_is_legal)
+    return declarations(axis).map(_build).filter(_is_legal)  # type: ignore[return-value]
 
 
 def _build(parts: Parts) -> StateUpdate | None:
@@ -140,7 +165,9 @@ def _filters(st: Any, named: bool) -> Any:
     wrapped = st.one_of(diagonal.map(Cautious), diagonal.map(TrustRatio))
     directions = st.one_of(st.sampled_from((SignBall(), Sphere("whole"), Spectral("polar"))), diagonal, roots, wrapped)
     plain = st.builds(lambda m, r, p: StateUpdate(Linear(), Euclidean(), m, Step(r, read=p)), gate, rate, read)
-    curved = st.builds(lambda h, m, r: StateUpdate(Linear(), h, m, Step(r)), directions, st.one_of(st.just(Zero()), gate), rate)
+    curved = st.builds(
+        lambda h, m, r: StateUpdate(Linear(), h, m, Step(r)), directions, st.one_of(st.just(Zero()), gate), rate
+    )
     momentum = st.builds(
         Momentum, st.sampled_from((0.5, 0.9)), st.sampled_from(("ema", "sum")), st.booleans(), st.booleans()
     )
@@ -154,14 +181,16 @@ def _chain_of_filters(st: Any, named: bool) -> Any:
 def _keyed(st: Any) -> Any:
     # drawn together: what is legal with a memory or a cost is not independent of it
     at: Any = st.sampled_from(("prev", "prev", "gated", "new", Anchor(3)))
-    state = st.one_of(st.just(Euclidean()), st.just(Euclidean()), st.sampled_from(_CURVED), st.just(OnUpdate(SignBall())))
+    state = st.sampled_from((Euclidean(),) * 12 + _CURVED + (OnUpdate(SignBall()),))
 
     def complete(memory: Memory) -> Any:
         listed, deep = isinstance(memory, List), isinstance(memory, MLP | LayerNormMatrix)
         return st.tuples(
             st.just(Alignment()) if listed else st.sampled_from(_COSTS),
             st.sampled_from((Entropic(), Entropic(mass=2.0), Euclidean())) if listed else state,
-            st.sampled_from(_GATES[:4] if deep else _GATES[:5]) if deep or isinstance(memory, Entries) else _monoids(st),
+            st.sampled_from(_GATES[:4] if deep else _GATES[:5])
+            if deep or isinstance(memory, Entries)
+            else _monoids(st),
             st.builds(
                 Step,
                 rate=st.sampled_from(_RATES[:3] if listed or deep else _RATES),

@@ -260,8 +260,8 @@ def _anchored(update: StateUpdate) -> bool:
 
 def _exact(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast off: coefficients and mixing keep their precision."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    kind = x.device.type  # meta tensors have no autocast; asking torch which do is not traceable by its compiler
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 __all__ = ["Coefficients", "DepthMixer", "Mixed", "Streams", "normalises", "require_streams"]

@@ -29,6 +29,7 @@ from axes.optim.capabilities import (
     require_parameter,
     vectors,
 )
+from axes.optim.checkpoints import Kept, wrap_state
 from axes.optim.layers import Examples, Layers, Products, Reduction
 from axes.optim.routing import Report, Roles, Row, canonical_shape, named_role, roles
 from axes.rates import resolve
@@ -506,7 +507,7 @@ class Optimizer(torch.optim.Optimizer):
             AxesError: the state is of another rule, or of parameters of another shape; nothing was changed.
         """
         # last of the hooks, so that it sees what the user's hooks made of the state
-        handle = self.register_load_state_dict_pre_hook(_wrap_state)
+        handle = self.register_load_state_dict_pre_hook(wrap_state)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -519,13 +520,13 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for parameter, kept in self.state.items():
-            if isinstance(kept, _Kept):
+            if isinstance(kept, Kept):
                 self.state[parameter] = {
                     name: value.to(parameter.device if value.is_floating_point() else "cpu", copy=True)
                     for name, value in kept.tensors.items()
                 }
 
-    def _expected(self, update: StateUpdate, parameter: Tensor) -> dict[str, Tensor]:
+    def expected_state(self, update: StateUpdate, parameter: Tensor) -> dict[str, Tensor]:
         """The state of a parameter, without storage: names and shapes."""
         m, n = canonical_shape(parameter)
         dtype = torch.promote_types(parameter.real.dtype if parameter.is_complex() else parameter.dtype, torch.float32)
@@ -535,49 +536,6 @@ class Optimizer(torch.optim.Optimizer):
 
         signal = {"g": empty(m, n), "k": empty(n), "v": empty(m), "e": empty(m)}
         return trees.flatten(update, update.init(signal, (empty(m, n),)))
-
-
-class _Kept:
-    """Tensors that torch's loader passes on as they are, instead of casting them to the parameter's dtype."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-
-def _wrap_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Check a state against the optimizer and protect its tensors."""
-    assert isinstance(optimizer, Optimizer)
-    who = type(optimizer).__name__
-    if not {"state", "param_groups"} <= set(state_dict):
-        raise AxesError(f"{who}: an optimizer's state has 'state' and 'param_groups', got {sorted(state_dict)}")
-    state = dict(state_dict["state"])
-    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
-    if len(saved_groups) == len(groups):  # torch explains it otherwise
-        for saved, group in zip(saved_groups, groups, strict=True):
-            if saved.get("rule") != group["rule"]:
-                raise AxesError(
-                    f"{who}: the saved group has rule {saved.get('rule')!r} where this optimizer has {group['rule']!r}"
-                )
-            missing = sorted(set(group) - set(saved) - {"param_names"})
-            if missing:
-                raise AxesError(f"{who}: the saved group has no {', '.join(missing)}: it is of another optimizer")
-            update = optimizer.update_for({**saved, "params": []})
-            for index, parameter in zip(saved["params"], group["params"], strict=False):
-                if state.get(index):
-                    _require_fit(who, index, state[index], optimizer._expected(update, parameter))
-    return {**state_dict, "state": {index: _Kept(dict(kept)) for index, kept in state.items()}}
-
-
-def _require_fit(who: str, index: int, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    missing = sorted(set(expected) - set(saved))
-    if missing:
-        raise AxesError(f"{who}: the saved state of parameter {index} is of another rule: no {', '.join(missing)}")
-    for name, value in expected.items():
-        if tuple(saved[name].shape) != tuple(value.shape):
-            raise AxesError(
-                f"{who}: the saved {name!r} of parameter {index} has shape {tuple(saved[name].shape)}, this parameter "
-                f"needs {tuple(value.shape)}"
-            )
 
 
 def _canonical(tensor: Tensor) -> Tensor:

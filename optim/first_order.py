@@ -147,7 +147,7 @@ class Adam(Optimizer):
   booktitle = {International Conference on Learning Representations},
   year = {2015}
 }"""
-    default_lr: ClassVar[float] = 3e-3
+    default_lr: ClassVar[float] = 5e-3
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class AdamW(Optimizer):
   booktitle = {International Conference on Learning Representations},
   year = {2019}
 }"""
-    default_lr: ClassVar[float] = 3e-3
+    default_lr: ClassVar[float] = 5e-3
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from axes.sequence.miras import (
     YaadMatrix,
     YaadSwitch,
 )
+from axes.sequence.predicted import PREDICTED, AdamNet, FrankWolfeDelta, MuonNet, MuonNetState, RLSNet, ShampooNet
 from axes.sequence.rwkv7 import RWKV7
 from axes.sequence.titans import Titans, TitansMatrix
 from axes.sequence.ttt import TTTMLP, TTTLinear
@@ -60,14 +61,17 @@ ALL: tuple[type[SequenceLayer], ...] = (
     RoPE,
     FoX,
     PaTH,
+    *PREDICTED,
 )
 
 __all__ = [
     "ALL",
     "ALiBi",
+    "AdamNet",
     "DeltaNet",
     "DeltaNetReflective",
     "FoX",
+    "FrankWolfeDelta",
     "GLA",
     "GatedDeltaNet",
     "GatedDeltaNetPrev",
@@ -86,11 +90,15 @@ __all__ = [
     "Moneta",
     "MonetaLiteral",
     "MonetaMatrix",
+    "MuonNet",
+    "MuonNetState",
     "PaTH",
+    "RLSNet",
     "RWKV7",
     "RetNet",
     "RoPE",
     "SequenceLayer",
+    "ShampooNet",
     "SoftmaxAttention",
     "TTTLinear",
     "TTTMLP",

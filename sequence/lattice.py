@@ -109,7 +109,7 @@ class LatticeOSR(SequenceLayer):
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), Euclidean(), Scalar("decay"), Step(Per("gamma")), memory=Slots())
     block = Standard(
-        values_conv=False, shared_projection=True, output_gate="gelu", charts=(_GAMMA, ("decay", LogSigmoid()))
+        values_conv=False, shared_projection=True, output_gate="gelu", charts=(_GAMMA, ("decay", LogSigmoid(bias=6.0)))
     )
 
 

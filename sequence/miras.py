@@ -24,7 +24,7 @@ from axes.monoids import Diagonal, Scalar
 from axes.rates import Per
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
-from axes.sequence.charts import Capped, LogSigmoid, Softplus
+from axes.sequence.charts import Capped, Constant, LogSigmoid, Softplus
 from axes.state_update import StateUpdate
 
 _PAPER = (
@@ -49,7 +49,11 @@ _ROWS = Diagonal("decay", side="row")
 _ROW_STEP = Step(Per("eta", "row"), at=Anchor(16))
 _DECAY = ("decay", LogSigmoid(bias=4.0, rank=32))
 _DELTA = ("delta", Softplus(bias=0.5413, rank=32))  # starts at 1
-_ETA = ("eta", Capped(0.1, scale=1.0, rank=32))
+# Behind LN only the direction of W1 counts, and decay makes every step a larger turn: with alpha near 0.98 and a gain of
+# one, 256 random tokens amplify an outer gradient by 1e4 and more. A longer memory and a smaller gain start in the calm.
+_SLOW = ("decay", LogSigmoid(bias=6.0, rank=32))
+_GAIN = ("ln_gain", Constant(0.2))
+_ETA = ("eta", Capped(0.05, scale=0.5, rank=32))
 
 # ---- Moneta ------------------------------------------------------------------------------------------------------
 
@@ -76,7 +80,7 @@ class Moneta(SequenceLayer):
     )
     bibtex = _BIBTEX
     update = StateUpdate(Lp(3.0), Lq(4.0), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(value_norm="rms", initial=5.0, charts=(_DECAY, ("eta", Capped(0.3, scale=3.0, rank=32))))
+    block = Standard(value_norm="rms", initial=5.0, charts=(_SLOW, _GAIN, ("eta", Capped(0.15, scale=1.5, rank=32))))
 
 
 @final
@@ -118,7 +122,7 @@ class MonetaLiteral(SequenceLayer):
         " so the laws of h do not apply"
     )
     update = StateUpdate(Lp(3.0), LqLiteral(4.0), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(value_norm="rms", initial=0.02, charts=(_DECAY, _ETA))
+    block = Standard(value_norm="rms", initial=0.02, charts=(_SLOW, _GAIN, _ETA))
 
 
 # ---- Yaad --------------------------------------------------------------------------------------------------------
@@ -142,7 +146,7 @@ class Yaad(SequenceLayer):
     differs = _YAAD + _BLOCK + _MLP_GATES
     bibtex = _BIBTEX
     update = StateUpdate(Huber(Per("delta", "row")), Euclidean(), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(initial=0.02, charts=(_DECAY, _ETA, _DELTA))
+    block = Standard(value_norm="rms", initial=0.02, charts=(_SLOW, _GAIN, _ETA, _DELTA))
 
 
 @final
@@ -158,7 +162,7 @@ class YaadMatrix(SequenceLayer):
     differs = _YAAD + _BLOCK
     bibtex = _BIBTEX
     update = StateUpdate(Huber(Per("delta", "row")), Euclidean(), _ROWS, _ROW_STEP)
-    block = Standard(initial=0.02, charts=(_DECAY, _ETA, _DELTA))
+    block = Standard(initial=0.02, charts=(_DECAY, ("eta", Capped(0.3, rank=32)), _DELTA))
 
 
 @final
@@ -178,7 +182,7 @@ class YaadSwitch(SequenceLayer):
         " so the laws of costs do not apply"
     )
     update = StateUpdate(HuberSwitch(Per("delta")), Euclidean(), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(initial=0.02, charts=(_DECAY, _ETA, _DELTA))
+    block = Standard(value_norm="rms", initial=0.02, charts=(_SLOW, _GAIN, _ETA, _DELTA))
 
 
 # ---- Memora ------------------------------------------------------------------------------------------------------
@@ -203,7 +207,7 @@ class Memora(SequenceLayer):
     differs = _MEMORA + _BLOCK + _MLP_GATES
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), Entropic("row", None), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(initial=1.0, charts=(_DECAY, _ETA))
+    block = Standard(value_norm="rms", initial=1.0, charts=(_SLOW, _GAIN, _ETA))
 
 
 @final
@@ -220,7 +224,7 @@ class MemoraMatrix(SequenceLayer):
     differs = _MEMORA + _BLOCK
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), Entropic("row", None), _ROWS, _ROW_STEP)
-    block = Standard(initial=1.0, charts=(_DECAY, ("eta", Capped(1.0, scale=10.0, rank=32))))
+    block = Standard(initial=1.0, charts=(_DECAY, ("eta", Capped(0.3, scale=3.0, rank=32))))
 
 
 @final
@@ -241,7 +245,7 @@ class MemoraLiteral(SequenceLayer):
     update = StateUpdate(
         SquaredError(), Entropic("whole"), Scalar("decay"), Step(Per("eta"), at=Anchor(16)), memory=MLP(eps=1e-24)
     )
-    block = Standard(initial=1.0, charts=(_DECAY, _ETA))
+    block = Standard(value_norm="rms", initial=1.0, charts=(_SLOW, _GAIN, _ETA))
 
 
 MIRAS = (

@@ -74,7 +74,7 @@ class Titans(SequenceLayer):
         SquaredError(), Euclidean(), Scalar("decay"), Step(at=Anchor(16), via=(_SURPRISE,)), memory=MLP()
     )
     block = Standard(
-        charts=(("decay", LogSigmoid()), ("momentum", LogSigmoid(bias=1.0)), ("theta", Capped(0.03, scale=0.3))),
+        charts=(("decay", LogSigmoid(bias=6.0)), ("momentum", LogSigmoid(bias=1.0)), ("theta", Capped(0.03, scale=0.3))),
         initial=0.02,
     )
 

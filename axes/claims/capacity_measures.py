@@ -29,7 +29,7 @@ def sequence_tuple(name: str) -> StateUpdate:
     return get(name, "sequence").update
 
 
-def written(update: StateUpdate, keys: Tensor, values: Tensor, start: Tensor | None = None, beta: float = 1.0) -> Tensor:
+def written(update: StateUpdate, keys: Tensor, values: Tensor, start: Tensor | None = None, beta: float = 1) -> Tensor:
     """The matrix (B, d_v, d) after one pass over the pairs (B, N, .), by whatever route `dispatch` picks."""
     signal = {"k": keys, "v": values, "q": keys, "beta": torch.full_like(keys[..., 0], beta)}
     return dispatch.run(update, signal, time=1, weights=None if start is None else (start,))[1].theta[0]
@@ -194,22 +194,21 @@ def softmax_capacity_law(d: int, temperature: float) -> float:
 
 
 def softmax_snr_law(n: np.ndarray, d: int, temperature: np.ndarray) -> np.ndarray:
-    """Typical signal to noise of n keys on the sphere: the mean over competitors up to their median largest one.
+    """Typical signal to noise of n keys on the sphere: the median of the largest competitor, the mean of the others.
 
-    Cutting the average at the largest logit that n - 1 draws reach keeps the law right at low temperature, where the
-    average is carried by keys that are not there.
+    The full mean would be carried by keys that are not there if n is small or the temperature low.
     """
     n, temperature = np.broadcast_arrays(np.asarray(n, float), np.asarray(temperature, float))
     out = np.empty(n.shape)
     cosines = np.linspace(-1, 1, 20001)[1:-1]
-    log_density = (d - 3) / 2 * np.log1p(-cosines**2)
+    log_density = (d - 3) / 2 * np.log1p(-(cosines**2))
     density = np.exp(log_density - log_density.max())
     tail = np.cumsum(density[::-1])[::-1] / density.sum()
     for i in np.ndindex(n.shape):
         others = n[i] - 1
         kept = tail * others >= math.log(2)
-        power = (density * np.exp(2 * d * (cosines - 1) / temperature[i]))[kept].sum() / density.sum()
-        out[i] = 1 / (others * power) if power > 0 else np.inf
+        each = np.exp(2 * d * (cosines - 1) / temperature[i])[kept]
+        out[i] = 1 / (others * (density[kept] * each).sum() / density.sum() + each[-1])
     return out
 
 

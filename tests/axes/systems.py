@@ -126,9 +126,7 @@ ATTENTION = {
 
 # Gram space: normalised slots.
 GRAM = {
-    "lattice sim": StateUpdate(
-        Alignment(), Sphere("columns"), Scalar("decay"), Step(BETA, lazy=False), memory=Slots()
-    ),
+    "lattice sim": StateUpdate(Alignment(), Sphere("columns"), Scalar("decay"), Step(BETA, lazy=False), memory=Slots()),
     "lattice dec": StateUpdate(SquaredError(), Sphere("columns"), algorithm=Step(BETA, lazy=False), memory=Slots()),
     "lattice dec, forgetting": StateUpdate(
         SquaredError(), Sphere("columns"), Scalar("decay"), Step(BETA, lazy=False), memory=Slots()
@@ -143,9 +141,7 @@ CASCADES = {
     "memora, whole": StateUpdate(SquaredError(), Entropic("whole"), Scalar("decay"), Step(BETA, at=Anchor(4))),
     "moneta": StateUpdate(Lp(3.0), Lq(4.0), Scalar("decay"), Step(BETA, at=Anchor(3))),
     "yaad": StateUpdate(Huber(ROW_BETA), Euclidean(), Scalar("decay"), Step(BETA, at=Anchor(4))),
-    "soft threshold": StateUpdate(
-        SquaredError(), SoftThreshold(0.1), Scalar("decay"), Step(BETA, at=Anchor(4))
-    ),
+    "soft threshold": StateUpdate(SquaredError(), SoftThreshold(0.1), Scalar("decay"), Step(BETA, at=Anchor(4))),
     "muon net": StateUpdate(
         SquaredError(),
         OnUpdate(Spectral(method="newton-schulz")),
@@ -158,9 +154,7 @@ CASCADES = {
         Scalar("decay"),
         Step(
             BETA,
-            via=(
-                StateUpdate(Linear(), Whiten((second_moment(0.95),)), Scalar(0.9), ema(0.9, debias=True)),
-            ),
+            via=(StateUpdate(Linear(), Whiten((second_moment(0.95),)), Scalar(0.9), ema(0.9, debias=True)),),
         ),
     ),
     "projected linear attention": StateUpdate(Alignment(), Sphere("rows"), Diagonal("key_decay"), Step(BETA)),
@@ -258,7 +252,10 @@ DATA = {
                 StateUpdate(
                     Linear(),
                     Whiten(
-                        (StateUpdate(Linear("left")), StateUpdate(Linear("right"))), kind="kronecker", power=0.25, eps=0.1
+                        (StateUpdate(Linear("left")), StateUpdate(Linear("right"))),
+                        kind="kronecker",
+                        power=0.25,
+                        eps=0.1,
                     ),
                     Zero(),
                 ),

@@ -147,3 +147,9 @@ def test_ctrl_c_saves_and_says_how_to_continue(tmp_path: Path, text: Path) -> No
     position = RunFolder(run).read_checkpoint()["position"]
     assert position >= 1
     assert [record["step"] for record in RunFolder(run).read_metrics()] == list(range(1, position + 1))
+
+
+def test_the_command_line_loads_no_plotting_library() -> None:
+    code = "import sys, axes.cli; sys.exit('matplotlib' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0

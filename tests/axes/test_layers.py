@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...] | set[str], ...] = (
     ("state_update",),
     ("reference",),
     ("derived",),
-    ("scan", "gram"),
+    ("scan", "gram", "cascade", "attention"),
     ("kernels",),
     ("dispatch",),
     ("strategies", "checks"),

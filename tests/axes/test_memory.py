@@ -231,4 +231,7 @@ def test_what_memories_refuse() -> None:
     with pytest.raises(IllegalUpdate, match="keys 'k' and values 'v'"):
         Matrix().zeros({"q": draw(0, 3)})
     with pytest.raises(IllegalUpdate, match="no rows to gate"):
-        List().act(Diagonal("g", side="row").element({"g": draw(0, 3)}, 1.0, draw(1, 3, 4)), List().zeros({"k": draw(0, 3, 4), "v": draw(1, 3, 4)}))
+        List().act(
+            Diagonal("g", side="row").element({"g": draw(0, 3)}, 1.0, draw(1, 3, 4)),
+            List().zeros({"k": draw(0, 3, 4), "v": draw(1, 3, 4)}),
+        )

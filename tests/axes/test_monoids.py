@@ -182,9 +182,7 @@ def test_formulas(seed: int) -> None:
         "rows": torch.diag_embed(s["gv"].exp()) @ x,
         "hadamard": s["gs"].exp() * x,
         "gate, rotation": s["g"].exp()[..., None, None] * x @ rotation_matrix(s["angle"]),
-        "rows, householder": torch.diag_embed(s["gv"].exp())
-        @ x
-        @ (eye - beta * w[..., :, None] * w[..., None, :]),
+        "rows, householder": torch.diag_embed(s["gv"].exp()) @ x @ (eye - beta * w[..., :, None] * w[..., None, :]),
     }
     for name, value in expected.items():
         assert gap(element(ALL[name], seed).act(x), value) < EXACT, name

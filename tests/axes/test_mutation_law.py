@@ -142,9 +142,7 @@ def test_equal_tuples_give_the_same_bits(name: str) -> None:
 # ---- the common suite as a mechanism -----------------------------------------------------------------------------
 
 CASES = [
-    pytest.param(
-        name, check, id=f"{name}-{check.__name__}", marks=[pytest.mark.slow] if name in SOLVED else []
-    )
+    pytest.param(name, check, id=f"{name}-{check.__name__}", marks=[pytest.mark.slow] if name in SOLVED else [])
     for name, update in SYSTEMS.items()
     for check, _ in checks.checks(update)
     if check not in (checks.check_mutation_law, checks.check_deterministic, checks.check_normal_form)

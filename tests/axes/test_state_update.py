@@ -18,7 +18,7 @@ from axes import checks, costs, geometry, memory, monoids, reference
 from axes.algorithms import Anchor, Momentum, Read, Step, Sum
 from axes.costs import Alignment, Cost, Given, Huber, Linear, Lp, Ridge, SquaredError
 from axes.errors import IllegalUpdate
-from axes.geometry import Entropic, Euclidean, Lq, SignBall, SoftThreshold, Spectral, Sphere, Whiten
+from axes.geometry import Entropic, Euclidean, Lq, SignBall, Spectral, Sphere, Whiten
 from axes.memory import MLP, Entries, LayerNormMatrix, List, Slots
 from axes.monoids import DPLR, Decay, Diagonal, Hadamard, Householder, Identity, Product, Rotation, Scalar, Zero
 from axes.rates import Per
@@ -121,9 +121,7 @@ FORMULAS: dict[str, tuple[StateUpdate, Recurrence]] = {
     "kimi delta attention": (
         StateUpdate(SquaredError(), monoid=Diagonal("key_decay"), algorithm=Step(BETA, at="gated")),
         lambda s, x: (
-            s
-            @ torch.diag_embed(x["key_decay"].exp())
-            @ (torch.eye(D_K) - scalar(x["beta"]) * outer(x["k"], x["k"]))
+            s @ torch.diag_embed(x["key_decay"].exp()) @ (torch.eye(D_K) - scalar(x["beta"]) * outer(x["k"], x["k"]))
             + scalar(x["beta"]) * outer(x["v"], x["k"])
         ),
     ),
@@ -146,27 +144,19 @@ FORMULAS: dict[str, tuple[StateUpdate, Recurrence]] = {
     ),
     "longhorn, diagonal": (
         StateUpdate(SquaredError(), algorithm=Step(Per("row_beta", "row"), at="new"), memory=Entries()),
-        lambda s, x: (
-            (1 - outer(longhorn_step(x), x["k"] ** 2)) * s + outer(longhorn_step(x) * x["v"], x["k"])
-        ),
+        lambda s, x: (1 - outer(longhorn_step(x), x["k"] ** 2)) * s + outer(longhorn_step(x) * x["v"], x["k"]),
     ),
     "ridge": (
         StateUpdate(Ridge(SquaredError(), 0.3), monoid=Scalar("decay"), algorithm=Step(BETA)),
-        lambda s, x: (
-            scalar(x["decay"].exp()) * s - scalar(x["beta"]) * (outer(delta(s, x), x["k"]) + 0.3 * s)
-        ),
+        lambda s, x: scalar(x["decay"].exp()) * s - scalar(x["beta"]) * (outer(delta(s, x), x["k"]) + 0.3 * s),
     ),
     "huber": (
         StateUpdate(Huber(0.5), monoid=Scalar("decay"), algorithm=Step(BETA)),
-        lambda s, x: (
-            scalar(x["decay"].exp()) * s - scalar(x["beta"]) * outer(delta(s, x).clamp(-0.5, 0.5), x["k"])
-        ),
+        lambda s, x: scalar(x["decay"].exp()) * s - scalar(x["beta"]) * outer(delta(s, x).clamp(-0.5, 0.5), x["k"]),
     ),
     "l_3": (
         StateUpdate(Lp(3.0, smooth=None), monoid=Scalar("decay"), algorithm=Step(0.1)),
-        lambda s, x: (
-            scalar(x["decay"].exp()) * s - 0.3 * outer(delta(s, x).sign() * delta(s, x).abs() ** 2, x["k"])
-        ),
+        lambda s, x: scalar(x["decay"].exp()) * s - 0.3 * outer(delta(s, x).sign() * delta(s, x).abs() ** 2, x["k"]),
     ),
     "rotation": (
         StateUpdate(Alignment(), monoid=Rotation(Per("angle", "pair", "real"))),
@@ -265,11 +255,14 @@ def test_ttt_linear(every: int) -> None:
 
 def test_ttt_mlp_with_titans_momentum() -> None:
     """Two-layer memory with momentum and forgetting, gradients by autograd at every token."""
-    x, update = data(D_K), StateUpdate(
-        SquaredError(),
-        monoid=Scalar("decay"),
-        algorithm=Step(via=(StateUpdate(Linear(), monoid=Scalar("mu"), algorithm=Step(BETA)),)),
-        memory=MLP(2),
+    x, update = (
+        data(D_K),
+        StateUpdate(
+            SquaredError(),
+            monoid=Scalar("decay"),
+            algorithm=Step(via=(StateUpdate(Linear(), monoid=Scalar("mu"), algorithm=Step(BETA)),)),
+            memory=MLP(2),
+        ),
     )
     first = {n: z[:, 0] for n, z in x.items()}
     weights = update.init(first).theta
@@ -283,16 +276,16 @@ def test_ttt_mlp_with_titans_momentum() -> None:
         live = tuple(w.detach().clone().requires_grad_() for w in weights)
         loss = (forward(live, d["k"], d) - d["v"]).square().sum() / 2
         grads = torch.autograd.grad(loss, live)
-        buffers = tuple(
-            scalar(d["mu"].exp()) * b - scalar(d["beta"]) * g for b, g in zip(buffers, grads, strict=True)
-        )
+        buffers = tuple(scalar(d["mu"].exp()) * b - scalar(d["beta"]) * g for b, g in zip(buffers, grads, strict=True))
         weights = tuple(scalar(d["decay"].exp()) * w + b for w, b in zip(weights, buffers, strict=True))
         outputs.append(forward(weights, d["q"], d))
     y, _ = reference.run(update, x, time=1)
     assert checks.error(y, torch.stack(outputs, 1)) < EXACT
 
 
-def anchored(primal: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor], gate: str, rate: str, every: int) -> Tensor:
+def anchored(
+    primal: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor], gate: str, rate: str, every: int
+) -> Tensor:
     """theta = gate theta - rate grad l(W at the start of the chunk), W = primal(theta)."""
     x, theta, outputs = data(), torch.zeros(B, D_V, D_K, dtype=torch.float64), []
     anchor = primal(theta)
@@ -630,7 +623,11 @@ SUGAR = [
     ),
     (
         StateUpdate(SquaredError(), OnUpdate(SignBall()), Scalar("decay"), Step(BETA)),
-        StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, via=(StateUpdate(Linear(), SignBall(), Zero()),))),
+        StateUpdate(
+            SquaredError(),
+            monoid=Scalar("decay"),
+            algorithm=Step(BETA, via=(StateUpdate(Linear(), SignBall(), Zero()),)),
+        ),
     ),
     (
         StateUpdate(Given(), OnUpdate(Spectral()), algorithm=Step(0.1, via=(Momentum(0.95, "ema", nesterov=True),))),
@@ -653,7 +650,9 @@ SUGAR = [
         StateUpdate(Given(), algorithm=Step(0.1, via=(Momentum(0.9, "sum", nesterov=True),))),
         StateUpdate(
             Given(),
-            algorithm=Step(0.1, via=(StateUpdate(Linear(), monoid=Scalar(0.9), algorithm=Step(read=Read(0.9 * 0.9, 1.9))),)),
+            algorithm=Step(
+                0.1, via=(StateUpdate(Linear(), monoid=Scalar(0.9), algorithm=Step(read=Read(0.9 * 0.9, 1.9))),)
+            ),
         ),
     ),
     (
@@ -741,8 +740,10 @@ def test_every_float_dtype_without_a_hidden_cast(name: str, dtype: torch.dtype) 
     if half and (solves or not update.parts()[1].is_identity and update.parts()[3].at == "new"):
         pytest.skip("implicit steps are solved in at least float32")
     signal = checks.example(update, dtype=dtype, length=3)
-    if half and any(isinstance(m, monoids.GeneralLinear) for m in checks._parts(update)) or (
-        half and any(isinstance(p, Product) for p in checks._parts(update)) and "logits" in signal
+    if (
+        half
+        and any(isinstance(m, monoids.GeneralLinear) for m in checks._parts(update))
+        or (half and any(isinstance(p, Product) for p in checks._parts(update)) and "logits" in signal)
     ):
         pytest.skip("a mixing matrix stays in float32 on purpose")
     y, state = checks.trajectory(update, signal)

@@ -160,6 +160,8 @@ def test_run_folder_holds_what_it_promises(text: str, tmp_path: Path) -> None:
     assert "StateUpdate(" in json.dumps(tuples["sequence"])
     assert "StateUpdate(" in json.dumps(tuples["data"])
     assert "StateUpdate(" in json.dumps(tuples["depth"])
+    assert tuples["data"]["rules"]["head.weight"] == "adamw"
+    assert tuples["data"]["rules"]["sublayers.1.gate.weight"] == "muon"
 
 
 def test_a_batch_is_a_step_whatever_was_evaluated_between(text: str, tmp_path: Path) -> None:

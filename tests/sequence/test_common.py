@@ -48,14 +48,15 @@ def length_of(cls: type[SequenceLayer]) -> int:
 
 
 def gap(a: Any, b: Any) -> float:
-    """The largest difference of two nested tuples of tensors; infinite where they are not alike."""
+    """The largest difference of two nested tuples of tensors, over a tensor's size if above one; infinite if unlike."""
     (xs, form), (ys, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
     if form != other or any(x.shape != y.shape for x, y in zip(xs, ys, strict=True)):
         return float("inf")
     gaps = [0.0]
     for x, y in zip(xs, ys, strict=True):
         same = torch.where(x == y, torch.zeros_like(x), (x - y).abs())  # equal infinities differ by zero
-        gaps += [same.max().item()] if same.numel() else []
+        finite = y[y.isfinite()].abs()
+        gaps += [same.max().item() / max(1.0, finite.max().item() if finite.numel() else 0.0)] if same.numel() else []
     return max(gaps)
 
 

@@ -1,0 +1,255 @@
+"""Derived facts against autograd: the chain's transition is the Jacobian of a step, feedback is what a drive sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from systems import ATTENTION, CASCADES, CHAINS, GRAM, KEYED, SEQUENTIAL
+from torch import Tensor
+
+from axes import checks, derived, dispatch, reference, scan, strategies
+from axes.algorithms import Anchor, Step, Sum
+from axes.costs import Alignment, Given, Ridge, SquaredError
+from axes.legality import gates
+from axes.memory import List
+from axes.monoids import Hadamard, Scalar
+from axes.rates import Per
+from axes.state_update import State, StateUpdate
+
+EXACT = 1e-10  # measured 2e-14 over the table and 2000 random tuples
+
+
+def slots_of(update: StateUpdate, state: State) -> list[Tensor]:
+    """theta and the buffers, in the order of the chain's slots."""
+    found = [state.theta[0]]
+    for f, s in zip(update.parts()[3].via, state.via, strict=True):
+        found += [t.theta[0] for t in s] if isinstance(f, Sum) else [s.theta[0]]  # type: ignore[union-attr, list-item]
+    return found
+
+
+def with_slots(update: StateUpdate, state: State, slots: tuple[Tensor, ...]) -> State:
+    """The same state with other contents."""
+    via, at = [], 1
+    for f, s in zip(update.parts()[3].via, state.via, strict=True):
+        if isinstance(f, Sum):
+            via.append(tuple(t._replace(theta=(slots[at + i],)) for i, t in enumerate(s)))  # type: ignore[union-attr, arg-type]
+            at += len(f.branches)
+        else:
+            via.append(s._replace(theta=(slots[at],)))  # type: ignore[union-attr]
+            at += 1
+    return state._replace(theta=(slots[0],), via=tuple(via))  # type: ignore[arg-type]
+
+
+def step_map(update: StateUpdate, signal: dict[str, Tensor], rows: int):  # type: ignore[no-untyped-def]
+    """The interpreter's step on the stacked slots (d_v, p, d_k), and a random point."""
+    datum = {n: x[0] for n, x in signal.items()}
+    state = update.init(datum)
+
+    def run(stacked: Tensor) -> Tensor:
+        new, _ = update.step(with_slots(update, state, stacked.unbind(-2)), datum)
+        return torch.stack(slots_of(update, new), -2)
+
+    shape = torch.stack(slots_of(update, state), -2).shape
+    return run, torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def check_chain(update: StateUpdate) -> None:
+    """The derived map and write are the interpreter's step: value at two points and whole Jacobian."""
+    signal = {
+        n: x for n, x in checks.example(update, batch=(), length=1, d_k=4, d_v=3).items() if isinstance(x, Tensor)
+    }
+    run, x = step_map(update, signal, 3)
+    c = derived.chain(update, signal, 3)
+    maps = c.transition()[..., 0, :, :]  # (p d, p d), one per row if rows differ
+    jacobian = torch.autograd.functional.jacobian(run, x)  # (d_v, p, d, d_v, p, d)
+    flat = jacobian.flatten(4, 5).flatten(1, 2)  # (d_v, p d, d_v, p d)
+    expected = torch.zeros_like(flat)
+    for row in range(3):
+        expected[row, :, row, :] = maps.expand(3, *maps.shape[-2:])[row].mT
+    assert float((flat - expected).abs().max()) < EXACT, update
+    written = c.value[..., 0, :, None] * c.key[..., 0, :, :].flatten(-2)[..., None, :]
+    written = (written[:, 0] if c.rows else written).unflatten(-1, x.shape[1:])
+    assert float((run(torch.zeros_like(x)) - written).abs().max()) < EXACT, update
+
+
+def check_feedback(update: StateUpdate) -> None:
+    """With none, no drive after the first datum sees the state; affine drives have a constant Jacobian."""
+    signal = {
+        n: x for n, x in checks.example(update, batch=(), length=3, d_k=4, d_v=4).items() if isinstance(x, Tensor)
+    }
+    _, _, monoid, step, memory = update.parts()
+    first, second = ({n: x[i] for n, x in signal.items()} for i in (0, 1))
+    state, _ = update.step(update.init(first), first)
+
+    def drive(*theta: Tensor) -> Tensor:
+        here = state._replace(theta=theta)
+        rate = derived.resolve(step.rate, second)
+        kept = memory.act(monoid.element(second, rate, theta[0]), theta)
+        u = update._drive(here, kept, here.anchor, rate, second, None, 0)
+        return torch.cat([x.flatten() for x in u])
+
+    def jacobian(shift: float) -> Tensor:
+        at = tuple(x + shift * torch.cos(torch.arange(x.numel(), dtype=x.dtype).reshape(x.shape)) for x in state.theta)
+        blocks = torch.autograd.functional.jacobian(drive, at)
+        return torch.cat([b.flatten(1) for b in blocks], 1)
+
+    here, there = jacobian(0.0), jacobian(1.0)
+    kind = derived.feedback(update)
+    if kind == "none":
+        assert not here.any() and not there.any(), update
+    elif kind == "affine":
+        assert here.any() and float((here - there).abs().max()) < EXACT, update
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_transition_is_the_jacobian_of_a_step(name: str) -> None:
+    check_chain(CHAINS[name])
+
+
+@given(update=strategies.updates())
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+def test_no_false_affine_among_random_tuples(update: StateUpdate) -> None:
+    if derived.no_chain(update) is None:
+        check_chain(update)
+
+
+@pytest.mark.parametrize("name", [n for n, u in KEYED.items() if not isinstance(u.memory, List)])
+def test_feedback(name: str) -> None:
+    check_feedback(KEYED[name])
+
+
+@given(update=strategies.updates())
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+def test_feedback_of_random_tuples(update: StateUpdate) -> None:
+    if not isinstance(update.memory, List) and not checks._solves(update):
+        check_feedback(update)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("linear attention", "none"),
+        ("adam net", "none"),
+        ("memora", "none"),
+        ("softmax", "none"),
+        ("deltanet", "affine"),
+        ("titans", "affine"),
+        ("ridge by row", "affine"),
+        ("huber, every token", "nonlinear"),
+        ("entropic delta", "nonlinear"),
+        ("lattice sim", "nonlinear"),
+        ("ttt, every token", "nonlinear"),
+    ],
+)
+def test_feedback_by_name(name: str, kind: str) -> None:
+    assert derived.feedback(KEYED[name]) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "structure", "block"),
+    [
+        ("linear attention", "identity", 1),
+        ("retnet", "scalar", 1),
+        ("gla", "diagonal", 1),
+        ("mamba-1", "diagonal", 1),
+        ("longhorn, diagonal", "diagonal", 1),
+        ("deltanet", "dplr", 1),
+        ("rwkv-7", "dplr", 1),
+        ("titans", "dplr", 2),
+        ("two averages", "dplr", 3),
+        ("rotation", "diagonal", 1),
+        ("rotated delta", "dense", 1),
+        ("birkhoff", "dense", 1),
+    ],
+)
+def test_structure_by_name(name: str, structure: str, block: int) -> None:
+    assert derived.structure(KEYED[name]) == structure and derived.block_size(KEYED[name]) == block
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_folding_the_maps_reproduces_the_recurrence(name: str) -> None:
+    """Left to right, and as a balanced tree (any bracketing): X_T = X_0 M + B."""
+    update = CHAINS[name]
+    signal = {n: x for n, x in checks.example(update, batch=(), length=11).items() if isinstance(x, Tensor)}
+    v = signal["v"]
+    if update.parts()[3].debias:
+        signal = {**signal, "v": torch.cat((v, torch.ones_like(v[..., :1])), -1)}
+    c = derived.chain(update, signal, signal["v"].shape[-1])
+    maps = c.transition()
+    writes = c.value[..., :, None] * c.key.flatten(-2)[..., None, :]
+    pairs = [(maps[..., t, :, :], writes[..., t, :, :]) for t in range(11)]
+
+    def then(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return a[0] @ b[0], a[1] @ b[0] + b[1]
+
+    folded = pairs[0]
+    for pair in pairs[1:]:
+        folded = then(folded, pair)
+    level = pairs
+    while len(level) > 1:
+        level = [then(*level[i : i + 2]) if i + 1 < len(level) else level[i] for i in range(0, len(level), 2)]
+    _, state = reference.run(update, {n: x for n, x in signal.items()} | {"v": v})
+    rows = state.theta[0]
+    for total in (folded[1], level[0][1]):
+        found = (total[:, 0] if c.rows else total)[: rows.shape[0], : rows.shape[1]]
+        assert checks.error(found, rows) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("table", "route"),
+    [(CHAINS, "chain"), (ATTENTION, "attention"), (GRAM, "gram"), (CASCADES, "cascade"), (SEQUENTIAL, "interpreter")],
+    ids=["chain", "attention", "gram", "cascade", "interpreter"],
+)
+def test_each_system_has_the_route_it_is_listed_under(table: dict[str, StateUpdate], route: str) -> None:
+    for name, update in table.items():
+        assert dispatch.select(update).route == route, name
+
+
+@pytest.mark.parametrize(
+    ("update", "reason"),
+    [
+        (KEYED["memora"], "anchored"),
+        (KEYED["huber, every token"], "not affine"),
+        (KEYED["several steps"], "several steps"),
+        (KEYED["projected linear attention"], "acts on the state"),
+        (KEYED["current token bonus"], "read point"),
+        (KEYED["ttt"], "not one matrix"),
+        (KEYED["adam net"], "geometry, bias correction"),
+        (StateUpdate(SquaredError(encode=True)), "from the left"),
+        (StateUpdate(SquaredError(), monoid=Hadamard("g")), "does not compose"),
+        (StateUpdate(Alignment(), algorithm=Step(Per("r", "square"))), "element-wise step size"),
+        (StateUpdate(Ridge(Alignment(), Per("r", "square"))), "element-wise ridge"),
+    ],
+    ids=range(11),
+)
+def test_reasons_against_a_chain(update: StateUpdate, reason: str) -> None:
+    assert reason in str(derived.no_chain(update))
+    with pytest.raises(ValueError, match="not an affine chain"):
+        derived.chain(update, {}, 3)
+
+
+def test_other_reasons() -> None:
+    assert "state inside a chunk" in str(derived.no_cascade(KEYED["deltanet"]))
+    assert "projects at every datum" in str(derived.no_cascade(KEYED["lattice sim"])) or derived.no_cascade(
+        KEYED["lattice sim"]
+    )
+    assert "acts on the left" in str(derived.no_gram(KEYED["lattice enc"]))
+    assert "does not keep a list" in str(derived.no_attention(KEYED["retnet"]))
+    assert derived.feedback(StateUpdate(Given())) == "nonlinear"
+    assert derived.feedback(StateUpdate(SquaredError(), algorithm=Step(at=Anchor(2)))) == "none"
+    assert gates(Scalar("g")) == {"scalar"} and scan.sequential is not None
+
+
+def test_a_planted_error_in_the_transition_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dropped gate, a flipped sign and a swapped factor each turn the Jacobian test red."""
+    original = derived.chain
+    for damage in (
+        lambda c: derived.replace(c, gate=None),
+        lambda c: derived.replace(c, b=-c.b),
+        lambda c: derived.replace(c, a=c.b, b=c.a),
+        lambda c: derived.replace(c, key=-c.key),
+    ):
+        monkeypatch.setattr(derived, "chain", lambda *args, damage=damage: damage(original(*args)))
+        with pytest.raises(AssertionError):
+            check_chain(CHAINS["dplr delta"])

@@ -1,0 +1,122 @@
+"""Group E: every claim on a few draws, faults planted in the memories, and the data of the figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate
+
+from axes import costs, dispatch
+from axes.claims import figures_capacity, group_e
+from axes.claims.base import Claim, Draw, Result, Verdict
+from axes.claims.capacity_measures import log_moment, softmax_snr_law
+from axes.claims.verify import verify_one
+from axes.geometry import Entropic
+from axes.memory import List
+
+CLAIMS = {c.id: c for c in group_e.CLAIMS}
+
+
+def test_every_id_in_order() -> None:
+    assert list(CLAIMS) == [f"E{i:02d}" for i in range(1, 15)]
+
+
+@pytest.mark.parametrize("claim", [CLAIMS[i] for i in ("E01", "E04", "E06", "E13")], ids=lambda c: c.id)
+@settings(max_examples=2)
+@given(seed=st.integers(0, 10_000))
+def test_claim_holds(claim: Claim, seed: int) -> None:
+    assert claim.check is not None
+    result = Result(claim, claim.check(Draw(seed)))
+    assert result.ok, [str(f) for f in result.findings if not f.ok]
+
+
+HEAVY = ("E02", "E03", "E05", "E07", "E08", "E09", "E10", "E11", "E12")  # or without draws
+
+
+@pytest.mark.parametrize("claim", [CLAIMS[i] for i in HEAVY], ids=lambda c: c.id)
+def test_heavy_claim_holds(claim: Claim) -> None:
+    result = verify_one(claim, 1)
+    assert result.ok, (result.error, [str(f) for f in result.findings if not f.ok])
+
+
+def red(id: str) -> bool:
+    """Whether a claim is found to fail, by its findings and not by an exception."""
+    result = verify_one(CLAIMS[id], 1)
+    return not result.ok and not result.error
+
+
+def test_sign_of_the_alignment_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs.Alignment, "gradient", lambda self, prediction, target, signal=None: target)
+    assert red("E01")
+
+
+def test_values_written_at_the_next_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = dispatch.chain
+    late = lambda u, s, d: dataclasses.replace(true(u, s, d), value=s["v"].roll(1, -2))  # noqa: E731
+    monkeypatch.setattr(dispatch, "chain", late)
+    assert red("E01") and red("E03") and red("E13")
+
+
+def test_temperature_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(List, "temperature", lambda self, d_k: 1.0)
+    assert red("E04") and red("E06") and red("E13")
+
+
+def test_temperature_inverted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(List, "temperature", lambda self, d_k: 1 / self.scale)
+    assert red("E04") and red("E10")
+
+
+def test_attention_without_normaliser(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Entropic, "primal", lambda self, theta, context=None: (theta / 2).softmax(-1))
+    assert red("E04") and red("E10")
+
+
+def test_verdicts() -> None:
+    count = {v: sum(c.verdict is v for c in group_e.CLAIMS) for v in Verdict}
+    assert count == {
+        Verdict.EXACT: 3,
+        Verdict.CONDITIONAL: 0,
+        Verdict.APPROXIMATE: 1,
+        Verdict.STATISTICAL: 5,
+        Verdict.FALSE: 4,
+        Verdict.UNTESTABLE: 1,
+    }
+
+
+@pytest.mark.parametrize("d", [4, 16, 64])
+def test_moment_is_the_integral_over_the_sphere(d: int) -> None:
+    def density(x: float) -> float:
+        return (1 - x * x) ** ((d - 3) / 2)
+
+    total = integrate.quad(density, -1, 1)[0]
+    for slope in (0.1, 2.0 / math.sqrt(d), 1.0):
+        mean = integrate.quad(lambda x, a=slope: math.exp(a * d * (x - 1)) * density(x), -1, 1)[0] / total
+        assert log_moment(d, slope) == pytest.approx(math.log(mean), rel=1e-6)
+
+
+def test_snr_law_meets_the_uniform_limit_and_the_mean_field() -> None:
+    flat = softmax_snr_law(np.array([65.0]), 32, np.array(1e9))[0]
+    assert flat * 65 == pytest.approx(1, rel=0.05)
+    many = softmax_snr_law(np.array([1e5]), 16, np.array(4.0))[0]
+    assert math.log(many * 1e5) == pytest.approx(-log_moment(16, 0.5), abs=0.1)
+
+
+def test_figures_show_theory_next_to_measurement() -> None:
+    for curve in figures_capacity.capacity_against_load(d=16, lists=8):
+        law = np.exp(np.interp(np.log(curve.x), np.log(curve.theory_x), np.log(curve.theory)))
+        settled = curve.x >= 1.0
+        assert np.abs(np.log(curve.measured / law))[settled].max() < 0.35, curve.label
+    for curve in figures_capacity.snr_against_temperature(d=16, counts=(65,), draws=15):
+        law = np.exp(np.interp(np.log(curve.x), np.log(curve.theory_x), np.log(curve.theory)))
+        assert np.abs(np.log(curve.measured / law))[curve.x > 4].max() < 0.5, curve.label
+
+
+def test_figures_are_those_that_claims_name() -> None:
+    named = {c.figure for c in group_e.CLAIMS if c.figure}
+    assert named == {f.name for f in figures_capacity.FIGURES}
