@@ -1,7 +1,7 @@
 """Optimizers, sequence layers and depth mixers as one algorithm: steps of a `StateUpdate` along data, time or depth.
 
-    from axes import StateUpdate, Per, explain
-    import axes.optim, axes.sequence, axes.depth
+from axes import StateUpdate, Per, explain
+import axes.optim, axes.sequence, axes.depth
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from axes.state_update import OnUpdate, StateUpdate
 __version__ = "0.1.0"
 
 # families and everything above them load on first use: `import axes` stays the core
-_LAZY = (
-    "attention", "catalogue", "checks", "costs", "depth", "geometry", "memory", "monoids", "optim", "reference", "scan", "sequence"
-)  # fmt: skip
+_LAZY = frozenset(
+    "attention catalogue checks costs depth geometry memory monoids optim reference scan sequence".split()  # noqa: SIM905
+)
 
 
 def __getattr__(name: str) -> Any:

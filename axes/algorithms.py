@@ -18,7 +18,7 @@ At = Literal["prev", "gated", "read", "new"]
 @final
 @dataclass(frozen=True, repr=False)
 class Anchor(Declared):
-    """Evaluate the gradient at the state as it stood at the last multiple of `every` data (mini-batch, frozen chunk)."""
+    """The gradient at the state as it stood at the last multiple of `every` data (mini-batch, frozen chunk)."""
 
     every: int
 

@@ -40,7 +40,9 @@ def run(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State,
     correction: Tensor | None = None
     if element.angle is not None:
         angle = element.angle.expand(*k.shape[:-1], element.angle.shape[-1]).cumsum(-2)
-        positions = torch.cat((torch.zeros_like(angle[..., :1, :]).expand(*angle.shape[:-2], old, angle.shape[-1]), angle), -2)
+        positions = torch.cat(
+            (torch.zeros_like(angle[..., :1, :]).expand(*angle.shape[:-2], old, angle.shape[-1]), angle), -2
+        )
         keys, turned_q = rotate(keys, -positions), rotate(q, -angle)
         final_keys = rotate(keys, angle[..., -1:, :])
     if element.left is not None and element.right is not None:

@@ -94,9 +94,7 @@ def _through(update: StateUpdate, states: Filters, signal: Tokens, u: Leaves, si
     return u, tuple(via)
 
 
-def _stage(
-    update: StateUpdate, state: State, signal: Tokens, u: Leaves, size: int
-) -> tuple[Response, State]:
+def _stage(update: StateUpdate, state: State, signal: Tokens, u: Leaves, size: int) -> tuple[Response, State]:
     """One linear recurrence over the chunk, after its statistics.
 
     Returns what the output is made of (dual points, their normalisers, what the geometry may see) and the last state.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, final, get_args
+from typing import Any, Literal, final, get_args
 
 from axes import depth, dispatch, optim, sequence
 from axes.derived import block_size, feedback, structure
@@ -96,8 +96,8 @@ def taxonomy() -> str:
     """docs/taxonomy.md: one table an axis with derived facts, then every instance with its exact tuple and source."""
     lines = ["# Taxonomy", "", "Rendered from the catalogue by `python -m axes.catalogue`; do not edit by hand.", ""]
     lines += [
-        "The columns cost to memory are the tuple. Feedback, transition and route are derived from it: how the gradient",
-        "of a datum depends on the state, the structure of one step's effective transition (with the number of slots of",
+        "The columns cost to memory are the tuple. Feedback, transition and route are derived: how the gradient",
+        "of a datum depends on the state, the structure of one step's effective transition (with the slots of",
         "the chain of state and buffers), and how a sequence of data is computed on a CPU.",
         "",
     ]
@@ -117,7 +117,11 @@ def _table(rows: Iterable[Entry]) -> list[str]:
         update = e.update
         cost, h, monoid, step, memory = update.parts()
         at = step.at if isinstance(step.at, str) else f"anchor {step.at.every}"
-        words = [at] + [w for w, on in (("agile", not step.lazy), ("read point", step.read is not None), ("debiased", step.debias)) if on]
+        words = [at] + [
+            w
+            for w, on in (("agile", not step.lazy), ("read point", step.read is not None), ("debiased", step.debias))
+            if on
+        ]
         slots = block_size(update)
         site = type(h).__name__ if not h.is_identity else ", ".join(_filter_geometries(update)) or "Euclidean"
         keyed = memory.keyed and e.axis != "data"
@@ -178,4 +182,4 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(cast(str, sys.argv[1])) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent)
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent)

@@ -24,7 +24,7 @@ Structure = Literal["identity", "scalar", "diagonal", "dplr", "dense"]
 
 
 def feedback(update: StateUpdate) -> Feedback:
-    """How the drive of a datum depends on the state that the same chunk of data wrote: the fact that decides the route."""
+    """How the drive of a datum depends on state that the same chunk of data wrote: this decides the route."""
     cost, h, _, step, memory = update.parts()
     if isinstance(cost, Linear) or isinstance(step.at, Anchor):
         return "none"
@@ -77,7 +77,9 @@ def no_chain(update: StateUpdate) -> str | None:
         return "an element-wise step size has no rank-one write"
     if isinstance(memory, Entries) and (step.via or not kinds <= {"identity", "scalar", "diagonal", "row", "hadamard"}):
         return "entry-wise memory chains with element-wise gates only"
-    if "hadamard" in kinds and (kinds & {"low rank", "dense", "rotation"} or update._predicts and isinstance(memory, Matrix)):
+    if "hadamard" in kinds and (
+        kinds & {"low rank", "dense", "rotation"} or update._predicts and isinstance(memory, Matrix)
+    ):
         return "a Hadamard gate does not compose with a matrix transition"
     for f in update.filters():
         _, fh, fm, fs, _ = f.parts()
@@ -131,7 +133,14 @@ def no_gram(update: StateUpdate) -> str | None:
         return "slots are unit columns"
     if type(cost).__name__ not in ("Alignment", "SquaredError") or getattr(cost, "encode", False):
         return "the encoding rule acts on the left: no closed Gram form is known"
-    if step.at != "prev" or step.via or step.read or step.steps > 1 or rate_shape(step.rate) != "scalar" or step.start != "zero":
+    if (
+        step.at != "prev"
+        or step.via
+        or step.read
+        or step.steps > 1
+        or rate_shape(step.rate) != "scalar"
+        or step.start != "zero"
+    ):
         return "the Gram form takes one explicit step with a scalar rate at the previous state"
     if not gates(monoid) <= {"identity", "scalar"}:
         return "only a scalar forget gate folds into the step"
@@ -350,4 +359,17 @@ def _common(tensors: list[Tensor]) -> list[Tensor]:
     return [t.expand(shape) for t in tensors]
 
 
-__all__ = ["Chain", "Feedback", "Rate", "block_size", "chain", "feedback", "no_attention", "no_cascade", "no_chain", "no_gram", "rotate", "structure"]
+__all__ = [
+    "Chain",
+    "Feedback",
+    "Rate",
+    "block_size",
+    "chain",
+    "feedback",
+    "no_attention",
+    "no_cascade",
+    "no_chain",
+    "no_gram",
+    "rotate",
+    "structure",
+]

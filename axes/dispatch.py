@@ -6,7 +6,7 @@ A named implementation runs or raises; nothing falls back and no environment var
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, NamedTuple, get_args
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from axes import attention, cascade, gram, reference, scan
-from axes.algorithms import Sum
 from axes.costs import SquaredError
 from axes.derived import block_size, chain, feedback, no_attention, no_cascade, no_chain, no_gram, structure
 from axes.errors import AxesError, ShapeError
 from axes.memory import Leaves
-from axes.rates import resolve
+from axes.rates import Signal, resolve
 from axes.state_update import State, StateUpdate
 
 Implementation = Literal["reference", "torch", "triton"]
@@ -95,7 +94,7 @@ def implementation(name: Implementation) -> Iterator[None]:
 
 def run(
     update: StateUpdate,
-    signal: Mapping[str, Tensor | float],
+    signal: Signal,
     state: State | None = None,
     *,
     time: int = 1,
@@ -115,8 +114,7 @@ def run(
     choice = select(update, v.device, v.dtype, implementation=implementation or _preferred.get())
     if q.shape[time] == 0:
         if state is None:
-            first = {n: x.new_zeros(_without(x, time)) if _timed(x, time) else x for n, x in signal.items()}  # type: ignore[union-attr, arg-type]
-            state = update.init(first, weights)
+            state = update.init(_each(signal, time, lambda x: x.new_zeros(_without(x, time))), weights)
         return torch.zeros_like(v), state
     with torch.autocast(v.device.type, enabled=False):  # the recurrence stays in its own precision
         return _execute(choice, update, signal, state, time, weights, v.dtype)
@@ -125,7 +123,7 @@ def run(
 def _execute(
     choice: Choice,
     update: StateUpdate,
-    signal: Mapping[str, Tensor | float],
+    signal: Signal,
     state: State | None,
     time: int,
     weights: Leaves | None,
@@ -137,16 +135,16 @@ def _execute(
         out, state = reference.run(update, signal, state, time=time, weights=weights)
         return out.to(dtype), state
     batch = q.ndim - 2
-    moved = {n: x.movedim(time, batch) if _timed(x, time) else x for n, x in signal.items()}  # type: ignore[union-attr, arg-type]
+    moved = _each(signal, time, lambda x: x.movedim(time, batch))
     if state is None:
-        first = {n: x.select(batch, 0) if _timed(x, batch) else x for n, x in moved.items()}  # type: ignore[union-attr, arg-type]
-        state = update.init(first, weights)
+        state = update.init(_each(moved, batch, lambda x: x.select(batch, 0)), weights)
     out, state = _ROUTES[choice.route](update, moved, state, batch)
     return out.movedim(batch, time).to(dtype), state
 
 
-def _timed(x: Tensor | float, time: int) -> bool:
-    return isinstance(x, Tensor) and x.ndim > time
+def _each(signal: Signal, time: int, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor | float]:
+    """Change every tensor that varies in time; numbers and constants stay."""
+    return {n: change(x) if isinstance(x, Tensor) and x.ndim > time else x for n, x in signal.items()}
 
 
 def _without(x: Tensor, time: int) -> list[int]:
@@ -156,13 +154,11 @@ def _without(x: Tensor, time: int) -> list[int]:
 # ---- routes: each takes batch dimensions, then T, then features ---------------------------------------------------
 
 
-def _run_chain(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State, batch: int) -> tuple[Tensor, State]:
+def _run_chain(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
-    slots = [state.theta[0]]
-    for f, s in zip(update.parts()[3].via, state.via, strict=True):
-        slots += [t.theta[0] for t in s] if isinstance(f, Sum) else [s.theta[0]]  # type: ignore[union-attr, list-item]
-    start = torch.stack(slots, -2)  # (..., d_v, p, d_k)
+    buffers = [t.theta[0] for s in state.via for t in _branches(s)]
+    start = torch.stack([state.theta[0], *buffers], -2)  # (..., d_v, p, d_k)
     if state.norm:  # the normaliser is one more row, whose value is always one
         start = torch.cat((start, state.norm[0][..., None, :]), -3)
         v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
@@ -175,37 +171,40 @@ def _run_chain(update: StateUpdate, signal: Mapping[str, Tensor | float], state:
     norm: Leaves = ()
     if state.norm:
         mass = out[..., -1:]
-        out = torch.where(mass == 0, torch.zeros_like(mass), out[..., :-1] / torch.where(mass == 0, torch.ones_like(mass), mass))
+        out = torch.where(
+            mass == 0, torch.zeros_like(mass), out[..., :-1] / torch.where(mass == 0, torch.ones_like(mass), mass)
+        )
         final, norm = final[..., :-1, :, :], (final[..., -1:, 0, :],)
     count = state.count + q.shape[-2]
-    via, slot = [], 1
-    for f, s in zip(update.parts()[3].via, state.via, strict=True):
-        if isinstance(f, Sum):
-            via.append(tuple(t._replace(theta=(final[..., slot + i, :],), count=count) for i, t in enumerate(s)))  # type: ignore[union-attr, arg-type]
-            slot += len(f.branches)
-        else:
-            via.append(s._replace(theta=(final[..., slot, :],), count=count))  # type: ignore[union-attr, arg-type]
-            slot += 1
-    return out, State((final[..., 0, :],), tuple(via), (), norm, (), count)  # type: ignore[arg-type]
+    slots = iter(final.unbind(-2))
+    theta, via = next(slots), []
+    for s in state.via:
+        moved = tuple(t._replace(theta=(next(slots),), count=count) for t in _branches(s))
+        via.append(moved[0] if isinstance(s, State) else moved)
+    return out, State((theta,), tuple(via), (), norm, (), count)
 
 
-def _run_cascade(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State, batch: int) -> tuple[Tensor, State]:
+def _branches(filtered: State | tuple[State, ...]) -> tuple[State, ...]:
+    return (filtered,) if isinstance(filtered, State) else filtered
+
+
+def _run_cascade(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     q = signal["q"]
     assert isinstance(q, Tensor)
     return cascade.run(update, signal, state, q, batch)
 
 
-def _run_attention(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State, batch: int) -> tuple[Tensor, State]:
+def _run_attention(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     q = signal["q"]
     assert isinstance(q, Tensor)
     return attention.run(update, signal, state, q)
 
 
-def _run_gram(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State, batch: int) -> tuple[Tensor, State]:
+def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     cost, _, monoid, step, _ = update.parts()
     outputs, done = [], 0
     if int(state.count) == 0:  # a first state need not have unit columns; every later one has
-        first = {n: x.narrow(batch, 0, 1) if _timed(x, batch) else x for n, x in signal.items()}  # type: ignore[union-attr, arg-type]
+        first = _each(signal, batch, lambda x: x.narrow(batch, 0, 1))
         out, state = reference.run(update, first, state, time=batch)
         outputs.append(out)
         done = 1

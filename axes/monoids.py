@@ -211,7 +211,9 @@ class Scalar(Monoid):
     def __post_init__(self) -> None:
         object.__setattr__(self, "gate", as_gate(self.gate))
         if isinstance(self.gate, Per) and self.gate.shape != "scalar":
-            raise IllegalUpdate(f"Scalar: gate {self.gate.name!r} has shape {self.gate.shape}; use Diagonal or Hadamard")
+            raise IllegalUpdate(
+                f"Scalar: gate {self.gate.name!r} has shape {self.gate.shape}; use Diagonal or Hadamard"
+            )
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         assert not isinstance(self.gate, str)
@@ -256,7 +258,9 @@ class Diagonal(Monoid):
             raise IllegalUpdate(f"Diagonal: side {self.side!r} is not key or row")
         object.__setattr__(self, "gate", as_gate(self.gate, self.side))
         if not isinstance(self.gate, Per) or self.gate.shape != self.side:
-            raise IllegalUpdate(f"Diagonal(side={self.side!r}): the gate must be a Per of that shape; use Scalar otherwise")
+            raise IllegalUpdate(
+                f"Diagonal(side={self.side!r}): the gate must be a Per of that shape; use Scalar otherwise"
+            )
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         assert isinstance(self.gate, Per)
@@ -321,7 +325,7 @@ class Rotation(Monoid):
 @final
 @dataclass(frozen=True, repr=False)
 class Householder(Monoid):
-    """A = I - beta w w^T, the generalised Householder map: identity at 0, projection at 1, reflection at 2 (|w| = 1)."""
+    """A = I - beta w w^T, a generalised Householder map: identity at 0, projection at 1, reflection at 2 (|w| = 1)."""
 
     beta: Rate
     key: str = "w"
@@ -380,7 +384,9 @@ class GeneralLinear(Monoid):
 
     def __post_init__(self) -> None:
         if self.logits.shape != "mix":
-            raise IllegalUpdate(f"GeneralLinear: logits {self.logits.name!r} must have shape mix, not {self.logits.shape}")
+            raise IllegalUpdate(
+                f"GeneralLinear: logits {self.logits.name!r} must have shape mix, not {self.logits.shape}"
+            )
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         logits = resolve(self.logits, signal)

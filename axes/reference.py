@@ -20,7 +20,9 @@ def tokens(signal: Mapping[str, Tensor | float], time: int) -> Iterator[dict[str
     tensors = {name: x for name, x in signal.items() if isinstance(x, Tensor) and x.ndim > time}
     lengths = {x.shape[time] for x in tensors.values()}
     if len(lengths) != 1:
-        raise ShapeError(f"signals disagree about time (dimension {time}): { {n: tuple(x.shape) for n, x in tensors.items()} }")
+        raise ShapeError(
+            f"signals disagree about time (dimension {time}): { {n: tuple(x.shape) for n, x in tensors.items()} }"
+        )
     constant = {name: x for name, x in signal.items() if name not in tensors}
     unbound = {name: x.unbind(time) for name, x in tensors.items()}
     for t in range(lengths.pop()):

@@ -100,13 +100,15 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
             values = _cat(p, values, -2)
         values = values.flatten(-3, -2)  # (..., C m, d_v)
         outputs.append(carried_q[..., n, :, :] @ flat.mT + scores_q[..., n, :, :] @ values)
-        kept = torch.einsum("...vac,...abc->...vbc", state, whole[..., n, :, :, :].expand(*whole.shape[:-4], slots, slots, q.shape[-1]))
+        kept = torch.einsum(
+            "...vac,...abc->...vbc", state, whole[..., n, :, :, :].expand(*whole.shape[:-4], slots, slots, q.shape[-1])
+        )
         state = kept + (values.mT @ ends[..., n, :, :]).unflatten(-1, state.shape[-2:])
     return torch.cat(outputs, -2)[..., :length, :], state
 
 
 def cumulative(gate: Tensor, drive: Tensor, start: Tensor) -> Tensor:
-    """y_t = gate_t * y_{t-1} + drive_t, element by element, time in dimension -3; log2 T levels, any values of the gate."""
+    """y_t = gate_t * y_{t-1} + drive_t, entry by entry, time in dimension -3; log2 T levels, any gate."""
     batch = torch.broadcast_shapes(gate.shape, drive.shape, start[..., None, :, :].shape)
     g, y = gate.expand(*batch[:-3], batch[-3], *gate.shape[-2:]), drive.expand(batch)
     y = torch.cat((g[..., :1, :, :] * start[..., None, :, :] + y[..., :1, :, :], y[..., 1:, :, :]), -3)
@@ -185,7 +187,7 @@ def _reach_end(pairs: Tensor, written: Tensor) -> Tensor:
 
 
 def _entry_by_entry(c: Chain, start: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Element-wise gates that differ by row and key: one element-wise scan, chunk by chunk (Mamba-1, diagonal Longhorn)."""
+    """Gates that differ by row and key: one element-wise scan, chunk by chunk (Mamba-1, diagonal Longhorn)."""
     gate = torch.exp(c.gate) if c.gate is not None else c.block[..., 0, 0, :] if c.block is not None else None
     gate = torch.ones_like(c.key[..., 0, :1]) if gate is None else gate
     entering = c.value * c.key[..., 0, :]  # (..., rows, T, d_k): a row's value is one number

@@ -115,7 +115,10 @@ class MuonNetState(SequenceLayer):
     bibtex = _ARTICLE
     # the state is fed back through the map, so the map must contract: the cubic-order iteration, not a fast expanding one
     update = StateUpdate(
-        Alignment(), Spectral("newton-schulz", steps=8, coefficients=(1.875, -1.25, 0.375)), Identity(), Step(_BETA, lazy=False)
+        Alignment(),
+        Spectral("newton-schulz", steps=8, coefficients=(1.875, -1.25, 0.375)),
+        Identity(),
+        Step(_BETA, lazy=False),
     )
     block = Standard(charts=(("beta", Sigmoid()),), initial=0.1)
 
@@ -142,7 +145,10 @@ class AdamNet(SequenceLayer):
             via=(
                 StateUpdate(
                     Linear(),
-                    Whiten((StateUpdate(Linear("square"), Euclidean(), Scalar(0.95), Step(1 - 0.95, debias=True)),), eps=1e-4),
+                    Whiten(
+                        (StateUpdate(Linear("square"), Euclidean(), Scalar(0.95), Step(1 - 0.95, debias=True)),),
+                        eps=1e-4,
+                    ),
                     Scalar(0.9),
                     Step(1 - 0.9, debias=True),
                 ),

@@ -47,7 +47,13 @@ class Finding:
         return self.low <= self.measured <= self.high  # false for NaN
 
     def __str__(self) -> str:
-        bound = f"<= {self.high:.3g}" if self.role == "holds" else f">= {self.low:.3g}" if self.role == "breaks" else f"in [{self.low:.4g}, {self.high:.4g}]"
+        bound = (
+            f"<= {self.high:.3g}"
+            if self.role == "holds"
+            else f">= {self.low:.3g}"
+            if self.role == "breaks"
+            else f"in [{self.low:.4g}, {self.high:.4g}]"
+        )
         return f"{self.what}: {self.measured:.3g} ({bound})"
 
 
@@ -155,7 +161,9 @@ class Claim:
                 raise AxesError(f"claim {self.id}: an untestable claim has a reason and no check")
         elif self.check is None:
             raise AxesError(f"claim {self.id}: a testable claim needs a check")
-        if self.verdict is Verdict.FALSE and (not self.correction or self.kind not in ("MATH", "OVER", "NOTN", "LABEL")):
+        if self.verdict is Verdict.FALSE and (
+            not self.correction or self.kind not in ("MATH", "OVER", "NOTN", "LABEL")
+        ):
             raise AxesError(f"claim {self.id}: a refuted claim says its kind and what is true instead")
         if self.verdict is Verdict.CONDITIONAL and not self.conditions:
             raise AxesError(f"claim {self.id}: say the conditions")

@@ -57,7 +57,14 @@ def as_json(results: Sequence[Result]) -> str:
             "seconds": round(r.seconds, 4),
             "error": r.error,
             "findings": [
-                {"role": f.role, "what": f.what, "measured": _finite(f.measured), "low": _finite(f.low), "high": _finite(f.high), "ok": f.ok}
+                {
+                    "role": f.role,
+                    "what": f.what,
+                    "measured": _finite(f.measured),
+                    "low": _finite(f.low),
+                    "high": _finite(f.high),
+                    "ok": f.ok,
+                }
                 for f in r.findings
             ],
         }
@@ -81,7 +88,9 @@ def counts_table(results: Sequence[Result]) -> list[list[str]]:
     groups = [g for g in GROUPS if any(r.claim.group == g for r in results)]
     for g in groups:
         mine = [r for r in results if r.claim.group == g]
-        rows.append([f"{g}. {GROUPS[g]}", *(str(sum(r.claim.verdict is v for r in mine)) for v in verdicts), str(len(mine))])
+        rows.append(
+            [f"{g}. {GROUPS[g]}", *(str(sum(r.claim.verdict is v for r in mine)) for v in verdicts), str(len(mine))]
+        )
     rows.append(["all", *(str(sum(r.claim.verdict is v for r in results)) for v in verdicts), str(len(results))])
     return rows
 
@@ -91,7 +100,12 @@ def markdown(results: Sequence[Result]) -> str:
     lines = ["# Claims of the literature, checked", ""]
     lines += ["Rendered by `axes verify --docs`; `axes verify` runs every check, `axes explain A01` prints one.", ""]
     head, *rows = counts_table(results)
-    lines += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head), *("| " + " | ".join(r) + " |" for r in rows), ""]
+    lines += [
+        "| " + " | ".join(head) + " |",
+        "|" + " --- |" * len(head),
+        *("| " + " | ".join(r) + " |" for r in rows),
+        "",
+    ]
     for g, title in GROUPS.items():
         mine = [r for r in results if r.claim.group == g]
         if not mine:
@@ -134,11 +148,15 @@ def page(results: Sequence[Result]) -> str:
     shown = {r.claim.figure for r in results}
     for figure in FIGURES:
         if figure.name in shown:
-            out.append(f"<figure><img alt={_attribute(figure.title)} src={_attribute(_png(figure))}><figcaption>{e(figure.caption)}</figcaption></figure>")
+            out.append(
+                f"<figure><img alt={_attribute(figure.title)} src={_attribute(_png(figure))}><figcaption>{e(figure.caption)}</figcaption></figure>"
+            )
     for g, title in GROUPS.items():
         mine = [r for r in results if r.claim.group == g]
         if mine:
-            out.append(f"<h2>{g}. {e(title)}</h2><table class=claims><thead><tr><th>claim<th>statement<th>verdict<th>measured</tr></thead><tbody>")
+            out.append(
+                f"<h2>{g}. {e(title)}</h2><table class=claims><thead><tr><th>claim<th>statement<th>verdict<th>measured</tr></thead><tbody>"
+            )
             out += [_row(r) for r in mine]
             out.append("</tbody></table>")
     return "\n".join([*out, "</body></html>"]) + "\n"
@@ -182,5 +200,11 @@ def summary(f: Finding | None) -> tuple[str, str]:
     """Measured number and its bound, for a table."""
     if f is None:
         return "–", "–"
-    bound = f"≤ {f.high:.1g}" if f.role == "holds" else f"≥ {f.low:.1g}" if f.role == "breaks" else f"{f.low:.3g} … {f.high:.3g}"
+    bound = (
+        f"≤ {f.high:.1g}"
+        if f.role == "holds"
+        else f"≥ {f.low:.1g}"
+        if f.role == "breaks"
+        else f"{f.low:.3g} … {f.high:.3g}"
+    )
     return f"{f.measured:.2e}" if f.role != "within" else f"{f.measured:.4g}", bound

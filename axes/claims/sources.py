@@ -23,6 +23,8 @@ class Work:
 BLOG = Work("Unsigned article", "Associative Memory, States, Attention, Optimization: A Unifying Perspective")
 SLIDES = Work("Songlin Yang", "Linear Attention and Beyond")
 LONGHORN = Work("Liu et al.", "Longhorn: State Space Models are Amortized Online Learners")
-MIRAS = Work("Behrouz et al.", "It's All Connected: Test-Time Memorization, Attentional Bias, Retention, and Online Optimization")
+MIRAS = Work(
+    "Behrouz et al.", "It's All Connected: Test-Time Memorization, Attentional Bias, Retention, and Online Optimization"
+)
 LATTICE = Work("Karami and Mirrokni", "Lattice: Learning to Efficiently Compress the Memory")
 TITANS = Work("Behrouz et al.", "Titans: Learning to Memorize at Test Time")

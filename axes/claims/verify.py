@@ -39,7 +39,13 @@ def _merge(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _slack(f: Finding) -> float:
-    return min(f.high - f.measured, f.measured - f.low) if f.role == "within" else f.high - f.measured if f.role == "holds" else f.measured - f.low
+    return (
+        min(f.high - f.measured, f.measured - f.low)
+        if f.role == "within"
+        else f.high - f.measured
+        if f.role == "holds"
+        else f.measured - f.low
+    )
 
 
 def _by_id(name: str, seeds: int | None) -> Result:

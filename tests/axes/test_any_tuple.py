@@ -1,4 +1,4 @@
-"""Any legal tuple runs on any axis where it has a meaning: as a layer on a sequence, as an optimizer on least squares."""
+"""Any legal tuple runs on any axis where it has a meaning: a layer on a sequence, an optimizer on least squares."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_as_an_optimizer(update: StateUpdate) -> None:
             return loss
 
         for _ in range(steps):
-            losses.append(float(optimizer.step(closure)))  # type: ignore[arg-type]
+            losses.append(float(optimizer.step(closure).detach()))  # type: ignore[arg-type, union-attr]
         return losses
 
     model, optimizer = fresh()

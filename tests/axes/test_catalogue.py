@@ -26,12 +26,19 @@ def _declared(package: object, base: type) -> set[type]:
     for info in pkgutil.iter_modules(package.__path__):  # type: ignore[attr-defined]
         module = importlib.import_module(f"{package.__name__}.{info.name}")  # type: ignore[attr-defined]
         for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__ and "name" in vars(value):
+            if (
+                isinstance(value, type)
+                and issubclass(value, base)
+                and value.__module__ == module.__name__
+                and "name" in vars(value)
+            ):
                 found.add(value)
     return found
 
 
-@pytest.mark.parametrize(("axis", "base"), [("sequence", SequenceLayer), ("depth", DepthMixer), ("data", axes.optim.Optimizer)])
+@pytest.mark.parametrize(
+    ("axis", "base"), [("sequence", SequenceLayer), ("depth", DepthMixer), ("data", axes.optim.Optimizer)]
+)
 def test_every_declared_instance_is_listed(axis: str, base: type) -> None:
     assert _declared(FAMILIES[axis], base) == set(FAMILIES[axis].ALL)
 

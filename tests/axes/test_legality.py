@@ -57,7 +57,7 @@ REFUSED = {
         dict(cost=Linear(), monoid=Scalar(0.9), algorithm=Step(0.1, debias=True, start="first")),
         "no bias to correct",
     ),
-    "first at rate one": (dict(cost=Linear(), monoid=Scalar(0.9), algorithm=Step(start="first")), "starts at its first"),
+    "first at rate one": (dict(cost=Linear(), monoid=Scalar(0.9), algorithm=Step(start="first")), "its first drive"),
     "first of an empty memory": (dict(cost=ALIGN, algorithm=Step(start="first")), "starts at its first"),
     "independent decay at rate one": (
         dict(cost=Given(), monoid=Decay(0.1, independent=True)),
@@ -87,7 +87,10 @@ REFUSED = {
         dict(cost=SQUARED, monoid=Diagonal("g"), memory=MLP()),
         "no common key side",
     ),
-    "key rate of a network": (dict(cost=SQUARED, algorithm=Step(Per("r", "key")), memory=LayerNormMatrix()), "row rates"),
+    "key rate of a network": (
+        dict(cost=SQUARED, algorithm=Step(Per("r", "key")), memory=LayerNormMatrix()),
+        "row rates",
+    ),
     "row ridge of a network": (dict(cost=Ridge(SQUARED, Per("r", "row")), memory=MLP()), "ridge is a scalar"),
     "gated filter of a network": (
         dict(

@@ -53,7 +53,8 @@ def random_chain(kind: str, length: int, *, d: int = 4, d_v: int = 3, seed: int 
 
 
 KINDS = (
-    "identity", "scalar", "diagonal", "rank one", "gated rank one", "dplr", "rotation", "rotated rank one", "dense", "block"
+    "identity", "scalar", "diagonal", "rank one", "gated rank one", "dplr",
+    "rotation", "rotated rank one", "dense", "block",
 )  # fmt: skip
 
 

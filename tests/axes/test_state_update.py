@@ -422,7 +422,7 @@ def test_lazy_and_agile_are_two_algorithms() -> None:
     ids=repr,
 )
 def test_the_implicit_step_is_stationary(h: geometry.Geometry, cost: Cost) -> None:
-    """theta_t = A theta - eta grad l(grad h*(theta_t)): the optimality condition, with autograd's gradient of the cost."""
+    """theta_t = A theta - eta grad l(grad h*(theta_t)): the optimality condition, with autograd's gradient."""
     update = StateUpdate(cost, h, Scalar("decay"), Step(BETA, at="new"))
     x = {n: z[:, 0] for n, z in data().items()}
     start = draw(30, B, D_V, D_K)
