@@ -75,7 +75,11 @@ def example(
         unit = name == "k" or name.startswith(("w", "mutated_w"))
         if name == "v":  # errors from well inside to well outside any threshold
             x = x * torch.exp(1.5 * draw("size of v", (1,)) - 1)
-        signal[name] = torch.nn.functional.normalize(x, dim=-1) if unit else x if name in ("v", "q", "g") else 0.3 * x
+        if unit:
+            x = torch.nn.functional.normalize(x, dim=-1)
+        if name == "k":  # unit length would hide what depends on it, more would let explicit steps diverge
+            x = x * (0.6 + 0.4 * torch.sigmoid(draw("size of k", (1,))))
+        signal[name] = x if unit or name in ("v", "q", "g") else 0.3 * x
     for rate in {rate for update in updates for rate in update.demands()}:
         x = draw(rate.name, shapes[rate.shape])
         if rate.domain == "unit":
@@ -200,8 +204,7 @@ def check_state_round_trip(update: StateUpdate) -> None:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
-    with torch.serialization.safe_globals([State]):
-        again = torch.load(buffer, weights_only=True)
+    again = torch.load(buffer, weights_only=True)
     rest = _slice(signal, time, 4, 7)
     assert _identical(trajectory(update, rest, state), trajectory(update, rest, again)), "a loaded state differs"
 
@@ -397,8 +400,12 @@ def _moves(
 ) -> Literal["moved", "refused", "still"]:
     """known: the trajectories of `update` by the shape of its data, for all its neighbours."""
     # signs of a parameter's step change late; a proximal step on a curved h is solved for, and dear
-    length = 2 if _solves(update) else 1 if _solves(mutated) else 7 if update.parts()[4].keyed else 20
-    signal = example(update, mutated, batch=(1,), length=length)
+    batch, length = (8,), 7 if update.parts()[4].keyed else 20
+    if isinstance(anchor := update.parts()[3].at, Anchor):  # beyond the first refresh, whichever neighbour refreshes
+        length = max(length, anchor.every + 3)
+    if _solves(update) or _solves(mutated):
+        length = 2 if _solves(update) else 1
+    signal = example(update, mutated, batch=batch, length=length)
     shape = (length, *_sizes(signal))
     if shape not in known:
         known[shape] = trajectory(update, signal)[0]
@@ -582,9 +589,25 @@ def _sign_of_error(a: StateUpdate, b: StateUpdate) -> bool:
     if not via or isinstance(via[0], Sum) or a.parts()[1:] != b.parts()[1:]:
         return False
     _, h, monoid, _, _ = via[0].parts()  # type: ignore[union-attr]
-    errors = (costs.SquaredError, costs.Lp, costs.Huber, costs.HuberSwitch, costs.RobustShift)
-    of_error = all(isinstance(u.cost, errors) and not u.cost.encode for u in (a, b))
-    return isinstance(h, geometry.SignBall) and isinstance(monoid, monoids.Zero) and of_error
+    kinds = tuple(type(u.cost) for u in (a, b))
+    if not isinstance(monoid, monoids.Zero) or a.cost.encode or b.cost.encode:
+        return False
+    parallel = all(
+        isinstance(u.cost, costs.SquaredError | costs.RobustShift) or getattr(u.cost, "kind", "") == "norm"
+        for u in (a, b)
+    )
+    signs = (costs.SquaredError, costs.Lp, costs.Huber, costs.HuberSwitch, costs.RobustShift)
+    return parallel and h.scale_free or isinstance(h, geometry.SignBall) and all(issubclass(k, signs) for k in kinds)
+
+
+def _rank_one(a: StateUpdate, b: StateUpdate) -> bool:
+    """Two normalisations of a memoryless direction, whose drive r k^T has one singular value."""
+    via = [u.parts()[3].via for u in (a, b)]
+    if any(len(v) != 1 or isinstance(v[0], Sum) for v in via) or not a.parts()[4].keyed:
+        return False
+    firsts = [v[0].parts() for v in via]  # type: ignore[union-attr]
+    same = all(isinstance(f[2], monoids.Zero) for f in firsts)
+    return same and {repr(f[1]) for f in firsts} == {"Sphere(axis='whole')", "Spectral(method='polar')"}
 
 
 def _list_is_matrix(a: StateUpdate, b: StateUpdate) -> bool:
@@ -622,9 +645,15 @@ GAUGES: tuple[Gauge, ...] = (
         "the ratio |W| / |direction| removes every factor of a linear direction; only at W = 0 is it left in",
     ),
     Gauge(
-        "cost before a memoryless sign",
+        "cost before a memoryless direction",
         _sign_of_error,
-        "every cost of the error e has a gradient with the signs of e: sign(-r k^T) is the same for all of them",
+        "every cost of the error e has a gradient with the signs of e, those of |e| alone one parallel to e: a sign or "
+        "normalised direction of -r k^T is the same for all of them",
+    ),
+    Gauge(
+        "direction of rank one",
+        _rank_one,
+        "the polar factor of a rank-one drive r k^T is r k^T / (|r| |k|): the projection onto the unit sphere",
     ),
     Gauge(
         "numerical-only fields",

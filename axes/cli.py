@@ -252,6 +252,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         message = " ".join(str(error).split())
         typer.echo(f"error: {message}", err=True)
         sys.exit(1)
+    except RuntimeError as error:
+        # a missing C++ compiler, say; everything else is a defect of ours and keeps its traceback
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        typer.echo(f"error: torch.compile failed: {reason}; leave out --compile", err=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("stopped; what was saved last is kept", err=True)
         sys.exit(INTERRUPTED)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from axes.algorithms import Anchor, Sum
 from axes.costs import Linear
-from axes.legality import factors, gates
+from axes.legality import factors, gates, sees_weights
 from axes.memory import Entries, List, Matrix, Slots
 from axes.monoids import Element, Householder, rotate
 from axes.rates import Per, Rate, Shape, Signal, rate_shape, resolve
@@ -114,6 +114,8 @@ def no_cascade(update: StateUpdate) -> str | None:
         _, uh, um, us, _ = u.parts()
         if not gates(um) <= {"identity", "zero", "scalar", "diagonal", "row", "hadamard"}:
             return "stages scan element-wise gates only"
+        if sees_weights(uh):
+            return "a filter that sees the weights feeds them back at every datum"
         if us.via and u is not update:
             return "filters of filters"
         if us.start != "zero" or us.read is not None and u is update:

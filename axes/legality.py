@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from axes.algorithms import Anchor, Sum
 from axes.costs import Alignment, Linear
 from axes.errors import IllegalUpdate
-from axes.geometry import Entropic, Geometry, Whiten
-from axes.memory import Entries, LayerNormMatrix, List, Matrix, MLP, Slots
+from axes.geometry import Entropic, Geometry, TrustRatio, Whiten
+from axes.memory import MLP, Entries, LayerNormMatrix, List, Matrix, Slots
 from axes.monoids import Decay, Diagonal, Identity, Monoid, Product
 from axes.rates import Per, rate_shape
 
@@ -109,6 +109,8 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
         yield "start='first' has no effect: at rate 1 an empty memory starts at its first drive anyway"
     if not step.lazy and kinds == {"zero"} and step.read is None:
         yield "lazy=False has no effect: the zero monoid keeps nothing of either state"
+    if sees_weights(h) and not isinstance(cost, Linear):
+        yield f"{type(h).__name__} compares a direction with the weights: put it on a filter, not on a state"
     if isinstance(memory, Entries) and cost.curvature == "none":
         yield f"entry-wise memory has no effect: {type(cost).__name__} makes no prediction, use Matrix()"
     if any(isinstance(p, Decay) and p.independent for p in factors(monoid)) and unit:
@@ -157,6 +159,12 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
 _SIDE_OF = {"drive": "entries", "square": "entries"} | dict.fromkeys(("left", "value", "error"), "rows")
 _SIDE_OF |= dict.fromkeys(("right", "key"), "columns")
 _SIDES = {"diagonal": ("entries",), "kronecker": ("rows", "columns"), "right": ("columns",), "full": ("whole",)}
+
+
+def sees_weights(h: Geometry) -> bool:
+    """Whether a geometry reads the outer weights (a trust ratio, wrapped or not)."""
+    inner = (getattr(h, name, None) for name in ("base", "inner", "outer"))
+    return isinstance(h, TrustRatio) or any(isinstance(part, Geometry) and sees_weights(part) for part in inner)
 
 
 def _whitenings(h: Geometry) -> Iterator[Whiten]:

@@ -55,6 +55,9 @@ class State(NamedTuple):
     count: Tensor
 
 
+torch.serialization.add_safe_globals([State])  # a saved state loads with weights_only=True
+
+
 class Output(NamedTuple):
     """What a step yields: the primal weights, and the normaliser that a debiased keyed memory is read with."""
 

@@ -28,7 +28,7 @@ class LayerState(NamedTuple):
     memory: State
 
 
-torch.serialization.add_safe_globals([LayerState, State])  # a saved state loads with weights_only=True
+torch.serialization.add_safe_globals([LayerState])  # a saved state loads with weights_only=True
 
 
 class SequenceLayer(nn.Module):

@@ -4,8 +4,8 @@
     Dec: h = Phi k - v, c = k      Enc: h = v, c = Phi^T v - k      Sim: h = -v, c = k,    Phi = S with unit columns
 
 The cost sees directions only (`Slots`), which yields the projection P; `Sphere("columns")` with lazy=False is the
-renormalisation. A forget gate changes nothing but the step under renormalisation, (mu, gamma) = (1, gamma / mu), so only
-the unnormalised form has one.
+renormalisation. A forget gate changes nothing but the step under renormalisation, (mu, gamma) = (1, gamma / mu), so
+only the unnormalised form has one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ _BIBTEX = """@article{karami2025lattice,
   year={2025}
 }"""
 _BLOCK = (
-    "no official code. The paper leaves the step size, the normalisation of q and k, the output norm and the convolutions'"
+    "no official code. The paper leaves the step size, the normalisation of q and k, the output norm and the"
+    " convolutions'"
     " details open: gamma = 2 sigmoid(W x) starts at 0.5 (with |k| = 1 and v of unit RMS, 2 is where a write may"
     " overshoot), q and k have unit length after SiLU, an RMSNorm per head precedes the GELU gate. S_0 is fixed with"
-    " orthonormal columns, the same for all heads, since a rotation of the values turns one choice into any other; random"
+    " orthonormal columns, the same for all heads, since a rotation of the values turns one choice into any other;"
+    " random"
     " unit columns if d_k > d_v."
 )
 _NO_GATE = " The forget gate of the final configuration is left out: renormalised, it only rescales gamma"
@@ -103,7 +105,8 @@ class LatticeOSR(SequenceLayer):
     paper = _PAPER
     equation = "eq. 16 over eq. 7: S = mu S - gamma grad l, no renormalisation"
     differs = (
-        "one half in the loss; " + _BLOCK + " The read is S q as printed, not Phi q; mu and gamma are emitted independently"
+        "one half in the loss; " + _BLOCK + " The read is S q as printed, not Phi q; mu and gamma are emitted"
+        " independently"
         " (mu = 1 - gamma lambda in the paper)"
     )
     bibtex = _BIBTEX

@@ -7,14 +7,18 @@
     Yaad    Huber, delta_t       |W|_F^2 / 2                     theta
     Memora  |e|^2 / 2            sum W log W on simplices        c softmax(theta)
 
-e = M(W; k) - v over an MLP memory M(x) = x + LN(W1 gelu(W2 x)) (the paper's), or a matrix. All take their gradients at the
-last multiple of 16 tokens, the paper's chunk form. That is a tuple of its own: the recurrence as the paper states it, with
-the gradient at the previous state, is the same update with `at="prev"`, given to any of the layers as `update=`.
+e = M(W; k) - v over an MLP memory M(x) = x + LN(W1 gelu(W2 x)) (the paper's), or a matrix. All take their gradients at
+the last multiple of 16 tokens, the paper's chunk form. That is a tuple of its own: the recurrence as the paper states
+it, with the gradient at the previous state, is the same update with `at="prev"`, given to any of the layers as `update=`.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from torch import Tensor, nn
 
 from axes.algorithms import Anchor, Step
 from axes.costs import Huber, HuberSwitch, Lp, SquaredError
@@ -24,7 +28,7 @@ from axes.monoids import Diagonal, Scalar
 from axes.rates import Per
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
-from axes.sequence.charts import Capped, Constant, LogSigmoid, Softplus
+from axes.sequence.charts import Capped, Chart, Constant, LogSigmoid, Sizes, Softplus
 from axes.state_update import StateUpdate
 
 _PAPER = (
@@ -39,7 +43,8 @@ _BIBTEX = """@article{behrouz2025its,
   year={2025}
 }"""
 _BLOCK = (
-    "No official code. Gradients at the start of a chunk of 16 (update= takes the at='prev' tuple); the read uses the dual"
+    "No official code. Gradients at the start of a chunk of 16 (update= takes the at='prev' tuple); the read uses the"
+    " dual"
     " state of its own token, exactly. What the paper leaves open: alpha = sigmoid and eta = max * sigmoid of a rank-32"
     " map, SiLU after the convolutions, an RMSNorm per head before the SiLU gate, a learned initial memory per head"
 )
@@ -49,17 +54,41 @@ _ROWS = Diagonal("decay", side="row")
 _ROW_STEP = Step(Per("eta", "row"), at=Anchor(16))
 _DECAY = ("decay", LogSigmoid(bias=4.0, rank=32))
 _DELTA = ("delta", Softplus(bias=0.5413, rank=32))  # starts at 1
-# Behind LN only the direction of W1 counts, and decay makes every step a larger turn: with alpha near 0.98 and a gain of
-# one, 256 random tokens amplify an outer gradient by 1e4 and more. A longer memory and a smaller gain start in the calm.
+# Behind LN only the direction of W1 counts, and decay makes every step a larger turn: with alpha near 0.98 and a gain
+# of one, 256 random tokens amplify an outer gradient by 1e4 and more. A longer memory and a smaller gain start calm.
 _SLOW = ("decay", LogSigmoid(bias=6.0, rank=32))
 _GAIN = ("ln_gain", Constant(0.2))
 _ETA = ("eta", Capped(0.05, scale=0.5, rank=32))
+
+
+@final
+@dataclass(frozen=True)
+class NormThreshold(Chart):
+    """delta = sqrt(d_v) softplus(W x + b): a threshold on |e|, which grows like sqrt(d_v) for errors of unit RMS."""
+
+    bias: float = 2.0
+    rank: int | None = 32
+
+    def build(self, per: Per, sizes: Sizes, factory: dict[str, Any]) -> nn.Module:
+        return _Scaled(Softplus(self.bias, self.rank).build(per, sizes, factory), math.sqrt(sizes.d_v))
+
+
+@final
+class _Scaled(nn.Module):
+    def __init__(self, chart: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.chart, self.factor = chart, factor
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {name: self.factor * rate for name, rate in self.chart(x).items()}
+
 
 # ---- Moneta ------------------------------------------------------------------------------------------------------
 
 _MONETA = (
     "The printed link lost the factor |theta|^2 of its own derivation (section 4.2.4): this is the gradient of h*, the"
-    " printed one is moneta-literal. The paper's q = 4 is the exponent of the dual norm. The gate is defined in the dual"
+    " printed one is moneta-literal. The paper's q = 4 is the exponent of the dual norm. The gate is defined in the"
+    " dual"
     " space, which the printed hybrid of l_q and l_2 does not produce. "
 )
 
@@ -75,7 +104,8 @@ class Moneta(SequenceLayer):
     paper = _PAPER
     equation = "eqs. 24-25 with p = 3, q = 4; link of section 4.2.4 with its lost factor restored"
     differs = (
-        _MONETA + "Values have unit RMS, the scale of LN's output. The exact link shortens a step by about sqrt(n / 5) for n"
+        _MONETA
+        + "Values have unit RMS, the scale of LN's output. The exact link shortens a step by about sqrt(n / 5) for n"
         " entries of a weight: eta and the initial memory are larger than elsewhere. " + _BLOCK + _MLP_GATES
     )
     bibtex = _BIBTEX
@@ -94,7 +124,8 @@ class MonetaMatrix(SequenceLayer):
     paper = _PAPER
     equation = "eqs. 24-25, 28-29 with p = 3, q = 4 over a matrix memory; exact link"
     differs = (
-        _MONETA + "Without LN nothing bounds the error of a cubic cost, which diverges beyond 2 / (3 eta |k|^2): values have"
+        _MONETA
+        + "Without LN nothing bounds the error of a cubic cost, which diverges beyond 2 / (3 eta |k|^2): values have"
         " unit length and eta stays below 0.08, finite even if a chunk repeats one key. " + _BLOCK
     )
     bibtex = _BIBTEX
@@ -113,12 +144,14 @@ class MonetaLiteral(SequenceLayer):
     paper = _PAPER
     equation = "eq. 24 as printed: W = A / |A|_q^(q-2) with p = 3, q = 4"
     differs = (
-        "Nothing in the recurrence but a floor of 1e-6 under the norm. Values have unit RMS. LN hides the reversed radial"
+        "Nothing in the recurrence but a floor of 1e-6 under the norm. Values have unit RMS. LN hides the reversed"
+        " radial"
         " direction of W1; over a matrix memory this link does not recall. " + _BLOCK + _MLP_GATES
     )
     bibtex = _BIBTEX
     named_operator: ClassVar[str] = (
-        "W = theta / |theta|_4^2 is the gradient of no h*: its Jacobian is not symmetric, and it is homogeneous of degree -1,"
+        "W = theta / |theta|_4^2 is the gradient of no h*: its Jacobian is not symmetric, and it is homogeneous of"
+        " degree -1,"
         " so the laws of h do not apply"
     )
     update = StateUpdate(Lp(3.0), LqLiteral(4.0), _ROWS, _ROW_STEP, memory=MLP())
@@ -128,7 +161,8 @@ class MonetaLiteral(SequenceLayer):
 # ---- Yaad --------------------------------------------------------------------------------------------------------
 
 _YAAD = (
-    "The coordinate form of Huber's cost (eq. 14), a true gradient that takes a threshold per channel; the printed recurrence"
+    "The coordinate form of Huber's cost (eq. 14), a true gradient that takes a threshold per channel; the printed"
+    " recurrence"
     " uses the switch of eq. 16 (yaad-switch). delta = softplus of a rank-32 map, 1 at first. "
 )
 
@@ -175,21 +209,27 @@ class YaadSwitch(SequenceLayer):
     name = "yaad-switch"
     paper = _PAPER
     equation = "eqs. 16, 26 as printed"
-    differs = "One half in the l_2 branch; the norm is Euclidean and delta one number per head. " + _BLOCK + _MLP_GATES
+    differs = (
+        "One half in the l_2 branch; the norm is Euclidean and delta one number per head, about 2 sqrt(d) at first. "
+        + _BLOCK
+        + _MLP_GATES
+    )
     bibtex = _BIBTEX
     named_operator: ClassVar[str] = (
         "the switch is the gradient of no cost: it jumps by a factor sqrt(d) at |e| = delta and its loop work is not 0,"
         " so the laws of costs do not apply"
     )
     update = StateUpdate(HuberSwitch(Per("delta")), Euclidean(), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(value_norm="rms", initial=0.02, charts=(_SLOW, _GAIN, _ETA, _DELTA))
+    block = Standard(value_norm="rms", initial=0.02, charts=(_SLOW, _GAIN, _ETA, ("delta", NormThreshold())))
 
 
 # ---- Memora ------------------------------------------------------------------------------------------------------
 
 _MEMORA = (
-    "Each row is a simplex of mass sqrt(n_in), so that row gates keep the argmin and LN sees a signal (memora-literal has one"
-    " simplex of mass 1). The state is the log-weight, linear inside a chunk: the paper's lag-token scheme, which can leave the"
+    "Each row is a simplex of mass sqrt(n_in), so that row gates keep the argmin and LN sees a signal (memora-literal"
+    " has one"
+    " simplex of mass 1). The state is the log-weight, linear inside a chunk: the paper's lag-token scheme, which can"
+    " leave the"
     " simplex, is not needed. The text's 'elastic net' is a slip for the KL of its equations. "
 )
 
@@ -238,12 +278,14 @@ class MemoraLiteral(SequenceLayer):
     paper = _PAPER
     equation = "eq. 27 as printed: one softmax over the whole matrix, c = 1"
     differs = (
-        "alpha and eta are one number per head: channel-wise ones would leave the simplex's geometry. The pre-norm output has"
-        " a variance near 1e-15 at width 64, which LN with its usual eps would silence: eps is 1e-24. " + _BLOCK
+        "alpha and eta are one number per head: channel-wise ones would leave the simplex's geometry. The pre-norm"
+        " output has"
+        " a variance near 1e-15 at width 64, which LN's eps of 1e-6 silences, as published: the layer learns around its"
+        " memory; with an eps below that variance the memory collapses onto single entries instead. " + _BLOCK
     )
     bibtex = _BIBTEX
     update = StateUpdate(
-        SquaredError(), Entropic("whole"), Scalar("decay"), Step(Per("eta"), at=Anchor(16)), memory=MLP(eps=1e-24)
+        SquaredError(), Entropic("whole"), Scalar("decay"), Step(Per("eta"), at=Anchor(16)), memory=MLP()
     )
     block = Standard(value_norm="rms", initial=1.0, charts=(_SLOW, _GAIN, _ETA))
 

@@ -1,11 +1,11 @@
 """Titans: squared error with momentum as a filter of the gradient, over a matrix or an MLP memory.
 
-    S_t = eta_t S_{t-1} - theta_t grad l(W_{t-1}; k_t, v_t)      the filter: an accumulator with data-dependent retention
+    S_t = eta_t S_{t-1} - theta_t grad l(W_{t-1}; k_t, v_t)      the filter: a sum with data-dependent retention
     W_t = a_t W_{t-1} + S_t                                      a = 1 - alpha, decoupled from the momentum
 
 theta enters where a gradient joins S. The other convention multiplies on the way out of the buffer,
-W = a W - eta S with S = b S + (1 - b) grad; the two agree for constant rates with theta = eta (1 - b), and differ as soon
-as a rate varies. It is `Step(Per("theta"), via=(Momentum(b, "ema"),))` here.
+W = a W - eta S with S = b S + (1 - b) grad; the two agree for constant rates with theta = eta (1 - b), and differ as
+soon as a rate varies. It is `Step(Per("theta"), via=(Momentum(b, "ema"),))` here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TitansMatrix(SequenceLayer):
 
     name = "titans-matrix"
     paper = _PAPER
-    equation = "eqs. 12-14 with a linear memory: M_t = (1 - alpha_t) M_{t-1} + S_t, S_t = eta_t S_{t-1} - theta_t grad l(M_{t-1})"
+    equation = "eqs. 12-14, linear memory: M_t = (1 - alpha_t) M_{t-1} + S_t, S_t = eta_t S_{t-1} - theta_t grad l(M_{t-1})"
     differs = (
         "no official code. One half in the loss. The paper anchors the gradient to chunks; with a linear memory the"
         " recurrence at the previous state is a block 2 x 2 chain, computed exactly. Table 1 of the Miras paper prints"
@@ -65,7 +65,8 @@ class Titans(SequenceLayer):
     paper = _PAPER
     equation = "eqs. 12-14 with a two-layer MLP memory, gradients at the start of a chunk (eq. 16)"
     differs = (
-        "no official code. The MLP has the residual and layer norm of its successors (Miras), four times the width and no"
+        "no official code. The MLP has the residual and layer norm of its successors (Miras), four times the width and"
+        " no"
         " biases; one half in the loss; chunk of 16 and scalar rates per head. Tokens read the memory that includes"
         " themselves. Persistent memory tokens and the attention branch are left to the model around the layer"
     )
@@ -74,7 +75,11 @@ class Titans(SequenceLayer):
         SquaredError(), Euclidean(), Scalar("decay"), Step(at=Anchor(16), via=(_SURPRISE,)), memory=MLP()
     )
     block = Standard(
-        charts=(("decay", LogSigmoid(bias=6.0)), ("momentum", LogSigmoid(bias=1.0)), ("theta", Capped(0.03, scale=0.3))),
+        charts=(
+            ("decay", LogSigmoid(bias=6.0)),
+            ("momentum", LogSigmoid(bias=1.0)),
+            ("theta", Capped(0.03, scale=0.3)),
+        ),
         initial=0.02,
     )
 

@@ -1,6 +1,6 @@
 """Test-time training: squared error of f(x) = x + LN(memory(x)), gradients at the last multiple of 16 tokens.
 
-    W_t = W_{t-1} - eta_t grad |f(W_anchor; k_t) - v_t|^2 / 2,    y_t = f(W_t; q_t),    eta_t = eta_base sigmoid(w . x_t) / d
+    W_t = W_{t-1} - eta_t grad |f(W_anchor; k_t) - v_t|^2 / 2,    y_t = f(W_t; q_t),    eta_t = base sigmoid(w . x_t) / d
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ class InnerRate(Chart):
 _PAPER = "Learning to (Learn at Test Time): RNNs with Expressive Hidden States (Sun et al. 2024)"
 _BIBTEX = """@article{sun2024learning,
   title={Learning to (Learn at Test Time): RNNs with Expressive Hidden States},
-  author={Sun, Yu and Li, Xinhao and Dalal, Karan and Xu, Jiarui and Vikram, Arjun and Zhang, Genghan and Dubois, Yann and
-          Chen, Xinlei and Wang, Xiaolong and Koyejo, Sanmi and Hashimoto, Tatsunori and Guestrin, Carlos},
+  author={Sun, Yu and Li, Xinhao and Dalal, Karan and Xu, Jiarui and Vikram, Arjun and Zhang, Genghan and Dubois, Yann
+          and Chen, Xinlei and Wang, Xiaolong and Koyejo, Sanmi and Hashimoto, Tatsunori and Guestrin, Carlos},
   journal={arXiv preprint arXiv:2407.04620},
   year={2024}
 }"""
 _LEFT_OUT = (
     "one half in the loss, as in the official code. That code also adds a bias to each inner layer, rotates q and k by"
-    " their position inside the mini-batch (RoPE), divides the accumulated gradient of the i-th token of a mini-batch by i"
+    " their position inside the mini-batch (RoPE), divides the accumulated gradient of the i-th token of a mini-batch"
+    " by i"
     " plus a learned offset, and normalises the output over all heads with a LayerNorm; none of this is in the paper's"
-    " equations and none of it is here: an RMSNorm per head stands for the last. Transformer backbone (no convolution, no"
+    " equations and none of it is here: an RMSNorm per head stands for the last. Transformer backbone (no convolution,"
+    " no"
     " gate)"
 )
 
@@ -74,7 +76,7 @@ class TTTMLP(SequenceLayer):
 
     name = "ttt-mlp"
     paper = _PAPER
-    equation = "eqs. 1-6, f(x) = x + LN(W1 gelu(W2 x)), mini-batch 16, eta = 0.1 sigmoid(w x) / d (sections 2.4 and 2.7)"
+    equation = "eqs. 1-6, f(x) = x + LN(W1 gelu(W2 x)), mini-batch 16, eta = 0.1 sigmoid(w x) / d (sections 2.4, 2.7)"
     differs = _LEFT_OUT + "; the exact gelu (the code approximates it by tanh)"
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), algorithm=Step(Per("eta"), at=Anchor(16)), memory=MLP())

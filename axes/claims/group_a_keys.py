@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ def additive(k: Tensor, v: Tensor) -> Tensor:
     derivation="vec(A X B) = (B^T x A) vec X for stacked columns, here with A = I and B = q.",
 )
 def A09(draw: Draw) -> tuple[Finding, ...]:
-    d_v, d_k = draw.integer(2, 5), draw.integer(2, 5)
+    d_v, d_k = draw.integer(3, 5), draw.integer(3, 5)
     s, q = draw.normal(d_v, d_k), draw.normal(d_k)
     y, eye = read(layer_tuple("delta-net"), s, q), torch.eye(d_v, dtype=torch.float64)
     return (
@@ -68,7 +69,7 @@ def A09(draw: Draw) -> tuple[Finding, ...]:
     derivation="Column j of v k^T is k_j v. Row i is v_i k.",
 )
 def A10(draw: Draw) -> tuple[Finding, ...]:
-    d_v, d_k = draw.integer(2, 5), draw.integer(2, 5)
+    d_v, d_k = draw.integer(3, 5), draw.integer(3, 5)
     k, v = draw.normal(d_k), draw.normal(d_v)
     s = one_step(layer_tuple(_LINEAR), torch.zeros(d_v, d_k, dtype=torch.float64), k=k, v=v)
     return (
@@ -88,8 +89,8 @@ def _rank(x: Tensor) -> int:
     Verdict.FALSE,
     BLOG(_SPECTRUM + ", first row"),
     "axes.sequence.DeltaNet, axes.sequence.UnnormalisedLinearAttention",
-    correction="a read has d_k parameters, the query; d_k + d_v numbers, key and value, make a rank-one write (one of them is a "
-    "scale shared between the two); a general read has d_v d_v d_k",
+    correction="a read has d_k parameters, the query; d_k + d_v numbers, key and value, make a rank-one write (one of "
+    "them is a scale shared between the two); a general read has d_v d_v d_k",
     kind="NOTN",
     derivation="The maps q^T x I span a space of dimension d_k. The outer products v k^T are a manifold of dimension "
     "d_k + d_v - 1, since (c k, v / c) write the same, and span all d_v d_k dimensions.",
@@ -115,7 +116,9 @@ def A11(draw: Draw) -> tuple[Finding, ...]:
         holds("dimension of the reads less d_k", abs(reads - d_k), 0.0),
         holds("dimension of the writes less d_k + d_v - 1", abs(writes - (d_k + d_v - 1)), 0.0),
         holds("dimension that the writes span less d_v d_k", abs(span - d_v * d_k), 0.0),
-        holds("entries of a general read less d_v d_v d_k", abs(as_map(draw.normal(d_k)).numel() - d_v * d_v * d_k), 0.0),
+        holds(
+            "entries of a general read less d_v d_v d_k", abs(as_map(draw.normal(d_k)).numel() - d_v * d_v * d_k), 0.0
+        ),
     )
 
 
@@ -125,8 +128,8 @@ def A11(draw: Draw) -> tuple[Finding, ...]:
     Verdict.EXACT,
     BLOG(_KEYS),
     "axes.sequence.UnnormalisedLinearAttention",
-    derivation="f(x) = (W_v x)(W_k x)^T is bilinear in (x, x): f(c x) = c^2 f(x), and f(x + y) + f(x - y) = 2 f(x) + 2 f(y), "
-    "which characterises quadratic maps. Normalised keys would leave degree one.",
+    derivation="f(x) = (W_v x)(W_k x)^T is bilinear in (x, x): f(c x) = c^2 f(x), and f(x + y) + f(x - y) = 2 f(x) + "
+    "2 f(y), which characterises quadratic maps. Normalised keys would leave degree one.",
 )
 def A12(draw: Draw) -> tuple[Finding, ...]:
     d, heads = 6, draw.integer(1, 3)
@@ -162,8 +165,8 @@ def least_squares(k: Tensor, v: Tensor) -> Tensor:
     BLOG(_KEYS),
     "axes.sequence.predicted.RLSNet",
     conditions="the keys are linearly independent, or dependent keys carry equally dependent values",
-    derivation="S k_i = v_i is solvable for all values iff the keys are independent, so N <= d_k. A repeated key is harmless with "
-    "the same value and impossible with another.",
+    derivation="S k_i = v_i is solvable for all values iff the keys are independent, so N <= d_k. A repeated key is "
+    "harmless with the same value and impossible with another.",
 )
 def A13(draw: Draw) -> tuple[Finding, ...]:
     d, d_v = draw.integer(2, 6), draw.integer(1, 4)
@@ -194,11 +197,11 @@ def A13(draw: Draw) -> tuple[Finding, ...]:
     Verdict.FALSE,
     BLOG(_SPECTRUM + ", multi-head attention"),
     "axes.sequence.SoftmaxAttention",
-    correction="every head projects the whole stream: the stacked projection is a dense d x d matrix with d^2 parameters instead "
-    "of d d_h; what is block-diagonal is the state",
+    correction="every head projects the whole stream: the stacked projection is a dense d x d matrix with d^2 "
+    "parameters instead of d d_h; what is block-diagonal is the state",
     kind="MATH",
-    derivation="Head h has a d_h x d matrix of its own. For one token attention returns that token's value, so the derivative of "
-    "a head's output in x is its value projection: it has no zero outside the slice.",
+    derivation="Head h has a d_h x d matrix of its own. For one token attention returns that token's value, so the "
+    "derivative of a head's output in x is its value projection: it has no zero outside the slice.",
 )
 def A14(draw: Draw) -> tuple[Finding, ...]:
     d, heads = 12, 3
@@ -209,8 +212,8 @@ def A14(draw: Draw) -> tuple[Finding, ...]:
         module.out_proj.weight.copy_(torch.eye(d))
         layer.get_parameter("around.o_proj.weight").copy_(torch.eye(d))
 
-    def outside(f: object) -> tuple[Tensor, float]:
-        j = jacobian(f, draw.normal(1, 1, d))  # type: ignore[arg-type]
+    def outside(f: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+        j = jacobian(f, draw.normal(1, 1, d))
         assert isinstance(j, Tensor)
         dense = j.reshape(d, d)
         slices = torch.block_diag(*[torch.ones(width, width, dtype=dense.dtype)] * heads)
@@ -224,8 +227,14 @@ def A14(draw: Draw) -> tuple[Finding, ...]:
     return (
         breaks("share of a layer's value map outside the heads' slices", share, 0.5),
         breaks("the same share in torch's module", share_torch, 0.5),
-        breaks("parameters of a projection less d d_h", layer.get_parameter("around.k_proj.weight").numel() - printed, 1.0),
-        holds("a head's map against its rows of the projection", gap(ours, layer.get_parameter("around.v_proj.weight")), 1e-12),
+        breaks(
+            "parameters of a projection less d d_h", layer.get_parameter("around.k_proj.weight").numel() - printed, 1.0
+        ),
+        holds(
+            "a head's map against its rows of the projection",
+            gap(ours, layer.get_parameter("around.v_proj.weight")),
+            1e-12,
+        ),
         holds("the same in torch's module", gap(theirs, module.in_proj_weight[2 * d :]), 1e-12),
         holds("parameters of a projection less d^2", layer.get_parameter("around.k_proj.weight").numel() - d * d, 0.0),
         holds("numbers in the state less d d_h", abs(memory.numel() - printed), 0.0),
@@ -238,8 +247,8 @@ def A14(draw: Draw) -> tuple[Finding, ...]:
     Verdict.EXACT,
     BLOG("Multi-head: block-diagonal memory"),
     "axes.sequence.UnnormalisedLinearAttention",
-    derivation="Block (h, h) of V^T K is V_h^T K_h, head h's state; heads concatenated are the masked matrix on the whole query. "
-    "H d_h^2 = d^2 / H numbers remain.",
+    derivation="Block (h, h) of V^T K is V_h^T K_h, head h's state; heads concatenated are the masked matrix on the "
+    "whole query. H d_h^2 = d^2 / H numbers remain.",
 )
 def A15(draw: Draw) -> tuple[Finding, ...]:
     heads, width, n = draw.integer(1, 4), draw.integer(1, 5), draw.integer(1, 30)
@@ -270,8 +279,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple
     Verdict.EXACT,
     BLOG(_SPECTRUM + ", MLA"),
     "axes.sequence.SoftmaxAttention",
-    derivation="q_h . (W_U W_D x) = (W_U^T q_h) . (W_D x): all heads can attend to the latent W_D x with absorbed queries, and the "
-    "value map, being linear, can be applied after the average.",
+    derivation="q_h . (W_U W_D x) = (W_U^T q_h) . (W_D x): all heads can attend to the latent W_D x with absorbed "
+    "queries, and the value map, being linear, can be applied after the average.",
 )
 def A16(draw: Draw) -> tuple[Finding, ...]:
     d, heads, width, n = 8, draw.integer(1, 3), draw.integer(2, 4), draw.integer(2, 12)
@@ -287,7 +296,9 @@ def A16(draw: Draw) -> tuple[Finding, ...]:
         over, kept = attend(absorbed, shared, shared, width**-0.5)
         rank, most = _rank(torch.cat(list(up)) @ down), min(latent, d, heads * width)
         findings += [
-            holds(f"d_c = {latent}: attention over latents", gap(torch.einsum("hwl,bnhl->bnhw", up_v, over), plain), 1e-10),
+            holds(
+                f"d_c = {latent}: attention over latents", gap(torch.einsum("hwl,bnhl->bnhw", up_v, over), plain), 1e-10
+            ),
             holds(f"d_c = {latent}: rank of the key map less its bound", abs(rank - most), 0.0),
             holds(f"d_c = {latent}: numbers kept a token less d_c", abs(kept[:, 0].numel() / n - latent), 0.0),
         ]
@@ -300,9 +311,10 @@ def A16(draw: Draw) -> tuple[Finding, ...]:
     Verdict.CONDITIONAL,
     BLOG(_SPECTRUM + ", GQA"),
     "axes.sequence.SoftmaxAttention",
-    conditions="consecutive heads form a group, and the projections read the whole stream: d d/g parameters, not d d_h/g",
-    derivation="Repeating each key-value head g times ties the heads of a group. Another order of the repetition pairs queries "
-    "with other groups. A count with d_h inputs would need the sliced projections of A14.",
+    conditions="consecutive heads form a group, and the projections read the whole stream: d d/g parameters, not d "
+    "d_h/g",
+    derivation="Repeating each key-value head g times ties the heads of a group. Another order of the repetition "
+    "pairs queries with other groups. A count with d_h inputs would need the sliced projections of A14.",
 )
 def A17(draw: Draw) -> tuple[Finding, ...]:
     heads, width, n = 4, draw.integer(2, 4), draw.integer(3, 10)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
 from axes import reference
 from axes.algorithms import Momentum, Step
+from axes.bregman import Context
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds
 from axes.claims.group_a_tools import gradient, layer_tuple, minimiser, one_output, one_step, squared_error
 from axes.claims.sources import BLOG
-from axes.costs import Alignment, Cost, CrossEntropy, Given, Huber, Lp, SquaredError
+from axes.costs import Cost, CrossEntropy, Given, Huber, Linear, Lp, SquaredError
 from axes.derived import chain, feedback
 from axes.geometry import Bounded, Entropic, Euclidean, Geometry, Lq, Spectral, Whiten
 from axes.memory import MLP
-from axes.monoids import Zero
 from axes.rates import Per
 from axes.sequence.predicted import FrankWolfeDelta, RLSNet
 from axes.state_update import StateUpdate
@@ -51,8 +53,8 @@ def _half_norm(p: float) -> object:
     Verdict.EXACT,
     BLOG(_COST),
     "axes.geometry.Entropic, axes.geometry.Bounded, axes.geometry.Lq, axes.geometry.Euclidean",
-    derivation="A strictly convex h lies above its tangents. For sum W log W on a simplex D is the Kullback-Leibler divergence. "
-    "It is not symmetric, and D(a, c) = D(a, b) + D(b, c) + <grad h(b) - grad h(c), a - b>.",
+    derivation="A strictly convex h lies above its tangents. For sum W log W on a simplex D is the Kullback-Leibler "
+    "divergence. It is not symmetric, and D(a, c) = D(a, b) + D(b, c) + <grad h(b) - grad h(c), a - b>.",
 )
 def A18(draw: Draw) -> tuple[Finding, ...]:
     n, shape = 40, (3, 4)
@@ -98,7 +100,8 @@ def A18(draw: Draw) -> tuple[Finding, ...]:
 )
 def A19(draw: Draw) -> tuple[Finding, ...]:
     w, other = draw.normal(20, 3, 5), draw.normal(20, 3, 5)
-    return (holds("against half the squared distance", gap(Euclidean().divergence(w, other), torch.stack([(a - b).pow(2).sum() for a, b in zip(w, other, strict=True)]) / 2), 1e-12),)  # fmt: skip
+    apart = torch.stack([(a - b).pow(2).sum() / 2 for a, b in zip(w, other, strict=True)])
+    return (holds("against half the squared distance", gap(Euclidean().divergence(w, other), apart), 1e-12),)
 
 
 @claim(
@@ -107,7 +110,8 @@ def A19(draw: Draw) -> tuple[Finding, ...]:
     Verdict.EXACT,
     BLOG(_EUCLIDEAN),
     "axes.StateUpdate",
-    derivation="Stationarity of the regularised cost of a differentiable l; for convex l the stationary point is the minimiser.",
+    derivation="Stationarity of the regularised cost of a differentiable l; for convex l the stationary point is the "
+    "minimiser.",
 )
 def A20(draw: Draw) -> tuple[Finding, ...]:
     w, k, v = draw.normal(3, 4), draw.unit(4), draw.normal(3)
@@ -115,7 +119,12 @@ def A20(draw: Draw) -> tuple[Finding, ...]:
         ("squared error", SquaredError(), v, squared_error(k, v)),
         ("Huber", Huber(0.7), v, lambda x: torch.nn.functional.huber_loss(x @ k, v, reduction="sum", delta=0.7)),
         ("cubic", Lp(3.0), v, lambda x: (x @ k - v).abs().pow(3).sum()),
-        ("cross-entropy", CrossEntropy(), v.softmax(0), lambda x: torch.nn.functional.cross_entropy(x @ k, v.softmax(0))),
+        (
+            "cross-entropy",
+            CrossEntropy(),
+            v.softmax(0),
+            lambda x: torch.nn.functional.cross_entropy(x @ k, v.softmax(0)),
+        ),
     )
     findings = []
     for name, cost, target, loss in costs:
@@ -130,16 +139,22 @@ def A20(draw: Draw) -> tuple[Finding, ...]:
     return tuple(findings)
 
 
+def _derived(update: StateUpdate) -> bool:
+    """Whether the tuple's parts say that a step is affine in the stored state."""
+    return feedback(update) != "nonlinear" and all(f.parts()[1].is_identity for f in update.filters())
+
+
 @claim(
     "A21",
     "The explicit Euclidean step has the form W A_t + write(v_t, k_t).",
     Verdict.CONDITIONAL,
     BLOG(_EUCLIDEAN),
     "axes.sequence (catalogue), axes.derived.feedback",
-    conditions="the gradient is affine in W: alignment or squared error on a linear memory, with any momentum, gate or proximal "
-    "shrinkage; not robust, cubic or logistic costs, not normalised directions, entropic links or deep memories",
-    derivation="A map f is affine iff f(2 a - b) = 2 f(a) - f(b). Alignment has A = I, squared error A = I - eta k k^T. Filters "
-    "and gates are linear; a clip, a power, a softmax or a norm of the gradient is not.",
+    conditions="the gradient is affine in W: alignment or squared error on a linear memory, with any momentum, gate "
+    "or proximal shrinkage; not robust, cubic or logistic costs, not normalised directions, entropic links or deep "
+    "memories",
+    derivation="A map f is affine iff f(2 a - b) = 2 f(a) - f(b). Alignment has A = I, squared error A = I - eta k "
+    "k^T. Filters and gates are linear; a clip, a power, a softmax or a norm of the gradient is not.",
 )
 def A21(draw: Draw) -> tuple[Finding, ...]:
     d, n = 4, 3
@@ -162,7 +177,8 @@ def A21(draw: Draw) -> tuple[Finding, ...]:
         between = run(*(2 * x - y for x, y in zip(a, b, strict=True)))
         return max(gap(z, 2 * x - y) for x, y, z in zip(run(*a), run(*b), between, strict=True))
 
-    affine = [(n, layer_tuple(n), rows if n == "longhorn" else signal) for n in ("linear-attention-unnormalised", "delta-net", "gated-delta-net", "longhorn", "titans-matrix")]  # fmt: skip
+    names = ("linear-attention-unnormalised", "delta-net", "gated-delta-net", "longhorn", "titans-matrix")
+    affine = [(name, layer_tuple(name), rows if name == "longhorn" else signal) for name in names]
     affine.append(("recursive least squares", RLSNet.update, signal))
     affine.append(("momentum", StateUpdate(SquaredError(), algorithm=Step(0.5, via=(Momentum(0.9, "sum"),))), signal))
     simplex = {**signal, "v": v.softmax(-1)}
@@ -176,9 +192,9 @@ def A21(draw: Draw) -> tuple[Finding, ...]:
     )
     return (
         *(holds(f"{name}: affine defect", defect(u, s), 1e-11) for name, u, s in affine),
-        *(breaks(f"{name}: affine defect", defect(u, s), 1e-3) for name, u, s in curved),
-        holds("affine tuples whose derived feedback is not", sum(feedback(u) == "nonlinear" for _, u, _ in affine), 0.0),
-        holds("other tuples whose derived feedback is affine", sum(feedback(u) != "nonlinear" for n, u, _ in curved if n != "normalised direction"), 0.0),  # fmt: skip
+        *(breaks(f"{name}: affine defect", defect(u, s), 1e-4) for name, u, s in curved),
+        holds("affine tuples from which another feedback is derived", sum(not _derived(u) for _, u, _ in affine), 0.0),
+        holds("other tuples from which affine feedback is derived", sum(_derived(u) for _, u, _ in curved), 0.0),
     )
 
 
@@ -188,8 +204,8 @@ def A21(draw: Draw) -> tuple[Finding, ...]:
     Verdict.EXACT,
     BLOG(_EUCLIDEAN + "; table of instances, Longhorn"),
     "axes.sequence.Longhorn",
-    derivation="The minimiser moves along e k^T; its length solves a scalar equation, s = eta (1 - s |k|^2). The layer that was "
-    "trained keeps only the diagonal of the transition (longhorn-diagonal) and is another rule.",
+    derivation="The minimiser moves along e k^T; its length solves a scalar equation, s = eta (1 - s |k|^2). The "
+    "layer that was trained keeps only the diagonal of the transition (longhorn-diagonal) and is another rule.",
 )
 def A22(draw: Draw) -> tuple[Finding, ...]:
     w, k, v = draw.normal(3, 4), draw.normal(4), draw.normal(3)
@@ -202,14 +218,16 @@ def A22(draw: Draw) -> tuple[Finding, ...]:
 
         findings += [
             holds("closed form", gap(new, w + shrunk * torch.outer(v - w @ k, k)), 1e-11),
-            holds("gradient of the regularised cost, over 1 + eta", gradient(regularised, new).norm() / (1 + eta), 1e-11),
+            holds(
+                "gradient of the regularised cost, over 1 + eta", gradient(regularised, new).norm() / (1 + eta), 1e-11
+            ),
         ]
     still = longhorn(w, torch.zeros_like(k), v, 1.0)
     entries = one_step(layer_tuple("longhorn-diagonal"), w, k=k, v=v, beta=torch.ones_like(v))
     return (
         *findings,
         holds("no write at k = 0", gap(still, w), 0.0),
-        breaks("the diagonal approximation", gap(entries, longhorn(w, k, v, 1.0)), 0.005),
+        breaks("the diagonal approximation", gap(entries, longhorn(w, k, v, 1.0)), 1e-3),
     )
 
 
@@ -219,7 +237,8 @@ def A22(draw: Draw) -> tuple[Finding, ...]:
     Verdict.EXACT,
     BLOG(_EUCLIDEAN),
     "axes.sequence.Longhorn, axes.sequence.DeltaNet",
-    derivation="eta/(1 + eta |k|^2) -> 1/|k|^2. For |k| = 1 the distance from the full step e k^T is exactly |e|/(1 + eta).",
+    derivation="eta/(1 + eta |k|^2) -> 1/|k|^2. For |k| = 1 the distance from the full step e k^T is exactly |e|/(1 + "
+    "eta).",
 )
 def A23(draw: Draw) -> tuple[Finding, ...]:
     w, k, v, one = draw.normal(3, 4), draw.unit(4), draw.normal(3), torch.ones((), dtype=torch.float64)
@@ -235,7 +254,7 @@ def A23(draw: Draw) -> tuple[Finding, ...]:
     return (
         *findings,
         holds("longer key, eta = 1e12: against e k^T / |k|^2", gap(limit, normalised), 1e-9),
-        breaks("longer key: against e k^T", gap(limit, plain), 0.05),
+        breaks("longer key: against e k^T", gap(limit, plain), 0.01),
     )
 
 
@@ -260,7 +279,11 @@ def A24(draw: Draw) -> tuple[Finding, ...]:
         holds("40 states", gap(exact, explicit), 1e-11),
         holds("largest eigenvalue of a transition less one", (spectrum.max() - 1).abs(), 1e-12),
         holds("least eigenvalue below zero", (-spectrum.min()).clamp_min(0.0), 0.0),
-        holds("least eigenvalue against 1/(1 + eta |k|^2)", (spectrum.min() - (1 - beta * k.square().sum(-1)).min()).abs(), 1e-9),
+        holds(
+            "least eigenvalue against 1/(1 + eta |k|^2)",
+            (spectrum.min() - (1 - beta * k.square().sum(-1)).min()).abs(),
+            1e-9,
+        ),
     )
 
 
@@ -270,8 +293,8 @@ def A24(draw: Draw) -> tuple[Finding, ...]:
     Verdict.EXACT,
     BLOG(_MIRROR),
     "axes.geometry.Entropic, axes.geometry.Bounded, axes.geometry.Lq, axes.geometry.Whiten",
-    derivation="Stationarity of <g, W> + D_h(W, W_{t-1})/eta: g + (grad h(W_t) - grad h(W_{t-1}))/eta is normal to the "
-    "constraint set; for masses that are fixed, a constant on each slice.",
+    derivation="Stationarity of <g, W> + D_h(W, W_{t-1})/eta: g + (grad h(W_t) - grad h(W_{t-1}))/eta is normal to "
+    "the constraint set; for masses that are fixed, a constant on each slice.",
 )
 def A25(draw: Draw) -> tuple[Finding, ...]:
     k, v, eta = draw.normal(3), draw.normal(2), float(draw.uniform(low=0.1, high=1.0))
@@ -303,11 +326,11 @@ def A25(draw: Draw) -> tuple[Finding, ...]:
             findings.append(holds(f"{name}: against a solver", gap(new, solved), 1e-5))
     metric = draw.positive_definite(3)
     start, g = draw.normal(2, 3), draw.normal(2, 3)
-    whiten = Whiten((StateUpdate(Given(), monoid=Zero()),), kind="right", power=1.0, eps=0.0)
-    from axes.bregman import Context
-
+    whiten = Whiten((StateUpdate(Linear("key")),), kind="right", power=1.0, eps=0.0)
     new = whiten.primal(start @ metric - eta * g, Context(stats=(metric,)))
-    findings.append(holds("quadratic metric: W - eta g H^-1", gap(new, start - eta * torch.linalg.solve(metric, g.mT).mT), 1e-9))
+    findings.append(
+        holds("quadratic metric: W - eta g H^-1", gap(new, start - eta * torch.linalg.solve(metric, g.mT).mT), 1e-9)
+    )
     return tuple(findings)
 
 
@@ -318,11 +341,12 @@ def A25(draw: Draw) -> tuple[Finding, ...]:
     BLOG(_MIRROR),
     "axes.geometry.Entropic, axes.geometry.Euclidean",
     conditions="entropic h is restricted to the simplex; on the positive orthant its link is exp(theta - 1)",
-    derivation="grad (sum W log W) = log W + 1. Without a constraint theta = log W + 1; with sum W = 1 the multiplier normalises, "
-    "and h* is log-sum-exp (up to a constant), whose gradient is softmax.",
+    derivation="grad (sum W log W) = log W + 1. Without a constraint theta = log W + 1; with sum W = 1 the multiplier "
+    "normalises, and h* is log-sum-exp (up to a constant), whose gradient is softmax.",
 )
 def A26(draw: Draw) -> tuple[Finding, ...]:
     theta = draw.normal(1, 4)
+    theta = theta - theta.logsumexp(-1) + 2  # exp(theta - 1) sums to e
 
     def conjugate(x: Tensor) -> Tensor:
         return _entropy(x) - (theta * x).sum()
@@ -337,7 +361,7 @@ def A26(draw: Draw) -> tuple[Finding, ...]:
         holds("simplex: against a solver", gap(link, on_simplex), 1e-5),
         holds("simplex: against the gradient of log-sum-exp", gap(link, by_duality), 1e-12),
         holds("orthant: a solver against exp(theta - 1)", gap(on_orthant, (theta - 1).exp()), 1e-5),
-        breaks("orthant: a solver against softmax", gap(on_orthant, link), 1e-3),
+        breaks("orthant: a solver against softmax", gap(on_orthant, link), 0.1),
     )
 
 
@@ -347,14 +371,15 @@ def A26(draw: Draw) -> tuple[Finding, ...]:
     Verdict.FALSE,
     BLOG("Constrained dual (Frank-Wolfe)"),
     "axes.geometry.Entropic, axes.geometry.Spectral, axes.geometry.Euclidean",
-    correction="softmax and polar links belong to h plus the indicator of a set, the simplex or the orthogonal matrices; only "
-    "Euclidean and other quadratic h need no set",
+    correction="softmax and polar links belong to h plus the indicator of a set, the simplex or the orthogonal "
+    "matrices; only Euclidean and other quadratic h need no set",
     kind="MATH",
-    derivation="Dropping the set turns softmax into w exp(-eta g), whose sum is not one, and the polar factor into the matrix "
-    "itself: the argmin over all matrices of |W|^2 / 2 - <Y, W> is Y.",
+    derivation="Dropping the set turns softmax into w exp(-eta g), whose sum is not one, and the polar factor into "
+    "the matrix itself: the argmin over all matrices of |W|^2 / 2 - <Y, W> is Y.",
 )
 def A27(draw: Draw) -> tuple[Finding, ...]:
     start, g, eta = Entropic("row").primal(draw.normal(1, 4)), draw.normal(1, 4), 1.0
+    g = g + (start.log() - eta * g).logsumexp(-1) - math.log(2.0)  # w exp(-eta g) sums to 2
     slope = gradient(_entropy, start)
 
     def cost(x: Tensor) -> Tensor:
@@ -370,12 +395,17 @@ def A27(draw: Draw) -> tuple[Finding, ...]:
         return _half_square(x) - (y * x).sum()
 
     eye = torch.eye(2, dtype=torch.float64)
-    isometric = minimiser(from_y, polar + 0.1 * draw.normal(4, 2), equal=[lambda x, i=i: (x.mT @ x - eye)[i] for i in ((0, 0), (0, 1), (1, 1))])  # type: ignore[misc]  # fmt: skip
+    orthonormal = [lambda x, i=i: (x.mT @ x - eye)[i] for i in ((0, 0), (0, 1), (1, 1))]
+    isometric = minimiser(from_y, polar + 0.1 * draw.normal(4, 2), equal=orthonormal)
     plain = one_output(StateUpdate(Given(), Euclidean(), algorithm=Step(eta)), torch.zeros_like(y), g=-y)
     return (
-        breaks("entropic, no constraint: the solver against the mirror step", gap(free, mirror), 0.003),
+        breaks("entropic, no constraint: the solver against the mirror step", gap(free, mirror), 0.1),
         breaks("polar, no constraint: the solver against the link", gap(minimiser(from_y, polar), polar), 0.05),
-        holds("entropic on the simplex", gap(minimiser(cost, start, equal=[lambda x: x.sum() - 1], lower=1e-12), mirror), 1e-5),
+        holds(
+            "entropic on the simplex",
+            gap(minimiser(cost, start, equal=[lambda x: x.sum() - 1], lower=1e-12), mirror),
+            1e-5,
+        ),
         holds("polar on orthonormal columns", gap(isometric, polar), 1e-5),
         holds("Euclidean without a set", gap(minimiser(from_y, polar), plain), 1e-6),
     )
@@ -387,8 +417,8 @@ def A27(draw: Draw) -> tuple[Finding, ...]:
     Verdict.EXACT,
     BLOG(_MIRROR),
     "axes.geometry.Spectral",
-    derivation="On that set |W|^2 = r, so that h*(Y) = max <Y, W> - r/2 = |Y|_nuclear - r/2, attained at U V^T, which is the gradient "
-    "for Y of full column rank.",
+    derivation="On that set |W|^2 = r, so that h*(Y) = max <Y, W> - r/2 = |Y|_nuclear - r/2, attained at U V^T, which "
+    "is the gradient for Y of full column rank.",
 )
 def A28(draw: Draw) -> tuple[Finding, ...]:
     m, r = 5, draw.integer(1, 4)
@@ -401,9 +431,15 @@ def A28(draw: Draw) -> tuple[Finding, ...]:
     slope = gradient(lambda x: (g * x).sum() + (x - w0).square().sum() / (2 * eta), new)
     tangent = slope - new @ (new.mT @ slope + slope.mT @ new) / 2
     return (
-        holds("against the gradient of the nuclear norm", gap(polar, gradient(lambda x: torch.linalg.svdvals(x).sum(), y)), 1e-9),
+        holds(
+            "against the gradient of the nuclear norm",
+            gap(polar, gradient(lambda x: torch.linalg.svdvals(x).sum(), y)),
+            1e-9,
+        ),
         holds("<polar(Y), Y> against the nuclear norm", ((polar * y).sum() - nuclear).abs(), 1e-11),
         holds("orthonormal columns", gap(polar.mT @ polar, eye), 1e-12),
-        holds("how far 200 other isometries exceed it", ((others * y).sum((-2, -1)).max() - nuclear).clamp_min(0.0), 1e-12),
+        holds(
+            "how far 200 other isometries exceed it", ((others * y).sum((-2, -1)).max() - nuclear).clamp_min(0.0), 1e-12
+        ),
         holds("projected step: Riemannian gradient of its objective", tangent.norm(), 1e-11),
     )

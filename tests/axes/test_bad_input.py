@@ -335,6 +335,19 @@ def test_folder_that_cannot_be_written(refused: Refused, text: Path, tmp_path: P
     refused("train", *SIZES, "--text", text, "--out", tmp_path / "file" / "run")
 
 
+def test_failing_compiler_is_one_sentence(
+    refused: Refused, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = type("BackendCompilerFailed", (RuntimeError,), {"__module__": "torch._dynamo.exc"})
+
+    def compiled(*arguments: Any) -> None:
+        raise failure("no C++ compiler\nand a long trace of the compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda network: compiled)
+    message = refused("train", *SIZES, "--compile", "--text", text, "--out", tmp_path / "run")
+    assert message == "error: torch.compile failed: no C++ compiler; leave out --compile\n"
+
+
 def test_diverging_run_stops_with_a_sentence(refused: Refused, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ("--sequence", "softmax-attention", "--optimizer", "sgd", "--depth", "residual", "--clip", 0)

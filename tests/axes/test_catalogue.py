@@ -17,6 +17,8 @@ from axes.errors import AxesError, UnknownName
 from axes.sequence import SequenceLayer
 from axes.state_update import StateUpdate
 
+# trains a model of at most 5000 parameters that returns one tensor: a tool, not a name for `axes train`
+UNLISTED = {axes.optim.ExactNaturalGradient}
 FAMILIES = {"data": axes.optim, "sequence": axes.sequence, "depth": axes.depth}
 
 
@@ -40,7 +42,7 @@ def _declared(package: object, base: type) -> set[type]:
     ("axis", "base"), [("sequence", SequenceLayer), ("depth", DepthMixer), ("data", axes.optim.Optimizer)]
 )
 def test_every_declared_instance_is_listed(axis: str, base: type) -> None:
-    assert _declared(FAMILIES[axis], base) == set(FAMILIES[axis].ALL)
+    assert _declared(FAMILIES[axis], base) - UNLISTED == set(FAMILIES[axis].ALL)
 
 
 @pytest.mark.parametrize("entry", catalogue.entries(), ids=lambda e: e.name)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from axes import checks, derived, dispatch, reference, scan, strategies
 from axes.algorithms import Anchor, Step, Sum
-from axes.costs import Alignment, Given, Ridge, SquaredError
+from axes.costs import Alignment, Given, Linear, Ridge, SquaredError
+from axes.geometry import TrustRatio, Whiten
 from axes.legality import gates
 from axes.memory import List
 from axes.monoids import Hadamard, Scalar
 from axes.rates import Per
-from axes.state_update import State, StateUpdate
+from axes.state_update import OnUpdate, State, StateUpdate
 
 EXACT = 1e-10  # measured 2e-14 over the table and 2000 random tuples
 
@@ -234,6 +235,10 @@ def test_other_reasons() -> None:
     assert "projects at every datum" in str(derived.no_cascade(KEYED["lattice sim"])) or derived.no_cascade(
         KEYED["lattice sim"]
     )
+    trust = StateUpdate(
+        Alignment(), OnUpdate(TrustRatio(Whiten((StateUpdate(Linear("square"), monoid=Scalar(0.9)),), eps=0.1)))
+    )
+    assert "sees the weights" in str(derived.no_cascade(trust)) and dispatch.select(trust).route == "interpreter"
     assert "acts on the left" in str(derived.no_gram(KEYED["lattice enc"]))
     assert "does not keep a list" in str(derived.no_attention(KEYED["retnet"]))
     assert derived.feedback(StateUpdate(Given())) == "nonlinear"

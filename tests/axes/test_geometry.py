@@ -644,6 +644,10 @@ def test_polar_tolerance_and_scales() -> None:
     for tolerance, rank in ((1e-9, 3), (1e-6, 2), (1e-3, 1)):
         w = Spectral("polar", tolerance=tolerance).primal(theta)
         assert gap(w, u[:, :rank] @ v.T[:rank]) < 1e-8
+    # what is rounding noise in float32 is not rank, whatever the tolerance
+    noisy = torch.randn(8, 2) @ torch.randn(2, 8)
+    assert torch.linalg.svdvals(noisy)[2] > 0
+    assert abs(Spectral("polar", tolerance=0.0).primal(noisy).square().sum() - 2) < 1e-5
     for shape, scale, factor in [
         ((4, 3), "original", math.sqrt(4 / 3)),
         ((3, 4), "original", 1.0),

@@ -10,7 +10,7 @@ from axes import checks, strategies
 from axes.algorithms import Anchor, Momentum, Read, Step, Sum
 from axes.costs import Alignment, CrossEntropy, Given, Huber, HuberSwitch, Linear, Ridge, SquaredError
 from axes.errors import IllegalUpdate
-from axes.geometry import Cautious, Entropic, Euclidean, Lq, SignBall, Sphere, Whiten
+from axes.geometry import Cautious, Entropic, Euclidean, Lq, SignBall, Sphere, TrustRatio, Whiten
 from axes.legality import factors, gates
 from axes.memory import MLP, Entries, LayerNormMatrix, List, Matrix, Parameter, Slots
 from axes.monoids import DPLR, Decay, Diagonal, Hadamard, Householder, Identity, Product, Rotation, Scalar, Zero
@@ -136,6 +136,10 @@ REFUSED = {
     "key gate of a Gram matrix": (
         dict(cost=ALIGN, h=Whiten((StateUpdate(Linear("key"), monoid=Diagonal("g")),), kind="right")),
         "square matrix of its own size",
+    ),
+    "trust ratio on a state": (
+        dict(cost=Given(), h=TrustRatio(Whiten((second_moment(0.9),)))),
+        "put it on a filter",
     ),
     "conflicting names": (
         dict(cost=ALIGN, monoid=Scalar("g"), algorithm=Step(Per("g"))),

@@ -17,12 +17,14 @@ from axes.monoids import Identity, Scalar, Zero
 from axes.rates import Per
 from axes.state_update import OnUpdate, StateUpdate
 
+# Dear neighbours, and each has relatives among the quick ones.
+DEAR = {"longhorn, vector rate", "gated longhorn", "huber, implicit", "shampoo", "moneta", "cross-entropy"}
 # A proximal step on a curved h is solved for numerically, for each of some hundred neighbours.
 SOLVED = {"entropic, implicit", "l_q, implicit"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SOLVED else n for n in SYSTEMS], ids=str
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SOLVED | DEAR else n for n in SYSTEMS], ids=str
 )
 def test_every_field_matters(name: str) -> None:
     count = checks.mutation_law(SYSTEMS[name])
@@ -101,7 +103,7 @@ def test_mutations_are_legal_or_refused_and_never_the_same() -> None:
         (
             StateUpdate(SquaredError(), OnUpdate(SignBall()), algorithm=Step(0.1)),
             StateUpdate(Huber(0.1), OnUpdate(SignBall()), algorithm=Step(0.1)),
-            "cost before a memoryless sign",
+            "cost before a memoryless direction",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -116,7 +118,7 @@ def test_a_gauge_invariance_is_one(update: StateUpdate, mutated: StateUpdate, ga
 
 def test_gauges_are_documented() -> None:
     assert all(len(gauge.reason) > 40 for gauge in checks.GAUGES)
-    assert len({gauge.name for gauge in checks.GAUGES}) == len(checks.GAUGES) <= 8
+    assert len({gauge.name for gauge in checks.GAUGES}) == len(checks.GAUGES) <= 10
 
 
 def test_a_dead_field_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

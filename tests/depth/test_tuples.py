@@ -210,7 +210,7 @@ def test_prenorm_is_derived_and_can_be_overruled() -> None:
         (StateUpdate(Alignment(), Entropic("row"), memory=List()), "List memory is not one matrix of streams"),
         (StateUpdate(SquaredError(), memory=MLP()), "MLP memory is not one matrix of streams"),
         (StateUpdate(Alignment(), algorithm=Step(read=Read(0.9, 0.1))), "depth reads the state before it writes"),
-        (StateUpdate(Alignment(), algorithm=Step(start="first")), "would replace what entered the network"),
+        (StateUpdate(Alignment(), algorithm=Step(0.5, start="first")), "would replace what entered the network"),
     ],
 )
 def test_tuples_without_meaning_along_depth_say_why(update: StateUpdate, message: str) -> None:

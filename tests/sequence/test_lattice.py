@@ -33,7 +33,9 @@ def loss(kind: str, s: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return 0.5 * (phi.T @ v - k).square().sum() if kind == "enc" else -(phi @ k).dot(v)
 
 
-def step(kind: str, s: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | float = 1.0, normalise: bool = True) -> Tensor:
+def step(
+    kind: str, s: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | float = 1.0, normalise: bool = True
+) -> Tensor:
     """The literal online gradient step, with the Jacobian of the normalisation left to autograd."""
     at = s.detach().requires_grad_()
     moved = mu * s - gamma * torch.autograd.grad(loss(kind, at, k, v), at)[0]
@@ -67,8 +69,9 @@ def signal_of(layer: torch.nn.Module, x: Tensor) -> tuple[dict[str, Tensor], obj
 
 def random_signal(t: int = 24, d_v: int = 7, d_k: int = 5) -> dict[str, Tensor]:
     k, q = (torch.randn(1, t, 1, d_k, dtype=torch.float64) for _ in range(2))
-    gates = {"gamma": 1.5 * torch.rand(1, t, 1, dtype=torch.float64), "decay": -torch.rand(1, t, 1, dtype=torch.float64)}
-    return {"k": k, "q": q, "v": torch.randn(1, t, 1, d_v, dtype=torch.float64), **gates}
+    gamma, decay = (torch.rand(1, t, 1, dtype=torch.float64) for _ in range(2))
+    v = torch.randn(1, t, 1, d_v, dtype=torch.float64)
+    return {"k": k, "q": q, "v": v, "gamma": 1.5 * gamma, "decay": -decay}
 
 
 @pytest.mark.parametrize("cls", LATTICE)
@@ -113,7 +116,8 @@ def test_gradient_claims(kind: str) -> None:
     s, k, v = (torch.randn(n, dtype=torch.float64) for n in ((7, 5), (5,), (7,)))
     scale = torch.rand(5, dtype=torch.float64) + 0.5
     torch.testing.assert_close(loss(kind, s * scale, k, v), loss(kind, s, k, v))
-    signal = {"k": k, "v": v, "gamma": torch.tensor(0.7, dtype=torch.float64), "decay": torch.tensor(-0.3, dtype=torch.float64)}
+    gamma, decay = torch.tensor([0.7, -0.3], dtype=torch.float64)
+    signal = {"k": k, "v": v, "gamma": gamma, "decay": decay}
     cost = {"dec": SquaredError(), "enc": SquaredError(encode=True), "sim": Alignment()}[kind]
     update = dataclasses.replace(LatticeOSR.update, cost=cost)
     moved = update.step(update.init(signal, (s,)), signal)[0].theta[0]
@@ -190,7 +194,8 @@ def test_unit_norm_shortcut_has_the_same_gradients(cls) -> None:
 def test_start() -> None:
     """S_0 is orthonormal, or has distinct unit columns if there are more slots than dimensions; L42: |S_0 q| = |q|."""
     for d_v, d_k in ((7, 5), (5, 7)):
-        s = Slots().zeros({"k": torch.zeros(2, d_k, dtype=torch.float64), "v": torch.zeros(2, d_v, dtype=torch.float64)})[0]
+        k, v = (torch.zeros(2, n, dtype=torch.float64) for n in (d_k, d_v))
+        (s,) = Slots().zeros({"k": k, "v": v})
         products = s.mT @ s
         eye = torch.eye(d_k, dtype=torch.float64)
         torch.testing.assert_close(products * eye, eye.expand(2, d_k, d_k))

@@ -72,11 +72,11 @@ def printed(theta: Tensor) -> Tensor:
 
 
 def rows(theta: Tensor) -> Tensor:
-    return math.sqrt(theta.shape[-1]) * theta.exp() / theta.exp().sum(-1, keepdim=True)
+    return math.sqrt(theta.shape[-1]) * torch.softmax(theta, -1)
 
 
 def whole(theta: Tensor) -> Tensor:
-    return theta.exp() / theta.exp().sum()
+    return torch.softmax(theta.flatten(), 0).reshape(theta.shape)
 
 
 SPECIFICATION: dict[type, tuple[Callable, Callable]] = {
@@ -239,10 +239,10 @@ def test_explicit_mlp_gradients(cost) -> None:
     signal = {"ln_gain": torch.rand(6, dtype=torch.float64) + 0.5, "ln_bias": torch.randn(6, dtype=torch.float64)}
     expected = torch.autograd.grad(cost.value(predict(w, k, signal, 1e-12), v), w)
     p = memory.predict(tuple(w), k, signal)
-    got = memory.vjp(tuple(w), k, cost.residual(p, v), signal)
+    got = tuple(g.detach() for g in memory.vjp(tuple(w), k, cost.residual(p, v), signal))
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    assert abs(float((got[0] * w[0]).sum())) < 1e-9 * float(got[0].norm() * w[0].norm())
+    assert abs((got[0] * w[0].detach()).sum()) < 1e-9 * got[0].norm() * w[0].detach().norm()
 
 
 @pytest.mark.parametrize("axis", ["row", "whole"])
@@ -308,7 +308,8 @@ def test_moneta_carries_the_dual_state_over_chunks() -> None:
 def test_mlp_read_without_forming_the_weights() -> None:
     """C41: the dual form of both layers' reads equals the memory formed at every token."""
     signal = {n: x if x.shape[-1] != 6 or n in "kqv" else x[..., 0] for n, x in random_signal(16, 6, 6).items()}
-    update = StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(Per("eta"), at=Anchor(16)), memory=MLP())
+    step = Step(Per("eta"), at=Anchor(16))
+    update = StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=step, memory=MLP())
     start = tuple(torch.randn(s, dtype=torch.float64) / 3 for s in ((6, 24), (24, 6)))
     out, state = dispatch.run(update, signal, weights=tuple(w.expand(1, 1, *w.shape) for w in start))
     k, v, q, eta, decay = (signal[n][0, :, 0] for n in ("k", "v", "q", "eta", "decay"))
@@ -333,7 +334,8 @@ def test_strong_gates_stay_finite() -> None:
     signal = {n: x.float() for n, x in random_signal(64, 5, 7).items()}
     signal["decay"] = torch.full_like(signal["decay"], 0.05).log()
     signal = {n: x.requires_grad_() for n, x in signal.items()}
-    update = StateUpdate(SquaredError(), monoid=Diagonal("decay", side="row"), algorithm=Step(Per("eta", "row"), at=Anchor(64)))
+    step = Step(Per("eta", "row"), at=Anchor(64))
+    update = StateUpdate(SquaredError(), monoid=Diagonal("decay", side="row"), algorithm=step)
     out, _ = dispatch.run(update, signal)
     out.square().sum().backward()
     assert torch.isfinite(out).all() and all(torch.isfinite(x.grad).all() for x in signal.values())
@@ -381,4 +383,4 @@ def test_pre_norm_signal_of_the_simplex() -> None:
         w1, w2 = (h.primal(leaf) for leaf in theta)
         variance[h.axis] = float((w1 @ gelu(w2 @ x)).var())
     assert variance["whole"] < 1e-12 and variance["row"] > 1e-3
-    assert MemoraLiteral.update.memory.eps < 1e-3 * variance["whole"]
+    assert MemoraLiteral.update.memory.eps > 1e6 * variance["whole"]  # silent, as the printed form is

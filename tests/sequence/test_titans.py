@@ -84,8 +84,8 @@ def test_mlp_at_the_previous_state_is_the_sequential_recurrence() -> None:
     signal, kept = signal_of(layer, x)
     expected = layer.around.leave(titans(mlp, starts(layer), signal), kept)
     torch.testing.assert_close(layer(x)[0], expected, rtol=0, atol=1e-10)
-    anchored = dataclasses.replace(step, at=Anchor(1))
-    every_token = Titans(D, heads=HEADS, dtype=torch.float64, update=dataclasses.replace(Titans.update, algorithm=anchored))
+    anchored = dataclasses.replace(Titans.update, algorithm=dataclasses.replace(step, at=Anchor(1)))
+    every_token = Titans(D, heads=HEADS, dtype=torch.float64, update=anchored)
     every_token.load_state_dict(layer.state_dict())
     torch.testing.assert_close(every_token(x)[0], expected, rtol=0, atol=1e-10)
 
@@ -120,7 +120,8 @@ def test_both_conventions_agree_for_constant_rates_only() -> None:
     k, v, q = (torch.randn(1, 40, 1, 5, dtype=torch.float64) for _ in range(3))
     k = k / k.norm(dim=-1, keepdim=True)
     beta, eta = 0.8, 0.3
-    outside = StateUpdate(SquaredError(), monoid=Scalar(0.95), algorithm=Step(Per("theta"), via=(Momentum(beta, "ema"),)))
+    step = Step(Per("theta"), via=(Momentum(beta, "ema"),))
+    outside = StateUpdate(SquaredError(), monoid=Scalar(0.95), algorithm=step)
 
     def gap(rate: Tensor) -> float:
         gates = {"decay": torch.full_like(rate, 0.95).log(), "momentum": torch.full_like(rate, beta).log()}

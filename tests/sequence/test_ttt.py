@@ -77,12 +77,13 @@ def test_layer_is_mini_batch_gradient_descent(cls, batch: int) -> None:
 
 @pytest.mark.parametrize("cls", TTT)
 def test_a_mini_batch_of_one_is_the_gradient_at_the_previous_state(cls) -> None:
-    at = {a: dataclasses.replace(cls.update, algorithm=dataclasses.replace(cls.update.algorithm, at=a)) for a in (Anchor(1), "prev")}
     layer = perturbed(cls)
     signal, _ = signal_of(layer, torch.randn(B, 9, D, dtype=torch.float64))
     weights = tuple(p.detach().expand(B, *p.shape) for p in layer.initial)
-    one, _ = dispatch.run(at[Anchor(1)], signal, weights=weights)
-    prev, _ = dispatch.run(at["prev"], signal, weights=weights)
+    one, prev = (
+        dispatch.run(dataclasses.replace(cls.update, algorithm=Step(Per("eta"), at=at)), signal, weights=weights)[0]
+        for at in (Anchor(1), "prev")
+    )
     torch.testing.assert_close(one, prev, rtol=0, atol=1e-11)
 
 
