@@ -321,6 +321,7 @@ _GEOMETRIES: tuple[Geometry, ...] = (
     geometry.Lq(),
     geometry.SoftThreshold(0.05),
     geometry.Bounded(),
+    geometry.Hypentropy(),
     geometry.Sphere("rows"),
     geometry.Sphere("columns"),
     geometry.SignBall(),

@@ -29,6 +29,7 @@ __all__ = [
     "Context",
     "Entropic",
     "Euclidean",
+    "Hypentropy",
     "Geometry",
     "Lq",
     "LqLiteral",
@@ -269,6 +270,39 @@ class Bounded(Geometry):
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
         return ((w >= -tol) & (w <= 1 + tol)).all(leaf_dims(w))
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Hypentropy(Geometry):
+    """h = sum W asinh(W / scale) - sqrt(W^2 + scale^2): W = scale sinh(theta), theta = asinh(W / scale).
+
+    Mirror descent is exponentiated gradient on signed weights: scale/2 (e^theta - e^-theta) with both halves
+    multiplicative. Large weights move in proportion to their size, weights below scale as under gradient descent.
+
+    Source: Ghai, Hazan and Singer 2020, definition 1 (their beta is our scale).
+    """
+
+    scale: float = 1.0
+
+    invertible = True
+
+    def __post_init__(self) -> None:
+        require(0 < self.scale < math.inf, self, f"scale must be positive and finite, got {self.scale}")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        # beyond the largest number of the dtype W saturates instead of overflowing
+        limit = math.log(torch.finfo(theta.dtype).max) - max(0.0, math.log(self.scale)) - 1
+        return self.scale * theta.clamp(-limit, limit).sinh()
+
+    def dual(self, w: Tensor) -> Tensor:
+        return (w / self.scale).asinh()
+
+    def potential(self, w: Tensor) -> Tensor:
+        return (w * (w / self.scale).asinh() - (w * w + self.scale**2).sqrt()).sum(leaf_dims(w))
+
+    def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
+        return w.isfinite().all(leaf_dims(w))
 
 
 @final

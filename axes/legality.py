@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from axes.algorithms import Anchor, Sum
+from axes.algorithms import Anchor
 from axes.costs import Alignment, Linear
 from axes.errors import IllegalUpdate
 from axes.geometry import Entropic, Geometry, TrustRatio, Whiten
@@ -134,12 +134,11 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
         for f in update.filters():
             if rate_shape(f.parts()[3].rate) != "scalar" or not gates(f.parts()[2]) <= {"identity", "zero", "scalar"}:
                 yield f"filters over {type(memory).__name__} memory take scalar gates: its leaves have different shapes"
-    for f in step.via:
-        for branch in f.branches if isinstance(f, Sum) else (f,):
-            if not isinstance(branch.cost, Linear):  # type: ignore[union-attr]
-                yield f"a filter's cost must be Linear(), got {branch.cost!r}"  # type: ignore[union-attr]
-            elif branch.cost.of != "drive":  # type: ignore[union-attr]
-                yield f"a filter passes the drive on; {branch.cost!r} is a statistic: put it in h.stats"  # type: ignore[union-attr]
+    for branch in update.filters():
+        if not isinstance(branch.cost, Linear):
+            yield f"a filter's cost must be Linear(), got {branch.cost!r}"
+        elif branch.cost.of != "drive":
+            yield f"a filter passes the drive on; {branch.cost!r} is a statistic: put it in h.stats"
     for s in h.stats:
         if not isinstance(s.cost, Linear):
             yield f"a statistic's cost must be Linear(of=...), got {s.cost!r}"

@@ -296,17 +296,21 @@ class Hadamard(Monoid):
 @final
 @dataclass(frozen=True, repr=False)
 class Rotation(Monoid):
-    """A = R(angle) on pairs of keys: constant angles base^(-2j/d_k) (RoPE), or named ones of shape pair."""
+    """A = R(angle) on pairs of keys: constant angles, or named ones of shape pair.
+
+    A number is the base of the geometric angles base^(-2j/d_k) (RoPE); with uniform it is the angle of every pair.
+    """
 
     angle: float | Per = 10000.0
+    uniform: bool = False
     kind: ClassVar[Kind] = "rotation"
 
     def __post_init__(self) -> None:
         if isinstance(self.angle, Per):
-            if self.angle.shape != "pair" or self.angle.domain != "real":
-                raise IllegalUpdate("Rotation: named angles must have shape pair and domain real")
+            if self.angle.shape != "pair" or self.angle.domain != "real" or self.uniform:
+                raise IllegalUpdate("Rotation: named angles must have shape pair and domain real, one for every pair")
         elif not self.angle > 0:
-            raise IllegalUpdate(f"Rotation: the base must be positive, got {self.angle}")
+            raise IllegalUpdate(f"Rotation: the base (or uniform angle) must be positive, got {self.angle}")
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         if isinstance(self.angle, Per):
@@ -315,6 +319,8 @@ class Rotation(Monoid):
         d_k = like.shape[-1]
         if d_k % 2:
             raise IllegalUpdate(f"Rotation: keys are rotated in pairs, their width must be even, got {d_k}")
+        if self.uniform:
+            return Element(angle=torch.full((d_k // 2,), self.angle, dtype=like.dtype, device=like.device))
         exponent = torch.arange(0, d_k, 2, dtype=like.dtype, device=like.device) / d_k
         return Element(angle=self.angle**-exponent)
 
@@ -325,14 +331,22 @@ class Rotation(Monoid):
 @final
 @dataclass(frozen=True, repr=False)
 class Householder(Monoid):
-    """A = I - beta w w^T, a generalised Householder map: identity at 0, projection at 1, reflection at 2 (|w| = 1)."""
+    """A = I - beta w w^T, a generalised Householder map: identity at 0, projection at 1, reflection at 2 (|w| = 1).
+
+    key: the name of w in the signal; None for the constant unit vector with equal entries.
+    """
 
     beta: Rate
-    key: str = "w"
+    key: str | None = "w"
     kind: ClassVar[Kind] = "low rank"
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
-        w, beta = _vector(signal, self.key, "Householder"), resolve(self.beta, signal)
+        beta = resolve(self.beta, signal)
+        if self.key is None:
+            width = like.shape[-1]
+            w = torch.full((width,), width**-0.5, dtype=like.dtype, device=like.device)
+        else:
+            w = _vector(signal, self.key, "Householder")
         scaled = w * (beta[..., None] if isinstance(beta, Tensor) and beta.ndim else beta)
         return Element(left=-scaled[..., None], right=w[..., None])
 
@@ -340,7 +354,7 @@ class Householder(Monoid):
         return (self.beta,)
 
     def signals(self) -> frozenset[str]:
-        return frozenset((self.key,))
+        return frozenset() if self.key is None else frozenset((self.key,))
 
 
 @final

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class State(NamedTuple):
     stats: tuple[State, ...]
     norm: Leaves
     anchor: Leaves
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
 
 
 torch.serialization.add_safe_globals([State])  # a saved state loads with weights_only=True
@@ -83,7 +83,7 @@ class StateUpdate(Declared):
     memory: Memory | None = None
 
     def __post_init__(self) -> None:
-        wanted = ((Cost,), (Geometry, OnUpdate), (Monoid,), (Step, Momentum), (Memory, type(None)))
+        wanted: tuple[tuple[type, ...], ...] = ((Cost,), (Geometry, OnUpdate), (Monoid,), (Step, Momentum), (Memory, type(None)))
         for field, kinds in zip(dataclasses.fields(self), wanted, strict=True):
             value = getattr(self, field.name)
             if not isinstance(value, kinds):
@@ -143,7 +143,7 @@ class StateUpdate(Declared):
     def filters(self) -> tuple[StateUpdate, ...]:
         """The filters in order, parallel branches flattened."""
         _, _, _, step, _ = self.parts()
-        return tuple(b for f in step.via for b in (f.branches if isinstance(f, Sum) else (f,)))  # type: ignore[union-attr]
+        return tuple(b for f in step.via for b in (f.branches if isinstance(f, Sum) else (f,)))  # type: ignore[misc]
 
     # ---- what it asks of its axis ----------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class StateUpdate(Declared):
         _, h, _, _, _ = self.parts()
         outs = tuple(s.output(t, signal).weights for s, t in zip(h.stats, stats, strict=True))
         seen = (drive, weights or (), *outs)
-        columns = zip_longest(*seen) if any(seen) else [(None,) * len(seen)]
+        columns: Any = zip_longest(*seen) if any(seen) else [(None,) * len(seen)]
         return tuple(Context(u, tuple(rest), w, signal) for u, w, *rest in columns)
 
     def _map(self, theta: Leaves, context: tuple[Context, ...]) -> Leaves:
@@ -314,7 +314,7 @@ class StateUpdate(Declared):
         if "g" in cost.needs:
             g = signal["g"]
             given = g if isinstance(g, tuple) else (g,)
-            return self._descend(tuple(-x for x in given), self._evaluated(state, gated, anchor, signal, micro), signal)  # type: ignore[operator]
+            return self._descend(tuple(-x for x in given), self._evaluated(state, gated, anchor, signal, micro), signal)  # type: ignore[misc]
         x, target = self._pair(signal)
         encode = cost.encode
         if step.at == "new":

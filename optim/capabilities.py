@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from axes.costs import Linear
 from axes.errors import IllegalUpdate
-from axes.geometry import Bounded, Composite, Euclidean, Geometry, SignBall, SoftThreshold, Whiten
+from axes.geometry import Bounded, Composite, Euclidean, Geometry, Hypentropy, SignBall, SoftThreshold, Whiten
 from axes.legality import gates
 from axes.memory import Entries, Matrix, Parameter, Slots
 from axes.state_update import StateUpdate
@@ -59,7 +59,7 @@ def _entry_by_entry(h: Geometry) -> bool:
         return _entry_by_entry(h.outer) and _entry_by_entry(h.inner)
     if isinstance(h, Whiten):
         return h.kind == "diagonal"
-    return isinstance(h, Euclidean | SignBall | SoftThreshold | Bounded)
+    return isinstance(h, Euclidean | SignBall | SoftThreshold | Bounded | Hypentropy)
 
 
 def require_parameter(update: StateUpdate) -> None:

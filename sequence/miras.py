@@ -9,7 +9,8 @@
 
 e = M(W; k) - v over an MLP memory M(x) = x + LN(W1 gelu(W2 x)) (the paper's), or a matrix. All take their gradients at
 the last multiple of 16 tokens, the paper's chunk form. That is a tuple of its own: the recurrence as the paper states
-it, with the gradient at the previous state, is the same update with `at="prev"`, given to any of the layers as `update=`.
+it, with the gradient at the previous state, is the same update with `at="prev"`, given to any of the layers as
+`update=`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class TitansMatrix(SequenceLayer):
 
     name = "titans-matrix"
     paper = _PAPER
-    equation = "eqs. 12-14, linear memory: M_t = (1 - alpha_t) M_{t-1} + S_t, S_t = eta_t S_{t-1} - theta_t grad l(M_{t-1})"
+    equation = "eqs. 12-14, linear: M_t = (1 - alpha_t) M_{t-1} + S_t, S_t = eta_t S_{t-1} - theta_t grad l(M_{t-1})"
     differs = (
         "no official code. One half in the loss. The paper anchors the gradient to chunks; with a linear memory the"
         " recurrence at the previous state is a block 2 x 2 chain, computed exactly. Table 1 of the Miras paper prints"

@@ -1,6 +1,6 @@
 """Test-time training: squared error of f(x) = x + LN(memory(x)), gradients at the last multiple of 16 tokens.
 
-    W_t = W_{t-1} - eta_t grad |f(W_anchor; k_t) - v_t|^2 / 2,    y_t = f(W_t; q_t),    eta_t = base sigmoid(w . x_t) / d
+    W_t = W_{t-1} - eta_t grad |f(W_anchor; k_t) - v_t|^2 / 2,   y_t = f(W_t; q_t),   eta_t = base sigmoid(w . x_t) / d
 """
 
 from __future__ import annotations

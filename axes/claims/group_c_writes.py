@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from scipy import linalg
 from torch import Tensor
-from torch.autograd.functional import hessian, jacobian
+from torch.autograd.functional import hessian
 
 from axes import dispatch, reference
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, within
@@ -41,7 +41,12 @@ def conditioned(draw: Draw, n: int, d: int, low: float = 0.6, high: float = 1.4)
 
 
 def passes(
-    keys: Tensor, values: Tensor, epochs: int, start: Tensor | None = None, scale: float = 1.0, rates: Tensor | None = None
+    keys: Tensor,
+    values: Tensor,
+    epochs: int,
+    start: Tensor | None = None,
+    scale: float = 1.0,
+    rates: Tensor | None = None,
 ) -> Tensor:
     """The matrix after so many passes of the delta rule over a list (N, .), with beta |k|^2 = scale (times `rates`)."""
     k, v = keys.repeat(epochs, 1), values.repeat(epochs, 1)
@@ -60,7 +65,12 @@ def ridge_weights(keys: Tensor, values: Tensor, delta: float, decay: float = 0.0
     """The weights (N, d_v, d_k) of the recursive least squares layer after every token; decay: log of its gate."""
     update = layer_tuple(RLS)
     metric = dataclasses.replace(update.h, eps=delta)  # type: ignore[type-var]
-    signal = {"k": keys, "v": values, "beta": torch.ones_like(keys[..., 0]), "decay": torch.full_like(keys[..., 0], decay)}
+    signal = {
+        "k": keys,
+        "v": values,
+        "beta": torch.ones_like(keys[..., 0]),
+        "decay": torch.full_like(keys[..., 0], decay),
+    }
     return reference.run(dataclasses.replace(update, h=metric), signal)[0]
 
 
@@ -104,7 +114,9 @@ def C02(draw: Draw) -> tuple[Finding, ...]:
     h = transition("delta-net-reflective", k, beta)
     element = Householder(Per("beta")).element({"w": k, "beta": beta}, 1.0, k)
     unit = k / k[0]
-    lapack = torch.linalg.householder_product(torch.cat((unit[:, None], torch.zeros(d, d - 1).double()), 1), (2 / (unit @ unit))[None])
+    lapack = torch.linalg.householder_product(
+        torch.cat((unit[:, None], torch.zeros(d, d - 1, dtype=torch.float64)), 1), (2 / (unit @ unit))[None]
+    )
     return (
         holds("layer's transition against LAPACK's reflector", gap(h, lapack), 1e-11),
         holds("element of the monoid against the same", gap(element.to_dense(d, k), lapack), 1e-11),
@@ -120,8 +132,8 @@ def C02(draw: Draw) -> tuple[Finding, ...]:
     Verdict.EXACT,
     SLIDES("DeltaNet's expressiveness"),
     "axes.sequence.DeltaNet",
-    derivation="Eigenvalue 1 with multiplicity d - 1 and 1 - beta |k|^2 along k. The matrix is symmetric, so its norm is "
-    "max(1, |1 - beta |k|^2|), above one outside of [0, 2] only.",
+    derivation="Eigenvalue 1 with multiplicity d - 1 and 1 - beta |k|^2 along k. The matrix is symmetric, so its norm "
+    "is max(1, |1 - beta |k|^2|), above one outside of [0, 2] only.",
 )
 def C03(draw: Draw) -> tuple[Finding, ...]:
     d, k = draw.integer(2, 9), torch.zeros(0)
@@ -144,8 +156,8 @@ def C03(draw: Draw) -> tuple[Finding, ...]:
     Verdict.FALSE,
     BLOG(_HOW),
     "axes.sequence.DeltaNet",
-    correction="a stored key is carried by a product of projections, k~_i = P_N ... P_{i+1} k_i: orthogonal to the last key, "
-    "not to the others",
+    correction="a stored key is carried by a product of projections, k~_i = P_N ... P_{i+1} k_i: orthogonal to the "
+    "last key, not to the others",
     kind="MATH",
     derivation="P_3 P_2 k_1 is orthogonal to k_3, but P_3 brings back a part along k_2: <k~_1, k~_2> = -<P_2 k_1, k_3> "
     "<k_3, k_2>. A projection onto the complement of a span needs the keys' inverse Gram matrix (least squares).",
@@ -184,8 +196,8 @@ def C04(draw: Draw) -> tuple[Finding, ...]:
     "axes.sequence.DeltaNet",
     correction="iterated to convergence, effective and raw keys are bi-orthogonal, E K^T = I, and E E^T = (K K^T)^{-1}",
     kind="MATH",
-    derivation="The limit stores the pseudo-inverse: E = (K^+)^T. Its Gram matrix is the inverse of the keys', the identity "
-    "for orthonormal keys only.",
+    derivation="The limit stores the pseudo-inverse: E = (K^+)^T. Its Gram matrix is the inverse of the keys', the "
+    "identity for orthonormal keys only.",
 )
 def C05(draw: Draw) -> tuple[Finding, ...]:
     n, d = 6, 12
@@ -208,9 +220,10 @@ def C05(draw: Draw) -> tuple[Finding, ...]:
     Verdict.STATISTICAL,
     BLOG("Write strategies"),
     "axes.sequence.DeltaNet, axes.sequence.UnnormalisedLinearAttention",
-    derivation="For random unit keys at load a = N/d, full steps and one pass, with E = exp(-a), the delta rule's relative "
-    "error is 2 - E - (1 - E)(2 - E)/a, while additive writes have (N - 1)/d. A pair written at load t is found with error 2 - E "
-    "+ exp(t - 2a) - 2 exp(t - a): old pairs are forgotten, so that the total saturates at 2 instead of growing.",
+    derivation="For random unit keys at load a = N/d, full steps and one pass, with E = exp(-a), the delta rule's "
+    "relative error is 2 - E - (1 - E)(2 - E)/a, while additive writes have (N - 1)/d. A pair written at load t is "
+    "found with error 2 - E + exp(t - 2a) - 2 exp(t - a): old pairs are forgotten, so that the total saturates at 2 "
+    "instead of growing.",
     seeds=2,
     figure="capacity",
 )
@@ -253,9 +266,9 @@ def _randomised(draw: Draw, chains: int, steps: int) -> tuple[float, float]:
     BLOG(_HOW),
     "axes.sequence.DeltaNet",
     conditions="the pairs are consistent, S_0 = 0, and 0 < beta |k|^2 < 2",
-    derivation="Every step projects the error on the complement of its key and leaves rows of S in S_0 plus the span of the "
-    "keys: the limit is the solution nearest to S_0, (K^+ V)^T + S_0 (I - K^+ K). Inconsistent pairs have no common solution, "
-    "and full steps cycle; decaying steps end in least squares with every row divided by |k_i|.",
+    derivation="Every step projects the error on the complement of its key and leaves rows of S in S_0 plus the span "
+    "of the keys: the limit is the solution nearest to S_0, (K^+ V)^T + S_0 (I - K^+ K). Inconsistent pairs have no "
+    "common solution, and full steps cycle; decaying steps end in least squares with every row divided by |k_i|.",
 )
 def C07(draw: Draw) -> tuple[Finding, ...]:
     d, d_v = 8, 3
@@ -277,10 +290,22 @@ def C07(draw: Draw) -> tuple[Finding, ...]:
         holds("N < d_k: limit against the least-norm solution", gap(passes(few, values, 400), solution), 1e-9),
         holds("half steps, the same", gap(passes(few, values, 800, scale=0.5), solution), 1e-9),
         holds("N > d_k, consistent: limit against the solution", gap(consistent, truth), 1e-8),
-        holds("S_0 (I - K^+ K) is added", gap(passes(few, values, 400, start), solution + start @ (eye(d) - projector)), 1e-9),
+        holds(
+            "S_0 (I - K^+ K) is added",
+            gap(passes(few, values, 400, start), solution + start @ (eye(d) - projector)),
+            1e-9,
+        ),
         holds("random order: mean squared error over the bound", error / bound, 1.0),
-        holds("decaying steps: relative distance from row-normalised least squares", (slow - weighted).norm() / weighted.norm(), 0.01),
-        breaks("inconsistent pairs: relative distance from least squares", (passes(many, noisy, 300) - least).norm() / least.norm(), 0.05),
+        holds(
+            "decaying steps: relative distance from row-normalised least squares",
+            (slow - weighted).norm() / weighted.norm(),
+            0.01,
+        ),
+        breaks(
+            "inconsistent pairs: relative distance from least squares",
+            (passes(many, noisy, 300) - least).norm() / least.norm(),
+            0.05,
+        ),
         breaks("S_0 not zero", gap(passes(few, values, 400, start), solution), 0.1),
         breaks("beta |k|^2 = 2.1", passes(few, values, 400, scale=2.1).abs().max(), 1e3),
     )
@@ -288,15 +313,16 @@ def C07(draw: Draw) -> tuple[Finding, ...]:
 
 @claim(
     "C08",
-    "With keys and values as rows, the pseudo-inverse memory is V K^+ and the ridge memory V K^T (K K^T + lambda I)^{-1}.",
+    "With keys and values as rows, the pseudo-inverse memory is V K^+ and the ridge memory V K^T (K K^T + lambda "
+    "I)^{-1}.",
     Verdict.FALSE,
     BLOG(_HOW + ", batch solutions"),
     "axes.sequence.RLSNet",
-    correction="(K^+ V)^T, and V^T K (K^T K + lambda I)^{-1} = V^T (K K^T + lambda I)^{-1} K; the printed forms hold for "
-    "keys and values as columns",
+    correction="(K^+ V)^T, and V^T K (K^T K + lambda I)^{-1} = V^T (K K^T + lambda I)^{-1} K; the printed forms hold "
+    "for keys and values as columns",
     kind="NOTN",
-    derivation="K^+ is d_k x N and V is N x d_v: the product needs d_v = d_k, and is N x N then. Stationarity of the ridge cost "
-    "reads S (K^T K + lambda I) = V^T K; pushing K through the inverse gives the form with N x N matrices.",
+    derivation="K^+ is d_k x N and V is N x d_v: the product needs d_v = d_k, and is N x N then. Stationarity of the "
+    "ridge cost reads S (K^T K + lambda I) = V^T K; pushing K through the inverse gives the form with N x N matrices.",
 )
 def C08(draw: Draw) -> tuple[Finding, ...]:
     n, d, weight = 7, 5, 0.1
@@ -305,14 +331,22 @@ def C08(draw: Draw) -> tuple[Finding, ...]:
     printed = values @ keys.mT @ torch.linalg.inv(keys @ keys.mT + weight * eye(n))
     least = torch.linalg.lstsq(keys, values).solution.mT
     stacked = torch.cat((keys, math.sqrt(weight) * eye(d)))  # ridge as least squares with more rows
-    ridge = torch.linalg.lstsq(stacked, torch.cat((values, torch.zeros(d, d).double()))).solution.mT
+    ridge = torch.linalg.lstsq(stacked, torch.cat((values, torch.zeros(d, d, dtype=torch.float64)))).solution.mT
     layer = ridge_weights(keys, values, weight)[-1]
     return (
         breaks("V K^+ against the least-squares memory", gap(values @ inverse, least), 1.0),
         breaks("V K^T (K K^T + lambda I)^{-1} against the ridge memory", gap(printed, ridge), 1.0),
         holds("(K^+ V)^T against least squares", gap((inverse @ values).mT, least), 1e-10),
-        holds("V^T K (K^T K + lambda I)^{-1} against the layer", gap(torch.linalg.solve(keys.mT @ keys + weight * eye(d), keys.mT @ values).mT, layer), 1e-10),
-        holds("V^T (K K^T + lambda I)^{-1} K against the layer", gap(torch.linalg.solve(keys @ keys.mT + weight * eye(n), values).mT @ keys, layer), 1e-10),
+        holds(
+            "V^T K (K^T K + lambda I)^{-1} against the layer",
+            gap(torch.linalg.solve(keys.mT @ keys + weight * eye(d), keys.mT @ values).mT, layer),
+            1e-10,
+        ),
+        holds(
+            "V^T (K K^T + lambda I)^{-1} K against the layer",
+            gap(torch.linalg.solve(keys @ keys.mT + weight * eye(n), values).mT @ keys, layer),
+            1e-10,
+        ),
         holds("the layer against least squares with more rows", gap(layer, ridge), 1e-10),
     )
 
@@ -323,11 +357,12 @@ def C08(draw: Draw) -> tuple[Finding, ...]:
     Verdict.FALSE,
     BLOG("Write strategies, Newton; table of optimizers"),
     "axes.sequence.Longhorn, axes.sequence.RLSNet",
-    correction="it is a proximal step, that is damped Newton on the curvature k k^T of one datum; full curvature is recursive "
-    "least squares",
+    correction="it is a proximal step, that is damped Newton on the curvature k k^T of one datum; full curvature is "
+    "recursive least squares",
     kind="LABEL",
-    derivation="The Hessian of one datum is k k^T, of rank one: Newton's step does not exist, with the pseudo-inverse it is a "
-    "full step of the delta rule, and with damping 1/eta it is e k^T (k k^T + I/eta)^{-1} = eta/(1 + eta |k|^2) e k^T, Longhorn.",
+    derivation="The Hessian of one datum is k k^T, of rank one: Newton's step does not exist, with the pseudo-inverse "
+    "it is a full step of the delta rule, and with damping 1/eta it is e k^T (k k^T + I/eta)^{-1} = eta/(1 + eta "
+    "|k|^2) e k^T, Longhorn.",
 )
 def C09(draw: Draw) -> tuple[Finding, ...]:
     d_v, d, n, eta = 3, 5, 40, float(draw.uniform(low=0.3, high=3.0))
@@ -344,10 +379,26 @@ def C09(draw: Draw) -> tuple[Finding, ...]:
     first = reference.run(longhorn, {"k": keys, "v": values, "beta": rate.expand(n, d_v)})[0]
     full = ridge_weights(keys, values, 1 / eta)
     return (
-        breaks("rank of the whole list's curvature, less the rank that a step of Longhorn sees", _rank(keys.mT @ keys) - _rank(torch.outer(k, k)), 1),
-        breaks("Longhorn against full curvature after 40 pairs, relative", (first[-1] - full[-1]).norm() / full[-1].norm(), 0.1),
-        holds("Longhorn against damped Newton, Hessian by autograd", gap(one_step(longhorn, s, k=k, v=v, beta=rate), damped), 1e-11),
-        holds("pseudo-inverse Newton against a full step of the delta rule", gap(one_step(layer_tuple(DELTA), s, k=k, v=v, beta=1 / (k @ k)), pure), 1e-11),
+        breaks(
+            "rank of the whole list's curvature, less the rank that a step of Longhorn sees",
+            _rank(keys.mT @ keys) - _rank(torch.outer(k, k)),
+            1,
+        ),
+        breaks(
+            "Longhorn against full curvature after 40 pairs, relative",
+            (first[-1] - full[-1]).norm() / full[-1].norm(),
+            0.1,
+        ),
+        holds(
+            "Longhorn against damped Newton, Hessian by autograd",
+            gap(one_step(longhorn, s, k=k, v=v, beta=rate), damped),
+            1e-11,
+        ),
+        holds(
+            "pseudo-inverse Newton against a full step of the delta rule",
+            gap(one_step(layer_tuple(DELTA), s, k=k, v=v, beta=1 / (k @ k)), pure),
+            1e-11,
+        ),
         holds("the first pair, where one datum is all there is", gap(first[0], full[0]), 1e-11),
     )
 
@@ -362,8 +413,8 @@ def _rank(x: Tensor) -> float:
     Verdict.EXACT,
     BLOG(_HOW + ", noise"),
     "axes.sequence.DeltaNet",
-    derivation="|K^+|_2 is one over the smallest singular value that is not zero. Noise along its left singular vector is "
-    "stored as a matrix of that norm; the delta rule, iterated, shows it.",
+    derivation="|K^+|_2 is one over the smallest singular value that is not zero. Noise along its left singular "
+    "vector is stored as a matrix of that norm; the delta rule, iterated, shows it.",
 )
 def C22(draw: Draw) -> tuple[Finding, ...]:
     findings = []
@@ -375,7 +426,9 @@ def C22(draw: Draw) -> tuple[Finding, ...]:
         stored = passes(keys, u[:, -1:], 600)
         findings += [
             holds(f"|K^+|_2 sigma_min - 1, rank {rank}", abs(norm * float(s[-1]) - 1), 1e-10),
-            holds(f"norm of stored unit noise times sigma_min - 1, rank {rank}", (stored.norm() * s[-1] - 1).abs(), 1e-9),
+            holds(
+                f"norm of stored unit noise times sigma_min - 1, rank {rank}", (stored.norm() * s[-1] - 1).abs(), 1e-9
+            ),
         ]
     return tuple(findings)
 
@@ -397,8 +450,9 @@ def _limit(update: StateUpdate, keys: Tensor, values: Tensor, beta: Tensor, deca
     Verdict.STATISTICAL,
     BLOG(_HOW + ", noise"),
     "axes.sequence.GatedDeltaNet, axes.sequence.GatedDeltaNetPrev, axes.sequence.RLSNet",
-    derivation="The pseudo-inverse fits the noise along directions that the keys hardly span. A gate damps them, but full "
-    "steps chase the noise of the latest pairs; ridge does not, and small steps with decay tend to ridge as O(eta).",
+    derivation="The pseudo-inverse fits the noise along directions that the keys hardly span. A gate damps them, but "
+    "full steps chase the noise of the latest pairs; ridge does not, and small steps with decay tend to ridge as "
+    "O(eta).",
     seeds=2,
 )
 def C23(draw: Draw) -> tuple[Finding, ...]:
@@ -416,21 +470,36 @@ def C23(draw: Draw) -> tuple[Finding, ...]:
         kept = _limit(layer_tuple(GATED), keys, values, full, math.log(0.99))
         inverse = (torch.linalg.pinv(keys) @ values).mT
         update = layer_tuple(RLS)
-        signal = {"k": keys, "v": values, "beta": torch.ones(problems, n).double(), "decay": torch.zeros(problems, n).double()}
+        signal = {"k": keys, "v": values, "beta": torch.ones_like(full), "decay": torch.zeros_like(full)}
         state = reference.run(update, signal, time=1)[1]
         ridge = update.output(state, {"k": keys[:, 0], "v": values[:, 0]}).weights[0]
         findings += [
-            within(f"error of the pseudo-inverse over that of alpha = 0.99, spread {spread:g}", error(inverse) / error(kept), 1.2, 100.0),
-            within(f"error of alpha = 0.99 over that of ridge, spread {spread:g}", error(kept) / error(ridge), 1.05, 50.0),
+            within(
+                f"error of the pseudo-inverse over that of alpha = 0.99, spread {spread:g}",
+                error(inverse) / error(kept),
+                1.2,
+                100.0,
+            ),
+            within(
+                f"error of alpha = 0.99 over that of ridge, spread {spread:g}", error(kept) / error(ridge), 1.05, 50.0
+            ),
         ]
         if spread == 1.0:
             etas = (0.1, 0.05, 0.02, 0.01)
             off = []
             for eta in etas:
-                slow = _limit(layer_tuple(DECAYED), keys, values, torch.tensor(eta).double(), math.log1p(-eta * delta / n))
+                slow = _limit(
+                    layer_tuple(DECAYED),
+                    keys,
+                    values,
+                    torch.tensor(eta, dtype=torch.float64),
+                    math.log1p(-eta * delta / n),
+                )
                 off.append(float((slow - ridge).norm() / ridge.norm()))
             slope = float(np.polyfit(np.log(etas), np.log(off), 1)[0])
-            findings.append(within("exponent of eta in the distance of small steps with decay from ridge", slope, 0.8, 1.2))
+            findings.append(
+                within("exponent of eta in the distance of small steps with decay from ridge", slope, 0.8, 1.2)
+            )
     return tuple(findings)
 
 
@@ -461,10 +530,11 @@ def storkey_capacity(draw: Draw, d: int, batch: int) -> float:
     Verdict.FALSE,
     BLOG("Write strategies, capacity"),
     "none: Storkey's write acts on both sides of the state at once, which no tuple does",
-    correction="d/(2 ln d) for additive writes, d/sqrt(2 ln d) up to a constant for Storkey's rule, d for the pseudo-inverse",
+    correction="d/(2 ln d) for additive writes, d/sqrt(2 ln d) up to a constant for Storkey's rule, d for the "
+    "pseudo-inverse",
     kind="MATH",
-    derivation="Storkey's local field correction removes part of the cross-talk: a pattern survives in all d bits up to N of the "
-    "order d/sqrt(2 ln d), still falling behind d. Only the pseudo-inverse is linear in d.",
+    derivation="Storkey's local field correction removes part of the cross-talk: a pattern survives in all d bits up "
+    "to N of the order d/sqrt(2 ln d), still falling behind d. Only the pseudo-inverse is linear in d.",
     seeds=2,
 )
 def C24(draw: Draw) -> tuple[Finding, ...]:

@@ -33,6 +33,7 @@ from axes.geometry import (
     Entropic,
     Euclidean,
     Geometry,
+    Hypentropy,
     Lq,
     LqLiteral,
     SignBall,
@@ -67,6 +68,7 @@ INSTANCES: list[Geometry] = [
     SoftThreshold(Per("gamma")),
     SoftThreshold(Per("gamma_row", "row")),
     Bounded(),
+    Hypentropy(0.5),
     Sphere(),
     Sphere("columns", 2.0),
     Sphere("whole", 0.5),
@@ -117,6 +119,7 @@ STRICT: list[Geometry] = [
     Lq(1.5),
     SoftThreshold(0.3),
     Bounded(),
+    Hypentropy(0.5),
     Sphere(),
     Birkhoff(300),
 ]
@@ -172,6 +175,7 @@ FIELDS: dict[Any, str] = {
     LqLiteral: "p",
     SoftThreshold: "threshold",
     Bounded: "",
+    Hypentropy: "scale",
     Sphere: "axis radius",
     Spectral: "method steps coefficients scale eps precision tolerance",
     SignBall: "",
@@ -436,6 +440,11 @@ def numpy_entropy(w: np.ndarray) -> tuple[float, np.ndarray]:
     return float((w * np.log(w)).sum()), np.log(w) + 1
 
 
+def numpy_hypentropy(w: np.ndarray) -> tuple[float, np.ndarray]:
+    slope = np.arcsinh(w / 0.5)
+    return float((w * slope - np.sqrt(w * w + 0.25)).sum()), slope
+
+
 def numpy_binary_entropy(w: np.ndarray) -> tuple[float, np.ndarray]:
     return float((w * np.log(w) + (1 - w) * np.log1p(-w)).sum()), np.log(w) - np.log1p(-w)
 
@@ -492,7 +501,7 @@ def scipy_argmin(h: Geometry, slope: np.ndarray) -> np.ndarray:
             constraints={"type": "eq", "fun": lambda w: rows @ w - mass, "jac": lambda w: rows},
             options={"maxiter": 1000, "ftol": 1e-15},
         ).x.reshape(shape)
-    parts = {Euclidean: numpy_square, Bounded: numpy_binary_entropy}
+    parts = {Euclidean: numpy_square, Bounded: numpy_binary_entropy, Hypentropy: numpy_hypentropy}
     part = numpy_norm(h.p / (h.p - 1)) if isinstance(h, Lq) else parts[type(h)]
     box = [(1e-12, 1 - 1e-12)] * count if isinstance(h, Bounded) else None
 
@@ -516,6 +525,7 @@ SOLVABLE: list[Geometry] = [
     Lq(1.5),
     SoftThreshold(0.3),
     Bounded(),
+    Hypentropy(0.5),
 ]
 
 

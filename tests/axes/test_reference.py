@@ -69,7 +69,7 @@ def test_token_by_token_is_the_run(name: str) -> None:
 def test_causality(name: str) -> None:
     """Changing token t changes no output before t, and does change one from t on."""
     update = KEYED[name]
-    signal, t = checks.example(update), 3
+    signal, t = checks.example(update), 4
     before, _ = reference.run(update, signal, time=1)
     changed = {n: x.clone() for n, x in signal.items() if isinstance(x, torch.Tensor)}
     for x in changed.values():
