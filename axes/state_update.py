@@ -83,7 +83,8 @@ class StateUpdate(Declared):
     memory: Memory | None = None
 
     def __post_init__(self) -> None:
-        wanted: tuple[tuple[type, ...], ...] = ((Cost,), (Geometry, OnUpdate), (Monoid,), (Step, Momentum), (Memory, type(None)))
+        algorithms, none = (Step, Momentum), type(None)
+        wanted: tuple[tuple[type, ...], ...] = ((Cost,), (Geometry, OnUpdate), (Monoid,), algorithms, (Memory, none))
         for field, kinds in zip(dataclasses.fields(self), wanted, strict=True):
             value = getattr(self, field.name)
             if not isinstance(value, kinds):

@@ -119,10 +119,8 @@ def A29(draw: Draw) -> tuple[Finding, ...]:
     "W_{t-1}, and not to the ball around 0. With weight decay grad l = -lambda W, which is.",
 )
 def A30(draw: Draw) -> tuple[Finding, ...]:
-    w, k, v, eta = draw.normal(2, 3), draw.unit(3), draw.normal(2), 1.0
-    w = w + torch.outer(
-        2 - w @ k, k
-    )  # an old prediction at 2, the target around 0: the old state is far from the ball's best
+    w, k, v, eta = draw.normal(2, 3), draw.unit(3), draw.uniform(2, low=-1.0, high=0.5), 1.0
+    w = w + torch.outer(2 - w @ k, k)  # the old prediction is 2, away from the target
     loss = squared_error(k, v)
     rate = torch.tensor(eta, dtype=torch.float64)
     new = one_step(StateUpdate(SquaredError(), algorithm=Step(Per("eta"), at="new")), w, k=k, v=v, eta=rate)
@@ -135,7 +133,7 @@ def A30(draw: Draw) -> tuple[Finding, ...]:
     radius = ridge.square().sum()
     shrunk = minimiser(loss, 0.5 * ridge, positive=[lambda x: radius - x.square().sum()])
     return (
-        breaks("best cost in the ball at 0 of radius |W_t|, below l(W_t)", loss(new) - loss(ball), 0.02),
+        breaks("best cost in the ball at 0 of radius |W_t|, below l(W_t)", loss(new) - loss(ball), 0.1),
         holds("implicit step against the trust region of radius |W_t - W_{t-1}|", gap(new, region), 1e-5),
         holds("weight decay's fixed point against the ball at 0", gap(ridge, shrunk), 1e-5),
     )

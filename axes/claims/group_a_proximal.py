@@ -149,7 +149,7 @@ def _derived(update: StateUpdate) -> bool:
     "The explicit Euclidean step has the form W A_t + write(v_t, k_t).",
     Verdict.CONDITIONAL,
     BLOG(_EUCLIDEAN),
-    "axes.sequence (catalogue), axes.derived.feedback",
+    "axes.sequence.DeltaNet, axes.sequence.TitansMatrix, axes.derived.feedback",
     conditions="the gradient is affine in W: alignment or squared error on a linear memory, with any momentum, gate "
     "or proximal shrinkage; not robust, cubic or logistic costs, not normalised directions, entropic links or deep "
     "memories",

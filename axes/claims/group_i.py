@@ -1,4 +1,4 @@
-"""Group I: cross-axis identities. The same numbers through an optimizer of the data axis and a layer of the sequence axis."""
+"""Group I: cross-axis identities: the same numbers through an optimizer and through a sequence layer."""
 
 from axes.claims.base import untestable
 from axes.claims.group_i_descent import I01, I02, I03, I04, I05, I10, I11, I12, I13

@@ -1,4 +1,4 @@
-"""Group I, descent: the optimizers of the data axis and the layers of the sequence axis walk through the same matrices."""
+"""Group I, descent: optimizers of the data axis and layers of the sequence axis walk through the same matrices."""
 
 from __future__ import annotations
 

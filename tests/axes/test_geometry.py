@@ -859,6 +859,16 @@ def test_inverse_powers_have_derivatives_at_coinciding_eigenvalues(power: float,
             assert gap(root(factor), root(factor.clone().requires_grad_()).detach()) < 1e-12
 
 
+@pytest.mark.parametrize("power", [0.25, 1.0])
+def test_inverse_powers_beyond_the_range_of_float32(power: float) -> None:
+    """Derivatives that overflow must not reach the value: infinity times an unchanged 0 is NaN."""
+    factor = torch.randn(4, 1)
+    for eps in (1e-16, 1e-20, 1e-30):
+        value = inverse_power(factor @ factor.mT, power, eps)
+        with torch.no_grad():
+            assert torch.isfinite(value).all() and torch.equal(value, inverse_power(factor @ factor.mT, power, eps))
+
+
 # ------------------------------------------------------------------------------------------ cautious, trust, composite
 
 

@@ -1,0 +1,96 @@
+"""Groups J and K: every claim holds its verdict, and faults planted in the parts turn checks red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axes import monoids, spectral
+from axes.claims.base import Claim, Draw, Result, Verdict
+from axes.claims.group_j import CLAIMS as J
+from axes.claims.group_k import CLAIMS as K
+from axes.claims.verify import verify_one
+from axes.costs import Linear
+from axes.geometry import Entropic, Sphere
+
+TESTABLE = [c for c in J if c.check is not None]
+FAST = [c for c in TESTABLE if c.id not in ("J04", "J06")]
+
+
+@pytest.mark.parametrize("claim", FAST, ids=lambda c: c.id)
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=3)
+def test_claim_holds(claim: Claim, seed: int) -> None:
+    assert claim.check is not None
+    result = Result(claim, claim.check(Draw(seed)))
+    assert result.ok, [str(f) for f in result.findings]
+
+
+@pytest.mark.parametrize("claim", [c for c in TESTABLE if c not in FAST], ids=lambda c: c.id)
+def test_long_claim_holds(claim: Claim) -> None:
+    result = verify_one(claim, 1)
+    assert result.ok, (result.error, [str(f) for f in result.findings])
+
+
+def test_external_statements_are_listed_with_a_reason() -> None:
+    untestable = [c for c in (*J, *K) if c.check is None]
+    assert [c.id for c in untestable] == ["J10", "K01", "K02", "K03"]
+    assert all(c.verdict is Verdict.UNTESTABLE and c.reason for c in untestable)
+
+
+def _turn_back(patch: pytest.MonkeyPatch) -> None:
+    straight = monoids.rotate
+    patch.setattr(monoids, "rotate", lambda x, angle: straight(x, -angle))
+
+
+def _no_statistic(patch: pytest.MonkeyPatch) -> None:
+    drive = Linear.drive
+    patch.setattr(Linear, "drive", lambda self, u, signal: drive(self, u, signal) * (0.5 if self.of == "key" else 1))
+
+
+def _no_root(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(spectral.Whiten, "_diagonal", lambda self, theta, v: theta / (v + self.eps))
+
+
+def _no_norm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sphere, "primal", lambda self, theta, context=None: theta)
+
+
+def _wrong_axis(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Entropic, "primal", lambda self, theta, context=None: torch.softmax(theta, -2))
+
+
+def _no_reflection(patch: pytest.MonkeyPatch) -> None:
+    element = monoids.Householder.element
+
+    def projection(self: monoids.Householder, signal: object, rate: object, like: torch.Tensor) -> monoids.Element:
+        e = element(self, signal, rate, like)  # type: ignore[arg-type]
+        assert e.left is not None
+        return monoids.Element(left=e.left / 2, right=e.right)
+
+    patch.setattr(monoids.Householder, "element", projection)
+
+
+@pytest.mark.parametrize(
+    ("id", "fault"),
+    [
+        ("J01", _no_statistic),
+        ("J03", _no_statistic),
+        ("J04", _no_root),
+        ("J05", _no_norm),
+        ("J06", _turn_back),
+        ("J07", _wrong_axis),
+        ("J09", _no_reflection),
+    ],
+)
+def test_planted_fault_turns_the_check_red(
+    id: str, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    (claim,) = [c for c in J if c.id == id]
+    assert claim.check is not None
+    assert not Result(claim, claim.check(Draw(0))).ok
