@@ -16,6 +16,8 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from axes import catalogue, dispatch
+from axes.claims import command as claims
+from axes.claims.command import explanation, is_claim
 from axes.errors import AxesError
 from axes.tasks import demonstration, language_modelling
 from axes.tasks.configuration import DTYPES, Configuration
@@ -211,9 +213,26 @@ def list_(
 
 
 @app.command()
-def explain(name: Annotated[str, typer.Argument(help="A name of `axes list`.")]) -> None:
-    """Print the tuple of a system, what follows from it, and what would execute it."""
+def explain(name: Annotated[str, typer.Argument(help="A name of `axes list`, or a claim as A01.")]) -> None:
+    """Print the tuple of a system, what follows from it, and what would execute it; or a claim with its numbers."""
+    if is_claim(name):
+        typer.echo(explanation(name))
+        return
     typer.echo(dispatch.explain(catalogue.get(name)))
+
+
+@app.command()
+def verify(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[GROUP|ID]...", help="As A or J07; all if none.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Draws per claim instead of each claim's own number.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Findings, for programs.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="One self-contained page.")] = None,
+    docs: Annotated[Path | None, typer.Option(metavar="FILE", help="The register as docs/claims.md.")] = None,
+) -> None:
+    """Check the literature's claims against this package; exit status 1 if a verdict no longer holds."""
+    if not claims.run(names or (), _console(), seeds, workers, json_file, html_file, docs):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -31,7 +31,7 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     kinds = gates(monoid)
 
     if outside and memory.keyed:
-        yield f"{type(memory).__name__} memory predicts from keys, the cost takes its gradient from outside: use Parameter()"
+        yield f"{type(memory).__name__} memory predicts from keys, and the cost's gradient comes from outside: use Parameter()"
     if not outside and not memory.keyed:
         yield f"Parameter() memory predicts nothing, {type(cost).__name__} needs a prediction: use Matrix() or Given()"
     if not isinstance(step.rate, Per) and step.rate == 0.0:
@@ -47,7 +47,7 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     if not outside and not sees_state and step.at != "prev":
         yield f"at={step.at!r} has no effect: the gradient of {type(cost).__name__} does not depend on the state"
     if step.steps > 1 and (outside or not sees_state or step.via or step.at == "new" or isinstance(step.at, Anchor)):
-        yield "steps > 1 needs a gradient that depends on the state, evaluated here, without filters: scale the rate instead"
+        yield "steps > 1 needs a gradient that depends on the state, taken here, without filters: scale the rate instead"
     if not step.lazy and (h.is_identity or h.invertible or h.stats):
         yield f"lazy=False is a no-op for {type(h).__name__}: it only differs where h projects or proximates"
     if step.debias and isinstance(monoid, Identity) and not memory.keyed:
@@ -105,7 +105,8 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     if step.debias and h.scale_free and not memory.keyed and kinds <= {"scalar", "zero"}:
         yield f"debias has no effect: {type(h).__name__} drops the factor it divides by"
     unit = not isinstance(step.rate, Per) and step.rate == 1.0
-    if step.start == "first" and unit and (isinstance(cost, Linear) or isinstance(memory, Matrix | LayerNormMatrix | Entries)):
+    starts_empty = isinstance(cost, Linear) or isinstance(memory, Matrix | LayerNormMatrix | Entries)
+    if step.start == "first" and unit and starts_empty:
         yield "start='first' has no effect: at rate 1 an empty memory starts at its first drive anyway"
     if not step.lazy and kinds == {"zero"} and step.read is None:
         yield "lazy=False has no effect: the zero monoid keeps nothing of either state"
@@ -181,7 +182,7 @@ def factors(monoid: Monoid) -> tuple[Monoid, ...]:
 
 
 def gates(monoid: Monoid) -> set[str]:
-    """The kinds of gate a monoid is made of: identity, zero, scalar, diagonal, row, hadamard, rotation, low rank, dense."""
+    """The kinds of gate in a monoid: identity, zero, scalar, diagonal, row, hadamard, rotation, low rank, dense."""
     if isinstance(monoid, Product):
         return set().union(*(gates(p) for p in monoid.parts))
     if isinstance(monoid, Diagonal) and monoid.side == "row":

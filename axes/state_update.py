@@ -190,7 +190,7 @@ class StateUpdate(Declared):
             tuple(b._init(like, signal) for b in f.branches) if isinstance(f, Sum) else f._init(like, signal)  # type: ignore[union-attr]
             for f in step.via
         )
-        stats = tuple(s._init(tuple(torch.zeros_like(s.cost.drive(leaf, signal)) for leaf in like), signal) for s in h.stats)
+        stats = tuple(s._init(tuple(torch.zeros_like(x) for x in s._seen(like, signal)), signal) for s in h.stats)
         norm: Leaves = ()
         if step.debias:
             keyed = memory.keyed
@@ -219,13 +219,13 @@ class StateUpdate(Declared):
             raw = self._drive(state, gated, anchor, rate, signal, drive, micro)
             u, via = self._filter(raw, via, signal, state, weights)
             stats = tuple(
-                s.step(t, signal, tuple(s.cost.drive(leaf, signal) for leaf in u))[0] for s, t in zip(h.stats, stats, strict=True)
+                s.step(t, signal, s._seen(u, signal))[0] for s, t in zip(h.stats, stats, strict=True)
             )
             theta = memory.add(gated, rate, rate_shape(step.rate), u)
             if step.start == "first" and int(state.count) == 0:
                 theta = u
             gated = theta
-        norm = tuple(self._unit(element, n, rate, signal, x) for n, x in zip(state.norm, theta, strict=bool(state.norm)))
+        norm = tuple(self._unit(element, n, rate, signal) for n in state.norm)
         context = self._context(stats, signal, u, weights)
         out = self._output(theta, norm, context)
         if isinstance(step.read, Read):
@@ -287,7 +287,7 @@ class StateUpdate(Declared):
         safe = tuple(torch.where(n == 0, torch.ones_like(n), n) for n in norm)
         return Output(self._map(tuple(x / n for x, n in zip(theta, safe, strict=True)), context))
 
-    def _unit(self, element: Element, norm: Tensor, rate: Tensor | float, signal: Signal, theta: Tensor) -> Tensor:
+    def _unit(self, element: Element, norm: Tensor, rate: Tensor | float, signal: Signal) -> Tensor:
         """The normaliser: the same recurrence driven by a unit value."""
         _, _, _, step, memory = self.parts()
         if memory.keyed:
@@ -295,6 +295,11 @@ class StateUpdate(Declared):
             assert isinstance(k, Tensor)
             return memory.add((element.act(norm),), rate, rate_shape(step.rate), (k[..., None, :],))[0]
         return memory.add((element.act(norm),), rate, rate_shape(step.rate), (torch.ones_like(norm),))[0]
+
+    def _seen(self, u: Leaves, signal: Signal) -> Leaves:
+        """What a statistic is driven by: squares or products of the drive, by its Linear cost."""
+        assert isinstance(self.cost, Linear)
+        return tuple(self.cost.drive(leaf, signal) for leaf in u)
 
     def _drive(
         self,
@@ -324,7 +329,9 @@ class StateUpdate(Declared):
         if not self._predicts:
             r = cost.residual(target, target, 0.0, signal)
             u = memory.vjp(gated, x, -r, signal, encode=encode)
-            return self._descend(u, self._evaluated(state, gated, anchor, signal, micro) if self.drive_sees_state else (), signal)
+            if not self.drive_sees_state:
+                return u
+            return self._descend(u, self._evaluated(state, gated, anchor, signal, micro), signal)
         weights = self._evaluated(state, gated, anchor, signal, micro)
         if isinstance(memory, List):
             prediction = memory.read(weights, x, signal, h)
@@ -367,7 +374,7 @@ class StateUpdate(Declared):
     def _implicit(
         self, gated: Leaves, rate: Tensor | float, x: Tensor, target: Tensor, state: State, signal: Signal
     ) -> Leaves:
-        """The drive of the proximal step: r = grad l(predict(grad h*(A theta - rate r k^T))), d_v unknowns for any h."""
+        """The drive of the proximal step: r = grad l(predict(grad h*(A theta - rate r k^T))), d_v unknowns."""
         cost, h, _, step, memory = self.parts()
         shape = rate_shape(step.rate)
         if h.is_identity:

@@ -9,6 +9,7 @@ The gate turns or reflects the momentum, not the weights: on the weights it woul
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack, final
 
 from axes.algorithms import Step
@@ -16,7 +17,7 @@ from axes.costs import Given, Linear
 from axes.errors import AxesError
 from axes.geometry import Euclidean, Hypentropy
 from axes.monoids import Decay, Householder, Product, Rotation, Scalar
-from axes.optim.base import Optimizer, Options, Params
+from axes.optim.base import Optimizer, Options, Params, Rule
 from axes.optim.first_order import LR, WEIGHT_DECAY, AdamW, unit
 from axes.optim.matrix import auxiliary_defaults
 from axes.state_update import StateUpdate
@@ -109,7 +110,7 @@ class RotationalMomentum(Optimizer):
     ) -> None:
         own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "angle": angle}
         auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules = {"rotational": RotationalMomentum.declare, "adamw": AdamW.declare}
+        rules: Mapping[str, Rule] = {"rotational": RotationalMomentum.declare, "adamw": AdamW.declare}
         super().__init__(params, rules, {"rotational": own, "adamw": auxiliary}, **options)
 
     @staticmethod
@@ -160,7 +161,7 @@ class ReflectiveMomentum(Optimizer):
     ) -> None:
         own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules = {"reflective": ReflectiveMomentum.declare, "adamw": AdamW.declare}
+        rules: Mapping[str, Rule] = {"reflective": ReflectiveMomentum.declare, "adamw": AdamW.declare}
         super().__init__(params, rules, {"reflective": own, "adamw": auxiliary}, **options)
 
     @staticmethod

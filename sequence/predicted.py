@@ -113,7 +113,7 @@ class MuonNetState(SequenceLayer):
     equation = "S = polar(S + beta v k^T)"
     differs = "a convergent iteration for the polar factor; keeps directions and no magnitudes, which Muon does not do"
     bibtex = _ARTICLE
-    # the state is fed back through the map, so the map must contract: the cubic-order iteration, not a fast expanding one
+    # the state is fed back through the map, so the map must contract: the slow iteration, not a fast expanding one
     update = StateUpdate(
         Alignment(),
         Spectral("newton-schulz", steps=8, coefficients=(1.875, -1.25, 0.375)),

@@ -122,7 +122,7 @@ def C02(draw: Draw) -> tuple[Finding, ...]:
         holds("element of the monoid against the same", gap(element.to_dense(d, k), lapack), 1e-11),
         holds("H H - I", gap(h @ h, eye(d)), 1e-12),
         holds("H H^T - I", gap(h @ h.mT, eye(d)), 1e-12),
-        holds("det H + 1", torch.linalg.det(h) + 1, 1e-12),
+        holds("det H + 1", (torch.linalg.det(h) + 1).abs(), 1e-12),
     )
 
 
@@ -249,7 +249,7 @@ def C06(draw: Draw) -> tuple[Finding, ...]:
 
 
 def _randomised(draw: Draw, chains: int, steps: int) -> tuple[float, float]:
-    """Mean squared distance after randomly ordered full steps over unit keys, relative, and Strohmer's and Vershynin's bound."""
+    """Relative squared distance after full steps in random order over unit keys, and Strohmer and Vershynin's bound."""
     n, d = 10, 6
     keys, target = draw.unit(n, d), draw.normal(2, d)
     order = torch.randint(n, (chains, steps), generator=draw.generator)
@@ -481,7 +481,7 @@ def C23(draw: Draw) -> tuple[Finding, ...]:
                 100.0,
             ),
             within(
-                f"error of alpha = 0.99 over that of ridge, spread {spread:g}", error(kept) / error(ridge), 1.05, 50.0
+                f"error of alpha = 0.99 over that of ridge, spread {spread:g}", error(kept) / error(ridge), 1.0, 50.0
             ),
         ]
         if spread == 1.0:

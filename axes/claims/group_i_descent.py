@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ _TABLES = "Tables of correspondences"
 LR, DECAY = Per("lr"), Per("weight_decay")
 Loss = Callable[[Tensor], Tensor]
 
-# gradient descent on an oracle's gradient whose weight decay comes first: the gradient is asked for at the decayed weights
+# weight decay first: the optimizer asks for the gradient at the decayed weights
 DECAY_FIRST = StateUpdate(Given(), Euclidean(), Decay(DECAY), Step(LR, at="gated"))
 
 
@@ -67,16 +68,17 @@ def descended(
     for n, loss in enumerate(functions):
         for name, values in rates.items():
             rule.param_groups[0][name] = values[n]
-
-        def closure(loss: Loss = loss) -> Tensor:
-            rule.zero_grad()
-            value = loss(weight)
-            value.backward()
-            return value
-
-        rule.step(closure)
+        rule.step(partial(_evaluated, rule, weight, loss))
         path.append(weight.detach().clone())
     return torch.stack(path)
+
+
+def _evaluated(rule: torch.optim.Optimizer, weight: Tensor, loss: Loss) -> float:
+    """The closure of a step: the loss at the weights as they are, and its gradient."""
+    rule.zero_grad()
+    value = loss(weight)
+    value.backward()
+    return float(value.detach())
 
 
 def sgd(weight: nn.Parameter, **options: Any) -> SGD:
@@ -152,8 +154,8 @@ def I02(draw: Draw) -> tuple[Finding, ...]:
             "decay": torch.full((n,), math.log(alpha), dtype=torch.float64),
             "beta": torch.full((n,), eta, dtype=torch.float64),
         }
-        coupled = descended(lambda p, eta=eta: sgd(p, lr=eta, weight_decay=lam), start, functions)
-        first = descended(lambda p, eta=eta: decay_first(p, lr=eta, weight_decay=lam), start, functions[:few])
+        coupled = descended(partial(sgd, lr=eta, weight_decay=lam), start, functions)
+        first = descended(partial(decay_first, lr=eta, weight_decay=lam), start, functions[:few])
         cut = {"k": k[:few], "v": v[:few], **{name: x[:few] for name, x in rates.items()}}
         layer = walked(gated, start, **cut)
         one = gap(coupled[0], layer[0])

@@ -13,7 +13,7 @@ from axes import reference
 from axes.algorithms import Momentum, Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds
 from axes.claims.group_a_tools import layer_tuple
-from axes.claims.group_c_writes import ridge_weights
+from axes.claims.group_c_writes import conditioned, ridge_weights
 from axes.claims.group_i_descent import (
     LR,
     descended,
@@ -213,9 +213,7 @@ def I08(draw: Draw) -> tuple[Finding, ...]:
     counted = Adam([held], lr=lr)
     held.grad = start
     counted.step()
-    kept = sum(x.shape == start.shape for x in counted.state[held].values()) + (
-        0 if "theta" in counted.state[held] else 1
-    )
+    kept = 1 + sum(x.shape == start.shape for x in counted.state[held].values())  # the weights and two averages
     return (
         breaks("states of axes' Adam (W, m, v) less those of Titans", kept - count(titans.init(datum)), 1),
         breaks("Titans with the best of 60 learning rates against Adam after 100 pairs, relative", best, 0.03),
@@ -302,9 +300,7 @@ def I09(draw: Draw) -> tuple[Finding, ...]:
         natural.append(model.weight.detach().clone())
     slopes, recall = [], []
     for m in (4, 9):
-        keys = (
-            draw.orthogonal(max(m, d))[:m, : min(m, d)] * draw.uniform(min(m, d), low=0.7, high=1.4)
-        ) @ draw.orthogonal(d)[: min(m, d)]
+        keys = conditioned(draw, m, d)
         inverse = torch.linalg.lstsq(keys, v[:m], driver="gelsd").solution.mT
         deltas = [1e-2, 1e-4, 1e-6]
         off = [gap(ridge_weights(keys, v[:m], x)[-1], inverse) for x in deltas]

@@ -281,7 +281,8 @@ def J06(draw: Draw) -> tuple[Finding, ...]:
     start, stream = draw.normal(3, 6), list(draw.normal(n, 3, 6))
     make = lambda w: RotationalMomentum([{"params": [w], "rule": "rotational"}], lr=lr, momentum=beta, angle=angle)  # noqa: E731
     path = _driven(make, start, stream)
-    turn, w, m, unrolled = beta * complex(math.cos(angle), math.sin(angle)), torch.complex(*start.chunk(2, -1)), 0, []
+    turn = beta * complex(math.cos(angle), math.sin(angle))
+    w, m, unrolled = torch.complex(*start.chunk(2, -1)), torch.zeros((), dtype=torch.complex128), []
     for g in stream:
         m = turn * m + (1 - beta) * torch.complex(*g.chunk(2, -1))
         w = w - lr * m

@@ -22,13 +22,19 @@ _STYLE = """
 * { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 72rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; width: 100%; } th, td { border-bottom: 1px solid var(--line); padding: .35rem .5rem; text-align: left; vertical-align: top; }
+table { border-collapse: collapse; width: 100%; }
+th, td { border-bottom: 1px solid var(--line); padding: .35rem .5rem; text-align: left; vertical-align: top; }
 th { font-weight: 600; } td.n { font-variant-numeric: tabular-nums; }
 .ok::before { content: "\\2713 "; color: #1a7f37; } .bad::before { content: "\\2717 "; color: #cf222e; }
-.scroll { overflow-x: auto; } figure { margin: 1.2rem 0; } figure img { max-width: 100%; height: auto; background: #fff; }
+.scroll { overflow-x: auto; } figure { margin: 1.2rem 0; }
+figure img { max-width: 100%; height: auto; background: #fff; }
 details > summary { cursor: pointer; } .quiet { opacity: .75; font-size: .92em; }
-@media (max-width: 640px) { table.claims thead { display: none; } table.claims tr { display: block; border-bottom: 1px solid var(--line); padding: .5rem 0; }
-  table.claims td { display: block; border: 0; padding: .1rem 0; } }
+pre { white-space: pre-wrap; }
+@media (max-width: 640px) {
+  table.claims thead { display: none; }
+  table.claims tr { display: block; border-bottom: 1px solid var(--line); padding: .5rem 0; }
+  table.claims td { display: block; border: 0; padding: .1rem 0; }
+}
 """
 
 
@@ -148,15 +154,13 @@ def page(results: Sequence[Result]) -> str:
     shown = {r.claim.figure for r in results}
     for figure in FIGURES:
         if figure.name in shown:
-            out.append(
-                f"<figure><img alt={_attribute(figure.title)} src={_attribute(_png(figure))}><figcaption>{e(figure.caption)}</figcaption></figure>"
-            )
+            image = f"<img alt={_attribute(figure.title)} src={_attribute(_png(figure))}>"
+            out.append(f"<figure>{image}<figcaption>{e(figure.caption)}</figcaption></figure>")
     for g, title in GROUPS.items():
         mine = [r for r in results if r.claim.group == g]
         if mine:
-            out.append(
-                f"<h2>{g}. {e(title)}</h2><table class=claims><thead><tr><th>claim<th>statement<th>verdict<th>measured</tr></thead><tbody>"
-            )
+            columns = "<th>claim<th>statement<th>verdict<th>measured"
+            out.append(f"<h2>{g}. {e(title)}</h2><table class=claims><thead><tr>{columns}</tr></thead><tbody>")
             out += [_row(r) for r in mine]
             out.append("</tbody></table>")
     return "\n".join([*out, "</body></html>"]) + "\n"
@@ -168,8 +172,9 @@ def _row(r: Result) -> str:
     found = "".join(f"<div class={'ok' if f.ok else 'bad'}>{e(str(f))}</div>" for f in r.findings)
     if r.error:
         found += f"<div class=bad><pre>{e(r.error)}</pre></div>"
+    more = f"<details><summary class=quiet>details</summary><dl>{facts}</dl></details>"
     return (
-        f"<tr id={c.id}><td><b>{c.id}</b></td><td>{e(c.statement)}<details><summary class=quiet>details</summary><dl>{facts}</dl></details></td>"
+        f"<tr id={c.id}><td><b>{c.id}</b></td><td>{e(c.statement)}{more}</td>"
         f"<td>{e(str(c.verdict))}</td><td class=n>{found or '–'}</td></tr>"
     )
 

@@ -17,7 +17,8 @@ Progress = Callable[[Result], None]
 
 def verify_one(claim: Claim, seeds: int | None = None) -> Result:
     """All draws of one claim. An exception is a result too: the claim then is not verified."""
-    start, findings = time.perf_counter(), []
+    start = time.perf_counter()
+    findings: list[Finding] = []
     if claim.check is None:
         return Result(claim, ())
     try:

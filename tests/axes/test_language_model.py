@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from axes import catalogue
 from axes.errors import AxesError, ShapeError, UnknownName
 from axes.models.language_model import Architecture, LanguageModel, RMSNorm, state_bytes
 
 SMALL = {"layers": 2, "width": 32, "heads": 2}
 PAIRS = [("gated-delta-net", "mhc"), ("softmax-attention", "residual")]
+EVERY = dict.fromkeys(
+    [
+        *((entry.name, "residual") for entry in catalogue.entries("sequence")),
+        *(("gated-delta-net", entry.name) for entry in catalogue.entries("depth")),
+    ]
+)
 
 
 def build(sequence: str, depth: str, dtype: torch.dtype = torch.float64) -> LanguageModel:
@@ -46,7 +53,7 @@ def test_first_prediction_is_nearly_uniform(sequence: str, depth: str) -> None:
     assert abs(loss.item() / math.log(2.0) - 8.0) < 0.2
 
 
-@pytest.mark.parametrize(("sequence", "depth"), PAIRS)
+@pytest.mark.parametrize(("sequence", "depth"), EVERY)
 def test_no_output_depends_on_a_later_token(sequence: str, depth: str) -> None:
     model = build(sequence, depth)
     window = tokens(1, 12)
@@ -57,7 +64,7 @@ def test_no_output_depends_on_a_later_token(sequence: str, depth: str) -> None:
     assert float(difference[7:].max()) > 1e-6
 
 
-@pytest.mark.parametrize(("sequence", "depth"), PAIRS)
+@pytest.mark.parametrize(("sequence", "depth"), EVERY)
 def test_step_agrees_with_forward(sequence: str, depth: str) -> None:
     model = build(sequence, depth)
     window = tokens(2, 19)

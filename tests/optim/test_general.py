@@ -244,7 +244,8 @@ def test_hebbian_writes_and_recursive_least_squares() -> None:
     recursive = StateUpdate(SquaredError(), OnUpdate(Whiten((gram,), "right", 1.0, eps=1e-12)), algorithm=Step(1.0))
     model, w, _ = fit(recursive, steps=1, bias=False)
     best = torch.linalg.lstsq(x, y).solution.T
-    torch.testing.assert_close(model.weight.detach(), best, rtol=0, atol=1e-3)  # little of W_0 is left: eps over rank-deficient beginnings
+    # a little of W_0 is left: eps over rank-deficient beginnings
+    torch.testing.assert_close(model.weight.detach(), best, rtol=0, atol=1e-3)
 
 
 def test_layers_inside_a_network_and_tuples_with_filters() -> None:

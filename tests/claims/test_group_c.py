@@ -1,0 +1,138 @@
+"""Group C: every claim on a few draws, and faults planted in the parts that its checks run through."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from axes import costs, dispatch, geometry, monoids, spectral
+from axes.claims import group_c, group_c_steps
+from axes.claims.base import Claim, Draw, Result, Verdict
+from axes.claims.verify import verify_one
+from axes.optim import Lion
+
+TESTED = [c for c in group_c.CLAIMS if c.check is not None]
+HEAVY = {"C06", "C07", "C16", "C21", "C23", "C24", "C19"}  # more than 0.1 s a draw: one draw
+
+
+def test_every_id_in_order() -> None:
+    assert [c.id for c in group_c.CLAIMS] == [f"C{i:02d}" for i in range(1, 26)]
+
+
+@pytest.mark.parametrize("claim", [c for c in TESTED if c.id not in HEAVY], ids=lambda c: c.id)
+@settings(max_examples=2)
+@given(seed=st.integers(0, 10_000))
+def test_claim_holds(claim: Claim, seed: int) -> None:
+    assert claim.check is not None
+    result = Result(claim, claim.check(Draw(seed)))
+    assert result.ok, [str(f) for f in result.findings if not f.ok]
+
+
+@pytest.mark.parametrize("claim", [c for c in TESTED if c.id in HEAVY], ids=lambda c: c.id)
+def test_heavy_claim_holds(claim: Claim) -> None:
+    result = verify_one(claim, 1)
+    assert result.ok, (result.error, [str(f) for f in result.findings if not f.ok])
+
+
+def red(id: str) -> bool:
+    """Whether a claim is found to fail, by its findings and not by an exception."""
+    result = verify_one(next(c for c in group_c.CLAIMS if c.id == id), 1)
+    return not result.ok and not result.error
+
+
+def test_error_with_the_wrong_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = costs.SquaredError._prox
+    monkeypatch.setattr(costs.SquaredError, "_prox", lambda self, e, c, signal: -true(self, e, c, signal))
+    assert red("C01") and red("C02") and red("C03") and red("C09")
+
+
+def test_implicit_step_taken_explicitly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs.SquaredError, "_prox", lambda self, e, c, signal: e)
+    assert red("C09")
+
+
+def test_fast_write_without_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = dispatch.chain
+    doubled = lambda u, s, d: dataclasses.replace(true(u, s, d), key=2 * s["k"][..., None, :])  # noqa: E731
+    monkeypatch.setattr(dispatch, "chain", doubled)
+    assert red("C04") and red("C05") and red("C22")
+
+
+def test_householder_without_its_strength(monkeypatch: pytest.MonkeyPatch) -> None:
+    def element(self: monoids.Householder, signal: dict[str, Tensor], rate: object, like: Tensor) -> monoids.Element:
+        w = signal[self.key]
+        return monoids.Element(left=-w[..., None], right=w[..., None])
+
+    monkeypatch.setattr(monoids.Householder, "element", element)
+    assert red("C01") and red("C02")
+
+
+def test_whitening_with_the_wrong_power(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = spectral.inverse_power
+    monkeypatch.setattr(spectral, "inverse_power", lambda m, power, eps: true(m, power / 2, eps))
+    assert red("C08") and red("C10") and red("C12") and red("C13")
+
+
+def test_ridge_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = spectral.inverse_power
+    monkeypatch.setattr(spectral, "inverse_power", lambda m, power, eps: true(m, power, 2 * eps))
+    assert red("C08") and red("C09") and red("C10")
+
+
+def test_norm_link_with_the_primal_exponent(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = geometry._norm_link
+    monkeypatch.setattr(geometry, "_norm_link", lambda x, p: true(x, p / (p - 1)))
+    assert red("C12")
+
+
+def test_polar_completes_the_null_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(x: Tensor, tolerance: float) -> Tensor:
+        u, _, vh = torch.linalg.svd(x, full_matrices=False)
+        return u @ vh
+
+    monkeypatch.setattr(spectral, "polar", full)
+    assert red("C14") and red("C15")
+
+
+def test_direction_without_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometry.Sphere, "primal", lambda self, theta, context=None: theta)
+    assert red("C14") and red("C15") and red("C17")
+
+
+def test_lion_with_its_rates_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Swapped:
+        def __new__(cls, params: object, betas: tuple[float, float] = (0.9, 0.99), **options: float) -> Lion:  # type: ignore[misc]
+            return Lion(params, betas=betas[::-1], **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(group_c_steps, "Lion", Swapped)
+    assert red("C18")
+
+
+def test_decay_not_tied_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = monoids.Decay.element
+    monkeypatch.setattr(monoids.Decay, "element", lambda self, signal, rate, like: true(self, signal, 1.0, like))
+    assert red("C15") and red("C18")
+
+
+def test_cautious_keeps_what_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = geometry.Cautious.primal
+    flipped = lambda self, theta, context: true(self, theta, context._replace(drive=-context.drive))  # noqa: E731
+    monkeypatch.setattr(geometry.Cautious, "primal", flipped)
+    assert red("C20")
+
+
+def test_verdicts() -> None:
+    count = {v: sum(c.verdict is v for c in group_c.CLAIMS) for v in Verdict}
+    assert count == {
+        Verdict.EXACT: 8,
+        Verdict.CONDITIONAL: 4,
+        Verdict.APPROXIMATE: 0,
+        Verdict.STATISTICAL: 4,
+        Verdict.FALSE: 8,
+        Verdict.UNTESTABLE: 1,
+    }
