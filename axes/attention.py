@@ -60,7 +60,8 @@ def run(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State,
     if not h.is_identity:
         out = out * _mass(h, old, length, out)
     last = mass + drift[..., -1:]
-    return out, state._replace(theta=(final_keys, values, last), count=state.count + length)
+    theta = (final_keys, values, last)
+    return out, State(theta, state.via, state.stats, state.norm, state.anchor, state.count + length)
 
 
 def _mass(h: Geometry, old: int, length: int, like: Tensor) -> Tensor | float:

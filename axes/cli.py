@@ -223,15 +223,24 @@ def explain(name: Annotated[str, typer.Argument(help="A name of `axes list`, or 
 
 @app.command()
 def verify(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[GROUP|ID]...", help="As A or J07; all if none.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[GROUP|ID]...", help="As A or J07; all if none.")
+    ] = None,
     seeds: Annotated[int | None, typer.Option(help="Draws per claim instead of each claim's own number.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Findings, for programs.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="One self-contained page.")] = None,
-    docs: Annotated[Path | None, typer.Option(metavar="FILE", help="The register as docs/claims.md.")] = None,
+    docs: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Only render the register, as docs/claims.md; checks nothing.")
+    ] = None,
 ) -> None:
     """Check the literature's claims against this package; exit status 1 if a verdict no longer holds."""
-    if not claims.run(names or (), _console(), seeds, workers, json_file, html_file, docs):
+    if docs is not None:
+        if names or seeds is not None or json_file is not None or html_file is not None:
+            raise AxesError("--docs renders the whole register and checks nothing: give it alone")
+        claims.write_docs(docs)
+        _say(f"written: {docs}")
+    elif not claims.run(names or (), _console(), seeds, workers, json_file, html_file):
         raise typer.Exit(1)
 
 

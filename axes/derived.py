@@ -268,7 +268,7 @@ def chain(update: StateUpdate, signal: Signal, d_v: int) -> Chain:
     columns[0] = [rate * c for c in current]
     drives[0] = rate * weight
 
-    into = torch.stack([d * key for d in drives], dim=-2)  # (..., T, p, d_k)
+    into = torch.stack(_common([d * key for d in drives]), dim=-2)  # (..., T, p, d_k)
     factors: list[tuple[Tensor, Tensor]] = []
     if element.left is not None and element.right is not None:
         for u, w in zip(element.left.unbind(-1), element.right.unbind(-1), strict=True):

@@ -10,7 +10,7 @@ from axes.costs import Alignment, Linear
 from axes.errors import IllegalUpdate
 from axes.geometry import Entropic, Geometry, TrustRatio, Whiten
 from axes.memory import MLP, Entries, LayerNormMatrix, List, Matrix, Slots
-from axes.monoids import Decay, Diagonal, Identity, Monoid, Product
+from axes.monoids import Decay, Diagonal, Identity, Monoid, Product, Zero
 from axes.rates import Per, rate_shape
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     kinds = gates(monoid)
 
     if outside and memory.keyed:
-        yield f"{type(memory).__name__} memory predicts from keys, and the cost's gradient comes from outside: use Parameter()"
+        yield f"{type(memory).__name__} memory predicts from keys; this gradient comes from outside: use Parameter()"
     if not outside and not memory.keyed:
         yield f"Parameter() memory predicts nothing, {type(cost).__name__} needs a prediction: use Matrix() or Given()"
     if not isinstance(step.rate, Per) and step.rate == 0.0:
@@ -40,6 +40,8 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     # settings without effect
     if step.at == "gated" and isinstance(monoid, Identity):
         yield "at='gated' needs a gate: with the identity monoid it is at='prev'"
+    if step.at == "gated" and isinstance(monoid, Zero):
+        yield "at='gated' after a gate that keeps nothing evaluates at the empty memory, whatever the state was"
     if step.at == "gated" and h.scale_free and kinds == {"scalar"}:
         yield f"at='gated' has no effect: {type(h).__name__} drops the factor of a scalar gate, so it is at='prev'"
     if isinstance(cost, Linear) and step.at != "prev":
@@ -47,7 +49,7 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     if not outside and not sees_state and step.at != "prev":
         yield f"at={step.at!r} has no effect: the gradient of {type(cost).__name__} does not depend on the state"
     if step.steps > 1 and (outside or not sees_state or step.via or step.at == "new" or isinstance(step.at, Anchor)):
-        yield "steps > 1 needs a gradient that depends on the state, taken here, without filters: scale the rate instead"
+        yield "steps > 1 needs a gradient that depends on the state, taken here, unfiltered: scale the rate instead"
     if not step.lazy and (h.is_identity or h.invertible or h.stats):
         yield f"lazy=False is a no-op for {type(h).__name__}: it only differs where h projects or proximates"
     if step.debias and isinstance(monoid, Identity) and not memory.keyed:

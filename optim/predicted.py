@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Unpack, final
 
 from axes.algorithms import Step
 from axes.costs import Given, Linear
-from axes.errors import AxesError
 from axes.geometry import Euclidean, Hypentropy
 from axes.monoids import Decay, Householder, Product, Rotation, Scalar
 from axes.optim.base import Optimizer, Options, Params, Rule
@@ -68,9 +67,10 @@ class SignedEG(Optimizer):
     update = declare()
 
 
-def _turned(momentum: float, turn: Rotation | Householder) -> StateUpdate:
-    """The filter whose retention turns."""
-    return StateUpdate(Linear(), Euclidean(), Product((Scalar(momentum), turn)), Step(1.0 - momentum))
+def _with(momentum: float, turn: Rotation | Householder) -> StateUpdate:
+    """Gradient descent through a filter whose retention turns; without momentum there is nothing to turn."""
+    turned = StateUpdate(Linear(), Euclidean(), Product((Scalar(momentum), turn)), Step(1.0 - momentum))
+    return StateUpdate(Given(), Euclidean(), Decay(WEIGHT_DECAY), Step(LR, via=(turned,) if momentum > 0.0 else ()))
 
 
 @final
@@ -117,10 +117,7 @@ class RotationalMomentum(Optimizer):
     def declare(momentum: float = 0.9, angle: float = 0.1) -> StateUpdate:
         """The tuple."""
         unit("RotationalMomentum", momentum=momentum)
-        if momentum == 0.0:
-            raise AxesError("RotationalMomentum: without momentum there is nothing to turn")
-        turned = _turned(momentum, Rotation(angle, uniform=True))
-        return StateUpdate(Given(), Euclidean(), Decay(WEIGHT_DECAY), Step(LR, via=(turned,)))
+        return _with(momentum, Rotation(angle, uniform=True))
 
     update = declare()
 
@@ -168,9 +165,6 @@ class ReflectiveMomentum(Optimizer):
     def declare(momentum: float = 0.9) -> StateUpdate:
         """The tuple."""
         unit("ReflectiveMomentum", momentum=momentum)
-        if momentum == 0.0:
-            raise AxesError("ReflectiveMomentum: without momentum there is nothing to reflect")
-        turned = _turned(momentum, Householder(2.0, key=None))
-        return StateUpdate(Given(), Euclidean(), Decay(WEIGHT_DECAY), Step(LR, via=(turned,)))
+        return _with(momentum, Householder(2.0, key=None))
 
     update = declare()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from axes.claims.base import Claim, Result
 from axes.claims.register import ALL, find
-from axes.claims.report import as_json, counts_table, markdown, page, summary, write_atomically
+from axes.claims.report import as_json, counts_table, facts, markdown, page, summary, write_atomically
 from axes.claims.verify import verify, verify_one
 from axes.errors import AxesError
 
@@ -23,28 +25,22 @@ def run(
     workers: int = 2,
     json_file: Path | None = None,
     html_file: Path | None = None,
-    docs: Path | None = None,
 ) -> bool:
     """Verify claims and report; False if a verdict no longer holds.
 
-    Raises AxesError for unknown names, impossible numbers or files that cannot be written.
+    Raises AxesError for unknown names, impossible numbers or files that cannot be written, before any check runs.
     """
     claims = find(names)
     if seeds is not None and seeds < 1:
         raise AxesError(f"--seeds must be at least 1, got {seeds}")
-    if docs is not None and len(claims) != len(ALL):
-        raise AxesError("--docs renders the whole register: give no groups or ids with it")
-    for target in (json_file, html_file, docs):
-        if target is not None and not target.parent.is_dir():
-            raise AxesError(f"cannot write {target}: the folder {target.parent} does not exist")
+    for target in (json_file, html_file):
+        _refuse_impossible(target)
     results = _with_progress(claims, console, seeds, workers)
     console.print(_table(results))
     if len(claims) > 1:
-        console.print(_counts(results))
+        console.print(_counts(claims))
     if json_file is not None:
         write_atomically(json_file, as_json(results))
-    if docs is not None:
-        write_atomically(docs, markdown(results))
     if html_file is not None:
         write_atomically(html_file, page(results))
     failing = [r for r in results if not r.ok]
@@ -59,6 +55,21 @@ def run(
     return not failing
 
 
+def write_docs(target: Path) -> None:
+    """Render the register as Markdown; no check runs, since no number of a run is in it."""
+    _refuse_impossible(target)
+    write_atomically(target, markdown(ALL))
+
+
+def _refuse_impossible(target: Path | None) -> None:
+    if target is None:
+        return
+    if not target.parent.is_dir():
+        raise AxesError(f"cannot write {target}: the folder {target.parent} does not exist")
+    if target.is_dir():
+        raise AxesError(f"cannot write {target}: it is a folder")
+
+
 def _with_progress(claims: Sequence[Claim], console: Console, seeds: int | None, workers: int) -> list[Result]:
     columns = (TextColumn("verifying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -71,12 +82,12 @@ def _table(results: Sequence[Result]) -> Table:
     for r in results:
         measured, bound = summary(r.worst)
         mark = "–" if r.claim.check is None else "[green]holds[/green]" if r.ok else "[red]fails[/red]"
-        table.add_row(r.claim.id, r.claim.statement, str(r.claim.verdict), measured, bound, mark)
+        table.add_row(r.claim.id, escape(r.claim.statement), str(r.claim.verdict), measured, bound, mark)
     return table
 
 
-def _counts(results: Sequence[Result]) -> Table:
-    head, *rows = counts_table(results)
+def _counts(claims: Sequence[Claim]) -> Table:
+    head, *rows = counts_table(claims)
     table = Table(*head)
     for row in rows:
         table.add_row(*row)
@@ -86,23 +97,17 @@ def _counts(results: Sequence[Result]) -> Table:
 def explanation(name: str) -> str:
     """Derivation, conditions, sources and fresh numbers of one claim, as text."""
     (claim,) = find([name])
-    lines = [f"{claim.id}  {claim.statement}", f"verdict      {claim.verdict}"]
-    for title, text in (
-        ("conditions", claim.conditions),
-        ("instead", claim.correction),
-        ("why", claim.derivation),
-        ("untestable", claim.reason),
-        ("source", str(claim.source)),
-        ("through", claim.instance),
-    ):
-        if text:
-            lines.append(f"{title:<12} {text}")
     result = verify_one(claim)
-    for f in result.findings:
-        lines.append(f"{'holds' if f.ok else 'FAILS':<12} {f}")
-    if result.error:
-        lines.append(result.error)
-    return "\n".join(lines)
+    rows = [(claim.id, claim.statement), ("verdict", str(claim.verdict)), *facts(claim)]
+    rows += [("holds" if f.ok else "FAILS", str(f)) for f in result.findings]
+    lines = [
+        textwrap.fill(text, 100, initial_indent=f"{title:<{_TITLE}}", subsequent_indent=" " * _TITLE)
+        for title, text in rows
+    ]
+    return "\n".join([*lines, result.error]).rstrip()
+
+
+_TITLE = 17  # columns before the text
 
 
 def is_claim(name: str) -> bool:

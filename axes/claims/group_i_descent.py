@@ -141,7 +141,6 @@ def I01(draw: Draw) -> tuple[Finding, ...]:
     derivation="SGD takes the gradient before it decays, a S + eta (v - S k) k^T; Gated DeltaNet afterwards, a S + "
     "eta (v - a S k) k^T with a = 1 - lambda eta. One step differs by lambda eta^2 (S k) k^T exactly. Decay first is "
     "Gated DeltaNet; SGD's order is the tuple with the gradient at the old state, erasing by eta/a instead of eta.",
-    seeds=2,
 )
 def I02(draw: Draw) -> tuple[Finding, ...]:
     d_v, d, n, lam, few = 4, 5, 200, 0.1, 40

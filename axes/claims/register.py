@@ -35,7 +35,8 @@ def find(names: Sequence[str] = ()) -> tuple[Claim, ...]:
     ids = {c.id for c in ALL}
     wanted = {n.upper() for n in names}
     for name in sorted(wanted - ids - set(GROUPS)):
-        raise UnknownName("claim", name, [*ids, *GROUPS])
+        # a group's own ids are the nearest; without the group there is nothing near, only the groups
+        raise UnknownName("claim", name, [i for i in ids if i[0] == name[:1]] or GROUPS)
     return tuple(c for c in ALL if c.id in wanted or c.group in wanted)
 
 

@@ -9,31 +9,45 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from axes.claims.base import Finding, Result, Verdict
-from axes.claims.register import GROUPS
+from axes.claims.base import Claim, Finding, Result, Verdict
+from axes.claims.figures import Figure
+from axes.claims.register import GROUPS, counts
 
 _STYLE = """
 :root { color-scheme: light dark; --line: color-mix(in srgb, currentColor 18%, transparent); }
 * { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 72rem; overflow-wrap: anywhere; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 76rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
+nav { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin: 1rem 0; }
 table { border-collapse: collapse; width: 100%; }
-th, td { border-bottom: 1px solid var(--line); padding: .35rem .5rem; text-align: left; vertical-align: top; }
-th { font-weight: 600; } td.n { font-variant-numeric: tabular-nums; }
-.ok::before { content: "\\2713 "; color: #1a7f37; } .bad::before { content: "\\2717 "; color: #cf222e; }
-.scroll { overflow-x: auto; } figure { margin: 1.2rem 0; }
-figure img { max-width: 100%; height: auto; background: #fff; }
-details > summary { cursor: pointer; } .quiet { opacity: .75; font-size: .92em; }
-pre { white-space: pre-wrap; }
+th, td { border-bottom: 1px solid var(--line); padding: .4rem .6rem; text-align: left; vertical-align: top; }
+.scroll { overflow-x: auto; } table.counts { overflow-wrap: normal; min-width: 46rem; }
+.counts td:not(:first-child), .counts th:not(:first-child) { text-align: right; }
+.counts tr:last-child { font-weight: 600; }
+table.claims { table-layout: fixed; }
+.claims th:nth-child(1) { width: 4rem; } .claims th:nth-child(3) { width: 9rem; }
+.claims th:nth-child(4) { width: 40%; }
+.n { font-size: .9em; font-variant-numeric: tabular-nums; }
+.n div { padding-left: 1.2em; text-indent: -1.2em; }
+.ok::before { content: "\\2713  "; color: #1a7f37; } .bad::before { content: "\\2717  "; color: #cf222e; }
+.v { border-left: .3rem solid var(--c); padding-left: .5rem; --c: #8c959f; }
+.exact { --c: #1a7f37; } .conditional { --c: #2da4a0; } .false { --c: #cf222e; }
+.approximate { --c: #bf8700; } .statistical { --c: #8250df; }
+figure { margin: 1.5rem 0; max-width: 48rem; } figure img { display: block; width: 100%; height: auto; }
+figcaption, details { opacity: .85; font-size: .92em; }
+summary { cursor: pointer; } dl { margin: .3rem 0; } dt { font-weight: 600; } dd { margin: 0 0 .3rem; }
+pre { white-space: pre-wrap; margin: 0; }
 @media (max-width: 640px) {
   table.claims thead { display: none; }
-  table.claims tr { display: block; border-bottom: 1px solid var(--line); padding: .5rem 0; }
-  table.claims td { display: block; border: 0; padding: .1rem 0; }
+  table.claims, .claims tbody, .claims tr, .claims td { display: block; width: auto; }
+  .claims tr { border-bottom: 1px solid var(--line); padding: .6rem 0; }
+  .claims td { border: 0; padding: .1rem 0; }
 }
 """
 
@@ -87,95 +101,118 @@ def _environment() -> dict[str, str]:
     return {"torch": torch.__version__.split("+")[0], "python": platform.python_version()}
 
 
-def counts_table(results: Sequence[Result]) -> list[list[str]]:
+def counts_table(claims: Sequence[Claim]) -> list[list[str]]:
     """Group, one column a verdict, total; the last row sums up."""
-    verdicts = list(Verdict)
-    rows = [["group", *map(str, verdicts), "all"]]
-    groups = [g for g in GROUPS if any(r.claim.group == g for r in results)]
-    for g in groups:
-        mine = [r for r in results if r.claim.group == g]
-        rows.append(
-            [f"{g}. {GROUPS[g]}", *(str(sum(r.claim.verdict is v for r in mine)) for v in verdicts), str(len(mine))]
-        )
-    rows.append(["all", *(str(sum(r.claim.verdict is v for r in results)) for v in verdicts), str(len(results))])
-    return rows
-
-
-def markdown(results: Sequence[Result]) -> str:
-    """docs/claims.md: statements and verdicts, without the run's numbers, so that it only changes with the register."""
-    lines = ["# Claims of the literature, checked", ""]
-    lines += ["Rendered by `axes verify --docs`; `axes verify` runs every check, `axes explain A01` prints one.", ""]
-    head, *rows = counts_table(results)
-    lines += [
-        "| " + " | ".join(head) + " |",
-        "|" + " --- |" * len(head),
-        *("| " + " | ".join(r) + " |" for r in rows),
-        "",
-    ]
+    tally = counts(claims)
+    rows = [["group", *map(str, Verdict), "all"]]
     for g, title in GROUPS.items():
-        mine = [r for r in results if r.claim.group == g]
-        if not mine:
-            continue
-        lines += [f"## {g}. {title}", ""]
-        for r in mine:
-            c = r.claim
-            lines += [f"### {c.id} · {c.verdict}", "", c.statement, ""]
-            lines += [f"- {name}: {text}" for name, text in _facts(r)]
-            lines.append("")
+        numbers = list(tally[g].values())
+        if any(numbers):
+            rows.append([f"{g}. {title}", *map(str, numbers), str(sum(numbers))])
+    sums = [sum(tally[g][v] for g in GROUPS) for v in Verdict]
+    return [*rows, ["all", *map(str, sums), str(sum(sums))]]
+
+
+def markdown(claims: Sequence[Claim]) -> str:
+    """docs/claims.md: statements and verdicts, without a run's numbers, so that it only changes with the register."""
+    lines = ["# Claims of the literature, checked", ""]
+    lines += ["Rendered by `axes verify --docs docs/claims.md`; do not edit. `axes verify` runs every check,"]
+    lines += ["`axes explain A01` prints one claim with what its check measures now.", ""]
+    head, *rows = counts_table(claims)
+    lines += [f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *(f"| {' | '.join(r)} |" for r in rows), ""]
+    for g, title in GROUPS.items():
+        mine = [c for c in claims if c.group == g]
+        if mine:
+            lines += [f"## {g}. {title}", ""]
+        for c in mine:
+            lines += [f"### {c.id} · {c.verdict}", "", _literally(c.statement), ""]
+            lines += [*(f"- {name}: {_literally(text)}" for name, text in facts(c)), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _facts(r: Result) -> list[tuple[str, str]]:
-    c = r.claim
-    facts = [("conditions", c.conditions), ("true instead", c.correction), ("why", " ".join(c.derivation.split()))]
-    facts += [("not testable because", c.reason), ("checked through", c.instance), ("source", str(c.source))]
-    return [(name, text) for name, text in facts if text and not (name == "checked through" and c.reason)]
+def _literally(text: str) -> str:
+    """Formulas as they are: what Markdown would take for emphasis, a tag, code or an escape is escaped."""
+    return re.sub(r"(?<![A-Za-z0-9])[*_~](?=\S)|(?<=\w)[*~](?=\w)|<(?=[A-Za-z/!?])|[\\`]", r"\\\g<0>", text)
+
+
+_REFUTED = {
+    "MATH": "the mathematics is wrong as printed",
+    "OVER": "true of less than is claimed",
+    "NOTN": "the expression as printed means something else",
+    "LABEL": "the label contradicts what follows from the definition",
+}
+
+
+def facts(c: Claim) -> list[tuple[str, str]]:
+    """What a claim says of itself beside statement and verdict: name and text, without empty ones."""
+    rows = [
+        ("conditions", c.conditions),
+        ("refuted because", _REFUTED.get(c.kind, "")),
+        ("true instead", c.correction),
+        ("why", c.derivation),
+        ("not testable", c.reason),
+        ("checked through", "" if c.reason else c.instance),
+        ("source", str(c.source)),
+    ]
+    return [(name, " ".join(text.split())) for name, text in rows if text]
 
 
 def page(results: Sequence[Result]) -> str:
-    """One HTML page without any external resource: counts, claims with measured numbers, figures."""
+    """One HTML page without any external resource: counts, figures, claims with measured numbers."""
     from axes.claims.figures import FIGURES
 
     e = html.escape
-    verified, testable = sum(r.ok for r in results if r.claim.check), sum(r.claim.check is not None for r in results)
+    testable = [r for r in results if r.claim.check is not None]
+    failing = [r for r in testable if not r.ok]
     env = ", ".join(f"{k} {v}" for k, v in _environment().items())
+    present = {g: title for g, title in GROUPS.items() if any(r.claim.group == g for r in results)}
     out = [
-        "<!doctype html><html lang=en><head><meta charset=utf-8>",
-        '<meta name=viewport content="width=device-width, initial-scale=1">',
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<link rel="icon" href="data:,">',  # else a server's page asks for /favicon.ico
         f"<title>Claims, checked</title><style>{_STYLE}</style></head><body>",
-        "<h1>Optimizers, sequence layers, depth mixers: the literature's claims, checked</h1>",
-        f"<p>{verified} of {testable} testable claims hold their verdict ({len(results)} in the register). {e(env)}.</p>",
-        "<div class=scroll><table>",
+        "<h1>Optimizers, sequence layers, depth mixers: the literature’s claims, checked</h1>",
+        f"<p>{len(testable) - len(failing)} of {len(testable)} testable claims hold their verdict; "
+        f"{len(results)} claims in all. {e(env)}.</p>",
+        *(f'<p class="bad">{_link(r.claim.id)} does not hold its verdict.</p>' for r in failing),
+        "<nav>" + "".join(f'<a href="#group-{g}">{g}. {e(title)}</a>' for g, title in present.items()) + "</nav>",
+        _counts([r.claim for r in results]),
     ]
-    head, *rows = counts_table(results)
-    out.append("<thead><tr>" + "".join(f"<th>{e(h)}</th>" for h in head) + "</tr></thead><tbody>")
-    out += ["<tr>" + "".join(f"<td>{e(x)}</td>" for x in row) + "</tr>" for row in rows]
-    out.append("</tbody></table></div>")
-    shown = {r.claim.figure for r in results}
     for figure in FIGURES:
-        if figure.name in shown:
-            image = f"<img alt={_attribute(figure.title)} src={_attribute(_png(figure))}>"
-            out.append(f"<figure>{image}<figcaption>{e(figure.caption)}</figcaption></figure>")
-    for g, title in GROUPS.items():
-        mine = [r for r in results if r.claim.group == g]
-        if mine:
-            columns = "<th>claim<th>statement<th>verdict<th>measured"
-            out.append(f"<h2>{g}. {e(title)}</h2><table class=claims><thead><tr>{columns}</tr></thead><tbody>")
-            out += [_row(r) for r in mine]
-            out.append("</tbody></table>")
+        shows = [r.claim.id for r in results if r.claim.figure == figure.name]
+        if shows:
+            out.append(f"<figure><img alt={_attribute(figure.title)} src={_attribute(_png(figure))}>")
+            out.append(f"<figcaption>{e(figure.caption)} Claims {', '.join(map(_link, shows))}.</figcaption></figure>")
+    for g, title in present.items():
+        head = "".join(f"<th>{name}</th>" for name in ("claim", "statement", "verdict", "measured"))
+        out.append(f'<h2 id="group-{g}">{g}. {e(title)}</h2>')
+        out.append(f'<table class="claims"><thead><tr>{head}</tr></thead><tbody>')
+        out += [_row(r) for r in results if r.claim.group == g]
+        out.append("</tbody></table>")
     return "\n".join([*out, "</body></html>"]) + "\n"
+
+
+def _link(id: str) -> str:
+    return f'<a href="#{id}">{id}</a>'
+
+
+def _counts(claims: Sequence[Claim]) -> str:
+    head, *rows = [[html.escape(x) for x in row] for row in counts_table(claims)]
+    lines = ["".join(f"<th>{x}</th>" for x in head), *("".join(f"<td>{x}</td>" for x in row) for row in rows)]
+    top, *rest = (f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table class="counts"><thead>{top}</thead><tbody>{"".join(rest)}</tbody></table></div>'
 
 
 def _row(r: Result) -> str:
     e, c = html.escape, r.claim
-    facts = "".join(f"<dt>{e(n)}</dt><dd>{e(t)}</dd>" for n, t in _facts(r))
-    found = "".join(f"<div class={'ok' if f.ok else 'bad'}>{e(str(f))}</div>" for f in r.findings)
+    more = "".join(f"<dt>{e(name)}</dt><dd>{e(text)}</dd>" for name, text in facts(c))
+    found = "".join(f'<div class="{"ok" if f.ok else "bad"}">{e(str(f))}</div>' for f in r.findings)
     if r.error:
-        found += f"<div class=bad><pre>{e(r.error)}</pre></div>"
-    more = f"<details><summary class=quiet>details</summary><dl>{facts}</dl></details>"
+        found += f'<pre class="bad">{e(r.error)}</pre>'
+    statement = f"{e(c.statement)}<details><summary>details</summary><dl>{more}</dl></details>"
     return (
-        f"<tr id={c.id}><td><b>{c.id}</b></td><td>{e(c.statement)}{more}</td>"
-        f"<td>{e(str(c.verdict))}</td><td class=n>{found or '–'}</td></tr>"
+        f'<tr id="{c.id}"><td><b>{c.id}</b></td><td>{statement}</td>'
+        f'<td><span class="v {c.verdict.name.lower()}">{c.verdict}</span></td><td class="n">{found or "–"}</td></tr>'
     )
 
 
@@ -183,7 +220,7 @@ def _attribute(text: str) -> str:
     return '"' + html.escape(text, quote=True) + '"'
 
 
-def _png(figure: object) -> str:
+def _png(figure: Figure) -> str:
     """A figure as a data URL."""
     import matplotlib
 
@@ -192,8 +229,8 @@ def _png(figure: object) -> str:
 
     picture, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     try:
-        figure.draw(axis)  # type: ignore[attr-defined]
-        axis.set_title(figure.title)  # type: ignore[attr-defined]
+        figure.draw(axis)
+        axis.set_title(figure.title)
         buffer = io.BytesIO()
         picture.savefig(buffer, format="png", dpi=110, metadata={"Software": ""})
     finally:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 
 import torch
 
@@ -17,43 +21,7 @@ Progress = Callable[[Result], None]
 
 def verify_one(claim: Claim, seeds: int | None = None) -> Result:
     """All draws of one claim. An exception is a result too: the claim then is not verified."""
-    start = time.perf_counter()
-    findings: list[Finding] = []
-    if claim.check is None:
-        return Result(claim, ())
-    try:
-        for seed in range(claim.seeds if seeds is None else seeds):
-            findings += claim.check(Draw(seed))
-    except Exception:
-        return Result(claim, _merge(findings), time.perf_counter() - start, traceback.format_exc(limit=-2))
-    return Result(claim, _merge(findings), time.perf_counter() - start)
-
-
-def _merge(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """One finding per statement: over the draws, the one furthest from passing."""
-    worst: dict[tuple[str, str], Finding] = {}
-    for f in findings:
-        kept = worst.setdefault((f.role, f.what), f)
-        if kept.ok and (not f.ok or _slack(f) < _slack(kept)):
-            worst[(f.role, f.what)] = f
-    return tuple(worst.values())
-
-
-def _slack(f: Finding) -> float:
-    return (
-        min(f.high - f.measured, f.measured - f.low)
-        if f.role == "within"
-        else f.high - f.measured
-        if f.role == "holds"
-        else f.measured - f.low
-    )
-
-
-def _by_id(name: str, seeds: int | None) -> Result:
-    from axes.claims.register import find
-
-    torch.set_num_threads(1)
-    return verify_one(find([name])[0], seeds)
+    return Result(claim, *_measure(claim, seeds))
 
 
 def verify(
@@ -61,26 +29,94 @@ def verify(
 ) -> list[Result]:
     """Verify claims, in their order.
 
-    seeds: draws per claim instead of each claim's own number.  workers: processes; 1 runs here.
-    progress: called with each result as it arrives.
+    seeds: draws per claim instead of each claim's own number.  workers: processes, which look the claims up in the
+    register; 1 runs here, whatever the claims are.  progress: called with each result as it arrives.
     """
+    arriving = _here(claims, seeds) if workers <= 1 or len(claims) <= 1 else _in_processes(claims, seeds, workers)
     results: dict[str, Result] = {}
-    if workers <= 1 or len(claims) == 1:
-        for c in claims:
-            results[c.id] = verify_one(c, seeds)
-            if progress is not None:
-                progress(results[c.id])
-        return [results[c.id] for c in claims]
-    context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        waiting = [pool.submit(_by_id, c.id, seeds) for c in claims]
-        try:
-            for done in as_completed(waiting):
-                result = done.result()
-                results[result.claim.id] = result
-                if progress is not None:
-                    progress(result)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    for result in arriving:
+        results[result.claim.id] = result
+        if progress is not None:
+            progress(result)
     return [results[c.id] for c in claims]
+
+
+def _here(claims: Sequence[Claim], seeds: int | None) -> Iterator[Result]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the same sums as in a worker, to the last bit
+    try:
+        for c in claims:
+            yield verify_one(c, seeds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _in_processes(claims: Sequence[Claim], seeds: int | None, workers: int) -> Iterator[Result]:
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
+    pool = ProcessPoolExecutor(min(workers, len(claims)), mp_context=context)
+    try:
+        with _interrupts_ignored():  # inherited: Ctrl-C is this process's to handle
+            waiting: dict[Future[_Measured], Claim] = {pool.submit(_by_id, c.id, seeds): c for c in claims}
+        for done in as_completed(waiting):
+            try:
+                yield Result(waiting[done], *done.result())
+            except BrokenProcessPool:
+                yield Result(waiting[done], (), 0.0, "the process that ran the check died (out of memory, say)")
+        pool.shutdown()
+    except BaseException:
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()
+        pool.shutdown(cancel_futures=True)
+        raise
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # where Python lets nobody set handlers
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+_Measured = tuple[tuple[Finding, ...], float, str]
+
+
+def _by_id(name: str, seeds: int | None) -> _Measured:
+    # a claim does not travel between processes, since its check bears the name of the claim; its id does
+    from axes.claims.register import find
+
+    torch.set_num_threads(1)
+    return _measure(find([name])[0], seeds)
+
+
+def _measure(claim: Claim, seeds: int | None) -> _Measured:
+    start = time.perf_counter()
+    findings: list[Finding] = []
+    error = ""
+    if claim.check is not None:
+        try:
+            for seed in range(claim.seeds if seeds is None else seeds):
+                findings += claim.check(Draw(seed))
+        except Exception:
+            error = traceback.format_exc(limit=-2)
+    return _merge(findings), time.perf_counter() - start, error
+
+
+def _merge(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """One finding per statement: over the draws, the one furthest from passing."""
+    worst: dict[tuple[str, str], Finding] = {}
+    for f in findings:
+        kept = worst.setdefault((f.role, f.what), f)
+        if (f.ok, _slack(f)) < (kept.ok, _slack(kept)):
+            worst[f.role, f.what] = f
+    return tuple(worst.values())
+
+
+def _slack(f: Finding) -> float:
+    above, below = f.measured - f.low, f.high - f.measured
+    return below if f.role == "holds" else above if f.role == "breaks" else min(above, below)

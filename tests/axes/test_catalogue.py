@@ -14,11 +14,12 @@ import axes.sequence
 from axes import catalogue
 from axes.depth import DepthMixer
 from axes.errors import AxesError, UnknownName
+from axes.optim.general import Interpreted
 from axes.sequence import SequenceLayer
 from axes.state_update import StateUpdate
 
-# trains a model of at most 5000 parameters that returns one tensor: a tool, not a name for `axes train`
-UNLISTED = {axes.optim.ExactNaturalGradient}
+# one trains a model of at most 5000 parameters that returns one tensor, the other is the class behind any tuple
+UNLISTED = {axes.optim.ExactNaturalGradient, Interpreted}
 FAMILIES = {"data": axes.optim, "sequence": axes.sequence, "depth": axes.depth}
 
 
@@ -30,6 +31,7 @@ def _declared(package: object, base: type) -> set[type]:
         for value in vars(module).values():
             if (
                 isinstance(value, type)
+                and value is not base
                 and issubclass(value, base)
                 and value.__module__ == module.__name__
                 and "name" in vars(value)

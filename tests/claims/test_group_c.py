@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from axes import costs, dispatch, geometry, monoids, spectral
-from axes.claims import group_c, group_c_steps
+from axes.claims import group_c, group_c_frank_wolfe
 from axes.claims.base import Claim, Draw, Result, Verdict
 from axes.claims.verify import verify_one
 from axes.optim import Lion
@@ -109,7 +109,7 @@ def test_lion_with_its_rates_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
         def __new__(cls, params: object, betas: tuple[float, float] = (0.9, 0.99), **options: float) -> Lion:  # type: ignore[misc]
             return Lion(params, betas=betas[::-1], **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(group_c_steps, "Lion", Swapped)
+    monkeypatch.setattr(group_c_frank_wolfe, "Lion", Swapped)
     assert red("C18")
 
 

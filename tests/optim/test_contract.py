@@ -26,6 +26,7 @@ class Instance:
     layers: bool = False  # it needs the model
     momentum: str = ""
     lr: float = 1e-2  # for a small network and few steps
+    transcendental: bool = False  # its link rounds differently in vectorised and scalar loops, in the last bit
 
     def __str__(self) -> str:
         return self.cls.name
@@ -42,6 +43,9 @@ INSTANCES = (
         momentum="momentum",
         lr=0.1,
     ),
+    Instance(optim.RotationalMomentum, ({}, {"weight_decay": 0.1}), matrices=True, momentum="momentum", lr=0.1),
+    Instance(optim.ReflectiveMomentum, ({}, {"weight_decay": 0.1}), matrices=True, momentum="momentum", lr=0.1),
+    Instance(optim.SignedEG, ({}, {"scale": 0.5, "weight_decay": 0.1}), lr=0.05, transcendental=True),
     Instance(optim.Adam, ({}, {"weight_decay": 0.1, "eps": 1e-3}), momentum="betas"),
     Instance(optim.AdamW, ({}, {"betas": (0.0, 0.9)}), momentum="betas"),
     Instance(optim.Lion, ({}, {"betas": (0.9, 0.9), "weight_decay": 0.1}), momentum="betas", lr=3e-3),
@@ -134,6 +138,8 @@ def test_batched_equals_one_by_one(instance: Instance, options: dict[str, Any], 
         train(model, instance.cls(model, lr=0.01, foreach=foreach, **options))
         results.append(values(model))
     tolerance = {torch.float64: 1e-11, torch.float32: 1e-3, torch.bfloat16: 2e-2}[dtype] if instance.matrices else 0.0
+    if instance.transcendental:
+        tolerance = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
     same(*results, tolerance)
 
 
@@ -301,7 +307,9 @@ def test_groups_have_their_own_lr_and_decay(instance: Instance) -> None:
     train(model, optimizer)
     names = [n for n, _ in model.named_parameters()]
     i = names.index("first.weight")
-    assert torch.equal(model.first.weight.detach(), before[i])
+    torch.testing.assert_close(
+        model.first.weight.detach(), before[i], rtol=0, atol=1e-15 if instance.transcendental else 0.0
+    )
     assert not torch.equal(model.second.weight.detach(), before[names.index("second.weight")])
 
 
@@ -359,6 +367,10 @@ def test_the_check_can_be_left_out_and_is_not_fooled_by_an_overflowing_norm() ->
     assert bool(p.isnan().any())
 
 
+def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    return any(key in optimizer.defaults for key in ("momentum", "betas"))
+
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (t + 1)),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
@@ -370,8 +382,8 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5, 2.0),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.01, 2),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.01, 10),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.01, 2, cycle_momentum=_has_momentum(o)),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.01, 10, cycle_momentum=_has_momentum(o)),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
     ),
@@ -432,7 +444,7 @@ def test_schedulers_drive_all_rules_of_an_optimizer(instance: Instance, name: st
     assert len(rates) == 1 and rates != {0.01}
 
 
-@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+@pytest.mark.parametrize("instance", [i for i in INSTANCES if i.momentum], ids=str)
 def test_momentum_can_be_turned_on_by_a_schedule(instance: Instance) -> None:
     """State that a new part of the tuple needs starts then; the rest continues."""
     model = net()

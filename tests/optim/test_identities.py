@@ -122,7 +122,7 @@ def test_maximizing_is_minimizing_the_negative(cls: Any) -> None:
 def test_a_tensor_lr_is_a_number(cls: Any) -> None:
     def model() -> nn.Module:
         torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).double()
+        return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).double()
 
     def train(lr: Any) -> list[Tensor]:
         net = model()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from axes import optim
-from axes.errors import AxesError
 
 STEPS, LR, BETA = 30, 0.1, 0.8
 
@@ -67,9 +66,8 @@ def test_reflective_momentum_is_negative_momentum_along_the_mean() -> None:
 
 
 @pytest.mark.parametrize("cls", [optim.RotationalMomentum, optim.ReflectiveMomentum])
-def test_momentum_is_needed(cls) -> None:
-    with pytest.raises(AxesError, match="without momentum there is nothing to"):
-        cls.declare(momentum=0.0)
+def test_without_momentum_it_is_gradient_descent(cls) -> None:
+    assert cls.declare(momentum=0.0) == optim.SGD.declare(momentum=0.0, decoupled=True)
 
 
 @pytest.mark.parametrize("cls", [optim.SignedEG, optim.RotationalMomentum, optim.ReflectiveMomentum])

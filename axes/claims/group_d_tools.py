@@ -1,0 +1,109 @@
+"""What the checks of group D share: the weight of every pair in a read, and the maps that carry a state along."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from axes import dispatch, reference
+from axes.claims.group_a_tools import layer_tuple
+from axes.costs import Alignment
+from axes.geometry import Euclidean
+from axes.memory import List
+from axes.monoids import Monoid
+from axes.state_update import StateUpdate
+
+NOTHING = -800.0  # the log of a gate that is exactly zero in float64
+
+
+def eye(n: int) -> Tensor:
+    return torch.eye(n, dtype=torch.float64)
+
+
+def additive(monoid: Monoid) -> StateUpdate:
+    """Linear attention whose state is kept by a monoid."""
+    return StateUpdate(Alignment(), monoid=monoid)
+
+
+def logits_of(name: str) -> StateUpdate:
+    """A softmax attention layer read without its softmax and its temperature: the weights are the logits."""
+    return dataclasses.replace(layer_tuple(name), h=Euclidean(), memory=List(scale=1.0))
+
+
+def weights(update: StateUpdate, **signal: Tensor) -> Tensor:
+    """How much of v_j is in o_t: (T, T) with the query in front, read off from one-hot values.
+
+    signal: q, k (T, d_k) and rates (T, ...).
+    """
+    given = {n: x[None] for n, x in signal.items()}
+    return dispatch.run(update, {**given, "v": eye(signal["k"].shape[0])[None]}, time=1)[0][0]
+
+
+def effective_keys(update: StateUpdate, **signal: Tensor) -> Tensor:
+    """Rows k~_j with S_T = sum_j v_j k~_j^T: the last state itself if the values are one-hot."""
+    given = {n: x[None] for n, x in signal.items()}
+    k = signal["k"]
+    return dispatch.run(update, {**given, "q": k[None], "v": eye(k.shape[0])[None]}, time=1)[1].theta[0][0]
+
+
+def carried(update: StateUpdate, **signal: Tensor) -> Tensor:
+    """P[j, t] = A_{j+1} ... A_t for 0 <= j <= t <= T, I elsewhere: what the layer does to the identity, valueless.
+
+    signal: k (T, d_k) and rates (T, ...).  Returns (T + 1, T + 1, d_k, d_k).
+    """
+    length, width = signal["k"].shape
+    rows = []
+    for j in range(length):
+        rest = {n: x[j:] if x.ndim else x for n, x in signal.items()}
+        rest["v"] = torch.zeros(length - j, width, dtype=torch.float64)
+        path = reference.run(update, rest, weights=(eye(width),))[0]
+        rows.append(torch.cat((eye(width).expand(j + 1, width, width), path)))
+    return torch.stack((*rows, eye(width).expand(length + 1, width, width)))
+
+
+def one_map(update: StateUpdate, **signal: Tensor | float) -> Tensor:
+    """A with S -> S A of one datum without a value."""
+    k = signal["k"]
+    assert isinstance(k, Tensor)
+    datum = {**signal, "v": torch.zeros_like(k)}
+    return update.step(update.init(datum, (eye(k.shape[-1]),)), datum)[0].theta[0]
+
+
+def distance(maps: Tensor) -> Tensor:
+    """-log |P[j, t]| in the spectral norm."""
+    return -torch.linalg.matrix_norm(maps, 2).log()
+
+
+def chain_gaps(d: Tensor) -> Tensor:
+    """d(j, t) - d(j, s) - d(s, t) over all j < s < t."""
+    j, s, t = torch.combinations(torch.arange(d.shape[0]), 3).unbind(-1)
+    return d[j, t] - d[j, s] - d[s, t]
+
+
+def causal(x: Tensor) -> Tensor:
+    """(T, T) with zeros for keys after the query."""
+    return x.tril()
+
+
+def sums(log_gates: Tensor) -> Tensor:
+    """G[t, j] = g_{j+1} + ... + g_t from logs (T,), by adding up slices; zero for j >= t."""
+    n = log_gates.shape[0]
+    return torch.stack([torch.stack([log_gates[j + 1 : t + 1].sum() for j in range(n)]) for t in range(n)])
+
+
+def softmax_rows(logits: Tensor) -> Tensor:
+    """Softmax over the keys up to the query."""
+    later = torch.ones_like(logits, dtype=torch.bool).triu(1)
+    return torch.softmax(logits.masked_fill(later, -torch.inf), -1)
+
+
+def gram_change(before: Tensor, after: Tensor) -> float:
+    """|K~ K~^T - K K^T| relative to |K K^T|, for keys as rows."""
+    g = before @ before.mT
+    return float((after @ after.mT - g).norm() / g.norm())
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True)

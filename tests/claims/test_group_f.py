@@ -1,0 +1,80 @@
+"""Group F of the register: every claim on drawn seeds, and faults planted in the instances that turn claims red."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from axes.claims import group_f_tools
+from axes.claims.base import Claim, Draw, Result, Verdict
+from axes.claims.group_f import CLAIMS
+from axes.claims.group_f_axes import buckets
+from axes.claims.verify import verify_one
+from axes.costs import SquaredError
+from axes.monoids import Element, GeneralLinear
+from axes.rates import resolve
+
+BY_ID = {c.id: c for c in CLAIMS}
+TESTABLE = [c for c in CLAIMS if c.check is not None]
+
+
+def red(*names: str) -> bool:
+    results = [verify_one(BY_ID[name], 1) for name in names]
+    return not any(r.ok or r.error for r in results)
+
+
+def test_register() -> None:
+    assert list(BY_ID) == [f"F{n:02}" for n in range(1, 28)]
+    counts = {v: sum(c.verdict is v for c in CLAIMS) for v in Verdict}
+    assert {v: n for v, n in counts.items() if n} == {
+        Verdict.EXACT: 15,
+        Verdict.CONDITIONAL: 2,
+        Verdict.STATISTICAL: 1,
+        Verdict.FALSE: 8,
+        Verdict.UNTESTABLE: 1,
+    }
+
+
+@pytest.mark.parametrize("claim", TESTABLE, ids=lambda c: c.id)
+@settings(max_examples=2, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_claim(claim: Claim, seed: int) -> None:
+    assert claim.check is not None
+    result = Result(claim, claim.check(Draw(seed)))
+    assert result.ok, [str(f) for f in result.findings if not f.ok] or "a kind of finding is missing"
+
+
+def test_buckets() -> None:
+    assert buckets(0) == [(0, 0, 1)]
+    assert buckets(6) == [(0, 6, 7), (2, 4, 6), (3, 0, 4)]
+
+
+def test_wrong_sign_in_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = group_f_tools.chain
+
+    def flipped(update: Any, signal: Any, d_v: int) -> Any:
+        return dataclasses.replace(true(update, signal, d_v), value=-signal["v"])
+
+    monkeypatch.setattr(group_f_tools, "chain", flipped)
+    assert red("F03", "F04", "F07", "F13", "F14", "F19", "F20")
+
+
+def test_doubled_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = SquaredError._prox
+    monkeypatch.setattr(SquaredError, "_prox", lambda self, e, c, signal: 2 * true(self, e, c, signal))
+    assert red("F07", "F08", "F09", "F10", "F11", "F12", "F24", "F26")
+
+
+def test_transposed_mixing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def element(self: GeneralLinear, signal: Any, rate: Any, like: Tensor) -> Element:
+        logits = resolve(self.logits, signal)
+        assert isinstance(logits, Tensor)
+        return Element(dense=self.link.primal(logits))
+
+    monkeypatch.setattr(GeneralLinear, "element", element)
+    assert red("F18")
