@@ -16,8 +16,6 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from axes import catalogue, dispatch
-from axes.claims import command as claims
-from axes.claims.command import explanation, is_claim
 from axes.errors import AxesError
 from axes.tasks import demonstration, language_modelling
 from axes.tasks.configuration import DTYPES, Configuration
@@ -215,9 +213,12 @@ def list_(
 @app.command()
 def explain(name: Annotated[str, typer.Argument(help="A name of `axes list`, or a claim as A01.")]) -> None:
     """Print the tuple of a system, what follows from it, and what would execute it; or a claim with its numbers."""
-    if is_claim(name):
-        typer.echo(explanation(name))
-        return
+    if name not in {entry.name for entry in catalogue.entries()}:
+        from axes.claims.command import explanation, is_claim  # the register is large: only its own commands load it
+
+        if is_claim(name):
+            typer.echo(explanation(name))
+            return
     typer.echo(dispatch.explain(catalogue.get(name)))
 
 
@@ -235,6 +236,8 @@ def verify(
     ] = None,
 ) -> None:
     """Check the literature's claims against this package; exit status 1 if a verdict no longer holds."""
+    from axes.claims import command as claims
+
     if docs is not None:
         if names or seeds is not None or json_file is not None or html_file is not None:
             raise AxesError("--docs renders the whole register and checks nothing: give it alone")

@@ -288,6 +288,7 @@ def D06(draw: Draw) -> tuple[Finding, ...]:
         holds("ALiBi's slopes", gap(-slopes, published), 1e-15),
         holds("RetNet's decays", gap(retention.exp(), decays), 1e-15),
         breaks("without the exponential: decay against the additive form", gap(still, causal(logits + mask)), 1.0),
+        breaks("without the normaliser: decayed exp(q . k)", gap(attended, causal((logits + mask).exp())), 0.1),
         breaks("another slope: least ratio of the two published ones", (slopes / retention).min(), 10.0),
         breaks(
             "another slope: log weights with RetNet's constants",
