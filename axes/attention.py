@@ -16,6 +16,7 @@ from axes.geometry import Entropic, Geometry
 from axes.memory import Leaves, List
 from axes.monoids import Element, rotate
 from axes.rates import resolve
+from axes.scan import floored
 from axes.state_update import State, StateUpdate
 
 
@@ -33,7 +34,7 @@ def run(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State,
     # the gates of the new tokens; what was stored before has seen none of them
     gated = memory.act(monoid.element(signal, rate, k[..., None, :]), _probe(k))
     element = monoid.element(signal, rate, k[..., None, :])
-    drift = gated[2].expand(*k.shape[:-1], 1)[..., 0].cumsum(-1)  # G_t
+    drift = floored(gated[2].expand(*k.shape[:-1], 1)[..., 0]).cumsum(-1)  # G_t
     mass = torch.cat((old_mass.expand(*k.shape[:-2], old), -drift), -1)  # a pair's own mass less its birth's G
     keys, values = torch.cat((old_keys.expand(*k.shape[:-2], old, k.shape[-1]), k), -2), torch.cat((old_values, v), -2)
     turned_q, final_keys = q, keys

@@ -243,7 +243,13 @@ def verify(
             raise AxesError("--docs renders the whole register and checks nothing: give it alone")
         claims.write_docs(docs)
         _say(f"written: {docs}")
-    elif not claims.run(names or (), _console(), seeds, workers, json_file, html_file):
+        return
+    try:
+        hold = claims.run(names or (), _console(), seeds, workers, json_file, html_file)
+    except KeyboardInterrupt:
+        typer.echo("stopped; nothing was written", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    if not hold:
         raise typer.Exit(1)
 
 

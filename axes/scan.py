@@ -107,6 +107,11 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
     return torch.cat(outputs, -2)[..., :length, :], state
 
 
+def floored(gate: Tensor) -> Tensor:
+    """Log gates with a finite zero: differences of their cumulative sums stay numbers."""
+    return gate.clamp_min(_FLOOR.get(gate.dtype, -200.0))
+
+
 def cumulative(gate: Tensor, drive: Tensor, start: Tensor) -> Tensor:
     """y_t = gate_t * y_{t-1} + drive_t, entry by entry, time in dimension -3; log2 T levels, any gate."""
     batch = torch.broadcast_shapes(gate.shape, drive.shape, start[..., None, :, :].shape)
@@ -146,7 +151,7 @@ def _transfer(c: Chain, size: int) -> tuple[Tensor, Tensor]:
     causal = torch.ones(size, size, dtype=torch.bool, device=c.key.device).tril()
     if c.block is None:
         gate = c.gate if c.gate is not None else torch.zeros_like(c.key[..., 0, :1])
-        total = _cut(gate.clamp_min(_FLOOR.get(gate.dtype, -200.0)), size, 1).cumsum(-2)
+        total = _cut(floored(gate), size, 1).cumsum(-2)
         gap = total[..., :, None, :] - total[..., None, :, :]
         pairs = torch.exp(gap.masked_fill(~causal[..., None], -torch.inf))  # mask before exp: no inf * 0
         return pairs[..., None, None, :], torch.exp(total)[..., None, None, :]

@@ -8,19 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, cross_entropy
 
+from axes.algorithms import Step
 from axes.catalogue import get
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, within
 from axes.claims.group_a_tools import layer_tuple, randomised
 from axes.claims.group_h_tools import rank, stepped
 from axes.claims.sources import BLOG
-from axes.costs import CrossEntropy, Linear, SquaredError
+from axes.costs import Alignment, CrossEntropy, Linear, SquaredError
 from axes.derived import feedback, structure
 from axes.geometry import Whiten
 from axes.legality import gates
 from axes.memory import MLP
-from axes.algorithms import Step
-from axes.costs import Alignment
-from axes.optim import SGD
+from axes.optim import SGD, Shampoo
 from axes.optim.layers import Examples, Layers
 from axes.reference import run
 from axes.state_update import StateUpdate
@@ -126,7 +125,8 @@ def H02(draw: Draw) -> tuple[Finding, ...]:
     Verdict.FALSE,
     BLOG(_DATA + ", an MLP as memory"),
     "axes.memory.MLP",
-    correction="each layer of the MLP still has a gradient of rank one per token; what breaks is that the step is affine "
+    correction="each layer of the MLP still has a gradient of rank one per token; what breaks is that the step is "
+    "affine "
     "in the state, and with it the scan",
     kind="MATH",
     derivation="Backpropagation gives delta_l z_l^T per layer and token. The map from old to new weights contains the "
@@ -150,9 +150,7 @@ def H03(draw: Draw) -> tuple[Finding, ...]:
     def defect(update: StateUpdate, x: tuple[Tensor, ...], y: tuple[Tensor, ...]) -> float:
         """How far the step is from affine: the step of the mean against the mean of the steps."""
         middle = after(update, tuple((p + q) / 2 for p, q in zip(x, y, strict=True)))
-        return max(
-            gap(m, (p + q) / 2) for m, p, q in zip(middle, after(update, x), after(update, y), strict=True)
-        )
+        return max(gap(m, (p + q) / 2) for m, p, q in zip(middle, after(update, x), after(update, y), strict=True))
 
     moved = [(y - x) / 0.3 for x, y in zip(a, after(deep, a), strict=True)]
     live = [w.clone().requires_grad_() for w in a]
@@ -243,7 +241,9 @@ def H18(draw: Draw) -> tuple[Finding, ...]:
     wide = torch.linalg.qr(draw.normal(1000, 50))[0]
     g = draw.unit(2000, 1000)
     return (
-        holds("mean energy kept over an orthonormal basis, less D/V", abs(float(fit.square().sum()) / v - d / v), 1e-12),
+        holds(
+            "mean energy kept over an orthonormal basis, less D/V", abs(float(fit.square().sum()) / v - d / v), 1e-12
+        ),
         within("random directions, D/V = 0.05: energy kept", (g @ wide).square().sum(-1).mean(), 0.045, 0.055),
     )
 
@@ -293,7 +293,7 @@ def H24(draw: Draw) -> tuple[Finding, ...]:
     "Recursive least squares and Shampoo's R^{-1/2} are the same whitening of keys.",
     Verdict.FALSE,
     BLOG("Table of normalisations, whitening of the key side"),
-    "axes.sequence.RLSNet, axes.geometry.Whiten",
+    "axes.sequence.RLSNet, axes.optim.Shampoo",
     correction="recursive least squares applies R^{-1} with R = sum k k^T; Shampoo's right factor is R^{-1/2} with R = "
     "sum g^T g = sum |e|^2 x x^T: exponent and statistic differ",
     kind="MATH",
@@ -312,16 +312,20 @@ def H25(draw: Draw) -> tuple[Finding, ...]:
     layer = run(layer_tuple("rls-net"), {"k": k, "v": v, "decay": zeros, "beta": ones})[0][-1]
     padded = torch.cat((k, math.sqrt(0.1) * torch.eye(d, dtype=torch.float64)))
     ridge = torch.linalg.lstsq(padded, torch.cat((v, torch.zeros(d, d_v, dtype=torch.float64)))).solution.T
-    right, x, e = StateUpdate(Linear("right")), k, v - draw.normal(n, d)[:, :d_v]
-    state = right.init({}, (torch.zeros(d, d, dtype=torch.float64),))
+    x, e = k, v - draw.normal(n, d)[:, :d_v]
+    shampoo = Shampoo.declare((0.0, 1.0)).normal()
+    rates = {"lr": 0.1, "weight_decay": 0.0}
+    state = shampoo.init({"g": e[0], **rates}, (torch.zeros(d_v, d, dtype=torch.float64),))
     for error, datum in zip(e, x, strict=True):
-        state, _ = right.step(state, {}, (error[:, None] * datum[None, :],))
-    seen, plain = state.theta[0], x.T @ x
+        state, _ = shampoo.step(state, {"g": error[:, None] * datum, **rates})
+    seen, plain = state.via[0].stats[1].theta[0], x.T @ x  # type: ignore[union-attr]
     cosine = float((seen * plain).sum() / seen.norm() / plain.norm())
     return (
         holds("exponent -1 against least squares", gap(whitened(1.0), fit), 1e-10),
         holds("the layer, with its ridge, against least squares", gap(layer, ridge), 1e-10),
-        breaks("exponent -1/2: relative distance to least squares", float((whitened(0.5) - fit).norm() / fit.norm()), 0.2),
+        breaks(
+            "exponent -1/2: relative distance to least squares", float((whitened(0.5) - fit).norm() / fit.norm()), 0.2
+        ),
         holds(
             "Shampoo's right statistic against sum |e|^2 x x^T",
             gap(seen, (x * e.square().sum(-1, keepdim=True)).T @ x),
@@ -340,7 +344,8 @@ def H25(draw: Draw) -> tuple[Finding, ...]:
     correction="two columns: the explicit gate (SGD and Adam identity; SGD with decoupled decay, AdamW, Lion and Muon "
     "scalar) and the total transition (for the squared error a generalised Householder, SGD's as DeltaNet's)",
     kind="LABEL",
-    derivation="SGD on the squared error is DeltaNet, so what one table calls scalar and Householder is one transition, "
+    derivation="SGD on the squared error is DeltaNet, so what one table calls scalar and Householder is one "
+    "transition, "
     "(I - eta x x^T). Adam's scalars are those of its buffers.",
 )
 def H26(draw: Draw) -> tuple[Finding, ...]:
@@ -367,7 +372,9 @@ def H26(draw: Draw) -> tuple[Finding, ...]:
         holds("SGD on the squared error against DeltaNet", gap(path, layer), 1e-12),
         holds("SGD's total transition against I - eta x x^T", gap(total, eye - eta * torch.outer(k[0], k[0])), 1e-12),
         breaks(
-            "SGD's total transition: distance to the nearest scalar", float((total - total.trace() / d * eye).norm()), 0.1
+            "SGD's total transition: distance to the nearest scalar",
+            float((total - total.trace() / d * eye).norm()),
+            0.1,
         ),
         breaks("label of DeltaNet's total transition is not scalar (derived)", float(structure(delta) != "scalar"), 1),
         breaks("label Muon: none, against its scalar gate", float(explicit["muon"]), 1),

@@ -38,7 +38,8 @@ def _cosine(step: np.ndarray, total: int, high: float, low: float = 0.0) -> np.n
     BLOG(_TABLE),
     "axes.optim.SGD, axes.sequence.GatedDeltaNetPrev",
     conditions="the later gradients are held fixed; each gradient also carries its own eta_j",
-    derivation="W_N = rho(0, N) W_0 - sum eta_j rho(j, N) g_j. If the loss is the squared error, later gradients see the "
+    derivation="W_N = rho(0, N) W_0 - sum eta_j rho(j, N) g_j. If the loss is the squared error, later gradients see "
+    "the "
     "change and dW_N/dg_j = -eta_j prod_{s>j} ((1 - lambda eta_s) I - eta_s x_s x_s^T).",
 )
 def H04(draw: Draw) -> tuple[Finding, ...]:
@@ -87,7 +88,12 @@ def H05(draw: Draw) -> tuple[Finding, ...]:
         off.append((exact - area) / area)
         findings += [
             within(f"lambda eta = {peak:g}: relative error over 3/8 lambda eta", off[-1] / (0.375 * peak), 0.98, 1.08),
-            within("sum at the left less the integral, over lambda (eta_0 - eta_T)/2", (area - integral) / (peak / 2), 0.98, 1.02),
+            within(
+                "sum at the left less the integral, over lambda (eta_0 - eta_T)/2",
+                (area - integral) / (peak / 2),
+                0.98,
+                1.02,
+            ),
         ]
     few = 200
     start, lam = draw.normal(2, 3), 0.1
@@ -97,9 +103,20 @@ def H05(draw: Draw) -> tuple[Finding, ...]:
     over = scheduled(start, [torch.zeros(2, 3, dtype=torch.float64)], [1.2 / lam], lam)
     return (
         *findings,
-        within("exponent of lambda eta in the relative error", np.polyfit(np.log(peaks), np.log(off), 1)[0], 0.95, 1.05),
-        holds("SGD on a cosine: -log of what is left, against -sum log(1 - lambda eta)", abs(distance + float(np.log1p(-lam * rates).sum())), 1e-12),
-        within("SGD on a cosine, lambda eta = 0.05: distance over lambda sum eta", distance / (lam * float(rates.sum())), 1.01, 1.03),
+        within(
+            "exponent of lambda eta in the relative error", np.polyfit(np.log(peaks), np.log(off), 1)[0], 0.95, 1.05
+        ),
+        holds(
+            "SGD on a cosine: -log of what is left, against -sum log(1 - lambda eta)",
+            abs(distance + float(np.log1p(-lam * rates).sum())),
+            1e-12,
+        ),
+        within(
+            "SGD on a cosine, lambda eta = 0.05: distance over lambda sum eta",
+            distance / (lam * float(rates.sum())),
+            1.01,
+            1.03,
+        ),
         breaks("lambda eta = 1.2: what is left of the weights is negative", -float((over[-1] / start).max()), 0.1),
     )
 
@@ -118,14 +135,16 @@ def H06(draw: Draw) -> tuple[Finding, ...]:
     weight.grad = torch.zeros_like(weight)
     sgd = SGD([weight], lr=1e-3, momentum=0.0, weight_decay=0.1, decoupled=True, check_finite=False)
     step, before = 0, 1.0
-    while float(weight) > 0.5 and step < 8000:
-        before = float(weight)
+    while weight.item() > 0.5 and step < 8000:
+        before = weight.item()
         sgd.step()
         step += 1
     # between two steps an exponential is linear in its logarithm
-    half = step - 1 + math.log(before / 0.5) / math.log(before / float(weight))
+    half = step - 1 + math.log(before / 0.5) / math.log(before / weight.item())
     return (
-        holds("steps until half is left, less ln 2 / (-ln(1 - 1e-4))", abs(half - math.log(2) / -math.log1p(-1e-4)), 1e-6),
+        holds(
+            "steps until half is left, less ln 2 / (-ln(1 - 1e-4))", abs(half - math.log(2) / -math.log1p(-1e-4)), 1e-6
+        ),
         holds("steps until half is left, less 6931.125", abs(half - 6931.125), 1e-3),
         holds("to one digit, less 7000", abs(round(half, -3) - 7000), 0),
     )
@@ -143,7 +162,12 @@ def H06(draw: Draw) -> tuple[Finding, ...]:
 def H07(draw: Draw) -> tuple[Finding, ...]:
     n, d_v, d, lam, eta = 15, 3, 4, 0.3, 0.5
     k, v = draw.normal(n, d), draw.normal(n, d_v)
-    path = scheduled(torch.zeros(d_v, d, dtype=torch.float64), [-torch.outer(y, x) for x, y in zip(k, v, strict=True)], [eta] * n, lam)
+    path = scheduled(
+        torch.zeros(d_v, d, dtype=torch.float64),
+        [-torch.outer(y, x) for x, y in zip(k, v, strict=True)],
+        [eta] * n,
+        lam,
+    )
     m = -math.log1p(-lam * eta)
     log_gate, step = torch.full((n,), -m, dtype=torch.float64), torch.full((n,), eta, dtype=torch.float64)
     layer = reference.run(layer_tuple("mamba2"), {"k": k, "v": v, "decay": log_gate, "dt": step})[0]
@@ -152,12 +176,16 @@ def H07(draw: Draw) -> tuple[Finding, ...]:
     unrolled = torch.einsum("nj,ji,jk->nik", eta * bias.exp(), v, k)
     blind = {"q": torch.zeros(n, d, dtype=torch.float64), "k": k, "v": v, "decay": log_gate}
     alibi = reference.run(layer_tuple("alibi"), blind)[0]
-    ones = scheduled(torch.zeros(1, 1, dtype=torch.float64), [-torch.ones(1, 1, dtype=torch.float64)] * n, [eta] * n, lam)
+    ones = scheduled(
+        torch.zeros(1, 1, dtype=torch.float64), [-torch.ones(1, 1, dtype=torch.float64)] * n, [eta] * n, lam
+    )
     values = scheduled(torch.zeros(d_v, 1, dtype=torch.float64), [-y[:, None] for y in v], [eta] * n, lam)
     return (
         holds("SGD with decay against the layer with a constant gate", gap(path, layer), 1e-12),
         holds("SGD with decay against eta e^{-m (N - j)}", gap(path, unrolled), 1e-12),
-        holds("ALiBi at a query of zero against SGD with decay, normalised", gap(alibi, (values / ones)[..., 0]), 1e-12),
+        holds(
+            "ALiBi at a query of zero against SGD with decay, normalised", gap(alibi, (values / ones)[..., 0]), 1e-12
+        ),
     )
 
 
@@ -170,7 +198,8 @@ def H07(draw: Draw) -> tuple[Finding, ...]:
     correction="a constant decay per channel is GLA with constant gates, RetNet per channel; FoX and Mamba-2 have one "
     "scalar per head that depends on the data",
     kind="LABEL",
-    derivation="Decaying column j by (1 - lambda_j eta) multiplies the state by a diagonal matrix that no datum enters. "
+    derivation="Decaying column j by (1 - lambda_j eta) multiplies the state by a diagonal matrix that no datum "
+    "enters. "
     "A scalar gate scales q.k by one factor for every query; a diagonal one does not.",
 )
 def H08(draw: Draw) -> tuple[Finding, ...]:
@@ -206,7 +235,11 @@ def H08(draw: Draw) -> tuple[Finding, ...]:
         holds("SGD with a decay per column against GLA with constant gates", gap(decayed, gla), 1e-12),
         breaks("relative distance to Mamba-2 with the best constant scalar gate", nearest, 0.02),
         breaks("five steps of that decay: spread over queries of the factor on q.k", float(ratios.std()), 1e-3),
-        breaks("label diagonal: layers, of Mamba-2 and FoX, whose transition is scalar", sum(structure(layer_tuple(x)) == "scalar" for x in ("mamba2", "fox")), 2),
+        breaks(
+            "label diagonal: layers, of Mamba-2 and FoX, whose transition is scalar",
+            sum(structure(layer_tuple(x)) == "scalar" for x in ("mamba2", "fox")),
+            2,
+        ),
         holds("gates, of those two, that are not named per datum", sum(not isinstance(m.gate, Per) for m in named), 0),  # type: ignore[attr-defined]
         holds("derived transition of GLA is not diagonal", float(structure(layer_tuple("gla")) != "diagonal"), 0),
     )
@@ -218,7 +251,8 @@ def H08(draw: Draw) -> tuple[Finding, ...]:
     Verdict.FALSE,
     BLOG(_TABLE),
     "axes.optim.SGD driven by torch.optim.lr_scheduler.CosineAnnealingLR",
-    correction="its distance is linear plus sinusoidal, as said, but not a function of N - j: a bias on the logits that "
+    correction="its distance is linear plus sinusoidal, as said, but not a function of N - j: a bias on the logits "
+    "that "
     "is not stationary, without a relative counterpart",
     kind="OVER",
     derivation="d/lambda = (max + min)/2 (N - j) + (max - min)/2 (T/pi)(sin pi N/T - sin pi j/T), while inner products "
@@ -233,7 +267,10 @@ def H09(draw: Draw) -> tuple[Finding, ...]:
         return lam * ((high + low) / 2 * (n - j) + (high - low) / 2 * total / math.pi * wave)
 
     spans = ((100, 200), (400, 500), (700, 800))
-    area = [lam * integrate.quad(lambda s: float(_cosine(np.array(s), total, high, low)), *s, epsabs=1e-14)[0] for s in spans]
+    area = [
+        lam * integrate.quad(lambda s: float(_cosine(np.array(s), total, high, low)), *s, epsabs=1e-14)[0]
+        for s in spans
+    ]
     weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
     weight.grad = torch.zeros_like(weight)
     sgd = SGD([weight], lr=high, momentum=0.0, weight_decay=lam, decoupled=True)
@@ -241,15 +278,21 @@ def H09(draw: Draw) -> tuple[Finding, ...]:
     for _ in range(800):
         sgd.step()
         scheduler.step()
-        left.append(float(weight))
+        left.append(weight.item())
     measured = [math.log(left[j] / left[n]) for j, n in spans]
     omega = 1e4 ** (-torch.arange(16, dtype=torch.float64) / 16)
     angle = torch.arange(total, dtype=torch.float64)[:, None] * omega
     encoding = torch.cat((angle.sin(), angle.cos()), -1)
     similar = [float(encoding[j] @ encoding[n]) for j, n in spans]
     return (
-        holds("closed form against quadrature", max(abs(closed(*s) - a) for s, a in zip(spans, area, strict=True)), 1e-10),
-        holds("closed form against what SGD keeps (rates are sampled)", max(abs(closed(*s) - m) for s, m in zip(spans, measured, strict=True)), 2e-4),
+        holds(
+            "closed form against quadrature", max(abs(closed(*s) - a) for s, a in zip(spans, area, strict=True)), 1e-10
+        ),
+        holds(
+            "closed form against what SGD keeps (rates are sampled)",
+            max(abs(closed(*s) - m) for s, m in zip(spans, measured, strict=True)),
+            2e-4,
+        ),
         breaks("distances of equal spans, early over late", measured[0] / measured[2], 3.0),
         holds("sinusoidal encodings: inner products of equal spans", max(similar) - min(similar), 1e-10),
     )
@@ -276,7 +319,8 @@ def _filter(first: bool, second: bool) -> StateUpdate:
     Verdict.FALSE,
     BLOG("The data axis, Adam"),
     "axes.optim.Adam, axes.optim.optimizer of Adam's tuple without a correction",
-    correction="it makes early steps larger, ten times at n = 1; the correction of the second moment makes them smaller, "
+    correction="it makes early steps larger, ten times at n = 1; the correction of the second moment makes them "
+    "smaller, "
     "and both together give a factor with a minimum of 0.152 at n = 12. With a constant gradient every step is eta",
     kind="MATH",
     derivation="The factors are 1/(1 - beta1^n) and sqrt(1 - beta2^n), whatever the gradients.",
@@ -302,15 +346,29 @@ def H11(draw: Draw) -> tuple[Finding, ...]:
     constant = moves(lambda w: Adam([w], lr=lr, eps=0.0), level)
     raw = moves(variant(False, False), level)[:3, 0, 0] / -lr
     table = torch.tensor([10.0, 5.2632, 1.5353, 1.0052], dtype=torch.float64)
-    joint = torch.tensor([0.3162, 0.2353, 0.1724, 0.1533, 0.3085], dtype=torch.float64)
+    joint = torch.tensor([0.3162, 0.2353, 0.1725, 0.1532, 0.3086], dtype=torch.float64)
     return (
         breaks("correction of m at n = 1: factor on the step, beyond 1", by_first[0] - 1, 8.9),
         holds("correction of m against 1/(1 - beta1^n)", gap(by_first, 1 / (1 - 0.9**index)), 1e-9),
-        holds("correction of m at n = 1, 2, 10, 50 against 10, 5.26, 1.54, 1.005", gap(by_first[[0, 1, 9, 49]], table), 1e-4),
+        holds(
+            "correction of m at n = 1, 2, 10, 50 against 10, 5.26, 1.54, 1.005",
+            gap(by_first[[0, 1, 9, 49]], table),
+            1e-4,
+        ),
         holds("correction of v against sqrt(1 - beta2^n)", gap(by_second, (1 - 0.999**index).sqrt()), 1e-9),
-        holds("both at n = 1, 2, 5, 10, 100 against .316, .235, .172, .153, .309", gap(both[[0, 1, 4, 9, 99]], joint), 1e-4),
+        holds(
+            "both at n = 1, 2, 5, 10, 100 against .316, .235, .172, .153, .309",
+            gap(both[[0, 1, 4, 9, 99]], joint),
+            1e-4,
+        ),
         holds("step of the smallest joint factor, less 12", abs(int(both.argmin()) + 1 - 12), 0),
         holds("smallest joint factor, less 0.1522", abs(float(both.min()) - 0.1522), 1e-4),
-        holds("constant gradient: every corrected step against eta", gap(constant, torch.full_like(constant, -lr)), 1e-12),
-        holds("constant gradient: first uncorrected steps over eta", gap(raw, torch.tensor([3.1623, 4.2498, 4.9502], dtype=torch.float64)), 1e-3),
+        holds(
+            "constant gradient: every corrected step against eta", gap(constant, torch.full_like(constant, -lr)), 1e-12
+        ),
+        holds(
+            "constant gradient: first uncorrected steps over eta",
+            gap(raw, torch.tensor([3.1623, 4.2498, 4.9502], dtype=torch.float64)),
+            1e-3,
+        ),
     )

@@ -28,9 +28,7 @@ def handed(make: Callable[[nn.Parameter], torch.optim.Optimizer], start: Tensor,
     return fed(make(weight), weight, gradients)
 
 
-def scheduled(
-    start: Tensor, gradients: Sequence[Tensor], rates: Sequence[float], weight_decay: float
-) -> Tensor:
+def scheduled(start: Tensor, gradients: Sequence[Tensor], rates: Sequence[float], weight_decay: float) -> Tensor:
     """The weights of SGD with decoupled decay along a schedule of learning rates."""
     weight, path = nn.Parameter(start.clone()), []
     sgd = SGD([weight], lr=0.0, momentum=0.0, weight_decay=weight_decay, decoupled=True)

@@ -43,7 +43,7 @@ def verify(
 
 def _here(claims: Sequence[Claim], seeds: int | None) -> Iterator[Result]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the same sums as in a worker, to the last bit
+    torch.set_num_threads(1)  # as in a worker
     try:
         for c in claims:
             yield verify_one(c, seeds)

@@ -303,3 +303,14 @@ def test_a_planted_error_is_found(damage: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(AssertionError):
         checks.check_routes(FAST[name])
     assert dispatch.select(FAST[name]).implementation == "torch"
+
+
+def test_attention_forgets_everything_at_a_closed_gate() -> None:
+    """A log gate of -inf drops what was stored before, and nothing turns into NaN."""
+    update = StateUpdate(Alignment(), Entropic(), Scalar("decay"), memory=List())
+    k, v, q = (torch.randn(6, 4, dtype=torch.float64) for _ in range(3))
+    gate = torch.zeros(6, dtype=torch.float64)
+    gate[3] = -torch.inf
+    out, _ = dispatch.run(update, {"k": k, "v": v, "q": q, "decay": gate}, time=0)
+    later, _ = dispatch.run(update, {"k": k[3:], "v": v[3:], "q": q[3:], "decay": torch.zeros(3).double()}, time=0)
+    torch.testing.assert_close(out[3:], later, rtol=0, atol=1e-12)
