@@ -1,4 +1,4 @@
-"""The command line: train, sample, list, explain, cite, demo."""
+"""The command line: train, sample, list, explain, verify, cite, demo."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def verify(
     try:
         hold = claims.run(names or (), _console(), seeds, workers, json_file, html_file)
     except KeyboardInterrupt:
-        typer.echo("stopped; nothing was written", err=True)
+        typer.echo("stopped", err=True)
         raise typer.Exit(INTERRUPTED) from None
     if not hold:
         raise typer.Exit(1)

@@ -18,14 +18,12 @@ class Figure:
     draw: Callable[[Any], None]
 
 
-def _all() -> tuple[Figure, ...]:
-    from axes.claims import figures_capacity, figures_data, figures_depth
-
-    return (*figures_capacity.FIGURES, *figures_data.FIGURES, *figures_depth.FIGURES)
-
-
 def __getattr__(name: str) -> Any:
-    # loaded when a report is rendered: the figures' modules import Figure from here
-    if name == "FIGURES":
-        return _all()
-    raise AttributeError(name)
+    # FIGURES is loaded when a report is rendered: the figures' modules import Figure from here
+    if name != "FIGURES":
+        raise AttributeError(name)
+    from axes.claims.figures_capacity import FIGURES as CAPACITY
+    from axes.claims.figures_data import FIGURES as DATA
+    from axes.claims.figures_depth import FIGURES as DEPTH
+
+    return (*CAPACITY, *DATA, *DEPTH)

@@ -53,7 +53,7 @@ def regimes(seed: int = 0, n: int = 4000, d: int = 30, batches: int = 400) -> tu
     noise = noise - x @ torch.linalg.lstsq(x, noise[:, None]).solution[:, 0]  # w* is the minimiser of the sample
     fisher, start = x.T @ x / n, draw.normal(d)
     found = []
-    for when, error in (("start", start), ("after 300 steps", descended(x, start, 300))):
+    for when, error in (("start", start), ("after 50 steps", descended(x, start, 50))):
         plain = gradients(x, error, noise)
         for what, g in (("gradient", plain), ("natural gradient", torch.linalg.solve(fisher, plain.T).T)):
             critical = 1 / float(snr(g))

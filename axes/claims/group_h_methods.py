@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,8 @@ def H19(draw: Draw) -> tuple[Finding, ...]:
         state, _ = update.step(state, {"g": g, "lr": lr, "weight_decay": 0.0})
     (held,) = state.via
     moments = (held.theta[0], held.stats[0].theta[0])  # type: ignore[union-attr]
-    states = len(state.theta) + len(held.theta) + sum(len(s.theta) for s in held.stats)  # type: ignore[union-attr]
+    inner = held.stats  # type: ignore[union-attr]
+    states = len(state.theta) + len(held.theta) + len(inner[0].theta)  # type: ignore[union-attr]
     a, b = (
         handed(lambda w: Adam([w], lr=lr), torch.zeros(3, 4, dtype=torch.float64), list(x))[-1]
         for x in (stream, stream.flip(0))
@@ -89,7 +91,7 @@ def H20(draw: Draw) -> tuple[Finding, ...]:
     d_v, d, n = 3, 4, 600_000
     e, x = draw.normal(d_v), draw.normal(d)
     single = Adam.declare((0.0, 0.5), 0.0).normal()
-    signal = {"g": torch.outer(e, x), "lr": 1.0, "weight_decay": 0.0}
+    signal: dict[str, Tensor | float] = {"g": torch.outer(e, x), "lr": 1.0, "weight_decay": 0.0}
     state, _ = single.step(single.init(signal, (torch.zeros(d_v, d, dtype=torch.float64),)), signal)
     second = state.via[0].stats[0].theta[0] / 0.5  # type: ignore[union-attr]
     w, inputs = draw.normal(d_v, d), draw.normal(n, d)
@@ -170,11 +172,11 @@ def H21(draw: Draw) -> tuple[Finding, ...]:
             _ratio_spread(shampoo([one], 0.25), adam([one], 0.0)),
             0.1,
         ),
-        breaks("rank two: spread", _ratio_spread(shampoo([one + two], 0.5), adam([one + two], 0.0)), 0.02),
+        breaks("rank two: spread", _ratio_spread(shampoo([one + two], 0.5), adam([one + two], 0.0)), 0.005),
         breaks(
             "two steps, second moments kept: spread",
             _ratio_spread(shampoo([one, two], 0.5), adam([one, two], 0.5)),
-            0.02,
+            0.005,
         ),
     )
 
@@ -210,7 +212,7 @@ def H22(draw: Draw) -> tuple[Finding, ...]:
     cosine = float((quarter[-1] * half[-1]).sum() / quarter[-1].norm() / half[-1].norm())
     return (
         breaks("printed exponents, one gradient: distance to the published update", gap(half[0], quarter[0]), 0.05),
-        breaks("20 gradients: 1 - cosine of the two updates", 1 - cosine, 5e-3),
+        breaks("20 gradients: 1 - cosine of the two updates", 1 - cosine, 2e-3),
         holds("exponent 1/4, one gradient, against the polar factor", gap(quarter[0], polar), 1e-10),
         holds(
             "exponent 1/2, one gradient, against the transposed pseudo-inverse",
@@ -447,6 +449,11 @@ def H29(draw: Draw) -> tuple[Finding, ...]:
     )
 
 
+def _matrix_rule(make: Any, weight: nn.Parameter, **rates: float) -> torch.optim.Optimizer:
+    rule: torch.optim.Optimizer = make([{"params": [weight], "rule": "matrix"}], **rates)
+    return rule
+
+
 def _exact_muon(kind: Any) -> StateUpdate:
     return StateUpdate(
         Given(), OnUpdate(Spectral("polar")), Decay(Per("weight_decay")), Step(Per("lr"), via=(Momentum(0.9, kind),))
@@ -467,9 +474,8 @@ def H30(draw: Draw) -> tuple[Finding, ...]:
     lr, start, stream = 0.1, draw.normal(6, 3), list(draw.normal(12, 6, 3))
     muon, m, w, printed = {}, torch.zeros_like(start), start, []
     for kind in ("ema", "sum"):
-        muon[kind] = handed(
-            lambda p, kind=kind: optimizer(_exact_muon(kind))([{"params": [p], "rule": "matrix"}], lr=lr), start, stream
-        )
+        make = optimizer(_exact_muon(kind))
+        muon[kind] = handed(partial(_matrix_rule, make, lr=lr), start, stream)
     for g in stream:
         m = 0.9 * m + 0.1 * g
         w = w - lr * torch.from_numpy(linalg.polar(m.numpy())[0])
@@ -499,8 +505,12 @@ def H30(draw: Draw) -> tuple[Finding, ...]:
         holds("exact Muon against the printed update", gap(muon["ema"], path), 1e-11),
         holds("summed against averaged momentum", gap(muon["sum"], muon["ema"]), 1e-11),
         holds("Muon with a convergent Newton-Schulz iteration against the printed update", gap(converged, path), 1e-6),
-        holds("Muon with torch's settings against torch.optim.Muon, float32", gap(matched, theirs), 1e-6),
-        breaks("five Newton-Schulz steps: relative distance", float((newton - path).norm()) / size, 0.03),
+        holds(
+            "Muon with torch's settings against torch.optim.Muon, to the rounding of bfloat16",
+            gap(matched, theirs),
+            5e-3,
+        ),
+        breaks("five Newton-Schulz steps: relative distance", float((newton - path).norm()) / size, 0.02),
         breaks("Nesterov", gap(ours(nesterov=True), newton), 0.01),
         breaks("rate scaled by the shape", gap(ours(scale="original"), newton), 0.02),
         breaks("weight decay 0.1", gap(ours(weight_decay=0.1), newton), 0.01),

@@ -10,7 +10,7 @@ from axes.claims.base import Claim, Verdict
 from axes.errors import UnknownName
 
 GROUPS = {
-    "A": "Core framework: state update, Bregman, mirror, proximal, Frank-Wolfe",
+    "A": "Core framework",
     "B": "Costs",
     "C": "Algorithms",
     "D": "Monoids and positional encodings",

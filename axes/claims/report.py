@@ -27,19 +27,20 @@ h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.2rem; margin-top:
 nav { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin: 1rem 0; }
 table { border-collapse: collapse; width: 100%; }
 th, td { border-bottom: 1px solid var(--line); padding: .4rem .6rem; text-align: left; vertical-align: top; }
-.scroll { overflow-x: auto; } table.counts { overflow-wrap: normal; min-width: 46rem; }
+.scroll { overflow-x: auto; margin-bottom: 2rem; } table.counts { overflow-wrap: normal; min-width: 46rem; }
 .counts td:not(:first-child), .counts th:not(:first-child) { text-align: right; }
 .counts tr:last-child { font-weight: 600; }
 table.claims { table-layout: fixed; }
-.claims th:nth-child(1) { width: 4rem; } .claims th:nth-child(3) { width: 9rem; }
+.claims th:nth-child(1) { width: 4.5rem; } .claims th:nth-child(3) { width: 9rem; }
 .claims th:nth-child(4) { width: 40%; }
 .n { font-size: .9em; font-variant-numeric: tabular-nums; }
 .n div { padding-left: 1.2em; text-indent: -1.2em; }
 .ok::before { content: "\\2713  "; color: #1a7f37; } .bad::before { content: "\\2717  "; color: #cf222e; }
-.v { border-left: .3rem solid var(--c); padding-left: .5rem; --c: #8c959f; }
+.v { display: block; border-left: .3rem solid var(--c); padding-left: .5rem; --c: #8c959f; }
 .exact { --c: #1a7f37; } .conditional { --c: #2da4a0; } .false { --c: #cf222e; }
 .approximate { --c: #bf8700; } .statistical { --c: #8250df; }
-figure { margin: 1.5rem 0; max-width: 48rem; } figure img { display: block; width: 100%; height: auto; }
+.figures { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
+figure { margin: 0; } figure img { display: block; width: 100%; height: auto; }
 figcaption, details { opacity: .85; font-size: .92em; }
 summary { cursor: pointer; } dl { margin: .3rem 0; } dt { font-weight: 600; } dd { margin: 0 0 .3rem; }
 pre { white-space: pre-wrap; margin: 0; }
@@ -177,14 +178,16 @@ def page(results: Sequence[Result]) -> str:
         *(f'<p class="bad">{_link(r.claim.id)} does not hold its verdict.</p>' for r in failing),
         "<nav>" + "".join(f'<a href="#group-{g}">{g}. {e(title)}</a>' for g, title in present.items()) + "</nav>",
         _counts([r.claim for r in results]),
+        '<div class="figures">',
     ]
     for figure in FIGURES:
         shows = [r.claim.id for r in results if r.claim.figure == figure.name]
         if shows:
             out.append(f"<figure><img alt={_attribute(figure.title)} src={_attribute(_png(figure))}>")
             out.append(f"<figcaption>{e(figure.caption)} Claims {', '.join(map(_link, shows))}.</figcaption></figure>")
+    out.append("</div>")
     for g, title in present.items():
-        head = "".join(f"<th>{name}</th>" for name in ("claim", "statement", "verdict", "measured"))
+        head = "".join(f"<th>{name}</th>" for name in ("id", "statement", "verdict", "measured"))
         out.append(f'<h2 id="group-{g}">{g}. {e(title)}</h2>')
         out.append(f'<table class="claims"><thead><tr>{head}</tr></thead><tbody>')
         out += [_row(r) for r in results if r.claim.group == g]
@@ -227,12 +230,12 @@ def _png(figure: Figure) -> str:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    picture, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    picture, axis = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
     try:
         figure.draw(axis)
         axis.set_title(figure.title)
         buffer = io.BytesIO()
-        picture.savefig(buffer, format="png", dpi=110, metadata={"Software": ""})
+        picture.savefig(buffer, format="png", dpi=120, metadata={"Software": ""})
     finally:
         pyplot.close(picture)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -89,7 +89,9 @@ def test_find_keeps_the_order_of_the_register() -> None:
     assert find() == ALL
 
 
-@pytest.mark.parametrize("name, near", [("A43", "A42"), ("A1", "mean A"), ("B00", "mean B"), ("nothing", "known: A, B, ")])
+@pytest.mark.parametrize(
+    "name, near", [("A43", "A42"), ("A1", "mean A"), ("B00", "mean B"), ("nothing", "known: A, B, ")]
+)
 def test_unknown_claim_names_the_nearest(name: str, near: str) -> None:
     with pytest.raises(UnknownName, match=near):
         find(["A01", name])
@@ -201,15 +203,17 @@ def interrupted(code: str, whole_group: bool) -> tuple[int, str, list[str]]:
         else:
             program.send_signal(signal.SIGINT)
         _, errors = program.communicate(timeout=60)
-        left = subprocess.run(["ps", "-s", str(program.pid), "-o", "args="], capture_output=True, text=True).stdout
-        return program.returncode, errors, left.splitlines()
+        listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat=,args="], capture_output=True, text=True).stdout
+        rows = [line.split(maxsplit=2) for line in listed.splitlines()]
+        left = [" ".join(row) for row in rows if row[0] == str(program.pid) and not row[1].startswith("Z")]
+        return program.returncode, errors, left
     finally:
         if program.poll() is None:
             os.killpg(program.pid, signal.SIGKILL)
             program.wait()
 
 
-@pytest.mark.parametrize("whole_group", [True, False])
+@pytest.mark.parametrize("whole_group", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ctrl_c_stops_the_processes(whole_group: bool) -> None:
     code = """
         from axes.claims import command, verify
@@ -223,20 +227,21 @@ def test_ctrl_c_stops_the_processes(whole_group: bool) -> None:
     """
     status, errors, left = interrupted(code, whole_group)
     assert status == 130
-    assert errors.splitlines() == ["stopped; nothing was written"]
+    assert errors.splitlines() == ["stopped"]
     assert not left
 
 
 def test_a_check_that_kills_its_process_is_a_red_result(tmp_path: Path) -> None:
     code = """
         import os
-        from axes.claims import register, verify
+        from axes.claims import verify
 
         def dies(name, seeds):
             os._exit(9) if name == "A02" else None
             return (), 0.0, ""
 
         if __name__ == "__main__":
+            from axes.claims import register
             verify._by_id = dies
             for result in verify.verify(register.find(["A01", "A02"]), 1, workers=2):
                 print(result.claim.id, result.ok, result.error)
