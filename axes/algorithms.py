@@ -81,7 +81,8 @@ class Step(Declared):
     rate: step size eta.  at: where the gradient is evaluated (prev, gated, read, new = implicit, or an Anchor).
     steps: gradient steps on the same datum.  lazy: theta is stored (dual averaging, pre-norm); else W is (mirror
     descent, post-norm).  via: filters between gradient and state, in order.  read: where the output is read.
-    debias: divide the output by the response to a unit drive.  start: zero, or first (theta_1 is the first drive).
+    debias: divide the output by the response to a unit drive.  start: zero, first (theta_1 is the first drive), or W0
+    (a filter that starts at the outer weights: averages of weights).
     """
 
     rate: Rate = 1.0
@@ -91,7 +92,7 @@ class Step(Declared):
     via: tuple[StateUpdate | Sum | Momentum, ...] = ()
     read: Read | None = None
     debias: bool = False
-    start: Literal["zero", "first"] = "zero"
+    start: Literal["zero", "first", "W0"] = "zero"
 
     def __post_init__(self) -> None:
         if isinstance(self.rate, Per) and self.rate.domain == "unit":
@@ -101,5 +102,5 @@ class Step(Declared):
             raise IllegalUpdate(f"Step: at={self.at!r} is not prev, gated, read, new or Anchor(b)")
         if self.steps < 1:
             raise IllegalUpdate(f"Step: steps must be at least 1, got {self.steps}")
-        if self.start not in ("zero", "first"):
-            raise IllegalUpdate(f"Step: start={self.start!r} is not zero or first")
+        if self.start not in ("zero", "first", "W0"):
+            raise IllegalUpdate(f"Step: start={self.start!r} is not zero, first or W0")

@@ -101,9 +101,10 @@ def _stage(update: StateUpdate, state: State, signal: Tokens, u: Leaves, size: i
     """
     _, h, monoid, step, memory = update.parts()
     rate = resolve(step.rate, signal)
-    stats, seen = [], []
+    stats: list[State] = []
+    seen: list[Leaves] = []
     for s, t in zip(h.stats, state.stats, strict=True):
-        response, end = _stage(s, t, signal, tuple(s.cost.drive(x, signal) for x in u), size)
+        response, end = _stage(s, t, signal, s._seen(u, signal, seen), size)
         stats.append(end)
         seen.append(s._output(*response).weights)
     # element-wise gates act on ones: what is left is the gate of each leaf

@@ -25,7 +25,7 @@ from axes.algorithms import Anchor, Momentum, Read, Step, Sum
 from axes.costs import Cost, Linear, Ridge
 from axes.declared import Declared
 from axes.errors import AxesError, IllegalUpdate
-from axes.geometry import Birkhoff, Cayley, Entropic, Geometry, Spectral
+from axes.geometry import Birkhoff, Cayley, Entropic, Geometry, Spectral, Whiten
 from axes.memory import MLP, LayerNormMatrix, List, Matrix, Memory
 from axes.monoids import Decay, Monoid
 from axes.rates import Per
@@ -568,6 +568,20 @@ def _scale_free_ahead(a: StateUpdate, b: StateUpdate) -> bool:
     return a.parts()[1].scale_free and a.parts()[3].lazy
 
 
+def _factor_scale(a: StateUpdate, b: StateUpdate) -> bool:
+    """A constant factor (or a bias correction) of the statistics whose eigenvectors alone are used."""
+    first, second = a.parts()[1], b.parts()[1]
+    if not isinstance(first, Whiten) or not isinstance(second, Whiten) or not _same_but(first, second, "stats"):
+        return False
+    if first.kind != "eigenbasis" or a.parts()[0] != b.parts()[0] or a.parts()[2:] != b.parts()[2:]:
+        return False
+    changed = [(s, t) for s, t in zip(first.stats[:2], second.stats[:2], strict=True) if s != t]
+    scaled = (
+        s.parts()[:3] == t.parts()[:3] and _same_but(s.algorithm, t.algorithm, "rate", "debias") for s, t in changed
+    )
+    return all(scaled) and first.stats[2] == second.stats[2]
+
+
 def _numerical(a: StateUpdate, b: StateUpdate) -> bool:
     first, second = a.parts()[1], b.parts()[1]
     if isinstance(first, Spectral):
@@ -639,6 +653,11 @@ GAUGES: tuple[Gauge, ...] = (
         "rate of a linear filter before a scale-free h",
         _scale_free_ahead,
         "linear filters pass a constant positive factor on, and the first scale-free h behind them drops it",
+    ),
+    Gauge(
+        "scale of the factors of an eigenbasis",
+        _factor_scale,
+        "eigenvectors do not change when their matrix is multiplied by a positive number",
     ),
     Gauge(
         "bias under a trust ratio",

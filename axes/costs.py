@@ -411,16 +411,17 @@ class Given(Cost):
 class Linear(Cost):
     """l = -<W, z>: the cost of filters and statistics, whose drive z is a quantity of the datum.
 
-    of: drive u, square u * u, left u u^T, right u^T u (u the raw drive (..., d_v, d_k)), key k k^T, value v v^T,
-    error e e^T (e the gradient of a layer's output). A signal that has "kk", "vv" or "ee" supplies that product itself,
+    of: drive u, square u * u, left u u^T, right u^T u (u the raw drive (..., d_v, d_k)), eigen-square as square but
+    with u in the eigenbasis of the two statistics before it, key k k^T, value v v^T, error e e^T (e the gradient of
+    a layer's output). A signal that has "kk", "vv" or "ee" supplies that product itself,
     for data that are means over several examples.
     """
 
-    of: Literal["drive", "square", "left", "right", "key", "value", "error"] = "drive"
+    of: Literal["drive", "square", "left", "right", "eigen-square", "key", "value", "error"] = "drive"
     curvature: ClassVar[Curvature] = "none"
 
     def __post_init__(self) -> None:
-        allowed = ("drive", "square", "left", "right", "key", "value", "error")
+        allowed = ("drive", "square", "left", "right", "eigen-square", "key", "value", "error")
         if self.of not in allowed:
             raise IllegalUpdate(f"Linear: of={self.of!r} is not one of {', '.join(allowed)}")
 
@@ -438,7 +439,7 @@ class Linear(Cost):
             return x.unsqueeze(-1) * x.unsqueeze(-2)
         if self.of in ("left", "right"):
             return u @ u.mT if self.of == "left" else u.mT @ u
-        return u * u if self.of == "square" else u
+        return u * u if self.of in ("square", "eigen-square") else u
 
 
 @final

@@ -108,6 +108,10 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
         yield f"debias has no effect: {type(h).__name__} drops the factor it divides by"
     unit = not isinstance(step.rate, Per) and step.rate == 1.0
     starts_empty = isinstance(cost, Linear) or isinstance(memory, Matrix | LayerNormMatrix | Entries)
+    if step.start == "W0" and not isinstance(cost, Linear):
+        yield "start='W0' is for filters: an update itself starts at the weights it is given"
+    if step.start == "W0" and step.debias:
+        yield "a filter that starts at the weights has no bias to correct"
     if step.start == "first" and unit and starts_empty:
         yield "start='first' has no effect: at rate 1 an empty memory starts at its first drive anyway"
     if not step.lazy and kinds == {"zero"} and step.read is None:
@@ -151,6 +155,8 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
                 yield f"a statistic {s.cost!r} is a square matrix of its own size: it takes scalar gates and rates"
         if s.parts()[3].read is not None:
             yield "a statistic is what its state holds: it has no read point"
+        if s.parts()[3].start == "W0":
+            yield "a statistic holds products of drives: it cannot start at the weights"
     for whiten in _whitenings(h):
         for s, side in zip(whiten.stats, _SIDES[whiten.kind], strict=True):
             if _SIDE_OF.get(getattr(s.cost, "of", ""), side) != side:
@@ -160,7 +166,14 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
 # What a statistic has the shape of, and what each whitening divides by.
 _SIDE_OF = {"drive": "entries", "square": "entries"} | dict.fromkeys(("left", "value", "error"), "rows")
 _SIDE_OF |= dict.fromkeys(("right", "key"), "columns")
-_SIDES = {"diagonal": ("entries",), "kronecker": ("rows", "columns"), "right": ("columns",), "full": ("whole",)}
+_SIDE_OF |= {"eigen-square": "eigen-entries"}
+_SIDES = {
+    "diagonal": ("entries",),
+    "kronecker": ("rows", "columns"),
+    "right": ("columns",),
+    "full": ("whole",),
+    "eigenbasis": ("rows", "columns", "eigen-entries"),
+}
 
 
 def sees_weights(h: Geometry) -> bool:

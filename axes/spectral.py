@@ -151,6 +151,17 @@ def polar(x: Tensor, tolerance: float) -> Tensor:
     return value + (live - live.detach())
 
 
+def eigenbasis(statistic: Tensor) -> Tensor:
+    """Eigenvectors of a semi-definite statistic, ascending eigenvalues; a constant in derivatives."""
+    basis: Tensor = torch.linalg.eigh(wide(statistic.detach())).eigenvectors
+    return basis
+
+
+def into_eigenbasis(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Q_L^T x Q_R for the eigenvectors of two statistics."""
+    return (eigenbasis(left).mT @ wide(x) @ eigenbasis(right)).to(x.dtype)
+
+
 def inverse_power(matrix: Tensor, power: float, eps: float) -> Tensor:
     """(A + eps I)^{-power} of a semi-definite A; with eps = 0 the pseudo-power, rank cut at n * machine eps * l_1.
 
@@ -222,6 +233,8 @@ class Whiten(Geometry):
     kind "diagonal": theta / (v^power + eps), or theta / (v + eps)^power with eps_inside; stats (v,), v like theta.
     "kronecker": L^{-power} theta R^{-power}, stats (L, R). "right": theta R^{-power}, stats (R,).
     "full": the same on the row-major vector of theta, stats (F,), F (..., m n, m n).
+    "eigenbasis": Q_L [(Q_L^T theta Q_R) / (v^power + eps)] Q_R^T with the eigenvectors Q of L and R, stats (L, R, v),
+    v a statistic of Linear("eigen-square"): SOAP with a fresh basis per step. Derivatives hold the bases constant.
     For the matrix kinds eps is added to the eigenvalues; with eps = 0 they are pseudo-powers, and the diagonal kind
     gives 0 where the denominator is 0. power 1/2 is Adam (diagonal), 1/4 or 1/2 Shampoo (kronecker), 1 RLS (right)
     and the natural gradient (full).
@@ -231,7 +244,7 @@ class Whiten(Geometry):
     """
 
     stats: tuple[Any, ...]
-    kind: Literal["diagonal", "kronecker", "right", "full"] = "diagonal"
+    kind: Literal["diagonal", "kronecker", "right", "full", "eigenbasis"] = "diagonal"
     power: float = 0.5
     eps: float = 1e-8
     eps_inside: bool = False
@@ -240,14 +253,14 @@ class Whiten(Geometry):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stats", tuple(self.stats))
-        counts = {"diagonal": 1, "kronecker": 2, "right": 1, "full": 1}
+        counts = {"diagonal": 1, "kronecker": 2, "right": 1, "full": 1, "eigenbasis": 3}
         require(self.kind in counts, self, f"kind {self.kind!r} is not one of {', '.join(counts)}")
         need = counts[self.kind]
         require(len(self.stats) == need, self, f"kind {self.kind!r} takes {need} statistic(s), got {len(self.stats)}")
         require(0 < self.power < math.inf, self, f"power must be positive and finite, got {self.power}")
         require(0 <= self.eps < math.inf, self, f"eps must be finite and >= 0, got {self.eps}")
         message = f"kind {self.kind!r} always adds eps to the eigenvalues: leave eps_inside at False"
-        require(self.kind == "diagonal" or not self.eps_inside, self, message)
+        require(self.kind in ("diagonal", "eigenbasis") or not self.eps_inside, self, message)
 
     @property
     def matrix(self) -> bool:  # type: ignore[override]
@@ -260,13 +273,17 @@ class Whiten(Geometry):
             return self._diagonal(theta, context.stats[0])
         require_matrix(self, theta)
         m, n = theta.shape[-2:]
-        sizes = {"kronecker": (m, n), "right": (n,), "full": (m * n,)}[self.kind]
-        for size, stat in zip(sizes, context.stats, strict=True):
+        sizes = {"kronecker": (m, n), "right": (n,), "full": (m * n,), "eigenbasis": (m, n)}[self.kind]
+        for size, stat in zip(sizes, context.stats, strict=self.kind != "eigenbasis"):
             if stat.shape[-2:] != (size, size):
                 raise ShapeError(
                     f"Whiten: a {self.kind} statistic of theta {(m, n)} must be ({size}, {size}), got "
                     f"{tuple(stat.shape[-2:])}"
                 )
+        if self.kind == "eigenbasis":
+            left, right, second = context.stats
+            scaled = self._diagonal(into_eigenbasis(wide(theta), left, right), wide(second))
+            return (eigenbasis(left) @ scaled @ eigenbasis(right).mT).to(theta.dtype)
         roots = [inverse_power(wide(stat), self.power, self.eps) for stat in context.stats]
         x = wide(theta)
         if self.kind == "full":

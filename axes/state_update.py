@@ -15,7 +15,7 @@ Nothing else has memory. All tensors may carry leading batch dimensions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -34,6 +34,7 @@ from axes.memory import Leaves, List, Matrix, Memory, Parameter
 from axes.monoids import Element, Identity, Monoid, Product, Scalar, Zero
 from axes.rates import Per, Rate, Signal, rate_shape, resolve, spread
 from axes.solve import root
+from axes.spectral import into_eigenbasis
 
 
 @final
@@ -183,20 +184,28 @@ class StateUpdate(Declared):
         _, _, _, _, memory = self.parts()
         return self._init(memory.zeros(signal) if weights is None else weights, signal)
 
-    def _init(self, theta: Leaves, signal: Signal) -> State:
-        cost, h, _, step, memory = self.parts()
+    def _init(self, theta: Leaves, signal: Signal, outer: Leaves = ()) -> State:
+        """outer: the weights around a filter, which it may start at."""
+        _, h, _, step, memory = self.parts()
         like = tuple(torch.zeros_like(leaf) for leaf in theta) if memory.filterable else ()
-        via = tuple(
-            tuple(b._init(like, signal) for b in f.branches) if isinstance(f, Sum) else f._init(like, signal)  # type: ignore[union-attr]
-            for f in step.via
-        )
-        stats = tuple(s._init(tuple(torch.zeros_like(x) for x in s._seen(like, signal)), signal) for s in h.stats)
+        via: list[State | tuple[State, ...]] = []
+        for f in step.via:
+            if isinstance(f, Sum):
+                via.append(tuple(b._init(like, signal, theta) for b in f.branches))
+            else:
+                assert isinstance(f, StateUpdate)
+                via.append(f._init(like, signal, theta))
+        stats: list[State] = []
+        for s in h.stats:  # a later statistic may see the earlier ones
+            seen = s._seen(like, signal, [t.theta for t in stats])
+            stats.append(s._init(tuple(torch.zeros_like(x) for x in seen), signal))
+        theta = outer if step.start == "W0" else theta
         norm: Leaves = ()
         if step.debias:
             keyed = memory.keyed
             norm = tuple(leaf[..., :1, :] * 0 if keyed else leaf.new_zeros((1,) * leaf.ndim) for leaf in theta)
         anchor = tuple(torch.zeros_like(leaf) for leaf in theta) if isinstance(step.at, Anchor) else ()
-        return State(theta, via, stats, norm, anchor, torch.zeros((), dtype=torch.int64))
+        return State(theta, tuple(via), tuple(stats), norm, anchor, torch.zeros((), dtype=torch.int64))
 
     def step(
         self, state: State, signal: Signal, drive: Leaves | None = None, weights: Leaves | None = None
@@ -218,9 +227,7 @@ class StateUpdate(Declared):
         for micro in range(step.steps):
             raw = self._drive(state, gated, anchor, rate, signal, drive, micro)
             u, via = self._filter(raw, via, signal, state, weights)
-            stats = tuple(
-                s.step(t, signal, s._seen(u, signal))[0] for s, t in zip(h.stats, stats, strict=True)
-            )
+            stats = self._observe(u, stats, signal)
             theta = memory.add(gated, rate, rate_shape(step.rate), u)
             if step.start == "first" and int(state.count) == 0:
                 theta = u
@@ -296,9 +303,21 @@ class StateUpdate(Declared):
             return memory.add((element.act(norm),), rate, rate_shape(step.rate), (k[..., None, :],))[0]
         return memory.add((element.act(norm),), rate, rate_shape(step.rate), (torch.ones_like(norm),))[0]
 
-    def _seen(self, u: Leaves, signal: Signal) -> Leaves:
-        """What a statistic is driven by: squares or products of the drive, by its Linear cost."""
+    def _observe(self, u: Leaves, states: tuple[State, ...], signal: Signal) -> tuple[State, ...]:
+        """Step the statistics of h with the drive, each seeing the ones before it."""
+        stepped: list[State] = []
+        outs: list[Leaves] = []
+        for s, state in zip(self.parts()[1].stats, states, strict=True):
+            state, out = s.step(state, signal, s._seen(u, signal, outs))
+            stepped.append(state)
+            outs.append(out.weights)
+        return tuple(stepped)
+
+    def _seen(self, u: Leaves, signal: Signal, earlier: Sequence[Leaves]) -> Leaves:
+        """What a statistic is driven by: squares or products of the drive, rotated by earlier ones or not."""
         assert isinstance(self.cost, Linear)
+        if self.cost.of == "eigen-square":
+            u = tuple(into_eigenbasis(x, left, right) for x, left, right in zip(u, *earlier[-2:], strict=True))
         return tuple(self.cost.drive(leaf, signal) for leaf in u)
 
     def _drive(

@@ -7,10 +7,11 @@ import signal
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -52,23 +53,60 @@ def _here(claims: Sequence[Claim], seeds: int | None) -> Iterator[Result]:
 
 
 def _in_processes(claims: Sequence[Claim], seeds: int | None, workers: int) -> Iterator[Result]:
-    others = set(multiprocessing.active_children())
+    """One pipe per worker and no shared queue: a worker that dies or is stopped can leave nobody waiting for a lock."""
     context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
-    pool = ProcessPoolExecutor(min(workers, len(claims)), mp_context=context)
-    try:
+    waiting = deque(claims)
+    busy: dict[Connection, Claim] = {}
+    processes: list[multiprocessing.process.BaseProcess] = []
+
+    def start() -> Connection:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, seeds), daemon=True)
         with _interrupts_ignored():  # inherited: Ctrl-C is this process's to handle
-            waiting: dict[Future[_Measured], Claim] = {pool.submit(_by_id, c.id, seeds): c for c in claims}
-        for done in as_completed(waiting):
-            try:
-                yield Result(waiting[done], *done.result())
-            except BrokenProcessPool:
-                yield Result(waiting[done], (), 0.0, "the process that ran the check died (out of memory, say)")
-        pool.shutdown()
-    except BaseException:
-        for worker in set(multiprocessing.active_children()) - others:
-            worker.terminate()
-        pool.shutdown(cancel_futures=True)
-        raise
+            process.start()
+        theirs.close()
+        processes.append(process)
+        return ours
+
+    def feed(worker: Connection) -> None:
+        if waiting:
+            busy[worker] = waiting.popleft()
+            worker.send(busy[worker].id)
+        else:
+            worker.close()  # its end of file: the worker leaves
+
+    try:
+        for _ in range(min(workers, len(claims))):
+            feed(start())
+        while busy:
+            for ready in connection.wait(list(busy)):
+                assert isinstance(ready, Connection)
+                claim = busy.pop(ready)
+                try:
+                    measured: _Measured = ready.recv()
+                except EOFError:
+                    ready.close()
+                    yield Result(claim, (), 0.0, "the process that ran the check died (out of memory, say)")
+                    if waiting:
+                        feed(start())
+                else:
+                    feed(ready)
+                    yield Result(claim, *measured)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+        for worker in busy:
+            worker.close()
+
+
+def _serve(pipe: Connection, seeds: int | None) -> None:
+    """A worker: ids in, measurements out, until the other end is closed."""
+    while True:
+        try:
+            pipe.send(_by_id(pipe.recv(), seeds))
+        except (EOFError, OSError):
+            return
 
 
 @contextmanager

@@ -262,6 +262,33 @@ DATA = {
             ),
         ),
     ),
+    "soap": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    Whiten(
+                        (
+                            StateUpdate(Linear("left"), monoid=Scalar(0.9), algorithm=Step(0.1)),
+                            StateUpdate(Linear("right"), monoid=Scalar(0.9), algorithm=Step(0.1)),
+                            StateUpdate(Linear("eigen-square"), monoid=Scalar(0.95), algorithm=Step(0.05, debias=True)),
+                        ),
+                        kind="eigenbasis",
+                        eps=1e-3,
+                    ),
+                    Scalar(0.9),
+                    Step(0.1, debias=True),
+                ),
+            ),
+        ),
+    ),
+    "averaged weights": StateUpdate(  # x = 0.9 x + 0.1 z of z = z + 0.2 u, both from W_0
+        Given(),
+        monoid=Scalar(0.9),
+        algorithm=Step(0.1, via=(StateUpdate(Linear(), algorithm=Step(0.2, start="W0")),)),
+    ),
     "cautious adam": StateUpdate(
         Given(),
         OnUpdate(Cautious(Whiten((second_moment(0.95),)))),

@@ -8,6 +8,7 @@ import math
 import pickle
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import pytest
 import torch
 from systems import DATA, KEYED, SYSTEMS, second_moment
@@ -772,3 +773,45 @@ def test_double_backward_through_the_interpreter(name: str) -> None:
     inputs = tuple(signal[n].requires_grad_() for n in names)  # type: ignore[union-attr]
     assert torch.autograd.gradcheck(run, inputs, atol=1e-5, rtol=1e-3, fast_mode=True)
     assert torch.autograd.gradgradcheck(run, inputs, atol=1e-4, rtol=1e-3, fast_mode=True)
+
+
+def test_soap_is_adam_in_the_eigenbasis_of_the_factors() -> None:
+    """An average of gradients over the root of squares averaged in the eigenbasis of L and R, rotated back."""
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    gradients = torch.randn(12, 4, 3, generator=generator, dtype=torch.float64)
+    update = DATA["soap"]
+    state = update.init({"g": gradients[0]}, (start,))
+    w, m, v = start, torch.zeros_like(start), torch.zeros_like(start)
+    left, right = torch.zeros(4, 4).double(), torch.zeros(3, 3).double()
+    for t, g in enumerate(gradients, 1):
+        state, _ = update.step(state, {"g": g})
+        left, right = 0.9 * left + 0.1 * g @ g.T, 0.9 * right + 0.1 * g.T @ g
+        u, r = torch.from_numpy(np.linalg.eigh(left.numpy())[1]), torch.from_numpy(np.linalg.eigh(right.numpy())[1])
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * (u.T @ g @ r) ** 2
+        step = (u.T @ m @ r / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-3)
+        w = w - 0.1 * u @ step @ r.T
+    # the first factors are rank deficient, where a null-space basis is arbitrary: primed ones would give rounding
+    torch.testing.assert_close(state.theta[0], w, rtol=0, atol=1e-6)
+
+
+def test_a_filter_may_start_at_the_weights() -> None:
+    """Averages of weights: z is gradient descent from W_0, the update's own state averages z."""
+    start, gradients = torch.randn(3, 2, dtype=torch.float64), torch.randn(9, 3, 2, dtype=torch.float64)
+    update = DATA["averaged weights"]
+    state = update.init({"g": gradients[0]}, (start,))
+    x = z = start
+    for g in gradients:
+        state, _ = update.step(state, {"g": g})
+        z = z - 0.2 * g
+        x = 0.9 * x + 0.1 * z
+    torch.testing.assert_close(state.theta[0], x, rtol=0, atol=1e-13)
+
+
+def test_only_filters_start_at_the_weights() -> None:
+    with pytest.raises(IllegalUpdate, match="starts at the weights it is given"):
+        StateUpdate(Given(), algorithm=Step(0.1, start="W0"))
+    with pytest.raises(IllegalUpdate, match="no bias to correct"):
+        StateUpdate(Linear(), monoid=Scalar(0.9), algorithm=Step(0.1, start="W0", debias=True))
+    with pytest.raises(IllegalUpdate, match="takes a statistic of the entries"):
+        StateUpdate(Linear(), Whiten((StateUpdate(Linear("eigen-square")),)), Scalar(0.9))

@@ -211,6 +211,9 @@ def interrupted(code: str, whole_group: bool) -> tuple[int, str, list[str]]:
         if program.poll() is None:
             os.killpg(program.pid, signal.SIGKILL)
             program.wait()
+        for pipe in (program.stdout, program.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 @pytest.mark.parametrize("whole_group", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -240,9 +243,10 @@ def test_a_check_that_kills_its_process_is_a_red_result(tmp_path: Path) -> None:
             os._exit(9) if name == "A02" else None
             return (), 0.0, ""
 
+        verify._by_id = dies  # workers import this program again
+
         if __name__ == "__main__":
             from axes.claims import register
-            verify._by_id = dies
             for result in verify.verify(register.find(["A01", "A02"]), 1, workers=2):
                 print(result.claim.id, result.ok, result.error)
     """
