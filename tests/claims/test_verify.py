@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,6 +184,12 @@ ENVIRONMENT = {
 }
 
 
+def _processes_of(group: int) -> list[str]:
+    listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat=,args="], capture_output=True, text=True).stdout
+    rows = [line.split(maxsplit=2) for line in listed.splitlines()]
+    return [" ".join(row) for row in rows if row[0] == str(group) and not row[1].startswith("Z")]
+
+
 def interrupted(code: str, whole_group: bool) -> tuple[int, str, list[str]]:
     """Exit status, stderr and processes left of a program that is interrupted once it prints `now`."""
     program = subprocess.Popen(
@@ -203,9 +210,11 @@ def interrupted(code: str, whole_group: bool) -> tuple[int, str, list[str]]:
         else:
             program.send_signal(signal.SIGINT)
         _, errors = program.communicate(timeout=60)
-        listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat=,args="], capture_output=True, text=True).stdout
-        rows = [line.split(maxsplit=2) for line in listed.splitlines()]
-        left = [" ".join(row) for row in rows if row[0] == str(program.pid) and not row[1].startswith("Z")]
+        for _ in range(50):  # Python's own resource tracker leaves a moment after the program
+            left = _processes_of(program.pid)
+            if not left:
+                break
+            time.sleep(0.2)
         return program.returncode, errors, left
     finally:
         if program.poll() is None:
