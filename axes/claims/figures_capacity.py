@@ -22,7 +22,7 @@ from axes.claims.capacity_measures import (
     softmax_snr_law,
     sphere,
 )
-from axes.claims.figures import Figure
+from axes.claims.figure import Figure
 
 
 @final

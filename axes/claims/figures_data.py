@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from axes.claims.base import Draw
-from axes.claims.figures import Figure
+from axes.claims.figure import Figure
 
 
 def inputs(draw: Draw, n: int, d: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from axes.claims.base import Draw
-from axes.claims.figures import Figure
+from axes.claims.figure import Figure
 from axes.geometry import Birkhoff, Cayley
 
 _LAYERS, _STREAMS = 64, 4

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from axes.claims.base import Claim, Finding, Result, Verdict
-from axes.claims.figures import Figure
+from axes.claims.figure import Figure
 from axes.claims.register import GROUPS, counts
 
 _STYLE = """

@@ -7,41 +7,16 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import integrate
 
 from axes import costs, dispatch
 from axes.claims import figures_capacity, group_e
-from axes.claims.base import Claim, Draw, Result, Verdict
 from axes.claims.capacity_measures import log_moment, softmax_snr_law
 from axes.claims.verify import verify_one
 from axes.geometry import Entropic
 from axes.memory import List
 
 CLAIMS = {c.id: c for c in group_e.CLAIMS}
-
-
-def test_every_id_in_order() -> None:
-    assert list(CLAIMS) == [f"E{i:02d}" for i in range(1, 15)]
-
-
-@pytest.mark.parametrize("claim", [CLAIMS[i] for i in ("E01", "E04", "E06", "E13")], ids=lambda c: c.id)
-@settings(max_examples=2)
-@given(seed=st.integers(0, 10_000))
-def test_claim_holds(claim: Claim, seed: int) -> None:
-    assert claim.check is not None
-    result = Result(claim, claim.check(Draw(seed)))
-    assert result.ok, [str(f) for f in result.findings if not f.ok]
-
-
-HEAVY = ("E02", "E03", "E05", "E07", "E08", "E09", "E10", "E11", "E12")  # or without draws
-
-
-@pytest.mark.parametrize("claim", [CLAIMS[i] for i in HEAVY], ids=lambda c: c.id)
-def test_heavy_claim_holds(claim: Claim) -> None:
-    result = verify_one(claim, 1)
-    assert result.ok, (result.error, [str(f) for f in result.findings if not f.ok])
 
 
 def red(id: str) -> bool:
@@ -75,18 +50,6 @@ def test_temperature_inverted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_without_normaliser(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Entropic, "primal", lambda self, theta, context=None: (theta / 2).softmax(-1))
     assert red("E04") and red("E10")
-
-
-def test_verdicts() -> None:
-    count = {v: sum(c.verdict is v for c in group_e.CLAIMS) for v in Verdict}
-    assert count == {
-        Verdict.EXACT: 3,
-        Verdict.CONDITIONAL: 0,
-        Verdict.APPROXIMATE: 1,
-        Verdict.STATISTICAL: 5,
-        Verdict.FALSE: 4,
-        Verdict.UNTESTABLE: 1,
-    }
 
 
 @pytest.mark.parametrize("d", [4, 16, 64])

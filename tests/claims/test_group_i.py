@@ -5,39 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from axes import costs, dispatch, memory, monoids, spectral, state_update
 from axes.algorithms import Step
 from axes.claims import group_i, group_i_descent, group_i_memory
-from axes.claims.base import Claim, Draw, Result, Verdict
 from axes.claims.group_a_tools import layer_tuple
 from axes.claims.verify import verify_one
 from axes.state_update import StateUpdate
-
-TESTED = [c for c in group_i.CLAIMS if c.check is not None]
-HEAVY = {"I01", "I02", "I06", "I08"}  # more than 0.2 s a draw: one draw
-
-
-def test_every_id_in_order() -> None:
-    assert [c.id for c in group_i.CLAIMS] == [f"I{i:02d}" for i in range(1, 15)]
-
-
-@pytest.mark.parametrize("claim", [c for c in TESTED if c.id not in HEAVY], ids=lambda c: c.id)
-@settings(max_examples=2)
-@given(seed=st.integers(0, 10_000))
-def test_claim_holds(claim: Claim, seed: int) -> None:
-    assert claim.check is not None
-    result = Result(claim, claim.check(Draw(seed)))
-    assert result.ok, [str(f) for f in result.findings if not f.ok]
-
-
-@pytest.mark.parametrize("claim", [c for c in TESTED if c.id in HEAVY], ids=lambda c: c.id)
-def test_heavy_claim_holds(claim: Claim) -> None:
-    result = verify_one(claim, 1)
-    assert result.ok, (result.error, [str(f) for f in result.findings if not f.ok])
 
 
 def red(id: str) -> bool:
@@ -127,15 +102,3 @@ def test_fast_route_without_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rotation_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_i_descent, "rotate", lambda x, angle: monoids.rotate(x, -angle))
     assert red("I12")
-
-
-def test_verdicts() -> None:
-    count = {v: sum(c.verdict is v for c in group_i.CLAIMS) for v in Verdict}
-    assert count == {
-        Verdict.EXACT: 6,
-        Verdict.CONDITIONAL: 5,
-        Verdict.APPROXIMATE: 1,
-        Verdict.STATISTICAL: 0,
-        Verdict.FALSE: 1,
-        Verdict.UNTESTABLE: 1,
-    }

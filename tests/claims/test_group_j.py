@@ -6,34 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from axes import monoids, spectral
-from axes.claims.base import Claim, Draw, Result, Verdict
+from axes.claims.base import Draw, Result, Verdict
 from axes.claims.group_j import CLAIMS as J
 from axes.claims.group_k import CLAIMS as K
-from axes.claims.verify import verify_one
 from axes.costs import Linear
 from axes.geometry import Entropic, Sphere
-
-TESTABLE = [c for c in J if c.check is not None]
-FAST = [c for c in TESTABLE if c.id not in ("J04", "J06")]
-
-
-@pytest.mark.parametrize("claim", FAST, ids=lambda c: c.id)
-@given(seed=st.integers(0, 10_000))
-@settings(max_examples=3)
-def test_claim_holds(claim: Claim, seed: int) -> None:
-    assert claim.check is not None
-    result = Result(claim, claim.check(Draw(seed)))
-    assert result.ok, [str(f) for f in result.findings]
-
-
-@pytest.mark.parametrize("claim", [c for c in TESTABLE if c not in FAST], ids=lambda c: c.id)
-def test_long_claim_holds(claim: Claim) -> None:
-    result = verify_one(claim, 1)
-    assert result.ok, (result.error, [str(f) for f in result.findings])
 
 
 def test_external_statements_are_listed_with_a_reason() -> None:

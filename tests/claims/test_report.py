@@ -17,7 +17,7 @@ import pytest
 
 from axes.claims import report
 from axes.claims.base import Claim, Finding, Result, Verdict, breaks, holds, within
-from axes.claims.figures import Figure
+from axes.claims.figure import Figure
 from axes.claims.register import ALL, GROUPS, find
 from axes.claims.report import counts_table, markdown, page, write_atomically
 
