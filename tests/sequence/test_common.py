@@ -17,6 +17,10 @@ from axes.algorithms import Anchor
 from axes.errors import IllegalUpdate, ShapeError
 from axes.memory import List
 from axes.sequence import ALL, DeltaNet, GatedDeltaNet, LinearAttention, SequenceLayer, SoftmaxAttention, layer
+from axes.sequence.lattice import LATTICE
+from axes.sequence.miras import MIRAS
+from axes.sequence.titans import TITANS
+from axes.sequence.ttt import TTT
 from axes.state_update import StateUpdate
 
 D, HEADS, B, T = 12, 2, 2, 9
@@ -129,6 +133,24 @@ def test_gradients_reach_the_input_and_every_parameter(cls: type[SequenceLayer])
     names = ["x", *(n for n, _ in module.named_parameters())]
     for name, g in zip(names, gradients(module, tokens(length_of(cls))), strict=True):
         assert g.isfinite().all() and g.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("cls", [*TITANS, *TTT, *MIRAS, *LATTICE])
+def test_nonlinear_memories_learn_to_recall(cls: type[SequenceLayer]) -> None:
+    """Pairs, then their keys alone: thirty steps of Adam lower the error of what is read."""
+    width, pairs = 12, 8
+    keys, values = torch.randn(4, pairs, width // 2), torch.randn(4, pairs, width // 2)
+    x = torch.cat((torch.cat((keys, values), -1), torch.cat((keys, torch.zeros_like(values)), -1)), 1)
+    layer, head = cls(width, heads=2), torch.nn.Linear(width, width // 2)
+    adam = torch.optim.Adam([*layer.parameters(), *head.parameters()], lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = (head(layer(x)[0])[:, pairs:] - values).square().mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.75 * losses[0]
 
 
 @every_layer

@@ -210,28 +210,3 @@ def test_step_size_starts_at_a_half() -> None:
     gamma = signal_of(layer, torch.zeros(1, 2, D, dtype=torch.float64))[0]["gamma"]
     torch.testing.assert_close(gamma, torch.full_like(gamma, 0.5))
     assert StateUpdate(Alignment(), algorithm=LatticeOSR.update.algorithm).demands() == (Per("gamma"),)
-
-
-@pytest.mark.parametrize("cls", LATTICE)
-def test_every_parameter_learns(cls) -> None:
-    layer = cls(D, heads=HEADS, dtype=torch.float64)
-    layer(torch.randn(B, T, D, dtype=torch.float64))[0].square().mean().backward()
-    for name, p in layer.named_parameters():
-        assert p.grad is not None and torch.isfinite(p.grad).all(), name
-        assert p.grad.abs().max() > 0, name
-
-
-@pytest.mark.parametrize("cls", LATTICE)
-def test_it_learns_to_recall(cls) -> None:
-    keys, values = torch.randn(4, 8, D // 2), torch.randn(4, 8, D // 2)
-    x = torch.cat((torch.cat((keys, values), -1), torch.cat((keys, torch.zeros_like(values)), -1)), 1)
-    layer, head = cls(D, heads=HEADS), torch.nn.Linear(D, D // 2)
-    adam = torch.optim.Adam([*layer.parameters(), *head.parameters()], lr=1e-2)
-    losses = []
-    for _ in range(30):
-        loss = (head(layer(x)[0])[:, 8:] - values).square().mean()
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.75 * losses[0]
