@@ -110,6 +110,10 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     starts_empty = isinstance(cost, Linear) or isinstance(memory, Matrix | LayerNormMatrix | Entries)
     if step.start == "W0" and not isinstance(cost, Linear):
         yield "start='W0' is for filters: an update itself starts at the weights it is given"
+    if step.start == "W0" and kinds == {"zero"}:
+        yield "start='W0' under a gate that keeps nothing is forgotten at once"
+    if memory.keyed and any(f.parts()[3].start == "W0" for f in update.filters()):
+        yield "a filter starts at the weights of the data axis; an empty memory is zero, where start='W0' has no effect"
     if step.start == "W0" and step.debias:
         yield "a filter that starts at the weights has no bias to correct"
     if step.start == "first" and unit and starts_empty:
