@@ -184,6 +184,10 @@ ENVIRONMENT = {
 }
 
 
+# what a shell starts in the background ignores Ctrl-C, and so do its children
+_HEARS_INTERRUPTS = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def _processes_of(group: int) -> list[str]:
     listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat=,args="], capture_output=True, text=True).stdout
     rows = [line.split(maxsplit=2) for line in listed.splitlines()]
@@ -193,7 +197,7 @@ def _processes_of(group: int) -> list[str]:
 def interrupted(code: str, whole_group: bool) -> tuple[int, str, list[str]]:
     """Exit status, stderr and processes left of a program that is interrupted once it prints `now`."""
     program = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [sys.executable, "-c", _HEARS_INTERRUPTS + textwrap.dedent(code)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
