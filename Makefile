@@ -6,6 +6,9 @@ WORKERS   ?= 2
 ARGS      ?=
 PIP_FLAGS ?=
 
+# CUDA builds of torch bring the Triton they need; beside a CPU build this one runs the kernels in its interpreter.
+TRITON := triton==3.6.0
+
 VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -77,5 +80,8 @@ $(READY): requirements/dev.txt pyproject.toml
 		echo "Without a network, give pip a folder of wheels: make PIP_FLAGS='--no-index --find-links DIR'" >&2; \
 		exit 1; \
 	}; \
+	if [ "$$(uname)" = Linux ] && ! $(BIN)/python -c "import triton" 2>/dev/null; then \
+		$(BIN)/python -m pip install $$quiet --disable-pip-version-check $(TRITON) $(PIP_FLAGS) || exit 1; \
+	fi; \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . || exit 1; \
 	touch $(READY)

@@ -11,14 +11,13 @@ from axes.dispatch import run
 from axes.optim import optimizer
 
 torch.manual_seed(0)
-torch.set_default_dtype(torch.float64)
 examples, inputs, outputs, lr = 32, 6, 4, 0.1
-x, y = torch.randn(examples, inputs), torch.randn(examples, outputs)
+x, y = torch.randn(examples, inputs).double(), torch.randn(examples, outputs).double()
 
 delta_rule = StateUpdate(SquaredError(), algorithm=Step(Per("beta")))
 
 # the data axis: one training step per example, on a model's weight
-model = torch.nn.Linear(inputs, outputs, bias=False)
+model = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.float64)
 start = model.weight.detach().clone()
 opt = optimizer(delta_rule)(model, beta=lr)
 for one, label in zip(x, y, strict=True):
@@ -27,7 +26,8 @@ for one, label in zip(x, y, strict=True):
     opt.step()
 
 # the sequence axis: the same examples as one sequence of 32 tokens, in one chunked pass
-signal = {"k": x[None, :, None], "v": y[None, :, None], "q": x[None, :, None], "beta": torch.full((1, examples, 1), lr)}
+signal = {"k": x[None, :, None], "v": y[None, :, None], "q": x[None, :, None]}
+signal["beta"] = torch.full((1, examples, 1), lr, dtype=torch.float64)
 reads, state = run(delta_rule, signal, weights=(start[None, None],))
 
 print(f"largest difference of the two weights: {(model.weight.detach() - state.theta[0][0, 0]).abs().max():.1e}")

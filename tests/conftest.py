@@ -5,6 +5,8 @@ import os
 # Set before the first import of pyplot; nothing in the tests opens a window.
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
@@ -51,5 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded() -> Iterator[None]:
+    """Every test starts from one seed, and leaves torch's default dtype as it was."""
     torch.manual_seed(0)
+    yield
+    left = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert left is torch.float32, f"the test left {left} as torch's default dtype"
