@@ -6,6 +6,7 @@ only `sequential` loops over tokens. Legend: T tokens, N chunks of C tokens, p s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -90,21 +91,28 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
         solved = torch.linalg.solve_triangular(identity - system, forced, upper=False, unitriangular=True)
         from_values, from_start = solved[..., : value.shape[-1]], solved[..., value.shape[-1] :]
 
-    state, outputs = start, []
-    for n in range(value.shape[-4]):
-        flat = state.flatten(-2)
-        values = value[..., n, :, :, :]
+    # Serial in time: only what a chunk reads of its first state, and the next state. Outputs follow for all at once.
+    count, state, states, seen_states = value.shape[-4], start.flatten(-2), [], []
+    wholes = _chunks(whole, count, 3)
+    left = ends.unflatten(-2, (size, -1))
+    entering = _chunks(value[..., 0, :].mT @ left[..., rank, :], count, 2)
+    if rank:
+        leaving = _chunks(left[..., :rank, :].flatten(-3, -2), count, 2)
+        solutions = list(zip(_chunks(from_values, count, 2), _chunks(from_start, count, 2), strict=True))
+    for n in range(count):
+        states.append(state)
+        after = entering[n] + _transport(state, wholes[n])
         if rank:
-            p = from_values[..., n, :, :] + from_start[..., n, :, :] @ flat.mT
-            p = p.unflatten(-2, (size, rank))
-            values = _cat(p, values, -2)
-        values = values.flatten(-3, -2)  # (..., C m, d_v)
-        outputs.append(carried_q[..., n, :, :] @ flat.mT + scores_q[..., n, :, :] @ values)
-        kept = torch.einsum(
-            "...vac,...abc->...vbc", state, whole[..., n, :, :, :].expand(*whole.shape[:-4], slots, slots, q.shape[-1])
-        )
-        state = kept + (values.mT @ ends[..., n, :, :]).unflatten(-1, state.shape[-2:])
-    return torch.cat(outputs, -2)[..., :length, :], state
+            fixed, varying = solutions[n]
+            seen_states.append(fixed + varying @ state.mT)
+            after = after + seen_states[-1].mT @ leaving[n]
+        state = after
+    values = value
+    if rank:
+        p = torch.stack(seen_states, -3).unflatten(-2, (size, rank))
+        values = _cat(p, value, -2)
+    out = carried_q @ torch.stack(states, -3).mT + scores_q @ values.flatten(-3, -2)
+    return out.flatten(-3, -2)[..., :length, :], state.unflatten(-1, start.shape[-2:])
 
 
 def floored(gate: Tensor) -> Tensor:
@@ -127,6 +135,22 @@ def cumulative(gate: Tensor, drive: Tensor, start: Tensor) -> Tensor:
 
 
 # ---- pieces ------------------------------------------------------------------------------------------------------
+
+
+def _chunks(x: Tensor, count: int, trailing: int) -> Sequence[Tensor]:
+    """One tensor a chunk, from (..., N or 1, *trailing). Unbound once: indexing would cost a full gradient a chunk."""
+    x = x.movedim(-1 - trailing, 0)
+    return x.unbind(0) if x.shape[0] == count else [x[0]] * count
+
+
+def _transport(state: Tensor, whole: Tensor) -> Tensor:
+    """The state (..., d_v, p d) through a chunk's blocks (..., p, p, 1|d)."""
+    slots = whole.shape[-2]
+    if slots == 1:
+        return state * whole[..., 0, :, :]
+    parts = state.unflatten(-1, (slots, -1))
+    moved = torch.einsum("...vac,...abc->...vbc", parts, whole.expand(*whole.shape[:-1], parts.shape[-1]))
+    return moved.flatten(-2)
 
 
 def _cat(first: Tensor, second: Tensor, dim: int) -> Tensor:
