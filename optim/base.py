@@ -32,6 +32,7 @@ from axes.optim.capabilities import (
 from axes.optim.checkpoints import Kept, wrap_state
 from axes.optim.layers import Examples, Layers, Products, Reduction
 from axes.optim.routing import Report, Roles, Row, canonical_shape, named_role, roles
+from axes.optim.together import Batch, first_is_special, program, start
 from axes.rates import resolve
 from axes.state_update import Output, State, StateUpdate
 
@@ -124,6 +125,7 @@ class Optimizer(torch.optim.Optimizer):
                 group["lr"] = self.default_lr
         self._roles: Roles = {}
         self._layers: Layers | None = None
+        self._batches: dict[StateUpdate, list[Batch]] = {}
         model = params if isinstance(params, nn.Module) else options.get("model")
         self.update = self._update(self._rule_defaults[main])
         reads_layers = self.watches_layers and needs_layers(self.update)
@@ -414,6 +416,11 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in parameters:
                 self._replay(group, update, parameter, sign)
             return
+        if group["foreach"] and program(update, group["maximize"]) is not None:
+            begun = all(p in self.state for p in parameters)
+            if begun or not first_is_special(update):
+                self._advance_together(group, update, parameters)
+                return
         batches: dict[Any, list[tuple[Tensor, State, dict[str, Tensor]]]] = {}
         for index, parameter in enumerate(parameters):
             assert parameter.grad is not None
@@ -432,6 +439,29 @@ class Optimizer(torch.optim.Optimizer):
             state, out = update.step(trees.stack([state for _, state, _ in batch]), {**stacked, **rates})
             for i, (parameter, _, _) in enumerate(batch):
                 self._store(update, parameter, trees.unstack(state, i), Output((out.weights[0][i],)))
+
+    def _advance_together(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> None:
+        """Step an entry-by-entry rule as one program over all parameters."""
+        batches = self._batches.get(update, [])
+        known = [p for batch in batches for p in batch.parameters]
+        if len(known) != len(parameters) or not all(
+            batch.matches(part, self.state) for batch, part in zip(batches, _split(parameters, batches), strict=True)
+        ):
+            batches = self._batches[update] = self._batch(group, update, parameters)
+        for batch in batches:
+            rates = self._rates(group, update, _canonical(batch.parameters[0].grad))  # type: ignore[arg-type]
+            batch.step({name: float(value) for name, value in rates.items()})
+
+    def _batch(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> list[Batch]:
+        """Batches of one dtype, device and step; states that do not exist yet are made."""
+        members: dict[Any, list[Tensor]] = {}
+        for parameter in parameters:
+            assert parameter.grad is not None
+            state = trees.flatten(update, self._state(update, parameter, {"g": _canonical(parameter.grad)}))
+            self.state[parameter].update(start(state, parameter))
+            numbers = tuple((n, float(x)) for n, x in state.items() if x.numel() == 1 and n != "theta")
+            members.setdefault((parameter.dtype, parameter.device, numbers), []).append(parameter)
+        return [Batch(update, group["maximize"], m, [self.state[p] for p in m]) for m in members.values()]
 
     def _layer_signal(self, update: StateUpdate, parameter: Tensor, sign: float) -> dict[str, Tensor]:
         if not needs_layers(update):
@@ -515,7 +545,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("update", "_rules", "_rule_defaults", "_check_finite", "_reduction", "_roles")
-        return {**super().__getstate__(), **{key: getattr(self, key) for key in kept}, "_layers": None}
+        own = {key: getattr(self, key) for key in kept}
+        return {**super().__getstate__(), **own, "_layers": None, "_batches": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -536,6 +567,18 @@ class Optimizer(torch.optim.Optimizer):
 
         signal = {"g": empty(m, n), "k": empty(n), "v": empty(m), "e": empty(m)}
         return trees.flatten(update, update.init(signal, (empty(m, n),)))
+
+
+def _split(parameters: list[Tensor], batches: list[Batch]) -> list[list[Tensor]]:
+    """The parameters in the order of the batches that hold them."""
+    if len(batches) == 1:
+        return [parameters]
+    place = {p: i for i, batch in enumerate(batches) for p in batch.parameters}
+    parts: list[list[Tensor]] = [[] for _ in batches]
+    for p in parameters:
+        if p in place:
+            parts[place[p]].append(p)
+    return parts
 
 
 def _canonical(tensor: Tensor) -> Tensor:

@@ -1,0 +1,146 @@
+"""Tuples as straight-line programs: what runs over many tensors at a time is what the interpreter does to each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axes import optim
+from axes.algorithms import Momentum, Step
+from axes.costs import Given, Linear, Ridge
+from axes.elementwise.batched import Schedule, blocks
+from axes.elementwise.program import NotElementwise, trace
+from axes.geometry import SignBall, SoftThreshold, Sphere, Whiten
+from axes.monoids import Decay, Scalar, Zero
+from axes.optim import trees
+from axes.optim.together import Batch, program, start
+from axes.rates import Per
+from axes.state_update import StateUpdate
+
+LR, DECAY = Per("lr"), Per("weight_decay")
+SECOND = StateUpdate(Linear("square"), monoid=Scalar(0.95), algorithm=Step(0.05, debias=True))
+SIGN = StateUpdate(Linear(), SignBall(), Zero())
+CUBE = StateUpdate(Linear(), Whiten((SECOND,), "diagonal", power=1 / 3), Zero())
+RULES = {
+    "sgd": optim.SGD.declare(0.0),
+    "momentum": optim.SGD.declare(),
+    "nesterov, decoupled": optim.SGD.declare(nesterov=True, decoupled=True),
+    "adam": optim.Adam.declare(),
+    "adam without eps": optim.Adam.declare(eps=0.0),
+    "adamw": optim.AdamW.declare(),
+    "adamw without memory": optim.AdamW.declare((0.0, 0.0)),
+    "lion": optim.Lion.declare(),
+    "sign": StateUpdate(Given(), monoid=Decay(DECAY), algorithm=Step(LR, via=(SIGN,))),
+    "soft threshold": StateUpdate(Ridge(Given(), DECAY), SoftThreshold(0.01), algorithm=Step(LR)),
+    "signed eg": optim.SignedEG.update,
+    "cube root": StateUpdate(Given(), monoid=Decay(DECAY), algorithm=Step(LR, via=(CUBE,))),
+    "two filters": StateUpdate(Given(), algorithm=Step(LR, via=(Momentum(0.9, "ema"), Momentum(0.5, "sum")))),
+}  # fmt: skip
+
+
+def setting(update: StateUpdate, seed: int = 0, sizes: tuple[tuple[int, ...], ...] = ((4, 3), (7,), (2, 5))) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [torch.randn(*s, generator=generator, dtype=torch.float64, requires_grad=True) for s in sizes]
+    states = []
+    for p in parameters:
+        w = p.detach().reshape(-1, p.shape[-1])
+        _, h, _, step, _ = update.parts()
+        theta = w if h.is_identity or not step.lazy else h.subgradient(w)
+        rates = {per.name: 0.1 for per in update.demands()}
+        states.append(start(trees.flatten(update, update.init({"g": torch.zeros_like(w), **rates}, (theta,))), p))
+    return parameters, states
+
+
+@pytest.mark.parametrize("maximize", (False, True))
+@pytest.mark.parametrize("name", RULES)
+def test_equals_the_interpreter_step_by_step(name: str, maximize: bool) -> None:
+    update = RULES[name].normal()
+    assert program(update, maximize) is not None
+    parameters, states = setting(update)
+    alone = [p.detach().clone().reshape(-1, p.shape[-1]) for p in parameters]
+    memory = [{n: x.clone() for n, x in s.items()} for s in states]
+    batch = Batch(update, maximize, parameters, states)
+    for t in range(4):
+        rates = {per.name: 0.1 / (t + 1) for per in update.demands()}
+        for i, p in enumerate(parameters):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * t + i), dtype=p.dtype)
+            p.grad[0] = 0.0
+            g = p.grad.reshape(alone[i].shape)
+            state = trees.unflatten(update, memory[i], alone[i])
+            state, out = update.step(state, {"g": -g if maximize else g, **rates})
+            memory[i], alone[i] = trees.flatten(update, state), out.weights[0]
+        batch.step(rates)
+        for i, p in enumerate(parameters):
+            torch.testing.assert_close(p.detach().reshape(alone[i].shape), alone[i], rtol=1e-13, atol=1e-13)
+            assert states[i].keys() == memory[i].keys()
+            for n, x in states[i].items():
+                torch.testing.assert_close(x, memory[i][n].reshape(x.shape).to(x.dtype), rtol=1e-13, atol=1e-13)
+
+
+@given(seed=st.integers(0, 10**6), block=st.integers(1, 40), name=st.sampled_from(sorted(RULES)))
+def test_any_cut_into_blocks_gives_the_same(seed: int, block: int, name: str) -> None:
+    update = RULES[name].normal()
+    schedule = Schedule(program(update))  # type: ignore[arg-type]
+    sizes = [13, 1, 0, 30]
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {n: [torch.rand(s, generator=generator, dtype=torch.float64) for s in sizes] for n in schedule.names}
+    inputs = [i for i, op in enumerate(schedule.program.operations) if op.name == "input" and not op.shaped]
+    values = schedule.numbers({schedule.program.names[i]: 0.3 for i in inputs})
+    whole = {n: [x.clone() for x in xs] for n, xs in tensors.items()}
+    schedule.run([whole[n] for n in schedule.names], values)
+    for group in blocks(sizes, block):
+        assert sum(b - a for _, a, b in group) <= block
+        schedule.run([[tensors[n][i][a:b] for i, a, b in group] for n in schedule.names], values)
+    for n in schedule.names:
+        for a, b in zip(tensors[n], whole[n], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)  # vector and scalar loops round exp differently
+
+
+@given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 60))
+def test_blocks_cover_every_entry_once(sizes: list[int], block: int) -> None:
+    seen = [(i, e) for group in blocks(sizes, block) for i, a, b in group for e in range(a, b)]
+    assert sorted(seen) == [(i, e) for i, size in enumerate(sizes) for e in range(size)]
+
+
+def test_adamw_takes_nine_operations_and_no_guard() -> None:
+    schedule = Schedule(program(optim.AdamW.update.normal()))  # type: ignore[arg-type]
+    names = [s.name for s in schedule.steps]
+    assert len(names) == 9 and {"addcmul", "addcdiv", "pow xn"} <= set(names)
+    assert not any(n.startswith(("where", "gt", "copy")) for n in names)
+
+
+def test_a_guard_that_can_act_stays() -> None:
+    """Without eps the denominator may vanish: zero gradients must leave a parameter where it is."""
+    names = [s.name for s in Schedule(program(optim.Adam.declare(eps=0.0).normal())).steps]  # type: ignore[arg-type]
+    assert any(n.startswith("where") for n in names)
+
+
+@pytest.mark.parametrize(
+    ("update", "why"),
+    (
+        (optim.Muon.update, "a polar factor mixes entries"),
+        (StateUpdate(Given(), Sphere(), algorithm=Step(LR, lazy=False)), "a norm mixes entries"),
+        (optim.Shampoo.update, "Kronecker factors mix entries"),
+    ),
+)
+def test_what_mixes_entries_has_no_program(update: StateUpdate, why: str) -> None:
+    assert program(update.normal()) is None, why
+
+
+def test_trace_says_which_operation_mixes_entries() -> None:
+    with pytest.raises(NotElementwise, match="sum gives a tensor of another shape|entries are mixed|sum"):
+        trace(lambda v: {"parameter": v["parameter"] / v["parameter"].sum(1, keepdim=True)}, ("parameter",), ())
+    with pytest.raises(NotElementwise, match="branches on a number"):
+        trace(lambda v: {"parameter": v["parameter"] * (2 if v["n"] > 0 else 1)}, ("parameter",), ("n",))
+    with pytest.raises(NotElementwise, match="neither an entry nor a number"):
+        constant = torch.ones(3, 5)
+        trace(lambda v: {"parameter": v["parameter"] + constant}, ("parameter",), ())
+
+
+def test_the_program_reads_as_text() -> None:
+    text = str(program(optim.SGD.declare(0.0).normal()))
+    assert "%0 = parameter" in text and "parameter <- %" in text and "number = lr" in text
