@@ -1,4 +1,4 @@
-"""The command line: train, sample, list, explain, verify, cite, demo."""
+"""The command line: train, sample, list, explain, verify, cite, bench, demo."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from axes import catalogue, dispatch
+from axes.bench.command import app as bench
 from axes.errors import AxesError
 from axes.tasks import demonstration, language_modelling
 from axes.tasks.configuration import DTYPES, Configuration
@@ -37,6 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench)
 
 
 class _TrainCommand(TyperCommand):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from axes import solve
+from axes.accumulate import outer_sum
 from axes.declared import Declared
 from axes.errors import IllegalUpdate, ShapeError
 from axes.rates import Per, Rate, Signal, rate_shape, resolve
@@ -438,7 +439,7 @@ class Linear(Cost):
             x = torch.as_tensor(resolve(Per(self.of[0], "key" if self.of == "key" else "row", "real"), signal))
             return x.unsqueeze(-1) * x.unsqueeze(-2)
         if self.of in ("left", "right"):
-            return u @ u.mT if self.of == "left" else u.mT @ u
+            return outer_sum(u.mT if self.of == "left" else u).to(u.dtype)
         return u * u if self.of in ("square", "eigen-square") else u
 
 

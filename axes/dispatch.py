@@ -14,18 +14,18 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from axes import attention, cascade, gram, reference, scan
+from axes import attention, cascade, gram, kernel_terms, reference, scan
 from axes.costs import SquaredError
 from axes.derived import block_size, chain, feedback, no_attention, no_cascade, no_chain, no_gram, structure
 from axes.errors import AxesError, ShapeError
-from axes.legality import gates
 from axes.memory import Leaves
-from axes.rates import Signal, rate_shape, resolve
+from axes.rates import Signal, resolve
 from axes.state_update import State, StateUpdate
 
 Implementation = Literal["reference", "torch", "triton"]
 Route = Literal["interpreter", "chain", "cascade", "gram", "attention"]
 _preferred: ContextVar[Implementation | None] = ContextVar("axes_implementation", default=None)
+_traced: Implementation | None = None  # the same for compilers, which cannot look into a ContextVar
 _GRAM_CHUNK = 32
 
 
@@ -69,13 +69,13 @@ def select(
         raise NoImplementation(f"implementation {implementation!r} is not one of {', '.join(get_args(Implementation))}")
     if implementation == "reference":
         return Choice("interpreter", "reference", "asked for by name")
-    no_kernel = _no_kernel(update, torch.device(device), dtype, shapes or {}, time)
+    no_kernel = kernel_terms.no_kernel(update, torch.device(device), dtype, shapes or {}, time)
     if implementation == "triton":
         if no_kernel is not None:
             raise NoImplementation(f"no Triton kernel for {update!r}: {no_kernel}. Use implementation='torch'")
         return Choice("chain", "triton", "asked for by name")
     if implementation is None and no_kernel is None:
-        return Choice("chain", "triton", "the gated delta rule in one kernel, state on chip")
+        return Choice("chain", "triton", f"the exact {kernel_terms.family(update)} chain in chunks, state on chip")
     refused = routes(update)
     for route, reason in refused.items():
         if reason is None and route != "interpreter":
@@ -91,11 +91,18 @@ def implementation(name: Implementation) -> Iterator[None]:
     """Within the block, computations that name no implementation use this one, or raise."""
     if name not in get_args(Implementation):
         raise NoImplementation(f"implementation {name!r} is not one of {', '.join(get_args(Implementation))}")
-    token = _preferred.set(name)
+    global _traced
+    token, before = _preferred.set(name), _traced
+    _traced = name
     try:
         yield
     finally:
         _preferred.reset(token)
+        _traced = before
+
+
+def _chosen() -> Implementation | None:
+    return _traced if torch.compiler.is_compiling() else _preferred.get()
 
 
 def run(
@@ -116,10 +123,10 @@ def run(
     if not isinstance(q, Tensor) or not isinstance(v, Tensor):
         raise ShapeError(f"run needs tensors 'q' and 'v' in the signal; it has {sorted(signal)}")
     shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
-    choice = select(update, v.device, v.dtype, shapes, implementation or _preferred.get(), time)
+    choice = select(update, v.device, v.dtype, shapes, implementation or _chosen(), time)
     if choice.implementation == "triton" and q.shape[time]:
         with torch.autocast(v.device.type, enabled=False):
-            return _run_kernel(update, signal, state, weights)
+            return kernel_terms.run(update, signal, state, weights)
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     signal = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
     if q.shape[time] == 0:
@@ -128,6 +135,30 @@ def run(
         return torch.zeros_like(v), state
     with torch.autocast(v.device.type, enabled=False):  # the recurrence stays in its own precision
         return _execute(choice, update, signal, state, time, weights, v.dtype)
+
+
+def step(
+    update: StateUpdate, signal: Signal, state: State, *, implementation: Implementation | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, State]:  # fmt: skip
+    """One token (B, 1, H, ...): by the fused kernel where one is and no gradient is asked, else by the interpreter.
+
+    in_place: the kernel writes the new state over the old one, which the caller gives up.
+    """
+    v = signal["v"]
+    assert isinstance(v, Tensor)
+    chosen = implementation or _chosen()
+    shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
+    no_kernel = kernel_terms.no_kernel(update, v.device, v.dtype, shapes, 1) or kernel_terms.no_step(update)
+    inputs = [x for x in (*signal.values(), *state.theta) if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        no_kernel = no_kernel or "the kernel for one token has no backward"
+    if chosen == "triton" and no_kernel is not None:
+        raise NoImplementation(f"no Triton kernel for one token of {update!r}: {no_kernel}")
+    if no_kernel is None and chosen in (None, "triton"):
+        with torch.autocast(v.device.type, enabled=False):
+            return kernel_terms.run(update, signal, state, None, kernel_terms.one_token(in_place))
+    return run(update, signal, state, implementation="reference")
 
 
 def _execute(
@@ -159,61 +190,6 @@ def _each(signal: Signal, time: int, change: Callable[[Tensor], Tensor]) -> dict
 
 def _without(x: Tensor, time: int) -> list[int]:
     return [n for i, n in enumerate(x.shape) if i != time]
-
-
-# ---- the kernel of the delta rule --------------------------------------------------------------------------------
-
-
-def _no_kernel(
-    update: StateUpdate, device: torch.device, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], time: int
-) -> str | None:
-    """Why no Triton kernel computes the derived chain, or None if one does."""
-    cost, _, monoid, step, _ = update.parts()
-    if device.type != "cuda":
-        return f"device {device} is not a GPU"
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"the kernels accumulate in float32, the values are {dtype}"
-    chained = no_chain(update)
-    if chained is not None:
-        return chained
-    if not isinstance(cost, SquaredError) or structure(update) != "dplr" or not gates(monoid) <= {"identity", "scalar"}:
-        return "the one kernel there is computes the (gated) delta rule"
-    if step.via or step.debias or rate_shape(step.rate) != "scalar":
-        return "the kernel carries one state and one scalar strength a token"
-    if step.at == "prev" and gates(monoid) != {"identity"}:
-        return "a gradient before the gate erases with a strength of its own"
-    if time != 1 or any(len(shapes.get(n, (0,) * 4)) != 4 for n in "kv"):
-        return "the kernel takes (batch, time, head, width)"
-    if any(not 0 < shapes[n][-1] <= 128 for n in "kv" if n in shapes):
-        return "the kernel takes widths up to 128"
-    return None
-
-
-def _run_kernel(
-    update: StateUpdate, signal: Signal, state: State | None, weights: Leaves | None
-) -> tuple[Tensor, State]:
-    """(Gated) delta rule and its implicit form: one strength, one gate. Inputs keep their dtype, sums are float32."""
-    from axes.kernels.delta import gated_delta_rule  # triton is imported on first use
-
-    _, _, monoid, step, _ = update.parts()
-    q, k, v = (signal[n] for n in "qkv")
-    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if state is None:
-        wide = {n: x.float() if isinstance(x, Tensor) else x for n, x in signal.items()}
-        state = update.init(_each(wide, 1, lambda x: x.select(1, 0)), weights)
-    ones = torch.ones(v.shape[:-1], dtype=torch.float32, device=v.device)
-    strength = ones * resolve(step.rate, signal)
-    if step.at == "new":
-        strength = strength / (1 + strength * k.float().square().sum(-1))
-    gate: Tensor | None = None
-    element = monoid.element(signal, strength, k[..., None, :])
-    if element.gate is not None:
-        gate = ones * (element.gate if element.gate.ndim == 0 else element.gate[..., 0])
-    if not isinstance(element.scale, float) or element.scale != 1.0:
-        log = torch.log(ones * element.scale)
-        gate = log if gate is None else gate + log
-    out, final = gated_delta_rule(q.to(v.dtype), k.to(v.dtype), v, strength, gate, state.theta[0])
-    return out, State((final,), (), (), (), (), state.count + v.shape[1])
 
 
 # ---- routes: each takes batch dimensions, then T, then features ---------------------------------------------------
@@ -315,7 +291,7 @@ def explain(obj: object, device: str = "cpu", dtype: torch.dtype = torch.float32
         f"feedback     {feedback(update)}",
         f"transition   {structure(update)}, block size {block_size(update)}",
     ]
-    choice = select(update, device, dtype, implementation=_preferred.get())
+    choice = select(update, device, dtype, implementation=_chosen())
     lines.append(f"runs         {choice.route} by {choice.implementation}: {choice.reason}")
     for route, reason in routes(update).items():
         lines.append(f"  {route:<12}{'legal' if reason is None else 'no: ' + reason}")

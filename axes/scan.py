@@ -139,8 +139,8 @@ def cumulative(gate: Tensor, drive: Tensor, start: Tensor) -> Tensor:
 
 def _chunks(x: Tensor, count: int, trailing: int) -> Sequence[Tensor]:
     """One tensor a chunk, from (..., N or 1, *trailing). Unbound once: indexing would cost a full gradient a chunk."""
-    x = x.movedim(-1 - trailing, 0)
-    return x.unbind(0) if x.shape[0] == count else [x[0]] * count
+    dim = -1 - trailing
+    return x.unbind(dim) if x.shape[dim] == count else [x.squeeze(dim)] * count
 
 
 def _transport(state: Tensor, whole: Tensor) -> Tensor:

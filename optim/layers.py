@@ -14,6 +14,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
+from axes.accumulate import outer_sum
 from axes.errors import AxesError
 
 Reduction = Literal["mean", "sum"]
@@ -47,7 +48,7 @@ class Products:
         self.sums: dict[bool, tuple[Tensor, Tensor, int]] = {}
 
     def add(self, x: Tensor, response: Tensor, gradient: Tensor, observing: bool) -> None:
-        kk, ee, n = x.mT @ x, gradient.mT @ gradient, len(x)
+        kk, ee, n = outer_sum(x), outer_sum(gradient), len(x)
         if observing:  # every pass is a mean over its own examples
             ee = ee * n**2
         if observing in self.sums:
@@ -98,7 +99,9 @@ class Layers:
 
         def arrived(gradient: Tensor) -> None:
             dtype = torch.promote_types(weight.dtype, torch.float32)
-            rows = [t.detach().reshape(-1, t.shape[-1]).to(dtype) for t in (x, response, gradient)]
+            rows = [t.detach().reshape(-1, t.shape[-1]) for t in (x, response, gradient)]
+            if self._record is Examples or dtype == torch.float64:  # sums of products widen 16-bit rows themselves
+                rows = [t.to(dtype) for t in rows]
             self.found.setdefault(weight, self._record()).add(rows[0], rows[1], rows[2], self._observing)
 
         output.register_hook(arrived)

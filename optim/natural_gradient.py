@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
+from axes.accumulate import outer_sum
 from axes.algorithms import Momentum, Step
 from axes.costs import Given, Linear
 from axes.errors import AxesError
@@ -239,7 +240,7 @@ class ExactNaturalGradient(Optimizer):
         w = torch.cat([p.detach().reshape(-1).to(dtype) for p in parameters])[None]
         g = torch.cat([p.grad.reshape(-1).to(dtype) for p in parameters if p.grad is not None])[None]
         scores = self._scores(parameters, dtype)
-        signal = {"g": -g if group["maximize"] else g, "kk": scores.mT @ scores / self._examples}
+        signal = {"g": -g if group["maximize"] else g, "kk": outer_sum(scores) / self._examples}
         flat = self.state.get(first)
         state = trees.unflatten(update, flat, w) if flat else update.init(signal, (w,))
         state, out = update.step(state, {**signal, **self._rates(group, update, w)})

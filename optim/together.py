@@ -31,8 +31,8 @@ def program(update: StateUpdate, maximize: bool = False) -> Program | None:
         return None
     rates = tuple(per.name for per in update.demands())
     with torch.no_grad():
-        datum = {GRADIENT: torch.rand(_SHAPE), **{name: torch.rand(()) for name in rates}}
-        flat = trees.flatten(update, update.init(datum, (torch.rand(_SHAPE),)))
+        datum = {GRADIENT: torch.ones(_SHAPE), **{name: torch.tensor(0.5) for name in rates}}
+        flat = trees.flatten(update, update.init(datum, (torch.ones(_SHAPE),)))
         shaped = tuple(n for n, x in flat.items() if x.numel() > 1)
         numbers = tuple(n for n, x in flat.items() if x.numel() == 1 and not _counts(n))
         counts = {n: torch.ones_like(x) for n, x in flat.items() if _counts(n)}  # only the first datum is special
@@ -118,8 +118,9 @@ class Batch:
         torch._foreach_add_(self.counts, 1)
         for name in self.numbers:
             value = self.schedule.program.outputs[name]
-            self.held[name] = values[value] if isinstance(value, int) else value
             tensors = [s[name] for s in self.states]
+            exact = values[value] if isinstance(value, int) else value
+            self.held[name] = torch.tensor(exact, dtype=tensors[0].dtype).item()  # as a resumed run will read it
             torch._foreach_zero_(tensors)
             torch._foreach_add_(tensors, self.held[name])
 

@@ -16,6 +16,7 @@ from axes import dispatch
 from axes.algorithms import Anchor
 from axes.errors import IllegalUpdate, ShapeError
 from axes.memory import MLP, LayerNormMatrix, Leaves, List
+from axes.rates import Signal
 from axes.sequence.blocks import Block, Standard
 from axes.sequence.charts import Sizes
 from axes.state_update import State, StateUpdate
@@ -187,17 +188,18 @@ class SequenceLayer(nn.Module):
         if state is None:
             state = self.init_state(x.shape[0], x.device, x.dtype)
         self._check_state(state, x.shape[0])
-        y, state = self._run(x[:, None], state, "reference")
-        return y[:, 0], state
+        signal, tails, kept = self.around.enter(x[:, None], state.tails)
+        out, memory = dispatch.step(self.update, signal, state.memory, implementation=self.implementation)
+        return self.around.leave(out, kept)[:, 0], LayerState(tails, memory)
 
-    def _run(
-        self, x: Tensor, state: LayerState, implementation: dispatch.Implementation | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def _run(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         signal, tails, kept = self.around.enter(x, state.tails)
-        out, memory = dispatch.run(
-            self.update, signal, state.memory, time=1, implementation=implementation or self.implementation
-        )
+        out, memory = self._recur(signal, state.memory)
         return self.around.leave(out, kept), LayerState(tails, memory)
+
+    def _recur(self, signal: Signal, memory: State) -> tuple[Tensor, State]:
+        """The recurrence alone; `axes bench training` puts a peer's operator in its place."""
+        return dispatch.run(self.update, signal, memory, time=1, implementation=self.implementation)
 
     # ---- input of unequal lengths ------------------------------------------------------------------------------
 

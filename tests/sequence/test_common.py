@@ -321,7 +321,8 @@ def test_copies_and_pickles(cls: type[SequenceLayer]) -> None:
 @pytest.mark.parametrize("cls", [LinearAttention, GatedDeltaNet, SoftmaxAttention], ids=lambda c: c.name)
 def test_compiles(cls: type[SequenceLayer]) -> None:
     module, x = make(cls, torch.float32), tokens(dtype=torch.float32)
-    compiled = torch.compile(module, backend="aot_eager")
+    # with decompositions, as inductor has them: aot_eager alone gives silu_backward wrong strides (torch 2.13)
+    compiled = torch.compile(module, backend="aot_eager_decomp_partition")
     for a, b in zip(gradients(module, x), gradients(compiled, x), strict=True):
         torch.testing.assert_close(a, b)
     _, state = compiled(x)

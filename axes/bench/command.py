@@ -1,0 +1,142 @@
+"""`axes bench ...`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from axes.bench import decode as decode_
+from axes.bench import report
+from axes.bench import sequence as sequence_
+from axes.bench import training as training_
+
+app = typer.Typer(name="bench", help="Side by side with the best peers, on this machine.", no_args_is_help=True)
+
+_GPU_SHAPES = ("8,4096,16,128",)
+_CPU_SHAPES = ("1,4096,4,64",)
+
+
+@app.command()
+def sequence(
+    rules: Annotated[list[str] | None, typer.Option("--rule", help="A rule; all by default. May be repeated.")] = None,
+    shapes: Annotated[list[str] | None, typer.Option("--shape", help="B,T,H,D. May be repeated.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; on a CPU float32.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
+    who: Annotated[list[str] | None, typer.Option(help="Contenders; all by default. May be repeated.")] = None,
+    first_calls: Annotated[bool, typer.Option(help="Time the first call with a cold kernel cache, too.")] = False,
+    lift_guard: Annotated[bool, typer.Option(help="Run fla's gated backward where it refuses to; checked.")] = False,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
+    fresh: Annotated[bool, typer.Option(help="Measure rows again that the folder holds.")] = False,
+) -> None:
+    """Sequence layers' recurrences: kernels, chunked torch, flash-linear-attention and flash attention.
+
+    A row whose outputs or gradients are wrong is refused. Stopped runs continue with the rows that are missing.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    plan = sequence_.Plan(
+        rules=tuple(rules or ()),
+        shapes=tuple(shapes or (_GPU_SHAPES if device.startswith("cuda") else _CPU_SHAPES)),
+        dtype=dtype or ("bfloat16" if device.startswith("cuda") else "float32"),
+        device=device,
+        who=tuple(who or ()),
+        first_calls=first_calls,
+        lift_guard=lift_guard,
+    )
+    console = _console()
+    with _bar(console) as bar:
+        task = bar.add_task("", total=None)
+
+        def watch(what: str, done: int, of: int) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+
+        results = sequence_.measure(plan, out, watch, fresh)
+    console.print(report.table(results))
+    report.draw(results, out / "sequence.png")
+    typer.echo(f"{out / sequence_.FILE} and {out / 'sequence.png'}")
+
+
+@app.command()
+def decode(
+    rules: Annotated[list[str] | None, typer.Option("--rule", help="A rule; all by default. May be repeated.")] = None,
+    shapes: Annotated[list[str] | None, typer.Option("--shape", help="B,1,H,D. May be repeated.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; on a CPU float32.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
+) -> None:
+    """One more token with the state kept: the fused step, the interpreter and flash-linear-attention."""
+    chosen = sequence_.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    kind = sequence_.dtype_of(dtype or ("bfloat16" if chosen.type == "cuda" else "float32"))
+    console = _console()
+    with _bar(console) as bar:
+        task = bar.add_task("", total=None)
+
+        def watch(what: str, done: int, of: int) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+
+        given = tuple(shapes or ("1,1,16,128", "64,1,16,128"))
+        found = decode_.measure(tuple(rules or ()), given, kind, chosen, out, watch)
+    table = Table(title="one token")
+    for name in ("rule", "B,1,H,D", "who", "graph us", "eager us", "rel. error", "state MB r+w", "note"):
+        table.add_column(name, justify="left" if name in ("rule", "who", "note") else "right")
+    for s in found:
+        numbers = (f"{1e3 * x:.1f}" if x is not None else "" for x in (s.graph, s.eager))
+        error = "" if s.error is None else f"{s.error:.1e}"
+        size = "" if s.megabytes is None else f"{s.megabytes:.2f}"
+        table.add_row(s.rule, f"{s.shape} {s.dtype}", s.who, *numbers, error, size, s.refused)
+    console.print(table)
+    typer.echo(str(out / decode_.FILE))
+
+
+@app.command()
+def training(
+    layers: Annotated[int, typer.Option(help="Blocks.")] = training_.Size.layers,
+    width: Annotated[int, typer.Option(help="Width of the model.")] = training_.Size.width,
+    heads: Annotated[int, typer.Option(help="Heads of a sequence layer.")] = training_.Size.heads,
+    batch: Annotated[int, typer.Option(help="Sequences a step.")] = training_.Size.batch,
+    tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = training_.Size.tokens,
+    steps: Annotated[int, typer.Option(help="Timed steps, after a warm-up.")] = training_.Size.steps,
+    device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
+    who: Annotated[list[str] | None, typer.Option(help="Contenders; all by default. May be repeated.")] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
+) -> None:
+    """Training throughput of one gated-delta-net model with our recurrence, with fla's and with flash attention."""
+    size = training_.Size(layers, width, heads, batch=batch, tokens=tokens, steps=steps)
+    chosen = sequence_.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    console = _console()
+    with _bar(console) as bar:
+        task = bar.add_task("", total=None)
+
+        def watch(what: str, done: int, of: int) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+
+        found = training_.measure(size, out, chosen, tuple(who or training_.WHO), watch)
+    table = Table(title=f"{layers} layers, width {width}, {heads} heads, {batch} x {tokens} tokens a step, bfloat16")
+    for name in ("recurrence", "tokens/s", "ms a step", "peak GB", "early loss", "note"):
+        table.add_column(name, justify="left" if name in ("recurrence", "note") else "right")
+    for t in found:
+        table.add_row(
+            t.who,
+            "" if t.tokens_per_second is None else f"{t.tokens_per_second:,.0f}",
+            "" if t.step_ms is None else f"{t.step_ms:.1f}",
+            "" if t.peak_bytes is None else f"{t.peak_bytes / 1e9:.1f}",
+            "" if t.loss is None else f"{t.loss:.4f}",
+            t.refused,
+        )
+    console.print(table)
+    typer.echo(str(out / training_.FILE))
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)

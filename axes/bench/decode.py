@@ -1,0 +1,126 @@
+"""`axes bench decode`: one more token, the state kept: our fused step, the interpreter, flash-linear-attention."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from axes import dispatch, reference
+from axes.bench.check import BOUNDS
+from axes.bench.peers import FLA, OURS, library
+from axes.bench.rules import Rule, Shape, Signal, find
+from axes.bench.timing import median
+
+INTERPRETER = "interpreter"
+FILE = "decode.json"
+_CHECKED = 20  # tokens
+_HEADS = 2
+
+
+@final
+@dataclass(frozen=True)
+class Step:
+    """One contender at one rule and shape. Milliseconds of one token; floor by the state's bytes, read and written."""
+
+    rule: str
+    shape: str
+    dtype: str
+    who: str
+    graph: float | None = None
+    eager: float | None = None
+    error: float | None = None
+    refused: str = ""
+    megabytes: float | None = None
+
+
+Advance = Callable[[Signal], Tensor]  # one token's output (B, 1, H, V); the state is kept inside
+
+
+def measure(
+    rules: tuple[str, ...], shapes: tuple[str, ...], dtype: torch.dtype, device: torch.device, folder: Path,
+    watch: Callable[[str, int, int], None] = lambda what, done, of: None,
+) -> list[Step]:  # fmt: skip
+    """Check every contender over some tokens against float64, then time one token; the file is written after each."""
+    found: list[Step] = []
+    whos = (OURS, INTERPRETER, FLA) if device.type == "cuda" else (INTERPRETER,)
+    work = [(r, Shape.parse(s), who) for r in find(rules) for s in shapes for who in whos]
+    for index, (rule, shape, who) in enumerate(work):
+        if shape.tokens != 1:
+            shape = Shape(shape.batch, 1, shape.heads, shape.width)
+        watch(f"{rule.name} · {who} · {shape}", index, len(work))
+        if who == FLA and (rule.fla is None or importlib.util.find_spec("fla") is None):
+            continue
+        found.append(_row(rule, shape, dtype, device, who))
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".{FILE}"
+        beside.write_text(json.dumps([asdict(s) for s in found], indent=1) + "\n")
+        beside.replace(folder / FILE)
+    watch("done", len(work), len(work))
+    return found
+
+
+@torch.no_grad()
+def _row(rule: Rule, shape: Shape, dtype: torch.dtype, device: torch.device, who: str) -> Step:
+    name = str(dtype).removeprefix("torch.")
+    row = Step(rule.name, str(shape), name, who)
+    try:
+        error = _error(rule, shape, dtype, device, who)
+        if not error <= BOUNDS[dtype]:
+            return _with(row, error=error, refused=f"off by {error:.1e} > {BOUNDS[dtype]:.1e}")
+        signal = rule.signal(shape, dtype, device)
+        advance = _advance(rule, who, signal)
+        timing = median(lambda: (advance(signal),), device)
+    except Exception as failure:
+        return _with(row, refused=f"{type(failure).__name__}: {str(failure).splitlines()[0][:160]}")
+    state = 2 * 4 * shape.batch * shape.heads * shape.width**2
+    return _with(row, graph=timing.graph, eager=timing.eager, error=error, megabytes=state / 1e6)
+
+
+def _error(rule: Rule, shape: Shape, dtype: torch.dtype, device: torch.device, who: str) -> float:
+    """Relative error of some tokens' outputs, two heads of the last sequence."""
+    tokens = Shape(shape.batch, _CHECKED, shape.heads, shape.width)
+    signal = rule.signal(tokens, dtype, device, seed=1)
+    advance = _advance(rule, who, _token(signal, 0))
+    got = torch.cat([advance(_token(signal, t)) for t in range(_CHECKED)], 1)[-1:, :, -_HEADS:]
+    exact = {n: x[-1:, :, -_HEADS:].double() for n, x in signal.items()}
+    want, _ = reference.run(rule.update, exact, time=1)
+    return float((got.double() - want).norm() / want.norm())
+
+
+def _advance(rule: Rule, who: str, first: Signal) -> Advance:
+    held: list[Any]
+    if who == FLA:
+        call, module = rule.fla, library()
+        assert call is not None
+        held = [None]
+
+        def peer(signal: Signal) -> Tensor:
+            o = {"scale": 1.0, "output_final_state": True, "initial_state": held[0]}
+            out, held[0] = call(module, "fused_recurrent", signal, **o)
+            return out
+
+        return peer
+    wide = {n: x[:, 0].float() for n, x in first.items()}
+    held = [rule.update.init(wide)]
+
+    def ours(signal: Signal) -> Tensor:
+        name: dispatch.Implementation = "reference" if who == INTERPRETER else "triton"
+        out, held[0] = dispatch.step(rule.update, signal, held[0], implementation=name, in_place=True)
+        return out
+
+    return ours
+
+
+def _token(signal: Signal, t: int) -> Signal:
+    return {n: x[:, t : t + 1].contiguous() for n, x in signal.items()}
+
+
+def _with(row: Step, **changes: Any) -> Step:
+    return Step(**{**asdict(row), **changes})

@@ -1,0 +1,90 @@
+"""Peers by name: how each is reached, or why it cannot be here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from axes.bench.rules import Rule, Run, Signal
+
+OURS, CHUNKED, LOOP, FLA, SDPA = "axes", "chunked torch", "token loop", "fla", "flash SDPA"
+_OPS = (
+    "linear_attn",
+    "retention",
+    "simple_gla",
+    "gla",
+    "delta_rule",
+    "gated_delta_rule",
+    "kda",
+    "generalized_delta_rule",
+)
+
+
+@final
+@dataclass(frozen=True)
+class Contender:
+    """Someone who computes a rule. same_rule: the recurrence is the rule's own, so that numbers can be checked."""
+
+    name: str
+    run: Run
+    same_rule: bool = True
+
+
+def contenders(rule: Rule, device: torch.device, names: tuple[str, ...] = ()) -> list[Contender]:
+    """Who can compute this rule on this device; ours first."""
+    found: list[Contender] = []
+    if device.type == "cuda":
+        found.append(Contender(OURS, rule.ours("triton")))
+    found.append(Contender(CHUNKED, rule.ours("torch")))
+    if device.type != "cuda":
+        found.append(Contender(LOOP, rule.token_loop()))
+    elif rule.fla is not None and importlib.util.find_spec("fla") is not None:
+        found.append(Contender(FLA, peer(rule)))
+    if device.type == "cuda":
+        found.append(Contender(SDPA, attention, same_rule=False))
+    return [c for c in found if not names or c.name in names]
+
+
+def peer(rule: Rule) -> Run:
+    """flash-linear-attention's chunked operator for a rule."""
+    call, module = rule.fla, library()
+    assert call is not None
+    return lambda signal: call(module, "chunk", signal, scale=1.0, output_final_state=True)
+
+
+def library() -> Any:
+    """The operators of flash-linear-attention by name."""
+    return SimpleNamespace(**{name: importlib.import_module(f"fla.ops.{name}") for name in _OPS})
+
+
+@contextmanager
+def lifted_guard() -> Iterator[None]:
+    """Within the block fla's gated backward runs where it refuses to (Hopper with Triton 3.4 to 3.7.0).
+
+    Its gradients are checked like everybody's, and rows made so say it.
+    """
+    if importlib.util.find_spec("fla") is None:
+        yield
+        return
+    module = importlib.import_module("fla.ops.common.chunk_o")
+    with patch.object(module, "IS_NVIDIA_HOPPER", False):
+        yield
+
+
+def attention(signal: Signal) -> tuple[Tensor, Tensor]:
+    """Causal softmax attention of the same shapes: another rule, shown for scale. The state is the list of keys."""
+    q, k, v = (signal[n].transpose(1, 2) for n in "qkv")
+    backends = [SDPBackend.FLASH_ATTENTION] if q.device.type == "cuda" else [SDPBackend.MATH]
+    with sdpa_kernel(backends):
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2), k

@@ -1,0 +1,281 @@
+"""`axes bench sequence`: every rule at every shape, by every contender that can compute it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from axes.bench.check import check
+from axes.bench.floors import Ceilings, ceilings
+from axes.bench.peers import FLA, LOOP, OURS, Contender, contenders, lifted_guard
+from axes.bench.rules import Rule, Shape, Signal, find
+from axes.bench.timing import Timing, median, peak_extra
+from axes.errors import AxesError
+
+FILE = "sequence.json"
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """One contender at one rule and shape. Milliseconds; bytes; None where it was not measured."""
+
+    rule: str
+    shape: str
+    dtype: str
+    who: str
+    forward: float | None = None
+    forward_eager: float | None = None
+    both: float | None = None
+    both_eager: float | None = None
+    first_call: float | None = None  # seconds, forward, with a cold kernel cache
+    peak: int | None = None
+    error: float | None = None
+    worst: str = ""
+    refused: str = ""  # why there are no numbers
+    note: str = ""
+    forward_floor: float | None = None
+    both_floor: float | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.rule, self.shape, self.dtype, self.who
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """What is compared."""
+
+    rules: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    who: tuple[str, ...] = ()
+    first_calls: bool = False
+    lift_guard: bool = False
+    seed: int = 0
+
+
+def measure(
+    plan: Plan,
+    folder: Path,
+    watch: Callable[[str, int, int], None] = lambda what, done, of: None,
+    fresh: bool = False,
+) -> dict[str, Any]:
+    """Measure every row that the folder does not hold yet; the file is written after each. Returns its contents."""
+    device, dtype = device_of(plan.device), dtype_of(plan.dtype)
+    results = _open(folder, device, plan, fresh)
+    limits = Ceilings(**results["ceilings"]) if results["ceilings"] else None
+    if device.type == "cuda" and limits is None:
+        limits = ceilings(device)
+        results["ceilings"] = asdict(limits)
+    done = {Row(**row).key for row in results["rows"]}
+    work = [
+        (rule, Shape.parse(shape), c)
+        for rule in find(plan.rules)
+        for shape in plan.shapes
+        for c in contenders(rule, device, plan.who)
+    ]
+    for index, (rule, shape, contender) in enumerate(work):
+        if (rule.name, str(shape), plan.dtype, contender.name) in done:
+            continue
+        watch(f"{rule.name} · {contender.name} · {shape}", index, len(work))
+        guard = plan.lift_guard and contender.name == FLA
+        with lifted_guard() if guard else nullcontext():
+            row = _row(rule, shape, dtype, device, contender, plan, limits)
+        if guard:
+            row = _with(row, note="guard lifted")
+        results["rows"].append(asdict(row))
+        _write(folder, results)
+    watch("done", len(work), len(work))
+    return results
+
+
+def rows(results: dict[str, Any]) -> list[Row]:
+    return [Row(**row) for row in results["rows"]]
+
+
+def _row(
+    rule: Rule,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    who: Contender,
+    plan: Plan,
+    limits: Ceilings | None,
+) -> Row:
+    row = Row(rule.name, str(shape), plan.dtype, who.name)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    signal = rule.signal(shape, dtype, device, plan.seed)
+    if limits is not None and who.same_rule:
+        a = rule.account(shape, dtype)
+        row = _with(
+            row,
+            forward_floor=limits.milliseconds(a.forward_bytes, a.forward_flops),
+            both_floor=limits.milliseconds(a.both_bytes, a.both_flops),
+        )
+    backward = True
+    if who.same_rule:
+        verdict = check(rule, who.run, signal, backward=True)
+        if not verdict.right:
+            alone = check(rule, who.run, signal, backward=False)
+            if not alone.right:
+                return _with(row, refused=verdict.reason, error=verdict.error, worst=verdict.worst)
+            backward, row = False, _with(row, note=f"no backward: {verdict.reason}")
+            verdict = alone
+        row = _with(row, error=verdict.error, worst=verdict.worst)
+    forward, both = _calls(who, signal)
+    try:
+        with torch.no_grad():
+            timing = median(forward, device)
+        row = _with(row, forward=timing.best, forward_eager=timing.eager)
+        if backward:
+            timing = _both(both, device)
+            row = _with(row, both=timing.best, both_eager=timing.eager)
+            if device.type == "cuda":
+                row = _with(row, peak=peak_extra(both))
+    except torch.OutOfMemoryError:
+        return _with(row, refused="out of memory")
+    if plan.first_calls and device.type == "cuda" and who.same_rule:
+        row = _with(row, first_call=first_call(rule.name, str(shape), plan.dtype, who.name))
+    return row
+
+
+def _calls(who: Contender, signal: Signal) -> tuple[Any, Any]:
+    leaves = {n: x.detach().requires_grad_() for n, x in signal.items()}
+    used = [leaves[n] for n in (leaves if who.same_rule else "qkv")]
+    do = torch.randn_like(signal["v"])
+
+    def forward() -> Any:
+        return who.run(signal)
+
+    def both() -> Any:
+        out, final = who.run(leaves)
+        return (out, final, *torch.autograd.grad(out, used, do))
+
+    return forward, both
+
+
+def _both(call: Any, device: torch.device) -> Timing:
+    return median(call, device)
+
+
+def first_call(rule: str, shape: str, dtype: str, who: str) -> float | None:
+    """Seconds of the first forward in a new process with a cold Triton cache, imports and the device's start apart."""
+    program = (
+        "import sys, time, torch\n"
+        "from axes.bench.peers import contenders\n"
+        "from axes.bench.rules import Shape, find\n"
+        "rule, shape, dtype, who = sys.argv[1:]\n"
+        "device = torch.device('cuda')\n"
+        "(rule,) = find((rule,))\n"
+        "signal = rule.signal(Shape.parse(shape), getattr(torch, dtype), device)\n"
+        "(chosen,) = contenders(rule, device, (who,))\n"
+        "torch.cuda.synchronize(); begun = time.perf_counter()\n"
+        "with torch.no_grad(): chosen.run(signal)\n"
+        "torch.cuda.synchronize(); print('seconds', time.perf_counter() - begun)\n"
+    )
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+        command = [sys.executable, "-c", program, rule, shape, dtype, who]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    found = [line for line in done.stdout.splitlines() if line.startswith("seconds ")]
+    return float(found[-1].split()[1]) if done.returncode == 0 and found else None
+
+
+# ---- the file ------------------------------------------------------------------------------------------------------
+
+
+def _open(folder: Path, device: torch.device, plan: Plan, fresh: bool) -> dict[str, Any]:
+    where = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "seed": plan.seed,
+    }
+    path = folder / FILE
+    if path.exists() and not fresh:
+        results = load(path)
+        if results["where"] != where:
+            raise AxesError(
+                f"{path} holds figures of another machine or version ({results['where']}); "
+                "choose another --out, or --fresh to measure all again"
+            )
+        return results
+    return {"where": where, "ceilings": None, "rows": []}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The contents of a results file."""
+    try:
+        results: dict[str, Any] = json.loads(path.read_text())
+        rows(results)
+        return results
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AxesError(f"{path} is not a results file of `axes bench`: {error}; measure again with --fresh") from None
+
+
+def _write(folder: Path, results: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f".{FILE}"
+    beside.write_text(json.dumps(results, indent=1) + "\n")
+    beside.replace(folder / FILE)
+
+
+def _with(row: Row, **changes: Any) -> Row:
+    return Row(**{**asdict(row), **changes})
+
+
+def device_of(name: str) -> torch.device:
+    """The device of this name, which has to be here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise AxesError(f"--device is cpu or cuda, not {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise AxesError("--device cuda: torch sees no CUDA device; use --device cpu")
+    return device
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of this name."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise AxesError(f"--dtype is one of {', '.join(dtypes)}, not {name!r}")
+    return dtypes[name]
+
+
+def ratios(found: Sequence[Row]) -> dict[tuple[str, str, str], tuple[float | None, float | None]]:
+    """For each (rule, shape, dtype): time of the best other contender over ours, forward and forward + backward.
+
+    On a CPU the chunked form is ours and the token loop the other.
+    """
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in found:
+        groups.setdefault(row.key[:3], []).append(row)
+    out = {}
+    for key, members in groups.items():
+        ours = next((r for r in members if r.who == OURS), None) or next((r for r in members if r.who != LOOP), None)
+        others = [r for r in members if r is not ours and r.who in (FLA, LOOP)]
+        out[key] = (_ratio(ours, others, "forward"), _ratio(ours, others, "both"))
+    return out
+
+
+def _ratio(ours: Row | None, others: list[Row], field: str) -> float | None:
+    mine = getattr(ours, field) if ours is not None else None
+    theirs = [getattr(r, field) for r in others if getattr(r, field) is not None]
+    return min(theirs) / mine if mine and theirs else None

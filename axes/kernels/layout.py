@@ -1,0 +1,141 @@
+"""What every kernel entry shares on the host: the cut of tokens into units and chunks, checks, launch settings."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import triton
+from torch import Tensor
+
+from axes.errors import ShapeError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST = 256  # widest keys and values
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    """Units (runs of tokens with one state each) and their chunks: B batch entries of T tokens, or packed sequences.
+
+    offsets: cu_seqlens of packed sequences as int32 (units + 1), else None. units_of_slots: each chunk slot's unit.
+    """
+
+    units: int
+    length: int  # T of a dense layout, all tokens of a packed one
+    chunk: int
+    chunks: int  # N of a dense unit; the most chunks that a packed unit can have
+    slots: int
+    offsets: Tensor | None = None
+    units_of_slots: Tensor | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.offsets is not None
+
+
+def layout(batch: int, length: int, chunk: int, cu_seqlens: Tensor | None = None) -> Layout:
+    """The layout of (batch, length) tokens in chunks; nothing is read back from the device."""
+    if cu_seqlens is None:
+        chunks = triton.cdiv(length, chunk)
+        return Layout(batch, length, chunk, chunks, batch * chunks)
+    units = cu_seqlens.shape[0] - 1
+    slots = length // chunk + units
+    offsets = cu_seqlens.to(torch.int32)
+    first = offsets[:-1] // chunk + torch.arange(units, device=offsets.device, dtype=torch.int32)
+    slot = torch.arange(slots, device=offsets.device, dtype=torch.int32)
+    units_of_slots = (torch.searchsorted(first, slot, right=True) - 1).to(torch.int32)
+    return Layout(units, length, chunk, triton.cdiv(length, chunk), slots, offsets, units_of_slots)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the first import)."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _mend_interpreter() -> None:
+    """Triton 3.6's interpreter holds loop bounds as arrays of one element; numpy 2.4 makes no ints of those."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = mended
+
+
+if interpreted():
+    _mend_interpreter()
+
+
+def check_tokens(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k (B, T, H, K), v (B, T, HV, V) with HV a multiple of H, one dtype, one device that kernels run on."""
+    if q.ndim != 4 or v.ndim != 4:
+        raise ShapeError(f"{who}: q, k, v are (B, T, H, D), not {tuple(q.shape)} and {tuple(v.shape)}")
+    if k.shape != q.shape:
+        raise ShapeError(f"{who}: k has the shape of q, {tuple(q.shape)}, not {tuple(k.shape)}")
+    if v.shape[:2] != q.shape[:2]:
+        raise ShapeError(f"{who}: v agrees with q in (B, T) = {tuple(q.shape[:2])}, not {tuple(v.shape[:2])}")
+    if q.shape[2] == 0 or v.shape[2] % q.shape[2]:
+        raise ShapeError(f"{who}: value heads are a multiple of key heads, not {v.shape[2]} of {q.shape[2]}")
+    if not 1 <= q.shape[-1] <= LARGEST or not 1 <= v.shape[-1] <= LARGEST:
+        raise ShapeError(f"{who}: K and V are from 1 to {LARGEST}, not {q.shape[-1]} and {v.shape[-1]}")
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ShapeError(f"{who}: q, k, v share one of bf16, fp16, fp32, not {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.device.type != "cuda" and not interpreted():
+        raise ShapeError(
+            f"{who}: the Triton kernels need a CUDA device, not {q.device}; implementation='torch' runs everywhere"
+        )
+
+
+def check_like(who: str, name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """x is None, or floating point of this shape on this device."""
+    if x is None:
+        return
+    if tuple(x.shape) != shape or not x.is_floating_point():
+        raise ShapeError(f"{who}: {name} is floating point of shape {shape}, not {x.dtype} {tuple(x.shape)}")
+    if x.device != device:
+        raise ShapeError(f"{who}: {name} is on {x.device} and q on {device}")
+
+
+def check_packing(who: str, batch: int, cu_seqlens: Tensor | None, device: torch.device) -> None:
+    """cu_seqlens is None, or the ascending offsets 0, ..., T of sequences packed in one batch entry.
+
+    Their values are not read: that would wait for the device.
+    """
+    if cu_seqlens is None:
+        return
+    if batch != 1:
+        raise ShapeError(f"{who}: packed sequences (cu_seqlens) have batch size 1, not {batch}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ShapeError(
+            f"{who}: cu_seqlens holds at least two int32 or int64 offsets, not {cu_seqlens.dtype} "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != device:
+        raise ShapeError(f"{who}: cu_seqlens is on {cu_seqlens.device} and q on {device}")
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Launches go to the device that holds x."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+def precision(x: Tensor) -> str:
+    """float32 is IEEE; the setting does nothing for 16-bit operands."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if x is None else x.contiguous() for x in tensors)

@@ -1,0 +1,159 @@
+"""`axes bench`: what is shown was checked, a stopped run continues, files say what the table says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from axes.bench import check, decode, floors, peers, report, sequence, training
+from axes.bench.rules import RULES, Rule, Shape, Signal, find
+from axes.cli import main
+from axes.errors import AxesError
+
+SMALL = "1,40,2,8"
+PLAN = sequence.Plan(rules=("gated delta",), shapes=(SMALL,), dtype="float32", device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("axes.bench.timing._SECONDS", 0.01)
+
+
+def command(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit, match="0"):
+        main(line.split())
+    return capsys.readouterr().out
+
+
+def test_the_command_writes_a_table_a_file_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = command(f"bench sequence --rule delta --shape {SMALL} --device cpu --out {tmp_path}", capsys)
+    assert "chunked torch" in shown and "token loop" in shown and "peer / ours" in shown
+    results = json.loads((tmp_path / "sequence.json").read_text())
+    assert {r["who"] for r in results["rows"]} == {"chunked torch", "token loop"}
+    assert all(r["forward"] > 0 and r["both"] > r["forward"] / 10 and r["error"] < 1e-4 for r in results["rows"])
+    assert (tmp_path / "sequence.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
+def test_every_rule_is_computed_alike_by_both_torch_routes(rule: Rule) -> None:
+    signal = rule.signal(Shape.parse(SMALL), torch.float32, torch.device("cpu"))
+    for contender in peers.contenders(rule, torch.device("cpu")):
+        verdict = check.check(rule, contender.run, signal, backward=True)
+        assert verdict.right and verdict.error < 1e-5, (contender.name, verdict)
+
+
+def test_a_wrong_output_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (rule,) = find(("gated delta",))
+
+    def off(signal: Signal) -> tuple[Tensor, Tensor]:
+        out, final = rule.ours("torch")(signal)
+        return 1.001 * out, final
+
+    monkeypatch.setattr(sequence, "contenders", lambda *_: [peers.Contender("fla", off)])
+    (row,) = sequence.rows(sequence.measure(PLAN, tmp_path))
+    assert row.forward is None and "is off by" in row.refused
+
+
+def test_a_wrong_gradient_leaves_the_forward_figure_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (rule,) = find(("gated delta",))
+
+    def off(signal: Signal) -> tuple[Tensor, Tensor]:
+        out, final = rule.ours("torch")({**signal, "v": 1.1 * signal["v"] - 0.1 * signal["v"].detach()})
+        return out, final
+
+    monkeypatch.setattr(sequence, "contenders", lambda *_: [peers.Contender("fla", off)])
+    (row,) = sequence.rows(sequence.measure(PLAN, tmp_path))
+    assert row.forward is not None and row.both is None and row.note.startswith("no backward: dv")
+
+
+def test_one_that_raises_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def breaks(signal: Signal) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("not on this GPU\nsecond line")
+
+    monkeypatch.setattr(sequence, "contenders", lambda *_: [peers.Contender("fla", breaks)])
+    (row,) = sequence.rows(sequence.measure(PLAN, tmp_path))
+    assert row.refused == "RuntimeError: not on this GPU"
+
+
+def test_a_stopped_run_continues_with_the_missing_rows(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def stop(what: str, done: int, of: int) -> None:
+        seen.append(what)
+        if done == 1 and len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sequence.measure(PLAN, tmp_path, stop)
+    first = json.loads((tmp_path / sequence.FILE).read_text())["rows"]
+    results = sequence.measure(PLAN, tmp_path)
+    assert len(first) == 1 and results["rows"][0] == first[0] and len(results["rows"]) == 2
+    again: list[str] = []
+    sequence.measure(PLAN, tmp_path, lambda what, *_: again.append(what))
+    assert again == ["done"]
+
+
+def test_a_broken_or_foreign_file_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / sequence.FILE).write_text("{")
+    with pytest.raises(AxesError, match="not a results file"):
+        sequence.measure(PLAN, tmp_path)
+    (tmp_path / sequence.FILE).write_text(json.dumps({"where": {"device": "x"}, "ceilings": None, "rows": []}))
+    with pytest.raises(AxesError, match="another machine"):
+        sequence.measure(PLAN, tmp_path)
+    assert len(sequence.measure(PLAN, tmp_path, fresh=True)["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    (
+        ("--shape 1,2,3", "four numbers"),
+        ("--shape 1,0,2,8", "at least 1"),
+        ("--rule nonsense", "unknown rule"),
+        ("--dtype int8", "float32"),
+        ("--device tpu9", "cpu or cuda"),
+    ),
+)
+def test_bad_flags_are_explained(flags: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "sequence", *flags.split(), "--out", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert says in error and "Traceback" not in error
+
+
+def test_floors_count_each_byte_once() -> None:
+    (rule,) = find(("linear attention",))
+    a = rule.account(Shape(8, 4096, 16, 128), torch.bfloat16)
+    assert a.forward_bytes == 4 * 8 * 4096 * 16 * 128 * 2  # q, k, v in, o out
+    limits = floors.Ceilings(4.27e12, 680e12)
+    assert limits.milliseconds(a.forward_bytes, 0) == pytest.approx(0.126, rel=0.01)  # performance.md
+
+
+def test_one_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = command(f"bench decode --shape 2,1,2,8 --device cpu --out {tmp_path}", capsys)
+    assert "interpreter" in shown
+    found = json.loads((tmp_path / decode.FILE).read_text())
+    assert len(found) == len(RULES) and all(s["error"] < 1e-5 and s["eager"] > 0 for s in found)
+
+
+def test_training_says_who_could_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "bench training --layers 1 --width 16 --heads 2 --batch 1 --tokens 20 --steps 1 --device cpu"
+    shown = command(f"{line} --out {tmp_path}", capsys)
+    assert "not installed, or no GPU" in shown
+    found = {t["who"]: t for t in json.loads((tmp_path / training.FILE).read_text())["rows"]}
+    assert found["axes"]["tokens_per_second"] > 0 and found["flash SDPA"]["loss"] > 0
+    assert found["axes"]["loss"] == pytest.approx(found["chunked torch"]["loss"], rel=1e-3)
+
+
+def test_ratios_are_of_the_fastest_peer() -> None:
+    rows = [
+        sequence.Row("r", SMALL, "f", "axes", forward=1.0, both=2.0),
+        sequence.Row("r", SMALL, "f", "fla", forward=3.0),
+        sequence.Row("r", SMALL, "f", "flash SDPA", forward=0.1, both=0.1),
+    ]
+    assert sequence.ratios(rows) == {("r", SMALL, "f"): (3.0, None)}
+    table = report.table({"where": {"device": "d", "torch": "t"}, "rows": [vars(r) for r in rows]})
+    assert table.row_count == 3

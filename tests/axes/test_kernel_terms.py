@@ -1,0 +1,193 @@
+"""From a tuple to a kernel call: with token loops in the kernels' place, what comes out is the interpreter's result."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from axes import catalogue, dispatch, reference
+from axes import kernel_terms as terms
+from axes.algorithms import Step, Sum
+from axes.costs import Alignment, Linear, Ridge, SquaredError
+from axes.monoids import DPLR, Diagonal, Householder, Product, Rotation, Scalar
+from axes.rates import Per
+from axes.state_update import StateUpdate
+from tests import chains
+
+WIDE = Diagonal("wide")
+BETA, KEYED = Per("beta"), Per("rate", "key")
+MOMENTUM = StateUpdate(Linear(), monoid=Scalar("momentum"), algorithm=Step(Per("theta")))
+FAST = StateUpdate(Linear(), monoid=Scalar(0.5), algorithm=Step(0.3))
+TWO = Sum((MOMENTUM, FAST), (0.5, 0.5))
+UPDATES = {
+    "write": (StateUpdate(Alignment()), "scalar"),
+    "strength": (StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA)), "scalar"),
+    "constant gate": (StateUpdate(Alignment(), monoid=Scalar(0.9)), "scalar"),
+    "normaliser": (StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(debias=True)), "scalar"),
+    "rotation": (StateUpdate(Alignment(), monoid=Product((Scalar("decay"), Rotation()))), "scalar"),
+    "delta": (StateUpdate(SquaredError(), algorithm=Step(BETA)), "scalar"),
+    "gated delta": (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated")), "scalar"),
+    "early": (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA)), "scalar"),
+    "implicit": (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="new")), "scalar"),
+    "a rate for every key entry": (StateUpdate(SquaredError(), algorithm=Step(KEYED)), "scalar"),
+    "diagonal": (StateUpdate(Alignment(), monoid=Diagonal("wide")), "diagonal"),
+    "diagonal delta": (StateUpdate(SquaredError(), monoid=WIDE, algorithm=Step(BETA, at="gated")), "diagonal"),
+    "diagonal early": (StateUpdate(SquaredError(), monoid=Diagonal("wide"), algorithm=Step(BETA)), "diagonal"),
+    "diagonal implicit": (StateUpdate(SquaredError(), monoid=WIDE, algorithm=Step(BETA, at="new")), "diagonal"),
+    "dplr": (StateUpdate(Alignment(), monoid=DPLR("wide"), algorithm=Step(BETA)), "dplr"),
+    "householder": (StateUpdate(Alignment(), monoid=Householder(BETA)), "dplr"),
+    "momentum": (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(via=(MOMENTUM,))), "block"),
+    "momentum, gated": (
+        StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", via=(MOMENTUM,))), "block",
+    ),
+    "momentum of writes": (StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(via=(FAST,))), "block"),
+}  # fmt: skip
+
+
+def chain_step(state, q, k, v, *, beta, g, erase, a=None, b=None, rule="write", early=False, into=None):
+    """The kernel for one token as a loop of one."""
+    wide = None if g is None else (g if g.ndim == 3 else g[..., None])[:, None]
+    q, k, v, beta, erase, a, b = (None if x is None else x[:, None] for x in (q, k, v, beta, erase, a, b))
+    out, final = chains.diagonal_chain(
+        q, k, v, wide, beta, erase=erase, a=a, b=b, initial_state=state, rule=rule, early=early
+    )
+    (state if into is None else into).copy_(final)
+    return out[:, 0]
+
+
+def block_step(state, *tokens):
+    out, final = chains.block_chain(*(None if x is None else x[:, None] for x in tokens), initial_state=state)
+    state.copy_(final)
+    return out[:, 0]
+
+
+@pytest.fixture(autouse=True)
+def loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = ModuleType("axes.kernels.step")
+    step.chain_step, step.block_step = chain_step, block_step  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, step.__name__, step)
+    for name in ("scalar", "diagonal", "block"):
+        stand_in = ModuleType(f"axes.kernels.{name}")
+        function = f"{name}_chain"
+        setattr(stand_in, function, getattr(chains, function))
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+
+
+def signal(update: StateUpdate, length: int = 9, d_k: int = 4, d_v: int = 3) -> dict[str, torch.Tensor | float]:
+    lead = (2, length, 2)
+    out: dict[str, torch.Tensor | float] = {n: torch.randn(*lead, d_v if n == "v" else d_k) / 2 for n in "qkv"}
+    for p in update.demands():
+        shape = {"scalar": lead, "key": (*lead, d_k), "pair": (*lead, d_k // 2)}[p.shape]
+        x = torch.rand(shape)
+        out[p.name] = -x if p.domain == "unit" else x
+    for n in update.signals() - set(out) - {"q", "k", "v"}:
+        out[n] = torch.randn(*lead, d_k) / 2
+    return out
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_the_kernel_is_given_the_chain(name: str) -> None:
+    update, kind = UPDATES[name]
+    assert terms.family(update) == kind
+    given = signal(update)
+    first = {n: x[:, 0] if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    empty = update.init(first)
+    start = tuple(torch.randn_like(x) for x in empty.theta)
+    want, last = reference.run(update, given, weights=start, time=1)
+    got, state = terms.run(update, given, None, start)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+    for a, b in zip(_leaves(state), _leaves(last), strict=True):
+        torch.testing.assert_close(a.to(b.dtype), b, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_sequence_in_two_parts(name: str) -> None:
+    update, _ = UPDATES[name]
+    given = signal(update)
+    whole, last = terms.run(update, given, None, None)
+    first, state = terms.run(update, _part(given, 0, 4), None, None)
+    second, state = terms.run(update, _part(given, 4, 9), state, None)
+    torch.testing.assert_close(torch.cat((first, second), 1), whole, rtol=2e-4, atol=2e-5)
+    assert int(state.count) == int(last.count) == 9
+
+
+@pytest.mark.parametrize("in_place", (False, True))
+@pytest.mark.parametrize("name", [n for n, (u, _) in UPDATES.items() if terms.no_step(u) is None])
+def test_one_token(name: str, in_place: bool) -> None:
+    update, _ = UPDATES[name]
+    given = signal(update)
+    _, state = terms.run(update, _part(given, 0, 5), None, None)
+    before = state.theta[0].clone()
+    want, last = terms.run(update, _part(given, 5, 6), state, None)
+    got, after = terms.run(update, _part(given, 5, 6), state, None, terms.one_token(in_place))
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+    for a, b in zip(_leaves(after), _leaves(last), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
+    assert in_place or torch.equal(state.theta[0], before)
+
+
+def _part(given: dict[str, torch.Tensor | float], first: int, end: int) -> dict[str, torch.Tensor | float]:
+    return {n: x[:, first:end] if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+
+
+def test_keys_shared_by_all_heads_are_passed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = UPDATES["strength"][0]
+    given = signal(update)
+    for n in "qk":
+        given[n] = given[n][:, :, :1].expand(-1, -1, 2, -1)  # type: ignore[index]
+    seen = []
+    inner = sys.modules["axes.kernels.scalar"].scalar_chain
+    monkeypatch.setattr(
+        sys.modules["axes.kernels.scalar"], "scalar_chain", lambda q, *a, **b: seen.append(q.shape) or inner(q, *a, **b)
+    )
+    got, _ = terms.run(update, given, None, None)
+    assert seen == [(2, 9, 1, 4)]
+    torch.testing.assert_close(got, reference.run(update, given, time=1)[0], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("update", "says"),
+    (
+        (StateUpdate(Ridge(SquaredError(), 0.1), algorithm=Step(BETA)), "change the sign"),
+        (StateUpdate(SquaredError(), algorithm=Step(Per("beta", "row"), at="new")), "every row"),
+        (StateUpdate(SquaredError(), monoid=DPLR("wide"), algorithm=Step(BETA)), "rank two"),
+        (
+            StateUpdate(SquaredError(), algorithm=Step(BETA, via=(Sum((MOMENTUM, FAST), (0.5, 0.5)),))),
+            "at most one buffer",
+        ),
+        (StateUpdate(SquaredError(), monoid=Diagonal("wide"), algorithm=Step(BETA, via=(MOMENTUM,))), "scalar gates"),
+    ),
+)
+def test_says_why_there_is_no_kernel(update: StateUpdate, says: str) -> None:
+    reason = terms.no_kernel(update, torch.device("cuda"), torch.bfloat16, {}, 1)
+    assert reason is not None and says in reason
+    with pytest.raises(dispatch.NoImplementation, match=says):
+        dispatch.select(update, "cuda", torch.bfloat16, implementation="triton")
+
+
+def test_every_affine_chain_of_the_catalogue_has_a_kernel_or_a_reason() -> None:
+    kinds = {e.name: terms.family(e.update) for e in catalogue.entries("sequence")}
+    assert kinds["gated-delta-net"] == kinds["gated-delta-net-prev"] == kinds["mamba2"] == kinds["retnet"] == "scalar"
+    assert kinds["gla"] == "diagonal" and kinds["rwkv7"] == "dplr" and kinds["titans-matrix"] == "block"
+    for name, kind in kinds.items():
+        assert not isinstance(kind, terms.NoFamily) or kind.reason, name
+
+
+def _leaves(state: object) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [x for part in state for x in _leaves(part)] if isinstance(state, tuple) else []
+
+
+@pytest.mark.parametrize("name", ("gated-delta-net", "mamba2", "gla"))
+def test_a_layer_is_one_graph_to_a_compiler(name: str) -> None:
+    model = catalogue.get(name, axis="sequence").cls(16, heads=2)
+    x = torch.randn(2, 40, 16)
+    got, _ = torch.compile(model, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(got, model(x)[0])
+    with dispatch.implementation("reference"):
+        by_name, _ = torch.compile(model, fullgraph=True, backend="eager")(x[:, :5])
+        torch.testing.assert_close(by_name, model(x[:, :5])[0])

@@ -1,0 +1,141 @@
+"""Chains with one decay a channel under Triton's interpreter against a float64 token loop; and what is refused.
+
+The interpreter is chosen when Triton is imported, so the kernels run in a process of their own.
+bfloat16 products are left to tests/gpu: the interpreter multiplies their bit patterns.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if sys.platform != "linux":  # there its absence is an error, not a reason to skip
+    pytest.importorskip("triton")
+
+from axes.errors import ShapeError
+
+PROGRAM = r"""
+import torch
+from torch.nn.functional import normalize
+from axes.kernels.diagonal import diagonal_chain
+
+torch.manual_seed(0)
+
+def token_loop(q, k, v, g, beta=None, start=None, cu_seqlens=None):
+    q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
+    written = v if beta is None else v * beta[..., None]
+    ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    outs, last = [], []
+    for u, (first, end) in enumerate(zip(ends, ends[1:])):
+        packed = cu_seqlens is not None
+        state = q.new_zeros(q.shape[0], v.shape[2], v.shape[3], q.shape[3])
+        if start is not None:
+            state = start[u : u + 1] if packed else start
+        for t in range(first, end):
+            state = state * g[:, t, :, None].clamp(min=-100).exp() + written[:, t, ..., None] * k[:, t, :, None]
+            outs.append((state @ q[:, t, ..., None])[..., 0])
+        last.append(state)
+    return torch.stack(outs, 1), torch.cat(last)
+
+def draw(length, d_k, d_v, dtype, kind, b=2, h=1, hv=2, units=None):
+    q, k = (normalize(torch.randn(b, length, h, d_k), dim=-1) for _ in range(2))
+    v = torch.randn(b, length, hv, d_v)
+    g = -torch.exp(torch.linspace(-6, 0, d_k)) * torch.rand(b, length, hv, d_k) / (20 if kind == "mild" else 1)
+    if kind == "closed":
+        g = torch.where(torch.rand_like(g) < 0.2, -1e3, 10 * g)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    out = dict(q=q, k=k, v=v, g=g)
+    if kind != "bare":
+        out |= dict(beta=torch.rand(b, length, hv), start=torch.randn(units or b, hv, d_v, d_k))
+    return out
+
+def run(rule, inputs, do, dfinal, **more):
+    leaves = {n: x.detach().clone().requires_grad_() for n, x in inputs.items()}
+    o, final = rule(**leaves, **more)
+    grads = torch.autograd.grad((o, final), list(leaves.values()), (do.to(o.dtype), dfinal.to(final.dtype)))
+    return dict(o=o, final=final) | {f"d{n}": x for n, x in zip(leaves, grads)}
+
+def rule(start=None, **given):
+    return diagonal_chain(**given, initial_state=start)
+
+def check(length, d_k, d_v, dtype, kind, bound, units=None, **more):
+    inputs = draw(length, d_k, d_v, dtype, kind, units=units, **(dict(b=1) if units else {}))
+    do, dfinal = torch.randn_like(inputs["v"]), torch.randn(units or 2, 2, d_v, d_k)
+    got = run(rule, inputs, do, dfinal, **more)
+    want = run(token_loop, {n: x.double() for n, x in inputs.items()}, do.double(), dfinal.double(), **more)
+    for name, w in want.items():
+        error = ((got[name] - w).norm() / max(w.norm(), 1e-3 * w.numel() ** 0.5)).item()
+        print(length, d_k, d_v, dtype, kind, name, f"{error:.1e}")
+        assert error < bound, (length, d_k, d_v, dtype, kind, name, error)
+"""
+
+CASES = {
+    "full": """
+check(40, 16, 16, torch.float32, "random", 3e-6)
+check(33, 5, 20, torch.float32, "closed", 3e-6)
+check(1, 16, 3, torch.float32, "bare", 3e-6)
+""",
+    "half": """
+check(70, 16, 20, torch.float16, "mild", 3e-3)
+check(65, 20, 16, torch.float16, "closed", 3e-3)
+""",
+    "packed": """
+check(41, 16, 16, torch.float32, "random", 3e-6, units=4, cu_seqlens=torch.tensor([0, 0, 1, 34, 41]))
+""",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_token_loop(case: str) -> None:
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + CASES[case]],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def arguments() -> dict[str, torch.Tensor | None]:
+    token = torch.zeros(2, 3, 4)
+    return {
+        "q": torch.zeros(2, 3, 2, 8), "k": torch.zeros(2, 3, 2, 8), "v": torch.zeros(2, 3, 4, 5),
+        "g": torch.zeros(2, 3, 4, 8), "beta": token, "initial_state": torch.zeros(2, 4, 5, 8),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    (
+        ({"q": torch.zeros(2, 3, 8)}, r"\(B, T, H, D\)"),
+        ({"g": torch.zeros(2, 3, 4)}, "g is floating point of shape"),
+        ({"g": torch.zeros(2, 3, 2, 8)}, "g is floating point of shape"),
+        ({"beta": torch.zeros(2, 3, 2)}, "beta is floating point of shape"),
+        ({"initial_state": torch.zeros(2, 4, 8, 5)}, "initial_state is floating point of shape"),
+        ({"erase": torch.zeros(2, 3, 2, 8)}, 'erase belongs to rule "delta"'),
+        ({"rule": "dplr"}, 'a and b to rule "dplr"'),
+        ({"rule": "other"}, 'rule is "write", "delta" or "dplr"'),
+        ({"cu_seqlens": torch.tensor([0, 3])}, "batch size 1"),
+    ),
+)
+def test_refuses(change: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from axes.kernels import diagonal, layout
+
+    monkeypatch.setattr(layout, "interpreted", lambda: True)  # no GPU is needed to be refused
+    with pytest.raises(ShapeError, match=says):
+        diagonal.diagonal_chain(**{**arguments(), **change})  # type: ignore[arg-type]
+
+
+def test_refuses_the_cpu() -> None:
+    from axes.kernels.diagonal import diagonal_chain
+
+    with pytest.raises(ShapeError, match="need a CUDA device"):
+        diagonal_chain(**arguments())  # type: ignore[arg-type]

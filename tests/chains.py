@@ -1,0 +1,63 @@
+"""The chains of the kernels token by token, in whatever dtype they are given: what every kernel is compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def scalar_chain(
+    q, k, v, beta=None, g=None, erase=None, initial_state=None, *, rule="write", early=False, **_
+) -> tuple[Tensor, Tensor]:
+    """S_t = e^{g_t} S_{t-1} + beta_t (v_t - S' a_t) k_t^T."""
+    return _chain(q, k, v, None if g is None else g[..., None], beta, erase, initial_state, rule, early)
+
+
+def diagonal_chain(
+    q, k, v, g, beta=None, *, erase=None, a=None, b=None, initial_state=None, rule="write", early=False, **_
+) -> tuple[Tensor, Tensor]:
+    """S_t = S_{t-1} Diag(e^{g_t}) + beta_t (v_t - S' a_t) k_t^T, or S_{t-1} (Diag(e^{g_t}) + a_t b_t^T) + v_t k_t^T."""
+    return _chain(q, k, v, g, beta, erase, initial_state, rule, early, a, b)
+
+
+def block_chain(q, k, v, block, write, erase=None, initial_state=None, **_) -> tuple[Tensor, Tensor]:
+    """X_t[j] = sum_i X_{t-1}[i] M_t[i, j] + w_t[j] (v_t - sum_i e_t[i] X_{t-1}[i] k_t) k_t^T, o_t = X_t[0] q_t."""
+    q, k = (_grouped(x, v.shape[2]) for x in (q, k))
+    state = (
+        v.new_zeros(v.shape[0], *v.shape[2:], 2, q.shape[-1]) if initial_state is None else initial_state.to(v.dtype)
+    )
+    outs = []
+    for t in range(v.shape[1]):
+        drive = v[:, t]
+        if erase is not None:
+            drive = drive - torch.einsum("bhvik,bhi,bhk->bhv", state, erase[:, t], k[:, t])
+        state = torch.einsum("bhvik,bhij->bhvjk", state, block[:, t])
+        state = state + torch.einsum("bhv,bhj,bhk->bhvjk", drive, write[:, t], k[:, t])
+        outs.append(torch.einsum("bhvk,bhk->bhv", state[..., 0, :], q[:, t]))
+    return torch.stack(outs, 1), state
+
+
+def _grouped(x: Tensor | None, heads: int) -> Tensor | None:
+    return x if x is None else x.repeat_interleave(heads // x.shape[2], 2)
+
+
+def _chain(q, k, v, g, beta, erase, initial_state, rule, early, a=None, b=None) -> tuple[Tensor, Tensor]:
+    assert rule == "delta" or not early and erase is None, "as the kernels' entries have it"
+    q, k, erase, a, b = (_grouped(x, v.shape[2]) for x in (q, k, erase, a, b))
+    state = v.new_zeros(v.shape[0], *v.shape[2:], q.shape[-1]) if initial_state is None else initial_state.to(v.dtype)
+    outs = []
+    for t in range(v.shape[1]):
+        before = state
+        if g is not None:
+            state = state * torch.exp(g[:, t])[..., None, :]
+        drive = v[:, t]
+        if rule == "delta":
+            seen = (k if erase is None else erase)[:, t]
+            drive = drive - torch.einsum("bhvk,bhk->bhv", before if early else state, seen)
+        if rule == "dplr":
+            state = state + torch.einsum("bhvk,bhk,bhl->bhvl", before, a[:, t], b[:, t])
+        if beta is not None:
+            drive = drive * beta[:, t, :, None]
+        state = state + torch.einsum("bhv,bhk->bhvk", drive, k[:, t])
+        outs.append(torch.einsum("bhvk,bhk->bhv", state, q[:, t]))
+    return torch.stack(outs, 1), state
