@@ -15,24 +15,29 @@ import torch
 from torch import Tensor
 
 from axes.bregman import NO_CONTEXT, Context, EuclideanOn, Geometry, Slice, leaf_dims, require, require_matrix, wide
-from axes.errors import IllegalUpdate
+from axes.errors import IllegalUpdate, ShapeError
 from axes.mixing import Birkhoff, Cayley
 from axes.rates import Per, Rate, rate_shape, resolve, spread
 from axes.spectral import Spectral, Whiten
 
 __all__ = [
+    "Ball",
     "Birkhoff",
     "Bounded",
     "Cautious",
     "Cayley",
     "Composite",
+    "ConstantNorm",
     "Context",
     "Entropic",
     "Euclidean",
     "Hypentropy",
     "Geometry",
+    "KeyNormalised",
+    "Graft",
     "Lq",
     "LqLiteral",
+    "RowWhiten",
     "SignBall",
     "SoftThreshold",
     "Spectral",
@@ -371,6 +376,114 @@ class SignBall(EuclideanOn):
         return (w.abs() <= 1 + tol).all(leaf_dims(w))
 
 
+@final
+@dataclass(frozen=True, repr=False)
+class Ball(EuclideanOn):
+    """h = |W|^2 / 2 on a ball around 0: W = the nearest point of it to theta.
+
+    norm: "euclidean" scales theta to at most `radius` over the leaf, "max" clamps every entry to [-radius, radius]. On
+    a memoryless filter ahead of all others it is gradient clipping, parameter by parameter.
+
+    Source: Pascanu, Mikolov and Bengio 2013, algorithm 1 (euclidean).
+    """
+
+    radius: float = 1.0
+    norm: Literal["euclidean", "max"] = "euclidean"
+
+    def __post_init__(self) -> None:
+        require(0 < self.radius < math.inf, self, f"radius must be positive and finite, got {self.radius}")
+        require(self.norm in ("euclidean", "max"), self, f"norm {self.norm!r} is not one of euclidean, max")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if self.norm == "max":
+            return theta.clamp(-self.radius, self.radius)
+        size = _size(theta)
+        return (theta * (self.radius / size.clamp_min(self.radius))).to(theta.dtype)
+
+    def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
+        size = w.abs().amax(leaf_dims(w)) if self.norm == "max" else wide(w).square().sum(leaf_dims(w)).sqrt()
+        return size <= self.radius + tol
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class RowWhiten(Geometry):
+    """Rows divided by the root of their mean second moment, then the whole rescaled to the norm it had.
+
+    W = theta' |theta| / |theta'|,  theta'_i = theta_i / (sqrt(mean_j v_ij) + eps), with a statistic v like theta. On a
+    memoryless filter behind Muon's it is NorMuon.
+
+    Source: Li et al. 2025 (NorMuon), algorithm 1. Differs: the norm is kept, as in the authors' code, where the text
+    sets it to 0.2 sqrt(m n); v is kept entry by entry, whose row means are what the paper keeps.
+    """
+
+    stats: tuple[Any, ...]
+    eps: float = 1e-10
+
+    matrix = True
+    is_potential = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stats", tuple(self.stats))
+        require(len(self.stats) == 1, self, f"one statistic, got {len(self.stats)}")
+        _require_entries(self, self.stats[0], ("drive", "square"))
+        step = self.stats[0].parts()[3]
+        require(step.rate == 1.0 and not step.debias, self, "factors of v cancel: leave its rate at 1 and debias off")
+        require(0 < self.eps < math.inf, self, f"eps must be positive and finite, got {self.eps}")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        require_matrix(self, theta)
+        if len(context.stats) != 1:
+            raise IllegalUpdate(f"RowWhiten: one statistic declared, {len(context.stats)} supplied")
+        if context.stats[0].shape[-2:] != theta.shape[-2:]:
+            shapes = tuple(theta.shape[-2:]), tuple(context.stats[0].shape[-2:])
+            raise ShapeError(f"RowWhiten: the statistic of theta {shapes[0]} must have its shape, got {shapes[1]}")
+        second = wide(context.stats[0]).mean(-1, keepdim=True)
+        root = torch.where(second > 0, torch.where(second > 0, second, 1.0).sqrt(), 0.0)
+        rows = wide(theta) / (root + self.eps)
+        return (rows * (_size(theta) / (_size(rows) + self.eps))).to(theta.dtype)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class KeyNormalised(Geometry):
+    """theta / (eps + |k|^2), k the key of the datum: a step of unit length whatever the length of the key is (NLMS).
+
+    The drive of a squared error, e k^T, becomes e k^T / (eps + |k|^2). With eps = 0 a zero key gives 0. It reads the
+    datum, so it belongs on a filter of an update with keys.
+
+    Source: Nagumo and Noda 1967.
+    """
+
+    eps: float = 0.0
+
+    linear = True
+    is_potential = False
+
+    def __post_init__(self) -> None:
+        require(0 <= self.eps < math.inf, self, f"eps must be finite and >= 0, got {self.eps}")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        k = context.signal.get("k")
+        if not isinstance(k, Tensor):
+            raise IllegalUpdate("KeyNormalised divides by the key: put it on a filter of an update with keys")
+        square = self.eps + wide(k).square().sum(-1)[..., None, None]
+        live = square > 0
+        return torch.where(live, theta / torch.where(live, square, 1.0), 0.0).to(theta.dtype)
+
+
+def _require_entries(owner: Geometry, statistic: Any, allowed: tuple[str, ...]) -> None:
+    """IllegalUpdate unless a statistic has an entry for every entry of the drive."""
+    of = getattr(getattr(statistic, "cost", None), "of", None)
+    require(of in allowed, owner, f"takes a statistic of {' or '.join(allowed)}, got {statistic!r}")
+
+
+def _size(x: Tensor) -> Tensor:
+    """Euclidean norm of a leaf, kept; 0 with gradient 0 at 0."""
+    square = wide(x).square().sum(leaf_dims(x), keepdim=True)
+    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+
+
 class _Wrapper(Geometry):
     """A link that rescales or masks another one; it reads the context, so it belongs on a filter, not on a state."""
 
@@ -453,6 +566,101 @@ class TrustRatio(_Wrapper):
         both = (have > 0) & (need > 0)
         ratio = torch.where(both, need, 1.0).sqrt() / torch.where(both, have, 1.0).sqrt()
         return (w * ratio).to(w.dtype)
+
+
+def _homogeneous(h: Geometry) -> bool:
+    """Whether a positive factor of theta is a factor of primal(theta), or none."""
+    return h.linear or h.scale_free or isinstance(h, Cautious | TrustRatio) and _homogeneous(h.base)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Graft(_Wrapper):
+    """The direction of one rule with the norm of another: W = base(theta) |m| / |base(theta)| over a leaf.
+
+    magnitude: the other rule, a filter on the same drive, whose output is m. It is kept as a statistic. 0 where
+    base(theta) is 0.
+
+    Source: Agarwal et al. 2020, algorithm 1 (layer-wise grafting).
+    """
+
+    base: Geometry
+    magnitude: Any
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_entries(self, self.magnitude, ("drive",))
+
+    @property
+    def stats(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return (*self.base.stats, self.magnitude)
+
+    def with_stats(self, stats: tuple[Any, ...]) -> Graft:
+        return Graft(self.base.with_stats(stats[:-1]), stats[-1])
+
+    @property
+    def scale_free(self) -> bool:  # type: ignore[override]
+        return _homogeneous(self.base)
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if not context.stats:
+            raise IllegalUpdate("Graft takes its norm from a statistic: put it on a filter of a state update")
+        w = self.base.primal(theta, context._replace(stats=context.stats[:-1]))
+        have = _size(w)
+        ratio = torch.where(have > 0, _size(context.stats[-1]) / torch.where(have > 0, have, 1.0), 0.0)
+        return (w * ratio).to(w.dtype)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class ConstantNorm(_Wrapper):
+    """The direction d for which W + rate d keeps the norm of W: a step of the sphere through W, turned to it.
+
+    W + rate d = |W| y / |y|,  y = W / |W| + rate n,  n = base(theta) / |base(theta)|. d stays finite as the rate goes
+    to 0, where it is n without its part along W. axis: one norm for the "whole" leaf or one for each of its "rows". A
+    norm that is 0 leaves the base direction. rate must be the step size of the update. Needs `context.weights`.
+
+    Source: Wen et al. 2025 (Hyperball) for "whole"; Kosson et al. 2024, algorithm 1, fixes rows and sets the angle by
+    the decay instead.
+    """
+
+    base: Geometry
+    rate: Rate = 1.0
+    axis: Literal["whole", "rows"] = "whole"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.axis in ("whole", "rows"), self, f"axis {self.axis!r} is not one of whole, rows")
+        if isinstance(self.rate, Per):
+            require(self.rate.shape == "scalar", self, f"the rate must be scalar, got {self.rate!r}")
+
+    @property
+    def scale_free(self) -> bool:  # type: ignore[override]
+        return _homogeneous(self.base)
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if context.weights is None:
+            raise IllegalUpdate("ConstantNorm turns the weights: put it on a filter, not on a state")
+        rate = resolve(self.rate, context.signal)
+        w = wide(self.base.primal(theta, context))
+        have, radius = self._norm(w), self._norm(context.weights)
+        n = w / torch.where(have > 0, have, 1.0)
+        at = wide(context.weights) / torch.where(radius > 0, radius, 1.0)
+        along = (at * n).sum(self._dims(w), keepdim=True)
+        moved = self._norm(at + rate * n)
+        turned = radius / moved * (n - at * ((2 * along + rate) / (1 + moved)))
+        return torch.where((radius > 0) & (have > 0), turned, w).to(theta.dtype)
+
+    def rates(self) -> tuple[Per, ...]:
+        own = (self.rate,) if isinstance(self.rate, Per) else ()
+        return (*self.base.rates(), *own)
+
+    def _dims(self, x: Tensor) -> tuple[int, ...]:
+        return leaf_dims(x) if self.axis == "whole" else (-1,)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        square = wide(x).square().sum(self._dims(x), keepdim=True)
+        return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
 
 
 @final

@@ -3,43 +3,73 @@
 if __name__ != "axes.optim":
     raise ImportError("import axes.optim, not optim: the folder is installed as axes.optim")
 
+from axes.optim import wrappers
+from axes.optim.adaptive import NAdam
 from axes.optim.base import Optimizer, report
+from axes.optim.exponentiated import ExponentiatedGradient
 from axes.optim.first_order import SGD, Adam, AdamW, Lion
 from axes.optim.general import optimizer
 from axes.optim.matrix import Muon, Shampoo
 from axes.optim.natural_gradient import ExactNaturalGradient, NaturalGradient
+from axes.optim.normuon import NorMuon
 from axes.optim.predicted import ReflectiveMomentum, RotationalMomentum, SignedEG
+from axes.optim.regression import NLMS, Hebbian, HuberRegression, LpRegression, RecursiveLeastSquares
 from axes.optim.routing import Report
+from axes.optim.sign import FrankWolfe, SignSGD
+from axes.optim.soap import SOAP
 
 # What trains a model of any size; ExactNaturalGradient needs the Fisher matrix of all parameters at once.
 ALL: tuple[type[Optimizer], ...] = (
+    Hebbian,
+    NLMS,
+    LpRegression,
+    HuberRegression,
+    RecursiveLeastSquares,
     SGD,
     RotationalMomentum,
     ReflectiveMomentum,
     SignedEG,
+    ExponentiatedGradient,
     Adam,
     AdamW,
+    NAdam,
+    SignSGD,
     Lion,
+    FrankWolfe,
     Muon,
+    NorMuon,
     Shampoo,
+    SOAP,
     NaturalGradient,
 )
 
 __all__ = [
     "ALL",
-    "SGD",
     "Adam",
     "AdamW",
     "ExactNaturalGradient",
+    "ExponentiatedGradient",
+    "FrankWolfe",
+    "Hebbian",
+    "HuberRegression",
     "Lion",
+    "LpRegression",
     "Muon",
+    "NAdam",
+    "NLMS",
     "NaturalGradient",
+    "NorMuon",
     "Optimizer",
+    "RecursiveLeastSquares",
     "ReflectiveMomentum",
     "Report",
     "RotationalMomentum",
+    "SGD",
+    "SOAP",
     "Shampoo",
+    "SignSGD",
     "SignedEG",
     "optimizer",
     "report",
+    "wrappers",
 ]

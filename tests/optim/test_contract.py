@@ -26,6 +26,7 @@ class Instance:
     layers: bool = False  # it needs the model
     momentum: str = ""
     lr: float = 1e-2  # for a small network and few steps
+    lowers: float = 0.8  # to which part of its first value the loss falls in these steps
     transcendental: bool = False  # its link rounds differently in vectorised and scalar loops, in the last bit
 
     def __str__(self) -> str:
@@ -33,6 +34,12 @@ class Instance:
 
 
 INSTANCES = (
+    # no error, so no descent: what falls is what AdamW does to the biases
+    Instance(optim.Hebbian, ({}, {"weight_decay": 0.1}), matrices=True, layers=True, lr=1e-5, lowers=0.98),
+    Instance(optim.NLMS, ({}, {"eps": 1.0, "weight_decay": 0.1}), matrices=True, layers=True, lr=0.1),
+    Instance(optim.LpRegression, ({}, {"p": 3.0, "weight_decay": 0.1}), matrices=True, layers=True, lr=0.01),
+    Instance(optim.HuberRegression, ({}, {"delta": 0.01}), matrices=True, layers=True, lr=0.03),
+    Instance(optim.RecursiveLeastSquares, ({}, {"forget": 0.9, "eps": 0.1}), matrices=True, layers=True, lr=1.0),
     Instance(
         optim.SGD,
         (
@@ -46,17 +53,50 @@ INSTANCES = (
     Instance(optim.RotationalMomentum, ({}, {"weight_decay": 0.1}), matrices=True, momentum="momentum", lr=0.1),
     Instance(optim.ReflectiveMomentum, ({}, {"weight_decay": 0.1}), matrices=True, momentum="momentum", lr=0.1),
     Instance(optim.SignedEG, ({}, {"scale": 0.5, "weight_decay": 0.1}), lr=0.05, transcendental=True),
+    Instance(optim.ExponentiatedGradient, ({}, {"scale": 0.5, "weight_decay": 0.1}), lr=0.05, transcendental=True),
     Instance(optim.Adam, ({}, {"weight_decay": 0.1, "eps": 1e-3}), momentum="betas"),
     Instance(optim.AdamW, ({}, {"betas": (0.0, 0.9)}), momentum="betas"),
+    Instance(optim.NAdam, ({}, {"betas": (0.8, 0.95), "weight_decay": 0.1}, {"betas": (0.0, 0.9)}), momentum="betas"),
+    Instance(optim.SignSGD, ({}, {"momentum": 0.9, "weight_decay": 0.1}), momentum="momentum", lr=3e-3),
     Instance(optim.Lion, ({}, {"betas": (0.9, 0.9), "weight_decay": 0.1}), momentum="betas", lr=3e-3),
     Instance(
+        optim.FrankWolfe,
+        ({}, {"norm": "rows", "betas": (0.9, 0.99)}, {"norm": "frobenius", "betas": (0.0, 0.0), "radius": 5.0}),
+        matrices=True,
+        momentum="betas",
+    ),
+    Instance(
         optim.Muon,
-        ({"precision": "input"}, {"momentum": 0.0, "nesterov": False, "scale": "original", "precision": "input"}),
+        (
+            {"precision": "input"},
+            {"momentum": 0.0, "nesterov": False, "scale": "original", "precision": "input"},
+            {"method": "polar-express", "precision": "input"},
+        ),
         matrices=True,
         momentum="momentum",
         lr=3e-2,
     ),
-    Instance(optim.Shampoo, ({}, {"betas": (0.0, 0.9), "exponent": 0.5}), matrices=True, momentum="betas", lr=0.1),
+    Instance(
+        optim.NorMuon,
+        ({"precision": "input"}, {"nesterov": False, "beta2": 0.8, "scale": "original", "precision": "input"}),
+        matrices=True,
+        momentum="momentum",
+        lr=3e-2,
+    ),
+    Instance(
+        optim.SOAP,  # a gradient of low rank leaves rounding over eps in the other directions
+        ({"eps": 1e-3}, {"eps": 1e-3, "betas": (0.0, 0.9), "shampoo_beta": 0.5}),
+        matrices=True,
+        momentum="betas",
+        lr=3e-2,
+    ),
+    Instance(
+        optim.Shampoo,
+        ({}, {"betas": (0.0, 0.9), "exponent": 0.5}, {"graft": "adagrad"}),
+        matrices=True,
+        momentum="betas",
+        lr=0.1,
+    ),
     Instance(
         optim.NaturalGradient, ({}, {"beta": 0.0, "momentum": 0.0}), matrices=True, layers=True, momentum="momentum"
     ),
@@ -203,7 +243,7 @@ def test_training_lowers_the_loss(instance: Instance) -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0], losses[::10]
+    assert losses[-1] < instance.lowers * losses[0], losses[::10]
 
 
 @pytest.mark.parametrize("instance", INSTANCES, ids=str)
@@ -451,7 +491,7 @@ def test_momentum_can_be_turned_on_by_a_schedule(instance: Instance) -> None:
     model = net()
     off = (0.0, 0.9) if instance.momentum == "betas" else 0.0
     on = (0.8, 0.9) if instance.momentum == "betas" else 0.8
-    extra = {"nesterov": False} if instance.cls is optim.Muon else {}
+    extra = {"nesterov": False} if instance.cls in (optim.Muon, optim.NorMuon) else {}
     optimizer = instance.cls(model, lr=0.01, **{instance.momentum: off}, **extra)
     train(model, optimizer, 2)
     for group in optimizer.param_groups:

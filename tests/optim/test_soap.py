@@ -1,0 +1,197 @@
+"""SOAP against explicit rotations, and NorMuon and Polar Express beside published code and exact polar factors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import torch
+from torch import Tensor, nn
+
+from axes import optim
+from axes.errors import AxesError
+from axes.optim import wrappers
+
+MATRICES = ((4, 6), (6, 4), (5, 5), (8, 3))
+STEPS = 30
+
+
+def walk(make: Any, shapes: tuple[tuple[int, ...], ...] = MATRICES) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    ps = [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
+    optimizer = make(ps)
+    for _ in range(STEPS):
+        for p in ps:
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64) + 0.3 * p.detach()
+        optimizer.step()
+    return [p.detach() for p in ps]
+
+
+def gap(a: list[Tensor], b: list[Tensor]) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def group(rule: str) -> Any:
+    return lambda ps: [{"params": ps, "rule": rule}]
+
+
+class ExplicitSOAP:
+    """Adam in the eigenbasis of running averages of g g^T and g^T g, written out."""
+
+    def __init__(self, ps: list[Tensor], lr: float, betas: tuple[float, float], beta: float, eps: float, decay: float):
+        self.ps, self.lr, self.betas, self.beta, self.eps, self.decay, self.t = ps, lr, betas, beta, eps, decay, 0
+        self.left = [torch.zeros(p.shape[0], p.shape[0], dtype=p.dtype) for p in ps]
+        self.right = [torch.zeros(p.shape[1], p.shape[1], dtype=p.dtype) for p in ps]
+        self.m, self.v = [torch.zeros_like(p) for p in ps], [torch.zeros_like(p) for p in ps]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.t += 1
+        b1, b2 = self.betas
+        for i, p in enumerate(self.ps):
+            g = p.grad
+            assert g is not None
+            self.left[i] = self.beta * self.left[i] + (1 - self.beta) * g @ g.T
+            self.right[i] = self.beta * self.right[i] + (1 - self.beta) * g.T @ g
+            ql, qr = (torch.linalg.eigh(x).eigenvectors for x in (self.left[i], self.right[i]))
+            self.m[i] = b1 * self.m[i] + (1 - b1) * g
+            self.v[i] = b2 * self.v[i] + (1 - b2) * (ql.T @ g @ qr) ** 2
+            m, v = self.m[i] / (1 - b1**self.t), self.v[i] / (1 - b2**self.t)
+            d = ql @ ((ql.T @ m @ qr) / (v.sqrt() + self.eps)) @ qr.T
+            p.mul_(1 - self.lr * self.decay).sub_(self.lr * d)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("betas", [(0.95, 0.95), (0.0, 0.9)])
+def test_soap_against_explicit_rotations(betas: tuple[float, float], foreach: bool) -> None:
+    options: dict[str, Any] = {"lr": 0.05, "betas": betas, "eps": 1e-3}
+    ours = walk(
+        lambda ps: optim.SOAP(group("soap")(ps), shampoo_beta=0.9, weight_decay=0.1, foreach=foreach, **options)
+    )
+    assert gap(ours, walk(lambda ps: ExplicitSOAP(ps, beta=0.9, decay=0.1, **options))) < 1e-10
+
+
+def test_soap_on_diagonal_gradients_is_adam() -> None:
+    """Of sizes so far apart that the eigenvalues keep their order."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor([1.0, 10.0, 100.0, 1000.0], dtype=torch.float64)
+    p, q = (nn.Parameter(torch.eye(4, dtype=torch.float64)) for _ in range(2))
+    soap = optim.SOAP(group("soap")([p]), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    adam = torch.optim.AdamW([q], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(STEPS):
+        g = torch.diag(scale * (0.5 + torch.rand(4, generator=generator, dtype=torch.float64)))
+        p.grad, q.grad = g.clone(), g.clone()
+        soap.step()
+        adam.step()
+    torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=1e-12)
+
+
+# ---- grafting onto Shampoo -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("graft", ["sgd", "momentum", "adagrad", "rmsprop", "adam"])
+def test_a_grafted_step_has_shampoos_direction_and_the_other_norm(graft: Any, foreach: bool) -> None:
+    """Both rules written out on the gradients of the grafted one; the other rules by torch where it has them."""
+    lr, (b1, b2), eps = 0.05, (0.9, 0.95), 1e-3
+    generator = torch.Generator().manual_seed(7)
+    p = nn.Parameter(torch.randn(4, 6, generator=generator, dtype=torch.float64))
+    plain = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
+    other = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
+    betas = (b1, 1.0 if graft in ("sgd", "momentum", "adagrad") else b2)
+    options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": 1e-4, "foreach": foreach}
+    grafted = optim.Shampoo(group("shampoo")([p]), graft=graft, graft_eps=eps, **options)
+    shampoo = optim.Shampoo(group("shampoo")([plain]), **options)
+    rule: Any = {
+        "sgd": lambda: torch.optim.SGD([other], lr),
+        "momentum": lambda: torch.optim.Adam([other], lr, (b1, 0.0), eps=1e12),  # lr m / eps
+        "adagrad": lambda: torch.optim.Adagrad([other], lr, eps=eps),
+        "rmsprop": lambda: torch.optim.Adam([other], lr, (0.0, b2), eps=eps),
+        "adam": lambda: torch.optim.Adam([other], lr, (b1, b2), eps=eps),
+    }[graft]()
+    for _ in range(STEPS):
+        g = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+        before = [x.detach().clone() for x in (p, plain, other)]
+        for x, optimizer in ((p, grafted), (plain, shampoo), (other, rule)):
+            x.grad = g.clone()
+            optimizer.step()
+        moved, direction, size = (x.detach() - y for x, y in zip((p, plain, other), before, strict=True))
+        norm = size.norm() * (1e12 if graft == "momentum" else 1.0)
+        tolerance = 1e-9 if graft == "momentum" else 1e-12
+        torch.testing.assert_close(moved, direction / direction.norm() * norm, rtol=tolerance, atol=1e-11)
+
+
+def test_grafts_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(AxesError, match="adagrad"):
+        optim.Shampoo.declare(graft="adagrat")  # type: ignore[arg-type]
+    for betas, graft in (((0.0, 1.0), "momentum"), ((0.9, 1.0), "adam"), ((0.9, 1.0), "rmsprop")):
+        with pytest.raises(AxesError, match="do not average"):
+            optim.Shampoo.declare(betas, graft=graft)  # type: ignore[arg-type]
+    grafted = optim.Shampoo.declare((0.9, 0.95), graft="adam", graft_eps=1e-8)
+    other = optim.AdamW.declare((0.9, 0.95))
+    assert wrappers.grafting(optim.Shampoo.declare((0.9, 0.95)), other) == grafted
+
+
+# ---- relatives of Muon -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_normuon_against_pytorch_optimizer(nesterov: bool, scale: Any, foreach: bool) -> None:
+    """The same operations in float64 around the same bfloat16 iteration, but for the place of the constant s."""
+    options: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "nesterov": nesterov, "weight_decay": 0.1}
+    ours = walk(lambda ps: optim.NorMuon(group("normuon")(ps), scale=scale, foreach=foreach, **options))
+    theirs = walk(
+        lambda ps: pytorch_optimizer.NorMuon(
+            [{"params": ps, "use_muon": True}], foreach=False, use_adjusted_lr=scale != "original", **options
+        )
+    )
+    # a batch of matrices rounds differently in bfloat16
+    assert gap(ours, theirs) < (5e-2 if foreach else 1e-7)
+
+
+def test_normuon_evens_out_rows_and_keeps_the_norm() -> None:
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(64, 16, generator=generator, dtype=torch.float64)
+    moved = {}
+    for cls, rule in ((optim.Muon, "muon"), (optim.NorMuon, "normuon")):
+        p = nn.Parameter(torch.zeros_like(g))
+        p.grad = g
+        cls([{"params": [p], "rule": rule}], lr=1.0, precision="input", weight_decay=0.0).step()
+        moved[rule] = p.detach()
+    torch.testing.assert_close(moved["normuon"].norm(), moved["muon"].norm(), rtol=1e-8, atol=0)
+    rows = moved["normuon"].norm(dim=1)
+    torch.testing.assert_close(rows, rows.mean().expand(64), rtol=1e-8, atol=0)
+    assert moved["muon"].norm(dim=1).std() > 0.1 * moved["muon"].norm(dim=1).mean()
+
+
+def test_polar_express_is_closer_to_the_polar_factor_than_the_quintic() -> None:
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(128, 64, generator=generator, dtype=torch.float64)
+    u, _, vh = torch.linalg.svd(g, full_matrices=False)
+    errors = {}
+    for method in ("newton-schulz", "polar-express"):
+        p = nn.Parameter(torch.zeros_like(g))
+        p.grad = g
+        muon = optim.Muon(group("muon")([p]), lr=1.0, scale=None, precision="input", method=method, weight_decay=0.0)  # type: ignore[arg-type]
+        muon.step()
+        errors[method] = float((p.detach() + u @ vh).norm() / 8)
+    assert errors["polar-express"] < 0.15 < errors["newton-schulz"] < 0.3, errors
+
+
+def test_polar_express_refuses_coefficients_of_the_other() -> None:
+    with pytest.raises(AxesError, match="coefficients has no effect"):
+        optim.Muon.declare(method="polar-express", ns_coefficients=(2.0, -1.5, 0.5))
+
+
+def test_muon_with_constant_norm_is_a_wrapped_rule() -> None:
+    p = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    norm = p.detach().norm()
+    update = wrappers.rotational(optim.Muon.declare(precision="input"))
+    optimizer = optim.optimizer(update)(group("matrix")([p]), lr=0.1)
+    for _ in range(5):
+        p.grad = p.detach().sin()
+        optimizer.step()
+    torch.testing.assert_close(p.detach().norm(), norm, rtol=1e-13, atol=0)
