@@ -92,27 +92,29 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
         from_values, from_start = solved[..., : value.shape[-1]], solved[..., value.shape[-1] :]
 
     # Serial in time: only what a chunk reads of its first state, and the next state. Outputs follow for all at once.
-    count, state, states, seen_states = value.shape[-4], start.flatten(-2), [], []
-    wholes = _chunks(whole, count, 3)
+    count, states, seen_states = value.shape[-4], [], []
     left = ends.unflatten(-2, (size, -1))
-    entering = _chunks(value[..., 0, :].mT @ left[..., rank, :], count, 2)
+    entering = value[..., 0, :].mT @ left[..., rank, :]
+    batch = torch.broadcast_shapes(start.shape[:-3], entering.shape[:-3], whole.shape[:-4])
+    state = _flat(start.flatten(-2), batch, 2)
+    wholes, drives = _chunks(whole, batch, count, 3), _chunks(entering, batch, count, 2)
     if rank:
-        leaving = _chunks(left[..., :rank, :].flatten(-3, -2), count, 2)
-        solutions = list(zip(_chunks(from_values, count, 2), _chunks(from_start, count, 2), strict=True))
+        leaving = _chunks(left[..., :rank, :].flatten(-3, -2), batch, count, 2)
+        fixed, varying = (_chunks(x, batch, count, 2) for x in (from_values, from_start))
     for n in range(count):
         states.append(state)
-        after = entering[n] + _transport(state, wholes[n])
+        after = drives[n] + _transport(state, wholes[n])
         if rank:
-            fixed, varying = solutions[n]
-            seen_states.append(fixed + varying @ state.mT)
-            after = after + seen_states[-1].mT @ leaving[n]
+            seen_states.append(torch.baddbmm(fixed[n], varying[n], state.mT))
+            after = torch.baddbmm(after, seen_states[-1].mT, leaving[n])
         state = after
     values = value
     if rank:
-        p = torch.stack(seen_states, -3).unflatten(-2, (size, rank))
+        p = _unflat(torch.stack(seen_states, -3), batch).unflatten(-2, (size, rank))
         values = _cat(p, value, -2)
-    out = carried_q @ torch.stack(states, -3).mT + scores_q @ values.flatten(-3, -2)
-    return out.flatten(-3, -2)[..., :length, :], state.unflatten(-1, start.shape[-2:])
+    read = _unflat(torch.stack(states, -3), batch)
+    out = carried_q @ read.mT + scores_q @ values.flatten(-3, -2)
+    return out.flatten(-3, -2)[..., :length, :], _unflat(state, batch).unflatten(-1, start.shape[-2:])
 
 
 def floored(gate: Tensor) -> Tensor:
@@ -137,10 +139,19 @@ def cumulative(gate: Tensor, drive: Tensor, start: Tensor) -> Tensor:
 # ---- pieces ------------------------------------------------------------------------------------------------------
 
 
-def _chunks(x: Tensor, count: int, trailing: int) -> Sequence[Tensor]:
+def _flat(x: Tensor, batch: Sequence[int], trailing: int) -> Tensor:
+    """(..., *trailing) with its batch dimensions expanded and joined in one."""
+    return x.expand(*batch, *x.shape[x.ndim - trailing :]).reshape(-1, *x.shape[x.ndim - trailing :])
+
+
+def _unflat(x: Tensor, batch: Sequence[int]) -> Tensor:
+    return x.reshape(*batch, *x.shape[1:])
+
+
+def _chunks(x: Tensor, batch: Sequence[int], count: int, trailing: int) -> Sequence[Tensor]:
     """One tensor a chunk, from (..., N or 1, *trailing). Unbound once: indexing would cost a full gradient a chunk."""
-    dim = -1 - trailing
-    return x.unbind(dim) if x.shape[dim] == count else [x.squeeze(dim)] * count
+    x = _flat(x, batch, trailing + 1)
+    return x.unbind(1) if x.shape[1] == count else [x[:, 0]] * count
 
 
 def _transport(state: Tensor, whole: Tensor) -> Tensor:
