@@ -647,7 +647,7 @@ def _launch(q: Tensor, kernel: str, two: bool) -> dict[str, int]:
     if kernel == "solve":  # rows of a block in the registers of one warp
         return {"num_warps": 1, "num_stages": 1}
     if kernel in ("prepare", "gradients"):
-        # two stages gave other bits at every run on a full chip where one vector is written
+        # with two stages, and other serial passes, runs on a full chip differed in bits where one vector is written
         return {"num_warps": 4, "num_stages": 2 if kernel == "gradients" and two else 1}
     if q.shape[-1] > 128:
         return {"num_warps": 8, "num_stages": 1}
