@@ -110,7 +110,7 @@ class Batch:
                 _real(p).detach().to(wide, memory_format=torch.contiguous_format, copy=True) for p in self.parameters
             ]
             lists[PARAMETER] = self._blocks(copies)
-        values = self.schedule.numbers({**self.held, **rates})
+        values = self.schedule.program.numbers({**self.held, **rates})
         for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
             self.schedule.run(group, values)
         for parameter, copy in zip(self.parameters, copies, strict=bool(copies)):

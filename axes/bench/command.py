@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -49,12 +51,7 @@ def sequence(
         lift_guard=lift_guard,
     )
     console = _console()
-    with _bar(console) as bar:
-        task = bar.add_task("", total=None)
-
-        def watch(what: str, done: int, of: int) -> None:
-            bar.update(task, description=what, completed=done, total=of)
-
+    with _watching(console) as watch:
         results = sequence_.measure(plan, out, watch, fresh)
     console.print(report.table(results))
     report.draw(results, out / "sequence.png")
@@ -73,12 +70,7 @@ def decode(
     chosen = sequence_.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = sequence_.dtype_of(dtype or ("bfloat16" if chosen.type == "cuda" else "float32"))
     console = _console()
-    with _bar(console) as bar:
-        task = bar.add_task("", total=None)
-
-        def watch(what: str, done: int, of: int) -> None:
-            bar.update(task, description=what, completed=done, total=of)
-
+    with _watching(console) as watch:
         given = tuple(shapes or ("1,1,16,128", "64,1,16,128"))
         found = decode_.measure(tuple(rules or ()), given, kind, chosen, out, watch)
     table = Table(title="one token")
@@ -109,12 +101,7 @@ def training(
     size = training_.Size(layers, width, heads, batch=batch, tokens=tokens, steps=steps)
     chosen = sequence_.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     console = _console()
-    with _bar(console) as bar:
-        task = bar.add_task("", total=None)
-
-        def watch(what: str, done: int, of: int) -> None:
-            bar.update(task, description=what, completed=done, total=of)
-
+    with _watching(console) as watch:
         found = training_.measure(size, out, chosen, tuple(who or training_.WHO), watch)
     table = Table(title=f"{layers} layers, width {width}, {heads} heads, {batch} x {tokens} tokens a step, bfloat16")
     for name in ("recurrence", "tokens/s", "ms a step", "peak GB", "early loss", "note"):
@@ -137,6 +124,14 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=200)
 
 
-def _bar(console: Console) -> Progress:
+@contextmanager
+def _watching(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on a terminal, as the function that measurements tell how far they are."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def watch(what: str, done: int, of: int) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+
+        yield watch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from axes.bench.check import BOUNDS
 from axes.bench.peers import FLA, OURS, library
 from axes.bench.rules import Rule, Shape, Signal, find
 from axes.bench.timing import median
+from axes.tasks.run_folder import write_json
 
 INTERPRETER = "interpreter"
 FILE = "decode.json"
@@ -59,9 +59,7 @@ def measure(
             continue
         found.append(_row(rule, shape, dtype, device, who))
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{FILE}"
-        beside.write_text(json.dumps([asdict(s) for s in found], indent=1) + "\n")
-        beside.replace(folder / FILE)
+        write_json(folder / FILE, [asdict(s) for s in found])
     watch("done", len(work), len(work))
     return found
 

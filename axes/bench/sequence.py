@@ -22,6 +22,7 @@ from axes.bench.peers import FLA, LOOP, OURS, Contender, contenders, lifted_guar
 from axes.bench.rules import Rule, Shape, Signal, find
 from axes.bench.timing import Timing, median, peak_extra
 from axes.errors import AxesError
+from axes.tasks.run_folder import write_json
 
 FILE = "sequence.json"
 
@@ -231,9 +232,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def _write(folder: Path, results: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".{FILE}"
-    beside.write_text(json.dumps(results, indent=1) + "\n")
-    beside.replace(folder / FILE)
+    write_json(folder / FILE, results)
 
 
 def _with(row: Row, **changes: Any) -> Row:

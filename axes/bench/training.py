@@ -4,7 +4,6 @@ flash attention in its place. Everything else (projections, convolutions, norms,
 from __future__ import annotations
 
 import importlib.util
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from axes.bench.rules import find
 from axes.errors import AxesError
 from axes.models import Architecture, LanguageModel
 from axes.sequence import SequenceLayer
+from axes.tasks.run_folder import write_json
 
 WHO = (OURS, FLA, SDPA, CHUNKED)
 FILE = "training.json"
@@ -69,9 +69,7 @@ def measure(
         reference = next((t.loss for t in found if t.who == OURS), None)
         found.append(_train(name, size, device, reference))
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{FILE}"
-        beside.write_text(json.dumps({"size": asdict(size), "rows": [asdict(t) for t in found]}, indent=1) + "\n")
-        beside.replace(folder / FILE)
+        write_json(folder / FILE, {"size": asdict(size), "rows": [asdict(t) for t in found]})
     watch("done", len(who), len(who))
     return found
 

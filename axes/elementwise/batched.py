@@ -7,14 +7,14 @@ tensor. On a CPU all operations run over a block of entries before the next bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
-from axes.elementwise.program import EVALUATE, Program, Value
+from axes.elementwise.program import Program, Value
 
 _BLOCK = 1 << 18  # entries of a block: a handful of float32 arrays of this size stay in cache (measured: batched.py)
 Number = Callable[[list[float]], float]  # from the numbers of a step
@@ -60,18 +60,6 @@ class Schedule:
         self.released: list[tuple[int, ...]] = []
         _Selection(self, program, shaped, frozenset(keep)).run()
         self.registers = 1 + max([len(shaped) - 1, *(s.target for s in self.steps)])
-
-    def numbers(self, given: Mapping[str, float]) -> list[float]:
-        """All numbers of a step, by their place in the program (0 where a shaped value is)."""
-        values: list[float] = []
-        for i, op in enumerate(self.program.operations):
-            if op.shaped:
-                values.append(0.0)
-            elif op.name == "input":
-                values.append(float(given[self.program.names[i]]))
-            else:
-                values.append(float(EVALUATE[op.name](*(values[x] if isinstance(x, int) else x for x in op.inputs))))
-        return values
 
     def run(self, lists: Sequence[Lists], values: list[float]) -> None:
         """Execute over one block: lists of tensors for each name, overwritten with the outputs."""

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from axes.elementwise.program import EVALUATE, Program, Value
+from axes.elementwise.program import Program, Value
 from axes.kernels.layout import on_device
 
 _BLOCK = 4096  # entries of a program
@@ -123,9 +123,7 @@ class Fused:
         self.read = _numbers(program)
         like = tensors["parameter"]
         self.device = like[0].device
-        chunks = [
-            (i, first, x.numel()) for i, x in enumerate(like) for first in range(0, x.numel(), _BLOCK)
-        ]
+        chunks = [(i, first, x.numel()) for i, x in enumerate(like) for first in range(0, x.numel(), _BLOCK)]
         self.chunks = torch.tensor(chunks, dtype=torch.int64, device=self.device).reshape(-1, 3)
         self.fixed = {n: [x.data_ptr() for x in xs] for n, xs in tensors.items() if n != "g"}
         self.gradients: list[int] = []
@@ -155,17 +153,4 @@ class Fused:
         self.gradients = now
 
 
-def host_numbers(program: Program, given: Mapping[str, float]) -> list[float]:
-    """All numbers of a step by their place (0 where a shaped value is)."""
-    values: list[float] = []
-    for i, op in enumerate(program.operations):
-        if op.shaped:
-            values.append(0.0)
-        elif op.name == "input":
-            values.append(float(given[program.names[i]]))
-        else:
-            values.append(float(EVALUATE[op.name](*(values[x] if isinstance(x, int) else x for x in op.inputs))))
-    return values
-
-
-__all__ = ["Fused", "compile_text", "host_numbers", "source"]
+__all__ = ["Fused", "compile_text", "source"]

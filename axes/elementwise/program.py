@@ -71,6 +71,18 @@ class Program:
     def inputs(self) -> dict[str, int]:
         return {name: index for index, name in self.names.items()}
 
+    def numbers(self, given: Mapping[str, float]) -> list[float]:
+        """All numbers of a step, by their place in the program (0 where a shaped value is)."""
+        values: list[float] = []
+        for i, op in enumerate(self.operations):
+            if op.shaped:
+                values.append(0.0)
+            elif op.name == "input":
+                values.append(float(given[self.names[i]]))
+            else:
+                values.append(float(EVALUATE[op.name](*(values[x] if isinstance(x, int) else x for x in op.inputs))))
+        return values
+
     def __str__(self) -> str:
         """The program as text, numbers of a step first."""
         lines = []

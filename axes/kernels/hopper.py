@@ -408,26 +408,27 @@ _LAUNCH = {
 
 
 def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether `forward` may be called: 16 bit, K = V in {64, 128}, as many heads, on a Hopper processor."""
+    """Whether forward and backward may be called: 16 bit, K = V in {64, 128}, as many heads, on a Hopper processor."""
     plain = q.dtype in (torch.bfloat16, torch.float16) and v.dtype == q.dtype and q.ndim == 4 and v.shape == q.shape
     if not plain or q.shape[-1] not in _LAUNCH or 0 in q.shape or q.device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
-def _tokens(x: Tensor, width: int) -> TensorDescriptor:
+def token_tiles(x: Tensor, width: int) -> TensorDescriptor:
     """(B, T, H, D) in tiles of 64 tokens by `width` of a head's numbers; tokens from T on are zero, never written."""
     b, t, h, d = x.shape
-    if x.data_ptr() % 16:  # a view into something: the copy engine reads from multiples of 16 bytes
+    if x.data_ptr() % 16:  # never an output: a view into something: the copy engine reads from multiples of 16 bytes
         x = x.clone()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     return TensorDescriptor(x, [b, t, h * d], [t * h * d, h * d, 1], [1, 64, width], layout)
 
 
-def _squares(x: Tensor) -> TensorDescriptor:
-    """(..., 64, 64), one chunk's square a tile."""
+def matrix_tiles(x: Tensor) -> TensorDescriptor:
+    """(..., rows, columns) in tiles of one matrix."""
+    rows, columns = x.shape[-2:]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(x, [x.numel() // 64, 64], [64, 1], [64, 64], layout)
+    return TensorDescriptor(x, [x.numel() // columns, columns], [columns, 1], [rows, columns], layout)
 
 
 def forward(
@@ -445,13 +446,14 @@ def forward(
     w = q.new_empty(b, h, n, 64, 64)
     p = torch.empty_like(w) if record else w.new_empty(0)
     numbers = beta.new_empty(b, h, n, 4, 64)
-    keys, inverses = _tokens(k, d), _squares(w)
+    keys, inverses = token_tiles(k, d), matrix_tiles(w)
     _prepare[(b * h * n,)](
         keys, inverses, beta, beta if g is None else g, numbers, t, n, H=h, GATED=g is not None, num_warps=4
     )
     rows = TensorDescriptor(numbers, [numbers.numel()], [1], [256], gl.NVMMASharedLayout(0, 32, rank=1))
     _chain[(b * h,)](
-        _tokens(q, d), keys, _tokens(v, 64), inverses, _squares(p if record else w), rows, _tokens(o, 64),
+        token_tiles(q, d), keys, token_tiles(v, 64), inverses, matrix_tiles(p if record else w), rows,
+        token_tiles(o, 64),
         final if start is None else start, final, n,
         H=h, STARTED=start is not None, RECORD=record, num_warps=4, **_LAUNCH[d],
     )  # fmt: skip

@@ -21,7 +21,6 @@ Memory: X of every chunk; w lies in dv until s takes its place.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -36,7 +35,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from axes.kernels.hopper import matrix_tiles, token_tiles
 
 _CHUNK = 64
 
@@ -419,32 +419,6 @@ class _Launch:
 _LAUNCH = {64: _Launch(4, 3, 64, 4), 128: _Launch(4, 3, 64, 8)}  # by width
 
 
-def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether `backward` takes these: 16 bit, K = V in {64, 128}, one value head a key head, a Hopper GPU."""
-    return (
-        q.dtype in (torch.bfloat16, torch.float16)
-        and v.shape == q.shape
-        and q.shape[-1] in _LAUNCH
-        and q.numel() > 0
-        and q.device.type == "cuda"
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-    )
-
-
-def _tokens(x: Tensor) -> Any:
-    """(B, T, H, D) in tiles of 64 tokens of one head; rows past T read as zero and are not written."""
-    b, t, h, d = x.shape
-    layout = gl.NVMMASharedLayout(128, 16, 3)
-    return TensorDescriptor(x, [b, t, h * d], [t * h * d, h * d, 1], [1, _CHUNK, d], layout)
-
-
-def _matrices(x: Tensor) -> Any:
-    """(..., rows, columns) in tiles of one matrix."""
-    rows, columns = x.shape[-2:]
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor(x, [x.numel() // columns, columns], [columns, 1], [rows, columns], layout)
-
-
 def backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor | None,
     m: Tensor, p: Tensor, do: Tensor, dfinal: Tensor,
@@ -473,8 +447,9 @@ def backward(
         num_warps=setting.warps, num_stages=setting.stages,
     )  # fmt: skip
     _gradients[(b * h,)](
-        _tokens(q), _tokens(k), _tokens(written), _tokens(do), _matrices(states), _matrices(m), _matrices(p),
-        _tokens(dq), _tokens(dk), _tokens(dv),
+        token_tiles(q, d), token_tiles(k, d), token_tiles(written, d), token_tiles(do, d),
+        matrix_tiles(states), matrix_tiles(m), matrix_tiles(p),
+        token_tiles(dq, d), token_tiles(dk, d), token_tiles(dv, d),
         rows, gate, dfinal, dstart, dbeta, dg, t, n,
         H=h, D=d, GATED=gated, num_warps=setting.multiply,
     )  # fmt: skip

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
+from axes.kernels import hopper, hopper_backward, scalar_delta, scalar_tiles, scalar_write
 from axes.kernels import layout as host
-from axes.kernels import scalar_delta, scalar_tiles, scalar_write
 from axes.kernels.layout import check_like, check_packing, check_tokens, on_device, precision
 from axes.kernels.tiles import TILE
 
@@ -192,10 +192,8 @@ def _delta_pair(x: Chain) -> tuple[Any, Any]:
     forward(x, start) -> o, final, M, P, first states of segments and their maps (start and None where x.cut.S is 1);
     backward(x, M, P, first states, maps, do, dfinal) -> dq, dk, da by value head, dv, dbeta, dg, dstart of all units.
     """
-    from axes.kernels import scalar_hopper  # it calls the passes between segments here
-
-    if scalar_hopper.fits(x):
-        return scalar_hopper.forward, scalar_hopper.backward
+    if _plain(x):
+        return _hopper_forward, _hopper_backward
     return _delta_forward, _delta_backward
 
 
@@ -301,6 +299,34 @@ def _delta_backward(
     )  # fmt: skip
     _run(scalar_delta.gradients, x.slot_heads, tensors, x.common("delta gradients"))
     return dq, dk, da, dv, dbeta, dg, dstart  # type: ignore[return-value]
+
+
+def _plain(x: Chain) -> bool:
+    """Whether the Hopper kernels compute a chain: 16 bit, dense, uncut, K = V in {64, 128}, as many value heads as key
+    heads, keys erased where they are written, after the gate."""
+    usual = x.erase is None and not x.early and x.scale_q is None and x.beta is not None
+    return usual and x.cut.offsets is None and x.cut.S == 1 and hopper.fits(x.q, x.v)
+
+
+def _hopper_forward(x: Chain, start: Tensor | None) -> tuple[Tensor | None, ...]:
+    """As `_delta_forward`, W = (I + L diag(beta))^-1, strengths on the columns, in the place of M."""
+    assert x.beta is not None
+    o, final, w, p = hopper.forward(x.q, x.k, x.v, x.beta, x.g, start)
+    shape = (x.cut.slots, x.v.shape[2], *w.shape[3:])
+    return o, final, w.view(shape), p.view(shape), start, None
+
+
+def _hopper_backward(
+    x: Chain, w: Tensor, p: Tensor, start: Tensor | None, maps: Tensor | None, do: Tensor, dfinal: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """As `_delta_backward`."""
+    assert x.beta is not None and maps is None
+    shape = (x.cut.units, x.v.shape[2], x.cut.N, *w.shape[2:])
+    dfinal = x.state().zero_() if dfinal is None else dfinal
+    dq, dk, dv, dbeta, dg, dstart = hopper_backward.backward(
+        x.q, x.k, x.v, x.beta, x.g, start, w.view(shape), p.view(shape), do, dfinal
+    )
+    return dq, dk, None, dv, dbeta, None if x.g is None else dg, dstart
 
 
 def _like(x: Tensor | None) -> Tensor | None:

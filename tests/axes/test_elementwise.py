@@ -89,7 +89,7 @@ def test_any_cut_into_blocks_gives_the_same(seed: int, block: int, name: str) ->
     generator = torch.Generator().manual_seed(seed)
     tensors = {n: [torch.rand(s, generator=generator, dtype=torch.float64) for s in sizes] for n in schedule.names}
     inputs = [i for i, op in enumerate(schedule.program.operations) if op.name == "input" and not op.shaped]
-    values = schedule.numbers({schedule.program.names[i]: 0.3 for i in inputs})
+    values = schedule.program.numbers({schedule.program.names[i]: 0.3 for i in inputs})
     whole = {n: [x.clone() for x in xs] for n, xs in tensors.items()}
     schedule.run([whole[n] for n in schedule.names], values)
     for group in blocks(sizes, block):

@@ -19,8 +19,8 @@ if sys.platform != "linux":
 
 import triton  # on Linux its absence is an error, not a reason to skip
 
-from axes.elementwise.fused import Fused, host_numbers
-from axes.kernels import scalar_hopper
+from axes.elementwise.fused import Fused
+from axes.kernels import scalar as scalar_module
 from axes.kernels.block import block_chain
 from axes.kernels.diagonal import diagonal_chain
 from axes.kernels.outer import outer_sum
@@ -48,7 +48,7 @@ def both(outputs: tuple[Tensor, ...]) -> None:
 def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -> Callable[[], None]:
     def run() -> None:
         q, k, v, beta, g = tokens(dtype, d, d)
-        with patch.object(scalar_hopper, "fits", lambda x: plain):
+        with patch.object(scalar_module, "_plain", lambda x: plain):
             both(scalar_chain(q, k, v, beta, g, **options))  # type: ignore[arg-type]
 
     return run
@@ -89,7 +89,7 @@ def adamw() -> None:
     assert traced is not None
     names = [traced.names[i] for i, op in enumerate(traced.operations) if op.name == "input" and op.shaped]
     tensors = {n: [torch.randn(10_000), torch.randn(77)] for n in names}
-    Fused(traced, names, tensors).step(tensors["g"], host_numbers(traced, dict.fromkeys(traced.names.values(), 0.5)))
+    Fused(traced, names, tensors).step(tensors["g"], traced.numbers(dict.fromkeys(traced.names.values(), 0.5)))
 
 
 CASES: dict[str, Callable[[], None]] = {
