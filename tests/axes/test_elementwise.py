@@ -144,3 +144,17 @@ def test_trace_says_which_operation_mixes_entries() -> None:
 def test_the_program_reads_as_text() -> None:
     text = str(program(optim.SGD.declare(0.0).normal()))
     assert "%0 = parameter" in text and "parameter <- %" in text and "number = lr" in text
+
+
+def test_the_root_of_a_number_of_any_sign_keeps_its_guard() -> None:
+    """Only what can never be negative may lose it: elsewhere the root of a negative entry would be no number."""
+    x = torch.tensor([-4.0, 0.0, 9.0], dtype=torch.float64)
+
+    def plain(v: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        g = v["g"]
+        return {"parameter": torch.where(g > 0, torch.where(g > 0, g, 1.0) ** 0.5, 0.0)}
+
+    schedule = Schedule(trace(plain, ("parameter", "g"), ()))
+    held = {"parameter": [torch.ones_like(x)], "g": [x.clone()]}
+    schedule.run([held[n] for n in schedule.names], schedule.program.numbers({}))
+    assert held["parameter"][0].tolist() == [0.0, 0.0, 3.0] and held["g"][0].equal(x)
