@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from axes import attention, cascade, gram, kernel_terms, reference, scan
+from axes.algorithms import Anchor
 from axes.costs import SquaredError
 from axes.derived import block_size, chain, feedback, no_attention, no_cascade, no_chain, no_gram, structure
 from axes.errors import AxesError, ShapeError
 from axes.memory import Leaves
+from axes.packed import each_alone, grows, join
 from axes.rates import Signal, resolve
 from axes.state_update import State, StateUpdate
 
@@ -135,6 +137,37 @@ def run(
         return torch.zeros_like(v), state
     with torch.autocast(v.device.type, enabled=False):  # the recurrence stays in its own precision
         return _execute(choice, update, signal, state, time, weights, v.dtype)
+
+
+def run_packed(
+    update: StateUpdate,
+    signal: Signal,
+    state: State,
+    cu_seqlens: Tensor,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, State | None]:
+    """`run` over N sequences packed in one batch entry (1, T, ...), with a state each: (N, ...) in `state`.
+
+    cu_seqlens: boundaries 0, ..., T (N + 1,), not checked; a kernel leaves them on the device, the torch routes read
+    them and take the sequences of one length together.  The state is None where states at unequal lengths cannot share
+    a batch (an anchor at different positions); its count is at least that of the longest sequence.
+    """
+    q, v = signal["q"], signal["v"]
+    assert isinstance(q, Tensor) and isinstance(v, Tensor)
+    shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
+    choice = select(update, v.device, v.dtype, shapes, implementation or _chosen(), 1)
+    if choice.implementation == "triton" and q.shape[1]:
+        with torch.autocast(v.device.type, enabled=False):
+            return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
+
+    def alone(signal: Signal, state: State) -> tuple[Tensor, State]:
+        return run(update, signal, state, implementation=implementation)
+
+    out, ends = each_alone(alone, signal, state, cu_seqlens.tolist())
+    if len(ends) > 1 and isinstance(update.parts()[3].at, Anchor):
+        return out, None
+    return out, join(ends, grows(update))
 
 
 def step(

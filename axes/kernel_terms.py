@@ -20,6 +20,7 @@ from axes.derived import chain, no_chain
 from axes.legality import gates
 from axes.memory import Entries, Leaves
 from axes.monoids import Element, rotate
+from axes.packed import Packing
 from axes.rates import Per, Signal, rate_shape, resolve
 from axes.state_update import State, StateUpdate
 
@@ -87,9 +88,13 @@ def no_kernel(
 
 
 def run(
-    update: StateUpdate, signal: Signal, state: State | None, weights: Leaves | None, kernels: Kernels | None = None
-) -> tuple[Tensor, State]:
-    """The chain by its kernel. Inputs keep their dtype, sums and states are float32."""
+    update: StateUpdate, signal: Signal, state: State | None, weights: Leaves | None, kernels: Kernels | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State]:  # fmt: skip
+    """The chain by its kernel. Inputs keep their dtype, sums and states are float32.
+
+    cu_seqlens: offsets of sequences packed in one batch entry, with a state each.
+    """
     kind = family(update)
     assert not isinstance(kind, NoFamily)
     v = _tensor(signal, "v")
@@ -101,7 +106,7 @@ def run(
         q, k = _shared(q, k)
     tokens = _Tokens(q.to(v.dtype), k.to(v.dtype), v)
     compute = {"scalar": _scalar, "diagonal": _diagonal, "dplr": _dplr, "block": _block}[kind]
-    return compute(update, signal, tokens, state, kernels or _chunked())
+    return compute(update, signal, tokens, state, kernels or _chunked(cu_seqlens), cu_seqlens)
 
 
 def no_step(update: StateUpdate) -> str | None:
@@ -119,23 +124,23 @@ class Kernels(NamedTuple):
     block: Callable[..., tuple[Tensor, Tensor]]
 
 
-def _chunked() -> Kernels:
+def _chunked(cu_seqlens: Tensor | None) -> Kernels:
     """Imports on first use: Triton, and only the family that is called."""
 
     def scalar(*args: object, **options: object) -> tuple[Tensor, Tensor]:
         from axes.kernels.scalar import scalar_chain
 
-        return scalar_chain(*args, **options)  # type: ignore[arg-type]
+        return scalar_chain(*args, cu_seqlens=cu_seqlens, **options)  # type: ignore[arg-type]
 
     def diagonal(*args: object, **options: object) -> tuple[Tensor, Tensor]:
         from axes.kernels.diagonal import diagonal_chain
 
-        return diagonal_chain(*args, **options)  # type: ignore[arg-type]
+        return diagonal_chain(*args, cu_seqlens=cu_seqlens, **options)  # type: ignore[arg-type]
 
     def block(*args: object, **options: object) -> tuple[Tensor, Tensor]:
         from axes.kernels.block import block_chain
 
-        return block_chain(*args, **options)  # type: ignore[arg-type]
+        return block_chain(*args, cu_seqlens=cu_seqlens, **options)  # type: ignore[arg-type]
 
     return Kernels(scalar, diagonal, block)
 
@@ -179,21 +184,24 @@ class _Tokens(NamedTuple):
     v: Tensor
 
 
-def _scalar(update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels) -> tuple[Tensor, State]:
+def _scalar(
+    update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels, cu_seqlens: Tensor | None
+) -> tuple[Tensor, State]:
     element = _element(update, signal, t.k)
     gate = _log_gate(element, t.v.shape[:-1], t.v)
     q, k, end = t.q, t.k, None
     if element.angle is not None:  # in the frame that turns along, the chain has no rotation (RoPE)
         angle = element.angle.expand(*t.k.shape[:-1], element.angle.shape[-1])
-        turned = angle.double().cumsum(1).remainder(2 * math.pi)
-        end = turned[:, -1].float()
-        q, k = (rotate(x.float(), -turned.float()).to(x.dtype) for x in (q, k))
+        turned, end = _turned(angle.double().cumsum(1), cu_seqlens)
+        q, k = (rotate(x.float(), -turned).to(x.dtype) for x in (q, k))
     write, erase, strength = _strengths(update, signal, t._replace(q=q, k=k))
     rule = "delta" if _erases(update) else "write"
     early = rule == "delta" and update.parts()[3].at == "prev" and gate is not None
 
     def pass_over(v: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        out, final = kernels.scalar(q, write, v, strength, gate, erase, start, rule=rule, early=early)
+        out, final = kernels.scalar(
+            q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early
+        )
         return out, final if end is None else rotate(final, end[..., None, :])
 
     out, final = pass_over(t.v, state.theta[0])
@@ -204,7 +212,9 @@ def _scalar(update: StateUpdate, signal: Signal, t: _Tokens, state: State, kerne
     return torch.where(mass == 0, torch.zeros_like(out), out / safe), _after(state, t.v, (final,), (norm,))
 
 
-def _diagonal(update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels) -> tuple[Tensor, State]:
+def _diagonal(
+    update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels, cu_seqlens: Tensor | None
+) -> tuple[Tensor, State]:
     gate = _log_gate(_element(update, signal, t.k), _wide(t), t.v)
     assert gate is not None
     write, erase, strength = _strengths(update, signal, t)
@@ -217,7 +227,9 @@ def _diagonal(update: StateUpdate, signal: Signal, t: _Tokens, state: State, ker
     return out, _after(state, t.v, (final,))
 
 
-def _dplr(update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels) -> tuple[Tensor, State]:
+def _dplr(
+    update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels, cu_seqlens: Tensor | None
+) -> tuple[Tensor, State]:
     element = _element(update, signal, t.k)
     assert element.left is not None and element.right is not None
     gate = _log_gate(element, _wide(t), t.v)
@@ -230,7 +242,9 @@ def _dplr(update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels
     return out, _after(state, t.v, (final,))
 
 
-def _block(update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels) -> tuple[Tensor, State]:
+def _block(
+    update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels, cu_seqlens: Tensor | None
+) -> tuple[Tensor, State]:
     """Coefficients are those of the chain of a key that is the number one."""
     wide = {n: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
     c = chain(update, {**wide, "k": torch.ones_like(_tensor(wide, "v")[..., :1])}, t.v.shape[-1])
@@ -240,7 +254,7 @@ def _block(update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernel
     (buffer,) = state.via
     held = buffer if isinstance(buffer, State) else buffer[0]
     start = torch.stack((state.theta[0], held.theta[0]), -2)
-    out, final = kernels.block(t.q, t.k, t.v, block, write, erase, start)
+    out, final = kernels.block(t.q, t.k, t.v, block, write, erase, initial_state=start)
     moved = held._replace(theta=(final[..., 1, :],), count=state.count + t.v.shape[1])
     after = _after(state, t.v, (final[..., 0, :],))
     return out, after._replace(via=(moved if isinstance(buffer, State) else (moved,),))
@@ -282,6 +296,17 @@ def _log_gate(element: Element, shape: torch.Size, like: Tensor) -> Tensor | Non
         log = torch.log(torch.as_tensor(element.scale, dtype=torch.float32, device=like.device))
         gate = log if gate is None else gate + log
     return gate if gate is None else gate.expand(shape)
+
+
+def _turned(total: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Angles since the start of every token's sequence from their cumulative sums, and those of the last tokens."""
+    if cu_seqlens is None:
+        turned = total.remainder(2 * math.pi).float()
+        return turned, turned[:, -1]
+    packing = Packing.of(cu_seqlens, total.shape[1])
+    turned = packing.from_starts(total).remainder(2 * math.pi).float()
+    empty = (packing.offsets[1:] == packing.offsets[:-1])[:, None, None]
+    return turned, torch.where(empty, 0.0, turned[0, packing.offsets[1:] - 1])
 
 
 def _shared(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

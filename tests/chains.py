@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 
+def _one_after_another(chain):
+    """Packed sequences: each alone, with its own first state."""
+
+    @functools.wraps(chain)
+    def run(*tokens, initial_state=None, cu_seqlens=None, **options):
+        if cu_seqlens is None:
+            return chain(*tokens, initial_state=initial_state, **options)
+        parts = []
+        for n, (a, b) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
+            own = [None if x is None else x[:, a:b] for x in tokens]
+            named = {n: x[:, a:b] if isinstance(x, Tensor) else x for n, x in options.items()}
+            start = None if initial_state is None else initial_state[n : n + 1]
+            parts.append(chain(*own, initial_state=start, **named))
+        outs, finals = zip(*parts, strict=True)
+        return torch.cat(outs, 1), torch.cat(finals)
+
+    return run
+
+
+@_one_after_another
 def scalar_chain(
     q, k, v, beta=None, g=None, erase=None, initial_state=None, *, rule="write", early=False, **_
 ) -> tuple[Tensor, Tensor]:
@@ -13,6 +35,7 @@ def scalar_chain(
     return _chain(q, k, v, None if g is None else g[..., None], beta, erase, initial_state, rule, early)
 
 
+@_one_after_another
 def diagonal_chain(
     q, k, v, g, beta=None, *, erase=None, a=None, b=None, initial_state=None, rule="write", early=False, **_
 ) -> tuple[Tensor, Tensor]:
@@ -20,6 +43,7 @@ def diagonal_chain(
     return _chain(q, k, v, g, beta, erase, initial_state, rule, early, a, b)
 
 
+@_one_after_another
 def block_chain(q, k, v, block, write, erase=None, initial_state=None, **_) -> tuple[Tensor, Tensor]:
     """X_t[j] = sum_i X_{t-1}[i] M_t[i, j] + w_t[j] (v_t - sum_i e_t[i] X_{t-1}[i] k_t) k_t^T, o_t = X_t[0] q_t."""
     q, k = (_grouped(x, v.shape[2]) for x in (q, k))
@@ -34,7 +58,7 @@ def block_chain(q, k, v, block, write, erase=None, initial_state=None, **_) -> t
         state = torch.einsum("bhvik,bhij->bhvjk", state, block[:, t])
         state = state + torch.einsum("bhv,bhj,bhk->bhvjk", drive, write[:, t], k[:, t])
         outs.append(torch.einsum("bhvk,bhk->bhv", state[..., 0, :], q[:, t]))
-    return torch.stack(outs, 1), state
+    return torch.stack(outs, 1) if outs else torch.zeros_like(v), state
 
 
 def _grouped(x: Tensor | None, heads: int) -> Tensor | None:
@@ -60,4 +84,4 @@ def _chain(q, k, v, g, beta, erase, initial_state, rule, early, a=None, b=None) 
             drive = drive * beta[:, t, :, None]
         state = state + torch.einsum("bhv,bhk->bhvk", drive, k[:, t])
         outs.append(torch.einsum("bhvk,bhk->bhv", state, q[:, t]))
-    return torch.stack(outs, 1), state
+    return torch.stack(outs, 1) if outs else torch.zeros_like(v), state

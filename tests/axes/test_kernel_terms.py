@@ -114,6 +114,23 @@ def test_a_sequence_in_two_parts(name: str) -> None:
     assert int(state.count) == int(last.count) == 9
 
 
+@pytest.mark.parametrize("name", UPDATES)
+def test_packed_sequences_are_each_alone(name: str) -> None:
+    update, _ = UPDATES[name]
+    given = {n: x.flatten(0, 1)[None] if isinstance(x, torch.Tensor) else x for n, x in signal(update).items()}
+    ends = torch.tensor([0, 5, 5, 6, 18], dtype=torch.int32)
+    first = {n: x[0, :4] if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    start = update.init(first)
+    start = start._replace(theta=tuple(torch.randn_like(x) for x in start.theta))
+    want, last = dispatch.run_packed(update, given, start, ends, implementation="reference")
+    got, state = terms.run(update, given, start, None, cu_seqlens=ends)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+    assert last is not None
+    for a, b in zip(_leaves(state), _leaves(last), strict=True):
+        if a.ndim:  # counts are at least those of the longest sequence
+            torch.testing.assert_close(a.to(b.dtype), b, rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("in_place", (False, True))
 @pytest.mark.parametrize("name", [n for n, (u, _) in UPDATES.items() if terms.no_step(u) is None])
 def test_one_token(name: str, in_place: bool) -> None:

@@ -108,6 +108,26 @@ def test_a_layer_of_the_catalogue(entry: catalogue.Entry) -> None:
             assert _relative(y, results[1][0][:, t]) < 1e-3
 
 
+@pytest.mark.parametrize("entry", CHAINS, ids=lambda e: e.name)
+def test_packed_sequences_of_a_layer(entry: catalogue.Entry) -> None:
+    """Sequences one after another, by the kernel at once and by torch one by one."""
+    torch.manual_seed(0)
+    model = entry.cls(128, heads=2).cuda()
+    x = torch.randn(1, 300, 128, device="cuda")
+    ends = torch.tensor([0, 64, 64, 65, 200, 300], dtype=torch.int32, device="cuda")
+    results = []
+    for who in ("triton", "torch"):
+        model.implementation = who
+        model.zero_grad()
+        y, state = model(x, cu_seqlens=ends)
+        assert state is not None
+        y.square().mean().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        results.append([y, *state.memory.theta, *state.tails, *gradients])
+    for kernel, plain in zip(*results, strict=True):
+        assert _relative(kernel, plain) < 2e-3
+
+
 @pytest.mark.parametrize("cls", [DeltaNet, GatedDeltaNet])
 def test_a_layer_compiles_as_one_graph(cls: type[DeltaNet] | type[GatedDeltaNet]) -> None:
     torch.manual_seed(0)

@@ -1,0 +1,5 @@
+"""`python -m axes`."""
+
+from axes.cli import main
+
+main()
