@@ -63,8 +63,8 @@ def each_alone(
 ) -> tuple[Tensor, list[State]]:
     """A recurrence over packed sequences, those of one length in one batch: outputs, and states to `join`."""
     groups: dict[int, list[int]] = {}
-    for n, (first, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        groups.setdefault(end - first, []).append(n)
+    for n, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        groups.setdefault(b - a, []).append(n)
     v = signal["v"]
     assert isinstance(v, Tensor)
     out = torch.zeros_like(v)

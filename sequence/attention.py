@@ -17,6 +17,7 @@ from axes.errors import IllegalUpdate
 from axes.geometry import Entropic
 from axes.memory import List
 from axes.monoids import Householder, Identity, Rotation, Scalar
+from axes.packed import Packing
 from axes.rates import Per
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Block, BlockModule, ShortConvolution, Standard, l2_normalise
@@ -151,9 +152,11 @@ class _TransportedModule(BlockModule):
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
         return (self.w_conv.tail(batch, like),)
 
-    def enter(self, x: Tensor, tails: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+    def enter(
+        self, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None = None
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
         signal, _, kept = self.plain.enter(x, ())
-        w, tail = self.w_conv(self.w_up(self.w_down(x)), tails[0])
+        w, tail = self.w_conv(self.w_up(self.w_down(x)), tails[0], packing)
         signal["w"] = l2_normalise(w.unflatten(-1, self.heads))
         return signal, (tail,), kept
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from axes import dispatch
-from axes.algorithms import Anchor
 from axes.errors import IllegalUpdate, ShapeError
 from axes.memory import MLP, LayerNormMatrix, Leaves, List
+from axes.packed import Packing
 from axes.rates import Signal
 from axes.sequence.blocks import Block, Standard
 from axes.sequence.charts import Sizes
@@ -156,8 +156,9 @@ class SequenceLayer(nn.Module):
 
         x: (B, T, D).  state: of earlier tokens.  mask: (B, T), true at real tokens; padding is skipped wherever it
         stands, its outputs are zero.  cu_seqlens: int32 boundaries (N + 1,) of N sequences packed into B = 1, which
-        have one state each.  Returns y (B, T, D) and the state after the last token; None if sequences of unequal
-        length leave states that cannot share a batch (an anchor at different positions).
+        have one state each; on a GPU their values are not read, so not checked.  Returns y (B, T, D) and the state
+        after the last token; None if sequences of unequal length leave states that cannot share a batch (an anchor at
+        different positions).
         """
         self._check(x, 3)
         if mask is not None and cu_seqlens is not None:
@@ -168,11 +169,13 @@ class SequenceLayer(nn.Module):
             if mask.shape != x.shape[:2]:
                 who, right, wrong = type(self).__name__, tuple(x.shape[:2]), tuple(mask.shape)
                 raise ShapeError(f"{who}: mask must be (B, T) = {right}, got {wrong}")
-            places = [(b, mask[b].nonzero()[:, 0]) for b in range(x.shape[0])]
-            return self._ragged(x, state, places)
+            lengths = mask.sum(1)
+            cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+            real, state = self._packed(x[mask][None], state, cu_seqlens)
+            return real.new_zeros(x.shape).masked_scatter(mask[..., None], real), state
         if cu_seqlens is not None:
-            bounds = self._bounds(x, cu_seqlens)
-            return self._ragged(x, state, [(0, torch.arange(a, b, device=x.device)) for a, b in bounds])
+            self._check_bounds(x, cu_seqlens)
+            return self._packed(x, state, cu_seqlens)
         if state is None:
             state = self.init_state(x.shape[0], x.device, x.dtype)
         self._check_state(state, x.shape[0])
@@ -201,34 +204,24 @@ class SequenceLayer(nn.Module):
         """The recurrence alone; `axes bench training` puts a peer's operator in its place."""
         return dispatch.run(self.update, signal, memory, time=1, implementation=self.implementation)
 
-    # ---- input of unequal lengths ------------------------------------------------------------------------------
+    # ---- sequences one after another -----------------------------------------------------------------------------
 
-    def _ragged(
-        self, x: Tensor, state: LayerState | None, places: list[tuple[int, Tensor]]
-    ) -> tuple[Tensor, LayerState | None]:
-        """Each sequence alone on its real tokens; those of one length share a batch. Exact for any tuple and block."""
+    def _packed(self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor) -> tuple[Tensor, LayerState | None]:
+        count = cu_seqlens.shape[0] - 1
         if state is None:
-            state = self.init_state(len(places), x.device, x.dtype)
-        self._check_state(state, len(places))
-        groups: dict[int, list[int]] = {}
-        for n, (_, index) in enumerate(places):
-            groups.setdefault(len(index), []).append(n)
-        y = torch.zeros_like(x)
-        ends: dict[int, LayerState] = {}
-        for members in groups.values():
-            rows = torch.stack([places[n][1] for n in members])
-            batch = torch.tensor([places[n][0] for n in members], device=x.device)[:, None]
-            chosen = _select(state, torch.tensor(members, device=x.device), len(places))
-            out, end = self.forward(x[batch, rows], chosen)
-            y = y.index_put((batch.expand_as(rows), rows), out.to(y.dtype))
-            assert end is not None
-            if len(groups) == 1:  # equal lengths: all sequences, in order
-                return y, end
-            for i, n in enumerate(members):
-                ends[n] = _select(end, torch.tensor([i], device=x.device), len(members))
-        if isinstance(self.update.parts()[3].at, Anchor):
-            return y, None
-        return y, _join([ends[n] for n in range(len(places))], isinstance(self.update.parts()[4], List))
+            state = self.init_state(count, x.device, x.dtype)
+        self._check_state(state, count)
+        if self.checkpoint and torch.is_grad_enabled():
+            y, state = checkpoint(self._run_packed, x, state, cu_seqlens, use_reentrant=False)
+            return y, state
+        return self._run_packed(x, state, cu_seqlens)
+
+    def _run_packed(self, x: Tensor, state: LayerState, cu_seqlens: Tensor) -> tuple[Tensor, LayerState | None]:
+        packing = Packing.of(cu_seqlens, x.shape[1])
+        signal, tails, kept = self.around.enter(x, state.tails, packing)
+        named = self.implementation
+        out, memory = dispatch.run_packed(self.update, signal, state.memory, cu_seqlens, implementation=named)
+        return self.around.leave(out, kept), None if memory is None else LayerState(tails, memory)
 
     # ---- checks ------------------------------------------------------------------------------------------------
 
@@ -247,54 +240,20 @@ class SequenceLayer(nn.Module):
         if held != batch:
             raise ShapeError(f"{type(self).__name__}: got a state of {held} sequences for {batch}")
 
-    def _bounds(self, x: Tensor, cu_seqlens: Tensor) -> list[tuple[int, int]]:
+    def _check_bounds(self, x: Tensor, cu_seqlens: Tensor) -> None:
         who = type(self).__name__
         if x.shape[0] != 1:
             raise ShapeError(f"{who}: packed input has B = 1, got {x.shape[0]}")
         if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
             got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
             raise ShapeError(f"{who}: cu_seqlens must be int32 of shape (N + 1,), got {got}")
+        if cu_seqlens.device != x.device:
+            raise ShapeError(f"{who}: cu_seqlens is on {cu_seqlens.device}, x on {x.device}: move one of them")
+        if x.device.type == "cuda":  # reading values would wait for the device
+            return
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != x.shape[1] or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
             raise ShapeError(f"{who}: cu_seqlens must rise from 0 to T = {x.shape[1]}, got {ends}")
-        return list(zip(ends[:-1], ends[1:], strict=True))
-
-
-def _map(state: Any, function: Any) -> Any:
-    """Apply to every batched tensor of a nested state (counts have no batch)."""
-    if isinstance(state, Tensor):
-        return function(state) if state.ndim else state
-    items = [_map(x, function) for x in state]
-    return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
-
-
-def _select(state: LayerState, rows: Tensor, batch: int) -> LayerState:
-    """Some sequences of a batched state; constants of size one stay as they are."""
-    chosen: LayerState = _map(state, lambda x: x[rows] if x.shape[0] == batch else x)
-    return chosen
-
-
-def _join(states: list[Any], growing: bool) -> Any:
-    """Batch states of single sequences; lists of unequal length are padded in front with massless items."""
-    first = states[0]
-    if isinstance(first, Tensor):
-        if first.ndim == 0:
-            return torch.stack(states).max()
-        return torch.cat(states) if all(s.shape[1:] == first.shape[1:] for s in states) else first
-    if isinstance(first, State) and growing:
-        length = max(s.theta[2].shape[-1] for s in states)
-        states = [_pad_list(s, length) for s in states]
-    items = [_join([s[i] for s in states], growing) for i in range(len(first))]
-    return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
-
-
-def _pad_list(state: State, length: int) -> State:
-    keys, values, mass = state.theta
-    short = length - mass.shape[-1]
-    pad = torch.nn.functional.pad
-    return state._replace(
-        theta=(pad(keys, (0, 0, short, 0)), pad(values, (0, 0, short, 0)), pad(mass, (short, 0), value=-torch.inf))
-    )
 
 
 def layer(update: StateUpdate, name: str = "Custom", block: Block | None = None) -> type[SequenceLayer]:

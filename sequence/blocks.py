@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, elu, gelu, relu, rms_norm, silu
 
 from axes.errors import IllegalUpdate
+from axes.packed import Packing
 from axes.rates import Per
 from axes.sequence.charts import Chart, Factory, Sizes, default_chart
 
@@ -50,7 +51,10 @@ class BlockModule(nn.Module):
         """Empty convolution tails."""
         return ()
 
-    def enter(self, x: Tensor, tails: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+    def enter(
+        self, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None = None
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+        """packing: x (1, T, D) holds sequences one after another, with a tail each."""
         raise NotImplementedError
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
@@ -61,6 +65,16 @@ def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Unit length in the last dimension, in float32 at least; zero stays zero."""
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps * eps)).to(x.dtype)
+
+
+def behind(x: Tensor, tail: Tensor, packing: Packing | None) -> Tensor:
+    """Tokens (B, T, C), every sequence behind its tail (w, C)."""
+    return torch.cat((tail.to(x.dtype), x), 1) if packing is None else packing.behind(x, tail)
+
+
+def last(full: Tensor, width: int, packing: Packing | None) -> Tensor:
+    """The last `width` tokens of every sequence: tails for what follows."""
+    return full[:, full.shape[1] - width :] if packing is None else packing.new_tails(full, width)
 
 
 @final
@@ -85,13 +99,15 @@ class ShortConvolution(nn.Module):
     def tail(self, batch: int, like: Tensor) -> Tensor:
         return like.new_zeros(batch, self.width - 1, self.weight.shape[0])
 
-    def forward(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, tail: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
         if x.shape[1] == 0:
             return x, tail
-        full = torch.cat((tail.to(x.dtype), x), 1)
+        full = behind(x, tail, packing)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         y = conv1d(full.mT, self.weight.to(x.dtype), bias, groups=self.weight.shape[0]).mT
-        kept = full[:, full.shape[1] - (self.width - 1) :]
+        if packing is not None:
+            y = y[:, packing.places(self.width - 1) - (self.width - 1)]
+        kept = last(full, self.width - 1, packing)
         return (y if self.activation is None else _ACTIVATIONS[self.activation](y)), kept
 
     def extra_repr(self) -> str:
@@ -159,17 +175,19 @@ class _StandardModule(BlockModule):
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
         return tuple(c.tail(batch, like) for c in (self.q_conv, self.k_conv, self.v_conv) if c is not None)
 
-    def enter(self, x: Tensor, tails: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+    def enter(
+        self, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None = None
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
         b, s = self.block, self.sizes
         q = self.q_proj(x)
         k = q if self.k_proj is None else self.k_proj(x)
         v = self.v_proj(x)
         kept: list[Tensor] = []
         if self.q_conv is not None and self.k_conv is not None:
-            (q, tail_q), (k, tail_k) = self.q_conv(q, tails[0]), self.k_conv(k, tails[1])
+            (q, tail_q), (k, tail_k) = self.q_conv(q, tails[0], packing), self.k_conv(k, tails[1], packing)
             kept += [tail_q, tail_k]
         if self.v_conv is not None:
-            v, tail_v = self.v_conv(v, tails[2])
+            v, tail_v = self.v_conv(v, tails[2], packing)
             kept.append(tail_v)
         q, k = (z.unflatten(-1, (s.heads, s.d_k)) for z in (q, k))
         if b.feature_map is not None:

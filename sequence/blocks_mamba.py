@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from axes.errors import IllegalUpdate
+from axes.packed import Packing
 from axes.rates import Per
 from axes.sequence.blocks import Block, BlockModule, ShortConvolution, build_charts
 from axes.sequence.charts import Chart, Factory, Sigmoid, Sizes
@@ -67,10 +68,12 @@ class _SSDModule(BlockModule):
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
         return (self.conv.tail(batch, like),)
 
-    def enter(self, x: Tensor, tails: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+    def enter(
+        self, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None = None
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
         s = self.sizes
         z, mixed = self.in_proj(x).split((self.inner, sum(self.widths)), -1)
-        mixed, tail = self.conv(mixed, tails[0])
+        mixed, tail = self.conv(mixed, tails[0], packing)
         v, k, q = mixed.split(self.widths, -1)
         signal = {"q": _shared(q, s.heads), "k": _shared(k, s.heads), "v": v.unflatten(-1, (s.heads, s.d_v))}
         for chart in self.charts.values():
@@ -122,10 +125,12 @@ class _MambaModule(BlockModule):
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
         return (self.conv.tail(batch, like),)
 
-    def enter(self, x: Tensor, tails: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+    def enter(
+        self, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None = None
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
         s = self.sizes
         inner, z = self.in_proj(x).chunk(2, -1)
-        inner, tail = self.conv(inner, tails[0])
+        inner, tail = self.conv(inner, tails[0], packing)
         k, q = self.kq_proj(inner).chunk(2, -1)
         signal = {"q": _shared(q, s.heads), "k": _shared(k, s.heads), "v": inner.unflatten(-1, (s.heads, s.d_v))}
         for chart in self.charts.values():

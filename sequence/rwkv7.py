@@ -15,9 +15,10 @@ from axes.costs import Alignment
 from axes.errors import IllegalUpdate
 from axes.geometry import Euclidean
 from axes.monoids import DPLR
+from axes.packed import Packing
 from axes.rates import Per
 from axes.sequence.base import SequenceLayer
-from axes.sequence.blocks import Block, BlockModule, l2_normalise
+from axes.sequence.blocks import Block, BlockModule, behind, l2_normalise, last
 from axes.sequence.charts import Factory, Sizes
 from axes.state_update import StateUpdate
 
@@ -111,10 +112,12 @@ class _RWKV7Module(BlockModule):
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
         return (like.new_zeros(batch, 1, self.sizes.d_model),)
 
-    def enter(self, x: Tensor, tails: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+    def enter(
+        self, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None = None
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
         s = self.sizes
-        full = torch.cat((tails[0].to(x.dtype), x), 1)
-        change = full[:, :-1] - x
+        full = behind(x, tails[0], packing)
+        change = (full[:, :-1] if packing is None else full[:, packing.places(1) - 1]) - x
         seen = {name: x + change * mu.to(x.dtype) for name, mu in self.mix.items()}
         q = self.r_proj(seen["r"])
         k = self.k_proj(seen["k"])
@@ -127,7 +130,7 @@ class _RWKV7Module(BlockModule):
         q, k, rate, decay = (z.unflatten(-1, (s.heads, s.d_k)) for z in (q, k, rate, decay))
         v = v.unflatten(-1, (s.heads, s.d_v))
         signal = {"q": q, "k": k, "v": v, "decay": decay, "a": -kappa, "b": rate * kappa}
-        return signal, (full[:, -1:],), (self.gate(seen["g"]), (q * k * self.bonus).sum(-1, keepdim=True) * v)
+        return signal, (last(full, 1, packing),), (self.gate(seen["g"]), (q * k * self.bonus).sum(-1, keepdim=True) * v)
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
         gate, bonus = kept
