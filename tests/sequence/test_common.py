@@ -206,6 +206,16 @@ def test_packed_sequences_do_not_meet(cls: type[SequenceLayer]) -> None:
                 assert gap(module(more, state)[0][n], module(more[n : n + 1], end)[0][0]) < TOLERANCE
 
 
+@every_layer
+def test_gradients_of_packed_sequences_are_those_of_each_alone(cls: type[SequenceLayer]) -> None:
+    module, x = make(cls), tokens(9, 1).requires_grad_()
+    weight = torch.linspace(-1, 1, x.shape[-1], dtype=x.dtype)
+    y, _ = module(x, cu_seqlens=torch.tensor([0, 1, 5, 9], dtype=torch.int32))
+    packed = torch.autograd.grad((y * weight).sum(), [x, *module.parameters()], materialize_grads=True)
+    alone = sum((module(x[:, a:b])[0] * weight).sum() for a, b in ((0, 1), (1, 5), (5, 9)))
+    assert gap(packed, torch.autograd.grad(alone, [x, *module.parameters()], materialize_grads=True)) < TOLERANCE
+
+
 def test_gradients_pass_through_padding() -> None:
     module, x = make(GatedDeltaNet), tokens(batch=1).requires_grad_()
     y, _ = module(torch.cat((tokens(2, 1), x), 1), mask=torch.arange(T + 2)[None] >= 2)
