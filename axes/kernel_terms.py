@@ -255,9 +255,9 @@ def _block(
     held = buffer if isinstance(buffer, State) else buffer[0]
     start = torch.stack((state.theta[0], held.theta[0]), -2)
     out, final = kernels.block(t.q, t.k, t.v, block, write, erase, initial_state=start)
-    moved = held._replace(theta=(final[..., 1, :],), count=state.count + t.v.shape[1])
-    after = _after(state, t.v, (final[..., 0, :],))
-    return out, after._replace(via=(moved if isinstance(buffer, State) else (moved,),))
+    moved = _after(held, t.v, (final[..., 1, :],), held.norm)
+    via = moved if isinstance(buffer, State) else (moved,)
+    return out, _after(state, t.v, (final[..., 0, :],), via=(via,))
 
 
 # ---- the numbers of a token ----------------------------------------------------------------------------------------
@@ -333,5 +333,9 @@ def _first(x: Tensor | float) -> Tensor | float:
     return x.float() if x.is_floating_point() else x
 
 
-def _after(state: State, v: Tensor, theta: Leaves, norm: Leaves = ()) -> State:
-    return state._replace(theta=theta, norm=norm, count=state.count + v.shape[1])
+def _after(
+    state: State, v: Tensor, theta: Leaves, norm: Leaves = (), via: tuple[State | tuple[State, ...], ...] | None = None
+) -> State:
+    """The state after v's tokens. Built anew: compilers of torch 2.11 cannot follow a named tuple's `_replace`."""
+    filtered = state.via if via is None else via
+    return State(theta, filtered, state.stats, norm, state.anchor, state.count + v.shape[1])

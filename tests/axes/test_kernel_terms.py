@@ -200,6 +200,16 @@ def _leaves(state: object) -> list[torch.Tensor]:
     return [x for part in state for x in _leaves(part)] if isinstance(state, tuple) else []
 
 
+@pytest.mark.parametrize("name", ("gated-delta-net", "mamba2", "gla", "rwkv7", "titans-matrix"))
+def test_a_layer_by_its_kernel_is_one_graph_to_a_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms, "no_kernel", lambda *_: None)
+    model = catalogue.get(name, axis="sequence").cls(16, heads=2)
+    x = torch.randn(2, 10, 16)
+    got, state = torch.compile(model, fullgraph=True, backend="eager")(x)
+    want, last = model(x)
+    torch.testing.assert_close((got, _leaves(state)), (want, _leaves(last)))
+
+
 @pytest.mark.parametrize("name", ("gated-delta-net", "mamba2", "gla"))
 def test_a_layer_is_one_graph_to_a_compiler(name: str) -> None:
     model = catalogue.get(name, axis="sequence").cls(16, heads=2)

@@ -33,6 +33,8 @@ def _signal(update: StateUpdate, length: int, width: int) -> dict[str, torch.Ten
     lead = (2, length, 2)
     signal = {n: torch.randn(*lead, width, device="cuda") for n in "qkv"}
     signal["k"] = torch.nn.functional.normalize(signal["k"], dim=-1)
+    if update.parts()[3].debias:  # masses of both signs may cancel, and what is divided by them is noise
+        signal["q"], signal["k"] = signal["q"].abs(), signal["k"].abs()
     for p in update.demands():
         shape = {"scalar": lead, "key": (*lead, width), "pair": (*lead, width // 2)}[p.shape]
         x = torch.rand(shape, device="cuda")
