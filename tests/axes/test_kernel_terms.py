@@ -203,6 +203,7 @@ def _leaves(state: object) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", ("gated-delta-net", "mamba2", "gla", "rwkv7", "titans-matrix"))
 def test_a_layer_by_its_kernel_is_one_graph_to_a_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terms, "no_kernel", lambda *_: None)
+    torch.compiler.reset()
     model = catalogue.get(name, axis="sequence").cls(16, heads=2)
     x = torch.randn(2, 10, 16)
     got, state = torch.compile(model, fullgraph=True, backend="eager")(x)
@@ -212,6 +213,7 @@ def test_a_layer_by_its_kernel_is_one_graph_to_a_compiler(name: str, monkeypatch
 
 @pytest.mark.parametrize("name", ("gated-delta-net", "mamba2", "gla"))
 def test_a_layer_is_one_graph_to_a_compiler(name: str) -> None:
+    torch.compiler.reset()
     model = catalogue.get(name, axis="sequence").cls(16, heads=2)
     x = torch.randn(2, 40, 16)
     got, _ = torch.compile(model, fullgraph=True, backend="eager")(x)
