@@ -78,8 +78,6 @@ def no_kernel(
     kind = family(update)
     if isinstance(kind, NoFamily):
         return kind.reason
-    if kind == "diagonal" and _erases(update) and dtype != torch.float32:
-        return "16-bit diagonal delta kernels have given other bits at every run on a full chip: float32 only"
     if time != 1 or any(len(shapes.get(n, (0,) * 4)) != 4 for n in "kv"):
         return "the kernels take (batch, time, head, width)"
     if any(not 0 < shapes[n][-1] <= WIDEST[kind] for n in "kv" if n in shapes):
@@ -276,7 +274,11 @@ def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor,
         return (t.k * rate).to(t.k.dtype), t.k if _erases(update) else None, None
     if isinstance(rate, float) and rate == 1.0 and step.at != "new":
         return t.k, None, None
-    strength = torch.ones(t.v.shape[:-1], dtype=torch.float32, device=t.v.device) * rate
+    shape = t.v.shape[:-1]
+    if isinstance(rate, Tensor):
+        strength = rate.float().expand(shape)
+    else:
+        strength = torch.full(shape, rate, dtype=torch.float32, device=t.v.device)
     if step.at == "new":  # the implicit step: (I + rate k k^T)^-1 is rank one again
         strength = strength / (1 + strength * t.k.float().square().sum(-1))
     return t.k, None, strength

@@ -130,6 +130,7 @@ def test_packed_sequences_of_a_layer(entry: catalogue.Entry) -> None:
         assert _relative(kernel, plain) < 2e-3
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # compilers advise TF32 and the like
 @pytest.mark.parametrize("cls", [DeltaNet, GatedDeltaNet])
 def test_a_layer_compiles_as_one_graph(cls: type[DeltaNet] | type[GatedDeltaNet]) -> None:
     torch.manual_seed(0)
