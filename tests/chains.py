@@ -14,7 +14,8 @@ def _one_after_another(chain):
     @functools.wraps(chain)
     def run(*tokens, initial_state=None, cu_seqlens=None, **options):
         if cu_seqlens is None:
-            return chain(*tokens, initial_state=initial_state, **options)
+            first = {} if initial_state is None else {"initial_state": initial_state}  # it may be the last of tokens
+            return chain(*tokens, **first, **options)
         parts = []
         for n, (a, b) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
             own = [None if x is None else x[:, a:b] for x in tokens]

@@ -23,10 +23,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from tests.in_flight import overwritten
+
 
 @dataclass(frozen=True)
 class Launch:
-    """One compiled launch. spills: bytes of stack a thread; shared: bytes a program; wgmma: Hopper's products."""
+    """One compiled launch. spills: bytes of stack a thread; shared: bytes a program; wgmma: Hopper's products.
+
+    overwritten: operands that copies overwrite while products read them (tests.in_flight), a fault of the compiler.
+    binary: what was compiled, as a hash.
+    """
 
     kernel: str
     constants: dict[str, Any]
@@ -35,6 +41,8 @@ class Launch:
     shared: int
     wgmma: int
     mma: int
+    overwritten: tuple[str, ...]
+    binary: str
 
 
 class _NoDevice:
@@ -88,6 +96,7 @@ def _read(name: str, kernel: Any, kwargs: dict[str, Any]) -> Launch:
     return Launch(
         name, constants, registers, stack, kernel.metadata.shared,
         len(re.findall(r"wgmma\.mma_async", ptx)), len(re.findall(r"\bmma\.sync", ptx)),
+        tuple(overwritten(kernel.asm["ttgir"])), kernel.hash,
     )  # fmt: skip
 
 

@@ -553,7 +553,8 @@ def _chunk(q: Tensor) -> int:
 
 # of every kernel with tiles: most keys and most values of a tile, warps, stages, in 16 bit, 16 bit with keys wider
 # than 128, and float32. 16 bit: tiles are 64 wide whatever the width. Seen on an H200 with Triton 3.6 (ptxas 12.8):
-# scan (32 values, 4 warps, 1 stage) faults with an illegal access; gradients with 2 stages give other bits every time.
+# scan (32 values, 4 warps, 1 stage) faults with an illegal access; gradients with 2 stages: a copy overwrites a tile
+# that a product still reads, since the tile is used in registers too and has one buffer (tests/in_flight.py).
 _LAUNCH = {
     "prepare": ((256, 64, 4, 1), (256, 64, 4, 1), (256, 32, 8, 1)),
     "scan": ((256, 64, 8, 2), (256, 64, 8, 1), (256, 32, 8, 1)),

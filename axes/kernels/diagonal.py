@@ -10,6 +10,8 @@ and backwards, from do and dS':
     dg_t = sum_{i >= t} (q dq - k dk of P)_i + sum_{i < t} (k m)_i + e^G_last sum_v S dS'
 Forward: one kernel serial in time leaves the state before every chunk, one over all chunks reads it (P, o).
 Backward: the states again, the same pass over reversed time (dS'), one kernel over all chunks for dv, one for the rest.
+On Hopper, for plain shapes, the serial kernels are those of `hopper_diagonal`, which make o and dv on the way, and the
+mild chunks' dq, dk, dg those of `hopper_diagonal_keys`.
 A chunk in which no channel decays by more than e^-MILD takes r = q e^G and w = k e^-G, P = lower(r w^T): two
 exponentials for a number; the others (DEEP) take channels.pairs, exact for any gates, in launches of their own.
 The channels of a state do not mix, so that serial passes split keys: every exponential is taken once.
@@ -26,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from axes.errors import ShapeError
+from axes.kernels import hopper_diagonal, hopper_diagonal_keys, hopper_write
 from axes.kernels.channels import add_up, exponents, pairs, pairs_backward, power, split
 from axes.kernels.layout import (
     Layout,
@@ -151,9 +154,12 @@ def _output(
     pid, q, k, v, beta, g, totals, states, scores, o, offsets, units, T, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     STRONG: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, MILD: tl.constexpr,
-    PRECISION: tl.constexpr, DEEP: tl.constexpr, KEEP: tl.constexpr,
+    PRECISION: tl.constexpr, DEEP: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """P, if it is to KEEP, and one block of values of o of one chunk, mild or DEEP; nothing if it is the other."""
+    """P, if it is to KEEP, and one block of values of o of one chunk, mild or DEEP; nothing if it is the other.
+
+    ADD: o already holds what is read from the chunk's first state.
+    """
     v_parts: tl.constexpr = (V + BV - 1) // BV
     part = (pid % v_parts).to(tl.int32)
     head = pid // v_parts % HV
@@ -173,12 +179,14 @@ def _output(
             log = tl.maximum(load_near(g, here, count, d, HV, K, C).to(tl.float32), -100.0)
             queries = load_near(q, shared, count, d, H, K, C)
             keys = load_near(k, shared, count, d, H, K, C)
-            at = states + matrix * V * K + e[:, None] * K + d[None, :]
-            state = tl.load(at, mask=(e < V)[:, None] & (d < K)[None, :], other=0.0)
             high, middle, low = split(log, PARTS)
-            run = add_up(i >= j, high, middle, low, PARTS)
-            reader = (queries * power(run)).to(q.dtype.element_ty)
-            out += tl.dot(reader, tl.trans(state), input_precision=PRECISION)
+            if not ADD or not DEEP:
+                run = add_up(i >= j, high, middle, low, PARTS)
+                reader = (queries * power(run)).to(q.dtype.element_ty)
+            if not ADD:
+                at = states + matrix * V * K + e[:, None] * K + d[None, :]
+                state = tl.load(at, mask=(e < V)[:, None] & (d < K)[None, :], other=0.0)
+                out += tl.dot(reader, tl.trans(state), input_precision=PRECISION)
             if DEEP:
                 p += pairs(queries, keys, high, middle, low, C, False, False, PARTS, BOUND, PRECISION)
             else:
@@ -191,6 +199,8 @@ def _output(
         if KEEP and part == 0:
             tl.store(scores + matrix * C * C + i * C + j, kept)
         out += tl.dot(kept, values, input_precision=PRECISION)
+        if ADD:
+            out += load_near(o, here, count, e, HV, V, C)
         store_near(o, out, here, count, e, HV, V, C)
 
 
@@ -200,20 +210,21 @@ def _outputs(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     STRONG: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, MILD: tl.constexpr,
     PRECISION: tl.constexpr, DEEP: tl.constexpr, GROUP: tl.constexpr, KEEP: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """All mild chunks at once, or GROUP by GROUP those that are not: P and o."""
     pid = tl.program_id(0).to(tl.int64) * GROUP
     if GROUP == 1:
         _output(
             pid, q, k, v, beta, g, totals, states, scores, o, offsets, units, T, N, H, HV,
-            K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP,
+            K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP, ADD,
         )  # fmt: skip
     elif _any_deep(totals, pid, programs, K, (V + BV - 1) // BV, GROUP, MILD):
         for n in range(GROUP):
             if pid + n < programs:
                 _output(
                     pid + n, q, k, v, beta, g, totals, states, scores, o, offsets, units, T, N, H, HV,
-                    K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP,
+                    K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP, ADD,
                 )  # fmt: skip
 
 
@@ -424,16 +435,37 @@ def _where(q: Tensor, v: Tensor, cut: Layout) -> tuple[Any, ...]:
 
 def _twice(
     kernel: Any, name: str, tensors: tuple[Tensor, ...], programs: int,
-    q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, cut: Layout, **more: bool,
+    q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, cut: Layout, shallow: bool = True, **more: bool,
 ) -> None:  # fmt: skip
-    """A kernel over chunks for the mild ones, where that is another kernel, and one for the rest."""
+    """A kernel over chunks for the mild ones, where that is another kernel and they are not done, and for the rest."""
     limit = mild(q)
-    for deep in (False, True) if limit > 0 else (True,):
+    for deep in (False, True) if limit > 0 and shallow else (True,):
         members = group(programs) if deep and limit > 0 else 1
         kernel[(triton.cdiv(programs, members),)](
             *tensors, *_where(q, v, cut), programs, **_constants(q, v, beta, cut), **exponents(q, g),
             MILD=limit, DEEP=deep, GROUP=members, **more, **settings(q, v, name),
         )  # fmt: skip
+
+
+def _plain(q: Tensor, v: Tensor, cut: Layout) -> bool:
+    """Whether the serial passes are those of `hopper_diagonal`."""
+    return not cut.packed and hopper_write.fits(q, v)
+
+
+def _values_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scores: Tensor, do: Tensor, dstates: Tensor,
+    cut: Layout,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dv and dbeta from the gradients of states."""
+    chosen = settings(q, v, "values")
+    parts = _blocks(q, v, chosen)[1]
+    dv = torch.empty_like(v)
+    dbeta = g.new_empty((parts, *v.shape[:3]) if beta is not None else (1, 0), dtype=torch.float32)
+    _values[(cut.slots * v.shape[2] * parts,)](
+        k, v, g if beta is None else beta, g, scores, do, dstates, dv, dbeta, v.shape[0] * v.shape[1],
+        *_where(q, v, cut), **_constants(q, v, beta, cut), PARTS=exponents(q, g)["PARTS"], **chosen,
+    )  # fmt: skip
+    return dv, dbeta[0] if parts == 1 else dbeta.sum(0)
 
 
 @torch.library.custom_op("axes::diagonal_write", mutates_args=())
@@ -444,11 +476,17 @@ def _forward(
     cut = layout(q.shape[0], q.shape[1], chunk_length(q), cu_seqlens)
     programs, strength = cut.slots * v.shape[2], g if beta is None else beta
     with on_device(q):
-        states, final, totals = _pass_over(k, v, beta, g, start, cut, reverse=False)
-        o, scores = torch.empty_like(v), q.new_empty(cut.slots * keep, v.shape[2], cut.chunk, cut.chunk)
+        plain = _plain(q, v, cut)
+        if plain:
+            o, final, scores, totals = hopper_diagonal.forward(q, k, v, g, beta, start, mild(q), keep)
+            states = o
+        else:
+            states, final, totals = _pass_over(k, v, beta, g, start, cut, reverse=False)
+            o, scores = torch.empty_like(v), q.new_empty(cut.slots * keep, v.shape[2], cut.chunk, cut.chunk)
         blocks = _blocks(q, v, settings(q, v, "outputs"))[1]
         tensors = (q, k, v, strength, g, totals, states, scores, o)
-        _twice(_outputs, "outputs", tensors, programs * blocks, q, v, g, beta, cut, KEEP=keep)
+        more = dict(shallow=not plain, KEEP=keep, ADD=plain)
+        _twice(_outputs, "outputs", tensors, programs * blocks, q, v, g, beta, cut, **more)
     return o, final, scores
 
 
@@ -470,24 +508,28 @@ def _backward(
     (b, t, h, d_k), hv = q.shape, v.shape[2]
     programs, strength = cut.slots * hv, g if beta is None else beta
     with on_device(q):
-        states, _, totals = _pass_over(k, v, beta, g, start, cut, reverse=False)
-        dstates, dstart, _ = _pass_over(q, do, None, g, dfinal, cut, reverse=True)
-        chosen = settings(q, v, "values")
-        parts = _blocks(q, v, chosen)[1]
-        dv, dg = torch.empty_like(v), torch.empty_like(g)
-        dbeta = g.new_empty((parts, b, t, hv) if beta is not None else (1, 0), dtype=torch.float32)
-        _values[(programs * parts,)](
-            k, v, strength, g, scores, do, dstates, dv, dbeta, b * t, *_where(q, v, cut),
-            **_constants(q, v, beta, cut), PARTS=exponents(q, g)["PARTS"], **chosen,
-        )  # fmt: skip
+        plain = _plain(q, v, cut)
+        dg = torch.empty_like(g)
+        if plain:
+            states, _, totals = hopper_diagonal.states(q, k, v, g, beta, start)
+        else:
+            states, _, totals = _pass_over(k, v, beta, g, start, cut, reverse=False)
+        if plain and beta is None:
+            dv, dstates, dstart = hopper_diagonal.values_backward(q, k, g, do, dfinal, scores, totals)
+            dbeta = g.new_empty(0, dtype=torch.float32)
+        else:
+            dstates, dstart, _ = _pass_over(q, do, None, g, dfinal, cut, reverse=True)
+            dv, dbeta = _values_backward(q, k, v, g, beta, scores, do, dstates, cut)
         # a value head's share of a shared query's gradient: float32, added below
         dq, dk = (q.new_empty(b, t, hv, d_k, dtype=torch.float32 if hv > h else q.dtype) for _ in range(2))
         blocks = _blocks(q, v, settings(q, v, "keys"))[0]
         tensors = (q, k, v, strength, g, totals, do, states, dstates, dq, dk, dg)
-        _twice(_keys, "keys", tensors, programs * blocks, q, v, g, beta, cut)
+        plain = plain and beta is None and hv == h
+        if plain:
+            hopper_diagonal_keys.keys_backward(*tensors[:3], *tensors[4:], mild(q))
+        _twice(_keys, "keys", tensors, programs * blocks, q, v, g, beta, cut, shallow=not plain)
         if hv > h:
             dq, dk = (x.view(b, t, h, hv // h, d_k).sum(3).to(q.dtype) for x in (dq, dk))
-        dbeta = dbeta[0] if parts == 1 else dbeta.sum(0)
     return dq, dk, dv, dg, dbeta, dstart
 
 

@@ -19,7 +19,8 @@ Where no channel of a chunk falls by more than e^-80 (float16: e^-6), exp(R_i - 
 product; other chunks are left to kernels of their own, exact for any gates (channels.py).
 Forward: `_prepare` over all chunks (scaled vectors, pair matrices), `_solve` (M), and one kernel serial in time, which
 needs no gates any more. Backward: the scaled vectors and states again, the serial reverse pass, then over all chunks
-the gradients of pairs and of tokens.
+the gradients of pairs and of tokens. On Hopper `hopper_diagonal_delta` has the serial passes of plain shapes and
+`hopper_diagonal_delta_tokens` the gradients of mild chunks.
 The scaled vectors live only as long as a call: written, they cost the serial pass what cumulative gates would.
 """
 
@@ -32,7 +33,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from axes.kernels.channels import add_up, after, exponents, from_middle, halves, largest, met, split, until
+from axes.kernels import hopper_diagonal_delta as hopper
+from axes.kernels.channels import add_up, after, exponents, from_middle, halves, largest, met, power, split, until
+from axes.kernels.hopper_diagonal_delta_tokens import tokens_backward
 from axes.kernels.layout import Layout, layout, on_device, precision
 from axes.kernels.tiles import TILE, first_slot, load_numbers, load_rows, slot_rows, store_rows, unit_rows
 
@@ -80,6 +83,13 @@ def _store(ptr, tile, here, count, columns, H, D: tl.constexpr, C: tl.constexpr)
 
 
 @triton.jit
+def _numbers(ptr, here, count, H, C: tl.constexpr):
+    """One number a row, as `_load`."""
+    i = tl.arange(0, C)
+    return tl.load(ptr + here + i * H, mask=i < count, other=0.0)
+
+
+@triton.jit
 def _logs(g, here, count, columns, H, D: tl.constexpr, C: tl.constexpr):
     """channels.load_logs: float32, floored at -100."""
     return tl.maximum(_load(g, here, count, columns, H, D, C).to(tl.float32), -100.0)
@@ -115,7 +125,7 @@ def _store_pairs(
 
 # ---- kernels -------------------------------------------------------------------------------------------------------
 # Tokens are (tokens, H, D); scaled vectors (tokens, HV, K); chunk matrices (slots, HV, C, C); totals (slots, HV, K);
-# states of chunks (slots, HV, K, V); public states (U, HV, V, K). y is the writer of u (k, or b with TWO), z the other.
+# states of chunks (slots, HV, V, K), public ones (U, HV, V, K). y is the writer of u (k, or b with TWO), z the other.
 
 
 @triton.jit(do_not_specialize=[*_LENGTHS, "H"])
@@ -160,22 +170,22 @@ def _prepare(
         tl.store(falls + pid * ((K + BK - 1) // BK) + left // BK, fall)
         lowest = tl.minimum(lowest, fall)
         run = until(high, middle, low, C, False, PARTS)
-        reach = tl.exp(run)
+        reach = power(run)
         up = (query * reach).to(kind)
         _store(qs, up, here, count, d, HV, K, C)
         if not LATE:
-            reach = tl.exp(until(high, middle, low, C, True, PARTS))
+            reach = power(until(high, middle, low, C, True, PARTS))
         read = (reader * reach).to(kind)
         _store(as_, read, here, count, d, HV, K, C)
         if PARTS == 0:
-            kept = tl.exp(after(high, middle, low, C, PARTS))
+            kept = power(after(high, middle, low, C, PARTS))
         else:  # closed gates cost digits that 16 bits do not have
-            kept = tl.exp(total[None, :] - run)
+            kept = power(total[None, :] - run)
         _store(ys, writer * kept, here, count, d, HV, K, C)
         if TWO:
             _store(zs, value * kept, here, count, d, HV, K, C)
         if MATRICES:
-            loss = tl.exp(-run)
+            loss = power(-run)
             down = tl.trans((writer * loss).to(kind))
             scores += tl.dot(up, down, input_precision=PRECISION)
             lower += tl.dot(read, down, input_precision=PRECISION)
@@ -309,7 +319,7 @@ def _scan(
     square = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
     within = (d < K)[:, None] & (e < V)[None, :]
     public = (unit * HV + head) * V * K + e[None, :] * K + d[:, None]
-    chunk = d[:, None] * V + e[None, :]
+    chunk = e[None, :] * K + d[:, None]
     if STARTED:
         state = tl.load(start + public, mask=within, other=0.0)
     else:
@@ -321,7 +331,7 @@ def _scan(
         writer = load_rows(ys, rows, end, d, head, HV, K)
         values = load_rows(v, rows, end, e, head, HV, V)
         solve = tl.load(m + block * C * C + square)
-        total = tl.exp(tl.load(totals + block * K + d, mask=d < K, other=0.0))
+        total = power(tl.load(totals + block * K + d, mask=d < K, other=0.0))
         kind = values.dtype
         old = state.to(kind)
         if RECORD:
@@ -370,7 +380,7 @@ def _reverse(
     square = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
     within = (d < K)[:, None] & (e < V)[None, :]
     public = (unit * HV + head) * V * K + e[None, :] * K + d[:, None]
-    chunk = d[:, None] * V + e[None, :]
+    chunk = e[None, :] * K + d[:, None]
     grad = tl.load(dfinal + public, mask=within, other=0.0)
     count = tl.cdiv(end - first, C)
     for back in tl.range(count):
@@ -383,7 +393,7 @@ def _reverse(
         dout = load_rows(do, rows, end, e, head, HV, V)
         solve = tl.load(m + block * C * C + square)
         scores = tl.load(p + block * C * C + square)
-        total = tl.exp(tl.load(totals + block * K + d, mask=d < K, other=0.0))
+        total = power(tl.load(totals + block * K + d, mask=d < K, other=0.0))
         kind = dout.dtype
         later = grad.to(kind)
         tl.store(dstates + block * K * V + chunk, later, mask=within)
@@ -409,61 +419,19 @@ def _reverse(
     tl.store(dstart + public, grad, mask=within)
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
-def _pairs_backward(
-    v, do, written, dwritten, dm, dp, dm2, dp2, dbeta, offsets, units, T, N, HV,
-    V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """All chunks at once: strict(r u^T) and lower(do u^T), with TWO those with v; else r . v, a part of dbeta."""
-    pid = tl.program_id(0).to(tl.int64)
-    slot, head = pid // HV, pid % HV
-    _, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
-    if first >= end:
-        return
-    rows = first + tl.arange(0, C)
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    scores = tl.zeros([C, C], dtype=tl.float32)
-    lower = tl.zeros([C, C], dtype=tl.float32)
-    scores2 = tl.zeros([C, C], dtype=tl.float32)
-    lower2 = tl.zeros([C, C], dtype=tl.float32)
-    strength = tl.zeros([C], dtype=tl.float32)
-    for left in range(0, V, BV):
-        e = left + tl.arange(0, BV)
-        dout = load_rows(do, rows, end, e, head, HV, V)
-        u = load_rows(written, rows, end, e, head, HV, V)
-        r = load_rows(dwritten, rows, end, e, head, HV, V)
-        values = load_rows(v, rows, end, e, head, HV, V)
-        scores += tl.dot(dout, tl.trans(u), input_precision=PRECISION)
-        lower += tl.dot(r, tl.trans(u), input_precision=PRECISION)
-        if TWO:
-            scores2 += tl.dot(dout, tl.trans(values), input_precision=PRECISION)
-            lower2 += tl.dot(r, tl.trans(values), input_precision=PRECISION)
-        else:
-            strength += tl.sum(r.to(tl.float32) * values, 1)
-    at = pid * C * C + i * C + j
-    tl.store(dp + at, tl.where(i >= j, scores, 0.0).to(dp.dtype.element_ty))
-    tl.store(dm + at, tl.where(i > j, lower, 0.0).to(dm.dtype.element_ty))
-    if TWO:
-        tl.store(dp2 + at, tl.where(i >= j, scores2, 0.0).to(dp.dtype.element_ty))
-        tl.store(dm2 + at, tl.where(i > j, lower2, 0.0).to(dm.dtype.element_ty))
-    else:
-        tl.store(dbeta + rows * HV + head, strength, mask=rows < end)
-
-
 @triton.jit(do_not_specialize=[*_LENGTHS, "H", "tokens"])
 def _gradients(
-    q, a, y, z, v, beta, g, totals, falls, dm, dp, dm2, dp2, do, states, dstates, written, dwritten,
+    q, a, y, z, v, beta, g, totals, falls, do, states, dstates, written, dwritten,
     dq, da, dy, dz, dbeta, dg, offsets, units, tokens, T, N, H, HV,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FALL: tl.constexpr,
     TWO: tl.constexpr, LATE: tl.constexpr, SHARED: tl.constexpr, OPEN: tl.constexpr, PACKED: tl.constexpr,
     PARTS: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All chunks at once, one block of channels: every gradient of a token but dv, from X, dX', u, r and the pairs'.
+    """All chunks at once: every gradient of a token but dv, from X, dX', u and r.
 
     Of chunks with mild gates if OPEN, else of the others. SHARED: the reader is the writer (a = k), whose gradients are
-    added. dbeta comes in one part a block of channels. Readers first, then writers: fewer sums at a time.
+    added. dbeta comes in one part a block of channels. First the pairs' gradients, then readers, then writers, so that
+    few sums live at a time.
     """
     pid = tl.program_id(0).to(tl.int64)
     parts: tl.constexpr = (K + BK - 1) // BK
@@ -474,7 +442,7 @@ def _gradients(
     if first >= end:
         return
     totals += pid * K
-    mild = _lowest(falls, pid, K, BK) >= -BOUND
+    mild = _lowest(falls, pid, K, FALL) >= -BOUND
     if OPEN:
         if not mild:
             return
@@ -482,40 +450,62 @@ def _gradients(
         if mild:
             return
     source = head // (HV // H)
-    rows = first + tl.arange(0, C)
     here, near, count = first * HV + head, first * H + source, (end - first).to(tl.int32)
-    d = part * BK + tl.arange(0, BK)
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    square = pid * C * C + i * C + j
     states += pid * K * V
     dstates += pid * K * V
-    far = tl.exp(tl.load(totals + d, mask=d < K, other=0.0))
+
+    # pairs
+    scores = tl.zeros([C, C], dtype=tl.float32)
+    lower = tl.zeros([C, C], dtype=tl.float32)
+    scores2 = tl.zeros([C, C], dtype=tl.float32)
+    lower2 = tl.zeros([C, C], dtype=tl.float32)
+    push = tl.zeros([C], dtype=tl.float32)
+    for left in range(0, V, BV):
+        e = left + tl.arange(0, BV)
+        dout = _load(do, here, count, e, HV, V, C)
+        r = _load(dwritten, here, count, e, HV, V, C)
+        u = tl.trans(_load(written, here, count, e, HV, V, C))
+        values = _load(v, here, count, e, HV, V, C)
+        scores += tl.dot(dout, u, input_precision=PRECISION)
+        lower += tl.dot(r, u, input_precision=PRECISION)
+        if TWO:
+            scores2 += tl.dot(dout, tl.trans(values), input_precision=PRECISION)
+            lower2 += tl.dot(r, tl.trans(values), input_precision=PRECISION)
+        else:
+            push += tl.where(part == 0, tl.sum(r.to(tl.float32) * values, 1), 0.0)
+    kind = do.dtype.element_ty
+    inside = tl.where(i >= j, scores, 0.0).to(kind)
+    strict = tl.where(i > j, lower, 0.0).to(kind)
+    none = tl.zeros([C, C], dtype=kind)
+    if TWO:
+        inside2 = tl.where(i >= j, scores2, 0.0).to(kind)
+        strict2 = tl.where(i > j, lower2, 0.0).to(kind)
+    else:
+        strength = -_numbers(beta, here, count, HV, C)[:, None]
+
+    d = (part * BK).to(tl.int32) + tl.arange(0, BK)
+    far = power(tl.load(totals + d, mask=d < K, other=0.0))
 
     # readers
     dquery = tl.zeros([C, BK], dtype=tl.float32)
     dread = tl.zeros([C, BK], dtype=tl.float32)
     for left in range(0, V, BV):
         e = left + tl.arange(0, BV)
-        within = (d < K)[:, None] & (e < V)[None, :]
-        state = tl.trans(tl.load(states + d[:, None] * V + e[None, :], mask=within, other=0.0))
+        within = (e < V)[:, None] & (d < K)[None, :]
+        state = tl.load(states + e[:, None] * K + d[None, :], mask=within, other=0.0)
         dquery += tl.dot(_load(do, here, count, e, HV, V, C), state, input_precision=PRECISION)
         dread += tl.dot(_load(dwritten, here, count, e, HV, V, C), state, input_precision=PRECISION)
     high, middle, low = split(_logs(g, here, count, d, HV, K, C), PARTS)
-    inside = tl.load(dp + square)
-    strict = tl.load(dm + square)
     writer = _load(y, near, count, d, H, K, C)
-    kind = writer.dtype
-    none = tl.zeros([C, C], dtype=kind)
     if TWO:
-        inside2 = tl.load(dp2 + square)
-        strict2 = tl.load(dm2 + square)
         value = _load(z, near, count, d, H, K, C)
     if OPEN:
         rise = until(high, middle, low, C, False, PARTS)
-        loss = tl.exp(-rise)
-        rise = tl.exp(rise)
-        gain = rise if LATE else tl.exp(until(high, middle, low, C, True, PARTS))
+        loss = power(-rise)
+        rise = power(rise)
+        gain = rise if LATE else power(until(high, middle, low, C, True, PARTS))
         down = (writer * loss).to(kind)
         dquery += tl.dot(inside, down, input_precision=PRECISION)
         dread += tl.dot(strict, down, input_precision=PRECISION)
@@ -526,10 +516,10 @@ def _gradients(
         dquery *= rise
         dread *= gain
     else:
-        reach = tl.exp(until(high, middle, low, C, False, PARTS))
+        reach = power(until(high, middle, low, C, False, PARTS))
         dquery *= reach
         if not LATE:
-            reach = tl.exp(until(high, middle, low, C, True, PARTS))
+            reach = power(until(high, middle, low, C, True, PARTS))
         dread *= reach
         size = tl.full([], C, tl.int32)
         while size > 0:
@@ -548,49 +538,27 @@ def _gradients(
     _store(dq, dquery, here, count, d, HV, K, C)
     change = query * dquery
     if not TWO:
-        tl.store(dbeta + (part * tokens + rows) * HV + head, -tl.sum(reader * dread, 1), mask=rows < end)
-        strength = -load_numbers(beta, rows, end, head, HV)[:, None]
+        push -= tl.sum(reader * dread, 1)
         dread *= strength
     before = reader * dread
     change += before
     if not SHARED:
         _store(da, dread, here, count, d, HV, K, C)
 
-    # writers
-    dwrite = tl.zeros([C, BK], dtype=tl.float32)
-    dvalue = tl.zeros([C, BK], dtype=tl.float32)
-    both = tl.zeros([BK], dtype=tl.float32)
-    for left in range(0, V, BV):
-        e = left + tl.arange(0, BV)
-        within = (d < K)[:, None] & (e < V)[None, :]
-        state = tl.load(states + d[:, None] * V + e[None, :], mask=within, other=0.0)
-        grad = tl.load(dstates + d[:, None] * V + e[None, :], mask=within, other=0.0)
-        both += tl.sum(state.to(tl.float32) * grad, 1)
-        grad = tl.trans(grad)
-        dwrite += tl.dot(_load(written, here, count, e, HV, V, C), grad, input_precision=PRECISION)
-        if TWO:
-            dvalue += tl.dot(_load(v, here, count, e, HV, V, C), grad, input_precision=PRECISION)
+    # writers: what pairs give, then what the chunk's end gives
     if OPEN:
-        dwrite *= far[None, :]
-        last = tl.sum(writer * loss * dwrite, 0)
         up = (query * rise).to(kind)
         read = (reader * gain).to(kind) if TWO else (strength * reader * gain).to(kind)
-        dwrite += tl.dot(tl.trans(inside), up, input_precision=PRECISION)
+        dwrite = tl.dot(tl.trans(inside), up, input_precision=PRECISION)
         dwrite += tl.dot(tl.trans(strict), read, input_precision=PRECISION)
         dwrite *= loss
         if TWO:
-            dvalue *= far[None, :]
-            last += tl.sum(value * loss * dvalue, 0)
-            dvalue += tl.dot(tl.trans(inside2), up, input_precision=PRECISION)
+            dvalue = tl.dot(tl.trans(inside2), up, input_precision=PRECISION)
             dvalue += tl.dot(tl.trans(strict2), read, input_precision=PRECISION)
             dvalue *= loss
     else:
-        kept = tl.exp(after(high, middle, low, C, PARTS))
-        dwrite *= kept
-        last = tl.sum(writer * dwrite, 0)
-        if TWO:
-            dvalue *= kept
-            last += tl.sum(value * dvalue, 0)
+        dwrite = tl.zeros([C, BK], dtype=tl.float32)
+        dvalue = tl.zeros([C, BK], dtype=tl.float32)
         size = tl.full([], C, tl.int32)
         while size > 0:
             rise, gain, loss, flat = _decays(high, middle, low, size, C, LATE, PARTS, FLAT)
@@ -606,12 +574,37 @@ def _gradients(
                 dvalue += loss * behind
             size = tl.where(flat, 0, size // 2)
     change -= writer * dwrite
-    if TWO:
-        change -= value * dvalue
-        _store(dz, dvalue, here, count, d, HV, K, C)
     if SHARED:
         dwrite += dread
-    _store(dy, dwrite, here, count, d, HV, K, C)
+    if TWO:
+        change -= value * dvalue
+    kept = power(after(high, middle, low, C, PARTS))
+    both = tl.zeros([BK], dtype=tl.float32)
+    late = tl.zeros([C, BK], dtype=tl.float32)
+    for left in range(0, V, BV):
+        e = left + tl.arange(0, BV)
+        within = (e < V)[:, None] & (d < K)[None, :]
+        state = tl.load(states + e[:, None] * K + d[None, :], mask=within, other=0.0)
+        grad = tl.load(dstates + e[:, None] * K + d[None, :], mask=within, other=0.0)
+        both += tl.sum(state.to(tl.float32) * grad, 0)
+        late += tl.dot(_load(written, here, count, e, HV, V, C), grad, input_precision=PRECISION)
+    late *= kept
+    _store(dy, dwrite + late, here, count, d, HV, K, C)
+    late *= writer
+    change -= late
+    last = tl.sum(late, 0)
+    if TWO:
+        late = tl.zeros([C, BK], dtype=tl.float32)
+        for left in range(0, V, BV):
+            e = left + tl.arange(0, BV)
+            within = (e < V)[:, None] & (d < K)[None, :]
+            grad = tl.load(dstates + e[:, None] * K + d[None, :], mask=within, other=0.0)
+            late += tl.dot(_load(v, here, count, e, HV, V, C), grad, input_precision=PRECISION)
+        late *= kept
+        _store(dz, dvalue + late, here, count, d, HV, K, C)
+        late *= value
+        change -= late
+        last += tl.sum(late, 0)
     # a token's gate scales what is read and written from it on, and what reaches the chunk's end, <X', dX'>
     high, middle, low = split(change, SUMS)
     dlog = add_up(i <= j, high, middle, low, SUMS) + (far * both + last)[None, :]
@@ -619,6 +612,8 @@ def _gradients(
         dlog -= before
     log = _logs(g, here, count, d, HV, K, C)
     _store(dg, tl.where(log > -100.0, dlog, 0.0), here, count, d, HV, K, C)
+    if not TWO:
+        tl.store(dbeta + part * tokens * HV + here + tl.arange(0, C) * HV, push, mask=tl.arange(0, C) < count)
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------
@@ -641,14 +636,17 @@ def _sizes(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
 
 
 def _launch(q: Tensor, kernel: str, two: bool) -> dict[str, int]:
-    """Warps and pipeline stages: the only ones that were tested."""
+    """Warps and pipeline stages: the only ones that were tested.
+
+    Gradients have one stage: in Triton 3.6 a tile of a pipelined loop that is an operand and is used in registers too
+    has one buffer, which the next copy overwrites while products still read it.
+    """
     if q.dtype == torch.float32:
         return {"num_warps": {"gradients": 8, "solve": 1}.get(kernel, 4), "num_stages": 1}
     if kernel == "solve":  # rows of a block in the registers of one warp
         return {"num_warps": 1, "num_stages": 1}
-    if kernel in ("prepare", "gradients"):
-        # with two stages, and other serial passes, runs on a full chip differed in bits where one vector is written
-        return {"num_warps": 4, "num_stages": 2 if kernel == "gradients" and two else 1}
+    if kernel in ("prepare", "scale", "gradients"):
+        return {"num_warps": 4, "num_stages": 2 if kernel == "prepare" else 1}
     if q.shape[-1] > 128:
         return {"num_warps": 8, "num_stages": 1}
     return {"num_warps": 4, "num_stages": 1 if two or kernel == "reverse" else 2}
@@ -682,7 +680,7 @@ def _run_prepare(
         where = (cuts.offsets, cuts.units_of_slots, cuts.length, cuts.chunks)
         shape = dict(
             H=h, HV=hv, K=d, C=cuts.chunk, BK=block, TWO=two, LATE=not (two or early), SHARED=x is None,
-            PACKED=cuts.packed, PRECISION=precision(q), **_launch(q, "prepare", two),
+            PACKED=cuts.packed, PRECISION=precision(q), **_launch(q, "scale" if matrices is None else "prepare", two),
         )  # fmt: skip
         constants = _exponents(q, g)
         flat = constants.pop("FLAT")
@@ -714,6 +712,9 @@ def _forward(
         sizes = _sizes(q, v, "serial")
         grid = cuts.units * hv * triton.cdiv(d_v, sizes["BV"])
         if grid:
+            if not cuts.packed and hopper.fits(scaled[0], v):
+                hopper.walk(scaled, v, None if two else y, matrices, totals, start, final, o)
+                return o, final, matrices
             _scan[(grid,)](
                 *scaled, v, v if two else y, *(matrices * (1 if two else 2)), totals, final if start is None else start,
                 o, final, o, o, cuts.offsets, cuts.length, cuts.chunks,
@@ -745,7 +746,7 @@ def _backward(
     cuts = layout(q.shape[0], q.shape[1], _chunk(q), cu_seqlens)
     h, hv, d, d_v = q.shape[2], v.shape[2], q.shape[3], v.shape[3]
     dot, late, constants = precision(q), not (two or early), _exponents(q, g)
-    states = q.new_empty(cuts.slots, hv, d, d_v)
+    states = q.new_empty(cuts.slots, hv, d_v, d)
     dstates, written, dwritten = torch.empty_like(states), torch.empty_like(v), torch.empty_like(v)
     dv, dg, dstart = torch.empty_like(v), torch.empty_like(g), torch.empty_like(dfinal)
     # a value head's share of a shared key head's gradients: float32, added below
@@ -753,18 +754,22 @@ def _backward(
     dq, dk = wide, torch.empty_like(wide)
     dx = dk if x is None else torch.empty_like(wide)
     dy = torch.empty_like(wide) if two else dk
-    sizes = _sizes(q, v, "gradients")
-    parts = triton.cdiv(d, sizes["BK"])
-    dbeta = g.new_empty((0,) if two else (1 + parts, *v.shape[:3]), dtype=torch.float32)
+    parts = triton.cdiv(d, _sizes(q, v, "gradients")["BK"])
+    dbeta = g.new_empty((0,) if two else (parts, *v.shape[:3]), dtype=torch.float32)
     with on_device(q):
         *scaled, totals, falls = _run_prepare(q, k, v, g, x, y, two, early, cuts, None)
         square = matrices * (1 if two else 2)
-        pairs = _matrices(q, v, cuts, len(matrices)) * (1 if two else 2)
         beta = v if two else y
         serial = _sizes(q, v, "serial")
         shape = dict(HV=hv, K=d, V=d_v, C=cuts.chunk, TWO=two, PACKED=cuts.packed, PRECISION=dot)
         grid = cuts.units * hv * triton.cdiv(d_v, serial["BV"])
-        if grid:
+        plain = not cuts.packed and hopper.fits(scaled[0], v)
+        fast = plain and not two and x is None and h == hv
+        if plain:
+            strength = None if two else y
+            hopper.walk(scaled, v, strength, matrices, totals, start, dfinal, written, states=states, record=True)
+            hopper.walk(scaled, do, strength, matrices, totals, dfinal, dstart, dwritten, dv=dv, states=dstates)
+        elif grid:
             _scan[(grid,)](
                 *scaled, v, beta, *square, totals, dfinal if start is None else start, v, dfinal, states, written,
                 cuts.offsets, cuts.length, cuts.chunks, **serial, STARTED=start is not None, RECORD=True, **shape,
@@ -775,18 +780,18 @@ def _backward(
                 cuts.offsets, cuts.length, cuts.chunks, **serial, **shape, **_launch(q, "reverse", two),
             )  # fmt: skip
         if cuts.slots * hv > 0 and q.shape[1] > 0:
-            _pairs_backward[(cuts.slots * hv,)](
-                v, do, written, dwritten, *pairs, dbeta, cuts.offsets, cuts.units_of_slots, cuts.length, cuts.chunks,
-                HV=hv, V=d_v, C=cuts.chunk, BV=sizes["BV"], TWO=two, PACKED=cuts.packed, PRECISION=dot,
-                **_launch(q, "pairs", two),
-            )  # fmt: skip
-            for is_open in (True, False):
+            if fast:
+                tokens_backward(
+                    q, k, v, g, y, totals, do, states, dstates, written, dwritten, dq, dk, dbeta, dg, late,
+                    float(constants["BOUND"]),
+                )  # fmt: skip
+            for is_open in (False,) if fast else (True, False):
                 _gradients[(cuts.slots * hv * parts,)](
-                    q, k if x is None else x, y if two else k, k, v, beta, g, totals, falls, *pairs, do, states,
-                    dstates, written, dwritten, dq, dx, dy, dk, dbeta if two else dbeta[1:], dg, cuts.offsets,
-                    cuts.units_of_slots, v.shape[0] * v.shape[1], cuts.length, cuts.chunks, **shape, **sizes,
-                    H=h, LATE=late, SHARED=x is None, OPEN=is_open, **constants, SUMS=min(2, 2 * constants["PARTS"]),
-                    **_launch(q, "gradients", two),
+                    q, k if x is None else x, y if two else k, k, v, beta, g, totals, falls, do, states, dstates,
+                    written, dwritten, dq, dx, dy, dk, dbeta, dg, cuts.offsets, cuts.units_of_slots,
+                    v.shape[0] * v.shape[1], cuts.length, cuts.chunks, **shape, **_sizes(q, v, "gradients"),
+                    FALL=_sizes(q, v, "prepare")["BK"], H=h, LATE=late, SHARED=x is None, OPEN=is_open, **constants,
+                    SUMS=min(2, 2 * constants["PARTS"]), **_launch(q, "gradients", two),
                 )  # fmt: skip
 
     def grouped(grad: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ W z is what each token writes before its strength: beta W = M beta with the M of
 The chain keeps values transposed, (V, C) tiles: the left operand of each product is then the result of the one
 before, which a warpgroup has in registers, and the right one a tile of the inputs as it came. A program owns a head;
 one or two warpgroups own 64 of its values each and never talk; one more makes P ahead of them, one warp feeds them all.
+A unit is a batch entry, or one of its segments of whole chunks: a row of tiles further down in the same tensors. Sizes
+are arguments, never constants: one binary for every number of heads.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, rows of a warpgroup's product
 _TILE = gl.constexpr(16)  # rows of a diagonal block inverted by substitution
 _NUMBERS = gl.constexpr(4)  # rows of a chunk's per-token numbers: e^G, beta, e^(G_last - G), G log2 e
+_SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
 
 
 # ---- pieces ------------------------------------------------------------------------------------------------------
@@ -49,6 +52,13 @@ def _left(n):
 @gluon.jit
 def _add(a, b):
     return a + b
+
+
+@gluon.jit
+def segment(unit, S, L):
+    """Of a unit, one of S segments of L tokens: its batch entry and its first token there."""
+    entry = unit // S
+    return entry, (unit - entry * S) * L
 
 
 @gluon.jit
@@ -157,17 +167,20 @@ def _double(lower, x, SIDE: gl.constexpr):
 # ---- every chunk at once -----------------------------------------------------------------------------------------
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=_SIZES)
 def _prepare(
-    k_tiles, w_tiles, beta, g, numbers, T, N,
-    H: gl.constexpr, GATED: gl.constexpr,
+    k_tiles, w_tiles, beta, g, numbers, runs, bounds, T, S, L, N, H,
+    GATED: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
-    """W and the per-token numbers of one chunk of one head."""
+    """W and the per-token numbers of one chunk of one head; CUT: G as it is and the log of a bound on how far the
+    chunk's map stretches a state, for the maps of segments."""
     K: gl.constexpr = k_tiles.block_shape[2]
     DTYPE: gl.constexpr = k_tiles.dtype
     pid = gl.program_id(0)
-    n, bh = pid % N, pid // N
-    b, h = bh // H, bh % H
+    n, uh = pid % N, pid // N
+    h = uh % H
+    b, first = segment(uh // H, S, L)
+    first += n * _C
     late: gl.constexpr = gl.SliceLayout(1, _product(_C))
     early: gl.constexpr = gl.SliceLayout(0, _product(_C))
     line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
@@ -176,9 +189,9 @@ def _prepare(
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     mbarrier.expect(ready, _C * K * 2)
-    tma.async_copy_global_to_shared(k_tiles, [b, n * _C, h * K], ready, keys)
+    tma.async_copy_global_to_shared(k_tiles, [b, first, h * K], ready, keys)
 
-    token = n * _C + gl.arange(0, _C, layout=line)
+    token = first + gl.arange(0, _C, layout=line)
     at = (b.to(gl.int64) * T + token) * H + h
     strength = gl.load(beta + at, mask=token < T, other=0.0)
     if GATED:
@@ -192,6 +205,8 @@ def _prepare(
     gl.store(to, gl.exp(run))
     gl.store(to + _C, strength)
     gl.store(to + 2 * _C, gl.exp(total - run))
+    if CUT and GATED:
+        gl.store(runs + at, run, mask=token < T)
     run = run * 1.4426950408889634  # log2 e
     gl.store(to + 3 * _C, run)
 
@@ -202,7 +217,11 @@ def _prepare(
     mbarrier.wait(ready, 0)
     mbarrier.invalidate(ready)
     keys = keys.reshape([_C, K])
-    lower = decay * warpgroup_mma_wait(0, [_times(keys, keys.permute((1, 0)), _C)])
+    lower = warpgroup_mma_wait(0, [_times(keys, keys.permute((1, 0)), _C)])
+    if CUT and GATED:
+        square = gl.sum(gl.where(i == j, lower, 0.0), axis=1) * gl.convert_layout(strength, late)
+        gl.store(bounds + pid, total + gl.sum(gl.log(gl.maximum(square - 1.0, 1.0)), 0))
+    lower = decay * lower
     x = _substitute(lower)
     x = _double(lower, x, 16)
     x = _double(lower, x, 32)
@@ -216,7 +235,7 @@ def _prepare(
 
 
 @gluon.jit
-def _feed(tiles, stages, filled, freed, N, H: gl.constexpr, WIDE: gl.constexpr):
+def _feed(tiles, stages, filled, freed, S, L, N, H, WIDE: gl.constexpr):
     """One warp: a chunk's tiles into the next free stage."""
     k_tiles, q_tiles, w_tiles, v_tiles, number_rows = tiles
     keys, queries, inverses, values, numbers = stages
@@ -224,18 +243,20 @@ def _feed(tiles, stages, filled, freed, N, H: gl.constexpr, WIDE: gl.constexpr):
     STAGES: gl.constexpr = keys.shape[0]
     BYTES: gl.constexpr = 2 * (2 * _C * K + _C * _C + WIDE * _C * _C) + 4 * _NUMBERS * _C
     bh = gl.program_id(0)
-    b, h = bh // H, bh % H
+    h = bh % H
+    b, first = segment(bh // H, S, L)
     for n in range(N):
         stage = n % STAGES
         bar = filled.index(stage)
+        here = first + n * _C
         mbarrier.wait(freed.index(stage), (n // STAGES & 1) ^ 1)
         mbarrier.expect(bar, BYTES)
-        tma.async_copy_global_to_shared(k_tiles, [b, n * _C, h * K], bar, keys.index(stage))
+        tma.async_copy_global_to_shared(k_tiles, [b, here, h * K], bar, keys.index(stage))
         tma.async_copy_global_to_shared(number_rows, [(bh * N + n) * (_NUMBERS * _C)], bar, numbers.index(stage))
         for w in gl.static_range(WIDE):
             to = values.index(stage * WIDE + w)
-            tma.async_copy_global_to_shared(v_tiles, [b, n * _C, (h * WIDE + w) * _C], bar, to)
-        tma.async_copy_global_to_shared(q_tiles, [b, n * _C, h * K], bar, queries.index(stage))
+            tma.async_copy_global_to_shared(v_tiles, [b, here, (h * WIDE + w) * _C], bar, to)
+        tma.async_copy_global_to_shared(q_tiles, [b, here, h * K], bar, queries.index(stage))
         tma.async_copy_global_to_shared(w_tiles, [(bh * N + n) * _C, 0], bar, inverses.index(stage))
 
 
@@ -282,8 +303,8 @@ def _score(p_tiles, squares, stages, bars, N, RECORD: gl.constexpr):
 
 @gluon.jit
 def _advance(
-    W: gl.constexpr, o_tiles, outs, squares, stages, bars, start, final, N,
-    H: gl.constexpr, WIDE: gl.constexpr, STARTED: gl.constexpr,
+    W: gl.constexpr, o_tiles, outs, squares, stages, bars, start, final, S, L, N, H,
+    WIDE: gl.constexpr, STARTED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 values of one head through time."""
     keys, queries, inverses, values, numbers = stages
@@ -296,7 +317,8 @@ def _advance(
     wide: gl.constexpr = _product(K)
     left: gl.constexpr = _left(_C)
     bh = gl.program_id(0)
-    b, h = bh // H, bh % H
+    h = bh % H
+    b, first = segment(bh // H, S, L)
     e = W * _C + gl.arange(0, _C, layout=gl.SliceLayout(1, wide))
     d = gl.arange(0, K, layout=gl.SliceLayout(0, wide))
     place = bh.to(gl.int64) * (WIDE * _C * K) + e[:, None] * K + d[None, :]
@@ -339,18 +361,18 @@ def _advance(
         tma.store_wait(0)
         out.reshape([_C, _C]).permute((1, 0)).store(read.to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_tiles, [b, n * _C, (h * WIDE + W) * _C], out)
+        tma.async_copy_shared_to_global(o_tiles, [b, first + n * _C, (h * WIDE + W) * _C], out)
     gl.store(final + place, state)
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=_SIZES)
 def _chain(
-    q_tiles, k_tiles, v_tiles, w_tiles, p_tiles, number_rows, o_tiles, start, final, N,
-    H: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, ADVANCE: gl.constexpr, SCORE: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, w_tiles, p_tiles, number_rows, o_tiles, start, final, S, L, N, H,
+    STAGES: gl.constexpr, BUFFERS: gl.constexpr, ADVANCE: gl.constexpr, SCORE: gl.constexpr,
     STARTED: gl.constexpr, RECORD: gl.constexpr,
 ):  # fmt: skip
-    """o and the final state of one head."""
+    """o and the final state of one head of one unit."""
     K: gl.constexpr = k_tiles.block_shape[2]
     WIDE: gl.constexpr = K // _C
     DTYPE: gl.constexpr = k_tiles.dtype
@@ -377,10 +399,10 @@ def _chain(
     if WIDE == 2:
         gl.warp_specialize(
             [
-                (_advance, (0, o_tiles, outs, squares, stages, bars, start, final, N, H, WIDE, STARTED)),
-                (_advance, (1, o_tiles, outs, squares, stages, bars, start, final, N, H, WIDE, STARTED)),
+                (_advance, (0, o_tiles, outs, squares, stages, bars, start, final, S, L, N, H, WIDE, STARTED)),
+                (_advance, (1, o_tiles, outs, squares, stages, bars, start, final, S, L, N, H, WIDE, STARTED)),
                 (_score, (p_tiles, squares, stages, bars, N, RECORD)),
-                (_feed, (tiles, stages, filled, freed, N, H, WIDE)),
+                (_feed, (tiles, stages, filled, freed, S, L, N, H, WIDE)),
             ],
             [4, 4, 1],
             [ADVANCE, SCORE, 24],
@@ -388,9 +410,9 @@ def _chain(
     else:
         gl.warp_specialize(
             [
-                (_advance, (0, o_tiles, outs, squares, stages, bars, start, final, N, H, WIDE, STARTED)),
+                (_advance, (0, o_tiles, outs, squares, stages, bars, start, final, S, L, N, H, WIDE, STARTED)),
                 (_score, (p_tiles, squares, stages, bars, N, RECORD)),
-                (_feed, (tiles, stages, filled, freed, N, H, WIDE)),
+                (_feed, (tiles, stages, filled, freed, S, L, N, H, WIDE)),
             ],
             [4, 1],
             [SCORE, 24],
@@ -415,11 +437,16 @@ def fits(q: Tensor, v: Tensor) -> bool:
     return torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy of a view at an odd address: bulk copies read from multiples of 16 bytes, and the kernels are
+    compiled, and tested, for such addresses alone."""
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def token_tiles(x: Tensor, width: int) -> TensorDescriptor:
     """(B, T, H, D) in tiles of 64 tokens by `width` of a head's numbers; tokens from T on are zero, never written."""
     b, t, h, d = x.shape
-    if x.data_ptr() % 16:  # never an output: a view into something: the copy engine reads from multiples of 16 bytes
-        x = x.clone()
+    x = aligned(x)  # never a copy of an output: those are allocated
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     return TensorDescriptor(x, [b, t, h * d], [t * h * d, h * d, 1], [1, 64, width], layout)
 
@@ -431,30 +458,47 @@ def matrix_tiles(x: Tensor) -> TensorDescriptor:
     return TensorDescriptor(x, [x.numel() // columns, columns], [columns, 1], [rows, columns], layout)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor | None, record: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o, the final state, and W and P of every chunk, (B, H, N, 64, 64), for the backward.
+def prepare(
+    k: Tensor, beta: Tensor, g: Tensor | None, segments: int = 1, length: int | None = None,
+    runs: Tensor | None = None, bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """W (units, H, N, 64, 64) and the per-token numbers of every chunk, from k (B, T, H, D), beta and g (B, T, H).
 
-    S_t = e^g_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, o_t = S_t q_t. q, k, v (B, T, H, D) that `fits`;
-    beta and g (B, T, H), start and final (B, H, D, D) float32, rows are values; all contiguous. Without `record` P is
-    not stored and comes back empty. Raises nothing: whoever calls it has checked.
+    An entry's T tokens are `segments` units of `length` tokens, a multiple of 64 where there is more than one; the last
+    may be shorter. runs (B, T, H) and bounds (units * H * N), both or neither, receive cumulative gates and the logs of
+    bounds on how far chunks' maps stretch a state.
+    """
+    b, t, h, d = k.shape
+    length = t if length is None else length
+    n = triton.cdiv(length, 64)
+    w = k.new_empty(b * segments, h, n, 64, 64)
+    numbers = beta.new_empty(b * segments, h, n, 4, 64)
+    _prepare[(b * segments * h * n,)](
+        token_tiles(k, d), matrix_tiles(w), aligned(beta), aligned(beta if g is None else g), numbers, runs, bounds,
+        t, segments, length, n, h, GATED=g is not None, CUT=runs is not None, num_warps=4,
+    )  # fmt: skip
+    return w, numbers
+
+
+def chain(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, numbers: Tensor, start: Tensor | None,
+    segments: int = 1, length: int | None = None, record: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, the final states of all units, and P of every chunk, (units, H, N, 64, 64): empty without `record`.
+
+    S_t = e^g_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, o_t = S_t q_t. q, k, v (B, T, H, D) that `fits`; w
+    and numbers from `prepare` with the same units; start and final (units, H, D, D) float32, rows are values; all
+    contiguous. Raises nothing: whoever calls it has checked.
     """
     b, t, h, d = q.shape
-    n = triton.cdiv(t, 64)
-    o, final = torch.empty_like(v), q.new_empty(b, h, d, d, dtype=torch.float32)
-    w = q.new_empty(b, h, n, 64, 64)
+    units, _, n = w.shape[:3]
+    length = t if length is None else length
+    o, final = torch.empty_like(v), q.new_empty(units, h, d, d, dtype=torch.float32)
     p = torch.empty_like(w) if record else w.new_empty(0)
-    numbers = beta.new_empty(b, h, n, 4, 64)
-    keys, inverses = token_tiles(k, d), matrix_tiles(w)
-    _prepare[(b * h * n,)](
-        keys, inverses, beta, beta if g is None else g, numbers, t, n, H=h, GATED=g is not None, num_warps=4
-    )
     rows = TensorDescriptor(numbers, [numbers.numel()], [1], [256], gl.NVMMASharedLayout(0, 32, rank=1))
-    _chain[(b * h,)](
-        token_tiles(q, d), keys, token_tiles(v, 64), inverses, matrix_tiles(p if record else w), rows,
-        token_tiles(o, 64),
-        final if start is None else start, final, n,
-        H=h, STARTED=start is not None, RECORD=record, num_warps=4, **_LAUNCH[d],
+    _chain[(units * h,)](
+        token_tiles(q, d), token_tiles(k, d), token_tiles(v, 64), matrix_tiles(w), matrix_tiles(p if record else w),
+        rows, token_tiles(o, 64), final if start is None else aligned(start), final, segments, length, n, h,
+        STARTED=start is not None, RECORD=record, num_warps=4, **_LAUNCH[d],
     )  # fmt: skip
-    return o, final, w, p
+    return o, final, p

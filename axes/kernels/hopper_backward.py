@@ -13,8 +13,10 @@ and backwards, from do and dX':
     dg_t = sum_(i >= t) (q_i . dq_i + k_i . dk_i - 2 b_i db_i) + <X', dX'>
 A gradient of a token is complete within its chunk, so one program per head walks the chunks from the last with dX in
 registers and writes every gradient once: no atomics, one order of sums. W has b on its columns: no division.
-Rounding: b k is rounded once and stands on both sides of every pair of tokens (A (b k) in dq, (b k) . A^T Q in dg), and
-<X', dX'> is e^G_last <X, dX'> plus what the chunk wrote, so that what cancels in dg cancels in rounded numbers too.
+Rounding: what cancels in dg cancels in rounded numbers too. b = p m, p a power of two, |m| in [1, 2): p k is exact in
+16 bit (b k is not: with near-parallel keys its rounding was most of dg's error), m goes with the columns of A and E and
+the rows of Y, rounded once for both sides of every pair of tokens (A m (p k) in dq, (p k) . (A m)^T Q in dg),
+db = k . (m Y) / m, and <X', dX'> is e^G_last <X, dX'> plus what the chunk wrote.
 Memory: X of every chunk; w lies in dv until s takes its place.
 """
 
@@ -36,17 +38,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from axes.kernels.hopper import matrix_tiles, token_tiles
+from axes.kernels.hopper import aligned, matrix_tiles, segment, token_tiles
 
 _CHUNK = 64
+_SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
 
 
 # ---- states --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES[:-1])
 def _states(
-    k, v, beta, g, m, start, states, written, rows, T, N,
+    k, v, beta, g, m, start, states, written, rows, T, S, L, N,
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, STARTED: tl.constexpr,
 ):  # fmt: skip
     """Serial over chunks for one head and BV values: X and w of every chunk, its gates and strengths."""
@@ -58,16 +61,19 @@ def _states(
     i = tl.arange(0, C)
     square = i[:, None] * C + tl.arange(0, C)[None, :]
     block = e[:, None] * D + d[None, :]
-    first = (bh // H) * T * H + bh % H
+    entry = bh // H // S
+    offset = (bh // H - entry * S) * L
+    first = (entry * T + offset) * H + bh % H
     state = tl.zeros([BV, D], dtype=tl.float32)
     if STARTED:
         state = tl.load(start + bh * D * D + block)
     for n in tl.range(N):
-        inside = i < T - n * C
+        inside = i < T - offset - n * C
         here = first + (n * C + i).to(tl.int64) * H
+        row = here[:, None] * D
         slot = bh * N + n
-        keys = tl.load(k + here[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
-        values = tl.load(v + here[:, None] * D + e[None, :], mask=inside[:, None], other=0.0)
+        keys = tl.load(k + row + d[None, :], mask=inside[:, None], other=0.0)
+        values = tl.load(v + row + e[None, :], mask=inside[:, None], other=0.0)
         inverse = tl.load(m + slot * C * C + square)
         strength = tl.load(beta + here, mask=inside, other=0.0)
         run = tl.zeros([C], dtype=tl.float32)
@@ -76,13 +82,15 @@ def _states(
             log = tl.maximum(tl.load(g + here, mask=inside, other=0.0), -100.0)
             run, total = tl.cumsum(log, 0), tl.sum(log, 0)
         if part == 0:
-            tl.store(rows + slot * 2 * C + i, run)
-            tl.store(rows + slot * 2 * C + C + i, strength)
+            scale = (strength.to(tl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000).to(tl.float32, bitcast=True)
+            tl.store(rows + slot * 3 * C + i, run)
+            tl.store(rows + slot * 3 * C + C + i, strength)
+            tl.store(rows + slot * 3 * C + 2 * C + i, run - tl.log(scale))
         old = state.to(keys.dtype)
         tl.store(states + slot * D * D + block, old)
         missing = values - tl.exp(run)[:, None] * tl.dot(keys, tl.trans(old))
         w = tl.dot(inverse, missing.to(keys.dtype))
-        tl.store(written + here[:, None] * D + e[None, :], w.to(keys.dtype), mask=inside[:, None])
+        tl.store(written + row + e[None, :], w.to(keys.dtype), mask=inside[:, None])
         kept = ((strength * tl.exp(total - run))[:, None] * w).to(keys.dtype)
         if GATED:
             state *= tl.exp(total)
@@ -119,6 +127,18 @@ def _add(a, b):
 
 
 @gluon.jit
+def _scale(strength):
+    """m of strengths p m: 1 <= m < 2, p a power of two, negative or zero as the strength is."""
+    return ((strength.to(gl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _power(strength):
+    """p of strengths p m."""
+    return (strength.to(gl.int32, bitcast=True) & -0x800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _own(x, C: gl.constexpr, D: gl.constexpr):
     """Sums of a (C, D) product over the columns that a thread holds: (C, D / 64, 4), no exchange between threads."""
     return gl.sum(gl.sum(gl.reshape(x, [C, D // 64, 8, 4, 2]), 4), 2)
@@ -136,21 +156,21 @@ def _barrier():
 def _copies(
     q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
     keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1,
-    near, solve, middle, late, solved, taken, sent, done, N, H: gl.constexpr,
+    near, solve, middle, late, solved, taken, sent, done, S, L, N, H,
 ):  # fmt: skip
     """One warp: every copy between memory and tiles, in the order in which the products need and free them."""
     C: gl.constexpr = keys2.shape[1]
     D: gl.constexpr = keys2.shape[2]
     TILE: gl.constexpr = C * D * 2
     bh = gl.program_id(0)
-    b = bh // H
+    b, first = segment(bh // H, S, L)
     column = (bh % H) * D
     for step in range(-1, N):
         n = N - 1 - step
         slot = bh * N + n
         turn = step & 1
         more = n > 0
-        now = n * C
+        now = first + n * C
         ahead = now - C
         mbarrier.expect(near.index(1 - turn), 2 * TILE, pred=more)
         _fetch(k, [b, ahead, column], near.index(1 - turn), keys2.index(1 - turn), more)
@@ -177,21 +197,22 @@ def _copies(
 
 
 @gluon.jit
-def _sums(sums, done, counted, g, dbeta, dg, T, N, H: gl.constexpr, GATED: gl.constexpr):
+def _sums(sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED: gl.constexpr):
     """One warp: the gradients of strengths and gates, from sums over keys that the products' warps left."""
     C: gl.constexpr = sums.shape[1]
     PARTS: gl.constexpr = sums.shape[2]
     pair: gl.constexpr = gl.BlockedLayout([2, PARTS], [32, 1], [1, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     bh = gl.program_id(0)
-    b = bh // H
+    b, first = segment(bh // H, S, L)
     h = bh % H
     for step in range(N):
-        token = (N - 1 - step) * C + gl.arange(0, C, line)
+        token = first + (N - 1 - step) * C + gl.arange(0, C, line)
         there = (b * T + token).to(gl.int64) * H + h
         log = gl.load(g + there, mask=token < T, other=0.0)
         mbarrier.wait(done, step & 1)
         dstrength = gl.convert_layout(gl.sum(sums.index(0).load(pair), 1), line)
+        dstrength /= _scale(gl.load(beta + there, mask=token < T, other=1.0))
         gl.store(dbeta + there, dstrength, mask=token < T)
         if GATED:
             change = gl.convert_layout(gl.sum(sums.index(1).load(pair), 1), line)
@@ -250,11 +271,11 @@ def _products(
         zero_wide = gl.zeros([C, D], gl.float32, wide)
         zero_square = gl.zeros([C, C], gl.float32, square)
         slot = bh * N + n
-        table = rows + slot.to(gl.int64) * (2 * C)
+        table = rows + slot.to(gl.int64) * (3 * C)
         run = gl.load(table + gl.arange(0, C, down))
         strength = gl.load(table + C + gl.arange(0, C, down))
         run_i = gl.load(table + i)
-        run_j = gl.load(table + j)
+        run_j = gl.load(table + 2 * C + j)  # without log m: the decays below are m times decays
         total = gl.load(table + C - 1)
 
         # b du; do w^T
@@ -266,9 +287,11 @@ def _products(
         a = warpgroup_mma(douts, wrote.permute((1, 0)), zero_square, use_acc=False, is_async=True)
         reach = gl.exp(run)
         tail = gl.exp(total - run)
-        strong.store((strength[:, None] * keys.load(wide).to(gl.float32)).to(half))
+        power = _power(strength)
+        strong.store((power[:, None] * keys.load(wide).to(gl.float32)).to(half))
         du, direct = warpgroup_mma_wait(1, deps=[du, direct])
         du = strength[:, None] * (tail[:, None] * du + direct)
+        mark = _scale(strength) * tail
         chain.store(du.to(half))
         _published()
 
@@ -287,10 +310,10 @@ def _products(
         s = (-reach[:, None] * s).to(half)
         mbarrier.arrive(solved, count=1)
 
-        # E; Y without E, dX without s; what the chunk wrote meets dX'
+        # E; m Y without E, dX without s; what the chunk wrote meets dX'
         e = warpgroup_mma(chain, wrote.permute((1, 0)), zero_square, use_acc=False, is_async=True)
         y = warpgroup_mma_wait(1, deps=[y])
-        y = tail[:, None] * y
+        y = mark[:, None] * y
         if GATED:
             passed = _own(strong.load(wide).to(gl.float32) * y, C, D)
         mbarrier.wait(late, turn)
@@ -306,7 +329,7 @@ def _products(
         _published()
         mbarrier.arrive(taken, count=1)
 
-        # the rest of Y and of dX; db, and -(b k + rounded b k) . Y for dg
+        # the rest of m Y and of dX; m db, and -(p k + p k as it was stored) . m Y for dg
         y = warpgroup_mma(erases.permute((1, 0)), keys, y, is_async=True)
         grad = warpgroup_mma(chain.permute((1, 0)), keys, grad, is_async=True)
         y = warpgroup_mma_wait(1, deps=[y])
@@ -314,8 +337,8 @@ def _products(
         dstrength = _own(key * y, C, D)
         change = dstrength
         if GATED:
-            change = -_own((strength[:, None] * key + strong.load(wide).to(gl.float32)) * y, C, D)
-        y = strength[:, None] * y
+            change = -_own((power[:, None] * key + strong.load(wide).to(gl.float32)) * y, C, D)
+        y = power[:, None] * y
 
         # dq, dk; <X, dX'>; dX is the next dX'
         dq = warpgroup_mma(douts, state, zero_wide, use_acc=False, is_async=True)
@@ -348,13 +371,13 @@ def _products(
     gl.store(dstart + public + block, grad)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=_SIZES)
 def _gradients(
     q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
-    rows, g, dfinal, dstart, dbeta, dg, T, N,
-    H: gl.constexpr, D: gl.constexpr, GATED: gl.constexpr,
+    rows, beta, g, dfinal, dstart, dbeta, dg, T, S, L, N, H,
+    D: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """All gradients of one head, chunks from the last: warps that multiply, one that sums and one that copies.
+    """All gradients of one head of a unit, chunks from the last: warps that multiply, one that sums, one that copies.
 
     Copies have a warp of their own also because ptxas 12.8 mixes up the uniform registers of an elected thread's copies
     with those of matrix products in the same code.
@@ -370,9 +393,9 @@ def _gradients(
     scores1 = gl.allocate_shared_memory(q.dtype, [1, C, C], swizzled)
     chain1 = gl.allocate_shared_memory(q.dtype, [1, C, D], swizzled)  # b du, then s, then -e^G s
     later1 = gl.allocate_shared_memory(q.dtype, [1, D, D], swizzled)  # dX'
-    strong1 = gl.allocate_shared_memory(q.dtype, [1, C, D], swizzled)  # b k
-    reads1 = gl.allocate_shared_memory(q.dtype, [1, C, C], swizzled)  # A
-    erases1 = gl.allocate_shared_memory(q.dtype, [1, C, C], swizzled)  # -E
+    strong1 = gl.allocate_shared_memory(q.dtype, [1, C, D], swizzled)  # p k
+    reads1 = gl.allocate_shared_memory(q.dtype, [1, C, C], swizzled)  # A m
+    erases1 = gl.allocate_shared_memory(q.dtype, [1, C, C], swizzled)  # -E m
     near = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # k, do are there
     mbarrier.init(near.index(0), count=1)
     mbarrier.init(near.index(1), count=1)
@@ -393,11 +416,11 @@ def _gradients(
                 near, solve, middle, late, solved, taken, sent, done,
                 sums, counted, rows, dfinal, dstart, N, GATED,
             )),
-            (_sums, (sums, done, counted, g, dbeta, dg, T, N, H, GATED)),
+            (_sums, (sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED)),
             (_copies, (
                 q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
                 keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1,
-                near, solve, middle, late, solved, taken, sent, done, N, H,
+                near, solve, middle, late, solved, taken, sent, done, S, L, N, H,
             )),
         ],
         [1, 1],
@@ -421,36 +444,38 @@ _LAUNCH = {64: _Launch(4, 3, 64, 4), 128: _Launch(4, 3, 64, 8)}  # by width
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor | None,
-    m: Tensor, p: Tensor, do: Tensor, dfinal: Tensor,
+    m: Tensor, p: Tensor, do: Tensor, dfinal: Tensor, segments: int = 1, length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dq, dk, dv, dbeta, dg, dstart) of the gated delta rule from those of its outputs.
 
     q, k, v, do (B, T, H, D) in bf16 or fp16, D 64 or 128; beta, g (B, T, H) float32, g log gates or None (dg is then
-    empty); start (B, H, D, D) float32 or None; m = W and p = P (B, H, ceil(T / 64), 64, 64) as the forward saved them;
-    dfinal (B, H, D, D) float32. All contiguous.
+    empty); start (units, H, D, D) float32 or None; m = W and p = P (units, H, N, 64, 64) as the forward saved them;
+    dfinal (units, H, D, D) float32. All contiguous. Units are batch entries, or their `segments` of `length` tokens.
     """
     b, t, h, d = q.shape
-    n = triton.cdiv(t, _CHUNK)
+    units, _, n = m.shape[:3]
+    sizes = (t, segments, t if length is None else length, n, h)
     setting = _LAUNCH[d]
     parts = d // setting.values
-    states = q.new_empty(b, h, n, d, d)
-    rows = beta.new_empty(b, h, n, 2, _CHUNK)
+    states = q.new_empty(units, h, n, d, d)
+    rows = beta.new_empty(units, h, n, 3, _CHUNK)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dbeta, dstart = torch.empty_like(beta), torch.empty_like(dfinal)
     gated = g is not None
     dg = torch.empty_like(beta) if gated else beta.new_empty(0)
-    gate = g if gated else beta
+    k, v, beta, dfinal = aligned(k), aligned(v), aligned(beta), aligned(dfinal)
+    gate = beta if g is None else aligned(g)
     written = dv  # w of a chunk is read before that chunk's dv is written
-    _states[(b * h * parts,)](
-        k, v, beta, gate, m, dfinal if start is None else start, states, written, rows, t, n,
+    _states[(units * h * parts,)](
+        k, v, beta, gate, m, dfinal if start is None else aligned(start), states, written, rows, *sizes[:-1],
         H=h, D=d, C=_CHUNK, BV=setting.values, GATED=gated, STARTED=start is not None,
         num_warps=setting.warps, num_stages=setting.stages,
     )  # fmt: skip
-    _gradients[(b * h,)](
+    _gradients[(units * h,)](
         token_tiles(q, d), token_tiles(k, d), token_tiles(written, d), token_tiles(do, d),
         matrix_tiles(states), matrix_tiles(m), matrix_tiles(p),
         token_tiles(dq, d), token_tiles(dk, d), token_tiles(dv, d),
-        rows, gate, dfinal, dstart, dbeta, dg, t, n,
-        H=h, D=d, GATED=gated, num_warps=setting.multiply,
+        rows, beta, gate, dfinal, dstart, dbeta, dg, *sizes,
+        D=d, GATED=gated, num_warps=setting.multiply,
     )  # fmt: skip
     return dq, dk, dv, dbeta, dg, dstart

@@ -6,19 +6,21 @@ Here: the cut of the tokens into units, the launches, the operators and the entr
 
 Few heads and many tokens: the tokens of an entry are cut into segments that run side by side. A segment's map of states
 is affine, X -> W X + b; one pass finds W and b of every segment, a small kernel carries the state from segment to
-segment, and then segments are units with first states of their own. Backwards likewise with W^T.
+segment, and then segments are units with first states of their own. Backwards likewise with W^T. Where gates shrink a
+state to nothing in float32 within a segment, W is zero and b comes from the chunks behind that point alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
-from axes.kernels import hopper, hopper_backward, scalar_delta, scalar_tiles, scalar_write
+from axes.kernels import hopper, hopper_backward, hopper_write, scalar_delta, scalar_tiles, scalar_write
 from axes.kernels import layout as host
 from axes.kernels.layout import check_like, check_packing, check_tokens, on_device, precision
 from axes.kernels.tiles import TILE
@@ -49,12 +51,13 @@ class Setting(NamedTuple):
 
 # Of each kernel: for up to 128 keys, for more, and for float32 of up to 128 keys and more. 16 bit: values go by 64
 # whatever V is. Seen on an H200 with Triton 3.6 (ptxas 12.8): a reverse pass compiled for 32 values, 4 warps and 1
-# stage faults with an illegal access, and some kernel for 16 values did; 64 has passed.
+# stage faults with an illegal access, and some kernel for 16 values did; 64 has passed. The delta rule's gradients with
+# 2 stages overwrite tiles that products in flight still read.
 SETTINGS = {
     "prepare": (Setting(128, 64, 2, 1), Setting(128, 64, 2, 1), Setting(128, 32, 4, 1), Setting(128, 32, 4, 1)),
     "scan": (Setting(128, 64, 4, 3), Setting(256, 64, 8, 1), Setting(128, 32, 4, 1), Setting(256, 32, 8, 1)),
     "reverse": (Setting(128, 64, 4, 3), Setting(256, 64, 8, 1), Setting(128, 32, 4, 1), Setting(256, 32, 8, 1)),
-    "delta gradients": (Setting(128, 64, 8, 2), Setting(128, 64, 8, 2), Setting(64, 32, 8, 1), Setting(64, 32, 8, 1)),
+    "delta gradients": (Setting(128, 64, 8, 1), Setting(128, 64, 8, 1), Setting(64, 32, 8, 1), Setting(64, 32, 8, 1)),
     "mix": (Setting(128, 64, 4, 3), Setting(256, 64, 8, 1), Setting(128, 32, 4, 1), Setting(256, 32, 8, 1)),
     "ends": (Setting(128, 64, 4, 3), Setting(128, 64, 4, 3), Setting(128, 32, 4, 1), Setting(128, 32, 4, 1)),
     "chunks": (Setting(128, 64, 4, 1), Setting(128, 64, 4, 1), Setting(128, 32, 4, 1), Setting(128, 32, 4, 1)),
@@ -74,6 +77,17 @@ def settings(kernel: str, dtype: torch.dtype, d_k: int, d_v: int, more: bool = F
 
 
 # ---- the cut into units ----------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def plain_segments_of(programs: int, chunks: int) -> int:
+    """Segments of every entry for the Hopper kernels, a program for each processor at most: the least time, with what
+    an H200 takes in microseconds: 2.7 for a chunk, 1.7 for its map, 2 to merge a segment, 10 for more launches."""
+
+    def cost(s: int) -> float:
+        return 2.7 * chunks if s == 1 else 4.4 * _cdiv(chunks, s) + 2 * s + 10
+
+    return min(range(1, max(1, min(PROCESSORS // max(1, programs), chunks)) + 1), key=cost)
 
 
 def segments_of(batch: int, length: int, heads: int, d_v: int, dtype: torch.dtype, delta: bool) -> int:
@@ -154,9 +168,11 @@ class Chain(NamedTuple):
     erase: Tensor | None
     early: bool
     runs: Tensor | None  # cumulative gates of chunks, in the forward written before they are read, as the scales are
+    spans: Tensor | None  # of gated segments: `scalar_tiles.spans`
     scale_q: Tensor | None
     scale_k: Tensor | None
     cut: Cut
+    record: bool = True  # whether a backward may follow
 
     def common(self, kernel: str, **more: Any) -> dict[str, Any]:
         """Arguments of kernels of the chain, by name, and more."""
@@ -192,7 +208,7 @@ def _delta_pair(x: Chain) -> tuple[Any, Any]:
     forward(x, start) -> o, final, M, P, first states of segments and their maps (start and None where x.cut.S is 1);
     backward(x, M, P, first states, maps, do, dfinal) -> dq, dk, da by value head, dv, dbeta, dg, dstart of all units.
     """
-    if _plain(x):
+    if _plain(x.q, x.v, x.beta, x.erase, x.early or x.scale_q is not None or x.cut.offsets is not None):
         return _hopper_forward, _hopper_backward
     return _delta_forward, _delta_backward
 
@@ -200,18 +216,16 @@ def _delta_pair(x: Chain) -> tuple[Any, Any]:
 def _merge(x: Chain, constants: Tensor, maps: Tensor, edge: Tensor | None, reverse: bool) -> Tensor:
     """First states of all segments (reverse: gradients of their last ones), from the edge of the entry inwards."""
     starts, s = x.state(), x.cut.S
-    at = starts.view(-1, s, *starts.shape[1:])[:, s - 1 if reverse else 0]
-    if edge is None:
-        at.zero_()
-    else:
-        at.copy_(edge)
     d_v, d_k = starts.shape[2:]
+    full, matrix = x.q.dtype == torch.float32, maps.ndim == 4
+    whole = not matrix or d_k <= 128 and not full
     given = dict(
-        S=s, HV=starts.shape[1], K=d_k, V=d_v, BK=64, BV=16, MATRIX=maps.ndim == 4, REVERSE=reverse,
-        STARTED=edge is not None, PRECISION="ieee" if x.q.dtype == torch.float32 else "tf32x3",
-        num_warps=4, num_stages=1,
+        S=s, N=x.cut.N, HV=starts.shape[1], K=d_k, V=d_v, BK=max(TILE, 1 << (d_k - 1).bit_length()), BV=16,
+        FLAGS=max(TILE, 1 << (s - 1).bit_length()), MATRIX=matrix, WHOLE=whole, GATED=matrix and x.spans is not None,
+        REVERSE=reverse, STARTED=edge is not None, PRECISION="ieee" if full else "tf32x3",
+        num_warps=8 if matrix and whole else 4, num_stages=3 if whole else 1,
     )  # fmt: skip
-    _run(scalar_tiles.merge, x.unit_heads // s * _cdiv(d_v, 16), (constants, maps, starts), given)
+    _run(scalar_tiles.merge, x.unit_heads * _cdiv(d_v, 16), (constants, maps, x.spans, edge, starts), given)
     return starts
 
 
@@ -219,12 +233,26 @@ def _matrices(x: Chain) -> tuple[Tensor, Tensor]:
     """M and P of every chunk; cumulative gates and the scales of `normalize` are written on the way."""
     square = (x.cut.slots, x.v.shape[2], x.cut.chunk, x.cut.chunk)
     m, p = x.q.new_empty(square), x.q.new_empty(square)
+    bounds = _bounds(x)
     tensors = (
-        x.q, x.k, x.erase, x.beta, x.g, x.runs, x.scale_q, x.scale_k, m, p, x.cut.offsets, x.cut.units_of_slots,
+        x.q, x.k, x.erase, x.beta, x.g, x.runs, x.scale_q, x.scale_k, m, p, bounds, x.cut.offsets, x.cut.units_of_slots,
     )  # fmt: skip
     merging = "ieee" if x.q.dtype == torch.float32 else "tf32x3"
-    _run(scalar_delta.prepare, x.slot_heads, tensors, x.common("prepare", SIDE=TILE, MERGE=merging))
+    given = x.common("prepare", SIDE=TILE, MERGE=merging, CUT=bounds is not None)
+    _run(scalar_delta.prepare, x.slot_heads, tensors, given)
+    _find_spans(x, bounds)
     return m, p
+
+
+def _bounds(x: Chain) -> Tensor | None:
+    """Room for a number of each chunk and head, where segments have gates."""
+    return None if x.spans is None else x.spans.new_empty(x.slot_heads, dtype=torch.float32)
+
+
+def _find_spans(x: Chain, bounds: Tensor | None) -> None:
+    if bounds is not None:
+        given = x.common("chunks", BLOCK=64) | {"num_warps": 1}
+        _run(scalar_tiles.spans, x.unit_heads, (bounds, x.spans), given)
 
 
 def _scan(
@@ -233,8 +261,8 @@ def _scan(
     written: Tensor | None = None, columns: bool = False,
 ) -> None:  # fmt: skip
     tensors = (
-        x.q, x.k, x.erase, x.v, x.beta, x.runs, x.scale_q, x.scale_k, m, p, start, o, final, maps, states, written,
-        x.cut.offsets,
+        x.q, x.k, x.erase, x.v, x.beta, x.runs, x.spans, x.scale_q, x.scale_k, m, p, start, o, final, maps, states,
+        written, x.cut.offsets,
     )  # fmt: skip
     given = x.common("scan", STARTED=start is not None, MODE=mode, COLUMNS=columns)
     blocks = _cdiv(x.v.shape[3], given["BV"]) + (_cdiv(x.q.shape[3], given["BV"]) if mode == "map" else 0)
@@ -246,7 +274,7 @@ def _reverse(
     dwritten: Tensor | None = None, columns: bool = False,
 ) -> None:  # fmt: skip
     tensors = (
-        x.q, x.k, x.erase, x.beta, x.runs, x.scale_q, x.scale_k, m, p, do, dends, dstates, dwritten, dstart,
+        x.q, x.k, x.erase, x.beta, x.runs, x.spans, x.scale_q, x.scale_k, m, p, do, dends, dstates, dwritten, dstart,
         x.cut.offsets,
     )  # fmt: skip
     record = dstates is not None
@@ -301,30 +329,37 @@ def _delta_backward(
     return dq, dk, da, dv, dbeta, dg, dstart  # type: ignore[return-value]
 
 
-def _plain(x: Chain) -> bool:
-    """Whether the Hopper kernels compute a chain: 16 bit, dense, uncut, K = V in {64, 128}, as many value heads as key
-    heads, keys erased where they are written, after the gate."""
-    usual = x.erase is None and not x.early and x.scale_q is None and x.beta is not None
-    return usual and x.cut.offsets is None and x.cut.S == 1 and hopper.fits(x.q, x.v)
+def _plain(q: Tensor, v: Tensor, beta: Tensor | None, erase: Tensor | None, special: bool) -> bool:
+    """Whether the Hopper kernels compute a chain: 16 bit, dense, K = V in {64, 128}, as many value heads as key heads,
+    keys erased where they are written, after the gate; special: packed, early or normalized."""
+    return erase is None and beta is not None and not special and hopper.fits(q, v)
 
 
 def _hopper_forward(x: Chain, start: Tensor | None) -> tuple[Tensor | None, ...]:
     """As `_delta_forward`, W = (I + L diag(beta))^-1, strengths on the columns, in the place of M."""
     assert x.beta is not None
-    o, final, w, p = hopper.forward(x.q, x.k, x.v, x.beta, x.g, start)
-    shape = (x.cut.slots, x.v.shape[2], *w.shape[3:])
-    return o, final, w.view(shape), p.view(shape), start, None
+    maps, bounds, cut = None, _bounds(x), x.cut
+    runs = None if bounds is None else x.runs
+    w, numbers = hopper.prepare(x.k, x.beta, x.g, cut.S, cut.L, runs, bounds)
+    shape = (cut.slots, x.v.shape[2], *w.shape[3:])
+    if cut.S > 1:
+        _find_spans(x, bounds)
+        start, maps = segment_starts(x, w.view(shape), start, columns=True)
+    o, final, p = hopper.chain(x.q, x.k, x.v, w, numbers, start, cut.S, cut.L, x.record)
+    return o, final, w.view(shape), p.view(shape) if x.record else p, start, maps
 
 
 def _hopper_backward(
     x: Chain, w: Tensor, p: Tensor, start: Tensor | None, maps: Tensor | None, do: Tensor, dfinal: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """As `_delta_backward`."""
-    assert x.beta is not None and maps is None
+    assert x.beta is not None
     shape = (x.cut.units, x.v.shape[2], x.cut.N, *w.shape[2:])
+    if maps is not None:
+        dfinal = segment_ends(x, w, p, maps, do, dfinal, columns=True)
     dfinal = x.state().zero_() if dfinal is None else dfinal
     dq, dk, dv, dbeta, dg, dstart = hopper_backward.backward(
-        x.q, x.k, x.v, x.beta, x.g, start, w.view(shape), p.view(shape), do, dfinal
+        x.q, x.k, x.v, x.beta, x.g, start, w.view(shape), p.view(shape), do, dfinal, x.cut.S, x.cut.L
     )
     return dq, dk, None, dv, dbeta, None if x.g is None else dg, dstart
 
@@ -344,11 +379,22 @@ def _ends(x: Chain, do: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return final, through
 
 
+def _numbers(x: Chain) -> Tensor | None:
+    """What the Hopper kernel of rule "write" reads of gates and strengths; None where it does not compute a chain."""
+    if x.scale_q is not None or x.cut.offsets is not None or not hopper_write.fits(x.q, x.v):
+        return None
+    return hopper_write.numbers(x.beta, x.g, x.v, x.cut.S, x.cut.L, x.cut.N)
+
+
 def _mix(
-    x: Chain, role: str, inner: tuple[Tensor, Tensor, Tensor], out: Tensor, start: Tensor | None,
-    final: Tensor | None = None, own: Tensor | None = None, trace: Tensor | None = None,
+    x: Chain, numbers: Tensor | None, role: str, inner: tuple[Tensor, Tensor, Tensor], out: Tensor,
+    start: Tensor | None, final: Tensor | None = None, own: Tensor | None = None, trace: Tensor | None = None,
     dots: Tensor | None = None, dbeta: Tensor | None = None, dg: Tensor | None = None,
 ) -> None:  # fmt: skip
+    if numbers is not None:
+        kept = (start, final, own, trace, dots, dbeta, dg)
+        hopper_write.mix(role, *inner, x.beta, x.g, numbers, out, *kept, cut=(x.cut.S, x.cut.L, x.cut.N))
+        return
     a, w = inner[0].shape[3], inner[2].shape[3]
     blocks = settings("mix", x.q.dtype, a, w, x.g is not None or x.beta is not None)
     given = x.common("mix", A=a, W=w, STARTED=start is not None, ROLE=role) | blocks
@@ -362,16 +408,17 @@ def _mix(
 def _write_forward(x: Chain, start: Tensor | None) -> tuple[Tensor, ...]:
     """o, final, and what the backward needs: first states of segments."""
     slots = (x.cut.offsets, x.cut.units_of_slots)
+    numbers = _numbers(x)
     if x.scale_q is not None:
         tensors = (x.q, x.k, x.scale_q, x.scale_k, *slots)
         _run(scalar_write.lengths, x.cut.slots * x.q.shape[2], tensors, x.common("chunks"))
-    if x.g is not None:
+    if x.g is not None and (numbers is None or x.cut.S > 1):
         _run(scalar_write.cumulate, x.slot_heads, (x.g, x.runs, *slots), x.common("chunks"))
     o, final, starts = torch.empty_like(x.v), x.state(), start
     if x.cut.S > 1:
         constants, through = _ends(x)
         starts = _merge(x, constants, through, start, reverse=False)
-    _mix(x, "o", (x.q, x.k, x.v), o, starts, final)
+    _mix(x, numbers, "o", (x.q, x.k, x.v), o, starts, final)
     return o, final, starts, x.q.new_empty(0)  # type: ignore[return-value]
 
 
@@ -380,58 +427,75 @@ def _write_backward(x: Chain, starts: Tensor | None, do: Tensor, dfinal: Tensor 
     if x.cut.S > 1:
         constants, through = _ends(x, do)
         dfinal = _merge(x, constants, through, dfinal, reverse=True)
+    numbers = _numbers(x)
     dq, dk, dv = x.wide(), x.wide(), torch.empty_like(x.v)
     dstart, trace, dots, dbeta, dg = x.state(), None, None, None, None
-    d_k, d_v = x.q.shape[3], x.v.shape[3]
+    parts_of_v, parts_of_k = (1 if numbers is not None else _parts(x, y) for y in (x.v, x.q))
     if x.beta is not None:
-        dbeta = x.beta.new_empty(_cdiv(d_v, settings("mix", x.q.dtype, d_k, d_v)["BV"]), *x.v.shape[:3])
+        dbeta = x.beta.new_empty(parts_of_v, *x.v.shape[:3])
     if x.g is not None:
-        trace = x.q.new_empty(x.cut.slots, x.v.shape[2], d_v, d_k)
-        parts = _cdiv(d_k, settings("mix", x.q.dtype, d_v, d_k)["BV"])
-        dots, dg = (x.g.new_empty(parts, *x.v.shape[:3]) for _ in range(2))
-    _mix(x, "dq", (do, x.v, x.k), dq, starts, own=x.q, trace=trace, dots=dots)
-    _mix(x, "dv", (x.k, x.q, do), dv, dfinal, dstart, own=x.v, dbeta=dbeta)
-    _mix(x, "dk", (x.v, do, x.q), dk, dfinal, own=x.k, trace=trace, dots=dots, dg=dg)
-    return dq, dk, None, dv, *(None if y is None else y.sum(0) for y in (dbeta, dg)), dstart
+        trace = x.q.new_empty(x.cut.slots, x.v.shape[2], x.v.shape[3], x.q.shape[3])
+        dots, dg = (x.g.new_empty(parts_of_k, *x.v.shape[:3]) for _ in range(2))
+    _mix(x, numbers, "dq", (do, x.v, x.k), dq, starts, own=x.q, trace=trace, dots=dots)
+    _mix(x, numbers, "dv", (x.k, x.q, do), dv, dfinal, dstart, own=x.v, dbeta=dbeta)
+    _mix(x, numbers, "dk", (x.v, do, x.q), dk, dfinal, own=x.k, trace=trace, dots=dots, dg=dg)
+    return dq, dk, None, dv, *(None if y is None else y[0] if len(y) == 1 else y.sum(0) for y in (dbeta, dg)), dstart
+
+
+def _parts(x: Chain, out: Tensor) -> int:
+    """In how many blocks of columns `scalar_write.mix` makes a gradient like out."""
+    width = out.shape[3]
+    return _cdiv(width, settings("mix", out.dtype, x.q.shape[3] + x.v.shape[3] - width, width)["BV"])
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-def _chain(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None, cu: Tensor | None,
-    early: bool, numbers: tuple[Tensor | None, Tensor | None, Tensor | None], segments: int,
-) -> Chain:  # fmt: skip
-    made = cut(q.shape[0], q.shape[1], chunk_length(q.dtype), segments, cu)
-    return Chain(q, k, v, beta, g, erase, early, *numbers, cut=made)
+def _cut(
+    q: Tensor, v: Tensor, beta: Tensor | None, erase: Tensor | None, cu: Tensor | None, delta: bool, special: bool,
+    segments: int,
+) -> Cut:  # fmt: skip
+    """The cut into `segments`, or with 0 into as many as the sizes ask for; special: early or normalized."""
+    b, t, hv, d_v = v.shape
+    if segments == 0 and cu is None:
+        if delta and _plain(q, v, beta, erase, special):
+            segments = plain_segments_of(b * hv, _cdiv(t, 64))
+        else:
+            segments = segments_of(b, t, hv, d_v, q.dtype, delta)
+    return cut(b, t, chunk_length(q.dtype), segments, cu)
 
 
 def _given(
-    g: Tensor | None, normalize: bool, runs: Tensor, scale_q: Tensor, scale_k: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    g: Tensor | None, normalize: bool, runs: Tensor, spans: Tensor, scale_q: Tensor, scale_k: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Operators pass empty tensors where the kernels want None."""
-    return runs if g is not None else None, scale_q if normalize else None, scale_k if normalize else None
+    given = spans if spans.numel() else None
+    return None if g is None else runs, given, scale_q if normalize else None, scale_k if normalize else None
 
 
-def _forward(
+def _compute(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None, start: Tensor | None,
-    cu: Tensor | None, delta: bool, early: bool, normalize: bool, segments: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, final; for the backward M, P, cumulative gates, scales of q and k, first states of segments, their maps: empty
-    where unused."""
-    none = [q.new_empty(0) for _ in range(7)]
+    cu: Tensor | None, delta: bool, early: bool, normalize: bool, segments: int, *, record: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, final; for the backward M, P, cumulative gates, spans, scales of q and k, first states of segments and their
+    maps: empty where unused."""
+    none = [q.new_empty(0) for _ in range(8)]
     units = q.shape[0] if cu is None else cu.shape[0] - 1
     if v.numel() == 0:
         final = q.new_zeros(units, v.shape[2], v.shape[3], q.shape[3], dtype=torch.float32)
         if start is not None:
             final.copy_(start)
         return torch.empty_like(v), final, *none  # type: ignore[return-value]
-    m, p, runs, scale_q, scale_k, starts, maps = none
+    m, p, runs, spans, scale_q, scale_k, starts, maps = none
+    made = _cut(q, v, beta, erase, cu, delta, early or normalize, segments)
     if g is not None:
         runs = torch.empty_like(g)
+        if delta and made.S > 1:
+            spans = q.new_empty(made.units, v.shape[2], 2, dtype=torch.int32)
     if normalize:
         scale_q, scale_k = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
-    x = _chain(q, k, v, beta, g, erase, cu, early, _given(g, normalize, runs, scale_q, scale_k), segments)
+    given = _given(g, normalize, runs, spans, scale_q, scale_k)
+    x = Chain(q, k, v, beta, g, erase, early, *given, cut=made, record=record)
     with on_device(q):
         if delta:
             o, final, m, p, *rest = _delta_pair(x)[0](x, start)
@@ -440,7 +504,15 @@ def _forward(
     if x.cut.S > 1:
         starts, maps = rest
         final = final.view(-1, x.cut.S, *final.shape[1:])[:, -1].clone(memory_format=torch.contiguous_format)
-    return o, final, m, p, runs, scale_q, scale_k, starts, maps
+    return o, final, m, p, runs, spans, scale_q, scale_k, starts, maps
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None, start: Tensor | None,
+    cu: Tensor | None, delta: bool, early: bool, normalize: bool, segments: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_compute`, with a record for the backward."""
+    return _compute(q, k, v, beta, g, erase, start, cu, delta, early, normalize, segments, record=True)
 
 
 _operator = torch.library.custom_op("axes::scalar_chain", _forward, mutates_args=())
@@ -448,17 +520,17 @@ _operator = torch.library.custom_op("axes::scalar_chain", _forward, mutates_args
 
 @_operator.register_fake
 def _(q, k, v, beta, g, erase, start, cu, delta, early, normalize, segments):
-    none = [q.new_empty(0) for _ in range(7)]
+    none = [q.new_empty(0) for _ in range(8)]
     (b, t, h, d_k), hv, d_v = q.shape, v.shape[2], v.shape[3]
     final = q.new_empty(b if cu is None else cu.shape[0] - 1, hv, d_v, d_k, dtype=torch.float32)
     if v.numel() == 0:
         return torch.empty_like(v), final, *none
-    m, p, runs, scale_q, scale_k, starts, maps = none
+    m, p, runs, spans, scale_q, scale_k, starts, maps = none
     if g is not None:
         runs = torch.empty_like(g)
     c = chunk_length(q.dtype)
     if cu is None:
-        made = cut(b, t, c, segments, None)
+        made = _cut(q, v, beta, erase, None, delta, early or normalize, segments)
         units, slots, s = made.units, made.slots, made.S
     else:
         units, s = cu.shape[0] - 1, 1
@@ -470,13 +542,15 @@ def _(q, k, v, beta, g, erase, start, cu, delta, early, normalize, segments):
     if s > 1:
         starts = q.new_empty(units, hv, d_v, d_k, dtype=torch.float32)
         maps = q.new_empty(units, hv, d_k, d_k, dtype=torch.float32) if delta else maps
-    return torch.empty_like(v), final, m, p, runs, scale_q, scale_k, starts, maps
+        spans = q.new_empty(units, hv, 2, dtype=torch.int32) if delta and g is not None else spans
+    return torch.empty_like(v), final, m, p, runs, spans, scale_q, scale_k, starts, maps
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None, start: Tensor | None,
-    cu: Tensor | None, m: Tensor, p: Tensor, runs: Tensor, scale_q: Tensor, scale_k: Tensor, starts: Tensor,
-    maps: Tensor, do: Tensor, dfinal: Tensor | None, delta: bool, early: bool, normalize: bool, segments: int,
+    cu: Tensor | None, m: Tensor, p: Tensor, runs: Tensor, spans: Tensor, scale_q: Tensor, scale_k: Tensor,
+    starts: Tensor, maps: Tensor, do: Tensor, dfinal: Tensor | None,
+    delta: bool, early: bool, normalize: bool, segments: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, beta, g, erase (empty where there is none) and of the first states."""
     none = q.new_empty(0)
@@ -485,7 +559,8 @@ def _backward(
         units = q.shape[0] if cu is None else cu.shape[0] - 1
         dstart = q.new_zeros(units, v.shape[2], v.shape[3], q.shape[3], dtype=torch.float32)
         return *given, dstart if dfinal is None else dstart.copy_(dfinal)  # type: ignore[return-value]
-    x = _chain(q, k, v, beta, g, erase, cu, early, _given(g, normalize, runs, scale_q, scale_k), segments)
+    made = _cut(q, v, beta, erase, cu, delta, early or normalize, segments)
+    x = Chain(q, k, v, beta, g, erase, early, *_given(g, normalize, runs, spans, scale_q, scale_k), cut=made)
     cuts = x.cut.S > 1
     first, through = (starts, maps) if cuts else (start, None)
     with on_device(q):
@@ -510,7 +585,7 @@ _backward_operator = torch.library.custom_op("axes::scalar_chain_backward", _bac
 
 
 @_backward_operator.register_fake
-def _(q, k, v, beta, g, erase, start, cu, m, p, runs, scale_q, scale_k, starts, maps, do, dfinal, *options):
+def _(q, k, v, beta, g, erase, start, cu, m, p, runs, spans, scale_q, scale_k, starts, maps, do, dfinal, *options):
     given = [torch.empty_like(y) if y is not None else q.new_empty(0) for y in (q, k, v, beta, g, erase)]
     units = q.shape[0] if cu is None else cu.shape[0] - 1
     return *given, q.new_empty(units, v.shape[2], v.shape[3], q.shape[3], dtype=torch.float32)
@@ -559,7 +634,7 @@ def _apply(*inputs: Any) -> tuple[Tensor, ...]:
         return _operator(*inputs)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return _Eager.apply(*inputs)
-    return _forward(*inputs)
+    return _compute(*inputs, record=False)
 
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
@@ -609,13 +684,10 @@ def scalar_chain(
     check_like(who, "initial_state", initial_state, (units, hv, v.shape[3], q.shape[3]), q.device)
     if erase is not None and erase.dtype != q.dtype:
         raise ShapeError(f"{who}: erase has the dtype of q, {q.dtype}, not {erase.dtype}")
-    if segments is None:
-        packed = cu_seqlens is not None
-        segments = 1 if packed else segments_of(b, t, hv, v.shape[3], q.dtype, rule == "delta")
     o, final, *_ = _apply(
         q.contiguous(), k.contiguous(), v.contiguous(), _float(beta), _float(g),
         None if erase is None else erase.contiguous(), _float(initial_state), cu_seqlens,
-        rule == "delta", early, normalize, segments,
+        rule == "delta", early, normalize, segments or 0,
     )  # fmt: skip
     return o, final
 

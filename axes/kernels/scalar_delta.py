@@ -35,6 +35,7 @@ from axes.kernels.scalar_tiles import (
     store_state,
     store_tile,
     strengths,
+    stretch,
     unit_span,
 )
 from axes.kernels.tiles import decay, inverse
@@ -44,12 +45,13 @@ _SIZES = ["T", "S", "L", "N", "H", "HV"]
 
 @triton.jit(do_not_specialize=_SIZES)
 def prepare(
-    q, k, a, beta, g, runs, scale_q, scale_k, m, p, offsets, units, T, S, L, N, H, HV,
+    q, k, a, beta, g, runs, scale_q, scale_k, m, p, bounds, offsets, units, T, S, L, N, H, HV,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SIDE: tl.constexpr,
     PACKED: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, EARLY: tl.constexpr, ERASE: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    UNIT: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """M and P of every chunk, its cumulative gates, and with UNIT the inverse lengths of q and k."""
+    """M and P of every chunk, its cumulative gates, with UNIT the inverse lengths of q and k; CUT and GATED: the log of
+    a bound on how far the chunk's map stretches a state."""
     pid = tl.program_id(0).to(tl.int64)
     head, first, rows, index = chunk_span(offsets, units, pid, T, S, L, N, HV, C, PACKED)
     if rows <= 0:
@@ -62,6 +64,8 @@ def prepare(
         by_k = inverse_lengths(k, scale_k, first, rows, key, H, K, C, BK)
     scores = tl.zeros([C, C], dtype=tl.float32)
     lower = tl.zeros([C, C], dtype=tl.float32)
+    length = tl.zeros([C], dtype=tl.float32)
+    reader = tl.zeros([C], dtype=tl.float32)
     for left in tl.static_range(0, K, BK):
         d = left + tl.arange(0, BK)
         keys = load_tile(k, first, rows, d, key, H, K, C)
@@ -75,8 +79,19 @@ def prepare(
             erase = keys
         scores += tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         lower += tl.dot(erase, tl.trans(keys), input_precision=PRECISION)
+        if CUT and GATED and ERASE:
+            length += tl.sum(keys.to(tl.float32) * keys, 1)
+            reader += tl.sum(erase.to(tl.float32) * erase, 1)
     strength = strengths(beta, first, rows, head, HV, C, WEIGHTED)
     run, seen = chunk_gates(g, runs, first, rows, head, HV, C, GATED, EARLY, 1.0)
+    if CUT and GATED:
+        product = tl.sum(tl.where(i == j, lower, 0.0), 1)
+        if ERASE:
+            log = stretch(length, reader, product, strength)
+        else:
+            log = stretch(product, product, product, strength)
+        total = tl.min(run, 0)  # the last, since gates are logs of at most 1
+        tl.store(bounds + index, total + tl.sum(log, 0))
     at = index * C * C + i * C + j
     scores = scores * decay(run[:, None], run[None, :], i >= j)
     tl.store(p + at, scores.to(p.dtype.element_ty))
@@ -87,7 +102,8 @@ def prepare(
 
 @triton.jit(do_not_specialize=_SIZES)
 def scan(
-    q, k, a, v, beta, runs, scale_q, scale_k, m, p, start, o, final, maps, states, written, offsets, T, S, L, N, H, HV,
+    q, k, a, v, beta, runs, spans, scale_q, scale_k, m, p, start, o, final, maps, states, written, offsets,
+    T, S, L, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, EARLY: tl.constexpr, ERASE: tl.constexpr,
     UNIT: tl.constexpr, STARTED: tl.constexpr, MODE: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
@@ -95,8 +111,8 @@ def scan(
     """Serial over the chunks of one unit for one head and one block of values.
 
     MODE "output": o and the final state; "record": each X and u; "map": b and W of the segments' maps X -> W X + b, but
-    for b of an entry's last segment, and W of its first where no state comes in. COLUMNS: m holds beta^-1 M beta, the
-    inverse with the strengths on the columns of the triangle.
+    for b of an entry's last segment, W of its first where no state comes in, and W that is zero by `spans`. COLUMNS: m
+    holds beta^-1 M beta, the inverse with the strengths on the columns of the triangle.
     """
     VALUES: tl.constexpr = (V + BV - 1) // BV
     PARTS: tl.constexpr = VALUES + ((K + BV - 1) // BV if MODE == "map" else 0)
@@ -127,7 +143,14 @@ def scan(
     if MODE == "map":
         column = e - VALUES * BV  # of the identity; past the last column of v, where values read as zero
         state = tl.where((d[:, None] == column[None, :]) & (d < K)[:, None], 1.0, state)
-    for n in range(((end - first + C - 1) // C).to(tl.int32)):
+    chunks = ((end - first + C - 1) // C).to(tl.int32)
+    begin = 0
+    if MODE == "map" and GATED:
+        span = tl.load(spans + (unit * HV + head) * 2)
+        if part >= VALUES and span <= N:
+            return
+        begin = tl.maximum(chunks - span, 0)
+    for n in range(begin, chunks):
         here = first + n * C
         rows = tl.minimum(end - here, C).to(tl.int32)
         index = origin + n * step
@@ -171,7 +194,8 @@ def scan(
 
 @triton.jit(do_not_specialize=_SIZES)
 def reverse(
-    q, k, a, beta, runs, scale_q, scale_k, m, p, do, dfinal, dstates, dwritten, dstart, offsets, T, S, L, N, H, HV,
+    q, k, a, beta, runs, spans, scale_q, scale_k, m, p, do, dfinal, dstates, dwritten, dstart, offsets,
+    T, S, L, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, EARLY: tl.constexpr, ERASE: tl.constexpr,
     UNIT: tl.constexpr, STARTED: tl.constexpr, RECORD: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
@@ -201,6 +225,8 @@ def reverse(
     else:
         grad = tl.zeros([BK, BV], dtype=tl.float32)
     chunks = ((end - first + C - 1) // C).to(tl.int32)
+    if not RECORD and GATED:
+        chunks = tl.minimum(chunks, tl.load(spans + (unit * HV + head) * 2 + 1))
     for back in range(chunks):
         n = chunks - 1 - back
         here = first + n * C

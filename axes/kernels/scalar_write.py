@@ -9,7 +9,7 @@ D_ij = e^{G_i - G_j} for i >= j, P = (Q K^T) * D, E = (dO V^T) * D and r = e^(G_
 One form, out = (row weights) (x state) + ((x y^T) * D) z with state += y^T z, four times: (x, y, z) = (q, k, v),
 (do, v, k), and in reverse (k, q, do), (v, do, q). Each is one serial kernel that reads its tokens once and keeps the
 states in registers; only the gradient of a gate, which needs <X, dX'>, has the states of chunks pass through memory.
-A segment's map is X -> e^(sum of its g) X + b.
+A segment's map is X -> e^(sum of its g) X + b. For plain shapes a Hopper GPU runs `hopper_write.mix` in place of `mix`.
 """
 
 from __future__ import annotations

@@ -176,7 +176,6 @@ def test_keys_shared_by_all_heads_are_passed_once(monkeypatch: pytest.MonkeyPatc
             "at most one buffer",
         ),
         (StateUpdate(SquaredError(), monoid=Diagonal("wide"), algorithm=Step(BETA, via=(MOMENTUM,))), "scalar gates"),
-        (StateUpdate(SquaredError(), monoid=Diagonal("wide"), algorithm=Step(BETA, at="gated")), "float32 only"),
     ),
 )
 def test_says_why_there_is_no_kernel(update: StateUpdate, says: str) -> None:

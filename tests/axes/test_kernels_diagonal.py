@@ -84,6 +84,48 @@ check(1, 16, 3, torch.float32, "bare", 3e-6)
 check(70, 16, 20, torch.float16, "mild", 3e-3)
 check(65, 20, 16, torch.float16, "closed", 3e-3)
 """,
+    "hopper": """
+from axes.kernels import diagonal, hopper_diagonal, hopper_write
+
+def forward(q, k, v, g, beta, start, mild, keep):  # what the pass of a Hopper GPU leaves to do: P of chunks not mild
+    (b, t, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
+    cut, state = diagonal.layout(b, t, 64), start
+    o, totals = torch.empty_like(v), g.new_empty(cut.slots, hv, d_k)
+    scores = q.new_zeros(cut.slots, hv, 64, 64)
+    for n, at in enumerate(range(0, t, 64)):
+        cq, ck = (x[:, at : at + 64].float().repeat_interleave(hv // h, 2).transpose(1, 2) for x in (q, k))
+        u, log = ((x.transpose(1, 2))[:, :, at : at + 64] for x in (v * beta[..., None], g.clamp(min=-100)))
+        run = log.cumsum(2)
+        total = run[:, :, -1:]
+        p = ((cq * run.exp()) @ (ck * (-run).clamp(max=mild).exp()).mT).tril()
+        p = torch.where((total.amin((2, 3)) >= -mild)[..., None, None], p, 0.0)
+        o[:, at : at + 64] = ((cq * run.exp()) @ state.mT + p @ u).transpose(1, 2).to(o.dtype)
+        scores.view(b, cut.chunks, hv, 64, 64)[:, n, :, : p.shape[2], : p.shape[2]] = p
+        totals.view(b, cut.chunks, hv, d_k)[:, n] = total[:, :, 0]
+        state = state * total.exp() + u.mT @ (ck * (total - run).exp())
+    return o, state, scores, totals
+
+def states(q, k, v, g, beta, start):
+    return diagonal._pass_over(k, v, beta, g, start, diagonal.layout(*k.shape[:2], 64), reverse=False)
+
+hopper_write.fits, hopper_diagonal.forward, hopper_diagonal.states = lambda q, v: True, forward, states
+check(70, 16, 20, torch.float16, "mild", 3e-3)
+check(130, 20, 16, torch.float16, "closed", 3e-3)
+
+b, n, s, l, hv, d_k, d_v = 2, 7, 3, 3, 2, 16, 32  # the last segment is short
+constants, totals, edge = torch.randn(b, s, hv, d_v, d_k), -torch.rand(b, n, hv, d_k), torch.randn(b, hv, d_v, d_k)
+for reverse in (False, True):
+    starts = torch.full_like(constants, torch.nan)
+    order, state = range(s)[:: -1 if reverse else 1], edge
+    starts[:, order[0]] = edge
+    hopper_diagonal._merge[(b * hv * 2,)](
+        constants, totals, starts, n, s, l, hv, K=d_k, V=d_v, BV=16, ROWS=16, REVERSE=reverse
+    )
+    for unit in order:
+        assert torch.allclose(starts[:, unit], state, atol=1e-5), (reverse, unit)
+        fall = totals[:, unit * l : unit * l + l].sum(1).exp()[:, :, None]
+        state = state * fall + constants[:, unit]
+""",
     "packed": """
 check(41, 16, 16, torch.float32, "random", 3e-6, units=4, cu_seqlens=torch.tensor([0, 0, 1, 34, 41]))
 """,

@@ -181,8 +181,9 @@ def test_lengths(rule: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("rule", "dtype"), PAIRS, ids=str)
 def test_hard_inputs(rule: str, dtype: torch.dtype) -> None:
     for kind in ("parallel", "strong", "open", "closed", "mixed", "kda", "integer", "ones"):
-        # what cancels grows with close keys; among equal ones a write is a difference of equal numbers
-        loose = {"parallel": 4 if dtype == torch.float32 else 2, "strong": 2, "ones": 2}.get(kind, 1)
+        # what cancels grows with close keys; among equal ones a write is a difference of equal numbers, and of 200
+        # gradients of strengths all but the first are sums that cancel
+        loose = {"parallel": 4 if dtype == torch.float32 else 2, "strong": 2, "ones": 6}.get(kind, 1)
         check(draw(rule, 200, 64, 64, dtype, kind), loose)
 
 
@@ -211,6 +212,25 @@ def test_grouped_heads_and_packed_sequences(rule: str) -> None:
         check(draw(rule, 0, 64, 64, torch.bfloat16, hv=4, lengths=(0, 1, 63, 200, 0, 64, 65, 0), fresh=fresh))
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize(("rule", "d"), (("delta", 64), ("delta", 128), ("early", 128), ("erase", 64), ("dplr", 128)))
+def test_hopper_is_as_near_as_the_portable_kernels(
+    rule: str, d: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [draw(rule, length, d, d, dtype) for length in (1, 63, 64, 200)]
+    cases += [draw(rule, 200, d, d, dtype, kind) for kind in ("open", "parallel", "mixed", "kda")]
+    cases += [draw(rule, 130, d, d, dtype, hv=6), draw(rule, 700, d, d, dtype, "open", fresh=True)]
+    assert diagonal_delta.hopper.fits(cases[0].q, cases[0].v) or torch.cuda.get_device_capability() != (9, 0)
+    torch.manual_seed(0)
+    fast = [errors(case) for case in cases]
+    monkeypatch.setattr(diagonal_delta.hopper, "fits", lambda *_: False)
+    torch.manual_seed(0)
+    for case, found in zip(cases, fast, strict=True):
+        portable = errors(case)
+        print({n: f"{e:.1e} {portable[n]:.1e}" for n, e in found.items()})
+        assert all(e <= 1.25 * portable[n] + 1e-4 for n, e in found.items())
+
+
 @pytest.mark.parametrize("rule", ("delta", "dplr"))
 def test_no_tokens(rule: str) -> None:
     case = draw(rule, 0, 64, 64, torch.bfloat16)
@@ -235,14 +255,19 @@ def test_repeats_bit_for_bit_and_writes_every_element(rule: str, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("rule", "dtype"), (("delta", torch.bfloat16), ("dplr", torch.bfloat16), ("delta", torch.float16))
-)
-def test_a_full_chip_repeats_and_equals_its_parts(rule: str, dtype: torch.dtype) -> None:
+    ("rule", "dtype", "d"),
+    (
+        ("delta", torch.bfloat16, 128), ("dplr", torch.bfloat16, 128), ("delta", torch.float16, 128),
+        ("early", torch.bfloat16, 64), ("erase", torch.bfloat16, 64), ("dplr", torch.float16, 64),
+    ),
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ("mixed", "kda"))
+def test_a_full_chip_repeats_and_equals_its_parts(rule: str, dtype: torch.dtype, d: int, kind: str) -> None:
     """Faults of a compiler show under load: the same bits again and again, and alone."""
-    case = draw(rule, 1000, 128, 128, dtype, "mixed", b=8, h=16)
+    case = draw(rule, 1000, d, d, dtype, kind, b=8, h=16)
     do, dfinal = torch.randn_like(case.v), torch.randn_like(case.start)
     first = run(kernels, case, do, dfinal)
-    for _ in range(3):
+    for _ in range(10):
         for a, b in zip(first, run(kernels, case, do, dfinal), strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
     part = case.with_tensors([None if t is None else t[3:4] for t in case.tensors])

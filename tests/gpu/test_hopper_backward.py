@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # from torch, where a process's first backward multiplies in a thread of autograd
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
@@ -113,19 +117,22 @@ def gradients(inputs, do, dfinal, work, dtype=None):
     return [None if x is None else next(grads) for x in inputs]
 
 
-def run(inputs, do, dfinal):
-    """The kernels, on W and P as the forward pass saves them."""
-    q, k, v, beta, g, start = inputs
+def saved(q, k, v, beta, g, start):
+    """W and P as the forward pass saves them."""
     _, _, strength, _, lower, scores = matrices(q, k, beta, g, torch.float32, torch.matmul)
-    saved = [x.permute(1, 2, 0, 3, 4).to(q.dtype).contiguous() for x in (solve(lower * strength.mT), scores)]
-    return backward(q, k, v, beta, g, start, *saved, do, dfinal)
+    return [x.permute(1, 2, 0, 3, 4).to(q.dtype).contiguous() for x in (solve(lower * strength.mT), scores)]
+
+
+def run(inputs, do, dfinal):
+    """The kernels."""
+    return backward(*inputs, *saved(*inputs), do, dfinal)
 
 
 def check(inputs, do, dfinal) -> None:
     """Each gradient's relative error is at most 1.5 times that of eager torch, or what one rounding may cost.
 
-    The gate's gradient gets two units: it is a difference of sums like q . dq and k . dk, which nearly cancel for few
-    tokens and for nearly parallel keys.
+    The gate's gradient gets 1.7 times: it is made of products with pair matrices, rounded, where autograd's is made of
+    the matrices themselves. Measured: 1.0 to 1.35, with beta = 2 everywhere in fp16 1.56, with open gates once 1.67.
     """
     assert fits(inputs[0], inputs[2])
     got = run(inputs, do, dfinal)
@@ -139,7 +146,7 @@ def check(inputs, do, dfinal) -> None:
         assert torch.isfinite(a).all(), name
         scale = max(e.norm().item(), 1e-3 * e.numel() ** 0.5)
         error, known = ((x.double() - e).norm().item() / scale for x in (a, r.to(a.dtype)))
-        if error > max(1.5 * known, 2 * unit if name == "dg" else unit / 2):
+        if error > max((1.7 if name == "dg" else 1.5) * known, unit / 2):
             bad[name] = f"{error:.1e} against {known:.1e}"
     assert not bad, bad
 
@@ -168,6 +175,20 @@ def test_a_full_chip_repeats_and_equals_its_parts(d: int, kind: str) -> None:
     part = [None if x is None else x[3:4].contiguous() for x in (*inputs, do, dfinal)]
     for a, b in zip(first, run(part[:6], *part[6:]), strict=True):
         assert torch.equal(a[3:4], b)
+
+
+@pytest.mark.parametrize("d", (64, 128))
+def test_any_number_of_heads(d: int) -> None:
+    """One kernel for all: the first heads of many are those heads alone."""
+    (*tokens, start), do, dfinal = draw(200, d, torch.bfloat16, b=2, h=24)
+    w, p = saved(*tokens, start)
+    whole = backward(*tokens, start, w, p, do, dfinal)
+    for h in (1, 3, 5, 8, 17):
+        leading = [x[:, :, :h].contiguous() for x in tokens]
+        states = [x[:, :h].contiguous() for x in (start, w, p)]
+        part = backward(*leading, *states, do[:, :, :h].contiguous(), dfinal[:, :h].contiguous())
+        for name, a, b in zip(NAMES, part, whole, strict=True):
+            assert torch.equal(a, b[:, :h] if name == "dstart" else b[:, :, :h]), (name, h)
 
 
 @pytest.mark.parametrize("d", (64, 128))

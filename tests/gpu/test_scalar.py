@@ -262,6 +262,9 @@ for rule in ("delta", "write"):
     CASES += [replace(base, lengths=PACKED, group=2, started=False)]
     CASES += [replace(base, weighted=False, started=False, dtype=d) for d in (BF, FULL)]
     CASES += [replace(base, T=400, dtype=d, segments=s) for d in (BF, FULL) for s in (2, 3, 50)]
+    for kind in ("parallel", "closed", "open"):
+        CASES += [replace(base, T=400, K=d, V=d, kind=kind, segments=3) for d in (64, 128)]
+    CASES += [replace(base, T=3000, K=128, V=128, B=1, segments=s, started=s == 2) for s in (2, 3)]
     CASES += [replace(base, T=400, K=128, V=100, dtype=HALF, segments=3, unit=True, group=2, started=False)]
     CASES += [replace(base, T=300, K=256, V=128, segments=2)]
     CASES += [replace(base, T=300, gated=False, weighted=rule == "delta", segments=2)]
