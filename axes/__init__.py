@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from axes.algorithms import Anchor, Momentum, Read, Step, Sum
+from axes.algorithms import Anchor, Held, Mix, Momentum, Read, Step, Sum
 from axes.dispatch import explain, implementation, select
 from axes.errors import AxesError
 from axes.rates import Per
@@ -34,6 +34,8 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Anchor",
     "AxesError",
+    "Held",
+    "Mix",
     "Momentum",
     "OnUpdate",
     "Per",

@@ -29,11 +29,51 @@ class Anchor(Declared):
 
 @final
 @dataclass(frozen=True, repr=False)
+class Held(Declared):
+    """A statistic's value is computed at data 1, 1 + every, 1 + 2 every, ... and kept in between (a root, a basis).
+
+    datum: whether a refresh has "included" the datum at which it happens, or "excluded" it (the first one must be
+    included: there is nothing else). A value that is not finite is not taken: the last good one stays, zero if there
+    was none, and it is counted.
+    """
+
+    every: int
+    datum: Literal["included", "excluded"] = "included"
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise IllegalUpdate(f"Held: every must be at least 1, got {self.every}")
+        if self.datum not in ("included", "excluded"):
+            raise IllegalUpdate(f"Held: datum {self.datum!r} is not included or excluded")
+
+    def before(self, count: int) -> bool:
+        """Whether the value is computed before datum `count` (from 0)."""
+        return self.datum == "excluded" and count > 1 and (count - 1) % self.every == 0
+
+    def after(self, count: int) -> bool:
+        """Whether the value is computed after datum `count` (from 0) was added."""
+        return count == 0 or self.datum == "included" and count % self.every == 0
+
+
+@final
+@dataclass(frozen=True, repr=False)
 class Read(Declared):
     """The output is read at  gate * theta_{t-1} + rate * u_t  instead of theta_t (Nesterov, Lion, RWKV-6's bonus)."""
 
     gate: float
     rate: float
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Mix(Declared):
+    """The output is  weight * theta_t + (1 - weight) * u_t: between an average and its newest term (schedule-free)."""
+
+    weight: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.weight < 1.0:
+            raise IllegalUpdate(f"Mix: weight must lie in (0, 1), got {self.weight}")
 
 
 @final
@@ -78,7 +118,8 @@ class Momentum(Declared):
 class Step(Declared):
     """One gradient or proximal step per datum.
 
-    rate: step size eta.  at: where the gradient is evaluated (prev, gated, read, new = implicit, or an Anchor).
+    rate: step size eta.  at: where the gradient is evaluated (prev, gated, read, new = implicit, or an Anchor); of a
+    statistic, Held: when its value is computed.
     steps: gradient steps on the same datum.  lazy: theta is stored (dual averaging, pre-norm); else W is (mirror
     descent, post-norm).  via: filters between gradient and state, in order.  read: where the output is read.
     debias: divide the output by the response to a unit drive.  start: zero, first (theta_1 is the first drive), or W0
@@ -86,11 +127,11 @@ class Step(Declared):
     """
 
     rate: Rate = 1.0
-    at: At | Anchor = "prev"
+    at: At | Anchor | Held = "prev"
     steps: int = 1
     lazy: bool = True
     via: tuple[StateUpdate | Sum | Momentum, ...] = ()
-    read: Read | None = None
+    read: Read | Mix | None = None
     debias: bool = False
     start: Literal["zero", "first", "W0"] = "zero"
 
@@ -98,8 +139,8 @@ class Step(Declared):
         if isinstance(self.rate, Per) and self.rate.domain == "unit":
             # step sizes multiply the drive as they are; logs are for gates
             raise IllegalUpdate(f"Step: rate {self.rate.name!r} must be positive or real, not unit")
-        if not isinstance(self.at, Anchor) and self.at not in ("prev", "gated", "read", "new"):
-            raise IllegalUpdate(f"Step: at={self.at!r} is not prev, gated, read, new or Anchor(b)")
+        if not isinstance(self.at, Anchor | Held) and self.at not in ("prev", "gated", "read", "new"):
+            raise IllegalUpdate(f"Step: at={self.at!r} is not prev, gated, read, new, Anchor(b) or Held(b)")
         if self.steps < 1:
             raise IllegalUpdate(f"Step: steps must be at least 1, got {self.steps}")
         if self.start not in ("zero", "first", "W0"):

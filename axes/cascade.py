@@ -18,7 +18,7 @@ from typing import cast, final
 import torch
 from torch import Tensor
 
-from axes.algorithms import Anchor, Sum
+from axes.algorithms import Anchor, Read, Sum
 from axes.geometry import Cautious, Composite, Context, TrustRatio
 from axes.legality import gates
 from axes.memory import Factors, Leaves, RankOne
@@ -121,7 +121,7 @@ def _stage(update: StateUpdate, state: State, signal: Tokens, u: Leaves, size: i
         Context(x, tuple(s[i] for s in seen), _previous(theta[i], state.theta[i]), signal) for i, x in enumerate(u)
     )
     point, scale = theta, norm
-    if step.read is not None:
+    if isinstance(step.read, Read):
         g, r = step.read.gate, step.read.rate
         point = tuple(g * _previous(x, s) + r * d for x, s, d in zip(theta, state.theta, u, strict=True))
         scale = tuple(g * _previous(n, s) + r for n, s in zip(norm, state.norm, strict=True))

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from axes import algorithms, costs, dispatch, geometry, memory, monoids, rates, reference, state_update
-from axes.algorithms import Anchor, Momentum, Read, Step, Sum
+from axes.algorithms import Anchor, Held, Mix, Momentum, Read, Step, Sum
 from axes.costs import Cost, Linear, Ridge
 from axes.declared import Declared
 from axes.errors import AxesError, IllegalUpdate
-from axes.geometry import Birkhoff, Cayley, Entropic, Geometry, Spectral, Whiten
+from axes.geometry import Birkhoff, Cayley, Eigenbasis, Entropic, Geometry, InverseRoot, Spectral
 from axes.memory import MLP, LayerNormMatrix, List, Matrix, Memory
 from axes.monoids import Decay, Monoid
 from axes.rates import Per
@@ -354,8 +354,8 @@ _OTHERS: Mapping[str, tuple[object, ...]] = {
     "h": _GEOMETRIES,
     "monoid": _MONOIDS,
     "memory": _MEMORIES,
-    "at": ("prev", "gated", "read", "new", Anchor(2), Anchor(3)),
-    "read": (None, Read(0.5, 0.75)),
+    "at": ("prev", "gated", "read", "new", Anchor(2), Anchor(3), Held(2), Held(2, "excluded")),
+    "read": (None, Read(0.5, 0.75), Mix(0.6)),
 }
 
 
@@ -568,24 +568,19 @@ def _scale_free_ahead(a: StateUpdate, b: StateUpdate) -> bool:
     return a.parts()[1].scale_free and a.parts()[3].lazy
 
 
-def _factor_scale(a: StateUpdate, b: StateUpdate) -> bool:
-    """A constant factor (or a bias correction) of the statistics whose eigenvectors alone are used."""
-    first, second = a.parts()[1], b.parts()[1]
-    if not isinstance(first, Whiten) or not isinstance(second, Whiten) or not _same_but(first, second, "stats"):
-        return False
-    if first.kind != "eigenbasis" or a.parts()[0] != b.parts()[0] or a.parts()[2:] != b.parts()[2:]:
-        return False
-    changed = [(s, t) for s, t in zip(first.stats[:2], second.stats[:2], strict=True) if s != t]
-    scaled = (
-        s.parts()[:3] == t.parts()[:3] and _same_but(s.algorithm, t.algorithm, "rate", "debias") for s, t in changed
-    )
-    return all(scaled) and first.stats[2] == second.stats[2]
+def _held_for_one(a: StateUpdate, b: StateUpdate) -> bool:
+    """A statistic's value computed at every datum, and the same value kept until the next."""
+    first, second = a.parts()[3], b.parts()[3]
+    same = a.parts()[:3] == b.parts()[:3] and _same_but(first, second, "at")
+    return same and {first.at, second.at} == {"prev", Held(1)}
 
 
 def _numerical(a: StateUpdate, b: StateUpdate) -> bool:
     first, second = a.parts()[1], b.parts()[1]
     if isinstance(first, Spectral):
-        return _same_but(first, second, "tolerance") or _same_but(first, second, "eps")
+        return any(_same_but(first, second, field) for field in ("tolerance", "eps", "form"))
+    if isinstance(first, Eigenbasis | InverseRoot):
+        return _same_but(first, second, "qr" if isinstance(first, Eigenbasis) else "method")
     links = [list(_links(u.parts()[2])) for u in (a, b)]
     changed = [(x, y) for x, y in zip(*links, strict=False) if x != y]
     return len(changed) == 1 and (_same_but(*changed[0], "iterations") or _same_but(*changed[0], "method"))
@@ -655,9 +650,9 @@ GAUGES: tuple[Gauge, ...] = (
         "linear filters pass a constant positive factor on, and the first scale-free h behind them drops it",
     ),
     Gauge(
-        "scale of the factors of an eigenbasis",
-        _factor_scale,
-        "eigenvectors do not change when their matrix is multiplied by a positive number",
+        "a value held for one datum",
+        _held_for_one,
+        "what is computed anew at every datum need not be kept; the two differ where a root or basis fails",
     ),
     Gauge(
         "bias under a trust ratio",
@@ -678,8 +673,8 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge(
         "numerical-only fields",
         _numerical,
-        "tolerance and eps far from their threshold, iterations after convergence and the two evaluations of Cayley's "
-        "map change rounding alone",
+        "tolerance and eps far from their threshold, iterations after convergence, the two evaluations of Cayley's "
+        "map, of an inverse root, of an orthonormalisation and of odd polynomials change rounding alone",
     ),
     Gauge(
         "list memory with Euclidean h",

@@ -27,6 +27,7 @@ from axes import solve
 from axes.accumulate import outer_sum
 from axes.declared import Declared
 from axes.errors import IllegalUpdate, ShapeError
+from axes.matrix_roots import PRECISIONS, Precision, product
 from axes.rates import Per, Rate, Signal, rate_shape, resolve
 
 Curvature = Literal["none", "affine", "nonlinear"]
@@ -413,33 +414,56 @@ class Linear(Cost):
     """l = -<W, z>: the cost of filters and statistics, whose drive z is a quantity of the datum.
 
     of: drive u, square u * u, left u u^T, right u^T u (u the raw drive (..., d_v, d_k)), eigen-square as square but
-    with u in the eigenbasis of the two statistics before it, key k k^T, value v v^T, error e e^T (e the gradient of
+    with u in the bases that the two statistics before it give, key k k^T, value v v^T, error e e^T (e the gradient of
     a layer's output). A signal that has "kk", "vv" or "ee" supplies that product itself,
-    for data that are means over several examples.
+    for data that are means over several examples. white-left is y y^T / d_k and white-right y^T y / d_v for the y that
+    the geometry made of u with its statistics before the datum (u itself at the first): the identity on average where
+    y is white. eigen-fisher is the square of e k^T in the bases that the two statistics before it give, for the
+    examples in the rows of "k_rows" and "e_rows" their mean. precision: of matrix products, see
+    `axes.matrix_roots.product`.
     """
 
-    of: Literal["drive", "square", "left", "right", "eigen-square", "key", "value", "error"] = "drive"
+    of: Literal[
+        "drive", "square", "left", "right", "white-left", "white-right", "eigen-square", "eigen-fisher", "key", "value",
+        "error",
+    ] = "drive"  # fmt: skip
+    precision: Precision = "input"
     curvature: ClassVar[Curvature] = "none"
 
     def __post_init__(self) -> None:
-        allowed = ("drive", "square", "left", "right", "eigen-square", "key", "value", "error")
+        sides = ("left", "right", "white-left", "white-right")
+        turned = ("eigen-square", "eigen-fisher")
+        allowed = ("drive", "square", *sides, *turned, "key", "value", "error")
         if self.of not in allowed:
             raise IllegalUpdate(f"Linear: of={self.of!r} is not one of {', '.join(allowed)}")
+        if self.precision not in PRECISIONS:
+            raise IllegalUpdate(f"Linear: precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
+        if self.precision != "input" and self.of not in (*sides, *turned):
+            raise IllegalUpdate(f"Linear: of={self.of!r} is no matrix product: leave precision at 'input'")
 
     @property
     def needs(self) -> frozenset[str]:
+        if self.of == "eigen-fisher":
+            return frozenset(("k", "e"))
         return frozenset(self.of[0] if self.of in ("key", "value", "error") else ())
 
+    @property
+    def whitened(self) -> bool:
+        """Whether it is driven by what the geometry made of u, not by u."""
+        return self.of in ("white-left", "white-right")
+
     def drive(self, u: Tensor, signal: Signal = _EMPTY) -> Tensor:
-        """z from the raw drive u (not read for key, value and error) and the signal."""
+        """z from the raw drive u (not read for key, value and error; of examples for eigen-fisher) and the signal."""
         if self.of in ("key", "value", "error"):
-            product = signal.get(2 * self.of[0])
-            if isinstance(product, Tensor):
-                return product
+            supplied = signal.get(2 * self.of[0])
+            if isinstance(supplied, Tensor):
+                return supplied
             x = torch.as_tensor(resolve(Per(self.of[0], "key" if self.of == "key" else "row", "real"), signal))
             return x.unsqueeze(-1) * x.unsqueeze(-2)
-        if self.of in ("left", "right"):
-            return outer_sum(u.mT if self.of == "left" else u).to(u.dtype)
+        if self.of in ("left", "right", "white-left", "white-right"):
+            x = u.mT if self.of in ("left", "white-left") else u
+            sums = (outer_sum(x) if self.precision == "input" else product(x.mT, x, self.precision)).to(u.dtype)
+            return sums / x.shape[-2] if self.whitened else sums
         return u * u if self.of in ("square", "eigen-square") else u
 
 

@@ -11,7 +11,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from axes.algorithms import Anchor, Sum
+from axes.algorithms import Anchor, Held, Read, Sum
 from axes.costs import Linear
 from axes.legality import factors, gates, sees_weights
 from axes.memory import Entries, List, Matrix, Slots
@@ -118,6 +118,8 @@ def no_cascade(update: StateUpdate) -> str | None:
             return "a filter that sees the weights feeds them back at every datum"
         if us.via and u is not update:
             return "filters of filters"
+        if isinstance(us.at, Held):
+            return "a held value is refreshed at some data and kept at others"
         if us.start != "zero" or us.read is not None and u is update:
             return "a first-drive start or an outer read point"
     if step.debias:
@@ -259,6 +261,7 @@ def chain(update: StateUpdate, signal: Signal, d_v: int) -> Chain:
             if fs.read is None:
                 outs.append((columns[slot], drives[slot]))
             else:
+                assert isinstance(fs.read, Read)
                 read = [fs.read.rate * c for c in current]
                 read[slot] = read[slot] + fs.read.gate
                 outs.append((read, fs.read.rate * weight))

@@ -1,7 +1,8 @@
 """Generating functions h and their links grad h*: where a state lives and how a dual vector becomes a point there.
 
-Element-wise and vector geometries stand here; those that need the spectrum are in `axes.spectral`, those that turn
-free logits into mixing matrices in `axes.mixing`; the contract itself is in `axes.bregman`.
+Element-wise and vector geometries stand here; those that need the spectrum are in `axes.spectral`, roots and bases of
+statistics in `axes.preconditioners`, those that turn free logits into mixing matrices in `axes.mixing`; the contract
+itself is in `axes.bregman`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from axes.bregman import NO_CONTEXT, Context, EuclideanOn, Geometry, Slice, leaf_dims, require, require_matrix, wide
 from axes.errors import IllegalUpdate, ShapeError
 from axes.mixing import Birkhoff, Cayley
+from axes.preconditioners import Eigenbasis, FittedFactor, InverseRoot, Kronecker, RotatedWhiten
 from axes.rates import Per, Rate, rate_shape, resolve, spread
 from axes.spectral import Spectral, Whiten
 
@@ -29,14 +31,19 @@ __all__ = [
     "Composite",
     "ConstantNorm",
     "Context",
+    "Eigenbasis",
     "Entropic",
     "Euclidean",
+    "FittedFactor",
     "Hypentropy",
     "Geometry",
     "KeyNormalised",
+    "Kronecker",
     "Graft",
+    "InverseRoot",
     "Lq",
     "LqLiteral",
+    "RotatedWhiten",
     "RowWhiten",
     "SignBall",
     "SoftThreshold",

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from axes.algorithms import Anchor
+from axes.algorithms import Anchor, Held, Mix
 from axes.costs import Alignment, Linear
 from axes.errors import IllegalUpdate
-from axes.geometry import Entropic, Geometry, TrustRatio, Whiten
+from axes.geometry import (
+    Eigenbasis,
+    Entropic,
+    FittedFactor,
+    Geometry,
+    InverseRoot,
+    Kronecker,
+    RotatedWhiten,
+    TrustRatio,
+    Whiten,
+)
 from axes.memory import MLP, Entries, LayerNormMatrix, List, Matrix, Slots
 from axes.monoids import Decay, Diagonal, Identity, Monoid, Product, Zero
 from axes.rates import Per, rate_shape
@@ -44,7 +54,12 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
         yield "at='gated' after a gate that keeps nothing evaluates at the empty memory, whatever the state was"
     if step.at == "gated" and h.scale_free and kinds == {"scalar"}:
         yield f"at='gated' has no effect: {type(h).__name__} drops the factor of a scalar gate, so it is at='prev'"
-    if isinstance(cost, Linear) and step.at != "prev":
+    if isinstance(step.at, Held):
+        if not isinstance(cost, Linear):
+            yield "at=Held(...) is for statistics: the gradient is taken at prev, gated, read, new or an Anchor"
+        if h.is_identity:
+            yield "at=Held(...) keeps what h makes of a statistic, and Euclidean h makes nothing of it"
+    elif isinstance(cost, Linear) and step.at != "prev":
         yield f"at={step.at!r} has no effect on a cost that is linear in the drive"
     if not outside and not sees_state and step.at != "prev":
         yield f"at={step.at!r} has no effect: the gradient of {type(cost).__name__} does not depend on the state"
@@ -55,6 +70,19 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     if step.debias and isinstance(monoid, Identity) and not memory.keyed:
         yield "debias without forgetting divides by the number of data: use a decaying monoid"
 
+    if isinstance(h, InverseRoot | Eigenbasis | FittedFactor):
+        name = type(h).__name__
+        if not isinstance(cost, Linear) or _SIDE_OF.get(cost.of) not in ("rows", "columns"):
+            yield f"{name} is the h of a statistic of rows or columns, such as Linear('left')"
+        if not step.lazy:
+            yield f"lazy=False would accumulate onto the {name}, not onto the statistic"
+        if getattr(h, "method", "") == "power-qr" and not isinstance(step.at, Held):
+            yield "method 'power-qr' continues from the last basis: set at=Held(every), or take 'eigh'"
+        if isinstance(h, FittedFactor) and not isinstance(step.at, Held):
+            yield "a FittedFactor continues from the last one: set at=Held(every)"
+        if isinstance(cost, Linear) and cost.whitened != isinstance(h, FittedFactor):
+            yield f"{name} of {cost!r}: a FittedFactor is fitted to whitened drives, roots and bases are of raw ones"
+
     # capabilities
     if oracle and (isinstance(step.at, Anchor) or step.at == "new"):
         yield f"at={step.at!r} needs the cost itself; the given gradient is one number at one point"
@@ -62,6 +90,8 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
         yield "at='read' is for oracles (Given): a keyed cost is evaluated at prev, gated, new or an Anchor"
     if step.at == "read" and step.read is None:
         yield "at='read' needs a read point: set read=Read(gate, rate)"
+    if isinstance(step.read, Mix) and not (oracle and h.is_identity and step.via):
+        yield "read=Mix(...) lies between a parameter with Euclidean h and what its filters give: it needs Given(), via"
     if step.at == "new":
         if step.via:
             yield "an implicit step cannot be filtered: the drive depends on the new state"
@@ -148,6 +178,8 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
     for branch in update.filters():
         if not isinstance(branch.cost, Linear):
             yield f"a filter's cost must be Linear(), got {branch.cost!r}"
+        elif isinstance(branch.parts()[3].at, Held):
+            yield "a filter passes every datum on: at=Held(...) is for statistics"
         elif branch.cost.of != "drive":
             yield f"a filter passes the drive on; {branch.cost!r} is a statistic: put it in h.stats"
     for s in h.stats:
@@ -157,27 +189,43 @@ def _reasons(update: StateUpdate) -> Iterator[str]:
             inner = s.parts()
             if not gates(inner[2]) <= {"identity", "zero", "scalar"} or rate_shape(inner[3].rate) != "scalar":
                 yield f"a statistic {s.cost!r} is a square matrix of its own size: it takes scalar gates and rates"
+        if isinstance(s.cost, Linear) and s.cost.whitened and not (
+            isinstance(h, Kronecker) and all(isinstance(f.parts()[1], FittedFactor) for f in h.stats)
+        ):
+            yield f"{s.cost!r} is of what Kronecker makes with two FittedFactors, and only stands there, unwrapped"
         if s.parts()[3].read is not None:
             yield "a statistic is what its state holds: it has no read point"
         if s.parts()[3].start == "W0":
             yield "a statistic holds products of drives: it cannot start at the weights"
-    for whiten in _whitenings(h):
-        for s, side in zip(whiten.stats, _SIDES[whiten.kind], strict=True):
+    for part in _whitenings(h):
+        named = f"Whiten(kind={part.kind!r})" if isinstance(part, Whiten) else type(part).__name__
+        for s, side in zip(part.stats, _sides(part), strict=True):
             if _SIDE_OF.get(getattr(s.cost, "of", ""), side) != side:
-                yield f"Whiten(kind={whiten.kind!r}) takes a statistic of the {side} here, not {s.cost!r}"
+                yield f"{named} takes a statistic of the {side} here, not {s.cost!r}"
+        roots: tuple[type[Geometry], ...] = (InverseRoot, FittedFactor)
+        wanted = roots if isinstance(part, Kronecker) else (Eigenbasis,)
+        for s in part.stats[:2] if not isinstance(part, Whiten) else ():
+            if not isinstance(s.parts()[1], wanted):
+                names = " or ".join(t.__name__ for t in wanted)
+                yield f"{named} takes statistics with h={names} here, not {s.parts()[1]!r}"
 
 
 # What a statistic has the shape of, and what each whitening divides by.
-_SIDE_OF = {"drive": "entries", "square": "entries"} | dict.fromkeys(("left", "value", "error"), "rows")
-_SIDE_OF |= dict.fromkeys(("right", "key"), "columns")
-_SIDE_OF |= {"eigen-square": "eigen-entries"}
+_SIDE_OF = {"drive": "entries", "square": "entries"} | dict.fromkeys(("left", "white-left", "value", "error"), "rows")
+_SIDE_OF |= dict.fromkeys(("right", "white-right", "key"), "columns")
+_SIDE_OF |= dict.fromkeys(("eigen-square", "eigen-fisher"), "eigen-entries")
 _SIDES = {
     "diagonal": ("entries",),
     "kronecker": ("rows", "columns"),
     "right": ("columns",),
     "full": ("whole",),
-    "eigenbasis": ("rows", "columns", "eigen-entries"),
 }
+
+
+def _sides(part: Whiten | Kronecker | RotatedWhiten) -> tuple[str, ...]:
+    if isinstance(part, Whiten):
+        return _SIDES[part.kind]
+    return ("rows", "columns") if isinstance(part, Kronecker) else ("rows", "columns", "eigen-entries")
 
 
 def sees_weights(h: Geometry) -> bool:
@@ -186,9 +234,9 @@ def sees_weights(h: Geometry) -> bool:
     return isinstance(h, TrustRatio) or any(isinstance(part, Geometry) and sees_weights(part) for part in inner)
 
 
-def _whitenings(h: Geometry) -> Iterator[Whiten]:
+def _whitenings(h: Geometry) -> Iterator[Whiten | Kronecker | RotatedWhiten]:
     """The whitenings in a geometry, wrapped ones included."""
-    if isinstance(h, Whiten):
+    if isinstance(h, Whiten | Kronecker | RotatedWhiten):
         yield h
     for name in ("base", "inner", "outer"):
         if isinstance(inner := getattr(h, name, None), Geometry):

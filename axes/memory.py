@@ -59,6 +59,8 @@ class Memory(Declared, ABC):
     def add(self, leaves: Leaves, rate: Tensor | float, shape: Shape, drive: Leaves) -> Leaves:
         """theta + rate * u, the rate spread over the leaves."""
         step = spread(rate, shape)
+        if isinstance(step, float) and leaves[0].is_cuda:  # one pass over memory; on a CPU the bits would differ
+            return tuple(torch.add(leaf, u, alpha=step) for leaf, u in zip(leaves, drive, strict=True))
         return tuple(leaf + step * u for leaf, u in zip(leaves, drive, strict=True))
 
     def sharpness(self, x: Tensor) -> Tensor:

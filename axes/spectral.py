@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -12,27 +13,11 @@ from torch import Tensor
 
 from axes.bregman import NO_CONTEXT, Context, EuclideanOn, Geometry, require, require_matrix, wide
 from axes.errors import IllegalUpdate, ShapeError
-
-Triple = tuple[float, float, float]
-
-# Optimal odd quintics for singular values in [1e-3, 1], composed in this order (Amsel et al. 2025, algorithm 1);
-# the last one repeats for ever.
-POLAR_EXPRESS: tuple[Triple, ...] = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-    (1.875, -1.25, 0.375),
-)
-# Each polynomial but the last is evaluated at x / SAFETY, so that rounding cannot push a value out of its interval.
-SAFETY = 1.01
+from axes.newton_schulz import SAFETY, Form, Start, Triple, iterate, polar_express_schedule
 
 _READS = {
-    "newton-schulz": ("steps", "coefficients", "eps", "precision"),
-    "polar-express": ("steps", "eps", "precision"),
+    "newton-schulz": ("steps", "coefficients", "eps", "precision", "form"),
+    "polar-express": ("steps", "eps", "precision", "form"),
     "polar": ("tolerance",),
 }
 
@@ -48,14 +33,16 @@ class Spectral(EuclideanOn):
     tolerance * s_1, or up to 8 rounding units of s_1 (the minimum-norm maximiser: the full SVD would complete the null
     space arbitrarily).
     scale: None (1), "original" sqrt(max(1, m/n)), "match_rms_adamw" 0.2 sqrt(max(m, n)), "spectral" sqrt(m/n) for
-    theta (..., m, n). precision: "bfloat16" runs the polynomials in bfloat16 whatever the input.
+    theta (..., m, n). precision: "bfloat16" runs the polynomials in bfloat16 whatever the input. form: how they are
+    evaluated, "direct" or "gram", see `axes.newton_schulz`; the two differ by rounding.
     On a filter it is Muon's direction; agile with the exact polar it is the projection of a state. Zero stays zero.
 
     Derivatives: the polynomials are differentiated as they are; the polar factor has the derivatives of
     theta (theta^T theta)^{-1/2} on the kept singular values, finite also where they coincide.
 
-    Source: Jordan et al. 2024 (Muon); Amsel et al. 2025 (Polar Express). newton-schulz in bfloat16 follows
-    torch.optim.Muon operation by operation. Differs: batches of matrices; a field the method does not read is refused.
+    Source: Jordan et al. 2024 (Muon); Amsel et al. 2025 (Polar Express). newton-schulz in bfloat16 and form "direct"
+    follows torch.optim.Muon operation by operation. Differs: batches of matrices; a field the method does not read is
+    refused.
     """
 
     method: Literal["newton-schulz", "polar-express", "polar"] = "newton-schulz"
@@ -65,6 +52,7 @@ class Spectral(EuclideanOn):
     eps: float = 1e-7
     precision: Literal["input", "bfloat16"] = "input"
     tolerance: float = 1e-9
+    form: Form = "direct"
 
     scale_free = True
     matrix = True
@@ -88,33 +76,34 @@ class Spectral(EuclideanOn):
         require(self.eps > 0, self, f"eps must be positive, got {self.eps}")
         require(self.precision in ("input", "bfloat16"), self, f"precision {self.precision!r} is not input or bfloat16")
         require(0 <= self.tolerance < 1, self, f"tolerance must lie in [0, 1), got {self.tolerance}")
+        require(self.form in ("direct", "gram"), self, f"form {self.form!r} is not direct or gram")
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         require_matrix(self, theta)
-        tall = theta.shape[-2] > theta.shape[-1]
-        x = theta.mT if tall else theta
-        x = polar(wide(x), self.tolerance) if self.method == "polar" else self._polynomials(x)
-        return (x.mT if tall else x).to(theta.dtype) * self._factor(theta)
+        if self.method == "polar":
+            tall = theta.shape[-2] > theta.shape[-1]
+            x = polar(wide(theta.mT if tall else theta), self.tolerance)
+            return (x.mT if tall else x).to(theta.dtype) * self._factor(theta)
+        return self.directions((theta,), theta.dtype)[0].to(theta.dtype)
+
+    def directions(self, stacks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """W of several stacks (..., m_i, n_i) by polynomials, in `dtype` or in the dtype of the products."""
+        tall = [x.shape[-2] > x.shape[-1] for x in stacks]
+        wide = [x.mT if t else x for x, t in zip(stacks, tall, strict=True)]
+        sizes = [self._factor(x) for x in stacks]
+        if self.precision == "bfloat16":
+            wide = [x.bfloat16() for x in wide]
+        if self.method == "newton-schulz":
+            schedule: tuple[Triple, ...] = (self.coefficients,) * self.steps
+            start = Start(1.0, 0.0, self.eps)
+        else:
+            schedule, start = polar_express_schedule(self.steps), Start(SAFETY, self.eps, 0.0)
+        out = iterate(wide, start, schedule, self.form, sizes, dtype)
+        return [w.mT if t else w for w, t in zip(out, tall, strict=True)]
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
         norm: Tensor = torch.linalg.matrix_norm(wide(w), 2)
         return norm <= self._factor(w) * (1 + tol)
-
-    def _polynomials(self, wide_matrix: Tensor) -> Tensor:
-        """The composed odd quintics on the singular values of (..., m, n), m <= n."""
-        x = wide_matrix.bfloat16() if self.precision == "bfloat16" else wide_matrix
-        norm = leaf_norm(x)
-        if self.method == "newton-schulz":
-            x, schedule = x / norm.clamp(min=self.eps), (self.coefficients,) * self.steps
-        else:
-            x, schedule = x / (norm * SAFETY + self.eps), polar_express_schedule(self.steps)
-        shape = x.shape
-        # addmm rounds once, as the reference does; only a batch needs the three-dimensional form.
-        x, fused = (x, torch.addmm) if x.ndim == 2 else (x.flatten(0, -3), torch.baddbmm)
-        for a, b, c in schedule:
-            gram = x @ x.mT
-            x = fused(x, fused(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x.reshape(shape)
 
     def _factor(self, leaf: Tensor) -> float:
         m, n = leaf.shape[-2:]
@@ -123,18 +112,6 @@ class Spectral(EuclideanOn):
         if self.scale == "match_rms_adamw":
             return 0.2 * math.sqrt(max(m, n))
         return math.sqrt(m / n) if self.scale == "spectral" else 1.0
-
-
-def leaf_norm(x: Tensor) -> Tensor:
-    """Frobenius norm (..., 1, 1), with gradient 0 at a zero matrix."""
-    zero = (x == 0).all(-1, keepdim=True).all(-2, keepdim=True)
-    return torch.where(zero, 0.0, torch.linalg.vector_norm(torch.where(zero, 1.0, x), dim=(-2, -1), keepdim=True))
-
-
-def polar_express_schedule(steps: int) -> tuple[Triple, ...]:
-    """The first `steps` polynomials, safety factor included."""
-    safe = tuple((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS[:-1]) + POLAR_EXPRESS[-1:]
-    return safe[:steps] + safe[-1:] * (steps - len(safe))
 
 
 def polar(x: Tensor, tolerance: float) -> Tensor:
@@ -149,17 +126,6 @@ def polar(x: Tensor, tolerance: float) -> Tensor:
     x = x / top[..., None]
     live = spectral_inverse_power(x @ x.mT, u, (s / top).square(), keep, 0.5) @ x
     return value + (live - live.detach())
-
-
-def eigenbasis(statistic: Tensor) -> Tensor:
-    """Eigenvectors of a semi-definite statistic, ascending eigenvalues; a constant in derivatives."""
-    basis: Tensor = torch.linalg.eigh(wide(statistic.detach())).eigenvectors
-    return basis
-
-
-def into_eigenbasis(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Q_L^T x Q_R for the eigenvectors of two statistics."""
-    return (eigenbasis(left).mT @ wide(x) @ eigenbasis(right)).to(x.dtype)
 
 
 def inverse_power(matrix: Tensor, power: float, eps: float) -> Tensor:
@@ -225,6 +191,14 @@ def _second_differences(x: Tensor, first: Tensor, power: float) -> Tensor:
     return torch.where(same, taylor, top / torch.where(same, 1.0, gap))
 
 
+def over_root(x: Tensor, v: Tensor, power: float, eps: float = 0.0) -> Tensor:
+    """x / (v^power + eps), 0 where the denominator is 0; value and gradient of the root are 0 where v is 0."""
+    if eps > 0 and not (v.requires_grad and torch.is_grad_enabled()):
+        return x / (v.clamp_min(0) ** power + eps)
+    root = torch.where(v > 0, torch.where(v > 0, v, 1.0) ** power, 0.0) + eps
+    return torch.where(root > 0, x / torch.where(root > 0, root, 1.0), 0.0)
+
+
 @final
 @dataclass(frozen=True, repr=False)
 class Whiten(Geometry):
@@ -233,8 +207,6 @@ class Whiten(Geometry):
     kind "diagonal": theta / (v^power + eps), or theta / (v + eps)^power with eps_inside; stats (v,), v like theta.
     "kronecker": L^{-power} theta R^{-power}, stats (L, R). "right": theta R^{-power}, stats (R,).
     "full": the same on the row-major vector of theta, stats (F,), F (..., m n, m n).
-    "eigenbasis": Q_L [(Q_L^T theta Q_R) / (v^power + eps)] Q_R^T with the eigenvectors Q of L and R, stats (L, R, v),
-    v a statistic of Linear("eigen-square"): SOAP with a fresh basis per step. Derivatives hold the bases constant.
     For the matrix kinds eps is added to the eigenvalues; with eps = 0 they are pseudo-powers, and the diagonal kind
     gives 0 where the denominator is 0. power 1/2 is Adam (diagonal), 1/4 or 1/2 Shampoo (kronecker), 1 RLS (right)
     and the natural gradient (full).
@@ -244,7 +216,7 @@ class Whiten(Geometry):
     """
 
     stats: tuple[Any, ...]
-    kind: Literal["diagonal", "kronecker", "right", "full", "eigenbasis"] = "diagonal"
+    kind: Literal["diagonal", "kronecker", "right", "full"] = "diagonal"
     power: float = 0.5
     eps: float = 1e-8
     eps_inside: bool = False
@@ -253,14 +225,14 @@ class Whiten(Geometry):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stats", tuple(self.stats))
-        counts = {"diagonal": 1, "kronecker": 2, "right": 1, "full": 1, "eigenbasis": 3}
+        counts = {"diagonal": 1, "kronecker": 2, "right": 1, "full": 1}
         require(self.kind in counts, self, f"kind {self.kind!r} is not one of {', '.join(counts)}")
         need = counts[self.kind]
         require(len(self.stats) == need, self, f"kind {self.kind!r} takes {need} statistic(s), got {len(self.stats)}")
         require(0 < self.power < math.inf, self, f"power must be positive and finite, got {self.power}")
         require(0 <= self.eps < math.inf, self, f"eps must be finite and >= 0, got {self.eps}")
         message = f"kind {self.kind!r} always adds eps to the eigenvalues: leave eps_inside at False"
-        require(self.kind in ("diagonal", "eigenbasis") or not self.eps_inside, self, message)
+        require(self.kind == "diagonal" or not self.eps_inside, self, message)
 
     @property
     def matrix(self) -> bool:  # type: ignore[override]
@@ -273,17 +245,13 @@ class Whiten(Geometry):
             return self._diagonal(theta, context.stats[0])
         require_matrix(self, theta)
         m, n = theta.shape[-2:]
-        sizes = {"kronecker": (m, n), "right": (n,), "full": (m * n,), "eigenbasis": (m, n)}[self.kind]
-        for size, stat in zip(sizes, context.stats, strict=self.kind != "eigenbasis"):
+        sizes = {"kronecker": (m, n), "right": (n,), "full": (m * n,)}[self.kind]
+        for size, stat in zip(sizes, context.stats, strict=True):
             if stat.shape[-2:] != (size, size):
                 raise ShapeError(
                     f"Whiten: a {self.kind} statistic of theta {(m, n)} must be ({size}, {size}), got "
                     f"{tuple(stat.shape[-2:])}"
                 )
-        if self.kind == "eigenbasis":
-            left, right, second = context.stats
-            scaled = self._diagonal(into_eigenbasis(wide(theta), left, right), wide(second))
-            return (eigenbasis(left) @ scaled @ eigenbasis(right).mT).to(theta.dtype)
         roots = [inverse_power(wide(stat), self.power, self.eps) for stat in context.stats]
         x = wide(theta)
         if self.kind == "full":
@@ -291,8 +259,6 @@ class Whiten(Geometry):
         return (x @ roots[0] if self.kind == "right" else roots[0] @ x @ roots[1]).to(theta.dtype)
 
     def _diagonal(self, theta: Tensor, v: Tensor) -> Tensor:
-        v = v + self.eps if self.eps_inside else v
-        # Value and gradient of the root are 0 where v is 0.
-        root = torch.where(v > 0, torch.where(v > 0, v, 1.0) ** self.power, 0.0)
-        root = root if self.eps_inside else root + self.eps
-        return torch.where(root > 0, theta / torch.where(root > 0, root, 1.0), 0.0)
+        if self.eps_inside:
+            return over_root(theta, v + self.eps, self.power)
+        return over_root(theta, v, self.power, self.eps)

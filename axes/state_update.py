@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from axes.algorithms import Anchor, Momentum, Read, Step, Sum
+from axes.algorithms import Anchor, Held, Mix, Momentum, Read, Step, Sum
 from axes.costs import Cost, Linear
 from axes.declared import Declared
 from axes.errors import IllegalUpdate
@@ -32,9 +32,9 @@ from axes.geometry import Context, Euclidean, Geometry
 from axes.legality import check
 from axes.memory import Leaves, List, Matrix, Memory, Parameter
 from axes.monoids import Element, Identity, Monoid, Product, Scalar, Zero
+from axes.preconditioners import fisher, rotate
 from axes.rates import Per, Rate, Signal, rate_shape, resolve, spread
 from axes.solve import root
-from axes.spectral import into_eigenbasis
 
 
 @final
@@ -138,6 +138,10 @@ class StateUpdate(Declared):
 
     def parts(self) -> tuple[Cost, Geometry, Monoid, Step, Memory]:
         """The five parts of the normal form, typed."""
+        return self._parts
+
+    @cached_property
+    def _parts(self) -> tuple[Cost, Geometry, Monoid, Step, Memory]:
         n = self.normal()
         assert isinstance(n.h, Geometry) and isinstance(n.algorithm, Step) and n.memory is not None
         return n.cost, n.h, n.monoid, n.algorithm, n.memory
@@ -204,7 +208,9 @@ class StateUpdate(Declared):
         if step.debias:
             keyed = memory.keyed
             norm = tuple(leaf[..., :1, :] * 0 if keyed else leaf.new_zeros((1,) * leaf.ndim) for leaf in theta)
-        anchor = tuple(torch.zeros_like(leaf) for leaf in theta) if isinstance(step.at, Anchor) else ()
+        anchor = tuple(torch.zeros_like(leaf) for leaf in theta) if isinstance(step.at, Anchor | Held) else ()
+        if isinstance(step.at, Held):  # and how often no value could be taken
+            anchor += tuple(leaf.new_zeros((*leaf.shape[:-2], 1, 1)) for leaf in theta)
         return State(theta, tuple(via), tuple(stats), norm, anchor, torch.zeros((), dtype=torch.int64))
 
     def step(
@@ -222,6 +228,8 @@ class StateUpdate(Declared):
         anchor = state.anchor
         if isinstance(step.at, Anchor) and int(state.count) % step.at.every == 0:
             anchor = self._primal(previous, state, signal)
+        if isinstance(step.at, Held) and step.at.before(int(state.count)):
+            anchor = self._refreshed(state, previous, state.norm, signal)
         gated, theta, via, stats = kept, kept, state.via, state.stats
         u: Leaves = ()
         for micro in range(step.steps):
@@ -233,18 +241,27 @@ class StateUpdate(Declared):
                 theta = u
             gated = theta
         norm = tuple(self._unit(element, n, rate, signal) for n in state.norm)
+        if isinstance(step.at, Held):
+            if step.at.after(int(state.count)):
+                anchor = self._refreshed(state, theta, norm, signal)
+            return State(theta, via, stats, norm, anchor, state.count + 1), Output(anchor[: len(theta)])
         context = self._context(stats, signal, u, weights)
         out = self._output(theta, norm, context)
         if isinstance(step.read, Read):
             point = tuple(step.read.gate * p + step.read.rate * x for p, x in zip(previous, u, strict=True))
             read_norm = tuple(step.read.gate * n + step.read.rate * torch.ones_like(n) for n in state.norm)
             out = self._output(point, read_norm, context)
+        if isinstance(step.read, Mix):
+            w = step.read.weight
+            out = Output(tuple(w * x + (1 - w) * y for x, y in zip(out.weights, u, strict=True)))
         stored = theta if step.lazy else self._map(theta, context)
         return State(stored, via, stats, norm, anchor, state.count + 1), out
 
     def output(self, state: State, signal: Signal) -> Output:
         """The weights that a state stands for, without a step (depth reads before it writes)."""
         _, _, _, step, _ = self.parts()
+        if isinstance(step.at, Held):
+            return Output(state.anchor[: len(state.theta)])
         if not step.lazy:
             return Output(state.theta)
         return self._output(state.theta, state.norm, self._context(state.stats, signal))
@@ -307,17 +324,39 @@ class StateUpdate(Declared):
         """Step the statistics of h with the drive, each seeing the ones before it."""
         stepped: list[State] = []
         outs: list[Leaves] = []
-        for s, state in zip(self.parts()[1].stats, states, strict=True):
-            state, out = s.step(state, signal, s._seen(u, signal, outs))
+        stats = self.parts()[1].stats
+        white = self._whitened(u, states, signal) if any(map(_whitened, stats)) else u
+        for s, state in zip(stats, states, strict=True):
+            state, out = s.step(state, signal, s._seen(white if _whitened(s) else u, signal, outs))
             stepped.append(state)
             outs.append(out.weights)
         return tuple(stepped)
 
+    def _refreshed(self, state: State, theta: Leaves, norm: Leaves, signal: Signal) -> Leaves:
+        """The held value of theta, which may continue from the last one, or that one where it is not finite."""
+        held, missed = state.anchor[: len(theta)], state.anchor[len(theta) :]
+        last: tuple[Tensor | None, ...] = held if int(state.count) else (None,) * len(held)
+        context = tuple(Context(weights=w, signal=signal) for w in last)
+        new = self._output(theta, norm, context).weights
+        good = tuple(x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True) for x in new)
+        kept = tuple(torch.where(g, x, w) for g, x, w in zip(good, new, held, strict=True))
+        return kept + tuple(m + ~g for g, m in zip(good, missed, strict=True))
+
+    def _whitened(self, u: Leaves, states: tuple[State, ...], signal: Signal) -> Leaves:
+        """What h makes of the drive with its statistics before the datum; the drive itself where they have no value."""
+        context = self._context(states, signal, u)
+        begun = (torch.stack([_not_zero(x) for x in c.stats]).all(0) for c in context)
+        return tuple(torch.where(b, y, x) for b, y, x in zip(begun, self._map(u, context), u, strict=True))
+
     def _seen(self, u: Leaves, signal: Signal, earlier: Sequence[Leaves]) -> Leaves:
         """What a statistic is driven by: squares or products of the drive, rotated by earlier ones or not."""
         assert isinstance(self.cost, Linear)
+        if self.cost.of == "eigen-fisher":
+            left, right = earlier[-2:]
+            return tuple(fisher(signal, a, b, self.cost.precision) for a, b in zip(left, right, strict=True))
         if self.cost.of == "eigen-square":
-            u = tuple(into_eigenbasis(x, left, right) for x, left, right in zip(u, *earlier[-2:], strict=True))
+            bases = zip(u, *earlier[-2:], strict=True)
+            u = tuple(rotate(x, left, right, self.cost.precision) for x, left, right in bases)
         return tuple(self.cost.drive(leaf, signal) for leaf in u)
 
     def _drive(
@@ -450,6 +489,15 @@ def _align(target: Tensor, prediction: Tensor) -> Tensor:
 def _unchanged(lowered: tuple[object, ...], written: tuple[object, ...]) -> bool:
     """Whether nothing was lowered. By identity, since equality already looks through sugar."""
     return len(lowered) == len(written) and all(a is b for a, b in zip(lowered, written, strict=True))
+
+
+def _whitened(statistic: StateUpdate) -> bool:
+    return isinstance(statistic.cost, Linear) and statistic.cost.whitened
+
+
+def _not_zero(x: Tensor) -> Tensor:
+    """(..., 1, 1): whether a matrix has an entry that is not zero."""
+    return (x != 0).any(-1, keepdim=True).any(-2, keepdim=True)
 
 
 def _lower(f: StateUpdate | Sum | Momentum) -> StateUpdate | Sum:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from axes.accumulate import outer_sum
 from axes.errors import AxesError
+from axes.optim.dtensors import spread, whole
 
 Reduction = Literal["mean", "sum"]
 
@@ -30,13 +31,20 @@ class Examples:
     def add(self, x: Tensor, response: Tensor, gradient: Tensor, observing: bool) -> None:
         self.rows.append((x, response, gradient))
 
+    def columns(self) -> tuple[Tensor, ...]:
+        """Inputs, responses and gradients of all examples."""
+        return tuple(torch.cat(column) for column in zip(*self.rows, strict=True))
+
+    def counts(self) -> dict[bool, int]:
+        """The number of examples."""
+        return {False: sum(len(x) for x, _, _ in self.rows)}
+
     def signal(self, sign: float, reduction: Reduction) -> dict[str, Tensor]:
         """k = x and v = W x - gradient, the target for which the squared error has this gradient."""
-        x, response, gradient = (torch.cat(column) for column in zip(*self.rows, strict=True))
+        x, response, gradient = self.columns()
         return {"k": x, "v": response - sign * gradient}
 
 
-@final
 class Products:
     """Means of x x^T and of the outer products of per-example output gradients of one layer.
 
@@ -56,6 +64,10 @@ class Products:
             kk, ee, n = past[0] + kk, past[1] + ee, past[2] + n
         self.sums[observing] = (kk, ee, n)
 
+    def counts(self) -> dict[bool, int]:
+        """The number of examples of training passes (False) and of passes that only observe (True)."""
+        return {observing: n for observing, (_, _, n) in self.sums.items()}
+
     def signal(self, sign: float, reduction: Reduction) -> dict[str, Tensor]:
         """kk = mean x x^T, ee = mean delta delta^T, delta the gradient of one example's own loss."""
         observing = True in self.sums
@@ -67,16 +79,42 @@ class Products:
 
 
 @final
+class Rows(Products):
+    """`Products`, and the inputs and per-example output gradients themselves, one example a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[bool, list[tuple[Tensor, Tensor]]] = {}
+
+    def add(self, x: Tensor, response: Tensor, gradient: Tensor, observing: bool) -> None:
+        super().add(x, response, gradient, observing)
+        self.rows.setdefault(observing, []).append((x, gradient * len(x) if observing else gradient))
+
+    def signal(self, sign: float, reduction: Reduction) -> dict[str, Tensor]:
+        """And k_rows, e_rows: inputs and the gradients of each example's own loss."""
+        means = super().signal(sign, reduction)
+        observing = True in self.sums
+        x, gradient = (torch.cat(column).to(means["kk"].dtype) for column in zip(*self.rows[observing], strict=True))
+        scale = len(x) if reduction == "mean" and not observing else 1
+        return {**means, "k_rows": x, "e_rows": gradient * scale}
+
+
+@final
 class Layers:
     """The hooks on a model's nn.Linear modules; they record for the weights that are in `weights`."""
 
-    def __init__(self, model: nn.Module, weights: Collection[Tensor], record: type[Examples] | type[Products]) -> None:
+    def __init__(
+        self, model: nn.Module, weights: Collection[Tensor], record: type[Examples] | type[Products]
+    ) -> None:
         self.found: dict[Tensor, Examples | Products] = {}
         self._record = record
         self._observing = False
         self.weights = set(weights)
+        self._registered: dict[nn.Module, Tensor] = {}  # while a sharded layer runs, its weight is another tensor
         for module in model.modules():
             if isinstance(module, nn.Linear):
+                if spread(module.weight):
+                    self._registered[module] = module.weight
                 module.register_forward_hook(self._forward)
 
     def clear(self) -> None:
@@ -92,9 +130,12 @@ class Layers:
 
     def _forward(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(module, nn.Linear)
-        if not output.requires_grad or module.weight not in self.weights:
+        weight = self._registered.get(module, module.weight)
+        if not output.requires_grad or weight not in self.weights:
             return
-        weight, bias, x = module.weight, module.bias, args[0].detach()
+        if spread(args[0]) or spread(output):
+            raise AxesError("inputs of layers in tensor parallel are shards: rules that read them need whole inputs")
+        bias, x = None if module.bias is None else whole(module.bias), args[0].detach()
         response = (output if bias is None else output - bias).detach()
 
         def arrived(gradient: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Natural gradient: the gradient whitened by the Fisher matrix, layer by layer or exactly.
 
     NaturalGradient        W = (1 - lr wd) W + lr * G^{-1} u A^{-1},  G = mean of delta delta^T, A = mean of x x^T
+    EKFAC (ekfac.py)       the same eigenvectors, with the second moment of the gradient in each as its eigenvalue
     ExactNaturalGradient   w = (1 - lr wd) w + lr * F^{-1} u,         w all parameters as one vector, F = mean of s s^T
 
 x inputs and delta output gradients of a layer, s the score of an example: the gradient of its log-likelihood in w.
@@ -35,8 +36,32 @@ def _positive(who: str, damping: float) -> None:
         raise AxesError(f"{who}: damping must be positive, got {damping}")
 
 
+class Factored(Optimizer):
+    """What rules with Kronecker factors of the Fisher matrix share: where the factors come from."""
+
+    @contextmanager
+    def fisher_pass(self) -> Iterator[None]:
+        """Backward passes inside feed the factors only; gradients are as before afterwards.
+
+        The factors of the next step then come from these passes alone. Several are averaged; each must be the mean over
+        its examples of minus the log-likelihood of labels drawn from the model.
+        """
+        if self._layers is None:
+            raise AxesError(f"{type(self).__name__}: a copy has no hooks on the model: construct it from the model")
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        try:
+            with self._layers.observing():
+                yield
+        finally:
+            for p, g in zip(parameters, gradients, strict=True):
+                p.grad = g
+
+
 @final
-class NaturalGradient(Optimizer):
+class NaturalGradient(Factored):
     """Kronecker-factored natural gradient:  W = W - lr (G + sqrt(damping))^{-1} g (A + sqrt(damping))^{-1}.
 
     A averages x x^T over the inputs of a layer and G delta delta^T over the per-example gradients of its outputs
@@ -110,26 +135,6 @@ class NaturalGradient(Optimizer):
         return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=via))
 
     update = declare()
-
-    @contextmanager
-    def fisher_pass(self) -> Iterator[None]:
-        """Backward passes inside feed the factors only; gradients are as before afterwards.
-
-        The factors of the next step then come from these passes alone. Several are averaged; each must be the mean over
-        its examples of minus the log-likelihood of labels drawn from the model.
-        """
-        if self._layers is None:
-            raise AxesError("NaturalGradient: a copy has no hooks on the model: construct it from the model")
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters]
-        for p in parameters:
-            p.grad = None
-        try:
-            with self._layers.observing():
-                yield
-        finally:
-            for p, g in zip(parameters, gradients, strict=True):
-                p.grad = g
 
 
 @final
@@ -218,6 +223,8 @@ class ExactNaturalGradient(Optimizer):
         if self.param_groups:
             raise AxesError("ExactNaturalGradient has one group: its Fisher matrix couples all parameters of the model")
         super().add_param_group(param_group)
+        if self._shards is not None:
+            raise AxesError("ExactNaturalGradient couples all parameters of the model: not for sharded ones (DTensors)")
 
     def __getstate__(self) -> dict[str, Any]:
         raise AxesError("ExactNaturalGradient is bound to its model: save state_dict() instead of the object")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Unpack, final
 from axes.costs import Linear
 from axes.geometry import RowWhiten
 from axes.monoids import Scalar, Zero
+from axes.newton_schulz import Form
 from axes.optim.base import Optimizer, Options, Params, Rule
 from axes.optim.first_order import AdamW, unit
 from axes.optim.matrix import Coefficients, Method, Muon, Scale, auxiliary_defaults
@@ -29,7 +30,8 @@ class NorMuon(Optimizer):
         lr: of both rules.
         beta2: of the rows' second moment.
         row_eps: added to its root.
-        momentum, nesterov, ns_steps, ns_coefficients, eps, scale, precision, method, weight_decay: as in Muon.
+        momentum, nesterov, ns_steps, ns_coefficients, eps, scale, precision, method, form: as in Muon, and so is
+        weight_decay.
         aux_lr_scale, aux_betas, aux_eps, aux_weight_decay: AdamW for embeddings, output head, vectors and scalars.
 
     Source: Li et al. 2025, algorithm 1. Differs: the norm of O is kept, as in the authors' code; the text sets it to
@@ -67,6 +69,7 @@ class NorMuon(Optimizer):
         scale: Scale = "match_rms_adamw",
         precision: Literal["bfloat16", "input"] = "bfloat16",
         method: Method = "newton-schulz",
+        form: Form = "gram",
         aux_lr_scale: float = 1.0,
         aux_betas: tuple[float, float] = (0.9, 0.95),
         aux_eps: float = 1e-8,
@@ -86,6 +89,7 @@ class NorMuon(Optimizer):
             "scale": scale,
             "precision": precision,
             "method": method,
+            "form": form,
         }
         auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
         rules: Mapping[str, Rule] = {"normuon": NorMuon.declare, "adamw": AdamW.declare}
@@ -103,10 +107,11 @@ class NorMuon(Optimizer):
         scale: Scale = "match_rms_adamw",
         precision: Literal["bfloat16", "input"] = "bfloat16",
         method: Method = "newton-schulz",
+        form: Form = "gram",
     ) -> StateUpdate:
         """The tuple: Muon's, and one more filter."""
         unit("NorMuon", beta2=beta2)
-        muon = Muon.declare(momentum, nesterov, ns_steps, ns_coefficients, eps, scale, precision, method).normal()
+        muon = Muon.declare(momentum, nesterov, ns_steps, ns_coefficients, eps, scale, precision, method, form).normal()
         _, _, _, step, _ = muon.parts()
         second_moment = StateUpdate(Linear("square"), monoid=Scalar(beta2))  # 1 - beta2 would cancel
         rows = StateUpdate(Linear(), RowWhiten((second_moment,), row_eps), Zero())

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from axes.algorithms import Momentum, Read, Step, Sum
+from axes.algorithms import Mix, Momentum, Read, Step, Sum
 from axes.costs import Linear, Ridge
 from axes.errors import AxesError
 from axes.geometry import Ball, Cautious, ConstantNorm, Euclidean, Geometry, Graft, TrustRatio
@@ -24,6 +24,8 @@ from axes.monoids import Decay, Hadamard, Identity, Monoid, Product, Scalar, Zer
 from axes.optim.first_order import WEIGHT_DECAY
 from axes.rates import Per, Rate
 from axes.state_update import StateUpdate
+
+AVERAGE = Per("average")  # the share of the newest weights in their average
 
 # ---- weight decay --------------------------------------------------------------------------------------------------
 
@@ -198,23 +200,23 @@ def nesterov(update: StateUpdate) -> StateUpdate:
     return _with_last(update, _via(update)[:-1], dataclasses.replace(last, algorithm=inner))
 
 
-def schedule_free(update: StateUpdate, beta: float = 0.9, average: float = 0.01) -> StateUpdate:
+def schedule_free(update: StateUpdate, beta: float = 0.9, average: Rate = AVERAGE) -> StateUpdate:
     """The rule moves z; the gradient is taken at  y = beta x + (1 - beta) z,  x = (1 - average) x + average z.
 
-    The parameter shows y while it trains; x, the weights to use, is `theta` in its state.
+    The parameter shows y while it trains; x, the weights to use, is `theta` in its state.  average: by default a rate
+    of the parameter group, which `axes.optim.ScheduleFree` sets so that x is a uniform or weighted average; a number
+    makes it an exponential one.
 
-    Source: Defazio et al. 2024, eq. 3-5. Differs: x is an exponential average; the paper's uniform one has
-    average = 1/t, which a constant of the tuple cannot be.
+    Source: Defazio et al. 2024, eq. 3-5.
     """
     update = update.normal()
     cost, h, monoid, step, _ = update.parts()
-    if not (0.0 < beta < 1.0 and 0.0 < average < 1.0):
+    if not (0.0 < beta < 1.0 and (isinstance(average, Per) or 0.0 < average < 1.0)):
         raise AxesError(f"schedule_free: beta and average must lie in (0, 1), got {beta} and {average}")
     if not h.is_identity or step.read is not None or step.at != "prev":
         raise AxesError("schedule_free averages the weights of a rule that keeps and shows them")
     fast = StateUpdate(Linear(), Euclidean(), monoid, Step(step.rate, via=step.via, start="W0"))
-    read = Read(beta * (1.0 - average), 1.0 - beta + beta * average)
-    return StateUpdate(cost, Euclidean(), Scalar(1.0 - average), Step(average, at="read", via=(fast,), read=read))
+    return StateUpdate(cost, Euclidean(), Decay(1.0), Step(average, at="read", via=(fast,), read=Mix(beta)))
 
 
 __all__ = [

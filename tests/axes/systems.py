@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from axes.algorithms import Anchor, Momentum, Read, Step, Sum
+from axes.algorithms import Anchor, Held, Mix, Momentum, Read, Step, Sum
 from axes.costs import Alignment, CrossEntropy, Given, Huber, HuberSwitch, Linear, Lp, Ridge, RobustShift, SquaredError
 from axes.geometry import (
     Birkhoff,
     Bounded,
     Cautious,
     Cayley,
+    Eigenbasis,
     Entropic,
     Euclidean,
+    FittedFactor,
+    InverseRoot,
+    Kronecker,
     Lq,
     LqLiteral,
+    RotatedWhiten,
     SignBall,
     SoftThreshold,
     Spectral,
@@ -269,14 +274,58 @@ DATA = {
             via=(
                 StateUpdate(
                     Linear(),
-                    Whiten(
+                    RotatedWhiten(
                         (
-                            StateUpdate(Linear("left"), monoid=Scalar(0.9), algorithm=Step(0.1)),
-                            StateUpdate(Linear("right"), monoid=Scalar(0.9), algorithm=Step(0.1)),
+                            StateUpdate(Linear("left"), Eigenbasis(), Scalar(0.9), Step(0.1)),
+                            StateUpdate(Linear("right"), Eigenbasis(), Scalar(0.9), Step(0.1)),
                             StateUpdate(Linear("eigen-square"), monoid=Scalar(0.95), algorithm=Step(0.05, debias=True)),
                         ),
-                        kind="eigenbasis",
                         eps=1e-3,
+                    ),
+                    Scalar(0.9),
+                    Step(0.1, debias=True),
+                ),
+            ),
+        ),
+    ),
+    "shampoo, held roots": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    Kronecker(
+                        (
+                            StateUpdate(Linear("left"), InverseRoot(0.25, 0.1), Scalar(0.9), Step(at=Held(3))),
+                            StateUpdate(
+                                Linear("right"),
+                                InverseRoot(0.5, 0.1, 1e-2, "newton"),
+                                algorithm=Step(at=Held(2, "excluded")),
+                            ),
+                        ),
+                    ),
+                    Zero(),
+                ),
+            ),
+        ),
+    ),
+    "psgd-kron": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    Kronecker(
+                        (
+                            StateUpdate(
+                                Linear("white-left"), FittedFactor(0.3, 0.1), Zero(), Step(at=Held(2, "excluded"))
+                            ),
+                            StateUpdate(
+                                Linear("white-right"), FittedFactor(0.2, 0.2), Scalar(0.5), Step(0.5, at=Held(1))
+                            ),
+                        ),
                     ),
                     Scalar(0.9),
                     Step(0.1, debias=True),
@@ -301,6 +350,13 @@ DATA = {
     ),
     "exponentiated gradient": StateUpdate(Given(), Entropic("row"), algorithm=Step(0.5)),
     "schedule-free": StateUpdate(Given(), algorithm=Step(0.1, at="read", read=Read(0.5, 0.05))),
+    "weights between their average and themselves": StateUpdate(
+        Given(),
+        monoid=Decay(1.0),
+        algorithm=Step(
+            0.2, at="read", via=(StateUpdate(Linear(), algorithm=Step(0.3, start="W0")),), read=Mix(0.7)
+        ),
+    ),
     "gated gradient": StateUpdate(Given(), monoid=Scalar(0.9), algorithm=Step(0.1, at="gated")),
 }
 

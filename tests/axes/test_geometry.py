@@ -44,8 +44,9 @@ from axes.geometry import (
     Whiten,
 )
 from axes.mixing import helmert
+from axes.newton_schulz import POLAR_EXPRESS, polar_express_schedule
 from axes.rates import Per
-from axes.spectral import POLAR_EXPRESS, inverse_power, polar, polar_express_schedule
+from axes.spectral import inverse_power, polar
 
 MUON = (3.4445, -4.7750, 2.0315)
 SEEDS = st.integers(0, 2**20)
@@ -177,7 +178,7 @@ FIELDS: dict[Any, str] = {
     Bounded: "",
     Hypentropy: "scale",
     Sphere: "axis radius",
-    Spectral: "method steps coefficients scale eps precision tolerance",
+    Spectral: "method steps coefficients scale eps precision tolerance form",
     SignBall: "",
     Whiten: "stats kind power eps eps_inside",
     Cautious: "base variant",

@@ -14,7 +14,9 @@ from axes.errors import AxesError
 from axes.optim import wrappers
 
 MATRICES = ((4, 6), (6, 4), (5, 5), (8, 3))
+SQUARES = ((4, 4), (5, 5))  # full rank from the first gradient: the bases of a null space have nothing to agree on
 STEPS = 30
+QRS = ("cholesky", "householder")
 
 
 def walk(make: Any, shapes: tuple[tuple[int, ...], ...] = MATRICES) -> list[Tensor]:
@@ -37,10 +39,20 @@ def group(rule: str) -> Any:
 
 
 class ExplicitSOAP:
-    """Adam in the eigenbasis of running averages of g g^T and g^T g, written out."""
+    """Adam in the eigenbasis of running averages of g g^T and g^T g as they were every few steps, written out."""
 
-    def __init__(self, ps: list[Tensor], lr: float, betas: tuple[float, float], beta: float, eps: float, decay: float):
+    def __init__(
+        self,
+        ps: list[Tensor],
+        lr: float,
+        betas: tuple[float, float],
+        beta: float,
+        eps: float,
+        decay: float,
+        refresh: int,
+    ):
         self.ps, self.lr, self.betas, self.beta, self.eps, self.decay, self.t = ps, lr, betas, beta, eps, decay, 0
+        self.refresh, self.bases = refresh, [(torch.empty(0), torch.empty(0))] * len(ps)
         self.left = [torch.zeros(p.shape[0], p.shape[0], dtype=p.dtype) for p in ps]
         self.right = [torch.zeros(p.shape[1], p.shape[1], dtype=p.dtype) for p in ps]
         self.m, self.v = [torch.zeros_like(p) for p in ps], [torch.zeros_like(p) for p in ps]
@@ -54,7 +66,10 @@ class ExplicitSOAP:
             assert g is not None
             self.left[i] = self.beta * self.left[i] + (1 - self.beta) * g @ g.T
             self.right[i] = self.beta * self.right[i] + (1 - self.beta) * g.T @ g
-            ql, qr = (torch.linalg.eigh(x).eigenvectors for x in (self.left[i], self.right[i]))
+            if self.t % self.refresh == 1 % self.refresh:
+                ql, qr = (torch.linalg.eigh(x).eigenvectors for x in (self.left[i], self.right[i]))
+                self.bases[i] = ql, qr
+            ql, qr = self.bases[i]
             self.m[i] = b1 * self.m[i] + (1 - b1) * g
             self.v[i] = b2 * self.v[i] + (1 - b2) * (ql.T @ g @ qr) ** 2
             m, v = self.m[i] / (1 - b1**self.t), self.v[i] / (1 - b2**self.t)
@@ -64,12 +79,60 @@ class ExplicitSOAP:
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("betas", [(0.95, 0.95), (0.0, 0.9)])
-def test_soap_against_explicit_rotations(betas: tuple[float, float], foreach: bool) -> None:
-    options: dict[str, Any] = {"lr": 0.05, "betas": betas, "eps": 1e-3}
+@pytest.mark.parametrize("refresh", [1, 4])
+def test_soap_against_explicit_rotations(refresh: int, betas: tuple[float, float], foreach: bool) -> None:
+    shapes = MATRICES if refresh == 1 else SQUARES
+    options: dict[str, Any] = {"lr": 0.05, "betas": betas, "eps": 1e-3, "refresh": refresh}
     ours = walk(
-        lambda ps: optim.SOAP(group("soap")(ps), shampoo_beta=0.9, weight_decay=0.1, foreach=foreach, **options)
+        lambda ps: optim.SOAP(
+            group("soap")(ps), shampoo_beta=0.9, weight_decay=0.1, basis="eigh", foreach=foreach, **options
+        ),
+        shapes,
     )
-    assert gap(ours, walk(lambda ps: ExplicitSOAP(ps, beta=0.9, decay=0.1, **options))) < 1e-10
+    assert gap(ours, walk(lambda ps: ExplicitSOAP(ps, beta=0.9, decay=0.1, **options), shapes)) < 1e-10
+
+
+@pytest.mark.parametrize("qr", ["cholesky", "householder"])
+@pytest.mark.parametrize("refresh", [1, 3, 10])
+def test_soap_against_the_authors_code_as_published_in_pytorch_optimizer(refresh: int, qr: Any) -> None:
+    """From the second gradient on: the first one only fills their statistics. Their QR is in float32.
+
+    """
+    shapes = SQUARES if refresh == 1 else MATRICES
+    generator = torch.Generator().manual_seed(7)
+    ps = [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
+    qs = [nn.Parameter(p.detach().clone()) for p in ps]
+    options: dict[str, Any] = {"lr": 0.05, "betas": (0.9, 0.95), "shampoo_beta": 0.8, "eps": 1e-12, "weight_decay": 0.0}
+    ours = optim.SOAP(group("soap")(ps), refresh=refresh, qr=qr, **options)
+    theirs = pytorch_optimizer.SOAP(qs, precondition_frequency=refresh, **options)
+    for t in range(STEPS):
+        for p, q in zip(ps, qs, strict=True):
+            g = torch.randn(p.shape, generator=generator, dtype=torch.float64) + 0.3 * q.detach()
+            p.grad, q.grad = g.clone(), g.clone()
+        ours.step()
+        theirs.step()
+        if t == 0:
+            for p, q in zip(ps, qs, strict=True):
+                p.detach().copy_(q.detach())
+                for name, kept in ours.state[p].items():
+                    if name.startswith(("via.0.theta", "via.0.norm", "via.0.stats.2.theta", "via.0.stats.2.norm")):
+                        kept.zero_()
+    assert gap([p.detach() for p in ps], [q.detach() for q in qs]) < 1e-5
+
+
+def test_the_two_orthonormalisations_take_the_same_steps() -> None:
+    paths = [walk(lambda ps, qr=qr: optim.SOAP(group("soap")(ps), lr=0.05, refresh=2, qr=qr)) for qr in QRS]  # type: ignore[misc]
+    assert gap(*paths) < 1e-9
+
+
+def test_lower_precision_is_another_path_close_by() -> None:
+    def path(precision: Any) -> list[Tensor]:
+        options: dict[str, Any] = {"lr": 0.01, "eps": 1e-3, "basis": "eigh", "precision": precision}
+        return walk(lambda ps: optim.SOAP(group("soap")(ps), **options), SQUARES)
+
+    exact = path("input")
+    for precision, bound in (("bfloat16x3", 1e-3), ("tf32", 0.1)):
+        assert 1e-9 < gap(path(precision), exact) < bound, precision
 
 
 def test_soap_on_diagonal_gradients_is_adam() -> None:

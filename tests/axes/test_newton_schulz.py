@@ -1,0 +1,191 @@
+"""Newton-Schulz in the space of Gram matrices against polynomials of singular values; symmetric products.
+
+Triton's interpreter is chosen when Triton is imported, so the kernel runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from axes import symmetric
+from axes.errors import IllegalUpdate
+from axes.geometry import Spectral
+from axes.newton_schulz import Start, Triple, direct, in_gram_form, iterate, leaf_norm, polar_express_schedule
+from axes.optim import Muon, NorMuon
+
+MUON = (3.4445, -4.7750, 2.0315)
+SEEDS = st.integers(0, 2**20)
+
+
+def normalised(*shape: int) -> Tensor:
+    x = torch.randn(shape, dtype=torch.float64)
+    return x / leaf_norm(x)
+
+
+def by_singular_values(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    for a, b, c in schedule:
+        s = a * s + b * s**3 + c * s**5
+    return (u * s[..., None, :]) @ vh
+
+
+@given(seed=SEEDS, m=st.integers(1, 6), wider=st.integers(0, 7), steps=st.integers(1, 7), restart=st.integers(1, 3))
+def test_the_gram_form_is_the_same_polynomial_of_every_singular_value(
+    seed: int, m: int, wider: int, steps: int, restart: int
+) -> None:
+    torch.manual_seed(seed)
+    wide, tall, square = normalised(2, m, m + wider), normalised(3, m + wider, m).mT, normalised(1, m, m)
+    sizes = (1.0, 2.5, -0.5)
+    for schedule in ((MUON,) * steps, polar_express_schedule(steps)):
+        out = in_gram_form((wide, tall, square), schedule, sizes, restart)
+        for x, y, size in zip((wide, tall, square), out, sizes, strict=True):
+            torch.testing.assert_close(y, size * by_singular_values(x, schedule), rtol=0, atol=1e-10)
+            torch.testing.assert_close(direct(x, schedule), by_singular_values(x, schedule), rtol=0, atol=1e-11)
+        assert out[1].mT.is_contiguous() or min(out[1].shape) == 1  # stored by columns, as it came
+
+
+@pytest.mark.parametrize("method", ["newton-schulz", "polar-express"])
+@pytest.mark.parametrize("shape", [(3, 9), (9, 3), (2, 4, 4), (2, 2, 3, 7)])
+@pytest.mark.parametrize("precision", ["input", "bfloat16"])
+def test_forms_agree_in_float64_and_are_one_where_nothing_is_gained(
+    method: Any, shape: tuple[int, ...], precision: Any
+) -> None:
+    theta = torch.randn(shape, dtype=torch.float64)
+    theta[..., 0] = 0.0  # of lower rank
+    one, other = (Spectral(method, scale="spectral", precision=precision, form=f) for f in ("direct", "gram"))  # type: ignore[arg-type]
+    got, want = other.primal(theta), one.primal(theta)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+    if precision == "bfloat16":  # no kernel on this device: the operations are the same
+        assert torch.equal(got, want)
+    assert torch.equal(other.primal(torch.zeros(shape)), torch.zeros(shape))
+
+
+def test_the_gram_form_is_differentiated_as_the_direct_one_is() -> None:
+    theta = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 7, dtype=torch.float64)
+    first, second = (
+        torch.autograd.grad((Spectral("polar-express", form=f).primal(theta) * weight).sum(), theta)[0]  # type: ignore[arg-type]
+        for f in ("direct", "gram")
+    )
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-11)
+
+
+def test_results_are_scaled_and_stacks_of_any_sizes_go_together() -> None:
+    xs = [torch.randn(2, 3, 8), torch.randn(4, 5, 5), torch.randn(8, 3).mT]
+    for form in ("direct", "gram"):
+        out = iterate(xs, Start(2.0, 0.0, 1e-7), (MUON,) * 5, form, (2.0, 3.0, 4.0), torch.float64)  # type: ignore[arg-type]
+        for x, y, size in zip(xs, out, (2.0, 3.0, 4.0), strict=True):
+            want = size * by_singular_values(x.double() / (2 * leaf_norm(x.double())), (MUON,) * 5)
+            torch.testing.assert_close(y.double(), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("terms", [0, 1, 2])
+def test_a_symmetric_product_without_a_kernel_is_torchs(terms: int) -> None:
+    a, b = (torch.randn(2, 4, 4, dtype=torch.float64) for _ in range(2))
+    a = a + a.mT
+    b = a @ a - 0.3 * a  # they commute
+    given_terms = ((0.5, a), (-2.0, b))[:terms]
+    want = 3.0 * a @ b.mT + sum((x * d for x, d in given_terms), torch.zeros_like(a))
+    want = want + 7.0 * torch.eye(4, dtype=torch.float64)
+    torch.testing.assert_close(symmetric.product(a, b, alpha=3.0, terms=given_terms, diagonal=7.0), want)
+    out = torch.empty(2, 4, 4)
+    assert symmetric.product(a, b, alpha=3.0, terms=given_terms, diagonal=7.0, out=out) is out
+    torch.testing.assert_close(out, want.float())
+    assert symmetric.product(a, dtype=torch.float32).dtype == torch.float32
+    reason = symmetric.no_kernel(a)
+    assert reason is not None and "not a GPU" in reason
+
+
+def test_forms_are_checked_and_reach_the_tuple() -> None:
+    with pytest.raises(IllegalUpdate, match="form 'fast' is not direct or gram"):
+        Spectral(form="fast")  # type: ignore[arg-type]
+    with pytest.raises(IllegalUpdate, match="form has no effect with method 'polar'"):
+        Spectral("polar", form="gram")
+    for declare in (Muon.declare, NorMuon.declare):
+        filters = declare(form="direct").filters()
+        assert Spectral(scale="match_rms_adamw", precision="bfloat16") in [f.parts()[1] for f in filters]
+        assert Spectral(scale="match_rms_adamw", precision="bfloat16", form="gram") in [
+            f.parts()[1] for f in declare().filters()
+        ]
+
+
+KERNEL = r"""
+import torch
+from axes.errors import ShapeError
+from axes.kernels.normalise import normalised
+from axes.kernels.symmetric import symmetric_product
+
+torch.manual_seed(0)
+for shape in ((3, 8, 8), (2, 90, 100)):
+    for x in (torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16().mT.contiguous().mT):
+        x[0] = 0.0
+        y = normalised(x, 1.01, 1e-3, 0.5)
+        norm = x.double().flatten(1).norm(dim=1)[:, None, None]
+        want = x.double() / (1.01 * norm + 1e-3).clamp(min=0.5)
+        assert y.dtype == torch.float16 and y.stride() == x.stride()
+        assert (y - want).abs().max() < 1e-3 * want.abs().max()
+
+for m, k in ((136, 72), (256, 64), (8, 200)):
+    rows = torch.randn(2, m, k)
+    d = torch.randn(2, m, m)
+    d = d + d.mT
+    for a in (rows, rows.mT.contiguous().mT):
+        c = symmetric_product(a, alpha=0.5, terms=((0.3, d), (-2.0, d)), diagonal=3.0)
+        want = 0.5 * a.double() @ a.double().mT - 1.7 * d + 3.0 * torch.eye(m)
+        assert torch.equal(c, c.mT)
+        assert (c - want).abs().max() < 1e-4, (m, k)
+g = d @ d
+out = d.clone()
+symmetric_product(g, d, terms=((2.0, out),), out=out)  # a term may be overwritten
+assert (out - (g.double() @ d.double() + 2.0 * d)).abs().max() < 1e-3 * g.abs().max()
+assert symmetric_product(rows[:0]).shape == (0, 8, 8)
+
+def refused(text, *args, **kwargs):
+    try:
+        symmetric_product(*args, **kwargs)
+    except ShapeError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
+
+refused("multiples of 8", torch.zeros(1, 9, 16))
+refused("alike", torch.zeros(1, 8, 16), torch.zeros(1, 16, 16))
+refused("at most two terms", g, terms=((1.0, d),) * 3)
+refused("term 0 is contiguous", g, terms=((1.0, d[:1]),))
+refused("out must not be an input", g, out=g)
+refused("stored by rows or by columns", rows, rows.mT.contiguous().mT)
+"""
+
+
+def test_the_kernel_under_the_interpreter() -> None:
+    if sys.platform != "linux":
+        pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_kernel_compiles_to_hoppers_products_without_spills() -> None:
+    pytest.importorskip("triton")
+    from axes.kernels.symmetric import symmetric_product
+    from tests.hopper import hopper
+
+    g = torch.zeros(2, 1024, 1024, dtype=torch.float16)
+    with hopper() as launches:
+        symmetric_product(torch.zeros(2, 2048, 1024, dtype=torch.float16).mT)
+        symmetric_product(g, g.clone(), terms=((0.5, g), (0.3, g)), diagonal=2.0)
+    assert len(launches) == 2
+    for launch in launches:
+        assert launch.spills == 0 and launch.wgmma > 0 and launch.mma == 0
+        assert launch.shared <= 113 * 1024 and launch.registers * 128 * 2 <= 65536  # two programs a processor

@@ -1,0 +1,188 @@
+"""Rules with a spectral filter, stepped as stacks: the same as the interpreter, whatever the parameters are like."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from axes import optim
+from axes.algorithms import Momentum, Step
+from axes.costs import Given
+from axes.elementwise.program import trace
+from axes.geometry import Spectral
+from axes.monoids import Decay
+from axes.optim.first_order import LR, WEIGHT_DECAY
+from axes.optim.stacked import Stacks, cut
+from axes.state_update import OnUpdate, StateUpdate
+
+SHAPES = ((6, 4), (4, 6), (6, 4), (5, 5), (4, 3, 2, 2), (4, 6))
+RULES: dict[str, tuple[Any, str]] = {"muon": (optim.Muon, "muon"), "normuon": (optim.NorMuon, "normuon")}
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    torch.manual_seed(3)
+    return [nn.Parameter(torch.randn(shape, dtype=torch.float64).to(dtype)) for shape in SHAPES]
+
+
+def walk(
+    optimizer: Any, ps: list[nn.Parameter], steps: int = 4, seed: int = 0, skip: Callable[..., bool] | None = None
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for t in range(steps):
+        for i, p in enumerate(ps):
+            g = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+            p.grad = None if skip is not None and skip(t, i) else g
+        optimizer.step()
+
+
+def make(rule: str, ps: list[nn.Parameter], **options: Any) -> Any:
+    cls, name = RULES[rule]
+    return cls([{"params": ps, "rule": name}], lr=0.05, **options)
+
+
+def stacks(optimizer: Any) -> list[Stacks]:
+    return [b for *_, batches in optimizer._batches.values() for b in batches if isinstance(b, Stacks)]
+
+
+def same(ps: list[nn.Parameter], qs: list[nn.Parameter], a: Any, b: Any, bound: float = 1e-12) -> None:
+    for p, q in zip(ps, qs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=bound)
+        assert a.state[p].keys() == b.state[q].keys()
+        for name, x in a.state[p].items():
+            assert x.shape == b.state[q][name].shape and x.dtype == b.state[q][name].dtype, name
+            torch.testing.assert_close(x, b.state[q][name], rtol=0, atol=bound)
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"precision": "input"},
+    {"precision": "input", "form": "direct", "maximize": True},
+    {"precision": "input", "nesterov": False, "scale": "original", "weight_decay": 0.3},
+    {"precision": "input", "method": "polar-express", "scale": None, "ns_steps": 7},
+    {"precision": "bfloat16"},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_stacks_step_as_the_interpreter_does(rule: str, options: dict[str, Any]) -> None:
+    ps, qs = parameters(), parameters()
+    together, alone = make(rule, ps, **options), make(rule, qs, foreach=False, **options)
+    walk(together, ps)
+    walk(alone, qs)
+    (stack,) = stacks(together)
+    assert len(stack.stacks) == 4 and not stacks(alone)  # one for each shape
+    same(ps, qs, together, alone)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_parameters_may_come_and_go(rule: str) -> None:
+    ps, qs = parameters(), parameters()
+    options = {"precision": "input"}
+    together, alone = make(rule, ps, **options), make(rule, qs, foreach=False, **options)
+    for optimizer, xs in ((together, ps), (alone, qs)):
+        walk(optimizer, xs, 5, skip=lambda t, i: (t + i) % 3 == 0)
+        optimizer.param_groups[0]["lr"] = 0.2
+        optimizer.param_groups[0]["momentum"] = 0.5  # another tuple, with the same state
+        walk(optimizer, xs, 2, seed=1)
+        late = nn.Parameter(torch.ones(6, 4, dtype=torch.float64))
+        optimizer.add_param_group({"params": [late], "rule": RULES[rule][1], "weight_decay": 0.0})
+        xs.append(late)
+        walk(optimizer, xs, 2, seed=2)
+    same(ps, qs, together, alone)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("how", ["state dict", "pickle", "deepcopy"])
+def test_a_copy_goes_on_bit_for_bit(rule: str, how: str) -> None:
+    ps, qs = parameters(torch.float32), parameters(torch.float32)
+    whole, part = make(rule, ps), make(rule, qs)
+    walk(whole, ps, 3)
+    walk(part, qs, 3)
+    if how == "state dict":
+        other = make(rule, qs)
+        other.load_state_dict(copy.deepcopy(part.state_dict()))
+    else:
+        both = (part, qs)
+        other, qs = pickle.loads(pickle.dumps(both)) if how == "pickle" else copy.deepcopy(both)
+    walk(whole, ps, 3, seed=5)
+    walk(other, qs, 3, seed=5)
+    same(ps, qs, whole, other, 0.0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_views_and_16_bit_parameters_step_as_copies(rule: str, dtype: torch.dtype) -> None:
+    ps, qs = parameters(dtype), parameters(dtype)
+    odd = [nn.Parameter(p.detach().mT.contiguous().mT) if p.ndim == 2 else p for p in ps]
+    assert not odd[0].is_contiguous()
+    together, alone = make(rule, odd), make(rule, qs, foreach=False)
+    walk(together, odd)
+    walk(alone, qs)
+    assert stacks(together)
+    same(odd, qs, together, alone, 2e-2 if dtype == torch.bfloat16 else 1e-4)
+    assert all(x.dtype == torch.float32 for p in odd for n, x in together.state[p].items() if "count" not in n)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_zero_and_low_rank_gradients_stay_finite(rule: str) -> None:
+    ps = parameters(torch.float32)
+    optimizer = make(rule, ps, weight_decay=0.0)
+    before = [p.detach().clone() for p in ps]
+    for p in ps:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all(map(torch.equal, ps, before))
+    for p in ps:
+        p.grad = torch.full_like(p, 1e-20)  # rank one, and below eps
+    optimizer.step()
+    assert all(bool(torch.isfinite(p).all()) for p in ps)
+
+
+def test_a_step_reads_gradients_of_another_layout() -> None:
+    ps, qs = parameters(), parameters()
+    together, alone = make("muon", ps, precision="input"), make("muon", qs, foreach=False, precision="input")
+    for p, q in zip(ps, qs, strict=True):
+        g = torch.randn(p.shape, dtype=torch.float64)
+        p.grad, q.grad = g.mT.contiguous().mT, g
+    together.step()
+    alone.step()
+    same(ps, qs, together, alone)
+
+
+def _rule(h: Any, **momentum: Any) -> StateUpdate:
+    return StateUpdate(
+        Given(), OnUpdate(h), Decay(WEIGHT_DECAY), Step(LR, via=(Momentum(0.9, "ema", **momentum),))
+    ).normal()
+
+
+def test_what_is_cut_and_what_is_not() -> None:
+    found = cut(optim.NorMuon.declare().normal())
+    assert found is not None and found.place == 0 and len(found.tail.filters()) == 1
+    assert found.head.outputs.keys() == {"parameter", "via.0.theta"}
+    assert cut(_rule(Spectral())) is not None
+    refused = {
+        "exact": _rule(Spectral("polar")),
+        "first datum": _rule(Spectral(), start="first"),
+        "entry by entry": optim.AdamW.update.normal(),
+        "statistics": optim.Shampoo.update.normal(),
+        "on the state": StateUpdate(Given(), Spectral(), algorithm=Step(LR)).normal(),
+    }
+    for name, update in refused.items():
+        assert cut(update) is None, name
+
+
+def test_the_place_of_an_operation_is_not_taken_for_its_number() -> None:
+    """Value 1 of a program, its second input, times a constant: not the constant 1."""
+
+    def step(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"parameter": values["g"] * 0.05, "m": values["parameter"] / values["g"]}
+
+    found = trace(step, ("parameter", "g", "m"), ())
+    names = [op.name for op in found.operations]
+    assert "mul" in names and "div" in names
