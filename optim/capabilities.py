@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from axes.algorithms import Held
 from axes.costs import Linear
 from axes.errors import IllegalUpdate
 from axes.geometry import Bounded, Composite, Euclidean, Geometry, Hypentropy, SignBall, SoftThreshold, Whiten
@@ -30,6 +31,17 @@ def keyed(update: StateUpdate) -> bool:
 def needs_layers(update: StateUpdate) -> bool:
     """Whether it reads inputs or output gradients of layers, which only a model's hooks can supply."""
     return not update.signals().isdisjoint(LAYER_SIGNALS)
+
+
+def holds(update: StateUpdate) -> bool:
+    """Whether a statistic's value is computed in some steps and kept in others."""
+    return any(isinstance(part.parts()[3].at, Held) for part in parts_of(update))
+
+
+def needs_examples(update: StateUpdate) -> bool:
+    """Whether it reads the inputs and output gradients of every example, not sums of their products."""
+    costs = (part.parts()[0] for part in parts_of(update))
+    return any(isinstance(cost, Linear) and cost.of == "eigen-fisher" for cost in costs)
 
 
 def vectors(update: StateUpdate) -> tuple[str, ...]:

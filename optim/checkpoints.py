@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from axes.elementwise.storage import LOW, UNIT
 from axes.errors import AxesError
 
 
@@ -36,7 +37,7 @@ def wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             update = optimizer.update_for({**saved, "params": []})
             for index, parameter in zip(saved["params"], group["params"], strict=False):
                 if state.get(index):
-                    _require_fit(who, index, state[index], optimizer.expected_state(update, parameter))
+                    _require_fit(who, index, state[index], optimizer.expected_state(update, parameter, saved))
     return {**state_dict, "state": {index: Kept(dict(kept)) for index, kept in state.items()}}
 
 
@@ -44,9 +45,20 @@ def _require_fit(who: str, index: int, saved: Mapping[str, Tensor], expected: Ma
     missing = sorted(set(expected) - set(saved))
     if missing:
         raise AxesError(f"{who}: the saved state of parameter {index} is of another rule: no {', '.join(missing)}")
+    forms = sorted(n for n in saved if n.endswith((LOW, UNIT)) and n not in expected)
+    if forms:
+        raise AxesError(
+            f"{who}: the saved state of parameter {index} has {', '.join(forms)}, which its group's master and moments "
+            "do not ask for"
+        )
     for name, value in expected.items():
         if tuple(saved[name].shape) != tuple(value.shape):
             raise AxesError(
                 f"{who}: the saved {name!r} of parameter {index} has shape {tuple(saved[name].shape)}, this parameter "
                 f"needs {tuple(value.shape)}"
+            )
+        if saved[name].dtype != value.dtype and not (saved[name].is_floating_point() and value.is_floating_point()):
+            raise AxesError(
+                f"{who}: the saved {name!r} of parameter {index} has dtype {saved[name].dtype}, this group needs "
+                f"{value.dtype}"
             )

@@ -16,6 +16,7 @@ from axes.costs import Given
 from axes.geometry import Entropic
 from axes.monoids import Decay
 from axes.optim.base import Group, Optimizer, Options, Params
+from axes.optim.dtensors import whole
 from axes.optim.first_order import LR, WEIGHT_DECAY
 from axes.optim.predicted import SignedEG
 from axes.state_update import StateUpdate
@@ -87,6 +88,6 @@ def _on_simplex(parameter: Tensor) -> bool:
     """Whether a vector, or every row of a matrix, has entries >= 0 that sum to 1."""
     if parameter.is_complex() or parameter.ndim not in (1, 2) or parameter.shape[-1] < 2 or not parameter.numel():
         return False
-    w = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+    w = whole(parameter.detach()).to(torch.promote_types(parameter.dtype, torch.float32))
     tolerance = {torch.float64: 1e-6, torch.float32: 1e-4}.get(parameter.dtype, 2e-2)
     return bool((w >= 0).all()) and bool(((w.sum(-1) - 1).abs() <= tolerance).all())

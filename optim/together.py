@@ -7,20 +7,36 @@ state dict is the interpreter's, name by name, so the two can take turns.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from axes.elementwise.batched import Schedule, blocks
 from axes.elementwise.program import NotElementwise, Program, trace
-from axes.optim import trees
+from axes.elementwise.storage import FORMS, LOW, UNIT
+from axes.optim import stored, trees
 from axes.optim.capabilities import elementwise, keyed, parts_of, vectors
+from axes.optim.stored import PARAMETER
 from axes.state_update import StateUpdate
 
-PARAMETER, GRADIENT = "parameter", "g"
+P = ParamSpec("P")
+R = TypeVar("R")
+GRADIENT = "g"
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.elementwise.program
+
+
+def uncompiled(recursive: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """`torch.compiler.disable` that imports the compiler, which takes seconds, at the first call.
+
+    Under torch.compile only the arithmetic of a step is compiled, what decides about it runs as it is. recursive: what
+    the function calls is not compiled either.
+    """
+    return lambda function: _disable_dynamo(function, recursive)
 
 
 @functools.lru_cache(maxsize=512)
@@ -34,8 +50,8 @@ def program(update: StateUpdate, maximize: bool = False) -> Program | None:
         datum = {GRADIENT: torch.ones(_SHAPE), **{name: torch.tensor(0.5) for name in rates}}
         flat = trees.flatten(update, update.init(datum, (torch.ones(_SHAPE),)))
         shaped = tuple(n for n, x in flat.items() if x.numel() > 1)
-        numbers = tuple(n for n, x in flat.items() if x.numel() == 1 and not _counts(n))
-        counts = {n: torch.ones_like(x) for n, x in flat.items() if _counts(n)}  # only the first datum is special
+        numbers = tuple(n for n, x in flat.items() if x.numel() == 1 and not trees.counts(n))
+        counts = {n: torch.ones_like(x) for n, x in flat.items() if trees.counts(n)}  # only the first datum is special
 
         def step(values: dict[str, Tensor]) -> Mapping[str, Tensor]:
             kept = {n: values[n].reshape(flat[n].shape) for n in (*shaped, *numbers)}
@@ -55,6 +71,17 @@ def program(update: StateUpdate, maximize: bool = False) -> Program | None:
             return None
 
 
+def unfusable(update: StateUpdate) -> str | None:
+    """Why a tuple cannot be one kernel over entries, or None."""
+    if program(update) is not None:
+        return None
+    if keyed(update):
+        return "reads the inputs of layers"
+    if vectors(update) or any(per.shape != "scalar" for per in update.demands()):
+        return "reads rates or gates that are no single number"
+    return "mixes entries (norms, products or sorts)"
+
+
 def first_is_special(update: StateUpdate) -> bool:
     """Whether the first datum is treated unlike the others, which the program is about."""
     return any(part.parts()[3].start == "first" for part in parts_of(update))
@@ -68,65 +95,184 @@ def schedule(update: StateUpdate, maximize: bool) -> Schedule:
     return Schedule(found, keep=(GRADIENT,))
 
 
+How = Literal["host", "device", "fused"]
+
+
 @final
 class Batch:
-    """Parameters that step together: one dtype, one device, the same numbers in their states."""
+    """Parameters that step together: one dtype, one device, the same numbers in their states.
 
-    def __init__(self, update: StateUpdate, maximize: bool, parameters: list[Tensor], states: list[dict[str, Tensor]]):
+    how: "host" computes the numbers of a step on the host, "device" beside the tensors, so that nothing waits for the
+    device and a step can be captured, and "fused" is one generated kernel, for which the counts are on the device too.
+    """
+
+    def __init__(
+        self,
+        update: StateUpdate,
+        maximize: bool,
+        parameters: list[Tensor],
+        states: list[dict[str, Tensor]],
+        how: How = "host",
+        streams: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """streams: of random bits, if parameters are rounded at random."""
         self.schedule = schedule(update, maximize)
-        self.parameters, self.states = parameters, states
+        self.parameters, self.states, self.how, self.streams, self.seed = parameters, states, how, streams, seed
         names = self.schedule.names
         self.numbers = [n for n in self.schedule.program.outputs if n not in names]
-        self.held = {n: float(states[0][n]) for n in self.numbers}
-        self.counts = [s[n] for s in states for n in s if _counts(n)]
+        counts = [n for n in states[0] if trees.counts(n)]
+        # members' counts and numbers are views of one tensor each, so that one operation moves them all
+        self.counts = _together(states, counts)
+        self.copies = {n: _together(states, [n]) for n in self.numbers}
+        self.held = {n: float(x[0]) for n, x in self.copies.items()} if how == "host" else {}
+        self.forms = stored.forms_of(states[0])
+        self.coded = {n: f for n, f in self.forms.items() if n != PARAMETER}
         self.own = [x for s in states for x in s.values()]
+        self.ids = list(map(id, self.own))
+        self.shapes = [_real(p).shape for p in parameters]
         # a parameter of 16 bits, or without one run of memory, is stepped as a float32 or contiguous copy
-        self.inside = [p.dtype in (torch.float32, torch.float64) and p.is_contiguous() for p in map(_real, parameters)]
+        self.wide = torch.promote_types(_real(parameters[0]).dtype, torch.float32)
+        self.whole = all(p.is_contiguous() and (_real(p).dtype == self.wide or how == "fused") for p in parameters)
+        if how == "fused":
+            self.whole = self.whole and all(_aligned(p) for p in parameters)
+            self.kernel = self._kernel()
+            return
         self.cut = list(blocks([p.numel() for p in map(_real, parameters)], _block(parameters[0])))
-        whole = all(self.inside)
-        self.views = {
-            n: self._blocks([s[n] for s in states]) if n not in (PARAMETER, GRADIENT) else None for n in names
-        }
-        if whole:
+        kept = [n for n in names if n not in (PARAMETER, GRADIENT, *self.coded)]
+        self.views: dict[str, Any] = {n: self._blocks([s[n] for s in states]) for n in kept}
+        if self.whole:
             self.views[PARAMETER] = self._blocks([_real(p).detach() for p in parameters])
 
     def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether these are still the same parameters with the same state tensors."""
-        if len(parameters) != len(self.parameters):
+        if len(parameters) != len(self.parameters) or not all(map(operator.is_, parameters, self.parameters)):
             return False
-        if any(p is not q for p, q in zip(parameters, self.parameters, strict=True)):
-            return False
-        now = [x for p in parameters for x in state[p].values()]
-        return len(now) == len(self.own) and all(a is b for a, b in zip(now, self.own, strict=True))
+        now = map(dict.values, map(state.__getitem__, parameters))
+        return list(map(id, itertools.chain.from_iterable(now))) == self.ids
 
-    def step(self, rates: Mapping[str, float]) -> None:
-        """One datum for every parameter."""
-        wide = torch.promote_types(_real(self.parameters[0]).dtype, torch.float32)
-        gradients = [_real(p.grad).to(wide).contiguous() for p in self.parameters if p.grad is not None]
-        lists = {**self.views, GRADIENT: self._blocks(gradients)}
-        copies: list[Tensor] = []
-        if lists.get(PARAMETER) is None:
-            copies = [
-                _real(p).detach().to(wide, memory_format=torch.contiguous_format, copy=True) for p in self.parameters
-            ]
-            lists[PARAMETER] = self._blocks(copies)
+    @uncompiled(recursive=False)
+    def step(
+        self, rates: Mapping[str, float | Tensor], found: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
+        """One datum for every parameter. found, scale: of a gradient scaler, for fused batches."""
+        if self.how == "fused":
+            self._launch(rates, found, scale)
+        elif self.how == "device":
+            self._on_device(rates)
+        else:
+            self._on_host({n: float(x) for n, x in rates.items()})
+
+    @uncompiled()
+    def _on_host(self, rates: Mapping[str, float]) -> None:
         values = self.schedule.program.numbers({**self.held, **rates})
-        for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
-            self.schedule.run(group, values)
-        for parameter, copy in zip(self.parameters, copies, strict=bool(copies)):
-            _real(parameter).copy_(copy)
-        torch._foreach_add_(self.counts, 1)
+        self._run(values)
         for name in self.numbers:
             value = self.schedule.program.outputs[name]
-            tensors = [s[name] for s in self.states]
             exact = values[value] if isinstance(value, int) else value
-            self.held[name] = torch.tensor(exact, dtype=tensors[0].dtype).item()  # as a resumed run will read it
-            torch._foreach_zero_(tensors)
-            torch._foreach_add_(tensors, self.held[name])
+            self.copies[name].fill_(exact)
+            self.held[name] = torch.tensor(exact, dtype=self.copies[name].dtype).item()  # as a resumed run will read it
+
+    def _on_device(self, rates: Mapping[str, float | Tensor]) -> None:
+        like = self.counts
+        given = {n: x[0].to(torch.float64) for n, x in self.copies.items()}
+        for n, x in rates.items():
+            if isinstance(x, Tensor):
+                given[n] = x.to(like.device, torch.float64).reshape(())
+            else:
+                given[n] = torch.full((), x, dtype=torch.float64, device=like.device)
+        values = self.schedule.program.tensors(given)
+        self._run(values)
+        for name in self.numbers:
+            value = self.schedule.program.outputs[name]
+            exact = values[value] if isinstance(value, int) else value
+            self.copies[name].copy_(exact) if isinstance(exact, Tensor) else self.copies[name].fill_(exact)
+
+    def _run(self, values: Sequence[float | Tensor]) -> None:
+        """The program over all blocks, given its numbers."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if any(g.dtype != self.wide for g in gradients):
+            gradients = [_real(g).to(self.wide) for g in gradients]
+        lists = {**self.views, GRADIENT: self._blocks(gradients)}
+        copies: list[Tensor] = []
+        if not self.whole:
+            copies = [self._copy(p, s) for p, s in zip(self.parameters, self.states, strict=True)]
+            lists[PARAMETER] = self._blocks(copies)
+        decoded: dict[str, list[Tensor]] = {}
+        for name in self.coded:
+            decoded[name] = [stored.opened(s)[name].contiguous() for s in self.states]
+            lists[name] = self._blocks(decoded[name])
+        for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
+            self.schedule.run(group, values)
+        self.counts.add_(1)
+        for i, copy in enumerate(copies):
+            parameter, state = self.parameters[i], self.states[i]
+            random = None if self.streams is None else (state[trees.COUNT], self.streams[i], self.seed)
+            stored.write(_real(parameter), copy, state, random)
+        for name, tensors in decoded.items():
+            for state, x in zip(self.states, tensors, strict=True):
+                code, unit = FORMS[self.coded[name]].encode(x.reshape(-1), None)
+                state[name].copy_(code.view(x.shape))
+                state[name + UNIT].copy_(unit)
+
+    def _copy(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        if PARAMETER in self.forms:
+            return stored.weights(parameter, state)
+        return _real(parameter).detach().to(self.wide, memory_format=torch.contiguous_format, copy=True)
 
     def _blocks(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        flat = [x.reshape(-1) for x in tensors]
-        return [[flat[i] if b - a == flat[i].numel() else flat[i][a:b] for i, a, b in group] for group in self.cut]
+        return [[self._entries(tensors[i], i, first, end) for i, first, end in group] for group in self.cut]
+
+    def _entries(self, x: Tensor, index: int, first: int, end: int) -> Tensor:
+        """A tensor in the shape of its parameter, or a piece of it."""
+        shape = self.shapes[index]
+        if end - first < shape.numel():
+            return x.reshape(-1)[first:end]
+        return x if x.shape == shape else x.view(shape)
+
+    # ---- one kernel ----------------------------------------------------------------------------------------------
+
+    def _kernel(self) -> Any:
+        from axes.elementwise.fused import Fused, columns  # triton is imported on first use
+
+        program = self.schedule.program
+        own = [n + suffix for n, suffix in columns(program, self.forms) if n not in (PARAMETER, GRADIENT)]
+        tensors = {n: [s[n] for s in self.states] for n in own}
+        if PARAMETER in self.forms:
+            tensors[PARAMETER + LOW] = [s[PARAMETER + LOW] for s in self.states]
+        self.inside = [_real(p).detach() if self.whole else self._contiguous(p) for p in self.parameters]
+        tensors[PARAMETER] = self.inside
+        return Fused(program, tensors, self.forms, self.copies, self.counts.view(-1), self.streams, self.seed)
+
+    def _contiguous(self, parameter: Tensor) -> Tensor:
+        return _real(parameter).detach().clone(memory_format=torch.contiguous_format)
+
+    @uncompiled()
+    def _launch(self, rates: Mapping[str, float | Tensor], found: Tensor | None, scale: Tensor | None) -> None:
+        gradients = [_real(g) for p in self.parameters if (g := p.grad) is not None]
+        if any(g.dtype != gradients[0].dtype for g in gradients):
+            gradients = [g.to(self.wide) for g in gradients]
+        gradients = [g if g.is_contiguous() and _aligned(g) else self._contiguous(g) for g in gradients]
+        if not self.whole:
+            torch._foreach_copy_(self.inside, [_real(p).detach() for p in self.parameters])
+        self.kernel.step(gradients, rates, found, scale)
+        if not self.whole:
+            torch._foreach_copy_([_real(p).detach() for p in self.parameters], self.inside)
+
+
+def _together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
+    """Tensors of one entry as one tensor, and the states' own as views of it, name by name."""
+    whole = torch.stack([s[n].reshape(()) for n in names for s in states])
+    views = iter(whole.unbind())
+    for n in names:
+        for s in states:
+            s[n] = next(views).view(s[n].shape)
+    return whole
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether a kernel may read 16 bytes at a time."""
+    return x.data_ptr() % 16 == 0
 
 
 def start(state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
@@ -139,10 +285,6 @@ def start(state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
         out[name] = x.clone(memory_format=torch.contiguous_format) if shared else x
         seen.add(place)
     return out
-
-
-def _counts(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] == trees.COUNT
 
 
 def _real(x: Tensor) -> Tensor:

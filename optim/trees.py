@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axes.algorithms import Sum
+from axes.algorithms import Held, Sum
 from axes.monoids import Zero
 from axes.state_update import State, StateUpdate
 
+HELD, MISSES = "held", "misses"  # a statistic's value since its last refresh; how often none could be taken
 COUNT = "count"  # keys with this name are integers on the host; all others are tensors beside their parameter
+
+
+def counts(name: str) -> bool:
+    """Whether a tensor of a state counts data."""
+    return name.rsplit(".", 1)[-1] == COUNT
 
 
 def keeps_theta(update: StateUpdate) -> bool:
@@ -39,6 +45,9 @@ def _inside(update: StateUpdate, state: State, prefix: str) -> Iterator[tuple[st
     yield prefix + COUNT, state.count
     if state.norm:
         yield prefix + "norm", state.norm[0]
+    if isinstance(update.parts()[3].at, Held):
+        yield prefix + HELD, state.anchor[0]
+        yield prefix + MISSES, state.anchor[1]
     for name, inner, below in _children(update, state):
         yield from _whole(inner, below, prefix + name)
 
@@ -88,7 +97,13 @@ def _build(update: StateUpdate, flat: Mapping[str, Tensor], theta: Tensor, prefi
             via.append(inner(f, f"via.{i}."))
     stats = tuple(inner(s, f"stats.{i}.") for i, s in enumerate(h.stats))
     norm = (flat[prefix + "norm"],) if step.debias else ()
-    return State((theta,), tuple(via), stats, norm, (), flat[prefix + COUNT])
+    held = (flat[prefix + HELD], flat[prefix + MISSES]) if isinstance(step.at, Held) else ()
+    return State((theta,), tuple(via), stats, norm, held, flat[prefix + COUNT])
+
+
+def missed(flat: Mapping[str, Tensor]) -> int:
+    """How many held values of a state could not be computed."""
+    return sum(int(x.sum()) for name, x in flat.items() if name.rsplit(".", 1)[-1] == MISSES)
 
 
 def _map(function: Callable[..., Tensor], *trees: Any) -> Any:
@@ -103,10 +118,27 @@ def stack(states: Sequence[State]) -> State:
     """One state with a leading batch dimension; counts must agree, and 0-d tensors are shared."""
 
     def together(*leaves: Tensor) -> Tensor:
-        return leaves[0] if leaves[0].ndim == 0 else torch.stack(leaves)
+        return leaves[0] if leaves[0].ndim == 0 else stacked(leaves)
 
-    stacked: State = _map(together, *states)
-    return stacked
+    whole: State = _map(together, *states)
+    return whole
+
+
+def stacked(leaves: Sequence[Tensor]) -> Tensor:
+    """torch.stack(leaves), without a copy where they lie one after another in memory, as `unstack` leaves them."""
+    first = leaves[0]
+    if torch.compiler.is_compiling() or first.requires_grad:
+        return torch.stack(list(leaves))
+    size, place = first.numel(), first.untyped_storage().data_ptr()
+    adjacent = all(
+        x.is_contiguous()
+        and x.storage_offset() == first.storage_offset() + i * size
+        and x.untyped_storage().data_ptr() == place
+        for i, x in enumerate(leaves)
+    )
+    if not adjacent:
+        return torch.stack(list(leaves))
+    return first.as_strided((len(leaves), *first.shape), (size, *first.stride()))
 
 
 def unstack(state: State, index: int) -> State:

@@ -17,7 +17,7 @@ from torch import Tensor
 from axes.elementwise.program import Program, Value
 
 _BLOCK = 1 << 18  # entries of a block: a handful of float32 arrays of this size stay in cache (measured: batched.py)
-Number = Callable[[list[float]], float]  # from the numbers of a step
+Real = float | Tensor  # a number of a step, 0-d where it is on the device
 Kind = Literal["plain", "product", "quotient"]
 Lists = list[Tensor]
 _TESTS = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not", "where"})  # truth values come or go
@@ -61,8 +61,11 @@ class Schedule:
         _Selection(self, program, shaped, frozenset(keep)).run()
         self.registers = 1 + max([len(shaped) - 1, *(s.target for s in self.steps)])
 
-    def run(self, lists: Sequence[Lists], values: list[float]) -> None:
-        """Execute over one block: lists of tensors for each name, overwritten with the outputs."""
+    def run(self, lists: Sequence[Lists], values: Sequence[Real]) -> None:
+        """Execute over one block: lists of tensors for each name, overwritten with the outputs.
+
+        values: of the program's numbers; 0-d tensors on the tensors' device are never waited for.
+        """
         registers: list[Lists | None] = [None] * self.registers
         registers[: len(lists)] = list(lists)
         for step, released in zip(self.steps, self.released, strict=True):
@@ -73,9 +76,9 @@ class Schedule:
                 registers[r] = None
 
 
-def _value(factors: tuple[tuple[Value, ...], tuple[Value, ...], bool], values: list[float]) -> float:
+def _value(factors: tuple[tuple[Value, ...], tuple[Value, ...], bool], values: Sequence[Real]) -> Real:
     number, over, negative = factors
-    out = -1.0 if negative else 1.0
+    out: Real = -1.0 if negative else 1.0
     for f in number:
         out *= values[f] if isinstance(f, int) else f
     for f in over:
@@ -298,43 +301,58 @@ def _flip(t: _Term, negative: bool) -> _Term:
 # ---- multi-tensor operations ---------------------------------------------------------------------------------------
 
 
-def _scale(here: bool, s: list[Any], n: list[float]) -> Lists:
+def _scale(here: bool, s: list[Any], n: list[Real]) -> Lists:
     if not here:
-        return list(torch._foreach_mul(s[0], n[0]))
-    if n[0] != 1.0:
-        torch._foreach_mul_(s[0], n[0])
+        return list(torch._foreach_mul(s[0], _like(n[0], s)))
+    if isinstance(n[0], Tensor) or n[0] != 1.0:
+        torch._foreach_mul_(s[0], _like(n[0], s))
     return s[0]
 
 
-def _add(here: bool, s: list[Any], n: list[float]) -> Lists:
-    torch._foreach_add_(s[0], s[1], alpha=n[0])
+def _add(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if isinstance(n[0], Tensor):
+        torch._foreach_add_(s[0], torch._foreach_mul(s[1], _like(n[0], s)))
+    else:
+        torch._foreach_add_(s[0], s[1], alpha=n[0])
     return s[0]
 
 
-def _add_number(here: bool, s: list[Any], n: list[float]) -> Lists:
-    torch._foreach_add_(s[0], n[0])
+def _add_number(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if isinstance(n[0], Tensor):
+        torch._foreach_add_(s[0], other=_like(n[0], s))  # without the name it would be read on the host
+    else:
+        torch._foreach_add_(s[0], n[0])
     return s[0]
 
 
-def _addcmul(here: bool, s: list[Any], n: list[float]) -> Lists:
+def _addcmul(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if isinstance(n[0], Tensor):
+        return _add(here, [s[0], torch._foreach_mul(s[1], s[2])], n)
     torch._foreach_addcmul_(s[0], s[1], s[2], value=n[0])
     return s[0]
 
 
-def _addcdiv(here: bool, s: list[Any], n: list[float]) -> Lists:
+def _addcdiv(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if isinstance(n[0], Tensor):
+        return _add(here, [s[0], torch._foreach_div(s[1], s[2])], n)
     torch._foreach_addcdiv_(s[0], s[1], s[2], value=n[0])
     return s[0]
 
 
-def _copy(here: bool, s: list[Any], n: list[float]) -> Lists:
+def _like(number: Real, s: list[Any]) -> Any:
+    """A number in the dtype of the tensors that it meets."""
+    return number.to(s[0][0].dtype) if isinstance(number, Tensor) and s[0] else number
+
+
+def _copy(here: bool, s: list[Any], n: list[Real]) -> Lists:
     torch._foreach_copy_(s[0], s[1])
     return s[0]
 
 
-def _pair(name: str) -> Callable[[bool, list[Any], list[float]], Lists]:
+def _pair(name: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
     plain, inside = getattr(torch, f"_foreach_{name}"), getattr(torch, f"_foreach_{name}_")
 
-    def run(here: bool, s: list[Any], n: list[float]) -> Lists:
+    def run(here: bool, s: list[Any], n: list[Real]) -> Lists:
         if here:
             inside(s[0], s[1])
             return s[0]
@@ -343,10 +361,10 @@ def _pair(name: str) -> Callable[[bool, list[Any], list[float]], Lists]:
     return run
 
 
-def _unary(name: str) -> Callable[[bool, list[Any], list[float]], Lists]:
+def _unary(name: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
     plain, inside = getattr(torch, f"_foreach_{name}"), getattr(torch, f"_foreach_{name}_")
 
-    def run(here: bool, s: list[Any], n: list[float]) -> Lists:
+    def run(here: bool, s: list[Any], n: list[Real]) -> Lists:
         if here:
             inside(s[0])
             return s[0]
@@ -355,7 +373,9 @@ def _unary(name: str) -> Callable[[bool, list[Any], list[float]], Lists]:
     return run
 
 
-def _power(here: bool, s: list[Any], n: list[float]) -> Lists:
+def _power(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if isinstance(n[0], Tensor):
+        return _each("pow", "xn")(here, s, n)
     if n[0] == 0.5:
         return _unary("sqrt")(here, s, [])
     if here:
@@ -364,7 +384,7 @@ def _power(here: bool, s: list[Any], n: list[float]) -> Lists:
     return list(torch._foreach_pow(s[0], n[0]))
 
 
-def _each(name: str, pattern: str) -> Callable[[bool, list[Any], list[float]], Lists]:
+def _each(name: str, pattern: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
     """An operation without a multi-tensor form, tensor by tensor."""
     named: dict[str, Callable[..., Tensor]] = {
         "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "where": torch.where,
@@ -374,7 +394,7 @@ def _each(name: str, pattern: str) -> Callable[[bool, list[Any], list[float]], L
     }  # fmt: skip
     function = named.get(name) or getattr(torch, name)
 
-    def run(here: bool, s: list[Any], n: list[float]) -> Lists:
+    def run(here: bool, s: list[Any], n: list[Real]) -> Lists:
         out = []
         for tensors in zip(*s, strict=True):
             shaped, numbers = iter(tensors), iter(n)

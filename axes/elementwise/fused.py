@@ -1,9 +1,10 @@
-"""A program as one Triton kernel over many tensors: every tensor is read once and written once, in one launch.
+"""A program as Triton kernels over many tensors: every tensor is read once and written once, in one launch.
 
-The kernel is written from the program, one line an operation, and is the same for every list of tensors: pointers and
-sizes come in tables. Arithmetic is float32 (float64 for float64 tensors) whatever the tensors' dtypes are.
-Numbers of a step are computed on the host and passed as arguments, or with `capturable` by a second, tiny kernel from
-tensors on the device, so that a CUDA graph replays a step with the learning rate of the day.
+The kernels are written from the program, one line an operation, and are the same for every list of tensors: pointers
+and sizes come in tables. Arithmetic is float32 (float64 for float64 tensors) whatever form the tensors are stored in;
+stored forms are read and written in registers (`axes.kernels.codes`). The numbers of a step are computed on the
+device by a second, tiny kernel, in float64, from numbers on the device: nothing waits for the host, a CUDA graph
+replays a step with the learning rate of the day, and a step that a gradient scaler calls off changes nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from axes.elementwise.program import Program, Value
+from axes.elementwise.program import Operation, Program, Value
+from axes.elementwise.storage import FORMS, LOW, QUANTUM, UNIT
 from axes.kernels.layout import on_device
 
-_BLOCK = 4096  # entries of a program
-_WARPS = 8
+# (entries, warps) of a program, measured on an H200: without and with forms of 8 bits
+_PLAIN, _CODED = (1024, 4), (512, 2)
 _TYPES = {
     torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
+    torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8",
 }  # fmt: skip
 _CODE = {
     "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "div": "{0} / {1}", "neg": "-{0}",
@@ -35,122 +38,321 @@ _CODE = {
     "gt": "{0} > {1}", "ge": "{0} >= {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "eq": "{0} == {1}",
     "ne": "{0} != {1}", "and": "{0} & {1}", "or": "{0} | {1}", "not": "not {0}",
 }  # fmt: skip
+_HEADER = (
+    "import triton",
+    "import triton.language as tl",
+    "from triton.language.extra import libdevice",
+    "from axes.kernels import codes",
+    "",
+    "",
+)
+PARAMETER = "parameter"
 
 
-def source(program: Program, types: Mapping[str, torch.dtype]) -> str:
-    """The kernel's text. types: of every shaped input; states and parameter are written in their own."""
+def columns(program: Program, forms: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(input, suffix) of every stored tensor, in the order of the pointer table."""
     names = [program.names[i] for i, op in enumerate(program.operations) if op.name == "input" and op.shaped]
-    wide = "float64" if any(t == torch.float64 for t in types.values()) else "float32"
-    numbers = _numbers(program)
-    arguments = "".join(f"n{i}, " for i in numbers)
+    return [(n, suffix) for n in names for suffix, _ in FORMS[forms.get(n, "plain")].parts]
+
+
+def source(program: Program, types: Mapping[str, torch.dtype], forms: Mapping[str, str], random: bool = False) -> str:
+    """The text of `step`. types: of every stored tensor by name and suffix; forms: of inputs that are not plain.
+
+    random: the parameter is rounded at random, with a stream and the number of steps.
+    """
+    table = columns(program, forms)
+    wide = "float64" if torch.float64 in types.values() else "float32"
+    flat = not any(suffix == UNIT for _, suffix in table)
+    width = len(table) + 1
     lines = [
-        "import triton",
-        "import triton.language as tl",
-        "from triton.language.extra import libdevice",
-        "",
-        "",
+        *_HEADER,
         "@triton.jit",
-        f"def step(pointers, chunks, numbers, {arguments}BLOCK: tl.constexpr, DEVICE: tl.constexpr):",
+        "def step(pointers, chunks, numbers, found, scale, counts, seed, BLOCK: tl.constexpr, FOUND: tl.constexpr, "
+        "SCALE: tl.constexpr):",
+        "    if FOUND:",
+        "        if tl.load(found) != 0:",
+        "            return",
         "    chunk = tl.program_id(0).to(tl.int64) * 3",
-        f"    row = pointers + tl.load(chunks + chunk) * {len(names)}",
-        "    first = tl.load(chunks + chunk + 1)",
+        f"    row = pointers + tl.load(chunks + chunk) * {width}",
+        "    first = tl.multiple_of(tl.load(chunks + chunk + 1), BLOCK)",
         "    end = tl.load(chunks + chunk + 2)",
-        "    at = tl.multiple_of(first, BLOCK) + tl.arange(0, BLOCK)",
-        "    inside = at < end",
     ]
-    if numbers:
-        lines.append("    if DEVICE:")
-        lines += [f"        n{i} = tl.load(numbers + {place})" for place, i in enumerate(numbers)]
-    for place, name in enumerate(names):
-        kind = _TYPES[types[name]]
+    if flat:
+        lines += ["    at = first + tl.arange(0, BLOCK)"]
+    else:
+        lines += [
+            f"    inside_block = tl.arange(0, BLOCK // {QUANTUM})",
+            f"    at = first + inside_block[:, None] * {QUANTUM} + tl.arange(0, {QUANTUM})[None, :]",
+            f"    block = first // {QUANTUM} + inside_block",
+            f"    held = block * {QUANTUM} < end",
+        ]
+    lines += ["    inside = at < end"]
+    lines += [f"    {kind}{i} = tl.load(numbers + {place})" for place, (kind, i) in enumerate(read(program))]
+    for place, (name, suffix) in enumerate(table):
+        kind = _TYPES[types[name + suffix]]
         lines.append(f"    p{place} = tl.multiple_of(tl.load(row + {place}).to(tl.pointer_type(tl.{kind})), 16)")
-    whole = _body(program, names, wide, "")
-    part = _body(program, names, wide, ", mask=inside")
-    lines += ["    if first + BLOCK <= end:", *whole, "    else:", *part, ""]
-    return "\n".join(lines)
+    if random:
+        lines.append(f"    word = codes.words(tl.load(seed), at, tl.load(counts), tl.load(row + {width - 1}))")
+    lines.append("    if first + BLOCK <= end:")
+    lines += _body(program, table, forms, wide, "", "", random)
+    lines.append("    else:")
+    lines += _body(program, table, forms, wide, ", mask=inside", ", mask=held", random)
+    return "\n".join([*lines, ""])
 
 
-def _numbers(program: Program) -> list[int]:
-    """Numbers that shaped operations read, as values of the program."""
-    read = {x for op in program.operations if op.shaped for x in op.inputs if isinstance(x, int)}
-    return sorted(i for i in read if not program.operations[i].shaped)
+def numbers_source(program: Program, kept: Mapping[str, torch.dtype]) -> str:
+    """The text of `advance`: the numbers of a step that entries need, and the numbers of the state after it.
+
+    inputs: float64, the program's 0-d inputs in order; kept: numbers of the state, stored in their own dtype with one
+    copy for every parameter.
+    """
+    inputs = [i for i, op in enumerate(program.operations) if op.name == "input" and not op.shaped]
+    arguments = "".join(f"to{place}, " for place in range(len(kept)))
+    lines = [
+        *_HEADER,
+        "@triton.jit",
+        f"def advance(inputs, numbers, found, counts, total, {arguments}size, FOUND: tl.constexpr, "
+        "BLOCK: tl.constexpr):",
+        "    if FOUND:",
+        "        if tl.load(found) != 0:",
+        "            return",
+    ]
+    lines += [f"    n{i} = tl.load(inputs + {place})" for place, i in enumerate(inputs)]
+    for i, op in enumerate(program.operations):
+        if not op.shaped and op.name != "input":
+            lines.append(f"    n{i} = {_code(op, 'float64').format(*(_text(program, x) for x in op.inputs))}")
+    for place, (kind, i) in enumerate(read(program)):
+        lines.append(f"    tl.store(numbers + {place}, {'1.0 / ' if kind == 'r' else ''}n{i})")
+    lines += ["    for first in range(0, total, BLOCK):", "        at = first + tl.arange(0, BLOCK)"]
+    lines += ["        tl.store(counts + at, tl.load(counts + at, mask=at < total, other=0) + 1, mask=at < total)"]
+    lines += ["    for first in range(0, size, BLOCK):", "        at = first + tl.arange(0, BLOCK)"] if kept else []
+    names = [program.names[i] for i in inputs]
+    for place, name in enumerate(kept):
+        value = _text(program, program.outputs[name])
+        kind = _TYPES[kept[name]]
+        lines.append(f"        tl.store(to{place} + at, tl.full([BLOCK], {value}, tl.{kind}), mask=at < size)")
+    for name, dtype in kept.items():
+        value = _text(program, program.outputs[name])
+        lines.append(f"    rounded = tl.full([1], {value}, tl.float64).to(tl.{_TYPES[dtype]}).to(tl.float64)")
+        lines.append(f"    tl.store(inputs + {names.index(name)} + tl.arange(0, 1), rounded)")
+    return "\n".join([*lines, ""])
 
 
-def _body(program: Program, names: list[str], wide: str, mask: str) -> list[str]:
-    other = mask and f"{mask}, other=0.0"
-    lines, place = [], {name: i for i, name in enumerate(names)}
+def read(program: Program) -> list[tuple[str, int]]:
+    """Numbers that entries need: ("n", value of the program), or ("r", value) for its reciprocal."""
+    found = set()
+    for op in program.operations:
+        if op.shaped:
+            inputs = [(place, x) for place, x in enumerate(op.inputs) if isinstance(x, int)]
+            found |= {(_divides(op.name, place), x) for place, x in inputs if not program.operations[x].shaped}
+    for x in program.outputs.values():
+        if isinstance(x, int) and not program.operations[x].shaped:
+            found.add(("n", x))
+    return sorted(found)
 
-    def text(x: Value) -> str:
-        if isinstance(x, int):
-            return f"v{x}" if program.operations[x].shaped else f"n{x}"
-        return repr(float(x)) if abs(x) != float("inf") else f"float('{x}')"
 
+def _divides(name: str, place: int) -> str:
+    return "r" if name == "div" and place == 1 else "n"
+
+
+def _code(op: Operation, kind: str) -> str:
+    """The text of an operation. kind: float64, whose root has one form; float32; coded, where its last bit is free."""
+    code = _CODE["sqrt"] if op.name == "pow" and op.inputs[1] == 0.5 else _CODE[op.name]
+    return code if kind == "float32" else code.replace("tl.sqrt_rn", "tl.sqrt")
+
+
+def _text(program: Program, x: Value) -> str:
+    if isinstance(x, int):
+        return f"v{x}" if program.operations[x].shaped else f"n{x}"
+    return repr(float(x)) if abs(x) != float("inf") else f"float('{x}')"
+
+
+def _body(
+    program: Program,
+    table: list[tuple[str, str]],
+    forms: Mapping[str, str],
+    wide: str,
+    mask: str,
+    held: str,
+    random: bool,
+) -> list[str]:
+    coded = any(suffix == UNIT for _, suffix in table)
+    shape = f"[BLOCK // {QUANTUM}, {QUANTUM}]" if coded else "[BLOCK]"
+    other = mask and f"{mask}, other=0"
+    place = {name + suffix: i for i, (name, suffix) in enumerate(table)}
+    lines = []
     for i, op in enumerate(program.operations):
         if not op.shaped:
             continue
         if op.name == "input":
-            lines.append(f"        v{i} = tl.load(p{place[program.names[i]]} + at{other}).to(tl.{wide})")
-        elif op.name == "pow" and op.inputs[1] == 0.5:
-            lines.append(f"        v{i} = tl.sqrt_rn({text(op.inputs[0])})")
+            lines += _load(i, program.names[i], forms, place, wide, other, held and f"{held}, other=0")
+        elif op.name == "div" and isinstance(op.inputs[1], int) and not program.operations[op.inputs[1]].shaped:
+            lines.append(f"v{i} = {_text(program, op.inputs[0])} * r{op.inputs[1]}")
+        elif op.name == "div" and coded:
+            lines.append(f"v{i} = codes.quotient({', '.join(_text(program, x) for x in op.inputs)})")
         else:
-            lines.append(f"        v{i} = {_CODE[op.name].format(*map(text, op.inputs))}")
+            kind = "coded" if coded else wide
+            lines.append(f"v{i} = {_code(op, kind).format(*(_text(program, x) for x in op.inputs))}")
     for name, value in program.outputs.items():
         if name in place and value != program.inputs[name]:
-            p = f"p{place[name]}"
-            shown = text(value) if isinstance(value, int) else f"tl.full([BLOCK], {value}, tl.{wide})"
-            lines.append(f"        tl.store({p} + at, ({shown}).to({p}.dtype.element_ty){mask})")
+            x = _text(program, value)
+            x = x if program.shaped(value) else f"tl.full({shape}, {x}, tl.{wide})"
+            lines += _store(x, name, forms, place, mask, held, random)
+    return ["        " + line for line in lines]
+
+
+def _load(
+    i: int, name: str, forms: Mapping[str, str], place: Mapping[str, int], wide: str, other: str, held: str
+) -> list[str]:
+    form = forms.get(name, "plain")
+    first = f"tl.load(p{place[name]} + at{other})"
+    if form == "plain":
+        lines = [f"v{i} = {first}.to(tl.{wide})"]
+    elif form.startswith("split"):
+        lines = [f"v{i} = codes.join_{form[6:]}({first}, tl.load(p{place[name + LOW]} + at{other}))"]
+    else:
+        unit = f"tl.load(p{place[name + UNIT]} + block{held})"
+        lines = [f"v{i} = codes.decode_{form[:-2]}({first}, {unit})"]
+    if name == "g":
+        lines += ["if SCALE:", f"    v{i} = v{i} / tl.load(scale)"]
     return lines
 
 
-def compile_text(text: str) -> Any:
-    """The kernel of a source text; Triton reads the text again, so it is kept where `inspect` looks."""
+def _store(
+    x: str, name: str, forms: Mapping[str, str], place: Mapping[str, int], mask: str, held: str, random: bool
+) -> list[str]:
+    form, p = forms.get(name, "plain"), f"p{place[name]}"
+    if form == "plain":
+        if random and name == PARAMETER:
+            return [f"tl.store({p} + at, codes.bfloat16_at_random({x}, word){mask})"]
+        return [f"tl.store({p} + at, ({x}).to({p}.dtype.element_ty){mask})"]
+    if form == "split-16":
+        call = f"codes.cut_16({x})"
+    elif form == "split-8":
+        call = f"codes.cut_8({x}, {'(word & 0xFF).to(tl.int32)' if random else '0x80'})"
+    else:
+        call = f"codes.encode_{form[:-2]}({x})"
+    lines = [f"first_part, second_part = {call}", f"tl.store({p} + at, first_part{mask})"]
+    if form.startswith("split"):
+        return [*lines, f"tl.store(p{place[name + LOW]} + at, second_part{mask})"]
+    return [*lines, f"tl.store(p{place[name + UNIT]} + block, second_part{held})"]
+
+
+def compile_text(text: str, kernel: str = "step") -> Any:
+    """A kernel of a source text; Triton reads the text again, so it is kept where `inspect` looks."""
     name = f"<axes kernel {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"__name__": "axes.elementwise.generated"}
-    exec(compile(text, name, "exec"), space)
-    return space["step"]
+    if name not in _COMPILED:
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        space: dict[str, Any] = {"__name__": "axes.elementwise.generated"}
+        exec(compile(text, name, "exec"), space)
+        _COMPILED[name] = space[kernel]
+    return _COMPILED[name]
+
+
+_COMPILED: dict[str, Any] = {}
 
 
 @final
 class Fused:
-    """One launch for a list of parameters with their gradients and states."""
+    """Two launches for a list of parameters with their gradients and states."""
 
-    def __init__(self, program: Program, names: Sequence[str], tensors: Mapping[str, list[Tensor]]) -> None:
-        """tensors: for every name but the gradient's, contiguous, in one order; all of a name in one dtype."""
-        self.program, self.names = program, list(names)
-        self.types = {n: xs[0].dtype for n, xs in tensors.items()}
-        self.kernel: Any = None
-        self.read = _numbers(program)
-        like = tensors["parameter"]
+    def __init__(
+        self,
+        program: Program,
+        stored: Mapping[str, Sequence[Tensor]],
+        forms: Mapping[str, str],
+        kept: Mapping[str, Tensor],
+        counts: Tensor,
+        streams: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """A step over contiguous tensors on one device.
+
+        stored: by name and suffix, every input but the gradient, one tensor a parameter, all of a name in one dtype;
+        forms: of inputs that are not plain; kept: numbers of the state, one copy a parameter; counts: int64, of data
+        seen, one a parameter; streams: of random bits, one a parameter, if the parameter is rounded at random.
+        """
+        self.program, self.forms, self.counts = program, dict(forms), counts
+        self.random = streams is not None
+        self.types = {name: xs[0].dtype for name, xs in stored.items()}
+        like = stored[PARAMETER]
         self.device = like[0].device
-        chunks = [(i, first, x.numel()) for i, x in enumerate(like) for first in range(0, x.numel(), _BLOCK)]
-        self.chunks = torch.tensor(chunks, dtype=torch.int64, device=self.device).reshape(-1, 3)
-        self.fixed = {n: [x.data_ptr() for x in xs] for n, xs in tensors.items() if n != "g"}
+        self.seed = torch.tensor([seed], dtype=torch.int64).to(self.device)
+        self.table = columns(program, forms)
+        self.block, self.warps = _CODED if any(suffix == UNIT for _, suffix in self.table) else _PLAIN
+        chunks = [(i, first, x.numel()) for i, x in enumerate(like) for first in range(0, x.numel(), self.block)]
+        self.chunks = torch.tensor(chunks, dtype=torch.int64).to(self.device)
+        own = [n + suffix for n, suffix in self.table]
+        self.fixed = {n: [x.data_ptr() for x in stored[n]] for n in own if n != "g"}
+        self.streams = list(streams or [0] * len(like))
+        self.pointers = torch.empty(len(like), len(own) + 1, dtype=torch.int64, device=self.device)
         self.gradients: list[int] = []
-        self.pointers = torch.empty(len(like), len(self.names), dtype=torch.int64, device=self.device)
+        self.captured: list[Tensor] = []  # tables that graphs copy when they are replayed
+        self.kernel: Any = None
+        inputs = [i for i, op in enumerate(program.operations) if op.name == "input" and not op.shaped]
+        self.names = [program.names[i] for i in inputs]
+        self.kept = dict(kept)
+        wide = torch.float64 if torch.float64 in self.types.values() else torch.float32
+        self.numbers = torch.zeros(max(1, len(read(program))), dtype=wide, device=self.device)
+        self.inputs = torch.zeros(max(1, len(inputs)), dtype=torch.float64, device=self.device)
+        self.shown: dict[str, float] = {}
+        for name, x in self.kept.items():
+            self.inputs[self.names.index(name)].copy_(x[0])
+        self.advance = compile_text(numbers_source(program, {n: x.dtype for n, x in kept.items()}), "advance")
 
-    def step(self, gradients: list[Tensor], values: Sequence[float], numbers: Tensor | None = None) -> None:
-        """One step. values: all numbers of the program, or `numbers`: those that `self.read` lists, on the device."""
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        rates: Mapping[str, float | Tensor],
+        found: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> None:
+        """One step. rates: numbers or 0-d tensors; found: nothing happens if it is not 0; scale: divides gradients."""
         now = [g.data_ptr() for g in gradients]
-        if now != self.gradients or self.kernel is None:
-            self._point(gradients, now)
-        arguments = [1.0 if numbers is not None else float(values[i]) for i in self.read]
-        held = self.pointers if numbers is None else numbers
-        with on_device(gradients[0]):
+        pointers = self._point(gradients, now)
+        for name, value in rates.items():
+            self._give(name, value)
+        with on_device(self.pointers):
+            self.advance[(1,)](
+                self.inputs, self.numbers, self.inputs if found is None else found, self.counts, self.counts.numel(),
+                *self.kept.values(), len(gradients), FOUND=found is not None, BLOCK=1024, num_warps=4,
+            )  # fmt: skip
             self.kernel[(self.chunks.shape[0],)](
-                self.pointers, self.chunks, held, *arguments, BLOCK=_BLOCK, DEVICE=numbers is not None, num_warps=_WARPS
-            )
+                pointers, self.chunks, self.numbers, self.inputs if found is None else found,
+                self.inputs if scale is None else scale, self.counts, self.seed, BLOCK=self.block,
+                FOUND=found is not None, SCALE=scale is not None, num_warps=self.warps,
+            )  # fmt: skip
 
-    def _point(self, gradients: list[Tensor], now: list[int]) -> None:
+    def _give(self, name: str, value: float | Tensor) -> None:
+        """Put a rate where the device finds it; a number that has not changed is there already."""
+        if name not in self.names:
+            return
+        place = self.inputs[self.names.index(name)]
+        if isinstance(value, Tensor):
+            place.copy_(value.reshape(()), non_blocking=True)
+            self.shown.pop(name, None)
+        elif self.shown.get(name) != value:
+            place.fill_(value)
+            self.shown[name] = value
+
+    def _point(self, gradients: Sequence[Tensor], now: list[int]) -> Tensor:
+        """The table of pointers; a graph gets one of its own, since the next step may have other gradients."""
         types = {**self.types, "g": gradients[0].dtype}
         if self.kernel is None or types != self.types:
-            self.kernel, self.types = compile_text(source(self.program, types)), types
-        columns = [now if n == "g" else self.fixed[n] for n in self.names]
-        table = torch.tensor(list(zip(*columns, strict=True)), dtype=torch.int64)
+            self.kernel, self.types = compile_text(source(self.program, types, self.forms, self.random)), types
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if now == self.gradients and not capturing:
+            return self.pointers
+        rows = [now if n == "g" else self.fixed[n + suffix] for n, suffix in self.table]
+        table = torch.tensor(list(zip(*rows, self.streams, strict=True)), dtype=torch.int64)
         if self.device.type == "cuda":
             table = table.pin_memory()
+        if capturing:
+            self.captured.append(table)
+            return torch.empty_like(self.pointers).copy_(table, non_blocking=True)
         self.pointers.copy_(table, non_blocking=True)
         self.gradients = now
+        return self.pointers
 
 
-__all__ = ["Fused", "compile_text", "source"]
+__all__ = ["Fused", "columns", "compile_text", "numbers_source", "source"]

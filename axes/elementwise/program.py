@@ -58,6 +58,7 @@ class Program:
     operations: list[Operation] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
     outputs: dict[str, Value] = field(default_factory=dict)
+    nonnegative: frozenset[str] = frozenset()  # states that never become negative
 
     def add(self, name: str, inputs: tuple[Value, ...], shaped: bool) -> int:
         self.operations.append(Operation(name, inputs, shaped))
@@ -81,6 +82,24 @@ class Program:
                 values.append(float(given[self.names[i]]))
             else:
                 values.append(float(EVALUATE[op.name](*(values[x] if isinstance(x, int) else x for x in op.inputs))))
+        return values
+
+    def tensors(self, given: Mapping[str, Tensor]) -> list[Tensor | float]:
+        """The same as 0-d float64 tensors where `given` has tensors: nothing waits for the device that holds them."""
+        values: list[Tensor | float] = []
+        for i, op in enumerate(self.operations):
+            if op.shaped:
+                values.append(0.0)
+            elif op.name == "input":
+                values.append(given[self.names[i]])
+            else:
+                inputs = [values[x] if isinstance(x, int) else x for x in op.inputs]
+                tensors = [x for x in inputs if isinstance(x, Tensor)]
+                if not tensors:
+                    values.append(float(EVALUATE[op.name](*inputs)))
+                    continue
+                inputs = [x if isinstance(x, Tensor) else tensors[0].new_full((), x) for x in inputs]
+                values.append(_TENSORS[op.name](*inputs))
         return values
 
     def __str__(self) -> str:
@@ -180,12 +199,12 @@ def _clean(program: Program) -> Program:
         nonnegative = kept
     out = Program()
     where: dict[int, Value] = {}
-    seen: dict[tuple[str, tuple[Value, ...]], int] = {}
+    seen: dict[Any, int] = {}
     signs_out: dict[int, Sign] = {}
 
     def emit(name: str, inputs: tuple[Value, ...], sign: Sign) -> Value:
         shaped = any(out.shaped(x) for x in inputs)
-        key = (name, inputs)
+        key = (name, tuple((type(x), x) for x in inputs))  # 1 and 1.0 are equal, and not the same
         if key not in seen:
             seen[key] = out.add(name, inputs, shaped)
         signs_out[seen[key]] = sign
@@ -201,7 +220,44 @@ def _clean(program: Program) -> Program:
         folded = _fold(op.name, inputs, signs_out, out)
         where[i] = emit(op.name, inputs, _sign_of(op.name, inputs, signs_out)) if folded is None else folded
     out.outputs = {n: where[v] if isinstance(v, int) else v for n, v in program.outputs.items()}
-    return _used(out)
+    out.nonnegative = frozenset(nonnegative)
+    return _used(_scaled_roots(_used(out)))
+
+
+def _scaled_roots(program: Program) -> Program:
+    """sqrt(x / n) + c as (sqrt(x) + c sqrt(n)) / sqrt(n) for a number n > 0: one operation on entries less."""
+    signs = _signs(program, set(program.nonnegative))
+    out = Program(nonnegative=program.nonnegative)
+    where: dict[int, Value] = {}
+    positive: set[Value] = set()
+    scaled: set[Value] = set()
+
+    def divisor(value: Value, known: set[Value]) -> tuple[Value, int] | None:
+        """(x, n) of a value x / n."""
+        op = out.operations[value] if isinstance(value, int) else None
+        if op is None or op.name != "div" or not isinstance(op.inputs[1], int) or value not in known:
+            return None
+        return op.inputs[0], op.inputs[1]
+
+    for i, op in enumerate(program.operations):
+        inputs = tuple(where[x] if isinstance(x, int) else x for x in op.inputs)
+        quotient = divisor(inputs[0], positive) if op.name == "pow" and op.shaped and inputs[1] == 0.5 else None
+        added = divisor(inputs[0], scaled) if op.name == "add" and not out.shaped(inputs[1]) else None
+        if quotient is not None:
+            n = out.add("pow", (quotient[1], 0.5), False)
+            where[i] = out.add("div", (out.add("pow", (quotient[0], 0.5), True), n), True)
+            scaled.add(where[i])
+        elif added is not None:
+            c = out.add("mul", (inputs[1], added[1]), False)
+            where[i] = out.add("div", (out.add("add", (added[0], c), True), added[1]), True)
+        else:
+            where[i] = out.add(op.name, inputs, op.shaped)
+            if op.name == "div" and op.shaped and _sign(op.inputs[1], signs) == "positive":
+                positive.add(where[i])
+            if i in program.names:
+                out.names[where[i]] = program.names[i]  # type: ignore[index]
+    out.outputs = {n: where[v] if isinstance(v, int) else v for n, v in program.outputs.items()}
+    return out
 
 
 def _fold(name: str, inputs: tuple[Value, ...], signs: dict[int, Sign], program: Program) -> Value | None:
@@ -209,24 +265,26 @@ def _fold(name: str, inputs: tuple[Value, ...], signs: dict[int, Sign], program:
     if all(isinstance(x, float) for x in inputs):
         return float(EVALUATE[name](*inputs))
     a, *rest = inputs
-    if name == "mul" and 1.0 in inputs:
-        return inputs[1] if a == 1.0 and isinstance(a, float) else a
+    if name == "mul" and any(_is(x, 1.0) for x in inputs):
+        return inputs[1] if _is(a, 1.0) else a
     if name == "mul" and any(x == 0.0 and isinstance(x, float) for x in inputs):
         return None  # 0 * x keeps what is not a number
-    if name == "div" and rest == [1.0]:
+    if name == "div" and _is(rest[0], 1.0):
         return a
     if name in ("add", "sub") and isinstance(rest[0], float) and rest[0] == 0.0:
         return a
     if name == "add" and isinstance(a, float) and a == 0.0:
         return rest[0]
-    if name == "pow" and rest == [1.0]:
+    if name == "pow" and _is(rest[0], 1.0):
         return a
-    if name in ("gt", "ge", "ne", "lt", "le", "eq") and rest == [0.0] and isinstance(a, int):
+    if name in ("gt", "ge", "ne", "lt", "le", "eq") and _is(rest[0], 0.0) and isinstance(a, int):
         sign = signs.get(a, "any")
         if sign == "positive":
             return 1.0 if name in ("gt", "ge", "ne") else 0.0
         if sign == "nonnegative" and name in ("ge", "lt"):
             return 1.0 if name == "ge" else 0.0
+    if name == "maximum" and rest == [0.0] and isinstance(a, int) and signs.get(a, "any") != "any":
+        return a
     if name == "where" and isinstance(a, float):
         return rest[0] if a else rest[1]
     if name == "where" and isinstance(a, int):
@@ -237,10 +295,10 @@ def _fold(name: str, inputs: tuple[Value, ...], signs: dict[int, Sign], program:
 def _unguarded(test: int, cases: list[Value], signs: dict[int, Sign], program: Program) -> Value | None:
     """where(x > 0, (x where x > 0, else 1)^p, 0) = x^p for x >= 0 and p > 0."""
     op = program.operations[test]
-    if op.name != "gt" or op.inputs[1] != 0.0 or not isinstance(op.inputs[0], int):
+    if op.name != "gt" or not _is(op.inputs[1], 0.0) or not isinstance(op.inputs[0], int):
         return None
     x, value = op.inputs[0], cases[0]
-    if signs.get(x, "any") == "any" or not isinstance(value, int) or cases[1] != 0.0:
+    if signs.get(x, "any") == "any" or not isinstance(value, int) or not _is(cases[1], 0.0):
         return None
     then = program.operations[value]
     if then.name != "pow" or not _positive_part(then.inputs[0], x, program):
@@ -250,6 +308,11 @@ def _unguarded(test: int, cases: list[Value], signs: dict[int, Sign], program: P
         return None
     signs[len(program.operations)] = "nonnegative"
     return program.add("pow", (x, power), program.shaped(x))
+
+
+def _is(value: Value, constant: float) -> bool:
+    """Whether a value is this constant, and not the operation of that number."""
+    return isinstance(value, float) and value == constant
 
 
 def _positive_part(value: Value, x: int, program: Program) -> bool:
@@ -262,7 +325,7 @@ def _positive_part(value: Value, x: int, program: Program) -> bool:
     if op.name != "where" or not isinstance(op.inputs[0], int) or op.inputs[1] != x:
         return False
     test = program.operations[op.inputs[0]]
-    return test.name == "gt" and test.inputs == (x, 0.0)
+    return test.name == "gt" and test.inputs[0] == x and _is(test.inputs[1], 0.0)
 
 
 def _used(program: Program) -> Program:
@@ -280,6 +343,7 @@ def _used(program: Program) -> Program:
         if i in program.names:
             out.names[where[i]] = program.names[i]
     out.outputs = {n: where[v] if isinstance(v, int) else v for n, v in program.outputs.items()}
+    out.nonnegative = program.nonnegative
     return out
 
 
@@ -304,7 +368,7 @@ def _sign(value: Value, signs: Mapping[int, Sign]) -> Sign:
 
 def _sign_of(name: str, inputs: tuple[Value, ...], signs: Mapping[int, Sign]) -> Sign:
     s = [_sign(x, signs) for x in inputs]
-    if name == "mul" and len(inputs) == 2 and inputs[0] == inputs[1] and isinstance(inputs[0], int):
+    if name == "mul" and inputs[0] == inputs[1] and all(isinstance(x, int) for x in inputs):
         return "nonnegative"
     if name == "mul":  # a product of positives may underflow to zero
         return "any" if "any" in s else "nonnegative"
@@ -338,4 +402,13 @@ EVALUATE: dict[str, Callable[..., Any]] = {
     "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": lambda a, b: bool(a) and bool(b),
     "or": lambda a, b: bool(a) or bool(b), "not": lambda a: not a,
+}  # fmt: skip
+
+_TENSORS: dict[str, Callable[..., Tensor]] = {
+    **{name: getattr(torch, name) for name in ("mul", "add", "sub", "div", "neg", "pow", "sqrt", "rsqrt", "abs")},
+    **{name: getattr(torch, name) for name in ("reciprocal", "sign", "exp", "log", "log1p", "expm1", "sinh", "asinh")},
+    **{name: getattr(torch, name) for name in ("tanh", "maximum", "minimum", "clamp")},
+    **{name: getattr(torch, name) for name in ("gt", "ge", "lt", "le", "eq", "ne")},
+    "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
+    "where": lambda c, a, b: torch.where(c != 0, a, b),
 }  # fmt: skip

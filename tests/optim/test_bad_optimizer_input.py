@@ -35,9 +35,19 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "shampoo beta": (lambda: optim.Shampoo(layer(), betas=(0.9, 1.5)), "beta2 must lie"),
     "shampoo exponent": (lambda: optim.Shampoo(layer(), exponent=0.0), "power must be positive"),
     "reduction": (lambda: optim.NaturalGradient(layer(), reduction="max"), "reduction 'max'"),
-    "fused": (lambda: optim.AdamW(layer(), fused=True), "there is no fused kernel"),
+    "fused": (lambda: optim.AdamW(layer(), fused=True), "needs parameters on a CUDA device"),
     "differentiable": (lambda: optim.AdamW(layer(), differentiable=True), r"axes\.reference\.run"),
-    "capturable": (lambda: optim.AdamW(layer(), capturable=True), "CUDA graphs"),
+    "two ways": (lambda: optim.AdamW(layer(), fused=True, foreach=True), "two ways to do the same"),
+    "fused matrices": (lambda: optim.Muon(layer(), fused=True), "rule 'muon' mixes entries"),
+    "waiting": (lambda: optim.AdamW(layer(), capturable=True, check_finite=True), "raising waits for the device"),
+    "check": (lambda: optim.AdamW(layer(), check_finite="count"), "must be 'raise'"),  # type: ignore[arg-type]
+    "master": (lambda: optim.AdamW(layer(), master="16bit"), "master must be None or '32bit' or '24bit'"),
+    "moments": (lambda: optim.Muon(layer(), moments="8bit"), "mixes entries: give it to the groups of another rule"),
+    "exact rounding": (lambda: optim.SGD(layer(), master="32bit", rounding="stochastic"), "nothing is rounded"),
+    "dual weights": (lambda: optim.SignedEG(layer(), master="32bit"), "holds exact weights already"),
+    "half": (lambda: optim.SGD(layer().half(), master="24bit"), "not float16"),
+    "double moments": (lambda: optim.Adam(layer().double(), moments="8bit"), "of at most float32"),
+    "seed": (lambda: optim.SGD(layer(), rounding="stochastic", seed=-1), "seed must be an integer"),
     "integers": (lambda: optim.SGD([torch.zeros(3, dtype=torch.int64)]), "only floating-point and complex"),
     "complex matrix": (
         lambda: optim.Muon([{"params": [torch.zeros(3, 3, dtype=torch.complex64)], "rule": "muon"}]),
@@ -80,11 +90,11 @@ def test_sparse_gradients_are_refused() -> None:
 
 def test_a_bad_group_leaves_the_optimizer_as_it_was() -> None:
     optimizer = optim.Muon(layer())
-    groups = copy.deepcopy(optimizer.state_dict())
+    groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
     for bad in ({"lr": -1.0}, {"rule": "sgd"}, {"rule": "muon", "momentum": 2.0}):
         with pytest.raises(AxesError):
             optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(2, 2)))], **bad})
-    assert optimizer.state_dict() == groups
+    assert optimizer.state_dict()["param_groups"] == groups
 
 
 def step(optimizer: Any, model: nn.Module) -> None:

@@ -4,156 +4,22 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from axes import optim
-from axes.errors import NotFiniteError
+from axes.errors import AxesError, NotFiniteError
+from axes.optim.capabilities import holds
+from tests.optim.table import ENTRYWISE, INSTANCES, TOKENS, Instance, net, same, train, values
 
-
-@dataclass(frozen=True)
-class Instance:
-    """An optimizer under test, and configurations that reach its branches."""
-
-    cls: type[optim.Optimizer]
-    configurations: tuple[dict[str, Any], ...] = field(default=({},))
-    matrices: bool = False  # it routes, and takes bare parameters only in groups that name their rule
-    layers: bool = False  # it needs the model
-    momentum: str = ""
-    lr: float = 1e-2  # for a small network and few steps
-    lowers: float = 0.8  # to which part of its first value the loss falls in these steps
-    transcendental: bool = False  # its link rounds differently in vectorised and scalar loops, in the last bit
-
-    def __str__(self) -> str:
-        return self.cls.name
-
-
-INSTANCES = (
-    # no error, so no descent: what falls is what AdamW does to the biases
-    Instance(optim.Hebbian, ({}, {"weight_decay": 0.1}), matrices=True, layers=True, lr=1e-5, lowers=0.98),
-    Instance(optim.NLMS, ({}, {"eps": 1.0, "weight_decay": 0.1}), matrices=True, layers=True, lr=0.1),
-    Instance(optim.LpRegression, ({}, {"p": 3.0, "weight_decay": 0.1}), matrices=True, layers=True, lr=0.01),
-    Instance(optim.HuberRegression, ({}, {"delta": 0.01}), matrices=True, layers=True, lr=0.03),
-    Instance(optim.RecursiveLeastSquares, ({}, {"forget": 0.9, "eps": 0.1}), matrices=True, layers=True, lr=1.0),
-    Instance(
-        optim.SGD,
-        (
-            {"momentum": 0.0},
-            {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1},
-            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "decoupled": True},
-        ),
-        momentum="momentum",
-        lr=0.1,
-    ),
-    Instance(optim.RotationalMomentum, ({}, {"weight_decay": 0.1}), matrices=True, momentum="momentum", lr=0.1),
-    Instance(optim.ReflectiveMomentum, ({}, {"weight_decay": 0.1}), matrices=True, momentum="momentum", lr=0.1),
-    Instance(optim.SignedEG, ({}, {"scale": 0.5, "weight_decay": 0.1}), lr=0.05, transcendental=True),
-    Instance(optim.ExponentiatedGradient, ({}, {"scale": 0.5, "weight_decay": 0.1}), lr=0.05, transcendental=True),
-    Instance(optim.Adam, ({}, {"weight_decay": 0.1, "eps": 1e-3}), momentum="betas"),
-    Instance(optim.AdamW, ({}, {"betas": (0.0, 0.9)}), momentum="betas"),
-    Instance(optim.NAdam, ({}, {"betas": (0.8, 0.95), "weight_decay": 0.1}, {"betas": (0.0, 0.9)}), momentum="betas"),
-    Instance(optim.SignSGD, ({}, {"momentum": 0.9, "weight_decay": 0.1}), momentum="momentum", lr=3e-3),
-    Instance(optim.Lion, ({}, {"betas": (0.9, 0.9), "weight_decay": 0.1}), momentum="betas", lr=3e-3),
-    Instance(
-        optim.FrankWolfe,
-        ({}, {"norm": "rows", "betas": (0.9, 0.99)}, {"norm": "frobenius", "betas": (0.0, 0.0), "radius": 5.0}),
-        matrices=True,
-        momentum="betas",
-    ),
-    Instance(
-        optim.Muon,
-        (
-            {"precision": "input"},
-            {"momentum": 0.0, "nesterov": False, "scale": "original", "precision": "input"},
-            {"method": "polar-express", "precision": "input"},
-        ),
-        matrices=True,
-        momentum="momentum",
-        lr=3e-2,
-    ),
-    Instance(
-        optim.NorMuon,
-        ({"precision": "input"}, {"nesterov": False, "beta2": 0.8, "scale": "original", "precision": "input"}),
-        matrices=True,
-        momentum="momentum",
-        lr=3e-2,
-    ),
-    Instance(
-        optim.SOAP,  # a gradient of low rank leaves rounding over eps in the other directions
-        ({"eps": 1e-3}, {"eps": 1e-3, "betas": (0.0, 0.9), "shampoo_beta": 0.5}),
-        matrices=True,
-        momentum="betas",
-        lr=3e-2,
-    ),
-    Instance(
-        optim.Shampoo,
-        ({}, {"betas": (0.0, 0.9), "exponent": 0.5}, {"graft": "adagrad"}),
-        matrices=True,
-        momentum="betas",
-        lr=0.1,
-    ),
-    Instance(
-        optim.NaturalGradient, ({}, {"beta": 0.0, "momentum": 0.0}), matrices=True, layers=True, momentum="momentum"
-    ),
-)
 CONFIGURED = [pytest.param(i, c, id=f"{i}-{n}") for i in INSTANCES for n, c in enumerate(i.configurations)]
-
-
-class Net(nn.Module):
-    """Parameters of 0 to 4 dimensions, an empty one, one without gradient, two of the same shape, tied tables."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 6)
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.norm = nn.LayerNorm(6)
-        self.conv = nn.Conv2d(1, 2, 2, bias=False)
-        self.head = nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embedding.weight
-        self.gain = nn.Parameter(torch.ones(()))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.unused = nn.Parameter(torch.ones(2, 2))
-        self.strided = nn.Parameter(torch.arange(6.0).reshape(2, 3).T)
-        self.to(dtype)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        x = x + torch.tanh(self.first(x)) + self.gain * self.second(x)
-        y = self.conv(x[:, None]).square().mean() + self.empty.sum() + self.strided.sin().sum() * 0.1
-        return self.head(self.norm(x)).square().mean() + y
-
-
-TOKENS = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]])
-
-
-def net(dtype: torch.dtype = torch.float64) -> Net:
-    torch.manual_seed(3)
-    return Net(dtype)
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, start: int = 0) -> list[float]:
-    losses = []
-    for t in range(start, start + steps):
-        optimizer.zero_grad()
-        loss = model((TOKENS + t) % 7)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def same(a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> None:
-    for x, y in zip(a, b, strict=True):
-        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -399,6 +265,192 @@ def test_a_gradient_that_is_not_finite_changes_nothing(instance: Instance, bad: 
         assert all(torch.equal(kept[name], state[index][name]) for name in kept)
 
 
+@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+def test_a_step_can_be_skipped_and_is_counted(instance: Instance) -> None:
+    model = net()
+    optimizer = instance.cls(model, lr=0.01, check_finite="skip")
+    train(model, optimizer, 1)
+    before, state = values(model), copy.deepcopy(optimizer.state_dict()["state"])
+    model(TOKENS).backward()
+    assert model.second.bias.grad is not None
+    model.second.bias.grad[1] = float("nan")
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert any("1 steps were skipped" in note for note in optimizer.report().notes)
+    same(before, values(model))
+    for index, kept in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(kept[name], state[index][name]) for name in kept)
+    train(model, optimizer, 1)
+    assert optimizer.skipped == 1
+    assert pickle.loads(pickle.dumps(optimizer)).skipped == 1 if not instance.layers else True
+
+
+CAPTURABLE = [pytest.param(i, c, id=f"{i}-{n}") for i in ENTRYWISE for n, c in enumerate(i.configurations)]
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails where a number is read from a tensor, which waits for the device that holds it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("instance", "options"), CAPTURABLE)
+def test_capturable_waits_for_nothing_and_changes_nothing(
+    instance: Instance, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    results = []
+    for capturable in (False, True):
+        model = net(dtype)
+        rate: Any = torch.tensor(0.01, dtype=torch.float64) if capturable else 0.01
+        optimizer = instance.cls(model, lr=rate, capturable=capturable, **options)
+        for group in optimizer.param_groups:
+            decay = group["weight_decay"]
+            group["weight_decay"] = torch.tensor(decay, dtype=torch.float64) if capturable else decay
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for t in range(4):
+            optimizer.zero_grad()
+            model((TOKENS + t) % 7).backward()
+            with NoWaiting() if capturable and t > 1 else nullcontext():  # batches are made in the first steps
+                optimizer.step()
+            scheduler.step()
+        results.append(values(model))
+        assert all(int(kept["count"]) == (4 if p.grad is not None else 0) for p, kept in optimizer.state.items())
+    same(*results, {torch.float64: 1e-14, torch.float32: 1e-6}[dtype])
+
+
+@pytest.mark.parametrize("instance", [i for i in INSTANCES if holds(i.cls.update)], ids=str)
+def test_what_refreshes_in_some_steps_is_no_graph(instance: Instance) -> None:
+    with pytest.raises(AxesError, match="capturable=True records one step"):
+        instance.cls(net(), lr=0.01, capturable=True)
+
+
+@pytest.mark.parametrize("instance", [i for i in INSTANCES if not i.layers and not holds(i.cls.update)], ids=str)
+def test_capturable_skips_on_the_device(instance: Instance) -> None:
+    model = net()
+    optimizer = instance.cls(model, lr=0.01, capturable=True, check_finite="skip")
+    train(model, optimizer, 2)
+    before, state = values(model), copy.deepcopy(optimizer.state_dict()["state"])
+    model(TOKENS).backward()
+    assert model.second.bias.grad is not None
+    model.second.bias.grad[1] = float("inf")
+    optimizer.step()
+    assert optimizer.skipped == 1
+    same(before, values(model))
+    for index, kept in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(kept[name], state[index][name]) for name in kept)
+    train(model, optimizer, 1)
+    twin = net()
+    other = instance.cls(twin, lr=0.01)
+    train(twin, other, 2)
+    train(twin, other, 1)
+    same(values(model), values(twin), 1e-9)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_compiled_step_is_compiled_once(capturable: bool) -> None:
+    """Five steps and a scheduler: graphs are made in the first step only, or none where numbers stay on the host."""
+    torch._dynamo.reset()
+    model, twin = net(torch.float32), net(torch.float32)
+    optimizer = optim.AdamW(model, lr=torch.tensor(0.01), capturable=capturable)
+    reference = optim.AdamW(twin, lr=0.01)
+    schedulers = [lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, reference)]
+    counter = CompileCounter()
+    step = torch.compile(optimizer.step, backend=counter)
+    frames = []
+    for t in range(5):
+        for m, move in ((model, step), (twin, reference.step)):
+            m.zero_grad()
+            m((TOKENS + t) % 7).backward()
+            move()
+        for scheduler in schedulers:
+            scheduler.step()
+        frames.append(counter.frame_count)
+    assert len(set(frames)) == 1, frames
+    assert (counter.op_count > 40) == capturable  # the arithmetic of AdamW was seen
+    same(values(model), values(twin), 1e-6)
+
+
+@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+def test_the_state_is_there_before_the_first_step(instance: Instance) -> None:
+    """A file written before training holds all that one written later does, and loads."""
+    model = net()
+    optimizer = instance.cls(model, lr=0.01)
+    saved = copy.deepcopy(optimizer.state_dict())
+    shapes = {i: {n: x.shape for n, x in kept.items()} for i, kept in saved["state"].items()}
+    expected = [p for g in optimizer.param_groups for p in g["params"] if p.numel()]
+    assert len(shapes) == len(expected)
+    train(model, optimizer, 2)
+    for i, kept in optimizer.state_dict()["state"].items():
+        assert shapes[i] == {n: x.shape for n, x in kept.items()}
+    again = net()
+    other = instance.cls(again, lr=0.5)
+    other.load_state_dict(saved)
+    train(again, other, 2)
+    same(values(model), values(again))
+
+
+@pytest.mark.parametrize("instance", [i for i in INSTANCES if not i.layers], ids=str)
+def test_weights_loaded_after_the_construction_count(instance: Instance) -> None:
+    """A state that depends on the weights is of those at the first step."""
+    model, twin, source = net(), net(), net()
+    with torch.no_grad():
+        for p in source.parameters():
+            p.mul_(0.5)
+    optimizer = instance.cls(model, lr=0.01)
+    model.load_state_dict(source.state_dict())
+    twin.load_state_dict(source.state_dict())
+    train(model, optimizer, 2)
+    train(twin, instance.cls(twin, lr=0.01), 2)
+    same(values(model), values(twin))
+
+
+def test_parameters_without_storage_have_no_state_yet() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    optimizer = optim.AdamW(model)
+    assert not optimizer.state
+    optimizer.init_state()
+    assert not optimizer.state
+    model = nn.Linear(3, 2)
+    model.requires_grad_(False)
+    optimizer = optim.AdamW(model)
+    assert not optimizer.state
+    optimizer.init_state()
+    assert len(optimizer.state) == 2
+
+
+def test_how_a_step_is_computed_is_not_in_the_file() -> None:
+    model = net()
+    saved = optim.AdamW(model, foreach=False, capturable=True).state_dict()
+    assert saved["param_groups"][0]["capturable"]
+    optimizer = optim.AdamW(net())
+    optimizer.load_state_dict(saved)
+    group = optimizer.param_groups[0]
+    assert group["foreach"] and not group["capturable"]
+
+
+@pytest.mark.parametrize("instance", [i for i in INSTANCES if not i.layers], ids=str)
+def test_a_gradient_scaler_skips_what_overflowed(instance: Instance) -> None:
+    model, twin = net(torch.float32), net(torch.float32)
+    optimizer, reference = instance.cls(model, lr=0.01), instance.cls(twin, lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for t in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model((TOKENS + t) % 7)).backward()
+        if t == 1:
+            assert model.second.bias.grad is not None
+            model.second.bias.grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+    train(twin, reference, 1)
+    train(twin, reference, 1, start=2)
+    same(values(model), values(twin), 1e-4)
+    assert scaler.get_scale() == 4.0
+
+
 def test_the_check_can_be_left_out_and_is_not_fooled_by_an_overflowing_norm() -> None:
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.full((3,), 3e38)
@@ -519,4 +571,5 @@ def test_the_catalogue_fields_are_there() -> None:
     assert len(set(names)) == len(names) == len(INSTANCES) + 1
     for cls in (*optim.ALL, optim.ExactNaturalGradient):
         assert cls.paper and cls.equation and cls.differs and cls.bibtex.startswith("@") and cls.default_lr > 0
-        assert {"lr", "weight_decay"} == {per.name for per in cls.update.demands()}
+        own = {"average"} if cls is optim.ScheduleFree else set()  # which it sets itself
+        assert {"lr", "weight_decay"} | own == {per.name for per in cls.update.demands()}

@@ -1,0 +1,166 @@
+"""What is known of every optimizer under test, and the model that they are tested on: one table drives all cases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axes import optim
+
+
+@dataclass(frozen=True)
+class Instance:
+    """An optimizer under test, and configurations that reach its branches."""
+
+    cls: type[optim.Optimizer]
+    configurations: tuple[dict[str, Any], ...] = field(default=({},))
+    matrices: bool = False  # it routes, and takes bare parameters only in groups that name their rule
+    layers: bool = False  # it needs the model
+    momentum: str = ""
+    lr: float = 1e-2  # for a small network and few steps
+    lowers: float = 0.8  # to which part of its first value the loss falls in these steps
+    transcendental: bool = False  # its link rounds differently in vectorised and scalar loops, in the last bit
+
+    def __str__(self) -> str:
+        return self.cls.name
+
+
+INSTANCES = (
+    # no error, so no descent: what falls is what AdamW does to the biases
+    Instance(optim.Hebbian, ({}, {"weight_decay": 0.1}), matrices=True, layers=True, lr=1e-5, lowers=0.98),
+    Instance(optim.NLMS, ({}, {"eps": 1.0, "weight_decay": 0.1}), matrices=True, layers=True, lr=0.1),
+    Instance(optim.LpRegression, ({}, {"p": 3.0, "weight_decay": 0.1}), matrices=True, layers=True, lr=0.01),
+    Instance(optim.HuberRegression, ({}, {"delta": 0.01}), matrices=True, layers=True, lr=0.03),
+    Instance(optim.RecursiveLeastSquares, ({}, {"forget": 0.9, "eps": 0.1}), matrices=True, layers=True, lr=1.0),
+    Instance(
+        optim.SGD,
+        (
+            {"momentum": 0.0},
+            {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1},
+            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "decoupled": True},
+        ),
+        momentum="momentum",
+        lr=0.1,
+    ),
+    Instance(optim.RotationalMomentum, ({}, {"weight_decay": 0.1}), matrices=True, momentum="momentum", lr=0.1),
+    Instance(optim.ReflectiveMomentum, ({}, {"weight_decay": 0.1}), matrices=True, momentum="momentum", lr=0.1),
+    Instance(optim.SignedEG, ({}, {"scale": 0.5, "weight_decay": 0.1}), lr=0.05, transcendental=True),
+    Instance(optim.ExponentiatedGradient, ({}, {"scale": 0.5, "weight_decay": 0.1}), lr=0.05, transcendental=True),
+    Instance(optim.Adam, ({}, {"weight_decay": 0.1, "eps": 1e-3}), momentum="betas"),
+    Instance(optim.AdamW, ({}, {"betas": (0.0, 0.9)}), momentum="betas"),
+    Instance(optim.NAdam, ({}, {"betas": (0.8, 0.95), "weight_decay": 0.1}, {"betas": (0.0, 0.9)}), momentum="betas"),
+    Instance(optim.SignSGD, ({}, {"momentum": 0.9, "weight_decay": 0.1}), momentum="momentum", lr=3e-3),
+    Instance(optim.Lion, ({}, {"betas": (0.9, 0.9), "weight_decay": 0.1}), momentum="betas", lr=3e-3),
+    Instance(
+        optim.FrankWolfe,
+        ({}, {"norm": "rows", "betas": (0.9, 0.99)}, {"norm": "frobenius", "betas": (0.0, 0.0), "radius": 5.0}),
+        matrices=True,
+        momentum="betas",
+    ),
+    Instance(
+        optim.Muon,
+        (
+            {"precision": "input"},
+            {"momentum": 0.0, "nesterov": False, "scale": "original", "precision": "input"},
+            {"method": "polar-express", "precision": "input"},
+        ),
+        matrices=True,
+        momentum="momentum",
+        lr=3e-2,
+    ),
+    Instance(
+        optim.NorMuon,
+        ({"precision": "input"}, {"nesterov": False, "beta2": 0.8, "scale": "original", "precision": "input"}),
+        matrices=True,
+        momentum="momentum",
+        lr=3e-2,
+    ),
+    Instance(
+        optim.SOAP,  # a gradient of low rank leaves rounding over eps in the other directions
+        ({"eps": 1e-3}, {"eps": 1e-3, "betas": (0.0, 0.9), "shampoo_beta": 0.5}),
+        matrices=True,
+        momentum="betas",
+        lr=3e-2,
+    ),
+    Instance(
+        optim.Shampoo,
+        ({}, {"betas": (0.0, 0.9), "exponent": 0.5}, {"graft": "adagrad"}),
+        matrices=True,
+        momentum="betas",
+        lr=0.1,
+    ),
+    Instance(optim.ScheduleFree, ({}, {"beta": 0.5, "lr_power": 0.0}), lr=3e-2),
+    Instance(
+        optim.PSGDKron,
+        ({}, {"beta": 0.0, "fit_rate": 0.5, "refresh": 3}),
+        matrices=True,
+        momentum="beta",
+        lr=3e-2,
+    ),
+    Instance(
+        optim.NaturalGradient, ({}, {"beta": 0.0, "momentum": 0.0}), matrices=True, layers=True, momentum="momentum"
+    ),
+    Instance(
+        optim.EKFAC,
+        ({}, {"beta": 0.0, "momentum": 0.0, "refresh": 3}),
+        matrices=True,
+        layers=True,
+        momentum="momentum",
+    ),
+)
+ENTRYWISE = tuple(i for i in INSTANCES if not i.matrices and not i.layers)  # rules that act entry by entry
+
+
+class Net(nn.Module):
+    """Parameters of 0 to 4 dimensions, an empty one, one without gradient, two of the same shape, tied tables."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.conv = nn.Conv2d(1, 2, 2, bias=False)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.gain = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.unused = nn.Parameter(torch.ones(2, 2))
+        self.strided = nn.Parameter(torch.arange(6.0).reshape(2, 3).T)
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + torch.tanh(self.first(x)) + self.gain * self.second(x)
+        y = self.conv(x[:, None]).square().mean() + self.empty.sum() + self.strided.sin().sum() * 0.1
+        return self.head(self.norm(x)).square().mean() + y
+
+
+TOKENS = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]])
+
+
+def net(dtype: torch.dtype = torch.float64, device: str = "cpu") -> Net:
+    torch.manual_seed(3)
+    return Net(dtype).to(device)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, start: int = 0) -> list[float]:
+    losses = []
+    for t in range(start, start + steps):
+        optimizer.zero_grad()
+        loss = model((TOKENS.to(next(model.parameters()).device) + t) % 7)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def same(a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
