@@ -14,9 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from axes.bench import decode as decode_
-from axes.bench import report
+from axes.bench import optim as optim_
+from axes.bench import optim_report, optim_training_report, report
+from axes.bench import optim_training as optim_training_
 from axes.bench import sequence as sequence_
 from axes.bench import training as training_
+from axes.bench.optim_contenders import SUITES
+from axes.bench.optim_tasks import UNITS
+from axes.tasks.run_folder import write_text
 
 app = typer.Typer(name="bench", help="Side by side with the best peers, on this machine.", no_args_is_help=True)
 
@@ -83,6 +88,71 @@ def decode(
         table.add_row(s.rule, f"{s.shape} {s.dtype}", s.who, *numbers, error, size, s.refused)
     console.print(table)
     typer.echo(str(out / decode_.FILE))
+
+
+@app.command()
+def optim(
+    rules: Annotated[list[str] | None, typer.Option("--rule", help="A rule; all by default. May be repeated.")] = None,
+    suites: Annotated[
+        list[str] | None,
+        typer.Option("--suite", help=f"Parameters: {', '.join(s.name for s in SUITES)}. May be repeated."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of parameters and gradients: float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
+    who: Annotated[list[str] | None, typer.Option(help="Contenders; all by default. May be repeated.")] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
+    fresh: Annotated[bool, typer.Option(help="Measure rows again that the folder holds.")] = False,
+) -> None:
+    """One step of every optimizer: ours, torch's loop, foreach and fused, pytorch_optimizer and lion-pytorch.
+
+    A row whose steps are wrong is refused. Stopped runs continue with the rows that are missing.
+    """
+    plan = optim_.Plan(
+        rules=tuple(rules or ()),
+        suites=tuple(suites or ()),
+        who=tuple(who or ()),
+        dtype=dtype,
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+    )
+    console = _console()
+    with _watching(console) as watch:
+        results = optim_.measure(plan, out, watch, fresh)
+    console.print(optim_report.table(results))
+    optim_report.draw(results, out / "optim.png")
+    write_text(out / "optim.md", optim_report.markdown(results))
+    typer.echo(f"{out / optim_.FILE}, {out / 'optim.md'} and {out / 'optim.png'}")
+
+
+@app.command("optim-training")
+def optim_training(
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--task", help=f"{', '.join(UNITS)}; those whose data is here by default. May be repeated."),
+    ] = None,
+    who: Annotated[list[str] | None, typer.Option(help="Optimizers; all by default. May be repeated.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of a run.")] = optim_training_.Plan.steps,
+    rates: Annotated[int, typer.Option(help="Learning rates of the first grid, half a decade apart.")] = (
+        optim_training_.Plan.rates
+    ),
+    seeds: Annotated[int, typer.Option(help="Seeds at the best rate.")] = optim_training_.Plan.seeds,
+    points: Annotated[int, typer.Option(help="Looks at the held-out loss.")] = optim_training_.Plan.points,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = optim_training_.Plan.device,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
+    fresh: Annotated[bool, typer.Option(help="Train again what the folder holds.")] = False,
+) -> None:
+    """Train a small language model and a network on scikit-learn's digits with each optimizer at its best rate.
+
+    Stopped runs continue with what is missing.
+    """
+    plan = optim_training_.Plan(tuple(tasks or ()), tuple(who or ()), steps, rates, seeds, points, device)
+    console = _console()
+    with _watching(console) as watch:
+        results = optim_training_.measure(plan, out, watch, fresh)
+    console.print(optim_training_report.table(results))
+    optim_training_report.draw(results, out / "optim-training.png")
+    write_text(out / "optim-training.md", optim_training_report.markdown(results))
+    files = (out / name for name in (optim_training_.FILE, "optim-training.md", "optim-training.png"))
+    typer.echo(" ".join(map(str, files)))
 
 
 @app.command()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -19,10 +17,10 @@ import torch
 from axes.bench.check import check
 from axes.bench.floors import Ceilings, ceilings
 from axes.bench.peers import FLA, LOOP, OURS, Contender, contenders, lifted_guard
+from axes.bench.results import begin, write
 from axes.bench.rules import Rule, Shape, Signal, find
 from axes.bench.timing import Timing, median, peak_extra
 from axes.errors import AxesError
-from axes.tasks.run_folder import write_json
 
 FILE = "sequence.json"
 
@@ -77,7 +75,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure every row that the folder does not hold yet; the file is written after each. Returns its contents."""
     device, dtype = device_of(plan.device), dtype_of(plan.dtype)
-    results = _open(folder, device, plan, fresh)
+    results = begin(folder / FILE, Row, device, plan.seed, fresh)
     limits = Ceilings(**results["ceilings"]) if results["ceilings"] else None
     if device.type == "cuda" and limits is None:
         limits = ceilings(device)
@@ -99,7 +97,7 @@ def measure(
         if guard:
             row = _with(row, note="guard lifted")
         results["rows"].append(asdict(row))
-        _write(folder, results)
+        write(folder / FILE, results)
     watch("done", len(work), len(work))
     return results
 
@@ -195,44 +193,6 @@ def first_call(rule: str, shape: str, dtype: str, who: str) -> float | None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     found = [line for line in done.stdout.splitlines() if line.startswith("seconds ")]
     return float(found[-1].split()[1]) if done.returncode == 0 and found else None
-
-
-# ---- the file ------------------------------------------------------------------------------------------------------
-
-
-def _open(folder: Path, device: torch.device, plan: Plan, fresh: bool) -> dict[str, Any]:
-    where = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "seed": plan.seed,
-    }
-    path = folder / FILE
-    if path.exists() and not fresh:
-        results = load(path)
-        if results["where"] != where:
-            raise AxesError(
-                f"{path} holds figures of another machine or version ({results['where']}); "
-                "choose another --out, or --fresh to measure all again"
-            )
-        return results
-    return {"where": where, "ceilings": None, "rows": []}
-
-
-def load(path: Path) -> dict[str, Any]:
-    """The contents of a results file."""
-    try:
-        results: dict[str, Any] = json.loads(path.read_text())
-        rows(results)
-        return results
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise AxesError(f"{path} is not a results file of `axes bench`: {error}; measure again with --fresh") from None
-
-
-def _write(folder: Path, results: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / FILE, results)
 
 
 def _with(row: Row, **changes: Any) -> Row:

@@ -1,5 +1,7 @@
 """Which parameters are matrices, and the report that names every parameter's rule."""
 
+import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -72,7 +74,7 @@ def test_every_parameter_is_reported_with_its_rule_and_reason() -> None:
         assert row.weight_decay == (0.1 if row.rule == "muon" else 0.0)
     table = str(optimizer.report())
     assert all(name in table for name in EXPECTED) and "effective" not in table
-    assert table.splitlines()[0].split() == ["parameter", "shape", "rule", "reason", "lr", "decay"]
+    assert table.splitlines()[0].split() == ["parameter", "shape", "rule", "reason", "lr", "decay", "state"]
 
 
 def test_schedulers_move_the_reported_lr_of_both_rules() -> None:
@@ -149,3 +151,46 @@ def test_groups_hold_only_what_their_rule_reads() -> None:
     main, auxiliary = optimizer.param_groups
     assert "momentum" in main and "betas" not in main
     assert "betas" in auxiliary and "momentum" not in auxiliary
+
+
+@pytest.mark.parametrize("cls", optim.ALL, ids=lambda cls: cls.name)
+def test_state_bytes_are_those_of_the_tensors_that_are_kept(cls: Any) -> None:
+    """Told before the first step and after it, and as large as the tensors in the state dict."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    optimizer = cls(model)
+    before = optim.report(model, optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.rand(5, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    after = optim.report(model, optimizer)
+    assert [row.state_bytes for row in before.rows] == [row.state_bytes for row in after.rows]
+    kept = [x for state in optimizer.state_dict()["state"].values() for x in state.values()]
+    assert after.state_bytes == sum(x.nbytes for x in kept) > 0
+
+
+def test_a_report_adds_up_and_is_json() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6, bias=False))
+    report = optim.report(model, optim.Muon(model, lr=0.02))
+    muon, adamw = report.totals
+    assert [(t.rule, t.parameters, t.numbers) for t in (muon, adamw)] == [("muon", 2, 24 + 36), ("adamw", 1, 6)]
+    assert report.state_bytes == muon.state_bytes + adamw.state_bytes
+    assert muon.bytes_per_number == pytest.approx(4, rel=0.2) and adamw.bytes_per_number >= 8
+    found = json.loads(json.dumps(report.as_dict()))
+    assert [p["name"] for p in found["parameters"]] == ["0.weight", "0.bias", "1.weight"]
+    assert found["rules"][0]["state_bytes"] == muon.state_bytes and found["notes"] == []
+    assert report.table().row_count == 5
+    told = dataclasses.replace(report, notes=("a step was skipped",))
+    assert str(told).splitlines()[-1] == "a step was skipped" == told.table().caption
+
+
+def test_state_that_is_not_there_yet_is_foretold() -> None:
+    """Parameters without storage, and without entries."""
+    model = nn.Linear(8, 4, device="meta")
+    assert optim.AdamW(model).report().state_bytes >= 2 * 4 * 36
+    assert optim.AdamW([nn.Parameter(torch.zeros(0, 3))]).report().state_bytes == 0
