@@ -29,9 +29,19 @@ from axes.rates import Signal
 from axes.spectral import inverse_power, over_root
 
 
+def is_begun(matrix: Tensor) -> Tensor:
+    """(..., 1, 1): whether a value is held, which begins as the zero matrix."""
+    return (matrix != 0).any(-1, keepdim=True).any(-2, keepdim=True)
+
+
+def is_finite(matrix: Tensor) -> Tensor:
+    """(..., 1, 1): whether every entry of a matrix is."""
+    return matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+
+
 def _usable(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix that a decomposition takes, and whether (..., 1, 1) it is the given one: the identity if not finite."""
-    finite = matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    finite = is_finite(matrix)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     return torch.where(finite, matrix, eye), finite
 
@@ -166,8 +176,7 @@ class FittedFactor(Geometry):
         error = error - eye
         moved = last - rate * product(error, last, self.precision)
         moved = moved - rate * product(moved, error, self.precision)
-        begun = (last != 0).any(-1, keepdim=True).any(-2, keepdim=True)
-        return torch.where(begun, (moved + moved.mT) / 2, begin).to(theta.dtype)
+        return torch.where(is_begun(last), (moved + moved.mT) / 2, begin).to(theta.dtype)
 
 
 def _top(matrix: Tensor) -> Tensor:

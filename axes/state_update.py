@@ -32,7 +32,7 @@ from axes.geometry import Context, Euclidean, Geometry
 from axes.legality import check
 from axes.memory import Leaves, List, Matrix, Memory, Parameter
 from axes.monoids import Element, Identity, Monoid, Product, Scalar, Zero
-from axes.preconditioners import fisher, rotate
+from axes.preconditioners import fisher, is_begun, is_finite, rotate
 from axes.rates import Per, Rate, Signal, rate_shape, resolve, spread
 from axes.solve import root
 
@@ -338,14 +338,14 @@ class StateUpdate(Declared):
         last: tuple[Tensor | None, ...] = held if int(state.count) else (None,) * len(held)
         context = tuple(Context(weights=w, signal=signal) for w in last)
         new = self._output(theta, norm, context).weights
-        good = tuple(x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True) for x in new)
+        good = tuple(map(is_finite, new))
         kept = tuple(torch.where(g, x, w) for g, x, w in zip(good, new, held, strict=True))
         return kept + tuple(m + ~g for g, m in zip(good, missed, strict=True))
 
     def _whitened(self, u: Leaves, states: tuple[State, ...], signal: Signal) -> Leaves:
         """What h makes of the drive with its statistics before the datum; the drive itself where they have no value."""
         context = self._context(states, signal, u)
-        begun = (torch.stack([_not_zero(x) for x in c.stats]).all(0) for c in context)
+        begun = (torch.stack([is_begun(x) for x in c.stats]).all(0) for c in context)
         return tuple(torch.where(b, y, x) for b, y, x in zip(begun, self._map(u, context), u, strict=True))
 
     def _seen(self, u: Leaves, signal: Signal, earlier: Sequence[Leaves]) -> Leaves:
@@ -493,11 +493,6 @@ def _unchanged(lowered: tuple[object, ...], written: tuple[object, ...]) -> bool
 
 def _whitened(statistic: StateUpdate) -> bool:
     return isinstance(statistic.cost, Linear) and statistic.cost.whitened
-
-
-def _not_zero(x: Tensor) -> Tensor:
-    """(..., 1, 1): whether a matrix has an entry that is not zero."""
-    return (x != 0).any(-1, keepdim=True).any(-2, keepdim=True)
 
 
 def _lower(f: StateUpdate | Sum | Momentum) -> StateUpdate | Sum:

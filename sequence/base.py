@@ -171,18 +171,11 @@ class SequenceLayer(nn.Module):
                 raise ShapeError(f"{who}: mask must be (B, T) = {right}, got {wrong}")
             lengths = mask.sum(1)
             cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-            real, state = self._packed(x[mask][None], state, cu_seqlens)
+            real, state = self._through(x[mask][None], state, cu_seqlens)
             return real.new_zeros(x.shape).masked_scatter(mask[..., None], real), state
         if cu_seqlens is not None:
             self._check_bounds(x, cu_seqlens)
-            return self._packed(x, state, cu_seqlens)
-        if state is None:
-            state = self.init_state(x.shape[0], x.device, x.dtype)
-        self._check_state(state, x.shape[0])
-        if self.checkpoint and torch.is_grad_enabled():
-            y, state = checkpoint(self._run, x, state, use_reentrant=False)
-            return y, state
-        return self._run(x, state)
+        return self._through(x, state, cu_seqlens)
 
     def step(self, x: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]:
         """One token: x (B, D) -> y (B, D), by the recurrence itself; memory independent of how many came before
@@ -195,33 +188,33 @@ class SequenceLayer(nn.Module):
         out, memory = dispatch.step(self.update, signal, state.memory, implementation=self.implementation)
         return self.around.leave(out, kept)[:, 0], LayerState(tails, memory)
 
-    def _run(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
-        signal, tails, kept = self.around.enter(x, state.tails)
-        out, memory = self._recur(signal, state.memory)
-        return self.around.leave(out, kept), LayerState(tails, memory)
-
-    def _recur(self, signal: Signal, memory: State) -> tuple[Tensor, State]:
-        """The recurrence alone; `axes bench training` puts a peer's operator in its place."""
-        return dispatch.run(self.update, signal, memory, time=1, implementation=self.implementation)
-
-    # ---- sequences one after another -----------------------------------------------------------------------------
-
-    def _packed(self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor) -> tuple[Tensor, LayerState | None]:
-        count = cu_seqlens.shape[0] - 1
+    def _through(
+        self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, LayerState | None]:
+        """Sequences side by side, or one after another with a state each."""
+        count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if state is None:
             state = self.init_state(count, x.device, x.dtype)
         self._check_state(state, count)
         if self.checkpoint and torch.is_grad_enabled():
-            y, state = checkpoint(self._run_packed, x, state, cu_seqlens, use_reentrant=False)
+            y, state = checkpoint(self._run, x, state, cu_seqlens, use_reentrant=False)
             return y, state
-        return self._run_packed(x, state, cu_seqlens)
+        return self._run(x, state, cu_seqlens)
 
-    def _run_packed(self, x: Tensor, state: LayerState, cu_seqlens: Tensor) -> tuple[Tensor, LayerState | None]:
-        packing = Packing.of(cu_seqlens, x.shape[1])
+    def _run(self, x: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> tuple[Tensor, LayerState | None]:
+        packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x.shape[1])
         signal, tails, kept = self.around.enter(x, state.tails, packing)
-        named = self.implementation
-        out, memory = dispatch.run_packed(self.update, signal, state.memory, cu_seqlens, implementation=named)
+        memory: State | None
+        if cu_seqlens is None:
+            out, memory = self._recur(signal, state.memory)
+        else:
+            named = self.implementation
+            out, memory = dispatch.run_packed(self.update, signal, state.memory, cu_seqlens, implementation=named)
         return self.around.leave(out, kept), None if memory is None else LayerState(tails, memory)
+
+    def _recur(self, signal: Signal, memory: State) -> tuple[Tensor, State]:
+        """The recurrence alone; `axes bench training` puts a peer's operator in its place."""
+        return dispatch.run(self.update, signal, memory, time=1, implementation=self.implementation)
 
     # ---- checks ------------------------------------------------------------------------------------------------
 
