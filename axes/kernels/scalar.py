@@ -79,11 +79,15 @@ def settings(kernel: str, dtype: torch.dtype, d_k: int, d_v: int, more: bool = F
 # ---- the cut into units ----------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1024)
 def plain_segments_of(programs: int, chunks: int) -> int:
     """Segments of every entry for the Hopper kernels, a program for each processor at most: the least time, with what
     an H200 takes in microseconds: 2.7 for a chunk, 1.7 for its map, 2 to merge a segment, 10 for more launches."""
+    numbers = isinstance(programs, int) and isinstance(chunks, int)  # torch.compile asks with symbols, unhashable
+    return _quickest(programs, chunks) if numbers else _quickest.__wrapped__(programs, chunks)
 
+
+@lru_cache(maxsize=1024)
+def _quickest(programs: int, chunks: int) -> int:
     def cost(s: int) -> float:
         return 2.7 * chunks if s == 1 else 4.4 * _cdiv(chunks, s) + 2 * s + 10
 

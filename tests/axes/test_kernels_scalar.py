@@ -220,3 +220,19 @@ def test_refuses_the_cpu() -> None:
 
     with pytest.raises(ShapeError, match="need a CUDA device"):
         scalar_chain(**arguments())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chunks", (7, 33, 512))
+def test_segments_are_counted_for_sizes_that_are_symbols(chunks: int) -> None:
+    """As torch.compile asks once a length has changed: symbols have no hash."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    from axes.kernels.scalar import plain_segments_of
+
+    shapes, source = ShapeEnv(), ConstantSource("chunks")
+    symbol = shapes.create_symbol(chunks, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    length = shapes.create_symintnode(symbol, hint=chunks, source=source)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(length)
+    assert plain_segments_of(2, length) == plain_segments_of(2, chunks)
