@@ -258,7 +258,7 @@ class Stacks:
 
     def _directions(self) -> list[Tensor]:
         """The spectral directions of all stacks, in one dtype."""
-        return self._on([None] * len(self.branches))
+        return self._alike(self._on([None] * len(self.branches)))
 
     def _in_branches(self) -> list[Tensor]:
         """The same, every branch on its stream."""
@@ -269,7 +269,7 @@ class Stacks:
         out = self._on(streams)
         for stream in streams[1:]:
             now.wait_stream(stream)
-        return out
+        return self._alike(out)  # reads what every branch made
 
     def _on(self, streams: Sequence[torch.cuda.Stream | None]) -> list[Tensor]:
         out = list(self.stacks)
@@ -278,6 +278,9 @@ class Stacks:
                 directions = self.cut.spectral.directions([self.stacks[i] for i in branch], self.wide)
             for i, x in zip(branch, directions, strict=True):
                 out[i] = x
+        return out
+
+    def _alike(self, out: list[Tensor]) -> list[Tensor]:
         return out if len({x.dtype for x in out}) == 1 else [x.to(self.wide) for x in out]
 
     # ---- a tail that mixes entries -----------------------------------------------------------------------------------
