@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from tests.barriers import not_ended
 from tests.in_flight import overwritten
 
 
@@ -31,6 +32,7 @@ class Launch:
     """One compiled launch. spills: bytes of stack a thread; shared: bytes a program; wgmma: Hopper's products.
 
     overwritten: operands that copies overwrite while products read them (tests.in_flight), a fault of the compiler.
+    barriers: those that are never invalidated (tests.barriers).
     binary: what was compiled, as a hash.
     """
 
@@ -42,6 +44,7 @@ class Launch:
     wgmma: int
     mma: int
     overwritten: tuple[str, ...]
+    barriers: tuple[str, ...]
     binary: str
 
 
@@ -96,7 +99,7 @@ def _read(name: str, kernel: Any, kwargs: dict[str, Any]) -> Launch:
     return Launch(
         name, constants, registers, stack, kernel.metadata.shared,
         len(re.findall(r"wgmma\.mma_async", ptx)), len(re.findall(r"\bmma\.sync", ptx)),
-        tuple(overwritten(kernel.asm["ttgir"])), kernel.hash,
+        tuple(overwritten(kernel.asm["ttgir"])), tuple(not_ended(kernel.asm["ttgir"])), kernel.hash,
     )  # fmt: skip
 
 

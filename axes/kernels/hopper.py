@@ -68,6 +68,21 @@ def _times(a, b, N: gl.constexpr):
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
+@gluon.jit
+def retire(bar):
+    """The end of a barrier, or of a stack of them, after which other data may lie where it was.
+
+    Without it the compiler gives the memory of a barrier away after its last use, and at once if it has none. What the
+    processor keeps of the barrier is then written into that data: rarely, and where programs share the device.
+    """
+    if bar.rank == 1:
+        mbarrier.invalidate(bar)
+    else:
+        STAGES: gl.constexpr = bar.shape[0]
+        for stage in gl.static_range(STAGES):
+            mbarrier.invalidate(bar.index(stage))
+
+
 # ---- (I + L)^-1 --------------------------------------------------------------------------------------------------
 # Block diagonal matrices with blocks of a side s are kept stacked: (C, s), row i the i-th row of its own block.
 
@@ -215,7 +230,7 @@ def _prepare(
     span = gl.convert_layout(run, late)[:, None] - gl.convert_layout(run, early)[None, :]
     decay = gl.exp2(gl.where(i > j, span, float("-inf"))) * gl.convert_layout(strength, early)[None, :]
     mbarrier.wait(ready, 0)
-    mbarrier.invalidate(ready)
+    retire(ready)
     keys = keys.reshape([_C, K])
     lower = warpgroup_mma_wait(0, [_times(keys, keys.permute((1, 0)), _C)])
     if CUT and GATED:
@@ -417,6 +432,10 @@ def _chain(
             [4, 1],
             [SCORE, 24],
         )
+    retire(filled)
+    retire(freed)
+    retire(scored)
+    retire(used)
 
 
 # ---- launches ----------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from axes.kernels.hopper import aligned, matrix_tiles, segment, token_tiles
+from axes.kernels.hopper import aligned, matrix_tiles, retire, segment, token_tiles
 
 _CHUNK = 64
 _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
@@ -426,6 +426,15 @@ def _gradients(
         [1, 1],
         [24, 24],
     )  # fmt: skip
+    retire(near)
+    retire(solve)
+    retire(middle)
+    retire(late)
+    retire(solved)
+    retire(sent)
+    retire(taken)
+    retire(done)
+    retire(counted)
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from axes.kernels.hopper import _add, _left, _product, _times, token_tiles
+from axes.kernels.hopper import _add, _left, _product, _times, retire, token_tiles
 from axes.kernels.hopper_write import _arrive
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, channels that are scaled at a time
@@ -331,6 +331,13 @@ def _chain(
             [4, 1, 1],
             [SCALE, 24, 24],
         )
+    retire(filled)
+    retire(freed)
+    retire(scored)
+    retire(kept)
+    retire(left)
+    retire(done)
+    retire(sent)
 
 
 @triton.jit(do_not_specialize=["N", "S", "L", "HV"])

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from axes.kernels.hopper import _left, _product, _times, aligned, matrix_tiles, token_tiles
+from axes.kernels.hopper import _left, _product, _times, aligned, matrix_tiles, retire, token_tiles
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup
 
@@ -381,6 +381,10 @@ def _walk(
                 [1],
                 [24],
             )
+    retire(first_filled)
+    retire(first_freed)
+    retire(last_filled)
+    retire(last_freed)
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------

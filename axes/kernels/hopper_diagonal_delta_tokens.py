@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from axes.kernels.hopper import _product, _times, aligned, token_tiles
+from axes.kernels.hopper import _product, _times, aligned, retire, token_tiles
 from axes.kernels.hopper_backward import _published
 from axes.kernels.hopper_diagonal import _power
 from axes.kernels.hopper_diagonal_keys import _sum_until
@@ -177,6 +177,9 @@ def _tokens(
         mbarrier.wait(own, 0)
         mbarrier.wait(given, 0)
         mbarrier.wait(ends, 0)
+    retire(given)
+    retire(ends)
+    retire(own)
 
 
 def tokens_backward(

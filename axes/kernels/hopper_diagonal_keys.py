@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from axes.kernels.hopper import _product, _times, token_tiles
+from axes.kernels.hopper import _product, _times, retire, token_tiles
 from axes.kernels.hopper_backward import _published
 from axes.kernels.hopper_diagonal import _power
 
@@ -149,6 +149,9 @@ def _keys(
         mbarrier.wait(own, 0)
         mbarrier.wait(tokens, 0)
         mbarrier.wait(ends, 0)
+    retire(tokens)
+    retire(ends)
+    retire(own)
 
 
 def keys_backward(

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from axes.kernels.hopper import _add, _left, _product, _times, segment, token_tiles
+from axes.kernels.hopper import _add, _left, _product, _times, retire, segment, token_tiles
 from axes.kernels.scalar_tiles import chunk_span, load_line
 
 _C = gl.constexpr(64)  # tokens of a chunk, columns of z of a warpgroup
@@ -433,6 +433,14 @@ def _mix(
             [4, 1, 1],
             [SCORE, 24, 24],
         )
+    retire(filled)
+    retire(freed)
+    retire(scored)
+    retire(used)
+    retire(kept)
+    retire(left)
+    retire(done)
+    retire(sent)
 
 
 # ---- launches ------------------------------------------------------------------------------------------------------

@@ -227,6 +227,31 @@ def test_a_graph_replays_steps_with_the_rate_of_the_day(name: str) -> None:
     same(*results, 0.0 if "muon" not in name else 1e-5)
 
 
+@pytest.mark.parametrize("cls", (optim.Muon, optim.NorMuon))
+def test_stacks_of_many_shapes_equal_matrices_one_by_one(cls: Any) -> None:
+    """Shapes whose products have several forms and dtypes, in eager steps and in recorded ones, on a busy device."""
+    shapes = ((96, 64), (96, 64), (64, 96), (33, 40), (1, 64), (256, 64))
+    busy = torch.randn(4096, 4096, device="cuda")
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        both = []
+        for options in ({}, {"foreach": False}):
+            ps = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in shapes]
+            rule = cls.__name__.lower()
+            both.append((ps, cls([{"params": ps, "rule": rule}], lr=0.1, weight_decay=0.0, **options)))
+        for _ in range(4):
+            for pair in zip(*(ps for ps, _ in both), strict=True):
+                g = torch.randn(pair[0].shape, generator=generator).cuda()
+                for p in pair:
+                    p.grad = g.clone()
+            if seed % 2:
+                busy @ busy
+            for _, optimizer in both:
+                optimizer.step()
+            for p, q in zip(*(ps for ps, _ in both), strict=True):
+                assert (p - q).norm() <= 2e-2 * q.norm(), tuple(p.shape)
+
+
 def test_a_graph_that_makes_its_own_gradients() -> None:
     """Forward, backward and step in one graph, and eager steps with other gradients in between."""
     torch.manual_seed(0)
