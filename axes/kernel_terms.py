@@ -96,7 +96,9 @@ def run(
     kind = family(update)
     assert not isinstance(kind, NoFamily)
     v = _tensor(signal, "v")
-    if state is None:
+    if state is None and weights is None and kind != "block" and not update.parts()[3].debias:
+        state = State((), (), (), (), (), torch.zeros((), dtype=torch.int64))  # kernels make the empty state themselves
+    elif state is None:
         first = {n: _first(x) for n, x in signal.items()}
         state = update.init(first, weights)
     q, k = _tensor(signal, "q"), _tensor(signal, "k")
@@ -176,6 +178,10 @@ def one_token(in_place: bool) -> Kernels:
     return Kernels(scalar, diagonal, block)
 
 
+def _start(state: State) -> Tensor | None:
+    return state.theta[0] if state.theta else None
+
+
 class _Tokens(NamedTuple):
     q: Tensor
     k: Tensor
@@ -196,13 +202,13 @@ def _scalar(
     rule = "delta" if _erases(update) else "write"
     early = rule == "delta" and update.parts()[3].at == "prev" and gate is not None
 
-    def pass_over(v: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    def pass_over(v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         out, final = kernels.scalar(
             q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early
         )
         return out, final if end is None else rotate(final, end[..., None, :])
 
-    out, final = pass_over(t.v, state.theta[0])
+    out, final = pass_over(t.v, _start(state))
     if not state.norm:
         return out, _after(state, t.v, (final,))
     mass, norm = pass_over(torch.ones_like(t.v[..., :1]), state.norm[0])  # the normaliser: v is one
@@ -218,9 +224,8 @@ def _diagonal(
     write, erase, strength = _strengths(update, signal, t)
     rule = "delta" if _erases(update) else "write"
     early = rule == "delta" and update.parts()[3].at == "prev"
-    start = state.theta[0]
     out, final = kernels.diagonal(
-        t.q, write, t.v, gate, strength, erase=erase, initial_state=start, rule=rule, early=early
+        t.q, write, t.v, gate, strength, erase=erase, initial_state=_start(state), rule=rule, early=early
     )
     return out, _after(state, t.v, (final,))
 
@@ -236,7 +241,7 @@ def _dplr(
     write, _, strength = _strengths(update, signal, t)
     a, b = (x[..., 0].to(t.v.dtype).expand_as(t.k) for x in (element.left, element.right))
     write = write if strength is None else (write * strength[..., None]).to(write.dtype)
-    out, final = kernels.diagonal(t.q, write, t.v, gate, a=a, b=b, initial_state=state.theta[0], rule="dplr")
+    out, final = kernels.diagonal(t.q, write, t.v, gate, a=a, b=b, initial_state=_start(state), rule="dplr")
     return out, _after(state, t.v, (final,))
 
 

@@ -105,16 +105,19 @@ class Exchange:
 
         def wholes() -> list[Tensor]:
             arrived = [iter(pieces) for pieces in finish()]
-            out = []
+            out: list[Tensor] = []
+            places: list[Tensor] = []
+            found: list[Tensor] = []
             for part in mine:
                 pieces = {r: next(arrived[r]) for r in range(self.size) if r in part.senders}
                 if len(pieces) == 1:
                     out.append(next(iter(pieces.values())))
                     continue
-                whole = shards[0].new_empty(part.shape)
-                for r, piece in pieces.items():
-                    part.senders[r].of(whole).copy_(piece)
-                out.append(whole)
+                out.append(shards[0].new_empty(part.shape))
+                places += [part.senders[r].of(out[-1]) for r in pieces]
+                found += pieces.values()
+            if places:
+                torch._foreach_copy_(places, found)
             return out
 
         return wholes

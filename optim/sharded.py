@@ -517,14 +517,16 @@ class _Job:
         """Lay what has arrived into the stand-ins; where the rule does not see the weights they are zero."""
         weights = None if self._weights is None else self._weights()
         gradients = None if self._gradients is None else self._gradients()
-        for i, held in enumerate(self.owned):
+        for held in self.owned:
             held.stand(self.dtype)
-            if weights is None:
-                held.stand_in.zero_()
-            else:
-                held.stand_in.copy_(weights[i])
-            if gradients is not None:
-                held.stand_in.grad = gradients[i].to(self.dtype)
+        stand_ins = [held.stand_in for held in self.owned]
+        if stand_ins and weights is None:
+            torch._foreach_zero_(stand_ins)
+        elif stand_ins and weights is not None:
+            torch._foreach_copy_(stand_ins, weights)
+        if gradients is not None:
+            for stand_in, gradient in zip(stand_ins, gradients, strict=True):
+                stand_in.grad = gradient.to(self.dtype)
         if gradients is not None and needs_layers(self.rule):
             for held in self.members:
                 merge_layers(optimizer, self.exchange, held)

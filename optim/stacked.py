@@ -341,7 +341,7 @@ class _Replayed:
 
     def __call__(self) -> list[Tensor]:
         if torch.cuda.is_current_stream_capturing():
-            return self.function()  # part of a larger graph
+            return self.recorded()  # part of a larger graph
         self.calls += 1
         if self.calls == 1:  # kernels are compiled and libraries wake up
             return self.function()

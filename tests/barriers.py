@@ -1,8 +1,8 @@
 """Barriers of shared memory that are never invalidated, found in Triton's GPU dialect.
 
-The memory of a barrier is given to other data after its last use, and at once if it has none. Only an invalidation makes
-the processor let go of what it keeps of a barrier; else that is written into the other data, seldom: with programs of
-other processes on the device two numbers in some thousand chunks were not numbers.
+The memory of a barrier is given to other data after its last use, and at once if it has none. Only an invalidation
+makes the processor let go of what it keeps of a barrier; else that is written into the other data, seldom: with
+programs of other processes on the device two numbers in some thousand chunks were not numbers.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def lifted_guard() -> Iterator[None]:
 
 def attention(signal: Signal) -> tuple[Tensor, Tensor]:
     """Causal softmax attention of the same shapes: another rule, shown for scale. The state is the list of keys."""
-    q, k, v = (signal[n].transpose(1, 2) for n in "qkv")
+    q, k, v = (signal[n].contiguous().transpose(1, 2) for n in "qkv")  # the kernel wants rows of adjacent numbers
     backends = [SDPBackend.FLASH_ATTENTION] if q.device.type == "cuda" else [SDPBackend.MATH]
     with sdpa_kernel(backends):
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2), k

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from axes.kernels.launch import Kernel
 from axes.kernels.layout import (
     check_like,
     check_packing,
@@ -49,6 +50,7 @@ from axes.kernels.tiles import (
 # 3), c (4, 5) and Y^C (6, 7); totals (4) is P^C; m and scores are (C, C); states are (2, K, V).
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "N"])
 def _recurrence(
     block, write, erase, recurrence, carries, totals, offsets, units, T, N,
@@ -169,6 +171,7 @@ def _invert(square, C: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr, 
         _merge(square, 4 * SIDE, C, PRECISION)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "N"])
 def _prepare(
     q, k, erase, recurrence, m, scores, offsets, units, T, N,
@@ -207,6 +210,7 @@ def _mixed(x0, x1, w0, w1, added):
     return tl.fma(x1, w1, tl.fma(x0, w0, added))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "N"])
 def _scan(
     q, k, v, carries, totals, m, scores, start, o, final, states, written, offsets, T, N,
@@ -277,6 +281,7 @@ def _scan(
         tl.store(final + public + K, x1, mask=within)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "N"])
 def _reverse(
     q, k, carries, totals, m, scores, do, dfinal, dstates, dv, dstart, offsets, T, N,
@@ -339,6 +344,7 @@ def _reverse(
     tl.store(dstart + public + K, g1, mask=within)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "N"])
 def _pairs(
     q, k, erase, recurrence, do, written, dv, dpairs, reads, erases, offsets, units, T, N,
@@ -387,6 +393,7 @@ def _pairs(
         tl.store(pairs + C * C, tl.where(t > s, dlower * near, 0.0))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "N"])
 def _gradients(
     q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals, offsets, units, T, N,
@@ -463,6 +470,7 @@ def _parts(ptr, stride, PARTS: tl.constexpr):
     return total
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "N"])
 def _adjoint(
     block, erase, recurrence, carries, dpairs, dcarries, dtotals, dblock, dwrite, derase, offsets, units, T, N,

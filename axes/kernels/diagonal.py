@@ -30,6 +30,7 @@ from torch import Tensor
 from axes.errors import ShapeError
 from axes.kernels import hopper_diagonal, hopper_diagonal_keys, hopper_write
 from axes.kernels.channels import add_up, exponents, pairs, pairs_backward, power, split
+from axes.kernels.launch import Kernel
 from axes.kernels.layout import (
     Layout,
     check_like,
@@ -74,6 +75,7 @@ def load_strengths(beta, here, count, HV, C: tl.constexpr):
 # Tokens (tokens, H or HV, D), public states (units, HV, V, K), those of chunks (slots, HV, V, K), P (slots, HV, C, C).
 
 
+@Kernel
 @triton.jit(do_not_specialize=LENGTHS)
 def _pass(
     x, y, beta, g, states, totals, start, last, offsets, T, N, H, HV,
@@ -204,6 +206,7 @@ def _output(
         store_near(o, out, here, count, e, HV, V, C)
 
 
+@Kernel
 @triton.jit(do_not_specialize=[*LENGTHS, "programs"])
 def _outputs(
     q, k, v, beta, g, totals, states, scores, o, offsets, units, T, N, H, HV, programs,
@@ -228,6 +231,7 @@ def _outputs(
                 )  # fmt: skip
 
 
+@Kernel
 @triton.jit(do_not_specialize=[*LENGTHS, "tokens"])
 def _values(
     k, v, beta, g, scores, do, dstates, dv, dbeta, tokens, offsets, units, T, N, H, HV,
@@ -341,6 +345,7 @@ def _key(
         store_near(dg, dlog, here, count, d, HV, K, C)
 
 
+@Kernel
 @triton.jit(do_not_specialize=[*LENGTHS, "programs"])
 def _keys(
     q, k, v, beta, g, totals, do, states, dstates, dq, dk, dg, offsets, units, T, N, H, HV, programs,

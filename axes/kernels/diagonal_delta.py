@@ -36,6 +36,7 @@ from torch import Tensor
 from axes.kernels import hopper_diagonal_delta as hopper
 from axes.kernels.channels import add_up, after, exponents, from_middle, halves, largest, met, power, split, until
 from axes.kernels.hopper_diagonal_delta_tokens import tokens_backward
+from axes.kernels.launch import Kernel
 from axes.kernels.layout import Layout, layout, on_device, precision
 from axes.kernels.tiles import TILE, first_slot, load_numbers, load_rows, slot_rows, store_rows, unit_rows
 
@@ -128,6 +129,7 @@ def _store_pairs(
 # states of chunks (slots, HV, V, K), public ones (U, HV, V, K). y is the writer of u (k, or b with TWO), z the other.
 
 
+@Kernel
 @triton.jit(do_not_specialize=[*_LENGTHS, "H"])
 def _prepare(
     q, a, y, z, beta, g, lowers, p, m2, p2, qs, as_, ys, zs, totals, falls, offsets, units, T, N, H, HV,
@@ -198,6 +200,7 @@ def _prepare(
             _store_pairs(lowers, p, m2, p2, lower, scores, lower2, scores2, beta, here, count, pid, HV, C, TWO)
 
 
+@Kernel
 @triton.jit(do_not_specialize=[*_LENGTHS, "H"])
 def _prepare_closed(
     q, a, y, z, beta, g, lowers, p, m2, p2, falls, offsets, units, T, N, H, HV,
@@ -245,6 +248,7 @@ def _prepare_closed(
     _store_pairs(lowers, p, m2, p2, lower, scores, lower2, scores2, beta, here, count, pid, HV, C, TWO)
 
 
+@Kernel
 @triton.jit(do_not_specialize=_LENGTHS)
 def _solve(
     lowers, m, offsets, units, T, N, HV,
@@ -302,6 +306,7 @@ def _solve(
             tl.store(m + i * C + WIDE + j, tl.zeros_like(cross).to(kind))
 
 
+@Kernel
 @triton.jit(do_not_specialize=_LENGTHS)
 def _scan(
     qs, as_, ys, zs, v, beta, m, p, m2, p2, totals, start, o, final, states, written, offsets, T, N, HV,
@@ -363,6 +368,7 @@ def _scan(
         tl.store(final + public, state, mask=within)
 
 
+@Kernel
 @triton.jit(do_not_specialize=_LENGTHS)
 def _reverse(
     qs, as_, ys, zs, beta, m, p, m2, p2, totals, do, dfinal, dstates, dwritten, dv, dstart, offsets, T, N, HV,
@@ -419,6 +425,7 @@ def _reverse(
     tl.store(dstart + public, grad, mask=within)
 
 
+@Kernel
 @triton.jit(do_not_specialize=[*_LENGTHS, "H", "tokens"])
 def _gradients(
     q, a, y, z, v, beta, g, totals, falls, do, states, dstates, written, dwritten,

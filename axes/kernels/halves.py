@@ -12,11 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from axes.errors import ShapeError
+from axes.kernels.launch import Kernel
 from axes.kernels.layout import interpreted, on_device
 
 _TILE = 64
 
 
+@Kernel
 @triton.jit
 def _thirds(
     x, out, M, N, across, x_b, x_m, x_n, o_b, o_m, o_n, third,

@@ -26,7 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from axes.kernels.bulk import aligned, matrix_tiles, number_tiles, token_tiles
+from axes.kernels.launch import Kernel
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, rows of a warpgroup's product
 _TILE = gl.constexpr(16)  # rows of a diagonal block inverted by substitution
@@ -182,6 +184,7 @@ def _double(lower, x, SIDE: gl.constexpr):
 # ---- every chunk at once -----------------------------------------------------------------------------------------
 
 
+@Kernel
 @gluon.jit(do_not_specialize=_SIZES)
 def _prepare(
     k_tiles, w_tiles, beta, g, numbers, runs, bounds, T, S, L, N, H,
@@ -381,6 +384,7 @@ def _advance(
     tma.store_wait(0)
 
 
+@Kernel
 @gluon.jit(do_not_specialize=_SIZES)
 def _chain(
     q_tiles, k_tiles, v_tiles, w_tiles, p_tiles, number_rows, o_tiles, start, final, S, L, N, H,
@@ -456,27 +460,6 @@ def fits(q: Tensor, v: Tensor) -> bool:
     return torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
-def aligned(x: Tensor) -> Tensor:
-    """x, or a copy of a view at an odd address: bulk copies read from multiples of 16 bytes, and the kernels are
-    compiled, and tested, for such addresses alone."""
-    return x.clone() if x.data_ptr() % 16 else x
-
-
-def token_tiles(x: Tensor, width: int) -> TensorDescriptor:
-    """(B, T, H, D) in tiles of 64 tokens by `width` of a head's numbers; tokens from T on are zero, never written."""
-    b, t, h, d = x.shape
-    x = aligned(x)  # never a copy of an output: those are allocated
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    return TensorDescriptor(x, [b, t, h * d], [t * h * d, h * d, 1], [1, 64, width], layout)
-
-
-def matrix_tiles(x: Tensor) -> TensorDescriptor:
-    """(..., rows, columns) in tiles of one matrix."""
-    rows, columns = x.shape[-2:]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(x, [x.numel() // columns, columns], [columns, 1], [rows, columns], layout)
-
-
 def prepare(
     k: Tensor, beta: Tensor, g: Tensor | None, segments: int = 1, length: int | None = None,
     runs: Tensor | None = None, bounds: Tensor | None = None,
@@ -514,10 +497,10 @@ def chain(
     length = t if length is None else length
     o, final = torch.empty_like(v), q.new_empty(units, h, d, d, dtype=torch.float32)
     p = torch.empty_like(w) if record else w.new_empty(0)
-    rows = TensorDescriptor(numbers, [numbers.numel()], [1], [256], gl.NVMMASharedLayout(0, 32, rank=1))
     _chain[(units * h,)](
         token_tiles(q, d), token_tiles(k, d), token_tiles(v, 64), matrix_tiles(w), matrix_tiles(p if record else w),
-        rows, token_tiles(o, 64), final if start is None else aligned(start), final, segments, length, n, h,
+        number_tiles(numbers), token_tiles(o, 64), final if start is None else aligned(start), final,
+        segments, length, n, h,
         STARTED=start is not None, RECORD=record, num_warps=4, **_LAUNCH[d],
     )  # fmt: skip
     return o, final, p

@@ -38,7 +38,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from axes.kernels.hopper import aligned, matrix_tiles, retire, segment, token_tiles
+from axes.kernels.bulk import aligned, matrix_tiles, token_tiles
+from axes.kernels.hopper import retire, segment
+from axes.kernels.launch import Kernel
 
 _CHUNK = 64
 _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
@@ -47,6 +49,7 @@ _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
 # ---- states --------------------------------------------------------------------------------------------------------
 
 
+@Kernel
 @triton.jit(do_not_specialize=_SIZES[:-1])
 def _states(
     k, v, beta, g, m, start, states, written, rows, T, S, L, N,
@@ -371,6 +374,7 @@ def _products(
     gl.store(dstart + public + block, grad)
 
 
+@Kernel
 @gluon.jit(do_not_specialize=_SIZES)
 def _gradients(
     q, k, w, do, x, m, p, dq_out, dk_out, dv_out,

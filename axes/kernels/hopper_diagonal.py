@@ -30,10 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from axes.kernels.hopper import _add, _left, _product, _times, retire, token_tiles
+from axes.kernels.bulk import matrix_tiles, token_tiles
+from axes.kernels.hopper import _add, _left, _product, _times, retire
 from axes.kernels.hopper_write import _arrive
+from axes.kernels.launch import Kernel
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, channels that are scaled at a time
 
@@ -257,6 +258,7 @@ def _carry(
             _arrive(left)
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["T", "N", "S", "L", "HV"])
 def _chain(
     reader_tiles, writer_tiles, g_tiles, v_tiles, p_tiles, state_tiles, o_tiles, beta, totals, start, final,
@@ -340,6 +342,7 @@ def _chain(
     retire(sent)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["N", "S", "L", "HV"])
 def _merge(
     constants, totals, starts, N, S, L, HV,
@@ -412,15 +415,13 @@ class _Pass(NamedTuple):
         """One pass over v (or do) into what is given."""
         (b, t, h, d_k), hv = self.q.shape, self.hv
         out = v if out is None else out  # stands for what is not there, and is not touched
-        g = self.g.clone() if self.g.data_ptr() % 16 else self.g
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * g.element_size(), rank=3)
-        gates = TensorDescriptor(g, [b, t, hv * d_k], [t * hv * d_k, hv * d_k, 1], [1, 64, d_k], layout)
         reverse = mode in ("dv", "dends")
         reader, writer = (self.k, self.q) if reverse else (self.q, self.k)
         beta = None if reverse else self.beta
         _chain[(b * self.S * hv,)](
-            token_tiles(reader, d_k), token_tiles(writer, d_k), gates, token_tiles(v, 64),
-            _matrices(out if scores is None else scores, 64), _matrices(out if states is None else states, d_k),
+            token_tiles(reader, d_k), token_tiles(writer, d_k), token_tiles(self.g, d_k), token_tiles(v, 64),
+            matrix_tiles(out if scores is None else scores, 64, 64, 64),
+            matrix_tiles(out if states is None else states, 64, d_k, d_k),
             token_tiles(out, 64), *(final if x is None else x for x in (beta, totals, start)), final,
             t, self.N, self.S, self.L, hv,
             GROUP=hv // h, WIDE=self.d_v // 64, STARTED=start is not None, STRONG=beta is not None,
@@ -448,12 +449,6 @@ class _Pass(NamedTuple):
     def edge(self, finals: Tensor, place: int) -> Tensor:
         """Of an entry's segments the first's or last's (B, HV, V, K)."""
         return finals if self.S == 1 else finals.view(-1, self.S, *finals.shape[1:])[:, place].contiguous()
-
-
-def _matrices(x: Tensor, width: int) -> TensorDescriptor:
-    """Tiles of 64 rows of a contiguous tensor of matrices with so many columns."""
-    plain = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [64, width], plain)
 
 
 def _passes(

@@ -25,9 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from axes.kernels.hopper import _left, _product, _times, aligned, matrix_tiles, retire, token_tiles
+from axes.kernels.bulk import aligned, matrix_tiles, token_tiles
+from axes.kernels.hopper import _left, _product, _times, retire
+from axes.kernels.launch import Kernel
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup
 
@@ -282,6 +283,7 @@ def _retreat(
     tma.store_wait(0)
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["T", "N", "H"])
 def _walk(
     reader_tiles, writer_tiles, writer2_tiles, query_tiles, value_tiles, solve_tiles, pair_tiles, solve2_tiles,
@@ -401,12 +403,6 @@ def fits(reader: Tensor, v: Tensor) -> bool:
     return torch.cuda.get_device_capability(v.device) == (9, 0)
 
 
-def _state_tiles(x: Tensor) -> TensorDescriptor:
-    """(slots, H, V, K) in tiles of 64 values."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(x, [x.numel() // x.shape[-1], x.shape[-1]], [x.shape[-1], 1], [64, x.shape[-1]], layout)
-
-
 def walk(
     scaled: list[Tensor], v: Tensor, beta: Tensor | None, matrices: list[Tensor], totals: Tensor,
     start: Tensor | None, final: Tensor, out: Tensor, dv: Tensor | None = None, states: Tensor | None = None,
@@ -425,7 +421,7 @@ def walk(
     squares = [matrix_tiles(x) for x in matrices * (1 if two else 2)]
     _walk[(b * h,)](
         as_, ys, zs, qs, token_tiles(v, 64), *squares, token_tiles(out, 64), token_tiles(out if dv is None else dv, 64),
-        squares[0] if states is None else _state_tiles(states), totals if beta is None else aligned(beta), totals,
+        squares[0] if states is None else matrix_tiles(states, 64), totals if beta is None else aligned(beta), totals,
         final if start is None else aligned(start), final, t, n, h, LAST=1 if two and not record else 2, TWO=two,
         STARTED=start is not None, RECORD=record, BACK=dv is not None, num_warps=4, **_LAUNCH[d],
     )  # fmt: skip

@@ -21,16 +21,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from axes.kernels.hopper import _product, _times, aligned, retire, token_tiles
+from axes.kernels.bulk import aligned, matrix_tiles, token_tiles
+from axes.kernels.hopper import _product, _times, retire
 from axes.kernels.hopper_backward import _published
 from axes.kernels.hopper_diagonal import _power
 from axes.kernels.hopper_diagonal_keys import _sum_until
+from axes.kernels.launch import Kernel
 
 _C = gl.constexpr(64)  # tokens of a chunk, channels of a program
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["tokens", "T", "N", "H"])
 def _tokens(
     q_tiles, k_tiles, do_tiles, u_tiles, r_tiles, state_tiles, grad_tiles, dq_tiles, dk_tiles,
@@ -191,14 +193,9 @@ def tokens_backward(
     `hopper_diagonal_delta.fits`, as many value heads as key heads; the rest as `diagonal_delta` makes them."""
     (b, t, h, d_k), d_v = q.shape, v.shape[3]
     n = triton.cdiv(t, 64)
-    plain = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-    def matrices(x: Tensor) -> TensorDescriptor:
-        return TensorDescriptor(x, [x.numel() // d_k, d_k], [d_k, 1], [d_v, 64], plain)
-
     _tokens[(b * n * h * (d_k // 64),)](
         token_tiles(q, 64), token_tiles(k, 64), token_tiles(do, d_v), token_tiles(written, d_v),
-        token_tiles(dwritten, d_v), matrices(states), matrices(dstates), token_tiles(dq, 64), token_tiles(dk, 64),
-        aligned(v), aligned(beta), aligned(g), totals, dbeta, dg, b * t, t, n, h,
-        K=d_k, LATE=late, MILD=mild, num_warps=4,
+        token_tiles(dwritten, d_v), matrix_tiles(states, d_v, 64), matrix_tiles(dstates, d_v, 64),
+        token_tiles(dq, 64), token_tiles(dk, 64), aligned(v), aligned(beta), aligned(g), totals, dbeta, dg,
+        b * t, t, n, h, K=d_k, LATE=late, MILD=mild, num_warps=4,
     )  # fmt: skip

@@ -19,11 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from axes.kernels.hopper import _product, _times, retire, token_tiles
+from axes.kernels.bulk import matrix_tiles, token_tiles
+from axes.kernels.hopper import _product, _times, retire
 from axes.kernels.hopper_backward import _published
 from axes.kernels.hopper_diagonal import _power
+from axes.kernels.launch import Kernel
 
 _C = gl.constexpr(64)  # tokens of a chunk, channels of a program
 
@@ -39,6 +40,7 @@ def _sum_until(triangle, x, high, low):
     return warpgroup_mma_wait(0, [warpgroup_mma(triangle, low, out, is_async=True)])
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["N", "H"])
 def _keys(
     q_tiles, k_tiles, v_tiles, do_tiles, g_tiles, state_tiles, grad_tiles, dq_tiles, dk_tiles, dg_tiles, totals, N, H,
@@ -162,18 +164,8 @@ def keys_backward(
     key heads, strengths one; totals, states and dstates as `hopper_diagonal` makes them."""
     (b, t, h, d_k), d_v = q.shape, v.shape[3]
     n = triton.cdiv(t, 64)
-    plain = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    logs = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * g.element_size(), rank=3)
-
-    def gates(x: Tensor) -> TensorDescriptor:
-        x = x.clone() if x.data_ptr() % 16 else x
-        return TensorDescriptor(x, [b, t, h * d_k], [t * h * d_k, h * d_k, 1], [1, 64, 64], logs)
-
-    def matrices(x: Tensor) -> TensorDescriptor:
-        return TensorDescriptor(x, [x.numel() // d_k, d_k], [d_k, 1], [d_v, 64], plain)
-
     _keys[(b * n * h * (d_k // 64),)](
-        token_tiles(q, 64), token_tiles(k, 64), token_tiles(v, d_v), token_tiles(do, d_v), gates(g), matrices(states),
-        matrices(dstates), token_tiles(dq, 64), token_tiles(dk, 64), gates(dg), totals, n, h,
-        K=d_k, MILD=mild, num_warps=4,
+        token_tiles(q, 64), token_tiles(k, 64), token_tiles(v, d_v), token_tiles(do, d_v), token_tiles(g, 64),
+        matrix_tiles(states, d_v, 64), matrix_tiles(dstates, d_v, 64), token_tiles(dq, 64), token_tiles(dk, 64),
+        token_tiles(dg, 64), totals, n, h, K=d_k, MILD=mild, num_warps=4,
     )  # fmt: skip

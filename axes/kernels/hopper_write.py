@@ -22,9 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from axes.kernels.hopper import _add, _left, _product, _times, retire, segment, token_tiles
+from axes.kernels.bulk import matrix_tiles, number_tiles, token_tiles
+from axes.kernels.hopper import _add, _left, _product, _times, retire, segment
+from axes.kernels.launch import Kernel
 from axes.kernels.scalar_tiles import chunk_span, load_line
 
 _C = gl.constexpr(64)  # tokens of a chunk, columns of z of a warpgroup
@@ -34,6 +35,7 @@ _NUMBERS = gl.constexpr(4)  # rows of a chunk's numbers: e^G, e^(G_last - G), G 
 # ---- numbers of tokens ---------------------------------------------------------------------------------------------
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "S", "L", "N", "HV"])
 def _numbers(beta, g, numbers, T, S, L, N, HV, C: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr):
     """What scales the tiles of one chunk of one head."""
@@ -353,6 +355,7 @@ def _carry(
         _arrive(sent)
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["T", "S", "L", "N", "HV"])
 def _mix(
     x_tiles, y_tiles, z_tiles, own_tiles, trace_tiles, number_rows, out_tiles, start, final, g, dots, line,
@@ -486,13 +489,11 @@ def mix(
     a = x.shape[3]
     line = {"o": None, "dq": dots, "dv": dbeta, "dk": dg}[role]
     stages, buffers = (3, 2) if line is None else (2, 1)  # what shared memory holds
-    plain = gl.NVMMASharedLayout(128, 16, rank=2)
     held = out if trace is None else trace  # a tensor that is not there is stood for by another, and not touched
-    states = TensorDescriptor(held, [held.numel() // a, a], [a, 1], [64, a], plain)
     own = z if line is None or own is None else own
-    rows = TensorDescriptor(made, [made.numel()], [1], [256], gl.NVMMASharedLayout(0, 32, rank=1))
     _mix[(b * s * hv,)](
-        token_tiles(x, a), token_tiles(y, a), token_tiles(z, 64), token_tiles(own, 64), states, rows,
+        token_tiles(x, a), token_tiles(y, a), token_tiles(z, 64), token_tiles(own, 64), matrix_tiles(held, 64, a, a),
+        number_tiles(made),
         token_tiles(out, 64), *(made if y is None else y for y in (start, final, g, dots, line)),
         t, s, length, n, hv,
         GROUP=hv // (x if role in ("o", "dv") else z).shape[2], WIDE=w // 64, STAGES=stages, BUFFERS=buffers,

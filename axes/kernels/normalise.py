@@ -12,10 +12,12 @@ from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels import layout
+from axes.kernels.launch import Kernel
 
 _BLOCK = 8192
 
 
+@Kernel
 @triton.jit
 def _squares(x, sums, size, blocks, BLOCK: tl.constexpr):
     """The sum of squares of one block of one matrix."""
@@ -26,6 +28,7 @@ def _squares(x, sums, size, blocks, BLOCK: tl.constexpr):
     tl.store(sums + pid, tl.sum(entries * entries))
 
 
+@Kernel
 @triton.jit
 def _quotients(
     x, y, sums, size, blocks, factor, shift, floor,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels import layout, tiles
+from axes.kernels.launch import Kernel
 
 _PROCESSORS = 132  # of an H100; a constant, so that a sum has the same bits on every GPU
 _LEAST = 512  # tokens that a part is worth
@@ -35,6 +36,7 @@ def _finish(out, start, scale, total, n, part, N, rows, columns, chosen, V, K, S
     tl.store(out + part.to(tl.int64) * N * V * K + at, total, mask=inside)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["span", "N"])
 def _outer(
     u, k, weight, start, decay, out, T, span, N, V, K, u_n, u_t, u_v, k_n, k_t, k_k,

@@ -134,31 +134,10 @@ def cut(batch: int, length: int, chunk: int, segments: int, cu_seqlens: Tensor |
 
 # ---- launches --------------------------------------------------------------------------------------------------------
 
-_SIZES = frozenset(("T", "S", "L", "N", "H", "HV", "tokens"))  # arguments that a compiled kernel leaves open
-_ready: dict[Any, Any] = {}
-
-
 def _run(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> None:
-    """Launch a kernel with its tensors and those of the given arguments that it takes.
-
-    Triton's own look-up of the compiled kernel costs more than a small kernel runs; what it depends on is looked up
-    here: constants, types, alignment.
-    """
-    names = kernel.arg_names[len(tensors) :]
-    values = [given[name] for name in names]
-    options = {"num_warps": given["num_warps"], "num_stages": given["num_stages"]}
-    if host.interpreted():
-        kernel[(programs,)](*tensors, **dict(zip(names, values, strict=True)), **options)
-        return
-    kinds = tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
-    constants = tuple(x if n not in _SIZES else x < 2**31 for n, x in zip(names, values, strict=True))
-    assert tensors[0] is not None
-    key = (id(kernel), tensors[0].device, kinds, constants, *options.values())
-    ready = _ready.get(key)
-    if ready is None:
-        _ready[key] = kernel[(programs,)](*tensors, *values, **options)
-    else:
-        ready[(programs, 1, 1)](*tensors, *values)
+    """Launch a kernel with its tensors and those of the given arguments that it takes."""
+    values = {name: given[name] for name in kernel.names[len(tensors) :]}
+    kernel[(programs,)](*tensors, **values, num_warps=given["num_warps"], num_stages=given["num_stages"])
 
 
 class Chain(NamedTuple):

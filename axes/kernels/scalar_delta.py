@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from axes.kernels.launch import Kernel
 from axes.kernels.scalar_tiles import (
     chunk_gates,
     chunk_origin,
@@ -43,6 +44,7 @@ from axes.kernels.tiles import decay, inverse
 _SIZES = ["T", "S", "L", "N", "H", "HV"]
 
 
+@Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def prepare(
     q, k, a, beta, g, runs, scale_q, scale_k, m, p, bounds, offsets, units, T, S, L, N, H, HV,
@@ -100,6 +102,7 @@ def prepare(
     tl.store(m + at, x.to(m.dtype.element_ty))
 
 
+@Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def scan(
     q, k, a, v, beta, runs, spans, scale_q, scale_k, m, p, start, o, final, maps, states, written, offsets,
@@ -192,6 +195,7 @@ def scan(
         store_state(final, state, unit * HV + head, d, e, K, V)
 
 
+@Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def reverse(
     q, k, a, beta, runs, spans, scale_q, scale_k, m, p, do, dfinal, dstates, dwritten, dstart, offsets,
@@ -264,6 +268,7 @@ def reverse(
     store_state(dstart, grad, unit * HV + head, d, e, K, V)
 
 
+@Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def gradients(
     q, k, a, v, beta, g, runs, scale_q, scale_k, do, states, dstates, written, dwritten, dq, dk, da, dv, dbeta, dg,

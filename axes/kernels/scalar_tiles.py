@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from axes.kernels.launch import Kernel
 from axes.kernels.tiles import unit_rows
 
 
@@ -153,6 +154,7 @@ def stretch(length, reader, product, strength):
     return tl.log((x + tl.sqrt(tl.maximum(x * x + 4.0 - 4.0 * strength * product, 0.0))) / 2)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "S", "L", "N", "HV"])
 def spans(bounds, out, T, S, L, N, HV, C: tl.constexpr, BLOCK: tl.constexpr):
     """How many chunks at a segment's end, and at its start, shrink every state to nothing: (units, HV, 2), N + 1 where
@@ -243,6 +245,7 @@ def _map_block(map, rows, columns, known, K: tl.constexpr, REVERSE: tl.constexpr
     return block
 
 
+@Kernel
 @triton.jit(do_not_specialize=["S", "N", "HV"])
 def merge(
     constants, maps, spans, edge, starts, S, N, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from axes.kernels.launch import Kernel
 from axes.kernels.scalar_tiles import (
     chunk_gates,
     chunk_origin,
@@ -44,6 +45,7 @@ def fade(late, early, keep):
     return tl.exp2(tl.where(keep, late - early, float("-inf")))
 
 
+@Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def lengths(
     q, k, scale_q, scale_k, offsets, units, T, S, L, N, H,
@@ -58,6 +60,7 @@ def lengths(
     inverse_lengths(k, scale_k, first, rows, head, H, K, C, BK)
 
 
+@Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def cumulate(g, runs, offsets, units, T, S, L, N, HV, C: tl.constexpr, PACKED: tl.constexpr):
     """Cumulative gates of every chunk, here logs to the base 2: a product less for every pair of tokens."""
@@ -67,6 +70,7 @@ def cumulate(g, runs, offsets, units, T, S, L, N, HV, C: tl.constexpr, PACKED: t
         chunk_gates(g, runs, first, rows, head, HV, C, True, False, 1.4426950408889634)
 
 
+@Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def mix(
     x, y, z, own, beta, g, runs, scale_q, scale_k, start, out, final, trace, dots, dbeta, dg, offsets,
@@ -194,6 +198,7 @@ def mix(
         tl.store(final + public, state, mask=within)
 
 
+@Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def ends(
     x, y, beta, runs, scale_x, final, through, offsets, T, S, L, N, H, HV,
@@ -244,6 +249,7 @@ def ends(
     tl.store(through + unit * HV + head, tl.exp2(log))
 
 
+@Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def project_all(
     dq, dk, q, k, scale_q, scale_k, offsets, units, T, S, L, N, H,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from axes.errors import AxesError, ShapeError
 from axes.kernels import layout
+from axes.kernels.launch import Kernel
 
 Rule = Literal["write", "delta", "dplr"]
 EPS = 1e-6  # of normalised keys and queries, as in the layers: x / sqrt(|x|^2 + EPS^2)
@@ -61,6 +62,7 @@ def _unit(x, EPS: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 0) + EPS * EPS)
 
 
+@Kernel
 @triton.jit
 def _chain(
     state, into, index, q, k, v, beta, g, a, b, o,
@@ -106,6 +108,7 @@ def _chain(
     tl.store(o + (entry * HV + head) * V + e, tl.where(row >= 0, out, 0.0).to(o.dtype.element_ty), mask=e < V)
 
 
+@Kernel
 @triton.jit
 def _block(
     state, into, index, q, k, v, block, write, erase, o,

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from axes.errors import ShapeError
 from axes.kernels import layout
+from axes.kernels.launch import Kernel
 
 _TILE, _DEPTH = 128, 64  # sides of a tile of C, and of the slices of A and B that a step multiplies
 _WARPS, _STAGES = 4, 3  # two programs a processor: one stores while the other multiplies
@@ -33,6 +34,7 @@ def _corner(t):
     return i, t - i * (i + 1) // 2
 
 
+@Kernel
 @triton.jit
 def _symmetric(
     a, b, d, e, c, K, tiles, alpha, beta, gamma, delta,

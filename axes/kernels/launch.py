@@ -1,0 +1,74 @@
+"""Launches without Triton's look-up of the compiled kernel, which costs the host more than a small kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+@final
+class Kernel:
+    """A kernel of Triton or Gluon that is launched as ever, `kernel[grid](*arguments, **constants_and_options)`.
+
+    What a compiled kernel depends on is looked at here: constants, options, dtypes, alignment, tiles of descriptors,
+    and values of integers but those in `do_not_specialize`. A call that is new in one of these goes through Triton.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.names: list[str] = kernel.arg_names
+        self._ready: dict[Any, Any] = {}
+        self._orders: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        self._kinds: list[Callable[[Any], Any]] = []
+        if isinstance(kernel, JITFunction):  # else Triton's interpreter
+            kinds = {(True, False): _constant, (False, True): _open, (False, False): _closed}
+            self._kinds = [kinds[p.is_constexpr, p.do_not_specialize and not p.is_constexpr] for p in kernel.params]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        if not self._kinds:
+            launch: Callable[..., None] = self.kernel[grid]
+            return launch
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **given: Any) -> None:
+        asked = (len(args), *given)
+        order = self._orders.get(asked)
+        if order is None:
+            order = self._orders[asked] = self._order(len(args), *given)
+        rest, options = order
+        values = (*args, *[given[name] for name in rest])
+        kinds = [kind(x) for kind, x in zip(self._kinds, values, strict=True)]
+        key = (driver.active.get_current_device(), *[given[name] for name in options], *kinds)
+        ready = self._ready.get(key)
+        if ready is None:
+            self._ready[key] = self.kernel[grid](*args, **given)
+        else:
+            ready[(*grid, 1, 1)](*values)
+
+    def _order(self, first: int, *given: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the arguments after the first ones, in the kernel's order, and names of options."""
+        rest = tuple(self.names[first:])
+        return rest, tuple(name for name in given if name not in rest)
+
+
+def _constant(x: Any) -> Any:
+    return x
+
+
+def _open(x: Any) -> Any:
+    """Of an integer only its width counts."""
+    return x < 2**31 if isinstance(x, int) else _closed(x)
+
+
+def _closed(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, float):
+        return float
+    tile = getattr(x, "block_shape", None)
+    return x if tile is None else (x.base.dtype, *tile, getattr(x.layout, "swizzle_byte_width", None))
