@@ -49,7 +49,7 @@ class Launch:
     binary: str
 
 
-class _NoDevice:
+class NoDevice:
     """Stands for a Hopper GPU where none is: enough of a driver for Triton to compile."""
 
     def get_current_device(self) -> int:
@@ -77,7 +77,7 @@ def hopper() -> Iterator[list[Launch]]:
         launches.append(_read(self.fn.__name__, kernel, kwargs))
         return kernel
 
-    device = _NoDevice()
+    device = NoDevice()
     previous = driver._active  # asking for `active` would look for a GPU
     driver.set_active(device)  # type: ignore[arg-type]
     try:
