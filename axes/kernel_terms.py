@@ -172,8 +172,10 @@ def one_token(in_place: bool) -> Kernels:
     def block(
         q: Tensor, k: Tensor, v: Tensor, block: Tensor, write: Tensor, erase: Tensor | None, initial_state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out = block_step(initial_state, q[:, 0], k[:, 0], v[:, 0], block[:, 0], write[:, 0], now(erase))
-        return out[:, None], initial_state  # stacked from two leaves: it is a copy already
+        final = initial_state if in_place else torch.empty_like(initial_state)
+        into = None if in_place else final
+        out = block_step(initial_state, q[:, 0], k[:, 0], v[:, 0], block[:, 0], write[:, 0], now(erase), into=into)
+        return out[:, None], final
 
     return Kernels(scalar, diagonal, block)
 
@@ -256,11 +258,21 @@ def _block(
     erase = None if c.a is None else c.a[..., 0, :, 0].expand_as(write)
     (buffer,) = state.via
     held = buffer if isinstance(buffer, State) else buffer[0]
-    start = torch.stack((state.theta[0], held.theta[0]), -2)
+    start = _slots(state.theta[0], held.theta[0])
     out, final = kernels.block(t.q, t.k, t.v, block, write, erase, initial_state=start)
     moved = _after(held, t.v, (final[..., 1, :],), held.norm)
     via = moved if isinstance(buffer, State) else (moved,)
     return out, _after(state, t.v, (final[..., 0, :],), via=(via,))
+
+
+def _slots(first: Tensor, second: Tensor) -> Tensor:
+    """Two states as the slots of one tensor: a copy, or without gradients the one whose slots they are after a step."""
+    whole = None if torch.is_grad_enabled() else first._base
+    if whole is not None and whole is second._base and whole.shape == (*first.shape[:-1], 2, first.shape[-1]):
+        pairs = zip((first, second), whole.unbind(-2), strict=True)
+        if all((x.data_ptr(), x.stride()) == (slot.data_ptr(), slot.stride()) for x, slot in pairs):
+            return whole
+    return torch.stack((first, second), -2)
 
 
 # ---- the numbers of a token ----------------------------------------------------------------------------------------

@@ -58,9 +58,9 @@ def chain_step(state, q, k, v, *, beta, g, erase, a=None, b=None, rule="write", 
     return out[:, 0]
 
 
-def block_step(state, *tokens):
+def block_step(state, *tokens, into=None):
     out, final = chains.block_chain(*(None if x is None else x[:, None] for x in tokens), initial_state=state)
-    state.copy_(final)
+    (state if into is None else into).copy_(final)
     return out[:, 0]
 
 
@@ -112,6 +112,28 @@ def test_a_sequence_in_two_parts(name: str) -> None:
     second, state = terms.run(update, _part(given, 4, 9), state, None)
     torch.testing.assert_close(torch.cat((first, second), 1), whole, rtol=2e-4, atol=2e-5)
     assert int(state.count) == int(last.count) == 9
+
+
+def test_slots_of_a_state_stay_in_one_tensor_from_step_to_step() -> None:
+    """Unless a gradient might pass: a state that was cut off from its past must not lead back to it."""
+    update, _ = UPDATES["momentum"]
+    given = signal(update, 4)
+    with torch.no_grad():
+        want, _ = reference.run(update, given, time=1)
+        state = update.init({n: x[:, 0] if isinstance(x, torch.Tensor) else x for n, x in given.items()})
+        outs, places = [], []
+        for t in range(4):
+            out, state = terms.run(update, _part(given, t, t + 1), state, None, terms.one_token(in_place=True))
+            outs.append(out)
+            places.append(state.theta[0].data_ptr())
+    torch.testing.assert_close(torch.cat(outs, 1), want, rtol=2e-4, atol=2e-5)
+    assert len(set(places)) == 1
+    kept = state.theta[0].clone()
+    _, after = terms.run(update, _part(given, 0, 1), state, None, terms.one_token(in_place=False))
+    assert torch.equal(state.theta[0], kept) and after.theta[0].data_ptr() not in places
+    whole = torch.randn(2, 2, 3, 2, 4, requires_grad=True)
+    first, second = (x.detach() for x in whole.unbind(-2))
+    assert not terms._slots(first, second).requires_grad
 
 
 @pytest.mark.parametrize("name", UPDATES)
