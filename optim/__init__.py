@@ -5,7 +5,7 @@ if __name__ != "axes.optim":
 
 from axes.optim import convert, wrappers
 from axes.optim.adaptive import NAdam
-from axes.optim.base import Optimizer, report
+from axes.optim.base import Optimizer
 from axes.optim.diagnostics import NoiseScale, UpdateRatios
 from axes.optim.ekfac import EKFAC
 from axes.optim.exponentiated import ExponentiatedGradient
@@ -17,7 +17,7 @@ from axes.optim.normuon import NorMuon
 from axes.optim.predicted import ReflectiveMomentum, RotationalMomentum, SignedEG
 from axes.optim.psgd import PSGDKron
 from axes.optim.regression import NLMS, Hebbian, HuberRegression, LpRegression, RecursiveLeastSquares
-from axes.optim.routing import Report
+from axes.optim.reports import Report, report
 from axes.optim.schedule_free import ScheduleFree
 from axes.optim.shampoo import Shampoo
 from axes.optim.sign import FrankWolfe, SignSGD

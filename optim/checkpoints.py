@@ -9,6 +9,8 @@ from torch import Tensor
 
 from axes.elementwise.storage import LOW, UNIT
 from axes.errors import AxesError
+from axes.optim import trees
+from axes.optim.dtensors import spread, whole
 
 
 class Kept:
@@ -16,6 +18,11 @@ class Kept:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
+
+    def beside(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Copies where the parameter is, counts on the host; put together unless the parameter is sharded itself."""
+        tensors = self.tensors if spread(parameter) else {name: whole(x) for name, x in self.tensors.items()}
+        return {name: x.to("cpu" if trees.counts(name) else parameter.device, copy=True) for name, x in tensors.items()}
 
 
 def wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Unpack, final
 
 from axes.algorithms import Held, Momentum, Step
@@ -10,9 +9,10 @@ from axes.costs import Given, Linear
 from axes.errors import AxesError
 from axes.geometry import Eigenbasis, RotatedWhiten
 from axes.monoids import Decay, Scalar, Zero
-from axes.optim.base import Options, Params, Rule
-from axes.optim.first_order import LR, WEIGHT_DECAY, AdamW, average, unit
-from axes.optim.matrix import auxiliary_defaults
+from axes.optim.base import Options, Params
+from axes.optim.first_order import LR, WEIGHT_DECAY, average, unit
+from axes.optim.layers import require_reduction
+from axes.optim.matrix import beside_adamw
 from axes.optim.natural_gradient import Factored
 from axes.state_update import StateUpdate
 
@@ -78,8 +78,7 @@ class EKFAC(Factored):
         aux_weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        if reduction not in ("mean", "sum"):
-            raise AxesError(f"EKFAC: reduction {reduction!r} is not mean or sum")
+        require_reduction("EKFAC", reduction)
         own = {
             "lr": lr,
             "beta": beta,
@@ -88,15 +87,12 @@ class EKFAC(Factored):
             "momentum": momentum,
             "weight_decay": weight_decay,
         }
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"ekfac": EKFAC.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"ekfac": own, "adamw": auxiliary}, **options)
+        aux = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("ekfac", EKFAC.declare, own, *aux), **options)
         self._reduction = reduction
 
     @staticmethod
-    def declare(
-        beta: float = 0.95, damping: float = 1e-3, refresh: int = 10, momentum: float = 0.9
-    ) -> StateUpdate:
+    def declare(beta: float = 0.95, damping: float = 1e-3, refresh: int = 10, momentum: float = 0.9) -> StateUpdate:
         """The tuple."""
         unit("EKFAC", beta=beta, momentum=momentum)
         if not damping > 0.0:

@@ -21,6 +21,12 @@ from axes.optim.dtensors import spread, whole
 Reduction = Literal["mean", "sum"]
 
 
+def require_reduction(who: str, reduction: str) -> None:
+    """AxesError unless it is one."""
+    if reduction not in ("mean", "sum"):
+        raise AxesError(f"{who}: reduction {reduction!r} is not mean or sum")
+
+
 @final
 class Examples:
     """Inputs x (N, d_in), linear responses W x and output gradients (N, d_out) of one layer, in order."""
@@ -103,9 +109,7 @@ class Rows(Products):
 class Layers:
     """The hooks on a model's nn.Linear modules; they record for the weights that are in `weights`."""
 
-    def __init__(
-        self, model: nn.Module, weights: Collection[Tensor], record: type[Examples] | type[Products]
-    ) -> None:
+    def __init__(self, model: nn.Module, weights: Collection[Tensor], record: type[Examples] | type[Products]) -> None:
         self.found: dict[Tensor, Examples | Products] = {}
         self._record = record
         self._observing = False

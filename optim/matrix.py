@@ -8,7 +8,6 @@ Both rules belong to one optimizer object with one lr: the auxiliary rule's step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Unpack, final
 
 from axes.algorithms import Momentum, Step
@@ -37,6 +36,20 @@ def auxiliary_defaults(
         "weight_decay": aux_weight_decay,
         "lr_scale": aux_lr_scale,
     }
+
+
+def beside_adamw(
+    rule: str,
+    declare: Rule,
+    own: Group,
+    aux_lr_scale: float,
+    aux_betas: tuple[float, float],
+    aux_eps: float,
+    aux_weight_decay: float,
+) -> tuple[dict[str, Rule], dict[str, Group]]:
+    """Tuple builders and group defaults of a matrix rule with AdamW beside it."""
+    auxiliary = auxiliary_defaults(own["lr"], aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+    return {rule: declare, "adamw": AdamW.declare}, {rule: own, "adamw": auxiliary}
 
 
 @final
@@ -113,9 +126,8 @@ class Muon(Optimizer):
             "method": method,
             "form": form,
         }
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"muon": Muon.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"muon": own, "adamw": auxiliary}, **options)
+        aux = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("muon", Muon.declare, own, *aux), **options)
 
     @staticmethod
     def declare(

@@ -26,8 +26,11 @@ from axes.geometry import Whiten
 from axes.monoids import Decay, Zero
 from axes.optim import trees
 from axes.optim.base import Group, Optimizer, Options, Params, Rule
-from axes.optim.first_order import LR, WEIGHT_DECAY, AdamW, average, unit
-from axes.optim.matrix import auxiliary_defaults
+from axes.optim.first_order import LR, WEIGHT_DECAY, average, unit
+from axes.optim.groups import rates
+from axes.optim.layers import require_reduction
+from axes.optim.matrix import beside_adamw
+from axes.optim.states import show
 from axes.state_update import StateUpdate
 
 
@@ -116,12 +119,10 @@ class NaturalGradient(Factored):
         aux_weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        if reduction not in ("mean", "sum"):
-            raise AxesError(f"NaturalGradient: reduction {reduction!r} is not mean or sum")
+        require_reduction("NaturalGradient", reduction)
         own = {"lr": lr, "beta": beta, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"natural-gradient": NaturalGradient.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"natural-gradient": own, "adamw": auxiliary}, **options)
+        aux = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("natural-gradient", NaturalGradient.declare, own, *aux), **options)
         self._reduction = reduction
 
     @staticmethod
@@ -250,11 +251,11 @@ class ExactNaturalGradient(Optimizer):
         signal = {"g": -g if group["maximize"] else g, "kk": outer_sum(scores) / self._examples}
         flat = self.state.get(first)
         state = trees.unflatten(update, flat, w) if flat else update.init(signal, (w,))
-        state, out = update.step(state, {**signal, **self._rates(group, update, w)})
+        state, out = update.step(state, {**signal, **rates(group, update, w)})
         self.state[first].update(trees.flatten(update, state))
         pieces = out.weights[0][0].split([p.numel() for p in parameters])
         for parameter, piece in zip(parameters, pieces, strict=True):
-            self._show(parameter, piece)
+            show(parameter, piece)
         self._passes.clear()
 
     def _scores(self, parameters: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -6,16 +6,15 @@ W = (1 - lr wd) W + lr * O' |O| / |O'|,  O the polar factor of EMA(u),  O' its r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Unpack, final
 
 from axes.costs import Linear
 from axes.geometry import RowWhiten
 from axes.monoids import Scalar, Zero
 from axes.newton_schulz import Form
-from axes.optim.base import Optimizer, Options, Params, Rule
-from axes.optim.first_order import AdamW, unit
-from axes.optim.matrix import Coefficients, Method, Muon, Scale, auxiliary_defaults
+from axes.optim.base import Optimizer, Options, Params
+from axes.optim.first_order import unit
+from axes.optim.matrix import Coefficients, Method, Muon, Scale, beside_adamw
 from axes.state_update import StateUpdate
 
 
@@ -91,9 +90,8 @@ class NorMuon(Optimizer):
             "method": method,
             "form": form,
         }
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"normuon": NorMuon.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"normuon": own, "adamw": auxiliary}, **options)
+        aux = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("normuon", NorMuon.declare, own, *aux), **options)
 
     @staticmethod
     def declare(

@@ -9,16 +9,15 @@ The gate turns or reflects the momentum, not the weights: on the weights it woul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack, final
 
 from axes.algorithms import Step
 from axes.costs import Given, Linear
 from axes.geometry import Euclidean, Hypentropy
 from axes.monoids import Decay, Householder, Product, Rotation, Scalar
-from axes.optim.base import Optimizer, Options, Params, Rule
-from axes.optim.first_order import LR, WEIGHT_DECAY, AdamW, unit
-from axes.optim.matrix import auxiliary_defaults
+from axes.optim.base import Optimizer, Options, Params
+from axes.optim.first_order import LR, WEIGHT_DECAY, unit
+from axes.optim.matrix import beside_adamw
 from axes.state_update import StateUpdate
 
 _ARTICLE = """@misc{axes-state-update,
@@ -109,9 +108,8 @@ class RotationalMomentum(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "angle": angle}
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"rotational": RotationalMomentum.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"rotational": own, "adamw": auxiliary}, **options)
+        aux = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("rotational", RotationalMomentum.declare, own, *aux), **options)
 
     @staticmethod
     def declare(momentum: float = 0.9, angle: float = 0.1) -> StateUpdate:
@@ -157,9 +155,8 @@ class ReflectiveMomentum(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"reflective": ReflectiveMomentum.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"reflective": own, "adamw": auxiliary}, **options)
+        aux = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("reflective", ReflectiveMomentum.declare, own, *aux), **options)
 
     @staticmethod
     def declare(momentum: float = 0.9) -> StateUpdate:

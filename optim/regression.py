@@ -14,7 +14,6 @@ weight_decay |W|^2 / 2. All parameters but hidden linear layers take AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack, final
 
 from torch import Tensor
@@ -24,10 +23,10 @@ from axes.costs import Alignment, Cost, Huber, Linear, Lp, Ridge, SquaredError
 from axes.errors import AxesError
 from axes.geometry import KeyNormalised, Whiten
 from axes.monoids import Scalar
-from axes.optim.base import Optimizer, Options, Params, Rule
-from axes.optim.first_order import LR, WEIGHT_DECAY, AdamW
-from axes.optim.layers import Reduction
-from axes.optim.matrix import auxiliary_defaults
+from axes.optim.base import Optimizer, Options, Params
+from axes.optim.first_order import LR, WEIGHT_DECAY
+from axes.optim.layers import Reduction, require_reduction
+from axes.optim.matrix import beside_adamw
 from axes.state_update import OnUpdate, StateUpdate
 
 
@@ -42,11 +41,6 @@ class _Regression(Optimizer):
             response = signal["k"] @ parameter.detach().to(signal["k"].dtype).mT
             signal["v"] = response + len(signal["k"]) * (signal["v"] - response)
         return signal
-
-
-def _require_reduction(who: str, reduction: str) -> None:
-    if reduction not in ("mean", "sum"):
-        raise AxesError(f"{who}: reduction {reduction!r} is not mean or sum")
 
 
 def _explicit(cost: Cost) -> StateUpdate:
@@ -100,11 +94,10 @@ class Hebbian(_Regression):
         aux_weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        _require_reduction("Hebbian", reduction)
+        require_reduction("Hebbian", reduction)
         own = {"lr": lr, "weight_decay": weight_decay}
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"hebbian": Hebbian.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"hebbian": own, "adamw": auxiliary}, **options)
+        aux = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("hebbian", Hebbian.declare, own, *aux), **options)
         self._reduction = reduction
 
     @staticmethod
@@ -161,11 +154,10 @@ class NLMS(_Regression):
         aux_weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        _require_reduction("NLMS", reduction)
+        require_reduction("NLMS", reduction)
         own = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"nlms": NLMS.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"nlms": own, "adamw": auxiliary}, **options)
+        aux = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("nlms", NLMS.declare, own, *aux), **options)
         self._reduction = reduction
 
     @staticmethod
@@ -218,11 +210,10 @@ class LpRegression(_Regression):
         aux_weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        _require_reduction("LpRegression", reduction)
+        require_reduction("LpRegression", reduction)
         own = {"lr": lr, "p": p, "weight_decay": weight_decay}
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"lp": LpRegression.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"lp": own, "adamw": auxiliary}, **options)
+        aux = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("lp", LpRegression.declare, own, *aux), **options)
         self._reduction = reduction
 
     @staticmethod
@@ -277,11 +268,10 @@ class HuberRegression(_Regression):
         aux_weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        _require_reduction("HuberRegression", reduction)
+        require_reduction("HuberRegression", reduction)
         own = {"lr": lr, "delta": delta, "weight_decay": weight_decay}
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"huber": HuberRegression.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"huber": own, "adamw": auxiliary}, **options)
+        aux = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("huber", HuberRegression.declare, own, *aux), **options)
         self._reduction = reduction
 
     @staticmethod
@@ -346,11 +336,10 @@ class RecursiveLeastSquares(_Regression):
         aux_weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        _require_reduction("RecursiveLeastSquares", reduction)
+        require_reduction("RecursiveLeastSquares", reduction)
         own = {"lr": lr, "forget": forget, "eps": eps, "weight_decay": weight_decay}
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"rls": RecursiveLeastSquares.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"rls": own, "adamw": auxiliary}, **options)
+        aux = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("rls", RecursiveLeastSquares.declare, own, *aux), **options)
         self._reduction = reduction
 
     @staticmethod

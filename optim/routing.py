@@ -1,4 +1,4 @@
-"""Which parameters are matrices to an optimizer, and the report that says so.
+"""Which parameters are matrices to an optimizer.
 
 A matrix rule (Muon, Shampoo, natural gradient) is for hidden matrices: maps from activations to activations. A
 parameter is routed to the auxiliary rule when
@@ -17,15 +17,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Roles = dict[Tensor, "Role"]
 
@@ -90,130 +85,3 @@ def _role(name: str, parameter: Tensor, owner: nn.Module | None, linear_only: bo
     if linear_only and not (isinstance(owner, nn.Linear) and parameter is owner.weight):
         return Role(False, f"of {type(owner).__name__}: inputs are collected from nn.Linear only")
     return Role(True, f"hidden matrix of {type(owner).__name__}")
-
-
-@final
-@dataclass(frozen=True)
-class Row:
-    """One parameter in a report. state_bytes: what the optimizer keeps of it on this process, once it has stepped."""
-
-    name: str
-    shape: tuple[int, ...]
-    rule: str
-    reason: str
-    lr: float | None
-    weight_decay: float | None
-    state_bytes: int = 0
-
-
-@final
-@dataclass(frozen=True)
-class Total:
-    """All parameters of one rule."""
-
-    rule: str
-    parameters: int
-    numbers: int
-    state_bytes: int
-
-    @property
-    def bytes_per_number(self) -> float:
-        """State bytes a number of a parameter: 8 for AdamW in float32."""
-        return self.state_bytes / self.numbers if self.numbers else 0.0
-
-
-@final
-@dataclass(frozen=True)
-class Report:
-    """Every parameter with its rule, why it has it, the step size and decay in force, and its state; a table in print.
-
-    notes: what else the optimizer has to say, a sentence each.
-    """
-
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def totals(self) -> tuple[Total, ...]:
-        """One line a rule, in order of appearance."""
-        found: dict[str, list[Row]] = {}
-        for row in self.rows:
-            found.setdefault(row.rule, []).append(row)
-        return tuple(
-            Total(rule, len(rows), sum(math.prod(r.shape) for r in rows), sum(r.state_bytes for r in rows))
-            for rule, rows in found.items()
-        )
-
-    @property
-    def state_bytes(self) -> int:
-        """Of all parameters."""
-        return sum(row.state_bytes for row in self.rows)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs and JSON."""
-        return {
-            "parameters": [{**asdict(row), "shape": list(row.shape)} for row in self.rows],
-            "rules": [{**asdict(total), "bytes_per_number": total.bytes_per_number} for total in self.totals],
-            "state_bytes": self.state_bytes,
-            "notes": list(self.notes),
-        }
-
-    def table(self) -> Table:
-        """For a terminal."""
-        from rich.table import Table
-
-        table = Table()
-        for name in _HEADER:
-            table.add_column(name, justify="right" if name in ("lr", "decay", "state") else "left")
-        for row in self.rows:
-            table.add_row(*_cells(row))
-        table.add_section()
-        for total in self.totals:
-            table.add_row(*_total_cells(total))
-        if self.notes:
-            table.caption = "\n".join(self.notes)
-        return table
-
-    def __rich__(self) -> Table:
-        return self.table()
-
-    def __str__(self) -> str:
-        lines = [_HEADER, *map(_cells, self.rows), *map(_total_cells, self.totals)]
-        return "\n".join([_aligned(lines), *self.notes])
-
-
-_HEADER = ("parameter", "shape", "rule", "reason", "lr", "decay", "state")
-
-
-def bytes_of(state: Iterable[Tensor]) -> int:
-    """Bytes of the tensors of a state on this process: of a sharded one, its shard."""
-    local = (x.to_local() if hasattr(x, "to_local") else x for x in state)
-    return sum(x.numel() * x.element_size() for x in local)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    shape = "x".join(map(str, row.shape)) or "scalar"
-    state = _size(row.state_bytes)
-    return row.name, shape, row.rule, row.reason, _number(row.lr), _number(row.weight_decay), state
-
-
-def _total_cells(total: Total) -> tuple[str, ...]:
-    each = f"{total.bytes_per_number:.3g} bytes of state a number"
-    return f"{total.parameters} in all", f"{total.numbers:,}", total.rule, each, "", "", _size(total.state_bytes)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _size(count: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count} B"
-
-
-def _aligned(lines: Iterable[tuple[str, ...]]) -> str:
-    lines = list(lines)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -13,6 +13,7 @@ from axes.errors import AxesError
 from axes.optim.base import Group, Optimizer, Options, Params, Rule
 from axes.optim.capabilities import needs_matrices, require_parameter
 from axes.optim.first_order import AdamW
+from axes.optim.states import show
 from axes.optim.wrappers import schedule_free
 from axes.state_update import StateUpdate
 
@@ -110,7 +111,7 @@ class ScheduleFree(Optimizer):
         """One step of the rule, and its weights into their average."""
         if any(group["averaged"] for group in self.param_groups):
             raise AxesError("ScheduleFree: the parameters show their average: call optimizer.train() before a step")
-        before, skipped = [group["weight_sum"] for group in self.param_groups], self._skipped
+        before, skipped = [group["weight_sum"] for group in self.param_groups], self._finite.skipped_here
         for group in self.param_groups:
             weight = _number(group["lr"] * group["lr_scale"]) ** group["lr_power"]
             group["weight_sum"] = weight + _with_start(group["weight_sum"], weight)
@@ -118,9 +119,9 @@ class ScheduleFree(Optimizer):
         taken = False
         try:
             loss = super().step(closure)
-            taken = self._skipped == skipped
+            taken = self._finite.skipped_here == skipped
         finally:  # a step that was not taken weighs nothing
-            flag = next(iter(self._found.values()), None) if taken else None
+            flag = next(iter(self._finite.flags.values()), None) if taken else None
             for group, total in zip(self.param_groups, before, strict=True):
                 if not taken:
                     group["weight_sum"] = total
@@ -145,7 +146,7 @@ class ScheduleFree(Optimizer):
             for parameter in group["params"]:
                 state = self.state.get(parameter)
                 if state and _NEWEST in state:
-                    self._show(parameter, point(state[_AVERAGE], state[_NEWEST], group["beta"]))
+                    show(parameter, point(state[_AVERAGE], state[_NEWEST], group["beta"]))
             group["averaged"] = averaged
 
 

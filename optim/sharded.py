@@ -48,12 +48,13 @@ from axes.optim.dtensors import (
     whole,
     wrapped,
 )
+from axes.optim.groups import rates
 from axes.optim.layers import Examples, Products, Rows
+from axes.optim.options import Group
 from axes.optim.routing import canonical_shape
 from axes.state_update import StateUpdate
 
 BUCKETS = 4  # parts of a group that travel while others are stepped
-Group = dict[str, Any]
 Work = list[tuple[Group, list[Tensor]]]
 
 
@@ -194,7 +195,6 @@ class Owner(Protocol):
     def expected_state(self, update: StateUpdate, parameter: Tensor) -> dict[str, Tensor]: ...
     def _begin(self, group: Group, update: StateUpdate, parameter: Tensor) -> None: ...
     def _label(self, parameter: Tensor) -> str: ...
-    def _rates(self, group: Group, update: StateUpdate, like: Tensor) -> dict[str, Tensor | float]: ...
 
 
 @final
@@ -383,11 +383,6 @@ class Shards:
         finally:
             self._leave(optimizer, held)
 
-    def called_off(self, optimizer: Owner, gradients: int) -> bool:
-        """Whether a gradient scaler of any process calls the step off."""
-        given: Tensor | None = getattr(optimizer, "found_inf", None)
-        return given is not None and self.agree(optimizer, bool(given), gradients)
-
     def agree(self, optimizer: Owner, bad: bool, gradients: int) -> bool:
         """Whether any process of the meshes says bad; all must have as many gradients.
 
@@ -565,11 +560,11 @@ class _Job:
         """a and r of the move W = a W + r u: what the rule makes of the pairs (1, 0) and (0, 1)."""
         assert self.move is not None
         like = torch.zeros((), dtype=torch.float64)
-        rates = optimizer._rates(self.group, self.move, like)
-        devices = [x.device for x in rates.values() if isinstance(x, Tensor)]
+        given = rates(self.group, self.move, like)
+        devices = [x.device for x in given.values() if isinstance(x, Tensor)]
         probe = torch.eye(2, dtype=torch.float64, device=devices[0] if devices else "cpu")
         w, u = probe[:1], probe[1:]
-        signal = {"g": -u, **rates}
+        signal = {"g": -u, **given}
         _, out = self.move.step(self.move.init(signal, (w,)), signal)
         keep, rate = out.weights[0][0].unbind()
         if keep.device.type == "cpu":
@@ -631,9 +626,7 @@ def merge_layers(optimizer: Any, exchange: Exchange, held: Held) -> None:
         optimizer._layers.found[held.stand_in] = merged
 
 
-def _rows_of_all(
-    exchange: Exchange, held: Held, columns: list[Tensor], numbers: list[int]
-) -> list[tuple[Tensor, ...]]:
+def _rows_of_all(exchange: Exchange, held: Held, columns: list[Tensor], numbers: list[int]) -> list[tuple[Tensor, ...]]:
     """Columns of examples, one a row, brought to the owner: process after process; nothing elsewhere."""
     assert held.part is not None
     found = []

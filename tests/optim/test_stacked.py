@@ -47,7 +47,7 @@ def make(rule: str, ps: list[nn.Parameter], **options: Any) -> Any:
 
 
 def stacks(optimizer: Any) -> list[Stacks]:
-    return [b for *_, batches in optimizer._batches.values() for b in batches if isinstance(b, Stacks)]
+    return [b for *_, batches in optimizer._batches.made.values() for b in batches if isinstance(b, Stacks)]
 
 
 def same(ps: list[nn.Parameter], qs: list[nn.Parameter], a: Any, b: Any, bound: float = 1e-12) -> None:
