@@ -15,6 +15,7 @@ theta, that is where h projects (indicator of a curved set) or proximates (penal
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from typing import Any, Literal, NamedTuple, Self
 
@@ -67,6 +68,13 @@ class Geometry(Declared, ABC):
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """grad h*(theta) on C, leaf by leaf; theta (..., d_v, d_k)."""
 
+    def refreshed(self, theta: Tensor, held: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
+        """The value of a matrix theta to be held after `held`, and whether (..., 1, 1) it is a new one: only numbers
+        are taken."""
+        new = self.primal(theta, context)
+        good = is_finite(new)
+        return torch.where(good, new, held), good
+
     def dual(self, w: Tensor) -> Tensor:
         """Gradient of the smooth part of h at w; IllegalUpdate where there is none."""
         raise IllegalUpdate(f"{self!r} has no inverse link: keep theta as the state (lazy), or take an h that has one")
@@ -105,6 +113,11 @@ class EuclideanOn(Geometry):
 
     def potential(self, w: Tensor) -> Tensor:
         return w.square().sum(leaf_dims(w)) / 2
+
+
+def is_finite(matrix: Tensor) -> Tensor:
+    """Whether every entry of a matrix is, (..., 1, 1): in one pass, since the largest one keeps what is no number."""
+    return torch.linalg.vector_norm(matrix.detach(), math.inf, dim=(-2, -1), keepdim=True).isfinite()
 
 
 def leaf_dims(leaf: Tensor) -> tuple[int, ...]:

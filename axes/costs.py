@@ -25,6 +25,7 @@ from torch import Tensor
 
 from axes import solve
 from axes.accumulate import outer_sum
+from axes.blockwise import outer_mean
 from axes.declared import Declared
 from axes.errors import IllegalUpdate, ShapeError
 from axes.matrix_roots import PRECISIONS, Precision, product
@@ -462,8 +463,9 @@ class Linear(Cost):
             return x.unsqueeze(-1) * x.unsqueeze(-2)
         if self.of in ("left", "right", "white-left", "white-right"):
             x = u.mT if self.of in ("left", "white-left") else u
-            sums = (outer_sum(x) if self.precision == "input" else product(x.mT, x, self.precision)).to(u.dtype)
-            return sums / x.shape[-2] if self.whitened else sums
+            if self.whitened:
+                return outer_mean(x, self.precision)
+            return (outer_sum(x) if self.precision == "input" else product(x.mT, x, self.precision)).to(u.dtype)
         return u * u if self.of in ("square", "eigen-square") else u
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,8 +26,10 @@ PRECISIONS: tuple[Precision, ...] = ("input", "bfloat16x3", "tf32")
 LEAST_DAMPING: dict[Precision, float] = {"input": 1e-7, "bfloat16x3": 1e-4, "tf32": 1e-2}
 # An iteration of the coupled recurrence lowers no eigenvalue below this share of the largest (in A^{1/p}).
 _KEPT = 0.7
-_BLOCK = 512  # triangular matrices up to this size are inverted by the library
+_BLOCK = 256  # triangular matrices up to this size are inverted by the library: more than 8 at once, it has one kernel
 _ALONE = 1024  # matrices beyond this size are factored one by one, on streams of their own
+_WHOLE = 1024  # triangles up to this size are multiplied as full matrices
+_PARTS = 4  # else by so many blocks of columns, which leaves out 3/8 of the work
 _UNIT: dict[Precision, float] = {"input": 0.0, "bfloat16x3": 2.0**-16, "tf32": 2.0**-10}  # rounding of a product
 _MARGIN: dict[Precision, float] = {"input": 1e-4, "bfloat16x3": 1e-3, "tf32": 1e-2}  # of a computed norm
 _TOLERANCE: dict[Precision, float] = {"input": 1e-6, "bfloat16x3": 1e-4, "tf32": 1e-3}  # of a root
@@ -97,16 +101,46 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out_dtype=torch.float32).unflatten(0, batch)
 
 
+def add_product(
+    total: Tensor, a: Tensor, b: Tensor, keep: float, rate: float, precision: Precision = "input"
+) -> Tensor:
+    """keep * total + rate * a b in the place of `total` (N, m, n), which is not read for keep 0; returns it.
+
+    One pass over `total`, inside the product, but for "bfloat16x3" and float64 with "tf32"; see `product`.
+    """
+    if precision == "bfloat16x3" or (precision == "tf32" and total.dtype != torch.float32):
+        term = product(a, b, precision)
+        if keep == 0:
+            return total.copy_(term if rate == 1 else rate * term)
+        return (total if keep == 1 else total.mul_(keep)).add_(term, alpha=rate)
+    if precision == "input":
+        return total.baddbmm_(a, b, beta=keep, alpha=rate)
+    if total.device.type != "cuda":
+        a, b = _rounded(a), _rounded(b)
+    with _tf32_allowed(total.device):
+        return total.baddbmm_(a, b, beta=keep, alpha=rate)
+
+
 def _tf32(a: Tensor, b: Tensor) -> Tensor:
     """The product of matrices rounded to 11 bits, added in float32."""
     if a.device.type != "cuda":
         return _rounded(a) @ _rounded(b)
+    with _tf32_allowed(a.device):
+        return a @ b
+
+
+@contextmanager
+def _tf32_allowed(device: torch.device) -> Iterator[None]:
+    """Float32 products on a GPU round their factors to 11 bits."""
+    if device.type != "cuda":
+        yield
+        return
     matmul = torch.backends.cuda.matmul
     name, on = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
     before = getattr(matmul, name)
     setattr(matmul, name, on)
     try:
-        return a @ b
+        yield
     finally:
         setattr(matmul, name, before)
 
@@ -133,7 +167,7 @@ def largest(matrix: Tensor, precision: Precision = "input") -> Tensor:
 
 def _scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """A / m and m = max |A| (..., 1, 1), 1 for A = 0: squares of entries neither overflow nor vanish."""
-    top = matrix.abs().amax(-1, keepdim=True).amax(-2, keepdim=True)
+    top = torch.linalg.vector_norm(matrix, math.inf, dim=(-2, -1), keepdim=True)
     top = torch.where(top == 0, 1.0, top)
     return matrix / top, top
 
@@ -229,9 +263,9 @@ def newton_inverse_root(
             rest.diagonal(dim1=-2, dim2=-1).sub_(1)
             distance = torch.linalg.matrix_norm(rest, keepdim=True)
     assert x is not None
-    root = x * scale ** (-1 / order)
     expected = 1.5 * math.sqrt(matrix.shape[-1]) * ((1 + schedule.before) ** order - 1)
-    return torch.where(empty, 0.0, torch.where(distance < 1 + expected, root, torch.nan))
+    size = torch.where(distance < 1 + expected, scale ** (-1 / order), torch.nan)
+    return x * torch.where(empty, 0.0, size)
 
 
 def _power(x: Tensor, exponent: int, precision: Precision) -> Tensor:
@@ -249,8 +283,8 @@ def _power(x: Tensor, exponent: int, precision: Precision) -> Tensor:
 def inverse_cholesky(matrix: Tensor, precision: Precision = "input") -> Tensor:
     """K with K A K^T = I, lower triangular: the inverse of the Cholesky factor L of A (..., n, n).
 
-    Diagonal blocks of L are inverted together, and then pairs of neighbours until one is left:
-    [[L_11, 0], [L_21, L_22]]^{-1} = [[K_11, 0], [-K_22 L_21 K_11, K_22]].
+    Only the upper triangle of A is read. Diagonal blocks of L are inverted together, and then pairs of neighbours until
+    one is left: [[L_11, 0], [L_21, L_22]]^{-1} = [[K_11, 0], [-K_22 L_21 K_11, K_22]].
 
     precision: of the products of pairs. NaN where A is not positive definite.
     """
@@ -258,43 +292,51 @@ def inverse_cholesky(matrix: Tensor, precision: Precision = "input") -> Tensor:
     flat = matrix.reshape(-1, n, n)
     count = 1 << max(0, (n - 1).bit_length() - _BLOCK.bit_length() + 1)  # blocks of at most _BLOCK, a power of two
     side = -(-n // count)
-    factor = torch.zeros(len(flat), count * side, count * side, dtype=matrix.dtype, device=matrix.device)
-    factor.diagonal(dim1=-2, dim2=-1)[:, n:] = 1
-    factor[:, :n, :n] = _cholesky(flat)
+    if count * side > n:
+        whole = torch.eye(count * side, dtype=matrix.dtype, device=matrix.device).repeat(len(flat), 1, 1)
+        whole[:, :n, :n] = flat
+        flat = whole
+    factor, failed = _cholesky(flat)
     eye = torch.eye(side, dtype=matrix.dtype, device=matrix.device)
-    blocks = factor.unfold(1, side, side).unfold(2, side, side).diagonal(dim1=1, dim2=2)  # (N, side, side, count)
-    inverses = torch.linalg.solve_triangular(blocks.permute(0, 3, 1, 2).contiguous(), eye, upper=False)
-    while count > 1:
-        pairs = factor.unfold(1, 2 * side, 2 * side).unfold(2, 2 * side, 2 * side).diagonal(dim1=1, dim2=2)
-        lower = pairs.permute(0, 3, 1, 2)[..., side:, :side]
-        first, second = inverses[:, 0::2], inverses[:, 1::2]
-        inverses = inverses.new_zeros(len(flat), count // 2, 2 * side, 2 * side)
-        inverses[..., :side, :side], inverses[..., side:, side:] = first, second
-        inner: Precision = precision if side > _BLOCK else "input"
-        inverses[..., side:, :side] = -product(second, product(lower, first, inner), inner)
-        count, side = count // 2, 2 * side
-    return inverses[:, 0, :n, :n].reshape(matrix.shape)
+    inverse = torch.zeros_like(flat, memory_format=torch.contiguous_format)
+    blocks = _diagonal_blocks(inverse, side)
+    blocks.copy_(torch.linalg.solve_triangular(_diagonal_blocks(factor, side).contiguous(), eye, upper=False))
+    missing = torch.where(failed == 0, 0.0, torch.nan).to(matrix.dtype)
+    inverse.diagonal(dim1=-2, dim2=-1).add_(missing[:, None])
+    while side < flat.shape[-1]:
+        pairs = _diagonal_blocks(factor, 2 * side), _diagonal_blocks(inverse, 2 * side)
+        fewer = 0 if pairs[0].shape[0] < pairs[0].shape[1] else 1  # one product for all of the other dimension
+        inner: Precision = precision if side >= _BLOCK else "input"
+        for known, found in zip(*(x.unbind(fewer) for x in pairs), strict=True):
+            turned = product(known[:, side:, :side], found[:, :side, :side], inner)
+            add_product(found[:, side:, :side], found[:, side:, side:], turned, 0.0, -1.0, inner)
+        side = 2 * side
+    return inverse[:, :n, :n].reshape(matrix.shape)
 
 
-def _cholesky(matrices: Tensor) -> Tensor:
-    """Cholesky factors of (N, n, n), NaN where there is none."""
-    if matrices.is_cuda and matrices.shape[-1] > _ALONE:  # large ones side by side are faster than the library's batch
-        factors = torch.empty_like(matrices, memory_format=torch.contiguous_format)
-        failed = torch.empty(len(matrices), dtype=torch.int32, device=matrices.device)
-        now = torch.cuda.current_stream(matrices.device)
-        streams = [torch.cuda.Stream(matrices.device) for _ in range(min(4, len(matrices)))]
-        for stream in streams:
-            stream.wait_stream(now)
-        for i, matrix in enumerate(matrices.unbind()):
-            with torch.cuda.stream(streams[i % len(streams)]):
-                factor, info = torch.linalg.cholesky_ex(matrix)
-                factors[i].copy_(factor)
-                failed[i].copy_(info)
-        for stream in streams:
-            now.wait_stream(stream)
-    else:
-        factors, failed = torch.linalg.cholesky_ex(matrices)
-    return torch.where((failed == 0)[:, None, None], factors, torch.nan)
+def _diagonal_blocks(matrices: Tensor, side: int) -> Tensor:
+    """The diagonal blocks (N, count, side, side) of (N, count * side, count * side), as a view."""
+    return matrices.unfold(1, side, side).unfold(2, side, side).diagonal(dim1=1, dim2=2).permute(0, 3, 1, 2)
+
+
+def _cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower Cholesky factors of (N, n, n), of which the upper triangles are read, and (N,) 0 where there is one."""
+    columns = matrices.mT  # what the library reads and writes is stored by columns
+    if not (matrices.is_cuda and matrices.shape[-1] > _ALONE):
+        factors, failed = torch.linalg.cholesky_ex(columns)
+        return factors, failed
+    factors = torch.empty_like(matrices, memory_format=torch.contiguous_format).mT
+    failed = torch.empty(len(matrices), dtype=torch.int32, device=matrices.device)
+    now = torch.cuda.current_stream(matrices.device)  # large ones side by side are faster than the library's batch
+    streams = [torch.cuda.Stream(matrices.device) for _ in range(min(4, len(matrices)))]
+    for stream in streams:
+        stream.wait_stream(now)
+    for i, matrix in enumerate(columns.unbind()):
+        with torch.cuda.stream(streams[i % len(streams)]):
+            torch.linalg.cholesky_ex(matrix, out=(factors[i], failed[i]))
+    for stream in streams:
+        now.wait_stream(stream)
+    return factors, failed
 
 
 def orthonormal(
@@ -314,20 +356,67 @@ def orthonormal(
     if method == "householder":
         q, r = torch.linalg.qr(x)
         return q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)[..., None, :]
-    shift = 8 * _UNIT[precision] + 4 * math.sqrt(x.shape[-1]) * torch.finfo(x.dtype).eps
+    shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
+    n = shape[-1]
+    shift = 8 * _UNIT[precision] + 4 * math.sqrt(n) * torch.finfo(x.dtype).eps
     close = min(0.1, 4 * math.sqrt(shift))  # in the Frobenius norm, of which the last pass leaves about the square
+    cuts = _cuts(n, precision)
     for remaining in (3, 2, 1, 0):
         x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
-        gram = symmetric_product(x.mT, None, precision)
+        gram = _upper_gram(x, cuts, precision)
         gram.diagonal(dim1=-2, dim2=-1).sub_(1)
-        rest = torch.linalg.matrix_norm(gram, keepdim=True)
-        if not remaining or bool((rest < close).all()):
+        rest = _symmetric_norm(gram, cuts)
+        if not remaining or bool(((rest < close) | rest.isnan()).all()):  # what is not a number does not become one
             break
         gram.diagonal(dim1=-2, dim2=-1).add_(1 + shift)
-        x = product(x, inverse_cholesky(gram, precision).mT, precision)
-    upper = gram.triu_()
-    upper.diagonal(dim1=-2, dim2=-1).mul_(0.5)
-    return torch.where(rest < 0.3, x - product(x, upper, precision), torch.nan)
+        x = _times_upper(x, inverse_cholesky(gram, precision).mT, cuts, precision)
+    # a wrong diagonal makes every column of the result wrong
+    gram.diagonal(dim1=-2, dim2=-1).mul_(torch.where(rest < 0.3, 0.5, torch.nan)[..., 0])
+    out = x.clone()
+    for first, end in cuts:
+        gram[:, first:end, first:end].triu_()
+        add_product(out[..., first:end], x[..., :end], gram[:, :end, first:end], 1.0, -1.0, precision)
+    return out.reshape(shape)
+
+
+def _cuts(n: int, precision: Precision) -> list[tuple[int, int]]:
+    """Blocks of columns (first, end) in which a product with a triangle is computed."""
+    if n <= _WHOLE or precision == "bfloat16x3":  # every product of halves makes the halves of its factors
+        return [(0, n)]
+    ends = [n * i // _PARTS for i in range(_PARTS + 1)]
+    return list(zip(ends, ends[1:], strict=False))
+
+
+def _times_upper(x: Tensor, upper: Tensor, cuts: list[tuple[int, int]], precision: Precision) -> Tensor:
+    """x times upper triangular matrices."""
+    if len(cuts) == 1:
+        return product(x, upper, precision)
+    out = torch.empty_like(x)
+    for first, end in cuts:
+        add_product(out[..., first:end], x[..., :end], upper[:, :end, first:end], 0.0, 1.0, precision)
+    return out
+
+
+def _upper_gram(x: Tensor, cuts: list[tuple[int, int]], precision: Precision) -> Tensor:
+    """X^T X of (N, m, n), at least its blocks on and above the diagonal."""
+    if len(cuts) == 1 or precision == "input":
+        return symmetric_product(x.mT, None, precision)
+    gram = x.new_empty(len(x), x.shape[-1], x.shape[-1])
+    for first, end in cuts:
+        add_product(gram[:, :end, first:end], x[..., :end].mT, x[..., first:end], 0.0, 1.0, precision)
+    return gram
+
+
+def _symmetric_norm(matrices: Tensor, cuts: list[tuple[int, int]]) -> Tensor:
+    """The Frobenius norms (N, 1, 1) of symmetric matrices, of which the blocks on and above the diagonal are read."""
+    if len(cuts) == 1:
+        return torch.linalg.matrix_norm(matrices, keepdim=True)
+    squares = [
+        torch.linalg.matrix_norm(matrices[:, rows, first:end], keepdim=True).square()
+        for first, end in cuts
+        for rows in (slice(0, first), slice(0, end))  # what is above the diagonal counts twice
+    ]
+    return torch.stack(squares).sum(0).sqrt()
 
 
 def power_step(
@@ -340,7 +429,8 @@ def power_step(
 
     Q' R = (A + delta I) Q with the columns of Q by falling Rayleigh quotients q^T A q, and back in their places: a
     column stays beside what was measured along it. delta moves no eigenvector and keeps the columns independent where A
-    is singular; it is the Frobenius norm of A times 1e-6, 1e-5 with precision "bfloat16x3", 1e-3 with "tf32".
+    is singular; it is the Frobenius norm of A times 1e-6, 1e-5 with precision "bfloat16x3", 1e-3 with "tf32". By
+    "cholesky" the basis of an A that is not finite is NaN.
 
     Source: Vyas et al. 2024, algorithm 4. Differs: delta; the columns keep their places, where the authors' code sorts
     the second moment along with them.
@@ -349,7 +439,7 @@ def power_step(
     moved = product(matrix, basis, precision)
     order = (basis * moved).sum(-2).argsort(dim=-1, descending=True, stable=True)
     norm = torch.linalg.matrix_norm(matrix, keepdim=True)
-    moved = moved + _DELTA[precision] * torch.where(norm == 0, 1.0, norm) * basis
+    moved = torch.addcmul(moved, torch.where(norm == 0, 1.0, norm), basis, value=_DELTA[precision])
     there = order[..., None, :].expand_as(moved)
     back = order.argsort(-1)[..., None, :].expand_as(moved)
     return orthonormal(moved.gather(-1, there), method, precision).gather(-1, back)

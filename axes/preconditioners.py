@@ -13,12 +13,15 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
-from axes.bregman import NO_CONTEXT, Context, Geometry, require, require_matrix, wide
+from axes.accumulate import no_kernel
+from axes.blockwise import symmetric_sum
+from axes.bregman import NO_CONTEXT, Context, Geometry, is_finite, require, require_matrix, wide
 from axes.errors import IllegalUpdate, ShapeError
 from axes.matrix_roots import (
     LEAST_DAMPING,
     PRECISIONS,
     Precision,
+    add_product,
     largest,
     newton_inverse_root,
     power_step,
@@ -30,13 +33,8 @@ from axes.spectral import inverse_power, over_root
 
 
 def is_begun(matrix: Tensor) -> Tensor:
-    """(..., 1, 1): whether a value is held, which begins as the zero matrix."""
-    return (matrix != 0).any(-1, keepdim=True).any(-2, keepdim=True)
-
-
-def is_finite(matrix: Tensor) -> Tensor:
-    """(..., 1, 1): whether every entry of a matrix is."""
-    return matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    """(..., 1, 1): whether a factor, semi-definite, is held, which begins as the zero matrix."""
+    return (matrix.diagonal(dim1=-2, dim2=-1) != 0).any(-1)[..., None, None]
 
 
 def _usable(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,10 +124,13 @@ class Eigenbasis(Geometry):
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         require_matrix(self, theta, square=True)
-        a, usable = _usable(wide(theta.detach()))
-        if self.method == "power-qr" and context.weights is not None:
-            last = wide(context.weights.detach())
-            basis = power_step(a, last, self.qr, self.precision)
+        a = wide(theta.detach())
+        last = context.weights if self.method == "power-qr" else None
+        if last is not None and self.qr == "cholesky":
+            return power_step(a, wide(last.detach()), self.qr, self.precision).to(theta.dtype)
+        a, usable = _usable(a)
+        if last is not None:
+            basis = power_step(a, wide(last.detach()), self.qr, self.precision)
         else:
             basis = torch.linalg.eigh(a).eigenvectors
         return torch.where(usable, basis, torch.nan).to(theta.dtype)
@@ -163,29 +164,60 @@ class FittedFactor(Geometry):
         require(self.precision in PRECISIONS, self, f"precision {self.precision!r} is not one of {PRECISIONS}")
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        value, good = self.moved(theta, context.weights)
+        return torch.where(good, value, torch.nan)
+
+    def refreshed(self, theta: Tensor, held: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
+        return self.moved(theta, context.weights)
+
+    def moved(self, theta: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
+        """P after the statistic `theta`, and whether (..., 1, 1) it could be computed: where not, it is the last one.
+
+        last: P so far, 0 where there is none; None where there is none at all.
+        """
         require_matrix(self, theta, square=True)
-        a = wide(theta)
-        eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-        power = a.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        begin = torch.where(power > 0, power, torch.nan) ** -0.25 * eye
-        if context.weights is None:
-            return begin.to(theta.dtype)
-        last = wide(context.weights)
-        error = a + self.damping * symmetric_product(last, None, self.precision)
-        rate = self.rate / 2 / (1 + _top(error))
-        error = error - eye
-        moved = last - rate * product(error, last, self.precision)
-        moved = moved - rate * product(moved, error, self.precision)
-        return torch.where(is_begun(last), (moved + moved.mT) / 2, begin).to(theta.dtype)
+        a = wide(theta).reshape(-1, *theta.shape[-2:])
+        n, p = a.shape[-1], None if last is None else wide(last).reshape(a.shape)
+        # no entry of a semi-definite matrix is larger than all of its diagonal: these bound what a step computes
+        trace = most = a.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+        if p is not None:
+            size = p.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+            most = torch.addcmul(trace, size, size, value=(1 + self.damping) * (16 * n) ** 2)
+        finite = most < (math.inf if self.precision == "input" else torch.finfo(torch.float32).max)
+        begin = finite & (trace > 0)
+        start = torch.where(begin, trace / n, math.inf) ** -0.25
+        if p is None:
+            value, good = torch.diag_embed(start.expand(-1, n)), begin
+        else:
+            begun = is_begun(p)[..., 0]
+            good = torch.where(begun, finite, begin)
+            value = self._congruent(a, p, finite[..., None])
+            if self.precision != "input" and a.dtype == torch.float64:  # P may be beyond what its products can hold
+                value = torch.where(finite[..., None], value, p)
+            value.diagonal(dim1=-2, dim2=-1).add_(torch.where(begun, 0.0, start))
+        return value.reshape(theta.shape).to(theta.dtype), good.reshape(*theta.shape[:-2], 1, 1)
+
+    def _congruent(self, a: Tensor, p: Tensor, finite: Tensor) -> Tensor:
+        """(I - r E) P (I - r E) of (N, n, n), P itself where A is not finite."""
+        if self.precision == "tf32" or (self.precision == "input" and no_kernel(p) is not None):
+            error = symmetric_sum(a, p, p, self.damping, self.precision, keep=finite)
+        else:  # a kernel computes one half of the square
+            error = torch.where(finite, a, 0.0).add_(symmetric_product(p, None, self.precision), alpha=self.damping)
+        rate = torch.where(finite, self.rate / 2 / (1 + _top(error)), 0.0)
+        move = rate * error
+        move.diagonal(dim1=-2, dim2=-1).sub_(rate[..., 0])
+        half = add_product(p.clone(), move, p, 1.0, -1.0, self.precision)
+        return symmetric_sum(half, half, move, -1.0, self.precision, exact=True)
 
 
 def _top(matrix: Tensor) -> Tensor:
-    """An estimate (..., 1, 1) from below of the largest eigenvalue of a semi-definite matrix: two power iterations."""
-    row = matrix.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
-    x = matrix.gather(-2, row.expand(*row.shape[:-1], matrix.shape[-1]))
+    """An estimate (N, 1, 1) from below of the largest eigenvalue of a semi-definite matrix: two power iterations."""
+    largest_entry, row = matrix.diagonal(dim1=-2, dim2=-1)[:, None].max(-1, keepdim=True)
+    x = matrix.gather(-2, row.expand(-1, -1, matrix.shape[-1]))
     for _ in range(2):
         x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny) @ matrix
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    # it is the larger one, but for norms that overflow
+    return torch.maximum(torch.linalg.vector_norm(x, dim=-1, keepdim=True), largest_entry)
 
 
 def rotate(x: Tensor, left: Tensor, right: Tensor, precision: Precision) -> Tensor:
@@ -278,5 +310,9 @@ class RotatedWhiten(Geometry):
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         _require_factors(self, theta, context.stats, 3)
         left, right, second = (wide(s) for s in context.stats)
-        scaled = over_root(rotate(wide(theta), left, right, self.precision), second, self.power, self.eps)
+        scaled = self.whitened(rotate(wide(theta), left, right, self.precision), second)
         return product(product(left, scaled, self.precision), right.mT, self.precision).to(theta.dtype)
+
+    def whitened(self, turned: Tensor, second: Tensor) -> Tensor:
+        """What W is in the bases, from theta in them: theta / (v^power + eps)."""
+        return over_root(turned, second, self.power, self.eps)

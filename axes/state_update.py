@@ -32,7 +32,7 @@ from axes.geometry import Context, Euclidean, Geometry
 from axes.legality import check
 from axes.memory import Leaves, List, Matrix, Memory, Parameter
 from axes.monoids import Element, Identity, Monoid, Product, Scalar, Zero
-from axes.preconditioners import fisher, is_begun, is_finite, rotate
+from axes.preconditioners import fisher, is_begun, rotate
 from axes.rates import Per, Rate, Signal, rate_shape, resolve, spread
 from axes.solve import root
 
@@ -236,7 +236,7 @@ class StateUpdate(Declared):
             raw = self._drive(state, gated, anchor, rate, signal, drive, micro)
             u, via = self._filter(raw, via, signal, state, weights)
             stats = self._observe(u, stats, signal)
-            theta = memory.add(gated, rate, rate_shape(step.rate), u)
+            theta = u if self._passes(gated, rate, u) else memory.add(gated, rate, rate_shape(step.rate), u)
             if step.start == "first" and int(state.count) == 0:
                 theta = u
             gated = theta
@@ -307,9 +307,7 @@ class StateUpdate(Declared):
             return Output(self._map(theta, context))
         if memory.keyed:
             return Output(self._map(theta, context), norm)
-        # before the first datum the response is zero: the output is zero, not NaN
-        safe = tuple(torch.where(n == 0, torch.ones_like(n), n) for n in norm)
-        return Output(self._map(tuple(x / n for x, n in zip(theta, safe, strict=True)), context))
+        return Output(self._map(_debiased(theta, norm), context))
 
     def _unit(self, element: Element, norm: Tensor, rate: Tensor | float, signal: Signal) -> Tensor:
         """The normaliser: the same recurrence driven by a unit value."""
@@ -333,14 +331,13 @@ class StateUpdate(Declared):
         return tuple(stepped)
 
     def _refreshed(self, state: State, theta: Leaves, norm: Leaves, signal: Signal) -> Leaves:
-        """The held value of theta, which may continue from the last one, or that one where it is not finite."""
+        """The held value of theta, which may continue from the last one, or that one where there is no new one."""
+        h = self.parts()[1]
         held, missed = state.anchor[: len(theta)], state.anchor[len(theta) :]
         last: tuple[Tensor | None, ...] = held if int(state.count) else (None,) * len(held)
-        context = tuple(Context(weights=w, signal=signal) for w in last)
-        new = self._output(theta, norm, context).weights
-        good = tuple(map(is_finite, new))
-        kept = tuple(torch.where(g, x, w) for g, x, w in zip(good, new, held, strict=True))
-        return kept + tuple(m + ~g for g, m in zip(good, missed, strict=True))
+        context = (Context(weights=w, signal=signal) for w in last)
+        pairs = tuple(map(h.refreshed, _debiased(theta, norm), held, context))
+        return tuple(x for x, _ in pairs) + tuple(m + ~good for (_, good), m in zip(pairs, missed, strict=True))
 
     def _whitened(self, u: Leaves, states: tuple[State, ...], signal: Signal) -> Leaves:
         """What h makes of the drive with its statistics before the datum; the drive itself where they have no value."""
@@ -358,6 +355,15 @@ class StateUpdate(Declared):
             bases = zip(u, *earlier[-2:], strict=True)
             u = tuple(rotate(x, left, right, self.cost.precision) for x, left, right in bases)
         return tuple(self.cost.drive(leaf, signal) for leaf in u)
+
+    def _passes(self, gated: Leaves, rate: Tensor | float, u: Leaves) -> bool:
+        """Whether theta is the drive itself: nothing is kept, the rate is 1, and u has the shape of theta."""
+        _, _, monoid, step, memory = self.parts()
+        if not isinstance(monoid, Zero) or not isinstance(memory, Parameter) or step.steps > 1 or step.read is not None:
+            return False
+        if isinstance(rate, Tensor) or rate != 1.0:
+            return False
+        return all(x.ndim == 0 or x.shape == y.shape for x, y in zip(gated, u, strict=True))
 
     def _drive(
         self,
@@ -479,6 +485,12 @@ class StateUpdate(Declared):
                 kept.append(s)
                 u = out.weights
         return u, tuple(kept)
+
+
+def _debiased(theta: Leaves, norm: Leaves) -> Leaves:
+    """theta / norm where there is a normaliser; before the first datum both are zero, and so is this."""
+    safe = (torch.where(n == 0, torch.ones_like(n), n) for n in norm)
+    return tuple(x / n for x, n in zip(theta, safe, strict=True)) if norm else theta
 
 
 def _align(target: Tensor, prediction: Tensor) -> Tensor:

@@ -8,15 +8,16 @@ from typing import Any, final
 from torch import Tensor
 
 from axes.optim import stored, trees
+from axes.optim.factored import Factored
 from axes.optim.options import Group, how
 from axes.optim.places import Places
 from axes.optim.precision import Precision
-from axes.optim.stacked import Stacks
+from axes.optim.stacked import Stacks, cut
 from axes.optim.together import Batch, How, program, start, uncompiled
 from axes.state_update import StateUpdate
 
 States = MutableMapping[Tensor, dict[str, Tensor]]
-AnyBatch = Batch | Stacks
+AnyBatch = Batch | Stacks | Factored
 
 
 @final
@@ -55,7 +56,8 @@ class Batches:
         for some in _alike(group, update, parameters, states):
             theirs = [states[p] for p in some]
             if traced is None:
-                batches.append(Stacks(update, maximize, some, theirs))
+                kind = Factored if cut(update, maximize) is None else Stacks
+                batches.append(kind(update, maximize, some, theirs))
                 continue
             streams = [places.stream(p) for p in some] if precision.draws(some[0]) else None
             batches.append(Batch(update, maximize, some, theirs, way, streams, precision.seed))

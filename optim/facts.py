@@ -6,6 +6,7 @@ import dataclasses
 from typing import final
 
 from axes.optim.capabilities import moves_before_closure
+from axes.optim.factored import factors
 from axes.optim.stacked import cut
 from axes.optim.together import first_is_special, program
 from axes.state_update import StateUpdate
@@ -19,7 +20,7 @@ class Facts:
     moves: bool  # its gradient is wanted where the parameter is not
     special: bool  # the first datum is
     entrywise: bool  # it is a program over lists of tensors
-    stacked: bool  # it is two programs around products of stacks
+    stacked: bool  # it is programs around products of stacks
     rates: tuple[str, ...]
 
 
@@ -37,7 +38,7 @@ def facts(update: StateUpdate, maximize: bool) -> Facts:
             moves_before_closure(update),
             first_is_special(update),
             traced,
-            not traced and cut(update, maximize) is not None,
+            not traced and (cut(update, maximize) or factors(update, maximize)) is not None,
             tuple(per.name for per in update.demands()),
         )
         held = _FACTS[(id(update), maximize)] = (update, found)

@@ -108,7 +108,7 @@ def _head(via: tuple[Any, ...], maximize: bool) -> Program | None:
 
 
 @final
-class _Entries:
+class Entries:
     """A program over lists of contiguous tensors: one kernel on CUDA devices, else torch's multi-tensor operations."""
 
     def __init__(self, found: Program, tensors: Mapping[str, list[Tensor]], counts: Tensor | None) -> None:
@@ -158,6 +158,23 @@ class _Entries:
         return [[flat[i] if b - a == flat[i].numel() else flat[i][a:b] for i, a, b in group] for group in self.blocks]
 
 
+def readable(gradients: list[Tensor], wide: torch.dtype, head: Entries) -> list[Tensor]:
+    """Gradients as a program can read them: contiguous, and in one dtype."""
+    if head.kernel is None or any(g.dtype != gradients[0].dtype for g in gradients):
+        gradients = [g.to(wide) for g in gradients]
+    return [g if g.is_contiguous() and g.data_ptr() % 16 == 0 else _copy(g, wide) for g in gradients]
+
+
+def writable(parameter: Tensor, wide: torch.dtype) -> Tensor:
+    """The parameter where a program can write it, else a copy of it."""
+    fits = parameter.is_contiguous() and (parameter.dtype == wide or _generated(parameter.device))
+    return parameter.detach() if fits and parameter.data_ptr() % 16 == 0 else _copy(parameter, wide)
+
+
+def _copy(x: Tensor, wide: torch.dtype) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format).to(wide)
+
+
 def _generated(device: torch.device) -> bool:
     return device.type == "cuda" and _TRITON and not torch.compiler.is_compiling()
 
@@ -185,18 +202,18 @@ class Stacks:
         self.wide = torch.promote_types(like.dtype, torch.float32)
         kind = torch.bfloat16 if found.spectral.precision == "bfloat16" else self.wide
         self.stacks = [like.new_empty(len(some), *shape, dtype=kind) for shape, some in by_shape.items()]
-        self.inside = [self._inside(p) for p in parameters]
+        self.inside = [writable(p, self.wide) for p in parameters]
         counts = [n for n in states[0] if trees.counts(n)]
         self.hosted = [s[n] for s in states for n in counts] if states[0][counts[0]].device.type == "cpu" else []
         joined = None if self.hosted else _together(states, counts)
         arguments = [x for stack in self.stacks for x in stack.unbind()]
         inputs = [n for n, i in found.head.inputs.items() if found.head.shaped(i) and n not in (PARAMETER, GRADIENT)]
         tensors = {n: [states[i][n] for i in self.order] for n in inputs}
-        self.head = _Entries(found.head, {PARAMETER: arguments, **tensors}, joined)
-        self.tail: _Entries | None = None
+        self.head = Entries(found.head, {PARAMETER: arguments, **tensors}, joined)
+        self.tail: Entries | None = None
         traced = program(found.tail, True)
         if traced is not None:
-            self.tail = _Entries(traced, {PARAMETER: [self.inside[i] for i in self.order]}, None)
+            self.tail = Entries(traced, {PARAMETER: [self.inside[i] for i in self.order]}, None)
         else:
             self.kept = [self._stacked(some) for some in self.members]
         self.own = [x for s in states for x in s.values()]
@@ -218,7 +235,8 @@ class Stacks:
         self, rates: Mapping[str, float | Tensor], found: Tensor | None = None, scale: Tensor | None = None
     ) -> None:
         """One datum for every parameter. found, scale: of a gradient scaler, where the kernel runs."""
-        self.head.step(self._gradients(), rates, found, scale)
+        gradients = [g for i in self.order if (g := self.parameters[i].grad) is not None]
+        self.head.step(readable(gradients, self.wide, self.head), rates, found, scale)
         directions = self.products()
         copied = [(p, x) for p, x in zip(self.parameters, self.inside, strict=True) if x.data_ptr() != p.data_ptr()]
         if copied:
@@ -232,22 +250,6 @@ class Stacks:
             torch._foreach_copy_([p.detach() for p, _ in copied], [x for _, x in copied])
         if self.hosted:
             torch._foreach_add_(self.hosted, 1)
-
-    def _gradients(self) -> list[Tensor]:
-        found = [self.parameters[i].grad for i in self.order]
-        gradients = [g for g in found if g is not None]
-        if self.head.kernel is None or any(g.dtype != gradients[0].dtype for g in gradients):
-            gradients = [g.to(self.wide) for g in gradients]
-        return [g if g.is_contiguous() and g.data_ptr() % 16 == 0 else self._copy(g) for g in gradients]
-
-    def _copy(self, x: Tensor) -> Tensor:
-        return x.detach().clone(memory_format=torch.contiguous_format).to(self.wide)
-
-    def _inside(self, parameter: Tensor) -> Tensor:
-        """The parameter where a program can write it, else a copy of it."""
-        kernel = _generated(parameter.device)
-        fits = parameter.is_contiguous() and (parameter.dtype == self.wide or kernel)
-        return parameter.detach() if fits and parameter.data_ptr() % 16 == 0 else self._copy(parameter)
 
     def _branches(self, count: int) -> list[list[int]]:
         """Stacks in groups of about the same work. A group's products are chosen for it, however it is launched."""

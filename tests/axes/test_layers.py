@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: tuple[tuple[str, ...] | set[str], ...] = (
     ("errors", "declared", "rates", "solve"),
     ("kernels",),
-    ("elementwise", "accumulate", "symmetric", "newton_schulz", "matrix_roots"),
+    ("elementwise", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise"),
     ("costs", "bregman", "mixing", "spectral", "preconditioners", "geometry", "monoids", "algorithms", "memory"),
     ("legality",),
     ("state_update",),

@@ -19,6 +19,7 @@ from axes.matrix_roots import (
     LEAST_DAMPING,
     PRECISIONS,
     Precision,
+    add_product,
     inverse_cholesky,
     largest,
     newton_inverse_root,
@@ -198,6 +199,13 @@ def test_inverse_cholesky_of_an_indefinite_matrix_is_not_a_number() -> None:
     assert torch.equal(k[0], torch.eye(200)) and bool(k[1].isnan().any())
 
 
+@pytest.mark.parametrize("n", [5, 200, 700])
+def test_inverse_cholesky_reads_one_triangle(n: int) -> None:
+    a = spectrum(torch.logspace(0, -2, n, dtype=torch.float64))
+    upper = a.triu() + torch.full_like(a, torch.nan).tril(-1)
+    assert torch.equal(inverse_cholesky(upper), inverse_cholesky(a))
+
+
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
 @given(seed=SEEDS, n=st.integers(1, 12), more=st.integers(0, 5), decades=st.floats(0, 5))
 def test_orthonormal_columns_against_householder(
@@ -219,6 +227,46 @@ def test_float32_columns_are_orthonormal_to_their_precision(precision: Precision
     x = rotation(n, 1) @ spectrum(torch.logspace(0, -reach, n, dtype=torch.float64)) * torch.logspace(0, -6, n)
     q = orthonormal(x.float(), "cholesky", precision).double()
     assert float((q.mT @ q - torch.eye(n)).abs().max()) < 8 * UNIT[precision]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("n", [9, 14, 31])
+def test_triangles_in_blocks_give_the_same_columns(
+    monkeypatch: pytest.MonkeyPatch, n: int, precision: Precision
+) -> None:
+    """Products with triangles leave out what is zero, or what symmetry tells."""
+    x = torch.randn(2, n + 3, n, generator=generator(n)) @ spectrum(torch.linspace(0.5, 1, n)).float()
+    whole = orthonormal(x, "cholesky", precision)
+    monkeypatch.setattr(matrix_roots, "_WHOLE", 8)
+    torch.testing.assert_close(orthonormal(x, "cholesky", precision), whole, rtol=0, atol=8 * UNIT[precision])
+    if precision != "tf32":
+        assert float((whole.mT @ whole - torch.eye(n)).abs().max()) < 8 * UNIT[precision]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_product_is_added_in_place(precision: Precision, dtype: torch.dtype) -> None:
+    a, b = (torch.randn(2, *s, generator=generator(0), dtype=dtype) for s in ((5, 7), (7, 3)))
+    exact = a.double() @ b.double()
+    for keep, rate in ((0.0, 1.0), (0.0, -2.0), (1.0, -1.0), (0.9, 0.1)):
+        room = torch.full((2, 6, 4), torch.nan if keep == 0 else 2.0, dtype=dtype)
+        total = room[:, 1:, :3]
+        assert add_product(total, a, b, keep, rate, precision) is total
+        assert gap(total, (2 * keep if keep else 0) + rate * exact) < UNIT[precision]
+        assert bool((room[:, 0].isnan() if keep == 0 else room[:, 0] == 2.0).all())
+
+
+def test_what_is_not_finite_leaves_its_neighbours_alone() -> None:
+    x = torch.randn(2, 6, 4, generator=generator(0))
+    bad = x.clone()
+    bad[1, 2, 3] = torch.nan
+    q = orthonormal(bad)
+    assert torch.equal(q[0], orthonormal(x)[0]) and bool(q[1].isnan().all())
+    a = torch.stack([spectrum(torch.linspace(1, 2, 4), i).float() for i in range(3)])
+    a[1, 0, 2], a[2, 1, 1] = torch.nan, torch.inf
+    basis = torch.eye(4).expand(3, 4, 4)
+    moved = power_step(a, basis)
+    assert torch.equal(moved[:1], power_step(a[:1], basis[:1])) and bool(moved[1:].isnan().all())
 
 
 def test_dependent_columns_have_no_basis() -> None:

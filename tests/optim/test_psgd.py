@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from axes import blockwise
 from axes.errors import AxesError
+from axes.geometry import FittedFactor
+from axes.matrix_roots import PRECISIONS
 from axes.optim.psgd import PSGDKron
 from axes.state_update import StateUpdate
 
@@ -71,6 +75,78 @@ def test_factors_stay_symmetric_positive_and_bounded(drives: list[tuple[int, flo
             values = torch.linalg.eigvalsh(p)
             assert values[0] > -1e-12 * values[-1]
             assert values[-1] <= 1.5 * bound
+
+
+def fit(n: int, dtype: torch.dtype = torch.float64, count: int = 2) -> tuple[Tensor, Tensor]:
+    """A statistic and a factor, semi-definite."""
+    generator = torch.Generator().manual_seed(n)
+    y, q = (torch.randn(count, n, 2 * n, generator=generator, dtype=torch.float64) for _ in range(2))
+    return (y @ y.mT / n).to(dtype), (q @ q.mT / n).to(dtype)
+
+
+# the first two are the error of a product, times the size of a step; the last is that of one precision's own rounding
+@pytest.mark.parametrize(("precision", "tolerance"), [("input", 1e-12), ("bfloat16x3", 3e-5), ("tf32", 2e-3)])
+@pytest.mark.parametrize("strips", [1, 4])
+def test_a_step_is_the_congruence(
+    precision: Any, tolerance: float, strips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written out: P = (I - r E) P (I - r E), r by two power iterations from the row of the largest entry."""
+    monkeypatch.setattr(blockwise, "_strips", lambda count, n: strips)
+    a, p = fit(9)
+    moved, good = FittedFactor(0.7, 1e-2, precision).moved(a, p)
+    assert bool(good.all()) and torch.equal(moved, moved.mT)
+    for one, before, after in zip(a, p, moved, strict=True):
+        error = one + 1e-2 * before @ before
+        x = error[error.diagonal().argmax()]
+        for _ in range(2):
+            x = x / x.norm() @ error
+        eye = torch.eye(9, dtype=torch.float64)
+        move = eye - 0.7 / 2 / (1 + x.norm()) * (error - eye)
+        torch.testing.assert_close(after, move @ before @ move, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("strips", [1, 2])
+def test_what_is_not_finite_leaves_a_factor_as_it_is(
+    precision: Any, dtype: torch.dtype, strips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blockwise, "_strips", lambda count, n: strips)
+    h = FittedFactor(1.0, 1e-3, precision)
+    a, p = fit(8, dtype, count=5)
+    p = (p + p.mT) / 2
+    p[3:] = 0  # not begun
+    spoiled = a.clone()
+    spoiled[1, 2, :] = spoiled[1, :, 2] = math.nan
+    spoiled[2, 0, 0] = spoiled[3, 0, 0] = math.inf
+    moved, good = h.moved(spoiled, p)
+    alone, _ = h.moved(a[:1], p[:1])
+    assert good.flatten().tolist() == [True, False, False, False, True]
+    torch.testing.assert_close(moved[:1], alone)
+    assert torch.equal(moved[1:4], p[1:4])
+    torch.testing.assert_close(moved[4], a[4].diagonal().mean() ** -0.25 * torch.eye(8, dtype=dtype))
+    assert h.moved(spoiled, None)[1].flatten().tolist() == [True, False, False, False, True]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_that_nothing_bounds_stops_before_it_overflows(precision: Any, dtype: torch.dtype) -> None:
+    """Zero gradients and a damping that vanishes in its square: it grows with every step, and then is kept."""
+    h, p, kept = FittedFactor(1.0, 1e-300, precision), torch.eye(4, dtype=dtype)[None], 0
+    for _ in range(1000):
+        p, good = h.moved(torch.zeros_like(p), p)
+        kept += int(not good)
+        assert bool(p.isfinite().all())
+    assert (dtype == torch.float64 and precision == "input") or kept > 0
+
+
+def test_a_step_reads_nothing_back() -> None:
+    """Without storage there is nothing to read: a step that runs waits for no device."""
+    a = torch.empty(3, 8, 8, device="meta")
+    for precision in PRECISIONS:
+        for last in (a, None):
+            value, good = FittedFactor(precision=precision).moved(a, last)
+            assert value.shape == a.shape and good.shape == (3, 1, 1)
 
 
 def test_zero_gradients_wait_and_other_values_are_kept_out() -> None:
