@@ -71,4 +71,7 @@ def _closed(x: Any) -> Any:
     if isinstance(x, float):
         return float
     tile = getattr(x, "block_shape", None)
-    return x if tile is None else (x.base.dtype, *tile, getattr(x.layout, "swizzle_byte_width", None))
+    if tile is None:
+        return x
+    layout = getattr(x, "layout", None)  # Triton chooses it; with Gluon it is the caller's, and not hashable
+    return x.base.dtype, x.padding, *tile, None if layout is None else layout.swizzle_byte_width

@@ -202,12 +202,11 @@ def _merge(x: Chain, constants: Tensor, maps: Tensor, edge: Tensor | None, rever
     d_v, d_k = starts.shape[2:]
     full, matrix = x.q.dtype == torch.float32, maps.ndim == 4
     whole = not matrix or d_k <= 128 and not full
-    bk = max(TILE, 1 << (d_k - 1).bit_length())
     given = dict(
-        S=s, N=x.cut.N, HV=starts.shape[1], K=d_k, V=d_v, BK=bk, BV=16, FLAGS=max(TILE, 1 << (s - 1).bit_length()),
-        MATRIX=matrix, WHOLE=whole, GATED=matrix and x.spans is not None, REVERSE=reverse, STARTED=edge is not None,
-        PRECISION="ieee" if full else "tf32x3", num_stages=3 if whole else 1,
-        num_warps=max(4, bk // 8) if matrix and whole else 4,  # eight columns of the map for each
+        S=s, N=x.cut.N, HV=starts.shape[1], K=d_k, V=d_v, BK=max(TILE, 1 << (d_k - 1).bit_length()), BV=16,
+        FLAGS=max(TILE, 1 << (s - 1).bit_length()), MATRIX=matrix, WHOLE=whole, GATED=matrix and x.spans is not None,
+        REVERSE=reverse, STARTED=edge is not None, PRECISION="ieee" if full else "tf32x3",
+        num_warps=8 if matrix and whole else 4, num_stages=3 if whole else 1,
     )  # fmt: skip
     _run(scalar_tiles.merge, x.unit_heads * _cdiv(d_v, 16), (constants, maps, x.spans, edge, starts), given)
     return starts

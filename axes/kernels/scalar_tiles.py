@@ -293,14 +293,7 @@ def merge(
     if STARTED:
         state += tl.load(edge + (entry * HV + head) * (V * K) + at, mask=shown & (first == 0), other=0.0)
     tl.store(starts + here * (V * K) + at, state, mask=shown)
-    begin = first
-    if WHOLE and not STARTED:  # noqa: SIM102, constants apart
-        if (first == 0) & (last > 0):  # nothing to map
-            state = tl.load(constants + here * (V * K) + at, mask=shown, other=0.0)
-            tl.store(starts + (here + step) * (V * K) + at, state, mask=shown)
-            here += step
-            begin += 1
-    for n in range(begin, last):
+    for n in range(first, last):
         known = STARTED or n > 0
         if WHOLE:
             constant = tl.load(constants + here * (V * K) + at, mask=shown, other=0.0)

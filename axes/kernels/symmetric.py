@@ -8,7 +8,6 @@ descriptors, so rows and columns past the edge read as zero and are not written;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,22 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from axes.errors import ShapeError
 from axes.kernels import layout
-from axes.kernels.launch import Kernel
 
-_SIDE, _DEPTH = 128, 64  # columns of a tile of C, and of the slices of A and B that a step multiplies
-
-
-class _Launch(NamedTuple):
-    """rows: of a tile, in sides. Two small programs a processor: one stores while the other multiplies."""
-
-    rows: int
-    warps: int
-    stages: int
-
-
-_SMALL = _Launch(1, 4, 3)
-_LARGE = _Launch(2, 8, 3)  # reads a quarter less for every product, and computes a tenth more
-_MANY = 1056  # large tiles from which those are faster: eight for every processor
+_TILE, _DEPTH = 128, 64  # sides of a tile of C, and of the slices of A and B that a step multiplies
+_WARPS, _STAGES = 4, 3  # two programs a processor: one stores while the other multiplies
 TYPES = (torch.bfloat16, torch.float16)
 MULTIPLE = 8  # of the sides: descriptors want rows of whole 16 bytes
 
@@ -47,49 +33,39 @@ def _corner(t):
     return i, t - i * (i + 1) // 2
 
 
-@Kernel
 @triton.jit
 def _symmetric(
-    a, b, d, e, c, turned, flat, K, m, tiles, alpha, beta, gamma, delta,
-    TERMS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
+    a, b, d, e, c, K, tiles, alpha, beta, gamma, delta,
+    TERMS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one matrix of the batch, ROWS sides high. COLUMNS: A and B are stored by columns, (K, m) in memory.
-    c, turned, flat: the same memory in tiles, in tiles of the other orientation, and as it is."""
-    HIGH: tl.constexpr = ROWS * SIDE
+    """One tile of one matrix of the batch. COLUMNS: A and B are stored by columns, (K, m) in memory."""
     pid = tl.program_id(0)
     batch = pid // tiles
-    place = pid % tiles
-    i, j = _corner(place // ROWS)
-    row, col = i * HIGH, (j * ROWS + place % ROWS) * SIDE
-    total = tl.zeros((HIGH, SIDE), tl.float32)
+    i, j = _corner(pid % tiles)
+    row, col = i * TILE, j * TILE
+    total = tl.zeros((TILE, TILE), tl.float32)
     for k in tl.range(0, K, DEPTH):
         if COLUMNS:
-            left = a.load([batch, k, row]).reshape(DEPTH, HIGH).T
-            right = b.load([batch, k, col]).reshape(DEPTH, SIDE)
+            left = a.load([batch, k, row]).reshape(DEPTH, TILE).T
+            right = b.load([batch, k, col]).reshape(DEPTH, TILE)
         else:
-            left = a.load([batch, row, k]).reshape(HIGH, DEPTH)
-            right = b.load([batch, col, k]).reshape(SIDE, DEPTH).T
+            left = a.load([batch, row, k]).reshape(TILE, DEPTH)
+            right = b.load([batch, col, k]).reshape(TILE, DEPTH).T
         total = tl.dot(left, right, total)
     total *= alpha
     if TERMS > 0:
-        total += beta * d.load([batch, row, col]).reshape(HIGH, SIDE).to(tl.float32)
+        total += beta * d.load([batch, row, col]).reshape(TILE, TILE).to(tl.float32)
     if TERMS > 1:
-        total += gamma * e.load([batch, row, col]).reshape(HIGH, SIDE).to(tl.float32)
-    if i > j:
-        out = total.to(c.dtype)
-        c.store([batch, row, col], out.reshape(1, HIGH, SIDE))
-        turned.store([batch, col, row], out.T.reshape(1, SIDE, HIGH))
+        total += gamma * e.load([batch, row, col]).reshape(TILE, TILE).to(tl.float32)
+    if i == j:
+        at = tl.arange(0, TILE)
+        out = tl.where(at[:, None] == at[None, :], total + delta, total).to(c.dtype)
+        out = tl.where(at[:, None] >= at[None, :], out, out.T)
+        c.store([batch, row, col], out.reshape(1, TILE, TILE))
     else:
-        x, y = row + tl.arange(0, HIGH)[:, None], col + tl.arange(0, SIDE)[None, :]
-        out = tl.where(x == y, total + delta, total).to(c.dtype)
-        if ROWS == 1:
-            out = tl.where(x >= y, out, out.T)
-            c.store([batch, row, col], out.reshape(1, HIGH, SIDE))
-        else:
-            at = flat + batch.to(tl.int64) * m * m
-            lower = (x >= y) & (x < m)
-            tl.store(at + x * m + y, out, mask=lower)
-            tl.store(at + y.T * m + x.T, out.T, mask=lower.T)
+        out = total.to(c.dtype)
+        c.store([batch, row, col], out.reshape(1, TILE, TILE))
+        c.store([batch, col, row], out.T.reshape(1, TILE, TILE))
 
 
 def symmetric_product(
@@ -115,36 +91,22 @@ def symmetric_product(
     c = a.new_empty(n, m, m, dtype=dtype or a.dtype) if out is None else out
     if not n or not m:
         return c
-    side = triton.cdiv(m, _SIDE)
-    how = _LARGE if n * _tiles(side, _LARGE.rows) >= _MANY else _SMALL
-    high, columns = how.rows * _SIDE, a.stride(-1) != 1
-    left = _slices(a, high)
-    right = left if b is None and high == _SIDE else _slices(a if b is None else b, _SIDE)
-    to, turned = (TensorDescriptor.from_tensor(c, tile) for tile in ([1, high, _SIDE], [1, _SIDE, high]))
-    first, second = ([TensorDescriptor.from_tensor(x, [1, high, _SIDE]) for _, x in terms] + [to, to])[:2]
+    columns = a.stride(-1) != 1
+    slices = [1, _DEPTH, _TILE] if columns else [1, _TILE, _DEPTH]
+    square = [1, _TILE, _TILE]
+    left = TensorDescriptor.from_tensor(a.mT if columns else a, slices)
+    right = left if b is None else TensorDescriptor.from_tensor(b.mT if columns else b, slices)
+    to = TensorDescriptor.from_tensor(c, square)
+    first, second = ([TensorDescriptor.from_tensor(x, square) for _, x in terms] + [to, to])[:2]
     beta, gamma = ([x for x, _ in terms] + [0.0, 0.0])[:2]
-    tiles = _tiles(side, how.rows)
+    side = triton.cdiv(m, _TILE)
+    tiles = side * (side + 1) // 2
     with layout.on_device(a):
         _symmetric[(n * tiles,)](
-            left, right, first, second, to, turned, c, k, m, tiles,
-            float(alpha), float(beta), float(gamma), float(diagonal),
-            TERMS=len(terms), COLUMNS=columns, ROWS=how.rows, SIDE=_SIDE, DEPTH=_DEPTH, num_warps=how.warps,
-            num_stages=how.stages,
+            left, right, first, second, to, k, tiles, float(alpha), float(beta), float(gamma), float(diagonal),
+            TERMS=len(terms), COLUMNS=columns, TILE=_TILE, DEPTH=_DEPTH, num_warps=_WARPS, num_stages=_STAGES,
         )  # fmt: skip
     return c
-
-
-def _tiles(side: int, rows: int) -> int:
-    """Tiles that hold the lower triangle of side x side, `rows` high."""
-    rungs = triton.cdiv(side, rows)
-    return rows * rungs * (rungs + 1) // 2
-
-
-def _slices(x: Tensor, high: int) -> TensorDescriptor:
-    """Slices of `high` rows of x (N, m, k), in the order in which it is stored."""
-    if x.stride(-1) != 1:
-        return TensorDescriptor.from_tensor(x.mT, [1, _DEPTH, high])
-    return TensorDescriptor.from_tensor(x, [1, high, _DEPTH])
 
 
 def _check(a: Tensor, b: Tensor | None, terms: Sequence[tuple[float, Tensor]], out: Tensor | None) -> None:
