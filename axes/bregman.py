@@ -116,8 +116,11 @@ class EuclideanOn(Geometry):
 
 
 def is_finite(matrix: Tensor) -> Tensor:
-    """Whether every entry of a matrix is, (..., 1, 1): in one pass, since the largest one keeps what is no number."""
-    return torch.linalg.vector_norm(matrix.detach(), math.inf, dim=(-2, -1), keepdim=True).isfinite()
+    """Whether every entry of a matrix is, (..., 1, 1), without a copy of it: the largest keeps what is no number."""
+    matrix = matrix.detach()
+    if matrix.is_cuda:  # one pass; on a CPU this norm takes eight times as long
+        return torch.linalg.vector_norm(matrix, math.inf, dim=(-2, -1), keepdim=True).isfinite()
+    return matrix.amax((-2, -1), keepdim=True).isfinite() & matrix.amin((-2, -1), keepdim=True).isfinite()
 
 
 def leaf_dims(leaf: Tensor) -> tuple[int, ...]:
