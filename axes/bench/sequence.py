@@ -95,7 +95,7 @@ def measure(
         with lifted_guard() if guard else nullcontext():
             row = _row(rule, shape, dtype, device, contender, plan, limits)
         if guard:
-            row = _with(row, note="guard lifted")
+            row = _with(row, note="; ".join(filter(None, (row.note, "guard lifted"))))
         results["rows"].append(asdict(row))
         write(folder / FILE, results)
     watch("done", len(work), len(work))
