@@ -52,6 +52,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests ran on a GPU, and on which."""
+    if not torch.cuda.is_available():
+        return
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.getreports(outcome)]
+    ran = sum(r.nodeid.startswith("tests/gpu") and r.when == "call" for r in reports)
+    terminalreporter.write_line(f"{ran} GPU tests ran on {torch.cuda.get_device_name()}, torch {torch.__version__}")
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """Every test starts from one seed, and leaves torch's default dtype as it was."""
