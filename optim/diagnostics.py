@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from axes.errors import AxesError
+from axes.optim.routing import real
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -308,7 +309,7 @@ class UpdateRatios:
         for i, group in enumerate(optimizer.param_groups):
             for j, p in enumerate(group["params"]):
                 if p.requires_grad and p.numel():
-                    self._copies.append((i, j, p, _real(p).detach().clone()))
+                    self._copies.append((i, j, p, real(p).detach().clone()))
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -320,7 +321,7 @@ class UpdateRatios:
             names = group.get("param_names")
             labels.append((names[j] if names else f"group {i}, parameter {j}", i, str(group.get("rule", ""))))
             w = past.to(torch.promote_types(past.dtype, torch.float32))
-            d = _real(p).detach().to(w.dtype) - w
+            d = real(p).detach().to(w.dtype) - w
             norm = _norm(w)
             along = torch.where(norm == 0, 0, (w * d).sum() / norm.square())
             numbers.append([_whole(x).to(_wide(w.device)) for x in (norm, along, _norm(d - along * w))])
@@ -357,11 +358,7 @@ def _motion(name: str, group: int, rule: str, w: float, along: float, across: fl
 
 def _norm(x: Tensor) -> Tensor:
     """|x|, at least in float32."""
-    return torch.linalg.vector_norm(_real(x.detach()), dtype=torch.promote_types(_real(x).dtype, torch.float32))
-
-
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x) if x.is_complex() else x
+    return torch.linalg.vector_norm(real(x.detach()), dtype=torch.promote_types(real(x).dtype, torch.float32))
 
 
 def _sharded(x: Tensor) -> bool:

@@ -26,10 +26,10 @@ from axes.memory import Parameter
 from axes.monoids import Identity, Scalar, Zero
 from axes.optim import trees
 from axes.optim.capabilities import parts_of
-from axes.optim.routing import canonical_shape
+from axes.optim.routing import canonical_shape, real
 from axes.optim.stacked import Entries, readable, writable
 from axes.optim.stored import PARAMETER
-from axes.optim.together import GRADIENT, _real, program, uncompiled
+from axes.optim.together import GRADIENT, program, uncompiled
 from axes.state_update import State, StateUpdate
 
 _TOGETHER = 1024  # statistics up to this size do not fill a GPU: those of all shapes are refreshed as one batch
@@ -228,7 +228,7 @@ class _Run:
         for i, p in enumerate(parameters):
             by_shape.setdefault(canonical_shape(p), []).append(i)
         order = [i for some in by_shape.values() for i in some]
-        self.parameters = [_real(parameters[i]) for i in order]
+        self.parameters = [real(parameters[i]) for i in order]
         self.held = [parameters[i] for i in order]
         like = self.parameters[0]
         self.wide = torch.promote_types(like.dtype, torch.float32)
@@ -250,7 +250,7 @@ class _Run:
 
     def step(self, rates: Mapping[str, float | Tensor]) -> None:
         parts = self.parts
-        gradients = [_real(p.grad) for p in self.held if p.grad is not None]
+        gradients = [real(p.grad) for p in self.held if p.grad is not None]
         self.head.step(readable(gradients, self.wide, self.head), {}, None, None)
         self._respond("norm", parts.filter)
         self._observe([int(age) for age in self.ages])

@@ -13,7 +13,8 @@ from axes.optim.groups import rates
 from axes.optim.options import Group
 from axes.optim.places import Places
 from axes.optim.precision import Precision
-from axes.optim.states import Flat, counts, first, read, real, require_inside, show
+from axes.optim.routing import real
+from axes.optim.states import Flat, counts, first, read, require_inside, show
 from axes.state_update import Output, State, StateUpdate
 
 

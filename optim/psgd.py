@@ -7,7 +7,6 @@ Shampoo computes such factors from sums of g g^T, each side for itself; here eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack, final
 
 from axes.algorithms import Held, Step
@@ -15,9 +14,9 @@ from axes.costs import Given, Linear
 from axes.geometry import FittedFactor, Kronecker
 from axes.matrix_roots import Precision
 from axes.monoids import Decay, Zero
-from axes.optim.base import Optimizer, Options, Params, Rule
-from axes.optim.first_order import LR, WEIGHT_DECAY, AdamW, average, unit
-from axes.optim.matrix import auxiliary_defaults
+from axes.optim.base import Optimizer, Options, Params
+from axes.optim.first_order import LR, WEIGHT_DECAY, average, unit
+from axes.optim.matrix import beside_adamw
 from axes.state_update import StateUpdate
 
 
@@ -88,9 +87,8 @@ class PSGDKron(Optimizer):
             "refresh": refresh,
             "precision": precision,
         }
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"psgd-kron": PSGDKron.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"psgd-kron": own, "adamw": auxiliary}, **options)
+        auxiliary = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("psgd-kron", PSGDKron.declare, own, *auxiliary), **options)
 
     @staticmethod
     def declare(

@@ -19,6 +19,7 @@ import math
 import re
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -34,6 +35,11 @@ class Role(NamedTuple):
 
     matrix: bool
     reason: str
+
+
+def real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def canonical_shape(parameter: Tensor) -> tuple[int, int]:

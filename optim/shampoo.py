@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Unpack, final
 
 from axes.algorithms import Held, Step
@@ -14,9 +13,9 @@ from axes.errors import AxesError, UnknownName
 from axes.geometry import Geometry, Graft, InverseRoot, Kronecker, Whiten
 from axes.matrix_roots import Precision
 from axes.monoids import Decay, Scalar, Zero
-from axes.optim.base import Optimizer, Options, Params, Rule
-from axes.optim.first_order import LR, WEIGHT_DECAY, AdamW, average, unit
-from axes.optim.matrix import auxiliary_defaults
+from axes.optim.base import Optimizer, Options, Params
+from axes.optim.first_order import LR, WEIGHT_DECAY, average, unit
+from axes.optim.matrix import beside_adamw
 from axes.state_update import StateUpdate
 
 Root = Literal["eigh", "newton"]
@@ -124,9 +123,8 @@ class Shampoo(Optimizer):
             "precision": precision,
             "refresh_precision": refresh_precision,
         }
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"shampoo": Shampoo.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"shampoo": own, "adamw": auxiliary}, **options)
+        auxiliary = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("shampoo", Shampoo.declare, own, *auxiliary), **options)
 
     @staticmethod
     def declare(

@@ -8,7 +8,6 @@ EMA((Q_L^T u Q_R)^2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Unpack, final
 
 from axes.algorithms import Held, Step
@@ -17,9 +16,9 @@ from axes.errors import AxesError
 from axes.geometry import Eigenbasis, RotatedWhiten
 from axes.matrix_roots import Precision
 from axes.monoids import Decay, Scalar
-from axes.optim.base import Optimizer, Options, Params, Rule
-from axes.optim.first_order import LR, WEIGHT_DECAY, AdamW, average, unit
-from axes.optim.matrix import auxiliary_defaults
+from axes.optim.base import Optimizer, Options, Params
+from axes.optim.first_order import LR, WEIGHT_DECAY, average, unit
+from axes.optim.matrix import beside_adamw
 from axes.state_update import StateUpdate
 
 Basis = Literal["power-qr", "eigh"]
@@ -110,9 +109,8 @@ class SOAP(Optimizer):
             "precision": precision,
             "refresh_precision": refresh_precision,
         }
-        auxiliary = auxiliary_defaults(lr, aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
-        rules: Mapping[str, Rule] = {"soap": SOAP.declare, "adamw": AdamW.declare}
-        super().__init__(params, rules, {"soap": own, "adamw": auxiliary}, **options)
+        auxiliary = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
+        super().__init__(params, *beside_adamw("soap", SOAP.declare, own, *auxiliary), **options)
 
     @staticmethod
     def declare(

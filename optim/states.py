@@ -19,7 +19,7 @@ from axes.optim.groups import rates
 from axes.optim.options import Group, how
 from axes.optim.places import Places
 from axes.optim.precision import Precision
-from axes.optim.routing import canonical_shape
+from axes.optim.routing import canonical_shape, real
 from axes.optim.together import start
 from axes.rates import resolve
 from axes.state_update import State, StateUpdate
@@ -28,11 +28,6 @@ Flat = dict[str, Tensor]
 
 
 # ---- a parameter is a matrix -----------------------------------------------------------------------------------------
-
-
-def real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def canonical(tensor: Tensor) -> Tensor:

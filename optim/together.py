@@ -21,6 +21,7 @@ from axes.elementwise.program import NotElementwise, Program, trace
 from axes.elementwise.storage import FORMS, LOW, UNIT
 from axes.optim import stored, trees
 from axes.optim.capabilities import elementwise, keyed, parts_of, vectors
+from axes.optim.routing import real
 from axes.optim.stored import PARAMETER
 from axes.state_update import StateUpdate
 
@@ -130,19 +131,19 @@ class Batch:
         self.coded = {n: f for n, f in self.forms.items() if n != PARAMETER}
         self.own = [x for s in states for x in s.values()]
         self.ids = list(map(id, self.own))
-        self.shapes = [_real(p).shape for p in parameters]
+        self.shapes = [real(p).shape for p in parameters]
         # a parameter of 16 bits, or without one run of memory, is stepped as a float32 or contiguous copy
-        self.wide = torch.promote_types(_real(parameters[0]).dtype, torch.float32)
-        self.whole = all(p.is_contiguous() and (_real(p).dtype == self.wide or how == "fused") for p in parameters)
+        self.wide = torch.promote_types(real(parameters[0]).dtype, torch.float32)
+        self.whole = all(p.is_contiguous() and (real(p).dtype == self.wide or how == "fused") for p in parameters)
         if how == "fused":
             self.whole = self.whole and all(_aligned(p) for p in parameters)
             self.kernel = self._kernel()
             return
-        self.cut = list(blocks([p.numel() for p in map(_real, parameters)], _block(parameters[0])))
+        self.cut = list(blocks([p.numel() for p in map(real, parameters)], _block(parameters[0])))
         kept = [n for n in names if n not in (PARAMETER, GRADIENT, *self.coded)]
         self.views: dict[str, Any] = {n: self._blocks([s[n] for s in states]) for n in kept}
         if self.whole:
-            self.views[PARAMETER] = self._blocks([_real(p).detach() for p in parameters])
+            self.views[PARAMETER] = self._blocks([real(p).detach() for p in parameters])
 
     def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether these are still the same parameters with the same state tensors."""
@@ -192,7 +193,7 @@ class Batch:
         """The program over all blocks, given its numbers."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if any(g.dtype != self.wide for g in gradients):
-            gradients = [_real(g).to(self.wide) for g in gradients]
+            gradients = [real(g).to(self.wide) for g in gradients]
         lists = {**self.views, GRADIENT: self._blocks(gradients)}
         copies: list[Tensor] = []
         if not self.whole:
@@ -208,7 +209,7 @@ class Batch:
         for i, copy in enumerate(copies):
             parameter, state = self.parameters[i], self.states[i]
             random = None if self.streams is None else (state[trees.COUNT], self.streams[i], self.seed)
-            stored.write(_real(parameter), copy, state, random)
+            stored.write(real(parameter), copy, state, random)
         for name, tensors in decoded.items():
             for state, x in zip(self.states, tensors, strict=True):
                 code, unit = FORMS[self.coded[name]].encode(x.reshape(-1), None)
@@ -218,7 +219,7 @@ class Batch:
     def _copy(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         if PARAMETER in self.forms:
             return stored.weights(parameter, state)
-        return _real(parameter).detach().to(self.wide, memory_format=torch.contiguous_format, copy=True)
+        return real(parameter).detach().to(self.wide, memory_format=torch.contiguous_format, copy=True)
 
     def _blocks(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         return [[self._entries(tensors[i], i, first, end) for i, first, end in group] for group in self.cut]
@@ -240,24 +241,24 @@ class Batch:
         tensors = {n: [s[n] for s in self.states] for n in own}
         if PARAMETER in self.forms:
             tensors[PARAMETER + LOW] = [s[PARAMETER + LOW] for s in self.states]
-        self.inside = [_real(p).detach() if self.whole else self._contiguous(p) for p in self.parameters]
+        self.inside = [real(p).detach() if self.whole else self._contiguous(p) for p in self.parameters]
         tensors[PARAMETER] = self.inside
         return Fused(program, tensors, self.forms, self.copies, self.counts.view(-1), self.streams, self.seed)
 
     def _contiguous(self, parameter: Tensor) -> Tensor:
-        return _real(parameter).detach().clone(memory_format=torch.contiguous_format)
+        return real(parameter).detach().clone(memory_format=torch.contiguous_format)
 
     @uncompiled()
     def _launch(self, rates: Mapping[str, float | Tensor], found: Tensor | None, scale: Tensor | None) -> None:
-        gradients = [_real(g) for p in self.parameters if (g := p.grad) is not None]
+        gradients = [real(g) for p in self.parameters if (g := p.grad) is not None]
         if any(g.dtype != gradients[0].dtype for g in gradients):
             gradients = [g.to(self.wide) for g in gradients]
         gradients = [g if g.is_contiguous() and _aligned(g) else self._contiguous(g) for g in gradients]
         if not self.whole:
-            torch._foreach_copy_(self.inside, [_real(p).detach() for p in self.parameters])
+            torch._foreach_copy_(self.inside, [real(p).detach() for p in self.parameters])
         self.kernel.step(gradients, rates, found, scale)
         if not self.whole:
-            torch._foreach_copy_([_real(p).detach() for p in self.parameters], self.inside)
+            torch._foreach_copy_([real(p).detach() for p in self.parameters], self.inside)
 
 
 def _together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
@@ -285,10 +286,6 @@ def start(state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
         out[name] = x.clone(memory_format=torch.contiguous_format) if shared else x
         seen.add(place)
     return out
-
-
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _block(like: Tensor) -> Any:
