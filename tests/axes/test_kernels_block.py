@@ -6,10 +6,7 @@ bfloat16 products are left to tests/gpu: the interpreter multiplies their bit pa
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +22,7 @@ from axes.sequence.titans import TitansMatrix
 from axes.state_update import StateUpdate
 from tests.block_form import KINDS, chunk_form, draw, run
 from tests.chains import block_chain as token_loop
+from tests.interpreter import interpret
 
 if sys.platform != "linux":  # there its absence is an error, not a reason to skip
     pytest.importorskip("triton")
@@ -118,16 +116,7 @@ def test_a_derived_chain_maps_onto_blocks(name: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_equal_the_token_loop(case: str) -> None:
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + CASES[case]],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret(PROGRAM + CASES[case])
 
 
 def arguments() -> dict[str, torch.Tensor | None]:

@@ -25,11 +25,9 @@ from axes.kernels import hopper_diagonal, hopper_diagonal_delta, hopper_write
 from axes.kernels import scalar as scalar_module
 from axes.kernels.block import block_chain
 from axes.kernels.diagonal import diagonal_chain
-from axes.kernels.normalise import normalised
 from axes.kernels.outer import outer_sum
 from axes.kernels.scalar import scalar_chain
 from axes.kernels.step import block_step, chain_step
-from axes.kernels.symmetric import symmetric_product
 from axes.optim import AdamW
 from tests.barriers import not_ended
 from tests.hopper import Launch, hopper
@@ -94,13 +92,6 @@ def sums() -> None:
     outer_sum(torch.randn(1, 512, 256, dtype=HALF))
 
 
-def symmetric() -> None:
-    x = torch.randn(2, 256, 512).half()
-    gram = symmetric_product(normalised(x, 1.0, 0.0, 1e-7))
-    symmetric_product(gram, alpha=0.5, terms=((2.0, gram), (1.0, gram)), diagonal=1.0)
-    symmetric_product(x.mT.contiguous().mT)
-
-
 def adamw(dtype: torch.dtype, **options: Any) -> Callable[[], None]:
     def run() -> None:
         parameters = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (10_000, 77)]
@@ -132,7 +123,6 @@ CASES: dict[str, Callable[[], None]] = {
     "block 128": block(HALF, 128),
     "step": steps,
     "outer": sums,
-    "symmetric": symmetric,
     "adamw": adamw(FULL),
     "adamw 24 bit, 8 bit": adamw(HALF, master="24bit", moments="8bit"),
     "adamw at random": adamw(HALF, rounding="stochastic"),
@@ -322,13 +312,6 @@ PINNED: dict[str, tuple[tuple[str, int, int, bool], ...]] = {
         ("_block", 80, 0, False),
     ),
     "outer": (("_outer", 95, 0, True),),
-    "symmetric": (
-        ("_squares", 26, 0, False),
-        ("_quotients", 32, 0, False),
-        ("_symmetric", 197, 0, True),
-        ("_symmetric", 247, 0, True),
-        ("_symmetric", 214, 0, True),
-    ),
     "adamw": (("advance", 37, 0, False), ("step", 63, 0, False)),
     "adamw 24 bit, 8 bit": (("advance", 37, 0, False), ("step", 56, 0, False)),
     "adamw at random": (("advance", 37, 0, False), ("step", 96, 0, False)),

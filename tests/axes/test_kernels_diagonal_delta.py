@@ -6,14 +6,13 @@ bfloat16 products are left to tests/gpu: the interpreter multiplies their bit pa
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests.interpreter import interpret
 
 
 def token_loop(rule: str, q, k, v, g, x, y, start) -> tuple[Tensor, Tensor]:
@@ -200,13 +199,4 @@ CASES = {
 def test_kernels_equal_the_token_loop(case: str) -> None:
     if sys.platform != "linux":  # there its absence is an error, not a reason to skip
         pytest.importorskip("triton")
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + CASES[case]],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret(PROGRAM + CASES[case])

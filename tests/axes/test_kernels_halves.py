@@ -6,10 +6,7 @@ so that a pair holds 15 bits there; on a GPU the pairs are torch's to the bit (t
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
     pytest.importorskip("triton")
 
 from axes.errors import ShapeError
+from tests.interpreter import interpret
 
 PROGRAM = r"""
 import torch
@@ -37,16 +35,7 @@ for x in (torch.randn(2, 70, 130), torch.randn(3, 65, 20).mT, torch.randn(4, 4, 
 
 
 def test_pairs_add_up() -> None:
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret(PROGRAM)
 
 
 @pytest.mark.parametrize(

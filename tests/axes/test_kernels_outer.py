@@ -5,10 +5,7 @@ The interpreter is chosen when Triton is imported, so the kernel runs in a proce
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
     pytest.importorskip("triton")
 
 from axes.errors import ShapeError
+from tests.interpreter import interpret
 
 PROGRAM = r"""
 import torch
@@ -62,16 +60,7 @@ check(3e-6, **draw(1, 150, 9, 20))
 
 
 def test_equals_the_sum() -> None:
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret(PROGRAM)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,7 @@ bfloat16 products are left to tests/gpu: the interpreter multiplies their bit pa
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
     pytest.importorskip("triton")
 
 from axes.errors import ShapeError
+from tests.interpreter import interpret
 
 PROGRAM = r"""
 import torch
@@ -146,16 +144,7 @@ assert scalar_chain(x[:0], x[:0], x[:0])[1].shape == (0, 2, 16, 16)
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_token_loop(case: str) -> None:
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + CASES[case]],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret(PROGRAM + CASES[case])
 
 
 def test_hopper_kernels_are_one_binary_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,8 @@ Triton's interpreter is chosen when Triton is imported, so the kernel runs in a 
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +20,7 @@ from axes.errors import IllegalUpdate
 from axes.geometry import Spectral
 from axes.newton_schulz import Start, Triple, direct, in_gram_form, iterate, leaf_norm, polar_express_schedule
 from axes.optim import Muon, NorMuon
+from tests.interpreter import interpret
 
 MUON = (3.4445, -4.7750, 2.0315)
 SEEDS = st.integers(0, 2**20)
@@ -171,9 +169,7 @@ refused("stored by rows or by columns", rows, rows.mT.contiguous().mT)
 def test_the_kernel_under_the_interpreter() -> None:
     if sys.platform != "linux":
         pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", KERNEL], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpret(KERNEL)
 
 
 def test_the_kernel_compiles_to_hoppers_products_without_spills() -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +16,7 @@ from axes import optim
 from axes.elementwise.storage import FORMS, QUANTUM, philox, stochastic_bfloat16
 from axes.errors import AxesError
 from axes.optim import stored
+from tests.interpreter import interpret
 from tests.optim.table import ENTRYWISE, Instance, net, same, values
 
 BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40)
@@ -298,16 +295,7 @@ same(values(model), values(twin), 1e-5)
 
 
 def test_the_kernel_in_the_interpreter() -> None:
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret(KERNEL)
 
 
 def test_a_state_must_have_the_forms_that_its_group_names() -> None:
