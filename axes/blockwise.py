@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from axes.accumulate import no_kernel, outer_sum
-from axes.matrix_roots import Precision, add_product, product
+from axes.matrix_roots import Precision, add_product, column_blocks, halved, symmetric_product
 
 _LEAST = 1 << 21  # entries of a square as wide as a strip, over the whole batch, that fill a GPU
 
@@ -17,9 +16,8 @@ _LEAST = 1 << 21  # entries of a square as wide as a strip, over the whole batch
 def outer_mean(x: Tensor, precision: Precision = "input") -> Tensor:
     """X^T X / m of (..., m, n), in its dtype."""
     m, n = x.shape[-2:]
-    if precision == "bfloat16x3" or (precision == "input" and no_kernel(x) is None):
-        x = x * m**-0.5
-        return outer_sum(x).to(x.dtype) if precision == "input" else product(x.mT, x, precision)
+    if halved(x, precision):
+        return symmetric_product(x.mT * m**-0.5, None, precision)
     rows = x.reshape(-1, m, n).to(torch.promote_types(x.dtype, torch.float32))
     return symmetric_sum(None, rows.mT, rows, 1 / m, precision).reshape(*x.shape[:-2], n, n).to(x.dtype)
 
@@ -52,8 +50,7 @@ def symmetric_sum(
         half = add_product(total, a, b, kept / 2, rate / 2, precision)
         return half + half.mT
     total = a.new_empty(count, n, n)
-    cuts = [n * i // strips for i in range(strips + 1)]
-    for first, end in zip(cuts, cuts[1:], strict=False):
+    for first, end in column_blocks(n, strips):
         strip = total[:, :end, first:end]
         if start is not None:
             known = start[:, :end, first:end]

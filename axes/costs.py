@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from axes import solve
-from axes.accumulate import outer_sum
 from axes.blockwise import outer_mean
 from axes.declared import Declared
 from axes.errors import IllegalUpdate, ShapeError
-from axes.matrix_roots import PRECISIONS, Precision, product
+from axes.matrix_roots import PRECISIONS, Precision, symmetric_product
 from axes.rates import Per, Rate, Signal, rate_shape, resolve
 
 Curvature = Literal["none", "affine", "nonlinear"]
@@ -465,7 +464,7 @@ class Linear(Cost):
             x = u.mT if self.of in ("left", "white-left") else u
             if self.whitened:
                 return outer_mean(x, self.precision)
-            return (outer_sum(x) if self.precision == "input" else product(x.mT, x, self.precision)).to(u.dtype)
+            return symmetric_product(x.mT, None, self.precision)
         return u * u if self.of in ("square", "eigen-square") else u
 
 

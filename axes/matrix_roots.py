@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from axes import symmetric
-from axes.accumulate import outer_sum
+from axes.accumulate import no_kernel, outer_sum
 from axes.errors import AxesError
 
 Precision = Literal["input", "bfloat16x3", "tf32"]
@@ -75,6 +75,25 @@ def symmetric_product(a: Tensor, b: Tensor | None = None, precision: Precision =
         return _wide_product(left, right.mT).to(a.dtype)
     whole = symmetric.product(one, two, dtype=torch.float32)
     return whole.reshape(*batch, *whole.shape[-2:]).to(a.dtype)
+
+
+def halved(x: Tensor, precision: Precision) -> bool:
+    """Whether X^T X (..., m, n) is best left whole: a kernel computes one half of it, or every part would make halves
+    of its own factors."""
+    return precision == "bfloat16x3" or (precision == "input" and no_kernel(x) is None)
+
+
+def column_blocks(n: int, count: int) -> list[tuple[int, int]]:
+    """n columns in blocks (first, end)."""
+    ends = [n * i // count for i in range(count + 1)]
+    return list(zip(ends, ends[1:], strict=False))
+
+
+def largest_entry(matrix: Tensor) -> Tensor:
+    """max |A| (..., 1, 1), not a number where an entry is none, without a copy of A."""
+    if matrix.is_cuda:  # one pass; on a CPU this norm takes eight times as long
+        return torch.linalg.vector_norm(matrix, math.inf, dim=(-2, -1), keepdim=True)
+    return torch.maximum(matrix.amax((-2, -1), keepdim=True), -matrix.amin((-2, -1), keepdim=True))
 
 
 def _thirds(x: Tensor, dim: int, order: tuple[int, int, int]) -> Tensor:
@@ -167,7 +186,7 @@ def largest(matrix: Tensor, precision: Precision = "input") -> Tensor:
 
 def _scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """A / m and m = max |A| (..., 1, 1), 1 for A = 0: squares of entries neither overflow nor vanish."""
-    top = torch.linalg.vector_norm(matrix, math.inf, dim=(-2, -1), keepdim=True)
+    top = largest_entry(matrix)
     top = torch.where(top == 0, 1.0, top)
     return matrix / top, top
 
@@ -381,10 +400,8 @@ def orthonormal(
 
 def _cuts(n: int, precision: Precision) -> list[tuple[int, int]]:
     """Blocks of columns (first, end) in which a product with a triangle is computed."""
-    if n <= _WHOLE or precision == "bfloat16x3":  # every product of halves makes the halves of its factors
-        return [(0, n)]
-    ends = [n * i // _PARTS for i in range(_PARTS + 1)]
-    return list(zip(ends, ends[1:], strict=False))
+    whole = n <= _WHOLE or precision == "bfloat16x3"  # every product of halves makes the halves of its factors
+    return column_blocks(n, 1 if whole else _PARTS)
 
 
 def _times_upper(x: Tensor, upper: Tensor, cuts: list[tuple[int, int]], precision: Precision) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
-from axes.accumulate import no_kernel
 from axes.blockwise import symmetric_sum
 from axes.bregman import NO_CONTEXT, Context, Geometry, is_finite, require, require_matrix, wide
 from axes.errors import IllegalUpdate, ShapeError
@@ -22,6 +21,7 @@ from axes.matrix_roots import (
     PRECISIONS,
     Precision,
     add_product,
+    halved,
     largest,
     newton_inverse_root,
     power_step,
@@ -199,10 +199,10 @@ class FittedFactor(Geometry):
 
     def _congruent(self, a: Tensor, p: Tensor, finite: Tensor) -> Tensor:
         """(I - r E) P (I - r E) of (N, n, n), P itself where A is not finite."""
-        if self.precision == "tf32" or (self.precision == "input" and no_kernel(p) is not None):
-            error = symmetric_sum(a, p, p, self.damping, self.precision, keep=finite)
-        else:  # a kernel computes one half of the square
+        if halved(p, self.precision):
             error = torch.where(finite, a, 0.0).add_(symmetric_product(p, None, self.precision), alpha=self.damping)
+        else:
+            error = symmetric_sum(a, p, p, self.damping, self.precision, keep=finite)
         rate = torch.where(finite, self.rate / 2 / (1 + _top(error)), 0.0)
         move = rate * error
         move.diagonal(dim1=-2, dim2=-1).sub_(rate[..., 0])

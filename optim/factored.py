@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from axes import accumulate
 from axes.algorithms import Held, Sum
 from axes.costs import Given, Linear
 from axes.elementwise.program import NotElementwise, Program, trace
 from axes.geometry import Eigenbasis, Euclidean, InverseRoot, Kronecker, RotatedWhiten
-from axes.matrix_roots import add_product, product
+from axes.matrix_roots import add_product, halved, product
 from axes.memory import Parameter
 from axes.monoids import Identity, Scalar, Zero
 from axes.optim import trees
 from axes.optim.capabilities import parts_of
 from axes.optim.routing import canonical_shape, real
-from axes.optim.stacked import Entries, readable, writable
+from axes.optim.stacked import Entries, readable, unchanged, writable
 from axes.optim.stored import PARAMETER
 from axes.optim.together import GRADIENT, program, uncompiled
 from axes.state_update import State, StateUpdate
@@ -192,10 +190,7 @@ class Factored:
 
     def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether these are still the same parameters with the same state tensors."""
-        if len(parameters) != len(self.parameters) or not all(map(operator.is_, parameters, self.parameters)):
-            return False
-        now = [x for p in parameters for x in state[p].values()]
-        return len(now) == len(self.own) and all(map(operator.is_, now, self.own))
+        return unchanged(self.parameters, self.own, parameters, state)
 
     @uncompiled()
     def step(
@@ -345,11 +340,9 @@ class _Run:
 
 def _take(total: Tensor, cost: Linear, kept: Average, drive: Tensor) -> None:
     """total <- keep total + rate u u^T, or u^T u, in place."""
-    left = cost.of == "left"
-    halved = cost.precision == "input" and accumulate.no_kernel(drive.mT if left else drive) is None
-    if total.is_cuda and not halved and cost.precision != "bfloat16x3":  # no kernel computes half of the product
-        a, b = (drive, drive.mT) if left else (drive.mT, drive)
-        add_product(total, a, b, kept.keep, kept.rate, cost.precision)
+    x = drive.mT if cost.of == "left" else drive
+    if total.is_cuda and not halved(x, cost.precision):
+        add_product(total, x.mT, x, kept.keep, kept.rate, cost.precision)
         return
     sums = cost.drive(drive[0])[None] if len(drive) == 1 else cost.drive(drive)
     if kept.keep != 1:

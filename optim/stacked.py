@@ -158,6 +158,19 @@ class Entries:
         return [[flat[i] if b - a == flat[i].numel() else flat[i][a:b] for i, a, b in group] for group in self.blocks]
 
 
+def unchanged(
+    known: Sequence[Tensor],
+    own: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    state: Mapping[Tensor, dict[str, Tensor]],
+) -> bool:
+    """Whether parameters are the known ones and their states the tensors `own`."""
+    if len(parameters) != len(known) or not all(map(operator.is_, parameters, known)):
+        return False
+    now = [x for p in parameters for x in state[p].values()]
+    return len(now) == len(own) and all(map(operator.is_, now, own))
+
+
 def readable(gradients: list[Tensor], wide: torch.dtype, head: Entries) -> list[Tensor]:
     """Gradients as a program can read them: contiguous, and in one dtype."""
     if head.kernel is None or any(g.dtype != gradients[0].dtype for g in gradients):
@@ -226,10 +239,7 @@ class Stacks:
 
     def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether these are still the same parameters with the same state tensors."""
-        if len(parameters) != len(self.parameters) or not all(map(operator.is_, parameters, self.parameters)):
-            return False
-        now = [x for p in parameters for x in state[p].values()]
-        return len(now) == len(self.own) and all(map(operator.is_, now, self.own))
+        return unchanged(self.parameters, self.own, parameters, state)
 
     def step(
         self, rates: Mapping[str, float | Tensor], found: Tensor | None = None, scale: Tensor | None = None

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+
+class _Call(NamedTuple):
+    """How a kernel is called. rest: arguments after the first ones, in the kernel's order; ready: what was compiled."""
+
+    rest: list[str]
+    options: list[str]
+    ready: dict[Any, Any]
 
 
 @final
@@ -22,8 +30,7 @@ class Kernel:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.names: list[str] = kernel.arg_names
-        self._ready: dict[Any, Any] = {}
-        self._orders: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        self._calls: dict[Any, _Call] = {}  # by the number of first arguments and the names of the others
         self._kinds: list[Callable[[Any], Any]] = []
         if isinstance(kernel, JITFunction):  # else Triton's interpreter
             kinds = {(True, False): _constant, (False, True): _open, (False, False): _closed}
@@ -37,23 +44,18 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **given: Any) -> None:
         asked = (len(args), *given)
-        order = self._orders.get(asked)
-        if order is None:
-            order = self._orders[asked] = self._order(len(args), *given)
-        rest, options = order
-        values = (*args, *[given[name] for name in rest])
+        call = self._calls.get(asked)
+        if call is None:
+            rest = self.names[len(args) :]
+            call = self._calls[asked] = _Call(rest, [name for name in given if name not in rest], {})
+        values = (*args, *[given[name] for name in call.rest])
         kinds = [kind(x) for kind, x in zip(self._kinds, values, strict=True)]
-        key = (driver.active.get_current_device(), *[given[name] for name in options], *kinds)
-        ready = self._ready.get(key)
+        key = (driver.active.get_current_device(), *[given[name] for name in call.options], *kinds)
+        ready = call.ready.get(key)
         if ready is None:
-            self._ready[key] = self.kernel[grid](*args, **given)
+            call.ready[key] = self.kernel[grid](*args, **given)
         else:
             ready[(*grid, 1, 1)](*values)
-
-    def _order(self, first: int, *given: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the arguments after the first ones, in the kernel's order, and names of options."""
-        rest = tuple(self.names[first:])
-        return rest, tuple(name for name in given if name not in rest)
 
 
 def _constant(x: Any) -> Any:

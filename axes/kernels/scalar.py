@@ -134,6 +134,7 @@ def cut(batch: int, length: int, chunk: int, segments: int, cu_seqlens: Tensor |
 
 # ---- launches --------------------------------------------------------------------------------------------------------
 
+
 def _run(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> None:
     """Launch a kernel with its tensors and those of the given arguments that it takes."""
     values = {name: given[name] for name in kernel.names[len(tensors) :]}

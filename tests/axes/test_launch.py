@@ -89,7 +89,10 @@ def test_what_a_binary_depends_on_is_looked_at() -> None:
     for a, b in itertools.combinations(range(len(given)), 2):
         for x, y in itertools.product(given[a], given[b]):
             calls.append([x if i == a else y if i == b else first for i, first in enumerate(calls[0])])
-    launches = ((first, {"WIDE": wide, "KIND": kind, "num_warps": n}) for *first, wide, kind, n in calls)
+    launches = [(first, {"WIDE": wide, "KIND": kind, "num_warps": n}) for *first, wide, kind, n in calls]
+    plain, constants = calls[0][:-3], {"WIDE": 2, "KIND": "once"}
+    for options in ({"num_warps": 4, "num_stages": 2}, {"num_stages": 4, "num_warps": 2}):  # by name, not by place
+        launches.append((plain, {**constants, **options}))
     assert same_binaries(_add, launches) > 20
 
 

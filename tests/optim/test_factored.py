@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,6 +57,17 @@ def give(generator: torch.Generator, *lists: list[nn.Parameter]) -> None:
             p.grad = g.clone()
 
 
+def advance(
+    steps: int, generator: torch.Generator, lists: tuple[list[nn.Parameter], ...], *steppers: Callable[[], Any]
+) -> None:
+    """Steps on the same new gradients for every list."""
+    for _ in range(steps):
+        give(generator, *lists)
+        with torch.no_grad():
+            for step in steppers:
+                step()
+
+
 def same(ps: list[nn.Parameter], qs: list[nn.Parameter], a: Any, b: Any, bound: float = 1e-11) -> None:
     for p, q in zip(ps, qs, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=bound, equal_nan=True)
@@ -99,10 +112,7 @@ def test_statistics_of_one_size_are_refreshed_together(monkeypatch: pytest.Monke
         ps, optimizer = make("SOAP")
         runner, rates = together(ps, optimizer)
         generator = torch.Generator().manual_seed(5)
-        for _ in range(5):
-            give(generator, ps)
-            with torch.no_grad():
-                runner.step(rates)
+        advance(5, generator, (ps,), partial(runner.step, rates))
         runs.append((ps, optimizer))
     # sides of 6, 4 and 5: rows and columns of two, two and one matrices; at data 1 and 5
     assert sorted(seen[0]) == sorted([4, 4, 2] * 2) and sorted(seen[1]) == sorted([2, 2, 4, 1, 1] * 2)
@@ -123,11 +133,7 @@ def test_parameters_that_have_seen_different_data(rule: str) -> None:
         other.step()
     runner, rates = together(qs, other)
     assert len(runner.runs) == 2
-    for _ in range(6):
-        give(generator, ps, qs)
-        alone.step()
-        with torch.no_grad():
-            runner.step(rates)
+    advance(6, generator, (ps, qs), alone.step, partial(runner.step, rates))
     same(ps, qs, alone, other)
 
 
@@ -160,11 +166,7 @@ def test_parameters_of_16_bits_and_without_one_run_of_memory(rule: str) -> None:
         qs[i].data = qs[i].data.mT.contiguous().mT
     runner, rates = together(qs, other)
     generator = torch.Generator().manual_seed(5)
-    for _ in range(6):
-        give(generator, ps, qs)
-        alone.step()
-        with torch.no_grad():
-            runner.step(rates)
+    advance(6, generator, (ps, qs), alone.step, partial(runner.step, rates))
     same(ps, qs, alone, other, 2e-2)
 
 
@@ -173,20 +175,13 @@ def test_a_run_goes_on_bit_for_bit_from_its_state(rule: str) -> None:
     ps, optimizer = make(rule, torch.float32)
     runner, rates = together(ps, optimizer)
     generator = torch.Generator().manual_seed(5)
-    for _ in range(5):
-        give(generator, ps)
-        with torch.no_grad():
-            runner.step(rates)
+    advance(5, generator, (ps,), partial(runner.step, rates))
     qs, other = make(rule, torch.float32)
     for p, q in zip(ps, qs, strict=True):
         q.detach().copy_(p.detach())
         other.state[q] = {n: x.clone() for n, x in optimizer.state[p].items()}
     again, _ = together(qs, other)
-    for _ in range(5):
-        give(generator, ps, qs)
-        with torch.no_grad():
-            runner.step(rates)
-            again.step(rates)
+    advance(5, generator, (ps, qs), partial(runner.step, rates), partial(again.step, rates))
     same(ps, qs, optimizer, other, 0.0)
 
 
@@ -232,11 +227,7 @@ def test_the_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     take = factored._take
     monkeypatch.setattr(factored, "_take", lambda total, cost, kept, u: take(total, cost, kept, u.mT))
     generator = torch.Generator().manual_seed(5)
-    for _ in range(3):
-        give(generator, ps, qs)
-        alone.step()
-        with torch.no_grad():
-            runner.step(rates)
+    advance(3, generator, (ps, qs), alone.step, partial(runner.step, rates))
     with pytest.raises(AssertionError):
         same(ps, qs, alone, other)
 
@@ -246,15 +237,11 @@ def test_a_state_may_be_written() -> None:
     ps, optimizer = make("SOAP")
     runner, rates = together(ps, optimizer)
     generator = torch.Generator().manual_seed(5)
-    give(generator, ps)
-    with torch.no_grad():
-        runner.step(rates)
+    advance(1, generator, (ps,), partial(runner.step, rates))
     before: list[Tensor] = [p.detach().clone() for p in ps]
     for name, x in optimizer.state[ps[0]].items():
         if name.endswith("held"):
             x.zero_()
-    give(generator, ps)
-    with torch.no_grad():
-        runner.step({**rates, "weight_decay": 0.0})
+    advance(1, generator, (ps,), partial(runner.step, {**rates, "weight_decay": 0.0}))
     moved = [not torch.equal(p, q) for p, q in zip(ps, before, strict=True)]
     assert moved == [False, True, True, True, True]
