@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from axes import matrix_roots
+from axes.bregman import is_finite
 from axes.errors import AxesError
 from axes.matrix_roots import (
     LEAST_DAMPING,
@@ -22,6 +23,7 @@ from axes.matrix_roots import (
     add_product,
     inverse_cholesky,
     largest,
+    largest_entry,
     newton_inverse_root,
     newton_schedule,
     orthonormal,
@@ -325,3 +327,13 @@ def test_the_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_roots, "newton_schedule", lambda *_: short._replace(steps=short.steps[:-3]))
     cut = newton_inverse_root(a, 4, 1e-6)
     assert bool(cut.isnan().all()) or gap(cut, right) > 1e-4
+
+
+def test_the_largest_entry_of_either_sign_and_what_is_not_a_number() -> None:
+    a = torch.tensor([[[1.0, -3.0], [2.0, 0.5]], [[1.0, 4.0], [-2.0, 0.0]], [[3e38, -3e38], [0.0, 1.0]]])
+    assert largest_entry(a).flatten().tolist() == pytest.approx([3.0, 4.0, 3e38])
+    assert is_finite(a).flatten().tolist() == [True, True, True]
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        spoiled = a.clone()
+        spoiled[1, 0, 1] = bad
+        assert is_finite(spoiled).flatten().tolist() == [True, False, True]
