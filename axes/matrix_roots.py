@@ -62,6 +62,10 @@ def symmetric_product(a: Tensor, b: Tensor | None = None, precision: Precision =
     other = a if b is None else b
     if precision == "input" and b is None:
         return outer_sum(a.mT).to(a.dtype)
+    if rounded_by_kernel(a, precision):
+        one, two = (x.reshape(-1, *x.shape[-2:]).contiguous() for x in (a, other))
+        whole = symmetric.by_kernel(one, None if b is None else two)
+        return whole.reshape(*a.shape[:-2], *whole.shape[-2:])
     if precision != "bfloat16x3":
         return product(a, other.mT, precision)
     rows = a.stride(-1) == 1  # else its transpose is stored by rows, and so are its halves
@@ -77,10 +81,19 @@ def symmetric_product(a: Tensor, b: Tensor | None = None, precision: Precision =
     return whole.reshape(*batch, *whole.shape[-2:]).to(a.dtype)
 
 
+def rounded_by_kernel(a: Tensor, precision: Precision) -> bool:
+    """Whether a kernel computes one triangle of A A^T, A (..., m, k), from float32 rounded to 11 bits."""
+    if precision != "tf32":
+        return False
+    return symmetric.no_kernel(a[None] if a.ndim == 2 else a.flatten(0, -3), rounded=True) is None
+
+
 def halved(x: Tensor, precision: Precision) -> bool:
     """Whether X^T X (..., m, n) is best left whole: a kernel computes one half of it, or every part would make halves
     of its own factors."""
-    return precision == "bfloat16x3" or (precision == "input" and no_kernel(x) is None)
+    if precision == "tf32":
+        return rounded_by_kernel(x.mT, precision)
+    return precision == "bfloat16x3" or no_kernel(x) is None
 
 
 def column_blocks(n: int, count: int) -> list[tuple[int, int]]:
@@ -416,7 +429,7 @@ def _times_upper(x: Tensor, upper: Tensor, cuts: list[tuple[int, int]], precisio
 
 def _upper_gram(x: Tensor, cuts: list[tuple[int, int]], precision: Precision) -> Tensor:
     """X^T X of (N, m, n), at least its blocks on and above the diagonal."""
-    if len(cuts) == 1 or precision == "input":
+    if len(cuts) == 1 or precision == "input" or halved(x, precision):
         return symmetric_product(x.mT, None, precision)
     gram = x.new_empty(len(x), x.shape[-1], x.shape[-1])
     for first, end in cuts:

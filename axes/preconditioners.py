@@ -20,13 +20,10 @@ from axes.matrix_roots import (
     LEAST_DAMPING,
     PRECISIONS,
     Precision,
-    add_product,
-    halved,
     largest,
     newton_inverse_root,
     power_step,
     product,
-    symmetric_product,
 )
 from axes.rates import Signal
 from axes.spectral import inverse_power, over_root
@@ -198,16 +195,14 @@ class FittedFactor(Geometry):
         return value.reshape(theta.shape).to(theta.dtype), good.reshape(*theta.shape[:-2], 1, 1)
 
     def _congruent(self, a: Tensor, p: Tensor, finite: Tensor) -> Tensor:
-        """(I - r E) P (I - r E) of (N, n, n), P itself where A is not finite."""
-        if halved(p, self.precision):
-            error = torch.where(finite, a, 0.0).add_(symmetric_product(p, None, self.precision), alpha=self.damping)
-        else:
-            error = symmetric_sum(a, p, p, self.damping, self.precision, keep=finite)
-        rate = torch.where(finite, self.rate / 2 / (1 + _top(error)), 0.0)
-        move = rate * error
-        move.diagonal(dim1=-2, dim2=-1).sub_(rate[..., 0])
-        half = add_product(p.clone(), move, p, 1.0, -1.0, self.precision)
-        return symmetric_sum(half, half, move, -1.0, self.precision, exact=True)
+        """(I - r E) P (I - r E) of (N, n, n), P itself where A is not finite.
+
+        In terms of E + I, half of it is (1 + r) P - r (E + I) P; and P is symmetric in all bits.
+        """
+        seen = symmetric_sum(a, p, keep=finite.to(a.dtype), rate=self.damping, precision=self.precision)  # E + I
+        rate = torch.where(finite, self.rate / 2 / (1 + _top(seen)), 0.0)
+        half = torch.lerp(p, product(seen, p.mT, self.precision), -rate)
+        return symmetric_sum(half, half, seen, 1 + rate, -rate, self.precision, exact=True)
 
 
 def _top(matrix: Tensor) -> Tensor:

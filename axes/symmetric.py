@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +16,18 @@ from torch import Tensor
 TRITON = importlib.util.find_spec("triton") is not None
 _HALF = (torch.float16, torch.bfloat16)
 _LEAST_SIDE = 512  # below, and
-_LEAST_TILES = 264  # with fewer tiles of 128 x 128, torch's full product took less time on an H200
+_LEAST_TILES = 132  # with fewer tiles of 128 x 128, torch's full product took less time on an H200
 
 
-def no_kernel(a: Tensor, count: int | None = None) -> str | None:
-    """Why no Triton kernel multiplies a (N, m, k) into (N, m, m), or None if one does. count: in the place of N."""
+def no_kernel(a: Tensor, count: int | None = None, rounded: bool = False) -> str | None:
+    """Why no kernel multiplies a (N, m, k) into (N, m, m), or None if one does.
+
+    count: in the place of N. rounded: float32 matrices, which the kernel takes by rows, may be rounded to 11 bits.
+    """
     if a.device.type != "cuda":
         return f"device {a.device} is not a GPU"
-    if a.dtype not in _HALF:
+    full = rounded and a.dtype == torch.float32
+    if a.dtype not in _HALF and not full:
         return f"the kernel multiplies 16-bit matrices, not {a.dtype}"
     if a.ndim != 3 or a.shape[1] % 8 or a.shape[2] % 8:
         return f"sides must be multiples of 8, not {tuple(a.shape[1:])}"
@@ -32,11 +37,21 @@ def no_kernel(a: Tensor, count: int | None = None) -> str | None:
         return "torch takes no longer for products this small"
     if a.requires_grad and torch.is_grad_enabled():
         return "the kernel has no derivative"
-    if torch.cuda.get_device_capability(a.device) < (9, 0):
+    capability = torch.cuda.get_device_capability(a.device)
+    if capability < (9, 0):
         return "the kernel's descriptors need Hopper or later"
+    if full and capability != (9, 0):
+        return "float32 matrices are multiplied by a kernel for Hopper"
     if not TRITON:
         return "Triton is not installed"
     return None
+
+
+def by_kernel(a: Tensor, b: Tensor | None = None, **arguments: Any) -> Tensor:
+    """`axes.kernels.symmetric.symmetric_product`, for matrices that `no_kernel` has nothing against."""
+    from axes.kernels import symmetric  # triton is imported on first use
+
+    return symmetric.symmetric_product(a, b, **arguments)
 
 
 def product(
@@ -55,9 +70,7 @@ def product(
     where it goes, contiguous and neither a nor b. By the kernel the result is exactly symmetric; sums are float32.
     """
     if no_kernel(a) is None:
-        from axes.kernels import symmetric  # triton is imported on first use
-
-        return symmetric.symmetric_product(a, b, alpha=alpha, terms=terms, diagonal=diagonal, dtype=dtype, out=out)
+        return by_kernel(a, b, alpha=alpha, terms=terms, diagonal=diagonal, dtype=dtype, out=out)
     b = a if b is None else b
     if out is not None and out.dtype == a.dtype and not terms and alpha == 1.0 and not diagonal:
         return torch.bmm(a, b.mT, out=out)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from axes.algorithms import Held, Sum
+from axes.blockwise import symmetric_sum
 from axes.costs import Given, Linear
 from axes.elementwise.program import NotElementwise, Program, trace
 from axes.geometry import Eigenbasis, Euclidean, InverseRoot, Kronecker, RotatedWhiten
-from axes.matrix_roots import add_product, halved, product
+from axes.matrix_roots import add_product, product
 from axes.memory import Parameter
 from axes.monoids import Identity, Scalar, Zero
 from axes.optim import trees
@@ -187,10 +188,11 @@ class Factored:
             alike.setdefault(tuple((n, float(x)) for n, x in sorted(numbers.items())), []).append(i)
         self.runs = [_Run(found, [parameters[i] for i in some], [states[i] for i in some]) for some in alike.values()]
         self.own = [x for s in states for x in s.values()]
+        self.places = list(map(Tensor.data_ptr, parameters))
 
     def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
-        """Whether these are still the same parameters with the same state tensors."""
-        return unchanged(self.parameters, self.own, parameters, state)
+        """Whether these are still the same parameters, where they were, with the same state tensors."""
+        return unchanged(self.parameters, self.places, self.own, parameters, state)
 
     @uncompiled()
     def step(
@@ -341,13 +343,11 @@ class _Run:
 def _take(total: Tensor, cost: Linear, kept: Average, drive: Tensor) -> None:
     """total <- keep total + rate u u^T, or u^T u, in place."""
     x = drive.mT if cost.of == "left" else drive
-    if total.is_cuda and not halved(x, cost.precision):
-        add_product(total, x.mT, x, kept.keep, kept.rate, cost.precision)
+    if total.is_cuda:
+        symmetric_sum(total, x.mT, keep=kept.keep, rate=kept.rate, precision=cost.precision, out=total)
         return
+    # bit for bit what the interpreter adds: rounding decides what the basis of a null space is
     sums = cost.drive(drive[0])[None] if len(drive) == 1 else cost.drive(drive)
     if kept.keep != 1:
         total.mul_(kept.keep)
-    if total.is_cuda:
-        total.add_(sums, alpha=kept.rate)
-    else:  # bit for bit what the interpreter adds: rounding decides what the basis of a null space is
-        total.add_(kept.rate * sums)
+    total.add_(kept.rate * sums)

@@ -93,7 +93,8 @@ def interpret(group: Group, update: StateUpdate, members: Iterable[tuple[Member,
         shapes = tuple(x.shape for x in datum.values())
         alike = (shapes, g.dtype, g.device, int(state.count)) if group["foreach"] else index
         batches.setdefault((alike, member.forms), []).append((member, state, datum))
-    for batch in batches.values():
+    # a device works longest on the largest, which come first: meanwhile the host prepares the small ones
+    for batch in sorted(batches.values(), key=lambda batch: -len(batch) * batch[0][2]["g"].numel()):
         given = rates(group, update, batch[0][2]["g"])
         if len(batch) == 1:
             member, state, datum = batch[0]

@@ -28,6 +28,11 @@ def matrix_tiles(x: Tensor, rows: int = 0, columns: int = 0, width: int = 0) -> 
     return _tiles(x, [x.numel() // width, width], [width, 1], [rows or x.shape[-2], columns or width], 128)
 
 
+def batch_tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """(N, m, n), rows contiguous, in tiles of one matrix; what lies past its edge is zero, never written."""
+    return _tiles(x, list(x.shape), [x.stride(0), x.stride(1), 1], [1, rows, columns], 128)
+
+
 def number_tiles(x: Tensor) -> TensorDescriptor:
     """The 4 x 64 numbers of every chunk, one tile each."""
     return _tiles(x, [x.numel()], [1], [256], 0)

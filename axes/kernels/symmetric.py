@@ -2,7 +2,8 @@
 
 A Gram matrix, the square of a symmetric matrix and the product of two polynomials in one matrix are symmetric: a tile
 below the diagonal is computed once and stored twice. That is 36 of 64 tiles at a side of 1024. Tiles arrive by
-descriptors, so rows and columns past the edge read as zero and are not written; matrices are a batch.
+descriptors, so rows and columns past the edge read as zero and are not written; matrices are a batch. On Hopper the
+same is written for its processors (`hopper_symmetric`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from axes.errors import ShapeError
-from axes.kernels import layout
+from axes.kernels import hopper_symmetric, layout
+from axes.kernels.launch import Kernel
 
 _TILE, _DEPTH = 128, 64  # sides of a tile of C, and of the slices of A and B that a step multiplies
 _WARPS, _STAGES = 4, 3  # two programs a processor: one stores while the other multiplies
@@ -33,10 +35,11 @@ def _corner(t):
     return i, t - i * (i + 1) // 2
 
 
+@Kernel
 @triton.jit
 def _symmetric(
-    a, b, d, e, c, K, tiles, alpha, beta, gamma, delta,
-    TERMS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    a, b, d, e, c, factors, K, tiles, alpha, beta, gamma, delta,
+    TERMS: tl.constexpr, COLUMNS: tl.constexpr, FACTORS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one matrix of the batch. COLUMNS: A and B are stored by columns, (K, m) in memory."""
     pid = tl.program_id(0)
@@ -52,9 +55,13 @@ def _symmetric(
             left = a.load([batch, row, k]).reshape(TILE, DEPTH)
             right = b.load([batch, col, k]).reshape(TILE, DEPTH).T
         total = tl.dot(left, right, total)
+    if FACTORS:
+        alpha *= tl.load(factors + 2 * batch)
+        beta *= tl.load(factors + 2 * batch + 1)
     total *= alpha
     if TERMS > 0:
-        total += beta * d.load([batch, row, col]).reshape(TILE, TILE).to(tl.float32)
+        term = beta * d.load([batch, row, col]).reshape(TILE, TILE).to(tl.float32)
+        total += tl.where(beta == 0.0, 0.0, term)
     if TERMS > 1:
         total += gamma * e.load([batch, row, col]).reshape(TILE, TILE).to(tl.float32)
     if i == j:
@@ -77,19 +84,26 @@ def symmetric_product(
     diagonal: float = 0.0,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
-    """C = alpha A B^T + beta D + gamma E + delta I (N, m, m), with an A B^T that is symmetric but for rounding.
+    """C = alpha A B^T + beta D + gamma E + delta I (N, m, m), where all of it is symmetric but for rounding.
 
     a, b (N, m, k), both bfloat16 or float16 and stored by rows or both by columns (as `.mT` of a contiguous tensor
-    is); b None for a. terms: at most two pairs (number, symmetric (N, m, m)). diagonal: delta.
-    out: where C goes, contiguous and neither a nor b; else it is made, in `dtype` or that of a. m and k are multiples
-    of 8. Sums are float32; C is exactly symmetric and the same at every run.
+    is), or float32 by rows on Hopper, rounded to 11 bits; b None for a. terms: at most two pairs (number, (N, m, m)),
+    read on and below the diagonal. diagonal: delta. factors (N, 2): float32, of alpha and beta in each matrix; a D
+    whose beta is 0 does not count, whatever it is.
+    out: where C goes, contiguous and neither a nor b, but a term if need be; else it is made, in `dtype` or that of a.
+    m and k are multiples of 8. Sums are float32; C is exactly symmetric and the same at every run.
     Raises ShapeError for shapes, dtypes, layouts and devices that do not fit.
     """
-    _check(a, b, terms, out)
+    _check(a, b, terms, out, factors)
     n, m, k = a.shape
     c = a.new_empty(n, m, m, dtype=dtype or a.dtype) if out is None else out
     if not n or not m:
+        return c
+    if hopper_symmetric.fits(a):
+        with layout.on_device(a):
+            hopper_symmetric.launch(a, b, c, alpha, terms, diagonal, factors)
         return c
     columns = a.stride(-1) != 1
     slices = [1, _DEPTH, _TILE] if columns else [1, _TILE, _DEPTH]
@@ -103,20 +117,26 @@ def symmetric_product(
     tiles = side * (side + 1) // 2
     with layout.on_device(a):
         _symmetric[(n * tiles,)](
-            left, right, first, second, to, k, tiles, float(alpha), float(beta), float(gamma), float(diagonal),
-            TERMS=len(terms), COLUMNS=columns, TILE=_TILE, DEPTH=_DEPTH, num_warps=_WARPS, num_stages=_STAGES,
+            left, right, first, second, to, c if factors is None else factors, k, tiles,
+            float(alpha), float(beta), float(gamma), float(diagonal), TERMS=len(terms), COLUMNS=columns,
+            FACTORS=factors is not None, TILE=_TILE, DEPTH=_DEPTH, num_warps=_WARPS, num_stages=_STAGES,
         )  # fmt: skip
     return c
 
 
-def _check(a: Tensor, b: Tensor | None, terms: Sequence[tuple[float, Tensor]], out: Tensor | None) -> None:
+def _check(
+    a: Tensor, b: Tensor | None, terms: Sequence[tuple[float, Tensor]], out: Tensor | None, factors: Tensor | None
+) -> None:
     who, other = "symmetric_product", a if b is None else b
     if a.ndim != 3 or other.shape != a.shape:
         raise ShapeError(f"{who}: a and b are (N, m, k) alike, not {tuple(a.shape)} and {tuple(other.shape)}")
     if a.device.type != "cuda" and not layout.interpreted():
         raise ShapeError(f"{who}: the Triton kernel needs a CUDA device, not {a.device}: torch.baddbmm runs anywhere")
-    if (a.dtype not in TYPES and not layout.interpreted()) or other.dtype != a.dtype:
-        raise ShapeError(f"{who}: a and b share one of bf16 and fp16, not {a.dtype} and {other.dtype}")
+    known = a.dtype in TYPES or layout.interpreted() or hopper_symmetric.fits(a)
+    if not known or other.dtype != a.dtype:
+        raise ShapeError(
+            f"{who}: a and b share one of bf16 and fp16, or float32 by rows on Hopper, not {a.dtype} and {other.dtype}"
+        )
     if a.shape[1] % MULTIPLE or a.shape[2] % MULTIPLE:
         raise ShapeError(f"{who}: m and k must be multiples of {MULTIPLE}, got {tuple(a.shape[1:])}: use torch.baddbmm")
     by = 1 if a.stride(-1) == 1 else 2
@@ -134,5 +154,15 @@ def _check(a: Tensor, b: Tensor | None, terms: Sequence[tuple[float, Tensor]], o
     for name, y in squares:
         if tuple(y.shape) != square or not y.is_contiguous() or y.device != a.device or y.data_ptr() % 16:
             raise ShapeError(f"{who}: {name} is contiguous, of shape {square}, beside a, not {tuple(y.shape)}")
+    if factors is not None and (
+        tuple(factors.shape) != (a.shape[0], 2)
+        or factors.dtype != torch.float32
+        or not factors.is_contiguous()
+        or factors.device != a.device
+    ):
+        raise ShapeError(
+            f"{who}: factors are float32, contiguous, ({a.shape[0]}, 2), beside a, not {factors.dtype} of shape "
+            f"{tuple(factors.shape)} on {factors.device}"
+        )
     if out is not None and out.data_ptr() in (a.data_ptr(), other.data_ptr()):
         raise ShapeError(f"{who}: out must not be an input: other programs still read it")

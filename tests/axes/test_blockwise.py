@@ -36,7 +36,7 @@ def test_every_cut_gives_the_sum(n: int, precision: Any, exact: bool, wide: bool
     c, a = draw(n), draw(n, 1)
     start, factor = (c, a) if wide else (c.float(), a.float())
     before = start.clone()
-    total = symmetric_sum(start, factor, factor, -0.3, precision, exact=exact)
+    total = symmetric_sum(start, factor, rate=-0.3, precision=precision, exact=exact)
     assert total.dtype == start.dtype and torch.equal(start, before)
     tolerance = max(TOLERANCE[precision], 1e-12 if wide else 1e-5)
     torch.testing.assert_close(total.double(), c - 0.3 * a @ a, rtol=0, atol=tolerance)
@@ -49,19 +49,29 @@ def test_two_factors_whose_product_completes_a_symmetric_sum(exact: bool, strips
     """C - C A with C = P - A P is (I - A) P (I - A), though neither part is symmetric."""
     p, a = draw(8), draw(8, 1)
     c = p - a @ p
-    total = symmetric_sum(c, c, a, -1.0, exact=exact)
+    total = symmetric_sum(c, c, a, rate=-1.0, exact=exact)
     move = torch.eye(8, dtype=torch.float64) - a
     torch.testing.assert_close(total, move @ p @ move, rtol=0, atol=1e-12)
 
 
-def test_what_does_not_count_is_zero_whatever_it_is(strips: int) -> None:
-    c, a = draw(8), draw(8, 1)
+def test_every_matrix_has_its_numbers_and_what_does_not_count_is_not_read(strips: int) -> None:
+    c, a, b = draw(8), draw(8, 1), draw(8, 1) * 3
     spoiled = c.clone()
     spoiled[1] = math.nan
     spoiled[2, 3, 4] = math.inf
-    keep = torch.tensor([True, False, False])[:, None, None]
-    total = symmetric_sum(spoiled, a, a, 2.0, keep=keep)
-    torch.testing.assert_close(total, torch.where(keep, c, 0.0) + 2 * a @ a, rtol=0, atol=1e-12)
+    keep, rate = (torch.tensor(x, dtype=torch.float64)[:, None, None] for x in ([0.5, 0.0, 0.0], [2.0, -1.0, 0.0]))
+    want = torch.where(keep == 0, 0.0, keep * c) + rate * a @ b
+    torch.testing.assert_close(symmetric_sum(spoiled, a, b, keep, rate), want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(symmetric_sum(c, a, b, 0.5, rate), 0.5 * c + rate * a @ b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_sum_may_go_where_it_begins_or_elsewhere(exact: bool, strips: int) -> None:
+    c, a = draw(9), draw(9, 1)
+    want = symmetric_sum(c, a, keep=0.5, rate=0.3, exact=exact)
+    for start, out in ((c, torch.full_like(c, math.nan)), (own := c.clone(), own)):
+        assert symmetric_sum(start, a, keep=0.5, rate=0.3, exact=exact, out=out) is out
+        assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -79,7 +89,7 @@ def test_it_has_a_derivative(strips: int) -> None:
     c, a = draw(4).requires_grad_(), draw(4, 1).requires_grad_()
     keep = torch.tensor([True, True, False])[:, None, None]
     for exact in (True, False):
-        assert torch.autograd.gradcheck(lambda c, a: symmetric_sum(c, a, a, 0.5, keep=keep, exact=exact), (c, a))  # noqa: B023
+        assert torch.autograd.gradcheck(lambda c, a: symmetric_sum(c, a, a, keep, 0.5, exact=exact), (c, a))  # noqa: B023
 
 
 def test_large_matrices_are_cut() -> None:

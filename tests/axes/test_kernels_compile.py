@@ -21,13 +21,14 @@ if sys.platform != "linux":
 import triton  # on Linux its absence is an error, not a reason to skip
 
 from axes.kernels import block as block_module
-from axes.kernels import hopper_diagonal, hopper_diagonal_delta, hopper_write
+from axes.kernels import hopper_diagonal, hopper_diagonal_delta, hopper_symmetric, hopper_write
 from axes.kernels import scalar as scalar_module
 from axes.kernels.block import block_chain
 from axes.kernels.diagonal import diagonal_chain
 from axes.kernels.outer import outer_sum
 from axes.kernels.scalar import scalar_chain
 from axes.kernels.step import block_step, chain_step
+from axes.kernels.symmetric import symmetric_product
 from axes.optim import AdamW
 from tests.barriers import not_ended
 from tests.hopper import Launch, hopper
@@ -92,6 +93,24 @@ def sums() -> None:
     outer_sum(torch.randn(1, 512, 256, dtype=HALF))
 
 
+def symmetric(plain: bool) -> Callable[[], None]:
+    """Every form: no, one and two terms; by columns; results and factors in float32; numbers for each matrix."""
+
+    def run() -> None:
+        x, full = torch.randn(2, 256, 512).half(), torch.randn(2, 256, 256)
+        gram = full.half()
+        fits = patch.object(hopper_symmetric, "fits", lambda _: plain)
+        with fits, patch.object(hopper_symmetric, "_processors", lambda _: 132):
+            symmetric_product(x)
+            symmetric_product(gram, x[..., :256].contiguous(), terms=((0.5, gram),), diagonal=1.0)
+            symmetric_product(gram, terms=((0.5, gram), (2.0, gram)))
+            symmetric_product(x.mT.contiguous().mT, dtype=FULL, terms=((0.5, full),))
+            if plain:
+                symmetric_product(full, terms=((0.5, full),), factors=torch.ones(2, 2))
+
+    return run
+
+
 def adamw(dtype: torch.dtype, **options: Any) -> Callable[[], None]:
     def run() -> None:
         parameters = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (10_000, 77)]
@@ -123,6 +142,8 @@ CASES: dict[str, Callable[[], None]] = {
     "block 128": block(HALF, 128),
     "step": steps,
     "outer": sums,
+    "hopper symmetric": symmetric(plain=True),
+    "symmetric": symmetric(plain=False),
     "adamw": adamw(FULL),
     "adamw 24 bit, 8 bit": adamw(HALF, master="24bit", moments="8bit"),
     "adamw at random": adamw(HALF, rounding="stochastic"),
@@ -312,6 +333,19 @@ PINNED: dict[str, tuple[tuple[str, int, int, bool], ...]] = {
         ("_block", 80, 0, False),
     ),
     "outer": (("_outer", 95, 0, True),),
+    "hopper symmetric": (
+        ("_symmetric", 128, 0, True),
+        ("_symmetric", 128, 0, True),
+        ("_symmetric", 128, 0, True),
+        ("_symmetric", 128, 80, True),
+        ("_symmetric", 128, 80, True),
+    ),
+    "symmetric": (
+        ("_symmetric", 180, 0, True),
+        ("_symmetric", 184, 0, True),
+        ("_symmetric", 241, 0, True),
+        ("_symmetric", 223, 0, True),
+    ),
     "adamw": (("advance", 37, 0, False), ("step", 63, 0, False)),
     "adamw 24 bit, 8 bit": (("advance", 37, 0, False), ("step", 56, 0, False)),
     "adamw at random": (("advance", 37, 0, False), ("step", 96, 0, False)),

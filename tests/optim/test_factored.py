@@ -245,3 +245,13 @@ def test_a_state_may_be_written() -> None:
     advance(1, generator, (ps,), partial(runner.step, {**rates, "weight_decay": 0.0}))
     moved = [not torch.equal(p, q) for p, q in zip(ps, before, strict=True)]
     assert moved == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("rule", ["SOAP", "Shampoo"])
+def test_memory_that_is_swapped_is_noticed(rule: str) -> None:
+    """By `p.data = ...`, as averages of weights are swapped in."""
+    ps, optimizer = make(rule, torch.float32)
+    runner, _ = together(ps, optimizer)
+    assert runner.matches(ps, optimizer.state)
+    ps[0].data = ps[0].detach() * 0.5
+    assert not runner.matches(ps, optimizer.state)
