@@ -44,15 +44,31 @@ def leaf_norm(x: Tensor) -> Tensor:
     return torch.where(zero, 0.0, torch.linalg.vector_norm(torch.where(zero, 1.0, x), dim=(-2, -1), keepdim=True))
 
 
+# Entries of a stack that a CPU takes at a time: three times as many numbers are then in use, which stay in cache and in
+# memory that is used again. Measured in bfloat16: 512 x 512 matrices take 20 % less time by fours than by eights, while
+# 64 x 64 matrices, one by one, take more than three times as long as a stack.
+_AT_A_TIME = 1 << 20
+
+
 def direct(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
     """x <- a x + (b x x^T + c (x x^T)^2) x for every (a, b, c), x (..., m, n) with m <= n."""
-    shape = x.shape
+    if x.ndim == 2:
+        return _iterated(x, schedule)
+    stack = x.flatten(0, -3)
+    count = _AT_A_TIME // max(1, stack.shape[-2:].numel()) if x.device.type == "cpu" else stack.shape[0]
+    parts = [_iterated(part, schedule) for part in stack.split(max(1, count))]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(x.shape)
+
+
+def _iterated(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
     # addmm rounds once, as the reference does; only a batch needs the three-dimensional form.
-    x, fused = (x, torch.addmm) if x.ndim == 2 else (x.flatten(0, -3), torch.baddbmm)
+    if x.ndim == 3 and x.shape[0] == 1:
+        return _iterated(x[0], schedule)[None]
+    fused = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in schedule:
         gram = x @ x.mT
         x = fused(x, fused(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.reshape(shape)
+    return x
 
 
 # ---- in the space of Gram matrices -----------------------------------------------------------------------------------
@@ -147,6 +163,7 @@ def iterate(
     form: Form,
     sizes: Sequence[float],
     dtype: torch.dtype,
+    squares: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """The iteration on stacks (..., m_i, n_i), m_i <= n_i, of any sizes, normalised by `start`, times sizes.
 
@@ -154,6 +171,7 @@ def iterate(
     "gram" takes the Gram form where that is cheaper and as accurate: for rectangles in float32 and float64, and for
     16-bit matrices on a GPU, where results are float16, for rectangles and whatever the kernel of `axes.symmetric`
     takes. Everything else is direct.
+    squares: of each stack (matrices, any number), sums of squares of parts of its matrices, where they are known.
     """
     out = list(stacks)
     pools: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
@@ -165,7 +183,7 @@ def iterate(
             if i not in chosen:
                 out[i] = direct(stacks[i] / start.divisor(stacks[i]), schedule).to(dtype) * sizes[i]
         if chosen:
-            started = [_started(stacks[i], start) for i in chosen]
+            started = [_started(stacks[i], start, None if squares is None else squares[i]) for i in chosen]
             for i, x in zip(chosen, in_gram_form(started, schedule, [sizes[i] for i in chosen]), strict=True):
                 out[i] = x.reshape(stacks[i].shape)
     return out
@@ -184,7 +202,7 @@ def _gains(stacks: Sequence[Tensor], members: list[int]) -> list[int]:
     return members if all(symmetric.no_kernel(y, count) is None for y in flat) else wide
 
 
-def _started(x: Tensor, start: Start) -> Tensor:
+def _started(x: Tensor, start: Start, squares: Tensor | None) -> Tensor:
     """x normalised, (N, m, n), in float16 if it has 16 bits."""
     flat = x.reshape(-1, *x.shape[-2:])
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -192,5 +210,5 @@ def _started(x: Tensor, start: Start) -> Tensor:
     if symmetric.TRITON and (flat.is_contiguous() or flat.mT.is_contiguous()):
         from axes.kernels.normalise import normalised  # triton is imported on first use
 
-        return normalised(flat, *start)
+        return normalised(flat, *start, squares)
     return (flat / start.divisor(flat)).half()

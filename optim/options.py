@@ -22,9 +22,12 @@ class Options(TypedDict, total=False):
     """Keywords that every optimizer takes.
 
     maximize: ascend.
-    foreach: None or True batches parameters, False interprets the tuple parameter by parameter.
-    fused: True steps a rule that acts entry by entry as one generated kernel over all parameters, on CUDA devices.
-        A key of every group, like the next four: a group of another rule can have it for itself.
+    foreach: None or True batches parameters, False interprets the tuple parameter by parameter. A batch of a rule that
+        acts entry by entry is one generated kernel over all parameters on CUDA devices for which Triton makes one, and
+        torch's multi-tensor operations on others, with capturable, and for parameters that are subclasses of tensors.
+    fused: True asks for that kernel, with all that it reads on the device: counts, and the scale and the flag of a
+        gradient scaler. Refused where it cannot be had. A key of every group, like the next four: a group of another
+        rule can have it for itself.
     capturable: nothing in a step waits for the device, so that a CUDA graph can hold it; a learning rate that changes
         is then a tensor on the device.
     master, moments, rounding, seed: how 16-bit parameters and states are stored, see `axes.optim.precision`.

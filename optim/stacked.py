@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,13 +28,12 @@ from axes.optim import trees
 from axes.optim.capabilities import keyed, parts_of, vectors
 from axes.optim.routing import canonical_shape
 from axes.optim.stored import PARAMETER
-from axes.optim.together import GRADIENT, _together, first_is_special, program
+from axes.optim.together import GRADIENT, _generated, _together, first_is_special, program
 from axes.state_update import State, StateUpdate
 
-_TRITON = importlib.util.find_spec("triton") is not None
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.elementwise.program
 _HOST_BOUND = 100_000_000  # entries up to which the launches of a step take longer than the work
-_BRANCHES = 2  # streams on which such a step is recorded: the products of few matrices do not fill a GPU
+_BRANCHES = 4  # streams on which such a step is recorded: the products of few matrices do not fill a GPU
 
 
 class Cut(NamedTuple):
@@ -111,8 +109,13 @@ def _head(via: tuple[Any, ...], maximize: bool) -> Program | None:
 class Entries:
     """A program over lists of contiguous tensors: one kernel on CUDA devices, else torch's multi-tensor operations."""
 
-    def __init__(self, found: Program, tensors: Mapping[str, list[Tensor]], counts: Tensor | None) -> None:
-        """tensors: by name, all inputs but the gradients. counts: on the device, moved by the kernel."""
+    def __init__(
+        self, found: Program, tensors: Mapping[str, list[Tensor]], counts: Tensor | None, squares: bool = False
+    ) -> None:
+        """tensors: by name, all inputs but the gradients. counts: on the device, moved by the kernel.
+
+        squares: the kernel keeps sums of squares of the parameters that it writes, for `squares_of`.
+        """
         self.program, self.counts = found, counts
         like = tensors[PARAMETER]
         self.kernel: Any = None
@@ -120,7 +123,7 @@ class Entries:
             from axes.elementwise.fused import Fused  # triton is imported on first use
 
             unread = torch.zeros(1, dtype=torch.int64, device=like[0].device)
-            self.kernel = Fused(found, tensors, {}, {}, unread if counts is None else counts)
+            self.kernel = Fused(found, tensors, {}, {}, unread if counts is None else counts, squares=squares)
             return
         self.schedule = Schedule(found, keep=(GRADIENT,))
         size = 1 << 18 if like[0].device.type == "cpu" else 1 << 62
@@ -147,6 +150,17 @@ class Entries:
         if self.counts is not None:
             self.counts.add_(1)
 
+    def squares_of(self, stacks: Sequence[Tensor]) -> list[Tensor] | None:
+        """Where the kernel keeps sums of squares of its parameters, the members of these stacks in their order.
+
+        (members, chunks of one) for each stack; None where nobody asked for them or no kernel runs.
+        """
+        if self.kernel is None or self.kernel.squares is None:
+            return None
+        sizes = [(len(x), -(-x[0].numel() // self.kernel.block)) for x in stacks]
+        parts = self.kernel.squares.split([members * chunks for members, chunks in sizes])
+        return [x.view(size) for x, size in zip(parts, sizes, strict=True)]
+
     def _values(self, rates: Mapping[str, float | Tensor], device: torch.device) -> list[Any]:
         if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in rates.values()):
             return list(self.program.numbers({n: float(x) for n, x in rates.items()}))
@@ -160,12 +174,15 @@ class Entries:
 
 def unchanged(
     known: Sequence[Tensor],
+    places: Sequence[int],
     own: Sequence[Tensor],
     parameters: Sequence[Tensor],
     state: Mapping[Tensor, dict[str, Tensor]],
 ) -> bool:
-    """Whether parameters are the known ones and their states the tensors `own`."""
+    """Whether parameters are the known ones, at the places where they were, and their states the tensors `own`."""
     if len(parameters) != len(known) or not all(map(operator.is_, parameters, known)):
+        return False
+    if list(map(Tensor.data_ptr, parameters)) != places:
         return False
     now = [x for p in parameters for x in state[p].values()]
     return len(now) == len(own) and all(map(operator.is_, now, own))
@@ -186,10 +203,6 @@ def writable(parameter: Tensor, wide: torch.dtype) -> Tensor:
 
 def _copy(x: Tensor, wide: torch.dtype) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format).to(wide)
-
-
-def _generated(device: torch.device) -> bool:
-    return device.type == "cuda" and _TRITON and not torch.compiler.is_compiling()
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------
@@ -222,7 +235,9 @@ class Stacks:
         arguments = [x for stack in self.stacks for x in stack.unbind()]
         inputs = [n for n, i in found.head.inputs.items() if found.head.shaped(i) and n not in (PARAMETER, GRADIENT)]
         tensors = {n: [states[i][n] for i in self.order] for n in inputs}
-        self.head = Entries(found.head, {PARAMETER: arguments, **tensors}, joined)
+        normed = kind == torch.bfloat16 and found.spectral.form == "gram"  # what reads the norms of stacks
+        self.head = Entries(found.head, {PARAMETER: arguments, **tensors}, joined, normed)
+        self.squares = self.head.squares_of(self.stacks)
         self.tail: Entries | None = None
         traced = program(found.tail, True)
         if traced is not None:
@@ -230,6 +245,7 @@ class Stacks:
         else:
             self.kept = [self._stacked(some) for some in self.members]
         self.own = [x for s in states for x in s.values()]
+        self.places = list(map(Tensor.data_ptr, parameters))
         small = sum(x.numel() for x in self.stacks) <= _HOST_BOUND
         recorded = _generated(like.device) and small
         self.branches = self._branches(_BRANCHES if recorded else 1)
@@ -238,8 +254,8 @@ class Stacks:
             self.products = _Replayed(self._directions, self._in_branches)
 
     def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
-        """Whether these are still the same parameters with the same state tensors."""
-        return unchanged(self.parameters, self.own, parameters, state)
+        """Whether these are still the same parameters, where they were, with the same state tensors."""
+        return unchanged(self.parameters, self.places, self.own, parameters, state)
 
     def step(
         self, rates: Mapping[str, float | Tensor], found: Tensor | None = None, scale: Tensor | None = None
@@ -286,8 +302,9 @@ class Stacks:
     def _on(self, streams: Sequence[torch.cuda.Stream | None]) -> list[Tensor]:
         out = list(self.stacks)
         for stream, branch in zip(streams, self.branches, strict=True):
+            squares = None if self.squares is None else [self.squares[i] for i in branch]
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                directions = self.cut.spectral.directions([self.stacks[i] for i in branch], self.wide)
+                directions = self.cut.spectral.directions([self.stacks[i] for i in branch], self.wide, squares)
             for i, x in zip(branch, directions, strict=True):
                 out[i] = x
         return out

@@ -1,14 +1,17 @@
 """Entry-by-entry rules over all parameters of a group at once: the tuple's program, state in its own tensors.
 
-What the interpreter does parameter by parameter is traced once (`axes.elementwise`) and run over lists of tensors. The
-state dict is the interpreter's, name by name, so the two can take turns.
+What the interpreter does parameter by parameter is traced once (`axes.elementwise`) and run over lists of tensors: as a
+generated kernel where those run, else by torch's multi-tensor operations. The state dict is the interpreter's, name by
+name, so that all of them can take turns.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, final
 
@@ -29,6 +32,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 GRADIENT = "g"
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.elementwise.program
+_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def uncompiled(recursive: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -96,6 +100,32 @@ def schedule(update: StateUpdate, maximize: bool) -> Schedule:
     return Schedule(found, keep=(GRADIENT,))
 
 
+# ---- where generated kernels run -------------------------------------------------------------------------------------
+
+
+def _generated(device: torch.device) -> bool:
+    """Whether a program is a generated kernel there: on CUDA devices for which Triton makes one."""
+    return device.type == "cuda" and _TRITON and not torch.compiler.is_compiling() and _runs(device)
+
+
+@functools.cache
+def _runs(device: torch.device) -> bool:
+    """Whether the smallest kernel runs on a device: Triton needs a C compiler, and does not know every GPU."""
+    try:
+        from axes.elementwise.fused import Fused  # triton is imported on first use
+
+        one, counts = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        smallest = trace(lambda v: {PARAMETER: v[PARAMETER] + v[GRADIENT]}, (PARAMETER, GRADIENT), ())
+        Fused(smallest, {PARAMETER: [one]}, {}, {}, counts).step([torch.zeros_like(one)], {})
+    except Exception as error:  # whatever a compiler, an assembler or a driver says
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"no kernels for {device}, torch's operations step instead: {reason}", stacklevel=2)
+        return False
+    return True
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
 How = Literal["host", "device", "fused"]
 
 
@@ -105,6 +135,7 @@ class Batch:
 
     how: "host" computes the numbers of a step on the host, "device" beside the tensors, so that nothing waits for the
     device and a step can be captured, and "fused" is one generated kernel, for which the counts are on the device too.
+    Where generated kernels run, "host" is that kernel as well: it has the counts from a copy, and keeps the numbers.
     """
 
     def __init__(
@@ -119,6 +150,9 @@ class Batch:
     ) -> None:
         """streams: of random bits, if parameters are rounded at random."""
         self.schedule = schedule(update, maximize)
+        self.hosted = how == "host"  # where the counts are
+        if self.hosted and _generated(parameters[0].device) and all(map(_plain, parameters)):
+            how = "fused"
         self.parameters, self.states, self.how, self.streams, self.seed = parameters, states, how, streams, seed
         names = self.schedule.names
         self.numbers = [n for n in self.schedule.program.outputs if n not in names]
@@ -126,19 +160,19 @@ class Batch:
         # members' counts and numbers are views of one tensor each, so that one operation moves them all
         self.counts = _together(states, counts)
         self.copies = {n: _together(states, [n]) for n in self.numbers}
-        self.held = {n: float(x[0]) for n, x in self.copies.items()} if how == "host" else {}
+        self.held, self.versions = self._read() if how == "host" else ({}, [])
         self.forms = stored.forms_of(states[0])
         self.coded = {n: f for n, f in self.forms.items() if n != PARAMETER}
         self.own = [x for s in states for x in s.values()]
         self.ids = list(map(id, self.own))
+        self.places = list(map(Tensor.data_ptr, parameters))
         self.shapes = [real(p).shape for p in parameters]
-        # a parameter of 16 bits, or without one run of memory, is stepped as a float32 or contiguous copy
         self.wide = torch.promote_types(real(parameters[0]).dtype, torch.float32)
-        self.whole = all(p.is_contiguous() and (real(p).dtype == self.wide or how == "fused") for p in parameters)
         if how == "fused":
-            self.whole = self.whole and all(_aligned(p) for p in parameters)
             self.kernel = self._kernel()
             return
+        # a parameter of 16 bits, or without one run of memory, is stepped as a float32 or contiguous copy
+        self.whole = all(p.is_contiguous() and real(p).dtype == self.wide for p in parameters)
         self.cut = list(blocks([p.numel() for p in map(real, parameters)], _block(parameters[0])))
         kept = [n for n in names if n not in (PARAMETER, GRADIENT, *self.coded)]
         self.views: dict[str, Any] = {n: self._blocks([s[n] for s in states]) for n in kept}
@@ -146,8 +180,10 @@ class Batch:
             self.views[PARAMETER] = self._blocks([real(p).detach() for p in parameters])
 
     def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
-        """Whether these are still the same parameters with the same state tensors."""
+        """Whether these are still the same parameters, where they were, with the same state tensors."""
         if len(parameters) != len(self.parameters) or not all(map(operator.is_, parameters, self.parameters)):
+            return False
+        if list(map(Tensor.data_ptr, parameters)) != self.places:
             return False
         now = map(dict.values, map(state.__getitem__, parameters))
         return list(map(id, itertools.chain.from_iterable(now))) == self.ids
@@ -164,8 +200,14 @@ class Batch:
         else:
             self._on_host({n: float(x) for n, x in rates.items()})
 
+    def _read(self) -> tuple[dict[str, float], list[int]]:
+        """The numbers of the state, on the host, and which versions of them these are."""
+        return {n: float(x[0]) for n, x in self.copies.items()}, list(map(_version, self.copies.values()))
+
     @uncompiled()
     def _on_host(self, rates: Mapping[str, float]) -> None:
+        if list(map(_version, self.copies.values())) != self.versions:  # a step that a flag called off was put back
+            self.held, self.versions = self._read()
         values = self.schedule.program.numbers({**self.held, **rates})
         self._run(values)
         for name in self.numbers:
@@ -173,6 +215,7 @@ class Batch:
             exact = values[value] if isinstance(value, int) else value
             self.copies[name].fill_(exact)
             self.held[name] = torch.tensor(exact, dtype=self.copies[name].dtype).item()  # as a resumed run will read it
+        self.versions = list(map(_version, self.copies.values()))
 
     def _on_device(self, rates: Mapping[str, float | Tensor]) -> None:
         like = self.counts
@@ -241,24 +284,28 @@ class Batch:
         tensors = {n: [s[n] for s in self.states] for n in own}
         if PARAMETER in self.forms:
             tensors[PARAMETER + LOW] = [s[PARAMETER + LOW] for s in self.states]
-        self.inside = [real(p).detach() if self.whole else self._contiguous(p) for p in self.parameters]
-        tensors[PARAMETER] = self.inside
-        return Fused(program, tensors, self.forms, self.copies, self.counts.view(-1), self.streams, self.seed)
-
-    def _contiguous(self, parameter: Tensor) -> Tensor:
-        return real(parameter).detach().clone(memory_format=torch.contiguous_format)
+        shown = [real(p).detach() for p in self.parameters]
+        tensors[PARAMETER] = [x if _readable(x) else _copy(x) for x in shown]
+        pairs = [(x, y) for x, y in zip(shown, tensors[PARAMETER], strict=True) if x is not y]
+        self.shown, self.inside = [x for x, _ in pairs], [y for _, y in pairs]  # what is stepped as a copy
+        counts = self.counts.view(-1)
+        counts = counts.to(shown[0].device, copy=True) if self.hosted else counts
+        return Fused(program, tensors, self.forms, self.copies, counts, self.streams, self.seed)
 
     @uncompiled()
     def _launch(self, rates: Mapping[str, float | Tensor], found: Tensor | None, scale: Tensor | None) -> None:
         gradients = [real(g) for p in self.parameters if (g := p.grad) is not None]
         if any(g.dtype != gradients[0].dtype for g in gradients):
             gradients = [g.to(self.wide) for g in gradients]
-        gradients = [g if g.is_contiguous() and _aligned(g) else self._contiguous(g) for g in gradients]
-        if not self.whole:
-            torch._foreach_copy_(self.inside, [real(p).detach() for p in self.parameters])
-        self.kernel.step(gradients, rates, found, scale)
-        if not self.whole:
-            torch._foreach_copy_([real(p).detach() for p in self.parameters], self.inside)
+        gradients = [g if _readable(g) else _copy(g) for g in gradients]
+        if self.inside:
+            torch._foreach_copy_(self.inside, self.shown)
+        numbers = {n: float(x) if isinstance(x, Tensor) and x.device.type == "cpu" else x for n, x in rates.items()}
+        self.kernel.step(gradients, numbers, found, scale)
+        if self.inside:
+            torch._foreach_copy_(self.shown, self.inside)
+        if self.hosted:
+            self.counts.add_(1)
 
 
 def _together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
@@ -271,18 +318,36 @@ def _together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
     return whole
 
 
+def _version(x: Tensor) -> int:
+    """Another number after every change."""
+    return 0 if x.is_inference() else x._version
+
+
+def _plain(parameter: Tensor) -> bool:
+    """Whether a parameter is memory that a kernel can be given, and not a tensor with arithmetic of its own."""
+    return type(parameter.detach()) is Tensor
+
+
 def _aligned(x: Tensor) -> bool:
     """Whether a kernel may read 16 bytes at a time."""
     return x.data_ptr() % 16 == 0
 
 
+def _readable(x: Tensor) -> bool:
+    return x.is_contiguous() and _aligned(x)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
 def start(state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-    """A first state whose tensors are its own: none shares memory with the parameter or another."""
+    """A first state whose tensors are its own: aligned, and none shares memory with the parameter or another."""
     seen = {parameter.untyped_storage().data_ptr()}
     out = {}
     for name, x in state.items():
         place = x.untyped_storage().data_ptr()
-        shared = place in seen or not x.is_contiguous()
+        shared = place in seen or not x.is_contiguous() or (x.numel() > 1 and not _aligned(x))
         out[name] = x.clone(memory_format=torch.contiguous_format) if shared else x
         seen.add(place)
     return out

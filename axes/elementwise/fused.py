@@ -17,8 +17,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from axes.elementwise.lifted import lifted
 from axes.elementwise.program import Operation, Program, Value
 from axes.elementwise.storage import FORMS, LOW, QUANTUM, UNIT
+from axes.errors import AxesError
 from axes.kernels.layout import on_device
 
 # (entries, warps) of a program, measured on an H200: without and with forms of 8 bits
@@ -55,10 +57,17 @@ def columns(program: Program, forms: Mapping[str, str]) -> list[tuple[str, str]]
     return [(n, suffix) for n in names for suffix, _ in FORMS[forms.get(n, "plain")].parts]
 
 
-def source(program: Program, types: Mapping[str, torch.dtype], forms: Mapping[str, str], random: bool = False) -> str:
+def source(
+    program: Program,
+    types: Mapping[str, torch.dtype],
+    forms: Mapping[str, str],
+    random: bool = False,
+    squares: bool = False,
+) -> str:
     """The text of `step`. types: of every stored tensor by name and suffix; forms: of inputs that are not plain.
 
-    random: the parameter is rounded at random, with a stream and the number of steps.
+    random: the parameter is rounded at random, with a stream and the number of steps. squares: every chunk also leaves
+    the sum of squares of what it has written to the parameter, a plain one.
     """
     table = columns(program, forms)
     wide = "float64" if torch.float64 in types.values() else "float32"
@@ -67,8 +76,8 @@ def source(program: Program, types: Mapping[str, torch.dtype], forms: Mapping[st
     lines = [
         *_HEADER,
         "@triton.jit",
-        "def step(pointers, chunks, numbers, found, scale, counts, seed, BLOCK: tl.constexpr, FOUND: tl.constexpr, "
-        "SCALE: tl.constexpr):",
+        f"def step(pointers, chunks, numbers, found, scale, counts, seed, {'squares, ' if squares else ''}"
+        "BLOCK: tl.constexpr, FOUND: tl.constexpr, SCALE: tl.constexpr):",
         "    if FOUND:",
         "        if tl.load(found) != 0:",
         "            return",
@@ -94,9 +103,9 @@ def source(program: Program, types: Mapping[str, torch.dtype], forms: Mapping[st
     if random:
         lines.append(f"    word = codes.words(tl.load(seed), at, tl.load(counts), tl.load(row + {width - 1}))")
     lines.append("    if first + BLOCK <= end:")
-    lines += _body(program, table, forms, wide, "", "", random)
+    lines += _body(program, table, forms, wide, "", "", random, squares)
     lines.append("    else:")
-    lines += _body(program, table, forms, wide, ", mask=inside", ", mask=held", random)
+    lines += _body(program, table, forms, wide, ", mask=inside", ", mask=held", random, squares)
     return "\n".join([*lines, ""])
 
 
@@ -175,6 +184,7 @@ def _body(
     mask: str,
     held: str,
     random: bool,
+    squares: bool,
 ) -> list[str]:
     coded = any(suffix == UNIT for _, suffix in table)
     shape = f"[BLOCK // {QUANTUM}, {QUANTUM}]" if coded else "[BLOCK]"
@@ -193,11 +203,16 @@ def _body(
         else:
             kind = "coded" if coded else wide
             lines.append(f"v{i} = {_code(op, kind).format(*(_text(program, x) for x in op.inputs))}")
-    for name, value in program.outputs.items():
+    # what is squared comes last: warps wait for each other to add
+    outputs = sorted(program.outputs.items(), key=lambda output: squares and output[0] == PARAMETER)
+    for name, value in outputs:
         if name in place and value != program.inputs[name]:
             x = _text(program, value)
             x = x if program.shaped(value) else f"tl.full({shape}, {x}, tl.{wide})"
-            lines += _store(x, name, forms, place, mask, held, random)
+            if squares and name == PARAMETER:
+                lines += _store_squared(x, f"p{place[name]}", mask, random)
+            else:
+                lines += _store(x, name, forms, place, mask, held, random)
     return ["        " + line for line in lines]
 
 
@@ -223,9 +238,7 @@ def _store(
 ) -> list[str]:
     form, p = forms.get(name, "plain"), f"p{place[name]}"
     if form == "plain":
-        if random and name == PARAMETER:
-            return [f"tl.store({p} + at, codes.bfloat16_at_random({x}, word){mask})"]
-        return [f"tl.store({p} + at, ({x}).to({p}.dtype.element_ty){mask})"]
+        return [f"tl.store({p} + at, {_rounded(x, name, p, random)}{mask})"]
     if form == "split-16":
         call = f"codes.cut_16({x})"
     elif form == "split-8":
@@ -236,6 +249,23 @@ def _store(
     if form.startswith("split"):
         return [*lines, f"tl.store(p{place[name + LOW]} + at, second_part{mask})"]
     return [*lines, f"tl.store(p{place[name + UNIT]} + block, second_part{held})"]
+
+
+def _rounded(x: str, name: str, p: str, random: bool) -> str:
+    """What a plain tensor keeps of x."""
+    if random and name == PARAMETER:
+        return f"codes.bfloat16_at_random({x}, word)"
+    return f"({x}).to({p}.dtype.element_ty)"
+
+
+def _store_squared(x: str, p: str, mask: str, random: bool) -> list[str]:
+    """A plain parameter and the sum of squares of what is kept of it, without what the program makes of padding."""
+    return [
+        f"kept = {_rounded(x, PARAMETER, p, random)}",
+        f"tl.store({p} + at, kept{mask})",
+        f"root = {'tl.where(inside, kept.to(tl.float32), 0.0)' if mask else 'kept.to(tl.float32)'}",
+        "tl.store(squares + tl.program_id(0), tl.sum(root * root))",
+    ]
 
 
 def compile_text(text: str, kernel: str = "step") -> Any:
@@ -252,6 +282,15 @@ def compile_text(text: str, kernel: str = "step") -> Any:
 _COMPILED: dict[str, Any] = {}
 
 
+def _chunks(sizes: Sequence[int], block: int) -> Tensor:
+    """(tensor, first entry, end of the tensor) of every chunk."""
+    ends = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+    counts = (ends + block - 1) // block
+    index = torch.arange(len(ends), device="cpu").repeat_interleave(counts)
+    first = torch.arange(len(index), device="cpu") - (counts.cumsum(0) - counts)[index]
+    return torch.stack((index, first * block, ends[index]), 1)
+
+
 @final
 class Fused:
     """Two launches for a list of parameters with their gradients and states."""
@@ -265,23 +304,30 @@ class Fused:
         counts: Tensor,
         streams: Sequence[int] | None = None,
         seed: int = 0,
+        squares: bool = False,
     ) -> None:
         """A step over contiguous tensors on one device.
 
         stored: by name and suffix, every input but the gradient, one tensor a parameter, all of a name in one dtype;
         forms: of inputs that are not plain; kept: numbers of the state, one copy a parameter; counts: int64, of data
         seen, one a parameter; streams: of random bits, one a parameter, if the parameter is rounded at random.
+        squares: `squares` holds, after a step, the float32 sum of squares of what every chunk of `block` entries has
+        written to a plain parameter, tensor by tensor; a last chunk of a tensor may be shorter.
         """
+        if squares and forms.get(PARAMETER, "plain") != "plain":
+            raise AxesError(f"Fused: sums of squares are those of a plain parameter, not of {forms[PARAMETER]}")
+        program, self.constants = lifted(program)
         self.program, self.forms, self.counts = program, dict(forms), counts
         self.random = streams is not None
         self.types = {name: xs[0].dtype for name, xs in stored.items()}
         like = stored[PARAMETER]
         self.device = like[0].device
-        self.seed = torch.tensor([seed], dtype=torch.int64).to(self.device)
+        self.seed = torch.tensor([seed], dtype=torch.int64, device=self.device)
         self.table = columns(program, forms)
         self.block, self.warps = _CODED if any(suffix == UNIT for _, suffix in self.table) else _PLAIN
-        chunks = [(i, first, x.numel()) for i, x in enumerate(like) for first in range(0, x.numel(), self.block)]
-        self.chunks = torch.tensor(chunks, dtype=torch.int64).to(self.device)
+        self.chunks = _chunks([x.numel() for x in like], self.block).to(self.device)
+        # zeros: a step that is called off writes no sums
+        self.squares = torch.zeros(len(self.chunks), dtype=torch.float32, device=self.device) if squares else None
         own = [n + suffix for n, suffix in self.table]
         self.fixed = {n: [x.data_ptr() for x in stored[n]] for n in own if n != "g"}
         self.streams = list(streams or [0] * len(like))
@@ -310,7 +356,7 @@ class Fused:
         """One step. rates: numbers or 0-d tensors; found: nothing happens if it is not 0; scale: divides gradients."""
         now = [g.data_ptr() for g in gradients]
         pointers = self._point(gradients, now)
-        for name, value in rates.items():
+        for name, value in (*self.constants.items(), *rates.items()):
             self._give(name, value)
         with on_device(self.pointers):
             self.advance[(1,)](
@@ -319,7 +365,8 @@ class Fused:
             )  # fmt: skip
             self.kernel[(self.chunks.shape[0],)](
                 pointers, self.chunks, self.numbers, self.inputs if found is None else found,
-                self.inputs if scale is None else scale, self.counts, self.seed, BLOCK=self.block,
+                self.inputs if scale is None else scale, self.counts, self.seed,
+                *([] if self.squares is None else [self.squares]), BLOCK=self.block,
                 FOUND=found is not None, SCALE=scale is not None, num_warps=self.warps,
             )  # fmt: skip
 
@@ -339,12 +386,13 @@ class Fused:
         """The table of pointers; a graph gets one of its own, since the next step may have other gradients."""
         types = {**self.types, "g": gradients[0].dtype}
         if self.kernel is None or types != self.types:
-            self.kernel, self.types = compile_text(source(self.program, types, self.forms, self.random)), types
+            text = source(self.program, types, self.forms, self.random, self.squares is not None)
+            self.kernel, self.types = compile_text(text), types
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if now == self.gradients and not capturing:
             return self.pointers
         rows = [now if n == "g" else self.fixed[n + suffix] for n, suffix in self.table]
-        table = torch.tensor(list(zip(*rows, self.streams, strict=True)), dtype=torch.int64)
+        table = torch.tensor(list(zip(*rows, self.streams, strict=True)), dtype=torch.int64, device="cpu")
         if self.device.type == "cuda":
             table = table.pin_memory()
         if capturing:

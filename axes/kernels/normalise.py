@@ -1,6 +1,7 @@
-"""Matrices of a stack over their Frobenius norms, in float16, in two passes: sums of squares by blocks, then quotients.
+"""Matrices of a stack over their Frobenius norms, in float16: sums of squares by blocks, one divisor, then quotients.
 
-Every program of the second pass adds the sums of its matrix in the same order: results repeat bit for bit.
+Whoever writes the stack may bring the sums: then it is read once. Sums of a matrix are added by one program, always in
+the same order: results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from axes.errors import ShapeError
 from axes.kernels import layout
 from axes.kernels.launch import Kernel
 
-_BLOCK = 8192
+_BLOCK = 8192  # entries of a program
+_SUMS = 4096  # sums that are added at a time
 
 
 @Kernel
@@ -30,25 +32,33 @@ def _squares(x, sums, size, blocks, BLOCK: tl.constexpr):
 
 @Kernel
 @triton.jit
-def _quotients(
-    x, y, sums, size, blocks, factor, shift, floor,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One block of one matrix over max(factor norm + shift, floor)."""
+def _divisors(sums, divisors, parts, factor, shift, floor, BLOCK: tl.constexpr):
+    """max(factor norm + shift, floor) of one matrix, from its sums of squares."""
+    matrix = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, parts, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        total += tl.load(sums + matrix * parts + at, mask=at < parts, other=0.0)
+    tl.store(divisors + matrix, tl.maximum(factor * tl.sqrt(tl.sum(total)) + shift, floor))
+
+
+@Kernel
+@triton.jit
+def _quotients(x, y, divisors, size, blocks, BLOCK: tl.constexpr):
+    """One block of one matrix over its divisor."""
     pid = tl.program_id(0).to(tl.int64)
     matrix, block = pid // blocks, pid % blocks
-    place = tl.arange(0, BLOCKS)
-    norm = tl.sqrt(tl.sum(tl.load(sums + matrix * blocks + place, mask=place < blocks, other=0.0)))
-    divisor = tl.maximum(factor * norm + shift, floor)
+    divisor = tl.load(divisors + matrix)
     at = block * BLOCK + tl.arange(0, BLOCK)
     entries = tl.load(x + matrix * size + at, mask=at < size).to(tl.float32)
     tl.store(y + matrix * size + at, (entries / divisor).to(tl.float16), mask=at < size)
 
 
-def normalised(x: Tensor, factor: float, shift: float, floor: float) -> Tensor:
+def normalised(x: Tensor, factor: float, shift: float, floor: float, squares: Tensor | None = None) -> Tensor:
     """x (N, m, n) over max(factor |x|_F + shift, floor), matrix by matrix, in float16 and stored as x is.
 
-    x is contiguous, or `.mT` of what is. Raises ShapeError for other layouts and devices that no kernel runs on.
+    x is contiguous, or `.mT` of what is. squares: (N, any number) contiguous float32 that add up to the squares of each
+    matrix, where they are known. Raises ShapeError for other layouts and devices that no kernel runs on.
     """
     columns = not x.is_contiguous()
     flat = x.mT if columns else x
@@ -56,17 +66,21 @@ def normalised(x: Tensor, factor: float, shift: float, floor: float) -> Tensor:
         raise ShapeError(f"normalised: x is (N, m, n), by rows or by columns, not {tuple(x.shape)} with {x.stride()}")
     if x.device.type != "cuda" and not layout.interpreted():
         raise ShapeError(f"normalised: the Triton kernel needs a CUDA device, not {x.device}")
+    if squares is not None and (squares.shape[:-1] != x.shape[:1] or not squares.is_contiguous()):
+        raise ShapeError(
+            f"normalised: squares are (N, any number), contiguous, with N {x.shape[0]}, not {tuple(squares.shape)}"
+        )
     y = torch.empty_like(flat, dtype=torch.float16)
     size = x.shape[1] * x.shape[2]
     if not y.numel():
         return y.mT if columns else y
     blocks = triton.cdiv(size, _BLOCK)
-    sums = torch.empty(x.shape[0] * blocks, dtype=torch.float32, device=x.device)
     grid = (x.shape[0] * blocks,)
+    divisors = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     with layout.on_device(x):
-        _squares[grid](flat, sums, size, blocks, BLOCK=_BLOCK, num_warps=8)
-        _quotients[grid](
-            flat, y, sums, size, blocks, factor, shift, floor,
-            BLOCKS=triton.next_power_of_2(blocks), BLOCK=_BLOCK, num_warps=8,
-        )  # fmt: skip
+        if squares is None:
+            squares = torch.empty(x.shape[0], blocks, dtype=torch.float32, device=x.device)
+            _squares[grid](flat, squares, size, blocks, BLOCK=_BLOCK, num_warps=8)
+        _divisors[(x.shape[0],)](squares, divisors, squares.shape[1], factor, shift, floor, BLOCK=_SUMS, num_warps=8)
+        _quotients[grid](flat, y, divisors, size, blocks, BLOCK=_BLOCK, num_warps=8)
     return y.mT if columns else y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from axes.optim import trees
 from axes.optim.together import Batch, program, start
 from axes.rates import Per
 from axes.state_update import StateUpdate
+from tests.interpreter import interpret
 
 LR, DECAY = Per("lr"), Per("weight_decay")
 SECOND = StateUpdate(Linear("square"), monoid=Scalar(0.95), algorithm=Step(0.05, debias=True))
@@ -158,3 +160,74 @@ def test_the_root_of_a_number_of_any_sign_keeps_its_guard() -> None:
     held = {"parameter": [torch.ones_like(x)], "g": [x.clone()]}
     schedule.run([held[n] for n in schedule.names], schedule.program.numbers({}))
     assert held["parameter"][0].tolist() == [0.0, 0.0, 3.0] and held["g"][0].equal(x)
+
+
+SQUARES = r"""
+import torch
+from axes import optim
+from axes.elementwise.fused import Fused
+from axes.elementwise.program import trace
+from axes.errors import AxesError
+from axes.optim.stacked import cut
+
+torch.manual_seed(0)
+SIZES = (2048, 1500, 7, 512, 3001, 1)
+
+
+def away_from_zero(v):  # what it makes of padding is not zero
+    m = 0.9 * v["m"] + v["g"]
+    return {"parameter": 0.5 * v["parameter"] + m + 3.0, "m": m}
+
+
+muon = cut(optim.Muon.update.normal()).head
+other = trace(away_from_zero, ("parameter", "m", "g"), ())
+
+
+def fused(program, dtype, forms=None, **options):
+    shaped = [n for n, i in program.inputs.items() if program.shaped(i) and n not in ("parameter", "g")]
+    stored = {"parameter": [torch.randn(s).to(dtype) for s in SIZES]}
+    for n in shaped:
+        stored[n] = [torch.zeros(s, dtype=torch.int8 if forms else torch.float32) for s in SIZES]
+        if forms:
+            stored[n + ".unit"] = [torch.zeros(-(-s // 256)) for s in SIZES]
+    counts = torch.zeros(len(SIZES) if "streams" in options else 1, dtype=torch.int64)
+    return stored, Fused(program, stored, forms or {}, {}, counts, squares=True, **options)
+
+
+def wanted(parameters, block):
+    return torch.stack([part.double().square().sum() for x in parameters for part in x.split(block)])
+
+
+cases = [(muon, torch.bfloat16, None, {}), (muon, torch.float32, None, {}), (other, torch.bfloat16, None, {})]
+cases += [(other, torch.float32, {"m": "signed-8"}, {}), (other, torch.bfloat16, None, {"streams": range(len(SIZES))})]
+for program, dtype, forms, options in cases:
+    stored, kernel = fused(program, dtype, forms, **options)
+    assert kernel.block == (512 if forms else 1024)
+    rates = {n: 0.1 for n in kernel.names}
+    off, on = torch.ones(()), torch.zeros(())
+    gradients = [torch.randn(s) for s in SIZES]
+    kernel.step(gradients, rates, off)
+    assert torch.equal(kernel.squares, torch.zeros(sum(-(-s // kernel.block) for s in SIZES)))
+    for found, scale in ((None, None), (on, torch.tensor(4.0))):
+        kernel.step(gradients, rates, found, scale)
+        want = wanted(stored["parameter"], kernel.block)
+        torch.testing.assert_close(kernel.squares.double(), want, rtol=1e-6, atol=0)
+    before = kernel.squares.clone()
+    assert (before > 0).all()
+    kernel.step([torch.randn(s) for s in SIZES], rates, off)
+    assert torch.equal(before, kernel.squares)
+    kernel.step([torch.randn(s) for s in SIZES], rates)
+    assert not torch.equal(before, kernel.squares)
+try:
+    fused(other, torch.bfloat16, {"m": "signed-8", "parameter": "split-8"})
+except AxesError as error:
+    assert "plain parameter, not of split-8" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+def test_the_kernel_leaves_the_sum_of_squares_of_every_chunk_as_it_is_stored() -> None:
+    if sys.platform != "linux":
+        pytest.importorskip("triton")
+    interpret(SQUARES)

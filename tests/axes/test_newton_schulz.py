@@ -129,10 +129,25 @@ for shape in ((3, 8, 8), (2, 90, 100)):
     for x in (torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16().mT.contiguous().mT):
         x[0] = 0.0
         y = normalised(x, 1.01, 1e-3, 0.5)
+        assert torch.equal(y, normalised(x, 1.01, 1e-3, 0.5))
         norm = x.double().flatten(1).norm(dim=1)[:, None, None]
         want = x.double() / (1.01 * norm + 1e-3).clamp(min=0.5)
         assert y.dtype == torch.float16 and y.stride() == x.stride()
         assert (y - want).abs().max() < 1e-3 * want.abs().max()
+        for parts in (1, 5, 5000):  # sums over any parts of a matrix, here by shares
+            share = torch.rand(len(x), parts, dtype=torch.float64)
+            squares = (norm[:, 0].square() * share / share.sum(1, keepdim=True)).float()
+            given = normalised(x, 1.01, 1e-3, 0.5, squares)
+            assert given.stride() == x.stride() and torch.equal(given, normalised(x, 1.01, 1e-3, 0.5, squares))
+            assert (given.float() - y.float()).abs().max() <= 2**-10 * y.abs().max()
+x = torch.ones(2, 8, 8, dtype=torch.bfloat16)
+for squares in (torch.ones(3, 4), torch.ones(2), torch.ones(4, 2).mT):
+    try:
+        normalised(x, 1.0, 0.0, 0.5, squares)
+    except ShapeError as error:
+        assert "squares are (N, any number)" in str(error)
+    else:
+        raise AssertionError(squares.shape)
 
 for m, k in ((136, 72), (256, 64), (8, 200)):
     rows = torch.randn(2, m, k)
@@ -141,6 +156,14 @@ for m, k in ((136, 72), (256, 64), (8, 200)):
     for a in (rows, rows.mT.contiguous().mT):
         c = symmetric_product(a, alpha=0.5, terms=((0.3, d), (-2.0, d)), diagonal=3.0)
         want = 0.5 * a.double() @ a.double().mT - 1.7 * d + 3.0 * torch.eye(m)
+        assert torch.equal(c, c.mT)
+        assert (c - want).abs().max() < 1e-4, (m, k)
+        spoiled = d.clone()  # its number is 0 in the second matrix
+        spoiled[1] = torch.nan
+        factors = torch.tensor([[0.5, 3.0], [-1.0, 0.0]])
+        c = symmetric_product(a, alpha=2.0, terms=((0.5, spoiled),), factors=factors)
+        want = torch.tensor([1.0, -2.0])[:, None, None] * a.double() @ a.double().mT
+        want[0] += 1.5 * d[0]
         assert torch.equal(c, c.mT)
         assert (c - want).abs().max() < 1e-4, (m, k)
 g = d @ d
@@ -172,6 +195,80 @@ def test_the_kernel_under_the_interpreter() -> None:
     interpret(KERNEL)
 
 
+STEP = r"""
+import torch
+from axes import newton_schulz, optim
+from axes.kernels import normalise
+from axes.optim import stacked
+
+# The path of a GPU on a CPU: generated kernels, and float16 in the Gram form.
+stacked._generated = lambda device: True
+stacked._HOST_BOUND = -1
+newton_schulz._gains = lambda stacks, members: members
+launched = []
+
+
+class Counted:
+    def __init__(self, name):
+        self.name, self.kernel = name, getattr(normalise, name)
+
+    def __getitem__(self, grid):
+        launched.append(self.name)
+        return self.kernel[grid]
+
+
+for name in ("_squares", "_divisors", "_quotients"):
+    setattr(normalise, name, Counted(name))
+
+# of whole chunks, with a part of one, tall, of less than one; a stack of three, and weights of a convolution
+SHAPES = ((16, 128), (24, 72), (24, 72), (96, 40), (16, 24), (24, 72), (12, 10, 4, 4))
+
+
+def steps(rule, squares, **options):
+    torch.manual_seed(0)
+    start = [torch.randn(shape) for shape in SHAPES]
+    parameters = [torch.nn.Parameter(x.clone()) for x in start]
+    cls = {"muon": optim.Muon, "normuon": optim.NorMuon}[rule]
+    optimizer = cls([{"params": parameters, "rule": rule}], lr=0.1, weight_decay=0.1, **options)
+    for t in range(3):
+        for i, p in enumerate(parameters):
+            p.grad = torch.randn_like(p) * 10.0 ** (i - t)
+        optimizer.step()
+        (batch,) = [b for *_, made in optimizer._batches.made.values() for b in made]
+        assert len(batch.stacks) == 5
+        if batch.squares is not None:
+            assert [len(s) for s in batch.squares] == [len(x) for x in batch.stacks]
+            for sums, x in zip(batch.squares, batch.stacks, strict=True):
+                want = x.double().flatten(1).square().sum(1)
+                torch.testing.assert_close(sums.double().sum(1), want, rtol=1e-6, atol=0)
+        if not squares:
+            batch.squares = None
+    return [p.detach() - x for p, x in zip(parameters, start, strict=True)], batch
+
+
+for rule in ("muon", "normuon"):
+    for method in ("newton-schulz", "polar-express"):
+        launched.clear()
+        alone, _ = steps(rule, False, method=method)
+        assert launched.count("_squares") == 10  # but for the first step
+        launched.clear()
+        with_sums, batch = steps(rule, True, method=method)
+        assert batch.squares is not None and set(launched) == {"_divisors", "_quotients"} and len(launched) == 30
+        for a, b in zip(with_sums, alone, strict=True):
+            assert (a - b).norm() <= 1e-3 * b.norm()
+    for options in ({"form": "direct"}, {"precision": "input"}):
+        _, batch = steps(rule, True, **options)
+        assert batch.squares is None
+        assert batch.head.kernel is not None
+"""
+
+
+def test_a_step_with_kernels_reads_stacks_once() -> None:
+    if sys.platform != "linux":
+        pytest.importorskip("triton")
+    interpret(STEP)
+
+
 def test_the_kernel_compiles_to_hoppers_products_without_spills() -> None:
     pytest.importorskip("triton")
     from axes.kernels.symmetric import symmetric_product
@@ -185,3 +282,19 @@ def test_the_kernel_compiles_to_hoppers_products_without_spills() -> None:
     for launch in launches:
         assert launch.spills == 0 and launch.wgmma > 0 and launch.mma == 0
         assert launch.shared <= 113 * 1024 and launch.registers * 128 * 2 <= 65536  # two programs a processor
+
+
+@pytest.mark.parametrize("limit", [1, 70, 150, 1 << 20])
+def test_a_stack_is_its_matrices_however_many_are_taken_at_a_time(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("axes.newton_schulz._AT_A_TIME", limit)
+    torch.manual_seed(0)
+    x = 0.1 * torch.randn(2, 3, 5, 7, dtype=torch.float64)
+    x.requires_grad_()
+    schedule = polar_express_schedule(3)
+    together = direct(x, schedule)
+    alone = torch.stack([direct(y, schedule) for y in x.flatten(0, 1)]).view_as(x)
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(x)
+    (a,), (b,) = torch.autograd.grad((together * weights).sum(), x), torch.autograd.grad((alone * weights).sum(), x)
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert direct(x.detach()[:0], schedule).shape == (0, 3, 5, 7)

@@ -16,11 +16,14 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from axes import optim  # noqa: E402
+from axes.elementwise import fused as kernels  # noqa: E402
 from axes.errors import AxesError  # noqa: E402
+from axes.optim import together  # noqa: E402
 from tests.optim.table import ENTRYWISE, Instance, net, same  # noqa: E402
 
 SHAPES = ((), (7,), (64, 64), (0, 3), (130, 33), (2, 3, 4), (2, 3, 2, 2), (5000,), (1,))
 CONFIGURED = [pytest.param(i, c, id=f"{i}-{n}") for i in ENTRYWISE for n, c in enumerate(i.configurations)]
+WAYS = {"fused": {"fused": True}, "default": {}}  # that run a generated kernel
 STORED = (
     {"master": "32bit"},
     {"master": "24bit"},
@@ -49,13 +52,26 @@ def run(ps: list[nn.Parameter], optimizer: Any, steps: int = 4, start: int = 0) 
         optimizer.step()
 
 
+def by_kernel(optimizer: Any) -> bool:
+    """Whether every batch of parameters is one kernel."""
+    batches = [batch for *_, made in optimizer._batches.made.values() for batch in made]
+    return bool(batches) and all(batch.how == "fused" for batch in batches)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("instance", "options"), CONFIGURED)
-def test_the_kernel_is_the_interpreter(instance: Instance, options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_the_kernel_is_the_interpreter(
+    instance: Instance, options: dict[str, Any], dtype: torch.dtype, way: str
+) -> None:
     results = []
-    for fused in (True, False):
+    for chosen in (WAYS[way], {"foreach": False}):
         ps = parameters(dtype)
-        run(ps, instance.cls(ps, lr=0.01, fused=fused, foreach=False if not fused else None, **options))
+        optimizer = instance.cls(ps, lr=0.01, **chosen, **options)
+        run(ps, optimizer)
+        assert by_kernel(optimizer) == (chosen == WAYS[way])
+        places = {x.device.type for kept in optimizer.state.values() for n, x in kept.items() if n.endswith("count")}
+        assert places == {"cuda" if "fused" in chosen else "cpu"}
         results.append([p.detach() for p in ps])
     bound = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[dtype]
     same(*results, bound * (10 if instance.transcendental and dtype == torch.float32 else 1))
@@ -72,15 +88,21 @@ def test_the_kernel_is_torch_fused(name: str, maximize: bool) -> None:
     same(ours, theirs, 2e-5 if name != "SGD" else 2e-6)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize("cls", [optim.AdamW, optim.Lion, optim.SGD])
-def test_stored_forms_are_those_of_torch_operations(cls: Any, stored: dict[str, Any]) -> None:
+def test_stored_forms_are_those_of_torch_operations(
+    cls: Any, stored: dict[str, Any], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first step lands on the same codes but for rounding at their borders; the next ones stay close."""
     found = []
-    for fused in (True, False):
+    for options in (WAYS[way], {}):
+        if found:  # without kernels
+            monkeypatch.setattr(together, "_generated", lambda device: False)
         ps = parameters(torch.bfloat16)
-        optimizer = cls(ps, lr=0.01, fused=fused, **stored)
+        optimizer = cls(ps, lr=0.01, **options, **stored)
         run(ps, optimizer, 1)
+        assert by_kernel(optimizer) == (not found)
         first = [(p.detach().clone(), {n: x.cpu().clone() for n, x in optimizer.state[p].items()}) for p in ps]
         run(ps, optimizer, 3, start=1)
         found.append((first, [p.detach() for p in ps]))
@@ -103,12 +125,13 @@ def test_stored_forms_are_those_of_torch_operations(cls: Any, stored: dict[str, 
             torch.testing.assert_close(p, q, rtol=0.05, atol=0.1)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stored", [{}, *STORED], ids=str)
-def test_resuming_is_exact(stored: dict[str, Any]) -> None:
+def test_resuming_is_exact(stored: dict[str, Any], way: str) -> None:
     dtype = torch.bfloat16 if stored else torch.float32
     whole, part, resumed = parameters(dtype), parameters(dtype), parameters(dtype)
-    run(whole, optim.AdamW(whole, lr=0.01, fused=True, **stored), 6)
-    first = optim.AdamW(part, lr=0.01, fused=True, **stored)
+    run(whole, optim.AdamW(whole, lr=0.01, **WAYS[way], **stored), 6)
+    first = optim.AdamW(part, lr=0.01, **WAYS[way], **stored)
     run(part, first, 3)
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
@@ -116,7 +139,7 @@ def test_resuming_is_exact(stored: dict[str, Any]) -> None:
     with torch.no_grad():
         for p, q in zip(part, resumed, strict=True):
             q.copy_(p)
-    second = optim.AdamW(resumed, lr=0.5, fused=True)
+    second = optim.AdamW(resumed, lr=0.5, **WAYS[way])
     second.load_state_dict(torch.load(file, weights_only=True))
     run(resumed, second, 3, start=3)
     same(whole, resumed)
@@ -135,7 +158,8 @@ def test_a_state_moves_between_implementations() -> None:
     assert all(kept["count"].device.type == "cpu" for kept in batched.state.values())
 
 
-def test_views_strides_complex_numbers_and_other_gradients() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_views_strides_complex_numbers_and_other_gradients(way: str) -> None:
     base = torch.randn(1000, device="cuda")
     kinds: dict[str, Callable[[], Tensor]] = {
         "unaligned": lambda: base.clone()[1:778],
@@ -146,9 +170,9 @@ def test_views_strides_complex_numbers_and_other_gradients() -> None:
     for kind, make in kinds.items():
         for dtype in (torch.float32, torch.bfloat16):
             results = []
-            for fused in (True, False):
+            for options in (WAYS[way], {"foreach": False}):
                 p = nn.Parameter(make())
-                optimizer = optim.AdamW([p], lr=0.01, fused=fused, foreach=None if fused else False)
+                optimizer = optim.AdamW([p], lr=0.01, **options)
                 for t in range(3):
                     generator = torch.Generator("cuda").manual_seed(t)
                     g = torch.randn(p.shape, generator=generator, device="cuda", dtype=p.dtype)
@@ -157,6 +181,160 @@ def test_views_strides_complex_numbers_and_other_gradients() -> None:
                     optimizer.step()
                 results.append(p.detach())
             torch.testing.assert_close(*results, rtol=3e-6, atol=3e-6, msg=f"{kind} {dtype}")
+
+
+# ---- the default -----------------------------------------------------------------------------------------------------
+
+
+def launched(call: Callable[[], Any]) -> list[str]:
+    """The names of the kernels that a call starts, in the order of the alphabet."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as found:
+        call()
+        torch.cuda.synchronize()
+    events = [e for e in found.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sorted(e.name for e in events if not e.name.startswith(("Memcpy", "Memset", "Optimizer.")))
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"moments": "8bit"}], ids=str)
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD, optim.Lion])
+def test_the_default_is_two_launches_and_the_look_at_the_gradients(cls: Any, options: dict[str, Any]) -> None:
+    ps = parameters()
+    optimizer = cls(ps, lr=0.01, check_finite=False, **options)
+    run(ps, optimizer, 2)  # gradients of the last step stay
+    optimizer.step()
+    names = launched(optimizer.step)
+    assert len(names) == 2 and names[0].startswith("advance") and names[1].startswith("step"), names
+    looking = cls(ps, lr=0.01, **options)
+    run(ps, looking, 2)
+    looking.step()
+    names = launched(looking.step)
+    assert sum(n.startswith(("advance", "step")) for n in names) == 2, names
+    assert all(int(x) == 4 for kept in looking.state.values() for n, x in kept.items() if n.endswith("count"))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("where", ["host", "cpu", "cuda"])
+@pytest.mark.parametrize("stored", [{}, *STORED], ids=str)
+def test_the_default_waits_for_nothing_but_the_look_at_the_gradients(stored: dict[str, Any], where: str) -> None:
+    ps = parameters(torch.bfloat16 if stored else torch.float32)
+    rate: Any = 0.01 if where == "host" else torch.tensor(0.01, device=where)
+    optimizer = optim.AdamW(ps, lr=rate, check_finite=False, **stored)
+    run(ps, optimizer, 3)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for t in range(3):
+            optimizer.param_groups[0]["lr"] = rate * (0.9 - 0.1 * t)
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_gradient_that_is_not_finite_raises_before_the_kernel_runs() -> None:
+    ps = parameters()
+    optimizer = optim.AdamW(ps, lr=0.01)
+    run(ps, optimizer, 2)
+    before, state = [p.detach().clone() for p in ps], copy.deepcopy(optimizer.state_dict()["state"])
+    gradients(ps, 9)
+    assert ps[4].grad is not None
+    ps[4].grad[3, 3] = float("nan")
+    with pytest.raises(AxesError, match="is not finite; no parameter was changed"):
+        optimizer.step()
+    same([p.detach() for p in ps], before)
+    for index, kept in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(x, state[index][name]) for name, x in kept.items())
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "LambdaLR"])
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])
+def test_schedules_drive_the_default_and_compile_nothing(cls: Any, name: str) -> None:
+    """Of the learning rate, and of momentum or betas, which are constants of a program."""
+    schedules = torch.optim.lr_scheduler
+    results = []
+    for options in ({}, {"foreach": False}):
+        ps = parameters()
+        optimizer = cls(ps, lr=0.01, **options)
+        one = name == "OneCycleLR"
+        scheduler = (
+            schedules.OneCycleLR(optimizer, 0.01, 10) if one else schedules.LambdaLR(optimizer, lambda t: 0.9**t)
+        )
+        for t in range(5):
+            run(ps, optimizer, 1, start=t)
+            scheduler.step()
+            if t == 0:
+                texts = set(kernels._COMPILED)
+        assert kernels._COMPILED.keys() == texts
+        results.append([p.detach() for p in ps])
+    same(*results, 3e-6)
+
+
+def test_parameters_may_be_given_other_memory_and_gradients_may_come_and_go() -> None:
+    results = []
+    for options in ({}, {"foreach": False}):
+        ps = parameters()
+        optimizer = optim.AdamW(ps, lr=0.01, **options)
+        for t in range(6):
+            gradients(ps, t)
+            for i, p in enumerate(ps):
+                p.grad = None if t > 3 and (i + t) % 3 == 0 else p.grad
+            optimizer.step()
+            if t == 2:
+                for p in ps:
+                    p.data = p.detach() * 0.5
+        results.append([p.detach() for p in ps])
+    same(*results, 3e-6)
+
+
+def test_a_first_datum_of_its_own_leaves_what_the_kernel_can_read() -> None:
+    """The interpreter's states of several parameters are views of a stack, at places that are not aligned."""
+    results = []
+    for options in ({}, {"fused": True}, {"foreach": False}):
+        ps = [nn.Parameter(torch.linspace(-1, 1, 4099, device="cuda") + i) for i in range(4)]
+        optimizer = optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.2, **options)
+        run(ps, optimizer, 3)
+        results.append([p.detach() for p in ps])
+    same(results[0], results[2], 3e-6)
+    same(results[1], results[2], 3e-6)
+
+
+def test_where_no_kernel_can_be_made_torch_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No C compiler, an old GPU: a warning, and the same results."""
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    ps, qs = parameters(), parameters()
+    optimizer = optim.AdamW(ps, lr=0.01)
+    together._runs.cache_clear()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(kernels, "compile_text", fail)
+            with pytest.warns(UserWarning, match="no kernels for cuda:0, .*: Failed to find C compiler"):
+                run(ps, optimizer)
+    finally:
+        together._runs.cache_clear()
+    assert not by_kernel(optimizer)
+    run(qs, optim.AdamW(qs, lr=0.01, foreach=False))
+    same([p.detach() for p in ps], [p.detach() for p in qs], 3e-6)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_parameters_on_several_devices_step_by_kernels_of_their_own() -> None:
+    results = []
+    for options in ({}, {"foreach": False}):
+        ps = [nn.Parameter(p.detach().to(f"cuda:{i % 2}")) for i, p in enumerate(parameters())]
+        optimizer = optim.AdamW(ps, lr=torch.tensor(0.01), **options)
+        for t in range(3):
+            for i, p in enumerate(ps):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * t + i)).to(p.device)
+            optimizer.step()
+        assert by_kernel(optimizer) == (not options)
+        results.append([p.detach() for p in ps])
+    same(*results, 3e-6)
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
 
 
 def capture(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:

@@ -140,3 +140,50 @@ def test_steps_repeat_bit_for_bit_and_a_recorded_step_equals_a_launched_one() ->
     launched = walk(lambda ps: optim.Muon(group(ps), lr=torch.tensor(0.02, device="cuda"), capturable=True), 5)
     for a, b in zip(first, launched, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.launches += 1
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_the_norms_of_stacks_come_from_the_kernel_that_writes_them(rule: str, monkeypatch: Any) -> None:
+    from axes.kernels import normalise
+
+    shapes = ((512, 768), (768, 512), (520, 784), (512, 768))  # rectangles; the last chunk of the third is a part
+    make: Any = {"muon": optim.Muon, "normuon": optim.NorMuon}[rule]
+
+    def steps() -> tuple[list[Tensor], Any]:
+        torch.manual_seed(1)
+        start = [draw(*shape) for shape in shapes for _ in range(4)]
+        parameters = [torch.nn.Parameter(x.clone()) for x in start]
+        optimizer = make([{"params": parameters, "rule": rule}], lr=0.1)
+        for _ in range(4):  # launched, recorded, replayed
+            for p in parameters:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        (batch,) = [b for *_, made in optimizer._batches.made.values() for b in made]
+        return [p.detach() - x for p, x in zip(parameters, start, strict=True)], batch
+
+    read = Counted(normalise._squares)
+    monkeypatch.setattr(normalise, "_squares", read)
+    ours, batch = steps()
+    again, _ = steps()
+    assert not read.launches and all(map(torch.equal, ours, again))
+    size = batch.head.kernel.block
+    for sums, x in zip(batch.squares, batch.stacks, strict=True):
+        entries = torch.nn.functional.pad(x.double().flatten(1), (0, -x[0].numel() % size))
+        torch.testing.assert_close(sums.double(), entries.unflatten(1, (-1, size)).square().sum(2), rtol=1e-6, atol=0)
+    known = Spectral.directions
+    monkeypatch.setattr(Spectral, "directions", lambda self, stacks, dtype, squares=None: known(self, stacks, dtype))
+    theirs, _ = steps()
+    assert read.launches
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= 2e-3 * b.norm()

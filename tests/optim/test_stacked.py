@@ -186,3 +186,17 @@ def test_the_place_of_an_operation_is_not_taken_for_its_number() -> None:
     found = trace(step, ("parameter", "g", "m"), ())
     names = [op.name for op in found.operations]
     assert "mul" in names and "div" in names
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_memory_that_is_swapped_between_steps_is_followed(rule: str) -> None:
+    """By `p.data = ...`, as averages of weights are swapped in."""
+    ps, qs = parameters(), parameters()
+    a, b = make(rule, ps), make(rule, qs, foreach=False)
+    for seed in range(3):
+        for optimizer, some in ((a, ps), (b, qs)):
+            walk(optimizer, some, 1, seed)
+            for p in some:
+                p.data = p.detach() * 0.5
+    assert stacks(a)
+    same(ps, qs, a, b)
