@@ -234,7 +234,7 @@ class Optimizer(torch.optim.Optimizer):
             for parameter, value in shown:
                 parameter.copy_(value)
         work = self._work()
-        before = self._before(work)
+        before = self._before(work) if self._finite.flags else []
         if self._shards is None:
             for group, parameters in work:
                 self._advance(group, self.update_for(group), parameters)
@@ -326,8 +326,6 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled()
     def _before(self, work: Work) -> list[Before]:
         """Parameters that a flag on a device may have to put back: all but those whose kernel reads the flag."""
-        if not self._finite.flags:
-            return []
         moved = [(group, p) for group, parameters in work if not group["fused"] for p in parameters]
         for group, parameter in moved:
             if not self.state.get(parameter):

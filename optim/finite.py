@@ -110,12 +110,21 @@ class Before:
 
 def _not_finite(gradients: list[Tensor], name: Callable[[int], str], agree: Agree) -> str | None:
     """Whose gradient is not finite, of any process."""
-    norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
-    if not agree(not bool(torch.isfinite(_together(norms)).all())):
+    if not agree(not _surely_finite(gradients)):
         return None
-    # a norm may overflow where no gradient does
     bad = next((name(i) for i, g in enumerate(gradients) if not bool(torch.isfinite(g).all())), None)
     return (bad or "a parameter, on another process,") if agree(bad is not None) else None
+
+
+def _surely_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether one number for each gradient shows that all entries are finite; it may overflow where none of them does.
+
+    A sum takes half the time of a norm on a CPU, as it reads and adds only; a GPU computes all norms in one launch.
+    """
+    if all(g.is_cpu for g in gradients):
+        total = sum(map(Tensor.item, map(torch.sum, gradients)))
+        return bool(total - total == 0)  # complex numbers too
+    return bool(torch.isfinite(_together(torch._foreach_norm(list(gradients)))).all())
 
 
 def _together(numbers: Sequence[Tensor]) -> Tensor:

@@ -60,18 +60,20 @@ class Schedule:
         self.released: list[tuple[int, ...]] = []
         _Selection(self, program, shaped, frozenset(keep)).run()
         self.registers = 1 + max([len(shaped) - 1, *(s.target for s in self.steps)])
+        self._plan = [  # what a step needs, looked up once
+            (_OPERATIONS[s.name], s.target, s.target == s.sources[0], s.sources, s.numbers, released)
+            for s, released in zip(self.steps, self.released, strict=True)
+        ]
 
     def run(self, lists: Sequence[Lists], values: Sequence[Real]) -> None:
         """Execute over one block: lists of tensors for each name, overwritten with the outputs.
 
         values: of the program's numbers; 0-d tensors on the tensors' device are never waited for.
         """
-        registers: list[Lists | None] = [None] * self.registers
-        registers[: len(lists)] = list(lists)
-        for step, released in zip(self.steps, self.released, strict=True):
-            sources = [registers[s] for s in step.sources]
-            numbers = [_value(n, values) for n in step.numbers]
-            registers[step.target] = _OPERATIONS[step.name](step.target == step.sources[0], sources, numbers)
+        registers: list[Any] = [*lists, *[None] * (self.registers - len(lists))]
+        for operation, target, here, sources, numbers, released in self._plan:
+            given = [registers[s] for s in sources]
+            registers[target] = operation(here, given, [_value(n, values) for n in numbers])
             for r in released:
                 registers[r] = None
 

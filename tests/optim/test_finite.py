@@ -1,0 +1,70 @@
+"""Gradients that are not finite are found in every dtype and layout, and finite ones are never taken for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from axes import optim
+from axes.errors import NotFiniteError
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+LAYOUTS = ["contiguous", "transposed", "strided", "expanded"]
+
+
+def gradient(layout: str, dtype: torch.dtype, value: float) -> Tensor:
+    """A gradient (24, 40) of one value."""
+    if layout == "transposed":
+        return torch.full((40, 24), value, dtype=dtype).mT
+    if layout == "strided":
+        return torch.full((24, 80), value, dtype=dtype)[:, ::2]
+    if layout == "expanded":
+        return torch.full((24, 1), value, dtype=dtype).expand(24, 40)
+    return torch.full((24, 40), value, dtype=dtype)
+
+
+def stepped(gradients: list[Tensor]) -> list[nn.Parameter]:
+    ps = [nn.Parameter(torch.zeros(g.shape, dtype=g.dtype)) for g in gradients]
+    for p, g in zip(ps, gradients, strict=True):
+        p.grad = g
+    optim.SGD(ps, lr=1e-3).step()
+    return ps
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_and_squares_that_overflow_are_no_infinities(dtype: torch.dtype, layout: str) -> None:
+    for value in (0.5 * torch.finfo(dtype).max, -0.5 * torch.finfo(dtype).max):
+        g = gradient(layout, dtype, value)
+        assert not bool(torch.isfinite(g.sum()))
+        (p,) = stepped([g])
+        assert bool(torch.isfinite(p).all()) and bool((p != 0).all())
+
+
+@pytest.mark.parametrize("bad", [[float("nan")], [float("inf")], [-float("inf")], [float("inf"), -float("inf")]])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_entry_is_found(dtype: torch.dtype, layout: str, bad: list[Any]) -> None:
+    last = gradient(layout, dtype, 1.0)
+    for i, x in enumerate(bad):
+        last[20, i] = x if not dtype.is_complex else complex(1.0, x)
+    with pytest.raises(NotFiniteError, match="not finite"):
+        stepped([torch.ones(3, dtype=dtype), last])
+
+
+def test_gradients_of_several_dtypes_are_looked_at_together() -> None:
+    several = [torch.ones(5, dtype=dtype) for dtype in DTYPES]
+    assert all(bool((p != 0).all()) for p in stepped(several))
+    for g in several:
+        g[2] = float("nan")
+        with pytest.raises(NotFiniteError, match="not finite"):
+            stepped(several)
+        g[2] = 1.0
+
+
+def test_infinities_of_several_gradients_do_not_cancel() -> None:
+    with pytest.raises(NotFiniteError, match="not finite"):
+        stepped([torch.full((4,), float("inf")), torch.full((4,), -float("inf"))])
