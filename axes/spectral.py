@@ -87,11 +87,16 @@ class Spectral(EuclideanOn):
         return self.directions((theta,), theta.dtype)[0].to(theta.dtype)
 
     def directions(
-        self, stacks: Sequence[Tensor], dtype: torch.dtype, squares: Sequence[Tensor] | None = None
+        self,
+        stacks: Sequence[Tensor],
+        dtype: torch.dtype,
+        squares: Sequence[Tensor] | None = None,
+        spend: bool = False,
     ) -> list[Tensor]:
         """W of several stacks (..., m_i, n_i) by polynomials, in `dtype` or in the dtype of the products.
 
         squares: of each stack (matrices, any number), sums of squares of parts of its matrices, where they are known.
+        spend: the stacks may be overwritten.
         """
         tall = [x.shape[-2] > x.shape[-1] for x in stacks]
         wide = [x.mT if t else x for x, t in zip(stacks, tall, strict=True)]
@@ -103,7 +108,7 @@ class Spectral(EuclideanOn):
             start = Start(1.0, 0.0, self.eps)
         else:
             schedule, start = polar_express_schedule(self.steps), Start(SAFETY, self.eps, 0.0)
-        out = iterate(wide, start, schedule, self.form, sizes, dtype, squares)
+        out = iterate(wide, start, schedule, self.form, sizes, dtype, squares, spend)
         return [w.mT if t else w for w, t in zip(out, tall, strict=True)]
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:

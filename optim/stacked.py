@@ -304,7 +304,8 @@ class Stacks:
         for stream, branch in zip(streams, self.branches, strict=True):
             squares = None if self.squares is None else [self.squares[i] for i in branch]
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                directions = self.cut.spectral.directions([self.stacks[i] for i in branch], self.wide, squares)
+                some = [self.stacks[i] for i in branch]
+                directions = self.cut.spectral.directions(some, self.wide, squares, spend=True)
             for i, x in zip(branch, directions, strict=True):
                 out[i] = x
         return out

@@ -3,6 +3,7 @@
 A shaped value is kept as a term  c x,  c x y  or  c x / y  with a number c for as long as possible, so that sums become
 add, addcmul and addcdiv with a factor. An operand that nobody reads any more is overwritten; a state ends in its own
 tensor. On a CPU all operations run over a block of entries before the next block is touched: one pass over memory.
+A program that torch has as one operation there is that operation (`library`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from axes.elementwise.library import recognised
 from axes.elementwise.program import Program, Value
 
 _BLOCK = 1 << 18  # entries of a block: a handful of float32 arrays of this size stay in cache (measured: batched.py)
@@ -54,6 +56,7 @@ class Schedule:
     def __init__(self, program: Program, keep: Sequence[str] = ("g",)) -> None:
         """keep: inputs that must not be written."""
         self.program = program
+        self.library = recognised(program)  # torch's own operation, where it has one
         shaped = [i for i, op in enumerate(program.operations) if op.name == "input" and op.shaped]
         self.names = [program.names[i] for i in shaped]
         self.steps: list[_Step] = []
@@ -70,6 +73,8 @@ class Schedule:
 
         values: of the program's numbers; 0-d tensors on the tensors' device are never waited for.
         """
+        if self.library is not None and self.library.run(lists, values):
+            return
         registers: list[Any] = [*lists, *[None] * (self.registers - len(lists))]
         for operation, target, here, sources, numbers, released in self._plan:
             given = [registers[s] for s in sources]
