@@ -182,7 +182,8 @@ def test_the_norms_of_stacks_come_from_the_kernel_that_writes_them(rule: str, mo
         entries = torch.nn.functional.pad(x.double().flatten(1), (0, -x[0].numel() % size))
         torch.testing.assert_close(sums.double(), entries.unflatten(1, (-1, size)).square().sum(2), rtol=1e-6, atol=0)
     known = Spectral.directions
-    monkeypatch.setattr(Spectral, "directions", lambda self, stacks, dtype, squares=None: known(self, stacks, dtype))
+    without = lambda self, stacks, dtype, squares=None, spend=False: known(self, stacks, dtype, None, spend)  # noqa: E731
+    monkeypatch.setattr(Spectral, "directions", without)
     theirs, _ = steps()
     assert read.launches
     for a, b in zip(ours, theirs, strict=True):
