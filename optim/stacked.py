@@ -28,7 +28,7 @@ from axes.optim import trees
 from axes.optim.capabilities import keyed, parts_of, vectors
 from axes.optim.routing import canonical_shape
 from axes.optim.stored import PARAMETER
-from axes.optim.together import GRADIENT, _generated, _together, first_is_special, program
+from axes.optim.together import GRADIENT, _generated, _together, first_is_special, fits_kernels, program
 from axes.state_update import State, StateUpdate
 
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.elementwise.program
@@ -119,7 +119,7 @@ class Entries:
         self.program, self.counts = found, counts
         like = tensors[PARAMETER]
         self.kernel: Any = None
-        if _generated(like[0].device) and all(x.data_ptr() % 16 == 0 for xs in tensors.values() for x in xs):
+        if _generated(like[0].device) and all(fits_kernels(x) for xs in tensors.values() for x in xs):
             from axes.elementwise.fused import Fused  # triton is imported on first use
 
             unread = torch.zeros(1, dtype=torch.int64, device=like[0].device)
@@ -138,10 +138,7 @@ class Entries:
         scale: Tensor | None,
     ) -> None:
         if self.kernel is not None:
-            fits = [g.is_contiguous() and g.data_ptr() % 16 == 0 for g in gradients]
-            plain = torch.contiguous_format
-            own = [g if f else g.clone(memory_format=plain) for g, f in zip(gradients, fits, strict=True)]
-            self.kernel.step(own, rates, found, scale)
+            self.kernel.step([g if fits_kernels(g) else _copy(g, g.dtype) for g in gradients], rates, found, scale)
             return
         lists = {**self.views, GRADIENT: self._cut(gradients)}
         values = self._values(rates, gradients[0].device)
@@ -192,13 +189,13 @@ def readable(gradients: list[Tensor], wide: torch.dtype, head: Entries) -> list[
     """Gradients as a program can read them: contiguous, and in one dtype."""
     if head.kernel is None or any(g.dtype != gradients[0].dtype for g in gradients):
         gradients = [g.to(wide) for g in gradients]
-    return [g if g.is_contiguous() and g.data_ptr() % 16 == 0 else _copy(g, wide) for g in gradients]
+    return [g if fits_kernels(g) else _copy(g, wide) for g in gradients]
 
 
 def writable(parameter: Tensor, wide: torch.dtype) -> Tensor:
     """The parameter where a program can write it, else a copy of it."""
-    fits = parameter.is_contiguous() and (parameter.dtype == wide or _generated(parameter.device))
-    return parameter.detach() if fits and parameter.data_ptr() % 16 == 0 else _copy(parameter, wide)
+    known = parameter.dtype == wide or _generated(parameter.device)
+    return parameter.detach() if known and fits_kernels(parameter) else _copy(parameter, wide)
 
 
 def _copy(x: Tensor, wide: torch.dtype) -> Tensor:

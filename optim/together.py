@@ -285,7 +285,7 @@ class Batch:
         if PARAMETER in self.forms:
             tensors[PARAMETER + LOW] = [s[PARAMETER + LOW] for s in self.states]
         shown = [real(p).detach() for p in self.parameters]
-        tensors[PARAMETER] = [x if _readable(x) else _copy(x) for x in shown]
+        tensors[PARAMETER] = [x if fits_kernels(x) else _copy(x) for x in shown]
         pairs = [(x, y) for x, y in zip(shown, tensors[PARAMETER], strict=True) if x is not y]
         self.shown, self.inside = [x for x, _ in pairs], [y for _, y in pairs]  # what is stepped as a copy
         counts = self.counts.view(-1)
@@ -297,7 +297,7 @@ class Batch:
         gradients = [real(g) for p in self.parameters if (g := p.grad) is not None]
         if any(g.dtype != gradients[0].dtype for g in gradients):
             gradients = [g.to(self.wide) for g in gradients]
-        gradients = [g if _readable(g) else _copy(g) for g in gradients]
+        gradients = [g if fits_kernels(g) else _copy(g) for g in gradients]
         if self.inside:
             torch._foreach_copy_(self.inside, self.shown)
         numbers = {n: float(x) if isinstance(x, Tensor) and x.device.type == "cpu" else x for n, x in rates.items()}
@@ -333,7 +333,8 @@ def _aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0
 
 
-def _readable(x: Tensor) -> bool:
+def fits_kernels(x: Tensor) -> bool:
+    """Whether a generated kernel may be given a tensor as it is."""
     return x.is_contiguous() and _aligned(x)
 
 

@@ -71,6 +71,13 @@ def _times(a, b, N: gl.constexpr):
 
 
 @gluon.jit
+def arrive(bar):
+    """All threads of these warps are done with what the barrier guards."""
+    gl.thread_barrier()
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
 def retire(bar):
     """The end of a barrier, or of a stack of them, after which other data may lie where it was.
 

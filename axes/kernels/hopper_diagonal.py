@@ -32,8 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from axes.kernels.bulk import matrix_tiles, token_tiles
-from axes.kernels.hopper import _add, _left, _product, _times, retire
-from axes.kernels.hopper_write import _arrive
+from axes.kernels.hopper import _add, _left, _product, _times, arrive, retire
 from axes.kernels.launch import Kernel
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, channels that are scaled at a time
@@ -193,7 +192,7 @@ def _advance(
             mbarrier.wait(left, (count & 1) ^ 1)
             olds.index(P).store(half)
             fence_async_shared()
-            _arrive(kept)
+            arrive(kept)
         mbarrier.wait(filled.index(stage), count // STAGES & 1)
         mbarrier.wait(scored.index(stage), count // STAGES & 1)
         value = values.index(stage * WIDE + P).reshape([_C, _C]).permute((1, 0))
@@ -212,9 +211,9 @@ def _advance(
             mbarrier.wait(sent, (count & 1) ^ 1)
             out.store(result.to(DTYPE))
             fence_async_shared()
-            _arrive(done)
+            arrive(done)
         state = warpgroup_mma_wait(0, [state])
-        _arrive(freed.index(stage))
+        arrive(freed.index(stage))
     gl.store(final + place, state)
 
 
@@ -247,15 +246,15 @@ def _carry(
                 tma.async_copy_shared_to_global(o_tiles, [b, n * _C, (h * WIDE + w) * _C], outs.index(w))
         if OUT and TRACE:
             tma.store_wait(WIDE)
-            _arrive(left)
+            arrive(left)
         if OUT or TRACE:
             tma.store_wait(0)
         if KEEP:
-            _arrive(freed.index(stage))
+            arrive(freed.index(stage))
         if OUT:
-            _arrive(sent)
+            arrive(sent)
         elif TRACE:
-            _arrive(left)
+            arrive(left)
 
 
 @Kernel

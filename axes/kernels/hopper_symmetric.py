@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from axes.kernels.bulk import batch_tiles
-from axes.kernels.hopper import retire
+from axes.kernels.hopper import arrive, retire
 from axes.kernels.launch import Kernel
 
 _TILE = gl.constexpr(128)  # sides of a tile of C
@@ -48,13 +48,6 @@ def _layout(bits):
 def _places(terms, direct):
     """In the ring, for each tile beyond its slices."""
     return 0 if direct else max(terms, 1)
-
-
-@gluon.jit
-def _arrive(bar):
-    """All threads of these warps are done with what the barrier guards."""
-    gl.thread_barrier()
-    mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit
@@ -155,10 +148,10 @@ def _multiply(
             sums = warpgroup_mma(a, b, sums, is_async=True)
             sums = warpgroup_mma_wait(1, [sums])
             if k > 0:
-                _arrive(freed.index((count - 1) % _STAGES))
+                arrive(freed.index((count - 1) % _STAGES))
             count += 1
         sums = warpgroup_mma_wait(0, [sums]) * alpha
-        _arrive(freed.index((count - 1) % _STAGES))
+        arrive(freed.index((count - 1) % _STAGES))
         if DIRECT:
             x = row + i
             y = col + j
@@ -179,7 +172,7 @@ def _multiply(
                 term = beta * _term(squares, stage, first.dtype).load(layout).to(gl.float32)
                 sums += gl.where(beta == 0.0, 0.0, term)
             if TERMS > 1:
-                _arrive(freed.index(count % _STAGES))
+                arrive(freed.index(count % _STAGES))
                 count += 1
                 stage = count % _STAGES
                 mbarrier.wait(filled.index(stage), count // _STAGES & 1)
@@ -201,13 +194,13 @@ def _multiply(
                 out = sums.to(squares.dtype)
                 tile.store(out)
                 fence_async_shared()
-                _arrive(done.index(made % 2))
+                arrive(done.index(made % 2))
                 made += 1
                 mbarrier.wait(left, turned & 1)
                 turned += 1
                 tile.permute((1, 0)).store(out)
             fence_async_shared()
-            _arrive(done.index(made % 2))
+            arrive(done.index(made % 2))
             made += 1
 
 
@@ -227,12 +220,12 @@ def _carry(to, squares, bars, K, tiles, total, TERMS: gl.constexpr, DIRECT: gl.c
             tma.async_copy_shared_to_global(to, [batch, row, col], squares.index(stage))
             tma.store_wait(0)
             if row != col:
-                _arrive(left)
+                arrive(left)
                 mbarrier.wait(done.index(sent % 2), sent // 2 & 1)
                 sent += 1
                 tma.async_copy_shared_to_global(to, [batch, col, row], squares.index(stage))
                 tma.store_wait(0)
-            _arrive(freed.index(stage))
+            arrive(freed.index(stage))
 
 
 @Kernel
@@ -290,7 +283,9 @@ def _symmetric(
 
 
 def fits(a: Tensor) -> bool:
-    """Whether `launch` multiplies a: 16 bits, or float32 by rows, on a Hopper processor."""
+    """Whether `launch` multiplies a: 16 bits, or float32 by rows, not empty, on a Hopper processor."""
+    if not a.shape[-1]:
+        return False
     if a.dtype not in (torch.bfloat16, torch.float16) and not (a.dtype == torch.float32 and a.stride(-1) == 1):
         return False
     return a.device.type == "cuda" and torch.cuda.get_device_capability(a.device) == (9, 0)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from axes.kernels.bulk import matrix_tiles, number_tiles, token_tiles
-from axes.kernels.hopper import _add, _left, _product, _times, retire, segment
+from axes.kernels.hopper import _add, _left, _product, _times, arrive, retire, segment
 from axes.kernels.launch import Kernel
 from axes.kernels.scalar_tiles import chunk_span, load_line
 
@@ -59,13 +59,6 @@ def _numbers(beta, g, numbers, T, S, L, N, HV, C: tl.constexpr, GATED: tl.conste
 def _summed(role, gated, weighted):
     """Whether a role's output meets a tensor of its own, in sums over columns: for dg and dbeta."""
     return (gated and role in ("dq", "dk")) or (weighted and role == "dv")
-
-
-@gluon.jit
-def _arrive(bar):
-    """All threads of these warps are done with what the barrier guards."""
-    gl.thread_barrier()
-    mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit
@@ -182,11 +175,11 @@ def _score(squares, stages, bars, sizes, KIND: gl.constexpr):
             scores = scores * _number(numbers, stage).index(3).load(across)[None, :]
         if WEIGHTED and REVERSE and not KEYED:  # rounded as in "dq": a token's own pair must cancel in its gate
             scores = scores * _number(numbers, stage).index(3).load(down)[:, None]
-        _arrive(freed.index(stage))
+        arrive(freed.index(stage))
         mbarrier.wait(used.index(buffer), (count // BUFFERS & 1) ^ 1)
         squares.index(buffer).store(scores.to(DTYPE))
         fence_async_shared()
-        _arrive(scored.index(buffer))
+        arrive(scored.index(buffer))
 
 
 @gluon.jit
@@ -241,7 +234,7 @@ def _advance(
             mbarrier.wait(left, (count & 1) ^ 1)
             olds.index(P).store(half)
             fence_async_shared()
-            _arrive(kept)
+            arrive(kept)
         z = zs.index(stage * WIDE + P).reshape([_C, _C]).permute((1, 0)).load(square)
         written = z
         if GATED:
@@ -297,7 +290,7 @@ def _advance(
             sums.index(2 * P + 1).store(last)
         out.store(result.to(DTYPE))
         fence_async_shared()
-        _arrive(done)
+        arrive(done)
     if KEYED:
         gl.store(final + place, state)
 
@@ -339,7 +332,7 @@ def _carry(
             tma.async_copy_shared_to_global(out_tiles, at, outs.index(w))
         if RECORD:
             tma.store_wait(WIDE)
-            _arrive(left)
+            arrive(left)
         if OWN:
             total = sums.index(0).load(flat)
             if WIDE == 2:
@@ -352,7 +345,7 @@ def _carry(
                 total = gl.where(log > -100.0, total, 0.0)
             gl.store(line + there, total, mask=token < T)
         tma.store_wait(0)
-        _arrive(sent)
+        arrive(sent)
 
 
 @Kernel
