@@ -13,13 +13,15 @@ from torch import Tensor
 
 from axes import optim
 from axes.elementwise.batched import Schedule
-from axes.elementwise.library import Adam
+from axes.elementwise.library import LibraryStep
 from axes.optim.together import program
 
 RULES: dict[str, Any] = {
     "adam": optim.Adam.declare,
     "adamw": optim.AdamW.declare,
+    "sgd": optim.SGD.declare,
 }
+NORMS = {"via.0.norm": 0.3, "via.0.stats.0.norm": 0.05}
 
 
 def scheduled(rule: str, maximize: bool = False, **options: Any) -> tuple[Schedule, Schedule]:
@@ -28,23 +30,23 @@ def scheduled(rule: str, maximize: bool = False, **options: Any) -> tuple[Schedu
     assert found is not None
     whole, parts = Schedule(found), Schedule(found)
     parts.library = None
-    assert isinstance(whole.library, Adam)
+    assert isinstance(whole.library, LibraryStep)
     return whole, parts
 
 
-def lists(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[list[Tensor]]:
-    """Parameters, gradients, first and second moments of three shapes."""
-    generator = torch.Generator().manual_seed(seed)
+def lists(dtype: torch.dtype = torch.float64, count: int = 4) -> list[list[Tensor]]:
+    """Parameters, gradients, first and second moments, the first so many, of three shapes."""
+    generator = torch.Generator().manual_seed(0)
     shapes = ((3, 5), (7,), (2, 2, 3))
     drawn = [[torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes] for _ in range(4)]
-    return [*drawn[:3], [x.square() for x in drawn[3]]]
+    return [*drawn[:3], [x.square() for x in drawn[3]]][:count]
 
 
 def values(schedule: Schedule, **given: float) -> list[float | Tensor]:
     names = {n for n, i in schedule.program.inputs.items() if not schedule.program.shaped(i)}
-    norms = {"via.0.norm": 0.3, "via.0.stats.0.norm": 0.05}
-    assert names == {"lr", "weight_decay", *norms}
-    return list(schedule.program.numbers({**norms, "lr": 0.01, "weight_decay": 0.1, **given}))
+    known = {**NORMS, "lr": 0.01, "weight_decay": 0.1, **given}
+    assert names <= known.keys()
+    return list(schedule.program.numbers(known))
 
 
 @given(
@@ -60,12 +62,14 @@ def values(schedule: Schedule, **given: float) -> list[float | Tensor]:
 def test_torchs_operation_is_the_program(
     rule: str, maximize: bool, betas: Any, eps: float, lr: float, decay: float, norms: Any
 ) -> None:
-    whole, parts = scheduled(rule, maximize, betas=betas, eps=eps)
-    given = {"lr": lr, "weight_decay": decay, "via.0.norm": norms[0], "via.0.stats.0.norm": norms[1]}
-    one, other = lists(), lists()
+    options: dict[str, Any] = {"momentum": betas[0]} if rule == "sgd" else {"betas": betas, "eps": eps}
+    whole, parts = scheduled(rule, maximize, **options)
+    given = {"lr": lr, "weight_decay": decay, **dict(zip(NORMS, norms, strict=True))}
+    drawn = [lists(count=len(whole.names)) for _ in range(3)]
+    one, other, first = drawn
     assert whole.library is not None and whole.library.run(one, values(whole, **given))
     parts.run(other, values(parts, **given))
-    for name, xs, ys, before in zip(whole.names, one, other, lists(), strict=True):
+    for name, xs, ys, before in zip(whole.names, one, other, first, strict=True):
         for x, y, start in zip(xs, ys, before, strict=True):
             scale = (y - start).abs().max()
             torch.testing.assert_close(x, y, rtol=1e-12, atol=float(1e-11 * scale), msg=name)
@@ -74,9 +78,10 @@ def test_torchs_operation_is_the_program(
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_stay_as_they_are(rule: str) -> None:
     whole, _ = scheduled(rule)
-    one = lists(torch.float32)
+    one = lists(torch.float32, len(whole.names))
     whole.run(one, values(whole))
     assert all(map(torch.equal, one[whole.names.index("g")], lists(torch.float32)[1]))
+    assert not any(map(torch.equal, one[0], lists(torch.float32)[0]))
 
 
 def test_what_is_not_torchs_is_left_to_others() -> None:
@@ -98,7 +103,17 @@ def test_what_is_not_torchs_is_left_to_others() -> None:
     assert all(torch.equal(x, y) for xs, ys in zip(one, other, strict=True) for x, y in zip(xs, ys, strict=True))
 
 
-@pytest.mark.parametrize("update", [optim.NAdam.declare(), optim.Lion.declare(), optim.SGD.declare()], ids=str)
+OTHERS = [
+    optim.NAdam.declare(),
+    optim.Lion.declare(),
+    optim.SGD.declare(nesterov=True),
+    optim.SGD.declare(dampening=0.5),
+    optim.SGD.declare(decoupled=True),
+    optim.SGD.declare(momentum=0.0),
+]
+
+
+@pytest.mark.parametrize("update", OTHERS, ids=str)
 def test_other_programs_are_not_taken_for_it(update: Any) -> None:
     found = program(update)
     assert found is not None and Schedule(found).library is None
