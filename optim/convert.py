@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from axes.elementwise.program import PARAMETER
 from axes.errors import AxesError, ShapeError
 from axes.optim import stored
 from axes.optim.base import Group, Optimizer
@@ -252,7 +253,7 @@ def _state_here(
             raise AxesError(f"conversion: nothing in the checkpoint is {key!r} of {name}")
     if group["master"] is not None and parameter.dtype == torch.bfloat16:
         dtype = torch.int16 if group["master"] == "32bit" else torch.int8
-        out[stored.PARAMETER + stored.LOW] = torch.zeros_like(parameter.detach(), dtype=dtype)
+        out[PARAMETER + stored.LOW] = torch.zeros_like(parameter.detach(), dtype=dtype)
     return out
 
 
@@ -312,7 +313,7 @@ def _state_there(
         )
     if any(x.dtype in (torch.int8, torch.uint8) for n, x in held.items() if spread(x)):
         raise AxesError(f"conversion: {name} is sharded and its state has 8 bits, which torch.optim does not have")
-    if stored.PARAMETER + stored.LOW in held and not rounded:
+    if PARAMETER + stored.LOW in held and not rounded:
         raise AxesError(f"conversion: torch.optim does not have the further bits of {name}: rounded=True drops them")
     opened = stored.opened(held)
     out: dict[str, Tensor] = {}

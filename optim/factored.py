@@ -18,7 +18,7 @@ from torch import Tensor
 from axes.algorithms import Held, Sum
 from axes.blockwise import symmetric_sum
 from axes.costs import Given, Linear
-from axes.elementwise.program import NotElementwise, Program, trace
+from axes.elementwise.program import PARAMETER, NotElementwise, Program, trace
 from axes.geometry import Eigenbasis, Euclidean, InverseRoot, Kronecker, RotatedWhiten
 from axes.matrix_roots import add_product, product
 from axes.memory import Parameter
@@ -27,7 +27,6 @@ from axes.optim import trees
 from axes.optim.capabilities import parts_of
 from axes.optim.routing import canonical_shape, real
 from axes.optim.stacked import Entries, readable, unchanged, writable
-from axes.optim.stored import PARAMETER
 from axes.optim.together import GRADIENT, program, uncompiled
 from axes.state_update import State, StateUpdate
 

@@ -18,10 +18,10 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from axes.elementwise.program import PARAMETER
 from axes.errors import AxesError
 from axes.optim import trees
 from axes.optim.capabilities import parts_of
-from axes.optim.stored import PARAMETER
 from axes.optim.together import program
 from axes.state_update import StateUpdate
 

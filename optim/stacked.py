@@ -21,13 +21,12 @@ from torch import Tensor
 from axes.algorithms import Sum
 from axes.costs import Given
 from axes.elementwise.batched import Schedule, blocks
-from axes.elementwise.program import NotElementwise, Program, trace
+from axes.elementwise.program import PARAMETER, NotElementwise, Program, trace
 from axes.geometry import Euclidean, Spectral
 from axes.memory import Parameter
 from axes.optim import trees
 from axes.optim.capabilities import keyed, parts_of, vectors
 from axes.optim.routing import canonical_shape
-from axes.optim.stored import PARAMETER
 from axes.optim.together import GRADIENT, _generated, _together, first_is_special, fits_kernels, program
 from axes.state_update import State, StateUpdate
 

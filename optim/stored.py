@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from axes.elementwise.program import PARAMETER
 from axes.elementwise.storage import FORMS, LOW, UNIT, philox, stochastic_bfloat16
 
-PARAMETER = "parameter"
 _SPLIT = {torch.int16: "split-16", torch.int8: "split-8"}
 _CODES = {torch.int8: "signed-8", torch.uint8: "root-8"}
 

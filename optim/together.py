@@ -20,12 +20,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from axes.elementwise.batched import Schedule, blocks
-from axes.elementwise.program import NotElementwise, Program, trace
+from axes.elementwise.program import PARAMETER, NotElementwise, Program, trace
 from axes.elementwise.storage import FORMS, LOW, UNIT
 from axes.optim import stored, trees
 from axes.optim.capabilities import elementwise, keyed, parts_of, vectors
 from axes.optim.routing import real
-from axes.optim.stored import PARAMETER
 from axes.state_update import StateUpdate
 
 P = ParamSpec("P")

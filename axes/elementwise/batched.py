@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from axes.elementwise.library import recognised
-from axes.elementwise.program import Program, Value
+from axes.elementwise.program import PARAMETER, Program, Value
 
 _BLOCK = 1 << 18  # entries of a block: a handful of float32 arrays of this size stay in cache (measured: batched.py)
 Real = float | Tensor  # a number of a step, 0-d where it is on the device
@@ -117,7 +117,7 @@ class _Selection:
                     visit(x)
                 done[value] = None
 
-        first = sorted(self.program.outputs, key=lambda n: n != "parameter")
+        first = sorted(self.program.outputs, key=lambda n: n != PARAMETER)
         for name in first:
             visit(self.program.outputs[name])
         return list(done)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from axes.elementwise.lifted import lifted
-from axes.elementwise.program import Operation, Program, Value
+from axes.elementwise.program import PARAMETER, Operation, Program, Value
 from axes.elementwise.storage import FORMS, LOW, QUANTUM, UNIT
 from axes.errors import AxesError
 from axes.kernels.layout import on_device
@@ -48,7 +48,6 @@ _HEADER = (
     "",
     "",
 )
-PARAMETER = "parameter"
 
 
 def columns(program: Program, forms: Mapping[str, str]) -> list[tuple[str, str]]:

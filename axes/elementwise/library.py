@@ -13,9 +13,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from axes.elementwise.program import Program, Value
+from axes.elementwise.program import PARAMETER, Program, Value
 
-PARAMETER = "parameter"
 _FOREVER = 1e30  # steps after which torch's own correction for few steps is 1: the program has its numbers for that
 
 # Patterns: (operation, operands), sums and products in any order; "@x" an input with entries, the same one wherever it

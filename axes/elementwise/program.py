@@ -40,6 +40,9 @@ class NotElementwise(AxesError):
     """A tuple whose step mixes entries of the parameter."""
 
 
+PARAMETER = "parameter"  # the name of what a step is about, among inputs and outputs
+
+
 @final
 @dataclass(frozen=True)
 class Operation:
