@@ -83,7 +83,6 @@ def _by_kernel(
             column.copy_(x[:, 0, 0]) if isinstance(x, Tensor) else column.fill_(x)
         keep = rate = 1.0
     terms = [] if start is None else [(keep, start.contiguous())]
-    a, b = a.contiguous(), None if b is None else b.contiguous()
     return by_kernel(a, b, alpha=rate, terms=terms, factors=factors, out=out)
 
 

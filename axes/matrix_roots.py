@@ -63,7 +63,7 @@ def symmetric_product(a: Tensor, b: Tensor | None = None, precision: Precision =
     if precision == "input" and b is None:
         return outer_sum(a.mT).to(a.dtype)
     if rounded_by_kernel(a, precision):
-        one, two = (x.reshape(-1, *x.shape[-2:]).contiguous() for x in (a, other))
+        one, two = (x.reshape(-1, *x.shape[-2:]) for x in (a, other))
         whole = symmetric.by_kernel(one, None if b is None else two)
         return whole.reshape(*a.shape[:-2], *whole.shape[-2:])
     if precision != "bfloat16x3":

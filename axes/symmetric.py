@@ -52,9 +52,12 @@ def no_kernel(a: Tensor, count: int | None = None, rounded: bool = False) -> str
 
 
 def by_kernel(a: Tensor, b: Tensor | None = None, **arguments: Any) -> Tensor:
-    """`axes.kernels.symmetric.symmetric_product`, for matrices that `no_kernel` has nothing against."""
+    """`axes.kernels.symmetric.symmetric_product`, for matrices that `no_kernel` has nothing against; float32 ones are
+    copied where they are not stored by rows."""
     from axes.kernels import symmetric  # triton is imported on first use
 
+    if a.dtype == torch.float32:
+        a, b = a.contiguous(), None if b is None else b.contiguous()
     return symmetric.symmetric_product(a, b, **arguments)
 
 

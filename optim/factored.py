@@ -26,8 +26,8 @@ from axes.monoids import Identity, Scalar, Zero
 from axes.optim import trees
 from axes.optim.capabilities import parts_of
 from axes.optim.routing import canonical_shape, real
-from axes.optim.stacked import Entries, readable, unchanged, writable
-from axes.optim.together import GRADIENT, program, uncompiled
+from axes.optim.stacked import Entries, readable, writable
+from axes.optim.together import GRADIENT, program, unchanged, uncompiled
 from axes.state_update import State, StateUpdate
 
 _TOGETHER = 1024  # statistics up to this size do not fill a GPU: those of all shapes are refreshed as one batch

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, final
@@ -27,7 +26,16 @@ from axes.memory import Parameter
 from axes.optim import trees
 from axes.optim.capabilities import keyed, parts_of, vectors
 from axes.optim.routing import canonical_shape
-from axes.optim.together import GRADIENT, _generated, _together, first_is_special, fits_kernels, program
+from axes.optim.together import (
+    GRADIENT,
+    _generated,
+    _together,
+    copied,
+    first_is_special,
+    fits_kernels,
+    program,
+    unchanged,
+)
 from axes.state_update import State, StateUpdate
 
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.elementwise.program
@@ -137,7 +145,7 @@ class Entries:
         scale: Tensor | None,
     ) -> None:
         if self.kernel is not None:
-            self.kernel.step([g if fits_kernels(g) else _copy(g, g.dtype) for g in gradients], rates, found, scale)
+            self.kernel.step([g if fits_kernels(g) else copied(g, g.dtype) for g in gradients], rates, found, scale)
             return
         lists = {**self.views, GRADIENT: self._cut(gradients)}
         values = self._values(rates, gradients[0].device)
@@ -168,37 +176,17 @@ class Entries:
         return [[flat[i] if b - a == flat[i].numel() else flat[i][a:b] for i, a, b in group] for group in self.blocks]
 
 
-def unchanged(
-    known: Sequence[Tensor],
-    places: Sequence[int],
-    own: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    state: Mapping[Tensor, dict[str, Tensor]],
-) -> bool:
-    """Whether parameters are the known ones, at the places where they were, and their states the tensors `own`."""
-    if len(parameters) != len(known) or not all(map(operator.is_, parameters, known)):
-        return False
-    if list(map(Tensor.data_ptr, parameters)) != places:
-        return False
-    now = [x for p in parameters for x in state[p].values()]
-    return len(now) == len(own) and all(map(operator.is_, now, own))
-
-
 def readable(gradients: list[Tensor], wide: torch.dtype, head: Entries) -> list[Tensor]:
     """Gradients as a program can read them: contiguous, and in one dtype."""
     if head.kernel is None or any(g.dtype != gradients[0].dtype for g in gradients):
         gradients = [g.to(wide) for g in gradients]
-    return [g if fits_kernels(g) else _copy(g, wide) for g in gradients]
+    return [g if fits_kernels(g) else copied(g, wide) for g in gradients]
 
 
 def writable(parameter: Tensor, wide: torch.dtype) -> Tensor:
     """The parameter where a program can write it, else a copy of it."""
     known = parameter.dtype == wide or _generated(parameter.device)
-    return parameter.detach() if known and fits_kernels(parameter) else _copy(parameter, wide)
-
-
-def _copy(x: Tensor, wide: torch.dtype) -> Tensor:
-    return x.detach().clone(memory_format=torch.contiguous_format).to(wide)
+    return parameter.detach() if known and fits_kernels(parameter) else copied(parameter, wide)
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -163,7 +162,6 @@ class Batch:
         self.forms = stored.forms_of(states[0])
         self.coded = {n: f for n, f in self.forms.items() if n != PARAMETER}
         self.own = [x for s in states for x in s.values()]
-        self.ids = list(map(id, self.own))
         self.places = list(map(Tensor.data_ptr, parameters))
         self.shapes = [real(p).shape for p in parameters]
         self.wide = torch.promote_types(real(parameters[0]).dtype, torch.float32)
@@ -180,12 +178,7 @@ class Batch:
 
     def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether these are still the same parameters, where they were, with the same state tensors."""
-        if len(parameters) != len(self.parameters) or not all(map(operator.is_, parameters, self.parameters)):
-            return False
-        if list(map(Tensor.data_ptr, parameters)) != self.places:
-            return False
-        now = map(dict.values, map(state.__getitem__, parameters))
-        return list(map(id, itertools.chain.from_iterable(now))) == self.ids
+        return unchanged(self.parameters, self.places, self.own, parameters, state)
 
     @uncompiled(recursive=False)
     def step(
@@ -261,7 +254,7 @@ class Batch:
     def _copy(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         if PARAMETER in self.forms:
             return stored.weights(parameter, state)
-        return real(parameter).detach().to(self.wide, memory_format=torch.contiguous_format, copy=True)
+        return copied(real(parameter), self.wide)
 
     def _blocks(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         return [[self._entries(tensors[i], i, first, end) for i, first, end in group] for group in self.cut]
@@ -284,7 +277,7 @@ class Batch:
         if PARAMETER in self.forms:
             tensors[PARAMETER + LOW] = [s[PARAMETER + LOW] for s in self.states]
         shown = [real(p).detach() for p in self.parameters]
-        tensors[PARAMETER] = [x if fits_kernels(x) else _copy(x) for x in shown]
+        tensors[PARAMETER] = [x if fits_kernels(x) else copied(x, x.dtype) for x in shown]
         pairs = [(x, y) for x, y in zip(shown, tensors[PARAMETER], strict=True) if x is not y]
         self.shown, self.inside = [x for x, _ in pairs], [y for _, y in pairs]  # what is stepped as a copy
         counts = self.counts.view(-1)
@@ -296,7 +289,7 @@ class Batch:
         gradients = [real(g) for p in self.parameters if (g := p.grad) is not None]
         if any(g.dtype != gradients[0].dtype for g in gradients):
             gradients = [g.to(self.wide) for g in gradients]
-        gradients = [g if fits_kernels(g) else _copy(g) for g in gradients]
+        gradients = [g if fits_kernels(g) else copied(g, g.dtype) for g in gradients]
         if self.inside:
             torch._foreach_copy_(self.inside, self.shown)
         numbers = {n: float(x) if isinstance(x, Tensor) and x.device.type == "cpu" else x for n, x in rates.items()}
@@ -305,6 +298,22 @@ class Batch:
             torch._foreach_copy_(self.shown, self.inside)
         if self.hosted:
             self.counts.add_(1)
+
+
+def unchanged(
+    known: Sequence[Tensor],
+    places: Sequence[int],
+    own: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    state: Mapping[Tensor, dict[str, Tensor]],
+) -> bool:
+    """Whether parameters are the known ones, at the places where they were, and their states the tensors `own`."""
+    if len(parameters) != len(known) or not all(map(operator.is_, parameters, known)):
+        return False
+    if list(map(Tensor.data_ptr, parameters)) != places:
+        return False
+    now = [x for p in parameters for x in state[p].values()]
+    return len(now) == len(own) and all(map(operator.is_, now, own))
 
 
 def _together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
@@ -337,8 +346,9 @@ def fits_kernels(x: Tensor) -> bool:
     return x.is_contiguous() and _aligned(x)
 
 
-def _copy(x: Tensor) -> Tensor:
-    return x.detach().clone(memory_format=torch.contiguous_format)
+def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor that a program can be given in the place of one that it cannot."""
+    return x.detach().to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def start(state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
