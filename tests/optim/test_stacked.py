@@ -200,3 +200,30 @@ def test_memory_that_is_swapped_between_steps_is_followed(rule: str) -> None:
                 p.data = p.detach() * 0.5
     assert stacks(a)
     same(ps, qs, a, b)
+
+
+TOGETHER: dict[str, Any] = {**RULES, "soap": (optim.SOAP, "soap"), "shampoo": (optim.Shampoo, "shampoo")}
+
+
+@pytest.mark.parametrize("rule", [*TOGETHER, "adamw", "sgd", "lion"])
+def test_a_state_that_is_replaced_between_steps_is_followed(rule: str) -> None:
+    """By another tensor, as by other numbers in the one that is there."""
+
+    def begun(ps: list[nn.Parameter]) -> Any:
+        if rule in TOGETHER:
+            cls, name = TOGETHER[rule]
+            return cls([{"params": ps, "rule": name}], lr=0.05)
+        entrywise: dict[str, Any] = {"adamw": optim.AdamW, "sgd": optim.SGD, "lion": optim.Lion}
+        return entrywise[rule](ps, lr=0.05)
+
+    ps, qs = parameters(), parameters()
+    a, b = begun(ps), begun(qs)
+    for optimizer, some in ((a, ps), (b, qs)):
+        walk(optimizer, some, 2)
+    for p, q in zip(ps, qs, strict=True):
+        for name in [n for n, x in a.state[p].items() if x.ndim > 1]:
+            a.state[p][name] = a.state[p][name] * 0.5
+            b.state[q][name].mul_(0.5)
+    for optimizer, some in ((a, ps), (b, qs)):
+        walk(optimizer, some, 2, 1)
+    assert all(map(torch.equal, ps, qs))
