@@ -9,17 +9,17 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from axes.algorithms import Anchor, Held, Mix, Momentum, Read, Step, Sum
-from axes.dispatch import explain, implementation, select
+from axes.core.algorithms import Anchor, Held, Mix, Momentum, Read, Step, Sum
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
 from axes.errors import AxesError
-from axes.rates import Per
-from axes.state_update import OnUpdate, StateUpdate
+from axes.routes.dispatch import explain, implementation, select
 
 __version__ = "0.1.0"
 
 # families and everything above them load on first use: `import axes` stays the core
 _LAZY = frozenset(
-    "attention catalogue checks costs depth geometry memory monoids optim reference scan sequence".split()  # noqa: SIM905
+    "algorithms catalogue costs depth dispatch geometry memory monoids optim sequence testing".split()  # noqa: SIM905
 )
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final, get_args
 
-from axes import depth, dispatch, optim, sequence
-from axes.derived import block_size, feedback, structure
+from axes import depth, optim, sequence
+from axes.core.derived import block_size, feedback, structure
+from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
-from axes.state_update import StateUpdate
+from axes.routes import dispatch
 
 Axis = Literal["data", "sequence", "depth"]
 _FAMILIES: dict[Axis, tuple[Any, ...]] = {"data": optim.ALL, "sequence": sequence.ALL, "depth": depth.ALL}
@@ -141,7 +142,7 @@ def _table(rows: Iterable[Entry]) -> list[str]:
 
 
 def _filter_geometries(update: StateUpdate) -> list[str]:
-    names = [type(f.parts()[1]).__name__ for f in update.filters() if not f.parts()[1].is_identity]
+    names = [type(f.parts().h).__name__ for f in update.filters() if not f.parts().h.is_identity]
     return [f"{n} on the update" for n in names]
 
 

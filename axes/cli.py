@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
 
-from axes import catalogue, dispatch
+from axes import catalogue
 from axes.bench.command import app as bench
 from axes.errors import AxesError
+from axes.routes import dispatch
 from axes.tasks import demonstration, language_modelling
 from axes.tasks.configuration import DTYPES, Configuration
 from axes.tasks.interruption import stop_requested

@@ -20,12 +20,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from axes.costs import Linear
+from axes.core.costs import Linear
+from axes.core.geometry import Sphere
+from axes.core.memory import Entries, Matrix, Slots
+from axes.core.rates import Signal
+from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
-from axes.geometry import Sphere
-from axes.memory import Entries, Matrix, Slots
-from axes.rates import Signal
-from axes.state_update import State, StateUpdate
 
 Streams = Tensor | State
 
@@ -154,7 +154,7 @@ class DepthMixer(nn.Module, ABC):
                 weights = torch.sigmoid(self.exit.to(theta.dtype))
             else:
                 weights = theta.new_full((self.streams,), 1.0 / self.streams)
-            plain = self.update.parts()[1].is_identity and not self._remembers
+            plain = self.update.parts().h.is_identity and not self._remembers
             signal = {} if plain else self.coefficients(theta).signal
             return self._look(streams, theta, weights, signal).to(kept.dtype)
 
@@ -234,7 +234,7 @@ class Mixed(nn.Module):
 
 def normalises(update: StateUpdate) -> bool:
     """Whether what the tuple hands out is normalised per stream: its h puts every column of S on a sphere."""
-    h = update.parts()[1]
+    h = update.parts().h
     return isinstance(h, Sphere) and h.axis == "columns"
 
 
@@ -255,7 +255,7 @@ def require_streams(update: StateUpdate) -> None:
 
 
 def _anchored(update: StateUpdate) -> bool:
-    return not isinstance(update.parts()[3].at, str)
+    return not isinstance(update.parts().step.at, str)
 
 
 def _exact(x: Tensor) -> AbstractContextManager[Any]:

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axes.algorithms import Step
-from axes.costs import Alignment
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment
+from axes.core.geometry import Cayley, Euclidean
+from axes.core.monoids import GeneralLinear
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.depth.base import Coefficients, DepthMixer
 from axes.depth.initial import read_shares, require_several
 from axes.errors import ShapeError
-from axes.geometry import Cayley, Euclidean
-from axes.monoids import GeneralLinear
-from axes.rates import Per
-from axes.state_update import StateUpdate
 
 EPS = 1e-6
 LOGITS = Per("mix", "mix", "real")

@@ -7,14 +7,14 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from axes.algorithms import Step
-from axes.costs import Alignment
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment
+from axes.core.geometry import Birkhoff, Euclidean
+from axes.core.monoids import GeneralLinear, Identity
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.depth.base import Coefficients, DepthMixer
 from axes.depth.initial import near_identity, read_shares, require_several
-from axes.geometry import Birkhoff, Euclidean
-from axes.monoids import GeneralLinear, Identity
-from axes.rates import Per
-from axes.state_update import StateUpdate
 
 EPS = 1e-6
 

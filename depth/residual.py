@@ -7,12 +7,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from axes.algorithms import Step
-from axes.costs import Alignment
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment
+from axes.core.geometry import Euclidean, Sphere
+from axes.core.monoids import Identity
+from axes.core.state_update import StateUpdate
 from axes.depth.base import Coefficients, DepthMixer
-from axes.geometry import Euclidean, Sphere
-from axes.monoids import Identity
-from axes.state_update import StateUpdate
 
 
 class _OneStream(DepthMixer):

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from axes.core.geometry import Birkhoff, Bounded, Cayley, Entropic, Geometry, SoftThreshold
+from axes.core.monoids import DPLR, Decay, GeneralLinear, Householder, Monoid, Product, Rotation
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.depth.base import Coefficients, DepthMixer, normalises, require_streams
 from axes.depth.initial import OFF_DIAGONAL, near_identity, one_hot
 from axes.errors import AxesError, IllegalUpdate, ShapeError
-from axes.geometry import Birkhoff, Bounded, Cayley, Entropic, Geometry, SoftThreshold
-from axes.monoids import DPLR, Decay, GeneralLinear, Householder, Monoid, Product, Rotation
-from axes.rates import Per
-from axes.state_update import StateUpdate
 
 Start = Literal["one", "none"]
 
@@ -158,9 +158,9 @@ def mixer(update: StateUpdate, *, prenorm: bool | None = None) -> MixerFactory:
         IllegalUpdate: the tuple takes its gradient from outside, its memory is not a matrix of streams, or it asks for
             something that depth does not have.
 
-    >>> from axes.algorithms import Step
-    >>> from axes.costs import SquaredError
-    >>> from axes.rates import Per
+    >>> from axes.core.algorithms import Step
+    >>> from axes.core.costs import SquaredError
+    >>> from axes.core.rates import Per
     >>> delta = mixer(StateUpdate(SquaredError(), algorithm=Step(rate=Per("beta"))))
     >>> sorted(name for name, _ in delta(d_model=8, layer_index=0, streams=2).named_parameters())
     ['post', 'pre', 'rates.beta']
@@ -206,7 +206,7 @@ def _starts(update: StateUpdate) -> tuple[dict[str, Start], dict[str, Geometry],
     if isinstance(h, SoftThreshold):
         none(h.threshold)
     for inner in update.filters():  # a filter starts as a pass-through: it forgets
-        for rate in inner.parts()[2].rates():
+        for rate in inner.parts().monoid.rates():
             none(rate)
     return starts, logits, zeros
 

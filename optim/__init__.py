@@ -3,25 +3,26 @@
 if __name__ != "axes.optim":
     raise ImportError("import axes.optim, not optim: the folder is installed as axes.optim")
 
-from axes.optim import convert, wrappers
-from axes.optim.adaptive import NAdam
-from axes.optim.base import Optimizer
-from axes.optim.diagnostics import NoiseScale, UpdateRatios
-from axes.optim.ekfac import EKFAC
-from axes.optim.exponentiated import ExponentiatedGradient
-from axes.optim.first_order import SGD, Adam, AdamW, Lion
-from axes.optim.general import optimizer
-from axes.optim.matrix import Muon
-from axes.optim.natural_gradient import ExactNaturalGradient, NaturalGradient
-from axes.optim.normuon import NorMuon
-from axes.optim.predicted import ReflectiveMomentum, RotationalMomentum, SignedEG
-from axes.optim.psgd import PSGDKron
-from axes.optim.regression import NLMS, Hebbian, HuberRegression, LpRegression, RecursiveLeastSquares
-from axes.optim.reports import Report, report
-from axes.optim.schedule_free import ScheduleFree
-from axes.optim.shampoo import Shampoo
-from axes.optim.sign import FrankWolfe, SignSGD
-from axes.optim.soap import SOAP
+from axes.optim.engine.base import Optimizer
+from axes.optim.engine.reports import Report, report
+from axes.optim.rules import wrappers
+from axes.optim.rules.adaptive import NAdam
+from axes.optim.rules.ekfac import EKFAC
+from axes.optim.rules.exponentiated import ExponentiatedGradient
+from axes.optim.rules.first_order import SGD, Adam, AdamW, Lion
+from axes.optim.rules.general import optimizer
+from axes.optim.rules.matrix import Muon
+from axes.optim.rules.natural_gradient import ExactNaturalGradient, NaturalGradient
+from axes.optim.rules.normuon import NorMuon
+from axes.optim.rules.predicted import ReflectiveMomentum, RotationalMomentum, SignedEG
+from axes.optim.rules.psgd import PSGDKron
+from axes.optim.rules.regression import NLMS, Hebbian, HuberRegression, LpRegression, RecursiveLeastSquares
+from axes.optim.rules.schedule_free import ScheduleFree
+from axes.optim.rules.shampoo import Shampoo
+from axes.optim.rules.sign import FrankWolfe, SignSGD
+from axes.optim.rules.soap import SOAP
+from axes.optim.tools import convert
+from axes.optim.tools.diagnostics import NoiseScale, UpdateRatios
 
 # What trains a model of any size; ExactNaturalGradient needs the Fisher matrix of all parameters at once.
 ALL: tuple[type[Optimizer], ...] = (

@@ -11,18 +11,18 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from axes.algorithms import Step
-from axes.costs import Alignment
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment
+from axes.core.geometry import Entropic
+from axes.core.memory import List
+from axes.core.monoids import Householder, Identity, Rotation, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
-from axes.geometry import Entropic
-from axes.memory import List
-from axes.monoids import Householder, Identity, Rotation, Scalar
-from axes.packed import Packing
-from axes.rates import Per
+from axes.routes.packed import Packing
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Block, BlockModule, ShortConvolution, Standard, l2_normalise
 from axes.sequence.charts import Chart, Constant, Factory, LogSigmoid, Sigmoid, Sizes
-from axes.state_update import StateUpdate
 
 # projections alone, as in Vaswani et al. 2017
 _PLAIN = Standard(conv=0, activation=None, key_norm=False, output_norm=False, output_gate=None)

@@ -1,7 +1,7 @@
 """The sequence axis: a layer steps its tuple at every token, then reads the query.
 
 forward(x, state) and step(x_t, state) agree; the state is a plain nested tuple of tensors. Which route computes a
-sequence is `axes.dispatch`'s decision: no layer names one.
+sequence is `axes.routes.dispatch`'s decision: no layer names one.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from axes import dispatch
+from axes.core.memory import MLP, LayerNormMatrix, Leaves, List
+from axes.core.rates import Signal
+from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
-from axes.memory import MLP, LayerNormMatrix, Leaves, List
-from axes.packed import Packing
-from axes.rates import Signal
+from axes.routes import dispatch
+from axes.routes.packed import Packing
 from axes.sequence.blocks import Block, Standard
 from axes.sequence.charts import Sizes
-from axes.state_update import State, StateUpdate
 
 
 class LayerState(NamedTuple):
@@ -43,7 +43,7 @@ class SequenceLayer(nn.Module):
         d_k, d_v: key and value width of a head; by default what `widths` says, usually d_model / heads.
         block: another block than the class's own (a `dataclasses.replace` of it, say).
         update: another tuple than the class's own.
-        implementation: reference, torch or triton by name; otherwise what `axes.dispatch.select` picks.
+        implementation: reference, torch or triton by name; otherwise what `axes.routes.dispatch.select` picks.
         checkpoint: recompute the layer in the backward pass instead of storing its activations.
         device, dtype: of the parameters.
 
@@ -82,7 +82,7 @@ class SequenceLayer(nn.Module):
             raise ShapeError(f"{who}: d_model={d_model} is not a multiple of heads={heads}; give d_k and d_v")
         usual_k, usual_v = self.widths(d_model, heads)
         self.sizes = Sizes(d_model, heads, usual_k if d_k is None else d_k, usual_v if d_v is None else d_v)
-        _, _, _, _, memory = self.update.parts()
+        memory = self.update.parts().memory
         if not memory.keyed:
             raise IllegalUpdate(f"{who}: a sequence layer needs keys; {self.update!r} takes a given gradient")
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
@@ -106,7 +106,7 @@ class SequenceLayer(nn.Module):
         """The memory's own empty leaves, per head."""
         s = self.sizes
         signal = {"k": torch.zeros(s.heads, s.d_k), "v": torch.zeros(s.heads, s.d_v)}
-        return self.update.parts()[4].zeros(signal)
+        return self.update.parts().memory.zeros(signal)
 
     def _reset_initial(self) -> None:
         if self.initial is not None and self._spread is not None:
@@ -254,9 +254,9 @@ def layer(update: StateUpdate, name: str = "Custom", block: Block | None = None)
 
     block: what surrounds the recurrence; by default projections, normalised keys and default charts for every rate.
     """
-    h = update.parts()[1]
+    h = update.parts().h
     default = Standard(initial=None if h.is_identity else 0.5)
-    if isinstance(update.parts()[4], List):
+    if isinstance(update.parts().memory, List):
         default = Standard(conv=0, activation=None, key_norm=False, output_norm=False, output_gate=None)
     declared = {"update": update, "block": block or default, "__doc__": f"A layer of {update!r}."}
     return type(name, (SequenceLayer,), declared)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, elu, gelu, relu, rms_norm, silu
 
+from axes.core.rates import Per
 from axes.errors import IllegalUpdate
-from axes.packed import Packing
-from axes.rates import Per
+from axes.routes.packed import Packing
 from axes.sequence.charts import Chart, Factory, Sizes, default_chart
 
 Activation = Literal["silu", "gelu", "relu", "elu+1", "sigmoid"]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from axes.core.rates import Per
 from axes.errors import IllegalUpdate
-from axes.packed import Packing
-from axes.rates import Per
+from axes.routes.packed import Packing
 from axes.sequence.blocks import Block, BlockModule, ShortConvolution, build_charts
 from axes.sequence.charts import Chart, Factory, Sigmoid, Sizes
 

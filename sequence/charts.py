@@ -14,8 +14,8 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from axes.core.rates import Per
 from axes.errors import IllegalUpdate
-from axes.rates import Per
 
 Factory = dict[str, Any]  # device and dtype of parameters
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import final
 
-from axes.algorithms import Step
-from axes.costs import SquaredError
-from axes.geometry import Euclidean
-from axes.monoids import Identity, Scalar
-from axes.rates import Per
+from axes.core.algorithms import Step
+from axes.core.costs import SquaredError
+from axes.core.geometry import Euclidean
+from axes.core.monoids import Identity, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.charts import SSM, Sigmoid
-from axes.state_update import StateUpdate
 
 
 @final

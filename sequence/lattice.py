@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from typing import final
 
-from axes.algorithms import Step
-from axes.costs import Alignment, SquaredError
-from axes.geometry import Euclidean, Sphere
-from axes.memory import Slots
-from axes.monoids import Identity, Scalar
-from axes.rates import Per
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment, SquaredError
+from axes.core.geometry import Euclidean, Sphere
+from axes.core.memory import Slots
+from axes.core.monoids import Identity, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.charts import Capped, LogSigmoid
-from axes.state_update import StateUpdate
 
 _PAPER = "Lattice: Learning to Efficiently Compress the Memory (Karami and Mirrokni 2025)"
 _BIBTEX = """@article{karami2025lattice,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import final
 
-from axes.algorithms import Step
-from axes.costs import Alignment
-from axes.geometry import Euclidean
-from axes.monoids import Diagonal, Identity, Product, Rotation, Scalar
-from axes.rates import Per
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment
+from axes.core.geometry import Euclidean
+from axes.core.monoids import Diagonal, Identity, Product, Rotation, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.blocks_mamba import SSD
 from axes.sequence.charts import SSM, Constant, LogSigmoid
-from axes.state_update import StateUpdate
 
 
 @final

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import final
 
-from axes.algorithms import Step
-from axes.costs import SquaredError
-from axes.geometry import Euclidean
-from axes.memory import Entries
-from axes.monoids import Identity
-from axes.rates import Per
+from axes.core.algorithms import Step
+from axes.core.costs import SquaredError
+from axes.core.geometry import Euclidean
+from axes.core.memory import Entries
+from axes.core.monoids import Identity
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks_mamba import Mamba
-from axes.state_update import StateUpdate
 
 _PAPER = "Longhorn: State Space Models are Amortized Online Learners (Liu et al. 2024)"
 _BIBTEX = """@misc{liu2024longhorn,

@@ -21,16 +21,16 @@ from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
 
-from axes.algorithms import Anchor, Step
-from axes.costs import Huber, HuberSwitch, Lp, SquaredError
-from axes.geometry import Entropic, Euclidean, Lq, LqLiteral
-from axes.memory import MLP
-from axes.monoids import Diagonal, Scalar
-from axes.rates import Per
+from axes.core.algorithms import Anchor, Step
+from axes.core.costs import Huber, HuberSwitch, Lp, SquaredError
+from axes.core.geometry import Entropic, Euclidean, Lq, LqLiteral
+from axes.core.memory import MLP
+from axes.core.monoids import Diagonal, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.charts import Capped, Chart, Constant, LogSigmoid, Sizes, Softplus
-from axes.state_update import StateUpdate
 
 _PAPER = (
     "It's All Connected: A Journey Through Test-Time Memorization, Attentional Bias, Retention, and Online Optimization"

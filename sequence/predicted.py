@@ -13,15 +13,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from axes.algorithms import Anchor, Momentum, Step
-from axes.costs import Alignment, Linear, SquaredError
-from axes.geometry import Euclidean, Spectral, Sphere, Whiten
-from axes.monoids import Identity, Scalar
-from axes.rates import Per
+from axes.core.algorithms import Anchor, Momentum, Step
+from axes.core.costs import Alignment, Linear, SquaredError
+from axes.core.geometry import Euclidean, Spectral, Sphere, Whiten
+from axes.core.monoids import Identity, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.charts import Capped, Chart, LogSigmoid, Sigmoid, Sizes
-from axes.state_update import OnUpdate, StateUpdate
 
 _ARTICLE = """
 @misc{axes-state-update,

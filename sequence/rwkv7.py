@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import group_norm
 
-from axes.algorithms import Step
-from axes.costs import Alignment
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment
+from axes.core.geometry import Euclidean
+from axes.core.monoids import DPLR
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
-from axes.geometry import Euclidean
-from axes.monoids import DPLR
-from axes.packed import Packing
-from axes.rates import Per
+from axes.routes.packed import Packing
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Block, BlockModule, behind, l2_normalise, last
 from axes.sequence.charts import Factory, Sizes
-from axes.state_update import StateUpdate
 
 _SUPPLIED = frozenset({"k", "v", "q", "a", "b"})
 _MIXED = ("r", "w", "k", "v", "a", "g")

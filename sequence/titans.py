@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from typing import final
 
-from axes.algorithms import Anchor, Step
-from axes.costs import Linear, SquaredError
-from axes.geometry import Euclidean
-from axes.memory import MLP
-from axes.monoids import Scalar
-from axes.rates import Per
+from axes.core.algorithms import Anchor, Step
+from axes.core.costs import Linear, SquaredError
+from axes.core.geometry import Euclidean
+from axes.core.memory import MLP
+from axes.core.monoids import Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.charts import Capped, LogSigmoid
-from axes.state_update import StateUpdate
 
 _PAPER = "Titans: Learning to Memorize at Test Time (Behrouz, Zhong and Mirrokni 2025)"
 _BIBTEX = """@article{behrouz2024titans,

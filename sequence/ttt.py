@@ -10,14 +10,14 @@ from typing import Any, final
 
 from torch import nn
 
-from axes.algorithms import Anchor, Step
-from axes.costs import SquaredError
-from axes.memory import MLP, LayerNormMatrix
-from axes.rates import Per
+from axes.core.algorithms import Anchor, Step
+from axes.core.costs import SquaredError
+from axes.core.memory import MLP, LayerNormMatrix
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.charts import Chart, Sigmoid, Sizes
-from axes.state_update import StateUpdate
 
 
 @final

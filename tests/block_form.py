@@ -97,7 +97,7 @@ def chunk_form(
     q: Tensor, k: Tensor, v: Tensor, block: Tensor, write: Tensor, erase: Tensor | None = None,
     start: Tensor | None = None, *, size: int, products: Exact = Exact(),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The identities of axes.kernels.block, chunk by chunk; q and k with as many heads as v."""
+    """The identities of axes.kernels.block.chain, chunk by chunk; q and k with as many heads as v."""
     dot, weigh = products.dot, products.weigh
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     q, k, v, block, write = (x.transpose(1, 2) for x in (q, k, v, block, write))  # (B, HV, T, ...)

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from axes.kernels.launch import Kernel
+from axes.kernels.common.launch import Kernel
 from tests.barriers import not_ended
 from tests.in_flight import overwritten
 
@@ -82,7 +82,7 @@ def hopper() -> Iterator[list[Launch]]:
     driver.set_active(device)  # type: ignore[arg-type]
     try:
         every = patch.object(Kernel, "__getitem__", lambda self, grid: self.kernel[grid])  # not the first alone
-        unchecked = patch("axes.kernels.layout.interpreted", lambda: True)
+        unchecked = patch("axes.kernels.common.layout.interpreted", lambda: True)
         with patch.object(JITFunction, "run", compile_only), unchecked, every:
             yield launches
     finally:

@@ -11,11 +11,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from axes import dispatch, reference
 from axes.bench.check import BOUNDS
 from axes.bench.peers import FLA, OURS, library
 from axes.bench.rules import Rule, Shape, Signal, find
 from axes.bench.timing import median
+from axes.core import reference
+from axes.routes import dispatch
 from axes.tasks.run_folder import write_json
 
 INTERPRETER = "interpreter"

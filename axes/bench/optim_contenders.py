@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from axes import optim
 from axes.errors import AxesError
-from axes.optim.capabilities import holds
+from axes.optim.engine.capabilities import holds
 
 OURS = "axes"
 Parameters = list[nn.Parameter]

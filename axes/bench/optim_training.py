@@ -22,7 +22,7 @@ from axes.bench.optim_tasks import Task, find_tasks
 from axes.bench.results import begin, write
 from axes.bench.sequence import device_of
 from axes.errors import AxesError
-from axes.optim.routing import roles
+from axes.optim.engine.routing import roles
 from axes.tasks.schedules import Schedule
 
 FILE = "optim-training.json"

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, sigmoid
 
-from axes import dispatch, reference
-from axes.algorithms import Step
 from axes.bench.floors import Account, account
-from axes.costs import Alignment, SquaredError
-from axes.derived import block_size
+from axes.core import reference
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment, SquaredError
+from axes.core.derived import block_size
+from axes.core.monoids import Diagonal, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
-from axes.monoids import Diagonal, Scalar
-from axes.rates import Per
+from axes.routes import dispatch
 from axes.sequence import RWKV7, TitansMatrix
-from axes.state_update import StateUpdate
 
 Signal = dict[str, Tensor]
 Run = Callable[[Signal], tuple[Tensor, Tensor]]  # output (B, T, H, V) and final state
@@ -107,7 +108,7 @@ class Rule:
         )
 
     def ours(self, implementation: dispatch.Implementation) -> Run:
-        """The tuple through `axes.dispatch`, as a layer runs it."""
+        """The tuple through `axes.routes.dispatch`, as a layer runs it."""
 
         def run(signal: Signal) -> tuple[Tensor, Tensor]:
             out, state = dispatch.run(self.update, signal, time=1, implementation=implementation)

@@ -15,11 +15,11 @@ import torch
 from scipy import special, stats
 from torch import Tensor
 
-from axes import dispatch
 from axes.catalogue import get
 from axes.claims.base import Draw
-from axes.memory import List
-from axes.state_update import Output, StateUpdate
+from axes.core.memory import List
+from axes.core.state_update import Output, StateUpdate
+from axes.routes import dispatch
 
 LINEAR, DELTA, SOFTMAX = "linear-attention-unnormalised", "delta-net", "softmax-attention"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from axes.claims.base import Draw
 from axes.claims.figure import Figure
-from axes.geometry import Birkhoff, Cayley
+from axes.core.geometry import Birkhoff, Cayley
 
 _LAYERS, _STREAMS = 64, 4
 

@@ -9,7 +9,6 @@ from scipy import optimize
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
-from axes.algorithms import Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds
 from axes.claims.group_a_tools import (
     fed,
@@ -22,13 +21,14 @@ from axes.claims.group_a_tools import (
     trained,
 )
 from axes.claims.sources import BLOG
-from axes.costs import Given, SquaredError
-from axes.geometry import Entropic, Euclidean, Geometry, SignBall, Spectral, Sphere
-from axes.monoids import Scalar
+from axes.core.algorithms import Step
+from axes.core.costs import Given, SquaredError
+from axes.core.geometry import Entropic, Euclidean, Geometry, SignBall, Spectral, Sphere
+from axes.core.monoids import Scalar
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
 from axes.optim import SGD, Lion, Muon
-from axes.rates import Per
 from axes.sequence.predicted import FrankWolfeDelta
-from axes.state_update import OnUpdate, StateUpdate
 
 _DUAL = "Constrained dual (Frank-Wolfe)"
 # Newton-Schulz with a contracting polynomial, long enough to be the polar factor to rounding

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.nn.functional import scaled_dot_product_attention
 
-from axes import dispatch
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds
 from axes.claims.group_a_tools import layer_tuple, one_step, randomised
 from axes.claims.sources import BLOG
-from axes.geometry import Whiten
-from axes.memory import List
+from axes.core.geometry import Whiten
+from axes.core.memory import List
+from axes.core.state_update import Output, StateUpdate
+from axes.routes import dispatch
 from axes.sequence import SoftmaxAttention, UnnormalisedLinearAttention
 from axes.sequence.predicted import RLSNet
-from axes.state_update import Output, StateUpdate
 
 _KEYS, _SPECTRUM = "Write, read, and the key-value abstraction", "The projection spectrum"
 _LINEAR = "linear-attention-unnormalised"

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, rms_norm
 
-from axes import reference
-from axes.algorithms import Step
-from axes.bregman import Context
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, untestable, within
 from axes.claims.group_a_tools import fed, gradient, layer_tuple, minimiser, one_output, one_step, squared_error
 from axes.claims.sources import BLOG
-from axes.costs import Linear
+from axes.core import reference
+from axes.core.algorithms import Step
+from axes.core.costs import Linear
+from axes.core.geometry import Entropic, SignBall, Spectral, Sphere, Whiten
+from axes.core.geometry.bregman import Context
+from axes.core.monoids import Identity
+from axes.core.rates import Per
+from axes.core.state_update import Output, StateUpdate
 from axes.depth import PostNorm, PreNorm
 from axes.depth.base import DepthMixer
-from axes.geometry import Entropic, SignBall, Spectral, Sphere, Whiten
-from axes.monoids import Identity
 from axes.optim import Shampoo
-from axes.rates import Per
 from axes.sequence import TTTMLP, DeltaNet, TTTLinear
-from axes.state_update import Output, StateUpdate
 
 _NORMS = "Retention, normalization, and the generating function h"
 

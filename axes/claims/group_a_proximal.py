@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from axes import reference
-from axes.algorithms import Momentum, Step
-from axes.bregman import Context
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds
 from axes.claims.group_a_tools import gradient, layer_tuple, minimiser, one_output, one_step, squared_error
 from axes.claims.sources import BLOG
-from axes.costs import Cost, CrossEntropy, Given, Huber, Linear, Lp, SquaredError
-from axes.derived import chain, feedback
-from axes.geometry import Bounded, Entropic, Euclidean, Geometry, Lq, Spectral, Whiten
-from axes.memory import MLP
-from axes.rates import Per
+from axes.core import reference
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Cost, CrossEntropy, Given, Huber, Linear, Lp, SquaredError
+from axes.core.derived import chain, feedback
+from axes.core.geometry import Bounded, Entropic, Euclidean, Geometry, Lq, Spectral, Whiten
+from axes.core.geometry.bregman import Context
+from axes.core.memory import MLP
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.sequence.predicted import FrankWolfeDelta, RLSNet
-from axes.state_update import StateUpdate
 
 _COST, _EUCLIDEAN, _MIRROR = "The regularized cost", "Euclidean case", "General case (mirror descent)"
 _RATE = Step(Per("eta"))
@@ -141,7 +141,7 @@ def A20(draw: Draw) -> tuple[Finding, ...]:
 
 def _derived(update: StateUpdate) -> bool:
     """Whether the tuple's parts say that a step is affine in the stored state."""
-    return feedback(update) != "nonlinear" and all(f.parts()[1].is_identity for f in update.filters())
+    return feedback(update) != "nonlinear" and all(f.parts().h.is_identity for f in update.filters())
 
 
 @claim(
@@ -149,7 +149,7 @@ def _derived(update: StateUpdate) -> bool:
     "The explicit Euclidean step has the form W A_t + write(v_t, k_t).",
     Verdict.CONDITIONAL,
     BLOG(_EUCLIDEAN),
-    "axes.sequence.DeltaNet, axes.sequence.TitansMatrix, axes.derived.feedback",
+    "axes.sequence.DeltaNet, axes.sequence.TitansMatrix, axes.core.derived.feedback",
     conditions="the gradient is affine in W: alignment or squared error on a linear memory, with any momentum, gate "
     "or proximal shrinkage; not robust, cubic or logistic costs, not normalised directions, entropic links or deep "
     "memories",
@@ -170,7 +170,7 @@ def A21(draw: Draw) -> tuple[Finding, ...]:
         def run(*leaves: Tensor) -> tuple[Tensor, ...]:
             return reference.run(update, data, weights=leaves)[1].theta
 
-        if update.parts()[4] == MLP(1):
+        if update.parts().memory == MLP(1):
             a, b = ((x, y) for x, y in zip((starts[0], draw.normal(d, d)), (starts[1], draw.normal(d, d)), strict=True))
         else:
             a, b = (starts[0],), (starts[1],)  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from axes.catalogue import get
 from axes.claims.base import Draw
-from axes.state_update import StateUpdate
+from axes.core.state_update import StateUpdate
 
 _M = TypeVar("_M", bound=nn.Module)
 

@@ -8,20 +8,21 @@ from scipy import integrate
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
-from axes import dispatch, reference
-from axes.algorithms import Momentum, Step
 from axes.catalogue import get
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds
 from axes.claims.group_a_tools import fed, gradient, layer_tuple, one_step, squared_error, trained
 from axes.claims.sources import BLOG
-from axes.costs import Alignment, Given
+from axes.core import reference
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Alignment, Given
+from axes.core.derived import structure
+from axes.core.geometry import Birkhoff, Euclidean
+from axes.core.monoids import Diagonal, Hadamard, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.depth import Residual
-from axes.derived import structure
-from axes.geometry import Birkhoff, Euclidean
-from axes.monoids import Diagonal, Hadamard, Scalar
 from axes.optim import SGD
-from axes.rates import Per
-from axes.state_update import StateUpdate
+from axes.routes import dispatch
 
 _SAME, _TABLE = "The same algorithm", "The same algorithm, table of instances"
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 from torch.nn.functional import scaled_dot_product_attention
 
-from axes import reference
-from axes.algorithms import Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, untestable, within
 from axes.claims.capacity_measures import (
     DELTA,
@@ -28,8 +26,10 @@ from axes.claims.capacity_measures import (
 )
 from axes.claims.group_b_writes import gradient
 from axes.claims.sources import BLOG
-from axes.costs import CrossEntropy, SquaredError
-from axes.state_update import StateUpdate
+from axes.core import reference
+from axes.core.algorithms import Step
+from axes.core.costs import CrossEntropy, SquaredError
+from axes.core.state_update import StateUpdate
 
 _HOPFIELD = "What to write: the cost, table of Hopfield energies"
 

@@ -11,17 +11,17 @@ from scipy import optimize
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, huber_loss, layer_norm
 
-from axes import reference
-from axes.algorithms import Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds
 from axes.claims.capacity_measures import DELTA, LINEAR, recall_error, sequence_tuple, written
 from axes.claims.sources import BLOG, SLIDES
-from axes.costs import Alignment, Cost, CrossEntropy, Huber, HuberSwitch, Lp, SquaredError
-from axes.memory import LayerNormMatrix
+from axes.core import reference
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment, Cost, CrossEntropy, Huber, HuberSwitch, Lp, SquaredError
+from axes.core.memory import LayerNormMatrix
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.optim import SGD
-from axes.rates import Per
 from axes.sequence.ttt import TTTLinear
-from axes.state_update import StateUpdate
 
 
 def gradient(value: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:

@@ -12,20 +12,21 @@ from scipy import linalg, optimize
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-from axes import dispatch, reference
-from axes.algorithms import Momentum, Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, within
 from axes.claims.group_a_tools import fed, gradient, layer_tuple, one_step, squared_error, trained
 from axes.claims.group_c_steps import directed, parameter, rule
 from axes.claims.group_c_writes import eye
 from axes.claims.sources import BLOG
-from axes.costs import SquaredError
-from axes.derived import structure
-from axes.geometry import Spectral
-from axes.monoids import Scalar
+from axes.core import reference
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import SquaredError
+from axes.core.derived import structure
+from axes.core.geometry import Spectral
+from axes.core.monoids import Scalar
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
 from axes.optim import SGD, Lion, Muon
-from axes.rates import Per
-from axes.state_update import OnUpdate, StateUpdate
+from axes.routes import dispatch
 
 
 @claim(

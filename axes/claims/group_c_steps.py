@@ -11,18 +11,18 @@ from scipy import optimize
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
 
-from axes import reference
-from axes.algorithms import Momentum, Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, within
 from axes.claims.group_a_tools import fed, gradient, layer_tuple, squared_error
 from axes.claims.group_c_writes import eye, ridge_weights
 from axes.claims.sources import BLOG
-from axes.costs import Given, Linear
-from axes.geometry import Cautious, Context, Euclidean, Geometry, Lq, Spectral, Whiten
-from axes.monoids import Decay, Identity
+from axes.core import reference
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Given, Linear
+from axes.core.geometry import Cautious, Context, Euclidean, Geometry, Lq, Spectral, Whiten
+from axes.core.monoids import Decay, Identity
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
 from axes.optim import SGD, Adam, ExactNaturalGradient, Lion, NaturalGradient, Shampoo, optimizer
-from axes.rates import Per
-from axes.state_update import OnUpdate, StateUpdate
 
 _NORMS = "Algorithms, steepest descent under a norm"
 LR, DECAY = Per("lr"), Per("weight_decay")
@@ -40,7 +40,7 @@ def rule(update: StateUpdate, weight: Tensor, **rates: Any) -> torch.optim.Optim
 
 
 def _matrix(update: StateUpdate) -> bool:
-    return any(f.parts()[1].matrix for f in update.filters()) or update.parts()[1].matrix
+    return any(f.parts().h.matrix for f in update.filters()) or update.parts().h.matrix
 
 
 def parameter(w: Tensor) -> nn.Parameter:

@@ -11,14 +11,15 @@ from scipy import linalg
 from torch import Tensor
 from torch.autograd.functional import hessian
 
-from axes import dispatch, reference
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, within
 from axes.claims.capacity_measures import DELTA, LINEAR, delta_recall_law, matrix_curve, written
 from axes.claims.group_a_tools import gradient, layer_tuple, one_step, squared_error
 from axes.claims.sources import BLOG, SLIDES
-from axes.monoids import Householder
-from axes.rates import Per
-from axes.state_update import StateUpdate
+from axes.core import reference
+from axes.core.monoids import Householder
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.routes import dispatch
 
 _HOW = "How to write"
 RLS, GATED, DECAYED, LONGHORN = "rls-net", "gated-delta-net", "gated-delta-net-prev", "longhorn"

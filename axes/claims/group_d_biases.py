@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from axes import dispatch
-from axes.algorithms import Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds
 from axes.claims.group_a_tools import layer_tuple
 from axes.claims.group_d_tools import (
@@ -24,14 +22,16 @@ from axes.claims.group_d_tools import (
     weights,
 )
 from axes.claims.sources import BLOG
-from axes.costs import Alignment
-from axes.derived import structure
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment
+from axes.core.derived import structure
+from axes.core.geometry import Birkhoff
+from axes.core.monoids import GeneralLinear, Rotation, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
-from axes.geometry import Birkhoff
-from axes.monoids import GeneralLinear, Rotation, Scalar
-from axes.rates import Per
+from axes.routes import dispatch
 from axes.sequence.charts import Constant
-from axes.state_update import StateUpdate
 
 _SECTION = "Retention and forgetting"
 _TABLE = _SECTION + ", table of transition monoids"
@@ -158,7 +158,7 @@ def _refused(gate: float) -> float:
     "The distance -log |P| of every transition monoid obeys the chain rule d(j, t) = d(j, s) + d(s, t).",
     Verdict.FALSE,
     BLOG(_SECTION + ", properties of the distance"),
-    "axes.sequence.GLA, axes.sequence.DeltaNet, axes.sequence.RWKV7, axes.monoids",
+    "axes.sequence.GLA, axes.sequence.DeltaNet, axes.sequence.RWKV7, axes.core.monoids",
     correction="d(j, t) >= d(j, s) + d(s, t), the reverse triangle inequality; equality if the norm is multiplicative "
     "on the monoid (scalars, isometries), or channel by channel for diagonal gates",
     kind="MATH",

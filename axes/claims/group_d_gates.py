@@ -8,14 +8,15 @@ import math
 import torch
 from torch import Tensor
 
-from axes import dispatch, reference
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, untestable
 from axes.claims.group_a_tools import layer_tuple
 from axes.claims.group_d_tools import additive, causal, effective_keys, eye, one_map, unit_rows, weights
 from axes.claims.sources import BLOG, SLIDES
-from axes.derived import structure
-from axes.monoids import DPLR, Diagonal, GeneralLinear, Hadamard, Householder, Product
-from axes.rates import Per
+from axes.core import reference
+from axes.core.derived import structure
+from axes.core.monoids import DPLR, Diagonal, GeneralLinear, Hadamard, Householder, Product
+from axes.core.rates import Per
+from axes.routes import dispatch
 
 _DECAY = "Linear attention with more fine-grained decay"
 _EXPRESSIVE = "DeltaNet's expressiveness"

@@ -7,13 +7,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from axes import dispatch, reference
 from axes.claims.group_a_tools import layer_tuple
-from axes.costs import Alignment
-from axes.geometry import Euclidean
-from axes.memory import List
-from axes.monoids import Monoid
-from axes.state_update import StateUpdate
+from axes.core import reference
+from axes.core.costs import Alignment
+from axes.core.geometry import Euclidean
+from axes.core.memory import List
+from axes.core.monoids import Monoid
+from axes.core.state_update import StateUpdate
+from axes.routes import dispatch
 
 NOTHING = -800.0  # the log of a gate that is exactly zero in float64
 

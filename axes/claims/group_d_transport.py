@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axes import dispatch
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds
 from axes.claims.group_a_tools import layer_tuple
 from axes.claims.group_d_tools import (
@@ -25,10 +24,11 @@ from axes.claims.group_d_tools import (
     weights,
 )
 from axes.claims.sources import BLOG
+from axes.core.geometry import Birkhoff
+from axes.core.monoids import Diagonal, Element, GeneralLinear, Householder, Identity, Monoid, Product, Rotation, Scalar
+from axes.core.rates import Per
 from axes.errors import IllegalUpdate
-from axes.geometry import Birkhoff
-from axes.monoids import Diagonal, Element, GeneralLinear, Householder, Identity, Monoid, Product, Rotation, Scalar
-from axes.rates import Per
+from axes.routes import dispatch
 
 _SECTION = "Retention and forgetting"
 _TABLE = _SECTION + ", table of transition monoids"
@@ -247,7 +247,7 @@ def _elements(monoid: Monoid, signals: list[dict[str, Tensor]], like: Tensor) ->
     "The transition sets of the table are monoids: closed under products, with an identity.",
     Verdict.CONDITIONAL,
     BLOG(_TABLE + "; Taxonomy, column of monoids"),
-    "axes.monoids",
+    "axes.core.monoids",
     conditions="reflections stand for what they generate, the orthogonal matrices; scalars lie in (0, 1]; GL(n) stands "
     "for all matrices; doubly stochastic maps form a monoid and no group",
     derivation="Each set is closed under products and composition is matrix multiplication. Two reflections make a "

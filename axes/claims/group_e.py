@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from scipy import optimize
 
-from axes import reference
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, untestable, within
 from axes.claims.capacity_measures import (
     DELTA,
@@ -27,6 +26,7 @@ from axes.claims.capacity_measures import (
     written,
 )
 from axes.claims.sources import BLOG
+from axes.core import reference
 
 _SECTION = "Capacity and the SNR"
 _LINEAR, _SOFTMAX = "axes.sequence.UnnormalisedLinearAttention", "axes.sequence.SoftmaxAttention"

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import huber_loss
 
-from axes.algorithms import Anchor, Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, untestable
 from axes.claims.group_a_tools import gradient, layer_tuple, randomised, squared_error, trained
 from axes.claims.group_f_delta import delta_chunk
 from axes.claims.group_f_tools import DELTA, LINEAR, block_rank, by_chunks, causal, recurrent, states
 from axes.claims.sources import BLOG, SLIDES
+from axes.core.algorithms import Anchor, Step
+from axes.core.memory import Matrix
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.depth import HyperConnections, Residual
 from axes.depth.base import DepthMixer
-from axes.memory import Matrix
 from axes.optim import SGD
-from axes.rates import Per
 from axes.sequence.ttt import TTTLinear
-from axes.state_update import StateUpdate
 
 _DUALITY = "Duality: recurrent and attention views"
 
@@ -101,7 +101,7 @@ def _batched(start: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
     "On the data axis the duality of online steps and a parallel form is an analogy of structure, not an identity.",
     Verdict.FALSE,
     BLOG(f"{_DUALITY}; Exact vs. structural analogy"),
-    "axes.optim.SGD, axes.scan.chunked, axes.sequence.DeltaNet",
+    "axes.optim.SGD, axes.routes.scan.chunked, axes.sequence.DeltaNet",
     correction="exact for a linear layer with squared error (the UT form of B examples is B sequential steps, beta the "
     "learning rate) and for alignment; structural where errors are not affine in the weights",
     kind="OVER",
@@ -140,7 +140,7 @@ def F19(draw: Draw) -> tuple[Finding, ...]:
     "A mini-batch is to data what a chunk is to a sequence.",
     Verdict.FALSE,
     BLOG(_DUALITY),
-    "axes.optim.SGD, axes.scan.chunked, axes.Anchor",
+    "axes.optim.SGD, axes.routes.scan.chunked, axes.Anchor",
     correction="a chunk computes the sequential steps exactly; a mini-batch takes all gradients at its start, which is "
     "the frozen chunk of test-time training and off by O(eta^2). They agree only where gradients do not see the state",
     kind="MATH",

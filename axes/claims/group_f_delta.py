@@ -52,7 +52,7 @@ def _parallel(q: Tensor, k: Tensor, beta: Tensor) -> Tensor:
     "The delta rule has the parallel form O = A V, A = (Q K^T * L)(I + K K^T * (L - I))^-1 * M.",
     Verdict.CONDITIONAL,
     BLOG("Duality: recurrent and attention views"),
-    "axes.sequence.DeltaNet, axes.scan.chunked",
+    "axes.sequence.DeltaNet, axes.routes.scan.chunked",
     conditions="beta = 1 and S_0 = 0 (keys of any length); L has its diagonal in the first factor and not in the "
     "inverse; the last mask is redundant but cannot replace the first",
     derivation="The written errors solve u_t + sum_{i<t} (k_i . k_t) u_i = v_t, a unit triangular system, and O = (Q "
@@ -237,7 +237,7 @@ def delta_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) ->
     "The delta rule by chunks: O = Q S^T + (Q K^T * M)(U - W S^T), S the state before the chunk.",
     Verdict.EXACT,
     SLIDES(f"{_TRAINING}, parallel output computation"),
-    "axes.scan.chunked, axes.sequence.DeltaNet",
+    "axes.routes.scan.chunked, axes.sequence.DeltaNet",
     derivation="Z = U - W S^T are the errors that the chunk writes when it starts from S: T (V - K S^T). The next "
     "chunk starts from S + Z^T K.",
 )
@@ -274,7 +274,7 @@ def _gated_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g
     "Gated DeltaNet by chunks: the UT form with scores and keys weighted by ratios of cumulated gates.",
     Verdict.EXACT,
     SLIDES("Combining DeltaNet and Mamba2's chunkwise algorithms"),
-    "axes.scan.chunked, axes.sequence.GatedDeltaNet",
+    "axes.routes.scan.chunked, axes.sequence.GatedDeltaNet",
     derivation="S_t / (alpha_1 ... alpha_t) follows the delta rule with rescaled values, and the ratios gamma_i / "
     "gamma_j for i >= j undo the rescaling. From logs they never exceed one, so that closed gates underflow to zero "
     "instead of dividing by it.",

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from axes import dispatch
-from axes.checks import example
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, within
 from axes.claims.group_a_tools import layer_tuple
 from axes.claims.group_f_tools import (
@@ -28,6 +26,8 @@ from axes.claims.group_f_tools import (
     recurrent,
 )
 from axes.claims.sources import BLOG, SLIDES
+from axes.routes import dispatch
+from axes.testing.checks import example
 
 _DUALITY = "Duality: recurrent and attention views"
 
@@ -98,7 +98,7 @@ def F02(draw: Draw) -> tuple[Finding, ...]:
     "With scalar gates gamma_t linear attention is (Q K^T * D) V, D_ij = gamma_{j+1} ... gamma_i.",
     Verdict.EXACT,
     SLIDES("The parallel form for linear attention with decay"),
-    "axes.sequence.Mamba2, axes.scan.chunked",
+    "axes.sequence.Mamba2, axes.routes.scan.chunked",
     derivation="Pair j is multiplied by every gate after its write, and numbers commute with everything. A gate of "
     "zero is the log -inf: everything before it is gone, on both sides.",
 )
@@ -131,7 +131,7 @@ def _decayed_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor
     "The chunk form is exact for every chunk size: one token is the recurrence, all tokens are the parallel form.",
     Verdict.EXACT,
     SLIDES("Chunkwise parallel form"),
-    "axes.scan.chunked, axes.sequence.Mamba2",
+    "axes.routes.scan.chunked, axes.sequence.Mamba2",
     derivation="S_c is a sufficient statistic of everything before the chunk: the output splits into decay * (Q S_c^T) "
     "and the parallel form within, for any split of the sequence.",
 )
@@ -182,7 +182,7 @@ def _products(length: int, d: int, size: int) -> tuple[int, int]:
     "The chunk form costs O(C d^2) for the state and O(C^2 d + C d^2) for the output of a chunk: O(L d^2 + L C d).",
     Verdict.EXACT,
     SLIDES("Chunkwise parallel form, computational complexity"),
-    "axes.scan.chunked",
+    "axes.routes.scan.chunked",
     derivation="With two operations per multiply-add a chunk pays 2 C d^2 to read the state, 2 C d^2 to write it, "
     "2 C^2 d for the scores and 2 C^2 d to apply them: L/C of them make 4 L d^2 + 4 L C d. Torch counts exactly that.",
 )
@@ -204,7 +204,7 @@ def F05(draw: Draw) -> tuple[Finding, ...]:
     "The best chunk size matches the memory's capacity, C* ~ d.",
     Verdict.FALSE,
     BLOG(f"{_DUALITY}; Critical batch size = memory capacity"),
-    "axes.scan.chunked",
+    "axes.routes.scan.chunked",
     correction="4 L d^2 + 4 L C d grows with C, so operations are fewest at C = 1; C = d is where the work inside "
     "chunks equals the work across them. Sizes of 64 to 256 come from hardware",
     kind="MATH",

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from axes import reference, scan
 from axes.claims.group_a_tools import layer_tuple
-from axes.derived import chain
-from axes.state_update import StateUpdate
+from axes.core import reference
+from axes.core.derived import chain
+from axes.core.state_update import StateUpdate
+from axes.routes import scan
 
 LINEAR, MAMBA2, SOFTMAX = "linear-attention-unnormalised", "mamba2", "softmax-attention"
 DELTA, REFLECTIVE, GATED, PREV = "delta-net", "delta-net-reflective", "gated-delta-net", "gated-delta-net-prev"

@@ -9,16 +9,16 @@ import torch
 from scipy import linalg, optimize
 from torch import Tensor
 
-from axes import reference
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, untestable, within
 from axes.claims.sources import BLOG
-from axes.costs import Alignment
+from axes.core import reference
+from axes.core.costs import Alignment
+from axes.core.geometry import Birkhoff, Cayley, Entropic, Euclidean
+from axes.core.memory import List
+from axes.core.monoids import GeneralLinear
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.depth import MHC, HyperConnections, JPmHC, Residual
-from axes.geometry import Birkhoff, Cayley, Entropic, Euclidean
-from axes.memory import List
-from axes.monoids import GeneralLinear
-from axes.rates import Per
-from axes.state_update import StateUpdate
 
 _DEPTH, _TAXONOMY = "The depth axis", "The depth axis, taxonomy"
 _CAYLEY = Cayley(scale=1.0)
@@ -98,7 +98,7 @@ def G02(draw: Draw) -> tuple[Finding, ...]:
 def G03(draw: Draw) -> tuple[Finding, ...]:
     n = 5
     x = draw.normal(n, n)
-    link = MHC.update.parts()[2].link  # type: ignore[attr-defined]
+    link = MHC.update.parts().monoid.link  # type: ignore[attr-defined]
     assert isinstance(link, Birkhoff)
     b = Birkhoff(500).primal(x)
     slack = b.log() - x
@@ -258,7 +258,7 @@ def G08(draw: Draw) -> tuple[Finding, ...]:
     r = _CAYLEY.primal(draw.normal(200, 4, 4))
     mirror = torch.diag(torch.tensor([-1.0, 1, 1, 1], dtype=torch.float64))
     nearest = torch.linalg.matrix_norm(r - mirror).min()
-    gate = JPmHC.update.parts()[2]
+    gate = JPmHC.update.parts().monoid
     assert isinstance(gate, GeneralLinear) and isinstance(gate.link, Cayley)
     eigenvalues = torch.linalg.eigvals(_CAYLEY.primal(draw.normal(200, 4, 4)))
     # every rotation without eigenvalue -1 is reached: its own Cayley transform is skew
@@ -288,7 +288,7 @@ def G08(draw: Draw) -> tuple[Finding, ...]:
     "from the identity the nearest orthogonal matrix is U V^T, which depends on the symmetric part too.",
 )
 def G09(draw: Draw) -> tuple[Finding, ...]:
-    from axes.geometry import Spectral
+    from axes.core.geometry import Spectral
 
     x = draw.normal(4, 4) * 2
     polar = torch.from_numpy(linalg.polar(x.numpy())[0])
@@ -326,7 +326,7 @@ def G09(draw: Draw) -> tuple[Finding, ...]:
 )
 def G10(draw: Draw) -> tuple[Finding, ...]:
     layers, n = 40, 4
-    gate = JPmHC.update.parts()[2]
+    gate = JPmHC.update.parts().monoid
     assert isinstance(gate, GeneralLinear)
     update = StateUpdate(Alignment(), monoid=gate)
     zero, none = torch.zeros(layers, n, dtype=torch.float64), torch.zeros(layers, n, dtype=torch.float64)
@@ -343,7 +343,7 @@ def G10(draw: Draw) -> tuple[Finding, ...]:
     "A residual matrix M <- A M + v k^T is the sequence axis' update.",
     Verdict.CONDITIONAL,
     BLOG(_DEPTH + ", residual matrix transformers"),
-    "axes.state_update.StateUpdate with axes.monoids.GeneralLinear",
+    "axes.core.state_update.StateUpdate with axes.monoids.GeneralLinear",
     conditions="after transposing the state: retention acts from the left there, so key and value change places",
     derivation="(A M + v k^T)^T = M^T A^T + k v^T.",
 )

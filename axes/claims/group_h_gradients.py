@@ -8,21 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, cross_entropy
 
-from axes.algorithms import Step
 from axes.catalogue import get
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, within
 from axes.claims.group_a_tools import layer_tuple, randomised
 from axes.claims.group_h_tools import rank, stepped
 from axes.claims.sources import BLOG
-from axes.costs import Alignment, CrossEntropy, Linear, SquaredError
-from axes.derived import feedback, structure
-from axes.geometry import Whiten
-from axes.legality import gates
-from axes.memory import MLP
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment, CrossEntropy, Linear, SquaredError
+from axes.core.derived import feedback, structure
+from axes.core.geometry import Whiten
+from axes.core.legality import gates
+from axes.core.memory import MLP
+from axes.core.reference import run
+from axes.core.state_update import StateUpdate
 from axes.optim import SGD, Shampoo
-from axes.optim.layers import Examples, Layers
-from axes.reference import run
-from axes.state_update import StateUpdate
+from axes.optim.engine.layers import Examples, Layers
 
 _DATA = "The data axis"
 
@@ -55,7 +55,7 @@ def _outer_products(model: nn.Module, weight: Tensor, x: Tensor, target: Tensor)
     "The gradient of every layer of a network is one outer product delta z^T.",
     Verdict.FALSE,
     BLOG(_DATA + ", gradients as outer products"),
-    "axes.optim.layers.Layers",
+    "axes.optim.engine.layers.Layers",
     correction="true per example and per application of a linear weight; in general a sum of such products, of rank at "
     "most the smallest of their number, d_in and d_out",
     kind="OVER",
@@ -94,7 +94,7 @@ def H01(draw: Draw) -> tuple[Finding, ...]:
     "Trained weights are W_N = sum_n eta_n delta_n z_n^T.",
     Verdict.FALSE,
     BLOG(_DATA + ", weights as sums of outer products"),
-    "axes.optim.SGD, axes.optim.layers.Layers",
+    "axes.optim.SGD, axes.optim.engine.layers.Layers",
     correction="W_N = W_0 - sum_n eta_n delta_n z_n^T: descent subtracts, and the initial weights stay",
     kind="NOTN",
     derivation="Unroll W_n = W_{n-1} - eta_n delta_n z_n^T.",
@@ -344,7 +344,7 @@ def H25(draw: Draw) -> tuple[Finding, ...]:
     "In one table of transitions SGD is scalar, DeltaNet a Householder product, Muon none and Lion scalar.",
     Verdict.FALSE,
     BLOG("Table of optimizers, column of monoids"),
-    "axes.optim.SGD, axes.sequence.DeltaNet, axes.derived.structure",
+    "axes.optim.SGD, axes.sequence.DeltaNet, axes.core.derived.structure",
     correction="two columns: the explicit gate (SGD and Adam identity; SGD with decoupled decay, AdamW, Lion and Muon "
     "scalar) and the total transition (for the squared error a generalised Householder, SGD's as DeltaNet's)",
     kind="LABEL",
@@ -365,12 +365,12 @@ def H26(draw: Draw) -> tuple[Finding, ...]:
 
     def gate(update: StateUpdate) -> bool:
         """Whether the weights are gated by more than the identity."""
-        return bool(gates(update.parts()[2]) - {"identity"})
+        return bool(gates(update.parts().monoid) - {"identity"})
 
     explicit = {name: gate(get(name, "data").update) for name in ("sgd", "adam", "adamw", "lion", "muon")}
     explicit["sgd with decay"] = gate(SGD.declare(decoupled=True))
     wanted = {"sgd": False, "adam": False, "adamw": True, "lion": True, "muon": True, "sgd with decay": True}
-    adam = get("adam", "data").update.parts()[3].via[0]
+    adam = get("adam", "data").update.parts().step.via[0]
     assert isinstance(adam, StateUpdate)
     return (
         holds("SGD on the squared error against DeltaNet", gap(path, layer), 1e-12),
@@ -383,7 +383,7 @@ def H26(draw: Draw) -> tuple[Finding, ...]:
         breaks("label of DeltaNet's total transition is not scalar (derived)", float(structure(delta) != "scalar"), 1),
         breaks("label Muon: none, against its scalar gate", float(explicit["muon"]), 1),
         holds("explicit gates, of 6, unlike the two columns", sum(explicit[x] != wanted[x] for x in wanted), 0),
-        holds("Adam's buffer is not scalar-gated", float(gates(adam.parts()[2]) != {"scalar"}), 0),
+        holds("Adam's buffer is not scalar-gated", float(gates(adam.parts().monoid) != {"scalar"}), 0),
     )
 
 

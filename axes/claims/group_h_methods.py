@@ -11,18 +11,18 @@ import torch
 from scipy import linalg
 from torch import Tensor, nn
 
-from axes import reference
-from axes.algorithms import Momentum, Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, untestable, within
 from axes.claims.group_a_tools import layer_tuple
 from axes.claims.group_h_tools import handed, rank
 from axes.claims.sources import BLOG
-from axes.costs import Alignment, Given, Linear
-from axes.geometry import Spectral, Whiten
-from axes.monoids import Decay
+from axes.core import reference
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Alignment, Given, Linear
+from axes.core.geometry import Spectral, Whiten
+from axes.core.monoids import Decay
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
 from axes.optim import SGD, Adam, ExactNaturalGradient, Lion, Muon, Shampoo, optimizer
-from axes.rates import Per
-from axes.state_update import OnUpdate, StateUpdate
 
 _TABLE = "Table of optimizers"
 _SHAMPOO = "The data axis, Adam and Shampoo"

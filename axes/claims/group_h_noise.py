@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, within
 from axes.claims.figures_data import descended, gradients, inputs, snr
 from axes.claims.sources import BLOG
-from axes.costs import CrossEntropy, SquaredError
+from axes.core.costs import CrossEntropy, SquaredError
 from axes.optim import SGD, ExactNaturalGradient
 
 _NOISE = "The data axis, signal to noise of gradients"

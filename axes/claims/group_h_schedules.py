@@ -9,19 +9,19 @@ import torch
 from scipy import integrate
 from torch import Tensor, nn
 
-from axes import reference
-from axes.algorithms import Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, untestable, within
 from axes.claims.group_a_tools import layer_tuple
 from axes.claims.group_h_tools import handed, scheduled
 from axes.claims.sources import BLOG
-from axes.costs import Given
-from axes.derived import structure
-from axes.geometry import Whiten
+from axes.core import reference
+from axes.core.algorithms import Step
+from axes.core.costs import Given
+from axes.core.derived import structure
+from axes.core.geometry import Whiten
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.optim import SGD, Adam, optimizer
-from axes.optim.first_order import average
-from axes.rates import Per
-from axes.state_update import StateUpdate
+from axes.optim.rules.first_order import average
 
 _TABLE = "The data axis, learning rate as positional encoding"
 
@@ -230,7 +230,7 @@ def H08(draw: Draw) -> tuple[Finding, ...]:
     nearest = min(float((mamba(g) - decayed).norm() / decayed.norm()) for g in np.linspace(0.3, 0.99, 30))
     q = draw.normal(6, d)
     ratios = (q * k[0] * constant[0].exp() ** 5).sum(-1) / (q * k[0]).sum(-1)
-    named = [layer_tuple(x).parts()[2] for x in ("mamba2", "fox")]
+    named = [layer_tuple(x).parts().monoid for x in ("mamba2", "fox")]
     return (
         holds("SGD with a decay per column against GLA with constant gates", gap(decayed, gla), 1e-12),
         breaks("relative distance to Mamba-2 with the best constant scalar gate", nearest, 0.02),

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, huber_loss
 
-from axes import dispatch, reference
-from axes.algorithms import Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, within
 from axes.claims.group_a_tools import layer_tuple, squared_error, trained
 from axes.claims.sources import BLOG, SLIDES
-from axes.costs import Alignment, CrossEntropy, Given, Huber, Lp, RobustShift, SquaredError
-from axes.geometry import Euclidean
-from axes.monoids import Decay, Scalar, rotate
+from axes.core import reference
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment, CrossEntropy, Given, Huber, Lp, RobustShift, SquaredError
+from axes.core.geometry import Euclidean
+from axes.core.monoids import Decay, Scalar, rotate
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.optim import SGD, ExactNaturalGradient, optimizer
-from axes.rates import Per
-from axes.state_update import StateUpdate
+from axes.routes import dispatch
 
 _TABLES = "Tables of correspondences"
 LR, DECAY = Per("lr"), Per("weight_decay")
@@ -453,7 +454,7 @@ def I12(draw: Draw) -> tuple[Finding, ...]:
     align = [lambda w, x=x, y=y: -(y * (w @ x)).sum() for x, y in zip(k, v, strict=True)]
     descent = descended(sgd, zero, align)
     gated = StateUpdate(Alignment(), Euclidean(), Scalar("decay"), Step())
-    same = (retnet.parts()[0], retnet.parts()[3]) == (linear.parts()[0], linear.parts()[3])
+    same = (retnet.parts().cost, retnet.parts().step) == (linear.parts().cost, linear.parts().step)
     return (
         holds("tuples with a constant gate of one are unequal (0: equal)", float(bare != linear), 0.0),
         holds("cost and step of RetNet and linear attention are unequal", float(not same), 0.0),
@@ -498,7 +499,7 @@ def _cost_losses(k: Tensor, v: Tensor) -> dict[str, tuple[Any, Loss]]:
     "The same cost of one pair gives the same update on both axes: a token written or an example learned.",
     Verdict.EXACT,
     BLOG("The sequence axis and the data axis, rows Hebbian, l_p and robust regression"),
-    "axes.costs, axes.optim.SGD, axes.StateUpdate",
+    "axes.core.costs, axes.optim.SGD, axes.StateUpdate",
     derivation="A cost is a function of prediction and target; whether the pair is called (k, v) or (x, y) does not "
     "enter. SGD sees autograd's gradients of the loss, the layer only keys and values.",
 )

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from axes import reference
-from axes.algorithms import Momentum, Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds
 from axes.claims.group_a_tools import layer_tuple
 from axes.claims.group_c_writes import conditioned, ridge_weights
@@ -26,12 +24,14 @@ from axes.claims.group_i_descent import (
     walked,
 )
 from axes.claims.sources import BLOG
-from axes.costs import Given, Linear, SquaredError
-from axes.geometry import Euclidean, Whiten
-from axes.monoids import Identity, Scalar
+from axes.core import reference
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Given, Linear, SquaredError
+from axes.core.geometry import Euclidean, Whiten
+from axes.core.monoids import Identity, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, State, StateUpdate
 from axes.optim import Adam, optimizer
-from axes.rates import Per
-from axes.state_update import OnUpdate, State, StateUpdate
 
 _TITANS, _TABLES = "Titans", "Tables of correspondences"
 

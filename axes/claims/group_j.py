@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor, nn
 
-from axes import reference
-from axes.algorithms import Momentum, Step
 from axes.claims.base import Draw, Finding, Verdict, breaks, claim, gap, holds, untestable, within
 from axes.claims.sources import BLOG
-from axes.costs import Alignment, Given, Linear, SquaredError
-from axes.geometry import Entropic, Euclidean, Spectral, Whiten
-from axes.monoids import Decay, Identity, Product, Rotation, Scalar
+from axes.core import reference
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Alignment, Given, Linear, SquaredError
+from axes.core.geometry import Entropic, Euclidean, Spectral, Whiten
+from axes.core.monoids import Decay, Identity, Product, Rotation, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
 from axes.optim import ReflectiveMomentum, RotationalMomentum, SignedEG, optimizer
-from axes.rates import Per
 from axes.sequence import AdamNet, FrankWolfeDelta, RLSNet, ShampooNet
-from axes.state_update import OnUpdate, StateUpdate
 
 _TRANSFER = "Cross-axis transfer"
 
@@ -83,7 +83,7 @@ def J01(draw: Draw) -> tuple[Finding, ...]:
     "Muon-Net on the update is Muon, and without momentum it is the Frank-Wolfe delta rule.",
     Verdict.CONDITIONAL,
     BLOG(_TRANSFER + ", Muon-Net"),
-    "axes.state_update.StateUpdate with axes.geometry.Spectral",
+    "axes.core.state_update.StateUpdate with axes.geometry.Spectral",
     conditions="the pseudo-polar factor, which drops null directions; for the second part no momentum, and the "
     "radius 1/weight",
     derivation="polar(S) polar(S)^T = I once S has full row rank, whatever |v| is. The gradient of one token is rank "

@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from axes.errors import AxesError, ShapeError
-from axes.kernels import layout
-from axes.kernels.launch import Kernel
+from axes.kernels.common import layout
+from axes.kernels.common.launch import Kernel
 
 Rule = Literal["write", "delta", "dplr"]
 EPS = 1e-6  # of normalised keys and queries, as in the layers: x / sqrt(|x|^2 + EPS^2)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from axes.algorithms import Anchor, Held, Mix, Momentum, Read, Step, Sum
-from axes.costs import Alignment, CrossEntropy, Given, Huber, HuberSwitch, Linear, Lp, Ridge, RobustShift, SquaredError
-from axes.geometry import (
+from axes.core.algorithms import Anchor, Held, Mix, Momentum, Read, Step, Sum
+from axes.core.costs import (
+    Alignment,
+    CrossEntropy,
+    Given,
+    Huber,
+    HuberSwitch,
+    Linear,
+    Lp,
+    Ridge,
+    RobustShift,
+    SquaredError,
+)
+from axes.core.geometry import (
     Birkhoff,
     Bounded,
     Cautious,
@@ -25,10 +36,21 @@ from axes.geometry import (
     TrustRatio,
     Whiten,
 )
-from axes.memory import MLP, Entries, LayerNormMatrix, List, Slots
-from axes.monoids import DPLR, Decay, Diagonal, GeneralLinear, Hadamard, Householder, Product, Rotation, Scalar, Zero
-from axes.rates import Per
-from axes.state_update import OnUpdate, StateUpdate
+from axes.core.memory import MLP, Entries, LayerNormMatrix, List, Slots
+from axes.core.monoids import (
+    DPLR,
+    Decay,
+    Diagonal,
+    GeneralLinear,
+    Hadamard,
+    Householder,
+    Product,
+    Rotation,
+    Scalar,
+    Zero,
+)
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
 
 BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from axes.accumulate import no_kernel, outer_sum
+from axes.linalg.accumulate import no_kernel, outer_sum
 
 
 def loop(u: Tensor, k: Tensor, weight: Tensor, start: Tensor, decay: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def test_dtypes() -> None:
 
 def test_statistics_are_this_sum() -> None:
     """Linear("left") and Linear("right") of a gradient, and the mean of k k^T over examples."""
-    from axes.costs import Linear
+    from axes.core.costs import Linear
 
     g = torch.randn(4, 6, dtype=torch.float64)
     torch.testing.assert_close(outer_sum(g.mT), Linear("left").drive(g))

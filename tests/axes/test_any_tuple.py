@@ -8,9 +8,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import nn
 
-from axes import checks, dispatch, optim, reference, sequence, strategies
-from axes.rates import Per
-from axes.state_update import StateUpdate
+from axes import optim, sequence
+from axes.core import reference
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.routes import dispatch
+from axes.testing import checks, strategies
 
 SETTINGS = settings(max_examples=30, suppress_health_check=list(HealthCheck))
 
@@ -64,7 +67,7 @@ def test_as_an_optimizer(update: StateUpdate) -> None:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 3, bias=False)).double()
         for weight in model.parameters():  # descent on a set starts in the set
-            weight.data = update.parts()[1].primal(weight.data)
+            weight.data = update.parts().h.primal(weight.data)
         return model, optim.optimizer(update)(model, **hyper)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from axes import blockwise
-from axes.blockwise import outer_mean, symmetric_sum
-from axes.matrix_roots import PRECISIONS
+from axes.linalg import blockwise
+from axes.linalg.blockwise import outer_mean, symmetric_sum
+from axes.linalg.matrix_roots import PRECISIONS
 
 TOLERANCE = {"input": 1e-12, "bfloat16x3": 1e-4, "tf32": 1e-2}
 

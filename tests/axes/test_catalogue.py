@@ -12,11 +12,11 @@ import axes.depth
 import axes.optim
 import axes.sequence
 from axes import catalogue
+from axes.core.state_update import StateUpdate
 from axes.depth import DepthMixer
 from axes.errors import AxesError, UnknownName
-from axes.optim.general import Interpreted
+from axes.optim.rules.general import Interpreted
 from axes.sequence import SequenceLayer
-from axes.state_update import StateUpdate
 
 # one trains a model of at most 5000 parameters that returns one tensor, the other is the class behind any tuple
 UNLISTED = {axes.optim.ExactNaturalGradient, Interpreted}
@@ -26,8 +26,8 @@ FAMILIES = {"data": axes.optim, "sequence": axes.sequence, "depth": axes.depth}
 def _declared(package: object, base: type) -> set[type]:
     """Every final subclass of an adapter that a family's modules define."""
     found: set[type] = set()
-    for info in pkgutil.iter_modules(package.__path__):  # type: ignore[attr-defined]
-        module = importlib.import_module(f"{package.__name__}.{info.name}")  # type: ignore[attr-defined]
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):  # type: ignore[attr-defined]
+        module = importlib.import_module(info.name)
         for value in vars(module).values():
             if (
                 isinstance(value, type)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import optimize
 from torch import Tensor
 
-from axes.costs import (
+from axes.core.costs import (
     Alignment,
     Cost,
     CrossEntropy,
@@ -26,8 +26,8 @@ from axes.costs import (
     RobustShift,
     SquaredError,
 )
+from axes.core.rates import Per
 from axes.errors import IllegalUpdate, ShapeError
-from axes.rates import Per
 
 ROW, SCALAR = Per("threshold", "row"), Per("level")
 CONSERVATIVE: tuple[Cost, ...] = (

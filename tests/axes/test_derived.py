@@ -8,15 +8,17 @@ from hypothesis import HealthCheck, given, settings
 from systems import ATTENTION, CASCADES, CHAINS, GRAM, KEYED, SEQUENTIAL
 from torch import Tensor
 
-from axes import checks, derived, dispatch, reference, scan, strategies
-from axes.algorithms import Anchor, Step, Sum
-from axes.costs import Alignment, Given, Linear, Ridge, SquaredError
-from axes.geometry import TrustRatio, Whiten
-from axes.legality import gates
-from axes.memory import List
-from axes.monoids import Hadamard, Scalar
-from axes.rates import Per
-from axes.state_update import OnUpdate, State, StateUpdate
+from axes.core import derived, reference
+from axes.core.algorithms import Anchor, Step, Sum
+from axes.core.costs import Alignment, Given, Linear, Ridge, SquaredError
+from axes.core.geometry import TrustRatio, Whiten
+from axes.core.legality import gates
+from axes.core.memory import List
+from axes.core.monoids import Hadamard, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, State, StateUpdate
+from axes.routes import dispatch, scan
+from axes.testing import checks, strategies
 
 EXACT = 1e-10  # measured 2e-14 over the table and 2000 random tuples
 
@@ -24,7 +26,7 @@ EXACT = 1e-10  # measured 2e-14 over the table and 2000 random tuples
 def slots_of(update: StateUpdate, state: State) -> list[Tensor]:
     """theta and the buffers, in the order of the chain's slots."""
     found = [state.theta[0]]
-    for f, s in zip(update.parts()[3].via, state.via, strict=True):
+    for f, s in zip(update.parts().step.via, state.via, strict=True):
         found += [t.theta[0] for t in s] if isinstance(f, Sum) else [s.theta[0]]  # type: ignore[union-attr, list-item]
     return found
 
@@ -32,7 +34,7 @@ def slots_of(update: StateUpdate, state: State) -> list[Tensor]:
 def with_slots(update: StateUpdate, state: State, slots: tuple[Tensor, ...]) -> State:
     """The same state with other contents."""
     via, at = [], 1
-    for f, s in zip(update.parts()[3].via, state.via, strict=True):
+    for f, s in zip(update.parts().step.via, state.via, strict=True):
         if isinstance(f, Sum):
             via.append(tuple(t._replace(theta=(slots[at + i],)) for i, t in enumerate(s)))  # type: ignore[union-attr, arg-type]
             at += len(f.branches)
@@ -174,7 +176,7 @@ def test_folding_the_maps_reproduces_the_recurrence(name: str) -> None:
     update = CHAINS[name]
     signal = {n: x for n, x in checks.example(update, batch=(), length=11).items() if isinstance(x, Tensor)}
     v = signal["v"]
-    if update.parts()[3].debias:
+    if update.parts().step.debias:
         signal = {**signal, "v": torch.cat((v, torch.ones_like(v[..., :1])), -1)}
     c = derived.chain(update, signal, signal["v"].shape[-1])
     maps = c.transition()

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axes import optim
-from axes.algorithms import Momentum, Step
-from axes.costs import Given, Linear, Ridge
-from axes.elementwise.batched import Schedule, blocks
-from axes.elementwise.program import NotElementwise, trace
-from axes.geometry import SignBall, SoftThreshold, Sphere, Whiten
-from axes.monoids import Decay, Scalar, Zero
-from axes.optim import trees
-from axes.optim.together import Batch, program, start
-from axes.rates import Per
-from axes.state_update import StateUpdate
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Given, Linear, Ridge
+from axes.core.geometry import SignBall, SoftThreshold, Sphere, Whiten
+from axes.core.monoids import Decay, Scalar, Zero
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.optim.engine import trees
+from axes.optim.engine.together import Batch, program, start
+from axes.programs.batched import Schedule, blocks
+from axes.programs.program import NotElementwise, trace
 from tests.interpreter import interpret
 
 LR, DECAY = Per("lr"), Per("weight_decay")
@@ -165,10 +165,10 @@ def test_the_root_of_a_number_of_any_sign_keeps_its_guard() -> None:
 SQUARES = r"""
 import torch
 from axes import optim
-from axes.elementwise.fused import Fused
-from axes.elementwise.program import trace
+from axes.programs.fused import Fused
+from axes.programs.program import trace
 from axes.errors import AxesError
-from axes.optim.stacked import cut
+from axes.optim.engine.stacked import cut
 
 torch.manual_seed(0)
 SIZES = (2048, 1500, 7, 512, 3001, 1)

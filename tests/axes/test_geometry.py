@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.optim._muon import _zeropower_via_newtonschulz as muon_zeropower
 
-from axes.errors import IllegalUpdate, ShapeError
-from axes.geometry import (
+from axes.core.geometry import (
     Birkhoff,
     Bounded,
     Cautious,
@@ -43,10 +42,11 @@ from axes.geometry import (
     TrustRatio,
     Whiten,
 )
-from axes.mixing import helmert
-from axes.newton_schulz import POLAR_EXPRESS, polar_express_schedule
-from axes.rates import Per
-from axes.spectral import inverse_power, polar
+from axes.core.geometry.mixing import helmert
+from axes.core.geometry.spectral import inverse_power, polar
+from axes.core.rates import Per
+from axes.errors import IllegalUpdate, ShapeError
+from axes.linalg.newton_schulz import POLAR_EXPRESS, polar_express_schedule
 
 MUON = (3.4445, -4.7750, 2.0315)
 SEEDS = st.integers(0, 2**20)

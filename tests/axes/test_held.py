@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from axes import derived
-from axes.algorithms import Anchor, Held, Step
-from axes.checks import error
-from axes.costs import Alignment, Given, Linear
+from axes.core import derived
+from axes.core.algorithms import Anchor, Held, Step
+from axes.core.costs import Alignment, Given, Linear
+from axes.core.geometry import Eigenbasis, InverseRoot, Kronecker, RotatedWhiten, Whiten
+from axes.core.monoids import Scalar, Zero
+from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
-from axes.geometry import Eigenbasis, InverseRoot, Kronecker, RotatedWhiten, Whiten
-from axes.monoids import Scalar, Zero
-from axes.state_update import StateUpdate
+from axes.testing.checks import error
 
 ROOT = InverseRoot(0.25, eps=0.1)
 

@@ -16,9 +16,10 @@ from torch import Tensor
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from axes.kernels import hopper_diagonal, hopper_write
-from axes.kernels.diagonal import diagonal_chain
-from axes.kernels.scalar import scalar_chain
+from axes.kernels.diagonal import hopper as hopper_diagonal
+from axes.kernels.diagonal.chain import diagonal_chain
+from axes.kernels.scalar import hopper_write
+from axes.kernels.scalar.chain import scalar_chain
 from tests.hopper import hopper
 
 SIZES = ((2, 100, 3, 6), (3, 260, 2, 4))  # batch, tokens, heads, value heads: two for one

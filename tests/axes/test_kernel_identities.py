@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from axes.accumulate import outer_sum
+from axes.linalg.accumulate import outer_sum
 from tests import chains
 
 C, K, V = 12, 5, 4

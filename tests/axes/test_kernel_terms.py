@@ -8,13 +8,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from axes import catalogue, dispatch, reference
-from axes import kernel_terms as terms
-from axes.algorithms import Step, Sum
-from axes.costs import Alignment, Linear, Ridge, SquaredError
-from axes.monoids import DPLR, Diagonal, Householder, Product, Rotation, Scalar
-from axes.rates import Per
-from axes.state_update import StateUpdate
+from axes import catalogue
+from axes.core import reference
+from axes.core.algorithms import Step, Sum
+from axes.core.costs import Alignment, Linear, Ridge, SquaredError
+from axes.core.monoids import DPLR, Diagonal, Householder, Product, Rotation, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.routes import dispatch
+from axes.routes import kernel_terms as terms
 from tests import chains
 
 WIDE = Diagonal("wide")
@@ -70,7 +72,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
     step.chain_step, step.block_step = chain_step, block_step  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, step.__name__, step)
     for name in ("scalar", "diagonal", "block"):
-        stand_in = ModuleType(f"axes.kernels.{name}")
+        stand_in = ModuleType(f"axes.kernels.{name}.chain")
         function = f"{name}_chain"
         setattr(stand_in, function, getattr(chains, function))
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
@@ -177,10 +179,9 @@ def test_keys_shared_by_all_heads_are_passed_once(monkeypatch: pytest.MonkeyPatc
     for n in "qk":
         given[n] = given[n][:, :, :1].expand(-1, -1, 2, -1)  # type: ignore[index]
     seen = []
-    inner = sys.modules["axes.kernels.scalar"].scalar_chain
-    monkeypatch.setattr(
-        sys.modules["axes.kernels.scalar"], "scalar_chain", lambda q, *a, **b: seen.append(q.shape) or inner(q, *a, **b)
-    )
+    inner = sys.modules["axes.kernels.scalar.chain"].scalar_chain
+    chain = sys.modules["axes.kernels.scalar.chain"]
+    monkeypatch.setattr(chain, "scalar_chain", lambda q, *a, **b: seen.append(q.shape) or inner(q, *a, **b))
     got, _ = terms.run(update, given, None, None)
     assert seen == [(2, 9, 1, 4)]
     torch.testing.assert_close(got, reference.run(update, given, time=1)[0], rtol=2e-4, atol=2e-5)

@@ -11,15 +11,15 @@ import sys
 import pytest
 import torch
 
-from axes.algorithms import Momentum, Step
-from axes.costs import Ridge, SquaredError
-from axes.derived import chain
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Ridge, SquaredError
+from axes.core.derived import chain
+from axes.core.monoids import Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.errors import ShapeError
-from axes.monoids import Scalar
-from axes.rates import Per
-from axes.scan import sequential
+from axes.routes.scan import sequential
 from axes.sequence.titans import TitansMatrix
-from axes.state_update import StateUpdate
 from tests.block_form import KINDS, chunk_form, draw, run
 from tests.chains import block_chain as token_loop
 from tests.interpreter import interpret
@@ -29,7 +29,7 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
 
 PROGRAM = r"""
 import torch
-from axes.kernels.block import block_chain
+from axes.kernels.block.chain import block_chain
 from tests.block_form import by_sequence, draw, run
 from tests.chains import block_chain as token_loop
 
@@ -142,24 +142,24 @@ def arguments() -> dict[str, torch.Tensor | None]:
     ),
 )
 def test_refuses(change: dict[str, torch.Tensor], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from axes.kernels.block import block_chain
+    from axes.kernels.block.chain import block_chain
 
-    monkeypatch.setattr("axes.kernels.layout.interpreted", lambda: True)  # else the device is what is refused
+    monkeypatch.setattr("axes.kernels.common.layout.interpreted", lambda: True)  # else the device is what is refused
     with pytest.raises(ShapeError, match=says):
         block_chain(**{**arguments(), **change})  # type: ignore[arg-type]
 
 
 def test_needs_a_device() -> None:
-    from axes.kernels.block import block_chain
+    from axes.kernels.block.chain import block_chain
 
     with pytest.raises(ShapeError, match="need a CUDA device"):
         block_chain(**arguments())  # type: ignore[arg-type]
 
 
 def test_no_tokens_leave_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    from axes.kernels.block import block_chain
+    from axes.kernels.block.chain import block_chain
 
-    monkeypatch.setattr("axes.kernels.layout.interpreted", lambda: True)
+    monkeypatch.setattr("axes.kernels.common.layout.interpreted", lambda: True)
     inputs = draw(0, 8, 5, torch.float32)
     o, final = block_chain(*inputs)  # type: ignore[arg-type]
     assert o.shape == (2, 0, 2, 5)

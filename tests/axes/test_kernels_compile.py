@@ -20,15 +20,18 @@ if sys.platform != "linux":
 
 import triton  # on Linux its absence is an error, not a reason to skip
 
-from axes.kernels import block as block_module
-from axes.kernels import hopper_diagonal, hopper_diagonal_delta, hopper_symmetric, hopper_write
-from axes.kernels import scalar as scalar_module
-from axes.kernels.block import block_chain
-from axes.kernels.diagonal import diagonal_chain
-from axes.kernels.outer import outer_sum
-from axes.kernels.scalar import scalar_chain
+from axes.kernels.block import chain as block_module
+from axes.kernels.block.chain import block_chain
+from axes.kernels.diagonal import hopper as hopper_diagonal
+from axes.kernels.diagonal.chain import diagonal_chain
+from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
+from axes.kernels.products import hopper_symmetric
+from axes.kernels.products.outer import outer_sum
+from axes.kernels.products.symmetric import symmetric_product
+from axes.kernels.scalar import chain as scalar_module
+from axes.kernels.scalar import hopper_write
+from axes.kernels.scalar.chain import scalar_chain
 from axes.kernels.step import block_step, chain_step
-from axes.kernels.symmetric import symmetric_product
 from axes.optim import AdamW
 from tests.barriers import not_ended
 from tests.hopper import Launch, hopper

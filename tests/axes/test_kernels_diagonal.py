@@ -20,7 +20,7 @@ from tests.interpreter import interpret
 PROGRAM = r"""
 import torch
 from torch.nn.functional import normalize
-from axes.kernels.diagonal import diagonal_chain
+from axes.kernels.diagonal.chain import diagonal_chain
 
 torch.manual_seed(0)
 
@@ -83,7 +83,8 @@ check(70, 16, 20, torch.float16, "mild", 3e-3)
 check(65, 20, 16, torch.float16, "closed", 3e-3)
 """,
     "hopper": """
-from axes.kernels import diagonal, hopper_diagonal, hopper_write
+from axes.kernels.diagonal import chain as diagonal, hopper as hopper_diagonal
+from axes.kernels.scalar import hopper_write
 
 def forward(q, k, v, g, beta, start, mild, keep):  # what the pass of a Hopper GPU leaves to do: P of chunks not mild
     (b, t, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
@@ -158,7 +159,8 @@ def arguments() -> dict[str, torch.Tensor | None]:
     ),
 )
 def test_refuses(change: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from axes.kernels import diagonal, layout
+    from axes.kernels.common import layout
+    from axes.kernels.diagonal import chain as diagonal
 
     monkeypatch.setattr(layout, "interpreted", lambda: True)  # no GPU is needed to be refused
     with pytest.raises(ShapeError, match=says):
@@ -166,7 +168,7 @@ def test_refuses(change: dict[str, object], says: str, monkeypatch: pytest.Monke
 
 
 def test_refuses_the_cpu() -> None:
-    from axes.kernels.diagonal import diagonal_chain
+    from axes.kernels.diagonal.chain import diagonal_chain
 
     with pytest.raises(ShapeError, match="need a CUDA device"):
         diagonal_chain(**arguments())  # type: ignore[arg-type]

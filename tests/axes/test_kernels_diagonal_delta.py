@@ -126,7 +126,7 @@ def test_chunk_identities(rule: str) -> None:
 PROGRAM = r"""
 import torch
 from torch.nn.functional import normalize
-from axes.kernels import diagonal_delta
+from axes.kernels.diagonal_delta import chain as diagonal_delta
 
 NAMES = ("o", "final", "dq", "dk", "dv", "dg", "dx", "dy", "dstart")
 

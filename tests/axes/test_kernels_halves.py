@@ -20,7 +20,7 @@ from tests.interpreter import interpret
 
 PROGRAM = r"""
 import torch
-from axes.kernels.halves import thirds
+from axes.kernels.products.halves import thirds
 
 torch.manual_seed(0)
 for x in (torch.randn(2, 70, 130), torch.randn(3, 65, 20).mT, torch.randn(4, 4, 5)[::2, 1:]):
@@ -49,7 +49,7 @@ def test_pairs_add_up() -> None:
     ),
 )
 def test_what_the_kernel_refuses(change: dict[str, Any], says: str) -> None:
-    from axes.kernels.halves import thirds
+    from axes.kernels.products.halves import thirds
 
     with pytest.raises(ShapeError, match=says):
         thirds(**{"x": torch.zeros(1, 3, 4), "dim": -1, "order": (0, 0, 1), **change})

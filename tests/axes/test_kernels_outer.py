@@ -19,8 +19,8 @@ from tests.interpreter import interpret
 
 PROGRAM = r"""
 import torch
-from axes.kernels import outer
-from axes.kernels.outer import outer_sum
+from axes.kernels.products import outer
+from axes.kernels.products.outer import outer_sum
 
 torch.manual_seed(0)
 
@@ -74,7 +74,7 @@ def test_equals_the_sum() -> None:
     ),
 )
 def test_refuses(change: dict[str, Any], says: str) -> None:
-    from axes.kernels.outer import outer_sum
+    from axes.kernels.products.outer import outer_sum
 
     with pytest.raises(ShapeError, match=says):
         outer_sum(**{"u": torch.zeros(2, 3, 4), "k": torch.zeros(2, 3, 5), **change})

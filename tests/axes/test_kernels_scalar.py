@@ -20,7 +20,7 @@ from tests.interpreter import interpret
 PROGRAM = r"""
 import torch
 from torch.nn.functional import normalize
-from axes.kernels.scalar import scalar_chain
+from axes.kernels.scalar.chain import scalar_chain
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -111,7 +111,7 @@ check(200, 16, 16, dtype=torch.float16, kind="rare", H=2, segments=7, bound=4e-3
 """,
     "spans": """
 # how many chunks at a segment's end, and at its start, shrink every state by e^104: by the norms of the tokens' maps
-from axes.kernels.scalar import _forward, cut
+from axes.kernels.scalar.chain import _forward, cut
 for T, segments, low, erased in ((300, 2, 2.5, False), (300, 2, 2.5, True), (520, 3, 0.9, False), (100, 2, 0.1, True)):
     q, k, a, v = (torch.randn(1, T, 2, 8) / 2 for _ in range(4))
     beta, g = 2 * torch.rand(1, T, 2), -2 * low * torch.rand(1, T, 2)
@@ -150,7 +150,7 @@ def test_equals_the_token_loop(case: str) -> None:
 def test_hopper_kernels_are_one_binary_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one for each number of heads: ptxas mixes up registers of copies and products in ways that differ by binary,
     so that only what ran on a full chip is known to be right."""
-    from axes.kernels import scalar
+    from axes.kernels.scalar import chain as scalar
     from tests.hopper import hopper
 
     monkeypatch.setattr(scalar, "_plain", lambda *_: True)
@@ -196,8 +196,8 @@ def arguments() -> dict[str, object]:
     ),
 )
 def test_refuses(change: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from axes.kernels import layout
-    from axes.kernels.scalar import scalar_chain
+    from axes.kernels.common import layout
+    from axes.kernels.scalar.chain import scalar_chain
 
     monkeypatch.setattr(layout, "interpreted", lambda: True)  # to reach the checks after that of the device
     with pytest.raises(ShapeError, match=says):
@@ -205,7 +205,7 @@ def test_refuses(change: dict[str, object], says: str, monkeypatch: pytest.Monke
 
 
 def test_refuses_the_cpu() -> None:
-    from axes.kernels.scalar import scalar_chain
+    from axes.kernels.scalar.chain import scalar_chain
 
     with pytest.raises(ShapeError, match="need a CUDA device"):
         scalar_chain(**arguments())  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ def test_segments_are_counted_for_sizes_that_are_symbols(chunks: int) -> None:
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-    from axes.kernels.scalar import plain_segments_of
+    from axes.kernels.scalar.chain import plain_segments_of
 
     shapes, source = ShapeEnv(), ConstantSource("chunks")
     symbol = shapes.create_symbol(chunks, source=source, dynamic_dim=DimDynamic.DYNAMIC)

@@ -137,7 +137,7 @@ def test_refuses_tokens(change: dict[str, Any], says: str) -> None:
     ),
 )
 def test_refuses(change: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from axes.kernels import layout
+    from axes.kernels.common import layout
     from axes.kernels.step import chain_step
 
     monkeypatch.setattr(layout, "interpreted", lambda: True)  # as if the CPU would do: every refusal comes first

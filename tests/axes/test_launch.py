@@ -24,8 +24,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from axes.kernels.bulk import matrix_tiles, number_tiles
-from axes.kernels.launch import Kernel
+from axes.kernels.common.bulk import matrix_tiles, number_tiles
+from axes.kernels.common.launch import Kernel
 from tests.hopper import NoDevice
 
 

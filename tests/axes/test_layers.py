@@ -13,44 +13,62 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Lowest first; a name is a module axes/<name>.py or a package axes.<name>. A module imports rows above its own. Within
-# a tuple it may also import the names on its left; the names in a set are peers and do not know each other.
-# `axes` is the root, axes/__init__.py: what stands above it in this table must not need it.
-LAYERS: tuple[tuple[str, ...] | set[str], ...] = (
-    ("errors", "declared", "rates", "solve"),
-    ("kernels",),
-    ("elementwise", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise"),
-    ("costs", "bregman", "mixing", "spectral", "preconditioners", "geometry", "monoids", "algorithms", "memory"),
-    ("legality",),
-    ("state_update",),
-    ("reference", "packed"),
-    ("derived",),
-    ("scan", "gram", "cascade", "attention"),
-    ("kernel_terms",),
-    ("dispatch",),
-    ("strategies", "checks"),
-    {"optim", "sequence", "depth"},
-    ("catalogue",),
-    ("axes",),
-    ("models", "tasks"),
-    ("experiments", "claims", "bench"),
-    ("cli",),
-    ("__main__",),
+# Lowest first; a name is a module axes/<name>.py or a room, the package axes.<name>. A module imports rows above its
+# own; the names of one row are peers and do not know each other. `axes` is the root, axes/__init__.py: what stands
+# above it in this table must not need it. The row before it holds the short names of parts that user code imports.
+LAYERS: tuple[frozenset[str], ...] = tuple(
+    frozenset(row.split())
+    for row in (
+        "errors",
+        "kernels",
+        "linalg",
+        "programs",
+        "core",
+        "routes",
+        "testing",
+        "optim sequence depth",
+        "catalogue",
+        "costs geometry monoids algorithms memory dispatch",
+        "axes",
+        "models",
+        "tasks",
+        "claims bench",
+        "cli",
+        "__main__",
+    )
 )
+# Within a room: the modules that stand in an order, lowest first. A module may import those on its left.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "linalg": ("solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise"),
+    "core": (
+        "declared", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "legality", "state_update",
+        "reference", "derived",
+    ),
+    "routes": ("packed", "scan", "gram", "cascade", "attention", "kernel_terms", "dispatch"),
+    "testing": ("strategies", "checks"),
+    "optim": ("engine", "rules", "tools"),
+}  # fmt: skip
 # The tuple is recursive: what carries StateUpdates, or judges them, may name their type under `if TYPE_CHECKING`.
-TYPE_ONLY = {"state_update": {"geometry", "algorithms", "legality"}}
+TYPE_ONLY = {"core.state_update": {"core.geometry", "core.algorithms", "core.legality"}}
 # Beyond the declared dependencies: what comes with torch on a GPU or with the test extra, and who may import it.
-OPTIONAL = {"triton": {"kernels"}, "hypothesis": {"strategies"}}
+OPTIONAL = {"triton": {"kernels"}, "hypothesis": {"testing.strategies"}}
+
+
+def place(dotted: str) -> tuple[str, str]:
+    """(room, module within it) of a dotted name without the leading `axes.`."""
+    room, _, inner = dotted.partition(".")
+    return room, inner.partition(".")[0]
 
 
 def may_import(importer: str, imported: str) -> bool:
-    if importer == imported:
-        return True
-    place = {name: (depth, row) for depth, row in enumerate(LAYERS) for name in row}
-    (above, row), (below, _) = place[importer], place[imported]
+    (above, module), (below, target) = place(importer), place(imported)
     if above != below:
-        return below < above
-    return isinstance(row, tuple) and row.index(imported) < row.index(importer)
+        depth = {name: row for row, names in enumerate(LAYERS) for name in names}
+        return depth[below] < depth[above]
+    order = ROOMS.get(above, ())
+    if module == target or module not in order or target not in order:
+        return above not in ROOMS or module == target or above == "optim"
+    return order.index(target) < order.index(module)
 
 
 def declared_dependencies() -> set[str]:
@@ -59,14 +77,14 @@ def declared_dependencies() -> set[str]:
 
 
 def sources() -> Iterator[tuple[Path, str]]:
-    """Every file of the package once, with its name in the table."""
-    for path in sorted((ROOT / "axes").rglob("*.py")):
-        inside = path.relative_to(ROOT / "axes")
-        if inside.parts[0] not in ("optim", "sequence", "depth"):  # links: read below, under their real path
-            yield path, "axes" if inside.name == "__init__.py" and len(inside.parts) == 1 else inside.parts[0]
-    for family in ("optim", "sequence", "depth"):
-        for path in sorted((ROOT / family).rglob("*.py")):
-            yield path, family
+    """Every file of the package once, with its dotted name below `axes`; `axes` for the root itself."""
+    families = ("optim", "sequence", "depth")
+    for top in ("axes", *families):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            inside = path.relative_to(ROOT / "axes" if top == "axes" else ROOT)
+            if top == "axes" and inside.parts[0] in families:
+                continue  # links: read below, under their real path
+            yield path, ".".join(part for part in inside.with_suffix("").parts if part != "__init__") or "axes"
 
 
 def type_only_lines(tree: ast.AST) -> set[int]:
@@ -83,6 +101,7 @@ def type_only_lines(tree: ast.AST) -> set[int]:
 
 def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import statement, wherever it stands: lazy and type-only ones count."""
+    known = {name for row in LAYERS for name in row}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -91,10 +110,12 @@ def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
             if node.level:
                 yield node.lineno, "." * node.level + (node.module or "")
             elif node.module == "axes":
-                # `from axes import costs` names a module, `from axes import StateUpdate` needs the root itself
-                known = {name for row in LAYERS for name in row}
+                # `from axes import optim` names a room, `from axes import StateUpdate` needs the root itself
                 for alias in node.names:
                     yield node.lineno, f"axes.{alias.name}" if alias.name in known else "axes"
+            elif (node.module or "").removeprefix("axes.") in ROOMS:
+                for alias in node.names:  # `from axes.core import reference` names a module of the room
+                    yield node.lineno, f"{node.module}.{alias.name}"
             else:
                 yield node.lineno, node.module or ""
 
@@ -102,26 +123,27 @@ def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def violations(importer: str, source: str) -> list[str]:
     """What a module of the table must not import, in words."""
     known = {name for row in LAYERS for name in row}
-    if importer not in known:
-        return [f"{importer} has no place among the layers: put it in LAYERS, below everything that imports it"]
+    room, module = place(importer)
+    if room not in known or module and room in ROOMS and room != "optim" and module not in ROOMS[room]:
+        return [f"{importer} has no place among the layers: put it in LAYERS or ROOMS, below what imports it"]
     found = []
     tree = ast.parse(source)
     for line, dotted in imported_modules(tree):
-        head, _, rest = dotted.partition(".")
+        head, _, target = dotted.partition(".")
+        target = target or "axes"
         if dotted.startswith("."):
             found.append(f"line {line}: relative import; write `from axes.... import ...`")
         elif head == "axes":
-            target = rest.partition(".")[0] or "axes"
-            if target not in known:
+            if place(target)[0] not in known:
                 found.append(f"line {line}: axes.{target} has no place among the layers: put it in LAYERS")
             elif target == importer == "axes":
                 found.append(f"line {line}: the root imports itself")
-            elif importer in TYPE_ONLY.get(target, ()) and line in type_only_lines(tree):
+            elif ".".join(place(importer)) in TYPE_ONLY.get(target, ()) and line in type_only_lines(tree):
                 continue
             elif not may_import(importer, target):
                 found.append(f"line {line}: {importer} may not import {dotted}: imports point downwards only")
         elif head in OPTIONAL:
-            if importer not in OPTIONAL[head]:
+            if not any(importer == name or importer.startswith(f"{name}.") for name in OPTIONAL[head]):
                 found.append(f"line {line}: only {', '.join(OPTIONAL[head])} may import {head}")
         elif head not in sys.stdlib_module_names and head not in declared_dependencies():
             found.append(f"line {line}: {head} is not a dependency declared in pyproject.toml")
@@ -133,40 +155,48 @@ FILES = [(path.relative_to(ROOT).as_posix(), importer) for path, importer in sou
 
 @pytest.mark.parametrize(("path", "importer"), FILES, ids=[path for path, _ in FILES])
 def test_imports_point_downwards(path: str, importer: str) -> None:
-    found = violations(importer.removesuffix(".py"), (ROOT / path).read_text())
+    found = violations(importer, (ROOT / path).read_text())
     assert not found, f"{path}:\n  " + "\n  ".join(found)
 
 
 def test_every_name_has_one_place() -> None:
     names = [name for row in LAYERS for name in row]
     assert len(names) == len(set(names))
+    for room, modules in ROOMS.items():
+        folder = ROOT / room if room == "optim" else ROOT / "axes" / room
+        found = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+        assert len(set(modules)) == len(modules) and set(modules) <= found, room
 
 
 @pytest.mark.parametrize(
     ("importer", "statement", "complaint"),
     [
-        ("costs", "from axes.state_update import StateUpdate", "downwards"),
-        ("costs", "def f():\n    import axes.geometry", "downwards"),
-        ("algorithms", "from axes.state_update import StateUpdate", "downwards"),
-        ("algorithms", "if TYPE_CHECKING:\n    pass\nelse:\n    import axes.state_update", "downwards"),
-        ("algorithms", "if TYPE_CHECKING:\n    from axes.dispatch import select", "downwards"),
-        ("costs", "if TYPE_CHECKING:\n    from axes.state_update import StateUpdate", "downwards"),
-        ("reference", "from axes.scan import scan", "downwards"),
-        ("reference", "from axes.kernel_terms import run", "downwards"),
-        ("reference", "from axes import dispatch", "downwards"),
-        ("state_update", "from axes.derived import chain", "downwards"),
-        ("optim", "from axes.sequence.base import Layer", "downwards"),
-        ("depth", "from axes import optim", "downwards"),
-        ("sequence", "from axes import StateUpdate", "downwards"),
-        ("dispatch", "import axes", "downwards"),
+        ("core.costs", "from axes.core.state_update import StateUpdate", "downwards"),
+        ("core.costs", "def f():\n    import axes.core.geometry", "downwards"),
+        ("core.algorithms", "from axes.core.state_update import StateUpdate", "downwards"),
+        ("core.algorithms", "if TYPE_CHECKING:\n    pass\nelse:\n    import axes.core.state_update", "downwards"),
+        ("core.algorithms", "if TYPE_CHECKING:\n    from axes.routes.dispatch import select", "downwards"),
+        ("core.costs", "if TYPE_CHECKING:\n    from axes.core.state_update import StateUpdate", "downwards"),
+        ("core.reference", "from axes.routes.scan import scan", "downwards"),
+        ("core.reference", "from axes.routes import dispatch", "downwards"),
+        ("core.state_update", "from axes.core.derived import chain", "downwards"),
+        ("core.reference", "from axes import costs", "downwards"),
+        ("core.geometry.norms", "from axes.core import monoids", "downwards"),
+        ("linalg.solve", "from axes.linalg import symmetric", "downwards"),
+        ("optim.rules.soap", "from axes.sequence.base import Layer", "downwards"),
+        ("optim.engine.base", "from axes.optim.rules.soap import SOAP", "downwards"),
+        ("depth.base", "from axes import optim", "downwards"),
+        ("sequence.base", "from axes import StateUpdate", "downwards"),
+        ("routes.dispatch", "import axes", "downwards"),
         ("axes", "from axes.cli import main", "downwards"),
         ("axes", "import axes", "itself"),
         ("catalogue", "from axes.models import lm", "downwards"),
-        ("costs", "from .rates import Per", "relative"),
-        ("costs", "from axes.newcomer import x", "no place"),
+        ("core.costs", "from .rates import Per", "relative"),
+        ("core.costs", "from axes.newcomer import x", "no place"),
         ("newcomer", "", "no place"),
-        ("sequence", "import einops", "not a dependency"),
-        ("scan", "import triton.language as tl", "only kernels"),
+        ("core.newcomer", "", "no place"),
+        ("sequence.base", "import einops", "not a dependency"),
+        ("routes.scan", "import triton.language as tl", "only kernels"),
     ],
 )
 def test_a_planted_violation_is_found(importer: str, statement: str, complaint: str) -> None:
@@ -177,11 +207,12 @@ def test_a_planted_violation_is_found(importer: str, statement: str, complaint: 
 @pytest.mark.parametrize(
     ("importer", "statement"),
     [
-        ("geometry", "import math\nimport torch\nfrom axes.rates import Per\nfrom axes.costs import Cost"),
-        ("monoids", "from axes.geometry import Geometry"),
-        ("optim", "from axes.optim.base import Adapter\nfrom axes import costs"),
-        ("algorithms", "if TYPE_CHECKING:\n    from axes.state_update import StateUpdate"),
-        ("kernels", "import triton"),
+        ("core.geometry.norms", "import math\nimport torch\nfrom axes.core.rates import Per"),
+        ("core.geometry.norms", "from axes.core.geometry.bregman import Geometry\nfrom axes.core.costs import Cost"),
+        ("core.monoids", "from axes.core.geometry import Geometry"),
+        ("optim.rules.soap", "from axes.optim.engine.base import Optimizer\nfrom axes.core import costs"),
+        ("core.algorithms", "if TYPE_CHECKING:\n    from axes.core.state_update import StateUpdate"),
+        ("kernels.scalar.chain", "import triton"),
         ("catalogue", "from axes import depth, optim, sequence"),
         ("cli", "import typer\nfrom rich.table import Table\nimport axes"),
     ],

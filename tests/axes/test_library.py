@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from axes import optim
-from axes.elementwise.batched import Schedule
-from axes.elementwise.library import LibraryStep
-from axes.optim.together import program
+from axes.optim.engine.together import program
+from axes.programs.batched import Schedule
+from axes.programs.library import LibraryStep
 
 RULES: dict[str, Any] = {
     "adam": optim.Adam.declare,

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from axes import optim
-from axes.elementwise.batched import Schedule
-from axes.elementwise.lifted import lifted
-from axes.elementwise.program import Program
-from axes.optim.together import program
-from axes.state_update import StateUpdate
+from axes.core.state_update import StateUpdate
+from axes.optim.engine.together import program
+from axes.programs.batched import Schedule
+from axes.programs.lifted import lifted
+from axes.programs.program import Program
 from tests.optim.table import ENTRYWISE
 
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axes import matrix_roots
-from axes.bregman import is_finite
+from axes.core.geometry.bregman import is_finite
 from axes.errors import AxesError
-from axes.matrix_roots import (
+from axes.linalg import matrix_roots
+from axes.linalg.matrix_roots import (
     LEAST_DAMPING,
     PRECISIONS,
     Precision,

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axes import reference
-from axes.algorithms import Step
-from axes.costs import Alignment, SquaredError
+from axes.core import reference
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment, SquaredError
+from axes.core.geometry import Entropic, Euclidean
+from axes.core.memory import MLP, Entries, LayerNormMatrix, Leaves, List, Matrix, Memory, Parameter, Slots
+from axes.core.monoids import DPLR, Diagonal, Householder, Monoid, Product, Rotation, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
-from axes.geometry import Entropic, Euclidean
-from axes.memory import MLP, Entries, LayerNormMatrix, Leaves, List, Matrix, Memory, Parameter, Slots
-from axes.monoids import DPLR, Diagonal, Householder, Monoid, Product, Rotation, Scalar
-from axes.rates import Per
-from axes.state_update import StateUpdate
 
 SEEDS = st.integers(0, 2**20)
 KEYED: dict[str, Memory] = {

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axes.errors import IllegalUpdate, ShapeError
-from axes.geometry import Birkhoff, Cayley, Euclidean
-from axes.monoids import (
+from axes.core.geometry import Birkhoff, Cayley, Euclidean
+from axes.core.monoids import (
     DPLR,
     Decay,
     Diagonal,
@@ -29,7 +28,8 @@ from axes.monoids import (
     rotate,
     rotation_matrix,
 )
-from axes.rates import Per
+from axes.core.rates import Per
+from axes.errors import IllegalUpdate, ShapeError
 
 D_K, D_V = 6, 5
 SEEDS = st.integers(0, 2**20)

@@ -7,15 +7,16 @@ import dataclasses
 import pytest
 from systems import DATA, KEYED, SYSTEMS
 
-from axes import catalogue, checks
-from axes.algorithms import Momentum, Read, Step
-from axes.costs import Alignment, Given, Huber, Linear, SquaredError
+from axes import catalogue
+from axes.core.algorithms import Momentum, Read, Step
+from axes.core.costs import Alignment, Given, Huber, Linear, SquaredError
+from axes.core.geometry import Entropic, SignBall, Spectral, Sphere
+from axes.core.memory import List
+from axes.core.monoids import Identity, Scalar, Zero
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
 from axes.errors import AxesError, IllegalUpdate
-from axes.geometry import Entropic, SignBall, Spectral, Sphere
-from axes.memory import List
-from axes.monoids import Identity, Scalar, Zero
-from axes.rates import Per
-from axes.state_update import OnUpdate, StateUpdate
+from axes.testing import checks
 
 # Dear neighbours, and each has relatives among the quick ones.
 DEAR = {"longhorn, vector rate", "gated longhorn", "huber, implicit", "shampoo", "moneta", "cross-entropy"}
@@ -127,7 +128,7 @@ def test_a_dead_field_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def deaf(self: StateUpdate, state, signal, drive=None, weights=None):  # type: ignore[no-untyped-def]
         new, out = step(self, state, signal, drive, weights)
-        return new, self.output(new, signal) if isinstance(self.parts()[3].read, Read) else out
+        return new, self.output(new, signal) if isinstance(self.parts().step.read, Read) else out
 
     checks.mutation_law(DATA["lion"])
     monkeypatch.setattr(StateUpdate, "step", deaf)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axes import symmetric
+from axes.core.geometry import Spectral
 from axes.errors import IllegalUpdate
-from axes.geometry import Spectral
-from axes.newton_schulz import Start, Triple, direct, in_gram_form, iterate, leaf_norm, polar_express_schedule
+from axes.linalg import symmetric
+from axes.linalg.newton_schulz import Start, Triple, direct, in_gram_form, iterate, leaf_norm, polar_express_schedule
 from axes.optim import Muon, NorMuon
 from tests.interpreter import interpret
 
@@ -112,17 +112,17 @@ def test_forms_are_checked_and_reach_the_tuple() -> None:
         Spectral("polar", form="gram")
     for declare in (Muon.declare, NorMuon.declare):
         filters = declare(form="direct").filters()
-        assert Spectral(scale="match_rms_adamw", precision="bfloat16") in [f.parts()[1] for f in filters]
+        assert Spectral(scale="match_rms_adamw", precision="bfloat16") in [f.parts().h for f in filters]
         assert Spectral(scale="match_rms_adamw", precision="bfloat16", form="gram") in [
-            f.parts()[1] for f in declare().filters()
+            f.parts().h for f in declare().filters()
         ]
 
 
 KERNEL = r"""
 import torch
 from axes.errors import ShapeError
-from axes.kernels.normalise import normalised
-from axes.kernels.symmetric import symmetric_product
+from axes.kernels.products.normalise import normalised
+from axes.kernels.products.symmetric import symmetric_product
 
 torch.manual_seed(0)
 for shape in ((3, 8, 8), (2, 90, 100)):
@@ -197,9 +197,10 @@ def test_the_kernel_under_the_interpreter() -> None:
 
 STEP = r"""
 import torch
-from axes import newton_schulz, optim
-from axes.kernels import normalise
-from axes.optim import stacked
+from axes.linalg import newton_schulz
+from axes import optim
+from axes.kernels.products import normalise
+from axes.optim.engine import stacked
 
 # The path of a GPU on a CPU: generated kernels, and float16 in the Gram form.
 stacked._generated = lambda device: True
@@ -271,7 +272,7 @@ def test_a_step_with_kernels_reads_stacks_once() -> None:
 
 def test_the_kernel_compiles_to_hoppers_products_without_spills() -> None:
     pytest.importorskip("triton")
-    from axes.kernels.symmetric import symmetric_product
+    from axes.kernels.products.symmetric import symmetric_product
     from tests.hopper import hopper
 
     g = torch.zeros(2, 1024, 1024, dtype=torch.float16)
@@ -286,7 +287,7 @@ def test_the_kernel_compiles_to_hoppers_products_without_spills() -> None:
 
 @pytest.mark.parametrize("limit", [1, 70, 150, 1 << 20])
 def test_a_stack_is_its_matrices_however_many_are_taken_at_a_time(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("axes.newton_schulz._AT_A_TIME", limit)
+    monkeypatch.setattr("axes.linalg.newton_schulz._AT_A_TIME", limit)
     torch.manual_seed(0)
     x = 0.1 * torch.randn(2, 3, 5, 7, dtype=torch.float64)
     x.requires_grad_()

@@ -9,10 +9,11 @@ import pytest
 import torch
 from systems import CHAINS, KEYED
 
-from axes import checks, reference
-from axes.costs import Alignment
+from axes.core import reference
+from axes.core.costs import Alignment
+from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
-from axes.state_update import StateUpdate
+from axes.testing import checks
 
 UPDATE = KEYED["gated delta"]
 
@@ -98,12 +99,15 @@ def test_nothing_is_written_in_place() -> None:
         now = [*checks.leaves(state), *(x for x in signal.values() if isinstance(x, torch.Tensor))]
         assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True)), name
     folder = Path(reference.__file__).parent
-    for module in ("reference", "state_update", "memory", "monoids", "costs", "geometry"):
-        for node in ast.walk(ast.parse((folder / f"{module}.py").read_text())):
+    parts = "reference", "state_update", "memory", "monoids", "costs"
+    links = "norms", "balls", "normalised", "wrappers"
+    for module in [folder / f"{n}.py" for n in parts] + [folder / "geometry" / f"{n}.py" for n in links]:
+        for node in ast.walk(ast.parse(module.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 method = node.func.attr
-                assert not (method.endswith("_") and not method.startswith("_")), f"{module}: {method} at {node.lineno}"
-                assert method != "item", f"{module}: item at {node.lineno}"
+                where = f"{module.name}: {method} at {node.lineno}"
+                assert not (method.endswith("_") and not method.startswith("_")), where
+                assert method != "item", where
 
 
 def test_an_empty_sequence() -> None:

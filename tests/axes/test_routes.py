@@ -10,16 +10,18 @@ from hypothesis import HealthCheck, given, settings
 from systems import ATTENTION, CASCADES, CHAINS, DATA, GRAM, KEYED, SEQUENTIAL
 from torch import Tensor
 
-from axes import attention, cascade, checks, dispatch, gram, reference, strategies
-from axes.algorithms import Anchor, Step
-from axes.costs import Alignment, Huber, SquaredError
-from axes.dispatch import Choice, NoImplementation, explain, implementation, routes, run, select
+from axes.core import reference
+from axes.core.algorithms import Anchor, Step
+from axes.core.costs import Alignment, Huber, SquaredError
+from axes.core.geometry import Entropic, Sphere
+from axes.core.memory import List, Slots
+from axes.core.monoids import DPLR, Diagonal, Householder, Product, Rotation, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, ShapeError
-from axes.geometry import Entropic, Sphere
-from axes.memory import List, Slots
-from axes.monoids import DPLR, Diagonal, Householder, Product, Rotation, Scalar
-from axes.rates import Per
-from axes.state_update import StateUpdate
+from axes.routes import attention, cascade, dispatch, gram
+from axes.routes.dispatch import Choice, NoImplementation, explain, implementation, routes, run, select
+from axes.testing import checks, strategies
 
 FAST = {**CHAINS, **ATTENTION, **GRAM, **CASCADES}
 EXACT = 1e-9  # measured 3e-12 in a value (a normaliser near zero), 1e-11 in a gradient

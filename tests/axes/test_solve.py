@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import optimize
 from torch import Tensor
 
-from axes.solve import root, scalar_root
+from axes.linalg.solve import root, scalar_root
 
 batches = st.sampled_from([(), (1,), (3,), (0,), (2, 2), (2, 0, 3)])
 sizes = st.integers(1, 4)

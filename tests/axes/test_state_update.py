@@ -15,15 +15,16 @@ from systems import DATA, KEYED, SYSTEMS, second_moment
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, normalize, scaled_dot_product_attention
 
-from axes import checks, costs, geometry, memory, monoids, reference
-from axes.algorithms import Anchor, Momentum, Read, Step, Sum
-from axes.costs import Alignment, Cost, Given, Huber, Linear, Lp, Ridge, SquaredError
+from axes.core import costs, geometry, memory, monoids, reference
+from axes.core.algorithms import Anchor, Momentum, Read, Step, Sum
+from axes.core.costs import Alignment, Cost, Given, Huber, Linear, Lp, Ridge, SquaredError
+from axes.core.geometry import Entropic, Euclidean, Lq, SignBall, Spectral, Sphere, Whiten
+from axes.core.memory import MLP, Entries, LayerNormMatrix, List, Slots
+from axes.core.monoids import DPLR, Decay, Diagonal, Hadamard, Householder, Identity, Product, Rotation, Scalar, Zero
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, State, StateUpdate
 from axes.errors import IllegalUpdate
-from axes.geometry import Entropic, Euclidean, Lq, SignBall, Spectral, Sphere, Whiten
-from axes.memory import MLP, Entries, LayerNormMatrix, List, Slots
-from axes.monoids import DPLR, Decay, Diagonal, Hadamard, Householder, Identity, Product, Rotation, Scalar, Zero
-from axes.rates import Per
-from axes.state_update import OnUpdate, State, StateUpdate
+from axes.testing import checks
 
 B, T, D_K, D_V = 2, 9, 4, 5
 BETA = Per("beta")
@@ -692,7 +693,7 @@ def test_wrapped_statistics_are_lowered() -> None:
     """Statistics inside a cautious or trust-ratio link are normal in the normal form."""
     stat = StateUpdate(Linear("square"), monoid=Product((Identity(), Scalar(0.9))), algorithm=Step(0.1))
     update = StateUpdate(Given(), OnUpdate(geometry.Cautious(Whiten((stat,)))), algorithm=Step(0.1))
-    (inner,) = update.filters()[0].parts()[1].stats
+    (inner,) = update.filters()[0].parts().h.stats
     assert inner.normal() is inner and inner.monoid == Scalar(0.9)
 
 
@@ -737,8 +738,8 @@ def test_every_float_dtype_without_a_hidden_cast(name: str, dtype: torch.dtype) 
     update = SYSTEMS[name]
     # LAPACK has no half precision, and a list's or a stream's link may widen on purpose
     half = dtype in (torch.float16, torch.bfloat16)
-    solves = update.parts()[3].at == "new" and not isinstance(update.cost, SquaredError)
-    if half and (solves or not update.parts()[1].is_identity and update.parts()[3].at == "new"):
+    solves = update.parts().step.at == "new" and not isinstance(update.cost, SquaredError)
+    if half and (solves or not update.parts().h.is_identity and update.parts().step.at == "new"):
         pytest.skip("implicit steps are solved in at least float32")
     signal = checks.example(update, dtype=dtype, length=3)
     if (

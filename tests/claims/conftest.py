@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from axes.optim import together
+from axes.optim.engine import together
 
 
 @pytest.fixture(autouse=True)

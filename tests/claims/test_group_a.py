@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from axes.algorithms import Step
 from axes.claims.group_a import CLAIMS
 from axes.claims.verify import verify_one
-from axes.costs import SquaredError
+from axes.core.algorithms import Step
+from axes.core.costs import SquaredError
+from axes.core.geometry import Entropic, Sphere
+from axes.core.geometry.spectral import Spectral
+from axes.core.memory import Matrix, Memory
+from axes.core.monoids import Decay, Element
 from axes.depth import PostNorm
-from axes.geometry import Entropic, Sphere
-from axes.memory import Matrix, Memory
-from axes.monoids import Decay, Element
-from axes.spectral import Spectral
 
 BY_ID = {c.id: c for c in CLAIMS}
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from axes import costs, dispatch, memory
 from axes.claims import group_b, group_b_writes
 from axes.claims.verify import verify_one
-from axes.geometry import Entropic
-from axes.memory import List
-from axes.state_update import StateUpdate
+from axes.core import costs, memory
+from axes.core.geometry import Entropic
+from axes.core.memory import List
+from axes.core.state_update import StateUpdate
+from axes.routes import dispatch
 
 
 def red(id: str) -> bool:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from axes import costs, dispatch, geometry, monoids, spectral
 from axes.claims import group_c, group_c_frank_wolfe
 from axes.claims.verify import verify_one
+from axes.core import costs, geometry, monoids
+from axes.core.geometry import norms, spectral
 from axes.optim import Lion
+from axes.routes import dispatch
 
 
 def red(id: str) -> bool:
@@ -60,8 +62,8 @@ def test_ridge_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_norm_link_with_the_primal_exponent(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = geometry._norm_link
-    monkeypatch.setattr(geometry, "_norm_link", lambda x, p: true(x, p / (p - 1)))
+    true = norms._norm_link
+    monkeypatch.setattr(norms, "_norm_link", lambda x, p: true(x, p / (p - 1)))
     assert red("C12")
 
 

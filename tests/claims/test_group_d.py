@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from axes import attention, monoids, scan
 from axes.claims import group_d
 from axes.claims.verify import verify_one
-from axes.monoids import Element
+from axes.core import monoids
+from axes.core.monoids import Element
+from axes.routes import attention, scan
 
 
 def red(*ids: str) -> list[str]:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from scipy import integrate
 
-from axes import costs, dispatch
 from axes.claims import figures_capacity, group_e
 from axes.claims.capacity_measures import log_moment, softmax_snr_law
 from axes.claims.verify import verify_one
-from axes.geometry import Entropic
-from axes.memory import List
+from axes.core import costs
+from axes.core.geometry import Entropic
+from axes.core.memory import List
+from axes.routes import dispatch
 
 CLAIMS = {c.id: c for c in group_e.CLAIMS}
 

@@ -12,9 +12,9 @@ from axes.claims import group_f_tools
 from axes.claims.group_f import CLAIMS
 from axes.claims.group_f_axes import buckets
 from axes.claims.verify import verify_one
-from axes.costs import SquaredError
-from axes.monoids import Element, GeneralLinear
-from axes.rates import resolve
+from axes.core.costs import SquaredError
+from axes.core.monoids import Element, GeneralLinear
+from axes.core.rates import resolve
 
 BY_ID = {c.id: c for c in CLAIMS}
 

@@ -11,8 +11,8 @@ import torch
 from axes.claims.base import Draw, Result
 from axes.claims.figures_depth import gains, sinkhorn_errors
 from axes.claims.group_g import CLAIMS
-from axes.geometry import Birkhoff, Cayley
-from axes.memory import List, Matrix
+from axes.core.geometry import Birkhoff, Cayley
+from axes.core.memory import List, Matrix
 
 
 def test_figures_show_what_they_say() -> None:

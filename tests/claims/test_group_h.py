@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from axes import spectral
 from axes.claims.figures_data import FIGURES, regimes
 from axes.claims.group_h import CLAIMS
 from axes.claims.verify import verify_one
-from axes.costs import CrossEntropy
-from axes.monoids import Decay
-from axes.rates import Signal
+from axes.core.costs import CrossEntropy
+from axes.core.geometry import spectral
+from axes.core.monoids import Decay
+from axes.core.rates import Signal
 
 
 def test_the_figure_of_a_claim_exists_and_crosses_one_at_the_critical_size() -> None:

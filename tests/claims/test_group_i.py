@@ -7,12 +7,14 @@ import dataclasses
 import pytest
 from torch import Tensor
 
-from axes import costs, dispatch, memory, monoids, spectral, state_update
-from axes.algorithms import Step
 from axes.claims import group_i, group_i_descent, group_i_memory
 from axes.claims.group_a_tools import layer_tuple
 from axes.claims.verify import verify_one
-from axes.state_update import StateUpdate
+from axes.core import costs, memory, monoids, state_update
+from axes.core.algorithms import Step
+from axes.core.geometry import spectral
+from axes.core.state_update import StateUpdate
+from axes.routes import dispatch
 
 
 def red(id: str) -> bool:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from axes import monoids, spectral
 from axes.claims.base import Draw, Result, Verdict
 from axes.claims.group_j import CLAIMS as J
 from axes.claims.group_k import CLAIMS as K
-from axes.costs import Linear
-from axes.geometry import Entropic, Sphere
+from axes.core import monoids
+from axes.core.costs import Linear
+from axes.core.geometry import Entropic, Sphere, spectral
 
 
 def test_external_statements_are_listed_with_a_reason() -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from axes.core.state_update import StateUpdate
 from axes.depth import ALL, MHC, DepthMixer, HyperConnections, JPmHC, JPmHCMeanPreserving, Mixed, PreNorm, Residual
 from axes.depth.base import normalises
 from axes.errors import ShapeError
-from axes.state_update import StateUpdate
 
 D = 8
 MANY = tuple(cls for cls in ALL if list(cls(D).parameters()))

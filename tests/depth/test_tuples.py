@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from axes.algorithms import Anchor, Momentum, Read, Step
-from axes.costs import Alignment, Given, Huber, Linear, Ridge, SquaredError
-from axes.depth import ALL, HyperConnections, mixer
-from axes.errors import IllegalUpdate, ShapeError
-from axes.geometry import Bounded, Cayley, Entropic, Euclidean, SoftThreshold, Sphere
-from axes.memory import MLP, List
-from axes.monoids import (
+from axes.core.algorithms import Anchor, Momentum, Read, Step
+from axes.core.costs import Alignment, Given, Huber, Linear, Ridge, SquaredError
+from axes.core.geometry import Bounded, Cayley, Entropic, Euclidean, SoftThreshold, Sphere
+from axes.core.memory import MLP, List
+from axes.core.monoids import (
     DPLR,
     Decay,
     Diagonal,
@@ -25,8 +23,10 @@ from axes.monoids import (
     Rotation,
     Scalar,
 )
-from axes.rates import Per
-from axes.state_update import State, StateUpdate
+from axes.core.rates import Per
+from axes.core.state_update import State, StateUpdate
+from axes.depth import ALL, HyperConnections, mixer
+from axes.errors import IllegalUpdate, ShapeError
 
 D, N = 6, 4
 MIX = Per("mix", "mix", "real")

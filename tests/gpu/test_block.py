@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from axes.kernels.block import block_chain  # noqa: E402
+from axes.kernels.block.chain import block_chain  # noqa: E402
 from tests.block_form import KINDS, Rounded, by_sequence, chunk_form, draw, run  # noqa: E402
 from tests.chains import block_chain as token_loop  # noqa: E402
 

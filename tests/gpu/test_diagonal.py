@@ -11,8 +11,8 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from axes.kernels import hopper_diagonal  # noqa: E402
-from axes.kernels.diagonal import diagonal_chain  # noqa: E402
+from axes.kernels.diagonal import hopper as hopper_diagonal  # noqa: E402
+from axes.kernels.diagonal.chain import diagonal_chain  # noqa: E402
 
 INPUTS = ("q", "k", "v", "g", "beta", "start")
 NAMES = ("o", "final", *(f"d{n}" for n in INPUTS))

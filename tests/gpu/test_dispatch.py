@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from axes import catalogue, dispatch
-from axes import kernel_terms as terms
-from axes.rates import Per
+from axes import catalogue
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.routes import dispatch
+from axes.routes import kernel_terms as terms
 from axes.sequence import DeltaNet, GatedDeltaNet, layer
-from axes.state_update import StateUpdate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "axes"))
 from test_kernel_terms import UPDATES  # the tuples whose mapping the CPU tests check
@@ -33,7 +34,7 @@ def _signal(update: StateUpdate, length: int, width: int) -> dict[str, torch.Ten
     lead = (2, length, 2)
     signal = {n: torch.randn(*lead, width, device="cuda") for n in "qkv"}
     signal["k"] = torch.nn.functional.normalize(signal["k"], dim=-1)
-    if update.parts()[3].debias:  # masses of both signs may cancel, and what is divided by them is noise
+    if update.parts().step.debias:  # masses of both signs may cancel, and what is divided by them is noise
         signal["q"], signal["k"] = signal["q"].abs(), signal["k"].abs()
     for p in update.demands():
         shape = {"scalar": lead, "key": (*lead, width), "pair": (*lead, width // 2)}[p.shape]
@@ -148,7 +149,8 @@ def test_a_width_without_a_kernel_says_so() -> None:
 
 
 def test_a_tuple_of_ones_own_is_a_layer_on_the_gpu() -> None:
-    update = StateUpdate(UPDATES["delta"][0].parts()[0], algorithm=type(UPDATES["delta"][0].parts()[3])(Per("beta")))
+    delta = UPDATES["delta"][0].parts()
+    update = StateUpdate(delta.cost, algorithm=type(delta.step)(Per("beta")))
     model = layer(update)(64, heads=2).cuda()
     y, _ = model(torch.randn(1, 70, 64, device="cuda"))
     assert torch.isfinite(y).all()

@@ -15,8 +15,8 @@ pytestmark = [
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from axes.kernels.hopper import fits  # noqa: E402
-from axes.kernels.hopper_backward import backward  # noqa: E402
+from axes.kernels.scalar.hopper import fits  # noqa: E402
+from axes.kernels.scalar.hopper_backward import backward  # noqa: E402
 
 C = 64
 NAMES = ("dq", "dk", "dv", "dbeta", "dg", "dstart")

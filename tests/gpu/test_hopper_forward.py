@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from axes.kernels.hopper import chain, fits, prepare  # noqa: E402
+from axes.kernels.scalar.hopper import chain, fits, prepare  # noqa: E402
 
 C = 64
 DTYPES = (torch.bfloat16, torch.float16)

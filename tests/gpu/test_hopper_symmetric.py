@@ -12,10 +12,10 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from axes import blockwise, matrix_roots, symmetric  # noqa: E402
-from axes.geometry import FittedFactor  # noqa: E402
-from axes.kernels import hopper_symmetric  # noqa: E402
-from axes.kernels.symmetric import symmetric_product  # noqa: E402
+from axes.core.geometry import FittedFactor  # noqa: E402
+from axes.kernels.products import hopper_symmetric  # noqa: E402
+from axes.kernels.products.symmetric import symmetric_product  # noqa: E402
+from axes.linalg import blockwise, matrix_roots, symmetric  # noqa: E402
 
 if torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs Hopper", allow_module_level=True)

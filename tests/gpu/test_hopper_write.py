@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from axes.kernels import hopper_write  # noqa: E402
+from axes.kernels.scalar import hopper_write  # noqa: E402
 from tests.gpu.test_scalar import BF, BOUNDS, HALF, Case, chain, cotangents, errors, inputs, run  # noqa: E402
 
 BASE = Case(rule="write", T=300)

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from axes.kernels.block import block_chain  # noqa: E402
-from axes.kernels.diagonal import diagonal_chain  # noqa: E402
-from axes.kernels.scalar import scalar_chain  # noqa: E402
+from axes.kernels.block.chain import block_chain  # noqa: E402
+from axes.kernels.diagonal.chain import diagonal_chain  # noqa: E402
+from axes.kernels.scalar.chain import scalar_chain  # noqa: E402
 
 MILLION = 1 << 20
 

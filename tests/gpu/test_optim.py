@@ -16,9 +16,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from axes import optim  # noqa: E402
-from axes.elementwise import fused as kernels  # noqa: E402
 from axes.errors import AxesError  # noqa: E402
-from axes.optim import together  # noqa: E402
+from axes.optim.engine import together  # noqa: E402
+from axes.programs import fused as kernels  # noqa: E402
 from tests.optim.table import ENTRYWISE, Instance, net, same  # noqa: E402
 
 SHAPES = ((), (7,), (64, 64), (0, 3), (130, 33), (2, 3, 4), (2, 3, 2, 2), (5000,), (1,))

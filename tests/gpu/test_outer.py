@@ -12,8 +12,8 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from axes import accumulate  # noqa: E402
-from axes.kernels.outer import outer_sum  # noqa: E402
+from axes.kernels.products.outer import outer_sum  # noqa: E402
+from axes.linalg import accumulate  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BOUND = 2e-6  # 16-bit products are exact: the sum is as good as float32's

@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from axes import optim  # noqa: E402
-from axes.kernels import halves  # noqa: E402
-from axes.matrix_roots import (  # noqa: E402
+from axes.kernels.products import halves  # noqa: E402
+from axes.linalg.matrix_roots import (  # noqa: E402
     LEAST_DAMPING,
     PRECISIONS,
     Precision,

@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from axes.errors import ShapeError  # noqa: E402
-from axes.kernels.scalar import gated_delta_rule, linear_attention, scalar_chain  # noqa: E402
+from axes.kernels.scalar.chain import gated_delta_rule, linear_attention, scalar_chain  # noqa: E402
 
 NAMES = ("q", "k", "v", "beta", "g", "erase", "state")
 BF, HALF, FULL = torch.bfloat16, torch.float16, torch.float32

@@ -12,10 +12,11 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from axes import optim, symmetric  # noqa: E402
-from axes.geometry import Spectral  # noqa: E402
-from axes.kernels.normalise import normalised  # noqa: E402
-from axes.kernels.symmetric import symmetric_product  # noqa: E402
+from axes import optim  # noqa: E402
+from axes.core.geometry import Spectral  # noqa: E402
+from axes.kernels.products.normalise import normalised  # noqa: E402
+from axes.kernels.products.symmetric import symmetric_product  # noqa: E402
+from axes.linalg import symmetric  # noqa: E402
 
 if torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs Hopper", allow_module_level=True)
@@ -155,7 +156,7 @@ class Counted:
 
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_the_norms_of_stacks_come_from_the_kernel_that_writes_them(rule: str, monkeypatch: Any) -> None:
-    from axes.kernels import normalise
+    from axes.kernels.products import normalise
 
     shapes = ((512, 768), (768, 512), (520, 784), (512, 768))  # rectangles; the last chunk of the third is a part
     make: Any = {"muon": optim.Muon, "normuon": optim.NorMuon}[rule]

@@ -36,7 +36,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "shampoo exponent": (lambda: optim.Shampoo(layer(), exponent=0.0), "power must be positive"),
     "reduction": (lambda: optim.NaturalGradient(layer(), reduction="max"), "reduction 'max'"),
     "fused": (lambda: optim.AdamW(layer(), fused=True), "needs parameters on a CUDA device"),
-    "differentiable": (lambda: optim.AdamW(layer(), differentiable=True), r"axes\.reference\.run"),
+    "differentiable": (lambda: optim.AdamW(layer(), differentiable=True), r"axes\.core\.reference\.run"),
     "two ways": (lambda: optim.AdamW(layer(), fused=True, foreach=True), "two ways to do the same"),
     "fused matrices": (lambda: optim.Muon(layer(), fused=True), "rule 'muon' mixes entries"),
     "waiting": (lambda: optim.AdamW(layer(), capturable=True, check_finite=True), "raising waits for the device"),

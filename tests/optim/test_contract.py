@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from axes import optim
 from axes.errors import AxesError, NotFiniteError
-from axes.optim.capabilities import holds
+from axes.optim.engine.capabilities import holds
 from tests.optim.table import ENTRYWISE, INSTANCES, TOKENS, Instance, net, same, train, values
 
 CONFIGURED = [pytest.param(i, c, id=f"{i}-{n}") for i in INSTANCES for n, c in enumerate(i.configurations)]

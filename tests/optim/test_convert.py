@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 from axes import optim
 from axes.errors import AxesError
-from axes.optim.convert import from_torch, to_torch
+from axes.optim.tools.convert import from_torch, to_torch
 
 Made = Callable[[Any], Any]
 

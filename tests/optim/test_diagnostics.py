@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from axes import optim
 from axes.errors import AxesError
-from axes.optim.diagnostics import NoiseEstimate, NoiseScale, UpdateRatios
+from axes.optim.tools.diagnostics import NoiseEstimate, NoiseScale, UpdateRatios
 
 Measured = tuple[float, float]
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")

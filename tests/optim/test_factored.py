@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from axes import optim
-from axes.optim import factored, wrappers
-from axes.optim.factored import Factored, factors
-from axes.optim.routing import canonical_shape
-from axes.optim.together import start
+from axes.optim.engine import factored
+from axes.optim.engine.factored import Factored, factors
+from axes.optim.engine.routing import canonical_shape
+from axes.optim.engine.together import start
+from axes.optim.rules import wrappers
 
 SQUARES = ((6, 6), (4, 4), (6, 6), (5, 5), (4, 2, 2, 1))  # whose statistics have full rank from the first gradient on
 SHAPES = ((6, 4), (4, 6), (6, 4), (5, 5), (4, 3, 2, 2))

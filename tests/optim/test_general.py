@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from axes import optim
-from axes.algorithms import Anchor, Momentum, Read, Step
-from axes.costs import Alignment, CrossEntropy, Given, Huber, Linear, Ridge, SquaredError
+from axes.core.algorithms import Anchor, Momentum, Read, Step
+from axes.core.costs import Alignment, CrossEntropy, Given, Huber, Linear, Ridge, SquaredError
+from axes.core.geometry import Bounded, Entropic, Lq, SoftThreshold, Spectral, Sphere, TrustRatio, Whiten
+from axes.core.memory import MLP
+from axes.core.monoids import Decay, Householder, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
 from axes.errors import AxesError, IllegalUpdate
-from axes.geometry import Bounded, Entropic, Lq, SoftThreshold, Spectral, Sphere, TrustRatio, Whiten
-from axes.memory import MLP
-from axes.monoids import Decay, Householder, Scalar
-from axes.rates import Per
-from axes.state_update import OnUpdate, StateUpdate
 
 LR, DECAY = Per("lr"), Per("weight_decay")
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from axes import optim
-from axes.elementwise import fused
-from axes.optim import together
-from axes.optim.together import Batch
+from axes.errors import AxesError
+from axes.optim.engine import together
+from axes.optim.engine.together import Batch
+from axes.programs import fused
 from tests.interpreter import interpret
 from tests.optim.table import ENTRYWISE, net, same, train, values
 
@@ -266,7 +267,7 @@ def steps_that_are_called_off() -> None:
                 ps[-1].grad[0, 0] = float("nan")
                 before = copy.deepcopy(optimizer.state_dict()["state"])
                 if check == "raise":
-                    with pytest.raises(optim.base.AxesError, match="is not finite; no parameter was changed"):
+                    with pytest.raises(AxesError, match="is not finite; no parameter was changed"):
                         optimizer.step()
                 else:
                     optimizer.step()

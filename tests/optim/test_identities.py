@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from axes import optim
-from axes.algorithms import Momentum, Step
-from axes.costs import Given, Linear
-from axes.geometry import Cautious, Entropic, SignBall, Spectral, Whiten
-from axes.monoids import Decay, Zero
-from axes.rates import Per
-from axes.state_update import OnUpdate, StateUpdate
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Given, Linear
+from axes.core.geometry import Cautious, Entropic, SignBall, Spectral, Whiten
+from axes.core.monoids import Decay, Zero
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
 
 LR, DECAY = Per("lr"), Per("weight_decay")
 POLAR = Spectral(method="polar")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from axes import optim
-from axes.elementwise.storage import FORMS, QUANTUM, philox, stochastic_bfloat16
 from axes.errors import AxesError
-from axes.optim import stored
+from axes.optim.engine import stored
+from axes.programs.storage import FORMS, QUANTUM, philox, stochastic_bfloat16
 from tests.interpreter import interpret
 from tests.optim.table import ENTRYWISE, Instance, net, same, values
 
@@ -243,9 +243,9 @@ def test_8_bit_moments_train_as_well(cls: Any) -> None:
 KERNEL = """
 import torch
 from axes import optim
-from axes.elementwise.storage import FORMS
+from axes.programs.storage import FORMS
 from axes.errors import AxesError
-from axes.optim import stored
+from axes.optim.engine import stored
 from tests.optim.table import ENTRYWISE, net, same, train, values
 from tests.optim.test_precision import STORED, drive
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axes import blockwise
+from axes.core.geometry import FittedFactor
+from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
-from axes.geometry import FittedFactor
-from axes.matrix_roots import PRECISIONS
-from axes.optim.psgd import PSGDKron
-from axes.state_update import StateUpdate
+from axes.linalg import blockwise
+from axes.linalg.matrix_roots import PRECISIONS
+from axes.optim.rules.psgd import PSGDKron
 
 
 def fitted(update: StateUpdate, gradients: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from axes import optim
 from axes.errors import AxesError
-from axes.optim import wrappers
-from axes.optim.capabilities import needs_matrices
+from axes.optim.engine.capabilities import needs_matrices
+from axes.optim.rules import wrappers
 
 STEPS = 12
 

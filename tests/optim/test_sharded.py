@@ -34,16 +34,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from axes import optim
-from axes.algorithms import Step
-from axes.costs import Given
+from axes.core.algorithms import Step
+from axes.core.costs import Given
+from axes.core.monoids import Decay
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, NotFiniteError
-from axes.monoids import Decay
-from axes.optim import wrappers
-from axes.optim.convert import from_torch, to_torch
-from axes.optim.dtensors import Part, Region, whole
-from axes.optim.sharded import direction_and_move, shardable
-from axes.rates import Per
-from axes.state_update import StateUpdate
+from axes.optim.rules import wrappers
+from axes.optim.sharding.dtensors import Part, Region, whole
+from axes.optim.sharding.sharded import direction_and_move, shardable
+from axes.optim.tools.convert import from_torch, to_torch
 
 WORLD = 2
 CASES: dict[str, Callable[[Path], None]] = {}

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from axes import optim
-from axes.algorithms import Momentum, Step
-from axes.costs import Given
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Given
+from axes.core.geometry import Spectral
+from axes.core.monoids import Decay
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
 from axes.errors import AxesError
-from axes.geometry import Spectral
-from axes.monoids import Decay
-from axes.rates import Per
-from axes.state_update import OnUpdate, StateUpdate
 
 SHAPES = ((4, 6), (5,), ())
 
@@ -107,9 +107,9 @@ def test_the_vertex_is_the_linear_minimum() -> None:
     }
     for norm, dual in duals.items():
         (f,) = optim.FrankWolfe.declare(norm, (0.0, 0.0)).filters()  # type: ignore[arg-type]
-        v = f.parts()[1].primal(g)
+        v = f.parts().h.primal(g)
         torch.testing.assert_close((g * v).sum(), dual, rtol=1e-13, atol=0)
-        assert bool(f.parts()[1].contains(v, 1e-12).all())
+        assert bool(f.parts().h.contains(v, 1e-12).all())
 
 
 def test_lion_is_frank_wolfe_on_a_box() -> None:
@@ -134,7 +134,7 @@ def test_muon_is_frank_wolfe_on_the_spectral_ball() -> None:
         if not nesterov:
             assert exact == optim.FrankWolfe.declare("spectral", betas)
     # Muon itself is the same tuple with an iteration in place of the factor
-    muon_h = optim.Muon.declare(0.9, nesterov=False).filters()[0].parts()[1]
+    muon_h = optim.Muon.declare(0.9, nesterov=False).filters()[0].parts().h
     assert isinstance(muon_h, Spectral) and muon_h.method == "newton-schulz"
 
 

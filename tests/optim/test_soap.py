@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from axes import optim
 from axes.errors import AxesError
-from axes.optim import wrappers
+from axes.optim.rules import wrappers
 
 MATRICES = ((4, 6), (6, 4), (5, 5), (8, 3))
 SQUARES = ((4, 4), (5, 5))  # full rank from the first gradient: the bases of a null space have nothing to agree on

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from axes import optim
-from axes.algorithms import Momentum, Step
-from axes.costs import Given
-from axes.elementwise.program import trace
-from axes.geometry import Spectral
-from axes.monoids import Decay
-from axes.optim.first_order import LR, WEIGHT_DECAY
-from axes.optim.stacked import Stacks, cut
-from axes.state_update import OnUpdate, StateUpdate
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Given
+from axes.core.geometry import Spectral
+from axes.core.monoids import Decay
+from axes.core.state_update import OnUpdate, StateUpdate
+from axes.optim.engine.stacked import Stacks, cut
+from axes.optim.rules.first_order import LR, WEIGHT_DECAY
+from axes.programs.program import trace
 
 SHAPES = ((6, 4), (4, 6), (6, 4), (5, 5), (4, 3, 2, 2), (4, 6))
 RULES: dict[str, tuple[Any, str]] = {"muon": (optim.Muon, "muon"), "normuon": (optim.NorMuon, "normuon")}

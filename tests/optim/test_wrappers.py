@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from axes import optim
-from axes.algorithms import Momentum, Step, Sum
-from axes.costs import Given
+from axes.core.algorithms import Momentum, Step, Sum
+from axes.core.costs import Given
+from axes.core.geometry import Ball, ConstantNorm, Graft, SignBall
+from axes.core.monoids import Decay
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
-from axes.geometry import Ball, ConstantNorm, Graft, SignBall
-from axes.monoids import Decay
-from axes.optim import wrappers
-from axes.optim.capabilities import keyed, needs_layers, needs_matrices
-from axes.rates import Per
-from axes.state_update import StateUpdate
+from axes.optim.engine.capabilities import keyed, needs_layers, needs_matrices
+from axes.optim.rules import wrappers
 
 LR = Per("lr")
 PLAIN = StateUpdate(Given(), algorithm=Step(LR))

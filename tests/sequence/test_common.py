@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from axes.algorithms import Anchor
+from axes.core.algorithms import Anchor
+from axes.core.memory import List
+from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
-from axes.memory import List
 from axes.sequence import ALL, DeltaNet, GatedDeltaNet, LinearAttention, SequenceLayer, SoftmaxAttention, layer
 from axes.sequence.lattice import LATTICE
 from axes.sequence.miras import MIRAS
 from axes.sequence.titans import TITANS
 from axes.sequence.ttt import TTT
-from axes.state_update import StateUpdate
 
 D, HEADS, B, T = 12, 2, 2, 9
 TOLERANCE = 1e-10
@@ -44,7 +44,7 @@ def tokens(length: int = T, batch: int = B, dtype: torch.dtype = torch.float64) 
 
 def length_of(cls: type[SequenceLayer]) -> int:
     """Long enough to pass an anchor."""
-    at = cls.update.parts()[3].at
+    at = cls.update.parts().step.at
     return at.every + 3 if isinstance(at, Anchor) else T
 
 
@@ -303,7 +303,7 @@ def test_state_detaches_and_survives_a_file(cls: type[SequenceLayer]) -> None:
 def test_state_does_not_grow_unless_it_is_a_list(cls: type[SequenceLayer]) -> None:
     module, x = make(cls), tokens()
     sizes = [sum(leaf.numel() for leaf in pytree.tree_leaves(module(x[:, :n])[1])) for n in (3, 9)]
-    assert (sizes[0] == sizes[1]) != isinstance(cls.update.parts()[4], List)
+    assert (sizes[0] == sizes[1]) != isinstance(cls.update.parts().memory, List)
 
 
 @every_layer
@@ -401,7 +401,7 @@ def test_bad_sizes_are_named() -> None:
 
 
 def test_a_tuple_without_keys_is_no_layer() -> None:
-    from axes.costs import Given
+    from axes.core.costs import Given
 
     with pytest.raises(IllegalUpdate, match="needs keys"):
         layer(StateUpdate(Given()))(D)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from axes import dispatch
+from axes.routes import dispatch
 from axes.sequence import DeltaNet, DeltaNetReflective, GatedDeltaNet, GatedDeltaNetPrev, SequenceLayer
 
 B, T, D, H = 2, 11, 16, 2

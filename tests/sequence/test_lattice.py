@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from axes import dispatch, reference
-from axes.costs import Alignment, SquaredError
-from axes.memory import Slots
-from axes.monoids import Scalar
-from axes.rates import Per
+from axes.core import reference
+from axes.core.costs import Alignment, SquaredError
+from axes.core.memory import Slots
+from axes.core.monoids import Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.routes import dispatch
 from axes.sequence.lattice import LATTICE, LatticeDec, LatticeEnc, LatticeOSR, LatticeSim
-from axes.state_update import StateUpdate
 
 D, HEADS, B, T = 12, 2, 2, 37
 COST = {LatticeDec: "dec", LatticeEnc: "enc", LatticeSim: "sim", LatticeOSR: "dec"}

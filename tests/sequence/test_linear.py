@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from axes import dispatch
+from axes.routes import dispatch
 from axes.sequence import GLA, LinearAttention, Mamba2, RetNet, SequenceLayer, UnnormalisedLinearAttention
 
 B, T, D, H = 2, 11, 16, 2

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from axes import derived, dispatch
+from axes.core import derived
+from axes.routes import dispatch
 from axes.sequence import DeltaNet, Longhorn, LonghornDiagonal, SequenceLayer
 
 B, T, D, H = 2, 9, 16, 2

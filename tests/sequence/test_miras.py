@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 
-from axes import dispatch, reference
-from axes.algorithms import Anchor, Step
-from axes.costs import Huber, Lp, SquaredError
-from axes.geometry import Entropic, Lq
-from axes.memory import MLP
-from axes.monoids import Diagonal, Scalar
-from axes.rates import Per
+from axes.core import reference
+from axes.core.algorithms import Anchor, Step
+from axes.core.costs import Huber, Lp, SquaredError
+from axes.core.geometry import Entropic, Lq
+from axes.core.memory import MLP
+from axes.core.monoids import Diagonal, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.routes import dispatch
 from axes.sequence.miras import (
     MIRAS,
     Memora,
@@ -30,7 +32,6 @@ from axes.sequence.miras import (
     YaadMatrix,
     YaadSwitch,
 )
-from axes.state_update import StateUpdate
 
 D, HEADS, B, T = 12, 2, 2, 37
 Weights = list[Tensor]

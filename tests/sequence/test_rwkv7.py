@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from axes import dispatch
 from axes.errors import IllegalUpdate
+from axes.routes import dispatch
 from axes.sequence import RWKV7, DeltaNet, GatedDeltaNetPrev
 from axes.sequence.rwkv7 import RWKV7Block
 

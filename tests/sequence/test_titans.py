@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 
-from axes import dispatch, reference
-from axes.algorithms import Anchor, Momentum, Step
-from axes.costs import SquaredError
-from axes.monoids import Scalar
-from axes.rates import Per
+from axes.core import reference
+from axes.core.algorithms import Anchor, Momentum, Step
+from axes.core.costs import SquaredError
+from axes.core.monoids import Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.routes import dispatch
 from axes.sequence.titans import Titans, TitansMatrix
-from axes.state_update import StateUpdate
 
 D, HEADS, B, T = 12, 2, 2, 37
 

@@ -1,0 +1,46 @@
+"""Generating functions h and their links grad h*: where a state lives and how a dual vector becomes a point there.
+
+The contract is in `bregman`; `norms` and `balls` act entry by entry or on vectors, `spectral` on a spectrum,
+`preconditioners` makes roots and bases of statistics, `mixing` turns free logits into mixing matrices, `normalised` and
+`wrappers` rescale a direction.
+"""
+
+from axes.core.geometry.balls import Ball, SignBall, Sphere
+from axes.core.geometry.bregman import Context, Geometry
+from axes.core.geometry.mixing import Birkhoff, Cayley
+from axes.core.geometry.normalised import KeyNormalised, RowWhiten
+from axes.core.geometry.norms import Bounded, Entropic, Euclidean, Hypentropy, Lq, LqLiteral, SoftThreshold
+from axes.core.geometry.preconditioners import Eigenbasis, FittedFactor, InverseRoot, Kronecker, RotatedWhiten
+from axes.core.geometry.spectral import Spectral, Whiten
+from axes.core.geometry.wrappers import Cautious, Composite, ConstantNorm, Graft, TrustRatio
+
+__all__ = [
+    "Ball",
+    "Birkhoff",
+    "Bounded",
+    "Cautious",
+    "Cayley",
+    "Composite",
+    "ConstantNorm",
+    "Context",
+    "Eigenbasis",
+    "Entropic",
+    "Euclidean",
+    "FittedFactor",
+    "Hypentropy",
+    "Geometry",
+    "KeyNormalised",
+    "Kronecker",
+    "Graft",
+    "InverseRoot",
+    "Lq",
+    "LqLiteral",
+    "RotatedWhiten",
+    "RowWhiten",
+    "SignBall",
+    "SoftThreshold",
+    "Spectral",
+    "Sphere",
+    "TrustRatio",
+    "Whiten",
+]

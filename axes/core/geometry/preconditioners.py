@@ -1,0 +1,313 @@
+"""Roots and bases of Kronecker statistics, and the directions that are built from them.
+
+A statistic is a state update, and its own h turns it into what is read: an inverse root (Shampoo) or an eigenbasis
+(SOAP). Held between refreshes (`axes.core.algorithms.Held`), a step reads it by matrix products alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from axes.core.geometry.bregman import NO_CONTEXT, Context, Geometry, is_finite, require, require_matrix, wide
+from axes.core.geometry.spectral import inverse_power, over_root
+from axes.core.rates import Signal
+from axes.errors import IllegalUpdate, ShapeError
+from axes.linalg.blockwise import symmetric_sum
+from axes.linalg.matrix_roots import (
+    LEAST_DAMPING,
+    PRECISIONS,
+    Precision,
+    largest,
+    newton_inverse_root,
+    power_step,
+    product,
+)
+
+
+def is_begun(matrix: Tensor) -> Tensor:
+    """(..., 1, 1): whether a factor, semi-definite, is held, which begins as the zero matrix."""
+    return (matrix.diagonal(dim1=-2, dim2=-1) != 0).any(-1)[..., None, None]
+
+
+def _usable(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix that a decomposition takes, and whether (..., 1, 1) it is the given one: the identity if not finite."""
+    finite = is_finite(matrix)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return torch.where(finite, matrix, eye), finite
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class InverseRoot(Geometry):
+    """W = (A + (eps + damping |A|) I)^{-power} of a statistic A, |A| = (sum of eigenvalues^8)^{1/8}.
+
+    |A| lies between the largest eigenvalue and n^{1/8} times it. method: "eigh" decomposes A, and with eps and
+    damping 0 gives the pseudo-power; "newton" takes matrix products alone, for a power 1, 1/2, 1/3, ..., and needs a
+    damping above what its rounding does to small eigenvalues: 1e-7, 1e-4 with precision "bfloat16x3", 1e-2 with "tf32".
+    A root that did not converge, or of an A that is not finite, is NaN.
+
+    Source: Gupta et al. 2018, algorithm 1 (power 1/4); see `axes.linalg.matrix_roots.newton_inverse_root`.
+    """
+
+    power: float = 0.25
+    eps: float = 0.0
+    damping: float = 0.0
+    method: Literal["eigh", "newton"] = "eigh"
+    precision: Precision = "input"
+
+    matrix = True
+    is_potential = False
+
+    def __post_init__(self) -> None:
+        require(0 < self.power < math.inf, self, f"power must be positive and finite, got {self.power}")
+        require(0 <= self.eps < math.inf, self, f"eps must be finite and >= 0, got {self.eps}")
+        require(0 <= self.damping < 1, self, f"damping must lie in [0, 1), got {self.damping}")
+        require(self.method in ("eigh", "newton"), self, f"method {self.method!r} is not one of eigh, newton")
+        require(self.precision in PRECISIONS, self, f"precision {self.precision!r} is not one of {PRECISIONS}")
+        if self.method == "eigh":
+            require(self.precision == "input", self, "precision is of products: leave it at 'input' with method 'eigh'")
+            return
+        order = 1 / self.power
+        whole = round(order) >= 1 and math.isclose(order, round(order), rel_tol=1e-12)
+        require(whole, self, f"method 'newton' takes powers 1, 1/2, 1/3, ..., got {self.power}: take 'eigh'")
+        least = LEAST_DAMPING[self.precision]
+        message = f"method 'newton' with precision {self.precision!r} needs damping >= {least:g}, got {self.damping}"
+        require(self.damping >= least, self, message)
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        require_matrix(self, theta, square=True)
+        a = wide(theta)
+        if self.method == "newton":
+            root = newton_inverse_root(a, round(1 / self.power), self.damping, self.eps, self.precision)
+            return root.to(theta.dtype)
+        a, usable = _usable(a)
+        if self.damping:
+            a = a + self.damping * largest(a) * torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        return torch.where(usable, inverse_power(a, self.power, self.eps), torch.nan).to(theta.dtype)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Eigenbasis(Geometry):
+    """The orthonormal eigenvectors of a statistic, as columns; a constant in derivatives.
+
+    method: "eigh" decomposes it (ascending eigenvalues); "power-qr" moves the basis held so far by one step of
+    orthogonal iteration, and begins with "eigh". qr, of that step: "cholesky" is made of matrix products,
+    "householder" is torch.linalg.qr. A basis that is not orthonormal, or of a statistic that is not finite, is NaN.
+
+    Source: Vyas et al. 2024, algorithm 4 (power-qr); see `axes.linalg.matrix_roots.power_step` for what differs.
+    """
+
+    method: Literal["eigh", "power-qr"] = "eigh"
+    qr: Literal["cholesky", "householder"] = "cholesky"
+    precision: Precision = "input"
+
+    matrix = True
+    scale_free = True
+    is_potential = False
+
+    def __post_init__(self) -> None:
+        require(self.method in ("eigh", "power-qr"), self, f"method {self.method!r} is not one of eigh, power-qr")
+        require(self.qr in ("cholesky", "householder"), self, f"qr {self.qr!r} is not one of cholesky, householder")
+        require(self.precision in PRECISIONS, self, f"precision {self.precision!r} is not one of {PRECISIONS}")
+        if self.method == "eigh":
+            require(self.qr == "cholesky", self, "qr has no effect with method 'eigh': leave it at 'cholesky'")
+            require(self.precision == "input", self, "precision has no effect with method 'eigh': leave it at 'input'")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        require_matrix(self, theta, square=True)
+        a = wide(theta.detach())
+        last = context.weights if self.method == "power-qr" else None
+        if last is not None and self.qr == "cholesky":
+            return power_step(a, wide(last.detach()), self.qr, self.precision).to(theta.dtype)
+        a, usable = _usable(a)
+        if last is not None:
+            basis = power_step(a, wide(last.detach()), self.qr, self.precision)
+        else:
+            basis = torch.linalg.eigh(a).eigenvectors
+        return torch.where(usable, basis, torch.nan).to(theta.dtype)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class FittedFactor(Geometry):
+    """A factor P that is fitted until what it whitens is white: P = (I - r E) P (I - r E), E = A + damping P^2 - I.
+
+    A is a statistic of whitened drives ("white-left" or "white-right"), whose mean is I where P is right. r is
+    rate / (2 (1 + b)) with an estimate b of the largest eigenvalue of A + damping P^2; P stays symmetric and positive.
+    It begins as the multiple of I that is right for drives of one variance, and no eigenvalue grows beyond
+    damping^{-1/2}.
+
+    Source: the whitening criterion of Li 2015 with the Kronecker factors of Li 2018, section 4. Differs: symmetric
+    factors and a congruence, which needs products only, in the place of triangular ones and solves; the damping bounds
+    the factors, where noise on the drives would.
+    """
+
+    rate: float = 0.1
+    damping: float = 1e-9
+    precision: Precision = "input"
+
+    matrix = True
+    is_potential = False
+
+    def __post_init__(self) -> None:
+        require(0 < self.rate <= 1, self, f"rate must lie in (0, 1], got {self.rate}")
+        require(0 < self.damping < math.inf, self, f"damping must be positive and finite, got {self.damping}")
+        require(self.precision in PRECISIONS, self, f"precision {self.precision!r} is not one of {PRECISIONS}")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        value, good = self.moved(theta, context.weights)
+        return torch.where(good, value, torch.nan)
+
+    def refreshed(self, theta: Tensor, held: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
+        return self.moved(theta, context.weights)
+
+    def moved(self, theta: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
+        """P after the statistic `theta`, and whether (..., 1, 1) it could be computed: where not, it is the last one.
+
+        last: P so far, 0 where there is none; None where there is none at all.
+        """
+        require_matrix(self, theta, square=True)
+        a = wide(theta).reshape(-1, *theta.shape[-2:])
+        n, p = a.shape[-1], None if last is None else wide(last).reshape(a.shape)
+        # no entry of a semi-definite matrix is larger than all of its diagonal: these bound what a step computes
+        trace = most = a.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+        if p is not None:
+            size = p.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+            most = torch.addcmul(trace, size, size, value=(1 + self.damping) * (16 * n) ** 2)
+        finite = most < (math.inf if self.precision == "input" else torch.finfo(torch.float32).max)
+        begin = finite & (trace > 0)
+        start = torch.where(begin, trace / n, math.inf) ** -0.25
+        if p is None:
+            value, good = torch.diag_embed(start.expand(-1, n)), begin
+        else:
+            begun = is_begun(p)[..., 0]
+            good = torch.where(begun, finite, begin)
+            value = self._congruent(a, p, finite[..., None])
+            if self.precision != "input" and a.dtype == torch.float64:  # P may be beyond what its products can hold
+                value = torch.where(finite[..., None], value, p)
+            value.diagonal(dim1=-2, dim2=-1).add_(torch.where(begun, 0.0, start))
+        return value.reshape(theta.shape).to(theta.dtype), good.reshape(*theta.shape[:-2], 1, 1)
+
+    def _congruent(self, a: Tensor, p: Tensor, finite: Tensor) -> Tensor:
+        """(I - r E) P (I - r E) of (N, n, n), P itself where A is not finite.
+
+        In terms of E + I, half of it is (1 + r) P - r (E + I) P; and P is symmetric in all bits.
+        """
+        seen = symmetric_sum(a, p, keep=finite.to(a.dtype), rate=self.damping, precision=self.precision)  # E + I
+        rate = torch.where(finite, self.rate / 2 / (1 + _top(seen)), 0.0)
+        half = torch.lerp(p, product(seen, p.mT, self.precision), -rate)
+        return symmetric_sum(half, half, seen, 1 + rate, -rate, self.precision, exact=True)
+
+
+def _top(matrix: Tensor) -> Tensor:
+    """An estimate (N, 1, 1) from below of the largest eigenvalue of a semi-definite matrix: two power iterations."""
+    largest_entry, row = matrix.diagonal(dim1=-2, dim2=-1)[:, None].max(-1, keepdim=True)
+    x = matrix.gather(-2, row.expand(-1, -1, matrix.shape[-1]))
+    for _ in range(2):
+        x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny) @ matrix
+    # it is the larger one, but for norms that overflow
+    return torch.maximum(torch.linalg.vector_norm(x, dim=-1, keepdim=True), largest_entry)
+
+
+def rotate(x: Tensor, left: Tensor, right: Tensor, precision: Precision) -> Tensor:
+    """Q_L^T x Q_R."""
+    turned = product(product(wide(left).mT, wide(x), precision), wide(right), precision)
+    return turned.to(x.dtype)
+
+
+def fisher(signal: Signal, left: Tensor, right: Tensor, precision: Precision) -> Tensor:
+    """The mean over examples of (Q_L^T e k^T Q_R)^2, entry by entry: second moments of their gradients."""
+    e, k = (_rows(signal, name) for name in ("e", "k"))
+    turned = (product(wide(x), q, precision).square() for x, q in ((e, left), (k, right)))
+    errors, keys = turned
+    return (product(errors.mT, keys, precision) / e.shape[-2]).to(left.dtype)
+
+
+def _rows(signal: Signal, name: str) -> Tensor:
+    """The vectors of this name, one example a row."""
+    x = signal.get(f"{name}_rows")
+    if isinstance(x, Tensor):
+        return x
+    x = signal[name]
+    assert isinstance(x, Tensor)
+    return x[..., None, :]
+
+
+def _require_factors(owner: Geometry, theta: Tensor, stats: tuple[Tensor, ...], count: int) -> None:
+    """Raise unless there are `count` values, the first two square and of the sizes of theta (..., m, n)."""
+    if len(stats) != count:
+        raise IllegalUpdate(f"{type(owner).__name__}: {count} statistics declared, {len(stats)} supplied")
+    require_matrix(owner, theta)
+    for size, stat in zip(theta.shape[-2:], stats, strict=False):
+        if stat.shape[-2:] != (size, size):
+            raise ShapeError(
+                f"{type(owner).__name__}: a factor of theta {tuple(theta.shape[-2:])} must be ({size}, {size}), got "
+                f"{tuple(stat.shape[-2:])}"
+            )
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Kronecker(Geometry):
+    """W = A theta B with the roots A and B that two statistics give: Whiten(kind="kronecker") with roots that are held.
+
+    Source: Gupta et al. 2018, algorithm 1.
+    """
+
+    stats: tuple[Any, ...]
+    precision: Precision = "input"
+
+    linear = True
+    matrix = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stats", tuple(self.stats))
+        require(len(self.stats) == 2, self, f"takes 2 statistics, got {len(self.stats)}")
+        require(self.precision in PRECISIONS, self, f"precision {self.precision!r} is not one of {PRECISIONS}")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        _require_factors(self, theta, context.stats, 2)
+        left, right = (wide(s) for s in context.stats)
+        return product(product(left, wide(theta), self.precision), right, self.precision).to(theta.dtype)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class RotatedWhiten(Geometry):
+    """W = Q_L [(Q_L^T theta Q_R) / (v^power + eps)] Q_R^T with the bases Q of two statistics, v one of "eigen-square".
+
+    0 where the denominator is 0.
+
+    Source: Vyas et al. 2024, algorithm 3.
+    """
+
+    stats: tuple[Any, ...]
+    power: float = 0.5
+    eps: float = 1e-8
+    precision: Precision = "input"
+
+    linear = True
+    matrix = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stats", tuple(self.stats))
+        require(len(self.stats) == 3, self, f"takes 3 statistics, got {len(self.stats)}")
+        require(0 < self.power < math.inf, self, f"power must be positive and finite, got {self.power}")
+        require(0 <= self.eps < math.inf, self, f"eps must be finite and >= 0, got {self.eps}")
+        require(self.precision in PRECISIONS, self, f"precision {self.precision!r} is not one of {PRECISIONS}")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        _require_factors(self, theta, context.stats, 3)
+        left, right, second = (wide(s) for s in context.stats)
+        scaled = self.whitened(rotate(wide(theta), left, right, self.precision), second)
+        return product(product(left, scaled, self.precision), right.mT, self.precision).to(theta.dtype)
+
+    def whitened(self, turned: Tensor, second: Tensor) -> Tensor:
+        """What W is in the bases, from theta in them: theta / (v^power + eps)."""
+        return over_root(turned, second, self.power, self.eps)

@@ -1,0 +1,274 @@
+"""Geometries that act on a spectrum: orthogonalisation (singular values) and whitening (eigenvalues of statistics)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from axes.core.geometry.bregman import NO_CONTEXT, Context, EuclideanOn, Geometry, require, require_matrix, wide
+from axes.errors import IllegalUpdate, ShapeError
+from axes.linalg.newton_schulz import SAFETY, Form, Start, Triple, iterate, polar_express_schedule
+
+_READS = {
+    "newton-schulz": ("steps", "coefficients", "eps", "precision", "form"),
+    "polar-express": ("steps", "eps", "precision", "form"),
+    "polar": ("tolerance",),
+}
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Spectral(EuclideanOn):
+    """The unit spectral ball: W = U V^T for theta = U S V^T maximises <theta, W> over it.
+
+    method: "newton-schulz" is `steps` times x -> a x + b x^3 + c x^5 on the singular values, started at
+    theta / max(|theta|_F, eps), which ends in a band around 1; "polar-express" uses a different optimal polynomial in
+    each step, started at theta / (1.01 |theta|_F + eps); "polar" is exact, and drops singular values up to
+    tolerance * s_1, or up to 8 rounding units of s_1 (the minimum-norm maximiser: the full SVD would complete the null
+    space arbitrarily).
+    scale: None (1), "original" sqrt(max(1, m/n)), "match_rms_adamw" 0.2 sqrt(max(m, n)), "spectral" sqrt(m/n) for
+    theta (..., m, n). precision: "bfloat16" runs the polynomials in bfloat16 whatever the input. form: how they are
+    evaluated, "direct" or "gram", see `axes.linalg.newton_schulz`; the two differ by rounding.
+    On a filter it is Muon's direction; agile with the exact polar it is the projection of a state. Zero stays zero.
+
+    Derivatives: the polynomials are differentiated as they are; the polar factor has the derivatives of
+    theta (theta^T theta)^{-1/2} on the kept singular values, finite also where they coincide.
+
+    Source: Jordan et al. 2024 (Muon); Amsel et al. 2025 (Polar Express). newton-schulz in bfloat16 and form "direct"
+    follows torch.optim.Muon operation by operation. Differs: batches of matrices; a field the method does not read is
+    refused.
+    """
+
+    method: Literal["newton-schulz", "polar-express", "polar"] = "newton-schulz"
+    steps: int = 5
+    coefficients: Triple = (3.4445, -4.7750, 2.0315)
+    scale: Literal["original", "match_rms_adamw", "spectral"] | None = None
+    eps: float = 1e-7
+    precision: Literal["input", "bfloat16"] = "input"
+    tolerance: float = 1e-9
+    form: Form = "direct"
+
+    scale_free = True
+    matrix = True
+
+    @property
+    def is_potential(self) -> bool:  # type: ignore[override]
+        return self.method == "polar"  # a truncated iteration is only close to a gradient
+
+    def __post_init__(self) -> None:
+        require(self.method in _READS, self, f"method {self.method!r} is not one of {', '.join(_READS)}")
+        object.__setattr__(self, "coefficients", tuple(self.coefficients))
+        for field in dataclasses.fields(self):
+            read = field.name in ("method", "scale", *_READS[self.method])
+            message = f"{field.name} has no effect with method {self.method!r}: leave it at {field.default!r}"
+            require(read or getattr(self, field.name) == field.default, self, message)
+        ok = isinstance(self.steps, int) and 1 <= self.steps < 100
+        require(ok, self, f"steps must be an integer in [1, 99], got {self.steps!r}")
+        require(len(self.coefficients) == 3, self, f"coefficients must be (a, b, c), got {self.coefficients}")
+        scales = (None, "original", "match_rms_adamw", "spectral")
+        require(self.scale in scales, self, f"scale {self.scale!r} is not one of {scales}")
+        require(self.eps > 0, self, f"eps must be positive, got {self.eps}")
+        require(self.precision in ("input", "bfloat16"), self, f"precision {self.precision!r} is not input or bfloat16")
+        require(0 <= self.tolerance < 1, self, f"tolerance must lie in [0, 1), got {self.tolerance}")
+        require(self.form in ("direct", "gram"), self, f"form {self.form!r} is not direct or gram")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        require_matrix(self, theta)
+        if self.method == "polar":
+            tall = theta.shape[-2] > theta.shape[-1]
+            x = polar(wide(theta.mT if tall else theta), self.tolerance)
+            return (x.mT if tall else x).to(theta.dtype) * self._factor(theta)
+        return self.directions((theta,), theta.dtype)[0].to(theta.dtype)
+
+    def directions(
+        self,
+        stacks: Sequence[Tensor],
+        dtype: torch.dtype,
+        squares: Sequence[Tensor] | None = None,
+        spend: bool = False,
+    ) -> list[Tensor]:
+        """W of several stacks (..., m_i, n_i) by polynomials, in `dtype` or in the dtype of the products.
+
+        squares: of each stack (matrices, any number), sums of squares of parts of its matrices, where they are known.
+        spend: the stacks may be overwritten.
+        """
+        tall = [x.shape[-2] > x.shape[-1] for x in stacks]
+        wide = [x.mT if t else x for x, t in zip(stacks, tall, strict=True)]
+        sizes = [self._factor(x) for x in stacks]
+        if self.precision == "bfloat16":
+            wide = [x.bfloat16() for x in wide]
+        if self.method == "newton-schulz":
+            schedule: tuple[Triple, ...] = (self.coefficients,) * self.steps
+            start = Start(1.0, 0.0, self.eps)
+        else:
+            schedule, start = polar_express_schedule(self.steps), Start(SAFETY, self.eps, 0.0)
+        out = iterate(wide, start, schedule, self.form, sizes, dtype, squares, spend)
+        return [w.mT if t else w for w, t in zip(out, tall, strict=True)]
+
+    def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
+        norm: Tensor = torch.linalg.matrix_norm(wide(w), 2)
+        return norm <= self._factor(w) * (1 + tol)
+
+    def _factor(self, leaf: Tensor) -> float:
+        m, n = leaf.shape[-2:]
+        if self.scale == "original":
+            return math.sqrt(max(1, m / n))
+        if self.scale == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(m, n))
+        return math.sqrt(m / n) if self.scale == "spectral" else 1.0
+
+
+def polar(x: Tensor, tolerance: float) -> Tensor:
+    """U V^T of (..., m, n), m <= n, over singular values above tolerance * s_1."""
+    u, s, vh = torch.linalg.svd(x.detach(), full_matrices=False)
+    keep = (s > max(tolerance, 8 * torch.finfo(s.dtype).eps) * s[..., :1]) & (s > 0)
+    value = (u * keep[..., None, :]) @ vh
+    if not torch.is_grad_enabled():
+        return value
+    # The factor does not depend on the scale of x; at s_1 = 1 the powers of s below cannot overflow.
+    top = torch.where(s[..., :1] > 0, s[..., :1], 1.0)
+    x = x / top[..., None]
+    live = spectral_inverse_power(x @ x.mT, u, (s / top).square(), keep, 0.5) @ x
+    return value + (live - live.detach())
+
+
+def inverse_power(matrix: Tensor, power: float, eps: float) -> Tensor:
+    """(A + eps I)^{-power} of a semi-definite A; with eps = 0 the pseudo-power, rank cut at n * machine eps * l_1.
+
+    Value and both derivatives stay finite where eigenvalues coincide or vanish.
+    """
+    eigenvalues, basis = torch.linalg.eigh(matrix.detach())
+    if eps > 0:
+        eigenvalues = eigenvalues.clamp_min(0) + eps
+        return spectral_inverse_power(matrix, basis, eigenvalues, eigenvalues > 0, power)
+    cut = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * eigenvalues[..., -1:].clamp_min(0)
+    return spectral_inverse_power(matrix, basis, eigenvalues, eigenvalues > cut, power)
+
+
+def spectral_inverse_power(matrix: Tensor, basis: Tensor, spectrum: Tensor, keep: Tensor, power: float) -> Tensor:
+    """V f(L) V^T with f(x) = x^{-power} on the kept eigenvalues and 0 on the others, twice differentiable in `matrix`.
+
+    Differentiating the decomposition would divide by gaps between eigenvalues. Instead basis and spectrum are constants
+    and the change of `matrix` (0 in value) enters through the first two terms of the Daleckii-Krein expansion,
+    f[i,j] D_ij + sum_k f[i,k,j] D_ik D_kj, whose divided differences are finite everywhere.
+    """
+    spectrum = torch.where(keep, spectrum, 0.0)
+    f = torch.where(keep, torch.where(keep, spectrum, 1.0) ** -power, 0.0)
+    value = (basis * f[..., None, :]) @ basis.mT
+    if not torch.is_grad_enabled():
+        return value
+    change = basis.mT @ (matrix - matrix.detach()) @ basis
+    # Differences beyond the range of the dtype become its largest number: infinity times the 0 above would be NaN.
+    first = torch.nan_to_num(_first_differences(spectrum, f, keep, power))
+    second = torch.nan_to_num(_second_differences(spectrum, first, power))
+    change = first * change + torch.einsum("...ikj,...ik,...kj->...ij", second, change, change)
+    return value + basis @ change @ basis.mT
+
+
+def _first_differences(x: Tensor, f: Tensor, keep: Tensor, power: float) -> Tensor:
+    """f[i, j] = (f_i - f_j) / (x_i - x_j), -power x^{-power-1} on coincidence; x and f are 0 where not kept."""
+    a, b = x[..., :, None], x[..., None, :]
+    both = keep[..., :, None] & keep[..., None, :]
+    low = torch.where(both, torch.minimum(a, b), 1.0)
+    gap = torch.where(both, torch.maximum(a, b), 1.0) / low - 1
+    ratio = torch.expm1(-power * torch.log1p(gap)) / torch.where(gap == 0, 1.0, gap)
+    close = low ** (-power - 1) * torch.where(gap == 0, -power, ratio)
+    total = a + b
+    far = (f[..., :, None] + f[..., None, :]) / torch.where(total == 0, 1.0, total)
+    return torch.where(both, close, far)
+
+
+def _second_differences(x: Tensor, first: Tensor, power: float) -> Tensor:
+    """f[i, k, j], each from its widest gap; from the second derivative at the mean where all three nearly coincide."""
+    i, k, j = x[..., :, None, None], x[..., None, :, None], x[..., None, None, :]
+    ik, kj, ij = first[..., :, :, None], first[..., None, :, :], first[..., :, None, :]
+    outer, left, right = i - j, i - k, k - j
+    widest = torch.maximum(torch.maximum(outer.abs(), left.abs()), right.abs())
+    by_left = left.abs() == widest
+    by_right = (right.abs() == widest) & ~by_left
+    top = torch.where(by_left, ij - kj, torch.where(by_right, ik - ij, ik - kj))
+    gap = torch.where(by_left, left, torch.where(by_right, right, outer))
+    mean = (i + k + j) / 3
+    positive = torch.where(mean > 0, mean, 1.0)
+    taylor = torch.where(mean > 0, power * (power + 1) / 2 * positive ** (-power - 2), 0.0)
+    same = widest <= 1e-4 * mean
+    return torch.where(same, taylor, top / torch.where(same, 1.0, gap))
+
+
+def over_root(x: Tensor, v: Tensor, power: float, eps: float = 0.0) -> Tensor:
+    """x / (v^power + eps), 0 where the denominator is 0; value and gradient of the root are 0 where v is 0."""
+    if eps > 0 and not (v.requires_grad and torch.is_grad_enabled()):
+        return x / (v.clamp_min(0) ** power + eps)
+    root = torch.where(v > 0, torch.where(v > 0, v, 1.0) ** power, 0.0) + eps
+    return torch.where(root > 0, x / torch.where(root > 0, root, 1.0), 0.0)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Whiten(Geometry):
+    """h = half the square of theta's metric, a metric built from statistics: theta times an inverse power of them.
+
+    kind "diagonal": theta / (v^power + eps), or theta / (v + eps)^power with eps_inside; stats (v,), v like theta.
+    "kronecker": L^{-power} theta R^{-power}, stats (L, R). "right": theta R^{-power}, stats (R,).
+    "full": the same on the row-major vector of theta, stats (F,), F (..., m n, m n).
+    For the matrix kinds eps is added to the eigenvalues; with eps = 0 they are pseudo-powers, and the diagonal kind
+    gives 0 where the denominator is 0. power 1/2 is Adam (diagonal), 1/4 or 1/2 Shampoo (kronecker), 1 RLS (right)
+    and the natural gradient (full).
+
+    Source: Kingma and Ba 2015, algorithm 1; Gupta et al. 2018, algorithm 1 (power 1/4). Differs: the exponent is
+    explicit, and bias correction belongs to the statistics.
+    """
+
+    stats: tuple[Any, ...]
+    kind: Literal["diagonal", "kronecker", "right", "full"] = "diagonal"
+    power: float = 0.5
+    eps: float = 1e-8
+    eps_inside: bool = False
+
+    linear = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stats", tuple(self.stats))
+        counts = {"diagonal": 1, "kronecker": 2, "right": 1, "full": 1}
+        require(self.kind in counts, self, f"kind {self.kind!r} is not one of {', '.join(counts)}")
+        need = counts[self.kind]
+        require(len(self.stats) == need, self, f"kind {self.kind!r} takes {need} statistic(s), got {len(self.stats)}")
+        require(0 < self.power < math.inf, self, f"power must be positive and finite, got {self.power}")
+        require(0 <= self.eps < math.inf, self, f"eps must be finite and >= 0, got {self.eps}")
+        message = f"kind {self.kind!r} always adds eps to the eigenvalues: leave eps_inside at False"
+        require(self.kind == "diagonal" or not self.eps_inside, self, message)
+
+    @property
+    def matrix(self) -> bool:  # type: ignore[override]
+        return self.kind != "diagonal"
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if len(context.stats) != len(self.stats):
+            raise IllegalUpdate(f"Whiten: {len(self.stats)} statistic(s) declared, {len(context.stats)} supplied")
+        if self.kind == "diagonal":
+            return self._diagonal(theta, context.stats[0])
+        require_matrix(self, theta)
+        m, n = theta.shape[-2:]
+        sizes = {"kronecker": (m, n), "right": (n,), "full": (m * n,)}[self.kind]
+        for size, stat in zip(sizes, context.stats, strict=True):
+            if stat.shape[-2:] != (size, size):
+                raise ShapeError(
+                    f"Whiten: a {self.kind} statistic of theta {(m, n)} must be ({size}, {size}), got "
+                    f"{tuple(stat.shape[-2:])}"
+                )
+        roots = [inverse_power(wide(stat), self.power, self.eps) for stat in context.stats]
+        x = wide(theta)
+        if self.kind == "full":
+            return (roots[0] @ x.flatten(-2)[..., None]).reshape(x.shape).to(theta.dtype)
+        return (x @ roots[0] if self.kind == "right" else roots[0] @ x @ roots[1]).to(theta.dtype)
+
+    def _diagonal(self, theta: Tensor, v: Tensor) -> Tensor:
+        if self.eps_inside:
+            return over_root(theta, v + self.eps, self.power)
+        return over_root(theta, v, self.power, self.eps)

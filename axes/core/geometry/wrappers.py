@@ -1,0 +1,257 @@
+"""Links around another link: they rescale or mask what it gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Self, final
+
+import torch
+from torch import Tensor
+
+from axes.core.geometry.bregman import NO_CONTEXT, Context, Geometry, Slice, leaf_dims, leaf_size, require, wide
+from axes.core.geometry.normalised import require_entries
+from axes.core.rates import Per, Rate, resolve
+from axes.errors import IllegalUpdate
+
+
+class _Wrapper(Geometry):
+    """A link that rescales or masks another one; it reads the context, so it belongs on a filter, not on a state."""
+
+    base: Geometry
+    is_potential = False
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.base, Geometry), self, f"base must be a geometry, got {self.base!r}")
+
+    @property
+    def stats(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.base.stats
+
+    def with_stats(self, stats: tuple[Any, ...]) -> Self:
+        return dataclasses.replace(self, base=self.base.with_stats(stats))  # type: ignore[type-var]
+
+    @property
+    def scale_free(self) -> bool:  # type: ignore[override]
+        return self.base.scale_free
+
+    @property
+    def matrix(self) -> bool:  # type: ignore[override]
+        return self.base.matrix
+
+    @property
+    def slice_axis(self) -> Slice | None:  # type: ignore[override]
+        return self.base.slice_axis
+
+    def rates(self) -> tuple[Per, ...]:
+        return self.base.rates()
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Cautious(_Wrapper):
+    """Keeps the entries of a direction that agree in sign with the raw drive, and rescales what is left.
+
+    variant: "count" multiplies by numel / (kept + 1), "mean" divides by max(kept / numel, 1e-3); the published code has
+    used both. Needs `context.drive`.
+
+    Source: Liang et al. 2024, algorithm 1 (Cautious optimizers).
+    """
+
+    base: Geometry
+    variant: Literal["count", "mean"] = "count"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.variant in ("count", "mean"), self, f"variant {self.variant!r} is not one of count, mean")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if context.drive is None:
+            raise IllegalUpdate("Cautious compares a direction with the raw drive: put it on a filter, not on a state")
+        w = self.base.primal(theta, context)
+        agree = (w * context.drive > 0).to(w.dtype)
+        dims = leaf_dims(w)
+        if self.variant == "mean":
+            return w * (agree / agree.mean(dims, keepdim=True).clamp_min(1e-3))
+        size = math.prod(w.shape[d] for d in dims)
+        return w * (agree * (size / (agree.sum(dims, keepdim=True) + 1)))
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class TrustRatio(_Wrapper):
+    """Rescales a direction to the norm of the weights: |W| / |direction|, layer by layer; 1 where either is 0.
+
+    Needs `context.weights`.
+
+    Source: You et al. 2020, algorithm 2 (LAMB) with phi = identity.
+    """
+
+    base: Geometry
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if context.weights is None:
+            raise IllegalUpdate("TrustRatio compares a direction with the weights: put it on a filter, not on a state")
+        w = self.base.primal(theta, context)
+        have, need = (wide(x).square().sum(leaf_dims(x), keepdim=True) for x in (w, context.weights))
+        both = (have > 0) & (need > 0)
+        ratio = torch.where(both, need, 1.0).sqrt() / torch.where(both, have, 1.0).sqrt()
+        return (w * ratio).to(w.dtype)
+
+
+def _homogeneous(h: Geometry) -> bool:
+    """Whether a positive factor of theta is a factor of primal(theta), or none."""
+    return h.linear or h.scale_free or isinstance(h, Cautious | TrustRatio) and _homogeneous(h.base)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Graft(_Wrapper):
+    """The direction of one rule with the norm of another: W = base(theta) |m| / |base(theta)| over a leaf.
+
+    magnitude: the other rule, a filter on the same drive, whose output is m. It is kept as a statistic. 0 where
+    base(theta) is 0.
+
+    Source: Agarwal et al. 2020, algorithm 1 (layer-wise grafting).
+    """
+
+    base: Geometry
+    magnitude: Any
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_entries(self, self.magnitude, ("drive",))
+
+    @property
+    def stats(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return (*self.base.stats, self.magnitude)
+
+    def with_stats(self, stats: tuple[Any, ...]) -> Graft:
+        return Graft(self.base.with_stats(stats[:-1]), stats[-1])
+
+    @property
+    def scale_free(self) -> bool:  # type: ignore[override]
+        return _homogeneous(self.base)
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if not context.stats:
+            raise IllegalUpdate("Graft takes its norm from a statistic: put it on a filter of a state update")
+        w = self.base.primal(theta, context._replace(stats=context.stats[:-1]))
+        have = leaf_size(w)
+        ratio = torch.where(have > 0, leaf_size(context.stats[-1]) / torch.where(have > 0, have, 1.0), 0.0)
+        return (w * ratio).to(w.dtype)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class ConstantNorm(_Wrapper):
+    """The direction d for which W + rate d keeps the norm of W: a step of the sphere through W, turned to it.
+
+    W + rate d = |W| y / |y|,  y = W / |W| + rate n,  n = base(theta) / |base(theta)|. d stays finite as the rate goes
+    to 0, where it is n without its part along W. axis: one norm for the "whole" leaf or one for each of its "rows". A
+    norm that is 0 leaves the base direction. rate must be the step size of the update. Needs `context.weights`.
+
+    Source: Wen et al. 2025 (Hyperball) for "whole"; Kosson et al. 2024, algorithm 1, fixes rows and sets the angle by
+    the decay instead.
+    """
+
+    base: Geometry
+    rate: Rate = 1.0
+    axis: Literal["whole", "rows"] = "whole"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.axis in ("whole", "rows"), self, f"axis {self.axis!r} is not one of whole, rows")
+        if isinstance(self.rate, Per):
+            require(self.rate.shape == "scalar", self, f"the rate must be scalar, got {self.rate!r}")
+
+    @property
+    def scale_free(self) -> bool:  # type: ignore[override]
+        return _homogeneous(self.base)
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if context.weights is None:
+            raise IllegalUpdate("ConstantNorm turns the weights: put it on a filter, not on a state")
+        rate = resolve(self.rate, context.signal)
+        w = wide(self.base.primal(theta, context))
+        have, radius = self._norm(w), self._norm(context.weights)
+        n = w / torch.where(have > 0, have, 1.0)
+        at = wide(context.weights) / torch.where(radius > 0, radius, 1.0)
+        along = (at * n).sum(self._dims(w), keepdim=True)
+        moved = self._norm(at + rate * n)
+        turned = radius / moved * (n - at * ((2 * along + rate) / (1 + moved)))
+        return torch.where((radius > 0) & (have > 0), turned, w).to(theta.dtype)
+
+    def rates(self) -> tuple[Per, ...]:
+        own = (self.rate,) if isinstance(self.rate, Per) else ()
+        return (*self.base.rates(), *own)
+
+    def _dims(self, x: Tensor) -> tuple[int, ...]:
+        return leaf_dims(x) if self.axis == "whole" else (-1,)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        square = wide(x).square().sum(self._dims(x), keepdim=True)
+        return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Composite(Geometry):
+    """outer(inner(theta)): two links in a row, with their statistics in the order inner, outer.
+
+    The composition of two gradients is in general not a gradient.
+    """
+
+    outer: Geometry
+    inner: Geometry
+
+    is_potential = False
+
+    def __post_init__(self) -> None:
+        for part in (self.outer, self.inner):
+            require(isinstance(part, Geometry), self, f"both parts must be geometries, got {part!r}")
+            require(not part.is_identity, self, f"{part!r} is the identity: use the other part alone")
+
+    @property
+    def stats(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.inner.stats + self.outer.stats
+
+    def with_stats(self, stats: tuple[Any, ...]) -> Composite:
+        split = len(self.inner.stats)
+        return Composite(self.outer.with_stats(stats[split:]), self.inner.with_stats(stats[:split]))
+
+    @property
+    def invertible(self) -> bool:  # type: ignore[override]
+        return self.inner.invertible and self.outer.invertible
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self.inner.linear and self.outer.linear
+
+    @property
+    def scale_free(self) -> bool:  # type: ignore[override]
+        return self.inner.scale_free or (self.inner.linear and self.outer.scale_free)
+
+    @property
+    def matrix(self) -> bool:  # type: ignore[override]
+        return self.inner.matrix or self.outer.matrix
+
+    @property
+    def slice_axis(self) -> Slice | None:  # type: ignore[override]
+        # An inner link that mixes entries carries the outer slice to the whole leaf.
+        return self.inner.slice_axis or ("whole" if self.outer.slice_axis else None)
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        split = len(self.inner.stats)
+        w = self.inner.primal(theta, context._replace(stats=context.stats[:split]))
+        return self.outer.primal(w, context._replace(stats=context.stats[split:]))
+
+    def dual(self, w: Tensor) -> Tensor:
+        return self.inner.dual(self.outer.dual(w))
+
+    def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
+        return self.outer.contains(w, tol)
+
+    def rates(self) -> tuple[Per, ...]:
+        return self.inner.rates() + self.outer.rates()

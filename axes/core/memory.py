@@ -1,0 +1,380 @@
+"""Memories: what the state is a parameter of. Each predicts from a key, pulls a cotangent back, and is read.
+
+Leaves are the tensors of the state. predict(W, x) is what the cost sees; vjp(W, x, r) is the gradient of
+<predict(W, x), r> in W, the only derivative the core needs; read(W, q) is what the layer returns.
+Legend: ... batch, d_k key, d_v value, f hidden width, n stored items.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from axes.core.declared import Declared
+from axes.core.geometry import Geometry
+from axes.core.monoids import Element
+from axes.core.rates import Per, Rate, Shape, Signal, resolve, spread
+from axes.errors import IllegalUpdate
+
+__all__ = [
+    "Entries",
+    "LayerNormMatrix",
+    "List",
+    "MLP",
+    "Matrix",
+    "Memory",
+    "Parameter",
+    "RankOne",
+    "Slots",
+]
+
+Leaves = tuple[Tensor, ...]
+Factors = tuple[tuple[Tensor, Tensor], ...]
+
+
+def outer(column: Tensor, row: Tensor) -> Tensor:
+    """column row^T: (..., m), (..., n) -> (..., m, n)."""
+    return column[..., :, None] * row[..., None, :]
+
+
+def times(matrix: Tensor, x: Tensor) -> Tensor:
+    """matrix x: (..., m, n), (..., n) -> (..., m)."""
+    if x.shape[-1] == 1:  # a residual stream: the same bits, and a product of one column is ten times as slow on a GPU
+        return matrix[..., 0] * x
+    return (matrix @ x[..., None])[..., 0]
+
+
+class Memory(Declared, ABC):
+    """A container with a prediction map. `linear`: predict is linear in W; `keyed`: it predicts from keys at all."""
+
+    linear: ClassVar[bool] = True
+    keyed: ClassVar[bool] = True
+    matrix_gates: ClassVar[bool] = True  # right actions on the key side are defined
+    filterable: ClassVar[bool] = True  # drives have the shape of the leaves, so filters can hold them
+
+    @abstractmethod
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        """The prediction for input x; encode=True predicts the key from the value (S^T v)."""
+
+    @abstractmethod
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        """Gradient of <predict(W, x), r> in each leaf."""
+
+    @abstractmethod
+    def zeros(self, signal: Signal) -> Leaves:
+        """An empty memory with the batch shape, dtype and device of the signal's keys and values."""
+
+    def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        return self.predict(leaves, q, signal)
+
+    def act(self, element: Element, leaves: Leaves) -> Leaves:
+        return tuple(element.act(leaf) for leaf in leaves)
+
+    def add(self, leaves: Leaves, rate: Tensor | float, shape: Shape, drive: Leaves) -> Leaves:
+        """theta + rate * u, the rate spread over the leaves."""
+        step = spread(rate, shape)
+        if isinstance(step, float) and leaves[0].is_cuda:  # one pass over memory; on a CPU the bits would differ
+            return tuple(torch.add(leaf, u, alpha=step) for leaf, u in zip(leaves, drive, strict=True))
+        return tuple(leaf + step * u for leaf, u in zip(leaves, drive, strict=True))
+
+    def sharpness(self, x: Tensor) -> Tensor:
+        """How much the prediction moves per unit step along its own gradient: |k|^2 for a matrix (implicit steps)."""
+        return (x * x).sum(-1, keepdim=True)
+
+    def rates(self) -> tuple[Rate, ...]:
+        return ()
+
+
+class RankOne(Memory):
+    """A memory whose gradient is one outer product per leaf and datum: fast routes keep the two factors."""
+
+    @abstractmethod
+    def factors(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Factors:
+        """(column, row) of each leaf's gradient: vjp = column row^T."""
+
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        return tuple(outer(column, row) for column, row in self.factors(leaves, x, r, signal, encode=encode))
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Matrix(RankOne):
+    """S (d_v, d_k), predict S k, read S q; streams are the same with S = X^T."""
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        return times(leaves[0].mT if encode else leaves[0], x)
+
+    def factors(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Factors:
+        return ((x, r),) if encode else ((r, x),)
+
+    def zeros(self, signal: Signal) -> Leaves:
+        return (_empty(signal),)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Slots(Memory):
+    """S whose columns are slots of which only the direction counts: predict Phi k, Phi = S / column norms (Lattice).
+
+    The gradient of a column is P(s) g / |s| with P(s) = I - s s^T / |s|^2 (lattice.md 2.2). Read is S q.
+    """
+
+    linear: ClassVar[bool] = False
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        phi, _ = _directions(leaves[0])
+        return times(phi.mT if encode else phi, x)
+
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        phi, inverse_norm = _directions(leaves[0])
+        h, c = (x, r) if encode else (r, x)
+        overlap = phi.mT @ h[..., None]  # (..., d_k, 1): each slot's share of h
+        tangent = h[..., :, None] - phi * overlap.mT
+        return (tangent * (c[..., None, :] * inverse_norm),)
+
+    def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        return times(leaves[0], q)
+
+    def zeros(self, signal: Signal) -> Leaves:
+        """Slots have no direction at zero: the empty memory has orthonormal columns, or fixed random unit ones if
+        d_k > d_v (equal slots would stay equal). Which orthonormal ones does not matter: a rotation of the values
+        turns one choice into any other."""
+        state = _empty(signal)
+        d_v, d_k = state.shape[-2:]
+        columns = torch.eye(d_v, d_k, dtype=torch.float64)
+        if d_k > d_v:
+            columns = torch.randn(d_v, d_k, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            columns = columns / columns.norm(dim=0)
+        return (state + columns.to(state),)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Entries(Memory):
+    """S entry by entry: each S_ij alone predicts v_i from k_j (diagonal Longhorn).
+
+    The step's sharpness is the full |k|^2, as in Longhorn's Algorithm 1; longhorn.md 2.4 and 2.8 say what that solves.
+    """
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        return leaves[0] * x[..., None, :]
+
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        return (r * x[..., None, :],)
+
+    def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        return times(leaves[0], q)
+
+    def sharpness(self, x: Tensor) -> Tensor:
+        return (x * x).sum(-1, keepdim=True)[..., None]
+
+    def zeros(self, signal: Signal) -> Leaves:
+        return (_empty(signal),)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Parameter(Memory):
+    """A tensor of any shape whose gradient is given: a network's weight on the data axis, or a filter's buffer."""
+
+    keyed: ClassVar[bool] = False
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        raise IllegalUpdate("Parameter memory predicts nothing: its cost must be Given or Linear")
+
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        raise IllegalUpdate("Parameter memory predicts nothing: its cost must be Given or Linear")
+
+    def zeros(self, signal: Signal) -> Leaves:
+        g = signal["g"]
+        if not isinstance(g, Tensor):
+            raise IllegalUpdate("Parameter memory: the signal's gradient 'g' must be a tensor")
+        return (torch.zeros_like(g),)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class LayerNormMatrix(RankOne):
+    """predict x + LN(W x), LN with a slow gain and bias (TTT-Linear); d_v = d_k."""
+
+    eps: float = 1e-6
+    gain: Per = Per("ln_gain", "row", "real")
+    bias: Per = Per("ln_bias", "row", "real")
+    linear: ClassVar[bool] = False
+    matrix_gates: ClassVar[bool] = False
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        gain, bias = _affine(self, signal)
+        return x + gain * _normalise(times(leaves[0], x), self.eps)[0] + bias
+
+    def factors(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Factors:
+        gain, _ = _affine(self, signal)
+        return ((_normalise_vjp(times(leaves[0], x), gain * r, self.eps), x),)
+
+    def zeros(self, signal: Signal) -> Leaves:
+        return (_empty(signal),)
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.gain, self.bias)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class MLP(RankOne):
+    """predict x + LN(W1 gelu(W2 x)), W2 (f d, d), W1 (d, f d): the two-layer memory of TTT-MLP, Titans and Miras.
+
+    Row rates (d) act on the rows of W1; W2, whose rows are hidden units, takes their mean.
+    """
+
+    expansion: int = 4
+    eps: float = 1e-6
+    gain: Per = Per("ln_gain", "row", "real")
+    bias: Per = Per("ln_bias", "row", "real")
+    linear: ClassVar[bool] = False
+    matrix_gates: ClassVar[bool] = False
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        gain, bias = _affine(self, signal)
+        w1, w2 = leaves
+        hidden = torch.nn.functional.gelu(w2 @ x[..., None])
+        return x + gain * _normalise((w1 @ hidden)[..., 0], self.eps)[0] + bias
+
+    def factors(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Factors:
+        gain, _ = _affine(self, signal)
+        w1, w2 = leaves
+        z = times(w2, x)
+        hidden = torch.nn.functional.gelu(z)
+        du = _normalise_vjp(times(w1, hidden), gain * r, self.eps)
+        dz = times(w1.mT, du) * _gelu_slope(z)
+        return (du, hidden), (dz, x)
+
+    def act(self, element: Element, leaves: Leaves) -> Leaves:
+        if element.outer is None:
+            return tuple(element.act(leaf) for leaf in leaves)
+        mean = Element(element.scale, element.gate, outer=torch.log(torch.exp(element.outer).mean(-2, keepdim=True)))
+        return element.act(leaves[0]), mean.act(leaves[1])
+
+    def add(self, leaves: Leaves, rate: Tensor | float, shape: Shape, drive: Leaves) -> Leaves:
+        step = spread(rate, shape)
+        mean = step.mean(-2, keepdim=True) if shape == "row" and isinstance(step, Tensor) and step.ndim else step
+        return leaves[0] + step * drive[0], leaves[1] + mean * drive[1]
+
+    def zeros(self, signal: Signal) -> Leaves:
+        """Small, symmetry-breaking weights from a fixed generator: zero weights would pass no gradient."""
+        empty = _empty(signal)
+        d = empty.shape[-1]
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((d, self.expansion * d), (self.expansion * d, d))
+        draws = (torch.randn(s, generator=generator, dtype=torch.float64) / math.sqrt(s[1]) for s in shapes)
+        return tuple(w.to(empty).expand(*empty.shape[:-2], *w.shape) for w in draws)
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.gain, self.bias)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class List(Memory):
+    """Every written pair is kept: leaves (keys (n, d_k), values (n, d_v), log-mass (n)); scores are its dual.
+
+    read: sum_i p_i v_i with p = grad h*(scale * K q + log-mass): softmax attention with entropic h, linear attention
+    with Euclidean h (then the mass multiplies). Scalar gates act on the mass (ALiBi, FoX), matrix gates on the keys
+    (RoPE, PaTH). Drives stay factored as (value, key). scale: None means d_k^(-1/2).
+    """
+
+    scale: float | None = None
+    filterable: ClassVar[bool] = False
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        raise IllegalUpdate("List memory is read through its geometry: call read")
+
+    def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        keys, values, mass = leaves
+        scores = self.temperature(q.shape[-1]) * times(keys, q)
+        if h.is_identity:
+            weights = torch.exp(mass) * scores
+        else:
+            weights = h.primal((scores + mass)[..., None, :])[..., 0, :]
+        return (weights[..., None, :] @ values)[..., 0, :]
+
+    def temperature(self, d_k: int) -> float:
+        return d_k**-0.5 if self.scale is None else self.scale
+
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        return r, x
+
+    def act(self, element: Element, leaves: Leaves) -> Leaves:
+        keys, values, mass = leaves
+        if element.outer is not None:
+            raise IllegalUpdate("List memory has no rows to gate")
+        if not isinstance(element.scale, float) or element.scale != 1.0:
+            mass = mass + torch.log(torch.as_tensor(element.scale, dtype=mass.dtype, device=mass.device))
+        gate, left = element.gate, element.left
+        if gate is not None and (gate.ndim == 0 or gate.shape[-1] == 1):
+            mass = mass + gate
+            # a scalar gate of a product also scales its low-rank part: take it out of there too
+            left = None if left is None else left * torch.exp(-gate if gate.ndim == 0 else -gate[..., None])
+            gate = None
+        return Element(1.0, gate, element.angle, element.dense, left, element.right).act(keys), values, mass
+
+    def add(self, leaves: Leaves, rate: Tensor | float, shape: Shape, drive: Leaves) -> Leaves:
+        keys, values, mass = leaves
+        value, key = drive
+        step = rate[..., None] if isinstance(rate, Tensor) and rate.ndim and shape == "scalar" else rate
+        return (
+            torch.cat((keys, key[..., None, :]), -2),
+            torch.cat((values, (step * value)[..., None, :]), -2),
+            torch.cat((mass, torch.zeros_like(key[..., :1])), -1),
+        )
+
+    def zeros(self, signal: Signal) -> Leaves:
+        k, v = _vectors(signal)
+        return k[..., None, :][..., :0, :], v[..., None, :][..., :0, :], k[..., :0]
+
+
+def _vectors(signal: Signal) -> tuple[Tensor, Tensor]:
+    k, v = signal.get("k"), signal.get("v")
+    if not isinstance(k, Tensor) or not isinstance(v, Tensor):
+        raise IllegalUpdate(f"this memory needs keys 'k' and values 'v' in the signal; it has {sorted(signal)}")
+    return k, v
+
+
+def _empty(signal: Signal) -> Tensor:
+    k, v = _vectors(signal)
+    return torch.zeros_like(outer(v, k))
+
+
+def _directions(state: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns of unit length and 1/norm (..., 1, d_k); a zero column has direction zero, not NaN."""
+    square = (state * state).sum(-2, keepdim=True)
+    inverse = torch.rsqrt(torch.where(square > 0, square, torch.ones_like(square))) * (square > 0)
+    return state * inverse, inverse
+
+
+def _affine(memory: LayerNormMatrix | MLP, signal: Signal) -> tuple[Tensor | float, Tensor | float]:
+    """The slow gain and bias; a signal without them gets the identity."""
+    gain = resolve(memory.gain, signal) if memory.gain.name in signal else 1.0
+    return gain, resolve(memory.bias, signal) if memory.bias.name in signal else 0.0
+
+
+def _normalise(u: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    centred = u - u.mean(-1, keepdim=True)
+    scale = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+    return centred * scale, scale
+
+
+def _normalise_vjp(u: Tensor, p: Tensor, eps: float) -> Tensor:
+    """Pull p back through LN at u: (p - mean p - u^ mean(p u^)) / std (miras.md section 1)."""
+    unit, scale = _normalise(u, eps)
+    return (p - p.mean(-1, keepdim=True) - unit * (p * unit).mean(-1, keepdim=True)) * scale
+
+
+def _gelu_slope(z: Tensor) -> Tensor:
+    """Derivative of the exact gelu: Phi(z) + z phi(z)."""
+    density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * density

@@ -1,0 +1,460 @@
+"""Monoids: how the old state is kept. Elements have one normal form and act from the right.
+
+An element maps  S  to  outer * (S B + (S U) V^T)  with  B = scale * exp(gate) * rotation * dense :
+diagonal (or rotation, or dense) plus low rank on the key side, and an element-wise `outer` gate for the maps that
+do not act on the right at all (rows, Hadamard). Depth mixing acts on the right too: its state is S = X^T.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from axes.core.declared import Declared
+from axes.core.geometry import Euclidean, Geometry
+from axes.core.rates import Per, Rate, Signal, as_gate, resolve
+from axes.errors import IllegalUpdate
+
+__all__ = [
+    "DPLR",
+    "Decay",
+    "Diagonal",
+    "Element",
+    "GeneralLinear",
+    "Hadamard",
+    "Householder",
+    "Identity",
+    "Monoid",
+    "Product",
+    "Rotation",
+    "Scalar",
+    "Zero",
+]
+
+Kind = Literal["identity", "zero", "scalar", "diagonal", "rows", "hadamard", "rotation", "low rank", "dense"]
+
+
+def rotate(x: Tensor, angle: Tensor) -> Tensor:
+    """Rotate the pairs (x_j, x_{j+d/2}) of the last axis by `angle` (..., d/2): x is a row, x -> x R."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+def rotation_matrix(angle: Tensor) -> Tensor:
+    """R with  x R = rotate(x, angle)  for angles (..., d/2): (..., d, d)."""
+    d = 2 * angle.shape[-1]
+    eye = torch.eye(d, dtype=angle.dtype, device=angle.device).expand(*angle.shape[:-1], d, d)
+    return rotate(eye, angle[..., None, :])
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Element:
+    """One retention map in normal form; None fields are trivial.
+
+    scale: a linear factor (number or 0-d tensor);  gate: logs (..., 1) or (..., d_k) or 0-d;  angle (..., d_k/2);
+    dense, a matrix (..., d_k, d_k);  left, right: U, V (..., d_k, r);  outer: logs (..., d_v, 1) or (..., d_v, d_k).
+    """
+
+    scale: float | Tensor = 1.0
+    gate: Tensor | None = None
+    angle: Tensor | None = None
+    dense: Tensor | None = None
+    left: Tensor | None = None
+    right: Tensor | None = None
+    outer: Tensor | None = None
+
+    def base(self, x: Tensor) -> Tensor:
+        """x B for rows x (..., n, d_k)."""
+        if self.dense is not None:
+            x = x @ self.dense
+        if self.angle is not None:
+            x = rotate(x, self.angle[..., None, :])
+        if self.gate is not None:
+            x = x * torch.exp(self.gate if self.gate.ndim == 0 else self.gate[..., None, :])
+        return x if isinstance(self.scale, float) and self.scale == 1.0 else x * self.scale
+
+    def act(self, state: Tensor) -> Tensor:
+        """The state (..., d_v, d_k) after retention."""
+        kept = self.base(state)
+        if self.left is not None and self.right is not None:
+            kept = kept + (state @ self.left) @ self.right.mT
+        return kept if self.outer is None else kept * torch.exp(self.outer)
+
+    def transpose_base(self, x: Tensor) -> Tensor:
+        """B x for columns given as rows x (..., n, d_k): what a key sees before the map."""
+        out = x if isinstance(self.scale, float) and self.scale == 1.0 else x * self.scale
+        if self.gate is not None:
+            out = out * torch.exp(self.gate if self.gate.ndim == 0 else self.gate[..., None, :])
+        if self.angle is not None:
+            out = rotate(out, -self.angle[..., None, :])
+        return out if self.dense is None else out @ self.dense.mT
+
+    def to_dense(self, d_k: int, like: Tensor) -> Tensor:
+        """A (..., d_k, d_k) with S -> S A; element-wise outer gates have no such matrix."""
+        if self.outer is not None:
+            raise IllegalUpdate("an element-wise outer gate is not a right action and has no matrix")
+        return self.act(torch.eye(d_k, dtype=like.dtype, device=like.device))
+
+    def then(self, other: Element) -> Element:
+        """The element of acting with self first and with `other` after it."""
+        outer = _add(self.outer, other.outer)
+        if self.outer is not None and self.outer.shape[-1] != 1 and not other._elementwise:
+            raise IllegalUpdate("a Hadamard gate followed by a matrix is not closed: materialise the states instead")
+        left, right = self.left, self.right
+        if left is not None and right is not None:  # (U1 V1^T) A2 = U1 (V1^T A2)
+            moved = other.base(right.mT)
+            if other.left is not None and other.right is not None:
+                moved = moved + (right.mT @ other.left) @ other.right.mT
+            right = moved.mT
+        if other.left is not None and other.right is not None:  # B1 U2 V2^T
+            left, right = _stack(left, self.transpose_base(other.left.mT).mT), _stack(right, other.right)
+        scale = self.scale * other.scale
+        commute = (self.gate is None or _uniform(self.gate)) and (other.gate is None or _uniform(other.gate))
+        rotates = self.angle is not None or other.angle is not None
+        if self.dense is None and other.dense is None and (commute or not rotates):
+            return Element(scale, _add(self.gate, other.gate), _add(self.angle, other.angle), None, left, right, outer)
+        d_k, like = _width(self, other)
+        first = Element(1.0, self.gate, self.angle, self.dense).to_dense(d_k, like)
+        second = Element(1.0, other.gate, other.angle, other.dense).to_dense(d_k, like)
+        return Element(scale, None, None, first @ second, left, right, outer)
+
+    @property
+    def _elementwise(self) -> bool:
+        return self.angle is None and self.dense is None and self.left is None
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
+def _stack(a: Tensor | None, b: Tensor) -> Tensor:
+    if a is None:
+        return b
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return torch.cat((a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])), dim=-1)
+
+
+def _uniform(gate: Tensor) -> bool:
+    return gate.ndim == 0 or gate.shape[-1] == 1
+
+
+def _width(*elements: Element) -> tuple[int, Tensor]:
+    """d_k and a tensor for dtype and device, from whichever field of the elements carries them."""
+    for e in elements:
+        if e.dense is not None:
+            return e.dense.shape[-1], e.dense
+        if e.angle is not None:
+            return 2 * e.angle.shape[-1], e.angle
+    raise IllegalUpdate("an element without matrix or angle has no width of its own")
+
+
+class Monoid(Declared, ABC):
+    """A family of retention maps closed under composition; `element` is its chart from the signal."""
+
+    kind: ClassVar[Kind]
+
+    @abstractmethod
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        """The map of this datum. rate: the resolved step size, for decays tied to it; like: gives dtype, device."""
+
+    def rates(self) -> tuple[Rate, ...]:
+        return ()
+
+    def signals(self) -> frozenset[str]:
+        """Vectors on the key side that the monoid reads by name (besides its rates)."""
+        return frozenset()
+
+
+def _gate(rate: Rate, signal: Signal, like: Tensor) -> Element:
+    """A key-side gate: numbers are gates, named unit rates arrive as logs, other domains are linear factors."""
+    if not isinstance(rate, Per):
+        return Element(scale=rate)
+    value = resolve(rate, signal)
+    if not isinstance(value, Tensor):
+        return Element(scale=math.exp(value) if rate.domain == "unit" else value)
+    if rate.domain != "unit":
+        if value.ndim:
+            raise IllegalUpdate(f"gate {rate.name!r} varies per datum: declare it unit and supply its log")
+        return Element(scale=value)
+    if rate.shape == "scalar":
+        return Element(gate=value if value.ndim == 0 else value[..., None])
+    if rate.shape == "key":
+        return Element(gate=value)
+    if rate.shape == "row":
+        return Element(outer=value[..., :, None])
+    return Element(outer=value)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Identity(Monoid):
+    """A = I: everything is kept."""
+
+    kind: ClassVar[Kind] = "identity"
+
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        return Element()
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Zero(Monoid):
+    """A = 0: nothing is kept (a memoryless filter: steepest descent, Frank-Wolfe directions)."""
+
+    kind: ClassVar[Kind] = "zero"
+
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        return Element(scale=0.0)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Scalar(Monoid):
+    """A = a I, with a in [0, 1] a number or a named log-gate."""
+
+    gate: Rate | str
+    kind: ClassVar[Kind] = "scalar"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gate", as_gate(self.gate))
+        if isinstance(self.gate, Per) and self.gate.shape != "scalar":
+            raise IllegalUpdate(
+                f"Scalar: gate {self.gate.name!r} has shape {self.gate.shape}; use Diagonal or Hadamard"
+            )
+
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        assert not isinstance(self.gate, str)
+        return _gate(self.gate, signal, like)
+
+    def rates(self) -> tuple[Rate, ...]:
+        assert not isinstance(self.gate, str)
+        return (self.gate,)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Decay(Monoid):
+    """A = (1 - rate * weight) I: decoupled weight decay, tied to the step size; independent: A = (1 - weight) I."""
+
+    weight: Rate
+    independent: bool = False
+    kind: ClassVar[Kind] = "scalar"
+
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        weight = resolve(self.weight, signal)
+        kept = 1.0 - (weight if self.independent else rate * weight)
+        if isinstance(kept, Tensor) and kept.ndim:
+            raise IllegalUpdate("Decay: the step size varies per datum; gate the state with Scalar(Per(...)) instead")
+        return Element(scale=kept)
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.weight,)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Diagonal(Monoid):
+    """A = Diag(a) on the key side, or the row gate diag(a) S on the value side (side="row")."""
+
+    gate: Rate | str
+    side: Literal["key", "row"] = "key"
+    kind: ClassVar[Kind] = "diagonal"
+
+    def __post_init__(self) -> None:
+        if self.side not in ("key", "row"):
+            raise IllegalUpdate(f"Diagonal: side {self.side!r} is not key or row")
+        object.__setattr__(self, "gate", as_gate(self.gate, self.side))
+        if not isinstance(self.gate, Per) or self.gate.shape != self.side:
+            raise IllegalUpdate(
+                f"Diagonal(side={self.side!r}): the gate must be a Per of that shape; use Scalar otherwise"
+            )
+
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        assert isinstance(self.gate, Per)
+        return _gate(self.gate, signal, like)
+
+    def rates(self) -> tuple[Rate, ...]:
+        assert isinstance(self.gate, Per)
+        return (self.gate,)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Hadamard(Monoid):
+    """S -> a * S entry by entry, a (..., d_v, d_k) supplied as a log (Mamba-1)."""
+
+    gate: Rate | str
+    kind: ClassVar[Kind] = "hadamard"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gate", as_gate(self.gate, "square"))
+        if not isinstance(self.gate, Per) or self.gate.shape != "square":
+            raise IllegalUpdate("Hadamard: the gate must be a Per of shape square; use Scalar or Diagonal otherwise")
+
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        assert isinstance(self.gate, Per)
+        return _gate(self.gate, signal, like)
+
+    def rates(self) -> tuple[Rate, ...]:
+        assert isinstance(self.gate, Per)
+        return (self.gate,)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Rotation(Monoid):
+    """A = R(angle) on pairs of keys: constant angles, or named ones of shape pair.
+
+    A number is the base of the geometric angles base^(-2j/d_k) (RoPE); with uniform it is the angle of every pair.
+    """
+
+    angle: float | Per = 10000.0
+    uniform: bool = False
+    kind: ClassVar[Kind] = "rotation"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.angle, Per):
+            if self.angle.shape != "pair" or self.angle.domain != "real" or self.uniform:
+                raise IllegalUpdate("Rotation: named angles must have shape pair and domain real, one for every pair")
+        elif not self.angle > 0:
+            raise IllegalUpdate(f"Rotation: the base (or uniform angle) must be positive, got {self.angle}")
+
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        if isinstance(self.angle, Per):
+            value = resolve(self.angle, signal)
+            return Element(angle=torch.as_tensor(value, dtype=like.dtype, device=like.device))
+        d_k = like.shape[-1]
+        if d_k % 2:
+            raise IllegalUpdate(f"Rotation: keys are rotated in pairs, their width must be even, got {d_k}")
+        if self.uniform:
+            return Element(angle=torch.full((d_k // 2,), self.angle, dtype=like.dtype, device=like.device))
+        exponent = torch.arange(0, d_k, 2, dtype=like.dtype, device=like.device) / d_k
+        return Element(angle=self.angle**-exponent)
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.angle,) if isinstance(self.angle, Per) else ()
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Householder(Monoid):
+    """A = I - beta w w^T, a generalised Householder map: identity at 0, projection at 1, reflection at 2 (|w| = 1).
+
+    key: the name of w in the signal; None for the constant unit vector with equal entries.
+    """
+
+    beta: Rate
+    key: str | None = "w"
+    kind: ClassVar[Kind] = "low rank"
+
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        beta = resolve(self.beta, signal)
+        if self.key is None:
+            width = like.shape[-1]
+            w = torch.full((width,), width**-0.5, dtype=like.dtype, device=like.device)
+        else:
+            w = _vector(signal, self.key, "Householder")
+        scaled = w * (beta[..., None] if isinstance(beta, Tensor) and beta.ndim else beta)
+        return Element(left=-scaled[..., None], right=w[..., None])
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.beta,)
+
+    def signals(self) -> frozenset[str]:
+        return frozenset() if self.key is None else frozenset((self.key,))
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class DPLR(Monoid):
+    """A = Diag(a) + left right^T: diagonal plus low rank (RWKV-7), the vectors named in the signal."""
+
+    gate: Rate | str
+    left: str = "a"
+    right: str = "b"
+    kind: ClassVar[Kind] = "low rank"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gate", as_gate(self.gate, "key"))
+
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        assert not isinstance(self.gate, str)
+        base = _gate(self.gate, signal, like)
+        left, right = _vector(signal, self.left, "DPLR"), _vector(signal, self.right, "DPLR")
+        return Element(base.scale, base.gate, left=left[..., None], right=right[..., None])
+
+    def rates(self) -> tuple[Rate, ...]:
+        assert not isinstance(self.gate, str)
+        return (self.gate,)
+
+    def signals(self) -> frozenset[str]:
+        return frozenset((self.left, self.right))
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class GeneralLinear(Monoid):
+    """A = link(logits)^T, a d_k x d_k matrix: GL(n) with the identity link, Birkhoff(n) or SO(n) with theirs.
+
+    R = link(logits) is written (destination, source), as for streams X -> R X, which is S -> S R^T with S = X^T.
+    """
+
+    logits: Per
+    link: Geometry = Euclidean()
+    kind: ClassVar[Kind] = "dense"
+
+    def __post_init__(self) -> None:
+        if self.logits.shape != "mix":
+            raise IllegalUpdate(
+                f"GeneralLinear: logits {self.logits.name!r} must have shape mix, not {self.logits.shape}"
+            )
+
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        logits = resolve(self.logits, signal)
+        if not isinstance(logits, Tensor):
+            raise IllegalUpdate(f"GeneralLinear: {self.logits.name!r} must be a matrix, got the number {logits}")
+        return Element(dense=self.link.primal(logits).mT)
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.logits,)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Product(Monoid):
+    """A = A_1 A_2 ... : the parts act in the order given."""
+
+    parts: tuple[Monoid, ...]
+    kind: ClassVar[Kind] = "dense"
+
+    def __post_init__(self) -> None:
+        if len(self.parts) < 2:
+            raise IllegalUpdate("Product: give at least two monoids")
+
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        result = self.parts[0].element(signal, rate, like)
+        for part in self.parts[1:]:
+            result = result.then(part.element(signal, rate, like))
+        return result
+
+    def rates(self) -> tuple[Rate, ...]:
+        return tuple(r for part in self.parts for r in part.rates())
+
+    def signals(self) -> frozenset[str]:
+        return frozenset().union(*(part.signals() for part in self.parts))
+
+
+def _vector(signal: Signal, name: str, who: str) -> Tensor:
+    value = signal.get(name)
+    if not isinstance(value, Tensor):
+        raise IllegalUpdate(f"{who}: the signal must supply the vector {name!r} (..., d_k); it has {sorted(signal)}")
+    return value

@@ -1,0 +1,1 @@
+"""Two states side by side: a memory and its momentum."""

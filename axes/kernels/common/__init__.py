@@ -1,0 +1,1 @@
+"""What kernels share: launches, layouts, tiles, copies."""

@@ -1,0 +1,1 @@
+"""One state with a gate for every key entry."""

@@ -1,0 +1,171 @@
+"""dq, dk and dg of the mild chunks of `diagonal` on Hopper: `diagonal._key` without DEEP, every product a warpgroup's.
+
+One program for 64 channels of one chunk of one head; all that it reads is under way before it computes, and two of them
+share a processor. In the letters of `diagonal`, with r = q e^G and w = k e^-G, all (C, 64) tiles in one layout:
+    dP = lower(do v^T)      dq = e^G (do S + dP w)      m = e^(G_last - G) (v dS')      dk = m + e^-G (dP^T r)
+Sums over tokens are products of a triangle of ones with two 16-bit summands, as in `channels`.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from axes.kernels.common.bulk import matrix_tiles, token_tiles
+from axes.kernels.common.launch import Kernel
+from axes.kernels.diagonal.hopper import _power
+from axes.kernels.scalar.hopper import _product, _times, retire
+from axes.kernels.scalar.hopper_backward import _published
+
+_C = gl.constexpr(64)  # tokens of a chunk, channels of a program
+
+
+@gluon.jit
+def _sum_until(triangle, x, high, low):
+    """Sums of x (C, C) over tokens 0..i, as products of bfloat16: x is taken to 16 bits and more."""
+    first = x.to(gl.bfloat16)
+    high.store(first)
+    low.store((x - first.to(gl.float32)).to(gl.bfloat16))
+    _published()
+    out = _times(triangle, high, _C)
+    return warpgroup_mma_wait(0, [warpgroup_mma(triangle, low, out, is_async=True)])
+
+
+@Kernel
+@gluon.jit(do_not_specialize=["N", "H"])
+def _keys(
+    q_tiles, k_tiles, v_tiles, do_tiles, g_tiles, state_tiles, grad_tiles, dq_tiles, dk_tiles, dg_tiles, totals, N, H,
+    K: gl.constexpr, MILD: gl.constexpr,
+):  # fmt: skip
+    """dq, dk and dg of 64 channels of one mild chunk; nothing of another."""
+    PARTS: gl.constexpr = K // _C
+    V: gl.constexpr = v_tiles.block_shape[2]
+    DTYPE: gl.constexpr = q_tiles.dtype
+    LOGS: gl.constexpr = g_tiles.dtype
+    pid = gl.program_id(0)
+    part = pid % PARTS
+    h = pid // PARTS % H
+    slot = pid // (PARTS * H)
+    b, n = slot // N, slot % N
+    matrix = slot * H + h
+    layout: gl.constexpr = _product(_C)
+    across: gl.constexpr = gl.SliceLayout(0, layout)
+    douts = gl.allocate_shared_memory(DTYPE, [1, _C, V], do_tiles.layout)
+    values = gl.allocate_shared_memory(DTYPE, [1, _C, V], v_tiles.layout)
+    states = gl.allocate_shared_memory(DTYPE, [V, _C], state_tiles.layout)
+    grads = gl.allocate_shared_memory(DTYPE, [V, _C], grad_tiles.layout)
+    gates = gl.allocate_shared_memory(LOGS, [1, _C, _C], g_tiles.layout)
+    queries = gl.allocate_shared_memory(DTYPE, [1, _C, _C], q_tiles.layout)
+    keys = gl.allocate_shared_memory(DTYPE, [1, _C, _C], k_tiles.layout)
+    tokens = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ends = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    own = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(tokens, count=1)
+    mbarrier.init(ends, count=1)
+    mbarrier.init(own, count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    column = h * K + part * _C
+    mbarrier.expect(tokens, 4 * _C * V)
+    tma.async_copy_global_to_shared(do_tiles, [b, n * _C, h * V], tokens, douts)
+    tma.async_copy_global_to_shared(v_tiles, [b, n * _C, h * V], tokens, values)
+    mbarrier.expect(ends, 4 * V * _C)
+    tma.async_copy_global_to_shared(state_tiles, [matrix * V, part * _C], ends, states)
+    tma.async_copy_global_to_shared(grad_tiles, [matrix * V, part * _C], ends, grads)
+    mbarrier.expect(own, _C * _C * (4 + LOGS.primitive_bitwidth // 8))
+    tma.async_copy_global_to_shared(g_tiles, [b, n * _C, column], own, gates)
+    tma.async_copy_global_to_shared(q_tiles, [b, n * _C, column], own, queries)
+    tma.async_copy_global_to_shared(k_tiles, [b, n * _C, column], own, keys)
+    whole: gl.constexpr = gl.BlockedLayout([K // 32], [32], [4], [0])
+    least = gl.min(gl.load(totals + matrix.to(gl.int64) * K + gl.arange(0, K, layout=whole)), 0)
+    if least >= -MILD:
+        i = gl.arange(0, _C, layout=gl.SliceLayout(1, layout))[:, None]
+        j = gl.arange(0, _C, layout=across)[None, :]
+        total = gl.load(totals + matrix.to(gl.int64) * K + part * _C + gl.arange(0, _C, layout=across))
+        dout = douts.reshape([_C, V])
+        value = values.reshape([_C, V])
+        mbarrier.wait(tokens, 0)
+        dp = _times(dout, value.permute((1, 0)), _C)
+        mbarrier.wait(ends, 0)
+        both = _times(states.permute((1, 0)), grads, _C)  # its diagonal: sum_v S dS'
+        dp = warpgroup_mma_wait(1, [dp])
+        kept = gl.where(i >= j, dp, 0.0).to(DTYPE)
+        dquery = _times(dout, states, _C)
+        moved = _times(value, grads, _C)
+        both = warpgroup_mma_wait(2, [both])
+        last = _power(total) * gl.sum(gl.where(i == j, both, 0.0), 0)
+        dquery, moved = warpgroup_mma_wait(0, [dquery, moved])
+        gl.thread_barrier()
+        # what was read by these products makes room
+        square: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        scores = values._reinterpret(DTYPE, [_C, _C], square)
+        triangle = douts._reinterpret(gl.bfloat16, [_C, _C], square)
+        high = states._reinterpret(gl.bfloat16, [_C, _C], square)
+        low = grads._reinterpret(gl.bfloat16, [_C, _C], square)
+        scores.store(kept)
+        triangle.store(gl.where(i >= j, 1.0, 0.0).to(gl.bfloat16))
+        mbarrier.wait(own, 0)
+        log = gates.reshape([_C, _C]).load(layout).to(gl.float32)  # none at the floor: that chunk would not be mild
+        run = _sum_until(triangle, log, high, low)
+        gl.thread_barrier()
+        grow, fade = _power(run), _power(-run)
+        reader = states._reinterpret(DTYPE, [_C, _C], square)
+        writer = grads._reinterpret(DTYPE, [_C, _C], square)
+        reader.store((queries.reshape([_C, _C]).load(layout).to(gl.float32) * grow).to(DTYPE))
+        writer.store((keys.reshape([_C, _C]).load(layout).to(gl.float32) * fade).to(DTYPE))
+        _published()
+        dquery = warpgroup_mma(scores, writer, dquery, is_async=True)
+        dkey = _times(scores.permute((1, 0)), reader, _C)
+        moved = fade * _power(total)[None, :] * moved
+        dquery, dkey = warpgroup_mma_wait(0, [dquery, dkey])
+        gl.thread_barrier()
+        dquery = grow * dquery
+        dkey = fade * dkey
+        # sums from a token on are those of the chunk less those before it
+        key = keys.reshape([_C, _C]).load(layout).to(gl.float32)
+        keys.reshape([_C, _C]).store((dkey + moved).to(DTYPE))
+        change = -key * dkey
+        moved = key * moved
+        query = queries.reshape([_C, _C]).load(layout).to(gl.float32)
+        queries.reshape([_C, _C]).store(dquery.to(DTYPE))
+        change += query * dquery
+        last += gl.sum(change, 0)
+        change -= moved
+        dlog = change - _sum_until(triangle, change, high, low) + last[None, :]
+        gates.reshape([_C, _C]).store(dlog.to(LOGS))
+        _published()
+        tma.async_copy_shared_to_global(dq_tiles, [b, n * _C, column], queries)
+        tma.async_copy_shared_to_global(dk_tiles, [b, n * _C, column], keys)
+        tma.async_copy_shared_to_global(dg_tiles, [b, n * _C, column], gates)
+        tma.store_wait(0)
+    else:  # nothing may arrive after the end
+        mbarrier.wait(own, 0)
+        mbarrier.wait(tokens, 0)
+        mbarrier.wait(ends, 0)
+    retire(tokens)
+    retire(ends)
+    retire(own)
+
+
+def keys_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, totals: Tensor, do: Tensor, states: Tensor, dstates: Tensor,
+    dq: Tensor, dk: Tensor, dg: Tensor, mild: float,
+) -> None:  # fmt: skip
+    """Write dq, dk (as q) and dg (as g) of the mild chunks of tokens that `hopper_write.fits`, as many value heads as
+    key heads, strengths one; totals, states and dstates as `hopper_diagonal` makes them."""
+    (b, t, h, d_k), d_v = q.shape, v.shape[3]
+    n = triton.cdiv(t, 64)
+    _keys[(b * n * h * (d_k // 64),)](
+        token_tiles(q, 64), token_tiles(k, 64), token_tiles(v, d_v), token_tiles(do, d_v), token_tiles(g, 64),
+        matrix_tiles(states, d_v, 64), matrix_tiles(dstates, d_v, 64), token_tiles(dq, 64), token_tiles(dk, 64),
+        token_tiles(dg, 64), totals, n, h, K=d_k, MILD=mild, num_warps=4,
+    )  # fmt: skip

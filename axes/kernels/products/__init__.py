@@ -1,0 +1,1 @@
+"""Products of matrices that are no chain: symmetric ones, sums of outer products, and what stands beside them."""

@@ -1,0 +1,495 @@
+"""The scalar chain with rule "write" on Hopper: the mathematics of `scalar_write.mix`, products of whole warpgroups.
+
+out = reach (x X) + ((x y^T) * D) z and X' = e^G_last X + y^T (weight z), chunks of C = 64 tokens, one serial kernel for
+each of o, dq, dv, dk. Everything is kept transposed, (columns of z) x tokens and (columns of z) x (columns of x): the
+left operand of each product is then in registers, what a product left or what was loaded, and the right one a tile as
+it came from memory. A program owns a head of a unit; each of one or two warpgroups owns 64 columns of z and they never
+talk; another makes the scores ahead of them; one warp feeds them all and one carries off what they made.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from axes.kernels.common.bulk import matrix_tiles, number_tiles, token_tiles
+from axes.kernels.common.launch import Kernel
+from axes.kernels.scalar.hopper import _add, _left, _product, _times, arrive, retire, segment
+from axes.kernels.scalar.tiles import chunk_span, load_line
+
+_C = gl.constexpr(64)  # tokens of a chunk, columns of z of a warpgroup
+_NUMBERS = gl.constexpr(4)  # rows of a chunk's numbers: e^G, e^(G_last - G), G log2 e, beta
+
+
+# ---- numbers of tokens ---------------------------------------------------------------------------------------------
+
+
+@Kernel
+@triton.jit(do_not_specialize=["T", "S", "L", "N", "HV"])
+def _numbers(beta, g, numbers, T, S, L, N, HV, C: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr):
+    """What scales the tiles of one chunk of one head."""
+    pid = tl.program_id(0).to(tl.int64)
+    head, first, rows, index = chunk_span(None, None, pid, T, S, L, N, HV, C, False)
+    at = numbers + index * (4 * C) + tl.arange(0, C)
+    if GATED:
+        log = tl.maximum(load_line(g, first, rows, head, HV, C), -100.0)
+        run, total = tl.cumsum(log, 0), tl.sum(log, 0)
+        tl.store(at, tl.exp(run))
+        tl.store(at + C, tl.exp(total - run))
+        tl.store(at + 2 * C, run * 1.4426950408889634)
+    if WEIGHTED:
+        tl.store(at + 3 * C, load_line(beta, first, rows, head, HV, C))
+
+
+# ---- pieces --------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _summed(role, gated, weighted):
+    """Whether a role's output meets a tensor of its own, in sums over columns: for dg and dbeta."""
+    return (gated and role in ("dq", "dk")) or (weighted and role == "dv")
+
+
+@gluon.jit
+def _span(T, S, L, N, HV):
+    """Of the unit and head of a program: batch entry, head, first token and number of chunks."""
+    pid = gl.program_id(0)
+    b, first = segment(pid // HV, S, L)
+    return b, pid % HV, first, (gl.minimum(L, T - first) + _C - 1) // _C
+
+
+@gluon.jit
+def _number(numbers, stage):
+    """A chunk's numbers as (rows, tokens)."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return numbers.index(stage)._reinterpret(gl.float32, [_NUMBERS, _C], flat)
+
+
+# ---- the warps -----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _feed(tiles, stages, filled, freed, sizes, WIDE: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
+    """One warp: a chunk's tiles into the next free stage."""
+    ROLE: gl.constexpr = KIND[0]
+    GATED: gl.constexpr = KIND[1]
+    WEIGHTED: gl.constexpr = KIND[2]
+    x_tiles, y_tiles, z_tiles, own_tiles, before_tiles, number_rows = tiles
+    xs, ys, zs, owns, befores, numbers = stages
+    T, S, L, N, HV = sizes
+    KEYED: gl.constexpr = ROLE == "o" or ROLE == "dv"  # x and y are keys
+    REVERSE: gl.constexpr = ROLE == "dv" or ROLE == "dk"
+    OWN: gl.constexpr = _summed(ROLE, GATED, WEIGHTED)
+    BEFORE: gl.constexpr = GATED and ROLE == "dk"
+    SCALED: gl.constexpr = GATED or WEIGHTED
+    STAGES: gl.constexpr = xs.shape[0]
+    A: gl.constexpr = x_tiles.block_shape[2]
+    TILES: gl.constexpr = 2 * A * _C + (2 if OWN else 1) * WIDE * _C * _C + (WIDE * _C * A if BEFORE else 0)
+    BYTES: gl.constexpr = 2 * TILES + (4 * _NUMBERS * _C if SCALED else 0)
+    b, h, first, chunks = _span(T, S, L, N, HV)
+    if KEYED:
+        outer = h // GROUP
+        inner = h
+    else:
+        outer = h
+        inner = h // GROUP
+    mine = inner  # the head of own: of v for "dv", of q and k for the others
+    slot = gl.program_id(0) * N
+    for count in range(chunks):
+        n = count
+        if REVERSE:
+            n = chunks - 1 - count
+        stage = count % STAGES
+        bar = filled.index(stage)
+        token = first + n * _C
+        mbarrier.wait(freed.index(stage), (count // STAGES & 1) ^ 1)
+        mbarrier.expect(bar, BYTES)
+        tma.async_copy_global_to_shared(x_tiles, [b, token, outer * A], bar, xs.index(stage))
+        tma.async_copy_global_to_shared(y_tiles, [b, token, outer * A], bar, ys.index(stage))
+        if SCALED:
+            tma.async_copy_global_to_shared(number_rows, [(slot + n) * (_NUMBERS * _C)], bar, numbers.index(stage))
+        for w in gl.static_range(WIDE):
+            to = zs.index(stage * WIDE + w)
+            tma.async_copy_global_to_shared(z_tiles, [b, token, (inner * WIDE + w) * _C], bar, to)
+        for w in gl.static_range(WIDE):
+            if BEFORE:
+                to = befores.index(stage * WIDE + w)
+                tma.async_copy_global_to_shared(before_tiles, [((slot + n) * WIDE + w) * _C, 0], bar, to)
+            if OWN:
+                to = owns.index(stage * WIDE + w)
+                tma.async_copy_global_to_shared(own_tiles, [b, token, (mine * WIDE + w) * _C], bar, to)
+
+
+@gluon.jit
+def _score(squares, stages, bars, sizes, KIND: gl.constexpr):
+    """One warpgroup: (x y^T) * D of a chunk, ahead of those who read it."""
+    ROLE: gl.constexpr = KIND[0]
+    GATED: gl.constexpr = KIND[1]
+    WEIGHTED: gl.constexpr = KIND[2]
+    xs, ys, zs, owns, befores, numbers = stages
+    filled, freed, scored, used, kept, left, done, sent = bars
+    T, S, L, N, HV = sizes
+    KEYED: gl.constexpr = ROLE == "o" or ROLE == "dv"  # x and y are keys
+    REVERSE: gl.constexpr = ROLE == "dv" or ROLE == "dk"
+    STAGES: gl.constexpr = xs.shape[0]
+    BUFFERS: gl.constexpr = squares.shape[0]
+    A: gl.constexpr = xs.shape[3]
+    DTYPE: gl.constexpr = xs.dtype
+    across: gl.constexpr = gl.SliceLayout(0, _product(_C))
+    down: gl.constexpr = gl.SliceLayout(1, _product(_C))
+    i = gl.arange(0, _C, layout=down)[:, None]
+    j = gl.arange(0, _C, layout=across)[None, :]
+    b, h, first, chunks = _span(T, S, L, N, HV)
+    for count in range(chunks):
+        stage = count % STAGES
+        buffer = count % BUFFERS
+        mbarrier.wait(filled.index(stage), count // STAGES & 1)
+        x = xs.index(stage).reshape([_C, A])
+        y = ys.index(stage).reshape([_C, A])
+        scores = _times(x, y.permute((1, 0)), _C)
+        if REVERSE:
+            keep = i <= j
+        else:
+            keep = i >= j
+        if GATED:
+            run = _number(numbers, stage).index(2)
+            span = run.load(down)[:, None] - run.load(across)[None, :]
+            if REVERSE:
+                span = -span
+            fall = gl.exp2(gl.where(keep, span, float("-inf")))
+            scores = warpgroup_mma_wait(0, [scores]) * fall
+        else:
+            scores = gl.where(keep, warpgroup_mma_wait(0, [scores]), 0.0)
+        if WEIGHTED and not REVERSE:
+            scores = scores * _number(numbers, stage).index(3).load(across)[None, :]
+        if WEIGHTED and REVERSE and not KEYED:  # rounded as in "dq": a token's own pair must cancel in its gate
+            scores = scores * _number(numbers, stage).index(3).load(down)[:, None]
+        arrive(freed.index(stage))
+        mbarrier.wait(used.index(buffer), (count // BUFFERS & 1) ^ 1)
+        squares.index(buffer).store(scores.to(DTYPE))
+        fence_async_shared()
+        arrive(scored.index(buffer))
+
+
+@gluon.jit
+def _advance(
+    P: gl.constexpr, squares, outs, olds, sums, stages, bars, start, final, sizes,
+    WIDE: gl.constexpr, STARTED: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: 64 columns of z of one head through time."""
+    ROLE: gl.constexpr = KIND[0]
+    GATED: gl.constexpr = KIND[1]
+    WEIGHTED: gl.constexpr = KIND[2]
+    xs, ys, zs, owns, befores, numbers = stages
+    filled, freed, scored, used, kept, left, done, sent = bars
+    T, S, L, N, HV = sizes
+    KEYED: gl.constexpr = ROLE == "o" or ROLE == "dv"  # x and y are keys
+    REVERSE: gl.constexpr = ROLE == "dv" or ROLE == "dk"
+    OWN: gl.constexpr = _summed(ROLE, GATED, WEIGHTED)
+    BEFORE: gl.constexpr = GATED and ROLE == "dk"
+    RECORD: gl.constexpr = GATED and ROLE == "dq"
+    STAGES: gl.constexpr = xs.shape[0]
+    BUFFERS: gl.constexpr = squares.shape[0]
+    A: gl.constexpr = xs.shape[3]
+    DTYPE: gl.constexpr = xs.dtype
+    square: gl.constexpr = _product(_C)
+    wide: gl.constexpr = _product(A)
+    tokens: gl.constexpr = gl.SliceLayout(0, square)
+    operand: gl.constexpr = _left(_C)
+    b, h, first, chunks = _span(T, S, L, N, HV)
+    e = P * _C + gl.arange(0, _C, layout=gl.SliceLayout(1, wide))
+    d = gl.arange(0, A, layout=gl.SliceLayout(0, wide))
+    place = gl.program_id(0).to(gl.int64) * (WIDE * _C * A)
+    if KEYED:
+        place += e[:, None] * A + d[None, :]
+    else:
+        place += d[None, :] * (WIDE * _C) + e[:, None]
+    if STARTED:
+        state = gl.load(start + place)
+    else:
+        state = gl.zeros([_C, A], gl.float32, wide)
+    out = outs.index(P).reshape([_C, _C]).permute((1, 0))
+    for count in range(chunks):
+        stage = count % STAGES
+        buffer = count % BUFFERS
+        number = _number(numbers, stage)
+        half = state.to(DTYPE)
+        old = gl.convert_layout(half, operand)
+        mbarrier.wait(filled.index(stage), count // STAGES & 1)
+        x = xs.index(stage).reshape([_C, A])
+        y = ys.index(stage).reshape([_C, A])
+        result = _times(old, x.permute((1, 0)), _C)
+        if RECORD:
+            mbarrier.wait(left, (count & 1) ^ 1)
+            olds.index(P).store(half)
+            fence_async_shared()
+            arrive(kept)
+        z = zs.index(stage * WIDE + P).reshape([_C, _C]).permute((1, 0)).load(square)
+        written = z
+        if GATED:
+            if REVERSE:
+                weight = number.index(0).load(tokens)
+            else:
+                weight = number.index(1).load(tokens)
+                if WEIGHTED:
+                    weight = weight * number.index(3).load(tokens)
+            written = (z.to(gl.float32) * weight[None, :]).to(DTYPE)
+        elif WEIGHTED and not REVERSE:
+            written = (z.to(gl.float32) * number.index(3).load(tokens)[None, :]).to(DTYPE)
+        if GATED:
+            total = number.index(0).slice(_C - 1, 1).load(gl.SliceLayout(0, wide))[None, :]
+            if BEFORE:
+                last = gl.sum(befores.index(stage * WIDE + P).load(wide).to(gl.float32) * state * total, 1)
+            state = state * total
+        state = warpgroup_mma(gl.convert_layout(written, operand), y, state, is_async=True)
+        given = gl.convert_layout(z, operand)
+        if BEFORE:
+            own = owns.index(stage * WIDE + P).reshape([_C, _C]).permute((1, 0)).load(square)
+        if GATED:
+            if REVERSE:
+                reach = number.index(1).load(tokens)
+                if WEIGHTED and not KEYED:
+                    reach = reach * number.index(3).load(tokens)
+            else:
+                reach = number.index(0).load(tokens)
+            result = warpgroup_mma_wait(1, [result]) * reach[None, :]
+            if BEFORE:
+                inner = gl.sum(own.to(gl.float32) * result, 1)
+                last += gl.convert_layout(inner, gl.SliceLayout(1, wide))
+        elif WEIGHTED and REVERSE and not KEYED:
+            result = warpgroup_mma_wait(1, [result]) * number.index(3).load(tokens)[None, :]
+        mbarrier.wait(scored.index(buffer), count // BUFFERS & 1)
+        result = warpgroup_mma(given, squares.index(buffer).permute((1, 0)), result, is_async=True)
+        state, result = warpgroup_mma_wait(0, [state, result])
+        if OWN and not BEFORE:
+            own = owns.index(stage * WIDE + P).reshape([_C, _C]).permute((1, 0)).load(square)
+        if WEIGHTED and REVERSE and KEYED:
+            strength = number.index(3).load(tokens)
+        gl.thread_barrier()
+        mbarrier.arrive(freed.index(stage), count=1)
+        mbarrier.arrive(used.index(buffer), count=1)
+        if OWN:
+            line = gl.sum(own.to(gl.float32) * result, 0)
+        if WEIGHTED and REVERSE and KEYED:
+            result = result * strength[None, :]
+        mbarrier.wait(sent, (count & 1) ^ 1)
+        if OWN:
+            sums.index(2 * P).store(line)
+        if BEFORE:
+            sums.index(2 * P + 1).store(last)
+        out.store(result.to(DTYPE))
+        fence_async_shared()
+        arrive(done)
+    if KEYED:
+        gl.store(final + place, state)
+
+
+@gluon.jit
+def _carry(
+    out_tiles, trace_tiles, outs, olds, sums, bars, g, dots, line, sizes,
+    WIDE: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """One warp: what the warpgroups made into memory, and the sums over their columns."""
+    ROLE: gl.constexpr = KIND[0]
+    GATED: gl.constexpr = KIND[1]
+    WEIGHTED: gl.constexpr = KIND[2]
+    filled, freed, scored, used, kept, left, done, sent = bars
+    T, S, L, N, HV = sizes
+    REVERSE: gl.constexpr = ROLE == "dv" or ROLE == "dk"
+    OWN: gl.constexpr = _summed(ROLE, GATED, WEIGHTED)
+    BEFORE: gl.constexpr = GATED and ROLE == "dk"
+    RECORD: gl.constexpr = GATED and ROLE == "dq"
+    flat: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    b, h, first, chunks = _span(T, S, L, N, HV)
+    slot = gl.program_id(0) * N
+    for count in range(chunks):
+        n = count
+        if REVERSE:
+            n = chunks - 1 - count
+        token = first + n * _C + gl.arange(0, _C, flat)
+        there = (b.to(gl.int64) * T + token) * HV + h
+        if BEFORE:
+            log = gl.load(g + there, mask=token < T, other=0.0)
+            gain = gl.load(dots + there, mask=token < T, other=0.0)
+        if RECORD:
+            mbarrier.wait(kept, count & 1)
+            for w in gl.static_range(WIDE):
+                tma.async_copy_shared_to_global(trace_tiles, [((slot + n) * WIDE + w) * _C, 0], olds.index(w))
+        mbarrier.wait(done, count & 1)
+        for w in gl.static_range(WIDE):
+            at = [b, first + n * _C, (h * WIDE + w) * _C]
+            tma.async_copy_shared_to_global(out_tiles, at, outs.index(w))
+        if RECORD:
+            tma.store_wait(WIDE)
+            arrive(left)
+        if OWN:
+            total = sums.index(0).load(flat)
+            if WIDE == 2:
+                total += sums.index(2).load(flat)
+            if BEFORE:
+                last = sums.index(1).load(flat)
+                if WIDE == 2:
+                    last += sums.index(3).load(flat)
+                total = gl.associative_scan(gain - total, 0, _add, reverse=True) + gl.sum(last, 0)
+                total = gl.where(log > -100.0, total, 0.0)
+            gl.store(line + there, total, mask=token < T)
+        tma.store_wait(0)
+        arrive(sent)
+
+
+@Kernel
+@gluon.jit(do_not_specialize=["T", "S", "L", "N", "HV"])
+def _mix(
+    x_tiles, y_tiles, z_tiles, own_tiles, trace_tiles, number_rows, out_tiles, start, final, g, dots, line,
+    T, S, L, N, HV,
+    GROUP: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, ADVANCE: gl.constexpr,
+    SCORE: gl.constexpr, STARTED: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """out of one head of one unit. KIND: role, whether gated, whether weighted."""
+    ROLE: gl.constexpr = KIND[0]
+    GATED: gl.constexpr = KIND[1]
+    WEIGHTED: gl.constexpr = KIND[2]
+    A: gl.constexpr = x_tiles.block_shape[2]
+    OWN: gl.constexpr = _summed(ROLE, GATED, WEIGHTED)
+    BEFORE: gl.constexpr = GATED and ROLE == "dk"
+    RECORD: gl.constexpr = GATED and ROLE == "dq"
+    DTYPE: gl.constexpr = x_tiles.dtype
+    xs = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _C, A], x_tiles.layout)
+    ys = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _C, A], y_tiles.layout)
+    zs = gl.allocate_shared_memory(DTYPE, [STAGES * WIDE, 1, _C, _C], z_tiles.layout)
+    owns = zs
+    befores = zs
+    olds = zs
+    if OWN:
+        owns = gl.allocate_shared_memory(DTYPE, [STAGES * WIDE, 1, _C, _C], own_tiles.layout)
+    if BEFORE:
+        befores = gl.allocate_shared_memory(DTYPE, [STAGES * WIDE, _C, A], trace_tiles.layout)
+    if RECORD:
+        olds = gl.allocate_shared_memory(DTYPE, [WIDE, _C, A], trace_tiles.layout)
+    numbers = gl.allocate_shared_memory(gl.float32, [STAGES, _NUMBERS * _C], number_rows.layout)
+    squares_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    squares = gl.allocate_shared_memory(DTYPE, [BUFFERS, _C, _C], squares_layout)
+    outs = gl.allocate_shared_memory(DTYPE, [WIDE, 1, _C, _C], out_tiles.layout)
+    sums = gl.allocate_shared_memory(gl.float32, [2 * WIDE, _C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    used = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    kept = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # old states are in their tiles
+    left = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # and have left
+    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # outputs and sums are in their tiles
+    sent = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # and have left
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(filled.index(stage), count=1)
+        mbarrier.init(freed.index(stage), count=WIDE + 1)
+    for buffer in gl.static_range(BUFFERS):
+        mbarrier.init(scored.index(buffer), count=1)
+        mbarrier.init(used.index(buffer), count=WIDE)
+    mbarrier.init(kept, count=WIDE)
+    mbarrier.init(left, count=1)
+    mbarrier.init(done, count=WIDE)
+    mbarrier.init(sent, count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    tiles = (x_tiles, y_tiles, z_tiles, own_tiles, trace_tiles, number_rows)
+    stages = (xs, ys, zs, owns, befores, numbers)
+    bars = (filled, freed, scored, used, kept, left, done, sent)
+    sizes = (T, S, L, N, HV)
+    if WIDE == 2:
+        gl.warp_specialize(
+            [
+                (_advance, (0, squares, outs, olds, sums, stages, bars, start, final, sizes, WIDE, STARTED, KIND)),
+                (_advance, (1, squares, outs, olds, sums, stages, bars, start, final, sizes, WIDE, STARTED, KIND)),
+                (_score, (squares, stages, bars, sizes, KIND)),
+                (_feed, (tiles, stages, filled, freed, sizes, WIDE, GROUP, KIND)),
+                (_carry, (out_tiles, trace_tiles, outs, olds, sums, bars, g, dots, line, sizes, WIDE, KIND)),
+            ],
+            [4, 4, 1, 1],
+            [ADVANCE, SCORE, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_advance, (0, squares, outs, olds, sums, stages, bars, start, final, sizes, WIDE, STARTED, KIND)),
+                (_score, (squares, stages, bars, sizes, KIND)),
+                (_feed, (tiles, stages, filled, freed, sizes, WIDE, GROUP, KIND)),
+                (_carry, (out_tiles, trace_tiles, outs, olds, sums, bars, g, dots, line, sizes, WIDE, KIND)),
+            ],
+            [4, 1, 1],
+            [SCORE, 24, 24],
+        )
+    retire(filled)
+    retire(freed)
+    retire(scored)
+    retire(used)
+    retire(kept)
+    retire(left)
+    retire(done)
+    retire(sent)
+
+
+# ---- launches ------------------------------------------------------------------------------------------------------
+
+# By the columns of x and of z: registers a thread at launch and those of the warpgroups once they part ways; a single
+# warpgroup that advances gets what is left. Of the small ones two programs share a processor.
+_WIDE, _SMALL = {"ADVANCE": 208, "SCORE": 72, "maxnreg": 128}, {"ADVANCE": 136, "SCORE": 80, "maxnreg": 80}
+_REGISTERS = {(128, 128): _WIDE, (128, 64): _WIDE, (64, 128): _WIDE, (64, 64): _SMALL}
+
+
+def fits(q: Tensor, v: Tensor) -> bool:
+    """Whether `mix` may be called: 16 bit, K and V of 64 or 128, on a Hopper processor."""
+    if q.dtype not in (torch.bfloat16, torch.float16) or 0 in q.shape or 0 in v.shape or q.device.type != "cuda":
+        return False
+    if q.shape[-1] not in (64, 128) or v.shape[-1] not in (64, 128):
+        return False
+    return torch.cuda.get_device_capability(q.device) == (9, 0)
+
+
+def numbers(beta: Tensor | None, g: Tensor | None, like: Tensor, S: int, L: int, N: int) -> Tensor:
+    """Numbers (B S, HV, N, 4, 64) of the chunks of tokens like (B, T, HV, .): see `_NUMBERS`."""
+    b, t, hv = like.shape[:3]
+    made = like.new_empty((b * S, hv, N, 4, 64) if beta is not None or g is not None else (256,), dtype=torch.float32)
+    if beta is not None or g is not None:
+        _numbers[(b * S * hv * N,)](
+            beta, g, made, t, S, L, N, hv, C=64, GATED=g is not None, WEIGHTED=beta is not None, num_warps=2
+        )
+    return made
+
+
+def mix(
+    role: str, x: Tensor, y: Tensor, z: Tensor, beta: Tensor | None, g: Tensor | None, made: Tensor, out: Tensor,
+    start: Tensor | None, final: Tensor | None = None, own: Tensor | None = None, trace: Tensor | None = None,
+    dots: Tensor | None = None, dbeta: Tensor | None = None, dg: Tensor | None = None, *, cut: tuple[int, int, int],
+) -> None:  # fmt: skip
+    """`scalar_write.mix` for tokens that `fits`: made comes from `numbers`, cut = (S, L, N), out is written.
+
+    "dq" writes the first states of chunks to trace and q . dq to dots, "dk" reads both and writes dg, "dv" writes
+    dbeta. own is read only where there is one of these to write.
+    """
+    b, t, hv, w = out.shape
+    s, length, n = cut
+    a = x.shape[3]
+    line = {"o": None, "dq": dots, "dv": dbeta, "dk": dg}[role]
+    stages, buffers = (3, 2) if line is None else (2, 1)  # what shared memory holds
+    held = out if trace is None else trace  # a tensor that is not there is stood for by another, and not touched
+    own = z if line is None or own is None else own
+    _mix[(b * s * hv,)](
+        token_tiles(x, a), token_tiles(y, a), token_tiles(z, 64), token_tiles(own, 64), matrix_tiles(held, 64, a, a),
+        number_tiles(made),
+        token_tiles(out, 64), *(made if y is None else y for y in (start, final, g, dots, line)),
+        t, s, length, n, hv,
+        GROUP=hv // (x if role in ("o", "dv") else z).shape[2], WIDE=w // 64, STAGES=stages, BUFFERS=buffers,
+        STARTED=start is not None, KIND=(role, g is not None, beta is not None),
+        num_warps=4, **_REGISTERS[a, w],
+    )  # fmt: skip

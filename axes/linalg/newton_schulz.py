@@ -1,0 +1,218 @@
+"""Newton-Schulz iterations: odd polynomials x <- a x + b x x^T x + c (x x^T)^2 x that bring singular values to 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from axes.linalg import symmetric
+
+Triple = tuple[float, float, float]
+Form = Literal["direct", "gram"]
+
+# Optimal odd quintics for singular values in [1e-3, 1], composed in this order (Amsel et al. 2025, algorithm 1);
+# the last one repeats for ever.
+POLAR_EXPRESS: tuple[Triple, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+# Each polynomial but the last is evaluated at x / SAFETY, so that rounding cannot push a value out of its interval.
+SAFETY = 1.01
+
+
+def polar_express_schedule(steps: int) -> tuple[Triple, ...]:
+    """The first `steps` polynomials, safety factor included."""
+    safe = tuple((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS[:-1]) + POLAR_EXPRESS[-1:]
+    return safe[:steps] + safe[-1:] * (steps - len(safe))
+
+
+def leaf_norm(x: Tensor) -> Tensor:
+    """Frobenius norm (..., 1, 1), with gradient 0 at a zero matrix."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+        return norm
+    zero = (x == 0).all(-1, keepdim=True).all(-2, keepdim=True)
+    return torch.where(zero, 0.0, torch.linalg.vector_norm(torch.where(zero, 1.0, x), dim=(-2, -1), keepdim=True))
+
+
+# Entries of a stack that a CPU takes at a time: three times as many numbers are then in use, which stay in cache and in
+# memory that is used again. Measured in bfloat16: a step of 512 x 512 matrices takes 5 % less time by fours than by
+# eights, while 64 x 64 matrices, one by one, take more than three times as long as a stack.
+_AT_A_TIME = 1 << 20
+
+
+def direct(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
+    """x <- a x + (b x x^T + c (x x^T)^2) x for every (a, b, c), x (..., m, n) with m <= n."""
+    if x.ndim == 2:
+        return _iterated(x, schedule)
+    stack = x.flatten(0, -3)
+    count = _AT_A_TIME // max(1, stack.shape[-2:].numel()) if x.device.type == "cpu" else stack.shape[0]
+    parts = [_iterated(part, schedule) for part in stack.split(max(1, count))]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(x.shape)
+
+
+def _iterated(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
+    # addmm rounds once, as the reference does; only a batch needs the three-dimensional form.
+    if x.ndim == 3 and x.shape[0] == 1:
+        return _iterated(x[0], schedule)[None]
+    fused = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for a, b, c in schedule:
+        gram = x @ x.mT
+        x = fused(x, fused(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+# ---- in the space of Gram matrices -----------------------------------------------------------------------------------
+# Every factor a I + b G + c G^2 with G = x x^T is a polynomial in the first G: the factors commute, and so
+#     x_k = P x_0,  P = q_{k-1}(G_{k-1}) .. q_0(G_0),  G_{j+1} = q_j(G_j) G_j q_j(G_j)
+# needs nothing but symmetric (m, m) matrices. With r = n / m, in units of 2 m^3 operations, k steps cost k (2 r + 1)
+# plainly, k (3 r + 1) / 2 if symmetric products are computed by halves, and (3 r + 4 k - 3) / 2 in this form.
+# Rounding: an error in G_0 that points below zero grows by a^2 in each step, so G is recomputed from x after RESTART
+# steps; and a I is added last, since what is rounded beside a^k I loses the rest of it. Normalised matrices are within
+# the range of float16, which has three more bits than bfloat16 at the same cost: the kernel works in float16, and then
+# this form is nearer to exact arithmetic than bfloat16 products in a row are.
+
+RESTART = 3
+RECTANGLE = 1.5  # n / m from which full products cost less in this form
+
+
+def in_gram_form(
+    stacks: Sequence[Tensor], schedule: Sequence[Triple], sizes: Sequence[float], restart: int = RESTART
+) -> list[Tensor]:
+    """The iteration of `direct` on several stacks (N_i, m, n_i) of one m, dtype and device, |x|_F <= 1, times sizes.
+
+    Gram matrices of all stacks are one batch. They are recomputed from x after at most `restart` polynomials.
+    """
+    x, counts = list(stacks), [s.shape[0] for s in stacks]
+    parts = _parts(schedule, restart)
+    for place, part in enumerate(parts):
+        factors = _composed(_grams(x, counts), part).split(counts)
+        last = sizes if place == len(parts) - 1 else [1.0] * len(x)
+        x = [_applied(f, s, size) for f, s, size in zip(factors, x, last, strict=True)]
+    return x
+
+
+def _parts(schedule: Sequence[Triple], longest: int) -> list[Sequence[Triple]]:
+    """The schedule in as few parts as possible, as even as possible, longer ones first."""
+    count = -(-len(schedule) // longest)
+    short, extra = divmod(len(schedule), count)
+    ends = [short * i + min(i, extra) for i in range(count + 1)]
+    return [schedule[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def _grams(stacks: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    if len(stacks) == 1:
+        return symmetric.product(stacks[0])
+    m = stacks[0].shape[-2]
+    out = stacks[0].new_empty(sum(counts), m, m)
+    for x, part in zip(stacks, out.split(list(counts)), strict=True):
+        symmetric.product(x, out=part)
+    return out
+
+
+def _composed(gram: Tensor, part: Sequence[Triple]) -> Tensor:
+    """The product of the polynomials of a part, as a function of the Gram matrix."""
+    shift, factor = 1.0, gram  # what is composed so far is shift I + factor
+    for i, (a, b, c) in enumerate(part):
+        last = i == len(part) - 1
+        if i == 0:  # q(G) = a I + Q
+            factor = q = symmetric.product(gram, alpha=c, terms=((b, gram),), diagonal=a if last else 0.0)
+        else:  # (a I + Q) (s I + P) = a s I + a P + s Q + Q P
+            q = symmetric.product(gram, alpha=c, terms=((b, gram),))
+            terms = ((a, factor), (shift, q))
+            factor = symmetric.product(q, factor, terms=terms, diagonal=a * shift if last else 0.0)
+        shift *= a
+        if not last:  # G <- q G q
+            half = symmetric.product(q, gram, terms=((a, gram),))
+            gram = symmetric.product(half, q, terms=((a, half),))
+    return factor
+
+
+def _applied(factor: Tensor, x: Tensor, size: float) -> Tensor:
+    """size P x, stored by rows or columns as x is."""
+    unread = x.new_empty(1, 1, 1)
+    if x.stride(-1) == 1:
+        return torch.baddbmm(unread, factor, x, beta=0.0, alpha=size)
+    return torch.baddbmm(unread, x.mT, factor, beta=0.0, alpha=size).mT
+
+
+class Start(NamedTuple):
+    """What x is divided by before the iteration: max(factor |x|_F + shift, floor)."""
+
+    factor: float
+    shift: float
+    floor: float
+
+    def divisor(self, x: Tensor) -> Tensor:
+        return (leaf_norm(x) * self.factor + self.shift).clamp(min=self.floor)
+
+
+def iterate(
+    stacks: Sequence[Tensor],
+    start: Start,
+    schedule: Sequence[Triple],
+    form: Form,
+    sizes: Sequence[float],
+    dtype: torch.dtype,
+    squares: Sequence[Tensor] | None = None,
+    spend: bool = False,
+) -> list[Tensor]:
+    """The iteration on stacks (..., m_i, n_i), m_i <= n_i, of any sizes, normalised by `start`, times sizes.
+
+    "direct" is one product after the other, as they are written, and the result in `dtype` before it is scaled.
+    "gram" takes the Gram form where that is cheaper and as accurate: for rectangles in float32 and float64, and for
+    16-bit matrices on a GPU, where results are float16, for rectangles and whatever the kernel of
+    `axes.linalg.symmetric` takes. Everything else is direct.
+    squares: of each stack (matrices, any number), sums of squares of parts of its matrices, where they are known.
+    spend: the stacks may be overwritten.
+    """
+    out = list(stacks)
+    pools: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    for i, x in enumerate(stacks):
+        pools.setdefault((x.shape[-2], x.dtype, x.device), []).append(i)
+    for members in pools.values():
+        chosen = _gains(stacks, members) if form == "gram" else []
+        for i in members:
+            if i not in chosen:
+                divisor = start.divisor(stacks[i])
+                x = direct(stacks[i].div_(divisor) if spend else stacks[i] / divisor, schedule).to(dtype)
+                out[i] = x if sizes[i] == 1.0 else x * sizes[i]
+        if chosen:
+            started = [_started(stacks[i], start, None if squares is None else squares[i]) for i in chosen]
+            for i, x in zip(chosen, in_gram_form(started, schedule, [sizes[i] for i in chosen]), strict=True):
+                out[i] = x.reshape(stacks[i].shape)
+    return out
+
+
+def _gains(stacks: Sequence[Tensor], members: list[int]) -> list[int]:
+    """Those of one m, dtype and device for which the Gram form is the better one."""
+    x = stacks[members[0]]
+    wide = [i for i in members if stacks[i].shape[-1] >= RECTANGLE * stacks[i].shape[-2]]
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return wide
+    if x.device.type != "cuda" or any(stacks[i].requires_grad for i in members):
+        return []
+    count = sum(stacks[i].shape[:-2].numel() for i in members)
+    flat = [stacks[i].reshape(-1, *stacks[i].shape[-2:]) for i in members]
+    return members if all(symmetric.no_kernel(y, count) is None for y in flat) else wide
+
+
+def _started(x: Tensor, start: Start, squares: Tensor | None) -> Tensor:
+    """x normalised, (N, m, n), in float16 if it has 16 bits."""
+    flat = x.reshape(-1, *x.shape[-2:])
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return flat / start.divisor(flat)
+    if symmetric.TRITON and (flat.is_contiguous() or flat.mT.is_contiguous()):
+        from axes.kernels.products.normalise import normalised  # triton is imported on first use
+
+        return normalised(flat, *start, squares)
+    return (flat / start.divisor(flat)).half()

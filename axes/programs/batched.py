@@ -1,0 +1,455 @@
+"""A program over many tensors by torch's multi-tensor operations, in place, block by block in cache.
+
+A shaped value is kept as a term  c x,  c x y  or  c x / y  with a number c for as long as possible, so that sums become
+add, addcmul and addcdiv with a factor. An operand that nobody reads any more is overwritten; a state ends in its own
+tensor. On a CPU all operations run over a block of entries before the next block is touched: one pass over memory.
+A program that torch has as one operation there is that operation (`library`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from axes.programs.library import recognised
+from axes.programs.program import PARAMETER, Program, Value
+
+_BLOCK = 1 << 18  # entries of a block: a handful of float32 arrays of this size stay in cache (measured: batched.py)
+Real = float | Tensor  # a number of a step, 0-d where it is on the device
+Kind = Literal["plain", "product", "quotient"]
+Lists = list[Tensor]
+_TESTS = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not", "where"})  # truth values come or go
+
+
+@final
+@dataclass(frozen=True)
+class _Term:
+    """number * x, number * x * y or number * x / y."""
+
+    number: tuple[Value, ...]  # factors
+    over: tuple[Value, ...]  # divisors
+    negative: bool
+    kind: Kind
+    x: int
+    y: int = -1
+
+
+@final
+@dataclass(frozen=True)
+class _Step:
+    """One multi-tensor operation: target (a register) from sources, with numbers; target == sources[0] is in place."""
+
+    name: str
+    target: int
+    sources: tuple[int, ...]
+    numbers: tuple[tuple[tuple[Value, ...], tuple[Value, ...], bool], ...] = ()
+
+
+@final
+class Schedule:
+    """Steps over registers: registers below `inputs` are the input tensors in the order of `names`."""
+
+    def __init__(self, program: Program, keep: Sequence[str] = ("g",)) -> None:
+        """keep: inputs that must not be written."""
+        self.program = program
+        self.library = recognised(program)  # torch's own operation, where it has one
+        shaped = [i for i, op in enumerate(program.operations) if op.name == "input" and op.shaped]
+        self.names = [program.names[i] for i in shaped]
+        self.steps: list[_Step] = []
+        self.released: list[tuple[int, ...]] = []
+        _Selection(self, program, shaped, frozenset(keep)).run()
+        self.registers = 1 + max([len(shaped) - 1, *(s.target for s in self.steps)])
+        self._plan = [  # what a step needs, looked up once
+            (_OPERATIONS[s.name], s.target, s.target == s.sources[0], s.sources, s.numbers, released)
+            for s, released in zip(self.steps, self.released, strict=True)
+        ]
+
+    def run(self, lists: Sequence[Lists], values: Sequence[Real]) -> None:
+        """Execute over one block: lists of tensors for each name, overwritten with the outputs.
+
+        values: of the program's numbers; 0-d tensors on the tensors' device are never waited for.
+        """
+        if self.library is not None and self.library.run(lists, values):
+            return
+        registers: list[Any] = [*lists, *[None] * (self.registers - len(lists))]
+        for operation, target, here, sources, numbers, released in self._plan:
+            given = [registers[s] for s in sources]
+            registers[target] = operation(here, given, [_value(n, values) for n in numbers])
+            for r in released:
+                registers[r] = None
+
+
+def _value(factors: tuple[tuple[Value, ...], tuple[Value, ...], bool], values: Sequence[Real]) -> Real:
+    number, over, negative = factors
+    out: Real = -1.0 if negative else 1.0
+    for f in number:
+        out *= values[f] if isinstance(f, int) else f
+    for f in over:
+        out /= values[f] if isinstance(f, int) else f
+    return out
+
+
+class _Selection:
+    """Chooses operations for a program, output by output."""
+
+    def __init__(self, schedule: Schedule, program: Program, shaped: list[int], keep: frozenset[str]) -> None:
+        self.schedule, self.program, self.keep = schedule, program, keep
+        self.terms: dict[int, _Term] = {}
+        self.register: dict[int, int] = {}  # of a value that is materialised
+        self.next = len(shaped)
+        for r, i in enumerate(shaped):
+            self.register[i] = r
+            self.terms[i] = _Term((), (), False, "plain", i)
+        self.own = {r: program.names[i] for i, r in self.register.items()}
+        self.order = self._order()
+
+    def _order(self) -> list[int]:
+        """Values in the order of need: the parameter's first, so that states are overwritten last."""
+        done: dict[int, None] = {}
+
+        def visit(value: Value) -> None:
+            if isinstance(value, int) and self.program.operations[value].shaped and value not in done:
+                for x in self.program.operations[value].inputs:
+                    visit(x)
+                done[value] = None
+
+        first = sorted(self.program.outputs, key=lambda n: n != PARAMETER)
+        for name in first:
+            visit(self.program.outputs[name])
+        return list(done)
+
+    def run(self) -> None:
+        for place, value in enumerate(self.order):
+            self.place = place
+            op = self.program.operations[value]
+            if op.name == "input":
+                continue
+            self.terms[value] = self._term(value, op.name, op.inputs)
+            t = self.terms[value]
+            free = t.kind == "plain" and not t.number and not t.over  # a change of sign costs nothing later
+            if self._uses(value) != 1 and not free or value in self.program.outputs.values():
+                self._materialise(value)
+        self.place = len(self.order)
+        targets = {n: self.schedule.names.index(n) for n in self.program.outputs if n in self.schedule.names}
+        moves = []
+        for name, target in targets.items():
+            output = self.program.outputs[name]
+            assert isinstance(output, int)
+            source = self._materialise(output)
+            if source != target:
+                moves.append((target, source))
+        for target, source in moves:
+            self._emit("copy", target, (target, source))
+        self._release()
+
+    # ---- terms -------------------------------------------------------------------------------------------------
+
+    def _term(self, value: int, name: str, inputs: tuple[Value, ...]) -> _Term:
+        shaped = [x for x in inputs if self.program.shaped(x)]
+        if name == "neg":
+            t = self.terms[shaped[0]]
+            return _Term(t.number, t.over, not t.negative, t.kind, t.x, t.y)
+        if name == "mul" and len(shaped) == 1:
+            (number,) = [x for x in inputs if not self.program.shaped(x)]
+            t = self.terms[shaped[0]]
+            return _Term((*t.number, number), t.over, t.negative, t.kind, t.x, t.y)
+        if name == "div" and self.program.shaped(inputs[0]) and len(shaped) == 1:
+            t = self.terms[inputs[0]]
+            return _Term(t.number, (*t.over, inputs[1]), t.negative, t.kind, t.x, t.y)
+        if name in ("mul", "div") and len(shaped) == 2:
+            a, b = self._factor(inputs[0]), self._factor(inputs[1])
+            negative = a.negative != b.negative
+            if name == "mul":
+                return _Term((*a.number, *b.number), (*a.over, *b.over), negative, "product", a.x, b.x)
+            return _Term((*a.number, *b.over), (*a.over, *b.number), negative, "quotient", a.x, b.x)
+        if name in ("add", "sub"):
+            return self._sum(value, name, inputs)
+        return self._apply(value, name, inputs)
+
+    def _factor(self, value: Value) -> _Term:
+        """The term of an operand, its product or quotient computed."""
+        assert isinstance(value, int)
+        t = self.terms[value]
+        if t.kind != "plain":
+            self._materialise(value)
+            t = self.terms[value]
+        return t
+
+    def _sum(self, value: int, name: str, inputs: tuple[Value, ...]) -> _Term:
+        terms: list[_Term | Value] = [self.terms[x] if self.program.shaped(x) else x for x in inputs]
+        signs = [False, name == "sub"]
+        parts = [(t, s) for t, s in zip(terms, signs, strict=True) if isinstance(t, _Term)]
+        if len(parts) == 1:  # a number beside the entries
+            ((added, taken),) = [(t, s) for t, s in zip(terms, signs, strict=True) if not isinstance(t, _Term)]
+            t, s = parts[0]
+            register = self._compute(_flip(t, s), value)
+            self._emit("add number", register, (register,), (((added,), (), taken),))
+            return self._plain(value, register)
+        # begin with the term that can be overwritten, or at least is no product
+        parts.sort(key=lambda p: (p[0].kind != "plain", not self._dead(p[0].x)))
+        (first, s1), (second, s2) = parts
+        register = self._compute(_flip(first, s1), value)
+        t = _flip(second, s2)
+        number = (t.number, t.over, t.negative)
+        x = self._register(t.x)
+        if t.kind == "plain":
+            self._emit("add", register, (register, x), (number,))
+        else:
+            name = "addcmul" if t.kind == "product" else "addcdiv"
+            self._emit(name, register, (register, x, self._register(t.y)), (number,))
+        return self._plain(value, register)
+
+    def _apply(self, value: int, name: str, inputs: tuple[Value, ...]) -> _Term:
+        """Any other operation: operands materialised, the result in the first that may be overwritten."""
+        sources, numbers, pattern = [], [], []
+        for x in inputs:
+            if self.program.shaped(x):
+                sources.append(self._materialise(x))
+                pattern.append("x")
+            else:
+                numbers.append(((x,), (), False))
+                pattern.append("n")
+        own = name not in _TESTS and pattern[0] == "x" and self._free(sources[0], inputs)
+        target = sources[0] if own else self._new()
+        self._emit(f"{name} {''.join(pattern)}", target, tuple(sources), tuple(numbers))
+        return self._plain(value, target)
+
+    # ---- registers ---------------------------------------------------------------------------------------------
+
+    def _compute(self, t: _Term, value: int) -> int:
+        """A register that holds the term and may be overwritten."""
+        number = (t.number, t.over, t.negative)
+        x = self._register(t.x)
+        plain = not t.number and not t.over and not t.negative
+        if t.kind == "plain":
+            target = x if self._dead(t.x) and self._writable(x) else self._new()
+            if target != x or not plain:
+                self._emit("scale", target, (x,), (number,))
+            return target
+        y = self._register(t.y)
+        target = x if self._dead(t.x) and self._writable(x) and t.x != t.y else self._new()
+        self._emit("times" if t.kind == "product" else "over", target, (x, y))
+        if not plain:
+            self._emit("scale", target, (target,), (number,))
+        return target
+
+    def _materialise(self, value: int) -> int:
+        """The register of a value, computed now if it is still a term."""
+        t = self.terms[value]
+        if value in self.register and t == _Term((), (), False, "plain", value):
+            return self.register[value]
+        register = self._compute(t, value)
+        self._plain(value, register)
+        self.terms[value] = _Term((), (), False, "plain", value)
+        return register
+
+    def _plain(self, value: int, register: int) -> _Term:
+        self.register[value] = register
+        return _Term((), (), False, "plain", value)
+
+    def _register(self, value: int) -> int:
+        return self.register[value]
+
+    def _new(self) -> int:
+        self.next += 1
+        return self.next - 1
+
+    def _writable(self, register: int) -> bool:
+        return self.own.get(register) not in self.keep
+
+    def _free(self, register: int, inputs: tuple[Value, ...]) -> bool:
+        held = [v for v, r in self.register.items() if r == register]
+        return self._writable(register) and all(self._dead(v) for v in held)
+
+    def _uses(self, value: int) -> int:
+        return sum(list(op.inputs).count(value) for op in self.program.operations)
+
+    def _dead(self, value: int) -> bool:
+        """Whether nothing after the present place reads this value, as itself or inside a pending term."""
+        if value in self.program.outputs.values():
+            return False
+        waiting = self.order[self.place + 1 :] if self.place < len(self.order) else []
+        if any(value in self.program.operations[v].inputs for v in waiting):
+            return False
+        now = self.order[self.place] if self.place < len(self.order) else None
+        for other, t in self.terms.items():
+            if other in (value, now) or value not in (t.x, t.y):
+                continue
+            if (
+                any(other in self.program.operations[v].inputs for v in waiting)
+                or other in self.program.outputs.values()
+            ):
+                return False
+        return True
+
+    def _emit(self, name: str, target: int, sources: tuple[int, ...], numbers: Any = ()) -> None:
+        self.schedule.steps.append(_Step(name, target, sources, tuple(numbers)))
+
+    def _release(self) -> None:
+        """Temporaries are let go after their last use."""
+        last: dict[int, int] = {}
+        for i, s in enumerate(self.schedule.steps):
+            for r in (s.target, *s.sources):
+                last[r] = i
+        inputs = len(self.schedule.names)
+        self.schedule.released = [
+            tuple(r for r, at in last.items() if at == i and r >= inputs) for i in range(len(self.schedule.steps))
+        ]
+
+
+def _flip(t: _Term, negative: bool) -> _Term:
+    return _Term(t.number, t.over, t.negative != negative, t.kind, t.x, t.y)
+
+
+# ---- multi-tensor operations ---------------------------------------------------------------------------------------
+
+
+def _scale(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if not here:
+        return list(torch._foreach_mul(s[0], _like(n[0], s)))
+    if isinstance(n[0], Tensor) or n[0] != 1.0:
+        torch._foreach_mul_(s[0], _like(n[0], s))
+    return s[0]
+
+
+def _add(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if isinstance(n[0], Tensor):
+        torch._foreach_add_(s[0], torch._foreach_mul(s[1], _like(n[0], s)))
+    else:
+        torch._foreach_add_(s[0], s[1], alpha=n[0])
+    return s[0]
+
+
+def _add_number(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if isinstance(n[0], Tensor):
+        torch._foreach_add_(s[0], other=_like(n[0], s))  # without the name it would be read on the host
+    else:
+        torch._foreach_add_(s[0], n[0])
+    return s[0]
+
+
+def _addcmul(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if isinstance(n[0], Tensor):
+        return _add(here, [s[0], torch._foreach_mul(s[1], s[2])], n)
+    torch._foreach_addcmul_(s[0], s[1], s[2], value=n[0])
+    return s[0]
+
+
+def _addcdiv(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if isinstance(n[0], Tensor):
+        return _add(here, [s[0], torch._foreach_div(s[1], s[2])], n)
+    torch._foreach_addcdiv_(s[0], s[1], s[2], value=n[0])
+    return s[0]
+
+
+def _like(number: Real, s: list[Any]) -> Any:
+    """A number in the dtype of the tensors that it meets."""
+    return number.to(s[0][0].dtype) if isinstance(number, Tensor) and s[0] else number
+
+
+def _copy(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    torch._foreach_copy_(s[0], s[1])
+    return s[0]
+
+
+def _pair(name: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
+    plain, inside = getattr(torch, f"_foreach_{name}"), getattr(torch, f"_foreach_{name}_")
+
+    def run(here: bool, s: list[Any], n: list[Real]) -> Lists:
+        if here:
+            inside(s[0], s[1])
+            return s[0]
+        return list(plain(s[0], s[1]))
+
+    return run
+
+
+def _unary(name: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
+    plain, inside = getattr(torch, f"_foreach_{name}"), getattr(torch, f"_foreach_{name}_")
+
+    def run(here: bool, s: list[Any], n: list[Real]) -> Lists:
+        if here:
+            inside(s[0])
+            return s[0]
+        return list(plain(s[0]))
+
+    return run
+
+
+def _power(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if isinstance(n[0], Tensor):
+        return _each("pow", "xn")(here, s, n)
+    if n[0] == 0.5:
+        return _unary("sqrt")(here, s, [])
+    if here:
+        torch._foreach_pow_(s[0], n[0])
+        return s[0]
+    return list(torch._foreach_pow(s[0], n[0]))
+
+
+def _each(name: str, pattern: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
+    """An operation without a multi-tensor form, tensor by tensor."""
+    named: dict[str, Callable[..., Tensor]] = {
+        "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "where": torch.where,
+        "asinh": torch.asinh, "div": torch.div, "sub": torch.sub,
+        "maximum": lambda a, b: torch.clamp_min(a, b) if isinstance(b, float) else torch.maximum(a, b),
+        "minimum": lambda a, b: torch.clamp_max(a, b) if isinstance(b, float) else torch.minimum(a, b),
+    }  # fmt: skip
+    function = named.get(name) or getattr(torch, name)
+
+    def run(here: bool, s: list[Any], n: list[Real]) -> Lists:
+        out = []
+        for tensors in zip(*s, strict=True):
+            shaped, numbers = iter(tensors), iter(n)
+            out.append(function(*(next(shaped) if p == "x" else next(numbers) for p in pattern)))
+        if not here:
+            return out
+        torch._foreach_copy_(s[0], out)
+        return s[0]
+
+    return run
+
+
+class _Operations(dict[str, Any]):
+    def __missing__(self, key: str) -> Any:
+        name, pattern = key.rsplit(" ", 1)
+        whole = name in ("sqrt", "abs", "sign", "exp", "log", "log1p", "expm1", "sinh", "tanh", "reciprocal")
+        self[key] = _unary(name) if whole and pattern == "x" else _each(name, pattern)
+        return self[key]
+
+
+_OPERATIONS = _Operations(
+    {
+        "scale": _scale, "add": _add, "add number": _add_number, "addcmul": _addcmul, "addcdiv": _addcdiv,
+        "copy": _copy, "times": _pair("mul"), "over": _pair("div"), "pow xn": _power,
+        "maximum xx": _pair("maximum"), "minimum xx": _pair("minimum"),
+    }
+)  # fmt: skip
+
+
+# ---- blocks --------------------------------------------------------------------------------------------------------
+
+
+def blocks(sizes: Sequence[int], block: int = _BLOCK) -> Iterator[list[tuple[int, int, int]]]:
+    """Groups of (tensor, first entry, end) with at most `block` entries: small tensors together, large ones cut."""
+    group: list[tuple[int, int, int]] = []
+    room = block
+    for index, size in enumerate(sizes):
+        first = 0
+        while first < size:
+            if size - first > room and room < block:
+                yield group
+                group, room = [], block
+            end = min(size, first + room)
+            group.append((index, first, end))
+            room -= end - first
+            first = end
+            if room == 0:
+                yield group
+                group, room = [], block
+    if group:
+        yield group

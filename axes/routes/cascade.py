@@ -1,0 +1,269 @@
+"""The cascade: stage by stage inside a chunk, exact for every lazy update without feedback inside it.
+
+With an anchored gradient (or a cost linear in the state) no buffer reads the state, so all drives of a chunk come
+first, then each filter as one scan, its geometry point by point, then the state as one scan, its geometry, the reads.
+It interprets the same tuple as `reference`, stage-major instead of time-major.
+
+Where every drive is one outer product a_t b_t^T and the filters are linear, the stages scan coordinates in the basis
+(a_1 b_1^T, ..., a_C b_C^T, buffers and state at the chunk's start) instead of matrices. Euclidean memories, MLPs
+included, are then read without forming a state per token, and other geometries form it once, for their link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast, final
+
+import torch
+from torch import Tensor
+
+from axes.core.algorithms import Anchor, Read, Sum
+from axes.core.geometry import Cautious, Composite, Context, TrustRatio
+from axes.core.legality import gates
+from axes.core.memory import Factors, Leaves, RankOne
+from axes.core.rates import Per, rate_shape, resolve
+from axes.core.state_update import Output, State, StateUpdate
+from axes.routes.scan import cumulative
+
+Tokens = Mapping[str, Tensor | float]
+Filters = tuple[State | tuple[State, ...], ...]
+Response = tuple[Leaves, Leaves, tuple[Context, ...]]
+_CHUNK, _CHUNK_FACTORED = 16, 64
+
+
+def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int) -> tuple[Tensor, State]:
+    """Outputs (..., T, d_v) and the final state. signal: `batch` batch dimensions, then T, then features."""
+    _, h, _, step, _ = update.parts()
+    factored = _is_factored(update)
+    longest = _CHUNK_FACTORED if factored and h.is_identity else _CHUNK
+    length, outputs, t = q.shape[batch], [], 0
+    while t < length:
+        size = min(longest, length - t)
+        if isinstance(step.at, Anchor):  # no chunk reaches beyond the place where the anchor is refreshed
+            count = int(state.count)
+            size = min(size, step.at.every - count % step.at.every)
+            if count % step.at.every == 0:
+                state = state._replace(anchor=update.output(state, _first(signal, batch, t)).weights)
+        part = {n: _narrow(x, batch, t, size) for n, x in signal.items()}
+        out, state = (_factored if factored else _chunk)(update, part, state, size)
+        outputs.append(update.read(out, _narrow(q, batch, t, size), part))  # type: ignore[arg-type]
+        t += size
+    return torch.cat(outputs, batch), state
+
+
+def _narrow(x: Tensor | float, dim: int, start: int, size: int) -> Tensor | float:
+    return x.narrow(dim, start, size) if isinstance(x, Tensor) and x.ndim > dim else x
+
+
+def _first(signal: Tokens, dim: int, t: int) -> Tokens:
+    """One datum of the signal."""
+    return {n: x.select(dim, t) if isinstance(x, Tensor) and x.ndim > dim else x for n, x in signal.items()}
+
+
+# ---- drives as matrices ------------------------------------------------------------------------------------------
+
+
+def _chunk(update: StateUpdate, signal: Tokens, state: State, size: int) -> tuple[Output, State]:
+    """All data of one chunk; leaves of the output have time before their matrix dimensions."""
+    step = update.parts().step
+    timeless = state._replace(theta=_with_time(state.theta), anchor=_with_time(state.anchor))
+    rate = resolve(step.rate, signal)
+    u = update._drive(timeless, timeless.theta, timeless.anchor, rate, signal, None, 0)
+    u, via = _through(update, state.via, signal, u, size)
+    response, new = _stage(update, state, signal, u, size)
+    return update._output(*response), new._replace(via=via)
+
+
+def _through(update: StateUpdate, states: Filters, signal: Tokens, u: Leaves, size: int) -> tuple[Leaves, Filters]:
+    """The drives of a chunk after each filter in turn."""
+    via: list[State | tuple[State, ...]] = []
+    for f, s in zip(update.parts().step.via, states, strict=True):
+        branches = f.branches if isinstance(f, Sum) else (f,)
+        inner = (s,) if isinstance(s, State) else s
+        outs, ends = [], []
+        for b, t in zip(branches, inner, strict=True):
+            assert isinstance(b, StateUpdate)
+            response, end = _stage(b, t, signal, u, size)
+            outs.append(b._output(*response).weights)
+            ends.append(end)
+        if isinstance(f, Sum):
+            outs = [tuple(w * x for x in out) for w, out in zip(f.weights, outs, strict=True)]
+        u = tuple(sum(xs[1:], xs[0]) for xs in zip(*outs, strict=True))
+        via.append(ends[0] if isinstance(s, State) else tuple(ends))
+    return u, tuple(via)
+
+
+def _stage(update: StateUpdate, state: State, signal: Tokens, u: Leaves, size: int) -> tuple[Response, State]:
+    """One linear recurrence over the chunk, after its statistics.
+
+    Returns what the output is made of (dual points, their normalisers, what the geometry may see) and the last state.
+    """
+    _, h, monoid, step, memory = update.parts()
+    rate = resolve(step.rate, signal)
+    stats: list[State] = []
+    seen: list[Leaves] = []
+    for s, t in zip(h.stats, state.stats, strict=True):
+        response, end = _stage(s, t, signal, s._seen(u, signal, seen), size)
+        stats.append(end)
+        seen.append(s._output(*response).weights)
+    # element-wise gates act on ones: what is left is the gate of each leaf
+    ones = tuple(torch.ones((1, 1), dtype=x.dtype, device=x.device) for x in u)
+    gate = memory.act(monoid.element(signal, rate, u[0]), ones)
+    entering = memory.add(tuple(torch.zeros_like(x) for x in u), rate, rate_shape(step.rate), u)
+    theta = tuple(_over_time(g, e, s, size) for g, e, s in zip(gate, entering, state.theta, strict=True))
+    norm: Leaves = ()
+    if step.debias:
+        zero = tuple(torch.zeros_like(o) for o in ones)
+        unit = memory.add(zero, rate, rate_shape(step.rate), ones)
+        norm = tuple(_over_time(g, e, s, size) for g, e, s in zip(gate, unit, state.norm, strict=True))
+    context = tuple(
+        Context(x, tuple(s[i] for s in seen), _previous(theta[i], state.theta[i]), signal) for i, x in enumerate(u)
+    )
+    point, scale = theta, norm
+    if isinstance(step.read, Read):
+        g, r = step.read.gate, step.read.rate
+        point = tuple(g * _previous(x, s) + r * d for x, s, d in zip(theta, state.theta, u, strict=True))
+        scale = tuple(g * _previous(n, s) + r for n, s in zip(norm, state.norm, strict=True))
+    last = State(
+        tuple(x[..., -1, :, :] for x in theta),
+        state.via,
+        tuple(stats),
+        tuple(n[..., -1, :, :] for n in norm),
+        state.anchor,
+        state.count + size,
+    )
+    return (point, scale, context), last
+
+
+def _with_time(leaves: Leaves) -> Leaves:
+    return tuple(x[..., None, :, :] for x in leaves)
+
+
+def _over_time(gate: Tensor, entering: Tensor, start: Tensor, size: int) -> Tensor:
+    """Scan a leaf over the chunk; constants are the same at every token."""
+    gate, entering = (x if x.ndim > 2 else x.expand(size, *x.shape) for x in (gate, entering))
+    return cumulative(gate, entering, start)
+
+
+def _previous(theta: Tensor, start: Tensor) -> Tensor:
+    """theta_{t-1} for every token of the chunk."""
+    first = start[..., None, :, :].expand(*theta.shape[:-3], 1, *theta.shape[-2:])
+    return torch.cat((first, theta[..., :-1, :, :]), -3)
+
+
+# ---- drives as outer products ------------------------------------------------------------------------------------
+
+
+def _is_factored(update: StateUpdate) -> bool:
+    """Whether every stage is linear in outer products, with one coefficient per token and row."""
+    cost, h, monoid, step, memory = update.parts()
+    if not isinstance(memory, RankOne) or isinstance(cost.ridge, Per) or cost.ridge != 0.0:
+        return False
+    if h.stats or isinstance(h, Cautious | TrustRatio | Composite):  # these see more than theta
+        return False
+    stages = (update, *update.filters())
+    by_rows = all(
+        gates(m) <= {"identity", "zero", "scalar", "row"} and rate_shape(s.rate) in ("scalar", "row")
+        for _, _, m, s, _ in (x.parts() for x in stages)
+    )
+    return by_rows and all(f.parts().h.is_identity for f in update.filters())
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Still:
+    """A leaf (..., m, n) that is the same at every token: multiplies columns (..., T, n, 1) without being repeated."""
+
+    leaf: Tensor
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return (x[..., 0] @ self.leaf.mT)[..., None]
+
+    @property
+    def mT(self) -> _Still:
+        return _Still(self.leaf.mT)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Moving:
+    """A leaf at every token t:  W_t = sum_s c_ts * (a_s b_s^T) + sum_j c_tj * start_j,  not formed unless asked.
+
+    c (..., T, 1|m, S + p), a (..., S, m), b (..., S, n), and p starts (..., m, n).
+    """
+
+    c: Tensor
+    a: Tensor
+    b: Tensor
+    starts: Leaves
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        x, size = x[..., 0], self.a.shape[-2]
+        dots = (x @ self.b.mT)[..., None, :]  # (..., T, 1, S)
+        if self.c.shape[-2] == 1:
+            y = (self.c[..., :size] * dots)[..., 0, :] @ self.a
+        else:
+            y = (self.c[..., :size] * dots * self.a.mT[..., None, :, :]).sum(-1)
+        for j, start in enumerate(self.starts, size):
+            y = y + self.c[..., j] * (x @ start.mT)
+        return y[..., None]
+
+    def formed(self) -> Tensor:
+        """(..., T, m, n)."""
+        size = self.a.shape[-2]
+        left = self.c[..., :size] * self.a.mT[..., None, :, :]  # (..., T, m, S)
+        w = (left.flatten(-3, -2) @ self.b).unflatten(-2, left.shape[-3:-1])
+        for j, start in enumerate(self.starts, size):
+            w = w + self.c[..., j, None] * start[..., None, :, :]
+        return w
+
+    def last(self) -> Tensor:
+        """(..., m, n) after the last token."""
+        return _Moving(self.c[..., -1:, :, :], self.a, self.b, self.starts).formed()[..., 0, :, :]
+
+
+def _factored(update: StateUpdate, signal: Tokens, state: State, size: int) -> tuple[Output, State]:
+    """`_chunk` in coordinates: the same stages, on rows of coefficients instead of matrices."""
+    factors = _drives(update, state, signal)
+    buffers = [t for s in state.via for t in ((s,) if isinstance(s, State) else s)]
+    starts = (state, *buffers)
+    width, like = size + len(starts), factors[0][0]
+    basis = torch.eye(width, dtype=like.dtype, device=like.device)[:, None, :]  # one row of coordinates each
+
+    def shadow(s: State) -> State:
+        place = size + next(i for i, x in enumerate(starts) if x is s)
+        return s._replace(theta=(basis[place],) * len(factors))
+
+    via = tuple(shadow(s) if isinstance(s, State) else tuple(shadow(t) for t in s) for s in state.via)
+    u, via = _through(update, via, signal, (basis[:size],) * len(factors), size)
+    (point, norm, _), last = _stage(update, shadow(state), signal, u, size)
+
+    def leaves(coordinates: Leaves) -> tuple[_Moving, ...]:
+        begun = zip(*(s.theta for s in starts), strict=True)  # leaf by leaf
+        return tuple(_Moving(c, a, b, w) for c, (a, b), w in zip(coordinates, factors, begun, strict=True))
+
+    def solid(s: State) -> State:
+        return s._replace(theta=tuple(m.last() for m in leaves(_with_time(s.theta))))
+
+    ends = tuple(solid(s) if isinstance(s, State) else tuple(solid(t) for t in s) for s in via)
+    weights = leaves(point)
+    if update.parts().h.is_identity:
+        out = Output(cast(Leaves, weights), norm)
+    else:
+        out = update._output(tuple(w.formed() for w in weights), norm, (Context(signal=signal),))
+    return out, solid(last)._replace(via=ends)
+
+
+def _drives(update: StateUpdate, state: State, signal: Tokens) -> Factors:
+    """The factors of u = -grad l for all tokens at the anchor, or anywhere if the gradient does not depend on W."""
+    cost, _, _, _, memory = update.parts()
+    assert isinstance(memory, RankOne)
+    x, target = update._pair(signal)
+    weights = cast(Leaves, tuple(_Still(w) for w in state.anchor or state.theta))
+    prediction = memory.predict(weights, x, signal, encode=cost.encode) if update._predicts else target
+    r = cost.residual(prediction, target, 0.0, signal)
+    return memory.factors(weights, x, -r, signal, encode=cost.encode)
+
+
+__all__ = ["run"]

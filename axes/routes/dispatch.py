@@ -1,0 +1,346 @@
+"""Which route computes an update, and who: `select` is pure and public, `run` obeys it, `explain` says why.
+
+Routes are how (interpreter, chain, cascade, gram, attention); implementations are who (reference, torch, triton).
+A named implementation runs or raises; nothing falls back and no environment variable changes meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from axes.core import reference
+from axes.core.algorithms import Anchor
+from axes.core.costs import SquaredError
+from axes.core.derived import block_size, chain, feedback, no_attention, no_cascade, no_chain, no_gram, structure
+from axes.core.memory import Leaves
+from axes.core.rates import Signal, resolve
+from axes.core.state_update import State, StateUpdate
+from axes.errors import AxesError, ShapeError
+from axes.routes import attention, cascade, gram, kernel_terms, scan
+from axes.routes.packed import each_alone, grows, join
+
+__all__ = [
+    "Choice",
+    "Implementation",
+    "NoImplementation",
+    "Route",
+    "explain",
+    "implementation",
+    "routes",
+    "run",
+    "run_packed",
+    "select",
+    "step",
+]
+
+Implementation = Literal["reference", "torch", "triton"]
+Route = Literal["interpreter", "chain", "cascade", "gram", "attention"]
+_preferred: ContextVar[Implementation | None] = ContextVar("axes_implementation", default=None)
+_traced: Implementation | None = None  # the same for compilers, which cannot look into a ContextVar
+_GRAM_CHUNK = 32
+
+
+class NoImplementation(AxesError):
+    """A named implementation cannot compute this update; says why."""
+
+
+class Choice(NamedTuple):
+    """How an update will be computed, by whom, and why not by something faster."""
+
+    route: Route
+    implementation: Implementation
+    reason: str
+
+
+def routes(update: StateUpdate) -> dict[Route, str | None]:
+    """Every route with the reason it is not legal, or None where it is."""
+    return {
+        "attention": no_attention(update),
+        "gram": no_gram(update),
+        "chain": no_chain(update),
+        "cascade": no_cascade(update),
+        "interpreter": None,
+    }
+
+
+def select(
+    update: StateUpdate,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    implementation: Implementation | None = None,
+    time: int = 1,
+) -> Choice:
+    """The route and implementation for an update on a device, a pure function of its arguments.
+
+    shapes: of the signal's "k" and "v", which the kernels limit; every torch route takes every shape.
+    Raises NoImplementation if the named implementation cannot compute it.
+    """
+    if implementation is not None and implementation not in get_args(Implementation):
+        raise NoImplementation(f"implementation {implementation!r} is not one of {', '.join(get_args(Implementation))}")
+    if implementation == "reference":
+        return Choice("interpreter", "reference", "asked for by name")
+    no_kernel = kernel_terms.no_kernel(update, torch.device(device), dtype, shapes or {}, time)
+    if implementation == "triton":
+        if no_kernel is not None:
+            raise NoImplementation(f"no Triton kernel for {update!r}: {no_kernel}. Use implementation='torch'")
+        return Choice("chain", "triton", "asked for by name")
+    if implementation is None and no_kernel is None:
+        return Choice("chain", "triton", f"the exact {kernel_terms.family(update)} chain in chunks, state on chip")
+    refused = routes(update)
+    for route, reason in refused.items():
+        if reason is None and route != "interpreter":
+            return Choice(route, "torch", f"exact {route} form (no kernel: {no_kernel})")
+    why = "; ".join(f"{route}: {reason}" for route, reason in refused.items() if reason is not None)
+    if implementation == "torch":
+        raise NoImplementation(f"no fast torch route for {update!r}: {why}. Use implementation='reference'")
+    return Choice("interpreter", "reference", f"only the recurrence itself is exact ({why})")
+
+
+@contextmanager
+def implementation(name: Implementation) -> Iterator[None]:
+    """Within the block, computations that name no implementation use this one, or raise."""
+    if name not in get_args(Implementation):
+        raise NoImplementation(f"implementation {name!r} is not one of {', '.join(get_args(Implementation))}")
+    global _traced
+    token, before = _preferred.set(name), _traced
+    _traced = name
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+        _traced = before
+
+
+def _chosen() -> Implementation | None:
+    return _traced if torch.compiler.is_compiling() else _preferred.get()
+
+
+def run(
+    update: StateUpdate,
+    signal: Signal,
+    state: State | None = None,
+    *,
+    time: int = 1,
+    weights: Leaves | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, State]:
+    """`reference.run` by the fastest legal route: step, then read q, for a whole sequence.
+
+    signal: tensors with time in dimension `time`, batch dimensions around it; "q" is required.  Half precision is
+    computed in float32, float64 in float64; outputs come back in the dtype of v, states stay in the computing dtype.
+    """
+    q, v = signal.get("q"), signal.get("v")
+    if not isinstance(q, Tensor) or not isinstance(v, Tensor):
+        raise ShapeError(f"run needs tensors 'q' and 'v' in the signal; it has {sorted(signal)}")
+    shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
+    choice = select(update, v.device, v.dtype, shapes, implementation or _chosen(), time)
+    if choice.implementation == "triton" and q.shape[time]:
+        with torch.autocast(v.device.type, enabled=False):
+            return kernel_terms.run(update, signal, state, weights)
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    signal = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
+    if q.shape[time] == 0:
+        if state is None:
+            state = update.init(_each(signal, time, lambda x: x.new_zeros(_without(x, time))), weights)
+        return torch.zeros_like(v), state
+    with torch.autocast(v.device.type, enabled=False):  # the recurrence stays in its own precision
+        return _execute(choice, update, signal, state, time, weights, v.dtype)
+
+
+def run_packed(
+    update: StateUpdate,
+    signal: Signal,
+    state: State,
+    cu_seqlens: Tensor,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, State | None]:
+    """`run` over N sequences packed in one batch entry (1, T, ...), with a state each: (N, ...) in `state`.
+
+    cu_seqlens: boundaries 0, ..., T (N + 1,), not checked; a kernel leaves them on the device, the torch routes read
+    them and take the sequences of one length together.  The state is None where states at unequal lengths cannot share
+    a batch (an anchor at different positions); its count is at least that of the longest sequence.
+    """
+    q, v = signal["q"], signal["v"]
+    assert isinstance(q, Tensor) and isinstance(v, Tensor)
+    shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
+    choice = select(update, v.device, v.dtype, shapes, implementation or _chosen(), 1)
+    if choice.implementation == "triton" and q.shape[1]:
+        with torch.autocast(v.device.type, enabled=False):
+            return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
+
+    def alone(signal: Signal, state: State) -> tuple[Tensor, State]:
+        return run(update, signal, state, implementation=implementation)
+
+    out, ends = each_alone(alone, signal, state, cu_seqlens.tolist())
+    if len(ends) > 1 and isinstance(update.parts().step.at, Anchor):
+        return out, None
+    return out, join(ends, grows(update))
+
+
+def step(
+    update: StateUpdate, signal: Signal, state: State, *, implementation: Implementation | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, State]:  # fmt: skip
+    """One token (B, 1, H, ...): by the fused kernel where one is and no gradient is asked, else by the interpreter.
+
+    in_place: the kernel writes the new state over the old one, which the caller gives up.
+    """
+    v = signal["v"]
+    assert isinstance(v, Tensor)
+    chosen = implementation or _chosen()
+    shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
+    no_kernel = kernel_terms.no_kernel(update, v.device, v.dtype, shapes, 1) or kernel_terms.no_step(update)
+    inputs = [x for x in (*signal.values(), *state.theta) if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        no_kernel = no_kernel or "the kernel for one token has no backward"
+    if chosen == "triton" and no_kernel is not None:
+        raise NoImplementation(f"no Triton kernel for one token of {update!r}: {no_kernel}")
+    if no_kernel is None and chosen in (None, "triton"):
+        with torch.autocast(v.device.type, enabled=False):
+            return kernel_terms.run(update, signal, state, None, kernel_terms.one_token(in_place))
+    return run(update, signal, state, implementation="reference")
+
+
+def _execute(
+    choice: Choice,
+    update: StateUpdate,
+    signal: Signal,
+    state: State | None,
+    time: int,
+    weights: Leaves | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, State]:
+    q = signal["q"]
+    assert isinstance(q, Tensor)
+    if choice.route == "interpreter":
+        out, state = reference.run(update, signal, state, time=time, weights=weights)
+        return out.to(dtype), state
+    batch = q.ndim - 2
+    moved = _each(signal, time, lambda x: x.movedim(time, batch))
+    if state is None:
+        state = update.init(_each(moved, batch, lambda x: x.select(batch, 0)), weights)
+    out, state = _ROUTES[choice.route](update, moved, state, batch)
+    return out.movedim(batch, time).to(dtype), state
+
+
+def _each(signal: Signal, time: int, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor | float]:
+    """Change every tensor that varies in time; numbers and constants stay."""
+    return {n: change(x) if isinstance(x, Tensor) and x.ndim > time else x for n, x in signal.items()}
+
+
+def _without(x: Tensor, time: int) -> list[int]:
+    return [n for i, n in enumerate(x.shape) if i != time]
+
+
+# ---- routes: each takes batch dimensions, then T, then features ---------------------------------------------------
+
+
+def _run_chain(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
+    q, v = signal["q"], signal["v"]
+    assert isinstance(q, Tensor) and isinstance(v, Tensor)
+    buffers = [t.theta[0] for s in state.via for t in _branches(s)]
+    start = torch.stack([state.theta[0], *buffers], -2)  # (..., d_v, p, d_k)
+    if state.norm:  # the normaliser is one more row, whose value is always one
+        start = torch.cat((start, state.norm[0][..., None, :]), -3)
+        v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
+    c = chain(update, {**signal, "v": v}, v.shape[-1])
+    if c.rows:
+        start, q = start[..., None, :, :], q[..., None, :, :]
+    out, final = scan.chunked(c, start, q)
+    if c.rows:
+        out, final = out[..., 0].mT, final[..., 0, :, :]
+    norm: Leaves = ()
+    if state.norm:
+        mass = out[..., -1:]
+        out = torch.where(
+            mass == 0, torch.zeros_like(mass), out[..., :-1] / torch.where(mass == 0, torch.ones_like(mass), mass)
+        )
+        final, norm = final[..., :-1, :, :], (final[..., -1:, 0, :],)
+    count = state.count + q.shape[-2]
+    slots = iter(final.unbind(-2))
+    theta, via = next(slots), []
+    for s in state.via:
+        moved = tuple(t._replace(theta=(next(slots),), count=count) for t in _branches(s))
+        via.append(moved[0] if isinstance(s, State) else moved)
+    return out, State((theta,), tuple(via), (), norm, (), count)
+
+
+def _branches(filtered: State | tuple[State, ...]) -> tuple[State, ...]:
+    return (filtered,) if isinstance(filtered, State) else filtered
+
+
+def _run_cascade(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
+    q = signal["q"]
+    assert isinstance(q, Tensor)
+    return cascade.run(update, signal, state, q, batch)
+
+
+def _run_attention(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
+    q = signal["q"]
+    assert isinstance(q, Tensor)
+    return attention.run(update, signal, state, q)
+
+
+def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
+    cost, _, monoid, step, _ = update.parts()
+    outputs, done = [], 0
+    if int(state.count) == 0:  # a first state need not have unit columns; every later one has
+        first = _each(signal, batch, lambda x: x.narrow(batch, 0, 1))
+        out, state = reference.run(update, first, state, time=batch)
+        outputs.append(out)
+        done = 1
+    k, v, q = (signal[n] for n in "kvq")
+    assert isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(q, Tensor)
+    rate = resolve(step.rate, signal)
+    element = monoid.element(signal, rate, k[..., None, :])
+    gamma = torch.ones_like(k[..., 0]) * rate / element.scale
+    if element.gate is not None:
+        gamma = gamma * torch.exp(-element.gate if element.gate.ndim == 0 else -element.gate[..., 0])
+    form = gram.dec if isinstance(cost, SquaredError) else gram.sim
+    slots = state.theta[0]
+    for t in range(done, k.shape[-2], _GRAM_CHUNK):
+        part = slice(t, t + _GRAM_CHUNK)
+        out, slots = form(slots, k[..., part, :], v[..., part, :], q[..., part, :], gamma[..., part])
+        outputs.append(out)
+    count = state.count + (k.shape[-2] - done)
+    return torch.cat(outputs, -2), state._replace(theta=(slots,), count=count)
+
+
+_ROUTES = {"chain": _run_chain, "cascade": _run_cascade, "attention": _run_attention, "gram": _run_gram}
+
+
+# ---- explanation -------------------------------------------------------------------------------------------------
+
+
+def explain(obj: object, device: str = "cpu", dtype: torch.dtype = torch.float32) -> str:
+    """Tuple, normal form, derived facts, what runs and why not something faster, as text.
+
+    obj: a StateUpdate, or anything with an `update` (a layer, a mixer, an optimizer class, a catalogue entry).
+    """
+    update = obj if isinstance(obj, StateUpdate) else getattr(obj, "update", None)
+    if not isinstance(update, StateUpdate):
+        raise AxesError(f"explain: {obj!r} is neither a StateUpdate nor something with an `update`")
+    normal = update.normal()
+    lines = [f"tuple        {update!r}"]
+    if normal is not update:
+        lines.append(f"normal form  {normal!r}")
+    demands = ", ".join(f"{p.name} ({p.shape}, {p.domain})" for p in update.demands()) or "nothing"
+    lines += [
+        f"asks for     {demands}",
+        f"signals      {', '.join(sorted(update.signals()))}",
+        f"feedback     {feedback(update)}",
+        f"transition   {structure(update)}, block size {block_size(update)}",
+    ]
+    choice = select(update, device, dtype, implementation=_chosen())
+    lines.append(f"runs         {choice.route} by {choice.implementation}: {choice.reason}")
+    for route, reason in routes(update).items():
+        lines.append(f"  {route:<12}{'legal' if reason is None else 'no: ' + reason}")
+    return "\n".join(lines)

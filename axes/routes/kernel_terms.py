@@ -1,0 +1,360 @@
+"""From a tuple to a kernel call: which kernel family computes the derived chain, and the numbers it is given.
+
+A family is a transition structure: scalar (no gate, a scalar gate, rank one), diagonal, dplr (diagonal plus rank one of
+the monoid) and block (theta and one momentum buffer). The facts are those that `axes.core.derived.chain` writes out as
+vectors; here strengths and gates stay numbers a token, so that the kernels read keys once, in their own dtype.
+Nothing here needs Triton: `no_kernel` is asked on every machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from axes.core.derived import chain, no_chain
+from axes.core.legality import gates
+from axes.core.memory import Entries, Leaves
+from axes.core.monoids import Element, rotate
+from axes.core.rates import Per, Signal, rate_shape, resolve
+from axes.core.state_update import State, StateUpdate
+from axes.routes.packed import Packing
+
+Family = Literal["scalar", "diagonal", "dplr", "block"]
+WIDEST: dict[Family, int] = {"scalar": 256, "diagonal": 256, "dplr": 256, "block": 256}
+_TRITON = importlib.util.find_spec("triton") is not None
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class NoFamily(NamedTuple):
+    """Why no kernel family computes an update."""
+
+    reason: str
+
+
+def family(update: StateUpdate) -> Family | NoFamily:
+    """The kernel family of an affine chain, from the derived facts alone."""
+    reason = no_chain(update)
+    if reason is not None:
+        return NoFamily(reason)
+    cost, _, monoid, step, memory = update.parts()
+    kinds, filters = gates(monoid), update.filters()
+    if isinstance(memory, Entries) or kinds & {"row", "hadamard"}:
+        return NoFamily("entries have gates of their own: an element-wise scan, not matrix products")
+    if "row" in (rate_shape(step.rate), rate_shape(cost.ridge)):
+        return NoFamily("every row of the state has a transition of its own")
+    if isinstance(cost.ridge, Per) or cost.ridge != 0.0:
+        return NoFamily("a ridge decays linearly and can change the sign, kernels take log gates")
+    if "dense" in kinds or "rotation" in kinds and (kinds - {"rotation", "identity", "scalar"} or _erases(update)):
+        return NoFamily("a dense transition")
+    if filters:
+        if len(filters) > 1:
+            return NoFamily("the kernels carry at most one buffer beside the state")
+        every = (update, *filters)
+        if any(not gates(u.parts().monoid) <= {"identity", "zero", "scalar"} for u in every) or any(
+            rate_shape(u.parts().step.rate) != "scalar" for u in every
+        ):
+            return NoFamily("a state with a buffer takes scalar gates and rates")
+        return "block"
+    if "low rank" in kinds:
+        return NoFamily("a low-rank gate and a curved cost are rank two") if _erases(update) else "dplr"
+    return "diagonal" if "diagonal" in kinds else "scalar"
+
+
+def no_kernel(
+    update: StateUpdate, device: torch.device, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], time: int
+) -> str | None:
+    """Why no Triton kernel computes the derived chain, or None if one does."""
+    if device.type != "cuda":
+        return f"device {device} is not a GPU"
+    if not _TRITON:
+        return "Triton is not installed"
+    if dtype not in _DTYPES:
+        return f"the kernels accumulate in float32, the values are {dtype}"
+    kind = family(update)
+    if isinstance(kind, NoFamily):
+        return kind.reason
+    if time != 1 or any(len(shapes.get(n, (0,) * 4)) != 4 for n in "kv"):
+        return "the kernels take (batch, time, head, width)"
+    if any(not 0 < shapes[n][-1] <= WIDEST[kind] for n in "kv" if n in shapes):
+        return f"the {kind} kernels take widths up to {WIDEST[kind]}"
+    return None
+
+
+def run(
+    update: StateUpdate, signal: Signal, state: State | None, weights: Leaves | None, kernels: Kernels | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State]:  # fmt: skip
+    """The chain by its kernel. Inputs keep their dtype, sums and states are float32.
+
+    cu_seqlens: offsets of sequences packed in one batch entry, with a state each.
+    """
+    kind = family(update)
+    assert not isinstance(kind, NoFamily)
+    v = _tensor(signal, "v")
+    if state is None and weights is None and kind != "block" and not update.parts().step.debias:
+        state = State((), (), (), (), (), torch.zeros((), dtype=torch.int64))  # kernels make the empty state themselves
+    elif state is None:
+        first = {n: _first(x) for n, x in signal.items()}
+        state = update.init(first, weights)
+    q, k = _tensor(signal, "q"), _tensor(signal, "k")
+    if kind in ("scalar", "diagonal") and rate_shape(update.parts().step.rate) == "scalar":
+        q, k = _shared(q, k)
+    tokens = _Tokens(q.to(v.dtype), k.to(v.dtype), v)
+    compute = {"scalar": _scalar, "diagonal": _diagonal, "dplr": _dplr, "block": _block}[kind]
+    return compute(update, signal, tokens, state, kernels or _chunked(cu_seqlens), cu_seqlens)
+
+
+def no_step(update: StateUpdate) -> str | None:
+    """Why the fused kernel for one token does not compute a chain that the chunk kernels compute, or None."""
+    if "rotation" in gates(update.parts().monoid):
+        return "a rotated state is turned at every token"
+    return None
+
+
+class Kernels(NamedTuple):
+    """Who computes the families: chunks of a sequence, or one token."""
+
+    scalar: Callable[..., tuple[Tensor, Tensor]]
+    diagonal: Callable[..., tuple[Tensor, Tensor]]
+    block: Callable[..., tuple[Tensor, Tensor]]
+
+
+def _chunked(cu_seqlens: Tensor | None) -> Kernels:
+    """Imports on first use: Triton, and only the family that is called."""
+
+    def scalar(*args: object, **options: object) -> tuple[Tensor, Tensor]:
+        from axes.kernels.scalar.chain import scalar_chain
+
+        return scalar_chain(*args, cu_seqlens=cu_seqlens, **options)  # type: ignore[arg-type]
+
+    def diagonal(*args: object, **options: object) -> tuple[Tensor, Tensor]:
+        from axes.kernels.diagonal.chain import diagonal_chain
+
+        return diagonal_chain(*args, cu_seqlens=cu_seqlens, **options)  # type: ignore[arg-type]
+
+    def block(*args: object, **options: object) -> tuple[Tensor, Tensor]:
+        from axes.kernels.block.chain import block_chain
+
+        return block_chain(*args, cu_seqlens=cu_seqlens, **options)  # type: ignore[arg-type]
+
+    return Kernels(scalar, diagonal, block)
+
+
+def one_token(in_place: bool) -> Kernels:
+    """The fused step for signals of one token; the state given is overwritten in place, or left alone."""
+    from axes.kernels.step import block_step, chain_step
+
+    def now(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[:, 0]
+
+    def scalar(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, g: Tensor | None = None,
+        erase: Tensor | None = None, initial_state: Tensor | None = None, **options: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert initial_state is not None
+        state = initial_state.float().contiguous()
+        final = state if in_place else torch.empty_like(state)
+        vectors: dict[str, Any] = {n: now(options.pop(n, None)) for n in ("a", "b")}
+        out = chain_step(
+            state, q[:, 0], k[:, 0], v[:, 0], beta=now(beta), g=now(g), erase=now(erase),
+            into=None if in_place else final, **vectors, **options,
+        )  # fmt: skip
+        return out[:, None], final
+
+    def diagonal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, **o: Any) -> Any:
+        return scalar(q, k, v, beta, g, o.pop("erase", None), o.pop("initial_state"), **o)
+
+    def block(
+        q: Tensor, k: Tensor, v: Tensor, block: Tensor, write: Tensor, erase: Tensor | None, initial_state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        final = initial_state if in_place else torch.empty_like(initial_state)
+        into = None if in_place else final
+        out = block_step(initial_state, q[:, 0], k[:, 0], v[:, 0], block[:, 0], write[:, 0], now(erase), into=into)
+        return out[:, None], final
+
+    return Kernels(scalar, diagonal, block)
+
+
+def _start(state: State) -> Tensor | None:
+    return state.theta[0] if state.theta else None
+
+
+class _Tokens(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def _scalar(
+    update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels, cu_seqlens: Tensor | None
+) -> tuple[Tensor, State]:
+    element = _element(update, signal, t.k)
+    gate = _log_gate(element, t.v.shape[:-1], t.v)
+    q, k, end = t.q, t.k, None
+    if element.angle is not None:  # in the frame that turns along, the chain has no rotation (RoPE)
+        angle = element.angle.expand(*t.k.shape[:-1], element.angle.shape[-1])
+        turned, end = _turned(angle.double().cumsum(1), cu_seqlens)
+        q, k = (rotate(x.float(), -turned).to(x.dtype) for x in (q, k))
+    write, erase, strength = _strengths(update, signal, t._replace(q=q, k=k))
+    rule = "delta" if _erases(update) else "write"
+    early = rule == "delta" and update.parts().step.at == "prev" and gate is not None
+
+    def pass_over(v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, final = kernels.scalar(
+            q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early
+        )
+        return out, final if end is None else rotate(final, end[..., None, :])
+
+    out, final = pass_over(t.v, _start(state))
+    if not state.norm:
+        return out, _after(state, t.v, (final,))
+    mass, norm = pass_over(torch.ones_like(t.v[..., :1]), state.norm[0])  # the normaliser: v is one
+    safe = torch.where(mass == 0, torch.ones_like(mass), mass)
+    return torch.where(mass == 0, torch.zeros_like(out), out / safe), _after(state, t.v, (final,), (norm,))
+
+
+def _diagonal(
+    update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels, cu_seqlens: Tensor | None
+) -> tuple[Tensor, State]:
+    gate = _log_gate(_element(update, signal, t.k), _wide(t), t.v)
+    assert gate is not None
+    write, erase, strength = _strengths(update, signal, t)
+    rule = "delta" if _erases(update) else "write"
+    early = rule == "delta" and update.parts().step.at == "prev"
+    out, final = kernels.diagonal(
+        t.q, write, t.v, gate, strength, erase=erase, initial_state=_start(state), rule=rule, early=early
+    )
+    return out, _after(state, t.v, (final,))
+
+
+def _dplr(
+    update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels, cu_seqlens: Tensor | None
+) -> tuple[Tensor, State]:
+    element = _element(update, signal, t.k)
+    assert element.left is not None and element.right is not None
+    gate = _log_gate(element, _wide(t), t.v)
+    if gate is None:
+        gate = torch.zeros((), device=t.v.device).expand(_wide(t))
+    write, _, strength = _strengths(update, signal, t)
+    a, b = (x[..., 0].to(t.v.dtype).expand_as(t.k) for x in (element.left, element.right))
+    write = write if strength is None else (write * strength[..., None]).to(write.dtype)
+    out, final = kernels.diagonal(t.q, write, t.v, gate, a=a, b=b, initial_state=_start(state), rule="dplr")
+    return out, _after(state, t.v, (final,))
+
+
+def _block(
+    update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels, cu_seqlens: Tensor | None
+) -> tuple[Tensor, State]:
+    """Coefficients are those of the chain of a key that is the number one."""
+    wide = {n: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
+    c = chain(update, {**wide, "k": torch.ones_like(_tensor(wide, "v")[..., :1])}, t.v.shape[-1])
+    assert c.block is not None
+    block, write = c.block[..., 0], c.key[..., 0]
+    erase = None if c.a is None else c.a[..., 0, :, 0].expand_as(write)
+    (buffer,) = state.via
+    held = buffer if isinstance(buffer, State) else buffer[0]
+    start = _slots(state.theta[0], held.theta[0])
+    out, final = kernels.block(t.q, t.k, t.v, block, write, erase, initial_state=start)
+    moved = _after(held, t.v, (final[..., 1, :],), held.norm)
+    via = moved if isinstance(buffer, State) else (moved,)
+    return out, _after(state, t.v, (final[..., 0, :],), via=(via,))
+
+
+def _slots(first: Tensor, second: Tensor) -> Tensor:
+    """Two states as the slots of one tensor: a copy, or without gradients the one whose slots they are after a step."""
+    whole = None if torch.is_grad_enabled() else first._base
+    if whole is not None and whole is second._base and whole.shape == (*first.shape[:-1], 2, first.shape[-1]):
+        pairs = zip((first, second), whole.unbind(-2), strict=True)
+        if all((x.data_ptr(), x.stride()) == (slot.data_ptr(), slot.stride()) for x, slot in pairs):
+            return whole
+    return torch.stack((first, second), -2)
+
+
+# ---- the numbers of a token ----------------------------------------------------------------------------------------
+
+
+def _erases(update: StateUpdate) -> bool:
+    """Whether a datum erases what the state predicts for its key."""
+    return update._predicts and update.parts().cost.curvature == "affine"
+
+
+def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Write key, erase key where it is another, and strength (B, T, HV) of every token."""
+    step = update.parts().step
+    rate = resolve(step.rate, signal)
+    if rate_shape(step.rate) == "key":  # a step size for every key entry bends the write away from the key
+        return (t.k * rate).to(t.k.dtype), t.k if _erases(update) else None, None
+    if isinstance(rate, float) and rate == 1.0 and step.at != "new":
+        return t.k, None, None
+    shape = t.v.shape[:-1]
+    if isinstance(rate, Tensor):
+        strength = rate.float().expand(shape)
+    else:
+        strength = torch.full(shape, rate, dtype=torch.float32, device=t.v.device)
+    if step.at == "new":  # the implicit step: (I + rate k k^T)^-1 is rank one again
+        strength = strength / (1 + strength * t.k.float().square().sum(-1))
+    return t.k, None, strength
+
+
+def _element(update: StateUpdate, signal: Signal, k: Tensor) -> Element:
+    _, _, monoid, step, _ = update.parts()
+    return monoid.element(signal, resolve(step.rate, signal), k[..., None, :])
+
+
+def _log_gate(element: Element, shape: torch.Size, like: Tensor) -> Tensor | None:
+    """The log gate of this shape: (B, T, HV), or (B, T, HV, K) for one of every key entry; None if nothing is."""
+    gate = element.gate
+    if gate is not None and gate.ndim and len(shape) == 3:
+        gate = gate[..., 0]
+    if not isinstance(element.scale, float) or element.scale != 1.0:
+        log = torch.log(torch.as_tensor(element.scale, dtype=torch.float32, device=like.device))
+        gate = log if gate is None else gate + log
+    return gate if gate is None else gate.expand(shape)
+
+
+def _turned(total: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Angles since the start of every token's sequence from their cumulative sums, and those of the last tokens."""
+    if cu_seqlens is None:
+        turned = total.remainder(2 * math.pi).float()
+        return turned, turned[:, -1]
+    packing = Packing.of(cu_seqlens, total.shape[1])
+    turned = packing.from_starts(total).remainder(2 * math.pi).float()
+    empty = (packing.offsets[1:] == packing.offsets[:-1])[:, None, None]
+    return turned, torch.where(empty, 0.0, turned[0, packing.offsets[1:] - 1])
+
+
+def _shared(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T, 1, D) of keys that are the same for all heads: the kernels read them once a group."""
+    if q.shape[2] > 1 and q.stride(2) == 0 and k.stride(2) == 0:
+        return q[:, :, :1], k[:, :, :1]
+    return q, k
+
+
+def _wide(t: _Tokens) -> torch.Size:
+    return torch.Size((*t.v.shape[:-1], t.k.shape[-1]))
+
+
+def _tensor(signal: Signal, name: str) -> Tensor:
+    x = signal[name]
+    assert isinstance(x, Tensor)
+    return x
+
+
+def _first(x: Tensor | float) -> Tensor | float:
+    if not isinstance(x, Tensor):
+        return x
+    x = x.select(1, 0) if x.ndim > 1 else x  # one token first: the rest is not to be copied
+    return x.float() if x.is_floating_point() else x
+
+
+def _after(
+    state: State, v: Tensor, theta: Leaves, norm: Leaves = (), via: tuple[State | tuple[State, ...], ...] | None = None
+) -> State:
+    """The state after v's tokens. Built anew: compilers of torch 2.11 cannot follow a named tuple's `_replace`."""
+    filtered = state.via if via is None else via
+    return State(theta, filtered, state.stats, norm, state.anchor, state.count + v.shape[1])

@@ -1,0 +1,124 @@
+"""Sequences packed one after another in one batch entry: where their tokens stand, and each sequence run alone.
+
+offsets (N + 1,) are the boundaries 0, ..., T of N sequences. Where a kernel takes packed tokens, only
+`Packing` is used, which never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from axes.core.memory import List
+from axes.core.rates import Signal
+from axes.core.state_update import State, StateUpdate
+
+
+class Packing(NamedTuple):
+    """Offsets of N packed sequences (N + 1,), and of every token its sequence (T,)."""
+
+    offsets: Tensor
+    sequence: Tensor
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, length: int) -> Packing:
+        offsets = cu_seqlens.long()
+        tokens = torch.arange(length, device=offsets.device)
+        return cls(offsets, torch.searchsorted(offsets[1:], tokens, right=True))
+
+    @property
+    def sequences(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    def places(self, width: int) -> Tensor:
+        """Where the tokens (T,) stand once every sequence is behind a tail of this width."""
+        return torch.arange(self.sequence.shape[0], device=self.sequence.device) + (self.sequence + 1) * width
+
+    def behind(self, x: Tensor, tails: Tensor) -> Tensor:
+        """Every sequence behind its tail: (1, T, C) and (N, w, C) to (1, T + N w, C)."""
+        n, width, channels = tails.shape
+        heads = self.offsets[:-1] + torch.arange(n, device=x.device) * width
+        rows = heads[:, None] + torch.arange(width, device=x.device)
+        whole = x.new_empty(1, x.shape[1] + n * width, channels)
+        parts = torch.cat((x, tails.to(x.dtype).reshape(1, n * width, channels)), 1)
+        return whole.index_copy(1, torch.cat((self.places(width), rows.flatten())), parts)
+
+    def new_tails(self, whole: Tensor, width: int) -> Tensor:
+        """The last w rows (N, w, C) of every sequence behind its tail."""
+        numbers = torch.arange(1, self.sequences + 1, device=whole.device)
+        ends = self.offsets[1:] + numbers * width
+        return whole[0, ends[:, None] - width + torch.arange(width, device=whole.device)]
+
+    def from_starts(self, total: Tensor) -> Tensor:
+        """Cumulative sums (1, T, ...) over all tokens as sums that begin anew with every sequence."""
+        padded = torch.cat((torch.zeros_like(total[:, :1]), total), 1)
+        return total - padded[:, self.offsets[:-1]][:, self.sequence]
+
+
+def each_alone(
+    run: Callable[[Signal, State], tuple[Tensor, State]], signal: Signal, state: State, offsets: list[int]
+) -> tuple[Tensor, list[State]]:
+    """A recurrence over packed sequences, those of one length in one batch: outputs, and states to `join`."""
+    groups: dict[int, list[int]] = {}
+    for n, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        groups.setdefault(b - a, []).append(n)
+    v = signal["v"]
+    assert isinstance(v, Tensor)
+    out = torch.zeros_like(v)
+    ends: dict[int, State] = {}
+    total = len(offsets) - 1
+    for length, members in groups.items():
+        first = torch.tensor([offsets[n] for n in members], device=v.device)
+        rows = first[:, None] + torch.arange(length, device=v.device)
+        part = {n: x[0, rows] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in signal.items()}
+        got, end = run(part, select(state, torch.tensor(members, device=v.device), total))
+        out = out.index_put((torch.zeros_like(rows), rows), got.to(out.dtype))
+        if len(groups) == 1:  # equal lengths: all sequences, in order
+            return out, [end]
+        for i, n in enumerate(members):
+            ends[n] = select(end, torch.tensor([i], device=v.device), len(members))
+    return out, [ends[n] for n in range(total)]
+
+
+def grows(update: StateUpdate) -> bool:
+    """Whether the memory is a list, one item a token."""
+    return isinstance(update.parts().memory, List)
+
+
+def select(state: Any, rows: Tensor, batch: int) -> Any:
+    """Some sequences of a batched state; constants of size one stay as they are."""
+    return _map(state, lambda x: x[rows] if x.shape[0] == batch else x)
+
+
+def join(states: list[Any], growing: bool) -> Any:
+    """Batch states of single sequences; lists of unequal length are padded in front with massless items."""
+    first = states[0]
+    if isinstance(first, Tensor):
+        if first.ndim == 0:
+            return torch.stack(states).max()
+        return torch.cat(states) if all(s.shape[1:] == first.shape[1:] for s in states) else first
+    if isinstance(first, State) and growing:
+        length = max(s.theta[2].shape[-1] for s in states)
+        states = [_pad_list(s, length) for s in states]
+    items = [join([s[i] for s in states], growing) for i in range(len(first))]
+    return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
+
+
+def _map(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply to every batched tensor of a nested state (counts have no batch)."""
+    if isinstance(state, Tensor):
+        return function(state) if state.ndim else state
+    items = [_map(x, function) for x in state]
+    return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
+
+
+def _pad_list(state: State, length: int) -> State:
+    keys, values, mass = state.theta
+    short = length - mass.shape[-1]
+    pad = torch.nn.functional.pad
+    return state._replace(
+        theta=(pad(keys, (0, 0, short, 0)), pad(values, (0, 0, short, 0)), pad(mass, (short, 0), value=-torch.inf))
+    )

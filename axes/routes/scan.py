@@ -1,0 +1,256 @@
+"""Scans in torch over the affine chain that a tuple derives: sequential (the oracle), associative, chunked.
+
+A scan takes a `Chain` and never asks which instance it came from. Python loops run over chunks or log2 T levels;
+only `sequential` loops over tokens. Legend: T tokens, N chunks of C tokens, p slots, m vectors of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from axes.core.derived import Chain
+from axes.core.monoids import rotate
+
+# exp of these is zero in its dtype; a finite floor keeps differences of cumulative logs finite
+_FLOOR = {torch.float64: -800.0}
+_CHUNK_SCALAR, _CHUNK_CHANNEL = 64, 16
+
+
+def sequential(c: Chain, start: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Token by token. start (..., d_v, p, d_k), q (..., T, d_k): returns o (..., T, d_v) and the final state."""
+    state, shape = start.flatten(-2), start.shape[-2:]
+    maps, written, outputs = c.transition(), c.key.flatten(-2), []
+    for t in range(q.shape[-2]):
+        state = state @ maps[..., t, :, :] + c.value[..., t, :, None] * written[..., t, None, :]
+        outputs.append((state[..., : shape[1]] @ q[..., t, :, None])[..., 0])
+    return torch.stack(outputs, -2), state.unflatten(-1, shape)
+
+
+def associative(c: Chain, start: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """log2 T levels over dense affine maps: any transition at all, at the price of one state per token."""
+    shape, length, reach = start.shape[-2:], q.shape[-2], 1
+    maps, states = c.transition(), c.value[..., :, None] * c.key.flatten(-2)[..., None, :]
+    batch = torch.broadcast_shapes(maps.shape[:-2], states.shape[:-2])
+    maps, states = maps.expand(*batch, *maps.shape[-2:]), states.expand(*batch, *states.shape[-2:])
+    while reach < length:  # the later map after the earlier one: X -> (X A + B) A' + B'
+        later = maps[..., reach:, :, :]
+        merged = states[..., :-reach, :, :] @ later + states[..., reach:, :, :]
+        states = torch.cat((states[..., :reach, :, :], merged), -3)
+        maps = torch.cat((maps[..., :reach, :, :], maps[..., :-reach, :, :] @ later), -3)
+        reach *= 2
+    states = states + start.flatten(-2)[..., None, :, :] @ maps
+    return (states[..., : shape[1]] @ q[..., None])[..., 0], states[..., -1, :, :].unflatten(-1, shape)
+
+
+def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Chunk by chunk, exactly: one triangular solve and matrix products inside a chunk.
+
+    Phi(s, t) carries what token s wrote to after token t. What the rank-one factors read, p_t = X_{t-1} . a_t, solves
+        p_t = X_0 . Phi(0, t-1) a_t + sum_{s<t} (p_s b_s + v_s k_s) . Phi(s, t-1) a_t ,
+    a unit triangular system; outputs and the chunk's last state are products with p, v and X_0.
+    Gates enter as differences of cumulative logs, so no exponent is positive. Dense chains go through `associative`.
+    """
+    if c.dense is not None:
+        return associative(c, start, q)
+    if c.angle is not None:
+        return _in_rotating_frame(c, start, q, size)
+    if c.a is None and c.slots == 1 and c.rows:
+        return _entry_by_entry(c, start, q)
+    length = q.shape[-2]
+    if size is None:
+        uniform = c.block is None and (c.gate is None or c.gate.shape[-1] == 1)
+        size = _CHUNK_SCALAR if uniform and not c.rows else _CHUNK_CHANNEL
+    size = max(1, min(size, length))
+
+    slots, rank = c.slots, 0 if c.a is None else c.a.shape[-3]
+    query = torch.stack([q] + [torch.zeros_like(q)] * (slots - 1), dim=-2)[..., None, :, :]  # (..., T, 1, p, d)
+    written, readers = c.key[..., None, :, :], query
+    if c.a is not None and c.b is not None:
+        written, readers = _cat(c.b, written, -3), _cat(c.a, readers, -3)
+    written, readers = _cut(written, size, 3), _cut(readers, size, 3)  # (..., N, C, m, p, d): b and k; a and q
+    value = _cut(c.value, size, 1)[..., None, :]
+    pairs, prefix = _transfer(c, size)
+
+    eye = torch.eye(slots, dtype=q.dtype, device=q.device)[..., None]
+    seen, last = readers[..., :rank, :, :], readers[..., rank:, :, :]
+    carried_q = _carry(prefix, last).flatten(-3)  # (..., N, C, p d): what X_0 contributes to the output
+    scores_q = _score(pairs, written, last).flatten(-4, -3).flatten(-2)  # (..., N, C, C m)
+    ends = _reach_end(pairs, written).flatten(-4, -3).flatten(-2)  # (..., N, C m, p d)
+    whole = prefix[..., -1, :, :, :]
+    if rank:
+        before = torch.cat((eye.expand_as(prefix[..., :1, :, :, :]), prefix[..., :-1, :, :, :]), -4)
+        strict = torch.cat((torch.zeros_like(pairs[..., :1, :, :, :, :]), pairs[..., :-1, :, :, :, :]), -5)
+        among = _score(strict, written, seen).flatten(-4, -3)  # (..., N, C r, C, m)
+        system = among[..., :rank].flatten(-2)
+        forced = _cat(among[..., rank] @ value[..., 0, :], _carry(before, seen).flatten(-4, -3).flatten(-2), -1)
+        identity = torch.eye(system.shape[-1], dtype=q.dtype, device=q.device)
+        solved = torch.linalg.solve_triangular(identity - system, forced, upper=False, unitriangular=True)
+        from_values, from_start = solved[..., : value.shape[-1]], solved[..., value.shape[-1] :]
+
+    # Serial in time: only what a chunk reads of its first state, and the next state. Outputs follow for all at once.
+    count, states, seen_states = value.shape[-4], [], []
+    left = ends.unflatten(-2, (size, -1))
+    entering = value[..., 0, :].mT @ left[..., rank, :]
+    batch = torch.broadcast_shapes(start.shape[:-3], entering.shape[:-3], whole.shape[:-4])
+    state = _flat(start.flatten(-2), batch, 2)
+    wholes, drives = _chunks(whole, batch, count, 3), _chunks(entering, batch, count, 2)
+    if rank:
+        leaving = _chunks(left[..., :rank, :].flatten(-3, -2), batch, count, 2)
+        fixed, varying = (_chunks(x, batch, count, 2) for x in (from_values, from_start))
+    for n in range(count):
+        states.append(state)
+        after = drives[n] + _transport(state, wholes[n])
+        if rank:
+            seen_states.append(torch.baddbmm(fixed[n], varying[n], state.mT))
+            after = torch.baddbmm(after, seen_states[-1].mT, leaving[n])
+        state = after
+    values = value
+    if rank:
+        p = _unflat(torch.stack(seen_states, -3), batch).unflatten(-2, (size, rank))
+        values = _cat(p, value, -2)
+    read = _unflat(torch.stack(states, -3), batch)
+    out = carried_q @ read.mT + scores_q @ values.flatten(-3, -2)
+    return out.flatten(-3, -2)[..., :length, :], _unflat(state, batch).unflatten(-1, start.shape[-2:])
+
+
+def floored(gate: Tensor) -> Tensor:
+    """Log gates with a finite zero: differences of their cumulative sums stay numbers."""
+    return gate.clamp_min(_FLOOR.get(gate.dtype, -200.0))
+
+
+def cumulative(gate: Tensor, drive: Tensor, start: Tensor) -> Tensor:
+    """y_t = gate_t * y_{t-1} + drive_t, entry by entry, time in dimension -3; log2 T levels, any gate."""
+    batch = torch.broadcast_shapes(gate.shape, drive.shape, start[..., None, :, :].shape)
+    g, y = gate.expand(*batch[:-3], batch[-3], *gate.shape[-2:]), drive.expand(batch)
+    y = torch.cat((g[..., :1, :, :] * start[..., None, :, :] + y[..., :1, :, :], y[..., 1:, :, :]), -3)
+    reach = 1
+    while reach < y.shape[-3]:
+        later = g[..., reach:, :, :]
+        y = torch.cat((y[..., :reach, :, :], later * y[..., :-reach, :, :] + y[..., reach:, :, :]), -3)
+        g = torch.cat((g[..., :reach, :, :], later * g[..., :-reach, :, :]), -3)
+        reach *= 2
+    return y
+
+
+# ---- pieces ------------------------------------------------------------------------------------------------------
+
+
+def _flat(x: Tensor, batch: Sequence[int], trailing: int) -> Tensor:
+    """(..., *trailing) with its batch dimensions expanded and joined in one."""
+    return x.expand(*batch, *x.shape[x.ndim - trailing :]).reshape(-1, *x.shape[x.ndim - trailing :])
+
+
+def _unflat(x: Tensor, batch: Sequence[int]) -> Tensor:
+    return x.reshape(*batch, *x.shape[1:])
+
+
+def _chunks(x: Tensor, batch: Sequence[int], count: int, trailing: int) -> Sequence[Tensor]:
+    """One tensor a chunk, from (..., N or 1, *trailing). Unbound once: indexing would cost a full gradient a chunk."""
+    x = _flat(x, batch, trailing + 1)
+    return x.unbind(1) if x.shape[1] == count else [x[:, 0]] * count
+
+
+def _transport(state: Tensor, whole: Tensor) -> Tensor:
+    """The state (..., d_v, p d) through a chunk's blocks (..., p, p, 1|d)."""
+    slots = whole.shape[-2]
+    if slots == 1:
+        return state * whole[..., 0, :, :]
+    parts = state.unflatten(-1, (slots, -1))
+    moved = torch.einsum("...vac,...abc->...vbc", parts, whole.expand(*whole.shape[:-1], parts.shape[-1]))
+    return moved.flatten(-2)
+
+
+def _cat(first: Tensor, second: Tensor, dim: int) -> Tensor:
+    """Join along a (negative) dimension, broadcasting all others."""
+    if dim != -1:
+        return _cat(first.transpose(dim, -1), second.transpose(dim, -1), -1).transpose(dim, -1)
+    batch = torch.broadcast_shapes(first.shape[:-1], second.shape[:-1])
+    return torch.cat([x.expand(*batch, x.shape[-1]) for x in (first, second)], -1)
+
+
+def _cut(x: Tensor, size: int, trailing: int, fill: float = 0.0) -> Tensor:
+    """(..., T, *trailing) -> (..., N, C, *trailing), padded at the end with tokens that do nothing."""
+    dim = x.ndim - trailing - 1
+    pad = -x.shape[dim] % size
+    if pad:
+        x = torch.cat((x, x.new_full((*x.shape[:dim], pad, *x.shape[dim + 1 :]), fill)), dim)
+    return x.unflatten(dim, (-1, size))
+
+
+def _transfer(c: Chain, size: int) -> tuple[Tensor, Tensor]:
+    """Phi(s, t) as (..., N, C_t, C_s, p, p, 1|d), zero for t < s, and Phi(0, t) as (..., N, C, p, p, 1|d)."""
+    causal = torch.ones(size, size, dtype=torch.bool, device=c.key.device).tril()
+    if c.block is None:
+        gate = c.gate if c.gate is not None else torch.zeros_like(c.key[..., 0, :1])
+        total = _cut(floored(gate), size, 1).cumsum(-2)
+        gap = total[..., :, None, :] - total[..., None, :, :]
+        pairs = torch.exp(gap.masked_fill(~causal[..., None], -torch.inf))  # mask before exp: no inf * 0
+        return pairs[..., None, None, :], torch.exp(total)[..., None, None, :]
+    eye = torch.eye(c.slots, dtype=c.block.dtype, device=c.block.device)[..., None]
+    pad = -c.block.shape[-4] % size
+    block = c.block if not pad else torch.cat((c.block, eye.expand(*c.block.shape[:-4], pad, *c.block.shape[-3:])), -4)
+    block = block.unflatten(-4, (-1, size))
+    # column s holds M_t for t > s and I before; s = -1 (first) is the start of the chunk
+    begun = torch.ones(size, size + 1, dtype=torch.bool, device=block.device).tril(0)[..., None, None, None]
+    run, reach = torch.where(begun, block[..., :, None, :, :, :], eye), 1
+    while reach < size:
+        merged = torch.einsum("...abc,...bdc->...adc", run[..., :-reach, :, :, :, :], run[..., reach:, :, :, :, :])
+        run = torch.cat((run[..., :reach, :, :, :, :], merged), -5)
+        reach *= 2
+    return run[..., 1:, :, :, :] * causal[..., None, None, None], run[..., 0, :, :, :]
+
+
+def _score(pairs: Tensor, written: Tensor, readers: Tensor) -> Tensor:
+    """<w_{s,j} Phi(s, t), x_{t,i}> as (..., C_t, i, C_s, j)."""
+    if pairs.shape[-1] != 1:
+        return torch.einsum("...sjac,...tsabc,...tibc->...tisj", written, pairs, readers)
+    if pairs.shape[-2] == 1:
+        dots = torch.einsum("...sjd,...tid->...tisj", written[..., 0, :], readers[..., 0, :])
+        return dots * pairs[..., :, None, :, None, 0, 0, 0]
+    dots = torch.einsum("...sjad,...tibd->...tisjab", written, readers)
+    return (dots * pairs[..., :, None, :, None, :, :, 0]).sum((-2, -1))
+
+
+def _carry(prefix: Tensor, readers: Tensor) -> Tensor:
+    """Phi(0, t) x_{t,i}: what a reader sees of the chunk's first state, (..., C, i, p, d)."""
+    return torch.einsum("...tabc,...tibc->...tiac", prefix.expand(*prefix.shape[:-1], readers.shape[-1]), readers)
+
+
+def _reach_end(pairs: Tensor, written: Tensor) -> Tensor:
+    """w_{s,j} Phi(s, C): what a token leaves in the chunk's last state, (..., C_s, j, p, d)."""
+    last = pairs[..., -1, :, :, :, :]
+    return torch.einsum("...sjac,...sabc->...sjbc", written, last.expand(*last.shape[:-1], written.shape[-1]))
+
+
+def _entry_by_entry(c: Chain, start: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Gates that differ by row and key: one element-wise scan, chunk by chunk (Mamba-1, diagonal Longhorn)."""
+    gate = torch.exp(c.gate) if c.gate is not None else c.block[..., 0, 0, :] if c.block is not None else None
+    gate = torch.ones_like(c.key[..., 0, :1]) if gate is None else gate
+    entering = c.value * c.key[..., 0, :]  # (..., rows, T, d_k): a row's value is one number
+    # the row becomes the state's row again: time in front of (rows, d_k)
+    gate, entering = gate.transpose(-3, -2), entering.transpose(-3, -2)
+    state, outputs, query = start[..., 0, 0, :], [], q.transpose(-3, -2)
+    for t in range(0, q.shape[-2], _CHUNK_SCALAR):
+        part = slice(t, t + _CHUNK_SCALAR)
+        states = cumulative(gate[..., part, :, :], entering[..., part, :, :], state)
+        outputs.append((states * query[..., part, :, :]).sum(-1))
+        state = states[..., -1, :, :]
+    return torch.cat(outputs, -2).mT[..., None], state[..., None, None, :]
+
+
+def _in_rotating_frame(c: Chain, start: Tensor, q: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
+    """S_t = Z_t R(theta_1 + ... + theta_t): in the frame that turns along, the chain of Z has no rotation (RoPE)."""
+    assert c.angle is not None
+    total = c.angle.cumsum(-2)
+    key = rotate(c.key, -total[..., None, :])
+    a = b = None
+    if c.a is not None and c.b is not None:
+        a = rotate(c.a, -(total - c.angle)[..., None, None, :])
+        b = rotate(c.b, -total[..., None, None, :])
+    still = replace(c, key=key, angle=None, a=a, b=b)
+    out, final = chunked(still, start, rotate(q, -total), size)
+    return out, rotate(final, total[..., -1, :][..., None, None, :])

@@ -1,0 +1,501 @@
+"""The adapter of the data axis: a `StateUpdate` executed once per training step on every parameter.
+
+The signal of a step is the gradient g, and every rate that the tuple names: `Per("lr")` and `Per("weight_decay")` are
+keys of the parameter group, so schedulers drive them. Everything else about a rule is in its tuple, which is built
+from the group's hyperparameters by a pure function. A parameter is a matrix to its rule (see `routing`); state and
+arithmetic are float32 for 16-bit parameters, which are rounded once.
+
+    options, groups, requirements   what an optimizer is given, and whether it makes sense
+    facts, batches                  what is decided once: how a tuple is stepped, and which parameters together
+    together, stacked, interpreted  the three ways to step
+    states, stored, precision       a parameter's state: as its tuple sees it, and as it is kept
+    finite, sharded, layers         gradients that are not finite, DTensors, rules that read the inputs of layers
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from axes.core.state_update import StateUpdate
+from axes.errors import AxesError, UnknownName
+from axes.optim.engine import states, trees
+from axes.optim.engine.batches import AnyBatch, Batches
+from axes.optim.engine.capabilities import keyed, needs_examples, needs_layers, require_parameter
+from axes.optim.engine.checkpoints import Kept, wrap_state
+from axes.optim.engine.facts import facts
+from axes.optim.engine.finite import Before, Finite
+from axes.optim.engine.groups import Named, by_rule, named
+from axes.optim.engine.interpreted import Member, interpret, replay
+from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows
+from axes.optim.engine.options import Group, Options, Params, Rule, check_of, how, of_groups, require_known
+from axes.optim.engine.places import Places
+from axes.optim.engine.reports import Report, describe
+from axes.optim.engine.requirements import require
+from axes.optim.engine.routing import Roles, roles
+from axes.optim.engine.together import uncompiled
+from axes.optim.sharding.dtensors import local_shard, spread
+from axes.optim.sharding.sharded import Shards, Work
+
+
+@functools.lru_cache(maxsize=512)
+def _build(rule: Rule, values: tuple[tuple[str, Any], ...]) -> StateUpdate:
+    update = rule(**dict(values)).normal()
+    require_parameter(update)
+    return update
+
+
+@functools.cache
+def _hyperparameters(rule: Rule) -> tuple[str, ...]:
+    return tuple(inspect.signature(rule).parameters)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base of all optimizers: `torch.optim.Optimizer` in full, stepping a `StateUpdate`.
+
+    Args:
+        params: a model, named parameters, parameters, or parameter groups.
+        rules: tuple builders by name, the first for the parameters the optimizer is about. A second one is auxiliary:
+            it takes what the first, being for matrices, cannot.
+        defaults: group defaults by rule name, with `lr` and `weight_decay`.
+
+    Raises:
+        AxesError: hyperparameters, parameters or groups that make no sense, or bare parameters for a matrix rule.
+
+    State is a flat dict of tensors; its names mirror the tuple. It is there from the construction on, except of meta
+    parameters, and is made again at a parameter's first step, from the weights that it has then.
+    """
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    equation: ClassVar[str] = ""
+    differs: ClassVar[str] = ""
+    bibtex: ClassVar[str] = ""
+    default_lr: ClassVar[float] = 1e-3
+    watches_layers: ClassVar[bool] = True  # hooks on nn.Linear supply k, v and e
+    update: StateUpdate  # of the main rule: with its defaults on a class, as constructed on an object
+
+    def __init__(
+        self,
+        params: Params,
+        rules: Mapping[str, Rule],
+        defaults: Mapping[str, Group],
+        **options: Unpack[Options],
+    ) -> None:
+        require_known(self._who, options)
+        self._rules = dict(rules)
+        self._rule_defaults: dict[str, Group] = {
+            rule: {"lr_scale": 1.0, **defaults[rule], **of_groups(options), "rule": rule} for rule in rules
+        }
+        own = self._rule_defaults[self._main]
+        if own.get("lr", 0.0) is None:
+            for group in self._rule_defaults.values():
+                group["lr"] = self.default_lr
+        self._built: dict[int, tuple[Rule, tuple[Any, ...], StateUpdate]] = {}  # tuples, by group
+        self._batches = Batches()
+        self._fresh: set[Tensor] = set()  # parameters whose state has not seen a datum
+        self._ticks: dict[Tensor, dict[str, int]] = {}  # counts, where those of the state are on a device
+        self._finite = Finite(check_of(self._who, options))
+        self._roles: Roles = {}
+        self._reduction: Reduction = "mean"
+        self._layers: Layers | None = None
+        self._shards: Shards | None = None  # where parameters are DTensors
+        self.update = self.update_for(own)
+        reads_layers = self.watches_layers and needs_layers(self.update)
+        model = params if isinstance(params, nn.Module) else options.get("model")
+        if model is not None:
+            self._roles = roles(model, linear_only=reads_layers)
+        elif reads_layers:
+            raise AxesError(
+                f"{self._who}: the tuple reads inputs and output gradients of layers: pass the model itself, "
+                "or model= beside the parameters"
+            )
+        if isinstance(params, nn.Module):
+            params = list(params.named_parameters())
+        elif isinstance(params, dict):
+            params = list(params.items())
+        super().__init__(params, dict(own))
+        if reads_layers:
+            assert model is not None
+            weights = [p for group in self.param_groups if group["rule"] == self._main for p in group["params"]]
+            record = Examples if keyed(self.update) else Rows if needs_examples(self.update) else Products
+            self._layers = Layers(model, weights, record)
+
+    @property
+    def _who(self) -> str:
+        """What messages call the optimizer."""
+        return type(self).__name__
+
+    @property
+    def _main(self) -> str:
+        """The rule that the optimizer is about."""
+        return next(iter(self._rules))
+
+    # ---- tuples and groups -----------------------------------------------------------------------------------
+
+    @uncompiled()
+    def update_for(self, group: Group) -> StateUpdate:
+        """The tuple that a parameter group executes, in normal form."""
+        rule = self._rules[group["rule"]]
+        names = _hyperparameters(rule)
+        values = tuple([tuple(x) if isinstance(x := group[name], list) else x for name in names])
+        for name, value in zip(names, values, strict=True):
+            if isinstance(value, Tensor):
+                raise AxesError(f"{self._who}: {name} is part of the tuple: a number, not a tensor")
+        last = self._built.get(id(group))
+        if last is None or last[:2] != (rule, values):  # a tuple takes longer to look up than to compare
+            last = self._built[id(group)] = (rule, values, _build(rule, tuple(zip(names, values, strict=True))))
+        return last[2]
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters with their own options; a group without a rule is split by the role of its parameters."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        options = {key: value for key, value in param_group.items() if key != "params"}
+        members = self._named(param_group.get("params"))
+        if "rule" in options:
+            if options["rule"] not in self._rules:
+                raise UnknownName(f"rule of {self._who}", str(options["rule"]), self._rules)
+            self._add(options, members)
+        elif len(self._rules) == 1 or not members:
+            self._add({**options, "rule": self._main}, members)
+        else:
+            for rule, theirs in by_rule(self._who, members, list(self._rules), self._roles).items():
+                if theirs:
+                    self._add({**options, "rule": rule}, theirs)
+
+    def _named(self, params: Any) -> Named:
+        """(name or None, parameter) for whatever was given, every parameter once."""
+        return named(self._who, params, self._roles)
+
+    def _add(self, options: Group, members: Named) -> None:
+        main = options["rule"] == self._main
+        defaults = self._rule_defaults[options["rule"]]
+        group = {**defaults, **options}
+        update = self.update_for(group)
+        require(self._who, group, update, members, matrices=main and len(self._rules) > 1)
+        if self._shards is None and any(spread(p) for _, p in members):
+            self._shards = Shards()
+        super().add_param_group({**group, "params": [p if name is None else (name, p) for name, p in members]})
+        added = self.param_groups[-1]
+        for key in self.defaults:  # super() fills in the main rule's hyperparameters
+            if key not in group:
+                added.pop(key, None)
+        if main and self._layers is not None:
+            self._layers.weights.update(added["params"])
+        for parameter in added["params"]:
+            if parameter.requires_grad and parameter.numel() and not parameter.is_meta and not spread(parameter):
+                self._begin(added, update, parameter, checked=False)
+        if self._shards is not None:
+            self._shards.begin(self, added, update)
+
+    @property
+    def _places(self) -> Places:
+        return Places(self._who, self.param_groups, self._shards)
+
+    def _label(self, parameter: Tensor) -> str:
+        return self._places.label(parameter)
+
+    def report(self) -> Report:
+        """Every parameter with its rule, the reason for it, step size and decay in force, and the size of its state."""
+        known = self._roles if len(self._rules) > 1 else None
+
+        def expected(group: Group, parameter: Tensor) -> dict[str, Tensor]:
+            return self.expected_state(self.update_for(group), parameter)
+
+        return describe(self.param_groups, known, self.state, expected, self.skipped)
+
+    # ---- one step --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    @uncompiled(recursive=False)
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One datum for every parameter that has a gradient.
+
+        closure: clears the gradients, recomputes the loss, differentiates and returns it. Needed where the tuple wants
+        the gradient at another point than the parameter.
+
+        Raises:
+            NotFiniteError: a gradient has a NaN or an infinity; nothing was changed.
+        """
+        loss = None
+        shown = self._move(closure is not None)
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+        finally:
+            for parameter, value in shown:
+                parameter.copy_(value)
+        work = self._work()
+        before = self._before(work) if self._finite.flags else []
+        if self._shards is None:
+            for group, parameters in work:
+                self._advance(group, self.update_for(group), parameters)
+        else:
+            self._advance_shards(self._shards, work)
+        if before:
+            self._finite.put_back(before, self.state)
+        if self._layers is not None:
+            self._layers.clear()
+        return loss
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were left out because a gradient was not finite."""
+        return self._finite.skipped
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler leaves the scale of gradients, and what is not finite, to the step."""
+        return all(group["fused"] for group in self.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and what was collected of layers with them."""
+        super().zero_grad(set_to_none)
+        layers = getattr(self, "_layers", None)
+        if layers is not None:
+            layers.clear()
+
+    @uncompiled()
+    def _move(self, closure: bool) -> list[tuple[Tensor, Tensor]]:
+        """Put parameters where their tuple wants the gradient; returns what they showed."""
+        shown = []
+        for group in self.param_groups:
+            update = self.update_for(group)
+            if not facts(update, False).moves:
+                continue
+            if not closure:
+                step = update.parts().step
+                raise AxesError(
+                    f"{self._who}: the tuple evaluates the gradient at {step.at!r}, which is not where the "
+                    "parameter is: call step(closure)"
+                )
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.numel():
+                    with self._standing_in(parameter) as plain:
+                        shown.append((plain, plain.clone()))
+                        theta = (self.state.get(plain) or {}).get("theta")
+                        if theta is None:
+                            states.require_inside(self._places, update, plain)
+                            theta = states.theta_0(update, plain)
+                        states.show(plain, states.evaluation_point(group, update, theta))
+        return shown
+
+    def _standing_in(self, parameter: Tensor) -> AbstractContextManager[Tensor]:
+        """The parameter, or what stands for it where it is a DTensor."""
+        return nullcontext(parameter) if self._shards is None else self._shards.standing_in(self, parameter)
+
+    @uncompiled()
+    def _work(self) -> Work:
+        """Groups and those of their parameters that step, after every gradient was looked at."""
+        work, gradients, where = [], [], []
+        shards = self._shards
+        for i, group in enumerate(self.param_groups):
+            parameters = []
+            for j, parameter in enumerate(group["params"]):
+                g = parameter.grad
+                if g is None or not parameter.numel():
+                    continue
+                if g.layout != torch.strided:
+                    raise AxesError(
+                        f"{self._who} does not support sparse gradients ({self._places.name(i, j)}): use "
+                        "nn.Embedding(..., sparse=False)"
+                    )
+                parameters.append(parameter)
+                gradients.append(g if shards is None else local_shard(g))
+                where.append((i, j))
+            if parameters:
+                work.append((group, parameters))
+        called_off = self._finite.calls_off(
+            self._who,
+            gradients,
+            name=lambda k: self._places.name(*where[k]),
+            given=getattr(self, "found_inf", None),  # of a gradient scaler
+            there=any(group["fused"] or group["capturable"] for group in self.param_groups),
+            agree=None if shards is None else lambda bad: shards.agree(self, bad, len(gradients)),
+        )
+        return [] if called_off else work
+
+    @uncompiled()
+    def _before(self, work: Work) -> list[Before]:
+        """Parameters that a flag on a device may have to put back: all but those whose kernel reads the flag."""
+        moved = [(group, p) for group, parameters in work if not group["fused"] for p in parameters]
+        for group, parameter in moved:
+            if not self.state.get(parameter):
+                self._begin(group, self.update_for(group), parameter)
+        return [Before(p, self.state[p]) for _, p in moved]
+
+    @uncompiled()
+    def _advance_shards(self, shards: Shards, work: Work) -> None:
+        """Step what stands for the parameters where some are DTensors."""
+        for group, update, parameters in shards.stepped(self, work):
+            self._advance(group, update, parameters)
+
+    @uncompiled(recursive=False)
+    def _advance(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> None:
+        """Step the parameters of one group, together where the tuple and the group allow it."""
+        known = self._batches.known(group, update, parameters, self.state)
+        if known is not None:
+            self._advance_together(group, update, known)
+            return
+        late = [p for p in parameters if p in self._fresh or not self.state.get(p)]
+        for parameter in late:
+            self._begin(group, update, parameter)
+        self._fresh.difference_update(late)
+        asked = facts(update, group["maximize"])
+        if (asked.entrywise and (group["foreach"] or group["fused"])) or (asked.stacked and group["foreach"]):
+            alone = set(late) if asked.special else set()
+            together = [p for p in parameters if p not in alone]
+            if together:
+                self._advance_together(group, update, self._batched(group, update, together))
+            parameters = late if alone else []
+        if parameters:
+            self._interpret(group, update, parameters)
+
+    @uncompiled(recursive=False)
+    def _advance_together(self, group: Group, update: StateUpdate, batches: list[AnyBatch]) -> None:
+        """Step a rule that acts entry by entry, or does so around products, over all parameters at once."""
+        rates = {name: group[name] for name in facts(update, group["maximize"]).rates}
+        if "lr" in rates and group["lr_scale"] != 1.0:
+            rates["lr"] = rates["lr"] * group["lr_scale"]
+        for batch in batches:
+            device = batch.parameters[0].device
+            scale: Tensor | None = getattr(self, "grad_scale", None) if batch.how == "fused" else None
+            found = self._finite.flag(device) if batch.how == "fused" else None
+            batch.step(rates, found, None if scale is None else scale.to(device))
+
+    @uncompiled()
+    def _batched(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> list[AnyBatch]:
+        """The batches of a group, made anew if they are not what they were."""
+        known = self._batches.known(group, update, parameters, self.state)
+        if known is not None:
+            return known
+        for parameter in parameters:
+            self._complete(group, update, parameter)
+        return self._batches.make(group, update, parameters, self.state, self._places)
+
+    @uncompiled()
+    def _interpret(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> None:
+        """Step by executing the tuple."""
+        sign = -1.0 if group["maximize"] else 1.0
+        places, hosted = self._places, how(group) == "host"
+
+        def member(parameter: Tensor) -> Member:
+            ticks = None if hosted else self._ticks.setdefault(parameter, {})
+            return Member(places, group, update, parameter, self.state[parameter], ticks)
+
+        def datum(parameter: Tensor) -> dict[str, Tensor]:
+            assert parameter.grad is not None
+            g = states.canonical(parameter.grad)
+            return {"g": -g if group["maximize"] else g, **self._layer_signal(update, parameter, sign)}
+
+        if keyed(update):
+            for parameter in parameters:
+                replay(group, update, member(parameter), self._layer_signal(update, parameter, sign))
+        else:
+            interpret(group, update, ((member(parameter), datum(parameter)) for parameter in parameters))
+
+    def _layer_signal(self, update: StateUpdate, parameter: Tensor, sign: float) -> dict[str, Tensor]:
+        if not needs_layers(update):
+            return {}
+        if self._layers is None:
+            raise AxesError(f"{self._who}: a copy has no hooks on the model: construct it from the model")
+        if parameter not in self._layers.found:
+            raise AxesError(
+                f"no layer inputs were collected for {self._label(parameter)}: its nn.Linear must be called, and its "
+                "output differentiated, between two steps (and after the optimizer was constructed)"
+            )
+        return self._layers.found[parameter].signal(sign, self._reduction)
+
+    # ---- states ----------------------------------------------------------------------------------------------
+
+    def init_state(self) -> None:
+        """Begin the states that are missing: of parameters that had no storage when the optimizer was constructed."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not self.state.get(parameter) and parameter.numel() and not (parameter.is_meta or spread(parameter)):
+                    self._begin(group, self.update_for(group), parameter)
+            if self._shards is not None:
+                self._shards.begin(self, group, self.update_for(group))
+
+    @uncompiled()
+    def _begin(self, group: Group, update: StateUpdate, parameter: Tensor, checked: bool = True) -> None:
+        """The state before the first datum. checked: the parameter must be where it can be."""
+        if checked:
+            states.require_inside(self._places, update, parameter)
+        self.state[parameter] = states.begin(self._who, group, update, parameter)
+        self._ticks.pop(parameter, None)
+        self._fresh.add(parameter)
+
+    def _complete(self, group: Group, update: StateUpdate, parameter: Tensor) -> None:
+        """Begin those parts of a state that a scheduled hyperparameter has turned on."""
+        flat = self.state[parameter]
+        if not self.expected_state(update, parameter).keys() <= flat.keys():
+            self._begin(group, update, parameter)
+            self._fresh.discard(parameter)
+            self.state[parameter].update(flat)
+
+    def expected_state(self, update: StateUpdate, parameter: Tensor, group: Group | None = None) -> dict[str, Tensor]:
+        """The state of a parameter, without storage: names, shapes and, in the stored forms of a group, dtypes."""
+        return states.expected(self._who, group, update, parameter)
+
+    # ---- saving and loading ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's; where parameters are DTensors, all processes must call it together."""
+        if self._shards is None:
+            return super().state_dict()
+        with self._shards.saved(self):
+            saved = super().state_dict()
+        return {**saved, "state": dict(sorted(saved["state"].items()))}  # in one order on all processes
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned, bit for bit: state keeps its own dtype.
+
+        Raises:
+            AxesError: the state is of another rule, or of parameters of another shape; nothing was changed.
+        """
+        # last of the hooks, so that it sees what the user's hooks made of the state
+        handle = self.register_load_state_dict_pre_hook(wrap_state)
+        ways = [{way: group[way] for way in ("foreach", "fused", "capturable")} for group in self.param_groups]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for group, way in zip(self.param_groups, ways, strict=True):
+            group.update(way)  # how a step is computed is no part of what was saved
+            for parameter in group["params"]:
+                if self.state.get(parameter):
+                    self.state[parameter] = states.at_home(group, parameter, self.state[parameter])
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("update", "_rules", "_rule_defaults", "_reduction", "_roles", "_fresh")
+        own = {key: getattr(self, key) for key in kept}
+        own |= {"_check_finite": self._finite.check, "_skipped": self.skipped, "_shards": self._shards and Shards()}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        copied = "_rules" in state  # else it is what load_state_dict has made of a file
+        if copied:
+            self._finite = Finite(state.pop("_check_finite"), state.pop("_skipped"))
+            self._built, self._layers = {}, None
+        super().__setstate__(state)
+        self._batches, self._ticks = Batches(), {}
+        for parameter, kept in self.state.items():
+            if isinstance(kept, Kept):
+                self.state[parameter] = kept.beside(parameter)
+        if "state" in state and not copied:
+            self._fresh = {p for p, kept in self.state.items() if trees.COUNT in kept and int(kept[trees.COUNT]) == 0}
+        if self._shards is not None:
+            self._shards.take(self)
+
+
+__all__ = ["Group", "Optimizer", "Options", "Params", "Rule"]

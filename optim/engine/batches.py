@@ -1,0 +1,98 @@
+"""Which parameters of a group step together, made once and kept while nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from axes.core.state_update import StateUpdate
+from axes.optim.engine import stored, trees
+from axes.optim.engine.factored import Factored
+from axes.optim.engine.options import Group, how
+from axes.optim.engine.places import Places
+from axes.optim.engine.precision import Precision
+from axes.optim.engine.stacked import Stacks, cut
+from axes.optim.engine.together import Batch, How, program, start, uncompiled
+
+States = MutableMapping[Tensor, dict[str, Tensor]]
+AnyBatch = Batch | Stacks | Factored
+
+
+@final
+class Batches:
+    """The batches of an optimizer's groups, with what each was made for: a tuple, and a way to step."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, tuple[StateUpdate, tuple[bool, How], list[AnyBatch]]] = {}
+
+    @uncompiled()
+    def known(
+        self, group: Group, update: StateUpdate, parameters: list[Tensor], states: Mapping[Tensor, dict[str, Tensor]]
+    ) -> list[AnyBatch] | None:
+        """The batches of the group's last step if they are those of this one."""
+        last, way, batches = self.made.get(id(group), (None, None, []))
+        if last is not update or way != (group["maximize"], how(group)):
+            return None
+        if sum(len(batch.parameters) for batch in batches) != len(parameters):
+            return None
+        parts = zip(batches, _split(parameters, batches), strict=True)
+        return batches if all(batch.matches(part, states) for batch, part in parts) else None
+
+    def make(
+        self,
+        group: Group,
+        update: StateUpdate,
+        parameters: list[Tensor],
+        states: States,
+        places: Places,
+    ) -> list[AnyBatch]:
+        """Batches of one dtype, device and step."""
+        maximize, way = group["maximize"], how(group)
+        traced = program(update, maximize)
+        precision = Precision.of(group)
+        batches: list[AnyBatch] = []
+        for some in _alike(group, update, parameters, states):
+            theirs = [states[p] for p in some]
+            if traced is None:
+                kind = Factored if cut(update, maximize) is None else Stacks
+                batches.append(kind(update, maximize, some, theirs))
+                continue
+            streams = [places.stream(p) for p in some] if precision.draws(some[0]) else None
+            batches.append(Batch(update, maximize, some, theirs, way, streams, precision.seed))
+        self.made[id(group)] = (update, (maximize, way), batches)
+        return batches
+
+
+def _alike(group: Group, update: StateUpdate, parameters: list[Tensor], states: States) -> list[list[Tensor]]:
+    """Parameters that can step together; their states get tensors of their own, on the device if the group's are."""
+    traced = program(update, group["maximize"])
+    precision = Precision.of(group)
+    numbers: list[str] = []
+    if traced is not None:
+        numbers = [n for n in traced.outputs if n in traced.inputs and not traced.shaped(traced.inputs[n])]
+    members: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        state = states[parameter] = start(states[parameter], parameter)
+        for name in state:
+            if trees.counts(name) and how(group) != "host":
+                state[name] = state[name].to(parameter.device)
+        same = [float(state[n]) for n in numbers]
+        if precision.draws(parameter):
+            same.append(int(state[trees.COUNT]))
+        forms = tuple(sorted(stored.forms_of(state).items()))
+        members.setdefault((parameter.dtype, parameter.device, tuple(same), forms), []).append(parameter)
+    return list(members.values())
+
+
+def _split(parameters: list[Tensor], batches: Sequence[AnyBatch]) -> list[list[Tensor]]:
+    """The parameters in the order of the batches that hold them."""
+    if len(batches) == 1:
+        return [parameters]
+    place = {p: i for i, batch in enumerate(batches) for p in batch.parameters}
+    parts: list[list[Tensor]] = [[] for _ in batches]
+    for p in parameters:
+        if p in place:
+            parts[place[p]].append(p)
+    return parts

@@ -1,0 +1,71 @@
+"""Loading an optimizer's state: checked before anything changes, and never cast to the parameter's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from axes.errors import AxesError
+from axes.optim.engine import trees
+from axes.optim.sharding.dtensors import spread, whole
+from axes.programs.storage import LOW, UNIT
+
+
+class Kept:
+    """Tensors that torch's loader passes on as they are, instead of casting them to the parameter's dtype."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def beside(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Copies where the parameter is, counts on the host; put together unless the parameter is sharded itself."""
+        tensors = self.tensors if spread(parameter) else {name: whole(x) for name, x in self.tensors.items()}
+        return {name: x.to("cpu" if trees.counts(name) else parameter.device, copy=True) for name, x in tensors.items()}
+
+
+def wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Check a state against the optimizer and protect its tensors."""
+    who = type(optimizer).__name__
+    if not {"state", "param_groups"} <= set(state_dict):
+        raise AxesError(f"{who}: an optimizer's state has 'state' and 'param_groups', got {sorted(state_dict)}")
+    state = dict(state_dict["state"])
+    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
+    if len(saved_groups) == len(groups):  # torch explains it otherwise
+        for saved, group in zip(saved_groups, groups, strict=True):
+            if saved.get("rule") != group["rule"]:
+                raise AxesError(
+                    f"{who}: the saved group has rule {saved.get('rule')!r} where this optimizer has {group['rule']!r}"
+                )
+            missing = sorted(set(group) - set(saved) - {"param_names"})
+            if missing:
+                raise AxesError(f"{who}: the saved group has no {', '.join(missing)}: it is of another optimizer")
+            update = optimizer.update_for({**saved, "params": []})
+            for index, parameter in zip(saved["params"], group["params"], strict=False):
+                if state.get(index):
+                    _require_fit(who, index, state[index], optimizer.expected_state(update, parameter, saved))
+    return {**state_dict, "state": {index: Kept(dict(kept)) for index, kept in state.items()}}
+
+
+def _require_fit(who: str, index: int, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    missing = sorted(set(expected) - set(saved))
+    if missing:
+        raise AxesError(f"{who}: the saved state of parameter {index} is of another rule: no {', '.join(missing)}")
+    forms = sorted(n for n in saved if n.endswith((LOW, UNIT)) and n not in expected)
+    if forms:
+        raise AxesError(
+            f"{who}: the saved state of parameter {index} has {', '.join(forms)}, which its group's master and moments "
+            "do not ask for"
+        )
+    for name, value in expected.items():
+        if tuple(saved[name].shape) != tuple(value.shape):
+            raise AxesError(
+                f"{who}: the saved {name!r} of parameter {index} has shape {tuple(saved[name].shape)}, this parameter "
+                f"needs {tuple(value.shape)}"
+            )
+        if saved[name].dtype != value.dtype and not (saved[name].is_floating_point() and value.is_floating_point()):
+            raise AxesError(
+                f"{who}: the saved {name!r} of parameter {index} has dtype {saved[name].dtype}, this group needs "
+                f"{value.dtype}"
+            )

@@ -1,0 +1,354 @@
+"""Rules that precondition matrices from both sides (Shampoo, SOAP), over all matrices of a group.
+
+Matrices of one shape are a stack. What acts entry by entry is a program before, between and after the products; a
+statistic takes its product where it is kept, in one pass. Roots and bases are the interpreter's own, those of small
+statistics of one size together. States are the interpreter's, name by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from axes.core.algorithms import Held, Sum
+from axes.core.costs import Given, Linear
+from axes.core.geometry import Eigenbasis, Euclidean, InverseRoot, Kronecker, RotatedWhiten
+from axes.core.memory import Parameter
+from axes.core.monoids import Identity, Scalar, Zero
+from axes.core.state_update import State, StateUpdate
+from axes.linalg.blockwise import symmetric_sum
+from axes.linalg.matrix_roots import add_product, product
+from axes.optim.engine import trees
+from axes.optim.engine.capabilities import parts_of
+from axes.optim.engine.routing import canonical_shape, real
+from axes.optim.engine.stacked import Entries, readable, writable
+from axes.optim.engine.together import GRADIENT, program, unchanged, uncompiled
+from axes.programs.program import PARAMETER, NotElementwise, Program, trace
+
+_TOGETHER = 1024  # statistics up to this size do not fill a GPU: those of all shapes are refreshed as one batch
+_FILTER = "via.0."
+_AVERAGE, _SECOND = "average", "second"  # the names of entries in the programs,
+_RESPONSE, _RESPONSE_2 = "response", "second_response"  # and of numbers
+
+
+class Average(NamedTuple):
+    """What a filter or statistic with constant numbers does: x <- keep x + rate u."""
+
+    keep: float
+    rate: float
+    debias: bool
+
+
+class Side(NamedTuple):
+    """A statistic of rows or columns, and what it does before its value is taken."""
+
+    statistic: StateUpdate
+    cost: Linear
+    at: Held
+    kept: Average
+
+
+class Factors(NamedTuple):
+    """A rule in parts: its filter, the statistics of rows and columns and in their bases, programs around products."""
+
+    filter: Average
+    sides: tuple[Side, Side]
+    second: Average | None
+    head: Program
+    between: Program | None
+    tail: Program
+    h: Kronecker | RotatedWhiten
+
+
+@functools.lru_cache(maxsize=512)
+def factors(update: StateUpdate, maximize: bool = False) -> Factors | None:
+    """The parts of a rule whose one filter is preconditioned from both sides by held values, or None."""
+    cost, h, _, step, memory = update.parts()
+    plain = isinstance(cost, Given) and h.is_identity and not h.stats and isinstance(memory, Parameter)
+    if not plain or update.drive_sees_state or step.read is not None or step.debias or len(step.via) != 1:
+        return None
+    if any(per.shape != "scalar" for per in update.demands()):
+        return None
+    if any(part.parts().step.steps != 1 for part in parts_of(update)):
+        return None
+    (last,) = step.via
+    if isinstance(last, Sum) or step.at != "prev" or step.start != "zero":
+        return None
+    assert isinstance(last, StateUpdate)
+    whitening, kept = last.parts().h, _average(last)
+    if not isinstance(whitening, Kronecker | RotatedWhiten) or kept is None or last.cost != Linear():
+        return None
+    if kept.keep == 0 and (kept.rate != 1 or kept.debias):
+        return None
+    left, right, *squares = whitening.stats
+    second = None
+    if squares:
+        second = _average(squares[0])
+        if second is None or second.keep == 0 or not squares[0].parts().h.is_identity:
+            return None
+    rows, columns = _side(left, "left"), _side(right, "right")
+    if rows is None or columns is None or (squares and squares[0].cost.of != "eigen-square"):
+        return None
+    tail = program(dataclasses.replace(update, algorithm=dataclasses.replace(step, via=())).normal(), True)
+    head = _head(kept, maximize)
+    between = None if second is None else _between(whitening, kept, second)
+    if head is None or tail is None or (second is not None and between is None):
+        return None
+    return Factors(kept, (rows, columns), second, head, between, tail, whitening)
+
+
+def _average(part: StateUpdate) -> Average | None:
+    """The numbers of a filter or statistic, or None if it is more than an average or a sum."""
+    cost, _, monoid, step, memory = part.parts()
+    plain = isinstance(cost, Linear) and isinstance(memory, Parameter) and isinstance(monoid, Identity | Scalar | Zero)
+    plain = plain and step.at == "prev" and not step.via and step.read is None and step.lazy
+    keep = monoid.gate if isinstance(monoid, Scalar) else 1.0 if isinstance(monoid, Identity) else 0.0
+    if not plain or step.start != "zero" or not isinstance(keep, float) or not isinstance(step.rate, int | float):
+        return None
+    return Average(keep, float(step.rate), step.debias)
+
+
+def _side(part: StateUpdate, of: str) -> Side | None:
+    """A statistic of rows or columns whose root or basis is held, or None if it is something else."""
+    cost, h, _, step, _ = part.parts()
+    if not isinstance(step.at, Held) or not isinstance(h, InverseRoot | Eigenbasis):
+        return None
+    kept = _average(dataclasses.replace(part, h=Euclidean(), algorithm=dataclasses.replace(step, at="prev")))
+    if not isinstance(cost, Linear) or cost.of != of or kept is None or kept.keep == 0:
+        return None
+    return Side(part, cost, step.at, kept)
+
+
+def _program(
+    run: Callable[[dict[str, Tensor]], Mapping[str, Tensor]], shaped: tuple[str, ...], numbers: tuple[str, ...]
+) -> Program | None:
+    """The program of `run`, or None if it mixes entries."""
+    with torch.no_grad():
+        try:
+            return trace(run, (PARAMETER, GRADIENT, *shaped), numbers)
+        except NotElementwise:
+            return None
+
+
+def _head(kept: Average, maximize: bool) -> Program | None:
+    """The drive, under the parameter's name, and its average."""
+
+    def run(values: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        drive = values[GRADIENT] if maximize else -values[GRADIENT]
+        if kept.keep == 0:
+            return {PARAMETER: drive}
+        return {PARAMETER: drive, _AVERAGE: _moved(kept, values[_AVERAGE], drive)}
+
+    return _program(run, (_AVERAGE,) if kept.keep else (), ())
+
+
+def _between(h: Any, kept: Average, second: Average) -> Program | None:
+    """The second moment of the rotated drive, and the rotated average, under the parameter's name, whitened by it."""
+    numbers = (*((_RESPONSE,) if kept.debias else ()), *((_RESPONSE_2,) if second.debias else ()))
+
+    def run(values: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        average, drive = values[PARAMETER], values[GRADIENT]
+        squares = seen = _moved(second, values[_SECOND], drive * drive)
+        if kept.debias:
+            average = average / values[_RESPONSE]
+        if second.debias:
+            seen = squares / values[_RESPONSE_2]
+        return {PARAMETER: h.whitened(average, seen), _SECOND: squares}
+
+    return _program(run, (_SECOND,), numbers)
+
+
+def _moved(kept: Average, value: Tensor, drive: Tensor) -> Tensor:
+    return kept.keep * value + kept.rate * drive
+
+
+# ---- one step --------------------------------------------------------------------------------------------------------
+
+
+@final
+class Factored:
+    """Parameters of one dtype and device that step together under a rule that `factors` takes apart."""
+
+    how = "host"
+
+    def __init__(
+        self, update: StateUpdate, maximize: bool, parameters: list[Tensor], states: list[dict[str, Tensor]]
+    ) -> None:
+        """states: flat, with tensors of their own; they are replaced by views of stacks."""
+        found = factors(update, maximize)
+        assert found is not None
+        self.parameters = parameters
+        alike: dict[Any, list[int]] = {}
+        for i, state in enumerate(states):
+            numbers = {n: x for n, x in state.items() if n.endswith(".norm") or trees.counts(n)}
+            alike.setdefault(tuple((n, float(x)) for n, x in sorted(numbers.items())), []).append(i)
+        self.runs = [_Run(found, [parameters[i] for i in some], [states[i] for i in some]) for some in alike.values()]
+        self.own = [x for s in states for x in s.values()]
+        self.places = list(map(Tensor.data_ptr, parameters))
+
+    def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+        """Whether these are still the same parameters, where they were, with the same state tensors."""
+        return unchanged(self.parameters, self.places, self.own, parameters, state)
+
+    @uncompiled()
+    def step(
+        self, rates: Mapping[str, float | Tensor], found: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
+        """One datum for every parameter; found and scale are of fused steps, which these are not."""
+        for run in self.runs:
+            run.step(rates)
+
+
+class _Stack(NamedTuple):
+    """Matrices of one shape: their state, and room for the drive and for its rotation."""
+
+    kept: dict[str, Tensor]
+    drive: Tensor
+    rotated: Tensor
+
+    def state(self, side: int) -> dict[str, Tensor]:
+        """What a statistic of rows (0) or columns (1) keeps."""
+        prefix = f"{_FILTER}stats.{side}."
+        return {n.removeprefix(prefix): x for n, x in self.kept.items() if n.startswith(prefix)}
+
+
+class _Run:
+    """Parameters that have seen the same data: the numbers of a step are the same for all."""
+
+    def __init__(self, parts: Factors, parameters: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+        self.parts, self.states = parts, states
+        by_shape: dict[tuple[int, int], list[int]] = {}
+        for i, p in enumerate(parameters):
+            by_shape.setdefault(canonical_shape(p), []).append(i)
+        order = [i for some in by_shape.values() for i in some]
+        self.parameters = [real(parameters[i]) for i in order]
+        self.held = [parameters[i] for i in order]
+        like = self.parameters[0]
+        self.wide = torch.promote_types(like.dtype, torch.float32)
+        self.stacks = [self._stack(shape, some) for shape, some in by_shape.items()]
+        self.counts = [x for s in states for n, x in s.items() if trees.counts(n)]
+        self.ages = [states[0][f"{_FILTER}stats.{i}.count"] for i in (0, 1)]
+        self.inside = [writable(p, self.wide) for p in self.parameters]
+        self.shown = [(p, x) for p, x in zip(self.parameters, self.inside, strict=True) if x.data_ptr() != p.data_ptr()]
+        drives = [s.drive for s in self.stacks]
+        members = {PARAMETER: [x for drive in drives for x in drive.unbind()]}
+        if parts.filter.keep:
+            members[_AVERAGE] = [x for s in self.stacks for x in s.kept[_FILTER + "theta"].unbind()]
+        self.head = Entries(parts.head, members, None)
+        self.tail = Entries(parts.tail, {PARAMETER: self.inside}, None)
+        self.between: Entries | None = None
+        if parts.between is not None:
+            squares = [s.kept[_FILTER + "stats.2.theta"] for s in self.stacks]
+            self.between = Entries(parts.between, {PARAMETER: drives, _SECOND: squares}, None)
+
+    def step(self, rates: Mapping[str, float | Tensor]) -> None:
+        parts = self.parts
+        gradients = [real(p.grad) for p in self.held if p.grad is not None]
+        self.head.step(readable(gradients, self.wide, self.head), {}, None, None)
+        self._respond("norm", parts.filter)
+        self._observe([int(age) for age in self.ages])
+        if parts.second is None:
+            for stack in self.stacks:
+                left, right = (stack.state(i)["held"] for i in (0, 1))
+                turned = product(left, self._argument(stack), parts.h.precision)
+                if parts.filter.debias:
+                    turned.div_(stack.kept[_FILTER + "norm"])
+                add_product(stack.rotated, turned, right, 0.0, 1.0, parts.h.precision)
+        else:
+            self._respond("stats.2.norm", parts.second)
+            self._whiten()
+        if self.shown:
+            torch._foreach_copy_([x for _, x in self.shown], [p.detach() for p, _ in self.shown])
+        self.tail.step([x for s in self.stacks for x in s.rotated.unbind()], rates, None, None)
+        if self.shown:
+            torch._foreach_copy_([p.detach() for p, _ in self.shown], [x for _, x in self.shown])
+        torch._foreach_add_(self.counts, 1)
+
+    def _stack(self, shape: tuple[int, int], some: list[int]) -> _Stack:
+        kept: dict[str, Tensor] = {}
+        for name in self.states[some[0]]:
+            if not trees.counts(name):
+                kept[name] = trees.stacked([self.states[i][name] for i in some])
+                for i, x in zip(some, kept[name].unbind(), strict=True):
+                    self.states[i][name] = x
+        drive = self.parameters[0].new_empty(len(some), *shape, dtype=self.wide)
+        return _Stack(kept, drive, torch.empty_like(drive))
+
+    def _argument(self, stack: _Stack) -> Tensor:
+        """What is preconditioned: the average, or the drive where none is kept."""
+        return stack.kept[_FILTER + "theta"] if self.parts.filter.keep else stack.drive
+
+    # ---- statistics --------------------------------------------------------------------------------------------------
+
+    def _observe(self, ages: Sequence[int]) -> None:
+        """Both statistics of every stack take the drive; what they hold is computed when it is time."""
+        sides = self.parts.sides
+        self._refresh({i: ages[i] for i, side in enumerate(sides) if side.at.before(ages[i])})
+        for i, side in enumerate(sides):
+            self._respond(f"stats.{i}.norm", side.kept)
+            for stack in self.stacks:
+                _take(stack.state(i)["theta"], side.cost, side.kept, stack.drive)
+        self._refresh({i: ages[i] for i, side in enumerate(sides) if side.at.after(ages[i])})
+
+    def _respond(self, name: str, kept: Average) -> None:
+        """The responses to a unit drive, if they are kept."""
+        norms = [stack.kept[_FILTER + name] for stack in self.stacks if _FILTER + name in stack.kept]
+        if norms:
+            torch._foreach_mul_(norms, kept.keep)
+            torch._foreach_add_(norms, kept.rate)
+
+    def _refresh(self, ages: Mapping[int, int]) -> None:
+        """Compute what statistics hold, for small ones of one size together. ages: of the sides that are meant."""
+        alike: dict[Any, tuple[StateUpdate, int, list[dict[str, Tensor]]]] = {}
+        for i, age in ages.items():
+            statistic = self.parts.sides[i].statistic
+            _, h, _, step, _ = statistic.parts()
+            for j, stack in enumerate(self.stacks):
+                size = stack.drive.shape[i - 2]
+                key = (h, step, age, size) if size <= _TOGETHER else (i, j)
+                alike.setdefault(key, (statistic, age, []))[-1].append(stack.state(i))
+        for statistic, age, states in alike.values():
+            joined = {n: torch.cat([s[n] for s in states]) if len(states) > 1 else states[0][n] for n in states[0]}
+            norm = (joined["norm"],) if "norm" in joined else ()
+            held = (joined["held"], joined["misses"])
+            state = State((joined["theta"],), (), (), norm, held, torch.tensor(age))
+            new = statistic._refreshed(state, state.theta, norm, {})
+            lengths = [len(s["held"]) for s in states]
+            for s, value, missed in zip(states, *(x.split(lengths) for x in new), strict=True):
+                s["held"].copy_(value)
+                s["misses"].copy_(missed)
+
+    # ---- directions --------------------------------------------------------------------------------------------------
+
+    def _whiten(self) -> None:
+        """From drives to directions, which take the place of the rotated drives."""
+        precision, kept = self.parts.h.precision, self.stacks[0].kept
+        bases = [(s.state(0)["held"], s.state(1)["held"]) for s in self.stacks]
+        for stack, (left, right) in zip(self.stacks, bases, strict=True):
+            add_product(stack.rotated, product(left.mT, stack.drive, precision), right, 0.0, 1.0, precision)
+            turned = product(left.mT, self._argument(stack), precision)
+            add_product(stack.drive, turned, right, 0.0, 1.0, precision)
+        names = {_RESPONSE: "norm", _RESPONSE_2: "stats.2.norm"}  # the same for all: they have seen the same data
+        numbers = {n: kept[_FILTER + x].flatten()[0] for n, x in names.items() if _FILTER + x in kept}
+        assert self.between is not None
+        self.between.step([s.rotated for s in self.stacks], numbers, None, None)
+        for stack, (left, right) in zip(self.stacks, bases, strict=True):
+            add_product(stack.rotated, product(left, stack.drive, precision), right.mT, 0.0, 1.0, precision)
+
+
+def _take(total: Tensor, cost: Linear, kept: Average, drive: Tensor) -> None:
+    """total <- keep total + rate u u^T, or u^T u, in place."""
+    x = drive.mT if cost.of == "left" else drive
+    if total.is_cuda:
+        symmetric_sum(total, x.mT, keep=kept.keep, rate=kept.rate, precision=cost.precision, out=total)
+        return
+    # bit for bit what the interpreter adds: rounding decides what the basis of a null space is
+    sums = cost.drive(drive[0])[None] if len(drive) == 1 else cost.drive(drive)
+    if kept.keep != 1:
+        total.mul_(kept.keep)
+    total.add_(kept.rate * sums)

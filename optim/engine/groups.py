@@ -1,0 +1,73 @@
+"""Parameter groups: which parameters are meant, which rule takes them, and the rates that a step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from axes.core.state_update import StateUpdate
+from axes.errors import AxesError
+from axes.optim.engine.capabilities import vectors
+from axes.optim.engine.options import Group
+from axes.optim.engine.routing import Roles, named_role, roles
+
+Named = list[tuple[str | None, Tensor]]
+
+
+def named(who: str, params: Any, known: Roles) -> Named:
+    """(name or None, parameter) for whatever was given, every parameter once. known: takes the roles in a module."""
+    if params is None:
+        raise AxesError(f"{who}: a parameter group needs 'params'")
+    if isinstance(params, nn.Module):
+        known.update(roles(params))
+        params = params.named_parameters()
+    elif isinstance(params, Tensor):
+        params = [params]
+    elif isinstance(params, set):
+        raise TypeError("optimizer parameters need to be organized in ordered collections, not sets")
+    seen: dict[Tensor, str | None] = {}
+    for entry in params:
+        name, parameter = entry if isinstance(entry, tuple) else (None, entry)
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"{who} can only optimize tensors, got {type(parameter).__name__}")
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise AxesError(
+                f"{who}: parameter {name or len(seen)} has dtype {parameter.dtype}; only "
+                "floating-point and complex parameters can be optimized"
+            )
+        seen.setdefault(parameter, name)
+    return [(name, parameter) for parameter, name in seen.items()]
+
+
+def by_rule(who: str, members: Named, rules: Sequence[str], known: Roles) -> dict[str, Named]:
+    """The parameters of each rule, the matrices being the first one's. known: roles; takes those read from names."""
+    main, auxiliary = rules[:2]
+    routed: dict[str, Named] = {rule: [] for rule in rules}
+    for name, parameter in members:
+        role = known.get(parameter)
+        if role is None:
+            if name is None:
+                raise AxesError(
+                    f"{who} treats hidden matrices and other parameters differently and cannot "
+                    "tell them apart by shape: pass the model or its named_parameters(), or groups that name "
+                    f"their rule, such as {{'params': ..., 'rule': {main!r}}} and rule {auxiliary!r}"
+                )
+            role = known[parameter] = named_role(name, parameter)
+        routed[main if role.matrix else auxiliary].append((name, parameter))
+    return routed
+
+
+def rates(group: Group, update: StateUpdate, like: Tensor) -> dict[str, Tensor | float]:
+    """The named rates of a tuple, from the group: numbers, or tensors in the dtype of the arithmetic."""
+    signal: dict[str, Tensor | float] = {}
+    for name in (*(per.name for per in update.demands()), *vectors(update)):
+        value = group[name]
+        if isinstance(value, Tensor):
+            value = value.to(like.dtype)
+            value = value.reshape(()) if value.numel() == 1 else value.to(like.device)
+        if name == "lr" and group["lr_scale"] != 1.0:
+            value = value * group["lr_scale"]
+        signal[name] = value
+    return signal

@@ -1,0 +1,42 @@
+"""Where the parameters of an optimizer are among all."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+
+from axes.optim.engine.options import Group
+from axes.optim.sharding.sharded import Shards
+
+
+@final
+class Places:
+    """The parameters of an optimizer by their places: what messages call them, and which random bits are theirs."""
+
+    def __init__(self, who: str, groups: list[Group], shards: Shards | None) -> None:
+        """who: what messages call the optimizer."""
+        self.who, self._groups, self._shards = who, groups, shards
+
+    def name(self, group: int, index: int) -> str:
+        """What messages call a parameter."""
+        names = self._groups[group].get("param_names")
+        return repr(names[index]) if names else f"parameter {index} of group {group}"
+
+    def label(self, parameter: Tensor) -> str:
+        """The name of a parameter, or of the one that it stands for."""
+        parameter = self._own(parameter)
+        for i, group in enumerate(self._groups):
+            for j, p in enumerate(group["params"]):
+                if p is parameter:
+                    return self.name(i, j)
+        return "a parameter"
+
+    def stream(self, parameter: Tensor) -> int:
+        """The random bits of a parameter are its own: its place among all."""
+        parameter = self._own(parameter)
+        places = (p is parameter for group in self._groups for p in group["params"])
+        return next(i for i, here in enumerate(places) if here)
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        return parameter if self._shards is None else self._shards.parameter(parameter)

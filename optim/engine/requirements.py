@@ -1,0 +1,107 @@
+"""What a parameter group must be for its rule, its way of stepping and its parameters."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+from torch import Tensor
+
+from axes.core.state_update import StateUpdate
+from axes.errors import AxesError, ShapeError
+from axes.optim.engine.capabilities import elementwise, holds, vectors
+from axes.optim.engine.groups import Named
+from axes.optim.engine.options import Group
+from axes.optim.engine.precision import Precision
+from axes.optim.engine.together import unfusable
+
+
+def require(who: str, group: Group, update: StateUpdate, members: Named, matrices: bool) -> None:
+    """AxesError unless a group has what its tuple reads and suits its parameters. matrices: its rule is for them."""
+    _require_numbers(who, group, update)
+    if matrices:
+        for name, parameter in members:
+            if parameter.ndim < 2:
+                raise ShapeError(
+                    f"{who}: rule {group['rule']!r} is for matrices, and {name or 'a parameter'} has shape "
+                    f"{tuple(parameter.shape)}"
+                )
+    if not elementwise(update):
+        for name, parameter in members:
+            if parameter.is_complex():
+                raise AxesError(
+                    f"{who}: {name or 'a parameter'} is complex, and only rules that act entry by "
+                    "entry take complex parameters (as pairs of real numbers)"
+                )
+    _require_way(who, group, update)
+    for name, parameter in members:
+        _require_place(who, group, update, name, parameter)
+
+
+def _require_numbers(who: str, group: Group, update: StateUpdate) -> None:
+    """Of the rates, gates and vectors that a tuple reads from its group."""
+    for key in ("lr", "weight_decay"):
+        value = group.get(key, 0.0)
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise AxesError(f"{who}: a tensor {key} must have one element, got shape {tuple(value.shape)}")
+        elif not (isinstance(value, int | float) and value >= 0 and math.isfinite(value)):
+            raise AxesError(f"{who}: {key} must be a finite number >= 0, got {value!r}")
+    for vector in vectors(update):
+        if not isinstance(group.get(vector), Tensor):
+            raise AxesError(f"{who}: the tuple reads the vector {vector!r}: pass {vector}=, a tensor")
+    for per in update.demands():
+        if group.get(per.name) is None:
+            raise AxesError(
+                f"{who}: the tuple asks for {per.name!r} ({per.shape}, {per.domain}): pass {per.name}=..."
+                + (", the log of the gate" if per.domain == "unit" else "")
+            )
+        value = group[per.name]
+        if per.domain == "unit" and not isinstance(value, Tensor) and value > 0:
+            raise AxesError(f"{who}: {per.name!r} is a gate in [0, 1] given by its log, so at most 0; got {value}")
+
+
+def _require_way(who: str, group: Group, update: StateUpdate) -> None:
+    """Of the way in which a group's rule is stepped and stored."""
+    Precision.of(group).require(who, update)
+    if group["capturable"] and holds(update):
+        raise AxesError(
+            f"{who}: capturable=True records one step, and rule {group['rule']!r} refreshes what it holds in some "
+            "steps only: leave it out"
+        )
+    if group["fused"]:
+        reason = unfusable(update)
+        if reason is not None:
+            raise AxesError(
+                f"{who}: fused=True is for rules that act entry by entry, and rule {group['rule']!r} {reason}: "
+                "leave it out (foreach=True is the batched form), or give it to the groups of another rule"
+            )
+        if importlib.util.find_spec("triton") is None:
+            raise AxesError(f"{who}: fused=True needs Triton, which is not installed")
+
+
+def _require_place(who: str, group: Group, update: StateUpdate, name: str | None, parameter: Tensor) -> None:
+    """Of the dtype and the device of a parameter."""
+    Precision.of(group).forms(who, update, parameter)
+    place = parameter.device.type
+    if group["fused"] and place not in ("cuda", "meta") and not _interpreted():
+        raise AxesError(
+            f"{who}: fused=True needs parameters on a CUDA device, and {name or 'a parameter'} is on "
+            f"{parameter.device}: leave it out, foreach=True is the batched form"
+        )
+    for rate in ("lr", "weight_decay"):
+        value = group.get(rate)
+        if isinstance(value, Tensor) and group["capturable"] and value.device.type != place and place == "cuda":
+            raise AxesError(
+                f"{who}: with capturable=True a tensor {rate} must be beside the parameters, on "
+                f"{parameter.device}; it is on {value.device}"
+            )
+
+
+def _interpreted() -> bool:
+    """Whether kernels run without a device, in Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from axes.kernels.common.layout import interpreted  # triton is imported on first use
+
+    return interpreted()

@@ -1,0 +1,378 @@
+"""Rules with a spectral filter over all matrices of a group: entries at once before it and after it, products by shape.
+
+A tuple is cut at its filter with a `Spectral` geometry. What comes before is a program on entries that writes the
+filter's argument into one stack for each shape, in the dtype of the products; the products take whole stacks; what
+comes after is a program again (Muon: the decayed step), or, where it mixes entries (NorMuon: row norms), the
+interpreter on stacks. States are the interpreter's, name by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from axes.core.algorithms import Sum
+from axes.core.costs import Given
+from axes.core.geometry import Euclidean, Spectral
+from axes.core.memory import Parameter
+from axes.core.state_update import State, StateUpdate
+from axes.optim.engine import trees
+from axes.optim.engine.capabilities import keyed, parts_of, vectors
+from axes.optim.engine.routing import canonical_shape
+from axes.optim.engine.together import (
+    GRADIENT,
+    _generated,
+    _together,
+    copied,
+    first_is_special,
+    fits_kernels,
+    program,
+    unchanged,
+)
+from axes.programs.batched import Schedule, blocks
+from axes.programs.program import PARAMETER, NotElementwise, Program, trace
+
+_SHAPE = (3, 5)  # of the tensors that are traced: see axes.programs.program
+_HOST_BOUND = 100_000_000  # entries up to which the launches of a step take longer than the work
+_BRANCHES = 4  # streams on which such a step is recorded: the products of few matrices do not fill a GPU
+
+
+class Cut(NamedTuple):
+    """A rule in three parts. place: of the spectral filter among the rule's filters."""
+
+    head: Program
+    spectral: Spectral
+    tail: StateUpdate
+    place: int
+
+
+@functools.lru_cache(maxsize=512)
+def cut(update: StateUpdate, maximize: bool = False) -> Cut | None:
+    """The parts of a rule with one spectral filter that is evaluated by polynomials, or None."""
+    cost, h, _, step, memory = update.parts()
+    plain = isinstance(cost, Given) and h.is_identity and not h.stats and isinstance(memory, Parameter)
+    ordinary = all(part.parts().step.at == "prev" and part.parts().step.steps == 1 for part in parts_of(update))
+    if not plain or not ordinary or update.drive_sees_state or keyed(update) or vectors(update):
+        return None
+    if step.read is not None or step.debias or first_is_special(update):
+        return None
+    if any(per.shape != "scalar" for per in update.demands()):
+        return None
+    single = {i: _filter(f) for i, f in enumerate(step.via) if not isinstance(f, Sum)}
+    places = [i for i, f in single.items() if isinstance(f.parts().h, Spectral)]
+    if len(places) != 1:
+        return None
+    place = places[0]
+    last = single[place]
+    _, spectral, _, how, _ = last.parts()
+    assert isinstance(spectral, Spectral)
+    if spectral.method == "polar" or not how.lazy:
+        return None
+    head = _head((*step.via[:place], dataclasses.replace(last, h=Euclidean())), maximize)
+    tail = dataclasses.replace(update, algorithm=dataclasses.replace(step, via=step.via[place + 1 :])).normal()
+    return None if head is None else Cut(head, spectral, tail, place)
+
+
+def _filter(f: Any) -> StateUpdate:
+    assert isinstance(f, StateUpdate)
+    return f
+
+
+def _head(via: tuple[Any, ...], maximize: bool) -> Program | None:
+    """The filters' output, under the parameter's name, and their states after it."""
+    update = StateUpdate(Given(), algorithm=dataclasses.replace(StateUpdate(Given()).parts().step, via=via)).normal()
+    rates = tuple(per.name for per in update.demands())
+    with torch.no_grad():
+        datum = {GRADIENT: torch.ones(_SHAPE), **{name: torch.tensor(0.5) for name in rates}}
+        flat = trees.flatten(update, update.init(datum, (torch.zeros(_SHAPE),)))
+        shaped = tuple(n for n, x in flat.items() if x.numel() > 1)
+        counts = {n: torch.ones_like(x) for n, x in flat.items() if trees.counts(n)}
+        if len(shaped) + len(counts) != len(flat):
+            return None
+
+        def step(values: dict[str, Tensor]) -> Mapping[str, Tensor]:
+            state = trees.unflatten(update, {**{n: values[n] for n in shaped}, **counts}, torch.zeros(_SHAPE))
+            g = -values[GRADIENT] if maximize else values[GRADIENT]
+            state, out = update.step(state, {GRADIENT: g, **{name: values[name] for name in rates}})
+            after = trees.flatten(update, state)
+            return {PARAMETER: out.weights[0], **{n: after[n] for n in shaped}}
+
+        try:
+            return trace(step, (PARAMETER, GRADIENT, *shaped), rates)
+        except NotElementwise:
+            return None
+
+
+# ---- programs over lists ---------------------------------------------------------------------------------------------
+
+
+@final
+class Entries:
+    """A program over lists of contiguous tensors: one kernel on CUDA devices, else torch's multi-tensor operations."""
+
+    def __init__(
+        self, found: Program, tensors: Mapping[str, list[Tensor]], counts: Tensor | None, squares: bool = False
+    ) -> None:
+        """tensors: by name, all inputs but the gradients. counts: on the device, moved by the kernel.
+
+        squares: the kernel keeps sums of squares of the parameters that it writes, for `squares_of`.
+        """
+        self.program, self.counts = found, counts
+        like = tensors[PARAMETER]
+        self.kernel: Any = None
+        if _generated(like[0].device) and all(fits_kernels(x) for xs in tensors.values() for x in xs):
+            from axes.programs.fused import Fused  # triton is imported on first use
+
+            unread = torch.zeros(1, dtype=torch.int64, device=like[0].device)
+            self.kernel = Fused(found, tensors, {}, {}, unread if counts is None else counts, squares=squares)
+            return
+        self.schedule = Schedule(found, keep=(GRADIENT,))
+        size = 1 << 18 if like[0].device.type == "cpu" else 1 << 62
+        self.blocks = list(blocks([x.numel() for x in like], size))
+        self.views = {n: self._cut(xs) for n, xs in tensors.items()}
+
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        rates: Mapping[str, float | Tensor],
+        found: Tensor | None,
+        scale: Tensor | None,
+    ) -> None:
+        if self.kernel is not None:
+            self.kernel.step([g if fits_kernels(g) else copied(g, g.dtype) for g in gradients], rates, found, scale)
+            return
+        lists = {**self.views, GRADIENT: self._cut(gradients)}
+        values = self._values(rates, gradients[0].device)
+        for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
+            self.schedule.run(group, values)
+        if self.counts is not None:
+            self.counts.add_(1)
+
+    def squares_of(self, stacks: Sequence[Tensor]) -> list[Tensor] | None:
+        """Where the kernel keeps sums of squares of its parameters, the members of these stacks in their order.
+
+        (members, chunks of one) for each stack; None where nobody asked for them or no kernel runs.
+        """
+        if self.kernel is None or self.kernel.squares is None:
+            return None
+        sizes = [(len(x), -(-x[0].numel() // self.kernel.block)) for x in stacks]
+        parts = self.kernel.squares.split([members * chunks for members, chunks in sizes])
+        return [x.view(size) for x, size in zip(parts, sizes, strict=True)]
+
+    def _values(self, rates: Mapping[str, float | Tensor], device: torch.device) -> list[Any]:
+        if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in rates.values()):
+            return list(self.program.numbers({n: float(x) for n, x in rates.items()}))
+        number = functools.partial(torch.as_tensor, dtype=torch.float64, device=device)
+        return list(self.program.tensors({n: number(x).reshape(()) for n, x in rates.items()}))
+
+    def _cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        flat = [x.reshape(-1) for x in tensors]
+        return [[flat[i] if b - a == flat[i].numel() else flat[i][a:b] for i, a, b in group] for group in self.blocks]
+
+
+def readable(gradients: list[Tensor], wide: torch.dtype, head: Entries) -> list[Tensor]:
+    """Gradients as a program can read them: contiguous, and in one dtype."""
+    if head.kernel is None or any(g.dtype != gradients[0].dtype for g in gradients):
+        gradients = [g.to(wide) for g in gradients]
+    return [g if fits_kernels(g) else copied(g, wide) for g in gradients]
+
+
+def writable(parameter: Tensor, wide: torch.dtype) -> Tensor:
+    """The parameter where a program can write it, else a copy of it."""
+    known = parameter.dtype == wide or _generated(parameter.device)
+    return parameter.detach() if known and fits_kernels(parameter) else copied(parameter, wide)
+
+
+# ---- one step --------------------------------------------------------------------------------------------------------
+
+
+@final
+class Stacks:
+    """Parameters of one dtype and device that step together under a cut rule, those of one shape as a stack."""
+
+    def __init__(
+        self, update: StateUpdate, maximize: bool, parameters: list[Tensor], states: list[dict[str, Tensor]]
+    ) -> None:
+        """states: flat, with tensors of their own; some are replaced by views of stacks."""
+        found = cut(update, maximize)
+        assert found is not None
+        self.cut, self.parameters, self.states, self.how = found, parameters, states, "host"
+        by_shape: dict[tuple[int, int], list[int]] = {}
+        for i, p in enumerate(parameters):
+            by_shape.setdefault(canonical_shape(p), []).append(i)
+        self.members = list(by_shape.values())
+        self.order = [i for some in self.members for i in some]
+        like = parameters[0]
+        self.wide = torch.promote_types(like.dtype, torch.float32)
+        kind = torch.bfloat16 if found.spectral.precision == "bfloat16" else self.wide
+        self.stacks = [like.new_empty(len(some), *shape, dtype=kind) for shape, some in by_shape.items()]
+        self.inside = [writable(p, self.wide) for p in parameters]
+        counts = [n for n in states[0] if trees.counts(n)]
+        self.hosted = [s[n] for s in states for n in counts] if states[0][counts[0]].device.type == "cpu" else []
+        joined = None if self.hosted else _together(states, counts)
+        arguments = [x for stack in self.stacks for x in stack.unbind()]
+        inputs = [n for n, i in found.head.inputs.items() if found.head.shaped(i) and n not in (PARAMETER, GRADIENT)]
+        tensors = {n: [states[i][n] for i in self.order] for n in inputs}
+        normed = kind == torch.bfloat16 and found.spectral.form == "gram"  # what reads the norms of stacks
+        self.head = Entries(found.head, {PARAMETER: arguments, **tensors}, joined, normed)
+        self.squares = self.head.squares_of(self.stacks)
+        self.tail: Entries | None = None
+        traced = program(found.tail, True)
+        if traced is not None:
+            self.tail = Entries(traced, {PARAMETER: [self.inside[i] for i in self.order]}, None)
+        else:
+            self.kept = [self._stacked(some) for some in self.members]
+        self.own = [x for s in states for x in s.values()]
+        self.places = list(map(Tensor.data_ptr, parameters))
+        small = sum(x.numel() for x in self.stacks) <= _HOST_BOUND
+        recorded = _generated(like.device) and small
+        self.branches = self._branches(_BRANCHES if recorded else 1)
+        self.products: Callable[[], list[Tensor]] = self._directions
+        if recorded:
+            self.products = _Replayed(self._directions, self._in_branches)
+
+    def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+        """Whether these are still the same parameters, where they were, with the same state tensors."""
+        return unchanged(self.parameters, self.places, self.own, parameters, state)
+
+    def step(
+        self, rates: Mapping[str, float | Tensor], found: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
+        """One datum for every parameter. found, scale: of a gradient scaler, where the kernel runs."""
+        gradients = [g for i in self.order if (g := self.parameters[i].grad) is not None]
+        self.head.step(readable(gradients, self.wide, self.head), rates, found, scale)
+        directions = self.products()
+        copied = [(p, x) for p, x in zip(self.parameters, self.inside, strict=True) if x.data_ptr() != p.data_ptr()]
+        if copied:
+            torch._foreach_copy_([x for _, x in copied], [p.detach() for p, _ in copied])
+        if self.tail is not None:
+            self.tail.step([x for stack in directions for x in stack.unbind()], rates, found, None)
+        else:
+            for some, kept, direction in zip(self.members, self.kept, directions, strict=True):
+                self._interpret(some, kept, direction.to(self.wide), rates)
+        if copied:
+            torch._foreach_copy_([p.detach() for p, _ in copied], [x for _, x in copied])
+        if self.hosted:
+            torch._foreach_add_(self.hosted, 1)
+
+    def _branches(self, count: int) -> list[list[int]]:
+        """Stacks in groups of about the same work. A group's products are chosen for it, however it is launched."""
+        branches: list[list[int]] = [[] for _ in range(min(count, len(self.stacks)))]
+        for i in sorted(range(len(self.stacks)), key=lambda i: -self.stacks[i].numel()):
+            min(branches, key=lambda branch: sum(self.stacks[j].numel() for j in branch)).append(i)
+        return branches
+
+    def _directions(self) -> list[Tensor]:
+        """The spectral directions of all stacks, in one dtype."""
+        return self._alike(self._on([None] * len(self.branches)))
+
+    def _in_branches(self) -> list[Tensor]:
+        """The same, every branch on its stream."""
+        now = torch.cuda.current_stream()
+        streams = [now, *(torch.cuda.Stream() for _ in self.branches[1:])]
+        for stream in streams[1:]:
+            stream.wait_stream(now)
+        out = self._on(streams)
+        for stream in streams[1:]:
+            now.wait_stream(stream)
+        return self._alike(out)  # reads what every branch made
+
+    def _on(self, streams: Sequence[torch.cuda.Stream | None]) -> list[Tensor]:
+        out = list(self.stacks)
+        for stream, branch in zip(streams, self.branches, strict=True):
+            squares = None if self.squares is None else [self.squares[i] for i in branch]
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                some = [self.stacks[i] for i in branch]
+                directions = self.cut.spectral.directions(some, self.wide, squares, spend=True)
+            for i, x in zip(branch, directions, strict=True):
+                out[i] = x
+        return out
+
+    def _alike(self, out: list[Tensor]) -> list[Tensor]:
+        return out if len({x.dtype for x in out}) == 1 else [x.to(self.wide) for x in out]
+
+    # ---- a tail that mixes entries -----------------------------------------------------------------------------------
+
+    def _stacked(self, some: list[int]) -> dict[str, Tensor]:
+        """States that the tail reads, by their names there, as stacks whose members the states become."""
+        kept: dict[str, Tensor] = {}
+        for name in self.states[some[0]]:
+            inner = self._name_in_tail(name)
+            if inner is None or trees.counts(name):
+                continue
+            kept[inner] = torch.stack([self.states[i][name] for i in some])
+            for i, x in zip(some, kept[inner].unbind(), strict=True):
+                self.states[i][name] = x
+        return kept
+
+    def _name_in_tail(self, name: str) -> str | None:
+        if not name.startswith("via."):
+            return name
+        _, place, rest = name.split(".", 2)
+        inner = int(place) - self.cut.place - 1
+        return None if inner < 0 else f"via.{inner}.{rest}"
+
+    def _interpret(
+        self, some: list[int], kept: dict[str, Tensor], direction: Tensor, rates: Mapping[str, float | Tensor]
+    ) -> None:
+        tail, shape = self.cut.tail, direction.shape[1:]
+        inside = [self.inside[i].view(shape) for i in some]
+        weights = torch.stack(inside).to(self.wide)
+        counted = {n: torch.ones((), dtype=torch.int64) for n in self._tail_counts}
+        state: State = trees.unflatten(tail, {**kept, **counted}, weights)
+        given = {n: x.to(self.wide) if isinstance(x, Tensor) else x for n, x in rates.items()}
+        state, out = tail.step(state, {GRADIENT: -direction, **given})
+        after = trees.flatten(tail, state)
+        for name, x in kept.items():
+            x.copy_(after[name])
+        torch._foreach_copy_(inside, list(out.weights[0].unbind()))
+
+    @functools.cached_property
+    def _tail_counts(self) -> list[str]:
+        like = torch.zeros(_SHAPE)
+        state = self.cut.tail.init({GRADIENT: like, **{p.name: 0.5 for p in self.cut.tail.demands()}}, (like,))
+        return [n for n in trees.flatten(self.cut.tail, state) if trees.counts(n)]
+
+
+@final
+class _Replayed:
+    """A function of tensors that stay where they are, recorded as a CUDA graph at its second call.
+
+    Dozens of launches then cost the host as much as one. Results are overwritten by the next call. recorded: a form of
+    the function for the graph.
+    """
+
+    def __init__(self, function: Callable[[], list[Tensor]], recorded: Callable[[], list[Tensor]]) -> None:
+        self.function, self.recorded, self.calls = function, recorded, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.results: list[Tensor] = []
+
+    def __call__(self) -> list[Tensor]:
+        if torch.cuda.is_current_stream_capturing():
+            return self.recorded()  # part of a larger graph
+        self.calls += 1
+        if self.calls == 1:  # kernels are compiled and libraries wake up
+            return self.function()
+        if self.graph is None:
+            self._record()
+        assert self.graph is not None
+        self.graph.replay()
+        return self.results
+
+    def _record(self) -> None:
+        graph, stream, now = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(now)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self.results = self.recorded()
+            finally:
+                graph.capture_end()
+        now.wait_stream(stream)
+        self.graph = graph

@@ -1,0 +1,124 @@
+"""The state of a parameter: how it begins, and as its tuple sees it.
+
+It is kept as a flat dict (`trees`) in stored forms (`stored`); to its tuple a parameter is a matrix, at least in
+float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from axes.core.geometry import Context
+from axes.core.rates import resolve
+from axes.core.state_update import State, StateUpdate
+from axes.errors import AxesError
+from axes.optim.engine import stored, trees
+from axes.optim.engine.groups import rates
+from axes.optim.engine.options import Group, how
+from axes.optim.engine.places import Places
+from axes.optim.engine.precision import Precision
+from axes.optim.engine.routing import canonical_shape, real
+from axes.optim.engine.together import start
+
+Flat = dict[str, Tensor]
+
+
+# ---- a parameter is a matrix -----------------------------------------------------------------------------------------
+
+
+def canonical(tensor: Tensor) -> Tensor:
+    """A parameter or gradient as a matrix, at least in float32."""
+    x = real(tensor).detach()
+    return x.reshape(canonical_shape(tensor)).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def show(parameter: Tensor, weights: Tensor) -> None:
+    """A matrix into its parameter."""
+    target = real(parameter)
+    target.copy_(weights.reshape(target.shape))
+
+
+def _datum(parameter: Tensor) -> Flat:
+    """What a parameter's datum looks like, without storage."""
+    m, n = canonical_shape(parameter)
+    dtype = torch.promote_types(parameter.real.dtype if parameter.is_complex() else parameter.dtype, torch.float32)
+    shapes = {"g": (m, n), "k": (n,), "v": (m,), "e": (m,)}
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+
+
+# ---- theta -----------------------------------------------------------------------------------------------------------
+
+
+def theta_0(update: StateUpdate, parameter: Tensor) -> Tensor:
+    """The dual of the parameter where a mirror map is carried, else the parameter."""
+    _, h, _, step, _ = update.parts()
+    w = canonical(parameter)
+    return w if h.is_identity or not step.lazy else h.subgradient(w)
+
+
+def require_inside(places: Places, update: StateUpdate, parameter: Tensor) -> None:
+    """AxesError unless the parameter is where a mirror map that is carried has a dual for it."""
+    _, h, _, step, _ = update.parts()
+    if h.is_identity or not step.lazy:
+        return
+    tolerance = {torch.float64: 1e-6, torch.float32: 1e-4}.get(parameter.dtype, 2e-2)
+    if not bool(h.contains(canonical(parameter), tolerance).all()):
+        raise AxesError(
+            f"{places.who}: {places.label(parameter)} is not in the set of {h!r}: initialise it there, for example "
+            "with h.primal"
+        )
+
+
+def evaluation_point(group: Group, update: StateUpdate, theta: Tensor) -> Tensor:
+    """The weights at which a tuple wants its gradient, where it is not what the parameter shows."""
+    _, h, monoid, step, memory = update.parts()
+    signal = rates(group, update, theta)
+    if step.at == "gated":
+        element = monoid.element(signal, resolve(step.rate, signal), theta)
+        (theta,) = memory.act(element, (theta,))
+    return theta if h.is_identity or not step.lazy else h.primal(theta, Context(signal=signal))
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+def first(update: StateUpdate, parameter: Tensor, datum: Mapping[str, Any]) -> Flat:
+    """The state before a first datum."""
+    return trees.flatten(update, update.init(datum, (theta_0(update, parameter),)))
+
+
+def begin(who: str, group: Group, update: StateUpdate, parameter: Tensor) -> Flat:
+    """The state before any datum, as it is kept."""
+    zeros = {n: parameter.new_zeros((), dtype=x.dtype).expand(x.shape) for n, x in _datum(parameter).items()}
+    forms = Precision.of(group).forms(who, update, parameter)
+    return at_home(group, parameter, stored.begin(start(first(update, parameter, zeros), parameter), forms, parameter))
+
+
+def expected(who: str, group: Group | None, update: StateUpdate, parameter: Tensor) -> Flat:
+    """The same without storage: names, shapes and, in the stored forms of a group, dtypes."""
+    datum = _datum(parameter)
+    flat = trees.flatten(update, update.init(datum, (datum["g"],)))
+    return flat if group is None else stored.begin(flat, Precision.of(group).forms(who, update, parameter), parameter)
+
+
+def at_home(group: Group, parameter: Tensor, flat: Flat) -> Flat:
+    """A state whose tensors are where they belong: counts on the host, unless nothing may wait for the device."""
+    hosted = how(group) == "host"
+    return {
+        n: x.to("cpu" if trees.counts(n) and hosted else parameter.device, copy=trees.counts(n))
+        for n, x in flat.items()
+    }
+
+
+def read(update: StateUpdate, parameter: Tensor, flat: Flat) -> State:
+    """A kept state as its tuple sees it; KeyError where a part is missing."""
+    return trees.unflatten(update, stored.opened(flat), canonical(stored.weights(parameter, flat)))
+
+
+def counts(flat: Flat) -> dict[str, int]:
+    """The counts of a state."""
+    return {n: int(x) for n, x in flat.items() if trees.counts(n)}

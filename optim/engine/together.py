@@ -1,0 +1,368 @@
+"""Entry-by-entry rules over all parameters of a group at once: the tuple's program, state in its own tensors.
+
+What the interpreter does parameter by parameter is traced once (`axes.programs`) and run over lists of tensors: as a
+generated kernel where those run, else by torch's multi-tensor operations. The state dict is the interpreter's, name by
+name, so that all of them can take turns.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar, final
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from axes.core.state_update import StateUpdate
+from axes.optim.engine import stored, trees
+from axes.optim.engine.capabilities import elementwise, keyed, parts_of, vectors
+from axes.optim.engine.routing import real
+from axes.programs.batched import Schedule, blocks
+from axes.programs.program import PARAMETER, NotElementwise, Program, trace
+from axes.programs.storage import FORMS, LOW, UNIT
+
+P = ParamSpec("P")
+R = TypeVar("R")
+GRADIENT = "g"
+_SHAPE = (3, 5)  # of the tensors that are traced: see axes.programs.program
+_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def uncompiled(recursive: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """`torch.compiler.disable` that imports the compiler, which takes seconds, at the first call.
+
+    Under torch.compile only the arithmetic of a step is compiled, what decides about it runs as it is. recursive: what
+    the function calls is not compiled either.
+    """
+    return lambda function: _disable_dynamo(function, recursive)
+
+
+@functools.lru_cache(maxsize=512)
+def program(update: StateUpdate, maximize: bool = False) -> Program | None:
+    """The program of one step on a parameter, or None if the tuple mixes entries or reads more than a gradient."""
+    scalar = all(per.shape == "scalar" for per in update.demands())
+    if keyed(update) or vectors(update) or not scalar or not elementwise(update):
+        return None
+    rates = tuple(per.name for per in update.demands())
+    with torch.no_grad():
+        datum = {GRADIENT: torch.ones(_SHAPE), **{name: torch.tensor(0.5) for name in rates}}
+        flat = trees.flatten(update, update.init(datum, (torch.ones(_SHAPE),)))
+        shaped = tuple(n for n, x in flat.items() if x.numel() > 1)
+        numbers = tuple(n for n, x in flat.items() if x.numel() == 1 and not trees.counts(n))
+        counts = {n: torch.ones_like(x) for n, x in flat.items() if trees.counts(n)}  # only the first datum is special
+
+        def step(values: dict[str, Tensor]) -> Mapping[str, Tensor]:
+            kept = {n: values[n].reshape(flat[n].shape) for n in (*shaped, *numbers)}
+            state = trees.unflatten(update, {**kept, **counts}, values[PARAMETER])
+            g = -values[GRADIENT] if maximize else values[GRADIENT]
+            state, out = update.step(state, {GRADIENT: g, **{name: values[name] for name in rates}})
+            after = trees.flatten(update, state)
+            return {
+                PARAMETER: out.weights[0],
+                **{n: after[n] for n in shaped},
+                **{n: after[n].reshape(()) for n in numbers},
+            }
+
+        try:
+            return trace(step, (PARAMETER, GRADIENT, *shaped), (*numbers, *rates))
+        except NotElementwise:
+            return None
+
+
+def unfusable(update: StateUpdate) -> str | None:
+    """Why a tuple cannot be one kernel over entries, or None."""
+    if program(update) is not None:
+        return None
+    if keyed(update):
+        return "reads the inputs of layers"
+    if vectors(update) or any(per.shape != "scalar" for per in update.demands()):
+        return "reads rates or gates that are no single number"
+    return "mixes entries (norms, products or sorts)"
+
+
+def first_is_special(update: StateUpdate) -> bool:
+    """Whether the first datum is treated unlike the others, which the program is about."""
+    return any(part.parts().step.start == "first" for part in parts_of(update))
+
+
+@functools.lru_cache(maxsize=512)
+def schedule(update: StateUpdate, maximize: bool) -> Schedule:
+    """The multi-tensor form of a program."""
+    found = program(update, maximize)
+    assert found is not None
+    return Schedule(found, keep=(GRADIENT,))
+
+
+# ---- where generated kernels run -------------------------------------------------------------------------------------
+
+
+def _generated(device: torch.device) -> bool:
+    """Whether a program is a generated kernel there: on CUDA devices for which Triton makes one."""
+    return device.type == "cuda" and _TRITON and not torch.compiler.is_compiling() and _runs(device)
+
+
+@functools.cache
+def _runs(device: torch.device) -> bool:
+    """Whether the smallest kernel runs on a device: Triton needs a C compiler, and does not know every GPU."""
+    try:
+        from axes.programs.fused import Fused  # triton is imported on first use
+
+        one, counts = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        smallest = trace(lambda v: {PARAMETER: v[PARAMETER] + v[GRADIENT]}, (PARAMETER, GRADIENT), ())
+        Fused(smallest, {PARAMETER: [one]}, {}, {}, counts).step([torch.zeros_like(one)], {})
+    except Exception as error:  # whatever a compiler, an assembler or a driver says
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"no kernels for {device}, torch's operations step instead: {reason}", stacklevel=2)
+        return False
+    return True
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+How = Literal["host", "device", "fused"]
+
+
+@final
+class Batch:
+    """Parameters that step together: one dtype, one device, the same numbers in their states.
+
+    how: "host" computes the numbers of a step on the host, "device" beside the tensors, so that nothing waits for the
+    device and a step can be captured, and "fused" is one generated kernel, for which the counts are on the device too.
+    Where generated kernels run, "host" is that kernel as well: it has the counts from a copy, and keeps the numbers.
+    """
+
+    def __init__(
+        self,
+        update: StateUpdate,
+        maximize: bool,
+        parameters: list[Tensor],
+        states: list[dict[str, Tensor]],
+        how: How = "host",
+        streams: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """streams: of random bits, if parameters are rounded at random."""
+        self.schedule = schedule(update, maximize)
+        self.hosted = how == "host"  # where the counts are
+        if self.hosted and _generated(parameters[0].device) and all(map(_plain, parameters)):
+            how = "fused"
+        self.parameters, self.states, self.how, self.streams, self.seed = parameters, states, how, streams, seed
+        names = self.schedule.names
+        self.numbers = [n for n in self.schedule.program.outputs if n not in names]
+        counts = [n for n in states[0] if trees.counts(n)]
+        # members' counts and numbers are views of one tensor each, so that one operation moves them all
+        self.counts = _together(states, counts)
+        self.copies = {n: _together(states, [n]) for n in self.numbers}
+        self.held, self.versions = self._read() if how == "host" else ({}, [])
+        self.forms = stored.forms_of(states[0])
+        self.coded = {n: f for n, f in self.forms.items() if n != PARAMETER}
+        self.own = [x for s in states for x in s.values()]
+        self.places = list(map(Tensor.data_ptr, parameters))
+        self.shapes = [real(p).shape for p in parameters]
+        self.wide = torch.promote_types(real(parameters[0]).dtype, torch.float32)
+        if how == "fused":
+            self.kernel = self._kernel()
+            return
+        # a parameter of 16 bits, or without one run of memory, is stepped as a float32 or contiguous copy
+        self.whole = all(p.is_contiguous() and real(p).dtype == self.wide for p in parameters)
+        self.cut = list(blocks([p.numel() for p in map(real, parameters)], _block(parameters[0])))
+        kept = [n for n in names if n not in (PARAMETER, GRADIENT, *self.coded)]
+        self.views: dict[str, Any] = {n: self._blocks([s[n] for s in states]) for n in kept}
+        if self.whole:
+            self.views[PARAMETER] = self._blocks([real(p).detach() for p in parameters])
+
+    def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+        """Whether these are still the same parameters, where they were, with the same state tensors."""
+        return unchanged(self.parameters, self.places, self.own, parameters, state)
+
+    @uncompiled(recursive=False)
+    def step(
+        self, rates: Mapping[str, float | Tensor], found: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
+        """One datum for every parameter. found, scale: of a gradient scaler, for fused batches."""
+        if self.how == "fused":
+            self._launch(rates, found, scale)
+        elif self.how == "device":
+            self._on_device(rates)
+        else:
+            self._on_host({n: float(x) for n, x in rates.items()})
+
+    def _read(self) -> tuple[dict[str, float], list[int]]:
+        """The numbers of the state, on the host, and which versions of them these are."""
+        return {n: float(x[0]) for n, x in self.copies.items()}, list(map(_version, self.copies.values()))
+
+    @uncompiled()
+    def _on_host(self, rates: Mapping[str, float]) -> None:
+        if list(map(_version, self.copies.values())) != self.versions:  # a step that a flag called off was put back
+            self.held, self.versions = self._read()
+        values = self.schedule.program.numbers({**self.held, **rates})
+        self._run(values)
+        for name in self.numbers:
+            value = self.schedule.program.outputs[name]
+            exact = values[value] if isinstance(value, int) else value
+            self.copies[name].fill_(exact)
+            self.held[name] = torch.tensor(exact, dtype=self.copies[name].dtype).item()  # as a resumed run will read it
+        self.versions = list(map(_version, self.copies.values()))
+
+    def _on_device(self, rates: Mapping[str, float | Tensor]) -> None:
+        like = self.counts
+        given = {n: x[0].to(torch.float64) for n, x in self.copies.items()}
+        for n, x in rates.items():
+            if isinstance(x, Tensor):
+                given[n] = x.to(like.device, torch.float64).reshape(())
+            else:
+                given[n] = torch.full((), x, dtype=torch.float64, device=like.device)
+        values = self.schedule.program.tensors(given)
+        self._run(values)
+        for name in self.numbers:
+            value = self.schedule.program.outputs[name]
+            exact = values[value] if isinstance(value, int) else value
+            self.copies[name].copy_(exact) if isinstance(exact, Tensor) else self.copies[name].fill_(exact)
+
+    def _run(self, values: Sequence[float | Tensor]) -> None:
+        """The program over all blocks, given its numbers."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if any(g.dtype != self.wide for g in gradients):
+            gradients = [real(g).to(self.wide) for g in gradients]
+        lists = {**self.views, GRADIENT: self._blocks(gradients)}
+        copies: list[Tensor] = []
+        if not self.whole:
+            copies = [self._copy(p, s) for p, s in zip(self.parameters, self.states, strict=True)]
+            lists[PARAMETER] = self._blocks(copies)
+        decoded: dict[str, list[Tensor]] = {}
+        for name in self.coded:
+            decoded[name] = [stored.opened(s)[name].contiguous() for s in self.states]
+            lists[name] = self._blocks(decoded[name])
+        for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
+            self.schedule.run(group, values)
+        self.counts.add_(1)
+        for i, copy in enumerate(copies):
+            parameter, state = self.parameters[i], self.states[i]
+            random = None if self.streams is None else (state[trees.COUNT], self.streams[i], self.seed)
+            stored.write(real(parameter), copy, state, random)
+        for name, tensors in decoded.items():
+            for state, x in zip(self.states, tensors, strict=True):
+                code, unit = FORMS[self.coded[name]].encode(x.reshape(-1), None)
+                state[name].copy_(code.view(x.shape))
+                state[name + UNIT].copy_(unit)
+
+    def _copy(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        if PARAMETER in self.forms:
+            return stored.weights(parameter, state)
+        return copied(real(parameter), self.wide)
+
+    def _blocks(self, tensors: list[Tensor]) -> list[list[Tensor]]:
+        return [[self._entries(tensors[i], i, first, end) for i, first, end in group] for group in self.cut]
+
+    def _entries(self, x: Tensor, index: int, first: int, end: int) -> Tensor:
+        """A tensor in the shape of its parameter, or a piece of it."""
+        shape = self.shapes[index]
+        if end - first < shape.numel():
+            return x.reshape(-1)[first:end]
+        return x if x.shape == shape else x.view(shape)
+
+    # ---- one kernel ----------------------------------------------------------------------------------------------
+
+    def _kernel(self) -> Any:
+        from axes.programs.fused import Fused, columns  # triton is imported on first use
+
+        program = self.schedule.program
+        own = [n + suffix for n, suffix in columns(program, self.forms) if n not in (PARAMETER, GRADIENT)]
+        tensors = {n: [s[n] for s in self.states] for n in own}
+        if PARAMETER in self.forms:
+            tensors[PARAMETER + LOW] = [s[PARAMETER + LOW] for s in self.states]
+        shown = [real(p).detach() for p in self.parameters]
+        tensors[PARAMETER] = [x if fits_kernels(x) else copied(x, x.dtype) for x in shown]
+        pairs = [(x, y) for x, y in zip(shown, tensors[PARAMETER], strict=True) if x is not y]
+        self.shown, self.inside = [x for x, _ in pairs], [y for _, y in pairs]  # what is stepped as a copy
+        counts = self.counts.view(-1)
+        counts = counts.to(shown[0].device, copy=True) if self.hosted else counts
+        return Fused(program, tensors, self.forms, self.copies, counts, self.streams, self.seed)
+
+    @uncompiled()
+    def _launch(self, rates: Mapping[str, float | Tensor], found: Tensor | None, scale: Tensor | None) -> None:
+        gradients = [real(g) for p in self.parameters if (g := p.grad) is not None]
+        if any(g.dtype != gradients[0].dtype for g in gradients):
+            gradients = [g.to(self.wide) for g in gradients]
+        gradients = [g if fits_kernels(g) else copied(g, g.dtype) for g in gradients]
+        if self.inside:
+            torch._foreach_copy_(self.inside, self.shown)
+        numbers = {n: float(x) if isinstance(x, Tensor) and x.device.type == "cpu" else x for n, x in rates.items()}
+        self.kernel.step(gradients, numbers, found, scale)
+        if self.inside:
+            torch._foreach_copy_(self.shown, self.inside)
+        if self.hosted:
+            self.counts.add_(1)
+
+
+def unchanged(
+    known: Sequence[Tensor],
+    places: Sequence[int],
+    own: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    state: Mapping[Tensor, dict[str, Tensor]],
+) -> bool:
+    """Whether parameters are the known ones, at the places where they were, and their states the tensors `own`."""
+    if len(parameters) != len(known) or not all(map(operator.is_, parameters, known)):
+        return False
+    if list(map(Tensor.data_ptr, parameters)) != places:
+        return False
+    now = [x for p in parameters for x in state[p].values()]
+    return len(now) == len(own) and all(map(operator.is_, now, own))
+
+
+def _together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
+    """Tensors of one entry as one tensor, and the states' own as views of it, name by name."""
+    whole = torch.stack([s[n].reshape(()) for n in names for s in states])
+    views = iter(whole.unbind())
+    for n in names:
+        for s in states:
+            s[n] = next(views).view(s[n].shape)
+    return whole
+
+
+def _version(x: Tensor) -> int:
+    """Another number after every change."""
+    return 0 if x.is_inference() else x._version
+
+
+def _plain(parameter: Tensor) -> bool:
+    """Whether a parameter is memory that a kernel can be given, and not a tensor with arithmetic of its own."""
+    return type(parameter.detach()) is Tensor
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether a kernel may read 16 bytes at a time."""
+    return x.data_ptr() % 16 == 0
+
+
+def fits_kernels(x: Tensor) -> bool:
+    """Whether a generated kernel may be given a tensor as it is."""
+    return x.is_contiguous() and _aligned(x)
+
+
+def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor that a program can be given in the place of one that it cannot."""
+    return x.detach().to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def start(state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+    """A first state whose tensors are its own: aligned, and none shares memory with the parameter or another."""
+    seen = {parameter.untyped_storage().data_ptr()}
+    out = {}
+    for name, x in state.items():
+        place = x.untyped_storage().data_ptr()
+        shared = place in seen or not x.is_contiguous() or (x.numel() > 1 and not _aligned(x))
+        out[name] = x.clone(memory_format=torch.contiguous_format) if shared else x
+        seen.add(place)
+    return out
+
+
+def _block(like: Tensor) -> Any:
+    """On a CPU what fits in cache, elsewhere everything in one call."""
+    return 1 << 18 if like.device.type == "cpu" else 1 << 62

@@ -1,0 +1,1 @@
+"""The rules: every optimizer as its tuple, relatives side by side."""

@@ -1,0 +1,1 @@
+"""Parameters that are spread over processes."""

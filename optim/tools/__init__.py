@@ -1,0 +1,1 @@
+"""What users ask of an optimizer beside stepping: reports, diagnostics, checkpoints of torch.optim."""
