@@ -24,7 +24,8 @@ class Kernel:
     """A kernel of Triton or Gluon that is launched as ever, `kernel[grid](*arguments, **constants_and_options)`.
 
     What a compiled kernel depends on is looked at here: constants, options, dtypes, alignment, tiles of descriptors,
-    and values of integers but those in `do_not_specialize`. A call that is new in one of these goes through Triton.
+    and values of integers but those in `do_not_specialize`; of a tuple, those of its members. A call that is new in
+    one of these goes through Triton.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -72,6 +73,8 @@ def _closed(x: Any) -> Any:
         return x.dtype, x.data_ptr() % 16 == 0
     if isinstance(x, float):
         return float
+    if isinstance(x, tuple):
+        return tuple(map(_closed, x))
     tile = getattr(x, "block_shape", None)
     if tile is None:
         return x

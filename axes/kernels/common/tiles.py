@@ -31,7 +31,7 @@ def unit_rows(offsets, unit, T, PACKED: tl.constexpr):
 
 
 @triton.jit
-def first_slot(first, unit, N, C: tl.constexpr, PACKED: tl.constexpr):
+def first_slot(first, unit, N, C, PACKED: tl.constexpr):
     """Slot of a unit's first chunk: dense units have N slots each; packed ones start at first // C + unit, which
     leaves room for every chunk without knowing the lengths on the host."""
     if PACKED:
@@ -42,7 +42,7 @@ def first_slot(first, unit, N, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def slot_rows(offsets, units, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
+def slot_rows(offsets, units, slot, T, N, C, PACKED: tl.constexpr):
     """Unit, first row and end row of the chunk in a slot; an empty slot of a packed layout has first >= end."""
     if PACKED:
         unit = tl.load(units + slot).to(tl.int64)

@@ -1,0 +1,174 @@
+"""The kernels of a block's two halves under Triton's interpreter against float64, and what they refuse.
+
+The interpreter is chosen when Triton is imported, so the kernels run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+if sys.platform != "linux":  # there its absence is an error, not a reason to skip
+    pytest.importorskip("triton")
+
+from axes.errors import ShapeError
+from axes.kernels.blocks.enter import Numbers, Stream, declare, enter, no_stream
+from axes.kernels.blocks.leave import leave
+from tests.interpreter import interpret
+
+PROGRAM = r"""
+import torch
+from axes.kernels.blocks.enter import Numbers, Stream, declare, enter, plan
+from axes.kernels.blocks.leave import leave
+from tests import block_halves
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+BOUNDS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+def compare(case, got, want, dtype):
+    for n, (x, w) in enumerate(zip(got, want, strict=True)):
+        assert x.shape == w.shape, (case, n, x.shape, w.shape)
+        error = ((x - w).norm() / max(w.norm(), 1e-3 * w.numel() ** 0.5)).item() if w.numel() else 0.0
+        assert error < BOUNDS[dtype], (case, n, error)
+
+def check_enter(streams, numbers=(), T=9, B=2, lengths=(), started=True, ends=True, dtype=torch.float32, pad=0):
+    case = {n: x for n, x in locals().items()}
+    b, t = (1, sum(lengths)) if lengths else (B, T)
+    units = len(lengths) or b
+    cu = torch.tensor((0, *lengths)).cumsum(0).int() if lengths else None
+    used = sum(s.heads * s.width for s in streams) + sum(n.columns for n in numbers)
+    declared = declare(streams, numbers, used + pad)
+    p = torch.randn(b, t, used + pad).to(dtype)
+    made = plan(declared)
+    parameters = [torch.randn(n).to(dtype) for n in made.parameters()]
+    tails = [torch.randn(shape).to(dtype) for shape in made.tails(units)] if started else []
+    n, given = len(parameters), [p, *parameters, *tails]
+
+    def kernel(p, *rest):
+        outs, new = enter(p, declared, rest[:n], rest[n:], cu)
+        return [*outs, *new]
+
+    def wanted(p, *rest):
+        outs, new = block_halves.enter(p, streams, numbers, rest[:n], rest[n:], cu)
+        return [*outs, *new]
+
+    shapes = [x.shape for x in kernel(*given)]
+    directions = [torch.randn(s) for s in shapes]
+    if not ends:
+        directions[len(made.shapes(b, t)):] = [None] * len(made.tails(units))
+    got = block_halves.gradients(kernel, given, directions)
+    want = block_halves.gradients(wanted, [x.double() for x in given], [None if d is None else d.double() for d in directions])
+    compare(case, got, want, dtype)
+    if pad:
+        assert not got[len(shapes)][..., used:].any()
+
+def check_leave(T=5, H=2, D=16, gated=True, normed=True, activation="silu", dtype=torch.float32, eps=1e-5):
+    case = {n: x for n, x in locals().items()}
+    y = torch.randn(2, T, H, D).to(dtype)
+    more = ([torch.randn(2, T, H * D).to(dtype)] if gated else []) + ([torch.randn(D).to(dtype)] if normed else [])
+
+    def spread(function):
+        def run(y, *rest):
+            rest = list(rest)
+            return [function(y, rest.pop(0) if gated else None, rest.pop(0) if normed else None)]
+        return run
+
+    kernel = spread(lambda y, g, w: leave(y, g, w, activation=activation, eps=eps))
+    wanted = spread(lambda y, g, w: block_halves.leave(y, g, w, activation, eps))
+    direction = torch.randn(2, T, H * D)
+    got = block_halves.gradients(kernel, [y, *more], [direction])
+    want = block_halves.gradients(wanted, [x.double() for x in (y, *more)], [direction.double()])
+    compare(case, got, want, dtype)
+"""
+
+CASES = {
+    "gated delta": """
+def streams(h, d, w, v=None):
+    v = v or d
+    return (Stream(h, d, w, False, "silu", "none", "unit", 1e-12, d ** -0.5),
+            Stream(h, d, w, False, "silu", "none", "unit", 1e-12), Stream(h, v, w, False, "silu"))
+rates = lambda h: (Numbers(h, "ssm", biased=True), Numbers(h, "sigmoid", 2.0))
+check_enter(streams(2, 16, 4), rates(2), T=40)
+check_enter(streams(3, 32, 3, 20), rates(3), T=19, pad=2)
+check_enter(streams(1, 64, 2), rates(1), T=3, B=1, started=False, ends=False, pad=6)
+""",
+    "wide heads": """
+check_enter((Stream(2, 128, 4, True, "silu", "none", "rms", 1e-5), Stream(2, 96, 4, False, "gelu")), T=6)
+""",
+    "long": """
+import axes.kernels.blocks.enter as host
+streams = (Stream(2, 16, 4, True, "silu", "none", "unit", 1e-12), Stream(2, 16, 4, True, "silu"))
+for length in (4, 16, 64):  # several chunks, one that is not full, one that is longer than the sequence
+    host._length = lambda *_: length
+    check_enter(streams, (Numbers(5, "softplus", 0.5, True),), T=37)
+    check_enter(streams, lengths=(17, 0, 1, 3, 16))
+""",
+    "functions": """
+for name in ("none", "silu", "gelu", "relu", "elu+1", "sigmoid"):
+    check_enter((Stream(2, 5, 2, True, name), Stream(1, 8, 0, False, "none", name, "unit", 1e-12)), B=1)
+    check_leave(activation=name)
+charts = ("linear", "sigmoid", "logsigmoid", "softplus")
+check_enter((), [Numbers(7, name, 0.7, i % 2 == 0) for i, name in enumerate(charts)], B=1, pad=4)
+check_enter((), [Numbers(300, "logsigmoid", 1 / 16, True), Numbers(6, "ssm", biased=True, step=True)], B=1)
+""",
+    "packed": """
+streams = (Stream(2, 16, 4, True, "silu", "none", "unit", 1e-12), Stream(1, 16, 3), Stream(2, 8, 1), Stream(1, 8))
+for lengths in ((0, 1, 9, 0, 2), (3,), (0, 0, 5)):
+    for started in (True, False):
+        check_enter(streams, (Numbers(2, "sigmoid"),), lengths=lengths, started=started)
+""",
+    "short": """
+streams = (Stream(2, 16, 4, True, "silu"), Stream(1, 16, 3))
+for t in (1, 2, 3, 4, 5):
+    check_enter(streams, T=t)
+    check_enter(streams, T=t, ends=False)
+""",
+    "half": """
+for dtype in (torch.float16, torch.bfloat16):
+    check_enter((Stream(2, 16, 4, True, "silu", "none", "unit", 1e-12), Stream(2, 16, 4, True, "silu")),
+                (Numbers(2, "ssm", biased=True, step=True), Numbers(16, narrow=True)), T=21, dtype=dtype)
+    check_leave(dtype=dtype, T=21)
+""",
+    "leave": """
+for d, h in ((16, 3), (20, 1), (64, 2), (128, 1)):
+    check_leave(T=3, H=h, D=d)
+check_leave(T=41, gated=False)
+check_leave(T=41, normed=False, activation="gelu")
+import axes.kernels.blocks.leave as host
+host._PROGRAMS = 3  # each takes rows more than once
+check_leave(T=301, H=3, D=16)
+""",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_in_the_interpreter(name: str) -> None:
+    interpret(PROGRAM + CASES[name])
+
+
+def test_refusals() -> None:
+    declared = declare((Stream(2, 8, 3),), (Numbers(2),), 24)
+    p, w = torch.randn(2, 4, 24), torch.randn(16, 1, 3)
+    for bad, message in (
+        ((p[0], declared, [w]), r"the product is \(B, T, 24\) and not empty, not \(4, 24\)"),
+        ((p[:, :0], declared, [w]), "not empty"),
+        ((p, declared, []), r"parameters have \[48\] numbers, not \[\]"),
+        ((p, declared, [w], [torch.zeros(2, 3, 16)]), r"tails are \[\(2, 2, 16\)\], not \[\(2, 3, 16\)\]"),
+        ((p, declared, [w], [], torch.tensor([0, 4])), "batch size 1"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            enter(*bad)  # type: ignore[arg-type]
+    y = torch.randn(2, 4, 2, 8)
+    for given, message in (
+        ((y[0],), r"y is \(B, T, H, D\)"),
+        ((y, y), r"the gate is torch.float32 \(2, 4, 16\), not torch.float32 \(2, 4, 2, 8\)"),
+        ((y, None, torch.ones(4)), r"weights are \(8,\), not \(4,\)"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            leave(*given)
+    assert "up to 4 wide, not 5" in (no_stream(Stream(1, 8, 5)) or "")
+    assert "from 1 to 256 wide, not 512" in (no_stream(Stream(1, 512)) or "")
+    assert no_stream(Stream(1, 256, 4)) is None

@@ -1,0 +1,79 @@
+"""The two halves of a block, sequence by sequence, in whatever dtype they are given: what their kernels are compared
+with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+FUNCTIONS = {
+    "none": lambda x: x,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "elu+1": lambda x: F.elu(x) + 1,
+    "sigmoid": torch.sigmoid,
+}
+CHARTS = {"linear": lambda z: z, "sigmoid": torch.sigmoid, "logsigmoid": F.logsigmoid, "softplus": F.softplus}
+
+
+def enter(p, streams, numbers, parameters, tails, cu_seqlens=None) -> tuple[list[Tensor], list[Tensor]]:
+    """`axes.kernels.blocks.enter.enter` with the declaration's parts."""
+    if cu_seqlens is not None:
+        bounds = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
+        each = [_enter(p[:, a:b], streams, numbers, parameters, [x[n : n + 1] for x in tails])
+                for n, (a, b) in enumerate(bounds)]  # fmt: skip
+        outs, ends = zip(*each, strict=True)
+        return [torch.cat(x, 1) for x in zip(*outs, strict=True)], [torch.cat(x) for x in zip(*ends, strict=True)]
+    return _enter(p, streams, numbers, parameters, tails)
+
+
+def _enter(p, streams, numbers, parameters, tails) -> tuple[list[Tensor], list[Tensor]]:
+    outs, ends, first = [], [], 0
+    rest, tails = iter(parameters), iter(tails)
+    b, t = p.shape[:2]
+    for s in streams:
+        c = s.heads * s.width
+        x, first = p[..., first : first + c], first + c
+        if s.conv:
+            weight = next(rest).reshape(c, s.conv)
+            bias = next(rest) if s.biased else 0
+            if s.conv > 1:
+                tail = next(tails, None)
+                x = torch.cat((p.new_zeros(b, s.conv - 1, c) if tail is None else tail.to(p.dtype), x), 1)
+                ends.append(x[:, x.shape[1] - s.conv + 1 :])
+            x = sum(weight[:, j] * x[:, j : j + t] for j in range(s.conv)) + bias
+        x = FUNCTIONS[s.feature_map](FUNCTIONS[s.activation](x)).unflatten(-1, (s.heads, s.width))
+        if s.norm != "none":
+            square = (x * x).sum(-1, keepdim=True) if s.norm == "unit" else (x * x).mean(-1, keepdim=True)
+            x = x * torch.rsqrt(square + s.eps)
+        outs.append(x * s.scale)
+    for n in numbers:
+        z, first = p[..., first : first + n.columns], first + n.columns
+        rate = next(rest) if n.chart == "ssm" else None
+        z = z + next(rest) if n.biased else z
+        if rate is not None:
+            dt = F.softplus(z)
+            outs += [-torch.exp(rate) * dt * n.factor] + [dt] * n.step
+        else:
+            outs.append(n.factor * CHARTS[n.chart](z))
+    return outs, ends
+
+
+def leave(y: Tensor, gate: Tensor | None, weight: Tensor | None, activation: str, eps: float) -> Tensor:
+    if weight is not None:
+        y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps) * weight
+    y = y.flatten(-2)
+    return y if gate is None else y * FUNCTIONS[activation](gate)
+
+
+def gradients(function, given: Sequence[Tensor], directions: Sequence[Tensor | None]) -> list[Tensor]:
+    """Outputs, then gradients of the given along the directions; None takes no part."""
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    outs = function(*leaves)
+    pairs = [(o, d.to(o.dtype)) for o, d in zip(outs, directions, strict=True) if d is not None]
+    got = torch.autograd.grad([o for o, _ in pairs], leaves, [d for _, d in pairs], allow_unused=True)
+    return [*[o.detach() for o in outs], *[torch.zeros_like(x) if g is None else g for x, g in zip(leaves, got, strict=True)]]
