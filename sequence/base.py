@@ -18,6 +18,7 @@ from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes import dispatch
 from axes.routes.packed import Packing
+from axes.sequence import fused
 from axes.sequence.blocks import Block, Standard
 from axes.sequence.charts import Sizes
 
@@ -90,6 +91,8 @@ class SequenceLayer(nn.Module):
         self.implementation, self.checkpoint = implementation, checkpoint
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
+        declared = self.around.declaration()
+        self.around.fused = None if declared is None else fused.Fused(declared)
         spread = getattr(block, "initial", None)
         self.initial: nn.ParameterList | None = None
         self._spread = spread
@@ -184,9 +187,9 @@ class SequenceLayer(nn.Module):
         if state is None:
             state = self.init_state(x.shape[0], x.device, x.dtype)
         self._check_state(state, x.shape[0])
-        signal, tails, kept = self.around.enter(x[:, None], state.tails)
+        signal, tails, kept = fused.enter(self.around, x[:, None], state.tails, None, self.implementation)
         out, memory = dispatch.step(self.update, signal, state.memory, implementation=self.implementation)
-        return self.around.leave(out, kept)[:, 0], LayerState(tails, memory)
+        return fused.leave(self.around, out, kept)[:, 0], LayerState(tails, memory)
 
     def _through(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
@@ -203,14 +206,14 @@ class SequenceLayer(nn.Module):
 
     def _run(self, x: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> tuple[Tensor, LayerState | None]:
         packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x.shape[1])
-        signal, tails, kept = self.around.enter(x, state.tails, packing)
+        signal, tails, kept = fused.enter(self.around, x, state.tails, packing, self.implementation)
         memory: State | None
         if cu_seqlens is None:
             out, memory = self._recur(signal, state.memory)
         else:
             named = self.implementation
             out, memory = dispatch.run_packed(self.update, signal, state.memory, cu_seqlens, implementation=named)
-        return self.around.leave(out, kept), None if memory is None else LayerState(tails, memory)
+        return fused.leave(self.around, out, kept), None if memory is None else LayerState(tails, memory)
 
     def _recur(self, signal: Signal, memory: State) -> tuple[Tensor, State]:
         """The recurrence alone; `axes bench training` puts a peer's operator in its place."""

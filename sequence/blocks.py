@@ -19,6 +19,7 @@ from axes.core.rates import Per
 from axes.errors import IllegalUpdate
 from axes.routes.packed import Packing
 from axes.sequence.charts import Chart, Factory, Sizes, default_chart
+from axes.sequence.fused import Declaration, Fused, Rate, Vector
 
 Activation = Literal["silu", "gelu", "relu", "elu+1", "sigmoid"]
 
@@ -45,7 +46,17 @@ class Block(ABC):
 
 
 class BlockModule(nn.Module):
-    """The two halves of a block."""
+    """The two halves of a block.
+
+    What a module declares, kernels compute where there are some (`axes.sequence.fused`); `enter` and `leave` are its
+    meaning, and what runs everywhere else.
+    """
+
+    fused: Fused | None = None
+
+    def declaration(self) -> Declaration | None:
+        """What kernels may do in the place of `enter` and `leave`; None: nothing."""
+        return None
 
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
         """Empty convolution tails."""
@@ -61,7 +72,10 @@ class BlockModule(nn.Module):
         raise NotImplementedError
 
 
-def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
+_SMALL = 1e-6  # beside the length of a vector
+
+
+def l2_normalise(x: Tensor, eps: float = _SMALL) -> Tensor:
     """Unit length in the last dimension, in float32 at least; zero stays zero."""
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps * eps)).to(x.dtype)
@@ -207,6 +221,25 @@ class _StandardModule(BlockModule):
         gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (s.heads, s.d_v))
         return signal, tuple(kept), gate
 
+    def declaration(self) -> Declaration:
+        b, s = self.block, self.sizes
+
+        def vector(name: str, projection: str, width: int, conv: ShortConvolution | None, **more: Any) -> Vector:
+            if conv is not None:
+                more |= {"conv": f"{name}_conv", "conv_width": conv.width, "activation": b.activation or "none"}
+            return Vector(name, projection, s.heads, width, **more)
+
+        unit = {"norm": "unit", "eps": _SMALL**2}
+        both = {"feature_map": b.feature_map or "none", **(unit if b.key_norm else {})}
+        norms = {None: {}, "unit": unit, "rms": {"norm": "rms", "eps": b.norm_eps}}
+        q = vector("q", "q_proj", s.d_k, self.q_conv, **both, scale=s.d_k**-0.5 if b.scale else 1.0)
+        k = vector("k", "q_proj" if self.k_proj is None else "k_proj", s.d_k, self.k_conv, **both)
+        v = vector("v", "v_proj", s.d_v, self.v_conv, **norms[b.value_norm])
+        named = [vector(name, f"vectors.{name}", s.d_k, None, **unit) for name in self.vectors]
+        rates, others = declared_charts(self.charts)
+        gate, norm = "g_proj" if b.output_gate else None, "norm" if b.output_norm else None
+        return Declaration((q, k, v, *named), rates, others, gate, b.output_gate or "none", norm, b.norm_eps, "o_proj")
+
     def leave(self, y: Tensor, kept: Any) -> Tensor:
         if self.norm is not None:
             y = self.norm(y.to(self.norm.weight.dtype))
@@ -229,4 +262,20 @@ def build_charts(
     return {p.name: charts[p.name].build(p, sizes, factory) for p in demands if p.name not in supplied}
 
 
-__all__ = ["Activation", "Block", "BlockModule", "ShortConvolution", "Standard", "build_charts", "l2_normalise"]
+def declared_charts(charts: nn.ModuleDict) -> tuple[tuple[Rate, ...], tuple[str, ...]]:
+    """What a block's `charts` declare, and the names of those that declare nothing."""
+    paths = {f"charts.{name}": chart for name, chart in charts.items()}
+    found: dict[str, Rate] = {p: chart.declared(p) for p, chart in paths.items() if hasattr(chart, "declared")}  # type: ignore[operator]
+    return tuple(found.values()), tuple(path for path in paths if path not in found)
+
+
+__all__ = [
+    "Activation",
+    "Block",
+    "BlockModule",
+    "ShortConvolution",
+    "Standard",
+    "build_charts",
+    "declared_charts",
+    "l2_normalise",
+]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from axes.core.rates import Per
 from axes.errors import IllegalUpdate
+from axes.sequence.fused import Rate
 
 Factory = dict[str, Any]  # device and dtype of parameters
 
@@ -86,6 +87,13 @@ class _Squashed(ChartModule):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {self.per.name: self.chart.apply(self.logits(x))}
 
+    def declared(self, path: str) -> Rate:
+        """For kernels: what this module at `path` of a block computes."""
+        function, factor = self.chart.function()
+        down, rank = (None, 0) if self.down is None else (f"{path}.down", self.down.weight.shape[0])
+        biased = self.up.bias is not None
+        return Rate(self.per.name, self.shape, f"{path}.up", down, rank, function, factor, biased)
+
 
 def _unit(per: Per, chart: str) -> None:
     if per.domain != "unit":
@@ -109,6 +117,10 @@ class Sigmoid(Chart):
     def apply(self, z: Tensor) -> Tensor:
         return self.scale * torch.sigmoid(z)
 
+    def function(self) -> tuple[str, float]:
+        """`apply` as kernels know it: a function of their list and a factor."""
+        return "sigmoid", self.scale
+
     def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         _not_unit(per, "Sigmoid")
         return _Squashed(self, per, sizes, factory)
@@ -126,6 +138,10 @@ class LogSigmoid(Chart):
     def apply(self, z: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(z) / self.temperature
 
+    def function(self) -> tuple[str, float]:
+        """`apply` as kernels know it: a function of their list and a factor."""
+        return "logsigmoid", 1 / self.temperature
+
     def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         _unit(per, "LogSigmoid")
         return _Squashed(self, per, sizes, factory)
@@ -142,6 +158,10 @@ class Softplus(Chart):
     def apply(self, z: Tensor) -> Tensor:
         return torch.nn.functional.softplus(z)
 
+    def function(self) -> tuple[str, float]:
+        """`apply` as kernels know it: a function of their list and a factor."""
+        return "softplus", 1.0
+
     def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         _not_unit(per, "Softplus")
         return _Squashed(self, per, sizes, factory)
@@ -157,6 +177,10 @@ class Linear(Chart):
 
     def apply(self, z: Tensor) -> Tensor:
         return z
+
+    def function(self) -> tuple[str, float]:
+        """`apply` as kernels know it: a function of their list and a factor."""
+        return "linear", 1.0
 
     def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         if per.domain != "real":
@@ -257,6 +281,11 @@ class _SSMModule(nn.Module):
         dt = torch.nn.functional.softplus((z if z.dtype == torch.float64 else z.float()).unflatten(-1, self.shape))
         rates = {self.per.name: -torch.exp(self.log_rate.to(dt.dtype)) * dt}
         return rates if self.chart.step is None else {**rates, self.chart.step: dt}
+
+    def declared(self, path: str) -> Rate:
+        """For kernels: what this module at `path` of a block computes."""
+        rate, step = f"{path}.log_rate", self.chart.step
+        return Rate(self.per.name, self.shape, f"{path}.up", chart="ssm", biased=True, rate=rate, step=step)
 
 
 @final

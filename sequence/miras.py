@@ -31,6 +31,7 @@ from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.charts import Capped, Chart, Constant, LogSigmoid, Sizes, Softplus
+from axes.sequence.fused import Rate
 
 _PAPER = (
     "It's All Connected: A Journey Through Test-Time Memorization, Attentional Bias, Retention, and Online Optimization"
@@ -82,6 +83,10 @@ class _Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {name: self.factor * rate for name, rate in self.chart(x).items()}
+
+    def declared(self, path: str) -> Rate:
+        rate: Rate = self.chart.declared(f"{path}.chart")  # type: ignore[operator]
+        return rate._replace(factor=rate.factor * self.factor)
 
 
 # ---- Moneta ------------------------------------------------------------------------------------------------------

@@ -41,10 +41,9 @@ def _enter(p, streams, numbers, parameters, tails) -> tuple[list[Tensor], list[T
         if s.conv:
             weight = next(rest).reshape(c, s.conv)
             bias = next(rest) if s.biased else 0
-            if s.conv > 1:
-                tail = next(tails, None)
-                x = torch.cat((p.new_zeros(b, s.conv - 1, c) if tail is None else tail.to(p.dtype), x), 1)
-                ends.append(x[:, x.shape[1] - s.conv + 1 :])
+            tail = next(tails, None)
+            x = torch.cat((p.new_zeros(b, s.conv - 1, c) if tail is None else tail.to(p.dtype), x), 1)
+            ends.append(x[:, x.shape[1] - s.conv + 1 :])
             x = sum(weight[:, j] * x[:, j : j + t] for j in range(s.conv)) + bias
         x = FUNCTIONS[s.feature_map](FUNCTIONS[s.activation](x)).unflatten(-1, (s.heads, s.width))
         if s.norm != "none":
@@ -76,4 +75,5 @@ def gradients(function, given: Sequence[Tensor], directions: Sequence[Tensor | N
     outs = function(*leaves)
     pairs = [(o, d.to(o.dtype)) for o, d in zip(outs, directions, strict=True) if d is not None]
     got = torch.autograd.grad([o for o, _ in pairs], leaves, [d for _, d in pairs], allow_unused=True)
-    return [*[o.detach() for o in outs], *[torch.zeros_like(x) if g is None else g for x, g in zip(leaves, got, strict=True)]]
+    full = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, got, strict=True)]
+    return [*[o.detach() for o in outs], *full]

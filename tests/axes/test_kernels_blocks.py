@@ -14,14 +14,16 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
     pytest.importorskip("triton")
 
 from axes.errors import ShapeError
-from axes.kernels.blocks.enter import Numbers, Stream, declare, enter, no_stream
+from axes.kernels.blocks.enter import enter
 from axes.kernels.blocks.leave import leave
+from axes.kernels.blocks.plan import Numbers, Plan, Stream, no_stream
 from tests.interpreter import interpret
 
 PROGRAM = r"""
 import torch
-from axes.kernels.blocks.enter import Numbers, Stream, declare, enter, plan
+from axes.kernels.blocks.enter import enter
 from axes.kernels.blocks.leave import leave
+from axes.kernels.blocks.plan import Numbers, Plan, Stream
 from tests import block_halves
 
 torch.manual_seed(0)
@@ -40,15 +42,14 @@ def check_enter(streams, numbers=(), T=9, B=2, lengths=(), started=True, ends=Tr
     units = len(lengths) or b
     cu = torch.tensor((0, *lengths)).cumsum(0).int() if lengths else None
     used = sum(s.heads * s.width for s in streams) + sum(n.columns for n in numbers)
-    declared = declare(streams, numbers, used + pad)
     p = torch.randn(b, t, used + pad).to(dtype)
-    made = plan(declared)
+    made = Plan(streams, numbers, used + pad)
     parameters = [torch.randn(n).to(dtype) for n in made.parameters()]
     tails = [torch.randn(shape).to(dtype) for shape in made.tails(units)] if started else []
     n, given = len(parameters), [p, *parameters, *tails]
 
     def kernel(p, *rest):
-        outs, new = enter(p, declared, rest[:n], rest[n:], cu)
+        outs, new = enter(p, made, rest[:n], rest[n:], cu)
         return [*outs, *new]
 
     def wanted(p, *rest):
@@ -60,7 +61,7 @@ def check_enter(streams, numbers=(), T=9, B=2, lengths=(), started=True, ends=Tr
     if not ends:
         directions[len(made.shapes(b, t)):] = [None] * len(made.tails(units))
     got = block_halves.gradients(kernel, given, directions)
-    want = block_halves.gradients(wanted, [x.double() for x in given], [None if d is None else d.double() for d in directions])
+    want = block_halves.gradients(wanted, [x.double() for x in given], directions)
     compare(case, got, want, dtype)
     if pad:
         assert not got[len(shapes)][..., used:].any()
@@ -150,7 +151,7 @@ def test_values_and_gradients_in_the_interpreter(name: str) -> None:
 
 
 def test_refusals() -> None:
-    declared = declare((Stream(2, 8, 3),), (Numbers(2),), 24)
+    declared = Plan((Stream(2, 8, 3),), (Numbers(2),), 24)
     p, w = torch.randn(2, 4, 24), torch.randn(16, 1, 3)
     for bad, message in (
         ((p[0], declared, [w]), r"the product is \(B, T, 24\) and not empty, not \(4, 24\)"),

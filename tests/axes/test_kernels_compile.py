@@ -22,6 +22,9 @@ import triton  # on Linux its absence is an error, not a reason to skip
 
 from axes.kernels.block import chain as block_module
 from axes.kernels.block.chain import block_chain
+from axes.kernels.blocks.enter import enter
+from axes.kernels.blocks.leave import leave
+from axes.kernels.blocks.plan import Numbers, Plan, Stream
 from axes.kernels.diagonal import hopper as hopper_diagonal
 from axes.kernels.diagonal.chain import diagonal_chain
 from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
@@ -114,6 +117,24 @@ def symmetric(plain: bool) -> Callable[[], None]:
     return run
 
 
+def halves(dtype: torch.dtype, d: int, packed: bool = False) -> Callable[[], None]:
+    """Of the gated delta rule's block."""
+
+    def run() -> None:
+        q = Stream(8, d, 4, False, "silu", "none", "unit", 1e-12, d**-0.5)
+        numbers = (Numbers(8, "ssm", biased=True), Numbers(8, "sigmoid"))
+        plan = Plan((q, q._replace(scale=1.0), q._replace(norm="none", scale=1.0)), numbers, 24 * d + 24)
+        p = torch.randn(1, 512, plan.width, dtype=dtype, requires_grad=True)
+        parameters = [torch.randn(n, dtype=dtype, requires_grad=True) for n in plan.parameters()]
+        tails = [torch.randn(x, dtype=dtype, requires_grad=True) for x in plan.tails(2)] if packed else []
+        outs, ends = enter(p, plan, parameters, tails, torch.tensor([0, 100, 512]).int() if packed else None)
+        both((*outs, *(ends if packed else ())))
+        y, g = (torch.randn(s, dtype=dtype, requires_grad=True) for s in ((1, 512, 2, d), (1, 512, 2 * d)))
+        both((leave(y, g, torch.randn(d, dtype=dtype, requires_grad=True)),))
+
+    return run
+
+
 def adamw(dtype: torch.dtype, **options: Any) -> Callable[[], None]:
     def run() -> None:
         parameters = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (10_000, 77)]
@@ -145,6 +166,9 @@ CASES: dict[str, Callable[[], None]] = {
     "block 128": block(HALF, 128),
     "step": steps,
     "outer": sums,
+    "block halves 128": halves(HALF, 128),
+    "block halves 128 float32": halves(FULL, 128),
+    "block halves packed": halves(HALF, 64, packed=True),
     "hopper symmetric": symmetric(plain=True),
     "symmetric": symmetric(plain=False),
     "adamw": adamw(FULL),
@@ -336,6 +360,24 @@ PINNED: dict[str, tuple[tuple[str, int, int, bool], ...]] = {
         ("_block", 80, 0, False),
     ),
     "outer": (("_outer", 95, 0, True),),
+    "block halves 128": (
+        ("enter", 64, 0, False),
+        ("enter_backward", 128, 0, False),
+        ("_leave", 32, 0, False),
+        ("_leave_backward", 48, 0, False),
+    ),
+    "block halves 128 float32": (
+        ("enter", 74, 0, False),
+        ("enter_backward", 138, 0, False),
+        ("_leave", 32, 0, False),
+        ("_leave_backward", 56, 0, False),
+    ),
+    "block halves packed": (
+        ("enter", 76, 0, False),
+        ("enter_backward", 168, 0, False),
+        ("_leave", 32, 0, False),
+        ("_leave_backward", 48, 0, False),
+    ),
     "hopper symmetric": (
         ("_symmetric", 128, 0, True),
         ("_symmetric", 128, 0, True),

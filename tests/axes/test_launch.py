@@ -96,6 +96,23 @@ def test_what_a_binary_depends_on_is_looked_at() -> None:
     assert same_binaries(_add, launches) > 20
 
 
+@triton.jit
+def _members(tensors, others, z, COLUMNS: tl.constexpr):
+    for i in tl.static_range(len(tensors)):
+        value = tl.load(tensors[i] + tl.arange(0, 16)).to(tl.float32)
+        if others[i] is not None:
+            value += tl.load(others[i])
+        tl.store(z + COLUMNS[i] + tl.arange(0, 16), value)
+
+
+def test_members_of_tuples_are_looked_at() -> None:
+    z, x, y = torch.zeros(64), torch.zeros(40), torch.zeros(40, dtype=torch.bfloat16)
+    odd = x[1:]
+    given = [((x, x), (None, x)), ((x, y), (None, x)), ((x, odd), (None, x)), ((x, x), (x, x)), ((x,), (None,))]
+    launches = [([*tensors, z], {"COLUMNS": columns}) for tensors in given for columns in ((0, 16), (16, 0))]
+    assert same_binaries(_members, [*launches, *launches]) == 10
+
+
 def test_tiles_of_descriptors_are_looked_at() -> None:
     z = torch.zeros(64)
     for kind, square in ((torch.float16, [16, 16]), (torch.float32, [16, 16])):

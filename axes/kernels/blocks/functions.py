@@ -1,6 +1,6 @@
 """Functions of one number in registers, and their derivatives: activations of vectors, charts of rates.
 
-A kernel is given their codes, the places in the two tables below: constants of a Triton kernel may be tuples of numbers.
+"ssm" is softplus, which the kernel multiplies by a rate of the column; "nothing" is padding.
 """
 
 from __future__ import annotations
@@ -8,11 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from axes.kernels.blocks.plan import ACTIVATIONS, CHARTS
 from axes.kernels.common.codes import quotient
-
-ACTIVATIONS = ("none", "silu", "gelu", "relu", "elu+1", "sigmoid")
-# "ssm" is softplus times a negative rate of the column, "nothing" a column of padding
-CHARTS = ("linear", "sigmoid", "logsigmoid", "softplus", "ssm", "nothing")
 
 SILU = tl.constexpr(ACTIVATIONS.index("silu"))
 GELU = tl.constexpr(ACTIVATIONS.index("gelu"))
@@ -94,7 +91,7 @@ def chart(z, KIND: tl.constexpr):
         z = sigmoid(z)
     if KIND == LOGSIGMOID:
         z = -softplus(-z)
-    if KIND == SOFTPLUS or KIND == SSM:
+    if (KIND == SOFTPLUS) | (KIND == SSM):
         z = softplus(z)
     return z
 
@@ -107,7 +104,7 @@ def chart_slope(z, KIND: tl.constexpr):
         z = s * (1.0 - s)
     elif KIND == LOGSIGMOID:
         z = sigmoid(-z)
-    elif KIND == SOFTPLUS or KIND == SSM:
+    elif (KIND == SOFTPLUS) | (KIND == SSM):
         z = sigmoid(z)
     else:
         z = tl.full(z.shape, 1.0, tl.float32)

@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from axes.errors import ShapeError
-from axes.kernels.blocks.functions import ACTIVATIONS, activate, slope
+from axes.kernels.blocks.functions import activate, slope
+from axes.kernels.blocks.plan import ACTIVATIONS, LARGEST, WARPS
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.layout import LARGEST, on_device
+from axes.kernels.common.layout import on_device
 
-_WARPS = 4
 _ENTRIES = 8  # of a row in a thread: 16 bytes of a 16-bit number
 _PROGRAMS = 132 * 32  # at most
 
@@ -98,7 +98,7 @@ def _cut(y: Tensor) -> tuple[int, int, int, int, int]:
     """Width, its power of two, rows at once, programs, and how often each takes rows."""
     d = y.shape[-1]
     side = 1 << (d - 1).bit_length()
-    together = max(1, 32 * _WARPS * _ENTRIES // side)
+    together = max(1, 32 * WARPS * _ENTRIES // side)
     tiles = -(-(y.numel() // d) // together)
     steps = -(-tiles // _PROGRAMS)
     return d, side, together, -(-tiles // steps), steps
@@ -110,7 +110,7 @@ def _forward(y: Tensor, gate: Tensor | None, weight: Tensor | None, activation: 
     with on_device(y):
         _leave[(programs,)](
             y, gate, weight, u, y.numel() // d, steps,
-            D=d, DP=side, BR=together, ACT=ACTIVATIONS.index(activation), EPS=eps, num_warps=_WARPS,
+            D=d, DP=side, BR=together, ACT=ACTIVATIONS.index(activation), EPS=eps, num_warps=WARPS,
         )  # fmt: skip
     return u
 
@@ -126,7 +126,7 @@ def _backward(
     with on_device(y):
         _leave_backward[(programs,)](
             y, gate, weight, du, dy, dgate, sums, y.numel() // d, steps,
-            D=d, DP=side, BR=together, ACT=ACTIVATIONS.index(activation), EPS=eps, num_warps=_WARPS,
+            D=d, DP=side, BR=together, ACT=ACTIVATIONS.index(activation), EPS=eps, num_warps=WARPS,
         )  # fmt: skip
     return dy, none.clone() if gate is None else dgate, none if weight is None else sums.sum(0).to(weight.dtype)
 

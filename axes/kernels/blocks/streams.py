@@ -30,7 +30,6 @@ from axes.kernels.common.tiles import first_slot, slot_rows, unit_rows
 STREAM = tl.constexpr(0)  # the kind of a part; 1: numbers
 UNIT = tl.constexpr(1)  # norms: none, |c|^2, mean c^2
 FIRST_OF, SCALE_OF, NORMED_OF, SUMS_OF = (tl.constexpr(i) for i in range(4))  # numbers of a stream
-WIDEST = 4  # convolution
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
@@ -118,7 +117,7 @@ def _inverse_norm(c, D: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _stream(
-    p, outs, news, weights, biases, tails, offsets, unit, chunk, first, end, block, T, L, W,
+    p, outs, news, weights, biases, tails, offsets, unit, chunk, first, end, block, T, W,
     PARTS: tl.constexpr, I: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     PART: tl.constexpr = PARTS[I]
@@ -183,13 +182,11 @@ def _stream(
             next1 = next2
             next2 = next3
             next3 = next4
-    if CONV > 1:
-        if chunk == tl.maximum((stop - start - 1) // L, 0):
-            new = _of(news, member)
-            for j in tl.static_range(1, CONV):
-                x = _seen(origin, tail, stop - j, start, unit, channel, held, W, CHANNELS, CONV)
-                at = new + (unit * (CONV - 1) + (CONV - 1 - j)) * CHANNELS + channel
-                tl.store(at, x.to(new.dtype.element_ty), mask=held)
+    for j in tl.static_range(1, CONV):
+        x = _seen(origin, tail, stop - j, start, unit, channel, held & (chunk == 0), W, CHANNELS, CONV)
+        new = _of(news, member)
+        at = new + (unit * (CONV - 1) + (CONV - 1 - j)) * CHANNELS + channel
+        tl.store(at, x.to(new.dtype.element_ty), mask=held & (chunk == 0))
 
 
 @triton.jit
@@ -325,13 +322,13 @@ def _stream_backward(
         if biases is not None:
             tl.store(to + CHANNELS * CONV + channel, sb, mask=held)
     if dtails is not None:
-        if (start == stop) & (chunk == 0):  # nothing came: the new tail is the old one
-            for j in tl.static_range(BACK):
-                at = (unit * BACK + j) * CHANNELS + channel
-                passed = none
-                if dnews is not None:
-                    passed = tl.load(dnew + at, mask=held, other=0.0).to(tl.float32)
-                tl.store(dtail + at, passed.to(dtail.dtype.element_ty), mask=held)
+        empty = held & (start == stop) & (chunk == 0)  # nothing came: the new tail is the old one
+        for j in tl.static_range(BACK):
+            at = (unit * BACK + j) * CHANNELS + channel
+            passed = none
+            if dnews is not None:
+                passed = tl.load(dnew + at, mask=empty, other=0.0).to(tl.float32)
+            tl.store(dtail + at, passed.to(dtail.dtype.element_ty), mask=empty)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -432,7 +429,7 @@ def enter(
             if PARTS[i][0] == STREAM:
                 _stream(
                     p, outs[i], others[i], weights[i], biases[i], tails[i], offsets, unit, chunk, first, end, own,
-                    T, L, W, PARTS, i, PACKED,
+                    T, W, PARTS, i, PACKED,
                 )  # fmt: skip
             else:
                 _numbers(p, outs[i], others[i], weights[i], biases[i], first, end, own, W, PARTS, i)
