@@ -138,7 +138,10 @@ class SequenceLayer(nn.Module):
         parameter = next(self.parameters())
         device = parameter.device if device is None else device
         like = torch.empty(0, device=device, dtype=parameter.dtype if dtype is None else dtype)
-        s, wide = self.sizes, torch.float64 if like.dtype == torch.float64 else torch.float32
+        return LayerState(self.around.tails(batch, like), self._init_memory(batch, like))
+
+    def _init_memory(self, batch: int, like: Tensor) -> State:
+        s, device, wide = self.sizes, like.device, torch.promote_types(like.dtype, torch.float32)
         zeros = {
             "k": torch.zeros(batch, s.heads, s.d_k, device=device, dtype=wide),
             "v": torch.zeros(batch, s.heads, s.d_v, device=device, dtype=wide),
@@ -146,7 +149,7 @@ class SequenceLayer(nn.Module):
         weights = None
         if self.initial is not None:
             weights = tuple(p.to(wide).expand(batch, *p.shape) for p in self.initial)
-        return LayerState(self.around.tails(batch, like), self.update.init(zeros, weights))
+        return self.update.init(zeros, weights)
 
     def forward(
         self,
@@ -195,24 +198,27 @@ class SequenceLayer(nn.Module):
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
         """Sequences side by side, or one after another with a state each."""
-        count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        if state is None:
-            state = self.init_state(count, x.device, x.dtype)
-        self._check_state(state, count)
+        if state is not None:
+            self._check_state(state, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         if self.checkpoint and torch.is_grad_enabled():
             y, state = checkpoint(self._run, x, state, cu_seqlens, use_reentrant=False)
             return y, state
         return self._run(x, state, cu_seqlens)
 
-    def _run(self, x: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> tuple[Tensor, LayerState | None]:
+    def _run(
+        self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, LayerState | None]:
         packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x.shape[1])
-        signal, tails, kept = fused.enter(self.around, x, state.tails, packing, self.implementation)
+        before, start = (None, None) if state is None else state
+        signal, tails, kept = fused.enter(self.around, x, before, packing, self.implementation)
+        if start is None:
+            start = self._init_memory(x.shape[0] if packing is None else packing.sequences, x)
         memory: State | None
         if cu_seqlens is None:
-            out, memory = self._recur(signal, state.memory)
+            out, memory = self._recur(signal, start)
         else:
             named = self.implementation
-            out, memory = dispatch.run_packed(self.update, signal, state.memory, cu_seqlens, implementation=named)
+            out, memory = dispatch.run_packed(self.update, signal, start, cu_seqlens, implementation=named)
         return fused.leave(self.around, out, kept), None if memory is None else LayerState(tails, memory)
 
     def _recur(self, signal: Signal, memory: State) -> tuple[Tensor, State]:

@@ -174,20 +174,26 @@ def _computing_dtype(x: Tensor) -> torch.dtype:
 
 
 def enter(
-    around: BlockModule, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None, implementation: str | None
+    around: BlockModule,
+    x: Tensor,
+    tails: tuple[Tensor, ...] | None,
+    packing: Packing | None,
+    implementation: str | None,
 ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
     """`around.enter` by the kernels where they take the block, or as asked for by name.
 
-    Raises NoImplementation if "triton" is asked for and they do not.
+    tails: None for empty ones.  Raises NoImplementation if "triton" is asked for and they do not take the block.
     """
     implementation = implementation or dispatch._chosen()
     if implementation in (None, "triton") and x.numel():
         dtype = _computing_dtype(x)
         reason = no_block_kernel(around, x.device, dtype)
         if reason is None:
-            return _enter(around, x.to(dtype), tails, packing)
+            return _enter(around, x.to(dtype), tails or (), packing)
         if implementation == "triton":
             raise dispatch.NoImplementation(f"no Triton kernel for this block: {reason}. Use implementation='torch'")
+    if tails is None:
+        tails = around.tails(x.shape[0] if packing is None else packing.sequences, x)
     return around.enter(x, tails, packing)
 
 
