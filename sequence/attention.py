@@ -21,8 +21,9 @@ from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
 from axes.routes.packed import Packing
 from axes.sequence.base import SequenceLayer
-from axes.sequence.blocks import Block, BlockModule, ShortConvolution, Standard, l2_normalise
+from axes.sequence.blocks import SMALL, Block, BlockModule, ShortConvolution, Standard, l2_normalise
 from axes.sequence.charts import Chart, Constant, Factory, LogSigmoid, Sigmoid, Sizes
+from axes.sequence.fused import Declaration, Matrix, Vector
 
 # projections alone, as in Vaswani et al. 2017
 _PLAIN = Standard(conv=0, activation=None, key_norm=False, output_norm=False, output_gate=None)
@@ -159,6 +160,12 @@ class _TransportedModule(BlockModule):
         w, tail = self.w_conv(self.w_up(self.w_down(x)), tails[0], packing)
         signal["w"] = l2_normalise(w.unflatten(-1, self.heads))
         return signal, (tail,), kept
+
+    def declaration(self) -> Declaration:
+        stream = self.w_conv.stream(*self.heads, norm="unit", eps=SMALL**2)
+        up, down = Matrix("w_up", self.w_up.weight.shape[0]), Matrix("w_down", self.w_down.weight.shape[0])
+        plain = self.plain.declaration("plain.")
+        return replace(plain, vectors=(*plain.vectors, Vector("w", up, stream, "w_conv", down)))
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
         return self.plain.leave(y, kept)

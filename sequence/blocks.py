@@ -17,9 +17,10 @@ from torch.nn.functional import conv1d, elu, gelu, relu, rms_norm, silu
 
 from axes.core.rates import Per
 from axes.errors import IllegalUpdate
+from axes.kernels.blocks.plan import Stream
 from axes.routes.packed import Packing
 from axes.sequence.charts import Chart, Factory, Sizes, default_chart
-from axes.sequence.fused import Declaration, Fused, Rate, Vector
+from axes.sequence.fused import Declaration, Exit, Fused, Matrix, Rate, Vector
 
 Activation = Literal["silu", "gelu", "relu", "elu+1", "sigmoid"]
 
@@ -72,10 +73,10 @@ class BlockModule(nn.Module):
         raise NotImplementedError
 
 
-_SMALL = 1e-6  # beside the length of a vector
+SMALL = 1e-6  # beside the length of a vector
 
 
-def l2_normalise(x: Tensor, eps: float = _SMALL) -> Tensor:
+def l2_normalise(x: Tensor, eps: float = SMALL) -> Tensor:
     """Unit length in the last dimension, in float32 at least; zero stays zero."""
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps * eps)).to(x.dtype)
@@ -123,6 +124,10 @@ class ShortConvolution(nn.Module):
             y = y[:, packing.places(self.width - 1) - (self.width - 1)]
         kept = last(full, self.width - 1, packing)
         return (y if self.activation is None else _ACTIVATIONS[self.activation](y)), kept
+
+    def stream(self, heads: int, width: int, **more: Any) -> Stream:
+        """For kernels: columns (heads, width) that go through this convolution, or a share of it."""
+        return Stream(heads, width, self.width, self.bias is not None, self.activation or "none", **more)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, width={self.width}, activation={self.activation!r}"
@@ -221,24 +226,28 @@ class _StandardModule(BlockModule):
         gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (s.heads, s.d_v))
         return signal, tuple(kept), gate
 
-    def declaration(self) -> Declaration:
+    def declaration(self, path: str = "") -> Declaration:
+        """path: of this module in the block that declares."""
         b, s = self.block, self.sizes
 
         def vector(name: str, projection: str, width: int, conv: ShortConvolution | None, **more: Any) -> Vector:
-            if conv is not None:
-                more |= {"conv": f"{name}_conv", "conv_width": conv.width, "activation": b.activation or "none"}
-            return Vector(name, projection, s.heads, width, **more)
+            matrix = Matrix(path + projection, s.heads * width)
+            if conv is None:
+                return Vector(name, matrix, Stream(s.heads, width, **more))
+            return Vector(name, matrix, conv.stream(s.heads, width, **more), f"{path}{name}_conv")
 
-        unit = {"norm": "unit", "eps": _SMALL**2}
+        unit = {"norm": "unit", "eps": SMALL**2}
         both = {"feature_map": b.feature_map or "none", **(unit if b.key_norm else {})}
         norms = {None: {}, "unit": unit, "rms": {"norm": "rms", "eps": b.norm_eps}}
         q = vector("q", "q_proj", s.d_k, self.q_conv, **both, scale=s.d_k**-0.5 if b.scale else 1.0)
         k = vector("k", "q_proj" if self.k_proj is None else "k_proj", s.d_k, self.k_conv, **both)
         v = vector("v", "v_proj", s.d_v, self.v_conv, **norms[b.value_norm])
         named = [vector(name, f"vectors.{name}", s.d_k, None, **unit) for name in self.vectors]
-        rates, others = declared_charts(self.charts)
-        gate, norm = "g_proj" if b.output_gate else None, "norm" if b.output_norm else None
-        return Declaration((q, k, v, *named), rates, others, gate, b.output_gate or "none", norm, b.norm_eps, "o_proj")
+        rates, others = declared_charts(self.charts, path)
+        gate = Matrix(f"{path}g_proj", s.heads * s.d_v) if b.output_gate else None
+        norm = f"{path}norm" if b.output_norm else None
+        end = Exit(f"{path}o_proj", gate, b.output_gate or "none", norm, b.norm_eps)
+        return Declaration((q, k, v, *named), rates, others, end)
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
         if self.norm is not None:
@@ -262,9 +271,9 @@ def build_charts(
     return {p.name: charts[p.name].build(p, sizes, factory) for p in demands if p.name not in supplied}
 
 
-def declared_charts(charts: nn.ModuleDict) -> tuple[tuple[Rate, ...], tuple[str, ...]]:
+def declared_charts(charts: nn.ModuleDict, path: str = "") -> tuple[tuple[Rate, ...], tuple[str, ...]]:
     """What a block's `charts` declare, and the names of those that declare nothing."""
-    paths = {f"charts.{name}": chart for name, chart in charts.items()}
+    paths = {f"{path}charts.{name}": chart for name, chart in charts.items()}
     found: dict[str, Rate] = {p: chart.declared(p) for p, chart in paths.items() if hasattr(chart, "declared")}  # type: ignore[operator]
     return tuple(found.values()), tuple(path for path in paths if path not in found)
 

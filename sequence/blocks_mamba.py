@@ -16,8 +16,9 @@ from torch.nn.functional import silu
 from axes.core.rates import Per
 from axes.errors import IllegalUpdate
 from axes.routes.packed import Packing
-from axes.sequence.blocks import Block, BlockModule, ShortConvolution, build_charts
+from axes.sequence.blocks import Block, BlockModule, ShortConvolution, build_charts, declared_charts
 from axes.sequence.charts import Chart, Factory, Sigmoid, Sizes
+from axes.sequence.fused import Declaration, Exit, Matrix, Vector
 
 _OWN = frozenset({"k", "v", "q"})
 
@@ -79,6 +80,17 @@ class _SSDModule(BlockModule):
         for chart in self.charts.values():
             signal.update(chart(x))
         return signal, (tail,), (z, signal["v"])
+
+    def declaration(self) -> Declaration:
+        s, first, vectors = self.sizes, self.inner, []
+        for name, heads, width in (("v", s.heads, s.d_v), ("k", 1, s.d_k), ("q", 1, s.d_k)):
+            matrix = Matrix("in_proj", heads * width, first)
+            vectors.append(Vector(name, matrix, self.conv.stream(heads, width), "conv"))
+            first += heads * width
+        rates, others = declared_charts(self.charts)
+        gate = Matrix("in_proj", self.inner)
+        end = Exit("out_proj", gate, "silu", "norm", self.norm.eps or 0.0, after=True, skip="skip")
+        return Declaration(tuple(vectors), rates, others, end)
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
         z, v = kept

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from axes.core.rates import Per
 from axes.errors import IllegalUpdate
-from axes.sequence.fused import Rate
+from axes.sequence.fused import Matrix, Rate
 
 Factory = dict[str, Any]  # device and dtype of parameters
 
@@ -90,9 +90,10 @@ class _Squashed(ChartModule):
     def declared(self, path: str) -> Rate:
         """For kernels: what this module at `path` of a block computes."""
         function, factor = self.chart.function()
-        down, rank = (None, 0) if self.down is None else (f"{path}.down", self.down.weight.shape[0])
-        biased = self.up.bias is not None
-        return Rate(self.per.name, self.shape, f"{path}.up", down, rank, function, factor, biased)
+        down = None if self.down is None else Matrix(f"{path}.down", self.down.weight.shape[0])
+        bias = None if self.up.bias is None else f"{path}.up.bias"
+        up = Matrix(f"{path}.up", self.up.weight.shape[0])
+        return Rate(self.per.name, self.shape, up, function, factor, bias, down=down)
 
 
 def _unit(per: Per, chart: str) -> None:
@@ -284,8 +285,9 @@ class _SSMModule(nn.Module):
 
     def declared(self, path: str) -> Rate:
         """For kernels: what this module at `path` of a block computes."""
+        up = Matrix(f"{path}.up", self.up.weight.shape[0])
         rate, step = f"{path}.log_rate", self.chart.step
-        return Rate(self.per.name, self.shape, f"{path}.up", chart="ssm", biased=True, rate=rate, step=step)
+        return Rate(self.per.name, self.shape, up, "ssm", bias=f"{path}.up.bias", log_rate=rate, step=step)
 
 
 @final

@@ -1,9 +1,9 @@
 """A block by its kernels: from what a block module declares to one in-projection and a launch at either end.
 
-    x -> [P | vectors that need no more | gate]  one function, a product for each      axes.kernels.blocks.products
-    P -> vectors and rates                       one launch                            axes.kernels.blocks.enter
-    low-rank rates: their first factor is columns of P, the second a product and a launch of their own
-    reads, gate -> input of the out-projection   one launch                            axes.kernels.blocks.leave
+    x -> [P | vectors that need no more | gate]    one function, a product for each     axes.kernels.blocks.products
+    P -> vectors and rates                         one launch                           axes.kernels.blocks.enter
+    vectors and rates through a bottleneck: its columns are part of P; the second product has a launch of its own
+    reads, gate -> input of the out-projection     one launch                           axes.kernels.blocks.leave
 
 A declaration names modules; their parameters are looked up at every call, so that what is trained, loaded or swapped
 in is what runs. What a block does not declare (a chart of a user's own, say) runs in its torch form beside the kernels,
@@ -16,14 +16,15 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from axes.kernels.blocks.plan import Numbers, Plan, Stream, no_stream
+from axes.kernels.blocks.plan import Numbers, Plan, Stream, no_leave, no_stream
 from axes.routes import dispatch
 from axes.routes.packed import Packing
 
@@ -36,78 +37,86 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ALIGNED = 8  # columns: rows of the product begin at multiples of 16 bytes
 
 
-class Vector(NamedTuple):
-    """A vector of every head: a projection, then a convolution with its activation, a map, a norm, a scale, in turn.
+# ---- declarations ----------------------------------------------------------------------------------------------------
 
-    projection: an nn.Linear's name without bias; conv: a ShortConvolution's name.  norm: "unit" or "rms", eps under the
-    root.  Fields are those of `axes.kernels.blocks.enter.Stream`.
+
+class Matrix(NamedTuple):
+    """Rows of the weight of an nn.Linear, from the first one on."""
+
+    name: str
+    rows: int
+    first: int = 0
+
+
+class Vector(NamedTuple):
+    """A vector of every head: projection(s), then what a `Stream` says, in turn. One head's is shared by all.
+
+    down: the first of two projections.  conv: name of a ShortConvolution; vectors side by side may share one, which has
+    their channels one after another.
     """
 
     name: str
-    projection: str
-    heads: int
-    width: int
+    projection: Matrix
+    stream: Stream
     conv: str | None = None
-    conv_width: int = 0
-    biased: bool = False
-    activation: str = "none"
-    feature_map: str = "none"
-    norm: str = "none"
-    eps: float = 0.0
-    scale: float = 1.0
+    down: Matrix | None = None
 
     @property
     def plain(self) -> bool:
-        """Whether the projection is all there is."""
-        return self[4:] == Vector("", "", 1, 1)[4:]
+        """Whether a product is all there is."""
+        return self.down is None and self.stream == Stream(self.stream.heads, self.stream.width)
 
 
 class Rate(NamedTuple):
-    """A rate factor * chart(up(down(x)) + bias) of every head, (heads, *shape) numbers; down None: up(x).
+    """A rate factor * chart(projection(s) + bias) of every head, (heads, *shape) numbers.
 
-    up, down: names of nn.Linear; rate: of the parameter of chart "ssm", whose softplus is the rate `step`.
-    Fields are those of `axes.kernels.blocks.enter.Numbers`.
+    down: the first of two projections.  bias, log_rate: names of parameters; the softplus of chart "ssm" is the rate
+    `step`.
     """
 
     name: str
     shape: tuple[int, ...]
-    up: str
-    down: str | None = None
-    rank: int = 0
+    projection: Matrix
     chart: str = "linear"
     factor: float = 1.0
-    biased: bool = False
-    rate: str | None = None
+    bias: str | None = None
+    log_rate: str | None = None
     step: str | None = None
+    down: Matrix | None = None
 
     @property
-    def columns(self) -> int:
-        return math.prod(self.shape)
+    def numbers(self) -> Numbers:
+        biased, step = self.bias is not None, self.step is not None
+        return Numbers(math.prod(self.shape), self.chart, self.factor, biased, False, step)
+
+
+@final
+@dataclass(frozen=True)
+class Exit:
+    """From reads to the output: skip, norm and gate as in `axes.kernels.blocks.leave`, then the module `out`.
+
+    norm: name of an nn.RMSNorm, behind the gate and over all heads with `after`.  skip: name of a parameter that
+    broadcasts to (heads, width) and multiplies the vector v.
+    """
+
+    out: str
+    gate: Matrix | None = None
+    activation: str = "none"
+    norm: str | None = None
+    eps: float = 0.0
+    after: bool = False
+    skip: str | None = None
 
 
 @final
 @dataclass(frozen=True)
 class Declaration:
-    """What a block does, as far as kernels can. others: names of modules x -> rates that run as they are.
-
-    gate: name of the projection of the output gate, with its activation; norm: name of an nn.RMSNorm over every head's
-    reads; out: name of the out-projection.
-    """
+    """What a block does, as far as kernels can. others: names of modules x -> rates that run as they are."""
 
     vectors: tuple[Vector, ...]
     rates: tuple[Rate, ...]
     others: tuple[str, ...]
-    gate: str | None
-    activation: str
-    norm: str | None
-    eps: float
-    out: str
-
-
-class Gate(NamedTuple):
-    """What `leave` keeps of a block that entered by its kernels."""
-
-    gate: Tensor | None
+    exit: Exit
 
 
 @final
@@ -116,30 +125,39 @@ class Fused:
 
     def __init__(self, declared: Declaration) -> None:
         self.declared = declared
-        self.plain = [v for v in declared.vectors if v.plain]
-        self.streams = [v for v in declared.vectors if not v.plain]
-        self.direct = [r for r in declared.rates if r.down is None]
-        self.ranked = [r for r in declared.rates if r.down is not None]
-        stacked = [v.projection for v in self.streams] + [r.up for r in self.direct]
-        stacked += [r.down for r in self.ranked if r.down]
-        own = [v.projection for v in self.plain] + ([declared.gate] if declared.gate else [])
-        self.groups = ([stacked] if stacked else []) + [[name] for name in own]
-        self.linears = [*stacked, *own, *[r.up for r in self.ranked]]
-        used = sum(v.heads * v.width for v in self.streams) + sum(r.columns for r in self.direct)
-        self.width = _aligned(used + sum(r.rank for r in self.ranked))
-        self.rows = [self.width] * bool(stacked) + [v.heads * v.width for v in self.plain] + [0] * bool(declared.gate)
-        streams = [Stream(v.heads, v.width, v.conv_width, *v[6:]) for v in self.streams]
-        numbers = [Numbers(r.columns, r.chart, r.factor, r.biased, False, r.step is not None) for r in self.direct]
-        numbers += [Numbers(r.rank, narrow=True) for r in self.ranked]
-        refused = [f"{v.name}: {why}" for v, s in zip(self.streams, streams, strict=True) if (why := no_stream(s))]
+        vectors, rates, gate = declared.vectors, declared.rates, declared.exit.gate
+        self.plain = [v for v in vectors if v.plain]
+        self.streams = [v for v in vectors if not v.plain and v.down is None]
+        self.direct = [r for r in rates if r.down is None]
+        self.narrow: list[Vector | Rate] = [x for x in (*vectors, *rates) if x.down is not None]
+        downs = [x.down for x in self.narrow if x.down is not None]
+        stacked = [x.projection for x in (*self.streams, *self.direct)] + downs
+        own = [v.projection for v in self.plain] + ([] if gate is None else [gate])
+        groups = [stacked, *[[m] for m in own]] if stacked else [[m] for m in own]
+        self.weights = list(dict.fromkeys(m.name for group in groups for m in group))
+        self.groups = tuple(tuple((self.weights.index(m.name), m.first, m.rows) for m in group) for group in groups)
+        self.linears = [*self.weights, *[x.projection.name for x in self.narrow]]
+        self.width = -(-sum(m.rows for m in stacked) // _ALIGNED) * _ALIGNED
+        self.rows = tuple([self.width] * bool(stacked) + [m.rows for m in own])
+        numbers = [r.numbers for r in self.direct] + [Numbers(m.rows, narrow=True) for m in downs]
+        self.plan = Plan([v.stream for v in self.streams], numbers, self.width)
+        parts = [([x.stream], ()) if isinstance(x, Vector) else ((), [x.numbers]) for x in self.narrow]
+        self.narrow_plans = [Plan(*part, x.projection.rows) for part, x in zip(parts, self.narrow, strict=True)]
+        reads = next((v.stream for v in vectors if v.name == "v"), None)
+        refused = [f"{v.name}: {why}" for v in vectors if not v.plain and (why := no_stream(v.stream))]
+        refused += [why] if reads and (why := no_leave(reads.heads, reads.width, self._whole)) else []
         self.refusal = refused[0] if refused else None
-        self.plan = Plan(streams, numbers, self.width)
-        each = [Numbers(r.columns, r.chart, r.factor, r.biased) for r in self.ranked]
-        self.ranked_plans = [Plan((), (n,), n.columns) for n in each]
+
+    @property
+    def _whole(self) -> bool:
+        return self.declared.exit.after or self.declared.exit.skip is not None
 
 
-def _aligned(columns: int) -> int:
-    return -(-columns // _ALIGNED) * _ALIGNED
+class Kept(NamedTuple):
+    """What `leave` keeps of a block that entered by its kernels: the gate, and v for the skip."""
+
+    gate: Tensor | None
+    v: Tensor | None
 
 
 # ---- choice ----------------------------------------------------------------------------------------------------------
@@ -165,9 +183,22 @@ def no_block_kernel(around: BlockModule, device: torch.device, dtype: torch.dtyp
     return None
 
 
-def _computing_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+def saved(around: BlockModule, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes a token that the block keeps for its backward when it runs by its kernels, by name.
+
+    What the recurrence keeps (its signal among it) is not counted.
+    """
+    fused = around.fused
+    assert fused is not None
+    e, end = dtype.itemsize, fused.declared.exit
+    width = _module(around, fused.linears[0]).weight.shape[1]
+    out = _module(around, end.out).weight.shape[1]
+    counts = {"input": width, "product": fused.width}
+    for x in fused.narrow:
+        counts |= {f"bottleneck of {x.name}": x.down.rows if x.down else 0, f"product of {x.name}": x.projection.rows}
+    made = end.norm is not None or end.gate is not None or end.skip is not None
+    counts |= {"gate": out if end.gate else 0, "reads": out if made else 0, "input of the out-projection": out}
+    return {name: e * count for name, count in counts.items() if count}
 
 
 # ---- the two halves --------------------------------------------------------------------------------------------------
@@ -186,7 +217,8 @@ def enter(
     """
     implementation = implementation or dispatch._chosen()
     if implementation in (None, "triton") and x.numel():
-        dtype = _computing_dtype(x)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         reason = no_block_kernel(around, x.device, dtype)
         if reason is None:
             return _enter(around, x.to(dtype), tails or (), packing)
@@ -199,14 +231,17 @@ def enter(
 
 def leave(around: BlockModule, y: Tensor, kept: Any) -> Tensor:
     """`around.leave` as `enter` was."""
-    if not isinstance(kept, Gate):
+    if not isinstance(kept, Kept):
         return around.leave(y, kept)
     from axes.kernels.blocks.leave import leave as kernel
 
-    declared = around.fused.declared  # type: ignore[union-attr]
-    weight = None if declared.norm is None else _parameter(around, declared.norm, "weight")
-    u = kernel(y, kept.gate, weight, activation=declared.activation, eps=declared.eps)
-    out: Tensor = around._modules[declared.out](u)  # type: ignore[misc]
+    end = around.fused.declared.exit  # type: ignore[union-attr]
+    weight = None if end.norm is None else _parameter(around, f"{end.norm}.weight")
+    skip = None if end.skip is None else _parameter(around, end.skip)
+    if skip is not None:
+        skip = skip.view(y.shape[2], -1).expand(y.shape[2:]).flatten()
+    u = kernel(y, kept.gate, weight, skip, kept.v, activation=end.activation, eps=end.eps, after=end.after)
+    out: Tensor = _module(around, end.out)(u)
     return out
 
 
@@ -216,56 +251,87 @@ def _enter(
     from axes.kernels.blocks.enter import enter as kernel
     from axes.kernels.blocks.products import products
 
-    fused = around.fused
+    fused, cu = around.fused, None if packing is None else packing.offsets
     assert fused is not None
-    weights = [[_parameter(around, name, "weight") for name in group] for group in fused.groups]
-    made = list(products(x, weights, fused.rows))
+    weights = [_parameter(around, f"{name}.weight") for name in fused.weights]
+    made = list(products(x, weights, fused.groups, fused.rows))
     signal: dict[str, Tensor] = {}
-    ends: list[Tensor] = []
+    convs = _Convolutions(around, [*fused.streams, *fused.narrow], tails)
     if fused.width:
-        cu = None if packing is None else packing.offsets
-        results, ends = kernel(made.pop(0), fused.plan, _parameters(around, fused.streams, fused.direct), tails, cu)
+        given = [*convs.parameters(fused.streams), *_numbers(around, fused.direct)]
+        results, ends = kernel(made.pop(0), fused.plan, given, convs.before(fused.streams), cu)
+        convs.leave(fused.streams, ends)
         rest = iter(results)
-        for v in fused.streams:
-            signal[v.name] = next(rest)
+        signal.update({v.name: next(rest) for v in fused.streams})
         for r in fused.direct:
-            signal[r.name] = next(rest).unflatten(-1, r.shape)
-            if r.step is not None:
-                signal[r.step] = next(rest).unflatten(-1, r.shape)
-        for r, plan in zip(fused.ranked, fused.ranked_plans, strict=True):
-            z = nn.functional.linear(next(rest), _parameter(around, r.up, "weight").to(x.dtype))
-            (y,), _ = kernel(z, plan, _parameters(around, (), (r,)))
-            signal[r.name] = y.unflatten(-1, r.shape)
-    for v in fused.plain:
-        signal[v.name] = made.pop(0).unflatten(-1, (v.heads, v.width))
+            signal.update(_named(r, rest))
+        for item, plan in zip(fused.narrow, fused.narrow_plans, strict=True):
+            z = linear(next(rest), _parameter(around, f"{item.projection.name}.weight").to(x.dtype))
+            if isinstance(item, Vector):
+                (signal[item.name],), ends = kernel(z, plan, convs.parameters([item]), convs.before([item]), cu)
+                convs.leave([item], ends)
+            else:
+                signal.update(_named(item, iter(kernel(z, plan, _numbers(around, [item]))[0])))
+    signal.update({v.name: made.pop(0).unflatten(-1, (v.stream.heads, v.stream.width)) for v in fused.plain})
     for name in fused.declared.others:
         signal.update(_module(around, name)(x))
-    return signal, tuple(ends), Gate(made[0] if made else None)
+    kept = Kept(made[0] if made else None, signal["v"] if fused.declared.exit.skip else None)
+    return signal, convs.after(), kept
 
 
-def _parameter(around: nn.Module, module: str, name: str) -> Tensor:
+def _named(rate: Rate, results: Iterable[Tensor]) -> dict[str, Tensor]:
+    rest = iter(results)
+    names = [rate.name] if rate.step is None else [rate.name, rate.step]
+    return {name: next(rest).unflatten(-1, rate.shape) for name in names}
+
+
+def _numbers(around: nn.Module, rates: Sequence[Rate]) -> list[Tensor]:
+    """Parameters of rates, in the order of the kernel's list."""
+    names = [name for r in rates for name in (r.log_rate, r.bias) if name is not None]
+    return [_parameter(around, name).flatten() for name in names]
+
+
+@final
+class _Convolutions:
+    """The convolutions of vectors, their parameters and tails: a module's own are cut among those that share it."""
+
+    def __init__(self, around: nn.Module, items: Sequence[Vector | Rate], tails: tuple[Tensor, ...]) -> None:
+        sharing: dict[str, list[Vector]] = {}
+        for item in items:
+            if isinstance(item, Vector) and item.conv is not None:
+                sharing.setdefault(item.conv, []).append(item)
+        self.sharing, self.cut = sharing, {}
+        self.ends: dict[str, Tensor] = {}
+        for i, (name, vectors) in enumerate(sharing.items()):
+            sizes, stream = [v.projection.rows for v in vectors], vectors[0].stream
+            held = [_parameter(around, f"{name}.{x}") for x in ("weight", "bias")[: 1 + stream.biased]]
+            cut = [x.split(sizes) if len(vectors) > 1 else (x,) for x in held]
+            before = (tails[i].split(sizes, -1) if len(vectors) > 1 else (tails[i],)) if tails else ()
+            for n, v in enumerate(vectors):
+                self.cut[v.name] = [x[n] for x in cut], [x for x in before[n : n + 1]]
+
+    def parameters(self, vectors: Sequence[Vector]) -> list[Tensor]:
+        return [x for v in vectors if v.conv is not None for x in self.cut[v.name][0]]
+
+    def before(self, vectors: Sequence[Vector]) -> list[Tensor]:
+        return [x for v in vectors if v.conv is not None for x in self.cut[v.name][1]]
+
+    def leave(self, vectors: Sequence[Vector], ends: Sequence[Tensor]) -> None:
+        self.ends.update(zip([v.name for v in vectors if v.conv is not None], ends, strict=True))
+
+    def after(self) -> tuple[Tensor, ...]:
+        ends = [[self.ends[v.name] for v in vectors] for vectors in self.sharing.values()]
+        return tuple(x[0] if len(x) == 1 else torch.cat(x, -1) for x in ends)
+
+
+def _parameter(around: nn.Module, path: str) -> Tensor:
+    module, _, name = path.rpartition(".")
     found = _module(around, module)._parameters[name]
     assert found is not None
     return found
 
 
-def _module(around: nn.Module, name: str) -> nn.Module:
-    for part in name.split("."):
-        around = around._modules[part]  # type: ignore[assignment]
+def _module(around: nn.Module, path: str) -> Any:
+    for name in path.split(".") if path else ():
+        around = around._modules[name]  # type: ignore[assignment]
     return around
-
-
-def _parameters(around: nn.Module, vectors: Sequence[Vector], rates: Sequence[Rate]) -> list[Tensor]:
-    """In the order of the kernel's list."""
-    made: list[Tensor] = []
-    for v in vectors:
-        if v.conv is not None:
-            made.append(_parameter(around, v.conv, "weight"))
-            if v.biased:
-                made.append(_parameter(around, v.conv, "bias"))
-    for r in rates:
-        if r.rate is not None:
-            made.append(_parameter(around, *r.rate.rsplit(".", 1)).flatten())
-        if r.biased:
-            made.append(_parameter(around, r.up, "bias"))
-    return made

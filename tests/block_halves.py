@@ -62,11 +62,20 @@ def _enter(p, streams, numbers, parameters, tails) -> tuple[list[Tensor], list[T
     return outs, ends
 
 
-def leave(y: Tensor, gate: Tensor | None, weight: Tensor | None, activation: str, eps: float) -> Tensor:
+def leave(y, gate=None, weight=None, skip=None, v=None, activation="none", eps=0.0, after=False) -> Tensor:
+    """`axes.kernels.blocks.leave.leave`."""
+    heads = y.shape[2:]
+    if skip is not None:
+        y = y + skip.view(heads) * v
+    if gate is not None:
+        gate = FUNCTIONS[activation](gate).unflatten(-1, heads)
+    if after:
+        y = (y * gate).flatten(-2)
     if weight is not None:
         y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps) * weight
-    y = y.flatten(-2)
-    return y if gate is None else y * FUNCTIONS[activation](gate)
+    if gate is not None and not after:
+        y = y * gate
+    return y if after else y.flatten(-2)
 
 
 def gradients(function, given: Sequence[Tensor], directions: Sequence[Tensor | None]) -> list[Tensor]:

@@ -14,8 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from axes.bench import decode as decode_
+from axes.bench import layers as layers_
+from axes.bench import layers_report, optim_report, optim_training_report, report
 from axes.bench import optim as optim_
-from axes.bench import optim_report, optim_training_report, report
 from axes.bench import optim_training as optim_training_
 from axes.bench import sequence as sequence_
 from axes.bench import training as training_
@@ -88,6 +89,40 @@ def decode(
         table.add_row(s.rule, f"{s.shape} {s.dtype}", s.who, *numbers, error, size, s.refused)
     console.print(table)
     typer.echo(str(out / decode_.FILE))
+
+
+@app.command()
+def layers(
+    names: Annotated[list[str] | None, typer.Option("--layer", help="A layer's name. May be repeated.")] = None,
+    size: Annotated[str, typer.Option(help="B,T,D,H: batch, tokens, width, heads.")] = "",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; on a CPU float32.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
+    who: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(layers_.WHO)}; the first {len(layers_.DEFAULT_WHO)} by default. Repeatable."),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
+    fresh: Annotated[bool, typer.Option(help="Measure rows again that the folder holds.")] = False,
+) -> None:
+    """Whole layers: time, memory, what is kept for the backward, host time; products alone, fla's and torch's beside.
+
+    A layer of ours whose output or gradients are wrong is refused. Stopped runs continue with what is missing.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = device.startswith("cuda")
+    plan = layers_.Plan(
+        layers=tuple(names or ()),
+        size=layers_.Size.parse(size) if size else layers_.Size() if gpu else layers_.Size(1, 2048, 256, 4),
+        dtype=dtype or ("bfloat16" if gpu else "float32"),
+        device=device,
+        who=tuple(who or layers_.DEFAULT_WHO),
+    )
+    console = _console()
+    with _watching(console) as watch:
+        results = layers_.measure(plan, out, watch, fresh)
+    console.print(layers_report.table(results))
+    layers_report.draw(results, out / "layers.png")
+    typer.echo(f"{out / layers_.FILE} and {out / 'layers.png'}")
 
 
 @app.command()

@@ -133,8 +133,9 @@ def run(
 ) -> tuple[Tensor, State]:
     """`reference.run` by the fastest legal route: step, then read q, for a whole sequence.
 
-    signal: tensors with time in dimension `time`, batch dimensions around it; "q" is required.  Half precision is
-    computed in float32, float64 in float64; outputs come back in the dtype of v, states stay in the computing dtype.
+    signal: tensors with time in dimension `time`, batch dimensions around it; "q" is required; q and k of one head are
+    those of every head.  Half precision is computed in float32, float64 in float64; outputs come back in the dtype of
+    v, states stay in the computing dtype.
     """
     q, v = signal.get("q"), signal.get("v")
     if not isinstance(q, Tensor) or not isinstance(v, Tensor):
@@ -145,6 +146,7 @@ def run(
         with torch.autocast(v.device.type, enabled=False):
             return kernel_terms.run(update, signal, state, weights)
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    signal = kernel_terms.every_head(signal)
     signal = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
     if q.shape[time] == 0:
         if state is None:

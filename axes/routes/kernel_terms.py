@@ -101,8 +101,11 @@ def run(
     elif state is None:
         first = {n: _first(x) for n, x in signal.items()}
         state = update.init(first, weights)
+    share = kind in ("scalar", "diagonal") and rate_shape(update.parts().step.rate) == "scalar"
+    if not share:
+        signal = every_head(signal)
     q, k = _tensor(signal, "q"), _tensor(signal, "k")
-    if kind in ("scalar", "diagonal") and rate_shape(update.parts().step.rate) == "scalar":
+    if share:
         q, k = _shared(q, k)
     tokens = _Tokens(q.to(v.dtype), k.to(v.dtype), v)
     compute = {"scalar": _scalar, "diagonal": _diagonal, "dplr": _dplr, "block": _block}[kind]
@@ -333,6 +336,16 @@ def _shared(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     if q.shape[2] > 1 and q.stride(2) == 0 and k.stride(2) == 0:
         return q[:, :, :1], k[:, :, :1]
     return q, k
+
+
+def every_head(signal: Signal) -> dict[str, Tensor | float]:
+    """q and k of one head (..., 1, K) as those of every head."""
+    v, made = _tensor(signal, "v"), dict(signal)
+    for name in ("q", "k"):
+        x = made.get(name)
+        if isinstance(x, Tensor) and x.ndim == v.ndim and x.shape[-2] == 1 != v.shape[-2]:
+            made[name] = x.expand(*v.shape[:-1], x.shape[-1])
+    return made
 
 
 def _wide(t: _Tokens) -> torch.Size:

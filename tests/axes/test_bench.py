@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from axes.bench import check, decode, floors, peers, report, sequence, training
+from axes.bench import check, decode, floors, layers, layers_report, peers, report, sequence, training
 from axes.bench.rules import RULES, Rule, Shape, Signal, find
 from axes.cli import main
 from axes.errors import AxesError
@@ -157,3 +157,30 @@ def test_ratios_are_of_the_fastest_peer() -> None:
     assert sequence.ratios(rows) == {("r", SMALL, "f"): (3.0, None)}
     table = report.table({"where": {"device": "d", "torch": "t"}, "rows": [vars(r) for r in rows]})
     assert table.row_count == 3
+
+
+def test_whole_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    who = (layers.OURS, layers.PRODUCTS, layers.SDPA, layers.FLA)
+    named = " ".join(f"--layer {name}" for name in ("gated-delta-net", "softmax-attention"))
+    given = [word for name in who for word in ("--who", name)]
+    with pytest.raises(SystemExit, match="0"):
+        main([*f"bench layers {named} --size 2,20,16,2 --device cpu --out {tmp_path}".split(), *given])
+    assert "gated-delta-net" in capsys.readouterr().out
+    found = layers_report.rows(json.loads((tmp_path / "layers.json").read_text()))
+    assert [(r.layer, r.who) for r in found] == [
+        (name, n) for name in ("gated-delta-net", "softmax-attention") for n in who
+        if n != layers.SDPA or name == "softmax-attention"
+    ]  # fmt: skip
+    for row in found:
+        if row.refused:
+            assert row.who == layers.FLA
+        else:
+            assert row.forward and row.both and row.saved and (row.error or 0) < 1e-4
+    assert (tmp_path / "layers.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr(layers, "_error", lambda *_: (1.0, "x"))
+    plan = layers.Plan(("gla",), layers.Size(1, 8, 16, 2), "float32", "cpu", (layers.OURS,))
+    (row,) = layers_report.rows(layers.measure(plan, tmp_path / "wrong"))
+    assert row.forward is None and row.refused == "x is off by 1.0e+00"
+    for bad, message in (("1,2,3", "four numbers"), ("1,8,15,2", "multiple of H")):
+        with pytest.raises(AxesError, match=message):
+            layers.Size.parse(bad)

@@ -66,22 +66,19 @@ def check_enter(streams, numbers=(), T=9, B=2, lengths=(), started=True, ends=Tr
     if pad:
         assert not got[len(shapes)][..., used:].any()
 
-def check_leave(T=5, H=2, D=16, gated=True, normed=True, activation="silu", dtype=torch.float32, eps=1e-5):
+def check_leave(T=5, H=2, D=16, gated=True, normed=True, skips=False, activation="silu", dtype=torch.float32, **more):
     case = {n: x for n, x in locals().items()}
-    y = torch.randn(2, T, H, D).to(dtype)
-    more = ([torch.randn(2, T, H * D).to(dtype)] if gated else []) + ([torch.randn(D).to(dtype)] if normed else [])
-
-    def spread(function):
-        def run(y, *rest):
-            rest = list(rest)
-            return [function(y, rest.pop(0) if gated else None, rest.pop(0) if normed else None)]
-        return run
-
-    kernel = spread(lambda y, g, w: leave(y, g, w, activation=activation, eps=eps))
-    wanted = spread(lambda y, g, w: block_halves.leave(y, g, w, activation, eps))
+    more = {"activation": activation, "eps": 1e-5, **more}
+    heads = (2, T, H, D)
+    width = H * D if more.get("after") else D
+    given = {"y": heads, **({"gate": (2, T, H * D)} if gated else {}), **({"weight": (width,)} if normed else {})}
+    given |= {"skip": (H * D,), "v": heads} if skips else {}
+    tensors = [torch.randn(s).to(dtype) for s in given.values()]
+    kernel = lambda *x: [leave(**dict(zip(given, x)), **more)]
+    wanted = lambda *x: [block_halves.leave(**dict(zip(given, x)), **more)]
     direction = torch.randn(2, T, H * D)
-    got = block_halves.gradients(kernel, [y, *more], [direction])
-    want = block_halves.gradients(wanted, [x.double() for x in (y, *more)], [direction.double()])
+    got = block_halves.gradients(kernel, tensors, [direction])
+    want = block_halves.gradients(wanted, [x.double() for x in tensors], [direction])
     compare(case, got, want, dtype)
 """
 
@@ -138,9 +135,16 @@ for d, h in ((16, 3), (20, 1), (64, 2), (128, 1)):
     check_leave(T=3, H=h, D=d)
 check_leave(T=41, gated=False)
 check_leave(T=41, normed=False, activation="gelu")
+for d, h in ((16, 3), (20, 1), (64, 2)):
+    check_leave(T=3, H=h, D=d, skips=True, after=True)
+check_leave(T=41, skips=True, normed=False)
+check_leave(T=41, skips=True, normed=False, gated=False)
+check_leave(T=41, after=True, activation="sigmoid")
+check_leave(T=2, H=16, D=256, skips=True, after=True)
 import axes.kernels.blocks.leave as host
 host._PROGRAMS = 3  # each takes rows more than once
 check_leave(T=301, H=3, D=16)
+check_leave(T=41, H=3, D=16, skips=True, after=True)
 """,
 }
 
@@ -167,6 +171,9 @@ def test_refusals() -> None:
         ((y[0],), r"y is \(B, T, H, D\)"),
         ((y, y), r"the gate is torch.float32 \(2, 4, 16\), not torch.float32 \(2, 4, 2, 8\)"),
         ((y, None, torch.ones(4)), r"weights are \(8,\), not \(4,\)"),
+        ((y, None, None, torch.ones(16)), r"a skip is \(16,\) numbers and v, not one of them"),
+        ((y, None, None, torch.ones(8), y), r"a skip is \(16,\) numbers and v, not \(8,\)"),
+        ((y, None, None, torch.ones(16), y[:1]), r"v is torch.float32 \(2, 4, 2, 8\)"),
     ):
         with pytest.raises(ShapeError, match=message):
             leave(*given)

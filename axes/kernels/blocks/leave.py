@@ -1,14 +1,18 @@
 """`leave`: from what the recurrence read to the input of the last product in one launch, and back in one.
 
-    n = y rsqrt(mean y^2 + eps) w          RMS norm of a head's D numbers, if there are weights w (D)
-    u = n activation(g)                    if there is a gate g
+    s = y + c v                                the skip: numbers c of every channel, if there are
+    n = s rsqrt(mean s^2 + eps) w              RMS norm of D numbers, if there are weights w (D)
+    u = n activation(g)                        if there is a gate g; with `after` the gate comes first, n = norm(s a(g))
 
-Rows are heads of tokens, one after another in memory. Backwards, with x = y rsqrt(..) and m = du activation(g) w,
-    dg = du n activation'(g),   dw = sum du activation(g) x,   dy = rsqrt(..) (m - x mean(m x)):
-a program adds up dw over its rows, and the sums of programs are added in their order.
+Rows are D numbers side by side in memory: a head of a token, or with a skip or `after` all heads of a token. Backwards,
+with x = s rsqrt(..) and m the gradient of x,
+    ds = rsqrt(..) (m - x mean(m x)),   dw = sum dn x,   dg = du n activation'(g),   dv = c ds,   dc = sum ds v:
+a program adds up dw and dc over its rows, and the sums of programs are added in their order.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +21,7 @@ from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels.blocks.functions import activate, slope
-from axes.kernels.blocks.plan import ACTIVATIONS, LARGEST, WARPS
+from axes.kernels.blocks.plan import ACTIVATIONS, LARGEST, LONGEST, WARPS
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.layout import on_device
 
@@ -33,102 +37,151 @@ def _inverse_norm(y, D: tl.constexpr, EPS: tl.constexpr):
     return tl.rsqrt(tl.sum(y * y, 1) / D + EPS)[:, None]
 
 
+@triton.jit
+def _columns(ptr, column, D: tl.constexpr):
+    """A number of every column, the same in every row."""
+    return tl.load(ptr + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+
+
 @Kernel
 @triton.jit(do_not_specialize=["rows", "steps"])
 def _leave(
-    y, gate, weight, u, rows, steps,
-    D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr, EPS: tl.constexpr,
+    y, gate, weight, skip, v, u, rows, steps,
+    D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, DP)
     first = tl.program_id(0).to(tl.int64) * steps * BR
     if weight is not None:
-        w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+        w = _columns(weight, column, D)
+    if skip is not None:
+        c = _columns(skip, column, D)
     for n in range(steps):
         row = first + n * BR + tl.arange(0, BR)
         held = (row < rows)[:, None] & (column < D)[None, :]
         at = row[:, None] * D + column[None, :]
         x = tl.load(y + at, mask=held, other=0.0).to(tl.float32)
+        if skip is not None:
+            x += c * tl.load(v + at, mask=held, other=0.0).to(tl.float32)
+        if gate is not None:
+            a = activate(tl.load(gate + at, mask=held, other=0.0).to(tl.float32), ACT)
+        if AFTER:
+            x *= a
         if weight is not None:
             x *= _inverse_norm(x, D, EPS) * w
-        if gate is not None:
-            x *= activate(tl.load(gate + at, mask=held, other=0.0).to(tl.float32), ACT)
+        if gate is not None and not AFTER:
+            x *= a
         tl.store(u + at, x.to(u.dtype.element_ty), mask=held)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["rows", "steps"])
 def _leave_backward(
-    y, gate, weight, du, dy, dgate, sums, rows, steps,
-    D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr, EPS: tl.constexpr,
+    y, gate, weight, skip, v, du, dy, dgate, dv, sums, rows, steps,
+    D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
+    """sums (programs, SUMS): of dw and then dc."""
     column = tl.arange(0, DP)
     first = tl.program_id(0).to(tl.int64) * steps * BR
     if weight is not None:
-        w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
-        total = tl.zeros([BR, DP], dtype=tl.float32)
+        w = _columns(weight, column, D)
+        dw = tl.zeros([BR, DP], dtype=tl.float32)
+    if skip is not None:
+        c = _columns(skip, column, D)
+        dc = tl.zeros([BR, DP], dtype=tl.float32)
     for n in range(steps):
         row = first + n * BR + tl.arange(0, BR)
         held = (row < rows)[:, None] & (column < D)[None, :]
         at = row[:, None] * D + column[None, :]
-        x = tl.load(y + at, mask=held, other=0.0).to(tl.float32)
+        s = tl.load(y + at, mask=held, other=0.0).to(tl.float32)
         d = tl.load(du + at, mask=held, other=0.0).to(tl.float32)
+        if skip is not None:
+            value = tl.load(v + at, mask=held, other=0.0).to(tl.float32)
+            s += c * value
+        if gate is not None:
+            g = tl.load(gate + at, mask=held, other=0.0).to(tl.float32)
+            a = activate(g, ACT)
+        x = s
+        if AFTER:
+            x *= a
         if weight is not None:
             r = _inverse_norm(x, D, EPS)
             x *= r
-        if gate is not None:
-            g = tl.load(gate + at, mask=held, other=0.0).to(tl.float32)
-            dg = d * x * slope(g, ACT)
+        if gate is not None and not AFTER:
+            dg = d * x
             if weight is not None:
                 dg *= w
-            tl.store(dgate + at, dg.to(dgate.dtype.element_ty), mask=held)
-            d *= activate(g, ACT)
+            tl.store(dgate + at, (dg * slope(g, ACT)).to(dgate.dtype.element_ty), mask=held)
+            d *= a
         if weight is not None:
-            total += d * x
+            dw += d * x
             d *= w
             d = r * (d - x * (tl.sum(d * x, 1) / D)[:, None])
+        if AFTER:
+            tl.store(dgate + at, (d * s * slope(g, ACT)).to(dgate.dtype.element_ty), mask=held)
+            d *= a
+        if skip is not None:
+            dc += d * value
+            tl.store(dv + at, (d * c).to(dv.dtype.element_ty), mask=held)
         tl.store(dy + at, d.to(dy.dtype.element_ty), mask=held)
+    sums += tl.program_id(0) * SUMS + column
     if weight is not None:
-        tl.store(sums + tl.program_id(0) * D + column, tl.sum(total, 0), mask=column < D)
+        tl.store(sums, tl.sum(dw, 0), mask=column < D)
+    if skip is not None:
+        tl.store(sums + (SUMS - D), tl.sum(dc, 0), mask=column < D)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-def _cut(y: Tensor) -> tuple[int, int, int, int, int]:
-    """Width, its power of two, rows at once, programs, and how often each takes rows."""
-    d = y.shape[-1]
+def _cut(y: Tensor, whole: bool) -> tuple[int, int, int, int, int, int]:
+    """Width of a row, its power of two, rows at once, programs, how often each takes rows, warps."""
+    d = y.shape[-1] * (y.shape[-2] if whole else 1)
     side = 1 << (d - 1).bit_length()
-    together = max(1, 32 * WARPS * _ENTRIES // side)
+    warps = WARPS if side <= 1024 else 8
+    together = max(1, 32 * warps * _ENTRIES // side)
     tiles = -(-(y.numel() // d) // together)
     steps = -(-tiles // _PROGRAMS)
-    return d, side, together, -(-tiles // steps), steps
+    return d, side, together, -(-tiles // steps), steps, warps
 
 
-def _forward(y: Tensor, gate: Tensor | None, weight: Tensor | None, activation: str, eps: float) -> Tensor:
-    d, side, together, programs, steps = _cut(y)
-    u = y.new_empty(*y.shape[:-2], y.shape[-2] * d)
+def _forward(
+    y: Tensor, gate: Tensor | None, weight: Tensor | None, skip: Tensor | None, v: Tensor | None,
+    activation: str, eps: float, after: bool,
+) -> Tensor:  # fmt: skip
+    d, side, together, programs, steps, warps = _cut(y, after or skip is not None)
+    u = y.new_empty(*y.shape[:-2], y.shape[-2] * y.shape[-1])
     with on_device(y):
         _leave[(programs,)](
-            y, gate, weight, u, y.numel() // d, steps,
-            D=d, DP=side, BR=together, ACT=ACTIVATIONS.index(activation), EPS=eps, num_warps=WARPS,
+            y, gate, weight, skip, v, u, y.numel() // d, steps,
+            D=d, DP=side, BR=together, ACT=ACTIVATIONS.index(activation), EPS=eps, AFTER=after, num_warps=warps,
         )  # fmt: skip
     return u
 
 
 def _backward(
-    y: Tensor, gate: Tensor | None, weight: Tensor | None, du: Tensor, activation: str, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of y, gate and weight, empty where there is none."""
-    d, side, together, programs, steps = _cut(y)
-    dy, none = torch.empty_like(y), y.new_empty(0)
-    dgate = none if gate is None else torch.empty_like(gate)
-    sums = none if weight is None else y.new_empty(programs, d, dtype=torch.float32)
+    y: Tensor, gate: Tensor | None, weight: Tensor | None, skip: Tensor | None, v: Tensor | None, du: Tensor,
+    activation: str, eps: float, after: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of y, gate, weight, skip and v, empty where there is none."""
+    d, side, together, programs, steps, warps = _cut(y, after or skip is not None)
+    dy, dgate, dv = torch.empty_like(y), _like(gate, y), _like(v, y)
+    numbers = d * ((weight is not None) + (skip is not None))
+    sums = y.new_empty(programs, numbers, dtype=torch.float32)
     with on_device(y):
         _leave_backward[(programs,)](
-            y, gate, weight, du, dy, dgate, sums, y.numel() // d, steps,
-            D=d, DP=side, BR=together, ACT=ACTIVATIONS.index(activation), EPS=eps, num_warps=WARPS,
+            y, gate, weight, skip, v, du, dy, dgate, dv, sums, y.numel() // d, steps,
+            D=d, DP=side, BR=together, ACT=ACTIVATIONS.index(activation), EPS=eps, AFTER=after, SUMS=numbers,
+            num_warps=warps,
         )  # fmt: skip
-    return dy, none.clone() if gate is None else dgate, none if weight is None else sums.sum(0).to(weight.dtype)
+    total = sums.sum(0)
+    dweight = _like(None, y) if weight is None else total[:d].to(weight.dtype, copy=True)
+    dskip = _like(None, y) if skip is None else total[numbers - d :].to(skip.dtype, copy=True)
+    return dy, dgate, dweight, dskip, dv
+
+
+def _like(x: Tensor | None, y: Tensor) -> Tensor:
+    return y.new_empty(0) if x is None else torch.empty_like(x)
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -138,25 +191,25 @@ _backward_operator = torch.library.custom_op("axes::leave_backward", _backward, 
 
 
 @_operator.register_fake
-def _(y, gate, weight, activation, eps):
+def _(y, gate, weight, skip, v, activation, eps, after):
     return y.new_empty(*y.shape[:-2], y.shape[-2] * y.shape[-1])
 
 
 @_backward_operator.register_fake
-def _(y, gate, weight, du, activation, eps):
-    return torch.empty_like(y), *(y.new_empty(0) if x is None else torch.empty_like(x) for x in (gate, weight))
+def _(y, gate, weight, skip, v, du, activation, eps, after):
+    return torch.empty_like(y), *(_like(x, y) for x in (gate, weight, skip, v))
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, activation, eps = inputs
-    ctx.options = (activation, eps)
+    *tensors, activation, eps, after = inputs
+    ctx.options = (activation, eps, after)
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx, du, backward=_backward_operator):
-    y, gate, weight = ctx.saved_tensors
-    dy, dgate, dweight = backward(y, gate, weight, du.contiguous(), *ctx.options)
-    return dy, None if gate is None else dgate, None if weight is None else dweight, None, None
+    y, *others = ctx.saved_tensors
+    dy, *grads = backward(y, *others, du.contiguous(), *ctx.options)
+    return dy, *[None if x is None else g for x, g in zip(others, grads, strict=True)], None, None, None
 
 
 _operator.register_autograd(_differentiate, setup_context=_save)
@@ -177,26 +230,39 @@ class _Eager(torch.autograd.Function):
 
 
 def leave(
-    y: Tensor, gate: Tensor | None = None, weight: Tensor | None = None, *, activation: str = "silu", eps: float = 1e-5
-) -> Tensor:
-    """(B, T, H, D) to (B, T, H D) in the same dtype: RMS norm of every head with weights (D), times activation(gate).
+    y: Tensor, gate: Tensor | None = None, weight: Tensor | None = None, skip: Tensor | None = None,
+    v: Tensor | None = None, *, activation: str = "silu", eps: float = 1e-5, after: bool = False,
+) -> Tensor:  # fmt: skip
+    """(B, T, H, D) to (B, T, H D) in the same dtype: a skip, an RMS norm and a gate, what of them there is.
 
-    gate: (B, T, H D) in y's dtype, or None.  weight: or None for no norm.  All receive gradients, once.
-    Raises ShapeError on what does not fit.
+    gate: (B, T, H D) in y's dtype, its activation multiplies.  weight: of the norm, (D) for every head's own; with
+    `after`, (H D): of all heads together behind the gate.  skip: (H D), times v (B, T, H, D) is added first.
+    All tensors receive gradients, once.  Raises ShapeError on what does not fit.
     """
     who = "leave"
     if y.ndim != 4 or 0 in y.shape or y.shape[-1] > LARGEST:
         raise ShapeError(f"{who}: y is (B, T, H, D), not empty, D up to {LARGEST}, not {tuple(y.shape)}")
-    flat = (*y.shape[:2], y.shape[2] * y.shape[3])
-    if gate is not None and (gate.shape != flat or gate.dtype != y.dtype):
-        raise ShapeError(f"{who}: the gate is {y.dtype} {flat}, not {gate.dtype} {tuple(gate.shape)}")
-    if weight is not None and weight.shape != y.shape[-1:]:
-        raise ShapeError(f"{who}: weights are {(y.shape[-1],)}, not {tuple(weight.shape)}")
-    if gate is None and weight is None:
+    channels, whole = y.shape[2] * y.shape[3], after or skip is not None
+    if whole and channels > LONGEST:
+        raise ShapeError(f"{who}: H D is up to {LONGEST} where a row is all heads, not {channels}")
+    if gate is not None and (gate.shape != (*y.shape[:2], channels) or gate.dtype != y.dtype):
+        wanted = f"{y.dtype} {(*y.shape[:2], channels)}"
+        raise ShapeError(f"{who}: the gate is {wanted}, not {gate.dtype} {tuple(gate.shape)}")
+    if weight is not None and weight.shape != ((channels,) if whole else y.shape[-1:]):
+        wanted = (channels,) if whole else tuple(y.shape[-1:])
+        raise ShapeError(f"{who}: weights are {wanted}, not {tuple(weight.shape)}")
+    if (skip is None) != (v is None) or skip is not None and skip.shape != (channels,):
+        got = "one of them" if skip is None or v is None else f"{tuple(skip.shape)}"
+        raise ShapeError(f"{who}: a skip is {(channels,)} numbers and v, not {got}")
+    if v is not None and (v.shape != y.shape or v.dtype != y.dtype):
+        raise ShapeError(f"{who}: v is {y.dtype} {tuple(y.shape)}, not {v.dtype} {tuple(v.shape)}")
+    if after and (gate is None or weight is None):
+        raise ShapeError(f"{who}: a norm behind the gate needs both")
+    if gate is None and weight is None and skip is None:
         return y.flatten(-2)
-    inputs = (y.contiguous(), None if gate is None else gate.contiguous(), weight, activation, eps)
+    tensors: list[Any] = [None if x is None else x.contiguous() for x in (y, gate, weight, skip, v)]
     if torch.compiler.is_compiling() or type(y) is not Tensor:
-        return _operator(*inputs)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        return _Eager.apply(*inputs)
-    return _forward(*inputs)
+        return _operator(*tensors, activation, eps, after)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Eager.apply(*tensors, activation, eps, after)
+    return _forward(*tensors, activation, eps, after)

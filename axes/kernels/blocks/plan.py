@@ -18,6 +18,7 @@ CHARTS = ("linear", "sigmoid", "logsigmoid", "softplus", "ssm", "nothing")
 NORMS = ("none", "unit", "rms")
 WIDEST = 4  # convolution
 LARGEST = 256  # width of a head
+LONGEST = 8192  # of all heads together, where a norm or a skip is over all of them
 WARPS = 4  # of a program
 _ENTRIES = 4  # of a row in a thread: 8 bytes of a 16-bit number, which half as many registers hold as 16
 _TILE = 1024  # numbers at once
@@ -185,4 +186,13 @@ def no_stream(stream: Stream) -> str | None:
         return f"heads are from 1 to {LARGEST} wide, not {stream.width}"
     if stream.conv > WIDEST:
         return f"convolutions are up to {WIDEST} wide, not {stream.conv}"
+    return None
+
+
+def no_leave(heads: int, width: int, whole: bool) -> str | None:
+    """Why the kernels do not take what was read, or None. whole: a norm or a skip is over all heads together."""
+    if not 1 <= width <= LARGEST:
+        return f"reads are from 1 to {LARGEST} wide, not {width}"
+    if whole and heads * width > LONGEST:
+        return f"all heads together are up to {LONGEST} wide, not {heads * width}"
     return None

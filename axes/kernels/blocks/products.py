@@ -14,29 +14,34 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+Piece = tuple[int, int, int]  # which matrix, its first row, how many rows
 
-def _stacked(weights: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
-    """Matrices (n_i, D) below each other in `rows` rows; those of padding are zero."""
-    first = weights[0]
-    if len(weights) == 1 and rows <= first.shape[0]:
+
+def _stacked(parts: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
+    """Matrices (n_i, D) below each other in `rows` rows at least; those of padding are zero."""
+    first = parts[0]
+    if len(parts) == 1 and rows <= first.shape[0]:
         return first.to(dtype)
-    sizes = [w.shape[0] for w in weights]
-    whole = first.new_empty(rows, first.shape[1], dtype=dtype)
-    parts = whole.split([*sizes, rows - sum(sizes)] if sum(sizes) < rows else sizes)
-    torch._foreach_copy_(parts[: len(weights)], list(weights))
-    if len(parts) > len(weights):
-        parts[-1].zero_()
+    sizes = [x.shape[0] for x in parts]
+    padding = max(rows - sum(sizes), 0)
+    whole = first.new_empty(sum(sizes) + padding, first.shape[1], dtype=dtype)
+    places = whole.split([*sizes, padding] if padding else sizes)
+    torch._foreach_copy_(places[: len(parts)], list(parts))
+    if padding:
+        places[-1].zero_()
     return whole
 
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], rows: tuple[int, ...], *weights: Tensor) -> Any:
-        whole, at = [], 0
-        for count, total in zip(counts, rows, strict=True):
-            whole.append(_stacked(weights[at : at + count], total, x.dtype))
-            at += count
-        ctx.counts, ctx.like = counts, [(w.shape[0], w.dtype) for w in weights]
+    def forward(
+        ctx: Any, x: Tensor, groups: Sequence[Sequence[Piece]], rows: Sequence[int], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        whole = [
+            _stacked([weights[i].narrow(0, first, count) for i, first, count in group], total, x.dtype)
+            for group, total in zip(groups, rows, strict=True)
+        ]
+        ctx.groups, ctx.dtypes = groups, [w.dtype for w in weights]
         ctx.save_for_backward(x, *whole)
         ctx.set_materialize_grads(False)
         return tuple(linear(x, w) for w in whole)
@@ -45,32 +50,41 @@ class _Products(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         x, *whole = ctx.saved_tensors
-        rows, dx, dweights = x.reshape(-1, x.shape[-1]), None, []
-        wanted, at = ctx.needs_input_grad[3:], 0
-        for grad, weight, count in zip(grads, whole, ctx.counts, strict=True):
-            like, at = list(zip(ctx.like, wanted, strict=True))[at : at + count], at + count
+        rows, dx, wanted = x.reshape(-1, x.shape[-1]), None, ctx.needs_input_grad[3:]
+        pieces: list[list[tuple[int, Tensor]]] = [[] for _ in wanted]
+        for grad, weight, group in zip(grads, whole, ctx.groups, strict=True):
             if grad is None:
-                dweights += [None] * count
+                for i, first, count in group:
+                    pieces[i].append((first, rows.new_zeros(count, rows.shape[1])))
                 continue
             dy = grad.reshape(-1, grad.shape[-1])
             if ctx.needs_input_grad[0]:
                 dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
-            if not any(needed for _, needed in like):
-                dweights += [None] * count
-                continue
-            whole_gradient, first = dy.mT @ rows, 0
-            for (size, dtype), needed in like:
-                dweights.append(whole_gradient[first : first + size].to(dtype) if needed else None)
-                first += size
+            if any(wanted[i] for i, _, _ in group):
+                at, dwhole = 0, dy.mT @ rows
+                for i, first, count in group:
+                    pieces[i].append((first, dwhole[at : at + count]))
+                    at += count
+        dweights = [_joined(p).to(d) if w else None for p, w, d in zip(pieces, wanted, ctx.dtypes, strict=True)]
         return None if dx is None else dx.view(x.shape), None, None, *dweights
 
 
-def products(x: Tensor, groups: Sequence[Sequence[Tensor]], rows: Sequence[int]) -> tuple[Tensor, ...]:
-    """x (..., D) times every group's matrices (n_i, D) side by side: (..., rows) for each group.
+def _joined(pieces: list[tuple[int, Tensor]]) -> Tensor:
+    """The gradient of a matrix from those of its rows; rows that were taken twice add up."""
+    made: dict[int, Tensor] = {}
+    for first, piece in pieces:
+        made[first] = made[first] + piece if first in made else piece
+    parts = [made[first] for first in sorted(made)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    rows: at least those that the matrices have (0: just those); columns past the last matrix are zero. The matrices are
-    taken in x's dtype. All receive gradients, once.
+
+def products(
+    x: Tensor, weights: Sequence[Tensor], groups: Sequence[Sequence[Piece]], rows: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """x (..., D) times every group's rows of the weights, side by side: (..., n) for each group.
+
+    groups: pieces of the weights, which together hold all rows of every weight.  rows: of each group at least; columns
+    past the last piece are zero.  Weights are taken in x's dtype.  All receive gradients, once.
     """
-    weights = [w for group in groups for w in group]
-    made: tuple[Tensor, ...] = _Products.apply(x, tuple(len(g) for g in groups), tuple(rows), *weights)
+    made: tuple[Tensor, ...] = _Products.apply(x, groups, rows, *weights)
     return made

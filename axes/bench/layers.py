@@ -1,0 +1,337 @@
+"""`axes bench layers`: whole layers, beside the products that they cannot do without and the same layers elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from axes import catalogue
+from axes.bench.results import begin, write
+from axes.bench.sequence import device_of, dtype_of
+from axes.bench.timing import Timing, median, peak_extra
+from axes.errors import AxesError
+from axes.sequence import SequenceLayer, fused
+
+FILE = "layers.json"
+OURS, TORCH_BLOCKS, COMPILED, PRODUCTS, FLA, SDPA = (
+    "axes", "axes, blocks in torch", "axes, compiled", "products alone", "fla", "torch, flash SDPA"
+)  # fmt: skip
+WHO = (OURS, PRODUCTS, FLA, SDPA, TORCH_BLOCKS, COMPILED)
+DEFAULT_WHO = WHO[:4]
+ON_GPU = (
+    "gated-delta-net", "delta-net", "mamba2", "gla", "linear-attention", "retnet", "rwkv7", "titans-matrix",
+    "softmax-attention", "rope", "alibi", "fox", "path",
+)  # fmt: skip
+ON_CPU = ("gated-delta-net", "gla", "mamba2", "softmax-attention")
+ATTENTION = ("softmax-attention", "rope", "alibi", "fox", "path")
+_FEW = 64  # tokens of one sequence, whose kernels the host outlasts
+_CHECKED = 200  # tokens compared with float64
+_BOUNDS = {torch.float32: 5e-3, torch.float16: 3e-2, torch.bfloat16: 6e-2}
+
+
+class Size(NamedTuple):
+    """Batch, tokens, model width, heads."""
+
+    batch: int = 8
+    tokens: int = 4096
+    width: int = 2048
+    heads: int = 16
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        try:
+            size = cls(*map(int, text.split(",")))
+        except (TypeError, ValueError):
+            raise AxesError(f"--size is B,T,D,H, four numbers, not {text!r}") from None
+        if min(size) < 1 or size.width % size.heads:
+            raise AxesError(f"--size is B,T,D,H, positive, D a multiple of H, not {text!r}")
+        return size
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """One contender as one layer. Milliseconds; bytes; None where it was not measured.
+
+    peak: beyond parameters, the input and what is returned.  saved: bytes a token kept for the backward, measured;
+    predicted: those that a block by its kernels keeps itself, `axes.sequence.fused.saved`.  host: from the call to its
+    return with next to no work for the device.
+    """
+
+    layer: str
+    size: str
+    dtype: str
+    who: str
+    forward: float | None = None
+    both: float | None = None
+    forward_graph: float | None = None
+    both_graph: float | None = None
+    peak: int | None = None
+    saved: int | None = None
+    predicted: int | None = None
+    host: float | None = None
+    host_both: float | None = None
+    first: float | None = None  # seconds of the first forward and backward in this process
+    parameters: int = 0
+    error: float | None = None
+    worst: str = ""
+    refused: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.layer, self.size, self.dtype, self.who
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """What is compared."""
+
+    layers: tuple[str, ...] = ()
+    size: Size = Size()
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    who: tuple[str, ...] = DEFAULT_WHO
+
+
+def measure(
+    plan: Plan,
+    folder: Path,
+    watch: Callable[[str, int, int], None] = lambda what, done, of: None,
+    fresh: bool = False,
+) -> dict[str, Any]:
+    """Measure every row that the folder does not hold yet; the file is written after each. Returns its contents."""
+    device, dtype = device_of(plan.device), dtype_of(plan.dtype)
+    if unknown := set(plan.who) - set(WHO):
+        raise AxesError(f"unknown contender {', '.join(sorted(unknown))}; known: {', '.join(WHO)}")
+    results = begin(folder / FILE, Row, device, 0, fresh)
+    done = {Row(**row).key for row in results["rows"]}
+    names = plan.layers or (ON_GPU if device.type == "cuda" else ON_CPU)
+    work = [(name, who) for name in names for who in plan.who if who != SDPA or name in ATTENTION]
+    for index, (name, who) in enumerate(work):
+        row = Row(name, str(plan.size), plan.dtype, who)
+        if row.key in done:
+            continue
+        watch(f"{name} · {who}", index, len(work))
+        results["rows"].append(asdict(_row(row, plan.size, dtype, device)))
+        write(folder / FILE, results)
+    watch("done", len(work), len(work))
+    return results
+
+
+def _row(row: Row, size: Size, dtype: torch.dtype, device: torch.device) -> Row:
+    torch.manual_seed(0)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        layer, call = _contender(row.layer, row.who, size, dtype, device)
+    except Exception as error:
+        return replace(row, refused=_short(error))
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    row = replace(row, parameters=sum(p.numel() for p in parameters))
+    x = torch.randn(size.batch, size.tokens, size.width, device=device, dtype=dtype, requires_grad=True)
+    direction = torch.randn_like(x)
+    few, along = x[:1, :_FEW].detach().clone().requires_grad_(), direction[:1, :_FEW].clone()
+    try:
+        begun = time.perf_counter()
+        _both(call, x, parameters, direction)
+        _wait(device)
+        row = replace(row, first=time.perf_counter() - begun)
+        if row.who == OURS:
+            error, worst = _error(layer, x)
+            row = replace(row, error=error, worst=worst)
+            if not error <= _BOUNDS[dtype]:
+                return replace(row, refused=f"{worst} is off by {error:.1e}")
+        with torch.no_grad():
+            forward = median(lambda: (call(x),), device)
+            host = _host(lambda: call(few), device)
+        both = median(lambda: _both(call, x, parameters, direction), device)
+        row = _timed(row, forward, both)
+        host_both = _host(lambda: _both(call, few, parameters, along), device)
+        row = replace(row, host=host, host_both=host_both)
+        row = replace(row, saved=_saved(call, x, parameters), predicted=_predicted(layer, x))
+        if device.type == "cuda":
+            row = replace(row, peak=peak_extra(lambda: _both(call, x, parameters, direction)))
+    except torch.OutOfMemoryError:
+        return replace(row, refused="out of memory")
+    except Exception as error:
+        return replace(row, refused=_short(error))
+    return row
+
+
+def _timed(row: Row, forward: Timing, both: Timing) -> Row:
+    eager = replace(row, forward=forward.eager, both=both.eager)
+    return replace(eager, forward_graph=forward.graph, both_graph=both.graph)
+
+
+def _both(
+    call: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter], along: Tensor
+) -> Iterable[Tensor]:
+    return torch.autograd.grad(call(x), [x, *parameters], along, allow_unused=True)
+
+
+def _host(call: Callable[[], object], device: torch.device) -> float | None:
+    """Milliseconds until a call returns, the device idle before it."""
+    if device.type != "cuda":
+        return None
+    taken = []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begun)
+    return 1e3 * statistics.median(taken[5:])
+
+
+def _saved(call: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter]) -> int:
+    """Bytes a token that the graph of a call keeps, parameters apart."""
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+    kept: dict[int, int] = {}
+
+    def keep(y: Tensor) -> Tensor:
+        storage = y.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return y
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda y: y):
+        out = call(x)
+    del out
+    return round(sum(kept.values()) / (x.shape[0] * x.shape[1]))
+
+
+def _predicted(layer: nn.Module, x: Tensor) -> int | None:
+    around = getattr(layer, "around", None)
+    if around is None or fused.no_block_kernel(around, x.device, x.dtype) is not None:
+        return None
+    return sum(fused.saved(around, x.dtype).values())
+
+
+def _error(layer: nn.Module, x: Tensor) -> tuple[float, str]:
+    """Output and gradients of the first tokens of one sequence against the same layer in float64: the worst."""
+    few = x[:1, :_CHECKED].detach()
+    along = torch.randn(few.shape, device=few.device, dtype=few.dtype)
+    found = []
+    for module, kind in ((layer, few.dtype), (copy.deepcopy(layer).double(), torch.float64)):
+        leaf = few.to(kind).requires_grad_()
+        names, leaves = zip(*((n, p) for n, p in module.named_parameters() if p.requires_grad), strict=True)
+        out = module(leaf)[0]
+        grads = torch.autograd.grad(out, [leaf, *leaves], along.to(kind), allow_unused=True)
+        pairs = zip(("output", "x", *names), (out.detach(), *grads), strict=True)
+        found.append({n: g for n, g in pairs if g is not None})
+    got, want = found
+    errors = {n: float((got[n] - w).norm() / w.norm().clamp_min(1e-3 * w.numel() ** 0.5)) for n, w in want.items()}
+    worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
+    return errors[worst], worst
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+
+
+# ---- contenders ------------------------------------------------------------------------------------------------------
+
+
+def _contender(
+    name: str, who: str, size: Size, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """The layer, and x -> y."""
+    layer: nn.Module
+    if who in (OURS, TORCH_BLOCKS, COMPILED):
+        layer = _ours(name, size, dtype, device)
+        if who == TORCH_BLOCKS:
+            layer.around.fused = None  # type: ignore[union-attr]
+        run = torch.compile(layer, dynamic=False) if who == COMPILED else layer
+        return layer, lambda x: run(x)[0]
+    if who == PRODUCTS:
+        layer = _Products(_ours(name, size, torch.float32, torch.device("meta"))).to(device, dtype)
+        return layer, layer
+    if who == SDPA:
+        layer = _Attention(size).to(device, dtype)
+        return layer, layer
+    layer = _peer(name, size).to(device, dtype)
+    return layer, lambda x: layer(x)[0]
+
+
+def _ours(name: str, size: Size, dtype: torch.dtype, device: torch.device) -> SequenceLayer:
+    made: SequenceLayer = catalogue.get(name, "sequence").cls(size.width, heads=size.heads, device=device, dtype=dtype)
+    return made
+
+
+@final
+class _Products(nn.Module):
+    """The products of a layer's matrices alone: those of the input side by side in one, and the last one."""
+
+    def __init__(self, layer: SequenceLayer) -> None:
+        super().__init__()
+        first, self.width = 0, layer.sizes.heads * layer.sizes.d_v
+        for name, module in layer.around.named_modules():
+            if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] not in ("o_proj", "out_proj"):
+                first += module.out_features if module.in_features == layer.sizes.d_model else 0
+        self.into = nn.Linear(layer.sizes.d_model, max(first, self.width), bias=False)
+        self.out = nn.Linear(self.width, layer.sizes.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.into(x)[..., : self.width])
+        return out
+
+
+@final
+class _Attention(nn.Module):
+    """Causal attention as torch has it: one projection, flash SDPA, one projection."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = (size.heads, size.width // size.heads)
+        self.into = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (z.unflatten(-1, self.heads).transpose(1, 2) for z in self.into(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(-2))
+        return out
+
+
+def _peer(name: str, size: Size) -> nn.Module:
+    """flash-linear-attention's layer of the same sizes."""
+    if importlib.util.find_spec("fla") is None:
+        raise AxesError("flash-linear-attention is not installed")
+    d, h = size.width, size.heads
+    common: dict[str, Any] = {"hidden_size": d, "num_heads": h, "layer_idx": 0}
+    made = {
+        "gated-delta-net": ("GatedDeltaNet", {**common, "head_dim": d // h, "expand_v": 1.0}),
+        "delta-net": ("DeltaNet", {**common, "use_gate": False}),
+        "mamba2": ("Mamba2", {**common, "head_dim": 2 * d // h, "use_bias": False, "use_conv_bias": True}),
+        "gla": ("GatedLinearAttention", {**common, "expand_k": 0.5, "expand_v": 1.0}),
+        "linear-attention": ("LinearAttention", {"hidden_size": d, "num_heads": h, "feature_map": "elu"}),
+        "retnet": ("MultiScaleRetention", {**common, "expand_k": 1.0, "expand_v": 2.0}),
+        "rwkv7": ("RWKV7Attention", {**common, "head_dim": d // h, "num_hidden_layers": 12, "fuse_norm": True}),
+        "softmax-attention": ("Attention", common),
+        "rope": ("Attention", common),
+        "fox": ("ForgettingAttention", common),
+        "path": ("PaTHAttention", {**common, "use_forget_gate": False}),
+    }
+    if name not in made:
+        raise AxesError(f"flash-linear-attention has no layer for {name}")
+    kind, options = made[name]
+    layer: nn.Module = getattr(importlib.import_module("fla.layers"), kind)(**options)
+    return layer
