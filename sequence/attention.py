@@ -161,11 +161,13 @@ class _TransportedModule(BlockModule):
         signal["w"] = l2_normalise(w.unflatten(-1, self.heads))
         return signal, (tail,), kept
 
-    def declaration(self) -> Declaration:
+    def declaration(self, path: str = "") -> Declaration:
         stream = self.w_conv.stream(*self.heads, norm="unit", eps=SMALL**2)
-        up, down = Matrix("w_up", self.w_up.weight.shape[0]), Matrix("w_down", self.w_down.weight.shape[0])
-        plain = self.plain.declaration("plain.")
-        return replace(plain, vectors=(*plain.vectors, Vector("w", up, stream, "w_conv", down)))
+        up = Matrix(f"{path}w_up", self.w_up.weight.shape[0])
+        down = Matrix(f"{path}w_down", self.w_down.weight.shape[0])
+        plain = self.plain.declaration(f"{path}plain.")
+        assert plain is not None
+        return replace(plain, vectors=(*plain.vectors, Vector("w", up, stream, f"{path}w_conv", down)))
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
         return self.plain.leave(y, kept)

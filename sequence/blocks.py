@@ -55,8 +55,8 @@ class BlockModule(nn.Module):
 
     fused: Fused | None = None
 
-    def declaration(self) -> Declaration | None:
-        """What kernels may do in the place of `enter` and `leave`; None: nothing."""
+    def declaration(self, path: str = "") -> Declaration | None:
+        """What kernels may do in the place of `enter` and `leave`; None: nothing. path: of this module in a block's."""
         return None
 
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
@@ -227,7 +227,6 @@ class _StandardModule(BlockModule):
         return signal, tuple(kept), gate
 
     def declaration(self, path: str = "") -> Declaration:
-        """path: of this module in the block that declares."""
         b, s = self.block, self.sizes
 
         def vector(name: str, projection: str, width: int, conv: ShortConvolution | None, **more: Any) -> Vector:

@@ -81,15 +81,16 @@ class _SSDModule(BlockModule):
             signal.update(chart(x))
         return signal, (tail,), (z, signal["v"])
 
-    def declaration(self) -> Declaration:
+    def declaration(self, path: str = "") -> Declaration:
         s, first, vectors = self.sizes, self.inner, []
         for name, heads, width in (("v", s.heads, s.d_v), ("k", 1, s.d_k), ("q", 1, s.d_k)):
-            matrix = Matrix("in_proj", heads * width, first)
-            vectors.append(Vector(name, matrix, self.conv.stream(heads, width), "conv"))
+            matrix = Matrix(f"{path}in_proj", heads * width, first)
+            vectors.append(Vector(name, matrix, self.conv.stream(heads, width), f"{path}conv"))
             first += heads * width
-        rates, others = declared_charts(self.charts)
-        gate = Matrix("in_proj", self.inner)
-        end = Exit("out_proj", gate, "silu", "norm", self.norm.eps or 0.0, after=True, skip="skip")
+        rates, others = declared_charts(self.charts, path)
+        gate = Matrix(f"{path}in_proj", self.inner)
+        eps = self.norm.eps or 0.0
+        end = Exit(f"{path}out_proj", gate, "silu", f"{path}norm", eps, after=True, skip=f"{path}skip")
         return Declaration(tuple(vectors), rates, others, end)
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:

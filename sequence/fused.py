@@ -66,6 +66,11 @@ class Vector(NamedTuple):
         """Whether a product is all there is."""
         return self.down is None and self.stream == Stream(self.stream.heads, self.stream.width)
 
+    @property
+    def plan(self) -> Plan:
+        """Of a product that is this vector's alone."""
+        return Plan((self.stream,), (), self.projection.rows)
+
 
 class Rate(NamedTuple):
     """A rate factor * chart(projection(s) + bias) of every head, (heads, *shape) numbers.
@@ -88,6 +93,11 @@ class Rate(NamedTuple):
     def numbers(self) -> Numbers:
         biased, step = self.bias is not None, self.step is not None
         return Numbers(math.prod(self.shape), self.chart, self.factor, biased, False, step)
+
+    @property
+    def plan(self) -> Plan:
+        """Of a product that is this rate's alone."""
+        return Plan((), (self.numbers,), self.projection.rows)
 
 
 @final
@@ -129,9 +139,10 @@ class Fused:
         self.plain = [v for v in vectors if v.plain]
         self.streams = [v for v in vectors if not v.plain and v.down is None]
         self.direct = [r for r in rates if r.down is None]
-        self.narrow: list[Vector | Rate] = [x for x in (*vectors, *rates) if x.down is not None]
+        self.narrow: list[Vector | Rate] = [v for v in vectors if v.down is not None]
+        self.narrow += [r for r in rates if r.down is not None]
         downs = [x.down for x in self.narrow if x.down is not None]
-        stacked = [x.projection for x in (*self.streams, *self.direct)] + downs
+        stacked = [v.projection for v in self.streams] + [r.projection for r in self.direct] + downs
         own = [v.projection for v in self.plain] + ([] if gate is None else [gate])
         groups = [stacked, *[[m] for m in own]] if stacked else [[m] for m in own]
         self.weights = list(dict.fromkeys(m.name for group in groups for m in group))
@@ -141,8 +152,7 @@ class Fused:
         self.rows = tuple([self.width] * bool(stacked) + [m.rows for m in own])
         numbers = [r.numbers for r in self.direct] + [Numbers(m.rows, narrow=True) for m in downs]
         self.plan = Plan([v.stream for v in self.streams], numbers, self.width)
-        parts = [([x.stream], ()) if isinstance(x, Vector) else ((), [x.numbers]) for x in self.narrow]
-        self.narrow_plans = [Plan(*part, x.projection.rows) for part, x in zip(parts, self.narrow, strict=True)]
+        self.narrow_plans = [x.plan for x in self.narrow]
         reads = next((v.stream for v in vectors if v.name == "v"), None)
         refused = [f"{v.name}: {why}" for v in vectors if not v.plain and (why := no_stream(v.stream))]
         refused += [why] if reads and (why := no_leave(reads.heads, reads.width, self._whole)) else []

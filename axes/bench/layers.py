@@ -50,9 +50,10 @@ class Size(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Size:
         try:
-            size = cls(*map(int, text.split(",")))
-        except (TypeError, ValueError):
+            batch, tokens, width, heads = map(int, text.split(","))
+        except ValueError:
             raise AxesError(f"--size is B,T,D,H, four numbers, not {text!r}") from None
+        size = cls(batch, tokens, width, heads)
         if min(size) < 1 or size.width % size.heads:
             raise AxesError(f"--size is B,T,D,H, positive, D a multiple of H, not {text!r}")
         return size
@@ -151,10 +152,10 @@ def _row(row: Row, size: Size, dtype: torch.dtype, device: torch.device) -> Row:
         _wait(device)
         row = replace(row, first=time.perf_counter() - begun)
         if row.who == OURS:
-            error, worst = _error(layer, x)
-            row = replace(row, error=error, worst=worst)
-            if not error <= _BOUNDS[dtype]:
-                return replace(row, refused=f"{worst} is off by {error:.1e}")
+            off, worst = _error(layer, x)
+            row = replace(row, error=off, worst=worst)
+            if not off <= _BOUNDS[dtype]:
+                return replace(row, refused=f"{worst} is off by {off:.1e}")
         with torch.no_grad():
             forward = median(lambda: (call(x),), device)
             host = _host(lambda: call(few), device)
@@ -258,7 +259,7 @@ def _contender(
     if who in (OURS, TORCH_BLOCKS, COMPILED):
         layer = _ours(name, size, dtype, device)
         if who == TORCH_BLOCKS:
-            layer.around.fused = None  # type: ignore[union-attr]
+            layer.around.fused = None
         run = torch.compile(layer, dynamic=False) if who == COMPILED else layer
         return layer, lambda x: run(x)[0]
     if who == PRODUCTS:

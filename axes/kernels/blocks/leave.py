@@ -248,9 +248,9 @@ def leave(
     if gate is not None and (gate.shape != (*y.shape[:2], channels) or gate.dtype != y.dtype):
         wanted = f"{y.dtype} {(*y.shape[:2], channels)}"
         raise ShapeError(f"{who}: the gate is {wanted}, not {gate.dtype} {tuple(gate.shape)}")
-    if weight is not None and weight.shape != ((channels,) if whole else y.shape[-1:]):
-        wanted = (channels,) if whole else tuple(y.shape[-1:])
-        raise ShapeError(f"{who}: weights are {wanted}, not {tuple(weight.shape)}")
+    row = channels if whole else y.shape[-1]
+    if weight is not None and weight.shape != (row,):
+        raise ShapeError(f"{who}: weights are {(row,)}, not {tuple(weight.shape)}")
     if (skip is None) != (v is None) or skip is not None and skip.shape != (channels,):
         got = "one of them" if skip is None or v is None else f"{tuple(skip.shape)}"
         raise ShapeError(f"{who}: a skip is {(channels,)} numbers and v, not {got}")
@@ -260,9 +260,11 @@ def leave(
         raise ShapeError(f"{who}: a norm behind the gate needs both")
     if gate is None and weight is None and skip is None:
         return y.flatten(-2)
-    tensors: list[Any] = [None if x is None else x.contiguous() for x in (y, gate, weight, skip, v)]
+    options: Any = (activation, eps, after)
+    tensors: Any = [None if x is None else x.contiguous() for x in (y, gate, weight, skip, v)]
     if torch.compiler.is_compiling() or type(y) is not Tensor:
-        return _operator(*tensors, activation, eps, after)
+        made: Tensor = _operator(*tensors, *options)
+        return made
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _Eager.apply(*tensors, activation, eps, after)
-    return _forward(*tensors, activation, eps, after)
+        return _Eager.apply(*tensors, *options)
+    return _forward(*tensors, *options)
