@@ -6,6 +6,7 @@ sequence is `axes.routes.dispatch`'s decision: no layer names one.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -154,8 +155,8 @@ class SequenceLayer(nn.Module):
     ) -> tuple[Tensor, LayerState | None]:
         """A whole sequence.
 
-        x: (B, T, D).  state: of earlier tokens.  mask: (B, T), true at real tokens; padding is skipped wherever it
-        stands, its outputs are zero.  cu_seqlens: int32 boundaries (N + 1,) of N sequences packed into B = 1, which
+        x: (B, T, D).  state: of earlier tokens.  mask: (B, T), true (1) at real tokens; padding is skipped wherever it
+        stands, its outputs are zero.  cu_seqlens: integer boundaries (N + 1,) of N sequences packed into B = 1, which
         have one state each; on a GPU their values are not read, so not checked.  Returns y (B, T, D) and the state
         after the last token; None if sequences of unequal length leave states that cannot share a batch (an anchor at
         different positions).
@@ -164,8 +165,9 @@ class SequenceLayer(nn.Module):
         if mask is not None and cu_seqlens is not None:
             raise ShapeError(f"{type(self).__name__}: give mask or cu_seqlens, not both")
         if mask is not None:
-            if mask.dtype != torch.bool:
-                raise ShapeError(f"{type(self).__name__}: mask must be boolean, true at real tokens, got {mask.dtype}")
+            if mask.is_floating_point() or mask.is_complex():
+                raise ShapeError(f"{type(self).__name__}: mask must be true (1) at real tokens, got {mask.dtype}")
+            mask = mask.bool()  # tokenizers give 0 and 1
             if mask.shape != x.shape[:2]:
                 who, right, wrong = type(self).__name__, tuple(x.shape[:2]), tuple(mask.shape)
                 raise ShapeError(f"{who}: mask must be (B, T) = {right}, got {wrong}")
@@ -175,6 +177,7 @@ class SequenceLayer(nn.Module):
             return real.new_zeros(x.shape).masked_scatter(mask[..., None], real), state
         if cu_seqlens is not None:
             self._check_bounds(x, cu_seqlens)
+            cu_seqlens = cu_seqlens.to(torch.int32)
         return self._through(x, state, cu_seqlens)
 
     def step(self, x: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]:
@@ -237,9 +240,9 @@ class SequenceLayer(nn.Module):
         who = type(self).__name__
         if x.shape[0] != 1:
             raise ShapeError(f"{who}: packed input has B = 1, got {x.shape[0]}")
-        if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
+        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1 or not cu_seqlens.numel():
             got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-            raise ShapeError(f"{who}: cu_seqlens must be int32 of shape (N + 1,), got {got}")
+            raise ShapeError(f"{who}: cu_seqlens must be int32 or int64 of shape (N + 1,), got {got}")
         if cu_seqlens.device != x.device:
             raise ShapeError(f"{who}: cu_seqlens is on {cu_seqlens.device}, x on {x.device}: move one of them")
         if x.device.type == "cuda":  # reading values would wait for the device
@@ -254,9 +257,24 @@ def layer(update: StateUpdate, name: str = "Custom", block: Block | None = None)
 
     block: what surrounds the recurrence; by default projections, normalised keys and default charts for every rate.
     """
-    h = update.parts().h
+    return _declare(update, name, block)
+
+
+@functools.cache  # the same declaration is the same class, also for an object that was unpickled
+def _declare(update: StateUpdate, name: str, block: Block | None) -> type[SequenceLayer]:
+    _, h, _, _, memory = update.parts()
     default = Standard(initial=None if h.is_identity else 0.5)
-    if isinstance(update.parts().memory, List):
+    if isinstance(memory, List):
         default = Standard(conv=0, activation=None, key_norm=False, output_norm=False, output_gate=None)
-    declared = {"update": update, "block": block or default, "__doc__": f"A layer of {update!r}."}
+
+    def reduce(self: SequenceLayer) -> tuple[Any, ...]:
+        return _undeclared, (update, name, block), self.__dict__
+
+    declared = {"update": update, "block": block or default, "__doc__": f"A layer of {update!r}.", "__reduce__": reduce}
     return type(name, (SequenceLayer,), declared)
+
+
+def _undeclared(update: StateUpdate, name: str, block: Block | None) -> SequenceLayer:
+    """An object of a class that no module holds, before its attributes are put back."""
+    cls = _declare(update, name, block)
+    return cls.__new__(cls)
