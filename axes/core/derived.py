@@ -177,6 +177,7 @@ class Chain:
     angle (..., T, d_k/2) or dense (..., T, d_k, d_k): the base of a one-slot chain, before the gate;
     a, b (..., T, r, p, d_k);  key (..., T, p, d_k), value (..., T, d_v).
     rows: every row of the state has its own transition: the row is a batch dimension before T and d_v is 1.
+    erases: the only rank-one factor has b = -key: X_t = X_{t-1} M_t + (v - X_{t-1} . a) k^T.
     """
 
     key: Tensor
@@ -188,6 +189,7 @@ class Chain:
     a: Tensor | None = None
     b: Tensor | None = None
     rows: bool = False
+    erases: bool = False
 
     @property
     def slots(self) -> int:
@@ -298,11 +300,12 @@ def chain(update: StateUpdate, signal: Signal, d_v: int) -> Chain:
     a = torch.stack(_common([f[0] for f in factors]), dim=-3) if factors else None
     b = torch.stack(_common([f[1] for f in factors]), dim=-3) if factors else None
     written = shrink[..., None, :] * into
+    erases = update._predicts and cost.curvature == "affine" and len(factors) == 1
     needs_block = slots > 1 or current[0] is not zero
     if not needs_block:
         angle = lift.vector(element.angle) if element.angle is not None else None
         dense = element.dense if element.dense is None or not rows else element.dense[..., None, :, :, :]
-        return Chain(written, value, gate=gate, angle=angle, dense=dense, a=a, b=b, rows=rows)
+        return Chain(written, value, gate=gate, angle=angle, dense=dense, a=a, b=b, rows=rows, erases=erases)
     columns[0][0] = columns[0][0] + (torch.exp(gate) if gate is not None else one)
     wide = torch.broadcast_shapes(*(c.shape for col in columns for c in col))
     block = torch.stack([torch.stack([c.expand(wide) for c in col], dim=-2) for col in columns], dim=-2)

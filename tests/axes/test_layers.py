@@ -44,7 +44,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "declared", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "legality", "state_update",
         "reference", "derived",
     ),
-    "routes": ("packed", "scan", "gram", "cascade", "attention", "kernel_terms", "dispatch"),
+    "routes": ("packed", "one_state", "scan", "gram", "cascade", "attention", "kernel_terms", "dispatch"),
     "testing": ("strategies", "checks"),
     "optim": ("engine", "rules", "tools"),
 }  # fmt: skip
