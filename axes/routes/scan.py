@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from axes.core.derived import Chain
+from axes.core.chain import Chain
 from axes.core.monoids import rotate
 
 # exp of these is zero in its dtype; a finite floor keeps differences of cumulative logs finite
