@@ -13,8 +13,9 @@ from axes.claims.group_a_tools import gradient, layer_tuple, minimiser, one_outp
 from axes.claims.sources import BLOG
 from axes.core import reference
 from axes.core.algorithms import Momentum, Step
+from axes.core.chain import chain
 from axes.core.costs import Cost, CrossEntropy, Given, Huber, Linear, Lp, SquaredError
-from axes.core.derived import chain, feedback
+from axes.core.derived import feedback
 from axes.core.geometry import Bounded, Entropic, Euclidean, Geometry, Lq, Spectral, Whiten
 from axes.core.geometry.bregman import Context
 from axes.core.memory import MLP
@@ -274,7 +275,7 @@ def A24(draw: Draw) -> tuple[Finding, ...]:
     exact = reference.run(layer_tuple("longhorn"), rows)[0]
     beta = eta / (1 + eta * k.square().sum(-1))
     explicit = reference.run(layer_tuple("delta-net"), {"k": k, "v": v, "beta": beta})[0]
-    spectrum = torch.linalg.eigvals(chain(layer_tuple("longhorn"), rows, d_v).transition()).real
+    spectrum = torch.linalg.eigvals(chain(layer_tuple("longhorn"), rows).transition()).real
     return (
         holds("40 states", gap(exact, explicit), 1e-11),
         holds("largest eigenvalue of a transition less one", (spectrum.max() - 1).abs(), 1e-12),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from axes.claims.group_a_tools import layer_tuple
 from axes.core import reference
-from axes.core.derived import chain
+from axes.core.chain import chain
 from axes.core.state_update import StateUpdate
 from axes.routes import scan
 
@@ -56,7 +56,7 @@ def by_chunks(
     update: StateUpdate, size: int, q: Tensor, k: Tensor, v: Tensor, start: Tensor, **rates: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Outputs and last state by the chunked scan of the chain that the tuple derives."""
-    c = chain(update, {"q": q, "k": k, "v": v, **rates}, v.shape[-1])
+    c = chain(update, {"q": q, "k": k, "v": v, **rates})
     out, last = scan.chunked(c, start[:, None, :], q, size)
     return out, last[:, 0]
 

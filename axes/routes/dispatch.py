@@ -16,8 +16,9 @@ from torch import Tensor
 
 from axes.core import reference
 from axes.core.algorithms import Anchor
+from axes.core.chain import chain
 from axes.core.costs import SquaredError
-from axes.core.derived import block_size, chain, feedback, no_attention, no_cascade, no_chain, no_gram, structure
+from axes.core.derived import block_size, feedback, no_attention, no_cascade, no_chain, no_gram, structure
 from axes.core.memory import Leaves
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
@@ -251,7 +252,7 @@ def _run_chain(update: StateUpdate, signal: Signal, state: State, batch: int) ->
     if state.norm:  # the normaliser is one more row, whose value is always one
         start = torch.cat((start, state.norm[0][..., None, :]), -3)
         v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
-    c = chain(update, {**signal, "v": v}, v.shape[-1])
+    c = chain(update, {**signal, "v": v})
     if c.rows:
         start, q = start[..., None, :, :], q[..., None, :, :]
     out, final = scan.chunked(c, start, q)

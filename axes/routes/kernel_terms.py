@@ -1,7 +1,7 @@
 """From a tuple to a kernel call: which kernel family computes the derived chain, and the numbers it is given.
 
 A family is a transition structure: scalar (no gate, a scalar gate, rank one), diagonal, dplr (diagonal plus rank one of
-the monoid) and block (theta and one momentum buffer). The facts are those that `axes.core.derived.chain` writes out as
+the monoid) and block (theta and one momentum buffer). The facts are those that `axes.core.chain` writes out as
 vectors; here strengths and gates stay numbers a token, so that the kernels read keys once, in their own dtype.
 Nothing here needs Triton: `no_kernel` is asked on every machine.
 """
@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from axes.core.derived import chain, no_chain
+from axes.core.chain import chain
+from axes.core.derived import no_chain
 from axes.core.legality import gates
 from axes.core.memory import Entries, Leaves
 from axes.core.monoids import Element, rotate
@@ -252,7 +253,7 @@ def _block(
 ) -> tuple[Tensor, State]:
     """Coefficients are those of the chain of a key that is the number one."""
     wide = {n: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
-    c = chain(update, {**wide, "k": torch.ones_like(_tensor(wide, "v")[..., :1])}, t.v.shape[-1])
+    c = chain(update, {**wide, "k": torch.ones_like(_tensor(wide, "v")[..., :1])})
     assert c.block is not None
     block, write = c.block[..., 0], c.key[..., 0]
     erase = None if c.a is None else c.a[..., 0, :, 0].expand_as(write)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from axes.core.derived import Chain
+from axes.core.chain import Chain
 
 _CHUNK = 64
 _PAIRS = 4  # tokens of a block whose pairs have exponentials of their own, where every key entry has a gate

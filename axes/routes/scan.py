@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from axes.core.derived import Chain
+from axes.core.chain import Chain
 from axes.core.monoids import rotate
 from axes.routes import one_state
 

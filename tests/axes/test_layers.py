@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "linalg": ("solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise"),
     "core": (
         "declared", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "legality", "state_update",
-        "reference", "derived",
+        "reference", "derived", "chain",
     ),
     "routes": ("packed", "one_state", "scan", "gram", "cascade", "attention", "kernel_terms", "dispatch"),
     "testing": ("strategies", "checks"),
@@ -179,7 +179,7 @@ def test_every_name_has_one_place() -> None:
         ("core.costs", "if TYPE_CHECKING:\n    from axes.core.state_update import StateUpdate", "downwards"),
         ("core.reference", "from axes.routes.scan import scan", "downwards"),
         ("core.reference", "from axes.routes import dispatch", "downwards"),
-        ("core.state_update", "from axes.core.derived import chain", "downwards"),
+        ("core.state_update", "from axes.core.chain import chain", "downwards"),
         ("core.reference", "from axes import costs", "downwards"),
         ("core.geometry.norms", "from axes.core import monoids", "downwards"),
         ("linalg.solve", "from axes.linalg import symmetric", "downwards"),

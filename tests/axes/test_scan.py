@@ -10,8 +10,8 @@ from systems import CHAINS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axes.core import derived, reference
-from axes.core.derived import Chain
+from axes.core import reference
+from axes.core.chain import Chain, chain
 from axes.routes import dispatch, one_state, scan
 from axes.testing import checks
 
@@ -192,7 +192,7 @@ def test_every_chain_of_the_table_by_every_scan(name: str) -> None:
     assert isinstance(v, Tensor)
     if update.parts().step.debias:
         pytest.skip("the normaliser is one more row: test_routes")
-    c = derived.chain(update, signal, 6)
+    c = chain(update, signal)
     start = torch.zeros(2, *((6, 1) if c.rows else (6,)), c.slots, 4, dtype=torch.float64)
     q = signal["q"][..., None, :, :] if c.rows else signal["q"]  # type: ignore[index, call-overload]
     expected, state = reference.run(update, signal, time=1)
