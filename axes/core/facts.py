@@ -20,7 +20,7 @@ def fact(function: Callable[Concatenate[U, P], R]) -> Callable[Concatenate[U, P]
 
     Threads that ask at the same time may each call it: what is kept is the same.
     """
-    name = f"_fact_{function.__module__}.{function.__qualname__}"
+    name = f"_{function.__module__}_{function.__qualname__}".replace(".", "_")  # a compiler wants a plain name
 
     @functools.wraps(function)
     def known(update: U, *given: P.args, **named: P.kwargs) -> R:

@@ -178,9 +178,9 @@ class Monoid(Declared, ABC):
         return frozenset()
 
     def neutral(self) -> dict[str, float | Geometry]:
-        """Where the map is the identity: of named rates and vectors their value, of logits the link that they go through.
+        """Where the map is the identity: rates and vectors by name with their value, logits with their link.
 
-        Gates count as linear. What is left out keeps the more, the closer it is to one.
+        What is left out is a gate, and keeps everything at one.
         """
         return {}
 
