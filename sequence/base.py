@@ -18,7 +18,9 @@ from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes import dispatch
+from axes.routes.choice import Plan, Target
 from axes.routes.packed import Packing
+from axes.routes.select import plans, settle
 from axes.sequence.blocks import Block, Standard
 from axes.sequence.charts import Sizes
 
@@ -89,6 +91,7 @@ class SequenceLayer(nn.Module):
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
             raise ShapeError(f"{who}: a residual memory needs d_k = d_v, got {self.sizes.d_k} and {self.sizes.d_v}")
         self.implementation, self.checkpoint = implementation, checkpoint
+        settle(self.update)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
         spread = getattr(block, "initial", None)
@@ -126,6 +129,28 @@ class SequenceLayer(nn.Module):
     def extra_repr(self) -> str:
         s = self.sizes
         return f"d_model={s.d_model}, heads={s.heads}, d_k={s.d_k}, d_v={s.d_v}, update={self.update!r}"
+
+    # ---- what runs -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def default_plans(
+        cls, target: Target | None, dtype: torch.dtype | None, implementation: dispatch.Implementation | None
+    ) -> tuple[Plan, ...]:
+        """What runs for the tuple that the class declares, by default on a CPU in float32."""
+        named = implementation or dispatch.chosen()
+        return plans(cls.update, target or Target.of("cpu"), dtype or torch.float32, named)
+
+    def plans(
+        self,
+        target: Target | None = None,
+        dtype: torch.dtype | None = None,
+        implementation: dispatch.Implementation | None = None,
+    ) -> tuple[Plan, ...]:
+        """What runs for a sequence and for one token, by default where the layer is and in its dtype."""
+        parameter, s = next(self.parameters()), self.sizes
+        named = implementation or self.implementation or dispatch.chosen()
+        shapes = {"k": (1, 1, s.heads, s.d_k), "v": (1, 1, s.heads, s.d_v)}
+        return plans(self.update, target or Target.of(parameter.device), dtype or parameter.dtype, named, shapes)
 
     # ---- running ---------------------------------------------------------------------------------------------
 

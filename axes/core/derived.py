@@ -9,9 +9,8 @@ from typing import Literal
 
 from axes.core.algorithms import Anchor, Held
 from axes.core.costs import Linear
-from axes.core.legality import factors, gates, sees_weights
-from axes.core.memory import Entries, List, Matrix, Slots
-from axes.core.monoids import Householder
+from axes.core.facts import fact
+from axes.core.legality import factors, gates
 from axes.core.rates import Per, rate_shape
 from axes.core.state_update import StateUpdate
 
@@ -19,6 +18,7 @@ Feedback = Literal["none", "affine", "nonlinear"]
 Structure = Literal["identity", "scalar", "diagonal", "dplr", "dense"]
 
 
+@fact
 def feedback(update: StateUpdate) -> Feedback:
     """How the drive of a datum depends on state that the same chunk of data wrote: this decides the route."""
     cost, h, _, step, memory = update.parts()
@@ -28,7 +28,7 @@ def feedback(update: StateUpdate) -> Feedback:
         return "nonlinear"
     if not update.drive_sees_state:
         return "none"
-    affine = cost.curvature != "nonlinear" and memory.linear and not isinstance(memory, List) and h.is_identity
+    affine = cost.curvature != "nonlinear" and memory.linear and memory.kind != "list" and h.is_identity
     return "affine" if affine else "nonlinear"
 
 
@@ -37,6 +37,7 @@ def block_size(update: StateUpdate) -> int:
     return 1 + len(update.filters())
 
 
+@fact
 def structure(update: StateUpdate) -> Structure:
     """The structure of one slot's effective transition, retention and curvature together."""
     _, _, monoid, step, memory = update.parts()
@@ -44,23 +45,26 @@ def structure(update: StateUpdate) -> Structure:
     curved = feedback(update) == "affine" and update._predicts
     if "dense" in kinds or "rotation" in kinds and (curved or kinds - {"rotation", "scalar"}):
         return "dense"
-    if "low rank" in kinds or (curved and not isinstance(memory, Entries)):
+    if "low rank" in kinds or (curved and memory.kind != "entries"):
         return "dplr"
     if kinds & {"diagonal", "row", "hadamard", "rotation"} or curved:
         return "diagonal"
     return "identity" if kinds <= {"identity"} and block_size(update) == 1 else "scalar"
 
 
+@fact
 def no_chain(update: StateUpdate) -> str | None:
     """Why the update is not an affine chain that the scans take, or None if it is."""
     cost, h, monoid, step, memory = update.parts()
     kinds = gates(monoid)
-    if not isinstance(memory, Matrix | Entries):
+    if memory.kind not in ("matrix", "entries"):
         return f"{type(memory).__name__} memory is not one matrix"
     if isinstance(step.at, Anchor):
         return "an anchored gradient is constant inside its chunk: the cascade is its exact form"
     if feedback(update) == "nonlinear":
         return f"{type(cost).__name__} with {type(h).__name__} is not affine in the state"
+    if cost.drives is None:
+        return f"{cost!r} is driven by more or less than the value or the error"
     if cost.encode:
         return "the encoding cost feeds back on the value side: its transition acts from the left"
     if not h.is_identity or not step.lazy:
@@ -71,10 +75,11 @@ def no_chain(update: StateUpdate) -> str | None:
         return "a read point or a first-drive start is not carried by the chain"
     if rate_shape(step.rate) not in ("scalar", "key", "row"):
         return "an element-wise step size has no rank-one write"
-    if isinstance(memory, Entries) and (step.via or not kinds <= {"identity", "scalar", "diagonal", "row", "hadamard"}):
+    elementwise = {"identity", "scalar", "diagonal", "row", "hadamard"}
+    if memory.kind == "entries" and (step.via or not kinds <= elementwise):
         return "entry-wise memory chains with element-wise gates only"
     if "hadamard" in kinds and (
-        kinds & {"low rank", "dense", "rotation"} or update._predicts and isinstance(memory, Matrix)
+        kinds & {"low rank", "dense", "rotation"} or update._predicts and memory.kind == "matrix"
     ):
         return "a Hadamard gate does not compose with a matrix transition"
     for f in update.filters():
@@ -95,22 +100,21 @@ def no_chain(update: StateUpdate) -> str | None:
     return None
 
 
+@fact
 def no_cascade(update: StateUpdate) -> str | None:
     """Why stages cannot run one after another inside a chunk, or None if they can."""
-    _, h, monoid, step, memory = update.parts()
-    if isinstance(memory, List):
+    step, memory = update.parts().step, update.parts().memory
+    if memory.kind == "list":
         return "a list memory is attention"
     if feedback(update) != "none":
         return "the drive depends on the state inside a chunk"
     if not step.lazy:
         return "an agile state projects at every datum"
-    if isinstance(memory, Slots) and not isinstance(step.at, Anchor):
-        return "slots see their own direction at every datum"
     for u in (update, *update.filters(), *(s for f in (update, *update.filters()) for s in f.parts().h.stats)):
         _, uh, um, us, _ = u.parts()
         if not gates(um) <= {"identity", "zero", "scalar", "diagonal", "row", "hadamard"}:
             return "stages scan element-wise gates only"
-        if sees_weights(uh):
+        if "weights" in uh.reads:
             return "a filter that sees the weights feeds them back at every datum"
         if us.via and u is not update:
             return "filters of filters"
@@ -120,19 +124,21 @@ def no_cascade(update: StateUpdate) -> str | None:
             return "a first-drive start or an outer read point"
     if step.debias:
         return "a keyed normaliser is the affine chain's"
-    del h, monoid
     return None
 
 
+@fact
 def no_gram(update: StateUpdate) -> str | None:
     """Why the exact Gram-space form of normalised slots does not apply, or None if it does (lattice.md 3.2)."""
     cost, h, monoid, step, memory = update.parts()
-    if not isinstance(memory, Slots) or type(h).__name__ != "Sphere" or step.lazy:
+    if memory.kind != "slots" or h.sphere is None or step.lazy:
         return "only normalised slots have a Gram-space form"
-    if getattr(h, "axis", None) != "columns" or getattr(h, "radius", 1.0) != 1.0:
+    if h.sphere != ("columns", 1.0):
         return "slots are unit columns"
-    if type(cost).__name__ not in ("Alignment", "SquaredError") or getattr(cost, "encode", False):
+    if cost.encode:
         return "the encoding rule acts on the left: no closed Gram form is known"
+    if cost.drives is None or isinstance(cost.ridge, Per) or cost.ridge != 0.0:
+        return f"{cost!r} is driven by more or less than the value or the error"
     if (
         step.at != "prev"
         or step.via
@@ -147,16 +153,19 @@ def no_gram(update: StateUpdate) -> str | None:
     return None
 
 
+@fact
 def no_attention(update: StateUpdate) -> str | None:
     """Why the update is not attention over a stored list, or None if it is."""
-    _, _, monoid, _, memory = update.parts()
-    if not isinstance(memory, List):
+    cost, _, monoid, _, memory = update.parts()
+    if memory.kind != "list":
         return f"{type(memory).__name__} memory does not keep a list"
     if update.drive_sees_state:
         return "the stored values depend on earlier reads"
+    if cost.drives != "target":
+        return f"{cost!r} stores something else than the value"
     turns = [p for p in factors(monoid) if p.kind not in ("identity", "scalar")]
     rotations = all(p.kind == "rotation" for p in turns)
-    if not rotations and not (len(turns) == 1 and isinstance(turns[0], Householder)):
+    if not rotations and not (len(turns) == 1 and turns[0].rank_one):
         return "keys are turned by rotations or transported by one reflection a token, besides scalar gates"
     return None
 

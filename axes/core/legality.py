@@ -15,7 +15,6 @@ from axes.core.geometry import (
     InverseRoot,
     Kronecker,
     RotatedWhiten,
-    TrustRatio,
     Whiten,
 )
 from axes.core.memory import MLP, Entries, LayerNormMatrix, List, Matrix, Slots
@@ -230,9 +229,8 @@ def _sides(part: Whiten | Kronecker | RotatedWhiten) -> tuple[str, ...]:
 
 
 def sees_weights(h: Geometry) -> bool:
-    """Whether a geometry reads the outer weights (a trust ratio, wrapped or not)."""
-    inner = (getattr(h, name, None) for name in ("base", "inner", "outer"))
-    return isinstance(h, TrustRatio) or any(isinstance(part, Geometry) and sees_weights(part) for part in inner)
+    """Whether a geometry reads the outer weights."""
+    return "weights" in h.reads
 
 
 def _whitenings(h: Geometry) -> Iterator[Whiten | Kronecker | RotatedWhiten]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ __all__ = [
     "Slots",
 ]
 
+Kind = Literal["matrix", "entries", "slots", "parameter", "list", "network"]
 Leaves = tuple[Tensor, ...]
 Factors = tuple[tuple[Tensor, Tensor], ...]
 
@@ -50,8 +51,14 @@ def times(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 class Memory(Declared, ABC):
-    """A container with a prediction map. `linear`: predict is linear in W; `keyed`: it predicts from keys at all."""
+    """A container with a prediction map. `linear`: predict is linear in W; `keyed`: it predicts from keys at all.
 
+    kind: "matrix" is one leaf (d_v, d_k) that predicts W k, under "entries" each of its entries predicts alone, under
+    "slots" the direction of each column; a "parameter" is one leaf that predicts nothing; a "list" keeps every datum,
+    and h acts on its scores when it is read; a "network" is any other function of the key.
+    """
+
+    kind: ClassVar[Kind] = "network"
     linear: ClassVar[bool] = True
     keyed: ClassVar[bool] = True
     matrix_gates: ClassVar[bool] = True  # right actions on the key side are defined
@@ -106,6 +113,8 @@ class RankOne(Memory):
 class Matrix(RankOne):
     """S (d_v, d_k), predict S k, read S q; streams are the same with S = X^T."""
 
+    kind: ClassVar[Kind] = "matrix"
+
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         return times(leaves[0].mT if encode else leaves[0], x)
 
@@ -124,6 +133,7 @@ class Slots(Memory):
     The gradient of a column is P(s) g / |s| with P(s) = I - s s^T / |s|^2 (lattice.md 2.2). Read is S q.
     """
 
+    kind: ClassVar[Kind] = "slots"
     linear: ClassVar[bool] = False
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
@@ -161,6 +171,8 @@ class Entries(Memory):
     The step's sharpness is the full |k|^2, as in Longhorn's Algorithm 1; longhorn.md 2.4 and 2.8 say what that solves.
     """
 
+    kind: ClassVar[Kind] = "entries"
+
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         return leaves[0] * x[..., None, :]
 
@@ -182,6 +194,7 @@ class Entries(Memory):
 class Parameter(Memory):
     """A tensor of any shape whose gradient is given: a network's weight on the data axis, or a filter's buffer."""
 
+    kind: ClassVar[Kind] = "parameter"
     keyed: ClassVar[bool] = False
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
@@ -288,6 +301,7 @@ class List(Memory):
     """
 
     scale: float | None = None
+    kind: ClassVar[Kind] = "list"
     filterable: ClassVar[bool] = False
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:

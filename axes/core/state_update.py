@@ -118,6 +118,10 @@ class StateUpdate(Declared):
     def __hash__(self) -> int:
         return hash(self.parts())
 
+    def __getstate__(self) -> dict[str, object]:
+        """The declaration alone: a copy works out its normal form and its facts for itself."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     # ---- the normal form -------------------------------------------------------------------------------------
 
     def normal(self) -> StateUpdate:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from axes.core.algorithms import Anchor, Read, Sum
-from axes.core.geometry import Cautious, Composite, Context, TrustRatio
+from axes.core.geometry import Context
 from axes.core.legality import gates
 from axes.core.memory import Factors, Leaves, RankOne
 from axes.core.rates import Per, rate_shape, resolve
@@ -160,7 +160,7 @@ def _is_factored(update: StateUpdate) -> bool:
     cost, h, monoid, step, memory = update.parts()
     if not isinstance(memory, RankOne) or isinstance(cost.ridge, Per) or cost.ridge != 0.0:
         return False
-    if h.stats or isinstance(h, Cautious | TrustRatio | Composite):  # these see more than theta
+    if h.stats or h.reads:  # it sees more than theta
         return False
     stages = (update, *update.filters())
     by_rows = all(

@@ -18,14 +18,16 @@ from torch import Tensor
 
 from axes.core.chain import chain
 from axes.core.derived import no_chain
+from axes.core.facts import fact
 from axes.core.legality import gates
-from axes.core.memory import Entries, Leaves
+from axes.core.memory import Leaves
 from axes.core.monoids import Element, rotate
 from axes.core.rates import Per, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.routes.packed import Packing
 
 Family = Literal["scalar", "diagonal", "dplr", "block"]
+HOPPER: frozenset[Family] = frozenset({"scalar", "diagonal", "dplr"})  # families with forms for that GPU
 WIDEST: dict[Family, int] = {"scalar": 256, "diagonal": 256, "dplr": 256, "block": 256}
 _TRITON = importlib.util.find_spec("triton") is not None
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -37,6 +39,7 @@ class NoFamily(NamedTuple):
     reason: str
 
 
+@fact
 def family(update: StateUpdate) -> Family | NoFamily:
     """The kernel family of an affine chain, from the derived facts alone."""
     reason = no_chain(update)
@@ -44,7 +47,7 @@ def family(update: StateUpdate) -> Family | NoFamily:
         return NoFamily(reason)
     cost, _, monoid, step, memory = update.parts()
     kinds, filters = gates(monoid), update.filters()
-    if isinstance(memory, Entries) or kinds & {"row", "hadamard"}:
+    if memory.kind == "entries" or kinds & {"row", "hadamard"}:
         return NoFamily("entries have gates of their own: an element-wise scan, not matrix products")
     if "row" in (rate_shape(step.rate), rate_shape(cost.ridge)):
         return NoFamily("every row of the state has a transition of its own")
@@ -83,6 +86,18 @@ def no_kernel(
         return "the kernels take (batch, time, head, width)"
     if any(not 0 < shapes[n][-1] <= WIDEST[kind] for n in "kv" if n in shapes):
         return f"the {kind} kernels take widths up to {WIDEST[kind]}"
+    return None
+
+
+def portable(update: StateUpdate, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
+    """Why the portable kernels of a family compute a chain, whatever its shapes, and not its forms for Hopper."""
+    kind = family(update)
+    if kind not in HOPPER:
+        return f"the {kind} family has no other"
+    if capability is not None and capability != (9, 0):
+        return "the GPU is no Hopper"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the forms for Hopper multiply 16-bit values, not {dtype}"
     return None
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
+from axes.optim.engine.generated import How
 from axes.optim.engine.precision import DEFAULTS, Master, Moments, Rounding
-from axes.optim.engine.together import How
 
 Group = dict[str, Any]
 Rule = Callable[..., StateUpdate]

@@ -18,7 +18,6 @@ themselves (a coupled decay, a trust ratio, a mirror map, keys and values): then
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +29,8 @@ from torch import Tensor
 
 from axes.core.algorithms import Step
 from axes.core.costs import Given
-from axes.core.geometry import Composite, ConstantNorm, Euclidean, Geometry, TrustRatio
+from axes.core.facts import fact
+from axes.core.geometry import Euclidean
 from axes.core.legality import gates
 from axes.core.monoids import Identity
 from axes.core.state_update import StateUpdate
@@ -61,14 +61,14 @@ Work = list[tuple[Group, list[Tensor]]]
 # ---- which part of a rule a process can do on its own --------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=512)
+@fact
 def shardable(update: StateUpdate) -> bool:
     """Whether a shard of a parameter can be stepped without the rest of it."""
     scalar = all(per.shape == "scalar" for per in update.demands())
     return scalar and elementwise(update) and not vectors(update) and not keyed(update)
 
 
-@functools.lru_cache(maxsize=512)
+@fact
 def direction_and_move(update: StateUpdate) -> tuple[StateUpdate, StateUpdate] | None:
     """A rule as what makes the direction out of the gradient and what moves the weights along it, entry by entry.
 
@@ -80,7 +80,7 @@ def direction_and_move(update: StateUpdate) -> tuple[StateUpdate, StateUpdate] |
     if step.steps != 1 or not step.via or not gates(monoid) <= {"identity", "zero", "scalar"}:
         return None
     for part in itertools.chain.from_iterable(parts_of(f) for f in update.filters()):
-        if part.parts().step.start == "W0" or _reads_weights(part.parts().h):
+        if part.parts().step.start == "W0" or "weights" in part.parts().h.reads:
             return None
     move = StateUpdate(cost, Euclidean(), monoid, dataclasses.replace(step, via=()))
     if not shardable(move.normal()):
@@ -89,11 +89,12 @@ def direction_and_move(update: StateUpdate) -> tuple[StateUpdate, StateUpdate] |
     return direction.normal(), move.normal()
 
 
-def _reads_weights(h: Geometry) -> bool:
-    if isinstance(h, TrustRatio | ConstantNorm):
-        return True
-    inner = (h.outer, h.inner) if isinstance(h, Composite) else (getattr(h, "base", None),)
-    return any(_reads_weights(x) for x in inner if isinstance(x, Geometry))
+def at_owner(update: StateUpdate, parameter: Any, name: str) -> tuple[StateUpdate, str]:
+    """The tuple that steps what stands for a DTensor, and where: its shards, or the whole of it at its owner."""
+    if shardable(update) and matrix_placements(parameter) is not None:
+        return update, f"{name}, shard by shard"
+    split = direction_and_move(update)
+    return (update, f"{name}, at each owner") if split is None else (split[0], f"{name}, the direction at each owner")
 
 
 # ---- one parameter -------------------------------------------------------------------------------------------------

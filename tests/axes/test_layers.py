@@ -28,6 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "testing",
         "optim sequence depth",
         "catalogue",
+        "answers",
         "costs geometry monoids algorithms memory dispatch",
         "axes",
         "models",
@@ -41,10 +42,12 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 ROOMS: dict[str, tuple[str, ...]] = {
     "linalg": ("solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise"),
     "core": (
-        "declared", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "legality", "state_update",
-        "reference", "derived", "chain",
+        "declared", "facts", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "legality",
+        "state_update", "reference", "derived", "chain",
     ),
-    "routes": ("packed", "one_state", "scan", "gram", "cascade", "attention", "kernel_terms", "dispatch"),
+    "routes": (
+        "choice", "packed", "one_state", "scan", "gram", "cascade", "attention", "kernel_terms", "select", "dispatch",
+    ),
     "testing": ("strategies", "checks"),
     "optim": ("engine", "rules", "tools"),
 }  # fmt: skip

@@ -248,6 +248,10 @@ class Whiten(Geometry):
     def matrix(self) -> bool:  # type: ignore[override]
         return self.kind != "diagonal"
 
+    @property
+    def entrywise(self) -> bool:  # type: ignore[override]
+        return self.kind == "diagonal"
+
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         if len(context.stats) != len(self.stats):
             raise IllegalUpdate(f"Whiten: {len(self.stats)} statistic(s) declared, {len(context.stats)} supplied")
