@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "state_update", "reference", "derived",
     ),
     "routes": ("choice", "packed", "scan", "gram", "cascade", "attention", "kernel_terms", "select", "dispatch"),
-    "testing": ("strategies", "checks"),
+    "testing": ("strategies", "declarations", "checks"),
     "optim": ("engine", "rules", "tools"),
 }  # fmt: skip
 # The tuple is recursive: what carries StateUpdates, or judges them, may name their type under `if TYPE_CHECKING`.
