@@ -44,7 +44,7 @@ def select(
         NoImplementation: the named implementation cannot compute it.
         AxesError: a device that torch does not know, or an object without a tuple.
     """
-    if isinstance(obj, StateUpdate) and obj.parts().memory.keyed:
+    if isinstance(obj, StateUpdate) and obj.parts().memory.keyed and (dtype is None or isinstance(dtype, torch.dtype)):
         target = Target.of("cpu" if device is None else device)
         return dispatch.select(obj, target, dtype or torch.float32, shapes, implementation, time)
     if shapes is not None or time != 1:
@@ -77,6 +77,8 @@ def plans(
 ) -> tuple[Plan, ...]:
     """What runs for every tuple of an object, arguments as for `select`."""
     target = None if device is None else Target.of(device)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise AxesError(f"dtype must be a torch.dtype, such as torch.bfloat16, got {dtype!r}")
     if isinstance(obj, str):
         from axes import catalogue  # loads all families
 
@@ -87,7 +89,7 @@ def plans(
             return plans_of_a_sequence(obj, target or Target.of("cpu"), dtype or torch.float32, named)
         from axes.optim import optimizer
 
-        obj = optimizer(obj)
+        return (optimizer(obj).plans(target, dtype, implementation)[0]._replace(name="runs"),)
     update = getattr(obj, "update", None)
     asked: Any = getattr(obj, "default_plans" if isinstance(obj, type) else "plans", None)
     if not isinstance(update, StateUpdate):

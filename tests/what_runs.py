@@ -20,6 +20,7 @@ from axes.optim.engine.factored import Factored
 from axes.optim.engine.stacked import Stacks
 from axes.optim.engine.together import Batch
 from axes.programs.batched import Schedule
+from axes.programs.library import LibraryStep
 from axes.routes import attention, cascade, gram, scan
 from axes.routes.choice import Choice
 from tests.optim.table import INSTANCES, Instance
@@ -48,10 +49,11 @@ KERNELS = (
 
 @dataclass
 class Calls:
-    """Routes that were entered, and implementations that worked inside them."""
+    """Routes that were entered, and implementations that worked inside them. library: what torch's own steps said."""
 
     routes: set[str] = field(default_factory=set)
     implementations: set[str] = field(default_factory=set)
+    library: list[bool] = field(default_factory=list)
 
     def are(self, choice: Choice) -> bool:
         return self.routes == {choice.route} and self.implementations == {choice.implementation}
@@ -81,7 +83,14 @@ def recorded(update: StateUpdate) -> Iterator[Calls]:
     if TRITON:
         watched += [(importlib.import_module(module), name, "chain", "triton") for module, name in KERNELS]
         watched.append((importlib.import_module("axes.programs.fused").Fused, "step", None, "triton"))
+    own = LibraryStep.run
+
+    def library(*args: Any) -> bool:
+        calls.library.append(own(*args))
+        return calls.library[-1]
+
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LibraryStep, "run", library)
         for owner, name, route, implementation in watched:
             patched.setattr(owner, name, watch(getattr(owner, name), route, implementation))
         yield calls
@@ -151,6 +160,7 @@ def check_optimizer(instance: Instance, options: dict[str, Any], device: str, dt
                 assert calls.are(Choice("interpreter", "reference", "")), calls
             else:
                 assert calls.are(plan.choice), (plan.name, plan.choice, calls)
+                assert any(calls.library) == ("torch's own" in plan.choice.reason), (plan.choice, calls)
 
 
 def ways(instance: Instance, device: str) -> Iterator[dict[str, Any]]:

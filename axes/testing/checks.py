@@ -31,6 +31,7 @@ from axes.core.rates import Per
 from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError, IllegalUpdate
 from axes.routes import dispatch
+from axes.testing.declarations import check_declarations
 
 Check = Callable[[StateUpdate], None]
 
@@ -255,6 +256,7 @@ CHECKS: tuple[Check, ...] = (
     check_split,
     check_routes,
     check_gradients,
+    check_declarations,
     check_mutation_law,
 )
 

@@ -221,8 +221,7 @@ class Optimizer(torch.optim.Optimizer):
         cls, target: Target | None, dtype: torch.dtype | None, implementation: Implementation | None
     ) -> tuple[Plan, ...]:
         """What steps the parameters that the rule is about, with its defaults; by default on a CPU in float32."""
-        update = cls.update.normal()
-        return (plan("runs", update, target or Target.of("cpu"), dtype or torch.float32, implementation),)
+        return (plan("runs", cls.update, target or Target.of("cpu"), dtype or torch.float32, implementation),)
 
     @uncompiled()
     def plans(

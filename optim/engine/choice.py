@@ -56,8 +56,9 @@ def plan(
     """What steps a group with this tuple. reference by name is foreach=False; others run where they do, or raise."""
     if implementation == "reference":
         group = {**group, "foreach": False, "fused": False}
-    choice = require_named(choose(update, group, target, plain), implementation, update)
-    return Plan(name, update, choice, target, dtype, facts(update, group["maximize"]).routes)
+    normal = update.normal()
+    choice = require_named(choose(normal, group, target, plain), implementation, update)
+    return Plan(name, update, choice, target, dtype, facts(normal, group["maximize"]).routes)
 
 
 # ---- in words --------------------------------------------------------------------------------------------------------

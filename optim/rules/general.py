@@ -69,7 +69,7 @@ class Factory:
         """What steps hidden matrices, or all parameters, and what the others; by default on a CPU in float32."""
         rules = {"matrix": self.update, "auxiliary": self.auxiliary} if self._matrix else {"runs": self.update}
         device, kind = target or Target.of("cpu"), dtype or torch.float32
-        return tuple(plan(name, update.normal(), device, kind, implementation) for name, update in rules.items())
+        return tuple(plan(name, update, device, kind, implementation) for name, update in rules.items())
 
     @property
     def _matrix(self) -> bool:

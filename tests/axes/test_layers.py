@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "routes": (
         "choice", "packed", "one_state", "scan", "gram", "cascade", "attention", "kernel_terms", "select", "dispatch",
     ),
-    "testing": ("strategies", "checks"),
+    "testing": ("strategies", "declarations", "checks"),
     "optim": ("engine", "rules", "tools"),
 }  # fmt: skip
 # The tuple is recursive: what carries StateUpdates, or judges them, may name their type under `if TYPE_CHECKING`.

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from systems import ATTENTION, CASCADES, CHAINS, DATA, GRAM, KEYED, SEQUENTIAL
 from torch import Tensor
 
+from axes import explain
 from axes.core import reference
 from axes.core.algorithms import Anchor, Step
 from axes.core.costs import Alignment, Huber, SquaredError
@@ -20,7 +21,7 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, ShapeError
 from axes.routes import attention, cascade, dispatch, gram
-from axes.routes.dispatch import Choice, NoImplementation, explain, implementation, routes, run, select
+from axes.routes.dispatch import Choice, NoImplementation, implementation, routes, run, select
 from axes.testing import checks, strategies
 
 FAST = {**CHAINS, **ATTENTION, **GRAM, **CASCADES}
@@ -282,10 +283,10 @@ def test_explain_other_things() -> None:
         update = DATA["muon"]
 
     text = explain(Thing())
-    assert "normal form" in text and "OnUpdate" in text and "lr" not in text
+    assert "normal form" in text and "OnUpdate" in text and "lr" not in text and "stacks by torch on cpu" in text
     with implementation("reference"):
         assert "interpreter by reference" in explain(CHAINS["gated delta"])
-    with pytest.raises(AxesError, match="neither a StateUpdate"):
+    with pytest.raises(AxesError, match="3 has no tuple that could be run: give a StateUpdate, a name"):
         explain(3)
 
 
