@@ -41,7 +41,7 @@ def structure(update: StateUpdate) -> Structure:
     """The structure of one slot's effective transition, retention and curvature together."""
     _, _, monoid, step, memory = update.parts()
     kinds = gates(monoid)
-    curved = feedback(update) == "affine" and update._predicts
+    curved = feedback(update) == "affine" and update.parts().predicts
     if "dense" in kinds or "rotation" in kinds and (curved or kinds - {"rotation", "scalar"}):
         return "dense"
     if "low rank" in kinds or (curved and not isinstance(memory, Entries)):
@@ -74,7 +74,7 @@ def no_chain(update: StateUpdate) -> str | None:
     if isinstance(memory, Entries) and (step.via or not kinds <= {"identity", "scalar", "diagonal", "row", "hadamard"}):
         return "entry-wise memory chains with element-wise gates only"
     if "hadamard" in kinds and (
-        kinds & {"low rank", "dense", "rotation"} or update._predicts and isinstance(memory, Matrix)
+        kinds & {"low rank", "dense", "rotation"} or update.parts().predicts and isinstance(memory, Matrix)
     ):
         return "a Hadamard gate does not compose with a matrix transition"
     for f in update.filters():
