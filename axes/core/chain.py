@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from axes.core.algorithms import Read, Sum
+from axes.core.declared import Recurrence
 from axes.core.derived import block_size, no_chain
 from axes.core.memory import Entries
 from axes.core.monoids import Element
-from axes.core.rates import Per, Rate, Signal, rate_shape, resolve
-from axes.core.state_update import Parts, StateUpdate
+from axes.core.parts import Parts
+from axes.core.rates import Rate, Signal, rate_shape, resolve
+from axes.core.state_update import StateUpdate
 
 
 @final
@@ -86,7 +88,7 @@ def chain(update: StateUpdate, signal: Signal) -> Chain:
         factors.append((t.on_state(_seen(t)), -into))
     a = torch.stack(torch.broadcast_tensors(*(a for a, _ in factors)), dim=-3) if factors else None
     b = torch.stack(torch.broadcast_tensors(*(b for _, b in factors)), dim=-3) if factors else None
-    if len(flows) > 1 or t.ridged:
+    if len(flows) > 1 or t.parts.ridged:
         return Chain(into, t.value, block=_block(t, flows), a=a, b=b, rows=t.layout.rows)
     angle, dense = t.layout.base(t.element)
     gate, erases = t.gate if t.gated else None, t.erases and len(factors) == 1
@@ -173,10 +175,6 @@ class _Tokens:
         return not (e.gate is None and e.outer is None and isinstance(e.scale, float) and e.scale == 1.0)
 
     @property
-    def ridged(self) -> bool:
-        return isinstance(self.parts.cost.ridge, Per) or self.parts.cost.ridge != 0.0
-
-    @property
     def after_gate(self) -> bool:
         """Whether the drive sees the state after its gate."""
         return self.parts.step.at in ("gated", "new")
@@ -202,7 +200,7 @@ def _tokens(update: StateUpdate, signal: Signal) -> _Tokens:
     layout = _Layout(element.outer is not None or isinstance(p.memory, Entries) or by_row)
     key = layout.vector(k)
     gate, rate = layout.gate(element, key), layout.rate(p.step.rate, signal, key)
-    erases = update._predicts and p.cost.curvature == "affine"
+    erases = p.predicts and p.cost.curvature == "affine"
     return _Tokens(p, signal, layout, block_size(update), rows, key, layout.value(v), element, gate, rate, erases)
 
 
@@ -232,7 +230,7 @@ class _Flow(NamedTuple):
 def _unfiltered(t: _Tokens) -> _Flow:
     """The drive before the filters: u, less the ridge times the state it is evaluated at."""
     flow = _Flow([torch.zeros_like(t.one)] * t.slots, t.one)
-    if not t.ridged:
+    if not t.parts.ridged:
         return flow
     weight = t.layout.rate(t.parts.cost.ridge, t.signal, t.key)
     return flow.plus(0, -weight * (torch.exp(t.gate) if t.parts.step.at == "gated" else t.one))
@@ -245,7 +243,7 @@ def _filters(t: _Tokens, drive: _Flow) -> tuple[list[_Flow], _Flow]:
         branches, weights = (f.branches, f.weights) if isinstance(f, Sum) else ((f,), (1.0,))
         outputs = []
         for branch in branches:
-            assert isinstance(branch, StateUpdate)
+            assert isinstance(branch, Recurrence)
             buffer, output = _filter(t, branch.parts(), 1 + len(buffers), drive)
             buffers.append(buffer)
             outputs.append(output)

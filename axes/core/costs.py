@@ -46,6 +46,7 @@ __all__ = [
 
 Curvature = Literal["none", "affine", "nonlinear"]
 Residual = Literal["target", "error"]
+Side = Literal["entries", "rows", "columns", "eigen-entries", "whole"]
 Value = Tensor | float
 _EMPTY: Signal = MappingProxyType({})
 
@@ -478,6 +479,15 @@ class Linear(Cost):
     def whitened(self) -> bool:
         """Whether it is driven by what the geometry made of u, not by u."""
         return self.of in ("white-left", "white-right")
+
+    @property
+    def side(self) -> Side:
+        """What z has the shape of."""
+        if self.of in ("left", "white-left", "value", "error"):
+            return "rows"
+        if self.of in ("right", "white-right", "key"):
+            return "columns"
+        return "eigen-entries" if self.of in ("eigen-square", "eigen-fisher") else "entries"
 
     def drive(self, u: Tensor, signal: Signal = _EMPTY) -> Tensor:
         """z from the raw drive u (not read for key, value and error; of examples for eigen-fisher) and the signal."""

@@ -42,7 +42,7 @@ def structure(update: StateUpdate) -> Structure:
     """The structure of one slot's effective transition, retention and curvature together."""
     _, _, monoid, step, memory = update.parts()
     kinds = gates(monoid)
-    curved = feedback(update) == "affine" and update._predicts
+    curved = feedback(update) == "affine" and update.parts().predicts
     if "dense" in kinds or "rotation" in kinds and (curved or kinds - {"rotation", "scalar"}):
         return "dense"
     if "low rank" in kinds or (curved and memory.kind != "entries"):
@@ -79,7 +79,7 @@ def no_chain(update: StateUpdate) -> str | None:
     if memory.kind == "entries" and (step.via or not kinds <= elementwise):
         return "entry-wise memory chains with element-wise gates only"
     if "hadamard" in kinds and (
-        kinds & {"low rank", "dense", "rotation"} or update._predicts and memory.kind == "matrix"
+        kinds & {"low rank", "dense", "rotation"} or update.parts().predicts and memory.kind == "matrix"
     ):
         return "a Hadamard gate does not compose with a matrix transition"
     for f in update.filters():

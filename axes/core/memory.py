@@ -63,6 +63,8 @@ class Memory(Declared, ABC):
     keyed: ClassVar[bool] = True
     matrix_gates: ClassVar[bool] = True  # right actions on the key side are defined
     filterable: ClassVar[bool] = True  # drives have the shape of the leaves, so filters can hold them
+    one_leaf: ClassVar[bool] = True
+    starts_at_zero: ClassVar[bool] = True  # an empty one is zero
 
     @abstractmethod
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
@@ -135,6 +137,7 @@ class Slots(Memory):
 
     kind: ClassVar[Kind] = "slots"
     linear: ClassVar[bool] = False
+    starts_at_zero: ClassVar[bool] = False
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         phi, _ = _directions(leaves[0])
@@ -196,6 +199,7 @@ class Parameter(Memory):
 
     kind: ClassVar[Kind] = "parameter"
     keyed: ClassVar[bool] = False
+    starts_at_zero: ClassVar[bool] = False  # but at the weights it is given
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         raise IllegalUpdate("Parameter memory predicts nothing: its cost must be Given or Linear")
@@ -250,6 +254,8 @@ class MLP(RankOne):
     bias: Per = Per("ln_bias", "row", "real")
     linear: ClassVar[bool] = False
     matrix_gates: ClassVar[bool] = False
+    one_leaf: ClassVar[bool] = False
+    starts_at_zero: ClassVar[bool] = False
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         gain, bias = _affine(self, signal)
@@ -303,6 +309,8 @@ class List(Memory):
     scale: float | None = None
     kind: ClassVar[Kind] = "list"
     filterable: ClassVar[bool] = False
+    one_leaf: ClassVar[bool] = False
+    starts_at_zero: ClassVar[bool] = False
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         raise IllegalUpdate("List memory is read through its geometry: call read")

@@ -221,9 +221,7 @@ def _scalar(
     early = rule == "delta" and update.parts().step.at == "prev" and gate is not None
 
     def pass_over(v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, final = kernels.scalar(
-            q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early
-        )
+        out, final = kernels.scalar(q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early)
         return out, final if end is None else rotate(final, end[..., None, :])
 
     out, final = pass_over(t.v, _start(state))
@@ -296,7 +294,7 @@ def _slots(first: Tensor, second: Tensor) -> Tensor:
 
 def _erases(update: StateUpdate) -> bool:
     """Whether a datum erases what the state predicts for its key."""
-    return update._predicts and update.parts().cost.curvature == "affine"
+    return update.parts().predicts and update.parts().cost.curvature == "affine"
 
 
 def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor, Tensor | None, Tensor | None]:

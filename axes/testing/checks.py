@@ -20,10 +20,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from axes.core import algorithms, costs, geometry, memory, monoids, rates, reference, state_update
+from axes.core import algorithms, costs, execution, geometry, memory, monoids, rates, reference, state_update
 from axes.core.algorithms import Anchor, Held, Mix, Momentum, Read, Step, Sum
 from axes.core.costs import Cost, Linear, Ridge
 from axes.core.declared import Declared
+from axes.core.execution import Datum
 from axes.core.geometry import Birkhoff, Cayley, Eigenbasis, Entropic, Geometry, InverseRoot, Spectral
 from axes.core.memory import MLP, LayerNormMatrix, List, Matrix, Memory
 from axes.core.monoids import Decay, Monoid
@@ -100,24 +101,24 @@ def trajectory(
     An update of a parameter descends l(W) = |W|^2 / 4 + <g, W> from W_0 = g_0, its gradient taken where the tuple says;
     a filter or a statistic is driven by g.
     """
-    cost, _, monoid, step, memory = update.parts()
-    if memory.keyed:
+    p = update.parts()
+    if p.memory.keyed:
         return reference.run(update, signal, state, time=_time(signal))
     outputs: list[Tensor] = []
     out = None
     for datum in reference.tokens(signal, 0):
         g = datum["g"]
         assert isinstance(g, Tensor)
-        if isinstance(cost, Linear):
-            driven = (cost.drive(g, datum),)
+        if isinstance(p.cost, Linear):
+            driven = (p.cost.drive(g, datum),)
             state = update.init({**datum, "g": driven[0]}) if state is None else state
             state, out = update.step(state, datum, drive=driven)
         else:
             state = update.init(datum, (g,)) if state is None else state
-            rate = rates.resolve(step.rate, datum)
-            kept = memory.act(monoid.element(datum, rate, state.theta[0]), state.theta)
-            (point,) = update._evaluated(state, kept, state.anchor, datum, 0)
-            if step.at == "read" and out is not None:
+            rate = rates.resolve(p.step.rate, datum)
+            kept = p.memory.act(p.monoid.element(datum, rate, state.theta[0]), state.theta)
+            (point,) = execution.evaluated(p, Datum(state, datum, rate, kept, state.anchor))
+            if p.step.at == "read" and out is not None:
                 point = out.weights[0]
             state, out = update.step(state, {**datum, "g": point / 2 + g})
         outputs.append(out.weights[0])
@@ -460,7 +461,7 @@ def _changes(value: object, hint: object) -> Iterator[_Change]:
 
 
 def _field_changes(owner: Declared) -> Iterator[_Change]:
-    hints = typing.get_type_hints(type(owner), localns={"StateUpdate": StateUpdate})
+    hints = typing.get_type_hints(type(owner))
     for field in dataclasses.fields(owner):  # type: ignore[arg-type]
         value = getattr(owner, field.name)
         found = list(_changes(value, hints[field.name]))

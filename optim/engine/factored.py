@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from axes.core import execution
 from axes.core.algorithms import Held
 from axes.core.costs import Linear
 from axes.core.facts import fact
@@ -323,7 +324,7 @@ class _Run:
             norm = (joined["norm"],) if "norm" in joined else ()
             held = (joined["held"], joined["misses"])
             state = State((joined["theta"],), (), (), norm, held, torch.tensor(age))
-            new = statistic._refreshed(state, state.theta, norm, {})
+            new = execution.refreshed(statistic.parts(), state, state.theta, norm, {})
             lengths = [len(s["held"]) for s in states]
             for s, value, missed in zip(states, *(x.split(lengths) for x in new), strict=True):
                 s["held"].copy_(value)

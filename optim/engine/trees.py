@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from axes.core.algorithms import Held, Sum
+from axes.core.declared import Recurrence
 from axes.core.monoids import Zero
 from axes.core.state_update import State, StateUpdate
 
@@ -63,7 +64,7 @@ def _children(update: StateUpdate, state: State) -> Iterator[tuple[str, StateUpd
     for i, (f, s) in enumerate(zip(step.via, state.via, strict=True)):
         if isinstance(f, Sum):
             for j, (branch, t) in enumerate(zip(f.branches, s, strict=True)):
-                assert isinstance(t, State)
+                assert isinstance(branch, StateUpdate) and isinstance(t, State)
                 yield f"via.{i}.{j}.", branch, t
         else:
             assert isinstance(f, StateUpdate) and isinstance(s, State)
@@ -83,7 +84,8 @@ def unflatten(update: StateUpdate, flat: Mapping[str, Tensor], theta: Tensor) ->
 def _build(update: StateUpdate, flat: Mapping[str, Tensor], theta: Tensor, prefix: str) -> State:
     _, h, _, step, _ = update.parts()
 
-    def inner(child: StateUpdate, name: str) -> State:
+    def inner(child: Recurrence, name: str) -> State:
+        assert isinstance(child, StateUpdate)
         forgotten = _forgets(child)
         value = theta.new_zeros(()) if forgotten else flat[prefix + name + "theta"]
         return _build(child, flat, value, prefix + name)
@@ -93,7 +95,7 @@ def _build(update: StateUpdate, flat: Mapping[str, Tensor], theta: Tensor, prefi
         if isinstance(f, Sum):
             via.append(tuple(inner(branch, f"via.{i}.{j}.") for j, branch in enumerate(f.branches)))
         else:
-            assert isinstance(f, StateUpdate)
+            assert isinstance(f, Recurrence)
             via.append(inner(f, f"via.{i}."))
     stats = tuple(inner(s, f"stats.{i}.") for i, s in enumerate(h.stats))
     norm = (flat[prefix + "norm"],) if step.debias else ()

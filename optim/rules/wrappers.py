@@ -17,6 +17,7 @@ from typing import Literal
 
 from axes.core.algorithms import Mix, Momentum, Read, Step, Sum
 from axes.core.costs import Linear, Ridge
+from axes.core.declared import Recurrence
 from axes.core.geometry import Ball, Cautious, ConstantNorm, Euclidean, Geometry, Graft, TrustRatio
 from axes.core.legality import factors
 from axes.core.monoids import Decay, Hadamard, Identity, Monoid, Product, Scalar, Zero
@@ -158,7 +159,7 @@ def _around(update: StateUpdate, wrap: Callable[[Geometry], Geometry]) -> StateU
     return _with_last(update, step.via[:-1], dataclasses.replace(last, h=h, algorithm=inner))
 
 
-def _with_last(update: StateUpdate, before: tuple[StateUpdate | Sum | Momentum, ...], last: StateUpdate) -> StateUpdate:
+def _with_last(update: StateUpdate, before: tuple[Recurrence | Sum | Momentum, ...], last: StateUpdate) -> StateUpdate:
     step = update.parts().step
     return dataclasses.replace(update, algorithm=dataclasses.replace(step, via=(*before, last)))
 

@@ -15,6 +15,7 @@ from axes.core import derived, reference
 from axes.core.algorithms import Anchor, Step, Sum
 from axes.core.chain import Chain, chain
 from axes.core.costs import Alignment, Given, Linear, Ridge, SquaredError
+from axes.core.execution import Datum, drive
 from axes.core.geometry import TrustRatio, Whiten
 from axes.core.legality import gates
 from axes.core.memory import List
@@ -85,20 +86,20 @@ def check_feedback(update: StateUpdate) -> None:
     signal = {
         n: x for n, x in checks.example(update, batch=(), length=3, d_k=4, d_v=4).items() if isinstance(x, Tensor)
     }
-    _, _, monoid, step, memory = update.parts()
+    p = update.parts()
     first, second = ({n: x[i] for n, x in signal.items()} for i in (0, 1))
     state, _ = update.step(update.init(first), first)
 
-    def drive(*theta: Tensor) -> Tensor:
+    def driven(*theta: Tensor) -> Tensor:
         here = state._replace(theta=theta)
-        rate = resolve(step.rate, second)
-        kept = memory.act(monoid.element(second, rate, theta[0]), theta)
-        u = update._drive(here, kept, here.anchor, rate, second, None, 0)
+        rate = resolve(p.step.rate, second)
+        kept = p.memory.act(p.monoid.element(second, rate, theta[0]), theta)
+        u = drive(p, Datum(here, second, rate, kept, here.anchor))
         return torch.cat([x.flatten() for x in u])
 
     def jacobian(shift: float) -> Tensor:
         at = tuple(x + shift * torch.cos(torch.arange(x.numel(), dtype=x.dtype).reshape(x.shape)) for x in state.theta)
-        blocks = torch.autograd.functional.jacobian(drive, at)
+        blocks = torch.autograd.functional.jacobian(driven, at)
         return torch.cat([b.flatten(1) for b in blocks], 1)
 
     here, there = jacobian(0.0), jacobian(1.0)

@@ -42,7 +42,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 ROOMS: dict[str, tuple[str, ...]] = {
     "linalg": ("solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise"),
     "core": (
-        "declared", "facts", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "legality",
+        "declared", "facts", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "parts", "legality",
+        "execution",
         "state_update", "reference", "derived", "chain",
     ),
     "routes": (
@@ -51,8 +52,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "testing": ("strategies", "declarations", "checks"),
     "optim": ("engine", "rules", "tools"),
 }  # fmt: skip
-# The tuple is recursive: what carries StateUpdates, or judges them, may name their type under `if TYPE_CHECKING`.
-TYPE_ONLY = {"core.state_update": {"core.geometry", "core.algorithms", "core.legality"}}
 # Beyond the declared dependencies: what comes with torch on a GPU or with the test extra, and who may import it.
 OPTIONAL = {"triton": {"kernels"}, "hypothesis": {"testing.strategies"}}
 
@@ -90,18 +89,6 @@ def sources() -> Iterator[tuple[Path, str]]:
             yield path, ".".join(part for part in inside.with_suffix("").parts if part != "__init__") or "axes"
 
 
-def type_only_lines(tree: ast.AST) -> set[int]:
-    """Lines that stand under `if TYPE_CHECKING:` and never run."""
-    return {
-        inner.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for statement in node.body
-        for inner in ast.walk(statement)
-        if isinstance(inner, ast.stmt)
-    }
-
-
 def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import statement, wherever it stands: lazy and type-only ones count."""
     known = {name for row in LAYERS for name in row}
@@ -130,8 +117,7 @@ def violations(importer: str, source: str) -> list[str]:
     if room not in known or module and room in ROOMS and room != "optim" and module not in ROOMS[room]:
         return [f"{importer} has no place among the layers: put it in LAYERS or ROOMS, below what imports it"]
     found = []
-    tree = ast.parse(source)
-    for line, dotted in imported_modules(tree):
+    for line, dotted in imported_modules(ast.parse(source)):
         head, _, target = dotted.partition(".")
         target = target or "axes"
         if dotted.startswith("."):
@@ -141,8 +127,6 @@ def violations(importer: str, source: str) -> list[str]:
                 found.append(f"line {line}: axes.{target} has no place among the layers: put it in LAYERS")
             elif target == importer == "axes":
                 found.append(f"line {line}: the root imports itself")
-            elif ".".join(place(importer)) in TYPE_ONLY.get(target, ()) and line in type_only_lines(tree):
-                continue
             elif not may_import(importer, target):
                 found.append(f"line {line}: {importer} may not import {dotted}: imports point downwards only")
         elif head in OPTIONAL:
@@ -177,9 +161,8 @@ def test_every_name_has_one_place() -> None:
         ("core.costs", "from axes.core.state_update import StateUpdate", "downwards"),
         ("core.costs", "def f():\n    import axes.core.geometry", "downwards"),
         ("core.algorithms", "from axes.core.state_update import StateUpdate", "downwards"),
-        ("core.algorithms", "if TYPE_CHECKING:\n    pass\nelse:\n    import axes.core.state_update", "downwards"),
         ("core.algorithms", "if TYPE_CHECKING:\n    from axes.routes.dispatch import select", "downwards"),
-        ("core.costs", "if TYPE_CHECKING:\n    from axes.core.state_update import StateUpdate", "downwards"),
+        ("core.algorithms", "if TYPE_CHECKING:\n    from axes.core.state_update import StateUpdate", "downwards"),
         ("core.reference", "from axes.routes.scan import scan", "downwards"),
         ("core.reference", "from axes.routes import dispatch", "downwards"),
         ("core.state_update", "from axes.core.chain import chain", "downwards"),
@@ -214,7 +197,7 @@ def test_a_planted_violation_is_found(importer: str, statement: str, complaint: 
         ("core.geometry.norms", "from axes.core.geometry.bregman import Geometry\nfrom axes.core.costs import Cost"),
         ("core.monoids", "from axes.core.geometry import Geometry"),
         ("optim.rules.soap", "from axes.optim.engine.base import Optimizer\nfrom axes.core import costs"),
-        ("core.algorithms", "if TYPE_CHECKING:\n    from axes.core.state_update import StateUpdate"),
+        ("core.algorithms", "from axes.core.declared import Recurrence"),
         ("kernels.scalar.chain", "import triton"),
         ("catalogue", "from axes import depth, optim, sequence"),
         ("cli", "import typer\nfrom rich.table import Table\nimport axes"),

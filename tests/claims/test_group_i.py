@@ -10,7 +10,7 @@ from torch import Tensor
 from axes.claims import group_i, group_i_descent, group_i_memory
 from axes.claims.group_a_tools import layer_tuple
 from axes.claims.verify import verify_one
-from axes.core import costs, memory, monoids, state_update
+from axes.core import costs, execution, memory, monoids
 from axes.core.algorithms import Step
 from axes.core.geometry import spectral
 from axes.core.state_update import StateUpdate
@@ -56,12 +56,12 @@ def test_optimizer_decay_not_tied_to_the_step(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_coupled_decay_with_the_wrong_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = state_update.StateUpdate._descend
+    true = execution._ridged
 
-    def flipped(self: StateUpdate, u: tuple[Tensor, ...], weights: tuple[Tensor, ...], signal: object) -> object:
-        return true(self, u, tuple(-w for w in weights), signal)  # type: ignore[arg-type]
+    def flipped(parts: object, u: tuple[Tensor, ...], weights: tuple[Tensor, ...], signal: object) -> object:
+        return true(parts, u, tuple(-w for w in weights), signal)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(state_update.StateUpdate, "_descend", flipped)
+    monkeypatch.setattr(execution, "_ridged", flipped)
     assert red("I02") and red("I04")
 
 

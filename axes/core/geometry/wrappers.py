@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, final
 
@@ -29,6 +30,10 @@ class _Wrapper(Geometry):
     @property
     def stats(self) -> tuple[Any, ...]:  # type: ignore[override]
         return self.base.stats
+
+    def links(self) -> Iterator[Geometry]:
+        yield self
+        yield from self.base.links()
 
     def with_stats(self, stats: tuple[Any, ...]) -> Self:
         return dataclasses.replace(self, base=self.base.with_stats(stats))  # type: ignore[type-var]
@@ -230,6 +235,11 @@ class Composite(Geometry):
     @property
     def stats(self) -> tuple[Any, ...]:  # type: ignore[override]
         return self.inner.stats + self.outer.stats
+
+    def links(self) -> Iterator[Geometry]:
+        yield self
+        yield from self.inner.links()
+        yield from self.outer.links()
 
     def with_stats(self, stats: tuple[Any, ...]) -> Composite:
         split = len(self.inner.stats)
