@@ -164,7 +164,9 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = (tree / "out").glob("axes_state_update-*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {f"{package.replace('.', '/')}/{path.name}" for package, path in files()} | {"axes/py.typed"}
-    assert held == expected
+    statements = {path.relative_to(ROOT).as_posix() for path in (ROOT / "axes/claims/statements").iterdir()}
+    assert "axes/claims/statements/A.toml" in statements
+    assert held == expected | statements
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not on the path")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from axes.claims.register import find
+from axes.claims.verify import verify_one
 from axes.optim.engine import together
 
 
@@ -16,3 +18,13 @@ def traced_anew() -> Iterator[None]:
     yield
     for cached in (together.program, together.schedule):
         cached.cache_clear()
+
+
+@pytest.fixture
+def red() -> Callable[..., bool]:
+    """Whether all these claims are found to fail, by their findings and not by an exception."""
+
+    def found(*ids: str) -> bool:
+        return not any(r.ok or r.error for r in (verify_one(c, 1) for c in find(ids)))
+
+    return found
