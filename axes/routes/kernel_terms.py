@@ -8,7 +8,6 @@ Nothing here needs Triton: `no_kernel` is asked on every machine.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -24,12 +23,12 @@ from axes.core.memory import Leaves
 from axes.core.monoids import Element, rotate
 from axes.core.rates import Per, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
+from axes.kernels.common import versions
 from axes.routes.packed import Packing
 
 Family = Literal["scalar", "diagonal", "dplr", "block"]
 HOPPER: frozenset[Family] = frozenset({"scalar", "diagonal", "dplr"})  # families with forms for that GPU
 WIDEST: dict[Family, int] = {"scalar": 256, "diagonal": 256, "dplr": 256, "block": 256}
-_TRITON = importlib.util.find_spec("triton") is not None
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -73,10 +72,9 @@ def no_kernel(
     update: StateUpdate, device: torch.device, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], time: int
 ) -> str | None:
     """Why no Triton kernel computes the derived chain, or None if one does."""
-    if device.type != "cuda":
-        return f"device {device} is not a GPU"
-    if not _TRITON:
-        return "Triton is not installed"
+    reason = versions.refusal(device)
+    if reason is not None:
+        return reason
     if dtype not in _DTYPES:
         return f"the kernels accumulate in float32, the values are {dtype}"
     kind = family(update)

@@ -40,10 +40,13 @@ from axes.kernels.common.layout import (
     precision,
 )
 from axes.kernels.common.tiles import accumulate, first_slot, slot_rows, unit_rows
-from axes.kernels.diagonal import hopper as hopper_diagonal
-from axes.kernels.diagonal import hopper_keys as hopper_diagonal_keys
+from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.diagonal.channels import add_up, exponents, pairs, pairs_backward, power, split
-from axes.kernels.scalar import hopper_write
+
+if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
+    from axes.kernels.diagonal import hopper as hopper_diagonal
+    from axes.kernels.diagonal import hopper_keys as hopper_diagonal_keys
+    from axes.kernels.scalar import hopper_write
 
 LENGTHS = ["T", "N", "H", "HV"]  # one compilation for all of them
 
@@ -456,7 +459,7 @@ def _twice(
 
 def _plain(q: Tensor, v: Tensor, cut: Layout) -> bool:
     """Whether the serial passes are those of `hopper_diagonal`."""
-    return not cut.packed and hopper_write.fits(q, v)
+    return not cut.packed and _GLUON and hopper_write.fits(q, v)
 
 
 def _values_backward(

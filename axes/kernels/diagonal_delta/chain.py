@@ -36,6 +36,7 @@ from torch import Tensor
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.layout import Layout, layout, on_device, precision
 from axes.kernels.common.tiles import TILE, first_slot, load_numbers, load_rows, slot_rows, store_rows, unit_rows
+from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.diagonal.channels import (
     add_up,
     after,
@@ -48,8 +49,10 @@ from axes.kernels.diagonal.channels import (
     split,
     until,
 )
-from axes.kernels.diagonal_delta import hopper
-from axes.kernels.diagonal_delta.hopper_tokens import tokens_backward
+
+if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
+    from axes.kernels.diagonal_delta import hopper
+    from axes.kernels.diagonal_delta.hopper_tokens import tokens_backward
 
 _LENGTHS = ["T", "N", "HV"]  # one compilation for all of them
 
@@ -730,7 +733,7 @@ def _forward(
         sizes = _sizes(q, v, "serial")
         grid = cuts.units * hv * triton.cdiv(d_v, sizes["BV"])
         if grid:
-            if not cuts.packed and hopper.fits(scaled[0], v):
+            if not cuts.packed and _GLUON and hopper.fits(scaled[0], v):
                 hopper.walk(scaled, v, None if two else y, matrices, totals, start, final, o)
                 return o, final, matrices
             _scan[(grid,)](
@@ -781,7 +784,7 @@ def _backward(
         serial = _sizes(q, v, "serial")
         shape = dict(HV=hv, K=d, V=d_v, C=cuts.chunk, TWO=two, PACKED=cuts.packed, PRECISION=dot)
         grid = cuts.units * hv * triton.cdiv(d_v, serial["BV"])
-        plain = not cuts.packed and hopper.fits(scaled[0], v)
+        plain = not cuts.packed and _GLUON and hopper.fits(scaled[0], v)
         fast = plain and not two and x is None and h == hv
         if plain:
             strength = None if two else y

@@ -23,10 +23,13 @@ from axes.errors import ShapeError
 from axes.kernels.common import layout as host
 from axes.kernels.common.layout import check_like, check_packing, check_tokens, on_device, precision
 from axes.kernels.common.tiles import TILE
+from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.scalar import delta as scalar_delta
-from axes.kernels.scalar import hopper, hopper_backward, hopper_write
 from axes.kernels.scalar import tiles as scalar_tiles
 from axes.kernels.scalar import write as scalar_write
+
+if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
+    from axes.kernels.scalar import hopper, hopper_backward, hopper_write
 
 PROCESSORS = 132  # of an H100 or H200: what the choice of segments fills
 
@@ -319,7 +322,7 @@ def _delta_backward(
 def _plain(q: Tensor, v: Tensor, beta: Tensor | None, erase: Tensor | None, special: bool) -> bool:
     """Whether the Hopper kernels compute a chain: 16 bit, dense, K = V in {64, 128}, as many value heads as key heads,
     keys erased where they are written, after the gate; special: packed, early or normalized."""
-    return erase is None and beta is not None and not special and hopper.fits(q, v)
+    return erase is None and beta is not None and not special and _GLUON and hopper.fits(q, v)
 
 
 def _hopper_forward(x: Chain, start: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -368,7 +371,7 @@ def _ends(x: Chain, do: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 def _numbers(x: Chain) -> Tensor | None:
     """What the Hopper kernel of rule "write" reads of gates and strengths; None where it does not compute a chain."""
-    if x.scale_q is not None or x.cut.offsets is not None or not hopper_write.fits(x.q, x.v):
+    if x.scale_q is not None or x.cut.offsets is not None or not (_GLUON and hopper_write.fits(x.q, x.v)):
         return None
     return hopper_write.numbers(x.beta, x.g, x.v, x.cut.S, x.cut.L, x.cut.N)
 
