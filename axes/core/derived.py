@@ -9,7 +9,7 @@ from typing import Literal
 
 from axes.core.algorithms import Anchor, Held
 from axes.core.costs import Linear
-from axes.core.legality import factors, gates, sees_weights
+from axes.core.legality import factors, gates
 from axes.core.memory import Entries, List, Matrix, Slots
 from axes.core.monoids import Householder
 from axes.core.rates import Per, rate_shape
@@ -110,7 +110,7 @@ def no_cascade(update: StateUpdate) -> str | None:
         _, uh, um, us, _ = u.parts()
         if not gates(um) <= {"identity", "zero", "scalar", "diagonal", "row", "hadamard"}:
             return "stages scan element-wise gates only"
-        if sees_weights(uh):
+        if "weights" in uh.reads:
             return "a filter that sees the weights feeds them back at every datum"
         if us.via and u is not update:
             return "filters of filters"

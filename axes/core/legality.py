@@ -43,11 +43,6 @@ def gates(monoid: Monoid) -> set[str]:
     return {monoid.kind}
 
 
-def sees_weights(h: Geometry) -> bool:
-    """Whether a geometry reads the outer weights."""
-    return "weights" in h.reads
-
-
 # ---- cost and memory ---------------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "state_update", "reference", "derived", "chain",
     ),
     "routes": ("packed", "scan", "gram", "cascade", "attention", "kernel_terms", "dispatch"),
-    "testing": ("strategies", "checks"),
+    "testing": ("strategies", "examples", "gauges", "mutations", "checks"),
     "optim": ("engine", "rules", "tools"),
 }  # fmt: skip
 # Beyond the declared dependencies: what comes with torch on a GPU or with the test extra, and who may import it.
