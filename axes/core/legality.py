@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from axes.core.algorithms import Anchor, Held, Mix
 from axes.core.costs import Linear
-from axes.core.geometry import Entropic, Geometry
+from axes.core.geometry import Entropic
 from axes.core.monoids import Decay, Diagonal, Identity, Monoid, Product, Zero
 from axes.core.parts import Parts
 from axes.core.rates import Per, rate_shape

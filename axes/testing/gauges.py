@@ -32,11 +32,16 @@ def _same_but(a: object, b: object, *names: str) -> bool:
     )
 
 
+def _only(part: str, a: StateUpdate, b: StateUpdate) -> bool:
+    """Whether two updates agree in all other parts."""
+    return a.parts()._replace(**{part: getattr(b.parts(), part)}) == b.parts()
+
+
 def _only_rate(a: StateUpdate, b: StateUpdate) -> bool:
     """Whether two updates differ only in a constant step size."""
     first, second = a.parts().step, b.parts().step
     constant = not isinstance(first.rate, Per) and not isinstance(second.rate, Per)
-    same = a.parts()[:3] == b.parts()[:3] and a.memory == b.memory and _same_but(first, second, "rate")
+    same = _only("step", a, b) and _same_but(first, second, "rate")
     return same and constant and not isinstance(a.monoid, Decay)
 
 
@@ -49,7 +54,7 @@ def _trust_ratio(a: StateUpdate, b: StateUpdate) -> bool:
     h, first, second = a.parts().h, a.parts().step, b.parts().step
     if not isinstance(h, geometry.TrustRatio) or not (h.base.linear or h.base.scale_free):
         return False
-    return a.parts()[:3] == b.parts()[:3] and _same_but(first, second, "debias") and first.read is None
+    return _only("step", a, b) and _same_but(first, second, "debias") and first.read is None
 
 
 def _scale_free_rate(a: StateUpdate, b: StateUpdate) -> bool:
@@ -68,10 +73,10 @@ def _scale_free_ahead(a: StateUpdate, b: StateUpdate) -> bool:
     if len(changed) != 1 or not _only_rate(a.filters()[changed[0]], b.filters()[changed[0]]):
         return False
     for f in a.filters()[changed[0] :]:
-        _, h, _, step, _ = f.parts()
-        if h.scale_free:
-            return step.start == "zero" or f is not a.filters()[changed[0]]
-        if not h.is_identity or step.read is not None and f is a.filters()[changed[0]]:
+        p, first = f.parts(), f is a.filters()[changed[0]]
+        if p.h.scale_free:
+            return p.step.start == "zero" or not first
+        if not p.h.is_identity or p.step.read is not None and first:
             return False
     return a.parts().h.scale_free and a.parts().step.lazy
 
@@ -79,7 +84,7 @@ def _scale_free_ahead(a: StateUpdate, b: StateUpdate) -> bool:
 def _held_for_one(a: StateUpdate, b: StateUpdate) -> bool:
     """A statistic's value computed at every datum, and the same value kept until the next."""
     first, second = a.parts().step, b.parts().step
-    same = a.parts()[:3] == b.parts()[:3] and _same_but(first, second, "at")
+    same = _only("step", a, b) and _same_but(first, second, "at")
     return same and {first.at, second.at} == {"prev", Held(1)}
 
 
@@ -104,18 +109,20 @@ def _links(monoid: Monoid) -> Iterator[Geometry]:
 def _sign_of_error(a: StateUpdate, b: StateUpdate) -> bool:
     """Another cost of the error whose drive goes through a memoryless sign first."""
     via = a.parts().step.via
-    if not via or isinstance(via[0], Sum) or a.parts()[1:] != b.parts()[1:]:
+    if not via or isinstance(via[0], Sum) or not _only("cost", a, b):
         return False
-    _, h, monoid, _, _ = via[0].parts()  # type: ignore[union-attr]
+    first = a.filters()[0].parts()
     kinds = tuple(type(u.cost) for u in (a, b))
-    if not isinstance(monoid, monoids.Zero) or a.cost.encode or b.cost.encode:
+    if not isinstance(first.monoid, monoids.Zero) or a.cost.encode or b.cost.encode:
         return False
     parallel = all(
         isinstance(u.cost, costs.SquaredError | costs.RobustShift) or getattr(u.cost, "kind", "") == "norm"
         for u in (a, b)
     )
     signs = (costs.SquaredError, costs.Lp, costs.Huber, costs.HuberSwitch, costs.RobustShift)
-    return parallel and h.scale_free or isinstance(h, geometry.SignBall) and all(issubclass(k, signs) for k in kinds)
+    if parallel and first.h.scale_free:
+        return True
+    return isinstance(first.h, geometry.SignBall) and all(issubclass(k, signs) for k in kinds)
 
 
 def _rank_one(a: StateUpdate, b: StateUpdate) -> bool:
@@ -123,9 +130,9 @@ def _rank_one(a: StateUpdate, b: StateUpdate) -> bool:
     via = [u.parts().step.via for u in (a, b)]
     if any(len(v) != 1 or isinstance(v[0], Sum) for v in via) or not a.parts().memory.keyed:
         return False
-    firsts = [v[0].parts() for v in via]  # type: ignore[union-attr]
-    same = all(isinstance(f[2], monoids.Zero) for f in firsts)
-    return same and {repr(f[1]) for f in firsts} == {"Sphere(axis='whole')", "Spectral(method='polar')"}
+    firsts = [u.filters()[0].parts() for u in (a, b)]
+    same = all(isinstance(f.monoid, monoids.Zero) for f in firsts)
+    return same and {repr(f.h) for f in firsts} == {"Sphere(axis='whole')", "Spectral(method='polar')"}
 
 
 def _list_is_matrix(a: StateUpdate, b: StateUpdate) -> bool:
