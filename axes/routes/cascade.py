@@ -36,9 +36,8 @@ _CHUNK, _CHUNK_FACTORED = 16, 64
 
 def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int) -> tuple[Tensor, State]:
     """Outputs (..., T, d_v) and the final state. signal: `batch` batch dimensions, then T, then features."""
-    _, h, _, step, _ = update.parts()
-    factored = _is_factored(update)
-    longest = _CHUNK_FACTORED if factored and h.is_identity else _CHUNK
+    step, factored = update.parts().step, _is_factored(update)
+    longest = _CHUNK_FACTORED if factored and update.parts().h.is_identity else _CHUNK
     length, outputs, t = q.shape[batch], [], 0
     while t < length:
         size = min(longest, length - t)

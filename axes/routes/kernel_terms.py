@@ -314,8 +314,8 @@ def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor,
 
 
 def _element(update: StateUpdate, signal: Signal, k: Tensor) -> Element:
-    _, _, monoid, step, _ = update.parts()
-    return monoid.element(signal, resolve(step.rate, signal), k[..., None, :])
+    p = update.parts()
+    return p.monoid.element(signal, resolve(p.step.rate, signal), k[..., None, :])
 
 
 def _log_gate(element: Element, shape: torch.Size, like: Tensor) -> Tensor | None:

@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "routes": (
         "choice", "packed", "one_state", "scan", "gram", "cascade", "attention", "kernel_terms", "select", "dispatch",
     ),
-    "testing": ("strategies", "declarations", "checks"),
+    "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks"),
     "optim": ("engine", "rules", "tools"),
 }  # fmt: skip
 # Beyond the declared dependencies: what comes with torch on a GPU or with the test extra, and who may import it.

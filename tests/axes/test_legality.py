@@ -45,7 +45,7 @@ from axes.core.monoids import DPLR, Decay, Diagonal, Hadamard, Householder, Iden
 from axes.core.rates import Per, Signal
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
-from axes.testing import checks, strategies
+from axes.testing import checks, examples, strategies
 
 ALIGN, SQUARED = Alignment(), SquaredError()
 EMA = StateUpdate(Linear(), monoid=Scalar(0.9), algorithm=Step(0.1))
@@ -338,4 +338,4 @@ def run_or_refuse(parts: strategies.Parts) -> None:
         signal = {n: 0.2 * x if n == name else x for n, x in signal.items()}
     first, second = checks.trajectory(update, signal), checks.trajectory(update, signal)
     assert all(bool(x.isfinite().all()) for x in checks.leaves(first) if x.is_floating_point()), update
-    assert checks._identical(first, second), update
+    assert examples.identical(first, second), update

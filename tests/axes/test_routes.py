@@ -22,7 +22,7 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, ShapeError
 from axes.routes import attention, cascade, dispatch, gram
 from axes.routes.dispatch import Choice, NoImplementation, implementation, routes, run, select
-from axes.testing import checks, strategies
+from axes.testing import checks, examples, strategies
 
 FAST = {**CHAINS, **ATTENTION, **GRAM, **CASCADES}
 EXACT = 1e-9  # measured 3e-12 in a value (a normaliser near zero), 1e-11 in a gradient
@@ -54,7 +54,7 @@ def test_gradients_of_a_route(name: str) -> None:
     live = {n: x.requires_grad_() for n, x in signal.items()}
     weights = tuple(x.requires_grad_() for x in start)
     results = [
-        checks._gradients(
+        examples.gradients(
             f(update, live, time=1, weights=weights), {**live, **{f"w{i}": w for i, w in enumerate(weights)}}
         )
         for f in (run, reference.run)
