@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from axes.core.memory import MLP, LayerNormMatrix, Leaves, List
+from axes.core.memory import MLP, LayerNormMatrix, Leaves
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
@@ -281,7 +281,7 @@ def layer(update: StateUpdate, name: str = "Custom", block: Block | None = None)
     """
     h = update.parts().h
     default = Standard(initial=None if h.is_identity else 0.5)
-    if isinstance(update.parts().memory, List):
+    if update.parts().memory.kind == "list":
         default = Standard(conv=0, activation=None, key_norm=False, output_norm=False, output_gate=None)
     declared = {"update": update, "block": block or default, "__doc__": f"A layer of {update!r}."}
     return type(name, (SequenceLayer,), declared)
