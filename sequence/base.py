@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from axes.core.memory import MLP, LayerNormMatrix, Leaves, List
+from axes.core.memory import MLP, LayerNormMatrix, Leaves
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
@@ -289,7 +289,7 @@ def layer(update: StateUpdate, name: str = "Custom", block: Block | None = None)
 def _declare(update: StateUpdate, name: str, block: Block | None) -> type[SequenceLayer]:
     _, h, _, _, memory = update.parts()
     default = Standard(initial=None if h.is_identity else 0.5)
-    if isinstance(memory, List):
+    if memory.kind == "list":
         default = Standard(conv=0, activation=None, key_norm=False, output_norm=False, output_gate=None)
 
     def reduce(self: SequenceLayer) -> tuple[Any, ...]:
