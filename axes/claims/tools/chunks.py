@@ -70,7 +70,7 @@ def householder_product(k: Tensor, beta: Tensor, descending: bool = False) -> Te
 
 
 def block_rank(mixer: Tensor, tolerance: float = 1e-9) -> int:
-    """The largest numerical rank of a block below the diagonal, M[i:, :i]."""
+    """The most singular values above a relative tolerance of a block below the diagonal, M[i:, :i]."""
     ranks = []
     for i in range(1, len(mixer)):
         singular = torch.linalg.svdvals(mixer[i:, :i])

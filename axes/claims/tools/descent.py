@@ -23,14 +23,13 @@ Loss = Callable[[Tensor], Tensor]
 Make = Callable[[nn.Parameter], torch.optim.Optimizer]
 _M = TypeVar("_M", bound=nn.Module)
 
+LR, DECAY = Per("lr"), Per("weight_decay")
+
 
 class Family(Protocol):
     """Optimizers of one weight, to be told apart by options: `sgd`, `torch_sgd`."""
 
     def __call__(self, weight: Tensor, /, **options: Any) -> torch.optim.Optimizer: ...
-
-
-LR, DECAY = Per("lr"), Per("weight_decay")
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -46,11 +45,6 @@ def squared_errors(k: Tensor, v: Tensor) -> list[Loss]:
     return [squared_error(x, y) for x, y in zip(k, v, strict=True)]
 
 
-def short_pairs(draw: Draw, n: int, d_v: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys of length at most one, so that steps of size up to two descend, values and a start."""
-    return draw.unit(n, d) * draw.uniform(n, 1, low=0.3), draw.normal(n, d_v), draw.normal(d_v, d)
-
-
 def alignment(x: Tensor, y: Tensor) -> Loss:
     """W -> -<y, W x>, or its sum if x and y hold pairs as rows."""
     return lambda w: -(y * (x @ w.mT)).sum()
@@ -59,6 +53,11 @@ def alignment(x: Tensor, y: Tensor) -> Loss:
 def alignments(k: Tensor, v: Tensor) -> list[Loss]:
     """The alignment cost of every pair."""
     return [alignment(x, y) for x, y in zip(k, v, strict=True)]
+
+
+def short_pairs(draw: Draw, n: int, d_v: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys of length at most one, so that steps of size up to two descend, values and a start."""
+    return draw.unit(n, d) * draw.uniform(n, 1, low=0.3), draw.normal(n, d_v), draw.normal(d_v, d)
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------

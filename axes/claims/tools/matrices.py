@@ -1,4 +1,4 @@
-"""Linear algebra of checks, by library routines that the package itself does not call."""
+"""Linear algebra of checks, by routines of torch.linalg and scipy: a route apart from the parts of the tuple."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from scipy import linalg
 from torch import Tensor
 
 from axes.claims.tools.float64 import eye, zeros
+from axes.errors import AxesError
 
 
 def column(s: Tensor) -> Tensor:
@@ -20,9 +21,13 @@ def unit_rows(x: Tensor) -> Tensor:
     return x / x.norm(dim=-1, keepdim=True)
 
 
-def rank(x: Tensor, rtol: float = 1e-9) -> int:
-    """The number of singular values above rounding."""
-    return int(torch.linalg.matrix_rank(x.detach(), rtol=rtol))
+def rank(x: Tensor) -> int:
+    """The number of singular values above rounding, from which the others must be far."""
+    values = torch.linalg.svdvals(x.detach())
+    counted, rounding = values > 1e-9 * values[0], values <= 1e-12 * values[0]
+    if not (counted | rounding).all():
+        raise AxesError(f"a rank that rounding could decide: singular values {values.tolist()}")
+    return int(counted.sum())
 
 
 def polar(x: Tensor) -> Tensor:
