@@ -93,7 +93,7 @@ def test_swapped_outer_product(red: Red, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_fast_route_without_a_gate(red: Red, monkeypatch: pytest.MonkeyPatch) -> None:
     true = dispatch.chain
-    monkeypatch.setattr(dispatch, "chain", lambda u, s, d: dataclasses.replace(true(u, s, d), gate=None))
+    monkeypatch.setattr(dispatch, "chain", lambda u, s: dataclasses.replace(true(u, s), gate=None))
     assert red("I03", "I04", "I12")
 
 
