@@ -29,7 +29,8 @@ Family = Literal["scalar", "diagonal", "dplr", "block"]
 HOPPER: frozenset[Family] = frozenset({"scalar", "diagonal", "dplr"})  # families with forms for that GPU
 WIDEST: dict[Family, int] = {"scalar": 256, "diagonal": 256, "dplr": 256, "block": 256}
 _TRITON = importlib.util.find_spec("triton") is not None
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
+_ANY = (1, 1, 1, 1)
 
 
 class NoFamily(NamedTuple):
@@ -81,10 +82,12 @@ def no_kernel(
     kind = family(update)
     if isinstance(kind, NoFamily):
         return kind.reason
-    if time != 1 or any(len(shapes.get(n, (0,) * 4)) != 4 for n in "kv"):
-        return "the kernels take (batch, time, head, width)"
-    if any(not 0 < shapes[n][-1] <= WIDEST[kind] for n in "kv" if n in shapes):
-        return f"the {kind} kernels take widths up to {WIDEST[kind]}"
+    for name in "kv":
+        shape = shapes.get(name, _ANY)
+        if time != 1 or len(shape) != 4:
+            return "the kernels take (batch, time, head, width)"
+        if not 0 < shape[-1] <= WIDEST[kind]:
+            return f"the {kind} kernels take widths up to {WIDEST[kind]}"
     return None
 
 
@@ -124,6 +127,7 @@ def run(
     return compute(update, signal, tokens, state, kernels or _chunked(cu_seqlens), cu_seqlens)
 
 
+@fact
 def no_step(update: StateUpdate) -> str | None:
     """Why the fused kernel for one token does not compute a chain that the chunk kernels compute, or None."""
     if "rotation" in gates(update.parts().monoid):
