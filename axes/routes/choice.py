@@ -18,6 +18,7 @@ from axes.errors import AxesError
 
 Implementation = Literal["reference", "torch", "triton"]
 Route = Literal["interpreter", "chain", "cascade", "gram", "attention", "entrywise", "stacks"]
+_IMPLEMENTATIONS = get_args(Implementation)
 HOPPER = (9, 0)  # the capability that is assumed of a GPU that is not here
 
 
@@ -92,8 +93,8 @@ class Planned(Protocol):
 
 def require_implementation(name: str | None) -> None:
     """NoImplementation unless it is one, or None."""
-    if name is not None and name not in get_args(Implementation):
-        raise NoImplementation(f"implementation {name!r} is not one of {', '.join(get_args(Implementation))}")
+    if name is not None and name not in _IMPLEMENTATIONS:
+        raise NoImplementation(f"implementation {name!r} is not one of {', '.join(_IMPLEMENTATIONS)}")
 
 
 def require_named(choice: Choice, name: Implementation | None, update: StateUpdate) -> Choice:

@@ -29,7 +29,8 @@ from axes.routes.packed import Packing
 Family = Literal["scalar", "diagonal", "dplr", "block"]
 HOPPER: frozenset[Family] = frozenset({"scalar", "diagonal", "dplr"})  # families with forms for that GPU
 WIDEST: dict[Family, int] = {"scalar": 256, "diagonal": 256, "dplr": 256, "block": 256}
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
+_ANY = (1, 1, 1, 1)
 
 
 class NoFamily(NamedTuple):
@@ -80,10 +81,12 @@ def no_kernel(
     kind = family(update)
     if isinstance(kind, NoFamily):
         return kind.reason
-    if time != 1 or any(len(shapes.get(n, (0,) * 4)) != 4 for n in "kv"):
-        return "the kernels take (batch, time, head, width)"
-    if any(not 0 < shapes[n][-1] <= WIDEST[kind] for n in "kv" if n in shapes):
-        return f"the {kind} kernels take widths up to {WIDEST[kind]}"
+    for name in "kv":
+        shape = shapes.get(name, _ANY)
+        if time != 1 or len(shape) != 4:
+            return "the kernels take (batch, time, head, width)"
+        if not 0 < shape[-1] <= WIDEST[kind]:
+            return f"the {kind} kernels take widths up to {WIDEST[kind]}"
     return None
 
 
@@ -94,6 +97,8 @@ def portable(update: StateUpdate, capability: tuple[int, int] | None, dtype: tor
         return f"the {kind} family has no other"
     if capability is not None and capability != (9, 0):
         return "the GPU is no Hopper"
+    if (reason := versions.gluon_refusal()) is not None:
+        return reason
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the forms for Hopper multiply 16-bit values, not {dtype}"
     return None
@@ -123,6 +128,7 @@ def run(
     return compute(update, signal, tokens, state, kernels or _chunked(cu_seqlens), cu_seqlens)
 
 
+@fact
 def no_step(update: StateUpdate) -> str | None:
     """Why the fused kernel for one token does not compute a chain that the chunk kernels compute, or None."""
     if "rotation" in gates(update.parts().monoid):

@@ -48,16 +48,8 @@ def select(
         return Choice("interpreter", "reference", "asked for by name")
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, time)
     if no_kernel is None and implementation != "torch":
-        return Choice("chain", "triton", _by_kernel(update, device, dtype))
-    if implementation == "triton":
-        raise NoImplementation(f"no Triton kernel for {update!r}: {no_kernel}. Use implementation='torch'")
-    route = _fastest(update)
-    if route is not None:
-        return Choice(route, "torch", f"exact {route} form (no kernel: {no_kernel or 'torch was asked for by name'})")
-    why = _refusals(update)
-    if implementation == "torch":
-        raise NoImplementation(f"no fast torch route for {update!r}: {why}. Use implementation='reference'")
-    return Choice("interpreter", "reference", f"only the recurrence itself is exact ({why})")
+        return _by_kernel(update, device if isinstance(device, Target) else None, dtype)
+    return _without_kernel(update, no_kernel, implementation)
 
 
 def select_token(
@@ -100,6 +92,7 @@ def plans(
 def settle(update: StateUpdate) -> None:
     """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there."""
     kernel_terms.family(update)
+    kernel_terms.no_step(update)
     _fastest(update)
     _refusals(update)
 
@@ -108,15 +101,27 @@ def _device(device: str | torch.device | Target) -> torch.device:
     return device if isinstance(device, torch.device) else Target.of(device).device
 
 
-def _by_kernel(update: StateUpdate, device: str | torch.device | Target, dtype: torch.dtype) -> str:
-    """Why by a kernel. Which form of it is told of a target: to run, nobody need know the capability of a device."""
+def _by_kernel(update: StateUpdate, target: Target | None, dtype: torch.dtype) -> Choice:
+    """Which form of a kernel is told of a target: to run, nobody need know the capability of a device."""
     reason = f"the exact {kernel_terms.family(update)} chain in chunks, state on chip"
-    if not isinstance(device, Target):
-        return reason
-    portable = kernel_terms.portable(update, device.capability, dtype)
-    if portable is None:
-        return f"{reason}, by its forms for Hopper where widths are 64 or 128"
-    return f"{reason}, by portable kernels: {portable}"
+    if target is not None:
+        portable = kernel_terms.portable(update, target.capability, dtype)
+        hopper = "its forms for Hopper where widths are 64 or 128"
+        reason += f", by {hopper if portable is None else f'portable kernels: {portable}'}"
+    return Choice("chain", "triton", reason)
+
+
+def _without_kernel(update: StateUpdate, no_kernel: str | None, implementation: Implementation | None) -> Choice:
+    """The first legal route of torch's operations, else the interpreter. no_kernel: None if torch was asked for."""
+    if implementation == "triton":
+        raise NoImplementation(f"no Triton kernel for {update!r}: {no_kernel}. Use implementation='torch'")
+    route = _fastest(update)
+    if route is not None:
+        return Choice(route, "torch", f"exact {route} form (no kernel: {no_kernel or 'torch was asked for by name'})")
+    if implementation == "torch":
+        why = f"{_refusals(update)}. Use implementation='reference'"
+        raise NoImplementation(f"no fast torch route for {update!r}: {why}")
+    return Choice("interpreter", "reference", f"only the recurrence itself is exact ({_refusals(update)})")
 
 
 @fact

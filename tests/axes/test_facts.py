@@ -71,7 +71,7 @@ def test_threads_may_ask_at_once() -> None:
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_choice_asks_the_tuple_nothing_again(name: str, device: str) -> None:
-    """Calls of functions, since times are the machine's: 28 to 73 us were some hundred, 5 us are about thirty."""
+    """Calls of functions, since times are the machine's: 28 to 73 us were some hundred."""
     update, place, shapes = fresh(name), torch.device(device), {"k": (1, 8, 2, 64), "v": (1, 8, 2, 64)}
 
     def calls() -> int:
@@ -89,4 +89,4 @@ def test_a_choice_asks_the_tuple_nothing_again(name: str, device: str) -> None:
         return count
 
     cold, warm = calls(), calls()
-    assert warm <= 40 < cold, (cold, warm)
+    assert warm <= 25 < cold, (cold, warm)
