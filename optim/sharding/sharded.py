@@ -100,7 +100,7 @@ def _reads_weights(h: Geometry) -> bool:
 
 
 @final
-class Held:
+class Member:
     """A parameter, its stand-in, and the stand-in's state."""
 
     def __init__(self, parameter: Any, update: StateUpdate, local: bool, entries: frozenset[str]) -> None:
@@ -202,7 +202,7 @@ class Shards:
     """The DTensors among the parameters of one optimizer."""
 
     def __init__(self) -> None:
-        self._held: dict[Tensor, Held] = {}
+        self._held: dict[Tensor, Member] = {}
         self._exchanges: dict[Any, Exchange] = {}
         self._of: dict[Tensor, Tensor] = {}  # parameters by stand-in
         self._groups: dict[tuple[int, int], Group] = {}
@@ -219,7 +219,7 @@ class Shards:
 
     def meet(self, optimizer: Owner) -> bool:
         """Look at the parameters of an optimizer; whether any is a DTensor. All processes of a mesh take part."""
-        new: dict[Any, list[Held]] = {}
+        new: dict[Any, list[Member]] = {}
         for group in optimizer.param_groups:
             update = optimizer.update_for(group)
             for p in group["params"]:
@@ -229,7 +229,7 @@ class Shards:
                 if not spread(p) or not p.numel() or p.is_meta:
                     continue
                 local = shardable(update) and matrix_placements(p) is not None
-                made = Held(p, update, local, _entry_names(optimizer, update, p.dtype))
+                made = Member(p, update, local, _entry_names(optimizer, update, p.dtype))
                 self._require(optimizer, group, made)
                 if held is not None:  # the parameter got other memory, or a schedule changed its rule
                     if held.local != local:
@@ -259,7 +259,7 @@ class Shards:
                 h.exchange, h.part = exchange, Part(tuple(h.parameter.shape), [r[i] for r in said], owner)
         return bool(self._held)
 
-    def _require(self, optimizer: Owner, group: Group, held: Held) -> None:
+    def _require(self, optimizer: Owner, group: Group, held: Member) -> None:
         who = f"{type(optimizer).__name__}: {optimizer._label(held.parameter)} is sharded"
         if held.parameter.is_complex() and not held.local:
             raise AxesError(f"{who} and complex, and its rule or its shards do not allow to step shard by shard")
@@ -302,7 +302,7 @@ class Shards:
         """Work on stand-ins in the place of work on DTensors; the caller advances each piece before the next."""
         self.meet(optimizer)
         jobs = []
-        entered: list[Held] = []
+        entered: list[Member] = []
         try:
             plain = []
             for group, parameters in work:
@@ -351,14 +351,14 @@ class Shards:
         mine.update(group)
         return mine
 
-    def _enter(self, optimizer: Owner, held: Held) -> None:
+    def _enter(self, optimizer: Owner, held: Member) -> None:
         shown = optimizer.state.get(held.parameter)
         if shown is not None and shown is not held.shown:
             held.hide(shown)
         if held.state:
             optimizer.state[held.stand_in] = held.state
 
-    def _leave(self, optimizer: Owner, held: Held) -> None:
+    def _leave(self, optimizer: Owner, held: Member) -> None:
         held.stand_in.grad = None
         held.state = optimizer.state.pop(held.stand_in, held.state)
         if held.state:
@@ -412,7 +412,7 @@ class Shards:
         """While it lasts, state of whole parameters is sharded by rows. All processes of a mesh take part."""
         self.meet(optimizer)
         kept: dict[Tensor, dict[str, Tensor]] = {}
-        groups: dict[Any, list[Held]] = {}
+        groups: dict[Any, list[Member]] = {}
         for held in self._held.values():
             if held.exchange is not None:
                 groups.setdefault(held.exchange, []).append(held)
@@ -452,22 +452,22 @@ def _entry_names(optimizer: Owner, update: StateUpdate, dtype: torch.dtype) -> f
     return frozenset(name for name, x in optimizer.expected_state(update, probe).items() if tuple(x.shape) == (3, 5))
 
 
-def _alike(members: Iterable[Held], gradients: bool = True) -> list[list[Held]]:
+def _alike(members: Iterable[Member], gradients: bool = True) -> list[list[Member]]:
     """Members that can travel together."""
-    found: dict[Any, list[Held]] = {}
+    found: dict[Any, list[Member]] = {}
     for held in members:
         sent = held.parameter.grad.dtype if gradients else None
         found.setdefault((held.exchange, held.parameter.dtype, sent), []).append(held)
     return list(found.values())
 
 
-def _buckets(members: list[Held]) -> Iterator[list[Held]]:
+def _buckets(members: list[Member]) -> Iterator[list[Member]]:
     """Members in up to `BUCKETS` parts, those of one shape together: while one is stepped, others travel."""
-    shapes: dict[tuple[int, int], list[Held]] = {}
+    shapes: dict[tuple[int, int], list[Member]] = {}
     for held in members:
         shapes.setdefault(held.shape, []).append(held)
     total = sum(math.prod(shape) * len(some) for shape, some in shapes.items())
-    bucket: list[Held] = []
+    bucket: list[Member] = []
     size = 0
     for shape, some in shapes.items():
         bucket, size = bucket + some, size + math.prod(shape) * len(some)
@@ -482,7 +482,7 @@ def _buckets(members: list[Held]) -> Iterator[list[Held]]:
 class _Job:
     """Whole parameters of one group, mesh and dtype on their way to their owners and back."""
 
-    def __init__(self, group: Group, update: StateUpdate, members: list[Held]) -> None:
+    def __init__(self, group: Group, update: StateUpdate, members: list[Member]) -> None:
         self.group, self.members = group, members
         self.rule: StateUpdate = update
         self.move: StateUpdate | None = None
@@ -583,7 +583,7 @@ class _Job:
 # ---- what layers saw -------------------------------------------------------------------------------------------------
 
 
-def merge_layers(optimizer: Any, exchange: Exchange, held: Held) -> None:
+def merge_layers(optimizer: Any, exchange: Exchange, held: Member) -> None:
     """Bring what the processes collected of one layer, each from its own examples, to the layer's owner.
 
     The losses of the processes are averaged, so that a mean over one process's examples counts as that over all.
@@ -626,7 +626,7 @@ def merge_layers(optimizer: Any, exchange: Exchange, held: Held) -> None:
         optimizer._layers.found[held.stand_in] = merged
 
 
-def _rows_of_all(exchange: Exchange, held: Held, columns: list[Tensor], numbers: list[int]) -> list[tuple[Tensor, ...]]:
+def _rows_of_all(exchange: Exchange, held: Member, columns: list[Tensor], numbers: list[int]) -> list[tuple[Tensor, ...]]:
     """Columns of examples, one a row, brought to the owner: process after process; nothing elsewhere."""
     assert held.part is not None
     found = []
@@ -638,7 +638,7 @@ def _rows_of_all(exchange: Exchange, held: Held, columns: list[Tensor], numbers:
     return list(zip(*found, strict=True))
 
 
-def _sharded_states(optimizer: Owner, exchange: Exchange, members: list[Held]) -> list[dict[str, Tensor]]:
+def _sharded_states(optimizer: Owner, exchange: Exchange, members: list[Member]) -> list[dict[str, Tensor]]:
     """The state of every member as DTensors of rows; numbers are the owner's, on every process."""
     notes: dict[int, dict[str, Any]] = {}
     for i, held in enumerate(members):
