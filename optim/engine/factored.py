@@ -26,7 +26,7 @@ from axes.linalg.matrix_roots import add_product, product
 from axes.optim.engine import trees
 from axes.optim.engine.generated import GRADIENT
 from axes.optim.engine.routing import canonical_shape, real
-from axes.optim.engine.stacked import Entries, no_filters_alone, readable, writable
+from axes.optim.engine.stacked import ListProgram, no_filters_alone, readable, writable
 from axes.optim.engine.together import program, unchanged, uncompiled
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
 
@@ -246,12 +246,12 @@ class _Run:
         members = {PARAMETER: [x for drive in drives for x in drive.unbind()]}
         if parts.filter.keep:
             members[_AVERAGE] = [x for s in self.stacks for x in s.kept[_FILTER + "theta"].unbind()]
-        self.head = Entries(parts.head, members, None)
-        self.tail = Entries(parts.tail, {PARAMETER: self.inside}, None)
-        self.between: Entries | None = None
+        self.head = ListProgram(parts.head, members, None)
+        self.tail = ListProgram(parts.tail, {PARAMETER: self.inside}, None)
+        self.between: ListProgram | None = None
         if parts.between is not None:
             squares = [s.kept[_FILTER + "stats.2.theta"] for s in self.stacks]
-            self.between = Entries(parts.between, {PARAMETER: drives, _SECOND: squares}, None)
+            self.between = ListProgram(parts.between, {PARAMETER: drives, _SECOND: squares}, None)
 
     def step(self, rates: Mapping[str, float | Tensor]) -> None:
         parts = self.parts

@@ -139,7 +139,7 @@ def _head(via: tuple[Any, ...], maximize: bool) -> Program | None:
 
 
 @final
-class Entries:
+class ListProgram:
     """A program over lists of contiguous tensors: one kernel on CUDA devices, else torch's multi-tensor operations."""
 
     def __init__(
@@ -202,7 +202,7 @@ class Entries:
         return [[flat[i] if b - a == flat[i].numel() else flat[i][a:b] for i, a, b in group] for group in self.blocks]
 
 
-def readable(gradients: list[Tensor], wide: torch.dtype, head: Entries) -> list[Tensor]:
+def readable(gradients: list[Tensor], wide: torch.dtype, head: ListProgram) -> list[Tensor]:
     """Gradients as a program can read them: contiguous, and in one dtype."""
     if head.kernel is None or any(g.dtype != gradients[0].dtype for g in gradients):
         gradients = [g.to(wide) for g in gradients]
@@ -246,12 +246,12 @@ class Stacks:
         inputs = [n for n, i in found.head.inputs.items() if found.head.shaped(i) and n not in (PARAMETER, GRADIENT)]
         tensors = {n: [states[i][n] for i in self.order] for n in inputs}
         normed = kind == torch.bfloat16 and found.spectral.form == "gram"  # what reads the norms of stacks
-        self.head = Entries(found.head, {PARAMETER: arguments, **tensors}, joined, normed)
+        self.head = ListProgram(found.head, {PARAMETER: arguments, **tensors}, joined, normed)
         self.squares = self.head.squares_of(self.stacks)
-        self.tail: Entries | None = None
+        self.tail: ListProgram | None = None
         traced = program(found.tail, True)
         if traced is not None:
-            self.tail = Entries(traced, {PARAMETER: [self.inside[i] for i in self.order]}, None)
+            self.tail = ListProgram(traced, {PARAMETER: [self.inside[i] for i in self.order]}, None)
         else:
             self.kept = [self._stacked(some) for some in self.members]
         self.own = [x for s in states for x in s.values()]

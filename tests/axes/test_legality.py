@@ -317,17 +317,17 @@ def test_what_stands_where_an_update_should(stranger: object) -> None:
 
 @given(parts=strategies.declarations())
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
-def test_a_random_tuple_is_refused_or_runs(parts: strategies.Parts) -> None:
+def test_a_random_tuple_is_refused_or_runs(parts: strategies.Declaration) -> None:
     run_or_refuse(parts)
 
 
 @given(parts=strategies.declarations("data"))
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
-def test_a_random_update_of_a_parameter_is_refused_or_runs(parts: strategies.Parts) -> None:
+def test_a_random_update_of_a_parameter_is_refused_or_runs(parts: strategies.Declaration) -> None:
     run_or_refuse(parts)
 
 
-def run_or_refuse(parts: strategies.Parts) -> None:
+def run_or_refuse(parts: strategies.Declaration) -> None:
     try:
         update = StateUpdate(*parts)
     except IllegalUpdate as refusal:
