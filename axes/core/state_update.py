@@ -64,9 +64,9 @@ class StateUpdate(Recurrence):
                 raise IllegalUpdate(f"StateUpdate: {field.name} must be a {kinds[0].__name__}, got {value!r}")
         if self.memory is None:
             object.__setattr__(self, "memory", self._usual_memory())
-        normal = self.normal()
-        check(normal.parts())
-        normal.demands()
+        if self.normal() is self:  # another normal form has been judged when it was made
+            check(self.parts())
+            self.demands()
 
     def _usual_memory(self) -> Memory:
         return Parameter() if isinstance(self.cost, Linear) or "g" in self.cost.needs else Matrix()

@@ -146,6 +146,27 @@ def test_imports_point_downwards(path: str, importer: str) -> None:
     assert not found, f"{path}:\n  " + "\n  ".join(found)
 
 
+def imports_between_rooms() -> set[tuple[str, str]]:
+    modules = (
+        (place(importer)[0], place(dotted.removeprefix("axes.") if dotted != "axes" else dotted)[0])
+        for path, importer in FILES
+        for _, dotted in imported_modules(ast.parse((ROOT / path).read_text()))
+        if dotted.partition(".")[0] == "axes"
+    )
+    return {(above, below) for above, below in modules if above != below}
+
+
+def test_the_architecture_page_shows_every_room_and_true_arrows() -> None:
+    page, picture = ((ROOT / "docs" / name).read_text() for name in ("architecture.md", "architecture.svg"))
+    assert "(architecture.svg)" in page
+    for row in LAYERS:
+        for name in row - {"__main__"}:
+            door = (ROOT / "axes" / f"{name}.py").exists() and f"`axes.{name}`" in page
+            assert door or f"`{name}`" in page and re.search(rf"[> ]{name}[<:]", picture), name
+    arrows = set(re.findall(r'data-from="(\w+)" data-to="(\w+)"', picture))
+    assert len(arrows) > 15 and arrows <= imports_between_rooms(), arrows - imports_between_rooms()
+
+
 def test_every_name_has_one_place() -> None:
     names = [name for row in LAYERS for name in row]
     assert len(names) == len(set(names))
