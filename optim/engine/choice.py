@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from axes.core.state_update import StateUpdate
+from axes.optim.engine import generated
 from axes.optim.engine.capabilities import keyed
 from axes.optim.engine.factored import factors
 from axes.optim.engine.facts import facts
-from axes.optim.engine.generated import no_kernel, no_kernels
 from axes.optim.engine.options import how
 from axes.optim.engine.stacked import cut
 from axes.optim.engine.together import program, schedule
@@ -38,9 +38,10 @@ def choose(update: StateUpdate, group: Mapping[str, Any], target: Target, plain:
     chosen = route(update, group)
     if chosen == "interpreter":
         return Choice(chosen, "reference", _why_interpreted(update, group))
-    fallen = no_kernel(how(group), target, plain) if chosen == "entrywise" else no_kernels(target)
+    entrywise = chosen == "entrywise"
+    fallen = generated.no_kernel(how(group), target, plain) if entrywise else generated.no_kernels(target)
     by: Implementation = "torch" if fallen else "triton"
-    describe = _entrywise if chosen == "entrywise" else _stacks
+    describe = _entrywise if entrywise else _stacks
     return Choice(chosen, by, describe(update, group, target, fallen))
 
 
