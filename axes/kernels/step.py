@@ -46,12 +46,6 @@ def _place(index, V: tl.constexpr, HV: tl.constexpr, BV: tl.constexpr, INDEXED: 
 
 
 @triton.jit
-def _inside(row, e, d, V, K):
-    """Where the tile has entries, nowhere if there is no row; as a bound: Triton's interpreter widens scalar masks."""
-    return (e < tl.where(row >= 0, V, 0))[:, None] & (d < K)[None, :]
-
-
-@triton.jit
 def _vector(ptr, entry, stride, head, columns, D: tl.constexpr):
     """One head's vector of a (B, heads, D) tensor in float32, `stride` apart from entry to entry."""
     return tl.load(ptr + entry * stride + head * D + columns, mask=columns < D, other=0.0).to(tl.float32)
@@ -80,7 +74,7 @@ def _chain(
     entry, head, row, e = _place(index, V, HV, BV, INDEXED)
     d = tl.arange(0, BK)
     at = head * (V * K) + e[:, None] * K + d[None, :]
-    inside = _inside(row, e, d, V, K)
+    inside = (e < V)[:, None] & (d < K)[None, :] & (row >= 0)
     old = tl.load(state + row * state_row + at, mask=inside, other=0.0)
     query = _vector(q, entry, q_row, head // GROUP, d, K)
     key = _vector(k, entry, k_row, head // GROUP, d, K)
@@ -124,7 +118,7 @@ def _block(
     entry, head, row, e = _place(index, V, HV, BV, INDEXED)
     d = tl.arange(0, BK)
     at = head * (2 * V * K) + e[:, None] * (2 * K) + d[None, :]
-    inside = _inside(row, e, d, V, K)
+    inside = (e < V)[:, None] & (d < K)[None, :] & (row >= 0)
     first = tl.load(state + row * state_row + at, mask=inside, other=0.0)
     second = tl.load(state + row * state_row + at + K, mask=inside, other=0.0)
     query = _vector(q, entry, q_row, head // GROUP, d, K)
