@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Every one of these is tested (tests/axes/test_tritons.py), beside the torch whose CUDA builds bring it.
+# Every one of these is tested (tests/axes/test_kernels_compile.py), beside the torch whose CUDA builds bring it.
 TRITONS = {"3.6.0": "2.11", "3.7.1": "2.12 and 2.13", "3.8.0": "2.14", "3.9.0": "2.15"}
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)

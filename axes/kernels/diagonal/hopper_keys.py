@@ -32,7 +32,14 @@ _C = gl.constexpr(64)  # tokens of a chunk, channels of a program
 
 
 @gluon.jit
-def _sum_until(triangle, x, high, low):
+def square(tile, DTYPE: gl.constexpr, V: gl.constexpr, PLACE: gl.constexpr = 0):
+    """A square (C, C) of 16 bits in the place of a tile of C V numbers: where its first C C lie, or the second."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return reinterpret(tile, DTYPE, [V // _C, _C, _C], layout).index(PLACE)
+
+
+@gluon.jit
+def sum_until(triangle, x, high, low):
     """Sums of x (C, C) over tokens 0..i, as products of bfloat16: x is taken to 16 bits and more."""
     first = x.to(gl.bfloat16)
     high.store(first)
@@ -107,20 +114,19 @@ def _keys(
         dquery, moved = warpgroup_mma_wait(0, [dquery, moved])
         barrier()
         # what was read by these products makes room
-        square: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        scores = reinterpret(values, DTYPE, [_C, _C], square)
-        triangle = reinterpret(douts, gl.bfloat16, [_C, _C], square)
-        high = reinterpret(states, gl.bfloat16, [_C, _C], square)
-        low = reinterpret(grads, gl.bfloat16, [_C, _C], square)
+        scores = square(values, DTYPE, V)
+        triangle = square(douts, gl.bfloat16, V)
+        high = square(states, gl.bfloat16, V)
+        low = square(grads, gl.bfloat16, V)
         scores.store(kept)
         triangle.store(gl.where(i >= j, 1.0, 0.0).to(gl.bfloat16))
         mbarrier.wait(own, 0)
         log = gates.reshape([_C, _C]).load(layout).to(gl.float32)  # none at the floor: that chunk would not be mild
-        run = _sum_until(triangle, log, high, low)
+        run = sum_until(triangle, log, high, low)
         barrier()
         grow, fade = _power(run), _power(-run)
-        reader = reinterpret(states, DTYPE, [_C, _C], square)
-        writer = reinterpret(grads, DTYPE, [_C, _C], square)
+        reader = square(states, DTYPE, V)
+        writer = square(grads, DTYPE, V)
         reader.store((queries.reshape([_C, _C]).load(layout).to(gl.float32) * grow).to(DTYPE))
         writer.store((keys.reshape([_C, _C]).load(layout).to(gl.float32) * fade).to(DTYPE))
         published()
@@ -141,7 +147,7 @@ def _keys(
         change += query * dquery
         last += gl.sum(change, 0)
         change -= moved
-        dlog = change - _sum_until(triangle, change, high, low) + last[None, :]
+        dlog = change - sum_until(triangle, change, high, low) + last[None, :]
         gates.reshape([_C, _C]).store(dlog.to(LOGS))
         published()
         async_store(dq_tiles, [b, n * _C, column], queries)

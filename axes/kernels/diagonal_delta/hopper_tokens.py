@@ -21,7 +21,6 @@ from axes.kernels.common.gluon import (
     gl,
     gluon,
     mbarrier,
-    reinterpret,
     store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -29,7 +28,7 @@ from axes.kernels.common.gluon import (
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.warpgroup import product_layout, published, retire, times
 from axes.kernels.diagonal.hopper import _power
-from axes.kernels.diagonal.hopper_keys import _sum_until
+from axes.kernels.diagonal.hopper_keys import square, sum_until
 
 _C = gl.constexpr(64)  # tokens of a chunk, channels of a program
 
@@ -54,7 +53,6 @@ def _tokens(
     layout: gl.constexpr = product_layout(_C)
     down: gl.constexpr = gl.SliceLayout(1, layout)
     across: gl.constexpr = gl.SliceLayout(0, layout)
-    square: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     douts = gl.allocate_shared_memory(DTYPE, [1, _C, V], do_tiles.layout)
     wrotes = gl.allocate_shared_memory(DTYPE, [1, _C, V], u_tiles.layout)
     owed = gl.allocate_shared_memory(DTYPE, [1, _C, V], r_tiles.layout)
@@ -63,9 +61,9 @@ def _tokens(
     queries = gl.allocate_shared_memory(DTYPE, [1, _C, _C], q_tiles.layout)
     keys = gl.allocate_shared_memory(DTYPE, [1, _C, _C], k_tiles.layout)
     if V == _C:
-        other = gl.allocate_shared_memory(DTYPE, [_C, _C], square)
+        other = gl.allocate_shared_memory(DTYPE, [_C, _C], state_tiles.layout)
     else:
-        other = reinterpret(wrotes, DTYPE, [2, _C, _C], square).index(1)
+        other = square(wrotes, DTYPE, V, 1)
     given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ends = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     own = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -120,24 +118,24 @@ def _tokens(
         dquery, dread, moved = warpgroup_mma_wait(0, [dquery, dread, moved])
         barrier()
         # what was read by these products makes room
-        insides = reinterpret(douts, DTYPE, [_C, _C], square)
-        stricts = reinterpret(owed, DTYPE, [_C, _C], square)
-        triangle = reinterpret(wrotes, gl.bfloat16, [_C, _C], square)
-        high = reinterpret(states, gl.bfloat16, [_C, _C], square)
-        low = reinterpret(grads, gl.bfloat16, [_C, _C], square)
+        insides = square(douts, DTYPE, V)
+        stricts = square(owed, DTYPE, V)
+        triangle = square(wrotes, gl.bfloat16, V)
+        high = square(states, gl.bfloat16, V)
+        low = square(grads, gl.bfloat16, V)
         insides.store(inside)
         stricts.store(strict)
         triangle.store(gl.where(i >= j, 1.0, 0.0).to(gl.bfloat16))
         log = log.to(gl.float32)  # none at the floor: that chunk would not be mild
-        run = _sum_until(triangle, log, high, low)
+        run = sum_until(triangle, log, high, low)
         barrier()
         grow, fade = _power(run), _power(-run)
         if LATE:
             gain = grow
         else:
             gain = _power(run - log)
-        reader = reinterpret(states, DTYPE, [_C, _C], square)
-        writer = reinterpret(grads, DTYPE, [_C, _C], square)
+        reader = square(states, DTYPE, V)
+        writer = square(grads, DTYPE, V)
         mbarrier.wait(own, 0)
         reader.store((queries.reshape([_C, _C]).load(layout).to(gl.float32) * grow).to(DTYPE))
         key = keys.reshape([_C, _C]).load(layout).to(gl.float32)
@@ -166,7 +164,7 @@ def _tokens(
         # sums from a token on are those of the chunk less those before it
         last += gl.sum(change, 0)
         change -= key * moved
-        dlog = change - _sum_until(triangle, change, high, low) + last[None, :]
+        dlog = change - sum_until(triangle, change, high, low) + last[None, :]
         if not LATE:  # its own reader came before it
             dlog -= before
         to = dg + row[:, None] * K + (part * _C + column_j)[None, :]
