@@ -101,9 +101,8 @@ def write(versions: list[str]) -> None:
             ordered = {"kernel": launch.kernel, **{version: now[version] for version in TRITONS if version in now}}
             lines.append("  " + json.dumps(ordered))
         cases.append(f"{json.dumps(case)}: [\n" + ",\n".join(lines) + "\n]")
-        TABLE.with_suffix(".new").write_text("{\n" + ",\n".join(cases) + "\n}\n")
         print(case, file=sys.stderr)
-    TABLE.with_suffix(".new").rename(TABLE)
+    TABLE.write_text("{\n" + ",\n".join(cases) + "\n}\n")
 
 
 if __name__ == "__main__":
