@@ -69,7 +69,7 @@ def test_none_makes_none() -> None:
 
 
 def test_the_installed_one_is_read_without_an_import() -> None:
-    said = "import sys; from axes.kernels.common import versions; assert 'triton' not in sys.modules; print(versions.VERSION)"
+    said = "import sys; from axes.kernels.common import versions as v; assert 'triton' not in sys.modules; print(v.VERSION)"
     done = subprocess.run([sys.executable, "-c", said], cwd=ROOT, capture_output=True, text=True, check=True)
     if sys.platform == "linux":
         import triton
@@ -90,8 +90,9 @@ def test_one_module_knows_how_gluon_versions_differ() -> None:
     for path in sorted((ROOT / "axes" / "kernels").rglob("*.py")):
         text = path.read_text()
         if path.name != "gluon.py":
-            named = {name.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for name in node.names}
-            named |= {node.module or "" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
+            nodes = list(ast.walk(ast.parse(text)))
+            named = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+            named |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
             assert not any(name.startswith("triton.experimental") for name in named), path
             assert "triton.__version__" not in text, path
 
