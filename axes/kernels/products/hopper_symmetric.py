@@ -177,6 +177,7 @@ def _multiply(
                 term = beta * _term(squares, stage, first.dtype).load(layout).to(gl.float32)
                 sums += gl.where(beta == 0.0, 0.0, term)
             if TERMS > 1:
+                fence_async_shared()  # the copy that comes next writes where this tile was read
                 arrive(freed.index(count % _STAGES))
                 count += 1
                 stage = count % _STAGES
