@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -45,8 +45,8 @@ class Launch:
     shared: int
     wgmma: int
     mma: int
-    overwritten: tuple[str, ...]
-    barriers: tuple[str, ...]
+    overwritten: Sequence[str]
+    barriers: Sequence[str]
     binary: str
 
 
