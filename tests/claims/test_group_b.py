@@ -26,7 +26,7 @@ def test_sign_of_the_alignment_cost(red: Red, monkeypatch: pytest.MonkeyPatch) -
 
 def test_sign_of_the_fast_write(red: Red, monkeypatch: pytest.MonkeyPatch) -> None:
     true = dispatch.chain
-    flipped = lambda u, s, d: dataclasses.replace(true(u, s, d), value=-s["v"])  # noqa: E731
+    flipped = lambda u, s: dataclasses.replace(true(u, s), value=-s["v"])  # noqa: E731
     monkeypatch.setattr(dispatch, "chain", flipped)
     assert red("B02", "B03", "B04", "B05")
 

@@ -31,7 +31,7 @@ def test_implicit_step_taken_explicitly(red: Red, monkeypatch: pytest.MonkeyPatc
 
 def test_fast_write_without_its_rate(red: Red, monkeypatch: pytest.MonkeyPatch) -> None:
     true = dispatch.chain
-    doubled = lambda u, s, d: dataclasses.replace(true(u, s, d), key=2 * s["k"][..., None, :])  # noqa: E731
+    doubled = lambda u, s: dataclasses.replace(true(u, s), key=2 * s["k"][..., None, :])  # noqa: E731
     monkeypatch.setattr(dispatch, "chain", doubled)
     assert red("C04", "C05", "C22")
 

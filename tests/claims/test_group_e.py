@@ -28,7 +28,7 @@ def test_sign_of_the_alignment_cost(red: Red, monkeypatch: pytest.MonkeyPatch) -
 
 def test_values_written_at_the_next_key(red: Red, monkeypatch: pytest.MonkeyPatch) -> None:
     true = dispatch.chain
-    late = lambda u, s, d: dataclasses.replace(true(u, s, d), value=s["v"].roll(1, -2))  # noqa: E731
+    late = lambda u, s: dataclasses.replace(true(u, s), value=s["v"].roll(1, -2))  # noqa: E731
     monkeypatch.setattr(dispatch, "chain", late)
     assert red("E01", "E03", "E13")
 

@@ -26,8 +26,8 @@ def test_buckets() -> None:
 def test_wrong_sign_in_the_chain(red: Red, monkeypatch: pytest.MonkeyPatch) -> None:
     true = chunks.chain
 
-    def flipped(update: Any, signal: Any, d_v: int) -> Any:
-        return dataclasses.replace(true(update, signal, d_v), value=-signal["v"])
+    def flipped(update: Any, signal: Any) -> Any:
+        return dataclasses.replace(true(update, signal), value=-signal["v"])
 
     monkeypatch.setattr(chunks, "chain", flipped)
     assert red("F03", "F04", "F07", "F13", "F14", "F19", "F20")
