@@ -62,7 +62,8 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
     def chunks(x: Tensor) -> tuple[Tensor, ...]:
         return x.unflatten(0, (-1, count)).unbind(1)
 
-    state = start[..., 0, :].expand(*batch, *start.shape[-3:-2], start.shape[-1]).flatten(0, -3)
+    d_v, d_k = start.shape[-3], start.shape[-1]
+    state = start[..., 0, :].expand(*batch, d_v, d_k).reshape(-1, d_v, d_k)
     states = []
     wholes = chunks(decays.kept[:, -1:]) if gated else None
     if varying is None:

@@ -36,7 +36,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(versions, "VERSION", triton)
         monkeypatch.setattr(versions, "UNUSABLE", versions.unusable(triton) or reason)
         monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(versions, "gpu_is_here", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**stated))
 
     return make
@@ -185,7 +185,7 @@ def test_a_machine_that_makes_no_kernels_says_why(machine: Machine, made: dict[s
 
 
 def test_a_gpu_that_is_not_here_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(versions, "gpu_is_here", lambda: False)
     monkeypatch.setattr(versions, "UNUSABLE", None)
     assert versions.refusal(HERE) is None
     assert "not here to be asked" in str(versions.hopper_refusal(HERE))

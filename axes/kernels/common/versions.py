@@ -6,6 +6,7 @@ which changes with every version, do not; on an older one none does.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -54,6 +55,7 @@ def unusable(version: str | None) -> str | None:
     return None
 
 
+@functools.cache
 def unknown(version: str | None) -> str | None:
     """Why the kernels for Hopper cannot be made with this version of Triton, or None."""
     if version is not None and _line(version) > _LINES[0] and _line(version) not in _LINES:
@@ -114,11 +116,16 @@ def hopper_refusal(device: torch.device) -> str | None:
     return _ask(device).hopper
 
 
+@functools.cache
+def gpu_is_here() -> bool:
+    return torch.cuda.is_available()
+
+
 def _ask(device: torch.device) -> _Reasons:
     if device.type != "cuda":
         reason = f"device {device} is not a GPU"
         return _Reasons(reason, reason)
-    if not torch.cuda.is_available():
+    if not gpu_is_here():
         asked = f"device {device} is not here to be asked whether it is a Hopper GPU"
         return _Reasons(UNUSABLE, UNUSABLE or gluon_refusal() or asked)
     number = torch.cuda.current_device() if device.index is None else device.index
