@@ -13,7 +13,6 @@ the first call that needs it.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -25,13 +24,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from axes.kernels.blocks.plan import Numbers, Plan, Stream, no_leave, no_stream
+from axes.kernels.common import versions
 from axes.routes import dispatch
 from axes.routes.packed import Packing
 
 if TYPE_CHECKING:
     from axes.sequence.blocks import BlockModule
 
-_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("0", "")  # compilers cannot ask Triton
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ALIGNED = 8  # columns: rows of the product begin at multiples of 16 bytes
@@ -178,10 +177,8 @@ def no_block_kernel(around: BlockModule, device: torch.device, dtype: torch.dtyp
     fused = around.fused
     if fused is None:
         return f"{type(around).__name__} declares nothing that a kernel could do"
-    if device.type != "cuda" and not _INTERPRETED:
-        return f"device {device} is not a GPU"
-    if not _TRITON:
-        return "Triton is not installed"
+    if not _INTERPRETED and (reason := versions.refusal(device)) is not None:
+        return reason
     if dtype not in _DTYPES:
         return f"the kernels compute in float32, the tokens are {dtype}"
     if fused.refusal is not None:
@@ -225,7 +222,7 @@ def enter(
 
     tails: None for empty ones.  Raises NoImplementation if "triton" is asked for and they do not take the block.
     """
-    implementation = implementation or dispatch._chosen()
+    implementation = implementation or dispatch.chosen()
     if implementation in (None, "triton") and x.numel():
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
