@@ -142,7 +142,7 @@ def test_leave_in_float64(dtype: torch.dtype, gated: bool, normed: bool, heads: 
             return run
 
         kernel = spread(lambda y, g, w, a=activation: leave(y, g, w, activation=a, eps=1e-5))
-        wanted = spread(lambda y, g, w, a=activation: block_halves.leave(y, g, w, a, 1e-5))
+        wanted = spread(lambda y, g, w, a=activation: block_halves.leave(y, g, w, activation=a, eps=1e-5))
         got = block_halves.gradients(kernel, [y, *more], [direction])
         want = block_halves.gradients(wanted, [x.double() for x in (y, *more)], [direction.double()])
         assert max(errors(got, want)) < BOUNDS[dtype]
@@ -192,6 +192,7 @@ def test_layers_in_float64(name: str, lengths: tuple[int, ...]) -> None:
         assert a < 2 * b + 1e-2, (name, n, a, b)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # compilers advise TF32 and the like
 @pytest.mark.parametrize("name", ("GatedDeltaNet", "GLA"))
 def test_autocast_one_token_and_compile(name: str) -> None:
     torch.manual_seed(0)
@@ -250,8 +251,8 @@ def time() -> None:
 
     y, gate, du = (torch.randn(b, t, h, d, device="cuda", dtype=BF) for _ in range(3))
     gate, du, w = gate.flatten(-2), du.flatten(-2), torch.rand(d, device="cuda", dtype=BF)
-    forward = milliseconds(lambda: leaving._forward(y, gate, w, "silu", 1e-5))
-    backward = milliseconds(lambda: leaving._backward(y, gate, w, du, "silu", 1e-5))
+    forward = milliseconds(lambda: leaving._forward(y, gate, w, None, None, "silu", 1e-5, False))
+    backward = milliseconds(lambda: leaving._backward(y, gate, w, None, None, du, "silu", 1e-5, False))
     print(f"leave: {forward:.3f} of {3 * unit:.3f}, back {backward:.3f} of {5 * unit:.3f}")
     layer = sequence.GatedDeltaNet(h * d, heads=h, device="cuda", dtype=BF)
     x = torch.randn(b, t, h * d, device="cuda", dtype=BF, requires_grad=True)
