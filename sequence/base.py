@@ -18,6 +18,7 @@ from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes import dispatch
+from axes.routes import frame as frames
 from axes.routes.choice import Plan, Target
 from axes.routes.packed import Packing
 from axes.routes.select import plans, settle
@@ -96,7 +97,7 @@ class SequenceLayer(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
         declared = self.around.declaration()
-        self.around.fused = None if declared is None else fused.Fused(declared)
+        self.around.fused = None if declared is None else fused.Fused(declared, frames.frame(self.update))
         spread = getattr(block, "initial", None)
         self.initial: nn.ParameterList | None = None
         self._spread = spread
@@ -218,7 +219,7 @@ class SequenceLayer(nn.Module):
         if state is None:
             state = self.init_state(x.shape[0], x.device, x.dtype)
         self._check_state(state, x.shape[0])
-        signal, tails, kept = fused.enter(self.around, x[:, None], state.tails, None, self.implementation)
+        signal, tails, kept = fused.enter(self.around, x[:, None], state.tails, None, self.implementation, token=True)
         out, memory = dispatch.step(self.update, signal, state.memory, implementation=self.implementation)
         return fused.leave(self.around, out, kept)[:, 0], LayerState(tails, memory)
 
@@ -242,7 +243,10 @@ class SequenceLayer(nn.Module):
         if start is None:
             start = self._init_memory(x.shape[0] if packing is None else packing.sequences, x)
         memory: State | None
-        if cu_seqlens is None:
+        frame = fused.frame_of(kept)
+        if frame is not None:
+            out, memory = frames.run(frame, signal, start, cu_seqlens, self.implementation)
+        elif cu_seqlens is None:
             out, memory = self._recur(signal, start)
         else:
             named = self.implementation

@@ -5,6 +5,9 @@
     vectors and rates through a bottleneck: its columns are part of P; the second product has a launch of its own
     reads, gate -> input of the out-projection     one launch                           axes.kernels.blocks.leave
 
+Where the state turns at a constant rate, keys and queries leave turned back already, and the recurrence is that of the
+frame that turns along (`axes.routes.frame`).
+
 A declaration names modules; their parameters are looked up at every call, so that what is trained, loaded or swapped
 in is what runs. What a block does not declare (a chart of a user's own, say) runs in its torch form beside the kernels,
 and a block that declares nothing runs in its torch form altogether: `no_block_kernel` says why. Triton is imported by
@@ -23,9 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from axes.core.monoids import Rotation
 from axes.kernels.blocks.plan import Numbers, Plan, Stream, no_leave, no_stream
 from axes.kernels.common import versions
 from axes.routes import dispatch
+from axes.routes.frame import Frame
 from axes.routes.packed import Packing
 
 if TYPE_CHECKING:
@@ -130,11 +135,17 @@ class Declaration:
 
 @final
 class Fused:
-    """A declaration as the calls that it takes: made once, without parameters."""
+    """A declaration as the calls that it takes: made once, without parameters.
 
-    def __init__(self, declared: Declaration) -> None:
-        self.declared = declared
+    frame: in which q and k leave, if any.  token: the calls for one token, whose state turns by itself.
+    """
+
+    def __init__(self, declared: Declaration, frame: Frame | None = None) -> None:
+        self.declared, self.frame = declared, frame
+        self.token = self if frame is None else Fused(declared)
         vectors, rates, gate = declared.vectors, declared.rates, declared.exit.gate
+        if frame is not None:
+            vectors = tuple(_turned(v, frame.rotation) if v.name in ("q", "k") else v for v in vectors)
         self.plain = [v for v in vectors if v.plain]
         self.streams = [v for v in vectors if not v.plain and v.down is None]
         self.direct = [r for r in rates if r.down is None]
@@ -162,11 +173,20 @@ class Fused:
         return self.declared.exit.after or self.declared.exit.skip is not None
 
 
+def _turned(vector: Vector, rotation: Rotation) -> Vector:
+    assert isinstance(rotation.angle, int | float)
+    return vector._replace(stream=vector.stream._replace(turn=float(rotation.angle), uniform=rotation.uniform))
+
+
 class Kept(NamedTuple):
-    """What `leave` keeps of a block that entered by its kernels: the gate, and v for the skip."""
+    """What `leave` keeps of a block that entered by its kernels: the gate, and v for the skip.
+
+    frame: in which q and k left.
+    """
 
     gate: Tensor | None
     v: Tensor | None
+    frame: Frame | None
 
 
 # ---- choice ----------------------------------------------------------------------------------------------------------
@@ -200,7 +220,7 @@ def saved(around: BlockModule, dtype: torch.dtype) -> dict[str, int]:
     e, end = dtype.itemsize, fused.declared.exit
     width = _module(around, fused.linears[0]).weight.shape[1]
     out = _module(around, end.out).weight.shape[1]
-    counts = {"input": width, "product": fused.width}
+    counts = {"input": width, "product": 0 if fused.plan.linear else fused.width}
     for x in fused.narrow:
         counts |= {f"bottleneck of {x.name}": x.down.rows if x.down else 0, f"product of {x.name}": x.projection.rows}
     made = end.norm is not None or end.gate is not None or end.skip is not None
@@ -217,10 +237,12 @@ def enter(
     tails: tuple[Tensor, ...] | None,
     packing: Packing | None,
     implementation: str | None,
+    token: bool = False,
 ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
     """`around.enter` by the kernels where they take the block, or as asked for by name.
 
-    tails: None for empty ones.  Raises NoImplementation if "triton" is asked for and they do not take the block.
+    tails: None for empty ones.  token: for `dispatch.step`; else the recurrence is that of `frame_of` what is kept,
+    if there is one.  Raises NoImplementation if "triton" is asked for and they do not take the block.
     """
     implementation = implementation or dispatch.chosen()
     if implementation in (None, "triton") and x.numel():
@@ -228,7 +250,8 @@ def enter(
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         reason = no_block_kernel(around, x.device, dtype)
         if reason is None:
-            return _enter(around, x.to(dtype), tails or (), packing)
+            assert around.fused is not None
+            return _enter(around, around.fused.token if token else around.fused, x.to(dtype), tails or (), packing)
         if implementation == "triton":
             raise dispatch.NoImplementation(f"no Triton kernel for this block: {reason}. Use implementation='torch'")
     if tails is None:
@@ -252,14 +275,18 @@ def leave(around: BlockModule, y: Tensor, kept: Any) -> Tensor:
     return out
 
 
+def frame_of(kept: Any) -> Frame | None:
+    """The frame in which the queries and keys of an `enter` left."""
+    return kept.frame if isinstance(kept, Kept) else None
+
+
 def _enter(
-    around: BlockModule, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None
+    around: BlockModule, fused: Fused, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None
 ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
     from axes.kernels.blocks.enter import enter as kernel
     from axes.kernels.blocks.products import products
 
-    fused, cu = around.fused, None if packing is None else packing.offsets
-    assert fused is not None
+    cu = None if packing is None else packing.offsets
     weights = [_parameter(around, f"{name}.weight") for name in fused.weights]
     made = list(products(x, weights, fused.groups, fused.rows))
     signal: dict[str, Tensor] = {}
@@ -282,7 +309,7 @@ def _enter(
     signal.update({v.name: made.pop(0).unflatten(-1, (v.stream.heads, v.stream.width)) for v in fused.plain})
     for name in fused.declared.others:
         signal.update(_module(around, name)(x))
-    kept = Kept(made[0] if made else None, signal["v"] if fused.declared.exit.skip else None)
+    kept = Kept(made[0] if made else None, signal["v"] if fused.declared.exit.skip else None, fused.frame)
     return signal, convs.after(), kept
 
 

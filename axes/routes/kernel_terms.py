@@ -324,7 +324,8 @@ def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor,
 
 def _element(update: StateUpdate, signal: Signal, k: Tensor) -> Element:
     p = update.parts()
-    return p.monoid.element(signal, resolve(p.step.rate, signal), k[..., None, :])
+    like = k.new_empty((), dtype=torch.float32).expand(k[..., None, :].shape)  # many tokens turn by an angle's digits
+    return p.monoid.element(signal, resolve(p.step.rate, signal), like)
 
 
 def _log_gate(element: Element, shape: torch.Size, like: Tensor) -> Tensor | None:

@@ -107,6 +107,21 @@ def test_the_kernel_is_given_the_chain(name: str) -> None:
         torch.testing.assert_close(a.to(b.dtype), b, rtol=2e-4, atol=2e-5)
 
 
+def test_angles_of_half_precision_tokens_keep_their_digits() -> None:
+    """Rounded to bfloat16, angles turn hundreds of tokens elsewhere."""
+    update, _ = UPDATES["rotation"]
+    given = signal(update, length=600, d_k=16)
+    given["decay"] = given["decay"] / 1000  # nobody forgets what is far away
+    half = {n: x.bfloat16() if n in "qkv" else x for n, x in given.items()}
+    want, _ = reference.run(update, {n: x.float() for n, x in half.items()}, time=1)
+
+    def wide(q, k, v, *rest, **options):
+        return chains.scalar_chain(q.float(), k.float(), v.float(), *rest, **options)
+
+    got, _ = terms.run(update, half, None, None, terms.Kernels(wide, wide, wide))
+    assert (got - want).norm() < 1e-2 * want.norm()
+
+
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_sequence_in_two_parts(name: str) -> None:
     update, _ = UPDATES[name]

@@ -104,6 +104,15 @@ for length in (4, 16, 64):  # several chunks, one that is not full, one that is 
     check_enter(streams, (Numbers(5, "softplus", 0.5, True),), T=37)
     check_enter(streams, lengths=(17, 0, 1, 3, 16))
 """,
+    "turning": """
+import axes.kernels.blocks.enter as host
+turned = Stream(2, 16, 4, False, "silu", "elu+1", "unit", 1e-12, 0.25, 10000.0)
+check_enter((turned, turned._replace(scale=1.0), Stream(2, 8, turn=0.7, uniform=True), Stream(3, 12, turn=100.0)), T=11)
+check_enter((Stream(2, 12, 3, norm="rms", eps=1e-5, turn=50.0),), lengths=(0, 1, 9, 0, 2))
+check_enter((Stream(2, 8, turn=50.0), Stream(1, 8, scale=2.0)), (Numbers(3, narrow=True),), T=5, pad=5)  # linear
+host._length = lambda *_: 4
+check_enter((Stream(1, 8, 2, turn=10000.0),), T=23)
+""",
     "functions": """
 for name in ("none", "silu", "gelu", "relu", "elu+1", "sigmoid"):
     check_enter((Stream(2, 5, 2, True, name), Stream(1, 8, 0, False, "none", name, "unit", 1e-12)), B=1)

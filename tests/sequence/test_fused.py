@@ -75,6 +75,13 @@ check("GatedDeltaNet", heads=3, d_k=20, d_v=12, lengths=(2, 6), started=True)
 for name in ("DeltaNet", "LinearAttention", "RetNet", "GLA", "UnnormalisedLinearAttention", "TitansMatrix"):
     check(name, started=True)
 """,
+    "turning": """
+check("RetNet", started=True, T=21)
+check("RetNet", lengths=(4, 0, 1, 7), d_k=12, d_v=20)
+check("RetNet", update=sequence.linear.StateUpdate(sequence.linear.Alignment(), sequence.linear.Euclidean(),
+      sequence.linear.Product((sequence.linear.Rotation(0.3, uniform=True), sequence.linear.Scalar("decay"))),
+      sequence.linear.Step()), T=9)
+""",
     "mamba": """
 check("Mamba2", started=True)
 check("Mamba2", lengths=(4, 0, 1, 7), d_k=8, d_v=20, started=True)

@@ -1,7 +1,8 @@
 """`enter`: one product of the tokens, (B, T, W), to the vectors and rates of every head in one launch, and back in one.
 
 What is done with which columns is declared (`axes.kernels.blocks.plan`). The kernels and their mathematics are with
-`axes.kernels.blocks.streams`. Nothing is kept for the backward but the arguments.
+`axes.kernels.blocks.streams`. Nothing is kept for the backward but the arguments, without the product where all is
+linear in it.
 """
 
 from __future__ import annotations
@@ -50,17 +51,18 @@ def _forward(
 
 
 def _backward(
-    p: Tensor, parameters: list[Tensor], tails: list[Tensor], cu: Tensor | None, dresults: list[Tensor],
+    p: Tensor | None, parameters: list[Tensor], tails: list[Tensor], cu: Tensor | None, dresults: list[Tensor],
     dends: list[Tensor], text: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of the product, the parameters and the tails. dends: of the new tails, or none."""
-    made, (b, t, _) = read(text), p.shape
+    """Gradients of the product, parameters and tails. p: None if all is linear in it.  dends: of new tails, or none."""
+    made, dtails = read(text), [torch.empty_like(x) for x in tails]
+    dp = _gradient_of_product(p, dresults, made)
+    b, t, _ = dp.shape
     cut = layout(b, t, _length(b * t, made.blocks), cu)
-    dp, dtails = torch.empty_like(p), [torch.empty_like(x) for x in tails]
-    sums = p.new_empty(cut.slots, made.sums, dtype=torch.float32)
+    sums = dp.new_empty(cut.slots, made.sums, dtype=torch.float32)
     douts, dothers = made.over_results(dresults, dends)
     weights, biases = made.over_parameters(parameters)
-    with on_device(p):
+    with on_device(dp):
         device.enter_backward[(cut.slots * made.blocks,)](
             p, douts, dothers, weights, biases, made.over_tails(tails), dp, made.over_tails(dtails), sums,
             cut.offsets, cut.units_of_slots, t, cut.chunks, cut.chunk,
@@ -72,6 +74,13 @@ def _backward(
     total = total.to(kinds.pop()) if len(kinds) == 1 else total
     each = total.split(made.parameters())
     return [dp, *[x.view(y.shape).to(y.dtype) for x, y in zip(each, parameters, strict=True)], *dtails]
+
+
+def _gradient_of_product(p: Tensor | None, dresults: list[Tensor], made: Plan) -> Tensor:
+    if p is not None:
+        return torch.empty_like(p)
+    like = next(x for x, (_, wide) in zip(dresults, made.shapes(1, 1), strict=True) if not wide)
+    return like.new_empty(*like.shape[:2], made.width)
 
 
 def _backward_apart(*inputs: Any) -> list[Tensor]:
@@ -86,7 +95,7 @@ _backward_operator = torch.library.custom_op(
     "axes::enter_backward",
     _backward_apart,
     mutates_args=(),
-    schema="(Tensor p, Tensor[] parameters, Tensor[] tails, Tensor? cu, Tensor[] dresults, Tensor[] dends, str text) "
+    schema="(Tensor? p, Tensor[] parameters, Tensor[] tails, Tensor? cu, Tensor[] dresults, Tensor[] dends, str text) "
     "-> Tensor[]",
 )
 
@@ -100,24 +109,28 @@ def _(p, parameters, tails, cu, text):
 
 @_backward_operator.register_fake
 def _(p, parameters, tails, cu, dresults, dends, text):
-    return [torch.empty_like(x) for x in (p, *parameters, *tails)]
+    dp = _gradient_of_product(p, dresults, read(text))
+    return [dp, *[torch.empty_like(x) for x in (*parameters, *tails)]]
 
 
 def _keep(ctx, p, parameters, tails, cu, text, *, output) -> None:
     ctx.text, ctx.counts = text, (len(parameters), len(tails))
     ctx.like = [(x.shape, x.dtype) for x in output]
-    ctx.save_for_backward(p, *parameters, *tails, cu)
+    ctx.save_for_backward(None if read(text).linear else p, *parameters, *tails, cu)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, grads, backward) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def _gradients(ctx, grads, backward) -> tuple[Tensor | None, list[Any], list[Any]]:
     p, *rest, cu = ctx.saved_tensors
     n, m = ctx.counts
     results = read(ctx.text).results()
     if all(g is None for g in grads[results:]):
         grads = grads[:results]
+    some = next((g for g in grads if g is not None), None)
+    if some is None:
+        return None, [None] * n, [None] * m
     full = [
-        p.new_zeros(shape, dtype=dtype) if g is None else g.contiguous()
+        some.new_zeros(shape, dtype=dtype) if g is None else g.contiguous()
         for g, (shape, dtype) in zip(grads, ctx.like, strict=False)
     ]
     dp, *others = backward(p, rest[:n], rest[n:], cu, full[:results], full[results:], ctx.text)

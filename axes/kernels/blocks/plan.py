@@ -28,7 +28,8 @@ class Stream(NamedTuple):
     """Columns (heads, width) that become a vector of every head: a convolution, functions, a norm, a scale, in turn.
 
     conv: width of the causal convolution, 0 for none, with a bias if `biased`.  norm: of a head, "unit" length or
-    "rms"; eps is added under the root.
+    "rms"; eps is added under the root.  turn: pairs (j, j + width / 2) of the n-th token of a call or sequence, counted
+    from 1, turn back by n turn^(-2j / width), with `uniform` by n turn; 0 for not at all.
     """
 
     heads: int
@@ -40,6 +41,13 @@ class Stream(NamedTuple):
     norm: str = "none"
     eps: float = 0.0
     scale: float = 1.0
+    turn: float = 0.0
+    uniform: bool = False
+
+    @property
+    def linear(self) -> bool:
+        """Whether its backward need not know the product."""
+        return not self.conv and self.activation == self.feature_map == self.norm == "none"
 
 
 class Numbers(NamedTuple):
@@ -83,8 +91,8 @@ class Plan:
             codes = ACTIVATIONS.index(s.activation), ACTIVATIONS.index(s.feature_map), NORMS.index(s.norm), s.eps
             whole = each * len(members)
             parts.append((
-                0, block, whole, each, s.heads, s.width, side, together, s.conv, *codes, len(members),
-                *[firsts[m] for m in members], *[streams[m].scale for m in members],
+                0, block, whole, each, s.heads, s.width, side, together, s.conv, *codes, s.turn, s.uniform,
+                len(members), *[firsts[m] for m in members], *[streams[m].scale for m in members],
                 *[int(streams[m].norm != "none") for m in members], *[starts[m] for m in members],
             ))  # fmt: skip
             block += whole
@@ -121,6 +129,12 @@ class Plan:
             starts.append(start)
             first, start = first + n.columns, start + n.columns * (n.biased + (n.chart == "ssm"))
         return firsts, starts, start
+
+    @property
+    def linear(self) -> bool:
+        """Whether the backward need not know the product, only its gradient's dtype, which a result has."""
+        charts = all(n.chart == "linear" and not n.biased for n in self.numbers)
+        return charts and all(s.linear for s in self.streams) and any(not wide for _, wide in self.shapes(1, 1))
 
     def results(self) -> int:
         """How many there are, tails apart."""
@@ -186,6 +200,8 @@ def no_stream(stream: Stream) -> str | None:
         return f"heads are from 1 to {LARGEST} wide, not {stream.width}"
     if stream.conv > WIDEST:
         return f"convolutions are up to {WIDEST} wide, not {stream.conv}"
+    if stream.turn and stream.width % 2:
+        return f"pairs turn: their heads are even, not {stream.width} wide"
     return None
 
 

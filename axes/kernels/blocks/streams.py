@@ -4,14 +4,15 @@ A *part* is columns of P with one fate. A stream is (heads, D) columns:
 
     z_t = sum_j w_j x_{t-j} + b      a causal convolution of every channel; before its sequence a token is in the tail
     c_t = map(activation(z_t))
-    o_t = scale c_t rsqrt(|c_t|^2 + eps)          over a head, or mean c_t^2 in the place of |c_t|^2, or neither
+    n_t = scale c_t rsqrt(|c_t|^2 + eps)          over a head, or mean c_t^2 in the place of |c_t|^2, or neither
+    o_t = n_t R(-t angle)                         pairs (j, j + D/2) of a head turn back, or not
 
 and everything else is numbers, o = factor chart(x + b) entry by entry, in float32. A program takes some heads of a
 stream, or columns of numbers, and a chunk of L tokens of a unit, and walks over its tokens one after another with what
 a convolution sees in registers: every number is read once, four rows ahead of its use. Streams that differ in norm and
 scale alone are members of one part and share its code, which is most of what there is to compile.
 
-Backwards all of it is computed again from P. With y = c rsqrt(..), n = D or 1,
+Backwards all of it is computed again from P. With y = c rsqrt(..), n = D or 1, and do turned forward,
     dc = scale rsqrt(..) (do - y (y . do) / n),   dz = dc map' activation',   dx_s = sum_j w_j dz_{s+j},
     dw_j = sum_t dz_t x_{t-j},                    db = sum_t dz_t:
 a program goes conv - 1 tokens past its chunk, whose dz it needs too, and leaves its sums of dw and db to be added up.
@@ -48,22 +49,46 @@ def _of(pointers, member):
 def _number(PARTS: tl.constexpr, I: tl.constexpr, KIND: tl.constexpr, member):
     """The member's number of this kind: those of a kind stand side by side at the end of a part."""
     PART: tl.constexpr = PARTS[I]
-    MEMBERS: tl.constexpr = PART[13]
-    x = PART[14 + KIND * MEMBERS]
+    MEMBERS: tl.constexpr = PART[15]
+    x = PART[16 + KIND * MEMBERS]
     for m in tl.static_range(1, MEMBERS):
-        x = tl.where(member == m, PART[14 + KIND * MEMBERS + m], x)
+        x = tl.where(member == m, PART[16 + KIND * MEMBERS + m], x)
     return x
 
 
 @triton.jit
-def _place(block, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HB: tl.constexpr):
-    """A program's channels (HB, DP) of a stream, and which of them there are."""
+def _place(block, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HB: tl.constexpr, PAIRS: tl.constexpr):
+    """A program's channels (HB, DP) of a stream, and which of them there are; of PAIRS, in each half of a tile one."""
     head = block * HB + tl.arange(0, HB)
     column = tl.arange(0, DP)
+    here = column < D
+    if PAIRS and D != DP:
+        here = column % (DP // 2) < D // 2
+        column = column // (DP // 2) * (D // 2) + column % (DP // 2)
     held = tl.full([HB, DP], True, tl.int1)
     if HEADS % HB != 0 or D != DP:
-        held = (head < HEADS)[:, None] & (column < D)[None, :]
+        held = (head < HEADS)[:, None] & here[None, :]
     return head[:, None] * D + column[None, :], held
+
+
+@triton.jit
+def _angles(tokens, D: tl.constexpr, DP: tl.constexpr, TURN: tl.constexpr, UNIFORM: tl.constexpr):
+    """Cosine and sine (1, DP / 2) of what pairs turn in so many tokens: float32 would lose the angle of many."""
+    pair = tl.arange(0, DP // 2).to(tl.float64)
+    turns = tl.full([DP // 2], TURN, tl.float64)
+    if not UNIFORM:
+        turns = tl.exp2(pair * (-2.0 / D) * tl.log2(turns))
+    turns = turns * 0.15915494309189535 * tokens
+    angle = ((turns - tl.floor(turns)) * 6.283185307179586).to(tl.float32)
+    return tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+
+
+@triton.jit
+def _turned(x, cosine, sine, HB: tl.constexpr, DP: tl.constexpr):
+    """x R: pairs (a, b) -> (a cos - b sin, a sin + b cos)."""
+    a, b = tl.split(tl.permute(tl.reshape(x, [HB, 2, DP // 2]), (0, 2, 1)))
+    pairs = tl.join(a * cosine - b * sine, a * sine + b * cosine)
+    return tl.reshape(tl.permute(pairs, (0, 2, 1)), [HB, DP])
 
 
 @triton.jit
@@ -131,9 +156,11 @@ def _stream(
     MAP: tl.constexpr = PART[10]
     NORM: tl.constexpr = PART[11]
     EPS: tl.constexpr = PART[12]
+    TURN: tl.constexpr = PART[13]
+    UNIFORM: tl.constexpr = PART[14]
     CHANNELS: tl.constexpr = HEADS * D
     member = block // EACH
-    channel, held = _place(block % EACH, HEADS, D, DP, HB)
+    channel, held = _place(block % EACH, HEADS, D, DP, HB, TURN != 0)
     start, stop = unit_rows(offsets, unit, T, PACKED)
     origin = p + _number(PARTS, I, FIRST_OF, member) + channel
     scale = _number(PARTS, I, SCALE_OF, member)
@@ -161,6 +188,9 @@ def _stream(
     columns = origin + first * W
     out = _of(outs, member) + first * CHANNELS + channel
     count = (end - first).to(tl.int32)
+    if TURN != 0:
+        cosine, sine = _angles((first - start + 1).to(tl.float64), D, DP, TURN, UNIFORM)
+        step_cosine, step_sine = _angles(1.0, D, DP, TURN, UNIFORM)
     now = tl.load(columns, mask=held & (count > 0), other=0.0)
     next1 = tl.load(columns + W, mask=held & (count > 1), other=0.0)
     next2 = tl.load(columns + 2 * W, mask=held & (count > 2), other=0.0)
@@ -174,6 +204,11 @@ def _stream(
             if NORM != 0:
                 r = _inverse_norm(tl.where(held, c, 0.0), D, NORM, EPS)
                 c *= tl.where(normed != 0, r, 1.0)
+            if TURN != 0:
+                c = _turned(c, cosine, -sine, HB, DP)
+                both = cosine * step_cosine - sine * step_sine
+                sine = sine * step_cosine + cosine * step_sine
+                cosine = both
             tl.store(out + t * CHANNELS, (c * scale).to(out.dtype.element_ty), mask=held & (t < count))
             x3 = x2
             x2 = x1
@@ -205,10 +240,13 @@ def _stream_backward(
     MAP: tl.constexpr = PART[10]
     NORM: tl.constexpr = PART[11]
     EPS: tl.constexpr = PART[12]
+    TURN: tl.constexpr = PART[13]
+    UNIFORM: tl.constexpr = PART[14]
     CHANNELS: tl.constexpr = HEADS * D
+    LINEAR: tl.constexpr = CONV == 0 and ACT == 0 and MAP == 0 and NORM == 0  # P is not needed, and may not be there
     BACK: tl.constexpr = CONV - 1 if CONV > 0 else 0  # how far a token is seen
     member = block // EACH
-    channel, held = _place(block % EACH, HEADS, D, DP, HB)
+    channel, held = _place(block % EACH, HEADS, D, DP, HB, TURN != 0)
     start, stop = unit_rows(offsets, unit, T, PACKED)
     origin = _number(PARTS, I, FIRST_OF, member) + channel
     scale = _number(PARTS, I, SCALE_OF, member)
@@ -236,15 +274,20 @@ def _stream_backward(
         x2 = _seen(p + origin, tail, first - 2, start, unit, channel, held, W, CHANNELS, CONV)
     if CONV > 3:
         x3 = _seen(p + origin, tail, first - 3, start, unit, channel, held, W, CHANNELS, CONV)
-    columns = p + first * W + origin
+    if TURN != 0:
+        cosine, sine = _angles((first - start + 1).to(tl.float64), D, DP, TURN, UNIFORM)
+        step_cosine, step_sine = _angles(1.0, D, DP, TURN, UNIFORM)
     dcolumns = dp + first * W + origin
     dout = _of(douts, member) + first * CHANNELS + channel
     own = (end - first).to(tl.int32)
     there = tl.minimum(stop - first, own + BACK).to(tl.int32)  # tokens of the unit whose dz is needed
-    x_now = tl.load(columns, mask=held & (there > 0), other=0.0)
-    x_next1 = tl.load(columns + W, mask=held & (there > 1), other=0.0)
-    x_next2 = tl.load(columns + 2 * W, mask=held & (there > 2), other=0.0)
-    x_next3 = tl.load(columns + 3 * W, mask=held & (there > 3), other=0.0)
+    x_now, x_next1, x_next2, x_next3, x_next4 = (none, none, none, none, none)
+    if not LINEAR:
+        columns = p + first * W + origin
+        x_now = tl.load(columns, mask=held & (there > 0), other=0.0)
+        x_next1 = tl.load(columns + W, mask=held & (there > 1), other=0.0)
+        x_next2 = tl.load(columns + 2 * W, mask=held & (there > 2), other=0.0)
+        x_next3 = tl.load(columns + 3 * W, mask=held & (there > 3), other=0.0)
     g_now = tl.load(dout, mask=held & (there > 0), other=0.0)
     g_next1 = tl.load(dout + CHANNELS, mask=held & (there > 1), other=0.0)
     g_next2 = tl.load(dout + 2 * CHANNELS, mask=held & (there > 2), other=0.0)
@@ -252,12 +295,18 @@ def _stream_backward(
     for n in range(0, tl.where(own > 0, own + BACK, 0), 4):
         for i in tl.static_range(4):
             t = n + i
-            x_next4 = tl.load(columns + (t + 4) * W, mask=held & (t + 4 < there), other=0.0)
+            if not LINEAR:
+                x_next4 = tl.load(columns + (t + 4) * W, mask=held & (t + 4 < there), other=0.0)
             g_next4 = tl.load(dout + (t + 4) * CHANNELS, mask=held & (t + 4 < there), other=0.0)
             x0 = x_now.to(tl.float32)
             z = _convolve(x0, x1, x2, x3, w0, w1, w2, w3, b, CONV)
             a = activate(z, ACT)
             d0 = g_now.to(tl.float32) * scale
+            if TURN != 0:
+                d0 = _turned(d0, cosine, sine, HB, DP)
+                both = cosine * step_cosine - sine * step_sine
+                sine = sine * step_cosine + cosine * step_sine
+                cosine = both
             if NORM != 0:
                 y = tl.where(held, activate(a, MAP), 0.0)
                 r = _inverse_norm(y, D, NORM, EPS)
@@ -390,7 +439,9 @@ def _numbers_backward(
         at = row[:, None] * W + FIRST + column[None, :]
         dz = tl.zeros([BT, BC], dtype=tl.float32)
         if CHART != NOTHING:
-            z = tl.load(p + at, mask=inside, other=0.0).to(tl.float32) + b[None, :]
+            z = dz
+            if p is not None:
+                z = tl.load(p + at, mask=inside, other=0.0).to(tl.float32) + b[None, :]
             here = row[:, None] * COLUMNS + column[None, :]
             dz = tl.load(dout + here, mask=inside, other=0.0).to(tl.float32) * FACTOR
             if CHART == SSM:
