@@ -50,11 +50,11 @@ def _enter(p, streams, numbers, parameters, tails) -> tuple[list[Tensor], list[T
             square = (x * x).sum(-1, keepdim=True) if s.norm == "unit" else (x * x).mean(-1, keepdim=True)
             x = x * torch.rsqrt(square + s.eps)
         if s.turn:
-            j = torch.arange(s.width // 2, dtype=torch.float64)
+            j = torch.arange(s.width // 2, dtype=torch.float64, device=x.device)
             angle = torch.full_like(j, s.turn) if s.uniform else s.turn ** (-2 * j / s.width)
-            back = -torch.arange(1, t + 1)[:, None, None] * angle
+            back = -torch.arange(1, t + 1, device=x.device)[:, None, None] * angle
             back = torch.polar(torch.ones_like(back), back)  # a pair as a complex number
-            pairs = torch.complex(*x.double().unflatten(-1, (2, -1)).unbind(-2)) * back.to(x.device)
+            pairs = torch.complex(*x.double().unflatten(-1, (2, -1)).unbind(-2)) * back
             x = torch.cat((pairs.real, pairs.imag), -1).to(x.dtype)
         outs.append(x * s.scale)
     for n in numbers:

@@ -108,13 +108,13 @@ def symmetric(plain: bool) -> Callable[[], None]:
     return run
 
 
-def halves(dtype: torch.dtype, d: int, packed: bool = False) -> Callable[[], None]:
-    """Of the gated delta rule's block."""
+def halves(dtype: torch.dtype, d: int, packed: bool = False, turn: float = 0.0) -> Callable[[], None]:
+    """Of the gated delta rule's block; turn: of its queries and keys."""
 
     def run() -> None:
-        q = Stream(8, d, 4, False, "silu", "none", "unit", 1e-12, d**-0.5)
+        q = Stream(8, d, 4, False, "silu", "none", "unit", 1e-12, d**-0.5, turn)
         numbers = (Numbers(8, "ssm", biased=True), Numbers(8, "sigmoid"))
-        plan = Plan((q, q._replace(scale=1.0), q._replace(norm="none", scale=1.0)), numbers, 24 * d + 24)
+        plan = Plan((q, q._replace(scale=1.0), q._replace(norm="none", scale=1.0, turn=0.0)), numbers, 24 * d + 24)
         p = torch.randn(1, 512, plan.width, dtype=dtype, requires_grad=True)
         parameters = [torch.randn(n, dtype=dtype, requires_grad=True) for n in plan.parameters()]
         tails = [torch.randn(x, dtype=dtype, requires_grad=True) for x in plan.tails(2)] if packed else []
@@ -163,6 +163,7 @@ CASES: dict[str, Callable[[], None]] = {
     "block halves 128": halves(HALF, 128),
     "block halves 128 float32": halves(FULL, 128),
     "block halves packed": halves(HALF, 64, packed=True),
+    "block halves turned": halves(HALF, 128, turn=10000.0),
     "hopper symmetric": symmetric(plain=True),
     "symmetric": symmetric(plain=False),
     "adamw": adamw(FULL),

@@ -70,6 +70,10 @@ CASES += [
 CASES += [
     Case(numbers=(Numbers(300, c, 0.3, True), Numbers(7, c)), dtype=dtype) for c in CHARTS[:4] for dtype in (BF, FULL)
 ]
+TURNED = tuple(s._replace(turn=10000.0) for s in standard(3, 128, 64)[:2])
+CASES += [Case(TURNED, T=t, lengths=lengths, dtype=dtype, length=n) for dtype in (BF, FULL) for n in (None, 16)
+          for t, lengths in ((1000, ()), (0, (0, 1, 130, 700)))]  # fmt: skip
+CASES += [Case((Stream(4, d, scale=0.5, turn=100.0), Stream(4, d, turn=100.0)), T=70) for d in (16, 96, 128, 256)]
 CASES += [Case(standard(16, 128, 128), (Numbers(16, "ssm", biased=True), Numbers(16, "sigmoid")), T=4096, B=4)]
 
 

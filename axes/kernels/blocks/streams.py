@@ -281,8 +281,9 @@ def _stream_backward(
     dout = _of(douts, member) + first * CHANNELS + channel
     own = (end - first).to(tl.int32)
     there = tl.minimum(stop - first, own + BACK).to(tl.int32)  # tokens of the unit whose dz is needed
-    x_now, x_next1, x_next2, x_next3, x_next4 = (none, none, none, none, none)
-    if not LINEAR:
+    if LINEAR:
+        x_now, x_next1, x_next2, x_next3 = (none, none, none, none)
+    else:
         columns = p + first * W + origin
         x_now = tl.load(columns, mask=held & (there > 0), other=0.0)
         x_next1 = tl.load(columns + W, mask=held & (there > 1), other=0.0)
@@ -295,7 +296,9 @@ def _stream_backward(
     for n in range(0, tl.where(own > 0, own + BACK, 0), 4):
         for i in tl.static_range(4):
             t = n + i
-            if not LINEAR:
+            if LINEAR:
+                x_next4 = none
+            else:
                 x_next4 = tl.load(columns + (t + 4) * W, mask=held & (t + 4 < there), other=0.0)
             g_next4 = tl.load(dout + (t + 4) * CHANNELS, mask=held & (t + 4 < there), other=0.0)
             x0 = x_now.to(tl.float32)
