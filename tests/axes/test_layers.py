@@ -48,6 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "routes": (
         "choice", "packed", "one_state", "scan", "gram", "cascade", "attention", "kernel_terms", "select", "dispatch",
+        "frame",
     ),
     "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks"),
     "optim": ("engine", "rules", "tools"),
