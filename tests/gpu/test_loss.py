@@ -6,7 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from axes.models import linear_cross_entropy, loss
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from axes.models import linear_cross_entropy, loss  # noqa: E402
 
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
