@@ -15,7 +15,7 @@ from rich.table import Table
 
 from axes.bench import decode as decode_
 from axes.bench import layers as layers_
-from axes.bench import layers_report, optim_report, optim_training_report, report
+from axes.bench import layers_report, optim_report, optim_training_report, report, training_models
 from axes.bench import optim as optim_
 from axes.bench import optim_training as optim_training_
 from axes.bench import sequence as sequence_
@@ -192,31 +192,35 @@ def optim_training(
 
 @app.command()
 def training(
-    layers: Annotated[int, typer.Option(help="Blocks.")] = training_.Size.layers,
-    width: Annotated[int, typer.Option(help="Width of the model.")] = training_.Size.width,
-    heads: Annotated[int, typer.Option(help="Heads of a sequence layer.")] = training_.Size.heads,
-    batch: Annotated[int, typer.Option(help="Sequences a step.")] = training_.Size.batch,
-    tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = training_.Size.tokens,
-    steps: Annotated[int, typer.Option(help="Timed steps, after a warm-up.")] = training_.Size.steps,
+    layers: Annotated[int, typer.Option(help="Blocks.")] = training_models.Size.layers,
+    width: Annotated[int, typer.Option(help="Width of the model.")] = training_models.Size.width,
+    heads: Annotated[int, typer.Option(help="Heads of a sequence layer.")] = training_models.Size.heads,
+    batch: Annotated[int, typer.Option(help="Sequences a step.")] = training_models.Size.batch,
+    tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = training_models.Size.tokens,
+    steps: Annotated[int, typer.Option(help="Timed steps, after a warm-up.")] = training_models.Size.steps,
     device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
+    vocabulary: Annotated[int, typer.Option(help="Tokens there are.")] = training_models.Size.vocabulary,
+    compiled: Annotated[bool, typer.Option(help="Compile every model too, in rows of their own.")] = False,
     who: Annotated[list[str] | None, typer.Option(help="Contenders; all by default. May be repeated.")] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
 ) -> None:
-    """Training throughput of one gated-delta-net model with our recurrence, with fla's and with flash attention."""
-    size = training_.Size(layers, width, heads, batch=batch, tokens=tokens, steps=steps)
+    """Training throughput of whole language models: ours, one of fla's own layers, one of torch's flash attention."""
+    size = training_models.Size(layers, width, heads, vocabulary, batch, tokens, steps)
     chosen = sequence_.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     console = _console()
     with _watching(console) as watch:
-        found = training_.measure(size, out, chosen, tuple(who or training_.WHO), watch)
+        found = training_.measure(size, out, chosen, tuple(who or training_.WHO), compiled, watch)
     table = Table(title=f"{layers} layers, width {width}, {heads} heads, {batch} x {tokens} tokens a step, bfloat16")
-    for name in ("recurrence", "tokens/s", "ms a step", "peak GB", "early loss", "note"):
-        table.add_column(name, justify="left" if name in ("recurrence", "note") else "right")
+    for name in ("model", "tokens/s", "ms a step", "products' share", "peak GB", "first step s", "early loss", "note"):
+        table.add_column(name, justify="left" if name in ("model", "note") else "right")
     for t in found:
         table.add_row(
             t.who,
             "" if t.tokens_per_second is None else f"{t.tokens_per_second:,.0f}",
             "" if t.step_ms is None else f"{t.step_ms:.1f}",
+            "" if t.used is None else f"{t.used:.0%}",
             "" if t.peak_bytes is None else f"{t.peak_bytes / 1e9:.1f}",
+            "" if t.first is None else f"{t.first:.1f}",
             "" if t.loss is None else f"{t.loss:.4f}",
             t.refused,
         )

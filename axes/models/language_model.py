@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from axes import catalogue
 from axes.errors import AxesError, ShapeError
+from axes.models.loss import linear_cross_entropy
 from axes.models.options import accepted_options
 
 LayerStates = tuple[Any, ...]  # one nested tuple of tensors per sequence layer
@@ -145,11 +146,20 @@ class LanguageModel(nn.Module):
         if tokens.ndim != 2:
             raise ShapeError(f"LanguageModel.forward: tokens must be (B, T), got {tuple(tokens.shape)}")
 
-        def parallel(layer: nn.Module, x: Tensor, memory: Any) -> tuple[Tensor, Any]:
-            y, memory = layer(x, memory)
-            return y, memory
+        hidden, state = self._run(tokens, state, _parallel)
+        return self.head(hidden), state
 
-        return self._run(tokens, state, parallel)
+    def loss(self, windows: Tensor, state: LayerStates | None = None) -> Tensor:
+        """Mean cross-entropy of each token after the first from those before it, in nats; logits are never all there.
+
+        Args:
+            windows: (B, T + 1) integers.
+            state: what `forward` or `step` returned for the tokens before these.
+        """
+        if windows.ndim != 2 or windows.shape[1] < 2:
+            raise ShapeError(f"LanguageModel.loss: windows must be (B, T + 1), T >= 1, got {tuple(windows.shape)}")
+        hidden, _ = self._run(windows[:, :-1], state, _parallel)
+        return linear_cross_entropy(hidden, self.head.weight, windows[:, 1:])
 
     def step(self, token: Tensor, state: LayerStates | None = None) -> tuple[Tensor, LayerStates]:
         """Logits after one more token, by the recurrent form of every sequence layer.
@@ -163,20 +173,16 @@ class LanguageModel(nn.Module):
         """
         if token.ndim != 1:
             raise ShapeError(f"LanguageModel.step: token must be (B,), got {tuple(token.shape)}")
-
-        def recurrent(layer: Any, x: Tensor, memory: Any) -> tuple[Tensor, Any]:
-            y, memory = layer.step(x[:, 0], memory)
-            return y[:, None], memory
-
-        logits, state = self._run(token[:, None], state, recurrent)
-        return logits[:, 0], state
+        hidden, state = self._run(token[:, None], state, _recurrent)
+        return self.head(hidden)[:, 0], state
 
     def _run(
         self,
         tokens: Tensor,
         state: LayerStates | None,
-        mix: Callable[[nn.Module, Tensor, Any], tuple[Tensor, Any]],
+        mix: Callable[[Any, Tensor, Any], tuple[Tensor, Any]],
     ) -> tuple[Tensor, LayerStates]:
+        """What the head reads, (B, T, width), and the new state."""
         memories = list(state) if state is not None else [None] * self.architecture.layers
         if len(memories) != self.architecture.layers:
             raise ShapeError(f"LanguageModel: the state holds {len(memories)} layers, not {self.architecture.layers}")
@@ -189,10 +195,20 @@ class LanguageModel(nn.Module):
             else:
                 y = sublayer(norm(x))
             streams = mixer.write(streams, y, context)
-        return self.head(self.norm(mixers[-1].reduce(streams))), tuple(memories)
+        return self.norm(mixers[-1].reduce(streams)), tuple(memories)
 
     def extra_repr(self) -> str:
         return str(self.architecture)
+
+
+def _parallel(layer: Any, x: Tensor, memory: Any) -> tuple[Tensor, Any]:
+    y, memory = layer(x, memory)
+    return y, memory
+
+
+def _recurrent(layer: Any, x: Tensor, memory: Any) -> tuple[Tensor, Any]:
+    y, memory = layer.step(x[:, 0], memory)
+    return y[:, None], memory
 
 
 @final

@@ -1,0 +1,1 @@
+"""Kernels over rows of numbers, each row by one program."""

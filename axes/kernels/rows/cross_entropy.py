@@ -1,0 +1,68 @@
+"""Cross-entropy of rows of logits z (N, V) with classes y, and its gradient in the place of the logits.
+
+    loss_n = log sum_v e^(z_nv) - z_ny        dz_nv = c (softmax(z_n)_v - [v = y])
+A row is read twice by one program, in float32 whatever its dtype: once for the maximum and the sum, which one pass over
+blocks keeps up to date together, once to write dz, from the cache if V is not beyond it. Rows of class `ignored` have
+loss 0 and gradient 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from axes.errors import ShapeError
+from axes.kernels.common import layout
+from axes.kernels.common.launch import Kernel
+
+_BLOCK = 4096  # entries at once
+
+
+@Kernel
+@triton.jit(do_not_specialize=["ignored"])
+def _cross_entropy(logits, targets, losses, scale, ignored, V, GRAD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * V
+    target = tl.load(targets + row)
+    counts = target != ignored
+    peak = float("-inf")
+    total = 0.0
+    for first in range(0, V, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        z = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(peak, tl.max(z))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(z - higher))
+        peak = higher
+    aim = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
+    tl.store(losses + row, tl.where(counts, tl.log(total) + (peak - aim), 0.0))
+    if GRAD:
+        tl.debug_barrier()  # the logit of the class has been read by all before it is overwritten
+        factor = tl.where(counts, tl.load(scale), 0.0)
+        for first in range(0, V, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            z = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
+            dz = factor * (tl.exp(z - peak) / total - (at == target).to(tl.float32))
+            tl.store(logits + at, tl.where(counts, dz, 0.0).to(logits.dtype.element_ty), mask=at < V)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, scale: Tensor | None, ignored: int) -> Tensor:
+    """Losses (N) in float32 of logits (N, V), contiguous; with a scale c their gradients replace the logits.
+
+    targets (N) int64, every one below V or `ignored`; scale () float32. Raises ShapeError for other layouts and for
+    devices that no kernel runs on.
+    """
+    if logits.ndim != 2 or not logits.is_contiguous() or targets.shape != logits.shape[:1]:
+        got = f"{tuple(logits.shape)} with {logits.stride()} and {tuple(targets.shape)}"
+        raise ShapeError(f"cross_entropy: logits are (N, V), contiguous, and targets (N), not {got}")
+    if logits.device.type != "cuda" and not layout.interpreted():
+        raise ShapeError(f"cross_entropy: the Triton kernel needs a CUDA device, not {logits.device}")
+    losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    if losses.numel():
+        with layout.on_device(logits):
+            _cross_entropy[(losses.shape[0],)](
+                logits, targets, losses, scale, ignored, logits.shape[1],
+                GRAD=scale is not None, BLOCK=min(_BLOCK, triton.next_power_of_2(logits.shape[1])), num_warps=8,
+            )  # fmt: skip
+    return losses

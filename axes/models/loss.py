@@ -1,0 +1,151 @@
+"""Cross-entropy of a linear head without its logits: rows are taken a part at a time, forward and backward at once.
+
+    z_n = W x_n      loss = mean_n (log sum_v e^(z_nv) - z_(n, y_n))      over the n whose class is not ignored
+    dz_n = (softmax(z_n) - [y_n]) / count      dx_n = W^T dz_n      dW = sum_n dz_n x_n^T
+The gradient of the mean is known as soon as the logits are, so a part's logits become their own gradient and then
+products; no more than `_ENTRIES` logits exist at a time, in the dtype of x. dW adds up in float32 at least.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from axes.errors import AxesError, ShapeError
+from axes.kernels.common import versions
+
+_ENTRIES = 1 << 28  # logits at a time: 0.5 GB of 16-bit numbers
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def no_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why torch's operations make the losses of such logits, or None if a Triton kernel does."""
+    if (reason := versions.refusal(device)) is not None:
+        return reason
+    return None if dtype in _DTYPES else f"the kernel takes bf16, fp16 and fp32, not {dtype}"
+
+
+def _by_torch(logits: Tensor, targets: Tensor, scale: Tensor | None, ignored: int) -> Tensor:
+    """What the kernel does: losses of rows, and with a scale their gradients in the logits' place."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logs = logits.log_softmax(-1, dtype=wide)
+    losses = F.nll_loss(logs, targets, ignore_index=ignored, reduction="none")
+    if scale is not None:
+        counts = (targets != ignored)[:, None]
+        logs.exp_().scatter_add_(1, targets[:, None].clamp_min(0), -torch.ones_like(logs[:, :1]))
+        logits.copy_(logs.mul_(scale).where(counts, logs.new_zeros(())))
+    return losses
+
+
+def _forward(
+    x: Tensor, weight: Tensor, targets: Tensor, ignored: int, for_x: bool, for_weight: bool, kernel: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss and what of its gradients is wanted, of x (N, D) and weight (V, D), taken in x's dtype."""
+    rows_of_logits: Any = _by_torch
+    if kernel:
+        from axes.kernels.rows.cross_entropy import cross_entropy as rows_of_logits  # triton is imported on first use
+    wide, weight = torch.promote_types(x.dtype, torch.float32), weight.to(x.dtype)
+    scale = (targets != ignored).sum().clamp_min(1).to(wide).reciprocal()
+    loss, dx, dw = scale.new_zeros(()), x.new_empty(x.shape if for_x else 0), None
+    rows = max(1, _ENTRIES // max(1, weight.shape[0]))
+    for first in range(0, x.shape[0], rows):
+        part, aims = x[first : first + rows], targets[first : first + rows]
+        logits = F.linear(part, weight)
+        loss += rows_of_logits(logits, aims, scale if for_x or for_weight else None, ignored).sum()
+        if for_x:
+            torch.mm(logits, weight, out=dx[first : first + rows])
+        if for_weight:
+            dw = _added(dw, logits, part, wide, alone=rows >= x.shape[0])
+    dw = dw if dw is not None else weight.new_zeros(weight.shape if for_weight else 0)
+    return loss * scale, dx, dw
+
+
+def _added(total: Tensor | None, dz: Tensor, x: Tensor, wide: torch.dtype, alone: bool) -> Tensor:
+    """dz^T x, added to what there is in float32 at least."""
+    if alone or dz.dtype == wide:
+        return dz.mT @ x if total is None else total.addmm_(dz.mT, x)
+    made = torch.mm(dz.mT, x, out_dtype=wide) if dz.is_cuda else dz.mT.to(wide) @ x.to(wide)
+    return made if total is None else total.add_(made)
+
+
+_operator = torch.library.custom_op("axes::linear_cross_entropy", _forward, mutates_args=())
+
+
+@_operator.register_fake
+def _(x, weight, targets, ignored, for_x, for_weight, kernel):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    alone = x.shape[0] * weight.shape[0] <= _ENTRIES
+    return (
+        x.new_empty((), dtype=wide),
+        x.new_empty(x.shape if for_x else 0),
+        weight.new_empty(weight.shape if for_weight else 0, dtype=x.dtype if alone else wide),
+    )
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.wanted = inputs[4:6]
+    ctx.save_for_backward(*output[1:])
+
+
+def _differentiate(ctx: Any, dloss: Tensor, *_: Any) -> Any:
+    given = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    return *((d * dloss).to(d.dtype) if wanted else None for d, wanted in given), *[None] * 5
+
+
+_operator.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Eager(torch.autograd.Function):
+    """The operator without its dispatch."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _forward(*inputs)
+
+    setup_context = staticmethod(_save)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _differentiate(ctx, *grads)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, ignored: int = -100, implementation: str | None = None
+) -> Tensor:
+    """Mean of -log softmax(W x_n)_(y_n), in float32 at least, without a tensor of all logits.
+
+    Args:
+        x: (..., D), under autocast taken in its dtype.
+        weight: W (V, D).
+        targets: y (...) integers below V; entries `ignored` do not count. Without one that counts the loss is 0.
+        implementation: of the rows' losses: "triton", "torch", or None for the kernel where there is one.
+
+    x and W receive gradients, once. Raises ShapeError on shapes that do not fit, AxesError on an implementation that
+    cannot run.
+    """
+    who = "linear_cross_entropy"
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
+        got = f"{tuple(x.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}"
+        raise ShapeError(f"{who}: x is (..., D), the weight (V, D) and targets (...), not {got}")
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ShapeError(f"{who}: targets are integers, not {targets.dtype}")
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    refused = no_kernel(x.device, dtype)
+    if implementation not in (None, "triton", "torch"):
+        raise AxesError(f"{who}: implementation is None, 'triton' or 'torch', not {implementation!r}")
+    if implementation == "triton" and refused is not None:
+        raise AxesError(f"{who}: implementation='triton' cannot run: {refused}")
+    learns = torch.is_grad_enabled()
+    flat = x.reshape(-1, x.shape[-1]).to(dtype)
+    wanted = learns and x.requires_grad, learns and weight.requires_grad
+    inputs: Any = flat, weight, targets.reshape(-1).long(), ignored, *wanted
+    with torch.autocast(kind, enabled=False):
+        run: Any = _operator if torch.compiler.is_compiling() or type(x) is not Tensor else _Eager.apply
+        loss: Tensor = run(*inputs, refused is None and implementation != "torch")[0]
+    return loss
