@@ -5,7 +5,7 @@ if __name__ != "axes.sequence":
 
 from axes.sequence.attention import ALiBi, FoX, PaTH, RoPE, SoftmaxAttention
 from axes.sequence.base import LayerState, SequenceLayer, layer
-from axes.sequence.delta import DeltaNet, DeltaNetReflective, GatedDeltaNet, GatedDeltaNetPrev
+from axes.sequence.delta import KDA, DeltaNet, DeltaNetReflective, GatedDeltaNet, GatedDeltaNetPrev
 from axes.sequence.lattice import LatticeDec, LatticeEnc, LatticeOSR, LatticeSim
 from axes.sequence.linear import GLA, LinearAttention, Mamba2, RetNet, UnnormalisedLinearAttention
 from axes.sequence.longhorn import Longhorn, LonghornDiagonal
@@ -37,6 +37,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     DeltaNetReflective,
     GatedDeltaNet,
     GatedDeltaNetPrev,
+    KDA,
     Longhorn,
     LonghornDiagonal,
     TitansMatrix,
@@ -75,6 +76,7 @@ __all__ = [
     "GLA",
     "GatedDeltaNet",
     "GatedDeltaNetPrev",
+    "KDA",
     "LatticeDec",
     "LatticeEnc",
     "LatticeOSR",

@@ -245,13 +245,14 @@ class _ConstantModule(nn.Module):
 class SSM(Chart):
     """Mamba-2's tied pair: dt = softplus(W x + b), log gate = -exp(A_log) dt, and dt also scales the write.
 
-    A is uniform in [1, 16], softplus(b) log-uniform in [dt_min, dt_max]; step names the write rate, or None (the gate
-    alone, as in Gated DeltaNet).
+    A is one number a head, uniform in [1, 16], and softplus(b) log-uniform in [dt_min, dt_max]; step names the write
+    rate, or None (the gate alone, as in Gated DeltaNet).
     """
 
     step: str | None = "dt"
     dt_min: float = 1e-3
     dt_max: float = 0.1
+    rank: int | None = None
 
     def also(self) -> tuple[str, ...]:
         return () if self.step is None else (self.step,)
@@ -266,8 +267,9 @@ class _SSMModule(nn.Module):
     def __init__(self, chart: SSM, per: Per, sizes: Sizes, factory: Factory) -> None:
         super().__init__()
         self.chart, self.per, self.shape = chart, per, (sizes.heads, *sizes.of(per))
-        self.up = nn.Linear(sizes.d_model, math.prod(self.shape), **factory)
-        self.log_rate = nn.Parameter(torch.empty(self.shape, **factory))
+        self.down = nn.Linear(sizes.d_model, chart.rank, bias=False, **factory) if chart.rank else None
+        self.up = nn.Linear(chart.rank or sizes.d_model, math.prod(self.shape), **factory)
+        self.log_rate = nn.Parameter(torch.empty((sizes.heads, *[1] * len(sizes.of(per))), **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -278,7 +280,7 @@ class _SSMModule(nn.Module):
             self.up.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus^-1
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        z = self.up(x)
+        z = self.up(x if self.down is None else self.down(x))
         dt = torch.nn.functional.softplus((z if z.dtype == torch.float64 else z.float()).unflatten(-1, self.shape))
         rates = {self.per.name: -torch.exp(self.log_rate.to(dt.dtype)) * dt}
         return rates if self.chart.step is None else {**rates, self.chart.step: dt}

@@ -7,7 +7,7 @@ from typing import final
 from axes.core.algorithms import Step
 from axes.core.costs import SquaredError
 from axes.core.geometry import Euclidean
-from axes.core.monoids import Identity, Scalar
+from axes.core.monoids import Diagonal, Identity, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
@@ -106,3 +106,27 @@ class GatedDeltaNetPrev(SequenceLayer):
     bibtex = GatedDeltaNet.bibtex
     update = StateUpdate(SquaredError(), Euclidean(), Scalar("decay"), Step(Per("beta")))
     block = _GATED_BLOCK
+
+
+@final
+class KDA(SequenceLayer):
+    """S_t = S_{t-1} Diag(a) (I - beta k k^T) + beta v k^T: Gated DeltaNet with a forget gate for every key channel.
+
+    a = exp(-exp(A_log) softplus(W_2 W_1 x + b)), A_log a number a head, W_1 of rank 128, the width of a released head.
+    """
+
+    name = "kda"
+    paper = "Kimi Linear: An Expressive, Efficient Attention Architecture (Kimi Team 2025)"
+    equation = "eq. 1: S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T, transposed"
+    differs = "the output gate's projection has full rank and no bias, there the rank of a head's width"
+    bibtex = """@misc{kimi2025linear,
+  title={Kimi Linear: An Expressive, Efficient Attention Architecture},
+  author={{Kimi Team}},
+  year={2025},
+  eprint={2510.26692},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(SquaredError(), Euclidean(), Diagonal("decay"), Step(Per("beta"), at="gated"))
+    block = Standard(
+        charts=(("decay", SSM(step=None, rank=128)), ("beta", Sigmoid())), scale=True, output_gate="sigmoid"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from axes.routes import dispatch
-from axes.sequence import DeltaNet, DeltaNetReflective, GatedDeltaNet, GatedDeltaNetPrev, SequenceLayer
+from axes.sequence import KDA, DeltaNet, DeltaNetReflective, GatedDeltaNet, GatedDeltaNetPrev, SequenceLayer
 
 B, T, D, H = 2, 11, 16, 2
 TOLERANCE = 1e-10
@@ -58,18 +59,20 @@ def leave(m: SequenceLayer, x: Tensor, out: Tensor) -> Tensor:
     p = m.around
     y = p.norm.weight * out / (out.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     if p.g_proj is not None:
-        y = y * F.silu(heads(x @ p.g_proj.weight.T))
+        gate = torch.sigmoid if isinstance(m, KDA) else F.silu
+        y = y * gate(heads(x @ p.g_proj.weight.T))
     return y.flatten(-2) @ p.o_proj.weight.T
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, before: Tensor, beside: Tensor) -> Tensor:
-    """S = before * S, then S <- S - beta (S k - v) k^T with beside * S in place of the first S."""
+    """S = before * S, then S <- S - beta (S k - v) k^T with beside * S in place of the first S; gates (B, T, H, 1 or
+    K)."""
     state, out = torch.zeros(B, H, v.shape[-1], k.shape[-1], dtype=torch.float64), torch.zeros_like(v)
     for t in range(T):
-        state = before[:, t, :, None, None] * state
+        state = before[:, t, :, None] * state
         wrong = torch.einsum("bhvk,bhk->bhv", state, k[:, t]) - v[:, t]
         change = torch.einsum("bh,bhv,bhk->bhvk", beta[:, t], wrong, k[:, t])
-        state = beside[:, t, :, None, None] * state - change
+        state = beside[:, t, :, None] * state - change
         out[:, t] = torch.einsum("bhvk,bhk->bhv", state, q[:, t])
     return out
 
@@ -80,7 +83,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, before: Tensor, beside: T
 def test_delta_net(cls: type[SequenceLayer], scale: float) -> None:
     m, x = make(cls), tokens()
     q, k, v, beta = surroundings(m, x)
-    one = torch.ones_like(beta)
+    one = torch.ones_like(beta)[..., None]
     assert error(m(x)[0], leave(m, x, run(q, k, v, scale * beta, one, one))) < TOLERANCE
 
 
@@ -89,12 +92,30 @@ def test_gated_delta_net(cls: type[SequenceLayer]) -> None:
     m, x = make(cls), tokens()
     q, k, v, beta = surroundings(m, x)
     chart = m.around.charts["decay"]
-    gate = torch.exp(-chart.log_rate.exp() * F.softplus(x @ chart.up.weight.T + chart.up.bias))
+    gate = torch.exp(-chart.log_rate.exp() * F.softplus(x @ chart.up.weight.T + chart.up.bias))[..., None]
     one = torch.ones_like(gate)
     expected = run(q, k, v, beta, gate, one) if cls is GatedDeltaNet else run(q, k, v, beta, one, gate)
     assert error(m(x)[0], leave(m, x, expected)) < TOLERANCE
     other = run(q, k, v, beta, one, gate) if cls is GatedDeltaNet else run(q, k, v, beta, gate, one)
     assert error(m(x)[0], leave(m, x, other)) > 1e-3, "the two orders of gate and gradient are different updates"
+
+
+def test_kda() -> None:
+    m, x = make(KDA), tokens()
+    q, k, v, beta = surroundings(m, x)
+    chart = m.around.charts["decay"]
+    logits = x @ chart.down.weight.T @ chart.up.weight.T + chart.up.bias
+    gate = torch.exp(-chart.log_rate.exp() * F.softplus(heads(logits)))
+    assert gate.shape == k.shape and chart.log_rate.numel() == H
+    one = torch.ones_like(gate)
+    assert error(m(x)[0], leave(m, x, run(q, k, v, beta, gate, one))) < TOLERANCE
+    assert error(m(x)[0], leave(m, x, run(q, k, v, beta, gate.mean(-1, keepdim=True), one))) > 1e-4
+
+
+def test_kda_differs_from_gated_delta_net_in_one_field() -> None:
+    fields = [field.name for field in dataclasses.fields(KDA.update)]
+    other = [name for name in fields if getattr(KDA.update, name) != getattr(GatedDeltaNet.update, name)]
+    assert other == ["monoid"]
 
 
 def signal(gate: float | None = None, beta: float = 1.0) -> dict[str, Tensor]:
