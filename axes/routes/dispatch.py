@@ -144,8 +144,9 @@ def run(
     if choice.implementation == "triton" and q.shape[time]:
         with torch.autocast(v.device.type, enabled=False):
             return kernel_terms.run(update, signal, state, weights)
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    signal = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
+    if choice.route not in _AS_GIVEN:
+        dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+        signal = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
     if q.shape[time] == 0:
         if state is None:
             state = update.init(_each(signal, time, lambda x: x.new_zeros(_without(x, time))), weights)
@@ -314,6 +315,7 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
     return torch.cat(outputs, -2), state._replace(theta=(slots,), count=count)
 
 
+_AS_GIVEN = frozenset(("attention",))  # routes that take half precision as it is
 _ROUTES = {"chain": _run_chain, "cascade": _run_cascade, "attention": _run_attention, "gram": _run_gram}
 
 

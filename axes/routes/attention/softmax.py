@@ -1,0 +1,84 @@
+"""softmax_i(scale q_t . k_i + mass_i) v_i over the pairs that a token sees, by the fused attention of torch.
+
+Memory is linear in T: no scores are kept, no bias of T x T is made.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+_BLOCK = 256  # queries that share a base of the masses, and a mask
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor | None = None) -> Tensor:
+    """q (..., T, d_k), keys (..., S, d_k), values (..., S, d_v), mass (..., S) in float64: (..., T, d_v).
+
+    Token t sees the first S - T + t + 1 pairs. Batch dimensions of the pairs broadcast to those of the queries: a last
+    one of size 1 is a group of queries that reads the same pairs.
+    """
+    batch = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2], () if mass is None else mass.shape[:-1])
+    q = q.expand(*batch, *q.shape[-2:])
+    shared = () if len(batch) < 2 or batch[-1] == 1 else (*batch[:-1], 1)
+    pairs = keys.shape[:-2] if mass is None else torch.broadcast_shapes(keys.shape[:-2], mass.shape[:-1])
+    grouped = pairs == shared and values.shape[:-2] == shared
+    inner = shared if grouped else batch
+    keys, values = (_four(x.to(q.dtype).expand(*inner, *x.shape[-2:]), grouped) for x in (keys, values))
+    if mass is not None:
+        mass = _four(mass.expand(*inner, mass.shape[-1])[..., None], grouped)[..., 0]
+    out = _attend(_four(q, False, grouped), keys, values, scale, mass)
+    return out.reshape(*batch, *out.shape[-2:])
+
+
+def _four(x: Tensor, shared: bool, grouped: bool = False) -> Tensor:
+    """(batch, heads, tokens, width) of any batch dimensions; groups of queries are heads next to each other."""
+    if shared:
+        x = x.squeeze(-3) if x.ndim > 4 else x
+    elif grouped and x.ndim > 4:
+        x = x.flatten(-4, -3)
+    return x.reshape(-1, *x.shape[-3:]) if x.ndim > 2 else x[None, None]
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor | None) -> Tensor:
+    if mass is None:
+        return _fused(q, keys, values, scale)
+    return _by_blocks(q, keys, values, scale, mass)
+
+
+def _fused(q: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
+    """Scores without a mass; equal widths, which the fused forms ask for."""
+    width = values.shape[-1]
+    short = q.shape[-1] - width
+    if short > 0:
+        values = pad(values, (0, short))
+    elif short < 0:
+        q, keys = pad(q, (0, -short)), pad(keys, (0, -short))
+    grouped = q.shape[1] != keys.shape[1]
+    out = scaled_dot_product_attention(
+        q, keys, values, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped
+    )
+    return out[..., :width]
+
+
+def _by_blocks(q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor) -> Tensor:
+    """A mass is one more feature of a key, against a one of the query. It is taken relative to the first query of each
+    block, so that the masses that weigh anything are small numbers."""
+    if q.dtype in (torch.bfloat16, torch.float16):  # 16 bits do not hold a mass
+        return _by_blocks(q.float(), keys.float(), values.float(), scale, mass).to(q.dtype)
+    length, width = q.shape[-2], q.shape[-1]
+    old, outputs = keys.shape[-2] - length, []
+    spare = -(width + 1) % 8  # aligned rows
+    q = pad(torch.cat((scale * q, torch.ones_like(q[..., :1])), -1), (0, spare))
+    keys = pad(keys, (0, spare))
+    for first in range(0, length, _BLOCK):
+        end = min(first + _BLOCK, length)
+        reach = old + end
+        base = mass[..., old + first, None].detach()
+        relative = (mass[..., :reach] - base).clamp_min(-1e30).to(q.dtype)  # nothing is not a number to multiply with
+        held = torch.cat((keys[..., :reach, :width], relative[..., None], keys[..., :reach, width:]), -1)
+        causal = None
+        if first or old:
+            causal = torch.ones(end - first, reach, dtype=torch.bool, device=q.device).tril(old + first)
+        outputs.append(_fused(q[..., first:end, :], held, values[..., :reach, :], 1.0, causal))
+    return torch.cat(outputs, -2)
