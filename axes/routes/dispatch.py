@@ -79,7 +79,8 @@ def select(
 ) -> Choice:
     """The route and implementation for an update on a device, a pure function of its arguments.
 
-    shapes: of the signal's "k" and "v", which the kernels limit; every torch route takes every shape.
+    shapes: of the signal's "q", "k" and "v", which the kernels limit; every torch route takes every shape. Attention
+    also asks for "cu_seqlens" of packed sequences and for "pairs", the masses of a list that the state holds.
     Raises NoImplementation if the named implementation cannot compute it.
     """
     if implementation is not None and implementation not in get_args(Implementation):
@@ -87,6 +88,10 @@ def select(
     if implementation == "reference":
         return Choice("interpreter", "reference", "asked for by name")
     no_kernel = kernel_terms.no_kernel(update, torch.device(device), dtype, shapes or {}, time)
+    if no_kernel is not None and implementation != "torch" and no_attention(update) is None:
+        no_kernel = attention.no_kernel(update, torch.device(device), dtype, shapes or {}, time)
+        if no_kernel is None:
+            return Choice("attention", "triton", "scores on chip, masses and rotations by kernels")
     if implementation == "triton":
         if no_kernel is not None:
             raise NoImplementation(f"no Triton kernel for {update!r}: {no_kernel}. Use implementation='torch'")
@@ -139,9 +144,8 @@ def run(
     q, v = signal.get("q"), signal.get("v")
     if not isinstance(q, Tensor) or not isinstance(v, Tensor):
         raise ShapeError(f"run needs tensors 'q' and 'v' in the signal; it has {sorted(signal)}")
-    shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
-    choice = select(update, v.device, v.dtype, shapes, implementation or _chosen(), time)
-    if choice.implementation == "triton" and q.shape[time]:
+    choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or _chosen(), time)
+    if choice[:2] == ("chain", "triton") and q.shape[time]:
         with torch.autocast(v.device.type, enabled=False):
             return kernel_terms.run(update, signal, state, weights)
     if choice.route not in _AS_GIVEN:
@@ -171,10 +175,14 @@ def run_packed(
     """
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
-    shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
+    shapes = {**_shapes(signal, state), "cu_seqlens": tuple(cu_seqlens.shape)}
     choice = select(update, v.device, v.dtype, shapes, implementation or _chosen(), 1)
     if choice.implementation == "triton" and q.shape[1]:
         with torch.autocast(v.device.type, enabled=False):
+            if choice.route == "attention":
+                moved = {n: x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in signal.items()}
+                out, state = attention.run(update, moved, state, True, cu_seqlens)
+                return out.transpose(1, 2), state
             return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
 
     def alone(signal: Signal, state: State) -> tuple[Tensor, State]:
@@ -228,8 +236,17 @@ def _execute(
     moved = _each(signal, time, lambda x: x.movedim(time, batch))
     if state is None:
         state = update.init(_each(moved, batch, lambda x: x.select(batch, 0)), weights)
-    out, state = _ROUTES[choice.route](update, moved, state, batch)
+    if choice.route == "attention":
+        out, state = attention.run(update, moved, state, choice.implementation == "triton")
+    else:
+        out, state = _ROUTES[choice.route](update, moved, state, batch)
     return out.movedim(batch, time).to(dtype), state
+
+
+def _shapes(signal: Signal, state: State | None) -> dict[str, tuple[int, ...]]:
+    """What `select` asks of a call."""
+    shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
+    return shapes if state is None or len(state.theta) < 3 else {**shapes, "pairs": tuple(state.theta[2].shape)}
 
 
 def _each(signal: Signal, time: int, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor | float]:
@@ -284,12 +301,6 @@ def _run_cascade(update: StateUpdate, signal: Signal, state: State, batch: int) 
     return cascade.run(update, signal, state, q, batch)
 
 
-def _run_attention(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
-    q = signal["q"]
-    assert isinstance(q, Tensor)
-    return attention.run(update, signal, state, q)
-
-
 def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     cost, _, monoid, step, _ = update.parts()
     outputs, done = [], 0
@@ -316,7 +327,7 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
 
 
 _AS_GIVEN = frozenset(("attention",))  # routes that take half precision as it is
-_ROUTES = {"chain": _run_chain, "cascade": _run_cascade, "attention": _run_attention, "gram": _run_gram}
+_ROUTES = {"chain": _run_chain, "cascade": _run_cascade, "gram": _run_gram}
 
 
 # ---- explanation -------------------------------------------------------------------------------------------------

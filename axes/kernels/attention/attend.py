@@ -162,7 +162,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx, do, _, backward=_backward_operator):
+def _differentiate(ctx, do, _, *, backward=_backward_operator):
     *tensors, o, lse = ctx.saved_tensors
     *grads, dm = backward(*tensors, o, lse, do.contiguous(), *ctx.options)
     return *grads, None if tensors[3] is None else dm, None, None, None
@@ -182,7 +182,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        return _differentiate(ctx, *grads, backward=_backward)
+        do, none = grads
+        return _differentiate(ctx, do, none, backward=_backward)
 
 
 def _apply(*inputs: Any) -> tuple[Tensor, ...]:

@@ -5,15 +5,14 @@ In `forward` and `queries` a program owns a block of queries and walks over its 
 pairs and walks over the queries that see them: every sum has one order and one writer, so bits repeat.
 
 Only differences of masses count, and near the diagonal small ones of large numbers: a mass is two float32, high + low.
-A block takes masses relative to its own first query's (or its largest), where what still weighs anything is near zero;
-tiles that the diagonal crosses subtract pair by pair. Backward, with D_t = o_t . do_t and dS = p (do v^T - D):
-    dq = scale dS k    dk = scale dS^T q    dv = p^T do    dm = (sums of dS over queries) - (over pairs, at the own pair)
+A block takes masses relative to its own first query's (or its largest), where what still weighs is near zero; tiles
+that the diagonal crosses subtract pair by pair. Backward, with D_t = o_t . do_t and dS = p (do v^T - D):
+    dq = scale dS k    dk = scale dS^T q    dv = p^T do    dm = (dS summed over queries) - (over pairs, at the own pair)
 where the last sum is zero but for rounding, which a cumulative sum of dm would add up.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 

@@ -11,6 +11,7 @@ Legend: ... batch, T tokens, n pairs of the state, S = n + T, d_k key, d_v value
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping
 
@@ -19,46 +20,97 @@ from torch import Tensor
 
 from axes.core.derived import Chain
 from axes.core.geometry import Entropic, Geometry
+from axes.core.legality import gates
 from axes.core.memory import List
 from axes.core.monoids import Element, rotate
 from axes.core.rates import rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.routes import scan
 from axes.routes.attention import softmax, transported
+from axes.routes.attention.sequences import Alone, Packed
+
+_TRITON = importlib.util.find_spec("triton") is not None
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_WIDEST = 256
 
 
-def run(update: StateUpdate, signal: Mapping[str, Tensor | float], state: State, q: Tensor) -> tuple[Tensor, State]:
-    """Outputs (..., T, d_v) and the list after T more pairs. signal: batch dimensions, then T, then features."""
+def no_kernel(
+    update: StateUpdate, device: torch.device, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], time: int
+) -> str | None:
+    """Why no kernel of ours takes part, or None if one does.
+
+    shapes: of the signal's tensors; with "cu_seqlens" of packed sequences and "pairs" of what the state holds.
+    """
+    _, h, monoid, _, memory = update.parts()
+    if not isinstance(memory, List):
+        return f"{type(memory).__name__} memory does not keep a list"
+    kinds = gates(monoid)
+    stored = shapes.get("pairs", (0,))[-1]
+    if h.is_identity:
+        return "a list read through a matrix"
+    if "low rank" in kinds:
+        return "keys are carried through reflections, block by block"
+    if kinds <= {"identity"} and not stored and "cu_seqlens" not in shapes:
+        return "scores as they are: torch's fused attention"
+    if device.type != "cuda":
+        return f"device {device} is not a GPU"
+    if not _TRITON:
+        return "Triton is not installed"
+    if dtype not in _DTYPES:
+        return f"the kernels accumulate in float32, the values are {dtype}"
+    if time != 1 or any(len(shapes.get(n, (0,) * 4)) != 4 for n in "qkv"):
+        return "the kernels take (batch, time, head, width)"
+    if any(not 0 < shapes[n][-1] <= _WIDEST for n in "kv" if n in shapes):
+        return f"the kernels take widths up to {_WIDEST}"
+    return None
+
+
+def run(
+    update: StateUpdate,
+    signal: Mapping[str, Tensor | float],
+    state: State,
+    kernels: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State]:
+    """Outputs (..., T, d_v) and the list after T more pairs. signal: batch dimensions, then T, then features.
+
+    kernels: ours where they take part.  cu_seqlens: of sequences packed in a batch entry (1, H, T, ...), by kernels
+    alone, with a state each.
+    """
     _, h, _, _, memory = update.parts()
     assert isinstance(memory, List)
     k, v, element = _written(update, signal)
-    q, length, scale = q.to(v.dtype), k.shape[-2], memory.temperature(k.shape[-1])
-    gate = _log_gate(memory, element)
-    final: Tensor | None = None
+    q = signal["q"]
+    assert isinstance(q, Tensor)
+    q, scale, old = q.to(v.dtype), memory.temperature(k.shape[-1]), state.theta[2].shape[-1]
+    line = Alone(k.shape[-2]) if cu_seqlens is None else Packed(cu_seqlens, k.shape[-2])
     old_keys, old_values, old_mass = state.theta
-    old = old_mass.shape[-1]
+    turned: Tensor | None = None
     if element.angle is not None:
-        turned = _turned(element.angle, length)
-        q, k = _turn(q, -turned), _turn(k, -turned)
-    keys, values = _behind(old_keys, k), _behind(old_values, v)
-    mass = _mass_of(old_mass, gate, keys)
-    if element.angle is not None:
-        final = rotate(keys.to(turned.dtype), turned[..., -1:, :])
+        turned = _turned(element.angle, k, line)
+        q, k = _turn(q, k, turned, kernels)
+    keys, values = line.behind(old_keys, k), line.behind(old_values, v)
+    gate = _log_gate(memory, element, k)
+    total = None if gate is None else line.sums(gate)
+    mass = _mass_of(old_mass, total, k, line)
+    final: Tensor | None = None
     if h.is_identity:
         out = scale * _linear(element, gate, state, k, v, q)
         if element.left is not None:
             final = transported.last_keys(keys, *_factors(memory, element, k))
     elif element.left is not None:
         a, b = _factors(memory, element, k)
-        wide = (x.to(a.dtype) for x in (q, keys, values))
-        out, final = transported.attend(*wide, a, b, scale, mass)
+        wide = [x.to(a.dtype) for x in (q, keys, values)]
+        out, final = transported.attend(wide[0], wide[1], wide[2], a, b, scale, mass)
     else:
-        out = softmax.attend(q, keys, values, scale, mass)
+        out = softmax.attend(q, keys, values, scale, mass, kernels, cu_seqlens)
     if not h.is_identity:
-        out = _weighed(h, old, out)
-    kept = _now(mass, gate, keys)
-    theta = (keys if final is None else final, values, kept)
-    return out.to(v.dtype), State(theta, state.via, state.stats, state.norm, state.anchor, state.count + length)
+        out = _weighed(h, line.places(old), out)
+    keys = line.rows(keys if final is None else final)
+    if turned is not None:
+        keys = rotate(keys.to(turned.dtype), line.ends(turned.mT).mT)
+    theta = (keys, line.rows(values), _now(mass, total, line, values))
+    return out.to(v.dtype), State(theta, state.via, state.stats, state.norm, state.anchor, state.count + line.length)
 
 
 # ---- the numbers of a token ----------------------------------------------------------------------------------------
@@ -83,49 +135,57 @@ def _written(update: StateUpdate, signal: Mapping[str, Tensor | float]) -> tuple
     return k.to(v.dtype), v, element
 
 
-def _log_gate(memory: List, element: Element) -> Tensor | None:
-    """The log gates of the tokens' masses (..., T) or (): what the element does to a massless pair; None if nothing."""
+def _log_gate(memory: List, element: Element, k: Tensor) -> Tensor | None:
+    """Log gates (..., T) of the masses: what the element does to a pair that has none. None if nothing."""
     gate = element.gate
     if gate is None and isinstance(element.scale, float) and element.scale == 1.0:
         return None
-    dtype = torch.float64 if gate is None else gate.dtype
-    device = None if gate is None else gate.device
-    none = torch.zeros(1, 1, dtype=dtype, device=device)
-    moved = memory.act(Element(element.scale, gate), (none, none, none[0]))[2]
-    return scan.floored(moved)[..., 0]
+    none = torch.zeros(1, 1, dtype=_exact(k) if gate is None else gate.dtype, device=k.device)
+    moved = scan.floored(memory.act(Element(element.scale, gate), (none, none, none[0]))[2])[..., 0]
+    batch = torch.broadcast_shapes(moved.shape[:-1], k.shape[:-2])
+    return moved.to(_exact(k)).expand(*batch, k.shape[-2])
 
 
-def _mass_of(old: Tensor, gate: Tensor | None, keys: Tensor) -> Tensor | None:
-    """Log masses (..., S) less the gates after the first token: what the state held, then -G_i. None if all are 0."""
-    length = keys.shape[-2] - old.shape[-1]
-    if gate is None:
-        return torch.cat((old.double(), old.new_zeros((*old.shape[:-1], length)).double()), -1) if old.shape[-1] else None
-    batch = torch.broadcast_shapes(gate.shape[:-1], keys.shape[:-2])
-    total = gate.to(keys.device).double().expand(*batch, length).cumsum(-1)
-    return torch.cat((old.double().expand(*batch, old.shape[-1]), -total), -1)
+def _exact(like: Tensor) -> torch.dtype:
+    """What sums over time are taken in."""
+    return torch.float32 if like.device.type == "mps" else torch.float64  # which has no float64
 
 
-def _now(mass: Tensor | None, gate: Tensor | None, keys: Tensor) -> Tensor:
-    """Log masses after the last token."""
-    wide = torch.float64 if keys.dtype == torch.float64 else torch.float32
+def _mass_of(old: Tensor, total: Tensor | None, k: Tensor, line: Alone | Packed) -> Tensor | None:
+    """Log masses (..., S) less the gates since the first token: what the state held, then -G_i. None if all are 0."""
+    if total is None and not old.shape[-1]:
+        return None
+    new = torch.zeros(k.shape[:-1], dtype=_exact(k), device=k.device) if total is None else -total
+    return line.behind(old.to(new.dtype)[..., None], new[..., None])[..., 0]
+
+
+def _now(mass: Tensor | None, total: Tensor | None, line: Alone | Packed, values: Tensor) -> Tensor:
+    """Log masses after the last token, by sequence."""
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
     if mass is None:
-        return torch.zeros(keys.shape[:-1], dtype=wide, device=keys.device)
-    return (mass if gate is None else mass - mass[..., -1:]).to(wide)
+        mass = torch.zeros(values.shape[:-1], dtype=wide, device=values.device)
+    last = line.rows(mass[..., None], -torch.inf)[..., 0]
+    return (last if total is None else last + line.ends(total)).to(wide)
 
 
-def _turned(angle: Tensor, length: int) -> Tensor:
-    """Angles since the first token's past: (T, d_k/2) of constants, (..., T, d_k/2) of named ones."""
-    total = angle.double().expand(*angle.shape[:-2], length, angle.shape[-1]).cumsum(-2)
-    return total.remainder(2 * math.pi).to(angle.dtype)
+def _turned(angle: Tensor, k: Tensor, line: Alone | Packed) -> Tensor:
+    """Angles since before the first token: (T, d_k/2) of constants, (..., T, d_k/2) of named ones."""
+    batch = (1, 1) if isinstance(line, Packed) and angle.ndim < 3 else angle.shape[:-2]
+    every = angle.to(_exact(k)).expand(*batch, k.shape[-2], angle.shape[-1])
+    return line.sums(every.mT).mT.remainder(2 * math.pi).to(angle.dtype)
 
 
-def _turn(x: Tensor, angle: Tensor) -> Tensor:
-    return rotate(x.to(angle.dtype), angle).to(x.dtype)
+def _turn(q: Tensor, k: Tensor, angle: Tensor, kernels: bool) -> tuple[Tensor, Tensor]:
+    """Both in the frame of the first token; in float32 at least."""
+    constant = angle.ndim == 2 or angle.shape[1] == 1
+    if kernels and constant and not angle.requires_grad:
+        from axes.kernels.attention.turn import turn
 
-
-def _behind(old: Tensor, new: Tensor) -> Tensor:
-    """Stored rows, then new ones; an empty store has no say in their dtype."""
-    return torch.cat((old, new.expand(*old.shape[:-2], *new.shape[-2:])), -2) if old.shape[-2] else new
+        angle = -(angle if angle.ndim == 2 else angle[:, 0])
+        q, k = (x.transpose(1, 2) for x in turn(q.transpose(1, 2), k.transpose(1, 2), angle))
+        return q, k
+    q, k = (rotate(x.to(angle.dtype), -angle).to(x.dtype) for x in (q, k))
+    return q, k
 
 
 def _factors(memory: List, element: Element, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,28 +199,27 @@ def _factors(memory: List, element: Element, k: Tensor) -> tuple[Tensor, Tensor]
     return left[..., 0].expand_as(k), element.right[..., 0].expand_as(k)
 
 
-def _weighed(h: Geometry, old: int, out: Tensor) -> Tensor:
-    """Softmax sums to one: times what the weights of a query sum to, a number, or the root of how many pairs it sees."""
-    mass = _mass(h, old, out.shape[-2], out)
+def _weighed(h: Geometry, seen: Tensor, out: Tensor) -> Tensor:
+    """Softmax sums to one: times what the weights of a query sum to."""
+    mass = _mass(h, seen, out)
     return out if isinstance(mass, float) and mass == 1.0 else out * mass
 
 
-def _mass(h: Geometry, old: int, length: int, like: Tensor) -> Tensor | float:
+def _mass(h: Geometry, seen: Tensor, like: Tensor) -> Tensor | float:
+    """A number, or the root of how many pairs a query sees."""
     assert isinstance(h, Entropic)
-    if h.mass is not None:
-        return h.mass
-    return torch.arange(old + 1, old + length + 1, dtype=like.dtype, device=like.device).sqrt()[:, None]
+    return seen.to(like).sqrt()[:, None] if h.mass is None else h.mass
 
 
-def _linear(
-    element: Element, gate: Tensor | None, state: State, k: Tensor, v: Tensor, q: Tensor
-) -> Tensor:
+def _linear(element: Element, gate: Tensor | None, state: State, k: Tensor, v: Tensor, q: Tensor) -> Tensor:
     """What the matrix sum_i e^mass_i v_i k_i^T reads: keys and queries have been turned, the rest is a chain."""
     k, v, q = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in (k, v, q))
     keys, values, mass = (x.to(k.dtype) for x in state.theta)
     start = (torch.exp(mass)[..., None] * values).mT @ keys
-    factors = (x if x is None else x[..., 0][..., None, None, :].expand(*k.shape[:-1], 1, 1, k.shape[-1]) for x in (element.left, element.right))
+    a, b = (
+        None if x is None else x[..., 0][..., None, None, :].expand(*k.shape[:-1], 1, 1, k.shape[-1])
+        for x in (element.left, element.right)
+    )
     if gate is not None:
         gate = gate[..., None].to(k.dtype).expand(*k.shape[:-1], 1)
-    a, b = factors
     return scan.chunked(Chain(k[..., None, :], v, gate, a=a, b=b), start[..., None, :], q)[0]

@@ -12,11 +12,20 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 _BLOCK = 256  # queries that share a base of the masses, and a mask
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    mass: Tensor | None = None,
+    kernels: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """q (..., T, d_k), keys (..., S, d_k), values (..., S, d_v), mass (..., S) in float64: (..., T, d_v).
 
     Token t sees the first S - T + t + 1 pairs. Batch dimensions of the pairs broadcast to those of the queries: a last
-    one of size 1 is a group of queries that reads the same pairs.
+    one of size 1 is a group of queries that reads the same pairs.  kernels: ours, on a GPU, for masses and packed
+    sequences, whose offsets are cu_seqlens.
     """
     batch = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2], () if mass is None else mass.shape[:-1])
     q = q.expand(*batch, *q.shape[-2:])
@@ -27,7 +36,13 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor |
     keys, values = (_four(x.to(q.dtype).expand(*inner, *x.shape[-2:]), grouped) for x in (keys, values))
     if mass is not None:
         mass = _four(mass.expand(*inner, mass.shape[-1])[..., None], grouped)[..., 0]
-    out = _attend(_four(q, False, grouped), keys, values, scale, mass)
+    four = _four(q, False, grouped)
+    if kernels and (mass is not None or cu_seqlens is not None):
+        out = _by_kernel(four, keys, values, scale, mass, cu_seqlens)
+    elif mass is None:
+        out = _fused(four, keys, values, scale)
+    else:
+        out = _by_blocks(four, keys, values, scale, mass)
     return out.reshape(*batch, *out.shape[-2:])
 
 
@@ -40,10 +55,14 @@ def _four(x: Tensor, shared: bool, grouped: bool = False) -> Tensor:
     return x.reshape(-1, *x.shape[-3:]) if x.ndim > 2 else x[None, None]
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor | None) -> Tensor:
-    if mass is None:
-        return _fused(q, keys, values, scale)
-    return _by_blocks(q, keys, values, scale, mass)
+def _by_kernel(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    from axes.kernels.attention.attend import attend
+
+    q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
+    mass = None if mass is None else mass.transpose(1, 2)
+    return attend(q, keys, values, mass, scale=scale, cu_seqlens=cu_seqlens).transpose(1, 2)
 
 
 def _fused(q: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:

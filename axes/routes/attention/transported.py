@@ -9,6 +9,7 @@ to older and older keys. Products of C x d_k by d_k x d_k take the place of a so
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,9 +45,8 @@ def attend(
         rows = slice(0, end - n * size)
         held = (*blocks[:n], *maps[:n], stored, values[..., : old + end, :])
         weight = None if mass is None else mass[..., : old + end] - mass[..., old + n * size, None].detach()
-        block = (queries[..., rows, :], own[..., rows, rows], scale, weight, n, *held)
-        recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in block)
-        outputs.append(checkpoint(_read, *block, use_reentrant=False) if recorded else _read(*block))
+        read = partial(_read, queries[..., rows, :], own[..., rows, rows], scale, weight, n, *held)
+        outputs.append(checkpoint(read, use_reentrant=False) if torch.is_grad_enabled() else read())
     return torch.cat(outputs, -2), torch.cat(_carry_on(stored, blocks, maps, length), -2)
 
 
@@ -74,10 +74,8 @@ def _picked(k: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return (k @ a.mT).triu(1) @ solved, solved
 
 
-def _read(
-    queries: Tensor, own: Tensor, scale: float, weight: Tensor | None, before: int, *held: Tensor
-) -> Tensor:
-    """One block of queries. own: scores of its own block; held: older blocks' keys and maps, stored keys, all values."""
+def _read(queries: Tensor, own: Tensor, scale: float, weight: Tensor | None, before: int, *held: Tensor) -> Tensor:
+    """One block of queries. own: scores of its own block; held: older blocks' keys, their maps, stored keys, values."""
     blocks, maps, (stored, values) = held[:before], held[before : 2 * before], held[2 * before :]
     scores = [own]
     for k, through in zip(reversed(blocks), reversed(maps), strict=True):
