@@ -25,7 +25,18 @@ from axes.claims.group_d_tools import (
 )
 from axes.claims.sources import BLOG
 from axes.core.geometry import Birkhoff
-from axes.core.monoids import Diagonal, Element, GeneralLinear, Householder, Identity, Monoid, Product, Rotation, Scalar
+from axes.core.monoids import (
+    Diagonal,
+    Element,
+    GeneralLinear,
+    Householder,
+    Identity,
+    Monoid,
+    Product,
+    Rotation,
+    Scalar,
+    rotate,
+)
 from axes.core.rates import Per
 from axes.errors import IllegalUpdate
 from axes.routes import dispatch
@@ -353,7 +364,8 @@ def D15(draw: Draw) -> tuple[Finding, ...]:
     decay, ones = torch.full((length,), math.log(0.9), dtype=torch.float64), torch.ones(length, dtype=torch.float64)
     faded = effective_keys(layer_tuple("mamba2"), k=k, decay=decay, dt=ones)
     stored = {"q": k[None], "k": k[None], "v": k[None]}
-    rotated = dispatch.run(layer_tuple("rope"), stored, time=1)[1].theta[0][0]  # the keys that the layer keeps
+    keys, _, _, owed = dispatch.run(layer_tuple("rope"), stored, time=1)[1].theta  # what the layer keeps
+    rotated = rotate(keys, owed[:, None])[0]
     both = effective_keys(layer_tuple("retnet"), k=k, decay=decay)
     theta = 10000.0 ** (-2 * torch.arange(d // 2, dtype=torch.float64) / d)
     ages = torch.arange(length, dtype=torch.float64)

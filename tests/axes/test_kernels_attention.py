@@ -120,7 +120,7 @@ from axes.core.geometry import Entropic
 from axes.core.memory import List
 from axes.core.monoids import Product, Rotation, Scalar
 from axes.routes import attention
-from axes.routes.packed import select
+from axes.routes.packed import join, select
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -153,18 +153,15 @@ def route(update, signal, state, cu=None):
 def interpreted(update, signal, state, lengths=None):
     if not lengths:
         return reference.run(update, signal, state, time=1)
-    outs, ends, at, rows = [], [], 0, state.theta[2].shape[-1] + max(lengths)
+    outs, ends, at = [], [], 0
     for n, length in enumerate(lengths):
         own = select(state, torch.tensor([n]), len(lengths))
         if length:
             out, own = reference.run(update, {x: y[:, at : at + length] for x, y in signal.items()}, own, time=1)
             outs.append(out)
-        keys, values, mass = own.theta
-        front = rows - mass.shape[-1]
-        keys, values = (torch.nn.functional.pad(x, (0, 0, front, 0)) for x in (keys, values))
-        ends.append((keys, values, torch.nn.functional.pad(mass, (front, 0), value=-torch.inf)))
+        ends.append(own)
         at += length
-    return torch.cat(outs, 1), state._replace(theta=tuple(map(torch.cat, zip(*ends))))
+    return torch.cat(outs, 1), join(ends, True)
 
 def check(name, batch, length, old, lengths=None, bound=2e-5):
     update = TUPLES[name]

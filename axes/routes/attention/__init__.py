@@ -1,11 +1,12 @@
 """Attention: a list memory read for all tokens at once. Gates become masses, rotations and reflections move keys.
 
 A scalar gate adds G_t - G_i to the score of pair i (ALiBi, FoX): of these only the pair's own mass, -G_i, changes a
-softmax. A rotation turns keys and queries once, to the frame of the first token (RoPE). A generalised Householder
-product carries keys past blocks of tokens (PaTH). With Euclidean h the list is read through the matrix that it equals.
+softmax. A rotation turns new keys and queries once, to the frame in which stored keys stand (RoPE). A generalised
+Householder product carries keys past blocks of tokens (PaTH). With Euclidean h the list is read through the matrix that
+it equals.
 
 Keys, values and queries keep the dtype of the values, which is what products are taken in and lists are kept in; keys
-that move at every token are kept in float32, or rounding would add up. Masses are summed in float64.
+that a reflection moves at every token are kept in float32, or rounding would add up. Masses are summed in float64.
 Legend: ... batch, T tokens, n pairs of the state, S = n + T, d_k key, d_v value.
 """
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from axes.core.derived import Chain
 from axes.core.geometry import Entropic, Geometry
 from axes.core.legality import gates
-from axes.core.memory import List
+from axes.core.memory import Leaves, List
 from axes.core.monoids import Element, rotate
 from axes.core.rates import rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
@@ -84,10 +85,14 @@ def run(
     assert isinstance(q, Tensor)
     q, scale, old = q.to(v.dtype), memory.temperature(k.shape[-1]), state.theta[2].shape[-1]
     line = Alone(k.shape[-2]) if cu_seqlens is None else Packed(cu_seqlens, k.shape[-2])
-    old_keys, old_values, old_mass = state.theta
-    turned: Tensor | None = None
-    if element.angle is not None:
-        turned = _turned(element.angle, k, line)
+    old_keys, old_values, old_mass, *owed = state.theta
+    angle = element.angle
+    if owed and element.left is not None:
+        old_keys, owed = rotate(old_keys, owed[0][..., None, :]), []
+    if owed and angle is None:
+        angle = torch.zeros_like(owed[0][..., None, :])
+    if angle is not None:
+        turned, owed = _turned(angle, owed, k, line)
         q, k = _turn(q, k, turned, kernels)
     keys, values = line.behind(old_keys, k), line.behind(old_values, v)
     gate = _log_gate(memory, element, k)
@@ -95,7 +100,7 @@ def run(
     mass = _mass_of(old_mass, total, k, line)
     final: Tensor | None = None
     if h.is_identity:
-        out = scale * _linear(element, gate, state, k, v, q)
+        out = scale * _linear(element, gate, (old_keys, old_values, old_mass), k, v, q)
         if element.left is not None:
             final = transported.last_keys(keys, *_factors(memory, element, k))
     elif element.left is not None:
@@ -107,9 +112,7 @@ def run(
     if not h.is_identity:
         out = _weighed(h, line.places(old), out)
     keys = line.rows(keys if final is None else final)
-    if turned is not None:
-        keys = rotate(keys.to(turned.dtype), line.ends(turned.mT).mT)
-    theta = (keys, line.rows(values), _now(mass, total, line, values))
+    theta = (keys, line.rows(values), _now(mass, total, line, values), *owed)
     return out.to(v.dtype), State(theta, state.via, state.stats, state.norm, state.anchor, state.count + line.length)
 
 
@@ -165,14 +168,22 @@ def _now(mass: Tensor | None, total: Tensor | None, line: Alone | Packed, values
     if mass is None:
         mass = torch.zeros(values.shape[:-1], dtype=wide, device=values.device)
     last = line.rows(mass[..., None], -torch.inf)[..., 0]
-    return (last if total is None else last + line.ends(total)).to(wide)
+    return (last if total is None else last + line.ends(total)[..., None]).to(wide)
 
 
-def _turned(angle: Tensor, k: Tensor, line: Alone | Packed) -> Tensor:
-    """Angles since before the first token: (T, d_k/2) of constants, (..., T, d_k/2) of named ones."""
-    batch = (1, 1) if isinstance(line, Packed) and angle.ndim < 3 else angle.shape[:-2]
+def _turned(angle: Tensor, owed: list[Tensor], k: Tensor, line: Alone | Packed) -> tuple[Tensor, list[Tensor]]:
+    """Angles at every token, (T, d_k/2) where all start together with the same ones, else (..., T, d_k/2); and after
+    the last token, by sequence (..., d_k/2)."""
+    start = owed[0].to(_exact(k)) if owed else None
+    batch = angle.shape[:-2]
+    if start is not None or isinstance(line, Packed):
+        batch = torch.broadcast_shapes((1, 1), batch) if isinstance(line, Packed) else start.shape[:-1]  # type: ignore[union-attr]
     every = angle.to(_exact(k)).expand(*batch, k.shape[-2], angle.shape[-1])
-    return line.sums(every.mT).mT.remainder(2 * math.pi).to(angle.dtype)
+    sums = line.sums(every.mT, start)
+    last = line.ends(sums, start).remainder(2 * math.pi).to(angle.dtype)
+    sequences = last.shape[:1] if isinstance(line, Packed) else k.shape[:-2]
+    heads = k.shape[1:-2] if isinstance(line, Packed) else ()
+    return sums.mT.remainder(2 * math.pi).to(angle.dtype), [last.expand(*sequences, *heads, last.shape[-1])]
 
 
 def _turn(q: Tensor, k: Tensor, angle: Tensor, kernels: bool) -> tuple[Tensor, Tensor]:
@@ -211,10 +222,10 @@ def _mass(h: Geometry, seen: Tensor, like: Tensor) -> Tensor | float:
     return seen.to(like).sqrt()[:, None] if h.mass is None else h.mass
 
 
-def _linear(element: Element, gate: Tensor | None, state: State, k: Tensor, v: Tensor, q: Tensor) -> Tensor:
+def _linear(element: Element, gate: Tensor | None, old: Leaves, k: Tensor, v: Tensor, q: Tensor) -> Tensor:
     """What the matrix sum_i e^mass_i v_i k_i^T reads: keys and queries have been turned, the rest is a chain."""
     k, v, q = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in (k, v, q))
-    keys, values, mass = (x.to(k.dtype) for x in state.theta)
+    keys, values, mass = (x.to(k.dtype) for x in old)
     start = (torch.exp(mass)[..., None] * values).mT @ keys
     a, b = (
         None if x is None else x[..., 0][..., None, None, :].expand(*k.shape[:-1], 1, 1, k.shape[-1])

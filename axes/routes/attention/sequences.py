@@ -23,9 +23,9 @@ class Alone:
     def __init__(self, length: int) -> None:
         self.length = length  # of the longest sequence
 
-    def sums(self, x: Tensor) -> Tensor:
-        """Numbers (..., T) summed from the start of every sequence."""
-        return x.cumsum(-1)
+    def sums(self, x: Tensor, start: Tensor | None = None) -> Tensor:
+        """Numbers (..., T) summed over every sequence, from where it starts (...) or from zero."""
+        return x.cumsum(-1) if start is None else x.cumsum(-1) + start[..., None]
 
     def behind(self, old: Tensor, new: Tensor) -> Tensor:
         """New vectors behind the stored ones; an empty store has no say in their dtype."""
@@ -34,9 +34,9 @@ class Alone:
         batch = torch.broadcast_shapes(old.shape[:-2], new.shape[:-2])
         return torch.cat((old.expand(*batch, *old.shape[-2:]), new.expand(*batch, *new.shape[-2:])), -2)
 
-    def ends(self, sums: Tensor) -> Tensor:
-        """The sums of whole sequences (..., 1)."""
-        return sums[..., -1:]
+    def ends(self, sums: Tensor, start: Tensor | None = None) -> Tensor:
+        """The sums of whole sequences (...)."""
+        return sums[..., -1]
 
     def rows(self, pairs: Tensor, fill: float = 0.0) -> Tensor:
         """All pairs (..., S, d), by sequence."""
@@ -57,8 +57,9 @@ class Packed:
         self.length = int((self.packing.offsets[1:] - self.packing.offsets[:-1]).max()) if self.packing.sequences else 0
         self.old = 0
 
-    def sums(self, x: Tensor) -> Tensor:
-        return self.packing.from_starts(x.cumsum(-1).movedim(-1, 1)).movedim(1, -1)
+    def sums(self, x: Tensor, start: Tensor | None = None) -> Tensor:
+        total = self.packing.from_starts(x.cumsum(-1).movedim(-1, 1))
+        return (total if start is None else total + start[self.packing.sequence][None]).movedim(1, -1)
 
     def behind(self, old: Tensor, new: Tensor) -> Tensor:
         self.old = old.shape[-2]
@@ -67,12 +68,11 @@ class Packed:
         whole = self.packing.behind(*(x.transpose(1, 2).flatten(2) for x in (new, old)))
         return whole.unflatten(2, (new.shape[1], new.shape[3])).transpose(1, 2)
 
-    def ends(self, sums: Tensor) -> Tensor:
-        """(N, ..., 1), zero of an empty sequence."""
+    def ends(self, sums: Tensor, start: Tensor | None = None) -> Tensor:
         offsets = self.packing.offsets
-        last = sums[0][..., (offsets[1:] - 1).clamp_min(0)].movedim(-1, 0)[..., None]
+        last = sums[0][..., (offsets[1:] - 1).clamp_min(0)].movedim(-1, 0)
         empty = (offsets[1:] == offsets[:-1]).view(-1, *[1] * (last.ndim - 1))
-        return last.masked_fill(empty, 0.0)
+        return torch.where(empty, torch.zeros_like(last) if start is None else start.to(last), last)
 
     def rows(self, pairs: Tensor, fill: float = 0.0) -> Tensor:
         """(1, H, S, d) as (N, H, longest, d)."""
