@@ -198,12 +198,15 @@ def step(
     update: StateUpdate, signal: Signal, state: State, *, implementation: Implementation | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """One token (B, 1, H, ...): by the fused kernel where one is and no gradient is asked, else by the interpreter.
+    """One token (B, 1, H, ...): by the fused kernel where one is and no gradient is asked, else by the interpreter; a
+    list by its route, which grows it in place of a copy.
 
     in_place: the kernel writes the new state over the old one, which the caller gives up.
     """
     v = signal["v"]
     assert isinstance(v, Tensor)
+    if no_attention(update) is None:
+        return run(update, signal, state, implementation=implementation)
     chosen = implementation or _chosen()
     shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
     no_kernel = kernel_terms.no_kernel(update, v.device, v.dtype, shapes, 1) or kernel_terms.no_step(update)

@@ -11,6 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from axes.routes.attention.room import append, may_append
 from axes.routes.packed import Packing
 
 
@@ -32,6 +33,8 @@ class Alone:
         if not old.shape[-2]:
             return new
         batch = torch.broadcast_shapes(old.shape[:-2], new.shape[:-2])
+        if new.shape[-2] == 1 and batch == old.shape[:-2] and may_append(old, new):
+            return append(old, new)
         return torch.cat((old.expand(*batch, *old.shape[-2:]), new.expand(*batch, *new.shape[-2:])), -2)
 
     def ends(self, sums: Tensor, start: Tensor | None = None) -> Tensor:

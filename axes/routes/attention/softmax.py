@@ -5,9 +5,12 @@ Memory is linear in T: no scores are kept, no bias of T x T is made.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 _BLOCK = 256  # queries that share a base of the masses, and a mask
 
@@ -39,6 +42,8 @@ def attend(
     four = _four(q, False, grouped)
     if kernels and (mass is not None or cu_seqlens is not None):
         out = _by_kernel(four, keys, values, scale, mass, cu_seqlens)
+    elif mass is not None and q.shape[-2] == 1:
+        out = _one(four, keys, values, scale, mass)
     elif mass is None:
         out = _fused(four, keys, values, scale)
     else:
@@ -53,6 +58,15 @@ def _four(x: Tensor, shared: bool, grouped: bool = False) -> Tensor:
     elif grouped and x.ndim > 4:
         x = x.flatten(-4, -3)
     return x.reshape(-1, *x.shape[-3:]) if x.ndim > 2 else x[None, None]
+
+
+def _one(q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor) -> Tensor:
+    """One query a sequence; those of a group read their pairs together."""
+    wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+    weight = (mass - mass[..., -1:]).to(wide)[..., None, :]
+    together = q.unflatten(1, (keys.shape[1], -1))[..., 0, :].to(wide)
+    p = torch.softmax(scale * (together @ keys.to(wide).mT) + weight, -1)
+    return (p @ values.to(wide)).flatten(1, 2)[..., None, :].to(q.dtype)
 
 
 def _by_kernel(
@@ -81,23 +95,25 @@ def _fused(q: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor |
 
 
 def _by_blocks(q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor) -> Tensor:
-    """A mass is one more feature of a key, against a one of the query. It is taken relative to the first query of each
-    block, so that the masses that weigh anything are small numbers."""
+    """Queries in blocks; what a block makes for itself is made again in the backward pass."""
     if q.dtype in (torch.bfloat16, torch.float16):  # 16 bits do not hold a mass
         return _by_blocks(q.float(), keys.float(), values.float(), scale, mass).to(q.dtype)
-    length, width = q.shape[-2], q.shape[-1]
-    old, outputs = keys.shape[-2] - length, []
-    spare = -(width + 1) % 8  # aligned rows
-    q = pad(torch.cat((scale * q, torch.ones_like(q[..., :1])), -1), (0, spare))
-    keys = pad(keys, (0, spare))
+    length, outputs = q.shape[-2], []
+    old = keys.shape[-2] - length
     for first in range(0, length, _BLOCK):
         end = min(first + _BLOCK, length)
-        reach = old + end
-        base = mass[..., old + first, None].detach()
-        relative = (mass[..., :reach] - base).clamp_min(-1e30).to(q.dtype)  # nothing is not a number to multiply with
-        held = torch.cat((keys[..., :reach, :width], relative[..., None], keys[..., :reach, width:]), -1)
-        causal = None
-        if first or old:
-            causal = torch.ones(end - first, reach, dtype=torch.bool, device=q.device).tril(old + first)
-        outputs.append(_fused(q[..., first:end, :], held, values[..., :reach, :], 1.0, causal))
+        read = partial(_block, q[..., first:end, :], keys, values, mass, old + first, old + end, scale)
+        again = length > _BLOCK and torch.is_grad_enabled()
+        outputs.append(checkpoint(read, use_reentrant=False) if again else read())
     return torch.cat(outputs, -2)
+
+
+def _block(q: Tensor, keys: Tensor, values: Tensor, mass: Tensor, first: int, end: int, scale: float) -> Tensor:
+    """The queries whose own pairs are those from `first` to `end`. A mass is one more feature of a key, against a one
+    of the query, and taken relative to the first own pair's: the masses that weigh anything are small numbers."""
+    relative = (mass[..., :end] - mass[..., first, None].detach()).clamp_min(-1e30)  # nothing is no number to multiply
+    spare = (0, -(q.shape[-1] + 1) % 8)  # aligned rows
+    q = pad(torch.cat((scale * q, torch.ones_like(q[..., :1])), -1), spare)
+    keys = pad(torch.cat((keys[..., :end, :], relative[..., None].to(keys.dtype)), -1), spare)
+    seen = torch.ones(end - first, end, dtype=torch.bool, device=q.device).tril(first) if first else None
+    return _fused(q, keys, values[..., :end, :], 1.0, seen)

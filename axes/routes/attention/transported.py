@@ -47,6 +47,9 @@ def attend(
         weight = None if mass is None else mass[..., : old + end] - mass[..., old + n * size, None].detach()
         read = partial(_read, queries[..., rows, :], own[..., rows, rows], scale, weight, n, *held)
         outputs.append(checkpoint(read, use_reentrant=False) if torch.is_grad_enabled() else read())
+    if len(blocks) == 1 and 2 * size < q.shape[-1]:
+        stored = stored + stored @ (a.mT @ solved)[..., 0, :, :] @ b[..., 0, :, :]
+        return torch.cat(outputs, -2), torch.cat((stored, blocks[0][..., :length, :]), -2)
     return torch.cat(outputs, -2), torch.cat(_carry_on(stored, blocks, maps, length), -2)
 
 
