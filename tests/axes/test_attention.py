@@ -1,5 +1,6 @@
-"""The attention route against the interpreter in float64: every kind of element, with and without a state, across blocks;
-groups of heads; memory; lists that grow."""
+"""The attention route against the interpreter in float64: every kind of element, with and without a state, in blocks;
+groups of heads; memory; lists that grow.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def test_massless_pairs_weigh_nothing(blocks: int) -> None:
         state = reference.run(update, head, time=1)[1]
         keys, values, mass, *owed = state.theta
         noise = (torch.randn_like(keys), torch.randn_like(values), torch.full_like(mass, -torch.inf))
-        padded = tuple(torch.cat(pair, -1 if i == 2 else -2) for i, pair in enumerate(zip(noise, (keys, values, mass))))
+        pairs = zip(noise, (keys, values, mass), (-2, -2, -1), strict=True)
+        padded = [torch.cat((x, y), dim) for x, y, dim in pairs]
         out, _ = dispatch.run(update, tail, state._replace(theta=(*padded, *owed)))
         assert checks.error(out, reference.run(update, tail, state, time=1)[0]) < EXACT
 
@@ -172,8 +174,9 @@ def test_tokens_one_by_one_are_the_run(monoid: str) -> None:
     update = made(monoid)
     state, rest, whole = begun(update, 5, 80)  # past a buffer's end
     outputs = []
-    for y, state in one_by_one(update, rest, state):
+    for y, last_one in one_by_one(update, rest, state):
         outputs.append(y)
+        state = last_one
     expected, last = reference.run(update, whole, time=1)
     assert checks.error((torch.cat(outputs, 1), state), (expected[:, 5:], last)) < EXACT
 

@@ -1,4 +1,4 @@
-"""Lists that grow without a copy of what they hold: a buffer with room behind the rows in use, twice as large when full.
+"""Lists that grow without a copy: a buffer with room behind the rows in use, twice as large when it is full.
 
 A list is a view of its buffer's first rows, so it means what any tensor of that shape means: it can be saved, selected
 and joined. Rows that a list shows are never written again. Of two lists that grow from the same one, the second finds
