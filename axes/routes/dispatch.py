@@ -139,7 +139,8 @@ def run(
     """`reference.run` by the fastest legal route: step, then read q, for a whole sequence.
 
     signal: tensors with time in dimension `time`, batch dimensions around it; "q" is required.  Half precision is
-    computed in float32, float64 in float64; outputs come back in the dtype of v, states stay in the computing dtype.
+    computed in float32, but for attention, which multiplies and keeps pairs in the dtype of v; float64 in float64.
+    Outputs come back in the dtype of v, states stay in the computing dtype.
     """
     q, v = signal.get("q"), signal.get("v")
     if not isinstance(q, Tensor) or not isinstance(v, Tensor):

@@ -33,6 +33,7 @@ MONOIDS: dict[str, Monoid] = {
     "gate": Scalar("decay"),
     "constant gate": Scalar(0.8),
     "rotation": Rotation(),
+    "part of a rotation": Rotation(100.0, pairs=1),
     "named angles": Rotation(Per("angle", "pair", "real")),
     "gate, rotation": Product((Scalar("decay"), Rotation())),
     "reflection": Householder(Per("beta")),

@@ -102,6 +102,19 @@ check(0, 16, 16, lengths=(5, 33, 64), mass=None, G=2, group=2)
 check(0, 16, 16, lengths=(1, 33, 0, 30), old=9)
 check(0, 16, 16, lengths=(3, 40), old=33, mass=None, group=2)
 """,
+    "one query": """
+from axes.kernels.attention.decode import attend_one
+for S, G, group, K, V, masses in ((1, 1, 1, 16, 16, True), (300, 2, 3, 20, 8, True), (513, 1, 17, 16, 40, False),
+                                  (129, 3, 1, 130, 16, True)):
+    q, k, v = torch.randn(2, 1, G * group, K), torch.randn(2, S, G, K), torch.randn(2, G, S, V).transpose(1, 2)
+    m = -(-torch.rand(2, S, G, dtype=torch.float64)).cumsum(1)
+    m = m - m[:, -1:]
+    m[:, : S // 3] = -torch.inf
+    m = m if masses else None
+    got = attend_one(q, k, v, None if m is None else m.transpose(1, 2), 0.3)
+    want = written_out(q.double(), k.double(), v.double(), m, 0.3, (), S - 1)
+    assert (got - want).norm() < 1e-6 * want.norm(), (S, G, group, K, V)
+""",
     "half": """
 check(70, 32, 16, dtype=torch.float16, bound=3e-3)
 check(150, 64, 64, dtype=torch.float16, G=2, old=20, bound=3e-3)

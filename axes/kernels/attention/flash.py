@@ -33,7 +33,7 @@ def _origin(first, unit, by_unit, by_row, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _tile(ptr, rows, stride, end, columns, D: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
+def tile(ptr, rows, stride, end, columns, D: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
     """(rows, columns), zero past the end. WHOLE: all rows are there."""
     at = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     if WHOLE and D == BD:
@@ -71,8 +71,8 @@ def _scores(
 ):  # fmt: skip
     """Scores in units of log 2, (queries, pairs), and the pairs' keys and values. WHOLE: every query sees every pair,
     and masses are relative to the base; else to each query's own."""
-    key = _tile(k, j, k_t, end, keys, K, BK, WHOLE)
-    value = _tile(v, j, v_t, end, values, V, BV, WHOLE)
+    key = tile(k, j, k_t, end, keys, K, BK, WHOLE)
+    value = tile(v, j, v_t, end, values, V, BV, WHOLE)
     s = tl.dot(q, tl.trans(key), input_precision=PRECISION) * (scale * _LOG2E)
     if MASS:
         mass_high, mass_low = _masses(high, low, j, m_t, end, float("-inf"))
@@ -86,7 +86,7 @@ def _scores(
 
 
 @triton.jit
-def _absorb(s, value, most, total, out, PRECISION: tl.constexpr):
+def absorb(s, value, most, total, out, PRECISION: tl.constexpr):
     """One more tile of pairs: the running maximum, sum and weighted values."""
     new = tl.maximum(most, tl.max(s, 1))
     safe = tl.where(new == float("-inf"), 0.0, new)  # so far all pairs are without mass
@@ -119,7 +119,7 @@ def forward(
         k += _origin(pairs, unit, k_b, k_t, PACKED) + head // GROUP * k_h
         v += _origin(pairs, unit, v_b, v_t, PACKED) + head // GROUP * v_h
         i, keys, values = begin + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
-        query = _tile(q, i, q_t, length, keys, K, BK, False)
+        query = tile(q, i, q_t, length, keys, K, BK, False)
         base, own_high, own_low = 0.0, i.to(tl.float32), i.to(tl.float32)
         if MASS:
             high += _origin(pairs, unit, m_b, m_t, PACKED) + head // GROUP * m_h
@@ -136,7 +136,7 @@ def forward(
                 query, k, v, high, low, base, own_high, own_low, i, j, k_t, v_t, m_t, end, scale, old, keys, values,
                 K, V, BK, BV, MASS, True, PRECISION,
             )  # fmt: skip
-            most, weight, out = _absorb(s, value, most, weight, out, PRECISION)
+            most, weight, out = absorb(s, value, most, weight, out, PRECISION)
         if MASS:
             most += ((base - own_high) - own_low) * _LOG2E
         for at in tl.range(whole, tl.minimum(begin + BM + old, end), BN):
@@ -145,7 +145,7 @@ def forward(
                 query, k, v, high, low, base, own_high, own_low, i, j, k_t, v_t, m_t, end, scale, old, keys, values,
                 K, V, BK, BV, MASS, False, PRECISION,
             )  # fmt: skip
-            most, weight, out = _absorb(s, value, most, weight, out, PRECISION)
+            most, weight, out = absorb(s, value, most, weight, out, PRECISION)
         _put(o + (first * H + head) * V, out / weight[:, None], i, H * V, length, values, V)
         tl.store(lse + head.to(tl.int64) * total + first + i, most + tl.log2(weight), mask=i < length)
 
@@ -172,9 +172,9 @@ def queries(
         k += _origin(pairs, unit, k_b, k_t, PACKED) + head // GROUP * k_h
         v += _origin(pairs, unit, v_b, v_t, PACKED) + head // GROUP * v_h
         i, keys, values = begin + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
-        query = _tile(q, i, q_t, length, keys, K, BK, False)
-        outer = _tile(do + (first * H + head) * V, i, H * V, length, values, V, BV, False)
-        out = _tile(o + (first * H + head) * V, i, H * V, length, values, V, BV, False)
+        query = tile(q, i, q_t, length, keys, K, BK, False)
+        outer = tile(do + (first * H + head) * V, i, H * V, length, values, V, BV, False)
+        out = tile(o + (first * H + head) * V, i, H * V, length, values, V, BV, False)
         dot = tl.sum(out.to(tl.float32) * outer.to(tl.float32), 1)
         number = head.to(tl.int64) * total + first + i
         norm = tl.load(lse + number, mask=i < length, other=float("inf"))
@@ -225,8 +225,8 @@ def _collect(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a block of queries adds to the gradients of a block of pairs; everything is (pairs, queries)."""
-    query = _tile(q, i, q_t, length, keys, K, BK, False)
-    outer = _tile(do, i, o_t, length, values, V, BV, False)
+    query = tile(q, i, q_t, length, keys, K, BK, False)
+    outer = tile(do, i, o_t, length, values, V, BV, False)
     norm = tl.load(lse + i, mask=i < length, other=float("inf"))
     dot = tl.load(dots + i, mask=i < length, other=0.0)
     s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * (scale * _LOG2E)
@@ -271,8 +271,8 @@ def pairs(
         k += _origin(first, unit, k_b, k_t, PACKED) + shared * k_h
         v += _origin(first, unit, v_b, v_t, PACKED) + shared * v_h
         j, keys, values = begin + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BV)
-        key = _tile(k, j, k_t, end, keys, K, BK, False)
-        value = _tile(v, j, v_t, end, values, V, BV, False)
+        key = tile(k, j, k_t, end, keys, K, BK, False)
+        value = tile(v, j, v_t, end, values, V, BV, False)
         base = 0.0
         mass_high, mass_low, relative = j.to(tl.float32), j.to(tl.float32), j.to(tl.float32)
         if MASS:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 _BLOCK = 256  # queries that share a base of the masses, and a mask
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def attend(
@@ -62,7 +63,7 @@ def _four(x: Tensor, shared: bool, grouped: bool = False) -> Tensor:
 
 def _one(q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor) -> Tensor:
     """One query a sequence; those of a group read their pairs together."""
-    wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+    wide = torch.float32 if q.dtype in _HALF else q.dtype
     weight = (mass - mass[..., -1:]).to(wide)[..., None, :]
     together = q.unflatten(1, (keys.shape[1], -1))[..., 0, :].to(wide)
     p = torch.softmax(scale * (together @ keys.to(wide).mT) + weight, -1)
@@ -73,21 +74,29 @@ def _by_kernel(
     q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
     from axes.kernels.attention.attend import attend
+    from axes.kernels.attention.decode import attend_one
 
+    recorded = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, keys, values, mass)
+    )
+    one = q.shape[-2] == 1 and cu_seqlens is None and not recorded
     q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
+    if one:
+        return attend_one(q, keys, values, None if mass is None else mass - mass[..., -1:], scale).transpose(1, 2)
     mass = None if mass is None else mass.transpose(1, 2)
     return attend(q, keys, values, mass, scale=scale, cu_seqlens=cu_seqlens).transpose(1, 2)
 
 
 def _fused(q: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
-    """Scores without a mass; equal widths, which the fused forms ask for."""
+    """Scores without a mass. Equal and aligned widths, and heads that torch's forms without a T x T matrix take."""
     width = values.shape[-1]
-    short = q.shape[-1] - width
-    if short > 0:
-        values = pad(values, (0, short))
-    elif short < 0:
-        q, keys = pad(q, (0, -short)), pad(keys, (0, -short))
+    common = max(q.shape[-1], width)
+    common += -common % 8 if q.is_cuda else 0
+    q, keys, values = (pad(x, (0, common - x.shape[-1])) if x.shape[-1] < common else x for x in (q, keys, values))
     grouped = q.shape[1] != keys.shape[1]
+    if grouped and not (q.is_cuda and q.dtype in _HALF):  # elsewhere groups are multiplied out
+        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
+        grouped = False
     out = scaled_dot_product_attention(
         q, keys, values, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped
     )
@@ -96,7 +105,7 @@ def _fused(q: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor |
 
 def _by_blocks(q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor) -> Tensor:
     """Queries in blocks; what a block makes for itself is made again in the backward pass."""
-    if q.dtype in (torch.bfloat16, torch.float16):  # 16 bits do not hold a mass
+    if q.dtype in _HALF:  # 16 bits do not hold a mass
         return _by_blocks(q.float(), keys.float(), values.float(), scale, mass).to(q.dtype)
     length, outputs = q.shape[-2], []
     old = keys.shape[-2] - length
