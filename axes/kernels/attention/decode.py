@@ -1,4 +1,4 @@
-"""`attend_one`: one query a sequence over all its pairs, read once. Programs share out the pairs, a second pass merges."""
+"""`attend_one`: one query a sequence over all its pairs, read once. Programs share the pairs, a second pass merges."""
 
 from __future__ import annotations
 

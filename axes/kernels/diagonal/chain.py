@@ -24,11 +24,9 @@ from typing import Any, Literal
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from axes.errors import ShapeError
-from axes.kernels.common.launch import Kernel
 from axes.kernels.common.layout import (
     Layout,
     check_like,
@@ -39,337 +37,14 @@ from axes.kernels.common.layout import (
     on_device,
     precision,
 )
-from axes.kernels.common.tiles import accumulate, first_slot, slot_rows, unit_rows
-from axes.kernels.diagonal import hopper as hopper_diagonal
-from axes.kernels.diagonal import hopper_keys as hopper_diagonal_keys
-from axes.kernels.diagonal.channels import add_up, exponents, pairs, pairs_backward, power, split
-from axes.kernels.scalar import hopper_write
+from axes.kernels.common.versions import gluon_refusal
+from axes.kernels.diagonal import kernels
+from axes.kernels.diagonal.channels import exponents
 
-LENGTHS = ["T", "N", "H", "HV"]  # one compilation for all of them
-
-# ---- tiles of a chunk ------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_near(ptr, here, count, columns, H, D: tl.constexpr, C: tl.constexpr):
-    """C rows of one head of a (tokens, H, D) tensor from number `here` = (row * H + head) on; zero from row `count`."""
-    i = tl.arange(0, C)
-    at = ptr + here * D + (i * (H * D))[:, None] + columns[None, :]
-    return tl.load(at, mask=(i < count)[:, None] & (columns < D)[None, :], other=0.0)
-
-
-@triton.jit
-def store_near(ptr, tile, here, count, columns, H, D: tl.constexpr, C: tl.constexpr):
-    """Write a tile that `load_near` would read."""
-    i = tl.arange(0, C)
-    at = ptr + here * D + (i * (H * D))[:, None] + columns[None, :]
-    tl.store(at, tile.to(ptr.dtype.element_ty), mask=(i < count)[:, None] & (columns < D)[None, :])
-
-
-@triton.jit
-def load_strengths(beta, here, count, HV, C: tl.constexpr):
-    """beta of C tokens as a column; zero from row `count` on."""
-    i = tl.arange(0, C)
-    return tl.load(beta + here + i * HV, mask=i < count, other=0.0)[:, None]
-
-
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-# Tokens (tokens, H or HV, D), public states (units, HV, V, K), those of chunks (slots, HV, V, K), P (slots, HV, C, C).
-
-
-@Kernel
-@triton.jit(do_not_specialize=LENGTHS)
-def _pass(
-    x, y, beta, g, states, totals, start, last, offsets, T, N, H, HV,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    REVERSE: tl.constexpr, STARTED: tl.constexpr, STRONG: tl.constexpr, PACKED: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Serial over the chunks of one head, one block of keys and values: the states before every chunk and the last.
-
-    Forward x = k, y = v, and the totals of the logs; REVERSE x = q, y = do: the gradients of the states after every
-    chunk and of the start.
-    """
-    pid = tl.program_id(0).to(tl.int64)
-    v_parts: tl.constexpr = (V + BV - 1) // BV
-    k_parts: tl.constexpr = (K + BK - 1) // BK
-    d = (pid % k_parts) * BK + tl.arange(0, BK)
-    e = (pid // k_parts % v_parts) * BV + tl.arange(0, BV)
-    pid = pid // (k_parts * v_parts)
-    head, unit = pid % HV, pid // HV
-    first, end = unit_rows(offsets, unit, T, PACKED)
-    slot = first_slot(first, unit, N, C, PACKED)
-    chunks = ((end - first + C - 1) // C).to(tl.int32)
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    within = (e < V)[:, None] & (d < K)[None, :]
-    tile = e[:, None] * K + d[None, :]
-    public = (unit * HV + head) * V * K + tile
-    if STARTED:
-        state = tl.load(start + public, mask=within, other=0.0).to(tl.float32)
-    else:
-        state = tl.zeros([BV, BK], dtype=tl.float32)
-    for step in tl.range(chunks):
-        if REVERSE:
-            n = chunks - 1 - step
-        else:
-            n = step
-        at = first + n.to(tl.int64) * C
-        count = tl.minimum(end - at, C).to(tl.int32)
-        tl.store(states + ((slot + n) * HV + head) * V * K + tile, state.to(states.dtype.element_ty), mask=within)
-        keys = load_near(x, at * H + head // (HV // H), count, d, H, K, C)
-        values = load_near(y, at * HV + head, count, e, HV, V, C)
-        log = tl.maximum(load_near(g, at * HV + head, count, d, HV, K, C).to(tl.float32), -100.0)
-        high, middle, low = split(log, PARTS)
-        if STRONG:
-            values = (load_strengths(beta, at * HV + head, count, HV, C) * values).to(y.dtype.element_ty)
-        if REVERSE:
-            reach = add_up(i >= j, high, middle, low, PARTS)
-        else:
-            reach = add_up(i < j, high, middle, low, PARTS)
-        total = tl.sum(log, 0)
-        if not REVERSE:
-            tl.store(totals + ((slot + n) * HV + head) * K + d, total, mask=d < K)
-        state *= power(total)[None, :]
-        state = accumulate(state, values, (keys * power(reach)).to(x.dtype.element_ty), PRECISION)
-    tl.store(last + public, state, mask=within)
-
-
-@triton.jit
-def _is_deep(totals, K: tl.constexpr, MILD: tl.constexpr):
-    """Whether a channel of a chunk decays by more than e^-MILD; else e^G and e^-G serve every exponent."""
-    d = tl.arange(0, triton.next_power_of_2(K))
-    total = tl.load(totals + d, mask=d < K, other=0.0)
-    return (tl.min(total, 0) >= -MILD) == 0
-
-
-@triton.jit
-def _any_deep(totals, pid, programs, K: tl.constexpr, PER: tl.constexpr, GROUP: tl.constexpr, MILD: tl.constexpr):
-    """Whether one of the GROUP programs from pid on, PER a chunk, has a deep chunk."""
-    d = tl.arange(0, triton.next_power_of_2(K))
-    n = pid + tl.arange(0, GROUP)
-    seen = (n < programs)[:, None] & (d < K)[None, :]
-    total = tl.load(totals + (n // PER * K)[:, None] + d[None, :], mask=seen, other=0.0)
-    return (tl.min(tl.min(total, 1), 0) >= -MILD) == 0
-
-
-@triton.jit
-def _output(
-    pid, q, k, v, beta, g, totals, states, scores, o, offsets, units, T, N, H, HV,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, MILD: tl.constexpr,
-    PRECISION: tl.constexpr, DEEP: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """P, if it is to KEEP, and one block of values of o of one chunk, mild or DEEP; nothing if it is the other.
-
-    ADD: o already holds what is read from the chunk's first state.
-    """
-    v_parts: tl.constexpr = (V + BV - 1) // BV
-    part = (pid % v_parts).to(tl.int32)
-    head = pid // v_parts % HV
-    slot = pid // (v_parts * HV)
-    _, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
-    matrix = slot * HV + head
-    if (first < end) & (_is_deep(totals + matrix * K, K, MILD) == DEEP):
-        count = (end - first).to(tl.int32)
-        here, shared = first * HV + head, first * H + head // (HV // H)
-        e = part * BV + tl.arange(0, BV)
-        i = tl.arange(0, C)[:, None]
-        j = tl.arange(0, C)[None, :]
-        out = tl.zeros([C, BV], dtype=tl.float32)
-        p = tl.zeros([C, C], dtype=tl.float32)
-        for left in range(0, K, BK):
-            d = left + tl.arange(0, BK)
-            log = tl.maximum(load_near(g, here, count, d, HV, K, C).to(tl.float32), -100.0)
-            queries = load_near(q, shared, count, d, H, K, C)
-            keys = load_near(k, shared, count, d, H, K, C)
-            high, middle, low = split(log, PARTS)
-            if not ADD or not DEEP:
-                run = add_up(i >= j, high, middle, low, PARTS)
-                reader = (queries * power(run)).to(q.dtype.element_ty)
-            if not ADD:
-                at = states + matrix * V * K + e[:, None] * K + d[None, :]
-                state = tl.load(at, mask=(e < V)[:, None] & (d < K)[None, :], other=0.0)
-                out += tl.dot(reader, tl.trans(state), input_precision=PRECISION)
-            if DEEP:
-                p += pairs(queries, keys, high, middle, low, C, False, False, PARTS, BOUND, PRECISION)
-            else:
-                writer = (keys * power(-run)).to(q.dtype.element_ty)
-                p += tl.dot(reader, tl.trans(writer), input_precision=PRECISION)
-        values = load_near(v, here, count, e, HV, V, C)
-        if STRONG:
-            values = (load_strengths(beta, here, count, HV, C) * values).to(v.dtype.element_ty)
-        kept = tl.where(i >= j, p, 0.0).to(q.dtype.element_ty)
-        if KEEP and part == 0:
-            tl.store(scores + matrix * C * C + i * C + j, kept)
-        out += tl.dot(kept, values, input_precision=PRECISION)
-        if ADD:
-            out += load_near(o, here, count, e, HV, V, C)
-        store_near(o, out, here, count, e, HV, V, C)
-
-
-@Kernel
-@triton.jit(do_not_specialize=[*LENGTHS, "programs"])
-def _outputs(
-    q, k, v, beta, g, totals, states, scores, o, offsets, units, T, N, H, HV, programs,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, MILD: tl.constexpr,
-    PRECISION: tl.constexpr, DEEP: tl.constexpr, GROUP: tl.constexpr, KEEP: tl.constexpr,
-    ADD: tl.constexpr,
-):  # fmt: skip
-    """All mild chunks at once, or GROUP by GROUP those that are not: P and o."""
-    pid = tl.program_id(0).to(tl.int64) * GROUP
-    if GROUP == 1:
-        _output(
-            pid, q, k, v, beta, g, totals, states, scores, o, offsets, units, T, N, H, HV,
-            K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP, ADD,
-        )  # fmt: skip
-    elif _any_deep(totals, pid, programs, K, (V + BV - 1) // BV, GROUP, MILD):
-        for n in range(GROUP):
-            if pid + n < programs:
-                _output(
-                    pid + n, q, k, v, beta, g, totals, states, scores, o, offsets, units, T, N, H, HV,
-                    K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP, ADD,
-                )  # fmt: skip
-
-
-@Kernel
-@triton.jit(do_not_specialize=[*LENGTHS, "tokens"])
-def _values(
-    k, v, beta, g, scores, do, dstates, dv, dbeta, tokens, offsets, units, T, N, H, HV,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """All chunks at once: one block of values of dv and its share of dbeta."""
-    pid = tl.program_id(0).to(tl.int64)
-    v_parts: tl.constexpr = (V + BV - 1) // BV
-    part = (pid % v_parts).to(tl.int32)
-    head = pid // v_parts % HV
-    slot = pid // (v_parts * HV)
-    _, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
-    if first < end:
-        count = (end - first).to(tl.int32)
-        here, shared = first * HV + head, first * H + head // (HV // H)
-        matrix = slot * HV + head
-        e = part * BV + tl.arange(0, BV)
-        i = tl.arange(0, C)[:, None]
-        j = tl.arange(0, C)[None, :]
-        p = tl.load(scores + matrix * C * C + i * C + j)
-        dout = load_near(do, here, count, e, HV, V, C)
-        du = tl.dot(tl.trans(p), dout, input_precision=PRECISION)
-        for left in range(0, K, BK):
-            d = left + tl.arange(0, BK)
-            log = tl.maximum(load_near(g, here, count, d, HV, K, C).to(tl.float32), -100.0)
-            keys = load_near(k, shared, count, d, H, K, C)
-            at = dstates + matrix * V * K + e[:, None] * K + d[None, :]
-            grad = tl.load(at, mask=(e < V)[:, None] & (d < K)[None, :], other=0.0)
-            high, middle, low = split(log, PARTS)
-            kept = (keys * power(add_up(i < j, high, middle, low, PARTS))).to(k.dtype.element_ty)
-            du += tl.dot(kept, tl.trans(grad), input_precision=PRECISION)
-        if STRONG:
-            values = load_near(v, here, count, e, HV, V, C)
-            rows = tl.arange(0, C)
-            at = dbeta + part * tokens * HV + here + rows * HV
-            tl.store(at, tl.sum(du * values, 1), mask=rows < count)
-            du *= load_strengths(beta, here, count, HV, C)
-        store_near(dv, du, here, count, e, HV, V, C)
-
-
-@triton.jit
-def _key(
-    pid, q, k, v, beta, g, totals, do, states, dstates, dq, dk, dg, offsets, units, T, N, H, HV,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, MILD: tl.constexpr,
-    PRECISION: tl.constexpr, DEEP: tl.constexpr,
-):  # fmt: skip
-    """One block of keys of dq, dk and dg of one chunk, mild or DEEP; nothing if it is the other."""
-    k_parts: tl.constexpr = (K + BK - 1) // BK
-    part = (pid % k_parts).to(tl.int32)
-    head = pid // k_parts % HV
-    slot = pid // (k_parts * HV)
-    _, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
-    matrix = slot * HV + head
-    if (first < end) & (_is_deep(totals + matrix * K, K, MILD) == DEEP):
-        count = (end - first).to(tl.int32)
-        here, shared = first * HV + head, first * H + head // (HV // H)
-        d = part * BK + tl.arange(0, BK)
-        i = tl.arange(0, C)[:, None]
-        j = tl.arange(0, C)[None, :]
-        dquery = tl.zeros([C, BK], dtype=tl.float32)
-        moved = tl.zeros([C, BK], dtype=tl.float32)
-        dp = tl.zeros([C, C], dtype=tl.float32)
-        both = tl.zeros([BK, BK], dtype=tl.float32)
-        for left in range(0, V, BV):
-            e = left + tl.arange(0, BV)
-            at = matrix * V * K + e[:, None] * K + d[None, :]
-            within = (e < V)[:, None] & (d < K)[None, :]
-            state = tl.load(states + at, mask=within, other=0.0)
-            grad = tl.load(dstates + at, mask=within, other=0.0)
-            dout = load_near(do, here, count, e, HV, V, C)
-            values = load_near(v, here, count, e, HV, V, C)
-            if STRONG:
-                values = (load_strengths(beta, here, count, HV, C) * values).to(v.dtype.element_ty)
-            dquery += tl.dot(dout, state, input_precision=PRECISION)
-            moved += tl.dot(values, grad, input_precision=PRECISION)
-            dp += tl.dot(dout, tl.trans(values), input_precision=PRECISION)
-            both += tl.dot(tl.trans(state), grad, input_precision=PRECISION)  # its diagonal: sum_v S dS'
-        log = tl.maximum(load_near(g, here, count, d, HV, K, C).to(tl.float32), -100.0)
-        queries = load_near(q, shared, count, d, H, K, C)
-        keys = load_near(k, shared, count, d, H, K, C)
-        total = tl.load(totals + matrix * K + d, mask=d < K, other=0.0)
-        row, column = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
-        last = power(total) * tl.sum(tl.where(row == column, both, 0.0), 0)
-        high, middle, low = split(log, PARTS)
-        run = add_up(i >= j, high, middle, low, PARTS)
-        if DEEP:
-            inner, dkey = pairs_backward(queries, keys, dp, high, middle, low, C, False, False, PARTS, BOUND, PRECISION)
-            dquery = dquery * power(run) + inner
-            moved *= power(add_up(i < j, high, middle, low, PARTS))
-        else:
-            grow, fade = power(run), power(-run)
-            kept = tl.where(i >= j, dp, 0.0).to(q.dtype.element_ty)
-            writer = (keys * fade).to(q.dtype.element_ty)
-            dquery = grow * (dquery + tl.dot(kept, writer, input_precision=PRECISION))
-            reader = (queries * grow).to(q.dtype.element_ty)
-            dkey = fade * tl.dot(tl.trans(kept), reader, input_precision=PRECISION)
-            moved *= fade * power(total)[None, :]
-        store_near(dq, dquery, here, count, d, HV, K, C)
-        store_near(dk, dkey + moved, here, count, d, HV, K, C)
-        # sums from a token on are those of the chunk less those before it
-        change = queries * dquery - keys * dkey
-        last += tl.sum(change, 0)
-        change -= keys * moved
-        high, middle, low = split(change, 0 if PARTS == 0 else 2)
-        dlog = change - add_up(i >= j, high, middle, low, 0 if PARTS == 0 else 2) + last[None, :]
-        if DEEP:
-            floored = load_near(g, here, count, d, HV, K, C).to(tl.float32) <= -100.0
-            dlog = tl.where(floored, 0.0, dlog)
-        store_near(dg, dlog, here, count, d, HV, K, C)
-
-
-@Kernel
-@triton.jit(do_not_specialize=[*LENGTHS, "programs"])
-def _keys(
-    q, k, v, beta, g, totals, do, states, dstates, dq, dk, dg, offsets, units, T, N, H, HV, programs,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, MILD: tl.constexpr,
-    PRECISION: tl.constexpr, DEEP: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """All mild chunks at once, or GROUP by GROUP those that are not: dq, dk and dg."""
-    pid = tl.program_id(0).to(tl.int64) * GROUP
-    if GROUP == 1:
-        _key(
-            pid, q, k, v, beta, g, totals, do, states, dstates, dq, dk, dg, offsets, units, T, N, H, HV,
-            K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP,
-        )  # fmt: skip
-    elif _any_deep(totals, pid, programs, K, (K + BK - 1) // BK, GROUP, MILD):
-        for n in range(GROUP):
-            if pid + n < programs:
-                _key(
-                    pid + n, q, k, v, beta, g, totals, do, states, dstates, dq, dk, dg, offsets, units, T, N, H, HV,
-                    K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP,
-                )  # fmt: skip
-
+if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
+    from axes.kernels.diagonal import hopper as hopper_diagonal
+    from axes.kernels.diagonal import hopper_keys as hopper_diagonal_keys
+    from axes.kernels.scalar import hopper_write
 
 # ---- launches --------------------------------------------------------------------------------------------------------
 
@@ -419,7 +94,7 @@ def _pass_over(
     totals = last if reverse else x.new_empty(cut.slots, hv, d_k, dtype=torch.float32)
     chosen = settings(x, y, "pass")
     k_parts, v_parts = _blocks(x, y, chosen)
-    _pass[(cut.units * hv * k_parts * v_parts,)](
+    kernels.scan[(cut.units * hv * k_parts * v_parts,)](
         x, y, g if beta is None else beta, g, states, totals, last if start is None else start, last,
         x if cut.offsets is None else cut.offsets, cut.length, cut.chunks, h, hv,
         REVERSE=reverse, STARTED=start is not None, PARTS=exponents(x, g)["PARTS"],
@@ -456,7 +131,7 @@ def _twice(
 
 def _plain(q: Tensor, v: Tensor, cut: Layout) -> bool:
     """Whether the serial passes are those of `hopper_diagonal`."""
-    return not cut.packed and hopper_write.fits(q, v)
+    return not cut.packed and _GLUON and hopper_write.fits(q, v)
 
 
 def _values_backward(
@@ -468,7 +143,7 @@ def _values_backward(
     parts = _blocks(q, v, chosen)[1]
     dv = torch.empty_like(v)
     dbeta = g.new_empty((parts, *v.shape[:3]) if beta is not None else (1, 0), dtype=torch.float32)
-    _values[(cut.slots * v.shape[2] * parts,)](
+    kernels.values[(cut.slots * v.shape[2] * parts,)](
         k, v, g if beta is None else beta, g, scores, do, dstates, dv, dbeta, v.shape[0] * v.shape[1],
         *_where(q, v, cut), **_constants(q, v, beta, cut), PARTS=exponents(q, g)["PARTS"], **chosen,
     )  # fmt: skip
@@ -493,7 +168,7 @@ def _forward(
         blocks = _blocks(q, v, settings(q, v, "outputs"))[1]
         tensors = (q, k, v, strength, g, totals, states, scores, o)
         more = dict(shallow=not plain, KEEP=keep, ADD=plain)
-        _twice(_outputs, "outputs", tensors, programs * blocks, q, v, g, beta, cut, **more)
+        _twice(kernels.outputs, "outputs", tensors, programs * blocks, q, v, g, beta, cut, **more)
     return o, final, scores
 
 
@@ -534,7 +209,7 @@ def _backward(
         plain = plain and beta is None and hv == h
         if plain:
             hopper_diagonal_keys.keys_backward(*tensors[:3], *tensors[4:], mild(q))
-        _twice(_keys, "keys", tensors, programs * blocks, q, v, g, beta, cut, shallow=not plain)
+        _twice(kernels.keys, "keys", tensors, programs * blocks, q, v, g, beta, cut, shallow=not plain)
         if hv > h:
             dq, dk = (x.view(b, t, h, hv // h, d_k).sum(3).to(q.dtype) for x in (dq, dk))
     return dq, dk, dv, dg, dbeta, dstart

@@ -1,8 +1,8 @@
 """The chain with a scalar gate, exact, forward and backward: retention, Mamba-2, DeltaNet, gated DeltaNet and kin.
 
     S_t = e^{g_t} S_{t-1} + beta_t (v_t - [delta] S' a_t) k_t^T,     o_t = S_t q_t,
-S' = e^{g_t} S_{t-1}, or S_{t-1} with early=True. The mathematics is with the kernels: scalar_delta, scalar_write.
-Here: the cut of the tokens into units, the launches, the operators and the entry.
+S' = e^{g_t} S_{t-1}, or S_{t-1} with early=True. The mathematics is with the kernels, in
+`delta` and `write`; the cut of the tokens into units is in `sizes`, the launches in `launches`, the entry here.
 
 Few heads and many tokens: the tokens of an entry are cut into segments that run side by side. A segment's map of states
 is affine, X -> W X + b; one pass finds W and b of every segment, a small kernel carries the state from segment to
@@ -12,181 +12,37 @@ state to nothing in float32 within a segment, W is zero and b comes from the chu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
-from axes.kernels.common import layout as host
-from axes.kernels.common.layout import check_like, check_packing, check_tokens, on_device, precision
-from axes.kernels.common.tiles import TILE
-from axes.kernels.scalar import delta as scalar_delta
-from axes.kernels.scalar import hopper, hopper_backward, hopper_write
-from axes.kernels.scalar import tiles as scalar_tiles
+from axes.kernels.common.layout import check_like, check_packing, check_tokens, on_device
 from axes.kernels.scalar import write as scalar_write
+from axes.kernels.scalar.launches import (
+    GLUON,
+    Chain,
+    delta_backward,
+    delta_forward,
+    hopper_delta_backward,
+    hopper_delta_forward,
+    run,
+    write_backward,
+    write_forward,
+)
+from axes.kernels.scalar.sizes import Cut, cdiv, chunk_length, cut, plain_segments_of, segments_of
 
-PROCESSORS = 132  # of an H100 or H200: what the choice of segments fills
+if GLUON:
+    from axes.kernels.scalar import hopper
 
-
-def _cdiv(x: int, y: int) -> int:
-    return -(-x // y)
-
-
-# ---- launch settings -------------------------------------------------------------------------------------------------
-
-
-def chunk_length(dtype: torch.dtype) -> int:
-    """Tokens of a chunk."""
-    return 32 if dtype == torch.float32 else 64
-
-
-class Setting(NamedTuple):
-    """Most keys and values in a block, warps, pipeline stages."""
-
-    keys: int
-    values: int
-    warps: int
-    stages: int
+# ---- the choice of kernels -------------------------------------------------------------------------------------------
 
 
-# Of each kernel: for up to 128 keys, for more, and for float32 of up to 128 keys and more. 16 bit: values go by 64
-# whatever V is. Seen on an H200 with Triton 3.6 (ptxas 12.8): a reverse pass compiled for 32 values, 4 warps and 1
-# stage faults with an illegal access, and some kernel for 16 values did; 64 has passed. The delta rule's gradients with
-# 2 stages overwrite tiles that products in flight still read.
-SETTINGS = {
-    "prepare": (Setting(128, 64, 2, 1), Setting(128, 64, 2, 1), Setting(128, 32, 4, 1), Setting(128, 32, 4, 1)),
-    "scan": (Setting(128, 64, 4, 3), Setting(256, 64, 8, 1), Setting(128, 32, 4, 1), Setting(256, 32, 8, 1)),
-    "reverse": (Setting(128, 64, 4, 3), Setting(256, 64, 8, 1), Setting(128, 32, 4, 1), Setting(256, 32, 8, 1)),
-    "delta gradients": (Setting(128, 64, 8, 1), Setting(128, 64, 8, 1), Setting(64, 32, 8, 1), Setting(64, 32, 8, 1)),
-    "mix": (Setting(128, 64, 4, 3), Setting(256, 64, 8, 1), Setting(128, 32, 4, 1), Setting(256, 32, 8, 1)),
-    "ends": (Setting(128, 64, 4, 3), Setting(128, 64, 4, 3), Setting(128, 32, 4, 1), Setting(128, 32, 4, 1)),
-    "chunks": (Setting(128, 64, 4, 1), Setting(128, 64, 4, 1), Setting(128, 32, 4, 1), Setting(128, 32, 4, 1)),
-}
-
-
-def settings(kernel: str, dtype: torch.dtype, d_k: int, d_v: int, more: bool = False) -> dict[str, int]:
-    """Blocks, warps and pipeline stages of a kernel: a function of the dtype, K, V and whether a chunk reads more than
-    usual: erase keys with rule "delta", gates or strengths with "write"."""
-    full = dtype == torch.float32
-    keys, values, warps, stages = SETTINGS[kernel][2 * full + (d_k > 128)]
-    least = TILE if full else 64
-    keys, values = (max(least, min(x, 1 << (d - 1).bit_length())) for x, d in ((keys, d_k), (values, d_v)))
-    if more:
-        stages = min(stages, 2)  # for want of shared memory and registers
-    return {"BK": keys, "BV": values, "num_warps": warps, "num_stages": stages}
-
-
-# ---- the cut into units ----------------------------------------------------------------------------------------------
-
-
-def plain_segments_of(programs: int, chunks: int) -> int:
-    """Segments of every entry for the Hopper kernels, a program for each processor at most: the least time, with what
-    an H200 takes in microseconds: 2.7 for a chunk, 1.7 for its map, 2 to merge a segment, 10 for more launches."""
-    numbers = isinstance(programs, int) and isinstance(chunks, int)  # torch.compile asks with symbols, unhashable
-    return _quickest(programs, chunks) if numbers else _quickest.__wrapped__(programs, chunks)
-
-
-@lru_cache(maxsize=1024)
-def _quickest(programs: int, chunks: int) -> int:
-    def cost(s: int) -> float:
-        return 2.7 * chunks if s == 1 else 4.4 * _cdiv(chunks, s) + 2 * s + 10
-
-    return min(range(1, max(1, min(PROCESSORS // max(1, programs), chunks)) + 1), key=cost)
-
-
-def segments_of(batch: int, length: int, heads: int, d_v: int, dtype: torch.dtype, delta: bool) -> int:
-    """Segments of every entry: enough to give each processor a serial program with 16 chunks or more of it, and with
-    rule "write", whose maps cost little, two programs with 8 chunks or more."""
-    programs = max(1, batch * heads * _cdiv(d_v, 32 if dtype == torch.float32 else 64))
-    chunks = _cdiv(length, chunk_length(dtype))
-    most, least = (PROCESSORS, 16) if delta else (2 * PROCESSORS, 8)
-    return max(1, min(most // programs, chunks // least))
-
-
-@final
-@dataclass(frozen=True)
-class Cut:
-    """Units, chunks and their slots. S segments of L tokens make an entry of T tokens; packed: S = 1."""
-
-    T: int
-    S: int
-    L: int
-    N: int
-    units: int
-    slots: int
-    chunk: int
-    offsets: Tensor | None = None
-    units_of_slots: Tensor | None = None
-
-
-def cut(batch: int, length: int, chunk: int, segments: int, cu_seqlens: Tensor | None) -> Cut:
-    """The cut of (batch, length) tokens; segments are whole chunks but for the last: fewer may be made than asked."""
-    if cu_seqlens is not None:
-        made = host.layout(batch, length, chunk, cu_seqlens)
-        return Cut(length, 1, length, made.chunks, made.units, made.slots, chunk, made.offsets, made.units_of_slots)
-    if segments == 1:
-        n = _cdiv(length, chunk)
-        return Cut(length, 1, length, n, batch, batch * n, chunk)
-    n = _cdiv(_cdiv(length, chunk), segments)
-    s = _cdiv(length, n * chunk)
-    return Cut(length, s, n * chunk, n, batch * s, batch * s * n, chunk)
-
-
-# ---- launches --------------------------------------------------------------------------------------------------------
-
-
-def _run(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> None:
-    """Launch a kernel with its tensors and those of the given arguments that it takes."""
-    values = {name: given[name] for name in kernel.names[len(tensors) :]}
-    kernel[(programs,)](*tensors, **values, num_warps=given["num_warps"], num_stages=given["num_stages"])
-
-
-class Chain(NamedTuple):
-    """What both directions are given: contiguous tensors, beta and g and start in float32, scales of `normalize`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor | None
-    g: Tensor | None
-    erase: Tensor | None
-    early: bool
-    runs: Tensor | None  # cumulative gates of chunks, in the forward written before they are read, as the scales are
-    spans: Tensor | None  # of gated segments: `scalar_tiles.spans`
-    scale_q: Tensor | None
-    scale_k: Tensor | None
-    cut: Cut
-    record: bool = True  # whether a backward may follow
-
-    def common(self, kernel: str, **more: Any) -> dict[str, Any]:
-        """Arguments of kernels of the chain, by name, and more."""
-        (b, t, h, d_k), (hv, d_v), cut = self.q.shape, self.v.shape[2:], self.cut
-        return dict(
-            T=cut.T, S=cut.S, L=cut.L, N=cut.N, C=cut.chunk, PACKED=cut.offsets is not None,
-            H=h, HV=hv, K=d_k, V=d_v, tokens=b * t, GATED=self.g is not None, WEIGHTED=self.beta is not None,
-            UNIT=self.scale_q is not None, EARLY=self.early, ERASE=self.erase is not None,
-            PRECISION=precision(self.q), **settings(kernel, self.q.dtype, d_k, d_v, self.erase is not None), **more,
-        )  # fmt: skip
-
-    @property
-    def unit_heads(self) -> int:
-        return self.cut.units * self.v.shape[2]
-
-    @property
-    def slot_heads(self) -> int:
-        return self.cut.slots * self.v.shape[2]
-
-    def wide(self) -> Tensor:
-        """Vectors of keys for every value head."""
-        return self.q.new_empty(*self.v.shape[:3], self.q.shape[3])
-
-    def state(self, *sizes: int) -> Tensor:
-        """Float32 (units, HV, ...), by default the states of all units."""
-        rest = sizes or (self.v.shape[3], self.q.shape[3])
-        return self.q.new_empty(self.cut.units, self.v.shape[2], *rest, dtype=torch.float32)
+def _plain(q: Tensor, v: Tensor, beta: Tensor | None, erase: Tensor | None, special: bool) -> bool:
+    """Whether the Hopper kernels compute a chain: 16 bit, dense, K = V in {64, 128}, as many value heads as key heads,
+    keys erased where they are written, after the gate; special: packed, early or normalized."""
+    return erase is None and beta is not None and not special and GLUON and hopper.fits(q, v)
 
 
 def _delta_pair(x: Chain) -> tuple[Any, Any]:
@@ -196,243 +52,8 @@ def _delta_pair(x: Chain) -> tuple[Any, Any]:
     backward(x, M, P, first states, maps, do, dfinal) -> dq, dk, da by value head, dv, dbeta, dg, dstart of all units.
     """
     if _plain(x.q, x.v, x.beta, x.erase, x.early or x.scale_q is not None or x.cut.offsets is not None):
-        return _hopper_forward, _hopper_backward
-    return _delta_forward, _delta_backward
-
-
-def _merge(x: Chain, constants: Tensor, maps: Tensor, edge: Tensor | None, reverse: bool) -> Tensor:
-    """First states of all segments (reverse: gradients of their last ones), from the edge of the entry inwards."""
-    starts, s = x.state(), x.cut.S
-    d_v, d_k = starts.shape[2:]
-    full, matrix = x.q.dtype == torch.float32, maps.ndim == 4
-    whole = not matrix or d_k <= 128 and not full
-    given = dict(
-        S=s, N=x.cut.N, HV=starts.shape[1], K=d_k, V=d_v, BK=max(TILE, 1 << (d_k - 1).bit_length()), BV=16,
-        FLAGS=max(TILE, 1 << (s - 1).bit_length()), MATRIX=matrix, WHOLE=whole, GATED=matrix and x.spans is not None,
-        REVERSE=reverse, STARTED=edge is not None, PRECISION="ieee" if full else "tf32x3",
-        num_warps=8 if matrix and whole else 4, num_stages=3 if whole else 1,
-    )  # fmt: skip
-    _run(scalar_tiles.merge, x.unit_heads * _cdiv(d_v, 16), (constants, maps, x.spans, edge, starts), given)
-    return starts
-
-
-def _matrices(x: Chain) -> tuple[Tensor, Tensor]:
-    """M and P of every chunk; cumulative gates and the scales of `normalize` are written on the way."""
-    square = (x.cut.slots, x.v.shape[2], x.cut.chunk, x.cut.chunk)
-    m, p = x.q.new_empty(square), x.q.new_empty(square)
-    bounds = _bounds(x)
-    tensors = (
-        x.q, x.k, x.erase, x.beta, x.g, x.runs, x.scale_q, x.scale_k, m, p, bounds, x.cut.offsets, x.cut.units_of_slots,
-    )  # fmt: skip
-    merging = "ieee" if x.q.dtype == torch.float32 else "tf32x3"
-    given = x.common("prepare", SIDE=TILE, MERGE=merging, CUT=bounds is not None)
-    _run(scalar_delta.prepare, x.slot_heads, tensors, given)
-    _find_spans(x, bounds)
-    return m, p
-
-
-def _bounds(x: Chain) -> Tensor | None:
-    """Room for a number of each chunk and head, where segments have gates."""
-    return None if x.spans is None else x.spans.new_empty(x.slot_heads, dtype=torch.float32)
-
-
-def _find_spans(x: Chain, bounds: Tensor | None) -> None:
-    if bounds is not None:
-        given = x.common("chunks", BLOCK=64) | {"num_warps": 1}
-        _run(scalar_tiles.spans, x.unit_heads, (bounds, x.spans), given)
-
-
-def _scan(
-    x: Chain, mode: str, m: Tensor, p: Tensor | None, start: Tensor | None, o: Tensor | None = None,
-    final: Tensor | None = None, maps: Tensor | None = None, states: Tensor | None = None,
-    written: Tensor | None = None, columns: bool = False,
-) -> None:  # fmt: skip
-    tensors = (
-        x.q, x.k, x.erase, x.v, x.beta, x.runs, x.spans, x.scale_q, x.scale_k, m, p, start, o, final, maps, states,
-        written, x.cut.offsets,
-    )  # fmt: skip
-    given = x.common("scan", STARTED=start is not None, MODE=mode, COLUMNS=columns)
-    blocks = _cdiv(x.v.shape[3], given["BV"]) + (_cdiv(x.q.shape[3], given["BV"]) if mode == "map" else 0)
-    _run(scalar_delta.scan, x.unit_heads * blocks, tensors, given)
-
-
-def _reverse(
-    x: Chain, m: Tensor, p: Tensor, do: Tensor, dends: Tensor | None, dstart: Tensor, dstates: Tensor | None = None,
-    dwritten: Tensor | None = None, columns: bool = False,
-) -> None:  # fmt: skip
-    tensors = (
-        x.q, x.k, x.erase, x.beta, x.runs, x.spans, x.scale_q, x.scale_k, m, p, do, dends, dstates, dwritten, dstart,
-        x.cut.offsets,
-    )  # fmt: skip
-    record = dstates is not None
-    given = x.common("reverse", STARTED=dends is not None, RECORD=record, COLUMNS=columns)
-    _run(scalar_delta.reverse, x.unit_heads * _cdiv(x.v.shape[3], given["BV"]), tensors, given)
-
-
-def segment_starts(x: Chain, m: Tensor, start: Tensor | None, columns: bool = False) -> tuple[Tensor, Tensor]:
-    """First states of all segments, and the segments' maps; columns: m has the strengths on its columns."""
-    constants, maps = x.state(), x.state(x.q.shape[3], x.q.shape[3])
-    _scan(x, "map", m, None, start, final=constants, maps=maps, columns=columns)
-    return _merge(x, constants, maps, start, reverse=False), maps
-
-
-def segment_ends(
-    x: Chain, m: Tensor, p: Tensor, maps: Tensor, do: Tensor, dfinal: Tensor | None, columns: bool = False
-) -> Tensor:
-    """Gradients of the last states of all segments."""
-    constants = x.state()
-    _reverse(x, m, p, do, None, constants, columns=columns)
-    return _merge(x, constants, maps, dfinal, reverse=True)
-
-
-def _delta_forward(x: Chain, start: Tensor | None) -> tuple[Tensor, ...]:
-    """o, final, and what the backward needs: M, P, first states of segments and their maps."""
-    m, p = _matrices(x)
-    o, final, maps = torch.empty_like(x.v), x.state(), None
-    if x.cut.S > 1:
-        start, maps = segment_starts(x, m, start)
-    _scan(x, "output", m, p, start, o=o, final=final)
-    return o, final, m, p, start, maps  # type: ignore[return-value]
-
-
-def _delta_backward(
-    x: Chain, m: Tensor, p: Tensor, starts: Tensor | None, maps: Tensor | None, do: Tensor, dfinal: Tensor | None
-) -> tuple[Tensor, ...]:
-    """dq, dk, da by value head, dv, dbeta, dg, and the gradient of all units' first states."""
-    states = x.q.new_empty(x.cut.slots, x.v.shape[2], x.q.shape[3], x.v.shape[3])
-    dstates, written, dwritten = torch.empty_like(states), torch.empty_like(x.v), torch.empty_like(x.v)
-    dstart = x.state()
-    _scan(x, "record", m, None, starts, states=states, written=written)
-    if maps is not None:
-        dfinal = segment_ends(x, m, p, maps, do, dfinal)
-    _reverse(x, m, p, do, dfinal, dstart, dstates, dwritten)
-    dq, dk, dv = x.wide(), x.wide(), torch.empty_like(x.v)
-    da, dbeta, dg = None if x.erase is None else x.wide(), _like(x.beta), _like(x.g)
-    tensors = (
-        x.q, x.k, x.erase, x.v, x.beta, x.g, x.runs, x.scale_q, x.scale_k, do, states, dstates, written, dwritten,
-        dq, dk, da, dv, dbeta, dg, x.cut.offsets, x.cut.units_of_slots,
-    )  # fmt: skip
-    _run(scalar_delta.gradients, x.slot_heads, tensors, x.common("delta gradients"))
-    return dq, dk, da, dv, dbeta, dg, dstart  # type: ignore[return-value]
-
-
-def _plain(q: Tensor, v: Tensor, beta: Tensor | None, erase: Tensor | None, special: bool) -> bool:
-    """Whether the Hopper kernels compute a chain: 16 bit, dense, K = V in {64, 128}, as many value heads as key heads,
-    keys erased where they are written, after the gate; special: packed, early or normalized."""
-    return erase is None and beta is not None and not special and hopper.fits(q, v)
-
-
-def _hopper_forward(x: Chain, start: Tensor | None) -> tuple[Tensor | None, ...]:
-    """As `_delta_forward`, W = (I + L diag(beta))^-1, strengths on the columns, in the place of M."""
-    assert x.beta is not None
-    maps, bounds, cut = None, _bounds(x), x.cut
-    runs = None if bounds is None else x.runs
-    w, numbers = hopper.prepare(x.k, x.beta, x.g, cut.S, cut.L, runs, bounds)
-    shape = (cut.slots, x.v.shape[2], *w.shape[3:])
-    if cut.S > 1:
-        _find_spans(x, bounds)
-        start, maps = segment_starts(x, w.view(shape), start, columns=True)
-    o, final, p = hopper.chain(x.q, x.k, x.v, w, numbers, start, cut.S, cut.L, x.record)
-    return o, final, w.view(shape), p.view(shape) if x.record else p, start, maps
-
-
-def _hopper_backward(
-    x: Chain, w: Tensor, p: Tensor, start: Tensor | None, maps: Tensor | None, do: Tensor, dfinal: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """As `_delta_backward`."""
-    assert x.beta is not None
-    shape = (x.cut.units, x.v.shape[2], x.cut.N, *w.shape[2:])
-    if maps is not None:
-        dfinal = segment_ends(x, w, p, maps, do, dfinal, columns=True)
-    dfinal = x.state().zero_() if dfinal is None else dfinal
-    dq, dk, dv, dbeta, dg, dstart = hopper_backward.backward(
-        x.q, x.k, x.v, x.beta, x.g, start, w.view(shape), p.view(shape), do, dfinal, x.cut.S, x.cut.L
-    )
-    return dq, dk, None, dv, dbeta, None if x.g is None else dg, dstart
-
-
-def _like(x: Tensor | None) -> Tensor | None:
-    return None if x is None else torch.empty_like(x)
-
-
-def _ends(x: Chain, do: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Of rule "write": constants and factors of segments' maps of states, or with do of their gradients' maps."""
-    left, right, scale = (x.k, x.v, x.scale_k) if do is None else (x.q, do, x.scale_q)
-    final, through = x.state(), x.q.new_empty(x.cut.units, x.v.shape[2], dtype=torch.float32)
-    given = x.common("ends", REVERSE=do is not None)
-    blocks = _cdiv(x.v.shape[3], given["BV"]) * _cdiv(x.q.shape[3], given["BK"])
-    tensors = (left, right, x.beta, x.runs, scale, final, through, x.cut.offsets)
-    _run(scalar_write.ends, x.unit_heads * blocks, tensors, given)
-    return final, through
-
-
-def _numbers(x: Chain) -> Tensor | None:
-    """What the Hopper kernel of rule "write" reads of gates and strengths; None where it does not compute a chain."""
-    if x.scale_q is not None or x.cut.offsets is not None or not hopper_write.fits(x.q, x.v):
-        return None
-    return hopper_write.numbers(x.beta, x.g, x.v, x.cut.S, x.cut.L, x.cut.N)
-
-
-def _mix(
-    x: Chain, numbers: Tensor | None, role: str, inner: tuple[Tensor, Tensor, Tensor], out: Tensor,
-    start: Tensor | None, final: Tensor | None = None, own: Tensor | None = None, trace: Tensor | None = None,
-    dots: Tensor | None = None, dbeta: Tensor | None = None, dg: Tensor | None = None,
-) -> None:  # fmt: skip
-    if numbers is not None:
-        kept = (start, final, own, trace, dots, dbeta, dg)
-        hopper_write.mix(role, *inner, x.beta, x.g, numbers, out, *kept, cut=(x.cut.S, x.cut.L, x.cut.N))
-        return
-    a, w = inner[0].shape[3], inner[2].shape[3]
-    blocks = settings("mix", x.q.dtype, a, w, x.g is not None or x.beta is not None)
-    given = x.common("mix", A=a, W=w, STARTED=start is not None, ROLE=role) | blocks
-    tensors = (
-        *inner, own, x.beta, x.g, x.runs, x.scale_q, x.scale_k, start, out, final, trace, dots, dbeta, dg,
-        x.cut.offsets,
-    )  # fmt: skip
-    _run(scalar_write.mix, x.unit_heads * _cdiv(w, given["BV"]), tensors, given)
-
-
-def _write_forward(x: Chain, start: Tensor | None) -> tuple[Tensor, ...]:
-    """o, final, and what the backward needs: first states of segments."""
-    slots = (x.cut.offsets, x.cut.units_of_slots)
-    numbers = _numbers(x)
-    if x.scale_q is not None:
-        tensors = (x.q, x.k, x.scale_q, x.scale_k, *slots)
-        _run(scalar_write.lengths, x.cut.slots * x.q.shape[2], tensors, x.common("chunks"))
-    if x.g is not None and (numbers is None or x.cut.S > 1):
-        _run(scalar_write.cumulate, x.slot_heads, (x.g, x.runs, *slots), x.common("chunks"))
-    o, final, starts = torch.empty_like(x.v), x.state(), start
-    if x.cut.S > 1:
-        constants, through = _ends(x)
-        starts = _merge(x, constants, through, start, reverse=False)
-    _mix(x, numbers, "o", (x.q, x.k, x.v), o, starts, final)
-    return o, final, starts, x.q.new_empty(0)  # type: ignore[return-value]
-
-
-def _write_backward(x: Chain, starts: Tensor | None, do: Tensor, dfinal: Tensor | None) -> tuple[Any, ...]:
-    """As `_delta_backward`; with `normalize` the gradients of q and k are still those of the unit vectors."""
-    if x.cut.S > 1:
-        constants, through = _ends(x, do)
-        dfinal = _merge(x, constants, through, dfinal, reverse=True)
-    numbers = _numbers(x)
-    dq, dk, dv = x.wide(), x.wide(), torch.empty_like(x.v)
-    dstart, trace, dots, dbeta, dg = x.state(), None, None, None, None
-    parts_of_v, parts_of_k = (1 if numbers is not None else _parts(x, y) for y in (x.v, x.q))
-    if x.beta is not None:
-        dbeta = x.beta.new_empty(parts_of_v, *x.v.shape[:3])
-    if x.g is not None:
-        trace = x.q.new_empty(x.cut.slots, x.v.shape[2], x.v.shape[3], x.q.shape[3])
-        dots, dg = (x.g.new_empty(parts_of_k, *x.v.shape[:3]) for _ in range(2))
-    _mix(x, numbers, "dq", (do, x.v, x.k), dq, starts, own=x.q, trace=trace, dots=dots)
-    _mix(x, numbers, "dv", (x.k, x.q, do), dv, dfinal, dstart, own=x.v, dbeta=dbeta)
-    _mix(x, numbers, "dk", (x.v, do, x.q), dk, dfinal, own=x.k, trace=trace, dots=dots, dg=dg)
-    return dq, dk, None, dv, *(None if y is None else y[0] if len(y) == 1 else y.sum(0) for y in (dbeta, dg)), dstart
-
-
-def _parts(x: Chain, out: Tensor) -> int:
-    """In how many blocks of columns `scalar_write.mix` makes a gradient like out."""
-    width = out.shape[3]
-    return _cdiv(width, settings("mix", out.dtype, x.q.shape[3] + x.v.shape[3] - width, width)["BV"])
+        return hopper_delta_forward, hopper_delta_backward
+    return delta_forward, delta_backward
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -446,7 +67,7 @@ def _cut(
     b, t, hv, d_v = v.shape
     if segments == 0 and cu is None:
         if delta and _plain(q, v, beta, erase, special):
-            segments = plain_segments_of(b * hv, _cdiv(t, 64))
+            segments = plain_segments_of(b * hv, cdiv(t, 64))
         else:
             segments = segments_of(b, t, hv, d_v, q.dtype, delta)
     return cut(b, t, chunk_length(q.dtype), segments, cu)
@@ -487,7 +108,7 @@ def _compute(
         if delta:
             o, final, m, p, *rest = _delta_pair(x)[0](x, start)
         else:
-            o, final, *rest = _write_forward(x, start)
+            o, final, *rest = write_forward(x, start)
     if x.cut.S > 1:
         starts, maps = rest
         final = final.view(-1, x.cut.S, *final.shape[1:])[:, -1].clone(memory_format=torch.contiguous_format)
@@ -554,7 +175,7 @@ def _backward(
         if delta:
             dq, dk, da, dv, dbeta, dg, dstart = _delta_pair(x)[1](x, m, p, first, through, do, dfinal)
         else:
-            dq, dk, da, dv, dbeta, dg, dstart = _write_backward(x, first, do, dfinal)
+            dq, dk, da, dv, dbeta, dg, dstart = write_backward(x, first, do, dfinal)
     if cuts:
         dstart = dstart.view(-1, x.cut.S, *dstart.shape[1:])[:, 0].clone(memory_format=torch.contiguous_format)
     if v.shape[2] > q.shape[2]:
@@ -563,7 +184,7 @@ def _backward(
     if normalize and not delta:
         with on_device(q):
             tensors = (dq, dk, q, k, scale_q, scale_k, x.cut.offsets, x.cut.units_of_slots)
-            _run(scalar_write.project_all, x.cut.slots * q.shape[2], tensors, x.common("chunks"))
+            run(scalar_write.project_all, x.cut.slots * q.shape[2], tensors, x.common("chunks"))
     dbeta, dg, da = (none.clone() if y is None else y for y in (dbeta, dg, da))
     return dq, dk, dv, dbeta, dg, da, dstart
 

@@ -12,25 +12,24 @@ Legend: ... batch, T tokens, n pairs of the state, S = n + T, d_k key, d_v value
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from axes.core.derived import Chain
+from axes.core.chain import Chain
 from axes.core.geometry import Entropic, Geometry
 from axes.core.legality import gates
 from axes.core.memory import Leaves, List
 from axes.core.monoids import Element, rotate
 from axes.core.rates import rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
+from axes.kernels.common import versions
 from axes.routes import scan
 from axes.routes.attention import softmax, transported
 from axes.routes.attention.sequences import Alone, Packed
 
-_TRITON = importlib.util.find_spec("triton") is not None
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST = 256
 
@@ -38,13 +37,11 @@ _WIDEST = 256
 def no_kernel(
     update: StateUpdate, device: torch.device, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], time: int
 ) -> str | None:
-    """Why no kernel of ours takes part, or None if one does.
+    """Why no kernel of ours takes part in attention, or None if one does.
 
     shapes: of the signal's tensors; with "cu_seqlens" of packed sequences and "pairs" of what the state holds.
     """
-    _, h, monoid, _, memory = update.parts()
-    if not isinstance(memory, List):
-        return f"{type(memory).__name__} memory does not keep a list"
+    h, monoid = update.parts().h, update.parts().monoid
     kinds = gates(monoid)
     stored = shapes.get("pairs", (0,))[-1]
     if h.is_identity:
@@ -53,10 +50,8 @@ def no_kernel(
         return "keys are carried through reflections, block by block"
     if kinds <= {"identity"} and not stored and "cu_seqlens" not in shapes:
         return "scores as they are: torch's fused attention"
-    if device.type != "cuda":
-        return f"device {device} is not a GPU"
-    if not _TRITON:
-        return "Triton is not installed"
+    if (reason := versions.refusal(device)) is not None:
+        return reason
     if dtype not in _DTYPES:
         return f"the kernels accumulate in float32, the values are {dtype}"
     if time != 1 or any(len(shapes.get(n, (0,) * 4)) != 4 for n in "qkv"):
@@ -64,6 +59,14 @@ def no_kernel(
     if any(not 0 < shapes[n][-1] <= _WIDEST for n in "kv" if n in shapes):
         return f"the kernels take widths up to {_WIDEST}"
     return None
+
+
+def by_kernels(update: StateUpdate) -> str:
+    """What the kernels do where they take part."""
+    kinds = gates(update.parts().monoid)
+    turns = "queries and keys turned by a kernel, " if "rotation" in kinds else ""
+    masses = "masses added" if "scalar" in kinds else "without masses by torch's fused attention where it has a form"
+    return f"{turns}scores on chip, {masses}"
 
 
 def run(

@@ -1,0 +1,276 @@
+"""What is made of a chunk before its state is known: scaled vectors, pair matrices and the inverse, device side.
+
+Tokens are (tokens, H, D); scaled vectors (tokens, HV, K); chunk matrices (slots, HV, C, C); totals (slots, HV, K);
+states of chunks (slots, HV, V, K), public ones (U, HV, V, K). y is the writer of u (k, or b with TWO), z the other.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from axes.kernels.common.launch import Kernel
+from axes.kernels.common.tiles import slot_rows
+from axes.kernels.diagonal.channels import after, from_middle, halves, largest, met, power, split, until
+
+LENGTHS = ["T", "N", "HV"]  # one compilation for all of them
+
+# ---- pieces --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load(ptr, here, count, columns, H, D: tl.constexpr, C: tl.constexpr):
+    """C rows of one head of a (tokens, H, D) tensor from number `here` = row * H + head on; zero from row `count`."""
+    i = tl.arange(0, C)
+    at = ptr + here * D + ((i * (H * D))[:, None] + columns[None, :])
+    return tl.load(at, mask=(i < count)[:, None] & (columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store(ptr, tile, here, count, columns, H, D: tl.constexpr, C: tl.constexpr):
+    """Write a tile that `load` would read."""
+    i = tl.arange(0, C)
+    at = ptr + here * D + ((i * (H * D))[:, None] + columns[None, :])
+    tl.store(at, tile.to(ptr.dtype.element_ty), mask=(i < count)[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def numbers(ptr, here, count, H, C: tl.constexpr):
+    """One number a row, as `load`."""
+    i = tl.arange(0, C)
+    return tl.load(ptr + here + i * H, mask=i < count, other=0.0)
+
+
+@triton.jit
+def logs(g, here, count, columns, H, D: tl.constexpr, C: tl.constexpr):
+    """channels.load_logs: float32, floored at -100."""
+    return tl.maximum(load(g, here, count, columns, H, D, C).to(tl.float32), -100.0)
+
+
+@triton.jit
+def decays(
+    high, middle, low, size,
+    C: tl.constexpr, LATE: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr,
+):  # fmt: skip
+    """Factors of q, of the reader a (before its gate unless LATE) and of writers at blocks of `size` rows; flatness.
+
+    As channels.factors, for two readers. A reader before its gate has no pairs in a block of one row.
+    """
+    x = from_middle(high, middle, low, size, C, False, PARTS)
+    if LATE:
+        flat = (largest(x) <= BOUND).to(tl.int32) != 0  # the interpreter keeps a comparison of floats a float
+        query = halves(x, flat, 1.0)
+        reader = query
+    else:
+        e = tl.where(size > 1, from_middle(high, middle, low, size, C, True, PARTS), 0.0)
+        flat = (tl.maximum(largest(x), largest(e)) <= BOUND).to(tl.int32) != 0
+        query = halves(x, flat, 1.0)
+        reader = halves(e, flat, 1.0)
+    return query, reader, halves(x, flat, -1.0), flat
+
+
+@triton.jit
+def least_total(falls, block, K: tl.constexpr, BK: tl.constexpr):
+    """The least total of a chunk's channels."""
+    parts: tl.constexpr = (K + BK - 1) // BK
+    lowest = tl.load(falls + block * parts)
+    for part in tl.static_range(1, parts):
+        lowest = tl.minimum(lowest, tl.load(falls + block * parts + part))
+    return lowest
+
+
+@triton.jit
+def _store_pairs(
+    lowers, p, m2, p2, lower, scores, lower2, scores2, beta, here, count, block, HV, C: tl.constexpr, TWO: tl.constexpr
+):
+    """Write a chunk's pair matrices, P with its diagonal, and what `solve` inverts."""
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    at = block * C * C + (i * C + j)
+    tl.store(p + at, tl.where(i >= j, scores, 0.0).to(p.dtype.element_ty))
+    if TWO:
+        tl.store(p2 + at, tl.where(i >= j, scores2, 0.0).to(p.dtype.element_ty))
+        tl.store(m2 + at, tl.where(i > j, lower2, 0.0).to(p.dtype.element_ty))
+        lower = -lower
+    else:
+        lower *= tl.load(beta + here + i * HV, mask=i < count, other=0.0)
+    tl.store(lowers + at, tl.where(i > j, lower, 0.0))
+
+# ---- kernels -------------------------------------------------------------------------------------------------------
+
+
+@Kernel
+@triton.jit(do_not_specialize=[*LENGTHS, "H"])
+def prepare(
+    q, a, y, z, beta, g, lowers, p, m2, p2, qs, as_, ys, zs, totals, falls, offsets, units, T, N, H, HV,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    TWO: tl.constexpr, LATE: tl.constexpr, SHARED: tl.constexpr, MATRICES: tl.constexpr, PACKED: tl.constexpr,
+    PARTS: tl.constexpr, BOUND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Totals and scaled vectors of a chunk, with MATRICES its pair matrices if no channel falls by more than BOUND.
+
+    exp(R_i - G_j) is exp(R_i) exp(-G_j) there. Without MATRICES a program has one block of channels.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    parts: tl.constexpr = 1 if MATRICES else (K + BK - 1) // BK
+    begin = (pid % parts).to(tl.int32) * BK
+    pid = pid // parts
+    slot, head = pid // HV, pid % HV
+    _, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
+    if first >= end:
+        return
+    source = head // (HV // H)
+    here, near, count = first * HV + head, first * H + source, (end - first).to(tl.int32)
+    lower = tl.zeros([C, C], dtype=tl.float32)
+    scores = tl.zeros([C, C], dtype=tl.float32)
+    lower2 = tl.zeros([C, C], dtype=tl.float32)
+    scores2 = tl.zeros([C, C], dtype=tl.float32)
+    lowest = tl.full([], 0.0, tl.float32)
+    for left in range(begin, K if MATRICES else begin + BK, BK):
+        d = left + tl.arange(0, BK)
+        log = logs(g, here, count, d, HV, K, C)
+        query = load(q, near, count, d, H, K, C)
+        writer = load(y, near, count, d, H, K, C)
+        reader = writer if SHARED else load(a, near, count, d, H, K, C)
+        if TWO:
+            value = load(z, near, count, d, H, K, C)
+        kind = query.dtype
+        high, middle, low = split(log, PARTS)
+        total = tl.sum(log, 0)
+        tl.store(totals + pid * K + d, total, mask=d < K)
+        fall = tl.min(total, 0)
+        tl.store(falls + pid * ((K + BK - 1) // BK) + left // BK, fall)
+        lowest = tl.minimum(lowest, fall)
+        run = until(high, middle, low, C, False, PARTS)
+        reach = power(run)
+        up = (query * reach).to(kind)
+        store(qs, up, here, count, d, HV, K, C)
+        if not LATE:
+            reach = power(until(high, middle, low, C, True, PARTS))
+        read = (reader * reach).to(kind)
+        store(as_, read, here, count, d, HV, K, C)
+        if PARTS == 0:
+            kept = power(after(high, middle, low, C, PARTS))
+        else:  # closed gates cost digits that 16 bits do not have
+            kept = power(total[None, :] - run)
+        store(ys, writer * kept, here, count, d, HV, K, C)
+        if TWO:
+            store(zs, value * kept, here, count, d, HV, K, C)
+        if MATRICES:
+            loss = power(-run)
+            down = tl.trans((writer * loss).to(kind))
+            scores += tl.dot(up, down, input_precision=PRECISION)
+            lower += tl.dot(read, down, input_precision=PRECISION)
+            if TWO:
+                down = tl.trans((value * loss).to(kind))
+                scores2 += tl.dot(up, down, input_precision=PRECISION)
+                lower2 += tl.dot(read, down, input_precision=PRECISION)
+    if MATRICES:  # noqa: SIM102 (a constant around a test)
+        if lowest >= -BOUND:
+            _store_pairs(lowers, p, m2, p2, lower, scores, lower2, scores2, beta, here, count, pid, HV, C, TWO)
+
+
+@Kernel
+@triton.jit(do_not_specialize=[*LENGTHS, "H"])
+def prepare_closed(
+    q, a, y, z, beta, g, lowers, p, m2, p2, falls, offsets, units, T, N, H, HV,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    TWO: tl.constexpr, LATE: tl.constexpr, SHARED: tl.constexpr, PACKED: tl.constexpr,
+    PARTS: tl.constexpr, BOUND: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The pair matrices of chunks that `prepare` leaves, those with closed gates."""
+    pid = tl.program_id(0).to(tl.int64)
+    slot, head = pid // HV, pid % HV
+    _, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
+    if first >= end:
+        return
+    if least_total(falls, pid, K, BK) >= -BOUND:
+        return
+    source = head // (HV // H)
+    here, near, count = first * HV + head, first * H + source, (end - first).to(tl.int32)
+    lower = tl.zeros([C, C], dtype=tl.float32)
+    scores = tl.zeros([C, C], dtype=tl.float32)
+    lower2 = tl.zeros([C, C], dtype=tl.float32)
+    scores2 = tl.zeros([C, C], dtype=tl.float32)
+    for left in range(0, K, BK):
+        d = left + tl.arange(0, BK)
+        high, middle, low = split(logs(g, here, count, d, HV, K, C), PARTS)
+        query = load(q, near, count, d, H, K, C)
+        writer = load(y, near, count, d, H, K, C)
+        reader = writer if SHARED else load(a, near, count, d, H, K, C)
+        if TWO:
+            value = load(z, near, count, d, H, K, C)
+        kind = query.dtype
+        size = tl.full([], C, tl.int32)
+        while size > 0:
+            rise, gain, loss, flat = decays(high, middle, low, size, C, LATE, PARTS, FLAT)
+            up = (query * rise).to(kind)
+            read = (reader * gain).to(kind)
+            down = tl.trans((writer * loss).to(kind))
+            pair = met(size, flat, C, False)
+            scores += tl.where(pair, tl.dot(up, down, input_precision=PRECISION), 0.0)
+            lower += tl.where(pair, tl.dot(read, down, input_precision=PRECISION), 0.0)
+            if TWO:
+                down = tl.trans((value * loss).to(kind))
+                scores2 += tl.where(pair, tl.dot(up, down, input_precision=PRECISION), 0.0)
+                lower2 += tl.where(pair, tl.dot(read, down, input_precision=PRECISION), 0.0)
+            size = tl.where(flat, 0, size // 2)
+    _store_pairs(lowers, p, m2, p2, lower, scores, lower2, scores2, beta, here, count, pid, HV, C, TWO)
+
+
+@Kernel
+@triton.jit(do_not_specialize=LENGTHS)
+def solve(
+    lowers, m, offsets, units, T, N, HV,
+    C: tl.constexpr, SIDE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """m = (I + lower)^-1 of every chunk: substitution in diagonal blocks of SIDE rows, then blocks of twice the size.
+
+    Made for one warp: the rows of a block are registers of a thread, which owns columns, so that substitution moves
+    nothing between threads. Powers of `lower` are never formed (tiles.inverse).
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    _, first, end = slot_rows(offsets, units, pid // HV, T, N, C, PACKED)
+    if first >= end:
+        return
+    lowers += pid * C * C
+    m += pid * C * C
+    kind = m.dtype.element_ty
+    B: tl.constexpr = C // SIDE
+    row = tl.arange(0, SIDE)[None, :]
+    lane = tl.arange(0, C)[:, None]  # the columns of all blocks
+    block = lane // SIDE * SIDE
+    x = tl.where(row == lane - block, 1.0, 0.0)
+    for n in tl.static_range(SIDE - 1):
+        column = tl.load(lowers + (block + row) * C + block + n, mask=row > n, other=0.0)
+        x -= column * tl.sum(tl.where(row == n, x, 0.0), axis=1)[:, None]
+    if B == 1:
+        tl.store(m + row * C + lane, x.to(kind))
+    else:
+        P: tl.constexpr = B // 2
+        WIDE: tl.constexpr = 2 * SIDE
+        x1, x2 = tl.split(tl.permute(tl.reshape(x, [P, 2, SIDE, SIDE]), (0, 3, 2, 1)))
+        p = tl.arange(0, P)[:, None, None] * WIDE
+        i = tl.arange(0, SIDE)[None, :, None]
+        j = tl.arange(0, SIDE)[None, None, :]
+        part = tl.load(lowers + (p + SIDE + i) * C + p + j)
+        if P == 1:
+            inner = tl.dot(tl.reshape(part, [SIDE, SIDE]), tl.reshape(x1, [SIDE, SIDE]), input_precision=PRECISION)
+            cross = tl.dot(tl.reshape(x2, [SIDE, SIDE]), inner, input_precision=PRECISION)
+            cross = tl.reshape(cross, [P, SIDE, SIDE])
+        else:
+            cross = tl.dot(x2, tl.dot(part, x1, input_precision=PRECISION), input_precision=PRECISION)
+        top = tl.reshape(tl.permute(tl.join(x1, tl.zeros_like(x1)), (0, 1, 3, 2)), [P, SIDE, WIDE])
+        bottom = tl.reshape(tl.permute(tl.join(-cross, x2), (0, 1, 3, 2)), [P, SIDE, WIDE])
+        x = tl.reshape(tl.permute(tl.join(top, bottom), (0, 3, 1, 2)), [P, WIDE, WIDE])
+        i = tl.arange(0, WIDE)[None, :, None]
+        j = tl.arange(0, WIDE)[None, None, :]
+        tl.store(m + (p + i) * C + p + j, x.to(kind))
+        if P == 2:
+            x1, x2 = tl.split(tl.permute(x, (1, 2, 0)))
+            i = tl.arange(0, WIDE)[:, None]
+            j = tl.arange(0, WIDE)[None, :]
+            part = tl.load(lowers + (WIDE + i) * C + j)
+            cross = tl.dot(x2, tl.dot(part, x1, input_precision=PRECISION), input_precision=PRECISION)
+            tl.store(m + (WIDE + i) * C + j, (-cross).to(kind))
+            tl.store(m + i * C + WIDE + j, tl.zeros_like(cross).to(kind))
