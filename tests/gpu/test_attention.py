@@ -25,8 +25,9 @@ LAYERS = (SoftmaxAttention, RoPE, ALiBi, FoX, PaTH)
 
 
 def error(got: Tensor, want: Tensor) -> float:
+    """Relative, or to numbers of 0.02: the gradient of a query that sees one pair is rounding alone."""
     assert torch.isfinite(got).all() and got.shape == want.shape
-    return ((got.double() - want).norm() / want.norm().clamp_min(1e-3 * want.numel() ** 0.5)).item()
+    return ((got.double() - want).norm() / want.norm().clamp_min(0.02 * want.numel() ** 0.5)).item()
 
 
 def written_out(q, k, v, mass, scale, lengths, old) -> Tensor:
@@ -74,31 +75,34 @@ def check(
         assert e < BOUND[dtype], (t, d_k, d_v, dtype, old, lengths, mass, n, e)
 
 
+@pytest.mark.parametrize("mass", (True, False), ids=("masses", "plain"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("t", (1, 2, 63, 64, 65, 127, 128, 129, 1000))
-def test_lengths(t: int, dtype: torch.dtype) -> None:
-    for mass in (True, False):
-        check(t, 64, 64, dtype, mass=mass)
-        check(t, 128, 128, dtype, mass=mass)
+@pytest.mark.parametrize("d", (64, 128))
+def test_lengths(d: int, dtype: torch.dtype, mass: bool) -> None:
+    """And earlier pairs: kernels that are compiled once for all of them."""
+    for t in (1, 2, 63, 64, 65, 127, 128, 129, 1000):
+        check(t, d, d, dtype, mass=mass)
+    for old in (1, 63, 64, 100, 300):
+        check(130, d, d, dtype, old=old, mass=mass)
+    check(1, d, d, dtype, old=1000, mass=mass)
 
 
+# one of every kind: padded or not on either side, and the three classes of tiles, by the wider one
+WIDTHS = ((1, 1), (7, 5), (16, 64), (33, 48), (64, 256), (96, 96), (128, 64), (130, 20), (256, 192), (256, 256))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize(("d_k", "d_v"), WIDTHS)
+def test_widths(d_k: int, d_v: int, dtype: torch.dtype) -> None:
+    check(200, d_k, d_v, dtype)
+
+
+@pytest.mark.parametrize("mass", (True, False), ids=("masses", "plain"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("d_k", (1, 7, 16, 33, 64, 96, 128, 192, 256))
-def test_widths(d_k: int, dtype: torch.dtype) -> None:
-    for d_v in (d_k, 5, 64, 256):
-        check(200, d_k, d_v, dtype)
-    check(200, d_k, d_k, dtype, mass=False)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_earlier_pairs_groups_and_packed_sequences(dtype: torch.dtype) -> None:
-    for mass in (True, False):
-        for old in (1, 63, 64, 100, 300):
-            check(130, 64, 64, dtype, old=old, mass=mass)
-        check(1, 128, 128, dtype, old=1000, mass=mass)
-        check(300, 128, 64, dtype, heads=2, group=4, mass=mass)
-        check(0, 64, 64, dtype, lengths=(0, 1, 300, 0, 64, 129), mass=mass)
-        check(0, 128, 128, dtype, lengths=(5, 700, 64), group=2, old=70, mass=mass)
+def test_groups_and_packed_sequences(dtype: torch.dtype, mass: bool) -> None:
+    check(300, 128, 64, dtype, heads=2, group=4, mass=mass)
+    check(0, 64, 64, dtype, lengths=(0, 1, 300, 0, 64, 129), mass=mass)
+    check(0, 128, 128, dtype, lengths=(5, 700, 64), group=2, old=70, mass=mass)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

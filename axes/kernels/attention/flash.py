@@ -98,7 +98,7 @@ def absorb(s, value, most, total, out, PRECISION: tl.constexpr):
 
 
 @Kernel
-@triton.jit(do_not_specialize=["T", "N", "slots", "total", "old"])
+@triton.jit(do_not_specialize=["T", "N", "slots", "total", "old", "m_b", "m_t", "m_h"])
 def forward(
     q, k, v, high, low, o, lse, offsets, units, scale, T, N, slots, total, old, H,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, m_b, m_t, m_h,
@@ -151,7 +151,7 @@ def forward(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["T", "N", "slots", "total", "old"])
+@triton.jit(do_not_specialize=["T", "N", "slots", "total", "old", "m_b", "m_t", "m_h"])
 def queries(
     q, k, v, high, low, o, do, lse, dq, dots, sums, offsets, units, scale, T, N, slots, total, old, H,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, m_b, m_t, m_h,
@@ -251,7 +251,7 @@ def _collect(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["S", "N", "slots", "total", "old"])
+@triton.jit(do_not_specialize=["S", "N", "slots", "total", "old", "m_b", "m_t", "m_h"])
 def pairs(
     q, k, v, high, low, do, lse, dots, sums, dk, dv, dm, offsets, units, scale, S, N, slots, total, old, H,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, m_b, m_t, m_h,
