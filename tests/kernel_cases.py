@@ -9,6 +9,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from axes.kernels.attention.attend import attend
+from axes.kernels.attention.decode import attend_one
+from axes.kernels.attention.turn import turn
 from axes.kernels.block import chain as block_module
 from axes.kernels.block.chain import block_chain
 from axes.kernels.blocks.enter import enter
@@ -77,6 +80,24 @@ def block(dtype: torch.dtype, d: int) -> Callable[[], None]:
         both(block_chain(q, k, v, *coefficients))
 
     return run
+
+
+def attention(dtype: torch.dtype, d: int, masses: bool = True) -> Callable[[], None]:
+    def run() -> None:
+        q, k, v = (torch.randn(2, 256, 2, d, dtype=dtype, requires_grad=True) for _ in range(3))
+        mass = torch.zeros(2, 256, 2, dtype=torch.float64, requires_grad=True) if masses else None
+        attend(q, k, v, mass, scale=0.1).sum().backward()
+
+    return run
+
+
+def one_query() -> None:
+    k, v = (torch.randn(2, 500, 2, 128, dtype=HALF) for _ in range(2))
+    attend_one(torch.randn(2, 1, 8, 128, dtype=HALF), k, v, torch.zeros(2, 2, 500), 0.1)
+
+
+def turned() -> None:
+    turn(*(torch.randn(2, 256, 2, 128, dtype=HALF) for _ in range(2)), torch.rand(256, 64))
 
 
 def steps() -> None:
@@ -158,6 +179,13 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper dplr 64": diagonal(HALF, 64, "dplr", plain=True),
     "dplr 128": diagonal(HALF, 128, "dplr"),
     "block 128": block(HALF, 128),
+    "attention 128": attention(HALF, 128),
+    "attention 64": attention(HALF, 64),
+    "attention 256": attention(HALF, 256),
+    "plain attention 128": attention(HALF, 128, masses=False),
+    "attention 64 float32": attention(FULL, 64),
+    "one query": one_query,
+    "turn": turned,
     "step": steps,
     "outer": sums,
     "block halves 128": halves(HALF, 128),

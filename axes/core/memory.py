@@ -17,7 +17,7 @@ from torch import Tensor
 
 from axes.core.declared import Declared
 from axes.core.geometry import Geometry
-from axes.core.monoids import Element
+from axes.core.monoids import Element, rotate
 from axes.core.rates import Per, Rate, Shape, Signal, resolve, spread
 from axes.errors import IllegalUpdate
 
@@ -304,6 +304,9 @@ class List(Memory):
     read: sum_i p_i v_i with p = grad h*(scale * K q + log-mass): softmax attention with entropic h, linear attention
     with Euclidean h (then the mass multiplies). Scalar gates act on the mass (ALiBi, FoX), matrix gates on the keys
     (RoPE, PaTH). Drives stay factored as (value, key). scale: None means d_k^(-1/2).
+
+    Rotations turn all keys alike, so they are owed: from the first one on a last leaf (d_k/2) says by how much every
+    stored key has yet to be turned; what is read or added turns back by it instead, and stored keys stay as they are.
     """
 
     scale: float | None = None
@@ -316,8 +319,8 @@ class List(Memory):
         raise IllegalUpdate("List memory is read through its geometry: call read")
 
     def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
-        keys, values, mass = leaves
-        scores = self.temperature(q.shape[-1]) * times(keys, q)
+        keys, values, mass, *owed = leaves
+        scores = self.temperature(q.shape[-1]) * times(keys, _turned_back(q, owed))
         if h.is_identity:
             weights = torch.exp(mass) * scores
         else:
@@ -331,7 +334,7 @@ class List(Memory):
         return r, x
 
     def act(self, element: Element, leaves: Leaves) -> Leaves:
-        keys, values, mass = leaves
+        keys, values, mass, *owed = leaves
         if element.outer is not None:
             raise IllegalUpdate("List memory has no rows to gate")
         if not isinstance(element.scale, float) or element.scale != 1.0:
@@ -342,21 +345,36 @@ class List(Memory):
             # a scalar gate of a product also scales its low-rank part: take it out of there too
             left = None if left is None else left * torch.exp(-gate if gate.ndim == 0 else -gate[..., None])
             gate = None
+        if gate is None and element.dense is None and left is None:
+            angle = element.angle
+            if angle is not None:
+                whole = angle + owed[0] if owed else angle.expand(*keys.shape[:-2], angle.shape[-1])
+                owed = [whole.remainder(2 * math.pi)]
+            return keys, values, mass, *owed
+        if owed:
+            keys = rotate(keys, owed[0][..., None, :])
         return Element(1.0, gate, element.angle, element.dense, left, element.right).act(keys), values, mass
 
     def add(self, leaves: Leaves, rate: Tensor | float, shape: Shape, drive: Leaves) -> Leaves:
-        keys, values, mass = leaves
+        keys, values, mass, *owed = leaves
         value, key = drive
+        key = _turned_back(key, owed)
         step = rate[..., None] if isinstance(rate, Tensor) and rate.ndim and shape == "scalar" else rate
         return (
             torch.cat((keys, key[..., None, :]), -2),
             torch.cat((values, (step * value)[..., None, :]), -2),
             torch.cat((mass, torch.zeros_like(key[..., :1])), -1),
+            *owed,
         )
 
     def zeros(self, signal: Signal) -> Leaves:
         k, v = _vectors(signal)
         return k[..., None, :][..., :0, :], v[..., None, :][..., :0, :], k[..., :0]
+
+
+def _turned_back(x: Tensor, owed: list[Tensor]) -> Tensor:
+    """A vector in the frame in which a list's keys stand."""
+    return rotate(x, -owed[0]) if owed else x
 
 
 def _vectors(signal: Signal) -> tuple[Tensor, Tensor]:

@@ -332,18 +332,22 @@ class Rotation(Monoid):
     """A = R(angle) on pairs of keys: constant angles, or named ones of shape pair.
 
     A number is the base of the geometric angles base^(-2j/d_k) (RoPE); with uniform it is the angle of every pair.
+    pairs: how many of the d_k/2 pairs turn, the first ones, by angles for 2 pairs in the place of d_k; None for all.
     """
 
     angle: float | Per = 10000.0
     uniform: bool = False
+    pairs: int | None = None
     kind = "rotation"
 
     def __post_init__(self) -> None:
         if isinstance(self.angle, Per):
-            if self.angle.shape != "pair" or self.angle.domain != "real" or self.uniform:
+            if self.angle.shape != "pair" or self.angle.domain != "real" or self.uniform or self.pairs is not None:
                 raise IllegalUpdate("Rotation: named angles must have shape pair and domain real, one for every pair")
         elif not self.angle > 0:
             raise IllegalUpdate(f"Rotation: the base (or uniform angle) must be positive, got {self.angle}")
+        if self.pairs is not None and self.pairs < 1:
+            raise IllegalUpdate(f"Rotation: at least one pair turns, got pairs={self.pairs}: use Identity")
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         if isinstance(self.angle, Per):
@@ -352,10 +356,15 @@ class Rotation(Monoid):
         d_k = like.shape[-1]
         if d_k % 2:
             raise IllegalUpdate(f"Rotation: keys are rotated in pairs, their width must be even, got {d_k}")
+        turning = d_k // 2 if self.pairs is None else self.pairs
+        if 2 * turning > d_k:
+            raise IllegalUpdate(f"Rotation: keys of width {d_k} have {d_k // 2} pairs, of which {turning} cannot turn")
         if self.uniform:
-            return Element(angle=torch.full((d_k // 2,), self.angle, dtype=like.dtype, device=like.device))
-        exponent = torch.arange(0, d_k, 2, dtype=like.dtype, device=like.device) / d_k
-        return Element(angle=self.angle**-exponent)
+            angle = torch.full((turning,), self.angle, dtype=like.dtype, device=like.device)
+        else:
+            exponent = torch.arange(0, 2 * turning, 2, dtype=like.dtype, device=like.device) / (2 * turning)
+            angle = self.angle**-exponent
+        return Element(angle=torch.cat((angle, angle.new_zeros(d_k // 2 - turning))) if 2 * turning < d_k else angle)
 
     def rates(self) -> tuple[Rate, ...]:
         return (self.angle,) if isinstance(self.angle, Per) else ()

@@ -73,20 +73,20 @@ def run(
     """`reference.run` by the fastest legal route: step, then read q, for a whole sequence.
 
     signal: tensors with time in dimension `time`, batch dimensions around it; "q" is required; q and k of one head are
-    those of every head.  Half precision is computed in float32, float64 in float64; outputs come back in the dtype of
-    v, states stay in the computing dtype.
+    those of every head.  Half precision is computed in float32, but for attention, which multiplies and keeps pairs in
+    the dtype of v; float64 in float64.  Outputs come back in the dtype of v, states stay in the computing dtype.
     """
     q, v = signal.get("q"), signal.get("v")
     if not isinstance(q, Tensor) or not isinstance(v, Tensor):
         raise ShapeError(f"run needs tensors 'q' and 'v' in the signal; it has {sorted(signal)}")
-    shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
-    choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), time)
-    if choice.implementation == "triton" and q.shape[time]:
+    choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
+    if choice[:2] == ("chain", "triton") and q.shape[time]:
         with torch.autocast(v.device.type, enabled=False):
             return kernel_terms.run(update, signal, state, weights)
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     signal = kernel_terms.every_head(signal)
-    signal = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
+    if choice.route not in _AS_GIVEN:
+        dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+        signal = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
     if q.shape[time] == 0:
         if state is None:
             state = update.init(_each(signal, time, lambda x: x.new_zeros(_without(x, time))), weights)
@@ -111,10 +111,14 @@ def run_packed(
     """
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
-    shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
+    shapes = {**_shapes(signal, state), "cu_seqlens": tuple(cu_seqlens.shape)}
     choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), 1)
     if choice.implementation == "triton" and q.shape[1]:
         with torch.autocast(v.device.type, enabled=False):
+            if choice.route == "attention":
+                moved = {n: x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in signal.items()}
+                out, state = attention.run(update, moved, state, True, cu_seqlens)
+                return out.transpose(1, 2), state
             return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
 
     def alone(signal: Signal, state: State) -> tuple[Tensor, State]:
@@ -130,17 +134,21 @@ def step(
     update: StateUpdate, signal: Signal, state: State, *, implementation: Implementation | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """One token (B, 1, H, ...): by the fused kernel where one is and no gradient is asked, else by the interpreter.
+    """One token (B, 1, H, ...): by the fused kernel where one is and no gradient is asked, else by the interpreter; a
+    list by its route, which grows it in place of a copy.
 
     in_place: the kernel writes the new state over the old one, which the caller gives up.
     """
     v = signal["v"]
     assert isinstance(v, Tensor)
-    shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
+    shapes = _shapes(signal, state)
     inputs = [x for x in (*signal.values(), *state.theta) if isinstance(x, Tensor)]
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     named = implementation or chosen()
-    if select_token(update, v.device, v.dtype, shapes, named, differentiated).implementation == "triton":
+    choice = select_token(update, v.device, v.dtype, shapes, named, differentiated)
+    if choice.route == "attention":
+        return run(update, signal, state, implementation=named)
+    if choice.implementation == "triton":
         with torch.autocast(v.device.type, enabled=False):
             return kernel_terms.run(update, signal, state, None, kernel_terms.one_token(in_place))
     return run(update, signal, state, implementation="reference")
@@ -164,8 +172,17 @@ def _execute(
     moved = _each(signal, time, lambda x: x.movedim(time, batch))
     if state is None:
         state = update.init(_each(moved, batch, lambda x: x.select(batch, 0)), weights)
-    out, state = _ROUTES[choice.route](update, moved, state, batch)
+    if choice.route == "attention":
+        out, state = attention.run(update, moved, state, choice.implementation == "triton")
+    else:
+        out, state = _ROUTES[choice.route](update, moved, state, batch)
     return out.movedim(batch, time).to(dtype), state
+
+
+def _shapes(signal: Signal, state: State | None) -> dict[str, tuple[int, ...]]:
+    """What `select` asks of a call."""
+    shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
+    return shapes if state is None or len(state.theta) < 3 else {**shapes, "pairs": tuple(state.theta[2].shape)}
 
 
 def _each(signal: Signal, time: int, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor | float]:
@@ -220,12 +237,6 @@ def _run_cascade(update: StateUpdate, signal: Signal, state: State, batch: int) 
     return cascade.run(update, signal, state, q, batch)
 
 
-def _run_attention(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
-    q = signal["q"]
-    assert isinstance(q, Tensor)
-    return attention.run(update, signal, state, q)
-
-
 def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     cost, _, monoid, step, _ = update.parts()
     outputs, done = [], 0
@@ -251,4 +262,5 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
     return torch.cat(outputs, -2), state._replace(theta=(slots,), count=count)
 
 
-_ROUTES = {"chain": _run_chain, "cascade": _run_cascade, "attention": _run_attention, "gram": _run_gram}
+_AS_GIVEN = frozenset(("attention",))  # routes that take half precision as it is
+_ROUTES = {"chain": _run_chain, "cascade": _run_cascade, "gram": _run_gram}

@@ -101,7 +101,8 @@ def join(states: list[Any], growing: bool) -> Any:
         return torch.cat(states) if all(s.shape[1:] == first.shape[1:] for s in states) else first
     if isinstance(first, State) and growing:
         length = max(s.theta[2].shape[-1] for s in states)
-        states = [_pad_list(s, length) for s in states]
+        owed = next((s.theta[3] for s in states if len(s.theta) > 3), None)
+        states = [_pad_list(s, length, owed) for s in states]
     items = [join([s[i] for s in states], growing) for i in range(len(first))]
     return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
 
@@ -114,10 +115,18 @@ def _map(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
 
 
-def _pad_list(state: State, length: int) -> State:
-    keys, values, mass = state.theta
+def _pad_list(state: State, length: int, like: Tensor | None) -> State:
+    """like: the turn that another list owes; an empty one, which was never turned, owes none."""
+    keys, values, mass, *owed = state.theta
+    if like is not None and not owed:
+        owed = [torch.zeros_like(like)]
     short = length - mass.shape[-1]
     pad = torch.nn.functional.pad
     return state._replace(
-        theta=(pad(keys, (0, 0, short, 0)), pad(values, (0, 0, short, 0)), pad(mass, (short, 0), value=-torch.inf))
+        theta=(
+            pad(keys, (0, 0, short, 0)),
+            pad(values, (0, 0, short, 0)),
+            pad(mass, (short, 0), value=-torch.inf),
+            *owed,
+        )
     )

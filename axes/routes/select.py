@@ -12,7 +12,7 @@ import torch
 from axes.core.derived import no_attention, no_cascade, no_chain, no_gram
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
-from axes.routes import kernel_terms
+from axes.routes import attention, kernel_terms
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -40,12 +40,15 @@ def select(
 ) -> Choice:
     """The route and implementation for a sequence on a device.
 
-    shapes: of the signal's "k" and "v", which the kernels limit; every torch route takes every shape.
+    shapes: of the signal's "q", "k" and "v", which the kernels limit; every torch route takes every shape. Attention
+    also asks for "cu_seqlens" of packed sequences and for "pairs", the masses of a list that the state holds.
     Raises NoImplementation if the named implementation cannot compute it.
     """
     require_implementation(implementation)
     if implementation == "reference":
         return Choice("interpreter", "reference", "asked for by name")
+    if routes(update)["attention"] is None:
+        return _attention(update, _device(device), dtype, shapes or {}, implementation, time)
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, time)
     if no_kernel is None and implementation != "torch":
         return _by_kernel(update, device if isinstance(device, Target) else None, dtype)
@@ -60,8 +63,11 @@ def select_token(
     implementation: Implementation | None = None,
     differentiated: bool = False,
 ) -> Choice:
-    """The same for one token after a state. torch by name is the recurrence itself, which is torch's operations."""
+    """The same for one token after a state. torch by name is the recurrence itself, which is torch's operations; a list
+    is read by the route of sequences."""
     require_implementation(implementation)
+    if routes(update)["attention"] is None:
+        return select(update, device, dtype, shapes, implementation)
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
     if differentiated:
         no_kernel = no_kernel or "the kernel for one token has no backward"
@@ -80,11 +86,16 @@ def plans(
     implementation: Implementation | None = None,
     shapes: Shapes | None = None,
 ) -> tuple[Plan, ...]:
-    """What runs for a sequence, and for one token where no gradient is asked for."""
+    """What runs for a sequence, for one after the pairs of a list where that is something else, and for one token where
+    no gradient is asked for."""
     whole = select(update, target, dtype, shapes, implementation)
-    token = select_token(update, target, dtype, shapes, implementation)
+    held = {**(shapes or {}), "pairs": (1,)}
+    later = select(update, target, dtype, held, implementation)
+    token = select_token(update, target, dtype, held, implementation)
+    more = (Plan("after pairs", update, later, target, dtype, {}),) if later[:2] != whole[:2] else ()
     return (
         Plan("runs", update, whole, target, dtype, routes(update)),
+        *more,
         Plan("one token", update, token, target, dtype, {}),
     )
 
@@ -109,6 +120,20 @@ def _by_kernel(update: StateUpdate, target: Target | None, dtype: torch.dtype) -
         hopper = "its forms for Hopper where widths are 64 or 128"
         reason += f", by {hopper if portable is None else f'portable kernels: {portable}'}"
     return Choice("chain", "triton", reason)
+
+
+def _attention(
+    update: StateUpdate,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Shapes,
+    implementation: Implementation | None,
+    time: int,
+) -> Choice:
+    no_kernel = attention.no_kernel(update, device, dtype, shapes, time)
+    if no_kernel is None and implementation != "torch":
+        return Choice("attention", "triton", attention.by_kernels(update))
+    return _without_kernel(update, no_kernel, implementation)
 
 
 def _without_kernel(update: StateUpdate, no_kernel: str | None, implementation: Implementation | None) -> Choice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 from axes import catalogue
 from axes.optim.engine import generated, stacked
+from axes.routes import attention
 from axes.routes import kernel_terms as terms
+from axes.routes.select import routes
 from tests import what_runs
 from tests.interpreter import interpret
 from tests.optim.table import INSTANCES, Instance
@@ -37,16 +40,20 @@ def test_an_optimizer_runs_what_is_said(instance: Instance, options: dict[str, A
 
 def as_on_a_gpu() -> None:
     """What is true of a CPU is said to be true of a GPU, by those whom the steps ask."""
-    no_kernel = terms.no_kernel
-    terms.no_kernel = lambda update, _, *rest: no_kernel(update, torch.device("cuda"), *rest)
+    for module in (terms, attention):
+        module.no_kernel = partial(_as_if, module.no_kernel)
     generated.no_kernels = lambda device: None
     stacked._HOST_BOUND = -1  # no CUDA graphs
+
+
+def _as_if(no_kernel: Any, update: Any, _: Any, *rest: Any) -> Any:
+    return no_kernel(update, torch.device("cuda"), *rest)
 
 
 def layers_with_kernels() -> None:
     as_on_a_gpu()
     for entry in catalogue.entries("sequence"):
-        if not isinstance(terms.family(entry.update), terms.NoFamily):
+        if not isinstance(terms.family(entry.update), terms.NoFamily) or routes(entry.update)["attention"] is None:
             what_runs.check_layer(entry, "cpu", torch.float32, 16)
 
 

@@ -98,8 +98,8 @@ def test_rope_scores_depend_on_distance_only() -> None:
     pad = torch.zeros(1, 7, 1, 8, dtype=torch.float64)
     shifted = {"q": torch.cat((pad, q), 1), "k": torch.cat((pad, k), 1), "v": torch.cat((pad, v), 1)}
     state = dispatch.run(RoPE.update, {n: z[:, :7] for n, z in shifted.items()}, time=1)[1]
-    keys, values, mass = state.theta
-    silent = state._replace(theta=(keys, values, torch.full_like(mass, -math.inf)))
+    keys, values, mass, owed = state.theta
+    silent = state._replace(theta=(keys, values, torch.full_like(mass, -math.inf), owed))
     later, _ = dispatch.run(RoPE.update, {"q": q, "k": k, "v": v}, silent, time=1)
     assert (later - alone).abs().max() < TOLERANCE
 

