@@ -287,9 +287,10 @@ class _SSMModule(nn.Module):
 
     def declared(self, path: str) -> Rate:
         """For kernels: what this module at `path` of a block computes."""
+        down = None if self.down is None else Matrix(f"{path}.down", self.down.weight.shape[0])
         up = Matrix(f"{path}.up", self.up.weight.shape[0])
         rate, step = f"{path}.log_rate", self.chart.step
-        return Rate(self.per.name, self.shape, up, "ssm", bias=f"{path}.up.bias", log_rate=rate, step=step)
+        return Rate(self.per.name, self.shape, up, "ssm", bias=f"{path}.up.bias", log_rate=rate, step=step, down=down)
 
 
 @final

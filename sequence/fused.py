@@ -321,8 +321,13 @@ def _named(rate: Rate, results: Iterable[Tensor]) -> dict[str, Tensor]:
 
 def _numbers(around: nn.Module, rates: Sequence[Rate]) -> list[Tensor]:
     """Parameters of rates, in the order of the kernel's list."""
-    names = [name for r in rates for name in (r.log_rate, r.bias) if name is not None]
-    return [_parameter(around, name).flatten() for name in names]
+    made: list[Tensor] = []
+    for r in rates:
+        if r.log_rate is not None:  # a number a head may stand for all of the head's
+            made.append(_parameter(around, r.log_rate).expand(r.shape).flatten())
+        if r.bias is not None:
+            made.append(_parameter(around, r.bias))
+    return made
 
 
 @final

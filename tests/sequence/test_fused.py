@@ -68,6 +68,7 @@ def check(name, width=32, heads=2, lengths=(), started=False, T=11, B=2, bound=2
 CASES = {
     "gated delta": """
 check("GatedDeltaNet", started=True)
+check("KDA", lengths=(3, 6))
 check("GatedDeltaNet", lengths=(4, 0, 1, 7))
 check("GatedDeltaNet", heads=3, d_k=20, d_v=12, lengths=(2, 6), started=True)
 """,
