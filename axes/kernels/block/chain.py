@@ -26,6 +26,7 @@ import triton
 from torch import Tensor
 
 from axes.kernels.block import kernels, weights
+from axes.kernels.common import inverse
 from axes.kernels.common.layout import (
     check_like,
     check_packing,
@@ -108,8 +109,8 @@ def _forward(
         tiles = _launch(q, v, "prepare")
         kernels.prepare[(cut.slots * hv,)](
             q, k, erase if erased else write, recurrence, m if erased else scores, scores, offsets, units,
-            cut.length, cut.chunks, **shape, SIDE=TILE, ERASE=erased, PACKED=cut.packed, PRECISION=exact,
-            MERGE="ieee" if exact == "ieee" else "tf32x3", COLUMNS=max(c, 32 * tiles["num_warps"]), **tiles,
+            cut.length, cut.chunks, **shape, ERASE=erased, PACKED=cut.packed, PRECISION=exact,
+            **inverse.constants(q.dtype, c, tiles["num_warps"]), **tiles,
         )  # fmt: skip
         tiles = _launch(q, v, "scan")
         kernels.scan[(cut.units * hv * triton.cdiv(v.shape[-1], tiles["BV"]),)](

@@ -32,6 +32,7 @@ import torch
 import triton
 from torch import Tensor
 
+from axes.kernels.common import inverse
 from axes.kernels.common.layout import Layout, layout, on_device, precision
 from axes.kernels.common.tiles import TILE
 from axes.kernels.diagonal.channels import exponents
@@ -112,10 +113,10 @@ def _run_prepare(
         )
         if matrices is not None:
             pairs.prepare_closed[grid](*inputs, falls, *where, FLAT=flat, **constants, **shape)
-            exact = "ieee" if precision(q) == "ieee" else "tf32x3"
+            launch = _launch(q, "solve", two)
             pairs.solve[grid](
-                lowers, m, *where, HV=hv, C=cuts.chunk, SIDE=TILE, PACKED=cuts.packed, PRECISION=exact,
-                **_launch(q, "solve", two),
+                lowers, m, *where, HV=hv, C=cuts.chunk, PACKED=cuts.packed,
+                **inverse.constants(q.dtype, cuts.chunk, launch["num_warps"]), **launch,
             )  # fmt: skip
     return [*scaled[:3], scaled[-1], totals, falls]
 

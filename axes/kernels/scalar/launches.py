@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from axes.kernels.common import inverse
 from axes.kernels.common.layout import precision
 from axes.kernels.common.tiles import TILE
 from axes.kernels.scalar import delta as scalar_delta
@@ -87,12 +88,14 @@ def _matrices(x: Chain) -> tuple[Tensor, Tensor]:
     """M and P of every chunk; cumulative gates and the scales of `normalize` are written on the way."""
     square = (x.cut.slots, x.v.shape[2], x.cut.chunk, x.cut.chunk)
     m, p = x.q.new_empty(square), x.q.new_empty(square)
+    lowers = x.q.new_empty(square, dtype=torch.float32)  # what is inverted
     bounds = _bounds(x)
     tensors = (
-        x.q, x.k, x.erase, x.beta, x.g, x.runs, x.scale_q, x.scale_k, m, p, bounds, x.cut.offsets, x.cut.units_of_slots,
+        x.q, x.k, x.erase, x.beta, x.g, x.runs, x.scale_q, x.scale_k, lowers, m, p, bounds, x.cut.offsets,
+        x.cut.units_of_slots,
     )  # fmt: skip
-    merging = "ieee" if x.q.dtype == torch.float32 else "tf32x3"
-    given = x.common("prepare", SIDE=TILE, MERGE=merging, CUT=bounds is not None)
+    given = x.common("prepare", CUT=bounds is not None)
+    given |= inverse.constants(x.q.dtype, x.cut.chunk, given["num_warps"])
     run(scalar_delta.prepare, x.slot_heads, tensors, given)
     _find_spans(x, bounds)
     return m, p
