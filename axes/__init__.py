@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from axes.answers import explain, select
 from axes.core.algorithms import Anchor, Held, Mix, Momentum, Read, Step, Sum
 from axes.core.rates import Per
 from axes.core.state_update import OnUpdate, StateUpdate
 from axes.errors import AxesError
-from axes.routes.dispatch import explain, implementation, select
+from axes.routes.dispatch import implementation
 
 __version__ = "0.1.0"
 

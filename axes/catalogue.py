@@ -15,7 +15,7 @@ from axes import depth, optim, sequence
 from axes.core.derived import block_size, feedback, structure
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
-from axes.routes import dispatch
+from axes.routes.choice import Implementation, Plan, Target
 
 Axis = Literal["data", "sequence", "depth"]
 _FAMILIES: dict[Axis, tuple[Any, ...]] = {"data": optim.ALL, "sequence": sequence.ALL, "depth": depth.ALL}
@@ -40,6 +40,13 @@ class Entry:
     differs: str
     bibtex: str
     operator: str = ""
+
+    def plans(
+        self, target: Target | None = None, dtype: Any = None, implementation: Implementation | None = None
+    ) -> tuple[Plan, ...]:
+        """What runs for it, by default on a CPU in float32."""
+        found: tuple[Plan, ...] = self.cls.default_plans(target, dtype, implementation)
+        return found
 
 
 def _entry(axis: Axis, cls: Any) -> Entry:
@@ -99,7 +106,7 @@ def taxonomy() -> str:
     lines += [
         "The columns cost to memory are the tuple. Feedback, transition and route are derived: how the gradient",
         "of a datum depends on the state, the structure of one step's effective transition (with the slots of",
-        "the chain of state and buffers), and how a sequence of data is computed on a CPU.",
+        "the chain of state and buffers), and what `axes.select` says runs on a CPU.",
         "",
     ]
     for axis in get_args(Axis):
@@ -135,7 +142,7 @@ def _table(rows: Iterable[Entry]) -> list[str]:
             type(memory).__name__,
             feedback(update) if keyed else "oracle" if "g" in cost.needs else feedback(update),
             f"{structure(update)}" + (f", {slots} slots" if slots > 1 else ""),
-            dispatch.select(update).route if e.axis == "sequence" else "interpreter",
+            e.plans()[0].choice.route,
         )
         out.append("| " + " | ".join(cells) + " |")
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
 
-from axes import catalogue
+from axes import answers, catalogue
 from axes.bench.command import app as bench
-from axes.errors import AxesError
-from axes.routes import dispatch
+from axes.errors import AxesError, UnknownName
 from axes.tasks import demonstration, language_modelling
 from axes.tasks.configuration import DTYPES, Configuration
 from axes.tasks.interruption import stop_requested
@@ -31,6 +31,7 @@ from axes.tasks.summary import summary_table
 INTERRUPTED = 130
 _AXES = get_args(catalogue.Axis)
 _DEFAULTS = Configuration.__dataclass_fields__
+_COMPUTED = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 app = typer.Typer(
     name="axes",
@@ -214,15 +215,25 @@ def list_(
 
 
 @app.command()
-def explain(name: Annotated[str, typer.Argument(help="A name of `axes list`, or a claim as A01.")]) -> None:
+def explain(
+    name: Annotated[str, typer.Argument(help="A name of `axes list`, or a claim as A01.")],
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda, ..., or a GPU by its capability, here or not: cuda:sm_80. Default: cpu."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(_COMPUTED)}. Default: float32.")] = None,
+) -> None:
     """Print the tuple of a system, what follows from it, and what would execute it; or a claim with its numbers."""
-    if name not in {entry.name for entry in catalogue.entries()}:
-        from axes.claims.command import explanation, is_claim  # the register is large: only its own commands load it
+    if dtype is not None and dtype not in _COMPUTED:
+        raise UnknownName("dtype", dtype, _COMPUTED)
+    if re.fullmatch("[A-Ka-k][0-9]{2}", name):
+        from axes.claims.command import explanation  # the register is large: only its own commands load it
 
-        if is_claim(name):
-            typer.echo(explanation(name))
-            return
-    typer.echo(dispatch.explain(catalogue.get(name)))
+        if device is not None or dtype is not None:
+            raise AxesError(f"a claim runs on no device: leave out --device and --dtype for {name}")
+        typer.echo(explanation(name))
+        return
+    typer.echo(answers.explain(name, device, None if dtype is None else _COMPUTED[dtype]))
 
 
 @app.command()

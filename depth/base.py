@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from axes.core.costs import Linear
-from axes.core.geometry import Sphere
-from axes.core.memory import Entries, Matrix, Slots
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
+from axes.routes.choice import Choice, Implementation, Plan, Target, require_named
 
 Streams = Tensor | State
 
@@ -94,6 +93,25 @@ class DepthMixer(nn.Module, ABC):
         _, h, _, step, _ = self.update.parts()
         self._remembers = bool(step.via or h.stats or step.debias or _anchored(self.update))
         self.exit = nn.Parameter(torch.empty(streams, device=device, dtype=dtype)) if learned_reduce else None
+
+    # ---- what runs -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def default_plans(
+        cls, target: Target | None, dtype: torch.dtype | None, implementation: Implementation | None
+    ) -> tuple[Plan, ...]:
+        """What runs for the tuple that the class declares, by default on a CPU in float32."""
+        return plans(cls.update, target or Target.of("cpu"), dtype or torch.float32, implementation)
+
+    def plans(
+        self,
+        target: Target | None = None,
+        dtype: torch.dtype | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Plan, ...]:
+        """What runs for one sublayer, by default where the mixer is and in its dtype."""
+        parameter = next(self.parameters(), torch.empty(0))
+        return plans(self.update, target or Target.of(parameter.device), dtype or parameter.dtype, implementation)
 
     # ---- what a mixer declares -------------------------------------------------------------------------------
 
@@ -232,10 +250,24 @@ class Mixed(nn.Module):
         return self.mixer.write(streams, y, coefficients)
 
 
+def choose(update: StateUpdate) -> Choice:
+    """How a tuple takes one step a sublayer, on every device: `write` has no other way."""
+    reason = "one step a sublayer: there is nothing to scan, and streams have no fused form"
+    return Choice("interpreter", "reference", reason)
+
+
+def plans(
+    update: StateUpdate, target: Target, dtype: torch.dtype, implementation: Implementation | None = None
+) -> tuple[Plan, ...]:
+    """What runs for the tuple of a mixer."""
+    choice = require_named(choose(update), implementation, update)
+    return (Plan("runs", update, choice, target, dtype, {"interpreter": None}),)
+
+
 def normalises(update: StateUpdate) -> bool:
     """Whether what the tuple hands out is normalised per stream: its h puts every column of S on a sphere."""
-    h = update.parts().h
-    return isinstance(h, Sphere) and h.axis == "columns"
+    sphere = update.parts().h.sphere
+    return sphere is not None and sphere[0] == "columns"
 
 
 def require_streams(update: StateUpdate) -> None:
@@ -244,7 +276,7 @@ def require_streams(update: StateUpdate) -> None:
     reason = None
     if "g" in cost.needs or isinstance(cost, Linear):
         reason = f"{type(cost).__name__} takes its gradient from outside; depth gives k = post, v = y: use Alignment"
-    elif not isinstance(memory, Matrix | Slots | Entries):
+    elif memory.kind not in ("matrix", "slots", "entries"):
         reason = f"{type(memory).__name__} memory is not one matrix of streams: use Matrix, Slots or Entries"
     elif step.read is not None:
         reason = "a read point has no effect: depth reads the state before it writes"
@@ -264,4 +296,4 @@ def _exact(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
-__all__ = ["Coefficients", "DepthMixer", "Mixed", "Streams", "normalises", "require_streams"]
+__all__ = ["Coefficients", "DepthMixer", "Mixed", "Streams", "choose", "normalises", "plans", "require_streams"]

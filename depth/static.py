@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axes.core.geometry import Birkhoff, Bounded, Cayley, Entropic, Geometry, SoftThreshold
-from axes.core.monoids import DPLR, Decay, GeneralLinear, Householder, Monoid, Product, Rotation
-from axes.core.rates import Per
+from axes.core.geometry import Geometry
+from axes.core.rates import Domain, Per
 from axes.core.state_update import StateUpdate
-from axes.depth.base import Coefficients, DepthMixer, normalises, require_streams
-from axes.depth.initial import OFF_DIAGONAL, near_identity, one_hot
+from axes.depth.base import Coefficients, DepthMixer, normalises, plans, require_streams
+from axes.depth.initial import OFF_DIAGONAL, one_hot
 from axes.errors import AxesError, IllegalUpdate, ShapeError
-
-Start = Literal["one", "none"]
-
-# raw parameters at the start. unit: the gate is sigmoid(raw); positive: exp(raw); real: raw itself
-RAW = {
-    ("one", "unit"): -OFF_DIAGONAL,
-    ("one", "positive"): 0.0,
-    ("one", "real"): 1.0,
-    ("none", "unit"): OFF_DIAGONAL,
-    ("none", "positive"): OFF_DIAGONAL,
-    ("none", "real"): 0.0,
-}
+from axes.routes.choice import Implementation, Plan, Target
 
 
 class StaticMixer(DepthMixer):
@@ -73,15 +61,15 @@ class StaticMixer(DepthMixer):
         like = torch.zeros(self.streams, dtype=torch.float64, device=self.pre.device)
         self.pre.copy_(one_hot(self.layer_index, like))
         self.post.fill_(1.0)
-        starts, logits, zeros = _starts(self.update)
+        starts = _starts(self.update)
         for rate in self.demands:
-            target = self.rates[rate.name]
-            if rate.name in logits:
-                target.copy_(_identity_logits(logits[rate.name], like))
+            start = starts.get(rate.name, 1.0)
+            if isinstance(start, Geometry):
+                self.rates[rate.name].copy_(start.identity_logits(like, OFF_DIAGONAL))
             else:
-                target.fill_(RAW[starts.get(rate.name, "one"), rate.domain])
+                self.rates[rate.name].fill_(raw(start, rate.domain))
         for name in self.vectors:
-            self.rates[name].copy_(like if name in zeros else one_hot(self.layer_index, like))
+            self.rates[name].copy_(like if starts.get(name) == 0.0 else one_hot(self.layer_index, like))
 
     def coefficients(self, streams: Tensor) -> Coefficients:
         signal: dict[str, Tensor] = {"k": self.post.to(streams.dtype)}
@@ -146,6 +134,12 @@ class MixerFactory:
             dtype=dtype,
         )
 
+    def plans(
+        self, target: Target | None, dtype: torch.dtype | None, implementation: Implementation | None
+    ) -> tuple[Plan, ...]:
+        """What runs for one sublayer, by default on a CPU in float32."""
+        return plans(self.update, target or Target.of("cpu"), dtype or torch.float32, implementation)
+
 
 def mixer(update: StateUpdate, *, prenorm: bool | None = None) -> MixerFactory:
     """A mixer class of any legal tuple that has a meaning on streams; its demands become parameters.
@@ -177,38 +171,24 @@ def mixer(update: StateUpdate, *, prenorm: bool | None = None) -> MixerFactory:
     return factory
 
 
-def _starts(update: StateUpdate) -> tuple[dict[str, Start], dict[str, Geometry], set[str]]:
-    """By name: rates that do not start at one, links of mixing logits, and vectors that start at zero."""
-    starts: dict[str, Start] = {}
-    logits: dict[str, Geometry] = {}
-    zeros: set[str] = set()
+def _starts(update: StateUpdate) -> dict[str, float | Geometry]:
+    """Rates and vectors by name where a sublayer only adds: what does not start at one, and the links of logits.
 
-    def none(rate: Any) -> None:
-        if isinstance(rate, Per):
-            starts[rate.name] = "none"
-
-    def retain(monoid: Monoid) -> None:
-        for part in _flat(monoid):
-            if isinstance(part, Householder):
-                none(part.beta)
-            elif isinstance(part, Decay):
-                none(part.weight)
-            elif isinstance(part, Rotation):
-                none(part.angle)
-            elif isinstance(part, DPLR):
-                zeros.add(part.left)
-            elif isinstance(part, GeneralLinear):
-                logits[part.logits.name] = part.link
-
+    A filter starts as a pass-through: it forgets.
+    """
     cost, h, monoid, _, _ = update.parts()
-    retain(monoid)
-    none(cost.ridge)
-    if isinstance(h, SoftThreshold):
-        none(h.threshold)
-    for inner in update.filters():  # a filter starts as a pass-through: it forgets
-        for rate in inner.parts().monoid.rates():
-            none(rate)
-    return starts, logits, zeros
+    away = [cost.ridge, *(rate for inner in update.filters() for rate in inner.parts().monoid.rates())]
+    return {**monoid.neutral(), **h.neutral(), **{rate.name: 0.0 for rate in away if isinstance(rate, Per)}}
+
+
+def raw(value: float, domain: Domain) -> float:
+    """The free parameter of a rate's value, or of one nearby: no gradient is lost at the ends of a domain."""
+    if domain == "real":
+        return value
+    with_end = math.log(value) if value > 0 else -math.inf
+    if domain == "unit":
+        with_end = with_end - math.log1p(-value) if value < 1 else math.inf
+    return max(OFF_DIAGONAL, min(-OFF_DIAGONAL, with_end))
 
 
 def _value(raw: Tensor, rate: Per) -> Tensor:
@@ -216,21 +196,3 @@ def _value(raw: Tensor, rate: Per) -> Tensor:
     if rate.domain == "unit":
         return F.logsigmoid(raw)
     return raw.exp() if rate.domain == "positive" else raw
-
-
-def _flat(monoid: Monoid) -> Iterator[Monoid]:
-    if isinstance(monoid, Product):
-        for part in monoid.parts:
-            yield from _flat(part)
-    else:
-        yield monoid
-
-
-def _identity_logits(link: Geometry, like: Tensor) -> Tensor:
-    """Logits (n, n) at which the link gives the identity, or comes close without losing the gradient."""
-    eye = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-    if isinstance(link, Birkhoff | Entropic):
-        return near_identity(like)
-    if isinstance(link, Bounded):
-        return OFF_DIAGONAL * (1 - 2 * eye)
-    return 0 * eye if isinstance(link, Cayley) else eye

@@ -6,18 +6,21 @@ sequence is `axes.routes.dispatch`'s decision: no layer names one.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from axes.core.memory import MLP, LayerNormMatrix, Leaves, List
+from axes.core.memory import MLP, LayerNormMatrix, Leaves
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes import dispatch
+from axes.routes.choice import Plan, Target
 from axes.routes.packed import Packing
+from axes.routes.select import plans, settle
 from axes.sequence.blocks import Block, Standard
 from axes.sequence.charts import Sizes
 
@@ -88,6 +91,7 @@ class SequenceLayer(nn.Module):
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
             raise ShapeError(f"{who}: a residual memory needs d_k = d_v, got {self.sizes.d_k} and {self.sizes.d_v}")
         self.implementation, self.checkpoint = implementation, checkpoint
+        settle(self.update)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
         spread = getattr(block, "initial", None)
@@ -126,6 +130,28 @@ class SequenceLayer(nn.Module):
         s = self.sizes
         return f"d_model={s.d_model}, heads={s.heads}, d_k={s.d_k}, d_v={s.d_v}, update={self.update!r}"
 
+    # ---- what runs -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def default_plans(
+        cls, target: Target | None, dtype: torch.dtype | None, implementation: dispatch.Implementation | None
+    ) -> tuple[Plan, ...]:
+        """What runs for the tuple that the class declares, by default on a CPU in float32."""
+        named = implementation or dispatch.chosen()
+        return plans(cls.update, target or Target.of("cpu"), dtype or torch.float32, named)
+
+    def plans(
+        self,
+        target: Target | None = None,
+        dtype: torch.dtype | None = None,
+        implementation: dispatch.Implementation | None = None,
+    ) -> tuple[Plan, ...]:
+        """What runs for a sequence and for one token, by default where the layer is and in its dtype."""
+        parameter, s = next(self.parameters()), self.sizes
+        named = implementation or self.implementation or dispatch.chosen()
+        shapes = {"k": (1, 1, s.heads, s.d_k), "v": (1, 1, s.heads, s.d_v)}
+        return plans(self.update, target or Target.of(parameter.device), dtype or parameter.dtype, named, shapes)
+
     # ---- running ---------------------------------------------------------------------------------------------
 
     def init_state(
@@ -154,8 +180,8 @@ class SequenceLayer(nn.Module):
     ) -> tuple[Tensor, LayerState | None]:
         """A whole sequence.
 
-        x: (B, T, D).  state: of earlier tokens.  mask: (B, T), true at real tokens; padding is skipped wherever it
-        stands, its outputs are zero.  cu_seqlens: int32 boundaries (N + 1,) of N sequences packed into B = 1, which
+        x: (B, T, D).  state: of earlier tokens.  mask: (B, T), true (1) at real tokens; padding is skipped wherever it
+        stands, its outputs are zero.  cu_seqlens: integer boundaries (N + 1,) of N sequences packed into B = 1, which
         have one state each; on a GPU their values are not read, so not checked.  Returns y (B, T, D) and the state
         after the last token; None if sequences of unequal length leave states that cannot share a batch (an anchor at
         different positions).
@@ -164,8 +190,9 @@ class SequenceLayer(nn.Module):
         if mask is not None and cu_seqlens is not None:
             raise ShapeError(f"{type(self).__name__}: give mask or cu_seqlens, not both")
         if mask is not None:
-            if mask.dtype != torch.bool:
-                raise ShapeError(f"{type(self).__name__}: mask must be boolean, true at real tokens, got {mask.dtype}")
+            if mask.is_floating_point() or mask.is_complex():
+                raise ShapeError(f"{type(self).__name__}: mask must be true (1) at real tokens, got {mask.dtype}")
+            mask = mask.bool()  # tokenizers give 0 and 1
             if mask.shape != x.shape[:2]:
                 who, right, wrong = type(self).__name__, tuple(x.shape[:2]), tuple(mask.shape)
                 raise ShapeError(f"{who}: mask must be (B, T) = {right}, got {wrong}")
@@ -175,6 +202,7 @@ class SequenceLayer(nn.Module):
             return real.new_zeros(x.shape).masked_scatter(mask[..., None], real), state
         if cu_seqlens is not None:
             self._check_bounds(x, cu_seqlens)
+            cu_seqlens = cu_seqlens.to(torch.int32)
         return self._through(x, state, cu_seqlens)
 
     def step(self, x: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]:
@@ -237,9 +265,9 @@ class SequenceLayer(nn.Module):
         who = type(self).__name__
         if x.shape[0] != 1:
             raise ShapeError(f"{who}: packed input has B = 1, got {x.shape[0]}")
-        if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
+        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1 or not cu_seqlens.numel():
             got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-            raise ShapeError(f"{who}: cu_seqlens must be int32 of shape (N + 1,), got {got}")
+            raise ShapeError(f"{who}: cu_seqlens must be int32 or int64 of shape (N + 1,), got {got}")
         if cu_seqlens.device != x.device:
             raise ShapeError(f"{who}: cu_seqlens is on {cu_seqlens.device}, x on {x.device}: move one of them")
         if x.device.type == "cuda":  # reading values would wait for the device
@@ -254,9 +282,24 @@ def layer(update: StateUpdate, name: str = "Custom", block: Block | None = None)
 
     block: what surrounds the recurrence; by default projections, normalised keys and default charts for every rate.
     """
-    h = update.parts().h
+    return _declare(update, name, block)
+
+
+@functools.cache  # the same declaration is the same class, also for an object that was unpickled
+def _declare(update: StateUpdate, name: str, block: Block | None) -> type[SequenceLayer]:
+    _, h, _, _, memory = update.parts()
     default = Standard(initial=None if h.is_identity else 0.5)
-    if isinstance(update.parts().memory, List):
+    if memory.kind == "list":
         default = Standard(conv=0, activation=None, key_norm=False, output_norm=False, output_gate=None)
-    declared = {"update": update, "block": block or default, "__doc__": f"A layer of {update!r}."}
+
+    def reduce(self: SequenceLayer) -> tuple[Any, ...]:
+        return _undeclared, (update, name, block), self.__dict__
+
+    declared = {"update": update, "block": block or default, "__doc__": f"A layer of {update!r}.", "__reduce__": reduce}
     return type(name, (SequenceLayer,), declared)
+
+
+def _undeclared(update: StateUpdate, name: str, block: Block | None) -> SequenceLayer:
+    """An object of a class that no module holds, before its attributes are put back."""
+    cls = _declare(update, name, block)
+    return cls.__new__(cls)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,8 +45,8 @@ class Launch:
     shared: int
     wgmma: int
     mma: int
-    overwritten: tuple[str, ...]
-    barriers: tuple[str, ...]
+    overwritten: Sequence[str]
+    barriers: Sequence[str]
     binary: str
 
 
@@ -81,7 +82,7 @@ def hopper() -> Iterator[list[Launch]]:
     previous = driver._active  # asking for `active` would look for a GPU
     driver.set_active(device)  # type: ignore[arg-type]
     try:
-        every = patch.object(Kernel, "__getitem__", lambda self, grid: self.kernel[grid])  # not the first alone
+        every = patch.object(Kernel, "__getitem__", lambda self, grid: partial(self.by_triton, grid))  # not once alone
         unchecked = patch("axes.kernels.common.layout.interpreted", lambda: True)
         with patch.object(JITFunction, "run", compile_only), unchecked, every:
             yield launches

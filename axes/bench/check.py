@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from axes.bench.rules import Rule, Run, Signal
+from axes.bench.rules import Run, SequenceRule, Signal
 
 # relative error of a whole tensor; measured: float32 1e-6 to 4e-5, float16 1e-3, bfloat16 4e-3 to 1e-2
 BOUNDS = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 6e-3, torch.bfloat16: 2.5e-2}
@@ -17,7 +17,7 @@ _TOKENS, _HEADS = 1000, 2
 
 @final
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """Worst relative error of output and gradients, which tensor it is, and whether it is within the dtype's bound."""
 
     error: float
@@ -26,7 +26,7 @@ class Verdict:
     reason: str = ""
 
 
-def check(rule: Rule, run: Run, signal: Signal, backward: bool) -> Verdict:
+def check(rule: SequenceRule, run: Run, signal: Signal, backward: bool) -> Comparison:
     """Compare at the timed inputs: the last sequence, its first tokens, two heads. What a causal rule gives there
     depends on nothing else, and the gradient of a loss that reads only there is zero elsewhere."""
     tokens = min(_TOKENS, signal["q"].shape[1])
@@ -37,12 +37,13 @@ def check(rule: Rule, run: Run, signal: Signal, backward: bool) -> Verdict:
     try:
         got = _outputs(run, signal, place, weight, backward)
     except Exception as error:
-        return Verdict(float("nan"), "all", False, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+        return Comparison(float("nan"), "all", False, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
     want = _outputs(rule.ours("torch"), exact, (slice(None),) * 3, weight, backward)
     errors = {n: _relative(got[n], want[n]) for n in want}
     worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
     right = errors[worst] <= bound  # false for NaN
-    return Verdict(errors[worst], worst, right, "" if right else f"{worst} is off by {errors[worst]:.1e} > {bound:.1e}")
+    reason = "" if right else f"{worst} is off by {errors[worst]:.1e} > {bound:.1e}"
+    return Comparison(errors[worst], worst, right, reason)
 
 
 def _outputs(run: Run, signal: Signal, place: tuple[slice, ...], weight: Tensor, backward: bool) -> dict[str, Tensor]:

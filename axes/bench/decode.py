@@ -13,7 +13,7 @@ from torch import Tensor
 
 from axes.bench.check import BOUNDS
 from axes.bench.peers import FLA, OURS, library
-from axes.bench.rules import Rule, Shape, Signal, find
+from axes.bench.rules import SequenceRule, Shape, Signal, find
 from axes.bench.timing import median
 from axes.core import reference
 from axes.routes import dispatch
@@ -27,7 +27,7 @@ _HEADS = 2
 
 @final
 @dataclass(frozen=True)
-class Step:
+class DecodeStep:
     """One contender at one rule and shape. Milliseconds of one token; floor by the state's bytes, read and written."""
 
     rule: str
@@ -47,9 +47,9 @@ Advance = Callable[[Signal], Tensor]  # one token's output (B, 1, H, V); the sta
 def measure(
     rules: tuple[str, ...], shapes: tuple[str, ...], dtype: torch.dtype, device: torch.device, folder: Path,
     watch: Callable[[str, int, int], None] = lambda what, done, of: None,
-) -> list[Step]:  # fmt: skip
+) -> list[DecodeStep]:  # fmt: skip
     """Check every contender over some tokens against float64, then time one token; the file is written after each."""
-    found: list[Step] = []
+    found: list[DecodeStep] = []
     whos = (OURS, INTERPRETER, FLA) if device.type == "cuda" else (INTERPRETER,)
     work = [(r, Shape.parse(s), who) for r in find(rules) for s in shapes for who in whos]
     for index, (rule, shape, who) in enumerate(work):
@@ -66,9 +66,9 @@ def measure(
 
 
 @torch.no_grad()
-def _row(rule: Rule, shape: Shape, dtype: torch.dtype, device: torch.device, who: str) -> Step:
+def _row(rule: SequenceRule, shape: Shape, dtype: torch.dtype, device: torch.device, who: str) -> DecodeStep:
     name = str(dtype).removeprefix("torch.")
-    row = Step(rule.name, str(shape), name, who)
+    row = DecodeStep(rule.name, str(shape), name, who)
     try:
         error = _error(rule, shape, dtype, device, who)
         if not error <= BOUNDS[dtype]:
@@ -82,7 +82,7 @@ def _row(rule: Rule, shape: Shape, dtype: torch.dtype, device: torch.device, who
     return _with(row, graph=timing.graph, eager=timing.eager, error=error, megabytes=state / 1e6)
 
 
-def _error(rule: Rule, shape: Shape, dtype: torch.dtype, device: torch.device, who: str) -> float:
+def _error(rule: SequenceRule, shape: Shape, dtype: torch.dtype, device: torch.device, who: str) -> float:
     """Relative error of some tokens' outputs, two heads of the last sequence."""
     tokens = Shape(shape.batch, _CHECKED, shape.heads, shape.width)
     signal = rule.signal(tokens, dtype, device, seed=1)
@@ -93,7 +93,7 @@ def _error(rule: Rule, shape: Shape, dtype: torch.dtype, device: torch.device, w
     return float((got.double() - want).norm() / want.norm())
 
 
-def _advance(rule: Rule, who: str, first: Signal) -> Advance:
+def _advance(rule: SequenceRule, who: str, first: Signal) -> Advance:
     held: list[Any]
     if who == FLA:
         call, module = rule.fla, library()
@@ -121,5 +121,5 @@ def _token(signal: Signal, t: int) -> Signal:
     return {n: x[:, t : t + 1].contiguous() for n, x in signal.items()}
 
 
-def _with(row: Step, **changes: Any) -> Step:
-    return Step(**{**asdict(row), **changes})
+def _with(row: DecodeStep, **changes: Any) -> DecodeStep:
+    return DecodeStep(**{**asdict(row), **changes})

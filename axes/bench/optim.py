@@ -19,9 +19,9 @@ from axes.bench.floors import ceilings
 from axes.bench.optim_contenders import (
     Contender,
     Make,
+    OptimizerRule,
     Parameters,
     Place,
-    Rule,
     Suite,
     contenders,
     find_rules,
@@ -123,7 +123,7 @@ def rows(results: dict[str, Any]) -> list[Row]:
     return [Row(**row) for row in results["rows"]]
 
 
-def _row(suite: Suite, rule: Rule, who: Contender, plan: Plan, device: torch.device, ceiling: float) -> Row:
+def _row(suite: Suite, rule: OptimizerRule, who: Contender, plan: Plan, device: torch.device, ceiling: float) -> Row:
     row = Row(suite.name, rule.name, plan.dtype, who.name)
     try:
         with _memory(device):
@@ -135,7 +135,7 @@ def _row(suite: Suite, rule: Rule, who: Contender, plan: Plan, device: torch.dev
 
 
 def _measured(
-    row: Row, suite: Suite, rule: Rule, who: Contender, plan: Plan, device: torch.device, ceiling: float
+    row: Row, suite: Suite, rule: OptimizerRule, who: Contender, plan: Plan, device: torch.device, ceiling: float
 ) -> Row:
     dtype = dtype_of(plan.dtype)
     training = Problem(suite, dtype, device, plan.seed)
@@ -229,7 +229,7 @@ class Problem:
         return list({id(p): p for p in (*first.values(), *usable[-1:])}.values())
 
 
-def check(training: Problem, optimizer: torch.optim.Optimizer, exact: Make, rule: Rule, period: int) -> float:
+def check(training: Problem, optimizer: torch.optim.Optimizer, exact: Make, rule: OptimizerRule, period: int) -> float:
     """The largest relative error of what some steps added to a parameter, against the convention in float64.
 
     Every shape is looked at on one parameter: what a step does to one does not depend on the others. Where a step

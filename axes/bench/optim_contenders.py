@@ -35,14 +35,14 @@ class Suite:
     def numbers(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes)
 
-    def for_rule(self, rule: Rule) -> Suite:
+    def for_rule(self, rule: OptimizerRule) -> Suite:
         """Without what the rule has no use for: whole-matrix rules take the matrices."""
         return Suite(self.name, tuple(s for s in self.shapes if len(s) > 1 or not rule.matrices), self.rules)
 
 
 @final
 @dataclass(frozen=True)
-class Rule:
+class OptimizerRule:
     """What contenders of one table compute. bound: largest relative error of an update in float32 (see `check`).
 
     matrices: for whole matrices only. statistics: steps depend on bases or roots of Gram matrices, which are only
@@ -58,13 +58,13 @@ class Rule:
 # Measured in float32: AdamW and SGD 1e-6; Lion 4e-3, an entry whose sign rounding decides; Muon 1e-2 to 3e-2, which is
 # what products in bfloat16 leave of five iterations; roots and bases of float32 statistics 1e-3 to 2e-2.
 RULES = (
-    Rule("adamw", 1e-4),
-    Rule("sgd", 1e-4),
-    Rule("lion", 2e-2),
-    Rule("muon", 6e-2, matrices=True),
-    Rule("soap", 5e-2, matrices=True, statistics=True),
-    Rule("shampoo", 5e-2, matrices=True, statistics=True),
-    Rule("psgd-kron", 5e-2, matrices=True, statistics=True),
+    OptimizerRule("adamw", 1e-4),
+    OptimizerRule("sgd", 1e-4),
+    OptimizerRule("lion", 2e-2),
+    OptimizerRule("muon", 6e-2, matrices=True),
+    OptimizerRule("soap", 5e-2, matrices=True, statistics=True),
+    OptimizerRule("shampoo", 5e-2, matrices=True, statistics=True),
+    OptimizerRule("psgd-kron", 5e-2, matrices=True, statistics=True),
 )
 _ELEMENTWISE = ("adamw", "sgd", "lion")
 _ALL = tuple(rule.name for rule in RULES)
@@ -117,7 +117,7 @@ class Place:
         return self.device.type == "cuda"
 
 
-def contenders(rule: Rule, place: Place, names: tuple[str, ...] = ()) -> list[Contender]:
+def contenders(rule: OptimizerRule, place: Place, names: tuple[str, ...] = ()) -> list[Contender]:
     """Who computes a rule there, ours first; packages that are not installed are left out."""
     found = list(_BY_RULE[rule.name](place))
     return [c for c in found if not names or c.name in names]
@@ -129,7 +129,7 @@ def known_names() -> list[str]:
     return list(dict.fromkeys(c.name for rule in RULES for place in places for c in contenders(rule, place)))
 
 
-def find_rules(names: tuple[str, ...]) -> tuple[Rule, ...]:
+def find_rules(names: tuple[str, ...]) -> tuple[OptimizerRule, ...]:
     """Rules by name; all without names."""
     return _find("rule", names, {rule.name: rule for rule in RULES})
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from axes.bench.rules import Rule, Run, Signal
+from axes.bench.rules import Run, SequenceRule, Signal
 
 OURS, CHUNKED, LOOP, FLA, SDPA = "axes", "chunked torch", "token loop", "fla", "flash SDPA"
 _OPS = (
@@ -41,7 +41,7 @@ class Contender:
     same_rule: bool = True
 
 
-def contenders(rule: Rule, device: torch.device, names: tuple[str, ...] = ()) -> list[Contender]:
+def contenders(rule: SequenceRule, device: torch.device, names: tuple[str, ...] = ()) -> list[Contender]:
     """Who can compute this rule on this device; ours first."""
     found: list[Contender] = []
     if device.type == "cuda":
@@ -56,7 +56,7 @@ def contenders(rule: Rule, device: torch.device, names: tuple[str, ...] = ()) ->
     return [c for c in found if not names or c.name in names]
 
 
-def peer(rule: Rule) -> Run:
+def peer(rule: SequenceRule) -> Run:
     """flash-linear-attention's chunked operator for a rule."""
     call, module = rule.fla, library()
     assert call is not None

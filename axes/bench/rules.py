@@ -54,7 +54,7 @@ class Shape:
 
 @final
 @dataclass(frozen=True)
-class Rule:
+class SequenceRule:
     """One recurrence to be compared.
 
     needs: what a token supplies beyond q, k, v, name -> kind (strength, gate, slow gate, channels, key).
@@ -165,28 +165,34 @@ def _dplr(fla: Any, form: str, s: Signal, **o: Any) -> Any:
 
 
 _GATED = Scalar("decay")
-RULES: tuple[Rule, ...] = (
-    Rule("linear attention", StateUpdate(Alignment()), {}, _linear),
-    Rule("retention", StateUpdate(Alignment(), monoid=_GATED), {"decay": "retention"}, _retention),
-    Rule("scalar gate", StateUpdate(Alignment(), monoid=_GATED), {"decay": "gate"}, _simple_gla),
-    Rule("diagonal gate", StateUpdate(Alignment(), monoid=Diagonal("decay")), {"decay": "channels"}, _gla),
-    Rule("delta", StateUpdate(SquaredError(), algorithm=Step(_BETA)), {"beta": "strength"}, _delta, erases=True),
-    Rule(
+RULES: tuple[SequenceRule, ...] = (
+    SequenceRule("linear attention", StateUpdate(Alignment()), {}, _linear),
+    SequenceRule("retention", StateUpdate(Alignment(), monoid=_GATED), {"decay": "retention"}, _retention),
+    SequenceRule("scalar gate", StateUpdate(Alignment(), monoid=_GATED), {"decay": "gate"}, _simple_gla),
+    SequenceRule("diagonal gate", StateUpdate(Alignment(), monoid=Diagonal("decay")), {"decay": "channels"}, _gla),
+    SequenceRule(
+        "delta",
+        StateUpdate(SquaredError(), algorithm=Step(_BETA)),
+        {"beta": "strength"},
+        _delta,
+        erases=True,
+    ),
+    SequenceRule(
         "gated delta",
         StateUpdate(SquaredError(), monoid=_GATED, algorithm=Step(_BETA, at="gated")),
         {"beta": "strength", "decay": "gate"},
         _gated_delta,
         erases=True,
     ),
-    Rule(
+    SequenceRule(
         "diagonal delta",
         StateUpdate(SquaredError(), monoid=Diagonal("decay"), algorithm=Step(_BETA, at="gated")),
         {"beta": "strength", "decay": "channels"},
         _kda,
         erases=True,
     ),
-    Rule("dplr", RWKV7.update, {"decay": "channels", "a": "key", "b": "key"}, _dplr, erases=True),
-    Rule(
+    SequenceRule("dplr", RWKV7.update, {"decay": "channels", "a": "key", "b": "key"}, _dplr, erases=True),
+    SequenceRule(
         "momentum delta",
         TitansMatrix.update,
         {"decay": "gate", "momentum": "gate", "theta": "strength"},
@@ -196,7 +202,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def find(names: tuple[str, ...]) -> tuple[Rule, ...]:
+def find(names: tuple[str, ...]) -> tuple[SequenceRule, ...]:
     """Rules by name; all without names."""
     known = {rule.name: rule for rule in RULES}
     for name in names:

@@ -18,7 +18,7 @@ from axes.bench.check import check
 from axes.bench.floors import Ceilings, ceilings
 from axes.bench.peers import FLA, LOOP, OURS, Contender, contenders, lifted_guard
 from axes.bench.results import begin, write
-from axes.bench.rules import Rule, Shape, Signal, find
+from axes.bench.rules import SequenceRule, Shape, Signal, find
 from axes.bench.timing import Timing, median, peak_extra
 from axes.errors import AxesError
 
@@ -107,7 +107,7 @@ def rows(results: dict[str, Any]) -> list[Row]:
 
 
 def _row(
-    rule: Rule,
+    rule: SequenceRule,
     shape: Shape,
     dtype: torch.dtype,
     device: torch.device,

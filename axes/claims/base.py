@@ -1,8 +1,11 @@
-"""What a claim is, what its check may find, and which findings a verdict needs."""
+"""What a claim is, what its check may find, and which findings a verdict needs.
+
+A claim is a row of `statements/` and a function of `checks/` that bears its id; `register` puts the two together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, final
@@ -72,13 +75,24 @@ def within(what: str, value: Tensor | float, low: float, high: float) -> Finding
     return Finding("within", what, _number(value), low, high)
 
 
+def agree(what: str, a: Tensor | float, b: Tensor | float, tolerance: float) -> Finding:
+    """Two sides of an identity are the same, entry by entry, to `tolerance`."""
+    return holds(what, gap(a, b), tolerance)
+
+
+def differ(what: str, a: Tensor | float, b: Tensor | float, margin: float) -> Finding:
+    """Two things that a statement takes for the same differ in some entry by at least `margin`."""
+    return breaks(what, gap(a, b), margin)
+
+
 def _number(value: Tensor | float) -> float:
     return float(value.detach().abs().max() if isinstance(value, Tensor) and value.numel() != 1 else value)
 
 
-def gap(a: Tensor, b: Tensor) -> float:
+def gap(a: Tensor | float, b: Tensor | float) -> float:
     """The largest absolute difference; infinite if the shapes do not even agree."""
-    return float((a - b).detach().abs().max()) if a.shape == b.shape else float("inf")
+    x, y = (z.detach() if isinstance(z, Tensor) else torch.tensor(z, dtype=torch.float64) for z in (a, b))
+    return float((x - y).abs().max()) if x.shape == y.shape else float("inf")
 
 
 @final
@@ -109,12 +123,28 @@ class Draw:
         q, r = torch.linalg.qr(self.normal(n, n))
         return q * torch.sign(torch.diagonal(r))
 
+    def conditioned(self, n: int, d: int, low: float = 0.6, high: float = 1.4) -> Tensor:
+        """A matrix (n, d) with singular values in [low, high]."""
+        r = min(n, d)
+        return (self.orthogonal(n)[:, :r] * self.uniform(r, low=low, high=high)) @ self.orthogonal(d)[:r]
+
     def positive_definite(self, n: int, floor: float = 0.1) -> Tensor:
         a = self.normal(n, n)
         return a @ a.mT / n + floor * torch.eye(n, dtype=torch.float64)
 
 
-Check = Callable[[Draw], tuple[Finding, ...]]
+Findings = Iterator[Finding]
+Check = Callable[[Draw], Iterable[Finding]]
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    """The check of the claim whose id is the function's name: it yields findings for one draw."""
+    name, before = function.__name__, CHECKS.get(function.__name__)
+    if before is not None and before.__module__ != function.__module__:
+        raise AxesError(f"claim {name} has two checks: in {before.__module__} and in {function.__module__}")
+    CHECKS[name] = function
+    return function
 
 
 @final
@@ -160,7 +190,12 @@ class Claim:
             if not self.reason or self.check is not None:
                 raise AxesError(f"claim {self.id}: an untestable claim has a reason and no check")
         elif self.check is None:
-            raise AxesError(f"claim {self.id}: a testable claim needs a check")
+            raise AxesError(
+                f"claim {self.id}: a testable claim needs a check, a function {self.id} under @check in "
+                f"checks/{self.group.lower()}_*.py; or the verdict {str(Verdict.UNTESTABLE)!r} and a reason"
+            )
+        elif self.reason:
+            raise AxesError(f"claim {self.id}: only an untestable claim has a reason, this one has a check")
         if self.verdict is Verdict.FALSE and (
             not self.correction or self.kind not in ("MATH", "OVER", "NOTN", "LABEL")
         ):
@@ -204,32 +239,3 @@ class Result:
         """The finding that decides: a failing one, or the first."""
         failing = [f for f in self.findings if not f.ok]
         return (failing or list(self.findings) or [None])[0]  # type: ignore[list-item]
-
-
-def claim(
-    id: str,
-    statement: str,
-    verdict: Verdict,
-    source: Source,
-    instance: str,
-    *,
-    conditions: str = "",
-    correction: str = "",
-    kind: str = "",
-    derivation: str = "",
-    seeds: int = 3,
-    figure: str = "",
-) -> Callable[[Check], Claim]:
-    """Declare a claim above its check: the name then is the Claim."""
-
-    def declare(check: Check) -> Claim:
-        return Claim(
-            id, statement, verdict, source, instance, conditions, correction, kind, derivation, "", seeds, figure, check
-        )
-
-    return declare
-
-
-def untestable(id: str, statement: str, source: Source, reason: str) -> Claim:
-    """Declare a claim that no finite check decides."""
-    return Claim(id, statement, Verdict.UNTESTABLE, source, f"none: {reason}", reason=reason)

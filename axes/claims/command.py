@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from axes.claims.base import Claim, Result
-from axes.claims.register import ALL, find
+from axes.claims.register import find
 from axes.claims.report import as_json, counts_table, facts, markdown, page, summary, write_atomically
 from axes.claims.verify import verify, verify_one
 from axes.errors import AxesError
@@ -58,7 +58,7 @@ def run(
 def write_docs(target: Path) -> None:
     """Render the register as Markdown; no check runs, since no number of a run is in it."""
     _refuse_impossible(target)
-    write_atomically(target, markdown(ALL))
+    write_atomically(target, markdown(find()))
 
 
 def _refuse_impossible(target: Path | None) -> None:
@@ -108,8 +108,3 @@ def explanation(name: str) -> str:
 
 
 _TITLE = 17  # columns before the text
-
-
-def is_claim(name: str) -> bool:
-    """Whether a name has the form of a claim's id, as A01."""
-    return len(name) == 3 and name[0].upper() in "ABCDEFGHIJK" and name[1:].isdigit()

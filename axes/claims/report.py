@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from axes.claims.base import Claim, Finding, Result, Verdict
-from axes.claims.figure import Figure
-from axes.claims.register import GROUPS, counts
+from axes.claims.figures.figure import Figure
+from axes.claims.register import counts, groups
 
 _STYLE = """
 :root { color-scheme: light dark; --line: color-mix(in srgb, currentColor 18%, transparent); }
@@ -106,11 +106,11 @@ def counts_table(claims: Sequence[Claim]) -> list[list[str]]:
     """Group, one column a verdict, total; the last row sums up."""
     tally = counts(claims)
     rows = [["group", *map(str, Verdict), "all"]]
-    for g, title in GROUPS.items():
+    for g, title in groups().items():
         numbers = list(tally[g].values())
         if any(numbers):
             rows.append([f"{g}. {title}", *map(str, numbers), str(sum(numbers))])
-    sums = [sum(tally[g][v] for g in GROUPS) for v in Verdict]
+    sums = [sum(row[v] for row in tally.values()) for v in Verdict]
     return [*rows, ["all", *map(str, sums), str(sum(sums))]]
 
 
@@ -121,7 +121,7 @@ def markdown(claims: Sequence[Claim]) -> str:
     lines += ["`axes explain A01` prints one claim with what its check measures now.", ""]
     head, *rows = counts_table(claims)
     lines += [f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *(f"| {' | '.join(r)} |" for r in rows), ""]
-    for g, title in GROUPS.items():
+    for g, title in groups().items():
         mine = [c for c in claims if c.group == g]
         if mine:
             lines += [f"## {g}. {title}", ""]
@@ -166,7 +166,7 @@ def page(results: Sequence[Result]) -> str:
     testable = [r for r in results if r.claim.check is not None]
     failing = [r for r in testable if not r.ok]
     env = ", ".join(f"{k} {v}" for k, v in _environment().items())
-    present = {g: title for g, title in GROUPS.items() if any(r.claim.group == g for r in results)}
+    present = {g: title for g, title in groups().items() if any(r.claim.group == g for r in results)}
     out = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, final
+from typing import Literal, final
 
-from axes.core.declared import Declared
+from axes.core.declared import Declared, Recurrence
 from axes.core.rates import Per, Rate
 from axes.errors import IllegalUpdate
-
-if TYPE_CHECKING:
-    from axes.core.state_update import StateUpdate
 
 __all__ = [
     "Anchor",
@@ -91,7 +88,7 @@ class Mix(Declared):
 class Sum(Declared):
     """Filters side by side on the same drive, their outputs added with `weights` (two-EMA mixes)."""
 
-    branches: tuple[StateUpdate, ...]
+    branches: tuple[Recurrence, ...]
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -140,7 +137,7 @@ class Step(Declared):
     at: At | Anchor | Held = "prev"
     steps: int = 1
     lazy: bool = True
-    via: tuple[StateUpdate | Sum | Momentum, ...] = ()
+    via: tuple[Recurrence | Sum | Momentum, ...] = ()
     read: Read | Mix | None = None
     debias: bool = False
     start: Literal["zero", "first", "W0"] = "zero"

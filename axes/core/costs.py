@@ -45,6 +45,8 @@ __all__ = [
 ]
 
 Curvature = Literal["none", "affine", "nonlinear"]
+Residual = Literal["target", "error"]
+Side = Literal["entries", "rows", "columns", "eigen-entries", "whole"]
 Value = Tensor | float
 _EMPTY: Signal = MappingProxyType({})
 
@@ -99,6 +101,8 @@ class Cost(Declared):
 
     curvature: how the gradient depends on the prediction. needs: what the cost reads of the signal besides its rates.
     encode: the memory compares the encoded value with the key. ridge: weight of |W|^2 / 2, which the step adds.
+    drives: where the drive -r is known without asking, the "target" v whatever the prediction, or minus the "error",
+    v - p, and the implicit step is that of |p - v|^2 / 2.
     """
 
     @property
@@ -120,6 +124,10 @@ class Cost(Declared):
     @property
     def ridge(self) -> Rate:
         return 0.0
+
+    @property
+    def drives(self) -> Residual | None:
+        return None
 
     def rates(self) -> tuple[Rate, ...]:
         return ()
@@ -185,6 +193,7 @@ class Alignment(Cost):
     """l = -<p, v>, r = -v for every c: the Hebbian write of linear attention (Miras eq. 8 without its factor 2)."""
 
     curvature: ClassVar[Curvature] = "none"
+    drives: ClassVar[Residual] = "target"
 
     def value(self, prediction: Tensor, target: Tensor, signal: Signal = _EMPTY) -> Tensor:
         return -(prediction * target).sum(-1)
@@ -206,6 +215,7 @@ class SquaredError(_ErrorCost):
 
     encode: bool = False
     curvature: ClassVar[Curvature] = "affine"
+    drives: ClassVar[Residual] = "error"
 
     def _loss(self, e: Tensor, signal: Signal) -> Tensor:
         return e * e / 2
@@ -254,6 +264,10 @@ class Lp(_ErrorCost):
     @property
     def curvature(self) -> Curvature:
         return "affine" if self.p == 2 and self.smooth is None else "nonlinear"
+
+    @property
+    def drives(self) -> Residual | None:
+        return "error" if self.curvature == "affine" and self._factor == 1 else None
 
     @property
     def _factor(self) -> float:
@@ -466,6 +480,15 @@ class Linear(Cost):
         """Whether it is driven by what the geometry made of u, not by u."""
         return self.of in ("white-left", "white-right")
 
+    @property
+    def side(self) -> Side:
+        """What z has the shape of."""
+        if self.of in ("left", "white-left", "value", "error"):
+            return "rows"
+        if self.of in ("right", "white-right", "key"):
+            return "columns"
+        return "eigen-entries" if self.of in ("eigen-square", "eigen-fisher") else "entries"
+
     def drive(self, u: Tensor, signal: Signal = _EMPTY) -> Tensor:
         """z from the raw drive u (not read for key, value and error; of examples for eigen-fisher) and the signal."""
         if self.of in ("key", "value", "error"):
@@ -517,6 +540,10 @@ class Ridge(Cost):
     @property
     def ridge(self) -> Rate:
         return self.weight
+
+    @property
+    def drives(self) -> Residual | None:
+        return self.cost.drives
 
     def rates(self) -> tuple[Rate, ...]:
         return (*self.cost.rates(), self.weight)

@@ -1,8 +1,9 @@
-"""How a part prints: its class and what was declared, in a form that `eval` reads back."""
+"""What parts are: values that print what was declared, in a form that `eval` reads back."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 class Declared:
@@ -19,6 +20,16 @@ class Declared:
     def _undeclared(self, field: dataclasses.Field[object]) -> object:
         """The value of a field that was left out; classes that complete a default in __post_init__ say so here."""
         return field.default
+
+
+class Recurrence(Declared):
+    """An update inside another one, a filter or a statistic, named below the parts that it is made of.
+
+    `StateUpdate` is the one class; `parts()` are its `axes.core.parts.Parts`.
+    """
+
+    def parts(self) -> Any:
+        raise NotImplementedError
 
 
 def _same(value: object, default: object) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ __all__ = [
     "Slots",
 ]
 
+Kind = Literal["matrix", "entries", "slots", "parameter", "list", "network"]
 Leaves = tuple[Tensor, ...]
 Factors = tuple[tuple[Tensor, Tensor], ...]
 
@@ -50,12 +51,20 @@ def times(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 class Memory(Declared, ABC):
-    """A container with a prediction map. `linear`: predict is linear in W; `keyed`: it predicts from keys at all."""
+    """A container with a prediction map. `linear`: predict is linear in W; `keyed`: it predicts from keys at all.
 
+    kind: "matrix" is one leaf (d_v, d_k) that predicts W k, under "entries" each of its entries predicts alone, under
+    "slots" the direction of each column; a "parameter" is one leaf that predicts nothing; a "list" keeps every datum,
+    and h acts on its scores when it is read; a "network" is any other function of the key.
+    """
+
+    kind: ClassVar[Kind] = "network"
     linear: ClassVar[bool] = True
     keyed: ClassVar[bool] = True
     matrix_gates: ClassVar[bool] = True  # right actions on the key side are defined
     filterable: ClassVar[bool] = True  # drives have the shape of the leaves, so filters can hold them
+    one_leaf: ClassVar[bool] = True
+    starts_at_zero: ClassVar[bool] = True  # an empty one is zero
 
     @abstractmethod
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
@@ -106,6 +115,8 @@ class RankOne(Memory):
 class Matrix(RankOne):
     """S (d_v, d_k), predict S k, read S q; streams are the same with S = X^T."""
 
+    kind: ClassVar[Kind] = "matrix"
+
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         return times(leaves[0].mT if encode else leaves[0], x)
 
@@ -124,7 +135,9 @@ class Slots(Memory):
     The gradient of a column is P(s) g / |s| with P(s) = I - s s^T / |s|^2 (lattice.md 2.2). Read is S q.
     """
 
+    kind: ClassVar[Kind] = "slots"
     linear: ClassVar[bool] = False
+    starts_at_zero: ClassVar[bool] = False
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         phi, _ = _directions(leaves[0])
@@ -161,6 +174,8 @@ class Entries(Memory):
     The step's sharpness is the full |k|^2, as in Longhorn's Algorithm 1; longhorn.md 2.4 and 2.8 say what that solves.
     """
 
+    kind: ClassVar[Kind] = "entries"
+
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         return leaves[0] * x[..., None, :]
 
@@ -182,7 +197,9 @@ class Entries(Memory):
 class Parameter(Memory):
     """A tensor of any shape whose gradient is given: a network's weight on the data axis, or a filter's buffer."""
 
+    kind: ClassVar[Kind] = "parameter"
     keyed: ClassVar[bool] = False
+    starts_at_zero: ClassVar[bool] = False  # but at the weights it is given
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         raise IllegalUpdate("Parameter memory predicts nothing: its cost must be Given or Linear")
@@ -237,6 +254,8 @@ class MLP(RankOne):
     bias: Per = Per("ln_bias", "row", "real")
     linear: ClassVar[bool] = False
     matrix_gates: ClassVar[bool] = False
+    one_leaf: ClassVar[bool] = False
+    starts_at_zero: ClassVar[bool] = False
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         gain, bias = _affine(self, signal)
@@ -288,7 +307,10 @@ class List(Memory):
     """
 
     scale: float | None = None
+    kind: ClassVar[Kind] = "list"
     filterable: ClassVar[bool] = False
+    one_leaf: ClassVar[bool] = False
+    starts_at_zero: ClassVar[bool] = False
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         raise IllegalUpdate("List memory is read through its geometry: call read")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ __all__ = [
     "Zero",
 ]
 
-Kind = Literal["identity", "zero", "scalar", "diagonal", "rows", "hadamard", "rotation", "low rank", "dense"]
+Kind = Literal["identity", "zero", "scalar", "diagonal", "row", "hadamard", "rotation", "low rank", "dense"]
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:
@@ -158,9 +158,13 @@ def _width(*elements: Element) -> tuple[int, Tensor]:
 
 
 class Monoid(Declared, ABC):
-    """A family of retention maps closed under composition; `element` is its chart from the signal."""
+    """A family of retention maps closed under composition; `element` is its chart from the signal.
 
-    kind: ClassVar[Kind]
+    kind: the structure of its maps. rank_one: they are I + a b^T and nothing else, one pair of vectors a datum.
+    """
+
+    kind: Kind
+    rank_one: bool = False
 
     @abstractmethod
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
@@ -172,6 +176,13 @@ class Monoid(Declared, ABC):
     def signals(self) -> frozenset[str]:
         """Vectors on the key side that the monoid reads by name (besides its rates)."""
         return frozenset()
+
+    def neutral(self) -> dict[str, float | Geometry]:
+        """Where the map is the identity: rates and vectors by name with their value, logits with their link.
+
+        What is left out is a gate, and keeps everything at one.
+        """
+        return {}
 
 
 def _gate(rate: Rate, signal: Signal, like: Tensor) -> Element:
@@ -199,7 +210,7 @@ def _gate(rate: Rate, signal: Signal, like: Tensor) -> Element:
 class Identity(Monoid):
     """A = I: everything is kept."""
 
-    kind: ClassVar[Kind] = "identity"
+    kind = "identity"
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         return Element()
@@ -210,7 +221,7 @@ class Identity(Monoid):
 class Zero(Monoid):
     """A = 0: nothing is kept (a memoryless filter: steepest descent, Frank-Wolfe directions)."""
 
-    kind: ClassVar[Kind] = "zero"
+    kind = "zero"
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         return Element(scale=0.0)
@@ -222,7 +233,7 @@ class Scalar(Monoid):
     """A = a I, with a in [0, 1] a number or a named log-gate."""
 
     gate: Rate | str
-    kind: ClassVar[Kind] = "scalar"
+    kind = "scalar"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gate", as_gate(self.gate))
@@ -247,7 +258,7 @@ class Decay(Monoid):
 
     weight: Rate
     independent: bool = False
-    kind: ClassVar[Kind] = "scalar"
+    kind = "scalar"
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         weight = resolve(self.weight, signal)
@@ -259,6 +270,9 @@ class Decay(Monoid):
     def rates(self) -> tuple[Rate, ...]:
         return (self.weight,)
 
+    def neutral(self) -> dict[str, float | Geometry]:
+        return _zero(self.weight)
+
 
 @final
 @dataclass(frozen=True, repr=False)
@@ -267,7 +281,10 @@ class Diagonal(Monoid):
 
     gate: Rate | str
     side: Literal["key", "row"] = "key"
-    kind: ClassVar[Kind] = "diagonal"
+
+    @property
+    def kind(self) -> Kind:  # type: ignore[override]
+        return "row" if self.side == "row" else "diagonal"
 
     def __post_init__(self) -> None:
         if self.side not in ("key", "row"):
@@ -293,7 +310,7 @@ class Hadamard(Monoid):
     """S -> a * S entry by entry, a (..., d_v, d_k) supplied as a log (Mamba-1)."""
 
     gate: Rate | str
-    kind: ClassVar[Kind] = "hadamard"
+    kind = "hadamard"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gate", as_gate(self.gate, "square"))
@@ -319,7 +336,7 @@ class Rotation(Monoid):
 
     angle: float | Per = 10000.0
     uniform: bool = False
-    kind: ClassVar[Kind] = "rotation"
+    kind = "rotation"
 
     def __post_init__(self) -> None:
         if isinstance(self.angle, Per):
@@ -343,6 +360,9 @@ class Rotation(Monoid):
     def rates(self) -> tuple[Rate, ...]:
         return (self.angle,) if isinstance(self.angle, Per) else ()
 
+    def neutral(self) -> dict[str, float | Geometry]:
+        return _zero(self.angle)
+
 
 @final
 @dataclass(frozen=True, repr=False)
@@ -354,7 +374,8 @@ class Householder(Monoid):
 
     beta: Rate
     key: str | None = "w"
-    kind: ClassVar[Kind] = "low rank"
+    kind = "low rank"
+    rank_one = True
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         beta = resolve(self.beta, signal)
@@ -372,6 +393,9 @@ class Householder(Monoid):
     def signals(self) -> frozenset[str]:
         return frozenset() if self.key is None else frozenset((self.key,))
 
+    def neutral(self) -> dict[str, float | Geometry]:
+        return _zero(self.beta)
+
 
 @final
 @dataclass(frozen=True, repr=False)
@@ -381,7 +405,7 @@ class DPLR(Monoid):
     gate: Rate | str
     left: str = "a"
     right: str = "b"
-    kind: ClassVar[Kind] = "low rank"
+    kind = "low rank"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gate", as_gate(self.gate, "key"))
@@ -399,6 +423,9 @@ class DPLR(Monoid):
     def signals(self) -> frozenset[str]:
         return frozenset((self.left, self.right))
 
+    def neutral(self) -> dict[str, float | Geometry]:
+        return {self.left: 0.0}
+
 
 @final
 @dataclass(frozen=True, repr=False)
@@ -410,7 +437,7 @@ class GeneralLinear(Monoid):
 
     logits: Per
     link: Geometry = Euclidean()
-    kind: ClassVar[Kind] = "dense"
+    kind = "dense"
 
     def __post_init__(self) -> None:
         if self.logits.shape != "mix":
@@ -427,6 +454,9 @@ class GeneralLinear(Monoid):
     def rates(self) -> tuple[Rate, ...]:
         return (self.logits,)
 
+    def neutral(self) -> dict[str, float | Geometry]:
+        return {self.logits.name: self.link}
+
 
 @final
 @dataclass(frozen=True, repr=False)
@@ -434,7 +464,7 @@ class Product(Monoid):
     """A = A_1 A_2 ... : the parts act in the order given."""
 
     parts: tuple[Monoid, ...]
-    kind: ClassVar[Kind] = "dense"
+    kind = "dense"
 
     def __post_init__(self) -> None:
         if len(self.parts) < 2:
@@ -451,6 +481,13 @@ class Product(Monoid):
 
     def signals(self) -> frozenset[str]:
         return frozenset().union(*(part.signals() for part in self.parts))
+
+    def neutral(self) -> dict[str, float | Geometry]:
+        return {name: value for part in self.parts for name, value in part.neutral().items()}
+
+
+def _zero(rate: Rate) -> dict[str, float | Geometry]:
+    return {rate.name: 0.0} if isinstance(rate, Per) else {}
 
 
 def _vector(signal: Signal, name: str, who: str) -> Tensor:

@@ -25,7 +25,6 @@ from axes.errors import AxesError, ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 
-Rule = Literal["write", "delta", "dplr"]
 EPS = 1e-6  # of normalised keys and queries, as in the layers: x / sqrt(|x|^2 + EPS^2)
 _ENTRIES = 512  # of a slot in one program, which is one warp: many small ones hide each other's loads
 
@@ -302,7 +301,7 @@ def chain_step(
     erase: Tensor | None = None,
     a: Tensor | None = None,
     b: Tensor | None = None,
-    rule: Rule = "write",
+    rule: Literal["write", "delta", "dplr"] = "write",
     early: bool = False,
     normalize: bool = False,
     index: Tensor | None = None,

@@ -6,13 +6,13 @@ G G^T are the same sum. `no_kernel` says when Triton computes it; torch computes
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-_TRITON = importlib.util.find_spec("triton") is not None
+from axes.kernels.common import versions
+
 _HALF = (torch.float16, torch.bfloat16)
 _LEAST_WORK = 250_000_000  # products from which the kernel was faster than torch on an H200, for 16-bit inputs
 _LEAST_WIDTH = 768  # of float32 inputs
@@ -20,8 +20,9 @@ _LEAST_WIDTH = 768  # of float32 inputs
 
 def no_kernel(u: Tensor, k: Tensor | None = None, weight: Tensor | None = None) -> str | None:
     """Why no Triton kernel computes the sum for u (..., T, V) and k (..., T, K), or None if one does."""
-    if u.device.type != "cuda":
-        return f"device {u.device} is not a GPU"
+    reason = versions.refusal(u.device)
+    if reason is not None:
+        return reason
     if u.dtype not in (*_HALF, torch.float32) or (k is not None and k.dtype != u.dtype):
         return f"the kernel takes float32 and 16-bit inputs, not {u.dtype} and {u.dtype if k is None else k.dtype}"
     work = u.numel() * (u if k is None else k).shape[-1]
@@ -33,8 +34,6 @@ def no_kernel(u: Tensor, k: Tensor | None = None, weight: Tensor | None = None) 
         u.dtype == torch.float32 and u.shape[-1] < _LEAST_WIDTH
     ):
         return "a sum this small takes torch no longer"
-    if not _TRITON:
-        return "Triton is not installed"
     return None
 
 

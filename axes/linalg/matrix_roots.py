@@ -7,7 +7,6 @@ is `precision`, and no result is trusted that did not converge: it is NaN, which
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import AxesError
+from axes.kernels.common import versions
 from axes.linalg import symmetric
 from axes.linalg.accumulate import no_kernel, outer_sum
 
@@ -34,7 +34,6 @@ _UNIT: dict[Precision, float] = {"input": 0.0, "bfloat16x3": 2.0**-16, "tf32": 2
 _MARGIN: dict[Precision, float] = {"input": 1e-4, "bfloat16x3": 1e-3, "tf32": 1e-2}  # of a computed norm
 _TOLERANCE: dict[Precision, float] = {"input": 1e-6, "bfloat16x3": 1e-4, "tf32": 1e-3}  # of a root
 _DELTA: dict[Precision, float] = {"input": 1e-6, "bfloat16x3": 1e-5, "tf32": 1e-3}
-_TRITON = importlib.util.find_spec("triton") is not None
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -112,7 +111,7 @@ def largest_entry(matrix: Tensor) -> Tensor:
 def _thirds(x: Tensor, dim: int, order: tuple[int, int, int]) -> Tensor:
     """The high (0) and low (1) bfloat16 halves of x, one after another along a dimension in this order."""
     x = x.float()
-    if _TRITON and x.is_cuda and not (x.requires_grad and torch.is_grad_enabled()):
+    if versions.refusal(x.device) is None and not (x.requires_grad and torch.is_grad_enabled()):
         from axes.kernels.products import halves  # triton is imported on first use
 
         flat = halves.thirds(x.flatten(0, -3) if x.ndim > 2 else x[None], dim, order)

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from axes.kernels.common import versions
 from axes.linalg import symmetric
 
 Triple = tuple[float, float, float]
@@ -211,7 +212,7 @@ def _started(x: Tensor, start: Start, squares: Tensor | None) -> Tensor:
     flat = x.reshape(-1, *x.shape[-2:])
     if x.dtype not in (torch.bfloat16, torch.float16):
         return flat / start.divisor(flat)
-    if symmetric.TRITON and (flat.is_contiguous() or flat.mT.is_contiguous()):
+    if versions.UNUSABLE is None and (flat.is_contiguous() or flat.mT.is_contiguous()):
         from axes.kernels.products.normalise import normalised  # triton is imported on first use
 
         return normalised(flat, *start, squares)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vmap
 
-Residual = Callable[[Tensor], Tensor]
+Equation = Callable[[Tensor], Tensor]
 
 
 def _newton_step(jacobian: Tensor, value: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def _newton_step(jacobian: Tensor, value: Tensor) -> Tensor:
     return step.squeeze(-1).to(value.dtype)
 
 
-def _jacobian(residual: Residual, x: Tensor) -> Tensor:
+def _jacobian(residual: Equation, x: Tensor) -> Tensor:
     """dF/dx (..., n, n) of a residual that couples only the last dimension: one tangent per basis vector."""
     n = x.shape[-1]
     basis = torch.eye(n, dtype=x.dtype, device=x.device).reshape(n, *[1] * (x.ndim - 1), n).expand(n, *x.shape)
@@ -37,7 +37,7 @@ def _jacobian(residual: Residual, x: Tensor) -> Tensor:
     return columns.movedim(0, -1)
 
 
-def root(residual: Residual, start: Tensor, iterations: int = 30, halvings: int = 12, order: int = 2) -> Tensor:
+def root(residual: Equation, start: Tensor, iterations: int = 30, halvings: int = 12, order: int = 2) -> Tensor:
     """x with F(x) = 0, by Newton's method with backtracking.
 
     Args:
@@ -66,7 +66,7 @@ def root(residual: Residual, start: Tensor, iterations: int = 30, halvings: int 
     return x
 
 
-def scalar_root(function: Residual, lower: Tensor, upper: Tensor, iterations: int = 60, order: int = 2) -> Tensor:
+def scalar_root(function: Equation, lower: Tensor, upper: Tensor, iterations: int = 60, order: int = 2) -> Tensor:
     """x with f(x) = 0 for an element-wise non-decreasing f with f(lower) <= 0 <= f(upper), by bisection.
 
     Args:

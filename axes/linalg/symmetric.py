@@ -6,14 +6,14 @@ Triton kernel, which computes one triangle, takes them; torch's batched product 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-TRITON = importlib.util.find_spec("triton") is not None
+from axes.kernels.common import versions
+
 _HALF = (torch.float16, torch.bfloat16)
 _LEAST_SIDE = 512  # below, and
 _LEAST_TILES = 132  # with fewer tiles of 128 x 128, torch's full product took less time on an H200
@@ -25,8 +25,9 @@ def no_kernel(a: Tensor, count: int | None = None, rounded: bool = False) -> str
 
     count: in the place of N. rounded: float32 matrices, which the kernel takes by rows, may be rounded to 11 bits.
     """
-    if a.device.type != "cuda":
-        return f"device {a.device} is not a GPU"
+    reason = versions.refusal(a.device)
+    if reason is not None:
+        return reason
     full = rounded and a.dtype == torch.float32
     if a.dtype not in _HALF and not full:
         return f"the kernel multiplies 16-bit matrices, not {a.dtype}"
@@ -41,13 +42,10 @@ def no_kernel(a: Tensor, count: int | None = None, rounded: bool = False) -> str
         return "torch takes no longer for products this small"
     if a.requires_grad and torch.is_grad_enabled():
         return "the kernel has no derivative"
-    capability = torch.cuda.get_device_capability(a.device)
-    if capability < (9, 0):
+    if torch.cuda.get_device_properties(a.device).major < 9:
         return "the kernel's descriptors need Hopper or later"
-    if full and capability != (9, 0):
-        return "float32 matrices are multiplied by a kernel for Hopper"
-    if not TRITON:
-        return "Triton is not installed"
+    if full and versions.hopper_refusal(a.device) is not None:
+        return f"float32 matrices are multiplied by a kernel for Hopper: {versions.hopper_refusal(a.device)}"
     return None
 
 

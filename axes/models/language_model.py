@@ -23,7 +23,7 @@ from axes import catalogue
 from axes.errors import AxesError, ShapeError
 from axes.models.options import accepted_options
 
-State = tuple[Any, ...]  # one nested tuple of tensors per sequence layer
+LayerStates = tuple[Any, ...]  # one nested tuple of tensors per sequence layer
 
 _EPS = 1e-6
 
@@ -132,7 +132,7 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.embedding.weight, std=1.0)
         nn.init.normal_(self.head.weight, std=1.0 / self.architecture.width)
 
-    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def forward(self, tokens: Tensor, state: LayerStates | None = None) -> tuple[Tensor, LayerStates]:
         """Logits at every position.
 
         Args:
@@ -151,7 +151,7 @@ class LanguageModel(nn.Module):
 
         return self._run(tokens, state, parallel)
 
-    def step(self, token: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def step(self, token: Tensor, state: LayerStates | None = None) -> tuple[Tensor, LayerStates]:
         """Logits after one more token, by the recurrent form of every sequence layer.
 
         Args:
@@ -174,9 +174,9 @@ class LanguageModel(nn.Module):
     def _run(
         self,
         tokens: Tensor,
-        state: State | None,
+        state: LayerStates | None,
         mix: Callable[[nn.Module, Tensor, Any], tuple[Tensor, Any]],
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Tensor, LayerStates]:
         memories = list(state) if state is not None else [None] * self.architecture.layers
         if len(memories) != self.architecture.layers:
             raise ShapeError(f"LanguageModel: the state holds {len(memories)} layers, not {self.architecture.layers}")

@@ -361,12 +361,13 @@ class Fused:
             self.advance[(1,)](
                 self.inputs, self.numbers, self.inputs if found is None else found, self.counts, self.counts.numel(),
                 *self.kept.values(), len(gradients), FOUND=found is not None, BLOCK=1024, num_warps=4,
+                enable_fp_fusion=True,
             )  # fmt: skip
             self.kernel[(self.chunks.shape[0],)](
                 pointers, self.chunks, self.numbers, self.inputs if found is None else found,
                 self.inputs if scale is None else scale, self.counts, self.seed,
                 *([] if self.squares is None else [self.squares]), BLOCK=self.block,
-                FOUND=found is not None, SCALE=scale is not None, num_warps=self.warps,
+                FOUND=found is not None, SCALE=scale is not None, num_warps=self.warps, enable_fp_fusion=True,
             )  # fmt: skip
 
     def _give(self, name: str, value: float | Tensor) -> None:

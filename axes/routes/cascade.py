@@ -18,12 +18,14 @@ from typing import cast, final
 import torch
 from torch import Tensor
 
+from axes.core import execution
 from axes.core.algorithms import Anchor, Read, Sum
-from axes.core.geometry import Cautious, Composite, Context, TrustRatio
+from axes.core.execution import Datum, Output
+from axes.core.geometry import Context
 from axes.core.legality import gates
 from axes.core.memory import Factors, Leaves, RankOne
 from axes.core.rates import Per, rate_shape, resolve
-from axes.core.state_update import Output, State, StateUpdate
+from axes.core.state_update import State, StateUpdate
 from axes.routes.scan import cumulative
 
 Tokens = Mapping[str, Tensor | float]
@@ -34,9 +36,8 @@ _CHUNK, _CHUNK_FACTORED = 16, 64
 
 def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int) -> tuple[Tensor, State]:
     """Outputs (..., T, d_v) and the final state. signal: `batch` batch dimensions, then T, then features."""
-    _, h, _, step, _ = update.parts()
-    factored = _is_factored(update)
-    longest = _CHUNK_FACTORED if factored and h.is_identity else _CHUNK
+    step, factored = update.parts().step, _is_factored(update)
+    longest = _CHUNK_FACTORED if factored and update.parts().h.is_identity else _CHUNK
     length, outputs, t = q.shape[batch], [], 0
     while t < length:
         size = min(longest, length - t)
@@ -66,13 +67,12 @@ def _first(signal: Tokens, dim: int, t: int) -> Tokens:
 
 def _chunk(update: StateUpdate, signal: Tokens, state: State, size: int) -> tuple[Output, State]:
     """All data of one chunk; leaves of the output have time before their matrix dimensions."""
-    step = update.parts().step
+    p = update.parts()
     timeless = state._replace(theta=_with_time(state.theta), anchor=_with_time(state.anchor))
-    rate = resolve(step.rate, signal)
-    u = update._drive(timeless, timeless.theta, timeless.anchor, rate, signal, None, 0)
+    u = execution.drive(p, Datum(timeless, signal, resolve(p.step.rate, signal), timeless.theta, timeless.anchor))
     u, via = _through(update, state.via, signal, u, size)
     response, new = _stage(update, state, signal, u, size)
-    return update._output(*response), new._replace(via=via)
+    return execution.at_point(p, *response), new._replace(via=via)
 
 
 def _through(update: StateUpdate, states: Filters, signal: Tokens, u: Leaves, size: int) -> tuple[Leaves, Filters]:
@@ -85,7 +85,7 @@ def _through(update: StateUpdate, states: Filters, signal: Tokens, u: Leaves, si
         for b, t in zip(branches, inner, strict=True):
             assert isinstance(b, StateUpdate)
             response, end = _stage(b, t, signal, u, size)
-            outs.append(b._output(*response).weights)
+            outs.append(execution.at_point(b.parts(), *response).weights)
             ends.append(end)
         if isinstance(f, Sum):
             outs = [tuple(w * x for x in out) for w, out in zip(f.weights, outs, strict=True)]
@@ -103,10 +103,10 @@ def _stage(update: StateUpdate, state: State, signal: Tokens, u: Leaves, size: i
     rate = resolve(step.rate, signal)
     stats: list[State] = []
     seen: list[Leaves] = []
-    for s, t in zip(h.stats, state.stats, strict=True):
-        response, end = _stage(s, t, signal, s._seen(u, signal, seen), size)
+    for s, t in zip(update.statistics(), state.stats, strict=True):
+        response, end = _stage(s, t, signal, execution.seen(s.parts(), u, signal, seen), size)
         stats.append(end)
-        seen.append(s._output(*response).weights)
+        seen.append(execution.at_point(s.parts(), *response).weights)
     # element-wise gates act on ones: what is left is the gate of each leaf
     ones = tuple(torch.ones((1, 1), dtype=x.dtype, device=x.device) for x in u)
     gate = memory.act(monoid.element(signal, rate, u[0]), ones)
@@ -160,7 +160,7 @@ def _is_factored(update: StateUpdate) -> bool:
     cost, h, monoid, step, memory = update.parts()
     if not isinstance(memory, RankOne) or isinstance(cost.ridge, Per) or cost.ridge != 0.0:
         return False
-    if h.stats or isinstance(h, Cautious | TrustRatio | Composite):  # these see more than theta
+    if h.stats or h.reads:  # it sees more than theta
         return False
     stages = (update, *update.filters())
     by_rows = all(
@@ -251,19 +251,19 @@ def _factored(update: StateUpdate, signal: Tokens, state: State, size: int) -> t
     if update.parts().h.is_identity:
         out = Output(cast(Leaves, weights), norm)
     else:
-        out = update._output(tuple(w.formed() for w in weights), norm, (Context(signal=signal),))
+        out = execution.at_point(update.parts(), tuple(w.formed() for w in weights), norm, (Context(signal=signal),))
     return out, solid(last)._replace(via=ends)
 
 
 def _drives(update: StateUpdate, state: State, signal: Tokens) -> Factors:
     """The factors of u = -grad l for all tokens at the anchor, or anywhere if the gradient does not depend on W."""
-    cost, _, _, _, memory = update.parts()
-    assert isinstance(memory, RankOne)
-    x, target = update._pair(signal)
+    p = update.parts()
+    assert isinstance(p.memory, RankOne)
+    x, target = execution.pair(p, signal)
     weights = cast(Leaves, tuple(_Still(w) for w in state.anchor or state.theta))
-    prediction = memory.predict(weights, x, signal, encode=cost.encode) if update._predicts else target
-    r = cost.residual(prediction, target, 0.0, signal)
-    return memory.factors(weights, x, -r, signal, encode=cost.encode)
+    prediction = p.memory.predict(weights, x, signal, encode=p.cost.encode) if p.predicts else target
+    r = p.cost.residual(prediction, target, 0.0, signal)
+    return p.memory.factors(weights, x, -r, signal, encode=p.cost.encode)
 
 
 __all__ = ["run"]

@@ -1,36 +1,34 @@
-"""Which route computes an update, and who: `select` is pure and public, `run` obeys it, `explain` says why.
+"""A sequence of tokens by the route that `select` names, or that the caller does.
 
-Routes are how (interpreter, chain, cascade, gram, attention); implementations are who (reference, torch, triton).
 A named implementation runs or raises; nothing falls back and no environment variable changes meaning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from axes.core import reference
 from axes.core.algorithms import Anchor
-from axes.core.costs import SquaredError
-from axes.core.derived import block_size, chain, feedback, no_attention, no_cascade, no_chain, no_gram, structure
+from axes.core.chain import chain
 from axes.core.memory import Leaves
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
-from axes.errors import AxesError, ShapeError
+from axes.errors import ShapeError
 from axes.routes import attention, cascade, gram, kernel_terms, scan
+from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
 from axes.routes.packed import each_alone, grows, join
+from axes.routes.select import routes, select, select_token
 
 __all__ = [
     "Choice",
     "Implementation",
     "NoImplementation",
     "Route",
-    "explain",
     "implementation",
     "routes",
     "run",
@@ -39,75 +37,15 @@ __all__ = [
     "step",
 ]
 
-Implementation = Literal["reference", "torch", "triton"]
-Route = Literal["interpreter", "chain", "cascade", "gram", "attention"]
 _preferred: ContextVar[Implementation | None] = ContextVar("axes_implementation", default=None)
 _traced: Implementation | None = None  # the same for compilers, which cannot look into a ContextVar
 _GRAM_CHUNK = 32
 
 
-class NoImplementation(AxesError):
-    """A named implementation cannot compute this update; says why."""
-
-
-class Choice(NamedTuple):
-    """How an update will be computed, by whom, and why not by something faster."""
-
-    route: Route
-    implementation: Implementation
-    reason: str
-
-
-def routes(update: StateUpdate) -> dict[Route, str | None]:
-    """Every route with the reason it is not legal, or None where it is."""
-    return {
-        "attention": no_attention(update),
-        "gram": no_gram(update),
-        "chain": no_chain(update),
-        "cascade": no_cascade(update),
-        "interpreter": None,
-    }
-
-
-def select(
-    update: StateUpdate,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    implementation: Implementation | None = None,
-    time: int = 1,
-) -> Choice:
-    """The route and implementation for an update on a device, a pure function of its arguments.
-
-    shapes: of the signal's "k" and "v", which the kernels limit; every torch route takes every shape.
-    Raises NoImplementation if the named implementation cannot compute it.
-    """
-    if implementation is not None and implementation not in get_args(Implementation):
-        raise NoImplementation(f"implementation {implementation!r} is not one of {', '.join(get_args(Implementation))}")
-    if implementation == "reference":
-        return Choice("interpreter", "reference", "asked for by name")
-    no_kernel = kernel_terms.no_kernel(update, torch.device(device), dtype, shapes or {}, time)
-    if implementation == "triton":
-        if no_kernel is not None:
-            raise NoImplementation(f"no Triton kernel for {update!r}: {no_kernel}. Use implementation='torch'")
-        return Choice("chain", "triton", "asked for by name")
-    if implementation is None and no_kernel is None:
-        return Choice("chain", "triton", f"the exact {kernel_terms.family(update)} chain in chunks, state on chip")
-    refused = routes(update)
-    for route, reason in refused.items():
-        if reason is None and route != "interpreter":
-            return Choice(route, "torch", f"exact {route} form (no kernel: {no_kernel})")
-    why = "; ".join(f"{route}: {reason}" for route, reason in refused.items() if reason is not None)
-    if implementation == "torch":
-        raise NoImplementation(f"no fast torch route for {update!r}: {why}. Use implementation='reference'")
-    return Choice("interpreter", "reference", f"only the recurrence itself is exact ({why})")
-
-
 @contextmanager
 def implementation(name: Implementation) -> Iterator[None]:
-    """Within the block, computations that name no implementation use this one, or raise."""
-    if name not in get_args(Implementation):
-        raise NoImplementation(f"implementation {name!r} is not one of {', '.join(get_args(Implementation))}")
+    """Within the block, sequences whose call names no implementation use this one, or raise."""
+    require_implementation(name)
     global _traced
     token, before = _preferred.set(name), _traced
     _traced = name
@@ -118,7 +56,8 @@ def implementation(name: Implementation) -> Iterator[None]:
         _traced = before
 
 
-def _chosen() -> Implementation | None:
+def chosen() -> Implementation | None:
+    """The implementation of the block that is running."""
     return _traced if torch.compiler.is_compiling() else _preferred.get()
 
 
@@ -140,7 +79,7 @@ def run(
     if not isinstance(q, Tensor) or not isinstance(v, Tensor):
         raise ShapeError(f"run needs tensors 'q' and 'v' in the signal; it has {sorted(signal)}")
     shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
-    choice = select(update, v.device, v.dtype, shapes, implementation or _chosen(), time)
+    choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), time)
     if choice.implementation == "triton" and q.shape[time]:
         with torch.autocast(v.device.type, enabled=False):
             return kernel_terms.run(update, signal, state, weights)
@@ -171,7 +110,7 @@ def run_packed(
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
     shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
-    choice = select(update, v.device, v.dtype, shapes, implementation or _chosen(), 1)
+    choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), 1)
     if choice.implementation == "triton" and q.shape[1]:
         with torch.autocast(v.device.type, enabled=False):
             return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
@@ -195,15 +134,11 @@ def step(
     """
     v = signal["v"]
     assert isinstance(v, Tensor)
-    chosen = implementation or _chosen()
     shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
-    no_kernel = kernel_terms.no_kernel(update, v.device, v.dtype, shapes, 1) or kernel_terms.no_step(update)
     inputs = [x for x in (*signal.values(), *state.theta) if isinstance(x, Tensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        no_kernel = no_kernel or "the kernel for one token has no backward"
-    if chosen == "triton" and no_kernel is not None:
-        raise NoImplementation(f"no Triton kernel for one token of {update!r}: {no_kernel}")
-    if no_kernel is None and chosen in (None, "triton"):
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    named = implementation or chosen()
+    if select_token(update, v.device, v.dtype, shapes, named, differentiated).implementation == "triton":
         with torch.autocast(v.device.type, enabled=False):
             return kernel_terms.run(update, signal, state, None, kernel_terms.one_token(in_place))
     return run(update, signal, state, implementation="reference")
@@ -251,7 +186,7 @@ def _run_chain(update: StateUpdate, signal: Signal, state: State, batch: int) ->
     if state.norm:  # the normaliser is one more row, whose value is always one
         start = torch.cat((start, state.norm[0][..., None, :]), -3)
         v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
-    c = chain(update, {**signal, "v": v}, v.shape[-1])
+    c = chain(update, {**signal, "v": v})
     if c.rows:
         start, q = start[..., None, :, :], q[..., None, :, :]
     out, final = scan.chunked(c, start, q)
@@ -304,7 +239,7 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
     gamma = torch.ones_like(k[..., 0]) * rate / element.scale
     if element.gate is not None:
         gamma = gamma * torch.exp(-element.gate if element.gate.ndim == 0 else -element.gate[..., 0])
-    form = gram.dec if isinstance(cost, SquaredError) else gram.sim
+    form = gram.dec if cost.drives == "error" else gram.sim
     slots = state.theta[0]
     for t in range(done, k.shape[-2], _GRAM_CHUNK):
         part = slice(t, t + _GRAM_CHUNK)
@@ -315,32 +250,3 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
 
 
 _ROUTES = {"chain": _run_chain, "cascade": _run_cascade, "attention": _run_attention, "gram": _run_gram}
-
-
-# ---- explanation -------------------------------------------------------------------------------------------------
-
-
-def explain(obj: object, device: str = "cpu", dtype: torch.dtype = torch.float32) -> str:
-    """Tuple, normal form, derived facts, what runs and why not something faster, as text.
-
-    obj: a StateUpdate, or anything with an `update` (a layer, a mixer, an optimizer class, a catalogue entry).
-    """
-    update = obj if isinstance(obj, StateUpdate) else getattr(obj, "update", None)
-    if not isinstance(update, StateUpdate):
-        raise AxesError(f"explain: {obj!r} is neither a StateUpdate nor something with an `update`")
-    normal = update.normal()
-    lines = [f"tuple        {update!r}"]
-    if normal is not update:
-        lines.append(f"normal form  {normal!r}")
-    demands = ", ".join(f"{p.name} ({p.shape}, {p.domain})" for p in update.demands()) or "nothing"
-    lines += [
-        f"asks for     {demands}",
-        f"signals      {', '.join(sorted(update.signals()))}",
-        f"feedback     {feedback(update)}",
-        f"transition   {structure(update)}, block size {block_size(update)}",
-    ]
-    choice = select(update, device, dtype, implementation=_chosen())
-    lines.append(f"runs         {choice.route} by {choice.implementation}: {choice.reason}")
-    for route, reason in routes(update).items():
-        lines.append(f"  {route:<12}{'legal' if reason is None else 'no: ' + reason}")
-    return "\n".join(lines)

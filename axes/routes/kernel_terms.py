@@ -1,14 +1,13 @@
 """From a tuple to a kernel call: which kernel family computes the derived chain, and the numbers it is given.
 
 A family is a transition structure: scalar (no gate, a scalar gate, rank one), diagonal, dplr (diagonal plus rank one of
-the monoid) and block (theta and one momentum buffer). The facts are those that `axes.core.derived.chain` writes out as
+the monoid) and block (theta and one momentum buffer). The facts are those that `axes.core.chain` writes out as
 vectors; here strengths and gates stay numbers a token, so that the kernels read keys once, in their own dtype.
 Nothing here needs Triton: `no_kernel` is asked on every machine.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -16,18 +15,22 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from axes.core.derived import chain, no_chain
+from axes.core.chain import chain
+from axes.core.derived import no_chain
+from axes.core.facts import fact
 from axes.core.legality import gates
-from axes.core.memory import Entries, Leaves
+from axes.core.memory import Leaves
 from axes.core.monoids import Element, rotate
 from axes.core.rates import Per, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
+from axes.kernels.common import versions
 from axes.routes.packed import Packing
 
 Family = Literal["scalar", "diagonal", "dplr", "block"]
+HOPPER: frozenset[Family] = frozenset({"scalar", "diagonal", "dplr"})  # families with forms for that GPU
 WIDEST: dict[Family, int] = {"scalar": 256, "diagonal": 256, "dplr": 256, "block": 256}
-_TRITON = importlib.util.find_spec("triton") is not None
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
+_ANY = (1, 1, 1, 1)
 
 
 class NoFamily(NamedTuple):
@@ -36,6 +39,7 @@ class NoFamily(NamedTuple):
     reason: str
 
 
+@fact
 def family(update: StateUpdate) -> Family | NoFamily:
     """The kernel family of an affine chain, from the derived facts alone."""
     reason = no_chain(update)
@@ -43,7 +47,7 @@ def family(update: StateUpdate) -> Family | NoFamily:
         return NoFamily(reason)
     cost, _, monoid, step, memory = update.parts()
     kinds, filters = gates(monoid), update.filters()
-    if isinstance(memory, Entries) or kinds & {"row", "hadamard"}:
+    if memory.kind == "entries" or kinds & {"row", "hadamard"}:
         return NoFamily("entries have gates of their own: an element-wise scan, not matrix products")
     if "row" in (rate_shape(step.rate), rate_shape(cost.ridge)):
         return NoFamily("every row of the state has a transition of its own")
@@ -69,19 +73,34 @@ def no_kernel(
     update: StateUpdate, device: torch.device, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], time: int
 ) -> str | None:
     """Why no Triton kernel computes the derived chain, or None if one does."""
-    if device.type != "cuda":
-        return f"device {device} is not a GPU"
-    if not _TRITON:
-        return "Triton is not installed"
+    reason = versions.refusal(device)
+    if reason is not None:
+        return reason
     if dtype not in _DTYPES:
         return f"the kernels accumulate in float32, the values are {dtype}"
     kind = family(update)
     if isinstance(kind, NoFamily):
         return kind.reason
-    if time != 1 or any(len(shapes.get(n, (0,) * 4)) != 4 for n in "kv"):
-        return "the kernels take (batch, time, head, width)"
-    if any(not 0 < shapes[n][-1] <= WIDEST[kind] for n in "kv" if n in shapes):
-        return f"the {kind} kernels take widths up to {WIDEST[kind]}"
+    for name in "kv":
+        shape = shapes.get(name, _ANY)
+        if time != 1 or len(shape) != 4:
+            return "the kernels take (batch, time, head, width)"
+        if not 0 < shape[-1] <= WIDEST[kind]:
+            return f"the {kind} kernels take widths up to {WIDEST[kind]}"
+    return None
+
+
+def portable(update: StateUpdate, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
+    """Why the portable kernels of a family compute a chain, whatever its shapes, and not its forms for Hopper."""
+    kind = family(update)
+    if kind not in HOPPER:
+        return f"the {kind} family has no other"
+    if capability is not None and capability != (9, 0):
+        return "the GPU is no Hopper"
+    if (reason := versions.gluon_refusal()) is not None:
+        return reason
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the forms for Hopper multiply 16-bit values, not {dtype}"
     return None
 
 
@@ -109,6 +128,7 @@ def run(
     return compute(update, signal, tokens, state, kernels or _chunked(cu_seqlens), cu_seqlens)
 
 
+@fact
 def no_step(update: StateUpdate) -> str | None:
     """Why the fused kernel for one token does not compute a chain that the chunk kernels compute, or None."""
     if "rotation" in gates(update.parts().monoid):
@@ -205,9 +225,7 @@ def _scalar(
     early = rule == "delta" and update.parts().step.at == "prev" and gate is not None
 
     def pass_over(v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, final = kernels.scalar(
-            q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early
-        )
+        out, final = kernels.scalar(q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early)
         return out, final if end is None else rotate(final, end[..., None, :])
 
     out, final = pass_over(t.v, _start(state))
@@ -252,7 +270,7 @@ def _block(
 ) -> tuple[Tensor, State]:
     """Coefficients are those of the chain of a key that is the number one."""
     wide = {n: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
-    c = chain(update, {**wide, "k": torch.ones_like(_tensor(wide, "v")[..., :1])}, t.v.shape[-1])
+    c = chain(update, {**wide, "k": torch.ones_like(_tensor(wide, "v")[..., :1])})
     assert c.block is not None
     block, write = c.block[..., 0], c.key[..., 0]
     erase = None if c.a is None else c.a[..., 0, :, 0].expand_as(write)
@@ -280,7 +298,7 @@ def _slots(first: Tensor, second: Tensor) -> Tensor:
 
 def _erases(update: StateUpdate) -> bool:
     """Whether a datum erases what the state predicts for its key."""
-    return update._predicts and update.parts().cost.curvature == "affine"
+    return update.parts().predicts and update.parts().cost.curvature == "affine"
 
 
 def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -302,8 +320,8 @@ def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor,
 
 
 def _element(update: StateUpdate, signal: Signal, k: Tensor) -> Element:
-    _, _, monoid, step, _ = update.parts()
-    return monoid.element(signal, resolve(step.rate, signal), k[..., None, :])
+    p = update.parts()
+    return p.monoid.element(signal, resolve(p.step.rate, signal), k[..., None, :])
 
 
 def _log_gate(element: Element, shape: torch.Size, like: Tensor) -> Tensor | None:

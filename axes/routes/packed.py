@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from axes.core.memory import List
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 
@@ -85,7 +84,7 @@ def each_alone(
 
 def grows(update: StateUpdate) -> bool:
     """Whether the memory is a list, one item a token."""
-    return isinstance(update.parts().memory, List)
+    return update.parts().memory.kind == "list"
 
 
 def select(state: Any, rows: Tensor, batch: int) -> Any:

@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from axes.core.derived import Chain
+from axes.core.chain import Chain
 from axes.core.monoids import rotate
+from axes.routes import one_state
 
 # exp of these is zero in its dtype; a finite floor keeps differences of cumulative logs finite
 _FLOOR = {torch.float64: -800.0}
@@ -58,6 +59,8 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
         return associative(c, start, q)
     if c.angle is not None:
         return _in_rotating_frame(c, start, q, size)
+    if one_state.takes(c):
+        return one_state.chunked(c, start, q, size)
     if c.a is None and c.slots == 1 and c.rows:
         return _entry_by_entry(c, start, q)
     length = q.shape[-2]
@@ -186,8 +189,10 @@ def _transfer(c: Chain, size: int) -> tuple[Tensor, Tensor]:
     causal = torch.ones(size, size, dtype=torch.bool, device=c.key.device).tril()
     if c.block is None:
         gate = c.gate if c.gate is not None else torch.zeros_like(c.key[..., 0, :1])
-        total = _cut(floored(gate), size, 1).cumsum(-2)
-        gap = total[..., :, None, :] - total[..., None, :, :]
+        exact = _cut(floored(gate), size, 1).double().cumsum(-2)
+        total = exact.to(gate.dtype)
+        rest = (exact - total).detach().to(gate.dtype)  # what rounding took: a gate that closes leaves large sums
+        gap = (total[..., :, None, :] - total[..., None, :, :]) + (rest[..., :, None, :] - rest[..., None, :, :])
         pairs = torch.exp(gap.masked_fill(~causal[..., None], -torch.inf))  # mask before exp: no inf * 0
         return pairs[..., None, None, :], torch.exp(total)[..., None, None, :]
     eye = torch.eye(c.slots, dtype=c.block.dtype, device=c.block.device)[..., None]

@@ -59,7 +59,7 @@ from axes.errors import IllegalUpdate
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-Parts = tuple[Cost, Geometry | OnUpdate, Monoid, Step, Memory]
+Declaration = tuple[Cost, Geometry | OnUpdate, Monoid, Step, Memory]
 
 _COSTS: tuple[Cost, ...] = (
     Alignment(),
@@ -114,7 +114,7 @@ _RATES: tuple[Rate, ...] = (1.0, 0.5, Per("beta"), Per("row_beta", "row"), Per("
 _MEMORIES: tuple[Memory, ...] = (*(Matrix(),) * 6, Entries(), Slots(), LayerNormMatrix(), MLP(2), List(), List(1.0))
 
 
-def declarations(axis: str = "sequence") -> SearchStrategy[Parts]:
+def declarations(axis: str = "sequence") -> SearchStrategy[Declaration]:
     """The parts of a random tuple, not all of which can act together.
 
     axis: "sequence" draws costs that see keys; "data" draws updates of a parameter, with constant rates.
@@ -129,7 +129,7 @@ def updates(axis: str = "sequence") -> SearchStrategy[StateUpdate]:
     return declarations(axis).map(_build).filter(_is_legal)  # type: ignore[return-value]
 
 
-def _build(parts: Parts) -> StateUpdate | None:
+def _build(parts: Declaration) -> StateUpdate | None:
     try:
         return StateUpdate(*parts)
     except IllegalUpdate:

@@ -29,8 +29,10 @@ from axes.optim.engine import states, trees
 from axes.optim.engine.batches import AnyBatch, Batches
 from axes.optim.engine.capabilities import keyed, needs_examples, needs_layers, require_parameter
 from axes.optim.engine.checkpoints import Kept, wrap_state
+from axes.optim.engine.choice import plan, route
 from axes.optim.engine.facts import facts
 from axes.optim.engine.finite import Before, Finite
+from axes.optim.engine.generated import is_plain
 from axes.optim.engine.groups import Named, by_rule, named
 from axes.optim.engine.interpreted import Member, interpret, replay
 from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows
@@ -41,7 +43,8 @@ from axes.optim.engine.requirements import require
 from axes.optim.engine.routing import Roles, roles
 from axes.optim.engine.together import uncompiled
 from axes.optim.sharding.dtensors import local_shard, spread
-from axes.optim.sharding.sharded import Shards, Work
+from axes.optim.sharding.sharded import Shards, Work, at_owner
+from axes.routes.choice import Implementation, Plan, Target
 
 
 @functools.lru_cache(maxsize=512)
@@ -211,6 +214,35 @@ class Optimizer(torch.optim.Optimizer):
 
         return describe(self.param_groups, known, self.state, expected, self.skipped)
 
+    # ---- what runs -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def default_plans(
+        cls, target: Target | None, dtype: torch.dtype | None, implementation: Implementation | None
+    ) -> tuple[Plan, ...]:
+        """What steps the parameters that the rule is about, with its defaults; by default on a CPU in float32."""
+        return (plan("runs", cls.update, target or Target.of("cpu"), dtype or torch.float32, implementation),)
+
+    @uncompiled()
+    def plans(
+        self,
+        target: Target | None = None,
+        dtype: torch.dtype | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Plan, ...]:
+        """What steps each group, by default where its parameters are and in their dtypes."""
+        found: dict[Any, Plan] = {}
+        for i, group in enumerate(self.param_groups):
+            update, name = self.update_for(group), f"group {i} ({group['rule']})"
+            for parameter in [p for p in group["params"] if p.requires_grad and p.numel()]:
+                stands = local_shard(parameter) if spread(parameter) else parameter
+                stepped, where = (update, name) if stands is parameter else at_owner(update, parameter, name)
+                device, kind, plain = target or Target.of(stands.device), dtype or stands.dtype, is_plain(stands)
+                if (where, device, kind, plain) not in found:
+                    planned = plan(where, stepped, device, kind, implementation, group, plain)
+                    found[where, device, kind, plain] = planned
+        return tuple(found.values())
+
     # ---- one step --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -349,9 +381,8 @@ class Optimizer(torch.optim.Optimizer):
         for parameter in late:
             self._begin(group, update, parameter)
         self._fresh.difference_update(late)
-        asked = facts(update, group["maximize"])
-        if (asked.entrywise and (group["foreach"] or group["fused"])) or (asked.stacked and group["foreach"]):
-            alone = set(late) if asked.special else set()
+        if route(update, group) != "interpreter":
+            alone = set(late) if facts(update, group["maximize"]).special else set()
             together = [p for p in parameters if p not in alone]
             if together:
                 self._advance_together(group, update, self._batched(group, update, together))

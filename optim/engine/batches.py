@@ -9,12 +9,14 @@ from torch import Tensor
 
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import stored, trees
+from axes.optim.engine.choice import route
 from axes.optim.engine.factored import Factored
+from axes.optim.engine.generated import How
 from axes.optim.engine.options import Group, how
 from axes.optim.engine.places import Places
 from axes.optim.engine.precision import Precision
 from axes.optim.engine.stacked import Stacks, cut
-from axes.optim.engine.together import Batch, How, program, start, uncompiled
+from axes.optim.engine.together import Batch, program, start, uncompiled
 
 States = MutableMapping[Tensor, dict[str, Tensor]]
 AnyBatch = Batch | Stacks | Factored
@@ -25,7 +27,7 @@ class Batches:
     """The batches of an optimizer's groups, with what each was made for: a tuple, and a way to step."""
 
     def __init__(self) -> None:
-        self.made: dict[int, tuple[StateUpdate, tuple[bool, How], list[AnyBatch]]] = {}
+        self.made: dict[int, tuple[StateUpdate, tuple[bool, bool, How], list[AnyBatch]]] = {}
 
     @uncompiled()
     def known(
@@ -33,7 +35,7 @@ class Batches:
     ) -> list[AnyBatch] | None:
         """The batches of the group's last step if they are those of this one."""
         last, way, batches = self.made.get(id(group), (None, None, []))
-        if last is not update or way != (group["maximize"], how(group)):
+        if last is not update or way != _way(group):
             return None
         if sum(len(batch.parameters) for batch in batches) != len(parameters):
             return None
@@ -50,19 +52,24 @@ class Batches:
     ) -> list[AnyBatch]:
         """Batches of one dtype, device and step."""
         maximize, way = group["maximize"], how(group)
-        traced = program(update, maximize)
+        stacks = route(update, group) == "stacks"
         precision = Precision.of(group)
         batches: list[AnyBatch] = []
         for some in _alike(group, update, parameters, states):
             theirs = [states[p] for p in some]
-            if traced is None:
+            if stacks:
                 kind = Factored if cut(update, maximize) is None else Stacks
                 batches.append(kind(update, maximize, some, theirs))
                 continue
             streams = [places.stream(p) for p in some] if precision.draws(some[0]) else None
             batches.append(Batch(update, maximize, some, theirs, way, streams, precision.seed))
-        self.made[id(group)] = (update, (maximize, way), batches)
+        self.made[id(group)] = (update, _way(group), batches)
         return batches
+
+
+def _way(group: Group) -> tuple[bool, bool, How]:
+    """What a group's batches are made for, besides its tuple."""
+    return group["maximize"], group["foreach"], how(group)
 
 
 def _alike(group: Group, update: StateUpdate, parameters: list[Tensor], states: States) -> list[list[Tensor]]:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from axes.core.algorithms import Held
 from axes.core.costs import Linear
-from axes.core.geometry import Bounded, Composite, Euclidean, Geometry, Hypentropy, SignBall, SoftThreshold, Whiten
+from axes.core.facts import fact
 from axes.core.legality import gates
-from axes.core.memory import Entries, Matrix, Parameter, Slots
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
 
@@ -60,18 +59,21 @@ def needs_matrices(update: StateUpdate) -> bool:
 
 def elementwise(update: StateUpdate) -> bool:
     """Whether every entry of a parameter is updated on its own: then a complex number is a pair of real ones."""
-    kinds = {"identity", "zero", "scalar", "hadamard"}
-    return not needs_matrices(update) and all(
-        _entry_by_entry(part.parts().h) and gates(part.parts().monoid) <= kinds for part in parts_of(update)
-    )
+    return mixes(update) is None
 
 
-def _entry_by_entry(h: Geometry) -> bool:
-    if isinstance(h, Composite):
-        return _entry_by_entry(h.outer) and _entry_by_entry(h.inner)
-    if isinstance(h, Whiten):
-        return h.kind == "diagonal"
-    return isinstance(h, Euclidean | SignBall | SoftThreshold | Bounded | Hypentropy)
+@fact
+def mixes(update: StateUpdate) -> str | None:
+    """The first part of a tuple that mixes the entries of a parameter, or has a meaning for matrices only; or None."""
+    for part in parts_of(update):
+        cost, h, monoid, _, _ = part.parts()
+        if not h.entrywise or h.matrix:
+            return type(h).__name__
+        if not gates(monoid) <= {"identity", "zero", "scalar", "hadamard"}:
+            return type(monoid).__name__
+        if isinstance(cost, Linear) and cost.of not in ("drive", "square"):
+            return f"a statistic of {cost.of}"
+    return "a cost of keys and values" if keyed(update) else None
 
 
 def require_parameter(update: StateUpdate) -> None:
@@ -82,7 +84,7 @@ def require_parameter(update: StateUpdate) -> None:
             "a tuple with cost Linear() is a filter or a statistic: to optimize with it, put it into "
             "StateUpdate(Given(), algorithm=Step(Per('lr'), via=(it,)))"
         )
-    if not isinstance(memory, Parameter | Matrix | Entries | Slots):
+    if memory.kind not in ("parameter", "matrix", "entries", "slots"):
         raise IllegalUpdate(
             f"an optimizer's state is one parameter, and {type(memory).__name__} memory is not one tensor of its "
             "shape: use Parameter() with Given(), or Matrix() with a cost of keys and values"

@@ -8,26 +8,26 @@ statistics of one size together. States are the interpreter's, name by name.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from axes.core.algorithms import Held, Sum
-from axes.core.costs import Given, Linear
+from axes.core import execution
+from axes.core.algorithms import Held
+from axes.core.costs import Linear
+from axes.core.facts import fact
 from axes.core.geometry import Eigenbasis, Euclidean, InverseRoot, Kronecker, RotatedWhiten
-from axes.core.memory import Parameter
 from axes.core.monoids import Identity, Scalar, Zero
 from axes.core.state_update import State, StateUpdate
 from axes.linalg.blockwise import symmetric_sum
 from axes.linalg.matrix_roots import add_product, product
 from axes.optim.engine import trees
-from axes.optim.engine.capabilities import parts_of
+from axes.optim.engine.generated import GRADIENT
 from axes.optim.engine.routing import canonical_shape, real
-from axes.optim.engine.stacked import Entries, readable, writable
-from axes.optim.engine.together import GRADIENT, program, unchanged, uncompiled
+from axes.optim.engine.stacked import ListProgram, no_filters_alone, readable, writable
+from axes.optim.engine.together import program, unchanged, uncompiled
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
 
 _TOGETHER = 1024  # statistics up to this size do not fill a GPU: those of all shapes are refreshed as one batch
@@ -65,47 +65,54 @@ class Factors(NamedTuple):
     h: Kronecker | RotatedWhiten
 
 
-@functools.lru_cache(maxsize=512)
 def factors(update: StateUpdate, maximize: bool = False) -> Factors | None:
     """The parts of a rule whose one filter is preconditioned from both sides by held values, or None."""
-    cost, h, _, step, memory = update.parts()
-    plain = isinstance(cost, Given) and h.is_identity and not h.stats and isinstance(memory, Parameter)
-    if not plain or update.drive_sees_state or step.read is not None or step.debias or len(step.via) != 1:
-        return None
-    if any(per.shape != "scalar" for per in update.demands()):
-        return None
-    if any(part.parts().step.steps != 1 for part in parts_of(update)):
-        return None
-    (last,) = step.via
-    if isinstance(last, Sum) or step.at != "prev" or step.start != "zero":
-        return None
-    assert isinstance(last, StateUpdate)
+    found = _factors(update, maximize)
+    return found if isinstance(found, Factors) else None
+
+
+def no_factors(update: StateUpdate, maximize: bool = False) -> str | None:
+    """Why a rule has no such parts, or None if it has."""
+    found = _factors(update, maximize)
+    return found if isinstance(found, str) else None
+
+
+@fact
+@uncompiled()
+def _factors(update: StateUpdate, maximize: bool) -> Factors | str:
+    step = update.parts().step
+    reason = no_filters_alone(update)
+    if reason is not None:
+        return reason
+    last = step.via[0] if len(step.via) == 1 else None
+    if not isinstance(last, StateUpdate) or not isinstance(last.parts().h, Kronecker | RotatedWhiten):
+        return "it has not one filter, preconditioned from both sides"
     whitening, kept = last.parts().h, _average(last)
-    if not isinstance(whitening, Kronecker | RotatedWhiten) or kept is None or last.cost != Linear():
-        return None
-    if kept.keep == 0 and (kept.rate != 1 or kept.debias):
-        return None
+    if kept is None or last.cost != Linear() or (kept.keep == 0 and (kept.rate != 1 or kept.debias)):
+        return "what is preconditioned is neither the gradient nor an average of it"
     left, right, *squares = whitening.stats
+    rows, columns = _side(left, "left"), _side(right, "right")
+    if rows is None or columns is None:
+        return "its factors are not held roots or bases of sums over rows and columns"
     second = None
     if squares:
         second = _average(squares[0])
-        if second is None or second.keep == 0 or not squares[0].parts().h.is_identity:
-            return None
-    rows, columns = _side(left, "left"), _side(right, "right")
-    if rows is None or columns is None or (squares and squares[0].cost.of != "eigen-square"):
-        return None
+        plain = second is not None and second.keep != 0 and squares[0].parts().h.is_identity
+        if not plain or squares[0].cost.of != "eigen-square":
+            return "the second moment in its bases is no average of the gradient's squares"
     tail = program(dataclasses.replace(update, algorithm=dataclasses.replace(step, via=())).normal(), True)
     head = _head(kept, maximize)
     between = None if second is None else _between(whitening, kept, second)
     if head is None or tail is None or (second is not None and between is None):
-        return None
+        return "what is around its products is no program"
+    assert isinstance(whitening, Kronecker | RotatedWhiten)
     return Factors(kept, (rows, columns), second, head, between, tail, whitening)
 
 
 def _average(part: StateUpdate) -> Average | None:
     """The numbers of a filter or statistic, or None if it is more than an average or a sum."""
     cost, _, monoid, step, memory = part.parts()
-    plain = isinstance(cost, Linear) and isinstance(memory, Parameter) and isinstance(monoid, Identity | Scalar | Zero)
+    plain = isinstance(cost, Linear) and memory.kind == "parameter" and isinstance(monoid, Identity | Scalar | Zero)
     plain = plain and step.at == "prev" and not step.via and step.read is None and step.lazy
     keep = monoid.gate if isinstance(monoid, Scalar) else 1.0 if isinstance(monoid, Identity) else 0.0
     if not plain or step.start != "zero" or not isinstance(keep, float) or not isinstance(step.rate, int | float):
@@ -239,12 +246,12 @@ class _Run:
         members = {PARAMETER: [x for drive in drives for x in drive.unbind()]}
         if parts.filter.keep:
             members[_AVERAGE] = [x for s in self.stacks for x in s.kept[_FILTER + "theta"].unbind()]
-        self.head = Entries(parts.head, members, None)
-        self.tail = Entries(parts.tail, {PARAMETER: self.inside}, None)
-        self.between: Entries | None = None
+        self.head = ListProgram(parts.head, members, None)
+        self.tail = ListProgram(parts.tail, {PARAMETER: self.inside}, None)
+        self.between: ListProgram | None = None
         if parts.between is not None:
             squares = [s.kept[_FILTER + "stats.2.theta"] for s in self.stacks]
-            self.between = Entries(parts.between, {PARAMETER: drives, _SECOND: squares}, None)
+            self.between = ListProgram(parts.between, {PARAMETER: drives, _SECOND: squares}, None)
 
     def step(self, rates: Mapping[str, float | Tensor]) -> None:
         parts = self.parts
@@ -317,7 +324,7 @@ class _Run:
             norm = (joined["norm"],) if "norm" in joined else ()
             held = (joined["held"], joined["misses"])
             state = State((joined["theta"],), (), (), norm, held, torch.tensor(age))
-            new = statistic._refreshed(state, state.theta, norm, {})
+            new = execution.refreshed(statistic.parts(), state, state.theta, norm, {})
             lengths = [len(s["held"]) for s in states]
             for s, value, missed in zip(states, *(x.split(lengths) for x in new), strict=True):
                 s["held"].copy_(value)

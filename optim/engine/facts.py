@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import final
 
+from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
 from axes.optim.engine.capabilities import moves_before_closure
-from axes.optim.engine.factored import factors
-from axes.optim.engine.stacked import cut
-from axes.optim.engine.together import first_is_special, program
+from axes.optim.engine.factored import no_factors
+from axes.optim.engine.stacked import no_cut
+from axes.optim.engine.together import first_is_special, no_program
+from axes.routes.choice import Route
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Facts:
-    """What a tuple asks of a step."""
+    """What a tuple asks of a step. routes: those there are, with why they are not legal."""
 
     moves: bool  # its gradient is wanted where the parameter is not
     special: bool  # the first datum is
-    entrywise: bool  # it is a program over lists of tensors
-    stacked: bool  # it is programs around products of stacks
+    routes: Mapping[Route, str | None]
     rates: tuple[str, ...]
 
 
-_FACTS: dict[tuple[int, bool], tuple[StateUpdate, Facts]] = {}
-
-
+@fact
 def facts(update: StateUpdate, maximize: bool) -> Facts:
-    """By identity: to hash a tuple takes as long as to step a parameter."""
-    held = _FACTS.get((id(update), maximize))
-    if held is None or held[0] is not update:
-        if len(_FACTS) > 512:
-            _FACTS.clear()
-        traced = program(update, maximize) is not None
-        found = Facts(
-            moves_before_closure(update),
-            first_is_special(update),
-            traced,
-            not traced and (cut(update, maximize) or factors(update, maximize)) is not None,
-            tuple(per.name for per in update.demands()),
-        )
-        held = _FACTS[(id(update), maximize)] = (update, found)
-    return held[1]
+    """Of a tuple that ascends or descends."""
+    entrywise = no_program(update, maximize)
+    return Facts(
+        moves_before_closure(update),
+        first_is_special(update),
+        {"entrywise": entrywise, "stacks": _no_stacks(update, maximize, entrywise), "interpreter": None},
+        tuple(per.name for per in update.demands()),
+    )
+
+
+def _no_stacks(update: StateUpdate, maximize: bool, entrywise: str | None) -> str | None:
+    """Why a step is not programs around products of stacks, or None if it is."""
+    if entrywise is None:
+        return "the whole step is one program"
+    by_spectrum, from_both_sides = no_cut(update, maximize), no_factors(update, maximize)
+    if by_spectrum is None or from_both_sides is None:
+        return None
+    return by_spectrum if by_spectrum == from_both_sides else f"{by_spectrum}, and {from_both_sides}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import NotFiniteError
-from axes.optim.engine.options import Check
+from axes.optim.engine.options import FiniteCheck
 from axes.optim.engine.together import uncompiled
 
 Agree = Callable[[bool], bool]  # whether any process says so
@@ -26,7 +26,7 @@ class Finite:
     check: "raise", "skip", or None to do nothing unless a gradient scaler says so.
     """
 
-    def __init__(self, check: Check, skipped: int = 0) -> None:
+    def __init__(self, check: FiniteCheck, skipped: int = 0) -> None:
         self.check = check
         self.flags: dict[torch.device, Tensor] = {}  # of the step under way: not 0 where it must not happen
         self.skipped_here = skipped  # by the host

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
+from axes.optim.engine.generated import How
 from axes.optim.engine.precision import DEFAULTS, Master, Moments, Rounding
-from axes.optim.engine.together import How
 
 Group = dict[str, Any]
 Rule = Callable[..., StateUpdate]
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
-Check = Literal["raise", "skip"] | None
+FiniteCheck = Literal["raise", "skip"] | None
 
 
 class Options(TypedDict, total=False):
@@ -76,7 +76,7 @@ def of_groups(options: Options) -> Group:
     }
 
 
-def check_of(who: str, options: Options) -> Check:
+def check_of(who: str, options: Options) -> FiniteCheck:
     """What to do about gradients that are not finite."""
     given = options.get("check_finite")
     there = bool(options.get("fused") or options.get("capturable"))

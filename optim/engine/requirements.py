@@ -13,7 +13,7 @@ from axes.optim.engine.capabilities import elementwise, holds, vectors
 from axes.optim.engine.groups import Named
 from axes.optim.engine.options import Group
 from axes.optim.engine.precision import Precision
-from axes.optim.engine.together import unfusable
+from axes.optim.engine.together import no_program
 
 
 def require(who: str, group: Group, update: StateUpdate, members: Named, matrices: bool) -> None:
@@ -70,7 +70,7 @@ def _require_way(who: str, group: Group, update: StateUpdate) -> None:
             "steps only: leave it out"
         )
     if group["fused"]:
-        reason = unfusable(update)
+        reason = no_program(update, group["maximize"])
         if reason is not None:
             raise AxesError(
                 f"{who}: fused=True is for rules that act entry by entry, and rule {group['rule']!r} {reason}: "

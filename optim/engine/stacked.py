@@ -19,21 +19,21 @@ from torch import Tensor
 
 from axes.core.algorithms import Sum
 from axes.core.costs import Given
+from axes.core.facts import fact
 from axes.core.geometry import Euclidean, Spectral
-from axes.core.memory import Parameter
 from axes.core.state_update import State, StateUpdate
-from axes.optim.engine import trees
-from axes.optim.engine.capabilities import keyed, parts_of, vectors
+from axes.optim.engine import generated, trees
+from axes.optim.engine.capabilities import parts_of, vectors
+from axes.optim.engine.generated import GRADIENT
 from axes.optim.engine.routing import canonical_shape
 from axes.optim.engine.together import (
-    GRADIENT,
-    _generated,
     _together,
     copied,
     first_is_special,
     fits_kernels,
     program,
     unchanged,
+    uncompiled,
 )
 from axes.programs.batched import Schedule, blocks
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
@@ -52,31 +52,57 @@ class Cut(NamedTuple):
     place: int
 
 
-@functools.lru_cache(maxsize=512)
 def cut(update: StateUpdate, maximize: bool = False) -> Cut | None:
     """The parts of a rule with one spectral filter that is evaluated by polynomials, or None."""
-    cost, h, _, step, memory = update.parts()
-    plain = isinstance(cost, Given) and h.is_identity and not h.stats and isinstance(memory, Parameter)
-    ordinary = all(part.parts().step.at == "prev" and part.parts().step.steps == 1 for part in parts_of(update))
-    if not plain or not ordinary or update.drive_sees_state or keyed(update) or vectors(update):
-        return None
-    if step.read is not None or step.debias or first_is_special(update):
-        return None
-    if any(per.shape != "scalar" for per in update.demands()):
-        return None
+    found = _cut(update, maximize)
+    return found if isinstance(found, Cut) else None
+
+
+def no_cut(update: StateUpdate, maximize: bool = False) -> str | None:
+    """Why a rule is not cut at a spectral filter, or None if it is."""
+    found = _cut(update, maximize)
+    return found if isinstance(found, str) else None
+
+
+@fact
+@uncompiled()
+def _cut(update: StateUpdate, maximize: bool) -> Cut | str:
+    step = update.parts().step
+    reason = no_filters_alone(update)
+    if reason is not None:
+        return reason
+    if any(part.parts().step.at != "prev" for part in parts_of(update)) or first_is_special(update):
+        return "some of its data are special: the first, or those at which a value is refreshed"
     single = {i: _filter(f) for i, f in enumerate(step.via) if not isinstance(f, Sum)}
     places = [i for i, f in single.items() if isinstance(f.parts().h, Spectral)]
     if len(places) != 1:
-        return None
+        return f"it has {len(places) or 'no'} spectral filter{'s' if places else ''}"
     place = places[0]
     last = single[place]
     _, spectral, _, how, _ = last.parts()
     assert isinstance(spectral, Spectral)
     if spectral.method == "polar" or not how.lazy:
-        return None
+        return "its spectral filter is not evaluated by polynomials of what it holds"
     head = _head((*step.via[:place], dataclasses.replace(last, h=Euclidean())), maximize)
     tail = dataclasses.replace(update, algorithm=dataclasses.replace(step, via=step.via[place + 1 :])).normal()
-    return None if head is None else Cut(head, spectral, tail, place)
+    return "what comes before its spectral filter is no program" if head is None else Cut(head, spectral, tail, place)
+
+
+@fact
+def no_filters_alone(update: StateUpdate) -> str | None:
+    """Why a step is more than what filters make of the gradient, added to a parameter that decays; or None."""
+    cost, h, _, step, memory = update.parts()
+    if not isinstance(cost, Given) or memory.kind != "parameter" or update.drive_sees_state:
+        return "its drive is more than the gradient"
+    if not h.is_identity or h.stats:
+        return "the parameter has a geometry of its own"
+    if step.at != "prev" or step.read is not None or step.start != "zero" or step.debias:
+        return "the parameter is read, or its gradient taken, where it is not"
+    if any(part.parts().step.steps != 1 for part in parts_of(update)):
+        return "it takes several steps on one datum"
+    if vectors(update) or any(per.shape != "scalar" for per in update.demands()):
+        return "it reads rates or gates that are no single number"
+    return None
 
 
 def _filter(f: Any) -> StateUpdate:
@@ -113,7 +139,7 @@ def _head(via: tuple[Any, ...], maximize: bool) -> Program | None:
 
 
 @final
-class Entries:
+class ListProgram:
     """A program over lists of contiguous tensors: one kernel on CUDA devices, else torch's multi-tensor operations."""
 
     def __init__(
@@ -126,7 +152,7 @@ class Entries:
         self.program, self.counts = found, counts
         like = tensors[PARAMETER]
         self.kernel: Any = None
-        if _generated(like[0].device) and all(fits_kernels(x) for xs in tensors.values() for x in xs):
+        if generated.no_kernels(like[0].device) is None and all(fits_kernels(x) for xs in tensors.values() for x in xs):
             from axes.programs.fused import Fused  # triton is imported on first use
 
             unread = torch.zeros(1, dtype=torch.int64, device=like[0].device)
@@ -176,7 +202,7 @@ class Entries:
         return [[flat[i] if b - a == flat[i].numel() else flat[i][a:b] for i, a, b in group] for group in self.blocks]
 
 
-def readable(gradients: list[Tensor], wide: torch.dtype, head: Entries) -> list[Tensor]:
+def readable(gradients: list[Tensor], wide: torch.dtype, head: ListProgram) -> list[Tensor]:
     """Gradients as a program can read them: contiguous, and in one dtype."""
     if head.kernel is None or any(g.dtype != gradients[0].dtype for g in gradients):
         gradients = [g.to(wide) for g in gradients]
@@ -185,7 +211,7 @@ def readable(gradients: list[Tensor], wide: torch.dtype, head: Entries) -> list[
 
 def writable(parameter: Tensor, wide: torch.dtype) -> Tensor:
     """The parameter where a program can write it, else a copy of it."""
-    known = parameter.dtype == wide or _generated(parameter.device)
+    known = parameter.dtype == wide or generated.no_kernels(parameter.device) is None
     return parameter.detach() if known and fits_kernels(parameter) else copied(parameter, wide)
 
 
@@ -220,18 +246,18 @@ class Stacks:
         inputs = [n for n, i in found.head.inputs.items() if found.head.shaped(i) and n not in (PARAMETER, GRADIENT)]
         tensors = {n: [states[i][n] for i in self.order] for n in inputs}
         normed = kind == torch.bfloat16 and found.spectral.form == "gram"  # what reads the norms of stacks
-        self.head = Entries(found.head, {PARAMETER: arguments, **tensors}, joined, normed)
+        self.head = ListProgram(found.head, {PARAMETER: arguments, **tensors}, joined, normed)
         self.squares = self.head.squares_of(self.stacks)
-        self.tail: Entries | None = None
+        self.tail: ListProgram | None = None
         traced = program(found.tail, True)
         if traced is not None:
-            self.tail = Entries(traced, {PARAMETER: [self.inside[i] for i in self.order]}, None)
+            self.tail = ListProgram(traced, {PARAMETER: [self.inside[i] for i in self.order]}, None)
         else:
             self.kept = [self._stacked(some) for some in self.members]
         self.own = [x for s in states for x in s.values()]
         self.places = list(map(Tensor.data_ptr, parameters))
         small = sum(x.numel() for x in self.stacks) <= _HOST_BOUND
-        recorded = _generated(like.device) and small
+        recorded = generated.no_kernels(like.device) is None and small
         self.branches = self._branches(_BRANCHES if recorded else 1)
         self.products: Callable[[], list[Tensor]] = self._directions
         if recorded:

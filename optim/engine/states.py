@@ -55,15 +55,15 @@ def _datum(parameter: Tensor) -> Flat:
 
 def theta_0(update: StateUpdate, parameter: Tensor) -> Tensor:
     """The dual of the parameter where a mirror map is carried, else the parameter."""
-    _, h, _, step, _ = update.parts()
+    p = update.parts()
     w = canonical(parameter)
-    return w if h.is_identity or not step.lazy else h.subgradient(w)
+    return w if p.h.is_identity or not p.step.lazy else p.h.subgradient(w)
 
 
 def require_inside(places: Places, update: StateUpdate, parameter: Tensor) -> None:
     """AxesError unless the parameter is where a mirror map that is carried has a dual for it."""
-    _, h, _, step, _ = update.parts()
-    if h.is_identity or not step.lazy:
+    h = update.parts().h
+    if h.is_identity or not update.parts().step.lazy:
         return
     tolerance = {torch.float64: 1e-6, torch.float32: 1e-4}.get(parameter.dtype, 2e-2)
     if not bool(h.contains(canonical(parameter), tolerance).all()):
@@ -75,12 +75,12 @@ def require_inside(places: Places, update: StateUpdate, parameter: Tensor) -> No
 
 def evaluation_point(group: Group, update: StateUpdate, theta: Tensor) -> Tensor:
     """The weights at which a tuple wants its gradient, where it is not what the parameter shows."""
-    _, h, monoid, step, memory = update.parts()
+    p = update.parts()
     signal = rates(group, update, theta)
-    if step.at == "gated":
-        element = monoid.element(signal, resolve(step.rate, signal), theta)
-        (theta,) = memory.act(element, (theta,))
-    return theta if h.is_identity or not step.lazy else h.primal(theta, Context(signal=signal))
+    if p.step.at == "gated":
+        element = p.monoid.element(signal, resolve(p.step.rate, signal), theta)
+        (theta,) = p.memory.act(element, (theta,))
+    return theta if p.h.is_identity or not p.step.lazy else p.h.primal(theta, Context(signal=signal))
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------

@@ -7,20 +7,19 @@ name, so that all of them can take turns.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, final
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
-from axes.optim.engine import stored, trees
-from axes.optim.engine.capabilities import elementwise, keyed, parts_of, vectors
+from axes.optim.engine import generated, stored, trees
+from axes.optim.engine.capabilities import keyed, mixes, parts_of, vectors
+from axes.optim.engine.generated import GRADIENT, How, is_plain
 from axes.optim.engine.routing import real
 from axes.programs.batched import Schedule, blocks
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
@@ -28,9 +27,7 @@ from axes.programs.storage import FORMS, LOW, UNIT
 
 P = ParamSpec("P")
 R = TypeVar("R")
-GRADIENT = "g"
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.programs.program
-_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def uncompiled(recursive: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -42,12 +39,28 @@ def uncompiled(recursive: bool = True) -> Callable[[Callable[P, R]], Callable[P,
     return lambda function: _disable_dynamo(function, recursive)
 
 
-@functools.lru_cache(maxsize=512)
 def program(update: StateUpdate, maximize: bool = False) -> Program | None:
     """The program of one step on a parameter, or None if the tuple mixes entries or reads more than a gradient."""
-    scalar = all(per.shape == "scalar" for per in update.demands())
-    if keyed(update) or vectors(update) or not scalar or not elementwise(update):
-        return None
+    found = _program(update, maximize)
+    return found if isinstance(found, Program) else None
+
+
+def no_program(update: StateUpdate, maximize: bool = False) -> str | None:
+    """Why the step on a parameter is no program, or None if it is one."""
+    found = _program(update, maximize)
+    return found if isinstance(found, str) else None
+
+
+@fact
+@uncompiled()
+def _program(update: StateUpdate, maximize: bool) -> Program | str:
+    """The program of one step on a parameter, or why there is none."""
+    if keyed(update):
+        return "reads the inputs of layers"
+    if vectors(update) or any(per.shape != "scalar" for per in update.demands()):
+        return "reads rates or gates that are no single number"
+    if (what := mixes(update)) is not None:
+        return f"mixes entries: {what}"
     rates = tuple(per.name for per in update.demands())
     with torch.no_grad():
         datum = {GRADIENT: torch.ones(_SHAPE), **{name: torch.tensor(0.5) for name in rates}}
@@ -70,19 +83,8 @@ def program(update: StateUpdate, maximize: bool = False) -> Program | None:
 
         try:
             return trace(step, (PARAMETER, GRADIENT, *shaped), (*numbers, *rates))
-        except NotElementwise:
-            return None
-
-
-def unfusable(update: StateUpdate) -> str | None:
-    """Why a tuple cannot be one kernel over entries, or None."""
-    if program(update) is not None:
-        return None
-    if keyed(update):
-        return "reads the inputs of layers"
-    if vectors(update) or any(per.shape != "scalar" for per in update.demands()):
-        return "reads rates or gates that are no single number"
-    return "mixes entries (norms, products or sorts)"
+        except NotElementwise as error:
+            return f"is no program: {error}"
 
 
 def first_is_special(update: StateUpdate) -> bool:
@@ -90,7 +92,7 @@ def first_is_special(update: StateUpdate) -> bool:
     return any(part.parts().step.start == "first" for part in parts_of(update))
 
 
-@functools.lru_cache(maxsize=512)
+@fact
 def schedule(update: StateUpdate, maximize: bool) -> Schedule:
     """The multi-tensor form of a program."""
     found = program(update, maximize)
@@ -98,34 +100,7 @@ def schedule(update: StateUpdate, maximize: bool) -> Schedule:
     return Schedule(found, keep=(GRADIENT,))
 
 
-# ---- where generated kernels run -------------------------------------------------------------------------------------
-
-
-def _generated(device: torch.device) -> bool:
-    """Whether a program is a generated kernel there: on CUDA devices for which Triton makes one."""
-    return device.type == "cuda" and _TRITON and not torch.compiler.is_compiling() and _runs(device)
-
-
-@functools.cache
-def _runs(device: torch.device) -> bool:
-    """Whether the smallest kernel runs on a device: Triton needs a C compiler, and does not know every GPU."""
-    try:
-        from axes.programs.fused import Fused  # triton is imported on first use
-
-        one, counts = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-        smallest = trace(lambda v: {PARAMETER: v[PARAMETER] + v[GRADIENT]}, (PARAMETER, GRADIENT), ())
-        Fused(smallest, {PARAMETER: [one]}, {}, {}, counts).step([torch.zeros_like(one)], {})
-    except Exception as error:  # whatever a compiler, an assembler or a driver says
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        warnings.warn(f"no kernels for {device}, torch's operations step instead: {reason}", stacklevel=2)
-        return False
-    return True
-
-
 # ---- batches ---------------------------------------------------------------------------------------------------------
-
-How = Literal["host", "device", "fused"]
-
 
 @final
 class Batch:
@@ -149,7 +124,7 @@ class Batch:
         """streams: of random bits, if parameters are rounded at random."""
         self.schedule = schedule(update, maximize)
         self.hosted = how == "host"  # where the counts are
-        if self.hosted and _generated(parameters[0].device) and all(map(_plain, parameters)):
+        if generated.no_kernel(how, parameters[0].device, all(map(is_plain, parameters))) is None:
             how = "fused"
         self.parameters, self.states, self.how, self.streams, self.seed = parameters, states, how, streams, seed
         names = self.schedule.names
@@ -329,11 +304,6 @@ def _together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
 def _version(x: Tensor) -> int:
     """Another number after every change."""
     return 0 if x.is_inference() else x._version
-
-
-def _plain(parameter: Tensor) -> bool:
-    """Whether a parameter is memory that a kernel can be given, and not a tensor with arithmetic of its own."""
-    return type(parameter.detach()) is Tensor
 
 
 def _aligned(x: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from axes.core.algorithms import Held, Sum
+from axes.core.declared import Recurrence
 from axes.core.monoids import Zero
 from axes.core.state_update import State, StateUpdate
 
@@ -23,14 +24,14 @@ def counts(name: str) -> bool:
 
 def keeps_theta(update: StateUpdate) -> bool:
     """Whether the parameter does not determine theta: a lazy mirror map, or an output that is read elsewhere."""
-    _, h, _, step, _ = update.parts()
-    return (step.lazy and not h.is_identity) or step.read is not None
+    p = update.parts()
+    return (p.step.lazy and not p.h.is_identity) or p.step.read is not None
 
 
 def _forgets(update: StateUpdate) -> bool:
     """Whether theta's old value is read by nobody, so that it need not be kept."""
-    _, _, monoid, step, _ = update.parts()
-    return isinstance(monoid, Zero) and step.read is None
+    p = update.parts()
+    return isinstance(p.monoid, Zero) and p.step.read is None
 
 
 def flatten(update: StateUpdate, state: State) -> dict[str, Tensor]:
@@ -59,16 +60,15 @@ def _whole(update: StateUpdate, state: State, prefix: str) -> Iterator[tuple[str
 
 
 def _children(update: StateUpdate, state: State) -> Iterator[tuple[str, StateUpdate, State]]:
-    _, h, _, step, _ = update.parts()
-    for i, (f, s) in enumerate(zip(step.via, state.via, strict=True)):
+    for i, (f, s) in enumerate(zip(update.parts().step.via, state.via, strict=True)):
         if isinstance(f, Sum):
             for j, (branch, t) in enumerate(zip(f.branches, s, strict=True)):
-                assert isinstance(t, State)
+                assert isinstance(branch, StateUpdate) and isinstance(t, State)
                 yield f"via.{i}.{j}.", branch, t
         else:
             assert isinstance(f, StateUpdate) and isinstance(s, State)
             yield f"via.{i}.", f, s
-    for i, (f, s) in enumerate(zip(h.stats, state.stats, strict=True)):
+    for i, (f, s) in enumerate(zip(update.statistics(), state.stats, strict=True)):
         yield f"stats.{i}.", f, s
 
 
@@ -81,9 +81,10 @@ def unflatten(update: StateUpdate, flat: Mapping[str, Tensor], theta: Tensor) ->
 
 
 def _build(update: StateUpdate, flat: Mapping[str, Tensor], theta: Tensor, prefix: str) -> State:
-    _, h, _, step, _ = update.parts()
+    step = update.parts().step
 
-    def inner(child: StateUpdate, name: str) -> State:
+    def inner(child: Recurrence, name: str) -> State:
+        assert isinstance(child, StateUpdate)
         forgotten = _forgets(child)
         value = theta.new_zeros(()) if forgotten else flat[prefix + name + "theta"]
         return _build(child, flat, value, prefix + name)
@@ -93,9 +94,9 @@ def _build(update: StateUpdate, flat: Mapping[str, Tensor], theta: Tensor, prefi
         if isinstance(f, Sum):
             via.append(tuple(inner(branch, f"via.{i}.{j}.") for j, branch in enumerate(f.branches)))
         else:
-            assert isinstance(f, StateUpdate)
+            assert isinstance(f, Recurrence)
             via.append(inner(f, f"via.{i}."))
-    stats = tuple(inner(s, f"stats.{i}.") for i, s in enumerate(h.stats))
+    stats = tuple(inner(s, f"stats.{i}.") for i, s in enumerate(update.statistics()))
     norm = (flat[prefix + "norm"],) if step.debias else ()
     held = (flat[prefix + HELD], flat[prefix + MISSES]) if isinstance(step.at, Held) else ()
     return State((theta,), tuple(via), stats, norm, held, flat[prefix + COUNT])

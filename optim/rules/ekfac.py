@@ -14,11 +14,11 @@ from axes.optim.engine.base import Options, Params
 from axes.optim.engine.layers import require_reduction
 from axes.optim.rules.first_order import LR, WEIGHT_DECAY, average, unit
 from axes.optim.rules.matrix import beside_adamw
-from axes.optim.rules.natural_gradient import Factored
+from axes.optim.rules.natural_gradient import FisherFactored
 
 
 @final
-class EKFAC(Factored):
+class EKFAC(FisherFactored):
     """Eigenvalue-corrected natural gradient:  W = W - lr Q_G [(Q_G^T g Q_A) / (s + damping)] Q_A^T.
 
     Q_G and Q_A are the eigenvectors of the factors of `NaturalGradient`, G of the per-example gradients delta of a

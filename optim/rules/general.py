@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast, final
 
+import torch
+
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.base import Optimizer, Options, Params, Rule
 from axes.optim.engine.capabilities import needs_matrices, require_parameter, vectors
+from axes.optim.engine.choice import plan
 from axes.optim.rules.first_order import AdamW
+from axes.routes.choice import Implementation, Plan, Target
 
 
 @final
@@ -59,6 +63,18 @@ class Factory:
     update: StateUpdate
     auxiliary: StateUpdate
 
+    def plans(
+        self, target: Target | None, dtype: torch.dtype | None, implementation: Implementation | None
+    ) -> tuple[Plan, ...]:
+        """What steps hidden matrices, or all parameters, and what the others; by default on a CPU in float32."""
+        rules = {"matrix": self.update, "auxiliary": self.auxiliary} if self._matrix else {"runs": self.update}
+        device, kind = target or Target.of("cpu"), dtype or torch.float32
+        return tuple(plan(name, update, device, kind, implementation) for name, update in rules.items())
+
+    @property
+    def _matrix(self) -> bool:
+        return needs_matrices(self.update)
+
     def __call__(self, params: Params, **keywords: Any) -> Interpreted:
         """An optimizer of a model, named parameters, parameters or groups.
 
@@ -68,9 +84,8 @@ class Factory:
         Raises:
             AxesError: a rate is missing, or one is given that the tuple does not ask for.
         """
-        matrix = needs_matrices(self.update)
-        rules = {"matrix": self.update, "auxiliary": self.auxiliary} if matrix else {"update": self.update}
-        known = {"aux_lr_scale"} if matrix else set()
+        rules = {"matrix": self.update, "auxiliary": self.auxiliary} if self._matrix else {"update": self.update}
+        known = {"aux_lr_scale"} if self._matrix else set()
         for update in rules.values():
             known |= {per.name for per in update.demands()} | set(vectors(update))
         options = {key: value for key, value in keywords.items() if key in Options.__annotations__}

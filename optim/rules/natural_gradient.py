@@ -39,7 +39,7 @@ def _positive(who: str, damping: float) -> None:
         raise AxesError(f"{who}: damping must be positive, got {damping}")
 
 
-class Factored(Optimizer):
+class FisherFactored(Optimizer):
     """What rules with Kronecker factors of the Fisher matrix share: where the factors come from."""
 
     @contextmanager
@@ -64,7 +64,7 @@ class Factored(Optimizer):
 
 
 @final
-class NaturalGradient(Factored):
+class NaturalGradient(FisherFactored):
     """Kronecker-factored natural gradient:  W = W - lr (G + sqrt(damping))^{-1} g (A + sqrt(damping))^{-1}.
 
     A averages x x^T over the inputs of a layer and G delta delta^T over the per-example gradients of its outputs

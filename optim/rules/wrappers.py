@@ -17,6 +17,7 @@ from typing import Literal
 
 from axes.core.algorithms import Mix, Momentum, Read, Step, Sum
 from axes.core.costs import Linear, Ridge
+from axes.core.declared import Recurrence
 from axes.core.geometry import Ball, Cautious, ConstantNorm, Euclidean, Geometry, Graft, TrustRatio
 from axes.core.legality import factors
 from axes.core.monoids import Decay, Hadamard, Identity, Monoid, Product, Scalar, Zero
@@ -124,13 +125,13 @@ def rotational(update: StateUpdate, axis: Literal["whole", "rows"] = "whole") ->
     Decays, which have no effect on a direction, are taken away.
     """
     update = undecayed(update)
-    _, h, monoid, step, _ = update.parts()
-    if not (h.is_identity and isinstance(monoid, Identity)):
+    p = update.parts()
+    if not (p.h.is_identity and isinstance(p.monoid, Identity)):
         raise AxesError("a rotational update turns the weights themselves: they must be kept and have Euclidean h")
     last = _last(update)
     if last is not None and isinstance(last.h, ConstantNorm):
         raise AxesError("the update is rotational already")
-    return _around(update, lambda base: ConstantNorm(base, step.rate, axis))
+    return _around(update, lambda base: ConstantNorm(base, p.step.rate, axis))
 
 
 def _via(update: StateUpdate) -> tuple[StateUpdate | Sum, ...]:
@@ -151,14 +152,14 @@ def _around(update: StateUpdate, wrap: Callable[[Geometry], Geometry]) -> StateU
     last = _last(update)
     if last is None:
         return _with_last(update, (), StateUpdate(Linear(), wrap(Euclidean()), Zero()))
-    _, h, _, inner, _ = last.parts()
+    h, inner = last.parts().h, last.parts().step
     h = dataclasses.replace(h, base=wrap(h.base)) if isinstance(h, ConstantNorm) else wrap(h)
     if h.scale_free and inner.debias:  # nothing is left to correct
         inner = dataclasses.replace(inner, debias=False)
     return _with_last(update, step.via[:-1], dataclasses.replace(last, h=h, algorithm=inner))
 
 
-def _with_last(update: StateUpdate, before: tuple[StateUpdate | Sum | Momentum, ...], last: StateUpdate) -> StateUpdate:
+def _with_last(update: StateUpdate, before: tuple[Recurrence | Sum | Momentum, ...], last: StateUpdate) -> StateUpdate:
     step = update.parts().step
     return dataclasses.replace(update, algorithm=dataclasses.replace(step, via=(*before, last)))
 
@@ -190,7 +191,7 @@ def nesterov(update: StateUpdate) -> StateUpdate:
     last = _last(update)
     if last is None:
         raise AxesError("nesterov reads a momentum buffer ahead: the rule has none")
-    _, _, monoid, inner, _ = last.parts()
+    monoid, inner = last.parts().monoid, last.parts().step
     if not isinstance(monoid, Scalar) or isinstance(monoid.gate, Per | str) or isinstance(inner.rate, Per):
         raise AxesError(f"nesterov needs a last filter with a constant retention and rate, not {monoid!r}")
     if inner.read is not None:
@@ -210,13 +211,13 @@ def schedule_free(update: StateUpdate, beta: float = 0.9, average: Rate = AVERAG
     Source: Defazio et al. 2024, eq. 3-5.
     """
     update = update.normal()
-    cost, h, monoid, step, _ = update.parts()
+    p = update.parts()
     if not (0.0 < beta < 1.0 and (isinstance(average, Per) or 0.0 < average < 1.0)):
         raise AxesError(f"schedule_free: beta and average must lie in (0, 1), got {beta} and {average}")
-    if not h.is_identity or step.read is not None or step.at != "prev":
+    if not p.h.is_identity or p.step.read is not None or p.step.at != "prev":
         raise AxesError("schedule_free averages the weights of a rule that keeps and shows them")
-    fast = StateUpdate(Linear(), Euclidean(), monoid, Step(step.rate, via=step.via, start="W0"))
-    return StateUpdate(cost, Euclidean(), Decay(1.0), Step(average, at="read", via=(fast,), read=Mix(beta)))
+    fast = StateUpdate(Linear(), Euclidean(), p.monoid, Step(p.step.rate, via=p.step.via, start="W0"))
+    return StateUpdate(p.cost, Euclidean(), Decay(1.0), Step(average, at="read", via=(fast,), read=Mix(beta)))
 
 
 __all__ = [

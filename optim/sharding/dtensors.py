@@ -159,6 +159,7 @@ class Exchange:
             group=self.group,
             async_op=True,
         )
+        assert work is not None  # this rank is one of the group
 
         def wait() -> list[list[Tensor]]:
             work.wait()

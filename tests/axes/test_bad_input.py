@@ -99,6 +99,9 @@ def test_unknown_names_offer_the_nearest(refused: Refused, tmp_path: Path, flag:
 
 def test_unknown_names_elsewhere(refused: Refused) -> None:
     assert "did you mean gated-delta-net" in refused("explain", "gated-deltanet")
+    assert "torch knows no device 'gpu'" in refused("explain", "muon", "--device", "gpu")
+    assert "did you mean float64 or float32" in refused("explain", "muon", "--dtype", "float8")
+    assert "a claim runs on no device" in refused("explain", "A01", "--device", "cpu")
     assert "muon" in refused("cite", "moun")
     assert "did you mean sequence" in refused("list", "--axis", "sequences")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from axes.bench import check, decode, floors, peers, report, sequence, training
-from axes.bench.rules import RULES, Rule, Shape, Signal, find
+from axes.bench.rules import RULES, SequenceRule, Shape, Signal, find
 from axes.cli import main
 from axes.errors import AxesError
 
@@ -39,7 +39,7 @@ def test_the_command_writes_a_table_a_file_and_a_picture(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
-def test_every_rule_is_computed_alike_by_both_torch_routes(rule: Rule) -> None:
+def test_every_rule_is_computed_alike_by_both_torch_routes(rule: SequenceRule) -> None:
     signal = rule.signal(Shape.parse(SMALL), torch.float32, torch.device("cpu"))
     for contender in peers.contenders(rule, torch.device("cpu")):
         verdict = check.check(rule, contender.run, signal, backward=True)

@@ -14,7 +14,16 @@ from torch import nn
 
 from axes import optim as optimizers
 from axes.bench import optim, optim_contenders, optim_report, optim_tasks, optim_training, optim_training_report
-from axes.bench.optim_contenders import RULES, Contender, Parameters, Place, Rule, Suite, contenders, find_rules
+from axes.bench.optim_contenders import (
+    RULES,
+    Contender,
+    OptimizerRule,
+    Parameters,
+    Place,
+    Suite,
+    contenders,
+    find_rules,
+)
 from axes.cli import main
 from axes.errors import AxesError
 
@@ -39,7 +48,7 @@ def command(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
-def test_every_contender_steps_as_its_convention_says(rule: Rule) -> None:
+def test_every_contender_steps_as_its_convention_says(rule: OptimizerRule) -> None:
     for contender in contenders(rule, Place(CPU, torch.float32)):
         row = optim._row(TINY.for_rule(rule), rule, contender, optim.Plan(device="cpu"), CPU, 1e10)
         assert not row.refused, row
@@ -48,7 +57,7 @@ def test_every_contender_steps_as_its_convention_says(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.matrices], ids=lambda r: r.name)
-def test_stored_forms_of_bfloat16_parameters_take_part(rule: Rule) -> None:
+def test_stored_forms_of_bfloat16_parameters_take_part(rule: OptimizerRule) -> None:
     found = {}
     for contender in contenders(rule, Place(CPU, torch.bfloat16)):
         plan = optim.Plan(device="cpu", dtype="bfloat16")

@@ -50,8 +50,8 @@ def setting(update: StateUpdate, seed: int = 0, sizes: tuple[tuple[int, ...], ..
     states = []
     for p in parameters:
         w = p.detach().reshape(-1, p.shape[-1])
-        _, h, _, step, _ = update.parts()
-        theta = w if h.is_identity or not step.lazy else h.subgradient(w)
+        h = update.parts().h
+        theta = w if h.is_identity or not update.parts().step.lazy else h.subgradient(w)
         rates = {per.name: 0.1 for per in update.demands()}
         states.append(start(trees.flatten(update, update.init({"g": torch.zeros_like(w), **rates}, (theta,))), p))
     return parameters, states

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from types import ModuleType
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
-from axes import catalogue
+from axes import catalogue, explain
 from axes.core import reference
 from axes.core.algorithms import Step, Sum
 from axes.core.costs import Alignment, Linear, Ridge, SquaredError
@@ -230,6 +232,19 @@ def test_a_layer_by_its_kernel_is_one_graph_to_a_compiler(name: str, monkeypatch
     got, state = torch.compile(model, fullgraph=True, backend="eager")(x)
     want, last = model(x)
     torch.testing.assert_close((got, _leaves(state)), (want, _leaves(last)))
+
+
+def test_a_layer_is_compiled_once() -> None:
+    """What is worked out about a tuple is there before the first call, which therefore changes nothing."""
+    torch.compiler.reset()
+    cls = catalogue.get("gated-delta-net", axis="sequence").cls
+    counter = CompileCounter()
+    model = cls(16, heads=2, update=dataclasses.replace(cls.update))  # a tuple of which nothing is known
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(3):
+        compiled(torch.randn(2, 40, 16))
+        explain(model)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("name", ("gated-delta-net", "mamba2", "gla"))

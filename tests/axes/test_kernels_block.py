@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from axes.core.algorithms import Momentum, Step
+from axes.core.chain import chain
 from axes.core.costs import Ridge, SquaredError
-from axes.core.derived import chain
 from axes.core.monoids import Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
@@ -103,8 +103,8 @@ def test_a_derived_chain_maps_onto_blocks(name: str) -> None:
     decay, momentum, theta = torch.rand(3, 2, 9, dtype=torch.float64)
     signal = {"k": k, "v": v, "decay": -decay, "momentum": -momentum, "theta": theta}
     start = torch.randn(2, 3, 2, 4, dtype=torch.float64)
-    want, last = sequential(chain(UPDATES[name], signal, 3), start, q)
-    one = chain(UPDATES[name], {**signal, "k": torch.ones_like(k[..., :1])}, 3)
+    want, last = sequential(chain(UPDATES[name], signal), start, q)
+    one = chain(UPDATES[name], {**signal, "k": torch.ones_like(k[..., :1])})
     assert one.block is not None and one.a is not None
     block, write, erase = one.block[..., 0], one.key[..., 0], one.a[..., 0, :, 0]
     shapes = ((2, 9, 2, 2), (2, 9, 2), (2, 9, 2))

@@ -147,26 +147,6 @@ def test_equals_the_token_loop(case: str) -> None:
     interpret(PROGRAM + CASES[case])
 
 
-def test_hopper_kernels_are_one_binary_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one for each number of heads: ptxas mixes up registers of copies and products in ways that differ by binary,
-    so that only what ran on a full chip is known to be right."""
-    from axes.kernels.scalar import chain as scalar
-    from tests.hopper import hopper
-
-    monkeypatch.setattr(scalar, "_plain", lambda *_: True)
-    binaries: dict[str, set[str]] = {}
-    with hopper() as launches:
-        for batch, length, heads, segments in ((1, 64, 1, 1), (2, 100, 3, 1), (1, 256, 16, 2)):
-            q, k, v = torch.randn(3, batch, length, heads, 64, dtype=torch.bfloat16).requires_grad_().unbind()
-            beta, g = torch.rand(2, batch, length, heads).unbind()
-            start = torch.randn(batch, heads, 64, 64)
-            scalar.scalar_chain(q, k, v, beta, g, initial_state=start, segments=segments)[0].sum().backward()
-    for launch in launches:
-        binaries.setdefault(launch.kernel, set()).add(launch.binary)
-    assert len(binaries["_chain"]) == len(binaries["_gradients"]) == 1
-    assert len(binaries["_prepare"]) == 2  # with and without what segments need
-
-
 def arguments() -> dict[str, object]:
     token = torch.zeros(2, 3, 4)
     return {

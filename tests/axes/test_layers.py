@@ -28,6 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "testing",
         "optim sequence depth",
         "catalogue",
+        "answers",
         "costs geometry monoids algorithms memory dispatch",
         "axes",
         "models",
@@ -41,15 +42,16 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 ROOMS: dict[str, tuple[str, ...]] = {
     "linalg": ("solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise"),
     "core": (
-        "declared", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "legality", "state_update",
-        "reference", "derived",
+        "declared", "facts", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "parts", "legality",
+        "execution",
+        "state_update", "reference", "derived", "chain",
     ),
-    "routes": ("packed", "scan", "gram", "cascade", "attention", "kernel_terms", "dispatch"),
-    "testing": ("strategies", "checks"),
+    "routes": (
+        "choice", "packed", "one_state", "scan", "gram", "cascade", "attention", "kernel_terms", "select", "dispatch",
+    ),
+    "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks"),
     "optim": ("engine", "rules", "tools"),
 }  # fmt: skip
-# The tuple is recursive: what carries StateUpdates, or judges them, may name their type under `if TYPE_CHECKING`.
-TYPE_ONLY = {"core.state_update": {"core.geometry", "core.algorithms", "core.legality"}}
 # Beyond the declared dependencies: what comes with torch on a GPU or with the test extra, and who may import it.
 OPTIONAL = {"triton": {"kernels"}, "hypothesis": {"testing.strategies"}}
 
@@ -87,18 +89,6 @@ def sources() -> Iterator[tuple[Path, str]]:
             yield path, ".".join(part for part in inside.with_suffix("").parts if part != "__init__") or "axes"
 
 
-def type_only_lines(tree: ast.AST) -> set[int]:
-    """Lines that stand under `if TYPE_CHECKING:` and never run."""
-    return {
-        inner.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for statement in node.body
-        for inner in ast.walk(statement)
-        if isinstance(inner, ast.stmt)
-    }
-
-
 def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import statement, wherever it stands: lazy and type-only ones count."""
     known = {name for row in LAYERS for name in row}
@@ -127,8 +117,7 @@ def violations(importer: str, source: str) -> list[str]:
     if room not in known or module and room in ROOMS and room != "optim" and module not in ROOMS[room]:
         return [f"{importer} has no place among the layers: put it in LAYERS or ROOMS, below what imports it"]
     found = []
-    tree = ast.parse(source)
-    for line, dotted in imported_modules(tree):
+    for line, dotted in imported_modules(ast.parse(source)):
         head, _, target = dotted.partition(".")
         target = target or "axes"
         if dotted.startswith("."):
@@ -138,8 +127,6 @@ def violations(importer: str, source: str) -> list[str]:
                 found.append(f"line {line}: axes.{target} has no place among the layers: put it in LAYERS")
             elif target == importer == "axes":
                 found.append(f"line {line}: the root imports itself")
-            elif ".".join(place(importer)) in TYPE_ONLY.get(target, ()) and line in type_only_lines(tree):
-                continue
             elif not may_import(importer, target):
                 found.append(f"line {line}: {importer} may not import {dotted}: imports point downwards only")
         elif head in OPTIONAL:
@@ -159,6 +146,27 @@ def test_imports_point_downwards(path: str, importer: str) -> None:
     assert not found, f"{path}:\n  " + "\n  ".join(found)
 
 
+def imports_between_rooms() -> set[tuple[str, str]]:
+    modules = (
+        (place(importer)[0], place(dotted.removeprefix("axes.") if dotted != "axes" else dotted)[0])
+        for path, importer in FILES
+        for _, dotted in imported_modules(ast.parse((ROOT / path).read_text()))
+        if dotted.partition(".")[0] == "axes"
+    )
+    return {(above, below) for above, below in modules if above != below}
+
+
+def test_the_architecture_page_shows_every_room_and_true_arrows() -> None:
+    page, picture = ((ROOT / "docs" / name).read_text() for name in ("architecture.md", "architecture.svg"))
+    assert "(architecture.svg)" in page
+    for row in LAYERS:
+        for name in row - {"__main__"}:
+            door = (ROOT / "axes" / f"{name}.py").exists() and f"`axes.{name}`" in page
+            assert door or f"`{name}`" in page and re.search(rf"[> ]{name}[<:]", picture), name
+    arrows = set(re.findall(r'data-from="(\w+)" data-to="(\w+)"', picture))
+    assert len(arrows) > 15 and arrows <= imports_between_rooms(), arrows - imports_between_rooms()
+
+
 def test_every_name_has_one_place() -> None:
     names = [name for row in LAYERS for name in row]
     assert len(names) == len(set(names))
@@ -174,12 +182,11 @@ def test_every_name_has_one_place() -> None:
         ("core.costs", "from axes.core.state_update import StateUpdate", "downwards"),
         ("core.costs", "def f():\n    import axes.core.geometry", "downwards"),
         ("core.algorithms", "from axes.core.state_update import StateUpdate", "downwards"),
-        ("core.algorithms", "if TYPE_CHECKING:\n    pass\nelse:\n    import axes.core.state_update", "downwards"),
         ("core.algorithms", "if TYPE_CHECKING:\n    from axes.routes.dispatch import select", "downwards"),
-        ("core.costs", "if TYPE_CHECKING:\n    from axes.core.state_update import StateUpdate", "downwards"),
+        ("core.algorithms", "if TYPE_CHECKING:\n    from axes.core.state_update import StateUpdate", "downwards"),
         ("core.reference", "from axes.routes.scan import scan", "downwards"),
         ("core.reference", "from axes.routes import dispatch", "downwards"),
-        ("core.state_update", "from axes.core.derived import chain", "downwards"),
+        ("core.state_update", "from axes.core.chain import chain", "downwards"),
         ("core.reference", "from axes import costs", "downwards"),
         ("core.geometry.norms", "from axes.core import monoids", "downwards"),
         ("linalg.solve", "from axes.linalg import symmetric", "downwards"),
@@ -211,7 +218,7 @@ def test_a_planted_violation_is_found(importer: str, statement: str, complaint: 
         ("core.geometry.norms", "from axes.core.geometry.bregman import Geometry\nfrom axes.core.costs import Cost"),
         ("core.monoids", "from axes.core.geometry import Geometry"),
         ("optim.rules.soap", "from axes.optim.engine.base import Optimizer\nfrom axes.core import costs"),
-        ("core.algorithms", "if TYPE_CHECKING:\n    from axes.core.state_update import StateUpdate"),
+        ("core.algorithms", "from axes.core.declared import Recurrence"),
         ("kernels.scalar.chain", "import triton"),
         ("catalogue", "from axes import depth, optim, sequence"),
         ("cli", "import typer\nfrom rich.table import Table\nimport axes"),

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from systems import DATA, second_moment
+from torch import Tensor
 
-from axes.core.algorithms import Anchor, Momentum, Read, Step, Sum
+from axes.core.algorithms import Anchor, Held, Momentum, Read, Step, Sum
 from axes.core.costs import Alignment, CrossEntropy, Given, Huber, HuberSwitch, Linear, Ridge, SquaredError
-from axes.core.geometry import Cautious, Entropic, Euclidean, Lq, SignBall, Sphere, TrustRatio, Whiten
+from axes.core.geometry import (
+    Cautious,
+    Composite,
+    Context,
+    Entropic,
+    Euclidean,
+    Geometry,
+    Kronecker,
+    Lq,
+    SignBall,
+    Sphere,
+    TrustRatio,
+    Whiten,
+)
+from axes.core.geometry.bregman import NO_CONTEXT
 from axes.core.legality import factors, gates
-from axes.core.memory import MLP, Entries, LayerNormMatrix, List, Matrix, Parameter, Slots
+from axes.core.memory import (
+    MLP,
+    Entries,
+    Factors,
+    LayerNormMatrix,
+    Leaves,
+    List,
+    Matrix,
+    Parameter,
+    RankOne,
+    Slots,
+    times,
+)
 from axes.core.monoids import DPLR, Decay, Diagonal, Hadamard, Householder, Identity, Product, Rotation, Scalar, Zero
-from axes.core.rates import Per
+from axes.core.rates import Per, Signal
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
-from axes.testing import checks, strategies
+from axes.testing import checks, examples, strategies
 
 ALIGN, SQUARED = Alignment(), SquaredError()
 EMA = StateUpdate(Linear(), monoid=Scalar(0.9), algorithm=Step(0.1))
@@ -206,19 +236,98 @@ def test_statistics_that_fit_are_legal() -> None:
     assert DATA["lamb"].filters()
 
 
+@dataclass(frozen=True, repr=False)
+class Turned(Geometry):
+    """Someone else's link: it turns a direction about the weights."""
+
+    reads = frozenset({"weights"})
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        assert context.weights is not None
+        return theta - context.weights
+
+
+@dataclass(frozen=True, repr=False)
+class Root(Geometry):
+    """Someone else's inverse root, which improves the last one."""
+
+    matrix, makes, continues = True, "root", True
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        return theta
+
+
+@dataclass(frozen=True, repr=False)
+class Network(RankOne):
+    """Someone else's memory: a nonlinear function of the key."""
+
+    linear, matrix_gates = False, False
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        return torch.tanh(times(leaves[0], x))
+
+    def factors(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Factors:
+        return ((r / torch.cosh(times(leaves[0], x)) ** 2, x),)
+
+    def zeros(self, signal: Signal) -> Leaves:
+        return Matrix().zeros(signal)
+
+
+def of(side: str, h: Geometry, **fields: object) -> StateUpdate:
+    return StateUpdate(Linear(side), h, Scalar(0.9), Step(**fields))  # type: ignore[arg-type]
+
+
+def test_a_part_written_elsewhere_is_judged_by_what_it_declares() -> None:
+    held = dict(at=Held(2))
+    whitened = Kronecker((of("left", Root(), **held), of("right", Root(), **held)))
+    for legal in (
+        lambda: StateUpdate(Given(), algorithm=Step(0.1, via=(StateUpdate(Linear(), Turned(), Zero()),))),
+        lambda: StateUpdate(Linear(), whitened, Zero()),
+        lambda: StateUpdate(SQUARED, monoid=Scalar("g"), algorithm=Step(0.1, at="gated"), memory=Network()),
+    ):
+        update = legal()
+        signal = checks.example(update, d_k=4, d_v=4)
+        assert all(bool(x.isfinite().all()) for x in checks.leaves(checks.trajectory(update, signal)))
+    for illegal, message in (
+        (lambda: StateUpdate(Given(), Turned()), "Turned compares a direction with the weights"),
+        (lambda: StateUpdate(Given(), Composite(Turned(), SignBall())), "compares a direction with the weights"),
+        (lambda: of("left", Root()), "continues from the last root"),
+        (lambda: of("square", Root(), **held), "Root is the h of a statistic of rows or columns"),
+        (lambda: of("left", Root(), lazy=False, **held), "accumulate onto the Root"),
+        (lambda: StateUpdate(Linear(), Cautious(Kronecker(whitened.stats[::-1]))), "statistic of the rows here"),
+        (lambda: StateUpdate(SQUARED, algorithm=Step(Per("r", "key")), memory=Network()), "scalar or row rates"),
+        (lambda: StateUpdate(SQUARED, monoid=Rotation(), memory=Network()), "no common key side"),
+        (lambda: StateUpdate(SQUARED, algorithm=Step(at="new"), memory=Network()), "whose prediction is linear"),
+        (lambda: StateUpdate(SquaredError(encode=True), memory=Network()), "Network cannot"),
+    ):
+        with pytest.raises(IllegalUpdate, match=message):
+            illegal()
+
+
+@pytest.mark.parametrize("stranger", [3, "momentum", Scalar(0.9)])
+def test_what_stands_where_an_update_should(stranger: object) -> None:
+    for build in (
+        lambda: StateUpdate(Given(), algorithm=Step(0.1, via=(stranger,))),  # type: ignore[arg-type]
+        lambda: StateUpdate(Given(), algorithm=Step(0.1, via=(Sum((EMA, stranger), (1.0, 1.0)),))),  # type: ignore[arg-type]
+        lambda: StateUpdate(Given(), Whiten((stranger,))),
+    ):
+        with pytest.raises(IllegalUpdate, match="filters and statistics are StateUpdates"):
+            build()
+
+
 @given(parts=strategies.declarations())
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
-def test_a_random_tuple_is_refused_or_runs(parts: strategies.Parts) -> None:
+def test_a_random_tuple_is_refused_or_runs(parts: strategies.Declaration) -> None:
     run_or_refuse(parts)
 
 
 @given(parts=strategies.declarations("data"))
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
-def test_a_random_update_of_a_parameter_is_refused_or_runs(parts: strategies.Parts) -> None:
+def test_a_random_update_of_a_parameter_is_refused_or_runs(parts: strategies.Declaration) -> None:
     run_or_refuse(parts)
 
 
-def run_or_refuse(parts: strategies.Parts) -> None:
+def run_or_refuse(parts: strategies.Declaration) -> None:
     try:
         update = StateUpdate(*parts)
     except IllegalUpdate as refusal:
@@ -229,4 +338,4 @@ def run_or_refuse(parts: strategies.Parts) -> None:
         signal = {n: 0.2 * x if n == name else x for n, x in signal.items()}
     first, second = checks.trajectory(update, signal), checks.trajectory(update, signal)
     assert all(bool(x.isfinite().all()) for x in checks.leaves(first) if x.is_floating_point()), update
-    assert checks._identical(first, second), update
+    assert examples.identical(first, second), update

@@ -8,6 +8,7 @@ import pytest
 from systems import DATA, KEYED, SYSTEMS
 
 from axes import catalogue
+from axes.core import execution
 from axes.core.algorithms import Momentum, Read, Step
 from axes.core.costs import Alignment, Given, Huber, Linear, SquaredError
 from axes.core.geometry import Entropic, SignBall, Spectral, Sphere
@@ -17,6 +18,7 @@ from axes.core.rates import Per
 from axes.core.state_update import OnUpdate, StateUpdate
 from axes.errors import AxesError, IllegalUpdate
 from axes.testing import checks
+from axes.testing.gauges import gauge_of
 
 # Dear neighbours, and each has relatives among the quick ones.
 DEAR = {"longhorn, vector rate", "gated longhorn", "huber, implicit", "shampoo", "moneta", "cross-entropy"}
@@ -111,7 +113,7 @@ def test_mutations_are_legal_or_refused_and_never_the_same() -> None:
 )
 def test_a_gauge_invariance_is_one(update: StateUpdate, mutated: StateUpdate, gauge: str) -> None:
     """The documented invariances hold to rounding on data, and are named."""
-    assert checks._gauge(update.normal(), mutated.normal()) == gauge
+    assert gauge_of(update.normal(), mutated.normal()) == gauge
     signal = checks.example(update, mutated)
     before, _ = checks.trajectory(update, signal)
     assert checks.error(checks.trajectory(mutated, signal)[0], before) < 1e-12
@@ -124,14 +126,14 @@ def test_gauges_are_documented() -> None:
 
 def test_a_dead_field_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: an interpreter that ignores the read point breaks the law."""
-    step = StateUpdate.step
+    step = execution.step
 
-    def deaf(self: StateUpdate, state, signal, drive=None, weights=None):  # type: ignore[no-untyped-def]
-        new, out = step(self, state, signal, drive, weights)
-        return new, self.output(new, signal) if isinstance(self.parts().step.read, Read) else out
+    def deaf(parts, state, signal, given=None, outer=None):  # type: ignore[no-untyped-def]
+        new, out = step(parts, state, signal, given, outer)
+        return new, execution.output(parts, new, signal) if isinstance(parts.step.read, Read) else out
 
     checks.mutation_law(DATA["lion"])
-    monkeypatch.setattr(StateUpdate, "step", deaf)
+    monkeypatch.setattr(execution, "step", deaf)
     with pytest.raises(AssertionError, match="move nothing"):
         checks.mutation_law(DATA["lion"])
 

@@ -117,15 +117,13 @@ def test_pinned_environment_satisfies_the_declared_ranges() -> None:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    lines = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
-    # CUDA builds of torch bring their own Triton, so that one stands in the Makefile, for CPU builds
-    lines += re.findall(r"^TRITON := (\S+)$", (ROOT / "Makefile").read_text(), flags=re.M)
     pins: dict[str, str] = {}
-    for line in lines:
+    for line in (ROOT / "requirements" / "dev.txt").read_text().splitlines():
         if line and not line.startswith("#"):
-            name, _, version = line.partition("==")
-            assert version, f"not pinned: {line}"
-            pins[canonicalize_name(name)] = version
+            pinned = Requirement(line)
+            (version,) = pinned.specifier
+            assert version.operator == "==", f"not pinned: {line}"
+            pins[canonicalize_name(pinned.name)] = version.version
     project = PYPROJECT["project"]
     tested, built = project["optional-dependencies"]["test"], PYPROJECT["build-system"]["requires"]
     for text in project["dependencies"] + tested + built:
@@ -164,27 +162,87 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = (tree / "out").glob("axes_state_update-*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {f"{package.replace('.', '/')}/{path.name}" for package, path in files()} | {"axes/py.typed"}
-    assert held == expected
+    statements = {path.relative_to(ROOT).as_posix() for path in (ROOT / "axes/claims/statements").iterdir()}
+    assert "axes/claims/statements/A.toml" in statements
+    assert held == expected | statements
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not on the path")
+def make(tree: Path, *arguments: str) -> str:
+    """What `make` complains of; it must fail, in words."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "STOCK"))}
+    done = subprocess.run(["make", *arguments], cwd=tree, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def fake_python(folder: Path, script: str) -> Path:
+    """A Python that does as a shell script does, and otherwise as this one."""
+    fake = folder / "python3"
+    fake.write_text(f'#!/bin/sh\n{script}\nexec {sys.executable} "$@"\n')
+    fake.chmod(0o755)
+    return fake
+
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not on the path")
+
+
+@needs_make
 @pytest.mark.parametrize(
     ("script", "complaint"),
     [
-        ("exit 1", "no Python >= 3.11 found"),
-        (f'case "$2" in *venv*) exit 1;; esac\nexec {sys.executable} "$@"', "has no venv module"),
-        (f'case "$*" in *"-m venv"*) exit 7;; esac\nexec {sys.executable} "$@"', "Error"),
+        ("exit 1", "no Python 3.11 to 3.14 found"),
+        ('case "$2" in *venv*) exit 1;; esac', "has no venv module"),
+        ('case "$*" in *"-m venv"*) exit 7;; esac', "could not create .venv; "),
     ],
     ids=["old-python", "no-venv", "venv-fails"],
 )
 def test_make_says_what_is_missing(tmp_path: Path, script: str, complaint: str) -> None:
     tree = copy_of_tree(tmp_path / "tree")
-    fake = tmp_path / "python3"
-    fake.write_text(f"#!/bin/sh\n{script}\n")
-    fake.chmod(0o755)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    command = ["make", "test", f"PYTHON={fake}"]
-    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
-    assert complaint in done.stderr
-    assert "Traceback" not in done.stderr
+    assert complaint in make(tree, "test", f"PYTHON={fake_python(tmp_path, script)}")
+
+
+@needs_make
+@pytest.mark.parametrize(("stock", "asked"), [("", "-m pip"), ("1", "requirements/stock_pip.py")])
+def test_make_says_why_pip_may_have_failed(tmp_path: Path, stock: str, asked: str) -> None:
+    tree = copy_of_tree(tmp_path / "tree")
+    fake = fake_python(
+        tmp_path,
+        'case "$*" in *"-m venv"*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; exit;;\n'
+        '*" install "*) echo "$0 asked for $*" >&2; exit 1;; esac',
+    )
+    said = make(tree, "test", f"PYTHON={fake}", f"STOCK={stock}")
+    venv = ".venv-stock" if stock else ".venv"
+    assert f"{venv}/bin/python asked for {asked} install " in said
+    assert "--no-index --find-links DIR" in said and "GB free in .," in said
+    assert ("without it pip follows the configuration of this machine" in said) == bool(stock)
+
+
+@needs_make
+def test_stock_is_one_or_nothing() -> None:
+    assert 'STOCK is 1 or empty, got "yes"' in make(ROOT, "help", "STOCK=yes")
+
+
+def test_stock_pip_keeps_the_way_to_the_index_and_no_choice_of_packages(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / ".config" / "pip").mkdir(parents=True)
+    (home / ".config" / "pip" / "pip.conf").write_text(
+        "[global]\nproxy = http://configured\ncert = /a b/c.pem\nextra-index-url = https://one\n  https://two\n"
+        "[install]\nproxy = http://installing\npre = true\n"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "XDG_"))}
+    env |= {"HOME": str(home), "PIP_FIND_LINKS": "/wheels", "PIP_CONSTRAINT": "c.txt", "PIP_DEFAULT_TIMEOUT": "180"}
+
+    def configured(cert: dict[str, str]) -> dict[str, str]:
+        command = [sys.executable, "requirements/stock_pip.py", "config", "list"]
+        done = subprocess.run(command, cwd=ROOT, env=env | cert, capture_output=True, text=True, timeout=60, check=True)
+        return dict(line.split("=", 1) for line in done.stdout.splitlines())
+
+    expected = {
+        ":env:.config-file": f"'{os.devnull}'",
+        ":env:.proxy": "'http://installing'",
+        ":env:.cert": "'/a b/c.pem'",
+        ":env:.default-timeout": "'180'",
+    }
+    assert configured({}) == expected
+    assert configured({"PIP_CERT": "/d.pem"}) == expected | {":env:.cert": "'/d.pem'"}

@@ -13,7 +13,7 @@ from axes.core import reference
 from axes.core.costs import Alignment
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
-from axes.testing import checks
+from axes.testing import checks, examples
 
 UPDATE = KEYED["gated delta"]
 
@@ -63,7 +63,7 @@ def test_token_by_token_is_the_run(name: str) -> None:
         state = update.init(datum) if state is None else state
         state, out = update.step(state, datum)
         outputs.append(update.read(out, datum["q"], datum))  # type: ignore[arg-type]
-    assert checks._identical((torch.stack(outputs, 1), state), reference.run(update, signal, time=1))
+    assert examples.identical((torch.stack(outputs, 1), state), reference.run(update, signal, time=1))
 
 
 @pytest.mark.parametrize("name", KEYED)

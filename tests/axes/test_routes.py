@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from systems import ATTENTION, CASCADES, CHAINS, DATA, GRAM, KEYED, SEQUENTIAL
 from torch import Tensor
 
+from axes import explain
 from axes.core import reference
 from axes.core.algorithms import Anchor, Step
 from axes.core.costs import Alignment, Huber, SquaredError
@@ -20,8 +21,8 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, ShapeError
 from axes.routes import attention, cascade, dispatch, gram
-from axes.routes.dispatch import Choice, NoImplementation, explain, implementation, routes, run, select
-from axes.testing import checks, strategies
+from axes.routes.dispatch import Choice, NoImplementation, implementation, routes, run, select
+from axes.testing import checks, examples, strategies
 
 FAST = {**CHAINS, **ATTENTION, **GRAM, **CASCADES}
 EXACT = 1e-9  # measured 3e-12 in a value (a normaliser near zero), 1e-11 in a gradient
@@ -53,7 +54,7 @@ def test_gradients_of_a_route(name: str) -> None:
     live = {n: x.requires_grad_() for n, x in signal.items()}
     weights = tuple(x.requires_grad_() for x in start)
     results = [
-        checks._gradients(
+        examples.gradients(
             f(update, live, time=1, weights=weights), {**live, **{f"w{i}": w for i, w in enumerate(weights)}}
         )
         for f in (run, reference.run)
@@ -282,10 +283,10 @@ def test_explain_other_things() -> None:
         update = DATA["muon"]
 
     text = explain(Thing())
-    assert "normal form" in text and "OnUpdate" in text and "lr" not in text
+    assert "normal form" in text and "OnUpdate" in text and "lr" not in text and "stacks by torch on cpu" in text
     with implementation("reference"):
         assert "interpreter by reference" in explain(CHAINS["gated delta"])
-    with pytest.raises(AxesError, match="neither a StateUpdate"):
+    with pytest.raises(AxesError, match="3 has no tuple that could be run: give a StateUpdate, a name"):
         explain(3)
 
 

@@ -10,9 +10,9 @@ from systems import CHAINS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axes.core import derived, reference
-from axes.core.derived import Chain
-from axes.routes import dispatch, scan
+from axes.core import reference
+from axes.core.chain import Chain, chain
+from axes.routes import dispatch, one_state, scan
 from axes.testing import checks
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 33, 64, 65, 130)
@@ -27,6 +27,12 @@ def random_chain(kind: str, length: int, *, d: int = 4, d_v: int = 3, seed: int 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
+    if kind in ERASING:  # the delta rule: what is written is what is taken away, b = -key
+        gate = {"delta": None, "gated delta": -draw(2, length, 1).abs(), "diagonal delta": -draw(2, length, d).abs()}
+        unit = torch.nn.functional.normalize(draw(2, length, d), dim=-1)
+        key = (2 * torch.sigmoid(draw(2, length, 1)) * unit)[..., None, :]
+        reads = (unit + 0.1 * draw(2, length, d))[..., None, None, :]
+        return Chain(key, draw(2, length, d_v), gate=gate[kind], a=reads, b=-key[..., None, :, :], erases=True)
     slots = 2 if kind == "block" else 1
     unit = torch.nn.functional.normalize(draw(2, length, d), dim=-1)
     beta = 2 * torch.sigmoid(draw(2, length, 1))
@@ -54,8 +60,9 @@ def random_chain(kind: str, length: int, *, d: int = 4, d_v: int = 3, seed: int 
     return Chain(draw(2, length, slots, d), draw(2, length, d_v), **fields)
 
 
+ERASING = ("delta", "gated delta", "diagonal delta")
 KINDS = (
-    "identity", "scalar", "diagonal", "rank one", "gated rank one", "dplr",
+    *ERASING, "identity", "scalar", "diagonal", "rank one", "gated rank one", "dplr",
     "rotation", "rotated rank one", "dense", "block",
 )  # fmt: skip
 
@@ -71,7 +78,10 @@ def with_gradients(run, c: Chain, start: Tensor, q: Tensor):  # type: ignore[no-
     """Outputs, final state, and gradients in the start, the queries and every field of the chain."""
     live = {n: x.detach().requires_grad_() for n in TENSORS if (x := getattr(c, n)) is not None}
     start, q = start.detach().requires_grad_(), q.detach().requires_grad_()
+    if c.erases:
+        live["b"] = -live["key"][..., None, :, :]
     y, final = run(dataclasses.replace(c, **live), start, q)
+    live.pop("b" if c.erases else "", None)
     generator = torch.Generator().manual_seed(7)
     loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in (y, final))
     gradients = torch.autograd.grad(loss, (start, q, *live.values()), materialize_grads=True, allow_unused=True)
@@ -102,7 +112,7 @@ def test_chunks_need_not_divide_the_length(kind: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("gate", [0.0, -1e-3, -50.0, -torch.inf])
-@pytest.mark.parametrize("kind", ["scalar", "diagonal", "gated rank one", "dplr", "rotated rank one"])
+@pytest.mark.parametrize("kind", ["scalar", "diagonal", *ERASING[1:], "gated rank one", "dplr", "rotated rank one"])
 def test_hard_gates(kind: str, gate: float) -> None:
     """All tokens hard, and single hard tokens among soft ones; nothing overflows, nothing is NaN."""
     c = random_chain(kind, 33)
@@ -118,6 +128,20 @@ def test_hard_gates(kind: str, gate: float) -> None:
                 assert checks.error((y, final), scan.sequential(changed, start, q)) < EXACT
             else:
                 check(changed, 33, size)
+
+
+@pytest.mark.parametrize("gate", [-50.0, -torch.inf])
+@pytest.mark.parametrize("kind", ["scalar", "diagonal", *ERASING[1:], "gated rank one", "dplr"])
+def test_gates_that_close_often_cost_no_digits(kind: str, gate: float) -> None:
+    """In float32, beside the recurrence in float64: cumulated gates are large, differences of neighbours are not."""
+    c = random_chain(kind, 200)
+    assert c.gate is not None
+    some = (torch.arange(200) % 2 == 0)[:, None]
+    c = dataclasses.replace(c, gate=torch.where(some, torch.full_like(c.gate, gate), 0.1 * c.gate))
+    start, q = inputs(c, 200)
+    narrow = {n: x.float() for n in TENSORS if (x := getattr(c, n)) is not None}
+    got = scan.chunked(dataclasses.replace(c, **narrow), start.float(), q.float())
+    assert checks.error(tuple(x.double() for x in got), scan.sequential(c, start, q)) < 1e-6  # measured 3e-7
 
 
 def test_a_closed_gate_passes_no_gradient_and_no_nan() -> None:
@@ -168,7 +192,7 @@ def test_every_chain_of_the_table_by_every_scan(name: str) -> None:
     assert isinstance(v, Tensor)
     if update.parts().step.debias:
         pytest.skip("the normaliser is one more row: test_routes")
-    c = derived.chain(update, signal, 6)
+    c = chain(update, signal)
     start = torch.zeros(2, *((6, 1) if c.rows else (6,)), c.slots, 4, dtype=torch.float64)
     q = signal["q"][..., None, :, :] if c.rows else signal["q"]  # type: ignore[index, call-overload]
     expected, state = reference.run(update, signal, time=1)
@@ -243,3 +267,23 @@ def test_a_planted_error_is_found(damage: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(scan, "_reach_end", lambda pairs, written: reach_end(pairs, written.flip(-4)))
     with pytest.raises(AssertionError):
         check(random_chain("gated rank one", 17), 17)
+
+
+@pytest.mark.parametrize("damage", ["sign", "border", "few", "before"])
+def test_a_planted_error_in_one_state_is_found(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if damage == "sign":
+        solve = torch.linalg.solve_triangular
+        monkeypatch.setattr(
+            torch.linalg, "solve_triangular", lambda a, b, **k: solve(2 * torch.eye(a.shape[-1]).to(a) - a, b, **k)
+        )
+    elif damage == "border":
+        monkeypatch.setattr(one_state, "_after", lambda gate: gate.flip(-2).cumsum(-2).flip(-2))
+    elif damage == "few":
+        monkeypatch.setattr(one_state, "_PAIRS", 1)
+        monkeypatch.setattr(one_state, "_until", lambda gate: 0 * gate)
+    else:
+        true = one_state._Channels.scores
+        unshifted = lambda self, x, w, before=False: true(self, x, w).tril(-int(before))  # noqa: E731
+        monkeypatch.setattr(one_state._Channels, "scores", unshifted)
+    with pytest.raises(AssertionError):
+        check(random_chain("diagonal delta", 17), 17)

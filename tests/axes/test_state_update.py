@@ -24,7 +24,7 @@ from axes.core.monoids import DPLR, Decay, Diagonal, Hadamard, Householder, Iden
 from axes.core.rates import Per
 from axes.core.state_update import OnUpdate, State, StateUpdate
 from axes.errors import IllegalUpdate
-from axes.testing import checks
+from axes.testing import checks, examples
 
 B, T, D_K, D_V = 2, 9, 4, 5
 BETA = Per("beta")
@@ -578,7 +578,7 @@ def test_lion() -> None:
 
 
 PARTS: list[object] = [
-    *{type(part): part for update in SYSTEMS.values() for part in checks._parts(update)}.values(),
+    *{type(part): part for update in SYSTEMS.values() for part in examples.every_part(update)}.values(),
     costs.Alignment(),
     Anchor(3),
     Read(0.5, 1.0),
@@ -672,7 +672,7 @@ def test_sugar_is_its_normal_form(sugar: StateUpdate, plain: StateUpdate) -> Non
     assert plain.normal() is plain and sugar.normal().normal() is sugar.normal() and sugar.normal() is not sugar
     assert eval(repr(sugar), dict(checks.NAMES)) == plain
     signal = checks.example(sugar, plain)
-    assert checks._identical(checks.trajectory(sugar, signal), checks.trajectory(plain, signal))
+    assert examples.identical(checks.trajectory(sugar, signal), checks.trajectory(plain, signal))
 
 
 def test_different_tuples_are_not_equal() -> None:
@@ -744,8 +744,8 @@ def test_every_float_dtype_without_a_hidden_cast(name: str, dtype: torch.dtype) 
     signal = checks.example(update, dtype=dtype, length=3)
     if (
         half
-        and any(isinstance(m, monoids.GeneralLinear) for m in checks._parts(update))
-        or (half and any(isinstance(p, Product) for p in checks._parts(update)) and "logits" in signal)
+        and any(isinstance(m, monoids.GeneralLinear) for m in examples.every_part(update))
+        or (half and any(isinstance(p, Product) for p in examples.every_part(update)) and "logits" in signal)
     ):
         pytest.skip("a mixing matrix stays in float32 on purpose")
     y, state = checks.trajectory(update, signal)

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from axes.optim.engine import together
+from axes.claims.register import find
+from axes.claims.verify import verify_one
+from axes.core.state_update import StateUpdate
 
 
 @pytest.fixture(autouse=True)
 def traced_anew() -> Iterator[None]:
-    for cached in (together.program, together.schedule):
-        cached.cache_clear()
+    _forget()
     yield
-    for cached in (together.program, together.schedule):
-        cached.cache_clear()
+    _forget()
+
+
+def _forget() -> None:
+    """Take off every tuple what was worked out for it: programs and other facts are kept on the tuples themselves."""
+    for update in [x for x in gc.get_objects() if type(x) is StateUpdate]:
+        for name in [n for n in vars(update) if n.startswith("_axes_")]:
+            object.__delattr__(update, name)
+
+
+@pytest.fixture
+def red() -> Callable[..., bool]:
+    """Whether all these claims are found to fail, by their findings and not by an exception."""
+
+    def found(*ids: str) -> bool:
+        return not any(r.ok or r.error for r in (verify_one(c, 1) for c in find(ids)))
+
+    return found

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from axes.claims import group_f_tools
-from axes.claims.group_f import CLAIMS
-from axes.claims.group_f_axes import buckets
-from axes.claims.verify import verify_one
+from axes.claims.checks.f_axes import buckets
+from axes.claims.tools import chunks
 from axes.core.costs import SquaredError
 from axes.core.monoids import Element, GeneralLinear
 from axes.core.rates import resolve
 
-BY_ID = {c.id: c for c in CLAIMS}
-
-
-def red(*names: str) -> bool:
-    results = [verify_one(BY_ID[name], 1) for name in names]
-    return not any(r.ok or r.error for r in results)
+Red = Callable[..., bool]  # the fixture
 
 
 def test_buckets() -> None:
@@ -29,23 +23,23 @@ def test_buckets() -> None:
     assert buckets(6) == [(0, 6, 7), (2, 4, 6), (3, 0, 4)]
 
 
-def test_wrong_sign_in_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = group_f_tools.chain
+def test_wrong_sign_in_the_chain(red: Red, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = chunks.chain
 
-    def flipped(update: Any, signal: Any, d_v: int) -> Any:
-        return dataclasses.replace(true(update, signal, d_v), value=-signal["v"])
+    def flipped(update: Any, signal: Any) -> Any:
+        return dataclasses.replace(true(update, signal), value=-signal["v"])
 
-    monkeypatch.setattr(group_f_tools, "chain", flipped)
+    monkeypatch.setattr(chunks, "chain", flipped)
     assert red("F03", "F04", "F07", "F13", "F14", "F19", "F20")
 
 
-def test_doubled_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doubled_error(red: Red, monkeypatch: pytest.MonkeyPatch) -> None:
     true = SquaredError._prox
     monkeypatch.setattr(SquaredError, "_prox", lambda self, e, c, signal: 2 * true(self, e, c, signal))
     assert red("F07", "F08", "F09", "F10", "F11", "F12", "F24", "F26")
 
 
-def test_transposed_mixing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transposed_mixing(red: Red, monkeypatch: pytest.MonkeyPatch) -> None:
     def element(self: GeneralLinear, signal: Any, rate: Any, like: Tensor) -> Element:
         logits = resolve(self.logits, signal)
         assert isinstance(logits, Tensor)

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from axes import optim  # noqa: E402
 from axes.errors import AxesError  # noqa: E402
-from axes.optim.engine import together  # noqa: E402
+from axes.optim.engine import generated  # noqa: E402
 from axes.programs import fused as kernels  # noqa: E402
 from tests.optim.table import ENTRYWISE, Instance, net, same  # noqa: E402
 
@@ -98,7 +98,7 @@ def test_stored_forms_are_those_of_torch_operations(
     found = []
     for options in (WAYS[way], {}):
         if found:  # without kernels
-            monkeypatch.setattr(together, "_generated", lambda device: False)
+            monkeypatch.setattr(generated, "no_kernels", lambda device: "not in this test")
         ps = parameters(torch.bfloat16)
         optimizer = cls(ps, lr=0.01, **options, **stored)
         run(ps, optimizer, 1)
@@ -306,14 +306,14 @@ def test_where_no_kernel_can_be_made_torch_steps(monkeypatch: pytest.MonkeyPatch
 
     ps, qs = parameters(), parameters()
     optimizer = optim.AdamW(ps, lr=0.01)
-    together._runs.cache_clear()
+    generated.unable.cache_clear()
     try:
         with monkeypatch.context() as patched:
             patched.setattr(kernels, "compile_text", fail)
             with pytest.warns(UserWarning, match="no kernels for cuda:0, .*: Failed to find C compiler"):
                 run(ps, optimizer)
     finally:
-        together._runs.cache_clear()
+        generated.unable.cache_clear()
     assert not by_kernel(optimizer)
     run(qs, optim.AdamW(qs, lr=0.01, foreach=False))
     same([p.detach() for p in ps], [p.detach() for p in qs], 3e-6)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from axes import optim
+from axes.core import execution
 from axes.optim.engine import factored
 from axes.optim.engine.factored import Factored, factors
 from axes.optim.engine.routing import canonical_shape
@@ -99,13 +100,13 @@ def test_stacks_step_as_the_interpreter_does(rule: str) -> None:
 def test_statistics_of_one_size_are_refreshed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those beyond some size alone; what is held is the same."""
     seen: list[list[int]] = []
-    refreshed = factored.StateUpdate._refreshed
+    refreshed = execution.refreshed
 
-    def counted(self: Any, state: Any, theta: Any, norm: Any, signal: Any) -> Any:
+    def counted(parts: Any, state: Any, theta: Any, norm: Any, signal: Any) -> Any:
         seen[-1].append(len(theta[0]))
-        return refreshed(self, state, theta, norm, signal)
+        return refreshed(parts, state, theta, norm, signal)
 
-    monkeypatch.setattr(factored.StateUpdate, "_refreshed", counted)
+    monkeypatch.setattr(execution, "refreshed", counted)
     runs = []
     for size in (1024, 4):
         monkeypatch.setattr(factored, "_TOGETHER", size)

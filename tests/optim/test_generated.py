@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 
 from axes import optim
 from axes.errors import AxesError
-from axes.optim.engine import together
+from axes.optim.engine import generated
 from axes.optim.engine.together import Batch
 from axes.programs import fused
 from tests.interpreter import interpret
@@ -37,7 +37,7 @@ STORED: tuple[dict[str, Any], ...] = (
 def in_kernels(*checks: Callable[[], None]) -> None:
     """Run checks where the default steps by kernels."""
     calls = "; ".join(f"t.{check.__name__}()" for check in checks)
-    interpret(f"from tests.optim import test_generated as t; t.together._generated = lambda device: True; {calls}")
+    interpret(f"from tests.optim import test_generated as t; t.generated.no_kernels = lambda device: None; {calls}")
 
 
 def batches(optimizer: Any) -> list[Batch]:
@@ -297,7 +297,7 @@ def a_first_datum_of_its_own() -> None:
 
 
 def the_smallest_kernel_runs() -> None:
-    assert together._runs(torch.device("cpu"))
+    assert generated.unable(torch.device("cpu")) is None
 
 
 def tensors_with_arithmetic_of_their_own() -> None:
@@ -374,4 +374,4 @@ def test_on_a_cpu_torch_steps() -> None:
 
 def test_where_no_kernel_can_be_made_torch_steps() -> None:
     with pytest.warns(UserWarning, match="no kernels for cpu, torch's operations step instead"):
-        assert not together._runs.__wrapped__(torch.device("cpu"))
+        assert generated.unable.__wrapped__(torch.device("cpu"))

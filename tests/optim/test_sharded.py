@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from axes import optim
+from axes.answers import plans
 from axes.core.algorithms import Step
 from axes.core.costs import Given
 from axes.core.monoids import Decay
@@ -308,6 +309,28 @@ def a_gradient_that_one_process_lacks(folder: Path) -> None:
         p.grad = DTensor.from_local(torch.ones(2, 2), mesh, (Shard(0),), run_check=False)
     with pytest.raises(AxesError, match="between 0 and 1 parameters have a gradient"):
         optimizer.step()
+
+
+@case
+def what_is_said_to_run(folder: Path) -> None:
+    """Shards step by one program, and matrices as a stack at their owner, who is told of the direction alone."""
+    from tests.what_runs import recorded
+
+    mesh = processes(2)
+    w, b = (distribute_tensor(torch.ones(*n), mesh, (Shard(0),)).requires_grad_() for n in ((4, 4), (4,)))
+    optimizer = optim.Muon([{"params": [w], "rule": "muon"}, {"params": [b], "rule": "adamw"}])
+    matrix, vector = plans(optimizer)
+    assert "at each owner" in matrix.name and matrix.choice[:2] == ("stacks", "torch")
+    assert "shard by shard" in vector.name and vector.choice[:2] == ("entrywise", "torch")
+    ran = []
+    for p, plan in ((w, matrix), (b, vector)):
+        w.grad = b.grad = None
+        p.grad = distribute_tensor(torch.ones(p.shape), mesh, (Shard(0),))
+        with recorded(plan.update) as calls:
+            optimizer.step()
+        ran.append(calls)
+    assert ran[0].are(matrix.choice) or not ran[0].routes  # one process owns the matrix
+    assert ran[1].are(vector.choice)
 
 
 @case

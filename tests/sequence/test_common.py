@@ -326,6 +326,24 @@ def test_copies_and_pickles(cls: type[SequenceLayer]) -> None:
     assert torch.equal(twin(x)[0], y)
 
 
+def test_a_layer_of_a_tuple_of_ones_own_pickles() -> None:
+    """Its class stands in no module: an object is made again from the declaration, in other processes too."""
+    module, x = make(layer(DeltaNet.update, "Mine")), tokens()
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(twin) is type(module) and torch.equal(twin(x)[0], module(x)[0])
+
+
+def test_masks_and_boundaries_of_other_integers() -> None:
+    """As tokenizers (0 and 1) and cumulative sums (int64) give them."""
+    module, x = make(GatedDeltaNet), tokens()
+    mask = torch.ones(B, T, dtype=torch.bool)
+    mask[0, :2] = mask[1, -2:] = False
+    assert torch.equal(module(x, mask=mask.long())[0], module(x, mask=mask)[0])
+    bounds = torch.tensor([0, 4, T])
+    packed = x[:1]
+    assert torch.equal(module(packed, cu_seqlens=bounds)[0], module(packed, cu_seqlens=bounds.int())[0])
+
+
 # the compiler looks at .grad of whatever passes a graph break, which warns and changes nothing
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("cls", [LinearAttention, GatedDeltaNet, SoftmaxAttention], ids=lambda c: c.name)
@@ -374,9 +392,9 @@ def test_names_are_unique() -> None:
             lambda m: m(tokens(), mask=torch.ones(2, 3, dtype=torch.bool)),
             r"mask must be \(B, T\) = \(2, 9\), got \(2, 3\)",
         ),
-        (lambda m: m(tokens(), mask=torch.ones(B, T)), "mask must be boolean"),
+        (lambda m: m(tokens(), mask=torch.ones(B, T)), "mask must be true"),
         (lambda m: m(tokens(), cu_seqlens=torch.tensor([0, 9], dtype=torch.int32)), "packed input has B = 1, got 2"),
-        (lambda m: m(tokens(9, 1), cu_seqlens=torch.tensor([0, 9])), "cu_seqlens must be int32"),
+        (lambda m: m(tokens(9, 1), cu_seqlens=torch.tensor([0.0, 9.0])), "cu_seqlens must be int32"),
         (lambda m: m(tokens(9, 1), cu_seqlens=torch.tensor([0, 8], dtype=torch.int32)), "must rise from 0 to T = 9"),
         (lambda m: m(tokens(9, 1), cu_seqlens=torch.tensor([0, 7, 3, 9], dtype=torch.int32)), "must rise"),
         (

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from axes.core import derived
+from axes.core.chain import chain
 from axes.routes import dispatch
 from axes.sequence import DeltaNet, Longhorn, LonghornDiagonal, SequenceLayer
 
@@ -130,7 +130,7 @@ def test_diagonal_gates_stay_above_zero_up_to_rounding(size: float) -> None:
     hot = size * torch.eye(4, dtype=torch.float64)[torch.arange(8) % 4].reshape(1, 8, 1, 4)
     s = signal(hot, 0.9, torch.float32)
     moved = {n: x.movedim(1, 2) for n, x in s.items()}
-    gates = derived.chain(LonghornDiagonal.update, moved, 3).block
+    gates = chain(LonghornDiagonal.update, moved).block
     assert gates is not None and gates.min() > -2e-7 and gates.max() <= 1
     rough, _ = dispatch.run(LonghornDiagonal.update, s, time=1)
     exact, _ = dispatch.run(LonghornDiagonal.update, {n: x.double() for n, x in s.items()}, time=1)

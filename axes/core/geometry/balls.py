@@ -12,6 +12,7 @@ from axes.core.geometry.bregman import (
     NO_CONTEXT,
     Context,
     EuclideanOn,
+    SphereOf,
     leaf_dims,
     leaf_size,
     require,
@@ -47,6 +48,10 @@ class Sphere(EuclideanOn):
     def matrix(self) -> bool:  # type: ignore[override]
         return self.axis == "columns"
 
+    @property
+    def sphere(self) -> SphereOf:  # type: ignore[override]
+        return self.axis, self.radius
+
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         if self.matrix:
             require_matrix(self, theta)
@@ -78,6 +83,7 @@ class SignBall(EuclideanOn):
     """
 
     scale_free = True
+    entrywise = True
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         return theta.sign()
@@ -103,6 +109,10 @@ class Ball(EuclideanOn):
     def __post_init__(self) -> None:
         require(0 < self.radius < math.inf, self, f"radius must be positive and finite, got {self.radius}")
         require(self.norm in ("euclidean", "max"), self, f"norm {self.norm!r} is not one of euclidean, max")
+
+    @property
+    def entrywise(self) -> bool:  # type: ignore[override]
+        return self.norm == "max"
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         if self.norm == "max":

@@ -16,17 +16,21 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from axes.core.costs import Side
 from axes.core.declared import Declared
 from axes.core.rates import Per, Signal
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg.matrix_roots import largest_entry
 
 Slice = Literal["row", "column", "whole"]
+Made = Literal["root", "basis"]
+SphereOf = tuple[Literal["rows", "columns", "whole"], float | None]
 
 
 class Context(NamedTuple):
@@ -52,10 +56,21 @@ class Geometry(Declared, ABC):
     is_potential: primal is the gradient of some h*. is_identity: primal(theta) = theta.
     linear: primal is linear in theta, given the context. scale_free: primal(c theta) = primal(theta) for c > 0.
     matrix: a leaf needs two axes. slice_axis: gates must be constant on this slice of theta (None: no condition).
-    stats: the statistics (state updates) whose values arrive as `context.stats`.
+    stats: the statistics (state updates) whose values arrive as `context.stats`. sides: what each of them has the shape
+    of; () for no condition. takes: what the h of the first two must make of them. makes: what this h makes of a
+    statistic of rows or columns, which it is then the h of. continues: from its last value, which has to be held.
+    fitted: that value is moved until what it whitens is white.
+    entrywise: an entry of primal(theta) is a function of that entry of theta and of the context's entries there.
+    reads: what else of the context primal needs, of "drive" and "weights".
+    sphere: where primal only rescales, what it rescales to one length and that length (None: the root of its entries).
     """
 
     stats: tuple[Any, ...] = ()
+    sides: tuple[Side, ...] = ()
+    takes: Made | None = None
+    makes: Made | None = None
+    continues: bool = False
+    fitted: bool = False
     invertible: bool = False
     is_potential: bool = True
     is_identity: bool = False
@@ -63,6 +78,9 @@ class Geometry(Declared, ABC):
     scale_free: bool = False
     matrix: bool = False
     slice_axis: Slice | None = None
+    entrywise: bool = False
+    reads: frozenset[str] = frozenset()
+    sphere: SphereOf | None = None
 
     @abstractmethod
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
@@ -99,6 +117,22 @@ class Geometry(Declared, ABC):
     def rates(self) -> tuple[Per, ...]:
         """The named rates this h asks its axis for."""
         return ()
+
+    def neutral(self) -> dict[str, float]:
+        """The values of its named rates, by name, at which primal leaves theta as it is; others have no such value."""
+        return {}
+
+    def identity_logits(self, like: Tensor, low: float) -> Tensor:
+        """Logits (n, n) whose primal is the identity matrix; like: (n).
+
+        Logits beyond `low` and -low are cut there: where the exact ones are infinite, the matrix comes close.
+        """
+        eye = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+        return self.dual(eye).clamp(low, -low)
+
+    def links(self) -> Iterator[Geometry]:
+        """The link and those it is made of, outermost first."""
+        yield self
 
     def with_stats(self, stats: tuple[Any, ...]) -> Self:
         """The same h on other statistics, one for each of its own."""

@@ -31,6 +31,7 @@ class Euclidean(EuclideanOn):
     invertible = True
     is_identity = True
     linear = True
+    entrywise = True
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         return theta
@@ -154,6 +155,10 @@ class Lq(Geometry):
     def linear(self) -> bool:  # type: ignore[override]
         return self.p == 2
 
+    @property
+    def entrywise(self) -> bool:  # type: ignore[override]
+        return self.p == 2
+
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         return _norm_link(theta, self.p)
 
@@ -203,6 +208,8 @@ class SoftThreshold(EuclideanOn):
 
     threshold: Rate
 
+    entrywise = True
+
     def __post_init__(self) -> None:
         if isinstance(self.threshold, Per):
             require(self.threshold.domain == "positive", self, f"{self.threshold!r} must have domain positive")
@@ -222,6 +229,9 @@ class SoftThreshold(EuclideanOn):
     def rates(self) -> tuple[Per, ...]:
         return (self.threshold,) if isinstance(self.threshold, Per) else ()
 
+    def neutral(self) -> dict[str, float]:
+        return {per.name: 0.0 for per in self.rates()}
+
     def _threshold(self, context: Context) -> Tensor | float:
         return spread(resolve(self.threshold, context.signal), rate_shape(self.threshold))
 
@@ -236,6 +246,7 @@ class Bounded(Geometry):
     """
 
     invertible = True
+    entrywise = True
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         return theta.sigmoid()
@@ -267,6 +278,7 @@ class Hypentropy(Geometry):
     scale: float = 1.0
 
     invertible = True
+    entrywise = True
 
     def __post_init__(self) -> None:
         require(0 < self.scale < math.inf, self, f"scale must be positive and finite, got {self.scale}")

@@ -61,6 +61,7 @@ class InverseRoot(Geometry):
     precision: Precision = "input"
 
     matrix = True
+    makes = "root"
     is_potential = False
 
     def __post_init__(self) -> None:
@@ -108,6 +109,7 @@ class Eigenbasis(Geometry):
     precision: Precision = "input"
 
     matrix = True
+    makes = "basis"
     scale_free = True
     is_potential = False
 
@@ -118,6 +120,10 @@ class Eigenbasis(Geometry):
         if self.method == "eigh":
             require(self.qr == "cholesky", self, "qr has no effect with method 'eigh': leave it at 'cholesky'")
             require(self.precision == "input", self, "precision has no effect with method 'eigh': leave it at 'input'")
+
+    @property
+    def continues(self) -> bool:  # type: ignore[override]
+        return self.method == "power-qr"
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         require_matrix(self, theta, square=True)
@@ -153,6 +159,9 @@ class FittedFactor(Geometry):
     precision: Precision = "input"
 
     matrix = True
+    makes = "root"
+    continues = True
+    fitted = True
     is_potential = False
 
     def __post_init__(self) -> None:
@@ -265,6 +274,8 @@ class Kronecker(Geometry):
 
     linear = True
     matrix = True
+    sides = ("rows", "columns")
+    takes = "root"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stats", tuple(self.stats))
@@ -294,6 +305,8 @@ class RotatedWhiten(Geometry):
 
     linear = True
     matrix = True
+    sides = ("rows", "columns", "eigen-entries")
+    takes = "basis"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stats", tuple(self.stats))

@@ -11,6 +11,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from axes.core.costs import Side
 from axes.core.geometry.bregman import NO_CONTEXT, Context, EuclideanOn, Geometry, require, require_matrix, wide
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg.newton_schulz import SAFETY, Form, Start, Triple, iterate, polar_express_schedule
@@ -209,6 +210,14 @@ def over_root(x: Tensor, v: Tensor, power: float, eps: float = 0.0) -> Tensor:
     return torch.where(root > 0, x / torch.where(root > 0, root, 1.0), 0.0)
 
 
+_SIDES: dict[str, tuple[Side, ...]] = {
+    "diagonal": ("entries",),
+    "kronecker": ("rows", "columns"),
+    "right": ("columns",),
+    "full": ("whole",),
+}
+
+
 @final
 @dataclass(frozen=True, repr=False)
 class Whiten(Geometry):
@@ -235,9 +244,8 @@ class Whiten(Geometry):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stats", tuple(self.stats))
-        counts = {"diagonal": 1, "kronecker": 2, "right": 1, "full": 1}
-        require(self.kind in counts, self, f"kind {self.kind!r} is not one of {', '.join(counts)}")
-        need = counts[self.kind]
+        require(self.kind in _SIDES, self, f"kind {self.kind!r} is not one of {', '.join(_SIDES)}")
+        need = len(self.sides)
         require(len(self.stats) == need, self, f"kind {self.kind!r} takes {need} statistic(s), got {len(self.stats)}")
         require(0 < self.power < math.inf, self, f"power must be positive and finite, got {self.power}")
         require(0 <= self.eps < math.inf, self, f"eps must be finite and >= 0, got {self.eps}")
@@ -245,8 +253,16 @@ class Whiten(Geometry):
         require(self.kind == "diagonal" or not self.eps_inside, self, message)
 
     @property
+    def sides(self) -> tuple[Side, ...]:  # type: ignore[override]
+        return _SIDES[self.kind]
+
+    @property
     def matrix(self) -> bool:  # type: ignore[override]
         return self.kind != "diagonal"
+
+    @property
+    def entrywise(self) -> bool:  # type: ignore[override]
+        return self.kind == "diagonal"
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         if len(context.stats) != len(self.stats):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Self, final
+from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class _Wrapper(Geometry):
 
     base: Geometry
     is_potential = False
+    _compares: ClassVar[frozenset[str]] = frozenset()  # what of the context it compares the direction with
 
     def __post_init__(self) -> None:
         require(isinstance(self.base, Geometry), self, f"base must be a geometry, got {self.base!r}")
@@ -28,6 +30,10 @@ class _Wrapper(Geometry):
     @property
     def stats(self) -> tuple[Any, ...]:  # type: ignore[override]
         return self.base.stats
+
+    def links(self) -> Iterator[Geometry]:
+        yield self
+        yield from self.base.links()
 
     def with_stats(self, stats: tuple[Any, ...]) -> Self:
         return dataclasses.replace(self, base=self.base.with_stats(stats))  # type: ignore[type-var]
@@ -44,8 +50,15 @@ class _Wrapper(Geometry):
     def slice_axis(self) -> Slice | None:  # type: ignore[override]
         return self.base.slice_axis
 
+    @property
+    def reads(self) -> frozenset[str]:  # type: ignore[override]
+        return self.base.reads | self._compares
+
     def rates(self) -> tuple[Per, ...]:
         return self.base.rates()
+
+    def neutral(self) -> dict[str, float]:
+        return self.base.neutral()
 
 
 @final
@@ -61,6 +74,8 @@ class Cautious(_Wrapper):
 
     base: Geometry
     variant: Literal["count", "mean"] = "count"
+
+    _compares = frozenset({"drive"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,6 +104,8 @@ class TrustRatio(_Wrapper):
     """
 
     base: Geometry
+
+    _compares = frozenset({"weights"})
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         if context.weights is None:
@@ -160,6 +177,8 @@ class ConstantNorm(_Wrapper):
     rate: Rate = 1.0
     axis: Literal["whole", "rows"] = "whole"
 
+    _compares = frozenset({"weights"})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.axis in ("whole", "rows"), self, f"axis {self.axis!r} is not one of whole, rows")
@@ -217,6 +236,11 @@ class Composite(Geometry):
     def stats(self) -> tuple[Any, ...]:  # type: ignore[override]
         return self.inner.stats + self.outer.stats
 
+    def links(self) -> Iterator[Geometry]:
+        yield self
+        yield from self.inner.links()
+        yield from self.outer.links()
+
     def with_stats(self, stats: tuple[Any, ...]) -> Composite:
         split = len(self.inner.stats)
         return Composite(self.outer.with_stats(stats[split:]), self.inner.with_stats(stats[:split]))
@@ -242,6 +266,14 @@ class Composite(Geometry):
         # An inner link that mixes entries carries the outer slice to the whole leaf.
         return self.inner.slice_axis or ("whole" if self.outer.slice_axis else None)
 
+    @property
+    def entrywise(self) -> bool:  # type: ignore[override]
+        return self.inner.entrywise and self.outer.entrywise
+
+    @property
+    def reads(self) -> frozenset[str]:  # type: ignore[override]
+        return self.inner.reads | self.outer.reads
+
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         split = len(self.inner.stats)
         w = self.inner.primal(theta, context._replace(stats=context.stats[:split]))
@@ -255,3 +287,6 @@ class Composite(Geometry):
 
     def rates(self) -> tuple[Per, ...]:
         return self.inner.rates() + self.outer.rates()
+
+    def neutral(self) -> dict[str, float]:
+        return self.inner.neutral() | self.outer.neutral()

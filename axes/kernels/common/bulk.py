@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from axes.kernels.common.gluon import TensorDescriptor, gl
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -66,16 +66,23 @@ def interpreted() -> bool:
 
 
 def _mend_interpreter() -> None:
-    """Triton 3.6's interpreter holds loop bounds as arrays of one element; numpy 2.4 makes no ints of those."""
+    """Two faults of Triton's interpreter. Up to 3.6 loop bounds are arrays of one element, of which numpy 2.4 makes no
+    int; and a comparison of numbers says that it is an integer, so that 3.9 takes what comes of it for no mask."""
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    patch, splat = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_splat
 
     def mended(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def mended_splat(builder: Any, kind: Any, x: Any) -> Any:
+        made = splat(builder, kind, x)
+        made.data = made.data.astype(x.data.dtype)
+        return made
+
     interpreter._patch_lang_tensor = mended
+    interpreter.InterpreterBuilder.create_splat = mended_splat
 
 
 if interpreted():

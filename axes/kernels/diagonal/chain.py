@@ -37,11 +37,14 @@ from axes.kernels.common.layout import (
     on_device,
     precision,
 )
-from axes.kernels.diagonal import hopper as hopper_diagonal
-from axes.kernels.diagonal import hopper_keys as hopper_diagonal_keys
+from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.diagonal import kernels
 from axes.kernels.diagonal.channels import exponents
-from axes.kernels.scalar import hopper_write
+
+if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
+    from axes.kernels.diagonal import hopper as hopper_diagonal
+    from axes.kernels.diagonal import hopper_keys as hopper_diagonal_keys
+    from axes.kernels.scalar import hopper_write
 
 # ---- launches --------------------------------------------------------------------------------------------------------
 
@@ -128,7 +131,7 @@ def _twice(
 
 def _plain(q: Tensor, v: Tensor, cut: Layout) -> bool:
     """Whether the serial passes are those of `hopper_diagonal`."""
-    return not cut.packed and hopper_write.fits(q, v)
+    return not cut.packed and _GLUON and hopper_write.fits(q, v)
 
 
 def _values_backward(

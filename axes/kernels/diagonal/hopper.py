@@ -21,19 +21,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from axes.kernels.common.bulk import matrix_tiles, token_tiles
+from axes.kernels.common.gluon import (
+    async_load,
+    async_store,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from axes.kernels.common.bulk import matrix_tiles, token_tiles
 from axes.kernels.common.launch import Kernel
-from axes.kernels.scalar.hopper import _add, _left, _product, _times, arrive, retire
+from axes.kernels.common.warpgroup import add, arrive, left_layout, product_layout, published, retire, times
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, channels that are scaled at a time
 
@@ -83,15 +85,15 @@ def _feed(tiles, stages, filled, freed, sizes, GROUP: gl.constexpr, WIDE: gl.con
         bar = filled.index(stage)
         mbarrier.wait(freed.index(stage), (count // STAGES & 1) ^ 1)
         mbarrier.expect(bar, BYTES)
-        tma.async_copy_global_to_shared(g_tiles, [b, n * _C, h * K], bar, gates.index(stage))
-        tma.async_copy_global_to_shared(writer_tiles, [b, n * _C, h // GROUP * K], bar, writers.index(stage))
+        async_load(g_tiles, [b, n * _C, h * K], bar, gates.index(stage))
+        async_load(writer_tiles, [b, n * _C, h // GROUP * K], bar, writers.index(stage))
         if OUT:
-            tma.async_copy_global_to_shared(reader_tiles, [b, n * _C, h // GROUP * K], bar, readers.index(stage))
+            async_load(reader_tiles, [b, n * _C, h // GROUP * K], bar, readers.index(stage))
         for w in gl.static_range(WIDE):
             to = values.index(stage * WIDE + w)
-            tma.async_copy_global_to_shared(v_tiles, [b, n * _C, (h * WIDE + w) * _C], bar, to)
+            async_load(v_tiles, [b, n * _C, (h * WIDE + w) * _C], bar, to)
         if MODE == "dv":
-            tma.async_copy_global_to_shared(p_tiles, [((b * N + n) * HV + h) * _C, 0], bar, squares.index(stage))
+            async_load(p_tiles, [((b * N + n) * HV + h) * _C, 0], bar, squares.index(stage))
 
 
 @gluon.jit
@@ -110,8 +112,8 @@ def _scale(
     DTYPE: gl.constexpr = writers.dtype
     own: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
     line: gl.constexpr = gl.SliceLayout(0, own)
-    i = gl.arange(0, _C, layout=gl.SliceLayout(1, _product(_C)))[:, None]
-    j = gl.arange(0, _C, layout=gl.SliceLayout(0, _product(_C)))[None, :]
+    i = gl.arange(0, _C, layout=gl.SliceLayout(1, product_layout(_C)))[:, None]
+    j = gl.arange(0, _C, layout=gl.SliceLayout(0, product_layout(_C)))[None, :]
     row = gl.arange(0, _C, layout=gl.SliceLayout(1, own))
     b, h, first, chunks = _span(sizes)
     for count in range(chunks):
@@ -127,7 +129,7 @@ def _scale(
         least = 0.0
         for part in gl.static_range(K // _C):
             log = gl.maximum(gate.slice(part * _C, _C, dim=1).load(own).to(gl.float32), -100.0)
-            run = gl.associative_scan(log, 0, _add)
+            run = gl.associative_scan(log, 0, add)
             total = gl.sum(gl.where((row == _C - 1)[:, None], run, 0.0), 0)
             falls.index(stage).slice(part * _C, _C).store(_power(total))
             ahead = total[None, :] - run
@@ -152,13 +154,11 @@ def _scale(
             for w in gl.static_range(WIDE):
                 tile = values.index(stage * WIDE + w).reshape([_C, _C])
                 tile.store((tile.load(own).to(gl.float32) * strength).to(DTYPE))
-        fence_async_shared()
-        gl.thread_barrier()
+        published()
         if MODE == "o":
-            scores = warpgroup_mma_wait(0, [_times(reader, fades.permute((1, 0)), _C)])
+            scores = warpgroup_mma_wait(0, [times(reader, fades.permute((1, 0)), _C)])
             squares.index(stage).store(gl.where((i >= j) & (least >= -MILD), scores, 0.0).to(DTYPE))
-            fence_async_shared()
-            gl.thread_barrier()
+            published()
         mbarrier.arrive(scored.index(stage), count=1)
 
 
@@ -175,7 +175,7 @@ def _advance(
     STAGES: gl.constexpr = writers.shape[0]
     K: gl.constexpr = writers.shape[3]
     DTYPE: gl.constexpr = writers.dtype
-    wide: gl.constexpr = _product(K)
+    wide: gl.constexpr = product_layout(K)
     b, h, first, chunks = _span(sizes)
     e = P * _C + gl.arange(0, _C, layout=gl.SliceLayout(1, wide))
     d = gl.arange(0, K, layout=gl.SliceLayout(0, wide))
@@ -202,7 +202,7 @@ def _advance(
                 scores = squares.index(stage).permute((1, 0))
             else:
                 scores = squares.index(stage)
-            result = _times(gl.convert_layout(half, _left(_C)), reader.permute((1, 0)), _C)
+            result = times(gl.convert_layout(half, left_layout(_C)), reader.permute((1, 0)), _C)
             result = warpgroup_mma(value, scores, result, is_async=True)
         state = state * falls.index(stage).load(gl.SliceLayout(0, wide))[None, :]
         state = warpgroup_mma(value, writers.index(stage).reshape([_C, K]), state, is_async=True)
@@ -235,20 +235,20 @@ def _carry(
         matrix = (b * N + n) * HV + h
         if KEEP:
             mbarrier.wait(scored.index(stage), count // STAGES & 1)
-            tma.async_copy_shared_to_global(p_tiles, [matrix * _C, 0], squares.index(stage))
+            async_store(p_tiles, [matrix * _C, 0], squares.index(stage))
         if TRACE:
             mbarrier.wait(kept, count & 1)
             for w in gl.static_range(WIDE):
-                tma.async_copy_shared_to_global(state_tiles, [(matrix * WIDE + w) * _C, 0], olds.index(w))
+                async_store(state_tiles, [(matrix * WIDE + w) * _C, 0], olds.index(w))
         if OUT:
             mbarrier.wait(done, count & 1)
             for w in gl.static_range(WIDE):
-                tma.async_copy_shared_to_global(o_tiles, [b, n * _C, (h * WIDE + w) * _C], outs.index(w))
+                async_store(o_tiles, [b, n * _C, (h * WIDE + w) * _C], outs.index(w))
         if OUT and TRACE:
-            tma.store_wait(WIDE)
+            store_wait(WIDE)
             arrive(left)
         if OUT or TRACE:
-            tma.store_wait(0)
+            store_wait(0)
         if KEEP:
             arrive(freed.index(stage))
         if OUT:
@@ -303,8 +303,7 @@ def _chain(
     mbarrier.init(left, count=1)
     mbarrier.init(done, count=WIDE)
     mbarrier.init(sent, count=1)
-    fence_async_shared()
-    gl.thread_barrier()
+    published()
     tiles = (reader_tiles, writer_tiles, g_tiles, v_tiles, p_tiles, state_tiles, o_tiles)
     stages = (readers, writers, gates, values, squares)
     bars = (filled, freed, scored, kept, left, done, sent)

@@ -10,33 +10,42 @@ from __future__ import annotations
 
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
+
+from axes.kernels.common.bulk import matrix_tiles, token_tiles
+from axes.kernels.common.gluon import (
+    async_load,
+    async_store,
+    barrier,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    reinterpret,
+    store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from axes.kernels.common.bulk import matrix_tiles, token_tiles
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.warpgroup import product_layout, published, retire, times
 from axes.kernels.diagonal.hopper import _power
-from axes.kernels.scalar.hopper import _product, _times, retire
-from axes.kernels.scalar.hopper_backward import _published
 
 _C = gl.constexpr(64)  # tokens of a chunk, channels of a program
 
 
 @gluon.jit
-def _sum_until(triangle, x, high, low):
+def square(tile, DTYPE: gl.constexpr, V: gl.constexpr, PLACE: gl.constexpr = 0):
+    """A square (C, C) of 16 bits in the place of a tile of C V numbers: where its first C C lie, or the second."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return reinterpret(tile, DTYPE, [V // _C, _C, _C], layout).index(PLACE)
+
+
+@gluon.jit
+def sum_until(triangle, x, high, low):
     """Sums of x (C, C) over tokens 0..i, as products of bfloat16: x is taken to 16 bits and more."""
     first = x.to(gl.bfloat16)
     high.store(first)
     low.store((x - first.to(gl.float32)).to(gl.bfloat16))
-    _published()
-    out = _times(triangle, high, _C)
+    published()
+    out = times(triangle, high, _C)
     return warpgroup_mma_wait(0, [warpgroup_mma(triangle, low, out, is_async=True)])
 
 
@@ -57,7 +66,7 @@ def _keys(
     slot = pid // (PARTS * H)
     b, n = slot // N, slot % N
     matrix = slot * H + h
-    layout: gl.constexpr = _product(_C)
+    layout: gl.constexpr = product_layout(_C)
     across: gl.constexpr = gl.SliceLayout(0, layout)
     douts = gl.allocate_shared_memory(DTYPE, [1, _C, V], do_tiles.layout)
     values = gl.allocate_shared_memory(DTYPE, [1, _C, V], v_tiles.layout)
@@ -72,19 +81,18 @@ def _keys(
     mbarrier.init(tokens, count=1)
     mbarrier.init(ends, count=1)
     mbarrier.init(own, count=1)
-    fence_async_shared()
-    gl.thread_barrier()
+    published()
     column = h * K + part * _C
     mbarrier.expect(tokens, 4 * _C * V)
-    tma.async_copy_global_to_shared(do_tiles, [b, n * _C, h * V], tokens, douts)
-    tma.async_copy_global_to_shared(v_tiles, [b, n * _C, h * V], tokens, values)
+    async_load(do_tiles, [b, n * _C, h * V], tokens, douts)
+    async_load(v_tiles, [b, n * _C, h * V], tokens, values)
     mbarrier.expect(ends, 4 * V * _C)
-    tma.async_copy_global_to_shared(state_tiles, [matrix * V, part * _C], ends, states)
-    tma.async_copy_global_to_shared(grad_tiles, [matrix * V, part * _C], ends, grads)
+    async_load(state_tiles, [matrix * V, part * _C], ends, states)
+    async_load(grad_tiles, [matrix * V, part * _C], ends, grads)
     mbarrier.expect(own, _C * _C * (4 + LOGS.primitive_bitwidth // 8))
-    tma.async_copy_global_to_shared(g_tiles, [b, n * _C, column], own, gates)
-    tma.async_copy_global_to_shared(q_tiles, [b, n * _C, column], own, queries)
-    tma.async_copy_global_to_shared(k_tiles, [b, n * _C, column], own, keys)
+    async_load(g_tiles, [b, n * _C, column], own, gates)
+    async_load(q_tiles, [b, n * _C, column], own, queries)
+    async_load(k_tiles, [b, n * _C, column], own, keys)
     whole: gl.constexpr = gl.BlockedLayout([K // 32], [32], [4], [0])
     least = gl.min(gl.load(totals + matrix.to(gl.int64) * K + gl.arange(0, K, layout=whole)), 0)
     if least >= -MILD:
@@ -94,40 +102,39 @@ def _keys(
         dout = douts.reshape([_C, V])
         value = values.reshape([_C, V])
         mbarrier.wait(tokens, 0)
-        dp = _times(dout, value.permute((1, 0)), _C)
+        dp = times(dout, value.permute((1, 0)), _C)
         mbarrier.wait(ends, 0)
-        both = _times(states.permute((1, 0)), grads, _C)  # its diagonal: sum_v S dS'
+        both = times(states.permute((1, 0)), grads, _C)  # its diagonal: sum_v S dS'
         dp = warpgroup_mma_wait(1, [dp])
         kept = gl.where(i >= j, dp, 0.0).to(DTYPE)
-        dquery = _times(dout, states, _C)
-        moved = _times(value, grads, _C)
+        dquery = times(dout, states, _C)
+        moved = times(value, grads, _C)
         both = warpgroup_mma_wait(2, [both])
         last = _power(total) * gl.sum(gl.where(i == j, both, 0.0), 0)
         dquery, moved = warpgroup_mma_wait(0, [dquery, moved])
-        gl.thread_barrier()
+        barrier()
         # what was read by these products makes room
-        square: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        scores = values._reinterpret(DTYPE, [_C, _C], square)
-        triangle = douts._reinterpret(gl.bfloat16, [_C, _C], square)
-        high = states._reinterpret(gl.bfloat16, [_C, _C], square)
-        low = grads._reinterpret(gl.bfloat16, [_C, _C], square)
+        scores = square(values, DTYPE, V)
+        triangle = square(douts, gl.bfloat16, V)
+        high = square(states, gl.bfloat16, V)
+        low = square(grads, gl.bfloat16, V)
         scores.store(kept)
         triangle.store(gl.where(i >= j, 1.0, 0.0).to(gl.bfloat16))
         mbarrier.wait(own, 0)
         log = gates.reshape([_C, _C]).load(layout).to(gl.float32)  # none at the floor: that chunk would not be mild
-        run = _sum_until(triangle, log, high, low)
-        gl.thread_barrier()
+        run = sum_until(triangle, log, high, low)
+        barrier()
         grow, fade = _power(run), _power(-run)
-        reader = states._reinterpret(DTYPE, [_C, _C], square)
-        writer = grads._reinterpret(DTYPE, [_C, _C], square)
+        reader = square(states, DTYPE, V)
+        writer = square(grads, DTYPE, V)
         reader.store((queries.reshape([_C, _C]).load(layout).to(gl.float32) * grow).to(DTYPE))
         writer.store((keys.reshape([_C, _C]).load(layout).to(gl.float32) * fade).to(DTYPE))
-        _published()
+        published()
         dquery = warpgroup_mma(scores, writer, dquery, is_async=True)
-        dkey = _times(scores.permute((1, 0)), reader, _C)
+        dkey = times(scores.permute((1, 0)), reader, _C)
         moved = fade * _power(total)[None, :] * moved
         dquery, dkey = warpgroup_mma_wait(0, [dquery, dkey])
-        gl.thread_barrier()
+        barrier()
         dquery = grow * dquery
         dkey = fade * dkey
         # sums from a token on are those of the chunk less those before it
@@ -140,13 +147,13 @@ def _keys(
         change += query * dquery
         last += gl.sum(change, 0)
         change -= moved
-        dlog = change - _sum_until(triangle, change, high, low) + last[None, :]
+        dlog = change - sum_until(triangle, change, high, low) + last[None, :]
         gates.reshape([_C, _C]).store(dlog.to(LOGS))
-        _published()
-        tma.async_copy_shared_to_global(dq_tiles, [b, n * _C, column], queries)
-        tma.async_copy_shared_to_global(dk_tiles, [b, n * _C, column], keys)
-        tma.async_copy_shared_to_global(dg_tiles, [b, n * _C, column], gates)
-        tma.store_wait(0)
+        published()
+        async_store(dq_tiles, [b, n * _C, column], queries)
+        async_store(dk_tiles, [b, n * _C, column], keys)
+        async_store(dg_tiles, [b, n * _C, column], gates)
+        store_wait(0)
     else:  # nothing may arrive after the end
         mbarrier.wait(own, 0)
         mbarrier.wait(tokens, 0)

@@ -35,10 +35,14 @@ from torch import Tensor
 from axes.kernels.common import inverse
 from axes.kernels.common.layout import Layout, layout, on_device, precision
 from axes.kernels.common.tiles import TILE
+from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.diagonal.channels import exponents
-from axes.kernels.diagonal_delta import hopper, pairs, passes
+from axes.kernels.diagonal_delta import pairs, passes
 from axes.kernels.diagonal_delta.gradients import gradients
-from axes.kernels.diagonal_delta.hopper_tokens import tokens_backward
+
+if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
+    from axes.kernels.diagonal_delta import hopper
+    from axes.kernels.diagonal_delta.hopper_tokens import tokens_backward
 
 # ---- launches ------------------------------------------------------------------------------------------------------
 
@@ -136,7 +140,7 @@ def _forward(
         sizes = _sizes(q, v, "serial")
         grid = cuts.units * hv * triton.cdiv(d_v, sizes["BV"])
         if grid:
-            if not cuts.packed and hopper.fits(scaled[0], v):
+            if not cuts.packed and _GLUON and hopper.fits(scaled[0], v):
                 hopper.walk(scaled, v, None if two else y, matrices, totals, start, final, o)
                 return o, final, matrices
             passes.scan[(grid,)](
@@ -187,7 +191,7 @@ def _backward(
         serial = _sizes(q, v, "serial")
         shape = dict(HV=hv, K=d, V=d_v, C=cuts.chunk, TWO=two, PACKED=cuts.packed, PRECISION=dot)
         grid = cuts.units * hv * triton.cdiv(d_v, serial["BV"])
-        plain = not cuts.packed and hopper.fits(scaled[0], v)
+        plain = not cuts.packed and _GLUON and hopper.fits(scaled[0], v)
         fast = plain and not two and x is None and h == hv
         if plain:
             strength = None if two else y

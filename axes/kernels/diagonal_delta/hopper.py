@@ -16,19 +16,22 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from axes.kernels.common.bulk import aligned, matrix_tiles, token_tiles
+from axes.kernels.common.gluon import (
+    async_load,
+    async_store,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from axes.kernels.common.bulk import aligned, matrix_tiles, token_tiles
 from axes.kernels.common.launch import Kernel
-from axes.kernels.scalar.hopper import _left, _product, _times, retire
+from axes.kernels.common.versions import hopper_refusal
+from axes.kernels.common.warpgroup import left_layout, product_layout, retire, times
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup
 
@@ -70,21 +73,21 @@ def _feed(
             strengths.index(stage).store(strength)
         if BACK:
             mbarrier.expect(bar, WIDTH + VALUES + 2 * SQUARE)
-            tma.async_copy_global_to_shared(writer_tiles, [b, here, h * K], bar, writers.index(stage))
+            async_load(writer_tiles, [b, here, h * K], bar, writers.index(stage))
         else:
             if TWO:
                 mbarrier.expect(bar, WIDTH + VALUES + 2 * SQUARE)
             else:
                 mbarrier.expect(bar, WIDTH + VALUES + SQUARE)
-            tma.async_copy_global_to_shared(reader_tiles, [b, here, h * K], bar, readers.index(stage))
+            async_load(reader_tiles, [b, here, h * K], bar, readers.index(stage))
         for w in gl.static_range(WIDE):
             to = values.index(stage * WIDE + w)
-            tma.async_copy_global_to_shared(value_tiles, [b, here, (h * WIDE + w) * _C], bar, to)
-        tma.async_copy_global_to_shared(solve_tiles, [row, 0], bar, inverses.index(stage))
+            async_load(value_tiles, [b, here, (h * WIDE + w) * _C], bar, to)
+        async_load(solve_tiles, [row, 0], bar, inverses.index(stage))
         if BACK:
-            tma.async_copy_global_to_shared(pair_tiles, [row, 0], bar, scores.index(stage))
+            async_load(pair_tiles, [row, 0], bar, scores.index(stage))
         elif TWO:
-            tma.async_copy_global_to_shared(solve2_tiles, [row, 0], bar, inverses2.index(stage))
+            async_load(solve2_tiles, [row, 0], bar, inverses2.index(stage))
 
         stage = step % LAST
         bar = last_filled.index(stage)
@@ -93,13 +96,13 @@ def _feed(
         if BACK:
             if TWO:
                 mbarrier.expect(bar, 3 * WIDTH + 2 * SQUARE)
-                tma.async_copy_global_to_shared(writer2_tiles, [b, here, h * K], bar, writers2.index(stage))
-                tma.async_copy_global_to_shared(pair2_tiles, [row, 0], bar, scores2.index(stage))
-                tma.async_copy_global_to_shared(solve2_tiles, [row, 0], bar, inverses2.index(stage))
+                async_load(writer2_tiles, [b, here, h * K], bar, writers2.index(stage))
+                async_load(pair2_tiles, [row, 0], bar, scores2.index(stage))
+                async_load(solve2_tiles, [row, 0], bar, inverses2.index(stage))
             else:
                 mbarrier.expect(bar, 2 * WIDTH)
-            tma.async_copy_global_to_shared(query_tiles, [b, here, h * K], bar, queries.index(stage))
-            tma.async_copy_global_to_shared(reader_tiles, [b, here, h * K], bar, readers.index(stage))
+            async_load(query_tiles, [b, here, h * K], bar, queries.index(stage))
+            async_load(reader_tiles, [b, here, h * K], bar, readers.index(stage))
         else:
             if RECORD:
                 if TWO:
@@ -111,14 +114,14 @@ def _feed(
                     mbarrier.expect(bar, 3 * WIDTH + 2 * SQUARE)
                 else:
                     mbarrier.expect(bar, 2 * WIDTH + SQUARE)
-                tma.async_copy_global_to_shared(query_tiles, [b, here, h * K], bar, queries.index(stage))
-            tma.async_copy_global_to_shared(writer_tiles, [b, here, h * K], bar, writers.index(stage))
+                async_load(query_tiles, [b, here, h * K], bar, queries.index(stage))
+            async_load(writer_tiles, [b, here, h * K], bar, writers.index(stage))
             if TWO:
-                tma.async_copy_global_to_shared(writer2_tiles, [b, here, h * K], bar, writers2.index(stage))
+                async_load(writer2_tiles, [b, here, h * K], bar, writers2.index(stage))
             if not RECORD:
-                tma.async_copy_global_to_shared(pair_tiles, [row, 0], bar, scores.index(stage))
+                async_load(pair_tiles, [row, 0], bar, scores.index(stage))
                 if TWO:
-                    tma.async_copy_global_to_shared(pair2_tiles, [row, 0], bar, scores2.index(stage))
+                    async_load(pair2_tiles, [row, 0], bar, scores2.index(stage))
 
 
 @gluon.jit
@@ -134,9 +137,9 @@ def _advance(
     LAST: gl.constexpr = faders.shape[0]
     K: gl.constexpr = readers.shape[3]
     DTYPE: gl.constexpr = readers.dtype
-    square: gl.constexpr = _product(_C)
-    wide: gl.constexpr = _product(K)
-    left: gl.constexpr = _left(_C)
+    square: gl.constexpr = product_layout(_C)
+    wide: gl.constexpr = product_layout(K)
+    left: gl.constexpr = left_layout(_C)
     bh = gl.program_id(0)
     h, b = bh % H, bh // H
     e = W * _C + gl.arange(0, _C, layout=gl.SliceLayout(1, wide))
@@ -153,12 +156,12 @@ def _advance(
         rounded = state.to(DTYPE)
         old = gl.convert_layout(rounded, left)
         if RECORD:
-            tma.store_wait(1)  # stores leave in order: the last chunk's state, then what it wrote
+            store_wait(1)  # stores leave in order: the last chunk's state, then what it wrote
             held.index(W).store(rounded)
             fence_async_shared()
-            tma.async_copy_shared_to_global(state_tiles, [(((b * N + n) * H + h) * WIDE + W) * _C, 0], held.index(W))
+            async_store(state_tiles, [(((b * N + n) * H + h) * WIDE + W) * _C, 0], held.index(W))
         mbarrier.wait(first_filled.index(stage), n // FIRST & 1)
-        seen = _times(old, readers.index(stage).reshape([_C, K]).permute((1, 0)), _C)
+        seen = times(old, readers.index(stage).reshape([_C, K]).permute((1, 0)), _C)
         value = values.index(stage * WIDE + W).reshape([_C, _C]).permute((1, 0))
         if TWO:
             known = value.load(left)
@@ -170,13 +173,13 @@ def _advance(
             seen = warpgroup_mma_wait(0, [seen])
             missing = strength * (wanted - seen)
         missing = gl.convert_layout(missing.to(DTYPE), left)
-        u = _times(missing, inverses.index(stage).permute((1, 0)), _C)
+        u = times(missing, inverses.index(stage).permute((1, 0)), _C)
         mbarrier.wait(last_filled.index(later), n // LAST & 1)
         total = faders.index(later).load(gl.SliceLayout(0, wide))[None, :]
         if RECORD:
             u = warpgroup_mma_wait(0, [u])
         else:
-            read = _times(old, queries.index(later).reshape([_C, K]).permute((1, 0)), _C)
+            read = times(old, queries.index(later).reshape([_C, K]).permute((1, 0)), _C)
             u = warpgroup_mma_wait(1, [u])
         fence_async_shared()
         mbarrier.arrive(first_freed.index(stage), count=1)
@@ -197,15 +200,15 @@ def _advance(
         fence_async_shared()
         mbarrier.arrive(last_freed.index(later), count=1)
         if RECORD:
-            tma.store_wait(1)
+            store_wait(1)
         else:
-            tma.store_wait(0)
+            store_wait(0)
         out.reshape([_C, _C]).permute((1, 0)).store(rounded)
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_tiles, [b, n * _C, (h * WIDE + W) * _C], out)
+        async_store(out_tiles, [b, n * _C, (h * WIDE + W) * _C], out)
     if not RECORD:
         gl.store(final + place, state)
-    tma.store_wait(0)
+    store_wait(0)
 
 
 @gluon.jit
@@ -220,9 +223,9 @@ def _retreat(
     LAST: gl.constexpr = faders.shape[0]
     K: gl.constexpr = readers.shape[3]
     DTYPE: gl.constexpr = readers.dtype
-    square: gl.constexpr = _product(_C)
-    wide: gl.constexpr = _product(K)
-    left: gl.constexpr = _left(_C)
+    square: gl.constexpr = product_layout(_C)
+    wide: gl.constexpr = product_layout(K)
+    left: gl.constexpr = left_layout(_C)
     bh = gl.program_id(0)
     h, b = bh % H, bh // H
     e = W * _C + gl.arange(0, _C, layout=gl.SliceLayout(1, wide))
@@ -237,13 +240,13 @@ def _retreat(
         later = step % LAST
         rounded = grad.to(DTYPE)
         after = gl.convert_layout(rounded, left)
-        tma.store_wait(2)  # stores leave in order: a chunk's state, r, dv
+        store_wait(2)  # stores leave in order: a chunk's state, r, dv
         held.index(W).store(rounded)
         fence_async_shared()
-        tma.async_copy_shared_to_global(state_tiles, [(((b * N + n) * H + h) * WIDE + W) * _C, 0], held.index(W))
+        async_store(state_tiles, [(((b * N + n) * H + h) * WIDE + W) * _C, 0], held.index(W))
         mbarrier.wait(first_filled.index(stage), step // FIRST & 1)
         dout = values.index(stage * WIDE + W).reshape([_C, _C]).permute((1, 0)).load(left)
-        du = _times(after, writers.index(stage).reshape([_C, K]).permute((1, 0)), _C)
+        du = times(after, writers.index(stage).reshape([_C, K]).permute((1, 0)), _C)
         du = warpgroup_mma(dout, scores.index(stage), du, is_async=True)
         if not TWO:
             strength = strengths.index(stage).load(gl.SliceLayout(0, square))[None, :]
@@ -251,12 +254,12 @@ def _retreat(
         total = faders.index(later).load(gl.SliceLayout(0, wide))[None, :]
         grad = warpgroup_mma(dout, queries.index(later).reshape([_C, K]), grad * total, is_async=True)
         if TWO:
-            dvalue = _times(after, writers2.index(later).reshape([_C, K]).permute((1, 0)), _C)
+            dvalue = times(after, writers2.index(later).reshape([_C, K]).permute((1, 0)), _C)
             dvalue = warpgroup_mma(dout, scores2.index(later), dvalue, is_async=True)
             du = warpgroup_mma_wait(3, [du])
         else:
             du = warpgroup_mma_wait(1, [du])
-        r = _times(gl.convert_layout(du.to(DTYPE), left), inverses.index(stage), _C)
+        r = times(gl.convert_layout(du.to(DTYPE), left), inverses.index(stage), _C)
         if TWO:
             r, grad, dvalue = warpgroup_mma_wait(0, [r, grad, dvalue])
             back = gl.convert_layout(r.to(DTYPE), left)
@@ -268,19 +271,19 @@ def _retreat(
         fence_async_shared()
         mbarrier.arrive(first_freed.index(stage), count=1)
         grad = warpgroup_mma(back, readers.index(later).reshape([_C, K]), grad, is_async=True)
-        tma.store_wait(1)
+        store_wait(1)
         r_out.reshape([_C, _C]).permute((1, 0)).store(r.to(DTYPE))
         if TWO:
             dvalue = warpgroup_mma_wait(1, [dvalue])
         dv_out.reshape([_C, _C]).permute((1, 0)).store(dvalue.to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(r_tiles, [b, n * _C, (h * WIDE + W) * _C], r_out)
-        tma.async_copy_shared_to_global(dv_tiles, [b, n * _C, (h * WIDE + W) * _C], dv_out)
+        async_store(r_tiles, [b, n * _C, (h * WIDE + W) * _C], r_out)
+        async_store(dv_tiles, [b, n * _C, (h * WIDE + W) * _C], dv_out)
         grad = warpgroup_mma_wait(0, [grad])
         fence_async_shared()
         mbarrier.arrive(last_freed.index(later), count=1)
     gl.store(dstart + place, grad)
-    tma.store_wait(0)
+    store_wait(0)
 
 
 @Kernel
@@ -398,9 +401,9 @@ _LAUNCH = {128: {"ADVANCE": 240, "maxnreg": 168}, 64: {"ADVANCE": 240, "maxnreg"
 def fits(reader: Tensor, v: Tensor) -> bool:
     """Whether the passes may be called: 16 bit, K = V in {64, 128}, dense, tokens there, on a Hopper processor."""
     plain = v.dtype in (torch.bfloat16, torch.float16) and reader.shape[3] == v.shape[3] and v.shape[3] in _LAUNCH
-    if not plain or 0 in v.shape or v.device.type != "cuda":
+    if not plain or 0 in v.shape:
         return False
-    return torch.cuda.get_device_capability(v.device) == (9, 0)
+    return hopper_refusal(v.device) is None
 
 
 def walk(

@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
+
+from axes.kernels.common.bulk import aligned, matrix_tiles, token_tiles
+from axes.kernels.common.gluon import (
+    async_load,
+    async_store,
+    barrier,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from axes.kernels.common.bulk import aligned, matrix_tiles, token_tiles
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.warpgroup import product_layout, published, retire, times
 from axes.kernels.diagonal.hopper import _power
-from axes.kernels.diagonal.hopper_keys import _sum_until
-from axes.kernels.scalar.hopper import _product, _times, retire
-from axes.kernels.scalar.hopper_backward import _published
+from axes.kernels.diagonal.hopper_keys import square, sum_until
 
 _C = gl.constexpr(64)  # tokens of a chunk, channels of a program
 
@@ -49,10 +50,9 @@ def _tokens(
     slot = pid // (PARTS * H)
     b, n = slot // N, slot % N
     matrix = slot * H + h
-    layout: gl.constexpr = _product(_C)
+    layout: gl.constexpr = product_layout(_C)
     down: gl.constexpr = gl.SliceLayout(1, layout)
     across: gl.constexpr = gl.SliceLayout(0, layout)
-    square: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     douts = gl.allocate_shared_memory(DTYPE, [1, _C, V], do_tiles.layout)
     wrotes = gl.allocate_shared_memory(DTYPE, [1, _C, V], u_tiles.layout)
     owed = gl.allocate_shared_memory(DTYPE, [1, _C, V], r_tiles.layout)
@@ -61,28 +61,27 @@ def _tokens(
     queries = gl.allocate_shared_memory(DTYPE, [1, _C, _C], q_tiles.layout)
     keys = gl.allocate_shared_memory(DTYPE, [1, _C, _C], k_tiles.layout)
     if V == _C:
-        other = gl.allocate_shared_memory(DTYPE, [_C, _C], square)
+        other = gl.allocate_shared_memory(DTYPE, [_C, _C], state_tiles.layout)
     else:
-        other = wrotes._reinterpret(DTYPE, [2, _C, _C], square).index(1)
+        other = square(wrotes, DTYPE, V, 1)
     given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ends = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     own = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(given, count=1)
     mbarrier.init(ends, count=1)
     mbarrier.init(own, count=1)
-    fence_async_shared()
-    gl.thread_barrier()
+    published()
     column = h * K + part * _C
     mbarrier.expect(given, 6 * _C * V)
-    tma.async_copy_global_to_shared(do_tiles, [b, n * _C, h * V], given, douts)
-    tma.async_copy_global_to_shared(u_tiles, [b, n * _C, h * V], given, wrotes)
-    tma.async_copy_global_to_shared(r_tiles, [b, n * _C, h * V], given, owed)
+    async_load(do_tiles, [b, n * _C, h * V], given, douts)
+    async_load(u_tiles, [b, n * _C, h * V], given, wrotes)
+    async_load(r_tiles, [b, n * _C, h * V], given, owed)
     mbarrier.expect(ends, 4 * V * _C)
-    tma.async_copy_global_to_shared(state_tiles, [matrix * V, part * _C], ends, states)
-    tma.async_copy_global_to_shared(grad_tiles, [matrix * V, part * _C], ends, grads)
+    async_load(state_tiles, [matrix * V, part * _C], ends, states)
+    async_load(grad_tiles, [matrix * V, part * _C], ends, grads)
     mbarrier.expect(own, 4 * _C * _C)
-    tma.async_copy_global_to_shared(q_tiles, [b, n * _C, column], own, queries)
-    tma.async_copy_global_to_shared(k_tiles, [b, n * _C, column], own, keys)
+    async_load(q_tiles, [b, n * _C, column], own, queries)
+    async_load(k_tiles, [b, n * _C, column], own, keys)
     whole: gl.constexpr = gl.BlockedLayout([K // 32], [32], [4], [0])
     least = gl.min(gl.load(totals + matrix.to(gl.int64) * K + gl.arange(0, K, layout=whole)), 0)
     if least >= -MILD:
@@ -99,57 +98,57 @@ def _tokens(
         wrote = wrotes.reshape([_C, V])
         owe = owed.reshape([_C, V])
         mbarrier.wait(given, 0)
-        scores = _times(dout, wrote.permute((1, 0)), _C)
-        lower = _times(owe, wrote.permute((1, 0)), _C)
+        scores = times(dout, wrote.permute((1, 0)), _C)
+        lower = times(owe, wrote.permute((1, 0)), _C)
         if part == 0:
             for left in gl.static_range(0, V, 64):
                 value = gl.load(v + row[:, None] * V + (left + column_j)[None, :], mask=here[:, None], other=0.0)
                 push += gl.sum(owe.slice(left, 64, dim=1).load(layout).to(gl.float32) * value.to(gl.float32), 1)
         mbarrier.wait(ends, 0)
-        both = _times(states.permute((1, 0)), grads, _C)  # its diagonal: sum_v X dX'
+        both = times(states.permute((1, 0)), grads, _C)  # its diagonal: sum_v X dX'
         scores, lower = warpgroup_mma_wait(1, [scores, lower])
         inside = gl.where(i >= j, scores, 0.0).to(DTYPE)
         strict = gl.where(i > j, lower, 0.0).to(DTYPE)
         log = gl.load(g + row[:, None] * K + (part * _C + column_j)[None, :], mask=here[:, None], other=0.0)
-        dquery = _times(dout, states, _C)
-        dread = _times(owe, states, _C)
-        moved = _times(wrote, grads, _C)
+        dquery = times(dout, states, _C)
+        dread = times(owe, states, _C)
+        moved = times(wrote, grads, _C)
         both = warpgroup_mma_wait(3, [both])
         last = _power(total) * gl.sum(gl.where(i == j, both, 0.0), 0)
         dquery, dread, moved = warpgroup_mma_wait(0, [dquery, dread, moved])
-        gl.thread_barrier()
+        barrier()
         # what was read by these products makes room
-        insides = douts._reinterpret(DTYPE, [_C, _C], square)
-        stricts = owed._reinterpret(DTYPE, [_C, _C], square)
-        triangle = wrotes._reinterpret(gl.bfloat16, [_C, _C], square)
-        high = states._reinterpret(gl.bfloat16, [_C, _C], square)
-        low = grads._reinterpret(gl.bfloat16, [_C, _C], square)
+        insides = square(douts, DTYPE, V)
+        stricts = square(owed, DTYPE, V)
+        triangle = square(wrotes, gl.bfloat16, V)
+        high = square(states, gl.bfloat16, V)
+        low = square(grads, gl.bfloat16, V)
         insides.store(inside)
         stricts.store(strict)
         triangle.store(gl.where(i >= j, 1.0, 0.0).to(gl.bfloat16))
         log = log.to(gl.float32)  # none at the floor: that chunk would not be mild
-        run = _sum_until(triangle, log, high, low)
-        gl.thread_barrier()
+        run = sum_until(triangle, log, high, low)
+        barrier()
         grow, fade = _power(run), _power(-run)
         if LATE:
             gain = grow
         else:
             gain = _power(run - log)
-        reader = states._reinterpret(DTYPE, [_C, _C], square)
-        writer = grads._reinterpret(DTYPE, [_C, _C], square)
+        reader = square(states, DTYPE, V)
+        writer = square(grads, DTYPE, V)
         mbarrier.wait(own, 0)
         reader.store((queries.reshape([_C, _C]).load(layout).to(gl.float32) * grow).to(DTYPE))
         key = keys.reshape([_C, _C]).load(layout).to(gl.float32)
         writer.store((key * fade).to(DTYPE))
         other.store((strength[:, None] * key * gain).to(DTYPE))
-        _published()
+        published()
         dquery = warpgroup_mma(insides, writer, dquery, is_async=True)
         dread = warpgroup_mma(stricts, writer, dread, is_async=True)
-        dkey = _times(insides.permute((1, 0)), reader, _C)
+        dkey = times(insides.permute((1, 0)), reader, _C)
         dkey = warpgroup_mma(stricts.permute((1, 0)), other, dkey, is_async=True)
         moved = fade * _power(total)[None, :] * moved
         dquery, dread, dkey = warpgroup_mma_wait(0, [dquery, dread, dkey])
-        gl.thread_barrier()
+        barrier()
         dquery = grow * dquery
         dread = gain * dread
         key = keys.reshape([_C, _C]).load(layout).to(gl.float32)
@@ -165,16 +164,16 @@ def _tokens(
         # sums from a token on are those of the chunk less those before it
         last += gl.sum(change, 0)
         change -= key * moved
-        dlog = change - _sum_until(triangle, change, high, low) + last[None, :]
+        dlog = change - sum_until(triangle, change, high, low) + last[None, :]
         if not LATE:  # its own reader came before it
             dlog -= before
         to = dg + row[:, None] * K + (part * _C + column_j)[None, :]
         gl.store(to, dlog.to(dg.dtype.element_ty), mask=here[:, None])
         gl.store(dbeta + part * tokens.to(gl.int64) * H + row, push, mask=here)
-        _published()
-        tma.async_copy_shared_to_global(dq_tiles, [b, n * _C, column], queries)
-        tma.async_copy_shared_to_global(dk_tiles, [b, n * _C, column], keys)
-        tma.store_wait(0)
+        published()
+        async_store(dq_tiles, [b, n * _C, column], queries)
+        async_store(dk_tiles, [b, n * _C, column], keys)
+        store_wait(0)
     else:  # nothing may arrive after the end
         mbarrier.wait(own, 0)
         mbarrier.wait(given, 0)

@@ -14,19 +14,24 @@ from functools import lru_cache
 import torch
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from axes.kernels.common.bulk import batch_tiles
+from axes.kernels.common.gluon import (
+    async_load,
+    async_store,
+    barrier,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    reinterpret,
+    store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from axes.kernels.common.bulk import batch_tiles
 from axes.kernels.common.launch import Kernel
-from axes.kernels.scalar.hopper import arrive, retire
+from axes.kernels.common.versions import hopper_refusal
+from axes.kernels.common.warpgroup import arrive, published, retire
 
 _TILE = gl.constexpr(128)  # sides of a tile of C
 _SLICE = gl.constexpr(128)  # bytes of a row of a slice
@@ -65,7 +70,7 @@ def _tile(index, tiles):
 @gluon.jit
 def _term(squares, stage, DTYPE: gl.constexpr):
     """A place in the ring as a tile."""
-    return squares.index(stage)._reinterpret(DTYPE, [1, _TILE, _TILE], squares.layout).reshape([_TILE, _TILE])
+    return reinterpret(squares.index(stage), DTYPE, [1, _TILE, _TILE], squares.layout).reshape([_TILE, _TILE])
 
 
 # ---- the warps -----------------------------------------------------------------------------------------------------
@@ -92,11 +97,11 @@ def _feed(
             else:
                 mbarrier.expect(bar, 2 * _TILE * _SLICE)
             if COLUMNS:
-                tma.async_copy_global_to_shared(left, [batch, k, row], bar, slices.index(2 * stage))
-                tma.async_copy_global_to_shared(right, [batch, k, col], bar, slices.index(2 * stage + 1), not alike)
+                async_load(left, [batch, k, row], bar, slices.index(2 * stage))
+                async_load(right, [batch, k, col], bar, slices.index(2 * stage + 1), not alike)
             else:
-                tma.async_copy_global_to_shared(left, [batch, row, k], bar, slices.index(2 * stage))
-                tma.async_copy_global_to_shared(right, [batch, col, k], bar, slices.index(2 * stage + 1), not alike)
+                async_load(left, [batch, row, k], bar, slices.index(2 * stage))
+                async_load(right, [batch, col, k], bar, slices.index(2 * stage + 1), not alike)
             count += 1
         for place in gl.static_range(_places(TERMS, DIRECT)):
             stage = count % _STAGES
@@ -105,9 +110,9 @@ def _feed(
             if place < TERMS:
                 mbarrier.expect(bar, 2 * _TILE * _TILE)
                 if place == 0:
-                    tma.async_copy_global_to_shared(first, [batch, row, col], bar, squares.index(stage))
+                    async_load(first, [batch, row, col], bar, squares.index(stage))
                 else:
-                    tma.async_copy_global_to_shared(second, [batch, row, col], bar, squares.index(stage))
+                    async_load(second, [batch, row, col], bar, squares.index(stage))
             else:
                 mbarrier.arrive(bar, count=1)
             count += 1
@@ -172,6 +177,7 @@ def _multiply(
                 term = beta * _term(squares, stage, first.dtype).load(layout).to(gl.float32)
                 sums += gl.where(beta == 0.0, 0.0, term)
             if TERMS > 1:
+                fence_async_shared()  # the copy that comes next writes where this tile was read
                 arrive(freed.index(count % _STAGES))
                 count += 1
                 stage = count % _STAGES
@@ -182,13 +188,13 @@ def _multiply(
                 mbarrier.wait(filled.index(stage), count // _STAGES & 1)
             count += 1
             tile = _term(squares, stage, squares.dtype)
-            gl.thread_barrier()
+            barrier()
             if row == col:
                 out = gl.where(i == j, sums + delta, sums).to(squares.dtype)
                 tile.store(out)
-                gl.thread_barrier()
+                barrier()
                 out = gl.where(i >= j, out, tile.permute((1, 0)).load(layout))
-                gl.thread_barrier()
+                barrier()
                 tile.store(out)
             else:
                 out = sums.to(squares.dtype)
@@ -217,14 +223,14 @@ def _carry(to, squares, bars, K, tiles, total, TERMS: gl.constexpr, DIRECT: gl.c
             stage = count % _STAGES
             mbarrier.wait(done.index(sent % 2), sent // 2 & 1)
             sent += 1
-            tma.async_copy_shared_to_global(to, [batch, row, col], squares.index(stage))
-            tma.store_wait(0)
+            async_store(to, [batch, row, col], squares.index(stage))
+            store_wait(0)
             if row != col:
                 arrive(left)
                 mbarrier.wait(done.index(sent % 2), sent // 2 & 1)
                 sent += 1
-                tma.async_copy_shared_to_global(to, [batch, col, row], squares.index(stage))
-                tma.store_wait(0)
+                async_store(to, [batch, col, row], squares.index(stage))
+                store_wait(0)
             arrive(freed.index(stage))
 
 
@@ -242,7 +248,7 @@ def _symmetric(
     slices = gl.allocate_shared_memory(DTYPE, [2 * _STAGES, 1, HIGH, WIDTH], left.layout)
     squares = slices
     if not DIRECT:
-        squares = slices._reinterpret(to.dtype, [_STAGES, 1, _TILE, _TILE], to.layout)
+        squares = reinterpret(slices, to.dtype, [_STAGES, 1, _TILE, _TILE], to.layout)
     filled = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     freed = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     # a tile is together: two, as the next one may be before it was seen
@@ -254,8 +260,7 @@ def _symmetric(
     for place in gl.static_range(2):
         mbarrier.init(done.index(place), count=1)
     mbarrier.init(turn, count=1)
-    fence_async_shared()
-    gl.thread_barrier()
+    published()
     sources = (left, right, first, second)
     bars = (filled, freed, done, turn)
     gl.warp_specialize(
@@ -288,7 +293,7 @@ def fits(a: Tensor) -> bool:
         return False
     if a.dtype not in (torch.bfloat16, torch.float16) and not (a.dtype == torch.float32 and a.stride(-1) == 1):
         return False
-    return a.device.type == "cuda" and torch.cuda.get_device_capability(a.device) == (9, 0)
+    return hopper_refusal(a.device) is None
 
 
 @lru_cache

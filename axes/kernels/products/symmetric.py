@@ -19,7 +19,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from axes.errors import ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
-from axes.kernels.products import hopper_symmetric
+from axes.kernels.common.versions import gluon_refusal
+
+if _GLUON := gluon_refusal() is None:  # on an unknown Triton this module raises, and the portable kernel runs
+    from axes.kernels.products import hopper_symmetric
 
 _TILE, _DEPTH = 128, 64  # sides of a tile of C, and of the slices of A and B that a step multiplies
 _WARPS, _STAGES = 4, 3  # two programs a processor: one stores while the other multiplies
@@ -102,7 +105,7 @@ def symmetric_product(
     c = a.new_empty(n, m, m, dtype=dtype or a.dtype) if out is None else out
     if not n or not m:
         return c
-    if hopper_symmetric.fits(a):
+    if _GLUON and hopper_symmetric.fits(a):
         with layout.on_device(a):
             hopper_symmetric.launch(a, b, c, alpha, terms, diagonal, factors)
         return c
@@ -133,7 +136,7 @@ def _check(
         raise ShapeError(f"{who}: a and b are (N, m, k) alike, not {tuple(a.shape)} and {tuple(other.shape)}")
     if a.device.type != "cuda" and not layout.interpreted():
         raise ShapeError(f"{who}: the Triton kernel needs a CUDA device, not {a.device}: torch.baddbmm runs anywhere")
-    known = a.dtype in TYPES or layout.interpreted() or hopper_symmetric.fits(a)
+    known = a.dtype in TYPES or layout.interpreted() or _GLUON and hopper_symmetric.fits(a)
     if not known or other.dtype != a.dtype:
         raise ShapeError(
             f"{who}: a and b share one of bf16 and fp16, or float32 by rows on Hopper, not {a.dtype} and {other.dtype}"

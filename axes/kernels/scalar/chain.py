@@ -19,9 +19,9 @@ from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels.common.layout import check_like, check_packing, check_tokens, on_device
-from axes.kernels.scalar import hopper
 from axes.kernels.scalar import write as scalar_write
 from axes.kernels.scalar.launches import (
+    GLUON,
     Chain,
     delta_backward,
     delta_forward,
@@ -33,13 +33,16 @@ from axes.kernels.scalar.launches import (
 )
 from axes.kernels.scalar.sizes import Cut, cdiv, chunk_length, cut, plain_segments_of, segments_of
 
+if GLUON:
+    from axes.kernels.scalar import hopper
+
 # ---- the choice of kernels -------------------------------------------------------------------------------------------
 
 
 def _plain(q: Tensor, v: Tensor, beta: Tensor | None, erase: Tensor | None, special: bool) -> bool:
     """Whether the Hopper kernels compute a chain: 16 bit, dense, K = V in {64, 128}, as many value heads as key heads,
     keys erased where they are written, after the gate; special: packed, early or normalized."""
-    return erase is None and beta is not None and not special and hopper.fits(q, v)
+    return erase is None and beta is not None and not special and GLUON and hopper.fits(q, v)
 
 
 def _delta_pair(x: Chain) -> tuple[Any, Any]:

@@ -17,175 +17,28 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from axes.kernels.common.bulk import aligned, matrix_tiles, number_tiles, token_tiles
+from axes.kernels.common.gluon import (
+    async_load,
+    async_store,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    reinterpret,
+    store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from axes.kernels.common.bulk import aligned, matrix_tiles, number_tiles, token_tiles
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.versions import hopper_refusal
+from axes.kernels.common.warpgroup import add, left_layout, product_layout, retire, segment, times
+from axes.kernels.scalar.hopper_inverse import inverse
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, rows of a warpgroup's product
-_TILE = gl.constexpr(16)  # rows of a diagonal block inverted by substitution
 _NUMBERS = gl.constexpr(4)  # rows of a chunk's per-token numbers: e^G, beta, e^(G_last - G), G log2 e
 _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
-
-
-# ---- pieces ------------------------------------------------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def _product(n):
-    """Layout of a 64 x n product of one warpgroup."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
-
-
-@gluon.constexpr_function
-def _left(n):
-    """Layout of a left operand in registers: what a product leaves, rounded to 16 bit, is one without moving."""
-    return gl.DotOperandLayout(operand_index=0, parent=_product(n), k_width=2)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def segment(unit, S, L):
-    """Of a unit, one of S segments of L tokens: its batch entry and its first token there."""
-    entry = unit // S
-    return entry, (unit - entry * S) * L
-
-
-@gluon.jit
-def _times(a, b, N: gl.constexpr):
-    """a (64, .) times b (., N), started: wait for it before it is read. b lies in shared memory."""
-    zero = gl.zeros([_C, N], gl.float32, _product(N))
-    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def arrive(bar):
-    """All threads of these warps are done with what the barrier guards."""
-    gl.thread_barrier()
-    mbarrier.arrive(bar, count=1)
-
-
-@gluon.jit
-def retire(bar):
-    """The end of a barrier, or of a stack of them, after which other data may lie where it was.
-
-    Without it the compiler gives the memory of a barrier away after its last use, and at once if it has none. What the
-    processor keeps of the barrier is then written into that data: rarely, and where programs share the device.
-    """
-    if bar.rank == 1:
-        mbarrier.invalidate(bar)
-    else:
-        STAGES: gl.constexpr = bar.shape[0]
-        for stage in gl.static_range(STAGES):
-            mbarrier.invalidate(bar.index(stage))
-
-
-# ---- (I + L)^-1 --------------------------------------------------------------------------------------------------
-# Block diagonal matrices with blocks of a side s are kept stacked: (C, s), row i the i-th row of its own block.
-
-
-@gluon.jit
-def _parts(x, SIDE: gl.constexpr):
-    """The even column blocks of (C, C): columns 0..15 and 32..47 by 16; columns 0..31, twice, by 32."""
-    x = gl.reshape(x, [_C, _C // (2 * SIDE), 2, SIDE])
-    even, _ = gl.split(gl.permute(x, (0, 1, 3, 2)))
-    if SIDE == 32:
-        first = gl.reshape(even, [_C, SIDE])
-        second = first
-    else:
-        first, second = gl.split(gl.permute(even, (0, 2, 1)))
-    return first, second
-
-
-@gluon.jit
-def _halves(x):
-    """float32 as a sum of two bfloat16, to 16 bits. The first is cut, not rounded: one instruction."""
-    high = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
-    return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
-
-
-@gluon.jit
-def _share(x, SIDE: gl.constexpr):
-    """(C, SIDE) float32 into shared memory, in halves."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_C, SIDE], gl.bfloat16)
-    high, low = _halves(x)
-    high = gl.allocate_shared_memory(gl.bfloat16, [_C, SIDE], layout, high)
-    low = gl.allocate_shared_memory(gl.bfloat16, [_C, SIDE], layout, low)
-    fence_async_shared()
-    return high, low
-
-
-@gluon.jit
-def _exact(a, b_high, b_low, SIDE: gl.constexpr):
-    """a b to 16 bits, a (C, SIDE) in registers, b (SIDE, SIDE) in halves: three products, started."""
-    a_high, a_low = _halves(gl.convert_layout(a, _left(SIDE)))
-    out = _times(a_high, b_low, SIDE)
-    out = warpgroup_mma(a_low, b_high, out, is_async=True)
-    return warpgroup_mma(a_high, b_high, out, is_async=True)
-
-
-@gluon.jit
-def _substitute(lower):
-    """Inverses of the 16 x 16 diagonal blocks of I + lower, stacked. A thread owns a column of one block."""
-    B: gl.constexpr = _C // _TILE
-    own: gl.constexpr = gl.BlockedLayout([1, _TILE, 1], [2, 1, 16], [4, 1, 1], [2, 1, 0])
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    i = gl.arange(0, _C, layout=gl.SliceLayout(1, _product(_C)))[:, None]
-    j = gl.arange(0, _C, layout=gl.SliceLayout(0, _product(_C)))[None, :]
-    blocks = gl.where(i // _TILE == j // _TILE, lower, -0.0)
-    blocks = gl.sum(gl.reshape(blocks, [_C, B, _TILE]), axis=1)
-    columns = gl.allocate_shared_memory(gl.float32, [_TILE, _C], flat, gl.permute(blocks, (1, 0)))
-    columns = columns._reinterpret(gl.float32, [_TILE, B, _TILE], flat)
-    row = gl.arange(0, _TILE, layout=gl.SliceLayout(0, gl.SliceLayout(2, own)))[None, :, None]
-    col = gl.arange(0, _TILE, layout=gl.SliceLayout(0, gl.SliceLayout(1, own)))[None, None, :]
-    x = gl.where(row == col, 1.0, 0.0) + gl.zeros([B, _TILE, _TILE], gl.float32, own)
-    for n in gl.static_range(_TILE - 1):
-        column = columns.index(n).load(gl.SliceLayout(2, own))
-        line = gl.sum(gl.where(row == n, x, -0.0), axis=1)  # -0.0: the sum of one number is that number, and free
-        x = x - column[:, :, None] * line[:, None, :]
-    return gl.convert_layout(gl.reshape(x, [_C, _TILE]), _product(_TILE))
-
-
-@gluon.jit
-def _double(lower, x, SIDE: gl.constexpr):
-    """Stacked inverses of diagonal blocks of side SIDE to those of twice the side: the new quarter is -X2 L21 X1.
-
-    Products are of all rows; only those of the second block of each pair mean something.
-    """
-    half: gl.constexpr = _C // 2
-    row = gl.arange(0, _C, layout=gl.SliceLayout(1, _product(SIDE)))[:, None]
-    first, second = _parts(lower, SIDE)
-    high, low = _share(x, SIDE)
-    inner = _exact(first, high.slice(0, SIDE), low.slice(0, SIDE), SIDE)
-    if SIDE == 16:
-        other = _exact(second, high.slice(half, SIDE), low.slice(half, SIDE), SIDE)
-        inner, other = warpgroup_mma_wait(0, [inner, other])
-        inner = gl.where(row < half, inner, other)
-    else:
-        inner = warpgroup_mma_wait(0, [inner])
-    high, low = _share(inner, SIDE)
-    cross = _exact(x, high.slice(SIDE, SIDE), low.slice(SIDE, SIDE), SIDE)
-    if SIDE == 16:
-        other = _exact(x, high.slice(half + SIDE, SIDE), low.slice(half + SIDE, SIDE), SIDE)
-        cross, other = warpgroup_mma_wait(0, [cross, other])
-        cross = gl.where(row < half, cross, other)
-    else:
-        cross = warpgroup_mma_wait(0, [cross])
-    odd = row // SIDE % 2 == 1
-    both = gl.join(gl.where(odd, -cross, x), gl.where(odd, x, 0.0))
-    return gl.convert_layout(gl.reshape(gl.permute(both, (0, 2, 1)), [_C, 2 * SIDE]), _product(2 * SIDE))
 
 
 # ---- every chunk at once -----------------------------------------------------------------------------------------
@@ -206,22 +59,22 @@ def _prepare(
     h = uh % H
     b, first = segment(uh // H, S, L)
     first += n * _C
-    late: gl.constexpr = gl.SliceLayout(1, _product(_C))
-    early: gl.constexpr = gl.SliceLayout(0, _product(_C))
+    late: gl.constexpr = gl.SliceLayout(1, product_layout(_C))
+    early: gl.constexpr = gl.SliceLayout(0, product_layout(_C))
     line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
 
     keys = gl.allocate_shared_memory(DTYPE, [1, _C, K], k_tiles.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     mbarrier.expect(ready, _C * K * 2)
-    tma.async_copy_global_to_shared(k_tiles, [b, first, h * K], ready, keys)
+    async_load(k_tiles, [b, first, h * K], ready, keys)
 
     token = first + gl.arange(0, _C, layout=line)
     at = (b.to(gl.int64) * T + token) * H + h
     strength = gl.load(beta + at, mask=token < T, other=0.0)
     if GATED:
         log = gl.maximum(gl.load(g + at, mask=token < T, other=0.0), -100.0)
-        run = gl.associative_scan(log, 0, _add)
+        run = gl.associative_scan(log, 0, add)
         total = gl.sum(log, 0)
     else:
         run = gl.zeros([_C], gl.float32, line)
@@ -242,18 +95,15 @@ def _prepare(
     mbarrier.wait(ready, 0)
     retire(ready)
     keys = keys.reshape([_C, K])
-    lower = warpgroup_mma_wait(0, [_times(keys, keys.permute((1, 0)), _C)])
+    lower = warpgroup_mma_wait(0, [times(keys, keys.permute((1, 0)), _C)])
     if CUT and GATED:
         square = gl.sum(gl.where(i == j, lower, 0.0), axis=1) * gl.convert_layout(strength, late)
         gl.store(bounds + pid, total + gl.sum(gl.log(gl.maximum(square - 1.0, 1.0)), 0))
-    lower = decay * lower
-    x = _substitute(lower)
-    x = _double(lower, x, 16)
-    x = _double(lower, x, 32)
+    x = inverse(decay * lower)
     out = gl.allocate_shared_memory(DTYPE, [_C, _C], w_tiles.layout, x.to(DTYPE))
     fence_async_shared()
-    tma.async_copy_shared_to_global(w_tiles, [pid * _C, 0], out)
-    tma.store_wait(0)
+    async_store(w_tiles, [pid * _C, 0], out)
+    store_wait(0)
 
 
 # ---- serial over chunks ------------------------------------------------------------------------------------------
@@ -276,13 +126,13 @@ def _feed(tiles, stages, filled, freed, S, L, N, H, WIDE: gl.constexpr):
         here = first + n * _C
         mbarrier.wait(freed.index(stage), (n // STAGES & 1) ^ 1)
         mbarrier.expect(bar, BYTES)
-        tma.async_copy_global_to_shared(k_tiles, [b, here, h * K], bar, keys.index(stage))
-        tma.async_copy_global_to_shared(number_rows, [(bh * N + n) * (_NUMBERS * _C)], bar, numbers.index(stage))
+        async_load(k_tiles, [b, here, h * K], bar, keys.index(stage))
+        async_load(number_rows, [(bh * N + n) * (_NUMBERS * _C)], bar, numbers.index(stage))
         for w in gl.static_range(WIDE):
             to = values.index(stage * WIDE + w)
-            tma.async_copy_global_to_shared(v_tiles, [b, here, (h * WIDE + w) * _C], bar, to)
-        tma.async_copy_global_to_shared(q_tiles, [b, here, h * K], bar, queries.index(stage))
-        tma.async_copy_global_to_shared(w_tiles, [(bh * N + n) * _C, 0], bar, inverses.index(stage))
+            async_load(v_tiles, [b, here, (h * WIDE + w) * _C], bar, to)
+        async_load(q_tiles, [b, here, h * K], bar, queries.index(stage))
+        async_load(w_tiles, [(bh * N + n) * _C, 0], bar, inverses.index(stage))
 
 
 @gluon.jit
@@ -295,8 +145,8 @@ def _score(p_tiles, squares, stages, bars, N, RECORD: gl.constexpr):
     K: gl.constexpr = keys.shape[3]
     DTYPE: gl.constexpr = keys.dtype
     HALF: gl.constexpr = _C // 2  # tokens at a time: registers are for those who carry the state
-    late: gl.constexpr = gl.SliceLayout(0, _product(HALF))
-    early: gl.constexpr = gl.SliceLayout(1, _product(HALF))
+    late: gl.constexpr = gl.SliceLayout(0, product_layout(HALF))
+    early: gl.constexpr = gl.SliceLayout(1, product_layout(HALF))
     j = gl.arange(0, _C, layout=early)[:, None]
     bh = gl.program_id(0)
     for n in range(N):
@@ -306,13 +156,13 @@ def _score(p_tiles, squares, stages, bars, N, RECORD: gl.constexpr):
         mbarrier.wait(filled.index(stage), n // STAGES & 1)
         mbarrier.wait(used.index(buffer), (n // BUFFERS & 1) ^ 1)
         if RECORD:
-            tma.store_wait(BUFFERS - 1)
+            store_wait(BUFFERS - 1)
         key = keys.index(stage).reshape([_C, K])
         query = queries.index(stage).reshape([_C, K])
-        number = numbers.index(stage)._reinterpret(gl.float32, [_NUMBERS, _C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        number = reinterpret(numbers.index(stage), gl.float32, [_NUMBERS, _C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         for part in gl.static_range(2):
             i = part * HALF + gl.arange(0, HALF, layout=late)[None, :]
-            product = _times(key, query.slice(part * HALF, HALF).permute((1, 0)), HALF)
+            product = times(key, query.slice(part * HALF, HALF).permute((1, 0)), HALF)
             span = number.index(3).slice(part * HALF, HALF).load(late)[None, :] - number.index(3).load(early)[:, None]
             decay = gl.exp2(gl.where(i >= j, span, float("-inf")))
             product = warpgroup_mma_wait(0, [product])
@@ -321,9 +171,9 @@ def _score(p_tiles, squares, stages, bars, N, RECORD: gl.constexpr):
         mbarrier.arrive(freed.index(stage), count=1)
         mbarrier.arrive(scored.index(buffer), count=1)
         if RECORD:
-            tma.async_copy_shared_to_global(p_tiles, [(bh * N + n) * _C, 0], square)
+            async_store(p_tiles, [(bh * N + n) * _C, 0], square)
     if RECORD:
-        tma.store_wait(0)
+        store_wait(0)
 
 
 @gluon.jit
@@ -338,9 +188,9 @@ def _advance(
     STAGES: gl.constexpr = keys.shape[0]
     K: gl.constexpr = keys.shape[3]
     DTYPE: gl.constexpr = keys.dtype
-    square: gl.constexpr = _product(_C)
-    wide: gl.constexpr = _product(K)
-    left: gl.constexpr = _left(_C)
+    square: gl.constexpr = product_layout(_C)
+    wide: gl.constexpr = product_layout(K)
+    left: gl.constexpr = left_layout(_C)
     bh = gl.program_id(0)
     h = bh % H
     b, first = segment(bh // H, S, L)
@@ -358,16 +208,16 @@ def _advance(
         mbarrier.wait(filled.index(stage), n // STAGES & 1)
         key = keys.index(stage).reshape([_C, K])
         query = queries.index(stage).reshape([_C, K])
-        number = numbers.index(stage)._reinterpret(gl.float32, [_NUMBERS, _C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        number = reinterpret(numbers.index(stage), gl.float32, [_NUMBERS, _C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         # what is missing, then what each token writes, its read of the old state meanwhile
-        known = _times(old, key.permute((1, 0)), _C)
+        known = times(old, key.permute((1, 0)), _C)
         value = values.index(stage * WIDE + W).reshape([_C, _C]).permute((1, 0)).load(square).to(gl.float32)
         reach = number.index(0).load(gl.SliceLayout(0, square))[None, :]
         total = number.index(0).slice(_C - 1, 1).load(gl.SliceLayout(0, wide))[None, :]
         known = warpgroup_mma_wait(0, [known])
         missing = gl.convert_layout((value - reach * known).to(DTYPE), left)
-        u = _times(missing, inverses.index(stage).permute((1, 0)), _C)
-        read = _times(old, query.permute((1, 0)), _C)
+        u = times(missing, inverses.index(stage).permute((1, 0)), _C)
+        read = times(old, query.permute((1, 0)), _C)
         u = warpgroup_mma_wait(1, [u])
         u = number.index(1).load(gl.SliceLayout(0, square))[None, :] * u
         # the state first: the next chunk waits for it
@@ -383,12 +233,12 @@ def _advance(
         fence_async_shared()
         mbarrier.arrive(freed.index(stage), count=1)
         mbarrier.arrive(used.index(buffer), count=1)
-        tma.store_wait(0)
+        store_wait(0)
         out.reshape([_C, _C]).permute((1, 0)).store(read.to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_tiles, [b, first + n * _C, (h * WIDE + W) * _C], out)
+        async_store(o_tiles, [b, first + n * _C, (h * WIDE + W) * _C], out)
     gl.store(final + place, state)
-    tma.store_wait(0)
+    store_wait(0)
 
 
 @Kernel
@@ -462,9 +312,9 @@ _LAUNCH = {
 def fits(q: Tensor, v: Tensor) -> bool:
     """Whether forward and backward may be called: 16 bit, K = V in {64, 128}, as many heads, on a Hopper processor."""
     plain = q.dtype in (torch.bfloat16, torch.float16) and v.dtype == q.dtype and q.ndim == 4 and v.shape == q.shape
-    if not plain or q.shape[-1] not in _LAUNCH or 0 in q.shape or q.device.type != "cuda":
+    if not plain or q.shape[-1] not in _LAUNCH or 0 in q.shape:
         return False
-    return torch.cuda.get_device_capability(q.device) == (9, 0)
+    return hopper_refusal(q.device) is None
 
 
 def prepare(

@@ -28,19 +28,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
+
+from axes.kernels.common.bulk import aligned, matrix_tiles, token_tiles
+from axes.kernels.common.gluon import (
+    async_load,
+    async_store,
+    barrier,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    reinterpret,
+    store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from axes.kernels.common.bulk import aligned, matrix_tiles, token_tiles
 from axes.kernels.common.launch import Kernel
-from axes.kernels.scalar.hopper import retire, segment
+from axes.kernels.common.warpgroup import add, published, retire, segment
 
 _CHUNK = 64
 _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
@@ -104,29 +107,17 @@ def _states(
 
 
 @gluon.jit
-def _fetch(source, at, barrier, tile, wanted):
+def _fetch(source, at, bar, tile, wanted):
     """Start a copy into a tile; the barrier counts its bytes."""
-    tma.async_copy_global_to_shared(
-        source, at, barrier, tile._reinterpret(source.dtype, source.block_type.shape, source.layout), pred=wanted
+    async_load(
+        source, at, bar, reinterpret(tile, source.dtype, source.block_type.shape, source.layout), pred=wanted
     )
 
 
 @gluon.jit
 def _send(target, at, tile):
     """Start a copy out of a tile."""
-    tma.async_copy_shared_to_global(target, at, tile._reinterpret(target.dtype, target.block_type.shape, target.layout))
-
-
-@gluon.jit
-def _published():
-    """From here on every warp, the matrix unit and copies see the tiles that these warps wrote."""
-    fence_async_shared()
-    gl.thread_barrier()
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
+    async_store(target, at, reinterpret(tile, target.dtype, target.block_type.shape, target.layout))
 
 
 @gluon.jit
@@ -150,9 +141,9 @@ def _own(x, C: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def _barrier():
     """A barrier for one arrival, or for the bytes of copies."""
-    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier, count=1)
-    return barrier
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    return bar
 
 
 @gluon.jit
@@ -184,7 +175,7 @@ def _copies(
         mbarrier.expect(solve, 2 * C * C * 2, pred=more)
         _fetch(m, [(slot - 1) * C, 0], solve, inverse1.index(0), more)
         _fetch(p, [(slot - 1) * C, 0], solve, scores1.index(0), more)
-        tma.store_wait(0)
+        store_wait(0)
         mbarrier.arrive(sent, count=1, pred=step >= 0)
         mbarrier.wait(taken, turn, pred=step >= 0)
         mbarrier.expect(middle, TILE, pred=more)
@@ -196,7 +187,7 @@ def _copies(
         mbarrier.expect(late, TILE + D * D * 2, pred=more)
         _fetch(q, [b, ahead, column], late, queries1.index(0), more)
         _fetch(x, [(slot - 1) * D, 0], late, state1.index(0), more)
-        tma.store_wait(0)
+        store_wait(0)
 
 
 @gluon.jit
@@ -219,10 +210,10 @@ def _sums(sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED: gl.cons
         gl.store(dbeta + there, dstrength, mask=token < T)
         if GATED:
             change = gl.convert_layout(gl.sum(sums.index(1).load(pair), 1), line)
-            dlog = gl.associative_scan(change, 0, _add, reverse=True)
+            dlog = gl.associative_scan(change, 0, add, reverse=True)
             dlog += gl.sum(gl.sum(sums.index(2).load(pair), 1), 0)
             gl.store(dg + there, gl.where(log > -100.0, dlog, 0.0), mask=token < T)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(counted, count=1)
 
 
@@ -250,7 +241,7 @@ def _products(
     public = bh.to(gl.int64) * (D * D)
     grad = gl.load(dfinal + public + block)
     later1.index(0).store(grad.to(half))
-    _published()
+    published()
     i = gl.arange(0, C, gl.SliceLayout(1, square))
     j = gl.arange(0, C, gl.SliceLayout(0, square))
     for step in range(N):
@@ -296,7 +287,7 @@ def _products(
         du = strength[:, None] * (tail[:, None] * du + direct)
         mark = _scale(strength) * tail
         chain.store(du.to(half))
-        _published()
+        published()
 
         # s; w dX'; A
         s = warpgroup_mma(inverse.permute((1, 0)), chain, zero_wide, use_acc=False, is_async=True)
@@ -306,10 +297,10 @@ def _products(
         dout = (reach[:, None] * douts.load(wide).to(gl.float32)).to(half)
         s = warpgroup_mma_wait(0, deps=[s])
         y = warpgroup_mma(wrote, later, zero_wide, use_acc=False, is_async=True)
-        gl.thread_barrier()
+        barrier()
         douts.store(dout)
         chain.store(s.to(half))
-        _published()
+        published()
         s = (-reach[:, None] * s).to(half)
         mbarrier.arrive(solved, count=1)
 
@@ -327,9 +318,9 @@ def _products(
         e = warpgroup_mma_wait(2, deps=[e])
         erases.store(gl.where(i[:, None] > j[None, :], -e * decay, 0.0).to(half))
         mbarrier.wait(sent, turn)
-        gl.thread_barrier()
+        barrier()
         chain.store(s)
-        _published()
+        published()
         mbarrier.arrive(taken, count=1)
 
         # the rest of m Y and of dX; m db, and -(p k + p k as it was stored) . m Y for dg
@@ -352,7 +343,7 @@ def _products(
             for part in gl.static_range(D // C):
                 first = state.slice(part * C, C).load(wide).to(gl.float32)
                 passed += gl.exp(total) * _own(first * later.slice(part * C, C).load(wide).to(gl.float32), C, D)
-            gl.thread_barrier()
+            barrier()
         grad = warpgroup_mma_wait(4, deps=[grad])
         later.store(grad.to(half))
         dq = warpgroup_mma_wait(2, deps=[dq])
@@ -362,14 +353,14 @@ def _products(
         if GATED:
             change += _own(keys.load(wide).to(gl.float32) * dk, C, D)
         mbarrier.wait(counted, 1 - turn, pred=step > 0)
-        gl.thread_barrier()
+        barrier()
         sums.index(0).store(gl.sum(dstrength, 2))
         if GATED:
             sums.index(1).store(gl.sum(change, 2))
             sums.index(2).store(gl.sum(passed, 2))
         douts.store(dq.to(half))
         keys.store(dk.to(half))
-        _published()
+        published()
         mbarrier.arrive(done, count=1)
     gl.store(dstart + public + block, grad)
 
@@ -412,7 +403,7 @@ def _gradients(
     done = _barrier()  # q, X are free and dq, dk are in their tiles
     counted = _barrier()  # the sums are free
     sums = gl.allocate_shared_memory(gl.float32, [3, C, D // 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    _published()
+    published()
     gl.warp_specialize(
         [
             (_products, (

@@ -13,19 +13,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from axes.kernels.common.bulk import matrix_tiles, number_tiles, token_tiles
+from axes.kernels.common.gluon import (
+    async_load,
+    async_store,
+    barrier,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    reinterpret,
+    store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from axes.kernels.common.bulk import matrix_tiles, number_tiles, token_tiles
 from axes.kernels.common.launch import Kernel
-from axes.kernels.scalar.hopper import _add, _left, _product, _times, arrive, retire, segment
+from axes.kernels.common.versions import hopper_refusal
+from axes.kernels.common.warpgroup import add, arrive, left_layout, product_layout, published, retire, segment, times
 from axes.kernels.scalar.tiles import chunk_span, load_line
 
 _C = gl.constexpr(64)  # tokens of a chunk, columns of z of a warpgroup
@@ -73,7 +78,7 @@ def _span(T, S, L, N, HV):
 def _number(numbers, stage):
     """A chunk's numbers as (rows, tokens)."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return numbers.index(stage)._reinterpret(gl.float32, [_NUMBERS, _C], flat)
+    return reinterpret(numbers.index(stage), gl.float32, [_NUMBERS, _C], flat)
 
 
 # ---- the warps -----------------------------------------------------------------------------------------------------
@@ -115,20 +120,20 @@ def _feed(tiles, stages, filled, freed, sizes, WIDE: gl.constexpr, GROUP: gl.con
         token = first + n * _C
         mbarrier.wait(freed.index(stage), (count // STAGES & 1) ^ 1)
         mbarrier.expect(bar, BYTES)
-        tma.async_copy_global_to_shared(x_tiles, [b, token, outer * A], bar, xs.index(stage))
-        tma.async_copy_global_to_shared(y_tiles, [b, token, outer * A], bar, ys.index(stage))
+        async_load(x_tiles, [b, token, outer * A], bar, xs.index(stage))
+        async_load(y_tiles, [b, token, outer * A], bar, ys.index(stage))
         if SCALED:
-            tma.async_copy_global_to_shared(number_rows, [(slot + n) * (_NUMBERS * _C)], bar, numbers.index(stage))
+            async_load(number_rows, [(slot + n) * (_NUMBERS * _C)], bar, numbers.index(stage))
         for w in gl.static_range(WIDE):
             to = zs.index(stage * WIDE + w)
-            tma.async_copy_global_to_shared(z_tiles, [b, token, (inner * WIDE + w) * _C], bar, to)
+            async_load(z_tiles, [b, token, (inner * WIDE + w) * _C], bar, to)
         for w in gl.static_range(WIDE):
             if BEFORE:
                 to = befores.index(stage * WIDE + w)
-                tma.async_copy_global_to_shared(before_tiles, [((slot + n) * WIDE + w) * _C, 0], bar, to)
+                async_load(before_tiles, [((slot + n) * WIDE + w) * _C, 0], bar, to)
             if OWN:
                 to = owns.index(stage * WIDE + w)
-                tma.async_copy_global_to_shared(own_tiles, [b, token, (mine * WIDE + w) * _C], bar, to)
+                async_load(own_tiles, [b, token, (mine * WIDE + w) * _C], bar, to)
 
 
 @gluon.jit
@@ -146,8 +151,8 @@ def _score(squares, stages, bars, sizes, KIND: gl.constexpr):
     BUFFERS: gl.constexpr = squares.shape[0]
     A: gl.constexpr = xs.shape[3]
     DTYPE: gl.constexpr = xs.dtype
-    across: gl.constexpr = gl.SliceLayout(0, _product(_C))
-    down: gl.constexpr = gl.SliceLayout(1, _product(_C))
+    across: gl.constexpr = gl.SliceLayout(0, product_layout(_C))
+    down: gl.constexpr = gl.SliceLayout(1, product_layout(_C))
     i = gl.arange(0, _C, layout=down)[:, None]
     j = gl.arange(0, _C, layout=across)[None, :]
     b, h, first, chunks = _span(T, S, L, N, HV)
@@ -157,7 +162,7 @@ def _score(squares, stages, bars, sizes, KIND: gl.constexpr):
         mbarrier.wait(filled.index(stage), count // STAGES & 1)
         x = xs.index(stage).reshape([_C, A])
         y = ys.index(stage).reshape([_C, A])
-        scores = _times(x, y.permute((1, 0)), _C)
+        scores = times(x, y.permute((1, 0)), _C)
         if REVERSE:
             keep = i <= j
         else:
@@ -203,10 +208,10 @@ def _advance(
     BUFFERS: gl.constexpr = squares.shape[0]
     A: gl.constexpr = xs.shape[3]
     DTYPE: gl.constexpr = xs.dtype
-    square: gl.constexpr = _product(_C)
-    wide: gl.constexpr = _product(A)
+    square: gl.constexpr = product_layout(_C)
+    wide: gl.constexpr = product_layout(A)
     tokens: gl.constexpr = gl.SliceLayout(0, square)
-    operand: gl.constexpr = _left(_C)
+    operand: gl.constexpr = left_layout(_C)
     b, h, first, chunks = _span(T, S, L, N, HV)
     e = P * _C + gl.arange(0, _C, layout=gl.SliceLayout(1, wide))
     d = gl.arange(0, A, layout=gl.SliceLayout(0, wide))
@@ -229,7 +234,7 @@ def _advance(
         mbarrier.wait(filled.index(stage), count // STAGES & 1)
         x = xs.index(stage).reshape([_C, A])
         y = ys.index(stage).reshape([_C, A])
-        result = _times(old, x.permute((1, 0)), _C)
+        result = times(old, x.permute((1, 0)), _C)
         if RECORD:
             mbarrier.wait(left, (count & 1) ^ 1)
             olds.index(P).store(half)
@@ -276,7 +281,7 @@ def _advance(
             own = owns.index(stage * WIDE + P).reshape([_C, _C]).permute((1, 0)).load(square)
         if WEIGHTED and REVERSE and KEYED:
             strength = number.index(3).load(tokens)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(freed.index(stage), count=1)
         mbarrier.arrive(used.index(buffer), count=1)
         if OWN:
@@ -325,13 +330,13 @@ def _carry(
         if RECORD:
             mbarrier.wait(kept, count & 1)
             for w in gl.static_range(WIDE):
-                tma.async_copy_shared_to_global(trace_tiles, [((slot + n) * WIDE + w) * _C, 0], olds.index(w))
+                async_store(trace_tiles, [((slot + n) * WIDE + w) * _C, 0], olds.index(w))
         mbarrier.wait(done, count & 1)
         for w in gl.static_range(WIDE):
             at = [b, first + n * _C, (h * WIDE + w) * _C]
-            tma.async_copy_shared_to_global(out_tiles, at, outs.index(w))
+            async_store(out_tiles, at, outs.index(w))
         if RECORD:
-            tma.store_wait(WIDE)
+            store_wait(WIDE)
             arrive(left)
         if OWN:
             total = sums.index(0).load(flat)
@@ -341,10 +346,10 @@ def _carry(
                 last = sums.index(1).load(flat)
                 if WIDE == 2:
                     last += sums.index(3).load(flat)
-                total = gl.associative_scan(gain - total, 0, _add, reverse=True) + gl.sum(last, 0)
+                total = gl.associative_scan(gain - total, 0, add, reverse=True) + gl.sum(last, 0)
                 total = gl.where(log > -100.0, total, 0.0)
             gl.store(line + there, total, mask=token < T)
-        tma.store_wait(0)
+        store_wait(0)
         arrive(sent)
 
 
@@ -400,8 +405,7 @@ def _mix(
     mbarrier.init(left, count=1)
     mbarrier.init(done, count=WIDE)
     mbarrier.init(sent, count=1)
-    fence_async_shared()
-    gl.thread_barrier()
+    published()
     tiles = (x_tiles, y_tiles, z_tiles, own_tiles, trace_tiles, number_rows)
     stages = (xs, ys, zs, owns, befores, numbers)
     bars = (filled, freed, scored, used, kept, left, done, sent)
@@ -449,11 +453,11 @@ _REGISTERS = {(128, 128): _WIDE, (128, 64): _WIDE, (64, 128): _WIDE, (64, 64): _
 
 def fits(q: Tensor, v: Tensor) -> bool:
     """Whether `mix` may be called: 16 bit, K and V of 64 or 128, on a Hopper processor."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or 0 in q.shape or 0 in v.shape or q.device.type != "cuda":
+    if q.dtype not in (torch.bfloat16, torch.float16) or 0 in q.shape or 0 in v.shape:
         return False
     if q.shape[-1] not in (64, 128) or v.shape[-1] not in (64, 128):
         return False
-    return torch.cuda.get_device_capability(q.device) == (9, 0)
+    return hopper_refusal(q.device) is None
 
 
 def numbers(beta: Tensor | None, g: Tensor | None, like: Tensor, S: int, L: int, N: int) -> Tensor:

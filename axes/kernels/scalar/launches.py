@@ -10,11 +10,14 @@ from torch import Tensor
 from axes.kernels.common import inverse
 from axes.kernels.common.layout import precision
 from axes.kernels.common.tiles import TILE
+from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.scalar import delta as scalar_delta
-from axes.kernels.scalar import hopper, hopper_backward, hopper_write
 from axes.kernels.scalar import tiles as scalar_tiles
 from axes.kernels.scalar import write as scalar_write
 from axes.kernels.scalar.sizes import Cut, cdiv, settings
+
+if GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
+    from axes.kernels.scalar import hopper, hopper_backward, hopper_write
 
 
 def run(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], given: dict[str, Any]) -> None:
@@ -232,7 +235,7 @@ def _ends(x: Chain, do: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 def _numbers(x: Chain) -> Tensor | None:
     """What the Hopper kernel of rule "write" reads of gates and strengths; None where it does not compute a chain."""
-    if x.scale_q is not None or x.cut.offsets is not None or not hopper_write.fits(x.q, x.v):
+    if x.scale_q is not None or x.cut.offsets is not None or not (GLUON and hopper_write.fits(x.q, x.v)):
         return None
     return hopper_write.numbers(x.beta, x.g, x.v, x.cut.S, x.cut.L, x.cut.N)
 

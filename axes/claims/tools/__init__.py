@@ -1,0 +1,1 @@
+"""What checks share: runs of tuples and of optimizers, derivatives, matrices, fits."""

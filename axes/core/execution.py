@@ -1,0 +1,381 @@
+"""One step of the recursion, from the five parts of an update in normal form.
+
+    u      = -grad l(W_eval; k_t, v_t)      W_eval by step.at
+    u      = f(u)  for f in step.via        filters: updates whose cost is linear in the drive
+    stats  = s(u)  for s in h.stats         statistics: the same
+    theta  = A_t theta + rate * u
+    W      = grad h*(theta)                 lazy stores theta; agile stores W
+    out    = W, or grad h* at step.read
+
+All tensors may carry leading batch dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from axes.core.algorithms import Anchor, Held, Mix, Read, Sum
+from axes.core.costs import Linear
+from axes.core.declared import Recurrence
+from axes.core.geometry import Context
+from axes.core.geometry.preconditioners import fisher, is_begun, rotate
+from axes.core.memory import Leaves
+from axes.core.monoids import Element, Zero
+from axes.core.parts import Parts
+from axes.core.rates import Signal, rate_shape, resolve, spread
+from axes.errors import IllegalUpdate
+from axes.linalg.solve import root
+
+
+class State(NamedTuple):
+    """Everything an update remembers: a plain nested tuple of tensors."""
+
+    theta: Leaves
+    via: tuple[State | tuple[State, ...], ...]
+    stats: tuple[State, ...]
+    norm: Leaves
+    anchor: Leaves
+    count: Tensor  # type: ignore[assignment]
+
+
+torch.serialization.add_safe_globals([State])  # a saved state loads with weights_only=True
+Filters = tuple[State | tuple[State, ...], ...]
+
+
+class Output(NamedTuple):
+    """What a step yields: the primal weights, and the normaliser that a debiased keyed memory is read with."""
+
+    weights: Leaves
+    norm: Leaves = ()
+
+
+class Datum(NamedTuple):
+    """What a datum finds: the state before it, its numbers, and the points where its gradient may be taken.
+
+    gated: the state after retention, or what the last of several steps on the datum gave (`again`).
+    anchor: the weights as they stood when they were last looked at, or a value that is held.
+    """
+
+    state: State
+    signal: Signal
+    rate: Tensor | float
+    gated: Leaves
+    anchor: Leaves = ()
+    again: bool = False
+
+
+# ---- states ------------------------------------------------------------------------------------------------------
+
+
+def init(p: Parts, theta: Leaves, signal: Signal, outer: Leaves = ()) -> State:
+    """The state before the first datum. outer: the weights around a filter, which it may start at."""
+    like = tuple(torch.zeros_like(leaf) for leaf in theta) if p.memory.filterable else ()
+    via: list[State | tuple[State, ...]] = []
+    for f in p.step.via:
+        if isinstance(f, Sum):
+            via.append(tuple(init(b.parts(), like, signal, theta) for b in f.branches))
+        else:
+            assert isinstance(f, Recurrence)
+            via.append(init(f.parts(), like, signal, theta))
+    stats: list[State] = []
+    for s in p.statistics():  # a later statistic may see the earlier ones
+        driven = seen(s, like, signal, [t.theta for t in stats])
+        stats.append(init(s, tuple(torch.zeros_like(x) for x in driven), signal))
+    theta = outer if p.step.start == "W0" else theta
+    norm: Leaves = ()
+    if p.step.debias:
+        keyed = p.memory.keyed
+        norm = tuple(leaf[..., :1, :] * 0 if keyed else leaf.new_zeros((1,) * leaf.ndim) for leaf in theta)
+    anchor = tuple(torch.zeros_like(leaf) for leaf in theta) if isinstance(p.step.at, Anchor | Held) else ()
+    if isinstance(p.step.at, Held):  # and how often no value could be taken
+        anchor += tuple(leaf.new_zeros((*leaf.shape[:-2], 1, 1)) for leaf in theta)
+    return State(theta, tuple(via), tuple(stats), norm, anchor, torch.zeros((), dtype=torch.int64))
+
+
+def step(
+    p: Parts, state: State, signal: Signal, given: Leaves | None = None, outer: Leaves | None = None
+) -> tuple[State, Output]:
+    """The state after one datum, and the output.
+
+    given: the drive of a filter or statistic.  outer: the weights around a filter, for geometries that see them.
+    """
+    at = p.step.at
+    rate = resolve(p.step.rate, signal)
+    element = p.monoid.element(signal, rate, state.theta[0])
+    gated = p.memory.act(element, state.theta)
+    anchor = state.anchor
+    if isinstance(at, Anchor) and int(state.count) % at.every == 0:
+        anchor = primal(p, state.theta, state, signal)
+    if isinstance(at, Held) and at.before(int(state.count)):
+        anchor = refreshed(p, state, state.theta, state.norm, signal)
+    datum, via, stats = Datum(state, signal, rate, gated, anchor), state.via, state.stats
+    u: Leaves = ()
+    for _ in range(p.step.steps):
+        u, via = _filtered(p, _from_outside(given) if p.driven else drive(p, datum), via, state, signal, outer)
+        stats = _observed(p, u, stats, signal)
+        datum = datum._replace(gated=_written(p, datum, u), again=True)
+    theta, count = datum.gated, state.count + 1
+    norm = tuple(_responded(p, element, n, rate, signal) for n in state.norm)
+    if isinstance(at, Held):
+        if at.after(int(state.count)):
+            anchor = refreshed(p, state, theta, norm, signal)
+        return State(theta, via, stats, norm, anchor, count), Output(anchor[: len(theta)])
+    context = _context(p, stats, signal, u, outer)
+    out = _shown(p, state, theta, norm, u, context)
+    stored = theta if p.step.lazy else _map(p, theta, context)
+    return State(stored, via, stats, norm, anchor, count), out
+
+
+def output(p: Parts, state: State, signal: Signal) -> Output:
+    """The weights that a state stands for, without a step (depth reads before it writes)."""
+    if isinstance(p.step.at, Held):
+        return Output(state.anchor[: len(state.theta)])
+    if not p.step.lazy:
+        return Output(state.theta)
+    return at_point(p, state.theta, state.norm, _context(p, state.stats, signal))
+
+
+def read(p: Parts, out: Output, q: Tensor, signal: Signal) -> Tensor:
+    """Read q (..., d_k) from an output: (..., d_v), divided by the normaliser when debiased."""
+    y = p.memory.read(out.weights, q, signal, p.h)
+    if not out.norm:
+        return y
+    mass = p.memory.read(out.norm, q, signal, p.h)
+    # an empty memory reads zero, not NaN
+    return torch.where(mass == 0, torch.zeros_like(y), y / torch.where(mass == 0, torch.ones_like(mass), mass))
+
+
+# ---- the drive ---------------------------------------------------------------------------------------------------
+
+
+def drive(p: Parts, datum: Datum) -> Leaves:
+    """u = -grad l(W_eval), before the filters."""
+    if p.step.at == "new":
+        return _implicit(p, datum)
+    signal = datum.signal
+    weights = evaluated(p, datum) if p.drive_sees_state else datum.gated
+    if p.oracle:
+        g = signal["g"]
+        u: Leaves = tuple(-x for x in (g if isinstance(g, tuple) else (g,)))  # type: ignore[misc]
+    else:
+        x, target = pair(p, signal)
+        prediction = _predicted(p, weights, x, signal) if p.predicts else target
+        r = p.cost.residual(prediction, _align(target, prediction), 0.0, signal)
+        u = p.memory.vjp(weights, x, -r, signal, encode=p.cost.encode)
+    return _ridged(p, u, weights, signal) if p.ridged else u
+
+
+def _ridged(p: Parts, u: Leaves, weights: Leaves, signal: Signal) -> Leaves:
+    """With the ridge of a coupled decay, l + (weight/2) |W|^2, at the evaluation point."""
+    weight, shape = resolve(p.cost.ridge, signal), rate_shape(p.cost.ridge)
+    return tuple(x - spread(weight, shape) * w for x, w in zip(u, weights, strict=True))
+
+
+def _from_outside(given: Leaves | None) -> Leaves:
+    if given is None:
+        raise IllegalUpdate("a Linear cost is driven from outside: this update is a filter or a statistic")
+    return given
+
+
+def pair(p: Parts, signal: Signal) -> tuple[Tensor, Tensor]:
+    """What the memory predicts from, and what it should predict: key and value, or value and key when encoding."""
+    k, v = signal["k"], signal["v"]
+    assert isinstance(k, Tensor) and isinstance(v, Tensor)
+    return (v, k) if p.cost.encode else (k, v)
+
+
+def evaluated(p: Parts, datum: Datum) -> Leaves:
+    """W_eval: where the gradient is taken."""
+    if isinstance(p.step.at, Anchor):
+        return datum.anchor
+    theta = datum.gated if p.step.at == "gated" or datum.again else datum.state.theta
+    return primal(p, theta, datum.state, datum.signal)
+
+
+def _predicted(p: Parts, weights: Leaves, x: Tensor, signal: Signal) -> Tensor:
+    if p.memory.kind == "list":
+        return p.memory.read(weights, x, signal, p.h)
+    return p.memory.predict(weights, x, signal, encode=p.cost.encode)
+
+
+def _implicit(p: Parts, datum: Datum) -> Leaves:
+    """The drive of the proximal step: r = grad l(predict(grad h*(A theta - rate r k^T))), d_v unknowns."""
+    cost, memory, signal = p.cost, p.memory, datum.signal
+    gated, rate, shape = datum.gated, datum.rate, rate_shape(p.step.rate)
+    x, target = pair(p, signal)
+    if p.h.is_identity:
+        prediction = memory.predict(gated, x, signal)
+        c = rate
+        if isinstance(rate, Tensor) and rate.ndim:  # against predictions (..., d_v), or (..., d_v, d_k) by entry
+            c = rate[..., None] if shape == "scalar" else rate
+            c = c if prediction.ndim == target.ndim else c[..., None]
+        r = cost.residual(prediction, _align(target, prediction), c * memory.sharpness(x), signal)
+        return memory.vjp(gated, x, -r, signal)
+    context = _context(p, datum.state.stats, signal)
+
+    def stationarity(r: Tensor) -> Tensor:
+        moved = memory.add(gated, rate, shape, memory.vjp(gated, x, -r, signal))
+        prediction = memory.predict(_map(p, moved, context), x, signal)
+        return r - cost.residual(prediction, target, 0.0, signal)
+
+    r = root(stationarity, torch.zeros_like(target))
+    return memory.vjp(gated, x, -r, signal)
+
+
+# ---- filters and statistics --------------------------------------------------------------------------------------
+
+
+def _filtered(
+    p: Parts, u: Leaves, states: Filters, state: State, signal: Signal, outer: Leaves | None
+) -> tuple[Leaves, Filters]:
+    """The drive behind all filters, and their states; their geometries may see the outermost W."""
+    if p.step.via and outer is None:
+        outer = primal(p, state.theta, state, signal)
+    kept: list[State | tuple[State, ...]] = []
+    for f, s in zip(p.step.via, states, strict=True):
+        if isinstance(f, Sum):
+            assert not isinstance(s, State)
+            pairs = [step(b.parts(), t, signal, u, outer) for b, t in zip(f.branches, s, strict=True)]
+            kept.append(tuple(t for t, _ in pairs))
+            mixed = [tuple(w * x for x in out.weights) for w, (_, out) in zip(f.weights, pairs, strict=True)]
+            u = tuple(sum(xs[1:], xs[0]) for xs in zip(*mixed, strict=True))
+        else:
+            assert isinstance(f, Recurrence) and isinstance(s, State)
+            s, out = step(f.parts(), s, signal, u, outer)
+            kept.append(s)
+            u = out.weights
+    return u, tuple(kept)
+
+
+def _observed(p: Parts, u: Leaves, states: tuple[State, ...], signal: Signal) -> tuple[State, ...]:
+    """The statistics of h after the drive, each seeing the ones before it."""
+    stepped: list[State] = []
+    outs: list[Leaves] = []
+    stats = p.statistics()
+    white = _whitened(p, u, states, signal) if any(map(_of_whitened, stats)) else u
+    for s, state in zip(stats, states, strict=True):
+        state, out = step(s, state, signal, seen(s, white if _of_whitened(s) else u, signal, outs))
+        stepped.append(state)
+        outs.append(out.weights)
+    return tuple(stepped)
+
+
+def seen(p: Parts, u: Leaves, signal: Signal, earlier: Sequence[Leaves]) -> Leaves:
+    """What a statistic is driven by: squares or products of the drive, rotated by earlier ones or not."""
+    cost = p.cost
+    assert isinstance(cost, Linear)
+    if cost.of == "eigen-fisher":
+        left, right = earlier[-2:]
+        return tuple(fisher(signal, a, b, cost.precision) for a, b in zip(left, right, strict=True))
+    if cost.of == "eigen-square":
+        bases = zip(u, *earlier[-2:], strict=True)
+        u = tuple(rotate(x, left, right, cost.precision) for x, left, right in bases)
+    return tuple(cost.drive(leaf, signal) for leaf in u)
+
+
+def _whitened(p: Parts, u: Leaves, states: tuple[State, ...], signal: Signal) -> Leaves:
+    """What h makes of the drive with its statistics before the datum; the drive itself where they have no value."""
+    context = _context(p, states, signal, u)
+    begun = (torch.stack([is_begun(x) for x in c.stats]).all(0) for c in context)
+    return tuple(torch.where(b, y, x) for b, y, x in zip(begun, _map(p, u, context), u, strict=True))
+
+
+def refreshed(p: Parts, state: State, theta: Leaves, norm: Leaves, signal: Signal) -> Leaves:
+    """The held value of theta, which may continue from the last one, or that one where there is no new one."""
+    held, missed = state.anchor[: len(theta)], state.anchor[len(theta) :]
+    last: tuple[Tensor | None, ...] = held if int(state.count) else (None,) * len(held)
+    context = (Context(weights=w, signal=signal) for w in last)
+    pairs = tuple(map(p.h.refreshed, _debiased(theta, norm), held, context))
+    return tuple(x for x, _ in pairs) + tuple(m + ~good for (_, good), m in zip(pairs, missed, strict=True))
+
+
+# ---- the new state and what is shown of it -----------------------------------------------------------------------
+
+
+def _written(p: Parts, datum: Datum, u: Leaves) -> Leaves:
+    """A theta + rate u."""
+    if p.step.start == "first" and int(datum.state.count) == 0 or _passes(p, datum, u):
+        return u
+    return p.memory.add(datum.gated, datum.rate, rate_shape(p.step.rate), u)
+
+
+def _passes(p: Parts, datum: Datum, u: Leaves) -> bool:
+    """Whether theta is the drive itself: nothing is kept, the rate is 1, and u has the shape of theta."""
+    if not isinstance(p.monoid, Zero) or p.memory.kind != "parameter":
+        return False
+    if p.step.steps > 1 or p.step.read is not None or isinstance(datum.rate, Tensor) or datum.rate != 1.0:
+        return False
+    return all(x.ndim == 0 or x.shape == y.shape for x, y in zip(datum.gated, u, strict=True))
+
+
+def _responded(p: Parts, element: Element, norm: Tensor, rate: Tensor | float, signal: Signal) -> Tensor:
+    """The normaliser: the same recurrence driven by a unit value."""
+    unit = torch.ones_like(norm)
+    if p.memory.keyed:
+        k = signal["k"]
+        assert isinstance(k, Tensor)
+        unit = k[..., None, :]
+    return p.memory.add((element.act(norm),), rate, rate_shape(p.step.rate), (unit,))[0]
+
+
+def _shown(p: Parts, state: State, theta: Leaves, norm: Leaves, u: Leaves, context: tuple[Context, ...]) -> Output:
+    """The output of a step: at theta, at the read point, or between theta and the newest drive."""
+    look = p.step.read
+    if isinstance(look, Read):
+        theta = tuple(look.gate * x + look.rate * y for x, y in zip(state.theta, u, strict=True))
+        norm = tuple(look.gate * n + look.rate * torch.ones_like(n) for n in state.norm)
+    out = at_point(p, theta, norm, context)
+    if isinstance(look, Mix):
+        w = look.weight
+        return Output(tuple(w * x + (1 - w) * y for x, y in zip(out.weights, u, strict=True)))
+    return out
+
+
+def at_point(p: Parts, theta: Leaves, norm: Leaves, context: tuple[Context, ...]) -> Output:
+    """The output at a dual point with this normaliser."""
+    if p.memory.keyed:
+        return Output(_map(p, theta, context), norm)
+    return Output(_map(p, _debiased(theta, norm), context))
+
+
+def primal(p: Parts, theta: Leaves, state: State, signal: Signal) -> Leaves:
+    """W at theta. An agile state stores W itself: h projects or proximates, so it must not act twice."""
+    if not p.step.lazy and theta is state.theta:
+        return theta
+    return _map(p, theta, _context(p, state.stats, signal))
+
+
+def _map(p: Parts, theta: Leaves, context: tuple[Context, ...]) -> Leaves:
+    if p.h.is_identity or p.memory.kind == "list":  # a list's scores are its dual: h acts when it is read
+        return theta
+    return tuple(p.h.primal(leaf, context[min(i, len(context) - 1)]) for i, leaf in enumerate(theta))
+
+
+def _context(
+    p: Parts, stats: tuple[State, ...], signal: Signal, u: Leaves = (), outer: Leaves | None = None
+) -> tuple[Context, ...]:
+    """What the geometry may see, leaf by leaf; the last one stands for all further leaves."""
+    outs = tuple(output(s, t, signal).weights for s, t in zip(p.statistics(), stats, strict=True))
+    given = (u, outer or (), *outs)
+    columns: Any = zip_longest(*given) if any(given) else [(None,) * len(given)]
+    return tuple(Context(x, tuple(rest), w, signal) for x, w, *rest in columns)
+
+
+def _debiased(theta: Leaves, norm: Leaves) -> Leaves:
+    """theta / norm where there is a normaliser; before the first datum both are zero, and so is this."""
+    safe = (torch.where(n == 0, torch.ones_like(n), n) for n in norm)
+    return tuple(x / n for x, n in zip(theta, safe, strict=True)) if norm else theta
+
+
+def _align(target: Tensor, prediction: Tensor) -> Tensor:
+    """Targets (..., d_v) against entry-wise predictions (..., d_v, d_k)."""
+    return target if target.ndim == prediction.ndim else target[..., None]
+
+
+def _of_whitened(statistic: Parts) -> bool:
+    return isinstance(statistic.cost, Linear) and statistic.cost.whitened

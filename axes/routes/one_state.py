@@ -1,0 +1,186 @@
+"""The chunked form of a chain with one state and at most the erasure of a delta rule, in torch.
+
+    X_t = X_{t-1} Diag(e^g_t) + u_t k_t^T,    u_t = v_t - X_{t-1} a_t,  or u = v where nothing is erased
+
+Inside a chunk (I + strict(a k^T * D)) u = v - e^E a X_0, then outputs and the last state are products. The exponent of
+D_ts = e^(g_s+1 + .. + g_t) is a sum of gates, never a difference of longer sums: a gate that closes costs the pairs
+beside it no digits. Legend: M chunks of all batch entries, C tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from axes.core.chain import Chain
+
+_CHUNK = 64
+_PAIRS = 4  # tokens of a block whose pairs have exponentials of their own, where every key entry has a gate
+
+
+def takes(c: Chain) -> bool:
+    """Whether the chain has this form."""
+    plain = c.slots == 1 and not c.rows and c.block is None and c.angle is None and c.dense is None
+    return plain and (c.a is None or c.erases)
+
+
+def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """start (..., d_v, 1, d_k), q (..., T, d_k): o (..., T, d_v) and the final state."""
+    length, value, key = q.shape[-2], c.value, c.key[..., 0, :]
+    size = min(_CHUNK if size is None else size, length)
+    size = 1 << max(0, size - 1).bit_length()  # halves of halves
+    read = None if c.a is None else c.a[..., 0, 0, :]
+    gate = None if c.gate is None else c.gate.clamp_min(floor(c.gate.dtype))
+    given = [x for x in (q, key, value, read, gate) if x is not None]
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in given), start.shape[:-3])
+    count = -(-length // size)
+
+    def cut(x: Tensor) -> Tensor:
+        x = x.expand(*batch, *x.shape[-2:])
+        if count * size != length:  # tokens that do nothing
+            x = torch.nn.functional.pad(x, (0, 0, 0, count * size - length))
+        return x.unflatten(-2, (count, size)).reshape(-1, size, x.shape[-1])
+
+    q, key, value = cut(q), cut(key), cut(value)
+    decays = _decays(None if gate is None else cut(gate), q)
+    inside = decays.scores(q, key)
+    gated = gate is not None
+    carried, remaining = (q * decays.kept, key * decays.left) if gated else (q, key)
+    fixed, varying = value, None
+    if read is not None:
+        read = cut(read)
+        system = torch.eye(size, dtype=q.dtype, device=q.device) + decays.scores(read, key, before=True)
+        if gated:
+            one = torch.ones_like(decays.kept[:, :1])
+            read = read * torch.cat((one, decays.kept[:, :-1]), 1)
+        forced = torch.cat((value, read), -1)
+        # transposed, rows are the columns that LAPACK wants: nothing is copied
+        solved = torch.linalg.solve_triangular(system.mT, forced.mT, upper=True, left=False, unitriangular=True).mT
+        fixed, varying = solved.split((value.shape[-1], q.shape[-1]), -1)
+
+    # serial in time: what every chunk's first state adds to its writes, and the next state
+    def chunks(x: Tensor) -> tuple[Tensor, ...]:
+        return x.unflatten(0, (-1, count)).unbind(1)
+
+    d_v, d_k = start.shape[-3], start.shape[-1]
+    state = start[..., 0, :].expand(*batch, d_v, d_k).reshape(-1, d_v, d_k)
+    states = []
+    wholes = chunks(decays.kept[:, -1:]) if gated else None
+    if varying is None:
+        entering = chunks(fixed.mT @ remaining)
+        for n in range(count):
+            states.append(state)
+            state = entering[n] + state if wholes is None else torch.addcmul(entering[n], state, wholes[n])
+        written = fixed
+    else:
+        made, ends, first, reach = [], chunks(remaining), chunks(fixed), chunks(varying)
+        for n in range(count):
+            states.append(state)
+            made.append(torch.baddbmm(first[n], reach[n], state.mT, alpha=-1))
+            state = torch.baddbmm(state if wholes is None else state * wholes[n], made[-1].mT, ends[n])
+        written = torch.stack(made, 1).flatten(0, 1)
+    out = torch.baddbmm(inside @ written, carried, torch.stack(states, 1).flatten(0, 1).mT)
+    out = out.unflatten(0, (-1, count)).flatten(1, 2)[:, :length]
+    return out.reshape(*batch, length, -1), state.reshape(*batch, *state.shape[-2:])[..., None, :]
+
+
+def floor(dtype: torch.dtype) -> float:
+    """A log gate whose exponential is zero: a finite one, because an empty sum times minus infinity is not zero."""
+    return -800.0 if dtype == torch.float64 else -200.0
+
+
+# ---- decays inside a chunk -----------------------------------------------------------------------------------------
+
+
+class _Decays:
+    """What a chunk's gates do: kept (M, C, 1|d) of the first state, left (M, C, 1|d) of a write at the chunk's end."""
+
+    kept: Tensor
+    left: Tensor
+
+    def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
+        """x_t Diag(e^(g_s+1 + .. + g_t)) w_s for s <= t; before: of the state before token t, up to g_t-1 and s < t."""
+        raise NotImplementedError
+
+
+class _Ungated(_Decays):
+    def __init__(self, like: Tensor) -> None:
+        self.kept = self.left = like.new_ones(1, 1, 1)
+
+    def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
+        return (readers @ writers.mT).tril(-int(before))
+
+
+class _Scalar(_Decays):
+    """One gate a token: a matrix of all decays."""
+
+    def __init__(self, gate: Tensor) -> None:
+        size = gate.shape[1]
+        later = torch.ones(size, size, dtype=gate.dtype, device=gate.device).tril()
+        sums = (later * gate.mT) @ later.tril(-1)  # over s < s' <= t: a product, because differences would lose digits
+        self.decay = sums.masked_fill(later == 0, -torch.inf).exp()
+        self.kept, self.left = gate.cumsum(1).exp(), self.decay[:, -1, :, None]
+
+    def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
+        decay = torch.nn.functional.pad(self.decay[:, :-1], (0, 0, 1, 0)) if before else self.decay
+        return readers @ writers.mT * decay
+
+
+class _Channels(_Decays):
+    """A gate for every key entry. Pairs in different halves of a block meet at the border between them, so that they
+    are products of two scaled operands, and so on in each half; the last few pairs have exponentials of their own."""
+
+    def __init__(self, gate: Tensor) -> None:
+        size = gate.shape[1]
+        self.kept, self.left = _until(gate).exp(), _after(gate).exp()
+        self.levels: list[tuple[Tensor, Tensor, Tensor]] = []
+        half = size // 2
+        while half >= _PAIRS:
+            first, second = _halves(gate, half)
+            until = _until(second)
+            excluded = torch.nn.functional.pad(until[..., :-1, :], (0, 0, 1, 0))
+            self.levels.append((until.exp(), excluded.exp(), _after(first).exp()))
+            half //= 2
+        few = min(size, _PAIRS)
+        order = torch.arange(few, device=gate.device)
+        t, s, between = order[:, None, None], order[None, :, None], order
+        self.few = gate.unflatten(1, (-1, few))
+        self.among = [(between > s) & (between <= t - int(before)) for before in (False, True)]
+
+    def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
+        few = self.few.shape[-2]
+        sums = self.among[before].to(readers.dtype).flatten(0, 1) @ self.few
+        decay = sums.exp().unflatten(-2, (few, few))
+        x, w = readers.unflatten(1, (-1, few)), writers.unflatten(1, (-1, few))
+        out = torch.einsum("mntd,mntsd,mnsd->mnts", x, decay, w).tril(-int(before))
+        for until, excluded, after in reversed(self.levels):
+            half = until.shape[-2]
+            x, w = _halves(readers, half)[1], _halves(writers, half)[0]
+            cross = x * (excluded if before else until) @ (w * after).mT
+            upper, lower = out.unflatten(1, (-1, 2)).unbind(2)
+            above = torch.cat((upper, torch.zeros_like(cross)), -1)
+            out = torch.cat((above, torch.cat((cross, lower), -1)), -2)
+        return out[:, 0]
+
+
+def _until(gate: Tensor) -> Tensor:
+    """Sums of the gates up to each token's own."""
+    return gate.cumsum(-2)
+
+
+def _after(gate: Tensor) -> Tensor:
+    """Sums of the gates behind each token."""
+    back = gate.flip(-2).cumsum(-2)
+    return torch.nn.functional.pad(back[..., :-1, :], (0, 0, 1, 0)).flip(-2)
+
+
+def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """(M, C, d) as the first and the second halves (M, n, half, d) of blocks."""
+    first, second = x.unflatten(1, (-1, 2, half)).unbind(2)
+    return first, second
+
+
+def _decays(gate: Tensor | None, like: Tensor) -> _Decays:
+    if gate is None:
+        return _Ungated(like)
+    return _Scalar(gate) if gate.shape[-1] == 1 else _Channels(gate)

@@ -1,0 +1,138 @@
+"""Which route computes a sequence of tokens, and who: a pure function of the tuple, the device and the shapes.
+
+Routes are how (interpreter, chain, cascade, gram, attention); implementations are who (reference, torch, triton).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from axes.core.derived import no_attention, no_cascade, no_chain, no_gram
+from axes.core.facts import fact
+from axes.core.state_update import StateUpdate
+from axes.routes import kernel_terms
+from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@fact
+def routes(update: StateUpdate) -> Mapping[Route, str | None]:
+    """Every route of a sequence, the faster first, with the reason it is not legal, or None where it is."""
+    return {
+        "attention": no_attention(update),
+        "gram": no_gram(update),
+        "chain": no_chain(update),
+        "cascade": no_cascade(update),
+        "interpreter": None,
+    }
+
+
+def select(
+    update: StateUpdate,
+    device: str | torch.device | Target = "cpu",
+    dtype: torch.dtype = torch.float32,
+    shapes: Shapes | None = None,
+    implementation: Implementation | None = None,
+    time: int = 1,
+) -> Choice:
+    """The route and implementation for a sequence on a device.
+
+    shapes: of the signal's "k" and "v", which the kernels limit; every torch route takes every shape.
+    Raises NoImplementation if the named implementation cannot compute it.
+    """
+    require_implementation(implementation)
+    if implementation == "reference":
+        return Choice("interpreter", "reference", "asked for by name")
+    no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, time)
+    if no_kernel is None and implementation != "torch":
+        return _by_kernel(update, device if isinstance(device, Target) else None, dtype)
+    return _without_kernel(update, no_kernel, implementation)
+
+
+def select_token(
+    update: StateUpdate,
+    device: str | torch.device | Target = "cpu",
+    dtype: torch.dtype = torch.float32,
+    shapes: Shapes | None = None,
+    implementation: Implementation | None = None,
+    differentiated: bool = False,
+) -> Choice:
+    """The same for one token after a state. torch by name is the recurrence itself, which is torch's operations."""
+    require_implementation(implementation)
+    no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
+    if differentiated:
+        no_kernel = no_kernel or "the kernel for one token has no backward"
+    if implementation == "triton" and no_kernel is not None:
+        raise NoImplementation(f"no Triton kernel for one token of {update!r}: {no_kernel}")
+    if no_kernel is None and implementation in (None, "triton"):
+        return Choice("chain", "triton", "one fused kernel, state on chip")
+    why = f"{implementation} was asked for by name" if no_kernel is None else no_kernel
+    return Choice("interpreter", "reference", f"one step of the recurrence (no kernel: {why})")
+
+
+def plans(
+    update: StateUpdate,
+    target: Target,
+    dtype: torch.dtype,
+    implementation: Implementation | None = None,
+    shapes: Shapes | None = None,
+) -> tuple[Plan, ...]:
+    """What runs for a sequence, and for one token where no gradient is asked for."""
+    whole = select(update, target, dtype, shapes, implementation)
+    token = select_token(update, target, dtype, shapes, implementation)
+    return (
+        Plan("runs", update, whole, target, dtype, routes(update)),
+        Plan("one token", update, token, target, dtype, {}),
+    )
+
+
+def settle(update: StateUpdate) -> None:
+    """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there."""
+    kernel_terms.family(update)
+    kernel_terms.no_step(update)
+    _fastest(update)
+    _refusals(update)
+
+
+def _device(device: str | torch.device | Target) -> torch.device:
+    return device if isinstance(device, torch.device) else Target.of(device).device
+
+
+def _by_kernel(update: StateUpdate, target: Target | None, dtype: torch.dtype) -> Choice:
+    """Which form of a kernel is told of a target: to run, nobody need know the capability of a device."""
+    reason = f"the exact {kernel_terms.family(update)} chain in chunks, state on chip"
+    if target is not None:
+        portable = kernel_terms.portable(update, target.capability, dtype)
+        hopper = "its forms for Hopper where widths are 64 or 128"
+        reason += f", by {hopper if portable is None else f'portable kernels: {portable}'}"
+    return Choice("chain", "triton", reason)
+
+
+def _without_kernel(update: StateUpdate, no_kernel: str | None, implementation: Implementation | None) -> Choice:
+    """The first legal route of torch's operations, else the interpreter. no_kernel: None if torch was asked for."""
+    if implementation == "triton":
+        raise NoImplementation(f"no Triton kernel for {update!r}: {no_kernel}. Use implementation='torch'")
+    route = _fastest(update)
+    if route is not None:
+        return Choice(route, "torch", f"exact {route} form (no kernel: {no_kernel or 'torch was asked for by name'})")
+    if implementation == "torch":
+        why = f"{_refusals(update)}. Use implementation='reference'"
+        raise NoImplementation(f"no fast torch route for {update!r}: {why}")
+    return Choice("interpreter", "reference", f"only the recurrence itself is exact ({_refusals(update)})")
+
+
+@fact
+def _fastest(update: StateUpdate) -> Route | None:
+    """The first legal route of torch's operations but the interpreter."""
+    return next((r for r, reason in routes(update).items() if reason is None and r != "interpreter"), None)
+
+
+@fact
+def _refusals(update: StateUpdate) -> str:
+    return "; ".join(f"{route}: {reason}" for route, reason in routes(update).items() if reason is not None)
+
+
+__all__ = ["plans", "routes", "select", "select_token", "settle"]

@@ -1,0 +1,98 @@
+"""How the parameters of a group are stepped, and by whom: what every step asks, and `axes.explain` tells.
+
+    entrywise    one program over all of them, as a generated kernel or by torch's multi-tensor operations
+    stacks       programs around products of all matrices of one shape
+    interpreter  the tuple itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from axes.core.state_update import StateUpdate
+from axes.optim.engine import generated
+from axes.optim.engine.capabilities import keyed
+from axes.optim.engine.factored import factors
+from axes.optim.engine.facts import facts
+from axes.optim.engine.options import how
+from axes.optim.engine.stacked import cut
+from axes.optim.engine.together import program, schedule
+from axes.routes.choice import Choice, Implementation, Plan, Route, Target, require_named
+
+DEFAULT_GROUP: Mapping[str, Any] = {"maximize": False, "foreach": True, "fused": False, "capturable": False}
+
+
+def route(update: StateUpdate, group: Mapping[str, Any]) -> Route:
+    """How a group is stepped. Nothing else decides it."""
+    routes = facts(update, group["maximize"]).routes
+    if routes["entrywise"] is None and (group["foreach"] or group["fused"]):
+        return "entrywise"
+    return "stacks" if routes["stacks"] is None and group["foreach"] else "interpreter"
+
+
+def choose(update: StateUpdate, group: Mapping[str, Any], target: Target, plain: bool = True) -> Choice:
+    """How a group is stepped on a device, by whom and why. plain: whether its parameters are ordinary tensors."""
+    chosen = route(update, group)
+    if chosen == "interpreter":
+        return Choice(chosen, "reference", _why_interpreted(update, group))
+    entrywise = chosen == "entrywise"
+    fallen = generated.no_kernel(how(group), target, plain) if entrywise else generated.no_kernels(target)
+    by: Implementation = "torch" if fallen else "triton"
+    describe = _entrywise if entrywise else _stacks
+    return Choice(chosen, by, describe(update, group, target, fallen))
+
+
+def plan(
+    name: str,
+    update: StateUpdate,
+    target: Target,
+    dtype: torch.dtype,
+    implementation: Implementation | None = None,
+    group: Mapping[str, Any] = DEFAULT_GROUP,
+    plain: bool = True,
+) -> Plan:
+    """What steps a group with this tuple. reference by name is foreach=False; others run where they do, or raise."""
+    if implementation == "reference":
+        group = {**group, "foreach": False, "fused": False}
+    normal = update.normal()
+    choice = require_named(choose(normal, group, target, plain), implementation, update)
+    return Plan(name, update, choice, target, dtype, facts(normal, group["maximize"]).routes)
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def _entrywise(update: StateUpdate, group: Mapping[str, Any], target: Target, fallen: str | None) -> str:
+    if fallen is None:
+        reason = "one generated kernel over all parameters"
+    else:
+        library = schedule(update, group["maximize"]).library is not None and target.device.type == "cpu"
+        own = library and how(group) == "host"
+        reason = f"torch's {'own' if own else 'multi-tensor'} operations over all parameters (no kernel: {fallen})"
+    special = facts(update, group["maximize"]).special
+    return reason + ("; the first step of a parameter is interpreted" if special else "")
+
+
+def _stacks(update: StateUpdate, group: Mapping[str, Any], target: Target, fallen: str | None) -> str:
+    apart, sides = cut(update, group["maximize"]), factors(update, group["maximize"])
+    if apart is not None:
+        about, rest = f"before and after {apart.spectral!r}", program(apart.tail, True) is None
+    else:
+        assert sides is not None
+        about, rest = f"around the products of {type(sides.h).__name__}", False
+    kernels = "generated kernels where matrices begin at multiples of 16 bytes"
+    reason = f"programs {about}, matrices of one shape as one stack; programs are "
+    reason += kernels if fallen is None else f"torch's multi-tensor operations (no kernel: {fallen})"
+    return reason + ("; what follows mixes entries and is interpreted on the stacks" if rest else "")
+
+
+def _why_interpreted(update: StateUpdate, group: Mapping[str, Any]) -> str:
+    routes = facts(update, group["maximize"]).routes
+    refused = {r: why for r, why in routes.items() if why is not None}
+    if len(refused) < len(routes) - 1:
+        return "foreach=False asks for the tuple itself"
+    way = "the tuple itself, example by example" if keyed(update) else "the tuple itself"
+    return f"{way} ({'; '.join(f'{r}: {why}' for r, why in refused.items())})"

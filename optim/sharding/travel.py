@@ -1,0 +1,145 @@
+"""Whole parameters on their way to the processes that own them, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from axes.core.state_update import StateUpdate
+from axes.optim.engine.capabilities import needs_layers
+from axes.optim.engine.groups import rates
+from axes.optim.engine.options import Group
+from axes.optim.sharding.dtensors import local_shard
+from axes.optim.sharding.member import Member, Owner
+from axes.optim.sharding.merging import merge_layers
+
+BUCKETS = 4  # parts of a group that travel while others are stepped
+
+
+def alike(members: Iterable[Member], gradients: bool = True) -> list[list[Member]]:
+    """Members that can travel together."""
+    found: dict[Any, list[Member]] = {}
+    for held in members:
+        sent = held.parameter.grad.dtype if gradients else None
+        found.setdefault((held.exchange, held.parameter.dtype, sent), []).append(held)
+    return list(found.values())
+
+
+def buckets(members: list[Member]) -> Iterator[list[Member]]:
+    """Members in up to `BUCKETS` parts, those of one shape together: while one is stepped, others travel."""
+    shapes: dict[tuple[int, int], list[Member]] = {}
+    for held in members:
+        shapes.setdefault(held.shape, []).append(held)
+    total = sum(math.prod(shape) * len(some) for shape, some in shapes.items())
+    bucket: list[Member] = []
+    size = 0
+    for shape, some in shapes.items():
+        bucket, size = bucket + some, size + math.prod(shape) * len(some)
+        if size * BUCKETS >= total:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+@final
+class Job:
+    """Whole parameters of one group, mesh and dtype on their way to their owners and back."""
+
+    def __init__(self, group: Group, rule: StateUpdate, move: StateUpdate | None, members: list[Member]) -> None:
+        """rule: what owners do. move: what every process then does to its shard; None where the rule does it all."""
+        self.group, self.rule, self.move, self.members = group, rule, move, members
+        exchange = members[0].exchange
+        assert exchange is not None
+        self.exchange = exchange
+        self.parts = [h.part for h in members if h.part is not None]
+        self.owned = [h for h in members if h.owned]
+        dtype = members[0].shard.dtype
+        self.dtype = torch.promote_types(dtype, torch.float32) if self.move is not None else dtype
+        self._like = members[0].shard.new_empty(0, dtype=self.dtype)
+        self._gradients: Callable[[], list[Tensor]] | None = None
+        self._weights: Callable[[], list[Tensor]] | None = None
+        self._results: Callable[[], list[Tensor]] | None = None
+
+    def gather(self, gradients: bool = True) -> None:
+        """Start to send gradients, and weights if the rule sees them, to their owners."""
+        if gradients:
+            shards = [local_shard(h.parameter.grad, h.parameter.placements) for h in self.members]
+            self._gradients = self.exchange.gather(shards, self.parts)
+        if self.move is None:
+            self._weights = self.exchange.gather([h.shard for h in self.members], self.parts)
+
+    def arrive(self, optimizer: Owner) -> None:
+        """Lay what has arrived into the stand-ins; where the rule does not see the weights they are zero."""
+        weights = None if self._weights is None else self._weights()
+        gradients = None if self._gradients is None else self._gradients()
+        for held in self.owned:
+            held.stand(self.dtype)
+        stand_ins = [held.stand_in for held in self.owned]
+        if stand_ins and weights is None:
+            torch._foreach_zero_(stand_ins)
+        elif stand_ins and weights is not None:
+            torch._foreach_copy_(stand_ins, weights)
+        if gradients is not None:
+            for stand_in, gradient in zip(stand_ins, gradients, strict=True):
+                stand_in.grad = gradient.to(self.dtype)
+        if gradients is not None and needs_layers(self.rule):
+            for held in self.members:
+                merge_layers(optimizer, self.exchange, held)
+
+    def scatter(self) -> None:
+        self._results = self.exchange.scatter([h.stand_in for h in self.owned], self.parts, self._like)
+
+    def finish(self, optimizer: Owner) -> None:
+        assert self._results is not None
+        results = self._results()
+        self.name_states(optimizer)
+        shards = [h.shard for h in self.members]
+        if self.move is None:
+            torch._foreach_copy_(shards, results)
+            return
+        keep, rate = self._factors(optimizer)
+        inside = shards if shards[0].dtype == self.dtype else [x.to(self.dtype) for x in shards]
+        torch._foreach_mul_(inside, keep)
+        if isinstance(rate, float):
+            torch._foreach_add_(inside, results, alpha=rate)
+        else:
+            torch._foreach_mul_(results, rate)
+            torch._foreach_add_(inside, results)
+        if inside is not shards:
+            torch._foreach_copy_(shards, inside)
+
+    def name_states(self, optimizer: Owner) -> None:
+        """Others than the owner know the names of a state."""
+        for held in self.members:
+            if not held.owned and not optimizer.state.get(held.parameter):
+                names = optimizer.expected_state(optimizer.update_for(self.group), held.parameter)
+                held.hide({name: self._like.new_empty(0) for name in names})
+                optimizer.state[held.parameter] = held.shown
+
+    def _factors(self, optimizer: Owner) -> tuple[float | Tensor, float | Tensor]:
+        """a and r of the move W = a W + r u: what the rule makes of the pairs (1, 0) and (0, 1)."""
+        assert self.move is not None
+        like = torch.zeros((), dtype=torch.float64)
+        given = rates(self.group, self.move, like)
+        devices = [x.device for x in given.values() if isinstance(x, Tensor)]
+        probe = torch.eye(2, dtype=torch.float64, device=devices[0] if devices else "cpu")
+        w, u = probe[:1], probe[1:]
+        signal = {"g": -u, **given}
+        _, out = self.move.step(self.move.init(signal, (w,)), signal)
+        keep, rate = out.weights[0][0].unbind()
+        if keep.device.type == "cpu":
+            return float(keep), float(rate)
+        return keep.to(self.dtype), rate.to(self.dtype)
+
+    def release(self, optimizer: Owner) -> None:
+        for held in self.owned:
+            held.stand_in.grad = None
+        layers = getattr(optimizer, "_layers", None)
+        if layers is not None:
+            for held in self.owned:
+                layers.found.pop(held.stand_in, None)

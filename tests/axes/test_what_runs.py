@@ -1,0 +1,64 @@
+"""`axes.select` and `axes.explain` on every instance: what they say runs is what is called; tests/gpu asks again."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from axes import catalogue
+from axes.optim.engine import generated, stacked
+from axes.routes import kernel_terms as terms
+from tests import what_runs
+from tests.interpreter import interpret
+from tests.optim.table import INSTANCES, Instance
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("entry", catalogue.entries("sequence"), ids=lambda e: e.name)
+def test_a_layer_runs_what_is_said(entry: catalogue.Entry, dtype: torch.dtype) -> None:
+    what_runs.check_layer(entry, "cpu", dtype, 8)
+
+
+@pytest.mark.parametrize("entry", catalogue.entries("depth"), ids=lambda e: e.name)
+def test_a_mixer_runs_what_is_said(entry: catalogue.Entry) -> None:
+    what_runs.check_mixer(entry, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(("instance", "options"), what_runs.optimizers("cpu"))
+def test_an_optimizer_runs_what_is_said(instance: Instance, options: dict[str, Any]) -> None:
+    what_runs.check_optimizer(instance, options, "cpu", torch.float32)
+
+
+# ---- with kernels, in Triton's interpreter ---------------------------------------------------------------------------
+
+
+def as_on_a_gpu() -> None:
+    """What is true of a CPU is said to be true of a GPU, by those whom the steps ask."""
+    no_kernel = terms.no_kernel
+    terms.no_kernel = lambda update, _, *rest: no_kernel(update, torch.device("cuda"), *rest)
+    generated.no_kernels = lambda device: None
+    stacked._HOST_BOUND = -1  # no CUDA graphs
+
+
+def layers_with_kernels() -> None:
+    as_on_a_gpu()
+    for entry in catalogue.entries("sequence"):
+        if not isinstance(terms.family(entry.update), terms.NoFamily):
+            what_runs.check_layer(entry, "cpu", torch.float32, 16)
+
+
+def optimizers_with_kernels() -> None:
+    as_on_a_gpu()
+    for instance in (i for i in INSTANCES if not i.transcendental):  # whose functions are a device's
+        for way in what_runs.ways(instance, "cuda"):
+            what_runs.check_optimizer(instance, {**instance.configurations[0], **way}, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("check", (layers_with_kernels, optimizers_with_kernels), ids=lambda f: f.__name__)
+def test_kernels_run_where_they_are_said_to(check: Any) -> None:
+    if sys.platform != "linux":
+        pytest.importorskip("triton")
+    interpret(f"from tests.axes import test_what_runs as t; t.{check.__name__}()")

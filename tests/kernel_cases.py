@@ -1,0 +1,234 @@
+"""Launches of every kernel as its entries make them, to be compiled for sm_90 without a GPU: by `tests.compiler`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from axes.kernels.block import chain as block_module
+from axes.kernels.block.chain import block_chain
+from axes.kernels.common.gluon import gl, gluon, mbarrier
+from axes.kernels.common.launch import Kernel
+from axes.kernels.common.warpgroup import retire
+from axes.kernels.diagonal import hopper as hopper_diagonal
+from axes.kernels.diagonal.chain import diagonal_chain
+from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
+from axes.kernels.products import hopper_symmetric
+from axes.kernels.products.outer import outer_sum
+from axes.kernels.products.symmetric import symmetric_product
+from axes.kernels.scalar import chain as scalar_module
+from axes.kernels.scalar import hopper_write
+from axes.kernels.scalar.chain import scalar_chain
+from axes.kernels.step import block_step, chain_step
+from axes.optim import AdamW
+from tests.hopper import Launch, hopper
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+def tokens(dtype: torch.dtype, d_k: int, d_v: int, length: int = 256) -> tuple[Tensor, ...]:
+    q, k = (torch.randn(2, length, 2, d_k, dtype=dtype, requires_grad=True) for _ in range(2))
+    v = torch.randn(2, length, 2, d_v, dtype=dtype, requires_grad=True)
+    beta = torch.rand(2, length, 2, requires_grad=True)
+    return q, k, v, beta, -beta.detach().requires_grad_()
+
+
+def both(outputs: tuple[Tensor, ...]) -> None:
+    """Forward has been launched: launch the backward."""
+    sum(o.float().sum() for o in outputs).backward()  # type: ignore[union-attr]
+
+
+def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -> Callable[[], None]:
+    def run() -> None:
+        q, k, v, beta, g = tokens(dtype, d, d)
+        fits = patch.object(hopper_write, "fits", lambda *_: plain)
+        with patch.object(scalar_module, "_plain", lambda *_: plain), fits:
+            both(scalar_chain(q, k, v, beta, g, **options))  # type: ignore[arg-type]
+
+    return run
+
+
+def diagonal(
+    dtype: torch.dtype, d: int, rule: str, plain: bool = False, strong: bool = True, cuts: int = 1
+) -> Callable[[], None]:
+    def run() -> None:
+        q, k, v, beta, _ = tokens(dtype, d, d)
+        g = (-torch.rand(2, 256, 2, d)).requires_grad_()
+        more = {"a": k, "b": q} if rule == "dplr" else {}
+        cut = patch.object(hopper_diagonal, "segments_of", lambda *_: cuts)
+        reads = patch.object(hopper_diagonal_delta, "fits", lambda *_: plain)
+        with patch.object(hopper_write, "fits", lambda *_: plain), cut, reads:
+            both(diagonal_chain(q, k, v, g, beta if strong and rule != "dplr" else None, rule=rule, **more))  # type: ignore[arg-type]
+
+    return run
+
+
+def block(dtype: torch.dtype, d: int) -> Callable[[], None]:
+    def run() -> None:
+        q, k, v, _, _ = tokens(dtype, d, d)
+        coefficients = [torch.rand(2, 256, 2, *s, requires_grad=True) for s in ((2, 2), (2,), (2,))]
+        both(block_chain(q, k, v, *coefficients))
+
+    return run
+
+
+def steps() -> None:
+    q, k, v, beta, g = (x.detach()[:, 0] for x in tokens(HALF, 128, 128))
+    chain_step(torch.zeros(2, 2, 128, 128), q, k, v, beta=beta, g=g, rule="delta")
+    two = torch.zeros(2, 2, 128, 2, 128)
+    block_step(two, q, k, v, torch.rand(2, 2, 2, 2), torch.rand(2, 2, 2), torch.rand(2, 2, 2))
+
+
+def sums() -> None:
+    outer_sum(torch.randn(1, 512, 256, dtype=HALF))
+
+
+def symmetric(plain: bool) -> Callable[[], None]:
+    """Every form: no, one and two terms; by columns; results and factors in float32; numbers for each matrix."""
+
+    def run() -> None:
+        x, full = torch.randn(2, 256, 512).half(), torch.randn(2, 256, 256)
+        gram = full.half()
+        fits = patch.object(hopper_symmetric, "fits", lambda _: plain)
+        with fits, patch.object(hopper_symmetric, "_processors", lambda _: 132):
+            symmetric_product(x)
+            symmetric_product(gram, x[..., :256].contiguous(), terms=((0.5, gram),), diagonal=1.0)
+            symmetric_product(gram, terms=((0.5, gram), (2.0, gram)))
+            symmetric_product(x.mT.contiguous().mT, dtype=FULL, terms=((0.5, full),))
+            if plain:
+                symmetric_product(full, terms=((0.5, full),), factors=torch.ones(2, 2))
+
+    return run
+
+
+def adamw(dtype: torch.dtype, **options: Any) -> Callable[[], None]:
+    def run() -> None:
+        parameters = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (10_000, 77)]
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        AdamW(parameters, fused=True, **options).step()
+
+    return run
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "hopper 128": scalar(HALF, 128, plain=True, rule="delta"),
+    "hopper 64": scalar(HALF, 64, plain=True, rule="delta"),
+    "hopper segments": scalar(HALF, 128, plain=True, rule="delta", segments=2),
+    "delta 128": scalar(HALF, 128, rule="delta"),
+    "delta 256": scalar(HALF, 256, rule="delta"),
+    "delta 64 float32": scalar(FULL, 64, rule="delta"),
+    "delta segments": scalar(HALF, 128, rule="delta", segments=2),
+    "hopper write 128": scalar(HALF, 128, plain=True, rule="write"),
+    "hopper write 64": scalar(HALF, 64, plain=True, rule="write"),
+    "write 128": scalar(HALF, 128, rule="write"),
+    "hopper diagonal 128": diagonal(HALF, 128, "write", plain=True, strong=False),
+    "hopper diagonal 64": diagonal(HALF, 64, "write", plain=True, strong=False),
+    "hopper diagonal segments": diagonal(HALF, 128, "write", plain=True, strong=False, cuts=2),
+    "diagonal 128": diagonal(HALF, 128, "write"),
+    "hopper diagonal delta 128": diagonal(HALF, 128, "delta", plain=True),
+    "hopper diagonal delta 64": diagonal(HALF, 64, "delta", plain=True),
+    "diagonal delta 128": diagonal(HALF, 128, "delta"),
+    "hopper dplr 128": diagonal(HALF, 128, "dplr", plain=True),
+    "hopper dplr 64": diagonal(HALF, 64, "dplr", plain=True),
+    "dplr 128": diagonal(HALF, 128, "dplr"),
+    "block 128": block(HALF, 128),
+    "step": steps,
+    "outer": sums,
+    "hopper symmetric": symmetric(plain=True),
+    "symmetric": symmetric(plain=False),
+    "adamw": adamw(FULL),
+    "adamw 24 bit, 8 bit": adamw(HALF, master="24bit", moments="8bit"),
+    "adamw at random": adamw(HALF, rounding="stochastic"),
+}
+
+# ---- one kernel at several sizes -------------------------------------------------------------------------------------
+# What ran on a full chip is what runs anywhere: ptxas mixes up registers of copies and products in ways that differ by
+# binary.
+
+
+def delta_sizes() -> Iterator[None]:
+    for batch, length, heads, segments in ((1, 64, 1, 1), (2, 100, 3, 1), (1, 256, 16, 2)):
+        q, k, v = torch.randn(3, batch, length, heads, 64, dtype=torch.bfloat16).requires_grad_().unbind()
+        beta, g = torch.rand(2, batch, length, heads).unbind()
+        start = torch.randn(batch, heads, 64, 64)
+        with patch.object(scalar_module, "_plain", lambda *_: True):
+            scalar_chain(q, k, v, beta, g, initial_state=start, segments=segments)[0].sum().backward()
+        yield
+
+
+def _two_sizes(rule: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Iterator[None]:
+    for batch, length, heads, value_heads in ((2, 100, 3, 6), (3, 260, 2, 4)):  # two value heads for one
+        q, k = torch.randn(2, batch, length, heads, 128, dtype=torch.bfloat16).requires_grad_().unbind()
+        v = torch.randn(batch, length, value_heads, 128, dtype=torch.bfloat16).requires_grad_()
+        fits = patch.object(hopper_write, "fits", lambda *_: True)
+        with fits, patch.object(hopper_diagonal, "segments_of", lambda *_: 2):
+            both(rule(q, k, v, torch.randn(batch, value_heads, 128, 128)))
+        yield
+
+
+def write_sizes() -> Iterator[None]:
+    def rule(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        beta, g = torch.rand(2, *v.shape[:3]).requires_grad_().unbind()
+        return scalar_chain(q, k, v, beta, g, initial_state=start, rule="write", segments=2)
+
+    return _two_sizes(rule)
+
+
+def diagonal_sizes() -> Iterator[None]:
+    def rule(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        g = (-torch.rand(*v.shape[:3], q.shape[3])).requires_grad_()
+        return diagonal_chain(q, k, v, g, initial_state=start)
+
+    return _two_sizes(rule)
+
+
+SIZES = {"sizes of delta": delta_sizes, "sizes of write": write_sizes, "sizes of diagonal": diagonal_sizes}
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def overwritten() -> None:
+    """The launch that gave other bits at every run on a full chip."""
+    with patch.dict(block_module._LAUNCH, {"gradients": ((64, 64, 8, 2),) * 3}):
+        block(HALF, 128)()
+
+
+@Kernel
+@gluon.jit
+def _forgets(to):
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ended = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    for place in gl.static_range(2):
+        mbarrier.init(ended.index(place), count=1)
+        mbarrier.arrive(ended.index(place), count=1)
+    mbarrier.arrive(bar, count=1)
+    mbarrier.wait(bar, 0)
+    retire(ended)
+    gl.store(to, 1.0)
+
+
+def forgotten() -> None:
+    """A barrier that is not invalidated beside one that is."""
+    _forgets[(1,)](torch.zeros(4), num_warps=4)
+
+
+FAULTS = {"an operand overwritten": overwritten, "a barrier forgotten": forgotten}
+
+
+# ---- what compiles them ----------------------------------------------------------------------------------------------
+
+
+def runs(name: str) -> list[list[Launch]]:
+    """The launches of a case, one list for every size."""
+    found: list[list[Launch]] = []
+    with hopper() as launches:
+        for _ in SIZES[name]() if name in SIZES else [(CASES | FAULTS)[name]()]:
+            found.append(launches.copy())
+            launches.clear()
+    return found

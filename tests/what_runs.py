@@ -1,0 +1,186 @@
+"""What `axes.explain` says of an object beside what its steps call: the calls themselves are recorded."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import axes
+from axes import catalogue, optim
+from axes.answers import plans
+from axes.core.state_update import StateUpdate
+from axes.optim.engine.factored import Factored
+from axes.optim.engine.stacked import Stacks
+from axes.optim.engine.together import Batch
+from axes.programs.batched import Schedule
+from axes.programs.library import LibraryStep
+from axes.routes import attention, cascade, gram, scan
+from axes.routes.choice import Choice
+from tests.optim.table import INSTANCES, Instance
+
+TRITON = importlib.util.find_spec("triton") is not None
+# (module or class, function, route, implementation): None says nothing of it
+WATCHED: list[tuple[Any, str, str | None, str | None]] = [
+    (scan, "chunked", "chain", "torch"),
+    (cascade, "run", "cascade", "torch"),
+    (attention, "run", "attention", "torch"),
+    (gram, "sim", "gram", "torch"),
+    (gram, "dec", "gram", "torch"),
+    (Batch, "step", "entrywise", None),
+    (Stacks, "step", "stacks", None),
+    (Factored, "step", "stacks", None),
+    (Schedule, "run", None, "torch"),
+]
+KERNELS = (
+    ("axes.kernels.scalar.chain", "scalar_chain"),
+    ("axes.kernels.diagonal.chain", "diagonal_chain"),
+    ("axes.kernels.block.chain", "block_chain"),
+    ("axes.kernels.step", "chain_step"),
+    ("axes.kernels.step", "block_step"),
+)
+
+
+@dataclass
+class Calls:
+    """Routes that were entered, and implementations that worked inside them. library: what torch's own steps said."""
+
+    routes: set[str] = field(default_factory=set)
+    implementations: set[str] = field(default_factory=set)
+    library: list[bool] = field(default_factory=list)
+
+    def are(self, choice: Choice) -> bool:
+        return self.routes == {choice.route} and self.implementations == {choice.implementation}
+
+
+@contextmanager
+def recorded(update: StateUpdate) -> Iterator[Calls]:
+    """The calls of a block. The interpreter's are those of `update.step` that no route makes for itself."""
+    calls, inside = Calls(), 0
+
+    def watch(function: Callable[..., Any], route: str | None, implementation: str | None) -> Callable[..., Any]:
+        def watched(*args: Any, **given: Any) -> Any:
+            nonlocal inside
+            if route == "interpreter" and (inside or args[0] != update):
+                return function(*args, **given)
+            calls.routes |= {route} - {None} if not inside else set()  # type: ignore[arg-type]
+            calls.implementations |= {implementation} - {None}  # type: ignore[arg-type]
+            inside += route is not None
+            try:
+                return function(*args, **given)
+            finally:
+                inside -= route is not None
+
+        return watched
+
+    watched = [*WATCHED, (StateUpdate, "step", "interpreter", "reference")]
+    if TRITON:
+        watched += [(importlib.import_module(module), name, "chain", "triton") for module, name in KERNELS]
+        watched.append((importlib.import_module("axes.programs.fused").Fused, "step", None, "triton"))
+    own = LibraryStep.run
+
+    def library(*args: Any) -> bool:
+        calls.library.append(own(*args))
+        return calls.library[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LibraryStep, "run", library)
+        for owner, name, route, implementation in watched:
+            patched.setattr(owner, name, watch(getattr(owner, name), route, implementation))
+        yield calls
+
+
+# ---- one check for each axis -----------------------------------------------------------------------------------------
+
+
+def check_layer(entry: catalogue.Entry, device: str, dtype: torch.dtype, width: int) -> None:
+    """A sequence and one token after a state, from a state: the first data of some routes are special."""
+    layer = entry.cls(2 * width, heads=2, device=device, dtype=dtype)
+    whole, token = plans(layer)
+    x = torch.randn(2, 9, 2 * width, device=device, dtype=dtype)
+    with torch.no_grad():
+        _, state = layer(x)
+        with recorded(layer.update) as calls:
+            layer(x, state)
+        assert calls.are(whole.choice), (whole.choice, calls)
+        with recorded(layer.update) as calls:
+            layer.step(x[:, 0], state)
+        assert calls.are(token.choice), (token.choice, calls)
+    if dtype == torch.float32 and device == "cpu":
+        assert axes.select(entry.name)[:2] == axes.select(entry.cls)[:2] == whole.choice[:2]
+
+
+def check_mixer(entry: catalogue.Entry, device: str, dtype: torch.dtype) -> None:
+    """Reading and writing streams."""
+    mixer = entry.cls(8, device=device, dtype=dtype)
+    (plan,) = plans(mixer)
+    h = torch.randn(2, 3, 8, device=device, dtype=dtype)
+    with torch.no_grad(), recorded(mixer.update) as calls:
+        streams = mixer.expand(h)
+        seen, coefficients = mixer.read(streams)
+        mixer.write(streams, seen, coefficients)
+    assert calls.are(plan.choice), (plan.choice, calls)
+    assert axes.select(entry.name)[:2] == axes.select(entry.cls)[:2] == plan.choice[:2]
+
+
+class Net(torch.nn.Module):
+    """Two matrices of one shape and one of another, whose rows begin where a kernel may read, and their biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(16, n) for n in (16, 16, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layers(x)).square().mean()
+
+
+def check_optimizer(instance: Instance, options: dict[str, Any], device: str, dtype: torch.dtype) -> None:
+    """Two steps of every group, one group after another."""
+    torch.manual_seed(0)
+    model = Net().to(device, dtype)
+    optimizer = instance.cls(model, **options)
+    said = {plan.name: plan for plan in plans(optimizer)}
+    assert len(said) == len(optimizer.param_groups) == (2 if instance.matrices else 1)
+    for i, plan in enumerate(said.values()):
+        for step in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(5, 16, device=device, dtype=dtype)).backward()
+            for j, group in enumerate(optimizer.param_groups):
+                for p in group["params"]:
+                    p.grad = p.grad if i == j else None
+            with recorded(plan.update) as calls:
+                optimizer.step()
+            if step == 0 and "the first step of a parameter is interpreted" in plan.choice.reason:
+                assert calls.are(Choice("interpreter", "reference", "")), calls
+            else:
+                assert calls.are(plan.choice), (plan.name, plan.choice, calls)
+                assert any(calls.library) == ("torch's own" in plan.choice.reason), (plan.choice, calls)
+
+
+def ways(instance: Instance, device: str) -> Iterator[dict[str, Any]]:
+    """Of stepping a rule: by default, interpreted, so that it can be captured, and fused."""
+    yield {}
+    yield {"foreach": False}
+    cls = instance.cls
+    if not issubclass(cls, optim.Shampoo | optim.SOAP | optim.PSGDKron | optim.EKFAC):  # these refresh what they hold
+        yield {"capturable": True}
+    if device == "cuda" and axes.select(cls).route == "entrywise":
+        yield {"fused": True}
+
+
+def optimizers(device: str) -> list[Any]:
+    """Every rule of the catalogue in every configuration of the optimizers' table, in every way."""
+    known = {e.cls for e in catalogue.entries("data")}
+    assert known == {i.cls for i in INSTANCES}
+    return [
+        pytest.param(i, {**options, **way}, id=f"{i}-{n}-{''.join(way)}")
+        for i in INSTANCES
+        for n, options in enumerate(i.configurations)
+        for way in ways(i, device)
+    ]
