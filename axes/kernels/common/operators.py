@@ -1,6 +1,6 @@
 """Functions that launch kernels as operators of torch: what every family would say again, said once.
 
-Compilers and fake tensors see an operator. An eager call takes the function itself: the dispatcher costs
+Compilers, fake tensors and torch.func see an operator. An eager call takes the function itself: the dispatcher costs
 the host more than a small kernel runs.
 """
 
@@ -12,6 +12,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # by vmap and the like
 
 
 def in_place(name: str, run: Callable[..., None], mutates: Sequence[str]) -> Callable[..., None]:
@@ -29,8 +32,8 @@ def in_place(name: str, run: Callable[..., None], mutates: Sequence[str]) -> Cal
 class Differentiable:
     """A function of (*tensors, *options), with gradients; tensors may be None and come before numbers.
 
-    forward(*tensors, *options, record) -> (*outputs, kept). kept is a list of what the backward reads beside the inputs,
-        of use only where `record` says that one may follow. A call returns the outputs.
+    forward(*tensors, *options, record) -> (*outputs, kept). kept is a list of what the backward reads beside the
+        inputs, empty unless `record` says that a backward may follow. A call returns the outputs.
     backward(*tensors, *options, kept, *grads) -> a list: gradients of the first `gradients` tensors, anything where one
         is None. grads are contiguous; one that did not come is zero, or with `missing` None.
     shapes(*tensors, *options, record): what forward returns, unfilled. A gradient is like its tensor.
@@ -53,7 +56,8 @@ class Differentiable:
             made = zip(inputs, backward(*inputs), strict=False)
             return [grad for x, grad in made if x is not None]
 
-        self.forward, self.backward, self.gradients, self.missing = forward, given, gradients, missing
+        self.forward, self.backward, self.gradients = forward, given, gradients
+        self.missing, self.twice = missing, twice
         self.operator = torch.library.custom_op(f"axes::{name}", forward, mutates_args=())
         self.operator.register_fake(shapes)
         self.reverse: Callable[..., Any] = given
@@ -66,8 +70,7 @@ class Differentiable:
 
     def __call__(self, *inputs: Any) -> Any:
         record = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        plain = type(inputs[0]) in (Tensor, torch.nn.Parameter)
-        if torch.compiler.is_compiling() or not plain:
+        if torch.compiler.is_compiling() or type(inputs[0]) not in _PLAIN or _transformed():
             return self.operator(*inputs, record)[:-1]
         return _Eager.apply(self, *inputs, record) if record else self.forward(*inputs, record)[:-1]
 

@@ -1,4 +1,4 @@
-"""Building blocks of the chunk kernels, device side: which tokens a program works on, tiles, decays, the inverse.
+"""Building blocks of the chunk kernels, device side: which tokens a program works on, tiles, decays.
 
 Tokens are rows of a flat (tokens, H, D) view of (B, T, H, D); a unit is a run of rows that one state passes through: a
 batch entry, a packed sequence, a segment. Chunks of C rows have slots: unit u's n-th chunk sits in slot base(u) + n.
@@ -57,20 +57,35 @@ def slot_rows(offsets, units, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr)
 
 
 @triton.jit
-def load_tile(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr):
-    """`rows` rows from row `first` (int64) of one head of a (tokens, H, D) tensor, the rest of C zero; int32 inside."""
+def _place(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, ANEW: tl.constexpr):
     token = tl.arange(0, C)
-    at = (token * (H * D))[:, None] + columns[None, :]
-    return tl.load(ptr + (first * H + head) * D + at, mask=(token < rows)[:, None] & (columns < D)[None, :], other=0.0)
+    if ANEW:
+        row = first + token
+        place = ptr + (row * H + head)[:, None] * D + columns[None, :]
+        inside = (row < first + rows)[:, None] & (columns < D)[None, :]
+    else:
+        at = (token * (H * D))[:, None] + columns[None, :]
+        place = ptr + (first * H + head) * D + at
+        inside = (token < rows)[:, None] & (columns < D)[None, :]
+    return place, inside
 
 
 @triton.jit
-def store_tile(ptr, tile, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr):
+def load_tile(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, ANEW: tl.constexpr = False):
+    """`rows` rows from row `first` (int64) of one head of a (tokens, H, D) tensor, the rest of C zero.
+
+    Offsets are int32 numbers of the chunk, which a loop over chunks keeps in registers; ANEW: it has none to spare, and
+    works out int64 ones every time.
+    """
+    at, inside = _place(ptr, first, rows, columns, head, H, D, C, ANEW)
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, tile, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, ANEW: tl.constexpr = False):
     """Write a tile that `load_tile` would read."""
-    token = tl.arange(0, C)
-    at = (token * (H * D))[:, None] + columns[None, :]
-    mask = (token < rows)[:, None] & (columns < D)[None, :]
-    tl.store(ptr + (first * H + head) * D + at, tile.to(ptr.dtype.element_ty), mask=mask)
+    at, inside = _place(ptr, first, rows, columns, head, H, D, C, ANEW)
+    tl.store(at, tile.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -41,8 +41,8 @@ def scan(
     pid = tl.program_id(0).to(tl.int64)
     v_parts: tl.constexpr = (V + BV - 1) // BV
     k_parts: tl.constexpr = (K + BK - 1) // BK
-    d = (pid % k_parts).to(tl.int32) * BK + tl.arange(0, BK)
-    e = (pid // k_parts % v_parts).to(tl.int32) * BV + tl.arange(0, BV)
+    d = (pid % k_parts) * BK + tl.arange(0, BK)
+    e = (pid // k_parts % v_parts) * BV + tl.arange(0, BV)
     pid = pid // (k_parts * v_parts)
     head, unit = pid % HV, pid // HV
     first, end = unit_rows(offsets, unit, T, PACKED)
@@ -65,9 +65,9 @@ def scan(
         at = first + n.to(tl.int64) * C
         count = tl.minimum(end - at, C).to(tl.int32)
         tl.store(states + ((slot + n) * HV + head) * V * K + tile, state.to(states.dtype.element_ty), mask=within)
-        keys = load_tile(x, at, count, d, head // (HV // H), H, K, C)
-        values = load_tile(y, at, count, e, head, HV, V, C)
-        log = load_logs(g, at, count, d, head, HV, K, C)
+        keys = load_tile(x, at, count, d, head // (HV // H), H, K, C, True)
+        values = load_tile(y, at, count, e, head, HV, V, C, True)
+        log = load_logs(g, at, count, d, head, HV, K, C, True)
         high, middle, low = split(log, PARTS)
         if STRONG:
             values = (load_line(beta, at, count, head, HV, C)[:, None] * values).to(y.dtype.element_ty)
@@ -247,10 +247,10 @@ def _key(
         both = tl.zeros([BK, BK], dtype=tl.float32)
         for left in range(0, V, BV):
             e = left + tl.arange(0, BV)
-            at = e[:, None] * K + d[None, :]
+            at = matrix * V * K + e[:, None] * K + d[None, :]
             within = (e < V)[:, None] & (d < K)[None, :]
-            state = tl.load(states + matrix * V * K + at, mask=within, other=0.0)
-            grad = tl.load(dstates + matrix * V * K + at, mask=within, other=0.0)
+            state = tl.load(states + at, mask=within, other=0.0)
+            grad = tl.load(dstates + at, mask=within, other=0.0)
             dout = load_tile(do, first, count, e, head, HV, V, C)
             values = load_tile(v, first, count, e, head, HV, V, C)
             if STRONG:
@@ -288,7 +288,7 @@ def _key(
         high, middle, low = split(change, 0 if PARTS == 0 else 2)
         dlog = change - add_up(i >= j, high, middle, low, 0 if PARTS == 0 else 2) + last[None, :]
         if DEEP:
-            floored = load_logs(g, first, count, d, head, HV, K, C) <= -100.0
+            floored = load_tile(g, first, count, d, head, HV, K, C).to(tl.float32) <= -100.0
             dlog = tl.where(floored, 0.0, dlog)
         store_tile(dg, dlog, first, count, d, head, HV, K, C)
 

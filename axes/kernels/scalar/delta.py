@@ -91,13 +91,15 @@ def prepare(
             log = stretch(product, product, product, strength)
         total = tl.min(run, 0)  # the last, since gates are logs of at most 1
         tl.store(bounds + index, total + tl.sum(log, 0))
-    at = index * C * C + i * C + j
+    square = i * C + j
+    p += index * C * C
+    lowers += index * C * C
     scores = scores * decay(run[:, None], run[None, :], i >= j)
-    tl.store(p + at, scores.to(p.dtype.element_ty))
+    tl.store(p + square, scores.to(p.dtype.element_ty))
     lower = lower * decay(seen[:, None], run[None, :], i > j)
-    tl.store(lowers + at, strength[:, None] * lower)
+    tl.store(lowers + square, strength[:, None] * lower)
     tl.debug_barrier()
-    invert(lowers + index * C * C, m + index * C * C, C, SIDE, LANES, MERGE)
+    invert(lowers, m + index * C * C, C, SIDE, LANES, MERGE)
 
 
 @Kernel

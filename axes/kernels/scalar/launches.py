@@ -158,14 +158,14 @@ def segment_ends(
     return _merge(x, constants, maps, dfinal, reverse=True)
 
 
-def delta_forward(x: Chain, start: Tensor | None) -> tuple[Tensor, ...]:
+def delta_forward(x: Chain, start: Tensor | None) -> tuple[Any, ...]:
     """o, final, and what the backward needs: M, P, first states of segments and their maps."""
     m, p = _matrices(x)
     o, final, maps = torch.empty_like(x.v), x.state(), None
     if x.cut.S > 1:
         start, maps = segment_starts(x, m, start)
     _scan(x, "output", m, p, start, o=o, final=final)
-    return o, final, m, p, start, maps  # type: ignore[return-value]
+    return o, final, m, p, start, maps
 
 
 def delta_backward(
@@ -189,7 +189,7 @@ def delta_backward(
     return dq, dk, da, dv, dbeta, dg, dstart  # type: ignore[return-value]
 
 
-def hopper_delta_forward(x: Chain, start: Tensor | None) -> tuple[Tensor | None, ...]:
+def hopper_delta_forward(x: Chain, start: Tensor | None) -> tuple[Any, ...]:
     """As `delta_forward`, W = (I + L diag(beta))^-1, strengths on the columns, in the place of M."""
     assert x.beta is not None
     maps, bounds, cut = None, _bounds(x), x.cut
@@ -259,8 +259,8 @@ def _mix(
     run(scalar_write.mix, x.unit_heads * cdiv(w, given["BV"]), tensors, given)
 
 
-def write_forward(x: Chain, start: Tensor | None) -> tuple[Tensor, ...]:
-    """o, final, and what the backward needs: first states of segments."""
+def write_forward(x: Chain, start: Tensor | None) -> tuple[Any, ...]:
+    """As `delta_forward`, of which only first states of segments are needed."""
     slots = (x.cut.offsets, x.cut.units_of_slots)
     numbers = _numbers(x)
     if x.scale_q is not None:
@@ -273,7 +273,7 @@ def write_forward(x: Chain, start: Tensor | None) -> tuple[Tensor, ...]:
         constants, through = _ends(x)
         starts = _merge(x, constants, through, start, reverse=False)
     _mix(x, numbers, "o", (x.q, x.k, x.v), o, starts, final)
-    return o, final, starts, x.q.new_empty(0)  # type: ignore[return-value]
+    return o, final, None, None, starts, None
 
 
 def write_backward(x: Chain, starts: Tensor | None, do: Tensor, dfinal: Tensor | None) -> tuple[Any, ...]:
