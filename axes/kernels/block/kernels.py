@@ -85,8 +85,8 @@ def scan(
         here = first + n * C
         rows = tl.minimum(end - here, C).to(tl.int32)
         at = (base + n) * HV + hv
-        keys = load_tile(k, here, rows, d, head, H, K, C, True)
-        u = load_tile(v, here, rows, e, hv, HV, V, C, True)
+        keys = load_tile(k, here, rows, d, head, H, K, C, "rows")
+        u = load_tile(v, here, rows, e, hv, HV, V, C, "rows")
         small = carries + at * 8 * C + tl.arange(0, C)
         p00 = tl.load(totals + at * 4)
         p01 = tl.load(totals + at * 4 + 1)
@@ -106,15 +106,15 @@ def scan(
             strength = tl.dot(inverted, missing.to(keys.dtype), input_precision=PRECISION)
             u = strength.to(keys.dtype)
             if RECORD:
-                store_tile(written, u, here, rows, e, hv, HV, V, C, True)
+                store_tile(written, u, here, rows, e, hv, HV, V, C, "rows")
         else:
             strength = u.to(tl.float32)
         if not RECORD:
-            queries = load_tile(q, here, rows, d, head, H, K, C, True)
+            queries = load_tile(q, here, rows, d, head, H, K, C, "rows")
             out = tl.load(small)[:, None] * tl.dot(queries, old0, input_precision=PRECISION)
             out += tl.load(small + 2 * C)[:, None] * tl.dot(queries, old1, input_precision=PRECISION)
             out += tl.dot(tl.load(scores + at * C * C + square), u, input_precision=PRECISION)
-            store_tile(o, out, here, rows, e, hv, HV, V, C, True)
+            store_tile(o, out, here, rows, e, hv, HV, V, C, "rows")
         into0 = (end0[:, None] * strength).to(keys.dtype)
         into1 = (end1[:, None] * strength).to(keys.dtype)
         next0 = _mixed(x0, x1, p00, p10, tl.dot(tl.trans(keys), into0, input_precision=PRECISION))
@@ -154,8 +154,8 @@ def reverse(
         here = first + n * C
         rows = tl.minimum(end - here, C).to(tl.int32)
         at = (base + n) * HV + hv
-        keys = load_tile(k, here, rows, d, head, H, K, C, True)
-        dout = load_tile(do, here, rows, e, hv, HV, V, C, True)
+        keys = load_tile(k, here, rows, d, head, H, K, C, "rows")
+        dout = load_tile(do, here, rows, e, hv, HV, V, C, "rows")
         small = carries + at * 8 * C + tl.arange(0, C)
         p00 = tl.load(totals + at * 4)
         p01 = tl.load(totals + at * 4 + 1)
@@ -171,8 +171,8 @@ def reverse(
         if ERASE:
             inverted = tl.load(m + at * C * C + square)
             r = tl.dot(tl.trans(inverted), r.to(keys.dtype), input_precision=PRECISION)
-        store_tile(dv, r, here, rows, e, hv, HV, V, C, True)
-        queries = load_tile(q, here, rows, d, head, H, K, C, True)
+        store_tile(dv, r, here, rows, e, hv, HV, V, C, "rows")
+        queries = load_tile(q, here, rows, d, head, H, K, C, "rows")
         read0 = (tl.load(small)[:, None] * dout).to(keys.dtype)
         read1 = (tl.load(small + 2 * C)[:, None] * dout).to(keys.dtype)
         into0 = tl.dot(tl.trans(queries), read0, input_precision=PRECISION)

@@ -57,35 +57,35 @@ def slot_rows(offsets, units, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr)
 
 
 @triton.jit
-def _place(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, ANEW: tl.constexpr):
+def _place(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr):
+    """Pointers to a tile, and which of its numbers there are."""
     token = tl.arange(0, C)
-    if ANEW:
-        row = first + token
-        place = ptr + (row * H + head)[:, None] * D + columns[None, :]
-        inside = (row < first + rows)[:, None] & (columns < D)[None, :]
-    else:
+    if KEPT == "tile":
         at = (token * (H * D))[:, None] + columns[None, :]
         place = ptr + (first * H + head) * D + at
-        inside = (token < rows)[:, None] & (columns < D)[None, :]
-    return place, inside
+    elif KEPT == "rows":
+        place = ptr + (first * H + head) * D + (token * (H * D))[:, None] + columns[None, :]
+    else:
+        place = ptr + ((first + token) * H + head)[:, None] * D + columns[None, :]
+    return place, (token < rows)[:, None] & (columns < D)[None, :]
 
 
 @triton.jit
-def load_tile(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, ANEW: tl.constexpr = False):
+def load_tile(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr = "tile"):
     """`rows` rows from row `first` (int64) of one head of a (tokens, H, D) tensor, the rest of C zero.
 
-    Offsets are int32 numbers of the chunk, which a loop over chunks keeps in registers; ANEW: it has none to spare, and
-    works out int64 ones every time.
+    KEPT: what a loop that moves `first` may keep of the offsets, int32 of a "tile" or of its "rows", or "nothing": a
+    loop that is short of registers works them out every time.
     """
-    at, inside = _place(ptr, first, rows, columns, head, H, D, C, ANEW)
-    return tl.load(at, mask=inside, other=0.0)
+    place, inside = _place(ptr, first, rows, columns, head, H, D, C, KEPT)
+    return tl.load(place, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_tile(ptr, tile, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, ANEW: tl.constexpr = False):
+def store_tile(ptr, tile, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr = "tile"):
     """Write a tile that `load_tile` would read."""
-    at, inside = _place(ptr, first, rows, columns, head, H, D, C, ANEW)
-    tl.store(at, tile.to(ptr.dtype.element_ty), mask=inside)
+    place, inside = _place(ptr, first, rows, columns, head, H, D, C, KEPT)
+    tl.store(place, tile.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -35,9 +35,9 @@ def exponents(q: Tensor, g: Tensor) -> dict[str, int | float]:
 
 
 @triton.jit
-def load_logs(g, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, ANEW: tl.constexpr = False):
+def load_logs(g, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr = "tile"):
     """`load_tile` of log gates: float32, floored at -100."""
-    return tl.maximum(load_tile(g, first, rows, columns, head, H, D, C, ANEW).to(tl.float32), -100.0)
+    return tl.maximum(load_tile(g, first, rows, columns, head, H, D, C, KEPT).to(tl.float32), -100.0)
 
 
 @triton.jit

@@ -65,9 +65,9 @@ def scan(
         at = first + n.to(tl.int64) * C
         count = tl.minimum(end - at, C).to(tl.int32)
         tl.store(states + ((slot + n) * HV + head) * V * K + tile, state.to(states.dtype.element_ty), mask=within)
-        keys = load_tile(x, at, count, d, head // (HV // H), H, K, C, True)
-        values = load_tile(y, at, count, e, head, HV, V, C, True)
-        log = load_logs(g, at, count, d, head, HV, K, C, True)
+        keys = load_tile(x, at, count, d, head // (HV // H), H, K, C, "rows")
+        values = load_tile(y, at, count, e, head, HV, V, C, "rows")
+        log = load_logs(g, at, count, d, head, HV, K, C, "rows")
         high, middle, low = split(log, PARTS)
         if STRONG:
             values = (load_line(beta, at, count, head, HV, C)[:, None] * values).to(y.dtype.element_ty)
@@ -128,9 +128,9 @@ def _output(
         p = tl.zeros([C, C], dtype=tl.float32)
         for left in range(0, K, BK):
             d = left + tl.arange(0, BK)
-            log = load_logs(g, first, count, d, head, HV, K, C)
-            queries = load_tile(q, first, count, d, shared, H, K, C)
-            keys = load_tile(k, first, count, d, shared, H, K, C)
+            log = load_logs(g, first, count, d, head, HV, K, C, "rows")
+            queries = load_tile(q, first, count, d, shared, H, K, C, "rows")
+            keys = load_tile(k, first, count, d, shared, H, K, C, "rows")
             high, middle, low = split(log, PARTS)
             if not ADD or not DEEP:
                 run = add_up(i >= j, high, middle, low, PARTS)
@@ -144,7 +144,7 @@ def _output(
             else:
                 writer = (keys * power(-run)).to(q.dtype.element_ty)
                 p += tl.dot(reader, tl.trans(writer), input_precision=PRECISION)
-        values = load_tile(v, first, count, e, head, HV, V, C)
+        values = load_tile(v, first, count, e, head, HV, V, C, "rows")
         if STRONG:
             values = (load_line(beta, first, count, head, HV, C)[:, None] * values).to(v.dtype.element_ty)
         kept = tl.where(i >= j, p, 0.0).to(q.dtype.element_ty)
@@ -152,8 +152,8 @@ def _output(
             tl.store(scores + matrix * C * C + i * C + j, kept)
         out += tl.dot(kept, values, input_precision=PRECISION)
         if ADD:
-            out += load_tile(o, first, count, e, head, HV, V, C)
-        store_tile(o, out, first, count, e, head, HV, V, C)
+            out += load_tile(o, first, count, e, head, HV, V, C, "rows")
+        store_tile(o, out, first, count, e, head, HV, V, C, "rows")
 
 
 @Kernel
@@ -203,22 +203,22 @@ def values(
         i = tl.arange(0, C)[:, None]
         j = tl.arange(0, C)[None, :]
         p = tl.load(scores + matrix * C * C + i * C + j)
-        dout = load_tile(do, first, count, e, head, HV, V, C)
+        dout = load_tile(do, first, count, e, head, HV, V, C, "rows")
         du = tl.dot(tl.trans(p), dout, input_precision=PRECISION)
         for left in range(0, K, BK):
             d = left + tl.arange(0, BK)
-            log = load_logs(g, first, count, d, head, HV, K, C)
-            keys = load_tile(k, first, count, d, shared, H, K, C)
+            log = load_logs(g, first, count, d, head, HV, K, C, "rows")
+            keys = load_tile(k, first, count, d, shared, H, K, C, "rows")
             at = dstates + matrix * V * K + e[:, None] * K + d[None, :]
             grad = tl.load(at, mask=(e < V)[:, None] & (d < K)[None, :], other=0.0)
             high, middle, low = split(log, PARTS)
             kept = (keys * power(add_up(i < j, high, middle, low, PARTS))).to(k.dtype.element_ty)
             du += tl.dot(kept, tl.trans(grad), input_precision=PRECISION)
         if STRONG:
-            values = load_tile(v, first, count, e, head, HV, V, C)
+            values = load_tile(v, first, count, e, head, HV, V, C, "rows")
             store_line(dbeta + part * tokens * HV, tl.sum(du * values, 1), first, count, head, HV, C)
             du *= load_line(beta, first, count, head, HV, C)[:, None]
-        store_tile(dv, du, first, count, e, head, HV, V, C)
+        store_tile(dv, du, first, count, e, head, HV, V, C, "rows")
 
 
 @triton.jit
@@ -251,17 +251,17 @@ def _key(
             within = (e < V)[:, None] & (d < K)[None, :]
             state = tl.load(states + at, mask=within, other=0.0)
             grad = tl.load(dstates + at, mask=within, other=0.0)
-            dout = load_tile(do, first, count, e, head, HV, V, C)
-            values = load_tile(v, first, count, e, head, HV, V, C)
+            dout = load_tile(do, first, count, e, head, HV, V, C, "rows")
+            values = load_tile(v, first, count, e, head, HV, V, C, "rows")
             if STRONG:
                 values = (load_line(beta, first, count, head, HV, C)[:, None] * values).to(v.dtype.element_ty)
             dquery += tl.dot(dout, state, input_precision=PRECISION)
             moved += tl.dot(values, grad, input_precision=PRECISION)
             dp += tl.dot(dout, tl.trans(values), input_precision=PRECISION)
             both += tl.dot(tl.trans(state), grad, input_precision=PRECISION)  # its diagonal: sum_v S dS'
-        log = load_logs(g, first, count, d, head, HV, K, C)
-        queries = load_tile(q, first, count, d, shared, H, K, C)
-        keys = load_tile(k, first, count, d, shared, H, K, C)
+        log = load_logs(g, first, count, d, head, HV, K, C, "rows")
+        queries = load_tile(q, first, count, d, shared, H, K, C, "rows")
+        keys = load_tile(k, first, count, d, shared, H, K, C, "rows")
         total = tl.load(totals + matrix * K + d, mask=d < K, other=0.0)
         row, column = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
         last = power(total) * tl.sum(tl.where(row == column, both, 0.0), 0)
@@ -279,8 +279,8 @@ def _key(
             reader = (queries * grow).to(q.dtype.element_ty)
             dkey = fade * tl.dot(tl.trans(kept), reader, input_precision=PRECISION)
             moved *= fade * power(total)[None, :]
-        store_tile(dq, dquery, first, count, d, head, HV, K, C)
-        store_tile(dk, dkey + moved, first, count, d, head, HV, K, C)
+        store_tile(dq, dquery, first, count, d, head, HV, K, C, "rows")
+        store_tile(dk, dkey + moved, first, count, d, head, HV, K, C, "rows")
         # sums from a token on are those of the chunk less those before it
         change = queries * dquery - keys * dkey
         last += tl.sum(change, 0)
@@ -288,9 +288,9 @@ def _key(
         high, middle, low = split(change, 0 if PARTS == 0 else 2)
         dlog = change - add_up(i >= j, high, middle, low, 0 if PARTS == 0 else 2) + last[None, :]
         if DEEP:
-            floored = load_tile(g, first, count, d, head, HV, K, C).to(tl.float32) <= -100.0
+            floored = load_tile(g, first, count, d, head, HV, K, C, "rows").to(tl.float32) <= -100.0
             dlog = tl.where(floored, 0.0, dlog)
-        store_tile(dg, dlog, first, count, d, head, HV, K, C)
+        store_tile(dg, dlog, first, count, d, head, HV, K, C, "rows")
 
 
 @Kernel

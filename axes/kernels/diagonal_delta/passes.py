@@ -38,9 +38,9 @@ def scan(
         here = first + n * C
         rows = tl.minimum(end - here, C).to(tl.int32)
         block = (slot + n) * HV + head
-        reader = load_tile(as_, here, rows, d, head, HV, K, C, True)
-        writer = load_tile(ys, here, rows, d, head, HV, K, C, True)
-        values = load_tile(v, here, rows, e, head, HV, V, C, True)
+        reader = load_tile(as_, here, rows, d, head, HV, K, C, "nothing")
+        writer = load_tile(ys, here, rows, d, head, HV, K, C, "nothing")
+        values = load_tile(v, here, rows, e, head, HV, V, C, "nothing")
         solve = tl.load(m + block * C * C + square)
         total = power(tl.load(totals + block * K + d, mask=d < K, other=0.0))
         kind = values.dtype
@@ -55,19 +55,19 @@ def scan(
             seen = load_line(beta, here, rows, head, HV, C)[:, None] * (values - seen)
         u = tl.dot(solve, seen.to(kind), input_precision=PRECISION).to(kind)
         if RECORD:
-            store_tile(written, u, here, rows, e, head, HV, V, C, True)
+            store_tile(written, u, here, rows, e, head, HV, V, C, "nothing")
         else:
-            query = load_tile(qs, here, rows, d, head, HV, K, C, True)
+            query = load_tile(qs, here, rows, d, head, HV, K, C, "nothing")
             scores = tl.load(p + block * C * C + square)
             out = tl.dot(query, old, input_precision=PRECISION)
             out += tl.dot(scores, u, input_precision=PRECISION)
             if TWO:
                 scores2 = tl.load(p2 + block * C * C + square)
                 out += tl.dot(scores2, values, input_precision=PRECISION)
-            store_tile(o, out, here, rows, e, head, HV, V, C, True)
+            store_tile(o, out, here, rows, e, head, HV, V, C, "nothing")
         gain = tl.dot(tl.trans(writer), u, input_precision=PRECISION)
         if TWO:
-            writer2 = load_tile(zs, here, rows, d, head, HV, K, C, True)
+            writer2 = load_tile(zs, here, rows, d, head, HV, K, C, "nothing")
             gain += tl.dot(tl.trans(writer2), values, input_precision=PRECISION)
         state = tl.fma(state, tl.broadcast_to(total[:, None], [BK, BV]), gain)
     if not RECORD:
@@ -100,10 +100,10 @@ def reverse(
         here = first + n * C
         rows = tl.minimum(end - here, C).to(tl.int32)
         block = (slot + n) * HV + head
-        reader = load_tile(as_, here, rows, d, head, HV, K, C, True)
-        writer = load_tile(ys, here, rows, d, head, HV, K, C, True)
-        query = load_tile(qs, here, rows, d, head, HV, K, C, True)
-        dout = load_tile(do, here, rows, e, head, HV, V, C, True)
+        reader = load_tile(as_, here, rows, d, head, HV, K, C, "nothing")
+        writer = load_tile(ys, here, rows, d, head, HV, K, C, "nothing")
+        query = load_tile(qs, here, rows, d, head, HV, K, C, "nothing")
+        dout = load_tile(do, here, rows, e, head, HV, V, C, "nothing")
         solve = tl.load(m + block * C * C + square)
         scores = tl.load(p + block * C * C + square)
         total = power(tl.load(totals + block * K + d, mask=d < K, other=0.0))
@@ -113,10 +113,10 @@ def reverse(
         du = tl.dot(writer, later, input_precision=PRECISION)
         du += tl.dot(tl.trans(scores), dout, input_precision=PRECISION)
         r = tl.dot(tl.trans(solve), du.to(kind), input_precision=PRECISION)
-        store_tile(dwritten, r, here, rows, e, head, HV, V, C, True)
+        store_tile(dwritten, r, here, rows, e, head, HV, V, C, "nothing")
         if TWO:
             back_read = r.to(kind)
-            writer2 = load_tile(zs, here, rows, d, head, HV, K, C, True)
+            writer2 = load_tile(zs, here, rows, d, head, HV, K, C, "nothing")
             solve2 = tl.load(m2 + block * C * C + square)
             scores2 = tl.load(p2 + block * C * C + square)
             dvalue = tl.dot(writer2, later, input_precision=PRECISION)
@@ -125,7 +125,7 @@ def reverse(
         else:
             dvalue = load_line(beta, here, rows, head, HV, C)[:, None] * r
             back_read = (-dvalue).to(kind)
-        store_tile(dv, dvalue, here, rows, e, head, HV, V, C, True)
+        store_tile(dv, dvalue, here, rows, e, head, HV, V, C, "nothing")
         gain = tl.dot(tl.trans(query), dout, input_precision=PRECISION)
         gain += tl.dot(tl.trans(reader), back_read, input_precision=PRECISION)
         grad = tl.fma(grad, tl.broadcast_to(total[:, None], [BK, BV]), gain)

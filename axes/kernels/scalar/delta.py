@@ -92,12 +92,11 @@ def prepare(
         total = tl.min(run, 0)  # the last, since gates are logs of at most 1
         tl.store(bounds + index, total + tl.sum(log, 0))
     square = i * C + j
-    p += index * C * C
     lowers += index * C * C
-    scores = scores * decay(run[:, None], run[None, :], i >= j)
-    tl.store(p + square, scores.to(p.dtype.element_ty))
     lower = lower * decay(seen[:, None], run[None, :], i > j)
     tl.store(lowers + square, strength[:, None] * lower)
+    scores = scores * decay(run[:, None], run[None, :], i >= j)
+    tl.store(p + index * C * C + square, scores.to(p.dtype.element_ty))
     tl.debug_barrier()
     invert(lowers, m + index * C * C, C, SIDE, LANES, MERGE)
 
