@@ -55,12 +55,14 @@ def slot_rows(offsets, units, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr)
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------
 
+WHOLE = tl.constexpr("tile")  # Triton 3.6 takes no plain string for a default
+
 
 @triton.jit
 def _place(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr):
     """Pointers to a tile, and which of its numbers there are."""
     token = tl.arange(0, C)
-    if KEPT == "tile":
+    if KEPT == WHOLE:
         at = (token * (H * D))[:, None] + columns[None, :]
         place = ptr + (first * H + head) * D + at
     elif KEPT == "rows":
@@ -71,7 +73,7 @@ def _place(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr,
 
 
 @triton.jit
-def load_tile(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr = "tile"):
+def load_tile(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr = WHOLE):
     """`rows` rows from row `first` (int64) of one head of a (tokens, H, D) tensor, the rest of C zero.
 
     KEPT: what a loop that moves `first` may keep of the offsets, int32 of a "tile" or of its "rows", or "nothing": a
@@ -82,7 +84,7 @@ def load_tile(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constex
 
 
 @triton.jit
-def store_tile(ptr, tile, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr = "tile"):
+def store_tile(ptr, tile, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr = WHOLE):
     """Write a tile that `load_tile` would read."""
     place, inside = _place(ptr, first, rows, columns, head, H, D, C, KEPT)
     tl.store(place, tile.to(ptr.dtype.element_ty), mask=inside)
