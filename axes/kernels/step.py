@@ -13,7 +13,6 @@ Arithmetic is float32 on the CUDA cores. Nothing is read back and nothing alloca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 from axes.errors import AxesError, ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.operators import in_place
 
 EPS = 1e-6  # of normalised keys and queries, as in the layers: x / sqrt(|x|^2 + EPS^2)
 _ENTRIES = 512  # of a slot in one program, which is one warp: many small ones hide each other's loads
@@ -200,34 +200,8 @@ def _or(x: Tensor | None, like: Tensor) -> Tensor:
     return like if x is None else x
 
 
-# What torch.compile sees; eager calls launch directly, since the dispatcher would cost more than the kernel.
-
-
-@torch.library.custom_op("axes::chain_step", mutates_args=("state", "into", "out"))
-def _chain_op(
-    state: Tensor, into: Tensor | None, out: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None,
-    g: Tensor | None, a: Tensor | None, b: Tensor | None, index: Tensor | None,
-    rule: str, early: bool, normalize: bool,
-) -> None:  # fmt: skip
-    _launch_chain(state, into, out, q, k, v, beta, g, a, b, index, rule, early, normalize)
-
-
-@_chain_op.register_fake
-def _(state, into, out, q, k, v, beta, g, a, b, index, rule, early, normalize):
-    return None
-
-
-@torch.library.custom_op("axes::block_step", mutates_args=("state", "into", "out"))
-def _block_op(
-    state: Tensor, into: Tensor | None, out: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Tensor, write: Tensor,
-    erase: Tensor | None, index: Tensor | None, normalize: bool,
-) -> None:  # fmt: skip
-    _launch_block(state, into, out, q, k, v, block, write, erase, index, normalize)
-
-
-@_block_op.register_fake
-def _(state, into, out, q, k, v, block, write, erase, index, normalize):
-    return None
+_chain_once = in_place("chain_step", _launch_chain, ("state", "into", "out"))
+_block_once = in_place("block_step", _launch_block, ("state", "into", "out"))
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -339,9 +313,8 @@ def chain_step(
     _forward_only(who, state, q, k, v, beta, g, erase, a, b, into, out)
     out = _check_out(who, out, v)
     if v.numel():
-        run: Callable[..., None] = _chain_op if torch.compiler.is_compiling() else _launch_chain
         tokens = (_rows(x) for x in (q, k, v, beta, g, erase if a is None else a, b))
-        run(state, into, out, *tokens, index, rule, early and rule == "delta", normalize)
+        _chain_once(state, into, out, *tokens, index, rule, early and rule == "delta", normalize)
     return out
 
 
@@ -377,6 +350,5 @@ def block_step(
     _forward_only(who, state, q, k, v, block, write, erase, into, out)
     out = _check_out(who, out, v)
     if v.numel():
-        run: Callable[..., None] = _block_op if torch.compiler.is_compiling() else _launch_block
-        run(state, into, out, *(_rows(x) for x in (q, k, v, block, write, erase)), index, normalize)
+        _block_once(state, into, out, *(_rows(x) for x in (q, k, v, block, write, erase)), index, normalize)
     return out

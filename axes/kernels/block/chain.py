@@ -26,15 +26,18 @@ import triton
 from torch import Tensor
 
 from axes.kernels.block import kernels, weights
+from axes.kernels.common import inverse
 from axes.kernels.common.layout import (
     check_like,
     check_packing,
     check_tokens,
     contiguous,
+    extent,
     layout,
     on_device,
     precision,
 )
+from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.tiles import TILE
 
 # ---- launches ------------------------------------------------------------------------------------------------------
@@ -89,11 +92,11 @@ def _weights(
     return recurrence, carries, totals
 
 
-@torch.library.custom_op("axes::block_chain", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, block: Tensor, write: Tensor, erase: Tensor | None, start: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    cu_seqlens: Tensor | None, record: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """o, final, and S and M of every chunk."""
     shape, erased = _shape(q, v), erase is not None
     c, hv = _chunk(q), v.shape[2]
     cut = layout(q.shape[0], q.shape[1], c, cu_seqlens)
@@ -101,44 +104,36 @@ def _forward(
     units = block if cut.units_of_slots is None else cut.units_of_slots
     o, final = torch.empty_like(v), block.new_empty(cut.units, hv, v.shape[-1], 2, q.shape[-1])
     scores = q.new_empty(cut.slots, hv, c, c)
-    m = q.new_empty(cut.slots if erased else 0, hv, c, c)
+    m = q.new_empty(cut.slots, hv, c, c) if erased else scores
     exact = precision(q)
     with on_device(q):
         recurrence, carries, totals = _weights(q, v, block, write, erase, cu_seqlens)
         tiles = _launch(q, v, "prepare")
         kernels.prepare[(cut.slots * hv,)](
-            q, k, erase if erased else write, recurrence, m if erased else scores, scores, offsets, units,
-            cut.length, cut.chunks, **shape, SIDE=TILE, ERASE=erased, PACKED=cut.packed, PRECISION=exact,
-            MERGE="ieee" if exact == "ieee" else "tf32x3", COLUMNS=max(c, 32 * tiles["num_warps"]), **tiles,
+            q, k, erase if erased else write, recurrence, m, scores, offsets, units,
+            cut.length, cut.chunks, **shape, ERASE=erased, PACKED=cut.packed, PRECISION=exact,
+            **inverse.constants(q.dtype, c, tiles["num_warps"]), **tiles,
         )  # fmt: skip
         tiles = _launch(q, v, "scan")
         kernels.scan[(cut.units * hv * triton.cdiv(v.shape[-1], tiles["BV"]),)](
-            q, k, v, carries, totals, m if erased else scores, scores, final if start is None else start, o, final,
-            o, o, offsets, cut.length, cut.chunks, **shape, ERASE=erased, STARTED=start is not None,
+            q, k, v, carries, totals, m, scores, final if start is None else start, o, final, o, o,
+            offsets, cut.length, cut.chunks, **shape, ERASE=erased, STARTED=start is not None,
             RECORD=False, PACKED=cut.packed, PRECISION=exact, **tiles,
         )  # fmt: skip
-    return o, final, m, scores
+    return o, final, ([scores, m] if erased else [scores]) if record else []
 
 
-@_forward.register_fake
-def _(q, k, v, block, write, erase, start, cu_seqlens):
+def _shapes(q, k, v, block, write, erase, start, cu_seqlens, record):
     c, hv = _chunk(q), v.shape[2]
-    (b, t), packed = q.shape[:2], cu_seqlens is not None
-    units = cu_seqlens.shape[0] - 1 if packed else b
-    slots = t // c + units if packed else b * ((t + c - 1) // c)
-    return (
-        torch.empty_like(v),
-        block.new_empty(units, hv, v.shape[-1], 2, q.shape[-1]),
-        q.new_empty(0 if erase is None else slots, hv, c, c),
-        q.new_empty(slots, hv, c, c),
-    )
+    units, slots = extent(q.shape[0], q.shape[1], c, cu_seqlens)
+    squares = [q.new_empty(slots, hv, c, c) for _ in range(record * (1 if erase is None else 2))]
+    return torch.empty_like(v), block.new_empty(units, hv, v.shape[-1], 2, q.shape[-1]), squares
 
 
-@torch.library.custom_op("axes::block_chain_backward", mutates_args=())
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, block: Tensor, write: Tensor, erase: Tensor | None, start: Tensor | None,
-    cu_seqlens: Tensor | None, m: Tensor, scores: Tensor, do: Tensor, dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    cu_seqlens: Tensor | None, kept: list[Tensor], do: Tensor, dfinal: Tensor,
+) -> list[Tensor]:  # fmt: skip
     shape, erased = _shape(q, v), erase is not None
     (b, t, h, d), hv, c = q.shape, v.shape[2], _chunk(q)
     cut = layout(b, t, c, cu_seqlens)
@@ -149,7 +144,7 @@ def _backward(
     dstates = torch.empty_like(states)
     written = torch.empty_like(v) if erased else v
     dv, dblock, dwrite, dstart = (torch.empty_like(x) for x in (v, block, write, dfinal))
-    derase = torch.empty_like(write) if erased else write.new_empty(0)
+    derase = torch.empty_like(write) if erased else dwrite
     grouped = hv != h  # one gradient a value head, summed over the heads that share a key
     dq, dk = (q.new_empty(b, t, hv, d, dtype=torch.float32 if grouped else q.dtype) for _ in range(2))
     tiles = {kernel: _launch(q, v, kernel) for kernel in ("states", "reverse", "pairs", "gradients")}
@@ -158,9 +153,9 @@ def _backward(
     dcarries = block.new_empty(parts, cut.slots * hv, 6, c)
     dtotals = block.new_empty(parts, cut.slots * hv, 4)
     gate = erase if erased else write
-    inverted = m if erased else scores
+    scores, inverted = kept[0], kept[-1]
     reads = torch.empty_like(scores)
-    erases = torch.empty_like(m) if erased else reads
+    erases = torch.empty_like(inverted) if erased else reads
     heads = cut.units * hv
     common = {"ERASE": erased, "PACKED": cut.packed, "PRECISION": exact}
     with on_device(q):
@@ -183,40 +178,16 @@ def _backward(
             offsets, units, cut.length, cut.chunks, **shape, **common, **tiles["gradients"],
         )  # fmt: skip
         weights.adjoint[(cut.slots * hv,)](
-            block, gate, recurrence, carries, dpairs, dcarries, dtotals, dblock, dwrite, derase if erased else dwrite,
+            block, gate, recurrence, carries, dpairs, dcarries, dtotals, dblock, dwrite, derase,
             offsets, units, cut.length, cut.chunks,
             HV=hv, C=c, PARTS=parts, ERASE=erased, PACKED=cut.packed, num_warps=1, num_stages=1,
         )  # fmt: skip
     if grouped:
         dq, dk = (x.unflatten(2, (h, hv // h)).sum(3).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dv, dblock, dwrite, derase, dstart
+    return [dq, dk, dv, dblock, dwrite, derase, dstart]
 
 
-@_backward.register_fake
-def _(q, k, v, block, write, erase, start, cu_seqlens, m, scores, do, dfinal):
-    derase = write.new_empty(0) if erase is None else torch.empty_like(write)
-    return (*(torch.empty_like(x) for x in (q, k, v, block, write)), derase, torch.empty_like(dfinal))
-
-
-def _save(ctx, inputs, output) -> None:
-    _, _, m, scores = output
-    ctx.mark_non_differentiable(m, scores)
-    ctx.save_for_backward(*inputs, m, scores)
-    ctx.set_materialize_grads(True)
-
-
-def _differentiate(ctx, do, dfinal, _m, _scores):
-    q, k, v, block, write, erase, start, cu_seqlens, m, scores = ctx.saved_tensors
-    dq, dk, dv, dblock, dwrite, derase, dstart = _backward(
-        q, k, v, block, write, erase, start, cu_seqlens, m, scores, do.contiguous(), dfinal.contiguous().float()
-    )
-    none = None
-    return (
-        dq, dk, dv, dblock, dwrite, none if erase is None else derase, none if start is None else dstart, none,
-    )  # fmt: skip
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+_chain = Differentiable("block_chain", _forward, _backward, _shapes, gradients=7)
 
 
 # ---- entry ---------------------------------------------------------------------------------------------------------
@@ -260,5 +231,5 @@ def block_chain(
         final = torch.zeros(state, dtype=torch.float32, device=q.device) if start is None else start.clone()
         return torch.empty_like(v), final
     queries, keys, values = contiguous(q, k, v)
-    o, final, _, _ = _forward(queries, keys, values, matrix, weights, erased, start, cu_seqlens)
+    o, final = _chain(queries, keys, values, matrix, weights, erased, start, cu_seqlens)
     return o, final

@@ -10,59 +10,9 @@ import triton
 import triton.language as tl
 
 from axes.kernels.block.weights import erase_pairs, read_pairs
+from axes.kernels.common.inverse import invert
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import first_slot, load_rows, slot_rows, store_rows, unit_rows
-
-
-@triton.jit
-def _quarter(square, side: tl.constexpr, ROWS: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
-    """Where the blocks (ROWS, COLUMN) of the side x side diagonal blocks of a (C, C) are, (C / side, half, half)."""
-    HALF: tl.constexpr = side // 2
-    block = tl.arange(0, C // side)[:, None, None] * side
-    row = block + ROWS * HALF + tl.arange(0, HALF)[None, :, None]
-    return square + row * C + block + COLUMN * HALF + tl.arange(0, HALF)[None, None, :]
-
-
-@triton.jit
-def _merge(square, side: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
-    """The lower left quarters -X2 L21 X1 of the inverses of diagonal blocks, from the inverses X1, X2 of halves."""
-    low = _quarter(square, side, 1, 0, C)
-    x1 = tl.load(_quarter(square, side, 0, 0, C))
-    x2 = tl.load(_quarter(square, side, 1, 1, C))
-    if side == C:
-        HALF: tl.constexpr = side // 2
-        part = tl.reshape(tl.load(low), [HALF, HALF])
-        inner = tl.dot(part, tl.reshape(x1, [HALF, HALF]), input_precision=PRECISION)
-        cross = tl.dot(tl.reshape(x2, [HALF, HALF]), inner, input_precision=PRECISION)[None, :, :]
-    else:
-        cross = tl.dot(x2, tl.dot(tl.load(low), x1, input_precision=PRECISION), input_precision=PRECISION)
-    tl.debug_barrier()  # all have read L21 before any writes its place
-    tl.store(low, -cross)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _invert(square, C: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
-    """A strictly lower (C, C) in memory becomes (I + it)^-1: substitution in blocks, then blocks of twice the size.
-
-    Powers of it are never formed: with keys close to each other they grow past what float32 resolves. A thread owns
-    whole columns in the substitution, so that sums stay inside of it: COLUMNS, C or more, is a multiple of the threads.
-    """
-    row = tl.arange(0, SIDE)[:, None]
-    column = tl.arange(0, COLUMNS)[None, :]
-    block = column // SIDE * SIDE
-    x = tl.where(row == column % SIDE, 1.0, 0.0)
-    for i in range(1, SIDE):
-        line = tl.load(square + (block + i) * C + block + row, mask=(column < C) & (row < i), other=0.0)
-        x = tl.where(row == i, x - tl.sum(line * x, axis=0)[None, :], x)
-    tl.debug_barrier()
-    tl.store(square + (block + row) * C + column, x, mask=column < C)
-    tl.debug_barrier()
-    if C == 2 * SIDE:
-        _merge(square, 2 * SIDE, C, PRECISION)
-    if C == 4 * SIDE:
-        _merge(square, 2 * SIDE, C, PRECISION)
-        _merge(square, 4 * SIDE, C, PRECISION)
+from axes.kernels.common.tiles import first_slot, load_tile, slot_rows, store_tile, unit_rows
 
 
 @Kernel
@@ -72,30 +22,29 @@ def prepare(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SIDE: tl.constexpr, ERASE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    MERGE: tl.constexpr, COLUMNS: tl.constexpr,
+    MERGE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """M and S of every chunk; where something is erased, Y is lost."""
     pid = tl.program_id(0).to(tl.int64)
     hv = pid % HV
     head = hv // (HV // H)
     _, first, end = slot_rows(offsets, units, pid // HV, T, N, C, PACKED)
-    rows = first + tl.arange(0, C)
+    rows = (end - first).to(tl.int32)
     d = tl.arange(0, BK)
     square = pid * C * C + tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
-    keys = load_rows(k, rows, end, d, head, H, K)
-    queries = load_rows(q, rows, end, d, head, H, K)
+    keys = load_tile(k, first, rows, d, head, H, K, C)
+    queries = load_tile(q, first, rows, d, head, H, K, C)
     weights = recurrence + pid * 2 * C * C
     read = read_pairs(weights, C) * tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     tl.store(scores + square, read.to(scores.dtype.element_ty))
     if ERASE:
         lower = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-        lower *= erase_pairs(weights, erase, rows, end, hv, HV, C)
+        lower *= erase_pairs(weights, erase, first, rows, hv, HV, C)
         inner = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
         tl.debug_barrier()  # Y has been read: its place holds the matrix that is inverted
         tl.store(weights + inner, lower)
         tl.debug_barrier()
-        _invert(weights, C, SIDE, COLUMNS, MERGE)
-        tl.store(m + square, tl.load(weights + inner).to(m.dtype.element_ty))
+        invert(weights, m + pid * C * C, C, SIDE, LANES, MERGE)
 
 
 @triton.jit
@@ -133,10 +82,11 @@ def scan(
         x0 = tl.zeros([BK, BV], dtype=tl.float32)
         x1 = tl.zeros([BK, BV], dtype=tl.float32)
     for n in tl.range(chunks):
-        rows = first + n * C + tl.arange(0, C)
+        here = first + n * C
+        rows = tl.minimum(end - here, C).to(tl.int32)
         at = (base + n) * HV + hv
-        keys = load_rows(k, rows, end, d, head, H, K)
-        u = load_rows(v, rows, end, e, hv, HV, V)
+        keys = load_tile(k, here, rows, d, head, H, K, C, "rows")
+        u = load_tile(v, here, rows, e, hv, HV, V, C, "rows")
         small = carries + at * 8 * C + tl.arange(0, C)
         p00 = tl.load(totals + at * 4)
         p01 = tl.load(totals + at * 4 + 1)
@@ -156,15 +106,15 @@ def scan(
             strength = tl.dot(inverted, missing.to(keys.dtype), input_precision=PRECISION)
             u = strength.to(keys.dtype)
             if RECORD:
-                store_rows(written, u, rows, end, e, hv, HV, V)
+                store_tile(written, u, here, rows, e, hv, HV, V, C, "rows")
         else:
             strength = u.to(tl.float32)
         if not RECORD:
-            queries = load_rows(q, rows, end, d, head, H, K)
+            queries = load_tile(q, here, rows, d, head, H, K, C, "rows")
             out = tl.load(small)[:, None] * tl.dot(queries, old0, input_precision=PRECISION)
             out += tl.load(small + 2 * C)[:, None] * tl.dot(queries, old1, input_precision=PRECISION)
             out += tl.dot(tl.load(scores + at * C * C + square), u, input_precision=PRECISION)
-            store_rows(o, out, rows, end, e, hv, HV, V)
+            store_tile(o, out, here, rows, e, hv, HV, V, C, "rows")
         into0 = (end0[:, None] * strength).to(keys.dtype)
         into1 = (end1[:, None] * strength).to(keys.dtype)
         next0 = _mixed(x0, x1, p00, p10, tl.dot(tl.trans(keys), into0, input_precision=PRECISION))
@@ -201,10 +151,11 @@ def reverse(
     g1 = tl.load(dfinal + public + K, mask=within, other=0.0)
     for back in tl.range(chunks):
         n = chunks - 1 - back
-        rows = first + n * C + tl.arange(0, C)
+        here = first + n * C
+        rows = tl.minimum(end - here, C).to(tl.int32)
         at = (base + n) * HV + hv
-        keys = load_rows(k, rows, end, d, head, H, K)
-        dout = load_rows(do, rows, end, e, hv, HV, V)
+        keys = load_tile(k, here, rows, d, head, H, K, C, "rows")
+        dout = load_tile(do, here, rows, e, hv, HV, V, C, "rows")
         small = carries + at * 8 * C + tl.arange(0, C)
         p00 = tl.load(totals + at * 4)
         p01 = tl.load(totals + at * 4 + 1)
@@ -220,8 +171,8 @@ def reverse(
         if ERASE:
             inverted = tl.load(m + at * C * C + square)
             r = tl.dot(tl.trans(inverted), r.to(keys.dtype), input_precision=PRECISION)
-        store_rows(dv, r, rows, end, e, hv, HV, V)
-        queries = load_rows(q, rows, end, d, head, H, K)
+        store_tile(dv, r, here, rows, e, hv, HV, V, C, "rows")
+        queries = load_tile(q, here, rows, d, head, H, K, C, "rows")
         read0 = (tl.load(small)[:, None] * dout).to(keys.dtype)
         read1 = (tl.load(small + 2 * C)[:, None] * dout).to(keys.dtype)
         into0 = tl.dot(tl.trans(queries), read0, input_precision=PRECISION)
@@ -251,20 +202,20 @@ def pairs(
     hv = pid % HV
     head = hv // (HV // H)
     _, first, end = slot_rows(offsets, units, pid // HV, T, N, C, PACKED)
-    rows = first + tl.arange(0, C)
+    rows = (end - first).to(tl.int32)
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
     dscores = tl.zeros([C, C], dtype=tl.float32)
     near = tl.zeros([C, C], dtype=tl.float32)
     for left in range(0, V, BV):
         e = left + tl.arange(0, BV)
-        dout = load_rows(do, rows, end, e, hv, HV, V)
-        u = load_rows(written, rows, end, e, hv, HV, V)
+        dout = load_tile(do, first, rows, e, hv, HV, V, C)
+        u = load_tile(written, first, rows, e, hv, HV, V, C)
         dscores += tl.dot(dout, tl.trans(u), input_precision=PRECISION)
     for low in range(0, K, BK):
         d = low + tl.arange(0, BK)
-        queries = load_rows(q, rows, end, d, head, H, K)
-        keys = load_rows(k, rows, end, d, head, H, K)
+        queries = load_tile(q, first, rows, d, head, H, K, C)
+        keys = load_tile(k, first, rows, d, head, H, K, C)
         near += tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     weights = recurrence + pid * 2 * C * C
     square = pid * C * C + t * C + s
@@ -276,13 +227,13 @@ def pairs(
         near = tl.zeros([C, C], dtype=tl.float32)
         for left in range(0, V, BV):
             e = left + tl.arange(0, BV)
-            r = load_rows(dv, rows, end, e, hv, HV, V)
-            u = load_rows(written, rows, end, e, hv, HV, V)
+            r = load_tile(dv, first, rows, e, hv, HV, V, C)
+            u = load_tile(written, first, rows, e, hv, HV, V, C)
             dlower -= tl.dot(r, tl.trans(u), input_precision=PRECISION)
         for low in range(0, K, BK):
-            keys = load_rows(k, rows, end, low + tl.arange(0, BK), head, H, K)
+            keys = load_tile(k, first, rows, low + tl.arange(0, BK), head, H, K, C)
             near += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-        among = dlower * erase_pairs(weights, erase, rows, end, hv, HV, C)
+        among = dlower * erase_pairs(weights, erase, first, rows, hv, HV, C)
         tl.store(erases + square, among.to(erases.dtype.element_ty))
         tl.store(pairs + C * C, tl.where(t > s, dlower * near, 0.0))
 
@@ -304,11 +255,11 @@ def gradients(
     hv = pid % HV
     head = hv // (HV // H)
     _, first, end = slot_rows(offsets, units, pid // HV, T, N, C, PACKED)
-    rows = first + tl.arange(0, C)
+    rows = (end - first).to(tl.int32)
     d = part.to(tl.int32) * BK + tl.arange(0, BK)
     square = pid * C * C + tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
-    keys = load_rows(k, rows, end, d, head, H, K)
-    queries = load_rows(q, rows, end, d, head, H, K)
+    keys = load_tile(k, first, rows, d, head, H, K, C)
+    queries = load_tile(q, first, rows, d, head, H, K, C)
     among = tl.load(reads + square)
     dquery = tl.dot(among, keys, input_precision=PRECISION)
     dkey = tl.dot(tl.trans(among), queries, input_precision=PRECISION)
@@ -332,12 +283,12 @@ def gradients(
             inner = d[:, None] * V + e[None, :]
             state = tl.load(x + inner, mask=within, other=0.0)
             grad = tl.load(g + inner, mask=within, other=0.0)
-            dout = load_rows(do, rows, end, e, hv, HV, V)
-            u = load_rows(written, rows, end, e, hv, HV, V)
+            dout = load_tile(do, first, rows, e, hv, HV, V, C)
+            u = load_tile(written, first, rows, e, hv, HV, V, C)
             out += tl.dot(dout, tl.trans(state), input_precision=PRECISION)
             into += tl.dot(u, tl.trans(grad), input_precision=PRECISION)
             if ERASE:
-                r = load_rows(dv, rows, end, e, hv, HV, V)
+                r = load_tile(dv, first, rows, e, hv, HV, V, C)
                 read += tl.dot(r, tl.trans(state), input_precision=PRECISION)
             same += tl.sum(state.to(tl.float32) * grad, 1)
             cross += tl.sum(state.to(tl.float32) * tl.load(other + inner, mask=within, other=0.0), 1)
@@ -351,5 +302,5 @@ def gradients(
         if ERASE:
             tl.store(dsmall + 2 * C, -tl.sum(keys * read, 1))
             dkey -= tl.load(small + (4 + a) * C)[:, None] * read
-    store_rows(dq, dquery, rows, end, d, hv, HV, K)
-    store_rows(dk, dkey, rows, end, d, hv, HV, K)
+    store_tile(dq, dquery, first, rows, d, hv, HV, K, C)
+    store_tile(dk, dkey, first, rows, d, hv, HV, K, C)

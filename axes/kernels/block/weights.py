@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import slot_rows
+from axes.kernels.common.tiles import load_line, slot_rows, store_line
 
 
 @Kernel
@@ -74,12 +74,12 @@ def read_pairs(recurrence, C: tl.constexpr):
 
 
 @triton.jit
-def erase_pairs(recurrence, erase, rows, end, hv, HV, C: tl.constexpr):
+def erase_pairs(recurrence, erase, first, rows, hv, HV, C: tl.constexpr):
     """D_ts = Y_s^{t-1} . e_t, strictly lower."""
     t = tl.arange(0, C)[:, None]
     before = recurrence + (t - 1) * C + tl.arange(0, C)[None, :]
-    e0 = tl.load(erase + (rows * HV + hv) * 2, mask=rows < end, other=0.0)
-    e1 = tl.load(erase + (rows * HV + hv) * 2 + 1, mask=rows < end, other=0.0)
+    e0 = load_line(erase, first, rows, 2 * hv, 2 * HV, C)
+    e1 = load_line(erase, first, rows, 2 * hv + 1, 2 * HV, C)
     y0 = tl.load(before, mask=t > tl.arange(0, C)[None, :], other=0.0)
     y1 = tl.load(before + C * C, mask=t > tl.arange(0, C)[None, :], other=0.0)
     return e0[:, None] * y0 + e1[:, None] * y1
@@ -169,7 +169,6 @@ def adjoint(
             gp01 += dc0 * e1
             gp10 += dc1 * e0
             gp11 += dc1 * e1
-    rows = first + s
-    at = (rows * HV + pid % HV) * 2
-    tl.store(dwrite + at, dw0, mask=rows < end)
-    tl.store(dwrite + at + 1, dw1, mask=rows < end)
+    rows = (end - first).to(tl.int32)
+    store_line(dwrite, dw0, first, rows, 2 * (pid % HV), 2 * HV, C)
+    store_line(dwrite, dw1, first, rows, 2 * (pid % HV) + 1, 2 * HV, C)

@@ -37,13 +37,19 @@ class Layout:
         return self.offsets is not None
 
 
+def extent(batch: int, length: int, chunk: int, cu_seqlens: Tensor | None) -> tuple[int, int]:
+    """Units and slots of a layout."""
+    if cu_seqlens is None:
+        return batch, batch * ((length + chunk - 1) // chunk)
+    units = cu_seqlens.shape[0] - 1
+    return units, length // chunk + units
+
+
 def layout(batch: int, length: int, chunk: int, cu_seqlens: Tensor | None = None) -> Layout:
     """The layout of (batch, length) tokens in chunks; nothing is read back from the device."""
+    units, slots = extent(batch, length, chunk, cu_seqlens)
     if cu_seqlens is None:
-        chunks = triton.cdiv(length, chunk)
-        return Layout(batch, length, chunk, chunks, batch * chunks)
-    units = cu_seqlens.shape[0] - 1
-    slots = length // chunk + units
+        return Layout(units, length, chunk, triton.cdiv(length, chunk), slots)
     offsets = cu_seqlens.to(torch.int32)
     first = offsets[:-1] // chunk + torch.arange(units, device=offsets.device, dtype=torch.int32)
     slot = torch.arange(slots, device=offsets.device, dtype=torch.int32)

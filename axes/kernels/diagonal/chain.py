@@ -33,10 +33,12 @@ from axes.kernels.common.layout import (
     check_packing,
     check_tokens,
     contiguous,
+    extent,
     layout,
     on_device,
     precision,
 )
+from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.diagonal import kernels
 from axes.kernels.diagonal.channels import exponents
@@ -150,42 +152,43 @@ def _values_backward(
     return dv, dbeta[0] if parts == 1 else dbeta.sum(0)
 
 
-@torch.library.custom_op("axes::diagonal_write", mutates_args=())
+# ---- operator --------------------------------------------------------------------------------------------------------
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    record: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """o, final, and P of every chunk."""
     cut = layout(q.shape[0], q.shape[1], chunk_length(q), cu_seqlens)
     programs, strength = cut.slots * v.shape[2], g if beta is None else beta
     with on_device(q):
         plain = _plain(q, v, cut)
         if plain:
-            o, final, scores, totals = hopper_diagonal.forward(q, k, v, g, beta, start, mild(q), keep)
+            o, final, scores, totals = hopper_diagonal.forward(q, k, v, g, beta, start, mild(q), record)
             states = o
         else:
             states, final, totals = _pass_over(k, v, beta, g, start, cut, reverse=False)
-            o, scores = torch.empty_like(v), q.new_empty(cut.slots * keep, v.shape[2], cut.chunk, cut.chunk)
+            o, scores = torch.empty_like(v), q.new_empty(cut.slots * record, v.shape[2], cut.chunk, cut.chunk)
         blocks = _blocks(q, v, settings(q, v, "outputs"))[1]
         tensors = (q, k, v, strength, g, totals, states, scores, o)
-        more = dict(shallow=not plain, KEEP=keep, ADD=plain)
+        more = dict(shallow=not plain, KEEP=record, ADD=plain)
         _twice(kernels.outputs, "outputs", tensors, programs * blocks, q, v, g, beta, cut, **more)
-    return o, final, scores
+    return o, final, [scores] if record else []
 
 
-@_forward.register_fake
-def _(q, k, v, g, beta, start, cu_seqlens, keep):
-    c, hv = chunk_length(q), v.shape[2]
-    units = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    slots = q.shape[0] * ((q.shape[1] + c - 1) // c) if cu_seqlens is None else q.shape[1] // c + units
-    final = q.new_empty(units, hv, v.shape[3], q.shape[3], dtype=torch.float32)
-    return torch.empty_like(v), final, q.new_empty(slots * keep, hv, c, c)
+def _shapes(q, k, v, g, beta, start, cu_seqlens, record):
+    c, (hv, d_v) = chunk_length(q), v.shape[2:]
+    units, slots = extent(q.shape[0], q.shape[1], c, cu_seqlens)
+    final = q.new_empty(units, hv, d_v, q.shape[3], dtype=torch.float32)
+    return torch.empty_like(v), final, [q.new_empty(slots, hv, c, c)] if record else []
 
 
-@torch.library.custom_op("axes::diagonal_write_backward", mutates_args=())
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None,
-    scores: Tensor, do: Tensor, dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    kept: list[Tensor], do: Tensor, dfinal: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    (scores,) = kept
     cut = layout(q.shape[0], q.shape[1], chunk_length(q), cu_seqlens)
     (b, t, h, d_k), hv = q.shape, v.shape[2]
     programs, strength = cut.slots * hv, g if beta is None else beta
@@ -212,29 +215,10 @@ def _backward(
         _twice(kernels.keys, "keys", tensors, programs * blocks, q, v, g, beta, cut, shallow=not plain)
         if hv > h:
             dq, dk = (x.view(b, t, h, hv // h, d_k).sum(3).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dv, dg, dbeta, dstart
+    return [dq, dk, dv, dg, dbeta, dstart]
 
 
-@_backward.register_fake
-def _(q, k, v, g, beta, start, cu_seqlens, scores, do, dfinal):
-    dbeta = g.new_empty(v.shape[:3] if beta is not None else (0,), dtype=torch.float32)
-    return (*(torch.empty_like(x) for x in (q, k, v, g)), dbeta, torch.empty_like(dfinal))
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(*inputs[:-1], output[2])
-    ctx.set_materialize_grads(True)
-
-
-def _differentiate(ctx: Any, do: Tensor, dfinal: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *inputs, scores = ctx.saved_tensors
-    beta, start = inputs[4:6]
-    *grads, dbeta, dstart = _backward(*inputs, scores, do.contiguous(), dfinal.contiguous().float())
-    return *grads, None if beta is None else dbeta, None if start is None else dstart, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+_chain = Differentiable("diagonal_write", _forward, _backward, _shapes, gradients=6)
 
 
 # ---- entry -----------------------------------------------------------------------------------------------------------
@@ -295,7 +279,5 @@ def diagonal_chain(
             return diagonal_delta.dplr(q, k, v, g, a, b, start, cu_seqlens)
         beta = v.new_ones(v.shape[:3], dtype=torch.float32) if beta is None else beta
         return diagonal_delta.delta(q, k, v, g, beta, erase, early, start, cu_seqlens)
-    inputs = contiguous(q, k, v, g, beta, start)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    o, final, _ = _forward(*inputs, cu_seqlens, keep)
+    o, final = _chain(*contiguous(q, k, v, g, beta, start), cu_seqlens)
     return o, final

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from axes.kernels.common.layout import interpreted
+from axes.kernels.common.tiles import WHOLE, load_tile
 
 
 def exponents(q: Tensor, g: Tensor) -> dict[str, int | float]:
@@ -34,11 +35,9 @@ def exponents(q: Tensor, g: Tensor) -> dict[str, int | float]:
 
 
 @triton.jit
-def load_logs(ptr, rows, end, columns, head, H, D: tl.constexpr):
-    """Log gates (rows, columns) of one head of a (tokens, H, D) tensor: float32, floored at -100, zero outside."""
-    at = ptr + (rows * H + head)[:, None] * D + columns[None, :]
-    log = tl.load(at, mask=(rows < end)[:, None] & (columns < D)[None, :], other=0.0)
-    return tl.maximum(log.to(tl.float32), -100.0)
+def load_logs(g, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr = WHOLE):
+    """`load_tile` of log gates: float32, floored at -100."""
+    return tl.maximum(load_tile(g, first, rows, columns, head, H, D, C, KEPT).to(tl.float32), -100.0)
 
 
 @triton.jit

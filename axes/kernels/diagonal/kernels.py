@@ -10,35 +10,19 @@ import triton
 import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import accumulate, first_slot, slot_rows, unit_rows
-from axes.kernels.diagonal.channels import add_up, pairs, pairs_backward, power, split
+from axes.kernels.common.tiles import (
+    accumulate,
+    first_slot,
+    load_line,
+    load_tile,
+    slot_rows,
+    store_line,
+    store_tile,
+    unit_rows,
+)
+from axes.kernels.diagonal.channels import add_up, load_logs, pairs, pairs_backward, power, split
 
 _LENGTHS = ["T", "N", "H", "HV"]  # one compilation for all of them
-
-# ---- tiles of a chunk ------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_near(ptr, here, count, columns, H, D: tl.constexpr, C: tl.constexpr):
-    """C rows of one head of a (tokens, H, D) tensor from number `here` = (row * H + head) on; zero from row `count`."""
-    i = tl.arange(0, C)
-    at = ptr + here * D + (i * (H * D))[:, None] + columns[None, :]
-    return tl.load(at, mask=(i < count)[:, None] & (columns < D)[None, :], other=0.0)
-
-
-@triton.jit
-def store_near(ptr, tile, here, count, columns, H, D: tl.constexpr, C: tl.constexpr):
-    """Write a tile that `load_near` would read."""
-    i = tl.arange(0, C)
-    at = ptr + here * D + (i * (H * D))[:, None] + columns[None, :]
-    tl.store(at, tile.to(ptr.dtype.element_ty), mask=(i < count)[:, None] & (columns < D)[None, :])
-
-
-@triton.jit
-def load_strengths(beta, here, count, HV, C: tl.constexpr):
-    """beta of C tokens as a column; zero from row `count` on."""
-    i = tl.arange(0, C)
-    return tl.load(beta + here + i * HV, mask=i < count, other=0.0)[:, None]
 
 
 @Kernel
@@ -81,12 +65,12 @@ def scan(
         at = first + n.to(tl.int64) * C
         count = tl.minimum(end - at, C).to(tl.int32)
         tl.store(states + ((slot + n) * HV + head) * V * K + tile, state.to(states.dtype.element_ty), mask=within)
-        keys = load_near(x, at * H + head // (HV // H), count, d, H, K, C)
-        values = load_near(y, at * HV + head, count, e, HV, V, C)
-        log = tl.maximum(load_near(g, at * HV + head, count, d, HV, K, C).to(tl.float32), -100.0)
+        keys = load_tile(x, at, count, d, head // (HV // H), H, K, C, "rows")
+        values = load_tile(y, at, count, e, head, HV, V, C, "rows")
+        log = load_logs(g, at, count, d, head, HV, K, C, "rows")
         high, middle, low = split(log, PARTS)
         if STRONG:
-            values = (load_strengths(beta, at * HV + head, count, HV, C) * values).to(y.dtype.element_ty)
+            values = (load_line(beta, at, count, head, HV, C)[:, None] * values).to(y.dtype.element_ty)
         if REVERSE:
             reach = add_up(i >= j, high, middle, low, PARTS)
         else:
@@ -136,7 +120,7 @@ def _output(
     matrix = slot * HV + head
     if (first < end) & (_is_deep(totals + matrix * K, K, MILD) == DEEP):
         count = (end - first).to(tl.int32)
-        here, shared = first * HV + head, first * H + head // (HV // H)
+        shared = head // (HV // H)
         e = part * BV + tl.arange(0, BV)
         i = tl.arange(0, C)[:, None]
         j = tl.arange(0, C)[None, :]
@@ -144,9 +128,9 @@ def _output(
         p = tl.zeros([C, C], dtype=tl.float32)
         for left in range(0, K, BK):
             d = left + tl.arange(0, BK)
-            log = tl.maximum(load_near(g, here, count, d, HV, K, C).to(tl.float32), -100.0)
-            queries = load_near(q, shared, count, d, H, K, C)
-            keys = load_near(k, shared, count, d, H, K, C)
+            log = load_logs(g, first, count, d, head, HV, K, C, "rows")
+            queries = load_tile(q, first, count, d, shared, H, K, C, "rows")
+            keys = load_tile(k, first, count, d, shared, H, K, C, "rows")
             high, middle, low = split(log, PARTS)
             if not ADD or not DEEP:
                 run = add_up(i >= j, high, middle, low, PARTS)
@@ -160,16 +144,16 @@ def _output(
             else:
                 writer = (keys * power(-run)).to(q.dtype.element_ty)
                 p += tl.dot(reader, tl.trans(writer), input_precision=PRECISION)
-        values = load_near(v, here, count, e, HV, V, C)
+        values = load_tile(v, first, count, e, head, HV, V, C, "rows")
         if STRONG:
-            values = (load_strengths(beta, here, count, HV, C) * values).to(v.dtype.element_ty)
+            values = (load_line(beta, first, count, head, HV, C)[:, None] * values).to(v.dtype.element_ty)
         kept = tl.where(i >= j, p, 0.0).to(q.dtype.element_ty)
         if KEEP and part == 0:
             tl.store(scores + matrix * C * C + i * C + j, kept)
         out += tl.dot(kept, values, input_precision=PRECISION)
         if ADD:
-            out += load_near(o, here, count, e, HV, V, C)
-        store_near(o, out, here, count, e, HV, V, C)
+            out += load_tile(o, first, count, e, head, HV, V, C, "rows")
+        store_tile(o, out, first, count, e, head, HV, V, C, "rows")
 
 
 @Kernel
@@ -213,30 +197,28 @@ def values(
     _, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     if first < end:
         count = (end - first).to(tl.int32)
-        here, shared = first * HV + head, first * H + head // (HV // H)
+        shared = head // (HV // H)
         matrix = slot * HV + head
         e = part * BV + tl.arange(0, BV)
         i = tl.arange(0, C)[:, None]
         j = tl.arange(0, C)[None, :]
         p = tl.load(scores + matrix * C * C + i * C + j)
-        dout = load_near(do, here, count, e, HV, V, C)
+        dout = load_tile(do, first, count, e, head, HV, V, C, "rows")
         du = tl.dot(tl.trans(p), dout, input_precision=PRECISION)
         for left in range(0, K, BK):
             d = left + tl.arange(0, BK)
-            log = tl.maximum(load_near(g, here, count, d, HV, K, C).to(tl.float32), -100.0)
-            keys = load_near(k, shared, count, d, H, K, C)
+            log = load_logs(g, first, count, d, head, HV, K, C, "rows")
+            keys = load_tile(k, first, count, d, shared, H, K, C, "rows")
             at = dstates + matrix * V * K + e[:, None] * K + d[None, :]
             grad = tl.load(at, mask=(e < V)[:, None] & (d < K)[None, :], other=0.0)
             high, middle, low = split(log, PARTS)
             kept = (keys * power(add_up(i < j, high, middle, low, PARTS))).to(k.dtype.element_ty)
             du += tl.dot(kept, tl.trans(grad), input_precision=PRECISION)
         if STRONG:
-            values = load_near(v, here, count, e, HV, V, C)
-            rows = tl.arange(0, C)
-            at = dbeta + part * tokens * HV + here + rows * HV
-            tl.store(at, tl.sum(du * values, 1), mask=rows < count)
-            du *= load_strengths(beta, here, count, HV, C)
-        store_near(dv, du, here, count, e, HV, V, C)
+            values = load_tile(v, first, count, e, head, HV, V, C, "rows")
+            store_line(dbeta + part * tokens * HV, tl.sum(du * values, 1), first, count, head, HV, C)
+            du *= load_line(beta, first, count, head, HV, C)[:, None]
+        store_tile(dv, du, first, count, e, head, HV, V, C, "rows")
 
 
 @triton.jit
@@ -255,7 +237,7 @@ def _key(
     matrix = slot * HV + head
     if (first < end) & (_is_deep(totals + matrix * K, K, MILD) == DEEP):
         count = (end - first).to(tl.int32)
-        here, shared = first * HV + head, first * H + head // (HV // H)
+        shared = head // (HV // H)
         d = part * BK + tl.arange(0, BK)
         i = tl.arange(0, C)[:, None]
         j = tl.arange(0, C)[None, :]
@@ -269,17 +251,17 @@ def _key(
             within = (e < V)[:, None] & (d < K)[None, :]
             state = tl.load(states + at, mask=within, other=0.0)
             grad = tl.load(dstates + at, mask=within, other=0.0)
-            dout = load_near(do, here, count, e, HV, V, C)
-            values = load_near(v, here, count, e, HV, V, C)
+            dout = load_tile(do, first, count, e, head, HV, V, C, "rows")
+            values = load_tile(v, first, count, e, head, HV, V, C, "rows")
             if STRONG:
-                values = (load_strengths(beta, here, count, HV, C) * values).to(v.dtype.element_ty)
+                values = (load_line(beta, first, count, head, HV, C)[:, None] * values).to(v.dtype.element_ty)
             dquery += tl.dot(dout, state, input_precision=PRECISION)
             moved += tl.dot(values, grad, input_precision=PRECISION)
             dp += tl.dot(dout, tl.trans(values), input_precision=PRECISION)
             both += tl.dot(tl.trans(state), grad, input_precision=PRECISION)  # its diagonal: sum_v S dS'
-        log = tl.maximum(load_near(g, here, count, d, HV, K, C).to(tl.float32), -100.0)
-        queries = load_near(q, shared, count, d, H, K, C)
-        keys = load_near(k, shared, count, d, H, K, C)
+        log = load_logs(g, first, count, d, head, HV, K, C, "rows")
+        queries = load_tile(q, first, count, d, shared, H, K, C, "rows")
+        keys = load_tile(k, first, count, d, shared, H, K, C, "rows")
         total = tl.load(totals + matrix * K + d, mask=d < K, other=0.0)
         row, column = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
         last = power(total) * tl.sum(tl.where(row == column, both, 0.0), 0)
@@ -297,8 +279,8 @@ def _key(
             reader = (queries * grow).to(q.dtype.element_ty)
             dkey = fade * tl.dot(tl.trans(kept), reader, input_precision=PRECISION)
             moved *= fade * power(total)[None, :]
-        store_near(dq, dquery, here, count, d, HV, K, C)
-        store_near(dk, dkey + moved, here, count, d, HV, K, C)
+        store_tile(dq, dquery, first, count, d, head, HV, K, C, "rows")
+        store_tile(dk, dkey + moved, first, count, d, head, HV, K, C, "rows")
         # sums from a token on are those of the chunk less those before it
         change = queries * dquery - keys * dkey
         last += tl.sum(change, 0)
@@ -306,9 +288,9 @@ def _key(
         high, middle, low = split(change, 0 if PARTS == 0 else 2)
         dlog = change - add_up(i >= j, high, middle, low, 0 if PARTS == 0 else 2) + last[None, :]
         if DEEP:
-            floored = load_near(g, here, count, d, HV, K, C).to(tl.float32) <= -100.0
+            floored = load_tile(g, first, count, d, head, HV, K, C, "rows").to(tl.float32) <= -100.0
             dlog = tl.where(floored, 0.0, dlog)
-        store_near(dg, dlog, here, count, d, HV, K, C)
+        store_tile(dg, dlog, first, count, d, head, HV, K, C, "rows")
 
 
 @Kernel

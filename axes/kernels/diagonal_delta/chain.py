@@ -26,13 +26,13 @@ The scaled vectors live only as long as a call: written, they cost the serial pa
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
-from axes.kernels.common.layout import Layout, layout, on_device, precision
+from axes.kernels.common import inverse
+from axes.kernels.common.layout import Layout, extent, layout, on_device, precision
+from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.tiles import TILE
 from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.diagonal.channels import exponents
@@ -116,20 +116,23 @@ def _run_prepare(
         )
         if matrices is not None:
             pairs.prepare_closed[grid](*inputs, falls, *where, FLAT=flat, **constants, **shape)
-            exact = "ieee" if precision(q) == "ieee" else "tf32x3"
+            launch = _launch(q, "solve", two)
             pairs.solve[grid](
-                lowers, m, *where, HV=hv, C=cuts.chunk, SIDE=TILE, PACKED=cuts.packed, PRECISION=exact,
-                **_launch(q, "solve", two),
+                lowers, m, *where, HV=hv, C=cuts.chunk, PACKED=cuts.packed,
+                **inverse.constants(q.dtype, cuts.chunk, launch["num_warps"]), **launch,
             )  # fmt: skip
     return [*scaled[:3], scaled[-1], totals, falls]
 
 
-@torch.library.custom_op("axes::diagonal_delta", mutates_args=())
+# ---- operator ------------------------------------------------------------------------------------------------------
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, x: Tensor | None, y: Tensor, start: Tensor | None,
-    cu_seqlens: Tensor | None, two: bool, early: bool,
+    cu_seqlens: Tensor | None, two: bool, early: bool, record: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """x: a, or None where it is k; y: beta (B, T, HV), or with `two` b (B, T, H, K)."""
+    """o, final, and M, P (A_ak, P_k) of every chunk. x: a, or None where it is k; y: beta (B, T, HV), or with `two` b
+    (B, T, H, K)."""
     cuts = layout(q.shape[0], q.shape[1], _chunk(q), cu_seqlens)
     hv, d, d_v = v.shape[2], q.shape[3], v.shape[3]
     o, final = torch.empty_like(v), q.new_empty(cuts.units, hv, d_v, d, dtype=torch.float32)
@@ -141,35 +144,27 @@ def _forward(
         if grid:
             if not cuts.packed and _GLUON and hopper.fits(scaled[0], v):
                 hopper.walk(scaled, v, None if two else y, matrices, totals, start, final, o)
-                return o, final, matrices
+                return o, final, matrices if record else []
             passes.scan[(grid,)](
                 *scaled, v, v if two else y, *(matrices * (1 if two else 2)), totals, final if start is None else start,
                 o, final, o, o, cuts.offsets, cuts.length, cuts.chunks,
                 HV=hv, K=d, V=d_v, C=cuts.chunk, **sizes, TWO=two, STARTED=start is not None, RECORD=False,
                 PACKED=cuts.packed, PRECISION=precision(q), **_launch(q, "scan", two),
             )  # fmt: skip
-    return o, final, matrices
+    return o, final, matrices if record else []
 
 
-@_forward.register_fake
-def _(q, k, v, g, x, y, start, cu_seqlens, two, early):
-    c = _chunk(q)
-    if cu_seqlens is None:
-        units = q.shape[0]
-        slots = units * ((q.shape[1] + c - 1) // c)
-    else:
-        units = cu_seqlens.shape[0] - 1
-        slots = q.shape[1] // c + units
-    final = q.new_empty(units, v.shape[2], v.shape[3], q.shape[3], dtype=torch.float32)
-    return torch.empty_like(v), final, [q.new_empty(slots, v.shape[2], c, c) for _ in range(4 if two else 2)]
+def _shapes(q, k, v, g, x, y, start, cu_seqlens, two, early, record):
+    c, (hv, d_v) = _chunk(q), v.shape[2:]
+    units, slots = extent(q.shape[0], q.shape[1], c, cu_seqlens)
+    matrices = [q.new_empty(slots, hv, c, c) for _ in range(record * (4 if two else 2))]
+    return torch.empty_like(v), q.new_empty(units, hv, d_v, q.shape[3], dtype=torch.float32), matrices
 
 
-@torch.library.custom_op("axes::diagonal_delta_backward", mutates_args=())
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, x: Tensor | None, y: Tensor, start: Tensor | None,
     cu_seqlens: Tensor | None, two: bool, early: bool, matrices: list[Tensor], do: Tensor, dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, g, x, y, start."""
+) -> list[Tensor]:  # fmt: skip
     cuts = layout(q.shape[0], q.shape[1], _chunk(q), cu_seqlens)
     h, hv, d, d_v = q.shape[2], v.shape[2], q.shape[3], v.shape[3]
     dot, late, constants = precision(q), not (two or early), _exponents(q, g)
@@ -225,34 +220,10 @@ def _backward(
         return grad if h == hv else grad.view(*q.shape[:2], h, hv // h, d).sum(3).to(q.dtype)
 
     last = grouped(dy) if two else dbeta.sum(0)
-    return grouped(dq), grouped(dk), dv, dg, q.new_empty(0) if x is None else grouped(dx), last, dstart
+    return [grouped(dq), grouped(dk), dv, dg, dx if x is None else grouped(dx), last, dstart]
 
 
-@_backward.register_fake
-def _(q, k, v, g, x, y, start, cu_seqlens, two, early, matrices, do, dfinal):
-    dx = q.new_empty(0) if x is None else torch.empty_like(x)
-    return (*(torch.empty_like(t) for t in (q, k, v, g)), dx, torch.empty_like(y), torch.empty_like(dfinal))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, g, x, y, start, cu_seqlens, two, early = inputs
-    matrices = output[2]
-    ctx.mark_non_differentiable(*matrices)
-    ctx.save_for_backward(q, k, v, g, x, y, start, cu_seqlens, *matrices)
-    ctx.two, ctx.early = two, early
-    ctx.set_materialize_grads(True)
-
-
-def _differentiate(ctx: Any, do: Tensor, dfinal: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, g, x, y, start, cu_seqlens, *matrices = ctx.saved_tensors
-    dq, dk, dv, dg, dx, dy, dstart = _backward(
-        q, k, v, g, x, y, start, cu_seqlens, ctx.two, ctx.early, matrices, do.contiguous(), dfinal.contiguous().float()
-    )
-    no_x, no_start = x is None, start is None
-    return dq, dk, dv, dg, None if no_x else dx, dy, None if no_start else dstart, None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+_chain = Differentiable("diagonal_delta", _forward, _backward, _shapes, gradients=7)
 
 
 # ---- entries -------------------------------------------------------------------------------------------------------
@@ -274,7 +245,7 @@ def delta(
     a is k or `erase`, like k; S' = S_{t-1} Diag(e^{g_t}), with `early` S_{t-1}. q, k (B, T, H, K), v (B, T, HV, V),
     g (B, T, HV, K) <= 0, beta (B, T, HV), initial_state (U, HV, V, K). Returns o like v and the last state, float32.
     """
-    o, final, _ = _forward(
+    o, final = _chain(
         q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(),
         None if erase is None else erase.to(q.dtype).contiguous(), beta.float().contiguous(),
         None if initial_state is None else initial_state.float().contiguous(), cu_seqlens, False, early,
@@ -297,7 +268,7 @@ def dplr(
     q, k, a, b (B, T, H, K), v (B, T, HV, V), g (B, T, HV, K) <= 0, initial_state (U, HV, V, K).
     Returns o like v and the last state, float32.
     """
-    o, final, _ = _forward(
+    o, final = _chain(
         q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(),
         a.to(q.dtype).contiguous(), b.to(q.dtype).contiguous(),
         None if initial_state is None else initial_state.float().contiguous(), cu_seqlens, True, False,

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import slot_rows
-from axes.kernels.diagonal.channels import add_up, after, met, power, split, until
-from axes.kernels.diagonal_delta.pairs import LENGTHS, decays, least_total, load, logs, numbers, store
+from axes.kernels.common.tiles import load_line, load_tile, slot_rows, store_line, store_tile
+from axes.kernels.diagonal.channels import add_up, after, load_logs, met, power, split, until
+from axes.kernels.diagonal_delta.pairs import LENGTHS, decays, least_total
 
 
 @Kernel
@@ -42,8 +42,7 @@ def gradients(
     else:
         if mild:
             return
-    source = head // (HV // H)
-    here, near, count = first * HV + head, first * H + source, (end - first).to(tl.int32)
+    count = (end - first).to(tl.int32)
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     states += pid * K * V
@@ -57,10 +56,10 @@ def gradients(
     push = tl.zeros([C], dtype=tl.float32)
     for left in range(0, V, BV):
         e = left + tl.arange(0, BV)
-        dout = load(do, here, count, e, HV, V, C)
-        r = load(dwritten, here, count, e, HV, V, C)
-        u = tl.trans(load(written, here, count, e, HV, V, C))
-        values = load(v, here, count, e, HV, V, C)
+        dout = load_tile(do, first, count, e, head, HV, V, C)
+        r = load_tile(dwritten, first, count, e, head, HV, V, C)
+        u = tl.trans(load_tile(written, first, count, e, head, HV, V, C))
+        values = load_tile(v, first, count, e, head, HV, V, C)
         scores += tl.dot(dout, u, input_precision=PRECISION)
         lower += tl.dot(r, u, input_precision=PRECISION)
         if TWO:
@@ -76,7 +75,7 @@ def gradients(
         inside2 = tl.where(i >= j, scores2, 0.0).to(kind)
         strict2 = tl.where(i > j, lower2, 0.0).to(kind)
     else:
-        strength = -numbers(beta, here, count, HV, C)[:, None]
+        strength = -load_line(beta, first, count, head, HV, C)[:, None]
 
     d = (part * BK).to(tl.int32) + tl.arange(0, BK)
     far = power(tl.load(totals + d, mask=d < K, other=0.0))
@@ -88,12 +87,13 @@ def gradients(
         e = left + tl.arange(0, BV)
         within = (e < V)[:, None] & (d < K)[None, :]
         state = tl.load(states + e[:, None] * K + d[None, :], mask=within, other=0.0)
-        dquery += tl.dot(load(do, here, count, e, HV, V, C), state, input_precision=PRECISION)
-        dread += tl.dot(load(dwritten, here, count, e, HV, V, C), state, input_precision=PRECISION)
-    high, middle, low = split(logs(g, here, count, d, HV, K, C), PARTS)
-    writer = load(y, near, count, d, H, K, C)
+        dquery += tl.dot(load_tile(do, first, count, e, head, HV, V, C), state, input_precision=PRECISION)
+        dread += tl.dot(load_tile(dwritten, first, count, e, head, HV, V, C), state, input_precision=PRECISION)
+    high, middle, low = split(load_logs(g, first, count, d, head, HV, K, C), PARTS)
+    source = head // (HV // H)
+    writer = load_tile(y, first, count, d, source, H, K, C)
     if TWO:
-        value = load(z, near, count, d, H, K, C)
+        value = load_tile(z, first, count, d, source, H, K, C)
     if OPEN:
         rise = until(high, middle, low, C, False, PARTS)
         loss = power(-rise)
@@ -126,9 +126,9 @@ def gradients(
                 dquery += rise * tl.dot(tl.where(pair, inside2, none), down, input_precision=PRECISION)
                 dread += gain * tl.dot(tl.where(pair, strict2, none), down, input_precision=PRECISION)
             size = tl.where(flat, 0, size // 2)
-    query = load(q, near, count, d, H, K, C)
-    reader = writer if SHARED else load(a, near, count, d, H, K, C)
-    store(dq, dquery, here, count, d, HV, K, C)
+    query = load_tile(q, first, count, d, source, H, K, C)
+    reader = writer if SHARED else load_tile(a, first, count, d, source, H, K, C)
+    store_tile(dq, dquery, first, count, d, head, HV, K, C)
     change = query * dquery
     if not TWO:
         push -= tl.sum(reader * dread, 1)
@@ -136,7 +136,7 @@ def gradients(
     before = reader * dread
     change += before
     if not SHARED:
-        store(da, dread, here, count, d, HV, K, C)
+        store_tile(da, dread, first, count, d, head, HV, K, C)
 
     # writers: what pairs give, then what the chunk's end gives
     if OPEN:
@@ -180,9 +180,9 @@ def gradients(
         state = tl.load(states + e[:, None] * K + d[None, :], mask=within, other=0.0)
         grad = tl.load(dstates + e[:, None] * K + d[None, :], mask=within, other=0.0)
         both += tl.sum(state.to(tl.float32) * grad, 0)
-        late += tl.dot(load(written, here, count, e, HV, V, C), grad, input_precision=PRECISION)
+        late += tl.dot(load_tile(written, first, count, e, head, HV, V, C), grad, input_precision=PRECISION)
     late *= kept
-    store(dy, dwrite + late, here, count, d, HV, K, C)
+    store_tile(dy, dwrite + late, first, count, d, head, HV, K, C)
     late *= writer
     change -= late
     last = tl.sum(late, 0)
@@ -192,9 +192,9 @@ def gradients(
             e = left + tl.arange(0, BV)
             within = (e < V)[:, None] & (d < K)[None, :]
             grad = tl.load(dstates + e[:, None] * K + d[None, :], mask=within, other=0.0)
-            late += tl.dot(load(v, here, count, e, HV, V, C), grad, input_precision=PRECISION)
+            late += tl.dot(load_tile(v, first, count, e, head, HV, V, C), grad, input_precision=PRECISION)
         late *= kept
-        store(dz, dvalue + late, here, count, d, HV, K, C)
+        store_tile(dz, dvalue + late, first, count, d, head, HV, K, C)
         late *= value
         change -= late
         last += tl.sum(late, 0)
@@ -203,7 +203,7 @@ def gradients(
     dlog = add_up(i <= j, high, middle, low, SUMS) + (far * both + last)[None, :]
     if not LATE:  # its own reader came before it
         dlog -= before
-    log = logs(g, here, count, d, HV, K, C)
-    store(dg, tl.where(log > -100.0, dlog, 0.0), here, count, d, HV, K, C)
+    log = load_logs(g, first, count, d, head, HV, K, C)
+    store_tile(dg, tl.where(log > -100.0, dlog, 0.0), first, count, d, head, HV, K, C)
     if not TWO:
-        tl.store(dbeta + part * tokens * HV + here + tl.arange(0, C) * HV, push, mask=tl.arange(0, C) < count)
+        store_line(dbeta + part * tokens * HV, push, first, count, head, HV, C)

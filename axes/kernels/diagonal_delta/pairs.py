@@ -9,42 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from axes.kernels.common.inverse import invert
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import slot_rows
-from axes.kernels.diagonal.channels import after, from_middle, halves, largest, met, power, split, until
+from axes.kernels.common.tiles import load_line, load_tile, slot_rows, store_tile
+from axes.kernels.diagonal.channels import after, from_middle, halves, largest, load_logs, met, power, split, until
 
 LENGTHS = ["T", "N", "HV"]  # one compilation for all of them
 
 # ---- pieces --------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load(ptr, here, count, columns, H, D: tl.constexpr, C: tl.constexpr):
-    """C rows of one head of a (tokens, H, D) tensor from number `here` = row * H + head on; zero from row `count`."""
-    i = tl.arange(0, C)
-    at = ptr + here * D + ((i * (H * D))[:, None] + columns[None, :])
-    return tl.load(at, mask=(i < count)[:, None] & (columns < D)[None, :], other=0.0)
-
-
-@triton.jit
-def store(ptr, tile, here, count, columns, H, D: tl.constexpr, C: tl.constexpr):
-    """Write a tile that `load` would read."""
-    i = tl.arange(0, C)
-    at = ptr + here * D + ((i * (H * D))[:, None] + columns[None, :])
-    tl.store(at, tile.to(ptr.dtype.element_ty), mask=(i < count)[:, None] & (columns < D)[None, :])
-
-
-@triton.jit
-def numbers(ptr, here, count, H, C: tl.constexpr):
-    """One number a row, as `load`."""
-    i = tl.arange(0, C)
-    return tl.load(ptr + here + i * H, mask=i < count, other=0.0)
-
-
-@triton.jit
-def logs(g, here, count, columns, H, D: tl.constexpr, C: tl.constexpr):
-    """channels.load_logs: float32, floored at -100."""
-    return tl.maximum(load(g, here, count, columns, H, D, C).to(tl.float32), -100.0)
 
 
 @triton.jit
@@ -81,8 +53,9 @@ def least_total(falls, block, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _store_pairs(
-    lowers, p, m2, p2, lower, scores, lower2, scores2, beta, here, count, block, HV, C: tl.constexpr, TWO: tl.constexpr
-):
+    lowers, p, m2, p2, lower, scores, lower2, scores2, beta, first, count, head, block, HV,
+    C: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
     """Write a chunk's pair matrices, P with its diagonal, and what `solve` inverts."""
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
@@ -93,7 +66,7 @@ def _store_pairs(
         tl.store(m2 + at, tl.where(i > j, lower2, 0.0).to(p.dtype.element_ty))
         lower = -lower
     else:
-        lower *= tl.load(beta + here + i * HV, mask=i < count, other=0.0)
+        lower *= load_line(beta, first, count, head, HV, C)[:, None]
     tl.store(lowers + at, tl.where(i > j, lower, 0.0))
 
 # ---- kernels -------------------------------------------------------------------------------------------------------
@@ -120,7 +93,7 @@ def prepare(
     if first >= end:
         return
     source = head // (HV // H)
-    here, near, count = first * HV + head, first * H + source, (end - first).to(tl.int32)
+    count = (end - first).to(tl.int32)
     lower = tl.zeros([C, C], dtype=tl.float32)
     scores = tl.zeros([C, C], dtype=tl.float32)
     lower2 = tl.zeros([C, C], dtype=tl.float32)
@@ -128,12 +101,12 @@ def prepare(
     lowest = tl.full([], 0.0, tl.float32)
     for left in range(begin, K if MATRICES else begin + BK, BK):
         d = left + tl.arange(0, BK)
-        log = logs(g, here, count, d, HV, K, C)
-        query = load(q, near, count, d, H, K, C)
-        writer = load(y, near, count, d, H, K, C)
-        reader = writer if SHARED else load(a, near, count, d, H, K, C)
+        log = load_logs(g, first, count, d, head, HV, K, C)
+        query = load_tile(q, first, count, d, source, H, K, C)
+        writer = load_tile(y, first, count, d, source, H, K, C)
+        reader = writer if SHARED else load_tile(a, first, count, d, source, H, K, C)
         if TWO:
-            value = load(z, near, count, d, H, K, C)
+            value = load_tile(z, first, count, d, source, H, K, C)
         kind = query.dtype
         high, middle, low = split(log, PARTS)
         total = tl.sum(log, 0)
@@ -144,18 +117,18 @@ def prepare(
         run = until(high, middle, low, C, False, PARTS)
         reach = power(run)
         up = (query * reach).to(kind)
-        store(qs, up, here, count, d, HV, K, C)
+        store_tile(qs, up, first, count, d, head, HV, K, C)
         if not LATE:
             reach = power(until(high, middle, low, C, True, PARTS))
         read = (reader * reach).to(kind)
-        store(as_, read, here, count, d, HV, K, C)
+        store_tile(as_, read, first, count, d, head, HV, K, C)
         if PARTS == 0:
             kept = power(after(high, middle, low, C, PARTS))
         else:  # closed gates cost digits that 16 bits do not have
             kept = power(total[None, :] - run)
-        store(ys, writer * kept, here, count, d, HV, K, C)
+        store_tile(ys, writer * kept, first, count, d, head, HV, K, C)
         if TWO:
-            store(zs, value * kept, here, count, d, HV, K, C)
+            store_tile(zs, value * kept, first, count, d, head, HV, K, C)
         if MATRICES:
             loss = power(-run)
             down = tl.trans((writer * loss).to(kind))
@@ -167,7 +140,7 @@ def prepare(
                 lower2 += tl.dot(read, down, input_precision=PRECISION)
     if MATRICES:  # noqa: SIM102 (a constant around a test)
         if lowest >= -BOUND:
-            _store_pairs(lowers, p, m2, p2, lower, scores, lower2, scores2, beta, here, count, pid, HV, C, TWO)
+            _store_pairs(lowers, p, m2, p2, lower, scores, lower2, scores2, beta, first, count, head, pid, HV, C, TWO)
 
 
 @Kernel
@@ -187,19 +160,19 @@ def prepare_closed(
     if least_total(falls, pid, K, BK) >= -BOUND:
         return
     source = head // (HV // H)
-    here, near, count = first * HV + head, first * H + source, (end - first).to(tl.int32)
+    count = (end - first).to(tl.int32)
     lower = tl.zeros([C, C], dtype=tl.float32)
     scores = tl.zeros([C, C], dtype=tl.float32)
     lower2 = tl.zeros([C, C], dtype=tl.float32)
     scores2 = tl.zeros([C, C], dtype=tl.float32)
     for left in range(0, K, BK):
         d = left + tl.arange(0, BK)
-        high, middle, low = split(logs(g, here, count, d, HV, K, C), PARTS)
-        query = load(q, near, count, d, H, K, C)
-        writer = load(y, near, count, d, H, K, C)
-        reader = writer if SHARED else load(a, near, count, d, H, K, C)
+        high, middle, low = split(load_logs(g, first, count, d, head, HV, K, C), PARTS)
+        query = load_tile(q, first, count, d, source, H, K, C)
+        writer = load_tile(y, first, count, d, source, H, K, C)
+        reader = writer if SHARED else load_tile(a, first, count, d, source, H, K, C)
         if TWO:
-            value = load(z, near, count, d, H, K, C)
+            value = load_tile(z, first, count, d, source, H, K, C)
         kind = query.dtype
         size = tl.full([], C, tl.int32)
         while size > 0:
@@ -215,62 +188,18 @@ def prepare_closed(
                 scores2 += tl.where(pair, tl.dot(up, down, input_precision=PRECISION), 0.0)
                 lower2 += tl.where(pair, tl.dot(read, down, input_precision=PRECISION), 0.0)
             size = tl.where(flat, 0, size // 2)
-    _store_pairs(lowers, p, m2, p2, lower, scores, lower2, scores2, beta, here, count, pid, HV, C, TWO)
+    _store_pairs(lowers, p, m2, p2, lower, scores, lower2, scores2, beta, first, count, head, pid, HV, C, TWO)
 
 
 @Kernel
 @triton.jit(do_not_specialize=LENGTHS)
 def solve(
     lowers, m, offsets, units, T, N, HV,
-    C: tl.constexpr, SIDE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """m = (I + lower)^-1 of every chunk: substitution in diagonal blocks of SIDE rows, then blocks of twice the size.
-
-    Made for one warp: the rows of a block are registers of a thread, which owns columns, so that substitution moves
-    nothing between threads. Powers of `lower` are never formed (tiles.inverse).
-    """
+    """m = (I + lower)^-1 of every chunk, by one warp each: it owns all columns of its matrix."""
     pid = tl.program_id(0).to(tl.int64)
     _, first, end = slot_rows(offsets, units, pid // HV, T, N, C, PACKED)
     if first >= end:
         return
-    lowers += pid * C * C
-    m += pid * C * C
-    kind = m.dtype.element_ty
-    B: tl.constexpr = C // SIDE
-    row = tl.arange(0, SIDE)[None, :]
-    lane = tl.arange(0, C)[:, None]  # the columns of all blocks
-    block = lane // SIDE * SIDE
-    x = tl.where(row == lane - block, 1.0, 0.0)
-    for n in tl.static_range(SIDE - 1):
-        column = tl.load(lowers + (block + row) * C + block + n, mask=row > n, other=0.0)
-        x -= column * tl.sum(tl.where(row == n, x, 0.0), axis=1)[:, None]
-    if B == 1:
-        tl.store(m + row * C + lane, x.to(kind))
-    else:
-        P: tl.constexpr = B // 2
-        WIDE: tl.constexpr = 2 * SIDE
-        x1, x2 = tl.split(tl.permute(tl.reshape(x, [P, 2, SIDE, SIDE]), (0, 3, 2, 1)))
-        p = tl.arange(0, P)[:, None, None] * WIDE
-        i = tl.arange(0, SIDE)[None, :, None]
-        j = tl.arange(0, SIDE)[None, None, :]
-        part = tl.load(lowers + (p + SIDE + i) * C + p + j)
-        if P == 1:
-            inner = tl.dot(tl.reshape(part, [SIDE, SIDE]), tl.reshape(x1, [SIDE, SIDE]), input_precision=PRECISION)
-            cross = tl.dot(tl.reshape(x2, [SIDE, SIDE]), inner, input_precision=PRECISION)
-            cross = tl.reshape(cross, [P, SIDE, SIDE])
-        else:
-            cross = tl.dot(x2, tl.dot(part, x1, input_precision=PRECISION), input_precision=PRECISION)
-        top = tl.reshape(tl.permute(tl.join(x1, tl.zeros_like(x1)), (0, 1, 3, 2)), [P, SIDE, WIDE])
-        bottom = tl.reshape(tl.permute(tl.join(-cross, x2), (0, 1, 3, 2)), [P, SIDE, WIDE])
-        x = tl.reshape(tl.permute(tl.join(top, bottom), (0, 3, 1, 2)), [P, WIDE, WIDE])
-        i = tl.arange(0, WIDE)[None, :, None]
-        j = tl.arange(0, WIDE)[None, None, :]
-        tl.store(m + (p + i) * C + p + j, x.to(kind))
-        if P == 2:
-            x1, x2 = tl.split(tl.permute(x, (1, 2, 0)))
-            i = tl.arange(0, WIDE)[:, None]
-            j = tl.arange(0, WIDE)[None, :]
-            part = tl.load(lowers + (WIDE + i) * C + j)
-            cross = tl.dot(x2, tl.dot(part, x1, input_precision=PRECISION), input_precision=PRECISION)
-            tl.store(m + (WIDE + i) * C + j, (-cross).to(kind))
-            tl.store(m + i * C + WIDE + j, tl.zeros_like(cross).to(kind))
+    invert(lowers + pid * C * C, m + pid * C * C, C, SIDE, LANES, MERGE)

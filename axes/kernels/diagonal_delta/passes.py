@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import first_slot, load_numbers, load_rows, store_rows, unit_rows
+from axes.kernels.common.tiles import first_slot, load_line, load_tile, store_tile, unit_rows
 from axes.kernels.diagonal.channels import power
 from axes.kernels.diagonal_delta.pairs import LENGTHS
 
@@ -35,11 +35,12 @@ def scan(
     else:
         state = tl.zeros([BK, BV], dtype=tl.float32)
     for n in tl.range(tl.cdiv(end - first, C)):
-        rows = first + n * C + tl.arange(0, C)
+        here = first + n * C
+        rows = tl.minimum(end - here, C).to(tl.int32)
         block = (slot + n) * HV + head
-        reader = load_rows(as_, rows, end, d, head, HV, K)
-        writer = load_rows(ys, rows, end, d, head, HV, K)
-        values = load_rows(v, rows, end, e, head, HV, V)
+        reader = load_tile(as_, here, rows, d, head, HV, K, C, "nothing")
+        writer = load_tile(ys, here, rows, d, head, HV, K, C, "nothing")
+        values = load_tile(v, here, rows, e, head, HV, V, C, "nothing")
         solve = tl.load(m + block * C * C + square)
         total = power(tl.load(totals + block * K + d, mask=d < K, other=0.0))
         kind = values.dtype
@@ -51,22 +52,22 @@ def scan(
             solve2 = tl.load(m2 + block * C * C + square)
             seen += tl.dot(solve2, values, input_precision=PRECISION)
         else:
-            seen = load_numbers(beta, rows, end, head, HV)[:, None] * (values - seen)
+            seen = load_line(beta, here, rows, head, HV, C)[:, None] * (values - seen)
         u = tl.dot(solve, seen.to(kind), input_precision=PRECISION).to(kind)
         if RECORD:
-            store_rows(written, u, rows, end, e, head, HV, V)
+            store_tile(written, u, here, rows, e, head, HV, V, C, "nothing")
         else:
-            query = load_rows(qs, rows, end, d, head, HV, K)
+            query = load_tile(qs, here, rows, d, head, HV, K, C, "nothing")
             scores = tl.load(p + block * C * C + square)
             out = tl.dot(query, old, input_precision=PRECISION)
             out += tl.dot(scores, u, input_precision=PRECISION)
             if TWO:
                 scores2 = tl.load(p2 + block * C * C + square)
                 out += tl.dot(scores2, values, input_precision=PRECISION)
-            store_rows(o, out, rows, end, e, head, HV, V)
+            store_tile(o, out, here, rows, e, head, HV, V, C, "nothing")
         gain = tl.dot(tl.trans(writer), u, input_precision=PRECISION)
         if TWO:
-            writer2 = load_rows(zs, rows, end, d, head, HV, K)
+            writer2 = load_tile(zs, here, rows, d, head, HV, K, C, "nothing")
             gain += tl.dot(tl.trans(writer2), values, input_precision=PRECISION)
         state = tl.fma(state, tl.broadcast_to(total[:, None], [BK, BV]), gain)
     if not RECORD:
@@ -96,12 +97,13 @@ def reverse(
     count = tl.cdiv(end - first, C)
     for back in tl.range(count):
         n = count - 1 - back
-        rows = first + n * C + tl.arange(0, C)
+        here = first + n * C
+        rows = tl.minimum(end - here, C).to(tl.int32)
         block = (slot + n) * HV + head
-        reader = load_rows(as_, rows, end, d, head, HV, K)
-        writer = load_rows(ys, rows, end, d, head, HV, K)
-        query = load_rows(qs, rows, end, d, head, HV, K)
-        dout = load_rows(do, rows, end, e, head, HV, V)
+        reader = load_tile(as_, here, rows, d, head, HV, K, C, "nothing")
+        writer = load_tile(ys, here, rows, d, head, HV, K, C, "nothing")
+        query = load_tile(qs, here, rows, d, head, HV, K, C, "nothing")
+        dout = load_tile(do, here, rows, e, head, HV, V, C, "nothing")
         solve = tl.load(m + block * C * C + square)
         scores = tl.load(p + block * C * C + square)
         total = power(tl.load(totals + block * K + d, mask=d < K, other=0.0))
@@ -111,19 +113,19 @@ def reverse(
         du = tl.dot(writer, later, input_precision=PRECISION)
         du += tl.dot(tl.trans(scores), dout, input_precision=PRECISION)
         r = tl.dot(tl.trans(solve), du.to(kind), input_precision=PRECISION)
-        store_rows(dwritten, r, rows, end, e, head, HV, V)
+        store_tile(dwritten, r, here, rows, e, head, HV, V, C, "nothing")
         if TWO:
             back_read = r.to(kind)
-            writer2 = load_rows(zs, rows, end, d, head, HV, K)
+            writer2 = load_tile(zs, here, rows, d, head, HV, K, C, "nothing")
             solve2 = tl.load(m2 + block * C * C + square)
             scores2 = tl.load(p2 + block * C * C + square)
             dvalue = tl.dot(writer2, later, input_precision=PRECISION)
             dvalue += tl.dot(tl.trans(scores2), dout, input_precision=PRECISION)
             dvalue += tl.dot(tl.trans(solve2), back_read, input_precision=PRECISION)
         else:
-            dvalue = load_numbers(beta, rows, end, head, HV)[:, None] * r
+            dvalue = load_line(beta, here, rows, head, HV, C)[:, None] * r
             back_read = (-dvalue).to(kind)
-        store_rows(dv, dvalue, rows, end, e, head, HV, V)
+        store_tile(dv, dvalue, here, rows, e, head, HV, V, C, "nothing")
         gain = tl.dot(tl.trans(query), dout, input_precision=PRECISION)
         gain += tl.dot(tl.trans(reader), back_read, input_precision=PRECISION)
         grad = tl.fma(grad, tl.broadcast_to(total[:, None], [BK, BV]), gain)

@@ -18,6 +18,7 @@ from torch import Tensor
 from axes.errors import ShapeError
 from axes.kernels.common import layout, tiles
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.operators import Differentiable
 
 _PROCESSORS = 132  # of an H100; a constant, so that a sum has the same bits on every GPU
 _LEAST = 512  # tokens that a part is worth
@@ -125,23 +126,21 @@ def _launch(u: Tensor, k: Tensor | None, weight: Tensor | None, start: Tensor | 
     return out[0] if cut == 1 else out.sum(0)
 
 
-@torch.library.custom_op("axes::outer_sum", mutates_args=())
-def _sum(u: Tensor, k: Tensor | None, weight: Tensor | None, start: Tensor | None, decay: Tensor | None) -> Tensor:
-    return _launch(u, k, weight, start, decay)
+# ---- operator --------------------------------------------------------------------------------------------------------
 
 
-@_sum.register_fake
-def _(u, k, weight, start, decay):
-    return u.new_empty(u.shape[0], u.shape[2], (u if k is None else k).shape[2], dtype=torch.float32)
+def _forward(
+    u: Tensor, k: Tensor | None, weight: Tensor | None, start: Tensor | None, decay: Tensor | None, record: bool
+) -> tuple[Tensor, list[Tensor]]:
+    return _launch(u, k, weight, start, decay), []
 
 
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+def _shapes(u, k, weight, start, decay, record):
+    return u.new_empty(u.shape[0], u.shape[2], (u if k is None else k).shape[2], dtype=torch.float32), []
 
 
-def _differentiate(ctx, dout):
+def _backward(u, k, weight, start, decay, kept, dout):
     """In torch, hence differentiable once more; products in the dtype of u, as the kernel's are."""
-    u, k, weight, start, decay = ctx.saved_tensors
     other, d = u if k is None else k, dout.to(u.dtype)
     seen = other @ d.mT  # D k_t
     du, dk = seen, u @ d
@@ -155,10 +154,10 @@ def _differentiate(ctx, dout):
     if start is not None:
         dstart = dout if decay is None else decay[:, None, None] * dout
         ddecay = None if decay is None else (start * dout).sum((-2, -1))
-    return du, dk, dweight, dstart, ddecay
+    return [du, dk, dweight, dstart, ddecay]
 
 
-_sum.register_autograd(_differentiate, setup_context=_save)
+_sum = Differentiable("outer_sum", _forward, _backward, _shapes, gradients=5, twice=True)
 
 
 # ---- entry -----------------------------------------------------------------------------------------------------------
@@ -203,7 +202,5 @@ def outer_sum(
         empty = u.new_zeros(count, value, other.shape[2], dtype=torch.float32)
         return empty if start is None else empty + (start if decay is None else decay[:, None, None] * start)
     weight = None if weight is None else weight.float().contiguous()
-    inputs = (_strided(u), None if k is None else _strided(k), weight, start, decay)
-    recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    # the dispatcher takes as long as a small sum: it is asked where autograd or torch.compile need it
-    return _sum(*inputs) if recorded or torch.compiler.is_compiling() else _launch(*inputs)
+    (total,) = _sum(_strided(u), None if k is None else _strided(k), weight, start, decay)
+    return total

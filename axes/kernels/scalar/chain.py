@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
-from axes.kernels.common.layout import check_like, check_packing, check_tokens, on_device
+from axes.kernels.common.layout import check_like, check_packing, check_tokens, extent, on_device
+from axes.kernels.common.operators import Differentiable
 from axes.kernels.scalar import write as scalar_write
 from axes.kernels.scalar.launches import (
     GLUON,
@@ -56,7 +57,7 @@ def _delta_pair(x: Chain) -> tuple[Any, Any]:
     return delta_forward, delta_backward
 
 
-# ---- operators -------------------------------------------------------------------------------------------------------
+# ---- operator --------------------------------------------------------------------------------------------------------
 
 
 def _cut(
@@ -73,176 +74,91 @@ def _cut(
     return cut(b, t, chunk_length(q.dtype), segments, cu)
 
 
-def _given(
-    g: Tensor | None, normalize: bool, runs: Tensor, spans: Tensor, scale_q: Tensor, scale_k: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Operators pass empty tensors where the kernels want None."""
-    given = spans if spans.numel() else None
-    return None if g is None else runs, given, scale_q if normalize else None, scale_k if normalize else None
+def _present(g: Tensor | None, delta: bool, normalize: bool, segments: int) -> tuple[bool, ...]:
+    """Which of cumulative gates, spans, scales of q and k, M, P, first states of segments and their maps there are."""
+    gated, cuts = g is not None, segments > 1
+    return gated, gated and delta and cuts, normalize, normalize, delta, delta, cuts, cuts and delta
 
 
-def _compute(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None, start: Tensor | None,
-    cu: Tensor | None, delta: bool, early: bool, normalize: bool, segments: int, *, record: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, final; for the backward M, P, cumulative gates, spans, scales of q and k, first states of segments and their
-    maps: empty where unused."""
-    none = [q.new_empty(0) for _ in range(8)]
-    units = q.shape[0] if cu is None else cu.shape[0] - 1
+    cu: Tensor | None, delta: bool, early: bool, normalize: bool, segments: int, record: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """o, final, and those of `_present`."""
     if v.numel() == 0:
+        units = q.shape[0] if cu is None else cu.shape[0] - 1
         final = q.new_zeros(units, v.shape[2], v.shape[3], q.shape[3], dtype=torch.float32)
-        if start is not None:
-            final.copy_(start)
-        return torch.empty_like(v), final, *none  # type: ignore[return-value]
-    m, p, runs, spans, scale_q, scale_k, starts, maps = none
+        return torch.empty_like(v), final if start is None else final.copy_(start), []
     made = _cut(q, v, beta, erase, cu, delta, early or normalize, segments)
+    runs = spans = scale_q = scale_k = None
     if g is not None:
         runs = torch.empty_like(g)
         if delta and made.S > 1:
             spans = q.new_empty(made.units, v.shape[2], 2, dtype=torch.int32)
     if normalize:
         scale_q, scale_k = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
-    given = _given(g, normalize, runs, spans, scale_q, scale_k)
-    x = Chain(q, k, v, beta, g, erase, early, *given, cut=made, record=record)
+    x = Chain(q, k, v, beta, g, erase, early, runs, spans, scale_q, scale_k, cut=made, record=record)
     with on_device(q):
-        if delta:
-            o, final, m, p, *rest = _delta_pair(x)[0](x, start)
-        else:
-            o, final, *rest = write_forward(x, start)
-    if x.cut.S > 1:
-        starts, maps = rest
-        final = final.view(-1, x.cut.S, *final.shape[1:])[:, -1].clone(memory_format=torch.contiguous_format)
-    return o, final, m, p, runs, spans, scale_q, scale_k, starts, maps
+        o, final, m, p, starts, maps = (_delta_pair(x)[0] if delta else write_forward)(x, start)
+    if made.S > 1:
+        final = final.view(-1, made.S, *final.shape[1:])[:, -1].clone(memory_format=torch.contiguous_format)
+    if not record:
+        return o, final, []
+    held: tuple[Any, ...] = (runs, spans, scale_q, scale_k, m, p, starts, maps)
+    return o, final, [y for y, given in zip(held, _present(g, delta, normalize, made.S), strict=True) if given]
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None, start: Tensor | None,
-    cu: Tensor | None, delta: bool, early: bool, normalize: bool, segments: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_compute`, with a record for the backward."""
-    return _compute(q, k, v, beta, g, erase, start, cu, delta, early, normalize, segments, record=True)
-
-
-_operator = torch.library.custom_op("axes::scalar_chain", _forward, mutates_args=())
-
-
-@_operator.register_fake
-def _(q, k, v, beta, g, erase, start, cu, delta, early, normalize, segments):
-    none = [q.new_empty(0) for _ in range(8)]
-    (b, t, h, d_k), hv, d_v = q.shape, v.shape[2], v.shape[3]
-    final = q.new_empty(b if cu is None else cu.shape[0] - 1, hv, d_v, d_k, dtype=torch.float32)
-    if v.numel() == 0:
-        return torch.empty_like(v), final, *none
-    m, p, runs, spans, scale_q, scale_k, starts, maps = none
-    if g is not None:
-        runs = torch.empty_like(g)
-    c = chunk_length(q.dtype)
+def _shapes(q, k, v, beta, g, erase, start, cu, delta, early, normalize, segments, record):
+    (b, t, h, d_k), (hv, d_v), c = q.shape, v.shape[2:], chunk_length(q.dtype)
+    units, slots = extent(b, t, c, cu)
+    o, final = torch.empty_like(v), q.new_empty(units, hv, d_v, d_k, dtype=torch.float32)
+    if v.numel() == 0 or not record:
+        return o, final, []
+    s = 1
     if cu is None:
         made = _cut(q, v, beta, erase, None, delta, early or normalize, segments)
         units, slots, s = made.units, made.slots, made.S
-    else:
-        units, s = cu.shape[0] - 1, 1
-        slots = t // c + units
-    if delta:
-        m, p = q.new_empty(slots, hv, c, c), q.new_empty(slots, hv, c, c)
-    if normalize:
-        scale_q, scale_k = (q.new_empty(b, t, h, dtype=torch.float32) for _ in range(2))
-    if s > 1:
-        starts = q.new_empty(units, hv, d_v, d_k, dtype=torch.float32)
-        maps = q.new_empty(units, hv, d_k, d_k, dtype=torch.float32) if delta else maps
-        spans = q.new_empty(units, hv, 2, dtype=torch.int32) if delta and g is not None else spans
-    return torch.empty_like(v), final, m, p, runs, spans, scale_q, scale_k, starts, maps
+    full, square = torch.float32, ((slots, hv, c, c), q.dtype)
+    rooms = (
+        ((b, t, hv), full), ((units, hv, 2), torch.int32), ((b, t, h), full), ((b, t, h), full), square, square,
+        ((units, hv, d_v, d_k), full), ((units, hv, d_k, d_k), full),
+    )  # fmt: skip
+    there = zip(rooms, _present(g, delta, normalize, s), strict=True)
+    return o, final, [q.new_empty(sizes, dtype=dtype) for (sizes, dtype), given in there if given]
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None, start: Tensor | None,
-    cu: Tensor | None, m: Tensor, p: Tensor, runs: Tensor, spans: Tensor, scale_q: Tensor, scale_k: Tensor,
-    starts: Tensor, maps: Tensor, do: Tensor, dfinal: Tensor | None,
-    delta: bool, early: bool, normalize: bool, segments: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, beta, g, erase (empty where there is none) and of the first states."""
-    none = q.new_empty(0)
+    cu: Tensor | None, delta: bool, early: bool, normalize: bool, segments: int,
+    kept: list[Tensor], do: Tensor | None, dfinal: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
     if v.numel() == 0:
-        given = [torch.zeros_like(y) if y is not None else q.new_empty(0) for y in (q, k, v, beta, g, erase)]
-        units = q.shape[0] if cu is None else cu.shape[0] - 1
-        dstart = q.new_zeros(units, v.shape[2], v.shape[3], q.shape[3], dtype=torch.float32)
-        return *given, dstart if dfinal is None else dstart.copy_(dfinal)  # type: ignore[return-value]
-    made = _cut(q, v, beta, erase, cu, delta, early or normalize, segments)
-    x = Chain(q, k, v, beta, g, erase, early, *_given(g, normalize, runs, spans, scale_q, scale_k), cut=made)
-    cuts = x.cut.S > 1
-    first, through = (starts, maps) if cuts else (start, None)
+        zeros = [None if y is None else torch.zeros_like(y) for y in (q, k, v, beta, g, erase, start)]
+        return [*zeros[:-1], zeros[-1] if dfinal is None else dfinal.clone()]  # type: ignore[list-item]
+    do = torch.zeros_like(v) if do is None else do
+    made, rest = _cut(q, v, beta, erase, cu, delta, early or normalize, segments), iter(kept)
+    held = (next(rest) if given else None for given in _present(g, delta, normalize, made.S))
+    runs, spans, scale_q, scale_k, m, p, starts, maps = held
+    x = Chain(q, k, v, beta, g, erase, early, runs, spans, scale_q, scale_k, cut=made)
+    first = start if starts is None else starts
     with on_device(q):
         if delta:
-            dq, dk, da, dv, dbeta, dg, dstart = _delta_pair(x)[1](x, m, p, first, through, do, dfinal)
+            dq, dk, da, dv, dbeta, dg, dstart = _delta_pair(x)[1](x, m, p, first, maps, do, dfinal)
         else:
             dq, dk, da, dv, dbeta, dg, dstart = write_backward(x, first, do, dfinal)
-    if cuts:
-        dstart = dstart.view(-1, x.cut.S, *dstart.shape[1:])[:, 0].clone(memory_format=torch.contiguous_format)
+    if made.S > 1:
+        dstart = dstart.view(-1, made.S, *dstart.shape[1:])[:, 0].clone(memory_format=torch.contiguous_format)
     if v.shape[2] > q.shape[2]:
         group = (*q.shape[:3], v.shape[2] // q.shape[2], q.shape[3])
         dq, dk, da = (None if y is None else y.view(group).sum(3) for y in (dq, dk, da))
     if normalize and not delta:
         with on_device(q):
-            tensors = (dq, dk, q, k, scale_q, scale_k, x.cut.offsets, x.cut.units_of_slots)
-            run(scalar_write.project_all, x.cut.slots * q.shape[2], tensors, x.common("chunks"))
-    dbeta, dg, da = (none.clone() if y is None else y for y in (dbeta, dg, da))
-    return dq, dk, dv, dbeta, dg, da, dstart
+            tensors = (dq, dk, q, k, scale_q, scale_k, made.offsets, made.units_of_slots)
+            run(scalar_write.project_all, made.slots * q.shape[2], tensors, x.common("chunks"))
+    return [dq, dk, dv, dbeta, dg, da, dstart]
 
 
-_backward_operator = torch.library.custom_op("axes::scalar_chain_backward", _backward, mutates_args=())
-
-
-@_backward_operator.register_fake
-def _(q, k, v, beta, g, erase, start, cu, m, p, runs, spans, scale_q, scale_k, starts, maps, do, dfinal, *options):
-    given = [torch.empty_like(y) if y is not None else q.new_empty(0) for y in (q, k, v, beta, g, erase)]
-    units = q.shape[0] if cu is None else cu.shape[0] - 1
-    return *given, q.new_empty(units, v.shape[2], v.shape[3], q.shape[3], dtype=torch.float32)
-
-
-def _save(ctx, inputs, output) -> None:
-    *tensors, delta, early, normalize, segments = inputs
-    ctx.options = (delta, early, normalize, segments)
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(*tensors, *output[2:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, do, dfinal, *_, backward=_backward_operator):
-    tensors = ctx.saved_tensors
-    _, _, v, beta, g, erase, start, _ = tensors[:8]
-    do = torch.zeros_like(v) if do is None else do.contiguous()
-    dfinal = None if dfinal is None else dfinal.float().contiguous()
-    dq, dk, dv, dbeta, dg, derase, dstart = backward(*tensors, do, dfinal, *ctx.options)
-    return (
-        dq, dk, dv, None if beta is None else dbeta, None if g is None else dg, None if erase is None else derase,
-        None if start is None else dstart, *[None] * 5,
-    )  # fmt: skip
-
-
-_operator.register_autograd(_differentiate, setup_context=_save)
-
-
-class _Eager(torch.autograd.Function):
-    """The operator without its dispatch, which costs more than a small chain."""
-
-    @staticmethod
-    def forward(*inputs):
-        return _forward(*inputs)
-
-    setup_context = staticmethod(_save)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return _differentiate(ctx, *grads, backward=_backward)
-
-
-def _apply(*inputs: Any) -> tuple[Tensor, ...]:
-    """o, final and what the backward keeps: as an operator to compilers, plainly to everyone else."""
-    if torch.compiler.is_compiling() or type(inputs[0]) not in (Tensor, torch.nn.Parameter):
-        return _operator(*inputs)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        return _Eager.apply(*inputs)
-    return _compute(*inputs, record=False)
+_chain = Differentiable("scalar_chain", _forward, _backward, _shapes, gradients=7, missing=True)
 
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
@@ -292,7 +208,7 @@ def scalar_chain(
     check_like(who, "initial_state", initial_state, (units, hv, v.shape[3], q.shape[3]), q.device)
     if erase is not None and erase.dtype != q.dtype:
         raise ShapeError(f"{who}: erase has the dtype of q, {q.dtype}, not {erase.dtype}")
-    o, final, *_ = _apply(
+    o, final = _chain(
         q.contiguous(), k.contiguous(), v.contiguous(), _float(beta), _float(g),
         None if erase is None else erase.contiguous(), _float(initial_state), cu_seqlens,
         rule == "delta", early, normalize, segments or 0,

@@ -19,8 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from axes.kernels.common.inverse import invert
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import decay, inverse
+from axes.kernels.common.tiles import decay, load_line, load_tile, store_line, store_tile
 from axes.kernels.scalar.tiles import (
     chunk_gates,
     chunk_origin,
@@ -28,14 +29,10 @@ from axes.kernels.scalar.tiles import (
     gates,
     inverse_lengths,
     later_sum,
-    load_line,
     load_state,
-    load_tile,
     load_unit,
     project,
-    store_line,
     store_state,
-    store_tile,
     strengths,
     stretch,
     unit_span,
@@ -47,8 +44,8 @@ _SIZES = ["T", "S", "L", "N", "H", "HV"]
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def prepare(
-    q, k, a, beta, g, runs, scale_q, scale_k, m, p, bounds, offsets, units, T, S, L, N, H, HV,
-    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SIDE: tl.constexpr,
+    q, k, a, beta, g, runs, scale_q, scale_k, lowers, m, p, bounds, offsets, units, T, S, L, N, H, HV,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr,
     PACKED: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, EARLY: tl.constexpr, ERASE: tl.constexpr,
     UNIT: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +65,7 @@ def prepare(
     lower = tl.zeros([C, C], dtype=tl.float32)
     length = tl.zeros([C], dtype=tl.float32)
     reader = tl.zeros([C], dtype=tl.float32)
-    for left in tl.static_range(0, K, BK):
+    for left in range(0, K, BK):
         d = left + tl.arange(0, BK)
         keys = load_tile(k, first, rows, d, key, H, K, C)
         queries = load_tile(q, first, rows, d, key, H, K, C)
@@ -94,12 +91,14 @@ def prepare(
             log = stretch(product, product, product, strength)
         total = tl.min(run, 0)  # the last, since gates are logs of at most 1
         tl.store(bounds + index, total + tl.sum(log, 0))
-    at = index * C * C + i * C + j
-    scores = scores * decay(run[:, None], run[None, :], i >= j)
-    tl.store(p + at, scores.to(p.dtype.element_ty))
+    square = i * C + j
+    lowers += index * C * C
     lower = lower * decay(seen[:, None], run[None, :], i > j)
-    x = inverse(strength[:, None] * lower, C, SIDE, MERGE)
-    tl.store(m + at, x.to(m.dtype.element_ty))
+    tl.store(lowers + square, strength[:, None] * lower)
+    scores = scores * decay(run[:, None], run[None, :], i >= j)
+    tl.store(p + index * C * C + square, scores.to(p.dtype.element_ty))
+    tl.debug_barrier()
+    invert(lowers, m + index * C * C, C, SIDE, LANES, MERGE)
 
 
 @Kernel

@@ -1,4 +1,4 @@
-"""(I + L)^-1 of a strictly lower 64 x 64 L by one warpgroup, in Gluon: the form on Hopper of `common.tiles.inverse`.
+"""(I + L)^-1 of a strictly lower 64 x 64 L by one warpgroup, in Gluon: the form on Hopper of `common.inverse`.
 
 Forward substitution in blocks of 16, then blocks of twice the side from products to 16 bits. Block diagonal matrices
 with blocks of a side s are kept stacked: (C, s), row i the i-th row of its own block.

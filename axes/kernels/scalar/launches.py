@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from axes.kernels.common import inverse
 from axes.kernels.common.layout import precision
 from axes.kernels.common.tiles import TILE
 from axes.kernels.common.versions import gluon_refusal
@@ -90,12 +91,14 @@ def _matrices(x: Chain) -> tuple[Tensor, Tensor]:
     """M and P of every chunk; cumulative gates and the scales of `normalize` are written on the way."""
     square = (x.cut.slots, x.v.shape[2], x.cut.chunk, x.cut.chunk)
     m, p = x.q.new_empty(square), x.q.new_empty(square)
+    lowers = x.q.new_empty(square, dtype=torch.float32)  # what is inverted
     bounds = _bounds(x)
     tensors = (
-        x.q, x.k, x.erase, x.beta, x.g, x.runs, x.scale_q, x.scale_k, m, p, bounds, x.cut.offsets, x.cut.units_of_slots,
+        x.q, x.k, x.erase, x.beta, x.g, x.runs, x.scale_q, x.scale_k, lowers, m, p, bounds, x.cut.offsets,
+        x.cut.units_of_slots,
     )  # fmt: skip
-    merging = "ieee" if x.q.dtype == torch.float32 else "tf32x3"
-    given = x.common("prepare", SIDE=TILE, MERGE=merging, CUT=bounds is not None)
+    given = x.common("prepare", CUT=bounds is not None)
+    given |= inverse.constants(x.q.dtype, x.cut.chunk, given["num_warps"])
     run(scalar_delta.prepare, x.slot_heads, tensors, given)
     _find_spans(x, bounds)
     return m, p
@@ -155,14 +158,14 @@ def segment_ends(
     return _merge(x, constants, maps, dfinal, reverse=True)
 
 
-def delta_forward(x: Chain, start: Tensor | None) -> tuple[Tensor, ...]:
+def delta_forward(x: Chain, start: Tensor | None) -> tuple[Any, ...]:
     """o, final, and what the backward needs: M, P, first states of segments and their maps."""
     m, p = _matrices(x)
     o, final, maps = torch.empty_like(x.v), x.state(), None
     if x.cut.S > 1:
         start, maps = segment_starts(x, m, start)
     _scan(x, "output", m, p, start, o=o, final=final)
-    return o, final, m, p, start, maps  # type: ignore[return-value]
+    return o, final, m, p, start, maps
 
 
 def delta_backward(
@@ -186,7 +189,7 @@ def delta_backward(
     return dq, dk, da, dv, dbeta, dg, dstart  # type: ignore[return-value]
 
 
-def hopper_delta_forward(x: Chain, start: Tensor | None) -> tuple[Tensor | None, ...]:
+def hopper_delta_forward(x: Chain, start: Tensor | None) -> tuple[Any, ...]:
     """As `delta_forward`, W = (I + L diag(beta))^-1, strengths on the columns, in the place of M."""
     assert x.beta is not None
     maps, bounds, cut = None, _bounds(x), x.cut
@@ -256,8 +259,8 @@ def _mix(
     run(scalar_write.mix, x.unit_heads * cdiv(w, given["BV"]), tensors, given)
 
 
-def write_forward(x: Chain, start: Tensor | None) -> tuple[Tensor, ...]:
-    """o, final, and what the backward needs: first states of segments."""
+def write_forward(x: Chain, start: Tensor | None) -> tuple[Any, ...]:
+    """As `delta_forward`, of which only first states of segments are needed."""
     slots = (x.cut.offsets, x.cut.units_of_slots)
     numbers = _numbers(x)
     if x.scale_q is not None:
@@ -270,7 +273,7 @@ def write_forward(x: Chain, start: Tensor | None) -> tuple[Tensor, ...]:
         constants, through = _ends(x)
         starts = _merge(x, constants, through, start, reverse=False)
     _mix(x, numbers, "o", (x.q, x.k, x.v), o, starts, final)
-    return o, final, starts, x.q.new_empty(0)  # type: ignore[return-value]
+    return o, final, None, None, starts, None
 
 
 def write_backward(x: Chain, starts: Tensor | None, do: Tensor, dfinal: Tensor | None) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import unit_rows
+from axes.kernels.common.tiles import load_line, load_tile, store_line, store_tile, unit_rows
 
 
 @triton.jit
@@ -57,14 +57,6 @@ def chunk_span(offsets, units, pid, T, S, L, N, HV, C: tl.constexpr, PACKED: tl.
 
 
 @triton.jit
-def load_tile(ptr, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr):
-    """`rows` rows from row `first` of one head of a (tokens, H, D) tensor, the rest of C zero; int32 inside."""
-    token = tl.arange(0, C)
-    at = (token * (H * D))[:, None] + columns[None, :]
-    return tl.load(ptr + (first * H + head) * D + at, mask=(token < rows)[:, None] & (columns < D)[None, :], other=0.0)
-
-
-@triton.jit
 def load_unit(ptr, scale, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr):
     """`load_tile`, with UNIT of vectors times their numbers `scale` (tokens, H): 1 / length."""
     tile = load_tile(ptr, first, rows, columns, head, H, D, C)
@@ -72,29 +64,6 @@ def load_unit(ptr, scale, first, rows, columns, head, H, D: tl.constexpr, C: tl.
         by = load_line(scale, first, rows, head, H, C)
         tile = (tile.to(tl.float32) * by[:, None]).to(tile.dtype)
     return tile
-
-
-@triton.jit
-def store_tile(ptr, tile, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr):
-    """Write a tile that `load_tile` would read."""
-    token = tl.arange(0, C)
-    at = (token * (H * D))[:, None] + columns[None, :]
-    mask = (token < rows)[:, None] & (columns < D)[None, :]
-    tl.store(ptr + (first * H + head) * D + at, tile.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_line(ptr, first, rows, head, H, C: tl.constexpr):
-    """One float32 number a token of a (tokens, H) tensor."""
-    token = tl.arange(0, C)
-    return tl.load(ptr + first * H + head + token * H, mask=token < rows, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_line(ptr, line, first, rows, head, H, C: tl.constexpr):
-    """Write what `load_line` would read."""
-    token = tl.arange(0, C)
-    tl.store(ptr + first * H + head + token * H, line, mask=token < rows)
 
 
 @triton.jit

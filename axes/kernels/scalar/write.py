@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.tiles import load_line, load_tile, store_line, store_tile
 from axes.kernels.scalar.tiles import (
     chunk_gates,
     chunk_origin,
@@ -25,13 +26,9 @@ from axes.kernels.scalar.tiles import (
     gates,
     inverse_lengths,
     later_sum,
-    load_line,
-    load_tile,
     load_unit,
     project,
-    store_line,
     store_state,
-    store_tile,
     strengths,
     unit_span,
 )

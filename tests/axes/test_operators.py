@@ -1,0 +1,133 @@
+"""Kernels as operators of torch, under Triton's interpreter: what compilers are told of them holds, eager calls skip
+the dispatcher and give the same bits, and a derivative that is not there says so.
+
+The interpreter is chosen when Triton is imported, so the kernels run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+if sys.platform != "linux":  # there its absence is an error, not a reason to skip
+    pytest.importorskip("triton")
+
+from tests.interpreter import interpret
+
+PROGRAM = r"""
+import torch
+from unittest.mock import patch
+from torch.library import opcheck
+from axes.kernels import step
+from axes.kernels.block import chain as block
+from axes.kernels.diagonal import chain as diagonal
+from axes.kernels.diagonal_delta import chain as diagonal_delta
+from axes.kernels.products import outer
+from axes.kernels.scalar import chain as scalar
+
+torch.manual_seed(0)
+CU = torch.tensor([0, 1, 20])
+
+def given(module, entry, *args, name="_chain", **options):
+    '''The operator that an entry calls, and what it is given.'''
+    of, calls = getattr(module, name), []
+    with patch.object(module, name, lambda *inputs: calls.append(inputs) or of(*inputs)):
+        entry(*args, **options)
+    (inputs,) = calls
+    return of, [x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x for x in inputs]
+
+def free(inputs):
+    return [x.detach() if isinstance(x, torch.Tensor) else x for x in inputs]
+
+def check_fakes(of, inputs):
+    '''What compilers think that comes back is what comes back.'''
+    opcheck(of.operator, (*inputs, True), test_utils=("test_schema", "test_faketensor"))
+    *outputs, kept = of.forward(*inputs, True)
+    grads = [torch.randn_like(x) for x in outputs]
+    if not of.twice:
+        opcheck(of.reverse, (*free(inputs), kept, *grads), test_utils="test_faketensor")
+    return outputs, grads
+
+def check(of, inputs):
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    outputs, grads = check_fakes(of, inputs)
+    opcheck(of.operator, (*inputs, False), test_utils="test_faketensor")
+    *seen, _ = of.operator(*inputs, True)
+    eager, plain = of(*inputs), of(*free(inputs))
+    for x, y, z in zip(eager, seen, plain, strict=True):
+        assert torch.equal(x, y) and torch.equal(x, z) and x.requires_grad and not z.requires_grad
+    want = torch.autograd.grad(seen, leaves, grads)
+    found = torch.autograd.grad(eager, leaves, grads, create_graph=True)
+    assert all(torch.equal(x, y) and x.shape == z.shape for x, y, z in zip(found, want, leaves, strict=True))
+    if of.twice:
+        second = torch.autograd.grad(found[0].sum(), leaves, allow_unused=True)
+        assert any(x is not None and x.abs().sum() > 0 for x in second)
+        return
+    alone = torch.autograd.grad(of(*inputs)[0], leaves, grads[0])  # the other gradient did not come
+    rest = [torch.zeros_like(x) for x in grads[1:]]
+    want = torch.autograd.grad(eager, leaves, [grads[0], *rest], retain_graph=True)
+    assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(alone, want, strict=True))
+    try:
+        torch.autograd.grad(found[0].sum(), leaves)
+    except RuntimeError as error:
+        assert "no autograd formula" in str(error), error
+    else:
+        raise AssertionError("a second derivative that no kernel computes")
+
+def tokens(batch=1, t=20, heads=1, value_heads=2):
+    q, k = (torch.randn(batch, t, heads, 16) for _ in range(2))
+    v, gate = torch.randn(batch, t, value_heads, 16), torch.rand(batch, t, value_heads)
+    return q, k, v, gate, torch.randn(batch, value_heads, 16, 16)
+"""
+
+CASES = {
+    "scalar": """
+q, k, v, gate, start = tokens(t=40)
+check(*given(scalar, scalar.scalar_chain, q, k, v, gate, -gate, initial_state=start, segments=2))
+check_fakes(*given(scalar, scalar.scalar_chain, q, k, v, gate, normalize=True, erase=k))
+check_fakes(*given(scalar, scalar.scalar_chain, q, k, v, gate, -gate, rule="write", segments=2))
+q, k, v, gate, _ = tokens()
+two = torch.randn(2, 2, 16, 16)
+check_fakes(*given(scalar, scalar.scalar_chain, q, k, v, gate, -gate, initial_state=two, cu_seqlens=CU))
+check(*given(scalar, scalar.scalar_chain, q[:, :0], k[:, :0], v[:, :0], gate[:, :0], initial_state=start))
+""",
+    "diagonal": """
+q, k, v, gate, start = tokens()
+g = -torch.rand(1, 20, 2, 16)
+check(*given(diagonal, diagonal.diagonal_chain, q, k, v, g, gate, initial_state=start))
+check_fakes(*given(diagonal, diagonal.diagonal_chain, q, k, v, g, cu_seqlens=CU))
+""",
+    "diagonal delta": """
+q, k, v, gate, start = tokens()
+g = -torch.rand(1, 20, 2, 16)
+check(*given(diagonal_delta, diagonal.diagonal_chain, q, k, v, g, gate, rule="delta", initial_state=start))
+check_fakes(*given(diagonal_delta, diagonal.diagonal_chain, q, k, v, g, rule="dplr", a=k, b=q, cu_seqlens=CU))
+""",
+    "block": """
+q, k, v, _, _ = tokens()
+mix, write, erase = (torch.rand(1, 20, 2, *s) for s in ((2, 2), (2,), (2,)))
+check(*given(block, block.block_chain, q, k, v, mix, write, erase, torch.randn(1, 2, 16, 2, 16)))
+check_fakes(*given(block, block.block_chain, q, k, v, mix, write, cu_seqlens=CU))
+""",
+    "outer": """
+u, k, w = torch.randn(2, 20, 5), torch.randn(2, 20, 7), torch.rand(2, 20)
+check(*given(outer, outer.outer_sum, u, name="_sum"))
+check(*given(outer, outer.outer_sum, u, k, w, torch.randn(2, 5, 7), torch.rand(2), name="_sum"))
+""",
+    "step": """
+q, k, v, gate = (x[:, 0] for x in tokens()[:4])
+two, mix, write = torch.randn(1, 2, 16, 2, 16), torch.rand(1, 2, 2, 2), torch.rand(1, 2, 2)
+for name, entry, args, options in (
+    ("chain", step.chain_step, (two[:, :, :, 0].contiguous(), q, k, v), dict(beta=gate, g=-gate, rule="delta")),
+    ("block", step.block_step, (two, q, k, v, mix, write), {}),
+):
+    run, inputs = given(step, entry, *args, name=f"_{name}_once", **options)
+    opcheck(getattr(torch.ops.axes, f"{name}_step"), free(inputs), test_utils=("test_schema", "test_faketensor"))
+""",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operators(case: str) -> None:
+    interpret(PROGRAM + CASES[case])
