@@ -15,6 +15,18 @@ def constants(dtype: torch.dtype, chunk: int, warps: int) -> dict[str, int | str
 
 
 @triton.jit
+def stacked(rows, COUNT: tl.constexpr, LEVELS: tl.constexpr):
+    """(COUNT, width) of 2^LEVELS rows, each row in the registers of the threads that hold its columns."""
+    parts = rows
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for r in tl.static_range(COUNT >> (level + 1)):
+            joined = joined + (tl.join(parts[r], parts[r + (COUNT >> (level + 1))]),)
+        parts = joined
+    return tl.trans(tl.reshape(parts[0], [rows[0].shape[0], COUNT]))
+
+
+@triton.jit
 def invert(lowers, m, C: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr):
     """m = (I + lowers)^-1, both (C, C) in memory, apart: substitution in diagonal blocks of SIDE rows, then blocks of
     twice the size, whose products have precision MERGE. C is SIDE, 2 SIDE or 4 SIDE; lowers is float32.
@@ -25,22 +37,24 @@ def invert(lowers, m, C: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr, 
     """
     kind = m.dtype.element_ty
     B: tl.constexpr = C // SIDE
-    row = tl.arange(0, SIDE)[None, :]
-    lane = tl.arange(0, LANES)[:, None]  # the columns of all blocks
-    block = lane // SIDE * SIDE
-    inside = lane < C
-    x = tl.where((row == lane - block) & inside, 1.0, 0.0)
-    for n in tl.static_range(SIDE - 1):
-        column = tl.load(lowers + (block + row) * C + block + n, mask=(row > n) & inside, other=0.0)
-        x -= column * tl.sum(tl.where(row == n, x, 0.0), axis=1)[:, None]
+    lane = tl.arange(0, LANES)  # the columns of all blocks
+    block, inside = lane // SIDE * SIDE, lane < C
+    rows = ()
+    for r in tl.static_range(SIDE):
+        row = tl.where((lane - block == r) & inside, 1.0, 0.0)
+        for n in tl.static_range(r):
+            row -= tl.load(lowers + (block + r) * C + block + n, mask=inside, other=0.0) * rows[n]
+        rows = rows + (row,)
+    LEVELS: tl.constexpr = SIDE.bit_length() - 1
+    x = stacked(rows, SIDE, LEVELS)
     if B == 1:
-        tl.store(m + row * C + lane, x.to(kind), mask=inside)
+        tl.store(m + tl.arange(0, SIDE)[:, None] * C + lane[None, :], x.to(kind), mask=inside[None, :])
     else:
         if LANES > C:  # lanes past the last column hold zeros
-            x = tl.sum(tl.reshape(x, [LANES // C, C, SIDE]), axis=0)
+            x = tl.sum(tl.reshape(x, [SIDE, LANES // C, C]), axis=1)
         P: tl.constexpr = B // 2
         WIDE: tl.constexpr = 2 * SIDE
-        x1, x2 = tl.split(tl.permute(tl.reshape(x, [P, 2, SIDE, SIDE]), (0, 3, 2, 1)))
+        x1, x2 = tl.split(tl.permute(tl.reshape(x, [SIDE, P, 2, SIDE]), (1, 0, 3, 2)))
         p = tl.arange(0, P)[:, None, None] * WIDE
         i = tl.arange(0, SIDE)[None, :, None]
         j = tl.arange(0, SIDE)[None, None, :]
