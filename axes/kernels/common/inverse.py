@@ -33,7 +33,8 @@ def invert(lowers, m, C: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr, 
 
     Powers of `lowers` are never formed: with keys close to each other they grow past what float32 resolves. A thread
     owns columns in the substitution, with the rows of a block in its registers, so that nothing moves between threads:
-    LANES is C, or the number of threads where that is more. lowers was written before a barrier, if by this program.
+    each row is a tensor of its own, since the layout of a tile of rows is the compiler's to choose. LANES is C, or the
+    number of threads where that is more. lowers was written before a barrier, if by this program.
     """
     kind = m.dtype.element_ty
     B: tl.constexpr = C // SIDE
