@@ -17,7 +17,6 @@ the first call that needs it.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -28,6 +27,7 @@ from torch.nn.functional import linear
 
 from axes.core.monoids import Rotation
 from axes.kernels.blocks.plan import Numbers, Plan, Stream, no_leave, no_stream
+from axes.kernels.blocks.products import is_plain
 from axes.kernels.common import versions
 from axes.routes import dispatch
 from axes.routes.frame import Frame
@@ -36,8 +36,6 @@ from axes.routes.packed import Packing
 if TYPE_CHECKING:
     from axes.sequence.blocks import BlockModule
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("0", "")  # compilers cannot ask Triton
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ALIGNED = 8  # columns: rows of the product begin at multiples of 16 bytes
 
 
@@ -197,15 +195,12 @@ def no_block_kernel(around: BlockModule, device: torch.device, dtype: torch.dtyp
     fused = around.fused
     if fused is None:
         return f"{type(around).__name__} declares nothing that a kernel could do"
-    if not _INTERPRETED and (reason := versions.refusal(device)) is not None:
+    if (reason := versions.no_kernel(device, dtype)) is not None:
         return reason
-    if dtype not in _DTYPES:
-        return f"the kernels compute in float32, the tokens are {dtype}"
     if fused.refusal is not None:
         return fused.refusal
     for name in fused.linears:
-        module = _module(around, name)
-        if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        if not is_plain(_module(around, name)):
             return f"{name} is not a plain nn.Linear, whose weights may stand beside others in one product"
     return None
 

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from axes import catalogue
 from axes.errors import AxesError, ShapeError
+from axes.kernels.blocks.products import is_plain, products
+from axes.kernels.common import versions
 from axes.models.loss import linear_cross_entropy
 from axes.models.options import accepted_options
 
@@ -76,8 +78,24 @@ class SwiGLU(nn.Module):
         self.out = nn.Linear(hidden, width, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.out(F.silu(self.gate(x)) * self.inner(x))
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        if x.numel() == 0 or self.no_kernel(x.device, dtype) is not None:
+            y: Tensor = self.out(F.silu(self.gate(x)) * self.inner(x))
+            return y
+        from axes.kernels.blocks.leave import leave  # triton is imported by the first call that needs it
+
+        hidden = self.out.in_features
+        weights, groups = (self.gate.weight, self.inner.weight), (((0, 0, hidden),), ((1, 0, hidden),))
+        gate, inner = products(x.to(dtype), weights, groups, (hidden, hidden))
+        y = self.out(leave(inner.view(1, -1, hidden // 16, 16), gate.view(1, -1, hidden)).view(gate.shape))
         return y
+
+    def no_kernel(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why the gate is multiplied by torch's operations, or None if one launch does it, and one its gradients."""
+        if not is_plain(self.gate) or not is_plain(self.inner):
+            return "a projection is not a plain nn.Linear, whose gradient of x may be added to another's"
+        return versions.no_kernel(device, dtype)
 
 
 @final

@@ -19,14 +19,6 @@ from axes.errors import AxesError, ShapeError
 from axes.kernels.common import versions
 
 _ENTRIES = 1 << 28  # logits at a time: 0.5 GB of 16-bit numbers
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def no_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why torch's operations make the losses of such logits, or None if a Triton kernel does."""
-    if (reason := versions.refusal(device)) is not None:
-        return reason
-    return None if dtype in _DTYPES else f"the kernel takes bf16, fp16 and fp32, not {dtype}"
 
 
 def _by_torch(logits: Tensor, targets: Tensor, scale: Tensor | None, ignored: int) -> Tensor:
@@ -136,7 +128,7 @@ def linear_cross_entropy(
         raise ShapeError(f"{who}: targets are integers, not {targets.dtype}")
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    refused = no_kernel(x.device, dtype)
+    refused = versions.no_kernel(x.device, dtype)
     if implementation not in (None, "triton", "torch"):
         raise AxesError(f"{who}: implementation is None, 'triton' or 'torch', not {implementation!r}")
     if implementation == "triton" and refused is not None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from axes import catalogue
 from axes.errors import AxesError, ShapeError, UnknownName
-from axes.models.language_model import Architecture, LanguageModel, RMSNorm, state_bytes
+from axes.models.language_model import Architecture, LanguageModel, RMSNorm, SwiGLU, state_bytes
+from tests.interpreter import interpret
 
 SMALL = {"layers": 2, "width": 32, "heads": 2}
 PAIRS = [("gated-delta-net", "mhc"), ("softmax-attention", "residual")]
@@ -133,3 +134,37 @@ def test_bad_inputs_are_refused() -> None:
         model.step(torch.zeros(5, 1, dtype=torch.long))
     with pytest.raises(ShapeError, match="holds 1 layers, not 2"):
         model(tokens(1, 3), (None,))
+
+
+SWIGLU = """
+import torch
+from axes.models.language_model import SwiGLU
+torch.manual_seed(0)
+for width, dtype, close in ((24, torch.float32, 1e-5), (128, torch.float16, 3e-3)):
+    one = SwiGLU(width, dtype=dtype)
+    assert one.no_kernel(torch.device("cpu"), dtype) is None
+    exact = SwiGLU(width, dtype=torch.float64)
+    exact.load_state_dict(one.state_dict())
+    x = torch.randn(2, 3, width).to(dtype).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    assert exact.no_kernel(torch.device("cpu"), torch.float64) is not None
+    pairs = [(one(x), exact(wide))]
+    dy = torch.randn(2, 3, width).to(dtype)
+    pairs += zip(
+        torch.autograd.grad(pairs[0][0], (x, *one.parameters()), dy),
+        torch.autograd.grad(pairs[0][1], (wide, *exact.parameters()), dy.double()),
+    )
+    for got, wanted in pairs:
+        assert got.dtype == dtype and (got - wanted).norm() <= close * wanted.norm()
+"""
+
+
+def test_the_gated_network_by_kernels() -> None:
+    interpret(SWIGLU)
+
+
+def test_a_gated_network_whose_projection_was_replaced_runs_it() -> None:
+    network = SwiGLU(8)
+    network.gate = nn.Sequential(network.gate)
+    assert "not a plain nn.Linear" in (network.no_kernel(torch.device("cuda"), torch.float32) or "")
+    assert network(torch.randn(2, 3, 8)).shape == (2, 3, 8)

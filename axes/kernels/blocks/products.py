@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
@@ -30,6 +30,11 @@ def _stacked(parts: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
     if padding:
         places[-1].zero_()
     return whole
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module does what its weights say and nothing else: they may stand beside others in one product."""
+    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
 
 
 class _Products(torch.autograd.Function):

@@ -21,7 +21,7 @@ def stacked(rows, COUNT: tl.constexpr, LEVELS: tl.constexpr):
     for level in tl.static_range(LEVELS):
         joined = ()
         for r in tl.static_range(COUNT >> (level + 1)):
-            joined = joined + (tl.join(parts[r], parts[r + (COUNT >> (level + 1))]),)
+            joined = joined + (tl.join(parts[r], parts[r + (COUNT >> (level + 1))]),)  # type: ignore[assignment]
         parts = joined
     return tl.trans(tl.reshape(parts[0], [rows[0].shape[0], COUNT]))
 
@@ -45,7 +45,7 @@ def invert(lowers, m, C: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr, 
         row = tl.where((lane - block == r) & inside, 1.0, 0.0)
         for n in tl.static_range(r):
             row -= tl.load(lowers + (block + r) * C + block + n, mask=inside, other=0.0) * rows[n]
-        rows = rows + (row,)
+        rows = rows + (row,)  # type: ignore[assignment]
     LEVELS: tl.constexpr = SIDE.bit_length() - 1
     x = stacked(rows, SIDE, LEVELS)
     if B == 1:
