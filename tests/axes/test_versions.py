@@ -86,6 +86,12 @@ def test_the_table_is_what_torch_brings() -> None:
         assert versions._line(brings) == versions._line(found[1])
 
 
+def test_the_pinned_triton_is_the_one_that_the_pinned_torch_brings() -> None:
+    pins = dict(re.findall(r"^(torch|triton)==([\d.]+)", (ROOT / "requirements" / "dev.txt").read_text(), flags=re.M))
+    torches = next(t for version, t in TRITONS.items() if versions._line(version) == versions._line(pins["triton"]))
+    assert ".".join(pins["torch"].split(".")[:2]) in torches.split(" and ")
+
+
 def test_one_module_knows_how_gluon_versions_differ() -> None:
     for path in sorted((ROOT / "axes" / "kernels").rglob("*.py")):
         text = path.read_text()
