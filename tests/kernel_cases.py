@@ -11,6 +11,7 @@ from torch import Tensor
 
 from axes.kernels.attention.attend import attend
 from axes.kernels.attention.decode import attend_one
+from axes.kernels.attention.transport import transport
 from axes.kernels.attention.turn import turn
 from axes.kernels.block import chain as block_module
 from axes.kernels.block.chain import block_chain
@@ -88,6 +89,11 @@ def attention(dtype: torch.dtype, d: int, masses: bool = True) -> Callable[[], N
     return run
 
 
+def carried() -> None:
+    given = [torch.randn(2, 300, 2, 128, dtype=HALF, requires_grad=True) for _ in range(5)]
+    transport(*given, torch.zeros(2, 300, 2, dtype=torch.float64, requires_grad=True), scale=0.1)[0].sum().backward()
+
+
 def one_query() -> None:
     k, v = (torch.randn(2, 500, 2, 128, dtype=HALF) for _ in range(2))
     attend_one(torch.randn(2, 1, 8, 128, dtype=HALF), k, v, torch.zeros(2, 2, 500), 0.1)
@@ -163,6 +169,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention 256": attention(HALF, 256),
     "plain attention 128": attention(HALF, 128, masses=False),
     "attention 64 float32": attention(FULL, 64),
+    "carried keys": carried,
     "one query": one_query,
     "turn": turned,
     "step": steps,

@@ -50,8 +50,9 @@ def attend(
     layout.check_packing(who, b, cu_seqlens, q.device)
     layout.check_like(who, "mass", mass, tuple(k.shape[:3]), q.device)
     units = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    old, rest = divmod(k.shape[1] - t, units)
-    if old < 0 or rest:
+    earlier = k.shape[1] - t
+    old = earlier // units  # divmod is not traced
+    if old < 0 or old * units != earlier:
         raise ShapeError(f"{who}: {t} tokens of {units} sequences do not go with {k.shape[1]} pairs")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     mass = None if mass is None else mass.double()
@@ -79,7 +80,7 @@ def _check(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-def _split(mass: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+def split(mass: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
     """A mass as two float32 numbers; any tensor where there is none."""
     if mass is None:
         return like, like
@@ -117,7 +118,7 @@ def _forward(
     b, t, h = q.shape[:3]
     o = q.new_empty(b, t, h, v.shape[3])
     lse = q.new_empty(h, b * t, dtype=torch.float32)
-    high, low = _split(mass, q)
+    high, low = split(mass, q)
     _run(flash.forward, "forward", (q, k, v, high, low, o, lse), q, k, v, high, mass, cu, scale, old)
     return o, lse
 
@@ -138,7 +139,7 @@ def _backward(
     """Gradients of q, k, v and mass (empty where there is none)."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dots = torch.empty_like(lse)
-    high, low = _split(mass, q)
+    high, low = split(mass, q)
     sums, dm = (dots, dots) if mass is None else (torch.empty_like(lse), q.new_empty(k.shape[:3], dtype=torch.float32))
     rest = (q, k, v, high, mass, cu, scale, old)
     _run(flash.queries, "queries", (q, k, v, high, low, o, do, lse, dq, dots, sums), *rest)

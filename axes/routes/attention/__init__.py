@@ -31,7 +31,7 @@ from axes.routes.attention import softmax, transported
 from axes.routes.attention.sequences import Alone, Packed
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_WIDEST = 256
+_WIDEST, _WIDEST_CARRIED = 256, 128
 
 
 def no_kernel(
@@ -46,8 +46,9 @@ def no_kernel(
     stored = shapes.get("pairs", (0,))[-1]
     if h.is_identity:
         return "a list read through a matrix"
-    if "low rank" in kinds:
-        return "keys are carried through reflections, block by block"
+    carried = "low rank" in kinds
+    if carried and (stored or "cu_seqlens" in shapes):
+        return "stored keys and packed sequences are carried through reflections block by block"
     if kinds <= {"identity"} and not stored and "cu_seqlens" not in shapes:
         return "scores as they are: torch's fused attention"
     if (reason := versions.refusal(device)) is not None:
@@ -56,8 +57,9 @@ def no_kernel(
         return f"the kernels accumulate in float32, the values are {dtype}"
     if time != 1 or any(len(shapes.get(n, (0,) * 4)) != 4 for n in "qkv"):
         return "the kernels take (batch, time, head, width)"
-    if any(not 0 < shapes[n][-1] <= _WIDEST for n in "kv" if n in shapes):
-        return f"the kernels take widths up to {_WIDEST}"
+    widest = _WIDEST_CARRIED if carried else _WIDEST
+    if any(not 0 < shapes[n][-1] <= widest for n in "kv" if n in shapes):
+        return f"the kernels take widths up to {widest}{', where keys are carried' if carried else ''}"
     return None
 
 
@@ -66,6 +68,8 @@ def by_kernels(update: StateUpdate) -> str:
     kinds = gates(update.parts().monoid)
     turns = "queries and keys turned by a kernel, " if "rotation" in kinds else ""
     masses = "masses added" if "scalar" in kinds else "without masses by torch's fused attention where it has a form"
+    if "low rank" in kinds:
+        return "keys carried through reflections along a tree of blocks, scores on chip"
     return f"{turns}scores on chip, {masses}"
 
 
@@ -108,8 +112,7 @@ def run(
             final = transported.last_keys(keys, *_factors(memory, element, k))
     elif element.left is not None:
         a, b = _factors(memory, element, k)
-        wide = [x.to(a.dtype) for x in (q, keys, values)]
-        out, final = transported.attend(wide[0], wide[1], wide[2], a, b, scale, mass)
+        out, final = transported.attend(q, keys, values, a, b, scale, mass, kernels)
     else:
         out = softmax.attend(q, keys, values, scale, mass, kernels, cu_seqlens)
     if not h.is_identity:

@@ -20,12 +20,17 @@ _BLOCK = 128
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, a: Tensor, b: Tensor, scale: float, mass: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Outputs (..., T, d_v) and all keys (..., S, d_k) after the last token, everything in one dtype.
+    q: Tensor, keys: Tensor, values: Tensor, a: Tensor, b: Tensor, scale: float, mass: Tensor | None,
+    kernels: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs (..., T, d_v) and all keys (..., S, d_k) after the last token, in the dtype of a.
 
     A block of queries keeps its scores, C x S; with gradients they are computed again in the backward pass.
+    kernels: ours, on a GPU, for (batch, head, T, d) and no earlier pairs.
     """
+    if kernels:
+        return _by_kernels(q, keys, values, a, b, scale, mass)
+    q, keys, values = (x.to(a.dtype) for x in (q, keys, values))
     length = q.shape[-2]
     stored, new = keys[..., : keys.shape[-2] - length, :], keys[..., keys.shape[-2] - length :, :]
     old = stored.shape[-2]
@@ -51,6 +56,19 @@ def attend(
         stored = stored + stored @ (a.mT @ solved)[..., 0, :, :] @ b[..., 0, :, :]
         return torch.cat(outputs, -2), torch.cat((stored, blocks[0][..., :length, :]), -2)
     return torch.cat(outputs, -2), torch.cat(_carry_on(stored, blocks, maps, length), -2)
+
+
+def _by_kernels(
+    q: Tensor, keys: Tensor, values: Tensor, a: Tensor, b: Tensor, scale: float, mass: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Keys that several heads of queries read are carried for each."""
+    from axes.kernels.attention.transport import transport
+
+    batch, own = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2]), keys.shape[:-2]
+    q, k, v, a, b = (x.to(values.dtype).expand(*batch, *x.shape[-2:]).transpose(1, 2) for x in (q, keys, values, a, b))
+    mass = None if mass is None else mass.expand(*batch, mass.shape[-1]).transpose(1, 2)
+    out, last = transport(q, k, v, a, b, mass, scale=scale)
+    return out.transpose(1, 2), last.transpose(1, 2)[: own[0], : own[1]]
 
 
 def last_keys(keys: Tensor, a: Tensor, b: Tensor) -> Tensor:
