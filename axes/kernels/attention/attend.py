@@ -10,7 +10,7 @@ from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels.attention import flash
-from axes.kernels.common import layout
+from axes.kernels.common import layout, versions
 
 _cdiv = triton.cdiv
 
@@ -111,6 +111,14 @@ def _run(kernel: Any, name: str, tensors: tuple[Tensor, ...], q: Tensor, k: Tens
         )  # fmt: skip
 
 
+def _on_hopper(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if versions.hopper_refusal(q.device) is not None:
+        return False
+    from axes.kernels.attention import hopper
+
+    return hopper.fits(q, k, v)
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mass: Tensor | None, cu: Tensor | None, scale: float, old: int
 ) -> tuple[Tensor, Tensor]:
@@ -119,6 +127,11 @@ def _forward(
     o = q.new_empty(b, t, h, v.shape[3])
     lse = q.new_empty(h, b * t, dtype=torch.float32)
     high, low = split(mass, q)
+    if cu is None and _on_hopper(q, k, v):
+        from axes.kernels.attention import hopper
+
+        hopper.attend(q, k, v, None if mass is None else (high, low), o, lse, scale)
+        return o, lse
     _run(flash.forward, "forward", (q, k, v, high, low, o, lse), q, k, v, high, mass, cu, scale, old)
     return o, lse
 
