@@ -55,8 +55,10 @@ def no_kernel(
         return reason
     if dtype not in _DTYPES:
         return f"the kernels accumulate in float32, the values are {dtype}"
-    if time != 1 or any(len(shapes.get(n, (0,) * 4)) != 4 for n in "qkv"):
-        return "the kernels take (batch, time, head, width)"
+    ranks = {len(shapes[n]) for n in "qkv" if n in shapes}
+    grouped = ranks == {5} and not carried and "cu_seqlens" not in shapes and shapes["k"][3] == shapes["v"][3] == 1
+    if time != 1 or not (ranks <= {4} or grouped):
+        return "the kernels take (batch, time, head, width), and groups of queries of lists with masses side by side"
     widest = _WIDEST_CARRIED if carried else _WIDEST
     if any(not 0 < shapes[n][-1] <= widest for n in "kv" if n in shapes):
         return f"the kernels take widths up to {widest}{', where keys are carried' if carried else ''}"
@@ -195,7 +197,7 @@ def _turned(angle: Tensor, owed: list[Tensor], k: Tensor, line: Alone | Packed) 
 def _turn(q: Tensor, k: Tensor, angle: Tensor, kernels: bool) -> tuple[Tensor, Tensor]:
     """Both in the frame of the first token; in float32 at least."""
     constant = angle.ndim == 2 or angle.shape[1] == 1
-    if kernels and constant and not angle.requires_grad:
+    if kernels and constant and q.ndim == 4 and not angle.requires_grad:
         from axes.kernels.attention.turn import turn
 
         angle = -(angle if angle.ndim == 2 else angle[:, 0])
