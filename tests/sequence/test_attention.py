@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from axes.core.memory import List
 from axes.core.monoids import Rotation
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes import dispatch
@@ -190,6 +191,24 @@ def test_what_is_no_group_is_named() -> None:
         SoftmaxAttention(16, heads=4, block=grouped)
     with pytest.raises(IllegalUpdate, match="DeltaNet: several heads of queries read one list"):
         DeltaNet(16, heads=4, block=replace(DeltaNet.block, queries=2))
+
+
+def test_a_sliding_window() -> None:
+    """The last three pairs, and a state of no more; sequences packed and token by token."""
+    m = make(SoftmaxAttention, update=replace(SoftmaxAttention.update, memory=List(window=3)))
+    x = tokens()
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    seen = (distance >= 0) & (distance < 3)
+    check(m, x, F.scaled_dot_product_attention(*projected(m, x), attn_mask=seen))
+    with torch.no_grad():
+        whole, last = m(x)
+        assert last is not None and last.memory.theta[0].shape == (B, H, 3, D // H)
+        packed, _ = m(x.flatten(0, 1)[None], cu_seqlens=torch.tensor([0, T, B * T]))
+        assert (packed[0].unflatten(0, (B, T)) - whole).abs().max() < TOLERANCE
+        y, state = m(x[:, :5])
+        for t in range(5, T):
+            y, state = m.step(x[:, t], state)
+            assert (y - whole[:, t]).abs().max() < TOLERANCE
 
 
 def test_part_of_a_rotation() -> None:

@@ -46,7 +46,9 @@ def no_kernel(
     stored = shapes.get("pairs", (0,))[-1]
     if h.is_identity:
         return "a list read through a matrix"
-    carried = "low rank" in kinds
+    memory, carried = update.parts().memory, "low rank" in kinds
+    if isinstance(memory, List) and memory.window is not None:
+        return f"of a window of {memory.window} pairs torch's fused attention reads what a block of queries sees"
     if carried and (stored or "cu_seqlens" in shapes):
         return "stored keys and packed sequences are carried through reflections block by block"
     if kinds <= {"identity"} and not stored and "cu_seqlens" not in shapes:
@@ -114,13 +116,14 @@ def run(
             final = transported.last_keys(keys, *_factors(memory, element, k))
     elif element.left is not None:
         a, b = _factors(memory, element, k)
-        out, final = transported.attend(q, keys, values, a, b, scale, mass, kernels)
+        out, final = transported.attend(q, keys, values, a, b, scale, mass, kernels, memory.window)
     else:
-        out = softmax.attend(q, keys, values, scale, mass, kernels, cu_seqlens)
+        out = softmax.attend(q, keys, values, scale, mass, kernels, cu_seqlens, memory.window)
     if not h.is_identity:
-        out = _weighed(h, line.places(old), out)
+        seen = line.places(old)
+        out = _weighed(h, seen if memory.window is None else seen.clamp_max(memory.window), out)
     keys = line.rows(keys if final is None else final)
-    theta = (keys, line.rows(values), _now(mass, total, line, values), *owed)
+    theta = (*memory.kept((keys, line.rows(values), _now(mass, total, line, values))), *owed)
     return out.to(v.dtype), State(theta, state.via, state.stats, state.norm, state.anchor, state.count + line.length)
 
 
