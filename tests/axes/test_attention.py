@@ -290,3 +290,9 @@ def test_a_list_that_forgets_who_took_its_room_is_found(monkeypatch: pytest.Monk
     monkeypatch.setattr("axes.routes.attention.sequences.append", careless)
     with pytest.raises(AssertionError):
         test_two_futures_of_one_list_do_not_meet()
+
+
+def test_differences_in_lists_of_tensors_are_seen() -> None:
+    """What the tests above hold against each other are lists."""
+    x = torch.ones(3, dtype=torch.float64)
+    assert checks.error([x, (x, [x + 1])], [x, (x, [x])]) == 1

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from axes.core.chain import Chain
+from axes.core.facts import fact
 from axes.core.geometry import Entropic, Geometry
 from axes.core.legality import gates
 from axes.core.memory import Leaves, List
@@ -41,17 +42,13 @@ def no_kernel(
 
     shapes: of the signal's tensors; with "cu_seqlens" of packed sequences and "pairs" of what the state holds.
     """
-    h, monoid = update.parts().h, update.parts().monoid
-    kinds = gates(monoid)
-    stored = shapes.get("pairs", (0,))[-1]
-    if h.is_identity:
-        return "a list read through a matrix"
-    memory, carried = update.parts().memory, "low rank" in kinds
-    if isinstance(memory, List) and memory.window is not None:
-        return f"of a window of {memory.window} pairs torch's fused attention reads what a block of queries sees"
-    if carried and (stored or "cu_seqlens" in shapes):
+    reason, carried, plain = _asked(update)
+    if reason is not None:
+        return reason
+    more = "cu_seqlens" in shapes or ("pairs" in shapes and shapes["pairs"][-1] > 0)
+    if carried and more:
         return "stored keys and packed sequences are carried through reflections block by block"
-    if kinds <= {"identity"} and not stored and "cu_seqlens" not in shapes:
+    if plain and not more:
         return "scores as they are: torch's fused attention"
     if (reason := versions.refusal(device)) is not None:
         return reason
@@ -65,6 +62,19 @@ def no_kernel(
     if any(not 0 < shapes[n][-1] <= widest for n in "kv" if n in shapes):
         return f"the kernels take widths up to {widest}{', where keys are carried' if carried else ''}"
     return None
+
+
+@fact
+def _asked(update: StateUpdate) -> tuple[str | None, bool, bool]:
+    """Why no kernel takes part whatever the data; whether keys are carried; whether nothing happens to pairs."""
+    _, h, monoid, _, memory = update.parts()
+    assert isinstance(memory, List)
+    kinds, reason = gates(monoid), None
+    if h.is_identity:
+        reason = "a list read through a matrix"
+    elif memory.window is not None:
+        reason = f"of a window of {memory.window} pairs torch's fused attention reads what a block of queries sees"
+    return reason, "low rank" in kinds, kinds <= {"identity"}
 
 
 def by_kernels(update: StateUpdate) -> str:

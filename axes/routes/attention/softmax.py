@@ -29,8 +29,8 @@ def attend(
     """q (..., T, d_k), keys (..., S, d_k), values (..., S, d_v), mass (..., S) in float64: (..., T, d_v).
 
     Token t sees the first S - T + t + 1 pairs, of these the last `window`. Batch dimensions of the pairs broadcast to
-    those of the queries: a last one of size 1 is a group of queries that reads the same pairs.  kernels: ours, on a GPU,
-    for masses and packed sequences, whose offsets are cu_seqlens.
+    those of the queries: a last one of size 1 is a group of queries that reads the same pairs.  kernels: ours, on a
+    GPU, for masses and packed sequences, whose offsets are cu_seqlens.
     """
     batch = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2], () if mass is None else mass.shape[:-1])
     q = q.expand(*batch, *q.shape[-2:])
