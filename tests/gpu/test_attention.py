@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from axes.core import reference  # noqa: E402
+from axes.core.memory import List  # noqa: E402
 from axes.core.state_update import State, StateUpdate  # noqa: E402
 from axes.kernels.attention.attend import attend  # noqa: E402
 from axes.kernels.attention.transport import transport  # noqa: E402
@@ -315,6 +317,23 @@ def test_compiles_whole(cls: type[SequenceLayer]) -> None:
         assert error(a, b.detach().double()) < 2e-2
         (da,), (db,) = (torch.autograd.grad(y.float().square().sum(), x) for y in (a, b))
         assert error(da, db.double()) < 3e-2
+
+
+@pytest.mark.parametrize("cls", LAYERS, ids=lambda c: c.name)
+def test_groups_and_windows_of_layers(cls: type[SequenceLayer]) -> None:
+    """Against the interpreter in float64: a sequence, and one token after it."""
+    block, windowed = replace(cls.block, queries=2), replace(cls.update, memory=List(window=70))  # type: ignore[type-var]
+    for options in ({"block": block}, {"update": windowed}, {"block": block, "update": windowed}):
+        module = cls(256, heads=4, device="cuda", dtype=torch.bfloat16, **options)  # type: ignore[arg-type]
+        exact = cls(256, heads=4, device="cuda", dtype=torch.float64, implementation="reference", **options)  # type: ignore[arg-type]
+        exact.load_state_dict(module.state_dict())
+        x = torch.randn(2, 150, 256, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            y, state = module(x)
+            want, last = exact(x.double())
+            one, expected = module.step(x[:, 0], state)[0], exact.step(x[:, 0].double(), last)[0]
+        assert error(y, want) < 4 * BOUND[torch.bfloat16], (cls.name, options)
+        assert error(one, expected) < 4 * BOUND[torch.bfloat16], (cls.name, options)
 
 
 def test_who_computes_is_said() -> None:
