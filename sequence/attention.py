@@ -21,7 +21,7 @@ from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
 from axes.routes.packed import Packing
 from axes.sequence.base import SequenceLayer
-from axes.sequence.blocks import SMALL, Block, BlockModule, ShortConvolution, Standard, l2_normalise
+from axes.sequence.blocks import SMALL, Block, BlockModule, ShortConvolution, Standard, in_groups, l2_normalise
 from axes.sequence.charts import Chart, Constant, Factory, LogSigmoid, Sigmoid, Sizes
 from axes.sequence.fused import Declaration, Matrix, Vector
 
@@ -125,11 +125,13 @@ class FoX(SequenceLayer):
 class Transported(Block):
     """Plain attention projections and the unit vector of a reflection for every token: w = l2(conv(W_2 W_1 x)).
 
-    rank: of W_1.  conv: width of the convolution, followed by SiLU.  charts: (rate name, chart) pairs.
+    rank: of W_1.  conv: width of the convolution, followed by SiLU.  queries: heads of queries that read one list, as
+    in `Standard`.  charts: (rate name, chart) pairs.
     """
 
     rank: int = 32
     conv: int = 3
+    queries: int = 1
     charts: tuple[tuple[str, Chart], ...] = ()
 
     def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
@@ -144,8 +146,9 @@ class _TransportedModule(BlockModule):
         self, block: Transported, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory
     ) -> None:
         super().__init__()
-        self.heads, width = (sizes.heads, sizes.d_k), sizes.heads * sizes.d_k
-        self.plain = replace(_PLAIN, charts=block.charts).build(sizes, demands, vectors, factory)
+        lists = sizes.heads // block.queries
+        self.queries, self.heads, width = block.queries, (lists, sizes.d_k), lists * sizes.d_k
+        self.plain = replace(_PLAIN, charts=block.charts, queries=block.queries).build(sizes, demands, vectors, factory)
         self.w_down = nn.Linear(sizes.d_model, block.rank, bias=False, **factory)
         self.w_up = nn.Linear(block.rank, width, bias=False, **factory)
         self.w_conv = ShortConvolution(width, block.conv, "silu", factory)
@@ -158,15 +161,17 @@ class _TransportedModule(BlockModule):
     ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
         signal, _, kept = self.plain.enter(x, ())
         w, tail = self.w_conv(self.w_up(self.w_down(x)), tails[0], packing)
-        signal["w"] = l2_normalise(w.unflatten(-1, self.heads))
+        w = l2_normalise(w.unflatten(-1, self.heads))
+        signal["w"] = in_groups(w, "w", self.queries) if self.queries > 1 else w
         return signal, (tail,), kept
 
-    def declaration(self, path: str = "") -> Declaration:
+    def declaration(self, path: str = "") -> Declaration | None:
+        plain = self.plain.declaration(f"{path}plain.")
+        if plain is None:
+            return None
         stream = self.w_conv.stream(*self.heads, norm="unit", eps=SMALL**2)
         up = Matrix(f"{path}w_up", self.w_up.weight.shape[0])
         down = Matrix(f"{path}w_down", self.w_down.weight.shape[0])
-        plain = self.plain.declaration(f"{path}plain.")
-        assert plain is not None
         return replace(plain, vectors=(*plain.vectors, Vector("w", up, stream, f"{path}w_conv", down)))
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:

@@ -44,7 +44,7 @@ class SequenceLayer(nn.Module):
 
     Args:
         d_model: model width D.
-        heads: number of heads H, each with a memory of its own.
+        heads: number of heads H, each with a memory of its own, or `queries` of the block together.
         d_k, d_v: key and value width of a head; by default what `widths` says, usually d_model / heads.
         block: another block than the class's own (a `dataclasses.replace` of it, say).
         update: another tuple than the class's own.
@@ -92,6 +92,12 @@ class SequenceLayer(nn.Module):
             raise IllegalUpdate(f"{who}: a sequence layer needs keys; {self.update!r} takes a given gradient")
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
             raise ShapeError(f"{who}: a residual memory needs d_k = d_v, got {self.sizes.d_k} and {self.sizes.d_v}")
+        queries: int = getattr(block, "queries", 1)
+        if queries < 1 or heads % queries:
+            raise ShapeError(f"{who}: heads={heads} are no groups of queries={queries}")
+        if queries > 1 and memory.kind != "list":
+            raise IllegalUpdate(f"{who}: several heads of queries read one list; {self.update!r} keeps none: queries=1")
+        self.memories = (heads,) if queries == 1 else (heads // queries, 1)  # batch dimensions of a sequence's memory
         self.implementation, self.checkpoint = implementation, checkpoint
         settle(self.update)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -113,7 +119,7 @@ class SequenceLayer(nn.Module):
     def _empty_memory(self) -> Leaves:
         """The memory's own empty leaves, per head."""
         s = self.sizes
-        signal = {"k": torch.zeros(s.heads, s.d_k), "v": torch.zeros(s.heads, s.d_v)}
+        signal = {"k": torch.zeros(*self.memories, s.d_k), "v": torch.zeros(*self.memories, s.d_v)}
         return self.update.parts().memory.zeros(signal)
 
     def _reset_initial(self) -> None:
@@ -153,7 +159,7 @@ class SequenceLayer(nn.Module):
         """What runs for a sequence and for one token, by default where the layer is and in its dtype."""
         parameter, s = next(self.parameters()), self.sizes
         named = implementation or self.implementation or dispatch.chosen()
-        shapes = {"k": (1, 1, s.heads, s.d_k), "v": (1, 1, s.heads, s.d_v)}
+        shapes = {"k": (1, 1, *self.memories, s.d_k), "v": (1, 1, *self.memories, s.d_v)}
         return plans(self.update, target or Target.of(parameter.device), dtype or parameter.dtype, named, shapes)
 
     # ---- running ---------------------------------------------------------------------------------------------
@@ -170,8 +176,8 @@ class SequenceLayer(nn.Module):
     def _init_memory(self, batch: int, like: Tensor) -> State:
         s, device, wide = self.sizes, like.device, torch.promote_types(like.dtype, torch.float32)
         zeros = {
-            "k": torch.zeros(batch, s.heads, s.d_k, device=device, dtype=wide),
-            "v": torch.zeros(batch, s.heads, s.d_v, device=device, dtype=wide),
+            "k": torch.zeros(batch, *self.memories, s.d_k, device=device, dtype=wide),
+            "v": torch.zeros(batch, *self.memories, s.d_v, device=device, dtype=wide),
         }
         weights = None
         if self.initial is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
@@ -92,6 +92,11 @@ def last(full: Tensor, width: int, packing: Packing | None) -> Tensor:
     return full[:, full.shape[1] - width :] if packing is None else packing.new_tails(full, width)
 
 
+def in_groups(x: Tensor, name: str, queries: int) -> Tensor:
+    """q (B, T, H, ...) as (B, T, lists, queries, ...), what belongs to a list as (B, T, lists, 1, ...)."""
+    return x.unflatten(2, (-1, queries)) if name == "q" else x.unsqueeze(3)
+
+
 @final
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution over time with a carried tail: (B, T, C) -> (B, T, C)."""
@@ -143,6 +148,8 @@ class Standard(Block):
     shared_projection: q and k share one projection before their convolutions (Lattice).
     value_norm: v per head of unit length or unit RMS, without a gain (for costs that grow faster than a square).
     output_norm: RMS over d_v per head.  output_gate: y * gate(W x).
+    queries: heads of queries that read one list of pairs (grouped queries; all heads: multi-query). Keys, values and
+    rates, which act on stored pairs, are those of a list.
     charts: (rate name, chart) pairs; unnamed rates get `default_chart`.
     initial: standard deviation of the learned initial memory around the empty one; None: the empty memory.
     """
@@ -157,6 +164,7 @@ class Standard(Block):
     shared_projection: bool = False
     output_norm: bool = True
     output_gate: Activation | None = "silu"
+    queries: int = 1
     charts: tuple[tuple[str, Chart], ...] = ()
     initial: float | None = None
     norm_eps: float = 1e-5
@@ -171,8 +179,11 @@ class _StandardModule(BlockModule):
         self, block: Standard, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory
     ) -> None:
         super().__init__()
+        if block.queries > 1 and block.shared_projection:
+            raise IllegalUpdate("Standard: queries and keys share a projection, so they have the same heads: queries=1")
         self.block, self.sizes = block, sizes
-        keys, values = sizes.d_k * sizes.heads, sizes.d_v * sizes.heads
+        self.lists = replace(sizes, heads=sizes.heads // block.queries)
+        keys, values = sizes.d_k * self.lists.heads, sizes.d_v * self.lists.heads
 
         def linear(width: int) -> nn.Linear:
             return nn.Linear(sizes.d_model, width, bias=False, **factory)
@@ -180,16 +191,17 @@ class _StandardModule(BlockModule):
         def conv(width: int, wanted: bool = True) -> ShortConvolution | None:
             return ShortConvolution(width, block.conv, block.activation, factory) if block.conv and wanted else None
 
-        self.q_proj = linear(keys)
+        self.q_proj = linear(sizes.d_k * sizes.heads)
         self.k_proj = None if block.shared_projection else linear(keys)
         self.v_proj = linear(values)
-        self.q_conv, self.k_conv, self.v_conv = conv(keys), conv(keys), conv(values, block.values_conv)
+        self.q_conv, self.k_conv = conv(sizes.d_k * sizes.heads), conv(keys)
+        self.v_conv = conv(values, block.values_conv)
         named = sorted(vectors - {"k", "v", "q"})
-        self.vectors = nn.ModuleDict({name: linear(sizes.d_k * sizes.heads) for name in named})
-        self.charts = nn.ModuleDict(build_charts(dict(block.charts), demands, sizes, factory))
-        self.g_proj = linear(values) if block.output_gate else None
+        self.vectors = nn.ModuleDict({name: linear(keys) for name in named})
+        self.charts = nn.ModuleDict(build_charts(dict(block.charts), demands, self.lists, factory))
+        self.g_proj = linear(sizes.d_v * sizes.heads) if block.output_gate else None
         self.norm = nn.RMSNorm(sizes.d_v, eps=block.norm_eps, **factory) if block.output_norm else None
-        self.o_proj = nn.Linear(values, sizes.d_model, bias=False, **factory)
+        self.o_proj = nn.Linear(sizes.d_v * sizes.heads, sizes.d_model, bias=False, **factory)
 
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
         return tuple(c.tail(batch, like) for c in (self.q_conv, self.k_conv, self.v_conv) if c is not None)
@@ -208,26 +220,30 @@ class _StandardModule(BlockModule):
         if self.v_conv is not None:
             v, tail_v = self.v_conv(v, tails[2], packing)
             kept.append(tail_v)
-        q, k = (z.unflatten(-1, (s.heads, s.d_k)) for z in (q, k))
+        q, k = q.unflatten(-1, (s.heads, s.d_k)), k.unflatten(-1, (self.lists.heads, s.d_k))
         if b.feature_map is not None:
             q, k = _ACTIVATIONS[b.feature_map](q), _ACTIVATIONS[b.feature_map](k)
         if b.key_norm:
             q, k = l2_normalise(q), l2_normalise(k)
         if b.scale:
             q = q * s.d_k**-0.5
-        v = v.unflatten(-1, (s.heads, s.d_v))
+        v = v.unflatten(-1, (self.lists.heads, s.d_v))
         if b.value_norm is not None:
             v = l2_normalise(v) if b.value_norm == "unit" else rms_norm(v, (s.d_v,), eps=b.norm_eps)
         signal = {"q": q, "k": k, "v": v}
         for name, projection in self.vectors.items():
-            signal[name] = l2_normalise(projection(x).unflatten(-1, (s.heads, s.d_k)))
+            signal[name] = l2_normalise(projection(x).unflatten(-1, (self.lists.heads, s.d_k)))
         for chart in self.charts.values():
             signal.update(chart(x))
+        if b.queries > 1:
+            signal = {name: in_groups(z, name, b.queries) for name, z in signal.items()}
         gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (s.heads, s.d_v))
         return signal, tuple(kept), gate
 
-    def declaration(self, path: str = "") -> Declaration:
+    def declaration(self, path: str = "") -> Declaration | None:
         b, s = self.block, self.sizes
+        if b.queries > 1:  # a stream's heads all stand beside each other
+            return None
 
         def vector(name: str, projection: str, width: int, conv: ShortConvolution | None, **more: Any) -> Vector:
             matrix = Matrix(path + projection, s.heads * width)
@@ -249,6 +265,8 @@ class _StandardModule(BlockModule):
         return Declaration((q, k, v, *named), rates, others, end)
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
+        if self.block.queries > 1:
+            y = y.flatten(2, 3)
         if self.norm is not None:
             y = self.norm(y.to(self.norm.weight.dtype))
         if self.block.output_gate is not None:

@@ -9,8 +9,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from axes.kernels.attention import attend as attend_module
 from axes.kernels.attention.attend import attend
 from axes.kernels.attention.decode import attend_one
+from axes.kernels.attention.transport import transport
 from axes.kernels.attention.turn import turn
 from axes.kernels.block import chain as block_module
 from axes.kernels.block.chain import block_chain
@@ -89,6 +91,23 @@ def attention(dtype: torch.dtype, d: int, masses: bool = True) -> Callable[[], N
         attend(q, k, v, mass, scale=0.1).sum().backward()
 
     return run
+
+
+def hopper_attention(d: int, masses: bool = True) -> Callable[[], None]:
+    """The forward; the backward is the portable one."""
+
+    def run() -> None:
+        q, k, v = torch.randn(3, 2, 256, 2, d, dtype=HALF).unbind()
+        mass = torch.zeros(2, 256, 2, dtype=torch.float64) if masses else None
+        with patch.object(attend_module, "_on_hopper", lambda *_: True):
+            attend(q, k, v, mass, scale=0.1)
+
+    return run
+
+
+def carried() -> None:
+    given = [torch.randn(2, 300, 2, 128, dtype=HALF, requires_grad=True) for _ in range(5)]
+    transport(*given, torch.zeros(2, 300, 2, dtype=torch.float64, requires_grad=True), scale=0.1)[0].sum().backward()
 
 
 def one_query() -> None:
@@ -184,6 +203,10 @@ CASES: dict[str, Callable[[], None]] = {
     "attention 256": attention(HALF, 256),
     "plain attention 128": attention(HALF, 128, masses=False),
     "attention 64 float32": attention(FULL, 64),
+    "hopper attention 128": hopper_attention(128),
+    "hopper attention 64": hopper_attention(64),
+    "hopper plain attention 128": hopper_attention(128, masses=False),
+    "carried keys": carried,
     "one query": one_query,
     "turn": turned,
     "step": steps,

@@ -50,6 +50,7 @@ KERNELS = (
     ("axes.kernels.step", "block_step", "chain"),
     ("axes.kernels.attention.attend", "attend", None),
     ("axes.kernels.attention.decode", "attend_one", None),
+    ("axes.kernels.attention.transport", "transport", None),
     ("axes.kernels.attention.turn", "turn", None),
 )
 

@@ -11,6 +11,7 @@ from axes.core.algorithms import Anchor, Held
 from axes.core.costs import Linear
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
+from axes.core.memory import List
 from axes.core.rates import Per, rate_shape
 from axes.core.state_update import StateUpdate
 
@@ -156,13 +157,15 @@ def no_gram(update: StateUpdate) -> str | None:
 @fact
 def no_attention(update: StateUpdate) -> str | None:
     """Why the update is not attention over a stored list, or None if it is."""
-    cost, _, monoid, _, memory = update.parts()
+    cost, h, monoid, _, memory = update.parts()
     if memory.kind != "list":
         return f"{type(memory).__name__} memory does not keep a list"
     if update.drive_sees_state:
         return "the stored values depend on earlier reads"
     if cost.drives != "target":
         return f"{cost!r} stores something else than the value"
+    if h.is_identity and isinstance(memory, List) and memory.window is not None:
+        return "h reads the list as the matrix that it equals, and pairs leave its window"
     turns = [p for p in factors(monoid) if p.kind not in ("identity", "scalar")]
     rotations = all(p.kind == "rotation" for p in turns)
     if not rotations and not (len(turns) == 1 and turns[0].rank_one):

@@ -303,17 +303,23 @@ class List(Memory):
 
     read: sum_i p_i v_i with p = grad h*(scale * K q + log-mass): softmax attention with entropic h, linear attention
     with Euclidean h (then the mass multiplies). Scalar gates act on the mass (ALiBi, FoX), matrix gates on the keys
-    (RoPE, PaTH). Drives stay factored as (value, key). scale: None means d_k^(-1/2).
+    (RoPE, PaTH). Drives stay factored as (value, key). scale: None means d_k^(-1/2).  window: only so many pairs are
+    kept, the last ones (sliding window); None for all.
 
     Rotations turn all keys alike, so they are owed: from the first one on a last leaf (d_k/2) says by how much every
     stored key has yet to be turned; what is read or added turns back by it instead, and stored keys stay as they are.
     """
 
     scale: float | None = None
+    window: int | None = None
     kind: ClassVar[Kind] = "list"
     filterable: ClassVar[bool] = False
     one_leaf: ClassVar[bool] = False
     starts_at_zero: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise IllegalUpdate(f"List: a window keeps at least one pair, got {self.window}; None keeps all")
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         raise IllegalUpdate("List memory is read through its geometry: call read")
@@ -360,12 +366,17 @@ class List(Memory):
         value, key = drive
         key = _turned_back(key, owed)
         step = rate[..., None] if isinstance(rate, Tensor) and rate.ndim and shape == "scalar" else rate
-        return (
-            torch.cat((keys, key[..., None, :]), -2),
-            torch.cat((values, (step * value)[..., None, :]), -2),
-            torch.cat((mass, torch.zeros_like(key[..., :1])), -1),
-            *owed,
-        )
+        keys = torch.cat((keys, key[..., None, :]), -2)
+        values = torch.cat((values, (step * value)[..., None, :]), -2)
+        mass = torch.cat((mass, torch.zeros_like(key[..., :1])), -1)
+        return *self.kept((keys, values, mass)), *owed
+
+    def kept(self, pairs: Leaves) -> Leaves:
+        """Of keys, values and masses those in the window."""
+        if self.window is None:
+            return pairs
+        keys, values, mass = pairs
+        return keys[..., -self.window :, :], values[..., -self.window :, :], mass[..., -self.window :]
 
     def zeros(self, signal: Signal) -> Leaves:
         k, v = _vectors(signal)

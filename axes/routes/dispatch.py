@@ -21,7 +21,7 @@ from axes.core.state_update import State, StateUpdate
 from axes.errors import ShapeError
 from axes.routes import attention, cascade, gram, kernel_terms, scan
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
-from axes.routes.packed import each_alone, grows, join
+from axes.routes.packed import each_alone, grows, join, unread
 from axes.routes.select import routes, select, select_token
 
 __all__ = [
@@ -90,7 +90,7 @@ def run(
     if q.shape[time] == 0:
         if state is None:
             state = update.init(_each(signal, time, lambda x: x.new_zeros(_without(x, time))), weights)
-        return torch.zeros_like(v), state
+        return unread(q, v), state
     with torch.autocast(v.device.type, enabled=False):  # the recurrence stays in its own precision
         return _execute(choice, update, signal, state, time, weights, v.dtype)
 

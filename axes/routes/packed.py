@@ -57,6 +57,11 @@ class Packing(NamedTuple):
         return total - padded[:, self.offsets[:-1]][:, self.sequence]
 
 
+def unread(q: Tensor, v: Tensor) -> Tensor:
+    """What queries of no memory would read: several may share a value."""
+    return v.new_zeros(*torch.broadcast_shapes(q.shape[:-1], v.shape[:-1]), v.shape[-1])
+
+
 def each_alone(
     run: Callable[[Signal, State], tuple[Tensor, State]], signal: Signal, state: State, offsets: list[int]
 ) -> tuple[Tensor, list[State]]:
@@ -64,9 +69,9 @@ def each_alone(
     groups: dict[int, list[int]] = {}
     for n, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
         groups.setdefault(b - a, []).append(n)
-    v = signal["v"]
-    assert isinstance(v, Tensor)
-    out = torch.zeros_like(v)
+    q, v = signal["q"], signal["v"]
+    assert isinstance(q, Tensor) and isinstance(v, Tensor)
+    out = unread(q, v)
     ends: dict[int, State] = {}
     total = len(offsets) - 1
     for length, members in groups.items():

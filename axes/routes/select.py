@@ -47,9 +47,10 @@ def select(
     require_implementation(implementation)
     if implementation == "reference":
         return Choice("interpreter", "reference", "asked for by name")
+    place = device if type(device) is torch.device else _device(device)
     if routes(update)["attention"] is None:
-        return _attention(update, _device(device), dtype, shapes or {}, implementation, time)
-    no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, time)
+        return _attention(update, place, dtype, shapes or {}, implementation, time)
+    no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
     if no_kernel is None and implementation != "torch":
         return _by_kernel(update, device if isinstance(device, Target) else None, dtype)
     return _without_kernel(update, no_kernel, implementation)

@@ -97,10 +97,10 @@ def trajectory(
 
 
 def leaves(tree: object) -> list[Tensor]:
-    """The tensors of a nested tuple, in order."""
+    """The tensors of a nested tuple or list, in order."""
     if isinstance(tree, Tensor):
         return [tree]
-    return [leaf for part in tree for leaf in leaves(part)] if isinstance(tree, tuple) else []
+    return [leaf for part in tree for leaf in leaves(part)] if isinstance(tree, tuple | list) else []
 
 
 def error(a: object, b: object) -> float:

@@ -138,7 +138,8 @@ def _rank_one(a: StateUpdate, b: StateUpdate) -> bool:
 def _list_is_matrix(a: StateUpdate, b: StateUpdate) -> bool:
     kinds = {type(a.memory), type(b.memory)}
     scales = {m.scale for m in (a.memory, b.memory) if isinstance(m, List)}
-    return kinds == {List, Matrix} and scales == {1.0} and a.parts().h.is_identity
+    every = all(m.window is None for m in (a.memory, b.memory) if isinstance(m, List))
+    return kinds == {List, Matrix} and scales == {1.0} and every and a.parts().h.is_identity
 
 
 def _last_is_row(a: StateUpdate, b: StateUpdate) -> bool:

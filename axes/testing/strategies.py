@@ -111,7 +111,8 @@ _TRANSITIONS: tuple[Monoid, ...] = (
     GeneralLinear(Per("logits", "mix", "real"), Cayley()),
 )
 _RATES: tuple[Rate, ...] = (1.0, 0.5, Per("beta"), Per("row_beta", "row"), Per("key_beta", "key"))
-_MEMORIES: tuple[Memory, ...] = (*(Matrix(),) * 6, Entries(), Slots(), LayerNormMatrix(), MLP(2), List(), List(1.0))
+_LISTS: tuple[Memory, ...] = (List(), List(1.0), List(window=3))
+_MEMORIES: tuple[Memory, ...] = (*(Matrix(),) * 6, Entries(), Slots(), LayerNormMatrix(), MLP(2), *_LISTS)
 
 
 def declarations(axis: str = "sequence") -> SearchStrategy[Declaration]:

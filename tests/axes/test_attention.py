@@ -85,6 +85,31 @@ def test_every_element_in_blocks_and_behind_a_state(monoid: str, h: str, earlier
     assert checks.error(found, expected) < EXACT
 
 
+@pytest.mark.parametrize("window", [1, 3, 8, 30])
+@pytest.mark.parametrize("earlier", [0, 1, 9])
+@pytest.mark.parametrize("monoid", MONOIDS)
+def test_a_window_in_blocks_and_behind_a_state(monoid: str, earlier: int, window: int, blocks: int) -> None:
+    update = made(monoid, window=window)
+    signal = example(update, earlier + 14)
+    state = update.init({n: x[:, 0] for n, x in signal.items()})
+    if earlier:
+        state = reference.run(update, {n: x[:, :earlier] for n, x in signal.items()}, state, time=1)[1]
+        assert state.theta[2].shape[-1] == min(earlier, window)
+    rest = {n: x[:, earlier:] for n, x in signal.items()}
+    assert dispatch.select(update).route == "attention"
+    found, expected = (everything(run, update, rest, state) for run in (dispatch.run, reference.run))
+    assert checks.error(found, expected) < EXACT
+
+
+def test_a_window_counts_what_a_query_sees() -> None:
+    """Masses of one that grow with the pairs seen, until the window is full; and no window read as a matrix."""
+    update = StateUpdate(Alignment(), Entropic(mass=None), Identity(), Step(), List(window=4))
+    signal = example(update, 11)
+    found, expected = (run(update, signal, time=1) for run in (dispatch.run, reference.run))
+    assert checks.error(found, expected) < EXACT
+    assert "pairs leave its window" in str(dispatch.routes(made("gate", "euclidean", window=4))["attention"])
+
+
 def test_massless_pairs_weigh_nothing(blocks: int) -> None:
     """Wherever they stand, in every form."""
     for monoid in ("nothing", "gate", "rotation", "reflection"):
@@ -265,3 +290,9 @@ def test_a_list_that_forgets_who_took_its_room_is_found(monkeypatch: pytest.Monk
     monkeypatch.setattr("axes.routes.attention.sequences.append", careless)
     with pytest.raises(AssertionError):
         test_two_futures_of_one_list_do_not_meet()
+
+
+def test_differences_in_lists_of_tensors_are_seen() -> None:
+    """What the tests above hold against each other are lists."""
+    x = torch.ones(3, dtype=torch.float64)
+    assert checks.error([x, (x, [x + 1])], [x, (x, [x])]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from axes.core import reference  # noqa: E402
+from axes.core.memory import List  # noqa: E402
 from axes.core.state_update import State, StateUpdate  # noqa: E402
 from axes.kernels.attention.attend import attend  # noqa: E402
+from axes.kernels.attention.transport import transport  # noqa: E402
 from axes.kernels.attention.turn import turn  # noqa: E402
 from axes.routes import dispatch  # noqa: E402
+from axes.routes.attention import transported  # noqa: E402
 from axes.sequence import ALiBi, FoX, PaTH, RoPE, SequenceLayer, SoftmaxAttention  # noqa: E402
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -146,6 +150,72 @@ def test_turn(dtype: torch.dtype) -> None:
             assert all(error(g, x.detach().double()) < 2 * BOUND[dtype] for g, x in zip(back, (q, k), strict=True))
 
 
+def test_pairs_without_mass() -> None:
+    """Whole tiles of them, and single ones."""
+    for d in (64, 128):
+        given = draw(2, 700, 700, 4, 4, d, d, torch.bfloat16, True)
+        given[3].detach()[:, :300] = -torch.inf  # type: ignore[union-attr]
+        given[3].detach()[:, 300:600:7] = -torch.inf  # type: ignore[union-attr]
+        q, k, v, mass = given
+        found = attend(q, k, v, mass, scale=0.1)[:, 601:]  # type: ignore[arg-type]
+        exact = [x.detach().double() for x in given]  # type: ignore[union-attr]
+        assert error(found, written_out(*exact, 0.1, (), 0)[:, 601:]) < BOUND[torch.bfloat16]
+
+
+# ---- carried keys ---------------------------------------------------------------------------------------------------
+
+
+def transports(b: int, t: int, h: int, d_k: int, d_v: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, and a, b of generalised reflections."""
+    q, k, w = torch.randn(3, b, t, h, d_k, device="cuda").unbind()
+    w = torch.nn.functional.normalize(w, dim=-1)
+    a = -2 * torch.rand(b, t, h, 1, device="cuda") * w
+    return [x.to(dtype).requires_grad_() for x in (q, k, torch.randn(b, t, h, d_v, device="cuda"), a, w)]
+
+
+@pytest.mark.parametrize("masses", (True, False), ids=("masses", "plain"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", (64, 128))
+def test_carried_keys(d: int, dtype: torch.dtype, masses: bool) -> None:
+    """Against the form by blocks of torch's operations in float64, which is held to the interpreter."""
+    for t in (1, 64, 65, 129, 1000) if dtype != torch.float32 else (1, 33, 150):
+        given = transports(2, t, 2, d, d, dtype)
+        mass = torch.rand(2, t, 2, device="cuda", dtype=torch.float64).cumsum(1) if masses else None
+        ends = [torch.randn(2, t, 2, d, device="cuda") for _ in range(2)]
+        found = transport(*given, mass, scale=d**-0.5)  # type: ignore[arg-type]
+        grads = torch.autograd.grad(found, given, [e.to(x.dtype) for e, x in zip(ends, found, strict=True)])
+        exact = [x.detach().double().requires_grad_() for x in given]
+        moved = [x.transpose(1, 2) for x in exact]
+        want = transported.attend(*moved, d**-0.5, None if mass is None else mass.transpose(1, 2))  # type: ignore[arg-type]
+        want = tuple(x.transpose(1, 2) for x in want)
+        expected = torch.autograd.grad(want, exact, [e.double() for e in ends])
+        for n, (x, w) in enumerate(zip((*found, *grads), (*want, *expected), strict=True)):
+            assert error(x, w.detach()) < 2 * BOUND[dtype], (t, d, dtype, masses, n, error(x, w.detach()))
+
+
+@pytest.mark.parametrize(("d_k", "d_v"), ((1, 5), (20, 96), (96, 33), (128, 64), (64, 128)))
+def test_widths_of_carried_keys(d_k: int, d_v: int) -> None:
+    given = transports(2, 200, 2, d_k, d_v, torch.bfloat16)
+    found = transport(*given, scale=d_k**-0.5)  # type: ignore[call-arg]
+    moved = [x.detach().double().transpose(1, 2) for x in given]
+    want = transported.attend(*moved, d_k**-0.5, None)  # type: ignore[arg-type]
+    for x, w in zip(found, want, strict=True):
+        assert error(x, w.transpose(1, 2)) < 2 * BOUND[torch.bfloat16]
+    found[0].float().square().sum().backward()
+    assert all(torch.isfinite(x.grad).all() for x in given)  # type: ignore[arg-type]
+
+
+def test_bits_of_carried_keys_repeat() -> None:
+    given = transports(2, 2000, 8, 128, 128, torch.bfloat16)
+    do = torch.randn(2, 2000, 8, 128, device="cuda").bfloat16()
+    first: list[Tensor] = []
+    for _ in range(5):
+        out, last = transport(*given, scale=0.1)  # type: ignore[call-arg]
+        bits = [out, last, *torch.autograd.grad(out, given, do)]
+        first = first or bits
+        assert all(torch.equal(a, b) for a, b in zip(first, bits, strict=True))
+
+
 # ---- the route ------------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +307,7 @@ def test_memory_is_linear_in_time(cls: type[SequenceLayer]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("cls", (SoftmaxAttention, RoPE, ALiBi, FoX), ids=lambda c: c.name)
+@pytest.mark.parametrize("cls", LAYERS, ids=lambda c: c.name)
 def test_compiles_whole(cls: type[SequenceLayer]) -> None:
     module = cls(256, heads=4, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(module, fullgraph=True)
@@ -249,13 +319,30 @@ def test_compiles_whole(cls: type[SequenceLayer]) -> None:
         assert error(da, db.double()) < 3e-2
 
 
+@pytest.mark.parametrize("cls", LAYERS, ids=lambda c: c.name)
+def test_groups_and_windows_of_layers(cls: type[SequenceLayer]) -> None:
+    """Against the interpreter in float64: a sequence, and one token after it."""
+    block, windowed = replace(cls.block, queries=2), replace(cls.update, memory=List(window=70))  # type: ignore[type-var]
+    for options in ({"block": block}, {"update": windowed}, {"block": block, "update": windowed}):
+        module = cls(256, heads=4, device="cuda", dtype=torch.bfloat16, **options)  # type: ignore[arg-type]
+        exact = cls(256, heads=4, device="cuda", dtype=torch.float64, implementation="reference", **options)  # type: ignore[arg-type]
+        exact.load_state_dict(module.state_dict())
+        x = torch.randn(2, 150, 256, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            y, state = module(x)
+            want, last = exact(x.double())
+            one, expected = module.step(x[:, 0], state)[0], exact.step(x[:, 0].double(), last)[0]
+        assert error(y, want) < 4 * BOUND[torch.bfloat16], (cls.name, options)
+        assert error(one, expected) < 4 * BOUND[torch.bfloat16], (cls.name, options)
+
+
 def test_who_computes_is_said() -> None:
     for cls, who in (
         (SoftmaxAttention, "torch"),
         (RoPE, "triton"),
         (ALiBi, "triton"),
         (FoX, "triton"),
-        (PaTH, "torch"),
+        (PaTH, "triton"),
     ):
         choice = dispatch.select(cls.update, "cuda", torch.bfloat16)
         assert choice[:2] == ("attention", who), (cls.name, choice)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from axes.core.memory import List
+from axes.core.monoids import Rotation
+from axes.errors import IllegalUpdate, ShapeError
 from axes.routes import dispatch
-from axes.sequence import ALiBi, FoX, PaTH, RoPE, SequenceLayer, SoftmaxAttention
+from axes.sequence import ALiBi, DeltaNet, FoX, PaTH, RoPE, SequenceLayer, SoftmaxAttention
 
 B, T, D, H = 2, 11, 16, 2
 TOLERANCE = 1e-10
@@ -134,3 +139,103 @@ def test_gates_that_do_nothing_leave_plain_attention() -> None:
     fox, _ = dispatch.run(FoX.update, {**s, "forget": zero}, time=1)
     path, _ = dispatch.run(PaTH.update, {**s, "w": F.normalize(q, dim=-1), "beta": zero}, time=1)
     assert (fox - plain).abs().max() < TOLERANCE and (path - plain).abs().max() < TOLERANCE
+
+
+# ---- options of layers ----------------------------------------------------------------------------------------------
+
+LAYERS = (SoftmaxAttention, RoPE, ALiBi, FoX, PaTH)
+
+
+def repeated(grouped: SequenceLayer, cls: type[SequenceLayer], queries: int) -> SequenceLayer:
+    """The layer with a list for every head, those of a group alike."""
+    heads = grouped.sizes.heads
+    module = make(cls, heads=heads)
+    lists, own = heads // queries, grouped.state_dict()
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            x = own[name]
+            if x.shape != p.shape:
+                axis = next(i for i, (a, b) in enumerate(zip(x.shape, p.shape, strict=True)) if a != b)
+                x = x.unflatten(axis, (lists, -1)).repeat_interleave(queries, axis).flatten(axis, axis + 1)
+            p.copy_(x)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(own[name].repeat_interleave(queries, 0))
+    return module
+
+
+@pytest.mark.parametrize("queries", (2, 4), ids=("grouped", "multi-query"))
+@pytest.mark.parametrize("cls", LAYERS, ids=lambda c: c.name)
+def test_groups_of_queries_read_one_list(cls: type[SequenceLayer], queries: int) -> None:
+    """As many lists alike would: outputs, gradients, packed sequences, token by token behind a state."""
+    m = make(cls, heads=4, block=replace(cls.block, queries=queries))
+    every, x = repeated(m, cls, queries), tokens().requires_grad_()
+    found, expected = m(x)[0], every(x)[0]
+    assert (found - expected).abs().max() < TOLERANCE
+    (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (found, expected))
+    assert (a - b).abs().max() < TOLERANCE
+    with torch.no_grad():
+        one, bounds = x[:1], torch.tensor([0, 4, 4, 11])
+        assert (m(one, cu_seqlens=bounds)[0] - every(one, cu_seqlens=bounds)[0]).abs().max() < TOLERANCE
+        y, state = m(x[:, :6])
+        assert state is not None and state.memory.theta[0].shape[1] == 4 // queries
+        rest = []
+        for t in range(6, T):
+            y, state = m.step(x[:, t], state)
+            rest.append(y)
+    assert (torch.stack(rest, 1) - found[:, 6:]).abs().max() < TOLERANCE
+
+
+def test_what_is_no_group_is_named() -> None:
+    grouped = replace(SoftmaxAttention.block, queries=3)
+    with pytest.raises(ShapeError, match="SoftmaxAttention: heads=4 are no groups of queries=3"):
+        SoftmaxAttention(16, heads=4, block=grouped)
+    with pytest.raises(IllegalUpdate, match="DeltaNet: several heads of queries read one list"):
+        DeltaNet(16, heads=4, block=replace(DeltaNet.block, queries=2))
+
+
+def test_a_sliding_window() -> None:
+    """The last three pairs, and a state of no more; sequences packed and token by token."""
+    m = make(SoftmaxAttention, update=replace(SoftmaxAttention.update, memory=List(window=3)))
+    x = tokens()
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    seen = (distance >= 0) & (distance < 3)
+    check(m, x, F.scaled_dot_product_attention(*projected(m, x), attn_mask=seen))
+    with torch.no_grad():
+        whole, last = m(x)
+        assert last is not None and last.memory.theta[0].shape == (B, H, 3, D // H)
+        packed, _ = m(x.flatten(0, 1)[None], cu_seqlens=torch.tensor([0, T, B * T]))
+        assert (packed[0].unflatten(0, (B, T)) - whole).abs().max() < TOLERANCE
+        y, state = m(x[:, :5])
+        for t in range(5, T):
+            y, state = m.step(x[:, t], state)
+            assert (y - whole[:, t]).abs().max() < TOLERANCE
+
+
+def test_part_of_a_rotation() -> None:
+    """The first pairs turn, by the angles of a narrower key; the others stay."""
+    m, x = make(RoPE, d_k=8, d_v=8, update=replace(RoPE.update, monoid=Rotation(pairs=2))), tokens()
+    q, k, v = projected(m, x)
+    position = torch.arange(T, dtype=torch.float64)
+    turning = [0, 1, 4, 5]  # pair j is (j, j + 4)
+
+    def partly(z: Tensor) -> Tensor:
+        z = z.clone()
+        z[..., turning] = turned(z[..., turning], position)
+        return z
+
+    check(m, x, F.scaled_dot_product_attention(partly(q), partly(k), v, is_causal=True))
+
+
+@pytest.mark.parametrize("cls", LAYERS, ids=lambda c: c.name)
+def test_decoding_does_not_copy_the_list(cls: type[SequenceLayer]) -> None:
+    """Values are written into room behind the list: in 60 tokens a buffer is left behind for a larger one once."""
+    m, x = make(cls), torch.randn(B, 80, D, dtype=torch.float64)
+    buffers = set()
+    with torch.no_grad():
+        _, state = m(x[:, :10])
+        for t in range(10, 80):
+            _, state = m.step(x[:, t], state)
+            assert state is not None
+            buffers.add(state.memory.theta[1].untyped_storage().data_ptr())
+        assert len(buffers) == 2
+        assert (state.memory.theta[1] - m(x)[1].memory.theta[1]).abs().max() < TOLERANCE  # type: ignore[union-attr]

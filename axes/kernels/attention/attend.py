@@ -10,7 +10,7 @@ from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels.attention import flash
-from axes.kernels.common import layout
+from axes.kernels.common import layout, versions
 
 _cdiv = triton.cdiv
 
@@ -50,8 +50,9 @@ def attend(
     layout.check_packing(who, b, cu_seqlens, q.device)
     layout.check_like(who, "mass", mass, tuple(k.shape[:3]), q.device)
     units = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    old, rest = divmod(k.shape[1] - t, units)
-    if old < 0 or rest:
+    earlier = k.shape[1] - t
+    old = earlier // units  # divmod is not traced
+    if old < 0 or old * units != earlier:
         raise ShapeError(f"{who}: {t} tokens of {units} sequences do not go with {k.shape[1]} pairs")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     mass = None if mass is None else mass.double()
@@ -79,7 +80,7 @@ def _check(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-def _split(mass: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+def split(mass: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
     """A mass as two float32 numbers; any tensor where there is none."""
     if mass is None:
         return like, like
@@ -110,6 +111,14 @@ def _run(kernel: Any, name: str, tensors: tuple[Tensor, ...], q: Tensor, k: Tens
         )  # fmt: skip
 
 
+def _on_hopper(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if versions.hopper_refusal(q.device) is not None:
+        return False
+    from axes.kernels.attention import hopper
+
+    return hopper.fits(q, k, v)
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mass: Tensor | None, cu: Tensor | None, scale: float, old: int
 ) -> tuple[Tensor, Tensor]:
@@ -117,7 +126,12 @@ def _forward(
     b, t, h = q.shape[:3]
     o = q.new_empty(b, t, h, v.shape[3])
     lse = q.new_empty(h, b * t, dtype=torch.float32)
-    high, low = _split(mass, q)
+    high, low = split(mass, q)
+    if cu is None and _on_hopper(q, k, v):
+        from axes.kernels.attention import hopper
+
+        hopper.attend(q, k, v, None if mass is None else (high, low), o, lse, scale)
+        return o, lse
     _run(flash.forward, "forward", (q, k, v, high, low, o, lse), q, k, v, high, mass, cu, scale, old)
     return o, lse
 
@@ -138,7 +152,7 @@ def _backward(
     """Gradients of q, k, v and mass (empty where there is none)."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dots = torch.empty_like(lse)
-    high, low = _split(mass, q)
+    high, low = split(mass, q)
     sums, dm = (dots, dots) if mass is None else (torch.empty_like(lse), q.new_empty(k.shape[:3], dtype=torch.float32))
     rest = (q, k, v, high, mass, cu, scale, old)
     _run(flash.queries, "queries", (q, k, v, high, low, o, do, lse, dq, dots, sums), *rest)

@@ -48,13 +48,13 @@ def tile(ptr, rows, stride, end, columns, D: tl.constexpr, BD: tl.constexpr, WHO
 
 
 @triton.jit
-def _put(ptr, x, rows, stride, end, columns, D: tl.constexpr):
+def put(ptr, x, rows, stride, end, columns, D: tl.constexpr):
     at = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(at, x.to(ptr.dtype.element_ty), mask=(rows < end)[:, None] & (columns < D)[None, :])
 
 
 @triton.jit
-def _masses(high, low, rows, stride, end, other):
+def masses(high, low, rows, stride, end, other):
     at = rows.to(tl.int64) * stride
     here = rows < end
     return tl.load(high + at, mask=here, other=other), tl.load(low + at, mask=here, other=0.0)
@@ -75,7 +75,7 @@ def _scores(
     value = tile(v, j, v_t, end, values, V, BV, WHOLE)
     s = tl.dot(q, tl.trans(key), input_precision=PRECISION) * (scale * _LOG2E)
     if MASS:
-        mass_high, mass_low = _masses(high, low, j, m_t, end, float("-inf"))
+        mass_high, mass_low = masses(high, low, j, m_t, end, float("-inf"))
         if WHOLE:
             s += ((mass_high - base) + mass_low)[None, :] * _LOG2E
         else:
@@ -124,7 +124,7 @@ def forward(
         if MASS:
             high += _origin(pairs, unit, m_b, m_t, PACKED) + head // GROUP * m_h
             low += _origin(pairs, unit, m_b, m_t, PACKED) + head // GROUP * m_h
-            own_high, own_low = _masses(high, low, i + old, m_t, end, 0.0)
+            own_high, own_low = masses(high, low, i + old, m_t, end, 0.0)
             base = tl.load(high + (begin + old).to(tl.int64) * m_t)
         most = tl.full([BM], float("-inf"), tl.float32)
         weight = tl.zeros([BM], tl.float32)
@@ -146,7 +146,7 @@ def forward(
                 K, V, BK, BV, MASS, False, PRECISION,
             )  # fmt: skip
             most, weight, out = absorb(s, value, most, weight, out, PRECISION)
-        _put(o + (first * H + head) * V, out / weight[:, None], i, H * V, length, values, V)
+        put(o + (first * H + head) * V, out / weight[:, None], i, H * V, length, values, V)
         tl.store(lse + head.to(tl.int64) * total + first + i, most + tl.log2(weight), mask=i < length)
 
 
@@ -183,7 +183,7 @@ def queries(
         if MASS:
             high += _origin(pairs, unit, m_b, m_t, PACKED) + head // GROUP * m_h
             low += _origin(pairs, unit, m_b, m_t, PACKED) + head // GROUP * m_h
-            own_high, own_low = _masses(high, low, i + old, m_t, end, 0.0)
+            own_high, own_low = masses(high, low, i + old, m_t, end, 0.0)
             base = tl.load(high + (begin + old).to(tl.int64) * m_t)
             shifted = norm - ((base - own_high) - own_low) * _LOG2E
         found = tl.zeros([BM, BK], tl.float32)
@@ -209,7 +209,7 @@ def queries(
             ds *= tl.exp2(s - norm[:, None])
             summed += tl.sum(ds, 1)
             found = tl.dot(ds.to(key.dtype), key, found, input_precision=PRECISION)
-        _put(dq + (first * H + head) * K, found * scale, i, H * K, length, keys, K)
+        put(dq + (first * H + head) * K, found * scale, i, H * K, length, keys, K)
         if MASS:
             tl.store(sums + number, summed, mask=i < length)
 
@@ -231,7 +231,7 @@ def _collect(
     dot = tl.load(dots + i, mask=i < length, other=0.0)
     s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * (scale * _LOG2E)
     if MASS:
-        own_high, own_low = _masses(high, low, i + old, m_t, end, 0.0)
+        own_high, own_low = masses(high, low, i + old, m_t, end, 0.0)
         if WHOLE:
             s += relative[:, None] + (((base - own_high) - own_low) * _LOG2E - norm)[None, :]
         else:
@@ -278,7 +278,7 @@ def pairs(
         if MASS:
             high += _origin(first, unit, m_b, m_t, PACKED) + shared * m_h
             low += _origin(first, unit, m_b, m_t, PACKED) + shared * m_h
-            mass_high, mass_low = _masses(high, low, j, m_t, end, float("-inf"))
+            mass_high, mass_low = masses(high, low, j, m_t, end, float("-inf"))
             base = tl.max(mass_high, 0)
             base = tl.where(base == float("-inf"), 0.0, base)
             relative = ((mass_high - base) + mass_low) * _LOG2E
@@ -309,7 +309,7 @@ def pairs(
                     K, V, BK, BV, MASS, True, PRECISION,
                 )  # fmt: skip
         heads = H // GROUP
-        _put(dk + (first * heads + shared) * K, dkey * scale, j, heads * K, end, keys, K)
-        _put(dv + (first * heads + shared) * V, dvalue, j, heads * V, end, values, V)
+        put(dk + (first * heads + shared) * K, dkey * scale, j, heads * K, end, keys, K)
+        put(dv + (first * heads + shared) * V, dvalue, j, heads * V, end, values, V)
         if MASS:
             tl.store(dm + (first + j) * heads + shared, dmass, mask=j < end)

@@ -25,7 +25,6 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.versions import hopper_refusal
 from axes.kernels.common.warpgroup import ROWS, arrive, left_layout, product_layout, published, retire, times
 
 _LOG2E = gl.constexpr(1.4426950408889634)
@@ -41,9 +40,7 @@ def _place(T, S, H, slots, BN: gl.constexpr):
 
 
 @gluon.jit
-def _feed(
-    q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP: gl.constexpr, MASS: gl.constexpr
-):
+def _feed(q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP: gl.constexpr, MASS: gl.constexpr):
     """One warp: the queries, then tiles of keys with their masses, relative to the first query's, and of values."""
     qs, ks, vs, lines = tiles
     high, low, m_b, m_t, m_h = masses
@@ -249,26 +246,24 @@ _TILES = {64: (128, 3), 128: (128, 2)}
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `attend` may be called: 16 bit, equal widths of 64 or 128, strides that bulk copies take, on a Hopper."""
+    """Whether `attend` may be called on a Hopper: 16 bit, equal widths of 64 or 128, strides that bulk copies take."""
     d = q.shape[-1]
     if q.dtype not in (torch.bfloat16, torch.float16) or d not in (64, 128) or v.shape[-1] != d or 0 in q.shape:
         return False
-    if any(n % 8 for x in (q, k, v) for n in x.stride()[:3]):
-        return False
-    return hopper_refusal(q.device) is None
+    return not any(n % 8 or not n for x in (q, k, v) for n in x.stride()[:3])
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low: Tensor | None, o: Tensor, lse: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mass: tuple[Tensor, Tensor] | None, o: Tensor, lse: Tensor, scale: float
 ) -> None:
-    """o (B, T, H, D) and lse (H, B T) for tensors that `fits`; high and low (B, S, G): the masses, or none."""
+    """o (B, T, H, D) and lse (H, B T) for tensors that `fits`; mass: high and low (B, S, G), or none."""
     (b, t, h, d), s = q.shape, k.shape[1]
     slots = triton.cdiv(t, 128)
     pairs, stages = _TILES[d]
-    masses = lse if high is None else high, lse if low is None else low
+    high, low = (lse, lse) if mass is None else mass
     with layout.on_device(q):
         forward[(b * h * slots,)](
-            head_tiles(q, 64), head_tiles(k, pairs), head_tiles(v, pairs), head_tiles(o, 64), lse, *masses, scale,
-            t, s, h, slots, b * t, *((0, 0, 0) if high is None else high.stride()), GROUP=h // k.shape[2],
-            STAGES=stages, FEED=24, ATTEND=240, MASS=high is not None, num_warps=4, maxnreg=168,
+            head_tiles(q, 64), head_tiles(k, pairs), head_tiles(v, pairs), head_tiles(o, 64), lse, high, low, scale,
+            t, s, h, slots, b * t, *((0, 0, 0) if mass is None else high.stride()), GROUP=h // k.shape[2],
+            STAGES=stages, FEED=24, ATTEND=240, MASS=mass is not None, num_warps=4, maxnreg=168,
         )  # fmt: skip

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from axes.core.chain import Chain
+from axes.core.facts import fact
 from axes.core.geometry import Entropic, Geometry
 from axes.core.legality import gates
 from axes.core.memory import Leaves, List
@@ -31,7 +32,7 @@ from axes.routes.attention import softmax, transported
 from axes.routes.attention.sequences import Alone, Packed
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_WIDEST = 256
+_WIDEST, _WIDEST_CARRIED = 256, 128
 
 
 def no_kernel(
@@ -41,24 +42,39 @@ def no_kernel(
 
     shapes: of the signal's tensors; with "cu_seqlens" of packed sequences and "pairs" of what the state holds.
     """
-    h, monoid = update.parts().h, update.parts().monoid
-    kinds = gates(monoid)
-    stored = shapes.get("pairs", (0,))[-1]
-    if h.is_identity:
-        return "a list read through a matrix"
-    if "low rank" in kinds:
-        return "keys are carried through reflections, block by block"
-    if kinds <= {"identity"} and not stored and "cu_seqlens" not in shapes:
+    reason, carried, plain = _asked(update)
+    if reason is not None:
+        return reason
+    more = "cu_seqlens" in shapes or ("pairs" in shapes and shapes["pairs"][-1] > 0)
+    if carried and more:
+        return "stored keys and packed sequences are carried through reflections block by block"
+    if plain and not more:
         return "scores as they are: torch's fused attention"
     if (reason := versions.refusal(device)) is not None:
         return reason
     if dtype not in _DTYPES:
         return f"the kernels accumulate in float32, the values are {dtype}"
-    if time != 1 or any(len(shapes.get(n, (0,) * 4)) != 4 for n in "qkv"):
-        return "the kernels take (batch, time, head, width)"
-    if any(not 0 < shapes[n][-1] <= _WIDEST for n in "kv" if n in shapes):
-        return f"the kernels take widths up to {_WIDEST}"
+    ranks = {len(shapes[n]) for n in "qkv" if n in shapes}
+    grouped = ranks == {5} and not carried and "cu_seqlens" not in shapes and shapes["k"][3] == shapes["v"][3] == 1
+    if time != 1 or not (ranks <= {4} or grouped):
+        return "the kernels take (batch, time, head, width), and groups of queries of lists with masses side by side"
+    widest = _WIDEST_CARRIED if carried else _WIDEST
+    if any(not 0 < shapes[n][-1] <= widest for n in "kv" if n in shapes):
+        return f"the kernels take widths up to {widest}{', where keys are carried' if carried else ''}"
     return None
+
+
+@fact
+def _asked(update: StateUpdate) -> tuple[str | None, bool, bool]:
+    """Why no kernel takes part whatever the data; whether keys are carried; whether nothing happens to pairs."""
+    _, h, monoid, _, memory = update.parts()
+    assert isinstance(memory, List)
+    kinds, reason = gates(monoid), None
+    if h.is_identity:
+        reason = "a list read through a matrix"
+    elif memory.window is not None:
+        reason = f"of a window of {memory.window} pairs torch's fused attention reads what a block of queries sees"
+    return reason, "low rank" in kinds, kinds <= {"identity"}
 
 
 def by_kernels(update: StateUpdate) -> str:
@@ -66,6 +82,8 @@ def by_kernels(update: StateUpdate) -> str:
     kinds = gates(update.parts().monoid)
     turns = "queries and keys turned by a kernel, " if "rotation" in kinds else ""
     masses = "masses added" if "scalar" in kinds else "without masses by torch's fused attention where it has a form"
+    if "low rank" in kinds:
+        return "keys carried through reflections along a tree of blocks, scores on chip"
     return f"{turns}scores on chip, {masses}"
 
 
@@ -108,14 +126,14 @@ def run(
             final = transported.last_keys(keys, *_factors(memory, element, k))
     elif element.left is not None:
         a, b = _factors(memory, element, k)
-        wide = [x.to(a.dtype) for x in (q, keys, values)]
-        out, final = transported.attend(wide[0], wide[1], wide[2], a, b, scale, mass)
+        out, final = transported.attend(q, keys, values, a, b, scale, mass, kernels, memory.window)
     else:
-        out = softmax.attend(q, keys, values, scale, mass, kernels, cu_seqlens)
+        out = softmax.attend(q, keys, values, scale, mass, kernels, cu_seqlens, memory.window)
     if not h.is_identity:
-        out = _weighed(h, line.places(old), out)
+        seen = line.places(old)
+        out = _weighed(h, seen if memory.window is None else seen.clamp_max(memory.window), out)
     keys = line.rows(keys if final is None else final)
-    theta = (keys, line.rows(values), _now(mass, total, line, values), *owed)
+    theta = (*memory.kept((keys, line.rows(values), _now(mass, total, line, values))), *owed)
     return out.to(v.dtype), State(theta, state.via, state.stats, state.norm, state.anchor, state.count + line.length)
 
 
@@ -192,7 +210,7 @@ def _turned(angle: Tensor, owed: list[Tensor], k: Tensor, line: Alone | Packed) 
 def _turn(q: Tensor, k: Tensor, angle: Tensor, kernels: bool) -> tuple[Tensor, Tensor]:
     """Both in the frame of the first token; in float32 at least."""
     constant = angle.ndim == 2 or angle.shape[1] == 1
-    if kernels and constant and not angle.requires_grad:
+    if kernels and constant and q.ndim == 4 and not angle.requires_grad:
         from axes.kernels.attention.turn import turn
 
         angle = -(angle if angle.ndim == 2 else angle[:, 0])

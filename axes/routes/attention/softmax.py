@@ -24,12 +24,13 @@ def attend(
     mass: Tensor | None = None,
     kernels: bool = False,
     cu_seqlens: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """q (..., T, d_k), keys (..., S, d_k), values (..., S, d_v), mass (..., S) in float64: (..., T, d_v).
 
-    Token t sees the first S - T + t + 1 pairs. Batch dimensions of the pairs broadcast to those of the queries: a last
-    one of size 1 is a group of queries that reads the same pairs.  kernels: ours, on a GPU, for masses and packed
-    sequences, whose offsets are cu_seqlens.
+    Token t sees the first S - T + t + 1 pairs, of these the last `window`. Batch dimensions of the pairs broadcast to
+    those of the queries: a last one of size 1 is a group of queries that reads the same pairs.  kernels: ours, on a
+    GPU, for masses and packed sequences, whose offsets are cu_seqlens.
     """
     batch = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2], () if mass is None else mass.shape[:-1])
     q = q.expand(*batch, *q.shape[-2:])
@@ -43,6 +44,8 @@ def attend(
     four = _four(q, False, grouped)
     if kernels and (mass is not None or cu_seqlens is not None):
         out = _by_kernel(four, keys, values, scale, mass, cu_seqlens)
+    elif window is not None and window < keys.shape[-2]:
+        out = _by_blocks(four, keys, values, scale, mass, window)
     elif mass is not None and q.shape[-2] == 1:
         out = _one(four, keys, values, scale, mass)
     elif mass is None:
@@ -103,26 +106,37 @@ def _fused(q: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor |
     return out[..., :width]
 
 
-def _by_blocks(q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor) -> Tensor:
+def _by_blocks(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor | None, window: int | None = None
+) -> Tensor:
     """Queries in blocks; what a block makes for itself is made again in the backward pass."""
-    if q.dtype in _HALF:  # 16 bits do not hold a mass
-        return _by_blocks(q.float(), keys.float(), values.float(), scale, mass).to(q.dtype)
+    if q.dtype in _HALF and mass is not None:  # 16 bits do not hold a mass
+        return _by_blocks(q.float(), keys.float(), values.float(), scale, mass, window).to(q.dtype)
     length, outputs = q.shape[-2], []
     old = keys.shape[-2] - length
     for first in range(0, length, _BLOCK):
         end = min(first + _BLOCK, length)
-        read = partial(_block, q[..., first:end, :], keys, values, mass, old + first, old + end, scale)
+        begin = 0 if window is None else max(0, old + first + 1 - window)
+        seen = slice(begin, old + end)
+        pairs = keys[..., seen, :], values[..., seen, :], None if mass is None else mass[..., seen]
+        read = partial(_block, q[..., first:end, :], *pairs, old + first - begin, window, scale)
         again = length > _BLOCK and torch.is_grad_enabled()
         outputs.append(checkpoint(read, use_reentrant=False) if again else read())
     return torch.cat(outputs, -2)
 
 
-def _block(q: Tensor, keys: Tensor, values: Tensor, mass: Tensor, first: int, end: int, scale: float) -> Tensor:
-    """The queries whose own pairs are those from `first` to `end`. A mass is one more feature of a key, against a one
-    of the query, and taken relative to the first own pair's: the masses that weigh anything are small numbers."""
-    relative = (mass[..., :end] - mass[..., first, None].detach()).clamp_min(-1e30)  # nothing is no number to multiply
-    spare = (0, -(q.shape[-1] + 1) % 8)  # aligned rows
-    q = pad(torch.cat((scale * q, torch.ones_like(q[..., :1])), -1), spare)
-    keys = pad(torch.cat((keys[..., :end, :], relative[..., None].to(keys.dtype)), -1), spare)
-    seen = torch.ones(end - first, end, dtype=torch.bool, device=q.device).tril(first) if first else None
-    return _fused(q, keys, values[..., :end, :], 1.0, seen)
+def _block(
+    q: Tensor, keys: Tensor, values: Tensor, mass: Tensor | None, first: int, window: int | None, scale: float
+) -> Tensor:
+    """The queries whose own pairs are those from `first` on. A mass is one more feature of a key, against a one of the
+    query, and taken relative to the first own pair's: the masses that weigh anything are small numbers."""
+    if mass is not None:
+        relative = (mass - mass[..., first, None].detach()).clamp_min(-1e30)  # nothing is no number to multiply
+        spare = (0, -(q.shape[-1] + 1) % 8)  # aligned rows
+        q = pad(torch.cat((scale * q, torch.ones_like(q[..., :1])), -1), spare)
+        keys, scale = pad(torch.cat((keys, relative[..., None].to(keys.dtype)), -1), spare), 1.0
+    seen = None
+    if first or window is not None:
+        seen = torch.ones(q.shape[-2], keys.shape[-2], dtype=torch.bool, device=q.device).tril(first)
+        seen = seen if window is None else seen.triu(first + 1 - window)
+    return _fused(q, keys, values, scale, seen)

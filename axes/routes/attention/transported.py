@@ -20,12 +20,17 @@ _BLOCK = 128
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, a: Tensor, b: Tensor, scale: float, mass: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Outputs (..., T, d_v) and all keys (..., S, d_k) after the last token, everything in one dtype.
+    q: Tensor, keys: Tensor, values: Tensor, a: Tensor, b: Tensor, scale: float, mass: Tensor | None,
+    kernels: bool = False, window: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs (..., T, d_v) and all keys (..., S, d_k) after the last token, in the dtype of a.
 
     A block of queries keeps its scores, C x S; with gradients they are computed again in the backward pass.
+    kernels: ours, on a GPU, for (batch, head, T, d) and no earlier pairs.  window: how many pairs a query sees.
     """
+    if kernels:
+        return _by_kernels(q, keys, values, a, b, scale, mass)
+    q, keys, values = (x.to(a.dtype) for x in (q, keys, values))
     length = q.shape[-2]
     stored, new = keys[..., : keys.shape[-2] - length, :], keys[..., keys.shape[-2] - length :, :]
     old = stored.shape[-2]
@@ -45,12 +50,25 @@ def attend(
         rows = slice(0, end - n * size)
         held = (*blocks[:n], *maps[:n], stored, values[..., : old + end, :])
         weight = None if mass is None else mass[..., : old + end] - mass[..., old + n * size, None].detach()
-        read = partial(_read, queries[..., rows, :], own[..., rows, rows], scale, weight, n, *held)
+        read = partial(_read, queries[..., rows, :], own[..., rows, rows], scale, weight, window, n, *held)
         outputs.append(checkpoint(read, use_reentrant=False) if torch.is_grad_enabled() else read())
     if len(blocks) == 1 and 2 * size < q.shape[-1]:
         stored = stored + stored @ (a.mT @ solved)[..., 0, :, :] @ b[..., 0, :, :]
         return torch.cat(outputs, -2), torch.cat((stored, blocks[0][..., :length, :]), -2)
     return torch.cat(outputs, -2), torch.cat(_carry_on(stored, blocks, maps, length), -2)
+
+
+def _by_kernels(
+    q: Tensor, keys: Tensor, values: Tensor, a: Tensor, b: Tensor, scale: float, mass: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Keys that several heads of queries read are carried for each."""
+    from axes.kernels.attention.transport import transport
+
+    batch, own = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2]), keys.shape[:-2]
+    q, k, v, a, b = (x.to(values.dtype).expand(*batch, *x.shape[-2:]).transpose(1, 2) for x in (q, keys, values, a, b))
+    mass = None if mass is None else mass.expand(*batch, mass.shape[-1]).transpose(1, 2)
+    out, last = transport(q, k, v, a, b, mass, scale=scale)
+    return out.transpose(1, 2), last.transpose(1, 2)[: own[0], : own[1]]
 
 
 def last_keys(keys: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -77,7 +95,9 @@ def _picked(k: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return (k @ a.mT).triu(1) @ solved, solved
 
 
-def _read(queries: Tensor, own: Tensor, scale: float, weight: Tensor | None, before: int, *held: Tensor) -> Tensor:
+def _read(
+    queries: Tensor, own: Tensor, scale: float, weight: Tensor | None, window: int | None, before: int, *held: Tensor
+) -> Tensor:
     """One block of queries. own: scores of its own block; held: older blocks' keys, their maps, stored keys, values."""
     blocks, maps, (stored, values) = held[:before], held[before : 2 * before], held[2 * before :]
     scores = [own]
@@ -90,8 +110,9 @@ def _read(queries: Tensor, own: Tensor, scale: float, weight: Tensor | None, bef
     if weight is not None:
         every = every + weight.to(every.dtype)[..., None, :]
     rows, pairs = every.shape[-2:]
-    future = torch.ones(rows, rows, dtype=torch.bool, device=every.device).triu(1)
-    every = every.masked_fill(pad(future, (pairs - rows, 0)), -torch.inf)
+    seen = torch.ones(rows, pairs, dtype=torch.bool, device=every.device).tril(pairs - rows)
+    seen = seen if window is None else seen.triu(pairs - rows + 1 - window)
+    every = every.masked_fill(~seen, -torch.inf)
     return torch.softmax(every, -1) @ values
 
 
