@@ -16,7 +16,7 @@ import triton.language as tl
 
 from axes.kernels.common.inverse import invert
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import TILE, load_tile, store_tile
+from axes.kernels.common.tiles import load_tile, store_tile
 
 
 @triton.jit
@@ -32,14 +32,17 @@ def strip(C: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def _inside(q, k, a, b, lowers, solved, C: tl.constexpr, LANES: tl.constexpr, PRECISION: tl.constexpr):
+def _inside(
+    q, k, a, b, lowers, solved,
+    C: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """X, P, S and X a, in the operands' dtype; X by way of two (C, C) of memory, -L in float32 and itself."""
     kind = q.dtype
     row, col = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     lower = tl.where(row > col, -tl.dot(a, tl.trans(b), input_precision=PRECISION), 0.0)
     tl.store(lowers + square(C), lower)
     tl.debug_barrier()
-    invert(lowers, solved, C, TILE, LANES, "tf32x3")
+    invert(lowers, solved, C, SIDE, LANES, MERGE)
     tl.debug_barrier()
     x = tl.load(solved + square(C))
     g = tl.where(row < col, tl.dot(k, tl.trans(a), input_precision=PRECISION), 0.0).to(kind)
@@ -52,7 +55,8 @@ def _inside(q, k, a, b, lowers, solved, C: tl.constexpr, LANES: tl.constexpr, PR
 @triton.jit(do_not_specialize=["T", "N"])
 def enter(
     q, k, a, b, begun, ended, solved, scores, maps, T, N, H,
-    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, LANES: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+    SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q', k', scores and W of one block."""
     pid = tl.program_id(0).to(tl.int64)
@@ -64,7 +68,7 @@ def enter(
     left = load_tile(a, first, rows, columns, head, H, D, C)
     right = load_tile(b, first, rows, columns, head, H, D, C)
     own = scores + pid * C * C  # -L's place until the scores are
-    x, p, s, xa = _inside(query, key, left, right, own, solved + pid * C * C, C, LANES, PRECISION)
+    x, p, s, xa = _inside(query, key, left, right, own, solved + pid * C * C, C, SIDE, LANES, MERGE, PRECISION)
     at = strip(C, BD)
     kind = begun.dtype.element_ty
     begin = tl.dot(s, xa, query.to(tl.float32), input_precision=PRECISION)
@@ -82,7 +86,8 @@ def enter(
 @triton.jit(do_not_specialize=["T", "N"])
 def leave(
     q, k, a, b, dbegun, dended, dscores, dmaps, lowers, solved, dq, dk, da, db, T, N, H,
-    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, LANES: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+    SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one block's q, k, a and b."""
     pid = tl.program_id(0).to(tl.int64)
@@ -95,7 +100,7 @@ def leave(
     right = load_tile(b, first, rows, columns, head, H, D, C)
     kind = query.dtype
     lowers, solved = lowers + pid * C * C, solved + pid * C * C
-    x, p, s, xa = _inside(query, key, left, right, lowers, solved, C, LANES, PRECISION)
+    x, p, s, xa = _inside(query, key, left, right, lowers, solved, C, SIDE, LANES, MERGE, PRECISION)
     row, col = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     at = strip(C, BD)
     dfirst = tl.load(dbegun + pid * C * BD + at)

@@ -11,7 +11,7 @@ from torch import Tensor
 from axes.errors import ShapeError
 from axes.kernels.attention import blocks, levels, tree
 from axes.kernels.attention.attend import split
-from axes.kernels.common import layout
+from axes.kernels.common import inverse, layout
 
 LARGEST = 128  # widest keys: a map of one is a program's accumulator
 
@@ -96,9 +96,10 @@ _HALF = {
 }
 
 
-def lanes(kernel: str, q: Tensor, cut: _Cut) -> dict[str, int]:
-    """Threads of a kernel that inverts."""
-    return {"LANES": max(cut.c, 32 * settings(kernel, q.dtype, cut.width)["num_warps"])}
+def inverting(kernel: str, q: Tensor, cut: _Cut) -> dict[str, int | str]:
+    """What a kernel that inverts is given."""
+    warps = settings(kernel, q.dtype, cut.width)["num_warps"]
+    return {**inverse.constants(q.dtype, cut.c, warps), "MERGE": "tf32x3"}  # as every product of float32 here
 
 
 class _Carried(NamedTuple):
@@ -128,7 +129,7 @@ def _carried(q: Tensor, k: Tensor, a: Tensor, b: Tensor, cut: _Cut) -> _Carried:
 
     with layout.on_device(q):
         blocks.enter[cut.every](
-            q, k, a, b, begun, ended, solved, scores, maps[0], **size, **lanes("enter", q, cut), **chosen("enter")
+            q, k, a, b, begun, ended, solved, scores, maps[0], **size, **inverting("enter", q, cut), **chosen("enter")
         )
         for below, above, m in zip(maps, maps[1:], pieces, strict=False):
             tree.join[(above.shape[0],)](below, above, m, BD=wide, PRECISION=cut.precision, **chosen("join"))
@@ -215,7 +216,7 @@ def _backward(
         blocks.leave[cut.every](
             q, k, a, b, dbegun, dended, dscores, dmaps, found.scores, found.solved, dq, dk, da, db,
             cut.length, n, cut.heads, D=d, BD=wide, C=c, PRECISION=cut.precision,
-            **lanes("leave", q, cut), **chosen("leave"),
+            **inverting("leave", q, cut), **chosen("leave"),
         )  # fmt: skip
     return [dq, dk, dv, da, db, q.new_empty(0, dtype=torch.float64) if mass is None else dm.double()]
 
