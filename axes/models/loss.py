@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from axes.errors import AxesError, ShapeError
 from axes.kernels.common import versions
+from axes.kernels.common.operators import Differentiable
 
 _ENTRIES = 1 << 28  # logits at a time: 0.5 GB of 16-bit numbers
 
@@ -34,9 +34,9 @@ def _by_torch(logits: Tensor, targets: Tensor, scale: Tensor | None, ignored: in
 
 
 def _forward(
-    x: Tensor, weight: Tensor, targets: Tensor, ignored: int, for_x: bool, for_weight: bool, kernel: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and what of its gradients is wanted, of x (N, D) and weight (V, D), taken in x's dtype."""
+    x: Tensor, weight: Tensor, targets: Tensor, ignored: int, for_x: bool, for_weight: bool, kernel: bool, record: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and what of its gradients is wanted, for x (N, D) and weight (V, D), taken in x's dtype."""
     rows_of_logits: Any = _by_torch
     if kernel:
         from axes.kernels.rows.cross_entropy import cross_entropy as rows_of_logits  # triton is imported on first use
@@ -47,13 +47,31 @@ def _forward(
     for first in range(0, x.shape[0], rows):
         part, aims = x[first : first + rows], targets[first : first + rows]
         logits = F.linear(part, weight)
-        loss += rows_of_logits(logits, aims, scale if for_x or for_weight else None, ignored).sum()
-        if for_x:
+        loss += rows_of_logits(logits, aims, scale if record else None, ignored).sum()
+        if record and for_x:
             torch.mm(logits, weight, out=dx[first : first + rows])
-        if for_weight:
+        if record and for_weight:
             dw = _added(dw, logits, part, wide, alone=rows >= x.shape[0])
     dw = dw if dw is not None else weight.new_zeros(weight.shape if for_weight else 0)
-    return loss * scale, dx, dw
+    return loss * scale, [dx, dw] if record else []
+
+
+def _shapes(
+    x: Tensor, weight: Tensor, targets: Tensor, ignored: int, for_x: bool, for_weight: bool, kernel: bool, record: bool
+) -> tuple[Tensor, list[Tensor]]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    alone = x.shape[0] * weight.shape[0] <= _ENTRIES
+    dx = x.new_empty(x.shape if for_x else 0)
+    dw = weight.new_empty(weight.shape if for_weight else 0, dtype=x.dtype if alone else wide)
+    return x.new_empty((), dtype=wide), [dx, dw] if record else []
+
+
+def _backward(
+    x: Tensor, weight: Tensor, targets: Tensor, ignored: int, for_x: bool, for_weight: bool, kernel: bool,
+    kept: list[Tensor], dloss: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    wanted = zip(kept, (x, weight), (for_x, for_weight), strict=True)
+    return [(d * dloss).to(y.dtype) if want else torch.empty_like(y) for d, y, want in wanted]
 
 
 def _added(total: Tensor | None, dz: Tensor, x: Tensor, wide: torch.dtype, alone: bool) -> Tensor:
@@ -64,46 +82,7 @@ def _added(total: Tensor | None, dz: Tensor, x: Tensor, wide: torch.dtype, alone
     return made if total is None else total.add_(made)
 
 
-_operator = torch.library.custom_op("axes::linear_cross_entropy", _forward, mutates_args=())
-
-
-@_operator.register_fake
-def _(x, weight, targets, ignored, for_x, for_weight, kernel):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    alone = x.shape[0] * weight.shape[0] <= _ENTRIES
-    return (
-        x.new_empty((), dtype=wide),
-        x.new_empty(x.shape if for_x else 0),
-        weight.new_empty(weight.shape if for_weight else 0, dtype=x.dtype if alone else wide),
-    )
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.wanted = inputs[4:6]
-    ctx.save_for_backward(*output[1:])
-
-
-def _differentiate(ctx: Any, dloss: Tensor, *_: Any) -> Any:
-    given = zip(ctx.saved_tensors, ctx.wanted, strict=True)
-    return *((d * dloss).to(d.dtype) if wanted else None for d, wanted in given), *[None] * 5
-
-
-_operator.register_autograd(_differentiate, setup_context=_save)
-
-
-class _Eager(torch.autograd.Function):
-    """The operator without its dispatch."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return _forward(*inputs)
-
-    setup_context = staticmethod(_save)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _differentiate(ctx, *grads)
+_operator = Differentiable("linear_cross_entropy", _forward, _backward, _shapes, gradients=2)
 
 
 def linear_cross_entropy(
@@ -133,11 +112,9 @@ def linear_cross_entropy(
         raise AxesError(f"{who}: implementation is None, 'triton' or 'torch', not {implementation!r}")
     if implementation == "triton" and refused is not None:
         raise AxesError(f"{who}: implementation='triton' cannot run: {refused}")
-    learns = torch.is_grad_enabled()
     flat = x.reshape(-1, x.shape[-1]).to(dtype)
-    wanted = learns and x.requires_grad, learns and weight.requires_grad
+    wanted = x.requires_grad, weight.requires_grad
     inputs: Any = flat, weight, targets.reshape(-1).long(), ignored, *wanted
     with torch.autocast(kind, enabled=False):
-        run: Any = _operator if torch.compiler.is_compiling() or type(x) is not Tensor else _Eager.apply
-        loss: Tensor = run(*inputs, refused is None and implementation != "torch")[0]
+        loss: Tensor = _operator(*inputs, refused is None and implementation != "torch")[0]
     return loss
