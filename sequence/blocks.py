@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Block(ABC):
-    """A declaration of everything around the recurrence."""
+    """A declaration of everything around the recurrence.
+
+    grouped: None if it makes queries and keys for `Sizes.key_heads`, else what it does instead, as a sentence.
+    """
+
+    grouped: ClassVar[str | None] = "has a query and a key for every head"
 
     @abstractmethod
     def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
@@ -147,6 +152,8 @@ class Standard(Block):
     initial: standard deviation of the learned initial memory around the empty one; None: the empty memory.
     """
 
+    grouped: ClassVar[str | None] = None
+
     conv: int = 4
     values_conv: bool = True
     activation: Activation | None = "silu"
@@ -172,7 +179,7 @@ class _StandardModule(BlockModule):
     ) -> None:
         super().__init__()
         self.block, self.sizes = block, sizes
-        keys, values = sizes.d_k * sizes.heads, sizes.d_v * sizes.heads
+        keys, values = sizes.d_k * sizes.key_heads, sizes.d_v * sizes.heads
 
         def linear(width: int) -> nn.Linear:
             return nn.Linear(sizes.d_model, width, bias=False, **factory)
@@ -208,7 +215,7 @@ class _StandardModule(BlockModule):
         if self.v_conv is not None:
             v, tail_v = self.v_conv(v, tails[2], packing)
             kept.append(tail_v)
-        q, k = (z.unflatten(-1, (s.heads, s.d_k)) for z in (q, k))
+        q, k = (z.unflatten(-1, (s.key_heads, s.d_k)) for z in (q, k))
         if b.feature_map is not None:
             q, k = _ACTIVATIONS[b.feature_map](q), _ACTIVATIONS[b.feature_map](k)
         if b.key_norm:
@@ -229,19 +236,22 @@ class _StandardModule(BlockModule):
     def declaration(self, path: str = "") -> Declaration:
         b, s = self.block, self.sizes
 
-        def vector(name: str, projection: str, width: int, conv: ShortConvolution | None, **more: Any) -> Vector:
-            matrix = Matrix(path + projection, s.heads * width)
+        def vector(
+            name: str, projection: str, heads: int, width: int, conv: ShortConvolution | None, **more: Any
+        ) -> Vector:
+            matrix = Matrix(path + projection, heads * width)
             if conv is None:
-                return Vector(name, matrix, Stream(s.heads, width, **more))
-            return Vector(name, matrix, conv.stream(s.heads, width, **more), f"{path}{name}_conv")
+                return Vector(name, matrix, Stream(heads, width, **more))
+            return Vector(name, matrix, conv.stream(heads, width, **more), f"{path}{name}_conv")
 
         unit = {"norm": "unit", "eps": SMALL**2}
         both = {"feature_map": b.feature_map or "none", **(unit if b.key_norm else {})}
         norms = {None: {}, "unit": unit, "rms": {"norm": "rms", "eps": b.norm_eps}}
-        q = vector("q", "q_proj", s.d_k, self.q_conv, **both, scale=s.d_k**-0.5 if b.scale else 1.0)
-        k = vector("k", "q_proj" if self.k_proj is None else "k_proj", s.d_k, self.k_conv, **both)
-        v = vector("v", "v_proj", s.d_v, self.v_conv, **norms[b.value_norm])
-        named = [vector(name, f"vectors.{name}", s.d_k, None, **unit) for name in self.vectors]
+        shared = "q_proj" if self.k_proj is None else "k_proj"
+        q = vector("q", "q_proj", s.key_heads, s.d_k, self.q_conv, **both, scale=s.d_k**-0.5 if b.scale else 1.0)
+        k = vector("k", shared, s.key_heads, s.d_k, self.k_conv, **both)
+        v = vector("v", "v_proj", s.heads, s.d_v, self.v_conv, **norms[b.value_norm])
+        named = [vector(name, f"vectors.{name}", s.heads, s.d_k, None, **unit) for name in self.vectors]
         rates, others = declared_charts(self.charts, path)
         gate = Matrix(f"{path}g_proj", s.heads * s.d_v) if b.output_gate else None
         norm = f"{path}norm" if b.output_norm else None
