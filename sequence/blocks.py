@@ -97,6 +97,46 @@ def last(full: Tensor, width: int, packing: Packing | None) -> Tensor:
     return full[:, full.shape[1] - width :] if packing is None else packing.new_tails(full, width)
 
 
+def convolved(full: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(B, w - 1 + T, C) by weights (C, 1, w): (B, T, C)."""
+    if full.device.type != "cpu" or full.dtype not in (torch.float32, torch.float64):
+        return conv1d(full.mT, weight, bias, groups=weight.shape[0]).mT
+    y: Tensor = _Convolved.apply(full, weight[:, 0])
+    return y if bias is None else y + bias
+
+
+@final
+class _Convolved(torch.autograd.Function):
+    """sum_j x_{t+j} w_j on a CPU, whose own convolution leaves time innermost and strides everything that follows.
+
+    Tap by tap in place, forward and backward: by autograd's rules every tap would have a gradient as long as x.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        taps, length = weight.unbind(-1), x.shape[1] - weight.shape[-1] + 1
+        y = x[:, :length] * taps[0]
+        for j, tap in enumerate(taps[1:], 1):
+            y.addcmul_(x[:, j : j + length], tap)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dx, sums = torch.zeros_like(x), []
+        for j, tap in enumerate(weight.unbind(-1)):
+            part = slice(j, j + dy.shape[1])
+            dx[:, part].addcmul_(dy, tap)
+            sums.append((dy * x[:, part]).sum((0, 1)))
+        return dx, torch.stack(sums, -1)
+
+
 @final
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution over time with a carried tail: (B, T, C) -> (B, T, C)."""
@@ -124,7 +164,7 @@ class ShortConvolution(nn.Module):
             return x, tail
         full = behind(x, tail, packing)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = conv1d(full.mT, self.weight.to(x.dtype), bias, groups=self.weight.shape[0]).mT
+        y = convolved(full, self.weight.to(x.dtype), bias)
         if packing is not None:
             y = y[:, packing.places(self.width - 1) - (self.width - 1)]
         kept = last(full, self.width - 1, packing)
