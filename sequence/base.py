@@ -44,7 +44,10 @@ class SequenceLayer(nn.Module):
 
     Args:
         d_model: model width D.
-        heads: number of heads H, each with a memory of its own, or `queries` of the block together.
+        heads: number of heads H, each with a query, a key and a memory; fewer memories where `queries` of the block
+            read a list together, more with `num_v_heads`.
+        num_v_heads: number of heads of values, a multiple of `heads`, each with a memory and rates of its own; as many
+            neighbours as there are to a head share its query and key. By default as many as `heads`.
         d_k, d_v: key and value width of a head; by default what `widths` says, usually d_model / heads.
         block: another block than the class's own (a `dataclasses.replace` of it, say).
         update: another tuple than the class's own.
@@ -70,6 +73,7 @@ class SequenceLayer(nn.Module):
         d_k: int | None = None,
         d_v: int | None = None,
         *,
+        num_v_heads: int | None = None,
         block: Block | None = None,
         update: StateUpdate | None = None,
         implementation: dispatch.Implementation | None = None,
@@ -80,14 +84,19 @@ class SequenceLayer(nn.Module):
         super().__init__()
         self.update = update if update is not None else type(self).update
         block, who = block if block is not None else type(self).block, type(self).__name__
-        for name, size in (("d_model", d_model), ("heads", heads), ("d_k", d_k), ("d_v", d_v)):
+        given = {"d_model": d_model, "heads": heads, "d_k": d_k, "d_v": d_v, "num_v_heads": num_v_heads}
+        for name, size in given.items():
             if size is not None and size < 1:
                 raise ShapeError(f"{who}: {name} must be at least 1, got {size}")
         if d_model % heads and (d_k is None or d_v is None):
             raise ShapeError(f"{who}: d_model={d_model} is not a multiple of heads={heads}; give d_k and d_v")
         usual_k, usual_v = self.widths(d_model, heads)
-        self.sizes = Sizes(d_model, heads, usual_k if d_k is None else d_k, usual_v if d_v is None else d_v)
         memory = self.update.parts().memory
+        values = heads if num_v_heads is None else num_v_heads
+        if values != heads:
+            self._check_groups(heads, values, block, memory.kind)
+        d_k, d_v = usual_k if d_k is None else d_k, usual_v if d_v is None else d_v
+        self.sizes = Sizes(d_model, values, d_k, d_v, values // heads)
         if not memory.keyed:
             raise IllegalUpdate(f"{who}: a sequence layer needs keys; {self.update!r} takes a given gradient")
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
@@ -97,7 +106,7 @@ class SequenceLayer(nn.Module):
             raise ShapeError(f"{who}: heads={heads} are no groups of queries={queries}")
         if queries > 1 and memory.kind != "list":
             raise IllegalUpdate(f"{who}: several heads of queries read one list; {self.update!r} keeps none: queries=1")
-        self.memories = (heads,) if queries == 1 else (heads // queries, 1)  # batch dimensions of a sequence's memory
+        self.memories = (values,) if queries == 1 else (heads // queries, 1)  # batch dimensions of a sequence's memory
         self.implementation, self.checkpoint = implementation, checkpoint
         settle(self.update)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -138,7 +147,8 @@ class SequenceLayer(nn.Module):
 
     def extra_repr(self) -> str:
         s = self.sizes
-        return f"d_model={s.d_model}, heads={s.heads}, d_k={s.d_k}, d_v={s.d_v}, update={self.update!r}"
+        values = "" if s.group == 1 else f", num_v_heads={s.heads}"
+        return f"d_model={s.d_model}, heads={s.key_heads}{values}, d_k={s.d_k}, d_v={s.d_v}, update={self.update!r}"
 
     # ---- what runs -------------------------------------------------------------------------------------------
 
@@ -159,7 +169,8 @@ class SequenceLayer(nn.Module):
         """What runs for a sequence and for one token, by default where the layer is and in its dtype."""
         parameter, s = next(self.parameters()), self.sizes
         named = implementation or self.implementation or dispatch.chosen()
-        shapes = {"k": (1, 1, *self.memories, s.d_k), "v": (1, 1, *self.memories, s.d_v)}
+        keys = self.memories if s.group == 1 else (s.key_heads,)
+        shapes = {"k": (1, 1, *keys, s.d_k), "v": (1, 1, *self.memories, s.d_v)}
         return plans(self.update, target or Target.of(parameter.device), dtype or parameter.dtype, named, shapes)
 
     # ---- running ---------------------------------------------------------------------------------------------
@@ -264,6 +275,15 @@ class SequenceLayer(nn.Module):
         return dispatch.run(self.update, signal, memory, time=1, implementation=self.implementation)
 
     # ---- checks ------------------------------------------------------------------------------------------------
+
+    def _check_groups(self, heads: int, values: int, block: Block, memory: str) -> None:
+        who = type(self).__name__
+        if memory == "list":
+            raise ShapeError(f"{who}: num_v_heads={values} shares keys among values; a list stores them in pairs")
+        if block.grouped is not None:
+            raise ShapeError(f"{who}: num_v_heads={values}, but its block {type(block).__name__} {block.grouped}")
+        if values % heads:
+            raise ShapeError(f"{who}: num_v_heads={values} is not a multiple of heads={heads}, whose keys are shared")
 
     def _check(self, x: Tensor, ndim: int) -> None:
         who, shape = type(self).__name__, "(B, T, D)" if ndim == 3 else "(B, D)"

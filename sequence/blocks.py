@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Block(ABC):
-    """A declaration of everything around the recurrence."""
+    """A declaration of everything around the recurrence.
+
+    grouped: None if it makes queries and keys for `Sizes.key_heads`, else what it does instead, as a sentence.
+    """
+
+    grouped: ClassVar[str | None] = "has a query and a key for every head"
 
     @abstractmethod
     def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
@@ -97,6 +102,46 @@ def in_groups(x: Tensor, name: str, queries: int) -> Tensor:
     return x.unflatten(2, (-1, queries)) if name == "q" else x.unsqueeze(3)
 
 
+def convolved(full: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(B, w - 1 + T, C) by weights (C, 1, w): (B, T, C)."""
+    if full.device.type != "cpu" or full.dtype not in (torch.float32, torch.float64):
+        return conv1d(full.mT, weight, bias, groups=weight.shape[0]).mT
+    y: Tensor = _Convolved.apply(full, weight[:, 0])
+    return y if bias is None else y + bias
+
+
+@final
+class _Convolved(torch.autograd.Function):
+    """sum_j x_{t+j} w_j on a CPU, whose own convolution leaves time innermost and strides everything that follows.
+
+    Tap by tap in place, forward and backward: by autograd's rules every tap would have a gradient as long as x.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        taps, length = weight.unbind(-1), x.shape[1] - weight.shape[-1] + 1
+        y = x[:, :length] * taps[0]
+        for j, tap in enumerate(taps[1:], 1):
+            y.addcmul_(x[:, j : j + length], tap)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dx, sums = torch.zeros_like(x), []
+        for j, tap in enumerate(weight.unbind(-1)):
+            part = slice(j, j + dy.shape[1])
+            dx[:, part].addcmul_(dy, tap)
+            sums.append((dy * x[:, part]).sum((0, 1)))
+        return dx, torch.stack(sums, -1)
+
+
 @final
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution over time with a carried tail: (B, T, C) -> (B, T, C)."""
@@ -124,7 +169,7 @@ class ShortConvolution(nn.Module):
             return x, tail
         full = behind(x, tail, packing)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = conv1d(full.mT, self.weight.to(x.dtype), bias, groups=self.weight.shape[0]).mT
+        y = convolved(full, self.weight.to(x.dtype), bias)
         if packing is not None:
             y = y[:, packing.places(self.width - 1) - (self.width - 1)]
         kept = last(full, self.width - 1, packing)
@@ -153,6 +198,8 @@ class Standard(Block):
     charts: (rate name, chart) pairs; unnamed rates get `default_chart`.
     initial: standard deviation of the learned initial memory around the empty one; None: the empty memory.
     """
+
+    grouped: ClassVar[str | None] = None
 
     conv: int = 4
     values_conv: bool = True
@@ -183,7 +230,8 @@ class _StandardModule(BlockModule):
             raise IllegalUpdate("Standard: queries and keys share a projection, so they have the same heads: queries=1")
         self.block, self.sizes = block, sizes
         self.lists = replace(sizes, heads=sizes.heads // block.queries)
-        keys, values = sizes.d_k * self.lists.heads, sizes.d_v * self.lists.heads
+        queries, keys = sizes.d_k * sizes.key_heads, sizes.d_k * (sizes.key_heads // block.queries)
+        values = sizes.d_v * self.lists.heads
 
         def linear(width: int) -> nn.Linear:
             return nn.Linear(sizes.d_model, width, bias=False, **factory)
@@ -191,13 +239,13 @@ class _StandardModule(BlockModule):
         def conv(width: int, wanted: bool = True) -> ShortConvolution | None:
             return ShortConvolution(width, block.conv, block.activation, factory) if block.conv and wanted else None
 
-        self.q_proj = linear(sizes.d_k * sizes.heads)
+        self.q_proj = linear(queries)
         self.k_proj = None if block.shared_projection else linear(keys)
         self.v_proj = linear(values)
-        self.q_conv, self.k_conv = conv(sizes.d_k * sizes.heads), conv(keys)
+        self.q_conv, self.k_conv = conv(queries), conv(keys)
         self.v_conv = conv(values, block.values_conv)
         named = sorted(vectors - {"k", "v", "q"})
-        self.vectors = nn.ModuleDict({name: linear(keys) for name in named})
+        self.vectors = nn.ModuleDict({name: linear(sizes.d_k * self.lists.heads) for name in named})
         self.charts = nn.ModuleDict(build_charts(dict(block.charts), demands, self.lists, factory))
         self.g_proj = linear(sizes.d_v * sizes.heads) if block.output_gate else None
         self.norm = nn.RMSNorm(sizes.d_v, eps=block.norm_eps, **factory) if block.output_norm else None
@@ -220,7 +268,8 @@ class _StandardModule(BlockModule):
         if self.v_conv is not None:
             v, tail_v = self.v_conv(v, tails[2], packing)
             kept.append(tail_v)
-        q, k = q.unflatten(-1, (s.heads, s.d_k)), k.unflatten(-1, (self.lists.heads, s.d_k))
+        q = q.unflatten(-1, (s.key_heads, s.d_k))
+        k = k.unflatten(-1, (s.key_heads // b.queries, s.d_k))
         if b.feature_map is not None:
             q, k = _ACTIVATIONS[b.feature_map](q), _ACTIVATIONS[b.feature_map](k)
         if b.key_norm:
@@ -245,19 +294,22 @@ class _StandardModule(BlockModule):
         if b.queries > 1:  # a stream's heads all stand beside each other
             return None
 
-        def vector(name: str, projection: str, width: int, conv: ShortConvolution | None, **more: Any) -> Vector:
-            matrix = Matrix(path + projection, s.heads * width)
+        def vector(
+            name: str, projection: str, heads: int, width: int, conv: ShortConvolution | None, **more: Any
+        ) -> Vector:
+            matrix = Matrix(path + projection, heads * width)
             if conv is None:
-                return Vector(name, matrix, Stream(s.heads, width, **more))
-            return Vector(name, matrix, conv.stream(s.heads, width, **more), f"{path}{name}_conv")
+                return Vector(name, matrix, Stream(heads, width, **more))
+            return Vector(name, matrix, conv.stream(heads, width, **more), f"{path}{name}_conv")
 
         unit = {"norm": "unit", "eps": SMALL**2}
         both = {"feature_map": b.feature_map or "none", **(unit if b.key_norm else {})}
         norms = {None: {}, "unit": unit, "rms": {"norm": "rms", "eps": b.norm_eps}}
-        q = vector("q", "q_proj", s.d_k, self.q_conv, **both, scale=s.d_k**-0.5 if b.scale else 1.0)
-        k = vector("k", "q_proj" if self.k_proj is None else "k_proj", s.d_k, self.k_conv, **both)
-        v = vector("v", "v_proj", s.d_v, self.v_conv, **norms[b.value_norm])
-        named = [vector(name, f"vectors.{name}", s.d_k, None, **unit) for name in self.vectors]
+        shared = "q_proj" if self.k_proj is None else "k_proj"
+        q = vector("q", "q_proj", s.key_heads, s.d_k, self.q_conv, **both, scale=s.d_k**-0.5 if b.scale else 1.0)
+        k = vector("k", shared, s.key_heads, s.d_k, self.k_conv, **both)
+        v = vector("v", "v_proj", s.heads, s.d_v, self.v_conv, **norms[b.value_norm])
+        named = [vector(name, f"vectors.{name}", s.heads, s.d_k, None, **unit) for name in self.vectors]
         rates, others = declared_charts(self.charts, path)
         gate = Matrix(f"{path}g_proj", s.heads * s.d_v) if b.output_gate else None
         norm = f"{path}norm" if b.output_norm else None

@@ -1,4 +1,4 @@
-"""The blocks of the Mamba line: the value is the convolved input itself, all heads share one key and one query.
+"""The blocks of the Mamba line: the value is the convolved input itself, heads share keys and queries.
 
 `SSD` is Mamba-2's (gates from the block's input, norm after the output gate); `Mamba` is the first Mamba's with its
 selective state space left open, as Longhorn uses it (keys, queries and gates from the convolved input).
@@ -7,14 +7,14 @@ selective state space left open, as Longhorn uses it (keys, queries and gates fr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 
 from axes.core.rates import Per
-from axes.errors import IllegalUpdate
+from axes.errors import IllegalUpdate, ShapeError
 from axes.routes.packed import Packing
 from axes.sequence.blocks import Block, BlockModule, ShortConvolution, build_charts, declared_charts
 from axes.sequence.charts import Chart, Factory, Sigmoid, Sizes
@@ -39,14 +39,20 @@ class SSD(Block):
     """Mamba-2's block: [z, x, k, q] = W x with one convolution over x, k, q; y = norm((o + D x) silu(z)), then W_out.
 
     conv: width of the convolution.  charts: (rate name, chart) pairs, fed with the block's input.
+    groups: of neighbouring heads, each with one k and q; the norm is over a group's heads.
     """
+
+    grouped: ClassVar[str | None] = "has a query and a key for each of its `groups`: give SSD(groups=...)"
 
     conv: int = 4
     charts: tuple[tuple[str, Chart], ...] = ()
     norm_eps: float = 1e-5
+    groups: int = 1
 
     def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
         _no_vectors(vectors, "SSD")
+        if self.groups < 1 or sizes.heads % self.groups:
+            raise ShapeError(f"SSD: heads={sizes.heads} do not form groups={self.groups} of equal size")
         return _SSDModule(self, sizes, demands, factory)
 
 
@@ -54,8 +60,8 @@ class SSD(Block):
 class _SSDModule(BlockModule):
     def __init__(self, block: SSD, sizes: Sizes, demands: tuple[Per, ...], factory: Factory) -> None:
         super().__init__()
-        self.sizes, self.inner = sizes, sizes.heads * sizes.d_v
-        self.widths = (self.inner, sizes.d_k, sizes.d_k)
+        self.sizes, self.inner, self.groups = sizes, sizes.heads * sizes.d_v, block.groups
+        self.widths = (self.inner, block.groups * sizes.d_k, block.groups * sizes.d_k)
         self.in_proj = nn.Linear(sizes.d_model, self.inner + sum(self.widths), bias=False, **factory)
         self.conv = ShortConvolution(sum(self.widths), block.conv, "silu", factory, bias=True)
         self.charts = nn.ModuleDict(build_charts(dict(block.charts), demands, sizes, factory))
@@ -76,27 +82,29 @@ class _SSDModule(BlockModule):
         z, mixed = self.in_proj(x).split((self.inner, sum(self.widths)), -1)
         mixed, tail = self.conv(mixed, tails[0], packing)
         v, k, q = mixed.split(self.widths, -1)
-        signal = {"q": _shared(q, s.heads), "k": _shared(k, s.heads), "v": v.unflatten(-1, (s.heads, s.d_v))}
+        q, k = (z.unflatten(-1, (self.groups, s.d_k)) for z in (q, k))
+        signal = {"q": q, "k": k, "v": v.unflatten(-1, (s.heads, s.d_v))}
         for chart in self.charts.values():
             signal.update(chart(x))
         return signal, (tail,), (z, signal["v"])
 
     def declaration(self, path: str = "") -> Declaration:
         s, first, vectors = self.sizes, self.inner, []
-        for name, heads, width in (("v", s.heads, s.d_v), ("k", 1, s.d_k), ("q", 1, s.d_k)):
+        for name, heads, width in (("v", s.heads, s.d_v), ("k", self.groups, s.d_k), ("q", self.groups, s.d_k)):
             matrix = Matrix(f"{path}in_proj", heads * width, first)
             vectors.append(Vector(name, matrix, self.conv.stream(heads, width), f"{path}conv"))
             first += heads * width
         rates, others = declared_charts(self.charts, path)
         gate = Matrix(f"{path}in_proj", self.inner)
         eps = self.norm.eps or 0.0
-        end = Exit(f"{path}out_proj", gate, "silu", f"{path}norm", eps, after=True, skip=f"{path}skip")
+        end = Exit(f"{path}out_proj", gate, "silu", f"{path}norm", eps, True, f"{path}skip", self.groups)
         return Declaration(tuple(vectors), rates, others, end)
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
         z, v = kept
-        y = (y + self.skip * v).flatten(-2) * silu(z)
-        out: Tensor = self.out_proj(self.norm(y.to(self.norm.weight.dtype)))
+        weight, eps = self.norm.weight, self.norm.eps
+        y = ((y + self.skip * v).flatten(-2) * silu(z)).to(weight.dtype).unflatten(-1, (self.groups, -1))
+        out: Tensor = self.out_proj(rms_norm(y, y.shape[-1:], eps=eps).flatten(-2) * weight)
         return out
 
 
@@ -108,6 +116,8 @@ class Mamba(Block):
     conv: width of the convolution.  rank: gates go through a bottleneck of ceil(d_model / rank) channels.
     charts: (rate name, chart) pairs, fed with the convolved input; by default sigmoids through the bottleneck.
     """
+
+    grouped: ClassVar[str | None] = "has one query and key for all heads"
 
     conv: int = 4
     rank: int = 16

@@ -24,12 +24,17 @@ Factory = dict[str, Any]  # device and dtype of parameters
 @final
 @dataclass(frozen=True)
 class Sizes:
-    """Widths of a layer: model D, heads H, key d_k, value d_v."""
+    """Widths of a layer: model D, heads H, key d_k, value d_v. Neighbouring heads, `group` of them, share q and k."""
 
     d_model: int
     heads: int
     d_k: int
     d_v: int
+    group: int = 1
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads // self.group
 
     def of(self, per: Per) -> tuple[int, ...]:
         """The shape of a rate for one token and head."""

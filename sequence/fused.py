@@ -107,8 +107,8 @@ class Rate(NamedTuple):
 class Exit:
     """From reads to the output: skip, norm and gate as in `axes.kernels.blocks.leave`, then the module `out`.
 
-    norm: name of an nn.RMSNorm, behind the gate and over all heads with `after`.  skip: name of a parameter that
-    broadcasts to (heads, width) and multiplies the vector v.
+    norm: name of an nn.RMSNorm, behind the gate and over all heads with `after`, or over the heads of each of `groups`.
+    skip: name of a parameter that broadcasts to (heads, width) and multiplies the vector v.
     """
 
     out: str
@@ -118,6 +118,7 @@ class Exit:
     eps: float = 0.0
     after: bool = False
     skip: str | None = None
+    groups: int = 1
 
 
 @final
@@ -164,6 +165,7 @@ class Fused:
         reads = next((v.stream for v in vectors if v.name == "v"), None)
         refused = [f"{v.name}: {why}" for v in vectors if not v.plain and (why := no_stream(v.stream))]
         refused += [why] if reads and (why := no_leave(reads.heads, reads.width, self._whole)) else []
+        refused += ["the norm is over groups of heads, not over all of them"] if declared.exit.groups > 1 else []
         self.refusal = refused[0] if refused else None
 
     @property

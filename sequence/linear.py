@@ -108,7 +108,10 @@ class Mamba2(SequenceLayer):
     name = "mamba2"
     paper = "Transformers are SSMs: ... Structured State Space Duality (Dao and Gu 2024)"
     equation = "h_t = A_t h_{t-1} + B_t x_t, y_t = C_t^T h_t with scalar A_t (SSD); block of section 7.1"
-    differs = "one group (B and C shared by all heads), as released; dt has its own projection instead of rows of one"
+    differs = (
+        "one group (B and C shared by all heads), as released, SSD(groups=...) for more; dt has its own projection "
+        "instead of rows of one"
+    )
     bibtex = """@inproceedings{dao2024transformers,
   title={Transformers are {SSM}s: Generalized Models and Efficient Algorithms Through Structured State Space Duality},
   author={Dao, Tri and Gu, Albert},

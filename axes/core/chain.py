@@ -79,20 +79,25 @@ def chain(update: StateUpdate, signal: Signal) -> Chain:
     t = _tokens(update, signal)
     buffers, drive = _filters(t, _unfiltered(t))
     flows = [drive.scaled(t.rate), *buffers]
-    into = torch.stack(torch.broadcast_tensors(*(f.drive * t.key for f in flows)), dim=-2)  # (..., T, p, d_k)
+    into = _stack([f.drive * t.key for f in flows], -2)  # (..., T, p, d_k)
     if t.erases and t.entries:
         return _by_entry(t, flows[0], into)
     factors = _transition_factors(t)
     if t.erases:
-        into = _shrink(t)[..., None, :] * into
+        into = into if t.parts.step.at != "new" else _shrink(t)[..., None, :] * into
         factors.append((t.on_state(_seen(t)), -into))
-    a = torch.stack(torch.broadcast_tensors(*(a for a, _ in factors)), dim=-3) if factors else None
-    b = torch.stack(torch.broadcast_tensors(*(b for _, b in factors)), dim=-3) if factors else None
+    a = _stack([a for a, _ in factors], -3) if factors else None
+    b = _stack([b for _, b in factors], -3) if factors else None
     if len(flows) > 1 or t.parts.ridged:
         return Chain(into, t.value, block=_block(t, flows), a=a, b=b, rows=t.layout.rows)
     angle, dense = t.layout.base(t.element)
     gate, erases = t.gate if t.gated else None, t.erases and len(factors) == 1
     return Chain(into, t.value, gate, None, angle, dense, a, b, rows=t.layout.rows, erases=erases)
+
+
+def _stack(xs: Sequence[Tensor], dim: int) -> Tensor:
+    """Broadcast and stacked; one alone is not copied."""
+    return xs[0].unsqueeze(dim) if len(xs) == 1 else torch.stack(torch.broadcast_tensors(*xs), dim)
 
 
 # ---- the tokens --------------------------------------------------------------------------------------------------
@@ -185,7 +190,7 @@ class _Tokens:
 
     def on_state(self, x: Tensor) -> Tensor:
         """A vector (..., T, d) on theta's slot of the chain: (..., T, p, d)."""
-        return torch.stack([x] + [torch.zeros_like(x)] * (self.slots - 1), dim=-2)
+        return _stack([x] + [torch.zeros_like(x)] * (self.slots - 1), -2)
 
 
 def _tokens(update: StateUpdate, signal: Signal) -> _Tokens:

@@ -72,9 +72,10 @@ def run(
 ) -> tuple[Tensor, State]:
     """`reference.run` by the fastest legal route: step, then read q, for a whole sequence.
 
-    signal: tensors with time in dimension `time`, batch dimensions around it; "q" is required; q and k of one head are
-    those of every head.  Half precision is computed in float32, but for attention, which multiplies and keeps pairs in
-    the dtype of v; float64 in float64.  Outputs come back in the dtype of v, states stay in the computing dtype.
+    signal: tensors with time in dimension `time`, batch dimensions around it; "q" is required; q and k of fewer heads
+    than v, which has a multiple, are shared by neighbours.  Half precision is computed in float32, but for attention,
+    which multiplies and keeps pairs in the dtype of v; float64 in float64.  Outputs come back in the dtype of v, states
+    stay in the computing dtype.
     """
     q, v = signal.get("q"), signal.get("v")
     if not isinstance(q, Tensor) or not isinstance(v, Tensor):

@@ -23,6 +23,7 @@ from axes.core.memory import Leaves
 from axes.core.monoids import Element, rotate
 from axes.core.rates import Per, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
+from axes.errors import ShapeError
 from axes.kernels.common import versions
 from axes.routes.packed import Packing
 
@@ -90,8 +91,13 @@ def no_kernel(
     return None
 
 
-def portable(update: StateUpdate, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
-    """Why the portable kernels of a family compute a chain, whatever its shapes, and not its forms for Hopper."""
+def portable(
+    update: StateUpdate,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> str | None:
+    """Why the portable kernels of a family compute a chain, whatever its widths, and not its forms for Hopper."""
     kind = family(update)
     if kind not in HOPPER:
         return f"the {kind} family has no other"
@@ -101,6 +107,9 @@ def portable(update: StateUpdate, capability: tuple[int, int] | None, dtype: tor
         return reason
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the forms for Hopper multiply 16-bit values, not {dtype}"
+    heads = [shape[2] for name in "kv" if len(shape := (shapes or {}).get(name, _ANY)) == 4]
+    if kind == "scalar" and _erases(update) and len(set(heads)) > 1:
+        return "heads share keys"
     return None
 
 
@@ -118,9 +127,10 @@ def run(
     if state is None and weights is None and kind != "block" and not update.parts().step.debias:
         state = State((), (), (), (), (), torch.zeros((), dtype=torch.int64))  # kernels make the empty state themselves
     elif state is None:
-        first = {n: _first(x) for n, x in signal.items()}
+        first = {n: _first(x) for n, x in every_head(signal).items()}
         state = update.init(first, weights)
     share = kind in ("scalar", "diagonal") and rate_shape(update.parts().step.rate) == "scalar"
+    share = share and "rotation" not in gates(update.parts().monoid)  # whose angles may be of every head
     if not share:
         signal = every_head(signal)
     q, k = _tensor(signal, "q"), _tensor(signal, "k")
@@ -318,7 +328,8 @@ def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor,
     else:
         strength = torch.full(shape, rate, dtype=torch.float32, device=t.v.device)
     if step.at == "new":  # the implicit step: (I + rate k k^T)^-1 is rank one again
-        strength = strength / (1 + strength * t.k.float().square().sum(-1))
+        lengths = t.k.float().square().sum(-1)
+        strength = strength / (1 + strength * lengths.repeat_interleave(t.v.shape[2] // t.k.shape[2], -1))
     return t.k, None, strength
 
 
@@ -358,12 +369,17 @@ def _shared(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def every_head(signal: Signal) -> dict[str, Tensor | float]:
-    """q and k of one head (..., 1, K) as those of every head."""
+    """q and k (..., H, K) for every head of v (..., HV, V): neighbours, HV / H of them, share theirs."""
     v, made = _tensor(signal, "v"), dict(signal)
     for name in ("q", "k"):
         x = made.get(name)
-        if isinstance(x, Tensor) and x.ndim == v.ndim and x.shape[-2] == 1 != v.shape[-2]:
-            made[name] = x.expand(*v.shape[:-1], x.shape[-1])
+        if not isinstance(x, Tensor) or x.ndim != v.ndim or x.shape[-2] >= v.shape[-2]:
+            continue
+        heads, wanted = x.shape[-2], v.shape[-2]
+        if wanted % heads:
+            raise ShapeError(f"run: {name} has {heads} heads and v {wanted}, which is not a multiple")
+        each = x[..., None, :].expand(*x.shape[:-1], wanted // heads, x.shape[-1])
+        made[name] = each.flatten(-3, -2)
     return made
 
 

@@ -26,10 +26,10 @@ def takes(c: Chain) -> bool:
 
 def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tuple[Tensor, Tensor]:
     """start (..., d_v, 1, d_k), q (..., T, d_k): o (..., T, d_v) and the final state."""
-    length, value, key = q.shape[-2], c.value, c.key[..., 0, :]
+    length, value, key = q.shape[-2], c.value, c.key.squeeze(-2)
     size = min(_CHUNK if size is None else size, length)
     size = 1 << max(0, size - 1).bit_length()  # halves of halves
-    read = None if c.a is None else c.a[..., 0, 0, :]
+    read = None if c.a is None else c.a.squeeze(-2).squeeze(-2)
     gate = None if c.gate is None else c.gate.clamp_min(floor(c.gate.dtype))
     given = [x for x in (q, key, value, read, gate) if x is not None]
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in given), start.shape[:-3])

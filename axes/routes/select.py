@@ -52,7 +52,7 @@ def select(
         return _attention(update, place, dtype, shapes or {}, implementation, time)
     no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
     if no_kernel is None and implementation != "torch":
-        return _by_kernel(update, device if isinstance(device, Target) else None, dtype)
+        return _by_kernel(update, device if isinstance(device, Target) else None, dtype, shapes or {})
     return _without_kernel(update, no_kernel, implementation)
 
 
@@ -113,11 +113,11 @@ def _device(device: str | torch.device | Target) -> torch.device:
     return device if isinstance(device, torch.device) else Target.of(device).device
 
 
-def _by_kernel(update: StateUpdate, target: Target | None, dtype: torch.dtype) -> Choice:
+def _by_kernel(update: StateUpdate, target: Target | None, dtype: torch.dtype, shapes: Shapes) -> Choice:
     """Which form of a kernel is told of a target: to run, nobody need know the capability of a device."""
     reason = f"the exact {kernel_terms.family(update)} chain in chunks, state on chip"
     if target is not None:
-        portable = kernel_terms.portable(update, target.capability, dtype)
+        portable = kernel_terms.portable(update, target.capability, dtype, shapes)
         hopper = "its forms for Hopper where widths are 64 or 128"
         reason += f", by {hopper if portable is None else f'portable kernels: {portable}'}"
     return Choice("chain", "triton", reason)

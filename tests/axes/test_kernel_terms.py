@@ -80,8 +80,10 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
 
 
-def signal(update: StateUpdate, length: int = 9, d_k: int = 4, d_v: int = 3) -> dict[str, torch.Tensor | float]:
-    lead = (2, length, 2)
+def signal(
+    update: StateUpdate, length: int = 9, d_k: int = 4, d_v: int = 3, heads: int = 2
+) -> dict[str, torch.Tensor | float]:
+    lead = (2, length, heads)
     out: dict[str, torch.Tensor | float] = {n: torch.randn(*lead, d_v if n == "v" else d_k) / 2 for n in "qkv"}
     for p in update.demands():
         shape = {"scalar": lead, "key": (*lead, d_k), "pair": (*lead, d_k // 2)}[p.shape]
@@ -105,6 +107,25 @@ def test_the_kernel_is_given_the_chain(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
     for a, b in zip(_leaves(state), _leaves(last), strict=True):
         torch.testing.assert_close(a.to(b.dtype), b, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_heads_that_share_queries_and_keys(name: str) -> None:
+    """Value heads h and h + 1 with key head h // 2, against keys that are written out for every head."""
+    update, _ = UPDATES[name]
+    wide = signal(update, heads=4)
+    for n in "qk":
+        wide[n] = wide[n][:, :, ::2].repeat_interleave(2, 2)  # type: ignore[index]
+    given = wide | {n: wide[n][:, :, ::2] for n in "qk"}  # type: ignore[index]
+    want, last = reference.run(update, wide, time=1)
+    got, state = terms.run(update, given, None, None)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(state.theta[0], last.theta[0].float(), rtol=2e-4, atol=2e-5)
+    plain, end = dispatch.run(update, given, time=1)
+    torch.testing.assert_close(plain, want, rtol=2e-4, atol=2e-5)
+    one, _ = dispatch.step(update, {n: x[:, -1:] for n, x in given.items()}, end)  # type: ignore[index]
+    again, _ = reference.run(update, {n: x[:, -1:] for n, x in wide.items()}, last, time=1)  # type: ignore[index]
+    torch.testing.assert_close(one, again, rtol=2e-4, atol=2e-5)
 
 
 def test_angles_of_half_precision_tokens_keep_their_digits() -> None:

@@ -4,6 +4,7 @@ what is declared and what is refused."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
     pytest.importorskip("triton")
 
 from axes.routes.dispatch import NoImplementation
-from axes.sequence import ALL, GatedDeltaNet
+from axes.sequence import ALL, GatedDeltaNet, Mamba2
 from axes.sequence.blocks import BlockModule
 from axes.sequence.fused import no_block_kernel
 from tests.interpreter import interpret
@@ -71,6 +72,12 @@ check("GatedDeltaNet", started=True)
 check("KDA", lengths=(3, 6))
 check("GatedDeltaNet", lengths=(4, 0, 1, 7))
 check("GatedDeltaNet", heads=3, d_k=20, d_v=12, lengths=(2, 6), started=True)
+""",
+    "shared keys": """
+check("GatedDeltaNet", heads=2, num_v_heads=4, d_k=8, d_v=12, started=True)
+check("GatedDeltaNet", heads=1, num_v_heads=3, d_k=8, d_v=8, lengths=(4, 0, 1, 7))
+check("KDA", heads=2, num_v_heads=4, d_k=8, d_v=8, lengths=(3, 6))
+check("RetNet", heads=2, num_v_heads=6, d_k=8, d_v=8, started=True)
 """,
     "relatives": """
 for name in ("DeltaNet", "LinearAttention", "RetNet", "GLA", "UnnormalisedLinearAttention", "TitansMatrix"):
@@ -210,6 +217,8 @@ def test_why_no_kernel_runs() -> None:
     assert "declares nothing" in (no_block_kernel(BlockModule(), cuda, torch.float32) or "")
     wide = GatedDeltaNet(32, heads=1, d_k=16, d_v=300).around
     assert no_block_kernel(wide, cuda, torch.float32) == "v: heads are from 1 to 256 wide, not 300"
+    groups = Mamba2(32, heads=4, block=replace(Mamba2.block, groups=2)).around
+    assert "the norm is over groups of heads" in (no_block_kernel(groups, cuda, torch.float32) or "")
     around.k_proj = nn.Sequential(around.k_proj)
     assert "k_proj is not a plain nn.Linear" in (no_block_kernel(around, cuda, torch.float32) or "")
     with pytest.raises(NoImplementation, match="no Triton kernel for this block: device cpu is not a GPU"):
