@@ -58,8 +58,8 @@ class Packing(NamedTuple):
 
 
 def unread(q: Tensor, v: Tensor) -> Tensor:
-    """What queries of no memory would read: several may share a value."""
-    return v.new_zeros(*torch.broadcast_shapes(q.shape[:-1], v.shape[:-1]), v.shape[-1])
+    """What queries of no memory would read: several may share a value, and several values a query."""
+    return v.new_zeros(*map(max, q.shape[:-1], v.shape[:-1]), v.shape[-1])
 
 
 def each_alone(
