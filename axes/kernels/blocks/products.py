@@ -32,13 +32,17 @@ def _stacked(parts: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
     return whole
 
 
+def _rows(weight: Tensor, first: int, count: int) -> Tensor:
+    return weight if count == weight.shape[0] else weight.narrow(0, first, count)
+
+
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, groups: Sequence[Sequence[Piece]], rows: Sequence[int], *weights: Tensor
     ) -> tuple[Tensor, ...]:
         whole = [
-            _stacked([weights[i].narrow(0, first, count) for i, first, count in group], total, x.dtype)
+            _stacked([_rows(weights[i], first, count) for i, first, count in group], total, x.dtype)
             for group, total in zip(groups, rows, strict=True)
         ]
         ctx.groups, ctx.dtypes = groups, [w.dtype for w in weights]
