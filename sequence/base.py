@@ -106,6 +106,11 @@ class SequenceLayer(nn.Module):
             self.initial = nn.ParameterList(nn.Parameter(torch.empty(x.shape, **factory)) for x in self._empty_memory())
             self._reset_initial()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's tuple has none of its facts yet."""
+        super().__setstate__(state)
+        settle(self.update)
+
     @classmethod
     def widths(cls, d_model: int, heads: int) -> tuple[int, int]:
         """The usual d_k and d_v of a head."""

@@ -19,7 +19,7 @@ from axes.core.memory import Leaves
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import ShapeError
-from axes.routes import attention, cascade, gram, kernel_terms, scan
+from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
 from axes.routes.packed import each_alone, grows, join
 from axes.routes.precision import own_precision
@@ -93,6 +93,8 @@ def run(
             state = update.init(_each(signal, time, lambda x: x.new_zeros(_without(x, time))), weights)
         return torch.zeros_like(v), state
     with own_precision(v):  # the recurrence stays in its own precision
+        if state is not None and time == 1 and opaque.takes(choice.route, signal, q.shape[time]):
+            return opaque.run(update, choice.route, signal, state)
         return _execute(choice, update, signal, state, time, weights, v.dtype)
 
 
@@ -153,6 +155,15 @@ def step(
         with own_precision(v):
             return kernel_terms.run(update, signal, state, None, kernel_terms.one_token(in_place))
     return run(update, signal, state, implementation="reference")
+
+
+@opaque.computed_by
+def _by_route(update: StateUpdate, route: str, signal: Signal, state: State) -> tuple[Tensor, State]:
+    """For `opaque`: signals with time in dimension 1 and a state."""
+    v = signal["v"]
+    assert isinstance(v, Tensor)
+    choice = Choice(route, "reference" if route == "interpreter" else "torch", "as it was traced")  # type: ignore[arg-type]
+    return _execute(choice, update, signal, state, 1, None, v.dtype)
 
 
 def _execute(
