@@ -93,7 +93,7 @@ def run(
             state = update.init(_each(signal, time, lambda x: x.new_zeros(_without(x, time))), weights)
         return torch.zeros_like(v), state
     with own_precision(v):  # the recurrence stays in its own precision
-        if state is not None and time == 1 and opaque.takes(choice.route, signal, q.shape[time]):
+        if state is not None and time == 1 and opaque.takes(update, choice, signal, q.shape[time]):
             return opaque.run(update, choice.route, signal, state)
         return _execute(choice, update, signal, state, time, weights, v.dtype)
 

@@ -17,6 +17,8 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from axes.core.facts import fact
 from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError
+from axes.routes import attention
+from axes.routes.choice import Choice
 
 Run = Callable[[StateUpdate, str, dict[str, Tensor], State], tuple[Tensor, State]]
 
@@ -39,11 +41,13 @@ def text(update: StateUpdate) -> str:
     return name
 
 
-def takes(route: str, signal: Mapping[str, Any], length: int) -> bool:
-    """Whether a call that is traced is to be an operator: all but an affine chain whose length is known."""
+def takes(update: StateUpdate, choice: Choice, signal: Mapping[str, Any], length: int) -> bool:
+    """Whether a call that is traced is to be an operator: what loops, but for products whose number is known."""
     if not torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in signal.values()):
         return False
-    return route in ("cascade", "gram", "interpreter") or route == "chain" and not has_static_value(length)
+    if choice.route == "attention" and (choice.implementation == "triton" or not attention.by_blocks(update)):
+        return False
+    return choice.route not in ("attention", "chain") or not has_static_value(length)
 
 
 def run(update: StateUpdate, route: str, signal: Mapping[str, Any], state: State) -> tuple[Tensor, State]:
@@ -111,17 +115,19 @@ def _forward(tensors: list[Tensor], name: str, call: str) -> list[Tensor]:
 def _backward(tensors: list[Tensor], grads: list[Tensor | None], name: str, call: str) -> list[Tensor]:
     with _autograd(), torch.enable_grad():
         inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
-        made = zip(_compute(inputs, name, call), grads, strict=True)
-        pairs = [(y, g) for y, g in made if g is not None and y.requires_grad]
+        outputs = zip(_compute(inputs, name, call), grads, strict=True)
+        pairs = [(y, g) for y, g in outputs if g is not None and y.requires_grad]
         wanted = [x for x in inputs if x.requires_grad]
         found = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-    given = [next(found) if x.requires_grad else None for x in inputs]
-    pairs_of = zip(tensors, given, strict=True)
-    return [_contiguous_zeros(x) if g is None else g.clone(memory_format=_FORMAT) for x, g in pairs_of]
+    made = []
+    for x in inputs:
+        grad = next(found) if x.requires_grad else None
+        made.append(_empty(x).zero_() if grad is None else grad.clone(memory_format=_FORMAT))
+    return made
 
 
-def _contiguous_zeros(x: Tensor) -> Tensor:
-    return torch.zeros_like(x, memory_format=_FORMAT)
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=_FORMAT)
 
 
 def _autograd() -> Any:
@@ -143,15 +149,22 @@ _backward_operator = torch.library.custom_op(
 
 @_operator.register_fake
 def _(tensors: list[Tensor], name: str, call: str) -> list[Tensor]:
-    _, _, *names = call.split(" ")
-    v = tensors[names.index("v")]
-    return [torch.empty_like(v, memory_format=_FORMAT),
-            *[torch.empty_like(x, memory_format=_FORMAT) for x in tensors[len(names) :]]]
+    route, _, *names = call.split(" ")
+    v, leaves = tensors[names.index("v")], tensors[len(names) :]
+    after = [_empty(x) for x in leaves]
+    if route == "attention":  # which dtypes and what else a list has is seen after two pairs more
+        few = [x.new_empty(x.shape[0], 2, *x.shape[2:]) if x.ndim > 1 else x for x in tensors[: len(names)]]
+        after = [_empty(x) for x in _compute([*few, *leaves], name, call)[1:]]
+        for i, time in enumerate((-2, -2, -1)):  # keys, values, masses
+            shape = list(after[i].shape)
+            shape[time] += v.shape[1] - 2
+            after[i] = after[i].new_empty(shape)
+    return [_empty(v), *after]
 
 
 @_backward_operator.register_fake
 def _(tensors: list[Tensor], grads: list[Tensor | None], name: str, call: str) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=_FORMAT) for x in tensors]
+    return [_empty(x) for x in tensors]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -61,6 +61,11 @@ def no_kernel(
     return None
 
 
+def by_blocks(update: StateUpdate) -> bool:
+    """Whether torch's operations take the queries block by block."""
+    return update.parts().h.is_identity or not gates(update.parts().monoid) <= {"identity", "rotation"}
+
+
 def by_kernels(update: StateUpdate) -> str:
     """What the kernels do where they take part."""
     kinds = gates(update.parts().monoid)
