@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import pstats
 import time
 from collections.abc import Callable, Iterator
@@ -50,7 +51,7 @@ class _Nothing:
 
 @contextmanager
 def no_launches() -> Iterator[list[str]]:
-    """Within the block CPU tensors count as a Hopper GPU's and nothing is launched; the names of what would have been."""
+    """Within the block CPU tensors count as a Hopper GPU's and nothing is launched; names of what would have been."""
     launches: list[str] = []
 
     def compiled(kernel: Kernel, grid: tuple[int, ...], *args: Any, **given: Any) -> _Nothing:
@@ -59,22 +60,15 @@ def no_launches() -> Iterator[list[str]]:
 
     reasons = patch.object(versions, "_ask", lambda device: versions._Reasons(None, None))
     unchecked = patch("axes.kernels.common.layout.interpreted", lambda: True)
-    previous, kept = driver._active, {}  # asking for `active` would look for a GPU
+    previous = driver._active  # asking for `active` would look for a GPU
     driver.set_active(NoDevice())  # type: ignore[arg-type]
     try:
         with patch.object(Kernel, "by_triton", compiled), unchecked, reasons:
             yield launches
     finally:
         driver._active = previous
-        del kept
-        for kernel in _kernels():  # nothing of this block is ready for a GPU
+        for kernel in [x for x in gc.get_objects() if type(x) is Kernel]:  # nothing of this block is ready for a GPU
             kernel._calls.clear()
-
-
-def _kernels() -> list[Kernel]:
-    import gc
-
-    return [x for x in gc.get_objects() if type(x) is Kernel]
 
 
 class _Operations(TorchDispatchMode):
@@ -104,19 +98,19 @@ def example(name: str, length: int = 2) -> tuple[SequenceLayer, torch.Tensor]:
 def work(name: str) -> tuple[Work, Work]:
     """What a layer's second forward and backward ask of torch and of the kernels."""
     layer, x = example(name)
-    found = []
     with no_launches() as launches:
         y, _ = layer(x)
-        y.backward(torch.ones_like(y))
-        layer.zero_grad(), launches.clear()
         ones = torch.ones_like(y)
-        for direction in (lambda: layer(x)[0], lambda: y.backward(ones)):
-            with _Operations() as counted:
-                made = direction()
-            y = y if made is None else made
-            found.append(Work(counted.names, launches.copy()))
-            launches.clear()
-    return found[0], found[1]
+        y.backward(ones)
+        layer.zero_grad()
+        launches.clear()
+        with _Operations() as counted:
+            y, _ = layer(x)
+        forward = Work(counted.names, launches.copy())
+        launches.clear()
+        with _Operations() as counted:
+            y.backward(ones)
+        return forward, Work(counted.names, launches)
 
 
 def milliseconds(name: str, calls: int = 200, rounds: int = 5) -> tuple[float, float]:

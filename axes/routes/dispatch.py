@@ -94,7 +94,8 @@ def run(
         return torch.zeros_like(v), state
     with own_precision(v):  # the recurrence stays in its own precision
         if state is not None and time == 1 and opaque.takes(update, choice, signal, q.shape[time]):
-            return opaque.run(update, choice.route, signal, state)
+            out, state = opaque.run(update, choice.route, signal, state)
+            return out.to(v.dtype), state
         return _execute(choice, update, signal, state, time, weights, v.dtype)
 
 

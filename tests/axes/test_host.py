@@ -17,6 +17,15 @@ from tests.host import BY_KERNELS, work
 
 # operations and launches of a forward, and of its backward
 COUNTS = {
+    "GatedDeltaNet": ((53, 4), (72, 4)),
+    "KDA": ((54, 7), (90, 8)),
+    "DeltaNet": ((45, 4), (59, 4)),
+    "LinearAttention": ((63, 3), (59, 7)),
+    "RetNet": ((73, 4), (56, 6)),
+    "GLA": ((49, 6), (80, 8)),
+    "Mamba2": ((61, 4), (81, 6)),
+    "RWKV7": ((136, 4), (249, 5)),
+    "TitansMatrix": ((103, 5), (98, 8)),
 }
 
 
