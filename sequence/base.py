@@ -21,6 +21,7 @@ from axes.routes import dispatch
 from axes.routes import frame as frames
 from axes.routes.choice import Plan, Target
 from axes.routes.packed import Packing
+from axes.routes.precision import autocast
 from axes.routes.select import plans, settle
 from axes.sequence import fused
 from axes.sequence.blocks import Block, Standard
@@ -120,6 +121,11 @@ class SequenceLayer(nn.Module):
             self.initial = nn.ParameterList(nn.Parameter(torch.empty(x.shape, **factory)) for x in self._empty_memory())
             self._reset_initial()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's tuple has none of its facts yet."""
+        super().__setstate__(state)
+        settle(self.update)
+
     @classmethod
     def widths(cls, d_model: int, heads: int) -> tuple[int, int]:
         """The usual d_k and d_v of a head."""
@@ -185,11 +191,9 @@ class SequenceLayer(nn.Module):
         return LayerState(self.around.tails(batch, like), self._init_memory(batch, like))
 
     def _init_memory(self, batch: int, like: Tensor) -> State:
-        s, device, wide = self.sizes, like.device, torch.promote_types(like.dtype, torch.float32)
-        zeros = {
-            "k": torch.zeros(batch, *self.memories, s.d_k, device=device, dtype=wide),
-            "v": torch.zeros(batch, *self.memories, s.d_v, device=device, dtype=wide),
-        }
+        s, wide = self.sizes, torch.promote_types(like.dtype, torch.float32)
+        zero = torch.zeros((), device=like.device, dtype=wide)
+        zeros = {name: zero.expand(batch, *self.memories, n) for name, n in (("k", s.d_k), ("v", s.d_v))}
         weights = None
         if self.initial is not None:
             weights = tuple(p.to(wide).expand(batch, *p.shape) for p in self.initial)
@@ -289,11 +293,19 @@ class SequenceLayer(nn.Module):
         who, shape = type(self).__name__, "(B, T, D)" if ndim == 3 else "(B, D)"
         if x.ndim != ndim or x.shape[-1] != self.sizes.d_model:
             raise ShapeError(f"{who}: x must be {shape} with D = {self.sizes.d_model}, got {tuple(x.shape)}")
-        parameter = next(self.parameters())
+        parameter = self._some_parameter()
         if x.device != parameter.device:
             raise ShapeError(f"{who}: x is on {x.device}, the layer on {parameter.device}: move one of them")
-        if not torch.is_autocast_enabled(x.device.type) and x.dtype != parameter.dtype:
+        if x.dtype != parameter.dtype and not autocast(x):
             raise ShapeError(f"{who}: x is {x.dtype}, the layer {parameter.dtype}: convert one, or use autocast")
+
+    def _some_parameter(self) -> Tensor:
+        """One for all: the search of `parameters` costs as much as a launch."""
+        for module in self.around._modules.values():
+            for parameter in () if module is None else module._parameters.values():
+                if parameter is not None:
+                    return parameter
+        return next(self.parameters())
 
     def _check_state(self, state: LayerState, batch: int) -> None:
         held = state.memory.theta[0].shape[0]

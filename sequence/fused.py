@@ -32,6 +32,7 @@ from axes.kernels.common import versions
 from axes.routes import dispatch
 from axes.routes.frame import Frame
 from axes.routes.packed import Packing
+from axes.routes.precision import autocast
 
 if TYPE_CHECKING:
     from axes.sequence.blocks import BlockModule
@@ -243,8 +244,7 @@ def enter(
     """
     implementation = implementation or dispatch.chosen()
     if implementation in (None, "triton") and x.numel():
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast(x) else x.dtype
         reason = no_block_kernel(around, x.device, dtype)
         if reason is None:
             assert around.fused is not None
@@ -303,7 +303,8 @@ def _enter(
                 convs.leave([item], ends)
             else:
                 signal.update(_named(item, iter(kernel(z, plan, _numbers(around, [item]))[0])))
-    signal.update({v.name: made.pop(0).unflatten(-1, (v.stream.heads, v.stream.width)) for v in fused.plain})
+    lead = x.shape[:-1]
+    signal.update({v.name: made.pop(0).view(*lead, v.stream.heads, v.stream.width) for v in fused.plain})
     for name in fused.declared.others:
         signal.update(_module(around, name)(x))
     kept = Kept(made[0] if made else None, signal["v"] if fused.declared.exit.skip else None, fused.frame)
@@ -313,6 +314,8 @@ def _enter(
 def _named(rate: Rate, results: Iterable[Tensor]) -> dict[str, Tensor]:
     rest = iter(results)
     names = [rate.name] if rate.step is None else [rate.name, rate.step]
+    if len(rate.shape) == 1:
+        return {name: next(rest) for name in names}
     return {name: next(rest).unflatten(-1, rate.shape) for name in names}
 
 
@@ -321,7 +324,8 @@ def _numbers(around: nn.Module, rates: Sequence[Rate]) -> list[Tensor]:
     made: list[Tensor] = []
     for r in rates:
         if r.log_rate is not None:  # a number a head may stand for all of the head's
-            made.append(_parameter(around, r.log_rate).expand(r.shape).flatten())
+            log = _parameter(around, r.log_rate)
+            made.append(log if log.shape == r.shape and log.ndim == 1 else log.expand(r.shape).flatten())
         if r.bias is not None:
             made.append(_parameter(around, r.bias))
     return made

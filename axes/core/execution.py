@@ -74,7 +74,8 @@ class Datum(NamedTuple):
 
 def init(p: Parts, theta: Leaves, signal: Signal, outer: Leaves = ()) -> State:
     """The state before the first datum. outer: the weights around a filter, which it may start at."""
-    like = tuple(torch.zeros_like(leaf) for leaf in theta) if p.memory.filterable else ()
+    held = p.memory.filterable and (p.step.via or p.h.stats)
+    like = tuple(torch.zeros_like(leaf) for leaf in theta) if held else ()
     via: list[State | tuple[State, ...]] = []
     for f in p.step.via:
         if isinstance(f, Sum):

@@ -397,7 +397,10 @@ def _vectors(signal: Signal) -> tuple[Tensor, Tensor]:
 
 def _empty(signal: Signal) -> Tensor:
     k, v = _vectors(signal)
-    return torch.zeros_like(outer(v, k))
+    batch = v.shape[:-1]
+    if k.shape[:-1] != batch:
+        batch = torch.broadcast_shapes(batch, k.shape[:-1])
+    return v.new_zeros(*batch, v.shape[-1], k.shape[-1], dtype=torch.promote_types(v.dtype, k.dtype))
 
 
 def _directions(state: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from axes.kernels.blocks.products import is_plain, products
 from axes.kernels.common import versions
 from axes.models.loss import linear_cross_entropy
 from axes.models.options import accepted_options
+from axes.routes.precision import autocast
 
 LayerStates = tuple[Any, ...]  # one nested tuple of tensors per sequence layer
 
@@ -79,7 +80,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype = torch.get_autocast_dtype(kind) if autocast(x) else x.dtype
         if x.numel() == 0 or self.no_kernel(x.device, dtype) is not None:
             y: Tensor = self.out(F.silu(self.gate(x)) * self.inner(x))
             return y

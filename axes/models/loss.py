@@ -17,6 +17,7 @@ from torch import Tensor
 from axes.errors import AxesError, ShapeError
 from axes.kernels.common import versions
 from axes.kernels.common.operators import Differentiable
+from axes.routes.precision import autocast, own_precision
 
 _ENTRIES = 1 << 28  # logits at a time: 0.5 GB of 16-bit numbers
 
@@ -106,7 +107,7 @@ def linear_cross_entropy(
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise ShapeError(f"{who}: targets are integers, not {targets.dtype}")
     kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = torch.get_autocast_dtype(kind) if autocast(x) else x.dtype
     refused = versions.no_kernel(x.device, dtype)
     if implementation not in (None, "triton", "torch"):
         raise AxesError(f"{who}: implementation is None, 'triton' or 'torch', not {implementation!r}")
@@ -115,6 +116,6 @@ def linear_cross_entropy(
     flat = x.reshape(-1, x.shape[-1]).to(dtype)
     wanted = x.requires_grad, weight.requires_grad
     inputs: Any = flat, weight, targets.reshape(-1).long(), ignored, *wanted
-    with torch.autocast(kind, enabled=False):
+    with own_precision(x):
         loss: Tensor = _operator(*inputs, refused is None and implementation != "torch")[0]
     return loss

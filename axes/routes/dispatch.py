@@ -19,9 +19,10 @@ from axes.core.memory import Leaves
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import ShapeError
-from axes.routes import attention, cascade, gram, kernel_terms, scan
+from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
 from axes.routes.packed import each_alone, grows, join, unread
+from axes.routes.precision import own_precision
 from axes.routes.select import routes, select, select_token
 
 __all__ = [
@@ -82,7 +83,7 @@ def run(
         raise ShapeError(f"run needs tensors 'q' and 'v' in the signal; it has {sorted(signal)}")
     choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
     if choice[:2] == ("chain", "triton") and q.shape[time]:
-        with torch.autocast(v.device.type, enabled=False):
+        with own_precision(v):
             return kernel_terms.run(update, signal, state, weights)
     signal = kernel_terms.every_head(signal)
     if choice.route not in _AS_GIVEN:
@@ -92,7 +93,10 @@ def run(
         if state is None:
             state = update.init(_each(signal, time, lambda x: x.new_zeros(_without(x, time))), weights)
         return unread(q, v), state
-    with torch.autocast(v.device.type, enabled=False):  # the recurrence stays in its own precision
+    with own_precision(v):  # the recurrence stays in its own precision
+        if state is not None and time == 1 and opaque.takes(update, choice, signal, q.shape[time]):
+            out, state = opaque.run(update, choice.route, signal, state)
+            return out.to(v.dtype), state
         return _execute(choice, update, signal, state, time, weights, v.dtype)
 
 
@@ -115,7 +119,7 @@ def run_packed(
     shapes = {**_shapes(signal, state), "cu_seqlens": tuple(cu_seqlens.shape)}
     choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), 1)
     if choice.implementation == "triton" and q.shape[1]:
-        with torch.autocast(v.device.type, enabled=False):
+        with own_precision(v):
             if choice.route == "attention":
                 moved = {n: x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in signal.items()}
                 out, state = attention.run(update, moved, state, True, cu_seqlens)
@@ -150,9 +154,18 @@ def step(
     if choice.route == "attention":
         return run(update, signal, state, implementation=named)
     if choice.implementation == "triton":
-        with torch.autocast(v.device.type, enabled=False):
+        with own_precision(v):
             return kernel_terms.run(update, signal, state, None, kernel_terms.one_token(in_place))
     return run(update, signal, state, implementation="reference")
+
+
+@opaque.computed_by
+def _by_route(update: StateUpdate, route: str, signal: Signal, state: State) -> tuple[Tensor, State]:
+    """For `opaque`: signals with time in dimension 1 and a state."""
+    v = signal["v"]
+    assert isinstance(v, Tensor)
+    choice = Choice(route, "reference" if route == "interpreter" else "torch", "as it was traced")  # type: ignore[arg-type]
+    return _execute(choice, update, signal, state, 1, None, v.dtype)
 
 
 def _execute(

@@ -272,7 +272,7 @@ def _dplr(
     if gate is None:
         gate = torch.zeros((), device=t.v.device).expand(_wide(t))
     write, _, strength = _strengths(update, signal, t)
-    a, b = (x[..., 0].to(t.v.dtype).expand_as(t.k) for x in (element.left, element.right))
+    a, b = (x.squeeze(-1).to(t.v.dtype).expand_as(t.k) for x in (element.left, element.right))
     write = write if strength is None else (write * strength[..., None]).to(write.dtype)
     out, final = kernels.diagonal(t.q, write, t.v, gate, a=a, b=b, initial_state=_start(state), rule="dplr")
     return out, _after(state, t.v, (final,))
@@ -324,7 +324,8 @@ def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor,
         return t.k, None, None
     shape = t.v.shape[:-1]
     if isinstance(rate, Tensor):
-        strength = rate.float().expand(shape)
+        strength = rate.float()
+        strength = strength if strength.shape == shape else strength.expand(shape)
     else:
         strength = torch.full(shape, rate, dtype=torch.float32, device=t.v.device)
     if step.at == "new":  # the implicit step: (I + rate k k^T)^-1 is rank one again
@@ -335,7 +336,8 @@ def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor,
 
 def _element(update: StateUpdate, signal: Signal, k: Tensor) -> Element:
     p = update.parts()
-    like = k.new_empty((), dtype=torch.float32).expand(k[..., None, :].shape)  # many tokens turn by an angle's digits
+    shape = (*k.shape[:-1], 1, k.shape[-1])
+    like = k.new_empty((), dtype=torch.float32).expand(shape)  # many tokens turn by an angle's digits
     return p.monoid.element(signal, resolve(p.step.rate, signal), like)
 
 
@@ -343,11 +345,11 @@ def _log_gate(element: Element, shape: torch.Size, like: Tensor) -> Tensor | Non
     """The log gate of this shape: (B, T, HV), or (B, T, HV, K) for one of every key entry; None if nothing is."""
     gate = element.gate
     if gate is not None and gate.ndim and len(shape) == 3:
-        gate = gate[..., 0]
+        gate = gate.squeeze(-1)  # whose derivative is a view, where that of an index is a tensor of zeros
     if not isinstance(element.scale, float) or element.scale != 1.0:
         log = torch.log(torch.as_tensor(element.scale, dtype=torch.float32, device=like.device))
         gate = log if gate is None else gate + log
-    return gate if gate is None else gate.expand(shape)
+    return gate if gate is None or gate.shape == shape else gate.expand(shape)
 
 
 def _turned(total: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from axes.core.derived import no_attention, no_cascade, no_chain, no_gram
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
-from axes.routes import attention, kernel_terms
+from axes.routes import attention, kernel_terms, opaque
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -107,6 +107,7 @@ def settle(update: StateUpdate) -> None:
     kernel_terms.no_step(update)
     _fastest(update)
     _refusals(update)
+    opaque.text(update)
 
 
 def _device(device: str | torch.device | Target) -> torch.device:

@@ -219,10 +219,10 @@ class _Eager(torch.autograd.Function):
     """The operator without its dispatch."""
 
     @staticmethod
-    def forward(*inputs):
-        return _forward(*inputs)
-
-    setup_context = staticmethod(_save)
+    def forward(ctx, *inputs):  # with a `setup_context` torch reads the signature at every call
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
 
     @staticmethod
     def backward(ctx, du):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
@@ -104,6 +104,9 @@ class Plan:
             parts.append((1, block, blocks, first, n.columns, side, _TILE // side, code, n.factor, start))
             block += blocks
         self.parts, self.blocks = tuple(parts), block
+        self._no_tails = self._over_parts([None] * len(streams), [None] * len(numbers))
+        self._results = len(streams) + len(numbers) + sum(n.step for n in numbers)
+        self._parameters = self._sizes()
 
     def _members(self) -> list[list[int]]:
         parts: dict[Any, list[int]] = {}
@@ -130,7 +133,7 @@ class Plan:
             first, start = first + n.columns, start + n.columns * (n.biased + (n.chart == "ssm"))
         return firsts, starts, start
 
-    @property
+    @cached_property
     def linear(self) -> bool:
         """Whether the backward need not know the product, only its gradient's dtype, which a result has."""
         charts = all(n.chart == "linear" and not n.biased for n in self.numbers)
@@ -138,7 +141,7 @@ class Plan:
 
     def results(self) -> int:
         """How many there are, tails apart."""
-        return len(self.streams) + len(self.numbers) + sum(n.step for n in self.numbers)
+        return self._results
 
     def shapes(self, b: int, t: int) -> list[tuple[tuple[int, ...], bool]]:
         """Of every result and whether it is float32."""
@@ -152,6 +155,9 @@ class Plan:
 
     def parameters(self) -> list[int]:
         """Sizes of the parameters in the order of the sums and of the list."""
+        return self._parameters
+
+    def _sizes(self) -> list[int]:
         made: list[int] = []
         for s in self.streams:
             made += [s.heads * s.width * s.conv] * (s.conv > 0) + [s.heads * s.width] * s.biased
@@ -173,8 +179,10 @@ class Plan:
         return tuple(self._over_parts([x[i] for x in pairs[:n]], [x[i] for x in pairs[n:]]) for i in (0, 1))  # type: ignore[return-value]
 
     def over_tails(self, given: Sequence[Tensor]) -> tuple[Any, ...]:
+        if not given:
+            return self._no_tails
         rest = iter(given)
-        tails = [next(rest) if s.conv and given else None for s in self.streams]
+        tails = [next(rest) if s.conv else None for s in self.streams]
         return self._over_parts(tails, [None] * len(self.numbers))
 
     def over_results(self, results: Sequence[Tensor], tails: Sequence[Tensor]) -> tuple[tuple[Any, ...], ...]:

@@ -37,13 +37,17 @@ def is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
 
 
+def _rows(weight: Tensor, first: int, count: int) -> Tensor:
+    return weight if count == weight.shape[0] else weight.narrow(0, first, count)
+
+
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, groups: Sequence[Sequence[Piece]], rows: Sequence[int], *weights: Tensor
     ) -> tuple[Tensor, ...]:
         whole = [
-            _stacked([weights[i].narrow(0, first, count) for i, first, count in group], total, x.dtype)
+            _stacked([_rows(weights[i], first, count) for i, first, count in group], total, x.dtype)
             for group, total in zip(groups, rows, strict=True)
         ]
         ctx.groups, ctx.dtypes = groups, [w.dtype for w in weights]

@@ -77,6 +77,13 @@ def _asked(update: StateUpdate) -> tuple[str | None, bool, bool]:
     return reason, "low rank" in kinds, kinds <= {"identity"}
 
 
+def by_blocks(update: StateUpdate) -> bool:
+    """Whether torch's operations take the queries block by block, and the list keeps every pair."""
+    _, h, monoid, _, memory = update.parts()
+    assert isinstance(memory, List)
+    return memory.window is None and (h.is_identity or not gates(monoid) <= {"identity", "rotation"})
+
+
 def by_kernels(update: StateUpdate) -> str:
     """What the kernels do where they take part."""
     kinds = gates(update.parts().monoid)

@@ -1,0 +1,19 @@
+"""What autocast asks for where a tensor is, and how the recurrence stays in its own precision."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def autocast(x: Tensor) -> bool:
+    """Whether autocast is on where x is; tensors without data (meta) know none."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def own_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Within the block operations take the dtypes that they are given."""
+    return torch.autocast(x.device.type, enabled=False) if autocast(x) else nullcontext()

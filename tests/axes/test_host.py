@@ -1,0 +1,40 @@
+"""How much the host does for layers that run by kernels: operations of torch and launches, forward and backward.
+
+Counts do not flicker as times do. They may sink; one that grows is a launch or an allocation that somebody pays for at
+every step: `python -m tests.host` says which, and how long all of them take.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+
+from tests.host import BY_KERNELS, work
+
+# operations and launches of a forward, and of its backward
+COUNTS = {
+    "GatedDeltaNet": ((53, 4), (72, 4)),
+    "KDA": ((54, 7), (90, 8)),
+    "DeltaNet": ((45, 4), (59, 4)),
+    "LinearAttention": ((63, 3), (59, 7)),
+    "RetNet": ((73, 4), (56, 6)),
+    "GLA": ((49, 6), (80, 8)),
+    "Mamba2": ((61, 4), (81, 6)),
+    "RWKV7": ((136, 4), (249, 5)),
+    "TitansMatrix": ((103, 5), (98, 8)),
+}
+
+
+def test_the_table_has_every_layer() -> None:
+    assert tuple(COUNTS) == BY_KERNELS
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_operations_and_launches(name: str) -> None:
+    for one, (operations, launches) in zip(work(name), COUNTS[name], strict=True):
+        assert len(one.operations) <= operations, one.operations
+        assert len(one.launches) == launches, one.launches

@@ -1,0 +1,172 @@
+"""The host's side of layers that run by kernels, without a GPU: every launch is looked up and then left out.
+
+with no_launches() as launches:
+    y, _ = layer(x)                          # CPU tensors, by the kernels a Hopper GPU would run
+    y.sum().backward()
+launches == ["_enter", "_prepare", ...]      # what would have been launched
+
+Counts are of torch's operations (aten, views included) and launches: they say what the host does and never flicker.
+`python -m tests.host [layers]` times and counts forward and backward; with --profile, Python's functions by time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import driver
+
+import axes.sequence as sequence
+from axes.kernels.common import versions
+from axes.kernels.common.launch import Kernel
+from axes.sequence.base import SequenceLayer
+from tests.hopper import NoDevice
+
+BY_KERNELS = (
+    "GatedDeltaNet", "KDA", "DeltaNet", "LinearAttention", "RetNet", "GLA", "Mamba2", "RWKV7", "TitansMatrix",
+)  # fmt: skip
+
+
+class _Nothing:
+    """Stands for what was compiled."""
+
+    def __init__(self, name: str, launches: list[str]) -> None:
+        self.name, self.launches = name, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self
+
+    def __call__(self, *args: Any) -> None:
+        self.launches.append(self.name)
+
+
+@contextmanager
+def no_launches() -> Iterator[list[str]]:
+    """Within the block CPU tensors count as a Hopper GPU's and nothing is launched; names of what would have been."""
+    launches: list[str] = []
+
+    def compiled(kernel: Kernel, grid: tuple[int, ...], *args: Any, **given: Any) -> _Nothing:
+        launches.append(kernel.kernel.fn.__name__)
+        return _Nothing(kernel.kernel.fn.__name__, launches)
+
+    reasons = patch.object(versions, "_ask", lambda device: versions._Reasons(None, None))
+    unchecked = patch("axes.kernels.common.layout.interpreted", lambda: True)
+    previous = driver._active  # asking for `active` would look for a GPU
+    driver.set_active(NoDevice())  # type: ignore[arg-type]
+    try:
+        with patch.object(Kernel, "by_triton", compiled), unchecked, reasons:
+            yield launches
+    finally:
+        driver._active = previous
+        for kernel in [x for x in gc.get_objects() if type(x) is Kernel]:  # nothing of this block is ready for a GPU
+            kernel._calls.clear()
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Work(NamedTuple):
+    """Of one direction: operations of torch, launches of kernels."""
+
+    operations: list[str]
+    launches: list[str]
+
+
+def example(name: str, length: int = 2) -> tuple[SequenceLayer, torch.Tensor]:
+    """A layer of two heads of 64 in bfloat16, which the kernels for Hopper take, and tokens."""
+    torch.manual_seed(0)
+    layer: SequenceLayer = getattr(sequence, name)(128, heads=2, dtype=torch.bfloat16)
+    return layer, torch.randn(1, length, 128, dtype=torch.bfloat16, requires_grad=True)
+
+
+def work(name: str) -> tuple[Work, Work]:
+    """What a layer's second forward and backward ask of torch and of the kernels."""
+    layer, x = example(name)
+    with no_launches() as launches:
+        y, _ = layer(x)
+        ones = torch.ones_like(y)
+        y.backward(ones)
+        layer.zero_grad()
+        launches.clear()
+        with _Operations() as counted:
+            y, _ = layer(x)
+        forward = Work(counted.names, launches.copy())
+        launches.clear()
+        with _Operations() as counted:
+            y.backward(ones)
+        return forward, Work(counted.names, launches)
+
+
+def milliseconds(name: str, calls: int = 200, rounds: int = 5) -> tuple[float, float]:
+    """Of the processor, of a forward and of both: the least of some rounds."""
+    layer, x = example(name)
+
+    def forward() -> Any:
+        return layer(x)[0]
+
+    def both() -> None:
+        y = forward()
+        y.backward(ones)
+
+    with no_launches():
+        ones = torch.ones_like(forward())
+        both(), both()
+        return _least(forward, calls, rounds), _least(both, calls, rounds)
+
+
+def _least(call: Callable[[], object], calls: int, rounds: int) -> float:
+    found = []
+    for _ in range(rounds):
+        begun = time.process_time()
+        for _ in range(calls):
+            call()
+        found.append((time.process_time() - begun) / calls * 1e3)
+    return min(found)
+
+
+def _profile(name: str) -> None:
+    layer, x = example(name)
+    with no_launches():
+        y, _ = layer(x)
+        ones = torch.ones_like(y)
+        y.backward(ones)
+        with cProfile.Profile() as profile:
+            for _ in range(200):
+                layer(x)[0].backward(ones)
+    pstats.Stats(profile).sort_stats("cumulative").print_stats(70)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("layers", nargs="*", default=BY_KERNELS)
+    parser.add_argument("--profile", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in given.layers:
+        forward, backward = work(name)
+        one, two = milliseconds(name)
+        counts = [f"{len(w.operations)} operations, {len(w.launches)} launches" for w in (forward, backward)]
+        print(f"{name:16} {one:6.3f} / {two:6.3f} ms   forward {counts[0]}; backward {counts[1]}", flush=True)
+        if given.profile:
+            print(forward.operations, forward.launches, backward.operations, backward.launches, sep="\n")
+            _profile(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Every layer on the meta device, exported and compiled with a length that is open: one graph for all lengths."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from axes.errors import AxesError
+from axes.routes import opaque
+from axes.sequence import (
+    ALL,
+    FoX,
+    GatedDeltaNet,
+    LatticeSim,
+    LinearAttention,
+    PaTH,
+    SoftmaxAttention,
+    Titans,
+)
+from axes.sequence.base import SequenceLayer
+
+D = 8
+# one of each route and block in `make test`, the others in `make test-all`
+QUICK = (GatedDeltaNet, Titans, LatticeSim, SoftmaxAttention, FoX, PaTH)
+every_layer = pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.name)
+
+
+def _marks(cls: type[SequenceLayer]) -> Any:
+    return () if cls in QUICK else pytest.mark.slow
+
+
+def make(cls: type[SequenceLayer]) -> SequenceLayer:
+    torch.manual_seed(0)
+    return cls(D, heads=2)
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randn(2, length, D, generator=torch.Generator().manual_seed(length)).requires_grad_()
+
+
+def both(call: Any, layer: SequenceLayer, length: int) -> list[Tensor]:
+    """Output and gradients; where there is none, zero."""
+    x = tokens(length)
+    y, _ = call(x)
+    leaves = [x, *layer.parameters()]
+    grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+    return [y, *(torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True))]
+
+
+def close(got: list[Tensor], want: list[Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * max(1.0, b.abs().max().item()))
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Any:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@every_layer
+def test_on_the_meta_device(cls: type[SequenceLayer]) -> None:
+    layer = cls(D, heads=2, device="meta")
+    assert all(p.is_meta for p in layer.parameters())
+    assert layer(torch.empty(2, 5, D, device="meta"))[0].shape == (2, 5, D)
+    layer.to_empty(device="cpu").reset_parameters()
+    assert layer(tokens(5))[0].isfinite().all()
+
+
+@every_layer
+def test_exported_with_any_length(cls: type[SequenceLayer]) -> None:
+    layer = make(cls)
+    exported = torch.export.export(layer, (tokens(6),), dynamic_shapes=({1: torch.export.Dim("T", min=2, max=4096)},))
+    with torch.no_grad():
+        for length in (5, 70):
+            close([exported.module()(tokens(length))[0]], [layer(tokens(length))[0]])
+
+
+@pytest.mark.parametrize("cls", [pytest.param(cls, id=cls.name, marks=_marks(cls)) for cls in ALL])
+def test_a_new_length_compiles_nothing(cls: type[SequenceLayer]) -> None:
+    layer = make(cls)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (6, 11, 70):
+        close(both(compiled, layer, length), both(layer, layer, length))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [LinearAttention, GatedDeltaNet, SoftmaxAttention, Titans], ids=lambda cls: cls.name)
+def test_by_inductor(cls: type[SequenceLayer]) -> None:
+    layer = make(cls)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for length in (6, 11, 70):
+        close(both(compiled, layer, length), both(layer, layer, length))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # looked at only
+def test_a_copy_and_a_state_are_compiled() -> None:
+    """A copy's tuple knows nothing yet; tokens after a state, which receives gradients too."""
+    layer = copy.deepcopy(make(GatedDeltaNet))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    found = []
+    for call in (layer, compiled):
+        first, second = tokens(7), tokens(9)
+        y, end = call(second, call(first)[1])
+        found.append([y, *torch.autograd.grad(y.sum() + end.memory.theta[0].square().sum(), (first, second))])
+    close(*found)
+
+
+@pytest.mark.parametrize("cls", [pytest.param(GatedDeltaNet, marks=pytest.mark.slow), FoX], ids=lambda cls: cls.name)
+def test_known_lengths_and_half_precision(cls: type[SequenceLayer]) -> None:
+    """A first length is known, the second opens it; results keep the dtype of the tokens."""
+    layer = make(cls)
+    # decomposed as for inductor: aot_eager alone gives derivatives of charts wrong strides (torch 2.13)
+    compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
+    for length in (6, 11):
+        close(both(compiled, layer, length), both(layer, layer, length))
+    layer, x = layer.bfloat16(), tokens(9).detach().bfloat16()
+    got, want = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)(x)[0], layer(x)[0]
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want)
+
+
+def test_the_operator() -> None:
+    """What torch asks of one, gradients included."""
+    layer = make(GatedDeltaNet)
+    names = {"q": (2, 5, 2, 4), "k": (2, 5, 2, 4), "v": (2, 5, 2, 4), "decay": (2, 5, 2), "beta": (2, 5, 2)}
+    signal = {n: (torch.rand(s) * 0.3 * (-1 if n == "decay" else 1)).requires_grad_() for n, s in names.items()}
+    state = layer.init_state(2).memory
+    call = " ".join(("chain", opaque._shape(state), *signal))
+    given = ([*signal.values(), *opaque._leaves(state)], opaque.text(layer.update), call)
+    torch.library.opcheck(opaque._operator, given)
+
+
+def test_a_graph_without_its_layer_says_so() -> None:
+    with pytest.raises(AxesError, match="no layer of StateUpdate"):
+        opaque._compute([], "StateUpdate(nowhere)", "chain [tt] q")
