@@ -108,6 +108,8 @@ def settle(update: StateUpdate) -> None:
     _fastest(update)
     _refusals(update)
     opaque.text(update)
+    if update.parts().memory.kind == "list":
+        attention.asked(update)
 
 
 def _device(device: str | torch.device | Target) -> torch.device:

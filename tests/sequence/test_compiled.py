@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from axes.errors import AxesError
 from axes.routes import opaque
+from axes.routes.select import settle
 from axes.sequence import (
     ALL,
     FoX,
@@ -72,6 +73,17 @@ def test_on_the_meta_device(cls: type[SequenceLayer]) -> None:
     assert layer(torch.empty(2, 5, D, device="meta"))[0].shape == (2, 5, D)
     layer.to_empty(device="cpu").reset_parameters()
     assert layer(tokens(5))[0].isfinite().all()
+
+
+@every_layer
+def test_what_runs_need_of_a_tuple_is_known_before(cls: type[SequenceLayer]) -> None:
+    """A graph is guarded by what its trace found on the tuple: what came with it would compile it again."""
+    layer = make(cls)
+    layer.update = copy.deepcopy(layer.update)  # which knows nothing yet
+    settle(layer.update)
+    before = set(vars(layer.update))
+    layer(tokens(6))
+    assert set(vars(layer.update)) == before
 
 
 @every_layer

@@ -42,7 +42,7 @@ def no_kernel(
 
     shapes: of the signal's tensors; with "cu_seqlens" of packed sequences and "pairs" of what the state holds.
     """
-    reason, carried, plain = _asked(update)
+    reason, carried, plain = asked(update)
     if reason is not None:
         return reason
     more = "cu_seqlens" in shapes or ("pairs" in shapes and shapes["pairs"][-1] > 0)
@@ -65,7 +65,7 @@ def no_kernel(
 
 
 @fact
-def _asked(update: StateUpdate) -> tuple[str | None, bool, bool]:
+def asked(update: StateUpdate) -> tuple[str | None, bool, bool]:
     """Why no kernel takes part whatever the data; whether keys are carried; whether nothing happens to pairs."""
     _, h, monoid, _, memory = update.parts()
     assert isinstance(memory, List)
