@@ -32,7 +32,7 @@ from axes.kernels.common import versions
 from axes.routes import dispatch
 from axes.routes.frame import Frame
 from axes.routes.packed import Packing
-from axes.routes.precision import autocast
+from axes.routes.precision import taken_in
 
 if TYPE_CHECKING:
     from axes.sequence.blocks import BlockModule
@@ -244,7 +244,7 @@ def enter(
     """
     implementation = implementation or dispatch.chosen()
     if implementation in (None, "triton") and x.numel():
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast(x) else x.dtype
+        dtype = taken_in(x)
         reason = no_block_kernel(around, x.device, dtype)
         if reason is None:
             assert around.fused is not None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from axes import catalogue
+from axes.bench.peers import AttentionLayer
 from axes.bench.results import begin, write
 from axes.bench.sequence import device_of, dtype_of
 from axes.bench.timing import Timing, median, peak_extra
@@ -266,7 +267,7 @@ def _contender(
         layer = _Products(_ours(name, size, torch.float32, torch.device("meta"))).to(device, dtype)
         return layer, layer
     if who == SDPA:
-        layer = _Attention(size).to(device, dtype)
+        layer = AttentionLayer(size.width, size.heads).to(device, dtype)
         return layer, layer
     layer = _peer(name, size).to(device, dtype)
     return layer, lambda x: layer(x)[0]
@@ -292,23 +293,6 @@ class _Products(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.out(self.into(x)[..., : self.width])
-        return out
-
-
-@final
-class _Attention(nn.Module):
-    """Causal attention as torch has it: one projection, flash SDPA, one projection."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.heads = (size.heads, size.width // size.heads)
-        self.into = nn.Linear(size.width, 3 * size.width, bias=False)
-        self.out = nn.Linear(size.width, size.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (z.unflatten(-1, self.heads).transpose(1, 2) for z in self.into(x).chunk(3, -1))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(y.transpose(1, 2).flatten(-2))
         return out
 
 

@@ -12,7 +12,7 @@ from typing import Any, final
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -88,3 +88,19 @@ def attention(signal: Signal) -> tuple[Tensor, Tensor]:
     backends = [SDPBackend.FLASH_ATTENTION] if q.device.type == "cuda" else [SDPBackend.MATH]
     with sdpa_kernel(backends):
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2), k
+
+
+@final
+class AttentionLayer(nn.Module):
+    """Causal attention as torch has it: one projection, flash SDPA, one projection."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.split = (heads, width // heads)
+        self.into = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (z.unflatten(-1, self.split).transpose(1, 2) for z in self.into(x).chunk(3, -1))
+        y: Tensor = self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return y

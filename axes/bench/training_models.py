@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from axes.bench.peers import AttentionLayer
 from axes.errors import AxesError
 from axes.models import Architecture, LanguageModel
 from axes.models.language_model import RMSNorm, SwiGLU
@@ -50,22 +51,6 @@ class Ours(nn.Module):
 
 
 @final
-class _Attention(nn.Module):
-    """Causal attention as torch has it: one projection, flash SDPA, one projection."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.split = (heads, width // heads)
-        self.into = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (z.unflatten(-1, self.split).transpose(1, 2) for z in self.into(x).chunk(3, -1))
-        y: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        return y
-
-
-@final
 class Torch(nn.Module):
     """Pre-norm blocks of flash SDPA and SwiGLU, and torch's cross-entropy of all logits."""
 
@@ -74,7 +59,7 @@ class Torch(nn.Module):
         self.embedding = nn.Embedding(size.vocabulary, size.width)
         parts: list[nn.Module] = []
         for _ in range(size.layers):
-            parts += [_Attention(size.width, size.heads), SwiGLU(size.width)]
+            parts += [AttentionLayer(size.width, size.heads), SwiGLU(size.width)]
         self.parts = nn.ModuleList(parts)
         self.norms = nn.ModuleList(RMSNorm(size.width) for _ in parts)
         self.norm = RMSNorm(size.width)

@@ -25,7 +25,7 @@ from axes.kernels.blocks.products import is_plain, products
 from axes.kernels.common import versions
 from axes.models.loss import linear_cross_entropy
 from axes.models.options import accepted_options
-from axes.routes.precision import autocast
+from axes.routes.precision import taken_in
 
 LayerStates = tuple[Any, ...]  # one nested tuple of tensors per sequence layer
 
@@ -79,8 +79,7 @@ class SwiGLU(nn.Module):
         self.out = nn.Linear(hidden, width, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if autocast(x) else x.dtype
+        dtype = taken_in(x)
         if x.numel() == 0 or self.no_kernel(x.device, dtype) is not None:
             y: Tensor = self.out(F.silu(self.gate(x)) * self.inner(x))
             return y

@@ -17,7 +17,7 @@ from torch import Tensor
 from axes.errors import AxesError, ShapeError
 from axes.kernels.common import versions
 from axes.kernels.common.operators import Differentiable
-from axes.routes.precision import autocast, own_precision
+from axes.routes.precision import own_precision, taken_in
 
 _ENTRIES = 1 << 28  # logits at a time: 0.5 GB of 16-bit numbers
 
@@ -106,8 +106,7 @@ def linear_cross_entropy(
         raise ShapeError(f"{who}: x is (..., D), the weight (V, D) and targets (...), not {got}")
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise ShapeError(f"{who}: targets are integers, not {targets.dtype}")
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if autocast(x) else x.dtype
+    dtype = taken_in(x)
     refused = versions.no_kernel(x.device, dtype)
     if implementation not in (None, "triton", "torch"):
         raise AxesError(f"{who}: implementation is None, 'triton' or 'torch', not {implementation!r}")

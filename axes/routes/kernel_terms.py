@@ -30,7 +30,6 @@ from axes.routes.packed import Packing
 Family = Literal["scalar", "diagonal", "dplr", "block"]
 HOPPER: frozenset[Family] = frozenset({"scalar", "diagonal", "dplr"})  # families with forms for that GPU
 WIDEST: dict[Family, int] = {"scalar": 256, "diagonal": 256, "dplr": 256, "block": 256}
-_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _ANY = (1, 1, 1, 1)
 
 
@@ -77,7 +76,7 @@ def no_kernel(
     reason = versions.refusal(device)
     if reason is not None:
         return reason
-    if dtype not in _DTYPES:
+    if dtype not in versions.DTYPES:
         return f"the kernels accumulate in float32, the values are {dtype}"
     kind = family(update)
     if isinstance(kind, NoFamily):

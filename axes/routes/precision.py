@@ -14,6 +14,11 @@ def autocast(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
+def taken_in(x: Tensor) -> torch.dtype:
+    """The dtype in which products take x: its own, or autocast's."""
+    return torch.get_autocast_dtype(x.device.type) if autocast(x) else x.dtype
+
+
 def own_precision(x: Tensor) -> AbstractContextManager[Any]:
     """Within the block operations take the dtypes that they are given."""
     return torch.autocast(x.device.type, enabled=False) if autocast(x) else nullcontext()

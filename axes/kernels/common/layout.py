@@ -11,8 +11,9 @@ import triton
 from torch import Tensor
 
 from axes.errors import ShapeError
+from axes.kernels.common import versions
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = versions.DTYPES
 LARGEST = 256  # widest keys and values
 
 

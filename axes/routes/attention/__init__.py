@@ -31,7 +31,6 @@ from axes.routes import scan
 from axes.routes.attention import softmax, transported
 from axes.routes.attention.sequences import Alone, Packed
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST, _WIDEST_CARRIED = 256, 128
 
 
@@ -52,7 +51,7 @@ def no_kernel(
         return "scores as they are: torch's fused attention"
     if (reason := versions.refusal(device)) is not None:
         return reason
-    if dtype not in _DTYPES:
+    if dtype not in versions.DTYPES:
         return f"the kernels accumulate in float32, the values are {dtype}"
     ranks = {len(shapes[n]) for n in "qkv" if n in shapes}
     grouped = ranks == {5} and not carried and "cu_seqlens" not in shapes and shapes["k"][3] == shapes["v"][3] == 1
