@@ -11,6 +11,7 @@ from axes.optim.rules.ekfac import EKFAC
 from axes.optim.rules.exponentiated import ExponentiatedGradient
 from axes.optim.rules.first_order import SGD, Adam, AdamW, Lion
 from axes.optim.rules.general import optimizer
+from axes.optim.rules.layerwise import LAMB, LARS
 from axes.optim.rules.matrix import Muon
 from axes.optim.rules.natural_gradient import ExactNaturalGradient, NaturalGradient
 from axes.optim.rules.normuon import NorMuon
@@ -41,6 +42,8 @@ ALL: tuple[type[Optimizer], ...] = (
     NAdam,
     SignSGD,
     Lion,
+    LARS,
+    LAMB,
     FrankWolfe,
     Muon,
     NorMuon,
@@ -62,6 +65,8 @@ __all__ = [
     "FrankWolfe",
     "Hebbian",
     "HuberRegression",
+    "LAMB",
+    "LARS",
     "Lion",
     "LpRegression",
     "Muon",

@@ -52,7 +52,7 @@ def _debiased_rate(a: StateUpdate, b: StateUpdate) -> bool:
 
 def _trust_ratio(a: StateUpdate, b: StateUpdate) -> bool:
     h, first, second = a.parts().h, a.parts().step, b.parts().step
-    if not isinstance(h, geometry.TrustRatio) or not (h.base.linear or h.base.scale_free):
+    if not isinstance(h, geometry.TrustRatio) or not h.drops_factors or not (h.base.linear or h.base.scale_free):
         return False
     return _only("step", a, b) and _same_but(first, second, "debias") and first.read is None
 

@@ -370,6 +370,30 @@ DATA = {
         OnUpdate(TrustRatio(Whiten((second_moment(0.95),)))),
         algorithm=Step(0.1, via=(Momentum(0.9, "ema", debias=True),)),
     ),
+    "lamb with decay": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    TrustRatio(Whiten((second_moment(0.95),)), Per("weight_decay"), bounds=(3.0, 4.0)),
+                    Scalar(0.9),
+                    ema(0.9, debias=True),
+                ),
+            ),
+        ),
+    ),
+    "lars": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.5,
+            via=(
+                StateUpdate(Linear(), TrustRatio(Euclidean(), 0.2, 0.3, "parts"), Zero()),
+                Momentum(0.9, "sum"),
+            ),
+        ),
+    ),
     "exponentiated gradient": StateUpdate(Given(), Entropic("row"), algorithm=Step(0.5)),
     "schedule-free": StateUpdate(Given(), algorithm=Step(0.1, at="read", read=Read(0.5, 0.05))),
     "weights between their average and themselves": StateUpdate(

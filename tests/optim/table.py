@@ -19,6 +19,7 @@ class Instance:
     configurations: tuple[dict[str, Any], ...] = field(default=({},))
     matrices: bool = False  # it routes, and takes bare parameters only in groups that name their rule
     layers: bool = False  # it needs the model
+    whole: bool = False  # it takes every parameter, as one piece: norms, row and column sums
     momentum: str = ""
     lr: float = 1e-2  # for a small network and few steps
     lowers: float = 0.8  # to which part of its first value the loss falls in these steps
@@ -54,6 +55,20 @@ INSTANCES = (
     Instance(optim.NAdam, ({}, {"betas": (0.8, 0.95), "weight_decay": 0.1}, {"betas": (0.0, 0.9)}), momentum="betas"),
     Instance(optim.SignSGD, ({}, {"momentum": 0.9, "weight_decay": 0.1}), momentum="momentum", lr=3e-3),
     Instance(optim.Lion, ({}, {"betas": (0.9, 0.9), "weight_decay": 0.1}), momentum="betas", lr=3e-3),
+    Instance(
+        optim.LARS,
+        ({}, {"nesterov": True, "coefficient": 0.1, "weight_decay": 0.1}, {"adapt": False, "weight_decay": 0.1}),
+        momentum="momentum",
+        lr=10.0,
+        whole=True,
+    ),
+    Instance(
+        optim.LAMB,
+        ({}, {"bounds": (0.5, 2.0), "bias_correction": False, "weight_decay": 0.1}, {"adapt": False}),
+        momentum="betas",
+        lr=3e-2,
+        whole=True,
+    ),
     Instance(
         optim.FrankWolfe,
         ({}, {"norm": "rows", "betas": (0.9, 0.99)}, {"norm": "frobenius", "betas": (0.0, 0.0), "radius": 5.0}),
@@ -111,7 +126,7 @@ INSTANCES = (
         momentum="momentum",
     ),
 )
-ENTRYWISE = tuple(i for i in INSTANCES if not i.matrices and not i.layers)  # rules that act entry by entry
+ENTRYWISE = tuple(i for i in INSTANCES if not (i.matrices or i.layers or i.whole))  # rules that act entry by entry
 
 
 class Net(nn.Module):
