@@ -46,7 +46,7 @@ __all__ = [
 
 Curvature = Literal["none", "affine", "nonlinear"]
 Residual = Literal["target", "error"]
-Side = Literal["entries", "rows", "columns", "eigen-entries", "whole"]
+Side = Literal["entries", "rows", "columns", "each-row", "each-column", "eigen-entries", "whole"]
 Value = Tensor | float
 _EMPTY: Signal = MappingProxyType({})
 
@@ -441,7 +441,8 @@ class Given(Cost):
 class Linear(Cost):
     """l = -<W, z>: the cost of filters and statistics, whose drive z is a quantity of the datum.
 
-    of: drive u, square u * u, left u u^T, right u^T u (u the raw drive (..., d_v, d_k)), eigen-square as square but
+    of: drive u, square u * u, row-square and column-square the means of u * u over each row, (..., d_v, 1), and over
+    each column, (..., 1, d_k), left u u^T, right u^T u (u the raw drive (..., d_v, d_k)), eigen-square as square but
     with u in the bases that the two statistics before it give, key k k^T, value v v^T, error e e^T (e the gradient of
     a layer's output). A signal that has "kk", "vv" or "ee" supplies that product itself,
     for data that are means over several examples. white-left is y y^T / d_k and white-right y^T y / d_v for the y that
@@ -452,8 +453,8 @@ class Linear(Cost):
     """
 
     of: Literal[
-        "drive", "square", "left", "right", "white-left", "white-right", "eigen-square", "eigen-fisher", "key", "value",
-        "error",
+        "drive", "square", "left", "right", "row-square", "column-square", "white-left", "white-right", "eigen-square",
+        "eigen-fisher", "key", "value", "error",
     ] = "drive"  # fmt: skip
     precision: Precision = "input"
     curvature: ClassVar[Curvature] = "none"
@@ -461,7 +462,8 @@ class Linear(Cost):
     def __post_init__(self) -> None:
         sides = ("left", "right", "white-left", "white-right")
         turned = ("eigen-square", "eigen-fisher")
-        allowed = ("drive", "square", *sides, *turned, "key", "value", "error")
+        means = ("row-square", "column-square")
+        allowed = ("drive", "square", *means, *sides, *turned, "key", "value", "error")
         if self.of not in allowed:
             raise IllegalUpdate(f"Linear: of={self.of!r} is not one of {', '.join(allowed)}")
         if self.precision not in PRECISIONS:
@@ -487,6 +489,8 @@ class Linear(Cost):
             return "rows"
         if self.of in ("right", "white-right", "key"):
             return "columns"
+        if self.of in ("row-square", "column-square"):
+            return "each-row" if self.of == "row-square" else "each-column"
         return "eigen-entries" if self.of in ("eigen-square", "eigen-fisher") else "entries"
 
     def drive(self, u: Tensor, signal: Signal = _EMPTY) -> Tensor:
@@ -502,6 +506,8 @@ class Linear(Cost):
             if self.whitened:
                 return outer_mean(x, self.precision)
             return symmetric_product(x.mT, None, self.precision)
+        if self.of in ("row-square", "column-square"):
+            return (u * u).mean(-1 if self.of == "row-square" else -2, keepdim=True)
         return u * u if self.of in ("square", "eigen-square") else u
 
 

@@ -258,6 +258,8 @@ def _statistics(p: Parts) -> Iterator[str]:
             yield f"a statistic's cost must be Linear(of=...), got {s.cost!r}"
         elif s.cost.side in ("rows", "columns") and not scalar:
             yield f"a statistic {s.cost!r} is a square matrix of its own size: it takes scalar gates and rates"
+        elif s.cost.side in ("each-row", "each-column") and not scalar:
+            yield f"a statistic {s.cost!r} has one number for a row or column: it takes scalar gates and rates"
         elif s.cost.whitened and not fitted:
             yield f"{s.cost!r} is of what Kronecker makes with two FittedFactors, and only stands there, unwrapped"
         if s.step.read is not None:

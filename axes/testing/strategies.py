@@ -30,6 +30,7 @@ from axes.core.geometry import (
     Geometry,
     Hypentropy,
     Lq,
+    RankOneWhiten,
     SignBall,
     SoftThreshold,
     Spectral,
@@ -165,8 +166,18 @@ def _filters(st: Any, named: bool) -> Any:
     roots = st.just(
         Whiten((StateUpdate(Linear("left")), StateUpdate(Linear("right"))), kind="kronecker", power=0.25, eps=0.1)
     )
-    wrapped = st.one_of(diagonal.map(Cautious), diagonal.map(TrustRatio))
-    directions = st.one_of(st.sampled_from((SignBall(), Sphere("whole"), Spectral("polar"))), diagonal, roots, wrapped)
+    sums = st.sampled_from((0.9, 0.8)).map(
+        lambda b: tuple(
+            StateUpdate(Linear(of), monoid=Scalar(b), algorithm=Step(1 - b))
+            for of in ("row-square", "column-square")
+        )
+    )
+    ranked = st.builds(RankOneWhiten, sums, st.just(1e-2), st.sampled_from(("added", "floor")))
+    pull: Any = st.sampled_from((0.2,) + ((Per("pull"),) if named else ()))
+    decayed = st.builds(TrustRatio, diagonal, pull, st.just(0.5), st.sampled_from(("whole", "parts")))
+    wrapped = st.one_of(diagonal.map(Cautious), diagonal.map(TrustRatio), decayed)
+    simple = st.sampled_from((SignBall(), Sphere("whole"), Spectral("polar")))
+    directions = st.one_of(simple, diagonal, roots, ranked, wrapped)
     plain = st.builds(lambda m, r, p: StateUpdate(Linear(), Euclidean(), m, Step(r, read=p)), gate, rate, read)
     curved = st.builds(
         lambda h, m, r: StateUpdate(Linear(), h, m, Step(r)), directions, st.one_of(st.just(Zero()), gate), rate

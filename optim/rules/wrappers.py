@@ -59,12 +59,20 @@ def coupled(update: StateUpdate, weight: Rate = WEIGHT_DECAY) -> StateUpdate:
 def undecayed(update: StateUpdate) -> StateUpdate:
     """The rule without the weight decays of this module."""
     update = update.normal()
+    _decays_outside(update)
     cost = update.cost.cost if isinstance(update.cost, Ridge) else update.cost
     kept = tuple(f for f in factors(update.monoid) if not isinstance(f, Decay | Hadamard))
     return dataclasses.replace(update, cost=cost, monoid=_product(kept))
 
 
+def _decays_outside(update: StateUpdate) -> None:
+    links = (link for f in update.filters() for link in f.parts().h.links())
+    if any(isinstance(link, TrustRatio) and not link.drops_factors for link in links):
+        raise AxesError("the rule decays inside its trust ratio, where no other decay can stand: set its weight_decay")
+
+
 def _decays_once(update: StateUpdate) -> None:
+    _decays_outside(update)
     if isinstance(update.cost, Ridge) or any(isinstance(f, Decay | Hadamard) for f in factors(update.monoid)):
         raise AxesError("the rule already decays its weights: two decays would add up; wrap undecayed(rule) instead")
 

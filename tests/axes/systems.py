@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from axes.core.algorithms import Anchor, Held, Mix, Momentum, Read, Step, Sum
 from axes.core.costs import (
     Alignment,
@@ -28,7 +30,9 @@ from axes.core.geometry import (
     Kronecker,
     Lq,
     LqLiteral,
+    RankOneWhiten,
     RotatedWhiten,
+    RowWhiten,
     SignBall,
     SoftThreshold,
     Spectral,
@@ -61,6 +65,13 @@ def ema(beta: float, **fields: object) -> Step:
 
 def second_moment(beta: float, *, debias: bool = True) -> StateUpdate:
     return StateUpdate(Linear("square"), monoid=Scalar(beta), algorithm=ema(beta, debias=debias))
+
+
+def rank_one(beta: float, **guard: Any) -> RankOneWhiten:
+    """An h that whitens by averages of the squares in rows and columns."""
+    means = ("row-square", "column-square")
+    averages = (StateUpdate(Linear(of), monoid=Scalar(beta), algorithm=ema(beta)) for of in means)  # type: ignore[arg-type]
+    return RankOneWhiten(tuple(averages), **guard)
 
 
 # Chains: affine in the state and its buffers.
@@ -182,6 +193,20 @@ CASCADES = {
         Step(
             BETA,
             via=(StateUpdate(Linear(), Whiten((second_moment(0.95),)), Scalar(0.9), ema(0.9, debias=True)),),
+        ),
+    ),
+    "delta rule whitened by rows and columns": StateUpdate(
+        SquaredError(),
+        monoid=Scalar("decay"),
+        algorithm=Step(
+            BETA, via=(StateUpdate(Linear(), rank_one(0.8, eps=0.3, guard="floor"), Scalar(0.9), ema(0.9)),)
+        ),
+    ),
+    "delta rule in proportion to the memory": StateUpdate(
+        SquaredError(),
+        algorithm=Step(
+            BETA,
+            via=(StateUpdate(Linear(), TrustRatio(Euclidean(), Per("pull"), 0.5, "parts"), Scalar(0.9), ema(0.9)),),
         ),
     ),
     "projected linear attention": StateUpdate(Alignment(), Sphere("rows"), Diagonal("key_decay"), Step(BETA)),
@@ -380,6 +405,23 @@ DATA = {
                     TrustRatio(Whiten((second_moment(0.95),)), Per("weight_decay"), bounds=(3.0, 4.0)),
                     Scalar(0.9),
                     ema(0.9, debias=True),
+                ),
+            ),
+        ),
+    ),
+    "row and column whitening": StateUpdate(
+        Given(),
+        monoid=Decay(0.01),
+        algorithm=Step(0.1, via=(StateUpdate(Linear(), rank_one(0.9, eps=0.1), Zero()),)),
+    ),
+    "row whitening": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                Momentum(0.9, "ema"),
+                StateUpdate(
+                    Linear(), RowWhiten((StateUpdate(Linear("row-square"), monoid=Scalar(0.7)),), 0.1), Zero()
                 ),
             ),
         ),

@@ -308,6 +308,14 @@ def test_wrappers_go_inside_a_rotational_update() -> None:
     assert isinstance(inside.filters()[-1].h, ConstantNorm)
 
 
+def test_a_decay_inside_a_trust_ratio_is_not_joined_by_another() -> None:
+    for rule in (optim.LAMB.declare(), optim.LARS.declare()):
+        for change in (wrappers.decoupled, wrappers.coupled, wrappers.undecayed, wrappers.rotational):
+            with pytest.raises(AxesError, match="inside its trust ratio"):
+                change(rule)
+    assert wrappers.undecayed(optim.LAMB.declare(adapt=False)) == wrappers.undecayed(optim.AdamW.declare(eps=1e-6))
+
+
 # ---- composition -----------------------------------------------------------------------------------------------------
 
 RULES = {cls.name: cls.update for cls in optim.ALL if not (keyed(cls.update) or needs_layers(cls.update))}
@@ -341,7 +349,7 @@ def descend(update: StateUpdate, foreach: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     ps = [nn.Parameter(torch.rand(SHAPE, generator=generator, dtype=torch.float64).softmax(-1)) for _ in range(2)]
     target = torch.rand(SHAPE, generator=generator, dtype=torch.float64)
-    rates: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+    rates: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "average": 0.2}
     rates["retention"] = torch.log1p(-0.1 * torch.rand(SHAPE, generator=generator, dtype=torch.float64))
     rates = {name: value for name, value in rates.items() if name in {per.name for per in update.demands()}}
     groups: Any = [{"params": ps, "rule": "matrix"}] if needs_matrices(update) else ps

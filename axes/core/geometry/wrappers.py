@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from axes.core.geometry.bregman import NO_CONTEXT, Context, Geometry, Slice, leaf_dims, leaf_size, require, wide
-from axes.core.geometry.normalised import require_entries
+from axes.core.geometry.normalised import require_of
 from axes.core.rates import Per, Rate, rate_shape, resolve, spread
 from axes.errors import IllegalUpdate
 
@@ -180,7 +180,7 @@ class Graft(_Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_entries(self, self.magnitude, ("drive",))
+        require_of(self, self.magnitude, ("drive",))
 
     @property
     def stats(self) -> tuple[Any, ...]:  # type: ignore[override]
