@@ -85,6 +85,6 @@ def test_normuon_keeps_one_number_a_row() -> None:
     optimizer.step()
     shapes = sorted(tuple(x.shape) for x in optimizer.state[p].values() if x.ndim)
     assert shapes == [(32, 1), (32, 64)]
-    own = StateUpdate(Given(), algorithm=Step(0.1, via=(StateUpdate(Linear(), RankOneWhiten((ROWS, COLUMNS)), Zero()),)))
-    whitened = optim.optimizer(own)([nn.Parameter(torch.ones(32, 64))])
+    both = StateUpdate(Linear(), RankOneWhiten((ROWS, COLUMNS)), Zero())
+    whitened = optim.optimizer(StateUpdate(Given(), algorithm=Step(0.1, via=(both,))))([nn.Parameter(torch.ones(32, 64))])
     assert sum(x.numel() for x in next(iter(whitened.state.values())).values() if x.ndim) == 96

@@ -88,7 +88,7 @@ class RankOneWhiten(Geometry):
             scale = (rows / row.sqrt()).sqrt() * (columns / column.sqrt()).sqrt()
         else:
             mean = (row.sqrt() * column.sqrt()).clamp_min(eps)
-            scale = (rows / mean * columns).clamp_min(eps * eps).sqrt()
+            scale = (rows / mean * columns).sqrt().clamp_min(eps)
         return (wide(theta) / scale).to(theta.dtype)
 
 
