@@ -6,6 +6,7 @@ if __name__ != "axes.optim":
 from axes.optim.engine.base import Optimizer
 from axes.optim.engine.reports import Report, report
 from axes.optim.rules import wrappers
+from axes.optim.rules.adamuon import AdaMuon
 from axes.optim.rules.adaptive import NAdam
 from axes.optim.rules.ekfac import EKFAC
 from axes.optim.rules.exponentiated import ExponentiatedGradient
@@ -47,6 +48,7 @@ ALL: tuple[type[Optimizer], ...] = (
     FrankWolfe,
     Muon,
     NorMuon,
+    AdaMuon,
     Shampoo,
     SOAP,
     PSGDKron,
@@ -57,6 +59,7 @@ ALL: tuple[type[Optimizer], ...] = (
 
 __all__ = [
     "ALL",
+    "AdaMuon",
     "Adam",
     "AdamW",
     "EKFAC",

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Unpack, final
 
 from axes.core.costs import Linear
-from axes.core.geometry import RowWhiten
+from axes.core.geometry import NormedWhiten
 from axes.core.monoids import Scalar, Zero
 from axes.core.state_update import StateUpdate
 from axes.linalg.newton_schulz import Form
@@ -112,7 +112,7 @@ class NorMuon(Optimizer):
         muon = Muon.declare(momentum, nesterov, ns_steps, ns_coefficients, eps, scale, precision, method, form).normal()
         step = muon.parts().step
         second_moment = StateUpdate(Linear("row-square"), monoid=Scalar(beta2))  # 1 - beta2 would cancel
-        rows = StateUpdate(Linear(), RowWhiten((second_moment,), row_eps), Zero())
+        rows = StateUpdate(Linear(), NormedWhiten((second_moment,), row_eps), Zero())
         return dataclasses.replace(muon, algorithm=dataclasses.replace(step, via=(*step.via, rows)))
 
     update = declare()

@@ -30,9 +30,9 @@ from axes.core.geometry import (
     Kronecker,
     Lq,
     LqLiteral,
+    NormedWhiten,
     RankOneWhiten,
     RotatedWhiten,
-    RowWhiten,
     SignBall,
     SoftThreshold,
     Spectral,
@@ -421,7 +421,18 @@ DATA = {
             via=(
                 Momentum(0.9, "ema"),
                 StateUpdate(
-                    Linear(), RowWhiten((StateUpdate(Linear("row-square"), monoid=Scalar(0.7)),), 0.1), Zero()
+                    Linear(), NormedWhiten((StateUpdate(Linear("row-square"), monoid=Scalar(0.7)),), 0.1), Zero()
+                ),
+            ),
+        ),
+    ),
+    "entry whitening of a known size": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(), NormedWhiten((StateUpdate(Linear("square"), monoid=Scalar(0.7)),), 0.1, 0.2), Zero()
                 ),
             ),
         ),

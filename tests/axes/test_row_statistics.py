@@ -11,7 +11,7 @@ from torch import nn
 from axes import optim
 from axes.core.algorithms import Step
 from axes.core.costs import Given, Linear
-from axes.core.geometry import Context, RankOneWhiten, RowWhiten, Whiten
+from axes.core.geometry import Context, NormedWhiten, RankOneWhiten, Whiten
 from axes.core.monoids import Diagonal, Scalar, Zero
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
@@ -56,13 +56,17 @@ def test_the_guards_hold_at_zero_and_at_tiny_numbers_in_float32(guard: Any) -> N
 
 
 def test_what_cannot_act_is_refused() -> None:
-    square = StateUpdate(Linear("square"), monoid=Scalar(0.5))
+    square, left = (StateUpdate(Linear(of), monoid=Scalar(0.5)) for of in ("square", "left"))  # type: ignore[arg-type]
+    halved = StateUpdate(Linear("square"), monoid=Scalar(0.5), algorithm=Step(0.5))
     for make, message in (
         (lambda: RankOneWhiten((COLUMNS, ROWS)), "takes a statistic of row-square"),
         (lambda: RankOneWhiten((ROWS,)), "two statistics"),
         (lambda: RankOneWhiten((ROWS, COLUMNS), 0.0), "eps must be positive"),
         (lambda: RankOneWhiten((ROWS, COLUMNS), guard="none"), "guard 'none'"),  # type: ignore[arg-type]
-        (lambda: RowWhiten((square,)), "takes a statistic of row-square"),
+        (lambda: NormedWhiten((left,)), "takes a statistic of row-square or column-square or square"),
+        (lambda: NormedWhiten((square, square)), "one statistic"),
+        (lambda: NormedWhiten((square,), rms=0.0), "rms must be positive"),
+        (lambda: NormedWhiten((halved,)), "factors of v cancel"),
         (lambda: StateUpdate(Linear(), Whiten((ROWS,))), "takes a statistic of the entries"),
         (
             lambda: StateUpdate(
@@ -86,5 +90,6 @@ def test_normuon_keeps_one_number_a_row() -> None:
     shapes = sorted(tuple(x.shape) for x in optimizer.state[p].values() if x.ndim)
     assert shapes == [(32, 1), (32, 64)]
     both = StateUpdate(Linear(), RankOneWhiten((ROWS, COLUMNS)), Zero())
-    whitened = optim.optimizer(StateUpdate(Given(), algorithm=Step(0.1, via=(both,))))([nn.Parameter(torch.ones(32, 64))])
+    rule = optim.optimizer(StateUpdate(Given(), algorithm=Step(0.1, via=(both,))))
+    whitened = rule([nn.Parameter(torch.ones(32, 64))])
     assert sum(x.numel() for x in next(iter(whitened.state.values())).values() if x.ndim) == 96

@@ -94,6 +94,13 @@ INSTANCES = (
         lr=3e-2,
     ),
     Instance(
+        optim.AdaMuon,
+        ({"precision": "input"}, {"sign": False, "nesterov": False, "beta2": 0.8, "precision": "input"}),
+        matrices=True,
+        momentum="momentum",
+        lr=3e-2,
+    ),
+    Instance(
         optim.SOAP,  # a gradient of low rank leaves rounding over eps in the other directions
         ({"eps": 1e-3}, {"eps": 1e-3, "betas": (0.0, 0.9), "shampoo_beta": 0.5}),
         matrices=True,

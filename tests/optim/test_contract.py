@@ -543,7 +543,7 @@ def test_momentum_can_be_turned_on_by_a_schedule(instance: Instance) -> None:
     model = net()
     off = (0.0, 0.9) if instance.momentum == "betas" else 0.0
     on = (0.8, 0.9) if instance.momentum == "betas" else 0.8
-    extra = {"nesterov": False} if instance.cls in (optim.Muon, optim.NorMuon) else {}
+    extra = {"nesterov": False} if instance.cls in (optim.Muon, optim.NorMuon, optim.AdaMuon) else {}
     optimizer = instance.cls(model, lr=0.01, **{instance.momentum: off}, **extra)
     train(model, optimizer, 2)
     for group in optimizer.param_groups:

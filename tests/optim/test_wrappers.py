@@ -323,6 +323,7 @@ RULES = {cls.name: cls.update for cls in optim.ALL if not (keyed(cls.update) or 
 RULES |= {
     "muon": optim.Muon.declare(precision="input"),
     "normuon": optim.NorMuon.declare(precision="input"),
+    "adamuon": optim.AdaMuon.declare(precision="input"),
     "soap": optim.SOAP.declare(eps=1e-3),
 }
 WRAPPERS: dict[str, Callable[[StateUpdate], StateUpdate]] = {

@@ -8,7 +8,7 @@ The contract is in `bregman`; `norms` and `balls` act entry by entry or on vecto
 from axes.core.geometry.balls import Ball, SignBall, Sphere
 from axes.core.geometry.bregman import Context, Geometry
 from axes.core.geometry.mixing import Birkhoff, Cayley
-from axes.core.geometry.normalised import KeyNormalised, RankOneWhiten, RowWhiten
+from axes.core.geometry.normalised import KeyNormalised, NormedWhiten, RankOneWhiten
 from axes.core.geometry.norms import Bounded, Entropic, Euclidean, Hypentropy, Lq, LqLiteral, SoftThreshold
 from axes.core.geometry.preconditioners import Eigenbasis, FittedFactor, InverseRoot, Kronecker, RotatedWhiten
 from axes.core.geometry.spectral import Spectral, Whiten
@@ -35,9 +35,9 @@ __all__ = [
     "InverseRoot",
     "Lq",
     "LqLiteral",
+    "NormedWhiten",
     "RankOneWhiten",
     "RotatedWhiten",
-    "RowWhiten",
     "SignBall",
     "SoftThreshold",
     "Spectral",

@@ -9,44 +9,57 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from axes.core.costs import Side
 from axes.core.geometry.bregman import NO_CONTEXT, Context, Geometry, leaf_size, require, require_matrix, wide
 from axes.errors import IllegalUpdate, ShapeError
 
 
 @final
 @dataclass(frozen=True, repr=False)
-class RowWhiten(Geometry):
-    """Rows divided by the root of their mean second moment, then the whole rescaled to the norm it had.
+class NormedWhiten(Geometry):
+    """A direction divided by the root of a second moment, then the whole rescaled to a norm that is known.
 
-    W = theta' |theta| / |theta'|,  theta'_i = theta_i / (sqrt(v_i) + eps), v a statistic of "row-square". On a
-    memoryless filter behind Muon's it is NorMuon.
+    W = theta' |theta| / |theta'|,  theta' = theta / (sqrt(v) + eps), v a statistic of "row-square", "column-square" or
+    "square": one number a row, a column or an entry. rms: W's norm is rms sqrt(m n) instead of theta's. On a memoryless
+    filter behind Muon's it is NorMuon with a number a row, and AdaMuon with a number an entry and rms 0.2.
 
-    Source: Li et al. 2025 (NorMuon), algorithm 1. Differs: the norm is kept, as in the authors' code, where the text
-    sets it to 0.2 sqrt(m n).
+    Source: Li et al. 2025 (NorMuon), algorithm 1, whose code keeps the norm where the text sets it by rms 0.2; Si,
+    Zhang and Shen 2025 (AdaMuon), algorithm 1.
     """
 
     stats: tuple[Any, ...]
     eps: float = 1e-10
+    rms: float | None = None
 
-    matrix = True
-    sides = ("each-row",)
     is_potential = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stats", tuple(self.stats))
         require(len(self.stats) == 1, self, f"one statistic, got {len(self.stats)}")
-        require_of(self, self.stats[0], ("row-square",))
+        require_of(self, self.stats[0], ("row-square", "column-square", "square"))
         p = self.stats[0].parts()
         bare = p.step.rate == 1.0 and not p.step.debias and p.h.is_identity
         require(bare, self, "factors of v cancel: leave its rate at 1, debias off and its h out")
         require(0 < self.eps < math.inf, self, f"eps must be positive and finite, got {self.eps}")
+        known = self.rms is None or 0 < self.rms < math.inf
+        require(known, self, f"rms must be positive and finite, or None for the norm that was, got {self.rms}")
+
+    @property
+    def sides(self) -> tuple[Side, ...]:  # type: ignore[override]
+        side: Side = self.stats[0].parts().cost.side
+        return (side,)
+
+    @property
+    def matrix(self) -> bool:  # type: ignore[override]
+        return self.sides != ("entries",)
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         require_matrix(self, theta)
-        (second,) = require_means(self, theta, context.stats, (-1,))
+        (second,) = require_sides(self, theta, context.stats)
         root = torch.where(second > 0, torch.where(second > 0, second, 1.0).sqrt(), 0.0)
-        rows = wide(theta) / (root + self.eps)
-        return (rows * (leaf_size(theta) / (leaf_size(rows) + self.eps))).to(theta.dtype)
+        even = wide(theta) / (root + self.eps)
+        norm = leaf_size(theta) if self.rms is None else self.rms * math.prod(theta.shape[-2:]) ** 0.5
+        return (even * (norm / (leaf_size(even) + self.eps))).to(theta.dtype)
 
 
 @final
@@ -79,7 +92,7 @@ class RankOneWhiten(Geometry):
         require(self.guard in ("added", "floor"), self, f"guard {self.guard!r} is not one of added, floor")
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        rows, columns = require_means(self, theta, context.stats, (-1, -2))
+        rows, columns = require_sides(self, theta, context.stats)
         eps = torch.finfo(rows.dtype).eps if self.eps is None else self.eps
         if self.guard == "added":
             rows, columns = rows + eps, columns + eps
@@ -120,19 +133,23 @@ class KeyNormalised(Geometry):
         return torch.where(live, theta / torch.where(live, square, 1.0), 0.0).to(theta.dtype)
 
 
-def require_means(
-    owner: Geometry, theta: Tensor, stats: tuple[Tensor, ...], dims: tuple[int, ...]
-) -> tuple[Tensor, ...]:
-    """The values of statistics of theta (..., m, n) that are means over these dimensions, at least in float32."""
+_LONG: dict[Side, tuple[bool, bool]] = {
+    "each-row": (True, False),
+    "each-column": (False, True),
+    "entries": (True, True),
+}
+
+
+def require_sides(owner: Geometry, theta: Tensor, stats: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The values of an owner's statistics of rows, columns or entries of theta (..., m, n), at least in float32."""
     who = type(owner).__name__
-    if len(stats) != len(dims):
-        raise IllegalUpdate(f"{who}: {len(dims)} statistic(s) declared, {len(stats)} supplied")
-    for stat, dim in zip(stats, dims, strict=True):
-        shape = list(theta.shape[-2:])
-        shape[dim] = 1
-        if list(stat.shape[-2:]) != shape:
+    if len(stats) != len(owner.sides):
+        raise IllegalUpdate(f"{who}: {len(owner.sides)} statistic(s) declared, {len(stats)} supplied")
+    for stat, side in zip(stats, owner.sides, strict=True):
+        shape = tuple(n if long else 1 for n, long in zip(theta.shape[-2:], _LONG[side], strict=True))
+        if tuple(stat.shape[-2:]) != shape:
             raise ShapeError(
-                f"{who}: a statistic of theta {tuple(theta.shape[-2:])} must be {tuple(shape)} here, got "
+                f"{who}: a statistic of theta {tuple(theta.shape[-2:])} must be {shape} here, got "
                 f"{tuple(stat.shape[-2:])}"
             )
     return tuple(wide(stat) for stat in stats)
