@@ -72,6 +72,8 @@ def _shapes(p: Parts) -> Iterator[str]:
             yield f"{memory} memory takes scalar or row rates"
         if not p.memory.one_leaf and rate_shape(p.cost.ridge) != "scalar":
             yield f"the leaves of {memory} memory have different shapes: its ridge is a scalar"
+        if not p.memory.one_leaf and any(rate_shape(rate) != "scalar" for rate in p.h.rates()):
+            yield f"the leaves of {memory} memory have different shapes: rates of {type(p.h).__name__} are scalars"
         for f in p.filters():
             if rate_shape(f.step.rate) != "scalar" or not gates(f.monoid) <= {"identity", "zero", "scalar"}:
                 yield f"filters over {memory} memory take scalar gates and rates: its leaves need not have one shape"

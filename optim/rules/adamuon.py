@@ -118,7 +118,7 @@ class AdaMuon(Optimizer):
         muon = Muon.declare(momentum, nesterov, ns_steps, ns_coefficients, eps, None, precision, method, form).normal()
         step = muon.parts().step
         (last,) = muon.filters()
-        orthogonal = (last,)
+        orthogonal: tuple[StateUpdate, ...] = (last,)
         if sign:
             orthogonal = (dataclasses.replace(last, h=SignBall()), StateUpdate(Linear(), last.parts().h, Zero()))
         second_moment = StateUpdate(Linear("square"), monoid=Scalar(beta2))  # 1 - beta2 would cancel

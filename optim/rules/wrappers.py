@@ -4,6 +4,7 @@
     direction   cautious, trust_ratio, grafting, rotational: an h around the h of the last filter
     drive       clipped: a memoryless filter ahead of all others
     reading     nesterov, schedule_free
+    the weights query_key_clip: rows scaled after the step
 
 `optimizer(wrapped)` makes an optimizer of the result: `optimizer(cautious(AdamW.declare()))(model, lr=1e-3)`. A change
 that cannot act, or would be undone by one that is already there, is refused.
@@ -15,10 +16,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
+from torch import Tensor
+
 from axes.core.algorithms import Mix, Momentum, Read, Step, Sum
 from axes.core.costs import Linear, Ridge
 from axes.core.declared import Recurrence
-from axes.core.geometry import Ball, Cautious, ConstantNorm, Euclidean, Geometry, Graft, TrustRatio
+from axes.core.geometry import Ball, Cautious, ConstantNorm, Euclidean, Geometry, Graft, Shrink, TrustRatio
 from axes.core.legality import factors
 from axes.core.monoids import Decay, Hadamard, Identity, Monoid, Product, Scalar, Zero
 from axes.core.rates import Per, Rate
@@ -27,6 +30,7 @@ from axes.errors import AxesError
 from axes.optim.rules.first_order import WEIGHT_DECAY
 
 AVERAGE = Per("average")  # the share of the newest weights in their average
+KEPT = Per("kept", "row")  # what is left of a row after the step
 
 # ---- weight decay --------------------------------------------------------------------------------------------------
 
@@ -228,15 +232,54 @@ def schedule_free(update: StateUpdate, beta: float = 0.9, average: Rate = AVERAG
     return StateUpdate(p.cost, Euclidean(), Decay(1.0), Step(average, at="read", via=(fast,), read=Mix(beta)))
 
 
+# ---- the weights -----------------------------------------------------------------------------------------------------
+
+
+def query_key_clip(update: StateUpdate) -> StateUpdate:
+    """Rows of the weights are scaled after every step, by the group's `kept`: 1, or one number a row (`head_factors`).
+
+    The tuple is for the projections to queries and keys; each of them is a parameter group, whose `kept` is set before
+    the step from the largest logits of its heads and stays until it is set again.
+
+    Source: Kimi Team 2025 (Kimi K2), section 2.1 and algorithm 1 (QK-Clip, with Muon: MuonClip).
+    """
+    update = update.normal()
+    p = update.parts()
+    if not (p.h.is_identity and p.step.read is None):
+        raise AxesError("query_key_clip scales the weights themselves: the rule must keep and show them")
+    return dataclasses.replace(update, h=Shrink(KEPT), algorithm=dataclasses.replace(p.step, lazy=False))
+
+
+def head_factors(logits: Tensor, rows: int, threshold: float = 100.0, share: float = 0.5) -> Tensor:
+    """`kept` of a projection with this many rows, heads one after another: min(1, threshold / logit)^share.
+
+    logits: the largest scores before the softmax, one a head, over the batch and over all processes. share: 1/2 for
+    queries and for keys, so that their products shrink by the whole; 1 for the queries of keys that heads share (the
+    rotary part of latent attention, multi-query attention), whose keys stay as they are. For keys that groups of query
+    heads share, logits are the largest of each group.
+    """
+    if logits.ndim != 1 or not logits.numel() or rows % logits.numel():
+        raise AxesError(
+            f"head_factors: {rows} rows are not a whole number for each of the heads in logits {tuple(logits.shape)}: "
+            "pass one largest logit a head"
+        )
+    if not (threshold > 0.0 and 0.0 < share <= 1.0):
+        raise AxesError(f"head_factors: threshold > 0 and share in (0, 1], got {threshold} and {share}")
+    factors = (threshold / logits.detach().clamp_min(threshold)) ** share
+    return factors.repeat_interleave(rows // logits.numel())
+
+
 __all__ = [
     "cautious",
     "clipped",
     "coupled",
     "decoupled",
     "grafting",
+    "head_factors",
     "independent",
     "nesterov",
     "per_parameter",
+    "query_key_clip",
     "rotational",
     "schedule_free",
     "trust_ratio",

@@ -33,6 +33,7 @@ from axes.core.geometry import (
     NormedWhiten,
     RankOneWhiten,
     RotatedWhiten,
+    Shrink,
     SignBall,
     SoftThreshold,
     Spectral,
@@ -201,6 +202,9 @@ CASCADES = {
         algorithm=Step(
             BETA, via=(StateUpdate(Linear(), rank_one(0.8, eps=0.3, guard="floor"), Scalar(0.9), ema(0.9)),)
         ),
+    ),
+    "delta rule whose rows shrink after the step": StateUpdate(
+        SquaredError(), Shrink(Per("kept", "row")), algorithm=Step(BETA, lazy=False)
     ),
     "delta rule in proportion to the memory": StateUpdate(
         SquaredError(),
@@ -425,6 +429,9 @@ DATA = {
                 ),
             ),
         ),
+    ),
+    "rows that shrink after the step": StateUpdate(
+        Given(), Shrink(Per("kept", "row")), Decay(0.05), Step(0.1, lazy=False, via=(Momentum(0.9, "ema"),))
     ),
     "entry whitening of a known size": StateUpdate(
         Given(),

@@ -35,6 +35,7 @@ from axes.core.geometry import (
     Hypentropy,
     Lq,
     LqLiteral,
+    Shrink,
     SignBall,
     SoftThreshold,
     Spectral,
@@ -68,6 +69,8 @@ INSTANCES: list[Geometry] = [
     SoftThreshold(0.3),
     SoftThreshold(Per("gamma")),
     SoftThreshold(Per("gamma_row", "row")),
+    Shrink(0.4),
+    Shrink(Per("gamma_row", "row")),
     Bounded(),
     Hypentropy(0.5),
     Sphere(),
@@ -121,6 +124,7 @@ STRICT: list[Geometry] = [
     Lq(),
     Lq(1.5),
     SoftThreshold(0.3),
+    Shrink(0.4),
     Bounded(),
     Hypentropy(0.5),
     Sphere(),
@@ -177,6 +181,7 @@ FIELDS: dict[Any, str] = {
     Lq: "p",
     LqLiteral: "p",
     SoftThreshold: "threshold",
+    Shrink: "factor",
     Bounded: "",
     Hypentropy: "scale",
     Sphere: "axis radius",
@@ -206,6 +211,8 @@ def test_capabilities_are_not_fields() -> None:
         ("Lq(1.0)", "above 1"),
         ("Lq(math.nan)", "above 1"),
         ("LqLiteral(math.inf)", "above 1"),
+        ("Shrink(1.0)", "must lie in (0, 1)"),
+        ("Shrink(Per('g', 'key'))", "of shape scalar, row or square"),
         ("SoftThreshold(-0.1)", ">= 0, got -0.1"),
         ("SoftThreshold(Per('g', domain='unit'))", "domain positive"),
         ("Sphere('row')", "axis 'row' is not one of rows"),
@@ -278,7 +285,7 @@ def test_missing_context_and_wrong_shapes_are_named() -> None:
 
 def test_capabilities() -> None:
     assert [type(h).__name__ for h in INSTANCES if h.is_identity] == ["Euclidean", "Lq"]
-    assert {type(h).__name__ for h in INSTANCES if h.linear} == {"Euclidean", "Lq", "Whiten"}
+    assert {type(h).__name__ for h in INSTANCES if h.linear} == {"Euclidean", "Lq", "Shrink", "Whiten"}
     assert Entropic("row").slice_axis == "row" and Entropic("last").slice_axis == "whole"
     assert not Entropic("last").matrix and Entropic().matrix and Whiten(("R",), "right").matrix
     assert Composite(Sphere(), Whiten(("v",))).scale_free and not Composite(Whiten(("v",)), Lq()).scale_free

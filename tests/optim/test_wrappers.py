@@ -308,6 +308,52 @@ def test_wrappers_go_inside_a_rotational_update() -> None:
     assert isinstance(inside.filters()[-1].h, ConstantNorm)
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_query_key_clip_scales_heads_after_the_step(foreach: bool) -> None:
+    """Beside Muon with the rows scaled by hand, to rounding, and beside pytorch_optimizer's MuonClip."""
+    given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "foreach": foreach}
+    generator = torch.Generator().manual_seed(1)
+    starts = [torch.randn(6, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+    mine, plain, theirs = ([nn.Parameter(x.clone()) for x in starts] for _ in range(3))
+    rule = optim.optimizer(wrappers.query_key_clip(optim.Muon.declare(0.9, False)))
+    ours = rule([{"params": [p], "rule": "matrix"} for p in mine], kept=1.0, **given)
+    muon = optim.Muon([{"params": [p], "rule": "muon"} for p in plain], momentum=0.9, nesterov=False, **given)
+    named = [{"qk_clip": "query", "attention_name": "a"}, {"qk_clip": "key", "attention_name": "a"}, {}]
+    groups = [{"params": [p], "use_muon": True, **n} for p, n in zip(theirs, named, strict=True)]
+    clip = pytorch_optimizer.MuonClip(groups, momentum=0.9, qk_clip_threshold=100.0, **given)
+    for t in range(6):
+        logits = torch.tensor([90.0, 130.0 + t], dtype=torch.float64)
+        for three in zip(mine, plain, theirs, strict=True):
+            g = torch.randn(6, 8, generator=generator, dtype=torch.float64)
+            for p in three:
+                p.grad = g.clone()
+        for group in ours.param_groups[:2]:
+            group["kept"] = wrappers.head_factors(logits, 6)
+        ours.step()
+        muon.step()
+        clip.step(attention_max_logits={"a": logits})
+        for p in plain[:2]:
+            p.data[3:] *= (100 / (130 + t)) ** 0.5
+    for p, q, r in zip(mine, plain, theirs, strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=1e-14)
+        torch.testing.assert_close(p.detach(), r.detach(), rtol=0, atol=2e-3)  # sums in bfloat16, where ours averages
+    assert float(mine[0].detach()[3:].norm()) < 0.5 * float(mine[2].detach()[3:].norm())
+
+
+def test_query_key_clip_refuses_what_it_cannot_scale() -> None:
+    with pytest.raises(AxesError, match="keep and show them"):
+        wrappers.query_key_clip(optim.SignedEG.declare())
+    with pytest.raises(AxesError, match="keep and show them"):
+        wrappers.query_key_clip(wrappers.schedule_free(optim.AdamW.declare(), 0.8, 0.2))
+    with pytest.raises(AxesError, match="7 rows are not a whole number"):
+        wrappers.head_factors(torch.ones(2), 7)
+    with pytest.raises(AxesError, match="share in"):
+        wrappers.head_factors(torch.ones(2), 6, share=2.0)
+    torch.testing.assert_close(
+        wrappers.head_factors(torch.tensor([400.0, -5.0]), 4, share=1.0), torch.tensor([0.25, 0.25, 1.0, 1.0])
+    )
+
+
 def test_a_decay_inside_a_trust_ratio_is_not_joined_by_another() -> None:
     for rule in (optim.LAMB.declare(), optim.LARS.declare()):
         for change in (wrappers.decoupled, wrappers.coupled, wrappers.undecayed, wrappers.rotational):
@@ -341,6 +387,7 @@ WRAPPERS: dict[str, Callable[[StateUpdate], StateUpdate]] = {
     "clipped max": lambda u: wrappers.clipped(u, 0.1, "max"),
     "nesterov": wrappers.nesterov,
     "schedule-free": lambda u: wrappers.schedule_free(u, 0.8, 0.2),
+    "query-key clip": wrappers.query_key_clip,
 }
 SHAPE = (3, 4)
 
@@ -351,6 +398,7 @@ def descend(update: StateUpdate, foreach: bool) -> list[Tensor]:
     ps = [nn.Parameter(torch.rand(SHAPE, generator=generator, dtype=torch.float64).softmax(-1)) for _ in range(2)]
     target = torch.rand(SHAPE, generator=generator, dtype=torch.float64)
     rates: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "average": 0.2}
+    rates["kept"] = 0.5 + 0.5 * torch.rand(SHAPE[0], generator=generator, dtype=torch.float64)
     rates["retention"] = torch.log1p(-0.1 * torch.rand(SHAPE, generator=generator, dtype=torch.float64))
     rates = {name: value for name, value in rates.items() if name in {per.name for per in update.demands()}}
     groups: Any = [{"params": ps, "rule": "matrix"}] if needs_matrices(update) else ps

@@ -9,7 +9,7 @@ from axes.core.geometry.balls import Ball, SignBall, Sphere
 from axes.core.geometry.bregman import Context, Geometry
 from axes.core.geometry.mixing import Birkhoff, Cayley
 from axes.core.geometry.normalised import KeyNormalised, NormedWhiten, RankOneWhiten
-from axes.core.geometry.norms import Bounded, Entropic, Euclidean, Hypentropy, Lq, LqLiteral, SoftThreshold
+from axes.core.geometry.norms import Bounded, Entropic, Euclidean, Hypentropy, Lq, LqLiteral, Shrink, SoftThreshold
 from axes.core.geometry.preconditioners import Eigenbasis, FittedFactor, InverseRoot, Kronecker, RotatedWhiten
 from axes.core.geometry.spectral import Spectral, Whiten
 from axes.core.geometry.wrappers import Cautious, Composite, ConstantNorm, Graft, TrustRatio
@@ -38,6 +38,7 @@ __all__ = [
     "NormedWhiten",
     "RankOneWhiten",
     "RotatedWhiten",
+    "Shrink",
     "SignBall",
     "SoftThreshold",
     "Spectral",

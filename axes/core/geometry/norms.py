@@ -238,6 +238,48 @@ class SoftThreshold(EuclideanOn):
 
 @final
 @dataclass(frozen=True, repr=False)
+class Shrink(EuclideanOn):
+    """h = |W|^2 / (2 factor) on every row: W = factor theta.
+
+    Lazy it is a scale of what is shown; agile it is the prox, at every step, of the penalty by which h exceeds
+    |W|^2 / 2: a decay after the step that each row has for itself. factor: a number in (0, 1), or a positive `Per`.
+
+    Source: the limit on attention logits of Kimi Team 2025, section 2.1, as a proximal step.
+    """
+
+    factor: Rate
+
+    linear = True
+    entrywise = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.factor, Per):
+            ok = self.factor.domain == "positive" and self.factor.shape in ("scalar", "row", "square")
+            require(ok, self, f"{self.factor!r} must be positive, of shape scalar, row or square")
+        else:
+            require(0 < self.factor < 1, self, f"the factor must lie in (0, 1), got {self.factor}")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        return theta * self._factor(context)
+
+    def subgradient(self, w: Tensor) -> Tensor:
+        return w / self._factor(NO_CONTEXT)
+
+    def potential(self, w: Tensor) -> Tensor:
+        return (w.square() / self._factor(NO_CONTEXT)).sum(leaf_dims(w)) / 2
+
+    def rates(self) -> tuple[Per, ...]:
+        return (self.factor,) if isinstance(self.factor, Per) else ()
+
+    def neutral(self) -> dict[str, float]:
+        return {per.name: 1.0 for per in self.rates()}
+
+    def _factor(self, context: Context) -> Tensor | float:
+        return spread(resolve(self.factor, context.signal), rate_shape(self.factor))
+
+
+@final
+@dataclass(frozen=True, repr=False)
 class Bounded(Geometry):
     """h = sum W log W + (1 - W) log(1 - W) on the unit cube: W = sigmoid(theta), theta = logit(W).
 
