@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from axes.core.declared import Declared, Recurrence
-from axes.core.rates import Per, Rate
+from axes.core.rates import Per, Rate, Variable
 from axes.errors import IllegalUpdate
 
 __all__ = [
@@ -67,8 +67,8 @@ class Held(Declared):
 class Read(Declared):
     """The output is read at  gate * theta_{t-1} + rate * u_t  instead of theta_t (Nesterov, Lion, RWKV-6's bonus)."""
 
-    gate: float
-    rate: float
+    gate: Rate
+    rate: Rate
 
 
 @final
@@ -76,10 +76,10 @@ class Read(Declared):
 class Mix(Declared):
     """The output is  weight * theta_t + (1 - weight) * u_t: between an average and its newest term (schedule-free)."""
 
-    weight: float
+    weight: Rate
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.weight < 1.0:
+        if not isinstance(self.weight, Variable) and not 0.0 < self.weight < 1.0:
             raise IllegalUpdate(f"Mix: weight must lie in (0, 1), got {self.weight}")
 
 
@@ -89,7 +89,7 @@ class Sum(Declared):
     """Filters side by side on the same drive, their outputs added with `weights` (two-EMA mixes)."""
 
     branches: tuple[Recurrence, ...]
-    weights: tuple[float, ...]
+    weights: tuple[Rate, ...]
 
     def __post_init__(self) -> None:
         if len(self.branches) != len(self.weights) or len(self.branches) < 2:
@@ -152,3 +152,9 @@ class Step(Declared):
             raise IllegalUpdate(f"Step: steps must be at least 1, got {self.steps}")
         if self.start not in ("zero", "first", "W0"):
             raise IllegalUpdate(f"Step: start={self.start!r} is not zero, first or W0")
+
+    def rates(self) -> tuple[Rate, ...]:
+        """Its own numbers and names: of the step, of the read point, of filters side by side."""
+        look = self.read
+        read = (look.gate, look.rate) if isinstance(look, Read) else () if look is None else (look.weight,)
+        return (self.rate, *read, *(w for f in self.via if isinstance(f, Sum) for w in f.weights))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from axes.core.declared import Declared
-from axes.core.rates import Per, Rate, Signal, rate_shape, resolve
+from axes.core.rates import Per, Rate, Signal, Variable, rate_shape, resolve
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg import solve
 from axes.linalg.blockwise import outer_mean
@@ -82,9 +82,9 @@ def _varies(c: Value) -> bool:
 
 def _positive(owner: str, rate: Rate, shapes: tuple[str, ...] = ("scalar",)) -> Rate:
     """The rate as declared, checked: a finite number > 0, or a positive `Per` of one of the shapes."""
-    if isinstance(rate, Per):
-        if rate.domain != "positive" or rate.shape not in shapes:
-            raise IllegalUpdate(f"{owner} takes a positive Per of shape {' or '.join(shapes)}, got {rate}")
+    if isinstance(rate, Per) and (rate.domain != "positive" or rate.shape not in shapes):
+        raise IllegalUpdate(f"{owner} takes a positive Per of shape {' or '.join(shapes)}, got {rate}")
+    if isinstance(rate, Variable):
         return rate
     if not (rate > 0 and math.isfinite(rate)):
         raise IllegalUpdate(f"{owner} must be a finite number > 0 or a Per, got {rate}")

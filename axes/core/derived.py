@@ -54,8 +54,18 @@ def structure(update: StateUpdate) -> Structure:
 
 
 @fact
+def _computed(update: StateUpdate) -> str | None:
+    """Why no route along a sequence has the numbers of every datum, or None if all do."""
+    if update.parts().computes_rates:
+        return "rates that are formulas, of the number of a datum say, are worked out datum by datum"
+    return None
+
+
+@fact
 def no_chain(update: StateUpdate) -> str | None:
     """Why the update is not an affine chain that the scans take, or None if it is."""
+    if (reason := _computed(update)) is not None:
+        return reason
     cost, h, monoid, step, memory = update.parts()
     kinds = gates(monoid)
     if memory.kind not in ("matrix", "entries"):
@@ -104,6 +114,8 @@ def no_chain(update: StateUpdate) -> str | None:
 @fact
 def no_cascade(update: StateUpdate) -> str | None:
     """Why stages cannot run one after another inside a chunk, or None if they can."""
+    if (reason := _computed(update)) is not None:
+        return reason
     step, memory = update.parts().step, update.parts().memory
     if memory.kind == "list":
         return "a list memory is attention"
@@ -131,6 +143,8 @@ def no_cascade(update: StateUpdate) -> str | None:
 @fact
 def no_gram(update: StateUpdate) -> str | None:
     """Why the exact Gram-space form of normalised slots does not apply, or None if it does (lattice.md 3.2)."""
+    if (reason := _computed(update)) is not None:
+        return reason
     cost, h, monoid, step, memory = update.parts()
     if memory.kind != "slots" or h.sphere is None or step.lazy:
         return "only normalised slots have a Gram-space form"
@@ -157,6 +171,8 @@ def no_gram(update: StateUpdate) -> str | None:
 @fact
 def no_attention(update: StateUpdate) -> str | None:
     """Why the update is not attention over a stored list, or None if it is."""
+    if (reason := _computed(update)) is not None:
+        return reason
     cost, h, monoid, _, memory = update.parts()
     if memory.kind != "list":
         return f"{type(memory).__name__} memory does not keep a list"

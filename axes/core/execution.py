@@ -27,7 +27,7 @@ from axes.core.geometry.preconditioners import fisher, is_begun, rotate
 from axes.core.memory import Leaves
 from axes.core.monoids import Element, Zero
 from axes.core.parts import Parts
-from axes.core.rates import Signal, rate_shape, resolve, spread
+from axes.core.rates import Rate, Signal, rate_shape, resolve, spread
 from axes.errors import IllegalUpdate
 from axes.linalg.solve import root
 
@@ -127,7 +127,7 @@ def step(
             anchor = refreshed(p, state, theta, norm, signal)
         return State(theta, via, stats, norm, anchor, count), Output(anchor[: len(theta)])
     context = _context(p, stats, signal, u, outer)
-    out = _shown(p, state, theta, norm, u, context)
+    out = _shown(p, state, theta, norm, u, context, signal)
     stored = theta if p.step.lazy else _map(p, theta, context)
     return State(stored, via, stats, norm, anchor, count), out
 
@@ -173,8 +173,8 @@ def drive(p: Parts, datum: Datum) -> Leaves:
 
 def _ridged(p: Parts, u: Leaves, weights: Leaves, signal: Signal) -> Leaves:
     """With the ridge of a coupled decay, l + (weight/2) |W|^2, at the evaluation point."""
-    weight, shape = resolve(p.cost.ridge, signal), rate_shape(p.cost.ridge)
-    return tuple(x - spread(weight, shape) * w for x, w in zip(u, weights, strict=True))
+    weight = _value(p.cost.ridge, signal)
+    return tuple(x - weight * w for x, w in zip(u, weights, strict=True))
 
 
 def _from_outside(given: Leaves | None) -> Leaves:
@@ -243,7 +243,8 @@ def _filtered(
             assert not isinstance(s, State)
             pairs = [step(b.parts(), t, signal, u, outer) for b, t in zip(f.branches, s, strict=True)]
             kept.append(tuple(t for t, _ in pairs))
-            mixed = [tuple(w * x for x in out.weights) for w, (_, out) in zip(f.weights, pairs, strict=True)]
+            weights = [_value(w, signal) for w in f.weights]
+            mixed = [tuple(w * x for x in out.weights) for w, (_, out) in zip(weights, pairs, strict=True)]
             u = tuple(sum(xs[1:], xs[0]) for xs in zip(*mixed, strict=True))
         else:
             assert isinstance(f, Recurrence) and isinstance(s, State)
@@ -324,17 +325,25 @@ def _responded(p: Parts, element: Element, norm: Tensor, rate: Tensor | float, s
     return p.memory.add((element.act(norm),), rate, rate_shape(p.step.rate), (unit,))[0]
 
 
-def _shown(p: Parts, state: State, theta: Leaves, norm: Leaves, u: Leaves, context: tuple[Context, ...]) -> Output:
+def _shown(
+    p: Parts, state: State, theta: Leaves, norm: Leaves, u: Leaves, context: tuple[Context, ...], signal: Signal
+) -> Output:
     """The output of a step: at theta, at the read point, or between theta and the newest drive."""
     look = p.step.read
     if isinstance(look, Read):
-        theta = tuple(look.gate * x + look.rate * y for x, y in zip(state.theta, u, strict=True))
-        norm = tuple(look.gate * n + look.rate * torch.ones_like(n) for n in state.norm)
+        gate, rate = _value(look.gate, signal), _value(look.rate, signal)
+        theta = tuple(gate * x + rate * y for x, y in zip(state.theta, u, strict=True))
+        norm = tuple(gate * n + rate * torch.ones_like(n) for n in state.norm)
     out = at_point(p, theta, norm, context)
     if isinstance(look, Mix):
-        w = look.weight
+        w = _value(look.weight, signal)
         return Output(tuple(w * x + (1 - w) * y for x, y in zip(out.weights, u, strict=True)))
     return out
+
+
+def _value(rate: Rate, signal: Signal) -> Tensor | float:
+    """A rate against leaves."""
+    return spread(resolve(rate, signal), rate_shape(rate))
 
 
 def at_point(p: Parts, theta: Leaves, norm: Leaves, context: tuple[Context, ...]) -> Output:

@@ -187,9 +187,9 @@ class Monoid(Declared, ABC):
 
 def _gate(rate: Rate, signal: Signal, like: Tensor) -> Element:
     """A key-side gate: numbers are gates, named unit rates arrive as logs, other domains are linear factors."""
-    if not isinstance(rate, Per):
-        return Element(scale=rate)
     value = resolve(rate, signal)
+    if not isinstance(rate, Per):
+        return Element(scale=value)
     if not isinstance(value, Tensor):
         return Element(scale=math.exp(value) if rate.domain == "unit" else value)
     if rate.domain != "unit":

@@ -41,6 +41,7 @@ class NotElementwise(AxesError):
 
 
 PARAMETER = "parameter"  # the name of what a step is about, among inputs and outputs
+COUNT = "count"  # of the number of data before the step, among the inputs of programs that read it
 
 
 @final
@@ -101,7 +102,8 @@ class Program:
                 if not tensors:
                     values.append(float(EVALUATE[op.name](*inputs)))
                     continue
-                inputs = [x if isinstance(x, Tensor) else tensors[0].new_full((), x) for x in inputs]
+                like = tensors[0]
+                inputs = [x if isinstance(x, Tensor) else like.new_full((), x, dtype=torch.float64) for x in inputs]
                 values.append(_TENSORS[op.name](*inputs))
         return values
 

@@ -54,7 +54,7 @@ from axes.core.monoids import (
     Scalar,
     Zero,
 )
-from axes.core.rates import Per, Rate
+from axes.core.rates import Count, Per, Rate
 from axes.core.state_update import OnUpdate, StateUpdate
 from axes.errors import IllegalUpdate
 
@@ -113,7 +113,8 @@ _TRANSITIONS: tuple[Monoid, ...] = (
     DPLR(0.5, "x", "y"),
     GeneralLinear(Per("logits", "mix", "real"), Cayley()),
 )
-_RATES: tuple[Rate, ...] = (1.0, 0.5, Per("beta"), Per("row_beta", "row"), Per("key_beta", "key"))
+_BETA = Per("beta")
+_RATES: tuple[Rate, ...] = (1.0, 0.5, _BETA, _BETA / Count(), Per("row_beta", "row"), Per("key_beta", "key"))
 _LISTS: tuple[Memory, ...] = (List(), List(1.0), List(window=3))
 _MEMORIES: tuple[Memory, ...] = (*(Matrix(),) * 6, Entries(), Slots(), LayerNormMatrix(), MLP(2), *_LISTS)
 
@@ -209,7 +210,7 @@ def _keyed(st: Any) -> Any:
             else _monoids(st),
             st.builds(
                 Step,
-                rate=st.sampled_from(_RATES[:3] if listed or deep else _RATES),
+                rate=st.sampled_from(_RATES[:4] if listed or deep else _RATES),
                 at=st.just("prev") if listed else at,
                 steps=st.just(1) if listed else st.sampled_from((1, 1, 1, 2)),
                 lazy=st.just(True) if listed else st.sampled_from((True, True, False)),
@@ -237,7 +238,7 @@ def _given(st: Any) -> Any:
         st.sampled_from((Identity(), Scalar(0.95), Decay(0.05), Decay(Per("weight_decay")), Scalar(0.5))),
         st.builds(
             Step,
-            rate=st.sampled_from((0.1, 0.05, Per("lr"))),
+            rate=st.sampled_from((0.1, 0.05, Per("lr"), 0.1 * Count() ** -0.5)),
             at=at,
             lazy=st.sampled_from((True, True, False)),
             via=_chain_of_filters(st, False),

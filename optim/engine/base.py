@@ -313,11 +313,12 @@ class Optimizer(torch.optim.Optimizer):
                 if parameter.requires_grad and parameter.numel():
                     with self._standing_in(parameter) as plain:
                         shown.append((plain, plain.clone()))
-                        theta = (self.state.get(plain) or {}).get("theta")
+                        state = self.state.get(plain) or {}
+                        theta, seen = state.get("theta"), int(state.get(trees.COUNT, 0))
                         if theta is None:
                             states.require_inside(self._places, update, plain)
                             theta = states.theta_0(update, plain)
-                        states.show(plain, states.evaluation_point(group, update, theta))
+                        states.show(plain, states.evaluation_point(group, update, theta, seen))
         return shown
 
     def _standing_in(self, parameter: Tensor) -> AbstractContextManager[Tensor]:

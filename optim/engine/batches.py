@@ -86,6 +86,8 @@ def _alike(group: Group, update: StateUpdate, parameters: list[Tensor], states: 
             if trees.counts(name) and how(group) != "host":
                 state[name] = state[name].to(parameter.device)
         same = [float(state[n]) for n in numbers]
+        if traced is not None and trees.COUNT in traced.inputs:
+            same.append(int(state[trees.COUNT]))
         if precision.draws(parameter):
             same.append(int(state[trees.COUNT]))
         forms = tuple(sorted(stored.forms_of(state).items()))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from axes.core.geometry import Context
-from axes.core.rates import resolve
+from axes.core.rates import SEEN, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine import stored, trees
@@ -73,10 +73,10 @@ def require_inside(places: Places, update: StateUpdate, parameter: Tensor) -> No
         )
 
 
-def evaluation_point(group: Group, update: StateUpdate, theta: Tensor) -> Tensor:
-    """The weights at which a tuple wants its gradient, where it is not what the parameter shows."""
+def evaluation_point(group: Group, update: StateUpdate, theta: Tensor, seen: Tensor | int = 0) -> Tensor:
+    """The weights at which a tuple wants its gradient after `seen` data, where it is not what the parameter shows."""
     p = update.parts()
-    signal = rates(group, update, theta)
+    signal = {**rates(group, update, theta), SEEN: seen}
     if p.step.at == "gated":
         element = p.monoid.element(signal, resolve(p.step.rate, signal), theta)
         (theta,) = p.memory.act(element, (theta,))

@@ -12,9 +12,10 @@ from axes.core.algorithms import Held, Sum
 from axes.core.declared import Recurrence
 from axes.core.monoids import Zero
 from axes.core.state_update import State, StateUpdate
+from axes.programs.program import COUNT
 
 HELD, MISSES = "held", "misses"  # a statistic's value since its last refresh; how often none could be taken
-COUNT = "count"  # keys with this name are integers on the host; all others are tensors beside their parameter
+# COUNT: keys with this name are integers on the host; all others are tensors beside their parameter
 
 
 def counts(name: str) -> bool:

@@ -24,7 +24,7 @@ from axes.core.declared import Recurrence
 from axes.core.geometry import Ball, Cautious, ConstantNorm, Euclidean, Geometry, Graft, Shrink, TrustRatio
 from axes.core.legality import factors
 from axes.core.monoids import Decay, Hadamard, Identity, Monoid, Product, Scalar, Zero
-from axes.core.rates import Per, Rate
+from axes.core.rates import Per, Rate, Variable
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.rules.first_order import WEIGHT_DECAY
@@ -204,7 +204,7 @@ def nesterov(update: StateUpdate) -> StateUpdate:
     if last is None:
         raise AxesError("nesterov reads a momentum buffer ahead: the rule has none")
     monoid, inner = last.parts().monoid, last.parts().step
-    if not isinstance(monoid, Scalar) or isinstance(monoid.gate, Per | str) or isinstance(inner.rate, Per):
+    if not isinstance(monoid, Scalar) or isinstance(monoid.gate, Variable | str) or isinstance(inner.rate, Variable):
         raise AxesError(f"nesterov needs a last filter with a constant retention and rate, not {monoid!r}")
     if inner.read is not None:
         raise AxesError("the last filter is read elsewhere already")
@@ -224,7 +224,7 @@ def schedule_free(update: StateUpdate, beta: float = 0.9, average: Rate = AVERAG
     """
     update = update.normal()
     p = update.parts()
-    if not (0.0 < beta < 1.0 and (isinstance(average, Per) or 0.0 < average < 1.0)):
+    if not (0.0 < beta < 1.0 and (isinstance(average, Variable) or 0.0 < average < 1.0)):
         raise AxesError(f"schedule_free: beta and average must lie in (0, 1), got {beta} and {average}")
     if not p.h.is_identity or p.step.read is not None or p.step.at != "prev":
         raise AxesError("schedule_free averages the weights of a rule that keeps and shows them")

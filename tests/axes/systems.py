@@ -54,7 +54,7 @@ from axes.core.monoids import (
     Scalar,
     Zero,
 )
-from axes.core.rates import Per
+from axes.core.rates import Count, Per, maximum, where
 from axes.core.state_update import OnUpdate, StateUpdate
 
 BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
@@ -237,6 +237,9 @@ CASCADES = {
 
 # The rest: exact nonlinear recurrences, which only the interpreter computes.
 SEQUENTIAL = {
+    "a step that shrinks with the number of the token": StateUpdate(
+        SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA / Count() ** 0.5, via=(Momentum(0.5, "ema"),))
+    ),
     "ttt, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=LayerNormMatrix()),
     "mlp, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=MLP(2)),
     "huber, every token": StateUpdate(Huber(1.0), monoid=Scalar("decay"), algorithm=Step(BETA)),
@@ -464,6 +467,21 @@ DATA = {
         ),
     ),
     "gated gradient": StateUpdate(Given(), monoid=Scalar(0.9), algorithm=Step(0.1, at="gated")),
+    "rates by the number of the datum": StateUpdate(
+        Given(),
+        monoid=Decay(where(Count() > 2, 0.1, 0.0)),
+        algorithm=Step(
+            Per("lr") / (1.0 + 0.1 * (Count() - 1.0)),
+            via=(
+                StateUpdate(Linear(), monoid=Scalar(1.0 - 0.7 * Count() ** -0.8), algorithm=Step(0.5 / Count())),
+                Sum(
+                    (StateUpdate(Linear(), monoid=Scalar(0.9)), StateUpdate(Linear())),
+                    (1.0, maximum(0.3, 1.0 / Count())),
+                ),
+                StateUpdate(Linear(), monoid=Scalar(0.5), algorithm=Step(read=Read(0.9 / Count(), 0.4))),
+            ),
+        ),
+    ),
 }
 
 SYSTEMS = {**KEYED, **DATA}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from axes.core.costs import Side
 from axes.core.declared import Declared
-from axes.core.rates import Per, Signal
+from axes.core.rates import Rate, Signal
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg.matrix_roots import largest_entry
 
@@ -114,8 +114,8 @@ class Geometry(Declared, ABC):
         """Whether w lies in C up to tol: bool (...)."""
         return torch.isfinite(w).all(leaf_dims(w)) if w.ndim else torch.isfinite(w)
 
-    def rates(self) -> tuple[Per, ...]:
-        """The named rates this h asks its axis for."""
+    def rates(self) -> tuple[Rate, ...]:
+        """The numbers of the datum that this h reads: those that an axis supplies, and formulas."""
         return ()
 
     def neutral(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ from axes.core.geometry.bregman import (
     require_matrix,
     wide,
 )
-from axes.core.rates import Per, Rate, rate_shape, resolve, spread
+from axes.core.rates import Per, Rate, Variable, rate_shape, resolve, spread
 
 
 @final
@@ -213,7 +213,7 @@ class SoftThreshold(EuclideanOn):
     def __post_init__(self) -> None:
         if isinstance(self.threshold, Per):
             require(self.threshold.domain == "positive", self, f"{self.threshold!r} must have domain positive")
-        else:
+        elif not isinstance(self.threshold, Variable):
             ok = 0 <= self.threshold < math.inf
             require(ok, self, f"the threshold must be finite and >= 0, got {self.threshold}")
 
@@ -226,11 +226,11 @@ class SoftThreshold(EuclideanOn):
     def potential(self, w: Tensor) -> Tensor:
         return (w.square() / 2 + self._threshold(NO_CONTEXT) * w.abs()).sum(leaf_dims(w))
 
-    def rates(self) -> tuple[Per, ...]:
-        return (self.threshold,) if isinstance(self.threshold, Per) else ()
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.threshold,)
 
     def neutral(self) -> dict[str, float]:
-        return {per.name: 0.0 for per in self.rates()}
+        return {self.threshold.name: 0.0} if isinstance(self.threshold, Per) else {}
 
     def _threshold(self, context: Context) -> Tensor | float:
         return spread(resolve(self.threshold, context.signal), rate_shape(self.threshold))

@@ -54,7 +54,7 @@ class _Wrapper(Geometry):
     def reads(self) -> frozenset[str]:  # type: ignore[override]
         return self.base.reads | self._compares
 
-    def rates(self) -> tuple[Per, ...]:
+    def rates(self) -> tuple[Rate, ...]:
         return self.base.rates()
 
     def neutral(self) -> dict[str, float]:
@@ -244,9 +244,8 @@ class ConstantNorm(_Wrapper):
         turned = radius / moved * (n - at * ((2 * along + rate) / (1 + moved)))
         return torch.where((radius > 0) & (have > 0), turned, w).to(theta.dtype)
 
-    def rates(self) -> tuple[Per, ...]:
-        own = (self.rate,) if isinstance(self.rate, Per) else ()
-        return (*self.base.rates(), *own)
+    def rates(self) -> tuple[Rate, ...]:
+        return (*self.base.rates(), self.rate)
 
     def _dims(self, x: Tensor) -> tuple[int, ...]:
         return leaf_dims(x) if self.axis == "whole" else (-1,)
@@ -327,7 +326,7 @@ class Composite(Geometry):
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
         return self.outer.contains(w, tol)
 
-    def rates(self) -> tuple[Per, ...]:
+    def rates(self) -> tuple[Rate, ...]:
         return self.inner.rates() + self.outer.rates()
 
     def neutral(self) -> dict[str, float]:
