@@ -6,6 +6,7 @@ if __name__ != "axes.optim":
 from axes.optim.engine.base import Optimizer
 from axes.optim.engine.reports import Report, report
 from axes.optim.rules import wrappers
+from axes.optim.rules.adafactor import Adafactor
 from axes.optim.rules.adamuon import AdaMuon
 from axes.optim.rules.adaptive import NAdam
 from axes.optim.rules.ekfac import EKFAC
@@ -45,6 +46,7 @@ ALL: tuple[type[Optimizer], ...] = (
     Lion,
     LARS,
     LAMB,
+    Adafactor,
     FrankWolfe,
     Muon,
     NorMuon,
@@ -60,6 +62,7 @@ ALL: tuple[type[Optimizer], ...] = (
 __all__ = [
     "ALL",
     "AdaMuon",
+    "Adafactor",
     "Adam",
     "AdamW",
     "EKFAC",

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from axes.core.algorithms import Anchor, Held, Mix
 from axes.core.costs import Linear
 from axes.core.geometry import Entropic
-from axes.core.monoids import Decay, Diagonal, Identity, Monoid, Product, Zero
+from axes.core.monoids import Decay, Diagonal, Identity, Monoid, Product, Scalar, Zero
 from axes.core.parts import Parts
-from axes.core.rates import Per, rate_shape
+from axes.core.rates import SEEN, Per, counted, named, rate_shape, resolve
 from axes.errors import IllegalUpdate
 
 
@@ -192,6 +192,17 @@ def _start(p: Parts) -> Iterator[str]:
             yield "start='first' has no effect: at rate 1 an empty memory starts at its first drive anyway"
         if step.debias:
             yield "start='first' already has no bias to correct"
+        if _is_whole(p):
+            yield "start='first' has no effect: the first weight is 1, so the average starts at its first drive anyway"
+
+
+def _is_whole(p: Parts) -> bool:
+    """Whether p is an average by the number of the datum with weights 1 - r_t and r_t, r_1 = 1."""
+    gate, rate = p.monoid.gate if isinstance(p.monoid, Scalar) else 0.0, p.step.rate
+    if isinstance(gate, str) or not counted(gate) or any(True for x in (gate, rate) for _ in named(x)):
+        return False
+    values = [(float(resolve(gate, {SEEN: n})), float(resolve(rate, {SEEN: n}))) for n in range(4)]
+    return values[0] == (0.0, 1.0) and all(abs(a + b - 1.0) < 1e-12 for a, b in values)
 
 
 def _normaliser(p: Parts) -> Iterator[str]:
@@ -203,6 +214,8 @@ def _normaliser(p: Parts) -> Iterator[str]:
         yield "debias without forgetting divides by the number of data: use a decaying monoid"
     if h.scale_free and not memory.keyed and kinds <= {"scalar", "zero"}:
         yield f"debias has no effect: {type(h).__name__} drops the factor it divides by"
+    if _is_whole(p):
+        yield "debias has no effect: the weights sum to 1 from the first datum on"
     if memory.keyed and (p.drive_sees_state or not h.is_identity or not p.step.lazy):
         yield "a normaliser needs a linear, Euclidean memory whose writes do not depend on the state"
     if not kinds <= {"identity", "scalar", "diagonal", "row", "hadamard"}:

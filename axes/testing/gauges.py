@@ -94,6 +94,11 @@ def _numerical(a: StateUpdate, b: StateUpdate) -> bool:
         return any(_same_but(first, second, field) for field in ("tolerance", "eps", "form"))
     if isinstance(first, Eigenbasis | InverseRoot):
         return _same_but(first, second, "qr" if isinstance(first, Eigenbasis) else "method")
+    pairs = [(x, y) for x, y in zip(first.links(), second.links(), strict=False) if x != y]
+    if pairs and isinstance(pairs[-1][0], geometry.RankOneWhiten) and _same_but(*pairs[-1], "guard"):
+        return True
+    if pairs and isinstance(pairs[-1][0], geometry.RelativeStep) and _same_but(*pairs[-1], "least"):
+        return True
     links = [list(_links(u.parts().monoid)) for u in (a, b)]
     changed = [(x, y) for x, y in zip(*links, strict=False) if x != y]
     return len(changed) == 1 and (_same_but(*changed[0], "iterations") or _same_but(*changed[0], "method"))
@@ -189,8 +194,9 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge(
         "numerical-only fields",
         _numerical,
-        "tolerance and eps far from their threshold, iterations after convergence, the two evaluations of Cayley's "
-        "map, of an inverse root, of an orthonormalisation and of odd polynomials change rounding alone",
+        "tolerance, eps, where eps stands and the least size of weights, far from their threshold, iterations after "
+        "convergence, the two evaluations of Cayley's map, of an inverse root, of an orthonormalisation and of odd "
+        "polynomials change rounding alone",
     ),
     Gauge(
         "list memory with Euclidean h",

@@ -18,10 +18,12 @@ from axes.core.costs import (
     SquaredError,
 )
 from axes.core.geometry import (
+    Ball,
     Birkhoff,
     Bounded,
     Cautious,
     Cayley,
+    Composite,
     Eigenbasis,
     Entropic,
     Euclidean,
@@ -32,6 +34,7 @@ from axes.core.geometry import (
     LqLiteral,
     NormedWhiten,
     RankOneWhiten,
+    RelativeStep,
     RotatedWhiten,
     Shrink,
     SignBall,
@@ -54,7 +57,7 @@ from axes.core.monoids import (
     Scalar,
     Zero,
 )
-from axes.core.rates import Count, Per, maximum, where
+from axes.core.rates import Count, Per, maximum, minimum, where
 from axes.core.state_update import OnUpdate, StateUpdate
 
 BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
@@ -435,6 +438,18 @@ DATA = {
     ),
     "rows that shrink after the step": StateUpdate(
         Given(), Shrink(Per("kept", "row")), Decay(0.05), Step(0.1, lazy=False, via=(Momentum(0.9, "ema"),))
+    ),
+    "a clipped and relative step": StateUpdate(
+        Given(),
+        monoid=Decay(0.01),
+        algorithm=Step(
+            minimum(0.3, Count() ** -0.5),
+            via=(
+                StateUpdate(
+                    Linear(), RelativeStep(Composite(Ball(0.9, "rms"), rank_one(0.9, eps=0.1)), 1.5), Zero()
+                ),
+            ),
+        ),
     ),
     "entry whitening of a known size": StateUpdate(
         Given(),

@@ -13,6 +13,7 @@ from axes.core.algorithms import Step
 from axes.core.costs import Given, Linear
 from axes.core.geometry import Context, NormedWhiten, RankOneWhiten, Whiten
 from axes.core.monoids import Diagonal, Scalar, Zero
+from axes.core.rates import Count
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 
@@ -93,3 +94,11 @@ def test_normuon_keeps_one_number_a_row() -> None:
     rule = optim.optimizer(StateUpdate(Given(), algorithm=Step(0.1, via=(both,))))
     whitened = rule([nn.Parameter(torch.ones(32, 64))])
     assert sum(x.numel() for x in next(iter(whitened.state.values())).values() if x.ndim) == 96
+
+
+def test_an_average_that_is_whole_from_the_start_has_nothing_to_correct() -> None:
+    new = Count() ** -0.8
+    for step, message in ((Step(new, debias=True), "sum to 1"), (Step(new, start="first"), "starts at its first")):
+        with pytest.raises(IllegalUpdate, match=message):
+            StateUpdate(Linear("row-square"), monoid=Scalar(1.0 - new), algorithm=step)
+    StateUpdate(Linear("row-square"), monoid=Scalar(1.0 - 0.9 * new), algorithm=Step(new, debias=True))

@@ -70,6 +70,13 @@ INSTANCES = (
         whole=True,
     ),
     Instance(
+        optim.Adafactor,
+        ({}, {"momentum": 0.8, "guard": "added", "eps": (1e-30, 1e-2)}, {"schedule": False, "relative": False}),
+        momentum="momentum",
+        lr=3e-2,
+        whole=True,
+    ),
+    Instance(
         optim.FrankWolfe,
         ({}, {"norm": "rows", "betas": (0.9, 0.99)}, {"norm": "frobenius", "betas": (0.0, 0.0), "radius": 5.0}),
         matrices=True,

@@ -12,7 +12,7 @@ from axes.core.geometry.normalised import KeyNormalised, NormedWhiten, RankOneWh
 from axes.core.geometry.norms import Bounded, Entropic, Euclidean, Hypentropy, Lq, LqLiteral, Shrink, SoftThreshold
 from axes.core.geometry.preconditioners import Eigenbasis, FittedFactor, InverseRoot, Kronecker, RotatedWhiten
 from axes.core.geometry.spectral import Spectral, Whiten
-from axes.core.geometry.wrappers import Cautious, Composite, ConstantNorm, Graft, TrustRatio
+from axes.core.geometry.wrappers import Cautious, Composite, ConstantNorm, Graft, RelativeStep, TrustRatio
 
 __all__ = [
     "Ball",
@@ -37,6 +37,7 @@ __all__ = [
     "LqLiteral",
     "NormedWhiten",
     "RankOneWhiten",
+    "RelativeStep",
     "RotatedWhiten",
     "Shrink",
     "SignBall",

@@ -97,18 +97,20 @@ class SignBall(EuclideanOn):
 class Ball(EuclideanOn):
     """h = |W|^2 / 2 on a ball around 0: W = the nearest point of it to theta.
 
-    norm: "euclidean" scales theta to at most `radius` over the leaf, "max" clamps every entry to [-radius, radius]. On
-    a memoryless filter ahead of all others it is gradient clipping, parameter by parameter.
+    norm: "euclidean" scales theta to at most `radius` over the leaf, "rms" to at most `radius` times the root of the
+    number of its entries, "max" clamps every entry to [-radius, radius]. On a memoryless filter ahead of all others it
+    is gradient clipping, parameter by parameter.
 
-    Source: Pascanu, Mikolov and Bengio 2013, algorithm 1 (euclidean).
+    Source: Pascanu, Mikolov and Bengio 2013, algorithm 1 (euclidean); Shazeer and Stern 2018, algorithm 3 (rms).
     """
 
     radius: float = 1.0
-    norm: Literal["euclidean", "max"] = "euclidean"
+    norm: Literal["euclidean", "rms", "max"] = "euclidean"
 
     def __post_init__(self) -> None:
         require(0 < self.radius < math.inf, self, f"radius must be positive and finite, got {self.radius}")
-        require(self.norm in ("euclidean", "max"), self, f"norm {self.norm!r} is not one of euclidean, max")
+        known = self.norm in ("euclidean", "rms", "max")
+        require(known, self, f"norm {self.norm!r} is not one of euclidean, rms, max")
 
     @property
     def entrywise(self) -> bool:  # type: ignore[override]
@@ -117,9 +119,12 @@ class Ball(EuclideanOn):
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         if self.norm == "max":
             return theta.clamp(-self.radius, self.radius)
-        size = leaf_size(theta)
-        return (theta * (self.radius / size.clamp_min(self.radius))).to(theta.dtype)
+        size, radius = leaf_size(theta), self._length(theta)
+        return (theta * (radius / size.clamp_min(radius))).to(theta.dtype)
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
         size = w.abs().amax(leaf_dims(w)) if self.norm == "max" else wide(w).square().sum(leaf_dims(w)).sqrt()
-        return size <= self.radius + tol
+        return size <= self._length(w) + tol
+
+    def _length(self, x: Tensor) -> float:
+        return self.radius * math.prod(x.shape[d] for d in leaf_dims(x)) ** 0.5 if self.norm == "rms" else self.radius

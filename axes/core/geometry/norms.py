@@ -256,7 +256,7 @@ class Shrink(EuclideanOn):
         if isinstance(self.factor, Per):
             ok = self.factor.domain == "positive" and self.factor.shape in ("scalar", "row", "square")
             require(ok, self, f"{self.factor!r} must be positive, of shape scalar, row or square")
-        else:
+        elif not isinstance(self.factor, Variable):
             require(0 < self.factor < 1, self, f"the factor must lie in (0, 1), got {self.factor}")
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
@@ -268,11 +268,11 @@ class Shrink(EuclideanOn):
     def potential(self, w: Tensor) -> Tensor:
         return (w.square() / self._factor(NO_CONTEXT)).sum(leaf_dims(w)) / 2
 
-    def rates(self) -> tuple[Per, ...]:
-        return (self.factor,) if isinstance(self.factor, Per) else ()
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.factor,)
 
     def neutral(self) -> dict[str, float]:
-        return {per.name: 1.0 for per in self.rates()}
+        return {self.factor.name: 1.0} if isinstance(self.factor, Per) else {}
 
     def _factor(self, context: Context) -> Tensor | float:
         return spread(resolve(self.factor, context.signal), rate_shape(self.factor))

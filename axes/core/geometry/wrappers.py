@@ -13,7 +13,7 @@ from torch import Tensor
 
 from axes.core.geometry.bregman import NO_CONTEXT, Context, Geometry, Slice, leaf_dims, leaf_size, require, wide
 from axes.core.geometry.normalised import require_of
-from axes.core.rates import Per, Rate, rate_shape, resolve, spread
+from axes.core.rates import Per, Rate, Variable, rate_shape, resolve, spread
 from axes.errors import IllegalUpdate
 
 
@@ -119,7 +119,7 @@ class TrustRatio(_Wrapper):
         if isinstance(self.decay, Per):
             message = f"decay must be positive and one number a leaf or an entry, got {self.decay!r}"
             require(self.decay.domain == "positive" and self.decay.shape in ("scalar", "square"), self, message)
-        else:
+        elif not isinstance(self.decay, Variable):
             require(0 <= self.decay < math.inf, self, f"decay must be finite and >= 0, got {self.decay}")
         require(0 < self.coefficient < math.inf, self, f"coefficient must be positive, got {self.coefficient}")
         require(self.length in ("whole", "parts"), self, f"length {self.length!r} is not one of whole, parts")
@@ -131,7 +131,7 @@ class TrustRatio(_Wrapper):
 
     @property
     def _decays(self) -> bool:
-        return isinstance(self.decay, Per) or self.decay > 0
+        return isinstance(self.decay, Variable) or self.decay > 0
 
     @property
     def drops_factors(self) -> bool:
@@ -152,9 +152,36 @@ class TrustRatio(_Wrapper):
         ratio = self.coefficient * need / torch.where(both, have, 1.0)
         return (d * torch.where(both, ratio, 1.0)).to(theta.dtype)
 
-    def rates(self) -> tuple[Per, ...]:
-        own = (self.decay,) if isinstance(self.decay, Per) else ()
-        return (*self.base.rates(), *own)
+    def rates(self) -> tuple[Rate, ...]:
+        return (*self.base.rates(), self.decay)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class RelativeStep(_Wrapper):
+    """A direction times the root mean square of the weights: W = base(theta) max(rms(w), least), rms over a leaf.
+
+    Where base gives entries of size one, a step is relative to the weights. least: what a parameter near zero moves by.
+    Needs `context.weights`.
+
+    Source: Shazeer and Stern 2018, section 8.
+    """
+
+    base: Geometry
+    least: float = 1e-3
+
+    _compares = frozenset({"weights"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.least < math.inf, self, f"least must be positive and finite, got {self.least}")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if context.weights is None:
+            raise IllegalUpdate("RelativeStep scales by the weights: put it on a filter, not on a state")
+        w = self.base.primal(theta, context)
+        size = wide(context.weights).square().mean(leaf_dims(context.weights), keepdim=True)
+        return (w * torch.where(size > 0, size, 1.0).sqrt().where(size > 0, 0.0).clamp_min(self.least)).to(w.dtype)
 
 
 def _homogeneous(h: Geometry) -> bool:
