@@ -141,6 +141,8 @@ def _implicit(p: Parts) -> Iterator[str]:
     cost, memory = p.cost, p.memory
     if p.step.at != "new":
         return
+    if isinstance(p.monoid, Zero):
+        yield "an implicit step after a gate that keeps nothing begins at the empty memory, whatever the state was"
     if p.step.via:
         yield "an implicit step cannot be filtered: the drive depends on the new state"
     if not memory.linear or memory.kind == "list":

@@ -199,21 +199,11 @@ CASCADES = {
             via=(StateUpdate(Linear(), Whiten((second_moment(0.95),)), Scalar(0.9), ema(0.9, debias=True)),),
         ),
     ),
-    "delta rule whitened by rows and columns": StateUpdate(
-        SquaredError(),
+    "linear attention whitened by rows and columns": StateUpdate(
+        Alignment(),
         monoid=Scalar("decay"),
         algorithm=Step(
             BETA, via=(StateUpdate(Linear(), rank_one(0.8, eps=0.3, guard="floor"), Scalar(0.9), ema(0.9)),)
-        ),
-    ),
-    "delta rule whose rows shrink after the step": StateUpdate(
-        SquaredError(), Shrink(Per("kept", "row")), algorithm=Step(BETA, lazy=False)
-    ),
-    "delta rule in proportion to the memory": StateUpdate(
-        SquaredError(),
-        algorithm=Step(
-            BETA,
-            via=(StateUpdate(Linear(), TrustRatio(Euclidean(), Per("pull"), 0.5, "parts"), Scalar(0.9), ema(0.9)),),
         ),
     ),
     "projected linear attention": StateUpdate(Alignment(), Sphere("rows"), Diagonal("key_decay"), Step(BETA)),
@@ -240,6 +230,16 @@ CASCADES = {
 
 # The rest: exact nonlinear recurrences, which only the interpreter computes.
 SEQUENTIAL = {
+    "delta rule whose rows shrink after the step": StateUpdate(
+        SquaredError(), Shrink(Per("kept", "row")), algorithm=Step(BETA, lazy=False)
+    ),
+    "delta rule in proportion to the memory": StateUpdate(
+        SquaredError(),
+        algorithm=Step(
+            BETA,
+            via=(StateUpdate(Linear(), TrustRatio(Euclidean(), Per("pull"), 0.5, "parts"), Scalar(0.9), ema(0.9)),),
+        ),
+    ),
     "a step that shrinks with the number of the token": StateUpdate(
         SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA / Count() ** 0.5, via=(Momentum(0.5, "ema"),))
     ),
