@@ -9,6 +9,7 @@ from axes.optim.rules import wrappers
 from axes.optim.rules.adafactor import Adafactor
 from axes.optim.rules.adamuon import AdaMuon
 from axes.optim.rules.adaptive import NAdam
+from axes.optim.rules.dion import Dion
 from axes.optim.rules.ekfac import EKFAC
 from axes.optim.rules.exponentiated import ExponentiatedGradient
 from axes.optim.rules.first_order import SGD, Adam, AdamW, Lion
@@ -51,6 +52,7 @@ ALL: tuple[type[Optimizer], ...] = (
     Muon,
     NorMuon,
     AdaMuon,
+    Dion,
     Shampoo,
     SOAP,
     PSGDKron,
@@ -65,6 +67,7 @@ __all__ = [
     "Adafactor",
     "Adam",
     "AdamW",
+    "Dion",
     "EKFAC",
     "ExactNaturalGradient",
     "ExponentiatedGradient",

@@ -131,6 +131,8 @@ class Step(Declared):
     descent, post-norm).  via: filters between gradient and state, in order.  read: where the output is read.
     debias: divide the output by the response to a unit drive.  start: zero, first (theta_1 is the first drive), or W0
     (a filter that starts at the outer weights: averages of weights).
+    feedback: of a filter whose h approximates what it holds: this share of what h used leaves the state once it was
+    shown, and the error stays for the next datum. 1 keeps the error alone; 1 - mu is momentum of what was used.
     """
 
     rate: Rate = 1.0
@@ -141,8 +143,13 @@ class Step(Declared):
     read: Read | Mix | None = None
     debias: bool = False
     start: Literal["zero", "first", "W0"] = "zero"
+    feedback: Rate = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.feedback, Variable) and not 0.0 <= self.feedback <= 1.0:
+            raise IllegalUpdate(f"Step: feedback is a share in [0, 1], got {self.feedback}")
+        if isinstance(self.feedback, Per) and (self.feedback.shape != "scalar" or self.feedback.domain == "unit"):
+            raise IllegalUpdate(f"Step: feedback must be a scalar rate, positive or real, got {self.feedback}")
         if isinstance(self.rate, Per) and self.rate.domain == "unit":
             # step sizes multiply the drive as they are; logs are for gates
             raise IllegalUpdate(f"Step: rate {self.rate.name!r} must be positive or real, not unit")
@@ -157,4 +164,4 @@ class Step(Declared):
         """Its own numbers and names: of the step, of the read point, of filters side by side."""
         look = self.read
         read = (look.gate, look.rate) if isinstance(look, Read) else () if look is None else (look.weight,)
-        return (self.rate, *read, *(w for f in self.via if isinstance(f, Sum) for w in f.weights))
+        return (self.rate, self.feedback, *read, *(w for f in self.via if isinstance(f, Sum) for w in f.weights))

@@ -448,13 +448,14 @@ class Linear(Cost):
     for data that are means over several examples. white-left is y y^T / d_k and white-right y^T y / d_v for the y that
     the geometry made of u with its statistics before the datum (u itself at the first): the identity on average where
     y is white. eigen-fisher is the square of e k^T in the bases that the two statistics before it give, for the
-    examples in the rows of "k_rows" and "e_rows" their mean. precision: of matrix products, see
+    examples in the rows of "k_rows" and "e_rows" their mean. state is what the update that carries the statistic holds
+    after the datum, its theta. precision: of matrix products, see
     `axes.linalg.matrix_roots.product`.
     """
 
     of: Literal[
         "drive", "square", "left", "right", "row-square", "column-square", "white-left", "white-right", "eigen-square",
-        "eigen-fisher", "key", "value", "error",
+        "eigen-fisher", "key", "value", "error", "state",
     ] = "drive"  # fmt: skip
     precision: Precision = "input"
     curvature: ClassVar[Curvature] = "none"
@@ -463,7 +464,7 @@ class Linear(Cost):
         sides = ("left", "right", "white-left", "white-right")
         turned = ("eigen-square", "eigen-fisher")
         means = ("row-square", "column-square")
-        allowed = ("drive", "square", *means, *sides, *turned, "key", "value", "error")
+        allowed = ("drive", "square", *means, *sides, *turned, "key", "value", "error", "state")
         if self.of not in allowed:
             raise IllegalUpdate(f"Linear: of={self.of!r} is not one of {', '.join(allowed)}")
         if self.precision not in PRECISIONS:

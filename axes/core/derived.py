@@ -124,13 +124,15 @@ def no_cascade(update: StateUpdate) -> str | None:
     if not step.lazy:
         return "an agile state projects at every datum"
     for u in (update, *update.filters(), *(s for f in (update, *update.filters()) for s in f.parts().h.stats)):
-        _, uh, um, us, _ = u.parts()
+        uc, uh, um, us, _ = u.parts()
         if not gates(um) <= {"identity", "zero", "scalar", "diagonal", "row", "hadamard"}:
             return "stages scan element-wise gates only"
         if "weights" in uh.reads:
             return "a filter that sees the weights feeds them back at every datum"
         if us.via and u is not update:
             return "filters of filters"
+        if us.feedback != 0.0 or isinstance(uc, Linear) and uc.of == "state":
+            return "what a filter holds is looked at, or taken from, at every datum"
         if isinstance(us.at, Held):
             return "a held value is refreshed at some data and kept at others"
         if us.start != "zero" or us.read is not None and u is update:

@@ -92,8 +92,11 @@ def init(p: Parts, theta: Leaves, signal: Signal, outer: Leaves = ()) -> State:
     if p.step.debias:
         keyed = p.memory.keyed
         norm = tuple(leaf[..., :1, :] * 0 if keyed else leaf.new_zeros((1,) * leaf.ndim) for leaf in theta)
-    anchor = tuple(torch.zeros_like(leaf) for leaf in theta) if isinstance(p.step.at, Anchor | Held) else ()
-    if isinstance(p.step.at, Held):  # and how often no value could be taken
+    anchor: Leaves = ()
+    if isinstance(p.step.at, Anchor):
+        anchor = tuple(torch.zeros_like(leaf) for leaf in theta)
+    if isinstance(p.step.at, Held):
+        anchor = tuple(map(p.h.empty, theta))  # and how often no value could be taken
         anchor += tuple(leaf.new_zeros((*leaf.shape[:-2], 1, 1)) for leaf in theta)
     return State(theta, tuple(via), tuple(stats), norm, anchor, torch.zeros((), dtype=torch.int64))
 
@@ -118,8 +121,8 @@ def step(
     u: Leaves = ()
     for _ in range(p.step.steps):
         u, via = _filtered(p, _from_outside(given) if p.driven else drive(p, datum), via, state, signal, outer)
-        stats = _observed(p, u, stats, signal)
         datum = datum._replace(gated=_written(p, datum, u), again=True)
+        stats = _observed(p, u, datum.gated, stats, signal)
     theta, count = datum.gated, state.count + 1
     norm = tuple(_responded(p, element, n, rate, signal) for n in state.norm)
     if isinstance(at, Held):
@@ -129,6 +132,8 @@ def step(
     context = _context(p, stats, signal, u, outer)
     out = _shown(p, state, theta, norm, u, context, signal)
     stored = theta if p.step.lazy else _map(p, theta, context)
+    if p.step.feedback != 0.0:
+        stored = _kept(p, theta, context, _value(p.step.feedback, signal))
     return State(stored, via, stats, norm, anchor, count), out
 
 
@@ -254,14 +259,15 @@ def _filtered(
     return u, tuple(kept)
 
 
-def _observed(p: Parts, u: Leaves, states: tuple[State, ...], signal: Signal) -> tuple[State, ...]:
-    """The statistics of h after the drive, each seeing the ones before it."""
+def _observed(p: Parts, u: Leaves, theta: Leaves, states: tuple[State, ...], signal: Signal) -> tuple[State, ...]:
+    """The statistics of h after the drive u has made the state theta, each seeing the ones before it."""
     stepped: list[State] = []
     outs: list[Leaves] = []
     stats = p.statistics()
     white = _whitened(p, u, states, signal) if any(map(_of_whitened, stats)) else u
     for s, state in zip(stats, states, strict=True):
-        state, out = step(s, state, signal, seen(s, white if _of_whitened(s) else u, signal, outs))
+        given = white if _of_whitened(s) else theta if _of_state(s) else u
+        state, out = step(s, state, signal, seen(s, given, signal, outs))
         stepped.append(state)
         outs.append(out.weights)
     return tuple(stepped)
@@ -341,6 +347,12 @@ def _shown(
     return out
 
 
+def _kept(p: Parts, theta: Leaves, context: tuple[Context, ...], share: Tensor | float) -> Leaves:
+    """What is left of theta when a share of what h used of it is taken."""
+    last = len(context) - 1
+    return tuple(x - share * p.h.used(x, context[min(i, last)]) for i, x in enumerate(theta))
+
+
 def _value(rate: Rate, signal: Signal) -> Tensor | float:
     """A rate against leaves."""
     return spread(resolve(rate, signal), rate_shape(rate))
@@ -389,3 +401,7 @@ def _align(target: Tensor, prediction: Tensor) -> Tensor:
 
 def _of_whitened(statistic: Parts) -> bool:
     return isinstance(statistic.cost, Linear) and statistic.cost.whitened
+
+
+def _of_state(statistic: Parts) -> bool:
+    return isinstance(statistic.cost, Linear) and statistic.cost.of == "state"

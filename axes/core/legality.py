@@ -177,6 +177,21 @@ def _effect(p: Parts) -> Iterator[str]:
         yield "read=Mix(...) lies between a parameter with Euclidean h and what its filters give: it needs Given(), via"
 
 
+def _feedback(p: Parts) -> Iterator[str]:
+    """Error feedback keeps what h did not show."""
+    step, name = p.step, type(p.h).__name__
+    if step.feedback == 0.0:
+        return
+    if not p.driven or p.cost.of != "drive":  # type: ignore[attr-defined]
+        yield "feedback is for filters: they hold what a step did not use"
+    if not p.h.approximates:
+        yield f"feedback needs an h that shows a part of what it is given, such as LowRank or Ball, not {name}"
+    if isinstance(p.monoid, Zero):
+        yield "feedback has no effect: the zero monoid keeps nothing of what is left"
+    if step.read is not None or step.debias or not step.lazy:
+        yield "feedback takes from the buffer what was shown of it: no read point, no debias, no lazy=False"
+
+
 def _start(p: Parts) -> Iterator[str]:
     """A first value that is not the empty memory."""
     step, memory = p.step, p.memory
@@ -239,11 +254,14 @@ def _slices(p: Parts) -> Iterator[str]:
 
 
 def _factor(p: Parts) -> Iterator[str]:
-    """An h that makes a root or a basis of a statistic is that statistic's own."""
+    """An h that makes a root, a basis or factors of a statistic is that statistic's own."""
     h, cost, name = p.h, p.cost, type(p.h).__name__
     if h.makes is None:
         return
-    if not isinstance(cost, Linear) or cost.side not in ("rows", "columns"):
+    if h.makes == "factors":
+        if not isinstance(cost, Linear) or cost.side != "entries":
+            yield f"{name} is the h of a statistic with an entry for every entry, such as Linear('state')"
+    elif not isinstance(cost, Linear) or cost.side not in ("rows", "columns"):
         yield f"{name} is the h of a statistic of rows or columns, such as Linear('left')"
     if not p.step.lazy:
         yield f"lazy=False would accumulate onto the {name}, not onto the statistic"
@@ -298,13 +316,14 @@ def _whitenings(p: Parts) -> Iterator[str]:
                 yield f"{named} takes statistics with h={_MAKERS[h.takes]} here, not {s.parts().h!r}"
 
 
-_MAKERS = {"root": "InverseRoot or FittedFactor", "basis": "Eigenbasis"}
+_MAKERS = {"root": "InverseRoot or FittedFactor", "basis": "Eigenbasis", "factors": "PowerFactors"}
 
 _RULES: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _prediction,
     _effect,
     _evaluation,
     _implicit,
+    _feedback,
     _factor,
     _list,
     _shapes,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from axes.core.algorithms import Anchor, Momentum, Read, Step, Sum
+from axes.core.algorithms import Anchor, Held, Momentum, Read, Step, Sum
 from axes.core.costs import (
     Alignment,
     Cost,
@@ -22,6 +22,7 @@ from axes.core.costs import (
     SquaredError,
 )
 from axes.core.geometry import (
+    Ball,
     Bounded,
     Cautious,
     Cayley,
@@ -29,7 +30,9 @@ from axes.core.geometry import (
     Euclidean,
     Geometry,
     Hypentropy,
+    LowRank,
     Lq,
+    PowerFactors,
     RankOneWhiten,
     Shrink,
     SignBall,
@@ -180,6 +183,14 @@ def _filters(st: Any, named: bool) -> Any:
     decayed = st.builds(TrustRatio, diagonal, pull, st.just(0.5), st.sampled_from(("whole", "parts")))
     wrapped = st.one_of(diagonal.map(Cautious), diagonal.map(TrustRatio), decayed)
     simple = st.sampled_from((SignBall(), Sphere("whole"), Spectral("polar")))
+    factors = StateUpdate(Linear("state"), PowerFactors(), Zero(), Step(at=Held(1)))
+    approximate = st.sampled_from((Ball(0.5), SoftThreshold(0.2), LowRank((factors,))))
+    fed = st.builds(
+        lambda h, m, f: StateUpdate(Linear(), h, m, Step(feedback=f)),
+        approximate,
+        st.sampled_from((Identity(), Scalar(0.9))),
+        st.sampled_from((0.3, 1.0)),
+    )
     directions = st.one_of(simple, diagonal, roots, ranked, wrapped)
     plain = st.builds(lambda m, r, p: StateUpdate(Linear(), Euclidean(), m, Step(r, read=p)), gate, rate, read)
     curved = st.builds(
@@ -188,7 +199,7 @@ def _filters(st: Any, named: bool) -> Any:
     momentum = st.builds(
         Momentum, st.sampled_from((0.5, 0.9)), st.sampled_from(("ema", "sum")), st.booleans(), st.booleans()
     )
-    return st.one_of(momentum, plain, curved, st.builds(lambda a, b: Sum((a, b), (1.0, -0.5)), plain, plain))
+    return st.one_of(momentum, plain, curved, fed, st.builds(lambda a, b: Sum((a, b), (1.0, -0.5)), plain, plain))
 
 
 def _chain_of_filters(st: Any, named: bool) -> Any:

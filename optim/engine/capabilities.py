@@ -71,7 +71,7 @@ def mixes(update: StateUpdate) -> str | None:
             return type(h).__name__
         if not gates(monoid) <= {"identity", "zero", "scalar", "hadamard"}:
             return type(monoid).__name__
-        if isinstance(cost, Linear) and cost.side != "entries":
+        if isinstance(cost, Linear) and cost.of not in ("drive", "square", "state"):
             return f"a statistic of {cost.of}"
     return "a cost of keys and values" if keyed(update) else None
 

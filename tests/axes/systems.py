@@ -30,9 +30,11 @@ from axes.core.geometry import (
     FittedFactor,
     InverseRoot,
     Kronecker,
+    LowRank,
     Lq,
     LqLiteral,
     NormedWhiten,
+    PowerFactors,
     RankOneWhiten,
     RelativeStep,
     RotatedWhiten,
@@ -230,6 +232,24 @@ CASCADES = {
 
 # The rest: exact nonlinear recurrences, which only the interpreter computes.
 SEQUENTIAL = {
+    "linear attention that keeps what low rank left out": StateUpdate(
+        Alignment(),
+        monoid=Scalar("decay"),
+        algorithm=Step(
+            via=(
+                StateUpdate(
+                    Linear(),
+                    LowRank((StateUpdate(Linear("state"), PowerFactors(0.5), Zero(), Step(at=Held(1))),)),
+                    Scalar(0.7),
+                    Step(feedback=0.5),
+                ),
+            )
+        ),
+    ),
+    "delta rule that keeps what a threshold left out": StateUpdate(
+        SquaredError(),
+        algorithm=Step(BETA, via=(StateUpdate(Linear(), SoftThreshold(0.1), algorithm=Step(feedback=1.0)),)),
+    ),
     "delta rule whose rows shrink after the step": StateUpdate(
         SquaredError(), Shrink(Per("kept", "row")), algorithm=Step(BETA, lazy=False)
     ),
@@ -450,6 +470,24 @@ DATA = {
                 ),
             ),
         ),
+    ),
+    "dion": StateUpdate(
+        Given(),
+        monoid=Decay(0.05),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    LowRank((StateUpdate(Linear("state"), PowerFactors(0.5), Zero(), Step(at=Held(1))),), "spectral"),
+                    algorithm=Step(feedback=0.2),
+                ),
+            ),
+        ),
+    ),
+    "what clipping left out": StateUpdate(
+        Given(),
+        algorithm=Step(0.1, via=(StateUpdate(Linear(), Ball(0.7), Scalar(0.9), Step(feedback=1.0)),)),
     ),
     "entry whitening of a known size": StateUpdate(
         Given(),

@@ -108,6 +108,12 @@ INSTANCES = (
         lr=3e-2,
     ),
     Instance(
+        optim.Dion,
+        ({}, {"momentum": 0.5, "fraction": 0.3, "scale": "match_rms_adamw"}),
+        matrices=True,
+        lr=3e-2,
+    ),
+    Instance(
         optim.SOAP,  # a gradient of low rank leaves rounding over eps in the other directions
         ({"eps": 1e-3}, {"eps": 1e-3, "betas": (0.0, 0.9), "shampoo_beta": 0.5}),
         matrices=True,

@@ -1,12 +1,13 @@
 """Generating functions h and their links grad h*: where a state lives and how a dual vector becomes a point there.
 
 The contract is in `bregman`; `norms` and `balls` act entry by entry or on vectors, `spectral` on a spectrum,
-`preconditioners` makes roots and bases of statistics, `mixing` turns free logits into mixing matrices, `normalised` and
-`wrappers` rescale a direction.
+`preconditioners` makes roots and bases of statistics, `low_rank` factors, `mixing` turns free logits into mixing
+matrices, `normalised` and `wrappers` rescale a direction.
 """
 
 from axes.core.geometry.balls import Ball, SignBall, Sphere
 from axes.core.geometry.bregman import Context, Geometry
+from axes.core.geometry.low_rank import LowRank, PowerFactors
 from axes.core.geometry.mixing import Birkhoff, Cayley
 from axes.core.geometry.normalised import KeyNormalised, NormedWhiten, RankOneWhiten
 from axes.core.geometry.norms import Bounded, Entropic, Euclidean, Hypentropy, Lq, LqLiteral, Shrink, SoftThreshold
@@ -33,9 +34,11 @@ __all__ = [
     "Kronecker",
     "Graft",
     "InverseRoot",
+    "LowRank",
     "Lq",
     "LqLiteral",
     "NormedWhiten",
+    "PowerFactors",
     "RankOneWhiten",
     "RelativeStep",
     "RotatedWhiten",

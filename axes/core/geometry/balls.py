@@ -107,6 +107,8 @@ class Ball(EuclideanOn):
     radius: float = 1.0
     norm: Literal["euclidean", "rms", "max"] = "euclidean"
 
+    approximates = True
+
     def __post_init__(self) -> None:
         require(0 < self.radius < math.inf, self, f"radius must be positive and finite, got {self.radius}")
         known = self.norm in ("euclidean", "rms", "max")

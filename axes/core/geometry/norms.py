@@ -209,6 +209,7 @@ class SoftThreshold(EuclideanOn):
     threshold: Rate
 
     entrywise = True
+    approximates = True
 
     def __post_init__(self) -> None:
         if isinstance(self.threshold, Per):

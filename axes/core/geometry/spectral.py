@@ -16,6 +16,7 @@ from axes.core.geometry.bregman import NO_CONTEXT, Context, EuclideanOn, Geometr
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg.newton_schulz import SAFETY, Form, Start, Triple, iterate, polar_express_schedule
 
+Scale = Literal["original", "match_rms_adamw", "spectral"] | None
 _READS = {
     "newton-schulz": ("steps", "coefficients", "eps", "precision", "form"),
     "polar-express": ("steps", "eps", "precision", "form"),
@@ -49,7 +50,7 @@ class Spectral(EuclideanOn):
     method: Literal["newton-schulz", "polar-express", "polar"] = "newton-schulz"
     steps: int = 5
     coefficients: Triple = (3.4445, -4.7750, 2.0315)
-    scale: Literal["original", "match_rms_adamw", "spectral"] | None = None
+    scale: Scale = None
     eps: float = 1e-7
     precision: Literal["input", "bfloat16"] = "input"
     tolerance: float = 1e-9
@@ -117,12 +118,17 @@ class Spectral(EuclideanOn):
         return norm <= self._factor(w) * (1 + tol)
 
     def _factor(self, leaf: Tensor) -> float:
-        m, n = leaf.shape[-2:]
-        if self.scale == "original":
-            return math.sqrt(max(1, m / n))
-        if self.scale == "match_rms_adamw":
-            return 0.2 * math.sqrt(max(m, n))
-        return math.sqrt(m / n) if self.scale == "spectral" else 1.0
+        return scale_of(self.scale, leaf)
+
+
+def scale_of(scale: Scale, leaf: Tensor) -> float:
+    """The size of an orthogonal step for leaves (..., m, n), see Spectral."""
+    m, n = leaf.shape[-2:]
+    if scale == "original":
+        return math.sqrt(max(1, m / n))
+    if scale == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(m, n))
+    return math.sqrt(m / n) if scale == "spectral" else 1.0
 
 
 def polar(x: Tensor, tolerance: float) -> Tensor:
