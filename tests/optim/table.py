@@ -57,7 +57,7 @@ INSTANCES = (
     Instance(optim.Lion, ({}, {"betas": (0.9, 0.9), "weight_decay": 0.1}), momentum="betas", lr=3e-3),
     Instance(
         optim.LARS,
-        ({}, {"nesterov": True, "coefficient": 0.1, "weight_decay": 0.1}, {"adapt": False, "weight_decay": 0.1}),
+        ({}, {"nesterov": True, "coefficient": 0.1, "weight_decay": 0.1}),
         momentum="momentum",
         lr=10.0,
         whole=True,
