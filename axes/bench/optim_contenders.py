@@ -45,7 +45,7 @@ class Suite:
 class OptimizerRule:
     """What contenders of one table compute. bound: largest relative error of an update in float32 (see `check`).
 
-    matrices: for whole matrices only. statistics: steps depend on bases or roots of Gram matrices, which are only
+    matrices: for whole matrices only. whole: of parameters of every kind, by norms or sums of each. statistics: steps depend on bases or roots of Gram matrices, which are only
     determined where these have full rank.
     """
 
@@ -53,6 +53,7 @@ class OptimizerRule:
     bound: float
     matrices: bool = False
     statistics: bool = False
+    whole: bool = False
 
 
 # Measured in float32: AdamW and SGD 1e-6; Lion 4e-3, an entry whose sign rounding decides; Muon 1e-2 to 3e-2, which is
@@ -61,13 +62,18 @@ RULES = (
     OptimizerRule("adamw", 1e-4),
     OptimizerRule("sgd", 1e-4),
     OptimizerRule("lion", 2e-2),
+    OptimizerRule("lars", 1e-4, whole=True),
+    OptimizerRule("lamb", 1e-4, whole=True),
+    OptimizerRule("adafactor", 1e-4, whole=True),
     OptimizerRule("muon", 6e-2, matrices=True),
+    OptimizerRule("adamuon", 2e-1, matrices=True),
+    OptimizerRule("dion", 5e-2, matrices=True),
     OptimizerRule("soap", 5e-2, matrices=True, statistics=True),
     OptimizerRule("shampoo", 5e-2, matrices=True, statistics=True),
     OptimizerRule("psgd-kron", 5e-2, matrices=True, statistics=True),
 )
 _ELEMENTWISE = ("adamw", "sgd", "lion")
-_ALL = tuple(rule.name for rule in RULES)
+_ALL = (*_ELEMENTWISE, "muon", "soap", "shampoo", "psgd-kron")
 
 
 def _blocks(layers: int, width: int) -> tuple[tuple[int, ...], ...]:
@@ -153,7 +159,7 @@ def package(name: str) -> Any:
 
 def _ours(
     cls: Any, place: Place, options: dict[str, Any], exact: dict[str, Any], rule: str = "",
-    variants: dict[str, dict[str, Any]] | None = None, period: int = 1,
+    variants: dict[str, dict[str, Any]] | None = None, period: int = 1, whole: bool = False,
 ) -> Iterator[Contender]:  # fmt: skip
     """Our class: as it is constructed by default, without the look at the gradients, and on a GPU as one kernel.
 
@@ -171,7 +177,7 @@ def _ours(
     reference = made({**exact, "foreach": False})
     unchecked: dict[str, Any] = {"check_finite": False}
     forms: dict[str, dict[str, Any]] = {"": {}, " unchecked": unchecked}
-    if not rule:  # entry by entry
+    if not (rule or whole):  # entry by entry
         fused = {"fused": True, **unchecked} if place.cuda else unchecked
         forms = {"": {}, " fused" if place.cuda else " unchecked": fused}
         if place.dtype == torch.bfloat16:
@@ -258,6 +264,62 @@ def _muon(place: Place) -> Iterator[Contender]:
             yield _replayable(name, make, exact, place)
 
 
+def _lars(place: Place) -> Iterator[Contender]:
+    options = {"lr": 1.0, "momentum": 0.9, "weight_decay": 1e-2}
+    yield from _ours(optim.LARS, place, options, {}, whole=True)
+    if (library := package("pytorch_optimizer")) is not None:  # which leaves vectors alone
+        yield from _forms("pytorch_optimizer", library.LARS, {**options, "trust_coefficient": 1e-3}, None, place)
+
+
+def _lamb(place: Place) -> Iterator[Contender]:
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 1e-2}
+    yield from _ours(optim.LAMB, place, options, {}, whole=True)
+    if (library := package("pytorch_optimizer")) is not None:
+        yield from _forms("pytorch_optimizer", library.Lamb, {**options, "weight_decouple": False}, None, place)
+
+
+def _adafactor(place: Place) -> Iterator[Contender]:
+    options = {"lr": 1e-3}
+    ours = list(_ours(optim.Adafactor, place, options, {}, whole=True))
+    yield from ours
+    yield from _forms("torch", torch.optim.Adafactor, options, ours[0].exact, place)
+    if (library := package("pytorch_optimizer")) is not None:
+        theirs = {**options, "betas": (None, 0.999)}
+        yield from _forms("pytorch_optimizer", library.AdaFactor, theirs, None, place)
+
+
+def _forms(name: str, cls: Any, options: dict[str, Any], exact: Make | None, place: Place) -> Iterator[Contender]:
+    """A peer with and without multi-tensor operations, beside itself in float64 where its convention is its own."""
+    for label, foreach in (("loop", False), ("foreach", True)):
+
+        def make(parameters: Parameters, foreach: bool = foreach) -> torch.optim.Optimizer:
+            optimizer: torch.optim.Optimizer = cls(parameters, foreach=foreach, **options)
+            return optimizer
+
+        yield Contender(f"{name} {label}", make, exact or make)
+
+
+def _adamuon(place: Place) -> Iterator[Contender]:
+    options = {"lr": 1e-3, "weight_decay": 1e-2}
+    published = {"momentum": 0.9, "beta2": 0.95, "sign": False, "nesterov": False}
+    precise = {"precision": "input", "form": "direct"}
+    ours = list(_ours(optim.AdaMuon, place, {**options, **published}, precise, "adamuon"))
+    yield from ours
+    if (library := package("pytorch_optimizer")) is not None:
+
+        def make(parameters: Parameters) -> torch.optim.Optimizer:
+            groups = [{"params": parameters, "use_muon": True}]
+            optimizer: torch.optim.Optimizer = library.AdaMuon(groups, betas=(0.9, 0.95), foreach=True, **options)
+            return optimizer
+
+        yield Contender("pytorch_optimizer", make, ours[0].exact)
+
+
+def _dion(place: Place) -> Iterator[Contender]:
+    """No package of the requirements has it."""
+    yield from _ours(optim.Dion, place, {"lr": 1e-3, "weight_decay": 1e-2, "fraction": 0.25}, {}, "dion")
+
+
 _TF32 = {"precision": "tf32", "refresh_precision": "tf32"}
 
 
@@ -310,7 +372,12 @@ _BY_RULE: dict[str, Callable[[Place], Iterator[Contender]]] = {
     "adamw": _adamw,
     "sgd": _sgd,
     "lion": _lion,
+    "lars": _lars,
+    "lamb": _lamb,
+    "adafactor": _adafactor,
     "muon": _muon,
+    "adamuon": _adamuon,
+    "dion": _dion,
     "soap": _soap,
     "shampoo": _shampoo,
     "psgd-kron": _psgd,
