@@ -45,8 +45,8 @@ class Suite:
 class OptimizerRule:
     """What contenders of one table compute. bound: largest relative error of an update in float32 (see `check`).
 
-    matrices: for whole matrices only. whole: of parameters of every kind, by norms or sums of each. statistics: steps depend on bases or roots of Gram matrices, which are only
-    determined where these have full rank.
+    matrices: for whole matrices only. whole: of parameters of every kind, by norms or sums of each. statistics: steps
+    depend on bases or roots of Gram matrices, which are only determined where these have full rank.
     """
 
     name: str
