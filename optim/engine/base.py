@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
-from axes.optim.engine import states, trees
+from axes.optim.engine import across, states, trees
 from axes.optim.engine.batches import AnyBatch, Batches
 from axes.optim.engine.capabilities import keyed, needs_examples, needs_layers
 from axes.optim.engine.checkpoints import Kept, wrap_state
@@ -167,6 +167,7 @@ class Optimizer(torch.optim.Optimizer):
         defaults = self._rule_defaults[options["rule"]]
         group = {**defaults, **options}
         update = self.form_for(group)
+        group |= across.begun(self._who, update, [p for _, p in members])
         require(self._who, group, update, members, matrices=main and len(self._rules) > 1)
         if self._shards is None and any(spread(p) for _, p in members):
             self._shards = Shards()
@@ -252,6 +253,7 @@ class Optimizer(torch.optim.Optimizer):
                 parameter.copy_(value)
         work = self._work()
         before = self._before(work) if self._finite.flags else []
+        self._across(work)
         if self._shards is None:
             for group, parameters in work:
                 self._advance(group, self.form_for(group), parameters)
@@ -349,6 +351,11 @@ class Optimizer(torch.optim.Optimizer):
             if not self.state.get(parameter):
                 self._begin(group, self.form_for(group), parameter)
         return [Before(p, self.state[p]) for _, p in moved]
+
+    @uncompiled()
+    def _across(self, work: Work) -> None:
+        """Numbers that all parameters share, into the groups that read them."""
+        across.supply(work, self.form_for, getattr(self, "grad_scale", None))
 
     @uncompiled()
     def _advance_shards(self, shards: Shards, work: Work) -> None:

@@ -18,6 +18,7 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.base import Optimizer, Options, Params
 from axes.optim.rules.first_order import LR, WEIGHT_DECAY, average, unit
+from axes.optim.rules.wrappers import all_clip
 
 
 @final
@@ -98,8 +99,7 @@ class LAMB(Optimizer):
     """LAMB:  d = m / (sqrt(v) + eps) + weight_decay W,  W = W - lr phi(|W|) d / |d|,  m and v as in Adam.
 
     Norms are of one parameter. phi(x) is x, or x between `bounds`. A group with adapt=False takes d as it is, which is
-    AdamW. The paper's code and apex clip the gradients of all parameters together to norm 1 before:
-    torch.nn.utils.clip_grad_norm_ between backward and step.
+    AdamW. apex and timm clip the gradients of all parameters together to norm 1 before: max_norm=1.0.
 
     Args:
         params: a model, named parameters, parameters or groups.
@@ -108,6 +108,7 @@ class LAMB(Optimizer):
         weight_decay: inside the direction.
         bounds: (least, most) of |W| in phi, None for none.
         bias_correction: of m and v; without it the first steps have m / sqrt(v) too large, and only decay sees it.
+        max_norm: of the gradients of all parameters together, None for any.
         adapt: False for groups that take AdamW.
 
     Source: You et al. 2020, algorithm 2. Differs: nothing; phi is the identity by default, as in apex and timm.
@@ -117,8 +118,8 @@ class LAMB(Optimizer):
     paper: ClassVar[str] = "You et al. 2020"
     equation: ClassVar[str] = "algorithm 2"
     differs: ClassVar[str] = (
-        "phi is the identity unless bounds are given; gradients are not clipped by their norm over all parameters, "
-        "which apex and timm do by default"
+        "phi is the identity unless bounds are given; gradients are clipped by their norm over all parameters, as apex "
+        "and timm do by default, only where max_norm says so"
     )
     bibtex: ClassVar[str] = """@inproceedings{you2020large,
   title = {Large Batch Optimization for Deep Learning: Training {BERT} in 76 minutes},
@@ -138,6 +139,7 @@ class LAMB(Optimizer):
         weight_decay: float = 1e-2,
         bounds: tuple[float, float] | None = None,
         bias_correction: bool = True,
+        max_norm: float | None = None,
         adapt: bool = True,
         **options: Unpack[Options],
     ) -> None:
@@ -148,6 +150,7 @@ class LAMB(Optimizer):
             "weight_decay": weight_decay,
             "bounds": bounds,
             "bias_correction": bias_correction,
+            "max_norm": max_norm,
             "adapt": adapt,
         }
         super().__init__(params, {"lamb": LAMB.declare}, {"lamb": own}, **options)
@@ -158,6 +161,7 @@ class LAMB(Optimizer):
         eps: float = 1e-6,
         bounds: tuple[float, float] | None = None,
         bias_correction: bool = True,
+        max_norm: float | None = None,
         adapt: bool = True,
     ) -> StateUpdate:
         """The tuple."""
@@ -166,10 +170,11 @@ class LAMB(Optimizer):
             raise AxesError(f"LAMB: eps must be >= 0, got {eps}")
         second_moment = StateUpdate(**average(betas[1], "square", debias=bias_correction))
         adam, mean = Whiten((second_moment,), eps=eps), average(betas[0], debias=bias_correction)
+        clip = () if max_norm is None else (all_clip(max_norm),)
         if not adapt:
-            direction = StateUpdate(h=adam, **mean)
-            return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=(direction,)))
-        direction = StateUpdate(h=TrustRatio(adam, WEIGHT_DECAY, bounds=bounds), **mean)
-        return StateUpdate(Given(), algorithm=Step(LR, via=(direction,)))
+            via = (*clip, StateUpdate(h=adam, **mean))
+            return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=via))
+        via = (*clip, StateUpdate(h=TrustRatio(adam, WEIGHT_DECAY, bounds=bounds), **mean))
+        return StateUpdate(Given(), algorithm=Step(LR, via=via))
 
     update = declare()

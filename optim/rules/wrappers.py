@@ -24,9 +24,10 @@ from axes.core.declared import Recurrence
 from axes.core.geometry import Ball, Cautious, ConstantNorm, Euclidean, Geometry, Graft, Shrink, TrustRatio
 from axes.core.legality import factors
 from axes.core.monoids import Decay, Hadamard, Identity, Monoid, Product, Scalar, Zero
-from axes.core.rates import Per, Rate, Variable
+from axes.core.rates import Per, Rate, Variable, maximum
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
+from axes.optim.engine.across import GRADIENT_NORM
 from axes.optim.rules.first_order import WEIGHT_DECAY
 
 AVERAGE = Per("average")  # the share of the newest weights in their average
@@ -179,16 +180,31 @@ def _with_last(update: StateUpdate, before: tuple[Recurrence | Sum | Momentum, .
 # ---- the drive -------------------------------------------------------------------------------------------------------
 
 
-def clipped(update: StateUpdate, radius: float = 1.0, norm: Literal["euclidean", "max"] = "euclidean") -> StateUpdate:
+def clipped(
+    update: StateUpdate, radius: float = 1.0, norm: Literal["euclidean", "rms", "max", "all"] = "euclidean"
+) -> StateUpdate:
     """The gradient, with a coupled decay if there is one, is projected onto a ball before anything sees it.
 
-    norm: "euclidean" clips the norm of every parameter's gradient, "max" its entries. The norm over all parameters
-    together is torch.nn.utils.clip_grad_norm_, between backward and step.
+    norm: "euclidean" clips the norm of every parameter's gradient, "rms" its root mean square, "max" its entries. "all"
+    clips the norm over all parameters of the optimizer together, as torch.nn.utils.clip_grad_norm_ does between
+    backward and step; without a coupled decay, and not for sharded parameters.
     """
     update = update.normal()
     step = update.parts().step
-    clip = StateUpdate(Linear(), Ball(radius, norm), Zero())
+    if norm == "all":
+        if isinstance(update.cost, Ridge):
+            raise AxesError("clipped: the norm of all gradients has no coupled decay in it: wrap undecayed(rule)")
+        clip = all_clip(radius)
+    else:
+        clip = StateUpdate(Linear(), Ball(radius, norm), Zero())
     return dataclasses.replace(update, algorithm=dataclasses.replace(step, via=(clip, *step.via)))
+
+
+def all_clip(radius: float) -> StateUpdate:
+    """The filter that scales every parameter's drive by min(1, radius / norm of all gradients)."""
+    if not radius > 0.0:
+        raise AxesError(f"clipped: the radius of the ball of all gradients must be positive, got {radius}")
+    return StateUpdate(Linear(), Euclidean(), Zero(), Step(radius / maximum(GRADIENT_NORM, radius)))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

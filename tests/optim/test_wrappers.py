@@ -384,6 +384,7 @@ WRAPPERS: dict[str, Callable[[StateUpdate], StateUpdate]] = {
     "rotational": wrappers.rotational,
     "rotational rows": lambda u: wrappers.rotational(u, "rows"),
     "clipped": lambda u: wrappers.clipped(u, 0.5),
+    "clipped by all": lambda u: wrappers.clipped(u, 0.1, "all"),
     "clipped max": lambda u: wrappers.clipped(u, 0.1, "max"),
     "nesterov": wrappers.nesterov,
     "schedule-free": lambda u: wrappers.schedule_free(u, 0.8, 0.2),
