@@ -391,10 +391,18 @@ def _power(here: bool, s: list[Any], n: list[Real]) -> Lists:
     return list(torch._foreach_pow(s[0], n[0]))
 
 
+def _where(test: Real, a: Any, b: Any) -> Tensor:
+    """One of two by entries, or by a number."""
+    if isinstance(test, Tensor):
+        return torch.where(test != 0, a, b)
+    chosen, other = (a, b) if test else (b, a)
+    return chosen if isinstance(chosen, Tensor) else torch.full_like(other, chosen)
+
+
 def _each(name: str, pattern: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
     """An operation without a multi-tensor form, tensor by tensor."""
     named: dict[str, Callable[..., Tensor]] = {
-        "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "where": torch.where,
+        "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "where": _where,
         "asinh": torch.asinh, "div": torch.div, "sub": torch.sub,
         "maximum": lambda a, b: torch.clamp_min(a, b) if isinstance(b, float) else torch.maximum(a, b),
         "minimum": lambda a, b: torch.clamp_max(a, b) if isinstance(b, float) else torch.minimum(a, b),

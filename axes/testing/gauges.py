@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from axes.core import costs, geometry, monoids
-from axes.core.algorithms import Held, Sum
+from axes.core.algorithms import Held, Mix, Sum
 from axes.core.geometry import Birkhoff, Cayley, Eigenbasis, Entropic, Geometry, InverseRoot, Spectral
 from axes.core.memory import List, Matrix
 from axes.core.monoids import Decay, Monoid
@@ -135,6 +135,13 @@ def _rank_one(a: StateUpdate, b: StateUpdate) -> bool:
     return same and {repr(f.h) for f in firsts} == {"Sphere(axis='whole')", "Spectral(method='polar')"}
 
 
+def _unshown_average(a: StateUpdate, b: StateUpdate) -> bool:
+    """Another average beside weights that are shown alone."""
+    first, second = a.parts().step, b.parts().step
+    beside = first.read == second.read == Mix(0.0) and first.via == second.via
+    return beside and (_only("monoid", a, b) or _only("step", a, b) and _same_but(first, second, "rate"))
+
+
 def _list_is_matrix(a: StateUpdate, b: StateUpdate) -> bool:
     kinds = {type(a.memory), type(b.memory)}
     scales = {m.scale for m in (a.memory, b.memory) if isinstance(m, List)}
@@ -185,6 +192,11 @@ GAUGES: tuple[Gauge, ...] = (
         "direction of rank one",
         _rank_one,
         "the polar factor of a rank-one drive r k^T is r k^T / (|r| |k|): the projection onto the unit sphere",
+    ),
+    Gauge(
+        "an average that is not shown",
+        _unshown_average,
+        "read=Mix(0.0) shows the newest weights, where the gradient is taken too; their average is in the state alone",
     ),
     Gauge(
         "numerical-only fields",

@@ -52,7 +52,7 @@ def needs_matrices(update: StateUpdate) -> bool:
     """Whether some part of it has a meaning for matrices only."""
     for part in parts_of(update):
         cost, h, _, _, _ = part.parts()
-        if h.matrix or (isinstance(cost, Linear) and cost.of not in ("drive", "square")):
+        if h.matrix or (isinstance(cost, Linear) and not cost.by_entry):
             return True
     return keyed(update)
 
@@ -71,7 +71,7 @@ def mixes(update: StateUpdate) -> str | None:
             return type(h).__name__
         if not gates(monoid) <= {"identity", "zero", "scalar", "hadamard"}:
             return type(monoid).__name__
-        if isinstance(cost, Linear) and cost.of not in ("drive", "square"):
+        if isinstance(cost, Linear) and not cost.by_entry:
             return f"a statistic of {cost.of}"
     return "a cost of keys and values" if keyed(update) else None
 

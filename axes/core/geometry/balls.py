@@ -19,6 +19,7 @@ from axes.core.geometry.bregman import (
     require_matrix,
     wide,
 )
+from axes.core.rates import Rate, Variable, rate_shape, resolve, spread
 
 
 @final
@@ -103,23 +104,29 @@ class Ball(EuclideanOn):
     Source: Pascanu, Mikolov and Bengio 2013, algorithm 1 (euclidean).
     """
 
-    radius: float = 1.0
+    radius: Rate = 1.0
     norm: Literal["euclidean", "max"] = "euclidean"
 
     def __post_init__(self) -> None:
-        require(0 < self.radius < math.inf, self, f"radius must be positive and finite, got {self.radius}")
+        fits = isinstance(self.radius, Variable) or 0 < self.radius < math.inf
+        require(fits, self, f"radius must be positive and finite, got {self.radius}")
+        require(rate_shape(self.radius) == "scalar", self, f"the radius must be scalar, got {self.radius!r}")
         require(self.norm in ("euclidean", "max"), self, f"norm {self.norm!r} is not one of euclidean, max")
 
     @property
     def entrywise(self) -> bool:  # type: ignore[override]
         return self.norm == "max"
 
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.radius,)
+
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        radius = spread(resolve(self.radius, context.signal), "scalar")
         if self.norm == "max":
-            return theta.clamp(-self.radius, self.radius)
+            return theta.clamp(-radius, radius)  # type: ignore[arg-type]
         size = leaf_size(theta)
-        return (theta * (self.radius / size.clamp_min(self.radius))).to(theta.dtype)
+        return (theta * (radius / size.clamp_min(radius))).to(theta.dtype)
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
         size = w.abs().amax(leaf_dims(w)) if self.norm == "max" else wide(w).square().sum(leaf_dims(w)).sqrt()
-        return size <= self.radius + tol
+        return size <= resolve(self.radius, {}) + tol
