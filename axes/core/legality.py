@@ -210,6 +210,8 @@ def _start(p: Parts) -> Iterator[str]:
             yield "start='W0' under a gate that keeps nothing is forgotten at once"
         if step.debias:
             yield "a filter that starts at the weights has no bias to correct"
+    if p.driven and any(f.step.start == "W0" for f in p.filters()):
+        yield "start='W0' is for filters of the weights' own update: inside of a filter there are no weights"
     if memory.keyed and any(f.step.start == "W0" for f in p.filters()):
         yield "a filter starts at the weights of the data axis; an empty memory is zero, where start='W0' has no effect"
     if step.start == "first":
@@ -287,8 +289,8 @@ def _statistics(p: Parts) -> Iterator[str]:
             yield f"a statistic's cost must be Linear(of=...), got {s.cost!r}"
         elif s.cost.side in ("rows", "columns") and not _scalar(s):
             yield f"a statistic {s.cost!r} is a square matrix of its own size: it takes scalar gates and rates"
-        elif s.cost.of == "unit" and not all(map(_scalar, s.every())):
-            yield "a statistic of the unit is one number: it takes scalar gates and rates"
+        elif s.cost.of == "unit" and not all(map(_number, s.every())):
+            yield "a statistic of the unit is one number: it takes scalar gates and rates, and Euclidean h"
         elif s.cost.of == "white-square" and not (p.h.entrywise and p.driven):
             yield f"{s.cost!r} is of what an entry-wise h makes on a filter, not {type(p.h).__name__}"
         elif s.cost.whitened and not s.cost.by_entry and not fitted:
@@ -297,10 +299,17 @@ def _statistics(p: Parts) -> Iterator[str]:
             yield f"{s.cost!r}: raw has no effect where no filter is ahead of the statistic"
         if look is not None and not p.driven:
             yield "weights are a function of the state, so are their statistics: a read point is for those of filters"
+        if look is not None and isinstance(s.step.at, Held):
+            yield "what is held is shown until the next refresh: a read point is for statistics that are not held"
         if isinstance(look, Mix):
             yield "a statistic is what its state holds or held: read=Read(1.0, 0.0) is its value before the datum"
         if s.step.start == "W0":
             yield "a statistic holds products of drives: it cannot start at the weights"
+
+
+def _number(p: Parts) -> bool:
+    """Whether what is kept of a number is one: single gates and rates, no h."""
+    return _scalar(p) and p.h.is_identity
 
 
 def _scalar(p: Parts) -> bool:

@@ -131,12 +131,13 @@ class ADOPT(Optimizer):
             raise AxesError(f"ADOPT: eps is the smallest denominator and must be > 0, got {eps}")
         if clip_exponent is not None and not clip_exponent > 0.0:
             raise AxesError(f"ADOPT: clip_exponent must be > 0, or None for no clip, got {clip_exponent}")
-        begun = T > 1.0
-        step = Step(where(begun, 1.0 - betas[1], 1.0), read=Read(1.0, 0.0))
-        before = StateUpdate(Linear("square"), monoid=Scalar(where(begun, betas[1], 0.0)), algorithm=step)
-        whitened = memoryless(Whiten((before,), eps=0.0, floor=eps), where(begun, 1.0, 0.0))
-        clipped = () if clip_exponent is None else (memoryless(Ball((T - 1.0) ** clip_exponent, "max")),)
-        via = (whitened, *clipped, StateUpdate(**average(betas[0], debias=False)))
+        begun, averaged = T > 1.0, StateUpdate(**average(betas[0], debias=False))
+        step = Step(1.0 - betas[1], start="first", read=Read(1.0, 0.0))
+        before = Whiten((StateUpdate(Linear("square"), monoid=Scalar(betas[1]), algorithm=step),), eps=0.0, floor=eps)
+        if clip_exponent is None:
+            via: tuple[StateUpdate, ...] = (memoryless(before, where(begun, 1.0, 0.0)), averaged)
+        else:
+            via = (memoryless(before), memoryless(Ball((T - 1.0) ** clip_exponent, "max")), averaged)
         weight = where(begun, WEIGHT_DECAY, 0.0) if decoupled else WEIGHT_DECAY
         return decaying(Step(LR, via=via), decoupled, weight)
 

@@ -260,6 +260,7 @@ class Whiten(Geometry):
         require(0 <= self.eps < math.inf, self, f"eps must be finite and >= 0, got {self.eps}")
         message = f"kind {self.kind!r} always adds eps to the eigenvalues: leave eps_inside at False and floor at 0"
         require(self.entrywise or not self.eps_inside and self.floor == 0.0, self, message)
+        require(self.eps > 0 or not self.eps_inside, self, "eps_inside has no effect at eps 0: leave it at False")
         require(0 <= self.floor < math.inf, self, f"floor must be finite and >= 0, got {self.floor}")
         require(self.power > 0 or self.floor == 0.0, self, "a power below 0 has no denominator: leave floor at 0")
 
