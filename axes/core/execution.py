@@ -324,7 +324,7 @@ def _passes(p: Parts, datum: Datum, u: Leaves) -> bool:
     """Whether theta is the drive itself: nothing is kept, the rate is 1, and u has the shape of theta."""
     if not isinstance(p.monoid, Zero) or p.memory.kind != "parameter":
         return False
-    if p.step.steps > 1 or p.step.read is not None or isinstance(datum.rate, Tensor) or datum.rate != 1.0:
+    if p.step.steps > 1 or isinstance(datum.rate, Tensor) or datum.rate != 1.0:
         return False
     return all(x.ndim == 0 or x.shape == y.shape for x, y in zip(datum.gated, u, strict=True))
 

@@ -213,7 +213,8 @@ def _apply(operation: str, x: list[Tensor | float]) -> Any:
     if like is None:
         return EVALUATE[name](*x)
     if name == "where":
-        return torch.where(*x)  # type: ignore[arg-type]
+        test, then, otherwise = x
+        return torch.where(test, then, otherwise) if isinstance(test, Tensor) else then if test else otherwise
     if name == "pow":  # of two tensors: where a step is traced, a constant would choose its form
         x = [y if isinstance(y, Tensor) else y * torch.ones_like(like) for y in x]
     if name in ("minimum", "maximum") and not all(isinstance(y, Tensor) for y in x):

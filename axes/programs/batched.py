@@ -142,9 +142,19 @@ class _Selection:
             source = self._materialise(output)
             if source != target:
                 moves.append((target, source))
-        for target, source in moves:
-            self._emit("copy", target, (target, source))
+        self._move(dict(moves))
         self._release()
+
+    def _move(self, moves: dict[int, int]) -> None:
+        """Copies target <- source as if all were made at once: none is written before it has been read."""
+        while moves:
+            target = next((t for t in moves if t not in moves.values()), None)
+            if target is None:  # they go around: one of them waits elsewhere
+                kept, waits = self._new(), next(iter(moves))
+                self._emit("scale", kept, (waits,), (((), (), False),))
+                moves = {t: kept if s == waits else s for t, s in moves.items()}
+            else:
+                self._emit("copy", target, (target, moves.pop(target)))
 
     # ---- terms -------------------------------------------------------------------------------------------------
 

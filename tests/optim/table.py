@@ -21,7 +21,9 @@ class Instance:
     layers: bool = False  # it needs the model
     momentum: str = ""
     lr: float = 1e-2  # for a small network and few steps
+    waits: int = 0  # first steps that move nothing
     lowers: float = 0.8  # to which part of its first value the loss falls in these steps
+    mixes: bool = False  # the entries of a parameter
     transcendental: bool = False  # its link rounds differently in vectorised and scalar loops, in the last bit
 
     def __str__(self) -> str:
@@ -49,7 +51,7 @@ INSTANCES = (
         optim.QHM,
         ({"momentum": 0.9}, {"momentum": 0.5, "weight_decay": 0.1, "decoupled": True}),
         momentum="momentum",
-        lr=0.1,
+        lr=0.5,
     ),
     Instance(optim.ASGD, ({}, {"lambd": 0.1, "alpha": 0.5, "t0": 1.0, "weight_decay": 0.1}), lr=0.1),
     Instance(optim.RotationalMomentum, ({}, {"weight_decay": 0.1}), matrices=True, momentum="momentum", lr=0.1),
@@ -80,22 +82,23 @@ INSTANCES = (
         optim.RAdam,
         ({"betas": (0.9, 0.9)}, {"betas": (0.8, 0.8), "weight_decay": 0.1, "decoupled_weight_decay": True}, {}),
         momentum="betas",
-        lr=3e-2,
+        lr=0.3,
     ),
     Instance(
         optim.QHAdam,
         ({}, {"betas": (0.8, 0.9), "nus": (0.5, 0.5), "weight_decay": 0.1}, {"nus": (0.0, 1.0), "decoupled": True}),
         momentum="betas",
     ),
-    Instance(optim.AdEMAMix, ({}, {"betas": (0.8, 0.9, 0.99), "warmup": 5.0, "weight_decay": 0.1}), momentum="betas"),
+    Instance(optim.AdEMAMix, ({}, {"betas": (0.8, 0.9, 0.99), "warmup": 5.0, "weight_decay": 0.1})),
     Instance(optim.LaProp, ({}, {"betas": (0.0, 0.9), "eps": 1e-3, "weight_decay": 0.1}), momentum="betas"),
     Instance(
         optim.ADOPT,
         ({}, {"betas": (0.5, 0.9), "decoupled": True, "weight_decay": 0.1}, {"clip_exponent": None}),
         momentum="betas",
         lr=3e-2,
+        waits=1,
     ),
-    Instance(optim.MARS, ({}, {"gamma": 0.0, "weight_decay": 0.1}), momentum="betas"),
+    Instance(optim.MARS, ({}, {"gamma": 0.0, "weight_decay": 0.1}), momentum="betas", mixes=True),
     Instance(optim.SignSGD, ({}, {"momentum": 0.9, "weight_decay": 0.1}), momentum="momentum", lr=3e-3),
     Instance(optim.Lion, ({}, {"betas": (0.9, 0.9), "weight_decay": 0.1}), momentum="betas", lr=3e-3),
     Instance(
@@ -155,7 +158,7 @@ INSTANCES = (
         momentum="momentum",
     ),
 )
-ENTRYWISE = tuple(i for i in INSTANCES if not i.matrices and not i.layers)  # rules that act entry by entry
+ENTRYWISE = tuple(i for i in INSTANCES if not (i.matrices or i.layers or i.mixes))  # rules that act entry by entry
 
 
 class Net(nn.Module):

@@ -136,7 +136,8 @@ def test_there_and_back_is_the_same_checkpoint(pair: tuple[Made, Made]) -> None:
     optimizer = ours([p.detach().clone().requires_grad_() for p in ps])
     from_torch(expected.state_dict(), optimizer)
     back, there = to_torch(optimizer), expected.state_dict()
-    if "dampening" in there["param_groups"][0] and there["param_groups"][0]["momentum"] == 0:  # torch notes None where there is no buffer
+    (group,) = there["param_groups"]
+    if "dampening" in group and group["momentum"] == 0:  # torch notes None where there is no buffer
         there["state"] = {}
     if there["param_groups"][0].get("betas", (1,))[0] == 0:  # an average of nothing is not kept
         for held in (*back["state"].values(), *there["state"].values()):
