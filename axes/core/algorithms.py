@@ -74,13 +74,15 @@ class Read(Declared):
 @final
 @dataclass(frozen=True, repr=False)
 class Mix(Declared):
-    """The output is  weight * theta_t + (1 - weight) * u_t: between an average and its newest term (schedule-free)."""
+    """The output is  weight * W_t + (1 - weight) * u_t, u behind the filters: between an average and its newest term
+    (schedule-free; with weight 0 the average is kept and not shown), or between what h makes of a drive and the drive.
+    """
 
     weight: Rate
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weight, Variable) and not 0.0 < self.weight < 1.0:
-            raise IllegalUpdate(f"Mix: weight must lie in (0, 1), got {self.weight}")
+        if not isinstance(self.weight, Variable) and not 0.0 <= self.weight < 1.0:
+            raise IllegalUpdate(f"Mix: weight must lie in [0, 1), got {self.weight}")
 
 
 @final
@@ -129,8 +131,9 @@ class Step(Declared):
     statistic, Held: when its value is computed.
     steps: gradient steps on the same datum.  lazy: theta is stored (dual averaging, pre-norm); else W is (mirror
     descent, post-norm).  via: filters between gradient and state, in order.  read: where the output is read.
-    debias: divide the output by the response to a unit drive.  start: zero, first (theta_1 is the first drive), or W0
-    (a filter that starts at the outer weights: averages of weights).
+    debias: divide the output by the response to a unit drive.  start: zero, first (theta_1 is the first drive), W0
+    (a filter that starts at the outer weights: averages of weights), or the number > 0 that every entry of a filter or
+    statistic starts at.  write: theta = A theta + rate u, the "sum", or the "max" of the two, entry by entry.
     feedback: of a filter whose h approximates what it holds: this share of what h used leaves the state once it was
     shown, and the error stays for the next datum. 1 keeps the error alone; 1 - mu is momentum of what was used.
     """
@@ -142,7 +145,8 @@ class Step(Declared):
     via: tuple[Recurrence | Sum | Momentum, ...] = ()
     read: Read | Mix | None = None
     debias: bool = False
-    start: Literal["zero", "first", "W0"] = "zero"
+    start: Literal["zero", "first", "W0"] | float = "zero"
+    write: Literal["sum", "max"] = "sum"
     feedback: Rate = 0.0
 
     def __post_init__(self) -> None:
@@ -157,8 +161,10 @@ class Step(Declared):
             raise IllegalUpdate(f"Step: at={self.at!r} is not prev, gated, read, new, Anchor(b) or Held(b)")
         if self.steps < 1:
             raise IllegalUpdate(f"Step: steps must be at least 1, got {self.steps}")
-        if self.start not in ("zero", "first", "W0"):
-            raise IllegalUpdate(f"Step: start={self.start!r} is not zero, first or W0")
+        if not self.start > 0.0 if isinstance(self.start, float) else self.start not in ("zero", "first", "W0"):
+            raise IllegalUpdate(f"Step: start={self.start!r} is not zero, first, W0 or a number > 0")
+        if self.write not in ("sum", "max"):
+            raise IllegalUpdate(f"Step: write={self.write!r} is not sum or max")
 
     def rates(self) -> tuple[Rate, ...]:
         """Its own numbers and names: of the step, of the read point, of filters side by side."""

@@ -49,6 +49,7 @@ Curvature = Literal["none", "affine", "nonlinear"]
 Residual = Literal["target", "error"]
 Side = Literal["entries", "rows", "columns", "each-row", "each-column", "eigen-entries", "whole"]
 Value = Tensor | float
+_BY_ENTRY = ("drive", "square", "magnitude", "unit", "white-square", "state")
 _EMPTY: Signal = MappingProxyType({})
 
 
@@ -442,36 +443,47 @@ class Given(Cost):
 class Linear(Cost):
     """l = -<W, z>: the cost of filters and statistics, whose drive z is a quantity of the datum.
 
-    of: drive u, square u * u, row-square and column-square the means of u * u over each row, (..., d_v, 1), and over
-    each column, (..., 1, d_k), left u u^T, right u^T u (u the raw drive (..., d_v, d_k)), eigen-square as square but
+    of: drive u, square u * u, magnitude |u|, unit 1 (one number, whatever u is: a normaliser), row-square and
+    column-square the means of u * u over each row, (..., d_v, 1), and over each column, (..., 1, d_k), left u u^T,
+    right u^T u (u the raw drive (..., d_v, d_k)), white-square y * y for the y that an entry-wise geometry made of u
+    with its statistics before the datum, eigen-square as square but
     with u in the bases that the two statistics before it give, key k k^T, value v v^T, error e e^T (e the gradient of
     a layer's output). A signal that has "kk", "vv" or "ee" supplies that product itself,
     for data that are means over several examples. white-left is y y^T / d_k and white-right y^T y / d_v for the y that
     the geometry made of u with its statistics before the datum (u itself at the first): the identity on average where
     y is white. eigen-fisher is the square of e k^T in the bases that the two statistics before it give, for the
     examples in the rows of "k_rows" and "e_rows" their mean. state is what the update that carries the statistic holds
-    after the datum, its theta. precision: of matrix products, see
-    `axes.linalg.matrix_roots.product`.
+    after the datum, its theta. precision: of matrix products, see `axes.linalg.matrix_roots.product`. offset: added to
+    a square or a magnitude. raw: of the drive as it came, ahead of the filters of the part whose statistic it is.
     """
 
     of: Literal[
-        "drive", "square", "left", "right", "row-square", "column-square", "white-left", "white-right", "eigen-square",
-        "eigen-fisher", "key", "value", "error", "state",
+        "drive", "square", "magnitude", "unit", "left", "right", "row-square", "column-square", "white-square",
+        "white-left", "white-right", "eigen-square", "eigen-fisher", "key", "value", "error", "state",
     ] = "drive"  # fmt: skip
     precision: Precision = "input"
+    offset: Rate = 0.0
+    raw: bool = False
     curvature: ClassVar[Curvature] = "none"
 
     def __post_init__(self) -> None:
         sides = ("left", "right", "white-left", "white-right")
         turned = ("eigen-square", "eigen-fisher")
         means = ("row-square", "column-square")
-        allowed = ("drive", "square", *means, *sides, *turned, "key", "value", "error", "state")
+        allowed = (*_BY_ENTRY, *means, *sides, *turned, "key", "value", "error")
         if self.of not in allowed:
             raise IllegalUpdate(f"Linear: of={self.of!r} is not one of {', '.join(allowed)}")
         if self.precision not in PRECISIONS:
             raise IllegalUpdate(f"Linear: precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
         if self.precision != "input" and self.of not in (*sides, *turned):
             raise IllegalUpdate(f"Linear: of={self.of!r} is no matrix product: leave precision at 'input'")
+        if self.offset != 0.0 and self.of not in ("square", "magnitude"):
+            raise IllegalUpdate(f"Linear: offset is added to a square or a magnitude, not to of={self.of!r}")
+        if self.raw and self.of not in ("drive", "square", "magnitude", "left", "right"):
+            raise IllegalUpdate(f"Linear: of={self.of!r} does not read the drive as it came: leave raw at False")
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.offset,)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -482,7 +494,12 @@ class Linear(Cost):
     @property
     def whitened(self) -> bool:
         """Whether it is driven by what the geometry made of u, not by u."""
-        return self.of in ("white-left", "white-right")
+        return self.of in ("white-square", "white-left", "white-right")
+
+    @property
+    def by_entry(self) -> bool:
+        """Whether an entry of z is a function of that entry of u."""
+        return self.of in _BY_ENTRY
 
     @property
     def side(self) -> Side:
@@ -508,9 +525,16 @@ class Linear(Cost):
             if self.whitened:
                 return outer_mean(x, self.precision)
             return symmetric_product(x.mT, None, self.precision)
+        if self.of == "unit":
+            return u.new_ones((*u.shape[:-2], *(1,) * min(u.ndim, 2)))
+        if self.of == "magnitude":
+            return self._offset(u.abs(), signal)
         if self.of in ("row-square", "column-square"):
             return (u * u).mean(-1 if self.of == "row-square" else -2, keepdim=True)
-        return u * u if self.of in ("square", "eigen-square") else u
+        return self._offset(u * u, signal) if self.of.endswith("square") else u
+
+    def _offset(self, z: Tensor, signal: Signal) -> Tensor:
+        return z + resolve(self.offset, signal) if self.offset != 0.0 else z
 
 
 @final

@@ -29,7 +29,8 @@ def feedback(update: StateUpdate) -> Feedback:
         return "nonlinear"
     if not update.drive_sees_state:
         return "none"
-    affine = cost.curvature != "nonlinear" and memory.linear and memory.kind != "list" and h.is_identity
+    linear = step.write == "sum" and memory.linear and memory.kind != "list" and h.is_identity
+    affine = linear and cost.curvature != "nonlinear"
     return "affine" if affine else "nonlinear"
 
 
@@ -55,9 +56,11 @@ def structure(update: StateUpdate) -> Structure:
 
 @fact
 def _computed(update: StateUpdate) -> str | None:
-    """Why no route along a sequence has the numbers of every datum, or None if all do."""
+    """Why no route along a sequence has the numbers of every datum or writes in this way, or None if all do."""
     if update.parts().computes_rates:
         return "rates that are formulas, of the number of a datum say, are worked out datum by datum"
+    if any(p.step.write == "max" for p in update.parts().every()):
+        return "the scans add what is written, and this one keeps the larger"
     return None
 
 
@@ -133,6 +136,8 @@ def no_cascade(update: StateUpdate) -> str | None:
             return "filters of filters"
         if us.feedback != 0.0 or isinstance(uc, Linear) and uc.of == "state":
             return "what a filter holds is looked at, or taken from, at every datum"
+        if any(isinstance(s.cost, Linear) and (s.cost.raw or s.cost.whitened) for s in u.statistics()):
+            return "a statistic of the drive ahead of filters, or of what it has itself whitened"
         if isinstance(us.at, Held):
             return "a held value is refreshed at some data and kept at others"
         if us.start != "zero" or us.read is not None and u is update:

@@ -3,7 +3,7 @@
     u      = -grad l(W_eval; k_t, v_t)      W_eval by step.at
     u      = f(u)  for f in step.via        filters: updates whose cost is linear in the drive
     stats  = s(u)  for s in h.stats         statistics: the same
-    theta  = A_t theta + rate * u
+    theta  = A_t theta + rate * u           or the larger of the two, entry by entry
     W      = grad h*(theta)                 lazy stores theta; agile stores W
     out    = W, or grad h* at step.read
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class State(NamedTuple):
 
 torch.serialization.add_safe_globals([State])  # a saved state loads with weights_only=True
 Filters = tuple[State | tuple[State, ...], ...]
+Values = list[Leaves]
 
 
 class Output(NamedTuple):
@@ -87,7 +88,9 @@ def init(p: Parts, theta: Leaves, signal: Signal, outer: Leaves = ()) -> State:
     for s in p.statistics():  # a later statistic may see the earlier ones
         driven = seen(s, like, signal, [t.theta for t in stats])
         stats.append(init(s, tuple(torch.zeros_like(x) for x in driven), signal))
-    theta = outer if p.step.start == "W0" else theta
+    if isinstance(start := p.step.start, float):
+        theta = tuple(torch.full_like(leaf, start) for leaf in theta)
+    theta = outer if start == "W0" else theta
     norm: Leaves = ()
     if p.step.debias:
         keyed = p.memory.keyed
@@ -119,17 +122,19 @@ def step(
         anchor = refreshed(p, state, state.theta, state.norm, signal)
     datum, via, stats = Datum(state, signal, rate, gated, anchor), state.via, state.stats
     u: Leaves = ()
+    values: Values = []
     for _ in range(p.step.steps):
-        u, via = _filtered(p, _from_outside(given) if p.driven else drive(p, datum), via, state, signal, outer)
+        raw = _from_outside(given) if p.driven else drive(p, datum)
+        u, via = _filtered(p, raw, via, state, signal, outer)
         datum = datum._replace(gated=_written(p, datum, u), again=True)
-        stats = _observed(p, u, datum.gated, stats, signal)
+        stats, values = _observed(p, u, raw, datum.gated, stats, signal)
     theta, count = datum.gated, state.count + 1
     norm = tuple(_responded(p, element, n, rate, signal) for n in state.norm)
     if isinstance(at, Held):
         if at.after(int(state.count)):
             anchor = refreshed(p, state, theta, norm, signal)
         return State(theta, via, stats, norm, anchor, count), Output(anchor[: len(theta)])
-    context = _context(p, stats, signal, u, outer)
+    context = _contexts(signal, u, outer, values)
     out = _shown(p, state, theta, norm, u, context, signal)
     stored = theta if p.step.lazy else _map(p, theta, context)
     if p.step.feedback != 0.0:
@@ -259,18 +264,20 @@ def _filtered(
     return u, tuple(kept)
 
 
-def _observed(p: Parts, u: Leaves, theta: Leaves, states: tuple[State, ...], signal: Signal) -> tuple[State, ...]:
-    """The statistics of h after the drive u has made the state theta, each seeing the ones before it."""
+def _observed(
+    p: Parts, u: Leaves, raw: Leaves, theta: Leaves, states: tuple[State, ...], signal: Signal
+) -> tuple[tuple[State, ...], Values]:
+    """The statistics of h after u has made the state theta, each seeing the ones before it, and their values."""
     stepped: list[State] = []
-    outs: list[Leaves] = []
+    outs: Values = []
     stats = p.statistics()
-    white = _whitened(p, u, states, signal) if any(map(_of_whitened, stats)) else u
+    white = _whitened(p, u, states, signal) if any(_asks(s, "whitened") for s in stats) else u
     for s, state in zip(stats, states, strict=True):
-        given = white if _of_whitened(s) else theta if _of_state(s) else u
-        state, out = step(s, state, signal, seen(s, given, signal, outs))
+        of = white if _asks(s, "whitened") else raw if _asks(s, "raw") else theta if _of_state(s) else u
+        state, out = step(s, state, signal, seen(s, of, signal, outs))
         stepped.append(state)
         outs.append(out.weights)
-    return tuple(stepped)
+    return tuple(stepped), outs
 
 
 def seen(p: Parts, u: Leaves, signal: Signal, earlier: Sequence[Leaves]) -> Leaves:
@@ -289,6 +296,8 @@ def seen(p: Parts, u: Leaves, signal: Signal, earlier: Sequence[Leaves]) -> Leav
 def _whitened(p: Parts, u: Leaves, states: tuple[State, ...], signal: Signal) -> Leaves:
     """What h makes of the drive with its statistics before the datum; the drive itself where they have no value."""
     context = _context(p, states, signal, u)
+    if p.h.entrywise:
+        return _map(p, u, context)
     begun = (torch.stack([is_begun(x) for x in c.stats]).all(0) for c in context)
     return tuple(torch.where(b, y, x) for b, y, x in zip(begun, _map(p, u, context), u, strict=True))
 
@@ -309,14 +318,18 @@ def _written(p: Parts, datum: Datum, u: Leaves) -> Leaves:
     """A theta + rate u."""
     if p.step.start == "first" and int(datum.state.count) == 0 or _passes(p, datum, u):
         return u
-    return p.memory.add(datum.gated, datum.rate, rate_shape(p.step.rate), u)
+    shape = rate_shape(p.step.rate)
+    if p.step.write == "max":
+        written = p.memory.add(tuple(torch.zeros_like(x) for x in datum.gated), datum.rate, shape, u)
+        return tuple(map(torch.maximum, datum.gated, written))
+    return p.memory.add(datum.gated, datum.rate, shape, u)
 
 
 def _passes(p: Parts, datum: Datum, u: Leaves) -> bool:
     """Whether theta is the drive itself: nothing is kept, the rate is 1, and u has the shape of theta."""
     if not isinstance(p.monoid, Zero) or p.memory.kind != "parameter":
         return False
-    if p.step.steps > 1 or p.step.read is not None or isinstance(datum.rate, Tensor) or datum.rate != 1.0:
+    if p.step.steps > 1 or isinstance(datum.rate, Tensor) or datum.rate != 1.0:
         return False
     return all(x.ndim == 0 or x.shape == y.shape for x, y in zip(datum.gated, u, strict=True))
 
@@ -338,7 +351,9 @@ def _shown(
     look = p.step.read
     if isinstance(look, Read):
         gate, rate = _value(look.gate, signal), _value(look.rate, signal)
-        theta = tuple(gate * x + rate * y for x, y in zip(state.theta, u, strict=True))
+        theta = tuple(gate * x for x in state.theta)
+        if look.rate != 0.0:  # else it is a value before the datum
+            theta = tuple(x + rate * y for x, y in zip(theta, u, strict=True))
         norm = tuple(gate * n + rate * torch.ones_like(n) for n in state.norm)
     out = at_point(p, theta, norm, context)
     if isinstance(look, Mix):
@@ -382,8 +397,12 @@ def _context(
     p: Parts, stats: tuple[State, ...], signal: Signal, u: Leaves = (), outer: Leaves | None = None
 ) -> tuple[Context, ...]:
     """What the geometry may see, leaf by leaf; the last one stands for all further leaves."""
-    outs = tuple(output(s, t, signal).weights for s, t in zip(p.statistics(), stats, strict=True))
-    given = (u, outer or (), *outs)
+    outs = [output(s, t, signal).weights for s, t in zip(p.statistics(), stats, strict=True)]
+    return _contexts(signal, u, outer, outs)
+
+
+def _contexts(signal: Signal, u: Leaves, outer: Leaves | None, stats: Values) -> tuple[Context, ...]:
+    given = (u, outer or (), *stats)
     columns: Any = zip_longest(*given) if any(given) else [(None,) * len(given)]
     return tuple(Context(x, tuple(rest), w, signal) for x, w, *rest in columns)
 
@@ -399,9 +418,10 @@ def _align(target: Tensor, prediction: Tensor) -> Tensor:
     return target if target.ndim == prediction.ndim else target[..., None]
 
 
-def _of_whitened(statistic: Parts) -> bool:
-    return isinstance(statistic.cost, Linear) and statistic.cost.whitened
-
-
 def _of_state(statistic: Parts) -> bool:
     return isinstance(statistic.cost, Linear) and statistic.cost.of == "state"
+
+
+def _asks(statistic: Parts, of: Literal["whitened", "raw"]) -> bool:
+    """Whether a statistic is of what h made of the drive, or of the drive ahead of the filters."""
+    return isinstance(statistic.cost, Linear) and bool(getattr(statistic.cost, of))

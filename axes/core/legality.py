@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from axes.core.algorithms import Anchor, Held, Mix
+from axes.core.algorithms import Anchor, Held, Mix, Read
 from axes.core.costs import Linear
 from axes.core.geometry import Entropic
 from axes.core.monoids import Decay, Diagonal, Identity, Monoid, Product, Scalar, Zero
@@ -173,8 +173,28 @@ def _effect(p: Parts) -> Iterator[str]:
         yield "lazy=False has no effect: the zero monoid keeps nothing of either state"
     if step.rate == 1.0 and any(isinstance(f, Decay) and f.independent for f in factors(p.monoid)):
         yield "Decay(independent=True) has no effect at rate 1: leave it out"
-    if isinstance(step.read, Mix) and not (p.oracle and h.is_identity and step.via):
-        yield "read=Mix(...) lies between a parameter with Euclidean h and what its filters give: it needs Given(), via"
+    if isinstance(step.read, Mix) and not (step.via and (p.driven or p.oracle and h.is_identity)):
+        yield (
+            "read=Mix(...) lies between a parameter with Euclidean h and what its filters give, Given() with via, or "
+            "between what a filter with filters of its own makes of their drive and that drive"
+        )
+
+
+def _maximum(p: Parts) -> Iterator[str]:
+    """The larger of what is kept and what is written, entry by entry."""
+    step = p.step
+    if step.write == "sum":
+        return
+    if step.at == "new":
+        yield "an implicit step solves for a sum: write='max' is explicit"
+    if step.debias:
+        yield "the response of a maximum to a unit drive is the largest rate: debias what it is the maximum of"
+    if gates(p.monoid) == {"zero"}:
+        yield "write='max' compares with what is kept, and the zero monoid keeps nothing"
+    if isinstance(step.read, Read):
+        yield "a read point is a sum: with write='max' it is read at the new state"
+    if p.memory.kind == "list":
+        yield "a list memory keeps pairs, which have no larger one: write='max' is for tensors"
 
 
 def _feedback(p: Parts) -> Iterator[str]:
@@ -195,6 +215,13 @@ def _feedback(p: Parts) -> Iterator[str]:
 def _start(p: Parts) -> Iterator[str]:
     """A first value that is not the empty memory."""
     step, memory = p.step, p.memory
+    if isinstance(step.start, float):
+        if not p.driven:
+            yield "a number to start at is for filters and statistics: an update itself starts at the weights"
+        if gates(p.monoid) == {"zero"}:
+            yield f"start={step.start} under a gate that keeps nothing is forgotten at once"
+        if step.debias:
+            yield f"the response to a unit drive starts at zero: start={step.start} has no bias to correct"
     if step.start == "W0":
         if not p.driven:
             yield "start='W0' is for filters: an update itself starts at the weights it is given"
@@ -202,6 +229,8 @@ def _start(p: Parts) -> Iterator[str]:
             yield "start='W0' under a gate that keeps nothing is forgotten at once"
         if step.debias:
             yield "a filter that starts at the weights has no bias to correct"
+    if p.driven and any(f.step.start == "W0" for f in p.filters()):
+        yield "start='W0' is for filters of the weights' own update: inside of a filter there are no weights"
     if memory.keyed and any(f.step.start == "W0" for f in p.filters()):
         yield "a filter starts at the weights of the data axis; an empty memory is zero, where start='W0' has no effect"
     if step.start == "first":
@@ -267,7 +296,7 @@ def _factor(p: Parts) -> Iterator[str]:
         yield f"lazy=False would accumulate onto the {name}, not onto the statistic"
     if h.continues and not isinstance(p.step.at, Held):
         yield f"{h!r} continues from the last {h.makes}: set at=Held(every), or take one that is computed anew"
-    if isinstance(cost, Linear) and cost.whitened != h.fitted:
+    if isinstance(cost, Linear) and not cost.by_entry and cost.whitened != h.fitted:
         yield f"{name} of {cost!r}: a FittedFactor is fitted to whitened drives, roots and bases are of raw ones"
 
 
@@ -282,25 +311,47 @@ def _filters(p: Parts) -> Iterator[str]:
             yield "a filter passes every datum on: at=Held(...) is for statistics"
         elif f.cost.of != "drive":
             yield f"a filter passes the drive on; {f.cost!r} is a statistic: put it in h.stats"
+        elif f.cost.raw:
+            yield "a filter is driven by what is ahead of it: raw is for statistics"
 
 
 def _statistics(p: Parts) -> Iterator[str]:
     """Statistics hold what they are driven by."""
     fitted = p.h.takes == "root" and all(s.h.fitted for s in p.statistics())
     for s in p.statistics():
-        scalar = rate_shape(s.step.rate) == "scalar" and gates(s.monoid) <= {"identity", "zero", "scalar"}
+        look = s.step.read
         if not isinstance(s.cost, Linear):
             yield f"a statistic's cost must be Linear(of=...), got {s.cost!r}"
-        elif s.cost.side in ("rows", "columns") and not scalar:
+        elif s.cost.side in ("rows", "columns") and not _scalar(s):
             yield f"a statistic {s.cost!r} is a square matrix of its own size: it takes scalar gates and rates"
-        elif s.cost.side in ("each-row", "each-column") and not scalar:
+        elif s.cost.side in ("each-row", "each-column") and not _scalar(s):
             yield f"a statistic {s.cost!r} has one number for a row or column: it takes scalar gates and rates"
-        elif s.cost.whitened and not fitted:
+        elif s.cost.of == "unit" and not all(map(_number, s.every())):
+            yield "a statistic of the unit is one number: it takes scalar gates and rates, and Euclidean h"
+        elif s.cost.of == "white-square" and not (p.h.entrywise and p.driven):
+            yield f"{s.cost!r} is of what an entry-wise h makes on a filter, not {type(p.h).__name__}"
+        elif s.cost.whitened and not s.cost.by_entry and not fitted:
             yield f"{s.cost!r} is of what Kronecker makes with two FittedFactors, and only stands there, unwrapped"
-        if s.step.read is not None:
-            yield "a statistic is what its state holds: it has no read point"
+        elif s.cost.raw and not p.step.via:
+            yield f"{s.cost!r}: raw has no effect where no filter is ahead of the statistic"
+        if look is not None and not p.driven:
+            yield "weights are a function of the state, so are their statistics: a read point is for those of filters"
+        if look is not None and isinstance(s.step.at, Held):
+            yield "what is held is shown until the next refresh: a read point is for statistics that are not held"
+        if isinstance(look, Mix):
+            yield "a statistic is what its state holds or held: read=Read(1.0, 0.0) is its value before the datum"
         if s.step.start == "W0":
             yield "a statistic holds products of drives: it cannot start at the weights"
+
+
+def _number(p: Parts) -> bool:
+    """Whether what is kept of a number is one: single gates and rates, no h."""
+    return _scalar(p) and p.h.is_identity
+
+
+def _scalar(p: Parts) -> bool:
+    """Whether gates and rates are single numbers."""
+    return rate_shape(p.step.rate) == "scalar" and gates(p.monoid) <= {"identity", "zero", "scalar"}
 
 
 def _whitenings(p: Parts) -> Iterator[str]:
@@ -321,6 +372,7 @@ _MAKERS = {"root": "InverseRoot or FittedFactor", "basis": "Eigenbasis", "factor
 _RULES: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _prediction,
     _effect,
+    _maximum,
     _evaluation,
     _implicit,
     _feedback,

@@ -7,6 +7,7 @@ which every update knows by itself. Arithmetic on the two gives a `Formula`: Per
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from axes.core.declared import Declared
 from axes.errors import IllegalUpdate, ShapeError
+from axes.programs.arithmetic import EVALUATE
 from axes.programs.numbers import as_float
 
 Shape = Literal["scalar", "key", "row", "square", "pair", "mix"]
@@ -130,6 +132,11 @@ class Formula(Variable):
 
 
 Rate = float | Variable
+_NAMES = {"+": "add", "-": "sub", "*": "mul", "/": "div", "**": "pow", ">": "gt"}
+_TENSORS: dict[str, Any] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "pow": operator.pow,
+    "gt": operator.gt, "minimum": torch.minimum, "maximum": torch.maximum,
+}  # fmt: skip
 _ARITY = {"+": 2, "-": 2, "*": 2, "/": 2, "**": 2, ">": 2, "minimum": 2, "maximum": 2, "where": 3}
 
 
@@ -200,30 +207,20 @@ def _count(signal: Signal) -> Tensor | float:
 
 
 def _apply(operation: str, x: list[Tensor | float]) -> Any:
-    if operation == "+":
-        return x[0] + x[1]
-    if operation == "-":
-        return x[0] - x[1]
-    if operation == "*":
-        return x[0] * x[1]
-    if operation == "/":
-        return x[0] / x[1]
-    if operation == "**":  # of two tensors if of one, where a step is traced: a constant would choose its form
-        like = next((y for y in x if isinstance(y, Tensor)), None)
-        base, power = x if like is None else (y if isinstance(y, Tensor) else y * torch.ones_like(like) for y in x)
-        return base**power
-    if operation == ">":
-        return x[0] > x[1]
-    if operation == "where":
-        test, a, b = x
-        return torch.where(test, a, b) if isinstance(test, Tensor) else (a if test else b)
-    low = operation == "minimum"
-    a, b = x if isinstance(x[0], Tensor) else x[::-1]
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.minimum(a, b) if low else torch.maximum(a, b)
-    if isinstance(a, Tensor):
-        return a.clamp_max(b) if low else a.clamp_min(b)
-    return min(a, b) if low else max(a, b)
+    """What it comes to: of numbers on the host, or of tensors where one is."""
+    like = next((y for y in x if isinstance(y, Tensor)), None)
+    name = _NAMES.get(operation, operation)
+    if like is None:
+        return EVALUATE[name](*x)
+    if name == "where":
+        test, then, otherwise = x
+        return torch.where(test, then, otherwise) if isinstance(test, Tensor) else then if test else otherwise
+    if name == "pow":  # of two tensors: where a step is traced, a constant would choose its form
+        x = [y if isinstance(y, Tensor) else y * torch.ones_like(like) for y in x]
+    if name in ("minimum", "maximum") and not all(isinstance(y, Tensor) for y in x):
+        bound = x[1] if x[0] is like else x[0]
+        return like.clamp_max(bound) if name == "minimum" else like.clamp_min(bound)
+    return _TENSORS[name](*x)
 
 
 def rate_shape(rate: Rate) -> Shape:

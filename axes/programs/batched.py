@@ -143,9 +143,19 @@ class _Selection:
             source = self._materialise(output)
             if source != target:
                 moves.append((target, source))
-        for target, source in moves:
-            self._emit("copy", target, (target, source))
+        self._move(dict(moves))
         self._release()
+
+    def _move(self, moves: dict[int, int]) -> None:
+        """Copies target <- source as if all were made at once: none is written before it has been read."""
+        while moves:
+            target = next((t for t in moves if t not in moves.values()), None)
+            if target is None:  # they go around: one of them waits elsewhere
+                kept, waits = self._new(), next(iter(moves))
+                self._emit("scale", kept, (waits,), (((), (), False),))
+                moves = {t: kept if s == waits else s for t, s in moves.items()}
+            else:
+                self._emit("copy", target, (target, moves.pop(target)))
 
     # ---- terms -------------------------------------------------------------------------------------------------
 
@@ -392,10 +402,18 @@ def _power(here: bool, s: list[Any], n: list[Real]) -> Lists:
     return list(torch._foreach_pow(s[0], n[0]))
 
 
+def _where(test: Real, a: Any, b: Any) -> Tensor:
+    """One of two by entries, or by a number."""
+    if isinstance(test, Tensor):
+        return torch.where(test != 0, a, b)
+    chosen, other = (a, b) if test else (b, a)
+    return chosen if isinstance(chosen, Tensor) else torch.full_like(other, chosen)
+
+
 def _each(name: str, pattern: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
     """An operation without a multi-tensor form, tensor by tensor."""
     named: dict[str, Callable[..., Tensor]] = {
-        "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "where": torch.where,
+        "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "where": _where,
         "asinh": torch.asinh, "div": torch.div, "sub": torch.sub,
         "maximum": lambda a, b: torch.clamp_min(a, b) if isinstance(b, float) else torch.maximum(a, b),
         "minimum": lambda a, b: torch.clamp_max(a, b) if isinstance(b, float) else torch.minimum(a, b),

@@ -209,7 +209,10 @@ def _body(
             lines.append(f"v{i} = codes.quotient({', '.join(_text(program, x) for x in op.inputs)})")
         else:
             kind = "coded" if coded else wide
-            lines.append(f"v{i} = {_code(op, kind).format(*(_text(program, x) for x in op.inputs))}")
+            inputs = [_text(program, x) for x in op.inputs]
+            if op.name == "where" and not program.shaped(op.inputs[0]):  # a condition among the numbers is 0 or 1
+                inputs[0] += " != 0"
+            lines.append(f"v{i} = {_code(op, kind).format(*inputs)}")
     # what is squared comes last: warps wait for each other to add
     outputs = sorted(program.outputs.items(), key=lambda output: squares and output[0] == PARAMETER)
     for name, value in outputs:

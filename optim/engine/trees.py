@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axes.core.algorithms import Held, Sum
+from axes.core.algorithms import Held, Read, Sum
 from axes.core.declared import Recurrence
 from axes.core.monoids import Zero
 from axes.core.state_update import State, StateUpdate
@@ -32,7 +32,7 @@ def keeps_theta(update: StateUpdate) -> bool:
 def _forgets(update: StateUpdate) -> bool:
     """Whether theta's old value is read by nobody, so that it need not be kept."""
     p = update.parts()
-    return isinstance(p.monoid, Zero) and p.step.read is None
+    return isinstance(p.monoid, Zero) and not isinstance(p.step.read, Read)
 
 
 def flatten(update: StateUpdate, state: State) -> dict[str, Tensor]:

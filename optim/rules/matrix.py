@@ -34,6 +34,7 @@ def auxiliary_defaults(
         "betas": aux_betas,
         "eps": aux_eps,
         "weight_decay": aux_weight_decay,
+        "amsgrad": False,
         "lr_scale": aux_lr_scale,
     }
 

@@ -2,7 +2,7 @@
 
     decay       decoupled (1 - lr wd), coupled (in the cost), independent (1 - wd), per_parameter (entry by entry)
     direction   cautious, trust_ratio, grafting, rotational: an h around the h of the last filter
-    drive       clipped: a memoryless filter ahead of all others
+    drive       clipped, grokfast: a filter ahead of all others
     reading     nesterov, schedule_free
     the weights query_key_clip: rows scaled after the step
 
@@ -24,7 +24,7 @@ from axes.core.declared import Recurrence
 from axes.core.geometry import Ball, Cautious, ConstantNorm, Euclidean, Geometry, Graft, Shrink, TrustRatio
 from axes.core.legality import factors
 from axes.core.monoids import Decay, Hadamard, Identity, Monoid, Product, Scalar, Zero
-from axes.core.rates import Per, Rate, Variable, maximum
+from axes.core.rates import Count, Per, Rate, Variable, maximum, where
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.across import GRADIENT_NORM
@@ -189,15 +189,50 @@ def clipped(
     clips the norm over all parameters of the optimizer together, as torch.nn.utils.clip_grad_norm_ does between
     backward and step; without a coupled decay, and not for sharded parameters.
     """
+    if norm != "all":
+        return _ahead(update, StateUpdate(Linear(), Ball(radius, norm), Zero()))
+    if isinstance(update.normal().cost, Ridge):
+        raise AxesError("clipped: the norm of all gradients has no coupled decay in it: wrap undecayed(rule)")
+    return _ahead(update, all_clip(radius))
+
+
+def grokfast(update: StateUpdate, alpha: float = 0.98, lamb: float = 2.0) -> StateUpdate:
+    """The gradient, with a coupled decay if there is one, and `lamb` times its average before anything sees it.
+
+    alpha: the retention of the average, which begins at the first gradient.
+
+    Source: Lee et al. 2024, algorithm 1 (Grokfast-EMA). Differs: a coupled decay is part of what is averaged.
+    """
+    if not (0.0 < alpha < 1.0 and lamb > 0.0):
+        raise AxesError(f"grokfast: alpha must lie in (0, 1) and lamb be > 0, got {alpha} and {lamb}")
+    begun = Count() > 1.0
+    keep, write = where(begun, alpha, 0.0), where(begun, 1.0 - alpha, 1.0)
+    read = Read(lamb * keep, 1.0 + lamb * write)
+    return _ahead(update, StateUpdate(Linear(), Euclidean(), Scalar(keep), Step(write, read=read)))
+
+
+def grokfast_window(update: StateUpdate, window: int = 100, lamb: float = 5.0) -> StateUpdate:
+    """The gradient and `lamb` times the mean of the last `window` ones, once there are so many.
+
+    Its state is that many gradients, each a filter that shows what it was given one datum before.
+
+    Source: Lee et al. 2024, algorithm 2 (Grokfast-MA). Differs: a coupled decay is part of what is averaged.
+    """
+    if window < 2 or not lamb > 0.0:
+        raise AxesError(f"grokfast_window: window must be at least 2 and lamb > 0, got {window} and {lamb}")
+    plain = StateUpdate(Linear(), Euclidean(), Zero())
+    before = StateUpdate(Linear(), Euclidean(), Zero(), Step(read=Read(1.0, 0.0)))
+    weight = where(Count() > window - 1.0, lamb / window, 0.0)
+    total: StateUpdate = before  # of the last ones but the newest
+    for _ in range(window - 2):
+        total = StateUpdate(Linear(), Euclidean(), Zero(), Step(via=(before, Sum((plain, total), (1.0, 1.0)))))
+    return _ahead(update, Sum((plain, total), (1.0 + weight, weight)))
+
+
+def _ahead(update: StateUpdate, first: StateUpdate | Sum) -> StateUpdate:
     update = update.normal()
     step = update.parts().step
-    if norm == "all":
-        if isinstance(update.cost, Ridge):
-            raise AxesError("clipped: the norm of all gradients has no coupled decay in it: wrap undecayed(rule)")
-        clip = all_clip(radius)
-    else:
-        clip = StateUpdate(Linear(), Ball(radius, norm), Zero())
-    return dataclasses.replace(update, algorithm=dataclasses.replace(step, via=(clip, *step.via)))
+    return dataclasses.replace(update, algorithm=dataclasses.replace(step, via=(first, *step.via)))
 
 
 def all_clip(radius: float) -> StateUpdate:
@@ -291,6 +326,8 @@ __all__ = [
     "coupled",
     "decoupled",
     "grafting",
+    "grokfast",
+    "grokfast_window",
     "head_factors",
     "independent",
     "nesterov",

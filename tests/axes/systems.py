@@ -260,6 +260,12 @@ SEQUENTIAL = {
             via=(StateUpdate(Linear(), TrustRatio(Euclidean(), Per("pull"), 0.5, "parts"), Scalar(0.9), ema(0.9)),),
         ),
     ),
+    "max pooling": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(write="max")),
+    "delta rule that keeps the larger": StateUpdate(
+        SquaredError(),
+        monoid=Diagonal("row_decay", side="row"),
+        algorithm=Step(BETA, write="max", via=(Momentum(0.5, "ema"),)),
+    ),
     "a step that shrinks with the number of the token": StateUpdate(
         SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA / Count() ** 0.5, via=(Momentum(0.5, "ema"),))
     ),
@@ -515,11 +521,115 @@ DATA = {
     "weights between their average and themselves": StateUpdate(
         Given(),
         monoid=Decay(1.0),
-        algorithm=Step(
-            0.2, at="read", via=(StateUpdate(Linear(), algorithm=Step(0.3, start="W0")),), read=Mix(0.7)
-        ),
+        algorithm=Step(0.2, at="read", via=(StateUpdate(Linear(), algorithm=Step(0.3, start="W0")),), read=Mix(0.7)),
     ),
     "gated gradient": StateUpdate(Given(), monoid=Scalar(0.9), algorithm=Step(0.1, at="gated")),
+    "largest second moment": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    Whiten(
+                        (
+                            StateUpdate(
+                                Linear("square", offset=0.1),
+                                monoid=Zero(),
+                                algorithm=Step(
+                                    1.0 / (1.0 - 0.5 ** Count()),
+                                    via=(Momentum(0.5, "ema"), StateUpdate(Linear(), algorithm=Step(write="max"))),
+                                ),
+                            ),
+                        ),
+                        eps=1e-3,
+                    ),
+                    Scalar(0.9),
+                ),
+            ),
+        ),
+    ),
+    "one second moment of two averages": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    Whiten(
+                        (
+                            StateUpdate(Linear("square", raw=True), monoid=Scalar(0.9), algorithm=Step(start=0.5)),
+                            StateUpdate(Linear("drive", raw=True), monoid=Scalar(0.5), algorithm=Step(0.5)),
+                        ),
+                        "centered",
+                        eps=1e-3,
+                    ),
+                    Zero(),
+                    Step(
+                        via=(
+                            Sum(
+                                (
+                                    StateUpdate(
+                                        Linear(),
+                                        Whiten(
+                                            (StateUpdate(Linear("unit"), monoid=Scalar(0.6), algorithm=Step(0.4)),),
+                                            power=1.0,
+                                        ),
+                                        Scalar(0.5),
+                                    ),
+                                    StateUpdate(Linear(), monoid=Scalar(0.9)),
+                                ),
+                                (1.0, 0.3),
+                            ),
+                        ),
+                        read=Mix(where(Count() > 2, 0.8, 0.1)),
+                    ),
+                ),
+            ),
+        ),
+    ),
+    "whitened by what was before": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    Whiten(
+                        (StateUpdate(Linear("square"), monoid=Scalar(0.8), algorithm=Step(0.2, read=Read(1.0, 0.0))),),
+                        eps=0.1,
+                        floor=0.6,
+                    ),
+                    Zero(),
+                ),
+                StateUpdate(Linear(), Ball(0.3 * Count() ** 0.5, "max"), Zero()),
+                StateUpdate(
+                    Linear(),
+                    Whiten(
+                        (
+                            StateUpdate(
+                                Linear("white-square"), monoid=Scalar(0.7), algorithm=Step(0.3, read=Read(1.0, 0.0))
+                            ),
+                        ),
+                        power=-0.5,
+                        eps=0.01,
+                        eps_inside=True,
+                    ),
+                    Zero(),
+                ),
+            ),
+        ),
+    ),
+    "average that is not shown": StateUpdate(
+        Given(),
+        monoid=Decay(1.0),
+        algorithm=Step(
+            1.0 / Count(),
+            at="read",
+            via=(StateUpdate(Linear(), algorithm=Step(0.3, start="W0")),),
+            read=Mix(0.0),
+        ),
+    ),
     "rates by the number of the datum": StateUpdate(
         Given(),
         monoid=Decay(where(Count() > 2, 0.1, 0.0)),

@@ -156,7 +156,7 @@ REFUSED = {
     "statistic with a cost": (dict(cost=ALIGN, h=Whiten((StateUpdate(Given()),))), "statistic's cost"),
     "statistic with a read": (
         dict(cost=ALIGN, h=Whiten((StateUpdate(Linear("square"), algorithm=Step(read=Read(0.5, 0.5))),))),
-        "no read point",
+        "a read point is for those of filters",
     ),
     "statistic of the wrong side": (dict(cost=ALIGN, h=Whiten((StateUpdate(Linear("left")),))), "of the entries"),
     "wrapped statistic of the wrong side": (

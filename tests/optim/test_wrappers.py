@@ -12,6 +12,7 @@ import pytorch_optimizer
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytorch_optimizer.optimizer.grokfast import gradfilter_ema, gradfilter_ma
 from torch import Tensor, nn
 
 from axes import optim
@@ -28,6 +29,7 @@ from axes.optim.rules import wrappers
 LR = Per("lr")
 PLAIN = StateUpdate(Given(), algorithm=Step(LR))
 HEAVY = StateUpdate(Given(), algorithm=Step(LR, via=(Momentum(0.9, "ema"),)))
+NADAM = optim.NAdam.declare(momentum_decay=None, decoupled_weight_decay=True)
 ADAM = wrappers.undecayed(optim.AdamW.declare())
 STEPS = 30
 
@@ -246,7 +248,7 @@ def test_clipping_is_torchs_parameter_by_parameter(norm: Any) -> None:
 
 
 def test_nesterov_makes_the_named_optimizers() -> None:
-    assert wrappers.nesterov(optim.AdamW.declare()) == optim.NAdam.declare()
+    assert wrappers.nesterov(optim.AdamW.declare()) == NADAM
     assert wrappers.nesterov(optim.SGD.declare()) == optim.SGD.declare(nesterov=True)
     assert wrappers.nesterov(optim.Muon.declare(nesterov=False)) == optim.Muon.declare()
 
@@ -284,11 +286,11 @@ def test_what_cannot_act_is_refused() -> None:
     with pytest.raises(AxesError, match="has none"):
         wrappers.nesterov(PLAIN)
     with pytest.raises(AxesError, match="read elsewhere"):
-        wrappers.nesterov(optim.NAdam.declare())
+        wrappers.nesterov(NADAM)
     with pytest.raises(AxesError, match="constant retention"):
         wrappers.nesterov(optim.SignSGD.declare())
     with pytest.raises(AxesError, match="no read point"):
-        wrappers.grafting(adamw, optim.NAdam.declare())
+        wrappers.grafting(adamw, NADAM)
     with pytest.raises(AxesError, match="same filters"):
         wrappers.grafting(wrappers.clipped(adamw), PLAIN)
     with pytest.raises(AxesError, match="side by side"):
@@ -398,7 +400,7 @@ def descend(update: StateUpdate, foreach: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     ps = [nn.Parameter(torch.rand(SHAPE, generator=generator, dtype=torch.float64).softmax(-1)) for _ in range(2)]
     target = torch.rand(SHAPE, generator=generator, dtype=torch.float64)
-    rates: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "average": 0.2}
+    rates: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "average": 0.3}
     rates["kept"] = 0.5 + 0.5 * torch.rand(SHAPE[0], generator=generator, dtype=torch.float64)
     rates["retention"] = torch.log1p(-0.1 * torch.rand(SHAPE, generator=generator, dtype=torch.float64))
     rates = {name: value for name, value in rates.items() if name in {per.name for per in update.demands()}}
@@ -454,3 +456,43 @@ def test_the_new_parts_say_what_they_take() -> None:
         with pytest.raises(AxesError):
             build()
     assert Decay(Per("weight_decay")) == optim.AdamW.declare().monoid
+
+
+# ---- grokfast --------------------------------------------------------------------------------------------------------
+
+
+def _amplified(way: str, steps: int = 12, **numbers: float) -> tuple[list[Tensor], list[Tensor]]:
+    """Ours, and torch's AdamW on gradients that the authors' filter has changed."""
+    update = optim.AdamW.declare()
+    wrapped = getattr(wrappers, "grokfast" if way == "ema" else "grokfast_window")(update, **numbers)
+    models = [nn.Linear(4, 3).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours = optim.optimizer(wrapped)(list(models[0].parameters()), lr=0.01, weight_decay=0.1)
+    theirs = torch.optim.AdamW(models[1].parameters(), lr=0.01, weight_decay=0.1)
+    kept: Any = None
+    for t in range(steps):
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
+            generator = torch.Generator().manual_seed(t)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            if optimizer is theirs and way == "ema":
+                kept = gradfilter_ema(model, kept, **numbers)
+            elif optimizer is theirs:
+                kept = gradfilter_ma(model, kept, window_size=int(numbers["window"]), lamb=numbers["lamb"])
+            optimizer.step()
+    first, second = ([p.detach() for p in model.parameters()] for model in models)
+    return first, second
+
+
+def test_grokfast_is_the_authors_filter_ahead_of_the_rule() -> None:
+    for way, numbers in (("ema", {"alpha": 0.8, "lamb": 3.0}), ("ma", {"window": 5, "lamb": 3.0})):
+        for ours, theirs in zip(*_amplified(way, **numbers), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("numbers", [{"alpha": 1.0}, {"lamb": 0.0}])
+def test_grokfast_of_nothing_is_refused(numbers: dict[str, float]) -> None:
+    with pytest.raises(AxesError, match="grokfast: alpha must lie"):
+        wrappers.grokfast(optim.AdamW.declare(), **numbers)
+    with pytest.raises(AxesError, match="window must be at least 2"):
+        wrappers.grokfast_window(optim.AdamW.declare(), 1)

@@ -19,6 +19,7 @@ from axes.core.geometry.bregman import (
     require_matrix,
     wide,
 )
+from axes.core.rates import Rate, Variable, rate_shape, resolve, spread
 
 
 @final
@@ -104,13 +105,15 @@ class Ball(EuclideanOn):
     Source: Pascanu, Mikolov and Bengio 2013, algorithm 1 (euclidean); Shazeer and Stern 2018, algorithm 3 (rms).
     """
 
-    radius: float = 1.0
+    radius: Rate = 1.0
     norm: Literal["euclidean", "rms", "max"] = "euclidean"
 
     approximates = True
 
     def __post_init__(self) -> None:
-        require(0 < self.radius < math.inf, self, f"radius must be positive and finite, got {self.radius}")
+        fits = isinstance(self.radius, Variable) or 0 < self.radius < math.inf
+        require(fits, self, f"radius must be positive and finite, got {self.radius}")
+        require(rate_shape(self.radius) == "scalar", self, f"the radius must be scalar, got {self.radius!r}")
         known = self.norm in ("euclidean", "rms", "max")
         require(known, self, f"norm {self.norm!r} is not one of euclidean, rms, max")
 
@@ -118,15 +121,19 @@ class Ball(EuclideanOn):
     def entrywise(self) -> bool:  # type: ignore[override]
         return self.norm == "max"
 
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.radius,)
+
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        radius = spread(resolve(self.radius, context.signal), "scalar")
         if self.norm == "max":
-            return theta.clamp(-self.radius, self.radius)
-        size, radius = leaf_size(theta), self._length(theta)
+            return theta.clamp(-radius, radius)  # type: ignore[arg-type]
+        size, radius = leaf_size(theta), radius * self._unit(theta)
         return (theta * (radius / size.clamp_min(radius))).to(theta.dtype)
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
         size = w.abs().amax(leaf_dims(w)) if self.norm == "max" else wide(w).square().sum(leaf_dims(w)).sqrt()
-        return size <= self._length(w) + tol
+        return size <= resolve(self.radius, {}) * self._unit(w) + tol
 
-    def _length(self, x: Tensor) -> float:
-        return self.radius * math.prod(x.shape[d] for d in leaf_dims(x)) ** 0.5 if self.norm == "rms" else self.radius
+    def _unit(self, x: Tensor) -> float:
+        return math.prod(x.shape[d] for d in leaf_dims(x)) ** 0.5 if self.norm == "rms" else 1.0
