@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -56,12 +58,45 @@ class OptimizerRule:
     whole: bool = False
 
 
+@final
+@dataclass(frozen=True)
+class _Pair:
+    """A rule, and who has it too: torch, or pytorch_optimizer under the name `library`, told `theirs` besides."""
+
+    ours: Any
+    options: dict[str, Any]
+    torch: Any = None
+    library: str = ""
+    theirs: dict[str, Any] = field(default_factory=dict)
+    alike: bool = True  # whether its convention is ours
+
+
+_PAIRS = {
+    "rmsprop": _Pair(optim.RMSprop, {"lr": 1e-3, "momentum": 0.9}, torch.optim.RMSprop),
+    "adagrad": _Pair(optim.Adagrad, {"lr": 1e-2}, torch.optim.Adagrad),
+    "adadelta": _Pair(optim.Adadelta, {"lr": 1.0}, torch.optim.Adadelta),
+    "amsgrad": _Pair(optim.AMSGrad, {"lr": 1e-3}, functools.partial(torch.optim.Adam, amsgrad=True)),
+    "adamax": _Pair(optim.Adamax, {"lr": 1e-3}, torch.optim.Adamax),
+    "nadam": _Pair(optim.NAdam, {"lr": 1e-3}, torch.optim.NAdam),
+    "radam": _Pair(optim.RAdam, {"lr": 1e-3, "betas": (0.9, 0.9)}, torch.optim.RAdam),
+    "asgd": _Pair(optim.ASGD, {"lr": 1e-2}, torch.optim.ASGD),
+    "qhm": _Pair(optim.QHM, {"lr": 0.1, "momentum": 0.9, "nu": 0.7}, library="QHM"),
+    "qhadam": _Pair(optim.QHAdam, {"lr": 1e-3, "betas": (0.9, 0.999), "nus": (0.7, 1.0)}, library="QHAdam"),
+    "ademamix": _Pair(optim.AdEMAMix, {"lr": 1e-3}, library="AdEMAMix", theirs={"weight_decouple": True}),
+    "laprop": _Pair(optim.LaProp, {"lr": 1e-3}, library="LaProp"),
+    "adopt": _Pair(
+        optim.ADOPT, {"lr": 1e-3}, library="ADOPT", theirs={"clip_lambda": lambda step: (step - 1) ** 0.25}
+    ),
+    "mars": _Pair(optim.MARS, {"lr": 1e-3}, library="MARS", theirs={"optimize_1d": True}, alike=False),
+}
+
 # Measured in float32: AdamW and SGD 1e-6; Lion 4e-3, an entry whose sign rounding decides; Muon 1e-2 to 3e-2, which is
 # what products in bfloat16 leave of five iterations; roots and bases of float32 statistics 1e-3 to 2e-2.
 RULES = (
     OptimizerRule("adamw", 1e-4),
     OptimizerRule("sgd", 1e-4),
     OptimizerRule("lion", 2e-2),
+    *(OptimizerRule(name, 1e-4) for name in _PAIRS),
     OptimizerRule("lars", 1e-4, whole=True),
     OptimizerRule("lamb", 1e-4, whole=True),
     OptimizerRule("adafactor", 1e-4, whole=True),
@@ -194,8 +229,11 @@ def _ours(
 def _torch(
     cls: Any, place: Place, options: dict[str, Any], exact: Make | None, capturable: bool
 ) -> Iterator[Contender]:
-    """torch.optim's three forms."""
-    for name, form in (("loop", {"foreach": False}), ("foreach", {"foreach": True}), ("fused", {"fused": True})):
+    """torch.optim's forms: three, or two."""
+    forms: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}}
+    if "fused" in inspect.signature(cls).parameters:
+        forms["fused"] = {"fused": True}
+    for name, form in forms.items():
 
         def make(parameters: Parameters, form: dict[str, Any] = form) -> torch.optim.Optimizer:
             optimizer: torch.optim.Optimizer = cls(parameters, **options, **form)
@@ -225,6 +263,19 @@ def _sgd(place: Place) -> Iterator[Contender]:
     yield from ours
     exact = ours[0].exact
     yield from _torch(torch.optim.SGD, place, options, exact, capturable=False)
+
+
+def _pair(name: str, place: Place) -> Iterator[Contender]:
+    """Ours beside torch's, or beside pytorch_optimizer's."""
+    pair = _PAIRS[name]
+    ours = list(_ours(pair.ours, place, pair.options, {}))
+    yield from ours
+    exact = ours[0].exact
+    if pair.torch is not None:
+        yield from _torch(pair.torch, place, pair.options, exact, capturable=True)
+    elif (library := package("pytorch_optimizer")) is not None:
+        make: Make = lambda ps: getattr(library, pair.library)(ps, **pair.options, **pair.theirs)  # noqa: E731
+        yield Contender("pytorch_optimizer", make, exact if pair.alike else make)
 
 
 def _lion(place: Place) -> Iterator[Contender]:
@@ -372,6 +423,7 @@ _BY_RULE: dict[str, Callable[[Place], Iterator[Contender]]] = {
     "adamw": _adamw,
     "sgd": _sgd,
     "lion": _lion,
+    **{name: functools.partial(_pair, name) for name in _PAIRS},
     "lars": _lars,
     "lamb": _lamb,
     "adafactor": _adafactor,

@@ -18,7 +18,7 @@ from torch import Tensor
 from axes.core.declared import Declared
 from axes.errors import IllegalUpdate, ShapeError
 from axes.programs.arithmetic import EVALUATE
-from axes.programs.numbers import as_float
+from axes.programs.numbers import Number, as_float
 
 Shape = Literal["scalar", "key", "row", "square", "pair", "mix"]
 SHAPES = ("scalar", "key", "row", "square", "pair", "mix")
@@ -98,8 +98,8 @@ class Count(Variable):
 class Formula(Variable):
     """A number of the datum: an operation on numbers, scalar rates, the count and other formulas.
 
-    It is written as arithmetic, and printed so: 1.0 - Count() ** -0.8. `minimum`, `maximum` and
-    `where(a > b, x, y)` are functions of this module.
+    It is written as arithmetic, and printed so: 1.0 - Count() ** -0.8. `minimum`, `maximum`, `log`
+    and `where(a > b, x, y)` are functions of this module.
     """
 
     operation: str
@@ -135,9 +135,9 @@ Rate = float | Variable
 _NAMES = {"+": "add", "-": "sub", "*": "mul", "/": "div", "**": "pow", ">": "gt"}
 _TENSORS: dict[str, Any] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "pow": operator.pow,
-    "gt": operator.gt, "minimum": torch.minimum, "maximum": torch.maximum,
+    "gt": operator.gt, "minimum": torch.minimum, "maximum": torch.maximum, "log": torch.log,
 }  # fmt: skip
-_ARITY = {"+": 2, "-": 2, "*": 2, "/": 2, "**": 2, ">": 2, "minimum": 2, "maximum": 2, "where": 3}
+_ARITY = {"+": 2, "-": 2, "*": 2, "/": 2, "**": 2, ">": 2, "minimum": 2, "maximum": 2, "where": 3, "log": 1}
 
 
 def minimum(a: Rate, b: Rate) -> Formula:
@@ -154,6 +154,10 @@ def where(test: Rate, then: Rate, otherwise: Rate) -> Formula:
 
 def _negative(x: Rate) -> bool:
     return not isinstance(x, Variable) and x < 0
+
+
+def log(x: Rate) -> Formula:
+    return Formula("log", (x,))
 
 
 def named(rate: Rate) -> Iterator[Per]:
@@ -208,6 +212,8 @@ def _count(signal: Signal) -> Tensor | float:
 
 def _apply(operation: str, x: list[Tensor | float]) -> Any:
     """What it comes to: of numbers on the host, or of tensors where one is."""
+    if operation == "log" and isinstance(x[0], Number):  # a step is traced, where C's logarithm would forget it
+        x = [x[0] * torch.ones(())]
     like = next((y for y in x if isinstance(y, Tensor)), None)
     name = _NAMES.get(operation, operation)
     if like is None:

@@ -8,14 +8,13 @@ MARS       AdamW on  u + gamma beta1 / (1 - beta1) (u - the last u),  of norm 1 
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Unpack, final
 
 from axes.core.algorithms import Read, Step, Sum
 from axes.core.costs import Linear
 from axes.core.geometry import Ball, Whiten
 from axes.core.monoids import Scalar, Zero
-from axes.core.rates import Rate, minimum
+from axes.core.rates import Rate, log, minimum
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.base import Optimizer, Options, Params
@@ -146,9 +145,8 @@ def slow_mixture(betas: tuple[float, float, float], alpha: float, warmup: float 
     """The retention of the slow average and its weight, which grow over `warmup` steps: half-lives linearly."""
     if warmup is None:
         return betas[2], alpha
-    share_of_warmup = minimum(1.0, T / warmup)
-    ratio = math.log(betas[0]) / math.log(betas[2])
-    return betas[2] ** (ratio / (1.0 - share_of_warmup + ratio * share_of_warmup)), alpha * share_of_warmup
+    done, ratio = minimum(1.0, T / warmup), log(betas[0]) / log(betas[2])
+    return betas[2] ** (ratio / (1.0 - done + ratio * done)), alpha * done
 
 
 @final

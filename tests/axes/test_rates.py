@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from axes.core.algorithms import Mix, Read, Step, Sum
 from axes.core.costs import Alignment, Given, Linear
 from axes.core.memory import Matrix
 from axes.core.monoids import Scalar
-from axes.core.rates import SEEN, Count, Formula, Per, counted, maximum, minimum, named, resolve, where
+from axes.core.rates import SEEN, Count, Formula, Per, counted, log, maximum, minimum, named, resolve, where
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 from axes.testing import checks
@@ -20,6 +22,7 @@ FORMULAS = (
     (1.0 - T**-0.8, lambda t: 1 - t**-0.8),
     (Per("lr") / (1.0 + 1e-2 * (T - 1)) ** 0.75, lambda t: 0.3 / (1 + 1e-2 * (t - 1)) ** 0.75),
     (where(T > 2, minimum(1.0, T**-0.5), maximum(-1.0, T - 2.5)), lambda t: t**-0.5 if t > 2 else (-1.0, -0.5)[t - 1]),
+    (log(T) / log(0.5) + Per("lr") * 0.0, lambda t: -math.log2(t)),
     (2.0 - (-0.5) ** (T + T) * 0.99**T, lambda t: 2 - (-0.5) ** (2 * t) * 0.99**t),
     (1.0 - (1.0 - (1.0 - T)) / (2.0 / (4.0 / T)), lambda t: 1 - t / (t / 2)),
 )

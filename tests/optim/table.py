@@ -82,7 +82,7 @@ INSTANCES = (
         optim.RAdam,
         ({"betas": (0.9, 0.9)}, {"betas": (0.8, 0.8), "weight_decay": 0.1, "decoupled_weight_decay": True}, {}),
         momentum="betas",
-        lr=0.3,
+        lr=0.1,
     ),
     Instance(
         optim.QHAdam,
