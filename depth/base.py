@@ -91,7 +91,8 @@ class DepthMixer(nn.Module, ABC):
         self.d_model, self.layer_index, self.streams = d_model, layer_index, streams
         self.prenorm = not normalises(self.update)
         _, h, _, step, _ = self.update.parts()
-        self._remembers = bool(step.via or h.stats or step.debias or _anchored(self.update))
+        counts = self.update.parts().counts
+        self._remembers = bool(step.via or h.stats or step.debias or counts or _anchored(self.update))
         self.exit = nn.Parameter(torch.empty(streams, device=device, dtype=dtype)) if learned_reduce else None
 
     # ---- what runs -------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from axes.core.monoids import (
     Rotation,
     Scalar,
 )
-from axes.core.rates import Per
+from axes.core.rates import Count, Per
 from axes.core.state_update import State, StateUpdate
 from axes.depth import ALL, HyperConnections, mixer
 from axes.errors import IllegalUpdate, ShapeError
@@ -58,6 +58,8 @@ TUPLES = {
     "huber": (StateUpdate(Huber(Per("delta")), algorithm=Step(rate=0.5)), None),
     "sparse": (StateUpdate(Alignment(), SoftThreshold(Per("threshold"))), None),
     "momentum": (StateUpdate(Alignment(), algorithm=Momentum(0.5, "sum")), None),
+    "by the number of the layer": (StateUpdate(Alignment(), algorithm=Step(Per("eta") / Count() ** 0.5)), None),
+    "the larger": (StateUpdate(Alignment(), monoid=Scalar("a"), algorithm=Step(write="max")), None),
     "anchored delta": (StateUpdate(SquaredError(), algorithm=Step(rate=Per("beta"), at=Anchor(3))), None),
     "mean of writes": (StateUpdate(Alignment(), algorithm=Step(debias=True)), None),
     "post-norm streams": (StateUpdate(Alignment(), Sphere("columns", None), Identity(), Step(lazy=False)), None),
@@ -131,7 +133,8 @@ def test_the_streams_are_the_interpreters_state(name: str) -> None:
         x = m.write(x, f(seen), coefficients)
         kept = x.theta[0].mT if isinstance(x, State) else x
         torch.testing.assert_close(kept, state.theta[0].mT, rtol=0, atol=1e-13)
-    assert isinstance(x, State) is (name in ("filter", "momentum", "anchored delta", "mean of writes"))
+    remember = ("filter", "momentum", "anchored delta", "mean of writes", "by the number of the layer")
+    assert isinstance(x, State) is (name in remember)
 
 
 def test_the_delta_rule_along_depth() -> None:
@@ -227,3 +230,21 @@ def test_pairs_need_an_even_number_of_streams() -> None:
 
 def test_euclidean_is_the_default_geometry_here_too() -> None:
     assert mixer(StateUpdate(Alignment(), Euclidean())) == mixer(StateUpdate(Alignment()))
+
+
+def test_layers_are_counted() -> None:
+    """The k-th write of S + v k^T / k weighs 1/k."""
+    made = mixer(StateUpdate(Alignment(), algorithm=Step(1.0 / Count())))
+    mixers = [made(D, index, streams=N).double() for index in range(3)]
+    hidden, y = (torch.randn(2, 5, D, dtype=torch.float64) for _ in range(2))
+    streams = mixers[0].expand(hidden)
+    written = []
+    for one in mixers:
+        assert isinstance(streams, State)
+        before = streams.theta[0]
+        _, coefficients = one.read(streams)
+        streams = one.write(streams, y, coefficients)
+        assert isinstance(streams, State)
+        written.append((streams.theta[0] - before) / (y[..., None] * coefficients.signal["k"][..., None, :]))
+    for number, weight in enumerate(written, 1):
+        torch.testing.assert_close(weight, torch.full_like(weight, 1.0 / number))
