@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from axes import optim
 from axes.errors import AxesError
-from axes.optim.engine.capabilities import holds
+from axes.optim.engine.capabilities import elementwise, holds
 
 OURS = "axes"
 Parameters = list[nn.Parameter]
@@ -47,8 +47,9 @@ class Suite:
 class OptimizerRule:
     """What contenders of one table compute. bound: largest relative error of an update in float32 (see `check`).
 
-    matrices: for whole matrices only. whole: of parameters of every kind, by norms or sums of each. statistics: steps
-    depend on bases or roots of Gram matrices, which are only determined where these have full rank.
+    matrices: for whole matrices only. whole: of parameters of every kind, by norms or sums of each. stored: with the
+    forms in which 16-bit parameters are stored. statistics: steps depend on bases or roots of Gram matrices, which are
+    only determined where these have full rank.
     """
 
     name: str
@@ -56,6 +57,7 @@ class OptimizerRule:
     matrices: bool = False
     statistics: bool = False
     whole: bool = False
+    stored: bool = True
 
 
 @final
@@ -69,6 +71,8 @@ class _Pair:
     library: str = ""
     theirs: dict[str, Any] = field(default_factory=dict)
     alike: bool = True  # whether its convention is ours
+    bound: float = 1e-4
+    stored: bool = True  # whether moments of 8 bits and masters of 24 make its steps, or are refused
 
 
 _PAIRS = {
@@ -78,16 +82,20 @@ _PAIRS = {
     "amsgrad": _Pair(optim.AMSGrad, {"lr": 1e-3}, functools.partial(torch.optim.Adam, amsgrad=True)),
     "adamax": _Pair(optim.Adamax, {"lr": 1e-3}, torch.optim.Adamax),
     "nadam": _Pair(optim.NAdam, {"lr": 1e-3}, torch.optim.NAdam),
-    "radam": _Pair(optim.RAdam, {"lr": 1e-3, "betas": (0.9, 0.9)}, torch.optim.RAdam),
-    "asgd": _Pair(optim.ASGD, {"lr": 1e-2}, torch.optim.ASGD),
+    "radam": _Pair(optim.RAdam, {"lr": 1e-3, "betas": (0.9, 0.9)}, torch.optim.RAdam, stored=False),
+    "asgd": _Pair(optim.ASGD, {"lr": 1e-2}, torch.optim.ASGD, stored=False),
     "qhm": _Pair(optim.QHM, {"lr": 0.1, "momentum": 0.9, "nu": 0.7}, library="QHM"),
     "qhadam": _Pair(optim.QHAdam, {"lr": 1e-3, "betas": (0.9, 0.999), "nus": (0.7, 1.0)}, library="QHAdam"),
     "ademamix": _Pair(optim.AdEMAMix, {"lr": 1e-3}, library="AdEMAMix", theirs={"weight_decouple": True}),
-    "laprop": _Pair(optim.LaProp, {"lr": 1e-3}, library="LaProp"),
+    "laprop": _Pair(optim.LaProp, {"lr": 1e-3}, library="LaProp", bound=1e-3),
     "adopt": _Pair(
-        optim.ADOPT, {"lr": 1e-3}, library="ADOPT", theirs={"clip_lambda": lambda step: (step - 1) ** 0.25}
+        optim.ADOPT,
+        {"lr": 1e-3},
+        library="ADOPT",
+        theirs={"clip_lambda": lambda step: (step - 1) ** 0.25},
+        stored=False,
     ),
-    "mars": _Pair(optim.MARS, {"lr": 1e-3}, library="MARS", theirs={"optimize_1d": True}, alike=False),
+    "mars": _Pair(optim.MARS, {"lr": 1e-3}, library="MARS", theirs={"optimize_1d": True}, alike=False, stored=False),
 }
 
 # Measured in float32: AdamW and SGD 1e-6; Lion 4e-3, an entry whose sign rounding decides; Muon 1e-2 to 3e-2, which is
@@ -96,7 +104,7 @@ RULES = (
     OptimizerRule("adamw", 1e-4),
     OptimizerRule("sgd", 1e-4),
     OptimizerRule("lion", 2e-2),
-    *(OptimizerRule(name, 1e-4) for name in _PAIRS),
+    *(OptimizerRule(name, pair.bound, stored=pair.stored) for name, pair in _PAIRS.items()),
     OptimizerRule("lars", 1e-4, whole=True),
     OptimizerRule("lamb", 1e-4, whole=True),
     OptimizerRule("adafactor", 1e-4, whole=True),
@@ -194,7 +202,7 @@ def package(name: str) -> Any:
 
 def _ours(
     cls: Any, place: Place, options: dict[str, Any], exact: dict[str, Any], rule: str = "",
-    variants: dict[str, dict[str, Any]] | None = None, period: int = 1, whole: bool = False,
+    variants: dict[str, dict[str, Any]] | None = None, period: int = 1, stored: bool = True,
 ) -> Iterator[Contender]:  # fmt: skip
     """Our class: as it is constructed by default, without the look at the gradients, and on a GPU as one kernel.
 
@@ -212,10 +220,10 @@ def _ours(
     reference = made({**exact, "foreach": False})
     unchecked: dict[str, Any] = {"check_finite": False}
     forms: dict[str, dict[str, Any]] = {"": {}, " unchecked": unchecked}
-    if not (rule or whole):  # entry by entry
+    if not rule and elementwise(cls.update):
         fused = {"fused": True, **unchecked} if place.cuda else unchecked
         forms = {"": {}, " fused" if place.cuda else " unchecked": fused}
-        if place.dtype == torch.bfloat16:
+        if place.dtype == torch.bfloat16 and stored:
             forms[" 32-bit master"] = {**fused, "master": "32bit"}
             forms[" 24-bit master, 8-bit moments"] = {**fused, "master": "24bit", "moments": "8bit"}
     for label, extra in (variants or {}).items():
@@ -268,7 +276,7 @@ def _sgd(place: Place) -> Iterator[Contender]:
 def _pair(name: str, place: Place) -> Iterator[Contender]:
     """Ours beside torch's, or beside pytorch_optimizer's."""
     pair = _PAIRS[name]
-    ours = list(_ours(pair.ours, place, pair.options, {}))
+    ours = list(_ours(pair.ours, place, pair.options, {}, stored=pair.stored))
     yield from ours
     exact = ours[0].exact
     if pair.torch is not None:
@@ -317,21 +325,21 @@ def _muon(place: Place) -> Iterator[Contender]:
 
 def _lars(place: Place) -> Iterator[Contender]:
     options = {"lr": 1.0, "momentum": 0.9, "weight_decay": 1e-2}
-    yield from _ours(optim.LARS, place, options, {}, whole=True)
+    yield from _ours(optim.LARS, place, options, {})
     if (library := package("pytorch_optimizer")) is not None:  # which leaves vectors alone
         yield from _forms("pytorch_optimizer", library.LARS, {**options, "trust_coefficient": 1e-3}, None, place)
 
 
 def _lamb(place: Place) -> Iterator[Contender]:
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 1e-2}
-    yield from _ours(optim.LAMB, place, options, {}, whole=True)
+    yield from _ours(optim.LAMB, place, options, {})
     if (library := package("pytorch_optimizer")) is not None:
         yield from _forms("pytorch_optimizer", library.Lamb, {**options, "weight_decouple": False}, None, place)
 
 
 def _adafactor(place: Place) -> Iterator[Contender]:
     options = {"lr": 1e-3}
-    ours = list(_ours(optim.Adafactor, place, options, {}, whole=True))
+    ours = list(_ours(optim.Adafactor, place, options, {}))
     yield from ours
     yield from _forms("torch", torch.optim.Adafactor, options, ours[0].exact, place)
     if (library := package("pytorch_optimizer")) is not None:
