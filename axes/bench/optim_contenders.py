@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from axes import optim
+from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.capabilities import holds
+from axes.optim.engine.precision import Precision
 
 OURS = "axes"
 Parameters = list[nn.Parameter]
@@ -77,14 +79,14 @@ _PAIRS = {
     "amsgrad": _Pair(optim.AMSGrad, {"lr": 1e-3}, functools.partial(torch.optim.Adam, amsgrad=True)),
     "adamax": _Pair(optim.Adamax, {"lr": 1e-3}, torch.optim.Adamax),
     "nadam": _Pair(optim.NAdam, {"lr": 1e-3}, torch.optim.NAdam),
-    "radam": _Pair(optim.RAdam, {"lr": 1e-3, "betas": (0.9, 0.9)}, torch.optim.RAdam),
+    "radam": _Pair(optim.RAdam, {"lr": 0.1, "betas": (0.9, 0.9)}, torch.optim.RAdam),
     "asgd": _Pair(optim.ASGD, {"lr": 1e-2}, torch.optim.ASGD),
     "qhm": _Pair(optim.QHM, {"lr": 0.1, "momentum": 0.9, "nu": 0.7}, library="QHM"),
     "qhadam": _Pair(optim.QHAdam, {"lr": 1e-3, "betas": (0.9, 0.999), "nus": (0.7, 1.0)}, library="QHAdam"),
     "ademamix": _Pair(optim.AdEMAMix, {"lr": 1e-3}, library="AdEMAMix", theirs={"weight_decouple": True}),
-    "laprop": _Pair(optim.LaProp, {"lr": 1e-3}, library="LaProp"),
+    "laprop": _Pair(optim.LaProp, {"lr": 1e-3}, library="LaProp", alike=False),
     "adopt": _Pair(
-        optim.ADOPT, {"lr": 1e-3}, library="ADOPT", theirs={"clip_lambda": lambda step: (step - 1) ** 0.25}
+        optim.ADOPT, {"lr": 1e-2}, library="ADOPT", theirs={"clip_lambda": lambda step: (step - 1) ** 0.25}
     ),
     "mars": _Pair(optim.MARS, {"lr": 1e-3}, library="MARS", theirs={"optimize_1d": True}, alike=False),
 }
@@ -209,7 +211,7 @@ def _ours(
     if not rule:  # entry by entry
         fused = {"fused": True, **unchecked} if place.cuda else unchecked
         forms = {"": {}, " fused" if place.cuda else " unchecked": fused}
-        if place.dtype == torch.bfloat16:
+        if place.dtype == torch.bfloat16 and _stores(cls.update):
             forms[" 32-bit master"] = {**fused, "master": "32bit"}
             forms[" 24-bit master, 8-bit moments"] = {**fused, "master": "24bit", "moments": "8bit"}
     for label, extra in (variants or {}).items():
@@ -218,6 +220,15 @@ def _ours(
         recorded = place.cuda and not holds(cls.update)  # what is refreshed in some steps is not one graph
         captured = made({**extra, "capturable": True, **unchecked}) if recorded else None
         yield Contender(OURS + label, made(extra), reference, captured, period)
+
+
+def _stores(update: StateUpdate) -> bool:
+    """Whether weights and moments can be kept in fewer bits."""
+    try:
+        Precision(master="24bit", moments="8bit").require(OURS, update.normal())
+    except AxesError:
+        return False
+    return True
 
 
 def _torch(

@@ -128,7 +128,7 @@ def _step_size(group: Group, step: int) -> float:
 
 _BUFFER = {"momentum_buffer": "-via.0.theta"}
 _ADAM = ("lr", "betas", "eps", "weight_decay", "maximize")
-_NORMS = {"via.0.norm": 0, "via.0.stats.0.norm": 1}
+_NORMS = {"via.0.norm": 0, "via.0.stats.0.norm": 1, "via.0.stats.0.stats.0.theta": 1}
 _KINDS: dict[Callable[..., Any], _Kind] = {
     AdamW.declare: _Kind(
         torch.optim.AdamW, _moments, (*_ADAM, "amsgrad"), lambda group: _adam(group, True), norms=_NORMS

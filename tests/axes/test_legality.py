@@ -156,7 +156,7 @@ REFUSED = {
     "statistic with a cost": (dict(cost=ALIGN, h=Whiten((StateUpdate(Given()),))), "statistic's cost"),
     "statistic with a read": (
         dict(cost=ALIGN, h=Whiten((StateUpdate(Linear("square"), algorithm=Step(read=Read(0.5, 0.5))),))),
-        "no read point",
+        "a read point is for those of filters",
     ),
     "statistic of the wrong side": (dict(cost=ALIGN, h=Whiten((StateUpdate(Linear("left")),))), "of the entries"),
     "wrapped statistic of the wrong side": (
@@ -200,7 +200,7 @@ def test_refusal(name: str) -> None:
         (lambda: Step(Per("r", domain="unit")), "positive or real"),
         (lambda: Step(at="then"), "not prev, gated"),
         (lambda: Step(steps=0), "at least 1"),
-        (lambda: Step(start="second"), "not zero, first or W0"),
+        (lambda: Step(start="second"), "not zero, first, W0 or a number > 0"),
         (lambda: Per("a b"), "letters, digits"),
         (lambda: Per("a", "column"), "shape 'column'"),
         (lambda: Per("a", domain="logs"), "domain 'logs'"),
