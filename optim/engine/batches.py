@@ -57,9 +57,10 @@ class Batches:
         batches: list[AnyBatch] = []
         for some in _alike(group, update, parameters, states):
             theirs = [states[p] for p in some]
+            layouts = [places.layout(p) for p in some]
             if stacks:
                 kind = Factored if cut(update, maximize) is None else Stacks
-                batches.append(kind(update, maximize, some, theirs))
+                batches.append(kind(update, maximize, some, theirs, layouts))
                 continue
             streams = [places.stream(p) for p in some] if precision.draws(some[0]) else None
             batches.append(Batch(update, maximize, some, theirs, way, streams, precision.seed))

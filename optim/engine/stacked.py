@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, final
@@ -25,7 +26,7 @@ from axes.core.state_update import State, StateUpdate
 from axes.optim.engine import generated, trees
 from axes.optim.engine.capabilities import parts_of, vectors
 from axes.optim.engine.generated import GRADIENT
-from axes.optim.engine.routing import canonical_shape
+from axes.optim.engine.layouts import Layout
 from axes.optim.engine.together import (
     _together,
     copied,
@@ -215,6 +216,19 @@ def writable(parameter: Tensor, wide: torch.dtype) -> Tensor:
     return parameter.detach() if known and fits_kernels(parameter) else copied(parameter, wide)
 
 
+def by_matrix(
+    parameters: Sequence[Tensor], layouts: Sequence[Layout]
+) -> tuple[dict[tuple[int, int], list[int]], list[int]]:
+    """The places of the parameters whose matrices have one shape, and how many matrices each parameter is."""
+    places: dict[tuple[int, int], list[int]] = {}
+    counts = []
+    for i, (p, layout) in enumerate(zip(parameters, layouts, strict=True)):
+        *batch, rows, columns = layout.shape(p)
+        places.setdefault((rows, columns), []).append(i)
+        counts.append(math.prod(batch))
+    return places, counts
+
+
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
@@ -223,29 +237,36 @@ class Stacks:
     """Parameters of one dtype and device that step together under a cut rule, those of one shape as a stack."""
 
     def __init__(
-        self, update: StateUpdate, maximize: bool, parameters: list[Tensor], states: list[dict[str, Tensor]]
+        self,
+        update: StateUpdate,
+        maximize: bool,
+        parameters: list[Tensor],
+        states: list[dict[str, Tensor]],
+        layouts: list[Layout],
     ) -> None:
-        """states: flat, with tensors of their own; some are replaced by views of stacks."""
+        """states: flat, with tensors of their own; some are replaced by views of stacks. layouts: of the parameters."""
         found = cut(update, maximize)
         assert found is not None
-        self.cut, self.parameters, self.states, self.how = found, parameters, states, "host"
-        by_shape: dict[tuple[int, int], list[int]] = {}
-        for i, p in enumerate(parameters):
-            by_shape.setdefault(canonical_shape(p), []).append(i)
+        self.cut, self.parameters, self.states, self.how, self.layouts = found, parameters, states, "host", layouts
+        by_shape, self.counts = by_matrix(parameters, layouts)
         self.members = list(by_shape.values())
         self.order = [i for some in self.members for i in some]
+        seen = [layout.seen(p.detach()) for p, layout in zip(parameters, layouts, strict=True)]
         like = parameters[0]
         self.wide = torch.promote_types(like.dtype, torch.float32)
         kind = torch.bfloat16 if found.spectral.precision == "bfloat16" else self.wide
-        self.stacks = [like.new_empty(len(some), *shape, dtype=kind) for shape, some in by_shape.items()]
-        self.inside = [writable(p, self.wide) for p in parameters]
+        sizes = [sum(self.counts[i] for i in some) for some in self.members]
+        self.stacks = [like.new_empty(n, *shape, dtype=kind) for n, shape in zip(sizes, by_shape, strict=True)]
+        self.inside = [writable(x, self.wide) for x in seen]
+        self.shown = [(x, y) for x, y in zip(seen, self.inside, strict=True) if x.data_ptr() != y.data_ptr()]
         counts = [n for n in states[0] if trees.counts(n)]
         self.hosted = [s[n] for s in states for n in counts] if states[0][counts[0]].device.type == "cpu" else []
         joined = None if self.hosted else _together(states, counts)
-        arguments = [x for stack in self.stacks for x in stack.unbind()]
+        arguments = self._divided(self.stacks)
         inputs = [n for n, i in found.head.inputs.items() if found.head.shaped(i) and n not in (PARAMETER, GRADIENT)]
         tensors = {n: [states[i][n] for i in self.order] for n in inputs}
-        normed = kind == torch.bfloat16 and found.spectral.form == "gram"  # what reads the norms of stacks
+        alone = max(self.counts) == 1
+        normed = alone and kind == torch.bfloat16 and found.spectral.form == "gram"  # what reads the norms of stacks
         self.head = ListProgram(found.head, {PARAMETER: arguments, **tensors}, joined, normed)
         self.squares = self.head.squares_of(self.stacks)
         self.tail: ListProgram | None = None
@@ -271,21 +292,25 @@ class Stacks:
         self, rates: Mapping[str, float | Tensor], found: Tensor | None = None, scale: Tensor | None = None
     ) -> None:
         """One datum for every parameter. found, scale: of a gradient scaler, where the kernel runs."""
-        gradients = [g for i in self.order if (g := self.parameters[i].grad) is not None]
+        gradients = [self.layouts[i].seen(g) for i in self.order if (g := self.parameters[i].grad) is not None]
         self.head.step(readable(gradients, self.wide, self.head), rates, found, scale)
         directions = self.products()
-        copied = [(p, x) for p, x in zip(self.parameters, self.inside, strict=True) if x.data_ptr() != p.data_ptr()]
-        if copied:
-            torch._foreach_copy_([x for _, x in copied], [p.detach() for p, _ in copied])
+        if self.shown:
+            torch._foreach_copy_([x for _, x in self.shown], [p for p, _ in self.shown])
         if self.tail is not None:
-            self.tail.step([x for stack in directions for x in stack.unbind()], rates, found, None)
+            self.tail.step(self._divided(directions), rates, found, None)
         else:
             for some, kept, direction in zip(self.members, self.kept, directions, strict=True):
                 self._interpret(some, kept, direction.to(self.wide), rates)
-        if copied:
-            torch._foreach_copy_([p.detach() for p, _ in copied], [x for _, x in copied])
+        if self.shown:
+            torch._foreach_copy_([p for p, _ in self.shown], [x for _, x in self.shown])
         if self.hosted:
             torch._foreach_add_(self.hosted, 1)
+
+    def _divided(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """What of the stacks is each parameter's, in their order."""
+        pairs = zip(stacks, self.members, strict=True)
+        return [x for stack, some in pairs for x in stack.split([self.counts[i] for i in some])]
 
     def _branches(self, count: int) -> list[list[int]]:
         """Stacks in groups of about the same work. A group's products are chosen for it, however it is launched."""
@@ -332,8 +357,9 @@ class Stacks:
             inner = self._name_in_tail(name)
             if inner is None or trees.counts(name):
                 continue
-            kept[inner] = torch.stack([self.states[i][name] for i in some])
-            for i, x in zip(some, kept[inner].unbind(), strict=True):
+            leaves, counts = [self.states[i][name] for i in some], [self.counts[i] for i in some]
+            kept[inner] = trees.rows(leaves, counts)
+            for i, x in zip(some, trees.divide(kept[inner], leaves, counts), strict=True):
                 self.states[i][name] = x
         return kept
 
@@ -348,8 +374,8 @@ class Stacks:
         self, some: list[int], kept: dict[str, Tensor], direction: Tensor, rates: Mapping[str, float | Tensor]
     ) -> None:
         tail, shape = self.cut.tail, direction.shape[1:]
-        inside = [self.inside[i].view(shape) for i in some]
-        weights = torch.stack(inside).to(self.wide)
+        inside = [self.inside[i].view(-1, *shape) for i in some]
+        weights = torch.cat(inside).to(self.wide)
         counted = {n: torch.ones((), dtype=torch.int64) for n in self._tail_counts}
         state: State = trees.unflatten(tail, {**kept, **counted}, weights)
         given = {n: x.to(self.wide) if isinstance(x, Tensor) else x for n, x in rates.items()}
@@ -357,7 +383,7 @@ class Stacks:
         after = trees.flatten(tail, state)
         for name, x in kept.items():
             x.copy_(after[name])
-        torch._foreach_copy_(inside, list(out.weights[0].unbind()))
+        torch._foreach_copy_(inside, list(out.weights[0].split([self.counts[i] for i in some])))
 
     @functools.cached_property
     def _tail_counts(self) -> list[str]:
