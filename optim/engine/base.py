@@ -171,7 +171,9 @@ class Optimizer(torch.optim.Optimizer):
             self._router.named_by_group(options["rule"], members, matrices)
             self._add(options, members)
         elif matrices is not None:
-            raise AxesError(f"{self._who}: a group that says matrices={matrices!r} names its rule: 'rule': {self._main!r}")
+            raise AxesError(
+                f"{self._who}: a group that says matrices={matrices!r} names its rule as well, 'rule': {self._main!r}"
+            )
         elif len(self._rules) == 1 or not members:
             self._add({**options, "rule": self._main}, members)
         else:

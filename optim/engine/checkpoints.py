@@ -58,8 +58,8 @@ def _other_matrices(who: str, saved: Mapping[str, Any], group: Mapping[str, Any]
     name = repr(group["param_names"][i]) if "param_names" in group else f"parameter {i} of its group"
     before, after = (repr(x[i] or "out ...") if i < len(x) else "nothing" for x in (then, now))
     return (
-        f"{who}: {name} is matrices {after} to this optimizer, and was {before} when it was saved: construct it as then "
-        "(from the model or from names, with the same rules=, matrices= and qkv=)"
+        f"{who}: {name} is matrices {after} to this optimizer, and was {before} when it was saved: construct it as "
+        "then (from the model or from names, with the same rules=, matrices= and qkv=)"
     )
 
 

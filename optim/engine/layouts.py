@@ -58,8 +58,9 @@ class Layout:
         axes = tuple(tuple((inner or alone).split()) for inner, alone in _TOKEN.findall(text))
         names = [name for factors in axes for name in factors]
         counted = all(len(f) == 1 or sum(not n.isdigit() for n in f) == 1 for f in axes)
-        readable = _TOKEN.sub("", text).strip() == "" and all(axes) and all(n.isdigit() or n.isidentifier() for n in names)
-        if not readable or not counted or names.count("out") != 1 or names.count("in") != 1:
+        words = all(axes) and all(name.isidentifier() or (name.isdigit() and int(name)) for name in names)
+        sides = names.count("out") == names.count("in") == 1
+        if _TOKEN.sub("", text).strip() or not (words and counted and sides):
             raise AxesError(
                 f"{who}: {text!r} is no layout of matrices: name every dimension of the parameter in its order, with "
                 "'out' and 'in' once each, as in 'out in', 'in out', 'experts out in', '(3 out) in' (three maps below "

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Row:
     """One parameter in a report.
 
-    seen: the shape that its rule sees, (*batch, out, in) of what is a matrix or a batch of them to it. state_bytes: what
-    the optimizer keeps of it on this process, once it has stepped.
+    seen: the shape that its rule sees, (*batch, out, in) of what is a matrix or a batch of them to it.
+    state_bytes: what the optimizer keeps of it on this process, once it has stepped.
     """
 
     name: str

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, final
 
@@ -63,7 +64,8 @@ class Router:
         """names: of the rules, the one for matrices first. listens: it reads the inputs of layers."""
         self.who, self.rules, self.listens = who, tuple(names), listens
         self.said: dict[Key, str] = _keys(who, "rules", options.get("rules"))
-        self.shaped = {key: Layout.of(who, text) for key, text in _keys(who, "matrices", options.get("matrices")).items()}
+        shaped = _keys(who, "matrices", options.get("matrices"))
+        self.shaped = {key: Layout.of(who, text) for key, text in shaped.items()}
         self.qkv: QKV = options.get("qkv") or "whole"
         if self.qkv not in ("whole", "split", "heads"):
             raise AxesError(f"{who}: qkv must be 'whole', 'split' or 'heads', got {self.qkv!r}")
@@ -71,12 +73,13 @@ class Router:
         if given and not self.routes:
             raise AxesError(f"{who} has one rule, for parameters of any shape: leave out {given[0]}=")
         if listens and (self.shaped or self.qkv != "whole"):
-            raise AxesError(f"{who} reads the inputs of layers, whose weights are whole matrices: leave out {given[-1]}=")
+            raise AxesError(f"{who} reads the inputs of layers, whose weights are one matrix: leave out {given[-1]}=")
         for rule in self.said.values():
             if rule not in self.rules:
                 raise UnknownName(f"rule of {who}", str(rule), self.rules)
         self.roles: Roles = {}
         self.names: dict[Tensor, str] = {}
+        self.modelled = False  # whether a model says what they are
         self.assumed = False  # whether the role of a parameter was read from its name alone
         self.settled = False  # whether all parameters of the construction are there
         self._idle: set[Key] = {*self.said, *self.shaped}  # keys that have moved nothing yet
@@ -95,21 +98,23 @@ class Router:
         """Take the roles of all parameters of a model."""
         modules = dict(model.named_modules(remove_duplicate=False))
         names: dict[Tensor, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
+        for name, p in model.named_parameters(remove_duplicate=False):
+            names.setdefault(p, []).append(name)
         self.names.update({p: own[0] for p, own in names.items()})
+        self.modelled = True
         if not self.routes:
             return
-        for parameter, role in roles(model, self.listens).items():
-            own = names[parameter]
+        known = roles(model, self.listens)
+        for parameter, own in names.items():
             around = tuple(modules[path] for name in own for path in _paths(name))
-            self.roles[parameter] = self._told(parameter, role, _Place(_variants(own), around))
+            self.roles[parameter] = self._told(parameter, known[parameter], _Place(_variants(own), around))
 
     def assume(self, members: Named) -> None:
         """Take the roles of what is not known yet from names."""
         new = [(name, p) for name, p in members if name is not None and p not in self.roles]
         for (name, parameter), role in zip(new, named_roles(new).values(), strict=True):
             self.assumed = True
+            self.names[parameter] = str(name)
             self.roles[parameter] = self._told(parameter, role, _Place(_variants([name])))
 
     def by_rule(self, members: Named) -> dict[str, Named]:
@@ -172,7 +177,7 @@ class Router:
             f"{self._grouped(self._unclear)}. Hidden matrices are said by rules={{{first!r}: {main!r}}} (a name, a "
             f"pattern of names or a type of modules), and rules={{{first!r}: {auxiliary!r}}} says that this is meant",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
         self._unclear = {}
 
@@ -189,7 +194,7 @@ class Router:
         if shaped is not None:
             layout = self.shaped[shaped]
             if key is not None and rule != self.rules[0]:
-                raise AxesError(f"{who}: rules gives it {rule!r}, and matrices says how it is one: leave one of them out")
+                raise AxesError(f"{who}: rules gives it {rule!r}, and matrices says which one: leave one of them out")
             if parameter.ndim < 2 and shaped not in place.names:
                 layout = None  # type: ignore[assignment]  # a pattern means the matrices that it matches
             if layout is not None:
@@ -245,7 +250,7 @@ class Router:
 
     def _nameless(self, parameter: Tensor) -> str:
         main, auxiliary = self.rules[:2]
-        if self.names:
+        if self.modelled:
             return (
                 f"{self.who}: a parameter of shape {tuple(parameter.shape)} is not in the model that was given: pass "
                 "the model that holds it, its name beside it, or a group that names its rule, such as "
@@ -253,20 +258,25 @@ class Router:
             )
         return (
             f"{self.who} treats hidden matrices and other parameters differently and cannot tell them apart by shape: "
-            "pass the model or its named_parameters(), or model= beside parameters or groups without names (the Trainer "
-            f"of transformers: optimizer_cls_and_kwargs=({self.who}, {{'model': model, ...}})), or groups that name "
-            f"their rule, such as {{'params': ..., 'rule': {main!r}}} and rule {auxiliary!r}"
+            "pass the model or its named_parameters(), or model= beside parameters or groups without names (in the "
+            f"Trainer of transformers optimizer_cls_and_kwargs=({self.who}, {{'model': model, ...}})), or groups that "
+            f"name their rule, such as {{'params': ..., 'rule': {main!r}}} and rule {auxiliary!r}"
         )
 
     def _moves_nothing(self, key: Key) -> str:
         option = "rules" if key in self.said else "matrices"
         who = f"{self.who}: {option}={{{_text(key)}: ...}}"
-        known = [self.names.get(p, "") for p in self.roles]
         if not isinstance(key, str):
-            what = "has no matrix in the model" if self.names else "is a type of modules, and no model was given: model="
-            return f"{who} {what}"
-        shown = _several([name for name in known if name]) or "no names: pass the model, or named_parameters()"
-        return f"{who} matches no matrix. Parameters are {shown}" if shown else f"{who} matches no parameter"
+            return f"{who} matches nothing" if self.modelled else f"{who} is a type of modules: pass the model, model="
+        known = list(self.names.values())
+        if not known:
+            return f"{who} is a name, and no parameter has one: pass the model, model= or named_parameters()"
+        what = "matches no matrix" if self._main(key) else "matches no parameter"
+        near = get_close_matches(key, known, n=2, cutoff=0.3)
+        return f"{who} {what}; names are such as {_several(near or known)}"
+
+    def _main(self, key: Key) -> bool:
+        return key in self.shaped or self.said[key] == self.rules[0]
 
     def _no_matrix(self, others: int) -> str:
         main, auxiliary = self.rules[:2]

@@ -48,7 +48,9 @@ _EMBEDDING = re.compile(r"(embed|embedding|embeddings|wte|wpe)$|^embed_(tokens|p
 _HEAD = re.compile(r"head$|^embed_out$")
 _LORA = re.compile(r"^lora_[ab]$")
 # whole names
-_TOP = re.compile(r"^((model|module)\.)?(output|score)\.weight$|(^|\.)((lm_head|predictions)\.decoder|classifier)\.weight$")
+_OUTPUT = re.compile(
+    r"^((model|module)\.)?(output|score)\.weight$|(^|\.)((lm_head|predictions)\.decoder|classifier)\.weight$"
+)
 _T5 = re.compile(r"(^|\.)(shared|relative_attention_bias)\.weight$")  # its embeddings, where the module does not say so
 _EMBEDDING_CLASS = re.compile(r"Embeddings?$")
 _ROUTER_CLASS = re.compile(r"(Router|TopKGating|TopKGate|MoEGate)$")
@@ -181,7 +183,7 @@ def _by_shape_and_name(name: str, parameter: Tensor) -> Role | None:
             return Role(False, f"embedding by name ({word})")
         if _HEAD.search(word):
             return Role(False, f"output head by name ({word})")
-    if _TOP.search(name.lower()):
+    if _OUTPUT.search(name.lower()):
         return Role(False, f"output head by name ({name})")
     if words[-1].endswith("bias"):
         return Role(False, f"stack of biases by name ({words[-1]})")

@@ -18,7 +18,7 @@ from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine import stored, trees
 from axes.optim.engine.groups import rates
-from axes.optim.engine.layouts import PLAIN, Layout, real
+from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.options import Group, how
 from axes.optim.engine.places import Places
 from axes.optim.engine.precision import Precision

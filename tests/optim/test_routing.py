@@ -58,14 +58,18 @@ EXPECTED = {
     "score.weight": ("adamw", "one row or column"),
     "score.bias": ("adamw", "vector"),
     "norm.weight": ("adamw", "vector"),
-    "gate.mixing": ("adamw", "of Gate, which is not a linear map of torch.nn"),
+    "gate.mixing": ("adamw", "of Gate, which is no linear map that is known here"),
     "lm_head.weight": ("adamw", "output head by name (lm_head)"),
 }
 
 
+SAID = {"gate.mixing": "adamw"}
+
+
 def test_every_parameter_is_reported_with_its_rule_and_reason() -> None:
     model = Model()
-    optimizer = optim.Muon(model, lr=0.02, aux_lr_scale=0.1, weight_decay=0.1)
+    with pytest.warns(UserWarning, match="'gate.mixing' .of Gate"):
+        optimizer = optim.Muon(model, lr=0.02, aux_lr_scale=0.1, weight_decay=0.1)
     rows = optim.report(model, optimizer).rows
     assert {row.name: (row.rule, row.reason) for row in rows} == EXPECTED
     assert [row.name for row in rows] == [name for name, _ in model.named_parameters()]
@@ -78,7 +82,7 @@ def test_every_parameter_is_reported_with_its_rule_and_reason() -> None:
 
 
 def test_schedulers_move_the_reported_lr_of_both_rules() -> None:
-    optimizer = optim.Muon(Model(), lr=0.02, aux_lr_scale=0.1)
+    optimizer = optim.Muon(Model(), rules=SAID, lr=0.02, aux_lr_scale=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     optimizer.step()
     scheduler.step()
@@ -102,20 +106,20 @@ def test_an_auxiliary_parameter_steps_as_adamw_with_its_share_of_lr() -> None:
 
 def test_natural_gradient_takes_hidden_linear_weights_only() -> None:
     model = Model()
-    rows = {row.name: row for row in optim.NaturalGradient(model).report().rows}
+    rows = {row.name: row for row in optim.NaturalGradient(model, rules=SAID).report().rows}
     assert rows["up.weight"].rule == "natural-gradient"
     assert (rows["conv.weight"].rule, rows["conv.weight"].reason) == (
         "adamw",
-        "of Conv1d: inputs are collected from nn.Linear only",
+        "of Conv1d: inputs are collected from nn.Linear and Conv1D only",
     )
     assert rows["attention.in_proj_weight"].rule == "adamw"
 
 
 def test_names_alone_route_by_shape_and_name() -> None:
     model = Model()
-    rows = {row.name: row.rule for row in optim.Shampoo(model.named_parameters()).report().rows}
-    assert rows["up.weight"] == rows["gate.mixing"] == "shampoo"  # nothing says that it is not a linear map
-    assert rows["lm_head.weight"] == rows["position_embed"] == rows["norm.weight"] == "adamw"
+    rows = {row.name: row.rule for row in optim.Shampoo(model.named_parameters(), rules=SAID).report().rows}
+    assert rows["up.weight"] == rows["conv.weight"] == rows["attention.in_proj_weight"] == "shampoo"
+    assert rows["lm_head.weight"] == rows["position_embed"] == rows["norm.weight"] == rows["gate.mixing"] == "adamw"
 
 
 @pytest.mark.parametrize("cls", [optim.Muon, optim.Shampoo])
