@@ -25,7 +25,7 @@ from axes.linalg.blockwise import symmetric_sum
 from axes.linalg.matrix_roots import add_product, product
 from axes.optim.engine import trees
 from axes.optim.engine.generated import GRADIENT
-from axes.optim.engine.layouts import Layout
+from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.stacked import ListProgram, by_matrix, no_filters_alone, readable, writable
 from axes.optim.engine.together import program, unchanged, uncompiled
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
@@ -189,11 +189,12 @@ class Factored:
         maximize: bool,
         parameters: list[Tensor],
         states: list[dict[str, Tensor]],
-        layouts: list[Layout],
+        layouts: Sequence[Layout] = (),
     ) -> None:
         """states: flat, with tensors of their own; they are replaced by views of stacks. layouts: of the parameters."""
         found = factors(update, maximize)
         assert found is not None
+        layouts = layouts or [PLAIN] * len(parameters)
         self.parameters = parameters
         alike: dict[Any, list[int]] = {}
         for i, state in enumerate(states):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Row:
     """One parameter in a report.
 
-    seen: the shape that its rule sees, (*batch, out, in) of what is a matrix or a batch of them to it.
+    seen: (*batch, out, in), where its rule is one for matrices; nothing where it is not.
     state_bytes: what the optimizer keeps of it on this process, once it has stepped.
     """
 
@@ -147,7 +147,7 @@ def describe(
                     None if lr is None else float(lr) * group["lr_scale"],
                     None if decay is None else float(decay),
                     _bytes_of(held.values()),
-                    router.layout(parameter).shape(parameter) if matrices else tuple(parameter.shape),
+                    router.layout(parameter).shape(parameter) if matrices else (),
                 )
             )
             if missed := trees.missed(state):
@@ -187,7 +187,7 @@ _HEADER = ("parameter", "shape", "rule", "reason", "lr", "decay", "state")
 
 def _cells(row: Row) -> tuple[str, ...]:
     shape = "x".join(map(str, row.shape)) or "scalar"
-    if row.seen != row.shape:
+    if row.seen and (row.seen != row.shape or len(row.seen) > 2):
         shape += f" as {words(row.seen)}"
     state = _size(row.state_bytes)
     return row.name, shape, row.rule, row.reason, _number(row.lr), _number(row.weight_decay), state

@@ -126,7 +126,7 @@ class Router:
             if role is None:
                 raise AxesError(self._nameless(parameter))
             self._sent[not role.matrix] += 1
-            if role.unclear and parameter.requires_grad:
+            if role.unclear and parameter.requires_grad and parameter.numel():
                 self._unclear.setdefault(role.reason, []).append(name or self.names[parameter])
             routed[self.rules[not role.matrix]].append((name, parameter))
         return routed

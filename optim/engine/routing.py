@@ -103,11 +103,13 @@ def roles(module: nn.Module, linear_only: bool = False) -> Roles:
     outputs = _outputs(module)
     for path, owner in module.named_modules():
         for name, parameter in owner.named_parameters(path, recurse=False):
-            role = Role(False, "output head of the model") if parameter in outputs else _role(name, parameter, owner)
+            role = _role(name, parameter, owner)
+            if role.matrix and parameter in outputs:
+                role = Role(False, "output head of the model")
             if linear_only and role.matrix and not role.listened:
                 why = f"of {type(owner).__name__}: inputs are collected from nn.Linear and Conv1D only"
                 role = role._replace(matrix=False, reason=why)
-            if parameter not in found or not role.matrix:
+            if parameter not in found or (found[parameter].matrix and not role.matrix):
                 found[parameter] = role
     return found
 

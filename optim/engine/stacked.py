@@ -26,7 +26,7 @@ from axes.core.state_update import State, StateUpdate
 from axes.optim.engine import generated, trees
 from axes.optim.engine.capabilities import parts_of, vectors
 from axes.optim.engine.generated import GRADIENT
-from axes.optim.engine.layouts import Layout
+from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.together import (
     _together,
     copied,
@@ -242,11 +242,12 @@ class Stacks:
         maximize: bool,
         parameters: list[Tensor],
         states: list[dict[str, Tensor]],
-        layouts: list[Layout],
+        layouts: Sequence[Layout] = (),
     ) -> None:
         """states: flat, with tensors of their own; some are replaced by views of stacks. layouts: of the parameters."""
         found = cut(update, maximize)
         assert found is not None
+        layouts = layouts or [PLAIN] * len(parameters)
         self.cut, self.parameters, self.states, self.how, self.layouts = found, parameters, states, "host", layouts
         by_shape, self.counts = by_matrix(parameters, layouts)
         self.members = list(by_shape.values())

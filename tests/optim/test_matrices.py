@@ -1,6 +1,5 @@
 """Parameters that are matrices in their own way: stored (in, out), several in one, stacks of experts."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from axes import optim
-from axes.errors import AxesError, ShapeError
 
 GRADIENT_RULES = (optim.Muon, optim.NorMuon, optim.Shampoo, optim.SOAP, optim.PSGDKron)
 ODD = {  # options under which the orientation of a matrix, and which matrices are apart, make a difference
