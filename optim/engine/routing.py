@@ -7,6 +7,8 @@ model at hand these are
   whose `in_features` and `out_features` are the sides of its weight; transformers' Conv1D, stored (in, out); routers of
   mixtures of experts;
 - the factors of low-rank adapters, by the names lora_A and lora_B;
+- what their module says: its class has `hidden_matrices`, layouts by name, as `{"up": "experts in out"}`; what such a
+  class does not name is none;
 - stacked experts: three dimensions, in a module or under a name of experts: a batch of matrices.
 
 Others take the auxiliary rule:
@@ -101,9 +103,12 @@ def roles(module: nn.Module, linear_only: bool = False) -> Roles:
     """
     found: Roles = {}
     outputs = _outputs(module)
+    modules = dict(module.named_modules(remove_duplicate=False))
     for path, owner in module.named_modules():
+        lists = isinstance(owner, nn.ParameterList | nn.ParameterDict) and path
+        start = path.rpartition(".")[0] if lists else path
         for name, parameter in owner.named_parameters(path, recurse=False):
-            role = _role(name, parameter, owner)
+            role = _role(name, parameter, owner, modules[start], name[len(start) + 1 :] if start else name)
             if role.matrix and parameter in outputs:
                 role = Role(False, "output head of the model")
             if linear_only and role.matrix and not role.listened:
@@ -127,13 +132,21 @@ def named_roles(members: Iterable[tuple[str, Tensor]]) -> Roles:
 # ---- with the module -------------------------------------------------------------------------------------------------
 
 
-def _role(name: str, parameter: Tensor, owner: nn.Module) -> Role:
-    called = type(owner).__name__
+def _role(name: str, parameter: Tensor, owner: nn.Module, holder: nn.Module, inside: str) -> Role:
+    """holder: the module that has the parameter, or the list with it, under the name `inside`."""
+    called = type(holder).__name__
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag) or _EMBEDDING_CLASS.search(called):
         return Role(False, "embedding")
     role = _by_shape_and_name(name, parameter)
     if role is not None:
         return role
+    declared = getattr(holder, "hidden_matrices", None)
+    if isinstance(declared, Mapping):
+        if inside not in declared:
+            return Role(False, f"no hidden matrix, by {called}.hidden_matrices")
+        layout = Layout.of(called, declared[inside])
+        layout.require(f"{called}.hidden_matrices: {name!r}", parameter)
+        return Role(True, f"hidden matrix, by {called}.hidden_matrices", layout)
     if isinstance(owner, _ConvNd) and owner.groups > 1:
         return Role(False, "grouped convolution")
     if isinstance(owner, _LINEAR):
@@ -215,6 +228,8 @@ def _named_role(name: str, parameter: Tensor, turned: bool, shapes: Mapping[str,
         return Role(False, why, known=False)
     if turned and _layer(name) in _GPT2 and parameter.ndim == 2:
         return Role(True, "assumed to be stored (in, out), as GPT-2's Conv1D: c_attn and c_fc are wide", TRANSPOSED)
+    if parameter.ndim > 2 and parameter.shape[1] == 1:
+        return Role(False, "assumed to be a kernel of a depthwise convolution: one input to a filter")
     if parameter.ndim > 2:
         return Role(True, "assumed to be a kernel (out, in, ...): more than two dimensions")
     return Role(True, "assumed to be the weight of a linear map (out, in), by name and shape")
