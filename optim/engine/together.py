@@ -19,6 +19,7 @@ from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import generated, stored, trees
 from axes.optim.engine.capabilities import keyed, mixes, parts_of, vectors
+from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT, How, is_plain
 from axes.optim.engine.routing import real
 from axes.programs.batched import Schedule, blocks
@@ -122,6 +123,7 @@ class Batch:
         seed: int = 0,
     ) -> None:
         """streams: of random bits, if parameters are rounded at random."""
+        self.today: Today | None = None
         self.schedule = schedule(update, maximize)
         self.hosted = how == "host"  # where the counts are
         if generated.no_kernel(how, parameters[0].device, all(map(is_plain, parameters))) is None:
@@ -150,6 +152,10 @@ class Batch:
         self.views: dict[str, Any] = {n: self._blocks([s[n] for s in states]) for n in kept}
         if self.whole:
             self.views[PARAMETER] = self._blocks([real(p).detach() for p in parameters])
+
+    def take(self, today: Today) -> None:
+        """Other numbers in the tuple: those of programs are given to every step."""
+        self.today = today
 
     def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether these are still the same parameters, where they were, with the same state tensors."""

@@ -367,8 +367,11 @@ def test_a_compiled_step_is_compiled_once(capturable: bool) -> None:
             move()
         for scheduler in schedulers:
             scheduler.step()
+        for o in (optimizer, reference):
+            beta = 0.8 + 0.02 * t
+            o.param_groups[0]["betas"] = (torch.tensor(beta) if capturable and o is optimizer else beta, 0.99)
         frames.append(counter.frame_count)
-    assert len(set(frames)) == 1, frames
+    assert len(set(frames[1:])) == 1 and (capturable or frames[0] == frames[1]), frames
     assert (counter.op_count > 40) == capturable  # the arithmetic of AdamW was seen
     same(values(model), values(twin), 1e-6)
 
