@@ -66,18 +66,18 @@ class Layout:
                 "'out' and 'in' once each, as in 'out in', 'in out', 'experts out in', '(3 out) in' (three maps below "
                 "one another) or 'out ...' (the first dimension against all others)"
             )
-        return PLAIN if axes == (("out",), ("in",)) else Layout(axes)
+        return Layout(axes)
 
     @property
     def text(self) -> str:
         """As it is written; nothing for what is one matrix as it stands."""
         return " ".join(f[0] if len(f) == 1 else f"({' '.join(f)})" for f in self.axes)
 
-    def require(self, who: str, parameter: Tensor) -> None:
-        """ShapeError unless the parameter has these dimensions. who: what the message calls the two."""
+    def fitted(self, who: str, parameter: Tensor) -> Layout:
+        """The layout of a parameter; ShapeError unless it has these dimensions. who: what the message calls the two."""
         shape = tuple(parameter.shape)
         if not self.axes:
-            return
+            return self
         if parameter.is_complex():
             raise AxesError(f"{who} is complex, which no layout of matrices is for")
         if len(shape) != len(self.axes):
@@ -86,6 +86,7 @@ class Layout:
             known = math.prod(int(f) for f in factors if f.isdigit())
             if size % known or (size != known and all(f.isdigit() for f in factors)):
                 raise ShapeError(f"{who} has shape {shape}, and {self.text!r} divides {size} into {known}")
+        return PLAIN if self.axes == (("out",), ("in",)) else self
 
     def matrices(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape as (*batch, out, in); a view of it if there is a layout."""

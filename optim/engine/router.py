@@ -138,8 +138,8 @@ class Router:
         for (name, parameter), text in zip(members, texts, strict=True):
             layout = self.roles[parameter].layout if parameter in self.roles else PLAIN
             if text is not None:
-                layout = Layout.of(self.who, text or "out ...")
-                layout.require(f"{self.who}: {_called(name, parameter)}", parameter)
+                said = Layout.of(self.who, text or "out ...")
+                layout = said.fitted(f"{self.who}: {_called(name, parameter)}", parameter)
             self.roles[parameter] = Role(rule == self.rules[0], "named by its group", layout)
 
     def layout(self, parameter: Tensor) -> Layout:
@@ -192,13 +192,10 @@ class Router:
         key, shaped = place.closest(self.said), place.closest(self.shaped)
         rule = None if key is None else self.said[key]
         if shaped is not None:
-            layout = self.shaped[shaped]
             if key is not None and rule != self.rules[0]:
                 raise AxesError(f"{who}: rules gives it {rule!r}, and matrices says which one: leave one of them out")
-            if parameter.ndim < 2 and shaped not in place.names:
-                layout = None  # type: ignore[assignment]  # a pattern means the matrices that it matches
-            if layout is not None:
-                layout.require(who, parameter)
+            if parameter.ndim > 1 or shaped in place.names:  # a pattern means the matrices that it matches
+                layout = self.shaped[shaped].fitted(who, parameter)
                 self._idle -= {k for k in self.shaped if place.meets(k)}
                 role = Role(True, f"said by matrices ({_text(shaped)})", layout)
         elif role.matrix and self.qkv != "whole" and (parts := self._parts(parameter, role.layout, place)):

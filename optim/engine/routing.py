@@ -144,8 +144,7 @@ def _role(name: str, parameter: Tensor, owner: nn.Module, holder: nn.Module, ins
     if isinstance(declared, Mapping):
         if inside not in declared:
             return Role(False, f"no hidden matrix, by {called}.hidden_matrices")
-        layout = Layout.of(called, declared[inside])
-        layout.require(f"{called}.hidden_matrices: {name!r}", parameter)
+        layout = Layout.of(called, declared[inside]).fitted(f"{called}.hidden_matrices: {name!r}", parameter)
         return Role(True, f"hidden matrix, by {called}.hidden_matrices", layout)
     if isinstance(owner, _ConvNd) and owner.groups > 1:
         return Role(False, "grouped convolution")
