@@ -53,7 +53,8 @@ _LORA = re.compile(r"^lora_[ab]$")
 _OUTPUT = re.compile(
     r"^((model|module)\.)?(output|score)\.weight$|(^|\.)((lm_head|predictions)\.decoder|classifier)\.weight$"
 )
-_T5 = re.compile(r"(^|\.)(shared|relative_attention_bias)\.weight$")  # its embeddings, where the module does not say so
+# of embeddings whose module does not say what they are; T5's among them
+_TABLE = re.compile(r"(^|\.)(tokens?|vocab|vocabulary|shared|relative_attention_bias)\.weight$")
 _EMBEDDING_CLASS = re.compile(r"Embeddings?$")
 _ROUTER_CLASS = re.compile(r"(Router|TopKGating|TopKGate|MoEGate)$")
 _EXPERTS = re.compile(r"expert|moe", re.IGNORECASE)
@@ -214,7 +215,7 @@ def _named_role(name: str, parameter: Tensor, turned: bool, shapes: Mapping[str,
     if role is not None:
         return role
     words, low = _words(name), name.lower()
-    if _T5.search(low):
+    if _TABLE.search(low):
         return Role(False, f"embedding by name ({words[-2]})")
     if _adapts(name, parameter):
         return _ADAPTER
