@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from axes.errors import AxesError
 from axes.programs.numbers import Number
 
+_SIGNS = {"mul": "*", "add": "+", "sub": "-"}
 Value = int | float  # the number of an operation, or a constant
 Sign = Literal["positive", "nonnegative", "any"]
 _SHAPE = (3, 5)  # what is traced: any two sizes that no number in a rule equals
@@ -74,6 +75,7 @@ class Program:
     outputs: dict[str, Value] = field(default_factory=dict)
     nonnegative: frozenset[str] = frozenset()  # states that never become negative
     positive: frozenset[str] = frozenset()  # numbers that are, while their origin holds
+    _numbers: Any = field(default=None, compare=False, repr=False)
 
     def add(self, name: str, inputs: tuple[Value, ...], shaped: bool) -> int:
         self.operations.append(Operation(name, inputs, shaped))
@@ -89,15 +91,28 @@ class Program:
 
     def numbers(self, given: Mapping[str, float]) -> list[float]:
         """All numbers of a step, by their place in the program (0 where a shaped value is)."""
-        values: list[float] = []
+        if self._numbers is None:
+            self._numbers = self._compiled()
+        return self._numbers(given)
+
+    def _compiled(self) -> Callable[[Mapping[str, float]], list[float]]:
+        """The arithmetic of numbers as a function: it runs in every step."""
+        lines = ["def numbers(given):"]
         for i, op in enumerate(self.operations):
             if op.shaped:
-                values.append(0.0)
-            elif op.name == "input":
-                values.append(float(given[self.names[i]]))
-            else:
-                values.append(float(EVALUATE[op.name](*(values[x] if isinstance(x, int) else x for x in op.inputs))))
-        return values
+                continue
+            if op.name == "input":
+                lines.append(f"    n{i} = float(given[{self.names[i]!r}])")
+                continue
+            inputs = [f"n{x}" if isinstance(x, int) else f"float({str(x)!r})" for x in op.inputs]
+            sign = _SIGNS.get(op.name)
+            value = f" {sign} ".join(inputs) if sign else f"float(EVALUATE[{op.name!r}]({', '.join(inputs)}))"
+            lines.append(f"    n{i} = {value}")
+        values = ("0.0" if op.shaped else f"n{i}" for i, op in enumerate(self.operations))
+        lines.append(f"    return [{', '.join(values)}]")
+        space: dict[str, Any] = {"EVALUATE": EVALUATE}
+        exec("\n".join(lines), space)
+        return space["numbers"]
 
     def tensors(self, given: Mapping[str, Tensor]) -> list[Tensor | float]:
         """The same as 0-d float64 tensors where `given` has tensors: nothing waits for the device that holds them."""

@@ -15,6 +15,7 @@ arithmetic are float32 for 16-bit parameters, which are rounded once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Unpack
@@ -297,7 +298,7 @@ class Optimizer(torch.optim.Optimizer):
         """Put parameters where their tuple wants the gradient; returns what they showed."""
         shown = []
         for group in self.param_groups:
-            if not facts(self.form_for(group), False).moves:
+            if not facts(self._forms.today(group).form.update, False).moves:
                 continue
             update = self.update_for(group)
             if not closure:
@@ -325,28 +326,29 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled()
     def _work(self) -> Work:
         """Groups and those of their parameters that step, after every gradient was looked at."""
-        work, gradients, where = [], [], []
+        work: Work = []
+        gradients: list[Tensor] = []
+        for group in self.param_groups:
+            found = [(p, g) for p in group["params"] if (g := p.grad) is not None and p.numel()]
+            if found:
+                work.append((group, [p for p, _ in found]))
+                gradients += [g for _, g in found]
         shards = self._shards
-        for i, group in enumerate(self.param_groups):
-            parameters = []
-            for j, parameter in enumerate(group["params"]):
-                g = parameter.grad
-                if g is None or not parameter.numel():
-                    continue
-                if g.layout != torch.strided:
-                    raise AxesError(
-                        f"{self._who} does not support sparse gradients ({self._places.name(i, j)}): use "
-                        "nn.Embedding(..., sparse=False)"
-                    )
-                parameters.append(parameter)
-                gradients.append(g if shards is None else local_shard(g))
-                where.append((i, j))
-            if parameters:
-                work.append((group, parameters))
+
+        def name(k: int) -> str:
+            return self._label(list(itertools.chain.from_iterable(parameters for _, parameters in work))[k])
+
+        for k, g in enumerate(gradients):
+            if g.layout != torch.strided:
+                raise AxesError(
+                    f"{self._who} does not support sparse gradients ({name(k)}): use nn.Embedding(..., sparse=False)"
+                )
+        if shards is not None:
+            gradients = [local_shard(g) for g in gradients]
         called_off = self._finite.calls_off(
             self._who,
             gradients,
-            name=lambda k: self._places.name(*where[k]),
+            name=name,
             given=getattr(self, "found_inf", None),  # of a gradient scaler
             there=any(group["fused"] or group["capturable"] for group in self.param_groups),
             agree=None if shards is None else lambda bad: shards.agree(self, bad, len(gradients)),
@@ -417,7 +419,7 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled()
     def _interpret(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> None:
         """Step by executing the tuple."""
-        update = self._today(group).of(update)
+        update = self._forms.today(group).of(update)
         sign = -1.0 if group["maximize"] else 1.0
         places, hosted = self._places, how(group) == "host"
 

@@ -163,7 +163,8 @@ class ListProgram:
         self.schedule = Schedule(found, keep=(GRADIENT,))
         size = 1 << 18 if like[0].device.type == "cpu" else 1 << 62
         self.blocks = list(blocks([x.numel() for x in like], size))
-        self.views = {n: self._cut(xs) for n, xs in tensors.items()}
+        self.views = {n: self._cut(xs) for n, xs in tensors.items()}  # contiguous, as gradients are when they come
+        self.fits = like[0].is_cpu
 
     def step(
         self,
@@ -178,7 +179,7 @@ class ListProgram:
         lists = {**self.views, GRADIENT: self._cut(gradients)}
         values = self._values(rates, gradients[0].device)
         for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
-            self.schedule.run(group, values)
+            self.schedule.run(group, values, self.fits)
         if self.counts is not None:
             self.counts.add_(1)
 
