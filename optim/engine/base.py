@@ -37,6 +37,7 @@ from axes.optim.engine.generated import is_plain
 from axes.optim.engine.groups import Named, named
 from axes.optim.engine.interpreted import Member, interpret, replay
 from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows
+from axes.optim.engine.one_shape import fits
 from axes.optim.engine.options import Group, Options, Params, check_of, how, of_groups, require_known
 from axes.optim.engine.places import Places
 from axes.optim.engine.reports import Report, describe
@@ -381,8 +382,9 @@ class Optimizer(torch.optim.Optimizer):
         for parameter in late:
             self._begin(group, update, parameter)
         self._fresh.difference_update(late)
-        if route(update, group) != "interpreter":
-            alone = set(late) if facts(update, group["maximize"]).special else set()
+        interpreted = route(update, group) == "interpreter"
+        if not interpreted or fits(update, group):
+            alone = set(late) if not interpreted and facts(update, group["maximize"]).special else set()
             together = [p for p in parameters if p not in alone]
             if together:
                 self._advance_together(group, update, self._batched(group, update, together))

@@ -43,13 +43,15 @@ def rates(group: Group, update: StateUpdate, like: Tensor) -> dict[str, Tensor |
     signal: dict[str, Tensor | float] = {}
     for name in (*(per.name for per in update.demands()), *vectors(update)):
         value = group[name]
-        if isinstance(value, Tensor):
-            value = value.to(like.dtype)
-            value = value.reshape(()) if value.numel() == 1 else value.to(like.device)
         if name == "lr" and group["lr_scale"] != 1.0:
             value = value * group["lr_scale"]
-        signal[name] = value
+        signal[name] = beside(value, like)
     return signal
 
 
-__all__ = ["Named", "named", "rates"]
+def beside(value: Tensor | float, like: Tensor) -> Tensor | float:
+    """A rate as it meets tensors like this one."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.to(like.dtype)
+    return value.reshape(()) if value.numel() == 1 else value.to(like.device)
