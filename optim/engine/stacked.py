@@ -33,12 +33,14 @@ from axes.optim.engine.together import (
     copied,
     first_is_special,
     fits_kernels,
+    join,
     program,
     unchanged,
     uncompiled,
 )
 from axes.programs.batched import Schedule, blocks
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
+from axes.programs.small import Guest, Rooms, small
 
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.programs.program
 _HOST_BOUND = 100_000_000  # entries up to which the launches of a step take longer than the work
@@ -165,6 +167,13 @@ class ListProgram:
         self.blocks = list(blocks([x.numel() for x in like], size))
         self.views = {n: self._cut(xs) for n, xs in tensors.items()}  # contiguous, as gradients are when they come
         self.fits = like[0].is_cpu
+        self.rooms, self.guests = Rooms(), {}
+        for b, group in enumerate(self.blocks):
+            whole = all(a == 0 and end == like[i].numel() for i, a, end in group)
+            if self.fits and whole and self.schedule.library is None and small([end for _, _, end in group]):
+                self.guests[b] = Guest(self.views[PARAMETER][b], torch.promote_types(like[0].dtype, torch.float32))
+                for name in tensors:
+                    self.views[name][b] = [self.rooms.of(self.views[name][b])]
 
     def step(
         self,
@@ -177,9 +186,13 @@ class ListProgram:
             self.kernel.step([g if fits_kernels(g) else copied(g, g.dtype) for g in gradients], rates, found, scale)
             return
         lists = {**self.views, GRADIENT: self._cut(gradients)}
+        for b, guest in self.guests.items():
+            lists[GRADIENT][b] = [guest.of(lists[GRADIENT][b])]
         values = self._values(rates, gradients[0].device)
+        self.rooms.enter()
         for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
             self.schedule.run(group, values, self.fits)
+        self.rooms.leave()
         if self.counts is not None:
             self.counts.add_(1)
 
@@ -270,6 +283,9 @@ class Stacks:
         joined = None if self.hosted else _together(states, counts)
         arguments = self._divided(self.stacks)
         inputs = [n for n, i in found.head.inputs.items() if found.head.shaped(i) and n not in (PARAMETER, GRADIENT)]
+        for some in self.members:
+            if like.is_cpu and small([parameters[i].numel() for i in some]):
+                join([states[i] for i in some], inputs)
         tensors = {n: [states[i][n] for i in self.order] for n in inputs}
         alone = max(self.counts) == 1
         normed = alone and kind == torch.bfloat16 and found.spectral.form == "gram"  # what reads the norms of stacks
@@ -283,8 +299,8 @@ class Stacks:
             self.kept = [self._stacked(some) for some in self.members]
         self.own = [x for s in states for x in s.values()]
         self.places = list(map(Tensor.data_ptr, parameters))
-        small = sum(x.numel() for x in self.stacks) <= _HOST_BOUND
-        recorded = generated.no_kernels(like.device) is None and small
+        bound = sum(x.numel() for x in self.stacks) <= _HOST_BOUND
+        recorded = generated.no_kernels(like.device) is None and bound
         self.branches = self._branches(_BRANCHES if recorded else 1)
         self.products: Callable[[], list[Tensor]] = self._directions
         if recorded:
