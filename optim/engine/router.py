@@ -215,7 +215,7 @@ class Router:
         if rule != self.rules[0]:
             self._idle -= {k for k in self.said if place.meets(k)}
             return Role(False, f"said by rules ({_text(key)})")
-        if not _is_matrix(parameter, role.layout) or role.reason.startswith("stack of biases"):
+        if not _is_matrix(parameter, role.layout) or role.entrywise:
             if key in place.names:
                 raise ShapeError(f"{who} has shape {tuple(parameter.shape)}, and {rule!r} is for matrices")
             return role
