@@ -268,5 +268,4 @@ def _shape(x: object) -> tuple[int, ...] | None:
     return tuple(x.shape) if isinstance(x, Tensor) else None
 
 
-
 __all__ = ["Role", "Roles", "canonical_shape", "is_conv1d", "is_listened", "named_roles", "real", "roles"]

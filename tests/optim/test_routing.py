@@ -490,6 +490,7 @@ def test_bare_groups_take_their_roles_from_the_model() -> None:
         optimizer.step()
     with pytest.raises(AxesError, match=r"a parameter of shape \(2, 2\) is not in the model that was given"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    assert len(optimizer.param_groups) == 3
 
 
 def test_a_group_that_names_its_rule_says_so_in_the_report() -> None:
