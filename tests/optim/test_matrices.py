@@ -307,8 +307,11 @@ def test_groups_without_names_say_their_matrices_themselves() -> None:
     assert again.report().rows[0].seen == (3, 5, 4)
     with pytest.raises(ShapeError, match="a parameter of shape .3, 4, 5. has shape"):
         optim.Muon([{"params": [w], "rule": "muon", "matrices": "out in"}])
-    with pytest.raises(AxesError, match="names its rule as well, 'rule': 'muon'"):
-        optim.Muon([{"params": [("w", w)], "matrices": "experts in out"}])
+    for group in ({}, {"rule": "adamw"}):
+        with pytest.raises(AxesError, match="is for groups that name a rule for matrices, 'rule': 'muon'"):
+            optim.Muon([{"params": [("w", w)], "matrices": "experts in out", **group}])
+    with pytest.raises(AxesError, match="is for groups that name a rule for matrices, and it has none"):
+        optim.AdamW([{"params": [w], "rule": "adamw", "matrices": "experts in out"}])
 
 
 def test_rules_of_layers_take_whole_weights_only() -> None:
