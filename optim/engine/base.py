@@ -152,15 +152,16 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         options = {key: value for key, value in param_group.items() if key not in ("params", "matrices")}
         members, matrices = self._named(param_group.get("params")), param_group.get("matrices")
+        if matrices is not None and not (self._router.routes and options.get("rule") == self._main):
+            raise AxesError(
+                f"{self._who}: matrices={matrices!r} is for groups that name a rule for matrices"
+                + (f", 'rule': {self._main!r}" if self._router.routes else ", and it has none")
+            )
         if "rule" in options:
             if options["rule"] not in self._rules:
                 raise UnknownName(f"rule of {self._who}", str(options["rule"]), self._rules)
             self._router.named_by_group(options["rule"], members, matrices)
             self._add(options, members)
-        elif matrices is not None:
-            raise AxesError(
-                f"{self._who}: a group that says matrices={matrices!r} names its rule as well, 'rule': {self._main!r}"
-            )
         elif len(self._rules) == 1 or not members:
             self._add({**options, "rule": self._main}, members)
         else:

@@ -6,8 +6,9 @@
 
 A key is a parameter's name, a pattern of names (fnmatch), or a type of modules, which means all that they hold. A name
 goes before a pattern, a pattern before a type; of several patterns the first counts, of several types the nearest
-module's. A parameter group that names its rule goes before all of them. Where a key says the rule for matrices it means
-the matrices among what it matches: biases and gains stay with the auxiliary rule.
+module's; rules and matrices are compared alike. A parameter group that names its rule goes before all of them. Where a
+key says the rule for matrices it means the matrices among what it matches: biases and gains stay with the auxiliary
+rule.
 """
 
 from __future__ import annotations
@@ -46,13 +47,16 @@ class _Place(NamedTuple):
             return any(fnmatchcase(name, key) for name in self.names)
         return any(isinstance(module, key) for module in self.around)
 
+    def distance(self, key: Key) -> int:
+        """0 for its name, 1 for a pattern of names, 2 for a type of modules."""
+        return 2 if not isinstance(key, str) else 1 - (key in self.names)
+
     def closest(self, keys: Iterable[Key]) -> Key | None:
         """The key that counts."""
         met = [key for key in keys if self.meets(key)]
-        exact = [key for key in met if key in self.names]
-        patterns = [key for key in met if isinstance(key, str)]
-        if exact or patterns:
-            return (exact or patterns)[0]
+        named = sorted((key for key in met if isinstance(key, str)), key=self.distance)
+        if named:
+            return named[0]
         return next((cls for module in self.around for cls in type(module).__mro__ if cls in met), None)
 
 
@@ -190,10 +194,15 @@ class Router:
         """The role of a parameter after what was said of it."""
         who = f"{self.who}: {place.names[0]!r}"
         key, shaped = place.closest(self.said), place.closest(self.shaped)
+        if key is not None and shaped is not None and self.said[key] != self.rules[0]:  # whichever is closer
+            if place.distance(key) == place.distance(shaped):
+                raise AxesError(
+                    f"{who}: rules ({_text(key)}) gives it {self.said[key]!r}, and matrices ({_text(shaped)}) says "
+                    "how it is a matrix: leave one of them out"
+                )
+            key, shaped = (None, shaped) if place.distance(key) > place.distance(shaped) else (key, None)
         rule = None if key is None else self.said[key]
         if shaped is not None:
-            if key is not None and rule != self.rules[0]:
-                raise AxesError(f"{who}: rules gives it {rule!r}, and matrices says which one: leave one of them out")
             if parameter.ndim > 1 or shaped in place.names:  # a pattern means the matrices that it matches
                 layout = self.shaped[shaped].fitted(who, parameter)
                 self._idle -= {k for k in self.shaped if place.meets(k)}
@@ -206,7 +215,7 @@ class Router:
         if rule != self.rules[0]:
             self._idle -= {k for k in self.said if place.meets(k)}
             return Role(False, f"said by rules ({_text(key)})")
-        if not _is_matrix(parameter, role.layout) or role.reason.startswith("stack of biases"):
+        if not _is_matrix(parameter, role.layout) or role.entrywise:
             if key in place.names:
                 raise ShapeError(f"{who} has shape {tuple(parameter.shape)}, and {rule!r} is for matrices")
             return role

@@ -13,7 +13,7 @@ model at hand these are
 
 Others take the auxiliary rule:
 
-- what has fewer than two dimensions, or one row or column (norms, biases, gains), and stacks of biases;
+- what has fewer than two dimensions, or one row or column (norms, biases, gains), stacks and tables of biases;
 - embeddings: of an nn.Embedding, of a class called so, tied to one, or by name (...embed, embed_..., ...embedding(s),
   wte, wpe); output heads: what the model says its output embeddings are, or by name (...head, embed_out, classifier,
   and output or score of the model itself);
@@ -49,6 +49,7 @@ Roles = dict[Tensor, "Role"]
 _EMBEDDING = re.compile(r"(embed|embedding|embeddings|wte|wpe)$|^embed_(tokens|positions|in)$|^lora_embedding_[ab]$")
 _HEAD = re.compile(r"head$|^embed_out$")
 _LORA = re.compile(r"^lora_[ab]$")
+_GATES = re.compile(r"bias(_table)?$|^a_log$")  # stacks of biases, tables of them, decays of state-space layers
 # whole names
 _OUTPUT = re.compile(
     r"^((model|module)\.)?(output|score)\.weight$|(^|\.)((lm_head|predictions)\.decoder|classifier)\.weight$"
@@ -60,6 +61,7 @@ _ROUTER_CLASS = re.compile(r"(Router|TopKGating|TopKGate|MoEGate)$")
 _EXPERTS = re.compile(r"expert|moe", re.IGNORECASE)
 _WEIGHT = re.compile(r"^weight|_weight$")
 _LINEAR = (nn.Linear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+_LONG = 256  # from here on a last dimension is that of a matrix and no width of a kernel
 _GPT2 = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})  # the layers of OpenAI's GPT-2, in any of its ports
 
 
@@ -67,7 +69,7 @@ class Role(NamedTuple):
     """What a parameter is: whether a matrix rule applies, and why.
 
     layout: how it is a matrix, if it is one. known: whether something says what it is. listened: whether the inputs of
-    its layer can be collected.
+    its layer can be collected. entrywise: whether its dimensions are those of a list, of biases say.
     """
 
     matrix: bool
@@ -75,6 +77,7 @@ class Role(NamedTuple):
     layout: Layout = PLAIN
     known: bool = True
     listened: bool = False
+    entrywise: bool = False
 
     @property
     def unclear(self) -> bool:
@@ -200,8 +203,8 @@ def _by_shape_and_name(name: str, parameter: Tensor) -> Role | None:
             return Role(False, f"output head by name ({word})")
     if _OUTPUT.search(name.lower()):
         return Role(False, f"output head by name ({name})")
-    if words[-1].endswith("bias"):
-        return Role(False, f"stack of biases by name ({words[-1]})")
+    if _GATES.search(words[-1]):
+        return Role(False, f"biases or decays by name ({words[-1]})", entrywise=True)
     return None
 
 
@@ -219,7 +222,7 @@ def _named_role(name: str, parameter: Tensor, turned: bool, shapes: Mapping[str,
         return Role(False, f"embedding by name ({words[-2]})")
     if _adapts(name, parameter):
         return _ADAPTER
-    if parameter.ndim == 3 and _EXPERTS.search(low):
+    if parameter.ndim == 3 and (_EXPERTS.search(low) or parameter.shape[2] >= _LONG):
         start = name.rpartition(".")[0]
         pair = (shapes.get(f"{start}.{x}" if start else x) for x in ("gate_up_proj", "down_proj"))
         return _experts("assumed to be stacked experts, by name and shape", _turned(*pair))
@@ -263,7 +266,6 @@ def _turned(gate_up: tuple[int, ...] | None, down: tuple[int, ...] | None) -> bo
 
 def _shape(x: object) -> tuple[int, ...] | None:
     return tuple(x.shape) if isinstance(x, Tensor) else None
-
 
 
 __all__ = ["Role", "Roles", "canonical_shape", "is_conv1d", "is_listened", "named_roles", "real", "roles"]

@@ -267,6 +267,7 @@ class Stacks:
         self.today: Today | None = None
         self.spectral: Spectral | None = None  # and what follows it, with plain numbers
         self.rest = found.tail
+        self.viewed = any(layout.axes for layout in layouts)
         by_shape, self.counts = by_matrix(parameters, layouts)
         self.members = list(by_shape.values())
         self.order = [i for some in self.members for i in some]
@@ -321,7 +322,9 @@ class Stacks:
         self, rates: Mapping[str, float | Tensor], found: Tensor | None = None, scale: Tensor | None = None
     ) -> None:
         """One datum for every parameter. found, scale: of a gradient scaler, where the kernel runs."""
-        gradients = [self.layouts[i].seen(g) for i in self.order if (g := self.parameters[i].grad) is not None]
+        gradients = [g for i in self.order if (g := self.parameters[i].grad) is not None]
+        if self.viewed:
+            gradients = [self.layouts[i].seen(g) for i, g in zip(self.order, gradients, strict=True)]
         self.head.step(readable(gradients, self.wide, self.head), rates, found, scale)
         directions = self.products()
         if self.shown:

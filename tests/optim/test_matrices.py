@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from axes import optim
 from axes.errors import AxesError, ShapeError
+from axes.optim.rules import wrappers
 from axes.optim.tools.convert import to_torch
 from tests.optim.standins import GPT2, Conv1D, Mixture
 from tests.optim.table import INSTANCES
@@ -75,6 +76,35 @@ def test_a_batch_is_stepped_as_its_matrices_would_be_alone(cls: Any, layout: str
     for part, p in zip(parts(whole.detach()), alone, strict=True):
         torch.testing.assert_close(part, p.detach(), rtol=0, atol=1e-9)
     torch.testing.assert_close(beside.detach(), others[0].detach(), rtol=0, atol=1e-9)
+
+
+MUON = optim.Muon.declare(precision="input", scale="spectral")
+TUPLES = {
+    "trust ratio": wrappers.trust_ratio(MUON),
+    "cautious": wrappers.cautious(MUON),
+    "clipped": wrappers.clipped(MUON, 0.5),
+    "grafting": wrappers.grafting(MUON, optim.SGD.declare(0.95)),
+    "rotational": wrappers.rotational(MUON),
+    "coupled": wrappers.coupled(wrappers.undecayed(MUON)),
+    "frank-wolfe": optim.FrankWolfe.declare("spectral"),
+}
+
+
+@pytest.mark.parametrize("foreach", [None, False], ids=["together", "interpreted"])
+@pytest.mark.parametrize("name", TUPLES)
+def test_a_batch_under_any_tuple_for_matrices(name: str, foreach: bool | None) -> None:
+    """Norms and ratios are those of each matrix."""
+    layout, make = "experts in out", optim.optimizer(TUPLES[name])
+    whole = nn.Parameter(filled(3, 5, 4))
+    alone = [nn.Parameter(x.clone()) for x in whole.detach().mT]
+    settings: dict[str, Any] = {"lr": 0.05, "foreach": foreach}
+    if "weight_decay" in {per.name for per in TUPLES[name].demands()}:
+        settings["weight_decay"] = 0.1
+    ours = make([{"params": [whole], "rule": "matrix", "matrices": layout}], **settings)
+    theirs = make([{"params": alone, "rule": "matrix"}], **settings)
+    train(ours, [(whole, lambda t: filled(3, 5, 4, seed=t) * t)])
+    train(theirs, [(p, lambda t, i=i: (filled(3, 5, 4, seed=t) * t)[i].mT.contiguous()) for i, p in enumerate(alone)])
+    torch.testing.assert_close(whole.detach().mT, torch.stack(alone).detach(), rtol=0, atol=1e-9)
 
 
 # ---- stored (in, out) ------------------------------------------------------------------------------------------------
@@ -277,8 +307,11 @@ def test_groups_without_names_say_their_matrices_themselves() -> None:
     assert again.report().rows[0].seen == (3, 5, 4)
     with pytest.raises(ShapeError, match="a parameter of shape .3, 4, 5. has shape"):
         optim.Muon([{"params": [w], "rule": "muon", "matrices": "out in"}])
-    with pytest.raises(AxesError, match="names its rule as well, 'rule': 'muon'"):
-        optim.Muon([{"params": [("w", w)], "matrices": "experts in out"}])
+    for group in ({}, {"rule": "adamw"}):
+        with pytest.raises(AxesError, match="is for groups that name a rule for matrices, 'rule': 'muon'"):
+            optim.Muon([{"params": [("w", w)], "matrices": "experts in out", **group}])
+    with pytest.raises(AxesError, match="is for groups that name a rule for matrices, and it has none"):
+        optim.AdamW([{"params": [w], "rule": "adamw", "matrices": "experts in out"}])
 
 
 def test_rules_of_layers_take_whole_weights_only() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,16 @@ def test_a_tuple_for_matrices_without_a_matrix_raises() -> None:
         optim.optimizer(optim.Muon.declare())(Mixer(), lr=0.1)
 
 
+def test_a_tuple_of_ones_own_is_told_its_matrices() -> None:
+    make = optim.optimizer(optim.Muon.declare())
+    optimizer = make(Mixer(), lr=0.1, rules={"w.*": "matrix", "mix": "auxiliary"})
+    assert {row.name: row.rule for row in optimizer.report().rows} == {
+        "w.0": "matrix",
+        "mix": "auxiliary",
+        "gain": "auxiliary",
+    }
+
+
 def test_one_warning_names_what_nobody_knows() -> None:
     model = nn.ModuleDict({"known": nn.Linear(4, 4), "own": Mixer(5)})
     with pytest.warns(UserWarning) as said:
@@ -288,6 +299,20 @@ def test_rules_are_said_by_name_by_pattern_or_by_type() -> None:
     assert first["up.weight"] == "said by rules ('u*')" and first["down.weight"] == "muon"  # the first of two patterns
 
 
+def test_the_closer_of_two_options_counts() -> None:
+    model = nn.ModuleDict({"own": Mixer(), "up": nn.Linear(4, 4)})
+    rows = optim.Muon(model, rules={Mixer: "adamw"}, matrices={"own.mix": "in out"}).report().rows
+    assert {row.name: row.seen for row in rows if row.rule == "muon"} == {"own.mix": (6, 4), "up.weight": (4, 4)}
+    rows = optim.Muon(model, rules={"own.w*": "adamw"}, matrices={Mixer: "in out"}).report().rows
+    assert {row.name: row.seen for row in rows if row.rule == "muon"} == {"own.mix": (6, 4), "up.weight": (4, 4)}
+
+
+def test_the_page_runs() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "optimizer_options.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(compile(code, "docs/optimizer_options.md", "exec"), {"__name__": "page"})
+
+
 def test_the_nearest_module_counts() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Bilinear(2, 3, 4)), nn.Linear(4, 4))
     rules = {nn.Sequential: "adamw", nn.Linear: "muon", nn.Module: "adamw"}
@@ -319,7 +344,7 @@ NOTHING: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a number": (Model, {"rules": {"up.weight": 1}}, "rules maps 'up.weight' to 1, which is no text"),
     "a module": (Model, {"rules": {1: "muon"}}, "a key of rules is a pattern of names or a type of modules, got 1"),
     "no mapping": (Model, {"rules": ["up.weight"]}, "rules maps names, patterns of names or types"),
-    "both": (Model, {"rules": {"up.*": "adamw"}, "matrices": {"up.weight": "out in"}}, "rules gives it 'adamw'"),
+    "both": (Model, {"rules": {"up.*": "adamw"}, "matrices": {"*p.weight": "out in"}}, "gives it 'adamw'"),
     "matrices of nothing": (Model, {"matrices": {"nowhere": "out in"}}, "matrices={'nowhere': ...} matches no matrix"),
     "three dimensions": (
         lambda: nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Bilinear(3, 4, 5)}),
@@ -465,6 +490,7 @@ def test_bare_groups_take_their_roles_from_the_model() -> None:
         optimizer.step()
     with pytest.raises(AxesError, match=r"a parameter of shape \(2, 2\) is not in the model that was given"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    assert len(optimizer.param_groups) == 3
 
 
 def test_a_group_that_names_its_rule_says_so_in_the_report() -> None:
