@@ -75,17 +75,20 @@ class Rooms:
 
 @final
 class Guest:
-    """A room for lists of one kind that come anew with every step and are read only: gradients."""
+    """A room for lists that come anew with every step and are read only: gradients."""
 
-    def __init__(self, like: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self.room = torch.empty(sum(x.numel() for x in like), dtype=dtype, device=like[0].device)
-        self.inside = parts(self.room, like)
+    def __init__(self) -> None:
+        self.room: Tensor | None = None
+        self.inside: list[Tensor] = []
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The flat tensor of a list, copied unless it has one."""
+        """The flat tensor of a list, copied unless it has one. Lists have the same shapes every time."""
         own = flat(tensors)
         if own is not None:
             return own
+        if self.room is None or self.room.dtype != tensors[0].dtype:
+            self.room = tensors[0].new_empty(sum(x.numel() for x in tensors))
+            self.inside = parts(self.room, tensors)
         torch._foreach_copy_(self.inside, list(tensors))
         return self.room
 

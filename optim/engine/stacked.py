@@ -167,11 +167,11 @@ class ListProgram:
         self.blocks = list(blocks([x.numel() for x in like], size))
         self.views = {n: self._cut(xs) for n, xs in tensors.items()}  # contiguous, as gradients are when they come
         self.fits = like[0].is_cpu
-        self.rooms, self.guests = Rooms(), {}
+        self.rooms, self.guests = Rooms(), dict[int, Guest]()
         for b, group in enumerate(self.blocks):
             whole = all(a == 0 and end == like[i].numel() for i, a, end in group)
             if self.fits and whole and self.schedule.library is None and small([end for _, _, end in group]):
-                self.guests[b] = Guest(self.views[PARAMETER][b], torch.promote_types(like[0].dtype, torch.float32))
+                self.guests[b] = Guest()
                 for name in tensors:
                     self.views[name][b] = [self.rooms.of(self.views[name][b])]
 
@@ -221,7 +221,7 @@ class ListProgram:
 def readable(gradients: list[Tensor], wide: torch.dtype, head: ListProgram) -> list[Tensor]:
     """Gradients as a program can read them: contiguous, and in one dtype."""
     if head.kernel is None or any(g.dtype != gradients[0].dtype for g in gradients):
-        gradients = [g.to(wide) for g in gradients]
+        gradients = [g if g.dtype == wide else g.to(wide) for g in gradients]
     return [g if fits_kernels(g) else copied(g, wide) for g in gradients]
 
 
@@ -280,8 +280,8 @@ class Stacks:
         self.inside = [writable(x, self.wide) for x in seen]
         self.shown = [(x, y) for x, y in zip(seen, self.inside, strict=True) if x.data_ptr() != y.data_ptr()]
         counts = [n for n in states[0] if trees.counts(n)]
-        self.hosted = [s[n] for s in states for n in counts] if states[0][counts[0]].device.type == "cpu" else []
-        joined = None if self.hosted else _together(states, counts)
+        joined = _together(states, counts)
+        self.hosted = joined if joined.device.type == "cpu" else None
         arguments = self._divided(self.stacks)
         inputs = [n for n, i in found.head.inputs.items() if found.head.shaped(i) and n not in (PARAMETER, GRADIENT)]
         for some in self.members:
@@ -290,7 +290,8 @@ class Stacks:
         tensors = {n: [states[i][n] for i in self.order] for n in inputs}
         alone = max(self.counts) == 1
         normed = alone and kind == torch.bfloat16 and found.spectral.form == "gram"  # what reads the norms of stacks
-        self.head = ListProgram(found.head, {PARAMETER: arguments, **tensors}, joined, normed)
+        there = None if joined.device.type == "cpu" else joined
+        self.head = ListProgram(found.head, {PARAMETER: arguments, **tensors}, there, normed)
         self.squares = self.head.squares_of(self.stacks)
         self.tail: ListProgram | None = None
         traced = program(found.tail, True)
@@ -336,8 +337,8 @@ class Stacks:
                 self._interpret(some, kept, direction.to(self.wide), rates)
         if self.shown:
             torch._foreach_copy_([p for p, _ in self.shown], [x for _, x in self.shown])
-        if self.hosted:
-            torch._foreach_add_(self.hosted, 1)
+        if self.hosted is not None:
+            self.hosted.add_(1)
 
     def _divided(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """What of the stacks is each parameter's, in their order."""

@@ -161,9 +161,9 @@ class Batch:
         self.views: dict[str, Any] = {n: self._blocks([s[n] for s in states]) for n in kept}
         if self.whole:
             self.views[PARAMETER] = self._blocks(self.shown)
-        self.rooms, self.guests = Rooms(), {}
+        self.rooms, self.guests = Rooms(), dict[int, Guest]()
         for b in joined:
-            self.guests[b] = Guest(self.views[PARAMETER][b], self.wide)
+            self.guests[b] = Guest()
             for name in (PARAMETER, *kept):
                 self.views[name][b] = [self.rooms.of(self.views[name][b])]
         # whether torch's own operation for the whole program can have what is kept
