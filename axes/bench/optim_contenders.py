@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from axes import optim
+from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.capabilities import elementwise, holds
+from axes.optim.engine.precision import Precision
 
 OURS = "axes"
 Parameters = list[nn.Parameter]
@@ -47,17 +49,14 @@ class Suite:
 class OptimizerRule:
     """What contenders of one table compute. bound: largest relative error of an update in float32 (see `check`).
 
-    matrices: for whole matrices only. whole: of parameters of every kind, by norms or sums of each. stored: with the
-    forms in which 16-bit parameters are stored. statistics: steps depend on bases or roots of Gram matrices, which are
-    only determined where these have full rank.
+    matrices: for whole matrices only. statistics: steps depend on bases or roots of Gram matrices, which are only
+    determined where these have full rank.
     """
 
     name: str
     bound: float
     matrices: bool = False
     statistics: bool = False
-    whole: bool = False
-    stored: bool = True
 
 
 @final
@@ -71,8 +70,6 @@ class _Pair:
     library: str = ""
     theirs: dict[str, Any] = field(default_factory=dict)
     alike: bool = True  # whether its convention is ours
-    bound: float = 1e-4
-    stored: bool = True  # whether moments of 8 bits and masters of 24 make its steps, or are refused
 
 
 _PAIRS = {
@@ -82,20 +79,16 @@ _PAIRS = {
     "amsgrad": _Pair(optim.AMSGrad, {"lr": 1e-3}, functools.partial(torch.optim.Adam, amsgrad=True)),
     "adamax": _Pair(optim.Adamax, {"lr": 1e-3}, torch.optim.Adamax),
     "nadam": _Pair(optim.NAdam, {"lr": 1e-3}, torch.optim.NAdam),
-    "radam": _Pair(optim.RAdam, {"lr": 1e-3, "betas": (0.9, 0.9)}, torch.optim.RAdam, stored=False),
-    "asgd": _Pair(optim.ASGD, {"lr": 1e-2}, torch.optim.ASGD, stored=False),
+    "radam": _Pair(optim.RAdam, {"lr": 0.1, "betas": (0.9, 0.9)}, torch.optim.RAdam),
+    "asgd": _Pair(optim.ASGD, {"lr": 1e-2}, torch.optim.ASGD),
     "qhm": _Pair(optim.QHM, {"lr": 0.1, "momentum": 0.9, "nu": 0.7}, library="QHM"),
     "qhadam": _Pair(optim.QHAdam, {"lr": 1e-3, "betas": (0.9, 0.999), "nus": (0.7, 1.0)}, library="QHAdam"),
     "ademamix": _Pair(optim.AdEMAMix, {"lr": 1e-3}, library="AdEMAMix", theirs={"weight_decouple": True}),
-    "laprop": _Pair(optim.LaProp, {"lr": 1e-3}, library="LaProp", bound=1e-3),
+    "laprop": _Pair(optim.LaProp, {"lr": 1e-3}, library="LaProp", alike=False),
     "adopt": _Pair(
-        optim.ADOPT,
-        {"lr": 1e-3},
-        library="ADOPT",
-        theirs={"clip_lambda": lambda step: (step - 1) ** 0.25},
-        stored=False,
+        optim.ADOPT, {"lr": 1e-2}, library="ADOPT", theirs={"clip_lambda": lambda step: (step - 1) ** 0.25}
     ),
-    "mars": _Pair(optim.MARS, {"lr": 1e-3}, library="MARS", theirs={"optimize_1d": True}, alike=False, stored=False),
+    "mars": _Pair(optim.MARS, {"lr": 1e-3}, library="MARS", theirs={"optimize_1d": True}, alike=False),
 }
 
 # Measured in float32: AdamW and SGD 1e-6; Lion 4e-3, an entry whose sign rounding decides; Muon 1e-2 to 3e-2, which is
@@ -104,10 +97,10 @@ RULES = (
     OptimizerRule("adamw", 1e-4),
     OptimizerRule("sgd", 1e-4),
     OptimizerRule("lion", 2e-2),
-    *(OptimizerRule(name, pair.bound, stored=pair.stored) for name, pair in _PAIRS.items()),
-    OptimizerRule("lars", 1e-4, whole=True),
-    OptimizerRule("lamb", 1e-4, whole=True),
-    OptimizerRule("adafactor", 1e-4, whole=True),
+    *(OptimizerRule(name, 1e-4) for name in _PAIRS),
+    OptimizerRule("lars", 1e-4),
+    OptimizerRule("lamb", 1e-4),
+    OptimizerRule("adafactor", 1e-4),
     OptimizerRule("muon", 6e-2, matrices=True),
     OptimizerRule("adamuon", 2e-1, matrices=True),
     OptimizerRule("dion", 5e-2, matrices=True),
@@ -202,7 +195,7 @@ def package(name: str) -> Any:
 
 def _ours(
     cls: Any, place: Place, options: dict[str, Any], exact: dict[str, Any], rule: str = "",
-    variants: dict[str, dict[str, Any]] | None = None, period: int = 1, stored: bool = True,
+    variants: dict[str, dict[str, Any]] | None = None, period: int = 1,
 ) -> Iterator[Contender]:  # fmt: skip
     """Our class: as it is constructed by default, without the look at the gradients, and on a GPU as one kernel.
 
@@ -223,7 +216,7 @@ def _ours(
     if not rule and elementwise(cls.update):
         fused = {"fused": True, **unchecked} if place.cuda else unchecked
         forms = {"": {}, " fused" if place.cuda else " unchecked": fused}
-        if place.dtype == torch.bfloat16 and stored:
+        if place.dtype == torch.bfloat16 and _stores(cls.update):
             forms[" 32-bit master"] = {**fused, "master": "32bit"}
             forms[" 24-bit master, 8-bit moments"] = {**fused, "master": "24bit", "moments": "8bit"}
     for label, extra in (variants or {}).items():
@@ -232,6 +225,15 @@ def _ours(
         recorded = place.cuda and not holds(cls.update)  # what is refreshed in some steps is not one graph
         captured = made({**extra, "capturable": True, **unchecked}) if recorded else None
         yield Contender(OURS + label, made(extra), reference, captured, period)
+
+
+def _stores(update: StateUpdate) -> bool:
+    """Whether weights and moments can be kept in fewer bits."""
+    try:
+        Precision(master="24bit", moments="8bit").require(OURS, update.normal())
+    except AxesError:
+        return False
+    return True
 
 
 def _torch(
@@ -276,7 +278,7 @@ def _sgd(place: Place) -> Iterator[Contender]:
 def _pair(name: str, place: Place) -> Iterator[Contender]:
     """Ours beside torch's, or beside pytorch_optimizer's."""
     pair = _PAIRS[name]
-    ours = list(_ours(pair.ours, place, pair.options, {}, stored=pair.stored))
+    ours = list(_ours(pair.ours, place, pair.options, {}))
     yield from ours
     exact = ours[0].exact
     if pair.torch is not None:
@@ -324,21 +326,21 @@ def _muon(place: Place) -> Iterator[Contender]:
 
 
 def _lars(place: Place) -> Iterator[Contender]:
-    options = {"lr": 1.0, "momentum": 0.9, "weight_decay": 1e-2}
+    options = {"lr": 100.0, "momentum": 0.9, "weight_decay": 1e-2}  # steps that bfloat16 can show
     yield from _ours(optim.LARS, place, options, {})
     if (library := package("pytorch_optimizer")) is not None:  # which leaves vectors alone
         yield from _forms("pytorch_optimizer", library.LARS, {**options, "trust_coefficient": 1e-3}, None, place)
 
 
 def _lamb(place: Place) -> Iterator[Contender]:
-    options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 1e-2}
+    options = {"lr": 0.1, "betas": (0.9, 0.999), "weight_decay": 1e-2}
     yield from _ours(optim.LAMB, place, options, {})
     if (library := package("pytorch_optimizer")) is not None:
         yield from _forms("pytorch_optimizer", library.Lamb, {**options, "weight_decouple": False}, None, place)
 
 
 def _adafactor(place: Place) -> Iterator[Contender]:
-    options = {"lr": 1e-3}
+    options = {"lr": 0.1}
     ours = list(_ours(optim.Adafactor, place, options, {}))
     yield from ours
     yield from _forms("torch", torch.optim.Adafactor, options, ours[0].exact, place)

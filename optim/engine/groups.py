@@ -1,8 +1,7 @@
-"""Parameter groups: which parameters are meant, which rule takes them, and the rates that a step reads."""
+"""Parameter groups: which parameters are meant, and the rates that a step reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,17 +10,15 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.capabilities import vectors
 from axes.optim.engine.options import Group
-from axes.optim.engine.routing import Roles, named_role, roles
-
-Named = list[tuple[str | None, Tensor]]
+from axes.optim.engine.router import Named, Router
 
 
-def named(who: str, params: Any, known: Roles) -> Named:
-    """(name or None, parameter) for whatever was given, every parameter once. known: takes the roles in a module."""
+def named(who: str, params: Any, router: Router) -> Named:
+    """(name or None, parameter) for whatever was given, every parameter once. router: meets a module."""
     if params is None:
         raise AxesError(f"{who}: a parameter group needs 'params'")
     if isinstance(params, nn.Module):
-        known.update(roles(params))
+        router.meet(params)
         params = params.named_parameters()
     elif isinstance(params, Tensor):
         params = [params]
@@ -41,33 +38,20 @@ def named(who: str, params: Any, known: Roles) -> Named:
     return [(name, parameter) for parameter, name in seen.items()]
 
 
-def by_rule(who: str, members: Named, rules: Sequence[str], known: Roles) -> dict[str, Named]:
-    """The parameters of each rule, the matrices being the first one's. known: roles; takes those read from names."""
-    main, auxiliary = rules[:2]
-    routed: dict[str, Named] = {rule: [] for rule in rules}
-    for name, parameter in members:
-        role = known.get(parameter)
-        if role is None:
-            if name is None:
-                raise AxesError(
-                    f"{who} treats hidden matrices and other parameters differently and cannot "
-                    "tell them apart by shape: pass the model or its named_parameters(), or groups that name "
-                    f"their rule, such as {{'params': ..., 'rule': {main!r}}} and rule {auxiliary!r}"
-                )
-            role = known[parameter] = named_role(name, parameter)
-        routed[main if role.matrix else auxiliary].append((name, parameter))
-    return routed
-
-
 def rates(group: Group, update: StateUpdate, like: Tensor) -> dict[str, Tensor | float]:
     """The named rates of a tuple, from the group: numbers, or tensors in the dtype of the arithmetic."""
     signal: dict[str, Tensor | float] = {}
     for name in (*(per.name for per in update.demands()), *vectors(update)):
         value = group[name]
-        if isinstance(value, Tensor):
-            value = value.to(like.dtype)
-            value = value.reshape(()) if value.numel() == 1 else value.to(like.device)
         if name == "lr" and group["lr_scale"] != 1.0:
             value = value * group["lr_scale"]
-        signal[name] = value
+        signal[name] = beside(value, like)
     return signal
+
+
+def beside(value: Tensor | float, like: Tensor) -> Tensor | float:
+    """A rate as it meets tensors like this one."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.to(like.dtype)
+    return value.reshape(()) if value.numel() == 1 else value.to(like.device)

@@ -132,9 +132,10 @@ def positive(who: str, **values: float) -> None:
 
 def largest_average(beta: float) -> StateUpdate:
     """The largest average of squares so far, divided by the response of the newest: AMSGrad's second moment."""
+    response = StateUpdate(**average(beta, "unit", debias=False))
     largest = StateUpdate(Linear(), algorithm=Step(write="max"))
-    step = Step(1.0 / (1.0 - beta**T), via=(StateUpdate(**average(beta, debias=False)), largest))
-    return StateUpdate(Linear("square"), monoid=Zero(), algorithm=step)
+    step = Step(via=(StateUpdate(**average(beta, debias=False)), largest))
+    return StateUpdate(Linear("square"), Whiten((response,), power=1.0, eps=0.0), Zero(), step)
 
 
 def adam_filter(betas: tuple[float, float], eps: float, amsgrad: bool = False) -> StateUpdate:

@@ -128,7 +128,7 @@ def _step_size(group: Group, step: int) -> float:
 
 _BUFFER = {"momentum_buffer": "-via.0.theta"}
 _ADAM = ("lr", "betas", "eps", "weight_decay", "maximize")
-_NORMS = {"via.0.norm": 0, "via.0.stats.0.norm": 1}
+_NORMS = {"via.0.norm": 0, "via.0.stats.0.norm": 1, "via.0.stats.0.stats.0.theta": 1}
 _KINDS: dict[Callable[..., Any], _Kind] = {
     AdamW.declare: _Kind(
         torch.optim.AdamW, _moments, (*_ADAM, "amsgrad"), lambda group: _adam(group, True), norms=_NORMS
@@ -218,6 +218,13 @@ def _kind(optimizer: Optimizer, rule: str | None) -> tuple[str, _Kind]:
     if kind is None:
         peers = ", ".join(map(_name, _KINDS.values()))
         raise AxesError(f"{who}: rule {rule!r} is none of torch.optim's that can be converted: {peers}")
+    for group in optimizer.param_groups:
+        if group["rule"] == rule and "matrices" in group:
+            own = next(text for text in group["matrices"] if text)
+            raise AxesError(
+                f"conversion: {who} takes a parameter as matrices {own!r}, and torch.optim.{_name(kind)} every one as "
+                "one matrix as it stands: construct it with groups that name their rule, without the model"
+            )
     return rule, kind
 
 

@@ -187,7 +187,7 @@ FIELDS: dict[Any, str] = {
     Sphere: "axis radius",
     Spectral: "method steps coefficients scale eps precision tolerance form",
     SignBall: "",
-    Whiten: "stats kind power eps eps_inside",
+    Whiten: "stats kind power eps eps_inside floor",
     Cautious: "base variant",
     TrustRatio: "base decay coefficient length bounds",
     Birkhoff: "iterations",
@@ -854,8 +854,17 @@ def test_whiten_diagonal(seed: int) -> None:
     vector = normal(5)
     assert gap(Whiten(("v",)).primal(vector, Context(stats=(vector**2,))), vector / (vector.abs() + 1e-8)) < 1e-15
     zero = torch.zeros(2, 2)
-    for h in (Whiten(("v",)), Whiten(("v",), eps=0.0), Whiten(("v",), eps=0.0, eps_inside=True)):
+    for h in (Whiten(("v",)), Whiten(("v",), eps=0.0), Whiten(("v",), eps=0.1, eps_inside=True)):
         assert torch.equal(h.primal(zero, Context(stats=(zero,))), zero)
+    floored = torch.maximum(v.sqrt() + 0.1, torch.tensor(0.5, dtype=torch.float64))
+    assert gap(Whiten(("v",), eps=0.1, floor=0.5).primal(theta, context), theta / floored) < 1e-14
+    assert (
+        gap(Whiten(("v",), power=-0.5, eps=0.1, eps_inside=True).primal(theta, context), theta * (v + 0.1).sqrt())
+        < 1e-14
+    )
+    mean = normal(3, 4) * 0.1
+    centered = Whiten(("v", "m"), "centered", eps=0.1).primal(theta, Context(stats=(v, mean)))
+    assert gap(centered, theta / ((v - mean * mean).clamp_min(0).sqrt() + 0.1)) < 1e-14
 
 
 @pytest.mark.parametrize("power", [0.25, 0.5, 1.0])

@@ -200,7 +200,7 @@ def test_refusal(name: str) -> None:
         (lambda: Step(Per("r", domain="unit")), "positive or real"),
         (lambda: Step(at="then"), "not prev, gated"),
         (lambda: Step(steps=0), "at least 1"),
-        (lambda: Step(start="second"), "not zero, first, W0 or a number"),
+        (lambda: Step(start="second"), "not zero, first, W0 or a number > 0"),
         (lambda: Per("a b"), "letters, digits"),
         (lambda: Per("a", "column"), "shape 'column'"),
         (lambda: Per("a", domain="logs"), "domain 'logs'"),

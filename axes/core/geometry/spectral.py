@@ -309,5 +309,6 @@ class Whiten(Geometry):
         if self.power < 0:
             return theta * (v + self.eps) ** -self.power
         if self.eps_inside:
-            return over_root(theta, v + self.eps, self.power, floor=self.floor)
+            root = (v.clamp_min(0) + self.eps) ** self.power
+            return theta / (root.clamp_min(self.floor) if self.floor > 0 else root)
         return over_root(theta, v, self.power, self.eps, self.floor)
