@@ -378,7 +378,7 @@ def _adamuon(place: Place) -> Iterator[Contender]:
 
 def _dion(place: Place) -> Iterator[Contender]:
     """No package of the requirements has it."""
-    yield from _ours(optim.Dion, place, {"lr": 1e-3, "weight_decay": 1e-2, "fraction": 0.25}, {}, "dion")
+    yield from _ours(optim.Dion, place, {"lr": 1e-3, "weight_decay": 1e-2, "divisor": 4}, {}, "dion")
 
 
 _TF32 = {"precision": "tf32", "refresh_precision": "tf32"}

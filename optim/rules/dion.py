@@ -33,7 +33,7 @@ class Dion(Optimizer):
         params: a model, named parameters, or groups that name their rule ("dion" or "adamw").
         lr: of both rules.
         momentum: what stays of the part that was used (mu).
-        fraction: the rank, as a fraction of the smaller side.
+        divisor: of the smaller side: the rank is what it leaves, at least 1.
         scale: see above. weight_decay: of the matrices.
         aux_lr_scale, aux_betas, aux_eps, aux_weight_decay: AdamW for embeddings, output head, vectors and scalars.
 
@@ -65,7 +65,7 @@ class Dion(Optimizer):
         lr: Any = None,
         momentum: float = 0.95,
         weight_decay: float = 1e-2,
-        fraction: float = 0.5,
+        divisor: int = 2,
         scale: Scale = "spectral",
         aux_lr_scale: float = 1.0,
         aux_betas: tuple[float, float] = (0.9, 0.95),
@@ -73,15 +73,15 @@ class Dion(Optimizer):
         aux_weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "fraction": fraction, "scale": scale}
+        own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "divisor": divisor, "scale": scale}
         aux = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
         super().__init__(params, *beside_adamw("dion", Dion.declare, own, *aux), **options)
 
     @staticmethod
-    def declare(momentum: float = 0.95, fraction: float = 0.5, scale: Scale = "spectral") -> StateUpdate:
+    def declare(momentum: float = 0.95, divisor: int = 2, scale: Scale = "spectral") -> StateUpdate:
         """The tuple."""
         unit("Dion", momentum=momentum)
-        factors = StateUpdate(Linear("state"), PowerFactors(fraction), Zero(), Step(at=Held(1)))
+        factors = StateUpdate(Linear("state"), PowerFactors(divisor), Zero(), Step(at=Held(1)))
         direction = StateUpdate(Linear(), LowRank((factors,), scale), algorithm=Step(feedback=1.0 - momentum))
         return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=(direction,)))
 

@@ -239,7 +239,7 @@ SEQUENTIAL = {
             via=(
                 StateUpdate(
                     Linear(),
-                    LowRank((StateUpdate(Linear("state"), PowerFactors(0.5), Zero(), Step(at=Held(1))),)),
+                    LowRank((StateUpdate(Linear("state"), PowerFactors(2), Zero(), Step(at=Held(1))),)),
                     Scalar(0.7),
                     Step(feedback=0.5),
                 ),
@@ -485,7 +485,7 @@ DATA = {
             via=(
                 StateUpdate(
                     Linear(),
-                    LowRank((StateUpdate(Linear("state"), PowerFactors(0.5), Zero(), Step(at=Held(1))),), "spectral"),
+                    LowRank((StateUpdate(Linear("state"), PowerFactors(2), Zero(), Step(at=Held(1))),), "spectral"),
                     algorithm=Step(feedback=0.2),
                 ),
             ),

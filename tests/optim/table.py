@@ -155,7 +155,7 @@ INSTANCES = (
     ),
     Instance(
         optim.Dion,
-        ({}, {"momentum": 0.5, "fraction": 0.3, "scale": "match_rms_adamw"}),
+        ({}, {"momentum": 0.5, "divisor": 3, "scale": "match_rms_adamw"}),
         matrices=True,
         lr=3e-2,
     ),

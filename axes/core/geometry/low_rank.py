@@ -20,14 +20,14 @@ class PowerFactors(Geometry):
     """P over R (m + n, r) of a statistic (m, n): P has orthonormal columns, R = theta^T P, so that P R^T is near theta.
 
     P is an orthonormal basis of theta Q, Q the columns of the R held so far at length one: a step of power iteration,
-    whose P R^T tends to the best matrix of rank r if theta moves slowly. r is `fraction` of the smaller side, rounded,
-    at least 1. It begins with the first r columns of a cosine transform as Q. A constant in derivatives.
+    whose P R^T tends to the best matrix of rank r if theta moves slowly. r is the smaller side divided by `divisor`, at
+    least 1. It begins with the first r columns of a cosine transform as Q. A constant in derivatives.
 
     Source: Ahn et al. 2025 (Dion), algorithm 2. Differs: a fixed first Q; columns of R that are rounding beside the
     largest one count as zero, where the paper divides by them, and give way to other directions.
     """
 
-    fraction: float = 0.5
+    divisor: int = 2
 
     matrix = True
     makes = "factors"
@@ -35,7 +35,8 @@ class PowerFactors(Geometry):
     is_potential = False
 
     def __post_init__(self) -> None:
-        require(0 < self.fraction <= 1, self, f"fraction must lie in (0, 1], got {self.fraction}")
+        ok = isinstance(self.divisor, int) and self.divisor >= 1
+        require(ok, self, f"divisor must be an integer >= 1, got {self.divisor!r}")
 
     def empty(self, theta: Tensor) -> Tensor:
         *batch, m, n = theta.shape
@@ -51,7 +52,7 @@ class PowerFactors(Geometry):
         return torch.cat((left, x.mT @ left), -2).to(theta.dtype)
 
     def _rank(self, theta: Tensor) -> int:
-        return max(1, round(self.fraction * min(theta.shape[-2:])))
+        return max(1, min(theta.shape[-2:]) // self.divisor)
 
 
 @final
