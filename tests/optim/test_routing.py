@@ -309,8 +309,8 @@ def test_the_closer_of_two_options_counts() -> None:
 
 def test_the_page_runs() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "optimizer_options.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    exec(compile(code, "docs/optimizer_options.md", "exec"), {"__name__": "page"})
+    for code in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(compile(code, "docs/optimizer_options.md", "exec"), {"__name__": "page"})
 
 
 def test_the_nearest_module_counts() -> None:
