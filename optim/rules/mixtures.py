@@ -260,7 +260,7 @@ class MARS(Optimizer):
         unit("MARS", beta1=betas[0], beta2=betas[1])
         positive("MARS", gamma=gamma)
         change = gamma * betas[0] / (1.0 - betas[0])
-        ahead = (memoryless(read=Read(-change, 1.0 + change)),) if change > 0.0 else ()
-        return decaying(Step(LR, via=(*ahead, memoryless(Ball(1.0)), adam_filter(betas, eps))), decoupled=True)
+        ahead = memoryless(read=Read(-change, 1.0 + change))
+        return decaying(Step(LR, via=(ahead, memoryless(Ball(1.0)), adam_filter(betas, eps))), decoupled=True)
 
     update = declare()
