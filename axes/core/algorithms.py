@@ -129,8 +129,9 @@ class Step(Declared):
     statistic, Held: when its value is computed.
     steps: gradient steps on the same datum.  lazy: theta is stored (dual averaging, pre-norm); else W is (mirror
     descent, post-norm).  via: filters between gradient and state, in order.  read: where the output is read.
-    debias: divide the output by the response to a unit drive.  start: zero, first (theta_1 is the first drive), or W0
-    (a filter that starts at the outer weights: averages of weights).
+    debias: divide the output by the response to a unit drive.  start: zero, first (theta_1 is the first drive), second
+    (the first datum is for statistics alone: theta and its response stay, a filter puts out 0), or W0 (a filter that
+    starts at the outer weights: averages of weights).
     """
 
     rate: Rate = 1.0
@@ -140,7 +141,7 @@ class Step(Declared):
     via: tuple[Recurrence | Sum | Momentum, ...] = ()
     read: Read | Mix | None = None
     debias: bool = False
-    start: Literal["zero", "first", "W0"] = "zero"
+    start: Literal["zero", "first", "second", "W0"] = "zero"
 
     def __post_init__(self) -> None:
         if isinstance(self.rate, Per) and self.rate.domain == "unit":
@@ -150,5 +151,5 @@ class Step(Declared):
             raise IllegalUpdate(f"Step: at={self.at!r} is not prev, gated, read, new, Anchor(b) or Held(b)")
         if self.steps < 1:
             raise IllegalUpdate(f"Step: steps must be at least 1, got {self.steps}")
-        if self.start not in ("zero", "first", "W0"):
-            raise IllegalUpdate(f"Step: start={self.start!r} is not zero, first or W0")
+        if self.start not in ("zero", "first", "second", "W0"):
+            raise IllegalUpdate(f"Step: start={self.start!r} is not zero, first, second or W0")

@@ -108,7 +108,8 @@ def step(
     at = p.step.at
     rate = resolve(p.step.rate, signal)
     element = p.monoid.element(signal, rate, state.theta[0])
-    gated = p.memory.act(element, state.theta)
+    waits = p.step.start == "second" and int(state.count) == 0
+    gated = state.theta if waits else p.memory.act(element, state.theta)
     anchor = state.anchor
     if isinstance(at, Anchor) and int(state.count) % at.every == 0:
         anchor = primal(p, state.theta, state, signal)
@@ -119,9 +120,11 @@ def step(
     for _ in range(p.step.steps):
         u, via = _filtered(p, _from_outside(given) if p.driven else drive(p, datum), via, state, signal, outer)
         stats = _observed(p, u, stats, signal)
+        if waits:
+            u = tuple(torch.zeros_like(x) for x in u)
         datum = datum._replace(gated=_written(p, datum, u), again=True)
     theta, count = datum.gated, state.count + 1
-    norm = tuple(_responded(p, element, n, rate, signal) for n in state.norm)
+    norm = state.norm if waits else tuple(_responded(p, element, n, rate, signal) for n in state.norm)
     if isinstance(at, Held):
         if at.after(int(state.count)):
             anchor = refreshed(p, state, theta, norm, signal)

@@ -183,6 +183,11 @@ def _start(p: Parts) -> Iterator[str]:
             yield "start='W0' under a gate that keeps nothing is forgotten at once"
         if step.debias:
             yield "a filter that starts at the weights has no bias to correct"
+    if step.start == "second" and memory.keyed:
+        yield "start='second' leaves the first gradient to statistics: a keyed memory writes at every key"
+    waiting = step.via and all(f.step.start == "second" for f in p.filters()) and isinstance(p.monoid, Identity)
+    if step.start == "second" and waiting:
+        yield "start='second' has no effect: its filters put out nothing of the first datum anyway"
     if memory.keyed and any(f.step.start == "W0" for f in p.filters()):
         yield "a filter starts at the weights of the data axis; an empty memory is zero, where start='W0' has no effect"
     if step.start == "first":

@@ -114,8 +114,9 @@ def _average(part: StateUpdate) -> Average | None:
     cost, _, monoid, step, memory = part.parts()
     plain = isinstance(cost, Linear) and memory.kind == "parameter" and isinstance(monoid, Identity | Scalar | Zero)
     plain = plain and step.at == "prev" and not step.via and step.read is None and step.lazy
+    plain = plain and step.start in ("zero", "second")  # a first datum that is special is not stepped here
     keep = monoid.gate if isinstance(monoid, Scalar) else 1.0 if isinstance(monoid, Identity) else 0.0
-    if not plain or step.start != "zero" or not isinstance(keep, float) or not isinstance(step.rate, int | float):
+    if not plain or not isinstance(keep, float) or not isinstance(step.rate, int | float):
         return None
     return Average(keep, float(step.rate), step.debias)
 

@@ -9,7 +9,7 @@ u = -g throughout, so a buffer holds the negative of what torch.optim stores.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack, final
+from typing import Any, ClassVar, Literal, Unpack, final
 
 from axes.core.algorithms import Momentum, Read, Step
 from axes.core.costs import Given, Linear, Ridge
@@ -24,12 +24,18 @@ LR = Per("lr")
 WEIGHT_DECAY = Per("weight_decay")
 
 
-def average(beta: float, of: Any = "drive", debias: bool = True, read: Read | None = None) -> Any:
+def average(
+    beta: float,
+    of: Any = "drive",
+    debias: bool = True,
+    read: Read | None = None,
+    start: Literal["zero", "second"] = "zero",
+) -> Any:
     """The parts of an exponential moving average, as keywords of StateUpdate."""
     return {
         "cost": Linear(of),
         "monoid": Scalar(beta),
-        "algorithm": Step(1.0 - beta, debias=debias and beta > 0.0, read=read),
+        "algorithm": Step(1.0 - beta, debias=debias and beta > 0.0, read=read, start=start),
     }
 
 

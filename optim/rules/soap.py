@@ -36,10 +36,12 @@ class SOAP(Optimizer):
     step is matrix products alone. A basis that fails (statistics that are not finite, or too ill-conditioned) is not
     taken: the last good one stays, and `report()` counts it.
 
+    The first gradient fills L and R and no more: in its own eigenbases it is diagonal, and what Adam would make of the
+    rest is rounding divided by itself. m and v begin at the second one, and the weights only decay before.
+
     m is kept in the parameter's own coordinates and rotated when it is read, and v stays as it was when the basis
-    turns. With basis "eigh" and refresh 1 a young basis turns much, so the second step may be 10 to 20 times lr in an
-    entry: warm lr up. Where gradients have low rank, rounding in the directions they leave out is divided by eps: in
-    float32 an eps of 1e-8 is not above it.
+    turns. Where gradients have low rank, rounding in the directions they leave out is divided by eps: in float32 an eps
+    of 1e-8 is not above it.
 
     Args:
         params: a model, named parameters, or groups that name their rule ("soap" or "adamw").
@@ -52,10 +54,9 @@ class SOAP(Optimizer):
             eigenvalues differ by more than 1e4.
         aux_lr_scale, aux_betas, aux_eps, aux_weight_decay: AdamW for embeddings, output head, vectors and scalars.
 
-    Source: Vyas et al. 2024, algorithms 3 and 4. Differs: the first step moves the weights, where the authors' code
-    only fills the statistics; a small multiple of I is added to them in the iteration; the second moment keeps its
-    place instead of being sorted with the basis; decay comes before the step. From the second gradient on equal to the
-    authors' code but for these.
+    Source: Vyas et al. 2024, algorithms 3 and 4, and the authors' code, which skips the first step as well. Differs: a
+    small multiple of I is added to the statistics in the iteration; the second moment keeps its place instead of being
+    sorted with the basis; decay comes before the step, at the first gradient too.
 
     Raises:
         AxesError: betas, eps or options that make no sense, or that have no effect with this basis.
@@ -65,7 +66,8 @@ class SOAP(Optimizer):
     paper: ClassVar[str] = "Vyas et al. 2024"
     equation: ClassVar[str] = "algorithms 3 and 4"
     differs: ClassVar[str] = (
-        "the first step moves the weights; orthonormalisation by matrix products; exact eigenbases are an option; "
+        "the first gradient only fills the statistics, as in the authors' code, where the text has a step; "
+        "orthonormalisation by matrix products; exact eigenbases are an option; "
         "embeddings, output head, vectors and scalars take AdamW in the same optimizer"
     )
     bibtex: ClassVar[str] = """@misc{vyas2024soap,
@@ -140,10 +142,12 @@ class SOAP(Optimizer):
             for rows in (True, False)
         )
         second_moment = StateUpdate(
-            Linear("eigen-square", precision), monoid=Scalar(betas[1]), algorithm=Step(1.0 - betas[1], debias=True)
+            Linear("eigen-square", precision),
+            monoid=Scalar(betas[1]),
+            algorithm=Step(1.0 - betas[1], debias=True, start="second"),
         )
         rotated = RotatedWhiten((*factors, second_moment), eps=eps, precision=precision)
-        direction = StateUpdate(h=rotated, **average(betas[0]))
+        direction = StateUpdate(h=rotated, **average(betas[0], start="second"))
         return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=(direction,)))
 
     update = declare()

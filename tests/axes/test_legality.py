@@ -88,6 +88,7 @@ REFUSED = {
         "no bias to correct",
     ),
     "first at rate one": (dict(cost=Linear(), monoid=Scalar(0.9), algorithm=Step(start="first")), "its first drive"),
+    "second of a keyed memory": (dict(cost=ALIGN, algorithm=Step(start="second")), "writes at every key"),
     "first of an empty memory": (dict(cost=ALIGN, algorithm=Step(start="first")), "starts at its first"),
     "independent decay at rate one": (
         dict(cost=Given(), monoid=Decay(0.1, independent=True)),
@@ -200,7 +201,7 @@ def test_refusal(name: str) -> None:
         (lambda: Step(Per("r", domain="unit")), "positive or real"),
         (lambda: Step(at="then"), "not prev, gated"),
         (lambda: Step(steps=0), "at least 1"),
-        (lambda: Step(start="second"), "not zero, first or W0"),
+        (lambda: Step(start="third"), "not zero, first, second or W0"),
         (lambda: Per("a b"), "letters, digits"),
         (lambda: Per("a", "column"), "shape 'column'"),
         (lambda: Per("a", domain="logs"), "domain 'logs'"),
