@@ -35,7 +35,7 @@ from axes.optim.engine.finite import Before, Finite
 from axes.optim.engine.generated import is_plain
 from axes.optim.engine.groups import Named, by_rule, named
 from axes.optim.engine.interpreted import Member, interpret, replay
-from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows
+from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows, no_hooks
 from axes.optim.engine.options import Group, Options, Params, Rule, check_of, how, of_groups, require_known
 from axes.optim.engine.places import Places
 from axes.optim.engine.reports import Report, describe
@@ -295,6 +295,12 @@ class Optimizer(torch.optim.Optimizer):
         if layers is not None:
             layers.clear()
 
+    def remove_hooks(self) -> None:
+        """Take the hooks of a rule that reads layers off the model, which they leave with the optimizer anyway."""
+        if self._layers is not None:
+            self._layers.remove()
+            self._layers = None
+
     @uncompiled()
     def _move(self, closure: bool) -> list[tuple[Tensor, Tensor]]:
         """Put parameters where their tuple wants the gradient; returns what they showed."""
@@ -437,7 +443,7 @@ class Optimizer(torch.optim.Optimizer):
         if not needs_layers(update):
             return {}
         if self._layers is None:
-            raise AxesError(f"{self._who}: a copy has no hooks on the model: construct it from the model")
+            raise no_hooks(self._who)
         if parameter not in self._layers.found:
             raise AxesError(
                 f"no layer inputs were collected for {self._label(parameter)}: its nn.Linear must be called, and its "
