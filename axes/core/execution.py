@@ -197,8 +197,21 @@ def evaluated(p: Parts, datum: Datum) -> Leaves:
     """W_eval: where the gradient is taken."""
     if isinstance(p.step.at, Anchor):
         return datum.anchor
+    if p.step.at == "read":
+        return _asked(p, datum.state, datum.signal)
     theta = datum.gated if p.step.at == "gated" or datum.again else datum.state.theta
     return primal(p, theta, datum.state, datum.signal)
+
+
+def _asked(p: Parts, state: State, signal: Signal) -> Leaves:
+    """The weights at which the gradient of a datum is given: W, or between W and what the last filter gave before."""
+    weights, look = primal(p, state.theta, state, signal), p.step.read
+    if p.step.at != "read" or not isinstance(look, Mix):
+        return weights
+    last, kept = p.step.via[-1], state.via[-1]
+    assert isinstance(last, Recurrence) and isinstance(kept, State)
+    newest = output(last.parts(), kept, signal).weights
+    return tuple(look.weight * x + (1 - look.weight) * z for x, z in zip(weights, newest, strict=True))
 
 
 def _predicted(p: Parts, weights: Leaves, x: Tensor, signal: Signal) -> Tensor:
@@ -239,7 +252,7 @@ def _filtered(
 ) -> tuple[Leaves, Filters]:
     """The drive behind all filters, and their states; their geometries may see the outermost W."""
     if p.step.via and outer is None:
-        outer = primal(p, state.theta, state, signal)
+        outer = _asked(p, state, signal)
     kept: list[State | tuple[State, ...]] = []
     for f, s in zip(p.step.via, states, strict=True):
         if isinstance(f, Sum):

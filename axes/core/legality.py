@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from axes.core.algorithms import Anchor, Held, Mix
 from axes.core.costs import Linear
+from axes.core.declared import Recurrence
 from axes.core.geometry import Entropic
 from axes.core.monoids import Decay, Diagonal, Identity, Monoid, Product, Zero
 from axes.core.parts import Parts
@@ -169,8 +170,13 @@ def _effect(p: Parts) -> Iterator[str]:
         yield "lazy=False has no effect: the zero monoid keeps nothing of either state"
     if step.rate == 1.0 and any(isinstance(f, Decay) and f.independent for f in factors(p.monoid)):
         yield "Decay(independent=True) has no effect at rate 1: leave it out"
-    if isinstance(step.read, Mix) and not (p.oracle and h.is_identity and step.via):
-        yield "read=Mix(...) lies between a parameter with Euclidean h and what its filters give: it needs Given(), via"
+    if isinstance(step.read, Mix):
+        last = step.via[-1].parts() if step.via and isinstance(step.via[-1], Recurrence) else None  # not side by side
+        weights = last is not None and last.step.start == "W0" and not last.h.reads
+        if not (p.oracle and h.is_identity and weights):
+            yield "read=Mix(...) lies between a parameter with Euclidean h and the weights of its last filter: it " + (
+                "needs Given() and a filter with start='W0' whose h reads nothing else"
+            )
 
 
 def _start(p: Parts) -> Iterator[str]:

@@ -252,15 +252,16 @@ def test_nesterov_makes_the_named_optimizers() -> None:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_schedule_free_against_its_recursion(foreach: bool) -> None:
+@pytest.mark.parametrize("decay_at", ["y", "z"])
+def test_schedule_free_against_its_recursion(decay_at: Any, foreach: bool) -> None:
     beta, c, lr, decay = 0.9, 0.05, 0.05, 0.1
     x = z = start()
     y, adam = x, Adam()
     for g in gradients():
-        z = (1 - lr * decay) * z - lr * adam(g + 0.3 * y)
+        z = z - lr * decay * (y if decay_at == "y" else z) - lr * adam(g + 0.3 * y)
         x = (1 - c) * x + c * z
         y = beta * x + (1 - beta) * z
-    update = wrappers.schedule_free(optim.AdamW.declare(), beta, c)
+    update = wrappers.schedule_free(optim.AdamW.declare(), beta, c, decay_at)
     p = nn.Parameter(start())
     optimizer = optim.optimizer(update)([p], foreach=foreach, lr=lr, weight_decay=decay)
     close(run(optimizer, p), y)

@@ -12,7 +12,7 @@ from axes.core.geometry.normalised import KeyNormalised, RowWhiten
 from axes.core.geometry.norms import Bounded, Entropic, Euclidean, Hypentropy, Lq, LqLiteral, SoftThreshold
 from axes.core.geometry.preconditioners import Eigenbasis, FittedFactor, InverseRoot, Kronecker, RotatedWhiten
 from axes.core.geometry.spectral import Spectral, Whiten
-from axes.core.geometry.wrappers import Cautious, Composite, ConstantNorm, Graft, TrustRatio
+from axes.core.geometry.wrappers import Cautious, Composite, ConstantNorm, Decayed, Graft, TrustRatio
 
 __all__ = [
     "Ball",
@@ -23,6 +23,7 @@ __all__ = [
     "Composite",
     "ConstantNorm",
     "Context",
+    "Decayed",
     "Eigenbasis",
     "Entropic",
     "Euclidean",
