@@ -83,8 +83,8 @@ def _alike(group: Group, update: StateUpdate, parameters: list[Tensor], states: 
     for parameter in parameters:
         state = states[parameter] = start(states[parameter], parameter)
         for name in state:
-            if trees.counts(name) and how(group) != "host":
-                state[name] = state[name].to(parameter.device)
+            if trees.counts(name):  # which parameters that were interpreted together share
+                state[name] = state[name].to("cpu" if how(group) == "host" else parameter.device, copy=True)
         same = [float(state[n]) for n in numbers]
         if precision.draws(parameter):
             same.append(int(state[trees.COUNT]))

@@ -283,3 +283,14 @@ def test_muon_with_constant_norm_is_a_wrapped_rule() -> None:
         p.grad = p.detach().sin()
         optimizer.step()
     torch.testing.assert_close(p.detach().norm(), norm, rtol=1e-13, atol=0)
+
+
+def test_every_parameter_counts_for_itself() -> None:
+    """Those of one shape are interpreted together at the first step, and stepped as a stack from then on."""
+    ps = [nn.Parameter(torch.eye(3) + i) for i in range(3)]
+    optimizer = optim.SOAP(group("soap")(ps))
+    for step in range(1, 4):
+        for p in ps:
+            p.grad = torch.randn(3, 3, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        assert {int(x) for p in ps for n, x in optimizer.state[p].items() if n.endswith("count")} == {step}
