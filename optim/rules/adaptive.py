@@ -5,28 +5,28 @@ NAdam   theta = (1 - lr wd) theta + lr * (one step ahead of EMA(u)) / (sqrt(EMA(
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Unpack, final
 
-from axes.core.algorithms import Read, Step
-from axes.core.costs import Given
+from axes.core.algorithms import Read
 from axes.core.geometry import Whiten
-from axes.core.monoids import Decay
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.base import Optimizer, Options, Params
-from axes.optim.rules.first_order import LR, WEIGHT_DECAY, average, unit
+from axes.optim.rules.first_order import average, decaying, unit
 
 
 @final
 class NAdam(Optimizer):
-    """Nesterov in Adam:  W = (1 - lr weight_decay) W - lr n / (sqrt(v) + eps),  n = beta1 m + (1 - beta1) g, m after g.
+    """Nesterov in Adam:  W = W - lr n / (sqrt(v) + eps),  n = beta1 m + (1 - beta1) g,  m and v as in Adam, m after g.
 
-    n and v are divided by their response to a unit gradient, 1 - beta1^(t+1) and 1 - beta2^t.
+    weight_decay adds weight_decay * W to the gradient, or with decoupled_weight_decay multiplies W by 1 - lr
+    weight_decay. n and v are divided by their response to a unit gradient, 1 - beta1^(t+1) and 1 - beta2^t.
 
     Args:
         params: a model, named parameters, parameters or groups.
-        lr, betas, eps: as in torch.optim.NAdam.
-        weight_decay: decoupled, as in torch with decoupled_weight_decay=True.
+        lr, betas, eps, weight_decay, decoupled_weight_decay: as in torch.optim.NAdam, defaults too.
+        momentum_decay: infinite, and None says so too: beta1 is constant. torch's default is 0.004.
 
     Source: Dozat 2016, algorithm 8. Differs: beta1 is constant, which in torch.optim.NAdam is the limit of a large
     momentum_decay, and the fresh gradient has the bias correction of the average it is part of: the paper and torch
@@ -39,7 +39,7 @@ class NAdam(Optimizer):
     equation: ClassVar[str] = "algorithm 8"
     differs: ClassVar[str] = (
         "beta1 is constant (no momentum schedule); the fresh gradient is corrected for bias with the average it is "
-        "part of, by 1 - beta1^(t+1) where paper and torch take 1 - beta1^t; decoupled decay"
+        "part of, by 1 - beta1^(t+1) where paper and torch take 1 - beta1^t; decoupled decay is an option"
     )
     bibtex: ClassVar[str] = """@inproceedings{dozat2016incorporating,
   title = {Incorporating {Nesterov} Momentum into {Adam}},
@@ -47,7 +47,7 @@ class NAdam(Optimizer):
   booktitle = {International Conference on Learning Representations, Workshop},
   year = {2016}
 }"""
-    default_lr: ClassVar[float] = 5e-3
+    default_lr: ClassVar[float] = 2e-3
 
     def __init__(
         self,
@@ -56,13 +56,23 @@ class NAdam(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        momentum_decay: float | None = None,
+        decoupled_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
+        if momentum_decay not in (None, math.inf):
+            raise AxesError(
+                "NAdam: beta1 is constant here, the limit of a large momentum_decay: leave it out or None, got "
+                f"{momentum_decay}"
+            )
         own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        own["decoupled_weight_decay"] = decoupled_weight_decay
         super().__init__(params, {"nadam": NAdam.declare}, {"nadam": own}, **options)
 
     @staticmethod
-    def declare(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> StateUpdate:
+    def declare(
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, decoupled_weight_decay: bool = False
+    ) -> StateUpdate:
         """The tuple."""
         unit("NAdam", beta1=betas[0], beta2=betas[1])
         if not eps >= 0.0:
@@ -72,6 +82,6 @@ class NAdam(Optimizer):
         second_moment = StateUpdate(**average(betas[1], "square"))
         whitened = Whiten((second_moment,), "diagonal", power=0.5, eps=eps)
         direction = StateUpdate(h=whitened, **average(b, read=read))
-        return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=(direction,)))
+        return decaying(direction, decoupled_weight_decay)
 
     update = declare()

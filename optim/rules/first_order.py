@@ -55,7 +55,7 @@ class SGD(Optimizer):
 
     Args:
         params: a model, named parameters, parameters or groups.
-        lr, momentum, dampening, nesterov, weight_decay: as in torch.optim.SGD.
+        lr, momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD, defaults too: no momentum.
         decoupled: decay the weights instead of the loss.
 
     Source: Polyak 1964, eq. 9; Nesterov 1983 in the form of Sutskever et al. 2013, eq. 3-4.
@@ -72,13 +72,13 @@ class SGD(Optimizer):
   booktitle = {International Conference on Machine Learning},
   year = {2013}
 }"""
-    default_lr: ClassVar[float] = 0.3
+    default_lr: ClassVar[float] = 1e-3
 
     def __init__(
         self,
         params: Params,
         lr: Any = None,
-        momentum: float = 0.9,
+        momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
@@ -97,7 +97,7 @@ class SGD(Optimizer):
 
     @staticmethod
     def declare(
-        momentum: float = 0.9, dampening: float = 0.0, nesterov: bool = False, decoupled: bool = False
+        momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False, decoupled: bool = False
     ) -> StateUpdate:
         """The tuple."""
         unit("SGD", momentum=momentum)
@@ -113,7 +113,7 @@ class SGD(Optimizer):
             return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=via))
         return StateUpdate(Ridge(Given(), WEIGHT_DECAY), algorithm=Step(LR, via=via))
 
-    update = declare()
+    update = declare(0.9)  # with the momentum that its papers are about
 
 
 def adam_filter(betas: tuple[float, float], eps: float) -> StateUpdate:
@@ -125,16 +125,29 @@ def adam_filter(betas: tuple[float, float], eps: float) -> StateUpdate:
     return StateUpdate(h=Whiten((second_moment,), "diagonal", power=0.5, eps=eps), **average(betas[0]))
 
 
+def decaying(direction: StateUpdate, decoupled: bool) -> StateUpdate:
+    """A step of lr along what a filter gives, the weights decaying with it or in the gradient."""
+    if decoupled:
+        return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=(direction,)))
+    return StateUpdate(Ridge(Given(), WEIGHT_DECAY), algorithm=Step(LR, via=(direction,)))
+
+
+def _not_amsgrad(who: str, amsgrad: bool) -> None:
+    if amsgrad:
+        raise AxesError(f"{who}: amsgrad=True divides by the largest second moment so far, which is the rule AMSGrad")
+
+
 @final
 class Adam(Optimizer):
     """Adam:  W = W - lr m / (sqrt(v) + eps),  m and v bias-corrected averages of g and g^2.
 
-    weight_decay is coupled: it adds weight_decay * W to the gradient, before both averages. For decoupled decay take
-    AdamW.
+    weight_decay is coupled: it adds weight_decay * W to the gradient, before both averages. With decoupled_weight_decay
+    it is AdamW.
 
     Args:
         params: a model, named parameters, parameters or groups.
-        lr, betas, eps, weight_decay: as in torch.optim.Adam.
+        lr, betas, eps, weight_decay, decoupled_weight_decay: as in torch.optim.Adam, defaults too.
+        amsgrad: False; with True it is another rule.
 
     Source: Kingma and Ba 2015, algorithm 1. Differs: the bias correction is the average's response to a unit gradient,
     which is 1 - beta^t for constant betas and stays exact when a schedule changes them (torch takes the current beta).
@@ -153,7 +166,7 @@ class Adam(Optimizer):
   booktitle = {International Conference on Learning Representations},
   year = {2015}
 }"""
-    default_lr: ClassVar[float] = 5e-3
+    default_lr: ClassVar[float] = 1e-3
 
     def __init__(
         self,
@@ -162,15 +175,22 @@ class Adam(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        decoupled_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
+        _not_amsgrad("Adam", amsgrad)
         own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        own["decoupled_weight_decay"] = decoupled_weight_decay
         super().__init__(params, {"adam": Adam.declare}, {"adam": own}, **options)
 
     @staticmethod
-    def declare(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> StateUpdate:
+    def declare(
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, decoupled_weight_decay: bool = False
+    ) -> StateUpdate:
         """The tuple."""
-        return StateUpdate(Ridge(Given(), WEIGHT_DECAY), algorithm=Step(LR, via=(adam_filter(betas, eps),)))
+        return decaying(adam_filter(betas, eps), decoupled_weight_decay)
 
     update = declare()
 
@@ -181,7 +201,8 @@ class AdamW(Optimizer):
 
     Args:
         params: a model, named parameters, parameters or groups.
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW, defaults too.
+        amsgrad: False; with True it is another rule.
 
     Source: Loshchilov and Hutter 2019, algorithm 2. Differs: the decay is multiplied by lr and not only by the
     schedule's factor (the convention of torch).
@@ -197,7 +218,7 @@ class AdamW(Optimizer):
   booktitle = {International Conference on Learning Representations},
   year = {2019}
 }"""
-    default_lr: ClassVar[float] = 5e-3
+    default_lr: ClassVar[float] = 1e-3
 
     def __init__(
         self,
@@ -206,15 +227,17 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         **options: Unpack[Options],
     ) -> None:
+        _not_amsgrad("AdamW", amsgrad)
         own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {"adamw": AdamW.declare}, {"adamw": own}, **options)
 
     @staticmethod
     def declare(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> StateUpdate:
         """The tuple."""
-        return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=(adam_filter(betas, eps),)))
+        return decaying(adam_filter(betas, eps), decoupled=True)
 
     update = declare()
 

@@ -73,8 +73,8 @@ def test_adam(name: str, options: dict[str, Any], maximize: bool, foreach: bool)
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
 def test_in_float32_to_rounding(name: str) -> None:
-    ours = walk(lambda ps: getattr(optim, name)(ps, lr=0.05), dtype=torch.float32)
     extra = {"momentum": 0.9} if name == "SGD" else {}
+    ours = walk(lambda ps: getattr(optim, name)(ps, lr=0.05, **extra), dtype=torch.float32)
     assert gap(ours, walk(lambda ps: getattr(torch.optim, name)(ps, lr=0.05, **extra), dtype=torch.float32)) < 2e-6
 
 

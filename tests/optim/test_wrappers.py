@@ -93,7 +93,7 @@ def test_decays_make_the_named_optimizers() -> None:
     assert wrappers.decoupled(ADAM) == optim.AdamW.declare()
     assert wrappers.coupled(ADAM) == optim.Adam.declare()
     assert wrappers.decoupled(wrappers.undecayed(optim.Lion.declare())) == optim.Lion.declare()
-    assert wrappers.undecayed(optim.SGD.declare()) == wrappers.undecayed(optim.SGD.declare(decoupled=True))
+    assert wrappers.undecayed(optim.SGD.declare(0.9)) == wrappers.undecayed(optim.SGD.declare(0.9, decoupled=True))
 
 
 def test_coupled_and_decoupled_decay_are_torchs() -> None:
@@ -246,8 +246,8 @@ def test_clipping_is_torchs_parameter_by_parameter(norm: Any) -> None:
 
 
 def test_nesterov_makes_the_named_optimizers() -> None:
-    assert wrappers.nesterov(optim.AdamW.declare()) == optim.NAdam.declare()
-    assert wrappers.nesterov(optim.SGD.declare()) == optim.SGD.declare(nesterov=True)
+    assert wrappers.nesterov(optim.AdamW.declare()) == optim.NAdam.declare(decoupled_weight_decay=True)
+    assert wrappers.nesterov(optim.SGD.declare(0.9)) == optim.SGD.declare(0.9, nesterov=True)
     assert wrappers.nesterov(optim.Muon.declare(nesterov=False)) == optim.Muon.declare()
 
 
