@@ -36,10 +36,21 @@ from axes.optim.engine.generated import is_plain
 from axes.optim.engine.groups import Named, by_rule, named
 from axes.optim.engine.interpreted import Member, interpret, replay
 from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows, no_hooks
-from axes.optim.engine.options import Group, Options, Params, Rule, check_of, how, of_groups, require_known
+from axes.optim.engine.options import (
+    Group,
+    Options,
+    Params,
+    Rule,
+    check_of,
+    how,
+    of_groups,
+    plain,
+    plain_group,
+    require_known,
+)
 from axes.optim.engine.places import Places
 from axes.optim.engine.reports import Report, describe
-from axes.optim.engine.requirements import require
+from axes.optim.engine.requirements import on_host, require
 from axes.optim.engine.routing import Roles, roles
 from axes.optim.engine.together import uncompiled
 from axes.optim.sharding.dtensors import local_shard, spread
@@ -94,7 +105,7 @@ class Optimizer(torch.optim.Optimizer):
         require_known(self._who, options)
         self._rules = dict(rules)
         self._rule_defaults: dict[str, Group] = {
-            rule: {"lr_scale": 1.0, **defaults[rule], **of_groups(options), "rule": rule} for rule in rules
+            rule: plain_group({"lr_scale": 1.0, **defaults[rule], **of_groups(options), "rule": rule}) for rule in rules
         }
         own = self._rule_defaults[self._main]
         if own.get("lr", 0.0) is None:
@@ -180,9 +191,11 @@ class Optimizer(torch.optim.Optimizer):
     def _add(self, options: Group, members: Named) -> None:
         main = options["rule"] == self._main
         defaults = self._rule_defaults[options["rule"]]
-        group = {**defaults, **options}
+        group = plain_group({**defaults, **options})
         update = self.update_for(group)
         require(self._who, group, update, members, matrices=main and len(self._rules) > 1)
+        if group["fused"] and on_host(members):
+            group.update(fused=False, foreach=True)
         if self._shards is None and any(spread(p) for _, p in members):
             self._shards = Shards()
         super().add_param_group({**group, "params": [p if name is None else (name, p) for name, p in members]})
@@ -399,7 +412,7 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled(recursive=False)
     def _advance_together(self, group: Group, update: StateUpdate, batches: list[AnyBatch]) -> None:
         """Step a rule that acts entry by entry, or does so around products, over all parameters at once."""
-        rates = {name: group[name] for name in facts(update, group["maximize"]).rates}
+        rates = {name: plain(group[name]) for name in facts(update, group["maximize"]).rates}
         if "lr" in rates and group["lr_scale"] != 1.0:
             rates["lr"] = rates["lr"] * group["lr_scale"]
         for batch in batches:

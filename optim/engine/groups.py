@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.capabilities import vectors
-from axes.optim.engine.options import Group
+from axes.optim.engine.options import Group, plain
 from axes.optim.engine.routing import Roles, named_role, roles
 
 Named = list[tuple[str | None, Tensor]]
@@ -63,7 +63,7 @@ def rates(group: Group, update: StateUpdate, like: Tensor) -> dict[str, Tensor |
     """The named rates of a tuple, from the group: numbers, or tensors in the dtype of the arithmetic."""
     signal: dict[str, Tensor | float] = {}
     for name in (*(per.name for per in update.demands()), *vectors(update)):
-        value = group[name]
+        value = plain(group[name])
         if isinstance(value, Tensor):
             value = value.to(like.dtype)
             value = value.reshape(()) if value.numel() == 1 else value.to(like.device)

@@ -35,7 +35,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "shampoo beta": (lambda: optim.Shampoo(layer(), betas=(0.9, 1.5)), "beta2 must lie"),
     "shampoo exponent": (lambda: optim.Shampoo(layer(), exponent=0.0), "power must be positive"),
     "reduction": (lambda: optim.NaturalGradient(layer(), reduction="max"), "reduction 'max'"),
-    "fused": (lambda: optim.AdamW(layer(), fused=True), "needs parameters on a CUDA device"),
     "differentiable": (lambda: optim.AdamW(layer(), differentiable=True), r"axes\.core\.reference\.run"),
     "two ways": (lambda: optim.AdamW(layer(), fused=True, foreach=True), "two ways to do the same"),
     "fused matrices": (lambda: optim.Muon(layer(), fused=True), "rule 'muon' mixes entries"),
