@@ -149,8 +149,9 @@ class ExplicitShampoo:
 @pytest.mark.parametrize("betas", [(0.0, 1.0), (0.9, 1.0), (0.9, 0.95)])
 def test_shampoo_against_explicit_roots(betas: tuple[float, float], exponent: float, foreach: bool) -> None:
     options: dict[str, Any] = {"lr": 0.05, "betas": betas, "exponent": exponent, "eps": 1e-4}
+    ours_only: dict[str, Any] = {"weight_decay": 0.1, "damping": 0.0}
     groups: Any = lambda ps: [{"params": ps, "rule": "shampoo"}]  # noqa: E731
-    ours = walk(lambda ps: optim.Shampoo(groups(ps), weight_decay=0.1, foreach=foreach, **options), MATRICES)
+    ours = walk(lambda ps: optim.Shampoo(groups(ps), foreach=foreach, **ours_only, **options), MATRICES)
     assert gap(ours, walk(lambda ps: ExplicitShampoo(ps, decay=0.1, **options), MATRICES)) < 1e-12
 
 
@@ -163,7 +164,7 @@ def test_shampoo_against_pytorch_optimizer(weight_decay: float) -> None:
     """
     ours = walk(
         lambda ps: optim.Shampoo(
-            [{"params": ps, "rule": "shampoo"}], lr=0.05, betas=(0.0, 1.0), eps=1e-6, weight_decay=weight_decay
+            [{"params": ps, "rule": "shampoo"}], 0.05, (0.0, 1.0), eps=1e-6, damping=0.0, weight_decay=weight_decay
         ),
         MATRICES,
     )
