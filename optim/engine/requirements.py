@@ -9,10 +9,11 @@ from torch import Tensor
 
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, ShapeError
-from axes.optim.engine.capabilities import elementwise, holds, vectors
+from axes.optim.engine.capabilities import elementwise, holds, parts_of, vectors
 from axes.optim.engine.groups import Named
 from axes.optim.engine.options import Group
 from axes.optim.engine.precision import Precision
+from axes.optim.engine.routing import canonical_shape
 from axes.optim.engine.together import no_program
 
 
@@ -26,6 +27,16 @@ def require(who: str, group: Group, update: StateUpdate, members: Named, matrice
                     f"{who}: rule {group['rule']!r} is for matrices, and {name or 'a parameter'} has shape "
                     f"{tuple(parameter.shape)}"
                 )
+    monoids = [part.parts().monoid for part in parts_of(update)]
+    for name, parameter in members:
+        width = canonical_shape(parameter)[1]
+        reason = next((why for m in monoids if (why := m.no_width(width)) is not None), None)
+        if reason is not None and parameter.numel():  # an empty one never steps
+            raise ShapeError(
+                f"{who}: rule {group['rule']!r} does not take {name or 'a parameter'} of shape "
+                f"{tuple(parameter.shape)}, a matrix of {width} columns: {reason}; give it to another rule, in a group "
+                "that names it"
+            )
     if not elementwise(update):
         for name, parameter in members:
             if parameter.is_complex():
