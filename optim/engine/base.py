@@ -521,7 +521,7 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
         for group, way in zip(self.param_groups, ways, strict=True):
             group.update(way)  # how a step is computed is no part of what was saved
-            for parameter in group["params"]:
+            for parameter in group["params"] if how(group) != "host" else ():  # counts are there already
                 if self.state.get(parameter):
                     self.state[parameter] = states.at_home(group, parameter, self.state[parameter])
 
