@@ -73,8 +73,8 @@ class Muon(Optimizer):
         aux_lr_scale, aux_betas, aux_eps, aux_weight_decay: AdamW for embeddings, output head, vectors and scalars.
 
     Source: Jordan et al. 2024 (Muon); Liu et al. 2025, eq. 4 (match_rms_adamw). With scale="original", form="direct"
-    equal to torch.optim.Muon. Differs: the default scale, for one lr is that of both rules; routing; convolutions are
-    taken as matrices.
+    torch.optim.Muon's to rounding. Differs: the default scale, for one lr is that of both rules; routing; convolutions
+    are taken as matrices.
     """
 
     name: ClassVar[str] = "muon"

@@ -48,11 +48,14 @@ class _Kind(NamedTuple):
     go: Callable[[Group], Group]  # the other keys there, of a group here
 
 
-def _adam(group: Group, decoupled: bool) -> Group:
-    _refuse(bool(group["amsgrad"]), "amsgrad=True keeps a maximum that no rule here has")
-    given = group.get("decoupled_weight_decay", decoupled)
-    wanted = "AdamW (decoupled decay)" if given else "Adam (coupled decay)"
-    _refuse(given != decoupled and group["weight_decay"] != 0, f"its weight decay is that of {wanted}: take that rule")
+def _adam(group: Group) -> Group:
+    _refuse(bool(group["amsgrad"]), "amsgrad=True keeps a maximum, which this rule does not")
+    return {"decoupled_weight_decay": group.get("decoupled_weight_decay", False)}
+
+
+def _adamw(group: Group) -> Group:
+    coupled = not _adam({"decoupled_weight_decay": True, **group})["decoupled_weight_decay"]
+    _refuse(coupled and group["weight_decay"] != 0, "its weight decay is that of Adam (coupled decay): take that rule")
     return {}
 
 
@@ -83,15 +86,15 @@ _KINDS: dict[Callable[..., Any], _Kind] = {
         torch.optim.AdamW,
         _MOMENTS,
         ("lr", "betas", "eps", "weight_decay", "maximize"),
-        lambda group: _adam(group, True),
+        _adamw,
         lambda group: _NOTHING,
     ),
     Adam.declare: _Kind(
         torch.optim.Adam,
         _MOMENTS,
         ("lr", "betas", "eps", "weight_decay", "maximize"),
-        lambda group: _adam(group, False),
-        lambda group: _NOTHING,
+        _adam,
+        lambda group: {"decoupled_weight_decay": group["decoupled_weight_decay"]},
     ),
     SGD.declare: _Kind(
         torch.optim.SGD,
