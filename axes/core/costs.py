@@ -46,7 +46,7 @@ __all__ = [
 
 Curvature = Literal["none", "affine", "nonlinear"]
 Residual = Literal["target", "error"]
-Side = Literal["entries", "rows", "columns", "eigen-entries", "whole"]
+Side = Literal["entries", "rows", "columns", "eigen-entries", "eigen-rows", "eigen-columns", "whole"]
 Value = Tensor | float
 _EMPTY: Signal = MappingProxyType({})
 
@@ -442,7 +442,8 @@ class Linear(Cost):
     """l = -<W, z>: the cost of filters and statistics, whose drive z is a quantity of the datum.
 
     of: drive u, square u * u, left u u^T, right u^T u (u the raw drive (..., d_v, d_k)), eigen-square as square but
-    with u in the bases that the two statistics before it give, key k k^T, value v v^T, error e e^T (e the gradient of
+    with u in the bases that the two statistics before it give, eigen-square-left and -right with its rows or its
+    columns in the basis that the one before it gives, key k k^T, value v v^T, error e e^T (e the gradient of
     a layer's output). A signal that has "kk", "vv" or "ee" supplies that product itself,
     for data that are means over several examples. white-left is y y^T / d_k and white-right y^T y / d_v for the y that
     the geometry made of u with its statistics before the datum (u itself at the first): the identity on average where
@@ -452,15 +453,15 @@ class Linear(Cost):
     """
 
     of: Literal[
-        "drive", "square", "left", "right", "white-left", "white-right", "eigen-square", "eigen-fisher", "key", "value",
-        "error",
+        "drive", "square", "left", "right", "white-left", "white-right", "eigen-square", "eigen-square-left",
+        "eigen-square-right", "eigen-fisher", "key", "value", "error",
     ] = "drive"  # fmt: skip
     precision: Precision = "input"
     curvature: ClassVar[Curvature] = "none"
 
     def __post_init__(self) -> None:
         sides = ("left", "right", "white-left", "white-right")
-        turned = ("eigen-square", "eigen-fisher")
+        turned = ("eigen-square", "eigen-square-left", "eigen-square-right", "eigen-fisher")
         allowed = ("drive", "square", *sides, *turned, "key", "value", "error")
         if self.of not in allowed:
             raise IllegalUpdate(f"Linear: of={self.of!r} is not one of {', '.join(allowed)}")
@@ -487,7 +488,10 @@ class Linear(Cost):
             return "rows"
         if self.of in ("right", "white-right", "key"):
             return "columns"
-        return "eigen-entries" if self.of in ("eigen-square", "eigen-fisher") else "entries"
+        if self.of in ("eigen-square", "eigen-fisher"):
+            return "eigen-entries"
+        one_sided: dict[str, Side] = {"eigen-square-left": "eigen-rows", "eigen-square-right": "eigen-columns"}
+        return one_sided.get(self.of, "entries")
 
     def drive(self, u: Tensor, signal: Signal = _EMPTY) -> Tensor:
         """z from the raw drive u (not read for key, value and error; of examples for eigen-fisher) and the signal."""
@@ -502,7 +506,7 @@ class Linear(Cost):
             if self.whitened:
                 return outer_mean(x, self.precision)
             return symmetric_product(x.mT, None, self.precision)
-        return u * u if self.of in ("square", "eigen-square") else u
+        return u if self.of == "drive" else u * u
 
 
 @final

@@ -292,6 +292,10 @@ def seen(p: Parts, u: Leaves, signal: Signal, earlier: Sequence[Leaves]) -> Leav
     if cost.of == "eigen-square":
         bases = zip(u, *earlier[-2:], strict=True)
         u = tuple(rotate(x, left, right, cost.precision) for x, left, right in bases)
+    elif cost.of == "eigen-square-left":
+        u = tuple(rotate(x, left, None, cost.precision) for x, left in zip(u, earlier[-1], strict=True))
+    elif cost.of == "eigen-square-right":
+        u = tuple(rotate(x, None, right, cost.precision) for x, right in zip(u, earlier[-1], strict=True))
     return tuple(cost.drive(leaf, signal) for leaf in u)
 
 

@@ -33,7 +33,7 @@ from axes.optim.engine.choice import plan, route
 from axes.optim.engine.facts import facts
 from axes.optim.engine.finite import Before, Finite
 from axes.optim.engine.generated import is_plain
-from axes.optim.engine.groups import Named, by_rule, named
+from axes.optim.engine.groups import Named, both_too_long, by_rule, by_sides, named
 from axes.optim.engine.interpreted import Member, interpret, replay
 from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows, no_hooks
 from axes.optim.engine.options import (
@@ -51,7 +51,7 @@ from axes.optim.engine.options import (
 from axes.optim.engine.places import Places
 from axes.optim.engine.reports import Report, describe
 from axes.optim.engine.requirements import on_host, require
-from axes.optim.engine.routing import Roles, roles
+from axes.optim.engine.routing import Role, Roles, roles
 from axes.optim.engine.together import uncompiled
 from axes.optim.sharding.dtensors import local_shard, spread
 from axes.optim.sharding.sharded import Shards, Work, at_owner
@@ -176,13 +176,28 @@ class Optimizer(torch.optim.Optimizer):
         if "rule" in options:
             if options["rule"] not in self._rules:
                 raise UnknownName(f"rule of {self._who}", str(options["rule"]), self._rules)
-            self._add(options, members)
+            self._add_by_sides(options, members)
         elif len(self._rules) == 1 or not members:
-            self._add({**options, "rule": self._main}, members)
+            self._add_by_sides({**options, "rule": self._main}, members)
         else:
             for rule, theirs in by_rule(self._who, members, list(self._rules), self._roles).items():
                 if theirs:
-                    self._add({**options, "rule": rule}, theirs)
+                    self._add_by_sides({**options, "rule": rule}, theirs, list(self._rules)[1])
+
+    def _add_by_sides(self, options: Group, members: Named, auxiliary: str | None = None) -> None:
+        """Matrices longer than a rule's max_side in groups of their own; those longer in both sides to another rule."""
+        limit = {**self._rule_defaults[options["rule"]], **options}.get("max_side")
+        if limit is None or "sides" in options or not members:
+            self._add(options, members)
+            return
+        for sides, theirs in by_sides(self._who, members, limit).items():
+            if sides != "neither":
+                self._add({**options, "sides": sides}, theirs)
+            elif auxiliary is None:
+                raise both_too_long(self._who, options["rule"], theirs, limit)
+            else:
+                self._roles.update((p, Role(False, f"both sides are longer than max_side={limit}")) for _, p in theirs)
+                self._add({**options, "rule": auxiliary}, theirs)
 
     def _named(self, params: Any) -> Named:
         """(name or None, parameter) for whatever was given, every parameter once."""

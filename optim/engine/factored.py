@@ -88,6 +88,8 @@ def _factors(update: StateUpdate, maximize: bool) -> Factors | str:
     if not isinstance(last, StateUpdate) or not isinstance(last.parts().h, Kronecker | RotatedWhiten):
         return "it has not one filter, preconditioned from both sides"
     whitening, kept = last.parts().h, _average(last)
+    if not {"rows", "columns"} <= set(whitening.sides):
+        return "it is preconditioned from one side"
     if kept is None or last.cost != Linear() or (kept.keep == 0 and (kept.rate != 1 or kept.debias)):
         return "what is preconditioned is neither the gradient nor an average of it"
     left, right, *squares = whitening.stats

@@ -11,7 +11,7 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.capabilities import vectors
 from axes.optim.engine.options import Group, plain
-from axes.optim.engine.routing import Roles, named_role, roles
+from axes.optim.engine.routing import Roles, canonical_shape, named_role, roles
 
 Named = list[tuple[str | None, Tensor]]
 
@@ -57,6 +57,29 @@ def by_rule(who: str, members: Named, rules: Sequence[str], known: Roles) -> dic
             role = known[parameter] = named_role(name, parameter)
         routed[main if role.matrix else auxiliary].append((name, parameter))
     return routed
+
+
+def by_sides(who: str, members: Named, limit: int) -> dict[str, Named]:
+    """Matrices by the sides that are at most `limit` long: both, rows (there are so many of them), columns, neither."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise AxesError(f"{who}: max_side must be an integer >= 1, or None for no limit, got {limit!r}")
+    names = {(True, True): "both", (True, False): "rows", (False, True): "columns", (False, False): "neither"}
+    found: dict[str, Named] = {name: [] for name in names.values()}
+    for name, parameter in members:
+        rows, columns = canonical_shape(parameter)
+        found[names[rows <= limit, columns <= limit]].append((name, parameter))
+    return {name: some for name, some in found.items() if some}
+
+
+def both_too_long(who: str, rule: str, members: Named, limit: int) -> AxesError:
+    """What to say of matrices that a group gives to a rule for which both of their sides are too long."""
+    name, parameter = members[0]
+    rows, columns = canonical_shape(parameter)
+    return AxesError(
+        f"{who}: {name or 'a parameter'}, a matrix of {rows} x {columns}, is longer than max_side={limit} in both "
+        f"sides, and rule {rule!r} would have no statistic of it: give it to a group of another rule, or set max_side "
+        "(None: no limit)"
+    )
 
 
 def rates(group: Group, update: StateUpdate, like: Tensor) -> dict[str, Tensor | float]:

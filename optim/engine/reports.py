@@ -136,7 +136,7 @@ def describe(
                     name,
                     tuple(parameter.shape),
                     group["rule"],
-                    _reason(parameter, roles),
+                    _reason(parameter, roles) + _sides(group, parameter),
                     None if lr is None else float(lr) * group["lr_scale"],
                     None if decay is None else float(decay),
                     _bytes_of(held.values()),
@@ -154,6 +154,15 @@ def _reason(parameter: Tensor, roles: Mapping[Tensor, Role] | None) -> str:
         return "the only rule"
     role = roles.get(parameter)
     return "named by its group" if role is None else role.reason
+
+
+def _sides(group: Group, parameter: Tensor) -> str:
+    """What a limit on the sides of matrices means for one that is longer."""
+    kept = group.get("sides", "both")
+    if kept == "both":
+        return ""
+    long = "columns" if kept == "rows" else "rows"
+    return f"; no statistic of its {long}, of which it has more than max_side={group.get('max_side')}"
 
 
 def report(model: nn.Module, optimizer: Optimizer) -> Report:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Unpack, final
 from axes.core.algorithms import Held, Step
 from axes.core.costs import Given, Linear
 from axes.core.geometry import Geometry, Graft, InverseRoot, Kronecker, Whiten
+from axes.core.geometry.preconditioners import On
 from axes.core.monoids import Decay, Scalar, Zero
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
@@ -66,6 +67,8 @@ class Shampoo(Optimizer):
         precision: of the products of every step, "input" (float32), "bfloat16x3" (16 bits of each factor) or "tf32".
         refresh_precision: of those that a refresh by "newton" takes.
         graft_eps: added to the grafted rule's root.
+        max_side: rows or columns more than these have no statistic: the matrix is whitened from the other side alone,
+            with exponent 2 p. One longer in both goes to AdamW. None: no limit.
         aux_lr_scale, aux_betas, aux_eps, aux_weight_decay: AdamW for embeddings, output head, vectors and scalars.
 
     Source: Gupta et al. 2018, algorithm 1 (matrices: exponent 1/4, sums). Differs: momentum averages gradients before
@@ -107,6 +110,7 @@ class Shampoo(Optimizer):
         damping: float = 1e-6,
         precision: Precision = "input",
         refresh_precision: Precision = "input",
+        max_side: int | None = 8192,
         aux_lr_scale: float = 0.15,
         aux_betas: tuple[float, float] = (0.9, 0.95),
         aux_eps: float = 1e-8,
@@ -126,6 +130,8 @@ class Shampoo(Optimizer):
             "damping": damping,
             "precision": precision,
             "refresh_precision": refresh_precision,
+            "max_side": max_side,
+            "sides": "both",
         }
         auxiliary = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
         super().__init__(params, *beside_adamw("shampoo", Shampoo.declare, own, *auxiliary), **options)
@@ -142,19 +148,21 @@ class Shampoo(Optimizer):
         damping: float = 1e-6,
         precision: Precision = "input",
         refresh_precision: Precision = "input",
+        sides: On = "both",
     ) -> StateUpdate:
-        """The tuple."""
+        """The tuple. sides: which of them are whitened; one alone takes the power that two share."""
         unit("Shampoo", beta1=betas[0])
         averaged = betas[1] != 1.0
         if averaged:
             unit("Shampoo", beta2=betas[1])
         step = Step(1.0 - betas[1] if averaged else 1.0, debias=averaged, at=Held(refresh))
-        root = InverseRoot(exponent, eps, damping, method, refresh_precision)
+        root = InverseRoot(exponent if sides == "both" else 2 * exponent, eps, damping, method, refresh_precision)
         statistics = tuple(
             StateUpdate(Linear("left" if rows else "right", precision), root, Scalar(betas[1]), step)
             for rows in (True, False)
+            if sides in ("both", "rows" if rows else "columns")
         )
-        whitened: Geometry = Kronecker(statistics, precision)
+        whitened: Geometry = Kronecker(statistics, precision, sides)
         if graft is not None:
             whitened = Graft(whitened, _grafted(graft, betas, graft_eps))
         if betas[0] > 0.0:  # a norm that is grafted on drops the bias

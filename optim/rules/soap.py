@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Unpack, final
 from axes.core.algorithms import Held, Step
 from axes.core.costs import Given, Linear
 from axes.core.geometry import Eigenbasis, RotatedWhiten
+from axes.core.geometry.preconditioners import On
 from axes.core.monoids import Decay, Scalar
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
@@ -52,6 +53,8 @@ class SOAP(Optimizer):
         precision: of the products of every step, "input" (float32), "bfloat16x3" (16 bits of each factor) or "tf32".
         refresh_precision: of those that a refresh of "power-qr" takes; "tf32" is too coarse for statistics whose
             eigenvalues differ by more than 1e4.
+        max_side: rows or columns more than these have no statistic and no basis, as in the authors' code: the matrix is
+            rotated from the other side alone. One longer in both goes to AdamW. None: no limit.
         aux_lr_scale, aux_betas, aux_eps, aux_weight_decay: AdamW for embeddings, output head, vectors and scalars.
 
     Source: Vyas et al. 2024, algorithms 3 and 4, and the authors' code, which skips the first step as well. Differs: a
@@ -93,6 +96,7 @@ class SOAP(Optimizer):
         qr: Orthonormal = "cholesky",
         precision: Precision = "input",
         refresh_precision: Precision = "input",
+        max_side: int | None = 10000,
         aux_lr_scale: float = 1.0,
         aux_betas: tuple[float, float] = (0.9, 0.95),
         aux_eps: float = 1e-8,
@@ -110,6 +114,8 @@ class SOAP(Optimizer):
             "qr": qr,
             "precision": precision,
             "refresh_precision": refresh_precision,
+            "max_side": max_side,
+            "sides": "both",
         }
         auxiliary = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
         super().__init__(params, *beside_adamw("soap", SOAP.declare, own, *auxiliary), **options)
@@ -124,8 +130,9 @@ class SOAP(Optimizer):
         qr: Orthonormal = "cholesky",
         precision: Precision = "input",
         refresh_precision: Precision = "input",
+        sides: On = "both",
     ) -> StateUpdate:
-        """The tuple."""
+        """The tuple. sides: which of them have a statistic and a basis; the other one stays as it is."""
         unit("SOAP", beta1=betas[0], beta2=betas[1], shampoo_beta=shampoo_beta)
         if not eps > 0.0:
             raise AxesError(f"SOAP: eps must be positive, got {eps}")
@@ -140,13 +147,15 @@ class SOAP(Optimizer):
                 Step(1.0 - shampoo_beta, at=at),
             )
             for rows in (True, False)
+            if sides in ("both", "rows" if rows else "columns")
         )
+        turned = {"both": "eigen-square", "rows": "eigen-square-left", "columns": "eigen-square-right"}
         second_moment = StateUpdate(
-            Linear("eigen-square", precision),
+            Linear(turned[sides], precision),  # type: ignore[arg-type]
             monoid=Scalar(betas[1]),
             algorithm=Step(1.0 - betas[1], debias=True, start="second"),
         )
-        rotated = RotatedWhiten((*factors, second_moment), eps=eps, precision=precision)
+        rotated = RotatedWhiten((*factors, second_moment), eps=eps, precision=precision, on=sides)
         direction = StateUpdate(h=rotated, **average(betas[0], start="second"))
         return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=(direction,)))
 
