@@ -102,7 +102,10 @@ def test_soap_against_explicit_rotations(refresh: int, betas: tuple[float, float
 @pytest.mark.parametrize("qr", ["cholesky", "householder"])
 @pytest.mark.parametrize("refresh", [1, 3, 10])
 def test_soap_against_the_authors_code_as_published_in_pytorch_optimizer(refresh: int, qr: Any) -> None:
-    """From the first gradient on, which fills statistics and moves nothing. Their QR is in float32."""
+    """From the first gradient on, which fills statistics and moves nothing. Their QR is in float32.
+
+    Of the null space of a statistic they take the basis that rounding leaves: they are given ours.
+    """
     shapes = SQUARES if refresh == 1 else MATRICES
     generator = torch.Generator().manual_seed(7)
     ps = [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
@@ -110,12 +113,15 @@ def test_soap_against_the_authors_code_as_published_in_pytorch_optimizer(refresh
     options: dict[str, Any] = {"lr": 0.05, "betas": (0.9, 0.95), "shampoo_beta": 0.8, "eps": 1e-12, "weight_decay": 0.0}
     ours = optim.SOAP(group("soap")(ps), refresh=refresh, qr=qr, **options)
     theirs = pytorch_optimizer.SOAP(qs, precondition_frequency=refresh, **options)
-    for _ in range(STEPS):
+    for t in range(STEPS):
         for p, q in zip(ps, qs, strict=True):
             g = torch.randn(p.shape, generator=generator, dtype=torch.float64) + 0.3 * q.detach()
             p.grad, q.grad = g.clone(), g.clone()
         ours.step()
         theirs.step()
+        if t == 0:
+            for p, q in zip(ps, qs, strict=True):
+                theirs.state[q]["Q"] = [ours.state[p][f"via.0.stats.{i}.held"].flip(1) for i in (0, 1)]
     assert gap([p.detach() for p in ps], [q.detach() for q in qs]) < 1e-5
 
 
@@ -140,6 +146,34 @@ def test_the_first_steps_are_no_rounding_noise(size: int, foreach: bool) -> None
     assert not single[0].any() and not double[0].any()
     for a, b in zip(single[1:], double[1:], strict=True):
         assert (a - b).norm() < 1e-3 * b.norm()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-6), (torch.float32, 0.5)])
+@pytest.mark.parametrize("basis", ["power-qr", "eigh"])
+def test_rounding_does_not_choose_the_basis_of_a_null_space(basis: Any, dtype: torch.dtype, bound: float) -> None:
+    """Gradients of low rank, and the same with another last bit, as other layouts and tensor rates leave them.
+
+    In units of lr; entries moved by one unit and more where a library's decomposition chose the basis.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((8, 27), (27, 8), (16, 16))
+    thin = [
+        [(torch.randn(m, 3, generator=generator), torch.randn(3, n, generator=generator)) for m, n in shapes]
+        for _ in range(6)
+    ]
+
+    def path(noise: float) -> list[Tensor]:
+        ps = [nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes]
+        optimizer = optim.SOAP(group("soap")(ps), lr=1.0, refresh=2, basis=basis, weight_decay=0.0, eps=1e-3)
+        rounding = torch.Generator().manual_seed(1)
+        for step in thin:
+            for p, (a, b) in zip(ps, step, strict=True):
+                g = a.to(dtype) @ b.to(dtype)
+                p.grad = g + noise * g.abs().max() * (torch.rand(g.shape, generator=rounding) - 0.5).to(dtype)
+            optimizer.step()
+        return [p.detach().double() for p in ps]
+
+    assert gap(path(0.0), path(torch.finfo(dtype).eps)) < bound
 
 
 def test_the_two_orthonormalisations_take_the_same_steps() -> None:

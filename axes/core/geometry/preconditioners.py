@@ -23,6 +23,7 @@ from axes.linalg.matrix_roots import (
     LEAST_DAMPING,
     PRECISIONS,
     Precision,
+    eigenvectors,
     largest,
     newton_inverse_root,
     power_step,
@@ -102,6 +103,8 @@ class Eigenbasis(Geometry):
     orthogonal iteration, and begins with "eigh". qr, of that step: "cholesky" is made of matrix products,
     "householder" is torch.linalg.qr. A basis that is not orthonormal, or of a statistic that is not finite, is NaN.
 
+    Of a null space it is a fixed basis, where rounding would choose one: `axes.linalg.matrix_roots.eigenvectors`.
+
     Source: Vyas et al. 2024, algorithm 4 (power-qr); see `axes.linalg.matrix_roots.power_step` for what differs.
     """
 
@@ -136,7 +139,7 @@ class Eigenbasis(Geometry):
         if last is not None:
             basis = power_step(a, wide(last.detach()), self.qr, self.precision)
         else:
-            basis = torch.linalg.eigh(a).eigenvectors
+            basis = eigenvectors(a)
         return torch.where(usable, basis, torch.nan).to(theta.dtype)
 
 
