@@ -29,6 +29,7 @@ from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg import solve
 from axes.linalg.blockwise import outer_mean
 from axes.linalg.matrix_roots import PRECISIONS, Precision, symmetric_product
+from axes.programs.numbers import as_float
 
 __all__ = [
     "Alignment",
@@ -86,9 +87,9 @@ def _positive(owner: str, rate: Rate, shapes: tuple[str, ...] = ("scalar",)) -> 
         if rate.domain != "positive" or rate.shape not in shapes:
             raise IllegalUpdate(f"{owner} takes a positive Per of shape {' or '.join(shapes)}, got {rate}")
         return rate
-    if not (rate > 0 and math.isfinite(rate)):
+    if not 0 < rate < math.inf:
         raise IllegalUpdate(f"{owner} must be a finite number > 0 or a Per, got {rate}")
-    return float(rate)
+    return as_float(rate)
 
 
 def _per_coordinate(rate: Rate, signal: Signal) -> Value:
@@ -240,19 +241,19 @@ class Lp(_ErrorCost):
     mean_one: bool = False
 
     def __post_init__(self) -> None:
-        if not (self.p >= 1 and math.isfinite(self.p)):
+        if not 1 <= self.p < math.inf:
             raise IllegalUpdate(f"Lp: p must be a finite number >= 1 (below 1 the cost is not convex), got {self.p}")
         smooth = self.smooth
         if smooth == "auto":
             smooth = self._auto()
         elif smooth is not None:
-            smooth = (float(smooth[0]), float(smooth[1]))
+            smooth = (as_float(smooth[0]), as_float(smooth[1]))
             if not (0 < smooth[0] < math.inf and 0 <= smooth[1] < math.inf and (smooth[1] == 0) == (self.p == 1)):
                 raise IllegalUpdate(
                     f"Lp(p={self.p}): smooth = (kappa, eps) takes kappa > 0 and eps > 0 (eps = 0 at p = 1, where it "
                     f"cannot act), got {smooth}"
                 )
-        object.__setattr__(self, "p", float(self.p))
+        object.__setattr__(self, "p", as_float(self.p))
         object.__setattr__(self, "smooth", smooth)
 
     def _auto(self) -> tuple[float, float] | None:

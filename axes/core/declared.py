@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import numbers
+import operator
 import types
 import typing
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 from axes.errors import IllegalUpdate
+from axes.programs.numbers import Number
+
+P = TypeVar("P")
 
 
 class Declared:
@@ -108,3 +114,52 @@ def _described(hint: Any) -> str:
     words: dict[Any, str] = {float: "a number", int: "an integer", type(None): "None", str: "a name"}
     found = (one for one in _alternatives(hint) if one is not ...)
     return " or ".join(dict.fromkeys(words.get(one, str(getattr(one, "__name__", one))) for one in found))
+
+
+# ---- parts whose numbers are hyperparameters -------------------------------------------------------------------------
+
+
+def leaves(part: object) -> Iterator[object]:
+    """The values in the fields of a part, in those of its parts, and so on."""
+    if isinstance(part, Declared):
+        for field in dataclasses.fields(part):  # type: ignore[arg-type]
+            yield from leaves(getattr(part, field.name))
+    elif isinstance(part, tuple | list):
+        for x in part:
+            yield from leaves(x)
+    else:
+        yield part
+
+
+def forgotten(part: object) -> bool:
+    """Whether the value of a number was taken without asking."""
+    return any(type(x) is float and math.isnan(x) for x in leaves(part))
+
+
+def resolved(part: P, values: Sequence[float]) -> P:
+    """A part with plain floats, those of other hyperparameters, in the place of numbers.
+
+    Nothing is judged again: for these hyperparameters the part's origin must hold.
+    """
+    return _resolved(part, values)
+
+
+def _resolved(part: Any, values: Sequence[float]) -> Any:
+    if isinstance(part, Number):
+        return part.at(values)
+    if isinstance(part, tuple):
+        new = tuple(_resolved(x, values) for x in part)
+        if all(map(operator.is_, new, part)):
+            return part
+        return type(part)._make(new) if hasattr(part, "_make") else new
+    if not isinstance(part, Declared):
+        return part
+    names = [field.name for field in dataclasses.fields(part)]  # type: ignore[arg-type]
+    old = [getattr(part, name) for name in names]
+    fields = {n: y for n, x in zip(names, old, strict=True) if (y := _resolved(x, values)) is not x}
+    if not fields:
+        return part
+    out = object.__new__(type(part))
+    for name, x in zip(names, old, strict=True):
+        object.__setattr__(out, name, fields.get(name, x))
+    return out

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from axes.core.declared import Declared
 from axes.errors import IllegalUpdate, ShapeError
+from axes.programs.numbers import as_float
 
 Shape = Literal["scalar", "key", "row", "square", "pair", "mix"]
 SHAPES = ("scalar", "key", "row", "square", "pair", "mix")
@@ -55,7 +56,7 @@ def as_gate(rate: float | str | Per, shape: Shape = "scalar") -> Rate:
         return rate
     if not 0.0 <= rate <= 1.0:
         raise IllegalUpdate(f"a constant gate must lie in [0, 1], got {rate}")
-    return float(rate)
+    return as_float(rate)
 
 
 def resolve(rate: Rate, signal: Signal) -> Tensor | float:

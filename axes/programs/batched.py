@@ -68,12 +68,13 @@ class Schedule:
             for s, released in zip(self.steps, self.released, strict=True)
         ]
 
-    def run(self, lists: Sequence[Lists], values: Sequence[Real]) -> None:
+    def run(self, lists: Sequence[Lists], values: Sequence[Real], fits: bool = False) -> None:
         """Execute over one block: lists of tensors for each name, overwritten with the outputs.
 
-        values: of the program's numbers; 0-d tensors on the tensors' device are never waited for.
+        values: of the program's numbers; 0-d tensors on the tensors' device are never waited for. fits: all tensors
+        are contiguous ones on a CPU, which torch's own operation for a whole program asks for.
         """
-        if self.library is not None and self.library.run(lists, values):
+        if fits and self.library is not None and self.library.run(lists, values):
             return
         registers: list[Any] = [*lists, *[None] * (self.registers - len(lists))]
         for operation, target, here, sources, numbers, released in self._plan:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from axes.programs.program import PARAMETER, Program, Value
 
-_FOREVER = 1e30  # steps after which torch's own correction for few steps is 1: the program has its numbers for that
+# steps after which torch's own correction for few steps is 1: the program has its numbers for that
+_FOREVER = torch.tensor(1e30, dtype=torch.float32, device="cpu")
 
 # Patterns: (operation, operands), sums and products in any order; "@x" an input with entries, the same one wherever it
 # stands; "#x" a number; "=x" before a pattern keeps the value that matches.
@@ -55,7 +56,7 @@ class LibraryStep:
 
     def run(self, lists: Sequence[list[Tensor]], values: Sequence[float | Tensor]) -> bool:
         """Step over lists of tensors, as `Schedule.run` does; False where that is for others, and nothing was done."""
-        if torch.compiler.is_compiling() or not all(x.is_cpu and x.is_contiguous() for some in lists for x in some):
+        if torch.compiler.is_compiling():
             return False
         known = {n: values[x] if isinstance(x, int) else x for n, x in self.numbers.items()}
         if any(isinstance(x, Tensor) for x in known.values()):
@@ -74,7 +75,7 @@ class LibraryStep:
         decay = -n["decay"] if self.coupled else (n["keep"] - 1.0) / rate
         step = torch._fused_adam_ if self.coupled else torch._fused_adamw_
         step(
-            p, g, m, v, [], [torch.tensor(_FOREVER)] * len(p), lr=-rate, beta1=n["beta1"], beta2=n["beta2"],
+            p, g, m, v, [], [_FOREVER] * len(p), lr=-rate, beta1=n["beta1"], beta2=n["beta2"],
             weight_decay=decay, eps=n["eps"], amsgrad=False, maximize=self.negative,
         )  # fmt: skip
         return True

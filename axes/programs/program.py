@@ -16,9 +16,12 @@ from typing import Any, Literal, TypeGuard, final
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from axes.errors import AxesError
+from axes.programs.numbers import Number
 
+_SIGNS = {"mul": "*", "add": "+", "sub": "-"}
 Value = int | float  # the number of an operation, or a constant
 Sign = Literal["positive", "nonnegative", "any"]
 _SHAPE = (3, 5)  # what is traced: any two sizes that no number in a rule equals
@@ -36,8 +39,17 @@ _OPERATIONS = {
 _SAME = {"clone", "detach", "alias", "_to_copy", "expand", "view", "_unsafe_view", "lift_fresh_copy", "contiguous"}
 
 
+# torch's functions that take a number as they take a tensor of one entry; elsewhere it chooses the operation's form
+_LIFTS = frozenset({"add", "sub", "mul", "div", "truediv", "maximum", "minimum", "where"})
+_BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max"})  # the same where all their bounds are such numbers
+
+
 class NotElementwise(AxesError):
     """A tuple whose step mixes entries of the parameter."""
+
+
+class ForgottenNumber(AxesError):
+    """A tuple whose numbers cannot be followed through its step."""
 
 
 PARAMETER = "parameter"  # the name of what a step is about, among inputs and outputs
@@ -62,6 +74,8 @@ class Program:
     names: dict[int, str] = field(default_factory=dict)
     outputs: dict[str, Value] = field(default_factory=dict)
     nonnegative: frozenset[str] = frozenset()  # states that never become negative
+    positive: frozenset[str] = frozenset()  # numbers that are, while their origin holds
+    _numbers: Any = field(default=None, compare=False, repr=False)
 
     def add(self, name: str, inputs: tuple[Value, ...], shaped: bool) -> int:
         self.operations.append(Operation(name, inputs, shaped))
@@ -77,15 +91,28 @@ class Program:
 
     def numbers(self, given: Mapping[str, float]) -> list[float]:
         """All numbers of a step, by their place in the program (0 where a shaped value is)."""
-        values: list[float] = []
+        if self._numbers is None:
+            self._numbers = self._compiled()
+        return self._numbers(given)
+
+    def _compiled(self) -> Callable[[Mapping[str, float]], list[float]]:
+        """The arithmetic of numbers as a function: it runs in every step."""
+        lines = ["def numbers(given):"]
         for i, op in enumerate(self.operations):
             if op.shaped:
-                values.append(0.0)
-            elif op.name == "input":
-                values.append(float(given[self.names[i]]))
-            else:
-                values.append(float(EVALUATE[op.name](*(values[x] if isinstance(x, int) else x for x in op.inputs))))
-        return values
+                continue
+            if op.name == "input":
+                lines.append(f"    n{i} = float(given[{self.names[i]!r}])")
+                continue
+            inputs = [f"n{x}" if isinstance(x, int) else f"float({str(x)!r})" for x in op.inputs]
+            sign = _SIGNS.get(op.name)
+            value = f" {sign} ".join(inputs) if sign else f"float(EVALUATE[{op.name!r}]({', '.join(inputs)}))"
+            lines.append(f"    n{i} = {value}")
+        values = ("0.0" if op.shaped else f"n{i}" for i, op in enumerate(self.operations))
+        lines.append(f"    return [{', '.join(values)}]")
+        space: dict[str, Any] = {"EVALUATE": EVALUATE}
+        exec("\n".join(lines), space)
+        return space["numbers"]
 
     def tensors(self, given: Mapping[str, Tensor]) -> list[Tensor | float]:
         """The same as 0-d float64 tensors where `given` has tensors: nothing waits for the device that holds them."""
@@ -120,15 +147,22 @@ def trace(
 ) -> Program:
     """The program of a pure function from named tensors to named tensors.
 
-    shaped: names of inputs with one entry for every entry of the parameter; numbers: names of 0-d inputs.
+    shaped: names of inputs with one entry for every entry of the parameter; numbers: names of 0-d inputs. A `Number`
+    that meets a tensor is one more of these, under the text of its formula.
     Raises NotElementwise with the first operation that is not entry by entry.
     """
     entries = torch.linspace(0.5, 1.5, math.prod(_SHAPE)).reshape(_SHAPE)  # no random numbers: theirs is the caller's
     given = {n: entries.clone() for n in shaped} | {n: torch.tensor(0.5) for n in numbers}
+    met = _Numbers()
+    with met:
+        step(given)
+    given |= {n: torch.tensor(x.value) for n, x in met.found.items()}
     order: list[str] = []
 
     def run(values: list[Tensor]) -> list[Tensor]:
-        out = step(dict(zip(given, values, strict=True)))
+        named = dict(zip(given, values, strict=True))
+        with _Numbers(named):
+            out = step(named)
         order.extend(out)
         return list(out.values())
 
@@ -138,7 +172,7 @@ def trace(
         if "tracing tensor" not in str(error):
             raise
         raise NotElementwise("the step branches on a number") from None
-    program = Program()
+    program = Program(positive=frozenset(n for n, x in met.found.items() if x > 0))
     values: dict[Any, Value] = {}
     names = iter(given)
     for node in graph.nodes:
@@ -156,7 +190,36 @@ def trace(
                 if result not in values:
                     raise NotElementwise(f"{name} reads a tensor that is neither an entry nor a number of the step")
                 program.outputs[name] = values[result]
+    if any(isinstance(x, float) and math.isnan(x) for op in program.operations for x in op.inputs):
+        raise ForgottenNumber("a hyperparameter is used in a way that hides how it was computed")
     return _clean(program)
+
+
+class _Numbers(TorchFunctionMode):
+    """Gives torch 0-d tensors for the numbers that it meets. given: the tensors; without, any are made and found."""
+
+    def __init__(self, given: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self.given = given
+        self.found: dict[str, Number] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind, named = function.__name__.strip("_"), kwargs or {}
+        lifts = kind in _LIFTS or kind[1:] in _LIFTS
+        if kind in _BOUNDS:
+            lifts = all(type(x) is not float for x in (*args, *named.values()))
+        given = [self._shown(x, lifts) if isinstance(x, Number) else x for x in args]
+        named = {n: self._shown(x, kind in _BOUNDS and lifts) if isinstance(x, Number) else x for n, x in named.items()}
+        return function(*given, **named)
+
+    def _shown(self, number: Number, lifts: bool) -> Any:
+        if not lifts or number == 0.0 or number == 1.0:  # a constant: what it is chooses the operation
+            return number.fixed()
+        if self.given is not None:
+            return self.given[number.text]
+        self.found.setdefault(number.text, number)
+        number.origin.used[number.text] = None
+        return torch.tensor(number.value)
 
 
 def _translate(node: Any, values: dict[Any, Value], program: Program) -> Value:
@@ -200,7 +263,7 @@ def _clean(program: Program) -> Program:
         if kept == nonnegative:
             break
         nonnegative = kept
-    out = Program()
+    out = Program(positive=program.positive)
     where: dict[int, Value] = {}
     seen: dict[Any, int] = {}
     signs_out: dict[int, Sign] = {}
@@ -230,7 +293,7 @@ def _clean(program: Program) -> Program:
 def _scaled_roots(program: Program) -> Program:
     """sqrt(x / n) + c as (sqrt(x) + c sqrt(n)) / sqrt(n) for a number n > 0: one operation on entries less."""
     signs = _signs(program, set(program.nonnegative))
-    out = Program(nonnegative=program.nonnegative)
+    out = Program(nonnegative=program.nonnegative, positive=program.positive)
     where: dict[int, Value] = {}
     positive: set[Value] = set()
     scaled: set[Value] = set()
@@ -337,7 +400,7 @@ def _used(program: Program) -> Program:
     for i in reversed(range(len(program.operations))):
         if i in needed or program.operations[i].name == "input":
             needed.update(x for x in program.operations[i].inputs if isinstance(x, int))
-    out = Program()
+    out = Program(positive=program.positive)
     where: dict[int, int] = {}
     for i, op in enumerate(program.operations):
         if i not in needed and op.name != "input":
@@ -357,7 +420,8 @@ def _signs(program: Program, nonnegative: set[str]) -> dict[int, Sign]:
     signs: dict[int, Sign] = {}
     for i, op in enumerate(program.operations):
         if op.name == "input":
-            signs[i] = "nonnegative" if program.names[i] in nonnegative else "any"
+            name = program.names[i]
+            signs[i] = "positive" if name in program.positive else "nonnegative" if name in nonnegative else "any"
         else:
             signs[i] = _sign_of(op.name, op.inputs, signs)
     return signs

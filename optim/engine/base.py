@@ -14,8 +14,7 @@ arithmetic are float32 for 16-bit parameters, which are rounded once.
 
 from __future__ import annotations
 
-import functools
-import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Unpack
@@ -27,11 +26,12 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
 from axes.optim.engine import states, trees
 from axes.optim.engine.batches import AnyBatch, Batches
-from axes.optim.engine.capabilities import keyed, needs_examples, needs_layers, require_parameter
+from axes.optim.engine.capabilities import keyed, needs_examples, needs_layers
 from axes.optim.engine.checkpoints import Kept, wrap_state
 from axes.optim.engine.choice import plan, route
-from axes.optim.engine.facts import facts
+from axes.optim.engine.facts import facts, followed
 from axes.optim.engine.finite import Before, Finite
+from axes.optim.engine.forms import Forms, Rule, Today
 from axes.optim.engine.generated import is_plain
 from axes.optim.engine.groups import Named, both_too_long, by_rule, by_sides, named
 from axes.optim.engine.interpreted import Member, interpret, replay
@@ -40,7 +40,6 @@ from axes.optim.engine.options import (
     Group,
     Options,
     Params,
-    Rule,
     check_of,
     how,
     of_groups,
@@ -56,18 +55,6 @@ from axes.optim.engine.together import uncompiled
 from axes.optim.sharding.dtensors import local_shard, spread
 from axes.optim.sharding.sharded import Shards, Work, at_owner
 from axes.routes.choice import Implementation, Plan, Target
-
-
-@functools.lru_cache(maxsize=512)
-def _build(rule: Rule, values: tuple[tuple[str, Any], ...]) -> StateUpdate:
-    update = rule(**dict(values)).normal()
-    require_parameter(update)
-    return update
-
-
-@functools.cache
-def _hyperparameters(rule: Rule) -> tuple[str, ...]:
-    return tuple(inspect.signature(rule).parameters)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -111,7 +98,7 @@ class Optimizer(torch.optim.Optimizer):
         if own.get("lr", 0.0) is None:
             for group in self._rule_defaults.values():
                 group["lr"] = self.default_lr
-        self._built: dict[int, tuple[Rule, tuple[Any, ...], StateUpdate]] = {}  # tuples, by group
+        self._forms = Forms(self._who, self._rules, followed)
         self._batches = Batches()
         self._fresh: set[Tensor] = set()  # parameters whose state has not seen a datum
         self._ticks: dict[Tensor, dict[str, int]] = {}  # counts, where those of the state are on a device
@@ -153,19 +140,17 @@ class Optimizer(torch.optim.Optimizer):
 
     # ---- tuples and groups -----------------------------------------------------------------------------------
 
-    @uncompiled()
     def update_for(self, group: Group) -> StateUpdate:
         """The tuple that a parameter group executes, in normal form."""
-        rule = self._rules[group["rule"]]
-        names = _hyperparameters(rule)
-        values = tuple([tuple(x) if isinstance(x := group[name], list) else x for name in names])
-        for name, value in zip(names, values, strict=True):
-            if isinstance(value, Tensor):
-                raise AxesError(f"{self._who}: {name} is part of the tuple: a number, not a tensor")
-        last = self._built.get(id(group))
-        if last is None or last[:2] != (rule, values):  # a tuple takes longer to look up than to compare
-            last = self._built[id(group)] = (rule, values, _build(rule, tuple(zip(names, values, strict=True))))
-        return last[2]
+        return self._today(group).update
+
+    def form_for(self, group: Group) -> StateUpdate:
+        """The same with the group's hyperparameters as numbers of a step: the same one while a scheduler moves them."""
+        return self._today(group).form.update
+
+    @uncompiled()
+    def _today(self, group: Group) -> Today:
+        return self._forms.today(group)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters with their own options; a group without a rule is split by the role of its parameters."""
@@ -207,7 +192,7 @@ class Optimizer(torch.optim.Optimizer):
         main = options["rule"] == self._main
         defaults = self._rule_defaults[options["rule"]]
         group = plain_group({**defaults, **options})
-        update = self.update_for(group)
+        update = self.form_for(group)
         require(self._who, group, update, members, matrices=main and len(self._rules) > 1)
         if group["fused"] and on_host(members):
             group.update(fused=False, foreach=True)
@@ -238,7 +223,7 @@ class Optimizer(torch.optim.Optimizer):
         known = self._roles if len(self._rules) > 1 else None
 
         def expected(group: Group, parameter: Tensor) -> dict[str, Tensor]:
-            return self.expected_state(self.update_for(group), parameter)
+            return self.expected_state(self.form_for(group), parameter)
 
         return describe(self.param_groups, known, self.state, expected, self.skipped)
 
@@ -297,7 +282,7 @@ class Optimizer(torch.optim.Optimizer):
         before = self._before(work) if self._finite.flags else []
         if self._shards is None:
             for group, parameters in work:
-                self._advance(group, self.update_for(group), parameters)
+                self._advance(group, self.form_for(group), parameters)
         else:
             self._advance_shards(self._shards, work)
         if before:
@@ -334,9 +319,9 @@ class Optimizer(torch.optim.Optimizer):
         """Put parameters where their tuple wants the gradient; returns what they showed."""
         shown = []
         for group in self.param_groups:
-            update = self.update_for(group)
-            if not facts(update, False).moves:
+            if not facts(self._forms.today(group).form.update, False).moves:
                 continue
+            update = self.update_for(group)
             if not closure:
                 step = update.parts().step
                 raise AxesError(
@@ -361,28 +346,29 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled()
     def _work(self) -> Work:
         """Groups and those of their parameters that step, after every gradient was looked at."""
-        work, gradients, where = [], [], []
+        work: Work = []
+        gradients: list[Tensor] = []
+        for group in self.param_groups:
+            found = [(p, g) for p in group["params"] if (g := p.grad) is not None and p.numel()]
+            if found:
+                work.append((group, [p for p, _ in found]))
+                gradients += [g for _, g in found]
         shards = self._shards
-        for i, group in enumerate(self.param_groups):
-            parameters = []
-            for j, parameter in enumerate(group["params"]):
-                g = parameter.grad
-                if g is None or not parameter.numel():
-                    continue
-                if g.layout != torch.strided:
-                    raise AxesError(
-                        f"{self._who} does not support sparse gradients ({self._places.name(i, j)}): use "
-                        "nn.Embedding(..., sparse=False)"
-                    )
-                parameters.append(parameter)
-                gradients.append(g if shards is None else local_shard(g))
-                where.append((i, j))
-            if parameters:
-                work.append((group, parameters))
+
+        def name(k: int) -> str:
+            return self._label(list(itertools.chain.from_iterable(parameters for _, parameters in work))[k])
+
+        for k, g in enumerate(gradients):
+            if g.layout != torch.strided:
+                raise AxesError(
+                    f"{self._who} does not support sparse gradients ({name(k)}): use nn.Embedding(..., sparse=False)"
+                )
+        if shards is not None:
+            gradients = [local_shard(g) for g in gradients]
         called_off = self._finite.calls_off(
             self._who,
             gradients,
-            name=lambda k: self._places.name(*where[k]),
+            name=name,
             given=getattr(self, "found_inf", None),  # of a gradient scaler
             there=any(group["fused"] or group["capturable"] for group in self.param_groups),
             agree=None if shards is None else lambda bad: shards.agree(self, bad, len(gradients)),
@@ -395,7 +381,7 @@ class Optimizer(torch.optim.Optimizer):
         moved = [(group, p) for group, parameters in work if not group["fused"] for p in parameters]
         for group, parameter in moved:
             if not self.state.get(parameter):
-                self._begin(group, self.update_for(group), parameter)
+                self._begin(group, self.form_for(group), parameter)
         return [Before(p, self.state[p]) for _, p in moved]
 
     @uncompiled()
@@ -427,10 +413,14 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled(recursive=False)
     def _advance_together(self, group: Group, update: StateUpdate, batches: list[AnyBatch]) -> None:
         """Step a rule that acts entry by entry, or does so around products, over all parameters at once."""
+        today = self._today(group)
         rates = {name: plain(group[name]) for name in facts(update, group["maximize"]).rates}
         if "lr" in rates and group["lr_scale"] != 1.0:
             rates["lr"] = rates["lr"] * group["lr_scale"]
+        rates |= today.numbers
         for batch in batches:
+            if batch.today is not today:
+                batch.take(today)
             device = batch.parameters[0].device
             scale: Tensor | None = getattr(self, "grad_scale", None) if batch.how == "fused" else None
             found = self._finite.flag(device) if batch.how == "fused" else None
@@ -449,6 +439,7 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled()
     def _interpret(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> None:
         """Step by executing the tuple."""
+        update = self._forms.today(group).of(update)
         sign = -1.0 if group["maximize"] else 1.0
         places, hosted = self._places, how(group) == "host"
 
@@ -486,16 +477,16 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not self.state.get(parameter) and parameter.numel() and not (parameter.is_meta or spread(parameter)):
-                    self._begin(group, self.update_for(group), parameter)
+                    self._begin(group, self.form_for(group), parameter)
             if self._shards is not None:
-                self._shards.begin(self, group, self.update_for(group))
+                self._shards.begin(self, group, self.form_for(group))
 
     @uncompiled()
     def _begin(self, group: Group, update: StateUpdate, parameter: Tensor, checked: bool = True) -> None:
         """The state before the first datum. checked: the parameter must be where it can be."""
         if checked:
             states.require_inside(self._places, update, parameter)
-        self.state[parameter] = states.begin(self._who, group, update, parameter)
+        self.state[parameter] = states.begin(self._who, group, self._today(group).of(update), parameter)
         self._ticks.pop(parameter, None)
         self._fresh.add(parameter)
 
@@ -551,7 +542,7 @@ class Optimizer(torch.optim.Optimizer):
         copied = "_rules" in state  # else it is what load_state_dict has made of a file
         if copied:
             self._finite = Finite(state.pop("_check_finite"), state.pop("_skipped"))
-            self._built, self._layers = {}, None
+            self._forms, self._layers = Forms(type(self).__name__, state["_rules"], followed), None
         super().__setstate__(state)
         self._batches, self._ticks = Batches(), {}
         for parameter, kept in self.state.items():

@@ -24,10 +24,12 @@ from axes.core.state_update import State, StateUpdate
 from axes.linalg.blockwise import symmetric_sum
 from axes.linalg.matrix_roots import add_product, product
 from axes.optim.engine import trees
+from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT
 from axes.optim.engine.routing import canonical_shape, real
 from axes.optim.engine.stacked import ListProgram, no_filters_alone, readable, writable
 from axes.optim.engine.together import program, unchanged, uncompiled
+from axes.programs.numbers import as_float
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
 
 _TOGETHER = 1024  # statistics up to this size do not fill a GPU: those of all shapes are refreshed as one batch
@@ -37,7 +39,7 @@ _RESPONSE, _RESPONSE_2 = "response", "second_response"  # and of numbers
 
 
 class Average(NamedTuple):
-    """What a filter or statistic with constant numbers does: x <- keep x + rate u."""
+    """What a filter or statistic with numbers of the step does: x <- keep x + rate u."""
 
     keep: float
     rate: float
@@ -120,7 +122,7 @@ def _average(part: StateUpdate) -> Average | None:
     keep = monoid.gate if isinstance(monoid, Scalar) else 1.0 if isinstance(monoid, Identity) else 0.0
     if not plain or not isinstance(keep, float) or not isinstance(step.rate, int | float):
         return None
-    return Average(keep, float(step.rate), step.debias)
+    return Average(keep, as_float(step.rate), step.debias)
 
 
 def _side(part: StateUpdate, of: str) -> Side | None:
@@ -192,7 +194,8 @@ class Factored:
         """states: flat, with tensors of their own; they are replaced by views of stacks."""
         found = factors(update, maximize)
         assert found is not None
-        self.parameters = parameters
+        self.found, self.parameters = found, parameters
+        self.today: Today | None = None
         alike: dict[Any, list[int]] = {}
         for i, state in enumerate(states):
             numbers = {n: x for n, x in state.items() if n.endswith(".norm") or trees.counts(n)}
@@ -200,6 +203,12 @@ class Factored:
         self.runs = [_Run(found, [parameters[i] for i in some], [states[i] for i in some]) for some in alike.values()]
         self.own = [x for s in states for x in s.values()]
         self.places = list(map(Tensor.data_ptr, parameters))
+
+    def take(self, today: Today) -> None:
+        """Other numbers in the tuple: those of programs are given to every step."""
+        self.today = today
+        for run in self.runs:
+            run.parts = today.of(self.found)
 
     def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether these are still the same parameters, where they were, with the same state tensors."""
@@ -259,7 +268,7 @@ class _Run:
     def step(self, rates: Mapping[str, float | Tensor]) -> None:
         parts = self.parts
         gradients = [real(p.grad) for p in self.held if p.grad is not None]
-        self.head.step(readable(gradients, self.wide, self.head), {}, None, None)
+        self.head.step(readable(gradients, self.wide, self.head), rates, None, None)
         self._respond("norm", parts.filter)
         self._observe([int(age) for age in self.ages])
         if parts.second is None:
@@ -271,7 +280,7 @@ class _Run:
                 add_product(stack.rotated, turned, right, 0.0, 1.0, parts.h.precision)
         else:
             self._respond("stats.2.norm", parts.second)
-            self._whiten()
+            self._whiten(rates)
         if self.shown:
             torch._foreach_copy_([x for _, x in self.shown], [p.detach() for p, _ in self.shown])
         self.tail.step([x for s in self.stacks for x in s.rotated.unbind()], rates, None, None)
@@ -335,7 +344,7 @@ class _Run:
 
     # ---- directions --------------------------------------------------------------------------------------------------
 
-    def _whiten(self) -> None:
+    def _whiten(self, rates: Mapping[str, float | Tensor]) -> None:
         """From drives to directions, which take the place of the rotated drives."""
         precision, kept = self.parts.h.precision, self.stacks[0].kept
         bases = [(s.state(0)["held"], s.state(1)["held"]) for s in self.stacks]
@@ -346,7 +355,7 @@ class _Run:
         names = {_RESPONSE: "norm", _RESPONSE_2: "stats.2.norm"}  # the same for all: they have seen the same data
         numbers = {n: kept[_FILTER + x].flatten()[0] for n, x in names.items() if _FILTER + x in kept}
         assert self.between is not None
-        self.between.step([s.rotated for s in self.stacks], numbers, None, None)
+        self.between.step([s.rotated for s in self.stacks], {**rates, **numbers}, None, None)
         for stack, (left, right) in zip(self.stacks, bases, strict=True):
             add_product(stack.rotated, product(left, stack.drive, precision), right.mT, 0.0, 1.0, precision)
 

@@ -12,6 +12,7 @@ from axes.optim.engine.capabilities import moves_before_closure
 from axes.optim.engine.factored import no_factors
 from axes.optim.engine.stacked import no_cut
 from axes.optim.engine.together import first_is_special, no_program
+from axes.programs.program import ForgottenNumber
 from axes.routes.choice import Route
 
 
@@ -36,6 +37,15 @@ def facts(update: StateUpdate, maximize: bool) -> Facts:
         {"entrywise": entrywise, "stacks": _no_stacks(update, maximize, entrywise), "interpreter": None},
         tuple(per.name for per in update.demands()),
     )
+
+
+def followed(update: StateUpdate) -> bool:
+    """Whether hyperparameters can be followed through a step, so that they are numbers of it."""
+    try:
+        facts(update, False)
+    except ForgottenNumber:
+        return False
+    return True
 
 
 def _no_stacks(update: StateUpdate, maximize: bool, entrywise: str | None) -> str | None:

@@ -16,6 +16,7 @@ from axes.errors import NotFiniteError
 from axes.optim.engine.options import FiniteCheck
 from axes.optim.engine.together import uncompiled
 
+_SMALL = 8192  # entries of a gradient that is copied to its like in less time than an operation of its own takes
 Agree = Callable[[bool], bool]  # whether any process says so
 
 
@@ -119,12 +120,17 @@ def _not_finite(gradients: list[Tensor], name: Callable[[int], str], agree: Agre
 def _surely_finite(gradients: Sequence[Tensor]) -> bool:
     """Whether one number for each gradient shows that all entries are finite; it may overflow where none of them does.
 
-    A sum takes half the time of a norm on a CPU, as it reads and adds only; a GPU computes all norms in one launch.
+    A sum takes half the time of a norm on a CPU, as it reads and adds only, and small gradients are summed as one; a
+    GPU computes all norms in one launch.
     """
-    if all(g.is_cpu for g in gradients):
-        total = sum(map(Tensor.item, map(torch.sum, gradients)))
-        return bool(total - total == 0)  # complex numbers too
-    return bool(torch.isfinite(_together(torch._foreach_norm(list(gradients)))).all())
+    if not all(g.is_cpu for g in gradients):
+        return bool(torch.isfinite(_together(torch._foreach_norm(list(gradients)))).all())
+    small = [g for g in gradients if g.numel() <= _SMALL] if len(gradients) > 1 else []
+    sums = [g.sum() for g in gradients if g.numel() > _SMALL or not small]
+    for dtype in {g.dtype for g in small}:
+        sums.append(torch._C._nn.flatten_dense_tensors([g for g in small if g.dtype == dtype]).sum())
+    total = sum(map(Tensor.item, sums))
+    return bool(total - total == 0)  # complex numbers too
 
 
 def _together(numbers: Sequence[Tensor]) -> Tensor:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
-from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
+from axes.optim.engine.forms import Group
 from axes.optim.engine.generated import How
 from axes.optim.engine.precision import DEFAULTS, Master, Moments, Rounding
 
-Group = dict[str, Any]
-Rule = Callable[..., StateUpdate]
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
 FiniteCheck = Literal["raise", "skip"] | None
 

@@ -24,6 +24,7 @@ from axes.core.geometry import Euclidean, Spectral
 from axes.core.state_update import State, StateUpdate
 from axes.optim.engine import generated, trees
 from axes.optim.engine.capabilities import parts_of, vectors
+from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT
 from axes.optim.engine.routing import canonical_shape
 from axes.optim.engine.together import (
@@ -161,7 +162,8 @@ class ListProgram:
         self.schedule = Schedule(found, keep=(GRADIENT,))
         size = 1 << 18 if like[0].device.type == "cpu" else 1 << 62
         self.blocks = list(blocks([x.numel() for x in like], size))
-        self.views = {n: self._cut(xs) for n, xs in tensors.items()}
+        self.views = {n: self._cut(xs) for n, xs in tensors.items()}  # contiguous, as gradients are when they come
+        self.fits = like[0].is_cpu
 
     def step(
         self,
@@ -176,7 +178,7 @@ class ListProgram:
         lists = {**self.views, GRADIENT: self._cut(gradients)}
         values = self._values(rates, gradients[0].device)
         for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
-            self.schedule.run(group, values)
+            self.schedule.run(group, values, self.fits)
         if self.counts is not None:
             self.counts.add_(1)
 
@@ -229,6 +231,9 @@ class Stacks:
         found = cut(update, maximize)
         assert found is not None
         self.cut, self.parameters, self.states, self.how = found, parameters, states, "host"
+        self.today: Today | None = None
+        self.spectral: Spectral | None = None  # and what follows it, with plain numbers
+        self.rest = found.tail
         by_shape: dict[tuple[int, int], list[int]] = {}
         for i, p in enumerate(parameters):
             by_shape.setdefault(canonical_shape(p), []).append(i)
@@ -262,6 +267,13 @@ class Stacks:
         self.products: Callable[[], list[Tensor]] = self._directions
         if recorded:
             self.products = _Replayed(self._directions, self._in_branches)
+
+    def take(self, today: Today) -> None:
+        """Other numbers in the tuple: those of programs are given to every step."""
+        spectral = today.of(self.cut.spectral)
+        if isinstance(self.products, _Replayed) and self.spectral not in (None, spectral):
+            self.products.forget()
+        self.today, self.spectral, self.rest = today, spectral, today.of(self.cut.tail)
 
     def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether these are still the same parameters, where they were, with the same state tensors."""
@@ -310,12 +322,13 @@ class Stacks:
         return self._alike(out)  # reads what every branch made
 
     def _on(self, streams: Sequence[torch.cuda.Stream | None]) -> list[Tensor]:
+        assert self.spectral is not None
         out = list(self.stacks)
         for stream, branch in zip(streams, self.branches, strict=True):
             squares = None if self.squares is None else [self.squares[i] for i in branch]
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 some = [self.stacks[i] for i in branch]
-                directions = self.cut.spectral.directions(some, self.wide, squares, spend=True)
+                directions = self.spectral.directions(some, self.wide, squares, spend=True)
             for i, x in zip(branch, directions, strict=True):
                 out[i] = x
         return out
@@ -347,7 +360,7 @@ class Stacks:
     def _interpret(
         self, some: list[int], kept: dict[str, Tensor], direction: Tensor, rates: Mapping[str, float | Tensor]
     ) -> None:
-        tail, shape = self.cut.tail, direction.shape[1:]
+        tail, shape = self.rest, direction.shape[1:]
         inside = [self.inside[i].view(shape) for i in some]
         weights = torch.stack(inside).to(self.wide)
         counted = {n: torch.ones((), dtype=torch.int64) for n in self._tail_counts}
@@ -376,6 +389,10 @@ class _Replayed:
 
     def __init__(self, function: Callable[[], list[Tensor]], recorded: Callable[[], list[Tensor]]) -> None:
         self.function, self.recorded, self.calls = function, recorded, 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Record anew: the function is another one now."""
         self.graph: torch.cuda.CUDAGraph | None = None
         self.results: list[Tensor] = []
 

@@ -7,10 +7,12 @@ name, so that all of them can take turns.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, final
+from typing import Any, NamedTuple, ParamSpec, TypeVar, final
 
+import numpy
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -19,6 +21,7 @@ from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import generated, stored, trees
 from axes.optim.engine.capabilities import keyed, mixes, parts_of, vectors
+from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT, How, is_plain
 from axes.optim.engine.routing import real
 from axes.programs.batched import Schedule, blocks
@@ -28,6 +31,7 @@ from axes.programs.storage import FORMS, LOW, UNIT
 P = ParamSpec("P")
 R = TypeVar("R")
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.programs.program
+_SMALL = 4096  # entries up to which a tensor is stepped as part of a copy of many (measured on a CPU)
 
 
 def uncompiled(recursive: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -122,6 +126,7 @@ class Batch:
         seed: int = 0,
     ) -> None:
         """streams: of random bits, if parameters are rounded at random."""
+        self.today: Today | None = None
         self.schedule = schedule(update, maximize)
         self.hosted = how == "host"  # where the counts are
         if generated.no_kernel(how, parameters[0].device, all(map(is_plain, parameters))) is None:
@@ -146,10 +151,24 @@ class Batch:
         # a parameter of 16 bits, or without one run of memory, is stepped as a float32 or contiguous copy
         self.whole = all(p.is_contiguous() and real(p).dtype == self.wide for p in parameters)
         self.cut = list(blocks([p.numel() for p in map(real, parameters)], _block(parameters[0])))
+        self.uncut = [all(b - a == self.shapes[i].numel() for i, a, b in group) for group in self.cut]
         kept = [n for n in names if n not in (PARAMETER, GRADIENT, *self.coded)]
+        self.shown = [real(p).detach() for p in parameters]
+        self.joined = [self._joined(group) for group in self.cut]
+        for group, joined in zip(self.cut, self.joined, strict=True):
+            if joined:
+                _join([states[i] for i, _, _ in group], kept)
+        self.own = [x for s in states for x in s.values()]
         self.views: dict[str, Any] = {n: self._blocks([s[n] for s in states]) for n in kept}
         if self.whole:
-            self.views[PARAMETER] = self._blocks([real(p).detach() for p in parameters])
+            self.views[PARAMETER] = self._blocks(self.shown)
+        self.rooms = {b: self._room(b, kept) for b, joined in enumerate(self.joined) if joined}
+        # whether torch's own operation for the whole program can have what is kept
+        self.fits = parameters[0].is_cpu and all(x.is_contiguous() for v in self.views.values() for xs in v for x in xs)
+
+    def take(self, today: Today) -> None:
+        """Other numbers in the tuple: those of programs are given to every step."""
+        self.today = today
 
     def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether these are still the same parameters, where they were, with the same state tensors."""
@@ -181,7 +200,7 @@ class Batch:
             value = self.schedule.program.outputs[name]
             exact = values[value] if isinstance(value, int) else value
             self.copies[name].fill_(exact)
-            self.held[name] = torch.tensor(exact, dtype=self.copies[name].dtype).item()  # as a resumed run will read it
+            self.held[name] = rounded(exact, self.copies[name].dtype)  # as a resumed run will read it
         self.versions = list(map(_version, self.copies.values()))
 
     def _on_device(self, rates: Mapping[str, float | Tensor]) -> None:
@@ -204,7 +223,11 @@ class Batch:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if any(g.dtype != self.wide for g in gradients):
             gradients = [real(g).to(self.wide) for g in gradients]
-        lists = {**self.views, GRADIENT: self._blocks(gradients)}
+        lists = {**self.views, GRADIENT: self._pieces(gradients)}
+        for b, room in self.rooms.items():
+            torch._foreach_copy_([*room.shown, *room.gradients], [*room.parameters, *lists[GRADIENT][b]])
+            lists[GRADIENT][b] = room.gradient
+        fits = self.fits and all(map(Tensor.is_contiguous, gradients))
         copies: list[Tensor] = []
         if not self.whole:
             copies = [self._copy(p, s) for p, s in zip(self.parameters, self.states, strict=True)]
@@ -214,7 +237,9 @@ class Batch:
             decoded[name] = [stored.opened(s)[name].contiguous() for s in self.states]
             lists[name] = self._blocks(decoded[name])
         for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
-            self.schedule.run(group, values)
+            self.schedule.run(group, values, fits)
+        for room in self.rooms.values():
+            torch._foreach_copy_(room.parameters, room.shown)
         self.counts.add_(1)
         for i, copy in enumerate(copies):
             parameter, state = self.parameters[i], self.states[i]
@@ -233,6 +258,28 @@ class Batch:
 
     def _blocks(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         return [[self._entries(tensors[i], i, first, end) for i, first, end in group] for group in self.cut]
+
+    def _joined(self, group: list[tuple[int, int, int]]) -> bool:
+        """Whether the tensors of a block are so small that a copy of them all is stepped faster than each of them."""
+        small = all(a == 0 and b == self.shapes[i].numel() <= _SMALL for i, a, b in group)
+        plain = self.whole and not self.coded and self.schedule.library is None
+        return small and len(group) > 4 and plain and self.parameters[0].is_cpu
+
+    def _room(self, block: int, kept: list[str]) -> _Room:
+        """Room for the parameters and gradients of a block, whose states become one tensor each."""
+        for n in kept:
+            self.views[n][block] = [_whole(self.views[n][block])]
+        parameters = self.views[PARAMETER][block]
+        flat, gradient = _flat(parameters), _flat(parameters)
+        self.views[PARAMETER][block] = [flat]
+        return _Room(parameters, _like(flat, parameters), [gradient], _like(gradient, parameters))
+
+    def _pieces(self, gradients: list[Tensor]) -> list[list[Tensor]]:
+        """The same of gradients, which have the shapes of their parameters."""
+        return [
+            [gradients[i] if whole else self._entries(gradients[i], i, a, b) for i, a, b in group]
+            for group, whole in zip(self.cut, self.uncut, strict=True)
+        ]
 
     def _entries(self, x: Tensor, index: int, first: int, end: int) -> Tensor:
         """A tensor in the shape of its parameter, or a piece of it."""
@@ -287,7 +334,7 @@ def unchanged(
         return False
     if list(map(Tensor.data_ptr, parameters)) != places:
         return False
-    now = [x for p in parameters for x in state[p].values()]
+    now = list(itertools.chain.from_iterable(map(dict.values, map(state.__getitem__, parameters))))
     return len(now) == len(own) and all(map(operator.is_, now, own))
 
 
@@ -299,6 +346,38 @@ def _together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
         for s in states:
             s[n] = next(views).view(s[n].shape)
     return whole
+
+
+class _Room(NamedTuple):
+    """Small parameters, and their places in a copy of them all; the same places for their gradients."""
+
+    parameters: list[Tensor]
+    shown: list[Tensor]
+    gradient: list[Tensor]
+    gradients: list[Tensor]
+
+
+def _join(states: list[dict[str, Tensor]], names: list[str]) -> None:
+    """Lay the tensors of each name out one behind the other."""
+    for name in names:
+        xs = [s[name] for s in states]
+        for s, x in zip(states, _like(_flat(xs), xs), strict=True):
+            s[name] = x
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """The parts of a flat tensor in the shapes of tensors."""
+    parts = flat.split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+def _whole(parts: list[Tensor]) -> Tensor:
+    """The flat tensor that these are the parts of."""
+    return parts[0].as_strided((sum(x.numel() for x in parts),), (1,), parts[0].storage_offset())
 
 
 def _version(x: Tensor) -> int:
@@ -314,6 +393,13 @@ def _aligned(x: Tensor) -> bool:
 def fits_kernels(x: Tensor) -> bool:
     """Whether a generated kernel may be given a tensor as it is."""
     return x.is_contiguous() and _aligned(x)
+
+
+def rounded(x: float, dtype: torch.dtype) -> float:
+    """A number as a tensor of this dtype keeps it."""
+    if dtype == torch.float32:  # a tensor takes ten times as long
+        return float(numpy.float32(x))
+    return x if dtype == torch.float64 else float(torch.tensor(x, dtype=dtype))
 
 
 def copied(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -247,6 +247,7 @@ class ExactNaturalGradient(Optimizer):
     def _advance(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> None:
         if not self._passes:
             raise AxesError("ExactNaturalGradient: the model was not called since the last step")
+        update = self._today(group).of(update)
         first = parameters[0]
         dtype = torch.promote_types(first.dtype, torch.float32)
         w = torch.cat([p.detach().reshape(-1).to(dtype) for p in parameters])[None]

@@ -61,9 +61,8 @@ class SOAP(Optimizer):
         aux_lr_scale, aux_betas, aux_eps, aux_weight_decay: AdamW for embeddings, output head, vectors and scalars.
 
     Source: Vyas et al. 2024, algorithms 3 and 4, and the authors' code, which skips the first step as well. Differs: a
-    small multiple of I is added to the statistics in the iteration; the basis of a null space is a fixed one; the second
-    moment keeps its place instead of being sorted with the basis; decay comes before the step, at the first gradient
-    too.
+    small multiple of I is added to the statistics in the iteration; a null space has a fixed basis; the second moment
+    keeps its place instead of being sorted with the basis; decay comes before the step, at the first gradient too.
 
     Raises:
         AxesError: betas, eps or options that make no sense, or that have no effect with this basis.

@@ -116,7 +116,7 @@ class Shards:
         """Look at the parameters of an optimizer; whether any is a DTensor. All processes of a mesh take part."""
         new: dict[Any, list[Member]] = {}
         for group in optimizer.param_groups:
-            update = optimizer.update_for(group)
+            update = optimizer.form_for(group)
             for p in group["params"]:
                 held = self._held.get(p)
                 if held is not None and held.update is update and held.current():
@@ -201,7 +201,7 @@ class Shards:
         try:
             plain = []
             for group, parameters in work:
-                update = optimizer.update_for(group)
+                update = optimizer.form_for(group)
                 members, gathered = [], []
                 for p in parameters:
                     held = self._held.get(p)

@@ -117,20 +117,21 @@ class Job:
         """Others than the owner know the names of a state."""
         for held in self.members:
             if not held.owned and not optimizer.state.get(held.parameter):
-                names = optimizer.expected_state(optimizer.update_for(self.group), held.parameter)
+                names = optimizer.expected_state(optimizer.form_for(self.group), held.parameter)
                 held.hide({name: self._like.new_empty(0) for name in names})
                 optimizer.state[held.parameter] = held.shown
 
     def _factors(self, optimizer: Owner) -> tuple[float | Tensor, float | Tensor]:
         """a and r of the move W = a W + r u: what the rule makes of the pairs (1, 0) and (0, 1)."""
         assert self.move is not None
+        move = optimizer._today(self.group).of(self.move)
         like = torch.zeros((), dtype=torch.float64)
-        given = rates(self.group, self.move, like)
+        given = rates(self.group, move, like)
         devices = [x.device for x in given.values() if isinstance(x, Tensor)]
         probe = torch.eye(2, dtype=torch.float64, device=devices[0] if devices else "cpu")
         w, u = probe[:1], probe[1:]
         signal = {"g": -u, **given}
-        _, out = self.move.step(self.move.init(signal, (w,)), signal)
+        _, out = move.step(move.init(signal, (w,)), signal)
         keep, rate = out.weights[0][0].unbind()
         if keep.device.type == "cpu":
             return float(keep), float(rate)

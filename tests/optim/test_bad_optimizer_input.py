@@ -31,7 +31,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "nesterov": (lambda: optim.SGD(layer(), momentum=0.0, nesterov=True), "nesterov needs momentum > 0"),
     "dampened nesterov": (lambda: optim.SGD(layer(), dampening=0.1, nesterov=True), "dampening = 0"),
     "beta": (lambda: optim.Adam(layer(), betas=(0.9, 1.0)), r"beta2 must lie in \[0, 1\)"),
-    "tensor beta": (lambda: optim.Muon(layer(), momentum=torch.tensor(0.9)), "a number, not a tensor"),
+    "tensor beta": (lambda: optim.Muon(layer(), momentum=torch.tensor([0.9, 0.8])), "a tensor of one element"),
     "eps": (lambda: optim.Adam(layer(), eps=-1.0), "eps must be >= 0"),
     "muon steps": (lambda: optim.Muon(layer(), ns_steps=0), r"steps must be an integer in \[1, 99\]"),
     "muon scale": (lambda: optim.Muon(layer(), scale="huge"), "scale 'huge'"),

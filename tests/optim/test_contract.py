@@ -141,7 +141,7 @@ def test_forms_of_params(instance: Instance) -> None:
             optimizer.step()
         results.append(values(model))
     for other in results[1:]:
-        same(results[0], other)
+        same(results[0], other, 1e-15 if instance.transcendental else 0.0)
 
 
 @pytest.mark.parametrize("instance", INSTANCES, ids=str)
@@ -368,8 +368,11 @@ def test_a_compiled_step_is_compiled_once(capturable: bool) -> None:
             move()
         for scheduler in schedulers:
             scheduler.step()
+        for o in (optimizer, reference):
+            beta = 0.8 + 0.02 * t
+            o.param_groups[0]["betas"] = (torch.tensor(beta) if capturable and o is optimizer else beta, 0.99)
         frames.append(counter.frame_count)
-    assert len(set(frames)) == 1, frames
+    assert len(set(frames[1:])) == 1 and (capturable or frames[0] == frames[1]), frames
     assert (counter.op_count > 40) == capturable  # the arithmetic of AdamW was seen
     same(values(model), values(twin), 1e-6)
 

@@ -58,7 +58,7 @@ class Entropic(Geometry):
     def __post_init__(self) -> None:
         allowed = ("row", "column", "whole", "last")
         require(self.axis in allowed, self, f"axis {self.axis!r} is not one of {', '.join(allowed)}")
-        ok = self.mass is None or (self.mass > 0 and math.isfinite(self.mass))
+        ok = self.mass is None or 0 < self.mass < math.inf
         require(ok, self, f"mass must be positive or None (sqrt(n_in)), got {self.mass}")
 
     @property

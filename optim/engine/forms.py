@@ -1,0 +1,215 @@
+"""The tuple of a parameter group, built once for all values of its hyperparameters.
+
+A rule is a function from hyperparameters to a tuple. Those that are floats, alone or in a tuple, are numbers of a step,
+as a learning rate is: the rule is called with numbers that remember how they were computed (`axes.programs.numbers`),
+and a scheduler that changes them changes nothing else. All others, and floats that decide what the tuple is made of (a
+momentum of zero has no buffer), make another tuple. Tensors are numbers too; one on a device is never waited for, and
+what it is when its group is made decides.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from axes.core.declared import forgotten, resolved
+from axes.core.state_update import StateUpdate
+from axes.errors import AxesError
+from axes.optim.engine.capabilities import require_parameter
+from axes.programs.numbers import Origin, formula
+
+D = TypeVar("D")
+Group = dict[str, Any]  # a parameter group
+Rule = Callable[..., StateUpdate]
+_KEPT = 512
+
+
+@final
+class Form:
+    """A tuple whose numbers are hyperparameters: what decides how a group is stepped, and stays while they change."""
+
+    def __init__(self, update: StateUpdate, origin: Origin) -> None:
+        self.update, self.origin = update, origin
+
+
+@final
+class Today:
+    """What the rule and the hyperparameters of a group come to, until one of these changes."""
+
+    def __init__(self, rule: Rule, given: list[Any], form: Form, hyperparameters: list[Any]) -> None:
+        """hyperparameters: the numbers among `given`, floats, or tensors where they are on a device."""
+        self.rule, self.given, self.form, self.hyperparameters = rule, given, form, hyperparameters
+        self._parts: dict[int, tuple[Any, Any]] = {}
+        self._numbers: dict[str, float | Tensor] = {}
+
+    @property
+    def holds(self) -> bool:
+        """Whether all that was asked of the form's numbers, by now, is as true of these."""
+        first = self.form.origin.values
+        return self.form.origin.holds(
+            [x if isinstance(x, float) else y for x, y in zip(self.hyperparameters, first, strict=True)]
+        )
+
+    @property
+    def update(self) -> StateUpdate:
+        """The tuple, with plain numbers."""
+        return self.of(self.form.update)
+
+    def of(self, part: D) -> D:
+        """The form, or what was made of it, with plain numbers."""
+        known = self._parts.get(id(part))
+        if known is None:
+            known = self._parts[id(part)] = (part, resolved(part, [float(x) for x in self.hyperparameters]))
+        return known[1]
+
+    @property
+    def numbers(self) -> Mapping[str, float | Tensor]:
+        """The numbers that programs read, by their formulas."""
+        used = self.form.origin.used
+        if len(self._numbers) != len(used):
+            given = self.hyperparameters
+            there = next((x.device for x in given if isinstance(x, Tensor)), None)
+            if there is not None:
+                given = [torch.as_tensor(x, dtype=torch.float64, device=there).reshape(()) for x in given]
+            self._numbers = {text: formula(text)(given) for text in used}
+        return self._numbers
+
+
+@final
+class Forms:
+    """The tuples of an optimizer's groups; one is looked at again only when hyperparameters change."""
+
+    def __init__(self, who: str, rules: Mapping[str, Rule], followed: Callable[[StateUpdate], bool]) -> None:
+        """followed: whether the numbers of a tuple can be followed through a step."""
+        self.who, self.rules, self.followed = who, rules, followed
+        self._last: dict[int, Today] = {}
+
+    def today(self, group: Group) -> Today:
+        """Of a group.
+
+        Raises:
+            AxesError: hyperparameters that make no sense.
+        """
+        rule = self.rules[group["rule"]]
+        given = [_plain(group[name]) for name in _names(rule)]
+        last = self._last.get(id(group))
+        if last is not None and last.rule is rule and _same(last.given, given) and last.holds:
+            return last
+        self._require_single(rule, given)
+        hyperparameters = list(_floats(given))
+        if last is not None and last.rule is rule and _alike(last.given, given):
+            now = Today(rule, given, last.form, hyperparameters)
+            if now.holds:
+                self._last[id(group)] = now
+                return now
+        form = _form(rule, given, [float(x) for x in hyperparameters], self.followed)
+        now = self._last[id(group)] = Today(rule, given, form, hyperparameters)
+        return now
+
+    def _require_single(self, rule: Rule, given: list[Any]) -> None:
+        for name, value in zip(_names(rule), given, strict=True):
+            for x in value if isinstance(value, tuple) else (value,):
+                if isinstance(x, Tensor) and x.numel() != 1:
+                    raise AxesError(
+                        f"{self.who}: {name} is a number, or a tensor of one element, not of shape {tuple(x.shape)}"
+                    )
+
+
+@functools.cache
+def _names(rule: Rule) -> tuple[str, ...]:
+    return tuple(inspect.signature(rule).parameters)
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as rules take it: lists as tuples, reals and tensors on the host as floats."""
+    if isinstance(value, float | int | str | None):
+        return float(value) if isinstance(value, float) else value
+    if isinstance(value, tuple | list):
+        return tuple(_plain(x) for x in value)
+    if isinstance(value, Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else value
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, float | Tensor)
+
+
+def _floats(given: list[Any]) -> Iterator[Any]:
+    for value in given:
+        yield from (x for x in (value if isinstance(value, tuple) else (value,)) if _is_number(x))
+
+
+def _replaced(given: list[Any], number: Callable[[Any], Any]) -> list[Any]:
+    """With something in the place of every number."""
+
+    def one(x: Any) -> Any:
+        return number(x) if _is_number(x) else x
+
+    return [tuple(one(x) for x in value) if isinstance(value, tuple) else one(value) for value in given]
+
+
+def _same(last: list[Any], given: list[Any]) -> bool:
+    return all(x is y or (not isinstance(x, Tensor) and x == y) for x, y in zip(last, given, strict=True))
+
+
+def _alike(last: list[Any], given: list[Any]) -> bool:
+    """Whether two lists differ in numbers only."""
+    return _replaced(last, lambda x: float) == _replaced(given, lambda x: float)
+
+
+_FORMS: OrderedDict[Any, list[Form]] = OrderedDict()  # by rule and what is no number, the latest first
+
+
+def _form(rule: Rule, given: list[Any], values: list[float], followed: Callable[[StateUpdate], bool]) -> Form:
+    """The form of a rule for which what was asked of its numbers holds."""
+    key = (rule, tuple(_replaced(given, lambda x: float)))
+    known = _FORMS.setdefault(key, [])
+    _FORMS.move_to_end(key)
+    while len(_FORMS) > _KEPT:
+        _FORMS.popitem(last=False)
+    for form in known:
+        if form.origin.holds(values):
+            return form
+    form = _built(rule, given, values, followed)
+    known.insert(0, form)
+    del known[_KEPT:]
+    return form
+
+
+def _built(rule: Rule, given: list[Any], values: list[float], followed: Callable[[StateUpdate], bool]) -> Form:
+    origin = Origin(values)
+    try:
+        update = _declared(rule, _replaced(given, _Next(origin.numbers())))
+        if not forgotten(update) and followed(update):
+            return Form(update, origin)
+    except Exception:  # what does not take such a number, or is refused: plain floats make the tuple, or the message
+        pass
+    origin.fix()
+    return Form(_declared(rule, _replaced(given, _Next(values))), origin)
+
+
+def _declared(rule: Rule, given: list[Any]) -> StateUpdate:
+    update = rule(**dict(zip(_names(rule), given, strict=True))).normal()
+    require_parameter(update)
+    return update
+
+
+class _Next:
+    """One after another, whatever it is asked about."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = iter(values)
+
+    def __call__(self, x: Any) -> Any:
+        return next(self._values)
+
+
+__all__ = ["Form", "Forms", "Today"]
