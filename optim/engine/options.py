@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypedDict
 
@@ -91,7 +92,8 @@ def check_of(who: str, options: Options) -> FiniteCheck:
 def plain(value: Any) -> Any:
     """A hyperparameter with real numbers of numpy and others as Python's, alone or among others."""
     if type(value) is tuple or type(value) is list:
-        return type(value)(plain(x) for x in value)
+        found = [plain(x) for x in value]
+        return value if all(map(operator.is_, found, value)) else type(value)(found)
     if isinstance(value, bool | int | Tensor) or type(value) is float:
         return value
     if isinstance(value, numbers.Integral):
