@@ -58,6 +58,8 @@ class DepthMixer(nn.Module, ABC):
     cast to the dtype of the streams.
     """
 
+    hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: what is no nn.Linear here is no hidden matrix
+
     update: StateUpdate
     name: ClassVar[str] = "mixer"
     paper: ClassVar[str] = ""

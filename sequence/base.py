@@ -59,6 +59,8 @@ class SequenceLayer(nn.Module):
     Raises: ShapeError for inputs of the wrong shape, dtype or device; IllegalUpdate for a tuple without keys.
     """
 
+    hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: what is no nn.Linear here is no hidden matrix
+
     update: StateUpdate
     block: Block
     name: ClassVar[str]

@@ -146,6 +146,8 @@ class _Convolved(torch.autograd.Function):
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution over time with a carried tail: (B, T, C) -> (B, T, C)."""
 
+    hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: what is no nn.Linear here is no hidden matrix
+
     def __init__(
         self, channels: int, width: int, activation: Activation | None, factory: Factory, bias: bool = False
     ) -> None:

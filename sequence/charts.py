@@ -226,6 +226,8 @@ class Constant(Chart):
 
 @final
 class _ConstantModule(nn.Module):
+    hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: what is no nn.Linear here is no hidden matrix
+
     def __init__(self, chart: Constant, per: Per, sizes: Sizes, factory: Factory) -> None:
         super().__init__()
         self.chart, self.name = chart, per.name

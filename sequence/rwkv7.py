@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ _MIXING = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 @final
 class LowRank(nn.Module):
     """W_2 f(W_1 x) + b with W_1 = 0 and W_2 orthogonal (gain 0.1) at first, so that it starts at its bias."""
+
+    hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: what is no nn.Linear here is no hidden matrix
 
     def __init__(self, width: int, rank: int, out: int, activation: str | None, bias: bool, factory: Factory) -> None:
         super().__init__()
@@ -76,6 +78,8 @@ class RWKV7Block(Block):
 
 @final
 class _RWKV7Module(BlockModule):
+    hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: what is no nn.Linear here is no hidden matrix
+
     def __init__(self, block: RWKV7Block, sizes: Sizes, factory: Factory) -> None:
         super().__init__()
         width, keys, values = sizes.d_model, sizes.heads * sizes.d_k, sizes.heads * sizes.d_v

@@ -6,6 +6,7 @@ from the group's hyperparameters by a pure function. A parameter is a matrix to 
 arithmetic are float32 for 16-bit parameters, which are rounded once.
 
     options, groups, requirements   what an optimizer is given, and whether it makes sense
+    routing, layouts, router        what a parameter is, how it is matrices, and which rule takes it
     facts, batches                  what is decided once: how a tuple is stepped, and which parameters together
     together, stacked, interpreted  the three ways to step
     states, stored, precision       a parameter's state: as its tuple sees it, and as it is kept
@@ -33,9 +34,10 @@ from axes.optim.engine.facts import facts, followed
 from axes.optim.engine.finite import Before, Finite
 from axes.optim.engine.forms import Forms, Rule, Today
 from axes.optim.engine.generated import is_plain
-from axes.optim.engine.groups import Named, both_too_long, by_rule, by_sides, named
+from axes.optim.engine.groups import Named, both_too_long, by_sides, named
 from axes.optim.engine.interpreted import Member, interpret, replay
 from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows, no_hooks
+from axes.optim.engine.one_shape import fits
 from axes.optim.engine.options import (
     Group,
     Options,
@@ -50,7 +52,8 @@ from axes.optim.engine.options import (
 from axes.optim.engine.places import Places
 from axes.optim.engine.reports import Report, describe
 from axes.optim.engine.requirements import on_host, require
-from axes.optim.engine.routing import Role, Roles, roles
+from axes.optim.engine.router import Router
+from axes.optim.engine.routing import Role
 from axes.optim.engine.together import uncompiled
 from axes.optim.sharding.dtensors import local_shard, spread
 from axes.optim.sharding.sharded import Shards, Work, at_owner
@@ -62,12 +65,13 @@ class Optimizer(torch.optim.Optimizer):
 
     Args:
         params: a model, named parameters, parameters, or parameter groups.
-        rules: tuple builders by name, the first for the parameters the optimizer is about. A second one is auxiliary:
-            it takes what the first, being for matrices, cannot.
+        declared: tuple builders by name, the first for the parameters the optimizer is about. A second one is
+            auxiliary: it takes what the first, being for matrices, cannot.
         defaults: group defaults by rule name, with `lr` and `weight_decay`.
 
     Raises:
-        AxesError: hyperparameters, parameters or groups that make no sense, or bare parameters for a matrix rule.
+        AxesError: hyperparameters, parameters or groups that make no sense; a matrix rule without any matrix, or with
+            parameters of which neither a model nor a name says what they are.
 
     State is a flat dict of tensors; its names mirror the tuple. It is there from the construction on, except of meta
     parameters, and is made again at a parameter's first step, from the weights that it has then.
@@ -85,14 +89,15 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Params,
-        rules: Mapping[str, Rule],
+        declared: Mapping[str, Rule],
         defaults: Mapping[str, Group],
         **options: Unpack[Options],
     ) -> None:
         require_known(self._who, options)
-        self._rules = dict(rules)
+        self._rules = dict(declared)
         self._rule_defaults: dict[str, Group] = {
-            rule: plain_group({"lr_scale": 1.0, **defaults[rule], **of_groups(options), "rule": rule}) for rule in rules
+            rule: plain_group({"lr_scale": 1.0, **defaults[rule], **of_groups(options), "rule": rule})
+            for rule in declared
         }
         own = self._rule_defaults[self._main]
         if own.get("lr", 0.0) is None:
@@ -103,15 +108,15 @@ class Optimizer(torch.optim.Optimizer):
         self._fresh: set[Tensor] = set()  # parameters whose state has not seen a datum
         self._ticks: dict[Tensor, dict[str, int]] = {}  # counts, where those of the state are on a device
         self._finite = Finite(check_of(self._who, options))
-        self._roles: Roles = {}
         self._reduction: Reduction = "mean"
         self._layers: Layers | None = None
         self._shards: Shards | None = None  # where parameters are DTensors
         self.update = self.update_for(own)
         reads_layers = self.watches_layers and needs_layers(self.update)
+        self._router = Router(self._who, list(self._rules), reads_layers, options)
         model = params if isinstance(params, nn.Module) else options.get("model")
         if model is not None:
-            self._roles = roles(model, linear_only=reads_layers)
+            self._router.meet(model)
         elif reads_layers:
             raise AxesError(
                 f"{self._who}: the tuple reads inputs and output gradients of layers: pass the model itself, "
@@ -122,6 +127,7 @@ class Optimizer(torch.optim.Optimizer):
         elif isinstance(params, dict):
             params = list(params.items())
         super().__init__(params, dict(own))
+        self._router.settle()
         if reads_layers:
             assert model is not None
             weights = [p for group in self.param_groups if group["rule"] == self._main for p in group["params"]]
@@ -156,18 +162,26 @@ class Optimizer(torch.optim.Optimizer):
         """Add parameters with their own options; a group without a rule is split by the role of its parameters."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        options = {key: value for key, value in param_group.items() if key != "params"}
-        members = self._named(param_group.get("params"))
+        options = {key: value for key, value in param_group.items() if key not in ("params", "matrices")}
+        members, matrices = self._named(param_group.get("params")), param_group.get("matrices")
+        if matrices is not None and not (self._router.routes and options.get("rule") == self._main):
+            raise AxesError(
+                f"{self._who}: matrices={matrices!r} is for groups that name a rule for matrices"
+                + (f", 'rule': {self._main!r}" if self._router.routes else ", and it has none")
+            )
         if "rule" in options:
             if options["rule"] not in self._rules:
                 raise UnknownName(f"rule of {self._who}", str(options["rule"]), self._rules)
+            self._router.named_by_group(options["rule"], members, matrices)
             self._add_by_sides(options, members)
         elif len(self._rules) == 1 or not members:
             self._add_by_sides({**options, "rule": self._main}, members)
         else:
-            for rule, theirs in by_rule(self._who, members, list(self._rules), self._roles).items():
+            for rule, theirs in self._router.by_rule(members).items():
                 if theirs:
                     self._add_by_sides({**options, "rule": rule}, theirs, list(self._rules)[1])
+        if self._router.settled:
+            self._router.warn()
 
     def _add_by_sides(self, options: Group, members: Named, auxiliary: str | None = None) -> None:
         """Matrices longer than a rule's max_side in groups of their own; those longer in both sides to another rule."""
@@ -175,23 +189,27 @@ class Optimizer(torch.optim.Optimizer):
         if limit is None or "sides" in options or not members:
             self._add(options, members)
             return
-        for sides, theirs in by_sides(self._who, members, limit).items():
+        for sides, theirs in by_sides(self._who, members, limit, self._router).items():
             if sides != "neither":
                 self._add({**options, "sides": sides}, theirs)
             elif auxiliary is None:
-                raise both_too_long(self._who, options["rule"], theirs, limit)
+                raise both_too_long(self._who, options["rule"], theirs, limit, self._router)
             else:
-                self._roles.update((p, Role(False, f"both sides are longer than max_side={limit}")) for _, p in theirs)
+                other = Role(False, f"both sides are longer than max_side={limit}")
+                self._router.roles.update((p, other) for _, p in theirs)
                 self._add({**options, "rule": auxiliary}, theirs)
 
     def _named(self, params: Any) -> Named:
         """(name or None, parameter) for whatever was given, every parameter once."""
-        return named(self._who, params, self._roles)
+        return named(self._who, params, self._router)
 
     def _add(self, options: Group, members: Named) -> None:
         main = options["rule"] == self._main
         defaults = self._rule_defaults[options["rule"]]
         group = plain_group({**defaults, **options})
+        layouts = [self._router.layout(p).text for _, p in members]
+        if main and any(layouts):
+            group["matrices"] = layouts
         update = self.form_for(group)
         require(self._who, group, update, members, matrices=main and len(self._rules) > 1)
         if group["fused"] and on_host(members):
@@ -213,19 +231,18 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def _places(self) -> Places:
-        return Places(self._who, self.param_groups, self._shards)
+        return Places(self._who, self.param_groups, self._shards, self._router)
 
     def _label(self, parameter: Tensor) -> str:
         return self._places.label(parameter)
 
     def report(self) -> Report:
         """Every parameter with its rule, the reason for it, step size and decay in force, and the size of its state."""
-        known = self._roles if len(self._rules) > 1 else None
 
         def expected(group: Group, parameter: Tensor) -> dict[str, Tensor]:
             return self.expected_state(self.form_for(group), parameter)
 
-        return describe(self.param_groups, known, self.state, expected, self.skipped)
+        return describe(self.param_groups, self._router, self.state, expected, self.skipped)
 
     # ---- what runs -------------------------------------------------------------------------------------------
 
@@ -335,8 +352,9 @@ class Optimizer(torch.optim.Optimizer):
                         theta = (self.state.get(plain) or {}).get("theta")
                         if theta is None:
                             states.require_inside(self._places, update, plain)
-                            theta = states.theta_0(update, plain)
-                        states.show(plain, states.evaluation_point(group, update, theta))
+                            theta = states.theta_0(update, plain, self._places.layout(plain))
+                        point = states.evaluation_point(group, update, theta)
+                        states.show(plain, point, self._places.layout(plain))
         return shown
 
     def _standing_in(self, parameter: Tensor) -> AbstractContextManager[Tensor]:
@@ -401,8 +419,9 @@ class Optimizer(torch.optim.Optimizer):
         for parameter in late:
             self._begin(group, update, parameter)
         self._fresh.difference_update(late)
-        if route(update, group) != "interpreter":
-            alone = set(late) if facts(update, group["maximize"]).special else set()
+        interpreted = route(update, group) == "interpreter"
+        if not interpreted or fits(update, group):
+            alone = set(late) if not interpreted and facts(update, group["maximize"]).special else set()
             together = [p for p in parameters if p not in alone]
             if together:
                 self._advance_together(group, update, self._batched(group, update, together))
@@ -449,7 +468,7 @@ class Optimizer(torch.optim.Optimizer):
 
         def datum(parameter: Tensor) -> dict[str, Tensor]:
             assert parameter.grad is not None
-            g = states.canonical(parameter.grad)
+            g = states.canonical(parameter.grad, places.layout(parameter))
             return {"g": -g if group["maximize"] else g, **self._layer_signal(update, parameter, sign)}
 
         if keyed(update):
@@ -486,7 +505,8 @@ class Optimizer(torch.optim.Optimizer):
         """The state before the first datum. checked: the parameter must be where it can be."""
         if checked:
             states.require_inside(self._places, update, parameter)
-        self.state[parameter] = states.begin(self._who, group, self._today(group).of(update), parameter)
+        rule, layout = self._today(group).of(update), self._places.layout(parameter)
+        self.state[parameter] = states.begin(self._who, group, rule, parameter, layout)
         self._ticks.pop(parameter, None)
         self._fresh.add(parameter)
 
@@ -500,7 +520,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def expected_state(self, update: StateUpdate, parameter: Tensor, group: Group | None = None) -> dict[str, Tensor]:
         """The state of a parameter, without storage: names, shapes and, in the stored forms of a group, dtypes."""
-        return states.expected(self._who, group, update, parameter)
+        return states.expected(self._who, group, update, parameter, self._places.layout(parameter))
 
     # ---- saving and loading ----------------------------------------------------------------------------------
 
@@ -532,7 +552,7 @@ class Optimizer(torch.optim.Optimizer):
                     self.state[parameter] = states.at_home(group, parameter, self.state[parameter])
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("update", "_rules", "_rule_defaults", "_reduction", "_roles", "_fresh")
+        kept = ("update", "_rules", "_rule_defaults", "_reduction", "_router", "_fresh")
         own = {key: getattr(self, key) for key in kept}
         own |= {"_check_finite": self._finite.check, "_skipped": self.skipped, "_shards": self._shards and Shards()}
         return {**super().__getstate__(), **own}

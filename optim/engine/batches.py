@@ -12,6 +12,7 @@ from axes.optim.engine import stored, trees
 from axes.optim.engine.choice import route
 from axes.optim.engine.factored import Factored
 from axes.optim.engine.generated import How
+from axes.optim.engine.one_shape import OneShape
 from axes.optim.engine.options import Group, how
 from axes.optim.engine.places import Places
 from axes.optim.engine.precision import Precision
@@ -19,7 +20,7 @@ from axes.optim.engine.stacked import Stacks, cut
 from axes.optim.engine.together import Batch, program, start, uncompiled
 
 States = MutableMapping[Tensor, dict[str, Tensor]]
-AnyBatch = Batch | Stacks | Factored
+AnyBatch = Batch | Stacks | Factored | OneShape
 
 
 @final
@@ -52,14 +53,18 @@ class Batches:
     ) -> list[AnyBatch]:
         """Batches of one dtype, device and step."""
         maximize, way = group["maximize"], how(group)
-        stacks = route(update, group) == "stacks"
+        chosen = route(update, group)
         precision = Precision.of(group)
         batches: list[AnyBatch] = []
-        for some in _alike(group, update, parameters, states):
+        for some in _alike(group, update, parameters, states, places):
             theirs = [states[p] for p in some]
-            if stacks:
+            layouts = [places.layout(p) for p in some]
+            if chosen == "interpreter":
+                batches.append(OneShape(update, maximize, some, theirs, layouts))
+                continue
+            if chosen == "stacks":
                 kind = Factored if cut(update, maximize) is None else Stacks
-                batches.append(kind(update, maximize, some, theirs))
+                batches.append(kind(update, maximize, some, theirs, layouts))
                 continue
             streams = [places.stream(p) for p in some] if precision.draws(some[0]) else None
             batches.append(Batch(update, maximize, some, theirs, way, streams, precision.seed))
@@ -72,8 +77,11 @@ def _way(group: Group) -> tuple[bool, bool, How]:
     return group["maximize"], group["foreach"], how(group)
 
 
-def _alike(group: Group, update: StateUpdate, parameters: list[Tensor], states: States) -> list[list[Tensor]]:
+def _alike(
+    group: Group, update: StateUpdate, parameters: list[Tensor], states: States, places: Places
+) -> list[list[Tensor]]:
     """Parameters that can step together; their states get tensors of their own, on the device if the group's are."""
+    by_shape = route(update, group) == "interpreter"
     traced = program(update, group["maximize"])
     precision = Precision.of(group)
     numbers: list[str] = []
@@ -85,7 +93,9 @@ def _alike(group: Group, update: StateUpdate, parameters: list[Tensor], states: 
         for name in state:
             if trees.counts(name):  # which parameters that were interpreted together share
                 state[name] = state[name].to("cpu" if how(group) == "host" else parameter.device, copy=True)
-        same = [float(state[n]) for n in numbers]
+        same: list[Any] = [float(state[n]) for n in numbers]
+        if by_shape:
+            same = [parameter.shape, places.layout(parameter), int(state[trees.COUNT])]
         if precision.draws(parameter):
             same.append(int(state[trees.COUNT]))
         forms = tuple(sorted(stored.forms_of(state).items()))

@@ -38,14 +38,29 @@ def wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                 raise AxesError(
                     f"{who}: the saved group has rule {saved.get('rule')!r} where this optimizer has {group['rule']!r}"
                 )
-            missing = sorted(set(group) - set(saved) - {"param_names"})
+            missing = sorted(set(group) - set(saved) - {"param_names", "matrices"})
             if missing:
                 raise AxesError(f"{who}: the saved group has no {', '.join(missing)}: it is of another optimizer")
+            if saved.get("matrices") != group.get("matrices"):
+                raise AxesError(_other_matrices(who, saved, group))
             update = optimizer.update_for({**saved, "params": []})
             for index, parameter in zip(saved["params"], group["params"], strict=False):
                 if state.get(index):
                     _require_fit(who, index, state[index], optimizer.expected_state(update, parameter, saved))
     return {**state_dict, "state": {index: Kept(dict(kept)) for index, kept in state.items()}}
+
+
+def _other_matrices(who: str, saved: Mapping[str, Any], group: Mapping[str, Any]) -> str:
+    """What to say of parameters that were other matrices when they were saved."""
+    count = len(group["params"])
+    then, now = (list(x.get("matrices") or [""] * count) for x in (saved, group))
+    i = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), 0)
+    name = repr(group["param_names"][i]) if "param_names" in group else f"parameter {i} of its group"
+    before, after = (repr(x[i] or "out ...") if i < len(x) else "nothing" for x in (then, now))
+    return (
+        f"{who}: {name} is matrices {after} to this optimizer, and was {before} when it was saved: construct it as "
+        "then (from the model or from names, with the same rules=, matrices= and qkv=)"
+    )
 
 
 def _require_fit(who: str, index: int, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -26,9 +26,9 @@ from axes.linalg.matrix_roots import add_product, product
 from axes.optim.engine import trees
 from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT
-from axes.optim.engine.routing import canonical_shape, real
-from axes.optim.engine.stacked import ListProgram, no_filters_alone, readable, writable
-from axes.optim.engine.together import program, unchanged, uncompiled
+from axes.optim.engine.layouts import PLAIN, Layout
+from axes.optim.engine.stacked import ListProgram, by_matrix, no_filters_alone, readable, writable
+from axes.optim.engine.together import program, together, unchanged, uncompiled
 from axes.programs.numbers import as_float
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
 
@@ -189,18 +189,25 @@ class Factored:
     how = "host"
 
     def __init__(
-        self, update: StateUpdate, maximize: bool, parameters: list[Tensor], states: list[dict[str, Tensor]]
+        self,
+        update: StateUpdate,
+        maximize: bool,
+        parameters: list[Tensor],
+        states: list[dict[str, Tensor]],
+        layouts: Sequence[Layout] = (),
     ) -> None:
-        """states: flat, with tensors of their own; they are replaced by views of stacks."""
+        """states: flat, with tensors of their own; they are replaced by views of stacks. layouts: of the parameters."""
         found = factors(update, maximize)
         assert found is not None
+        layouts = layouts or [PLAIN] * len(parameters)
         self.found, self.parameters = found, parameters
         self.today: Today | None = None
         alike: dict[Any, list[int]] = {}
         for i, state in enumerate(states):
             numbers = {n: x for n, x in state.items() if n.endswith(".norm") or trees.counts(n)}
             alike.setdefault(tuple((n, float(x)) for n, x in sorted(numbers.items())), []).append(i)
-        self.runs = [_Run(found, [parameters[i] for i in some], [states[i] for i in some]) for some in alike.values()]
+        members = list(zip(parameters, states, layouts, strict=True))
+        self.runs = [_Run(found, [members[i] for i in some]) for some in alike.values()]
         self.own = [x for s in states for x in s.values()]
         self.places = list(map(Tensor.data_ptr, parameters))
 
@@ -239,26 +246,26 @@ class _Stack(NamedTuple):
 class _Run:
     """Parameters that have seen the same data: the numbers of a step are the same for all."""
 
-    def __init__(self, parts: Factors, parameters: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+    def __init__(self, parts: Factors, members: list[tuple[Tensor, dict[str, Tensor], Layout]]) -> None:
+        states = [state for _, state, _ in members]
         self.parts, self.states = parts, states
-        by_shape: dict[tuple[int, int], list[int]] = {}
-        for i, p in enumerate(parameters):
-            by_shape.setdefault(canonical_shape(p), []).append(i)
+        by_shape, self.matrices = by_matrix([p for p, _, _ in members], [layout for _, _, layout in members])
         order = [i for some in by_shape.values() for i in some]
-        self.parameters = [real(parameters[i]) for i in order]
-        self.held = [parameters[i] for i in order]
+        self.each = [[self.matrices[i] for i in some] for some in by_shape.values()]
+        self.held = [(members[i][0], members[i][2]) for i in order]
+        self.parameters = [layout.seen(p.detach()) for p, layout in self.held]
         like = self.parameters[0]
         self.wide = torch.promote_types(like.dtype, torch.float32)
         self.stacks = [self._stack(shape, some) for shape, some in by_shape.items()]
-        self.counts = [x for s in states for n, x in s.items() if trees.counts(n)]
+        self.counts = together(states, [n for n in states[0] if trees.counts(n)])
         self.ages = [states[0][f"{_FILTER}stats.{i}.count"] for i in (0, 1)]
         self.inside = [writable(p, self.wide) for p in self.parameters]
         self.shown = [(p, x) for p, x in zip(self.parameters, self.inside, strict=True) if x.data_ptr() != p.data_ptr()]
         drives = [s.drive for s in self.stacks]
-        members = {PARAMETER: [x for drive in drives for x in drive.unbind()]}
+        inputs = {PARAMETER: self._divided(drives)}
         if parts.filter.keep:
-            members[_AVERAGE] = [x for s in self.stacks for x in s.kept[_FILTER + "theta"].unbind()]
-        self.head = ListProgram(parts.head, members, None)
+            inputs[_AVERAGE] = self._divided([s.kept[_FILTER + "theta"] for s in self.stacks])
+        self.head = ListProgram(parts.head, inputs, None)
         self.tail = ListProgram(parts.tail, {PARAMETER: self.inside}, None)
         self.between: ListProgram | None = None
         if parts.between is not None:
@@ -267,7 +274,7 @@ class _Run:
 
     def step(self, rates: Mapping[str, float | Tensor]) -> None:
         parts = self.parts
-        gradients = [real(p.grad) for p in self.held if p.grad is not None]
+        gradients = [layout.seen(p.grad) for p, layout in self.held if p.grad is not None]
         self.head.step(readable(gradients, self.wide, self.head), rates, None, None)
         self._respond("norm", parts.filter)
         self._observe([int(age) for age in self.ages])
@@ -282,21 +289,27 @@ class _Run:
             self._respond("stats.2.norm", parts.second)
             self._whiten(rates)
         if self.shown:
-            torch._foreach_copy_([x for _, x in self.shown], [p.detach() for p, _ in self.shown])
-        self.tail.step([x for s in self.stacks for x in s.rotated.unbind()], rates, None, None)
+            torch._foreach_copy_([x for _, x in self.shown], [p for p, _ in self.shown])
+        self.tail.step(self._divided([s.rotated for s in self.stacks]), rates, None, None)
         if self.shown:
-            torch._foreach_copy_([p.detach() for p, _ in self.shown], [x for _, x in self.shown])
-        torch._foreach_add_(self.counts, 1)
+            torch._foreach_copy_([p for p, _ in self.shown], [x for _, x in self.shown])
+        self.counts.add_(1)
 
     def _stack(self, shape: tuple[int, int], some: list[int]) -> _Stack:
         kept: dict[str, Tensor] = {}
+        counts = [self.matrices[i] for i in some]
         for name in self.states[some[0]]:
             if not trees.counts(name):
-                kept[name] = trees.stacked([self.states[i][name] for i in some])
-                for i, x in zip(some, kept[name].unbind(), strict=True):
+                leaves = [self.states[i][name] for i in some]
+                kept[name] = trees.rows(leaves, counts)
+                for i, x in zip(some, trees.divide(kept[name], leaves, counts), strict=True):
                     self.states[i][name] = x
-        drive = self.parameters[0].new_empty(len(some), *shape, dtype=self.wide)
+        drive = self.parameters[0].new_empty(sum(counts), *shape, dtype=self.wide)
         return _Stack(kept, drive, torch.empty_like(drive))
+
+    def _divided(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """What of the stacks is each parameter's, in their order."""
+        return [x for stack, counts in zip(stacks, self.each, strict=True) for x in stack.split(counts)]
 
     def _argument(self, stack: _Stack) -> Tensor:
         """What is preconditioned: the average, or the drive where none is kept."""

@@ -1,8 +1,7 @@
-"""Parameter groups: which parameters are meant, which rule takes them, and the rates that a step reads."""
+"""Parameter groups: which parameters are meant, and the rates that a step reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,17 +10,15 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.capabilities import vectors
 from axes.optim.engine.options import Group, plain
-from axes.optim.engine.routing import Roles, canonical_shape, named_role, roles
-
-Named = list[tuple[str | None, Tensor]]
+from axes.optim.engine.router import Named, Router
 
 
-def named(who: str, params: Any, known: Roles) -> Named:
-    """(name or None, parameter) for whatever was given, every parameter once. known: takes the roles in a module."""
+def named(who: str, params: Any, router: Router) -> Named:
+    """(name or None, parameter) for whatever was given, every parameter once. router: meets a module."""
     if params is None:
         raise AxesError(f"{who}: a parameter group needs 'params'")
     if isinstance(params, nn.Module):
-        known.update(roles(params))
+        router.meet(params)
         params = params.named_parameters()
     elif isinstance(params, Tensor):
         params = [params]
@@ -41,40 +38,22 @@ def named(who: str, params: Any, known: Roles) -> Named:
     return [(name, parameter) for parameter, name in seen.items()]
 
 
-def by_rule(who: str, members: Named, rules: Sequence[str], known: Roles) -> dict[str, Named]:
-    """The parameters of each rule, the matrices being the first one's. known: roles; takes those read from names."""
-    main, auxiliary = rules[:2]
-    routed: dict[str, Named] = {rule: [] for rule in rules}
-    for name, parameter in members:
-        role = known.get(parameter)
-        if role is None:
-            if name is None:
-                raise AxesError(
-                    f"{who} treats hidden matrices and other parameters differently and cannot "
-                    "tell them apart by shape: pass the model or its named_parameters(), or groups that name "
-                    f"their rule, such as {{'params': ..., 'rule': {main!r}}} and rule {auxiliary!r}"
-                )
-            role = known[parameter] = named_role(name, parameter)
-        routed[main if role.matrix else auxiliary].append((name, parameter))
-    return routed
-
-
-def by_sides(who: str, members: Named, limit: int) -> dict[str, Named]:
+def by_sides(who: str, members: Named, limit: int, router: Router) -> dict[str, Named]:
     """Matrices by the sides that are at most `limit` long: both, rows (there are so many of them), columns, neither."""
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise AxesError(f"{who}: max_side must be an integer >= 1, or None for no limit, got {limit!r}")
     names = {(True, True): "both", (True, False): "rows", (False, True): "columns", (False, False): "neither"}
     found: dict[str, Named] = {name: [] for name in names.values()}
     for name, parameter in members:
-        rows, columns = canonical_shape(parameter)
+        rows, columns = router.layout(parameter).shape(parameter)[-2:]
         found[names[rows <= limit, columns <= limit]].append((name, parameter))
     return {name: some for name, some in found.items() if some}
 
 
-def both_too_long(who: str, rule: str, members: Named, limit: int) -> AxesError:
+def both_too_long(who: str, rule: str, members: Named, limit: int, router: Router) -> AxesError:
     """What to say of matrices that a group gives to a rule for which both of their sides are too long."""
     name, parameter = members[0]
-    rows, columns = canonical_shape(parameter)
+    rows, columns = router.layout(parameter).shape(parameter)[-2:]
     return AxesError(
         f"{who}: {name or 'a parameter'}, a matrix of {rows} x {columns}, is longer than max_side={limit} in both "
         f"sides, and rule {rule!r} would have no statistic of it: give it to a group of another rule, or set max_side "
@@ -87,10 +66,15 @@ def rates(group: Group, update: StateUpdate, like: Tensor) -> dict[str, Tensor |
     signal: dict[str, Tensor | float] = {}
     for name in (*(per.name for per in update.demands()), *vectors(update)):
         value = plain(group[name])
-        if isinstance(value, Tensor):
-            value = value.to(like.dtype)
-            value = value.reshape(()) if value.numel() == 1 else value.to(like.device)
         if name == "lr" and group["lr_scale"] != 1.0:
             value = value * group["lr_scale"]
-        signal[name] = value
+        signal[name] = beside(value, like)
     return signal
+
+
+def beside(value: Tensor | float, like: Tensor) -> Tensor | float:
+    """A rate as it meets tensors like this one."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.to(like.dtype)
+    return value.reshape(()) if value.numel() == 1 else value.to(like.device)

@@ -37,6 +37,7 @@ class Member:
     ) -> None:
         self._places, self._group, self._update = places, group, update
         self._parameter, self._kept, self._ticks = parameter, kept, ticks
+        self.layout = places.layout(parameter)
 
     @property
     def forms(self) -> tuple[tuple[str, str], ...]:
@@ -51,10 +52,11 @@ class Member:
                 self._ticks.update(counts(flat))
             flat = {**flat, **{n: torch.tensor(x) for n, x in self._ticks.items()}}
         try:
-            return read(self._update, self._parameter, flat)
+            return read(self._update, self._parameter, flat, self.layout)
         except KeyError:  # a scheduled hyperparameter has turned a part of the tuple on
             require_inside(self._places, self._update, self._parameter)
-            return read(self._update, self._parameter, {**first(self._update, self._parameter, datum), **flat})
+            begun = first(self._update, self._parameter, datum, self.layout)
+            return read(self._update, self._parameter, {**begun, **flat}, self.layout)
 
     def close(self, state: State, out: Output) -> None:
         """Keep what the tuple has left, and show the weights."""
@@ -67,7 +69,7 @@ class Member:
             self._write(flat)
         precision = Precision.of(self._group)
         if precision.plain:
-            show(self._parameter, out.weights[0])
+            show(self._parameter, out.weights[0], self.layout)
             return
         target, random = real(self._parameter), None
         if precision.draws(self._parameter):

@@ -1,8 +1,8 @@
 """What a rule reads of a model's linear layers: their inputs, and the gradients of their outputs.
 
-Every nn.Linear gets a forward hook, and each of its outputs a gradient hook, so that inputs and gradients stay paired
-when a layer is called several times, checkpointed or differentiated twice. All leading dimensions of an input are
-examples: a token of a sequence is one.
+Every nn.Linear, and every Conv1D of transformers, gets a forward hook, and each of its outputs a gradient hook, so that
+inputs and gradients stay paired when a layer is called several times, checkpointed or differentiated twice. All leading
+dimensions of an input are examples: a token of a sequence is one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from axes.errors import AxesError
 from axes.linalg.accumulate import outer_sum
+from axes.optim.engine.routing import is_listened
 from axes.optim.sharding.dtensors import spread, whole
 
 Reduction = Literal["mean", "sum"]
@@ -142,7 +143,7 @@ class Rows(Products):
 
 @final
 class Layers:
-    """The hooks on a model's nn.Linear modules; they record for the weights that are in `weights`."""
+    """The hooks on a model's linear layers; they record for the weights that are in `weights`."""
 
     def __init__(self, model: nn.Module, weights: Collection[Tensor], record: type[Examples] | type[Products]) -> None:
         self.found: dict[Tensor, Examples | Products] = {}
@@ -150,11 +151,12 @@ class Layers:
         self._observing = False
         self.weights = set(weights)
         self._registered: dict[nn.Module, Tensor] = {}  # while a sharded layer runs, its weight is another tensor
-        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        for module in linear:
-            if spread(module.weight):
-                self._registered[module] = module.weight
-        self.remove = watch(linear, self._forward)
+        listened = [module for module in model.modules() if is_listened(module)]
+        for module in listened:
+            weight = _weight(module)
+            if spread(weight):
+                self._registered[module] = weight
+        self.remove = watch(listened, self._forward)
 
     def clear(self) -> None:
         self.found.clear()
@@ -168,8 +170,7 @@ class Layers:
             self._observing = False
 
     def _forward(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        assert isinstance(module, nn.Linear)
-        weight = self._registered.get(module, module.weight)
+        weight = self._registered.get(module, _weight(module))
         if not output.requires_grad or weight not in self.weights:
             return
         if spread(args[0]) or spread(output):
@@ -185,3 +186,8 @@ class Layers:
             self.found.setdefault(weight, self._record()).add(rows[0], rows[1], rows[2], self._observing)
 
         output.register_hook(arrived)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    assert isinstance(module.weight, Tensor)
+    return module.weight

@@ -13,6 +13,7 @@ from axes.errors import AxesError
 from axes.optim.engine.forms import Group
 from axes.optim.engine.generated import How
 from axes.optim.engine.precision import DEFAULTS, Master, Moments, Rounding
+from axes.optim.engine.router import QKV, Key
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
 FiniteCheck = Literal["raise", "skip"] | None
@@ -35,6 +36,8 @@ class Options(TypedDict, total=False):
         and count the step in `skipped`, or False. Left out it is "raise", and False with fused or capturable: it reads
         every gradient once more, and "raise" waits for the device.
     model: where the parameters live, if `params` is not the model itself.
+    rules, matrices, qkv: which parameters are hidden matrices and how they are, of optimizers with two rules: see
+        `axes.optim.engine.router`.
     differentiable: refused unless False.
     """
 
@@ -48,6 +51,9 @@ class Options(TypedDict, total=False):
     seed: int
     check_finite: bool | Literal["raise", "skip"] | None
     model: nn.Module | None
+    rules: Mapping[Key, str] | None
+    matrices: Mapping[Key, str] | None
+    qkv: QKV
     differentiable: bool
 
 

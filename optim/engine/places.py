@@ -6,7 +6,9 @@ from typing import final
 
 from torch import Tensor
 
+from axes.optim.engine.layouts import Layout
 from axes.optim.engine.options import Group
+from axes.optim.engine.router import Router
 from axes.optim.sharding.sharded import Shards
 
 
@@ -14,14 +16,15 @@ from axes.optim.sharding.sharded import Shards
 class Places:
     """The parameters of an optimizer by their places: what messages call them, and which random bits are theirs."""
 
-    def __init__(self, who: str, groups: list[Group], shards: Shards | None) -> None:
+    def __init__(self, who: str, groups: list[Group], shards: Shards | None, router: Router) -> None:
         """who: what messages call the optimizer."""
-        self.who, self._groups, self._shards = who, groups, shards
+        self.who, self._groups, self._shards, self._router = who, groups, shards, router
 
     def name(self, group: int, index: int) -> str:
         """What messages call a parameter."""
         names = self._groups[group].get("param_names")
-        return repr(names[index]) if names else f"parameter {index} of group {group}"
+        known = names[index] if names else self._router.names.get(self._groups[group]["params"][index])
+        return f"parameter {index} of group {group}" if known is None else repr(known)
 
     def label(self, parameter: Tensor) -> str:
         """The name of a parameter, or of the one that it stands for."""
@@ -31,6 +34,10 @@ class Places:
                 if p is parameter:
                     return self.name(i, j)
         return "a parameter"
+
+    def layout(self, parameter: Tensor) -> Layout:
+        """How a parameter, or the one that it stands for, is matrices to its rule."""
+        return self._router.layout(self._own(parameter))
 
     def stream(self, parameter: Tensor) -> int:
         """The random bits of a parameter are its own: its place among all."""

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 
 from axes.optim.engine import trees
+from axes.optim.engine.layouts import words
 from axes.optim.engine.options import Group
-from axes.optim.engine.routing import Role
+from axes.optim.engine.router import Router
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Row:
-    """One parameter in a report. state_bytes: what the optimizer keeps of it on this process, once it has stepped."""
+    """One parameter in a report.
+
+    seen: (*batch, out, in), where its rule is one for matrices; nothing where it is not.
+    state_bytes: what the optimizer keeps of it on this process, once it has stepped.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -32,6 +37,7 @@ class Row:
     lr: float | None
     weight_decay: float | None
     state_bytes: int = 0
+    seen: tuple[int, ...] = ()
 
 
 @final
@@ -80,7 +86,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """For programs and JSON."""
         return {
-            "parameters": [{**asdict(row), "shape": list(row.shape)} for row in self.rows],
+            "parameters": [{**asdict(row), "shape": list(row.shape), "seen": list(row.seen)} for row in self.rows],
             "rules": [{**asdict(total), "bytes_per_number": total.bytes_per_number} for total in self.totals],
             "state_bytes": self.state_bytes,
             "notes": list(self.notes),
@@ -115,18 +121,19 @@ class Report:
 
 def describe(
     groups: list[Group],
-    roles: Mapping[Tensor, Role] | None,
+    router: Router,
     states: Mapping[Tensor, Mapping[str, Tensor]],
     expected: Callable[[Group, Tensor], Mapping[str, Tensor]],
     skipped: int,
 ) -> Report:
     """Every parameter, in the order of the groups.
 
-    roles: why parameters have their rule; None if there is one rule. expected: the state of one that has none yet.
+    router: why parameters have their rule. expected: the state of one that has none yet.
     """
     rows, notes = [], []
     for i, group in enumerate(groups):
-        names = group.get("param_names", [f"group {i}, parameter {j}" for j in range(len(group["params"]))])
+        unnamed = [router.names.get(p, f"group {i}, parameter {j}") for j, p in enumerate(group["params"])]
+        names, matrices = group.get("param_names", unnamed), router.routes and group["rule"] == router.rules[0]
         lr, decay = group.get("lr"), group.get("weight_decay")
         for name, parameter in zip(names, group["params"], strict=True):
             state = states.get(parameter) or {}
@@ -136,24 +143,24 @@ def describe(
                     name,
                     tuple(parameter.shape),
                     group["rule"],
-                    _reason(parameter, roles) + _sides(group, parameter),
+                    _reason(parameter, router) + _sides(group, parameter),
                     None if lr is None else float(lr) * group["lr_scale"],
                     None if decay is None else float(decay),
                     _bytes_of(held.values()),
+                    router.layout(parameter).shape(parameter) if matrices else (),
                 )
             )
             if missed := trees.missed(state):
                 notes.append(f"{name}: the last good root or basis was kept at {missed} refreshes that gave none")
+    if router.assumed:
+        notes.append("no model was given: names and shapes say what parameters are; model= says it for certain")
     if skipped:
         notes.append(f"{skipped} steps were skipped: a gradient was not finite")
     return Report(tuple(rows), tuple(notes))
 
 
-def _reason(parameter: Tensor, roles: Mapping[Tensor, Role] | None) -> str:
-    if roles is None:
-        return "the only rule"
-    role = roles.get(parameter)
-    return "named by its group" if role is None else role.reason
+def _reason(parameter: Tensor, router: Router) -> str:
+    return router.roles[parameter].reason if router.routes else "the only rule"
 
 
 def _sides(group: Group, parameter: Tensor) -> str:
@@ -189,6 +196,8 @@ _HEADER = ("parameter", "shape", "rule", "reason", "lr", "decay", "state")
 
 def _cells(row: Row) -> tuple[str, ...]:
     shape = "x".join(map(str, row.shape)) or "scalar"
+    if row.seen and (row.seen != row.shape or len(row.seen) > 2):
+        shape += f" as {words(row.seen)}"
     state = _size(row.state_bytes)
     return row.name, shape, row.rule, row.reason, _number(row.lr), _number(row.weight_decay), state
 

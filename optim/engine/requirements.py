@@ -11,9 +11,9 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, ShapeError
 from axes.optim.engine.capabilities import elementwise, holds, parts_of, vectors
 from axes.optim.engine.groups import Named
+from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.options import Group
 from axes.optim.engine.precision import Precision
-from axes.optim.engine.routing import canonical_shape
 from axes.optim.engine.together import no_program
 
 
@@ -28,8 +28,9 @@ def require(who: str, group: Group, update: StateUpdate, members: Named, matrice
                     f"{tuple(parameter.shape)}"
                 )
     monoids = [part.parts().monoid for part in parts_of(update)]
-    for name, parameter in members:
-        width = canonical_shape(parameter)[1]
+    layouts = [Layout.of(who, text) if text else PLAIN for text in group.get("matrices") or [""] * len(members)]
+    for (name, parameter), layout in zip(members, layouts, strict=True):
+        width = layout.shape(parameter)[-1]
         reason = next((why for m in monoids if (why := m.no_width(width)) is not None), None)
         if reason is not None and parameter.numel():  # an empty one never steps
             raise ShapeError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, final
@@ -26,18 +27,20 @@ from axes.optim.engine import generated, trees
 from axes.optim.engine.capabilities import parts_of, vectors
 from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT
-from axes.optim.engine.routing import canonical_shape
+from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.together import (
-    _together,
     copied,
     first_is_special,
     fits_kernels,
+    join,
     program,
+    together,
     unchanged,
     uncompiled,
 )
 from axes.programs.batched import Schedule, blocks
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
+from axes.programs.small import Guest, Rooms, small
 
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.programs.program
 _HOST_BOUND = 100_000_000  # entries up to which the launches of a step take longer than the work
@@ -164,6 +167,13 @@ class ListProgram:
         self.blocks = list(blocks([x.numel() for x in like], size))
         self.views = {n: self._cut(xs) for n, xs in tensors.items()}  # contiguous, as gradients are when they come
         self.fits = like[0].is_cpu
+        self.rooms, self.guests = Rooms(), dict[int, Guest]()
+        for b, group in enumerate(self.blocks):
+            whole = all(a == 0 and end == like[i].numel() for i, a, end in group)
+            if self.fits and whole and self.schedule.library is None and small([end for _, _, end in group]):
+                self.guests[b] = Guest()
+                for name in tensors:
+                    self.views[name][b] = [self.rooms.of(self.views[name][b])]
 
     def step(
         self,
@@ -176,9 +186,13 @@ class ListProgram:
             self.kernel.step([g if fits_kernels(g) else copied(g, g.dtype) for g in gradients], rates, found, scale)
             return
         lists = {**self.views, GRADIENT: self._cut(gradients)}
+        for b, guest in self.guests.items():
+            lists[GRADIENT][b] = [guest.of(lists[GRADIENT][b])]
         values = self._values(rates, gradients[0].device)
+        self.rooms.enter()
         for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
             self.schedule.run(group, values, self.fits)
+        self.rooms.leave()
         if self.counts is not None:
             self.counts.add_(1)
 
@@ -207,7 +221,7 @@ class ListProgram:
 def readable(gradients: list[Tensor], wide: torch.dtype, head: ListProgram) -> list[Tensor]:
     """Gradients as a program can read them: contiguous, and in one dtype."""
     if head.kernel is None or any(g.dtype != gradients[0].dtype for g in gradients):
-        gradients = [g.to(wide) for g in gradients]
+        gradients = [g if g.dtype == wide else g.to(wide) for g in gradients]
     return [g if fits_kernels(g) else copied(g, wide) for g in gradients]
 
 
@@ -215,6 +229,19 @@ def writable(parameter: Tensor, wide: torch.dtype) -> Tensor:
     """The parameter where a program can write it, else a copy of it."""
     known = parameter.dtype == wide or generated.no_kernels(parameter.device) is None
     return parameter.detach() if known and fits_kernels(parameter) else copied(parameter, wide)
+
+
+def by_matrix(
+    parameters: Sequence[Tensor], layouts: Sequence[Layout]
+) -> tuple[dict[tuple[int, int], list[int]], list[int]]:
+    """The places of the parameters whose matrices have one shape, and how many matrices each parameter is."""
+    places: dict[tuple[int, int], list[int]] = {}
+    counts = []
+    for i, (p, layout) in enumerate(zip(parameters, layouts, strict=True)):
+        *batch, rows, columns = layout.shape(p)
+        places.setdefault((rows, columns), []).append(i)
+        counts.append(math.prod(batch))
+    return places, counts
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------
@@ -225,33 +252,46 @@ class Stacks:
     """Parameters of one dtype and device that step together under a cut rule, those of one shape as a stack."""
 
     def __init__(
-        self, update: StateUpdate, maximize: bool, parameters: list[Tensor], states: list[dict[str, Tensor]]
+        self,
+        update: StateUpdate,
+        maximize: bool,
+        parameters: list[Tensor],
+        states: list[dict[str, Tensor]],
+        layouts: Sequence[Layout] = (),
     ) -> None:
-        """states: flat, with tensors of their own; some are replaced by views of stacks."""
+        """states: flat, with tensors of their own; some are replaced by views of stacks. layouts: of the parameters."""
         found = cut(update, maximize)
         assert found is not None
-        self.cut, self.parameters, self.states, self.how = found, parameters, states, "host"
+        layouts = layouts or [PLAIN] * len(parameters)
+        self.cut, self.parameters, self.states, self.how, self.layouts = found, parameters, states, "host", layouts
         self.today: Today | None = None
         self.spectral: Spectral | None = None  # and what follows it, with plain numbers
         self.rest = found.tail
-        by_shape: dict[tuple[int, int], list[int]] = {}
-        for i, p in enumerate(parameters):
-            by_shape.setdefault(canonical_shape(p), []).append(i)
+        self.viewed = any(layout.axes for layout in layouts)
+        by_shape, self.counts = by_matrix(parameters, layouts)
         self.members = list(by_shape.values())
         self.order = [i for some in self.members for i in some]
+        seen = [layout.seen(p.detach()) for p, layout in zip(parameters, layouts, strict=True)]
         like = parameters[0]
         self.wide = torch.promote_types(like.dtype, torch.float32)
         kind = torch.bfloat16 if found.spectral.precision == "bfloat16" else self.wide
-        self.stacks = [like.new_empty(len(some), *shape, dtype=kind) for shape, some in by_shape.items()]
-        self.inside = [writable(p, self.wide) for p in parameters]
+        sizes = [sum(self.counts[i] for i in some) for some in self.members]
+        self.stacks = [like.new_empty(n, *shape, dtype=kind) for n, shape in zip(sizes, by_shape, strict=True)]
+        self.inside = [writable(x, self.wide) for x in seen]
+        self.shown = [(x, y) for x, y in zip(seen, self.inside, strict=True) if x.data_ptr() != y.data_ptr()]
         counts = [n for n in states[0] if trees.counts(n)]
-        self.hosted = [s[n] for s in states for n in counts] if states[0][counts[0]].device.type == "cpu" else []
-        joined = None if self.hosted else _together(states, counts)
-        arguments = [x for stack in self.stacks for x in stack.unbind()]
+        joined = together(states, counts)
+        self.hosted = joined if joined.device.type == "cpu" else None
+        arguments = self._divided(self.stacks)
         inputs = [n for n, i in found.head.inputs.items() if found.head.shaped(i) and n not in (PARAMETER, GRADIENT)]
+        for some in self.members:
+            if like.is_cpu and small([parameters[i].numel() for i in some]):
+                join([states[i] for i in some], inputs)
         tensors = {n: [states[i][n] for i in self.order] for n in inputs}
-        normed = kind == torch.bfloat16 and found.spectral.form == "gram"  # what reads the norms of stacks
-        self.head = ListProgram(found.head, {PARAMETER: arguments, **tensors}, joined, normed)
+        alone = max(self.counts) == 1
+        normed = alone and kind == torch.bfloat16 and found.spectral.form == "gram"  # what reads the norms of stacks
+        there = None if joined.device.type == "cpu" else joined
+        self.head = ListProgram(found.head, {PARAMETER: arguments, **tensors}, there, normed)
         self.squares = self.head.squares_of(self.stacks)
         self.tail: ListProgram | None = None
         traced = program(found.tail, True)
@@ -261,8 +301,8 @@ class Stacks:
             self.kept = [self._stacked(some) for some in self.members]
         self.own = [x for s in states for x in s.values()]
         self.places = list(map(Tensor.data_ptr, parameters))
-        small = sum(x.numel() for x in self.stacks) <= _HOST_BOUND
-        recorded = generated.no_kernels(like.device) is None and small
+        bound = sum(x.numel() for x in self.stacks) <= _HOST_BOUND
+        recorded = generated.no_kernels(like.device) is None and bound
         self.branches = self._branches(_BRANCHES if recorded else 1)
         self.products: Callable[[], list[Tensor]] = self._directions
         if recorded:
@@ -284,20 +324,26 @@ class Stacks:
     ) -> None:
         """One datum for every parameter. found, scale: of a gradient scaler, where the kernel runs."""
         gradients = [g for i in self.order if (g := self.parameters[i].grad) is not None]
+        if self.viewed:
+            gradients = [self.layouts[i].seen(g) for i, g in zip(self.order, gradients, strict=True)]
         self.head.step(readable(gradients, self.wide, self.head), rates, found, scale)
         directions = self.products()
-        copied = [(p, x) for p, x in zip(self.parameters, self.inside, strict=True) if x.data_ptr() != p.data_ptr()]
-        if copied:
-            torch._foreach_copy_([x for _, x in copied], [p.detach() for p, _ in copied])
+        if self.shown:
+            torch._foreach_copy_([x for _, x in self.shown], [p for p, _ in self.shown])
         if self.tail is not None:
-            self.tail.step([x for stack in directions for x in stack.unbind()], rates, found, None)
+            self.tail.step(self._divided(directions), rates, found, None)
         else:
             for some, kept, direction in zip(self.members, self.kept, directions, strict=True):
                 self._interpret(some, kept, direction.to(self.wide), rates)
-        if copied:
-            torch._foreach_copy_([p.detach() for p, _ in copied], [x for _, x in copied])
-        if self.hosted:
-            torch._foreach_add_(self.hosted, 1)
+        if self.shown:
+            torch._foreach_copy_([p for p, _ in self.shown], [x for _, x in self.shown])
+        if self.hosted is not None:
+            self.hosted.add_(1)
+
+    def _divided(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """What of the stacks is each parameter's, in their order."""
+        pairs = zip(stacks, self.members, strict=True)
+        return [x for stack, some in pairs for x in stack.split([self.counts[i] for i in some])]
 
     def _branches(self, count: int) -> list[list[int]]:
         """Stacks in groups of about the same work. A group's products are chosen for it, however it is launched."""
@@ -345,8 +391,9 @@ class Stacks:
             inner = self._name_in_tail(name)
             if inner is None or trees.counts(name):
                 continue
-            kept[inner] = torch.stack([self.states[i][name] for i in some])
-            for i, x in zip(some, kept[inner].unbind(), strict=True):
+            leaves, counts = [self.states[i][name] for i in some], [self.counts[i] for i in some]
+            kept[inner] = trees.rows(leaves, counts)
+            for i, x in zip(some, trees.divide(kept[inner], leaves, counts), strict=True):
                 self.states[i][name] = x
         return kept
 
@@ -361,8 +408,8 @@ class Stacks:
         self, some: list[int], kept: dict[str, Tensor], direction: Tensor, rates: Mapping[str, float | Tensor]
     ) -> None:
         tail, shape = self.rest, direction.shape[1:]
-        inside = [self.inside[i].view(shape) for i in some]
-        weights = torch.stack(inside).to(self.wide)
+        inside = [self.inside[i].view(-1, *shape) for i in some]
+        weights = torch.cat(inside).to(self.wide)
         counted = {n: torch.ones((), dtype=torch.int64) for n in self._tail_counts}
         state: State = trees.unflatten(tail, {**kept, **counted}, weights)
         given = {n: x.to(self.wide) if isinstance(x, Tensor) else x for n, x in rates.items()}
@@ -370,7 +417,7 @@ class Stacks:
         after = trees.flatten(tail, state)
         for name, x in kept.items():
             x.copy_(after[name])
-        torch._foreach_copy_(inside, list(out.weights[0].unbind()))
+        torch._foreach_copy_(inside, list(out.weights[0].split([self.counts[i] for i in some])))
 
     @functools.cached_property
     def _tail_counts(self) -> list[str]:

@@ -19,33 +19,33 @@ from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine import stored, trees
 from axes.optim.engine.groups import rates
+from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.options import Group, how
 from axes.optim.engine.places import Places
 from axes.optim.engine.precision import Precision
-from axes.optim.engine.routing import canonical_shape, real
 from axes.optim.engine.together import start
 
 Flat = dict[str, Tensor]
 
 
-# ---- a parameter is a matrix -----------------------------------------------------------------------------------------
+# ---- a parameter is a matrix, or a batch of matrices -----------------------------------------------------------------
 
 
-def canonical(tensor: Tensor) -> Tensor:
-    """A parameter or gradient as a matrix, at least in float32."""
-    x = real(tensor).detach()
-    return x.reshape(canonical_shape(tensor)).to(torch.promote_types(x.dtype, torch.float32))
+def canonical(tensor: Tensor, layout: Layout = PLAIN) -> Tensor:
+    """A parameter or gradient as a matrix or a batch of them, at least in float32."""
+    x = layout.matrices(tensor.detach())
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def show(parameter: Tensor, weights: Tensor) -> None:
-    """A matrix into its parameter."""
-    target = real(parameter)
+def show(parameter: Tensor, weights: Tensor, layout: Layout = PLAIN) -> None:
+    """Matrices into their parameter."""
+    target = layout.seen(parameter)
     target.copy_(weights.reshape(target.shape))
 
 
-def _datum(parameter: Tensor) -> Flat:
+def _datum(parameter: Tensor, layout: Layout) -> Flat:
     """What a parameter's datum looks like, without storage."""
-    return _datum_of(canonical_shape(parameter), _arithmetic(parameter))
+    return _datum_of(layout.shape(parameter), _arithmetic(parameter))
 
 
 def _arithmetic(parameter: Tensor) -> torch.dtype:
@@ -62,10 +62,10 @@ def _datum_of(shape: tuple[int, ...], dtype: torch.dtype) -> Flat:
 # ---- theta -----------------------------------------------------------------------------------------------------------
 
 
-def theta_0(update: StateUpdate, parameter: Tensor) -> Tensor:
+def theta_0(update: StateUpdate, parameter: Tensor, layout: Layout = PLAIN) -> Tensor:
     """The dual of the parameter where a mirror map is carried, else the parameter."""
     p = update.parts()
-    w = canonical(parameter)
+    w = canonical(parameter, layout)
     return w if p.h.is_identity or not p.step.lazy else p.h.subgradient(w)
 
 
@@ -75,7 +75,7 @@ def require_inside(places: Places, update: StateUpdate, parameter: Tensor) -> No
     if h.is_identity or not update.parts().step.lazy:
         return
     tolerance = {torch.float64: 1e-6, torch.float32: 1e-4}.get(parameter.dtype, 2e-2)
-    if not bool(h.contains(canonical(parameter), tolerance).all()):
+    if not bool(h.contains(canonical(parameter, places.layout(parameter)), tolerance).all()):
         raise AxesError(
             f"{places.who}: {places.label(parameter)} is not in the set of {h!r}: initialise it there, for example "
             "with h.primal"
@@ -95,21 +95,24 @@ def evaluation_point(group: Group, update: StateUpdate, theta: Tensor) -> Tensor
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 
-def first(update: StateUpdate, parameter: Tensor, datum: Mapping[str, Any]) -> Flat:
+def first(update: StateUpdate, parameter: Tensor, datum: Mapping[str, Any], layout: Layout = PLAIN) -> Flat:
     """The state before a first datum."""
-    return trees.flatten(update, update.init(datum, (theta_0(update, parameter),)))
+    return trees.flatten(update, update.init(datum, (theta_0(update, parameter, layout),)))
 
 
-def begin(who: str, group: Group, update: StateUpdate, parameter: Tensor) -> Flat:
+def begin(who: str, group: Group, update: StateUpdate, parameter: Tensor, layout: Layout = PLAIN) -> Flat:
     """The state before any datum, as it is kept."""
-    zeros = {n: parameter.new_zeros((), dtype=x.dtype).expand(x.shape) for n, x in _datum(parameter).items()}
+    zeros = {n: parameter.new_zeros((), dtype=x.dtype).expand(x.shape) for n, x in _datum(parameter, layout).items()}
     forms = Precision.of(group).forms(who, update, parameter)
-    return at_home(group, parameter, stored.begin(start(first(update, parameter, zeros), parameter), forms, parameter))
+    flat = start(first(update, parameter, zeros, layout), parameter)
+    return at_home(group, parameter, stored.begin(flat, forms, parameter))
 
 
-def expected(who: str, group: Group | None, update: StateUpdate, parameter: Tensor) -> Flat:
+def expected(
+    who: str, group: Group | None, update: StateUpdate, parameter: Tensor, layout: Layout = PLAIN
+) -> Flat:
     """The same without storage: names, shapes and, in the stored forms of a group, dtypes."""
-    flat = dict(_without_storage(update, canonical_shape(parameter), _arithmetic(parameter)))
+    flat = dict(_without_storage(update, layout.shape(parameter), _arithmetic(parameter)))
     return flat if group is None else stored.begin(flat, Precision.of(group).forms(who, update, parameter), parameter)
 
 
@@ -129,9 +132,9 @@ def at_home(group: Group, parameter: Tensor, flat: Flat) -> Flat:
     }
 
 
-def read(update: StateUpdate, parameter: Tensor, flat: Flat) -> State:
+def read(update: StateUpdate, parameter: Tensor, flat: Flat, layout: Layout = PLAIN) -> State:
     """A kept state as its tuple sees it; KeyError where a part is missing."""
-    return trees.unflatten(update, stored.opened(flat), canonical(stored.weights(parameter, flat)))
+    return trees.unflatten(update, stored.opened(flat), canonical(stored.weights(parameter, flat), layout))
 
 
 def counts(flat: Flat) -> dict[str, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar, final
+from typing import Any, ParamSpec, TypeVar, final
 
 import numpy
 import torch
@@ -26,12 +26,12 @@ from axes.optim.engine.generated import GRADIENT, How, is_plain
 from axes.optim.engine.routing import real
 from axes.programs.batched import Schedule, blocks
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
+from axes.programs.small import Guest, Rooms, behind_one_another, small
 from axes.programs.storage import FORMS, LOW, UNIT
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.programs.program
-_SMALL = 4096  # entries up to which a tensor is stepped as part of a copy of many (measured on a CPU)
 
 
 def uncompiled(recursive: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -136,8 +136,8 @@ class Batch:
         self.numbers = [n for n in self.schedule.program.outputs if n not in names]
         counts = [n for n in states[0] if trees.counts(n)]
         # members' counts and numbers are views of one tensor each, so that one operation moves them all
-        self.counts = _together(states, counts)
-        self.copies = {n: _together(states, [n]) for n in self.numbers}
+        self.counts = together(states, counts)
+        self.copies = {n: together(states, [n]) for n in self.numbers}
         self.held, self.versions = self._read() if how == "host" else ({}, [])
         self.forms = stored.forms_of(states[0])
         self.coded = {n: f for n, f in self.forms.items() if n != PARAMETER}
@@ -154,15 +154,18 @@ class Batch:
         self.uncut = [all(b - a == self.shapes[i].numel() for i, a, b in group) for group in self.cut]
         kept = [n for n in names if n not in (PARAMETER, GRADIENT, *self.coded)]
         self.shown = [real(p).detach() for p in parameters]
-        self.joined = [self._joined(group) for group in self.cut]
-        for group, joined in zip(self.cut, self.joined, strict=True):
-            if joined:
-                _join([states[i] for i, _, _ in group], kept)
+        joined = [b for b, group in enumerate(self.cut) if self._joined(group)]
+        for b in joined:
+            join([states[i] for i, _, _ in self.cut[b]], kept)
         self.own = [x for s in states for x in s.values()]
         self.views: dict[str, Any] = {n: self._blocks([s[n] for s in states]) for n in kept}
         if self.whole:
             self.views[PARAMETER] = self._blocks(self.shown)
-        self.rooms = {b: self._room(b, kept) for b, joined in enumerate(self.joined) if joined}
+        self.rooms, self.guests = Rooms(), dict[int, Guest]()
+        for b in joined:
+            self.guests[b] = Guest()
+            for name in (PARAMETER, *kept):
+                self.views[name][b] = [self.rooms.of(self.views[name][b])]
         # whether torch's own operation for the whole program can have what is kept
         self.fits = parameters[0].is_cpu and all(x.is_contiguous() for v in self.views.values() for xs in v for x in xs)
 
@@ -224,9 +227,9 @@ class Batch:
         if any(g.dtype != self.wide for g in gradients):
             gradients = [real(g).to(self.wide) for g in gradients]
         lists = {**self.views, GRADIENT: self._pieces(gradients)}
-        for b, room in self.rooms.items():
-            torch._foreach_copy_([*room.shown, *room.gradients], [*room.parameters, *lists[GRADIENT][b]])
-            lists[GRADIENT][b] = room.gradient
+        for b, guest in self.guests.items():
+            lists[GRADIENT][b] = [guest.of(lists[GRADIENT][b])]
+        self.rooms.enter()
         fits = self.fits and all(map(Tensor.is_contiguous, gradients))
         copies: list[Tensor] = []
         if not self.whole:
@@ -238,8 +241,7 @@ class Batch:
             lists[name] = self._blocks(decoded[name])
         for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
             self.schedule.run(group, values, fits)
-        for room in self.rooms.values():
-            torch._foreach_copy_(room.parameters, room.shown)
+        self.rooms.leave()
         self.counts.add_(1)
         for i, copy in enumerate(copies):
             parameter, state = self.parameters[i], self.states[i]
@@ -260,19 +262,10 @@ class Batch:
         return [[self._entries(tensors[i], i, first, end) for i, first, end in group] for group in self.cut]
 
     def _joined(self, group: list[tuple[int, int, int]]) -> bool:
-        """Whether the tensors of a block are so small that a copy of them all is stepped faster than each of them."""
-        small = all(a == 0 and b == self.shapes[i].numel() <= _SMALL for i, a, b in group)
-        plain = self.whole and not self.coded and self.schedule.library is None
-        return small and len(group) > 4 and plain and self.parameters[0].is_cpu
-
-    def _room(self, block: int, kept: list[str]) -> _Room:
-        """Room for the parameters and gradients of a block, whose states become one tensor each."""
-        for n in kept:
-            self.views[n][block] = [_whole(self.views[n][block])]
-        parameters = self.views[PARAMETER][block]
-        flat, gradient = _flat(parameters), _flat(parameters)
-        self.views[PARAMETER][block] = [flat]
-        return _Room(parameters, _like(flat, parameters), [gradient], _like(gradient, parameters))
+        """Whether the tensors of a block are stepped as one, for which nothing but their own entries may be read."""
+        plain = self.whole and not self.coded and self.schedule.library is None and self.parameters[0].is_cpu
+        whole = all(a == 0 and b == self.shapes[i].numel() for i, a, b in group)
+        return plain and whole and small([b for _, _, b in group])
 
     def _pieces(self, gradients: list[Tensor]) -> list[list[Tensor]]:
         """The same of gradients, which have the shapes of their parameters."""
@@ -338,7 +331,7 @@ def unchanged(
     return len(now) == len(own) and all(map(operator.is_, now, own))
 
 
-def _together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
+def together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
     """Tensors of one entry as one tensor, and the states' own as views of it, name by name."""
     whole = torch.stack([s[n].reshape(()) for n in names for s in states])
     views = iter(whole.unbind())
@@ -348,36 +341,11 @@ def _together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
     return whole
 
 
-class _Room(NamedTuple):
-    """Small parameters, and their places in a copy of them all; the same places for their gradients."""
-
-    parameters: list[Tensor]
-    shown: list[Tensor]
-    gradient: list[Tensor]
-    gradients: list[Tensor]
-
-
-def _join(states: list[dict[str, Tensor]], names: list[str]) -> None:
+def join(states: list[dict[str, Tensor]], names: list[str]) -> None:
     """Lay the tensors of each name out one behind the other."""
     for name in names:
-        xs = [s[name] for s in states]
-        for s, x in zip(states, _like(_flat(xs), xs), strict=True):
+        for s, x in zip(states, behind_one_another([s[name] for s in states]), strict=True):
             s[name] = x
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([x.reshape(-1) for x in tensors])
-
-
-def _like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """The parts of a flat tensor in the shapes of tensors."""
-    parts = flat.split([x.numel() for x in tensors])
-    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
-
-
-def _whole(parts: list[Tensor]) -> Tensor:
-    """The flat tensor that these are the parts of."""
-    return parts[0].as_strided((sum(x.numel() for x in parts),), (1,), parts[0].storage_offset())
 
 
 def _version(x: Tensor) -> int:

@@ -142,6 +142,20 @@ def stacked(leaves: Sequence[Tensor]) -> Tensor:
     return first.as_strided((len(leaves), *first.shape), (size, *first.stride()))
 
 
+def rows(leaves: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """The members of a stack, of which a leaf has so many each; a number of a leaf is that of all its members."""
+    if all(count == 1 for count in counts):
+        return stacked([x.reshape(x.shape[-2:]) if x.ndim > 2 else x for x in leaves])
+    pairs = zip(leaves, counts, strict=True)
+    return torch.cat([x.reshape(-1, *x.shape[-2:]).expand(count, -1, -1) for x, count in pairs])
+
+
+def divide(whole: Tensor, leaves: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """Views of a stack in the shapes of the leaves that it was made of."""
+    parts = zip(whole.split(list(counts)), leaves, strict=True)
+    return [(part if part.numel() == x.numel() else part[:1]).view(x.shape) for part, x in parts]
+
+
 def unstack(state: State, index: int) -> State:
     """One member of a batch, as views."""
 

@@ -38,7 +38,8 @@ class _Regression(Optimizer):
     def _layer_signal(self, update: StateUpdate, parameter: Tensor, sign: float) -> dict[str, Tensor]:
         signal = super()._layer_signal(update, parameter, sign)
         if signal and self._reduction == "mean":  # the gradient of one example is N times what arrived
-            response = signal["k"] @ parameter.detach().to(signal["k"].dtype).mT
+            weight = self._places.layout(parameter).matrices(parameter.detach())
+            response = signal["k"] @ weight.to(signal["k"].dtype).mT
             signal["v"] = response + len(signal["k"]) * (signal["v"] - response)
         return signal
 

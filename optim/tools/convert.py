@@ -132,6 +132,13 @@ def _kind(optimizer: Optimizer, rule: str | None) -> tuple[str, _Kind]:
     if kind is None:
         peers = ", ".join(map(_name, _KINDS.values()))
         raise AxesError(f"{who}: rule {rule!r} is none of torch.optim's that can be converted: {peers}")
+    for group in optimizer.param_groups:
+        if group["rule"] == rule and "matrices" in group:
+            own = next(text for text in group["matrices"] if text)
+            raise AxesError(
+                f"conversion: {who} takes a parameter as matrices {own!r}, and torch.optim.{_name(kind)} every one as "
+                "one matrix as it stands: construct it with groups that name their rule, without the model"
+            )
     return rule, kind
 
 

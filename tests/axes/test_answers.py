@@ -59,7 +59,8 @@ def test_an_option_that_changes_between_steps_changes_the_answer_and_the_step() 
         p.grad = torch.ones(3)
         optimizer.step()
         assert axes.select(optimizer).route == route
-        known = optimizer._batches.known(optimizer.param_groups[0], optimizer.update, [p], optimizer.state)
+        group = optimizer.param_groups[0]
+        known = optimizer._batches.known(group, optimizer.form_for(group), [p], optimizer.state)
         assert (known is not None) == foreach
 
 

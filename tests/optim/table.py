@@ -115,7 +115,10 @@ ENTRYWISE = tuple(i for i in INSTANCES if not i.matrices and not i.layers)  # ru
 
 
 class Net(nn.Module):
-    """Parameters of 0 to 4 dimensions, an empty one, one without gradient, two of the same shape, tied tables."""
+    """Parameters of 0 to 4 dimensions, an empty one, one without gradient, two of the same shape, tied tables.
+
+    By their names those that belong to no layer are biases, so that rules for matrices know what they are.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -127,14 +130,14 @@ class Net(nn.Module):
         self.head.weight = self.embedding.weight
         self.gain = nn.Parameter(torch.ones(()))
         self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.unused = nn.Parameter(torch.ones(2, 2))
-        self.strided = nn.Parameter(torch.arange(6.0).reshape(2, 3).T)
+        self.unused_bias = nn.Parameter(torch.ones(2, 2))
+        self.strided_bias = nn.Parameter(torch.arange(6.0).reshape(2, 3).T)
         self.to(dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         x = x + torch.tanh(self.first(x)) + self.gain * self.second(x)
-        y = self.conv(x[:, None]).square().mean() + self.empty.sum() + self.strided.sin().sum() * 0.1
+        y = self.conv(x[:, None]).square().mean() + self.empty.sum() + self.strided_bias.sin().sum() * 0.1
         return self.head(self.norm(x)).square().mean() + y
 
 

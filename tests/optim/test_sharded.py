@@ -189,6 +189,35 @@ BY_HAND: dict[str, Callable[[list[Any]], optim.Optimizer]] = {
 }
 
 
+@case
+def matrices_in_their_own_way(folder: Path) -> None:
+    """Stacks of experts, fused projections and what is stored (in, out): stepped whole at their owners."""
+    forms = {"experts in out": (3, 4, 4), "in (3 out)": (4, 12), "(2 out) in": (8, 4), "": (4, 4)}
+
+    def make(cls: Any, ps: list[Any]) -> optim.Optimizer:
+        return cls([{"params": ps, "rule": cls.name, "matrices": list(forms)}], lr=0.1, **SETTINGS.get(cls, {}))
+
+    for cls in (optim.Muon, optim.NorMuon, optim.SOAP, optim.PSGDKron):
+        for shape, placements in (((2,), (Shard(0),)), ((2,), (Shard(1),)), ((1, 2), (Shard(0), Shard(1)))):
+            torch.manual_seed(2)
+            mesh = processes(*shape)
+            plain = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in forms.values()]
+            split = [distribute_tensor(p.detach().clone(), mesh, placements).requires_grad_() for p in plain]
+            optimizer, expected = make(cls, split), make(cls, plain)
+            for t in range(4):
+                for p, q in zip(plain, split, strict=True):
+                    p.grad = torch.randn_like(p)
+                    q.grad = distribute_tensor(p.grad.clone(), mesh, placements)
+                optimizer.step()
+                expected.step()
+                if t == 1:  # and from a checkpoint of either
+                    optimizer.load_state_dict(expected.state_dict())
+                    expected.load_state_dict(copy.deepcopy(expected.state_dict()))
+            for p, q in zip(plain, split, strict=True):
+                torch.testing.assert_close(whole(q.detach()), p.detach(), rtol=1e-6, atol=1e-8)
+            same_state(optimizer.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-7)
+
+
 def _by_hand(make: Callable[[list[Any]], optim.Optimizer], dtype: torch.dtype) -> None:
     for mesh_shape, placements in LAYOUTS:
         mesh = processes(*mesh_shape)

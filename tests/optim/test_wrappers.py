@@ -342,7 +342,7 @@ def descend(update: StateUpdate, foreach: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     ps = [nn.Parameter(torch.rand(SHAPE, generator=generator, dtype=torch.float64).softmax(-1)) for _ in range(2)]
     target = torch.rand(SHAPE, generator=generator, dtype=torch.float64)
-    rates: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+    rates: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "average": 0.3}
     rates["retention"] = torch.log1p(-0.1 * torch.rand(SHAPE, generator=generator, dtype=torch.float64))
     rates = {name: value for name, value in rates.items() if name in {per.name for per in update.demands()}}
     groups: Any = [{"params": ps, "rule": "matrix"}] if needs_matrices(update) else ps
