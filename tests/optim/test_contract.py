@@ -588,5 +588,4 @@ def test_a_state_is_worked_out_once_for_all_parameters_of_a_shape(monkeypatch: p
     optimizer = optim.AdamW(ps, betas=(0.75, 0.9375))
     made.clear()
     optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.load_state_dict(optimizer.state_dict())
     assert len(made) <= 2
