@@ -394,7 +394,7 @@ def _soap(place: Place) -> Iterator[Contender]:
 
 
 def _shampoo(place: Place) -> Iterator[Contender]:
-    options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "refresh": REFRESH}
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "damping": 0.0, "refresh": REFRESH}
     yield from _ours(optim.Shampoo, place, options, {}, "shampoo", period=REFRESH)
     newton = {"newton": ({"damping": 1e-4}, {}), "newton tf32": ({"damping": 1e-2}, _TF32)}
     for name, (damped, precision) in newton.items():

@@ -131,9 +131,10 @@ class Step(Declared):
     statistic, Held: when its value is computed.
     steps: gradient steps on the same datum.  lazy: theta is stored (dual averaging, pre-norm); else W is (mirror
     descent, post-norm).  via: filters between gradient and state, in order.  read: where the output is read.
-    debias: divide the output by the response to a unit drive.  start: zero, first (theta_1 is the first drive), W0
-    (a filter that starts at the outer weights: averages of weights), or the number > 0 that every entry of a filter or
-    statistic starts at.  write: theta = A theta + rate u, the "sum", or the "max" of the two, entry by entry.
+    debias: divide the output by the response to a unit drive.  start: zero, first (theta_1 is the first drive), second
+    (the first datum is for statistics alone: theta and its response stay, a filter puts out 0), W0 (a filter that
+    starts at the outer weights: averages of weights), or the number > 0 that every entry of a filter or statistic
+    starts at.  write: theta = A theta + rate u, the "sum", or the "max" of the two, entry by entry.
     feedback: of a filter whose h approximates what it holds: this share of what h used leaves the state once it was
     shown, and the error stays for the next datum. 1 keeps the error alone; 1 - mu is momentum of what was used.
     """
@@ -145,7 +146,7 @@ class Step(Declared):
     via: tuple[Recurrence | Sum | Momentum, ...] = ()
     read: Read | Mix | None = None
     debias: bool = False
-    start: Literal["zero", "first", "W0"] | float = "zero"
+    start: Literal["zero", "first", "second", "W0"] | float = "zero"
     write: Literal["sum", "max"] = "sum"
     feedback: Rate = 0.0
 
@@ -161,8 +162,9 @@ class Step(Declared):
             raise IllegalUpdate(f"Step: at={self.at!r} is not prev, gated, read, new, Anchor(b) or Held(b)")
         if self.steps < 1:
             raise IllegalUpdate(f"Step: steps must be at least 1, got {self.steps}")
-        if not self.start > 0.0 if isinstance(self.start, float) else self.start not in ("zero", "first", "W0"):
-            raise IllegalUpdate(f"Step: start={self.start!r} is not zero, first, W0 or a number > 0")
+        named = ("zero", "first", "second", "W0")
+        if not self.start > 0.0 if isinstance(self.start, float) else self.start not in named:
+            raise IllegalUpdate(f"Step: start={self.start!r} is not zero, first, second, W0 or a number > 0")
         if self.write not in ("sum", "max"):
             raise IllegalUpdate(f"Step: write={self.write!r} is not sum or max")
 

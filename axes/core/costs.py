@@ -47,7 +47,9 @@ __all__ = [
 
 Curvature = Literal["none", "affine", "nonlinear"]
 Residual = Literal["target", "error"]
-Side = Literal["entries", "rows", "columns", "each-row", "each-column", "eigen-entries", "whole"]
+Side = Literal[
+    "entries", "rows", "columns", "each-row", "each-column", "eigen-entries", "eigen-rows", "eigen-columns", "whole"
+]
 Value = Tensor | float
 _BY_ENTRY = ("drive", "square", "magnitude", "unit", "white-square", "state")
 _EMPTY: Signal = MappingProxyType({})
@@ -447,7 +449,8 @@ class Linear(Cost):
     column-square the means of u * u over each row, (..., d_v, 1), and over each column, (..., 1, d_k), left u u^T,
     right u^T u (u the raw drive (..., d_v, d_k)), white-square y * y for the y that an entry-wise geometry made of u
     with its statistics before the datum, eigen-square as square but
-    with u in the bases that the two statistics before it give, key k k^T, value v v^T, error e e^T (e the gradient of
+    with u in the bases that the two statistics before it give, eigen-square-left and -right with its rows or its
+    columns in the basis that the one before it gives, key k k^T, value v v^T, error e e^T (e the gradient of
     a layer's output). A signal that has "kk", "vv" or "ee" supplies that product itself,
     for data that are means over several examples. white-left is y y^T / d_k and white-right y^T y / d_v for the y that
     the geometry made of u with its statistics before the datum (u itself at the first): the identity on average where
@@ -459,7 +462,8 @@ class Linear(Cost):
 
     of: Literal[
         "drive", "square", "magnitude", "unit", "left", "right", "row-square", "column-square", "white-square",
-        "white-left", "white-right", "eigen-square", "eigen-fisher", "key", "value", "error", "state",
+        "white-left", "white-right", "eigen-square", "eigen-square-left", "eigen-square-right", "eigen-fisher", "key",
+        "value", "error", "state",
     ] = "drive"  # fmt: skip
     precision: Precision = "input"
     offset: Rate = 0.0
@@ -468,7 +472,7 @@ class Linear(Cost):
 
     def __post_init__(self) -> None:
         sides = ("left", "right", "white-left", "white-right")
-        turned = ("eigen-square", "eigen-fisher")
+        turned = ("eigen-square", "eigen-square-left", "eigen-square-right", "eigen-fisher")
         means = ("row-square", "column-square")
         allowed = (*_BY_ENTRY, *means, *sides, *turned, "key", "value", "error")
         if self.of not in allowed:
@@ -508,9 +512,11 @@ class Linear(Cost):
             return "rows"
         if self.of in ("right", "white-right", "key"):
             return "columns"
-        if self.of in ("row-square", "column-square"):
-            return "each-row" if self.of == "row-square" else "each-column"
-        return "eigen-entries" if self.of in ("eigen-square", "eigen-fisher") else "entries"
+        named: dict[str, Side] = {
+            "row-square": "each-row", "column-square": "each-column", "eigen-square": "eigen-entries",
+            "eigen-fisher": "eigen-entries", "eigen-square-left": "eigen-rows", "eigen-square-right": "eigen-columns",
+        }  # fmt: skip
+        return named.get(self.of, "entries")
 
     def drive(self, u: Tensor, signal: Signal = _EMPTY) -> Tensor:
         """z from the raw drive u (not read for key, value and error; of examples for eigen-fisher) and the signal."""
@@ -531,7 +537,7 @@ class Linear(Cost):
             return self._offset(u.abs(), signal)
         if self.of in ("row-square", "column-square"):
             return (u * u).mean(-1 if self.of == "row-square" else -2, keepdim=True)
-        return self._offset(u * u, signal) if self.of.endswith("square") else u
+        return self._offset(u * u, signal) if "square" in self.of else u
 
     def _offset(self, z: Tensor, signal: Signal) -> Tensor:
         return z + resolve(self.offset, signal) if self.offset != 0.0 else z

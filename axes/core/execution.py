@@ -114,7 +114,8 @@ def step(
     at = p.step.at
     rate = resolve(p.step.rate, signal)
     element = p.monoid.element(signal, rate, state.theta[0])
-    gated = p.memory.act(element, state.theta)
+    waits = p.step.start == "second" and int(state.count) == 0
+    gated = state.theta if waits else p.memory.act(element, state.theta)
     anchor = state.anchor
     if isinstance(at, Anchor) and int(state.count) % at.every == 0:
         anchor = primal(p, state.theta, state, signal)
@@ -126,10 +127,12 @@ def step(
     for _ in range(p.step.steps):
         raw = _from_outside(given) if p.driven else drive(p, datum)
         u, via = _filtered(p, raw, via, state, signal, outer)
-        datum = datum._replace(gated=_written(p, datum, u), again=True)
+        shown = tuple(torch.zeros_like(x) for x in u) if waits else u
+        datum = datum._replace(gated=_written(p, datum, shown), again=True)
         stats, values = _observed(p, u, raw, datum.gated, stats, signal)
+        u = shown
     theta, count = datum.gated, state.count + 1
-    norm = tuple(_responded(p, element, n, rate, signal) for n in state.norm)
+    norm = state.norm if waits else tuple(_responded(p, element, n, rate, signal) for n in state.norm)
     if isinstance(at, Held):
         if at.after(int(state.count)):
             anchor = refreshed(p, state, theta, norm, signal)
@@ -204,8 +207,21 @@ def evaluated(p: Parts, datum: Datum) -> Leaves:
     """W_eval: where the gradient is taken."""
     if isinstance(p.step.at, Anchor):
         return datum.anchor
+    if p.step.at == "read":
+        return _asked(p, datum.state, datum.signal)
     theta = datum.gated if p.step.at == "gated" or datum.again else datum.state.theta
     return primal(p, theta, datum.state, datum.signal)
+
+
+def _asked(p: Parts, state: State, signal: Signal) -> Leaves:
+    """The weights at which the gradient of a datum is given: W, or between W and what the last filter gave before."""
+    weights, look = primal(p, state.theta, state, signal), p.step.read
+    if p.step.at != "read" or not isinstance(look, Mix):
+        return weights
+    last, kept = p.step.via[-1], state.via[-1]
+    assert isinstance(last, Recurrence) and isinstance(kept, State)
+    newest, w = output(last.parts(), kept, signal).weights, _value(look.weight, signal)
+    return tuple(w * x + (1 - w) * z for x, z in zip(weights, newest, strict=True))
 
 
 def _predicted(p: Parts, weights: Leaves, x: Tensor, signal: Signal) -> Tensor:
@@ -246,7 +262,7 @@ def _filtered(
 ) -> tuple[Leaves, Filters]:
     """The drive behind all filters, and their states; their geometries may see the outermost W."""
     if p.step.via and outer is None:
-        outer = primal(p, state.theta, state, signal)
+        outer = _asked(p, state, signal)
     kept: list[State | tuple[State, ...]] = []
     for f, s in zip(p.step.via, states, strict=True):
         if isinstance(f, Sum):
@@ -290,6 +306,10 @@ def seen(p: Parts, u: Leaves, signal: Signal, earlier: Sequence[Leaves]) -> Leav
     if cost.of == "eigen-square":
         bases = zip(u, *earlier[-2:], strict=True)
         u = tuple(rotate(x, left, right, cost.precision) for x, left, right in bases)
+    elif cost.of == "eigen-square-left":
+        u = tuple(rotate(x, left, None, cost.precision) for x, left in zip(u, earlier[-1], strict=True))
+    elif cost.of == "eigen-square-right":
+        u = tuple(rotate(x, None, right, cost.precision) for x, right in zip(u, earlier[-1], strict=True))
     return tuple(cost.drive(leaf, signal) for leaf in u)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from axes.core.algorithms import Anchor, Held, Mix, Read
 from axes.core.costs import Linear
+from axes.core.declared import Recurrence
 from axes.core.geometry import Entropic
 from axes.core.monoids import Decay, Diagonal, Identity, Monoid, Product, Scalar, Zero
 from axes.core.parts import Parts
@@ -173,11 +174,15 @@ def _effect(p: Parts) -> Iterator[str]:
         yield "lazy=False has no effect: the zero monoid keeps nothing of either state"
     if step.rate == 1.0 and any(isinstance(f, Decay) and f.independent for f in factors(p.monoid)):
         yield "Decay(independent=True) has no effect at rate 1: leave it out"
-    if isinstance(step.read, Mix) and not (step.via and (p.driven or p.oracle and h.is_identity)):
-        yield (
-            "read=Mix(...) lies between a parameter with Euclidean h and what its filters give, Given() with via, or "
-            "between what a filter with filters of its own makes of their drive and that drive"
-        )
+    if isinstance(step.read, Mix) and p.driven and not step.via:
+        yield "read=Mix(...) of a filter lies between what its own filters make of their drive and that drive"
+    if isinstance(step.read, Mix) and not p.driven:
+        last = step.via[-1].parts() if step.via and isinstance(step.via[-1], Recurrence) else None  # not side by side
+        weights = last is not None and last.step.start == "W0" and not last.h.reads
+        if not (p.oracle and h.is_identity and weights):
+            yield "read=Mix(...) lies between a parameter with Euclidean h and the weights of its last filter: it " + (
+                "needs Given() and a filter with start='W0' whose h reads nothing else"
+            )
 
 
 def _maximum(p: Parts) -> Iterator[str]:
@@ -231,6 +236,11 @@ def _start(p: Parts) -> Iterator[str]:
             yield "a filter that starts at the weights has no bias to correct"
     if p.driven and any(f.step.start == "W0" for f in p.filters()):
         yield "start='W0' is for filters of the weights' own update: inside of a filter there are no weights"
+    if step.start == "second" and memory.keyed:
+        yield "start='second' leaves the first gradient to statistics: a keyed memory writes at every key"
+    waiting = step.via and all(f.step.start == "second" for f in p.filters()) and isinstance(p.monoid, Identity)
+    if step.start == "second" and waiting:
+        yield "start='second' has no effect: its filters put out nothing of the first datum anyway"
     if memory.keyed and any(f.step.start == "W0" for f in p.filters()):
         yield "a filter starts at the weights of the data axis; an empty memory is zero, where start='W0' has no effect"
     if step.start == "first":
@@ -362,8 +372,8 @@ def _whitenings(p: Parts) -> Iterator[str]:
         for s, side in zip(h.stats, h.sides, strict=False):
             if isinstance(s.cost, Linear) and s.cost.side != side:
                 yield f"{named} takes a statistic of the {side} here, not {s.cost!r}"
-        for s in h.stats[:2]:
-            if h.takes and s.parts().h.makes != h.takes:
+        for s, side in zip(h.stats, h.sides, strict=False):
+            if h.takes and side in ("rows", "columns") and s.parts().h.makes != h.takes:
                 yield f"{named} takes statistics with h={_MAKERS[h.takes]} here, not {s.parts().h!r}"
 
 

@@ -96,7 +96,7 @@ def _program(update: StateUpdate, maximize: bool) -> Program | str:
 
 def first_is_special(update: StateUpdate) -> bool:
     """Whether the first datum is treated unlike the others, which the program is about."""
-    return any(part.parts().step.start == "first" for part in parts_of(update))
+    return any(part.parts().step.start in ("first", "second") for part in parts_of(update))
 
 
 @fact

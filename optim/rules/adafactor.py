@@ -24,15 +24,15 @@ from axes.optim.rules.first_order import LR, WEIGHT_DECAY, unit
 class Adafactor(Optimizer):
     """Adafactor:  r = b r + (1 - b) row means of g^2,  c the same of columns,  U = g / sqrt(r c / mean(r)).
 
-    b = 1 - t^decay,  W = (1 - lr weight_decay) W - max(eps[1], rms(W)) min(lr, 1 / sqrt(t)) U / max(1, rms(U) / clip).
+    b = 1 - t^beta2_decay,  W = (1 - lr weight_decay) W - max(eps[1], rms(W)) min(lr, 1 / sqrt(t)) U / max(1, rms(U) / d).
     A matrix of m rows and n columns has a state of m + n numbers, a vector one of its own size and a number.
 
     Args:
         params: a model, named parameters, parameters or groups.
         lr: the most that rho_t is; all of it without `schedule`.
-        decay: exponent of t in the retention of r and c (torch: beta2_decay).
+        beta2_decay: exponent of t in the retention of r and c.
         eps: (of the second moment, None for the rounding unit; the least rms of W that a step is relative to).
-        clip: the most that rms(U) is (torch: d).
+        d: the most that rms(U) is.
         weight_decay: by lr, as in torch.
         momentum: of the average of steps, 0 for none, which keeps a number an entry again.
         schedule: rho_t = min(lr, 1 / sqrt(t)), or lr.
@@ -64,9 +64,9 @@ class Adafactor(Optimizer):
         self,
         params: Params,
         lr: Any = None,
-        decay: float = -0.8,
+        beta2_decay: float = -0.8,
         eps: tuple[float | None, float] = (None, 1e-3),
-        clip: float = 1.0,
+        d: float = 1.0,
         weight_decay: float = 0.0,
         momentum: float = 0.0,
         schedule: bool = True,
@@ -76,9 +76,9 @@ class Adafactor(Optimizer):
     ) -> None:
         own = {
             "lr": lr,
-            "decay": decay,
+            "beta2_decay": beta2_decay,
             "eps": eps,
-            "clip": clip,
+            "d": d,
             "weight_decay": weight_decay,
             "momentum": momentum,
             "schedule": schedule,
@@ -89,9 +89,9 @@ class Adafactor(Optimizer):
 
     @staticmethod
     def declare(
-        decay: float = -0.8,
+        beta2_decay: float = -0.8,
         eps: tuple[float | None, float] = (None, 1e-3),
-        clip: float = 1.0,
+        d: float = 1.0,
         momentum: float = 0.0,
         schedule: bool = True,
         relative: bool = True,
@@ -99,14 +99,14 @@ class Adafactor(Optimizer):
     ) -> StateUpdate:
         """The tuple."""
         unit("Adafactor", momentum=momentum)
-        if not decay < 0.0:
-            raise AxesError(f"Adafactor: decay is an exponent below 0, got {decay}")
-        new = Count() ** decay
+        if not beta2_decay < 0.0:
+            raise AxesError(f"Adafactor: beta2_decay is an exponent below 0, got {beta2_decay}")
+        new = Count() ** beta2_decay
         rows, columns = (
             StateUpdate(Linear(of), monoid=Scalar(1.0 - new), algorithm=Step(new))
             for of in ("row-square", "column-square")
         )
-        h: Geometry = Composite(Ball(clip, "rms"), RankOneWhiten((rows, columns), eps[0], guard))
+        h: Geometry = Composite(Ball(d, "rms"), RankOneWhiten((rows, columns), eps[0], guard))
         if relative:
             h = RelativeStep(h, eps[1])
         direction = StateUpdate(Linear(), h, Zero())

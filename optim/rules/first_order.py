@@ -9,7 +9,7 @@ u = -g throughout, so a buffer holds the negative of what torch.optim stores.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack, final
+from typing import Any, ClassVar, Literal, Unpack, final
 
 from axes.core.algorithms import Momentum, Read, Step
 from axes.core.costs import Given, Linear, Ridge
@@ -25,12 +25,18 @@ LR = Per("lr")
 WEIGHT_DECAY = Per("weight_decay")
 
 
-def average(beta: float, of: Any = "drive", debias: bool = True, read: Read | None = None) -> Any:
+def average(
+    beta: float,
+    of: Any = "drive",
+    debias: bool = True,
+    read: Read | None = None,
+    start: Literal["zero", "second"] = "zero",
+) -> Any:
     """The parts of an exponential moving average, as keywords of StateUpdate. of: a cost, or what it is linear in."""
     return {
         "cost": of if isinstance(of, Linear) else Linear(of),
         "monoid": Scalar(beta),
-        "algorithm": Step(1.0 - beta, debias=debias and beta > 0.0, read=read),
+        "algorithm": Step(1.0 - beta, debias=debias and beta > 0.0, read=read, start=start),
     }
 
 
@@ -62,7 +68,7 @@ class SGD(Optimizer):
 
     Args:
         params: a model, named parameters, parameters or groups.
-        lr, momentum, dampening, nesterov, weight_decay: as in torch.optim.SGD.
+        lr, momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD, defaults too: no momentum.
         decoupled: decay the weights instead of the loss.
 
     Source: Polyak 1964, eq. 9; Nesterov 1983 in the form of Sutskever et al. 2013, eq. 3-4.
@@ -79,13 +85,13 @@ class SGD(Optimizer):
   booktitle = {International Conference on Machine Learning},
   year = {2013}
 }"""
-    default_lr: ClassVar[float] = 0.3
+    default_lr: ClassVar[float] = 1e-3
 
     def __init__(
         self,
         params: Params,
         lr: Any = None,
-        momentum: float = 0.9,
+        momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
@@ -104,7 +110,7 @@ class SGD(Optimizer):
 
     @staticmethod
     def declare(
-        momentum: float = 0.9, dampening: float = 0.0, nesterov: bool = False, decoupled: bool = False
+        momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False, decoupled: bool = False
     ) -> StateUpdate:
         """The tuple."""
         unit("SGD", momentum=momentum)
@@ -120,7 +126,7 @@ class SGD(Optimizer):
             return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=via))
         return StateUpdate(Ridge(Given(), WEIGHT_DECAY), algorithm=Step(LR, via=via))
 
-    update = declare()
+    update = declare(0.9)  # with the momentum that its papers are about
 
 
 def positive(who: str, **values: float) -> None:
@@ -150,12 +156,12 @@ def adam_filter(betas: tuple[float, float], eps: float, amsgrad: bool = False) -
 class Adam(Optimizer):
     """Adam:  W = W - lr m / (sqrt(v) + eps),  m and v bias-corrected averages of g and g^2.
 
-    weight_decay is coupled: it adds weight_decay * W to the gradient, before both averages. For decoupled decay take
-    AdamW.
+    weight_decay is coupled: it adds weight_decay * W to the gradient, before both averages. With decoupled_weight_decay
+    it is AdamW.
 
     Args:
         params: a model, named parameters, parameters or groups.
-        lr, betas, eps, weight_decay: as in torch.optim.Adam.
+        lr, betas, eps, weight_decay, decoupled_weight_decay: as in torch.optim.Adam, defaults too.
         amsgrad: divide by the largest v so far.
 
     Source: Kingma and Ba 2015, algorithm 1. Differs: the bias correction is the average's response to a unit gradient,
@@ -175,7 +181,7 @@ class Adam(Optimizer):
   booktitle = {International Conference on Learning Representations},
   year = {2015}
 }"""
-    default_lr: ClassVar[float] = 5e-3
+    default_lr: ClassVar[float] = 1e-3
 
     def __init__(
         self,
@@ -185,17 +191,29 @@ class Adam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
+        *,
+        decoupled_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        own = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
         super().__init__(params, {"adam": Adam.declare}, {"adam": own}, **options)
 
     @staticmethod
     def declare(
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, amsgrad: bool = False
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        amsgrad: bool = False,
+        decoupled_weight_decay: bool = False,
     ) -> StateUpdate:
         """The tuple."""
-        return decaying(Step(LR, via=(adam_filter(betas, eps, amsgrad),)), decoupled=False)
+        return decaying(Step(LR, via=(adam_filter(betas, eps, amsgrad),)), decoupled_weight_decay)
 
     update = declare()
 
@@ -206,7 +224,7 @@ class AdamW(Optimizer):
 
     Args:
         params: a model, named parameters, parameters or groups.
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW, defaults too.
         amsgrad: divide by the largest v so far.
 
     Source: Loshchilov and Hutter 2019, algorithm 2. Differs: the decay is multiplied by lr and not only by the
@@ -223,7 +241,7 @@ class AdamW(Optimizer):
   booktitle = {International Conference on Learning Representations},
   year = {2019}
 }"""
-    default_lr: ClassVar[float] = 5e-3
+    default_lr: ClassVar[float] = 1e-3
 
     def __init__(
         self,

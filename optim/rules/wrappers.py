@@ -21,7 +21,7 @@ from torch import Tensor
 from axes.core.algorithms import Mix, Momentum, Read, Step, Sum
 from axes.core.costs import Linear, Ridge
 from axes.core.declared import Recurrence
-from axes.core.geometry import Ball, Cautious, ConstantNorm, Euclidean, Geometry, Graft, Shrink, TrustRatio
+from axes.core.geometry import Ball, Cautious, ConstantNorm, Decayed, Euclidean, Geometry, Graft, Shrink, TrustRatio
 from axes.core.legality import factors
 from axes.core.monoids import Decay, Hadamard, Identity, Monoid, Product, Scalar, Zero
 from axes.core.rates import Count, Per, Rate, Variable, maximum, where
@@ -166,6 +166,8 @@ def _around(update: StateUpdate, wrap: Callable[[Geometry], Geometry]) -> StateU
     if last is None:
         return _with_last(update, (), StateUpdate(Linear(), wrap(Euclidean()), Zero()))
     h, inner = last.parts().h, last.parts().step
+    if inner.start == "W0":
+        raise AxesError("the last filter gives weights and no direction: wrap the rule, then schedule_free(rule)")
     h = dataclasses.replace(h, base=wrap(h.base)) if isinstance(h, ConstantNorm) else wrap(h)
     if h.scale_free and inner.debias:  # nothing is left to correct
         inner = dataclasses.replace(inner, debias=False)
@@ -264,14 +266,19 @@ def nesterov(update: StateUpdate) -> StateUpdate:
     return _with_last(update, _via(update)[:-1], dataclasses.replace(last, algorithm=inner))
 
 
-def schedule_free(update: StateUpdate, beta: float = 0.9, average: Rate = AVERAGE) -> StateUpdate:
+def schedule_free(
+    update: StateUpdate, beta: float = 0.9, average: Rate = AVERAGE, decay_at: Literal["y", "z"] = "y"
+) -> StateUpdate:
     """The rule moves z; the gradient is taken at  y = beta x + (1 - beta) z,  x = (1 - average) x + average z.
 
     The parameter shows y while it trains; x, the weights to use, is `theta` in its state.  average: by default a rate
     of the parameter group, which `axes.optim.ScheduleFree` sets so that x is a uniform or weighted average; a number
     makes it an exponential one.
 
-    Source: Defazio et al. 2024, eq. 3-5.
+    decay_at: whether a decoupled decay of the rule moves z by lr weight "y", where the gradient is, or by lr weight
+    "z". A coupled one is of the gradient's point; one that does not scale with lr, or is given by entries, is of z.
+
+    Source: Defazio et al. 2024, eq. 3-5; the decay at y is their code's, its default.
     """
     update = update.normal()
     p = update.parts()
@@ -279,8 +286,23 @@ def schedule_free(update: StateUpdate, beta: float = 0.9, average: Rate = AVERAG
         raise AxesError(f"schedule_free: beta and average must lie in (0, 1), got {beta} and {average}")
     if not p.h.is_identity or p.step.read is not None or p.step.at != "prev":
         raise AxesError("schedule_free averages the weights of a rule that keeps and shows them")
+    if decay_at not in ("y", "z"):
+        raise AxesError(f"schedule_free: decay_at {decay_at!r} is not y or z")
+    if decay_at == "y":
+        update = _decaying_inside(update)
+        p = update.parts()
     fast = StateUpdate(Linear(), Euclidean(), p.monoid, Step(p.step.rate, via=p.step.via, start="W0"))
     return StateUpdate(p.cost, Euclidean(), Decay(1.0), Step(average, at="read", via=(fast,), read=Mix(beta)))
+
+
+def _decaying_inside(update: StateUpdate) -> StateUpdate:
+    """The rule with a decay that scales with its step size moved from the weights into the direction."""
+    inside = [f for f in factors(update.monoid) if isinstance(f, Decay) and not f.independent]
+    kept = tuple(f for f in factors(update.monoid) if f not in inside)
+    update = dataclasses.replace(update, monoid=_product(kept))
+    for decay in inside:
+        update = _around(update, lambda base, weight=decay.weight: Decayed(base, weight))  # type: ignore[misc]
+    return update
 
 
 # ---- the weights -----------------------------------------------------------------------------------------------------

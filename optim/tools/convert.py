@@ -62,10 +62,13 @@ class _Kind(NamedTuple):
     begins: bool = False  # whether torch has its state before the first step
 
 
-def _adam(group: Group, decoupled: bool) -> Group:
-    given = group.get("decoupled_weight_decay", decoupled)
-    wanted = "AdamW (decoupled decay)" if given else "Adam (coupled decay)"
-    _refuse(given != decoupled and group["weight_decay"] != 0, f"its weight decay is that of {wanted}: take that rule")
+def _adam(group: Group) -> Group:
+    return {"decoupled_weight_decay": group.get("decoupled_weight_decay", False)}
+
+
+def _adamw(group: Group) -> Group:
+    coupled = not group.get("decoupled_weight_decay", True)
+    _refuse(coupled and group["weight_decay"] != 0, "its weight decay is that of Adam (coupled decay): take that rule")
     return {}
 
 
@@ -90,7 +93,9 @@ def _muon_there(group: Group) -> Group:
 
 def _amsgrad_here(group: Group) -> Group:
     _refuse(not group["amsgrad"], "AMSGrad is torch.optim.Adam with amsgrad=True: take Adam")
-    return _adam(group, False)
+    decoupled = group.get("decoupled_weight_decay", False)
+    _refuse(decoupled and group["weight_decay"] != 0, "its weight decay is decoupled: take Adam")
+    return {}
 
 
 def _nadam_there(group: Group) -> Group:
@@ -131,10 +136,15 @@ _ADAM = ("lr", "betas", "eps", "weight_decay", "maximize")
 _NORMS = {"via.0.norm": 0, "via.0.stats.0.norm": 1, "via.0.stats.0.stats.0.theta": 1}
 _KINDS: dict[Callable[..., Any], _Kind] = {
     AdamW.declare: _Kind(
-        torch.optim.AdamW, _moments, (*_ADAM, "amsgrad"), lambda group: _adam(group, True), norms=_NORMS
+        torch.optim.AdamW, _moments, (*_ADAM, "amsgrad"), _adamw, norms=_NORMS
     ),
     Adam.declare: _Kind(
-        torch.optim.Adam, _moments, (*_ADAM, "amsgrad"), lambda group: _adam(group, False), norms=_NORMS
+        torch.optim.Adam,
+        _moments,
+        (*_ADAM, "amsgrad"),
+        _adam,
+        lambda group: {"decoupled_weight_decay": group["decoupled_weight_decay"]},
+        norms=_NORMS,
     ),
     AMSGrad.declare: _Kind(
         torch.optim.Adam, _moments, _ADAM, _amsgrad_here, lambda group: {"amsgrad": True}, norms=_NORMS

@@ -305,6 +305,13 @@ DATA = {
     "heavy ball, decoupled decay": StateUpdate(
         Given(), monoid=Decay(0.01), algorithm=Step(Per("lr"), via=(Momentum(0.9, "sum"),))
     ),
+    "averaged from the second": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(StateUpdate(Linear(), monoid=Scalar(0.9), algorithm=Step(0.1, debias=True, start="second")),),
+        ),
+    ),
     "dampened from the first": StateUpdate(Given(), algorithm=Step(0.1, via=(Momentum(0.9, "ema", start="first"),))),
     "nesterov, coupled decay": StateUpdate(
         Ridge(Given(), 0.01), algorithm=Step(0.1, via=(Momentum(0.9, "sum", nesterov=True),))

@@ -29,8 +29,8 @@ SIGN = StateUpdate(Linear(), SignBall(), Zero())
 CUBE = StateUpdate(Linear(), Whiten((SECOND,), "diagonal", power=1 / 3), Zero())
 RULES = {
     "sgd": optim.SGD.declare(0.0),
-    "momentum": optim.SGD.declare(),
-    "nesterov, decoupled": optim.SGD.declare(nesterov=True, decoupled=True),
+    "momentum": optim.SGD.declare(0.9),
+    "nesterov, decoupled": optim.SGD.declare(0.9, nesterov=True, decoupled=True),
     "adam": optim.Adam.declare(),
     "adam without eps": optim.Adam.declare(eps=0.0),
     "adamw": optim.AdamW.declare(),

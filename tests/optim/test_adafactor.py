@@ -37,7 +37,7 @@ def gap(a: list[Tensor], b: list[Tensor]) -> float:
     [
         ({}, {}),
         ({"lr": 0.3, "weight_decay": 0.1}, {"lr": 0.3, "weight_decay": 0.1}),
-        ({"decay": -0.5, "eps": (1e-2, 0.5), "clip": 1.5}, {"beta2_decay": -0.5, "eps": (1e-2, 0.5), "d": 1.5}),
+        ({"beta2_decay": -0.5, "eps": (1e-2, 0.5), "d": 1.5}, {"beta2_decay": -0.5, "eps": (1e-2, 0.5), "d": 1.5}),
         ({"maximize": True}, {"maximize": True}),
     ],
     ids=str,
@@ -87,8 +87,8 @@ def test_steps_are_relative_unless_asked() -> None:
 def test_options_that_make_no_sense_are_refused() -> None:
     p = [nn.Parameter(torch.ones(2, 2))]
     for given, message in (
-        ({"decay": 0.8}, "exponent below 0"),
-        ({"clip": 0.0}, "radius must be positive"),
+        ({"beta2_decay": 0.8}, "exponent below 0"),
+        ({"d": 0.0}, "radius must be positive"),
         ({"eps": (0.0, 1e-3)}, "eps must be positive"),
         ({"eps": (None, 0.0)}, "least must be positive"),
         ({"guard": "none"}, "guard 'none'"),

@@ -25,6 +25,10 @@ PAIRS: dict[str, tuple[Made, Made]] = {
     "adamw": (lambda ps: torch.optim.AdamW(ps, lr=0.02, weight_decay=0.1), lambda ps: optim.AdamW(ps)),
     "adamw betas": (lambda ps: torch.optim.AdamW(ps, betas=(0.0, 0.9), maximize=True), lambda ps: optim.AdamW(ps)),
     "adam": (lambda ps: torch.optim.Adam(ps, lr=0.02, weight_decay=0.1, eps=1e-3), lambda ps: optim.Adam(ps)),
+    "decoupled": (
+        lambda ps: torch.optim.Adam(ps, lr=0.02, weight_decay=0.1, decoupled_weight_decay=True),
+        lambda ps: optim.Adam(ps),
+    ),
     "sgd": (lambda ps: torch.optim.SGD(ps, lr=0.1), lambda ps: optim.SGD(ps, decoupled=True)),
     "momentum": (
         lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),
@@ -265,7 +269,6 @@ MISMATCHES: dict[str, tuple[Made, Made, Change, str]] = {
     "radam": (torch.optim.RAdam, optim.Adam, lambda s: None, "no 'amsgrad'"),
     "adagrad": (torch.optim.Adagrad, optim.SGD, lambda s: None, "no 'dampening', 'momentum', 'nesterov'"),
     "coupled": (PAIRS["adam"][0], optim.AdamW, lambda s: None, r"that of Adam \(coupled decay\): take that rule"),
-    "decoupled": (PAIRS["adamw"][0], optim.Adam, lambda s: None, r"that of AdamW \(decoupled decay\)"),
     "amsgrad": (PAIRS["adam"][0], optim.AMSGrad, lambda s: None, "AMSGrad is torch.optim.Adam with amsgrad=True"),
     "no rule": (PAIRS["adamw"][0], optim.Lion, lambda s: None, "'lion' is none of torch.optim's that can be converted"),
     "no groups": (PAIRS["adamw"][0], optim.AdamW, lambda s: s.pop("param_groups"), "'state' and 'param_groups'"),

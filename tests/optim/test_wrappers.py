@@ -95,7 +95,7 @@ def test_decays_make_the_named_optimizers() -> None:
     assert wrappers.decoupled(ADAM) == optim.AdamW.declare()
     assert wrappers.coupled(ADAM) == optim.Adam.declare()
     assert wrappers.decoupled(wrappers.undecayed(optim.Lion.declare())) == optim.Lion.declare()
-    assert wrappers.undecayed(optim.SGD.declare()) == wrappers.undecayed(optim.SGD.declare(decoupled=True))
+    assert wrappers.undecayed(optim.SGD.declare(0.9)) == wrappers.undecayed(optim.SGD.declare(0.9, decoupled=True))
 
 
 def test_coupled_and_decoupled_decay_are_torchs() -> None:
@@ -249,20 +249,21 @@ def test_clipping_is_torchs_parameter_by_parameter(norm: Any) -> None:
 
 def test_nesterov_makes_the_named_optimizers() -> None:
     assert wrappers.nesterov(optim.AdamW.declare()) == NADAM
-    assert wrappers.nesterov(optim.SGD.declare()) == optim.SGD.declare(nesterov=True)
+    assert wrappers.nesterov(optim.SGD.declare(0.9)) == optim.SGD.declare(0.9, nesterov=True)
     assert wrappers.nesterov(optim.Muon.declare(nesterov=False)) == optim.Muon.declare()
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_schedule_free_against_its_recursion(foreach: bool) -> None:
+@pytest.mark.parametrize("decay_at", ["y", "z"])
+def test_schedule_free_against_its_recursion(decay_at: Any, foreach: bool) -> None:
     beta, c, lr, decay = 0.9, 0.05, 0.05, 0.1
     x = z = start()
     y, adam = x, Adam()
     for g in gradients():
-        z = (1 - lr * decay) * z - lr * adam(g + 0.3 * y)
+        z = z - lr * decay * (y if decay_at == "y" else z) - lr * adam(g + 0.3 * y)
         x = (1 - c) * x + c * z
         y = beta * x + (1 - beta) * z
-    update = wrappers.schedule_free(optim.AdamW.declare(), beta, c)
+    update = wrappers.schedule_free(optim.AdamW.declare(), beta, c, decay_at)
     p = nn.Parameter(start())
     optimizer = optim.optimizer(update)([p], foreach=foreach, lr=lr, weight_decay=decay)
     close(run(optimizer, p), y)

@@ -13,7 +13,7 @@ from axes.core.geometry.normalised import KeyNormalised, NormedWhiten, RankOneWh
 from axes.core.geometry.norms import Bounded, Entropic, Euclidean, Hypentropy, Lq, LqLiteral, Shrink, SoftThreshold
 from axes.core.geometry.preconditioners import Eigenbasis, FittedFactor, InverseRoot, Kronecker, RotatedWhiten
 from axes.core.geometry.spectral import Spectral, Whiten
-from axes.core.geometry.wrappers import Cautious, Composite, ConstantNorm, Graft, RelativeStep, TrustRatio
+from axes.core.geometry.wrappers import Cautious, Composite, ConstantNorm, Decayed, Graft, RelativeStep, TrustRatio
 
 __all__ = [
     "Ball",
@@ -24,6 +24,7 @@ __all__ = [
     "Composite",
     "ConstantNorm",
     "Context",
+    "Decayed",
     "Eigenbasis",
     "Entropic",
     "Euclidean",

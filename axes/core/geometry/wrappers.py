@@ -184,6 +184,49 @@ class RelativeStep(_Wrapper):
         return (w * torch.where(size > 0, size, 1.0).sqrt().where(size > 0, 0.0).clamp_min(self.least)).to(w.dtype)
 
 
+@final
+@dataclass(frozen=True, repr=False)
+class Decayed(_Wrapper):
+    """A direction with a decay in it: W = base(theta) - weight w, w the weights around the filter.
+
+    They are those at which the gradient was taken, which need not be those that move. Needs `context.weights`.
+
+    Source: Defazio et al. 2024, whose code decays where it takes the gradient.
+    """
+
+    base: Geometry
+    weight: Rate
+
+    _compares = frozenset({"weights"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.weight, Per):
+            scalar = self.weight.shape == "scalar" and self.weight.domain == "positive"
+            require(scalar, self, f"the weight must be scalar and positive, got {self.weight!r}")
+        elif not isinstance(self.weight, Variable):
+            require(0 < self.weight < math.inf, self, f"the weight must be positive and finite, got {self.weight}")
+
+    @property
+    def entrywise(self) -> bool:  # type: ignore[override]
+        return self.base.entrywise
+
+    @property
+    def scale_free(self) -> bool:  # type: ignore[override]
+        return False
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if context.weights is None:
+            raise IllegalUpdate("Decayed pulls on the weights: put it on a filter, not on a state")
+        return self.base.primal(theta, context) - resolve(self.weight, context.signal) * context.weights
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (*self.base.rates(), self.weight)
+
+    def neutral(self) -> dict[str, float]:
+        return {}
+
+
 def _homogeneous(h: Geometry) -> bool:
     """Whether a positive factor of theta is a factor of primal(theta), or none."""
     if isinstance(h, TrustRatio):
