@@ -24,7 +24,8 @@ from axes.optim.rules.first_order import LR, WEIGHT_DECAY, unit
 class Adafactor(Optimizer):
     """Adafactor:  r = b r + (1 - b) row means of g^2,  c the same of columns,  U = g / sqrt(r c / mean(r)).
 
-    b = 1 - t^beta2_decay,  W = (1 - lr weight_decay) W - max(eps[1], rms(W)) min(lr, 1 / sqrt(t)) U / max(1, rms(U) / d).
+    b = 1 - t^beta2_decay,
+    W = (1 - lr weight_decay) W - max(eps[1], rms(W)) min(lr, 1 / sqrt(t)) U / max(1, rms(U) / d).
     A matrix of m rows and n columns has a state of m + n numbers, a vector one of its own size and a number.
 
     Args:
