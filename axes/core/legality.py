@@ -373,7 +373,7 @@ def _whitenings(p: Parts) -> Iterator[str]:
             if isinstance(s.cost, Linear) and s.cost.side != side:
                 yield f"{named} takes a statistic of the {side} here, not {s.cost!r}"
         for s, side in zip(h.stats, h.sides, strict=False):
-            if h.takes and side in ("rows", "columns") and s.parts().h.makes != h.takes:
+            if h.takes and not side.startswith("eigen-") and s.parts().h.makes != h.takes:
                 yield f"{named} takes statistics with h={_MAKERS[h.takes]} here, not {s.parts().h!r}"
 
 

@@ -47,7 +47,7 @@ class Written(torch.optim.Optimizer):
             if not state:
                 rank = max(1, min(rows, columns) // self.divisor)
                 i, j = (torch.arange(n, dtype=torch.float64) for n in (columns, rank))
-                q = torch.cos(torch.pi / columns * (i[:, None] + 0.5) * j).to(p)
+                q = torch.cos(torch.pi / columns * (i[:, None] + 0.5) * ((j + 1) % columns)).to(p)
                 state["m"], state["q"] = torch.zeros_like(p), q / q.norm(dim=0)
             b = state["m"] + p.grad
             left, _ = torch.linalg.qr(b @ state["q"])

@@ -21,7 +21,7 @@ class PowerFactors(Geometry):
 
     P is an orthonormal basis of theta Q, Q the columns of the R held so far at length one: a step of power iteration,
     whose P R^T tends to the best matrix of rank r if theta moves slowly. r is the smaller side divided by `divisor`, at
-    least 1. It begins with the first r columns of a cosine transform as Q. A constant in derivatives.
+    least 1. It begins with columns of a cosine transform as Q, the constant one last. A constant in derivatives.
 
     Source: Ahn et al. 2025 (Dion), algorithm 2. Differs: a fixed first Q; columns of R that are rounding beside the
     largest one count as zero, where the paper divides by them, and give way to other directions.
@@ -110,8 +110,8 @@ def lengths_one(matrix: Tensor, rows: int) -> Tensor:
 
 
 def _cosines(n: int, r: int, like: Tensor) -> Tensor:
-    """The first r orthonormal columns (n, r) of the cosine transform."""
+    """r orthonormal columns (n, r) of the cosine transform; the constant one, of which inputs have none, is the last."""
     rows = torch.arange(n, dtype=torch.float64, device=like.device) + 0.5
-    columns = torch.arange(r, dtype=torch.float64, device=like.device)
+    columns = (torch.arange(r, dtype=torch.float64, device=like.device) + 1) % n
     waves = torch.cos(math.pi / n * rows[:, None] * columns)
     return (waves / torch.linalg.vector_norm(waves, dim=0)).to(like.dtype)
