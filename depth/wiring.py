@@ -2,7 +2,7 @@
 
 No list of class names says that: the block is asked. Its forward runs on a few small tensors with stand-ins for its
 children, which note what they are called with and return numbers of their own. The numbers are integers, so that sums
-are exact, and every tensor that a child is given is recognised by its value: the stream, or what another child returned.
+are exact, and every tensor that a child is given is recognised by its value: the stream, or what another one returned.
 A block that does anything else with them (a factor, a norm or a dropout that is no child) is refused, not approximated.
 """
 
@@ -64,7 +64,7 @@ class Result:
 
     def take(self, now: Now) -> Any:
         result = now.results[self.call]
-        return result[self.item] if isinstance(result, tuple) else result
+        return result[self.item] if isinstance(result, (tuple, list)) else result
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class _Unpacked(Exception):
 class _Output(Tensor):
     """What a stand-in returns; sums of it are plain tensors."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __iter__(self) -> Any:
         raise _Unpacked
@@ -287,17 +287,17 @@ class _Asked:
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any], width: int) -> None:
         self.block, self.forward = block, forward
-        self.stream = torch.empty(2, 3, width)
+        self.stream = torch.empty(2, 3, width, device="cpu")
         self.items: dict[int, int] = {}
 
     def __call__(self, given: dict[str, Any], *, training: bool) -> _Found:
         """The wiring under these arguments. How many things a child returns is found by trying."""
         items = dict(self.items)
         while True:
-            record = _Record(items, torch.Generator().manual_seed(0))
+            record = _Record(items, torch.Generator("cpu").manual_seed(0))
             stream = _integers(self.stream, record.numbers)
             try:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
                     output = self.forward(_with_stand_ins(self.block, record, training), stream.clone(), **given)
             except NotResidual:
                 raise
@@ -305,7 +305,8 @@ class _Asked:
                 last, taken_apart = len(record.calls) - 1, isinstance(error, (_Unpacked, IndexError))
                 items[last] = items.get(last, 1) + 1
                 if not (taken_apart or "unpack" in str(error)) or last < 0 or items[last] > MOST_OUTPUTS:
-                    raise NotResidual(f"its forward fails: {type(error).__name__}: {error}") from error
+                    reason = next(iter(str(error).splitlines()), "")
+                    raise NotResidual(f"its forward fails: {type(error).__name__}: {reason}") from error
             else:
                 found = _found(record.calls, stream, output)
                 self.items = items
@@ -316,10 +317,7 @@ def _with_stand_ins(block: nn.Module, record: _Record, training: bool) -> nn.Mod
     """The block without its children, its own parameters and buffers drawn anew: no factor of one passes unseen."""
     alone = copy.copy(block)
     own = {
-        kind: {
-            name: x if x is None else _integers(torch.empty(x.shape), record.numbers)
-            for name, x in block.__dict__[kind].items()
-        }
+        kind: {name: x if x is None else _integers(x, record.numbers) for name, x in block.__dict__[kind].items()}
         for kind in ("_parameters", "_buffers")
     }
     alone.__dict__.update(own, _modules=_stood_in(block, "", record), training=training)
@@ -343,7 +341,7 @@ def _found(calls: list[_Seen], stream: Tensor, output: Any) -> _Found:
     What no child takes in is added.
     """
     taken = [[_origin(x, calls[:i]) for x in (*c.args, *c.kwargs.values())] for i, c in enumerate(calls)]
-    consumed = {origin.call for origins in taken for origin in origins if isinstance(origin, Result) and not origin.item}
+    consumed = {x.call for origins in taken for x in origins if isinstance(x, Result) and x.item == 0}
     sublayers: list[Sublayer] = []
     read, added = stream, stream
     made: list[Call] = []
@@ -426,7 +424,8 @@ def _merged(found: _Found, other: _Found) -> _Found:
 
 
 def _integers(like: Tensor, numbers: torch.Generator) -> Tensor:
-    return torch.randint(-LARGEST, LARGEST, like.shape, generator=numbers).to(torch.float32)
+    drawn = torch.randint(-LARGEST, LARGEST, like.shape, generator=numbers, device="cpu")
+    return drawn.to(torch.float32)
 
 
 def _kept(value: Any) -> Any:

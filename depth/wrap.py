@@ -8,7 +8,6 @@ first block of a stack expands the stream, the last one reduces it, and between 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -97,7 +96,7 @@ def wrap(
 
 def unwrap(model: Model) -> Model:
     """Take the mixers out again, in place: the blocks add as they did before, with the weights that they have now."""
-    wrapped = [module for module in model.modules() if isinstance(module, MixedBlock)]
+    wrapped: list[Any] = [module for module in model.modules() if isinstance(module, MixedBlock)]
     if not wrapped:
         raise AxesError("unwrap: the model holds no wrapped block")
     for block in wrapped:
@@ -149,11 +148,15 @@ def _mixed_forward(self: MixedBlock, *args: Any, **kwargs: Any) -> Any:
     return streams if wired.others is None else (streams, *wired.behind(given, results))
 
 
-@functools.cache
+_MADE: dict[type[nn.Module], type[MixedBlock]] = {}
+
+
 def mixed_class(base: type[nn.Module]) -> type[MixedBlock]:
     """The subclass of a block's class whose forward mixes; `isinstance` and class attributes stay what they were."""
-    space = {"forward": _mixed_forward, "mixes": base, "__module__": base.__module__}
-    return type(f"Mixed{base.__name__}", (MixedBlock, base), space)
+    if base not in _MADE:
+        space = {"forward": _mixed_forward, "mixes": base, "__module__": base.__module__}
+        _MADE[base] = type(f"Mixed{base.__name__}", (MixedBlock, base), space)
+    return _MADE[base]
 
 
 def _again(base: type[nn.Module]) -> MixedBlock:
@@ -186,11 +189,11 @@ def find(model: nn.Module, blocks: Callable[[nn.Module], bool] | None, d_model: 
         return stacks
     looked = "".join(f"\n  {where} ({kind}): {reason}" for kind, (where, reason) in refused.items())
     raise NotResidual(
-        "wrap: no residual block in the model. Looked for members of a ModuleList, ModuleDict or Sequential that return "
-        "their input plus what their children make of it"
+        "wrap: no residual block in the model. Looked for members of a ModuleList, ModuleDict or Sequential that "
+        "return their input plus what their children make of it"
         + (f"; looked at{looked}" if looked else "; there is no such member")
-        + "\nWrite a block's additions as x + f(x) in its own forward, f a chain of its children; or put `Mixed(f, mixer)`"
-        " in the place of a sublayer; or choose blocks with wrap(..., blocks=lambda module: ...)"
+        + "\nWrite a block's additions as x + f(x) in its own forward, f a chain of its children; or choose blocks "
+        "with wrap(..., blocks=lambda module: ...); or put Mixed(f, mixer) in the place of a sublayer"
     )
 
 
@@ -258,10 +261,10 @@ def require_plain_start(mixer: MixerClass, options: dict[str, Any]) -> None:
     They are tried over a few sublayers, in float64, on random outputs of sublayers.
     """
     who = getattr(mixer, "__name__", type(mixer).__name__)
-    numbers = torch.Generator().manual_seed(0)
+    numbers = torch.Generator("cpu").manual_seed(0)
 
     def drawn() -> Tensor:
-        return torch.randn(2, 3, 8, generator=numbers, dtype=torch.float64)
+        return torch.randn(2, 3, 8, generator=numbers, dtype=torch.float64, device="cpu")
 
     try:
         mixers = [mixer(8, index, device="cpu", dtype=torch.float64, **options) for index in range(6)]
