@@ -46,7 +46,8 @@ def wrap(
     A block is found by what it computes: its input, plus what chains of its children make of it. Members of a
     ModuleList, ModuleDict or Sequential are asked, the outermost first; neighbours in a list are one stack and must run
     in its order. Norm before or after the sublayer, sublayers in parallel, further arguments and outputs (masks,
-    caches, attention weights) are all the same to it.
+    caches, attention weights) are all the same to it. Between the blocks of a stack the model must do nothing with
+    what it hands on, (B, T, n, d): hidden states that it records there are streams.
 
     Args:
         model: any module. Wrap before `torch.compile` and `fully_shard`; activation checkpointing as you like.
@@ -207,6 +208,7 @@ def _search(
 ) -> None:
     listed = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     stack: list[Found] = []
+    found_before, refused_here = len(stacks), ""
     # `_modules`, since named_children leaves out what comes twice
     for key, child in [(key, child) for key, child in module._modules.items() if child is not None]:
         path = f"{name}.{key}" if name else key
@@ -220,6 +222,7 @@ def _search(
                 if chosen:
                     raise NotResidual(f"wrap: {path} ({type(child).__name__}) was chosen, but {error}") from error
                 refused.setdefault(type(child).__name__, (path, str(error)))
+                refused_here = f"{path} ({type(child).__name__}): {error}"
         elif chosen:
             raise NotResidual(
                 f"wrap: {path} ({type(child).__name__}) was chosen, but it is no member of a ModuleList, ModuleDict or "
@@ -231,6 +234,11 @@ def _search(
         _search(child, path, blocks, d_model, stacks, refused)
     if stack:
         stacks.append(stack)
+    if isinstance(module, nn.ModuleList) and refused_here and any(one[0][0] in module for one in stacks[found_before:]):
+        raise NotResidual(
+            f"wrap: some members of {name or 'the list'} are residual blocks, but not {refused_here}. "
+            "To wrap the others, choose them with wrap(..., blocks=lambda module: ...): streams then end before it"
+        )
 
 
 def stream_width(block: nn.Module) -> int:

@@ -312,6 +312,7 @@ def test_unwrap() -> None:
 
 def test_wrapping_draws_no_random_numbers_and_keeps_weights() -> None:
     m = model(GPT2)
+    m.other = nn.ModuleList([Dropped()])  # looked at, refused; it draws
     weights, numbers = copy.deepcopy(m.state_dict()), torch.random.get_rng_state()
     wrap(m.eval(), MHC)
     assert torch.equal(torch.random.get_rng_state(), numbers)
@@ -397,6 +398,10 @@ def test_blocks_by_a_predicate() -> None:
     m.blocks.append(GPT2().double())
     wrap(m, MHC, blocks=lambda module: isinstance(module, NanoGPT))
     assert [isinstance(b, MixedBlock) for b in m.blocks] == [True, True, True, False]
+    m = model(NanoGPT)
+    m.blocks.append(Scaled().double())
+    with pytest.raises(NotResidual, match=r"some members of blocks are residual blocks, but not blocks.3 \(Scaled\)"):
+        wrap(m, MHC)
     with pytest.raises(NotResidual, match=r"blocks.0 \(Scaled\) was chosen, but its output is not"):
         wrap(model(Scaled), MHC, blocks=lambda module: isinstance(module, Scaled))
     with pytest.raises(NotResidual, match="norm .LayerNorm. was chosen, but it is no member"):
