@@ -9,6 +9,7 @@ from axes.depth.jpmhc import JPmHC, JPmHCMeanPreserving
 from axes.depth.mhc import MHC, IdentityMixing
 from axes.depth.residual import PostNorm, PreNorm, Residual
 from axes.depth.static import TupleMixer, mixer
+from axes.depth.wrap import unwrap, wrap
 
 ALL: tuple[type[DepthMixer], ...] = (
     Residual,
@@ -38,4 +39,6 @@ __all__ = [
     "Residual",
     "TupleMixer",
     "mixer",
+    "unwrap",
+    "wrap",
 ]
