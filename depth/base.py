@@ -56,8 +56,13 @@ class DepthMixer(nn.Module, ABC):
     (filters, statistics, an anchor) they are the `State`, to be handed on as it is. Coefficients, the step and the
     mixing matrix stay in float32 (float64 if the streams or the parameters are), under autocast too; only the result is
     cast to the dtype of the streams.
+
+    A mixer has four calls and no forward. Inside a unit of FSDP2 (`Mixed`, a block) that does not matter; a mixer that
+    is a unit of its own needs `torch.distributed.fsdp.register_fsdp_forward_method(mixer, call)` for each of
+    `DepthMixer.calls`, or they meet sharded parameters.
     """
 
+    calls: ClassVar[tuple[str, ...]] = ("expand", "read", "write", "reduce")
     hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: what is no nn.Linear here is no hidden matrix
 
     update: StateUpdate
@@ -272,9 +277,15 @@ def normalises(update: StateUpdate) -> bool:
     return sphere is not None and sphere[0] == "columns"
 
 
+def corrects(update: StateUpdate) -> bool:
+    """Whether a write takes away what is stored under its key, by the factor rate |k|^2 where the cost is a square."""
+    cost = update.parts().cost
+    return cost.curvature != "none" and not cost.encode
+
+
 def require_streams(update: StateUpdate) -> None:
     """IllegalUpdate unless the tuple has a meaning on residual streams: a read before the write, k = post, v = y."""
-    cost, _, _, step, memory = update.parts()
+    cost, h, _, step, memory = update.parts()
     reason = None
     if "g" in cost.needs or isinstance(cost, Linear):
         reason = f"{type(cost).__name__} takes its gradient from outside; depth gives k = post, v = y: use Alignment"
@@ -284,6 +295,11 @@ def require_streams(update: StateUpdate) -> None:
         reason = "a read point has no effect: depth reads the state before it writes"
     elif step.start != "zero":
         reason = "start='first' would replace what entered the network by the first sublayer's output"
+    elif cost.superlinear and step.at != "new" and h.sphere is None:
+        reason = (
+            f"the gradient of {cost!r} grows faster than the error, so that no explicit step is stable on streams of "
+            "any size: use Step(at='new')"
+        )
     if reason is not None:
         raise IllegalUpdate(f"this tuple has no meaning along depth: {reason}")
 
@@ -298,4 +314,14 @@ def _exact(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
-__all__ = ["Coefficients", "DepthMixer", "Mixed", "Streams", "choose", "normalises", "plans", "require_streams"]
+__all__ = [
+    "Coefficients",
+    "DepthMixer",
+    "Mixed",
+    "Streams",
+    "choose",
+    "corrects",
+    "normalises",
+    "plans",
+    "require_streams",
+]

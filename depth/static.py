@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from axes.core.geometry import Geometry
 from axes.core.rates import Domain, Per
 from axes.core.state_update import StateUpdate
-from axes.depth.base import Coefficients, DepthMixer, normalises, plans, require_streams
+from axes.depth.base import Coefficients, DepthMixer, corrects, normalises, plans, require_streams
 from axes.depth.initial import OFF_DIAGONAL, one_hot
 from axes.errors import AxesError, IllegalUpdate, ShapeError
 from axes.routes.choice import Implementation, Plan, Target
@@ -25,6 +25,10 @@ class StaticMixer(DepthMixer):
     pre starts at e_{l mod n}, post at 1; what keeps the old streams starts at keeping them, what takes away from them
     starts at (almost) nothing, step sizes start at 1. With the alignment cost and Euclidean h the network then equals
     pre-norm, exactly unless a unit gate or a doubly stochastic matrix only comes close to one.
+
+    A cost that corrects what is stored under its key multiplies that by 1 - rate |k|^2 at every sublayer (the delta
+    rule). Its key starts at length 1, post = 1 / sqrt(n), and its rate at 1/2: half of what was there stays. No such
+    network equals pre-norm.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class StaticMixer(DepthMixer):
         super().reset_parameters()
         like = torch.zeros(self.streams, dtype=torch.float64, device=self.pre.device)
         self.pre.copy_(one_hot(self.layer_index, like))
-        self.post.fill_(1.0)
+        self.post.fill_(self.streams**-0.5 if corrects(self.update) else 1.0)
         starts = _starts(self.update)
         for rate in self.demands:
             start = starts.get(rate.name, 1.0)
@@ -176,9 +180,11 @@ def _starts(update: StateUpdate) -> dict[str, float | Geometry]:
 
     A filter starts as a pass-through: it forgets.
     """
-    cost, h, monoid, _, _ = update.parts()
+    cost, h, monoid, step, _ = update.parts()
     away = [cost.ridge, *(rate for inner in update.filters() for rate in inner.parts().monoid.rates())]
-    return {**monoid.neutral(), **h.neutral(), **{rate.name: 0.0 for rate in away if isinstance(rate, Per)}}
+    halves = [step.rate] if corrects(update) else []
+    starts = [(rate, 0.0) for rate in away] + [(rate, 0.5) for rate in halves]
+    return {**monoid.neutral(), **h.neutral(), **{rate.name: at for rate, at in starts if isinstance(rate, Per)}}
 
 
 def raw(value: float, domain: Domain) -> float:

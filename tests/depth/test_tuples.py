@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from axes.core.algorithms import Anchor, Momentum, Read, Step
-from axes.core.costs import Alignment, Given, Huber, Linear, Ridge, SquaredError
+from axes.core.costs import Alignment, Given, Huber, Linear, Lp, Ridge, RobustShift, SquaredError
 from axes.core.geometry import Bounded, Cayley, Entropic, Euclidean, SoftThreshold, Sphere
-from axes.core.memory import MLP, List
+from axes.core.memory import MLP, List, Matrix, Memory, Slots
 from axes.core.monoids import (
     DPLR,
     Decay,
@@ -140,12 +140,68 @@ def test_the_delta_rule_along_depth() -> None:
     m = mixer(update)(D, 0, N, dtype=torch.float64)
     with torch.no_grad():
         m.post.copy_(torch.nn.functional.normalize(torch.randn(N, dtype=torch.float64), dim=0))
+        m.rates["beta"].zero_()  # beta = 1
     x, y = torch.randn(3, N, D, dtype=torch.float64), torch.randn(3, D, dtype=torch.float64)
     new = m.write(x, y, m.read(x)[1])
     post = m.post.detach()
     theirs = x + post[:, None] * (y - torch.einsum("j,bjd->bd", post, x))[:, None, :]
     torch.testing.assert_close(new, theirs, rtol=0, atol=1e-13)
     torch.testing.assert_close(torch.einsum("j,bjd->bd", post, new), y, rtol=0, atol=1e-13)
+
+
+CORRECTING = {
+    "delta": StateUpdate(SquaredError()),
+    "gated": StateUpdate(SquaredError(), monoid=Scalar("a"), algorithm=Step(Per("beta"), at="gated")),
+    "rated": StateUpdate(SquaredError(), algorithm=Step(rate=Per("beta"))),
+    "row rated": StateUpdate(SquaredError(), algorithm=Step(rate=Per("beta", "row"))),
+    "shifted": StateUpdate(RobustShift(1.0), algorithm=Step(rate=Per("beta"))),
+    "ridged": StateUpdate(Ridge(SquaredError(), Per("weight")), algorithm=Step(rate=Per("beta"))),
+    "cubic, implicit": StateUpdate(Lp(3), algorithm=Step(rate=Per("beta"), at="new")),
+}
+
+
+@pytest.mark.parametrize("streams", [2, 4, 8])
+@pytest.mark.parametrize("name", CORRECTING)
+def test_what_corrects_starts_without_amplifying(name: str, streams: int) -> None:
+    """Twelve sublayers at the defaults: differences between streams and their mean both stay as large as they were."""
+    make = mixer(CORRECTING[name])
+    mixers = [make(D, l, streams, dtype=torch.float64) for l in range(12)]
+    x = torch.randn(2, 3, streams, D, dtype=torch.float64, requires_grad=True)
+    now = x
+    for m in mixers:
+        seen, coefficients = m.read(now)
+        now = m.write(now, f(seen), coefficients)
+    assert now.norm() < 2 * x.norm()
+    (gradient,) = torch.autograd.grad((now * torch.randn_like(now)).sum(), x)
+    assert torch.isfinite(gradient).all() and 0 < gradient.norm() < 100 * x.numel() ** 0.5
+
+
+def test_a_gradient_that_outgrows_the_error_needs_an_implicit_step() -> None:
+    for cost in (Lp(3), Ridge(Lp(2.5), 0.1)):
+        with pytest.raises(IllegalUpdate, match=r"grows faster than the error.*use Step\(at='new'\)"):
+            mixer(StateUpdate(cost))
+    mixer(StateUpdate(Lp(3), Sphere("columns", None), Identity(), Step(lazy=False)))  # nothing to outgrow on a sphere
+
+
+@pytest.mark.parametrize("tokens", [N - 1, N, N + 1])
+@pytest.mark.parametrize("memory", [Matrix(), Slots()], ids=repr)
+def test_encoding_streams(memory: Memory, tokens: int) -> None:
+    """S <- S - beta grad |enc(S)^T y - post|^2 / 2, one token after another: the number of tokens is no stream's."""
+    m = mixer(StateUpdate(SquaredError(encode=True), algorithm=Step(rate=Per("beta")), memory=memory))(
+        D, 1, N, dtype=torch.float64
+    )
+    with torch.no_grad():
+        m.post.normal_()
+    x, y = torch.randn(2, tokens, N, D, dtype=torch.float64), torch.randn(2, tokens, D, dtype=torch.float64)
+    new = m.write(x, y, m.read(x)[1])
+    assert new.shape == x.shape
+    for b in range(2):
+        for t in range(tokens):
+            s = x[b, t].clone().requires_grad_()
+            enc = s / s.norm(dim=-1, keepdim=True) if isinstance(memory, Slots) else s
+            loss = (enc @ y[b, t] - m.post.detach()).square().sum() / 2
+            theirs = s.detach() - m.rates["beta"].detach().exp() * torch.autograd.grad(loss, s)[0]
+            torch.testing.assert_close(new[b, t], theirs, rtol=0, atol=1e-12)
 
 
 def test_the_mean_of_all_writes() -> None:
