@@ -28,7 +28,7 @@ from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT
 from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.stacked import ListProgram, by_matrix, no_filters_alone, readable, writable
-from axes.optim.engine.together import program, unchanged, uncompiled
+from axes.optim.engine.together import program, together, unchanged, uncompiled
 from axes.programs.numbers import as_float
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
 
@@ -254,7 +254,7 @@ class _Run:
         like = self.parameters[0]
         self.wide = torch.promote_types(like.dtype, torch.float32)
         self.stacks = [self._stack(shape, some) for shape, some in by_shape.items()]
-        self.counts = [x for s in states for n, x in s.items() if trees.counts(n)]
+        self.counts = together(states, [n for n in states[0] if trees.counts(n)])
         self.ages = [states[0][f"{_FILTER}stats.{i}.count"] for i in (0, 1)]
         self.inside = [writable(p, self.wide) for p in self.parameters]
         self.shown = [(p, x) for p, x in zip(self.parameters, self.inside, strict=True) if x.data_ptr() != p.data_ptr()]
@@ -290,7 +290,7 @@ class _Run:
         self.tail.step(self._divided([s.rotated for s in self.stacks]), rates, None, None)
         if self.shown:
             torch._foreach_copy_([p for p, _ in self.shown], [x for _, x in self.shown])
-        torch._foreach_add_(self.counts, 1)
+        self.counts.add_(1)
 
     def _stack(self, shape: tuple[int, int], some: list[int]) -> _Stack:
         kept: dict[str, Tensor] = {}

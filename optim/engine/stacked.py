@@ -29,12 +29,12 @@ from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT
 from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.together import (
-    _together,
     copied,
     first_is_special,
     fits_kernels,
     join,
     program,
+    together,
     unchanged,
     uncompiled,
 )
@@ -280,7 +280,7 @@ class Stacks:
         self.inside = [writable(x, self.wide) for x in seen]
         self.shown = [(x, y) for x, y in zip(seen, self.inside, strict=True) if x.data_ptr() != y.data_ptr()]
         counts = [n for n in states[0] if trees.counts(n)]
-        joined = _together(states, counts)
+        joined = together(states, counts)
         self.hosted = joined if joined.device.type == "cpu" else None
         arguments = self._divided(self.stacks)
         inputs = [n for n, i in found.head.inputs.items() if found.head.shaped(i) and n not in (PARAMETER, GRADIENT)]

@@ -136,8 +136,8 @@ class Batch:
         self.numbers = [n for n in self.schedule.program.outputs if n not in names]
         counts = [n for n in states[0] if trees.counts(n)]
         # members' counts and numbers are views of one tensor each, so that one operation moves them all
-        self.counts = _together(states, counts)
-        self.copies = {n: _together(states, [n]) for n in self.numbers}
+        self.counts = together(states, counts)
+        self.copies = {n: together(states, [n]) for n in self.numbers}
         self.held, self.versions = self._read() if how == "host" else ({}, [])
         self.forms = stored.forms_of(states[0])
         self.coded = {n: f for n, f in self.forms.items() if n != PARAMETER}
@@ -331,7 +331,7 @@ def unchanged(
     return len(now) == len(own) and all(map(operator.is_, now, own))
 
 
-def _together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
+def together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:
     """Tensors of one entry as one tensor, and the states' own as views of it, name by name."""
     whole = torch.stack([s[n].reshape(()) for n in names for s in states])
     views = iter(whole.unbind())
