@@ -106,7 +106,8 @@ class Cost(Declared):
     curvature: how the gradient depends on the prediction. needs: what the cost reads of the signal besides its rates.
     encode: the memory compares the encoded value with the key. ridge: weight of |W|^2 / 2, which the step adds.
     drives: where the drive -r is known without asking, the "target" v whatever the prediction, or minus the "error",
-    v - p, and the implicit step is that of |p - v|^2 / 2.
+    v - p, and the implicit step is that of |p - v|^2 / 2. superlinear: the gradient grows faster than the error, so
+    that no explicit step is stable wherever it starts.
     """
 
     @property
@@ -132,6 +133,10 @@ class Cost(Declared):
     @property
     def drives(self) -> Residual | None:
         return None
+
+    @property
+    def superlinear(self) -> bool:
+        return False
 
     def rates(self) -> tuple[Rate, ...]:
         return ()
@@ -272,6 +277,10 @@ class Lp(_ErrorCost):
     @property
     def drives(self) -> Residual | None:
         return "error" if self.curvature == "affine" and self._factor == 1 else None
+
+    @property
+    def superlinear(self) -> bool:
+        return self.p > 2
 
     @property
     def _factor(self) -> float:
@@ -582,6 +591,10 @@ class Ridge(Cost):
     @property
     def drives(self) -> Residual | None:
         return self.cost.drives
+
+    @property
+    def superlinear(self) -> bool:
+        return self.cost.superlinear
 
     def rates(self) -> tuple[Rate, ...]:
         return (*self.cost.rates(), self.weight)

@@ -179,7 +179,7 @@ def drive(p: Parts, datum: Datum) -> Leaves:
     else:
         x, target = pair(p, signal)
         prediction = _predicted(p, weights, x, signal) if p.predicts else target
-        r = p.cost.residual(prediction, _align(target, prediction), 0.0, signal)
+        r = p.cost.residual(prediction, _against(p, target), 0.0, signal)
         u = p.memory.vjp(weights, x, -r, signal, encode=p.cost.encode)
     return _ridged(p, u, weights, signal) if p.ridged else u
 
@@ -239,9 +239,8 @@ def _implicit(p: Parts, datum: Datum) -> Leaves:
         prediction = memory.predict(gated, x, signal)
         c = rate
         if isinstance(rate, Tensor) and rate.ndim:  # against predictions (..., d_v), or (..., d_v, d_k) by entry
-            c = rate[..., None] if shape == "scalar" else rate
-            c = c if prediction.ndim == target.ndim else c[..., None]
-        r = cost.residual(prediction, _align(target, prediction), c * memory.sharpness(x), signal)
+            c = _against(p, rate[..., None] if shape == "scalar" else rate)
+        r = cost.residual(prediction, _against(p, target), c * memory.sharpness(x), signal)
         return memory.vjp(gated, x, -r, signal)
     context = _context(p, datum.state.stats, signal)
 
@@ -433,9 +432,9 @@ def _debiased(theta: Leaves, norm: Leaves) -> Leaves:
     return tuple(x / n for x, n in zip(theta, safe, strict=True)) if norm else theta
 
 
-def _align(target: Tensor, prediction: Tensor) -> Tensor:
-    """Targets (..., d_v) against entry-wise predictions (..., d_v, d_k)."""
-    return target if target.ndim == prediction.ndim else target[..., None]
+def _against(p: Parts, target: Tensor) -> Tensor:
+    """Targets (..., d_v) as predictions have them: against all keys (..., d_v, 1) where each entry predicts alone."""
+    return target[..., None] if p.memory.kind == "entries" else target
 
 
 def _of_state(statistic: Parts) -> bool:

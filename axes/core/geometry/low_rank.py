@@ -110,7 +110,7 @@ def lengths_one(matrix: Tensor, rows: int) -> Tensor:
 
 
 def _cosines(n: int, r: int, like: Tensor) -> Tensor:
-    """r orthonormal columns (n, r) of the cosine transform; the constant one, of which inputs have none, is the last."""
+    """r orthonormal columns (n, r) of the cosine transform, the constant one last: inputs behind a norm have none."""
     rows = torch.arange(n, dtype=torch.float64, device=like.device) + 0.5
     columns = (torch.arange(r, dtype=torch.float64, device=like.device) + 1) % n
     waves = torch.cos(math.pi / n * rows[:, None] * columns)
