@@ -13,6 +13,7 @@ from typing import Any, Literal, final, get_args
 
 from axes import depth, optim, sequence
 from axes.core.derived import block_size, feedback, structure
+from axes.core.monoids import Monoid
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
 from axes.routes.choice import Implementation, Plan, Target
@@ -137,7 +138,7 @@ def _table(rows: Iterable[Entry]) -> list[str]:
             f"`{e.name}`",
             type(cost).__name__ + (f"({type(cost.cost).__name__})" if hasattr(cost, "cost") else ""),
             site,
-            type(monoid).__name__,
+            _maps(monoid),
             ", ".join(words) + (f"; {slots - 1} filter{'s' * (slots > 2)}" if slots > 1 else ""),
             type(memory).__name__,
             feedback(update) if keyed else "oracle" if "g" in cost.needs else feedback(update),
@@ -146,6 +147,12 @@ def _table(rows: Iterable[Entry]) -> list[str]:
         )
         out.append("| " + " | ".join(cells) + " |")
     return out
+
+
+def _maps(monoid: Monoid) -> str:
+    """The monoid, with the link that says which matrices are in it."""
+    link = getattr(monoid, "link", None)
+    return type(monoid).__name__ + (f"({link!r})" if link is not None and not link.is_identity else "")
 
 
 def _filter_geometries(update: StateUpdate) -> list[str]:

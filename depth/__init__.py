@@ -3,12 +3,15 @@
 if __name__ != "axes.depth":
     raise ImportError("import axes.depth, not depth: the folder is installed as axes.depth")
 
+from axes.depth.attention import AttentionResiduals, BlockAttentionResiduals, DenseFormer
 from axes.depth.base import Coefficients, DepthMixer, Mixed
+from axes.depth.fractions import FracConnections, ResidualMatrix
 from axes.depth.hyper_connections import DynamicHyperConnections, HyperConnections
 from axes.depth.jpmhc import JPmHC, JPmHCMeanPreserving
 from axes.depth.mhc import MHC, IdentityMixing
 from axes.depth.residual import PostNorm, PreNorm, Residual
 from axes.depth.static import TupleMixer, mixer
+from axes.depth.wrap import unwrap, wrap
 
 ALL: tuple[type[DepthMixer], ...] = (
     Residual,
@@ -20,13 +23,22 @@ ALL: tuple[type[DepthMixer], ...] = (
     IdentityMixing,
     JPmHC,
     JPmHCMeanPreserving,
+    FracConnections,
+    ResidualMatrix,
+    AttentionResiduals,
+    BlockAttentionResiduals,
+    DenseFormer,
 )
 
 __all__ = [
     "ALL",
+    "AttentionResiduals",
+    "BlockAttentionResiduals",
     "Coefficients",
+    "DenseFormer",
     "DepthMixer",
     "DynamicHyperConnections",
+    "FracConnections",
     "HyperConnections",
     "IdentityMixing",
     "JPmHC",
@@ -36,6 +48,9 @@ __all__ = [
     "PostNorm",
     "PreNorm",
     "Residual",
+    "ResidualMatrix",
     "TupleMixer",
     "mixer",
+    "unwrap",
+    "wrap",
 ]

@@ -11,16 +11,18 @@ coefficients and nothing else: every number of the new streams comes out of the 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from axes.core.costs import Linear
+from axes.core.monoids import Identity
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
@@ -30,7 +32,10 @@ Streams = Tensor | State
 
 
 class Coefficients(NamedTuple):
-    """What a mixer supplies for one sublayer: pre (..., n), and the signal without v (k = post, and the rates)."""
+    """What a mixer supplies for one sublayer: pre (..., n), and the signal without v (k = post, and the rates).
+
+    With streams in r fractions, pre and k are (..., r, n): one read and one write for each fraction of the sublayer.
+    """
 
     pre: Tensor
     signal: Signal
@@ -43,31 +48,42 @@ class DepthMixer(nn.Module, ABC):
         d_model: width d.
         layer_index: position l of the sublayer (attention and MLP both count); chooses the stream that is read first.
         streams: n.
+        fractions: r, how many rows of width d / r a stream is made of; each is read and written with weights of its
+            own, so that the state has n r rows and a sublayer r reads and r writes. What the monoid keeps is decided by
+            the first of them.
         learned_reduce: leave the streams by sum_i sigmoid(b)_i X_i with b a parameter, 1/n each at the start, instead
             of by their mean. Only the mixer whose `reduce` is called needs it.
         device, dtype: of the parameters. Streams keep the dtype that `expand` is given.
 
     Attributes:
         update: the tuple that reads and writes.
+        entry: what enters stands in every stream ("copies"), or in the first one and zeros in the others ("first").
         prenorm: whether the sublayer should normalise its input itself; False where the tuple hands out normalised
             streams already (an h that is a sphere), true of `PreNorm` and `PostNorm` alike.
 
     The streams are a tensor (B, T, n, d), in any leading shape; for a tuple that remembers more than its streams
-    (filters, statistics, an anchor) they are the `State`, to be handed on as it is. Coefficients, the step and the
-    mixing matrix stay in float32 (float64 if the streams or the parameters are), under autocast too; only the result is
-    cast to the dtype of the streams.
+    (filters, statistics, an anchor, a list) they are the `State`, to be handed on as it is; a list has one pair for
+    what entered and one for each write, and `coefficients` is shown its values (..., pairs, d). Coefficients, the step
+    and the mixing matrix stay in float32 (float64 if the streams or the parameters are), under autocast too; only the
+    result is cast to the dtype of the streams.
+
+    A mixer has four calls and no forward. Inside a unit of FSDP2 (`Mixed`, a block) that does not matter; a mixer that
+    is a unit of its own needs `torch.distributed.fsdp.register_fsdp_forward_method(mixer, call)` for each of
+    `DepthMixer.calls`, or they meet sharded parameters.
     """
 
+    calls: ClassVar[tuple[str, ...]] = ("expand", "read", "write", "reduce")
     hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: what is no nn.Linear here is no hidden matrix
 
     update: StateUpdate
+    entry: Literal["copies", "first"] = "copies"
     name: ClassVar[str] = "mixer"
     paper: ClassVar[str] = ""
     equation: ClassVar[str] = ""
     differs: ClassVar[str] = ""
     bibtex: ClassVar[str] = ""
 
-    # parameters that multiply activations; all others are static and take no weight decay
+    # parameters, or dictionaries of them, that multiply activations; all others are static and take no weight decay
     dynamic_names: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
@@ -76,24 +92,31 @@ class DepthMixer(nn.Module, ABC):
         layer_index: int = 0,
         streams: int = 1,
         *,
+        fractions: int = 1,
         learned_reduce: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         who = type(self).__name__
-        for label, value, least in (("d_model", d_model, 1), ("layer_index", layer_index, 0), ("streams", streams, 1)):
+        sizes = (("d_model", d_model, 1), ("layer_index", layer_index, 0), ("streams", streams, 1))
+        for label, value, least in (*sizes, ("fractions", fractions, 1)):
             if not isinstance(value, int) or value < least:
                 raise ShapeError(f"{who}: {label} must be an integer >= {least}, got {value!r}")
+        if d_model % fractions:
+            raise ShapeError(f"{who}: d_model={d_model} is not a multiple of fractions={fractions}")
         if learned_reduce and streams == 1:
             raise ShapeError(f"{who}: learned_reduce has no effect on one stream")
         if dtype is not None and not dtype.is_floating_point:
             raise ShapeError(f"{who}: dtype must be floating point, got {dtype}")
         require_streams(self.update)
-        self.d_model, self.layer_index, self.streams = d_model, layer_index, streams
+        self.d_model, self.layer_index, self.streams, self.fractions = d_model, layer_index, streams, fractions
         self.prenorm = not normalises(self.update)
-        _, h, _, step, _ = self.update.parts()
-        self._remembers = bool(step.via or h.stats or step.debias or _anchored(self.update))
+        _, h, _, step, memory = self.update.parts()
+        self._lists, counts = memory.kind == "list", self.update.parts().counts
+        recalls = step.via or h.stats or step.debias or counts
+        self._remembers = bool(recalls or self._lists or _anchored(self.update))
+        self._further = dataclasses.replace(self.update, monoid=Identity()) if fractions > 1 else self.update
         self.exit = nn.Parameter(torch.empty(streams, device=device, dtype=dtype)) if learned_reduce else None
 
     # ---- what runs -------------------------------------------------------------------------------------------
@@ -121,6 +144,16 @@ class DepthMixer(nn.Module, ABC):
     def coefficients(self, streams: Tensor) -> Coefficients:
         """pre, post and rates for streams (..., n, d), in the dtype of the computation."""
 
+    def written(self, y: Tensor, coefficients: Coefficients) -> Signal:
+        """The signal of a write of y (..., d): a mixer whose keys or rates depend on what is written says so here."""
+        return {**coefficients.signal, "v": y}
+
+    def leave(self, streams: Tensor) -> Tensor:
+        """The weights (..., n) that `reduce` reads with: 1/n, or learned ones."""
+        if self.exit is not None:
+            return torch.sigmoid(self.exit.to(streams.dtype))
+        return streams.new_full((self.streams,), 1.0 / self.streams)
+
     def reset_parameters(self) -> None:
         """Back to the initial values, at which the network equals one with plain pre-normed residual connections."""
         if self.exit is not None:
@@ -129,9 +162,16 @@ class DepthMixer(nn.Module, ABC):
     # ---- the four calls --------------------------------------------------------------------------------------
 
     def expand(self, hidden: Tensor) -> Streams:
-        """Enter: n copies of hidden (B, T, d) -> (B, T, n, d)."""
+        """Enter: n copies of hidden (B, T, d) -> (B, T, n, d), or hidden and zeros, or a list of one pair."""
         self._require(hidden, (self.d_model,), "expand", "hidden", "(B, T, d)")
-        streams = hidden[..., None, :].expand(*hidden.shape[:-1], self.streams, self.d_model).contiguous()
+        one = hidden.unflatten(-1, (1, self.fractions, -1))
+        if self._lists:
+            return self._listed(hidden)
+        if self.entry == "first":
+            streams = torch.cat((one, one.new_zeros(1).expand(*one.shape[:-3], self.streams - 1, *one.shape[-2:])), -3)
+        else:
+            streams = one.expand(*one.shape[:-3], self.streams, *one.shape[-2:])
+        streams = streams.flatten(-3, -2).contiguous()
         if not self._remembers:
             return streams
         with _exact(hidden):
@@ -161,8 +201,10 @@ class DepthMixer(nn.Module, ABC):
             )
         with _exact(kept):
             theta = self._wide(kept)
-            signal = {**coefficients.signal, "v": y.to(theta.dtype)}
-            state, _ = self.update.step(self._state(streams, theta), signal)
+            state = self._state(streams, theta)
+            signal = self._signal(y.to(theta.dtype), coefficients)
+            for update, each in zip(self._updates(), self._each(signal), strict=True):
+                state, _ = update.step(state, each)
         return state if isinstance(streams, State) else state.theta[0].mT.to(kept.dtype)
 
     def reduce(self, streams: Streams) -> Tensor:
@@ -170,10 +212,10 @@ class DepthMixer(nn.Module, ABC):
         kept = self._matrix(streams, "reduce")
         with _exact(kept):
             theta = self._wide(kept)
-            if self.exit is not None:
-                weights = torch.sigmoid(self.exit.to(theta.dtype))
-            else:
-                weights = theta.new_full((self.streams,), 1.0 / self.streams)
+            weights = self.leave(theta)
+            if self.fractions > 1:  # of every copy the same fraction
+                eye = torch.eye(self.fractions, dtype=theta.dtype, device=theta.device)
+                weights = (weights[..., None, :, None] * eye[:, None, :]).flatten(-2)
             plain = self.update.parts().h.is_identity and not self._remembers
             signal = {} if plain else self.coefficients(theta).signal
             return self._look(streams, theta, weights, signal).to(kept.dtype)
@@ -182,11 +224,11 @@ class DepthMixer(nn.Module, ABC):
 
     def static_parameters(self) -> Iterator[nn.Parameter]:
         """Biases, scales and constant weights: zero is not where they should drift, so they take no weight decay."""
-        return (p for name, p in self.named_parameters() if name not in self.dynamic_names)
+        return (p for name, p in self.named_parameters() if name.split(".")[0] not in self.dynamic_names)
 
     def dynamic_parameters(self) -> Iterator[nn.Parameter]:
         """Projections of the streams to coefficients: they take weight decay."""
-        return (p for name, p in self.named_parameters() if name in self.dynamic_names)
+        return (p for name, p in self.named_parameters() if name.split(".")[0] in self.dynamic_names)
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, layer_index={self.layer_index}, streams={self.streams}"
@@ -195,7 +237,34 @@ class DepthMixer(nn.Module, ABC):
 
     def _look(self, streams: Streams, theta: Tensor, weights: Tensor, signal: Signal) -> Tensor:
         output = self.update.output(self._state(streams, theta), signal)
-        return self.update.read(output, weights, signal)
+        if self.fractions == 1:
+            return self.update.read(output, weights, signal)
+        return torch.cat([self.update.read(output, q, signal) for q in weights.unbind(-2)], -1)
+
+    def _updates(self) -> tuple[StateUpdate, ...]:
+        """The tuple of each write of a sublayer: what is kept is decided once."""
+        return (self.update, *[self._further] * (self.fractions - 1))
+
+    def _signal(self, y: Tensor, coefficients: Coefficients) -> dict[str, Any]:
+        signal = dict(self.written(y, coefficients))
+        k = signal["k"]
+        if self._lists and isinstance(k, Tensor):  # pairs are stored one by one: no key stands for several tokens
+            signal["k"] = k.expand(*y.shape[:-1], k.shape[-1])
+        return signal
+
+    def _each(self, signal: dict[str, Any]) -> list[dict[str, Any]]:
+        """The signal of each write: a fraction of y under the key of that fraction."""
+        if self.fractions == 1:
+            return [signal]
+        pairs = zip(signal["k"].unbind(-2), signal["v"].unflatten(-1, (self.fractions, -1)).unbind(-2), strict=True)
+        return [{**signal, "k": k, "v": v} for k, v in pairs]
+
+    def _listed(self, hidden: Tensor) -> State:
+        """A list whose first pair is what entered."""
+        with _exact(hidden):
+            wide = self._wide(hidden)
+            signal = self._signal(wide, self.coefficients(wide[..., None, :]))
+            return self.update.step(self.update.init(signal), signal)[0]
 
     def _state(self, streams: Streams, theta: Tensor) -> State:
         """The core's state: streams alone are one leaf, transposed."""
@@ -208,13 +277,14 @@ class DepthMixer(nn.Module, ABC):
         if isinstance(streams, State) != self._remembers:
             wanted = "the State that expand returned" if self._remembers else "a tensor (B, T, n, d)"
             raise ShapeError(f"{type(self).__name__}.{call}: streams must be {wanted}, got {type(streams).__name__}")
-        kept = streams.theta[0].mT if isinstance(streams, State) else streams
-        self._require(kept, (self.streams, self.d_model), call, "streams", "(B, T, n, d)")
+        kept = streams if not isinstance(streams, State) else streams.theta[1] if self._lists else streams.theta[0].mT
+        rows = kept.shape[-2] if self._lists else self.streams * self.fractions
+        self._require(kept, (rows, self.d_model // self.fractions), call, "streams", "(B, T, n, d)")
         return kept
 
     def _require(self, x: Any, last: tuple[int, ...], call: str, label: str, form: str) -> None:
         who = f"{type(self).__name__}.{call}"
-        sizes = f"n = {self.streams}, d = {self.d_model}" if len(last) == 2 else f"d = {self.d_model}"
+        sizes = f"n = {last[0]}, d = {last[1]}" if len(last) == 2 else f"d = {last[0]}"
         if not isinstance(x, Tensor):
             raise ShapeError(f"{who}: {label} must be a tensor {form} with {sizes}, got {type(x).__name__}")
         if tuple(x.shape[-len(last) :]) != last:
@@ -272,18 +342,32 @@ def normalises(update: StateUpdate) -> bool:
     return sphere is not None and sphere[0] == "columns"
 
 
+def corrects(update: StateUpdate) -> bool:
+    """Whether a write takes away what is stored under its key, by the factor rate |k|^2 where the cost is a square."""
+    cost = update.parts().cost
+    return cost.curvature != "none" and not cost.encode
+
+
 def require_streams(update: StateUpdate) -> None:
     """IllegalUpdate unless the tuple has a meaning on residual streams: a read before the write, k = post, v = y."""
-    cost, _, _, step, memory = update.parts()
+    cost, h, _, step, memory = update.parts()
     reason = None
     if "g" in cost.needs or isinstance(cost, Linear):
         reason = f"{type(cost).__name__} takes its gradient from outside; depth gives k = post, v = y: use Alignment"
-    elif memory.kind not in ("matrix", "slots", "entries"):
-        reason = f"{type(memory).__name__} memory is not one matrix of streams: use Matrix, Slots or Entries"
+    elif memory.kind not in ("matrix", "slots", "entries", "list"):
+        reason = (
+            f"the adapter has no streams of a {type(memory).__name__} memory: what enters would have to become its "
+            "weights; use Matrix, Slots, Entries or List"
+        )
     elif step.read is not None:
         reason = "a read point has no effect: depth reads the state before it writes"
     elif step.start != "zero":
         reason = "start='first' would replace what entered the network by the first sublayer's output"
+    elif cost.superlinear and step.at != "new" and h.sphere is None:
+        reason = (
+            f"the gradient of {cost!r} grows faster than the error, so that no explicit step is stable on streams of "
+            "any size: use Step(at='new')"
+        )
     if reason is not None:
         raise IllegalUpdate(f"this tuple has no meaning along depth: {reason}")
 
@@ -298,4 +382,14 @@ def _exact(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
-__all__ = ["Coefficients", "DepthMixer", "Mixed", "Streams", "choose", "normalises", "plans", "require_streams"]
+__all__ = [
+    "Coefficients",
+    "DepthMixer",
+    "Mixed",
+    "Streams",
+    "choose",
+    "corrects",
+    "normalises",
+    "plans",
+    "require_streams",
+]

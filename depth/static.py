@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +13,30 @@ from torch import Tensor, nn
 from axes.core.geometry import Geometry
 from axes.core.rates import Domain, Per
 from axes.core.state_update import StateUpdate
-from axes.depth.base import Coefficients, DepthMixer, normalises, plans, require_streams
+from axes.depth.base import Coefficients, DepthMixer, corrects, normalises, plans, require_streams
 from axes.depth.initial import OFF_DIAGONAL, one_hot
 from axes.errors import AxesError, IllegalUpdate, ShapeError
 from axes.routes.choice import Implementation, Plan, Target
 
+EPS = 1e-6
+
 
 class StaticMixer(DepthMixer):
-    """pre (n), post (n) and every rate of the tuple as parameters, the same for all tokens.
+    """pre (n), post (n) and every rate of the tuple as parameters, the same for all tokens or moved by each.
+
+    per_token: names of rates, "pre" or "post" that every token moves, before the chart of their domain, by a projection
+    of all its streams (of a list, by one of what was written last) that starts at zero.
 
     pre starts at e_{l mod n}, post at 1; what keeps the old streams starts at keeping them, what takes away from them
     starts at (almost) nothing, step sizes start at 1. With the alignment cost and Euclidean h the network then equals
     pre-norm, exactly unless a unit gate or a doubly stochastic matrix only comes close to one.
+
+    A cost that corrects what is stored under its key multiplies that by 1 - rate |k|^2 at every sublayer (the delta
+    rule). Its key starts at length 1, post = 1 / sqrt(n), and its rate at 1/2: half of what was there stays. No such
+    network equals pre-norm.
     """
+
+    dynamic_names: ClassVar[frozenset[str]] = frozenset({"projections"})
 
     def __init__(
         self,
@@ -33,23 +44,42 @@ class StaticMixer(DepthMixer):
         layer_index: int = 0,
         streams: int = 4,
         *,
+        fractions: int = 1,
+        per_token: tuple[str, ...] = (),
         learned_reduce: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, layer_index, streams, learned_reduce=learned_reduce, device=device, dtype=dtype)
+        super().__init__(
+            d_model,
+            layer_index,
+            streams,
+            fractions=fractions,
+            learned_reduce=learned_reduce,
+            device=device,
+            dtype=dtype,
+        )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.pre = nn.Parameter(torch.empty(streams, **factory))
-        self.post = nn.Parameter(torch.empty(streams, **factory))
+        rows = streams * fractions
+        each = (rows,) if fractions == 1 else (fractions, rows)
+        self.pre = nn.Parameter(torch.empty(each, **factory))
+        self.post = nn.Parameter(torch.empty(each, **factory))
         self.demands = self.update.demands()
         self.vectors = sorted(self.update.signals() - {"k", "v"})
         shapes: dict[str, tuple[int, ...]] = {rate.name: self._shape(rate) for rate in self.demands}
-        shapes |= {name: (streams,) for name in self.vectors}
+        shapes |= {name: (rows,) for name in self.vectors}
         self.rates = nn.ParameterDict({name: nn.Parameter(torch.empty(s, **factory)) for name, s in shapes.items()})
+        every = {"pre": each, "post": each, **shapes}
+        if unknown := set(per_token) - set(every):
+            raise ShapeError(f"{type(self).__name__}: per_token {sorted(unknown)} is not among {sorted(every)}")
+        width = d_model if self._lists else streams * d_model
+        self.projections = nn.ParameterDict(
+            {name: nn.Parameter(torch.empty(math.prod(every[name]), width, **factory)) for name in per_token}
+        )
         self.reset_parameters()
 
     def _shape(self, rate: Per) -> tuple[int, ...]:
-        n, d = self.streams, self.d_model
+        n, d = self.streams * self.fractions, self.d_model // self.fractions
         if rate.shape == "pair" and n % 2:
             raise ShapeError(f"{type(self).__name__}: {rate.name!r} rotates pairs of streams: n must be even, got {n}")
         shapes = {"scalar": (), "key": (n,), "row": (d,), "square": (d, n), "pair": (n // 2,), "mix": (n, n)}
@@ -58,9 +88,15 @@ class StaticMixer(DepthMixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        like = torch.zeros(self.streams, dtype=torch.float64, device=self.pre.device)
-        self.pre.copy_(one_hot(self.layer_index, like))
-        self.post.fill_(1.0)
+        like = torch.zeros(self.streams * self.fractions, dtype=torch.float64, device=self.pre.device)
+        eye = torch.eye(self.fractions, dtype=like.dtype, device=like.device)
+        every = torch.ones(self.streams, dtype=like.dtype, device=like.device)
+        self.pre.copy_(torch.kron(one_hot(self.layer_index, every), eye).view_as(self.pre))
+        self.post.copy_(torch.kron(every, eye).view_as(self.post))
+        if corrects(self.update):
+            self.post.mul_(self.streams**-0.5)
+        for projection in self.projections.values():
+            projection.zero_()
         starts = _starts(self.update)
         for rate in self.demands:
             start = starts.get(rate.name, 1.0)
@@ -72,12 +108,26 @@ class StaticMixer(DepthMixer):
             self.rates[name].copy_(like if starts.get(name) == 0.0 else one_hot(self.layer_index, like))
 
     def coefficients(self, streams: Tensor) -> Coefficients:
-        signal: dict[str, Tensor] = {"k": self.post.to(streams.dtype)}
+        moved = self._moved(streams) if len(self.projections) else {}
+
+        def raw(name: str, parameter: Tensor) -> Tensor:
+            constant = parameter.to(streams.dtype)
+            if name not in moved:
+                return constant
+            return constant + moved[name].reshape(*streams.shape[:-2], *constant.shape)
+
+        signal: dict[str, Tensor] = {"k": raw("post", self.post)}
         for rate in self.demands:
-            signal[rate.name] = _value(self.rates[rate.name].to(streams.dtype), rate)
+            signal[rate.name] = _value(raw(rate.name, self.rates[rate.name]), rate)
         for name in self.vectors:
-            signal[name] = self.rates[name].to(streams.dtype)
-        return Coefficients(self.pre.to(streams.dtype), signal)
+            signal[name] = raw(name, self.rates[name])
+        return Coefficients(raw("pre", self.pre), signal)
+
+    def _moved(self, streams: Tensor) -> dict[str, Tensor]:
+        """By how much this token moves the free parameters: projections of RMSNorm(vec X), of a list its last value."""
+        flat = streams[..., -1, :] if self._lists else streams.flatten(-2)
+        flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
+        return {name: F.linear(flat, projection.to(flat.dtype)) for name, projection in self.projections.items()}
 
 
 @final
@@ -92,13 +142,25 @@ class TupleMixer(StaticMixer):
         streams: int = 4,
         *,
         prenorm: bool | None = None,
+        entry: Literal["copies", "first"] = "copies",
+        fractions: int = 1,
+        per_token: tuple[str, ...] = (),
         learned_reduce: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         require_streams(update)
-        self.update = update
-        super().__init__(d_model, layer_index, streams, learned_reduce=learned_reduce, device=device, dtype=dtype)
+        self.update, self.entry = update, entry
+        super().__init__(
+            d_model,
+            layer_index,
+            streams,
+            fractions=fractions,
+            per_token=per_token,
+            learned_reduce=learned_reduce,
+            device=device,
+            dtype=dtype,
+        )
         self.prenorm = self.prenorm if prenorm is None else prenorm
 
     def extra_repr(self) -> str:
@@ -112,6 +174,9 @@ class MixerFactory:
 
     update: StateUpdate
     prenorm: bool
+    entry: Literal["copies", "first"] = "copies"
+    fractions: int = 1
+    per_token: tuple[str, ...] = ()
 
     def __call__(
         self,
@@ -129,6 +194,9 @@ class MixerFactory:
             layer_index,
             streams,
             prenorm=self.prenorm,
+            entry=self.entry,
+            fractions=self.fractions,
+            per_token=self.per_token,
             learned_reduce=learned_reduce,
             device=device,
             dtype=dtype,
@@ -141,16 +209,26 @@ class MixerFactory:
         return plans(self.update, target or Target.of("cpu"), dtype or torch.float32, implementation)
 
 
-def mixer(update: StateUpdate, *, prenorm: bool | None = None) -> MixerFactory:
+def mixer(
+    update: StateUpdate,
+    *,
+    prenorm: bool | None = None,
+    entry: Literal["copies", "first"] = "copies",
+    fractions: int = 1,
+    per_token: tuple[str, ...] = (),
+) -> MixerFactory:
     """A mixer class of any legal tuple that has a meaning on streams; its demands become parameters.
 
     Args:
         update: the tuple. Its cost sees k = post and v = y.
         prenorm: whether sublayers should normalise their input; by default unless the tuple's h normalises the streams.
+        entry: whether what enters stands in every stream ("copies") or in the first one ("first").
+        fractions: rows that a stream is made of, each read and written by itself.
+        per_token: names of the rates, of "pre" and of "post" that every token moves; the others are constants.
 
     Raises:
-        IllegalUpdate: the tuple takes its gradient from outside, its memory is not a matrix of streams, or it asks for
-            something that depth does not have.
+        IllegalUpdate: the tuple takes its gradient from outside, the adapter has no streams of its memory, it asks for
+            something that depth does not have, or nothing that a sublayer writes can be learned through it.
 
     >>> from axes.core.algorithms import Step
     >>> from axes.core.costs import SquaredError
@@ -160,15 +238,43 @@ def mixer(update: StateUpdate, *, prenorm: bool | None = None) -> MixerFactory:
     ['post', 'pre', 'rates.beta']
     """
     require_streams(update)
-    factory = MixerFactory(update, not normalises(update) if prenorm is None else prenorm)
-    try:  # one sublayer of two streams: what cannot run should fail here, not in the middle of a network
-        trial = factory(4, 0, 2, dtype=torch.float64)
-        streams = trial.expand(torch.ones(1, 4, dtype=torch.float64))
-        x, coefficients = trial.read(streams)
-        trial.reduce(trial.write(streams, x, coefficients))
+    normed = not normalises(update) if prenorm is None else prenorm
+    factory = MixerFactory(update, normed, entry, fractions, per_token)
+    try:
+        reason = _blind(factory)
     except AxesError as error:
         raise IllegalUpdate(f"this tuple has no meaning along depth: {error}") from error
+    if reason:
+        raise IllegalUpdate(f"this tuple has no meaning along depth: {reason}")
     return factory
+
+
+def _blind(factory: MixerFactory) -> str | None:
+    """Why nothing can be learned through two sublayers of two streams, or None; what cannot run raises."""
+    width, lead = 4 * factory.fractions, (2, 3)  # batch and tokens: a rate of one must not be taken for the other
+    draw = torch.Generator().manual_seed(0)
+    h, *ys = (torch.randn(*lead, width, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(3))
+    with torch.enable_grad():
+        mixers = [factory(width, index, 2, dtype=torch.float64) for index in range(2)]
+        streams = mixers[0].expand(h)
+        for m, y in zip(mixers, ys, strict=True):
+            x, coefficients = m.read(streams)
+            streams = m.write(streams, y, coefficients)
+        out = mixers[1].reduce(streams)
+        for what, found, y in (("what a sublayer reads", x, ys[0]), ("its output", out, ys[1])):
+            if found.shape != h.shape:
+                return f"{what} has the shape {tuple(found.shape)} where {tuple(h.shape)} entered"
+            weight = torch.randn(h.shape, generator=draw, dtype=torch.float64)
+            moved = found.requires_grad and _gradient((found * weight).sum(), y)
+            if isinstance(moved, Tensor) and not torch.isfinite(moved).all():
+                return f"the gradient of {what} is not finite"
+            if not isinstance(moved, Tensor) or moved.abs().amax() < 1e-9:
+                return f"{what} does not move with what was written just before: it is constant, or its gradient is 0"
+    return None
+
+
+def _gradient(value: Tensor, x: Tensor) -> Tensor | None:
+    return torch.autograd.grad(value, x, retain_graph=True, allow_unused=True)[0]
 
 
 def _starts(update: StateUpdate) -> dict[str, float | Geometry]:
@@ -176,9 +282,11 @@ def _starts(update: StateUpdate) -> dict[str, float | Geometry]:
 
     A filter starts as a pass-through: it forgets.
     """
-    cost, h, monoid, _, _ = update.parts()
+    cost, h, monoid, step, _ = update.parts()
     away = [cost.ridge, *(rate for inner in update.filters() for rate in inner.parts().monoid.rates())]
-    return {**monoid.neutral(), **h.neutral(), **{rate.name: 0.0 for rate in away if isinstance(rate, Per)}}
+    halves = [step.rate] if corrects(update) else []
+    starts = [(rate, 0.0) for rate in away] + [(rate, 0.5) for rate in halves]
+    return {**monoid.neutral(), **h.neutral(), **{rate.name: at for rate, at in starts if isinstance(rate, Per)}}
 
 
 def raw(value: float, domain: Domain) -> float:

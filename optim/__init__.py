@@ -6,17 +6,25 @@ if __name__ != "axes.optim":
 from axes.optim.engine.base import Optimizer
 from axes.optim.engine.reports import Report, report
 from axes.optim.rules import wrappers
-from axes.optim.rules.adaptive import NAdam
+from axes.optim.rules.adafactor import Adafactor
+from axes.optim.rules.adamuon import AdaMuon
+from axes.optim.rules.adaptive import Adamax, AMSGrad, NAdam, RAdam
+from axes.optim.rules.averaged import ASGD
+from axes.optim.rules.dion import Dion
 from axes.optim.rules.ekfac import EKFAC
 from axes.optim.rules.exponentiated import ExponentiatedGradient
 from axes.optim.rules.first_order import SGD, Adam, AdamW, Lion
 from axes.optim.rules.general import optimizer
+from axes.optim.rules.layerwise import LAMB, LARS
 from axes.optim.rules.matrix import Muon
+from axes.optim.rules.mixtures import MARS, QHM, AdEMAMix, QHAdam
 from axes.optim.rules.natural_gradient import ExactNaturalGradient, NaturalGradient
+from axes.optim.rules.normalised_first import ADOPT, LaProp
 from axes.optim.rules.normuon import NorMuon
 from axes.optim.rules.predicted import ReflectiveMomentum, RotationalMomentum, SignedEG
 from axes.optim.rules.psgd import PSGDKron
 from axes.optim.rules.regression import NLMS, Hebbian, HuberRegression, LpRegression, RecursiveLeastSquares
+from axes.optim.rules.root_mean_square import Adadelta, Adagrad, RMSprop
 from axes.optim.rules.schedule_free import ScheduleFree
 from axes.optim.rules.shampoo import Shampoo
 from axes.optim.rules.sign import FrankWolfe, SignSGD
@@ -32,18 +40,36 @@ ALL: tuple[type[Optimizer], ...] = (
     HuberRegression,
     RecursiveLeastSquares,
     SGD,
+    QHM,
+    ASGD,
     RotationalMomentum,
     ReflectiveMomentum,
     SignedEG,
     ExponentiatedGradient,
+    RMSprop,
+    Adagrad,
+    Adadelta,
     Adam,
     AdamW,
+    AMSGrad,
+    Adamax,
     NAdam,
+    RAdam,
+    QHAdam,
+    AdEMAMix,
+    LaProp,
+    ADOPT,
+    MARS,
     SignSGD,
     Lion,
+    LARS,
+    LAMB,
+    Adafactor,
     FrankWolfe,
     Muon,
     NorMuon,
+    AdaMuon,
+    Dion,
     Shampoo,
     SOAP,
     PSGDKron,
@@ -53,15 +79,33 @@ ALL: tuple[type[Optimizer], ...] = (
 )
 
 __all__ = [
+    "ADOPT",
+    "AMSGrad",
+    "ASGD",
+    "AdEMAMix",
+    "Adadelta",
+    "Adagrad",
+    "Adamax",
+    "LaProp",
+    "MARS",
+    "QHAdam",
+    "QHM",
+    "RAdam",
+    "RMSprop",
     "ALL",
+    "AdaMuon",
+    "Adafactor",
     "Adam",
     "AdamW",
+    "Dion",
     "EKFAC",
     "ExactNaturalGradient",
     "ExponentiatedGradient",
     "FrankWolfe",
     "Hebbian",
     "HuberRegression",
+    "LAMB",
+    "LARS",
     "Lion",
     "LpRegression",
     "Muon",

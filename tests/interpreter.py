@@ -17,6 +17,12 @@ def _boolean_splat(self, type, x):
     return TensorHandle(tensor.data.astype(bool), tensor.dtype) if x.data.dtype == bool else tensor
 InterpreterBuilder.create_splat = _boolean_splat
 """
+# The interpreter has no libdevice: a power of positive numbers by what it has.
+_POWERS = """
+import triton.language as tl
+from triton.language.extra import libdevice
+libdevice.pow = lambda a, b: tl.exp(tl.log(a) * b)
+"""
 
 
 def interpret(program: str) -> None:
@@ -24,7 +30,7 @@ def interpret(program: str) -> None:
     root = Path(__file__).resolve().parents[1]
     path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
     done = subprocess.run(
-        [sys.executable, "-c", _MASKS_STAY_BOOLEAN + program],
+        [sys.executable, "-c", _MASKS_STAY_BOOLEAN + _POWERS + program],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,

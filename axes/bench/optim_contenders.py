@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from axes import optim
+from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
-from axes.optim.engine.capabilities import holds
+from axes.optim.engine.capabilities import elementwise, holds
+from axes.optim.engine.precision import Precision
 
 OURS = "axes"
 Parameters = list[nn.Parameter]
@@ -55,19 +59,57 @@ class OptimizerRule:
     statistics: bool = False
 
 
+@final
+@dataclass(frozen=True)
+class _Pair:
+    """A rule, and who has it too: torch, or pytorch_optimizer under the name `library`, told `theirs` besides."""
+
+    ours: Any
+    options: dict[str, Any]
+    torch: Any = None
+    library: str = ""
+    theirs: dict[str, Any] = field(default_factory=dict)
+    alike: bool = True  # whether its convention is ours
+
+
+_PAIRS = {
+    "rmsprop": _Pair(optim.RMSprop, {"lr": 1e-3, "momentum": 0.9}, torch.optim.RMSprop),
+    "adagrad": _Pair(optim.Adagrad, {"lr": 1e-2}, torch.optim.Adagrad),
+    "adadelta": _Pair(optim.Adadelta, {"lr": 1.0}, torch.optim.Adadelta),
+    "amsgrad": _Pair(optim.AMSGrad, {"lr": 1e-3}, functools.partial(torch.optim.Adam, amsgrad=True)),
+    "adamax": _Pair(optim.Adamax, {"lr": 1e-3}, torch.optim.Adamax),
+    "nadam": _Pair(optim.NAdam, {"lr": 1e-3}, torch.optim.NAdam),
+    "radam": _Pair(optim.RAdam, {"lr": 0.1, "betas": (0.9, 0.9)}, torch.optim.RAdam),
+    "asgd": _Pair(optim.ASGD, {"lr": 1e-2}, torch.optim.ASGD),
+    "qhm": _Pair(optim.QHM, {"lr": 0.1, "momentum": 0.9, "nu": 0.7}, library="QHM"),
+    "qhadam": _Pair(optim.QHAdam, {"lr": 1e-3, "betas": (0.9, 0.999), "nus": (0.7, 1.0)}, library="QHAdam"),
+    "ademamix": _Pair(optim.AdEMAMix, {"lr": 1e-3}, library="AdEMAMix", theirs={"weight_decouple": True}),
+    "laprop": _Pair(optim.LaProp, {"lr": 1e-3}, library="LaProp", alike=False),
+    "adopt": _Pair(
+        optim.ADOPT, {"lr": 1e-2}, library="ADOPT", theirs={"clip_lambda": lambda step: (step - 1) ** 0.25}
+    ),
+    "mars": _Pair(optim.MARS, {"lr": 1e-3}, library="MARS", theirs={"optimize_1d": True}, alike=False),
+}
+
 # Measured in float32: AdamW and SGD 1e-6; Lion 4e-3, an entry whose sign rounding decides; Muon 1e-2 to 3e-2, which is
 # what products in bfloat16 leave of five iterations; roots and bases of float32 statistics 1e-3 to 2e-2.
 RULES = (
     OptimizerRule("adamw", 1e-4),
     OptimizerRule("sgd", 1e-4),
     OptimizerRule("lion", 2e-2),
+    *(OptimizerRule(name, 1e-4) for name in _PAIRS),
+    OptimizerRule("lars", 1e-4),
+    OptimizerRule("lamb", 1e-4),
+    OptimizerRule("adafactor", 1e-4),
     OptimizerRule("muon", 6e-2, matrices=True),
+    OptimizerRule("adamuon", 2e-1, matrices=True),
+    OptimizerRule("dion", 5e-2, matrices=True),
     OptimizerRule("soap", 5e-2, matrices=True, statistics=True),
     OptimizerRule("shampoo", 5e-2, matrices=True, statistics=True),
     OptimizerRule("psgd-kron", 5e-2, matrices=True, statistics=True),
 )
 _ELEMENTWISE = ("adamw", "sgd", "lion")
-_ALL = tuple(rule.name for rule in RULES)
+_ALL = (*_ELEMENTWISE, "muon", "soap", "shampoo", "psgd-kron")
 
 
 def _blocks(layers: int, width: int) -> tuple[tuple[int, ...], ...]:
@@ -171,10 +213,10 @@ def _ours(
     reference = made({**exact, "foreach": False})
     unchecked: dict[str, Any] = {"check_finite": False}
     forms: dict[str, dict[str, Any]] = {"": {}, " unchecked": unchecked}
-    if not rule:  # entry by entry
+    if not rule and elementwise(cls.update):
         fused = {"fused": True, **unchecked} if place.cuda else unchecked
         forms = {"": {}, " fused" if place.cuda else " unchecked": fused}
-        if place.dtype == torch.bfloat16:
+        if place.dtype == torch.bfloat16 and _stores(cls.update):
             forms[" 32-bit master"] = {**fused, "master": "32bit"}
             forms[" 24-bit master, 8-bit moments"] = {**fused, "master": "24bit", "moments": "8bit"}
     for label, extra in (variants or {}).items():
@@ -185,11 +227,23 @@ def _ours(
         yield Contender(OURS + label, made(extra), reference, captured, period)
 
 
+def _stores(update: StateUpdate) -> bool:
+    """Whether weights and moments can be kept in fewer bits."""
+    try:
+        Precision(master="24bit", moments="8bit").require(OURS, update.normal())
+    except AxesError:
+        return False
+    return True
+
+
 def _torch(
     cls: Any, place: Place, options: dict[str, Any], exact: Make | None, capturable: bool
 ) -> Iterator[Contender]:
-    """torch.optim's three forms."""
-    for name, form in (("loop", {"foreach": False}), ("foreach", {"foreach": True}), ("fused", {"fused": True})):
+    """torch.optim's forms: three, or two."""
+    forms: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}}
+    if "fused" in inspect.signature(cls).parameters:
+        forms["fused"] = {"fused": True}
+    for name, form in forms.items():
 
         def make(parameters: Parameters, form: dict[str, Any] = form) -> torch.optim.Optimizer:
             optimizer: torch.optim.Optimizer = cls(parameters, **options, **form)
@@ -219,6 +273,19 @@ def _sgd(place: Place) -> Iterator[Contender]:
     yield from ours
     exact = ours[0].exact
     yield from _torch(torch.optim.SGD, place, options, exact, capturable=False)
+
+
+def _pair(name: str, place: Place) -> Iterator[Contender]:
+    """Ours beside torch's, or beside pytorch_optimizer's."""
+    pair = _PAIRS[name]
+    ours = list(_ours(pair.ours, place, pair.options, {}))
+    yield from ours
+    exact = ours[0].exact
+    if pair.torch is not None:
+        yield from _torch(pair.torch, place, pair.options, exact, capturable=True)
+    elif (library := package("pytorch_optimizer")) is not None:
+        make: Make = lambda ps: getattr(library, pair.library)(ps, **pair.options, **pair.theirs)  # noqa: E731
+        yield Contender("pytorch_optimizer", make, exact if pair.alike else make)
 
 
 def _lion(place: Place) -> Iterator[Contender]:
@@ -258,6 +325,62 @@ def _muon(place: Place) -> Iterator[Contender]:
             yield _replayable(name, make, exact, place)
 
 
+def _lars(place: Place) -> Iterator[Contender]:
+    options = {"lr": 100.0, "momentum": 0.9, "weight_decay": 1e-2}  # steps that bfloat16 can show
+    yield from _ours(optim.LARS, place, options, {})
+    if (library := package("pytorch_optimizer")) is not None:  # which leaves vectors alone
+        yield from _forms("pytorch_optimizer", library.LARS, {**options, "trust_coefficient": 1e-3}, None, place)
+
+
+def _lamb(place: Place) -> Iterator[Contender]:
+    options = {"lr": 0.1, "betas": (0.9, 0.999), "weight_decay": 1e-2}
+    yield from _ours(optim.LAMB, place, options, {})
+    if (library := package("pytorch_optimizer")) is not None:
+        yield from _forms("pytorch_optimizer", library.Lamb, {**options, "weight_decouple": False}, None, place)
+
+
+def _adafactor(place: Place) -> Iterator[Contender]:
+    options = {"lr": 0.1}
+    ours = list(_ours(optim.Adafactor, place, options, {}))
+    yield from ours
+    yield from _forms("torch", torch.optim.Adafactor, options, ours[0].exact, place)
+    if (library := package("pytorch_optimizer")) is not None:
+        theirs = {**options, "betas": (None, 0.999)}
+        yield from _forms("pytorch_optimizer", library.AdaFactor, theirs, None, place)
+
+
+def _forms(name: str, cls: Any, options: dict[str, Any], exact: Make | None, place: Place) -> Iterator[Contender]:
+    """A peer with and without multi-tensor operations, beside itself in float64 where its convention is its own."""
+    for label, foreach in (("loop", False), ("foreach", True)):
+
+        def make(parameters: Parameters, foreach: bool = foreach) -> torch.optim.Optimizer:
+            optimizer: torch.optim.Optimizer = cls(parameters, foreach=foreach, **options)
+            return optimizer
+
+        yield Contender(f"{name} {label}", make, exact or make)
+
+
+def _adamuon(place: Place) -> Iterator[Contender]:
+    options = {"lr": 1e-3, "weight_decay": 1e-2}
+    published = {"momentum": 0.9, "beta2": 0.95, "sign": False, "nesterov": False}
+    precise = {"precision": "input", "form": "direct"}
+    ours = list(_ours(optim.AdaMuon, place, {**options, **published}, precise, "adamuon"))
+    yield from ours
+    if (library := package("pytorch_optimizer")) is not None:
+
+        def make(parameters: Parameters) -> torch.optim.Optimizer:
+            groups = [{"params": parameters, "use_muon": True}]
+            optimizer: torch.optim.Optimizer = library.AdaMuon(groups, betas=(0.9, 0.95), foreach=True, **options)
+            return optimizer
+
+        yield Contender("pytorch_optimizer", make, ours[0].exact)
+
+
+def _dion(place: Place) -> Iterator[Contender]:
+    """No package of the requirements has it."""
+    yield from _ours(optim.Dion, place, {"lr": 1e-3, "weight_decay": 1e-2, "divisor": 4}, {}, "dion")
+
+
 _TF32 = {"precision": "tf32", "refresh_precision": "tf32"}
 
 
@@ -271,7 +394,7 @@ def _soap(place: Place) -> Iterator[Contender]:
 
 
 def _shampoo(place: Place) -> Iterator[Contender]:
-    options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "refresh": REFRESH}
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "damping": 0.0, "refresh": REFRESH}
     yield from _ours(optim.Shampoo, place, options, {}, "shampoo", period=REFRESH)
     newton = {"newton": ({"damping": 1e-4}, {}), "newton tf32": ({"damping": 1e-2}, _TF32)}
     for name, (damped, precision) in newton.items():
@@ -310,7 +433,13 @@ _BY_RULE: dict[str, Callable[[Place], Iterator[Contender]]] = {
     "adamw": _adamw,
     "sgd": _sgd,
     "lion": _lion,
+    **{name: functools.partial(_pair, name) for name in _PAIRS},
+    "lars": _lars,
+    "lamb": _lamb,
+    "adafactor": _adafactor,
     "muon": _muon,
+    "adamuon": _adamuon,
+    "dion": _dion,
     "soap": _soap,
     "shampoo": _shampoo,
     "psgd-kron": _psgd,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from axes.core.declared import Declared, Recurrence
-from axes.core.rates import Per, Rate
+from axes.core.rates import Per, Rate, Variable
 from axes.errors import IllegalUpdate
 
 __all__ = [
@@ -67,20 +67,22 @@ class Held(Declared):
 class Read(Declared):
     """The output is read at  gate * theta_{t-1} + rate * u_t  instead of theta_t (Nesterov, Lion, RWKV-6's bonus)."""
 
-    gate: float
-    rate: float
+    gate: Rate
+    rate: Rate
 
 
 @final
 @dataclass(frozen=True, repr=False)
 class Mix(Declared):
-    """The output is  weight * theta_t + (1 - weight) * u_t: between an average and its newest term (schedule-free)."""
+    """The output is  weight * W_t + (1 - weight) * u_t, u behind the filters: between an average and its newest term
+    (schedule-free; with weight 0 the average is kept and not shown), or between what h makes of a drive and the drive.
+    """
 
-    weight: float
+    weight: Rate
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.weight < 1.0:
-            raise IllegalUpdate(f"Mix: weight must lie in (0, 1), got {self.weight}")
+        if not isinstance(self.weight, Variable) and not 0.0 <= self.weight < 1.0:
+            raise IllegalUpdate(f"Mix: weight must lie in [0, 1), got {self.weight}")
 
 
 @final
@@ -89,7 +91,7 @@ class Sum(Declared):
     """Filters side by side on the same drive, their outputs added with `weights` (two-EMA mixes)."""
 
     branches: tuple[Recurrence, ...]
-    weights: tuple[float, ...]
+    weights: tuple[Rate, ...]
 
     def __post_init__(self) -> None:
         if len(self.branches) != len(self.weights) or len(self.branches) < 2:
@@ -129,8 +131,12 @@ class Step(Declared):
     statistic, Held: when its value is computed.
     steps: gradient steps on the same datum.  lazy: theta is stored (dual averaging, pre-norm); else W is (mirror
     descent, post-norm).  via: filters between gradient and state, in order.  read: where the output is read.
-    debias: divide the output by the response to a unit drive.  start: zero, first (theta_1 is the first drive), or W0
-    (a filter that starts at the outer weights: averages of weights).
+    debias: divide the output by the response to a unit drive.  start: zero, first (theta_1 is the first drive), second
+    (the first datum is for statistics alone: theta and its response stay, a filter puts out 0), W0 (a filter that
+    starts at the outer weights: averages of weights), or the number > 0 that every entry of a filter or statistic
+    starts at.  write: theta = A theta + rate u, the "sum", or the "max" of the two, entry by entry.
+    feedback: of a filter whose h approximates what it holds: this share of what h used leaves the state once it was
+    shown, and the error stays for the next datum. 1 keeps the error alone; 1 - mu is momentum of what was used.
     """
 
     rate: Rate = 1.0
@@ -140,9 +146,15 @@ class Step(Declared):
     via: tuple[Recurrence | Sum | Momentum, ...] = ()
     read: Read | Mix | None = None
     debias: bool = False
-    start: Literal["zero", "first", "W0"] = "zero"
+    start: Literal["zero", "first", "second", "W0"] | float = "zero"
+    write: Literal["sum", "max"] = "sum"
+    feedback: Rate = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.feedback, Variable) and not 0.0 <= self.feedback <= 1.0:
+            raise IllegalUpdate(f"Step: feedback is a share in [0, 1], got {self.feedback}")
+        if isinstance(self.feedback, Per) and (self.feedback.shape != "scalar" or self.feedback.domain == "unit"):
+            raise IllegalUpdate(f"Step: feedback must be a scalar rate, positive or real, got {self.feedback}")
         if isinstance(self.rate, Per) and self.rate.domain == "unit":
             # step sizes multiply the drive as they are; logs are for gates
             raise IllegalUpdate(f"Step: rate {self.rate.name!r} must be positive or real, not unit")
@@ -150,5 +162,14 @@ class Step(Declared):
             raise IllegalUpdate(f"Step: at={self.at!r} is not prev, gated, read, new, Anchor(b) or Held(b)")
         if self.steps < 1:
             raise IllegalUpdate(f"Step: steps must be at least 1, got {self.steps}")
-        if self.start not in ("zero", "first", "W0"):
-            raise IllegalUpdate(f"Step: start={self.start!r} is not zero, first or W0")
+        named = ("zero", "first", "second", "W0")
+        if not self.start > 0.0 if isinstance(self.start, float) else self.start not in named:
+            raise IllegalUpdate(f"Step: start={self.start!r} is not zero, first, second, W0 or a number > 0")
+        if self.write not in ("sum", "max"):
+            raise IllegalUpdate(f"Step: write={self.write!r} is not sum or max")
+
+    def rates(self) -> tuple[Rate, ...]:
+        """Its own numbers and names: of the step, of the read point, of filters side by side."""
+        look = self.read
+        read = (look.gate, look.rate) if isinstance(look, Read) else () if look is None else (look.weight,)
+        return (self.rate, self.feedback, *read, *(w for f in self.via if isinstance(f, Sum) for w in f.weights))

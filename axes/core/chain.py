@@ -252,7 +252,7 @@ def _filters(t: _Tokens, drive: _Flow) -> tuple[list[_Flow], _Flow]:
             buffer, output = _filter(t, branch.parts(), 1 + len(buffers), drive)
             buffers.append(buffer)
             outputs.append(output)
-        drive = reduce(_Flow.added, (output.scaled(w) for output, w in zip(outputs, weights, strict=True)))
+        drive = reduce(_Flow.added, (o.scaled(resolve(w, t.signal)) for o, w in zip(outputs, weights, strict=True)))
     return buffers, drive
 
 
@@ -264,7 +264,7 @@ def _filter(t: _Tokens, branch: Parts, slot: int, drive: _Flow) -> tuple[_Flow, 
     if read is None:
         return buffer, buffer
     assert isinstance(read, Read)
-    return buffer, drive.scaled(read.rate).plus(slot, read.gate)
+    return buffer, drive.scaled(resolve(read.rate, t.signal)).plus(slot, resolve(read.gate, t.signal))
 
 
 def _block(t: _Tokens, flows: Sequence[_Flow]) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from axes.core.declared import Declared
-from axes.core.rates import Per, Rate, Signal, rate_shape, resolve
+from axes.core.rates import Per, Rate, Signal, Variable, rate_shape, resolve
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg import solve
 from axes.linalg.blockwise import outer_mean
@@ -47,8 +47,11 @@ __all__ = [
 
 Curvature = Literal["none", "affine", "nonlinear"]
 Residual = Literal["target", "error"]
-Side = Literal["entries", "rows", "columns", "eigen-entries", "whole"]
+Side = Literal[
+    "entries", "rows", "columns", "each-row", "each-column", "eigen-entries", "eigen-rows", "eigen-columns", "whole"
+]
 Value = Tensor | float
+_BY_ENTRY = ("drive", "square", "magnitude", "unit", "white-square", "state")
 _EMPTY: Signal = MappingProxyType({})
 
 
@@ -83,9 +86,9 @@ def _varies(c: Value) -> bool:
 
 def _positive(owner: str, rate: Rate, shapes: tuple[str, ...] = ("scalar",)) -> Rate:
     """The rate as declared, checked: a finite number > 0, or a positive `Per` of one of the shapes."""
-    if isinstance(rate, Per):
-        if rate.domain != "positive" or rate.shape not in shapes:
-            raise IllegalUpdate(f"{owner} takes a positive Per of shape {' or '.join(shapes)}, got {rate}")
+    if isinstance(rate, Per) and (rate.domain != "positive" or rate.shape not in shapes):
+        raise IllegalUpdate(f"{owner} takes a positive Per of shape {' or '.join(shapes)}, got {rate}")
+    if isinstance(rate, Variable):
         return rate
     if not 0 < rate < math.inf:
         raise IllegalUpdate(f"{owner} must be a finite number > 0 or a Per, got {rate}")
@@ -103,7 +106,8 @@ class Cost(Declared):
     curvature: how the gradient depends on the prediction. needs: what the cost reads of the signal besides its rates.
     encode: the memory compares the encoded value with the key. ridge: weight of |W|^2 / 2, which the step adds.
     drives: where the drive -r is known without asking, the "target" v whatever the prediction, or minus the "error",
-    v - p, and the implicit step is that of |p - v|^2 / 2.
+    v - p, and the implicit step is that of |p - v|^2 / 2. superlinear: the gradient grows faster than the error, so
+    that no explicit step is stable wherever it starts.
     """
 
     @property
@@ -129,6 +133,10 @@ class Cost(Declared):
     @property
     def drives(self) -> Residual | None:
         return None
+
+    @property
+    def superlinear(self) -> bool:
+        return False
 
     def rates(self) -> tuple[Rate, ...]:
         return ()
@@ -269,6 +277,10 @@ class Lp(_ErrorCost):
     @property
     def drives(self) -> Residual | None:
         return "error" if self.curvature == "affine" and self._factor == 1 else None
+
+    @property
+    def superlinear(self) -> bool:
+        return self.p > 2
 
     @property
     def _factor(self) -> float:
@@ -442,33 +454,49 @@ class Given(Cost):
 class Linear(Cost):
     """l = -<W, z>: the cost of filters and statistics, whose drive z is a quantity of the datum.
 
-    of: drive u, square u * u, left u u^T, right u^T u (u the raw drive (..., d_v, d_k)), eigen-square as square but
-    with u in the bases that the two statistics before it give, key k k^T, value v v^T, error e e^T (e the gradient of
+    of: drive u, square u * u, magnitude |u|, unit 1 (one number, whatever u is: a normaliser), row-square and
+    column-square the means of u * u over each row, (..., d_v, 1), and over each column, (..., 1, d_k), left u u^T,
+    right u^T u (u the raw drive (..., d_v, d_k)), white-square y * y for the y that an entry-wise geometry made of u
+    with its statistics before the datum, eigen-square as square but
+    with u in the bases that the two statistics before it give, eigen-square-left and -right with its rows or its
+    columns in the basis that the one before it gives, key k k^T, value v v^T, error e e^T (e the gradient of
     a layer's output). A signal that has "kk", "vv" or "ee" supplies that product itself,
     for data that are means over several examples. white-left is y y^T / d_k and white-right y^T y / d_v for the y that
     the geometry made of u with its statistics before the datum (u itself at the first): the identity on average where
     y is white. eigen-fisher is the square of e k^T in the bases that the two statistics before it give, for the
-    examples in the rows of "k_rows" and "e_rows" their mean. precision: of matrix products, see
-    `axes.linalg.matrix_roots.product`.
+    examples in the rows of "k_rows" and "e_rows" their mean. state is what the update that carries the statistic holds
+    after the datum, its theta. precision: of matrix products, see `axes.linalg.matrix_roots.product`. offset: added to
+    a square or a magnitude. raw: of the drive as it came, ahead of the filters of the part whose statistic it is.
     """
 
     of: Literal[
-        "drive", "square", "left", "right", "white-left", "white-right", "eigen-square", "eigen-fisher", "key", "value",
-        "error",
+        "drive", "square", "magnitude", "unit", "left", "right", "row-square", "column-square", "white-square",
+        "white-left", "white-right", "eigen-square", "eigen-square-left", "eigen-square-right", "eigen-fisher", "key",
+        "value", "error", "state",
     ] = "drive"  # fmt: skip
     precision: Precision = "input"
+    offset: Rate = 0.0
+    raw: bool = False
     curvature: ClassVar[Curvature] = "none"
 
     def __post_init__(self) -> None:
         sides = ("left", "right", "white-left", "white-right")
-        turned = ("eigen-square", "eigen-fisher")
-        allowed = ("drive", "square", *sides, *turned, "key", "value", "error")
+        turned = ("eigen-square", "eigen-square-left", "eigen-square-right", "eigen-fisher")
+        means = ("row-square", "column-square")
+        allowed = (*_BY_ENTRY, *means, *sides, *turned, "key", "value", "error")
         if self.of not in allowed:
             raise IllegalUpdate(f"Linear: of={self.of!r} is not one of {', '.join(allowed)}")
         if self.precision not in PRECISIONS:
             raise IllegalUpdate(f"Linear: precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
         if self.precision != "input" and self.of not in (*sides, *turned):
             raise IllegalUpdate(f"Linear: of={self.of!r} is no matrix product: leave precision at 'input'")
+        if self.offset != 0.0 and self.of not in ("square", "magnitude"):
+            raise IllegalUpdate(f"Linear: offset is added to a square or a magnitude, not to of={self.of!r}")
+        if self.raw and self.of not in ("drive", "square", "magnitude", "left", "right"):
+            raise IllegalUpdate(f"Linear: of={self.of!r} does not read the drive as it came: leave raw at False")
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.offset,)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -479,7 +507,12 @@ class Linear(Cost):
     @property
     def whitened(self) -> bool:
         """Whether it is driven by what the geometry made of u, not by u."""
-        return self.of in ("white-left", "white-right")
+        return self.of in ("white-square", "white-left", "white-right")
+
+    @property
+    def by_entry(self) -> bool:
+        """Whether an entry of z is a function of that entry of u."""
+        return self.of in _BY_ENTRY
 
     @property
     def side(self) -> Side:
@@ -488,7 +521,11 @@ class Linear(Cost):
             return "rows"
         if self.of in ("right", "white-right", "key"):
             return "columns"
-        return "eigen-entries" if self.of in ("eigen-square", "eigen-fisher") else "entries"
+        named: dict[str, Side] = {
+            "row-square": "each-row", "column-square": "each-column", "eigen-square": "eigen-entries",
+            "eigen-fisher": "eigen-entries", "eigen-square-left": "eigen-rows", "eigen-square-right": "eigen-columns",
+        }  # fmt: skip
+        return named.get(self.of, "entries")
 
     def drive(self, u: Tensor, signal: Signal = _EMPTY) -> Tensor:
         """z from the raw drive u (not read for key, value and error; of examples for eigen-fisher) and the signal."""
@@ -503,7 +540,16 @@ class Linear(Cost):
             if self.whitened:
                 return outer_mean(x, self.precision)
             return symmetric_product(x.mT, None, self.precision)
-        return u * u if self.of in ("square", "eigen-square") else u
+        if self.of == "unit":
+            return u.new_ones((*u.shape[:-2], *(1,) * min(u.ndim, 2)))
+        if self.of == "magnitude":
+            return self._offset(u.abs(), signal)
+        if self.of in ("row-square", "column-square"):
+            return (u * u).mean(-1 if self.of == "row-square" else -2, keepdim=True)
+        return self._offset(u * u, signal) if "square" in self.of else u
+
+    def _offset(self, z: Tensor, signal: Signal) -> Tensor:
+        return z + resolve(self.offset, signal) if self.offset != 0.0 else z
 
 
 @final
@@ -545,6 +591,10 @@ class Ridge(Cost):
     @property
     def drives(self) -> Residual | None:
         return self.cost.drives
+
+    @property
+    def superlinear(self) -> bool:
+        return self.cost.superlinear
 
     def rates(self) -> tuple[Rate, ...]:
         return (*self.cost.rates(), self.weight)

@@ -29,7 +29,8 @@ def feedback(update: StateUpdate) -> Feedback:
         return "nonlinear"
     if not update.drive_sees_state:
         return "none"
-    affine = cost.curvature != "nonlinear" and memory.linear and memory.kind != "list" and h.is_identity
+    linear = step.write == "sum" and memory.linear and memory.kind != "list" and h.is_identity
+    affine = linear and cost.curvature != "nonlinear"
     return "affine" if affine else "nonlinear"
 
 
@@ -54,8 +55,20 @@ def structure(update: StateUpdate) -> Structure:
 
 
 @fact
+def _computed(update: StateUpdate) -> str | None:
+    """Why no route along a sequence has the numbers of every datum or writes in this way, or None if all do."""
+    if update.parts().computes_rates:
+        return "rates that are formulas, of the number of a datum say, are worked out datum by datum"
+    if any(p.step.write == "max" for p in update.parts().every()):
+        return "the scans add what is written, and this one keeps the larger"
+    return None
+
+
+@fact
 def no_chain(update: StateUpdate) -> str | None:
     """Why the update is not an affine chain that the scans take, or None if it is."""
+    if (reason := _computed(update)) is not None:
+        return reason
     cost, h, monoid, step, memory = update.parts()
     kinds = gates(monoid)
     if memory.kind not in ("matrix", "entries"):
@@ -104,6 +117,8 @@ def no_chain(update: StateUpdate) -> str | None:
 @fact
 def no_cascade(update: StateUpdate) -> str | None:
     """Why stages cannot run one after another inside a chunk, or None if they can."""
+    if (reason := _computed(update)) is not None:
+        return reason
     step, memory = update.parts().step, update.parts().memory
     if memory.kind == "list":
         return "a list memory is attention"
@@ -112,13 +127,17 @@ def no_cascade(update: StateUpdate) -> str | None:
     if not step.lazy:
         return "an agile state projects at every datum"
     for u in (update, *update.filters(), *(s for f in (update, *update.filters()) for s in f.parts().h.stats)):
-        _, uh, um, us, _ = u.parts()
+        uc, uh, um, us, _ = u.parts()
         if not gates(um) <= {"identity", "zero", "scalar", "diagonal", "row", "hadamard"}:
             return "stages scan element-wise gates only"
         if "weights" in uh.reads:
             return "a filter that sees the weights feeds them back at every datum"
         if us.via and u is not update:
             return "filters of filters"
+        if us.feedback != 0.0 or isinstance(uc, Linear) and uc.of == "state":
+            return "what a filter holds is looked at, or taken from, at every datum"
+        if any(isinstance(s.cost, Linear) and (s.cost.raw or s.cost.whitened) for s in u.statistics()):
+            return "a statistic of the drive ahead of filters, or of what it has itself whitened"
         if isinstance(us.at, Held):
             return "a held value is refreshed at some data and kept at others"
         if us.start != "zero" or us.read is not None and u is update:
@@ -131,6 +150,8 @@ def no_cascade(update: StateUpdate) -> str | None:
 @fact
 def no_gram(update: StateUpdate) -> str | None:
     """Why the exact Gram-space form of normalised slots does not apply, or None if it does (lattice.md 3.2)."""
+    if (reason := _computed(update)) is not None:
+        return reason
     cost, h, monoid, step, memory = update.parts()
     if memory.kind != "slots" or h.sphere is None or step.lazy:
         return "only normalised slots have a Gram-space form"
@@ -157,6 +178,8 @@ def no_gram(update: StateUpdate) -> str | None:
 @fact
 def no_attention(update: StateUpdate) -> str | None:
     """Why the update is not attention over a stored list, or None if it is."""
+    if (reason := _computed(update)) is not None:
+        return reason
     cost, h, monoid, _, memory = update.parts()
     if memory.kind != "list":
         return f"{type(memory).__name__} memory does not keep a list"

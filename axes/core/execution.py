@@ -3,7 +3,7 @@
     u      = -grad l(W_eval; k_t, v_t)      W_eval by step.at
     u      = f(u)  for f in step.via        filters: updates whose cost is linear in the drive
     stats  = s(u)  for s in h.stats         statistics: the same
-    theta  = A_t theta + rate * u
+    theta  = A_t theta + rate * u           or the larger of the two, entry by entry
     W      = grad h*(theta)                 lazy stores theta; agile stores W
     out    = W, or grad h* at step.read
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from axes.core.geometry.preconditioners import fisher, is_begun, rotate
 from axes.core.memory import Leaves
 from axes.core.monoids import Element, Zero
 from axes.core.parts import Parts
-from axes.core.rates import Signal, rate_shape, resolve, spread
+from axes.core.rates import Rate, Signal, rate_shape, resolve, spread
 from axes.errors import IllegalUpdate
 from axes.linalg.solve import root
 
@@ -45,6 +45,7 @@ class State(NamedTuple):
 
 torch.serialization.add_safe_globals([State])  # a saved state loads with weights_only=True
 Filters = tuple[State | tuple[State, ...], ...]
+Values = list[Leaves]
 
 
 class Output(NamedTuple):
@@ -87,13 +88,18 @@ def init(p: Parts, theta: Leaves, signal: Signal, outer: Leaves = ()) -> State:
     for s in p.statistics():  # a later statistic may see the earlier ones
         driven = seen(s, like, signal, [t.theta for t in stats])
         stats.append(init(s, tuple(torch.zeros_like(x) for x in driven), signal))
-    theta = outer if p.step.start == "W0" else theta
+    if isinstance(start := p.step.start, float):
+        theta = tuple(torch.full_like(leaf, start) for leaf in theta)
+    theta = outer if start == "W0" else theta
     norm: Leaves = ()
     if p.step.debias:
         keyed = p.memory.keyed
         norm = tuple(leaf[..., :1, :] * 0 if keyed else leaf.new_zeros((1,) * leaf.ndim) for leaf in theta)
-    anchor = tuple(torch.zeros_like(leaf) for leaf in theta) if isinstance(p.step.at, Anchor | Held) else ()
-    if isinstance(p.step.at, Held):  # and how often no value could be taken
+    anchor: Leaves = ()
+    if isinstance(p.step.at, Anchor):
+        anchor = tuple(torch.zeros_like(leaf) for leaf in theta)
+    if isinstance(p.step.at, Held):
+        anchor = tuple(map(p.h.empty, theta))  # and how often no value could be taken
         anchor += tuple(leaf.new_zeros((*leaf.shape[:-2], 1, 1)) for leaf in theta)
     return State(theta, tuple(via), tuple(stats), norm, anchor, torch.zeros((), dtype=torch.int64))
 
@@ -108,7 +114,8 @@ def step(
     at = p.step.at
     rate = resolve(p.step.rate, signal)
     element = p.monoid.element(signal, rate, state.theta[0])
-    gated = p.memory.act(element, state.theta)
+    waits = p.step.start == "second" and int(state.count) == 0
+    gated = state.theta if waits else p.memory.act(element, state.theta)
     anchor = state.anchor
     if isinstance(at, Anchor) and int(state.count) % at.every == 0:
         anchor = primal(p, state.theta, state, signal)
@@ -116,19 +123,25 @@ def step(
         anchor = refreshed(p, state, state.theta, state.norm, signal)
     datum, via, stats = Datum(state, signal, rate, gated, anchor), state.via, state.stats
     u: Leaves = ()
+    values: Values = []
     for _ in range(p.step.steps):
-        u, via = _filtered(p, _from_outside(given) if p.driven else drive(p, datum), via, state, signal, outer)
-        stats = _observed(p, u, stats, signal)
-        datum = datum._replace(gated=_written(p, datum, u), again=True)
+        raw = _from_outside(given) if p.driven else drive(p, datum)
+        u, via = _filtered(p, raw, via, state, signal, outer)
+        shown = tuple(torch.zeros_like(x) for x in u) if waits else u
+        datum = datum._replace(gated=_written(p, datum, shown), again=True)
+        stats, values = _observed(p, u, raw, datum.gated, stats, signal)
+        u = shown
     theta, count = datum.gated, state.count + 1
-    norm = tuple(_responded(p, element, n, rate, signal) for n in state.norm)
+    norm = state.norm if waits else tuple(_responded(p, element, n, rate, signal) for n in state.norm)
     if isinstance(at, Held):
         if at.after(int(state.count)):
             anchor = refreshed(p, state, theta, norm, signal)
         return State(theta, via, stats, norm, anchor, count), Output(anchor[: len(theta)])
-    context = _context(p, stats, signal, u, outer)
-    out = _shown(p, state, theta, norm, u, context)
+    context = _contexts(signal, u, outer, values)
+    out = _shown(p, state, theta, norm, u, context, signal)
     stored = theta if p.step.lazy else _map(p, theta, context)
+    if p.step.feedback != 0.0:
+        stored = _kept(p, theta, context, _value(p.step.feedback, signal))
     return State(stored, via, stats, norm, anchor, count), out
 
 
@@ -166,15 +179,15 @@ def drive(p: Parts, datum: Datum) -> Leaves:
     else:
         x, target = pair(p, signal)
         prediction = _predicted(p, weights, x, signal) if p.predicts else target
-        r = p.cost.residual(prediction, _align(target, prediction), 0.0, signal)
+        r = p.cost.residual(prediction, _against(p, target), 0.0, signal)
         u = p.memory.vjp(weights, x, -r, signal, encode=p.cost.encode)
     return _ridged(p, u, weights, signal) if p.ridged else u
 
 
 def _ridged(p: Parts, u: Leaves, weights: Leaves, signal: Signal) -> Leaves:
     """With the ridge of a coupled decay, l + (weight/2) |W|^2, at the evaluation point."""
-    weight, shape = resolve(p.cost.ridge, signal), rate_shape(p.cost.ridge)
-    return tuple(x - spread(weight, shape) * w for x, w in zip(u, weights, strict=True))
+    weight = _value(p.cost.ridge, signal)
+    return tuple(x - weight * w for x, w in zip(u, weights, strict=True))
 
 
 def _from_outside(given: Leaves | None) -> Leaves:
@@ -194,8 +207,21 @@ def evaluated(p: Parts, datum: Datum) -> Leaves:
     """W_eval: where the gradient is taken."""
     if isinstance(p.step.at, Anchor):
         return datum.anchor
+    if p.step.at == "read":
+        return _asked(p, datum.state, datum.signal)
     theta = datum.gated if p.step.at == "gated" or datum.again else datum.state.theta
     return primal(p, theta, datum.state, datum.signal)
+
+
+def _asked(p: Parts, state: State, signal: Signal) -> Leaves:
+    """The weights at which the gradient of a datum is given: W, or between W and what the last filter gave before."""
+    weights, look = primal(p, state.theta, state, signal), p.step.read
+    if p.step.at != "read" or not isinstance(look, Mix):
+        return weights
+    last, kept = p.step.via[-1], state.via[-1]
+    assert isinstance(last, Recurrence) and isinstance(kept, State)
+    newest, w = output(last.parts(), kept, signal).weights, _value(look.weight, signal)
+    return tuple(w * x + (1 - w) * z for x, z in zip(weights, newest, strict=True))
 
 
 def _predicted(p: Parts, weights: Leaves, x: Tensor, signal: Signal) -> Tensor:
@@ -213,9 +239,8 @@ def _implicit(p: Parts, datum: Datum) -> Leaves:
         prediction = memory.predict(gated, x, signal)
         c = rate
         if isinstance(rate, Tensor) and rate.ndim:  # against predictions (..., d_v), or (..., d_v, d_k) by entry
-            c = rate[..., None] if shape == "scalar" else rate
-            c = c if prediction.ndim == target.ndim else c[..., None]
-        r = cost.residual(prediction, _align(target, prediction), c * memory.sharpness(x), signal)
+            c = _against(p, rate[..., None] if shape == "scalar" else rate)
+        r = cost.residual(prediction, _against(p, target), c * memory.sharpness(x), signal)
         return memory.vjp(gated, x, -r, signal)
     context = _context(p, datum.state.stats, signal)
 
@@ -236,14 +261,15 @@ def _filtered(
 ) -> tuple[Leaves, Filters]:
     """The drive behind all filters, and their states; their geometries may see the outermost W."""
     if p.step.via and outer is None:
-        outer = primal(p, state.theta, state, signal)
+        outer = _asked(p, state, signal)
     kept: list[State | tuple[State, ...]] = []
     for f, s in zip(p.step.via, states, strict=True):
         if isinstance(f, Sum):
             assert not isinstance(s, State)
             pairs = [step(b.parts(), t, signal, u, outer) for b, t in zip(f.branches, s, strict=True)]
             kept.append(tuple(t for t, _ in pairs))
-            mixed = [tuple(w * x for x in out.weights) for w, (_, out) in zip(f.weights, pairs, strict=True)]
+            weights = [_value(w, signal) for w in f.weights]
+            mixed = [tuple(w * x for x in out.weights) for w, (_, out) in zip(weights, pairs, strict=True)]
             u = tuple(sum(xs[1:], xs[0]) for xs in zip(*mixed, strict=True))
         else:
             assert isinstance(f, Recurrence) and isinstance(s, State)
@@ -253,17 +279,20 @@ def _filtered(
     return u, tuple(kept)
 
 
-def _observed(p: Parts, u: Leaves, states: tuple[State, ...], signal: Signal) -> tuple[State, ...]:
-    """The statistics of h after the drive, each seeing the ones before it."""
+def _observed(
+    p: Parts, u: Leaves, raw: Leaves, theta: Leaves, states: tuple[State, ...], signal: Signal
+) -> tuple[tuple[State, ...], Values]:
+    """The statistics of h after u has made the state theta, each seeing the ones before it, and their values."""
     stepped: list[State] = []
-    outs: list[Leaves] = []
+    outs: Values = []
     stats = p.statistics()
-    white = _whitened(p, u, states, signal) if any(map(_of_whitened, stats)) else u
+    white = _whitened(p, u, states, signal) if any(_asks(s, "whitened") for s in stats) else u
     for s, state in zip(stats, states, strict=True):
-        state, out = step(s, state, signal, seen(s, white if _of_whitened(s) else u, signal, outs))
+        of = white if _asks(s, "whitened") else raw if _asks(s, "raw") else theta if _of_state(s) else u
+        state, out = step(s, state, signal, seen(s, of, signal, outs))
         stepped.append(state)
         outs.append(out.weights)
-    return tuple(stepped)
+    return tuple(stepped), outs
 
 
 def seen(p: Parts, u: Leaves, signal: Signal, earlier: Sequence[Leaves]) -> Leaves:
@@ -276,12 +305,18 @@ def seen(p: Parts, u: Leaves, signal: Signal, earlier: Sequence[Leaves]) -> Leav
     if cost.of == "eigen-square":
         bases = zip(u, *earlier[-2:], strict=True)
         u = tuple(rotate(x, left, right, cost.precision) for x, left, right in bases)
+    elif cost.of == "eigen-square-left":
+        u = tuple(rotate(x, left, None, cost.precision) for x, left in zip(u, earlier[-1], strict=True))
+    elif cost.of == "eigen-square-right":
+        u = tuple(rotate(x, None, right, cost.precision) for x, right in zip(u, earlier[-1], strict=True))
     return tuple(cost.drive(leaf, signal) for leaf in u)
 
 
 def _whitened(p: Parts, u: Leaves, states: tuple[State, ...], signal: Signal) -> Leaves:
     """What h makes of the drive with its statistics before the datum; the drive itself where they have no value."""
     context = _context(p, states, signal, u)
+    if p.h.entrywise:
+        return _map(p, u, context)
     begun = (torch.stack([is_begun(x) for x in c.stats]).all(0) for c in context)
     return tuple(torch.where(b, y, x) for b, y, x in zip(begun, _map(p, u, context), u, strict=True))
 
@@ -302,14 +337,18 @@ def _written(p: Parts, datum: Datum, u: Leaves) -> Leaves:
     """A theta + rate u."""
     if p.step.start == "first" and int(datum.state.count) == 0 or _passes(p, datum, u):
         return u
-    return p.memory.add(datum.gated, datum.rate, rate_shape(p.step.rate), u)
+    shape = rate_shape(p.step.rate)
+    if p.step.write == "max":
+        written = p.memory.add(tuple(torch.zeros_like(x) for x in datum.gated), datum.rate, shape, u)
+        return tuple(map(torch.maximum, datum.gated, written))
+    return p.memory.add(datum.gated, datum.rate, shape, u)
 
 
 def _passes(p: Parts, datum: Datum, u: Leaves) -> bool:
     """Whether theta is the drive itself: nothing is kept, the rate is 1, and u has the shape of theta."""
     if not isinstance(p.monoid, Zero) or p.memory.kind != "parameter":
         return False
-    if p.step.steps > 1 or p.step.read is not None or isinstance(datum.rate, Tensor) or datum.rate != 1.0:
+    if p.step.steps > 1 or isinstance(datum.rate, Tensor) or datum.rate != 1.0:
         return False
     return all(x.ndim == 0 or x.shape == y.shape for x, y in zip(datum.gated, u, strict=True))
 
@@ -324,17 +363,33 @@ def _responded(p: Parts, element: Element, norm: Tensor, rate: Tensor | float, s
     return p.memory.add((element.act(norm),), rate, rate_shape(p.step.rate), (unit,))[0]
 
 
-def _shown(p: Parts, state: State, theta: Leaves, norm: Leaves, u: Leaves, context: tuple[Context, ...]) -> Output:
+def _shown(
+    p: Parts, state: State, theta: Leaves, norm: Leaves, u: Leaves, context: tuple[Context, ...], signal: Signal
+) -> Output:
     """The output of a step: at theta, at the read point, or between theta and the newest drive."""
     look = p.step.read
     if isinstance(look, Read):
-        theta = tuple(look.gate * x + look.rate * y for x, y in zip(state.theta, u, strict=True))
-        norm = tuple(look.gate * n + look.rate * torch.ones_like(n) for n in state.norm)
+        gate, rate = _value(look.gate, signal), _value(look.rate, signal)
+        theta = tuple(gate * x for x in state.theta)
+        if look.rate != 0.0:  # else it is a value before the datum
+            theta = tuple(x + rate * y for x, y in zip(theta, u, strict=True))
+        norm = tuple(gate * n + rate * torch.ones_like(n) for n in state.norm)
     out = at_point(p, theta, norm, context)
     if isinstance(look, Mix):
-        w = look.weight
+        w = _value(look.weight, signal)
         return Output(tuple(w * x + (1 - w) * y for x, y in zip(out.weights, u, strict=True)))
     return out
+
+
+def _kept(p: Parts, theta: Leaves, context: tuple[Context, ...], share: Tensor | float) -> Leaves:
+    """What is left of theta when a share of what h used of it is taken."""
+    last = len(context) - 1
+    return tuple(x - share * p.h.used(x, context[min(i, last)]) for i, x in enumerate(theta))
+
+
+def _value(rate: Rate, signal: Signal) -> Tensor | float:
+    """A rate against leaves."""
+    return spread(resolve(rate, signal), rate_shape(rate))
 
 
 def at_point(p: Parts, theta: Leaves, norm: Leaves, context: tuple[Context, ...]) -> Output:
@@ -361,8 +416,12 @@ def _context(
     p: Parts, stats: tuple[State, ...], signal: Signal, u: Leaves = (), outer: Leaves | None = None
 ) -> tuple[Context, ...]:
     """What the geometry may see, leaf by leaf; the last one stands for all further leaves."""
-    outs = tuple(output(s, t, signal).weights for s, t in zip(p.statistics(), stats, strict=True))
-    given = (u, outer or (), *outs)
+    outs = [output(s, t, signal).weights for s, t in zip(p.statistics(), stats, strict=True)]
+    return _contexts(signal, u, outer, outs)
+
+
+def _contexts(signal: Signal, u: Leaves, outer: Leaves | None, stats: Values) -> tuple[Context, ...]:
+    given = (u, outer or (), *stats)
     columns: Any = zip_longest(*given) if any(given) else [(None,) * len(given)]
     return tuple(Context(x, tuple(rest), w, signal) for x, w, *rest in columns)
 
@@ -373,10 +432,15 @@ def _debiased(theta: Leaves, norm: Leaves) -> Leaves:
     return tuple(x / n for x, n in zip(theta, safe, strict=True)) if norm else theta
 
 
-def _align(target: Tensor, prediction: Tensor) -> Tensor:
-    """Targets (..., d_v) against entry-wise predictions (..., d_v, d_k)."""
-    return target if target.ndim == prediction.ndim else target[..., None]
+def _against(p: Parts, target: Tensor) -> Tensor:
+    """Targets (..., d_v) as predictions have them: against all keys (..., d_v, 1) where each entry predicts alone."""
+    return target[..., None] if p.memory.kind == "entries" else target
 
 
-def _of_whitened(statistic: Parts) -> bool:
-    return isinstance(statistic.cost, Linear) and statistic.cost.whitened
+def _of_state(statistic: Parts) -> bool:
+    return isinstance(statistic.cost, Linear) and statistic.cost.of == "state"
+
+
+def _asks(statistic: Parts, of: Literal["whitened", "raw"]) -> bool:
+    """Whether a statistic is of what h made of the drive, or of the drive ahead of the filters."""
+    return isinstance(statistic.cost, Linear) and bool(getattr(statistic.cost, of))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from axes.core.algorithms import Anchor, Held, Mix
+from axes.core.algorithms import Anchor, Held, Mix, Read
 from axes.core.costs import Linear
+from axes.core.declared import Recurrence
 from axes.core.geometry import Entropic
-from axes.core.monoids import Decay, Diagonal, Identity, Monoid, Product, Zero
+from axes.core.monoids import Decay, Diagonal, Identity, Monoid, Product, Scalar, Zero
 from axes.core.parts import Parts
-from axes.core.rates import Per, rate_shape
+from axes.core.rates import SEEN, Per, counted, named, rate_shape, resolve
 from axes.errors import IllegalUpdate
 
 
@@ -72,6 +73,8 @@ def _shapes(p: Parts) -> Iterator[str]:
             yield f"{memory} memory takes scalar or row rates"
         if not p.memory.one_leaf and rate_shape(p.cost.ridge) != "scalar":
             yield f"the leaves of {memory} memory have different shapes: its ridge is a scalar"
+        if not p.memory.one_leaf and any(rate_shape(rate) != "scalar" for rate in p.h.rates()):
+            yield f"the leaves of {memory} memory have different shapes: rates of {type(p.h).__name__} are scalars"
         for f in p.filters():
             if rate_shape(f.step.rate) != "scalar" or not gates(f.monoid) <= {"identity", "zero", "scalar"}:
                 yield f"filters over {memory} memory take scalar gates and rates: its leaves need not have one shape"
@@ -139,6 +142,8 @@ def _implicit(p: Parts) -> Iterator[str]:
     cost, memory = p.cost, p.memory
     if p.step.at != "new":
         return
+    if isinstance(p.monoid, Zero):
+        yield "an implicit step after a gate that keeps nothing begins at the empty memory, whatever the state was"
     if p.step.via:
         yield "an implicit step cannot be filtered: the drive depends on the new state"
     if not memory.linear or memory.kind == "list":
@@ -169,13 +174,59 @@ def _effect(p: Parts) -> Iterator[str]:
         yield "lazy=False has no effect: the zero monoid keeps nothing of either state"
     if step.rate == 1.0 and any(isinstance(f, Decay) and f.independent for f in factors(p.monoid)):
         yield "Decay(independent=True) has no effect at rate 1: leave it out"
-    if isinstance(step.read, Mix) and not (p.oracle and h.is_identity and step.via):
-        yield "read=Mix(...) lies between a parameter with Euclidean h and what its filters give: it needs Given(), via"
+    if isinstance(step.read, Mix) and p.driven and not step.via:
+        yield "read=Mix(...) of a filter lies between what its own filters make of their drive and that drive"
+    if isinstance(step.read, Mix) and not p.driven:
+        last = step.via[-1].parts() if step.via and isinstance(step.via[-1], Recurrence) else None  # not side by side
+        weights = last is not None and last.step.start == "W0" and not last.h.reads
+        if not (p.oracle and h.is_identity and weights):
+            yield "read=Mix(...) lies between a parameter with Euclidean h and the weights of its last filter: it " + (
+                "needs Given() and a filter with start='W0' whose h reads nothing else"
+            )
+
+
+def _maximum(p: Parts) -> Iterator[str]:
+    """The larger of what is kept and what is written, entry by entry."""
+    step = p.step
+    if step.write == "sum":
+        return
+    if step.at == "new":
+        yield "an implicit step solves for a sum: write='max' is explicit"
+    if step.debias:
+        yield "the response of a maximum to a unit drive is the largest rate: debias what it is the maximum of"
+    if gates(p.monoid) == {"zero"}:
+        yield "write='max' compares with what is kept, and the zero monoid keeps nothing"
+    if isinstance(step.read, Read):
+        yield "a read point is a sum: with write='max' it is read at the new state"
+    if p.memory.kind == "list":
+        yield "a list memory keeps pairs, which have no larger one: write='max' is for tensors"
+
+
+def _feedback(p: Parts) -> Iterator[str]:
+    """Error feedback keeps what h did not show."""
+    step, name = p.step, type(p.h).__name__
+    if step.feedback == 0.0:
+        return
+    if not p.driven or p.cost.of != "drive":  # type: ignore[attr-defined]
+        yield "feedback is for filters: they hold what a step did not use"
+    if not p.h.approximates:
+        yield f"feedback needs an h that shows a part of what it is given, such as LowRank or Ball, not {name}"
+    if isinstance(p.monoid, Zero):
+        yield "feedback has no effect: the zero monoid keeps nothing of what is left"
+    if step.read is not None or step.debias or not step.lazy:
+        yield "feedback takes from the buffer what was shown of it: no read point, no debias, no lazy=False"
 
 
 def _start(p: Parts) -> Iterator[str]:
     """A first value that is not the empty memory."""
     step, memory = p.step, p.memory
+    if isinstance(step.start, float):
+        if not p.driven:
+            yield "a number to start at is for filters and statistics: an update itself starts at the weights"
+        if gates(p.monoid) == {"zero"}:
+            yield f"start={step.start} under a gate that keeps nothing is forgotten at once"
+        if step.debias:
+            yield f"the response to a unit drive starts at zero: start={step.start} has no bias to correct"
     if step.start == "W0":
         if not p.driven:
             yield "start='W0' is for filters: an update itself starts at the weights it is given"
@@ -183,6 +234,13 @@ def _start(p: Parts) -> Iterator[str]:
             yield "start='W0' under a gate that keeps nothing is forgotten at once"
         if step.debias:
             yield "a filter that starts at the weights has no bias to correct"
+    if p.driven and any(f.step.start == "W0" for f in p.filters()):
+        yield "start='W0' is for filters of the weights' own update: inside of a filter there are no weights"
+    if step.start == "second" and memory.keyed:
+        yield "start='second' leaves the first gradient to statistics: a keyed memory writes at every key"
+    waiting = step.via and all(f.step.start == "second" for f in p.filters()) and isinstance(p.monoid, Identity)
+    if step.start == "second" and waiting:
+        yield "start='second' has no effect: its filters put out nothing of the first datum anyway"
     if memory.keyed and any(f.step.start == "W0" for f in p.filters()):
         yield "a filter starts at the weights of the data axis; an empty memory is zero, where start='W0' has no effect"
     if step.start == "first":
@@ -190,6 +248,17 @@ def _start(p: Parts) -> Iterator[str]:
             yield "start='first' has no effect: at rate 1 an empty memory starts at its first drive anyway"
         if step.debias:
             yield "start='first' already has no bias to correct"
+        if _is_whole(p):
+            yield "start='first' has no effect: the first weight is 1, so the average starts at its first drive anyway"
+
+
+def _is_whole(p: Parts) -> bool:
+    """Whether p is an average by the number of the datum with weights 1 - r_t and r_t, r_1 = 1."""
+    gate, rate = p.monoid.gate if isinstance(p.monoid, Scalar) else 0.0, p.step.rate
+    if isinstance(gate, str) or not counted(gate) or any(True for x in (gate, rate) for _ in named(x)):
+        return False
+    values = [(float(resolve(gate, {SEEN: n})), float(resolve(rate, {SEEN: n}))) for n in range(4)]
+    return values[0] == (0.0, 1.0) and all(abs(a + b - 1.0) < 1e-12 for a, b in values)
 
 
 def _normaliser(p: Parts) -> Iterator[str]:
@@ -201,6 +270,8 @@ def _normaliser(p: Parts) -> Iterator[str]:
         yield "debias without forgetting divides by the number of data: use a decaying monoid"
     if h.scale_free and not memory.keyed and kinds <= {"scalar", "zero"}:
         yield f"debias has no effect: {type(h).__name__} drops the factor it divides by"
+    if _is_whole(p):
+        yield "debias has no effect: the weights sum to 1 from the first datum on"
     if memory.keyed and (p.drive_sees_state or not h.is_identity or not p.step.lazy):
         yield "a normaliser needs a linear, Euclidean memory whose writes do not depend on the state"
     if not kinds <= {"identity", "scalar", "diagonal", "row", "hadamard"}:
@@ -222,17 +293,20 @@ def _slices(p: Parts) -> Iterator[str]:
 
 
 def _factor(p: Parts) -> Iterator[str]:
-    """An h that makes a root or a basis of a statistic is that statistic's own."""
+    """An h that makes a root, a basis or factors of a statistic is that statistic's own."""
     h, cost, name = p.h, p.cost, type(p.h).__name__
     if h.makes is None:
         return
-    if not isinstance(cost, Linear) or cost.side not in ("rows", "columns"):
+    if h.makes == "factors":
+        if not isinstance(cost, Linear) or cost.side != "entries":
+            yield f"{name} is the h of a statistic with an entry for every entry, such as Linear('state')"
+    elif not isinstance(cost, Linear) or cost.side not in ("rows", "columns"):
         yield f"{name} is the h of a statistic of rows or columns, such as Linear('left')"
     if not p.step.lazy:
         yield f"lazy=False would accumulate onto the {name}, not onto the statistic"
     if h.continues and not isinstance(p.step.at, Held):
         yield f"{h!r} continues from the last {h.makes}: set at=Held(every), or take one that is computed anew"
-    if isinstance(cost, Linear) and cost.whitened != h.fitted:
+    if isinstance(cost, Linear) and not cost.by_entry and cost.whitened != h.fitted:
         yield f"{name} of {cost!r}: a FittedFactor is fitted to whitened drives, roots and bases are of raw ones"
 
 
@@ -247,23 +321,47 @@ def _filters(p: Parts) -> Iterator[str]:
             yield "a filter passes every datum on: at=Held(...) is for statistics"
         elif f.cost.of != "drive":
             yield f"a filter passes the drive on; {f.cost!r} is a statistic: put it in h.stats"
+        elif f.cost.raw:
+            yield "a filter is driven by what is ahead of it: raw is for statistics"
 
 
 def _statistics(p: Parts) -> Iterator[str]:
     """Statistics hold what they are driven by."""
     fitted = p.h.takes == "root" and all(s.h.fitted for s in p.statistics())
     for s in p.statistics():
-        scalar = rate_shape(s.step.rate) == "scalar" and gates(s.monoid) <= {"identity", "zero", "scalar"}
+        look = s.step.read
         if not isinstance(s.cost, Linear):
             yield f"a statistic's cost must be Linear(of=...), got {s.cost!r}"
-        elif s.cost.side in ("rows", "columns") and not scalar:
+        elif s.cost.side in ("rows", "columns") and not _scalar(s):
             yield f"a statistic {s.cost!r} is a square matrix of its own size: it takes scalar gates and rates"
-        elif s.cost.whitened and not fitted:
+        elif s.cost.side in ("each-row", "each-column") and not _scalar(s):
+            yield f"a statistic {s.cost!r} has one number for a row or column: it takes scalar gates and rates"
+        elif s.cost.of == "unit" and not all(map(_number, s.every())):
+            yield "a statistic of the unit is one number: it takes scalar gates and rates, and Euclidean h"
+        elif s.cost.of == "white-square" and not (p.h.entrywise and p.driven):
+            yield f"{s.cost!r} is of what an entry-wise h makes on a filter, not {type(p.h).__name__}"
+        elif s.cost.whitened and not s.cost.by_entry and not fitted:
             yield f"{s.cost!r} is of what Kronecker makes with two FittedFactors, and only stands there, unwrapped"
-        if s.step.read is not None:
-            yield "a statistic is what its state holds: it has no read point"
+        elif s.cost.raw and not p.step.via:
+            yield f"{s.cost!r}: raw has no effect where no filter is ahead of the statistic"
+        if look is not None and not p.driven:
+            yield "weights are a function of the state, so are their statistics: a read point is for those of filters"
+        if look is not None and isinstance(s.step.at, Held):
+            yield "what is held is shown until the next refresh: a read point is for statistics that are not held"
+        if isinstance(look, Mix):
+            yield "a statistic is what its state holds or held: read=Read(1.0, 0.0) is its value before the datum"
         if s.step.start == "W0":
             yield "a statistic holds products of drives: it cannot start at the weights"
+
+
+def _number(p: Parts) -> bool:
+    """Whether what is kept of a number is one: single gates and rates, no h."""
+    return _scalar(p) and p.h.is_identity
+
+
+def _scalar(p: Parts) -> bool:
+    """Whether gates and rates are single numbers."""
+    return rate_shape(p.step.rate) == "scalar" and gates(p.monoid) <= {"identity", "zero", "scalar"}
 
 
 def _whitenings(p: Parts) -> Iterator[str]:
@@ -274,18 +372,20 @@ def _whitenings(p: Parts) -> Iterator[str]:
         for s, side in zip(h.stats, h.sides, strict=False):
             if isinstance(s.cost, Linear) and s.cost.side != side:
                 yield f"{named} takes a statistic of the {side} here, not {s.cost!r}"
-        for s in h.stats[:2]:
-            if h.takes and s.parts().h.makes != h.takes:
+        for s, side in zip(h.stats, h.sides, strict=False):
+            if h.takes and not side.startswith("eigen-") and s.parts().h.makes != h.takes:
                 yield f"{named} takes statistics with h={_MAKERS[h.takes]} here, not {s.parts().h!r}"
 
 
-_MAKERS = {"root": "InverseRoot or FittedFactor", "basis": "Eigenbasis"}
+_MAKERS = {"root": "InverseRoot or FittedFactor", "basis": "Eigenbasis", "factors": "PowerFactors"}
 
 _RULES: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _prediction,
     _effect,
+    _maximum,
     _evaluation,
     _implicit,
+    _feedback,
     _factor,
     _list,
     _shapes,

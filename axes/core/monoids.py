@@ -170,6 +170,10 @@ class Monoid(Declared, ABC):
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         """The map of this datum. rate: the resolved step size, for decays tied to it; like: gives dtype, device."""
 
+    def no_width(self, width: int) -> str | None:
+        """Why keys of this width have no such map, or None if they have."""
+        return None
+
     def rates(self) -> tuple[Rate, ...]:
         return ()
 
@@ -187,9 +191,9 @@ class Monoid(Declared, ABC):
 
 def _gate(rate: Rate, signal: Signal, like: Tensor) -> Element:
     """A key-side gate: numbers are gates, named unit rates arrive as logs, other domains are linear factors."""
-    if not isinstance(rate, Per):
-        return Element(scale=rate)
     value = resolve(rate, signal)
+    if not isinstance(rate, Per):
+        return Element(scale=value)
     if not isinstance(value, Tensor):
         return Element(scale=math.exp(value) if rate.domain == "unit" else value)
     if rate.domain != "unit":
@@ -354,17 +358,22 @@ class Rotation(Monoid):
             value = resolve(self.angle, signal)
             return Element(angle=torch.as_tensor(value, dtype=like.dtype, device=like.device))
         d_k = like.shape[-1]
-        if d_k % 2:
-            raise IllegalUpdate(f"Rotation: keys are rotated in pairs, their width must be even, got {d_k}")
+        if (reason := self.no_width(d_k)) is not None:
+            raise IllegalUpdate(reason)
         turning = d_k // 2 if self.pairs is None else self.pairs
-        if 2 * turning > d_k:
-            raise IllegalUpdate(f"Rotation: keys of width {d_k} have {d_k // 2} pairs, of which {turning} cannot turn")
         if self.uniform:
             angle = torch.full((turning,), self.angle, dtype=like.dtype, device=like.device)
         else:
             exponent = torch.arange(0, 2 * turning, 2, dtype=like.dtype, device=like.device) / (2 * turning)
             angle = self.angle**-exponent
         return Element(angle=torch.cat((angle, angle.new_zeros(d_k // 2 - turning))) if 2 * turning < d_k else angle)
+
+    def no_width(self, width: int) -> str | None:
+        if width % 2:
+            return f"Rotation: keys are rotated in pairs, their width must be even, got {width}"
+        if self.pairs is not None and 2 * self.pairs > width:
+            return f"Rotation: keys of width {width} have {width // 2} pairs, of which {self.pairs} cannot turn"
+        return None
 
     def rates(self) -> tuple[Rate, ...]:
         return (self.angle,) if isinstance(self.angle, Per) else ()
@@ -484,6 +493,9 @@ class Product(Monoid):
         for part in self.parts[1:]:
             result = result.then(part.element(signal, rate, like))
         return result
+
+    def no_width(self, width: int) -> str | None:
+        return next((reason for part in self.parts if (reason := part.no_width(width)) is not None), None)
 
     def rates(self) -> tuple[Rate, ...]:
         return tuple(r for part in self.parts for r in part.rates())

@@ -10,7 +10,7 @@ from axes.core.costs import Cost, Linear
 from axes.core.geometry import Geometry
 from axes.core.memory import Memory
 from axes.core.monoids import Monoid
-from axes.core.rates import Per, Rate
+from axes.core.rates import Count, Formula, Rate, Variable, counted
 
 
 class Parts(NamedTuple):
@@ -32,12 +32,30 @@ class Parts(NamedTuple):
     def rates(self) -> Iterator[Rate]:
         """All numbers and names of the tuple, filters and statistics included."""
         yield from self.monoid.rates()
-        yield self.step.rate
+        yield from self.step.rates()
         yield from self.cost.rates()
         yield from self.h.rates()
         yield from self.memory.rates()
         for inner in (*self.filters(), *self.statistics()):
             yield from inner.rates()
+
+    @property
+    def counts(self) -> bool:
+        """Whether a rate depends on the number of the datum."""
+        return any(map(counted, self.rates()))
+
+    @property
+    def computes_rates(self) -> bool:
+        """Whether a rate is a formula, or one of a read point or of filters side by side is no constant."""
+        own = any(isinstance(r, Formula | Count) for r in self.rates())
+        weights = (r for p in self.every() for r in p.step.rates()[1:])
+        return own or any(isinstance(r, Variable) for r in weights)
+
+    def every(self) -> Iterator[Parts]:
+        """These, and those of filters and statistics at every depth."""
+        yield self
+        for inner in (*self.filters(), *self.statistics()):
+            yield from inner.every()
 
     def signals(self) -> frozenset[str]:
         """Vectors by name that are read: k, v, g, and what monoids transport along."""
@@ -56,7 +74,7 @@ class Parts(NamedTuple):
 
     @property
     def ridged(self) -> bool:
-        return isinstance(self.cost.ridge, Per) or self.cost.ridge != 0.0
+        return self.cost.ridge != 0.0
 
     @property
     def predicts(self) -> bool:

@@ -24,7 +24,7 @@ from axes.core.legality import check
 from axes.core.memory import Leaves, Matrix, Memory, Parameter
 from axes.core.monoids import Identity, Monoid, Product, Scalar, Zero
 from axes.core.parts import Parts
-from axes.core.rates import Per, Signal
+from axes.core.rates import SEEN, Per, Signal, named
 from axes.errors import IllegalUpdate
 
 __all__ = ["OnUpdate", "Output", "Parts", "State", "StateUpdate"]
@@ -135,8 +135,8 @@ class StateUpdate(Recurrence):
     def demands(self) -> tuple[Per, ...]:
         """Every named rate of the tuple, filters and statistics included: what an axis must supply."""
         found: dict[str, Per] = {}
-        for rate in self.parts().rates():
-            if isinstance(rate, Per) and found.setdefault(rate.name, rate) != rate:
+        for rate in (per for any_rate in self.parts().rates() for per in named(any_rate)):
+            if found.setdefault(rate.name, rate) != rate:
                 raise IllegalUpdate(f"two rates named {rate.name!r} disagree: {found[rate.name]} and {rate}")
         return tuple(found.values())
 
@@ -167,11 +167,20 @@ class StateUpdate(Recurrence):
 
         drive: the input of a filter or statistic (cost Linear).  weights: the outer W, for geometries that see it.
         """
-        return execution.step(self.parts(), state, signal, drive, weights)
+        return execution.step(self.parts(), state, self.numbered(state, signal), drive, weights)
 
     def output(self, state: State, signal: Signal) -> Output:
         """The weights that a state stands for, without a step (depth reads before it writes)."""
-        return execution.output(self.parts(), state, signal)
+        return execution.output(self.parts(), state, self.numbered(state, signal))
+
+    def numbered(self, state: State, signal: Signal) -> Signal:
+        """The signal of the datum after a state, with the number that rates may depend on. What is inside of an update
+        counts its data by the update's own count."""
+        return {**signal, SEEN: state.count} if self._counts and SEEN not in signal else signal
+
+    @cached_property
+    def _counts(self) -> bool:
+        return self.parts().counts
 
     def read(self, out: Output, q: Tensor, signal: Signal) -> Tensor:
         """Read q (..., d_k) from an output: (..., d_v), divided by the normaliser when debiased."""
@@ -213,7 +222,7 @@ def _lower_stats(h: Geometry) -> Geometry:
 
 def _lower_monoid(monoid: Monoid) -> Monoid:
     """Flatten products, drop identities, name the constants 0 and 1."""
-    if isinstance(monoid, Scalar) and not isinstance(monoid.gate, Per):
+    if isinstance(monoid, Scalar):
         return Identity() if monoid.gate == 1.0 else Zero() if monoid.gate == 0.0 else monoid
     if not isinstance(monoid, Product):
         return monoid

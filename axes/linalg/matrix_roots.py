@@ -308,6 +308,28 @@ def _power(x: Tensor, exponent: int, precision: Precision) -> Tensor:
     return symmetric_product(square, x, precision) if exponent % 2 else square
 
 
+# ---- eigenvectors ----------------------------------------------------------------------------------------------------
+
+
+def eigenvectors(matrix: Tensor) -> Tensor:
+    """Orthonormal eigenvectors of symmetric semi-definite A (..., n, n) as columns, by rising eigenvalues.
+
+    Rounding alone would decide which basis of a null space they are: there they are those of diag(1, ..., n) on it, so
+    that an A that differs in its last bits has nearly the same. Eigenvalues below n units of rounding of the largest
+    count as 0.
+    """
+    values, vectors = torch.linalg.eigh(matrix)
+    n = matrix.shape[-1]
+    empty = values <= 8 * n * torch.finfo(matrix.dtype).eps * values[..., -1:].abs()
+    if not bool((empty.sum(-1) > 1).any()):
+        return vectors
+    steps = torch.arange(1, n + 1, dtype=matrix.dtype, device=matrix.device) / n
+    both = empty[..., :, None] & empty[..., None, :]
+    inside = torch.where(both, vectors.mT @ (steps[:, None] * vectors), 0.0)
+    others = torch.where(empty, 0.0, 1 + steps)  # above the spectrum of diag(1, ..., n) / n, in their order
+    return vectors @ torch.linalg.eigh(inside + torch.diag_embed(others)).eigenvectors
+
+
 # ---- orthonormal columns ---------------------------------------------------------------------------------------------
 
 

@@ -143,9 +143,19 @@ class _Selection:
             source = self._materialise(output)
             if source != target:
                 moves.append((target, source))
-        for target, source in moves:
-            self._emit("copy", target, (target, source))
+        self._move(dict(moves))
         self._release()
+
+    def _move(self, moves: dict[int, int]) -> None:
+        """Copies target <- source as if all were made at once: none is written before it has been read."""
+        while moves:
+            target = next((t for t in moves if t not in moves.values()), None)
+            if target is None:  # they go around: one of them waits elsewhere
+                kept, waits = self._new(), next(iter(moves))
+                self._emit("scale", kept, (waits,), (((), (), False),))
+                moves = {t: kept if s == waits else s for t, s in moves.items()}
+            else:
+                self._emit("copy", target, (target, moves.pop(target)))
 
     # ---- terms -------------------------------------------------------------------------------------------------
 
@@ -187,13 +197,13 @@ class _Selection:
         if len(parts) == 1:  # a number beside the entries
             ((added, taken),) = [(t, s) for t, s in zip(terms, signs, strict=True) if not isinstance(t, _Term)]
             t, s = parts[0]
-            register = self._compute(_flip(t, s), value)
+            register = self._compute(_flip(t, s))
             self._emit("add number", register, (register,), (((added,), (), taken),))
             return self._plain(value, register)
         # begin with the term that can be overwritten, or at least is no product
         parts.sort(key=lambda p: (p[0].kind != "plain", not self._dead(p[0].x)))
         (first, s1), (second, s2) = parts
-        register = self._compute(_flip(first, s1), value)
+        register = self._compute(_flip(first, s1), busy=(second.x, second.y))
         t = _flip(second, s2)
         number = (t.number, t.over, t.negative)
         x = self._register(t.x)
@@ -221,18 +231,19 @@ class _Selection:
 
     # ---- registers ---------------------------------------------------------------------------------------------
 
-    def _compute(self, t: _Term, value: int) -> int:
-        """A register that holds the term and may be overwritten."""
+    def _compute(self, t: _Term, busy: tuple[int, ...] = ()) -> int:
+        """A register that holds the term and may be overwritten. busy: values that are read once more."""
         number = (t.number, t.over, t.negative)
         x = self._register(t.x)
         plain = not t.number and not t.over and not t.negative
         if t.kind == "plain":
-            target = x if self._dead(t.x) and self._writable(x) else self._new()
+            target = x if self._dead(t.x) and self._writable(x) and t.x not in busy else self._new()
             if target != x or not plain:
                 self._emit("scale", target, (x,), (number,))
             return target
         y = self._register(t.y)
-        target = x if self._dead(t.x) and self._writable(x) and t.x != t.y else self._new()
+        free = self._dead(t.x) and self._writable(x) and t.x != t.y and t.x not in busy
+        target = x if free else self._new()
         self._emit("times" if t.kind == "product" else "over", target, (x, y))
         if not plain:
             self._emit("scale", target, (target,), (number,))
@@ -243,7 +254,7 @@ class _Selection:
         t = self.terms[value]
         if value in self.register and t == _Term((), (), False, "plain", value):
             return self.register[value]
-        register = self._compute(t, value)
+        register = self._compute(t)
         self._plain(value, register)
         self.terms[value] = _Term((), (), False, "plain", value)
         return register
@@ -392,10 +403,34 @@ def _power(here: bool, s: list[Any], n: list[Real]) -> Lists:
     return list(torch._foreach_pow(s[0], n[0]))
 
 
+def _bounded(low: bool, high: bool) -> Callable[[bool, list[Any], list[Real]], Lists]:
+    """Entries between numbers."""
+    sides = [name for name, there in (("min", low), ("max", high)) if there]
+    alone = _each("clamp", "xnn") if low and high else _each("maximum" if low else "minimum", "xn")
+
+    def run(here: bool, s: list[Any], n: list[Real]) -> Lists:
+        if any(isinstance(x, Tensor) for x in n):
+            return alone(here, s, n)
+        out: Lists = s[0] if here else list(getattr(torch, f"_foreach_clamp_{sides[0]}")(s[0], n[0]))
+        for side, bound in list(zip(sides, n, strict=True))[0 if here else 1 :]:
+            getattr(torch, f"_foreach_clamp_{side}_")(out, bound)
+        return out
+
+    return run
+
+
+def _where(test: Real, a: Any, b: Any) -> Tensor:
+    """One of two by entries, or by a number."""
+    if isinstance(test, Tensor):
+        return torch.where(test != 0, a, b)
+    chosen, other = (a, b) if test else (b, a)
+    return chosen if isinstance(chosen, Tensor) else torch.full_like(other, chosen)
+
+
 def _each(name: str, pattern: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
     """An operation without a multi-tensor form, tensor by tensor."""
     named: dict[str, Callable[..., Tensor]] = {
-        "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "where": torch.where,
+        "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "where": _where,
         "asinh": torch.asinh, "div": torch.div, "sub": torch.sub,
         "maximum": lambda a, b: torch.clamp_min(a, b) if isinstance(b, float) else torch.maximum(a, b),
         "minimum": lambda a, b: torch.clamp_max(a, b) if isinstance(b, float) else torch.minimum(a, b),
@@ -427,7 +462,8 @@ _OPERATIONS = _Operations(
     {
         "scale": _scale, "add": _add, "add number": _add_number, "addcmul": _addcmul, "addcdiv": _addcdiv,
         "copy": _copy, "times": _pair("mul"), "over": _pair("div"), "pow xn": _power,
-        "maximum xx": _pair("maximum"), "minimum xx": _pair("minimum"),
+        "maximum xx": _pair("maximum"), "minimum xx": _pair("minimum"), "maximum xn": _bounded(True, False),
+        "minimum xn": _bounded(False, True), "clamp xnn": _bounded(True, True),
     }
 )  # fmt: skip
 

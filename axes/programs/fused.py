@@ -20,7 +20,7 @@ from torch import Tensor
 from axes.errors import AxesError
 from axes.kernels.common.layout import on_device
 from axes.programs.lifted import lifted
-from axes.programs.program import PARAMETER, Operation, Program, Value
+from axes.programs.program import COUNT, PARAMETER, Operation, Program, Value
 from axes.programs.storage import FORMS, LOW, QUANTUM, UNIT
 
 # (entries, warps) of a program, measured on an H200: without and with forms of 8 bits
@@ -111,8 +111,8 @@ def source(
 def numbers_source(program: Program, kept: Mapping[str, torch.dtype]) -> str:
     """The text of `advance`: the numbers of a step that entries need, and the numbers of the state after it.
 
-    inputs: float64, the program's 0-d inputs in order; kept: numbers of the state, stored in their own dtype with one
-    copy for every parameter.
+    inputs: float64, the program's 0-d inputs in order, but for the count, which is the first of `counts`; kept: numbers
+    of the state, stored in their own dtype with one copy for every parameter.
     """
     inputs = [i for i, op in enumerate(program.operations) if op.name == "input" and not op.shaped]
     arguments = "".join(f"to{place}, " for place in range(len(kept)))
@@ -125,16 +125,19 @@ def numbers_source(program: Program, kept: Mapping[str, torch.dtype]) -> str:
         "        if tl.load(found) != 0:",
         "            return",
     ]
-    lines += [f"    n{i} = tl.load(inputs + {place})" for place, i in enumerate(inputs)]
+    names = [program.names[i] for i in inputs]
+    for place, (i, name) in enumerate(zip(inputs, names, strict=True)):
+        lines.append(f"    n{i} = tl.load({'counts).to(tl.float64' if name == COUNT else f'inputs + {place}'})")
+    if COUNT in names:
+        lines.append("    tl.debug_barrier()  # it is read before it moves")
     for i, op in enumerate(program.operations):
         if not op.shaped and op.name != "input":
-            lines.append(f"    n{i} = {_code(op, 'float64').format(*(_text(program, x) for x in op.inputs))}")
+            lines.append(f"    n{i} = {_code(op, 'float64').format(*(_wide(program, x) for x in op.inputs))}")
     for place, (kind, i) in enumerate(read(program)):
         lines.append(f"    tl.store(numbers + {place}, {'1.0 / ' if kind == 'r' else ''}n{i})")
     lines += ["    for first in range(0, total, BLOCK):", "        at = first + tl.arange(0, BLOCK)"]
     lines += ["        tl.store(counts + at, tl.load(counts + at, mask=at < total, other=0) + 1, mask=at < total)"]
     lines += ["    for first in range(0, size, BLOCK):", "        at = first + tl.arange(0, BLOCK)"] if kept else []
-    names = [program.names[i] for i in inputs]
     for place, name in enumerate(kept):
         value = _text(program, program.outputs[name])
         kind = _TYPES[kept[name]]
@@ -175,6 +178,11 @@ def _text(program: Program, x: Value) -> str:
     return repr(float(x)) if abs(x) != float("inf") else f"float('{x}')"
 
 
+def _wide(program: Program, x: Value) -> str:
+    """The same for numbers, where a bare constant beside a condition would be float32."""
+    return _text(program, x) if isinstance(x, int) else f"tl.full((), {_text(program, x)}, tl.float64)"
+
+
 def _body(
     program: Program,
     table: list[tuple[str, str]],
@@ -201,7 +209,10 @@ def _body(
             lines.append(f"v{i} = codes.quotient({', '.join(_text(program, x) for x in op.inputs)})")
         else:
             kind = "coded" if coded else wide
-            lines.append(f"v{i} = {_code(op, kind).format(*(_text(program, x) for x in op.inputs))}")
+            inputs = [_text(program, x) for x in op.inputs]
+            if op.name == "where" and not program.shaped(op.inputs[0]):  # a condition among the numbers is 0 or 1
+                inputs[0] += " != 0"
+            lines.append(f"v{i} = {_code(op, kind).format(*inputs)}")
     # what is squared comes last: warps wait for each other to add
     outputs = sorted(program.outputs.items(), key=lambda output: squares and output[0] == PARAMETER)
     for name, value in outputs:

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from axes.errors import AxesError
+from axes.programs.arithmetic import EVALUATE
 from axes.programs.numbers import Number
 
 _SIGNS = {"mul": "*", "add": "+", "sub": "-"}
@@ -53,6 +54,7 @@ class ForgottenNumber(AxesError):
 
 
 PARAMETER = "parameter"  # the name of what a step is about, among inputs and outputs
+COUNT = "count"  # of the number of data before the step, among the inputs of programs that read it
 
 
 @final
@@ -128,7 +130,8 @@ class Program:
                 if not tensors:
                     values.append(float(EVALUATE[op.name](*inputs)))
                     continue
-                inputs = [x if isinstance(x, Tensor) else tensors[0].new_full((), x) for x in inputs]
+                like = tensors[0]
+                inputs = [x if isinstance(x, Tensor) else like.new_full((), x, dtype=torch.float64) for x in inputs]
                 values.append(_TENSORS[op.name](*inputs))
         return values
 
@@ -454,22 +457,6 @@ def _sign_of(name: str, inputs: tuple[Value, ...], signs: Mapping[int, Sign]) ->
         return "any" if "any" in s[1:] else "positive" if s[1] == s[2] == "positive" else "nonnegative"
     return "any"
 
-
-def _number(function: Callable[..., Any]) -> Callable[..., float]:
-    return lambda *x: float(function(*x))
-
-
-EVALUATE: dict[str, Callable[..., Any]] = {
-    "mul": lambda a, b: a * b, "add": lambda a, b: a + b, "sub": lambda a, b: a - b,
-    "div": lambda a, b: a / b if b else math.copysign(math.inf, a) if a else math.nan, "neg": lambda a: -a,
-    "pow": lambda a, b: a**b, "sqrt": math.sqrt, "rsqrt": lambda a: 1 / math.sqrt(a), "reciprocal": lambda a: 1 / a,
-    "abs": abs, "sign": lambda a: (a > 0) - (a < 0), "exp": math.exp, "log": math.log, "log1p": math.log1p,
-    "expm1": math.expm1, "sinh": math.sinh, "asinh": math.asinh, "tanh": math.tanh, "maximum": max, "minimum": min,
-    "clamp": lambda a, low, high: min(max(a, low), high), "where": lambda c, a, b: a if c else b,
-    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": lambda a, b: bool(a) and bool(b),
-    "or": lambda a, b: bool(a) or bool(b), "not": lambda a: not a,
-}  # fmt: skip
 
 _TENSORS: dict[str, Callable[..., Tensor]] = {
     **{name: getattr(torch, name) for name in ("mul", "add", "sub", "div", "neg", "pow", "sqrt", "rsqrt", "abs")},

@@ -88,7 +88,8 @@ def _through(update: StateUpdate, states: Filters, signal: Tokens, u: Leaves, si
             outs.append(execution.at_point(b.parts(), *response).weights)
             ends.append(end)
         if isinstance(f, Sum):
-            outs = [tuple(w * x for x in out) for w, out in zip(f.weights, outs, strict=True)]
+            weights = [resolve(w, signal) for w in f.weights]
+            outs = [tuple(w * x for x in out) for w, out in zip(weights, outs, strict=True)]
         u = tuple(sum(xs[1:], xs[0]) for xs in zip(*outs, strict=True))
         via.append(ends[0] if isinstance(s, State) else tuple(ends))
     return u, tuple(via)
@@ -122,7 +123,7 @@ def _stage(update: StateUpdate, state: State, signal: Tokens, u: Leaves, size: i
     )
     point, scale = theta, norm
     if isinstance(step.read, Read):
-        g, r = step.read.gate, step.read.rate
+        g, r = resolve(step.read.gate, signal), resolve(step.read.rate, signal)
         point = tuple(g * _previous(x, s) + r * d for x, s, d in zip(theta, state.theta, u, strict=True))
         scale = tuple(g * _previous(n, s) + r for n, s in zip(norm, state.norm, strict=True))
     last = State(

@@ -22,12 +22,21 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 
 _FALLBACK_LR = 1e-3  # for optimizers that state no `default_lr`
+# For small models and few steps, where the defaults of an optimizer, which are torch's, are for other ones.
+_OPTIONS: Mapping[str, Mapping[str, float]] = {
+    "sgd": {"lr": 0.3, "momentum": 0.9},
+    "adam": {"lr": 5e-3},
+    "adamw": {"lr": 5e-3},
+    "nadam": {"lr": 5e-3},
+    "muon": {"lr": 2e-2, "weight_decay": 1e-2},
+}
 
 
 @final
 @dataclass(frozen=True)
 class Configuration:
-    """A training run. `lr`, `weight_decay` None: the optimizer's own default. `text` empty: the embedded corpus.
+    """A training run. `lr`, `weight_decay` None: the demonstration's, or else the optimizer's own default. `text`
+    empty: the embedded corpus.
 
     context: bytes per window; batch: windows per step; warmup: steps of linear warm-up; clip: largest gradient norm,
     0 for none; text_limit: take about this many bytes of the text, 0 for all; validation_windows: windows of
@@ -131,10 +140,14 @@ class Configuration:
 
     def learning_rate(self) -> float:
         """The peak learning rate: given, or the default of the optimizer."""
-        if self.lr is not None:
-            return float(self.lr)
+        return float(self.options()["lr"])
+
+    def options(self) -> dict[str, Any]:
+        """What the optimizer is given of its hyperparameters."""
         cls: Callable[..., Any] = catalogue.get(self.optimizer, axis="data").cls
-        return float(getattr(cls, "default_lr", _FALLBACK_LR))
+        options = {"lr": float(getattr(cls, "default_lr", _FALLBACK_LR)), **_OPTIONS.get(self.optimizer, {})}
+        given = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return options | {name: float(value) for name, value in given.items() if value is not None}
 
     def corpus(self) -> Corpus:
         limit = self.text_limit or None

@@ -202,13 +202,10 @@ class Training:
 def make_optimizer(configuration: Configuration, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of the catalogue for this model; it routes parameters to its rules itself."""
     cls = catalogue.get(configuration.optimizer, axis="data").cls
-    options: dict[str, Any] = {"lr": configuration.learning_rate()}
+    options = configuration.options()
+    if configuration.weight_decay is not None and not accepted_options(cls, weight_decay=0.0):
+        raise AxesError(f"optimizer {configuration.optimizer!r} has no weight decay: leave --weight-decay out")
     # rules that use the Fisher matrix of the outputs are told what the outputs parametrise
     options.update(accepted_options(cls, likelihood="categorical"))
-    if configuration.weight_decay is not None:
-        given = accepted_options(cls, weight_decay=float(configuration.weight_decay))
-        if not given:
-            raise AxesError(f"optimizer {configuration.optimizer!r} has no weight decay: leave --weight-decay out")
-        options.update(given)
     optimizer: torch.optim.Optimizer = cls(model, **options)
     return optimizer

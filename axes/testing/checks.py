@@ -153,7 +153,10 @@ def _names(modules: Iterable[types.ModuleType]) -> Mapping[str, object]:
     }
 
 
-NAMES = _names((rates, costs, geometry, monoids, algorithms, memory, state_update))
+NAMES = {
+    **_names((rates, costs, geometry, monoids, algorithms, memory, state_update)),
+    **{function.__name__: function for function in (rates.minimum, rates.maximum, rates.where, rates.log)},
+}
 
 __all__ = [
     "CHECKS",

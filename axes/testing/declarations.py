@@ -11,7 +11,7 @@ from axes.core.costs import Cost, Linear
 from axes.core.geometry import Context, Geometry
 from axes.core.legality import factors
 from axes.core.monoids import Monoid
-from axes.core.rates import Per, Rate, Signal
+from axes.core.rates import SEEN, Per, Rate, Signal
 from axes.core.state_update import StateUpdate
 
 _SIZE = 4  # of square matrices and of vectors
@@ -45,7 +45,7 @@ def _random(seed: int, *shape: int) -> Tensor:
 
 def _supplied(rates: tuple[Rate, ...]) -> dict[str, Tensor | float]:
     named = sorted((r for r in rates if isinstance(r, Per)), key=lambda r: r.name)
-    return {r.name: _random(i, *_SHAPES[r.shape]).sigmoid() for i, r in enumerate(named)}
+    return {SEEN: 2, **{r.name: _random(i, *_SHAPES[r.shape]).sigmoid() for i, r in enumerate(named)}}
 
 
 def _acts_entry_by_entry(h: Geometry) -> None:

@@ -85,6 +85,7 @@ def trajectory(
             state, out = update.step(state, datum, drive=driven)
         else:
             state = update.init(datum, (g,)) if state is None else state
+            datum = {**update.numbered(state, datum)}
             rate = resolve(p.step.rate, datum)
             kept = p.memory.act(p.monoid.element(datum, rate, state.theta[0]), state.theta)
             (point,) = execution.evaluated(p, Datum(state, datum, rate, kept, state.anchor))

@@ -7,11 +7,23 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from axes.core import costs, geometry, monoids
-from axes.core.algorithms import Held, Sum
-from axes.core.geometry import Birkhoff, Cayley, Eigenbasis, Entropic, Geometry, InverseRoot, Spectral
+from axes.core.algorithms import Held, Mix, Sum
+from axes.core.geometry import (
+    Ball,
+    Birkhoff,
+    Cayley,
+    Eigenbasis,
+    Entropic,
+    Euclidean,
+    Geometry,
+    Hypentropy,
+    InverseRoot,
+    Spectral,
+    Whiten,
+)
 from axes.core.memory import List, Matrix
 from axes.core.monoids import Decay, Monoid
-from axes.core.rates import Per
+from axes.core.rates import SEEN, Per, named, resolve
 from axes.core.state_update import StateUpdate
 
 
@@ -52,14 +64,15 @@ def _debiased_rate(a: StateUpdate, b: StateUpdate) -> bool:
 
 def _trust_ratio(a: StateUpdate, b: StateUpdate) -> bool:
     h, first, second = a.parts().h, a.parts().step, b.parts().step
-    if not isinstance(h, geometry.TrustRatio) or not (h.base.linear or h.base.scale_free):
+    if not isinstance(h, geometry.TrustRatio) or not h.drops_factors or not (h.base.linear or h.base.scale_free):
         return False
     return _only("step", a, b) and _same_but(first, second, "debias") and first.read is None
 
 
 def _scale_free_rate(a: StateUpdate, b: StateUpdate) -> bool:
-    step = a.parts().step
-    return _only_rate(a, b) and a.parts().h.scale_free and step.lazy and step.read is None and step.start == "zero"
+    step, h = a.parts().step, a.parts().h
+    drops = h.scale_free or isinstance(h, Ball) and h.norm == "euclidean"
+    return _only_rate(a, b) and drops and step.lazy and step.read is None and step.start == "zero"
 
 
 def _scale_free_ahead(a: StateUpdate, b: StateUpdate) -> bool:
@@ -92,8 +105,17 @@ def _numerical(a: StateUpdate, b: StateUpdate) -> bool:
     first, second = a.parts().h, b.parts().h
     if isinstance(first, Spectral):
         return any(_same_but(first, second, field) for field in ("tolerance", "eps", "form"))
+    if {type(first), type(second)} == {Euclidean, Hypentropy}:
+        return _only("h", a, b)
+    if isinstance(first, Whiten):
+        return _same_but(first, second, "floor") or first.eps < 1e-12 and _same_but(first, second, "eps_inside")
     if isinstance(first, Eigenbasis | InverseRoot):
         return _same_but(first, second, "qr" if isinstance(first, Eigenbasis) else "method")
+    pairs = [(x, y) for x, y in zip(first.links(), second.links(), strict=False) if x != y]
+    if pairs and isinstance(pairs[-1][0], geometry.RankOneWhiten) and _same_but(*pairs[-1], "guard"):
+        return True
+    if pairs and isinstance(pairs[-1][0], geometry.RelativeStep) and _same_but(*pairs[-1], "least"):
+        return True
     links = [list(_links(u.parts().monoid)) for u in (a, b)]
     changed = [(x, y) for x, y in zip(*links, strict=False) if x != y]
     return len(changed) == 1 and (_same_but(*changed[0], "iterations") or _same_but(*changed[0], "method"))
@@ -135,6 +157,23 @@ def _rank_one(a: StateUpdate, b: StateUpdate) -> bool:
     return same and {repr(f.h) for f in firsts} == {"Sphere(axis='whole')", "Spectral(method='polar')"}
 
 
+def _unshown_average(a: StateUpdate, b: StateUpdate) -> bool:
+    """Another average beside weights that are shown alone, or one that is still the weights."""
+    first, second = a.parts().step, b.parts().step
+    return first.read == Mix(0.0) and first.via == second.via and (_only("monoid", a, b) or _only("step", a, b))
+
+
+def _nothing_at_first(a: StateUpdate, b: StateUpdate) -> bool:
+    """Another start of a filter whose first drive is zero."""
+    if not _same_but(a.algorithm, b.algorithm, "via") or len(a.filters()) != len(b.filters()):
+        return False
+    pairs = [(f.parts(), g.parts()) for f, g in zip(a.filters(), b.filters(), strict=True)]
+    changed = [i for i, (f, g) in enumerate(pairs) if f != g]
+    balls = [f.h for f, _ in pairs[: changed[0]] if isinstance(f.h, Ball)] if changed else []
+    closed = any(resolve(h.radius, {SEEN: 0}) == 0.0 for h in balls if not any(named(h.radius)))
+    return len(changed) == 1 and closed and _same_but(pairs[changed[0]][0].step, pairs[changed[0]][1].step, "start")
+
+
 def _list_is_matrix(a: StateUpdate, b: StateUpdate) -> bool:
     kinds = {type(a.memory), type(b.memory)}
     scales = {m.scale for m in (a.memory, b.memory) if isinstance(m, List)}
@@ -158,7 +197,8 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge(
         "rate under a scale-free h",
         _scale_free_rate,
-        "theta is linear in a constant rate from a zero start, and h.primal(c theta) = h.primal(theta) for c > 0",
+        "theta is linear in a constant rate from a zero start, and h.primal(c theta) = h.primal(theta) for c > 0; a "
+        "Euclidean ball drops c where theta is outside of it",
     ),
     Gauge(
         "rate of a linear filter before a scale-free h",
@@ -187,10 +227,22 @@ GAUGES: tuple[Gauge, ...] = (
         "the polar factor of a rank-one drive r k^T is r k^T / (|r| |k|): the projection onto the unit sphere",
     ),
     Gauge(
+        "an average that is not shown",
+        _unshown_average,
+        "read=Mix(0.0) shows the newest weights, where the gradient is taken too; their average is in the state alone, "
+        "and equal to the weights while its rate is 1",
+    ),
+    Gauge(
+        "start behind a ball without a radius",
+        _nothing_at_first,
+        "a ball whose radius grows from 0 passes nothing of the first drive on: zero is what a filter starts at anyway",
+    ),
+    Gauge(
         "numerical-only fields",
         _numerical,
-        "tolerance and eps far from their threshold, iterations after convergence, the two evaluations of Cayley's "
-        "map, of an inverse root, of an orthonormalisation and of odd polynomials change rounding alone",
+        "tolerance, floor, eps, where eps stands and the least size of weights, far from their threshold, iterations "
+        "after convergence, the two evaluations of Cayley's map, of an inverse root, of an orthonormalisation and of "
+        "odd polynomials change rounding alone; the hyperbolic sine of a state far below its scale is the state",
     ),
     Gauge(
         "list memory with Euclidean h",

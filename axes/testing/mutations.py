@@ -11,6 +11,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from axes.core import costs, geometry, memory, monoids
@@ -140,6 +141,8 @@ def _moves(
         after, _ = trajectory(mutated, signal)
     except AxesError:  # shapes that only the data can tell
         return "refused"
+    except torch.linalg.LinAlgError:  # a decomposition of what is no number any more
+        return "moved"
     return "moved" if not error(after, before) < MOVES else "still"
 
 

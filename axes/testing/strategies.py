@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from axes.core.algorithms import Anchor, Momentum, Read, Step, Sum
+from axes.core.algorithms import Anchor, Held, Momentum, Read, Step, Sum
 from axes.core.costs import (
     Alignment,
     Cost,
@@ -22,6 +22,7 @@ from axes.core.costs import (
     SquaredError,
 )
 from axes.core.geometry import (
+    Ball,
     Bounded,
     Cautious,
     Cayley,
@@ -29,7 +30,11 @@ from axes.core.geometry import (
     Euclidean,
     Geometry,
     Hypentropy,
+    LowRank,
     Lq,
+    PowerFactors,
+    RankOneWhiten,
+    Shrink,
     SignBall,
     SoftThreshold,
     Spectral,
@@ -52,7 +57,7 @@ from axes.core.monoids import (
     Scalar,
     Zero,
 )
-from axes.core.rates import Per, Rate
+from axes.core.rates import Count, Per, Rate
 from axes.core.state_update import OnUpdate, StateUpdate
 from axes.errors import IllegalUpdate
 
@@ -85,6 +90,7 @@ _CURVED: tuple[Geometry, ...] = (
     Lq(4.0),
     Lq(1.5),
     SoftThreshold(0.05),
+    Shrink(0.8),
     Bounded(),
     Hypentropy(),
     Sphere("rows"),
@@ -110,7 +116,8 @@ _TRANSITIONS: tuple[Monoid, ...] = (
     DPLR(0.5, "x", "y"),
     GeneralLinear(Per("logits", "mix", "real"), Cayley()),
 )
-_RATES: tuple[Rate, ...] = (1.0, 0.5, Per("beta"), Per("row_beta", "row"), Per("key_beta", "key"))
+_BETA = Per("beta")
+_RATES: tuple[Rate, ...] = (1.0, 0.5, _BETA, _BETA / Count(), Per("row_beta", "row"), Per("key_beta", "key"))
 _LISTS: tuple[Memory, ...] = (List(), List(1.0), List(window=3))
 _MEMORIES: tuple[Memory, ...] = (*(Matrix(),) * 6, Entries(), Slots(), LayerNormMatrix(), MLP(2), *_LISTS)
 
@@ -165,8 +172,26 @@ def _filters(st: Any, named: bool) -> Any:
     roots = st.just(
         Whiten((StateUpdate(Linear("left")), StateUpdate(Linear("right"))), kind="kronecker", power=0.25, eps=0.1)
     )
-    wrapped = st.one_of(diagonal.map(Cautious), diagonal.map(TrustRatio))
-    directions = st.one_of(st.sampled_from((SignBall(), Sphere("whole"), Spectral("polar"))), diagonal, roots, wrapped)
+    sums = st.sampled_from((0.9, 0.8)).map(
+        lambda b: tuple(
+            StateUpdate(Linear(of), monoid=Scalar(b), algorithm=Step(1 - b))
+            for of in ("row-square", "column-square")
+        )
+    )
+    ranked = st.builds(RankOneWhiten, sums, st.just(1e-2), st.sampled_from(("added", "floor")))
+    pull: Any = st.sampled_from((0.2,) + ((Per("pull"),) if named else ()))
+    decayed = st.builds(TrustRatio, diagonal, pull, st.just(0.5), st.sampled_from(("whole", "parts")))
+    wrapped = st.one_of(diagonal.map(Cautious), diagonal.map(TrustRatio), decayed)
+    simple = st.sampled_from((SignBall(), Sphere("whole"), Spectral("polar")))
+    factors = StateUpdate(Linear("state"), PowerFactors(), Zero(), Step(at=Held(1)))
+    approximate = st.sampled_from((Ball(0.5), SoftThreshold(0.2), LowRank((factors,))))
+    fed = st.builds(
+        lambda h, m, f: StateUpdate(Linear(), h, m, Step(feedback=f)),
+        approximate,
+        st.sampled_from((Identity(), Scalar(0.9))),
+        st.sampled_from((0.3, 1.0)),
+    )
+    directions = st.one_of(simple, diagonal, roots, ranked, wrapped)
     plain = st.builds(lambda m, r, p: StateUpdate(Linear(), Euclidean(), m, Step(r, read=p)), gate, rate, read)
     curved = st.builds(
         lambda h, m, r: StateUpdate(Linear(), h, m, Step(r)), directions, st.one_of(st.just(Zero()), gate), rate
@@ -174,7 +199,7 @@ def _filters(st: Any, named: bool) -> Any:
     momentum = st.builds(
         Momentum, st.sampled_from((0.5, 0.9)), st.sampled_from(("ema", "sum")), st.booleans(), st.booleans()
     )
-    return st.one_of(momentum, plain, curved, st.builds(lambda a, b: Sum((a, b), (1.0, -0.5)), plain, plain))
+    return st.one_of(momentum, plain, curved, fed, st.builds(lambda a, b: Sum((a, b), (1.0, -0.5)), plain, plain))
 
 
 def _chain_of_filters(st: Any, named: bool) -> Any:
@@ -196,7 +221,7 @@ def _keyed(st: Any) -> Any:
             else _monoids(st),
             st.builds(
                 Step,
-                rate=st.sampled_from(_RATES[:3] if listed or deep else _RATES),
+                rate=st.sampled_from(_RATES[:4] if listed or deep else _RATES),
                 at=st.just("prev") if listed else at,
                 steps=st.just(1) if listed else st.sampled_from((1, 1, 1, 2)),
                 lazy=st.just(True) if listed else st.sampled_from((True, True, False)),
@@ -224,7 +249,7 @@ def _given(st: Any) -> Any:
         st.sampled_from((Identity(), Scalar(0.95), Decay(0.05), Decay(Per("weight_decay")), Scalar(0.5))),
         st.builds(
             Step,
-            rate=st.sampled_from((0.1, 0.05, Per("lr"))),
+            rate=st.sampled_from((0.1, 0.05, Per("lr"), 0.1 * Count() ** -0.5)),
             at=at,
             lazy=st.sampled_from((True, True, False)),
             via=_chain_of_filters(st, False),

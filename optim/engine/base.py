@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
-from axes.optim.engine import states, trees
+from axes.optim.engine import across, states, trees
 from axes.optim.engine.batches import AnyBatch, Batches
 from axes.optim.engine.capabilities import keyed, needs_examples, needs_layers
 from axes.optim.engine.checkpoints import Kept, wrap_state
@@ -34,15 +34,26 @@ from axes.optim.engine.facts import facts, followed
 from axes.optim.engine.finite import Before, Finite
 from axes.optim.engine.forms import Forms, Rule, Today
 from axes.optim.engine.generated import is_plain
-from axes.optim.engine.groups import Named, named
+from axes.optim.engine.groups import Named, both_too_long, by_sides, named
 from axes.optim.engine.interpreted import Member, interpret, replay
-from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows
+from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows, no_hooks
 from axes.optim.engine.one_shape import fits
-from axes.optim.engine.options import Group, Options, Params, check_of, how, of_groups, require_known
+from axes.optim.engine.options import (
+    Group,
+    Options,
+    Params,
+    check_of,
+    how,
+    of_groups,
+    plain,
+    plain_group,
+    require_known,
+)
 from axes.optim.engine.places import Places
 from axes.optim.engine.reports import Report, describe
-from axes.optim.engine.requirements import require
+from axes.optim.engine.requirements import on_host, require
 from axes.optim.engine.router import Router
+from axes.optim.engine.routing import Role
 from axes.optim.engine.together import uncompiled
 from axes.optim.sharding.dtensors import local_shard, spread
 from axes.optim.sharding.sharded import Shards, Work, at_owner
@@ -85,7 +96,8 @@ class Optimizer(torch.optim.Optimizer):
         require_known(self._who, options)
         self._rules = dict(declared)
         self._rule_defaults: dict[str, Group] = {
-            rule: {"lr_scale": 1.0, **defaults[rule], **of_groups(options), "rule": rule} for rule in declared
+            rule: plain_group({"lr_scale": 1.0, **defaults[rule], **of_groups(options), "rule": rule})
+            for rule in declared
         }
         own = self._rule_defaults[self._main]
         if own.get("lr", 0.0) is None:
@@ -161,15 +173,31 @@ class Optimizer(torch.optim.Optimizer):
             if options["rule"] not in self._rules:
                 raise UnknownName(f"rule of {self._who}", str(options["rule"]), self._rules)
             self._router.named_by_group(options["rule"], members, matrices)
-            self._add(options, members)
+            self._add_by_sides(options, members)
         elif len(self._rules) == 1 or not members:
-            self._add({**options, "rule": self._main}, members)
+            self._add_by_sides({**options, "rule": self._main}, members)
         else:
             for rule, theirs in self._router.by_rule(members).items():
                 if theirs:
-                    self._add({**options, "rule": rule}, theirs)
+                    self._add_by_sides({**options, "rule": rule}, theirs, list(self._rules)[1])
         if self._router.settled:
             self._router.warn()
+
+    def _add_by_sides(self, options: Group, members: Named, auxiliary: str | None = None) -> None:
+        """Matrices longer than a rule's max_side in groups of their own; those longer in both sides to another rule."""
+        limit = {**self._rule_defaults[options["rule"]], **options}.get("max_side")
+        if limit is None or "sides" in options or not members:
+            self._add(options, members)
+            return
+        for sides, theirs in by_sides(self._who, members, limit, self._router).items():
+            if sides != "neither":
+                self._add({**options, "sides": sides}, theirs)
+            elif auxiliary is None:
+                raise both_too_long(self._who, options["rule"], theirs, limit, self._router)
+            else:
+                other = Role(False, f"both sides are longer than max_side={limit}")
+                self._router.roles.update((p, other) for _, p in theirs)
+                self._add({**options, "rule": auxiliary}, theirs)
 
     def _named(self, params: Any) -> Named:
         """(name or None, parameter) for whatever was given, every parameter once."""
@@ -178,12 +206,15 @@ class Optimizer(torch.optim.Optimizer):
     def _add(self, options: Group, members: Named) -> None:
         main = options["rule"] == self._main
         defaults = self._rule_defaults[options["rule"]]
-        group = {**defaults, **options}
+        group = plain_group({**defaults, **options})
         layouts = [self._router.layout(p).text for _, p in members]
         if main and any(layouts):
             group["matrices"] = layouts
         update = self.form_for(group)
+        group |= across.begun(self._who, update, [p for _, p in members])
         require(self._who, group, update, members, matrices=main and len(self._rules) > 1)
+        if group["fused"] and on_host(members):
+            group.update(fused=False, foreach=True)
         if self._shards is None and any(spread(p) for _, p in members):
             self._shards = Shards()
         super().add_param_group({**group, "params": [p if name is None else (name, p) for name, p in members]})
@@ -267,6 +298,7 @@ class Optimizer(torch.optim.Optimizer):
                 parameter.copy_(value)
         work = self._work()
         before = self._before(work) if self._finite.flags else []
+        self._across(work)
         if self._shards is None:
             for group, parameters in work:
                 self._advance(group, self.form_for(group), parameters)
@@ -295,6 +327,12 @@ class Optimizer(torch.optim.Optimizer):
         if layers is not None:
             layers.clear()
 
+    def remove_hooks(self) -> None:
+        """Take the hooks of a rule that reads layers off the model, which they leave with the optimizer anyway."""
+        if self._layers is not None:
+            self._layers.remove()
+            self._layers = None
+
     @uncompiled()
     def _move(self, closure: bool) -> list[tuple[Tensor, Tensor]]:
         """Put parameters where their tuple wants the gradient; returns what they showed."""
@@ -313,11 +351,12 @@ class Optimizer(torch.optim.Optimizer):
                 if parameter.requires_grad and parameter.numel():
                     with self._standing_in(parameter) as plain:
                         shown.append((plain, plain.clone()))
-                        theta = (self.state.get(plain) or {}).get("theta")
+                        state = self.state.get(plain) or {}
+                        theta, seen = state.get("theta"), int(state.get(trees.COUNT, 0))
                         if theta is None:
                             states.require_inside(self._places, update, plain)
                             theta = states.theta_0(update, plain, self._places.layout(plain))
-                        point = states.evaluation_point(group, update, theta)
+                        point = states.evaluation_point(group, update, theta, seen)
                         states.show(plain, point, self._places.layout(plain))
         return shown
 
@@ -367,6 +406,11 @@ class Optimizer(torch.optim.Optimizer):
         return [Before(p, self.state[p]) for _, p in moved]
 
     @uncompiled()
+    def _across(self, work: Work) -> None:
+        """Numbers that all parameters share, into the groups that read them."""
+        across.supply(work, self.form_for, getattr(self, "grad_scale", None))
+
+    @uncompiled()
     def _advance_shards(self, shards: Shards, work: Work) -> None:
         """Step what stands for the parameters where some are DTensors."""
         for group, update, parameters in shards.stepped(self, work):
@@ -397,7 +441,7 @@ class Optimizer(torch.optim.Optimizer):
     def _advance_together(self, group: Group, update: StateUpdate, batches: list[AnyBatch]) -> None:
         """Step a rule that acts entry by entry, or does so around products, over all parameters at once."""
         today = self._today(group)
-        rates = {name: group[name] for name in facts(update, group["maximize"]).rates}
+        rates = {name: plain(group[name]) for name in facts(update, group["maximize"]).rates}
         if "lr" in rates and group["lr_scale"] != 1.0:
             rates["lr"] = rates["lr"] * group["lr_scale"]
         rates |= today.numbers
@@ -445,7 +489,7 @@ class Optimizer(torch.optim.Optimizer):
         if not needs_layers(update):
             return {}
         if self._layers is None:
-            raise AxesError(f"{self._who}: a copy has no hooks on the model: construct it from the model")
+            raise no_hooks(self._who)
         if parameter not in self._layers.found:
             raise AxesError(
                 f"no layer inputs were collected for {self._label(parameter)}: its nn.Linear must be called, and its "
@@ -511,7 +555,7 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
         for group, way in zip(self.param_groups, ways, strict=True):
             group.update(way)  # how a step is computed is no part of what was saved
-            for parameter in group["params"]:
+            for parameter in group["params"] if how(group) != "host" else ():  # counts are there already
                 if self.state.get(parameter):
                     self.state[parameter] = states.at_home(group, parameter, self.state[parameter])
 

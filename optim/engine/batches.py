@@ -91,9 +91,11 @@ def _alike(
     for parameter in parameters:
         state = states[parameter] = start(states[parameter], parameter)
         for name in state:
-            if trees.counts(name) and how(group) != "host":
-                state[name] = state[name].to(parameter.device)
+            if trees.counts(name):  # which parameters that were interpreted together share
+                state[name] = state[name].to("cpu" if how(group) == "host" else parameter.device, copy=True)
         same: list[Any] = [float(state[n]) for n in numbers]
+        if traced is not None and trees.COUNT in traced.inputs:
+            same.append(int(state[trees.COUNT]))
         if by_shape:
             same = [parameter.shape, places.layout(parameter), int(state[trees.COUNT])]
         if precision.draws(parameter):

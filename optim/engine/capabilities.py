@@ -52,7 +52,8 @@ def needs_matrices(update: StateUpdate) -> bool:
     """Whether some part of it has a meaning for matrices only."""
     for part in parts_of(update):
         cost, h, _, _, _ = part.parts()
-        if h.matrix or (isinstance(cost, Linear) and cost.of not in ("drive", "square")):
+        rows = isinstance(cost, Linear) and cost.side in ("each-row", "each-column")  # of a vector, its one row
+        if h.matrix or (isinstance(cost, Linear) and not (cost.by_entry or rows)):
             return True
     return keyed(update)
 
@@ -71,7 +72,7 @@ def mixes(update: StateUpdate) -> str | None:
             return type(h).__name__
         if not gates(monoid) <= {"identity", "zero", "scalar", "hadamard"}:
             return type(monoid).__name__
-        if isinstance(cost, Linear) and cost.of not in ("drive", "square"):
+        if isinstance(cost, Linear) and not cost.by_entry:
             return f"a statistic of {cost.of}"
     return "a cost of keys and values" if keyed(update) else None
 

@@ -25,6 +25,9 @@ class Kept:
         return {name: x.to("cpu" if trees.counts(name) else parameter.device, copy=True) for name, x in tensors.items()}
 
 
+_YOUNG = {"amsgrad": False, "momentum_decay": None, "decoupled_weight_decay": True}
+
+
 def wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check a state against the optimizer and protect its tensors."""
     who = type(optimizer).__name__
@@ -33,6 +36,7 @@ def wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     state = dict(state_dict["state"])
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     if len(saved_groups) == len(groups):  # torch explains it otherwise
+        saved_groups = [{**_before(saved, group), **saved} for saved, group in zip(saved_groups, groups, strict=True)]
         for saved, group in zip(saved_groups, groups, strict=True):
             if saved.get("rule") != group["rule"]:
                 raise AxesError(
@@ -47,7 +51,13 @@ def wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             for index, parameter in zip(saved["params"], group["params"], strict=False):
                 if state.get(index):
                     _require_fit(who, index, state[index], optimizer.expected_state(update, parameter, saved))
-    return {**state_dict, "state": {index: Kept(dict(kept)) for index, kept in state.items()}}
+    kept_apart = {index: Kept(dict(kept)) for index, kept in state.items()}
+    return {**state_dict, "state": kept_apart, "param_groups": saved_groups}
+
+
+def _before(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a saved group that rules did not have when it was saved, as they were then."""
+    return {key: value for key, value in _YOUNG.items() if key in group and key not in saved}
 
 
 def _other_matrices(who: str, saved: Mapping[str, Any], group: Mapping[str, Any]) -> str:

@@ -72,8 +72,7 @@ def _entrywise(update: StateUpdate, group: Mapping[str, Any], target: Target, fa
         library = schedule(update, group["maximize"]).library is not None and target.device.type == "cpu"
         own = library and how(group) == "host"
         reason = f"torch's {'own' if own else 'multi-tensor'} operations over all parameters (no kernel: {fallen})"
-    special = facts(update, group["maximize"]).special
-    return reason + ("; the first step of a parameter is interpreted" if special else "")
+    return reason + _first(update, group)
 
 
 def _stacks(update: StateUpdate, group: Mapping[str, Any], target: Target, fallen: str | None) -> str:
@@ -86,7 +85,13 @@ def _stacks(update: StateUpdate, group: Mapping[str, Any], target: Target, falle
     kernels = "generated kernels where matrices begin at multiples of 16 bytes"
     reason = f"programs {about}, matrices of one shape as one stack; programs are "
     reason += kernels if fallen is None else f"torch's multi-tensor operations (no kernel: {fallen})"
-    return reason + ("; what follows mixes entries and is interpreted on the stacks" if rest else "")
+    reason += "; what follows mixes entries and is interpreted on the stacks" if rest else ""
+    return reason + _first(update, group)
+
+
+def _first(update: StateUpdate, group: Mapping[str, Any]) -> str:
+    special = facts(update, group["maximize"]).special
+    return "; the first step of a parameter is interpreted" if special else ""
 
 
 def _why_interpreted(update: StateUpdate, group: Mapping[str, Any]) -> str:

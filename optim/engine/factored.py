@@ -90,6 +90,8 @@ def _factors(update: StateUpdate, maximize: bool) -> Factors | str:
     if not isinstance(last, StateUpdate) or not isinstance(last.parts().h, Kronecker | RotatedWhiten):
         return "it has not one filter, preconditioned from both sides"
     whitening, kept = last.parts().h, _average(last)
+    if not {"rows", "columns"} <= set(whitening.sides):
+        return "it is preconditioned from one side"
     if kept is None or last.cost != Linear() or (kept.keep == 0 and (kept.rate != 1 or kept.debias)):
         return "what is preconditioned is neither the gradient nor an average of it"
     left, right, *squares = whitening.stats
@@ -116,8 +118,9 @@ def _average(part: StateUpdate) -> Average | None:
     cost, _, monoid, step, memory = part.parts()
     plain = isinstance(cost, Linear) and memory.kind == "parameter" and isinstance(monoid, Identity | Scalar | Zero)
     plain = plain and step.at == "prev" and not step.via and step.read is None and step.lazy
+    plain = plain and step.start in ("zero", "second")  # a first datum that is special is not stepped here
     keep = monoid.gate if isinstance(monoid, Scalar) else 1.0 if isinstance(monoid, Identity) else 0.0
-    if not plain or step.start != "zero" or not isinstance(keep, float) or not isinstance(step.rate, int | float):
+    if not plain or not isinstance(keep, float) or not isinstance(step.rate, int | float):
         return None
     return Average(keep, as_float(step.rate), step.debias)
 

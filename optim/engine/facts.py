@@ -52,6 +52,8 @@ def _no_stacks(update: StateUpdate, maximize: bool, entrywise: str | None) -> st
     """Why a step is not programs around products of stacks, or None if it is."""
     if entrywise is None:
         return "the whole step is one program"
+    if update.parts().counts:
+        return "its programs do not know the number of the datum, which a rate depends on"
     by_spectrum, from_both_sides = no_cut(update, maximize), no_factors(update, maximize)
     if by_spectrum is None or from_both_sides is None:
         return None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.capabilities import vectors
-from axes.optim.engine.options import Group
+from axes.optim.engine.options import Group, plain
 from axes.optim.engine.router import Named, Router
 
 
@@ -38,11 +38,34 @@ def named(who: str, params: Any, router: Router) -> Named:
     return [(name, parameter) for parameter, name in seen.items()]
 
 
+def by_sides(who: str, members: Named, limit: int, router: Router) -> dict[str, Named]:
+    """Matrices by the sides that are at most `limit` long: both, rows (there are so many of them), columns, neither."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise AxesError(f"{who}: max_side must be an integer >= 1, or None for no limit, got {limit!r}")
+    names = {(True, True): "both", (True, False): "rows", (False, True): "columns", (False, False): "neither"}
+    found: dict[str, Named] = {name: [] for name in names.values()}
+    for name, parameter in members:
+        rows, columns = router.layout(parameter).shape(parameter)[-2:]
+        found[names[rows <= limit, columns <= limit]].append((name, parameter))
+    return {name: some for name, some in found.items() if some}
+
+
+def both_too_long(who: str, rule: str, members: Named, limit: int, router: Router) -> AxesError:
+    """What to say of matrices that a group gives to a rule for which both of their sides are too long."""
+    name, parameter = members[0]
+    rows, columns = router.layout(parameter).shape(parameter)[-2:]
+    return AxesError(
+        f"{who}: {name or 'a parameter'}, a matrix of {rows} x {columns}, is longer than max_side={limit} in both "
+        f"sides, and rule {rule!r} would have no statistic of it: give it to a group of another rule, or set max_side "
+        "(None: no limit)"
+    )
+
+
 def rates(group: Group, update: StateUpdate, like: Tensor) -> dict[str, Tensor | float]:
     """The named rates of a tuple, from the group: numbers, or tensors in the dtype of the arithmetic."""
     signal: dict[str, Tensor | float] = {}
     for name in (*(per.name for per in update.demands()), *vectors(update)):
-        value = group[name]
+        value = plain(group[name])
         if name == "lr" and group["lr_scale"] != 1.0:
             value = value * group["lr_scale"]
         signal[name] = beside(value, like)

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from axes.core.rates import SEEN
 from axes.core.state_update import Output, State, StateUpdate
 from axes.optim.engine import stored, trees
 from axes.optim.engine.groups import rates
@@ -43,6 +44,11 @@ class Member:
     def forms(self) -> tuple[tuple[str, str], ...]:
         """What its state is stored in."""
         return tuple(sorted(stored.forms_of(self._kept).items()))
+
+    @property
+    def seen(self) -> Tensor | None:
+        """How many data came before, where only the device knows: a step that it called off was none."""
+        return None if self._ticks is None else self._kept[trees.COUNT].to(torch.float64)
 
     def open(self, datum: Mapping[str, Any]) -> State:
         """The state as the tuple sees it."""
@@ -98,6 +104,8 @@ def interpret(group: Group, update: StateUpdate, members: Iterable[tuple[Member,
     # a device works longest on the largest, which come first: meanwhile the host prepares the small ones
     for batch in sorted(batches.values(), key=lambda batch: -len(batch) * batch[0][2]["g"].numel()):
         given = rates(group, update, batch[0][2]["g"])
+        if update.parts().counts and (seen := batch[0][0].seen) is not None:
+            given[SEEN] = seen
         if len(batch) == 1:
             member, state, datum = batch[0]
             member.close(*update.step(state, {**datum, **given}))

@@ -7,9 +7,10 @@ dimensions of an input are examples: a token of a sequence is one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,40 @@ def require_reduction(who: str, reduction: str) -> None:
     """AxesError unless it is one."""
     if reduction not in ("mean", "sum"):
         raise AxesError(f"{who}: reduction {reduction!r} is not mean or sum")
+
+
+def no_hooks(who: str) -> AxesError:
+    """What an optimizer says that watches no layers and should."""
+    return AxesError(f"{who}: a copy has no hooks on the model, or hooks were removed: construct it from the model")
+
+
+class _Hook:
+    """A forward hook that calls a method and does not keep its owner alive; copied with its module it is silent."""
+
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method(module, args, output)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+def watch(modules: Iterable[nn.Module], method: Callable[..., None]) -> Callable[[], object]:
+    """Call a method after every forward pass of these modules, as long as its owner is there; returns what ends it."""
+    hook = _Hook(method)
+    handles = [module.register_forward_hook(hook) for module in modules]
+
+    def off() -> None:
+        for handle in handles:
+            handle.remove()
+
+    ended = weakref.finalize(method.__self__, off)  # type: ignore[attr-defined]
+    ended.atexit = False
+    return ended
 
 
 @final
@@ -116,12 +151,12 @@ class Layers:
         self._observing = False
         self.weights = set(weights)
         self._registered: dict[nn.Module, Tensor] = {}  # while a sharded layer runs, its weight is another tensor
-        for module in model.modules():
-            if is_listened(module):
-                weight = _weight(module)
-                if spread(weight):
-                    self._registered[module] = weight
-                module.register_forward_hook(self._forward)
+        listened = [module for module in model.modules() if is_listened(module)]
+        for module in listened:
+            weight = _weight(module)
+            if spread(weight):
+                self._registered[module] = weight
+        self.remove = watch(listened, self._forward)
 
     def clear(self) -> None:
         self.found.clear()

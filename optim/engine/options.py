@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypedDict
 
@@ -25,8 +27,8 @@ class Options(TypedDict, total=False):
         acts entry by entry is one generated kernel over all parameters on CUDA devices for which Triton makes one, and
         torch's multi-tensor operations on others, with capturable, and for parameters that are subclasses of tensors.
     fused: True asks for that kernel, with all that it reads on the device: counts, and the scale and the flag of a
-        gradient scaler. Refused where it cannot be had. A key of every group, like the next four: a group of another
-        rule can have it for itself.
+        gradient scaler. Refused where it cannot be had; for parameters on a CPU it is what foreach runs. A key of every
+        group, like the next four: a group of another rule can have it for itself.
     capturable: nothing in a step waits for the device, so that a CUDA graph can hold it; a learning rate that changes
         is then a tensor on the device.
     master, moments, rounding, seed: how 16-bit parameters and states are stored, see `axes.optim.engine.precision`.
@@ -91,6 +93,23 @@ def check_of(who: str, options: Options) -> FiniteCheck:
     if given and given != "skip" and options.get("capturable"):
         raise AxesError(f"{who}: raising waits for the device, which capturable=True rules out: check_finite='skip'")
     return "skip" if given == "skip" else "raise" if given else None
+
+
+def plain(value: Any) -> Any:
+    """A hyperparameter with real numbers of numpy and others as Python's, alone or among others."""
+    if type(value) is tuple or type(value) is list:
+        found = [plain(x) for x in value]
+        return value if all(map(operator.is_, found, value)) else type(value)(found)
+    if isinstance(value, bool | int | Tensor) or type(value) is float:
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def plain_group(group: Group) -> Group:
+    """A group whose hyperparameters are. What else it has stays."""
+    return {name: value if name == "params" else plain(value) for name, value in group.items()}
 
 
 def how(group: Mapping[str, Any]) -> How:

@@ -143,7 +143,7 @@ def describe(
                     name,
                     tuple(parameter.shape),
                     group["rule"],
-                    _reason(parameter, router),
+                    _reason(parameter, router) + _sides(group, parameter),
                     None if lr is None else float(lr) * group["lr_scale"],
                     None if decay is None else float(decay),
                     _bytes_of(held.values()),
@@ -161,6 +161,15 @@ def describe(
 
 def _reason(parameter: Tensor, router: Router) -> str:
     return router.roles[parameter].reason if router.routes else "the only rule"
+
+
+def _sides(group: Group, parameter: Tensor) -> str:
+    """What a limit on the sides of matrices means for one that is longer."""
+    kept = group.get("sides", "both")
+    if kept == "both":
+        return ""
+    long = "columns" if kept == "rows" else "rows"
+    return f"; no statistic of its {long}, of which it has more than max_side={group.get('max_side')}"
 
 
 def report(model: nn.Module, optimizer: Optimizer) -> Report:

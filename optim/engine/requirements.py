@@ -9,8 +9,9 @@ from torch import Tensor
 
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, ShapeError
-from axes.optim.engine.capabilities import elementwise, holds, vectors
+from axes.optim.engine.capabilities import elementwise, holds, parts_of, vectors
 from axes.optim.engine.groups import Named
+from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.options import Group
 from axes.optim.engine.precision import Precision
 from axes.optim.engine.together import no_program
@@ -26,6 +27,17 @@ def require(who: str, group: Group, update: StateUpdate, members: Named, matrice
                     f"{who}: rule {group['rule']!r} is for matrices, and {name or 'a parameter'} has shape "
                     f"{tuple(parameter.shape)}"
                 )
+    monoids = [part.parts().monoid for part in parts_of(update)]
+    layouts = [Layout.of(who, text) if text else PLAIN for text in group.get("matrices") or [""] * len(members)]
+    for (name, parameter), layout in zip(members, layouts, strict=True):
+        width = layout.shape(parameter)[-1]
+        reason = next((why for m in monoids if (why := m.no_width(width)) is not None), None)
+        if reason is not None and parameter.numel():  # an empty one never steps
+            raise ShapeError(
+                f"{who}: rule {group['rule']!r} does not take {name or 'a parameter'} of shape "
+                f"{tuple(parameter.shape)}, a matrix of {width} columns: {reason}; give it to another rule, in a group "
+                "that names it"
+            )
     if not elementwise(update):
         for name, parameter in members:
             if parameter.is_complex():
@@ -33,9 +45,9 @@ def require(who: str, group: Group, update: StateUpdate, members: Named, matrice
                     f"{who}: {name or 'a parameter'} is complex, and only rules that act entry by "
                     "entry take complex parameters (as pairs of real numbers)"
                 )
-    _require_way(who, group, update)
+    _require_way(who, group, update, kernels=not on_host(members))
     for name, parameter in members:
-        _require_place(who, group, update, name, parameter)
+        _require_place(who, group, update, name, parameter, alone=not on_host(members))
 
 
 def _require_numbers(who: str, group: Group, update: StateUpdate) -> None:
@@ -61,8 +73,13 @@ def _require_numbers(who: str, group: Group, update: StateUpdate) -> None:
             raise AxesError(f"{who}: {per.name!r} is a gate in [0, 1] given by its log, so at most 0; got {value}")
 
 
-def _require_way(who: str, group: Group, update: StateUpdate) -> None:
-    """Of the way in which a group's rule is stepped and stored."""
+def on_host(members: Named) -> bool:
+    """Whether parameters are on the CPU, all of them, where no kernel runs."""
+    return all(p.device.type == "cpu" for _, p in members) and not _interpreted()
+
+
+def _require_way(who: str, group: Group, update: StateUpdate, kernels: bool) -> None:
+    """Of the way in which a group's rule is stepped and stored. kernels: its parameters are where these run."""
     Precision.of(group).require(who, update)
     if group["capturable"] and holds(update):
         raise AxesError(
@@ -76,18 +93,20 @@ def _require_way(who: str, group: Group, update: StateUpdate) -> None:
                 f"{who}: fused=True is for rules that act entry by entry, and rule {group['rule']!r} {reason}: "
                 "leave it out (foreach=True is the batched form), or give it to the groups of another rule"
             )
-        if importlib.util.find_spec("triton") is None:
+        if kernels and importlib.util.find_spec("triton") is None:
             raise AxesError(f"{who}: fused=True needs Triton, which is not installed")
 
 
-def _require_place(who: str, group: Group, update: StateUpdate, name: str | None, parameter: Tensor) -> None:
-    """Of the dtype and the device of a parameter."""
+def _require_place(
+    who: str, group: Group, update: StateUpdate, name: str | None, parameter: Tensor, alone: bool
+) -> None:
+    """Of the dtype and the device of a parameter. alone: others of its group are on a device."""
     Precision.of(group).forms(who, update, parameter)
     place = parameter.device.type
-    if group["fused"] and place not in ("cuda", "meta") and not _interpreted():
+    if group["fused"] and alone and place not in ("cuda", "meta") and not _interpreted():
         raise AxesError(
-            f"{who}: fused=True needs parameters on a CUDA device, and {name or 'a parameter'} is on "
-            f"{parameter.device}: leave it out, foreach=True is the batched form"
+            f"{who}: fused=True needs the parameters of a group on CUDA devices or all on the CPU, and "
+            f"{name or 'a parameter'} is on {parameter.device}: give it a group of its own, or leave fused out"
         )
     for rate in ("lr", "weight_decay"):
         value = group.get(rate)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from axes.core.facts import fact
 from axes.core.geometry import Context
-from axes.core.rates import resolve
+from axes.core.rates import SEEN, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine import stored, trees
@@ -44,9 +45,17 @@ def show(parameter: Tensor, weights: Tensor, layout: Layout = PLAIN) -> None:
 
 def _datum(parameter: Tensor, layout: Layout) -> Flat:
     """What a parameter's datum looks like, without storage."""
-    *batch, m, n = layout.shape(parameter)
-    dtype = torch.promote_types(parameter.real.dtype if parameter.is_complex() else parameter.dtype, torch.float32)
-    shapes = {"g": (*batch, m, n), "k": (n,), "v": (m,), "e": (m,)}
+    return _datum_of(layout.shape(parameter), _arithmetic(parameter))
+
+
+def _arithmetic(parameter: Tensor) -> torch.dtype:
+    """The dtype in which a parameter is stepped."""
+    return torch.promote_types(parameter.real.dtype if parameter.is_complex() else parameter.dtype, torch.float32)
+
+
+def _datum_of(shape: tuple[int, ...], dtype: torch.dtype) -> Flat:
+    m, n = shape[-2:]
+    shapes = {"g": shape, "k": (n,), "v": (m,), "e": (m,)}
     return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
 
 
@@ -73,10 +82,10 @@ def require_inside(places: Places, update: StateUpdate, parameter: Tensor) -> No
         )
 
 
-def evaluation_point(group: Group, update: StateUpdate, theta: Tensor) -> Tensor:
-    """The weights at which a tuple wants its gradient, where it is not what the parameter shows."""
+def evaluation_point(group: Group, update: StateUpdate, theta: Tensor, seen: Tensor | int = 0) -> Tensor:
+    """The weights at which a tuple wants its gradient after `seen` data, where it is not what the parameter shows."""
     p = update.parts()
-    signal = rates(group, update, theta)
+    signal = {**rates(group, update, theta), SEEN: seen}
     if p.step.at == "gated":
         element = p.monoid.element(signal, resolve(p.step.rate, signal), theta)
         (theta,) = p.memory.act(element, (theta,))
@@ -103,9 +112,15 @@ def expected(
     who: str, group: Group | None, update: StateUpdate, parameter: Tensor, layout: Layout = PLAIN
 ) -> Flat:
     """The same without storage: names, shapes and, in the stored forms of a group, dtypes."""
-    datum = _datum(parameter, layout)
-    flat = trees.flatten(update, update.init(datum, (datum["g"],)))
+    flat = dict(_without_storage(update, layout.shape(parameter), _arithmetic(parameter)))
     return flat if group is None else stored.begin(flat, Precision.of(group).forms(who, update, parameter), parameter)
+
+
+@fact
+def _without_storage(update: StateUpdate, shape: tuple[int, ...], dtype: torch.dtype) -> Flat:
+    """The first state of a matrix of this shape, worked out once for all of them."""
+    datum = _datum_of(shape, dtype)
+    return trees.flatten(update, update.init(datum, (datum["g"],)))
 
 
 def at_home(group: Group, parameter: Tensor, flat: Flat) -> Flat:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from axes.core.facts import fact
+from axes.core.rates import SEEN
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import generated, stored, trees
 from axes.optim.engine.capabilities import keyed, mixes, parts_of, vectors
@@ -25,7 +26,7 @@ from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT, How, is_plain
 from axes.optim.engine.routing import real
 from axes.programs.batched import Schedule, blocks
-from axes.programs.program import PARAMETER, NotElementwise, Program, trace
+from axes.programs.program import COUNT, PARAMETER, NotElementwise, Program, trace
 from axes.programs.small import Guest, Rooms, behind_one_another, small
 from axes.programs.storage import FORMS, LOW, UNIT
 
@@ -66,6 +67,7 @@ def _program(update: StateUpdate, maximize: bool) -> Program | str:
     if (what := mixes(update)) is not None:
         return f"mixes entries: {what}"
     rates = tuple(per.name for per in update.demands())
+    counted = (COUNT,) if update.parts().counts else ()
     with torch.no_grad():
         datum = {GRADIENT: torch.ones(_SHAPE), **{name: torch.tensor(0.5) for name in rates}}
         flat = trees.flatten(update, update.init(datum, (torch.ones(_SHAPE),)))
@@ -77,7 +79,8 @@ def _program(update: StateUpdate, maximize: bool) -> Program | str:
             kept = {n: values[n].reshape(flat[n].shape) for n in (*shaped, *numbers)}
             state = trees.unflatten(update, {**kept, **counts}, values[PARAMETER])
             g = -values[GRADIENT] if maximize else values[GRADIENT]
-            state, out = update.step(state, {GRADIENT: g, **{name: values[name] for name in rates}})
+            signal = {GRADIENT: g, **{name: values[name] for name in rates}}
+            state, out = update.step(state, {**signal, SEEN: values[COUNT]} if counted else signal)
             after = trees.flatten(update, state)
             return {
                 PARAMETER: out.weights[0],
@@ -86,14 +89,14 @@ def _program(update: StateUpdate, maximize: bool) -> Program | str:
             }
 
         try:
-            return trace(step, (PARAMETER, GRADIENT, *shaped), (*numbers, *rates))
+            return trace(step, (PARAMETER, GRADIENT, *shaped), (*numbers, *rates, *counted))
         except NotElementwise as error:
             return f"is no program: {error}"
 
 
 def first_is_special(update: StateUpdate) -> bool:
     """Whether the first datum is treated unlike the others, which the program is about."""
-    return any(part.parts().step.start == "first" for part in parts_of(update))
+    return any(part.parts().step.start in ("first", "second") for part in parts_of(update))
 
 
 @fact
@@ -134,7 +137,8 @@ class Batch:
         self.parameters, self.states, self.how, self.streams, self.seed = parameters, states, how, streams, seed
         names = self.schedule.names
         self.numbers = [n for n in self.schedule.program.outputs if n not in names]
-        counts = [n for n in states[0] if trees.counts(n)]
+        counts = [n for n in states[0] if trees.counts(n)]  # the parameter's own is the first
+        self.counted = COUNT in self.schedule.program.inputs
         # members' counts and numbers are views of one tensor each, so that one operation moves them all
         self.counts = together(states, counts)
         self.copies = {n: together(states, [n]) for n in self.numbers}
@@ -197,7 +201,8 @@ class Batch:
     def _on_host(self, rates: Mapping[str, float]) -> None:
         if list(map(_version, self.copies.values())) != self.versions:  # a step that a flag called off was put back
             self.held, self.versions = self._read()
-        values = self.schedule.program.numbers({**self.held, **rates})
+        own = {COUNT: self.counts[0].item()} if self.counted else {}
+        values = self.schedule.program.numbers({**self.held, **rates, **own})
         self._run(values)
         for name in self.numbers:
             value = self.schedule.program.outputs[name]
@@ -214,6 +219,8 @@ class Batch:
                 given[n] = x.to(like.device, torch.float64).reshape(())
             else:
                 given[n] = torch.full((), x, dtype=torch.float64, device=like.device)
+        if self.counted:
+            given[COUNT] = self.counts[0].to(torch.float64)
         values = self.schedule.program.tensors(given)
         self._run(values)
         for name in self.numbers:

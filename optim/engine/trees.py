@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axes.core.algorithms import Held, Sum
+from axes.core.algorithms import Held, Read, Sum
 from axes.core.declared import Recurrence
 from axes.core.monoids import Zero
 from axes.core.state_update import State, StateUpdate
+from axes.programs.program import COUNT
 
 HELD, MISSES = "held", "misses"  # a statistic's value since its last refresh; how often none could be taken
-COUNT = "count"  # keys with this name are integers on the host; all others are tensors beside their parameter
+# COUNT: keys with this name are integers on the host; all others are tensors beside their parameter
 
 
 def counts(name: str) -> bool:
@@ -31,7 +32,7 @@ def keeps_theta(update: StateUpdate) -> bool:
 def _forgets(update: StateUpdate) -> bool:
     """Whether theta's old value is read by nobody, so that it need not be kept."""
     p = update.parts()
-    return isinstance(p.monoid, Zero) and p.step.read is None
+    return isinstance(p.monoid, Zero) and not isinstance(p.step.read, Read)
 
 
 def flatten(update: StateUpdate, state: State) -> dict[str, Tensor]:

@@ -9,28 +9,47 @@ u = -g throughout, so a buffer holds the negative of what torch.optim stores.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack, final
+from typing import Any, ClassVar, Literal, Unpack, final
 
 from axes.core.algorithms import Momentum, Read, Step
 from axes.core.costs import Given, Linear, Ridge
-from axes.core.geometry import Euclidean, SignBall, Whiten
-from axes.core.monoids import Decay, Scalar
-from axes.core.rates import Per
+from axes.core.geometry import Euclidean, Geometry, SignBall, Whiten
+from axes.core.monoids import Decay, Scalar, Zero
+from axes.core.rates import Count, Per, Rate
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.base import Optimizer, Options, Params
 
+T = Count()
 LR = Per("lr")
 WEIGHT_DECAY = Per("weight_decay")
 
 
-def average(beta: float, of: Any = "drive", debias: bool = True, read: Read | None = None) -> Any:
-    """The parts of an exponential moving average, as keywords of StateUpdate."""
+def average(
+    beta: float,
+    of: Any = "drive",
+    debias: bool = True,
+    read: Read | None = None,
+    start: Literal["zero", "second"] = "zero",
+) -> Any:
+    """The parts of an exponential moving average, as keywords of StateUpdate. of: a cost, or what it is linear in."""
     return {
-        "cost": Linear(of),
+        "cost": of if isinstance(of, Linear) else Linear(of),
         "monoid": Scalar(beta),
-        "algorithm": Step(1.0 - beta, debias=debias and beta > 0.0, read=read),
+        "algorithm": Step(1.0 - beta, debias=debias and beta > 0.0, read=read, start=start),
     }
+
+
+def memoryless(h: Geometry = Euclidean(), rate: Rate = 1.0, **step: Any) -> StateUpdate:
+    """A filter that keeps nothing: h of the newest drive."""
+    return StateUpdate(Linear(), h, Zero(), Step(rate, **step))
+
+
+def decaying(step: Step, decoupled: bool, weight: Rate = WEIGHT_DECAY) -> StateUpdate:
+    """A rule for parameters: the weights decay with the step size (decoupled), or the loss does."""
+    if decoupled:
+        return StateUpdate(Given(), monoid=Decay(weight), algorithm=step)
+    return StateUpdate(Ridge(Given(), weight), algorithm=step)
 
 
 def unit(who: str, **values: float) -> None:
@@ -49,7 +68,7 @@ class SGD(Optimizer):
 
     Args:
         params: a model, named parameters, parameters or groups.
-        lr, momentum, dampening, nesterov, weight_decay: as in torch.optim.SGD.
+        lr, momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD, defaults too: no momentum.
         decoupled: decay the weights instead of the loss.
 
     Source: Polyak 1964, eq. 9; Nesterov 1983 in the form of Sutskever et al. 2013, eq. 3-4.
@@ -66,13 +85,13 @@ class SGD(Optimizer):
   booktitle = {International Conference on Machine Learning},
   year = {2013}
 }"""
-    default_lr: ClassVar[float] = 0.3
+    default_lr: ClassVar[float] = 1e-3
 
     def __init__(
         self,
         params: Params,
         lr: Any = None,
-        momentum: float = 0.9,
+        momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
@@ -91,7 +110,7 @@ class SGD(Optimizer):
 
     @staticmethod
     def declare(
-        momentum: float = 0.9, dampening: float = 0.0, nesterov: bool = False, decoupled: bool = False
+        momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False, decoupled: bool = False
     ) -> StateUpdate:
         """The tuple."""
         unit("SGD", momentum=momentum)
@@ -107,15 +126,29 @@ class SGD(Optimizer):
             return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=via))
         return StateUpdate(Ridge(Given(), WEIGHT_DECAY), algorithm=Step(LR, via=via))
 
-    update = declare()
+    update = declare(0.9)  # with the momentum that its papers are about
 
 
-def adam_filter(betas: tuple[float, float], eps: float) -> StateUpdate:
-    """EMA(u) / (sqrt(EMA(u^2)) + eps): an averaging filter whitened by a diagonal statistic."""
+def positive(who: str, **values: float) -> None:
+    """AxesError unless each value is at least 0."""
+    for name, value in values.items():
+        if not value >= 0.0:
+            raise AxesError(f"{who}: {name} must be >= 0, got {value}")
+
+
+def largest_average(beta: float) -> StateUpdate:
+    """The largest average of squares so far, divided by the response of the newest: AMSGrad's second moment."""
+    response = StateUpdate(**average(beta, "unit", debias=False))
+    largest = StateUpdate(Linear(), algorithm=Step(write="max"))
+    step = Step(via=(StateUpdate(**average(beta, debias=False)), largest))
+    return StateUpdate(Linear("square"), Whiten((response,), power=1.0, eps=0.0), Zero(), step)
+
+
+def adam_filter(betas: tuple[float, float], eps: float, amsgrad: bool = False) -> StateUpdate:
+    """EMA(u) / (sqrt(EMA(u^2)) + eps): an averaging filter whitened by a diagonal statistic, or its largest value."""
     unit("Adam", beta1=betas[0], beta2=betas[1])
-    if not eps >= 0.0:
-        raise AxesError(f"Adam: eps must be >= 0, got {eps}")
-    second_moment = StateUpdate(**average(betas[1], "square"))
+    positive("Adam", eps=eps)
+    second_moment = largest_average(betas[1]) if amsgrad else StateUpdate(**average(betas[1], "square"))
     return StateUpdate(h=Whiten((second_moment,), "diagonal", power=0.5, eps=eps), **average(betas[0]))
 
 
@@ -123,12 +156,13 @@ def adam_filter(betas: tuple[float, float], eps: float) -> StateUpdate:
 class Adam(Optimizer):
     """Adam:  W = W - lr m / (sqrt(v) + eps),  m and v bias-corrected averages of g and g^2.
 
-    weight_decay is coupled: it adds weight_decay * W to the gradient, before both averages. For decoupled decay take
-    AdamW.
+    weight_decay is coupled: it adds weight_decay * W to the gradient, before both averages. With decoupled_weight_decay
+    it is AdamW.
 
     Args:
         params: a model, named parameters, parameters or groups.
-        lr, betas, eps, weight_decay: as in torch.optim.Adam.
+        lr, betas, eps, weight_decay, decoupled_weight_decay: as in torch.optim.Adam, defaults too.
+        amsgrad: divide by the largest v so far.
 
     Source: Kingma and Ba 2015, algorithm 1. Differs: the bias correction is the average's response to a unit gradient,
     which is 1 - beta^t for constant betas and stays exact when a schedule changes them (torch takes the current beta).
@@ -147,7 +181,7 @@ class Adam(Optimizer):
   booktitle = {International Conference on Learning Representations},
   year = {2015}
 }"""
-    default_lr: ClassVar[float] = 5e-3
+    default_lr: ClassVar[float] = 1e-3
 
     def __init__(
         self,
@@ -156,15 +190,30 @@ class Adam(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        decoupled_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        own = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
         super().__init__(params, {"adam": Adam.declare}, {"adam": own}, **options)
 
     @staticmethod
-    def declare(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> StateUpdate:
+    def declare(
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        amsgrad: bool = False,
+        decoupled_weight_decay: bool = False,
+    ) -> StateUpdate:
         """The tuple."""
-        return StateUpdate(Ridge(Given(), WEIGHT_DECAY), algorithm=Step(LR, via=(adam_filter(betas, eps),)))
+        return decaying(Step(LR, via=(adam_filter(betas, eps, amsgrad),)), decoupled_weight_decay)
 
     update = declare()
 
@@ -175,7 +224,8 @@ class AdamW(Optimizer):
 
     Args:
         params: a model, named parameters, parameters or groups.
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW, defaults too.
+        amsgrad: divide by the largest v so far.
 
     Source: Loshchilov and Hutter 2019, algorithm 2. Differs: the decay is multiplied by lr and not only by the
     schedule's factor (the convention of torch).
@@ -191,7 +241,7 @@ class AdamW(Optimizer):
   booktitle = {International Conference on Learning Representations},
   year = {2019}
 }"""
-    default_lr: ClassVar[float] = 5e-3
+    default_lr: ClassVar[float] = 1e-3
 
     def __init__(
         self,
@@ -200,15 +250,18 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         super().__init__(params, {"adamw": AdamW.declare}, {"adamw": own}, **options)
 
     @staticmethod
-    def declare(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> StateUpdate:
+    def declare(
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, amsgrad: bool = False
+    ) -> StateUpdate:
         """The tuple."""
-        return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=(adam_filter(betas, eps),)))
+        return decaying(Step(LR, via=(adam_filter(betas, eps, amsgrad),)), decoupled=True)
 
     update = declare()
 

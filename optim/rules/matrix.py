@@ -15,7 +15,7 @@ from axes.core.costs import Given
 from axes.core.geometry import Spectral
 from axes.core.monoids import Decay
 from axes.core.state_update import OnUpdate, StateUpdate
-from axes.errors import AxesError
+from axes.errors import AxesError, UnknownName
 from axes.linalg.newton_schulz import Form
 from axes.optim.engine.base import Group, Optimizer, Options, Params, Rule
 from axes.optim.rules.first_order import LR, WEIGHT_DECAY, AdamW, unit
@@ -34,6 +34,7 @@ def auxiliary_defaults(
         "betas": aux_betas,
         "eps": aux_eps,
         "weight_decay": aux_weight_decay,
+        "amsgrad": False,
         "lr_scale": aux_lr_scale,
     }
 
@@ -66,15 +67,15 @@ class Muon(Optimizer):
 
     Args:
         params: a model, named parameters, or groups that name their rule ("muon" or "adamw").
-        lr: of both rules.
-        momentum, nesterov, ns_steps, ns_coefficients, eps: as in torch.optim.Muon.
-        scale, method, form: see above; ns_coefficients are for "newton-schulz".
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in torch.optim.Muon, defaults too.
+        scale, method, form: see above; ns_coefficients are for "newton-schulz". scale is torch's adjust_lr_fn, which is
+            taken under that name as well; torch's default, None, is "original".
         precision: "bfloat16" or "input", of the iteration.
-        weight_decay: of the matrices.
         aux_lr_scale, aux_betas, aux_eps, aux_weight_decay: AdamW for embeddings, output head, vectors and scalars.
 
     Source: Jordan et al. 2024 (Muon); Liu et al. 2025, eq. 4 (match_rms_adamw). With scale="original", form="direct"
-    equal to torch.optim.Muon. Differs: default scale and weight decay, routing, and convolutions are taken as matrices.
+    torch.optim.Muon's to rounding. Differs: the default scale, for one lr is that of both rules; routing; convolutions
+    are taken as matrices.
     """
 
     name: ClassVar[str] = "muon"
@@ -91,18 +92,19 @@ class Muon(Optimizer):
   year = {2024},
   url = {https://kellerjordan.github.io/posts/muon/}
 }"""
-    default_lr: ClassVar[float] = 2e-2
+    default_lr: ClassVar[float] = 1e-3
 
     def __init__(
         self,
         params: Params,
         lr: Any = None,
+        weight_decay: float = 0.1,
         momentum: float = 0.95,
-        weight_decay: float = 1e-2,
         nesterov: bool = True,
-        ns_steps: int = 5,
         ns_coefficients: Coefficients = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw", "as scale"] | None = "as scale",
         scale: Scale = "match_rms_adamw",
         precision: Literal["bfloat16", "input"] = "bfloat16",
         method: Method = "newton-schulz",
@@ -113,6 +115,10 @@ class Muon(Optimizer):
         aux_weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
+        if adjust_lr_fn != "as scale":
+            if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+                raise UnknownName("adjust_lr_fn of Muon", str(adjust_lr_fn), ("original", "match_rms_adamw"))
+            scale = adjust_lr_fn or "original"
         own = {
             "lr": lr,
             "weight_decay": weight_decay,

@@ -28,7 +28,7 @@ from axes.linalg.accumulate import outer_sum
 from axes.optim.engine import trees
 from axes.optim.engine.base import Group, Optimizer, Options, Params, Rule
 from axes.optim.engine.groups import rates
-from axes.optim.engine.layers import require_reduction
+from axes.optim.engine.layers import no_hooks, require_reduction, watch
 from axes.optim.engine.states import show
 from axes.optim.rules.first_order import LR, WEIGHT_DECAY, average, unit
 from axes.optim.rules.matrix import beside_adamw
@@ -50,7 +50,7 @@ class FisherFactored(Optimizer):
         its examples of minus the log-likelihood of labels drawn from the model.
         """
         if self._layers is None:
-            raise AxesError(f"{type(self).__name__}: a copy has no hooks on the model: construct it from the model")
+            raise no_hooks(type(self).__name__)
         parameters = [p for group in self.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters]
         for p in parameters:
@@ -202,7 +202,7 @@ class ExactNaturalGradient(Optimizer):
         self._model = model
         self._passes: list[_Pass] = []
         self._recording = True
-        model.register_forward_hook(self._record)
+        self._unwatch = watch([model], self._record)
 
     @staticmethod
     def declare(damping: float = 1e-3) -> StateUpdate:
@@ -213,6 +213,10 @@ class ExactNaturalGradient(Optimizer):
         return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=(direction,)))
 
     update = declare()
+
+    def remove_hooks(self) -> None:
+        """Take the hook off the model."""
+        self._unwatch()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and the recorded forward passes."""

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Unpack, final
 
 from axes.core.costs import Linear
-from axes.core.geometry import RowWhiten
+from axes.core.geometry import NormedWhiten
 from axes.core.monoids import Scalar, Zero
 from axes.core.state_update import StateUpdate
 from axes.linalg.newton_schulz import Form
@@ -22,7 +22,8 @@ from axes.optim.rules.matrix import Coefficients, Method, Muon, Scale, beside_ad
 class NorMuon(Optimizer):
     """NorMuon:  O = Muon's direction,  v_i = beta2 v_i + (1 - beta2) mean_j O_ij^2,  W = W - lr s O_ij / sqrt(v_i).
 
-    s keeps the Frobenius norm of O. Rows that Muon moves much step less, and the others more.
+    s keeps the Frobenius norm of O. Rows that Muon moves much step less, and the others more. v is one number a row:
+    the state is Muon's buffer and little else.
 
     Args:
         params: a model, named parameters, or groups that name their rule ("normuon" or "adamw").
@@ -41,8 +42,7 @@ class NorMuon(Optimizer):
     paper: ClassVar[str] = "Li et al. 2025 (NorMuon)"
     equation: ClassVar[str] = "algorithm 1"
     differs: ClassVar[str] = (
-        "the norm of Muon's step is kept, as in the authors' code, and not set to 0.2 sqrt(rows columns); the second "
-        "moment is kept entry by entry and averaged over rows when it is read, which is the same number"
+        "the norm of Muon's step is kept, as in the authors' code, and not set to 0.2 sqrt(rows columns)"
     )
     bibtex: ClassVar[str] = """@misc{li2025normuon,
   title = {{NorMuon}: Making {Muon} more efficient and scalable},
@@ -111,8 +111,8 @@ class NorMuon(Optimizer):
         unit("NorMuon", beta2=beta2)
         muon = Muon.declare(momentum, nesterov, ns_steps, ns_coefficients, eps, scale, precision, method, form).normal()
         step = muon.parts().step
-        second_moment = StateUpdate(Linear("square"), monoid=Scalar(beta2))  # 1 - beta2 would cancel
-        rows = StateUpdate(Linear(), RowWhiten((second_moment,), row_eps), Zero())
+        second_moment = StateUpdate(Linear("row-square"), monoid=Scalar(beta2))  # 1 - beta2 would cancel
+        rows = StateUpdate(Linear(), NormedWhiten((second_moment,), row_eps), Zero())
         return dataclasses.replace(muon, algorithm=dataclasses.replace(step, via=(*step.via, rows)))
 
     update = declare()

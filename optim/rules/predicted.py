@@ -77,7 +77,7 @@ class RotationalMomentum(Optimizer):
     """Momentum that turns:  m = momentum m R(angle) + (1 - momentum) g,  W = (1 - lr weight_decay) W - lr m.
 
     The filter passes gradients that rotate by `angle` per step and damps constant ones: complex momentum on pairs of
-    input channels. Hidden matrices take it (their input width must be even), all other parameters AdamW.
+    input channels. Hidden matrices take it, all other parameters AdamW. An odd input width is refused.
 
     Args:
         params: a model, named parameters, or groups that name their rule.

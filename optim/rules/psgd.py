@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Unpack, final
 from axes.core.algorithms import Held, Step
 from axes.core.costs import Given, Linear
 from axes.core.geometry import FittedFactor, Kronecker
+from axes.core.geometry.preconditioners import On
 from axes.core.monoids import Decay, Zero
 from axes.core.state_update import StateUpdate
 from axes.linalg.matrix_roots import Precision
@@ -37,6 +38,8 @@ class PSGDKron(Optimizer):
         refresh: the factors move at every so many steps.
         precision: of the products, "input" (float32), "bfloat16x3" (16 bits of each factor) or "tf32".
         weight_decay: of the matrices.
+        max_side: rows or columns more than these have no factor: the matrix is whitened from the other side alone. One
+            longer in both goes to AdamW. None: no limit.
         aux_lr_scale, aux_betas, aux_eps, aux_weight_decay: AdamW for embeddings, output head, vectors and scalars.
 
     Source: Li 2015, the criterion for gradient noise; Li 2018, section 4. Differs: see `axes.geometry.FittedFactor`.
@@ -72,6 +75,7 @@ class PSGDKron(Optimizer):
         refresh: int = 1,
         precision: Precision = "input",
         weight_decay: float = 1e-2,
+        max_side: int | None = 8192,
         aux_lr_scale: float = 1.0,
         aux_betas: tuple[float, float] = (0.9, 0.95),
         aux_eps: float = 1e-8,
@@ -86,6 +90,8 @@ class PSGDKron(Optimizer):
             "damping": damping,
             "refresh": refresh,
             "precision": precision,
+            "max_side": max_side,
+            "sides": "both",
         }
         auxiliary = (aux_lr_scale, aux_betas, aux_eps, aux_weight_decay)
         super().__init__(params, *beside_adamw("psgd-kron", PSGDKron.declare, own, *auxiliary), **options)
@@ -97,16 +103,19 @@ class PSGDKron(Optimizer):
         damping: float = 1e-9,
         refresh: int = 1,
         precision: Precision = "input",
+        sides: On = "both",
     ) -> StateUpdate:
-        """The tuple."""
+        """The tuple. sides: which of them have a factor."""
         unit("PSGDKron", beta=beta)
-        fitted = FittedFactor(fit_rate, damping, precision)
+        at = Step(at=Held(refresh))
+        fitted = FittedFactor(fit_rate, damping, precision, 0.25 if sides == "both" else 0.5)
         factors = tuple(
-            StateUpdate(Linear(of, precision), fitted, Zero(), Step(at=Held(refresh)))
-            for of in ("white-left", "white-right")
+            StateUpdate(Linear("white-left" if rows else "white-right", precision), fitted, Zero(), at)
+            for rows in (True, False)
+            if sides in ("both", "rows" if rows else "columns")
         )
         kept: dict[str, Any] = average(beta) if beta > 0.0 else {"cost": Linear(), "monoid": Zero()}
-        direction = StateUpdate(h=Kronecker(factors, precision), **kept)
+        direction = StateUpdate(h=Kronecker(factors, precision, sides), **kept)
         return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=(direction,)))
 
     update = declare()

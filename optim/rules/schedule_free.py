@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Unpack, final
+from typing import Any, ClassVar, Literal, Unpack, final
 
 import torch
 from torch import Tensor
@@ -26,9 +26,10 @@ class _Wrapped:
     """The tuple of a parameter group from its hyperparameters."""
 
     rule: StateUpdate
+    decay_at: Literal["y", "z"]
 
     def __call__(self, beta: float) -> StateUpdate:
-        return schedule_free(self.rule, beta)
+        return schedule_free(self.rule, beta, decay_at=self.decay_at)
 
 
 @final
@@ -49,9 +50,12 @@ class ScheduleFree(Optimizer):
             hidden ones, and AdamW without momentum, schedule-free too, all other parameters.
         beta: how far y goes from z to x; the momentum of the method.
         lr_power: 2 as its authors recommend, 0 for a uniform average.
+        decay_at: whether z decays by lr weight_decay "y", as in their code, or by lr weight_decay "z", as the rule
+            alone would.
 
     Source: Defazio et al. 2024, eq. 3-5, with the weights of their section 3 (lr_power). Differs: the start counts as
-    in eq. 5, where their code drops it.
+    in eq. 5, where their code drops it; a rule's bias correction is its own, where their code scales lr, and with it
+    the decay and the weights of the average; a rate that falls weighs less, where their code takes the largest so far.
 
     Raises:
         AxesError: numbers or tuples that make no sense, or a step while the parameters show the average.
@@ -60,7 +64,10 @@ class ScheduleFree(Optimizer):
     name: ClassVar[str] = "schedule-free"
     paper: ClassVar[str] = "Defazio et al. 2024"
     equation: ClassVar[str] = "eq. 3-5"
-    differs: ClassVar[str] = "wraps any rule; the start counts as one of the averaged weights, as in the text"
+    differs: ClassVar[str] = (
+        "wraps any rule; the start counts as one of the averaged weights, as in the text; decay of z at y, as in the "
+        "authors' code, or at z"
+    )
     bibtex: ClassVar[str] = """@inproceedings{defazio2024road,
   title = {The Road Less Scheduled},
   author = {Defazio, Aaron and Yang, Xingyu Alice and Mehta, Harsh and Mishchenko, Konstantin and Khaled, Ahmed and
@@ -78,6 +85,7 @@ class ScheduleFree(Optimizer):
         weight_decay: float = 0.0,
         rule: StateUpdate | None = None,
         lr_power: float = 2.0,
+        decay_at: Literal["y", "z"] = "y",
         **options: Unpack[Options],
     ) -> None:
         if not (isinstance(lr_power, int | float) and 0.0 <= lr_power < float("inf")):
@@ -85,7 +93,7 @@ class ScheduleFree(Optimizer):
         plain = AdamW.declare((0.0, 0.999))
         rule = plain if rule is None else rule
         rules = {"matrix": rule, "auxiliary": plain} if needs_matrices(rule) else {"update": rule}
-        wrapped = {name: _Wrapped(update) for name, update in rules.items()}
+        wrapped = {name: _Wrapped(update, decay_at) for name, update in rules.items()}
         for wrap in wrapped.values():
             require_parameter(wrap(beta))
         given = {"lr": lr, "weight_decay": weight_decay}

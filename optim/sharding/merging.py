@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import AxesError
-from axes.optim.engine.layers import Examples, Products, Rows
+from axes.optim.engine.layers import Examples, Products, Rows, no_hooks
 from axes.optim.sharding.dtensors import Exchange, Part, Region, own_region, row_placements, wrapped
 from axes.optim.sharding.member import Member, Owner
 
@@ -21,7 +21,7 @@ def merge_layers(optimizer: Any, exchange: Exchange, held: Member) -> None:
     import torch.distributed as dist
 
     if optimizer._layers is None:
-        raise AxesError(f"{type(optimizer).__name__}: a copy has no hooks on the model: construct it from the model")
+        raise no_hooks(type(optimizer).__name__)
     found = optimizer._layers.found.get(held.parameter)
     said = exchange.share(None if found is None else found.counts())
     if any(counts is None for counts in said):

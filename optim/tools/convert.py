@@ -1,17 +1,22 @@
-"""Checkpoints of torch.optim's own AdamW, Adam, SGD and Muon, both ways.
+"""Checkpoints of torch.optim's own optimizers, both ways.
 
     from_torch(torch.load("adamw.pt"), optimizer)      continue a run of torch.optim with an optimizer of this package
     to_torch(optimizer)                                what torch.optim's load_state_dict continues from
 
     torch.optim       here                        state there -> here (u = -g is what filters are driven by)
-    AdamW, Adam       AdamW, Adam                 exp_avg -> -theta of the filter, exp_avg_sq -> theta of its statistic,
+    AdamW, Adam       AdamW, Adam, AMSGrad        exp_avg -> -theta of the filter, exp_avg_sq -> theta of its statistic,
                                                   step -> counts and 1 - beta^step, the averages' responses to a unit
+    RAdam, Adamax     RAdam, Adamax               the same
+    NAdam             NAdam                       the same; mu_product -> 1 minus the response of the scheduled average
+    RMSprop           RMSprop                     square_avg, grad_avg -> statistics, momentum_buffer -> -theta
+    Adagrad, Adadelta Adagrad, Adadelta           sum, square_avg, acc_delta -> statistics
+    ASGD              ASGD                        ax -> theta; eta and mu follow from step
     SGD               SGD (coupled decay)         momentum_buffer -> -theta
     Muon              Muon (Newton-Schulz)        momentum_buffer -> -theta; adjust_lr_fn -> scale
 
-NAdam, RMSprop, Adagrad and others have no counterpart here that is the same rule (NAdam's momentum schedule and bias
-correction differ), so they are refused. Hyperparameters come along with the state, as in load_state_dict; how a step is
-computed (foreach, fused, capturable) stays with the optimizer. Nothing is dropped or rounded without being asked for.
+Others have no counterpart here that is the same rule, so they are refused. Hyperparameters come along with the state,
+as in load_state_dict; how a step is computed (foreach, fused, capturable) stays with the optimizer. Nothing is dropped
+or rounded without being asked for.
 """
 
 from __future__ import annotations
@@ -23,13 +28,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, ShapeError
 from axes.optim.engine import stored
 from axes.optim.engine.base import Group, Optimizer
 from axes.optim.engine.precision import DEFAULTS
 from axes.optim.engine.trees import counts
+from axes.optim.rules.adaptive import Adamax, AMSGrad, NAdam, RAdam
+from axes.optim.rules.averaged import ASGD
 from axes.optim.rules.first_order import SGD, Adam, AdamW
 from axes.optim.rules.matrix import Muon
+from axes.optim.rules.root_mean_square import Adadelta, Adagrad, RMSprop
 from axes.optim.sharding.dtensors import as_matrix, from_matrix, spread
 from axes.programs.program import PARAMETER
 
@@ -42,17 +51,24 @@ class _Kind(NamedTuple):
     """One optimizer of torch.optim and the rule here that it is."""
 
     peer: Callable[..., torch.optim.Optimizer]
-    state: Mapping[str, str]  # its tensors, and what they are here; "-" where the sign changes
+    state: Callable[[Group], Mapping[str, str]]  # tensors of a group there, and what they are here: "-" where the sign
+    # changes, "1 -" and several names where it is one minus each
     shared: tuple[str, ...]  # keys of a group with the same meaning on both sides
-    come: Callable[[Group], Group]  # the other keys here, of a group there
-    go: Callable[[Group], Group]  # the other keys there, of a group here
+    come: Callable[[Group], Group] = lambda group: {}  # the other keys here, of a group there
+    go: Callable[[Group], Group] = lambda group: {}  # the other keys there, of a group here
+    norms: Mapping[str, int] = {}  # responses to a unit, and which of the betas is their retention
+    numbers: Mapping[str, Callable[[Group, int], float]] = {}  # there: what follows from the group and the steps
+    steps: bool = True  # whether torch counts them
+    begins: bool = False  # whether torch has its state before the first step
 
 
-def _adam(group: Group, decoupled: bool) -> Group:
-    _refuse(bool(group["amsgrad"]), "amsgrad=True keeps a maximum that no rule here has")
-    given = group.get("decoupled_weight_decay", decoupled)
-    wanted = "AdamW (decoupled decay)" if given else "Adam (coupled decay)"
-    _refuse(given != decoupled and group["weight_decay"] != 0, f"its weight decay is that of {wanted}: take that rule")
+def _adam(group: Group) -> Group:
+    return {"decoupled_weight_decay": group.get("decoupled_weight_decay", False)}
+
+
+def _adamw(group: Group) -> Group:
+    coupled = not group.get("decoupled_weight_decay", True)
+    _refuse(coupled and group["weight_decay"] != 0, "its weight decay is that of Adam (coupled decay): take that rule")
     return {}
 
 
@@ -75,37 +91,120 @@ def _muon_there(group: Group) -> Group:
     return {"adjust_lr_fn": group["scale"]}
 
 
-_MOMENTS = {"exp_avg": "-via.0.theta", "exp_avg_sq": "via.0.stats.0.theta"}
+def _amsgrad_here(group: Group) -> Group:
+    _refuse(not group["amsgrad"], "AMSGrad is torch.optim.Adam with amsgrad=True: take Adam")
+    decoupled = group.get("decoupled_weight_decay", False)
+    _refuse(decoupled and group["weight_decay"] != 0, "its weight decay is decoupled: take Adam")
+    return {}
+
+
+def _nadam_there(group: Group) -> Group:
+    _refuse(group["momentum_decay"] is None, "torch.optim.NAdam has a momentum_decay: None is another rule")
+    return {}
+
+
+def _moments(group: Group) -> Mapping[str, str]:
+    if not group.get("amsgrad", True):  # AMSGrad's own groups have no such key
+        return {"exp_avg": "-via.0.theta", "exp_avg_sq": "via.0.stats.0.theta"}
+    second = "via.0.stats.0.via"
+    return {"exp_avg": "-via.0.theta", "exp_avg_sq": f"{second}.0.theta", "max_exp_avg_sq": f"{second}.1.theta"}
+
+
+def _nadam(group: Group) -> Mapping[str, str]:
+    ahead = "via.0.via.0"
+    products = f"1 - {ahead}.0.stats.0.theta {ahead}.1.stats.0.via.0.theta"
+    return {"mu_product": products, "exp_avg": f"-{ahead}.1.theta", "exp_avg_sq": "via.0.stats.0.theta"}
+
+
+def _radam(group: Group) -> Mapping[str, str]:
+    rectifies = 2.0 / (1.0 - group["betas"][1]) - 1.0 > 5.0
+    return {"exp_avg": "-via.0.via.0.theta" if rectifies else "-via.0.theta", "exp_avg_sq": "via.0.stats.0.theta"}
+
+
+def _rmsprop(group: Group) -> Mapping[str, str]:
+    buffer = {"momentum_buffer": "-via.1.theta"} if group["momentum"] > 0 else {}
+    mean = {"grad_avg": "-via.0.stats.1.theta"} if group["centered"] else {}
+    return {"square_avg": "via.0.stats.0.theta", **buffer, **mean}
+
+
+def _step_size(group: Group, step: int) -> float:
+    return float(group["lr"] / (1.0 + group["lambd"] * group["lr"] * step) ** group["alpha"])
+
+
 _BUFFER = {"momentum_buffer": "-via.0.theta"}
-_NOTHING: Group = {}
+_ADAM = ("lr", "betas", "eps", "weight_decay", "maximize")
+_NORMS = {"via.0.norm": 0, "via.0.stats.0.norm": 1, "via.0.stats.0.stats.0.theta": 1}
 _KINDS: dict[Callable[..., Any], _Kind] = {
     AdamW.declare: _Kind(
-        torch.optim.AdamW,
-        _MOMENTS,
-        ("lr", "betas", "eps", "weight_decay", "maximize"),
-        lambda group: _adam(group, True),
-        lambda group: _NOTHING,
+        torch.optim.AdamW, _moments, (*_ADAM, "amsgrad"), _adamw, norms=_NORMS
     ),
     Adam.declare: _Kind(
         torch.optim.Adam,
-        _MOMENTS,
-        ("lr", "betas", "eps", "weight_decay", "maximize"),
-        lambda group: _adam(group, False),
-        lambda group: _NOTHING,
+        _moments,
+        (*_ADAM, "amsgrad"),
+        _adam,
+        lambda group: {"decoupled_weight_decay": group["decoupled_weight_decay"]},
+        norms=_NORMS,
+    ),
+    AMSGrad.declare: _Kind(
+        torch.optim.Adam, _moments, _ADAM, _amsgrad_here, lambda group: {"amsgrad": True}, norms=_NORMS
+    ),
+    Adamax.declare: _Kind(
+        torch.optim.Adamax,
+        lambda group: {"exp_avg": "-via.0.theta", "exp_inf": "via.0.stats.0.theta"},
+        _ADAM,
+        norms=_NORMS,
+    ),
+    NAdam.declare: _Kind(
+        torch.optim.NAdam,
+        _nadam,
+        (*_ADAM, "momentum_decay", "decoupled_weight_decay"),
+        go=_nadam_there,
+        norms=_NORMS,
+    ),
+    RAdam.declare: _Kind(
+        torch.optim.RAdam,
+        _radam,
+        (*_ADAM, "decoupled_weight_decay"),
+        norms={"via.0.norm": 0, "via.0.via.0.norm": 0},
+    ),
+    RMSprop.declare: _Kind(
+        torch.optim.RMSprop,
+        _rmsprop,
+        ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
+    ),
+    Adagrad.declare: _Kind(
+        torch.optim.Adagrad,
+        lambda group: {"sum": "via.0.stats.0.theta"},
+        ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"),
+        begins=True,
+    ),
+    Adadelta.declare: _Kind(
+        torch.optim.Adadelta,
+        lambda group: {"square_avg": "via.0.stats.0.theta", "acc_delta": "via.1.stats.0.theta"},
+        ("lr", "rho", "eps", "weight_decay", "maximize"),
+    ),
+    ASGD.declare: _Kind(
+        torch.optim.ASGD,
+        lambda group: {"ax": "theta"},
+        ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
+        numbers={"eta": _step_size, "mu": lambda group, step: 1.0 / max(1.0, step - group["t0"])},
     ),
     SGD.declare: _Kind(
         torch.optim.SGD,
-        _BUFFER,
+        lambda group: _BUFFER,
         ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
         lambda group: {"decoupled": False},
         _sgd_there,
+        steps=False,
     ),
     Muon.declare: _Kind(
         torch.optim.Muon,
-        _BUFFER,
+        lambda group: _BUFFER,
         ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"),
         _muon_here,
         _muon_there,
+        steps=False,
     ),
 }
 
@@ -143,7 +242,7 @@ def _kind(optimizer: Optimizer, rule: str | None) -> tuple[str, _Kind]:
 
 
 def from_torch(state_dict: Mapping[str, Any], optimizer: Optimizer, rule: str | None = None) -> None:
-    """Continue a run of torch.optim: load a state_dict of torch.optim.AdamW, Adam, SGD or Muon.
+    """Continue a run of torch.optim: load a state_dict of one of its optimizers that the module lists.
 
     state_dict: as torch returned it; its groups and parameters are those of `optimizer`, in order. Parameters that it
     has no state of begin anew. optimizer: of the same rule and the same parameters. rule: which groups of an optimizer
@@ -173,7 +272,7 @@ def from_torch(state_dict: Mapping[str, Any], optimizer: Optimizer, rule: str | 
             name = f"parameter {index}"
             held = {n: x for n, x in state_dict["state"].get(index, {}).items() if x is not None}
             expected = optimizer.expected_state(update, parameter)
-            state = _state_here(held, expected, new, parameter, kind, name)
+            state = _state_here(held, expected, new, parameter, kind, name, update)
             out["state"].pop(place, None)
             if state is not None:
                 out["state"][place] = state
@@ -215,11 +314,17 @@ def _group_here(there: Group, target: Group, kind: _Kind) -> Group:
 
 
 def _state_here(
-    held: dict[str, Any], expected: Mapping[str, Tensor], group: Group, parameter: Tensor, kind: _Kind, name: str
+    held: dict[str, Any],
+    expected: Mapping[str, Tensor],
+    group: Group,
+    parameter: Tensor,
+    kind: _Kind,
+    name: str,
+    update: StateUpdate,
 ) -> dict[str, Tensor] | None:
     """The state of a parameter, or None if it begins anew."""
-    steps = "step" if "exp_avg" in kind.state else None
-    allowed = set(kind.state) | ({steps} if steps else set())
+    tensors = kind.state(group)
+    allowed = {*tensors, *kind.numbers, *(["step"] if kind.steps else [])}
     unknown = sorted(set(held) - allowed)
     if unknown:
         raise AxesError(
@@ -232,29 +337,33 @@ def _state_here(
     missing = sorted(allowed - set(held))
     if missing:
         raise AxesError(f"conversion: the state of {name} has no {', '.join(map(repr, missing))}")
-    for key in kind.state:
-        if tuple(held[key].shape) != tuple(parameter.shape):
+    for key, names in tensors.items():
+        shape = () if names.startswith("1 - ") else tuple(parameter.shape)
+        if tuple(held[key].shape) != shape:
             raise ShapeError(
-                f"conversion: {key!r} of {name} has shape {tuple(held[key].shape)}, the parameter has "
-                f"{tuple(parameter.shape)}"
+                f"conversion: {key!r} of {name} has shape {tuple(held[key].shape)}, the parameter has {shape}"
             )
-    count = 1 if steps is None else _whole_number(held[steps], name)
-    tensors = {ours.lstrip("-"): (there, -1 if ours[0] == "-" else 1) for there, ours in kind.state.items()}
+    count = _whole_number(held["step"], name) if kind.steps else 1
+    places = {ours: there for there, names in tensors.items() for ours in _ours(names)}
     out = {}
     for key, like in expected.items():
         if counts(key):
             out[key] = torch.tensor(count)
-        elif key in tensors:
-            there, sign = tensors[key]
-            value = as_matrix(held[there], parameter)
+        elif key in places:
+            there = places[key]
+            one_minus, negated = tensors[there].startswith("1 - "), tensors[there].startswith("-")
+            value = held[there].reshape(like.shape) if one_minus else as_matrix(held[there], parameter)
             if torch.promote_types(value.dtype, like.dtype) != like.dtype:
                 raise AxesError(
                     f"conversion: {there!r} of {name} is {value.dtype} and would be rounded to {like.dtype}, which is "
                     f"what a {parameter.dtype} parameter has here"
                 )
-            out[key] = value.to(like.dtype) * sign
-        elif key in ("via.0.norm", "via.0.stats.0.norm"):
-            beta = group["betas"][0 if key == "via.0.norm" else 1]
+            value = value.to(like.dtype)
+            out[key] = 1.0 - value if one_minus else value * -1 if negated else value * 1
+        elif _weights_itself(update, key):
+            out[key] = as_matrix(parameter.detach(), parameter).to(like.dtype, copy=True)
+        elif key in kind.norms:
+            beta = group["betas"][kind.norms[key]]
             out[key] = torch.full(like.shape, 1.0 - beta**count, dtype=like.dtype)
         else:
             raise AxesError(f"conversion: nothing in the checkpoint is {key!r} of {name}")
@@ -262,6 +371,17 @@ def _state_here(
         dtype = torch.int16 if group["master"] == "32bit" else torch.int8
         out[PARAMETER + stored.LOW] = torch.zeros_like(parameter.detach(), dtype=dtype)
     return out
+
+
+def _ours(names: str) -> list[str]:
+    """The names of ours that a tensor of torch is."""
+    return names.removeprefix("1 - ").removeprefix("-").split()
+
+
+def _weights_itself(update: StateUpdate, key: str) -> bool:
+    """Whether a tensor of a state is the weights: of a filter that starts at them."""
+    via = update.filters()
+    return any(key == f"via.{i}.theta" and f.parts().step.start == "W0" for i, f in enumerate(via))
 
 
 def _whole_number(step: Any, name: str) -> int:
@@ -275,7 +395,7 @@ def _whole_number(step: Any, name: str) -> int:
 
 
 def to_torch(optimizer: Optimizer, rule: str | None = None, rounded: bool = False) -> dict[str, Any]:
-    """What the load_state_dict of torch.optim.AdamW, Adam, SGD or Muon continues from.
+    """What the load_state_dict of the optimizer of torch.optim continues from that is the same rule.
 
     rule: which groups of an optimizer with several rules ("muon" or "adamw"); their parameters are numbered from 0.
     rounded: torch.optim keeps state in the dtype of the parameters and rounds what it loads; True agrees to that for
@@ -301,17 +421,17 @@ def to_torch(optimizer: Optimizer, rule: str | None = None, rounded: bool = Fals
         ):
             held = saved["state"].get(place)
             if held:
-                state = _state_there(held, parameter, kind, rounded, f"parameter {index}")
+                state = _state_there(held, parameter, kind, group, rounded, f"parameter {index}")
                 if state:
                     out["state"][index] = state
     return out
 
 
 def _state_there(
-    held: dict[str, Tensor], parameter: Tensor, kind: _Kind, rounded: bool, name: str
+    held: dict[str, Tensor], parameter: Tensor, kind: _Kind, group: Group, rounded: bool, name: str
 ) -> dict[str, Tensor]:
     count = int(held["count"])
-    if count == 0:  # nothing has happened yet
+    if count == 0 and not kind.begins:  # nothing has happened yet
         return {}
     if not rounded and parameter.dtype in (torch.bfloat16, torch.float16):
         raise AxesError(
@@ -324,16 +444,20 @@ def _state_there(
         raise AxesError(f"conversion: torch.optim does not have the further bits of {name}: rounded=True drops them")
     opened = stored.opened(held)
     out: dict[str, Tensor] = {}
-    if "exp_avg" in kind.state:
+    if kind.steps:
         out["step"] = torch.tensor(float(count))
-    for there, ours in kind.state.items():
-        value = opened.get(ours.lstrip("-"))
-        if value is None:  # a filter without memory: torch keeps the last gradient, and never reads it
+    for there, number in kind.numbers.items():
+        out[there] = torch.tensor(number({**group, "lr": group["lr"] * group["lr_scale"]}, count))
+    for there, names in kind.state(group).items():
+        value = opened.get(_ours(names)[0])
+        if names.startswith("1 - "):
+            out[there] = torch.zeros(()) if value is None else 1.0 - value.reshape(())
+        elif value is None:  # a filter without memory: torch keeps the last gradient, and never reads it
             if there == "momentum_buffer":
                 continue
             out[there] = torch.zeros_like(parameter.detach())
         else:
-            out[there] = from_matrix(-value if ours[0] == "-" else value.clone(), parameter)
+            out[there] = from_matrix(-value if names[0] == "-" else value.clone(), parameter)
     return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from axes.core.algorithms import Anchor, Held, Mix, Momentum, Read, Step, Sum
 from axes.core.costs import (
     Alignment,
@@ -16,19 +18,27 @@ from axes.core.costs import (
     SquaredError,
 )
 from axes.core.geometry import (
+    Ball,
     Birkhoff,
     Bounded,
     Cautious,
     Cayley,
+    Composite,
     Eigenbasis,
     Entropic,
     Euclidean,
     FittedFactor,
     InverseRoot,
     Kronecker,
+    LowRank,
     Lq,
     LqLiteral,
+    NormedWhiten,
+    PowerFactors,
+    RankOneWhiten,
+    RelativeStep,
     RotatedWhiten,
+    Shrink,
     SignBall,
     SoftThreshold,
     Spectral,
@@ -49,7 +59,7 @@ from axes.core.monoids import (
     Scalar,
     Zero,
 )
-from axes.core.rates import Per
+from axes.core.rates import Count, Per, maximum, minimum, where
 from axes.core.state_update import OnUpdate, StateUpdate
 
 BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
@@ -61,6 +71,13 @@ def ema(beta: float, **fields: object) -> Step:
 
 def second_moment(beta: float, *, debias: bool = True) -> StateUpdate:
     return StateUpdate(Linear("square"), monoid=Scalar(beta), algorithm=ema(beta, debias=debias))
+
+
+def rank_one(beta: float, **guard: Any) -> RankOneWhiten:
+    """An h that whitens by averages of the squares in rows and columns."""
+    means = ("row-square", "column-square")
+    averages = (StateUpdate(Linear(of), monoid=Scalar(beta), algorithm=ema(beta)) for of in means)  # type: ignore[arg-type]
+    return RankOneWhiten(tuple(averages), **guard)
 
 
 # Chains: affine in the state and its buffers.
@@ -184,6 +201,13 @@ CASCADES = {
             via=(StateUpdate(Linear(), Whiten((second_moment(0.95),)), Scalar(0.9), ema(0.9, debias=True)),),
         ),
     ),
+    "linear attention whitened by rows and columns": StateUpdate(
+        Alignment(),
+        monoid=Scalar("decay"),
+        algorithm=Step(
+            BETA, via=(StateUpdate(Linear(), rank_one(0.8, eps=0.3, guard="floor"), Scalar(0.9), ema(0.9)),)
+        ),
+    ),
     "projected linear attention": StateUpdate(Alignment(), Sphere("rows"), Diagonal("key_decay"), Step(BETA)),
     "ttt": StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(4)), memory=LayerNormMatrix()),
     "ttt mlp": StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(4)), memory=MLP(2)),
@@ -208,6 +232,43 @@ CASCADES = {
 
 # The rest: exact nonlinear recurrences, which only the interpreter computes.
 SEQUENTIAL = {
+    "linear attention that keeps what low rank left out": StateUpdate(
+        Alignment(),
+        monoid=Scalar("decay"),
+        algorithm=Step(
+            via=(
+                StateUpdate(
+                    Linear(),
+                    LowRank((StateUpdate(Linear("state"), PowerFactors(2), Zero(), Step(at=Held(1))),)),
+                    Scalar(0.7),
+                    Step(feedback=0.5),
+                ),
+            )
+        ),
+    ),
+    "delta rule that keeps what a threshold left out": StateUpdate(
+        SquaredError(),
+        algorithm=Step(BETA, via=(StateUpdate(Linear(), SoftThreshold(0.1), algorithm=Step(feedback=1.0)),)),
+    ),
+    "delta rule whose rows shrink after the step": StateUpdate(
+        SquaredError(), Shrink(Per("kept", "row")), algorithm=Step(BETA, lazy=False)
+    ),
+    "delta rule in proportion to the memory": StateUpdate(
+        SquaredError(),
+        algorithm=Step(
+            BETA,
+            via=(StateUpdate(Linear(), TrustRatio(Euclidean(), Per("pull"), 0.5, "parts"), Scalar(0.9), ema(0.9)),),
+        ),
+    ),
+    "max pooling": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(write="max")),
+    "delta rule that keeps the larger": StateUpdate(
+        SquaredError(),
+        monoid=Diagonal("row_decay", side="row"),
+        algorithm=Step(BETA, write="max", via=(Momentum(0.5, "ema"),)),
+    ),
+    "a step that shrinks with the number of the token": StateUpdate(
+        SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA / Count() ** 0.5, via=(Momentum(0.5, "ema"),))
+    ),
     "ttt, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=LayerNormMatrix()),
     "mlp, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=MLP(2)),
     "huber, every token": StateUpdate(Huber(1.0), monoid=Scalar("decay"), algorithm=Step(BETA)),
@@ -243,6 +304,13 @@ DATA = {
     "sgd": StateUpdate(Given(), algorithm=Step(0.1)),
     "heavy ball, decoupled decay": StateUpdate(
         Given(), monoid=Decay(0.01), algorithm=Step(Per("lr"), via=(Momentum(0.9, "sum"),))
+    ),
+    "averaged from the second": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(StateUpdate(Linear(), monoid=Scalar(0.9), algorithm=Step(0.1, debias=True, start="second")),),
+        ),
     ),
     "dampened from the first": StateUpdate(Given(), algorithm=Step(0.1, via=(Momentum(0.9, "ema", start="first"),))),
     "nesterov, coupled decay": StateUpdate(
@@ -370,16 +438,220 @@ DATA = {
         OnUpdate(TrustRatio(Whiten((second_moment(0.95),)))),
         algorithm=Step(0.1, via=(Momentum(0.9, "ema", debias=True),)),
     ),
+    "lamb with decay": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    TrustRatio(Whiten((second_moment(0.95),)), Per("weight_decay"), bounds=(3.0, 4.0)),
+                    Scalar(0.9),
+                    ema(0.9, debias=True),
+                ),
+            ),
+        ),
+    ),
+    "row and column whitening": StateUpdate(
+        Given(),
+        monoid=Decay(0.01),
+        algorithm=Step(0.1, via=(StateUpdate(Linear(), rank_one(0.9, eps=0.1), Zero()),)),
+    ),
+    "row whitening": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                Momentum(0.9, "ema"),
+                StateUpdate(
+                    Linear(), NormedWhiten((StateUpdate(Linear("row-square"), monoid=Scalar(0.7)),), 0.1), Zero()
+                ),
+            ),
+        ),
+    ),
+    "rows that shrink after the step": StateUpdate(
+        Given(), Shrink(Per("kept", "row")), Decay(0.05), Step(0.1, lazy=False, via=(Momentum(0.9, "ema"),))
+    ),
+    "a clipped and relative step": StateUpdate(
+        Given(),
+        monoid=Decay(0.01),
+        algorithm=Step(
+            minimum(0.3, Count() ** -0.5),
+            via=(
+                StateUpdate(
+                    Linear(), RelativeStep(Composite(Ball(0.9, "rms"), rank_one(0.9, eps=0.1)), 1.5), Zero()
+                ),
+            ),
+        ),
+    ),
+    "dion": StateUpdate(
+        Given(),
+        monoid=Decay(0.05),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    LowRank((StateUpdate(Linear("state"), PowerFactors(2), Zero(), Step(at=Held(1))),), "spectral"),
+                    algorithm=Step(feedback=0.2),
+                ),
+            ),
+        ),
+    ),
+    "what clipping left out": StateUpdate(
+        Given(),
+        algorithm=Step(0.1, via=(StateUpdate(Linear(), Ball(0.7), Scalar(0.9), Step(feedback=1.0)),)),
+    ),
+    "entry whitening of a known size": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(), NormedWhiten((StateUpdate(Linear("square"), monoid=Scalar(0.7)),), 0.1, 0.2), Zero()
+                ),
+            ),
+        ),
+    ),
+    "lars": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.5,
+            via=(
+                StateUpdate(Linear(), TrustRatio(Euclidean(), 0.2, 0.3, "parts"), Zero()),
+                Momentum(0.9, "sum"),
+            ),
+        ),
+    ),
     "exponentiated gradient": StateUpdate(Given(), Entropic("row"), algorithm=Step(0.5)),
     "schedule-free": StateUpdate(Given(), algorithm=Step(0.1, at="read", read=Read(0.5, 0.05))),
     "weights between their average and themselves": StateUpdate(
         Given(),
         monoid=Decay(1.0),
-        algorithm=Step(
-            0.2, at="read", via=(StateUpdate(Linear(), algorithm=Step(0.3, start="W0")),), read=Mix(0.7)
-        ),
+        algorithm=Step(0.2, at="read", via=(StateUpdate(Linear(), algorithm=Step(0.3, start="W0")),), read=Mix(0.7)),
     ),
     "gated gradient": StateUpdate(Given(), monoid=Scalar(0.9), algorithm=Step(0.1, at="gated")),
+    "largest second moment": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    Whiten(
+                        (
+                            StateUpdate(
+                                Linear("square", offset=0.1),
+                                monoid=Zero(),
+                                algorithm=Step(
+                                    1.0 / (1.0 - 0.5 ** Count()),
+                                    via=(Momentum(0.5, "ema"), StateUpdate(Linear(), algorithm=Step(write="max"))),
+                                ),
+                            ),
+                        ),
+                        eps=1e-3,
+                    ),
+                    Scalar(0.9),
+                ),
+            ),
+        ),
+    ),
+    "one second moment of two averages": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    Whiten(
+                        (
+                            StateUpdate(Linear("square", raw=True), monoid=Scalar(0.9), algorithm=Step(start=0.5)),
+                            StateUpdate(Linear("drive", raw=True), monoid=Scalar(0.5), algorithm=Step(0.5)),
+                        ),
+                        "centered",
+                        eps=1e-3,
+                    ),
+                    Zero(),
+                    Step(
+                        via=(
+                            Sum(
+                                (
+                                    StateUpdate(
+                                        Linear(),
+                                        Whiten(
+                                            (StateUpdate(Linear("unit"), monoid=Scalar(0.6), algorithm=Step(0.4)),),
+                                            power=1.0,
+                                        ),
+                                        Scalar(0.5),
+                                    ),
+                                    StateUpdate(Linear(), monoid=Scalar(0.9)),
+                                ),
+                                (1.0, 0.3),
+                            ),
+                        ),
+                        read=Mix(where(Count() > 2, 0.8, 0.1)),
+                    ),
+                ),
+            ),
+        ),
+    ),
+    "whitened by what was before": StateUpdate(
+        Given(),
+        algorithm=Step(
+            0.1,
+            via=(
+                StateUpdate(
+                    Linear(),
+                    Whiten(
+                        (StateUpdate(Linear("square"), monoid=Scalar(0.8), algorithm=Step(0.2, read=Read(1.0, 0.0))),),
+                        eps=0.1,
+                        floor=0.6,
+                    ),
+                    Zero(),
+                ),
+                StateUpdate(Linear(), Ball(0.3 * Count() ** 0.5, "max"), Zero()),
+                StateUpdate(
+                    Linear(),
+                    Whiten(
+                        (
+                            StateUpdate(
+                                Linear("white-square"), monoid=Scalar(0.7), algorithm=Step(0.3, read=Read(1.0, 0.0))
+                            ),
+                        ),
+                        power=-0.5,
+                        eps=0.01,
+                        eps_inside=True,
+                    ),
+                    Zero(),
+                ),
+            ),
+        ),
+    ),
+    "average that is not shown": StateUpdate(
+        Given(),
+        monoid=Decay(1.0),
+        algorithm=Step(
+            1.0 / Count(),
+            at="read",
+            via=(StateUpdate(Linear(), algorithm=Step(0.3, start="W0")),),
+            read=Mix(0.0),
+        ),
+    ),
+    "rates by the number of the datum": StateUpdate(
+        Given(),
+        monoid=Decay(where(Count() > 2, 0.1, 0.0)),
+        algorithm=Step(
+            Per("lr") / (1.0 + 0.1 * (Count() - 1.0)),
+            via=(
+                StateUpdate(Linear(), monoid=Scalar(1.0 - 0.7 * Count() ** -0.8), algorithm=Step(0.5 / Count())),
+                Sum(
+                    (StateUpdate(Linear(), monoid=Scalar(0.9)), StateUpdate(Linear())),
+                    (1.0, maximum(0.3, 1.0 / Count())),
+                ),
+                StateUpdate(Linear(), monoid=Scalar(0.5), algorithm=Step(read=Read(0.9 / Count(), 0.4))),
+            ),
+        ),
+    ),
 }
 
 SYSTEMS = {**KEYED, **DATA}

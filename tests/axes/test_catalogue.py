@@ -56,6 +56,17 @@ def test_entry_says_where_it_comes_from(entry: catalogue.Entry) -> None:
     assert entry.cls.__doc__ and len(entry.cls.__doc__) > 40
 
 
+def test_the_table_says_which_matrices_mix() -> None:
+    rows = {line.split("`")[1]: line for line in catalogue.taxonomy().splitlines() if line.startswith("| `")}
+    for name, monoid in (
+        ("hyper-connections", "| GeneralLinear |"),
+        ("mhc", "| GeneralLinear(Birkhoff()) |"),
+        ("jpmhc", "| GeneralLinear(Cayley(scale=0.1, method='closed')) |"),
+        ("jpmhc-mean-preserving", "kind='mean-preserving'"),
+    ):
+        assert monoid in rows[name]
+
+
 def test_names_are_unique() -> None:
     names = [e.name for e in catalogue.entries()]
     assert len(names) == len(set(names))

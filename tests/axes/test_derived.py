@@ -93,9 +93,10 @@ def check_feedback(update: StateUpdate) -> None:
 
     def driven(*theta: Tensor) -> Tensor:
         here = state._replace(theta=theta)
-        rate = resolve(p.step.rate, second)
-        kept = p.memory.act(p.monoid.element(second, rate, theta[0]), theta)
-        u = drive(p, Datum(here, second, rate, kept, here.anchor))
+        datum = update.numbered(state, second)
+        rate = resolve(p.step.rate, datum)
+        kept = p.memory.act(p.monoid.element(datum, rate, theta[0]), theta)
+        u = drive(p, Datum(here, datum, rate, kept, here.anchor))
         return torch.cat([x.flatten() for x in u])
 
     def jacobian(shift: float) -> Tensor:

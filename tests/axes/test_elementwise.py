@@ -29,8 +29,8 @@ SIGN = StateUpdate(Linear(), SignBall(), Zero())
 CUBE = StateUpdate(Linear(), Whiten((SECOND,), "diagonal", power=1 / 3), Zero())
 RULES = {
     "sgd": optim.SGD.declare(0.0),
-    "momentum": optim.SGD.declare(),
-    "nesterov, decoupled": optim.SGD.declare(nesterov=True, decoupled=True),
+    "momentum": optim.SGD.declare(0.9),
+    "nesterov, decoupled": optim.SGD.declare(0.9, nesterov=True, decoupled=True),
     "adam": optim.Adam.declare(),
     "adam without eps": optim.Adam.declare(eps=0.0),
     "adamw": optim.AdamW.declare(),
@@ -141,6 +141,23 @@ def test_trace_says_which_operation_mixes_entries() -> None:
     with pytest.raises(NotElementwise, match="neither an entry nor a number"):
         constant = torch.ones(3, 5)
         trace(lambda v: {"parameter": v["parameter"] + constant}, ("parameter",), ())
+
+
+def test_states_that_take_each_others_places_are_moved_as_if_at_once() -> None:
+    """Two that change places, one behind them, and a sum whose terms read the same entries."""
+
+    def step(v: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        drive = v["g"] * v["n"]
+        mixed = v["n"] * (drive / (v["a"] * v["a"] + 1.0)) + (1.0 - v["n"]) * drive
+        return {"parameter": v["parameter"] + mixed, "a": v["b"], "b": v["a"], "c": v["b"]}
+
+    schedule = Schedule(trace(step, ("parameter", "g", "a", "b", "c"), ("n",)))
+    draw = torch.Generator().manual_seed(0)
+    given = {n: torch.randn(4, 3, generator=draw, dtype=torch.float64) for n in ("parameter", "g", "a", "b", "c")}
+    lists = {n: [x.clone()] for n, x in given.items()}
+    schedule.run([lists[n] for n in schedule.names], schedule.program.numbers({"n": 0.3}))
+    for name, expected in step({**given, "n": torch.tensor(0.3, dtype=torch.float64)}).items():
+        torch.testing.assert_close(lists[name][0], expected)
 
 
 def test_the_program_reads_as_text() -> None:

@@ -35,6 +35,7 @@ from axes.core.geometry import (
     Hypentropy,
     Lq,
     LqLiteral,
+    Shrink,
     SignBall,
     SoftThreshold,
     Spectral,
@@ -68,6 +69,8 @@ INSTANCES: list[Geometry] = [
     SoftThreshold(0.3),
     SoftThreshold(Per("gamma")),
     SoftThreshold(Per("gamma_row", "row")),
+    Shrink(0.4),
+    Shrink(Per("gamma_row", "row")),
     Bounded(),
     Hypentropy(0.5),
     Sphere(),
@@ -87,6 +90,8 @@ INSTANCES: list[Geometry] = [
     Cautious(Euclidean()),
     Cautious(SignBall(), "mean"),
     TrustRatio(Whiten(("v",))),
+    TrustRatio(Whiten(("v",)), decay=0.3, bounds=(0.5, 2.0)),
+    TrustRatio(Euclidean(), 0.3, 0.1, "parts"),
     Birkhoff(),
     Birkhoff(3),
     Cayley(),
@@ -119,6 +124,7 @@ STRICT: list[Geometry] = [
     Lq(),
     Lq(1.5),
     SoftThreshold(0.3),
+    Shrink(0.4),
     Bounded(),
     Hypentropy(0.5),
     Sphere(),
@@ -175,14 +181,15 @@ FIELDS: dict[Any, str] = {
     Lq: "p",
     LqLiteral: "p",
     SoftThreshold: "threshold",
+    Shrink: "factor",
     Bounded: "",
     Hypentropy: "scale",
     Sphere: "axis radius",
     Spectral: "method steps coefficients scale eps precision tolerance form",
     SignBall: "",
-    Whiten: "stats kind power eps eps_inside",
+    Whiten: "stats kind power eps eps_inside floor",
     Cautious: "base variant",
-    TrustRatio: "base",
+    TrustRatio: "base decay coefficient length bounds",
     Birkhoff: "iterations",
     Cayley: "scale kind method",
     Composite: "outer inner",
@@ -204,6 +211,8 @@ def test_capabilities_are_not_fields() -> None:
         ("Lq(1.0)", "above 1"),
         ("Lq(math.nan)", "above 1"),
         ("LqLiteral(math.inf)", "above 1"),
+        ("Shrink(1.0)", "must lie in (0, 1)"),
+        ("Shrink(Per('g', 'key'))", "of shape scalar, row or square"),
         ("SoftThreshold(-0.1)", ">= 0, got -0.1"),
         ("SoftThreshold(Per('g', domain='unit'))", "domain positive"),
         ("Sphere('row')", "axis 'row' is not one of rows"),
@@ -228,8 +237,13 @@ def test_capabilities_are_not_fields() -> None:
         ("Cautious('sign')", "base must be a geometry"),
         ("Cautious(Euclidean(), 'sum')", "variant 'sum'"),
         ("TrustRatio(1.0)", "base must be a geometry"),
+        ("TrustRatio(Euclidean(), -0.1)", "decay must be finite"),
+        ("TrustRatio(Euclidean(), Per('d', 'row'))", "decay must be positive and one number"),
+        ("TrustRatio(Euclidean(), coefficient=0.0)", "coefficient must be positive"),
+        ("TrustRatio(Euclidean(), length='parts')", "without a decay"),
+        ("TrustRatio(Euclidean(), bounds=(2.0, 1.0))", "least < most"),
         ("Birkhoff(0)", "integer >= 1"),
-        ("Birkhoff(2.5)", "integer >= 1"),
+        ("Birkhoff(2.5)", "must be an integer"),
         ("Cayley(0.0)", "scale must be positive"),
         ("Cayley(kind='so')", "kind 'so'"),
         ("Cayley(method='lu')", "method 'lu'"),
@@ -271,7 +285,7 @@ def test_missing_context_and_wrong_shapes_are_named() -> None:
 
 def test_capabilities() -> None:
     assert [type(h).__name__ for h in INSTANCES if h.is_identity] == ["Euclidean", "Lq"]
-    assert {type(h).__name__ for h in INSTANCES if h.linear} == {"Euclidean", "Lq", "Whiten"}
+    assert {type(h).__name__ for h in INSTANCES if h.linear} == {"Euclidean", "Lq", "Shrink", "Whiten"}
     assert Entropic("row").slice_axis == "row" and Entropic("last").slice_axis == "whole"
     assert not Entropic("last").matrix and Entropic().matrix and Whiten(("R",), "right").matrix
     assert Composite(Sphere(), Whiten(("v",))).scale_free and not Composite(Whiten(("v",)), Lq()).scale_free
@@ -840,8 +854,17 @@ def test_whiten_diagonal(seed: int) -> None:
     vector = normal(5)
     assert gap(Whiten(("v",)).primal(vector, Context(stats=(vector**2,))), vector / (vector.abs() + 1e-8)) < 1e-15
     zero = torch.zeros(2, 2)
-    for h in (Whiten(("v",)), Whiten(("v",), eps=0.0), Whiten(("v",), eps=0.0, eps_inside=True)):
+    for h in (Whiten(("v",)), Whiten(("v",), eps=0.0), Whiten(("v",), eps=0.1, eps_inside=True)):
         assert torch.equal(h.primal(zero, Context(stats=(zero,))), zero)
+    floored = torch.maximum(v.sqrt() + 0.1, torch.tensor(0.5, dtype=torch.float64))
+    assert gap(Whiten(("v",), eps=0.1, floor=0.5).primal(theta, context), theta / floored) < 1e-14
+    assert (
+        gap(Whiten(("v",), power=-0.5, eps=0.1, eps_inside=True).primal(theta, context), theta * (v + 0.1).sqrt())
+        < 1e-14
+    )
+    mean = normal(3, 4) * 0.1
+    centered = Whiten(("v", "m"), "centered", eps=0.1).primal(theta, Context(stats=(v, mean)))
+    assert gap(centered, theta / ((v - mean * mean).clamp_min(0).sqrt() + 0.1)) < 1e-14
 
 
 @pytest.mark.parametrize("power", [0.25, 0.5, 1.0])

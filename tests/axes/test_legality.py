@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from axes.core.algorithms import Anchor, Held, Momentum, Read, Step, Sum
 from axes.core.costs import Alignment, CrossEntropy, Given, Huber, HuberSwitch, Linear, Ridge, SquaredError
+from axes.core.declared import Declared, _numbers
 from axes.core.geometry import (
     Cautious,
     Composite,
@@ -88,6 +92,7 @@ REFUSED = {
         "no bias to correct",
     ),
     "first at rate one": (dict(cost=Linear(), monoid=Scalar(0.9), algorithm=Step(start="first")), "its first drive"),
+    "second of a keyed memory": (dict(cost=ALIGN, algorithm=Step(start="second")), "writes at every key"),
     "first of an empty memory": (dict(cost=ALIGN, algorithm=Step(start="first")), "starts at its first"),
     "independent decay at rate one": (
         dict(cost=Given(), monoid=Decay(0.1, independent=True)),
@@ -156,7 +161,7 @@ REFUSED = {
     "statistic with a cost": (dict(cost=ALIGN, h=Whiten((StateUpdate(Given()),))), "statistic's cost"),
     "statistic with a read": (
         dict(cost=ALIGN, h=Whiten((StateUpdate(Linear("square"), algorithm=Step(read=Read(0.5, 0.5))),))),
-        "no read point",
+        "a read point is for those of filters",
     ),
     "statistic of the wrong side": (dict(cost=ALIGN, h=Whiten((StateUpdate(Linear("left")),))), "of the entries"),
     "wrapped statistic of the wrong side": (
@@ -200,7 +205,7 @@ def test_refusal(name: str) -> None:
         (lambda: Step(Per("r", domain="unit")), "positive or real"),
         (lambda: Step(at="then"), "not prev, gated"),
         (lambda: Step(steps=0), "at least 1"),
-        (lambda: Step(start="second"), "not zero, first or W0"),
+        (lambda: Step(start="third"), "start must be zero or first or second or W0 or a number"),
         (lambda: Per("a b"), "letters, digits"),
         (lambda: Per("a", "column"), "shape 'column'"),
         (lambda: Per("a", domain="logs"), "domain 'logs'"),
@@ -339,3 +344,32 @@ def run_or_refuse(parts: strategies.Declaration) -> None:
     first, second = checks.trajectory(update, signal), checks.trajectory(update, signal)
     assert all(bool(x.isfinite().all()) for x in checks.leaves(first) if x.is_floating_point()), update
     assert examples.identical(first, second), update
+
+
+def test_what_holds_a_number_holds_nothing_else() -> None:
+    """Every field of every part that is annotated as one."""
+    stranger = StateUpdate(Given(), algorithm=Step(0.1))
+    seen = 0
+    for cls in sorted(_parts(Declared), key=lambda cls: cls.__name__):
+        if not cls.__module__.startswith("axes.") or not dataclasses.is_dataclass(cls):
+            continue
+        for name in _numbers(cls):
+            part = object.__new__(cls)
+            for field in dataclasses.fields(cls):
+                object.__setattr__(part, field.name, field.default)
+            object.__setattr__(part, name, stranger)
+            with pytest.raises(IllegalUpdate, match=f"{cls.__name__}: .* must be .*(a number|an integer)"):
+                part.__post_init__()
+            seen += 1
+    assert seen > 50
+
+
+def _parts(cls: Any) -> set[Any]:
+    return {cls, *(found for below in cls.__subclasses__() for found in _parts(below))}
+
+
+def test_a_number_is_any_real_one() -> None:
+    assert Step(numpy.float32(0.5)).rate == 0.5 and Step(1).rate == 1  # type: ignore[arg-type]
+    for wrong in (lambda: Step("fast"), lambda: Step(None), lambda: Step(torch.ones(2)), lambda: Step(steps=1.5)):
+        with pytest.raises(IllegalUpdate, match="must be"):
+            wrong()

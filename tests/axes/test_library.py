@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from axes.programs.library import LibraryStep
 RULES: dict[str, Any] = {
     "adam": optim.Adam.declare,
     "adamw": optim.AdamW.declare,
-    "sgd": optim.SGD.declare,
+    "sgd": partial(optim.SGD.declare, momentum=0.9),
 }
 NORMS = {"via.0.norm": 0.3, "via.0.stats.0.norm": 0.05}
 
@@ -105,9 +106,9 @@ def test_what_is_not_torchs_is_left_to_others() -> None:
 OTHERS = [
     optim.NAdam.declare(),
     optim.Lion.declare(),
-    optim.SGD.declare(nesterov=True),
-    optim.SGD.declare(dampening=0.5),
-    optim.SGD.declare(decoupled=True),
+    optim.SGD.declare(0.9, nesterov=True),
+    optim.SGD.declare(0.9, dampening=0.5),
+    optim.SGD.declare(0.9, decoupled=True),
     optim.SGD.declare(momentum=0.0),
 ]
 

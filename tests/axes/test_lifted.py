@@ -58,7 +58,7 @@ def test_the_bits_are_the_same(name: str) -> None:
     (
         (optim.AdamW.declare((0.9, 0.999)), optim.AdamW.declare((0.85, 0.99), eps=1e-6)),
         (optim.SGD.declare(0.9, dampening=0.1), optim.SGD.declare(0.5, dampening=0.3)),
-        (optim.NAdam.declare((0.9, 0.99)), optim.NAdam.declare((0.5, 0.9))),
+        (optim.NAdam.declare((0.9, 0.99), 1e-8, None), optim.NAdam.declare((0.5, 0.9), 1e-8, None)),
         (optim.Lion.declare((0.9, 0.99)), optim.Lion.declare((0.8, 0.95))),
     ),
     ids=("AdamW", "SGD", "NAdam", "Lion"),

@@ -337,3 +337,20 @@ def test_the_largest_entry_of_either_sign_and_what_is_not_a_number() -> None:
         spoiled = a.clone()
         spoiled[1, 0, 1] = bad
         assert is_finite(spoiled).flatten().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 4, 7])
+def test_eigenvectors_of_a_null_space_do_not_depend_on_rounding(rank: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(3, 7, rank, generator=generator, dtype=torch.float64)
+    a, noise = x @ x.mT, torch.randn(3, 7, 7, generator=generator, dtype=torch.float64)
+    rounded = a + 1e-16 * a.abs().amax((-2, -1), keepdim=True) * (noise + noise.mT)
+    one, other = (matrix_roots.eigenvectors(m) for m in (a, rounded))
+    eye = torch.eye(7, dtype=torch.float64).expand(3, 7, 7)
+    torch.testing.assert_close(one.mT @ one, eye, rtol=0, atol=1e-13)
+    turned = one.mT @ a @ one
+    torch.testing.assert_close(turned, torch.diag_embed(torch.linalg.eigvalsh(a)), rtol=0, atol=1e-12 * (1 + rank))
+    torch.testing.assert_close((one.mT @ other).abs(), eye, rtol=0, atol=1e-9)  # up to signs
+    if rank < 6:
+        plain = torch.linalg.eigh(a).eigenvectors.mT @ torch.linalg.eigh(rounded).eigenvectors
+        assert rank == 0 or (plain.abs() - eye).abs().max() > 1e-3

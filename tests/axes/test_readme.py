@@ -18,8 +18,8 @@ def test_readme_example_runs(code: str, capsys: pytest.CaptureFixture[str]) -> N
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
 
 
-def test_readme_has_its_three_examples() -> None:
-    assert len(EXAMPLES) == 3
+def test_readme_has_its_four_examples() -> None:
+    assert len(EXAMPLES) == 4
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)

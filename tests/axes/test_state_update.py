@@ -809,6 +809,27 @@ def test_a_filter_may_start_at_the_weights() -> None:
     torch.testing.assert_close(state.theta[0], x, rtol=0, atol=1e-13)
 
 
+def test_an_average_may_leave_the_first_datum_to_statistics() -> None:
+    """It puts out nothing then, and goes on as if the second datum were its first; a statistic has seen both."""
+    update, gradients = DATA["averaged from the second"], torch.randn(6, 3, 2, dtype=torch.float64)
+    state = update.init({"g": gradients[0]}, (torch.zeros(3, 2, dtype=torch.float64),))
+    w, m = torch.zeros(3, 2, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+    for t, g in enumerate(gradients):
+        state, out = update.step(state, {"g": g})
+        if t:
+            m = 0.9 * m + 0.1 * g
+            w = w - 0.1 * m / (1 - 0.9**t)
+        torch.testing.assert_close(out.weights[0], w, rtol=0, atol=1e-13)
+    squares = StateUpdate(Linear("square"))
+    waiting = StateUpdate(Linear(), Whiten((squares,)), Zero(), Step(start="second"))
+    whole = StateUpdate(Given(), algorithm=Step(via=(waiting,)))
+    state = whole.init({"g": gradients[0]}, (w,))
+    for g in gradients[:2]:
+        state, out = whole.step(state, {"g": g})
+    moved = w - gradients[1] / ((gradients[0] ** 2 + gradients[1] ** 2).sqrt() + 1e-8)
+    torch.testing.assert_close(out.weights[0], moved, rtol=0, atol=1e-13)
+
+
 def test_only_filters_start_at_the_weights() -> None:
     with pytest.raises(IllegalUpdate, match="starts at the weights it is given"):
         StateUpdate(Given(), algorithm=Step(0.1, start="W0"))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from axes.core.algorithms import Anchor, Momentum, Read, Step
-from axes.core.costs import Alignment, Given, Huber, Linear, Ridge, SquaredError
-from axes.core.geometry import Bounded, Cayley, Entropic, Euclidean, SoftThreshold, Sphere
-from axes.core.memory import MLP, List
+from axes.core.costs import Alignment, Given, Huber, Linear, Lp, Ridge, RobustShift, SquaredError
+from axes.core.geometry import Bounded, Cayley, Entropic, Euclidean, Geometry, SignBall, SoftThreshold, Sphere
+from axes.core.memory import MLP, List, Matrix, Memory, Slots
 from axes.core.monoids import (
     DPLR,
     Decay,
@@ -22,10 +22,12 @@ from axes.core.monoids import (
     Product,
     Rotation,
     Scalar,
+    Zero,
 )
-from axes.core.rates import Per
+from axes.core.rates import Count, Per, Signal
 from axes.core.state_update import State, StateUpdate
-from axes.depth import ALL, HyperConnections, mixer
+from axes.depth import ALL, Coefficients, HyperConnections, TupleMixer, mixer
+from axes.depth.static import StaticMixer
 from axes.errors import IllegalUpdate, ShapeError
 
 D, N = 6, 4
@@ -58,6 +60,8 @@ TUPLES = {
     "huber": (StateUpdate(Huber(Per("delta")), algorithm=Step(rate=0.5)), None),
     "sparse": (StateUpdate(Alignment(), SoftThreshold(Per("threshold"))), None),
     "momentum": (StateUpdate(Alignment(), algorithm=Momentum(0.5, "sum")), None),
+    "by the number of the layer": (StateUpdate(Alignment(), algorithm=Step(Per("eta") / Count() ** 0.5)), None),
+    "the larger": (StateUpdate(Alignment(), monoid=Scalar("a"), algorithm=Step(write="max")), None),
     "anchored delta": (StateUpdate(SquaredError(), algorithm=Step(rate=Per("beta"), at=Anchor(3))), None),
     "mean of writes": (StateUpdate(Alignment(), algorithm=Step(debias=True)), None),
     "post-norm streams": (StateUpdate(Alignment(), Sphere("columns", None), Identity(), Step(lazy=False)), None),
@@ -131,7 +135,8 @@ def test_the_streams_are_the_interpreters_state(name: str) -> None:
         x = m.write(x, f(seen), coefficients)
         kept = x.theta[0].mT if isinstance(x, State) else x
         torch.testing.assert_close(kept, state.theta[0].mT, rtol=0, atol=1e-13)
-    assert isinstance(x, State) is (name in ("filter", "momentum", "anchored delta", "mean of writes"))
+    remember = ("filter", "momentum", "anchored delta", "mean of writes", "by the number of the layer")
+    assert isinstance(x, State) is (name in remember)
 
 
 def test_the_delta_rule_along_depth() -> None:
@@ -140,12 +145,68 @@ def test_the_delta_rule_along_depth() -> None:
     m = mixer(update)(D, 0, N, dtype=torch.float64)
     with torch.no_grad():
         m.post.copy_(torch.nn.functional.normalize(torch.randn(N, dtype=torch.float64), dim=0))
+        m.rates["beta"].zero_()  # beta = 1
     x, y = torch.randn(3, N, D, dtype=torch.float64), torch.randn(3, D, dtype=torch.float64)
     new = m.write(x, y, m.read(x)[1])
     post = m.post.detach()
     theirs = x + post[:, None] * (y - torch.einsum("j,bjd->bd", post, x))[:, None, :]
     torch.testing.assert_close(new, theirs, rtol=0, atol=1e-13)
     torch.testing.assert_close(torch.einsum("j,bjd->bd", post, new), y, rtol=0, atol=1e-13)
+
+
+CORRECTING = {
+    "delta": StateUpdate(SquaredError()),
+    "gated": StateUpdate(SquaredError(), monoid=Scalar("a"), algorithm=Step(Per("beta"), at="gated")),
+    "rated": StateUpdate(SquaredError(), algorithm=Step(rate=Per("beta"))),
+    "row rated": StateUpdate(SquaredError(), algorithm=Step(rate=Per("beta", "row"))),
+    "shifted": StateUpdate(RobustShift(1.0), algorithm=Step(rate=Per("beta"))),
+    "ridged": StateUpdate(Ridge(SquaredError(), Per("weight")), algorithm=Step(rate=Per("beta"))),
+    "cubic, implicit": StateUpdate(Lp(3), algorithm=Step(rate=Per("beta"), at="new")),
+}
+
+
+@pytest.mark.parametrize("streams", [2, 4, 8])
+@pytest.mark.parametrize("name", CORRECTING)
+def test_what_corrects_starts_without_amplifying(name: str, streams: int) -> None:
+    """Twelve sublayers at the defaults: differences between streams and their mean both stay as large as they were."""
+    make = mixer(CORRECTING[name])
+    mixers = [make(D, l, streams, dtype=torch.float64) for l in range(12)]
+    x = torch.randn(2, 3, streams, D, dtype=torch.float64, requires_grad=True)
+    now = x
+    for m in mixers:
+        seen, coefficients = m.read(now)
+        now = m.write(now, f(seen), coefficients)
+    assert now.norm() < 2 * x.norm()
+    (gradient,) = torch.autograd.grad((now * torch.randn_like(now)).sum(), x)
+    assert torch.isfinite(gradient).all() and 0 < gradient.norm() < 100 * x.numel() ** 0.5
+
+
+def test_a_gradient_that_outgrows_the_error_needs_an_implicit_step() -> None:
+    for cost in (Lp(3), Ridge(Lp(2.5), 0.1)):
+        with pytest.raises(IllegalUpdate, match=r"grows faster than the error.*use Step\(at='new'\)"):
+            mixer(StateUpdate(cost))
+    mixer(StateUpdate(Lp(3), Sphere("columns", None), Identity(), Step(lazy=False)))  # nothing to outgrow on a sphere
+
+
+@pytest.mark.parametrize("tokens", [N - 1, N, N + 1])
+@pytest.mark.parametrize("memory", [Matrix(), Slots()], ids=repr)
+def test_encoding_streams(memory: Memory, tokens: int) -> None:
+    """S <- S - beta grad |enc(S)^T y - post|^2 / 2, one token after another: the number of tokens is no stream's."""
+    m = mixer(StateUpdate(SquaredError(encode=True), algorithm=Step(rate=Per("beta")), memory=memory))(
+        D, 1, N, dtype=torch.float64
+    )
+    with torch.no_grad():
+        m.post.normal_()
+    x, y = torch.randn(2, tokens, N, D, dtype=torch.float64), torch.randn(2, tokens, D, dtype=torch.float64)
+    new = m.write(x, y, m.read(x)[1])
+    assert new.shape == x.shape
+    for b in range(2):
+        for t in range(tokens):
+            s = x[b, t].clone().requires_grad_()
+            enc = s / s.norm(dim=-1, keepdim=True) if isinstance(memory, Slots) else s
+            loss = (enc @ y[b, t] - m.post.detach()).square().sum() / 2
+            theirs = s.detach() - m.rates["beta"].detach().exp() * torch.autograd.grad(loss, s)[0]
+            torch.testing.assert_close(new[b, t], theirs, rtol=0, atol=1e-12)
 
 
 def test_the_mean_of_all_writes() -> None:
@@ -207,8 +268,12 @@ def test_prenorm_is_derived_and_can_be_overruled() -> None:
     [
         (StateUpdate(Given()), "Given takes its gradient from outside"),
         (StateUpdate(Linear()), "Linear takes its gradient from outside"),
-        (StateUpdate(Alignment(), Entropic("row"), memory=List()), "List memory is not one matrix of streams"),
-        (StateUpdate(SquaredError(), memory=MLP()), "MLP memory is not one matrix of streams"),
+        (StateUpdate(SquaredError(), memory=MLP()), "the adapter has no streams of a MLP memory"),
+        (StateUpdate(Alignment(), Entropic("row")), "does not move with what was written just before: it is constant"),
+        (
+            StateUpdate(Alignment(), algorithm=Step(via=(StateUpdate(Linear(), SignBall(), Zero()),))),
+            "what a sublayer reads does not move with what was written just before: it is constant, or its gradient is",
+        ),
         (StateUpdate(Alignment(), algorithm=Step(read=Read(0.9, 0.1))), "depth reads the state before it writes"),
         (StateUpdate(Alignment(), algorithm=Step(0.5, start="first")), "would replace what entered the network"),
     ],
@@ -219,6 +284,103 @@ def test_tuples_without_meaning_along_depth_say_why(update: StateUpdate, message
     assert message in str(raised.value)
 
 
+def test_what_leaves_in_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TupleMixer, "leave", lambda m, x: x.new_full((*x.shape[:1], 1, 1, N // 2), 0.5))
+    with pytest.raises(IllegalUpdate, match="its output has the shape .* where .2, 3, 4. entered"):
+        mixer(StateUpdate(Alignment()))
+
+
+@pytest.mark.parametrize("h", [Entropic("row"), Euclidean()], ids=repr)
+def test_a_list_along_depth_is_attention_over_what_was_written(h: Geometry) -> None:
+    """A list per token: what entered and every y under the key of its sublayer, read by pre."""
+    update = StateUpdate(Alignment(), h, memory=List(scale=1.0))
+    makes = (mixer(update), mixer(update, per_token=("post",)))  # keys for all tokens and keys of each, in one list
+    mixers = [makes[l % 2](D, l, N, dtype=torch.float64) for l in range(4)]
+    for p in (p for m in mixers for p in m.static_parameters()):
+        torch.nn.init.normal_(p)
+    hidden = torch.randn(2, 3, D, dtype=torch.float64)
+    x, keys, values = mixers[0].expand(hidden), [mixers[0].post], [hidden]
+    for m in mixers:
+        scores = torch.stack([k @ m.pre for k in keys])
+        scores = scores.softmax(0) if isinstance(h, Entropic) else scores
+        seen, coefficients = m.read(x)
+        torch.testing.assert_close(seen, torch.einsum("i,i...->...", scores, torch.stack(values)), rtol=0, atol=1e-12)
+        keys, values = [*keys, m.post], [*values, f(seen)]
+        x = m.write(x, values[-1], coefficients)
+    assert isinstance(x, State) and x.theta[1].shape == (2, 3, 5, D)
+
+
+class KeyedByWhatIsWritten(StaticMixer):
+    update = StateUpdate(Alignment())
+
+    def written(self, y: Tensor, coefficients: Coefficients) -> Signal:
+        return {**coefficients.signal, "v": y, "k": torch.softmax(y[..., :N], -1)}
+
+
+def test_keys_computed_from_what_is_written() -> None:
+    m = KeyedByWhatIsWritten(D, 0, N, dtype=torch.float64)
+    x, y = torch.randn(2, 3, N, D, dtype=torch.float64), torch.randn(2, 3, D, dtype=torch.float64)
+    theirs = x + y[..., :N].softmax(-1)[..., :, None] * y[..., None, :]
+    torch.testing.assert_close(m.write(x, y, m.read(x)[1]), theirs, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_streams_in_fractions(learned: bool) -> None:
+    """r reads and r writes a sublayer, X <- R X + sum_i post_i y_i^T: the monoid acts once."""
+    make, r = mixer(StateUpdate(Alignment(), monoid=GeneralLinear(MIX)), fractions=3), 3
+    m = make(D, 1, 2, dtype=torch.float64, learned_reduce=learned)
+    h = torch.randn(2, 5, D, dtype=torch.float64)
+    start = m.expand(h)
+    assert torch.equal(start, h.unflatten(-1, (r, D // r)).repeat(1, 1, 2, 1))
+    seen, coefficients = m.read(start)
+    torch.testing.assert_close(seen, h, rtol=0, atol=0)
+    torch.testing.assert_close(m.reduce(m.write(start, f(h), coefficients)), h + f(h), rtol=0, atol=1e-12)
+    for p in m.parameters():
+        torch.nn.init.normal_(p)
+    x, y = torch.randn(2, 5, 6, D // r, dtype=torch.float64), torch.randn(2, 5, D, dtype=torch.float64)
+    seen, coefficients = m.read(x)
+    torch.testing.assert_close(seen, torch.einsum("rj,...jd->...rd", m.pre, x).flatten(-2), rtol=0, atol=1e-12)
+    theirs = m.rates["mix"] @ x + torch.einsum("rj,...rd->...jd", m.post, y.unflatten(-1, (r, D // r)))
+    torch.testing.assert_close(m.write(x, y, coefficients), theirs, rtol=0, atol=1e-12)
+    with pytest.raises(ShapeError, match="d_model=7 is not a multiple of fractions=3"):
+        make(7)
+
+
+PER_TOKEN = StateUpdate(SquaredError(), monoid=Diagonal("a"), algorithm=Step(rate=Per("beta")))
+
+
+def test_rates_per_token_and_per_stream() -> None:
+    """Every free parameter moves by a projection of RMSNorm(vec X), through the chart of its domain."""
+    names = ("pre", "post", "a", "beta")
+    make = mixer(PER_TOKEN, per_token=names)
+    m, constant = make(D, 1, N, dtype=torch.float64), mixer(PER_TOKEN)(D, 1, N, dtype=torch.float64)
+    x, y = torch.randn(2, 3, N, D, dtype=torch.float64), torch.randn(2, 3, D, dtype=torch.float64)
+    assert torch.equal(m.write(x, y, m.read(x)[1]), constant.write(x, y, constant.read(x)[1]))
+    assert {n for n, p in m.named_parameters() for q in m.dynamic_parameters() if p is q} == {
+        f"projections.{name}" for name in names
+    }
+    for p in m.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    hat = x.flatten(-2) / (x.flatten(-2).square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    raw = {n: hat @ m.projections[n].mT for n in names}
+    pre, post = m.pre + raw["pre"], m.post + raw["post"]
+    a, beta = torch.sigmoid(m.rates["a"] + raw["a"]), torch.exp(m.rates["beta"] + raw["beta"][..., 0])
+    seen, coefficients = m.read(x)
+    torch.testing.assert_close(seen, torch.einsum("...j,...jd->...d", pre, x), rtol=0, atol=1e-12)
+    error = torch.einsum("...j,...jd->...d", post, x) - y
+    theirs = a[..., None] * x - beta[..., None, None] * post[..., None] * error[..., None, :]
+    torch.testing.assert_close(m.write(x, y, coefficients), theirs, rtol=0, atol=1e-12)
+    with pytest.raises(ShapeError, match="per_token .'gamma'. is not among"):
+        make.__class__(PER_TOKEN, True, per_token=("gamma",))(D)
+
+
+def test_what_enters_may_stand_in_the_first_stream_alone() -> None:
+    m = mixer(StateUpdate(Alignment()), entry="first")(D, 0, N, dtype=torch.float64)
+    h = torch.randn(2, 3, D, dtype=torch.float64)
+    x = m.expand(h)
+    assert torch.equal(x[..., 0, :], h) and not x[..., 1:, :].any() and x.shape == (2, 3, N, D)
+
+
 def test_pairs_need_an_even_number_of_streams() -> None:
     factory = mixer(StateUpdate(Alignment(), monoid=Rotation(Per("angle", "pair", "real"))))
     with pytest.raises(ShapeError, match="n must be even, got 3"):
@@ -227,3 +389,21 @@ def test_pairs_need_an_even_number_of_streams() -> None:
 
 def test_euclidean_is_the_default_geometry_here_too() -> None:
     assert mixer(StateUpdate(Alignment(), Euclidean())) == mixer(StateUpdate(Alignment()))
+
+
+def test_layers_are_counted() -> None:
+    """The k-th write of S + v k^T / k weighs 1/k."""
+    made = mixer(StateUpdate(Alignment(), algorithm=Step(1.0 / Count())))
+    mixers = [made(D, index, streams=N).double() for index in range(3)]
+    hidden, y = (torch.randn(2, 5, D, dtype=torch.float64) for _ in range(2))
+    streams = mixers[0].expand(hidden)
+    written = []
+    for one in mixers:
+        assert isinstance(streams, State)
+        before = streams.theta[0]
+        _, coefficients = one.read(streams)
+        streams = one.write(streams, y, coefficients)
+        assert isinstance(streams, State)
+        written.append((streams.theta[0] - before) / (y[..., None] * coefficients.signal["k"][..., None, :]))
+    for number, weight in enumerate(written, 1):
+        torch.testing.assert_close(weight, torch.full_like(weight, 1.0 / number))

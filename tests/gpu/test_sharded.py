@@ -75,7 +75,7 @@ def same(model: nn.Module, plain: nn.Module, rtol: float, atol: float) -> None:
 
 # rule, and how far rounded gradients carry it: signs and bfloat16 polynomials amplify, so those are compared by hand
 RULES: dict[str, Callable[[Any], optim.Optimizer]] = {
-    "sgd": lambda m: optim.SGD(m, lr=0.1),
+    "sgd": lambda m: optim.SGD(m, lr=0.1, momentum=0.9),
     "adamw": lambda m: optim.AdamW(m, lr=1e-3),
     "adamw-fused": lambda m: optim.AdamW(m, lr=1e-3, fused=True),
     "muon": lambda m: optim.Muon(m, lr=1e-3, precision="input"),

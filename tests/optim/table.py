@@ -21,7 +21,9 @@ class Instance:
     layers: bool = False  # it needs the model
     momentum: str = ""
     lr: float = 1e-2  # for a small network and few steps
+    waits: int = 0  # first steps that move nothing
     lowers: float = 0.8  # to which part of its first value the loss falls in these steps
+    mixes: bool = False  # the entries of a parameter
     transcendental: bool = False  # its link rounds differently in vectorised and scalar loops, in the last bit
 
     def __str__(self) -> str:
@@ -45,15 +47,81 @@ INSTANCES = (
         momentum="momentum",
         lr=0.1,
     ),
+    Instance(
+        optim.QHM,
+        ({"momentum": 0.9}, {"momentum": 0.5, "weight_decay": 0.1, "decoupled": True}),
+        momentum="momentum",
+        lr=0.5,
+    ),
+    Instance(optim.ASGD, ({}, {"lambd": 0.1, "alpha": 0.5, "t0": 1.0, "weight_decay": 0.1}), lr=0.1),
     Instance(optim.RotationalMomentum, ({}, {"weight_decay": 0.1}), matrices=True, momentum="momentum", lr=0.1),
     Instance(optim.ReflectiveMomentum, ({}, {"weight_decay": 0.1}), matrices=True, momentum="momentum", lr=0.1),
     Instance(optim.SignedEG, ({}, {"scale": 0.5, "weight_decay": 0.1}), lr=0.05, transcendental=True),
     Instance(optim.ExponentiatedGradient, ({}, {"scale": 0.5, "weight_decay": 0.1}), lr=0.05, transcendental=True),
-    Instance(optim.Adam, ({}, {"weight_decay": 0.1, "eps": 1e-3}), momentum="betas"),
-    Instance(optim.AdamW, ({}, {"betas": (0.0, 0.9)}), momentum="betas"),
-    Instance(optim.NAdam, ({}, {"betas": (0.8, 0.95), "weight_decay": 0.1}, {"betas": (0.0, 0.9)}), momentum="betas"),
+    Instance(
+        optim.RMSprop,
+        ({}, {"alpha": 0.9, "momentum": 0.9, "weight_decay": 0.1}, {"alpha": 0.9, "centered": True, "eps": 1e-3}),
+        momentum="momentum",
+    ),
+    Instance(optim.Adagrad, ({}, {"lr_decay": 0.1, "initial_accumulator_value": 0.3, "weight_decay": 0.1}), lr=3e-2),
+    Instance(optim.Adadelta, ({"eps": 1e-3}, {"rho": 0.5, "eps": 1e-2, "weight_decay": 0.1}), lr=1.0),
+    Instance(optim.Adam, ({}, {"weight_decay": 0.1, "eps": 1e-3}, {"amsgrad": True}), momentum="betas"),
+    Instance(optim.AdamW, ({}, {"betas": (0.0, 0.9)}, {"amsgrad": True}), momentum="betas"),
+    Instance(optim.AMSGrad, ({}, {"betas": (0.5, 0.5), "weight_decay": 0.1}), momentum="betas"),
+    Instance(optim.Adamax, ({}, {"betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}), momentum="betas"),
+    Instance(
+        optim.NAdam,
+        (
+            {},
+            {"betas": (0.8, 0.95), "weight_decay": 0.1, "decoupled_weight_decay": True, "momentum_decay": None},
+            {"betas": (0.0, 0.9)},
+        ),
+        momentum="betas",
+    ),
+    Instance(
+        optim.RAdam,
+        ({"betas": (0.9, 0.9)}, {"betas": (0.8, 0.8), "weight_decay": 0.1, "decoupled_weight_decay": True}, {}),
+        momentum="betas",
+        lr=0.1,
+    ),
+    Instance(
+        optim.QHAdam,
+        ({}, {"betas": (0.8, 0.9), "nus": (0.5, 0.5), "weight_decay": 0.1}, {"nus": (0.0, 1.0), "decoupled": True}),
+        momentum="betas",
+    ),
+    Instance(optim.AdEMAMix, ({}, {"betas": (0.8, 0.9, 0.99), "warmup": 5.0, "weight_decay": 0.1})),
+    Instance(optim.LaProp, ({}, {"betas": (0.0, 0.9), "eps": 1e-3, "weight_decay": 0.1}), momentum="betas"),
+    Instance(
+        optim.ADOPT,
+        ({}, {"betas": (0.5, 0.9), "decoupled": True, "weight_decay": 0.1}, {"clip_exponent": None}),
+        momentum="betas",
+        lr=3e-2,
+        waits=1,
+    ),
+    Instance(optim.MARS, ({}, {"gamma": 0.0, "weight_decay": 0.1}), momentum="betas", mixes=True),
     Instance(optim.SignSGD, ({}, {"momentum": 0.9, "weight_decay": 0.1}), momentum="momentum", lr=3e-3),
     Instance(optim.Lion, ({}, {"betas": (0.9, 0.9), "weight_decay": 0.1}), momentum="betas", lr=3e-3),
+    Instance(
+        optim.LARS,
+        ({}, {"nesterov": True, "coefficient": 0.1, "weight_decay": 0.1}),
+        momentum="momentum",
+        lr=10.0,
+        mixes=True,
+    ),
+    Instance(
+        optim.LAMB,
+        ({}, {"bounds": (0.5, 2.0), "bias_correction": False, "weight_decay": 0.1}, {"adapt": False}),
+        momentum="betas",
+        lr=3e-2,
+        mixes=True,
+    ),
+    Instance(
+        optim.Adafactor,
+        ({}, {"momentum": 0.8, "guard": "added", "eps": (1e-30, 1e-2)}, {"schedule": False, "relative": False}),
+        momentum="momentum",
+        lr=3e-2,
+        mixes=True,
+    ),
     Instance(
         optim.FrankWolfe,
         ({}, {"norm": "rows", "betas": (0.9, 0.99)}, {"norm": "frobenius", "betas": (0.0, 0.0), "radius": 5.0}),
@@ -76,6 +144,19 @@ INSTANCES = (
         ({"precision": "input"}, {"nesterov": False, "beta2": 0.8, "scale": "original", "precision": "input"}),
         matrices=True,
         momentum="momentum",
+        lr=3e-2,
+    ),
+    Instance(
+        optim.AdaMuon,
+        ({"precision": "input"}, {"sign": False, "nesterov": False, "beta2": 0.8, "precision": "input"}),
+        matrices=True,
+        momentum="momentum",
+        lr=3e-2,
+    ),
+    Instance(
+        optim.Dion,
+        ({}, {"momentum": 0.5, "divisor": 3, "scale": "match_rms_adamw"}),
+        matrices=True,
         lr=3e-2,
     ),
     Instance(
@@ -111,7 +192,7 @@ INSTANCES = (
         momentum="momentum",
     ),
 )
-ENTRYWISE = tuple(i for i in INSTANCES if not i.matrices and not i.layers)  # rules that act entry by entry
+ENTRYWISE = tuple(i for i in INSTANCES if not (i.matrices or i.layers or i.mixes))  # rules that act entry by entry
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""NAdam beside the formula it is defined by and beside torch, whose momentum schedule and bias correction differ."""
+"""NAdam with a constant momentum, beside its formula and beside torch, whose bias correction differs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from axes import optim
 
+PLAIN: dict[str, Any] = {"momentum_decay": None, "decoupled_weight_decay": True}
 BETAS = [(0.9, 0.999), (0.5, 0.9), (0.0, 0.9)]
 
 
@@ -41,14 +42,14 @@ def test_nadam_against_its_formula(betas: tuple[float, float], foreach: bool) ->
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
         ahead = (b1 * m + (1 - b1) * g) / (1 - b1 ** (t + 1))
         w = (1 - lr * decay) * w - lr * ahead / ((v / (1 - b2**t)).sqrt() + eps)
-    ours = walk(lambda p: optim.NAdam([p], lr=lr, betas=betas, eps=eps, weight_decay=decay, foreach=foreach))
+    ours = walk(lambda p: optim.NAdam([p], lr=lr, betas=betas, eps=eps, weight_decay=decay, foreach=foreach, **PLAIN))
     torch.testing.assert_close(ours, w, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("betas", [(0.5, 0.9), (0.0, 0.9)])
 def test_nadam_is_torch_nadam_once_the_bias_is_gone(betas: tuple[float, float]) -> None:
     """A large momentum_decay makes torch's schedule constant; 60 steps with lr = 0 let beta1^t vanish."""
-    ours = walk(lambda p: optim.NAdam([p], lr=0.05, betas=betas, weight_decay=0.1), silent=60)
+    ours = walk(lambda p: optim.NAdam([p], lr=0.05, betas=betas, weight_decay=0.1, **PLAIN), silent=60)
     theirs = walk(
         lambda p: torch.optim.NAdam(
             [p], lr=0.05, betas=betas, weight_decay=0.1, decoupled_weight_decay=True, momentum_decay=1e9
@@ -62,7 +63,7 @@ def test_on_a_constant_gradient_the_first_step_is_lr_and_torch_overshoots() -> N
     """torch divides its fresh gradient by 1 - b instead of 1 - b^2; it keeps the product of the b's in float32."""
     g = torch.tensor([1.0, -3.0], dtype=torch.float64)
     makes: list[tuple[Any, float, float]] = [
-        (lambda p: optim.NAdam([p], lr=0.1, eps=0.0), 1.0, 1e-14),
+        (lambda p: optim.NAdam([p], lr=0.1, eps=0.0, **PLAIN), 1.0, 1e-14),
         (lambda p: torch.optim.NAdam([p], lr=0.1, eps=0.0, momentum_decay=1e9), 1 + 0.9 / 1.9, 1e-7),
     ]
     for make, size, tolerance in makes:
@@ -73,4 +74,4 @@ def test_on_a_constant_gradient_the_first_step_is_lr_and_torch_overshoots() -> N
 
 
 def test_without_momentum_it_is_adamw_without_momentum() -> None:
-    assert optim.NAdam.declare((0.0, 0.9)) == optim.AdamW.declare((0.0, 0.9))
+    assert optim.NAdam.declare((0.0, 0.9), **PLAIN) == optim.AdamW.declare((0.0, 0.9))

@@ -22,6 +22,10 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "nan lr": (lambda: optim.SGD(layer(), lr=float("nan")), "lr must be a finite number >= 0"),
     "lr as text": (lambda: optim.SGD(layer(), lr="fast"), "lr must be a finite number >= 0, got 'fast'"),
     "two rates": (lambda: optim.SGD(layer(), lr=torch.ones(2)), "must have one element"),
+    "odd width": (
+        lambda: optim.RotationalMomentum(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))),
+        r"'rotational' does not take 1.weight of shape \(2, 3\), a matrix of 3 columns: .* must be even",
+    ),
     "negative decay": (lambda: optim.AdamW(layer(), weight_decay=-0.1), "weight_decay must be"),
     "momentum": (lambda: optim.SGD(layer(), momentum=1.0), r"momentum must lie in \[0, 1\)"),
     "nesterov": (lambda: optim.SGD(layer(), momentum=0.0, nesterov=True), "nesterov needs momentum > 0"),
@@ -35,7 +39,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "shampoo beta": (lambda: optim.Shampoo(layer(), betas=(0.9, 1.5)), "beta2 must lie"),
     "shampoo exponent": (lambda: optim.Shampoo(layer(), exponent=0.0), "power must be positive"),
     "reduction": (lambda: optim.NaturalGradient(layer(), reduction="max"), "reduction 'max'"),
-    "fused": (lambda: optim.AdamW(layer(), fused=True), "needs parameters on a CUDA device"),
     "differentiable": (lambda: optim.AdamW(layer(), differentiable=True), r"axes\.core\.reference\.run"),
     "two ways": (lambda: optim.AdamW(layer(), fused=True, foreach=True), "two ways to do the same"),
     "fused matrices": (lambda: optim.Muon(layer(), fused=True), "rule 'muon' mixes entries"),

@@ -1,7 +1,7 @@
 """The default where generated kernels run: the kernel's arithmetic, and in everything else what it is elsewhere.
 
 Kernels run in Triton's interpreter, in processes of their own, with `_generated` set to say that they do. It rounds to
-bfloat16 by truncation, and lacks transcendental functions.
+bfloat16 by truncation, and lacks transcendental functions but for powers of positive numbers.
 """
 
 from __future__ import annotations

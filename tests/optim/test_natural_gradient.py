@@ -1,5 +1,8 @@
 """The factored and the exact natural gradient against Fisher and Gauss-Newton matrices built by autograd."""
 
+import copy
+import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -264,3 +267,55 @@ def test_what_cannot_work_is_said() -> None:
         p.grad = torch.zeros_like(p)
     with pytest.raises(AxesError, match="no layer inputs were collected for '0.weight'"):
         factored.step()
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+WATCHING: dict[str, Callable[[nn.Module], Any]] = {
+    "natural gradient": optim.NaturalGradient,
+    "eigenvalues too": optim.EKFAC,
+    "least squares": optim.RecursiveLeastSquares,
+    "exact": optim.ExactNaturalGradient,
+}
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("make", WATCHING.values(), ids=WATCHING)
+def test_hooks_go_with_their_optimizer(make: Callable[[nn.Module], Any]) -> None:
+    model, (x, y) = network(), data(4)
+    for _ in range(3):
+        optimizer = make(model)
+        one = hooks(model)
+        half_square(model(x), y).backward()
+        optimizer.step()
+        del optimizer
+        gc.collect()
+        assert one > 0 and hooks(model) == 0
+
+
+@pytest.mark.parametrize("make", WATCHING.values(), ids=WATCHING)
+def test_hooks_are_removed_when_asked(make: Callable[[nn.Module], Any]) -> None:
+    model, (x, y) = network(), data(4)
+    optimizer, other = make(model), make(model)
+    both = hooks(model)
+    optimizer.remove_hooks()
+    optimizer.remove_hooks()
+    assert 2 * hooks(model) == both
+    half_square(model(x), y).backward()
+    other.step()
+    with pytest.raises(AxesError, match=r"hooks were removed|was not called"):
+        optimizer.step()
+
+
+def test_a_copied_model_does_not_feed_the_optimizer_of_the_original() -> None:
+    """A model with hooks is copied and pickled as one without."""
+    model, (x, y) = network(), data(4)
+    optimizer = optim.NaturalGradient(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        half_square(twin(x), y).backward()
+    assert optimizer._layers is not None and not optimizer._layers.found
+    half_square(model(x), y).backward()
+    assert len(optimizer._layers.found) == 2

@@ -222,14 +222,14 @@ ROUTING = [i.cls for i in INSTANCES if i.matrices]
 
 @pytest.mark.parametrize("cls", ROUTING, ids=lambda cls: cls.name)
 def test_a_matrix_rule_without_a_matrix_raises(cls: Any) -> None:
-    main, auxiliary = (group["rule"] for group in cls(nn.Sequential(nn.Linear(3, 4)), lr=0.1).param_groups)
+    main, auxiliary = (group["rule"] for group in cls(nn.Sequential(nn.Linear(4, 3)), lr=0.1).param_groups)
     found = f"found no matrix for rule '{main}' among 3 parameters, so that all would take '{auxiliary}'"
     with pytest.raises(AxesError, match=f"{found}.*'mix', 'w.0' .of Mixer.*'gain' .vector.*rules=") as raised:
         cls(Mixer(), lr=0.1)
     assert cls.__name__ in str(raised.value)
     with pytest.raises(AxesError, match="found no matrix"):
         cls(nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4)))
-    named = cls([{"params": [nn.Parameter(torch.ones(3))], "rule": auxiliary}], model=nn.Linear(3, 4))
+    named = cls([{"params": [nn.Parameter(torch.ones(3))], "rule": auxiliary}], model=nn.Linear(4, 3))
     assert [row.rule for row in named.report().rows] == [auxiliary]  # whoever names the rule has said it
 
 

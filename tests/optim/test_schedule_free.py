@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 from torch import Tensor, nn
 
@@ -68,9 +69,9 @@ def test_x_is_the_weighted_mean_of_the_start_and_all_z(power: float, foreach: bo
     ids=["adamw", "lion", "cautious adamw", "muon"],
 )
 def test_any_rule_goes_inside(inside: Any) -> None:
-    """z moves as the rule alone would on the same gradients."""
+    """With its decay at z, z moves as the rule alone would on the same gradients."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)).double()
-    optimizer = optim.ScheduleFree(model, lr=0.01, weight_decay=0.1, rule=inside)
+    optimizer = optim.ScheduleFree(model, lr=0.01, weight_decay=0.1, rule=inside, decay_at="z")
     weight = model[1].weight
     alone = nn.Parameter(weight.detach().clone())
     rule = optim.AdamW.declare((0.0, 0.999)) if inside is None else inside
@@ -85,6 +86,59 @@ def test_any_rule_goes_inside(inside: Any) -> None:
         optimizer.step()
         plain.step()
         torch.testing.assert_close(optimizer.state[weight]["via.0.theta"], alone.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("inside", ["adamw", "lion", "heavy ball", "plain"])
+def test_decay_is_of_the_point_where_the_gradient_is(inside: str, foreach: bool) -> None:
+    """z = (rule without decay on z) - lr wd y."""
+    rule = {
+        "adamw": optim.AdamW.declare((0.0, 0.999)),
+        "lion": optim.Lion.declare(),
+        "heavy ball": optim.SGD.declare(0.9, decoupled=True),
+        "plain": optim.SGD.declare(0.0, decoupled=True),
+    }[inside]
+    lr, decay, beta = 0.05, 0.3, 0.8
+    p, z = nn.Parameter(start()), nn.Parameter(start())
+    optimizer = optim.ScheduleFree([p], lr, beta=beta, weight_decay=decay, rule=rule, foreach=foreach)
+    alone = optim.optimizer(rule)([z], lr=lr, weight_decay=0.0)
+    x = y = start()
+    for t in range(STEPS):
+        p.grad = at(p.detach(), t)
+        z.grad = at(y, t)
+        optimizer.step()
+        alone.step()
+        with torch.no_grad():
+            z -= lr * decay * y
+        x = x + (z.detach() - x) / (t + 2)
+        y = beta * x + (1 - beta) * z.detach()
+        torch.testing.assert_close(p.detach(), y, rtol=0, atol=1e-13)
+
+
+def test_a_coupled_decay_is_of_that_point_too() -> None:
+    p, q = nn.Parameter(start()), nn.Parameter(start())
+    decayed = optim.ScheduleFree([p], 0.05, rule=optim.SGD.declare(0.9), weight_decay=0.3)
+    plain = optim.ScheduleFree([q], 0.05, rule=optim.SGD.declare(0.9))
+    for t in range(STEPS):
+        p.grad, q.grad = at(p.detach(), t), at(q.detach(), t) + 0.3 * q.detach()
+        decayed.step()
+        plain.step()
+    torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=1e-13)
+
+
+def test_the_authors_form_as_published_in_pytorch_optimizer() -> None:
+    """Where the start counts as in theirs: not at all."""
+    p, q = nn.Parameter(start()), nn.Parameter(start())
+    theirs = pytorch_optimizer.ScheduleFreeAdamW([q], 0.05, (0.9, 0.99), weight_decay=0.3)
+    theirs.train()
+    rule = wrappers.schedule_free(optim.AdamW.declare((0.0, 0.99)), 0.9)
+    ours = optim.optimizer(rule)([p], lr=0.05, weight_decay=0.3, average=1.0)
+    for t in range(STEPS):
+        ours.param_groups[0]["average"] = 1 / (t + 1)
+        p.grad, q.grad = at(p.detach(), t), at(q.detach(), t)
+        ours.step()
+        theirs.step()
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=1e-13)
 
 
 def test_an_average_is_not_stepped() -> None:
@@ -131,6 +185,7 @@ def test_a_run_continues_from_its_state() -> None:
     [
         ({"beta": 1.0}, r"\(0, 1\)"),
         ({"lr_power": -1.0}, "lr_power"),
+        ({"decay_at": "x"}, "not y or z"),
         ({"rule": optim.SignedEG.declare()}, "keeps and shows"),
         ({"rule": wrappers.schedule_free(optim.AdamW.declare())}, "keeps and shows"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -38,7 +39,8 @@ def feed(optimizer: torch.optim.Optimizer, ps: list[nn.Parameter], gradients: li
 
 
 def shampoo(ps: list[nn.Parameter], **options: Any) -> optim.Shampoo:
-    return optim.Shampoo([{"params": ps, "rule": "shampoo"}], **{"lr": 0.05, "weight_decay": 0.0, **options})
+    given = {"lr": 0.05, "weight_decay": 0.0, "damping": 0.0, **options}
+    return optim.Shampoo([{"params": ps, "rule": "shampoo"}], **given)
 
 
 def gap(a: list[Tensor], b: list[Tensor]) -> float:
@@ -128,6 +130,35 @@ def test_between_refreshes_nothing_is_factored(monkeypatch: pytest.MonkeyPatch) 
             feed(optimizer, ps, stream(ps, 3))
 
 
+@pytest.mark.parametrize(
+    ("betas", "exponent", "close", "before"), [((0.9, 1.0), 0.25, 1e-4, 5e-3), ((0.0, 0.95), 0.5, 5e-2, 0.3)]
+)
+@pytest.mark.parametrize("shape", [(8, 8), (64, 64), (64, 32)])
+def test_rounding_is_not_whitened_where_gradients_have_low_rank(
+    shape: tuple[int, int], betas: tuple[float, float], exponent: float, close: float, before: float
+) -> None:
+    """float32 beside float64 at rank 1: with the damping relative to what rounding is relative to, and with none."""
+    generator = torch.Generator().manual_seed(0)
+    m, n = shape
+    gradients = [torch.randn(m, 1, generator=generator) @ torch.randn(1, n, generator=generator) for _ in range(4)]
+
+    def moves(dtype: torch.dtype, **options: Any) -> list[Tensor]:
+        p = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        optimizer = optim.Shampoo([{"params": [p], "rule": "shampoo"}], 1.0, betas, exponent, **options)
+        seen = [p.detach().clone()]
+        for g in gradients:
+            p.grad = g.to(dtype)
+            optimizer.step()
+            seen.append(p.detach().clone())
+        return [(b - a).double() for a, b in itertools.pairwise(seen)]
+
+    def apart(**options: Any) -> float:
+        pairs = zip(moves(torch.float32, **options), moves(torch.float64, **options), strict=True)
+        return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+    assert apart() < close < before < apart(eps=1e-12, damping=0.0)
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +228,7 @@ def test_ill_conditioned_statistics_keep_float32_finite() -> None:
 def test_options_that_make_no_sense_are_refused() -> None:
     refused: dict[str, dict[str, Any]] = {
         "every must be at least 1": {"refresh": 0},
-        "needs damping >= 1e-07": {"method": "newton"},
+        "needs damping >= 1e-07": {"method": "newton", "damping": 1e-8},
         "needs damping >= 0.01": {"method": "newton", "damping": 1e-4, "refresh_precision": "tf32"},
         r"takes powers 1, 1/2, 1/3": {"method": "newton", "damping": 1e-4, "exponent": 0.3},
         "is not one of eigh, newton": {"method": "svd"},

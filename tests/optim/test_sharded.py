@@ -277,9 +277,11 @@ def tensor_parallel(folder: Path) -> None:
 def layers_in_tensor_parallel_are_refused(folder: Path) -> None:
     model = _mlp()
     parallelize_module(model, processes(2), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optim.NaturalGradient(model, lr=1e-2)
+    optimizer = optim.NaturalGradient(model, lr=1e-2)
     with pytest.raises(AxesError, match="tensor parallel"):
         model(torch.randn(4, 6, dtype=torch.float64))
+    optimizer.remove_hooks()
+    model(torch.randn(4, 6, dtype=torch.float64))
 
 
 def _grid(folder: Path) -> None:

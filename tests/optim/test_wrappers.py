@@ -12,6 +12,7 @@ import pytorch_optimizer
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytorch_optimizer.optimizer.grokfast import gradfilter_ema, gradfilter_ma
 from torch import Tensor, nn
 
 from axes import optim
@@ -28,6 +29,7 @@ from axes.optim.rules import wrappers
 LR = Per("lr")
 PLAIN = StateUpdate(Given(), algorithm=Step(LR))
 HEAVY = StateUpdate(Given(), algorithm=Step(LR, via=(Momentum(0.9, "ema"),)))
+NADAM = optim.NAdam.declare(momentum_decay=None, decoupled_weight_decay=True)
 ADAM = wrappers.undecayed(optim.AdamW.declare())
 STEPS = 30
 
@@ -93,7 +95,7 @@ def test_decays_make_the_named_optimizers() -> None:
     assert wrappers.decoupled(ADAM) == optim.AdamW.declare()
     assert wrappers.coupled(ADAM) == optim.Adam.declare()
     assert wrappers.decoupled(wrappers.undecayed(optim.Lion.declare())) == optim.Lion.declare()
-    assert wrappers.undecayed(optim.SGD.declare()) == wrappers.undecayed(optim.SGD.declare(decoupled=True))
+    assert wrappers.undecayed(optim.SGD.declare(0.9)) == wrappers.undecayed(optim.SGD.declare(0.9, decoupled=True))
 
 
 def test_coupled_and_decoupled_decay_are_torchs() -> None:
@@ -246,21 +248,22 @@ def test_clipping_is_torchs_parameter_by_parameter(norm: Any) -> None:
 
 
 def test_nesterov_makes_the_named_optimizers() -> None:
-    assert wrappers.nesterov(optim.AdamW.declare()) == optim.NAdam.declare()
-    assert wrappers.nesterov(optim.SGD.declare()) == optim.SGD.declare(nesterov=True)
+    assert wrappers.nesterov(optim.AdamW.declare()) == NADAM
+    assert wrappers.nesterov(optim.SGD.declare(0.9)) == optim.SGD.declare(0.9, nesterov=True)
     assert wrappers.nesterov(optim.Muon.declare(nesterov=False)) == optim.Muon.declare()
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_schedule_free_against_its_recursion(foreach: bool) -> None:
+@pytest.mark.parametrize("decay_at", ["y", "z"])
+def test_schedule_free_against_its_recursion(decay_at: Any, foreach: bool) -> None:
     beta, c, lr, decay = 0.9, 0.05, 0.05, 0.1
     x = z = start()
     y, adam = x, Adam()
     for g in gradients():
-        z = (1 - lr * decay) * z - lr * adam(g + 0.3 * y)
+        z = z - lr * decay * (y if decay_at == "y" else z) - lr * adam(g + 0.3 * y)
         x = (1 - c) * x + c * z
         y = beta * x + (1 - beta) * z
-    update = wrappers.schedule_free(optim.AdamW.declare(), beta, c)
+    update = wrappers.schedule_free(optim.AdamW.declare(), beta, c, decay_at)
     p = nn.Parameter(start())
     optimizer = optim.optimizer(update)([p], foreach=foreach, lr=lr, weight_decay=decay)
     close(run(optimizer, p), y)
@@ -284,11 +287,11 @@ def test_what_cannot_act_is_refused() -> None:
     with pytest.raises(AxesError, match="has none"):
         wrappers.nesterov(PLAIN)
     with pytest.raises(AxesError, match="read elsewhere"):
-        wrappers.nesterov(optim.NAdam.declare())
+        wrappers.nesterov(NADAM)
     with pytest.raises(AxesError, match="constant retention"):
         wrappers.nesterov(optim.SignSGD.declare())
     with pytest.raises(AxesError, match="no read point"):
-        wrappers.grafting(adamw, optim.NAdam.declare())
+        wrappers.grafting(adamw, NADAM)
     with pytest.raises(AxesError, match="same filters"):
         wrappers.grafting(wrappers.clipped(adamw), PLAIN)
     with pytest.raises(AxesError, match="side by side"):
@@ -308,6 +311,60 @@ def test_wrappers_go_inside_a_rotational_update() -> None:
     assert isinstance(inside.filters()[-1].h, ConstantNorm)
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_query_key_clip_scales_heads_after_the_step(foreach: bool) -> None:
+    """Beside Muon with the rows scaled by hand, to rounding, and beside pytorch_optimizer's MuonClip."""
+    given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "foreach": foreach}
+    generator = torch.Generator().manual_seed(1)
+    starts = [torch.randn(6, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+    mine, plain, theirs = ([nn.Parameter(x.clone()) for x in starts] for _ in range(3))
+    rule = optim.optimizer(wrappers.query_key_clip(optim.Muon.declare(0.9, False)))
+    ours = rule([{"params": [p], "rule": "matrix"} for p in mine], kept=1.0, **given)
+    muon = optim.Muon([{"params": [p], "rule": "muon"} for p in plain], momentum=0.9, nesterov=False, **given)
+    named = [{"qk_clip": "query", "attention_name": "a"}, {"qk_clip": "key", "attention_name": "a"}, {}]
+    groups = [{"params": [p], "use_muon": True, **n} for p, n in zip(theirs, named, strict=True)]
+    clip = pytorch_optimizer.MuonClip(groups, momentum=0.9, qk_clip_threshold=100.0, **given)
+    for t in range(6):
+        logits = torch.tensor([90.0, 130.0 + t], dtype=torch.float64)
+        for three in zip(mine, plain, theirs, strict=True):
+            g = torch.randn(6, 8, generator=generator, dtype=torch.float64)
+            for p in three:
+                p.grad = g.clone()
+        for group in ours.param_groups[:2]:
+            group["kept"] = wrappers.head_factors(logits, 6)
+        ours.step()
+        muon.step()
+        clip.step(attention_max_logits={"a": logits})
+        for p in plain[:2]:
+            p.data[3:] *= (100 / (130 + t)) ** 0.5
+    for p, q, r in zip(mine, plain, theirs, strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=1e-14)
+        torch.testing.assert_close(p.detach(), r.detach(), rtol=0, atol=2e-3)  # sums in bfloat16, where ours averages
+    assert float(mine[0].detach()[3:].norm()) < 0.5 * float(mine[2].detach()[3:].norm())
+
+
+def test_query_key_clip_refuses_what_it_cannot_scale() -> None:
+    with pytest.raises(AxesError, match="keep and show them"):
+        wrappers.query_key_clip(optim.SignedEG.declare())
+    with pytest.raises(AxesError, match="keep and show them"):
+        wrappers.query_key_clip(wrappers.schedule_free(optim.AdamW.declare(), 0.8, 0.2))
+    with pytest.raises(AxesError, match="7 rows are not a whole number"):
+        wrappers.head_factors(torch.ones(2), 7)
+    with pytest.raises(AxesError, match="share in"):
+        wrappers.head_factors(torch.ones(2), 6, share=2.0)
+    torch.testing.assert_close(
+        wrappers.head_factors(torch.tensor([400.0, -5.0]), 4, share=1.0), torch.tensor([0.25, 0.25, 1.0, 1.0])
+    )
+
+
+def test_a_decay_inside_a_trust_ratio_is_not_joined_by_another() -> None:
+    for rule in (optim.LAMB.declare(), optim.LARS.declare()):
+        for change in (wrappers.decoupled, wrappers.coupled, wrappers.undecayed, wrappers.rotational):
+            with pytest.raises(AxesError, match="inside its trust ratio"):
+                change(rule)
+    assert wrappers.undecayed(optim.LAMB.declare(adapt=False)) == wrappers.undecayed(optim.AdamW.declare(eps=1e-6))
+
+
 # ---- composition -----------------------------------------------------------------------------------------------------
 
 RULES = {cls.name: cls.update for cls in optim.ALL if not (keyed(cls.update) or needs_layers(cls.update))}
@@ -315,6 +372,7 @@ RULES = {cls.name: cls.update for cls in optim.ALL if not (keyed(cls.update) or 
 RULES |= {
     "muon": optim.Muon.declare(precision="input"),
     "normuon": optim.NorMuon.declare(precision="input"),
+    "adamuon": optim.AdaMuon.declare(precision="input"),
     "soap": optim.SOAP.declare(eps=1e-3),
 }
 WRAPPERS: dict[str, Callable[[StateUpdate], StateUpdate]] = {
@@ -329,9 +387,11 @@ WRAPPERS: dict[str, Callable[[StateUpdate], StateUpdate]] = {
     "rotational": wrappers.rotational,
     "rotational rows": lambda u: wrappers.rotational(u, "rows"),
     "clipped": lambda u: wrappers.clipped(u, 0.5),
+    "clipped by all": lambda u: wrappers.clipped(u, 0.1, "all"),
     "clipped max": lambda u: wrappers.clipped(u, 0.1, "max"),
     "nesterov": wrappers.nesterov,
     "schedule-free": lambda u: wrappers.schedule_free(u, 0.8, 0.2),
+    "query-key clip": wrappers.query_key_clip,
 }
 SHAPE = (3, 4)
 
@@ -342,6 +402,7 @@ def descend(update: StateUpdate, foreach: bool) -> list[Tensor]:
     ps = [nn.Parameter(torch.rand(SHAPE, generator=generator, dtype=torch.float64).softmax(-1)) for _ in range(2)]
     target = torch.rand(SHAPE, generator=generator, dtype=torch.float64)
     rates: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "average": 0.3}
+    rates["kept"] = 0.5 + 0.5 * torch.rand(SHAPE[0], generator=generator, dtype=torch.float64)
     rates["retention"] = torch.log1p(-0.1 * torch.rand(SHAPE, generator=generator, dtype=torch.float64))
     rates = {name: value for name, value in rates.items() if name in {per.name for per in update.demands()}}
     groups: Any = [{"params": ps, "rule": "matrix"}] if needs_matrices(update) else ps
@@ -396,3 +457,43 @@ def test_the_new_parts_say_what_they_take() -> None:
         with pytest.raises(AxesError):
             build()
     assert Decay(Per("weight_decay")) == optim.AdamW.declare().monoid
+
+
+# ---- grokfast --------------------------------------------------------------------------------------------------------
+
+
+def _amplified(way: str, steps: int = 12, **numbers: float) -> tuple[list[Tensor], list[Tensor]]:
+    """Ours, and torch's AdamW on gradients that the authors' filter has changed."""
+    update = optim.AdamW.declare()
+    wrapped = getattr(wrappers, "grokfast" if way == "ema" else "grokfast_window")(update, **numbers)
+    models = [nn.Linear(4, 3).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours = optim.optimizer(wrapped)(list(models[0].parameters()), lr=0.01, weight_decay=0.1)
+    theirs = torch.optim.AdamW(models[1].parameters(), lr=0.01, weight_decay=0.1)
+    kept: Any = None
+    for t in range(steps):
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
+            generator = torch.Generator().manual_seed(t)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            if optimizer is theirs and way == "ema":
+                kept = gradfilter_ema(model, kept, **numbers)
+            elif optimizer is theirs:
+                kept = gradfilter_ma(model, kept, window_size=int(numbers["window"]), lamb=numbers["lamb"])
+            optimizer.step()
+    first, second = ([p.detach() for p in model.parameters()] for model in models)
+    return first, second
+
+
+def test_grokfast_is_the_authors_filter_ahead_of_the_rule() -> None:
+    for way, numbers in (("ema", {"alpha": 0.8, "lamb": 3.0}), ("ma", {"window": 5, "lamb": 3.0})):
+        for ours, theirs in zip(*_amplified(way, **numbers), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("numbers", [{"alpha": 1.0}, {"lamb": 0.0}])
+def test_grokfast_of_nothing_is_refused(numbers: dict[str, float]) -> None:
+    with pytest.raises(AxesError, match="grokfast: alpha must lie"):
+        wrappers.grokfast(optim.AdamW.declare(), **numbers)
+    with pytest.raises(AxesError, match="window must be at least 2"):
+        wrappers.grokfast_window(optim.AdamW.declare(), 1)

@@ -229,7 +229,7 @@ def H26(draw: Draw) -> Findings:
         return bool(gates(update.parts().monoid) - {"identity"})
 
     explicit = {name: gate(get(name, "data").update) for name in ("sgd", "adam", "adamw", "lion", "muon")}
-    explicit["sgd with decay"] = gate(SGD.declare(decoupled=True))
+    explicit["sgd with decay"] = gate(SGD.declare(0.9, decoupled=True))
     wanted = {"sgd": False, "adam": False, "adamw": True, "lion": True, "muon": True, "sgd with decay": True}
     adam = get("adam", "data").update.parts().step.via[0]
     assert isinstance(adam, StateUpdate)

@@ -81,7 +81,8 @@ def shampoo(exponent: float, **options: Any) -> Callable[[Tensor], Shampoo]:
     """Shampoo on one matrix, with a unit rate."""
 
     def make(weight: Tensor) -> Shampoo:
-        return Shampoo([{"params": [weight], "rule": "shampoo"}], **{"lr": 1.0, **options}, exponent=exponent)
+        given = {"lr": 1.0, "damping": 0.0, **options}
+        return Shampoo([{"params": [weight], "rule": "shampoo"}], **given, exponent=exponent)
 
     return make
 

@@ -1,18 +1,19 @@
 """Generating functions h and their links grad h*: where a state lives and how a dual vector becomes a point there.
 
 The contract is in `bregman`; `norms` and `balls` act entry by entry or on vectors, `spectral` on a spectrum,
-`preconditioners` makes roots and bases of statistics, `mixing` turns free logits into mixing matrices, `normalised` and
-`wrappers` rescale a direction.
+`preconditioners` makes roots and bases of statistics, `low_rank` factors, `mixing` turns free logits into mixing
+matrices, `normalised` and `wrappers` rescale a direction.
 """
 
 from axes.core.geometry.balls import Ball, SignBall, Sphere
 from axes.core.geometry.bregman import Context, Geometry
+from axes.core.geometry.low_rank import LowRank, PowerFactors
 from axes.core.geometry.mixing import Birkhoff, Cayley
-from axes.core.geometry.normalised import KeyNormalised, RowWhiten
-from axes.core.geometry.norms import Bounded, Entropic, Euclidean, Hypentropy, Lq, LqLiteral, SoftThreshold
+from axes.core.geometry.normalised import KeyNormalised, NormedWhiten, RankOneWhiten
+from axes.core.geometry.norms import Bounded, Entropic, Euclidean, Hypentropy, Lq, LqLiteral, Shrink, SoftThreshold
 from axes.core.geometry.preconditioners import Eigenbasis, FittedFactor, InverseRoot, Kronecker, RotatedWhiten
 from axes.core.geometry.spectral import Spectral, Whiten
-from axes.core.geometry.wrappers import Cautious, Composite, ConstantNorm, Graft, TrustRatio
+from axes.core.geometry.wrappers import Cautious, Composite, ConstantNorm, Decayed, Graft, RelativeStep, TrustRatio
 
 __all__ = [
     "Ball",
@@ -23,6 +24,7 @@ __all__ = [
     "Composite",
     "ConstantNorm",
     "Context",
+    "Decayed",
     "Eigenbasis",
     "Entropic",
     "Euclidean",
@@ -33,10 +35,15 @@ __all__ = [
     "Kronecker",
     "Graft",
     "InverseRoot",
+    "LowRank",
     "Lq",
     "LqLiteral",
+    "NormedWhiten",
+    "PowerFactors",
+    "RankOneWhiten",
+    "RelativeStep",
     "RotatedWhiten",
-    "RowWhiten",
+    "Shrink",
     "SignBall",
     "SoftThreshold",
     "Spectral",

@@ -19,6 +19,7 @@ from axes.core.geometry.bregman import (
     require_matrix,
     wide,
 )
+from axes.core.rates import Rate, Variable, rate_shape, resolve, spread
 
 
 @final
@@ -97,29 +98,42 @@ class SignBall(EuclideanOn):
 class Ball(EuclideanOn):
     """h = |W|^2 / 2 on a ball around 0: W = the nearest point of it to theta.
 
-    norm: "euclidean" scales theta to at most `radius` over the leaf, "max" clamps every entry to [-radius, radius]. On
-    a memoryless filter ahead of all others it is gradient clipping, parameter by parameter.
+    norm: "euclidean" scales theta to at most `radius` over the leaf, "rms" to at most `radius` times the root of the
+    number of its entries, "max" clamps every entry to [-radius, radius]. On a memoryless filter ahead of all others it
+    is gradient clipping, parameter by parameter.
 
-    Source: Pascanu, Mikolov and Bengio 2013, algorithm 1 (euclidean).
+    Source: Pascanu, Mikolov and Bengio 2013, algorithm 1 (euclidean); Shazeer and Stern 2018, algorithm 3 (rms).
     """
 
-    radius: float = 1.0
-    norm: Literal["euclidean", "max"] = "euclidean"
+    radius: Rate = 1.0
+    norm: Literal["euclidean", "rms", "max"] = "euclidean"
+
+    approximates = True
 
     def __post_init__(self) -> None:
-        require(0 < self.radius < math.inf, self, f"radius must be positive and finite, got {self.radius}")
-        require(self.norm in ("euclidean", "max"), self, f"norm {self.norm!r} is not one of euclidean, max")
+        fits = isinstance(self.radius, Variable) or 0 < self.radius < math.inf
+        require(fits, self, f"radius must be positive and finite, got {self.radius}")
+        require(rate_shape(self.radius) == "scalar", self, f"the radius must be scalar, got {self.radius!r}")
+        known = self.norm in ("euclidean", "rms", "max")
+        require(known, self, f"norm {self.norm!r} is not one of euclidean, rms, max")
 
     @property
     def entrywise(self) -> bool:  # type: ignore[override]
         return self.norm == "max"
 
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.radius,)
+
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        radius = spread(resolve(self.radius, context.signal), "scalar")
         if self.norm == "max":
-            return theta.clamp(-self.radius, self.radius)
-        size = leaf_size(theta)
-        return (theta * (self.radius / size.clamp_min(self.radius))).to(theta.dtype)
+            return theta.clamp(-radius, radius)  # type: ignore[arg-type]
+        size, radius = leaf_size(theta), radius * self._unit(theta)
+        return (theta * (radius / size.clamp_min(radius))).to(theta.dtype)
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
         size = w.abs().amax(leaf_dims(w)) if self.norm == "max" else wide(w).square().sum(leaf_dims(w)).sqrt()
-        return size <= self.radius + tol
+        return size <= resolve(self.radius, {}) * self._unit(w) + tol
+
+    def _unit(self, x: Tensor) -> float:
+        return math.prod(x.shape[d] for d in leaf_dims(x)) ** 0.5 if self.norm == "rms" else 1.0

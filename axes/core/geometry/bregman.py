@@ -24,12 +24,12 @@ from torch import Tensor
 
 from axes.core.costs import Side
 from axes.core.declared import Declared
-from axes.core.rates import Per, Signal
+from axes.core.rates import Rate, Signal
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg.matrix_roots import largest_entry
 
 Slice = Literal["row", "column", "whole"]
-Made = Literal["root", "basis"]
+Made = Literal["root", "basis", "factors"]
 SphereOf = tuple[Literal["rows", "columns", "whole"], float | None]
 
 
@@ -58,9 +58,10 @@ class Geometry(Declared, ABC):
     matrix: a leaf needs two axes. slice_axis: gates must be constant on this slice of theta (None: no condition).
     stats: the statistics (state updates) whose values arrive as `context.stats`. sides: what each of them has the shape
     of; () for no condition. takes: what the h of the first two must make of them. makes: what this h makes of a
-    statistic of rows or columns, which it is then the h of. continues: from its last value, which has to be held.
-    fitted: that value is moved until what it whitens is white.
+    statistic of rows or columns, or of a state, which it is then the h of. continues: from its last value, which has to
+    be held. fitted: that value is moved until what it whitens is white.
     entrywise: an entry of primal(theta) is a function of that entry of theta and of the context's entries there.
+    approximates: primal shows a part of theta, which `used` gives: the rest can be kept.
     reads: what else of the context primal needs, of "drive" and "weights".
     sphere: where primal only rescales, what it rescales to one length and that length (None: the root of its entries).
     """
@@ -79,12 +80,21 @@ class Geometry(Declared, ABC):
     matrix: bool = False
     slice_axis: Slice | None = None
     entrywise: bool = False
+    approximates: bool = False
     reads: frozenset[str] = frozenset()
     sphere: SphereOf | None = None
 
     @abstractmethod
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """grad h*(theta) on C, leaf by leaf; theta (..., d_v, d_k)."""
+
+    def used(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        """The part of theta that primal shows, for an h that approximates; what is left is its error."""
+        return self.primal(theta, context)
+
+    def empty(self, theta: Tensor) -> Tensor:
+        """What is held of a statistic like theta before its first datum."""
+        return torch.zeros_like(theta)
 
     def refreshed(self, theta: Tensor, held: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
         """The value of a matrix theta to be held after `held`, and whether (..., 1, 1) it is a new one: only numbers
@@ -114,8 +124,8 @@ class Geometry(Declared, ABC):
         """Whether w lies in C up to tol: bool (...)."""
         return torch.isfinite(w).all(leaf_dims(w)) if w.ndim else torch.isfinite(w)
 
-    def rates(self) -> tuple[Per, ...]:
-        """The named rates this h asks its axis for."""
+    def rates(self) -> tuple[Rate, ...]:
+        """The numbers of the datum that this h reads: those that an axis supplies, and formulas."""
         return ()
 
     def neutral(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ from axes.core.geometry.bregman import (
     require_matrix,
     wide,
 )
-from axes.core.rates import Per, Rate, rate_shape, resolve, spread
+from axes.core.rates import Per, Rate, Variable, rate_shape, resolve, spread
 
 
 @final
@@ -209,11 +209,12 @@ class SoftThreshold(EuclideanOn):
     threshold: Rate
 
     entrywise = True
+    approximates = True
 
     def __post_init__(self) -> None:
         if isinstance(self.threshold, Per):
             require(self.threshold.domain == "positive", self, f"{self.threshold!r} must have domain positive")
-        else:
+        elif not isinstance(self.threshold, Variable):
             ok = 0 <= self.threshold < math.inf
             require(ok, self, f"the threshold must be finite and >= 0, got {self.threshold}")
 
@@ -226,14 +227,56 @@ class SoftThreshold(EuclideanOn):
     def potential(self, w: Tensor) -> Tensor:
         return (w.square() / 2 + self._threshold(NO_CONTEXT) * w.abs()).sum(leaf_dims(w))
 
-    def rates(self) -> tuple[Per, ...]:
-        return (self.threshold,) if isinstance(self.threshold, Per) else ()
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.threshold,)
 
     def neutral(self) -> dict[str, float]:
-        return {per.name: 0.0 for per in self.rates()}
+        return {self.threshold.name: 0.0} if isinstance(self.threshold, Per) else {}
 
     def _threshold(self, context: Context) -> Tensor | float:
         return spread(resolve(self.threshold, context.signal), rate_shape(self.threshold))
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Shrink(EuclideanOn):
+    """h = |W|^2 / (2 factor) on every row: W = factor theta.
+
+    Lazy it is a scale of what is shown; agile it is the prox, at every step, of the penalty by which h exceeds
+    |W|^2 / 2: a decay after the step that each row has for itself. factor: a number in (0, 1), or a positive `Per`.
+
+    Source: the limit on attention logits of Kimi Team 2025, section 2.1, as a proximal step.
+    """
+
+    factor: Rate
+
+    linear = True
+    entrywise = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.factor, Per):
+            ok = self.factor.domain == "positive" and self.factor.shape in ("scalar", "row", "square")
+            require(ok, self, f"{self.factor!r} must be positive, of shape scalar, row or square")
+        elif not isinstance(self.factor, Variable):
+            require(0 < self.factor < 1, self, f"the factor must lie in (0, 1), got {self.factor}")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        return theta * self._factor(context)
+
+    def subgradient(self, w: Tensor) -> Tensor:
+        return w / self._factor(NO_CONTEXT)
+
+    def potential(self, w: Tensor) -> Tensor:
+        return (w.square() / self._factor(NO_CONTEXT)).sum(leaf_dims(w)) / 2
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.factor,)
+
+    def neutral(self) -> dict[str, float]:
+        return {self.factor.name: 1.0} if isinstance(self.factor, Per) else {}
+
+    def _factor(self, context: Context) -> Tensor | float:
+        return spread(resolve(self.factor, context.signal), rate_shape(self.factor))
 
 
 @final

@@ -13,6 +13,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from axes.core.costs import Side
 from axes.core.geometry.bregman import NO_CONTEXT, Context, Geometry, is_finite, require, require_matrix, wide
 from axes.core.geometry.spectral import inverse_power, over_root
 from axes.core.rates import Signal
@@ -22,6 +23,7 @@ from axes.linalg.matrix_roots import (
     LEAST_DAMPING,
     PRECISIONS,
     Precision,
+    eigenvectors,
     largest,
     newton_inverse_root,
     power_step,
@@ -101,6 +103,8 @@ class Eigenbasis(Geometry):
     orthogonal iteration, and begins with "eigh". qr, of that step: "cholesky" is made of matrix products,
     "householder" is torch.linalg.qr. A basis that is not orthonormal, or of a statistic that is not finite, is NaN.
 
+    Of a null space it is a fixed basis, where rounding would choose one: `axes.linalg.matrix_roots.eigenvectors`.
+
     Source: Vyas et al. 2024, algorithm 4 (power-qr); see `axes.linalg.matrix_roots.power_step` for what differs.
     """
 
@@ -135,7 +139,7 @@ class Eigenbasis(Geometry):
         if last is not None:
             basis = power_step(a, wide(last.detach()), self.qr, self.precision)
         else:
-            basis = torch.linalg.eigh(a).eigenvectors
+            basis = eigenvectors(a)
         return torch.where(usable, basis, torch.nan).to(theta.dtype)
 
 
@@ -146,8 +150,8 @@ class FittedFactor(Geometry):
 
     A is a statistic of whitened drives ("white-left" or "white-right"), whose mean is I where P is right. r is
     rate / (2 (1 + b)) with an estimate b of the largest eigenvalue of A + damping P^2; P stays symmetric and positive.
-    It begins as the multiple of I that is right for drives of one variance, and no eigenvalue grows beyond
-    damping^{-1/2}.
+    It begins as the multiple of I that is right for drives of one variance, which is their variance^{-power}: 1/4 where
+    another factor takes its half, 1/2 alone. No eigenvalue grows beyond damping^{-1/2}.
 
     Source: the whitening criterion of Li 2015 with the Kronecker factors of Li 2018, section 4. Differs: symmetric
     factors and a congruence, which needs products only, in the place of triangular ones and solves; the damping bounds
@@ -157,6 +161,7 @@ class FittedFactor(Geometry):
     rate: float = 0.1
     damping: float = 1e-9
     precision: Precision = "input"
+    power: float = 0.25
 
     matrix = True
     makes = "root"
@@ -167,6 +172,7 @@ class FittedFactor(Geometry):
     def __post_init__(self) -> None:
         require(0 < self.rate <= 1, self, f"rate must lie in (0, 1], got {self.rate}")
         require(0 < self.damping < math.inf, self, f"damping must be positive and finite, got {self.damping}")
+        require(0 < self.power < math.inf, self, f"power must be positive and finite, got {self.power}")
         require(self.precision in PRECISIONS, self, f"precision {self.precision!r} is not one of {PRECISIONS}")
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
@@ -191,7 +197,7 @@ class FittedFactor(Geometry):
             most = torch.addcmul(trace, size, size, value=(1 + self.damping) * (16 * n) ** 2)
         finite = most < (math.inf if self.precision == "input" else torch.finfo(torch.float32).max)
         begin = finite & (trace > 0)
-        start = torch.where(begin, trace / n, math.inf) ** -0.25
+        start = torch.where(begin, trace / n, math.inf) ** -self.power
         if p is None:
             value, good = torch.diag_embed(start.expand(-1, n)), begin
         else:
@@ -224,10 +230,24 @@ def _top(matrix: Tensor) -> Tensor:
     return torch.maximum(torch.linalg.vector_norm(x, dim=-1, keepdim=True), largest_entry)
 
 
-def rotate(x: Tensor, left: Tensor, right: Tensor, precision: Precision) -> Tensor:
-    """Q_L^T x Q_R."""
-    turned = product(product(wide(left).mT, wide(x), precision), wide(right), precision)
-    return turned.to(x.dtype)
+def rotate(x: Tensor, left: Tensor | None, right: Tensor | None, precision: Precision) -> Tensor:
+    """Q_L^T x Q_R; None for a side that stays."""
+    return _between(None if left is None else left.mT, x, right, precision)
+
+
+def _between(left: Tensor | None, x: Tensor, right: Tensor | None, precision: Precision) -> Tensor:
+    """A x B; None for the identity."""
+    turned = wide(x) if left is None else product(wide(left), wide(x), precision)
+    return (turned if right is None else product(turned, wide(right), precision)).to(x.dtype)
+
+
+On = Literal["both", "rows", "columns"]
+_ON: dict[str, tuple[Side, ...]] = {"both": ("rows", "columns"), "rows": ("rows",), "columns": ("columns",)}
+
+
+def _pair(on: On, factors: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """The factors of the rows and of the columns, None where there is none."""
+    return (factors[0] if on != "columns" else None, factors[-1] if on != "rows" else None)
 
 
 def fisher(signal: Signal, left: Tensor, right: Tensor, precision: Precision) -> Tensor:
@@ -248,13 +268,15 @@ def _rows(signal: Signal, name: str) -> Tensor:
     return x[..., None, :]
 
 
-def _require_factors(owner: Geometry, theta: Tensor, stats: tuple[Tensor, ...], count: int) -> None:
-    """Raise unless there are `count` values, the first two square and of the sizes of theta (..., m, n)."""
-    if len(stats) != count:
-        raise IllegalUpdate(f"{type(owner).__name__}: {count} statistics declared, {len(stats)} supplied")
+def _require_factors(owner: Geometry, theta: Tensor, stats: tuple[Tensor, ...]) -> None:
+    """Raise unless there is a value for each of its sides, those of rows and columns square and of their sizes."""
+    if len(stats) != len(owner.sides):
+        raise IllegalUpdate(f"{type(owner).__name__}: {len(owner.sides)} statistics declared, {len(stats)} supplied")
     require_matrix(owner, theta)
-    for size, stat in zip(theta.shape[-2:], stats, strict=False):
-        if stat.shape[-2:] != (size, size):
+    sizes = {"rows": theta.shape[-2], "columns": theta.shape[-1]}
+    for side, stat in zip(owner.sides, stats, strict=True):
+        size = sizes.get(side)
+        if size is not None and stat.shape[-2:] != (size, size):
             raise ShapeError(
                 f"{type(owner).__name__}: a factor of theta {tuple(theta.shape[-2:])} must be ({size}, {size}), got "
                 f"{tuple(stat.shape[-2:])}"
@@ -266,26 +288,34 @@ def _require_factors(owner: Geometry, theta: Tensor, stats: tuple[Tensor, ...], 
 class Kronecker(Geometry):
     """W = A theta B with the roots A and B that two statistics give: Whiten(kind="kronecker") with roots that are held.
 
+    on: "both" sides, or "rows" (A theta) or "columns" (theta B), with one statistic.
+
     Source: Gupta et al. 2018, algorithm 1.
     """
 
     stats: tuple[Any, ...]
     precision: Precision = "input"
+    on: On = "both"
 
     linear = True
     matrix = True
-    sides = ("rows", "columns")
     takes = "root"
+
+    @property
+    def sides(self) -> tuple[Side, ...]:  # type: ignore[override]
+        return _ON[self.on]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stats", tuple(self.stats))
-        require(len(self.stats) == 2, self, f"takes 2 statistics, got {len(self.stats)}")
+        require(self.on in _ON, self, f"on={self.on!r} is not one of {', '.join(_ON)}")
+        need = len(self.sides)
+        require(len(self.stats) == need, self, f"takes {need} statistics with on={self.on!r}, got {len(self.stats)}")
         require(self.precision in PRECISIONS, self, f"precision {self.precision!r} is not one of {PRECISIONS}")
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        _require_factors(self, theta, context.stats, 2)
-        left, right = (wide(s) for s in context.stats)
-        return product(product(left, wide(theta), self.precision), right, self.precision).to(theta.dtype)
+        _require_factors(self, theta, context.stats)
+        left, right = _pair(self.on, context.stats)
+        return _between(left, theta, right, self.precision)
 
 
 @final
@@ -293,33 +323,42 @@ class Kronecker(Geometry):
 class RotatedWhiten(Geometry):
     """W = Q_L [(Q_L^T theta Q_R) / (v^power + eps)] Q_R^T with the bases Q of two statistics, v one of "eigen-square".
 
-    0 where the denominator is 0.
+    0 where the denominator is 0. on: "both" sides, or "rows" or "columns": the other one stays as it is, there is one
+    basis, and v is one of "eigen-square-left" or "eigen-square-right".
 
-    Source: Vyas et al. 2024, algorithm 3.
+    Source: Vyas et al. 2024, algorithm 3; one-sided: section 4.
     """
 
     stats: tuple[Any, ...]
     power: float = 0.5
     eps: float = 1e-8
     precision: Precision = "input"
+    on: On = "both"
 
     linear = True
     matrix = True
-    sides = ("rows", "columns", "eigen-entries")
     takes = "basis"
+
+    @property
+    def sides(self) -> tuple[Side, ...]:  # type: ignore[override]
+        second: dict[str, Side] = {"both": "eigen-entries", "rows": "eigen-rows", "columns": "eigen-columns"}
+        return (*_ON[self.on], second[self.on])
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stats", tuple(self.stats))
-        require(len(self.stats) == 3, self, f"takes 3 statistics, got {len(self.stats)}")
+        require(self.on in _ON, self, f"on={self.on!r} is not one of {', '.join(_ON)}")
+        need = len(self.sides)
+        require(len(self.stats) == need, self, f"takes {need} statistics with on={self.on!r}, got {len(self.stats)}")
         require(0 < self.power < math.inf, self, f"power must be positive and finite, got {self.power}")
         require(0 <= self.eps < math.inf, self, f"eps must be finite and >= 0, got {self.eps}")
         require(self.precision in PRECISIONS, self, f"precision {self.precision!r} is not one of {PRECISIONS}")
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        _require_factors(self, theta, context.stats, 3)
-        left, right, second = (wide(s) for s in context.stats)
+        _require_factors(self, theta, context.stats)
+        *bases, second = (wide(s) for s in context.stats)
+        left, right = _pair(self.on, tuple(bases))
         scaled = self.whitened(rotate(wide(theta), left, right, self.precision), second)
-        return product(product(left, scaled, self.precision), right.mT, self.precision).to(theta.dtype)
+        return _between(left, scaled, None if right is None else right.mT, self.precision).to(theta.dtype)
 
     def whitened(self, turned: Tensor, second: Tensor) -> Tensor:
         """What W is in the bases, from theta in them: theta / (v^power + eps)."""

@@ -16,6 +16,7 @@ from axes.core.geometry.bregman import NO_CONTEXT, Context, EuclideanOn, Geometr
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg.newton_schulz import SAFETY, Form, Start, Triple, iterate, polar_express_schedule
 
+Scale = Literal["original", "match_rms_adamw", "spectral"] | None
 _READS = {
     "newton-schulz": ("steps", "coefficients", "eps", "precision", "form"),
     "polar-express": ("steps", "eps", "precision", "form"),
@@ -49,7 +50,7 @@ class Spectral(EuclideanOn):
     method: Literal["newton-schulz", "polar-express", "polar"] = "newton-schulz"
     steps: int = 5
     coefficients: Triple = (3.4445, -4.7750, 2.0315)
-    scale: Literal["original", "match_rms_adamw", "spectral"] | None = None
+    scale: Scale = None
     eps: float = 1e-7
     precision: Literal["input", "bfloat16"] = "input"
     tolerance: float = 1e-9
@@ -117,12 +118,17 @@ class Spectral(EuclideanOn):
         return norm <= self._factor(w) * (1 + tol)
 
     def _factor(self, leaf: Tensor) -> float:
-        m, n = leaf.shape[-2:]
-        if self.scale == "original":
-            return math.sqrt(max(1, m / n))
-        if self.scale == "match_rms_adamw":
-            return 0.2 * math.sqrt(max(m, n))
-        return math.sqrt(m / n) if self.scale == "spectral" else 1.0
+        return scale_of(self.scale, leaf)
+
+
+def scale_of(scale: Scale, leaf: Tensor) -> float:
+    """The size of an orthogonal step for leaves (..., m, n), see Spectral."""
+    m, n = leaf.shape[-2:]
+    if scale == "original":
+        return math.sqrt(max(1, m / n))
+    if scale == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(m, n))
+    return math.sqrt(m / n) if scale == "spectral" else 1.0
 
 
 def polar(x: Tensor, tolerance: float) -> Tensor:
@@ -202,16 +208,20 @@ def _second_differences(x: Tensor, first: Tensor, power: float) -> Tensor:
     return torch.where(same, taylor, top / torch.where(same, 1.0, gap))
 
 
-def over_root(x: Tensor, v: Tensor, power: float, eps: float = 0.0) -> Tensor:
-    """x / (v^power + eps), 0 where the denominator is 0; value and gradient of the root are 0 where v is 0."""
-    if eps > 0 and not (v.requires_grad and torch.is_grad_enabled()):
-        return x / (v.clamp_min(0) ** power + eps)
+def over_root(x: Tensor, v: Tensor, power: float, eps: float = 0.0, floor: float = 0.0) -> Tensor:
+    """x / max(v^power + eps, floor), 0 where that is 0; value and gradient of the root are 0 where v is 0."""
+    if (eps > 0 or floor > 0) and not (v.requires_grad and torch.is_grad_enabled()):
+        root = v.clamp_min(0) ** power
+        root = root + eps if eps > 0 else root
+        return x / (root.clamp_min(floor) if floor > 0 else root)
     root = torch.where(v > 0, torch.where(v > 0, v, 1.0) ** power, 0.0) + eps
+    root = root.clamp_min(floor) if floor > 0 else root
     return torch.where(root > 0, x / torch.where(root > 0, root, 1.0), 0.0)
 
 
 _SIDES: dict[str, tuple[Side, ...]] = {
     "diagonal": ("entries",),
+    "centered": ("entries", "entries"),
     "kronecker": ("rows", "columns"),
     "right": ("columns",),
     "full": ("whole",),
@@ -223,7 +233,9 @@ _SIDES: dict[str, tuple[Side, ...]] = {
 class Whiten(Geometry):
     """h = half the square of theta's metric, a metric built from statistics: theta times an inverse power of them.
 
-    kind "diagonal": theta / (v^power + eps), or theta / (v + eps)^power with eps_inside; stats (v,), v like theta.
+    kind "diagonal": theta / (v^power + eps), or theta / (v + eps)^power with eps_inside; stats (v,), v like theta. The
+    denominator is at least `floor`. A power below 0, with eps_inside, colours: theta (v + eps)^-power. "centered": the
+    same with the variance v - m^2 in the place of v; stats (v, m).
     "kronecker": L^{-power} theta R^{-power}, stats (L, R). "right": theta R^{-power}, stats (R,).
     "full": the same on the row-major vector of theta, stats (F,), F (..., m n, m n).
     For the matrix kinds eps is added to the eigenvalues; with eps = 0 they are pseudo-powers, and the diagonal kind
@@ -235,10 +247,11 @@ class Whiten(Geometry):
     """
 
     stats: tuple[Any, ...]
-    kind: Literal["diagonal", "kronecker", "right", "full"] = "diagonal"
+    kind: Literal["diagonal", "centered", "kronecker", "right", "full"] = "diagonal"
     power: float = 0.5
     eps: float = 1e-8
     eps_inside: bool = False
+    floor: float = 0.0
 
     linear = True
 
@@ -247,10 +260,15 @@ class Whiten(Geometry):
         require(self.kind in _SIDES, self, f"kind {self.kind!r} is not one of {', '.join(_SIDES)}")
         need = len(self.sides)
         require(len(self.stats) == need, self, f"kind {self.kind!r} takes {need} statistic(s), got {len(self.stats)}")
-        require(0 < self.power < math.inf, self, f"power must be positive and finite, got {self.power}")
+        colours = self.eps_inside and self.eps > 0 and -math.inf < self.power < 0
+        message = f"power must be positive and finite, or negative with eps_inside and eps > 0, got {self.power}"
+        require(0 < self.power < math.inf or colours, self, message)
         require(0 <= self.eps < math.inf, self, f"eps must be finite and >= 0, got {self.eps}")
-        message = f"kind {self.kind!r} always adds eps to the eigenvalues: leave eps_inside at False"
-        require(self.kind == "diagonal" or not self.eps_inside, self, message)
+        message = f"kind {self.kind!r} always adds eps to the eigenvalues: leave eps_inside at False and floor at 0"
+        require(self.entrywise or not self.eps_inside and self.floor == 0.0, self, message)
+        require(self.eps > 0 or not self.eps_inside, self, "eps_inside has no effect at eps 0: leave it at False")
+        require(0 <= self.floor < math.inf, self, f"floor must be finite and >= 0, got {self.floor}")
+        require(self.power > 0 or self.floor == 0.0, self, "a power below 0 has no denominator: leave floor at 0")
 
     @property
     def sides(self) -> tuple[Side, ...]:  # type: ignore[override]
@@ -258,17 +276,20 @@ class Whiten(Geometry):
 
     @property
     def matrix(self) -> bool:  # type: ignore[override]
-        return self.kind != "diagonal"
+        return not self.entrywise
 
     @property
     def entrywise(self) -> bool:  # type: ignore[override]
-        return self.kind == "diagonal"
+        return self.kind in ("diagonal", "centered")
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         if len(context.stats) != len(self.stats):
             raise IllegalUpdate(f"Whiten: {len(self.stats)} statistic(s) declared, {len(context.stats)} supplied")
         if self.kind == "diagonal":
             return self._diagonal(theta, context.stats[0])
+        if self.kind == "centered":
+            second, first = context.stats
+            return self._diagonal(theta, (second - first * first).clamp_min(0))
         require_matrix(self, theta)
         m, n = theta.shape[-2:]
         sizes = {"kronecker": (m, n), "right": (n,), "full": (m * n,)}[self.kind]
@@ -285,6 +306,9 @@ class Whiten(Geometry):
         return (x @ roots[0] if self.kind == "right" else roots[0] @ x @ roots[1]).to(theta.dtype)
 
     def _diagonal(self, theta: Tensor, v: Tensor) -> Tensor:
+        if self.power < 0:
+            return theta * (v + self.eps) ** -self.power
         if self.eps_inside:
-            return over_root(theta, v + self.eps, self.power)
-        return over_root(theta, v, self.power, self.eps)
+            root = (v.clamp_min(0) + self.eps) ** self.power
+            return theta / (root.clamp_min(self.floor) if self.floor > 0 else root)
+        return over_root(theta, v, self.power, self.eps, self.floor)

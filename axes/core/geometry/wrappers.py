@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from axes.core.geometry.bregman import NO_CONTEXT, Context, Geometry, Slice, leaf_dims, leaf_size, require, wide
-from axes.core.geometry.normalised import require_entries
-from axes.core.rates import Per, Rate, resolve
+from axes.core.geometry.normalised import require_of
+from axes.core.rates import Per, Rate, Variable, rate_shape, resolve, spread
 from axes.errors import IllegalUpdate
 
 
@@ -54,7 +54,7 @@ class _Wrapper(Geometry):
     def reads(self) -> frozenset[str]:  # type: ignore[override]
         return self.base.reads | self._compares
 
-    def rates(self) -> tuple[Per, ...]:
+    def rates(self) -> tuple[Rate, ...]:
         return self.base.rates()
 
     def neutral(self) -> dict[str, float]:
@@ -96,30 +96,142 @@ class Cautious(_Wrapper):
 @final
 @dataclass(frozen=True, repr=False)
 class TrustRatio(_Wrapper):
-    """Rescales a direction to the norm of the weights: |W| / |direction|, layer by layer; 1 where either is 0.
+    """A direction in proportion to the weights: W = d r,  d = base(theta) - decay w,  r = coefficient |w| / |d|.
 
+    w are the weights around the filter, norms are those of a leaf, and r is 1 where either of them is 0. decay: the
+    weights' own decay, inside of what is rescaled. length: what r divides by, the norm of the "whole" d or the sum
+    |base(theta)| + decay |w| of its "parts", which bounds it. bounds: |w| is taken as the nearest number between these.
     Needs `context.weights`.
 
-    Source: You et al. 2020, algorithm 2 (LAMB) with phi = identity.
+    Source: You et al. 2020, algorithm 2 (LAMB; bounds are its phi); You, Gitman and Ginsburg 2017, eq. 6 (LARS: parts).
     """
 
     base: Geometry
+    decay: Rate = 0.0
+    coefficient: float = 1.0
+    length: Literal["whole", "parts"] = "whole"
+    bounds: tuple[float, float] | None = None
 
     _compares = frozenset({"weights"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.decay, Per):
+            message = f"decay must be positive and one number a leaf or an entry, got {self.decay!r}"
+            require(self.decay.domain == "positive" and self.decay.shape in ("scalar", "square"), self, message)
+        elif not isinstance(self.decay, Variable):
+            require(0 <= self.decay < math.inf, self, f"decay must be finite and >= 0, got {self.decay}")
+        require(0 < self.coefficient < math.inf, self, f"coefficient must be positive, got {self.coefficient}")
+        require(self.length in ("whole", "parts"), self, f"length {self.length!r} is not one of whole, parts")
+        require(self.length == "whole" or self._decays, self, "length='parts' is the whole without a decay")
+        if self.bounds is not None:
+            object.__setattr__(self, "bounds", tuple(self.bounds))
+            ok = len(self.bounds) == 2 and 0 <= self.bounds[0] < self.bounds[1]
+            require(ok, self, f"bounds are (least, most) with 0 <= least < most, got {self.bounds}")
+
+    @property
+    def _decays(self) -> bool:
+        return isinstance(self.decay, Variable) or self.decay > 0
+
+    @property
+    def drops_factors(self) -> bool:
+        """Whether a positive factor of base(theta) makes no difference."""
+        return not self._decays
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         if context.weights is None:
             raise IllegalUpdate("TrustRatio compares a direction with the weights: put it on a filter, not on a state")
-        w = self.base.primal(theta, context)
-        have, need = (wide(x).square().sum(leaf_dims(x), keepdim=True) for x in (w, context.weights))
+        own, w = wide(self.base.primal(theta, context)), wide(context.weights)
+        pull = spread(resolve(self.decay, context.signal), rate_shape(self.decay)) * w if self._decays else None
+        d = own if pull is None else own - pull
+        have = leaf_size(own) + leaf_size(pull) if self.length == "parts" and pull is not None else leaf_size(d)
+        need = leaf_size(w)
         both = (have > 0) & (need > 0)
-        ratio = torch.where(both, need, 1.0).sqrt() / torch.where(both, have, 1.0).sqrt()
-        return (w * ratio).to(w.dtype)
+        if self.bounds is not None:
+            need = need.clamp(*self.bounds)
+        ratio = self.coefficient * need / torch.where(both, have, 1.0)
+        return (d * torch.where(both, ratio, 1.0)).to(theta.dtype)
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (*self.base.rates(), self.decay)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class RelativeStep(_Wrapper):
+    """A direction times the root mean square of the weights: W = base(theta) max(rms(w), least), rms over a leaf.
+
+    Where base gives entries of size one, a step is relative to the weights. least: what a parameter near zero moves by.
+    Needs `context.weights`.
+
+    Source: Shazeer and Stern 2018, section 8.
+    """
+
+    base: Geometry
+    least: float = 1e-3
+
+    _compares = frozenset({"weights"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.least < math.inf, self, f"least must be positive and finite, got {self.least}")
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if context.weights is None:
+            raise IllegalUpdate("RelativeStep scales by the weights: put it on a filter, not on a state")
+        w = self.base.primal(theta, context)
+        size = wide(context.weights).square().mean(leaf_dims(context.weights), keepdim=True)
+        return (w * torch.where(size > 0, size, 1.0).sqrt().where(size > 0, 0.0).clamp_min(self.least)).to(w.dtype)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Decayed(_Wrapper):
+    """A direction with a decay in it: W = base(theta) - weight w, w the weights around the filter.
+
+    They are those at which the gradient was taken, which need not be those that move. Needs `context.weights`.
+
+    Source: Defazio et al. 2024, whose code decays where it takes the gradient.
+    """
+
+    base: Geometry
+    weight: Rate
+
+    _compares = frozenset({"weights"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.weight, Per):
+            scalar = self.weight.shape == "scalar" and self.weight.domain == "positive"
+            require(scalar, self, f"the weight must be scalar and positive, got {self.weight!r}")
+        elif not isinstance(self.weight, Variable):
+            require(0 < self.weight < math.inf, self, f"the weight must be positive and finite, got {self.weight}")
+
+    @property
+    def entrywise(self) -> bool:  # type: ignore[override]
+        return self.base.entrywise
+
+    @property
+    def scale_free(self) -> bool:  # type: ignore[override]
+        return False
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if context.weights is None:
+            raise IllegalUpdate("Decayed pulls on the weights: put it on a filter, not on a state")
+        return self.base.primal(theta, context) - resolve(self.weight, context.signal) * context.weights
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (*self.base.rates(), self.weight)
+
+    def neutral(self) -> dict[str, float]:
+        return {}
 
 
 def _homogeneous(h: Geometry) -> bool:
     """Whether a positive factor of theta is a factor of primal(theta), or none."""
-    return h.linear or h.scale_free or isinstance(h, Cautious | TrustRatio) and _homogeneous(h.base)
+    if isinstance(h, TrustRatio):
+        return h.drops_factors and _homogeneous(h.base)
+    return h.linear or h.scale_free or isinstance(h, Cautious) and _homogeneous(h.base)
 
 
 @final
@@ -138,7 +250,7 @@ class Graft(_Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_entries(self, self.magnitude, ("drive",))
+        require_of(self, self.magnitude, ("drive",))
 
     @property
     def stats(self) -> tuple[Any, ...]:  # type: ignore[override]
@@ -202,9 +314,8 @@ class ConstantNorm(_Wrapper):
         turned = radius / moved * (n - at * ((2 * along + rate) / (1 + moved)))
         return torch.where((radius > 0) & (have > 0), turned, w).to(theta.dtype)
 
-    def rates(self) -> tuple[Per, ...]:
-        own = (self.rate,) if isinstance(self.rate, Per) else ()
-        return (*self.base.rates(), *own)
+    def rates(self) -> tuple[Rate, ...]:
+        return (*self.base.rates(), self.rate)
 
     def _dims(self, x: Tensor) -> tuple[int, ...]:
         return leaf_dims(x) if self.axis == "whole" else (-1,)
@@ -285,7 +396,7 @@ class Composite(Geometry):
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
         return self.outer.contains(w, tol)
 
-    def rates(self) -> tuple[Per, ...]:
+    def rates(self) -> tuple[Rate, ...]:
         return self.inner.rates() + self.outer.rates()
 
     def neutral(self) -> dict[str, float]:

@@ -1,0 +1,448 @@
+"""How a block is wired: which children see the residual stream, in which order, and what is added to it.
+
+No list of class names says that: the block is asked. Its forward runs on a few small tensors with stand-ins for its
+children, which note what they are called with and return numbers of their own. The numbers are integers, so that sums
+are exact, and every tensor that a child is given is recognised by its value: the stream, or what another one returned.
+A block that does anything else with them (a factor, a norm or a dropout that is no child) is refused, not approximated.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from axes.errors import AxesError
+
+LARGEST = 2**16  # sums of a block's outputs stay exact in float32
+MOST_OUTPUTS = 6
+EXTRA = "an_argument_that_no_block_knows"
+
+
+class NotResidual(AxesError):
+    """A block whose forward is not a sum of its children's outputs and its input; says what it does instead."""
+
+
+# ---- the description -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Now:
+    """One call of a block: what is read from the streams, its arguments by name, and what children returned so far."""
+
+    read: Tensor
+    given: Mapping[str, Any]
+    results: list[Any]
+
+
+class Source(Protocol):
+    """Where a child's argument comes from."""
+
+    def take(self, now: Now) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Read:
+    """The residual stream, as the sublayer reads it."""
+
+    def take(self, now: Now) -> Any:
+        return now.read
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the call of this number returned; its item where it returned a tuple."""
+
+    call: int
+    item: int = 0
+
+    def take(self, now: Now) -> Any:
+        result = now.results[self.call]
+        return result[self.item] if isinstance(result, (tuple, list)) else result
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What the block was given under this name."""
+
+    name: str
+
+    def take(self, now: Now) -> Any:
+        return now.given[self.name]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A value that the block's code supplies."""
+
+    value: Any
+
+    def take(self, now: Now) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of one child; `rest`: it is handed whatever keywords the block does not name."""
+
+    child: str
+    args: tuple[Source, ...]
+    kwargs: Mapping[str, Source]
+    rest: bool = False
+
+    def run(self, block: nn.Module, now: Now, rest: Mapping[str, Any]) -> Any:
+        kwargs = {name: source.take(now) for name, source in self.kwargs.items()}
+        if self.rest:
+            kwargs.update(rest)
+        return block.get_submodule(self.child)(*[source.take(now) for source in self.args], **kwargs)
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """The calls between one read of the stream and the next; the sum of `added` is what the block adds to it."""
+
+    calls: tuple[Call, ...]
+    added: tuple[Result, ...]
+
+    def run(
+        self, block: nn.Module, read: Tensor, given: Mapping[str, Any], results: list[Any], rest: Mapping[str, Any]
+    ) -> Tensor:
+        """y of the sublayer for what it reads; results: what the block's calls returned so far, extended."""
+        now = Now(read, given, results)
+        for call in self.calls:
+            results.append(call.run(block, now, rest))
+        first, *others = (result.take(now) for result in self.added)
+        y: Tensor = first
+        for other in others:
+            y = y + other
+        return y
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A block's forward, as sublayers.
+
+    Attributes:
+        names: of the arguments, the stream first.
+        defaults: of those that need not be given.
+        fixed: arguments that must keep their default, and what else would happen.
+        sublayers: in order.
+        others: what is returned behind the stream; None if the stream is returned alone.
+        rest: whether keywords beyond `names` have a place to go.
+    """
+
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, str]
+    sublayers: tuple[Sublayer, ...]
+    others: tuple[Source, ...] | None
+    rest: bool = False
+
+    def bind(self, who: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arguments of one call by name, and keywords beyond them."""
+        if len(args) > len(self.names):
+            raise NotResidual(f"{who}: takes {len(self.names)} arguments without names, got {len(args)}")
+        given = {**self.defaults, **dict(zip(self.names, args, strict=False))}
+        rest = {}
+        for name, value in kwargs.items():
+            if name in self.names:
+                given[name] = value
+            else:
+                rest[name] = value
+        if rest and not self.rest:
+            raise NotResidual(f"{who}: unknown arguments {', '.join(rest)}; known: {', '.join(self.names)}")
+        for name, reason in self.fixed.items():
+            if not _same(given[name], self.defaults[name]):
+                raise NotResidual(f"{who}: wrapped, it takes {name}={self.defaults[name]!r} only: {reason}")
+        return given, rest
+
+    def behind(self, given: Mapping[str, Any], results: list[Any]) -> list[Any]:
+        """What the block returns after the stream."""
+        now = Now(results[0], given, results)
+        return [source.take(now) for source in self.others or ()]
+
+    def __str__(self) -> str:
+        return " ; ".join(" > ".join(call.child for call in sublayer.calls) for sublayer in self.sublayers)
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is None or value is default or (isinstance(value, (bool, int, float, str)) and value == default)
+
+
+# ---- asking a block --------------------------------------------------------------------------------------------------
+
+
+def wiring(block: nn.Module, width: int) -> Wiring:
+    """How the block is wired; width: d of its stream.
+
+    Raises:
+        NotResidual: the block's output is not its input plus what chains of its children return.
+    """
+    forward = inspect.unwrap(type(block).forward)
+    _, *parameters = inspect.signature(forward).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not named:
+        raise NotResidual("its forward takes no argument by name, so the stream is not to be told apart")
+    ask = _Asked(block, forward, width)
+    given = {p.name: _Opaque(Argument(p.name)) for p in named[1:] if p.default is p.empty}
+    optional = {p.name: p.default for p in named[1:] if p.name not in given}
+    found = ask(given, training=True)
+    if ask(given, training=False) != found:
+        raise NotResidual("its children are called otherwise in training than in evaluation")
+    fixed, rest = {}, False
+    more = [EXTRA] if any(p.kind is p.VAR_KEYWORD for p in parameters) else []
+    for name in (*optional, *more):
+        trial = {**given, name: _Opaque(Argument(name))}
+        try:
+            found = _merged(found, ask(trial, training=True))
+        except NotResidual as error:
+            fixed[name] = str(error)
+        else:
+            given, rest = trial, name == EXTRA
+    fixed.pop(EXTRA, None)
+    return Wiring(tuple(p.name for p in named), optional, fixed, found.sublayers, found.others, rest)
+
+
+@dataclass(frozen=True)
+class _Found:
+    sublayers: tuple[Sublayer, ...]
+    others: tuple[Source, ...] | None
+
+
+@dataclass(frozen=True)
+class _Opaque:
+    """Stands for an argument, or for what a child returns besides its first output; recognised, never computed with."""
+
+    source: Source
+
+
+@dataclass
+class _Seen:
+    """One call of a stand-in: copies, since a block may add in place."""
+
+    child: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    output: Tensor
+
+
+@dataclass
+class _Record:
+    items: dict[int, int]  # call -> length of the tuple that it returns
+    numbers: torch.Generator
+    calls: list[_Seen] = field(default_factory=list)
+
+
+class _Unpacked(Exception):
+    """A child's output was taken apart: it is a tuple."""
+
+
+class _Output(Tensor):
+    """What a stand-in returns; sums of it are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __iter__(self) -> Any:
+        raise _Unpacked
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            raise _Unpacked
+        return super().__getitem__(index)
+
+
+class _StandIn(nn.Module):
+    """In the place of a child: notes its arguments, returns numbers of the shape of the first tensor among them."""
+
+    def __init__(self, child: nn.Module, path: str, record: _Record) -> None:
+        super().__init__()
+        self.__dict__.update(child=child, path=path, record=record)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["child"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        record: _Record = self.__dict__["record"]
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if not tensors:
+            raise NotResidual(f"{self.__dict__['path']} is called without a tensor")
+        number = len(record.calls)
+        output = _integers(tensors[0], record.numbers)
+        seen = _Seen(self.__dict__["path"], [_kept(x) for x in args], {k: _kept(x) for k, x in kwargs.items()}, output)
+        record.calls.append(seen)
+        first = output.clone().as_subclass(_Output)
+        if number not in record.items:
+            return first
+        return (first, *(_Opaque(Result(number, item)) for item in range(1, record.items[number])))
+
+
+class _Asked:
+    """Runs a block's forward with stand-ins."""
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], width: int) -> None:
+        self.block, self.forward = block, forward
+        self.stream = torch.empty(2, 3, width, device="cpu")
+        self.items: dict[int, int] = {}
+
+    def __call__(self, given: dict[str, Any], *, training: bool) -> _Found:
+        """The wiring under these arguments. How many things a child returns is found by trying."""
+        items = dict(self.items)
+        while True:
+            record = _Record(items, torch.Generator("cpu").manual_seed(0))
+            stream = _integers(self.stream, record.numbers)
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                    output = self.forward(_with_stand_ins(self.block, record, training), stream.clone(), **given)
+            except NotResidual:
+                raise
+            except Exception as error:  # the block's own code, on arguments it may not expect
+                last, taken_apart = len(record.calls) - 1, isinstance(error, (_Unpacked, IndexError))
+                items[last] = items.get(last, 1) + 1
+                if not (taken_apart or "unpack" in str(error)) or last < 0 or items[last] > MOST_OUTPUTS:
+                    reason = next(iter(str(error).splitlines()), "")
+                    raise NotResidual(f"its forward fails: {type(error).__name__}: {reason}") from error
+            else:
+                found = _found(record.calls, stream, output)
+                self.items = items
+                return found
+
+
+def _with_stand_ins(block: nn.Module, record: _Record, training: bool) -> nn.Module:
+    """The block without its children, its own parameters and buffers drawn anew: no factor of one passes unseen."""
+    alone = copy.copy(block)
+    own = {
+        kind: {name: x if x is None else _integers(x, record.numbers) for name, x in block.__dict__[kind].items()}
+        for kind in ("_parameters", "_buffers")
+    }
+    alone.__dict__.update(own, _modules=_stood_in(block, "", record), training=training)
+    return alone
+
+
+def _stood_in(module: nn.Module, prefix: str, record: _Record) -> dict[str, nn.Module | None]:
+    made: dict[str, nn.Module | None] = {}
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # not called: its members are
+            made[name] = copy.copy(child)
+            made[name].__dict__["_modules"] = _stood_in(child, f"{prefix}{name}.", record)
+        else:
+            made[name] = _StandIn(child, f"{prefix}{name}", record)
+    return made
+
+
+def _found(calls: list[_Seen], stream: Tensor, output: Any) -> _Found:
+    """Sublayers from what was seen: the stream is read where a child is given it, and moves on where it was added to.
+
+    What no child takes in is added.
+    """
+    taken = [[_origin(x, calls[:i]) for x in (*c.args, *c.kwargs.values())] for i, c in enumerate(calls)]
+    consumed = {x.call for origins in taken for x in origins if isinstance(x, Result) and x.item == 0}
+    sublayers: list[Sublayer] = []
+    read, added = stream, stream
+    made: list[Call] = []
+    ends: list[Result] = []
+    for number, (call, origins) in enumerate(zip(calls, taken, strict=True)):
+        for origin in origins:
+            if isinstance(origin, Tensor) and not _equal(origin, read):
+                if not ends or not _equal(origin, added):
+                    raise NotResidual(f"{call.child} is given neither the residual stream nor what a child returned")
+                sublayers.append(Sublayer(tuple(made), tuple(ends)))
+                read, made, ends = added, [], []
+        sources: list[Source] = [Read() if isinstance(origin, Tensor) else origin for origin in origins]
+        args, kwargs = sources[: len(call.args)], dict(zip(call.kwargs, sources[len(call.args) :], strict=True))
+        made.append(Call(call.child, tuple(args), kwargs))
+        if number not in consumed:
+            ends.append(Result(number))
+            added = added + call.output
+    if not ends:
+        raise NotResidual("its output is that of one of its children: nothing is added to what enters")
+    sublayers.append(Sublayer(tuple(made), tuple(ends)))
+    first, *others = output if isinstance(output, tuple) else (output,)
+    if not isinstance(first, Tensor) or not _equal(first, added):
+        raise NotResidual(
+            "its output is not what enters plus what its children return: something between them is no child "
+            "(a factor, a norm, a dropout), or nothing is added"
+        )
+    if not isinstance(output, tuple):
+        return _Found(tuple(sublayers), None)
+    behind = [_origin(x, calls) for x in others]
+    if any(isinstance(x, Tensor) for x in behind):
+        raise NotResidual("it returns tensors behind the stream that are no child's")
+    return _Found(tuple(sublayers), tuple(behind))
+
+
+def _origin(value: Any, calls: list[_Seen]) -> Any:
+    """Where a value comes from; itself if it is a tensor that no child returned."""
+    if isinstance(value, Tensor):
+        return next((Result(i) for i in reversed(range(len(calls))) if _equal(value, calls[i].output)), value)
+    if isinstance(value, _Opaque):
+        return value.source
+    if any(isinstance(leaf, (Tensor, _Opaque)) for leaf in tree_leaves(value)):
+        raise NotResidual("a child is given tensors or arguments inside another structure")
+    return Constant(value)
+
+
+def _merged(found: _Found, other: _Found) -> _Found:
+    """The wiring with the arguments that the other one shows; NotResidual if they change anything else."""
+
+    def merge(old: Source | None, new: Source | None) -> Source:
+        if new is not None and (isinstance(new, Argument) or new == old):
+            return new
+        raise NotResidual("given, it changes what the block does")
+
+    def merge_call(old: Call, new: Call) -> Call:
+        if old.child != new.child or len(old.args) != len(new.args):
+            raise NotResidual("given, it changes which children are called")
+        kwargs = dict(new.kwargs)
+        rest = kwargs.pop(EXTRA, None) is not None
+        if kwargs.keys() != old.kwargs.keys():
+            raise NotResidual("given, it changes what children are called with")
+        args = tuple(merge(a, b) for a, b in zip(old.args, new.args, strict=True))
+        return Call(old.child, args, {k: merge(old.kwargs[k], kwargs[k]) for k in kwargs}, rest or old.rest)
+
+    def shape(x: _Found) -> tuple[Any, ...]:
+        ends = [(len(s.calls), s.added) for s in x.sublayers]
+        return ends, x.others is None or len(x.others)
+
+    if shape(found) != shape(other):
+        raise NotResidual("given, it changes which children are called, or what is returned")
+    sublayers = tuple(
+        replace(old, calls=tuple(merge_call(a, b) for a, b in zip(old.calls, new.calls, strict=True)))
+        for old, new in zip(found.sublayers, other.sublayers, strict=True)
+    )
+    if found.others is None or other.others is None:
+        return _Found(sublayers, None)
+    return _Found(sublayers, tuple(merge(a, b) for a, b in zip(found.others, other.others, strict=True)))
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def _integers(like: Tensor, numbers: torch.Generator) -> Tensor:
+    drawn = torch.randint(-LARGEST, LARGEST, like.shape, generator=numbers, device="cpu")
+    return drawn.to(torch.float32)
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone().as_subclass(Tensor) if isinstance(value, Tensor) else value
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.double(), b.double())
+
+
+def leaves(module: nn.Module) -> Iterator[nn.Module]:
+    """Children without children of their own, through lists and dictionaries."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from leaves(child)
+        elif next(child.children(), None) is None:
+            yield child
+
+
+__all__ = ["NotResidual", "Wiring", "leaves", "wiring"]
