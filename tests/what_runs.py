@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import axes
-from axes import catalogue, optim
+from axes import catalogue
 from axes.answers import plans
 from axes.core.state_update import StateUpdate
+from axes.optim.engine.capabilities import holds
 from axes.optim.engine.factored import Factored
 from axes.optim.engine.stacked import Stacks
 from axes.optim.engine.together import Batch
@@ -183,7 +184,7 @@ def ways(instance: Instance, device: str) -> Iterator[dict[str, Any]]:
     yield {}
     yield {"foreach": False}
     cls = instance.cls
-    if not issubclass(cls, optim.Shampoo | optim.SOAP | optim.PSGDKron | optim.EKFAC):  # these refresh what they hold
+    if not holds(cls.update):  # what is refreshed in some steps is no graph
         yield {"capturable": True}
     if device == "cuda" and axes.select(cls).route == "entrywise":
         yield {"fused": True}

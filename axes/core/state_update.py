@@ -176,10 +176,11 @@ class StateUpdate(Recurrence):
     def numbered(self, state: State, signal: Signal) -> Signal:
         """The signal of the datum after a state, with the number that rates may depend on. What is inside of an update
         counts its data by the update's own count."""
-        return {**signal, SEEN: state.count} if self._counts and SEEN not in signal else signal
+        return {**signal, SEEN: state.count} if self.counts and SEEN not in signal else signal
 
     @cached_property
-    def _counts(self) -> bool:
+    def counts(self) -> bool:
+        """Whether a rate depends on the number of the datum."""
         return self.parts().counts
 
     def read(self, out: Output, q: Tensor, signal: Signal) -> Tensor:

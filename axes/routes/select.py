@@ -108,6 +108,7 @@ def settle(update: StateUpdate) -> None:
     _fastest(update)
     _refusals(update)
     opaque.text(update)
+    bool(update.counts)
     if update.parts().memory.kind == "list":
         attention.asked(update)
 

@@ -22,7 +22,7 @@ from axes.core.geometry import (
     Whiten,
 )
 from axes.core.memory import List, Matrix
-from axes.core.monoids import Decay, Monoid
+from axes.core.monoids import Decay, Identity, Monoid
 from axes.core.rates import SEEN, Per, named, resolve
 from axes.core.state_update import StateUpdate
 
@@ -164,14 +164,29 @@ def _unshown_average(a: StateUpdate, b: StateUpdate) -> bool:
 
 
 def _nothing_at_first(a: StateUpdate, b: StateUpdate) -> bool:
-    """Another start of a filter whose first drive is zero."""
+    """Another start where the first drive is zero: of a filter at or behind the ball, or of the update itself."""
+    closed = [
+        isinstance(f.h, Ball) and not any(named(f.h.radius)) and resolve(f.h.radius, {SEEN: 0}) == 0.0
+        for f in a.parts().filters()
+    ]
+    if _only("step", a, b) and _same_but(a.algorithm, b.algorithm, "start"):
+        return any(closed) and isinstance(a.parts().monoid, Identity)
     if not _same_but(a.algorithm, b.algorithm, "via") or len(a.filters()) != len(b.filters()):
         return False
     pairs = [(f.parts(), g.parts()) for f, g in zip(a.filters(), b.filters(), strict=True)]
     changed = [i for i, (f, g) in enumerate(pairs) if f != g]
-    balls = [f.h for f, _ in pairs[: changed[0]] if isinstance(f.h, Ball)] if changed else []
-    closed = any(resolve(h.radius, {SEEN: 0}) == 0.0 for h in balls if not any(named(h.radius)))
-    return len(changed) == 1 and closed and _same_but(pairs[changed[0]][0].step, pairs[changed[0]][1].step, "start")
+    if len(changed) != 1 or not any(closed[: changed[0] + 1]):
+        return False
+    return _same_but(pairs[changed[0]][0].step, pairs[changed[0]][1].step, "start")
+
+
+def _along_the_weights(a: StateUpdate, b: StateUpdate) -> bool:
+    """Whether one filter with a trust ratio and a decay starts elsewhere."""
+    if not _same_but(a.algorithm, b.algorithm, "via") or len(a.filters()) != len(b.filters()):
+        return False
+    pairs = [(f.parts(), g.parts()) for f, g in zip(a.filters(), b.filters(), strict=True) if f.parts() != g.parts()]
+    decays = all(isinstance(f.h, geometry.TrustRatio) and f.h.decay != 0.0 for f, _ in pairs)
+    return bool(pairs) and decays and all(_same_but(f.step, g.step, "start") for f, g in pairs)
 
 
 def _list_is_matrix(a: StateUpdate, b: StateUpdate) -> bool:
@@ -212,8 +227,9 @@ GAUGES: tuple[Gauge, ...] = (
     ),
     Gauge(
         "bias under a trust ratio",
-        _trust_ratio,
-        "the ratio |W| / |direction| removes every factor of a linear direction; only at W = 0 is it left in",
+        lambda a, b: _trust_ratio(a, b) or _along_the_weights(a, b),
+        "the ratio |W| / |direction| removes every factor of a linear direction; only at W = 0 is it left in. The "
+        "law's first gradient is along the weights, as a decay in the direction is: without it that is the same",
     ),
     Gauge(
         "cost before a memoryless direction",

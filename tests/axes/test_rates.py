@@ -61,7 +61,7 @@ def test_it_asks_its_axis_for_the_rates_that_it_is_made_of() -> None:
     [
         ("mean", (1.0, T), "'mean' is not one of"),
         ("+", (1.0,), "takes 2 inputs, got 1"),
-        ("+", (1.0, "lr"), "got 'lr'"),
+        ("+", (1.0, "lr"), "must be a number or Variable"),
         ("*", (1.0, Per("beta", "row")), "must be a scalar rate"),
         ("*", (1.0, Per("decay", domain="unit")), "must be a scalar rate"),
         ("where", (T, 1.0, 0.0), "a comparison is the first input of where"),
