@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, final
 
 import torch
@@ -98,7 +99,7 @@ class Forms:
             AxesError: hyperparameters that make no sense.
         """
         rule = self.rules[group["rule"]]
-        given = [_plain(group[name]) for name in _names(rule)]
+        given = [_read(group[name]) for name in _names(rule)]
         last = self._last.get(id(group))
         if last is not None and last.rule is rule and _same(last.given, given) and last.holds:
             return last
@@ -127,15 +128,25 @@ def _names(rule: Rule) -> tuple[str, ...]:
     return tuple(inspect.signature(rule).parameters)
 
 
-def _plain(value: Any) -> Any:
-    """A hyperparameter as rules take it: lists as tuples, reals and tensors on the host as floats."""
-    if isinstance(value, float | int | str | None):
-        return float(value) if isinstance(value, float) else value
+def plain(value: Any) -> Any:
+    """A hyperparameter with real numbers of numpy and others as Python's, alone or among others."""
+    if type(value) is tuple or type(value) is list:
+        found = [plain(x) for x in value]
+        return value if all(map(operator.is_, found, value)) else type(value)(found)
+    if isinstance(value, bool | int | Tensor) or type(value) is float:
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def _read(value: Any) -> Any:
+    """A hyperparameter as rules take it: lists as tuples, tensors on the host as floats."""
     if isinstance(value, tuple | list):
-        return tuple(_plain(x) for x in value)
+        return tuple(_read(x) for x in value)
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else value
-    return float(value) if isinstance(value, numbers.Real) else value
+    return plain(value)
 
 
 def _is_number(x: Any) -> bool:
@@ -154,6 +165,12 @@ def _replaced(given: list[Any], number: Callable[[Any], Any]) -> list[Any]:
         return number(x) if _is_number(x) else x
 
     return [tuple(one(x) for x in value) if isinstance(value, tuple) else one(value) for value in given]
+
+
+def _filled(given: list[Any], values: Iterable[Any]) -> list[Any]:
+    """With these in the places of the numbers, one after another."""
+    rest = iter(values)
+    return _replaced(given, lambda x: next(rest))
 
 
 def _same(last: list[Any], given: list[Any]) -> bool:
@@ -187,13 +204,13 @@ def _form(rule: Rule, given: list[Any], values: list[float], followed: Callable[
 def _built(rule: Rule, given: list[Any], values: list[float], followed: Callable[[StateUpdate], bool]) -> Form:
     origin = Origin(values)
     try:
-        update = _declared(rule, _replaced(given, _Next(origin.numbers())))
+        update = _declared(rule, _filled(given, origin.numbers()))
         if not forgotten(update) and followed(update):
             return Form(update, origin)
     except Exception:  # what does not take such a number, or is refused: plain floats make the tuple, or the message
         pass
     origin.fix()
-    return Form(_declared(rule, _replaced(given, _Next(values))), origin)
+    return Form(_declared(rule, _filled(given, values)), origin)
 
 
 def _declared(rule: Rule, given: list[Any]) -> StateUpdate:
@@ -202,14 +219,4 @@ def _declared(rule: Rule, given: list[Any]) -> StateUpdate:
     return update
 
 
-class _Next:
-    """One after another, whatever it is asked about."""
-
-    def __init__(self, values: list[Any]) -> None:
-        self._values = iter(values)
-
-    def __call__(self, x: Any) -> Any:
-        return next(self._values)
-
-
-__all__ = ["Form", "Forms", "Today"]
+__all__ = ["Form", "Forms", "Today", "plain"]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
 from axes.errors import AxesError
-from axes.optim.engine.forms import Group
+from axes.optim.engine.forms import Group, plain
 from axes.optim.engine.generated import How
 from axes.optim.engine.precision import DEFAULTS, Master, Moments, Rounding
 from axes.optim.engine.router import QKV, Key
@@ -93,18 +91,6 @@ def check_of(who: str, options: Options) -> FiniteCheck:
     if given and given != "skip" and options.get("capturable"):
         raise AxesError(f"{who}: raising waits for the device, which capturable=True rules out: check_finite='skip'")
     return "skip" if given == "skip" else "raise" if given else None
-
-
-def plain(value: Any) -> Any:
-    """A hyperparameter with real numbers of numpy and others as Python's, alone or among others."""
-    if type(value) is tuple or type(value) is list:
-        found = [plain(x) for x in value]
-        return value if all(map(operator.is_, found, value)) else type(value)(found)
-    if isinstance(value, bool | int | Tensor) or type(value) is float:
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def plain_group(group: Group) -> Group:
