@@ -5,7 +5,7 @@ Tensors that lie one behind the other are one already; others are copied to a ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -93,4 +93,27 @@ class Guest:
         return self.room
 
 
-__all__ = ["SMALL", "Guest", "Rooms", "behind_one_another", "flat", "parts", "small"]
+@final
+class Joined:
+    """Blocks of lists that a program steps as one tensor a list."""
+
+    def __init__(self, lists: Mapping[str, list[list[Tensor]]], blocks: Iterable[int]) -> None:
+        """lists: by name, those of every block, which are changed where a block is one of these."""
+        self.rooms = Rooms()
+        self.guests = {b: Guest() for b in blocks}
+        for b in self.guests:
+            for some in lists.values():
+                some[b] = [self.rooms.of(some[b])]
+
+    def enter(self, gradients: list[list[Tensor]]) -> None:
+        """Before a step, with the gradients of every block, which are changed likewise."""
+        for b, guest in self.guests.items():
+            gradients[b] = [guest.of(gradients[b])]
+        self.rooms.enter()
+
+    def leave(self) -> None:
+        """After it."""
+        self.rooms.leave()
+
+
+__all__ = ["SMALL", "Guest", "Joined", "Rooms", "behind_one_another", "flat", "parts", "small"]

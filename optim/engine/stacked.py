@@ -40,7 +40,7 @@ from axes.optim.engine.together import (
 )
 from axes.programs.batched import Schedule, blocks
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
-from axes.programs.small import Guest, Rooms, small
+from axes.programs.small import Joined, small
 
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.programs.program
 _HOST_BOUND = 100_000_000  # entries up to which the launches of a step take longer than the work
@@ -167,13 +167,11 @@ class ListProgram:
         self.blocks = list(blocks([x.numel() for x in like], size))
         self.views = {n: self._cut(xs) for n, xs in tensors.items()}  # contiguous, as gradients are when they come
         self.fits = like[0].is_cpu
-        self.rooms, self.guests = Rooms(), dict[int, Guest]()
-        for b, group in enumerate(self.blocks):
-            whole = all(a == 0 and end == like[i].numel() for i, a, end in group)
-            if self.fits and whole and self.schedule.library is None and small([end for _, _, end in group]):
-                self.guests[b] = Guest()
-                for name in tensors:
-                    self.views[name][b] = [self.rooms.of(self.views[name][b])]
+        together = []
+        if self.fits and self.schedule.library is None:
+            uncut = (all(end - a == like[i].numel() for i, a, end in group) for group in self.blocks)
+            together = [b for b, whole in enumerate(uncut) if whole and small([x[2] for x in self.blocks[b]])]
+        self.joined = Joined(self.views, together)
 
     def step(
         self,
@@ -186,13 +184,11 @@ class ListProgram:
             self.kernel.step([g if fits_kernels(g) else copied(g, g.dtype) for g in gradients], rates, found, scale)
             return
         lists = {**self.views, GRADIENT: self._cut(gradients)}
-        for b, guest in self.guests.items():
-            lists[GRADIENT][b] = [guest.of(lists[GRADIENT][b])]
+        self.joined.enter(lists[GRADIENT])
         values = self._values(rates, gradients[0].device)
-        self.rooms.enter()
         for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
             self.schedule.run(group, values, self.fits)
-        self.rooms.leave()
+        self.joined.leave()
         if self.counts is not None:
             self.counts.add_(1)
 

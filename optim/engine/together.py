@@ -27,7 +27,7 @@ from axes.optim.engine.generated import GRADIENT, How, is_plain
 from axes.optim.engine.routing import real
 from axes.programs.batched import Schedule, blocks
 from axes.programs.program import COUNT, PARAMETER, NotElementwise, Program, trace
-from axes.programs.small import Guest, Rooms, behind_one_another, small
+from axes.programs.small import Joined, behind_one_another, small
 from axes.programs.storage import FORMS, LOW, UNIT
 
 P = ParamSpec("P")
@@ -158,18 +158,15 @@ class Batch:
         self.uncut = [all(b - a == self.shapes[i].numel() for i, a, b in group) for group in self.cut]
         kept = [n for n in names if n not in (PARAMETER, GRADIENT, *self.coded)]
         self.shown = [real(p).detach() for p in parameters]
-        joined = [b for b, group in enumerate(self.cut) if self._joined(group)]
+        alone = self.coded or self.schedule.library is not None or not (self.whole and parameters[0].is_cpu)
+        joined = [] if alone else [b for b in range(len(self.cut)) if self._small(b)]
         for b in joined:
             join([states[i] for i, _, _ in self.cut[b]], kept)
         self.own = [x for s in states for x in s.values()]
         self.views: dict[str, Any] = {n: self._blocks([s[n] for s in states]) for n in kept}
         if self.whole:
             self.views[PARAMETER] = self._blocks(self.shown)
-        self.rooms, self.guests = Rooms(), dict[int, Guest]()
-        for b in joined:
-            self.guests[b] = Guest()
-            for name in (PARAMETER, *kept):
-                self.views[name][b] = [self.rooms.of(self.views[name][b])]
+        self.joined = Joined(self.views, joined)
         # whether torch's own operation for the whole program can have what is kept
         self.fits = parameters[0].is_cpu and all(x.is_contiguous() for v in self.views.values() for xs in v for x in xs)
 
@@ -234,9 +231,7 @@ class Batch:
         if any(g.dtype != self.wide for g in gradients):
             gradients = [real(g).to(self.wide) for g in gradients]
         lists = {**self.views, GRADIENT: self._pieces(gradients)}
-        for b, guest in self.guests.items():
-            lists[GRADIENT][b] = [guest.of(lists[GRADIENT][b])]
-        self.rooms.enter()
+        self.joined.enter(lists[GRADIENT])
         fits = self.fits and all(map(Tensor.is_contiguous, gradients))
         copies: list[Tensor] = []
         if not self.whole:
@@ -248,7 +243,7 @@ class Batch:
             lists[name] = self._blocks(decoded[name])
         for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
             self.schedule.run(group, values, fits)
-        self.rooms.leave()
+        self.joined.leave()
         self.counts.add_(1)
         for i, copy in enumerate(copies):
             parameter, state = self.parameters[i], self.states[i]
@@ -268,11 +263,8 @@ class Batch:
     def _blocks(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         return [[self._entries(tensors[i], i, first, end) for i, first, end in group] for group in self.cut]
 
-    def _joined(self, group: list[tuple[int, int, int]]) -> bool:
-        """Whether the tensors of a block are stepped as one, for which nothing but their own entries may be read."""
-        plain = self.whole and not self.coded and self.schedule.library is None and self.parameters[0].is_cpu
-        whole = all(a == 0 and b == self.shapes[i].numel() for i, a, b in group)
-        return plain and whole and small([b for _, _, b in group])
+    def _small(self, block: int) -> bool:
+        return self.uncut[block] and small([size for _, _, size in self.cut[block]])
 
     def _pieces(self, gradients: list[Tensor]) -> list[list[Tensor]]:
         """The same of gradients, which have the shapes of their parameters."""
