@@ -7,7 +7,6 @@ says so, in a row of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from axes.bench.floors import ceilings
 from axes.bench.peers import lifted_guard
+from axes.bench.results import Watch, said, unwatched
 from axes.bench.training_models import CONTENDERS, Size, products
 from axes.errors import AxesError
 from axes.tasks.run_folder import write_json
@@ -44,7 +44,7 @@ class Throughput:
 
 def measure(
     size: Size, folder: Path, device: torch.device, who: tuple[str, ...] = WHO, compiled: bool = False,
-    watch: Callable[[str, int, int], None] = lambda what, done, of: None,
+    watch: Watch = unwatched,
 ) -> list[Throughput]:  # fmt: skip
     """Train each model on the same tokens; the file is written after each."""
     if unknown := set(who) - set(WHO):
@@ -98,7 +98,7 @@ def _train(name: str, compile_it: bool, size: Size, device: torch.device, rate: 
                 torch.cuda.reset_peak_memory_stats()
             each = seconds(size.steps)
     except (RuntimeError, ImportError, AxesError) as error:
-        return Throughput(who, refused=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+        return Throughput(who, refused=said(error))
     peak = torch.cuda.max_memory_allocated() if gpu else None
     used = None if rate is None else products(model, size) / each / rate
     return Throughput(who, size.batch * size.tokens / each, 1e3 * each, peak, used, first, loss)
