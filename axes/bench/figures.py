@@ -1,0 +1,78 @@
+"""Results as people read them, whatever was compared: a table on the terminal or in a page, and bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from rich.table import Table
+
+Lines = Iterable[tuple[bool, Sequence[str]]]  # whether a group begins; cells
+
+
+def table(title: str, header: Sequence[str], words: Sequence[str], lines: Lines) -> Table:
+    """words: the columns that stand at the left."""
+    out = Table(title=title)
+    for name in header:
+        out.add_column(name, justify="left" if name in words else "right")
+    for first, cells in lines:
+        if first and out.row_count:
+            out.add_section()
+        out.add_row(*cells)
+    return out
+
+
+def markdown(title: str, header: Sequence[str], words: Sequence[str], lines: Lines) -> str:
+    """The same for a page."""
+    out = [title, "", "| " + " | ".join(header) + " |"]
+    out.append("| " + " | ".join("---" if name in words else "---:" for name in header) + " |")
+    out += ["| " + " | ".join(cells) + " |" for _, cells in lines]
+    return "\n".join(out) + "\n"
+
+
+@final
+@dataclass(frozen=True)
+class Bar:
+    """Milliseconds of a contender; floor: where the black line stands."""
+
+    who: str
+    value: float
+    floor: float | None = None
+    note: str = ""
+
+
+def bars(groups: Iterable[tuple[str, Sequence[Bar]]], path: Path, says: str, logarithmic: bool = True) -> None:
+    """One bar a contender, a group for whatever they compute; a colour for each name."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    groups = list(groups)
+    names = sorted({bar.who for _, members in groups for bar in members})
+    lines = sum(len(members) for _, members in groups)
+    figure = Figure(figsize=(9.0, 1.5 + 0.3 * lines + 0.2 * len(groups)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    plot = figure.add_subplot()
+    at, ticks, labels = 0.0, [], []
+    for label, members in groups:
+        ticks.append(at + (len(members) - 1) / 2)
+        labels.append(label)
+        for bar in members:
+            plot.barh(at, bar.value, color=f"C{names.index(bar.who) % 10}", height=0.8)
+            plot.text(bar.value, at, f" {bar.who}{bar.note} {bar.value:.3g}", va="center", fontsize=7)
+            if bar.floor is not None:
+                plot.plot([bar.floor] * 2, [at - 0.4, at + 0.4], color="black", linewidth=1.2)
+            at += 1.0
+        at += 0.6
+    plot.set_yticks(ticks, labels, fontsize=8)
+    plot.invert_yaxis()
+    if logarithmic and lines:
+        plot.set_xscale("log")
+    plot.margins(x=0.25 if logarithmic else 0.15, y=0.01)
+    if not logarithmic:
+        plot.set_xlim(left=0)
+    plot.set_xlabel(says)
+    plot.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
