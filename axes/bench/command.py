@@ -248,16 +248,22 @@ def training(
     steps: Annotated[int, typer.Option(help="Timed steps, after a warm-up.")] = training_models.Size.steps,
     device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
     vocabulary: Annotated[int, typer.Option(help="Tokens there are.")] = training_models.Size.vocabulary,
+    depths: Annotated[
+        list[str] | None, typer.Option("--depth", help="Our model with this depth mixer too. May be repeated.")
+    ] = None,
+    streams: Annotated[int, typer.Option(help="Streams of such mixers.")] = training_models.Size.streams,
     compiled: Annotated[bool, typer.Option(help="Compile every model too, in rows of their own.")] = False,
     who: Annotated[list[str] | None, typer.Option(help="Contenders; all by default. May be repeated.")] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
 ) -> None:
     """Training throughput of whole language models: ours, one of fla's own layers, one of torch's flash attention."""
-    size = training_models.Size(layers, width, heads, vocabulary, batch, tokens, steps)
+    size = training_models.Size(layers, width, heads, vocabulary, batch, tokens, steps, streams)
     chosen = sequence_.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     console = _console()
     with _watching(console) as watch:
-        found = training_.measure(size, out, chosen, tuple(who or training_.WHO), compiled, watch)
+        found = training_.measure(
+            size, out, chosen, tuple(who or training_.WHO), compiled, tuple(depths or ()), watch
+        )
     table = Table(title=f"{layers} layers, width {width}, {heads} heads, {batch} x {tokens} tokens a step, bfloat16")
     for name in ("model", "tokens/s", "ms a step", "products' share", "peak GB", "first step s", "early loss", "note"):
         table.add_column(name, justify="left" if name in ("model", "note") else "right")
