@@ -268,6 +268,7 @@ def _outputs(form: Form, values: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def _gradients(
     form: Form, values: Tensor, y: Tensor, along: list[Tensor], place: tuple[slice, ...]
 ) -> dict[str, Tensor]:
+    """x and the new streams at a place, and what a loss that weighs them by `along` gives everything that entered."""
     given = {"streams": values.detach().clone().requires_grad_(), "y": y.detach().clone().requires_grad_()}
     out = _outputs(form, given["streams"], given["y"])
     towards = [torch.zeros_like(o) for o in out]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -196,7 +197,7 @@ def _applied(x: Tensor, y: Tensor, pre: Tensor, post: Tensor, mix: Tensor | None
 def _sigmoids(m: Any, mixing: Callable[[Tensor], Tensor] | None) -> Run:
     def run(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         pre, post, *mix = _projected(m, x)
-        found = mixing(mix[0].unflatten(-1, (m.streams, m.streams))) if mixing is not None else None
+        found = mixing(mix[0]) if mixing is not None else None
         return _applied(x, y, torch.sigmoid(pre), 2 * torch.sigmoid(post), found)
 
     return run
@@ -204,7 +205,7 @@ def _sigmoids(m: Any, mixing: Callable[[Tensor], Tensor] | None) -> Run:
 
 def _sinkhorn(logits: Tensor) -> Tensor:
     """In turns of rows and columns, as the model's code of DeepSeek-V4 in transformers."""
-    mix = logits.softmax(-1) + _EPS
+    mix = _square(logits).softmax(-1) + _EPS
     mix = mix / (mix.sum(-2, keepdim=True) + _EPS)
     for _ in range(_SWEEPS - 1):
         mix = mix / (mix.sum(-1, keepdim=True) + _EPS)
@@ -214,10 +215,15 @@ def _sinkhorn(logits: Tensor) -> Tensor:
 
 def _log_sinkhorn(logits: Tensor) -> Tensor:
     """The same in logarithms, as hyper-connections of lucidrains."""
+    mix = _square(logits)
     for _ in range(_SWEEPS):
-        logits = logits - logits.logsumexp(-2, keepdim=True)
-        logits = logits - logits.logsumexp(-1, keepdim=True)
-    return logits.exp()
+        mix = mix - mix.logsumexp(-2, keepdim=True)
+        mix = mix - mix.logsumexp(-1, keepdim=True)
+    return mix.exp()
+
+
+def _square(logits: Tensor) -> Tensor:
+    return logits.unflatten(-1, (math.isqrt(logits.shape[-1]), -1))
 
 
 def _cayley(logits: Tensor) -> Tensor:
