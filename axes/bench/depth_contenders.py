@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -226,6 +227,14 @@ def _square(logits: Tensor) -> Tensor:
     return logits.unflatten(-1, (math.isqrt(logits.shape[-1]), -1))
 
 
+def _permuted(logits: Tensor) -> Tensor:
+    """Weights of all n! permutations, in the order of their words, times a table of them."""
+    n = next(n for n in range(2, 12) if math.factorial(n) == logits.shape[-1])
+    orders = torch.tensor(list(itertools.permutations(range(n))), device=logits.device)
+    table = F.one_hot(orders, n).to(logits.dtype)
+    return torch.einsum("...p,pij->...ij", logits.softmax(-1), table)
+
+
 def _cayley(logits: Tensor) -> Tensor:
     return _rotation(0.05 * (logits.mT - logits))  # alpha / 2
 
@@ -286,6 +295,29 @@ def _blocks(m: Any) -> Run:
 def _dense(m: Any) -> Run:
     def run(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return torch.einsum("n,...nd->...d", m.pre.to(x.dtype), x[..., : m.target, :]), _added(x, y, m.target)
+
+    return run
+
+
+def _predicted(m: Any) -> Run:
+    def run(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        sources = x[..., : m.target, :]
+        hidden = F.gelu(F.linear(_norm(sources[..., -1, :]), m.down.to(x.dtype)))
+        weights = F.linear(hidden, m.up.to(x.dtype), m.pre.to(x.dtype))
+        return torch.einsum("...n,...nd->...d", weights, sources), _added(x, y, m.target)
+
+    return run
+
+
+def _delta(m: Any) -> Run:
+    def run(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        pre, gate, target, at, base = (w.to(x.dtype) for w in (m.pre, m.gate, m.target, m.gate_bias, m.target_bias))
+        seen = torch.einsum("n,...nd->...d", pre, x)
+        beta = 2 * torch.sigmoid(_norm(seen) @ gate + at)
+        wanted = 4 * torch.sigmoid(F.linear(seen, target, base))
+        along = F.normalize(y, dim=-1)
+        missing = wanted - torch.einsum("...nd,...d->...n", x, along)
+        return seen, x + (beta[..., None] * missing)[..., None] * along[..., None, :]
 
     return run
 
@@ -386,6 +418,7 @@ _FORMS: dict[str, dict[str, Make]] = {
         LIGER: _liger,
         ENGINE: _engine,
     },
+    "mhc-lite": {TORCH: _plain(lambda m: _sigmoids(m, _permuted))},
     "ihc": {TORCH: _plain(lambda m: _sigmoids(m, None))},
     "jpmhc": {TORCH: _plain(lambda m: _orthogonal(m, _cayley))},
     "jpmhc-mean-preserving": {TORCH: _plain(lambda m: _orthogonal(m, _fixed_mean))},
@@ -394,4 +427,6 @@ _FORMS: dict[str, dict[str, Make]] = {
     "attention-residuals": {TORCH: _plain(_attention), FLA: _fla},
     "block-attention-residuals": {TORCH: _plain(_blocks)},
     "denseformer": {TORCH: _plain(_dense)},
+    "dynamic-dense": {TORCH: _plain(_predicted)},
+    "deep-delta": {TORCH: _plain(_delta)},
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from axes.core.monoids import Identity
-from axes.depth.base import DepthMixer, corrects
+from axes.depth.base import DepthMixer
 
 
 class Account(NamedTuple):
@@ -33,7 +33,7 @@ def account(mixer: DepthMixer, streams: Any) -> Account:
     streams that mix that is 3 n + 2 and 6 n + 3 times d.
     """
     d, width = mixer.d_model, mixer.d_model // mixer.fractions
-    _, h, monoid, step, memory = mixer.update.parts()
+    cost, h, monoid, step, memory = mixer.update.parts()
     if memory.kind == "list":
         seen = streams.theta[1].shape[-2] * d
         return Account(seen + 3 * d, 3 * seen + d)
@@ -41,7 +41,7 @@ def account(mixer: DepthMixer, streams: Any) -> Account:
     key = torch.as_tensor(coefficients.signal["k"])
     normed, stored_normed = not h.is_identity and step.lazy, not h.is_identity and not step.lazy
     whole = mixer.streams * d
-    mixed = not isinstance(monoid, Identity) or corrects(mixer.update) or stored_normed
+    mixed = not isinstance(monoid, Identity) or cost.curvature != "none" or stored_normed
     read = whole if normed else _touched(coefficients.pre) * width
     written = whole if mixed else _touched(key) * width
     is_stream = whole == d and mixer.fractions == 1 and not normed and not coefficients.pre.requires_grad
