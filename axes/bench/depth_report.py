@@ -32,14 +32,12 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _title(results: dict[str, Any]) -> str:
     where = results["where"]
-    gpu = "NVIDIA" in where["device"]
     rates = ", ".join(f"{rate / 1e9:,.0f}" for rate in dict.fromkeys((results["ceilings"] or {}).values()))
     return " · ".join(
         (
-            where["device"] + ("" if gpu else f" · {where['threads']} threads"),
-            f"torch {where['torch']}",
+            figures.machine(where),
             f"copies at {rates} GB/s",
-            "medians of CUDA graphs (eager)" if gpu else "medians",
+            "medians of CUDA graphs (eager)" if "NVIDIA" in where["device"] else "medians",
             *([] if len(_sizes(results)) > 1 else _sizes(results)),
         )
     )

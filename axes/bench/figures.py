@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from rich.table import Table
 
 Lines = Iterable[tuple[bool, Sequence[str]]]  # whether a group begins; cells
 
 
+def machine(where: Mapping[str, Any]) -> str:
+    """What was measured on, of a results file."""
+    device, threads = where["device"], where.get("threads")
+    of = [f"{threads} thread{'s' * (threads != 1)}"] if threads and "NVIDIA" not in device else []
+    return " · ".join((device, *of, f"torch {where['torch']}"))
+
+
 def table(title: str, header: Sequence[str], words: Sequence[str], lines: Lines) -> Table:
-    """words: the columns that stand at the left."""
+    """words: the columns that stand at the left. Columns without a cell are left out."""
+    header, lines = _filled(header, lines)
     out = Table(title=title)
     for name in header:
         out.add_column(name, justify="left" if name in words else "right")
@@ -26,10 +34,17 @@ def table(title: str, header: Sequence[str], words: Sequence[str], lines: Lines)
 
 def markdown(title: str, header: Sequence[str], words: Sequence[str], lines: Lines) -> str:
     """The same for a page."""
+    header, lines = _filled(header, lines)
     out = [title, "", "| " + " | ".join(header) + " |"]
     out.append("| " + " | ".join("---" if name in words else "---:" for name in header) + " |")
     out += ["| " + " | ".join(cells) + " |" for _, cells in lines]
     return "\n".join(out) + "\n"
+
+
+def _filled(header: Sequence[str], lines: Lines) -> tuple[list[str], list[tuple[bool, list[str]]]]:
+    every = list(lines)
+    kept = [i for i in range(len(header)) if not every or any(cells[i] for _, cells in every)]
+    return [header[i] for i in kept], [(first, [cells[i] for i in kept]) for first, cells in every]
 
 
 @final

@@ -26,7 +26,7 @@ def rows(results: dict[str, Any]) -> list[Row]:
 def table(results: dict[str, Any]) -> Table:
     """A group a layer, a line a contender."""
     where = results["where"]
-    title = f"{where['device']} · torch {where['torch']} · eager medians, forward / forward + backward"
+    title = f"{figures.machine(where)} · eager medians, forward / forward + backward"
     return figures.table(title, _HEADER, _WORDS, _lines(results))
 
 

@@ -43,8 +43,7 @@ def _title(results: dict[str, Any]) -> str:
     where = results["where"]
     rates = {round(rate / 1e9, 1) for rate in (results["ceilings"] or {}).values()}
     copies = f" · copies at {', '.join(f'{r:,.0f}' for r in sorted(rates))} GB/s" if rates else ""
-    threads = f" · {where['threads']} threads" if where["threads"] and "NVIDIA" not in where["device"] else ""
-    return f"{where['device']}{threads} · torch {where['torch']}{copies}"
+    return figures.machine(where) + copies
 
 
 def _lines(results: dict[str, Any]) -> Iterator[tuple[bool, tuple[str, ...]]]:

@@ -23,7 +23,7 @@ _HEADER = (
 def table(results: dict[str, Any]) -> Table:
     """One line a contender; a group a rule and shape, with the best peer's time over ours."""
     where = results["where"]
-    title = f"{where['device']} · torch {where['torch']} · CUDA-graph medians where there are any (eager)"
+    title = f"{figures.machine(where)} · CUDA-graph medians where there are any (eager)"
     return figures.table(title, _HEADER, _WORDS, _lines(results))
 
 
