@@ -146,7 +146,7 @@ def depth(
     device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
     who: Annotated[
         list[str] | None,
-        typer.Option(help=f"{'; '.join(depth_contenders.WHO)}. All but the last by default. May be repeated."),
+        typer.Option(help=f"{'; '.join(depth_contenders.WHO)}. All but the last two by default. May be repeated."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
     fresh: Annotated[bool, typer.Option(help="Measure rows again that the folder holds.")] = False,

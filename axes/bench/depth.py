@@ -166,6 +166,7 @@ def _timed(row: Row, form: Form, values: Tensor, y: Tensor, device: torch.device
     along = [torch.randn_like(out) for out in (x, *tensors(new))]
     leaves = [leaf.requires_grad_() for leaf in (*tensors(entered), y.detach(), *form.parameters.values())]
     given = leaves[len(tensors(entered))]
+    there = {tensor.untyped_storage().data_ptr() for tensor in (*leaves, *along)}
     del x, new
 
     def forward() -> list[Tensor]:
@@ -180,7 +181,8 @@ def _timed(row: Row, form: Form, values: Tensor, y: Tensor, device: torch.device
         out = graph()
         moving = [(o, a) for o, a in zip(out, along, strict=True) if o.requires_grad]
         grads = torch.autograd.grad([o for o, _ in moving], leaves, [a for _, a in moving], allow_unused=True)
-        return [*out, *(g for g in grads if g is not None)]
+        made = (*out, *(g for g in grads if g is not None))
+        return [r for r in made if r.untyped_storage().data_ptr() not in there]  # h itself is no result of h + y
 
     with torch.no_grad():
         first = median(forward, device)

@@ -23,11 +23,11 @@ from axes.core.state_update import State
 from axes.depth.base import DepthMixer
 from axes.errors import AxesError
 
-OURS, COMPILED = "axes", "axes, compiled"
+OURS, REFERENCE, COMPILED = "axes", "axes, reference", "axes, compiled"
 TORCH, LUCIDRAINS, HUGGING_FACE = "torch", "torch, as lucidrains", "torch, as Hugging Face"
 LIGER, ENGINE, FLA = "Liger", "TransformerEngine", "fla"
-WHO = (OURS, TORCH, LUCIDRAINS, HUGGING_FACE, LIGER, ENGINE, FLA, COMPILED)
-DEFAULT_WHO = WHO[:-1]
+WHO = (OURS, TORCH, LUCIDRAINS, HUGGING_FACE, LIGER, ENGINE, FLA, REFERENCE, COMPILED)
+DEFAULT_WHO = WHO[:-2]
 _EPS = 1e-6
 _SWEEPS = 20  # of Sinkhorn
 
@@ -60,7 +60,7 @@ Make = Callable[[DepthMixer, torch.dtype], Form]
 
 def contenders(mixer: str, who: tuple[str, ...]) -> dict[str, Make]:
     """Those of the names that compute this mixer."""
-    every: dict[str, Make] = {OURS: ours, **_FORMS.get(mixer, {}), COMPILED: _compiled}
+    every: dict[str, Make] = {OURS: ours, **_FORMS.get(mixer, {}), REFERENCE: _reference, COMPILED: _compiled}
     return {name: every[name] for name in who if name in every}
 
 
@@ -80,6 +80,12 @@ def ours(mixer: DepthMixer, dtype: torch.dtype) -> Form:
         return x, mixer.write(streams, y, coefficients)
 
     return Form(run, dict(mixer.named_parameters()), lambda values: _entered(mixer, values), _values)
+
+
+def _reference(mixer: DepthMixer, dtype: torch.dtype) -> Form:
+    """Ours without kernels, where there are any."""
+    setattr(mixer, "implementation", "reference")  # noqa: B010
+    return ours(mixer, dtype)
 
 
 def _compiled(mixer: DepthMixer, dtype: torch.dtype) -> Form:

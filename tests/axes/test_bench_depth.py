@@ -41,6 +41,7 @@ def checked(name: str, who: str, size: Size = SMALL, dtype: torch.dtype = torch.
 
 
 CASES = [(name, who) for name in NAMES for who in contenders(name, (depth_contenders.OURS, *PLAIN))]
+CASES.append(("mhc", depth_contenders.REFERENCE))
 
 
 @pytest.mark.parametrize(("name", "who"), CASES, ids=lambda x: x)
