@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
+from axes.bench.results import said
 from axes.bench.rules import Run, SequenceRule, Signal
 
 # relative error of a whole tensor; measured: float32 1e-6 to 4e-5, float16 1e-3, bfloat16 4e-3 to 1e-2
@@ -37,8 +39,13 @@ def check(rule: SequenceRule, run: Run, signal: Signal, backward: bool) -> Compa
     try:
         got = _outputs(run, signal, place, weight, backward)
     except Exception as error:
-        return Comparison(float("nan"), "all", False, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+        return Comparison(float("nan"), "all", False, said(error))
     want = _outputs(rule.ours("torch"), exact, (slice(None),) * 3, weight, backward)
+    return compare(got, want, bound)
+
+
+def compare(got: Mapping[str, Tensor], want: Mapping[str, Tensor], bound: float) -> Comparison:
+    """The worst of tensors by name."""
     errors = {n: _relative(got[n], want[n]) for n in want}
     worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
     right = errors[worst] <= bound  # false for NaN

@@ -14,8 +14,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from axes.bench import decode as decode_
+from axes.bench import depth as depth_
+from axes.bench import (
+    depth_contenders,
+    depth_report,
+    layers_report,
+    optim_report,
+    optim_training_report,
+    report,
+    training_models,
+)
 from axes.bench import layers as layers_
-from axes.bench import layers_report, optim_report, optim_training_report, report, training_models
 from axes.bench import optim as optim_
 from axes.bench import optim_training as optim_training_
 from axes.bench import sequence as sequence_
@@ -126,6 +135,45 @@ def layers(
 
 
 @app.command()
+def depth(
+    names: Annotated[
+        list[str] | None, typer.Option("--mixer", help="A mixer's name; all by default. May be repeated.")
+    ] = None,
+    sizes: Annotated[
+        list[str] | None, typer.Option("--size", help="N,D,n: tokens, width, streams. May be repeated.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the streams: bfloat16, float16 or float32; on a CPU float32.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
+    who: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{'; '.join(depth_contenders.WHO)}. All but the last two by default. May be repeated."),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
+    fresh: Annotated[bool, typer.Option(help="Measure rows again that the folder holds.")] = False,
+) -> None:
+    """Depth mixers: read and write of one sublayer, beside h + y, plain torch forms and the kernels of others.
+
+    A row whose output or gradients are wrong is refused. Stopped runs continue with what is missing.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = device.startswith("cuda")
+    plan = depth_.Plan(
+        mixers=tuple(names or ()),
+        sizes=tuple(map(depth_.Size.parse, sizes or ())) or (depth_.Size() if gpu else depth_.ON_CPU,),
+        dtype=dtype or ("bfloat16" if gpu else "float32"),
+        device=device,
+        who=tuple(who or depth_contenders.DEFAULT_WHO),
+    )
+    console = _console()
+    with _watching(console) as watch:
+        results = depth_.measure(plan, out, watch, fresh)
+    console.print(depth_report.table(results))
+    depth_report.draw(results, out / "depth.png")
+    write_text(out / "depth.md", depth_report.markdown(results))
+    typer.echo(f"{out / depth_.FILE}, {out / 'depth.md'} and {out / 'depth.png'}")
+
+
+@app.command()
 def optim(
     rules: Annotated[list[str] | None, typer.Option("--rule", help="A rule; all by default. May be repeated.")] = None,
     suites: Annotated[
@@ -200,16 +248,22 @@ def training(
     steps: Annotated[int, typer.Option(help="Timed steps, after a warm-up.")] = training_models.Size.steps,
     device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
     vocabulary: Annotated[int, typer.Option(help="Tokens there are.")] = training_models.Size.vocabulary,
+    depths: Annotated[
+        list[str] | None, typer.Option("--depth", help="Our model with this depth mixer too. May be repeated.")
+    ] = None,
+    streams: Annotated[int, typer.Option(help="Streams of such mixers.")] = training_models.Size.streams,
     compiled: Annotated[bool, typer.Option(help="Compile every model too, in rows of their own.")] = False,
     who: Annotated[list[str] | None, typer.Option(help="Contenders; all by default. May be repeated.")] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
 ) -> None:
     """Training throughput of whole language models: ours, one of fla's own layers, one of torch's flash attention."""
-    size = training_models.Size(layers, width, heads, vocabulary, batch, tokens, steps)
+    size = training_models.Size(layers, width, heads, vocabulary, batch, tokens, steps, streams)
     chosen = sequence_.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     console = _console()
     with _watching(console) as watch:
-        found = training_.measure(size, out, chosen, tuple(who or training_.WHO), compiled, watch)
+        found = training_.measure(
+            size, out, chosen, tuple(who or training_.WHO), compiled, tuple(depths or ()), watch
+        )
     table = Table(title=f"{layers} layers, width {width}, {heads} heads, {batch} x {tokens} tokens a step, bfloat16")
     for name in ("model", "tokens/s", "ms a step", "products' share", "peak GB", "first step s", "early loss", "note"):
         table.add_column(name, justify="left" if name in ("model", "note") else "right")

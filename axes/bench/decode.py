@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from axes.bench.check import BOUNDS
 from axes.bench.peers import FLA, OURS, library
+from axes.bench.results import Watch, said, unwatched
 from axes.bench.rules import SequenceRule, Shape, Signal, find
 from axes.bench.timing import median
 from axes.core import reference
@@ -46,7 +47,7 @@ Advance = Callable[[Signal], Tensor]  # one token's output (B, 1, H, V); the sta
 
 def measure(
     rules: tuple[str, ...], shapes: tuple[str, ...], dtype: torch.dtype, device: torch.device, folder: Path,
-    watch: Callable[[str, int, int], None] = lambda what, done, of: None,
+    watch: Watch = unwatched,
 ) -> list[DecodeStep]:  # fmt: skip
     """Check every contender over some tokens against float64, then time one token; the file is written after each."""
     found: list[DecodeStep] = []
@@ -72,14 +73,14 @@ def _row(rule: SequenceRule, shape: Shape, dtype: torch.dtype, device: torch.dev
     try:
         error = _error(rule, shape, dtype, device, who)
         if not error <= BOUNDS[dtype]:
-            return _with(row, error=error, refused=f"off by {error:.1e} > {BOUNDS[dtype]:.1e}")
+            return replace(row, error=error, refused=f"off by {error:.1e} > {BOUNDS[dtype]:.1e}")
         signal = rule.signal(shape, dtype, device)
         advance = _advance(rule, who, signal)
         timing = median(lambda: (advance(signal),), device)
     except Exception as failure:
-        return _with(row, refused=f"{type(failure).__name__}: {str(failure).splitlines()[0][:160]}")
+        return replace(row, refused=said(failure))
     state = 2 * 4 * shape.batch * shape.heads * shape.width**2
-    return _with(row, graph=timing.graph, eager=timing.eager, error=error, megabytes=state / 1e6)
+    return replace(row, graph=timing.graph, eager=timing.eager, error=error, megabytes=state / 1e6)
 
 
 def _error(rule: SequenceRule, shape: Shape, dtype: torch.dtype, device: torch.device, who: str) -> float:
@@ -119,7 +120,3 @@ def _advance(rule: SequenceRule, who: str, first: Signal) -> Advance:
 
 def _token(signal: Signal, t: int) -> Signal:
     return {n: x[:, t : t + 1].contiguous() for n, x in signal.items()}
-
-
-def _with(row: DecodeStep, **changes: Any) -> DecodeStep:
-    return DecodeStep(**{**asdict(row), **changes})

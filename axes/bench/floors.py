@@ -8,6 +8,8 @@ from typing import final
 
 import torch
 
+from axes.bench.timing import median
+
 _CHUNK = 64
 
 
@@ -63,6 +65,16 @@ def ceilings(device: torch.device) -> Ceilings:
     moved = 2 * 4 * source.numel()
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
     return Ceilings(moved / copy, 2 * 8192**3 / _seconds(lambda: a @ b))
+
+
+def copy_rate(numbers: int, device: torch.device) -> float:
+    """Bytes a second, read and written, of a copy: on a GPU of much memory, on a CPU of as many float32 numbers."""
+    if device.type == "cuda":
+        return ceilings(device).bytes_per_second
+    source = torch.ones(numbers)
+    target = torch.empty_like(source)
+    milliseconds = median(lambda: (target.copy_(source),), device).eager
+    return 8 * numbers / (1e-3 * milliseconds)
 
 
 def _seconds(call: Callable[[], object], times: int = 10) -> float:

@@ -8,7 +8,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from axes import catalogue
+from axes.bench.check import compare
 from axes.bench.peers import AttentionLayer
-from axes.bench.results import begin, write
+from axes.bench.results import Watch, begin, fill, said, unwatched
 from axes.bench.sequence import device_of, dtype_of
-from axes.bench.timing import Timing, median, peak_extra
+from axes.bench.timing import Timing, kept_for_backward, median, peak_extra, wait
 from axes.errors import AxesError
 from axes.sequence import SequenceLayer, fused
 
@@ -112,7 +113,7 @@ class Plan:
 def measure(
     plan: Plan,
     folder: Path,
-    watch: Callable[[str, int, int], None] = lambda what, done, of: None,
+    watch: Watch = unwatched,
     fresh: bool = False,
 ) -> dict[str, Any]:
     """Measure every row that the folder does not hold yet; the file is written after each. Returns its contents."""
@@ -120,18 +121,14 @@ def measure(
     if unknown := set(plan.who) - set(WHO):
         raise AxesError(f"unknown contender {', '.join(sorted(unknown))}; known: {', '.join(WHO)}")
     results = begin(folder / FILE, Row, device, 0, fresh)
-    done = {Row(**row).key for row in results["rows"]}
     names = plan.layers or (ON_GPU if device.type == "cuda" else ON_CPU)
-    work = [(name, who) for name in names for who in plan.who if who != SDPA or name in ATTENTION]
-    for index, (name, who) in enumerate(work):
-        row = Row(name, str(plan.size), plan.dtype, who)
-        if row.key in done:
-            continue
-        watch(f"{name} · {who}", index, len(work))
-        results["rows"].append(asdict(_row(row, plan.size, dtype, device)))
-        write(folder / FILE, results)
-    watch("done", len(work), len(work))
-    return results
+    work = [
+        (Row(name, str(plan.size), plan.dtype, who), lambda row: _row(row, plan.size, dtype, device))
+        for name in names
+        for who in plan.who
+        if who != SDPA or name in ATTENTION
+    ]
+    return fill(folder / FILE, results, work, watch)
 
 
 def _row(row: Row, size: Size, dtype: torch.dtype, device: torch.device) -> Row:
@@ -141,7 +138,7 @@ def _row(row: Row, size: Size, dtype: torch.dtype, device: torch.device) -> Row:
     try:
         layer, call = _contender(row.layer, row.who, size, dtype, device)
     except Exception as error:
-        return replace(row, refused=_short(error))
+        return replace(row, refused=said(error))
     parameters = [p for p in layer.parameters() if p.requires_grad]
     row = replace(row, parameters=sum(p.numel() for p in parameters))
     x = torch.randn(size.batch, size.tokens, size.width, device=device, dtype=dtype, requires_grad=True)
@@ -150,7 +147,7 @@ def _row(row: Row, size: Size, dtype: torch.dtype, device: torch.device) -> Row:
     try:
         begun = time.perf_counter()
         _both(call, x, parameters, direction)
-        _wait(device)
+        wait(device)
         row = replace(row, first=time.perf_counter() - begun)
         if row.who == OURS:
             off, worst = _error(layer, x)
@@ -170,7 +167,7 @@ def _row(row: Row, size: Size, dtype: torch.dtype, device: torch.device) -> Row:
     except torch.OutOfMemoryError:
         return replace(row, refused="out of memory")
     except Exception as error:
-        return replace(row, refused=_short(error))
+        return replace(row, refused=said(error))
     return row
 
 
@@ -199,20 +196,8 @@ def _host(call: Callable[[], object], device: torch.device) -> float | None:
 
 
 def _saved(call: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter]) -> int:
-    """Bytes a token that the graph of a call keeps, parameters apart."""
-    own = {p.untyped_storage().data_ptr() for p in parameters}
-    kept: dict[int, int] = {}
-
-    def keep(y: Tensor) -> Tensor:
-        storage = y.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return y
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda y: y):
-        out = call(x)
-    del out
-    return round(sum(kept.values()) / (x.shape[0] * x.shape[1]))
+    """Bytes a token."""
+    return round(kept_for_backward(lambda: (call(x),), parameters) / (x.shape[0] * x.shape[1]))
 
 
 def _predicted(layer: nn.Module, x: Tensor) -> int | None:
@@ -235,18 +220,8 @@ def _error(layer: nn.Module, x: Tensor) -> tuple[float, str]:
         pairs = zip(("output", "x", *names), (out.detach(), *grads), strict=True)
         found.append({n: g for n, g in pairs if g is not None})
     got, want = found
-    errors = {n: float((got[n] - w).norm() / w.norm().clamp_min(1e-3 * w.numel() ** 0.5)) for n, w in want.items()}
-    worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
-    return errors[worst], worst
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+    verdict = compare(got, want, _BOUNDS[x.dtype])
+    return verdict.error, verdict.worst
 
 
 # ---- contenders ------------------------------------------------------------------------------------------------------

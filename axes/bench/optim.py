@@ -7,15 +7,14 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from axes.bench.floors import ceilings
+from axes.bench.floors import copy_rate
 from axes.bench.optim_contenders import (
     Contender,
     Make,
@@ -29,9 +28,9 @@ from axes.bench.optim_contenders import (
     known_names,
     state_bytes,
 )
-from axes.bench.results import begin, write
+from axes.bench.results import Watch, begin, fill, said, unwatched
 from axes.bench.sequence import device_of, dtype_of
-from axes.bench.timing import Timing, median, peak_extra
+from axes.bench.timing import Timing, launches, median, peak_extra, wait
 from axes.errors import AxesError
 
 FILE = "optim.json"
@@ -87,7 +86,7 @@ class Plan:
 def measure(
     plan: Plan,
     folder: Path,
-    watch: Callable[[str, int, int], None] = lambda what, done, of: None,
+    watch: Watch = unwatched,
     fresh: bool = False,
 ) -> dict[str, Any]:
     """Measure every row that the folder does not hold yet; the file is written after each. Returns its contents."""
@@ -95,28 +94,27 @@ def measure(
     place = Place(device, dtype_of(plan.dtype))
     if unknown := set(plan.who) - set(known_names()):
         raise AxesError(f"unknown contender {', '.join(sorted(unknown))}; known: {', '.join(known_names())}")
-    work = [
-        (suite.for_rule(rule), rule, contender)
+    path = folder / FILE
+    results = begin(path, Row, device, plan.seed, fresh)
+    rates: dict[str, float] = results["ceilings"] or {}
+    results["ceilings"] = rates
+
+    def work(suite: Suite, rule: OptimizerRule, who: Contender) -> tuple[Row, Callable[[Row], Row]]:
+        def measured(row: Row) -> Row:
+            if suite.name not in rates:
+                rates[suite.name] = copy_rate(suite.numbers, device)
+            return _row(suite, rule, who, plan, device, rates[suite.name])
+
+        return Row(suite.name, rule.name, plan.dtype, who.name), measured
+
+    every = [
+        work(suite.for_rule(rule), rule, contender)
         for suite in find_suites(plan.suites, device)
         for rule in find_rules(plan.rules)
         if plan.rules or rule.name in suite.rules
         for contender in contenders(rule, place, plan.who)
     ]
-    path = folder / FILE
-    results = begin(path, Row, device, plan.seed, fresh)
-    results["ceilings"] = results["ceilings"] or {}
-    done = {Row(**row).key for row in results["rows"]}
-    for index, (suite, rule, contender) in enumerate(work):
-        if (suite.name, rule.name, plan.dtype, contender.name) in done:
-            continue
-        watch(f"{suite.name} · {rule.name} · {contender.name}", index, len(work))
-        if suite.name not in results["ceilings"]:
-            results["ceilings"][suite.name] = _copy_rate(suite, device)
-        row = _row(suite, rule, contender, plan, device, results["ceilings"][suite.name])
-        results["rows"].append(asdict(row))
-        write(path, results)
-    watch("done", len(work), len(work))
-    return results
+    return fill(path, results, every, watch)
 
 
 def rows(results: dict[str, Any]) -> list[Row]:
@@ -131,7 +129,7 @@ def _row(suite: Suite, rule: OptimizerRule, who: Contender, plan: Plan, device: 
     except torch.OutOfMemoryError:
         return replace(row, refused="out of memory")
     except Exception as error:  # a peer may raise anything
-        return replace(row, refused=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}")
+        return replace(row, refused=said(error))
 
 
 def _measured(
@@ -269,54 +267,14 @@ def descends(make: Make, device: torch.device) -> bool:
     return float((w.detach() - goal).norm()) < 0.999 * float(goal.norm())
 
 
-def launches(call: Callable[[], object], device: torch.device) -> float:
-    """Kernels that a call starts, as the profiler sees them; on a CPU the operators that it calls."""
-    if device.type != "cuda":
-        with _Operators() as operators:
-            call()
-        return operators.count
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        call()
-        _wait(device)
-    on_device = [e for e in found.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(not e.name.startswith(("Memcpy", "Memset", "Optimizer.")) for e in on_device)
-
-
-class _Operators(TorchDispatchMode):
-    """Counts the operators that reach torch's dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """One warmed-up call."""
     call()
-    _wait(device)
+    wait(device)
     begun = time.perf_counter()
     call()
-    _wait(device)
+    wait(device)
     return time.perf_counter() - begun
-
-
-def _copy_rate(suite: Suite, device: torch.device) -> float:
-    """Bytes a second, read and written, of a copy: on a GPU of much memory, on a CPU of as much as the parameters."""
-    if device.type == "cuda":
-        return ceilings(device).bytes_per_second
-    source = torch.ones(suite.numbers)
-    target = torch.empty_like(source)
-    milliseconds = median(lambda: (target.copy_(source),), device).eager
-    return 8 * suite.numbers / (1e-3 * milliseconds)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 @contextmanager

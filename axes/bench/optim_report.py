@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from axes.bench import figures
+from axes.bench.figures import Bar, bars
 from axes.bench.optim import Row, ratios, rows
 from axes.bench.optim_contenders import RULES, SUITES
 
@@ -29,30 +31,19 @@ _WORDS = ("parameters", "rule", "who", "note")
 
 def table(results: dict[str, Any]) -> Table:
     """One line a contender; a group a rule and set of parameters, with the best peer's time over ours."""
-    out = Table(title=_title(results))
-    for name in _HEADER:
-        out.add_column(name, justify="left" if name in _WORDS else "right")
-    for first, cells in _lines(results):
-        if first and out.row_count:
-            out.add_section()
-        out.add_row(*cells)
-    return out
+    return figures.table(_title(results), _HEADER, _WORDS, _lines(results))
 
 
 def markdown(results: dict[str, Any]) -> str:
     """The same for a page."""
-    lines = [_title(results), "", "| " + " | ".join(_HEADER) + " |"]
-    lines.append("| " + " | ".join("---" if name in _WORDS else "---:" for name in _HEADER) + " |")
-    lines += ["| " + " | ".join(cells) + " |" for _, cells in _lines(results)]
-    return "\n".join(lines) + "\n"
+    return figures.markdown(_title(results), _HEADER, _WORDS, _lines(results))
 
 
 def _title(results: dict[str, Any]) -> str:
     where = results["where"]
     rates = {round(rate / 1e9, 1) for rate in (results["ceilings"] or {}).values()}
     copies = f" · copies at {', '.join(f'{r:,.0f}' for r in sorted(rates))} GB/s" if rates else ""
-    threads = f" · {where['threads']} threads" if where["threads"] and "NVIDIA" not in where["device"] else ""
-    return f"{where['device']}{threads} · torch {where['torch']}{copies}"
+    return figures.machine(where) + copies
 
 
 def _lines(results: dict[str, Any]) -> Iterator[tuple[bool, tuple[str, ...]]]:
@@ -85,33 +76,9 @@ def _number(value: float | None, digits: int) -> str:
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Milliseconds a step, one bar a contender; black: the time of a copy of the bytes that the step moves."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    found = sorted((r for r in rows(results) if r.best is not None), key=_place)
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in found:
-        groups.setdefault(row.key[:3], []).append(row)
-    names = sorted({r.who for r in found})
-    figure = Figure(figsize=(9.0, 1.5 + 0.3 * len(found) + 0.2 * len(groups)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    plot = figure.add_subplot()
-    at, ticks, labels = 0.0, [], []
-    for (suite, rule, dtype), members in groups.items():
-        ticks.append(at + (len(members) - 1) / 2)
-        labels.append(f"{rule}\n{suite} {dtype}")
-        for row in members:
-            assert row.best is not None and row.share is not None
-            plot.barh(at, row.best, color=f"C{names.index(row.who) % 10}", height=0.8)
-            plot.text(row.best, at, f" {row.who} {row.best:.3g}", va="center", fontsize=7)
-            plot.plot([row.best * row.share] * 2, [at - 0.4, at + 0.4], color="black", linewidth=1.2)
-            at += 1.0
-        at += 0.6
-    plot.set_yticks(ticks, labels, fontsize=8)
-    plot.invert_yaxis()
-    plot.set_xscale("log")
-    plot.margins(x=0.25, y=0.01)
-    plot.set_xlabel("ms a step; black: a copy of as many bytes")
-    plot.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Software": None})
+    groups: dict[tuple[str, ...], list[Bar]] = {}
+    for row in sorted((r for r in rows(results) if r.best is not None), key=_place):
+        assert row.best is not None and row.share is not None
+        groups.setdefault(row.key[:3], []).append(Bar(row.who, row.best, row.best * row.share))
+    named = ((f"{rule}\n{suite} {dtype}", members) for (suite, rule, dtype), members in groups.items())
+    bars(named, path, "ms a step; black: a copy of as many bytes")

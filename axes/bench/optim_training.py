@@ -19,7 +19,7 @@ from torch import nn
 from axes import optim
 from axes.bench.optim_contenders import REFRESH, package, state_bytes
 from axes.bench.optim_tasks import Task, find_tasks
-from axes.bench.results import begin, write
+from axes.bench.results import Watch, begin, unwatched, write
 from axes.bench.sequence import device_of
 from axes.errors import AxesError
 from axes.optim.engine.routing import roles
@@ -90,7 +90,7 @@ def trainers(names: tuple[str, ...] = ()) -> list[Trainer]:
 def measure(
     plan: Plan,
     folder: Path,
-    watch: Callable[[str, int, int], None] = lambda what, done, of: None,
+    watch: Watch = unwatched,
     fresh: bool = False,
 ) -> dict[str, Any]:
     """Train every run that the folder does not hold yet; the file is written after each. Returns its contents."""

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
 from axes.errors import AxesError
 from axes.tasks.run_folder import write_json
+
+Watch = Callable[[str, int, int], None]  # what is measured now, how many rows are done, of how many
+
+
+class Measured(Protocol):
+    """A row: a frozen dataclass whose key says what it is about."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def key(self) -> tuple[Any, ...]: ...
+
+
+Row = TypeVar("Row", bound=Measured)
+
+
+def unwatched(what: str, done: int, of: int) -> None:
+    """For measurements that nobody waits for."""
 
 
 def begin(path: Path, row: type, device: torch.device, seed: int, fresh: bool) -> dict[str, Any]:
@@ -46,6 +66,26 @@ def load(path: Path, row: type) -> dict[str, Any]:
         return results
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AxesError(f"{path} is not a results file of `axes bench`: {error}; measure again with --fresh") from None
+
+
+def fill(
+    path: Path, results: dict[str, Any], work: Sequence[tuple[Row, Callable[[Row], Row]]], watch: Watch
+) -> dict[str, Any]:
+    """Measure what the results do not hold yet, each from its empty row; the file is written after each."""
+    done = {tuple(type(work[0][0])(**found).key) for found in results["rows"]} if work else set()
+    for index, (row, measured) in enumerate(work):
+        if tuple(row.key) in done:
+            continue
+        watch(" · ".join(map(str, row.key)), index, len(work))
+        results["rows"].append(asdict(measured(row)))
+        write(path, results)
+    watch("done", len(work), len(work))
+    return results
+
+
+def said(error: Exception) -> str:
+    """An exception as the note of a row: its kind and first line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
 
 
 def write(path: Path, results: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -17,7 +17,7 @@ import torch
 from axes.bench.check import check
 from axes.bench.floors import Ceilings, ceilings
 from axes.bench.peers import FLA, LOOP, OURS, Contender, contenders, lifted_guard
-from axes.bench.results import begin, write
+from axes.bench.results import Watch, begin, fill, unwatched
 from axes.bench.rules import SequenceRule, Shape, Signal, find
 from axes.bench.timing import Timing, median, peak_extra
 from axes.errors import AxesError
@@ -70,7 +70,7 @@ class Plan:
 def measure(
     plan: Plan,
     folder: Path,
-    watch: Callable[[str, int, int], None] = lambda what, done, of: None,
+    watch: Watch = unwatched,
     fresh: bool = False,
 ) -> dict[str, Any]:
     """Measure every row that the folder does not hold yet; the file is written after each. Returns its contents."""
@@ -80,26 +80,23 @@ def measure(
     if device.type == "cuda" and limits is None:
         limits = ceilings(device)
         results["ceilings"] = asdict(limits)
-    done = {Row(**row).key for row in results["rows"]}
-    work = [
-        (rule, Shape.parse(shape), c)
+
+    def work(rule: SequenceRule, shape: Shape, who: Contender) -> tuple[Row, Callable[[Row], Row]]:
+        def measured(row: Row) -> Row:
+            guard = plan.lift_guard and who.name == FLA
+            with lifted_guard() if guard else nullcontext():
+                row = _row(row, rule, shape, dtype, device, who, plan, limits)
+            return replace(row, note="; ".join(filter(None, (row.note, "guard lifted")))) if guard else row
+
+        return Row(rule.name, str(shape), plan.dtype, who.name), measured
+
+    every = [
+        work(rule, Shape.parse(shape), who)
         for rule in find(plan.rules)
         for shape in plan.shapes
-        for c in contenders(rule, device, plan.who)
+        for who in contenders(rule, device, plan.who)
     ]
-    for index, (rule, shape, contender) in enumerate(work):
-        if (rule.name, str(shape), plan.dtype, contender.name) in done:
-            continue
-        watch(f"{rule.name} · {contender.name} · {shape}", index, len(work))
-        guard = plan.lift_guard and contender.name == FLA
-        with lifted_guard() if guard else nullcontext():
-            row = _row(rule, shape, dtype, device, contender, plan, limits)
-        if guard:
-            row = _with(row, note="; ".join(filter(None, (row.note, "guard lifted"))))
-        results["rows"].append(asdict(row))
-        write(folder / FILE, results)
-    watch("done", len(work), len(work))
-    return results
+    return fill(folder / FILE, results, every, watch)
 
 
 def rows(results: dict[str, Any]) -> list[Row]:
@@ -107,6 +104,7 @@ def rows(results: dict[str, Any]) -> list[Row]:
 
 
 def _row(
+    row: Row,
     rule: SequenceRule,
     shape: Shape,
     dtype: torch.dtype,
@@ -115,13 +113,12 @@ def _row(
     plan: Plan,
     limits: Ceilings | None,
 ) -> Row:
-    row = Row(rule.name, str(shape), plan.dtype, who.name)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     signal = rule.signal(shape, dtype, device, plan.seed)
     if limits is not None and who.same_rule:
         a = rule.account(shape, dtype)
-        row = _with(
+        row = replace(
             row,
             forward_floor=limits.milliseconds(a.forward_bytes, a.forward_flops),
             both_floor=limits.milliseconds(a.both_bytes, a.both_flops),
@@ -132,24 +129,24 @@ def _row(
         if not verdict.right:
             alone = check(rule, who.run, signal, backward=False)
             if not alone.right:
-                return _with(row, refused=verdict.reason, error=verdict.error, worst=verdict.worst)
-            backward, row = False, _with(row, note=f"no backward: {verdict.reason}")
+                return replace(row, refused=verdict.reason, error=verdict.error, worst=verdict.worst)
+            backward, row = False, replace(row, note=f"no backward: {verdict.reason}")
             verdict = alone
-        row = _with(row, error=verdict.error, worst=verdict.worst)
+        row = replace(row, error=verdict.error, worst=verdict.worst)
     forward, both = _calls(who, signal)
     try:
         with torch.no_grad():
             timing = median(forward, device)
-        row = _with(row, forward=timing.best, forward_eager=timing.eager)
+        row = replace(row, forward=timing.best, forward_eager=timing.eager)
         if backward:
             timing = _both(both, device)
-            row = _with(row, both=timing.best, both_eager=timing.eager)
+            row = replace(row, both=timing.best, both_eager=timing.eager)
             if device.type == "cuda":
-                row = _with(row, peak=peak_extra(both))
+                row = replace(row, peak=peak_extra(both))
     except torch.OutOfMemoryError:
-        return _with(row, refused="out of memory")
+        return replace(row, refused="out of memory")
     if plan.first_calls and device.type == "cuda" and who.same_rule:
-        row = _with(row, first_call=first_call(rule.name, str(shape), plan.dtype, who.name))
+        row = replace(row, first_call=first_call(rule.name, str(shape), plan.dtype, who.name))
     return row
 
 
@@ -193,10 +190,6 @@ def first_call(rule: str, shape: str, dtype: str, who: str) -> float | None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     found = [line for line in done.stdout.splitlines() if line.startswith("seconds ")]
     return float(found[-1].split()[1]) if done.returncode == 0 and found else None
-
-
-def _with(row: Row, **changes: Any) -> Row:
-    return Row(**{**asdict(row), **changes})
 
 
 def device_of(name: str) -> torch.device:

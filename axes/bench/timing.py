@@ -6,10 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Call = Callable[[], Iterable[Tensor]]
 _SECONDS = 0.25  # how long one figure is measured, after a warm-up
@@ -46,6 +47,54 @@ def peak_extra(call: Call) -> int:
     torch.cuda.synchronize()
     returned = sum(x.untyped_storage().nbytes() for x in {x.untyped_storage().data_ptr(): x for x in results}.values())
     return max(0, torch.cuda.max_memory_allocated() - before - returned)
+
+
+def kept_for_backward(call: Call, own: Iterable[Tensor]) -> int:
+    """Bytes that the graph of a call keeps, `own` tensors (parameters) apart."""
+    mine = {x.untyped_storage().data_ptr() for x in own}
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in mine:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = call()
+    del out
+    return sum(kept.values())
+
+
+def launches(call: Callable[[], object], device: torch.device) -> float:
+    """Kernels that a call starts, as the profiler sees them; on a CPU the operators that it calls."""
+    if device.type != "cuda":
+        with _Operators() as operators:
+            call()
+        return operators.count
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        call()
+        wait(device)
+    on_device = [e for e in found.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(not e.name.startswith(("Memcpy", "Memset", "Optimizer.")) for e in on_device)
+
+
+class _Operators(TorchDispatchMode):
+    """Counts the operators that reach torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _wall(call: Call) -> float:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from axes.bench.floors import ceilings
 from axes.bench.peers import lifted_guard
-from axes.bench.training_models import CONTENDERS, Size, products
+from axes.bench.results import Watch, said, unwatched
+from axes.bench.training_models import CONTENDERS, Made, Size, products, with_depth
 from axes.errors import AxesError
 from axes.tasks.run_folder import write_json
 
@@ -44,29 +45,32 @@ class Throughput:
 
 def measure(
     size: Size, folder: Path, device: torch.device, who: tuple[str, ...] = WHO, compiled: bool = False,
-    watch: Callable[[str, int, int], None] = lambda what, done, of: None,
+    depths: tuple[str, ...] = (), watch: Watch = unwatched,
 ) -> list[Throughput]:  # fmt: skip
-    """Train each model on the same tokens; the file is written after each."""
+    """Train each model on the same tokens, and ours with these depth mixers too; the file is written after each."""
     if unknown := set(who) - set(WHO):
         raise AxesError(f"unknown contender {', '.join(sorted(unknown))}; known: {', '.join(WHO)}")
     found: list[Throughput] = []
     rate = ceilings(device).flops_per_second if device.type == "cuda" else None
-    work = [(name, c) for name in who for c in ((False, True) if compiled else (False,))]
+    models = {name: CONTENDERS[name] for name in who} | with_depth(depths)
+    work = [(name, c) for name in models for c in ((False, True) if compiled else (False,))]
     folder.mkdir(parents=True, exist_ok=True)
     for index, (name, compile_it) in enumerate(work):
         watch(f"{name}, compiled" if compile_it else name, index, len(work))
-        found.append(_train(name, compile_it, size, device, rate))
+        found.append(_train(name, models[name], compile_it, size, device, rate))
         write_json(folder / FILE, {"size": asdict(size), "rows": [asdict(t) for t in found]})
     watch("done", len(work), len(work))
     return found
 
 
-def _train(name: str, compile_it: bool, size: Size, device: torch.device, rate: float | None) -> Throughput:
+def _train(
+    name: str, made: Callable[[Size], Made], compile_it: bool, size: Size, device: torch.device, rate: float | None
+) -> Throughput:
     who = f"{name}, compiled" if compile_it else name
     torch.manual_seed(0)
     try:
         with device:
-            model, make = CONTENDERS[name](size)
+            model, make = made(size)
     except (ImportError, AxesError) as error:
         return Throughput(who, refused=str(error))
     optimizer = make(model)
@@ -98,7 +102,7 @@ def _train(name: str, compile_it: bool, size: Size, device: torch.device, rate: 
                 torch.cuda.reset_peak_memory_stats()
             each = seconds(size.steps)
     except (RuntimeError, ImportError, AxesError) as error:
-        return Throughput(who, refused=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+        return Throughput(who, refused=said(error))
     peak = torch.cuda.max_memory_allocated() if gpu else None
     used = None if rate is None else products(model, size) / each / rate
     return Throughput(who, size.batch * size.tokens / each, 1e3 * each, peak, used, first, loss)

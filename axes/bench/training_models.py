@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from axes import catalogue
 from axes.bench.peers import AttentionLayer
 from axes.errors import AxesError
 from axes.models import Architecture, LanguageModel
@@ -26,7 +27,7 @@ from axes.optim import AdamW
 @final
 @dataclass(frozen=True)
 class Size:
-    """The model and what it reads in a step."""
+    """The model and what it reads in a step. streams: of mixers along depth that have several."""
 
     layers: int = 12
     width: int = 768
@@ -35,15 +36,16 @@ class Size:
     batch: int = 8
     tokens: int = 4096
     steps: int = 20
+    streams: int = 4
 
 
 @final
 class Ours(nn.Module):
-    """`LanguageModel` with a residual stream."""
+    """`LanguageModel`, with a residual stream unless another mixer is named."""
 
-    def __init__(self, size: Size, sequence: str) -> None:
+    def __init__(self, size: Size, sequence: str, depth: str = "residual") -> None:
         super().__init__()
-        given = Architecture(sequence, "residual", size.layers, size.width, size.heads, vocabulary=size.vocabulary)
+        given = Architecture(sequence, depth, size.layers, size.width, size.heads, size.streams, size.vocabulary)
         self.model = LanguageModel(given)
 
     def forward(self, windows: Tensor) -> Tensor:
@@ -121,6 +123,15 @@ CONTENDERS: dict[str, Callable[[Size], Made]] = {
     "fla": lambda size: (Fla(size), _torch_adamw),
     "torch, flash SDPA": lambda size: (Torch(size), _torch_adamw),
 }
+
+
+def with_depth(names: tuple[str, ...]) -> dict[str, Callable[[Size], Made]]:
+    """Our first model with these mixers in the place of its residual stream."""
+
+    def made(name: str) -> Callable[[Size], Made]:
+        return lambda size: (Ours(size, "gated-delta-net", name), _our_adamw)
+
+    return {f"axes, {(found := catalogue.get(name, 'depth').name)}": made(found) for name in names}
 
 
 def products(model: nn.Module, size: Size) -> float:

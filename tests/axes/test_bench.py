@@ -142,12 +142,14 @@ def test_one_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_training_says_who_could_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "bench training --layers 1 --width 16 --heads 2 --batch 1 --tokens 20 --steps 1 --vocabulary 50 --device cpu"
+    line += " --depth mhc --streams 2"
     shown = command(f"{line} --out {tmp_path}", capsys)
     assert "flash-linear-attention is not installed" in shown
     found = {t["who"]: t for t in json.loads((tmp_path / training.FILE).read_text())["rows"]}
     assert found["axes"]["tokens_per_second"] > 0 and found["fla"]["tokens_per_second"] is None
     near = math.log(50)  # of a model that knows nothing yet
     assert all(abs(found[w]["loss"] - near) < 1 for w in ("axes", "axes, softmax attention", "torch, flash SDPA"))
+    assert found["axes, mhc"]["tokens_per_second"] > 0 and abs(found["axes, mhc"]["loss"] - near) < 1
 
 
 def test_training_counts_products_of_weights() -> None:
