@@ -1,0 +1,1 @@
+"""Residual streams: reads, mixing and writes along depth, and the links of their coefficients."""
