@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from axes import catalogue
 from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
 
 
@@ -73,3 +75,38 @@ def errors(name: str, given: dict[str, Tensor]) -> list[float]:
 def compare(name: str, given: dict[str, Tensor], bound: float) -> None:
     found = errors(name, given)
     assert max(found) < bound, (name, {n: tuple(x.shape) for n, x in given.items()}, found)
+
+
+def sublayer(mixer: Any, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What a sublayer sees, its streams after a write of something that depends on that, and what leaves, with the
+    gradients of streams, of what is written and of every parameter."""
+    parameters = list(mixer.parameters())
+    x, y = (v.detach().requires_grad_() for v in given)
+    seen, coefficients = mixer.read(x)
+    after = mixer.write(x, y * seen, coefficients)
+    outs = (seen, after, mixer.reduce(after))
+    torch.manual_seed(1)
+    total = sum((o * torch.randn(o.shape, dtype=torch.float64).to(o)).sum() for o in outs)
+    found = torch.autograd.grad(total, [x, y, *parameters], allow_unused=True)
+    return *(o.detach() for o in outs), *(torch.zeros(1) if g is None else g for g in found)
+
+
+def check_mixer(
+    name: str, streams: int, d: int = 12, lead: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32,
+    device: str = "cpu", bound: float = 1e-5,
+) -> None:  # fmt: skip
+    """A mixer of the catalogue by kernels against the tuple in float64."""
+    torch.manual_seed(0)
+    cls, options = catalogue.get(name).cls, {} if streams == 1 else {"streams": streams}
+    mixer = cls(d, 1, **options, device=device)
+    with torch.no_grad():
+        for p in mixer.parameters():
+            p.add_(0.3 * torch.randn(p.shape).to(p))
+    wide = copy.deepcopy(mixer).double()
+    mixer.implementation, wide.implementation = "triton", "reference"
+    given = [torch.randn(*lead, *s).to(device, dtype) for s in ((streams, d), (d,))]
+    got, want = sublayer(mixer, given), sublayer(wide, [x.double() for x in given])
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.shape == b.shape and torch.isfinite(a).all(), (name, i)
+        error = ((a - b).norm() / b.norm().clamp(min=0.1 * b.numel() ** 0.5)).item()
+        assert error < bound, (name, streams, dtype, i, error)

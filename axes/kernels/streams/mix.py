@@ -25,8 +25,8 @@ from axes.errors import ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.streams import LARGEST
 
-LARGEST = 16  # streams
 _KEPT = 8  # up to so many streams are held in registers while they meet; more are loaded for every meeting
 _WARPS = 4
 _NONE, _CONSTANT, _EACH = 0, 1, 2  # coefficients: not there, one for all tokens, of every token
@@ -76,8 +76,8 @@ def _tell(sums, product, part, tokens, token, there, index, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def _mixed(kept, x, m, w, y, token, column, there, inside, d, i, N: tl.constexpr, MIX: tl.constexpr, WRITE: tl.constexpr,
-           KEPT: tl.constexpr):  # fmt: skip
+def _mixed(kept, x, m, w, y, token, column, there, inside, d, i, N: tl.constexpr, MIX: tl.constexpr,
+           WRITE: tl.constexpr, KEPT: tl.constexpr):  # fmt: skip
     """A stream after the write, in float32."""
     total = _number(w, token, there, i, N, WRITE) * y
     if MIX == 0:
@@ -161,8 +161,9 @@ def _gradient(kept, dout, r, shown, token, column, there, inside, d, i, N: tl.co
 
 
 @triton.jit
-def _hear_one(kept, grads, x, m, y, w, r, dout, shown, dm, du, dw, dr, part, tokens, token, column, there, inside, d, i,
-              N: tl.constexpr, MIX: tl.constexpr, WRITE: tl.constexpr, READ: tl.constexpr, KEPT: tl.constexpr):  # fmt: skip
+def _hear_one(kept, grads, x, m, y, w, r, dout, shown, dm, du, dw, dr, part, tokens, token, column, there, inside,
+              d, i, N: tl.constexpr, MIX: tl.constexpr, WRITE: tl.constexpr, READ: tl.constexpr,
+              KEPT: tl.constexpr):  # fmt: skip
     """Sums of the coefficients that made a stream after the write; the gradient of y so far, with it."""
     grad = _gradient(grads, dout, r, shown, token, column, there, inside, d, i, N, READ, KEPT)
     _tell(dw, grad * y, part, tokens, token, there, i, N)
@@ -351,8 +352,9 @@ def _check(who: str, x: Tensor, y: Tensor | None, **coefficients: Tensor | None)
     lead, n, d = x.shape[:-2], x.shape[-2], x.shape[-1]
     if y is not None and y.shape != (*lead, d):
         raise ShapeError(f"{who}: y is {(*lead, d)} beside streams {tuple(x.shape)}, not {tuple(y.shape)}")
-    if any(t is not None and t.dtype not in layout.DTYPES for t in (x, y)):
-        raise ShapeError(f"{who}: streams and y are bf16, fp16 or fp32, not {[t.dtype for t in (x, y) if t is not None]}")
+    kinds = [t.dtype for t in (x, y) if t is not None]
+    if not set(kinds) <= set(layout.DTYPES):
+        raise ShapeError(f"{who}: streams and y are bf16, fp16 or fp32, not {kinds}")
     for name, c in coefficients.items():
         one = (n, n) if name == "m" else (n,)
         if c is None:

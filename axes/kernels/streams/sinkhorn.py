@@ -1,6 +1,6 @@
 """Sinkhorn's k pairs of normalisations of small matrices, one launch each way, whatever k.
 
-    z <- z - lse_i z,  z <- z - lse_j z   (columns, then rows)  k times,  W = e^z         z = logits (..., n, n) at first
+    z <- z - lse_i z,  z <- z - lse_j z   (columns, then rows)  k times,  W = e^z       z = logits (..., n, n) at first
 
 What a normalisation takes away is kept apart from z, so that no exponent is positive. The gradient is that of the
 truncated map: through z' = z - lse z it is dz = dz' - e^z' sum dz', and e^z' is what the normalisation left. So the
@@ -18,8 +18,8 @@ from axes.errors import ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.streams import LARGEST
 
-LARGEST = 16  # rows and columns
 _ENTRIES = 1024  # of a program
 _WARPS = 4
 
@@ -112,7 +112,7 @@ _sinkhorn = Differentiable(
 
 
 def sinkhorn(logits: Tensor, pairs: int) -> Tensor:
-    """Matrices (..., n, n) in float32, rows with sum one, columns nearly so, after `pairs` of normalisations of e^logits.
+    """Matrices (..., n, n) in float32, row sums one, column sums nearly so: e^logits after `pairs` of normalisations.
 
     Raises ShapeError for other shapes, n above 16, and devices that no kernel runs on.
     """
