@@ -25,6 +25,7 @@ from axes.core.costs import Linear
 from axes.core.monoids import Identity
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
+from axes.depth import kernels
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes.choice import Choice, Implementation, Plan, Target, require_named
 
@@ -58,6 +59,8 @@ class DepthMixer(nn.Module, ABC):
     Attributes:
         update: the tuple that reads and writes.
         entry: what enters stands in every stream ("copies"), or in the first one and zeros in the others ("first").
+        implementation: who reads and writes, reference or triton by name; None, unless set, for what `choose` picks.
+        sees: whether coefficients depend on what the streams hold; if not, they may be shown streams of no width.
         prenorm: whether the sublayer should normalise its input itself; False where the tuple hands out normalised
             streams already (an h that is a sphere), true of `PreNorm` and `PostNorm` alike.
 
@@ -77,6 +80,9 @@ class DepthMixer(nn.Module, ABC):
 
     update: StateUpdate
     entry: Literal["copies", "first"] = "copies"
+    implementation: Implementation | None = None
+    fractions: int = 1
+    sees: bool = True
     name: ClassVar[str] = "mixer"
     paper: ClassVar[str] = ""
     equation: ClassVar[str] = ""
@@ -110,6 +116,7 @@ class DepthMixer(nn.Module, ABC):
         if dtype is not None and not dtype.is_floating_point:
             raise ShapeError(f"{who}: dtype must be floating point, got {dtype}")
         require_streams(self.update)
+        kernels.no_form(self.update)  # a compiler that follows the first call finds the answer there
         self.d_model, self.layer_index, self.streams, self.fractions = d_model, layer_index, streams, fractions
         self.prenorm = not normalises(self.update)
         _, h, _, step, memory = self.update.parts()
@@ -119,6 +126,11 @@ class DepthMixer(nn.Module, ABC):
         self._further = dataclasses.replace(self.update, monoid=Identity()) if fractions > 1 else self.update
         self.exit = nn.Parameter(torch.empty(streams, device=device, dtype=dtype)) if learned_reduce else None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's tuple has none of its facts yet."""
+        super().__setstate__(state)
+        kernels.no_form(self.update)
+
     # ---- what runs -------------------------------------------------------------------------------------------
 
     @classmethod
@@ -126,7 +138,8 @@ class DepthMixer(nn.Module, ABC):
         cls, target: Target | None, dtype: torch.dtype | None, implementation: Implementation | None
     ) -> tuple[Plan, ...]:
         """What runs for the tuple that the class declares, by default on a CPU in float32."""
-        return plans(cls.update, target or Target.of("cpu"), dtype or torch.float32, implementation)
+        target, dtype = target or Target.of("cpu"), dtype or torch.float32
+        return plans(cls.update, target, dtype, implementation, fractions=cls.fractions)
 
     def plans(
         self,
@@ -136,7 +149,9 @@ class DepthMixer(nn.Module, ABC):
     ) -> tuple[Plan, ...]:
         """What runs for one sublayer, by default where the mixer is and in its dtype."""
         parameter = next(self.parameters(), torch.empty(0))
-        return plans(self.update, target or Target.of(parameter.device), dtype or parameter.dtype, implementation)
+        named, target = implementation or self.implementation, target or Target.of(parameter.device)
+        rows = self.streams * self.fractions
+        return plans(self.update, target, dtype or parameter.dtype, named, rows, self.fractions)
 
     # ---- what a mixer declares -------------------------------------------------------------------------------
 
@@ -185,6 +200,9 @@ class DepthMixer(nn.Module, ABC):
         """Before the sublayer: x_in = S pre (B, T, d), and the coefficients that `write` will need."""
         kept = self._matrix(streams, "read")
         with _exact(kept):
+            if self._by_kernels(kept):  # a copy in float32 is made for those that look at it
+                coefficients = self.coefficients(self._wide(kept if self.sees else kept[..., :0]))
+                return kernels.read(kept, coefficients.pre), coefficients
             theta = self._wide(kept)
             coefficients = self.coefficients(theta)
             x = self._look(streams, theta, coefficients.pre, coefficients.signal)
@@ -200,6 +218,8 @@ class DepthMixer(nn.Module, ABC):
                 "their leading dimensions must agree"
             )
         with _exact(kept):
+            if self._by_kernels(kept):
+                return kernels.write(self.update, kept, self._signal(y, coefficients))
             theta = self._wide(kept)
             state = self._state(streams, theta)
             signal = self._signal(y.to(theta.dtype), coefficients)
@@ -213,6 +233,8 @@ class DepthMixer(nn.Module, ABC):
         with _exact(kept):
             theta = self._wide(kept)
             weights = self.leave(theta)
+            if self._by_kernels(kept):
+                return kernels.read(kept, weights)
             if self.fractions > 1:  # of every copy the same fraction
                 eye = torch.eye(self.fractions, dtype=theta.dtype, device=theta.device)
                 weights = (weights[..., None, :, None] * eye[:, None, :]).flatten(-2)
@@ -234,6 +256,13 @@ class DepthMixer(nn.Module, ABC):
         return f"d_model={self.d_model}, layer_index={self.layer_index}, streams={self.streams}"
 
     # ---- pieces ----------------------------------------------------------------------------------------------
+
+    def _by_kernels(self, kept: Tensor) -> bool:
+        """Whether kernels read and write these streams; NoImplementation if they are asked for and do not."""
+        dtype = torch.float64 if self._computed(kept) == torch.float64 else kept.dtype
+        rows = self.streams * self.fractions
+        choice = choose(self.update, kept.device, dtype, self.implementation, rows, self.fractions)
+        return choice.implementation == "triton"
 
     def _look(self, streams: Streams, theta: Tensor, weights: Tensor, signal: Signal) -> Tensor:
         output = self.update.output(self._state(streams, theta), signal)
@@ -298,9 +327,12 @@ class DepthMixer(nn.Module, ABC):
 
     def _wide(self, x: Tensor) -> Tensor:
         """x in the dtype of the computation: float32, or float64 where the streams or the parameters are."""
+        return x.to(self._computed(x))
+
+    def _computed(self, x: Tensor) -> torch.dtype:
         weight = next(self.parameters(), None)
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return x.to(dtype if weight is None else torch.promote_types(dtype, weight.dtype))
+        return dtype if weight is None else torch.promote_types(dtype, weight.dtype)
 
 
 class Mixed(nn.Module):
@@ -322,18 +354,36 @@ class Mixed(nn.Module):
         return self.mixer.write(streams, y, coefficients)
 
 
-def choose(update: StateUpdate) -> Choice:
-    """How a tuple takes one step a sublayer, on every device: `write` has no other way."""
-    reason = "one step a sublayer: there is nothing to scan, and streams have no fused form"
-    return Choice("interpreter", "reference", reason)
+def choose(
+    update: StateUpdate,
+    device: torch.device,
+    dtype: torch.dtype,
+    implementation: Implementation | None = None,
+    streams: int = 1,
+    fractions: int = 1,
+) -> Choice:
+    """How a tuple takes one step a sublayer; NoImplementation if the named implementation does not."""
+    no_kernel = kernels.no_kernel(update, device, dtype, streams, fractions)
+    if no_kernel is None and implementation != "reference":
+        choice = Choice("chain", "triton", "streams are read in one pass, and mixed and written in another")
+    else:
+        why = no_kernel or "reference was asked for by name"
+        choice = Choice("interpreter", "reference", f"one step a sublayer, there is nothing to scan (no kernel: {why})")
+    return require_named(choice, implementation, update)
 
 
 def plans(
-    update: StateUpdate, target: Target, dtype: torch.dtype, implementation: Implementation | None = None
+    update: StateUpdate,
+    target: Target,
+    dtype: torch.dtype,
+    implementation: Implementation | None = None,
+    streams: int = 1,
+    fractions: int = 1,
 ) -> tuple[Plan, ...]:
     """What runs for the tuple of a mixer."""
-    choice = require_named(choose(update), implementation, update)
-    return (Plan("runs", update, choice, target, dtype, {"interpreter": None}),)
+    choice = choose(update, target.device, dtype, implementation, streams, fractions)
+    routes = {"chain": kernels.no_form(update), "interpreter": None}
+    return (Plan("runs", update, choice, target, dtype, routes),)  # type: ignore[arg-type]
 
 
 def normalises(update: StateUpdate) -> bool:

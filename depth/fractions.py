@@ -31,6 +31,7 @@ class ResidualMatrix(StaticMixer):
     """
 
     update: StateUpdate = StateUpdate(Alignment(), Sphere("whole", radius=None), Identity(), Step())
+    fractions: int = 2
     name: ClassVar[str] = "residual-matrix"
     paper: ClassVar[str] = "Residual matrix transformers (Mak and Flanigan 2025)"
     equation: ClassVar[str] = "M <- M + W_w^T mat(f(vec(W_r N(M))))"
@@ -77,6 +78,7 @@ class FracConnections(DepthMixer):
     """
 
     update: StateUpdate = MIXING
+    fractions: int = 2
     name: ClassVar[str] = "frac-connections"
     paper: ClassVar[str] = "Frac-connections: fractional extension of hyper-connections (Zhu et al. 2025), static"
     equation: ClassVar[str] = "H <- A^T H + diag(B) mat(f(vec(Y^T H)))"

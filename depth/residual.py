@@ -18,6 +18,8 @@ from axes.depth.base import Coefficients, DepthMixer
 class _OneStream(DepthMixer):
     """pre = post = 1 on one stream, without parameters."""
 
+    sees = False
+
     def __init__(
         self,
         d_model: int,

@@ -59,6 +59,7 @@ class StaticMixer(DepthMixer):
             device=device,
             dtype=dtype,
         )
+        self.sees = bool(per_token)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         rows = streams * fractions
         each = (rows,) if fractions == 1 else (fractions, rows)
@@ -206,7 +207,8 @@ class MixerFactory:
         self, target: Target | None, dtype: torch.dtype | None, implementation: Implementation | None
     ) -> tuple[Plan, ...]:
         """What runs for one sublayer, by default on a CPU in float32."""
-        return plans(self.update, target or Target.of("cpu"), dtype or torch.float32, implementation)
+        target, dtype = target or Target.of("cpu"), dtype or torch.float32
+        return plans(self.update, target, dtype, implementation, fractions=self.fractions)
 
 
 def mixer(

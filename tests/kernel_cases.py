@@ -32,6 +32,8 @@ from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
 from axes.kernels.step import block_step, chain_step
+from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
+from axes.kernels.streams.sinkhorn import sinkhorn
 from axes.optim import AdamW
 from tests.hopper import Launch, hopper
 
@@ -166,6 +168,30 @@ def halves(dtype: torch.dtype, d: int, packed: bool = False, turn: float = 0.0) 
     return run
 
 
+def streams(dtype: torch.dtype, n: int, constant: bool = False) -> Callable[[], None]:
+    """A read, a write that mixes, one that does not, and one with the next read."""
+
+    def run() -> None:
+        def draw(*shape: int, of: torch.dtype = FULL) -> Tensor:
+            return torch.randn(*shape, dtype=of, requires_grad=True)
+
+        lead = () if constant else (2, 64)
+        x, y, m = draw(2, 64, n, 1024, of=dtype), draw(2, 64, 1024, of=dtype), draw(*lead, n, n)
+        w, r = draw(*lead, n), draw(*lead, n)
+        both((mix_read(x, r),))
+        both((mix_write(x, y, w, m),))
+        both((mix_write(x, y, w),))
+        if n == 4:
+            both(mix_write_read(x, y, w, r, m))
+
+    return run
+
+
+def doubly_stochastic() -> None:
+    for n in (4, 3, 16):
+        both((sinkhorn(torch.randn(2, 600, n, n, requires_grad=True), 20),))
+
+
 def adamw(dtype: torch.dtype, **options: Any) -> Callable[[], None]:
     def run() -> None:
         parameters = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (10_000, 77)]
@@ -217,6 +243,11 @@ CASES: dict[str, Callable[[], None]] = {
     "block halves turned": halves(HALF, 128, turn=10000.0),
     "hopper symmetric": symmetric(plain=True),
     "symmetric": symmetric(plain=False),
+    "streams 4": streams(HALF, 4),
+    "streams 4 float32": streams(FULL, 4),
+    "streams 4 constant": streams(HALF, 4, constant=True),
+    "streams 16": streams(HALF, 16),
+    "sinkhorn": doubly_stochastic,
     "adamw": adamw(FULL),
     "adamw 24 bit, 8 bit": adamw(HALF, master="24bit", moments="8bit"),
     "adamw at random": adamw(HALF, rounding="stochastic"),

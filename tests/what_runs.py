@@ -53,6 +53,8 @@ KERNELS = (
     ("axes.kernels.attention.decode", "attend_one", None),
     ("axes.kernels.attention.transport", "transport", None),
     ("axes.kernels.attention.turn", "turn", None),
+    ("axes.kernels.streams.mix", "mix_read", "chain"),
+    ("axes.kernels.streams.mix", "mix_write", "chain"),
 )
 
 
@@ -142,7 +144,7 @@ def check_mixer(entry: catalogue.Entry, device: str, dtype: torch.dtype) -> None
         seen, coefficients = mixer.read(streams)
         mixer.write(streams, seen, coefficients)
     assert calls.are(plan.choice), (plan.choice, calls)
-    assert axes.select(entry.name)[:2] == axes.select(entry.cls)[:2] == plan.choice[:2]
+    assert axes.select(entry.name, device, dtype)[:2] == axes.select(entry.cls, device, dtype)[:2] == plan.choice[:2]
 
 
 class Net(torch.nn.Module):

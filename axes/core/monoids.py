@@ -70,6 +70,12 @@ class Element:
     right: Tensor | None = None
     outer: Tensor | None = None
 
+    @property
+    def trivial(self) -> bool:
+        """Whether the state stays as it is."""
+        fields = (self.gate, self.angle, self.dense, self.left, self.outer)
+        return isinstance(self.scale, float) and self.scale == 1.0 and all(x is None for x in fields)
+
     def base(self, x: Tensor) -> Tensor:
         """x B for rows x (..., n, d_k)."""
         if self.dense is not None:

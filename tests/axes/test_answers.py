@@ -94,7 +94,10 @@ def test_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert axes.select("muon", "cuda")[:2] == ("stacks", "triton")
     assert axes.select("gated-delta-net", "cuda")[:2] == ("chain", "triton")
     assert axes.select("titans", "cuda")[:2] == ("cascade", "torch")
-    assert axes.select("mhc", "cuda")[:2] == ("interpreter", "reference")
+    ways = {"mhc": "triton", "jpmhc": "triton", "pre-norm": "reference", "frac-connections": "reference"}
+    for name, way in ways.items():
+        assert axes.select(name, "cuda", torch.bfloat16).implementation == way
+    assert axes.select("mhc", "cuda", torch.float64)[:2] == axes.select("mhc")[:2] == ("interpreter", "reference")
 
 
 def test_which_kernels_of_a_family(monkeypatch: pytest.MonkeyPatch) -> None:

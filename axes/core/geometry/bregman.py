@@ -64,6 +64,7 @@ class Geometry(Declared, ABC):
     approximates: primal shows a part of theta, which `used` gives: the rest can be kept.
     reads: what else of the context primal needs, of "drive" and "weights".
     sphere: where primal only rescales, what it rescales to one length and that length (None: the root of its entries).
+    sinkhorn: how many pairs of normalisations of e^theta primal is, of columns and then of rows, if it is that.
     """
 
     stats: tuple[Any, ...] = ()
@@ -83,6 +84,7 @@ class Geometry(Declared, ABC):
     approximates: bool = False
     reads: frozenset[str] = frozenset()
     sphere: SphereOf | None = None
+    sinkhorn: int | None = None
 
     @abstractmethod
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:

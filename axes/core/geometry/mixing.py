@@ -35,6 +35,10 @@ class Birkhoff(Geometry):
         ok = isinstance(self.iterations, int) and self.iterations >= 1
         require(ok, self, f"iterations must be an integer >= 1, got {self.iterations!r}")
 
+    @property
+    def sinkhorn(self) -> int:  # type: ignore[override]
+        return self.iterations
+
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         require_matrix(self, theta, square=True)
         z = wide(theta)

@@ -1,0 +1,3 @@
+"""Residual streams: reads, mixing and writes along depth, and the links of their coefficients."""
+
+LARGEST = 16  # streams; asked where Triton is not imported

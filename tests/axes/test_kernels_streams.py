@@ -1,0 +1,146 @@
+"""Reads, writes and links of residual streams under Triton's interpreter, against float64; and what the entries refuse.
+
+The interpreter is chosen when Triton is imported, so the kernels run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+if sys.platform != "linux":  # there its absence is an error, not a reason to skip
+    pytest.importorskip("triton")
+
+from axes.errors import ShapeError
+from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
+from axes.kernels.streams.sinkhorn import sinkhorn
+from tests.interpreter import interpret
+
+MIXES = r"""
+from tests.streams import CALLS, compare, draw
+import torch
+
+torch.manual_seed(0)
+for n, d, lead in ((2, 21, (2, 3)), (3, 140, (5,)), (4, 37, (9,))):
+    for each in (True, False):
+        for name in {2: ("both unmixed",), 3: ("read", "write unmixed", "both")}.get(n, ("read", "write")):
+            compare(name, draw(name, n, d, lead, each, torch.float32), 3e-6)
+compare("both", draw("both", 16, 7, (2,), True, torch.float32), 3e-6)
+compare("read", draw("read", 16, 7, (2,), False, torch.float32), 3e-6)
+compare("write", draw("write", 4, 300, (3,), True, torch.float16), 2e-3)
+compare("both", draw("both", 4, 24, (3,), True, torch.float16), 2e-3)
+compare("write", draw("write", 1, 8, (), True, torch.float32), 3e-6)
+compare("write", draw("write", 2, 8, (0, 3), False, torch.float32), 3e-6)
+mixed = draw("write", 4, 24, (3,), True, torch.float16)
+mixed["y"] = mixed["y"].float()  # a sublayer in another dtype
+mixed["w"] = mixed["w"][0]  # one for all beside some of every token
+compare("write", mixed, 2e-3)
+
+from axes.kernels.streams import mix  # an error is found: a part of a sum is left out
+mix._total = lambda sums, like, kind: sums[-1].view(like.shape)
+try:
+    compare("read", draw("read", 3, 140, (4,), True, torch.float32), 3e-6)
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a planted error was not found")
+"""
+
+LINKS = r"""
+import torch
+from axes.core.geometry import Birkhoff
+from axes.kernels.streams import sinkhorn as module
+from axes.kernels.streams.sinkhorn import sinkhorn
+from tests.streams import gradients
+
+torch.manual_seed(0)
+
+def check(logits, pairs=20, bound=1e-6):
+    direction = [torch.randn(logits.shape)]
+    got = gradients(lambda z: sinkhorn(z, pairs), [logits], direction)
+    want = gradients(Birkhoff(pairs).primal, [logits.double()], direction)
+    plain = gradients(Birkhoff(pairs).primal, [logits], direction)
+    for x, w, p in zip(got, want, plain):
+        assert torch.isfinite(x).all() and x.dtype == torch.float32
+        assert (x - w).norm() <= bound * w.numel() ** 0.5 + 2 * (p - w).norm(), (logits.shape, pairs, (x - w).norm())
+    assert ((got[0].sum(-1) - 1).abs() < 1e-5).all()
+
+for n in (1, 2, 3, 4, 16):
+    check(torch.randn(2, 3, n, n), 20 if n == 4 else 3)
+    check((60 if n == 3 else 8) * torch.randn(3, n, n), 4, bound=1e-5)
+near = -8.0 * (1 - torch.eye(4))
+check(near + 0.1 * torch.randn(70, 4, 4))
+check(near, 5)  # one for all tokens
+for high in (88.0, 200.0, -200.0):
+    one = torch.zeros(1, 4, 4)
+    one[0, 1, 2] = high
+    check(one, 10, bound=1e-5)
+
+normalise = module._logsumexp.fn  # an error is found: columns first, and never rows
+module._logsumexp = lambda z, inside, AXIS: (0.0, 0.0) if AXIS == 2 else normalise(z, inside, AXIS)
+module._forward.kernel.fn.__globals__["_logsumexp"] = module._logsumexp
+try:
+    check(torch.randn(3, 4, 4), 3)
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a planted error was not found")
+"""
+
+
+MIXERS = r"""
+from axes import catalogue
+from axes.routes.choice import NoImplementation
+from tests.streams import check_mixer
+
+for name in ("mhc", "dynamic-hyper-connections", "hyper-connections", "ihc", "residual"):
+    check_mixer(name, 1 if name == "residual" else 2)
+try:
+    check_mixer("pre-norm", 1)
+except NoImplementation as refused:
+    assert "h = Sphere acts on the state" in str(refused), refused
+else:
+    raise AssertionError("a sphere is no sum of streams")
+"""
+
+
+def test_mixers() -> None:
+    interpret(MIXERS)
+
+
+def test_reads_and_writes() -> None:
+    interpret(MIXES)
+
+
+def test_sinkhorn() -> None:
+    interpret(LINKS)
+
+
+X, Y, W, M = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 8), torch.zeros(4), torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    (
+        (lambda: mix_read(torch.zeros(2, 17, 8), torch.zeros(17)), "n from 1 to 16"),
+        (lambda: mix_read(X.double(), W), "bf16, fp16 or fp32"),
+        (lambda: mix_read(X, torch.zeros(3)), r"r is \(4,\) or \(2, 3, 4\), not \(3,\)"),
+        (lambda: mix_read(X, W.long()), "floating point"),
+        (lambda: mix_read(X, W), "need a CUDA device"),
+        (lambda: mix_write(X, Y[0], W), "y is"),
+        (lambda: mix_write(X, Y, W, torch.zeros(3, 4, 4)), "m is"),
+        (lambda: mix_write_read(X, Y, W, torch.zeros(2, 4), M), "r is"),
+        (lambda: sinkhorn(torch.zeros(3, 4), 20), r"\(\.\.\., n, n\)"),
+        (lambda: sinkhorn(torch.zeros(17, 17), 20), "n from 1 to 16"),
+        (lambda: sinkhorn(M, 0), "pairs from 1"),
+        (lambda: sinkhorn(M.double(), 1), "32 bits"),
+        (lambda: sinkhorn(M, 20), "needs a CUDA device"),
+    ),
+)
+def test_refuses(call: Callable[[], Tensor], says: str) -> None:
+    with pytest.raises(ShapeError, match=says):
+        call()

@@ -1,0 +1,112 @@
+"""Reads and writes of residual streams as sums of products, with gradients: what the kernels are compared with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from axes import catalogue
+from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
+
+
+def read(x: Tensor, r: Tensor) -> Tensor:
+    return torch.einsum("...j,...jd->...d", r.expand(*x.shape[:-1]), x)
+
+
+def write(x: Tensor, y: Tensor, w: Tensor, m: Tensor | None = None) -> Tensor:
+    kept = x if m is None else torch.einsum("...ij,...jd->...id", m.expand(*x.shape[:-1], m.shape[-1]), x)
+    return kept + w[..., None] * y[..., None, :]
+
+
+def both(x: Tensor, y: Tensor, w: Tensor, r: Tensor, m: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    made = write(x, y, w, m)
+    return made, read(made, r)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {  # kernel, meaning, what they take
+    "read": (mix_read, read, "xr"),
+    "write": (mix_write, write, "xywm"),
+    "write unmixed": (mix_write, write, "xyw"),
+    "both": (mix_write_read, both, "xywrm"),
+    "both unmixed": (mix_write_read, both, "xywr"),
+}
+
+
+def draw(
+    name: str, n: int, d: int, lead: tuple[int, ...], each: bool, dtype: torch.dtype, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """Tensors of a call. each: coefficients of every token, float32 whatever the dtype."""
+    tokens = lead if each else ()
+    shapes = {"x": (*lead, n, d), "y": (*lead, d), "w": (*tokens, n), "r": (*tokens, n), "m": (*tokens, n, n)}
+    kinds = {"x": dtype, "y": dtype}
+    return {i: torch.randn(shapes[i], device=device).to(kinds.get(i, torch.float32)) for i in CALLS[name][2]}
+
+
+def gradients(
+    function: Callable[..., Any], given: Sequence[Tensor], directions: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Outputs and gradients."""
+    given = [x.detach().requires_grad_() for x in given]
+    outs = function(*given)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    pushes = [d.to(o.dtype) for d, o in zip(directions, outs, strict=True)]
+    return *(o.detach() for o in outs), *torch.autograd.grad(outs, given, pushes)
+
+
+def errors(name: str, given: dict[str, Tensor]) -> list[float]:
+    """Of outputs and gradients of a kernel against float64, relative to whole tensors."""
+    kernel, meaning, _ = CALLS[name]
+    x = given["x"]
+    shapes = [x[..., 0, :].shape] if name == "read" else [x.shape, x[..., 0, :].shape][: 1 + ("both" in name)]
+    directions = [torch.randn(s, device=x.device).to(x.dtype) for s in shapes]
+    got = gradients(kernel, list(given.values()), directions)
+    want = gradients(meaning, [v.double() for v in given.values()], directions)
+    found = []
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        found.append(((a - b).norm() / b.norm().clamp(min=0.3 * max(b.numel(), 1) ** 0.5)).item())
+    return found
+
+
+def compare(name: str, given: dict[str, Tensor], bound: float) -> None:
+    found = errors(name, given)
+    assert max(found) < bound, (name, {n: tuple(x.shape) for n, x in given.items()}, found)
+
+
+def sublayer(mixer: Any, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What a sublayer sees, its streams after a write of something that depends on that, and what leaves, with the
+    gradients of streams, of what is written and of every parameter."""
+    parameters = list(mixer.parameters())
+    x, y = (v.detach().requires_grad_() for v in given)
+    seen, coefficients = mixer.read(x)
+    after = mixer.write(x, y * seen, coefficients)
+    outs = (seen, after, mixer.reduce(after))
+    torch.manual_seed(1)
+    total = sum((o * torch.randn(o.shape, dtype=torch.float64).to(o)).sum() for o in outs)
+    found = torch.autograd.grad(total, [x, y, *parameters], allow_unused=True)
+    return *(o.detach() for o in outs), *(torch.zeros(1) if g is None else g for g in found)
+
+
+def check_mixer(
+    name: str, streams: int, d: int = 12, lead: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32,
+    device: str = "cpu", bound: float = 1e-5,
+) -> None:  # fmt: skip
+    """A mixer of the catalogue by kernels against the tuple in float64."""
+    torch.manual_seed(0)
+    cls, options = catalogue.get(name).cls, {} if streams == 1 else {"streams": streams}
+    mixer = cls(d, 1, **options, device=device)
+    with torch.no_grad():
+        for p in mixer.parameters():
+            p.add_(0.3 * torch.randn(p.shape).to(p))
+    wide = copy.deepcopy(mixer).double()
+    mixer.implementation, wide.implementation = "triton", "reference"
+    given = [torch.randn(*lead, *s).to(device, dtype) for s in ((streams, d), (d,))]
+    got, want = sublayer(mixer, given), sublayer(wide, [x.double() for x in given])
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.shape == b.shape and torch.isfinite(a).all(), (name, i)
+        error = ((a - b).norm() / b.norm().clamp(min=0.1 * b.numel() ** 0.5)).item()
+        assert error < bound, (name, streams, dtype, i, error)
