@@ -8,7 +8,7 @@ from axes.depth.base import Coefficients, DepthMixer, Mixed
 from axes.depth.fractions import FracConnections, ResidualMatrix
 from axes.depth.hyper_connections import DynamicHyperConnections, HyperConnections
 from axes.depth.jpmhc import JPmHC, JPmHCMeanPreserving
-from axes.depth.mhc import MHC, IdentityMixing
+from axes.depth.mhc import MHC, RELEASED_EPS, IdentityMixing
 from axes.depth.residual import PostNorm, PreNorm, Residual
 from axes.depth.static import TupleMixer, mixer
 from axes.depth.wrap import unwrap, wrap
@@ -47,6 +47,7 @@ __all__ = [
     "Mixed",
     "PostNorm",
     "PreNorm",
+    "RELEASED_EPS",
     "Residual",
     "ResidualMatrix",
     "TupleMixer",

@@ -14,9 +14,11 @@ from axes.core.monoids import GeneralLinear, Identity
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.depth.base import Coefficients, DepthMixer
+from axes.depth.hyper_connections import relinked
 from axes.depth.initial import near_identity, read_shares, require_several
 
 EPS = 1e-6
+RELEASED_EPS = 1e-6  # of DeepSeek-V4 and of models after it: hc_eps of their configurations
 
 MHC_BIBTEX = """@article{xie2025mhc,
   title={{mHC}: Manifold-Constrained Hyper-Connections},
@@ -37,6 +39,7 @@ class _Projected(DepthMixer):
 
     dynamic_names: ClassVar[frozenset[str]] = frozenset({"phi"})
     widths: ClassVar[tuple[str, ...]] = ("n", "n", "nn")
+    eps: float = 0.0  # added to what is read with
 
     def __init__(
         self,
@@ -84,7 +87,14 @@ class _Projected(DepthMixer):
         signal = {"k": 2 * torch.sigmoid(write)}
         if mix:
             signal["mix"] = mix[0].unflatten(-1, (self.streams, self.streams))
-        return Coefficients(torch.sigmoid(read), signal)
+        return Coefficients(self._shares(read), signal)
+
+    def leave(self, streams: Tensor) -> Tensor:
+        return super().leave(streams) if self.exit is None else self._shares(self.exit.to(streams.dtype))
+
+    def _shares(self, logits: Tensor) -> Tensor:
+        shares = torch.sigmoid(logits)
+        return shares + self.eps if self.eps else shares
 
 
 @final
@@ -96,12 +106,15 @@ class MHC(_Projected):
 
     Args:
         alpha: initial factor of the dynamic part.
+        eps: 0 is the paper's form; released models compute with `RELEASED_EPS`, added to pre, to the learned weights at
+            the exit and inside of Sinkhorn (`Birkhoff(20, eps)`). Such a network starts n eps away from pre-norm.
 
     Behaviour at the ends: equal streams make R of the first sublayer irrelevant, and the mean at the exit makes that of
     the last one irrelevant (column sums are one); their logits have zero gradient, up to the truncation.
 
-    Source: Xie et al. 2025, eqs. 7-9. Differs: biases start at an asymmetric read, post = 1 and off-diagonal logits of
-    -8 (the paper does not print them); phi starts at 0; Sinkhorn in the log domain, rows last.
+    Source: Xie et al. 2025, eqs. 7-9; eps from the code of DeepSeek-V4. Differs: biases start at an asymmetric read,
+    post = 1 and off-diagonal logits of -8 (the paper does not print them); phi starts at 0; Sinkhorn in the log domain
+    where eps = 0, rows last.
     """
 
     update: StateUpdate = StateUpdate(
@@ -112,6 +125,24 @@ class MHC(_Projected):
     equation: ClassVar[str] = "X <- R X + post f(pre X),  R = Sinkhorn_20(alpha RMSNorm(X) phi + b)"
     differs: ClassVar[str] = "initial biases, which the paper does not print: asymmetric read, post = 1, R near I"
     bibtex: ClassVar[str] = MHC_BIBTEX
+
+    def __init__(
+        self,
+        d_model: int,
+        layer_index: int = 0,
+        streams: int = 4,
+        *,
+        alpha: float = 0.01,
+        eps: float = 0.0,
+        learned_reduce: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if eps:
+            self.update, self.eps = relinked(self.update, eps=eps), eps
+        super().__init__(
+            d_model, layer_index, streams, alpha=alpha, learned_reduce=learned_reduce, device=device, dtype=dtype
+        )
 
 
 @final

@@ -94,6 +94,8 @@ INSTANCES: list[Geometry] = [
     TrustRatio(Euclidean(), 0.3, 0.1, "parts"),
     Birkhoff(),
     Birkhoff(3),
+    Birkhoff(20, 1e-6),
+    Birkhoff(2, 0.3),
     Cayley(),
     Cayley(0.1, "mean-preserving"),
     Cayley(1.0, "full", "closed"),
@@ -190,7 +192,7 @@ FIELDS: dict[Any, str] = {
     Whiten: "stats kind power eps eps_inside floor",
     Cautious: "base variant",
     TrustRatio: "base decay coefficient length bounds",
-    Birkhoff: "iterations",
+    Birkhoff: "iterations eps",
     Cayley: "scale kind method",
     Composite: "outer inner",
 }
@@ -244,6 +246,8 @@ def test_capabilities_are_not_fields() -> None:
         ("TrustRatio(Euclidean(), bounds=(2.0, 1.0))", "least < most"),
         ("Birkhoff(0)", "integer >= 1"),
         ("Birkhoff(2.5)", "must be an integer"),
+        ("Birkhoff(20, -1e-6)", "eps must lie in [0, 1), got -1e-06"),
+        ("Birkhoff(eps=math.nan)", "eps must lie in [0, 1), got nan"),
         ("Cayley(0.0)", "scale must be positive"),
         ("Cayley(kind='so')", "kind 'so'"),
         ("Cayley(method='lu')", "method 'lu'"),
@@ -978,6 +982,43 @@ def test_birkhoff_alternates_columns_then_rows(seed: int, n: int, iterations: in
     assert gap(got, w) < 1e-13
     assert gap(got.sum(1), torch.ones(n, dtype=torch.float64)) < 1e-13  # rows last, hence exact
     assert gap(Birkhoff(iterations).primal(torch.zeros(n, n)), torch.full((n, n), 1 / n)) < 1e-6
+
+
+def floored_by_loops(logits: Tensor, iterations: int, eps: float) -> list[list[float]]:
+    """Entry by entry over lists: shares of a column plus eps, then sums plus eps divide rows and columns in turn."""
+    n = len(logits)
+    w = [[0.0] * n for _ in range(n)]
+    for j in range(n):
+        column = [math.exp(float(logits[i, j] - logits[:, j].max())) for i in range(n)]
+        for i in range(n):
+            w[i][j] = column[i] / sum(column) + eps
+    for done in range(iterations):
+        if done:
+            columns = [sum(w[i][j] for i in range(n)) + eps for j in range(n)]
+            w = [[w[i][j] / columns[j] for j in range(n)] for i in range(n)]
+        rows = [sum(w[i]) + eps for i in range(n)]
+        w = [[w[i][j] / rows[i] for j in range(n)] for i in range(n)]
+    return w
+
+
+@given(seed=SEEDS, n=st.integers(1, 5), iterations=st.sampled_from([1, 2, 20]), spread=st.sampled_from([1.0, 8.0]))
+def test_birkhoff_with_eps_is_what_released_models_compute(seed: int, n: int, iterations: int, spread: float) -> None:
+    torch.manual_seed(seed)
+    theta = spread * normal(n, n)
+    for eps in (1e-6, 1e-3):
+        expected = torch.tensor(floored_by_loops(theta, iterations, eps), dtype=torch.float64)
+        assert gap(Birkhoff(iterations, eps).primal(theta), expected) < 1e-12
+        assert gap(Birkhoff(iterations, eps).primal(theta.float()).double(), expected) < 2e-6
+    short = 1 - Birkhoff(iterations, 1e-6).primal(theta).sum(-1)  # 1 - s / (s + eps)
+    assert (short > 0).all() and (short < 1e-6 * (1 + n)).all()
+
+
+def test_eps_changes_saturated_matrices_and_hardly_any_others() -> None:
+    draws = normal(20_000, 4, 4)
+    for spread, least, most in ((1.0, 1e-6, 1e-4), (2.0, 1e-4, 1e-2), (4.0, 0.1, 1.0)):
+        moved = gap(Birkhoff(20, 1e-6).primal(spread * draws), Birkhoff().primal(spread * draws))
+        assert least < moved < most
+    assert not Birkhoff(20, 1e-6).is_potential and not Birkhoff(20, 1e-6).invertible and Birkhoff().invertible
 
 
 def test_birkhoff_columns_converge_at_the_squared_second_singular_value() -> None:
