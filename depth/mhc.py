@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from axes.core.state_update import StateUpdate
 from axes.depth.base import Coefficients, DepthMixer
 from axes.depth.hyper_connections import relinked
 from axes.depth.initial import near_identity, read_shares, require_several
+from axes.errors import ShapeError
 
 EPS = 1e-6
 RELEASED_EPS = 1e-6  # of DeepSeek-V4 and of models after it: hc_eps of their configurations
@@ -28,6 +29,9 @@ MHC_BIBTEX = """@article{xie2025mhc,
 }"""
 
 
+Reduce = bool | Literal["per-token"]
+
+
 class _Projected(DepthMixer):
     """Coefficients from one projection of all streams of a token,
 
@@ -35,9 +39,10 @@ class _Projected(DepthMixer):
 
     X^ = vec(X) (n d). The norm's gain is part of phi, and the division by the root mean square comes after the product.
     At the start phi = 0, so that the network equals pre-norm: sum(pre) = 1, post = 1, R has unit row sums.
+    learned_reduce="per-token" predicts the weights at the exit in the same way, with parameters of their own.
     """
 
-    dynamic_names: ClassVar[frozenset[str]] = frozenset({"phi"})
+    dynamic_names: ClassVar[frozenset[str]] = frozenset({"phi", "exit_phi"})
     widths: ClassVar[tuple[str, ...]] = ("n", "n", "nn")
     eps: float = 0.0  # added to what is read with
 
@@ -48,18 +53,25 @@ class _Projected(DepthMixer):
         streams: int = 4,
         *,
         alpha: float = 0.01,
-        learned_reduce: bool = False,
+        learned_reduce: Reduce = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         require_several(type(self).__name__, streams)
-        super().__init__(d_model, layer_index, streams, learned_reduce=learned_reduce, device=device, dtype=dtype)
+        if learned_reduce not in (False, True, "per-token"):
+            raise ShapeError(
+                f"{type(self).__name__}: learned_reduce must be False, True or 'per-token', got {learned_reduce!r}"
+            )
+        super().__init__(d_model, layer_index, streams, learned_reduce=bool(learned_reduce), device=device, dtype=dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.initial_alpha = alpha
         self.sizes = [streams ** len(width) for width in self.widths]
         self.phi = nn.Parameter(torch.empty(sum(self.sizes), streams * d_model, **factory))
         self.alpha = nn.Parameter(torch.empty(len(self.sizes), **factory))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes), **factory))
+        moves = learned_reduce == "per-token"
+        self.exit_phi = nn.Parameter(torch.empty(streams, streams * d_model, **factory)) if moves else None
+        self.exit_alpha = nn.Parameter(torch.empty(1, **factory)) if moves else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -67,6 +79,9 @@ class _Projected(DepthMixer):
         super().reset_parameters()
         self.phi.zero_()
         self.alpha.fill_(self.initial_alpha)
+        if self.exit_phi is not None and self.exit_alpha is not None:
+            self.exit_phi.zero_()
+            self.exit_alpha.fill_(self.initial_alpha)
         like = torch.zeros(self.streams, dtype=torch.float64, device=self.bias.device)
         shares = read_shares(self.layer_index, like)
         start = [torch.logit(shares), like]
@@ -76,11 +91,7 @@ class _Projected(DepthMixer):
 
     def project(self, streams: Tensor) -> list[Tensor]:
         """The logits of pre (..., n), post (..., n) and, where it is mixed, R (..., n n)."""
-        flat = streams.flatten(-2)
-        scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
-        dynamic = ((flat @ self.phi.to(flat.dtype).mT) * scale).split(self.sizes, -1)
-        static = self.bias.to(flat.dtype).split(self.sizes)
-        return [a * x + b for a, x, b in zip(self.alpha.to(flat.dtype), dynamic, static, strict=True)]
+        return _projected(streams, self.phi, self.alpha, self.bias, self.sizes)
 
     def coefficients(self, streams: Tensor) -> Coefficients:
         read, write, *mix = self.project(streams)
@@ -90,11 +101,24 @@ class _Projected(DepthMixer):
         return Coefficients(self._shares(read), signal)
 
     def leave(self, streams: Tensor) -> Tensor:
-        return super().leave(streams) if self.exit is None else self._shares(self.exit.to(streams.dtype))
+        if self.exit is None:
+            return super().leave(streams)
+        if self.exit_phi is None or self.exit_alpha is None:
+            return self._shares(self.exit.to(streams.dtype))
+        return self._shares(_projected(streams, self.exit_phi, self.exit_alpha, self.exit, [self.streams])[0])
 
     def _shares(self, logits: Tensor) -> Tensor:
         shares = torch.sigmoid(logits)
         return shares + self.eps if self.eps else shares
+
+
+def _projected(streams: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, sizes: list[int]) -> list[Tensor]:
+    """alpha_i (RMSNorm(vec X) phi_i) + bias_i, one for each of the sizes."""
+    flat = streams.flatten(-2)
+    scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
+    dynamic = ((flat @ phi.to(flat.dtype).mT) * scale).split(sizes, -1)
+    static = bias.to(flat.dtype).split(sizes)
+    return [a * x + b for a, x, b in zip(alpha.to(flat.dtype), dynamic, static, strict=True)]
 
 
 @final
@@ -134,7 +158,7 @@ class MHC(_Projected):
         *,
         alpha: float = 0.01,
         eps: float = 0.0,
-        learned_reduce: bool = False,
+        learned_reduce: Reduce = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
