@@ -8,7 +8,7 @@ from axes.depth.base import Coefficients, DepthMixer, Mixed
 from axes.depth.fractions import FracConnections, ResidualMatrix
 from axes.depth.hyper_connections import DynamicHyperConnections, HyperConnections
 from axes.depth.jpmhc import JPmHC, JPmHCMeanPreserving
-from axes.depth.mhc import MHC, RELEASED_EPS, IdentityMixing
+from axes.depth.mhc import MHC, RELEASED_EPS, IdentityMixing, MHCLite
 from axes.depth.residual import PostNorm, PreNorm, Residual
 from axes.depth.static import TupleMixer, mixer
 from axes.depth.wrap import unwrap, wrap
@@ -20,6 +20,7 @@ ALL: tuple[type[DepthMixer], ...] = (
     HyperConnections,
     DynamicHyperConnections,
     MHC,
+    MHCLite,
     IdentityMixing,
     JPmHC,
     JPmHCMeanPreserving,
@@ -44,6 +45,7 @@ __all__ = [
     "JPmHC",
     "JPmHCMeanPreserving",
     "MHC",
+    "MHCLite",
     "Mixed",
     "PostNorm",
     "PreNorm",

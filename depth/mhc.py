@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -9,13 +10,13 @@ from torch import Tensor, nn
 
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment
-from axes.core.geometry import Birkhoff, Euclidean
+from axes.core.geometry import Birkhoff, Euclidean, Geometry, Permutations
 from axes.core.monoids import GeneralLinear, Identity
-from axes.core.rates import Per
+from axes.core.rates import Per, extent
 from axes.core.state_update import StateUpdate
 from axes.depth.base import Coefficients, DepthMixer
 from axes.depth.hyper_connections import relinked
-from axes.depth.initial import near_identity, read_shares, require_several
+from axes.depth.initial import OFF_DIAGONAL, read_shares, require_several
 from axes.errors import ShapeError
 
 EPS = 1e-6
@@ -37,13 +38,13 @@ class _Projected(DepthMixer):
 
         [p, o, r] = alpha * (RMSNorm(X^) phi) + b,   pre = sigmoid(p), post = 2 sigmoid(o), logits of R = r,
 
-    X^ = vec(X) (n d). The norm's gain is part of phi, and the division by the root mean square comes after the product.
-    At the start phi = 0, so that the network equals pre-norm: sum(pre) = 1, post = 1, R has unit row sums.
-    learned_reduce="per-token" predicts the weights at the exit in the same way, with parameters of their own.
+    as many r as the tuple asks for. X^ = vec(X) (n d). The norm's gain is part of phi, and the division by the root
+    mean square comes after the product. At the start phi = 0, so that the network equals pre-norm: sum(pre) = 1,
+    post = 1, R has unit row sums. learned_reduce="per-token" predicts the weights at the exit in the same way, with
+    parameters of their own.
     """
 
     dynamic_names: ClassVar[frozenset[str]] = frozenset({"phi", "exit_phi"})
-    widths: ClassVar[tuple[str, ...]] = ("n", "n", "nn")
     eps: float = 0.0  # added to what is read with
 
     def __init__(
@@ -65,7 +66,8 @@ class _Projected(DepthMixer):
         super().__init__(d_model, layer_index, streams, learned_reduce=bool(learned_reduce), device=device, dtype=dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.initial_alpha = alpha
-        self.sizes = [streams ** len(width) for width in self.widths]
+        self.mixing = {rate.name: extent(rate.shape, streams, d_model) for rate in self.update.demands()}
+        self.sizes = [streams, streams, *map(math.prod, self.mixing.values())]
         self.phi = nn.Parameter(torch.empty(sum(self.sizes), streams * d_model, **factory))
         self.alpha = nn.Parameter(torch.empty(len(self.sizes), **factory))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes), **factory))
@@ -84,20 +86,18 @@ class _Projected(DepthMixer):
             self.exit_alpha.fill_(self.initial_alpha)
         like = torch.zeros(self.streams, dtype=torch.float64, device=self.bias.device)
         shares = read_shares(self.layer_index, like)
-        start = [torch.logit(shares), like]
-        if len(self.sizes) == 3:
-            start.append(near_identity(like).flatten())
-        self.bias.copy_(torch.cat(start))
+        links = (link for link in self.update.parts().monoid.neutral().values() if isinstance(link, Geometry))
+        near_identity = [link.identity_logits(like, OFF_DIAGONAL).flatten() for link in links]
+        self.bias.copy_(torch.cat([torch.logit(shares), like, *near_identity]))
 
     def project(self, streams: Tensor) -> list[Tensor]:
-        """The logits of pre (..., n), post (..., n) and, where it is mixed, R (..., n n)."""
+        """The logits of pre (..., n), post (..., n) and, where streams are mixed, R (..., n n or n!)."""
         return _projected(streams, self.phi, self.alpha, self.bias, self.sizes)
 
     def coefficients(self, streams: Tensor) -> Coefficients:
         read, write, *mix = self.project(streams)
-        signal = {"k": 2 * torch.sigmoid(write)}
-        if mix:
-            signal["mix"] = mix[0].unflatten(-1, (self.streams, self.streams))
+        shaped = (logits.unflatten(-1, shape) for logits, shape in zip(mix, self.mixing.values(), strict=True))
+        signal = {"k": 2 * torch.sigmoid(write), **dict(zip(self.mixing, shaped, strict=True))}
         return Coefficients(self._shares(read), signal)
 
     def leave(self, streams: Tensor) -> Tensor:
@@ -170,13 +170,41 @@ class MHC(_Projected):
 
 
 @final
+class MHCLite(_Projected):
+    """X <- R X + post y,  R = sum_p softmax(logits)_p P_p: the same polytope, from one logit a permutation.
+
+    Row and column sums are 1 to rounding at any logits, where Sinkhorn's iterations stop short of it. There are n!
+    permutations: 24 for four streams, and more than five streams are dear.
+
+    Args:
+        alpha: initial factor of the dynamic part.
+
+    Start: identity logit 0, the others -8. Ends as in `MHC`: R of the first and of the last sublayer has no effect.
+
+    Source: Yang and Gao 2026. Differs: biases start at an asymmetric read and post = 1; phi starts at 0.
+    """
+
+    update: StateUpdate = StateUpdate(
+        Alignment(), Euclidean(), GeneralLinear(Per("mix", "permutation", "real"), Permutations()), Step()
+    )
+    name: ClassVar[str] = "mhc-lite"
+    paper: ClassVar[str] = "mHC-lite: you don't need 20 Sinkhorn-Knopp iterations (Yang and Gao 2026)"
+    equation: ClassVar[str] = "X <- R X + post f(pre X),  R = sum_p softmax(alpha RMSNorm(X) phi + b)_p P_p"
+    differs: ClassVar[str] = "initial biases: asymmetric read, post = 1"
+    bibtex: ClassVar[str] = """@article{yang2026mhclite,
+  title={{mHC-lite}: You Don't Need 20 {Sinkhorn-Knopp} Iterations},
+  author={Yang, Yongyi and Gao, Jianyang},
+  journal={arXiv preprint arXiv:2601.05732},
+  year={2026}
+}"""
+
+
+@final
 class IdentityMixing(_Projected):
     """X <- X + post y: the coefficients of mHC with R = I, the baseline that tells what mixing adds.
 
     Source: Xie et al. 2025, ablation; shipped at four streams. Differs: asymmetric initial read instead of pre = 1/n.
     """
-
-    widths: ClassVar[tuple[str, ...]] = ("n", "n")
 
     update: StateUpdate = StateUpdate(Alignment(), Euclidean(), Identity(), Step())
     name: ClassVar[str] = "ihc"

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.optim._muon import _zeropower_via_newtonschulz as muon_zeropower
 
+from axes.core.costs import Alignment
 from axes.core.geometry import (
     Birkhoff,
     Bounded,
@@ -35,6 +36,7 @@ from axes.core.geometry import (
     Hypentropy,
     Lq,
     LqLiteral,
+    Permutations,
     Shrink,
     SignBall,
     SoftThreshold,
@@ -45,7 +47,9 @@ from axes.core.geometry import (
 )
 from axes.core.geometry.mixing import helmert
 from axes.core.geometry.spectral import inverse_power, polar
-from axes.core.rates import Per
+from axes.core.monoids import GeneralLinear
+from axes.core.rates import Per, extent
+from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg.newton_schulz import POLAR_EXPRESS, polar_express_schedule
 
@@ -1052,6 +1056,67 @@ def test_sinkhorn_gradient_with_a_random_upstream(scale: float) -> None:
     # an upstream of ones sees only the constant sum: it would pass for any backward
     (blind,) = torch.autograd.grad(Birkhoff(20).primal(theta).sum(), theta)
     assert blind.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_permutations_are_the_mixture_of_their_matrices(n: int) -> None:
+    """Plain loops over itertools' words, values and gradients; sums of one at any logits."""
+    h, count = Permutations(), math.factorial(n)
+    logits, upstream = (3 * normal(2, 3, count)).requires_grad_(), normal(2, 3, n, n)
+    shares = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    expected = torch.zeros(2, 3, n, n, dtype=torch.float64)
+    for index, word in enumerate(itertools.permutations(range(n))):
+        for destination, source in enumerate(word):
+            at = torch.zeros(n, n, dtype=torch.float64)
+            at[destination, source] = 1
+            expected = expected + shares[..., index, None, None] * at
+    w = h.primal(logits)
+    assert gap(w, expected) < 1e-15 * count
+    ours, theirs = (torch.autograd.grad((x * upstream).sum(), logits, retain_graph=True)[0] for x in (w, expected))
+    assert gap(ours, theirs) < 1e-14
+    assert gradcheck(h.primal, logits) and gradgradcheck(h.primal, logits)
+    assert h.contains(w, 1e-14).all() and not h.contains(w * 1.001).any()
+    saturated = h.primal(100 * normal(50, count).float())
+    assert h.contains(saturated.double(), 1e-6).all() and saturated.dtype == torch.float32
+    assert h.primal(logits.detach().bfloat16()).dtype == torch.float32
+    eye = torch.eye(n, dtype=torch.float64)
+    assert gap(h.primal(h.identity_logits(eye[0], -200.0)), eye) < 1e-15
+    flat = torch.func.vmap(torch.func.vmap(h.primal))(logits)
+    assert gap(flat, w) < 1e-14
+
+
+def test_any_doubly_stochastic_matrix_is_a_mixture_of_permutations() -> None:
+    """The weights of a decomposition by hand: the largest permutation inside of what is left is taken off."""
+    left = Birkhoff(500).primal(normal(4, 4))
+    wanted, words = left, list(itertools.permutations(range(4)))
+    weights = torch.zeros(24, dtype=torch.float64)
+    for _ in range(100):
+        inside = torch.tensor([min(float(left[i, j]) for i, j in enumerate(word)) for word in words])
+        best = int(inside.argmax())
+        weights[best] += inside[best]
+        left = left - inside[best] * torch.eye(4, dtype=torch.float64)[list(words[best])]
+    assert gap(Permutations().primal(weights.clamp_min(1e-300).log()), wanted) < 1e-7
+
+
+def test_permutations_are_a_link_and_no_h() -> None:
+    h, mix = Permutations(), Per("mix", "permutation", "real")
+    assert not h.is_potential and not h.invertible and h == eval(repr(h)) and pickle.loads(pickle.dumps(h)) == h
+    assert GeneralLinear(mix, h).link == h
+    for refused, message in (
+        (lambda: StateUpdate(Alignment(), h), "makes a matrix of permutation logits: it is a link of GeneralLinear"),
+        (lambda: StateUpdate(Alignment(), Composite(Sphere(), h)), "no h of a state"),
+        (lambda: GeneralLinear(Per("mix", "mix", "real"), h), "must have shape permutation, not mix"),
+        (lambda: GeneralLinear(mix), "must have shape mix, not permutation"),
+    ):
+        with pytest.raises(IllegalUpdate, match=message):
+            refused()
+    for shape in ((4, 4), (), (2, 5), (math.factorial(9),)):
+        with pytest.raises(ShapeError, match=r"a logit for every permutation \(..., n!\), n <= 8"):
+            h.primal(torch.zeros(shape))
+    with pytest.raises(ShapeError, match="at most 8 keys have one"):
+        extent("permutation", 9, 4)
+    with pytest.raises(IllegalUpdate, match="no inverse link"):
+        h.dual(torch.eye(3))
 
 
 @given(seed=SEEDS, n=st.integers(1, 6), scale=st.sampled_from([0.1, 1.0, 30.0]))

@@ -1,5 +1,7 @@
 """Every mixer against its paper's equations, written out with einsum: read, write and all gradients."""
 
+from itertools import permutations
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from axes.depth import (
     IdentityMixing,
     JPmHC,
     JPmHCMeanPreserving,
+    MHCLite,
     PostNorm,
     PreNorm,
     Residual,
@@ -54,6 +57,20 @@ def from_mhc(m: DepthMixer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return p.sigmoid(), 2 * o.sigmoid(), sinkhorn(r.unflatten(-1, (N, N)))
 
 
+def permuted(logits: Tensor) -> Tensor:
+    """sum_p softmax_p P_p over words p, P_p[i, p(i)] = 1."""
+    shares = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    rows = torch.eye(N, dtype=logits.dtype)
+    return sum(shares[..., k, None, None] * rows[list(word)] for k, word in enumerate(permutations(range(N))))
+
+
+def from_lite(m: DepthMixer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    hat = rms(x.flatten(-2), EPS)
+    sizes = [N, N, 24]
+    p, o, r = (a * (hat @ w.T) + b for a, w, b in zip(m.alpha, m.phi.split(sizes), m.bias.split(sizes), strict=True))
+    return p.sigmoid(), 2 * o.sigmoid(), permuted(r)
+
+
 def from_ihc(m: DepthMixer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     hat = rms(x.flatten(-2), EPS)
     p, o = (a * (hat @ w.T) + b for a, w, b in zip(m.alpha, m.phi.split([N, N]), m.bias.split([N, N]), strict=True))
@@ -85,6 +102,7 @@ FORMULAS = {
     HyperConnections: from_hc,
     DynamicHyperConnections: from_dhc,
     MHC: from_mhc,
+    MHCLite: from_lite,
     IdentityMixing: from_ihc,
     JPmHC: from_jpmhc,
     JPmHCMeanPreserving: from_jpmhc,
@@ -229,7 +247,7 @@ def test_rows_of_r_are_destinations() -> None:
         torch.testing.assert_close(got[:, 0], torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("cls", [HyperConnections, DynamicHyperConnections, MHC, JPmHC, JPmHCMeanPreserving])
+@pytest.mark.parametrize("cls", [HyperConnections, DynamicHyperConnections, MHC, MHCLite, JPmHC, JPmHCMeanPreserving])
 def test_the_mixed_streams_are_returned(cls: type[DepthMixer]) -> None:
     m = perturbed(cls)
     x = torch.randn(2, N, D, dtype=torch.float64)

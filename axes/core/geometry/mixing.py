@@ -1,4 +1,4 @@
-"""Links from free logits to mixing matrices: doubly stochastic (Sinkhorn) and orthogonal (Cayley)."""
+"""Links from free logits to mixing matrices: doubly stochastic (Sinkhorn, permutations) and orthogonal (Cayley)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from axes.core.geometry.bregman import NO_CONTEXT, Context, Geometry, leaf_dims, require, require_matrix, wide
+from axes.core.rates import ORDERED
 from axes.errors import ShapeError
 
 
@@ -74,8 +75,61 @@ class Birkhoff(Geometry):
         return (w * self.dual(w)).sum((-2, -1))
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
-        error = torch.maximum((w.sum(-1) - 1).abs().amax(-1), (w.sum(-2) - 1).abs().amax(-1))
-        return (error <= tol) & (w >= -tol).all(leaf_dims(w))
+        return is_doubly_stochastic(w, tol)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Permutations(Geometry):
+    """W = sum_p softmax(theta)_p P_p over all n! permutation matrices: doubly stochastic with nothing to converge.
+
+    theta (..., n!), the permutations in the order of their words (the identity first), P_p[i, p(i)] = 1 with i the
+    destination and p(i) the source. Row and column sums are 1 to rounding at any logits, and every doubly stochastic
+    matrix with positive weights is reached (Birkhoff and von Neumann), by many theta: there is no inverse. At least
+    float32, and the result stays that wide. A link of `GeneralLinear`, no h of a state: theta is no matrix.
+
+    Source: mHC-lite (Yang and Gao 2026). Differs: sums row by row, without a table of the n! matrices.
+    """
+
+    is_potential = False
+    logits = "permutation"
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        n = _ORDERS.get(theta.shape[-1] if theta.ndim else 0)
+        if n is None:
+            raise ShapeError(
+                f"{self!r} takes a logit for every permutation (..., n!), n <= {ORDERED}, got {tuple(theta.shape)}"
+            )
+        return _mixture(wide(theta).softmax(-1), n)
+
+    def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
+        return is_doubly_stochastic(w, tol)
+
+    def identity_logits(self, like: Tensor, low: float) -> Tensor:
+        logits = like.new_full((math.factorial(like.shape[-1]),), low)
+        logits[0] = 0.0
+        return logits
+
+
+_ORDERS = {math.factorial(n): n for n in range(1, ORDERED + 1)}
+
+
+def _mixture(weights: Tensor, n: int) -> Tensor:
+    """sum_p weights_p P_p (..., n, n) of weights (..., n!): the first source, then what is left of the permutation."""
+    if n == 1:
+        return weights[..., None]
+    blocks = weights.unflatten(-1, (n, -1))  # by the source of the first destination
+    left = _mixture(blocks, n - 1)
+    source, other, place = (torch.arange(m, device=weights.device) for m in (n, n - 1, n))
+    skipped = other + (other >= source[:, None])  # (source, other): the others without that source
+    rest = torch.einsum("...sij,sjk->...ik", left, (skipped[..., None] == place).to(weights.dtype))
+    return torch.cat((blocks.sum(-1)[..., None, :], rest), -2)
+
+
+def is_doubly_stochastic(w: Tensor, tol: float) -> Tensor:
+    """Whether matrices have no negative entry and unit row and column sums, up to tol: bool (...)."""
+    error = torch.maximum((w.sum(-1) - 1).abs().amax(-1), (w.sum(-2) - 1).abs().amax(-1))
+    return (error <= tol) & (w >= -tol).all(leaf_dims(w))
 
 
 @final
