@@ -1,6 +1,7 @@
 """Maps between DeepSeek's state dicts of hyper-connections and ours: the same numbers, and the same function."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,3 +100,9 @@ def test_the_exit_that_every_token_moves() -> None:
     assert {id(p) for p in m.dynamic_parameters()} == {id(m.phi), id(m.exit_phi)}
     with pytest.raises(ShapeError, match="MHC: learned_reduce must be False, True or 'per-token', got 'dynamic'"):
         MHC(D, learned_reduce="dynamic")
+
+
+def test_the_example_of_the_page_runs() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "depth.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "docs/depth.md", "exec"), {"__name__": "page"})
