@@ -1,4 +1,5 @@
-"""Sublayers that read every earlier output: by attention, over outputs or sums of blocks, or by constant weights."""
+"""Sublayers that read every earlier output: by attention, over outputs or sums of blocks, or by weights of their own,
+constant or predicted from the last output."""
 
 from __future__ import annotations
 
@@ -78,6 +79,13 @@ class AttentionResiduals(DepthMixer):
 
     def leave(self, streams: Tensor) -> Tensor:
         return torch.zeros_like(streams[0, ..., 0, :]) if self.exit is None else self.exit.to(streams.dtype)
+
+
+def _cosines(like: Tensor) -> Tensor:
+    """Rows (m, d) of unit length, orthogonal as far as m <= d: a cosine transform."""
+    m, d = like.shape
+    i, j = (torch.arange(n, dtype=torch.float64, device=like.device) + 0.5 for n in (m, d))
+    return (2 / d) ** 0.5 * torch.cos(torch.pi / d * i[:, None] * j)
 
 
 class _Sources(DepthMixer):
@@ -209,3 +217,79 @@ class DenseFormer(_Sources):
         if self.exit is None:
             return one_hot(self.target, streams[..., 0])
         return torch.nn.functional.pad(self.exit.to(streams.dtype), (0, self.streams - len(self.exit)))
+
+
+@final
+class DynamicDense(_Sources):
+    """h_l = sum_{i <= l} a_{l,i}(z_l) z_i,  a_l = W2 gelu(W1 RMSNorm(z_l)) + b: what `DenseFormer` reads by constants,
+    every token reads by weights of its own, predicted from the last output.
+
+    Args:
+        streams: one more than there are blocks.
+
+    Start: W2 = 0, b_l = 1 and 0 elsewhere: the network without the connections, as in `DenseFormer`.
+
+    Source: Xiao et al. 2025, one way. Differs: one read for queries, keys, values and the block's residual, where four
+    ways have weights of their own; weights belong to the block that reads, the first one among them.
+    """
+
+    name: ClassVar[str] = "dynamic-dense"
+    paper: ClassVar[str] = "MUDDFormer: multiway dynamic dense connections (Xiao et al. 2025), one way"
+    equation: ClassVar[str] = "h_l = sum_i a_{l,i} z_i,  a_l = W2 gelu(W1 RMSNorm(z_l)) + b,  z_{l+1} = f(h_l)"
+    differs: ClassVar[str] = "one read for queries, keys, values and residual; weights belong to the block that reads"
+    bibtex: ClassVar[str] = """@article{xiao2025mudd,
+  title={{MUDDFormer}: Breaking Residual Bottlenecks in Transformers via Multiway Dynamic Dense Connections},
+  author={Xiao, Da and Meng, Qingye and Li, Shengping and Yuan, Xingyuan},
+  journal={arXiv preprint arXiv:2502.12170},
+  year={2025}
+}"""
+    dynamic_names: ClassVar[frozenset[str]] = frozenset({"down", "up", "exit_down", "exit_up"})
+
+    def __init__(
+        self,
+        d_model: int,
+        layer_index: int = 0,
+        streams: int = 13,
+        *,
+        learned_reduce: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, layer_index, streams, device=device, dtype=dtype)
+        self._write_to(layer_index + 1)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, **factory))
+
+        now, after = self.target, self.target + 1
+        self.down, self.up, self.pre = empty(now, d_model), empty(now, now), empty(now)
+        self.exit_down = empty(after, d_model) if learned_reduce else None
+        self.exit_up = empty(after, after) if learned_reduce else None
+        self.exit = empty(after) if learned_reduce else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for down, up, constant in (
+            (self.down, self.up, self.pre),
+            (self.exit_down, self.exit_up, self.exit),
+        ):
+            if down is not None and up is not None and constant is not None:
+                down.copy_(_cosines(down))  # not zero, or neither map would ever move
+                up.zero_()
+                constant.copy_(one_hot(len(constant) - 1, constant))
+
+    def coefficients(self, streams: Tensor) -> Coefficients:
+        return Coefficients(self._weights(streams, self.down, self.up, self.pre), self._key(streams))
+
+    def leave(self, streams: Tensor) -> Tensor:
+        if self.exit_down is None or self.exit_up is None or self.exit is None:
+            return one_hot(self.target, streams[..., 0])
+        return self._weights(streams, self.exit_down, self.exit_up, self.exit)
+
+    def _weights(self, streams: Tensor, down: Tensor, up: Tensor, constant: Tensor) -> Tensor:
+        last = _unit(streams[..., len(constant) - 1, :])
+        hidden = torch.nn.functional.gelu(last @ down.to(last.dtype).mT)
+        weights = hidden @ up.to(last.dtype).mT + constant.to(last.dtype)
+        return torch.nn.functional.pad(weights, (0, self.streams - len(constant)))

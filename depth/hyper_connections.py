@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar, final
 
 import torch
@@ -28,6 +29,14 @@ BIBTEX = """@inproceedings{zhu2025hyper,
 }"""
 
 MIXING = StateUpdate(Alignment(), Euclidean(), GeneralLinear(Per("mix", "mix", "real")), Step())
+
+
+def relinked(update: StateUpdate, **fields: Any) -> StateUpdate:
+    """A tuple that mixes streams by a matrix, with other fields of the link that makes it of logits."""
+    monoid = update.monoid
+    assert isinstance(monoid, GeneralLinear)
+    link = dataclasses.replace(monoid.link, **fields)  # type: ignore[type-var]
+    return dataclasses.replace(update, monoid=dataclasses.replace(monoid, link=link))
 
 
 @final

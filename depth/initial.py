@@ -29,12 +29,6 @@ def read_shares(index: int, like: Tensor) -> Tensor:
     return rest + (CONCENTRATION - rest) * one_hot(index, like)
 
 
-def near_identity(like: Tensor) -> Tensor:
-    """Logits (n, n) whose Sinkhorn or row softmax is close to I, with small gradients that are not lost; like: (n)."""
-    n = like.shape[-1]
-    return OFF_DIAGONAL * (1 - torch.eye(n, dtype=like.dtype, device=like.device))
-
-
 def require_several(who: str, streams: int, least: int = 2) -> None:
     """ShapeError for fewer streams than the mixer can mix."""
     if isinstance(streams, int) and streams < least:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -16,6 +15,7 @@ from axes.core.monoids import GeneralLinear
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.depth.base import Coefficients, DepthMixer
+from axes.depth.hyper_connections import relinked
 from axes.depth.initial import read_shares, require_several
 from axes.errors import ShapeError
 
@@ -63,7 +63,7 @@ class _Rotated(DepthMixer):
         if method == "closed" and streams > self.closed_up_to:
             raise ShapeError(f"{who}: the closed form takes at most {self.closed_up_to} streams, got {streams}")
         if method == "solve" or streams > self.closed_up_to:
-            self.update = _solved(self.update)
+            self.update = relinked(self.update, method="solve")
         super().__init__(d_model, layer_index, streams, learned_reduce=learned_reduce, device=device, dtype=dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.phi = nn.Parameter(torch.empty(3 * streams**2, streams * d_model, **factory))
@@ -138,11 +138,3 @@ class JPmHCMeanPreserving(_Rotated):
     equation: ClassVar[str] = "X <- R X + post f(pre X),  R = 1 1^T / n + U Cayley(U^T A U) U^T,  U^T 1 = 0"
     differs: ClassVar[str] = "not in the paper: its rotation moves the mean of the streams, this one fixes it"
     bibtex: ClassVar[str] = BIBTEX
-
-
-def _solved(update: StateUpdate) -> StateUpdate:
-    """The same tuple with the Cayley map by a linear solve."""
-    monoid = update.monoid
-    assert isinstance(monoid, GeneralLinear) and isinstance(monoid.link, Cayley)
-    link = dataclasses.replace(monoid.link, method="solve")
-    return dataclasses.replace(update, monoid=dataclasses.replace(monoid, link=link))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, final
+import math
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
 
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment
-from axes.core.geometry import Birkhoff, Euclidean
+from axes.core.geometry import Birkhoff, Euclidean, Geometry, Permutations
 from axes.core.monoids import GeneralLinear, Identity
-from axes.core.rates import Per
+from axes.core.rates import Per, extent
 from axes.core.state_update import StateUpdate
 from axes.depth.base import Coefficients, DepthMixer
-from axes.depth.initial import near_identity, read_shares, require_several
+from axes.depth.hyper_connections import relinked
+from axes.depth.initial import OFF_DIAGONAL, read_shares, require_several
+from axes.errors import ShapeError
 
 EPS = 1e-6
+RELEASED_EPS = 1e-6  # of DeepSeek-V4 and of models after it: hc_eps of their configurations
 
 MHC_BIBTEX = """@article{xie2025mhc,
   title={{mHC}: Manifold-Constrained Hyper-Connections},
@@ -26,17 +30,22 @@ MHC_BIBTEX = """@article{xie2025mhc,
 }"""
 
 
+Reduce = bool | Literal["per-token"]
+
+
 class _Projected(DepthMixer):
     """Coefficients from one projection of all streams of a token,
 
         [p, o, r] = alpha * (RMSNorm(X^) phi) + b,   pre = sigmoid(p), post = 2 sigmoid(o), logits of R = r,
 
-    X^ = vec(X) (n d). The norm's gain is part of phi, and the division by the root mean square comes after the product.
-    At the start phi = 0, so that the network equals pre-norm: sum(pre) = 1, post = 1, R has unit row sums.
+    as many r as the tuple asks for. X^ = vec(X) (n d). The norm's gain is part of phi, and the division by the root
+    mean square comes after the product. At the start phi = 0, so that the network equals pre-norm: sum(pre) = 1,
+    post = 1, R has unit row sums. learned_reduce="per-token" predicts the weights at the exit in the same way, with
+    parameters of their own.
     """
 
-    dynamic_names: ClassVar[frozenset[str]] = frozenset({"phi"})
-    widths: ClassVar[tuple[str, ...]] = ("n", "n", "nn")
+    dynamic_names: ClassVar[frozenset[str]] = frozenset({"phi", "exit_phi"})
+    eps: float = 0.0  # added to what is read with
 
     def __init__(
         self,
@@ -45,18 +54,26 @@ class _Projected(DepthMixer):
         streams: int = 4,
         *,
         alpha: float = 0.01,
-        learned_reduce: bool = False,
+        learned_reduce: Reduce = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         require_several(type(self).__name__, streams)
-        super().__init__(d_model, layer_index, streams, learned_reduce=learned_reduce, device=device, dtype=dtype)
+        if learned_reduce not in (False, True, "per-token"):
+            raise ShapeError(
+                f"{type(self).__name__}: learned_reduce must be False, True or 'per-token', got {learned_reduce!r}"
+            )
+        super().__init__(d_model, layer_index, streams, learned_reduce=bool(learned_reduce), device=device, dtype=dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.initial_alpha = alpha
-        self.sizes = [streams ** len(width) for width in self.widths]
+        self.mixing = {rate.name: extent(rate.shape, streams, d_model) for rate in self.update.demands()}
+        self.sizes = [streams, streams, *map(math.prod, self.mixing.values())]
         self.phi = nn.Parameter(torch.empty(sum(self.sizes), streams * d_model, **factory))
         self.alpha = nn.Parameter(torch.empty(len(self.sizes), **factory))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes), **factory))
+        moves = learned_reduce == "per-token"
+        self.exit_phi = nn.Parameter(torch.empty(streams, streams * d_model, **factory)) if moves else None
+        self.exit_alpha = nn.Parameter(torch.empty(1, **factory)) if moves else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -64,27 +81,44 @@ class _Projected(DepthMixer):
         super().reset_parameters()
         self.phi.zero_()
         self.alpha.fill_(self.initial_alpha)
+        if self.exit_phi is not None and self.exit_alpha is not None:
+            self.exit_phi.zero_()
+            self.exit_alpha.fill_(self.initial_alpha)
         like = torch.zeros(self.streams, dtype=torch.float64, device=self.bias.device)
         shares = read_shares(self.layer_index, like)
-        start = [torch.logit(shares), like]
-        if len(self.sizes) == 3:
-            start.append(near_identity(like).flatten())
-        self.bias.copy_(torch.cat(start))
+        links = (link for link in self.update.parts().monoid.neutral().values() if isinstance(link, Geometry))
+        near_identity = [link.identity_logits(like, OFF_DIAGONAL).flatten() for link in links]
+        self.bias.copy_(torch.cat([torch.logit(shares), like, *near_identity]))
 
     def project(self, streams: Tensor) -> list[Tensor]:
-        """The logits of pre (..., n), post (..., n) and, where it is mixed, R (..., n n)."""
-        flat = streams.flatten(-2)
-        scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
-        dynamic = ((flat @ self.phi.to(flat.dtype).mT) * scale).split(self.sizes, -1)
-        static = self.bias.to(flat.dtype).split(self.sizes)
-        return [a * x + b for a, x, b in zip(self.alpha.to(flat.dtype), dynamic, static, strict=True)]
+        """The logits of pre (..., n), post (..., n) and, where streams are mixed, R (..., n n or n!)."""
+        return _projected(streams, self.phi, self.alpha, self.bias, self.sizes)
 
     def coefficients(self, streams: Tensor) -> Coefficients:
         read, write, *mix = self.project(streams)
-        signal = {"k": 2 * torch.sigmoid(write)}
-        if mix:
-            signal["mix"] = mix[0].unflatten(-1, (self.streams, self.streams))
-        return Coefficients(torch.sigmoid(read), signal)
+        shaped = (logits.unflatten(-1, shape) for logits, shape in zip(mix, self.mixing.values(), strict=True))
+        signal = {"k": 2 * torch.sigmoid(write), **dict(zip(self.mixing, shaped, strict=True))}
+        return Coefficients(self._shares(read), signal)
+
+    def leave(self, streams: Tensor) -> Tensor:
+        if self.exit is None:
+            return super().leave(streams)
+        if self.exit_phi is None or self.exit_alpha is None:
+            return self._shares(self.exit.to(streams.dtype))
+        return self._shares(_projected(streams, self.exit_phi, self.exit_alpha, self.exit, [self.streams])[0])
+
+    def _shares(self, logits: Tensor) -> Tensor:
+        shares = torch.sigmoid(logits)
+        return shares + self.eps if self.eps else shares
+
+
+def _projected(streams: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, sizes: list[int]) -> list[Tensor]:
+    """alpha_i (RMSNorm(vec X) phi_i) + bias_i, one for each of the sizes."""
+    flat = streams.flatten(-2)
+    scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
+    dynamic = ((flat @ phi.to(flat.dtype).mT) * scale).split(sizes, -1)
+    static = bias.to(flat.dtype).split(sizes)
+    return [a * x + b for a, x, b in zip(alpha.to(flat.dtype), dynamic, static, strict=True)]
 
 
 @final
@@ -96,12 +130,15 @@ class MHC(_Projected):
 
     Args:
         alpha: initial factor of the dynamic part.
+        eps: 0 is the paper's form; released models compute with `RELEASED_EPS`, added to pre, to the learned weights at
+            the exit and inside of Sinkhorn (`Birkhoff(20, eps)`). Such a network starts n eps away from pre-norm.
 
     Behaviour at the ends: equal streams make R of the first sublayer irrelevant, and the mean at the exit makes that of
     the last one irrelevant (column sums are one); their logits have zero gradient, up to the truncation.
 
-    Source: Xie et al. 2025, eqs. 7-9. Differs: biases start at an asymmetric read, post = 1 and off-diagonal logits of
-    -8 (the paper does not print them); phi starts at 0; Sinkhorn in the log domain, rows last.
+    Source: Xie et al. 2025, eqs. 7-9; eps from the code of DeepSeek-V4. Differs: biases start at an asymmetric read,
+    post = 1 and off-diagonal logits of -8 (the paper does not print them); phi starts at 0; Sinkhorn in the log domain
+    where eps = 0, rows last.
     """
 
     update: StateUpdate = StateUpdate(
@@ -113,6 +150,54 @@ class MHC(_Projected):
     differs: ClassVar[str] = "initial biases, which the paper does not print: asymmetric read, post = 1, R near I"
     bibtex: ClassVar[str] = MHC_BIBTEX
 
+    def __init__(
+        self,
+        d_model: int,
+        layer_index: int = 0,
+        streams: int = 4,
+        *,
+        alpha: float = 0.01,
+        eps: float = 0.0,
+        learned_reduce: Reduce = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if eps:
+            self.update, self.eps = relinked(self.update, eps=eps), eps
+        super().__init__(
+            d_model, layer_index, streams, alpha=alpha, learned_reduce=learned_reduce, device=device, dtype=dtype
+        )
+
+
+@final
+class MHCLite(_Projected):
+    """X <- R X + post y,  R = sum_p softmax(logits)_p P_p: the same polytope, from one logit a permutation.
+
+    Row and column sums are 1 to rounding at any logits, where Sinkhorn's iterations stop short of it. There are n!
+    permutations: 24 for four streams, and more than five streams are dear.
+
+    Args:
+        alpha: initial factor of the dynamic part.
+
+    Start: identity logit 0, the others -8. Ends as in `MHC`: R of the first and of the last sublayer has no effect.
+
+    Source: Yang and Gao 2026. Differs: biases start at an asymmetric read and post = 1; phi starts at 0.
+    """
+
+    update: StateUpdate = StateUpdate(
+        Alignment(), Euclidean(), GeneralLinear(Per("mix", "permutation", "real"), Permutations()), Step()
+    )
+    name: ClassVar[str] = "mhc-lite"
+    paper: ClassVar[str] = "mHC-lite: you don't need 20 Sinkhorn-Knopp iterations (Yang and Gao 2026)"
+    equation: ClassVar[str] = "X <- R X + post f(pre X),  R = sum_p softmax(alpha RMSNorm(X) phi + b)_p P_p"
+    differs: ClassVar[str] = "initial biases: asymmetric read, post = 1"
+    bibtex: ClassVar[str] = """@article{yang2026mhclite,
+  title={{mHC-lite}: You Don't Need 20 {Sinkhorn-Knopp} Iterations},
+  author={Yang, Yongyi and Gao, Jianyang},
+  journal={arXiv preprint arXiv:2601.05732},
+  year={2026}
+}"""
+
 
 @final
 class IdentityMixing(_Projected):
@@ -120,8 +205,6 @@ class IdentityMixing(_Projected):
 
     Source: Xie et al. 2025, ablation; shipped at four streams. Differs: asymmetric initial read instead of pre = 1/n.
     """
-
-    widths: ClassVar[tuple[str, ...]] = ("n", "n")
 
     update: StateUpdate = StateUpdate(Alignment(), Euclidean(), Identity(), Step())
     name: ClassVar[str] = "ihc"

@@ -1,4 +1,4 @@
-"""One stream: the residual connection, and the two places where a norm can stand."""
+"""One stream: the residual connection, the two places where a norm can stand, and one block for every step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from axes.core.algorithms import Step
 from axes.core.costs import Alignment
 from axes.core.geometry import Euclidean, Sphere
 from axes.core.monoids import Identity
-from axes.core.state_update import StateUpdate
-from axes.depth.base import Coefficients, DepthMixer
+from axes.core.rates import Signal
+from axes.core.state_update import State, StateUpdate
+from axes.depth.base import Coefficients, DepthMixer, Streams
+from axes.errors import ShapeError
 
 
 class _OneStream(DepthMixer):
@@ -104,3 +106,68 @@ class PostNorm(_OneStream):
   booktitle={Advances in Neural Information Processing Systems},
   year={2017}
 }"""
+
+
+@final
+class UniversalTransformer(_OneStream):
+    """h <- Norm(h + p_t + f(h + p_t)): one block for every step t, which it is told by the position p_t of its depth,
+
+        p_t[2 j] = sin(t / 10000^(2 j / d)),   p_t[2 j + 1] = cos(t / 10000^(2 j / d)),   t = 1, 2, ...
+
+    added once a step, before the block's first sublayer. The tuple is that of `PostNorm`: nothing of the update differs
+    between steps but the datum. Streams are the tuple's `State`, whose count of data is the depth: the mixers of a
+    block, shared as its weights are, hold no number of a layer.
+
+    Args:
+        layer_index: the sublayer's place in the block.
+        sublayers: of the block.
+
+    Source: Dehghani et al. 2019, eqs. 4 and 5 and the part of eqs. 6 and 7 that depends on t. Differs: positions of
+    tokens are the sublayers' own; RMSNorm, without gain; no dynamic halting.
+    """
+
+    update: StateUpdate = PostNorm.update
+    name: ClassVar[str] = "universal-transformer"
+    paper: ClassVar[str] = "Universal transformers (Dehghani et al. 2019)"
+    equation: ClassVar[str] = "h <- Norm(h + p_t + f(h + p_t)), the same f at every t"
+    differs: ClassVar[str] = "positions of tokens are the sublayers' own; RMSNorm; no dynamic halting"
+    bibtex: ClassVar[str] = """@inproceedings{dehghani2019universal,
+  title={Universal Transformers},
+  author={Dehghani, Mostafa and Gouws, Stephan and Vinyals, Oriol and Uszkoreit, Jakob and Kaiser, {\\L}ukasz},
+  booktitle={International Conference on Learning Representations},
+  year={2019}
+}"""
+
+    def __init__(
+        self,
+        d_model: int,
+        layer_index: int = 0,
+        *,
+        sublayers: int = 2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, layer_index, device=device, dtype=dtype)
+        if not isinstance(sublayers, int) or sublayers < 1:
+            raise ShapeError(f"{type(self).__name__}: sublayers must be an integer >= 1, got {sublayers!r}")
+        self.sublayers = sublayers
+        self._remembers = True  # the count
+
+    def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
+        x, (pre, signal) = super().read(streams)
+        if self.layer_index % self.sublayers:
+            return x, Coefficients(pre, signal)
+        assert isinstance(streams, State)
+        position = self.position(torch.div(streams.count, self.sublayers, rounding_mode="floor") + 1, x)
+        return x + position, Coefficients(pre, {**signal, "position": position})
+
+    def written(self, y: Tensor, coefficients: Coefficients) -> Signal:
+        """What the sublayer saw besides the state is written with its output."""
+        position = coefficients.signal.get("position", 0.0)
+        return {"k": coefficients.signal["k"], "v": y + position}
+
+    def position(self, step: Tensor, like: Tensor) -> Tensor:
+        """p_t (d) of step t, in the dtype and on the device of `like`."""
+        j = torch.arange((self.d_model + 1) // 2, dtype=torch.float64, device=like.device)
+        angle = step.to(j) * 10000.0 ** (-2 * j / self.d_model)
+        return torch.stack((angle.sin(), angle.cos()), -1).flatten()[: self.d_model].to(like.dtype)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axes.core.geometry import Geometry
-from axes.core.rates import Domain, Per
+from axes.core.rates import Domain, Per, extent
 from axes.core.state_update import StateUpdate
 from axes.depth.base import Coefficients, DepthMixer, corrects, normalises, plans, require_streams
 from axes.depth.initial import OFF_DIAGONAL, one_hot
@@ -83,8 +83,7 @@ class StaticMixer(DepthMixer):
         n, d = self.streams * self.fractions, self.d_model // self.fractions
         if rate.shape == "pair" and n % 2:
             raise ShapeError(f"{type(self).__name__}: {rate.name!r} rotates pairs of streams: n must be even, got {n}")
-        shapes = {"scalar": (), "key": (n,), "row": (d,), "square": (d, n), "pair": (n // 2,), "mix": (n, n)}
-        return shapes[rate.shape]
+        return extent(rate.shape, n, d)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -300,7 +300,7 @@ def _require_equal(got: Tensor, plain: Tensor, what: str) -> None:
         raise IllegalUpdate(
             f"wrap: {what} (relative difference {error:.1e} at the start), so the wrapped model would not be the model "
             "that it was; mixers that start as plain residual connections: Residual, HyperConnections, "
-            "DynamicHyperConnections, MHC, IdentityMixing, JPmHC, JPmHCMeanPreserving"
+            "DynamicHyperConnections, MHC, MHCLite, IdentityMixing, JPmHC, JPmHCMeanPreserving"
         )
 
 

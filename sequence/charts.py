@@ -14,7 +14,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from axes.core.rates import Per
+from axes.core.rates import Per, extent
 from axes.errors import IllegalUpdate
 from axes.sequence.fused import Matrix, Rate
 
@@ -38,14 +38,7 @@ class Sizes:
 
     def of(self, per: Per) -> tuple[int, ...]:
         """The shape of a rate for one token and head."""
-        return {
-            "scalar": (),
-            "key": (self.d_k,),
-            "row": (self.d_v,),
-            "square": (self.d_v, self.d_k),
-            "pair": (self.d_k // 2,),
-            "mix": (self.d_k, self.d_k),
-        }[per.shape]
+        return extent(per.shape, self.d_k, self.d_v)
 
 
 class Chart(ABC):

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from axes.errors import AxesError, ShapeError, UnknownName
 from axes.sequence.charts import Constant
-
-Shape = tuple[str | int, ...]
+from axes.state_dicts import Shape, require_names, require_shape
 
 
 class Row(NamedTuple):
@@ -171,10 +170,10 @@ def from_fla(layer: str, state: Mapping[str, Tensor], heads: int | None = None) 
     Raises AxesError for keys that are missing or have no counterpart, ShapeError for shapes that do not go together.
     """
     table = _table(layer)
-    _check_names(layer, state, [row.theirs for row in table.rows], table.without)
+    require_names(layer, state, [row.theirs for row in table.rows], table.without)
     sizes: dict[str, int] = {}
     for row in table.rows:
-        _check_shape(layer, row.theirs, state[row.theirs], row.shape, sizes)
+        require_shape(layer, row.theirs, state[row.theirs], row.shape, sizes)
     made: dict[str, Tensor] = {}
     for row in table.rows:
         x = state[row.theirs]
@@ -196,11 +195,11 @@ def to_fla(layer: str, state: Mapping[str, Tensor], heads: int | None = None) ->
     """The state dict of fla's layer from that of our layer `layer`; arguments and errors as for `from_fla`."""
     table = _table(layer)
     names = [_AROUND + name for row in table.rows for name, _ in row.ours]
-    _check_names(layer, state, [*names, *[_AROUND + x for x in (table.decays,) if x is not None]], ())
+    require_names(layer, state, [*names, *[_AROUND + x for x in (table.decays,) if x is not None]])
     sizes: dict[str, int] = {}
     for row in table.rows:
         for name, shape in row.ours:
-            _check_shape(layer, _AROUND + name, state[_AROUND + name], shape, sizes)
+            require_shape(layer, _AROUND + name, state[_AROUND + name], shape, sizes)
     made: dict[str, Tensor] = {}
     for row in table.rows:
         parts = [state[_AROUND + name] for name, _ in row.ours]
@@ -222,28 +221,6 @@ def _table(layer: str) -> Table:
     if layer not in TABLES:
         raise UnknownName("layer with a map between fla and", layer, TABLES)
     return TABLES[layer]
-
-
-def _check_names(
-    layer: str, state: Mapping[str, Tensor], wanted: list[str], without: tuple[tuple[str, str], ...]
-) -> None:
-    reasons = dict(without)
-    for reason in dict.fromkeys(reasons[n] for n in state if n in reasons):
-        names = ", ".join(n for n in state if reasons.get(n) == reason)
-        raise AxesError(f"{layer}: no counterpart of {names}: {reason}")
-    unknown, missing = [n for n in state if n not in wanted], [n for n in wanted if n not in state]
-    told = [f"no counterpart of {', '.join(unknown)}"] * bool(unknown) + [f"no {', '.join(missing)}"] * bool(missing)
-    if told:
-        raise AxesError(f"{layer}: {'; '.join(told)}. A state dict has {', '.join(wanted)}, no more and no less")
-
-
-def _check_shape(layer: str, name: str, x: Tensor, shape: Shape, sizes: dict[str, int]) -> None:
-    known = [n if isinstance(n, int) else sizes.get(n) for n in shape]
-    if len(known) != x.ndim or any(n is not None and n != got for n, got in zip(known, x.shape, strict=True)):
-        told = ", ".join(f"{n} = {k}" if isinstance(n, str) and k is not None else str(n)
-                         for n, k in zip(shape, known, strict=True))  # fmt: skip
-        raise ShapeError(f"{layer}: {name} must be ({told}), got {tuple(x.shape)}")
-    sizes.update({n: got for n, got in zip(shape, x.shape, strict=True) if isinstance(n, str)})
 
 
 def _heads(layer: str, sizes: dict[str, int], heads: int | None) -> int:

@@ -66,6 +66,9 @@ def _prediction(p: Parts) -> Iterator[str]:
 def _shapes(p: Parts) -> Iterator[str]:
     """Gates, rates, filters and statistics fit on the leaves of the memory."""
     memory = type(p.memory).__name__
+    for h in p.h.links():
+        if h.logits != "mix":
+            yield f"{h!r} makes a matrix of {h.logits} logits: it is a link of GeneralLinear, no h of a state"
     if not p.memory.matrix_gates and not gates(p.monoid) <= {"identity", "scalar", "row", "zero"}:
         yield f"{memory} memory has no common key side: gate it with Scalar or Diagonal(side='row')"
     if p.memory.kind == "network":

@@ -456,6 +456,8 @@ class DPLR(Monoid):
 class GeneralLinear(Monoid):
     """A = link(logits)^T, a d_k x d_k matrix: GL(n) with the identity link, Birkhoff(n) or SO(n) with theirs.
 
+    logits: of the shape that the link makes a matrix of, a matrix itself ("mix") for most.
+
     R = link(logits) is written (destination, source), as for streams X -> R X, which is S -> S R^T with S = X^T.
     """
 
@@ -464,9 +466,10 @@ class GeneralLinear(Monoid):
     kind = "dense"
 
     def __post_init__(self) -> None:
-        if self.logits.shape != "mix":
+        if self.logits.shape != self.link.logits:
             raise IllegalUpdate(
-                f"GeneralLinear: logits {self.logits.name!r} must have shape mix, not {self.logits.shape}"
+                f"GeneralLinear: logits {self.logits.name!r} must have shape {self.link.logits}, not "
+                f"{self.logits.shape}: that is what {self.link!r} makes a matrix of"
             )
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:

@@ -7,6 +7,7 @@ which every update knows by itself. Arithmetic on the two gives a `Formula`: Per
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from axes.errors import IllegalUpdate, ShapeError
 from axes.programs.arithmetic import EVALUATE
 from axes.programs.numbers import Number, as_float
 
-Shape = Literal["scalar", "key", "row", "square", "pair", "mix"]
-SHAPES = ("scalar", "key", "row", "square", "pair", "mix")
+Shape = Literal["scalar", "key", "row", "square", "pair", "mix", "permutation"]
+SHAPES = ("scalar", "key", "row", "square", "pair", "mix", "permutation")
+ORDERED = 8  # keys: as many as have a rate for every order of theirs, 40 320 of them
 Domain = Literal["unit", "positive", "real"]
 Signal = Mapping[str, Tensor | float]
 SEEN = "data seen"  # the key of a signal that says how many data came before it; no name of a rate can be that
@@ -70,7 +72,7 @@ class Per(Variable):
     """A rate named by the tuple and supplied per datum by the axis.
 
     shape: scalar (...), key (..., d_k), row (..., d_v), square (..., d_v, d_k), pair (..., d_k/2) for angles,
-    or mix (..., d_k, d_k) for a matrix on the key side.
+    mix (..., d_k, d_k) for a matrix on the key side, or permutation (..., d_k!) for one of every order of the keys.
     domain: unit gates are supplied as logs (g <= 0); positive and real rates as they are.
     """
 
@@ -227,6 +229,22 @@ def _apply(operation: str, x: list[Tensor | float]) -> Any:
         bound = x[1] if x[0] is like else x[0]
         return like.clamp_max(bound) if name == "minimum" else like.clamp_min(bound)
     return _TENSORS[name](*x)
+
+
+def extent(shape: Shape, d_k: int, d_v: int) -> tuple[int, ...]:
+    """The dimensions of a rate of this shape over a state (d_v, d_k)."""
+    if shape == "permutation" and d_k > ORDERED:
+        raise ShapeError(f"a rate for every order of {d_k} keys has {d_k}! numbers: at most {ORDERED} keys have one")
+    extents: dict[Shape, tuple[int, ...]] = {
+        "scalar": (),
+        "key": (d_k,),
+        "row": (d_v,),
+        "square": (d_v, d_k),
+        "pair": (d_k // 2,),
+        "mix": (d_k, d_k),
+        "permutation": (math.factorial(min(d_k, ORDERED)),),
+    }
+    return extents[shape]
 
 
 def rate_shape(rate: Rate) -> Shape:

@@ -12,7 +12,7 @@ from axes.core import execution, reference
 from axes.core.costs import Linear
 from axes.core.execution import Datum
 from axes.core.memory import MLP, LayerNormMatrix
-from axes.core.rates import resolve
+from axes.core.rates import extent, resolve
 from axes.core.state_update import State, StateUpdate
 
 
@@ -35,8 +35,6 @@ def example(
         d_v = d_k
     keyed = updates[0].parts().memory.keyed
     lead = (*batch, length) if keyed else (length,)
-    shapes = {"scalar": (), "key": (d_k,), "row": (d_v,), "square": (d_v, d_k), "pair": (d_k // 2,), "mix": (d_k, d_k)}
-
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
         return torch.randn(*lead, *shape, generator=generator, dtype=torch.float64)
@@ -54,7 +52,7 @@ def example(
             x = x * (0.6 + 0.4 * torch.sigmoid(draw("size of k", (1,))))
         signal[name] = x if unit or name in ("v", "q", "g") else 0.3 * x
     for rate in {rate for update in updates for rate in update.demands()}:
-        x = draw(rate.name, shapes[rate.shape])
+        x = draw(rate.name, extent(rate.shape, d_k, d_v))
         if rate.domain == "unit":
             x = torch.nn.functional.logsigmoid(x)
         elif rate.domain == "positive":

@@ -34,6 +34,7 @@ from axes.core.geometry import (
     Lq,
     LqLiteral,
     NormedWhiten,
+    Permutations,
     PowerFactors,
     RankOneWhiten,
     RelativeStep,
@@ -138,6 +139,9 @@ CHAINS = {
         Alignment(), monoid=Product((Householder(BETA), Householder(Per("beta_2"), "w_2"), Diagonal("key_decay")))
     ),
     "birkhoff": StateUpdate(Alignment(), monoid=GeneralLinear(Per("logits", "mix", "real"), Birkhoff())),
+    "permutations": StateUpdate(
+        Alignment(), monoid=GeneralLinear(Per("logits", "permutation", "real"), Permutations())
+    ),
     "rotation by cayley": StateUpdate(
         SquaredError(),
         monoid=Product((Scalar("decay"), GeneralLinear(Per("logits", "mix", "real"), Cayley()))),

@@ -171,6 +171,7 @@ def test_feedback_by_name(name: str, kind: str) -> None:
         ("rotation", "diagonal", 1),
         ("rotated delta", "dense", 1),
         ("birkhoff", "dense", 1),
+        ("permutations", "dense", 1),
     ],
 )
 def test_structure_by_name(name: str, structure: str, block: int) -> None:

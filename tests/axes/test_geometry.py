@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.optim._muon import _zeropower_via_newtonschulz as muon_zeropower
 
+from axes.core.costs import Alignment
 from axes.core.geometry import (
     Birkhoff,
     Bounded,
@@ -35,6 +36,7 @@ from axes.core.geometry import (
     Hypentropy,
     Lq,
     LqLiteral,
+    Permutations,
     Shrink,
     SignBall,
     SoftThreshold,
@@ -45,7 +47,9 @@ from axes.core.geometry import (
 )
 from axes.core.geometry.mixing import helmert
 from axes.core.geometry.spectral import inverse_power, polar
-from axes.core.rates import Per
+from axes.core.monoids import GeneralLinear
+from axes.core.rates import Per, extent
+from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg.newton_schulz import POLAR_EXPRESS, polar_express_schedule
 
@@ -94,6 +98,8 @@ INSTANCES: list[Geometry] = [
     TrustRatio(Euclidean(), 0.3, 0.1, "parts"),
     Birkhoff(),
     Birkhoff(3),
+    Birkhoff(20, 1e-6),
+    Birkhoff(2, 0.3),
     Cayley(),
     Cayley(0.1, "mean-preserving"),
     Cayley(1.0, "full", "closed"),
@@ -190,7 +196,7 @@ FIELDS: dict[Any, str] = {
     Whiten: "stats kind power eps eps_inside floor",
     Cautious: "base variant",
     TrustRatio: "base decay coefficient length bounds",
-    Birkhoff: "iterations",
+    Birkhoff: "iterations eps",
     Cayley: "scale kind method",
     Composite: "outer inner",
 }
@@ -244,6 +250,8 @@ def test_capabilities_are_not_fields() -> None:
         ("TrustRatio(Euclidean(), bounds=(2.0, 1.0))", "least < most"),
         ("Birkhoff(0)", "integer >= 1"),
         ("Birkhoff(2.5)", "must be an integer"),
+        ("Birkhoff(20, -1e-6)", "eps must lie in [0, 1), got -1e-06"),
+        ("Birkhoff(eps=math.nan)", "eps must lie in [0, 1), got nan"),
         ("Cayley(0.0)", "scale must be positive"),
         ("Cayley(kind='so')", "kind 'so'"),
         ("Cayley(method='lu')", "method 'lu'"),
@@ -980,6 +988,43 @@ def test_birkhoff_alternates_columns_then_rows(seed: int, n: int, iterations: in
     assert gap(Birkhoff(iterations).primal(torch.zeros(n, n)), torch.full((n, n), 1 / n)) < 1e-6
 
 
+def floored_by_loops(logits: Tensor, iterations: int, eps: float) -> list[list[float]]:
+    """Entry by entry over lists: shares of a column plus eps, then sums plus eps divide rows and columns in turn."""
+    n = len(logits)
+    w = [[0.0] * n for _ in range(n)]
+    for j in range(n):
+        column = [math.exp(float(logits[i, j] - logits[:, j].max())) for i in range(n)]
+        for i in range(n):
+            w[i][j] = column[i] / sum(column) + eps
+    for done in range(iterations):
+        if done:
+            columns = [sum(w[i][j] for i in range(n)) + eps for j in range(n)]
+            w = [[w[i][j] / columns[j] for j in range(n)] for i in range(n)]
+        rows = [sum(w[i]) + eps for i in range(n)]
+        w = [[w[i][j] / rows[i] for j in range(n)] for i in range(n)]
+    return w
+
+
+@given(seed=SEEDS, n=st.integers(1, 5), iterations=st.sampled_from([1, 2, 20]), spread=st.sampled_from([1.0, 8.0]))
+def test_birkhoff_with_eps_is_what_released_models_compute(seed: int, n: int, iterations: int, spread: float) -> None:
+    torch.manual_seed(seed)
+    theta = spread * normal(n, n)
+    for eps in (1e-6, 1e-3):
+        expected = torch.tensor(floored_by_loops(theta, iterations, eps), dtype=torch.float64)
+        assert gap(Birkhoff(iterations, eps).primal(theta), expected) < 1e-12
+        assert gap(Birkhoff(iterations, eps).primal(theta.float()).double(), expected) < 2e-6
+    short = 1 - Birkhoff(iterations, 1e-6).primal(theta).sum(-1)  # 1 - s / (s + eps)
+    assert (short > 0).all() and (short < 1e-6 * (1 + n)).all()
+
+
+def test_eps_changes_saturated_matrices_and_hardly_any_others() -> None:
+    draws = normal(20_000, 4, 4)
+    for spread, least, most in ((1.0, 1e-6, 1e-4), (2.0, 1e-4, 1e-2), (4.0, 0.1, 1.0)):
+        moved = gap(Birkhoff(20, 1e-6).primal(spread * draws), Birkhoff().primal(spread * draws))
+        assert least < moved < most
+    assert not Birkhoff(20, 1e-6).is_potential and not Birkhoff(20, 1e-6).invertible and Birkhoff().invertible
+
+
 def test_birkhoff_columns_converge_at_the_squared_second_singular_value() -> None:
     theta = normal(4, 4)
     rate = torch.linalg.svdvals(Birkhoff(500).primal(theta))[1] ** 2
@@ -1011,6 +1056,67 @@ def test_sinkhorn_gradient_with_a_random_upstream(scale: float) -> None:
     # an upstream of ones sees only the constant sum: it would pass for any backward
     (blind,) = torch.autograd.grad(Birkhoff(20).primal(theta).sum(), theta)
     assert blind.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_permutations_are_the_mixture_of_their_matrices(n: int) -> None:
+    """Plain loops over itertools' words, values and gradients; sums of one at any logits."""
+    h, count = Permutations(), math.factorial(n)
+    logits, upstream = (3 * normal(2, 3, count)).requires_grad_(), normal(2, 3, n, n)
+    shares = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    expected = torch.zeros(2, 3, n, n, dtype=torch.float64)
+    for index, word in enumerate(itertools.permutations(range(n))):
+        for destination, source in enumerate(word):
+            at = torch.zeros(n, n, dtype=torch.float64)
+            at[destination, source] = 1
+            expected = expected + shares[..., index, None, None] * at
+    w = h.primal(logits)
+    assert gap(w, expected) < 1e-15 * count
+    ours, theirs = (torch.autograd.grad((x * upstream).sum(), logits, retain_graph=True)[0] for x in (w, expected))
+    assert gap(ours, theirs) < 1e-14
+    assert gradcheck(h.primal, logits) and gradgradcheck(h.primal, logits)
+    assert h.contains(w, 1e-14).all() and not h.contains(w * 1.001).any()
+    saturated = h.primal(100 * normal(50, count).float())
+    assert h.contains(saturated.double(), 1e-6).all() and saturated.dtype == torch.float32
+    assert h.primal(logits.detach().bfloat16()).dtype == torch.float32
+    eye = torch.eye(n, dtype=torch.float64)
+    assert gap(h.primal(h.identity_logits(eye[0], -200.0)), eye) < 1e-15
+    flat = torch.func.vmap(torch.func.vmap(h.primal))(logits)
+    assert gap(flat, w) < 1e-14
+
+
+def test_any_doubly_stochastic_matrix_is_a_mixture_of_permutations() -> None:
+    """The weights of a decomposition by hand: the largest permutation inside of what is left is taken off."""
+    left = Birkhoff(500).primal(normal(4, 4))
+    wanted, words = left, list(itertools.permutations(range(4)))
+    weights = torch.zeros(24, dtype=torch.float64)
+    for _ in range(100):
+        inside = torch.tensor([min(float(left[i, j]) for i, j in enumerate(word)) for word in words])
+        best = int(inside.argmax())
+        weights[best] += inside[best]
+        left = left - inside[best] * torch.eye(4, dtype=torch.float64)[list(words[best])]
+    assert gap(Permutations().primal(weights.clamp_min(1e-300).log()), wanted) < 1e-7
+
+
+def test_permutations_are_a_link_and_no_h() -> None:
+    h, mix = Permutations(), Per("mix", "permutation", "real")
+    assert not h.is_potential and not h.invertible and h == eval(repr(h)) and pickle.loads(pickle.dumps(h)) == h
+    assert GeneralLinear(mix, h).link == h
+    for refused, message in (
+        (lambda: StateUpdate(Alignment(), h), "makes a matrix of permutation logits: it is a link of GeneralLinear"),
+        (lambda: StateUpdate(Alignment(), Composite(Sphere(), h)), "no h of a state"),
+        (lambda: GeneralLinear(Per("mix", "mix", "real"), h), "must have shape permutation, not mix"),
+        (lambda: GeneralLinear(mix), "must have shape mix, not permutation"),
+    ):
+        with pytest.raises(IllegalUpdate, match=message):
+            refused()
+    for shape in ((4, 4), (), (2, 5), (math.factorial(9),)):
+        with pytest.raises(ShapeError, match=r"a logit for every permutation \(..., n!\), n <= 8"):
+            h.primal(torch.zeros(shape))
+    with pytest.raises(ShapeError, match="at most 8 keys have one"):
+        extent("permutation", 9, 4)
+    with pytest.raises(IllegalUpdate, match="no inverse link"):
+        h.dual(torch.eye(3))
 
 
 @given(seed=SEEDS, n=st.integers(1, 6), scale=st.sampled_from([0.1, 1.0, 30.0]))

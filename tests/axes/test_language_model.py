@@ -25,7 +25,7 @@ EVERY = dict.fromkeys(
 
 def build(sequence: str, depth: str, dtype: torch.dtype = torch.float64) -> LanguageModel:
     torch.manual_seed(0)
-    streams = {"denseformer": 5}.get(depth, 4)  # one for each output, and one for what enters
+    streams = {"denseformer": 5, "dynamic-dense": 5}.get(depth, 4)  # one for each output, and one for what enters
     model = LanguageModel(Architecture(sequence=sequence, depth=depth, streams=streams, **SMALL), dtype=dtype)
     # large enough that predictions differ between positions
     nn.init.normal_(model.head.weight)

@@ -20,6 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
         "errors",
+        "state_dicts",
         "kernels",
         "linalg",
         "programs",

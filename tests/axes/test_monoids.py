@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axes.core.geometry import Birkhoff, Cayley, Euclidean
+from axes.core.geometry import Birkhoff, Cayley, Euclidean, Permutations
 from axes.core.monoids import (
     DPLR,
     Decay,
@@ -52,6 +52,7 @@ MATRICES: dict[str, Monoid] = {
     "dplr, number": DPLR(0.8),
     "general linear": GeneralLinear(Per("m", "mix", "real")),
     "birkhoff": GeneralLinear(Per("m", "mix", "real"), Birkhoff()),
+    "permutations": GeneralLinear(Per("orders", "permutation", "real"), Permutations()),
     "special orthogonal": GeneralLinear(Per("m", "mix", "real"), Cayley()),
     "mean-preserving": GeneralLinear(Per("m", "mix", "real"), Cayley(kind="mean-preserving")),
     "gate, rotation": Product((Scalar("g"), Rotation(Per("angle", "pair", "real")))),
@@ -90,6 +91,7 @@ def signal(seed: int, batch: tuple[int, ...] = (2,)) -> dict[str, Tensor]:
         "a": 0.5 * draw(D_K),
         "b": 0.5 * draw(D_K),
         "m": 0.5 * draw(D_K, D_K),
+        "orders": draw(math.factorial(D_K)),
     }
 
 

@@ -1,17 +1,21 @@
 """Every mixer against its paper's equations, written out with einsum: read, write and all gradients."""
 
+from itertools import permutations
+
 import pytest
 import torch
 from torch import Tensor
 
 from axes.depth import (
     MHC,
+    RELEASED_EPS,
     DepthMixer,
     DynamicHyperConnections,
     HyperConnections,
     IdentityMixing,
     JPmHC,
     JPmHCMeanPreserving,
+    MHCLite,
     PostNorm,
     PreNorm,
     Residual,
@@ -53,6 +57,20 @@ def from_mhc(m: DepthMixer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return p.sigmoid(), 2 * o.sigmoid(), sinkhorn(r.unflatten(-1, (N, N)))
 
 
+def permuted(logits: Tensor) -> Tensor:
+    """sum_p softmax_p P_p over words p, P_p[i, p(i)] = 1."""
+    shares = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    rows = torch.eye(N, dtype=logits.dtype)
+    return sum(shares[..., k, None, None] * rows[list(word)] for k, word in enumerate(permutations(range(N))))
+
+
+def from_lite(m: DepthMixer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    hat = rms(x.flatten(-2), EPS)
+    sizes = [N, N, 24]
+    p, o, r = (a * (hat @ w.T) + b for a, w, b in zip(m.alpha, m.phi.split(sizes), m.bias.split(sizes), strict=True))
+    return p.sigmoid(), 2 * o.sigmoid(), permuted(r)
+
+
 def from_ihc(m: DepthMixer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     hat = rms(x.flatten(-2), EPS)
     p, o = (a * (hat @ w.T) + b for a, w, b in zip(m.alpha, m.phi.split([N, N]), m.bias.split([N, N]), strict=True))
@@ -84,6 +102,7 @@ FORMULAS = {
     HyperConnections: from_hc,
     DynamicHyperConnections: from_dhc,
     MHC: from_mhc,
+    MHCLite: from_lite,
     IdentityMixing: from_ihc,
     JPmHC: from_jpmhc,
     JPmHCMeanPreserving: from_jpmhc,
@@ -142,6 +161,54 @@ def test_residual_pre_norm_and_post_norm_are_their_equations() -> None:
     torch.testing.assert_close(m.read(new)[0], rms(h + y), rtol=0, atol=1e-13)
 
 
+def released(fn: Tensor, scale: Tensor, base: Tensor, x: Tensor, y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """One token of a released model, entry by entry: what the sublayer sees, and the streams after it wrote y.
+
+    x (n, d); fn (2 n + n^2, n d), the last n^2 rows for comb[source, destination].
+    """
+    n, flat = len(x), x.flatten()
+    root = (sum(a * a for a in flat) / len(flat) + EPS).sqrt()
+    mixes = [sum(w * a for w, a in zip(row, flat, strict=True)) / root for row in fn]
+    pre = [(mixes[j] * scale[0] + base[j]).sigmoid() + eps for j in range(n)]
+    post = [2 * (mixes[n + j] * scale[1] + base[n + j]).sigmoid() for j in range(n)]
+    logits = [[mixes[(2 + i) * n + j] * scale[2] + base[(2 + i) * n + j] for j in range(n)] for i in range(n)]
+    comb = [[a.exp() / sum(b.exp() for b in row) + eps for a in row] for row in logits]
+    for done in range(20):
+        if done:
+            comb = [[a / (sum(row) + eps) for a in row] for row in comb]
+        sums = [sum(row[j] for row in comb) + eps for j in range(n)]
+        comb = [[a / b for a, b in zip(row, sums, strict=True)] for row in comb]
+    mixed = [sum(comb[i][j] * x[i] for i in range(n)) + post[j] * y for j in range(n)]
+    return sum(pre[j] * x[j] for j in range(n)), torch.stack(mixed)
+
+
+@pytest.mark.parametrize("spread", [0.7, 6.0])
+def test_mhc_with_eps_is_what_released_models_compute(spread: float) -> None:
+    n, d = 3, 4
+    m = MHC(d, 1, n, eps=RELEASED_EPS, learned_reduce=True, dtype=torch.float64)
+    for p in m.parameters():
+        torch.nn.init.normal_(p, std=spread)
+    x, y = torch.randn(n, d, dtype=torch.float64, requires_grad=True), torch.randn(d, dtype=torch.float64)
+    turned = torch.tensor([0, 1, 2, 3, 4, 5, 6, 9, 12, 7, 10, 13, 8, 11, 14])  # comb is R^T
+    theirs = released(m.phi[turned], m.alpha, m.bias[turned], x, y, 1e-6)
+    seen, coefficients = m.read(x)
+    ours = (seen, m.write(x, y, coefficients))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    upstream = [torch.randn_like(a) for a in ours]
+    inputs = [x, m.phi, m.alpha, m.bias]
+    found, wanted = (torch.autograd.grad(out, inputs, upstream, retain_graph=True) for out in (ours, theirs))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    paper = MHC(d, 1, n, learned_reduce=True, dtype=torch.float64)
+    assert paper.update == MHC.update and paper.update != m.update and paper.eps == 0
+    paper.load_state_dict(m.state_dict())
+    apart = (paper.write(x, y, paper.read(x)[1]) - ours[1]).abs().amax()
+    assert 1e-7 < apart < 1e-4 if spread < 1 else apart > 1e-3
+    shares = torch.sigmoid(m.exit) + 1e-6
+    torch.testing.assert_close(m.reduce(x), (shares[:, None] * x).sum(0), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(("cls", "closed", "most"), [(JPmHC, 4, 4), (JPmHCMeanPreserving, 5, 5)])
 def test_closed_form_equals_solve_and_the_implicit_definition(cls: type[DepthMixer], closed: int, most: int) -> None:
     for n in range(3, most + 1):
@@ -180,7 +247,7 @@ def test_rows_of_r_are_destinations() -> None:
         torch.testing.assert_close(got[:, 0], torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("cls", [HyperConnections, DynamicHyperConnections, MHC, JPmHC, JPmHCMeanPreserving])
+@pytest.mark.parametrize("cls", [HyperConnections, DynamicHyperConnections, MHC, MHCLite, JPmHC, JPmHCMeanPreserving])
 def test_the_mixed_streams_are_returned(cls: type[DepthMixer]) -> None:
     m = perturbed(cls)
     x = torch.randn(2, N, D, dtype=torch.float64)

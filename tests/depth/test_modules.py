@@ -14,25 +14,32 @@ from axes.depth import (
     MHC,
     AttentionResiduals,
     BlockAttentionResiduals,
+    DeepDelta,
     DenseFormer,
     DepthMixer,
+    DynamicDense,
     FracConnections,
     HyperConnections,
     JPmHC,
     JPmHCMeanPreserving,
     Mixed,
+    PostNorm,
     PreNorm,
     Residual,
     ResidualMatrix,
+    UniversalTransformer,
 )
 from axes.depth.base import Streams, normalises
 from axes.errors import ShapeError
 
 D = 8
 MANY = tuple(cls for cls in ALL if list(cls(D).parameters()))
-# a list is a State, which stays as wide as the computation; what keeps outputs apart has a place for each
-TENSORS = tuple(cls for cls in ALL if cls is not AttentionResiduals)
-APART = (FracConnections, ResidualMatrix, AttentionResiduals, BlockAttentionResiduals, DenseFormer)
+# a State (a list, or streams with a count) stays as wide as the computation; what keeps outputs apart has a place for
+# each of them
+TENSORS = tuple(cls for cls in ALL if cls not in (AttentionResiduals, UniversalTransformer))
+APART = (
+    FracConnections, ResidualMatrix, AttentionResiduals, BlockAttentionResiduals, DenseFormer, DynamicDense, DeepDelta,
+)  # fmt: skip
 HYPER = tuple(cls for cls in MANY if cls not in APART)
 
 
@@ -44,7 +51,9 @@ def one_pass(m: DepthMixer, h: torch.Tensor) -> torch.Tensor:
 
 def values(streams: Streams) -> torch.Tensor:
     """The streams, or the values of a list."""
-    return streams.theta[1] if isinstance(streams, State) else streams
+    if not isinstance(streams, State):
+        return streams
+    return streams.theta[1] if len(streams.theta) > 1 else streams.theta[0].mT
 
 
 def unequal(m: DepthMixer, h: torch.Tensor) -> Streams:
@@ -59,7 +68,7 @@ def test_the_declaration_is_complete(cls: type[DepthMixer]) -> None:
     assert isinstance(cls.update, StateUpdate) and m.update == cls.update
     assert cls.name == cls.name.lower() and " " not in cls.name
     assert cls.paper and cls.equation and cls.differs and cls.bibtex.startswith("@")
-    assert m.prenorm is not normalises(m.update) and m.prenorm is (cls.name not in ("pre-norm", "post-norm"))
+    assert m.prenorm is not normalises(m.update) and m.prenorm is (cls not in (PreNorm, PostNorm, UniversalTransformer))
     assert f"d_model={D}, layer_index=2, streams={m.streams}" in repr(m)
     assert "__final__" in vars(cls)
 

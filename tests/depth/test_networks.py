@@ -1,6 +1,7 @@
 """Networks of mixers: equal to pre-norm at the start, then different; causal; blind to the names of the streams."""
 
 from collections.abc import Callable
+from itertools import permutations
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from axes.depth import (
     IdentityMixing,
     JPmHC,
     JPmHCMeanPreserving,
+    MHCLite,
     Mixed,
     PostNorm,
     PreNorm,
@@ -22,7 +24,7 @@ from axes.depth import (
 )
 
 D, N, LAYERS = 16, 4, 6
-MANY = (HyperConnections, DynamicHyperConnections, MHC, IdentityMixing, JPmHC, JPmHCMeanPreserving)
+MANY = (HyperConnections, DynamicHyperConnections, MHC, MHCLite, IdentityMixing, JPmHC, JPmHCMeanPreserving)
 
 
 class Sublayer(nn.Module):
@@ -144,7 +146,7 @@ def test_every_parameter_learns_after_the_first_steps(cls: type[DepthMixer]) -> 
 
 def test_at_the_ends_mean_preserving_mixing_has_no_effect() -> None:
     """R is irrelevant on equal streams and before a mean; truncated columns leak a little into the latter."""
-    for cls in (MHC, JPmHCMeanPreserving):
+    for cls in (MHC, MHCLite, JPmHCMeanPreserving):
         network = Network(cls)
         train(network, 3)
         network.zero_grad()
@@ -175,6 +177,9 @@ def relabelled(m: DepthMixer, order: Tensor) -> dict[str, Tensor]:
     """The parameters of the same mixer with its streams renamed: new stream i is old stream order[i]."""
     found = {}
     pairs = (order[:, None] * N + order).flatten()
+    words, o = list(permutations(range(N))), order.tolist()
+    # P'[i, j] = P[o_i, o_j]: where the new word takes i to w(i), the old one takes o_i to o_w(i)
+    orders = torch.tensor([words.index(tuple(o[word[o.index(i)]] for i in range(N))) for word in words])
     for name, p in m.state_dict().items():
         if name in ("pre", "post"):
             p = p[order]
@@ -183,8 +188,9 @@ def relabelled(m: DepthMixer, order: Tensor) -> dict[str, Tensor]:
         elif name == "phi" and isinstance(m, DynamicHyperConnections):
             p = torch.cat((p[:2], p[2:][order]))
         elif name in ("phi", "bias"):
-            blocks = {2 * N + N * N: (N, N, N * N), 2 * N: (N, N), 3 * N * N: (N * N,) * 3}[p.shape[0]]
-            parts = [x[order if len(x) == N else pairs] for x in p.split(blocks)]
+            blocks = {24: (N, N, N * N), 8: (N, N), 48: (N * N,) * 3, 32: (N, N, 24)}[p.shape[0]]
+            new = {N: order, N * N: pairs, 24: orders}
+            parts = [x[new[len(x)]] for x in p.split(blocks)]
             p = torch.cat(parts)
             if name == "phi":
                 p = p.unflatten(-1, (N, D))[:, order].flatten(1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from axes.depth import MHC, DepthMixer, HyperConnections, JPmHC, JPmHCMeanPreserving
+from axes.depth import MHC, DepthMixer, HyperConnections, JPmHC, JPmHCMeanPreserving, MHCLite
 
 N, D = 4, 8
 
@@ -25,7 +25,7 @@ def stack(cls: type[DepthMixer], layers: int, spread: float) -> list[DepthMixer]
     mixers = [cls(N, l, N) for l in range(layers)]
     with torch.no_grad():
         for m in mixers:
-            m.bias[-N * N :].normal_(0, spread)
+            m.bias[-24 if isinstance(m, MHCLite) else -N * N :].normal_(0, spread)
     return mixers
 
 
@@ -39,14 +39,14 @@ def test_sinkhorn_is_exact_on_rows_and_within_the_table_on_columns(spread: float
     assert (fast.sum(-1) - 1).abs().amax() < 2e-6
 
 
-@pytest.mark.parametrize("cls", [MHC, JPmHC, JPmHCMeanPreserving], ids=lambda c: c.name)
+@pytest.mark.parametrize("cls", [MHC, MHCLite, JPmHC, JPmHCMeanPreserving], ids=lambda c: c.name)
 def test_sixty_four_sublayers_stay_on_their_set(cls: type[DepthMixer]) -> None:
-    spread = {MHC: 0.5, JPmHC: 10.0, JPmHCMeanPreserving: 10.0}[cls]
+    spread = {MHC: 0.5, MHCLite: 10.0, JPmHC: 10.0, JPmHCMeanPreserving: 10.0}[cls]
     total = product(stack(cls, 64, spread), torch.float32)
     if cls is not JPmHC:
         torch.testing.assert_close(total.sum(-1), torch.ones(N, dtype=torch.float64), rtol=0, atol=1e-5)
         torch.testing.assert_close(total.sum(-2), torch.ones(N, dtype=torch.float64), rtol=0, atol=1e-5)
-    if cls is MHC:
+    if cls in (MHC, MHCLite):
         assert total.min() >= 0
     else:
         torch.testing.assert_close(total @ total.mT, torch.eye(N, dtype=torch.float64), rtol=0, atol=1e-5)

@@ -27,8 +27,10 @@ from axes.depth import (
     MHC,
     AttentionResiduals,
     BlockAttentionResiduals,
+    DeepDelta,
     DenseFormer,
     DepthMixer,
+    DynamicDense,
     FracConnections,
     HyperConnections,
     JPmHC,
@@ -37,6 +39,7 @@ from axes.depth import (
     PreNorm,
     Residual,
     ResidualMatrix,
+    UniversalTransformer,
     mixer,
     unwrap,
     wrap,
@@ -194,7 +197,10 @@ def gradients(m: nn.Module) -> dict[str, Tensor]:
 
 
 # what reads something else than a sum of all outputs, or remembers more than its streams
-OTHERS = (PreNorm, PostNorm, ResidualMatrix, AttentionResiduals, BlockAttentionResiduals, DenseFormer)
+OTHERS = (
+    PreNorm, PostNorm, UniversalTransformer, DeepDelta, ResidualMatrix, AttentionResiduals, BlockAttentionResiduals,
+    DenseFormer, DynamicDense,
+)  # fmt: skip
 PLAIN_START = tuple(cls for cls in ALL if cls not in OTHERS)
 
 

@@ -8,7 +8,7 @@ matrices, `normalised` and `wrappers` rescale a direction.
 from axes.core.geometry.balls import Ball, SignBall, Sphere
 from axes.core.geometry.bregman import Context, Geometry
 from axes.core.geometry.low_rank import LowRank, PowerFactors
-from axes.core.geometry.mixing import Birkhoff, Cayley
+from axes.core.geometry.mixing import Birkhoff, Cayley, Permutations
 from axes.core.geometry.normalised import KeyNormalised, NormedWhiten, RankOneWhiten
 from axes.core.geometry.norms import Bounded, Entropic, Euclidean, Hypentropy, Lq, LqLiteral, Shrink, SoftThreshold
 from axes.core.geometry.preconditioners import Eigenbasis, FittedFactor, InverseRoot, Kronecker, RotatedWhiten
@@ -39,6 +39,7 @@ __all__ = [
     "Lq",
     "LqLiteral",
     "NormedWhiten",
+    "Permutations",
     "PowerFactors",
     "RankOneWhiten",
     "RelativeStep",

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from axes.core.costs import Side
 from axes.core.declared import Declared
-from axes.core.rates import Rate, Signal
+from axes.core.rates import Rate, Shape, Signal
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg.matrix_roots import largest_entry
 
@@ -65,6 +65,7 @@ class Geometry(Declared, ABC):
     reads: what else of the context primal needs, of "drive" and "weights".
     sphere: where primal only rescales, what it rescales to one length and that length (None: the root of its entries).
     sinkhorn: how many pairs of normalisations of e^theta primal is, of columns and then of rows, if it is that.
+    logits: the shape of what primal makes a matrix of, where that is no matrix: a link of `GeneralLinear` alone.
     """
 
     stats: tuple[Any, ...] = ()
@@ -85,6 +86,7 @@ class Geometry(Declared, ABC):
     reads: frozenset[str] = frozenset()
     sphere: SphereOf | None = None
     sinkhorn: int | None = None
+    logits: Shape = "mix"
 
     @abstractmethod
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
@@ -135,7 +137,7 @@ class Geometry(Declared, ABC):
         return {}
 
     def identity_logits(self, like: Tensor, low: float) -> Tensor:
-        """Logits (n, n) whose primal is the identity matrix; like: (n).
+        """Logits whose primal is the identity matrix (n, n), in the shape that primal takes; like: (n).
 
         Logits beyond `low` and -low are cut there: where the exact ones are infinite, the matrix comes close.
         """

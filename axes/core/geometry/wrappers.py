@@ -13,7 +13,7 @@ from torch import Tensor
 
 from axes.core.geometry.bregman import NO_CONTEXT, Context, Geometry, Slice, leaf_dims, leaf_size, require, wide
 from axes.core.geometry.normalised import require_of
-from axes.core.rates import Per, Rate, Variable, rate_shape, resolve, spread
+from axes.core.rates import Per, Rate, Shape, Variable, rate_shape, resolve, spread
 from axes.errors import IllegalUpdate
 
 
@@ -359,6 +359,10 @@ class Composite(Geometry):
     @property
     def invertible(self) -> bool:  # type: ignore[override]
         return self.inner.invertible and self.outer.invertible
+
+    @property
+    def logits(self) -> Shape:  # type: ignore[override]
+        return self.inner.logits
 
     @property
     def linear(self) -> bool:  # type: ignore[override]
