@@ -34,7 +34,7 @@ from axes.optim.engine.facts import facts, followed
 from axes.optim.engine.finite import Before, Finite
 from axes.optim.engine.forms import Forms, Rule, Today
 from axes.optim.engine.generated import is_plain
-from axes.optim.engine.groups import Named, both_too_long, by_sides, named
+from axes.optim.engine.groups import Named, both_too_long, by_sides, named, rate
 from axes.optim.engine.interpreted import Member, interpret, replay
 from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows, no_hooks
 from axes.optim.engine.one_shape import fits
@@ -45,7 +45,6 @@ from axes.optim.engine.options import (
     check_of,
     how,
     of_groups,
-    plain,
     plain_group,
     require_known,
 )
@@ -452,10 +451,7 @@ class Optimizer(torch.optim.Optimizer):
     def _advance_together(self, group: Group, update: StateUpdate, batches: list[AnyBatch]) -> None:
         """Step a rule that acts entry by entry, or does so around products, over all parameters at once."""
         today = self._today(group)
-        rates = {name: plain(group[name]) for name in facts(update, group["maximize"]).rates}
-        if "lr" in rates and group["lr_scale"] != 1.0:
-            rates["lr"] = rates["lr"] * group["lr_scale"]
-        rates |= today.numbers
+        rates = {name: rate(group, name) for name in facts(update, group["maximize"]).rates} | {**today.numbers}
         for batch in batches:
             if batch.today is not today:
                 batch.take(today)
