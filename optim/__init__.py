@@ -22,6 +22,7 @@ from axes.optim.rules.natural_gradient import ExactNaturalGradient, NaturalGradi
 from axes.optim.rules.normalised_first import ADOPT, LaProp
 from axes.optim.rules.normuon import NorMuon
 from axes.optim.rules.predicted import ReflectiveMomentum, RotationalMomentum, SignedEG
+from axes.optim.rules.prodigy import Prodigy
 from axes.optim.rules.psgd import PSGDKron
 from axes.optim.rules.regression import NLMS, Hebbian, HuberRegression, LpRegression, RecursiveLeastSquares
 from axes.optim.rules.root_mean_square import Adadelta, Adagrad, RMSprop
@@ -60,6 +61,7 @@ ALL: tuple[type[Optimizer], ...] = (
     LaProp,
     ADOPT,
     MARS,
+    Prodigy,
     SignSGD,
     Lion,
     LARS,
@@ -116,6 +118,7 @@ __all__ = [
     "NorMuon",
     "Optimizer",
     "PSGDKron",
+    "Prodigy",
     "RecursiveLeastSquares",
     "ReflectiveMomentum",
     "Report",

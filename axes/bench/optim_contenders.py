@@ -89,6 +89,7 @@ _PAIRS = {
         optim.ADOPT, {"lr": 1e-2}, library="ADOPT", theirs={"clip_lambda": lambda step: (step - 1) ** 0.25}
     ),
     "mars": _Pair(optim.MARS, {"lr": 1e-3}, library="MARS", theirs={"optimize_1d": True}, alike=False),
+    "prodigy": _Pair(optim.Prodigy, {"lr": 1.0, "d0": 1e-2}, library="Prodigy", alike=False),
 }
 
 # Measured in float32: AdamW and SGD 1e-6; Lion 4e-3, an entry whose sign rounding decides; Muon 1e-2 to 3e-2, which is

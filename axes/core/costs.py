@@ -48,7 +48,8 @@ __all__ = [
 Curvature = Literal["none", "affine", "nonlinear"]
 Residual = Literal["target", "error"]
 Side = Literal[
-    "entries", "rows", "columns", "each-row", "each-column", "eigen-entries", "eigen-rows", "eigen-columns", "whole"
+    "entries", "rows", "columns", "each-row", "each-column", "eigen-entries", "eigen-rows", "eigen-columns", "whole",
+    "number",
 ]
 Value = Tensor | float
 _BY_ENTRY = ("drive", "square", "magnitude", "unit", "white-square", "state")
@@ -465,14 +466,16 @@ class Linear(Cost):
     the geometry made of u with its statistics before the datum (u itself at the first): the identity on average where
     y is white. eigen-fisher is the square of e k^T in the bases that the two statistics before it give, for the
     examples in the rows of "k_rows" and "e_rows" their mean. state is what the update that carries the statistic holds
-    after the datum, its theta. precision: of matrix products, see `axes.linalg.matrix_roots.product`. offset: added to
-    a square or a magnitude. raw: of the drive as it came, ahead of the filters of the part whose statistic it is.
+    after the datum, its theta. travel is one number, the sum of u (W - theta) over a leaf, W the weights around the
+    filter that carries the statistic. precision: of matrix products, see `axes.linalg.matrix_roots.product`. offset:
+    added to a square or a magnitude. raw: of the drive as it came, ahead of the filters of the part whose statistic it
+    is.
     """
 
     of: Literal[
         "drive", "square", "magnitude", "unit", "left", "right", "row-square", "column-square", "white-square",
         "white-left", "white-right", "eigen-square", "eigen-square-left", "eigen-square-right", "eigen-fisher", "key",
-        "value", "error", "state",
+        "value", "error", "state", "travel",
     ] = "drive"  # fmt: skip
     precision: Precision = "input"
     offset: Rate = 0.0
@@ -483,7 +486,7 @@ class Linear(Cost):
         sides = ("left", "right", "white-left", "white-right")
         turned = ("eigen-square", "eigen-square-left", "eigen-square-right", "eigen-fisher")
         means = ("row-square", "column-square")
-        allowed = (*_BY_ENTRY, *means, *sides, *turned, "key", "value", "error")
+        allowed = (*_BY_ENTRY, *means, *sides, *turned, "key", "value", "error", "travel")
         if self.of not in allowed:
             raise IllegalUpdate(f"Linear: of={self.of!r} is not one of {', '.join(allowed)}")
         if self.precision not in PRECISIONS:
@@ -524,11 +527,13 @@ class Linear(Cost):
         named: dict[str, Side] = {
             "row-square": "each-row", "column-square": "each-column", "eigen-square": "eigen-entries",
             "eigen-fisher": "eigen-entries", "eigen-square-left": "eigen-rows", "eigen-square-right": "eigen-columns",
+            "travel": "number",
         }  # fmt: skip
         return named.get(self.of, "entries")
 
     def drive(self, u: Tensor, signal: Signal = _EMPTY) -> Tensor:
-        """z from the raw drive u (not read for key, value and error; of examples for eigen-fisher) and the signal."""
+        """z from the raw drive u (not read for key, value and error; of examples for eigen-fisher; u (W - theta) for
+        travel) and the signal."""
         if self.of in ("key", "value", "error"):
             supplied = signal.get(2 * self.of[0])
             if isinstance(supplied, Tensor):
@@ -542,6 +547,8 @@ class Linear(Cost):
             return symmetric_product(x.mT, None, self.precision)
         if self.of == "unit":
             return u.new_ones((*u.shape[:-2], *(1,) * min(u.ndim, 2)))
+        if self.of == "travel":
+            return u.sum((-2, -1) if u.ndim >= 2 else tuple(range(u.ndim)), keepdim=True)
         if self.of == "magnitude":
             return self._offset(u.abs(), signal)
         if self.of in ("row-square", "column-square"):

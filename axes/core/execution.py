@@ -129,7 +129,7 @@ def step(
         u, via = _filtered(p, raw, via, state, signal, outer)
         shown = tuple(torch.zeros_like(x) for x in u) if waits else u
         datum = datum._replace(gated=_written(p, datum, shown), again=True)
-        stats, values = _observed(p, u, raw, datum.gated, stats, signal)
+        stats, values = _observed(p, u, raw, datum.gated, stats, signal, outer)
         u = shown
     theta, count = datum.gated, state.count + 1
     norm = state.norm if waits else tuple(_responded(p, element, n, rate, signal) for n in state.norm)
@@ -152,6 +152,16 @@ def output(p: Parts, state: State, signal: Signal) -> Output:
     if not p.step.lazy:
         return Output(state.theta)
     return at_point(p, state.theta, state.norm, _context(p, state.stats, signal))
+
+
+def told(p: Parts, state: State, signal: Signal) -> Tensor:
+    """What the filter whose h tells the axis something has to say of a state: see `Geometry.told`."""
+    kept: list[Any] = [t for s in state.via for t in ((s,) if isinstance(s, State) else s)]
+    for f, s in zip(p.filters(), kept, strict=True):
+        if f.h.tells is not None:
+            (context,) = _context(f, s.stats, signal)
+            return f.h.told(context.stats)
+    raise IllegalUpdate("no filter of the update tells its axis anything")
 
 
 def read(p: Parts, out: Output, q: Tensor, signal: Signal) -> Tensor:
@@ -280,7 +290,13 @@ def _filtered(
 
 
 def _observed(
-    p: Parts, u: Leaves, raw: Leaves, theta: Leaves, states: tuple[State, ...], signal: Signal
+    p: Parts,
+    u: Leaves,
+    raw: Leaves,
+    theta: Leaves,
+    states: tuple[State, ...],
+    signal: Signal,
+    outer: Leaves | None,
 ) -> tuple[tuple[State, ...], Values]:
     """The statistics of h after u has made the state theta, each seeing the ones before it, and their values."""
     stepped: list[State] = []
@@ -288,7 +304,9 @@ def _observed(
     stats = p.statistics()
     white = _whitened(p, u, states, signal) if any(_asks(s, "whitened") for s in stats) else u
     for s, state in zip(stats, states, strict=True):
-        of = white if _asks(s, "whitened") else raw if _asks(s, "raw") else theta if _of_state(s) else u
+        of = white if _asks(s, "whitened") else raw if _asks(s, "raw") else theta if _is_of(s, "state") else u
+        if _is_of(s, "travel"):
+            of = _travelled(u, theta, outer)
         state, out = step(s, state, signal, seen(s, of, signal, outs))
         stepped.append(state)
         outs.append(out.weights)
@@ -437,8 +455,15 @@ def _against(p: Parts, target: Tensor) -> Tensor:
     return target[..., None] if p.memory.kind == "entries" else target
 
 
-def _of_state(statistic: Parts) -> bool:
-    return isinstance(statistic.cost, Linear) and statistic.cost.of == "state"
+def _is_of(statistic: Parts, of: Literal["state", "travel"]) -> bool:
+    return isinstance(statistic.cost, Linear) and statistic.cost.of == of
+
+
+def _travelled(u: Leaves, theta: Leaves, outer: Leaves | None) -> Leaves:
+    """u (W - theta), which is what the drive promises of the way from theta to the weights around a filter."""
+    if outer is None:
+        raise IllegalUpdate("a statistic of travel reads the weights around its filter: pass weights")
+    return tuple(x * (w - a) for x, w, a in zip(u, outer, theta, strict=True))
 
 
 def _asks(statistic: Parts, of: Literal["whitened", "raw"]) -> bool:

@@ -166,9 +166,11 @@ def _implicit(p: Parts) -> Iterator[str]:
 def _effect(p: Parts) -> Iterator[str]:
     """Rate, repetition, laziness and decay change what is computed."""
     step, h = p.step, p.h
-    if step.rate == 0.0:
+    if step.rate == 0.0 and not _holds_the_start(p):
         yield "a step size of zero learns nothing"
     elsewhere = step.at == "new" or isinstance(step.at, Anchor)
+    if step.rate == 0.0 and any(isinstance(f, Decay) and not f.independent for f in factors(p.monoid)):
+        yield "a decay that is multiplied by a step size of zero has no effect: leave it out, or make it independent"
     if step.steps > 1 and (p.oracle or p.driven or not p.drive_sees_state or step.via or elsewhere):
         yield "steps > 1 needs a gradient that depends on the state, taken here, unfiltered: scale the rate instead"
     if not step.lazy and (h.is_identity or h.invertible or h.stats):
@@ -186,6 +188,14 @@ def _effect(p: Parts) -> Iterator[str]:
             yield "read=Mix(...) lies between a parameter with Euclidean h and the weights of its last filter: it " + (
                 "needs Given() and a filter with start='W0' whose h reads nothing else"
             )
+
+
+def _holds_the_start(p: Parts) -> bool:
+    """Whether a filter passes its drive on beside the weights that it began with, which something reads."""
+    look = p.step.read
+    if p.step.start != "W0" or not isinstance(look, Read) or look.rate == 0.0:
+        return False
+    return look.gate != 0.0 or any(getattr(s.cost, "of", None) in ("state", "travel") for s in p.statistics())
 
 
 def _maximum(p: Parts) -> Iterator[str]:
@@ -328,6 +338,21 @@ def _filters(p: Parts) -> Iterator[str]:
             yield "a filter is driven by what is ahead of it: raw is for statistics"
 
 
+def _told(p: Parts) -> Iterator[str]:
+    """What an h tells the axis comes back as a rate."""
+    telling = [f.h for f in p.filters() if f.h.tells is not None]
+    if len(telling) > 1:
+        yield f"{' and '.join(type(h).__name__ for h in telling)} both tell the axis something: one of them at most"
+    read = {per.name for rate in p.rates() for per in named(rate)} if telling else set()
+    for h in telling:
+        if h.tells is not None and h.tells.name not in read:
+            yield f"{type(h).__name__} tells the axis what makes {h.tells!r}, and no rate of the tuple reads it"
+        if any(s.step.read is not None for s in (x.parts() for x in h.stats)):
+            yield f"{type(h).__name__} tells what its statistics hold: a read point of theirs has no effect"
+    if p.driven and telling:
+        yield f"{type(telling[0]).__name__} tells the axis of a whole update: put it on a filter of that, not deeper"
+
+
 def _statistics(p: Parts) -> Iterator[str]:
     """Statistics hold what they are driven by."""
     fitted = p.h.takes == "root" and all(s.h.fitted for s in p.statistics())
@@ -339,8 +364,12 @@ def _statistics(p: Parts) -> Iterator[str]:
             yield f"a statistic {s.cost!r} is a square matrix of its own size: it takes scalar gates and rates"
         elif s.cost.side in ("each-row", "each-column") and not _scalar(s):
             yield f"a statistic {s.cost!r} has one number for a row or column: it takes scalar gates and rates"
-        elif s.cost.of == "unit" and not all(map(_number, s.every())):
-            yield "a statistic of the unit is one number: it takes scalar gates and rates, and Euclidean h"
+        elif s.cost.of in ("unit", "travel") and not all(map(_number, s.every())):
+            yield f"a statistic of the {s.cost.of} is one number: it takes scalar gates and rates, and Euclidean h"
+        elif s.cost.of == "travel" and not p.driven:
+            yield "a statistic of travel reads the weights around a filter: put it on one, not on a state"
+        elif s.cost.of == "travel" and s.step.start in ("first", "second"):
+            yield f"start={s.step.start!r} has no effect on a statistic of travel, which is 0 at the first datum"
         elif s.cost.of == "white-square" and not (p.h.entrywise and p.driven):
             yield f"{s.cost!r} is of what an entry-wise h makes on a filter, not {type(p.h).__name__}"
         elif s.cost.whitened and not s.cost.by_entry and not fitted:
@@ -396,6 +425,7 @@ _RULES: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _start,
     _slices,
     _filters,
+    _told,
     _statistics,
     _whitenings,
 )

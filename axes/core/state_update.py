@@ -183,6 +183,15 @@ class StateUpdate(Recurrence):
         """Whether a rate depends on the number of the datum."""
         return self.parts().counts
 
+    @cached_property
+    def telling(self) -> Geometry | None:
+        """The h that tells the axis what a rate of the next datum is made of, or None."""
+        return next((f.h for f in self.parts().filters() if f.h.tells is not None), None)
+
+    def told(self, state: State, signal: Signal) -> Tensor:
+        """What that h has to say of a state; IllegalUpdate where there is none."""
+        return execution.told(self.parts(), state, self.numbered(state, signal))
+
     def read(self, out: Output, q: Tensor, signal: Signal) -> Tensor:
         """Read q (..., d_k) from an output: (..., d_v), divided by the normaliser when debiased."""
         return execution.read(self.parts(), out, q, signal)

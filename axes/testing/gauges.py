@@ -187,7 +187,7 @@ def _along_the_weights(a: StateUpdate, b: StateUpdate) -> bool:
     """Whether one filter with a trust ratio and a decay starts elsewhere."""
     changed = _changed_filters(a, b)
     ratios = [a.filters()[i].parts().h for i, _, _ in changed]
-    decays = [isinstance(h, geometry.TrustRatio) and h.decay != 0.0 for h in ratios]
+    decays = [isinstance(h, geometry.TrustRatio) and not h.drops_factors for h in ratios]
     return decays == [True] and _same_but(*changed[0][1:], "start")
 
 

@@ -107,7 +107,7 @@ def mutation_law(update: StateUpdate) -> dict[str, int]:
     """
     update = update.normal()
     count = {"moved": 0, "refused": 0, "gauge": 0}
-    known: dict[tuple[int, ...], Tensor] = {}
+    known: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
     dead = []
     for change in _changes(update, object):
         if isinstance(change.result, IllegalUpdate):
@@ -123,7 +123,7 @@ def mutation_law(update: StateUpdate) -> dict[str, int]:
 
 
 def _moves(
-    update: StateUpdate, mutated: StateUpdate, known: dict[tuple[int, ...], Tensor]
+    update: StateUpdate, mutated: StateUpdate, known: dict[tuple[int, ...], tuple[Tensor, ...]]
 ) -> Literal["moved", "refused", "still"]:
     """known: the trajectories of `update` by the shape of its data, for all its neighbours."""
     # signs of a parameter's step change late; a proximal step on a curved h is solved for, and dear
@@ -135,15 +135,24 @@ def _moves(
     signal = example(update, mutated, batch=batch, length=length)
     shape = (length, *_sizes(signal))
     if shape not in known:
-        known[shape] = trajectory(update, signal)[0]
+        known[shape] = _seen(update, signal)
     before = known[shape]
     try:
-        after, _ = trajectory(mutated, signal)
+        after = _seen(mutated, signal)
     except AxesError:  # shapes that only the data can tell
         return "refused"
     except torch.linalg.LinAlgError:  # a decomposition of what is no number any more
         return "moved"
     return "moved" if not error(after, before) < MOVES else "still"
+
+
+def _seen(update: StateUpdate, signal: Mapping[str, Tensor | float]) -> tuple[Tensor, ...]:
+    """What an axis sees of a trajectory: the outputs, and at its end what the tuple tells and makes of that."""
+    outputs, state = trajectory(update, signal)
+    if (h := update.telling) is None:
+        return (outputs,)
+    told, began = update.told(state, signal), outputs.new_tensor(h.began())
+    return outputs, told, began, h.number(told.abs(), began)  # what is negative it may well leave out
 
 
 def solves(update: StateUpdate) -> bool:

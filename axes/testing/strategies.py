@@ -26,6 +26,7 @@ from axes.core.geometry import (
     Bounded,
     Cautious,
     Cayley,
+    Decayed,
     Entropic,
     Euclidean,
     Geometry,
@@ -180,7 +181,8 @@ def _filters(st: Any, named: bool) -> Any:
     )
     ranked = st.builds(RankOneWhiten, sums, st.just(1e-2), st.sampled_from(("added", "floor")))
     pull: Any = st.sampled_from((0.2,) + ((Per("pull"),) if named else ()))
-    decayed = st.builds(TrustRatio, diagonal, pull, st.just(0.5), st.sampled_from(("whole", "parts")))
+    length = st.sampled_from(("whole", "parts"))
+    decayed = st.builds(TrustRatio, st.builds(Decayed, diagonal, pull), st.just(0.5), length)
     wrapped = st.one_of(diagonal.map(Cautious), diagonal.map(TrustRatio), decayed)
     simple = st.sampled_from((SignBall(), Sphere("whole"), Spectral("polar")))
     factors = StateUpdate(Linear("state"), PowerFactors(), Zero(), Step(at=Held(1)))

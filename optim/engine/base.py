@@ -16,14 +16,14 @@ arithmetic are float32 for 16-bit parameters, which are rounded once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from axes.core.state_update import StateUpdate
+from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError, UnknownName
 from axes.optim.engine import across, states, trees
 from axes.optim.engine.batches import AnyBatch, Batches
@@ -34,7 +34,7 @@ from axes.optim.engine.facts import facts, followed
 from axes.optim.engine.finite import Before, Finite
 from axes.optim.engine.forms import Forms, Rule, Today
 from axes.optim.engine.generated import is_plain
-from axes.optim.engine.groups import Named, both_too_long, by_sides, named
+from axes.optim.engine.groups import Named, both_too_long, by_sides, named, rate
 from axes.optim.engine.interpreted import Member, interpret, replay
 from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows, no_hooks
 from axes.optim.engine.one_shape import fits
@@ -45,7 +45,6 @@ from axes.optim.engine.options import (
     check_of,
     how,
     of_groups,
-    plain,
     plain_group,
     require_known,
 )
@@ -211,7 +210,8 @@ class Optimizer(torch.optim.Optimizer):
         if main and any(layouts):
             group["matrices"] = layouts
         update = self.form_for(group)
-        group |= across.begun(self._who, update, [p for _, p in members])
+        shared = across.begun(self._who, self.update_for(group), [p for _, p in members], self.param_groups)
+        group |= shared
         require(self._who, group, update, members, matrices=main and len(self._rules) > 1)
         if group["fused"] and on_host(members):
             group.update(fused=False, foreach=True)
@@ -408,7 +408,17 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled()
     def _across(self, work: Work) -> None:
         """Numbers that all parameters share, into the groups that read them."""
-        across.supply(work, self.form_for, getattr(self, "grad_scale", None))
+        across.supply_norm(work, self.form_for, getattr(self, "grad_scale", None))
+        telling = across.telling(self.param_groups, self.update_for) if work else []
+        if telling:
+            across.supply_told(self._who, telling, self._states_of, next(iter(self._finite.flags.values()), None))
+
+    def _states_of(self, group: Group, update: StateUpdate) -> Iterator[State]:
+        """The states of a group that have begun, as its tuple sees them."""
+        for parameter in group["params"]:
+            if self.state.get(parameter):
+                self._complete(group, update, parameter)
+                yield states.read(update, parameter, self.state[parameter], self._places.layout(parameter))
 
     @uncompiled()
     def _advance_shards(self, shards: Shards, work: Work) -> None:
@@ -441,10 +451,7 @@ class Optimizer(torch.optim.Optimizer):
     def _advance_together(self, group: Group, update: StateUpdate, batches: list[AnyBatch]) -> None:
         """Step a rule that acts entry by entry, or does so around products, over all parameters at once."""
         today = self._today(group)
-        rates = {name: plain(group[name]) for name in facts(update, group["maximize"]).rates}
-        if "lr" in rates and group["lr_scale"] != 1.0:
-            rates["lr"] = rates["lr"] * group["lr_scale"]
-        rates |= today.numbers
+        rates = {name: rate(group, name) for name in facts(update, group["maximize"]).rates} | {**today.numbers}
         for batch in batches:
             if batch.today is not today:
                 batch.take(today)

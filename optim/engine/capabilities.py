@@ -52,8 +52,8 @@ def needs_matrices(update: StateUpdate) -> bool:
     """Whether some part of it has a meaning for matrices only."""
     for part in parts_of(update):
         cost, h, _, _, _ = part.parts()
-        rows = isinstance(cost, Linear) and cost.side in ("each-row", "each-column")  # of a vector, its one row
-        if h.matrix or (isinstance(cost, Linear) and not (cost.by_entry or rows)):
+        any_leaf = ("each-row", "each-column", "number")  # of a vector, its one row
+        if h.matrix or isinstance(cost, Linear) and not (cost.by_entry or cost.side in any_leaf):
             return True
     return keyed(update)
 

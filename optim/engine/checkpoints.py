@@ -9,6 +9,7 @@ from torch import Tensor
 
 from axes.errors import AxesError
 from axes.optim.engine import trees
+from axes.optim.engine.precision import DEFAULTS
 from axes.optim.sharding.dtensors import spread, whole
 from axes.programs.storage import LOW, UNIT
 
@@ -25,7 +26,18 @@ class Kept:
         return {name: x.to("cpu" if trees.counts(name) else parameter.device, copy=True) for name, x in tensors.items()}
 
 
-_YOUNG = {"amsgrad": False, "momentum_decay": None, "decoupled_weight_decay": True}
+# Options that rules did not always have, at the value that means what they did without: a saved group that lacks one of
+# them is older than it. Anything else that is missing is refused, and so are missing tensors of a state.
+_YOUNG: Mapping[str, Any] = {
+    **DEFAULTS,
+    "lr_scale": 1.0,
+    "amsgrad": False,
+    "momentum_decay": None,
+    "decoupled_weight_decay": True,
+    "max_norm": None,
+    "max_side": None,
+    "sides": "both",
+}
 
 
 def wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +57,7 @@ def wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             missing = sorted(set(group) - set(saved) - {"param_names", "matrices"})
             if missing:
                 raise AxesError(f"{who}: the saved group has no {', '.join(missing)}: it is of another optimizer")
-            if saved.get("matrices") != group.get("matrices"):
+            if _layouts(saved) != _layouts(group):
                 raise AxesError(_other_matrices(who, saved, group))
             update = optimizer.update_for({**saved, "params": []})
             for index, parameter in zip(saved["params"], group["params"], strict=False):
@@ -60,10 +72,14 @@ def _before(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any
     return {key: value for key, value in _YOUNG.items() if key in group and key not in saved}
 
 
+def _layouts(group: Mapping[str, Any]) -> list[str]:
+    """How the parameters of a group are matrices; where it does not say so, (out, in)."""
+    return list(group.get("matrices") or [""] * len(group["params"]))
+
+
 def _other_matrices(who: str, saved: Mapping[str, Any], group: Mapping[str, Any]) -> str:
     """What to say of parameters that were other matrices when they were saved."""
-    count = len(group["params"])
-    then, now = (list(x.get("matrices") or [""] * count) for x in (saved, group))
+    then, now = _layouts(saved), _layouts(group)
     i = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), 0)
     name = repr(group["param_names"][i]) if "param_names" in group else f"parameter {i} of its group"
     before, after = (repr(x[i] or "out ...") if i < len(x) else "nothing" for x in (then, now))

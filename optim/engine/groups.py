@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.capabilities import vectors
-from axes.optim.engine.options import Group, plain
+from axes.optim.engine.options import Group, how, plain
 from axes.optim.engine.router import Named, Router
+from axes.optim.engine.together import uncompiled
 
 
 def named(who: str, params: Any, router: Router) -> Named:
@@ -63,13 +64,17 @@ def both_too_long(who: str, rule: str, members: Named, limit: int, router: Route
 
 def rates(group: Group, update: StateUpdate, like: Tensor) -> dict[str, Tensor | float]:
     """The named rates of a tuple, from the group: numbers, or tensors in the dtype of the arithmetic."""
-    signal: dict[str, Tensor | float] = {}
-    for name in (*(per.name for per in update.demands()), *vectors(update)):
-        value = plain(group[name])
-        if name == "lr" and group["lr_scale"] != 1.0:
-            value = value * group["lr_scale"]
-        signal[name] = beside(value, like)
-    return signal
+    signal = {per.name: beside(rate(group, per.name), like) for per in update.demands()}
+    return signal | {name: beside(plain(group[name]), like) for name in vectors(update)}
+
+
+@uncompiled()
+def rate(group: Group, name: str) -> Any:
+    """The value of a named rate. A tensor of one element on the host is a number as any other: the same arithmetic."""
+    value = plain(group[name])
+    if isinstance(value, Tensor) and value.numel() == 1 and value.is_cpu and how(group) == "host":
+        value = value.item()
+    return value * group["lr_scale"] if name == "lr" and group["lr_scale"] != 1.0 else value
 
 
 def beside(value: Tensor | float, like: Tensor) -> Tensor | float:

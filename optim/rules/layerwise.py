@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Unpack, final
 
 from axes.core.algorithms import Momentum, Step
 from axes.core.costs import Given, Linear, Ridge
-from axes.core.geometry import Euclidean, TrustRatio, Whiten
+from axes.core.geometry import Decayed, Euclidean, TrustRatio, Whiten
 from axes.core.monoids import Decay, Zero
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
@@ -88,7 +88,7 @@ class LARS(Optimizer):
         kept = (Momentum(momentum, "sum", nesterov=nesterov),) if momentum > 0.0 else ()
         if not adapt:
             return StateUpdate(Ridge(Given(), WEIGHT_DECAY), algorithm=Step(LR, via=kept))
-        ratio = TrustRatio(Euclidean(), WEIGHT_DECAY, coefficient, "parts")
+        ratio = TrustRatio(Decayed(Euclidean(), WEIGHT_DECAY), coefficient, "parts")
         return StateUpdate(Given(), algorithm=Step(LR, via=(StateUpdate(Linear(), ratio, Zero()), *kept)))
 
     update = declare()
@@ -174,7 +174,7 @@ class LAMB(Optimizer):
         if not adapt:
             via = (*clip, StateUpdate(h=adam, **mean))
             return StateUpdate(Given(), monoid=Decay(WEIGHT_DECAY), algorithm=Step(LR, via=via))
-        via = (*clip, StateUpdate(h=TrustRatio(adam, WEIGHT_DECAY, bounds=bounds), **mean))
+        via = (*clip, StateUpdate(h=TrustRatio(Decayed(adam, WEIGHT_DECAY), bounds=bounds), **mean))
         return StateUpdate(Given(), algorithm=Step(LR, via=via))
 
     update = declare()

@@ -13,6 +13,7 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.base import Group, Optimizer, Options, Params, Rule
 from axes.optim.engine.capabilities import needs_matrices, require_parameter
+from axes.optim.engine.groups import rate
 from axes.optim.engine.states import show
 from axes.optim.rules.first_order import AdamW
 from axes.optim.rules.wrappers import schedule_free
@@ -121,7 +122,7 @@ class ScheduleFree(Optimizer):
             raise AxesError("ScheduleFree: the parameters show their average: call optimizer.train() before a step")
         before, skipped = [group["weight_sum"] for group in self.param_groups], self._finite.skipped_here
         for group in self.param_groups:
-            weight = _number(group["lr"] * group["lr_scale"]) ** group["lr_power"]
+            weight = _number(rate(group, "lr")) ** group["lr_power"]
             group["weight_sum"] = weight + _with_start(group["weight_sum"], weight)
             group["average"] = _share(weight, group["weight_sum"])
         taken = False

@@ -28,7 +28,7 @@ from axes.core.rates import Count, Per, Rate, Variable, maximum, where
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.across import GRADIENT_NORM
-from axes.optim.rules.first_order import WEIGHT_DECAY
+from axes.optim.rules.first_order import WEIGHT_DECAY, memoryless
 
 AVERAGE = Per("average")  # the share of the newest weights in their average
 KEPT = Per("kept", "row")  # what is left of a row after the step
@@ -216,19 +216,27 @@ def grokfast(update: StateUpdate, alpha: float = 0.98, lamb: float = 2.0) -> Sta
 def grokfast_window(update: StateUpdate, window: int = 100, lamb: float = 5.0) -> StateUpdate:
     """The gradient and `lamb` times the mean of the last `window` ones, once there are so many.
 
-    Its state is that many gradients, each a filter that shows what it was given one datum before.
+    Its state is one gradient less, of sums of gradients: each a filter that shows what it was given one datum before.
 
     Source: Lee et al. 2024, algorithm 2 (Grokfast-MA). Differs: a coupled decay is part of what is averaged.
     """
     if window < 2 or not lamb > 0.0:
         raise AxesError(f"grokfast_window: window must be at least 2 and lamb > 0, got {window} and {lamb}")
-    plain = StateUpdate(Linear(), Euclidean(), Zero())
-    before = StateUpdate(Linear(), Euclidean(), Zero(), Step(read=Read(1.0, 0.0)))
     weight = where(Count() > window - 1.0, lamb / window, 0.0)
-    total: StateUpdate = before  # of the last ones but the newest
-    for _ in range(window - 2):
-        total = StateUpdate(Linear(), Euclidean(), Zero(), Step(via=(before, Sum((plain, total), (1.0, 1.0)))))
-    return _ahead(update, Sum((plain, total), (1.0 + weight, weight)))
+    return _ahead(update, Sum((memoryless(), memoryless(via=_sum_of_last(window))), (1.0, weight)))
+
+
+def _sum_of_last(n: int) -> tuple[StateUpdate | Sum, ...]:
+    """Filters in a row whose output is the sum of the last n drives: twice half of them, the older half delayed.
+
+    Never a difference of running sums, whose rounding would stay; and no deeper than the logarithm of n.
+    """
+    if n == 1:
+        return ()
+    before = memoryless(read=Read(1.0, 0.0))
+    if n % 2:
+        return (Sum((memoryless(), memoryless(via=(before, *_sum_of_last(n - 1)))), (1.0, 1.0)),)
+    return (*_sum_of_last(n // 2), Sum((memoryless(), memoryless(via=(before,) * (n // 2))), (1.0, 1.0)))
 
 
 def _ahead(update: StateUpdate, first: StateUpdate | Sum) -> StateUpdate:

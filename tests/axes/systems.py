@@ -24,6 +24,7 @@ from axes.core.geometry import (
     Cautious,
     Cayley,
     Composite,
+    Decayed,
     Eigenbasis,
     Entropic,
     Euclidean,
@@ -261,7 +262,11 @@ SEQUENTIAL = {
         SquaredError(),
         algorithm=Step(
             BETA,
-            via=(StateUpdate(Linear(), TrustRatio(Euclidean(), Per("pull"), 0.5, "parts"), Scalar(0.9), ema(0.9)),),
+            via=(
+                StateUpdate(
+                    Linear(), TrustRatio(Decayed(Euclidean(), Per("pull")), 0.5, "parts"), Scalar(0.9), ema(0.9)
+                ),
+            ),
         ),
     ),
     "max pooling": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(write="max")),
@@ -449,7 +454,7 @@ DATA = {
             via=(
                 StateUpdate(
                     Linear(),
-                    TrustRatio(Whiten((second_moment(0.95),)), Per("weight_decay"), bounds=(3.0, 4.0)),
+                    TrustRatio(Decayed(Whiten((second_moment(0.95),)), Per("weight_decay")), bounds=(3.0, 4.0)),
                     Scalar(0.9),
                     ema(0.9, debias=True),
                 ),
@@ -522,7 +527,7 @@ DATA = {
         algorithm=Step(
             0.5,
             via=(
-                StateUpdate(Linear(), TrustRatio(Euclidean(), 0.2, 0.3, "parts"), Zero()),
+                StateUpdate(Linear(), TrustRatio(Decayed(Euclidean(), 0.2), 0.3, "parts"), Zero()),
                 Momentum(0.9, "sum"),
             ),
         ),

@@ -30,6 +30,7 @@ from axes.core.geometry import (
     Cayley,
     Composite,
     Context,
+    Decayed,
     Entropic,
     Euclidean,
     Geometry,
@@ -94,8 +95,8 @@ INSTANCES: list[Geometry] = [
     Cautious(Euclidean()),
     Cautious(SignBall(), "mean"),
     TrustRatio(Whiten(("v",))),
-    TrustRatio(Whiten(("v",)), decay=0.3, bounds=(0.5, 2.0)),
-    TrustRatio(Euclidean(), 0.3, 0.1, "parts"),
+    TrustRatio(Decayed(Whiten(("v",)), 0.3), bounds=(0.5, 2.0)),
+    TrustRatio(Decayed(Euclidean(), 0.3), 0.1, "parts"),
     Birkhoff(),
     Birkhoff(3),
     Birkhoff(20, 1e-6),
@@ -195,7 +196,7 @@ FIELDS: dict[Any, str] = {
     SignBall: "",
     Whiten: "stats kind power eps eps_inside floor",
     Cautious: "base variant",
-    TrustRatio: "base decay coefficient length bounds",
+    TrustRatio: "base coefficient length bounds",
     Birkhoff: "iterations eps",
     Cayley: "scale kind method",
     Composite: "outer inner",
@@ -243,10 +244,10 @@ def test_capabilities_are_not_fields() -> None:
         ("Cautious('sign')", "base must be a geometry"),
         ("Cautious(Euclidean(), 'sum')", "variant 'sum'"),
         ("TrustRatio(1.0)", "base must be a geometry"),
-        ("TrustRatio(Euclidean(), -0.1)", "decay must be finite"),
-        ("TrustRatio(Euclidean(), Per('d', 'row'))", "decay must be positive and one number"),
+        ("Decayed(Euclidean(), -0.1)", "weight must be positive and finite"),
+        ("Decayed(Euclidean(), Per('d', 'row'))", "weight must be positive and one number"),
         ("TrustRatio(Euclidean(), coefficient=0.0)", "coefficient must be positive"),
-        ("TrustRatio(Euclidean(), length='parts')", "without a decay"),
+        ("TrustRatio(Euclidean(), length='parts')", "is of a Decayed direction"),
         ("TrustRatio(Euclidean(), bounds=(2.0, 1.0))", "least < most"),
         ("Birkhoff(0)", "integer >= 1"),
         ("Birkhoff(2.5)", "must be an integer"),
@@ -932,6 +933,10 @@ def test_trust_ratio_takes_the_norm_of_the_weights(seed: int, m: int, n: int) ->
     zero = torch.zeros_like(u)
     assert gap(TrustRatio(Euclidean()).primal(u, Context(weights=zero)), u) == 0
     assert gap(TrustRatio(Euclidean()).primal(zero, Context(weights=w)), zero) == 0
+    decayed, whole = Decayed(Euclidean(), 0.3), u - 0.3 * w
+    for length, long in (("whole", whole.norm()), ("parts", u.norm() + 0.3 * w.norm())):
+        got = TrustRatio(decayed, 0.5, length).primal(u, Context(weights=w))  # type: ignore[arg-type]
+        assert gap(got, whole * (0.5 * w.norm() / long)) < 1e-12
 
 
 def test_composite_applies_inner_then_outer_and_splits_the_statistics() -> None:

@@ -99,6 +99,17 @@ INSTANCES = (
         waits=1,
     ),
     Instance(optim.MARS, ({}, {"gamma": 0.0, "weight_decay": 0.1}), momentum="betas", mixes=True),
+    Instance(
+        optim.Prodigy,
+        (
+            {"d0": 1e-3},
+            {"d0": 1e-3, "betas": (0.8, 0.9), "weight_decay": 0.1, "decoupled": False, "bias_correction": True},
+            {"d0": 1e-3, "d_coef": 2.0, "growth_rate": 1.5, "beta3": 0.9, "safeguard_warmup": True},
+        ),
+        momentum="betas",
+        lr=1.0,
+        mixes=True,
+    ),
     Instance(optim.SignSGD, ({}, {"momentum": 0.9, "weight_decay": 0.1}), momentum="momentum", lr=3e-3),
     Instance(optim.Lion, ({}, {"betas": (0.9, 0.9), "weight_decay": 0.1}), momentum="betas", lr=3e-3),
     Instance(

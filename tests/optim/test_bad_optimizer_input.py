@@ -105,6 +105,57 @@ def step(optimizer: Any, model: nn.Module) -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize(
+    ("cls", "young"),
+    [
+        (optim.AdamW, ("amsgrad", "master", "moments", "rounding", "seed", "lr_scale")),
+        (optim.SOAP, ("sides", "max_side")),
+        (optim.Shampoo, ("sides", "max_side", "seed")),
+        (optim.LAMB, ("max_norm",)),
+    ],
+)
+def test_options_that_are_younger_than_a_checkpoint_are_what_rules_did_without(
+    cls: Any, young: tuple[str, ...]
+) -> None:
+    model, twin = layer(), layer()
+    first, second = cls(model, lr=0.01), cls(twin, lr=0.01)
+    step(first, model)
+    saved = copy.deepcopy(first.state_dict())
+    twin.load_state_dict(model.state_dict())
+    whole = copy.deepcopy(saved)
+    for group in saved["param_groups"]:
+        for key in young:
+            group.pop(key, None)
+    second.load_state_dict(saved)
+    for a, b in zip(first.param_groups, second.param_groups, strict=True):
+        assert {**a, "params": 0, "max_side": 0} == {**b, "params": 0, "max_side": 0}
+    for m, optimizer in ((model, first), (twin, second)):
+        optimizer.zero_grad()
+        step(optimizer, m)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    for spoil in (lambda s: s["param_groups"][0].pop("eps"), lambda s: s["state"][0].pop("count")):
+        spoilt = copy.deepcopy(whole)
+        spoil(spoilt)
+        with pytest.raises(AxesError, match=r"has no eps|no count"):
+            second.load_state_dict(spoilt)
+
+
+def test_what_is_no_option_is_never_made_up() -> None:
+    """The state of a rule with amsgrad, loaded without the word, has a tensor more than the rule that it then is."""
+    model = layer()
+    optimizer = optim.AdamW(model, amsgrad=True)
+    step(optimizer, model)
+    plain = optim.AdamW(layer())
+    step(plain, layer())
+    saved = copy.deepcopy(plain.state_dict())
+    saved["param_groups"][0].pop("amsgrad")
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["amsgrad"] is False
+    saved["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(AxesError, match="is of another rule"):
+        optimizer.load_state_dict(saved)
+
+
 def test_foreign_checkpoints_are_refused_and_change_nothing() -> None:
     model = layer()
     optimizer = optim.AdamW(model)

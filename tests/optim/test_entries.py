@@ -153,6 +153,55 @@ def qhadam(lr: float, betas: Any, nus: Any, eps: float, weight_decay: float) -> 
         w = w - lr * ((1 - nus[0]) * g + nus[0] * first) / root
 
 
+class Prodigy:
+    """The paper's recurrence with the options of its code, over all parameters in float64."""
+
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        beta3: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled: bool = True,
+        bias_correction: bool = False,
+        safeguard_warmup: bool = False,
+        d0: float = 1e-6,
+        d_coef: float = 1.0,
+        growth_rate: float = float("inf"),
+        maximize: bool = False,
+    ) -> None:
+        self.parameters, self.lr, self.betas, self.eps, self.decay = parameters, lr, betas, eps, weight_decay
+        self.beta3 = betas[1] ** 0.5 if beta3 is None else beta3
+        self.decoupled, self.corrects, self.safe, self.maximize = decoupled, bias_correction, safeguard_warmup, maximize
+        self.d_coef, self.growth_rate = d_coef, growth_rate
+        self.d = self.most = self.start = d0
+        self.first = [p.detach().double().clone() for p in parameters]
+        self.m, self.v, self.s = ([torch.zeros_like(w) for w in self.first] for _ in range(3))
+        self.r, self.t = 0.0, 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.t += 1
+        (a, b), d = self.betas, self.d
+        rate = self.lr * d * ((1 - b**self.t) ** 0.5 / (1 - a**self.t) if self.corrects else 1.0)
+        self.r *= self.beta3
+        for i, p in enumerate(self.parameters):
+            assert p.grad is not None
+            g, w = (-p.grad if self.maximize else p.grad).double(), p.double()
+            g = g if self.decoupled else g + self.decay * w
+            self.r += d * rate * float((g * (self.first[i] - w)).sum())
+            self.s[i] = self.beta3 * self.s[i] + d * (d if self.safe else rate) * g
+            self.m[i] = a * self.m[i] + (1 - a) * d * g
+            self.v[i] = b * self.v[i] + (1 - b) * (d * g) ** 2
+            p.copy_(w * (1 - rate * self.decay * self.decoupled) - rate * self.m[i] / (self.v[i].sqrt() + d * self.eps))
+        estimate = self.d_coef * self.r / sum(float(s.abs().sum()) for s in self.s)
+        self.d = max(d, estimate) if d == self.start else d
+        self.most = max(self.most, estimate)
+        self.d = min(self.most, self.d * self.growth_rate)
+
+
 ADAM = {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 PO = pytorch_optimizer
 CASES = [
@@ -204,6 +253,23 @@ CASES = [
         for d, c in ((True, 0.25), (False, 0.1), (False, None))
     ),
     Case("MARS", {"eps": 1e-30, "weight_decay": 0.1}, PO.MARS, {"optimize_1d": True}, bound=1e-7),
+    *(  # eps is multiplied by the next d there, and a coupled decay has no effect
+        Case("Prodigy", {"eps": 1e-30, **options}, PO.Prodigy, lr=1.0)
+        for options in (
+            {"weight_decay": 0.1, "d_coef": 0.3},
+            {"betas": (0.8, 0.95), "bias_correction": True, "d_coef": 2.0},
+            {"d0": 1e-3, "growth_rate": 1.05, "beta3": 0.9, "safeguard_warmup": True},
+        )
+    ),
+    *(
+        Case("Prodigy", options, Prodigy, lr=lr)
+        for lr, options in (
+            (1.0, {}),
+            (0.5, {**ADAM, "decoupled": False, "d0": 1e-4}),
+            (1.0, {**ADAM, "bias_correction": True, "d0": 1e-3, "d_coef": 0.5}),
+            (0.7, {"eps": 1e-3, "beta3": 0.9, "safeguard_warmup": True, "growth_rate": 1.1, "d0": 1e-2}),
+        )
+    ),
     Case("MARS", {"betas": (0.8, 0.9), "gamma": 0.2, "eps": 1e-3, "weight_decay": 0.1}, by_hand(mars)),
 ]
 WAYS: tuple[dict[str, Any], ...] = ({"foreach": False}, {}, {"capturable": True})

@@ -491,6 +491,28 @@ def test_grokfast_is_the_authors_filter_ahead_of_the_rule() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("window", [2, 3, 7, 12, 25])
+def test_a_window_is_a_sum_of_its_length_kept_in_one_tensor_less(window: int) -> None:
+    update = StateUpdate(Given(), algorithm=Step(1.0))
+    ahead = wrappers.grokfast_window(update, window, 2.0)
+    drives = torch.randn(3 * window, 2, 2, dtype=torch.float64)
+    state, w = ahead.init({"g": drives[0]}, (torch.zeros(2, 2, dtype=torch.float64),)), torch.zeros(2, 2)
+    for t, u in enumerate(drives):
+        state, out = ahead.step(state, {"g": -u})
+        w = w + u + (2.0 / window * drives[t + 1 - window : t + 1].sum(0) if t + 1 >= window else 0.0)
+        torch.testing.assert_close(out.weights[0], w, rtol=1e-13, atol=1e-13)
+    kept = optim.optimizer(ahead)([nn.Parameter(torch.zeros(2, 2))]).state_dict()["state"][0]
+    assert sum(x.ndim == 2 for x in kept.values()) == window - 1
+
+
+def test_the_usual_window_is_made_and_steps() -> None:
+    p = nn.Parameter(torch.zeros(2, 2))
+    optimizer = optim.optimizer(wrappers.grokfast_window(optim.AdamW.declare()))([p], lr=0.1)
+    p.grad = torch.ones(2, 2)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full((2, 2), -0.1))
+
+
 @pytest.mark.parametrize("numbers", [{"alpha": 1.0}, {"lamb": 0.0}])
 def test_grokfast_of_nothing_is_refused(numbers: dict[str, float]) -> None:
     with pytest.raises(AxesError, match="grokfast: alpha must lie"):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from axes.core.costs import Side
 from axes.core.declared import Declared
-from axes.core.rates import Rate, Shape, Signal
+from axes.core.rates import Per, Rate, Shape, Signal
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg.matrix_roots import largest_entry
 
@@ -63,6 +63,7 @@ class Geometry(Declared, ABC):
     entrywise: an entry of primal(theta) is a function of that entry of theta and of the context's entries there.
     approximates: primal shows a part of theta, which `used` gives: the rest can be kept.
     reads: what else of the context primal needs, of "drive" and "weights".
+    tells: the rate that an axis makes for the next datum, of what statistics come to over all leaves: `told`, `number`.
     sphere: where primal only rescales, what it rescales to one length and that length (None: the root of its entries).
     sinkhorn: how many pairs of normalisations of e^theta primal is, of columns and then of rows, if it is that.
     logits: the shape of what primal makes a matrix of, where that is no matrix: a link of `GeneralLinear` alone.
@@ -84,6 +85,7 @@ class Geometry(Declared, ABC):
     entrywise: bool = False
     approximates: bool = False
     reads: frozenset[str] = frozenset()
+    tells: Per | None = None
     sphere: SphereOf | None = None
     sinkhorn: int | None = None
     logits: Shape = "mix"
@@ -106,6 +108,18 @@ class Geometry(Declared, ABC):
         new = self.primal(theta, context)
         good = is_finite(new)
         return torch.where(good, new, held), good
+
+    def told(self, stats: tuple[Tensor, ...]) -> Tensor:
+        """For an h that tells: what a leaf contributes (..., n), from its statistics; axes add it up over leaves."""
+        raise IllegalUpdate(f"{self!r} tells its axis nothing")
+
+    def number(self, told: Tensor, last: Tensor) -> Tensor:
+        """For an h that tells: (..., k), the rate first, from the sum of what was told and the last ones."""
+        raise IllegalUpdate(f"{self!r} tells its axis nothing")
+
+    def began(self) -> tuple[float, ...]:
+        """For an h that tells: the numbers (k) before the first datum."""
+        raise IllegalUpdate(f"{self!r} tells its axis nothing")
 
     def dual(self, w: Tensor) -> Tensor:
         """Gradient of the smooth part of h at w; IllegalUpdate where there is none."""

@@ -95,19 +95,67 @@ class Cautious(_Wrapper):
 
 @final
 @dataclass(frozen=True, repr=False)
-class TrustRatio(_Wrapper):
-    """A direction in proportion to the weights: W = d r,  d = base(theta) - decay w,  r = coefficient |w| / |d|.
+class Decayed(_Wrapper):
+    """A direction with a decay in it: W = base(theta) - weight w, w the weights around the filter.
 
-    w are the weights around the filter, norms are those of a leaf, and r is 1 where either of them is 0. decay: the
-    weights' own decay, inside of what is rescaled. length: what r divides by, the norm of the "whole" d or the sum
-    |base(theta)| + decay |w| of its "parts", which bounds it. bounds: |w| is taken as the nearest number between these.
-    Needs `context.weights`.
+    They are those at which the gradient was taken, which need not be those that move. Needs `context.weights`.
+
+    Source: Defazio et al. 2024, whose code decays where it takes the gradient; inside of a `TrustRatio` LARS and LAMB.
+    """
+
+    base: Geometry
+    weight: Rate
+
+    _compares = frozenset({"weights"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.weight, Per):
+            message = f"the weight must be positive and one number a leaf or an entry, got {self.weight!r}"
+            require(self.weight.domain == "positive" and self.weight.shape in ("scalar", "square"), self, message)
+        elif not isinstance(self.weight, Variable):
+            require(0 < self.weight < math.inf, self, f"the weight must be positive and finite, got {self.weight}")
+
+    @property
+    def entrywise(self) -> bool:  # type: ignore[override]
+        return self.base.entrywise
+
+    @property
+    def scale_free(self) -> bool:  # type: ignore[override]
+        return False
+
+    def parts(self, theta: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
+        """base(theta), and what is taken from it: weight w."""
+        if context.weights is None:
+            raise IllegalUpdate("Decayed pulls on the weights: put it on a filter, not on a state")
+        pull = spread(resolve(self.weight, context.signal), rate_shape(self.weight)) * wide(context.weights)
+        return wide(self.base.primal(theta, context)), pull
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        own, pull = self.parts(theta, context)
+        return (own - pull).to(theta.dtype)
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (*self.base.rates(), self.weight)
+
+    def neutral(self) -> dict[str, float]:
+        return {}
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class TrustRatio(_Wrapper):
+    """A direction in proportion to the weights: W = d r,  d = base(theta),  r = coefficient |w| / |d|.
+
+    w are the weights around the filter, norms are those of a leaf, and r is 1 where either of them is 0. A base that is
+    `Decayed` has the weights' own decay inside of what is rescaled. length: what r divides by, the norm of the "whole"
+    d or the sum of those of the "parts" of a Decayed one, which bounds it. bounds: |w| is taken as the nearest number
+    between these. Needs `context.weights`.
 
     Source: You et al. 2020, algorithm 2 (LAMB; bounds are its phi); You, Gitman and Ginsburg 2017, eq. 6 (LARS: parts).
     """
 
     base: Geometry
-    decay: Rate = 0.0
     coefficient: float = 1.0
     length: Literal["whole", "parts"] = "whole"
     bounds: tuple[float, float] | None = None
@@ -116,44 +164,35 @@ class TrustRatio(_Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.decay, Per):
-            message = f"decay must be positive and one number a leaf or an entry, got {self.decay!r}"
-            require(self.decay.domain == "positive" and self.decay.shape in ("scalar", "square"), self, message)
-        elif not isinstance(self.decay, Variable):
-            require(0 <= self.decay < math.inf, self, f"decay must be finite and >= 0, got {self.decay}")
         require(0 < self.coefficient < math.inf, self, f"coefficient must be positive, got {self.coefficient}")
         require(self.length in ("whole", "parts"), self, f"length {self.length!r} is not one of whole, parts")
-        require(self.length == "whole" or self._decays, self, "length='parts' is the whole without a decay")
+        parted = self.length == "whole" or isinstance(self.base, Decayed)
+        require(parted, self, f"length='parts' is of a Decayed direction, and that of {self.base!r} is whole")
         if self.bounds is not None:
             object.__setattr__(self, "bounds", tuple(self.bounds))
             ok = len(self.bounds) == 2 and 0 <= self.bounds[0] < self.bounds[1]
             require(ok, self, f"bounds are (least, most) with 0 <= least < most, got {self.bounds}")
 
     @property
-    def _decays(self) -> bool:
-        return isinstance(self.decay, Variable) or self.decay > 0
-
-    @property
     def drops_factors(self) -> bool:
-        """Whether a positive factor of base(theta) makes no difference."""
-        return not self._decays
+        """Whether a positive factor of theta, as far as the base passes it on, makes no difference."""
+        return not any(isinstance(link, Decayed) for link in self.base.links())
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         if context.weights is None:
             raise IllegalUpdate("TrustRatio compares a direction with the weights: put it on a filter, not on a state")
-        own, w = wide(self.base.primal(theta, context)), wide(context.weights)
-        pull = spread(resolve(self.decay, context.signal), rate_shape(self.decay)) * w if self._decays else None
-        d = own if pull is None else own - pull
-        have = leaf_size(own) + leaf_size(pull) if self.length == "parts" and pull is not None else leaf_size(d)
-        need = leaf_size(w)
+        need = leaf_size(wide(context.weights))
+        if self.length == "parts" and isinstance(self.base, Decayed):
+            own, pull = self.base.parts(theta, context)
+            d, have = own - pull, leaf_size(own) + leaf_size(pull)
+        else:
+            d = wide(self.base.primal(theta, context))
+            have = leaf_size(d)
         both = (have > 0) & (need > 0)
         if self.bounds is not None:
             need = need.clamp(*self.bounds)
         ratio = self.coefficient * need / torch.where(both, have, 1.0)
         return (d * torch.where(both, ratio, 1.0)).to(theta.dtype)
-
-    def rates(self) -> tuple[Rate, ...]:
-        return (*self.base.rates(), self.decay)
 
 
 @final
@@ -182,49 +221,6 @@ class RelativeStep(_Wrapper):
         w = self.base.primal(theta, context)
         size = wide(context.weights).square().mean(leaf_dims(context.weights), keepdim=True)
         return (w * torch.where(size > 0, size, 1.0).sqrt().where(size > 0, 0.0).clamp_min(self.least)).to(w.dtype)
-
-
-@final
-@dataclass(frozen=True, repr=False)
-class Decayed(_Wrapper):
-    """A direction with a decay in it: W = base(theta) - weight w, w the weights around the filter.
-
-    They are those at which the gradient was taken, which need not be those that move. Needs `context.weights`.
-
-    Source: Defazio et al. 2024, whose code decays where it takes the gradient.
-    """
-
-    base: Geometry
-    weight: Rate
-
-    _compares = frozenset({"weights"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.weight, Per):
-            scalar = self.weight.shape == "scalar" and self.weight.domain == "positive"
-            require(scalar, self, f"the weight must be scalar and positive, got {self.weight!r}")
-        elif not isinstance(self.weight, Variable):
-            require(0 < self.weight < math.inf, self, f"the weight must be positive and finite, got {self.weight}")
-
-    @property
-    def entrywise(self) -> bool:  # type: ignore[override]
-        return self.base.entrywise
-
-    @property
-    def scale_free(self) -> bool:  # type: ignore[override]
-        return False
-
-    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        if context.weights is None:
-            raise IllegalUpdate("Decayed pulls on the weights: put it on a filter, not on a state")
-        return self.base.primal(theta, context) - resolve(self.weight, context.signal) * context.weights
-
-    def rates(self) -> tuple[Rate, ...]:
-        return (*self.base.rates(), self.weight)
-
-    def neutral(self) -> dict[str, float]:
-        return {}
 
 
 def _homogeneous(h: Geometry) -> bool:
