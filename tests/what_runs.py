@@ -137,7 +137,7 @@ def check_layer(entry: catalogue.Entry, device: str, dtype: torch.dtype, width: 
 def check_mixer(entry: catalogue.Entry, device: str, dtype: torch.dtype) -> None:
     """Reading and writing streams."""
     mixer = entry.cls(8, device=device, dtype=dtype)
-    (plan,) = plans(mixer)
+    (plan,) = plans(mixer, device, dtype)  # a mixer without parameters is nowhere
     h = torch.randn(2, 3, 8, device=device, dtype=dtype)
     with torch.no_grad(), recorded(mixer.update) as calls:
         streams = mixer.expand(h)

@@ -92,7 +92,9 @@ def test_a_write_with_the_next_read_is_one_after_the_other() -> None:
     given = draw("both", 4, 2048, (1000,), True, BF, "cuda")
     after, seen = mix.mix_write_read(**given)
     r = given.pop("r")
-    assert torch.equal(after, mix.mix_write(**given)) and torch.equal(seen, mix.mix_read(after, r))
+    for a, b in ((after, mix.mix_write(**given)), (seen, mix.mix_read(after, r))):
+        # to the last bit but where a compiler contracts products and sums in another way
+        assert (a != b).double().mean() < 1e-2 and torch.allclose(a, b, rtol=2**-7, atol=1e-6)
 
 
 # ---- Sinkhorn --------------------------------------------------------------------------------------------------------

@@ -145,6 +145,10 @@ def _ask(device: torch.device) -> _Reasons:
     return _ASKED[number]
 
 
+# Asked and not traced, since devices stay what they are: `torch.compiler.assume_constant_result`, which imports dynamo.
+_ask._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _too_old(gpu: Any) -> str | None:
     if (gpu.major, gpu.minor) < _AMPERE:
         return f"{_named(gpu)} is older than the oldest that Triton makes kernels for (8.0)"
