@@ -82,6 +82,7 @@ class DepthMixer(nn.Module, ABC):
     entry: Literal["copies", "first"] = "copies"
     implementation: Implementation | None = None
     fractions: int = 1
+    counts: ClassVar[bool] = False  # whether the depth itself is told: streams are a State then
     sees: bool = True
     name: ClassVar[str] = "mixer"
     paper: ClassVar[str] = ""
@@ -118,11 +119,11 @@ class DepthMixer(nn.Module, ABC):
         require_streams(self.update)
         kernels.no_form(self.update)  # a compiler that follows the first call finds the answer there
         self.d_model, self.layer_index, self.streams, self.fractions = d_model, layer_index, streams, fractions
-        self.prenorm = not normalises(self.update)
+        self.prenorm = not kernels.normalises(self.update)
         _, h, _, step, memory = self.update.parts()
         self._lists, counts = memory.kind == "list", self.update.parts().counts
         recalls = step.via or h.stats or step.debias or counts
-        self._remembers = bool(recalls or self._lists or _anchored(self.update))
+        self._remembers = bool(recalls or self._lists or _anchored(self.update) or self.counts)
         self._further = dataclasses.replace(self.update, monoid=Identity()) if fractions > 1 else self.update
         self.exit = nn.Parameter(torch.empty(streams, device=device, dtype=dtype)) if learned_reduce else None
 
@@ -139,7 +140,7 @@ class DepthMixer(nn.Module, ABC):
     ) -> tuple[Plan, ...]:
         """What runs for the tuple that the class declares, by default on a CPU in float32."""
         target, dtype = target or Target.of("cpu"), dtype or torch.float32
-        return plans(cls.update, target, dtype, implementation, fractions=cls.fractions)
+        return plans(cls.update, target, dtype, implementation, own=cls._own(cls.fractions))
 
     def plans(
         self,
@@ -150,8 +151,8 @@ class DepthMixer(nn.Module, ABC):
         """What runs for one sublayer, by default where the mixer is and in its dtype."""
         parameter = next(self.parameters(), torch.empty(0))
         named, target = implementation or self.implementation, target or Target.of(parameter.device)
-        rows = self.streams * self.fractions
-        return plans(self.update, target, dtype or parameter.dtype, named, rows, self.fractions)
+        own = self._own(self.fractions)
+        return plans(self.update, target, dtype or parameter.dtype, named, self.streams, own)
 
     # ---- what a mixer declares -------------------------------------------------------------------------------
 
@@ -200,11 +201,14 @@ class DepthMixer(nn.Module, ABC):
         """Before the sublayer: x_in = S pre (B, T, d), and the coefficients that `write` will need."""
         kept = self._matrix(streams, "read")
         with _exact(kept):
-            if self._by_kernels(kept):  # a copy in float32 is made for those that look at it
+            who = self._chosen(kept)
+            if who == "triton":  # a copy in float32 is made for those that look at it
                 coefficients = self.coefficients(self._wide(kept if self.sees else kept[..., :0]))
-                return kernels.read(kept, coefficients.pre), coefficients
+                return kernels.read(self.update, kept, coefficients.pre, True), coefficients
             theta = self._wide(kept)
             coefficients = self.coefficients(theta)
+            if who == "torch":
+                return kernels.read(self.update, theta, coefficients.pre, False).to(kept.dtype), coefficients
             x = self._look(streams, theta, coefficients.pre, coefficients.signal)
         return x.to(kept.dtype), coefficients
 
@@ -218,11 +222,14 @@ class DepthMixer(nn.Module, ABC):
                 "their leading dimensions must agree"
             )
         with _exact(kept):
-            if self._by_kernels(kept):
-                return kernels.write(self.update, kept, self._signal(y, coefficients))
+            who = self._chosen(kept)
+            if who == "triton":
+                return kernels.write(self.update, kept, self._signal(y, coefficients), True)
             theta = self._wide(kept)
-            state = self._state(streams, theta)
             signal = self._signal(y.to(theta.dtype), coefficients)
+            if who == "torch":
+                return kernels.write(self.update, theta, signal, False).to(kept.dtype)
+            state = self._state(streams, theta)
             for update, each in zip(self._updates(), self._each(signal), strict=True):
                 state, _ = update.step(state, each)
         return state if isinstance(streams, State) else state.theta[0].mT.to(kept.dtype)
@@ -233,8 +240,10 @@ class DepthMixer(nn.Module, ABC):
         with _exact(kept):
             theta = self._wide(kept)
             weights = self.leave(theta)
-            if self._by_kernels(kept):
-                return kernels.read(kept, weights)
+            who = self._chosen(kept)
+            if who != "reference":
+                own = kept if who == "triton" else theta
+                return kernels.read(self.update, own, weights, who == "triton").to(kept.dtype)
             if self.fractions > 1:  # of every copy the same fraction
                 eye = torch.eye(self.fractions, dtype=theta.dtype, device=theta.device)
                 weights = (weights[..., None, :, None] * eye[:, None, :]).flatten(-2)
@@ -257,12 +266,18 @@ class DepthMixer(nn.Module, ABC):
 
     # ---- pieces ----------------------------------------------------------------------------------------------
 
-    def _by_kernels(self, kept: Tensor) -> bool:
-        """Whether kernels read and write these streams; NoImplementation if they are asked for and do not."""
+    def _chosen(self, kept: Tensor) -> Implementation:
+        """Who reads and writes these streams; NoImplementation if the one that is asked for does not."""
         dtype = torch.float64 if self._computed(kept) == torch.float64 else kept.dtype
-        rows = self.streams * self.fractions
-        choice = choose(self.update, kept.device, dtype, self.implementation, rows, self.fractions)
-        return choice.implementation == "triton"
+        own = self._own(self.fractions)
+        return choose(self.update, kept.device, dtype, self.implementation, self.streams, own).implementation
+
+    @classmethod
+    def _own(cls, fractions: int) -> str | None:
+        """Why products with the streams are not what this mixer does, whatever its tuple says."""
+        if fractions > 1:
+            return "a sublayer reads and writes several rows of the state"
+        return "the state counts sublayers" if cls.counts else None
 
     def _look(self, streams: Streams, theta: Tensor, weights: Tensor, signal: Signal) -> Tensor:
         output = self.update.output(self._state(streams, theta), signal)
@@ -360,15 +375,22 @@ def choose(
     dtype: torch.dtype,
     implementation: Implementation | None = None,
     streams: int = 1,
-    fractions: int = 1,
+    own: str | None = None,
 ) -> Choice:
-    """How a tuple takes one step a sublayer; NoImplementation if the named implementation does not."""
-    no_kernel = kernels.no_kernel(update, device, dtype, streams, fractions)
-    if no_kernel is None and implementation != "reference":
+    """How a tuple takes one step a sublayer; NoImplementation if the named implementation does not.
+
+    own: why a mixer does not take it by products.
+    """
+    no_form = own or kernels.no_form(update)
+    no_kernel = own or kernels.no_kernel(update, device, dtype, streams)
+    if no_kernel is None and implementation in (None, "triton"):
         choice = Choice("chain", "triton", "streams are read in one pass, and mixed and written in another")
+    elif no_form is None and implementation != "reference":
+        why = no_kernel or f"{implementation} was asked for by name"
+        choice = Choice("chain", "torch", f"streams are read by one product and written by another (no kernel: {why})")
     else:
-        why = no_kernel or "reference was asked for by name"
-        choice = Choice("interpreter", "reference", f"one step a sublayer, there is nothing to scan (no kernel: {why})")
+        why = no_form or "reference was asked for by name"
+        choice = Choice("interpreter", "reference", f"one step a sublayer, there is nothing to scan (no chain: {why})")
     return require_named(choice, implementation, update)
 
 
@@ -378,18 +400,12 @@ def plans(
     dtype: torch.dtype,
     implementation: Implementation | None = None,
     streams: int = 1,
-    fractions: int = 1,
+    own: str | None = None,
 ) -> tuple[Plan, ...]:
     """What runs for the tuple of a mixer."""
-    choice = choose(update, target.device, dtype, implementation, streams, fractions)
-    routes = {"chain": kernels.no_form(update), "interpreter": None}
+    choice = choose(update, target.device, dtype, implementation, streams, own)
+    routes = {"chain": own or kernels.no_form(update), "interpreter": None}
     return (Plan("runs", update, choice, target, dtype, routes),)  # type: ignore[arg-type]
-
-
-def normalises(update: StateUpdate) -> bool:
-    """Whether what the tuple hands out is normalised per stream: its h puts every column of S on a sphere."""
-    sphere = update.parts().h.sphere
-    return sphere is not None and sphere[0] == "columns"
 
 
 def corrects(update: StateUpdate) -> bool:
@@ -439,7 +455,6 @@ __all__ = [
     "Streams",
     "choose",
     "corrects",
-    "normalises",
     "plans",
     "require_streams",
 ]

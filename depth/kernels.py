@@ -1,19 +1,27 @@
-"""A sublayer's read and write by kernels: from what a tuple says to a coefficient for every stream.
+"""A sublayer's read and write as products with a coefficient for every stream, by Triton's kernels or by torch's.
 
     read    x_in = sum_j r_j X_j                    axes.kernels.streams.mix
     write   X_i <- sum_j M_ij X_j + w_i y           the same; w = rate k, M the transpose of what the monoid acts with
     M       from logits, if they are Sinkhorn's     axes.kernels.streams.sinkhorn
 
-Triton is imported by the first call that needs it.
+An h that puts every stream on a sphere is torch's RMSNorm, of what is read or, where the step is not lazy, of what has
+been written.
+
+Triton is imported by the first call that needs it. Torch's products take and return what is computed in.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import math
 
 import torch
 from torch import Tensor
 
 from axes.core.derived import no_chain
 from axes.core.facts import fact
+from axes.core.geometry import Euclidean
+from axes.core.geometry.bregman import TINY
 from axes.core.legality import gates
 from axes.core.monoids import GeneralLinear
 from axes.core.rates import Rate, Signal, rate_shape, resolve
@@ -27,61 +35,90 @@ from axes.kernels.streams import LARGEST
 def no_form(update: StateUpdate) -> str | None:
     """Why a write of the tuple is not X <- M X + w y with M and w that need not know X, or None if it is."""
     p = update.parts()
-    if (reason := no_chain(update)) is not None:
-        return reason
     if p.drive_sees_state or p.cost.drives != "target":
         return "what is written depends on what the streams hold"
-    if p.step.via or p.step.debias or not isinstance(p.step.at, str):
+    if p.step.via or p.step.debias or p.counts or not isinstance(p.step.at, str):
         return "the state is more than the streams"
     if p.memory.kind != "matrix":
         return f"{type(p.memory).__name__} memory has no streams that could be mixed"
     if gates(p.monoid) & {"row", "hadamard"} or rate_shape(p.step.rate) == "row":
         return "entries of one stream are kept or written at different rates"
-    return None
+    if normalises(update):
+        update = dataclasses.replace(update, h=Euclidean(), algorithm=dataclasses.replace(p.step, lazy=True))
+    return no_chain(update)
 
 
-def no_kernel(
-    update: StateUpdate, device: torch.device, dtype: torch.dtype, streams: int = 1, fractions: int = 1
-) -> str | None:
+def no_kernel(update: StateUpdate, device: torch.device, dtype: torch.dtype, streams: int = 1) -> str | None:
     """Why no Triton kernel reads and writes so many streams, or None if one does. dtype: what they are computed in, if
     that is float64; else their own."""
     if (reason := versions.no_kernel(device, dtype) or no_form(update)) is not None:
         return reason
-    if fractions > 1:
-        return "a sublayer reads and writes several rows of the state"
     return f"the kernels take up to {LARGEST} streams, not {streams}" if streams > LARGEST else None
 
 
-def read(streams: Tensor, weights: Tensor) -> Tensor:
+def normalises(update: StateUpdate) -> bool:
+    """Whether what the tuple hands out is normalised per stream: its h puts every column of S on a sphere."""
+    sphere = update.parts().h.sphere
+    return sphere is not None and sphere[0] == "columns"
+
+
+def on_sphere(update: StateUpdate, streams: Tensor, written: bool) -> Tensor:
+    """What is read of streams, or what a write of them leaves."""
+    p = update.parts()
+    if not normalises(update) or p.step.lazy == written:
+        return streams
+    assert p.h.sphere is not None
+    radius, d = p.h.sphere[1], streams.shape[-1]
+    unit = torch.nn.functional.rms_norm(streams, (d,), eps=TINY / d)
+    return unit if radius is None else unit * (radius / math.sqrt(d))
+
+
+def read(update: StateUpdate, streams: Tensor, weights: Tensor, triton: bool) -> Tensor:
     """x_in (..., d) of streams (..., n, d), in their dtype; weights: whatever broadcasts to (..., n)."""
+    streams = on_sphere(update, streams, written=False)
+    if not triton:
+        return streams[..., 0, :] * weights if streams.shape[-2] == 1 else (weights[..., None, :] @ streams).squeeze(-2)
     from axes.kernels.streams.mix import mix_read
 
     return mix_read(streams, _coefficients(weights, streams, 1))
 
 
-def write(update: StateUpdate, streams: Tensor, signal: Signal) -> Tensor:
+def write(update: StateUpdate, streams: Tensor, signal: Signal, triton: bool) -> Tensor:
     """The streams after one step of a tuple that `no_form` has nothing against, in their dtype."""
-    from axes.kernels.streams.mix import mix_write
-
     p, k, v = update.parts(), signal["k"], signal["v"]
     assert isinstance(k, Tensor) and isinstance(v, Tensor)
     rate = resolve(p.step.rate, signal)
-    mixing = _mixing(update, streams, signal, rate)
+    mixing = _mixing(update, streams, signal, rate, triton)
     if isinstance(rate, Tensor) and rate_shape(p.step.rate) == "scalar":
         rate = rate[..., None]
+    if not triton:
+        return on_sphere(update, _product(streams, mixing, v, rate * k), written=True)
+    from axes.kernels.streams.mix import mix_write
+
     mixing = None if mixing is None else _coefficients(mixing, streams, 2)
     v = v if v.dtype in versions.DTYPES else v.float()
-    return mix_write(streams, v, _coefficients(rate * k, streams, 1), mixing)
+    made = mix_write(streams, v, _coefficients(rate * k, streams, 1), mixing)
+    return on_sphere(update, made, written=True)
 
 
-def _mixing(update: StateUpdate, streams: Tensor, signal: Signal, rate: Tensor | float) -> Tensor | None:
+def _product(streams: Tensor, mixing: Tensor | None, v: Tensor, weights: Tensor) -> Tensor:
+    if mixing is None:
+        return torch.addcmul(streams, weights[..., None], v[..., None, :])
+    lead = streams.shape[:-2]  # one product: a sum after it would go over all streams again
+    together = torch.cat([mixing.expand(*lead, *mixing.shape[-2:]), weights.expand(*lead, -1)[..., None]], -1)
+    return together @ torch.cat([streams, v[..., None, :]], -2)
+
+
+def _mixing(
+    update: StateUpdate, streams: Tensor, signal: Signal, rate: Tensor | float, triton: bool
+) -> Tensor | None:
     """M (..., n, n), or None for the identity."""
     monoid, n = update.parts().monoid, streams.shape[-2]
-    if isinstance(monoid, GeneralLinear) and monoid.link.sinkhorn is not None:
+    if triton and isinstance(monoid, GeneralLinear) and monoid.link.sinkhorn is not None:
         from axes.kernels.streams.sinkhorn import sinkhorn
 
         return sinkhorn(_logits(monoid.logits, signal), monoid.link.sinkhorn)
-    like = streams.new_empty((1, n), dtype=torch.float32)
+    like = streams.new_empty((1, n), dtype=torch.float32 if triton else streams.dtype)
     element = monoid.element(signal, rate, like)
     return None if element.trivial else element.to_dense(n, like).mT
 

@@ -126,6 +126,7 @@ class UniversalTransformer(_OneStream):
     tokens are the sublayers' own; RMSNorm, without gain; no dynamic halting.
     """
 
+    counts = True
     update: StateUpdate = PostNorm.update
     name: ClassVar[str] = "universal-transformer"
     paper: ClassVar[str] = "Universal transformers (Dehghani et al. 2019)"
@@ -151,7 +152,6 @@ class UniversalTransformer(_OneStream):
         if not isinstance(sublayers, int) or sublayers < 1:
             raise ShapeError(f"{type(self).__name__}: sublayers must be an integer >= 1, got {sublayers!r}")
         self.sublayers = sublayers
-        self._remembers = True  # the count
 
     def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
         x, (pre, signal) = super().read(streams)

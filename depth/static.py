@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from axes.core.geometry import Geometry
 from axes.core.rates import Domain, Per, extent
 from axes.core.state_update import StateUpdate
-from axes.depth.base import Coefficients, DepthMixer, corrects, normalises, plans, require_streams
+from axes.depth import kernels
+from axes.depth.base import Coefficients, DepthMixer, corrects, plans, require_streams
 from axes.depth.initial import OFF_DIAGONAL, one_hot
 from axes.errors import AxesError, IllegalUpdate, ShapeError
 from axes.routes.choice import Implementation, Plan, Target
@@ -207,7 +208,7 @@ class MixerFactory:
     ) -> tuple[Plan, ...]:
         """What runs for one sublayer, by default on a CPU in float32."""
         target, dtype = target or Target.of("cpu"), dtype or torch.float32
-        return plans(self.update, target, dtype, implementation, fractions=self.fractions)
+        return plans(self.update, target, dtype, implementation, own=DepthMixer._own(self.fractions))
 
 
 def mixer(
@@ -239,7 +240,7 @@ def mixer(
     ['post', 'pre', 'rates.beta']
     """
     require_streams(update)
-    normed = not normalises(update) if prenorm is None else prenorm
+    normed = not kernels.normalises(update) if prenorm is None else prenorm
     factory = MixerFactory(update, normed, entry, fractions, per_token)
     try:
         reason = _blind(factory)

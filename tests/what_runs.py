@@ -16,6 +16,7 @@ import axes
 from axes import catalogue
 from axes.answers import plans
 from axes.core.state_update import StateUpdate
+from axes.depth import kernels as products
 from axes.optim.engine.capabilities import holds
 from axes.optim.engine.factored import Factored
 from axes.optim.engine.stacked import Stacks
@@ -42,6 +43,7 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (Stacks, "step", "stacks", None),
     (Factored, "step", "stacks", None),
     (Schedule, "run", None, "torch"),
+    (products, "_product", "chain", "torch"),
 ]
 KERNELS = (
     ("axes.kernels.scalar.chain", "scalar_chain", "chain"),

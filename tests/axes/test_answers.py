@@ -94,10 +94,10 @@ def test_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert axes.select("muon", "cuda")[:2] == ("stacks", "triton")
     assert axes.select("gated-delta-net", "cuda")[:2] == ("chain", "triton")
     assert axes.select("titans", "cuda")[:2] == ("cascade", "torch")
-    ways = {"mhc": "triton", "jpmhc": "triton", "pre-norm": "reference", "frac-connections": "reference"}
+    ways = {"mhc": "triton", "jpmhc": "triton", "pre-norm": "triton", "frac-connections": "reference"}
     for name, way in ways.items():
         assert axes.select(name, "cuda", torch.bfloat16).implementation == way
-    assert axes.select("mhc", "cuda", torch.float64)[:2] == axes.select("mhc")[:2] == ("interpreter", "reference")
+    assert axes.select("mhc", "cuda", torch.float64)[:2] == axes.select("mhc")[:2] == ("chain", "torch")
 
 
 def test_which_kernels_of_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +152,7 @@ def test_a_named_implementation_runs_or_raises(name: str) -> None:
         axes.select(name, implementation="fastest")  # type: ignore[arg-type]
     with pytest.raises(NoImplementation, match="triton|Triton"):
         axes.select(name, implementation="triton")
-    if name == "mhc":
-        with pytest.raises(NoImplementation, match="no torch form of .*interpreter by reference"):
-            axes.select(name, implementation="torch")
-    else:
-        assert axes.select(name, implementation="torch").implementation == "torch"
+    assert axes.select(name, implementation="torch").implementation == "torch"
 
 
 def test_a_block_names_the_implementation_of_sequences_alone() -> None:

@@ -97,14 +97,16 @@ from axes import catalogue
 from axes.routes.choice import NoImplementation
 from tests.streams import check_mixer
 
-for name in ("mhc", "dynamic-hyper-connections", "hyper-connections", "ihc", "residual"):
-    check_mixer(name, 1 if name == "residual" else 2)
+for name in ("mhc", "dynamic-hyper-connections", "hyper-connections", "ihc"):
+    check_mixer(name, 2)
+for name in ("residual", "pre-norm", "post-norm"):
+    check_mixer(name, 1)
 try:
-    check_mixer("pre-norm", 1)
+    catalogue.get("universal-transformer").cls(8).plans(implementation="triton")
 except NoImplementation as refused:
-    assert "h = Sphere acts on the state" in str(refused), refused
+    assert "the state counts sublayers" in str(refused), refused
 else:
-    raise AssertionError("a sphere is no sum of streams")
+    raise AssertionError("a count is more than streams")
 """
 
 

@@ -29,8 +29,10 @@ from axes.depth import (
     ResidualMatrix,
     UniversalTransformer,
 )
-from axes.depth.base import Streams, normalises
+from axes.depth.base import Streams
+from axes.depth.kernels import normalises
 from axes.errors import ShapeError
+from axes.routes.choice import NoImplementation
 
 D = 8
 MANY = tuple(cls for cls in ALL if list(cls(D).parameters()))
@@ -275,3 +277,30 @@ def _write(y: torch.Tensor) -> None:
     m = MHC(D)
     x = torch.zeros(2, 3, 4, D)
     m.write(x, y, m.read(x)[1])
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_products_are_the_step_of_the_tuple(cls: type[DepthMixer]) -> None:
+    """x, the new streams and all gradients, float64: by products with the streams where `choose` takes them."""
+    torch.manual_seed(0)
+    mixer = cls(12, 1)
+    if mixer.plans()[0].choice.implementation == "reference":
+        with pytest.raises(NoImplementation, match="no torch form"):
+            mixer.plans(implementation="torch")
+        return
+    with torch.no_grad():
+        for p in mixer.double().parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    streams = torch.randn(2, 3, mixer.streams, 12, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
+    found = []
+    for who in ("reference", "torch"):
+        mixer.implementation = who  # type: ignore[assignment]
+        x, coefficients = mixer.read(streams)
+        made = mixer.write(streams, y, coefficients)
+        outs = (x, made, mixer.reduce(made))
+        total = sum((o * torch.arange(o.numel(), dtype=o.dtype).cos().view(o.shape)).sum() for o in outs)
+        leaves = [streams, y, *mixer.parameters()]
+        found.append((*outs, *torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)

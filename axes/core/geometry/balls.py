@@ -10,6 +10,7 @@ from torch import Tensor
 
 from axes.core.geometry.bregman import (
     NO_CONTEXT,
+    TINY,
     Context,
     EuclideanOn,
     SphereOf,
@@ -30,8 +31,8 @@ class Sphere(EuclideanOn):
     This is the nearest point of the sphere. radius None is sqrt(number of entries normalised together): RMSNorm.
     A zero row stays zero.
 
-    Source: Lattice, eq. 14 (columns, agile) and eq. 8 (columns, lazy). Differs: divides by the true norm, with 1e-24
-    added to its square.
+    Source: Lattice, eq. 14 (columns, agile) and eq. 8 (columns, lazy). Differs: divides by the true norm, with `TINY`
+    = 1e-24 added to its square.
     """
 
     axis: Literal["rows", "columns", "whole"] = "rows"
@@ -57,7 +58,7 @@ class Sphere(EuclideanOn):
         if self.matrix:
             require_matrix(self, theta)
         x = wide(theta)
-        return (x * (self._radius(x) * (self._square(x) + 1e-24).rsqrt())).to(theta.dtype)
+        return (x * (self._radius(x) * (self._square(x) + TINY).rsqrt())).to(theta.dtype)
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
         return ((self._square(wide(w)).sqrt() - self._radius(w)).abs() <= tol).all(leaf_dims(w))

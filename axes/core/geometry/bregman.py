@@ -30,6 +30,7 @@ from axes.linalg.matrix_roots import largest_entry
 
 Slice = Literal["row", "column", "whole"]
 Made = Literal["root", "basis", "factors"]
+TINY = 1e-24  # added to the square of a length that is divided by
 SphereOf = tuple[Literal["rows", "columns", "whole"], float | None]
 
 
@@ -64,7 +65,8 @@ class Geometry(Declared, ABC):
     approximates: primal shows a part of theta, which `used` gives: the rest can be kept.
     reads: what else of the context primal needs, of "drive" and "weights".
     tells: the rate that an axis makes for the next datum, of what statistics come to over all leaves: `told`, `number`.
-    sphere: where primal only rescales, what it rescales to one length and that length (None: the root of its entries).
+    sphere: where primal only rescales, what it rescales to one length and that length (None: the root of its entries);
+        `TINY` is added to squares of lengths.
     sinkhorn: how many pairs of normalisations of e^theta primal is, of columns and then of rows, if it is that.
     logits: the shape of what primal makes a matrix of, where that is no matrix: a link of `GeneralLinear` alone.
     """
