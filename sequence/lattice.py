@@ -65,7 +65,7 @@ class LatticeDec(SequenceLayer):
 class LatticeEnc(SequenceLayer):
     """s_i <- normalise(s_i - gamma (s_i . v - k_i) P(s_i) v): the slots encode the value into the key.
 
-    Source: Lattice, eqs. 9-10 with the normalisation 14. Acts from the left, so only the recurrence itself is exact.
+    Source: Lattice, eqs. 9-10 with the normalisation 14. Exact in the Gram space of the values, as LatticeSim.
     """
 
     name = "lattice-enc"

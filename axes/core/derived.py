@@ -149,7 +149,7 @@ def no_cascade(update: StateUpdate) -> str | None:
 
 @fact
 def no_gram(update: StateUpdate) -> str | None:
-    """Why the exact Gram-space form of normalised slots does not apply, or None if it does (lattice.md 3.2)."""
+    """Why the exact Gram-space form of normalised slots does not apply, or None if it does."""
     if (reason := _computed(update)) is not None:
         return reason
     cost, h, monoid, step, memory = update.parts()
@@ -157,8 +157,6 @@ def no_gram(update: StateUpdate) -> str | None:
         return "only normalised slots have a Gram-space form"
     if h.sphere != ("columns", 1.0):
         return "slots are unit columns"
-    if cost.encode:
-        return "the encoding rule acts on the left: no closed Gram form is known"
     if cost.drives is None or isinstance(cost.ridge, Per) or cost.ridge != 0.0:
         return f"{cost!r} is driven by more or less than the value or the error"
     if (

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -267,6 +268,8 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
     if element.gate is not None:
         gamma = gamma * torch.exp(-element.gate if element.gate.ndim == 0 else -element.gate[..., 0])
     form = gram.dec if cost.drives == "error" else gram.sim
+    if cost.encode:
+        form = partial(gram.sim, encode=True)
     slots = state.theta[0]
     for t in range(done, k.shape[-2], _GRAM_CHUNK):
         part = slice(t, t + _GRAM_CHUNK)

@@ -1,4 +1,4 @@
-"""Exact chunk forms of normalised slots in the space of their inner products (Lattice Sim and Dec, lattice.md 3.2).
+"""Exact chunk forms of normalised slots in the space of their inner products (Lattice Sim, Enc and Dec).
 
 The gates of a slot need the state only through inner products with the chunk's values, so the token loop runs on
 (C, d_k) numbers and the width d_v appears in matrix products alone. A forget gate mu only rescales the step: with the
@@ -11,21 +11,25 @@ import torch
 from torch import Tensor
 
 
-def sim(start: Tensor, k: Tensor, v: Tensor, q: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+def sim(
+    start: Tensor, k: Tensor, v: Tensor, q: Tensor, step: Tensor, encode: bool = False
+) -> tuple[Tensor, Tensor]:
     """Alignment cost. start (..., d_v, d_k) with unit columns, k, q (..., C, d_k), v (..., C, d_v), step (..., C).
 
     s_{t,i} = A_{t,i} s_{0,i} + sum_tau B_{t,tau,i} v_tau. Returns o (..., C, d_v) and the last state.
+    encode: squared error of the encoded value. It turns slot i by k_i - <s_i, v> where alignment turns it by k_i, and
+    that inner product is what a gate needs anyway.
     """
     size = k.shape[-2]
     overlap, gram = v @ start, v @ v.mT  # (..., C, d_k), (..., C, C)
-    alpha = step[..., None] * k
     kept, written = torch.ones_like(overlap[..., 0, :]), overlap[..., :0, :]
     rows_kept, rows_read = [], []
     for t in range(size):
         p = kept * overlap[..., t, :]
         if t:
             p = p + (gram[..., t, None, :t] @ written)[..., 0, :]
-        turn = alpha[..., t, :]
+        key = k[..., t, :]
+        turn = step[..., t, None] * (key - p if encode else key)
         norm = torch.rsqrt(1 + turn * turn * (gram[..., t, t, None] - p * p).clamp_min(0))
         a, b = norm * (1 - turn * p), norm * turn
         kept = a * kept
@@ -38,7 +42,7 @@ def sim(start: Tensor, k: Tensor, v: Tensor, q: Tensor, step: Tensor) -> tuple[T
 
 
 def dec(start: Tensor, k: Tensor, v: Tensor, q: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared-error cost, shapes as `sim`: carries the slots' Gram matrix M and S_t = S_0 U + V^T B."""
+    """Squared error of the decoded key, shapes as `sim`: carries the slots' Gram matrix M and S_t = S_0 U + V^T B."""
     size, d_k = k.shape[-2:]
     batch = start.shape[:-2]
     gram = v @ v.mT

@@ -176,6 +176,9 @@ ATTENTION = {
 # Gram space: normalised slots.
 GRAM = {
     "lattice sim": StateUpdate(Alignment(), Sphere("columns"), Scalar("decay"), Step(BETA, lazy=False), memory=Slots()),
+    "lattice enc": StateUpdate(
+        SquaredError(encode=True), Sphere("columns"), Scalar("decay"), Step(BETA, lazy=False), memory=Slots()
+    ),
     "lattice dec": StateUpdate(SquaredError(), Sphere("columns"), algorithm=Step(BETA, lazy=False), memory=Slots()),
     "lattice dec, forgetting": StateUpdate(
         SquaredError(), Sphere("columns"), Scalar("decay"), Step(BETA, lazy=False), memory=Slots()
@@ -287,9 +290,6 @@ SEQUENTIAL = {
     "robust shift": StateUpdate(RobustShift(0.2), monoid=Scalar("decay"), algorithm=Step(BETA)),
     "cross-entropy": StateUpdate(CrossEntropy(), monoid=Scalar("decay"), algorithm=Step(BETA)),
     "moneta, literal link": StateUpdate(Lp(3.0), LqLiteral(4.0), Scalar("decay"), Step(0.3)),
-    "lattice enc": StateUpdate(
-        SquaredError(encode=True), Sphere("columns"), algorithm=Step(BETA, lazy=False), memory=Slots()
-    ),
     "lattice, unnormalised": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Slots()),
     "lattice sim, lazy sphere": StateUpdate(Alignment(), Sphere("columns"), algorithm=Step(BETA), memory=Slots()),
     "ista": StateUpdate(SquaredError(), SoftThreshold(0.05), Scalar("decay"), Step(BETA, lazy=False)),

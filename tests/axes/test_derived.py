@@ -249,7 +249,6 @@ def test_other_reasons() -> None:
         Alignment(), OnUpdate(TrustRatio(Whiten((StateUpdate(Linear("square"), monoid=Scalar(0.9)),), eps=0.1)))
     )
     assert "sees the weights" in str(derived.no_cascade(trust)) and dispatch.select(trust).route == "interpreter"
-    assert "acts on the left" in str(derived.no_gram(KEYED["lattice enc"]))
     assert "does not keep a list" in str(derived.no_attention(KEYED["retnet"]))
     assert derived.feedback(StateUpdate(Given())) == "nonlinear"
     assert derived.feedback(StateUpdate(SquaredError(), algorithm=Step(at=Anchor(2)))) == "none"
