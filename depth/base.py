@@ -200,9 +200,8 @@ class DepthMixer(nn.Module, ABC):
         """Before the sublayer: x_in = S pre (B, T, d), and the coefficients that `write` will need."""
         kept = self._matrix(streams, "read")
         with _exact(kept):
-            if self._by_kernels(kept):  # a copy in float32 is made for those that look at it
-                coefficients = self.coefficients(self._wide(kept if self.sees else kept[..., :0]))
-                return kernels.read(kept, coefficients.pre), coefficients
+            if self._by_kernels(kept):
+                return self._seen(kept)
             theta = self._wide(kept)
             coefficients = self.coefficients(theta)
             x = self._look(streams, theta, coefficients.pre, coefficients.signal)
@@ -231,10 +230,10 @@ class DepthMixer(nn.Module, ABC):
         """Leave: the tuple's read with weights 1/n, the mean of the streams (or with learned weights): (B, T, d)."""
         kept = self._matrix(streams, "reduce")
         with _exact(kept):
+            if self._by_kernels(kept):
+                return self._left(kept)
             theta = self._wide(kept)
             weights = self.leave(theta)
-            if self._by_kernels(kept):
-                return kernels.read(kept, weights)
             if self.fractions > 1:  # of every copy the same fraction
                 eye = torch.eye(self.fractions, dtype=theta.dtype, device=theta.device)
                 weights = (weights[..., None, :, None] * eye[:, None, :]).flatten(-2)
@@ -263,6 +262,15 @@ class DepthMixer(nn.Module, ABC):
         rows = self.streams * self.fractions
         choice = choose(self.update, kept.device, dtype, self.implementation, rows, self.fractions)
         return choice.implementation == "triton"
+
+    def _seen(self, kept: Tensor) -> tuple[Tensor, Coefficients]:
+        """A read by kernels; a copy in float32 is made for those that look at it."""
+        coefficients = self.coefficients(self._wide(kept if self.sees else kept[..., :0]))
+        return kernels.read(kept, coefficients.pre), coefficients
+
+    def _left(self, kept: Tensor) -> Tensor:
+        """The same of the weights at the exit."""
+        return kernels.read(kept, self.leave(self._wide(kept if self.sees else kept[..., :0])))
 
     def _look(self, streams: Streams, theta: Tensor, weights: Tensor, signal: Signal) -> Tensor:
         output = self.update.output(self._state(streams, theta), signal)

@@ -2,12 +2,15 @@
 
     read    x_in = sum_j r_j X_j                    axes.kernels.streams.mix
     write   X_i <- sum_j M_ij X_j + w_i y           the same; w = rate k, M the transpose of what the monoid acts with
+    both    the coefficients too, if projected     axes.kernels.streams.look
     M       from logits, if they are Sinkhorn's     axes.kernels.streams.sinkhorn
 
 Triton is imported by the first call that needs it.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +23,10 @@ from axes.core.rates import Rate, Signal, rate_shape, resolve
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
 from axes.kernels.common import versions
-from axes.kernels.streams import LARGEST
+from axes.kernels.streams import ENTRIES, LARGEST
+
+if TYPE_CHECKING:
+    from axes.depth.projection import Projection
 
 
 @fact
@@ -57,6 +63,21 @@ def read(streams: Tensor, weights: Tensor) -> Tensor:
     from axes.kernels.streams.mix import mix_read
 
     return mix_read(streams, _coefficients(weights, streams, 1))
+
+
+def projects(bias: Tensor) -> bool:
+    """Whether a kernel makes as many entries as a `Projection` has."""
+    return bias.shape[-1] <= ENTRIES
+
+
+def look(streams: Tensor, projection: Projection) -> tuple[Tensor, Tensor, Tensor]:
+    """x_in (..., d), pre (..., n) and the entries (..., g, C) of streams (..., n, d)."""
+    from axes.kernels.streams.look import look as by_kernel
+
+    phi, scale, bias, chart, tanh, centred, floor = projection
+    if centred:  # of a centred row the product is that with a centred phi
+        phi = phi - phi.mean(-1, keepdim=True)
+    return by_kernel(streams, phi, scale, bias, chart, tanh=tanh, centred=centred, floor=floor)
 
 
 def write(update: StateUpdate, streams: Tensor, signal: Signal) -> Tensor:

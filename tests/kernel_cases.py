@@ -32,6 +32,7 @@ from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
 from axes.kernels.step import block_step, chain_step
+from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
 from axes.kernels.streams.sinkhorn import sinkhorn
 from axes.optim import AdamW
@@ -187,6 +188,19 @@ def streams(dtype: torch.dtype, n: int, constant: bool = False) -> Callable[[], 
     return run
 
 
+def looks(dtype: torch.dtype, n: int, entries: int, chart: str, d: int = 1024, **options: bool) -> Callable[[], None]:
+    """Predicted coefficients and the read with them."""
+
+    def run() -> None:
+        groups = n if chart == "first" else 1
+        shapes = (entries, n * d // groups), (entries,), (groups, entries)
+        phi, a, b = (torch.randn(shape, requires_grad=True) for shape in shapes)
+        x = torch.randn(2, 3000, n, d, dtype=dtype, requires_grad=True)
+        both(look(x, phi, a, b, chart, **options))
+
+    return run
+
+
 def doubly_stochastic() -> None:
     for n in (4, 3, 16):
         both((sinkhorn(torch.randn(2, 600, n, n, requires_grad=True), 20),))
@@ -247,6 +261,12 @@ CASES: dict[str, Callable[[], None]] = {
     "streams 4 float32": streams(FULL, 4),
     "streams 4 constant": streams(HALF, 4, constant=True),
     "streams 16": streams(HALF, 16),
+    "look 4": looks(HALF, 4, 24, "sigmoid"),
+    "look 4 float32": looks(FULL, 4, 24, "sigmoid"),
+    "look 4 half": looks(torch.float16, 4, 24, "sigmoid"),
+    "look 4 softmax": looks(HALF, 4, 48, "softmax", centred=True),
+    "look 4 each": looks(HALF, 4, 6, "first", tanh=True),
+    "look 10": looks(HALF, 10, 120, "sigmoid"),
     "sinkhorn": doubly_stochastic,
     "adamw": adamw(FULL),
     "adamw 24 bit, 8 bit": adamw(HALF, master="24bit", moments="8bit"),
