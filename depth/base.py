@@ -36,10 +36,13 @@ class Coefficients(NamedTuple):
     """What a mixer supplies for one sublayer: pre (..., n), and the signal without v (k = post, and the rates).
 
     With streams in r fractions, pre and k are (..., r, n): one read and one write for each fraction of the sublayer.
+    read: where kernels read, the streams and the same once more. A write of the former is one of the latter: the pass
+        that makes the read's gradient then adds the write's.
     """
 
     pre: Tensor
     signal: Signal
+    read: tuple[Tensor, Tensor] | None = None
 
 
 class DepthMixer(nn.Module, ABC):
@@ -189,7 +192,7 @@ class DepthMixer(nn.Module, ABC):
         streams = streams.flatten(-3, -2).contiguous()
         if not self._remembers:
             return streams
-        with _exact(hidden):
+        with exact(hidden):
             theta = self._wide(streams)
             signal = {**self.coefficients(theta).signal, "v": theta[..., 0, :]}
             state = self.update.init(signal, weights=(theta.mT,))
@@ -199,9 +202,9 @@ class DepthMixer(nn.Module, ABC):
     def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
         """Before the sublayer: x_in = S pre (B, T, d), and the coefficients that `write` will need."""
         kept = self._matrix(streams, "read")
-        with _exact(kept):
-            if self._by_kernels(kept):
-                return self._seen(kept)
+        if self._by_kernels(kept):
+            return self._seen(kept)
+        with exact(kept):
             theta = self._wide(kept)
             coefficients = self.coefficients(theta)
             x = self._look(streams, theta, coefficients.pre, coefficients.signal)
@@ -216,9 +219,9 @@ class DepthMixer(nn.Module, ABC):
                 f"{type(self).__name__}.write: y {tuple(y.shape)} does not fit streams {tuple(kept.shape)}: "
                 "their leading dimensions must agree"
             )
-        with _exact(kept):
-            if self._by_kernels(kept):
-                return kernels.write(self.update, kept, self._signal(y, coefficients))
+        if self._by_kernels(kept):
+            return self._made(kept, y, coefficients)
+        with exact(kept):
             theta = self._wide(kept)
             state = self._state(streams, theta)
             signal = self._signal(y.to(theta.dtype), coefficients)
@@ -229,9 +232,9 @@ class DepthMixer(nn.Module, ABC):
     def reduce(self, streams: Streams) -> Tensor:
         """Leave: the tuple's read with weights 1/n, the mean of the streams (or with learned weights): (B, T, d)."""
         kept = self._matrix(streams, "reduce")
-        with _exact(kept):
-            if self._by_kernels(kept):
-                return self._left(kept)
+        if self._by_kernels(kept):
+            return self._left(kept)
+        with exact(kept):
             theta = self._wide(kept)
             weights = self.leave(theta)
             if self.fractions > 1:  # of every copy the same fraction
@@ -265,12 +268,22 @@ class DepthMixer(nn.Module, ABC):
 
     def _seen(self, kept: Tensor) -> tuple[Tensor, Coefficients]:
         """A read by kernels; a copy in float32 is made for those that look at it."""
-        coefficients = self.coefficients(self._wide(kept if self.sees else kept[..., :0]))
-        return kernels.read(kept, coefficients.pre), coefficients
+        with exact(kept):
+            pre, signal, _ = self.coefficients(self._wide(kept if self.sees else kept[..., :0]))
+            x, again = kernels.read(kept, pre)
+        return x, Coefficients(pre, signal, (kept, again))
+
+    def _made(self, kept: Tensor, y: Tensor, coefficients: Coefficients) -> Tensor:
+        """A write by kernels."""
+        if coefficients.read is not None and coefficients.read[0] is kept:
+            kept = coefficients.read[1]
+        with exact(kept):
+            return kernels.write(self.update, kept, self._signal(y, coefficients))
 
     def _left(self, kept: Tensor) -> Tensor:
-        """The same of the weights at the exit."""
-        return kernels.read(kept, self.leave(self._wide(kept if self.sees else kept[..., :0])))
+        """A read by kernels with the weights at the exit."""
+        with exact(kept):
+            return kernels.read(kept, self.leave(self._wide(kept if self.sees else kept[..., :0])))[0]
 
     def _look(self, streams: Streams, theta: Tensor, weights: Tensor, signal: Signal) -> Tensor:
         output = self.update.output(self._state(streams, theta), signal)
@@ -298,7 +311,7 @@ class DepthMixer(nn.Module, ABC):
 
     def _listed(self, hidden: Tensor) -> State:
         """A list whose first pair is what entered."""
-        with _exact(hidden):
+        with exact(hidden):
             wide = self._wide(hidden)
             signal = self._signal(wide, self.coefficients(wide[..., None, :]))
             return self.update.step(self.update.init(signal), signal)[0]
@@ -434,7 +447,7 @@ def _anchored(update: StateUpdate) -> bool:
     return not isinstance(update.parts().step.at, str)
 
 
-def _exact(x: Tensor) -> AbstractContextManager[Any]:
+def exact(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast off: coefficients and mixing keep their precision."""
     kind = x.device.type  # meta tensors have no autocast; asking torch which do is not traceable by its compiler
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
@@ -447,6 +460,7 @@ __all__ = [
     "Streams",
     "choose",
     "corrects",
+    "exact",
     "normalises",
     "plans",
     "require_streams",

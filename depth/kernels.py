@@ -18,7 +18,7 @@ from torch import Tensor
 from axes.core.derived import no_chain
 from axes.core.facts import fact
 from axes.core.legality import gates
-from axes.core.monoids import GeneralLinear
+from axes.core.monoids import GeneralLinear, Identity
 from axes.core.rates import Rate, Signal, rate_shape, resolve
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
@@ -58,11 +58,14 @@ def no_kernel(
     return f"the kernels take up to {LARGEST} streams, not {streams}" if streams > LARGEST else None
 
 
-def read(streams: Tensor, weights: Tensor) -> Tensor:
-    """x_in (..., d) of streams (..., n, d), in their dtype; weights: whatever broadcasts to (..., n)."""
-    from axes.kernels.streams.mix import mix_read
+def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """x_in (..., d) of streams (..., n, d), in their dtype, and the streams once more, for a write of them.
 
-    return mix_read(streams, _coefficients(weights, streams, 1))
+    weights: whatever broadcasts to (..., n).
+    """
+    from axes.kernels.streams.mix import mix_read_on
+
+    return mix_read_on(streams, _coefficients(weights, streams, 1))
 
 
 def projects(bias: Tensor) -> bool:
@@ -70,8 +73,8 @@ def projects(bias: Tensor) -> bool:
     return bias.shape[-1] <= ENTRIES
 
 
-def look(streams: Tensor, projection: Projection) -> tuple[Tensor, Tensor, Tensor]:
-    """x_in (..., d), pre (..., n) and the entries (..., g, C) of streams (..., n, d)."""
+def look(streams: Tensor, projection: Projection) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x_in (..., d), pre (..., n), the entries (..., g, C), and the streams (..., n, d) once more."""
     from axes.kernels.streams.look import look as by_kernel
 
     phi, scale, bias, chart, tanh, centred, floor = projection
@@ -101,7 +104,9 @@ def _mixing(update: StateUpdate, streams: Tensor, signal: Signal, rate: Tensor |
     if isinstance(monoid, GeneralLinear) and monoid.link.sinkhorn is not None:
         from axes.kernels.streams.sinkhorn import sinkhorn
 
-        return sinkhorn(_logits(monoid.logits, signal), monoid.link.sinkhorn)
+        return sinkhorn(_logits(monoid.logits, signal), *monoid.link.sinkhorn)
+    if isinstance(monoid, Identity):
+        return None
     like = streams.new_empty((1, n), dtype=torch.float32)
     element = monoid.element(signal, rate, like)
     return None if element.trivial else element.to_dense(n, like).mT

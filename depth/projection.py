@@ -15,7 +15,7 @@ from torch import Tensor
 
 from axes.core.rates import Signal
 from axes.depth import kernels
-from axes.depth.base import Coefficients, DepthMixer
+from axes.depth.base import Coefficients, DepthMixer, exact
 
 EPS = 1e-6
 
@@ -84,17 +84,19 @@ class Projected(DepthMixer):
         return projection.pre(projection.entries(streams), self.streams)
 
     def _seen(self, kept: Tensor) -> tuple[Tensor, Coefficients]:
-        projection = self.projection()
-        if not kernels.projects(projection.bias):
-            return super()._seen(kept)
-        x, pre, entries = kernels.look(kept, projection)
-        return x, Coefficients(pre, self.signal(entries))
+        with exact(kept):
+            projection = self.projection()
+            if not kernels.projects(projection.bias):
+                return super()._seen(kept)
+            x, pre, entries, again = kernels.look(kept, projection)
+            return x, Coefficients(pre, self.signal(entries), (kept, again))
 
     def _left(self, kept: Tensor) -> Tensor:
-        projection = self.exit_projection()
-        if projection is None:
-            return kernels.read(kept, self.leave(self._wide(kept[..., :0])))
-        return kernels.look(kept, projection)[0]
+        with exact(kept):
+            projection = self.exit_projection()
+            if projection is None:
+                return kernels.read(kept, self.leave(self._wide(kept[..., :0])))[0]
+            return kernels.look(kept, projection)[0]
 
 
 __all__ = ["EPS", "Projected", "Projection"]

@@ -16,6 +16,8 @@ from axes.core.state_update import State, StateUpdate
 from axes.depth.base import Coefficients, DepthMixer, Streams
 from axes.errors import ShapeError
 
+_ONE = torch.ones(1)
+
 
 class _OneStream(DepthMixer):
     """pre = post = 1 on one stream, without parameters."""
@@ -58,6 +60,17 @@ class Residual(_OneStream):
   booktitle={IEEE Conference on Computer Vision and Pattern Recognition},
   year={2016}
 }"""
+
+    # with constants of one nothing is left for a kernel of streams but the addition
+
+    def _seen(self, kept: Tensor) -> tuple[Tensor, Coefficients]:
+        return kept[..., 0, :], Coefficients(_ONE, {"k": _ONE})
+
+    def _made(self, kept: Tensor, y: Tensor, coefficients: Coefficients) -> Tensor:
+        return (kept + y[..., None, :]).to(kept.dtype)
+
+    def _left(self, kept: Tensor) -> Tensor:
+        return kept[..., 0, :]
 
 
 @final
@@ -154,12 +167,12 @@ class UniversalTransformer(_OneStream):
         self._remembers = True  # the count
 
     def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
-        x, (pre, signal) = super().read(streams)
+        x, coefficients = super().read(streams)
         if self.layer_index % self.sublayers:
-            return x, Coefficients(pre, signal)
+            return x, coefficients
         assert isinstance(streams, State)
         position = self.position(torch.div(streams.count, self.sublayers, rounding_mode="floor") + 1, x)
-        return x + position, Coefficients(pre, {**signal, "position": position})
+        return x + position, coefficients._replace(signal={**coefficients.signal, "position": position})
 
     def written(self, y: Tensor, coefficients: Coefficients) -> Signal:
         """What the sublayer saw besides the state is written with its output."""

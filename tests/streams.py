@@ -11,7 +11,7 @@ from torch import Tensor
 
 from axes import catalogue
 from axes.kernels.streams.look import look
-from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
+from axes.kernels.streams.mix import mix_read, mix_read_on, mix_write, mix_write_read
 
 
 def read(x: Tensor, r: Tensor) -> Tensor:
@@ -28,8 +28,13 @@ def both(x: Tensor, y: Tensor, w: Tensor, r: Tensor, m: Tensor | None = None) ->
     return made, read(made, r)
 
 
+def read_on(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    return read(x, r), x
+
+
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {  # kernel, meaning, what they take
     "read": (mix_read, read, "xr"),
+    "read on": (mix_read_on, read_on, "xr"),
     "write": (mix_write, write, "xywm"),
     "write unmixed": (mix_write, write, "xyw"),
     "both": (mix_write_read, both, "xywrm"),
@@ -62,7 +67,8 @@ def errors(name: str, given: dict[str, Tensor]) -> list[float]:
     """Of outputs and gradients of a kernel against float64, relative to whole tensors."""
     kernel, meaning, _ = CALLS[name]
     x = given["x"]
-    shapes = [x[..., 0, :].shape] if name == "read" else [x.shape, x[..., 0, :].shape][: 1 + ("both" in name)]
+    after, seen = x.shape, x[..., 0, :].shape
+    shapes = {"read": [seen], "read on": [seen, after]}.get(name, [after, seen][: 1 + ("both" in name)])
     directions = [torch.randn(s, device=x.device).to(x.dtype) for s in shapes]
     got = gradients(kernel, list(given.values()), directions)
     want = gradients(meaning, [v.double() for v in given.values()], directions)
@@ -84,7 +90,7 @@ def compare(name: str, given: dict[str, Tensor], bound: float) -> None:
 def looked(
     x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str,
     *, tanh: bool = False, centred: bool = False, eps: float = 1e-6, floor: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """What `look` means."""
     n = x.shape[-2]
     rows = x if chart == "first" else x.flatten(-2).unsqueeze(-2)
@@ -99,7 +105,7 @@ def looked(
         pre = first[..., : n * n].unflatten(-1, (n, n)).softmax(-1).mean(-2)
     else:
         pre = first[..., :n].sigmoid() + floor
-    return (pre[..., None] * x).sum(-2), pre, entries
+    return (pre[..., None] * x).sum(-2), pre, entries, x
 
 
 def draw_look(
@@ -113,15 +119,15 @@ def draw_look(
 
 
 def look_errors(given: Sequence[Tensor], chart: str, **options: Any) -> list[float]:
-    """Of x_in, pre, entries and the gradients of x, phi, a, b against float64, relative to whole tensors."""
+    """Of x_in, pre, entries, x and the gradients of x, phi, a, b against float64, relative to whole tensors."""
     x, _, _, b = given
 
     def by_kernel(x: Tensor, phi: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         return look(x, phi - phi.mean(-1, keepdim=True) if options.get("centred") else phi, a, b, chart, **options)
 
-    shapes = (x[..., 0, :].shape, x.shape[:-1], (*x.shape[:-2], *b.shape))
+    shapes = (x[..., 0, :].shape, x.shape[:-1], (*x.shape[:-2], *b.shape), x.shape)
     directions = [torch.randn(s, device=x.device) for s in shapes]
-    directions[0] = directions[0].to(x.dtype)
+    directions[0], directions[3] = directions[0].to(x.dtype), directions[3].to(x.dtype)
     got = gradients(by_kernel, given, directions)
     want = gradients(lambda *g: looked(*g, chart, **options), [t.double() for t in given], directions)
     return [((p - q).norm() / q.norm().clamp(min=1e-30)).item() for p, q in zip(got, want, strict=True)]

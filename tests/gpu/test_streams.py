@@ -129,7 +129,7 @@ LOOKS += [Look("softmax", 3, 512, entries=27, centred=True), Look("first", 16, 5
 @pytest.mark.parametrize("case", LOOKS, ids=str)
 def test_projected_coefficients(case: Look) -> None:
     found = measure_look(case)
-    rounded, exact = (found[0], found[3]), (*found[1:3], *found[4:])  # x and its gradient are of the streams' dtype
+    rounded, exact = (found[0], found[4]), (*found[1:4], *found[5:])  # x_in and the gradient of x are of its dtype
     assert max(rounded) < BOUNDS[case.dtype] and max(exact) < {FULL: 1e-5, HALF: 5e-5, BF: 5e-5}[case.dtype], found
 
 
@@ -167,7 +167,8 @@ def test_projected_coefficients_are_the_same_bits_again(form: dict[str, object])
 def test_sinkhorn(n: int, scale: float, tokens: int) -> None:
     torch.manual_seed(0)
     logits = scale * torch.randn(tokens, n, n, device="cuda")
-    check_links(logits)
+    for eps in (0.0, 1e-6, 1e-2):
+        check_links(logits, eps)
 
 
 @pytest.mark.parametrize("high", (50.0, 88.0, 100.0, 200.0, -200.0, 1e4))
@@ -178,12 +179,12 @@ def test_sinkhorn_of_extreme_logits(high: float) -> None:
     check_links(-8.0 * (1 - torch.eye(4, device="cuda")) + 0.1 * logits.clamp(-5, 5))
 
 
-def check_links(logits: torch.Tensor) -> None:
-    direction = [torch.randn_like(logits)]
-    got = gradients(lambda z: sinkhorn.sinkhorn(z, 20), [logits], direction)
-    want = gradients(Birkhoff(20).primal, [logits.double()], direction)
-    plain = gradients(Birkhoff(20).primal, [logits], direction)
-    again = gradients(lambda z: sinkhorn.sinkhorn(z, 20), [logits], direction)
+def check_links(logits: torch.Tensor, eps: float = 0.0) -> None:
+    direction, link = [torch.randn_like(logits)], Birkhoff(20, eps)
+    got = gradients(lambda z: sinkhorn.sinkhorn(z, 20, eps), [logits], direction)
+    want = gradients(link.primal, [logits.double()], direction)
+    plain = gradients(link.primal, [logits], direction)
+    again = gradients(lambda z: sinkhorn.sinkhorn(z, 20, eps), [logits], direction)
     for x, w, p, y in zip(got, want, plain, again, strict=True):
         assert torch.isfinite(x).all() and torch.equal(x, y)
         assert (x - w).norm() <= 2e-6 * w.numel() ** 0.5 + 2 * (p - w).norm()
@@ -204,7 +205,8 @@ def test_operators() -> None:
     alone = a(6, 40), a(6), a(4, 6), "first", True, True
     for given in (together, alone):
         opcheck(look._looks.operator, (a(6, 4, 40), *given, 1e-6, 0.0, True))
-    opcheck(sinkhorn._sinkhorn.operator, (a(6, 4, 4), 20, True))
+    opcheck(sinkhorn._sinkhorn.operator, (a(6, 4, 4), 20, 0.0, True))
+    opcheck(sinkhorn._sinkhorn.operator, (a(6, 4, 4), 20, 1e-6, True))
 
 
 MIXERS = (
@@ -326,7 +328,9 @@ def times() -> None:
     """Everything at N = 32,768, d = 2,048, n = 4, bfloat16."""
     for name in CALLS:
         report(name, lambda *x, name=name: CALLS[name][0](*x), list(draw(name, *SIZE, True, BF, "cuda").values()))
-    report("sinkhorn", lambda z: sinkhorn.sinkhorn(z, 20), [torch.randn(32_768, 4, 4, device="cuda")])
+    for eps in (0.0, 1e-6):
+        call = lambda z, eps=eps: sinkhorn.sinkhorn(z, 20, eps)  # noqa: E731
+        report(f"sinkhorn, eps {eps}", call, [torch.randn(32_768, 4, 4, device="cuda")])
     for form in FORMS:
         case = Look(**form)  # type: ignore[arg-type]
         given = draw_look(*SIZE, case.entries, case.chart, BF, "cuda")

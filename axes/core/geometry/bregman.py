@@ -65,7 +65,8 @@ class Geometry(Declared, ABC):
     reads: what else of the context primal needs, of "drive" and "weights".
     tells: the rate that an axis makes for the next datum, of what statistics come to over all leaves: `told`, `number`.
     sphere: where primal only rescales, what it rescales to one length and that length (None: the root of its entries).
-    sinkhorn: how many pairs of normalisations of e^theta primal is, of columns and then of rows, if it is that.
+    sinkhorn: how many pairs of normalisations of e^theta primal is, of columns and then of rows, and what is added to
+        their sums, if it is that.
     logits: the shape of what primal makes a matrix of, where that is no matrix: a link of `GeneralLinear` alone.
     """
 
@@ -87,7 +88,7 @@ class Geometry(Declared, ABC):
     reads: frozenset[str] = frozenset()
     tells: Per | None = None
     sphere: SphereOf | None = None
-    sinkhorn: int | None = None
+    sinkhorn: tuple[int, float] | None = None
     logits: Shape = "mix"
 
     @abstractmethod

@@ -16,9 +16,10 @@ with e = d entries and r = u s:
     dpre_j = <X_j, dx>          e += chart'(dpre)          dr = a f'(r) e         da = sum e f(r)        db = sum e
     dX_j = pre_j dx + (s dr phi)_j - s^2 <r, dr> X_j / W                          dphi = sum s dr X^
 
-in two passes over X, the second of which writes dX once. There is no copy of X in float32. Products of 16-bit streams
-with phi are those of bfloat16: phi goes in `_TERMS` terms of 8 bits each, so that only what is beyond them is lost;
-others are made by the three products of tf32. Sums over tokens are written down by parts and added in one order.
+in two passes over X, the second of which writes dX once, with what a write of the same X has to add. There is no copy
+of X in float32. Streams of bfloat16 are multiplied in bfloat16: phi goes in `_TERMS` terms of 8 bits each, so that only
+what is beyond them is lost; others by the three products of tf32. Sums over tokens are written down by parts and added
+in one order.
 """
 
 from __future__ import annotations
@@ -178,6 +179,15 @@ def _heard(x, dx, dpre, tokens, d, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS:
 
 
 @triton.jit
+def _shown(dpre, given, at, mask, parts, step):
+    """The gradient of pre: parts of what the read makes, and what came besides."""
+    total = _added(dpre, at, mask, parts, step)
+    if given is not None:
+        total += tl.load(given + at, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
 def _entry(raw, a, b, row, at, mask, C: tl.constexpr, TANH: tl.constexpr):
     """Entries of rows again, of the one group that there is."""
     f, slope = _activated(tl.load(raw + (row * C)[:, None] + at[None, :], mask=mask, other=0.0), TANH)
@@ -199,15 +209,15 @@ def _back(
     r = tl.load(raw + at, mask=inside, other=0.0)
     scale, shift = tl.load(a + c, mask=c < C, other=0.0), tl.load(b + group * C + c, mask=c < C, other=0.0)
     f, slope = _activated(r, TANH)
-    grad = tl.load(dentries + at, mask=inside, other=0.0)
+    grad = tl.zeros([ROWS, SIDE], tl.float32)
+    if dentries is not None:
+        grad += tl.load(dentries + at, mask=inside, other=0.0)
     if CHART == "first":
-        of, place = inside & (c < 1)[None, :], row[:, None] + c[None, :]
-        grad += _added(dpre, place, of, parts, step) + tl.load(given + place, mask=of, other=0.0)
+        grad += _shown(dpre, given, row[:, None] + c[None, :], inside & (c < 1)[None, :], parts, step)
     elif CHART == "sigmoid":
         of, place = inside & (c < N)[None, :], (row * N)[:, None] + c[None, :]
         share = 1.0 / (1.0 + tl.exp(-(scale[None, :] * f + shift[None, :])))
-        heard = _added(dpre, place, of, parts, step) + tl.load(given + place, mask=of, other=0.0)
-        grad += heard * share * (1.0 - share)
+        grad += _shown(dpre, given, place, of, parts, step) * share * (1.0 - share)
     else:
         matrix = c < N * N
         of, first = inside & matrix[None, :], tl.where(matrix, c // N * N, 0)
@@ -219,11 +229,11 @@ def _back(
         for k in range(N):
             weight = tl.exp(_entry(raw, a, b, row, first + k, of, C, TANH) - top)
             line = row * N + k
-            heard = _added(dpre, line, there, parts, step) + tl.load(given + line, mask=there, other=0.0)
+            heard = _shown(dpre, given, line, there, parts, step)
             total += weight
             shown += weight * heard[:, None]
         place = (row * N)[:, None] + (c % N)[None, :]
-        heard = _added(dpre, place, of, parts, step) + tl.load(given + place, mask=of, other=0.0)
+        heard = _shown(dpre, given, place, of, parts, step)
         weight = tl.exp(scale[None, :] * f + shift[None, :] - top) / total
         grad += tl.where(of, weight * (heard - shown / total) / N, 0.0)
     tile = (tl.program_id(0).to(tl.int64)) * C
@@ -238,7 +248,7 @@ def _back(
 @Kernel
 @triton.jit(do_not_specialize=["tokens", "span"])
 def _give(
-    x, phi, pre, dx, du, slopes, means, dout, dphi, tokens, d, span,
+    x, phi, pre, dx, du, slopes, means, more, dout, dphi, tokens, d, span,
     N: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, CENTRED: tl.constexpr,
     TERMS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -268,6 +278,8 @@ def _give(
         if CENTRED:
             wide -= tl.load(means + row, mask=there, other=0.0)[:, None]
         grad += tl.load(slopes + row, mask=there, other=0.0)[:, None] * wide
+        if more is not None:
+            grad += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dout + at, grad.to(dout.dtype.element_ty), mask=inside)
         total = _plus(total, tl.trans(v), u, TERMS)
     at = (split * C + c) * N + j
@@ -354,14 +366,15 @@ def _empty(
 
 def _backward(
     x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, tanh: bool, centred: bool, eps: float, floor: float,
-    kept: list[Tensor], given: Tensor, dentries: Tensor, dseen: Tensor,
+    kept: list[Tensor], given: Tensor | None, dentries: Tensor | None, dseen: Tensor | None,
+    more: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     pre, raw, units, means = kept
     if not x.numel():
         return [torch.zeros_like(t) for t in (x, phi, a, b)]
     shape, cut = _Shape.of(x, b), _Cut.of(x)
     dpre, du, slopes = _sums(x, shape.n), torch.empty_like(raw), torch.empty_like(units)
-    dout = torch.empty_like(x)
+    dout, dseen = torch.empty_like(x), torch.zeros_like(x[:, 0]) if dseen is None else dseen
     da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
     options = _options("give")
     blocks = shape.n * triton.cdiv(shape.d, options["COLUMNS"])
@@ -377,7 +390,7 @@ def _backward(
             **shape.constants(), CHART=chart, TANH=tanh, ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
         _give[(blocks * splits,)](
-            x, phi, pre, dseen, du, slopes, means, dout, dphi, shape.tokens, shape.d, span,
+            x, phi, pre, dseen, du, slopes, means, more, dout, dphi, shape.tokens, shape.d, span,
             **shape.constants(), CENTRED=centred, PRECISION=precision, **options,
         )  # fmt: skip
     over = (0,) if shape.groups == 1 else (0, 2)  # streams that share phi
@@ -385,7 +398,7 @@ def _backward(
     return [dout, dphi.sum(over).view(phi.shape), da.sum(0), db.view(by_group).sum(0)]
 
 
-_looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=1)
+_looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=1, missing=True, passes=True)
 
 
 # ---- call ------------------------------------------------------------------------------------------------------------
@@ -394,8 +407,10 @@ _looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=
 def look(
     x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str,
     *, tanh: bool = False, centred: bool = False, eps: float = 1e-6, floor: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(x_in, pre, entries) of streams x (..., n, d): (..., d) in their dtype, (..., n) and (..., g, C) in float32.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(x_in, pre, entries, x) of streams x (..., n, d): (..., d) in their dtype, (..., n) and (..., g, C) in float32.
+
+    What is made of the x that it returns gives its gradient to the pass that writes the operator's own.
 
     b (g, C) with g = 1 or, for every stream by itself, n; phi (C, n d / g) and a (C).  centred: rows of phi have mean
     zero.  Raises ShapeError for other shapes and dtypes, C above `ENTRIES`, and devices that no kernel runs on.
@@ -420,6 +435,6 @@ def look(
         raise ShapeError(f"look: the Triton kernels need a CUDA device, not {x.device}")
     parameters = (t.to(torch.float32).contiguous() for t in (phi, a, b))
     flat = x.reshape(-1, n, d).contiguous()
-    pre, entries, seen = _looks(flat, *parameters, chart, tanh, centred, float(eps), float(floor))
+    pre, entries, seen, again = _looks(flat, *parameters, chart, tanh, centred, float(eps), float(floor))
     lead = x.shape[:-2]
-    return seen.view(*lead, d), pre.view(*lead, n), entries.view(*lead, *b.shape)
+    return seen.view(*lead, d), pre.view(*lead, n), entries.view(*lead, *b.shape), again.view(x.shape)
