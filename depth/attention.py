@@ -215,7 +215,7 @@ class DenseFormer(_Sources):
 
     def leave(self, streams: Tensor) -> Tensor:
         if self.exit is None:
-            return one_hot(self.target, streams[..., 0])
+            return one_hot(self.target, streams.new_empty(self.streams))
         return torch.nn.functional.pad(self.exit.to(streams.dtype), (0, self.streams - len(self.exit)))
 
 
@@ -285,7 +285,7 @@ class DynamicDense(_Sources):
 
     def leave(self, streams: Tensor) -> Tensor:
         if self.exit_down is None or self.exit_up is None or self.exit is None:
-            return one_hot(self.target, streams[..., 0])
+            return one_hot(self.target, streams.new_empty(self.streams))
         return self._weights(streams, self.exit_down, self.exit_up, self.exit)
 
     def _weights(self, streams: Tensor, down: Tensor, up: Tensor, constant: Tensor) -> Tensor:

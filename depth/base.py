@@ -36,10 +36,13 @@ class Coefficients(NamedTuple):
     """What a mixer supplies for one sublayer: pre (..., n), and the signal without v (k = post, and the rates).
 
     With streams in r fractions, pre and k are (..., r, n): one read and one write for each fraction of the sublayer.
+    read: where kernels read, the streams and the same once more. A write of the former is one of the latter: the pass
+        that makes the read's gradient then adds the write's.
     """
 
     pre: Tensor
     signal: Signal
+    read: tuple[Tensor, Tensor] | None = None
 
 
 class DepthMixer(nn.Module, ABC):
@@ -83,6 +86,7 @@ class DepthMixer(nn.Module, ABC):
     implementation: Implementation | None = None
     fractions: int = 1
     counts: ClassVar[bool] = False  # whether the depth itself is told: streams are a State then
+    adds: ClassVar[str | None] = None  # why torch's addition is all that there is for a kernel of streams to do
     sees: bool = True
     name: ClassVar[str] = "mixer"
     paper: ClassVar[str] = ""
@@ -140,7 +144,7 @@ class DepthMixer(nn.Module, ABC):
     ) -> tuple[Plan, ...]:
         """What runs for the tuple that the class declares, by default on a CPU in float32."""
         target, dtype = target or Target.of("cpu"), dtype or torch.float32
-        return plans(cls.update, target, dtype, implementation, own=cls._own(cls.fractions))
+        return plans(cls.update, target, dtype, implementation, own=cls._own(cls.fractions), adds=cls.adds)
 
     def plans(
         self,
@@ -152,7 +156,7 @@ class DepthMixer(nn.Module, ABC):
         parameter = next(self.parameters(), torch.empty(0))
         named, target = implementation or self.implementation, target or Target.of(parameter.device)
         own = self._own(self.fractions)
-        return plans(self.update, target, dtype or parameter.dtype, named, self.streams, own)
+        return plans(self.update, target, dtype or parameter.dtype, named, self.streams, own, self.adds)
 
     # ---- what a mixer declares -------------------------------------------------------------------------------
 
@@ -190,7 +194,7 @@ class DepthMixer(nn.Module, ABC):
         streams = streams.flatten(-3, -2).contiguous()
         if not self._remembers:
             return streams
-        with _exact(hidden):
+        with exact(hidden):
             theta = self._wide(streams)
             signal = {**self.coefficients(theta).signal, "v": theta[..., 0, :]}
             state = self.update.init(signal, weights=(theta.mT,))
@@ -200,15 +204,11 @@ class DepthMixer(nn.Module, ABC):
     def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
         """Before the sublayer: x_in = S pre (B, T, d), and the coefficients that `write` will need."""
         kept = self._matrix(streams, "read")
-        with _exact(kept):
-            who = self._chosen(kept)
-            if who == "triton":  # a copy in float32 is made for those that look at it
-                coefficients = self.coefficients(self._wide(kept if self.sees else kept[..., :0]))
-                return kernels.read(self.update, kept, coefficients.pre, True), coefficients
+        if (who := self._chosen(kept)) != "reference":
+            return self._seen(kept, who)
+        with exact(kept):
             theta = self._wide(kept)
             coefficients = self.coefficients(theta)
-            if who == "torch":
-                return kernels.read(self.update, theta, coefficients.pre, False).to(kept.dtype), coefficients
             x = self._look(streams, theta, coefficients.pre, coefficients.signal)
         return x.to(kept.dtype), coefficients
 
@@ -221,14 +221,11 @@ class DepthMixer(nn.Module, ABC):
                 f"{type(self).__name__}.write: y {tuple(y.shape)} does not fit streams {tuple(kept.shape)}: "
                 "their leading dimensions must agree"
             )
-        with _exact(kept):
-            who = self._chosen(kept)
-            if who == "triton":
-                return kernels.write(self.update, kept, self._signal(y, coefficients), True)
+        if (who := self._chosen(kept)) != "reference":
+            return self._made(kept, y, coefficients, who)
+        with exact(kept):
             theta = self._wide(kept)
             signal = self._signal(y.to(theta.dtype), coefficients)
-            if who == "torch":
-                return kernels.write(self.update, theta, signal, False).to(kept.dtype)
             state = self._state(streams, theta)
             for update, each in zip(self._updates(), self._each(signal), strict=True):
                 state, _ = update.step(state, each)
@@ -237,13 +234,11 @@ class DepthMixer(nn.Module, ABC):
     def reduce(self, streams: Streams) -> Tensor:
         """Leave: the tuple's read with weights 1/n, the mean of the streams (or with learned weights): (B, T, d)."""
         kept = self._matrix(streams, "reduce")
-        with _exact(kept):
+        if (who := self._chosen(kept)) != "reference":
+            return self._left(kept, who)
+        with exact(kept):
             theta = self._wide(kept)
             weights = self.leave(theta)
-            who = self._chosen(kept)
-            if who != "reference":
-                own = kept if who == "triton" else theta
-                return kernels.read(self.update, own, weights, who == "triton").to(kept.dtype)
             if self.fractions > 1:  # of every copy the same fraction
                 eye = torch.eye(self.fractions, dtype=theta.dtype, device=theta.device)
                 weights = (weights[..., None, :, None] * eye[:, None, :]).flatten(-2)
@@ -270,7 +265,7 @@ class DepthMixer(nn.Module, ABC):
         """Who reads and writes these streams; NoImplementation if the one that is asked for does not."""
         dtype = torch.float64 if self._computed(kept) == torch.float64 else kept.dtype
         own = self._own(self.fractions)
-        return choose(self.update, kept.device, dtype, self.implementation, self.streams, own).implementation
+        return choose(self.update, kept.device, dtype, self.implementation, self.streams, own, self.adds).implementation
 
     @classmethod
     def _own(cls, fractions: int) -> str | None:
@@ -278,6 +273,36 @@ class DepthMixer(nn.Module, ABC):
         if fractions > 1:
             return "a sublayer reads and writes several rows of the state"
         return "the state counts sublayers" if cls.counts else None
+
+    def _seen(self, kept: Tensor, who: Implementation) -> tuple[Tensor, Coefficients]:
+        """A read by products; a kernel takes streams as they are, and a wide copy is made for those that look at it."""
+        with exact(kept):
+            if who == "torch":
+                theta = self._wide(kept)
+                coefficients = self.coefficients(theta)
+                return kernels.contract(self.update, theta, coefficients.pre).to(kept.dtype), coefficients
+            pre, signal, _ = self.coefficients(self._wide(kept if self.sees else kept[..., :0]))
+            x, again = kernels.read(self.update, kept, pre)
+        return x, Coefficients(pre, signal, (kept, again))
+
+    def _made(self, kept: Tensor, y: Tensor, coefficients: Coefficients, who: Implementation) -> Tensor:
+        """A write by products."""
+        with exact(kept):
+            if who == "torch":
+                theta = self._wide(kept)
+                signal = self._signal(y.to(theta.dtype), coefficients)
+                return kernels.write(self.update, theta, signal, triton=False).to(kept.dtype)
+            if coefficients.read is not None and coefficients.read[0] is kept:
+                kept = coefficients.read[1]
+            return kernels.write(self.update, kept, self._signal(y, coefficients), triton=True)
+
+    def _left(self, kept: Tensor, who: Implementation) -> Tensor:
+        """A read by products with the weights at the exit."""
+        with exact(kept):
+            if who == "torch":
+                theta = self._wide(kept)
+                return kernels.contract(self.update, theta, self.leave(theta)).to(kept.dtype)
+            return kernels.read(self.update, kept, self.leave(self._wide(kept if self.sees else kept[..., :0])))[0]
 
     def _look(self, streams: Streams, theta: Tensor, weights: Tensor, signal: Signal) -> Tensor:
         output = self.update.output(self._state(streams, theta), signal)
@@ -305,7 +330,7 @@ class DepthMixer(nn.Module, ABC):
 
     def _listed(self, hidden: Tensor) -> State:
         """A list whose first pair is what entered."""
-        with _exact(hidden):
+        with exact(hidden):
             wide = self._wide(hidden)
             signal = self._signal(wide, self.coefficients(wide[..., None, :]))
             return self.update.step(self.update.init(signal), signal)[0]
@@ -376,13 +401,14 @@ def choose(
     implementation: Implementation | None = None,
     streams: int = 1,
     own: str | None = None,
+    adds: str | None = None,
 ) -> Choice:
     """How a tuple takes one step a sublayer; NoImplementation if the named implementation does not.
 
-    own: why a mixer does not take it by products.
+    own, adds: why a mixer does not take it by products, or by a kernel's.
     """
     no_form = own or kernels.no_form(update)
-    no_kernel = own or kernels.no_kernel(update, device, dtype, streams)
+    no_kernel = own or adds or kernels.no_kernel(update, device, dtype, streams)
     if no_kernel is None and implementation in (None, "triton"):
         choice = Choice("chain", "triton", "streams are read in one pass, and mixed and written in another")
     elif no_form is None and implementation != "reference":
@@ -401,9 +427,10 @@ def plans(
     implementation: Implementation | None = None,
     streams: int = 1,
     own: str | None = None,
+    adds: str | None = None,
 ) -> tuple[Plan, ...]:
     """What runs for the tuple of a mixer."""
-    choice = choose(update, target.device, dtype, implementation, streams, own)
+    choice = choose(update, target.device, dtype, implementation, streams, own, adds)
     routes = {"chain": own or kernels.no_form(update), "interpreter": None}
     return (Plan("runs", update, choice, target, dtype, routes),)  # type: ignore[arg-type]
 
@@ -442,7 +469,7 @@ def _anchored(update: StateUpdate) -> bool:
     return not isinstance(update.parts().step.at, str)
 
 
-def _exact(x: Tensor) -> AbstractContextManager[Any]:
+def exact(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast off: coefficients and mixing keep their precision."""
     kind = x.device.type  # meta tensors have no autocast; asking torch which do is not traceable by its compiler
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
@@ -455,6 +482,7 @@ __all__ = [
     "Streams",
     "choose",
     "corrects",
+    "exact",
     "plans",
     "require_streams",
 ]

@@ -12,13 +12,11 @@ from axes.core.algorithms import Step
 from axes.core.costs import Alignment
 from axes.core.geometry import Euclidean
 from axes.core.monoids import GeneralLinear
-from axes.core.rates import Per
+from axes.core.rates import Per, Signal
 from axes.core.state_update import StateUpdate
-from axes.depth.base import Coefficients, DepthMixer
 from axes.depth.initial import one_hot
+from axes.depth.projection import Projected, Projection
 from axes.depth.static import StaticMixer
-
-EPS = 1e-6
 
 BIBTEX = """@inproceedings{zhu2025hyper,
   title={Hyper-Connections},
@@ -59,7 +57,7 @@ class HyperConnections(StaticMixer):
 
 
 @final
-class DynamicHyperConnections(DepthMixer):
+class DynamicHyperConnections(Projected):
     """The same with coefficients that every source stream j predicts from itself:
 
         z_j = RMSNorm(X_j) phi,   phi (d, n + 2)
@@ -106,11 +104,11 @@ class DynamicHyperConnections(DepthMixer):
         self.phi.zero_()
         self.scale.fill_(0.01)
 
-    def coefficients(self, streams: Tensor) -> Coefficients:
-        dtype = streams.dtype
-        unit = torch.rsqrt(streams.square().mean(-1, keepdim=True) + EPS)
-        z = torch.tanh((streams @ self.phi.to(dtype).mT) * unit)
-        a, b = self.scale.to(dtype)
-        pre = a * z[..., 0] + self.pre.to(dtype)
-        post = b * z[..., 1] + self.post.to(dtype)
-        return Coefficients(pre, {"k": post, "mix": a * z[..., 2:].mT + self.mix.to(dtype)})
+    def projection(self) -> Projection:
+        a, b = self.scale
+        scale = torch.stack((a, b, *[a] * self.streams))
+        constants = torch.cat((self.pre[:, None], self.post[:, None], self.mix.mT), -1)
+        return Projection(self.phi, scale, constants, "first", tanh=True)
+
+    def signal(self, entries: Tensor) -> Signal:
+        return {"k": entries[..., 1], "mix": entries[..., 2:].mT}

@@ -5,21 +5,19 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment
 from axes.core.geometry import Cayley, Euclidean
 from axes.core.monoids import GeneralLinear
-from axes.core.rates import Per
+from axes.core.rates import Per, Signal
 from axes.core.state_update import StateUpdate
-from axes.depth.base import Coefficients, DepthMixer
 from axes.depth.hyper_connections import relinked
 from axes.depth.initial import read_shares, require_several
+from axes.depth.projection import Projected, Projection
 from axes.errors import ShapeError
 
-EPS = 1e-6
 LOGITS = Per("mix", "mix", "real")
 
 BIBTEX = """@article{sengupta2026jpmhc,
@@ -30,7 +28,7 @@ BIBTEX = """@article{sengupta2026jpmhc,
 }"""
 
 
-class _Rotated(DepthMixer):
+class _Rotated(Projected):
     """Coefficients from one projection of all streams of a token, three n x n matrices:
 
         [P, O, H] = LayerNorm(vec X) phi + b
@@ -78,12 +76,12 @@ class _Rotated(DepthMixer):
         rows = read_shares(self.layer_index, like).log().repeat(self.streams)
         self.bias.copy_(torch.cat((rows - rows.amin(), rows.new_zeros(2 * len(rows)))))
 
-    def coefficients(self, streams: Tensor) -> Coefficients:
-        flat = streams.flatten(-2)
-        flat = F.layer_norm(flat, flat.shape[-1:], eps=EPS)
-        logits = F.linear(flat, self.phi.to(flat.dtype), self.bias.to(flat.dtype))
-        read, write, mix = logits.unflatten(-1, (3, self.streams, self.streams)).unbind(-3)
-        return Coefficients(read.softmax(-1).mean(-2), {"k": write.softmax(-2).sum(-1), "mix": mix})
+    def projection(self) -> Projection:
+        return Projection(self.phi, torch.ones_like(self.bias), self.bias[None], "softmax", centred=True)
+
+    def signal(self, entries: Tensor) -> Signal:
+        _, write, mix = entries[..., 0, :].unflatten(-1, (3, self.streams, self.streams)).unbind(-3)
+        return {"k": write.softmax(-2).sum(-1), "mix": mix}
 
 
 @final

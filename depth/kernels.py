@@ -2,6 +2,7 @@
 
     read    x_in = sum_j r_j X_j                    axes.kernels.streams.mix
     write   X_i <- sum_j M_ij X_j + w_i y           the same; w = rate k, M the transpose of what the monoid acts with
+    both    the coefficients too, if projected     axes.kernels.streams.look
     M       from logits, if they are Sinkhorn's     axes.kernels.streams.sinkhorn
 
 An h that puts every stream on a sphere is torch's RMSNorm, of what is read or, where the step is not lazy, of what has
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,12 +25,15 @@ from axes.core.facts import fact
 from axes.core.geometry import Euclidean
 from axes.core.geometry.bregman import TINY
 from axes.core.legality import gates
-from axes.core.monoids import GeneralLinear
+from axes.core.monoids import GeneralLinear, Identity
 from axes.core.rates import Rate, Signal, rate_shape, resolve
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
 from axes.kernels.common import versions
-from axes.kernels.streams import LARGEST
+from axes.kernels.streams import ENTRIES, LARGEST
+
+if TYPE_CHECKING:
+    from axes.depth.projection import Projection
 
 
 @fact
@@ -73,14 +78,37 @@ def on_sphere(update: StateUpdate, streams: Tensor, written: bool) -> Tensor:
     return unit if radius is None else unit * (radius / math.sqrt(d))
 
 
-def read(update: StateUpdate, streams: Tensor, weights: Tensor, triton: bool) -> Tensor:
-    """x_in (..., d) of streams (..., n, d), in their dtype; weights: whatever broadcasts to (..., n)."""
-    streams = on_sphere(update, streams, written=False)
-    if not triton:
-        return streams[..., 0, :] * weights if streams.shape[-2] == 1 else (weights[..., None, :] @ streams).squeeze(-2)
-    from axes.kernels.streams.mix import mix_read
+def contract(update: StateUpdate, streams: Tensor, weights: Tensor) -> Tensor:
+    """x_in (..., d) of streams (..., n, d) by torch; weights: whatever broadcasts to (..., n)."""
+    return (weights[..., None, :] @ on_sphere(update, streams, written=False)).squeeze(-2)
 
-    return mix_read(streams, _coefficients(weights, streams, 1))
+
+def read(update: StateUpdate, streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """x_in (..., d) of streams (..., n, d), in their dtype, and the streams once more, for a write of them.
+
+    weights: whatever broadcasts to (..., n).
+    """
+    from axes.kernels.streams.mix import mix_read, mix_read_on
+
+    weights = _coefficients(weights, streams, 1)
+    if (seen := on_sphere(update, streams, written=False)) is not streams:
+        return mix_read(seen, weights), streams
+    return mix_read_on(streams, weights)
+
+
+def projects(bias: Tensor) -> bool:
+    """Whether a kernel makes as many entries as a `Projection` has."""
+    return bias.shape[-1] <= ENTRIES
+
+
+def look(streams: Tensor, projection: Projection) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x_in (..., d), pre (..., n), the entries (..., g, C), and the streams (..., n, d) once more."""
+    from axes.kernels.streams.look import look as by_kernel
+
+    phi, scale, bias, chart, tanh, centred, floor = projection
+    if centred:  # of a centred row the product is that with a centred phi
+        phi = phi - phi.mean(-1, keepdim=True)
+    return by_kernel(streams, phi, scale, bias, chart, tanh=tanh, centred=centred, floor=floor)
 
 
 def write(update: StateUpdate, streams: Tensor, signal: Signal, triton: bool) -> Tensor:
@@ -117,7 +145,9 @@ def _mixing(
     if triton and isinstance(monoid, GeneralLinear) and monoid.link.sinkhorn is not None:
         from axes.kernels.streams.sinkhorn import sinkhorn
 
-        return sinkhorn(_logits(monoid.logits, signal), monoid.link.sinkhorn)
+        return sinkhorn(_logits(monoid.logits, signal), *monoid.link.sinkhorn)
+    if isinstance(monoid, Identity):
+        return None
     like = streams.new_empty((1, n), dtype=torch.float32 if triton else streams.dtype)
     element = monoid.element(signal, rate, like)
     return None if element.trivial else element.to_dense(n, like).mT

@@ -12,14 +12,13 @@ from axes.core.algorithms import Step
 from axes.core.costs import Alignment
 from axes.core.geometry import Birkhoff, Euclidean, Geometry, Permutations
 from axes.core.monoids import GeneralLinear, Identity
-from axes.core.rates import Per, extent
+from axes.core.rates import Per, Signal, extent
 from axes.core.state_update import StateUpdate
-from axes.depth.base import Coefficients, DepthMixer
 from axes.depth.hyper_connections import relinked
 from axes.depth.initial import OFF_DIAGONAL, read_shares, require_several
+from axes.depth.projection import Projected, Projection
 from axes.errors import ShapeError
 
-EPS = 1e-6
 RELEASED_EPS = 1e-6  # of DeepSeek-V4 and of models after it: hc_eps of their configurations
 
 MHC_BIBTEX = """@article{xie2025mhc,
@@ -33,7 +32,7 @@ MHC_BIBTEX = """@article{xie2025mhc,
 Reduce = bool | Literal["per-token"]
 
 
-class _Projected(DepthMixer):
+class _Shares(Projected):
     """Coefficients from one projection of all streams of a token,
 
         [p, o, r] = alpha * (RMSNorm(X^) phi) + b,   pre = sigmoid(p), post = 2 sigmoid(o), logits of R = r,
@@ -90,39 +89,27 @@ class _Projected(DepthMixer):
         near_identity = [link.identity_logits(like, OFF_DIAGONAL).flatten() for link in links]
         self.bias.copy_(torch.cat([torch.logit(shares), like, *near_identity]))
 
-    def project(self, streams: Tensor) -> list[Tensor]:
-        """The logits of pre (..., n), post (..., n) and, where streams are mixed, R (..., n n or n!)."""
-        return _projected(streams, self.phi, self.alpha, self.bias, self.sizes)
+    def projection(self) -> Projection:
+        scale = torch.cat([a.expand(size) for a, size in zip(self.alpha.unbind(), self.sizes, strict=True)])
+        return Projection(self.phi, scale, self.bias[None], floor=self.eps)
 
-    def coefficients(self, streams: Tensor) -> Coefficients:
-        read, write, *mix = self.project(streams)
+    def signal(self, entries: Tensor) -> Signal:
+        _, write, *mix = entries[..., 0, :].split(self.sizes, -1)
         shaped = (logits.unflatten(-1, shape) for logits, shape in zip(mix, self.mixing.values(), strict=True))
-        signal = {"k": 2 * torch.sigmoid(write), **dict(zip(self.mixing, shaped, strict=True))}
-        return Coefficients(self._shares(read), signal)
+        return {"k": 2 * torch.sigmoid(write), **dict(zip(self.mixing, shaped, strict=True))}
+
+    def exit_projection(self) -> Projection | None:
+        if self.exit is None or self.exit_phi is None or self.exit_alpha is None:
+            return None
+        return Projection(self.exit_phi, self.exit_alpha.expand(self.streams), self.exit[None], floor=self.eps)
 
     def leave(self, streams: Tensor) -> Tensor:
-        if self.exit is None:
-            return super().leave(streams)
-        if self.exit_phi is None or self.exit_alpha is None:
-            return self._shares(self.exit.to(streams.dtype))
-        return self._shares(_projected(streams, self.exit_phi, self.exit_alpha, self.exit, [self.streams])[0])
-
-    def _shares(self, logits: Tensor) -> Tensor:
-        shares = torch.sigmoid(logits)
-        return shares + self.eps if self.eps else shares
-
-
-def _projected(streams: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, sizes: list[int]) -> list[Tensor]:
-    """alpha_i (RMSNorm(vec X) phi_i) + bias_i, one for each of the sizes."""
-    flat = streams.flatten(-2)
-    scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
-    dynamic = ((flat @ phi.to(flat.dtype).mT) * scale).split(sizes, -1)
-    static = bias.to(flat.dtype).split(sizes)
-    return [a * x + b for a, x, b in zip(alpha.to(flat.dtype), dynamic, static, strict=True)]
+        learned = self.exit is not None and self.exit_phi is None
+        return super().leave(streams) + (self.eps if learned else 0.0)
 
 
 @final
-class MHC(_Projected):
+class MHC(_Shares):
     """X <- R X + post y,  R = Sinkhorn_20(logits): streams mix inside the polytope of doubly stochastic matrices.
 
     The mean of the streams passes unchanged both ways, and their differences shrink at every sublayer by the second
@@ -170,7 +157,7 @@ class MHC(_Projected):
 
 
 @final
-class MHCLite(_Projected):
+class MHCLite(_Shares):
     """X <- R X + post y,  R = sum_p softmax(logits)_p P_p: the same polytope, from one logit a permutation.
 
     Row and column sums are 1 to rounding at any logits, where Sinkhorn's iterations stop short of it. There are n!
@@ -200,7 +187,7 @@ class MHCLite(_Projected):
 
 
 @final
-class IdentityMixing(_Projected):
+class IdentityMixing(_Shares):
     """X <- X + post y: the coefficients of mHC with R = I, the baseline that tells what mixing adds.
 
     Source: Xie et al. 2025, ablation; shipped at four streams. Differs: asymmetric initial read instead of pre = 1/n.

@@ -13,14 +13,19 @@ from axes.core.geometry import Euclidean, Sphere
 from axes.core.monoids import Identity
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
+from axes.depth import kernels
 from axes.depth.base import Coefficients, DepthMixer, Streams
 from axes.errors import ShapeError
+from axes.routes.choice import Implementation
+
+_ONE = torch.ones(1)
 
 
 class _OneStream(DepthMixer):
     """pre = post = 1 on one stream, without parameters."""
 
     sees = False
+    adds = "one stream with constants of one is one addition"
 
     def __init__(
         self,
@@ -35,6 +40,17 @@ class _OneStream(DepthMixer):
     def coefficients(self, streams: Tensor) -> Coefficients:
         one = streams.new_ones(1)
         return Coefficients(one, {"k": one})
+
+    # with constants of one a read is the stream, and a write an addition
+
+    def _seen(self, kept: Tensor, who: Implementation) -> tuple[Tensor, Coefficients]:
+        return kernels.on_sphere(self.update, kept, written=False)[..., 0, :], Coefficients(_ONE, {"k": _ONE})
+
+    def _made(self, kept: Tensor, y: Tensor, coefficients: Coefficients, who: Implementation) -> Tensor:
+        return kernels.on_sphere(self.update, (kept + y[..., None, :]).to(kept.dtype), written=True)
+
+    def _left(self, kept: Tensor, who: Implementation) -> Tensor:
+        return kernels.on_sphere(self.update, kept, written=False)[..., 0, :]
 
 
 @final
@@ -154,12 +170,12 @@ class UniversalTransformer(_OneStream):
         self.sublayers = sublayers
 
     def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
-        x, (pre, signal) = super().read(streams)
+        x, coefficients = super().read(streams)
         if self.layer_index % self.sublayers:
-            return x, Coefficients(pre, signal)
+            return x, coefficients
         assert isinstance(streams, State)
         position = self.position(torch.div(streams.count, self.sublayers, rounding_mode="floor") + 1, x)
-        return x + position, Coefficients(pre, {**signal, "position": position})
+        return x + position, coefficients._replace(signal={**coefficients.signal, "position": position})
 
     def written(self, y: Tensor, coefficients: Coefficients) -> Signal:
         """What the sublayer saw besides the state is written with its output."""

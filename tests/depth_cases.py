@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -205,10 +206,13 @@ def compiles_as_one_graph(name: str, device: torch.device) -> None:
 
     torch._dynamo.reset()
     found = []
-    for call in (run, torch.compile(run, fullgraph=True)):
-        leaves = [t.detach().clone().requires_grad_() for t in (values, y)]
-        out = call(*leaves)
-        found.append((*out, *torch.autograd.grad(out, [*leaves, *mixer.parameters()], along)))
+    with warnings.catch_warnings():
+        for said in ("TensorFloat32 tensor cores", "\nOnline softmax is disabled"):  # inductor's advice
+            warnings.filterwarnings("ignore", message=said)
+        for call in (run, torch.compile(run, fullgraph=True)):
+            leaves = [t.detach().clone().requires_grad_() for t in (values, y)]
+            out = call(*leaves)
+            found.append((*out, *torch.autograd.grad(out, [*leaves, *mixer.parameters()], along)))
     for eager, compiled in zip(*found, strict=True):
         error = (eager - compiled).norm() / eager.norm()
         assert error <= BOUNDS[torch.float32], f"the compiled form is off by {error:.1e}"

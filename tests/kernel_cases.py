@@ -32,7 +32,8 @@ from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
 from axes.kernels.step import block_step, chain_step
-from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
+from axes.kernels.streams.look import look
+from axes.kernels.streams.mix import mix_read_on, mix_write, mix_write_read
 from axes.kernels.streams.sinkhorn import sinkhorn
 from axes.optim import AdamW
 from tests.hopper import Launch, hopper
@@ -178,7 +179,7 @@ def streams(dtype: torch.dtype, n: int, constant: bool = False) -> Callable[[], 
         lead = () if constant else (2, 64)
         x, y, m = draw(2, 64, n, 1024, of=dtype), draw(2, 64, 1024, of=dtype), draw(*lead, n, n)
         w, r = draw(*lead, n), draw(*lead, n)
-        both((mix_read(x, r),))
+        both(mix_read_on(x, r))
         both((mix_write(x, y, w, m),))
         both((mix_write(x, y, w),))
         if n == 4:
@@ -187,9 +188,23 @@ def streams(dtype: torch.dtype, n: int, constant: bool = False) -> Callable[[], 
     return run
 
 
+def looks(dtype: torch.dtype, n: int, entries: int, chart: str, d: int = 1024, **options: bool) -> Callable[[], None]:
+    """Predicted coefficients and the read with them."""
+
+    def run() -> None:
+        groups = n if chart == "first" else 1
+        shapes = (entries, n * d // groups), (entries,), (groups, entries)
+        phi, a, b = (torch.randn(shape, requires_grad=True) for shape in shapes)
+        x = torch.randn(2, 3000, n, d, dtype=dtype, requires_grad=True)
+        both(look(x, phi, a, b, chart, **options))
+
+    return run
+
+
 def doubly_stochastic() -> None:
     for n in (4, 3, 16):
-        both((sinkhorn(torch.randn(2, 600, n, n, requires_grad=True), 20),))
+        for eps in (0.0, 1e-6):
+            both((sinkhorn(torch.randn(2, 600, n, n, requires_grad=True), 20, eps),))
 
 
 def adamw(dtype: torch.dtype, **options: Any) -> Callable[[], None]:
@@ -247,6 +262,12 @@ CASES: dict[str, Callable[[], None]] = {
     "streams 4 float32": streams(FULL, 4),
     "streams 4 constant": streams(HALF, 4, constant=True),
     "streams 16": streams(HALF, 16),
+    "look 4": looks(HALF, 4, 24, "sigmoid"),
+    "look 4 float32": looks(FULL, 4, 24, "sigmoid"),
+    "look 4 half": looks(torch.float16, 4, 24, "sigmoid"),
+    "look 4 softmax": looks(HALF, 4, 48, "softmax", centred=True),
+    "look 4 each": looks(HALF, 4, 6, "first", tanh=True),
+    "look 10": looks(HALF, 10, 120, "sigmoid"),
     "sinkhorn": doubly_stochastic,
     "adamw": adamw(FULL),
     "adamw 24 bit, 8 bit": adamw(HALF, master="24bit", moments="8bit"),

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from axes import catalogue
-from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
+from axes.kernels.streams.look import look
+from axes.kernels.streams.mix import mix_read, mix_read_on, mix_write, mix_write_read
 
 
 def read(x: Tensor, r: Tensor) -> Tensor:
@@ -27,8 +28,13 @@ def both(x: Tensor, y: Tensor, w: Tensor, r: Tensor, m: Tensor | None = None) ->
     return made, read(made, r)
 
 
+def read_on(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    return read(x, r), x
+
+
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {  # kernel, meaning, what they take
     "read": (mix_read, read, "xr"),
+    "read on": (mix_read_on, read_on, "xr"),
     "write": (mix_write, write, "xywm"),
     "write unmixed": (mix_write, write, "xyw"),
     "both": (mix_write_read, both, "xywrm"),
@@ -62,7 +68,8 @@ def errors(name: str, given: dict[str, Tensor]) -> list[float]:
     terms are like: those of coefficients may cancel."""
     kernel, meaning, _ = CALLS[name]
     x = given["x"]
-    shapes = [x[..., 0, :].shape] if name == "read" else [x.shape, x[..., 0, :].shape][: 1 + ("both" in name)]
+    after, seen = x.shape, x[..., 0, :].shape
+    shapes = {"read": [seen], "read on": [seen, after]}.get(name, [after, seen][: 1 + ("both" in name)])
     directions = [torch.randn(s, device=x.device).to(x.dtype) for s in shapes]
     got = gradients(kernel, list(given.values()), directions)
     want = gradients(meaning, [v.double() for v in given.values()], directions)
@@ -70,13 +77,66 @@ def errors(name: str, given: dict[str, Tensor]) -> list[float]:
     found = []
     for a, b, n in zip(got, want, terms, strict=True):
         assert a.shape == b.shape
-        found.append(((a - b).norm() / b.norm().clamp(min=0.3 * (max(b.numel(), 1) * n) ** 0.5)).item())
+        least = 0.3 if n == 1 else 1.0
+        found.append(((a - b).norm() / b.norm().clamp(min=least * (max(b.numel(), 1) * n) ** 0.5)).item())
     return found
 
 
 def compare(name: str, given: dict[str, Tensor], bound: float) -> None:
     found = errors(name, given)
     assert max(found) < bound, (name, {n: tuple(x.shape) for n, x in given.items()}, found)
+
+
+# ---- predicted coefficients ------------------------------------------------------------------------------------------
+
+
+def looked(
+    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str,
+    *, tanh: bool = False, centred: bool = False, eps: float = 1e-6, floor: float = 0.0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What `look` means."""
+    n = x.shape[-2]
+    rows = x if chart == "first" else x.flatten(-2).unsqueeze(-2)
+    if centred:
+        rows = rows - rows.mean(-1, keepdim=True)
+    r = (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)) @ phi.mT
+    entries = a * (r.tanh() if tanh else r) + b
+    first = entries[..., 0, :]
+    if chart == "first":
+        pre = entries[..., 0]
+    elif chart == "softmax":
+        pre = first[..., : n * n].unflatten(-1, (n, n)).softmax(-1).mean(-2)
+    else:
+        pre = first[..., :n].sigmoid() + floor
+    return (pre[..., None] * x).sum(-2), pre, entries, x
+
+
+def draw_look(
+    n: int, d: int, lead: tuple[int, ...], entries: int, chart: str, dtype: torch.dtype, device: str = "cpu"
+) -> list[Tensor]:
+    """Streams and parameters of a call; streams of a mean."""
+    groups = n if chart == "first" else 1
+    width = n * d // groups
+    phi, a, b = (torch.randn(s, device=device) for s in ((entries, width), (entries,), (groups, entries)))
+    return [(torch.randn(*lead, n, d, device=device) + 0.3).to(dtype), phi * width**-0.5, a, b]
+
+
+def look_errors(given: Sequence[Tensor], chart: str, **options: Any) -> list[float]:
+    """Of x_in, pre, entries, x and the gradients of x, phi, a, b against float64, relative to whole tensors."""
+    x, _, _, b = given
+
+    def by_kernel(x: Tensor, phi: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return look(x, phi - phi.mean(-1, keepdim=True) if options.get("centred") else phi, a, b, chart, **options)
+
+    shapes = (x[..., 0, :].shape, x.shape[:-1], (*x.shape[:-2], *b.shape), x.shape)
+    directions = [torch.randn(s, device=x.device) for s in shapes]
+    directions[0], directions[3] = directions[0].to(x.dtype), directions[3].to(x.dtype)
+    got = gradients(by_kernel, given, directions)
+    want = gradients(lambda *g: looked(*g, chart, **options), [t.double() for t in given], directions)
+    return [((p - q).norm() / q.norm().clamp(min=1e-30)).item() for p, q in zip(got, want, strict=True)]
+
+
+# ---- mixers ----------------------------------------------------------------------------------------------------------
 
 
 def sublayer(mixer: Any, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -95,12 +155,12 @@ def sublayer(mixer: Any, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def check_mixer(
     name: str, streams: int, d: int = 12, lead: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32,
-    device: str = "cpu", bound: float = 1e-5,
+    device: str = "cpu", bound: float = 1e-5, **options: Any,
 ) -> None:  # fmt: skip
     """A mixer of the catalogue by kernels against the tuple in float64."""
     torch.manual_seed(0)
-    cls, options = catalogue.get(name).cls, {} if streams == 1 else {"streams": streams}
-    mixer = cls(d, 1, **options, device=device)
+    cls = catalogue.get(name).cls
+    mixer = cls(d, 1, **options, **({} if streams == 1 else {"streams": streams}), device=device)
     with torch.no_grad():
         for p in mixer.parameters():
             p.add_(0.3 * torch.randn(p.shape).to(p))

@@ -17,6 +17,7 @@ from axes import catalogue
 from axes.answers import plans
 from axes.core.state_update import StateUpdate
 from axes.depth import kernels as products
+from axes.depth.residual import _OneStream
 from axes.optim.engine.capabilities import holds
 from axes.optim.engine.factored import Factored
 from axes.optim.engine.stacked import Stacks
@@ -44,6 +45,7 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (Factored, "step", "stacks", None),
     (Schedule, "run", None, "torch"),
     (products, "_product", "chain", "torch"),
+    (_OneStream, "_made", "chain", "torch"),
 ]
 KERNELS = (
     ("axes.kernels.scalar.chain", "scalar_chain", "chain"),

@@ -16,6 +16,7 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
     pytest.importorskip("triton")
 
 from axes.errors import ShapeError
+from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
 from axes.kernels.streams.sinkhorn import sinkhorn
 from tests.interpreter import interpret
@@ -27,7 +28,7 @@ import torch
 torch.manual_seed(0)
 for n, d, lead in ((2, 21, (2, 3)), (3, 140, (5,)), (4, 37, (9,))):
     for each in (True, False):
-        for name in {2: ("both unmixed",), 3: ("read", "write unmixed", "both")}.get(n, ("read", "write")):
+        for name in {2: ("both unmixed",), 3: ("read on", "write unmixed", "both")}.get(n, ("read", "write")):
             compare(name, draw(name, n, d, lead, each, torch.float32), 3e-6)
 compare("both", draw("both", 16, 7, (2,), True, torch.float32), 3e-6)
 compare("read", draw("read", 16, 7, (2,), False, torch.float32), 3e-6)
@@ -59,18 +60,20 @@ from tests.streams import gradients
 
 torch.manual_seed(0)
 
-def check(logits, pairs=20, bound=1e-6):
+def check(logits, pairs=20, bound=1e-6, eps=0.0):
     direction = [torch.randn(logits.shape)]
-    got = gradients(lambda z: sinkhorn(z, pairs), [logits], direction)
-    want = gradients(Birkhoff(pairs).primal, [logits.double()], direction)
-    plain = gradients(Birkhoff(pairs).primal, [logits], direction)
+    link = Birkhoff(pairs, eps)
+    got = gradients(lambda z: sinkhorn(z, *link.sinkhorn), [logits], direction)
+    want = gradients(link.primal, [logits.double()], direction)
+    plain = gradients(link.primal, [logits], direction)
     for x, w, p in zip(got, want, plain):
         assert torch.isfinite(x).all() and x.dtype == torch.float32
         assert (x - w).norm() <= bound * w.numel() ** 0.5 + 2 * (p - w).norm(), (logits.shape, pairs, (x - w).norm())
-    assert ((got[0].sum(-1) - 1).abs() < 1e-5).all()
+    assert ((got[0].sum(-1) - 1).abs() < 1e-5).all() or eps
 
 for n in (1, 2, 3, 4, 16):
     check(torch.randn(2, 3, n, n), 20 if n == 4 else 3)
+    check((60 if n == 3 else 1) * torch.randn(2, 3, n, n), 20 if n == 4 else n % 4 + 1, eps=1e-2 if n == 2 else 1e-6)
     check((60 if n == 3 else 8) * torch.randn(3, n, n), 4, bound=1e-5)
 near = -8.0 * (1 - torch.eye(4))
 check(near + 0.1 * torch.randn(70, 4, 4))
@@ -92,15 +95,52 @@ else:
 """
 
 
+LOOKS = r"""
+import torch
+from tests.streams import draw_look, look_errors
+from axes.kernels.streams import look as module
+
+torch.manual_seed(0)
+
+def check(n, d, lead, entries, chart, dtype=torch.float32, bound=1e-6, **options):
+    found = look_errors(draw_look(n, d, lead, entries, chart, dtype), chart, **options)
+    assert max(found) < bound, (n, d, lead, entries, chart, dtype, found)
+
+check(4, 24, (2, 3), 24, "sigmoid")
+check(2, 70, (67,), 5, "sigmoid", floor=1e-3, eps=0.5)
+check(3, 20, (5,), 27, "softmax", centred=True)
+check(2, 80, (3,), 11, "softmax", tanh=True)
+check(3, 24, (35,), 5, "first", tanh=True)
+check(16, 7, (2,), 40, "sigmoid")
+check(1, 8, (), 1, "first", centred=True)
+check(4, 40, (9,), 32, "sigmoid", torch.float16, 1e-3)
+
+# an error is found: a gradient without the norm's part
+back = module._back
+class Without:
+    def __getitem__(self, grid):
+        def launch(*given, **options):
+            back[grid](*given, **options)
+            given[8].zero_()
+        return launch
+module._back = Without()
+try:
+    check(4, 24, (6,), 24, "sigmoid")
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a planted error was not found")
+"""
+
 MIXERS = r"""
 from axes import catalogue
 from axes.routes.choice import NoImplementation
 from tests.streams import check_mixer
 
-for name in ("mhc", "dynamic-hyper-connections", "hyper-connections", "ihc"):
+for name in ("mhc", "dynamic-hyper-connections", "hyper-connections", "jpmhc"):
     check_mixer(name, 2)
-for name in ("residual", "pre-norm", "post-norm"):
-    check_mixer(name, 1)
+check_mixer("ihc", 3, learned_reduce="per-token")
+check_mixer("mhc", 2, eps=1e-6, learned_reduce=True)
 try:
     catalogue.get("universal-transformer").cls(8).plans(implementation="triton")
 except NoImplementation as refused:
@@ -118,11 +158,27 @@ def test_reads_and_writes() -> None:
     interpret(MIXES)
 
 
+def test_projected_coefficients() -> None:
+    interpret(LOOKS)
+
+
+def test_two_terms_of_bfloat16_are_sixteen_bits() -> None:
+    """What `look` takes phi in beside streams of bfloat16, which Triton's interpreter does not multiply."""
+    torch.manual_seed(0)
+    x, phi = torch.randn(50, 8192).bfloat16().double(), torch.randn(24, 8192) * 8192**-0.5
+    want, got, left = x @ phi.double().T, torch.zeros(50, 24, dtype=torch.float64), phi.clone()
+    for bound in (3e-3, 5e-6, 3e-8):
+        term = left.bfloat16()
+        got, left = got + x @ term.double().T, left - term.float()
+        assert (got - want).norm() < bound * want.norm()
+
+
 def test_sinkhorn() -> None:
     interpret(LINKS)
 
 
 X, Y, W, M = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 8), torch.zeros(4), torch.zeros(4, 4)
+PHI, A, B = torch.zeros(6, 32), torch.zeros(6), torch.zeros(1, 6)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +192,13 @@ X, Y, W, M = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 8), torch.zeros(4), torc
         (lambda: mix_write(X, Y[0], W), "y is"),
         (lambda: mix_write(X, Y, W, torch.zeros(3, 4, 4)), "m is"),
         (lambda: mix_write_read(X, Y, W, torch.zeros(2, 4), M), "r is"),
+        (lambda: look(X, PHI, A, B, "relu"), "sigmoid, softmax, first"),
+        (lambda: look(X, PHI, A, B[:, :3], "sigmoid"), r"b is \(1, C\) with C from 4 to 128"),
+        (lambda: look(X, PHI, A, B, "first"), r"b is \(4, C\)"),
+        (lambda: look(X, PHI[:, 1:], A, B, "sigmoid"), r"phi is \(6, 32\)"),
+        (lambda: look(X, PHI.double(), A, B, "sigmoid"), "phi has up to 32 bits"),
+        (lambda: look(X.double(), PHI, A, B, "sigmoid"), "bf16, fp16 or fp32"),
+        (lambda: look(X, PHI, A, B, "sigmoid"), "need a CUDA device"),
         (lambda: sinkhorn(torch.zeros(3, 4), 20), r"\(\.\.\., n, n\)"),
         (lambda: sinkhorn(torch.zeros(17, 17), 20), "n from 1 to 16"),
         (lambda: sinkhorn(M, 0), "pairs from 1"),

@@ -231,7 +231,7 @@ def test_a_wrapped_model_computes_the_mixers_equation(block: Callable[[], nn.Mod
     streams = m.embedding(TOKENS)[..., None, :].expand(-1, -1, 3, -1)
     for b in m.blocks:
         for f, mix in zip(by_hand[block](b), b.mixers, strict=True):
-            pre, signal = mix.coefficients(streams)
+            pre, signal, _ = mix.coefficients(streams)
             y = f((pre[..., None] * streams).sum(-2))
             mixing = mix.update.parts().monoid.link.primal(signal["mix"])
             streams = mixing @ streams + signal["k"][..., None] * y[..., None, :]

@@ -1,12 +1,15 @@
 """The kernels of residual streams on a GPU against float64, alone and through mixers.
 
-`python tests/gpu/test_streams.py` prints every case's errors, `python tests/gpu/test_streams.py time` milliseconds.
+`python tests/gpu/test_streams.py` prints every case's errors; with `time` milliseconds, memory and launches of kernels
+and whole mixers, with `tune` those of the kernels that predict coefficients by their settings.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +22,8 @@ from torch.library import opcheck  # noqa: E402
 
 from axes import catalogue  # noqa: E402
 from axes.core.geometry import Birkhoff  # noqa: E402
-from axes.kernels.streams import mix, sinkhorn  # noqa: E402
-from tests.streams import CALLS, check_mixer, draw, errors, gradients  # noqa: E402
+from axes.kernels.streams import look, mix, sinkhorn  # noqa: E402
+from tests.streams import CALLS, check_mixer, draw, draw_look, errors, gradients, look_errors  # noqa: E402
 
 BF, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 BOUNDS = {FULL: 3e-6, HALF: 2e-3, BF: 1.2e-2}  # relative errors of a whole tensor
@@ -97,6 +100,66 @@ def test_a_write_with_the_next_read_is_one_after_the_other() -> None:
         assert (a != b).double().mean() < 1e-2 and torch.allclose(a, b, rtol=2**-7, atol=1e-6)
 
 
+# ---- predicted coefficients ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Look:
+    """One call: streams (tokens, n, d), rows of so many entries."""
+
+    chart: str = "sigmoid"
+    n: int = 4
+    d: int = 2048
+    tokens: int = 300
+    entries: int = 24
+    dtype: torch.dtype = BF
+    tanh: bool = False
+    centred: bool = False
+
+    def __str__(self) -> str:
+        return " ".join(f"{n}={x}".replace("torch.", "") for n, x in vars(self).items())
+
+
+FORMS = ({}, {"chart": "softmax", "entries": 48, "centred": True}, {"chart": "first", "entries": 6, "tanh": True})
+LOOKS = [Look(dtype=dtype, tokens=t, **form) for form in FORMS for dtype in (BF, HALF, FULL) for t in (300, 5000)]  # type: ignore[arg-type]
+LOOKS += [Look(d=d, tokens=t, **form) for form in FORMS for d in (1, 7, 100, 129, 5120) for t in (1, 2, 67)]  # type: ignore[arg-type]
+LOOKS += [Look(n=n, d=512, entries=e, dtype=dtype) for n, e in ((2, 8), (3, 15), (4, 4), (8, 80), (10, 120), (16, 16))
+          for dtype in (BF, HALF, FULL)]  # fmt: skip
+LOOKS += [Look("softmax", 3, 512, entries=27, centred=True), Look("first", 16, 512, entries=18), Look(tokens=33_000)]
+
+
+@pytest.mark.parametrize("case", LOOKS, ids=str)
+def test_projected_coefficients(case: Look) -> None:
+    found = measure_look(case)
+    rounded, exact = (found[0], found[4]), (*found[1:4], *found[5:])  # x_in and the gradient of x are of its dtype
+    assert max(rounded) < BOUNDS[case.dtype] and max(exact) < {FULL: 1e-5, HALF: 5e-5, BF: 1e-4}[case.dtype], found
+
+
+def measure_look(case: Look) -> list[float]:
+    torch.manual_seed(0)
+    given = draw_look(case.n, case.d, (case.tokens,), case.entries, case.chart, case.dtype, "cuda")
+    return look_errors(given, case.chart, tanh=case.tanh, centred=case.centred)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_projected_coefficients_are_the_same_bits_again(form: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    case = Look(tokens=20_000, **form)  # type: ignore[arg-type]
+    given = draw_look(4, 2048, (case.tokens,), case.entries, case.chart, BF, "cuda")
+
+    def run() -> tuple[torch.Tensor, ...]:
+        def call(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return look.look(*given, case.chart, tanh=case.tanh, centred=case.centred)
+
+        with torch.no_grad():
+            directions = [torch.sin(o.float()).to(o.dtype) for o in call(*given)]
+        return gradients(call, given, directions)
+
+    first = run()
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
 # ---- Sinkhorn --------------------------------------------------------------------------------------------------------
 
 
@@ -106,7 +169,8 @@ def test_a_write_with_the_next_read_is_one_after_the_other() -> None:
 def test_sinkhorn(n: int, scale: float, tokens: int) -> None:
     torch.manual_seed(0)
     logits = scale * torch.randn(tokens, n, n, device="cuda")
-    check_links(logits)
+    for eps in (0.0, 1e-6, 1e-2):
+        check_links(logits, eps)
 
 
 @pytest.mark.parametrize("high", (50.0, 88.0, 100.0, 200.0, -200.0, 1e4))
@@ -117,12 +181,12 @@ def test_sinkhorn_of_extreme_logits(high: float) -> None:
     check_links(-8.0 * (1 - torch.eye(4, device="cuda")) + 0.1 * logits.clamp(-5, 5))
 
 
-def check_links(logits: torch.Tensor) -> None:
-    direction = [torch.randn_like(logits)]
-    got = gradients(lambda z: sinkhorn.sinkhorn(z, 20), [logits], direction)
-    want = gradients(Birkhoff(20).primal, [logits.double()], direction)
-    plain = gradients(Birkhoff(20).primal, [logits], direction)
-    again = gradients(lambda z: sinkhorn.sinkhorn(z, 20), [logits], direction)
+def check_links(logits: torch.Tensor, eps: float = 0.0) -> None:
+    direction, link = [torch.randn_like(logits)], Birkhoff(20, eps)
+    got = gradients(lambda z: sinkhorn.sinkhorn(z, 20, eps), [logits], direction)
+    want = gradients(link.primal, [logits.double()], direction)
+    plain = gradients(link.primal, [logits], direction)
+    again = gradients(lambda z: sinkhorn.sinkhorn(z, 20, eps), [logits], direction)
     for x, w, p, y in zip(got, want, plain, again, strict=True):
         assert torch.isfinite(x).all() and torch.equal(x, y)
         assert (x - w).norm() <= 2e-6 * w.numel() ** 0.5 + 2 * (p - w).norm()
@@ -139,12 +203,17 @@ def test_operators() -> None:
     opcheck(mix._writes.operator, (a(6, 4, 40), a(6, 4, 4), a(6, 40), a(4), True))
     opcheck(mix._writes.operator, (a(6, 4, 40), None, a(6, 40), a(6, 4), True))
     opcheck(mix._writes_and_reads.operator, (a(6, 4, 40), a(4, 4), a(6, 40), a(6, 4), a(4), True))
-    opcheck(sinkhorn._sinkhorn.operator, (a(6, 4, 4), 20, True))
+    together = a(24, 160), a(24), a(1, 24), "sigmoid", False, False
+    alone = a(6, 40), a(6), a(4, 6), "first", True, True
+    for given in (together, alone):
+        opcheck(look._looks.operator, (a(6, 4, 40), *given, 1e-6, 0.0, True))
+    opcheck(sinkhorn._sinkhorn.operator, (a(6, 4, 4), 20, 0.0, True))
+    opcheck(sinkhorn._sinkhorn.operator, (a(6, 4, 4), 20, 1e-6, True))
 
 
 MIXERS = (
-    "mhc", "ihc", "hyper-connections", "dynamic-hyper-connections", "jpmhc", "jpmhc-mean-preserving", "denseformer",
-    "block-attention-residuals",
+    "mhc", "mhc-lite", "ihc", "hyper-connections", "dynamic-hyper-connections", "jpmhc", "jpmhc-mean-preserving",
+    "denseformer", "block-attention-residuals",
 )  # fmt: skip
 
 
@@ -176,29 +245,132 @@ def test_a_sublayer_compiles_without_graph_breaks() -> None:
 # ---- by hand ---------------------------------------------------------------------------------------------------------
 
 
-def times() -> None:
-    """Milliseconds at N = 32,768, d = 2,048, n = 4, bfloat16, forward / with backward."""
+SIZE = (4, 2048, (32_768,))  # n, d, tokens of the figures
+MEASURED = ("residual", "hyper-connections", "ihc", "mhc", "mhc-lite", "jpmhc", "dynamic-hyper-connections")
+LAUNCHES = {  # of the kernels of look: tokens and columns of a tile, warps, stages
+    "project": ((64, 64, 8, 3), (64, 64, 8, 2), (64, 64, 8, 1), (64, 64, 4, 1), (64, 64, 4, 3), (128, 64, 8, 3),
+                (64, 128, 8, 2), (64, 32, 4, 3)),
+    "give": ((64, 64, 8, 3), (64, 64, 8, 2), (64, 64, 8, 1), (64, 64, 4, 1), (64, 64, 4, 3), (128, 64, 8, 2),
+             (64, 128, 8, 1), (32, 64, 4, 2)),
+}  # fmt: skip
+
+
+def report(name: str, kernel: Callable[..., Any], given: Sequence[torch.Tensor]) -> None:
+    """Milliseconds forward / with backward, and MB at the peak of the latter beyond inputs, outputs and gradients."""
     from triton.testing import do_bench
 
-    cases = {name: (CALLS[name][0], draw(name, 4, 2048, (32_768,), True, BF, "cuda")) for name in CALLS}
-    links = {"z": torch.randn(32_768, 4, 4, device="cuda")}
-    cases["sinkhorn"] = (lambda z: sinkhorn.sinkhorn(z, 20), links)
-    for name, (kernel, given) in cases.items():
-        wanted = [x.requires_grad_() for x in given.values()]
+    wanted = [x.detach().requires_grad_() for x in given]
 
-        def whole(kernel=kernel, given=given, wanted=wanted) -> None:  # type: ignore[no-untyped-def]
-            outs = kernel(**given)
-            outs = outs if isinstance(outs, tuple) else (outs,)
-            torch.autograd.grad(outs, wanted, [o.detach() for o in outs])
+    def whole() -> list[torch.Tensor]:
+        outs = kernel(*wanted)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        found = torch.autograd.grad(outs, wanted, [o.detach() for o in outs], allow_unused=True)
+        return [*outs, *(g for g in found if g is not None)]
 
-        with torch.no_grad():
-            forward = do_bench(lambda kernel=kernel, given=given: kernel(**given))
-        print(f"{name:<16} {forward:.3f} / {do_bench(whole):.3f}")
+    with torch.no_grad():
+        forward = do_bench(lambda: kernel(*given))
+    backward = do_bench(whole)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made = whole()
+    torch.cuda.synchronize()
+    beyond = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in made)
+    print(f"{name:<28} {forward:.3f} / {backward:.3f} ms {beyond / 1e6:8.0f} MB", flush=True)
+
+
+def launches(name: str, run: Callable[[], object]) -> None:
+    """Microseconds of every launch of a call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(5):
+            run()
+        torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
+    took = [(row.key[:44], row.self_device_time_total / 5, row.count // 5) for row in rows]
+    told = [f"{key} {time:.0f}" + (f" ({n})" if n > 1 else "") for key, time, n in took if time]
+    print(f"{name}:", ", ".join(told), flush=True)
+
+
+def mixed(name: str, n: int, d: int, lead: tuple[int, ...]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """The read and the write of a mixer, as of its streams, what is written, and its parameters."""
+    mixer = catalogue.get(name).cls(d, 1, **({} if name == "residual" else {"streams": n}), device="cuda")
+    parameters = dict(mixer.named_parameters())
+
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = mixer
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            seen, coefficients = mixer.read(x)
+            return seen, mixer.write(x, y, coefficients)
+
+    both = Both()
+
+    def call(x: torch.Tensor, y: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        named = {f"mixer.{key}": value for key, value in zip(parameters, values, strict=True)}
+        made: tuple[torch.Tensor, torch.Tensor] = torch.func.functional_call(both, named, (x, y))
+        return made
+
+    streams = 1 if name == "residual" else n
+    given = [torch.randn(*lead, streams, d, device="cuda", dtype=BF), torch.randn(*lead, d, device="cuda", dtype=BF)]
+    return call, [*given, *(p.detach() for p in parameters.values())]
+
+
+def whole(call: Callable[..., Any], given: Sequence[torch.Tensor]) -> None:
+    wanted = [x.detach().requires_grad_() for x in given]
+    outs = call(*wanted)
+    torch.autograd.grad(outs, wanted, [o.detach() for o in outs], allow_unused=True)
+
+
+def times() -> None:
+    """Everything at N = 32,768, d = 2,048, n = 4, bfloat16."""
+    for name in CALLS:
+        report(name, lambda *x, name=name: CALLS[name][0](*x), list(draw(name, *SIZE, True, BF, "cuda").values()))
+    for eps in (0.0, 1e-6):
+        call = lambda z, eps=eps: sinkhorn.sinkhorn(z, 20, eps)  # noqa: E731
+        report(f"sinkhorn, eps {eps}", call, [torch.randn(32_768, 4, 4, device="cuda")])
+    for form in FORMS:
+        case = Look(**form)  # type: ignore[arg-type]
+        given = draw_look(*SIZE, case.entries, case.chart, BF, "cuda")
+
+        def call(*x: torch.Tensor, case: Look = case) -> tuple[torch.Tensor, ...]:
+            return look.look(*x, case.chart, tanh=case.tanh, centred=case.centred)
+
+        report(f"look {case.chart}", call, given)
+        launches(f"look {case.chart}", lambda call=call, given=given: whole(call, given))
+    h, y = (torch.randn(32_768, 2048, device="cuda", dtype=BF) for _ in range(2))
+    report("h + y", lambda h, y: h + y, [h, y])
+    for name in MEASURED:
+        call, given = mixed(name, *SIZE)
+        report(name, call, given)
+        launches(name, lambda call=call, given=given: whole(call, given))
+
+
+def tune() -> None:
+    """Microseconds of the launches of look by its settings, and with three terms of bfloat16."""
+    given = draw_look(*SIZE, 24, "sigmoid", BF, "cuda")
+    for terms in (2, 3):
+        look._TERMS = terms
+        launches(f"{terms} terms", lambda: whole(lambda *x: look.look(*x, "sigmoid"), given))
+    look._TERMS = 2
+    for kernel, settings in LAUNCHES.items():
+        first = look._LAUNCH[kernel]
+        for setting in settings:
+            for programs in (1024, 2048, 4096) if kernel == "give" else (1024,):
+                look._LAUNCH[kernel], look._PROGRAMS = setting, programs
+                launches(f"{kernel} {setting} {programs}", lambda: whole(lambda *x: look.look(*x, "sigmoid"), given))
+        look._LAUNCH[kernel], look._PROGRAMS = first, 1024
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["time"]:
-        times()
+    if sys.argv[1:] in (["time"], ["tune"]):
+        {"time": times, "tune": tune}[sys.argv[1]]()
     else:
         for case in CASES:
             print(case, " ".join(f"{x:.1e}" for x in measure(case)))
+        for one in LOOKS:
+            print(one, " ".join(f"{x:.1e}" for x in measure_look(one)))

@@ -67,7 +67,8 @@ class Geometry(Declared, ABC):
     tells: the rate that an axis makes for the next datum, of what statistics come to over all leaves: `told`, `number`.
     sphere: where primal only rescales, what it rescales to one length and that length (None: the root of its entries);
         `TINY` is added to squares of lengths.
-    sinkhorn: how many pairs of normalisations of e^theta primal is, of columns and then of rows, if it is that.
+    sinkhorn: how many pairs of normalisations of e^theta primal is, of columns and then of rows, and what is added to
+        their sums, if it is that.
     logits: the shape of what primal makes a matrix of, where that is no matrix: a link of `GeneralLinear` alone.
     """
 
@@ -89,7 +90,7 @@ class Geometry(Declared, ABC):
     reads: frozenset[str] = frozenset()
     tells: Per | None = None
     sphere: SphereOf | None = None
-    sinkhorn: int | None = None
+    sinkhorn: tuple[int, float] | None = None
     logits: Shape = "mix"
 
     @abstractmethod

@@ -50,8 +50,8 @@ class Birkhoff(Geometry):
         return self.eps == 0
 
     @property
-    def sinkhorn(self) -> int | None:  # type: ignore[override]
-        return None if self.eps else self.iterations
+    def sinkhorn(self) -> tuple[int, float]:  # type: ignore[override]
+        return self.iterations, self.eps
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         require_matrix(self, theta, square=True)

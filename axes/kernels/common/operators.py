@@ -39,6 +39,8 @@ class Differentiable:
     shapes(*tensors, *options, record): what forward returns, unfilled. A gradient is like its tensor, contiguous.
     twice: backward is made of torch's operators and may itself be differentiated; otherwise a second derivative raises.
     reads: so many of the first outputs are read by the backward, in front of what is kept.
+    passes: a call also returns its first tensor once more. What hears from behind it, in an eager call, is given to the
+        backward after grads, or None: it adds it to the gradient that it writes, which saves a pass over both.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Differentiable:
         missing: bool = False,
         twice: bool = False,
         reads: int = 0,
+        passes: bool = False,
     ) -> None:
         @wraps(backward)
         def given(*inputs: Any) -> list[Tensor]:
@@ -59,7 +62,7 @@ class Differentiable:
             return [grad.contiguous() for x, grad in made if x is not None]
 
         self.forward, self.backward, self.gradients = forward, given, gradients
-        self.missing, self.twice, self.reads = missing, twice, reads
+        self.missing, self.twice, self.reads, self.passes = missing, twice, reads, passes
         self.operator = torch.library.custom_op(f"axes::{name}", forward, mutates_args=())
         self.operator.register_fake(shapes)
         self.reverse: Callable[..., Any] = given
@@ -72,9 +75,12 @@ class Differentiable:
 
     def __call__(self, *inputs: Any) -> Any:
         record = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        again = inputs[:1] if self.passes else ()
         if torch.compiler.is_compiling() or type(inputs[0]) not in _PLAIN or _transformed():
-            return self.operator(*inputs, record)[:-1]
-        return _Eager.apply(self, *inputs, record) if record else self.forward(*inputs, record)[:-1]
+            return (*self.operator(*inputs, record)[:-1], *again)
+        if record:
+            return _Eager.apply(self, *inputs, record)
+        return (*self.forward(*inputs, record)[:-1], *again)
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         tensors, kept = [x for x in inputs if x is None or isinstance(x, Tensor)], output[-1]
@@ -101,7 +107,7 @@ class _Eager(torch.autograd.Function):
         output = of.forward(*inputs)
         ctx.of = of
         of.save(ctx, inputs, output)
-        return output[:-1]
+        return (*output[:-1], *inputs[:1]) if of.passes else output[:-1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -5,11 +5,11 @@
                                                     dM_ij = <G_i, X_j>         dw_i = <G_i, y>
     both    the write, then x = sum_i r_i X'_i      G_i = dX'_i + r_i dx       dr_i = <X'_i, dx>
 
-G = dX' where nothing is read. Coefficients are float32, of every token or one for all; products and sums are float32,
-results are rounded once to the dtype of the streams, and what is read of X' is what has been written. Without M the
-streams stay as they are, M = I. A program owns a tile of tokens and columns; its parts of sums over columns are written
-down and added in one order, those of constant coefficients over tokens too. Where a write and a read go together the
-backward makes X' again.
+G = dX' where nothing is read; what is made of the X that a read returns beside y gives its gradient to that pass.
+Coefficients are float32, of every token or one for all; products and sums are float32, results are rounded once to the
+dtype of the streams, and what is read of X' is what has been written. Without M the streams stay as they are, M = I. A
+program owns a tile of tokens and columns; its parts of sums over columns are written down and added in one order, those
+of constant coefficients over tokens too. Where a write and a read go together the backward makes X' again.
 """
 
 from __future__ import annotations
@@ -102,13 +102,15 @@ def _read(x, r, y, tokens, d, N: tl.constexpr, READ: tl.constexpr, ROWS: tl.cons
 @Kernel
 @triton.jit(do_not_specialize=["tokens"])
 def _read_backward(
-    x, r, dy, dx, dr, tokens, d, N: tl.constexpr, READ: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x, r, dy, more, dx, dr, tokens, d, N: tl.constexpr, READ: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     part, token, column, there, inside = _places(tokens, d, ROWS, COLUMNS)
     grad = _stream(dy, token, column, inside, d, 0, 1)
     for j in tl.static_range(N):
         moved = _number(r, token, there, j, N, READ) * grad
         at = ((token * N + j) * d)[:, None] + column[None, :]
+        if more is not None:
+            moved += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, moved.to(dx.dtype.element_ty), mask=inside)
         _tell(dr, grad * _stream(x, token, column, inside, d, j, N), part, tokens, token, there, j, N)
 
@@ -277,9 +279,11 @@ def _forward_read(x: Tensor, r: Tensor, record: bool) -> tuple[Tensor, list[Tens
     return y, []
 
 
-def _backward_read(x: Tensor, r: Tensor, kept: list[Tensor], dy: Tensor) -> list[Tensor]:
+def _backward_read(
+    x: Tensor, r: Tensor, kept: list[Tensor], dy: Tensor | None, more: Tensor | None = None
+) -> list[Tensor]:
     kind, dx, dr = _kind(r, 1), torch.empty_like(x), _sums(x, x.shape[1])
-    _launch(_read_backward, x, r, dy, dx, dr, READ=kind)
+    _launch(_read_backward, x, r, torch.zeros_like(x[:, 0]) if dy is None else dy, more, dx, dr, READ=kind)
     return [dx, _total(dr, r, kind)]
 
 
@@ -332,8 +336,9 @@ def _backward_both(
 
 
 _reads = Differentiable(
-    "mix_read", _forward_read, _backward_read, lambda x, r, record: (torch.empty_like(x[:, 0]), []), gradients=2
-)
+    "mix_read", _forward_read, _backward_read, lambda x, r, record: (torch.empty_like(x[:, 0]), []), gradients=2,
+    missing=True, passes=True,
+)  # fmt: skip
 _writes = Differentiable(
     "mix_write", _forward_write, _backward_write, lambda x, m, y, w, record: (torch.empty_like(x), []), gradients=4
 )
@@ -378,10 +383,14 @@ def mix_read(x: Tensor, r: Tensor) -> Tensor:
 
     Raises ShapeError for other shapes and dtypes, and for devices that no kernel runs on.
     """
+    return mix_read_on(x, r)[0]
+
+
+def mix_read_on(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """`mix_read`, and x once more: what is made of that gives its gradient to the pass that writes the read's."""
     _check("mix_read", x, None, r=r)
-    (y,) = _reads(x.reshape(-1, *x.shape[-2:]).contiguous(), _flat(r, 1))
-    made: Tensor = y.view(*x.shape[:-2], x.shape[-1])
-    return made
+    y, again = _reads(x.reshape(-1, *x.shape[-2:]).contiguous(), _flat(r, 1))
+    return y.view(*x.shape[:-2], x.shape[-1]), again.view(x.shape)
 
 
 def mix_write(x: Tensor, y: Tensor, w: Tensor, m: Tensor | None = None) -> Tensor:

@@ -5,6 +5,12 @@
 What a normalisation takes away is kept apart from z, so that no exponent is positive. The gradient is that of the
 truncated map: through z' = z - lse z it is dz = dz' - e^z' sum dz', and e^z' is what the normalisation left. So the
 backward goes through the pairs again, writes down what each took away, 2 n numbers a pair, and puts it back one by one.
+
+With eps > 0 it is what released models compute, where no sum vanishes and there are no logs:
+
+    w <- softmax_i z + eps,  w <- w / (eps + sum_j w),  then k - 1 times columns and rows,  w <- w / (eps + sum w)
+
+whose gradient, through w' = w / t with t = eps + sum w, is dw = (dw' - sum dw' w') / t; what is written down is t.
 """
 
 from __future__ import annotations
@@ -83,37 +89,102 @@ def _backward(logits, dout, dlogits, taken, matrices, pairs, n, ROWS: tl.constex
     tl.store(dlogits + at, dz.to(dlogits.dtype.element_ty), mask=inside)
 
 
-def _launch(kernel: Kernel, logits: Tensor, *given: Tensor, pairs: int) -> None:
+@triton.jit
+def _first(logits, at, inside, columns):
+    """softmax_i z, 0 where there are no entries."""
+    z = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    top, rest = _logsumexp(z, columns, 1)
+    return tl.where(inside, tl.exp((z - top) - rest), 0.0)
+
+
+@triton.jit
+def _shared(w, eps, AXIS: tl.constexpr):
+    """w over its sums and eps, and these."""
+    taken = tl.sum(w, AXIS, keep_dims=True) + eps
+    return w / taken, taken
+
+
+@Kernel
+@triton.jit(do_not_specialize=["matrices", "pairs"])
+def _floored(logits, out, matrices, pairs, eps, n, ROWS: tl.constexpr, N: tl.constexpr):
+    matrix, i, j, inside, columns, rows = _places(matrices, n, ROWS, N)
+    at = matrix * n * n + i * n + j
+    w = tl.where(inside, _first(logits, at, inside, columns) + eps, 0.0)
+    w, last = _shared(w, eps, 2)
+    for _ in range(pairs - 1):
+        w, last = _shared(w, eps, 1)
+        w, last = _shared(w, eps, 2)
+    tl.store(out + at, w, mask=inside)
+
+
+@triton.jit
+def _unshared(w, dw, place, mask, AXIS: tl.constexpr):
+    """Back through a division by what was written down."""
+    taken = tl.load(place, mask=mask, other=1.0)
+    return w * taken, (dw - tl.sum(dw * w, AXIS, keep_dims=True)) / taken
+
+
+@Kernel
+@triton.jit(do_not_specialize=["matrices", "pairs"])
+def _floored_backward(logits, dout, dlogits, taken, matrices, pairs, eps, n, ROWS: tl.constexpr, N: tl.constexpr):
+    """taken: (2 pairs - 1, matrices, n), written and read by this program alone."""
+    matrix, i, j, inside, columns, rows = _places(matrices, n, ROWS, N)
+    at = matrix * n * n + i * n + j
+    first = _first(logits, at, inside, columns)
+    step = matrices.to(tl.int64) * n
+    place = taken + matrix * n
+    w, last = _shared(tl.where(inside, first + eps, 0.0), eps, 2)
+    tl.store(place + i, last, mask=rows)
+    for _ in range(pairs - 1):
+        w, last = _shared(w, eps, 1)
+        tl.store(place + step + j, last, mask=columns)
+        w, last = _shared(w, eps, 2)
+        tl.store(place + 2 * step + i, last, mask=rows)
+        place += 2 * step
+    tl.debug_barrier()  # what one thread has written another one reads
+    dw = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
+    for _ in range(pairs - 1):
+        w, dw = _unshared(w, dw, place + i, rows, 2)
+        w, dw = _unshared(w, dw, place - step + j, columns, 1)
+        place -= 2 * step
+    w, dw = _unshared(w, dw, place + i, rows, 2)
+    dz = first * (dw - tl.sum(tl.where(inside, dw * first, 0.0), 1, keep_dims=True))
+    tl.store(dlogits + at, dz.to(dlogits.dtype.element_ty), mask=inside)
+
+
+def _launch(kernel: Kernel, logits: Tensor, *given: Tensor, pairs: int, eps: float) -> None:
     matrices, n = logits.shape[:2]
+    more = (eps,) if eps else ()
     side = triton.next_power_of_2(n)
     rows = min(_ENTRIES // side**2, triton.next_power_of_2(max(matrices, 1)))
     if matrices:
         with layout.on_device(logits):
             kernel[(triton.cdiv(matrices, rows),)](
-                logits, *given, matrices, pairs, n, ROWS=rows, N=side, num_warps=_WARPS
+                logits, *given, matrices, pairs, *more, n, ROWS=rows, N=side, num_warps=_WARPS
             )
 
 
-def _run(logits: Tensor, pairs: int, record: bool) -> tuple[Tensor, list[Tensor]]:
+def _run(logits: Tensor, pairs: int, eps: float, record: bool) -> tuple[Tensor, list[Tensor]]:
     out = torch.empty_like(logits)
-    _launch(_forward, logits, out, pairs=pairs)
+    _launch(_floored if eps else _forward, logits, out, pairs=pairs, eps=eps)
     return out, []
 
 
-def _differentiate(logits: Tensor, pairs: int, kept: list[Tensor], dout: Tensor) -> list[Tensor]:
+def _differentiate(logits: Tensor, pairs: int, eps: float, kept: list[Tensor], dout: Tensor) -> list[Tensor]:
     dlogits, taken = torch.empty_like(logits), logits.new_empty(2 * pairs, *logits.shape[:2])
-    _launch(_backward, logits, dout, dlogits, taken, pairs=pairs)
+    _launch(_floored_backward if eps else _backward, logits, dout, dlogits, taken, pairs=pairs, eps=eps)
     return [dlogits]
 
 
 _sinkhorn = Differentiable(
-    "sinkhorn", _run, _differentiate, lambda logits, pairs, record: (torch.empty_like(logits), []), gradients=1
+    "sinkhorn", _run, _differentiate, lambda logits, pairs, eps, record: (torch.empty_like(logits), []), gradients=1
 )
 
 
-def sinkhorn(logits: Tensor, pairs: int) -> Tensor:
+def sinkhorn(logits: Tensor, pairs: int, eps: float = 0.0) -> Tensor:
     """Matrices (..., n, n) in float32, row sums one, column sums nearly so: e^logits after `pairs` of normalisations.
 
+    eps: added to what is divided by, and to the entries after the first columns; row sums are then one less a little.
     Raises ShapeError for other shapes, n above 16, and devices that no kernel runs on.
     """
     if logits.ndim < 2 or logits.shape[-1] != logits.shape[-2] or not 1 <= logits.shape[-1] <= LARGEST:
@@ -122,6 +193,6 @@ def sinkhorn(logits: Tensor, pairs: int) -> Tensor:
         raise ShapeError(f"sinkhorn: logits of up to 32 bits and pairs from 1 on, not {logits.dtype} and {pairs}")
     if logits.device.type != "cuda" and not layout.interpreted():
         raise ShapeError(f"sinkhorn: the Triton kernel needs a CUDA device, not {logits.device}")
-    (out,) = _sinkhorn(logits.to(torch.float32).reshape(-1, *logits.shape[-2:]).contiguous(), pairs)
+    (out,) = _sinkhorn(logits.to(torch.float32).reshape(-1, *logits.shape[-2:]).contiguous(), pairs, float(eps))
     made: Tensor = out.view(logits.shape)
     return made

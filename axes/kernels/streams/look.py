@@ -1,0 +1,440 @@
+"""Coefficients that every token predicts from its n streams, and the read with the first of them, in one operator.
+
+    entries = a * f(u s) + b,   u = X^ phi^T (C),   s = (mean X^2 + eps)^-1/2        f: identity or tanh
+    pre     = chart(entries),   x = sum_j pre_j X_j
+
+X^ is vec(X) (n d), or every stream by itself (d): one row of entries for a token, or one for each stream. Where it is
+centred, s is that of X^ less its mean, and phi has rows of mean zero, which is what centring X^ does to u.
+
+    "sigmoid"   pre_j = sigmoid(entries_j) + floor
+    "softmax"   pre_j = mean_i softmax_j(entries_ij), of n x n entries
+    "first"     pre_j = the first entry of stream j
+
+Forward: X is read for u and s, parts of sums over columns are added and charted, and X is read again for x. Backward,
+with e = d entries and r = u s:
+
+    dpre_j = <X_j, dx>          e += chart'(dpre)          dr = a f'(r) e         da = sum e f(r)        db = sum e
+    dX_j = pre_j dx + (s dr phi)_j - s^2 <r, dr> X_j / W                          dphi = sum s dr X^
+
+in two passes over X, the second of which writes dX once, with what a write of the same X has to add. There is no copy
+of X in float32. Streams of bfloat16 are multiplied in bfloat16: phi goes in `_TERMS` terms of 8 bits each, so that only
+what is beyond them is lost; others by the three products of tf32. Sums over tokens are written down by parts and added
+in one order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from axes.errors import ShapeError
+from axes.kernels.common import layout
+from axes.kernels.common.launch import Kernel
+from axes.kernels.common.operators import Differentiable
+from axes.kernels.streams import ENTRIES, LARGEST
+from axes.kernels.streams.mix import _Cut, _forward_read, _places, _stream, _sums, _tell
+
+CHARTS = ("sigmoid", "softmax", "first")
+_TERMS = 2  # of bfloat16 that phi is taken in beside streams of bfloat16
+_PROGRAMS = 1024  # enough of them to fill a GPU
+_LAUNCH = {"project": (64, 64, 8, 3), "give": (64, 64, 8, 3)}  # tokens and columns of a tile, warps, stages
+_WARPS = 4  # of the others
+
+
+# ---- device ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _plus(total, x, c, TERMS: tl.constexpr):
+    """total + x c, x a tile of streams and c float32; added outside of the matrix unit, which truncates."""
+    if x.dtype == tl.bfloat16:
+        for _ in tl.static_range(TERMS):
+            term = c.to(tl.bfloat16)
+            total = tl.fma(tl.dot(x, term), 1.0, total)
+            c -= term.to(tl.float32)
+        return total
+    else:
+        return tl.fma(tl.dot(x.to(tl.float32), c, input_precision="tf32x3"), 1.0, total)
+
+
+@triton.jit
+def _activated(x, TANH: tl.constexpr):
+    """f(x), and its derivative."""
+    if TANH:
+        y = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+        return y, 1.0 - y * y
+    else:
+        return x, tl.full(x.shape, 1.0, tl.float32)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["rows", "span"])
+def _project(
+    x, phi, products, moments, rows, width, span,
+    C: tl.constexpr, SIDE: tl.constexpr, CENTRED: tl.constexpr, TERMS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of rows and `span` tiles of columns: products (parts, rows, C), moments (parts, 2, rows)."""
+    tiles = tl.cdiv(width, COLUMNS)
+    parts = tl.cdiv(tiles, span)
+    part = tl.program_id(0) % parts
+    row = (tl.program_id(0) // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there, c = row < rows, tl.arange(0, SIDE)
+    total = tl.zeros([ROWS, SIDE], tl.float32)
+    squares = tl.zeros([ROWS, COLUMNS], tl.float32)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for tile in range(part * span, tl.minimum(part * span + span, tiles)):
+        column = tile * COLUMNS + tl.arange(0, COLUMNS)
+        has = column < width
+        v = tl.load(x + (row * width)[:, None] + column[None, :], mask=there[:, None] & has[None, :], other=0.0)
+        f = tl.load(phi + (c * width)[:, None] + column[None, :], mask=(c < C)[:, None] & has[None, :], other=0.0)
+        total = _plus(total, v, tl.trans(f), TERMS)
+        wide = v.to(tl.float32)
+        squares += wide * wide
+        if CENTRED:
+            sums += wide
+    at = part.to(tl.int64) * rows
+    tl.store(products + ((at + row) * C)[:, None] + c[None, :], total, mask=there[:, None] & (c < C)[None, :])
+    tl.store(moments + 2 * at + row, tl.sum(squares, 1), mask=there)
+    if CENTRED:
+        tl.store(moments + 2 * at + rows + row, tl.sum(sums, 1), mask=there)
+
+
+@triton.jit
+def _rows(tokens, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """Of a program: its group, its tokens, which of them there are, and their rows of entries."""
+    group = tl.program_id(0) % GROUPS
+    token = (tl.program_id(0) // GROUPS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return group, token, token < tokens, token * GROUPS + group
+
+
+@triton.jit
+def _added(parts, at, inside, count, step):
+    """Parts of a sum, in their order."""
+    total = tl.zeros(inside.shape, tl.float32)
+    for _ in range(count):
+        total += tl.load(parts + at, mask=inside, other=0.0)
+        parts += step
+    return total
+
+
+@Kernel
+@triton.jit(do_not_specialize=["tokens", "parts"])
+def _chart(
+    products, moments, a, b, pre, entries, raw, units, means, tokens, width, parts, eps, floor,
+    N: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, ACROSS: tl.constexpr,
+    CHART: tl.constexpr, TANH: tl.constexpr, CENTRED: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Parts of sums become entries and pre; raw, units and means are kept for the backward."""
+    group, token, there, row = _rows(tokens, GROUPS, ROWS)
+    rows, c = tokens.to(tl.int64) * GROUPS, tl.arange(0, SIDE)
+    inside = there[:, None] & (c < C)[None, :]
+    square = _added(moments, row, there, parts, 2 * rows) / width
+    if CENTRED:
+        mean = _added(moments, rows + row, there, parts, 2 * rows) / width
+        square = tl.maximum(square - mean * mean, 0.0)
+    unit = tl.rsqrt(square + eps)
+    r = _added(products, (row * C)[:, None] + c[None, :], inside, parts, rows * C) * unit[:, None]
+    scale, shift = tl.load(a + c, mask=c < C, other=0.0), tl.load(b + group * C + c, mask=c < C, other=0.0)
+    f, slope = _activated(r, TANH)
+    entry = scale[None, :] * f + shift[None, :]
+    tl.store(entries + (row * C)[:, None] + c[None, :], entry, mask=inside)
+    if KEEP:
+        tl.store(raw + (row * C)[:, None] + c[None, :], r, mask=inside)
+        tl.store(units + row, unit, mask=there)
+        if CENTRED:
+            tl.store(means + row, mean, mask=there)
+    if CHART == "first":
+        tl.store(pre + row[:, None] + c[None, :], entry, mask=inside & (c < 1)[None, :])
+    elif CHART == "sigmoid":
+        share = 1.0 / (1.0 + tl.exp(-entry)) + floor
+        tl.store(pre + (row * N)[:, None] + c[None, :], share, mask=inside & (c < N)[None, :])
+    else:
+        j = tl.arange(0, ACROSS)
+        has = there[:, None] & (j < N)[None, :]
+        total = tl.zeros([ROWS, ACROSS], tl.float32)
+        for i in range(N):
+            at = i * N + j
+            z = _added(products, (row * C)[:, None] + at[None, :], has, parts, rows * C) * unit[:, None]
+            z, steep = _activated(z, TANH)
+            z = tl.load(a + at, mask=j < N, other=0.0)[None, :] * z + tl.load(b + at, mask=j < N, other=0.0)[None, :]
+            z = tl.where((j < N)[None, :], z, float("-inf"))
+            z = tl.exp(z - tl.max(z, 1, keep_dims=True))
+            total += z / tl.sum(z, 1, keep_dims=True)
+        tl.store(pre + (row * N)[:, None] + j[None, :], total / N, mask=has)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["tokens"])
+def _heard(x, dx, dpre, tokens, d, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Parts of dpre_j = <X_j, dx>."""
+    part, token, column, there, inside = _places(tokens, d, ROWS, COLUMNS)
+    grad = _stream(dx, token, column, inside, d, 0, 1)
+    for j in tl.static_range(N):
+        _tell(dpre, grad * _stream(x, token, column, inside, d, j, N), part, tokens, token, there, j, N)
+
+
+@triton.jit
+def _shown(dpre, given, at, mask, parts, step):
+    """The gradient of pre: parts of what the read makes, and what came besides."""
+    total = _added(dpre, at, mask, parts, step)
+    if given is not None:
+        total += tl.load(given + at, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def _entry(raw, a, b, row, at, mask, C: tl.constexpr, TANH: tl.constexpr):
+    """Entries of rows again, of the one group that there is."""
+    f, slope = _activated(tl.load(raw + (row * C)[:, None] + at[None, :], mask=mask, other=0.0), TANH)
+    return tl.load(a + at)[None, :] * f + tl.load(b + at)[None, :]
+
+
+@Kernel
+@triton.jit(do_not_specialize=["tokens", "parts"])
+def _back(
+    raw, units, a, b, dpre, given, dentries, du, slopes, da, db, tokens, width, parts,
+    N: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, CHART: tl.constexpr,
+    TANH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Through the chart and the norm: du = s dr, slopes = -s^2 <r, dr> / W, parts of da and db over tokens."""
+    group, token, there, row = _rows(tokens, GROUPS, ROWS)
+    c = tl.arange(0, SIDE)
+    inside, at = there[:, None] & (c < C)[None, :], (row * C)[:, None] + c[None, :]
+    step = tokens.to(tl.int64) * N
+    r = tl.load(raw + at, mask=inside, other=0.0)
+    scale, shift = tl.load(a + c, mask=c < C, other=0.0), tl.load(b + group * C + c, mask=c < C, other=0.0)
+    f, slope = _activated(r, TANH)
+    grad = tl.zeros([ROWS, SIDE], tl.float32)
+    if dentries is not None:
+        grad += tl.load(dentries + at, mask=inside, other=0.0)
+    if CHART == "first":
+        grad += _shown(dpre, given, row[:, None] + c[None, :], inside & (c < 1)[None, :], parts, step)
+    elif CHART == "sigmoid":
+        of, place = inside & (c < N)[None, :], (row * N)[:, None] + c[None, :]
+        share = 1.0 / (1.0 + tl.exp(-(scale[None, :] * f + shift[None, :])))
+        grad += _shown(dpre, given, place, of, parts, step) * share * (1.0 - share)
+    else:
+        matrix = c < N * N
+        of, first = inside & matrix[None, :], tl.where(matrix, c // N * N, 0)
+        top = tl.full([ROWS, SIDE], float("-inf"), tl.float32)
+        for k in range(N):
+            top = tl.maximum(top, _entry(raw, a, b, row, first + k, of, C, TANH))
+        total = tl.zeros([ROWS, SIDE], tl.float32)
+        shown = tl.zeros([ROWS, SIDE], tl.float32)
+        for k in range(N):
+            weight = tl.exp(_entry(raw, a, b, row, first + k, of, C, TANH) - top)
+            line = row * N + k
+            heard = _shown(dpre, given, line, there, parts, step)
+            total += weight
+            shown += weight * heard[:, None]
+        place = (row * N)[:, None] + (c % N)[None, :]
+        heard = _shown(dpre, given, place, of, parts, step)
+        weight = tl.exp(scale[None, :] * f + shift[None, :] - top) / total
+        grad += tl.where(of, weight * (heard - shown / total) / N, 0.0)
+    tile = (tl.program_id(0).to(tl.int64)) * C
+    tl.store(da + tile + c, tl.sum(grad * f, 0), mask=c < C)
+    tl.store(db + tile + c, tl.sum(grad, 0), mask=c < C)
+    unit = tl.load(units + row, mask=there, other=0.0)
+    grad *= scale[None, :] * slope
+    tl.store(du + at, unit[:, None] * grad, mask=inside)
+    tl.store(slopes + row, -unit * unit * tl.sum(grad * r, 1) / width, mask=there)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["tokens", "span"])
+def _give(
+    x, phi, pre, dx, du, slopes, means, more, dout, dphi, tokens, d, span,
+    N: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, CENTRED: tl.constexpr,
+    TERMS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of columns of a stream and `span` tiles of tokens: dX, and a part of dphi (splits, C, N, d)."""
+    j = tl.program_id(0) % N  # programs beside each other read the same dx
+    cuts = tl.cdiv(d, COLUMNS)
+    column = tl.program_id(0) // N % cuts * COLUMNS + tl.arange(0, COLUMNS)
+    split = (tl.program_id(0) // N // cuts).to(tl.int64)
+    c, has = tl.arange(0, SIDE), column < d
+    if GROUPS == 1:
+        group, width, place = 0, N * d, j * d + column
+    else:
+        group, width, place = j, d, column
+    f = tl.load(phi + (c * width)[:, None] + place[None, :], mask=(c < C)[:, None] & has[None, :], other=0.0)
+    total = tl.zeros([COLUMNS, SIDE], tl.float32)
+    for tile in range(split * span, tl.minimum(split * span + span, tl.cdiv(tokens, ROWS))):
+        token = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        there = token < tokens
+        inside, row = there[:, None] & has[None, :], token * GROUPS + group
+        at = ((token * N + j) * d)[:, None] + column[None, :]
+        v = tl.load(x + at, mask=inside, other=0.0)
+        u = tl.load(du + (row * C)[:, None] + c[None, :], mask=there[:, None] & (c < C)[None, :], other=0.0)
+        shown = tl.load(dx + (token * d)[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        grad = tl.dot(u, f, input_precision=PRECISION)
+        grad += tl.load(pre + token * N + j, mask=there, other=0.0)[:, None] * shown
+        wide = v.to(tl.float32)
+        if CENTRED:
+            wide -= tl.load(means + row, mask=there, other=0.0)[:, None]
+        grad += tl.load(slopes + row, mask=there, other=0.0)[:, None] * wide
+        if more is not None:
+            grad += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dout + at, grad.to(dout.dtype.element_ty), mask=inside)
+        total = _plus(total, tl.trans(v), u, TERMS)
+    at = (split * C + c) * N + j
+    tl.store(dphi + (at * d)[None, :] + column[:, None], total, mask=(c < C)[None, :] & has[:, None])
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+class _Shape(NamedTuple):
+    """Sizes of a call. groups: rows of entries of a token; width: what is projected; rows: of a tile of (tokens, C)."""
+
+    tokens: int
+    n: int
+    d: int
+    groups: int
+    width: int
+    entries: int
+    side: int
+    rows: int
+
+    @classmethod
+    def of(cls, x: Tensor, b: Tensor) -> _Shape:
+        tokens, n, d = x.shape
+        groups, entries = b.shape
+        side = max(16, triton.next_power_of_2(entries))
+        return cls(tokens, n, d, groups, n * d // groups, entries, side, 1024 // side)
+
+    @property
+    def tiles(self) -> int:
+        return self.groups * triton.cdiv(self.tokens, self.rows)
+
+    def constants(self) -> dict[str, int]:
+        return {"N": self.n, "GROUPS": self.groups, "C": self.entries, "SIDE": self.side}
+
+
+def _cut(tiles: int, others: int) -> tuple[int, int]:
+    """How many of the tiles a program goes through, beside so many others; and how many programs do."""
+    span = triton.cdiv(tiles, max(1, _PROGRAMS // others))
+    return span, triton.cdiv(tiles, span)
+
+
+def _options(kernel: str) -> dict[str, int]:
+    rows, columns, warps, stages = _LAUNCH[kernel]
+    return {"TERMS": _TERMS, "ROWS": rows, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
+
+
+def _forward(
+    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, tanh: bool, centred: bool, eps: float, floor: float,
+    record: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    shape = _Shape.of(x, b)
+    pre, entries, seen, kept = _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
+    if not x.numel():
+        return pre, entries, seen, kept
+    rows, options = shape.tokens * shape.groups, _options("project")
+    tiles = triton.cdiv(rows, options["ROWS"])
+    span, parts = _cut(triton.cdiv(shape.width, options["COLUMNS"]), tiles)
+    products, moments = entries.new_empty(parts, rows, shape.entries), entries.new_empty(parts, 2, rows)
+    raw, units, means = kept if record else (entries, entries, entries)
+    with layout.on_device(x):
+        _project[(tiles * parts,)](
+            x, phi, products, moments, rows, shape.width, span,
+            C=shape.entries, SIDE=shape.side, CENTRED=centred, **options,
+        )  # fmt: skip
+        _chart[(shape.tiles,)](
+            products, moments, a, b, pre, entries, raw, units, means, shape.tokens, shape.width, parts, eps, floor,
+            **shape.constants(), ACROSS=triton.next_power_of_2(shape.n), CHART=chart, TANH=tanh, CENTRED=centred,
+            KEEP=record, ROWS=shape.rows, num_warps=_WARPS,
+        )  # fmt: skip
+    return pre, entries, _forward_read(x, pre, False)[0], kept
+
+
+def _empty(
+    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, tanh: bool, centred: bool, eps: float, floor: float,
+    record: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    tokens, n, d = x.shape
+    entries = x.new_empty(tokens, *b.shape, dtype=torch.float32)
+    of_rows = (tokens, b.shape[0])
+    kept = [torch.empty_like(entries), entries.new_empty(of_rows), entries.new_empty(of_rows if centred else (0,))]
+    return entries.new_empty(tokens, n), entries, x.new_empty(tokens, d), kept if record else []
+
+
+def _backward(
+    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, tanh: bool, centred: bool, eps: float, floor: float,
+    kept: list[Tensor], given: Tensor | None, dentries: Tensor | None, dseen: Tensor | None,
+    more: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    pre, raw, units, means = kept
+    if not x.numel():
+        return [torch.zeros_like(t) for t in (x, phi, a, b)]
+    shape, cut = _Shape.of(x, b), _Cut.of(x)
+    dpre, du, slopes = _sums(x, shape.n), torch.empty_like(raw), torch.empty_like(units)
+    dout, dseen = torch.empty_like(x), torch.zeros_like(x[:, 0]) if dseen is None else dseen
+    da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
+    options = _options("give")
+    blocks = shape.n * triton.cdiv(shape.d, options["COLUMNS"])
+    span, splits = _cut(triton.cdiv(shape.tokens, options["ROWS"]), blocks)
+    dphi = raw.new_empty(splits, shape.entries, shape.n, shape.d)
+    precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
+    with layout.on_device(x):
+        _heard[(cut.programs,)](
+            x, dseen, dpre, shape.tokens, shape.d, N=shape.n, ROWS=cut.rows, COLUMNS=cut.columns, num_warps=_WARPS
+        )
+        _back[(shape.tiles,)](
+            raw, units, a, b, dpre, given, dentries, du, slopes, da, db, shape.tokens, shape.width, cut.parts,
+            **shape.constants(), CHART=chart, TANH=tanh, ROWS=shape.rows, num_warps=_WARPS,
+        )  # fmt: skip
+        _give[(blocks * splits,)](
+            x, phi, pre, dseen, du, slopes, means, more, dout, dphi, shape.tokens, shape.d, span,
+            **shape.constants(), CENTRED=centred, PRECISION=precision, **options,
+        )  # fmt: skip
+    over = (0,) if shape.groups == 1 else (0, 2)  # streams that share phi
+    by_group = (-1, shape.groups, shape.entries)
+    return [dout, dphi.sum(over).view(phi.shape), da.sum(0), db.view(by_group).sum(0)]
+
+
+_looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=1, missing=True, passes=True)
+
+
+# ---- call ------------------------------------------------------------------------------------------------------------
+
+
+def look(
+    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str,
+    *, tanh: bool = False, centred: bool = False, eps: float = 1e-6, floor: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(x_in, pre, entries, x) of streams x (..., n, d): (..., d) in their dtype, (..., n) and (..., g, C) in float32.
+
+    What is made of the x that it returns gives its gradient to the pass that writes the operator's own.
+
+    b (g, C) with g = 1 or, for every stream by itself, n; phi (C, n d / g) and a (C).  centred: rows of phi have mean
+    zero.  Raises ShapeError for other shapes and dtypes, C above `ENTRIES`, and devices that no kernel runs on.
+    """
+    if x.ndim < 2 or not 1 <= x.shape[-2] <= LARGEST or not x.shape[-1]:
+        raise ShapeError(f"look: streams are (..., n, d) with n from 1 to {LARGEST}, not {tuple(x.shape)}")
+    n, d = x.shape[-2:]
+    if x.dtype not in layout.DTYPES:
+        raise ShapeError(f"look: streams are bf16, fp16 or fp32, not {x.dtype}")
+    if chart not in CHARTS:
+        raise ShapeError(f"look: chart is one of {', '.join(CHARTS)}, not {chart!r}")
+    groups, least = (n if chart == "first" else 1), {"first": 1, "sigmoid": n, "softmax": n * n}[chart]
+    if b.ndim != 2 or b.shape[0] != groups or not least <= b.shape[1] <= ENTRIES:
+        raise ShapeError(f"look: b is ({groups}, C) with C from {least} to {ENTRIES}, not {tuple(b.shape)}")
+    wanted = {"phi": (phi, (b.shape[1], n * d // groups)), "a": (a, (b.shape[1],)), "b": (b, tuple(b.shape))}
+    for name, (t, size) in wanted.items():
+        if tuple(t.shape) != size:
+            raise ShapeError(f"look: {name} is {size} beside streams {tuple(x.shape)}, not {tuple(t.shape)}")
+        if not t.is_floating_point() or t.dtype == torch.float64 or t.device != x.device:
+            raise ShapeError(f"look: {name} has up to 32 bits, on {x.device}, not {t.dtype} on {t.device}")
+    if x.device.type != "cuda" and not layout.interpreted():
+        raise ShapeError(f"look: the Triton kernels need a CUDA device, not {x.device}")
+    parameters = (t.to(torch.float32).contiguous() for t in (phi, a, b))
+    flat = x.reshape(-1, n, d).contiguous()
+    pre, entries, seen, again = _looks(flat, *parameters, chart, tanh, centred, float(eps), float(floor))
+    lead = x.shape[:-2]
+    return seen.view(*lead, d), pre.view(*lead, n), entries.view(*lead, *b.shape), again.view(x.shape)
