@@ -62,7 +62,9 @@ class DepthMixer(nn.Module, ABC):
     Attributes:
         update: the tuple that reads and writes.
         entry: what enters stands in every stream ("copies"), or in the first one and zeros in the others ("first").
-        implementation: who reads and writes, reference or triton by name; None, unless set, for what `choose` picks.
+        implementation: who reads and writes, by name reference, torch or triton; None, unless set, for what `choose`
+            picks.
+        one: whether there is one stream, read and written with weights of one.
         sees: whether coefficients depend on what the streams hold; if not, they may be shown streams of no width.
         prenorm: whether the sublayer should normalise its input itself; False where the tuple hands out normalised
             streams already (an h that is a sphere), true of `PreNorm` and `PostNorm` alike.
@@ -85,6 +87,7 @@ class DepthMixer(nn.Module, ABC):
     entry: Literal["copies", "first"] = "copies"
     implementation: Implementation | None = None
     fractions: int = 1
+    one: ClassVar[bool] = False
     sees: bool = True
     name: ClassVar[str] = "mixer"
     paper: ClassVar[str] = ""
@@ -119,7 +122,7 @@ class DepthMixer(nn.Module, ABC):
         if dtype is not None and not dtype.is_floating_point:
             raise ShapeError(f"{who}: dtype must be floating point, got {dtype}")
         require_streams(self.update)
-        kernels.no_form(self.update)  # a compiler that follows the first call finds the answer there
+        self._facts()
         self.d_model, self.layer_index, self.streams, self.fractions = d_model, layer_index, streams, fractions
         self.prenorm = not normalises(self.update)
         _, h, _, step, memory = self.update.parts()
@@ -132,7 +135,12 @@ class DepthMixer(nn.Module, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's tuple has none of its facts yet."""
         super().__setstate__(state)
+        self._facts()
+
+    def _facts(self) -> None:
+        """A compiler that follows the first call finds the answers."""
         kernels.no_form(self.update)
+        kernels.addition(self.update)
 
     # ---- what runs -------------------------------------------------------------------------------------------
 
@@ -142,7 +150,7 @@ class DepthMixer(nn.Module, ABC):
     ) -> tuple[Plan, ...]:
         """What runs for the tuple that the class declares, by default on a CPU in float32."""
         target, dtype = target or Target.of("cpu"), dtype or torch.float32
-        return plans(cls.update, target, dtype, implementation, fractions=cls.fractions)
+        return plans(cls.update, target, dtype, implementation, fractions=cls.fractions, one=cls.one)
 
     def plans(
         self,
@@ -154,7 +162,7 @@ class DepthMixer(nn.Module, ABC):
         parameter = next(self.parameters(), torch.empty(0))
         named, target = implementation or self.implementation, target or Target.of(parameter.device)
         rows = self.streams * self.fractions
-        return plans(self.update, target, dtype or parameter.dtype, named, rows, self.fractions)
+        return plans(self.update, target, dtype or parameter.dtype, named, rows, self.fractions, self.one)
 
     # ---- what a mixer declares -------------------------------------------------------------------------------
 
@@ -202,7 +210,7 @@ class DepthMixer(nn.Module, ABC):
     def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
         """Before the sublayer: x_in = S pre (B, T, d), and the coefficients that `write` will need."""
         kept = self._matrix(streams, "read")
-        if self._by_kernels(kept):
+        if self._by(kept) == "triton":
             return self._seen(kept)
         with exact(kept):
             theta = self._wide(kept)
@@ -213,13 +221,8 @@ class DepthMixer(nn.Module, ABC):
     def write(self, streams: Streams, y: Tensor, coefficients: Coefficients) -> Streams:
         """After the sublayer: one step of the tuple with k = post and v = y (B, T, d)."""
         kept = self._matrix(streams, "write")
-        self._require(y, (self.d_model,), "write", "y", "(B, T, d)")
-        if y.shape[:-1] != kept.shape[:-2]:
-            raise ShapeError(
-                f"{type(self).__name__}.write: y {tuple(y.shape)} does not fit streams {tuple(kept.shape)}: "
-                "their leading dimensions must agree"
-            )
-        if self._by_kernels(kept):
+        self._require_written(kept, y)
+        if self._by(kept) == "triton":
             return self._made(kept, y, coefficients)
         with exact(kept):
             theta = self._wide(kept)
@@ -232,7 +235,7 @@ class DepthMixer(nn.Module, ABC):
     def reduce(self, streams: Streams) -> Tensor:
         """Leave: the tuple's read with weights 1/n, the mean of the streams (or with learned weights): (B, T, d)."""
         kept = self._matrix(streams, "reduce")
-        if self._by_kernels(kept):
+        if self._by(kept) == "triton":
             return self._left(kept)
         with exact(kept):
             theta = self._wide(kept)
@@ -259,12 +262,12 @@ class DepthMixer(nn.Module, ABC):
 
     # ---- pieces ----------------------------------------------------------------------------------------------
 
-    def _by_kernels(self, kept: Tensor) -> bool:
-        """Whether kernels read and write these streams; NoImplementation if they are asked for and do not."""
+    def _by(self, kept: Tensor) -> Implementation:
+        """Who reads and writes these streams; NoImplementation if somebody is asked for who does not."""
         dtype = torch.float64 if self._computed(kept) == torch.float64 else kept.dtype
         rows = self.streams * self.fractions
-        choice = choose(self.update, kept.device, dtype, self.implementation, rows, self.fractions)
-        return choice.implementation == "triton"
+        choice = choose(self.update, kept.device, dtype, self.implementation, rows, self.fractions, self.one)
+        return choice.implementation
 
     def _seen(self, kept: Tensor) -> tuple[Tensor, Coefficients]:
         """A read by kernels; a copy in float32 is made for those that look at it."""
@@ -346,6 +349,14 @@ class DepthMixer(nn.Module, ABC):
         if weight is not None and weight.device != x.device:
             raise ShapeError(f"{who}: {label} is on {x.device}, the mixer on {weight.device}: move one of them")
 
+    def _require_written(self, kept: Tensor, y: Tensor) -> None:
+        self._require(y, (self.d_model,), "write", "y", "(B, T, d)")
+        if y.shape[:-1] != kept.shape[:-2]:
+            raise ShapeError(
+                f"{type(self).__name__}.write: y {tuple(y.shape)} does not fit streams {tuple(kept.shape)}: "
+                "their leading dimensions must agree"
+            )
+
     def _wide(self, x: Tensor) -> Tensor:
         """x in the dtype of the computation: float32, or float64 where the streams or the parameters are."""
         return x.to(self._computed(x))
@@ -382,10 +393,14 @@ def choose(
     implementation: Implementation | None = None,
     streams: int = 1,
     fractions: int = 1,
+    one: bool = False,
 ) -> Choice:
     """How a tuple takes one step a sublayer; NoImplementation if the named implementation does not."""
+    adds = one and dtype != torch.float64 and kernels.addition(update) is not None
     no_kernel = kernels.no_kernel(update, device, dtype, streams, fractions)
-    if no_kernel is None and implementation != "reference":
+    if adds and (implementation == "torch" or implementation is None and device.type == "cuda"):
+        choice = Choice("chain", "torch", "of one stream, with weights of one, a sublayer is an addition and a norm")
+    elif no_kernel is None and implementation != "reference":
         choice = Choice("chain", "triton", "streams are read in one pass, and mixed and written in another")
     else:
         why = no_kernel or "reference was asked for by name"
@@ -400,10 +415,11 @@ def plans(
     implementation: Implementation | None = None,
     streams: int = 1,
     fractions: int = 1,
+    one: bool = False,
 ) -> tuple[Plan, ...]:
     """What runs for the tuple of a mixer."""
-    choice = choose(update, target.device, dtype, implementation, streams, fractions)
-    routes = {"chain": kernels.no_form(update), "interpreter": None}
+    choice = choose(update, target.device, dtype, implementation, streams, fractions, one)
+    routes = {"chain": None if choice.implementation == "torch" else kernels.no_form(update), "interpreter": None}
     return (Plan("runs", update, choice, target, dtype, routes),)  # type: ignore[arg-type]
 
 

@@ -10,13 +10,17 @@ Triton is imported by the first call that needs it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment
 from axes.core.derived import no_chain
 from axes.core.facts import fact
+from axes.core.geometry import Euclidean, Sphere
 from axes.core.legality import gates
 from axes.core.monoids import GeneralLinear, Identity
 from axes.core.rates import Rate, Signal, rate_shape, resolve
@@ -44,6 +48,17 @@ def no_form(update: StateUpdate) -> str | None:
     if gates(p.monoid) & {"row", "hadamard"} or rate_shape(p.step.rate) == "row":
         return "entries of one stream are kept or written at different rates"
     return None
+
+
+@fact
+def addition(update: StateUpdate) -> Literal["plain", "read", "write"] | None:
+    """Where the norm stands of a tuple whose write is an addition to one stream, if any does; None of other tuples."""
+    p, plain = update.parts(), StateUpdate(Alignment(), Euclidean(), Identity(), Step()).parts()
+    if p._replace(h=plain.h, step=dataclasses.replace(p.step, lazy=True)) != plain:
+        return None
+    if p.h == plain.h:
+        return "plain"
+    return None if p.h != Sphere("columns", radius=None) else "read" if p.step.lazy else "write"
 
 
 def no_kernel(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from axes.core.algorithms import Step
@@ -13,15 +14,18 @@ from axes.core.geometry import Euclidean, Sphere
 from axes.core.monoids import Identity
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
-from axes.depth.base import Coefficients, DepthMixer, Streams
+from axes.depth import kernels
+from axes.depth.base import Coefficients, DepthMixer, Streams, exact
 from axes.errors import ShapeError
 
+LEAST = 1e-24  # that the sphere adds to a sum of squares
 _ONE = torch.ones(1)
 
 
 class _OneStream(DepthMixer):
-    """pre = post = 1 on one stream, without parameters."""
+    """pre = post = 1 on one stream, without parameters; on a GPU torch's addition and norm."""
 
+    one = True
     sees = False
 
     def __init__(
@@ -37,6 +41,30 @@ class _OneStream(DepthMixer):
     def coefficients(self, streams: Tensor) -> Coefficients:
         one = streams.new_ones(1)
         return Coefficients(one, {"k": one})
+
+    def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
+        kept = self._matrix(streams, "read")
+        if self._by(kept) != "torch":
+            return super().read(streams)
+        return self._normed(kept[..., 0, :], "read"), Coefficients(_ONE, {"k": _ONE})
+
+    def write(self, streams: Streams, y: Tensor, coefficients: Coefficients) -> Streams:
+        kept = self._matrix(streams, "write")
+        if self._by(kept) != "torch":
+            return super().write(streams, y, coefficients)
+        self._require_written(kept, y)
+        return self._normed((kept + y[..., None, :]).to(kept.dtype), "write")
+
+    def reduce(self, streams: Streams) -> Tensor:
+        kept = self._matrix(streams, "reduce")
+        return super().reduce(streams) if self._by(kept) != "torch" else self._normed(kept[..., 0, :], "read")
+
+    def _normed(self, x: Tensor, call: Literal["read", "write"]) -> Tensor:
+        """With the norm, if that is where the tuple has it; in float32 inside, under autocast too."""
+        if kernels.addition(self.update) != call:
+            return x
+        with exact(x):
+            return F.rms_norm(x, x.shape[-1:], eps=LEAST / x.shape[-1])
 
 
 @final
@@ -60,17 +88,6 @@ class Residual(_OneStream):
   booktitle={IEEE Conference on Computer Vision and Pattern Recognition},
   year={2016}
 }"""
-
-    # with constants of one nothing is left for a kernel of streams but the addition
-
-    def _seen(self, kept: Tensor) -> tuple[Tensor, Coefficients]:
-        return kept[..., 0, :], Coefficients(_ONE, {"k": _ONE})
-
-    def _made(self, kept: Tensor, y: Tensor, coefficients: Coefficients) -> Tensor:
-        return (kept + y[..., None, :]).to(kept.dtype)
-
-    def _left(self, kept: Tensor) -> Tensor:
-        return kept[..., 0, :]
 
 
 @final
@@ -150,6 +167,8 @@ class UniversalTransformer(_OneStream):
   booktitle={International Conference on Learning Representations},
   year={2019}
 }"""
+
+    one = False  # what enters besides is counted
 
     def __init__(
         self,

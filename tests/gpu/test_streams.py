@@ -244,7 +244,8 @@ def test_a_sublayer_compiles_without_graph_breaks() -> None:
 
 
 SIZE = (4, 2048, (32_768,))  # n, d, tokens of the figures
-MEASURED = ("residual", "hyper-connections", "ihc", "mhc", "mhc-lite", "jpmhc", "dynamic-hyper-connections")
+ONE = ("residual", "pre-norm", "post-norm")
+MEASURED = (*ONE, "hyper-connections", "ihc", "mhc", "mhc-lite", "jpmhc", "dynamic-hyper-connections")
 LAUNCHES = {  # of the kernels of look: tokens and columns of a tile, warps, stages
     "project": ((64, 64, 8, 3), (64, 64, 8, 2), (64, 64, 8, 1), (64, 64, 4, 1), (64, 64, 4, 3), (128, 64, 8, 3),
                 (64, 128, 8, 2), (64, 32, 4, 3)),
@@ -294,7 +295,7 @@ def launches(name: str, run: Callable[[], object]) -> None:
 
 def mixed(name: str, n: int, d: int, lead: tuple[int, ...]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """The read and the write of a mixer, as of its streams, what is written, and its parameters."""
-    mixer = catalogue.get(name).cls(d, 1, **({} if name == "residual" else {"streams": n}), device="cuda")
+    mixer = catalogue.get(name).cls(d, 1, **({} if name in ONE else {"streams": n}), device="cuda")
     parameters = dict(mixer.named_parameters())
 
     class Both(torch.nn.Module):
@@ -313,7 +314,7 @@ def mixed(name: str, n: int, d: int, lead: tuple[int, ...]) -> tuple[Callable[..
         made: tuple[torch.Tensor, torch.Tensor] = torch.func.functional_call(both, named, (x, y))
         return made
 
-    streams = 1 if name == "residual" else n
+    streams = 1 if name in ONE else n
     given = [torch.randn(*lead, streams, d, device="cuda", dtype=BF), torch.randn(*lead, d, device="cuda", dtype=BF)]
     return call, [*given, *(p.detach() for p in parameters.values())]
 
