@@ -232,6 +232,25 @@ class DepthMixer(nn.Module, ABC):
                 state, _ = update.step(state, each)
         return state if isinstance(streams, State) else state.theta[0].mT.to(kept.dtype)
 
+    def write_then_read(
+        self, streams: Streams, y: Tensor, coefficients: Coefficients, following: DepthMixer
+    ) -> tuple[Streams, Tensor, Coefficients]:
+        """`write`, and the next sublayer's `read`: one pass, where kernels do both and it reads by constants.
+
+        What is read are the streams as they were written: the bits are those of one call after the other.
+        """
+        kept = self._matrix(streams, "write")
+        if following.sees or following._remembers or not self._joins(following, kept):
+            after = self.write(streams, y, coefficients)
+            return (after, *following.read(after))
+        self._require_written(kept, y)
+        following._matrix(kept, "read")
+        with exact(kept):
+            pre, signal, _ = following.coefficients(following._wide(kept[..., :0]))
+            written = self._signal(y, coefficients)
+            after, x = kernels.write_then_read(self.update, _read(kept, coefficients), written, pre)
+        return after, x, Coefficients(pre, signal)
+
     def reduce(self, streams: Streams) -> Tensor:
         """Leave: the tuple's read with weights 1/n, the mean of the streams (or with learned weights): (B, T, d)."""
         kept = self._matrix(streams, "reduce")
@@ -278,10 +297,13 @@ class DepthMixer(nn.Module, ABC):
 
     def _made(self, kept: Tensor, y: Tensor, coefficients: Coefficients) -> Tensor:
         """A write by kernels."""
-        if coefficients.read is not None and coefficients.read[0] is kept:
-            kept = coefficients.read[1]
         with exact(kept):
-            return kernels.write(self.update, kept, self._signal(y, coefficients))
+            return kernels.write(self.update, _read(kept, coefficients), self._signal(y, coefficients))
+
+    def _joins(self, following: DepthMixer, kept: Tensor) -> bool:
+        """Whether both run by kernels, with their parameters here: a unit of FSDP has them within its calls only."""
+        here = (type(p) in (nn.Parameter, Tensor) for mixer in (self, following) for p in mixer.parameters())
+        return all(here) and self._by(kept) == following._by(kept) == "triton"
 
     def _left(self, kept: Tensor) -> Tensor:
         """A read by kernels with the weights at the exit."""
@@ -427,6 +449,12 @@ def normalises(update: StateUpdate) -> bool:
     """Whether what the tuple hands out is normalised per stream: its h puts every column of S on a sphere."""
     sphere = update.parts().h.sphere
     return sphere is not None and sphere[0] == "columns"
+
+
+def _read(kept: Tensor, coefficients: Coefficients) -> Tensor:
+    """The streams as their read hands them on."""
+    read = coefficients.read
+    return read[1] if read is not None and read[0] is kept else kept
 
 
 def corrects(update: StateUpdate) -> bool:

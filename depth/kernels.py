@@ -102,6 +102,21 @@ def write(update: StateUpdate, streams: Tensor, signal: Signal) -> Tensor:
     """The streams after one step of a tuple that `no_form` has nothing against, in their dtype."""
     from axes.kernels.streams.mix import mix_write
 
+    return mix_write(*_given(update, streams, signal))
+
+
+def write_then_read(
+    update: StateUpdate, streams: Tensor, signal: Signal, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same, and x_in (..., d) of what was written."""
+    from axes.kernels.streams.mix import mix_write_read
+
+    x, v, written, mixing = _given(update, streams, signal)
+    return mix_write_read(x, v, written, _coefficients(weights, streams, 1), mixing)
+
+
+def _given(update: StateUpdate, streams: Tensor, signal: Signal) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Streams, what is written, its coefficients and those of mixing."""
     p, k, v = update.parts(), signal["k"], signal["v"]
     assert isinstance(k, Tensor) and isinstance(v, Tensor)
     rate = resolve(p.step.rate, signal)
@@ -110,7 +125,7 @@ def write(update: StateUpdate, streams: Tensor, signal: Signal) -> Tensor:
         rate = rate[..., None]
     mixing = None if mixing is None else _coefficients(mixing, streams, 2)
     v = v if v.dtype in versions.DTYPES else v.float()
-    return mix_write(streams, v, _coefficients(rate * k, streams, 1), mixing)
+    return streams, v, _coefficients(rate * k, streams, 1), mixing
 
 
 def _mixing(update: StateUpdate, streams: Tensor, signal: Signal, rate: Tensor | float) -> Tensor | None:

@@ -23,7 +23,7 @@ from torch.library import opcheck  # noqa: E402
 from axes import catalogue  # noqa: E402
 from axes.core.geometry import Birkhoff  # noqa: E402
 from axes.kernels.streams import look, mix, sinkhorn  # noqa: E402
-from tests.streams import CALLS, check_mixer, draw, draw_look, errors, gradients, look_errors  # noqa: E402
+from tests.streams import CALLS, check_followed, check_mixer, draw, draw_look, errors, gradients, look_errors  # noqa: E402
 
 BF, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 BOUNDS = {FULL: 3e-6, HALF: 2e-3, BF: 1.2e-2}  # relative errors of a whole tensor
@@ -221,6 +221,11 @@ def test_mixers(name: str, dtype: torch.dtype) -> None:
     bound = {FULL: 2e-5, HALF: 4e-3, BF: 3e-2}[dtype]
     for n in (3, 4):
         check_mixer(name, n, 256, (2, 50), dtype, "cuda", bound)
+
+
+@pytest.mark.parametrize("after", ("hyper-connections", "denseformer", "mhc"))
+def test_a_write_with_the_next_mixers_read(after: str) -> None:
+    check_followed("hyper-connections" if after != "denseformer" else after, after, 4, 256, (2, 50), "cuda")
 
 
 def test_a_sublayer_compiles_without_graph_breaks() -> None:
