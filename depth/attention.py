@@ -103,7 +103,7 @@ class _Sources(DepthMixer):
         self.target = index
 
     def _key(self, streams: Tensor) -> Signal:
-        return {"k": one_hot(self.target, streams[..., 0])}
+        return {"k": one_hot(self.target, streams.new_empty(self.streams))}
 
 
 @final
@@ -175,6 +175,7 @@ class DenseFormer(_Sources):
     Source: Pagliardini et al. 2024, without dilation. Differs: averages belong to the block that reads them.
     """
 
+    sees = False
     name: ClassVar[str] = "denseformer"
     paper: ClassVar[str] = "DenseFormer: enhancing information flow in transformers (Pagliardini et al. 2024)"
     equation: ClassVar[str] = "h_l = sum_i a_{l,i} z_i,  z_{l+1} = f(h_l)"

@@ -62,7 +62,10 @@ class DepthMixer(nn.Module, ABC):
     Attributes:
         update: the tuple that reads and writes.
         entry: what enters stands in every stream ("copies"), or in the first one and zeros in the others ("first").
-        implementation: who reads and writes, reference or triton by name; None, unless set, for what `choose` picks.
+        implementation: who reads and writes, by name reference, torch or triton; None, unless set, for what `choose`
+            picks.
+        adds: why torch's addition is all that there is for a kernel of streams to do, if it is.
+        counts: whether the depth itself is told: streams are a State then.
         sees: whether coefficients depend on what the streams hold; if not, they may be shown streams of no width.
         prenorm: whether the sublayer should normalise its input itself; False where the tuple hands out normalised
             streams already (an h that is a sphere), true of `PreNorm` and `PostNorm` alike.
@@ -85,8 +88,8 @@ class DepthMixer(nn.Module, ABC):
     entry: Literal["copies", "first"] = "copies"
     implementation: Implementation | None = None
     fractions: int = 1
-    counts: ClassVar[bool] = False  # whether the depth itself is told: streams are a State then
-    adds: ClassVar[str | None] = None  # why torch's addition is all that there is for a kernel of streams to do
+    counts: ClassVar[bool] = False
+    adds: ClassVar[str | None] = None
     sees: bool = True
     name: ClassVar[str] = "mixer"
     paper: ClassVar[str] = ""
@@ -215,12 +218,7 @@ class DepthMixer(nn.Module, ABC):
     def write(self, streams: Streams, y: Tensor, coefficients: Coefficients) -> Streams:
         """After the sublayer: one step of the tuple with k = post and v = y (B, T, d)."""
         kept = self._matrix(streams, "write")
-        self._require(y, (self.d_model,), "write", "y", "(B, T, d)")
-        if y.shape[:-1] != kept.shape[:-2]:
-            raise ShapeError(
-                f"{type(self).__name__}.write: y {tuple(y.shape)} does not fit streams {tuple(kept.shape)}: "
-                "their leading dimensions must agree"
-            )
+        self._require_written(kept, y)
         if (who := self._chosen(kept)) != "reference":
             return self._made(kept, y, coefficients, who)
         with exact(kept):
@@ -230,6 +228,25 @@ class DepthMixer(nn.Module, ABC):
             for update, each in zip(self._updates(), self._each(signal), strict=True):
                 state, _ = update.step(state, each)
         return state if isinstance(streams, State) else state.theta[0].mT.to(kept.dtype)
+
+    def write_then_read(
+        self, streams: Streams, y: Tensor, coefficients: Coefficients, following: DepthMixer
+    ) -> tuple[Streams, Tensor, Coefficients]:
+        """`write`, and the next sublayer's `read`: one pass, where kernels do both and it reads by constants.
+
+        What is read are the streams as they were written, rounded to their dtype.
+        """
+        kept = self._matrix(streams, "write")
+        if following.sees or following._remembers or not self._joins(following, kept):
+            after = self.write(streams, y, coefficients)
+            return (after, *following.read(after))
+        self._require_written(kept, y)
+        following._matrix(kept, "read")
+        with exact(kept):
+            pre, signal, _ = following.coefficients(following._wide(kept[..., :0]))
+            written = self._signal(y, coefficients)
+            after, x = kernels.write_then_read(self.update, _read(kept, coefficients), written, pre)
+        return after, x, Coefficients(pre, signal)
 
     def reduce(self, streams: Streams) -> Tensor:
         """Leave: the tuple's read with weights 1/n, the mean of the streams (or with learned weights): (B, T, d)."""
@@ -292,9 +309,13 @@ class DepthMixer(nn.Module, ABC):
                 theta = self._wide(kept)
                 signal = self._signal(y.to(theta.dtype), coefficients)
                 return kernels.write(self.update, theta, signal, triton=False).to(kept.dtype)
-            if coefficients.read is not None and coefficients.read[0] is kept:
-                kept = coefficients.read[1]
-            return kernels.write(self.update, kept, self._signal(y, coefficients), triton=True)
+            return kernels.write(self.update, _read(kept, coefficients), self._signal(y, coefficients), triton=True)
+
+    def _joins(self, following: DepthMixer, kept: Tensor) -> bool:
+        """Whether both run by kernels, with their parameters here: a unit of FSDP has them within its calls only."""
+        here = (type(p) in (nn.Parameter, Tensor) for mixer in (self, following) for p in mixer.parameters())
+        normed = kernels.normalises(self.update) or kernels.normalises(following.update)
+        return not normed and all(here) and self._chosen(kept) == following._chosen(kept) == "triton"
 
     def _left(self, kept: Tensor, who: Implementation) -> Tensor:
         """A read by products with the weights at the exit."""
@@ -365,6 +386,14 @@ class DepthMixer(nn.Module, ABC):
         if weight is not None and weight.device != x.device:
             raise ShapeError(f"{who}: {label} is on {x.device}, the mixer on {weight.device}: move one of them")
 
+    def _require_written(self, kept: Tensor, y: Tensor) -> None:
+        self._require(y, (self.d_model,), "write", "y", "(B, T, d)")
+        if y.shape[:-1] != kept.shape[:-2]:
+            raise ShapeError(
+                f"{type(self).__name__}.write: y {tuple(y.shape)} does not fit streams {tuple(kept.shape)}: "
+                "their leading dimensions must agree"
+            )
+
     def _wide(self, x: Tensor) -> Tensor:
         """x in the dtype of the computation: float32, or float64 where the streams or the parameters are."""
         return x.to(self._computed(x))
@@ -433,6 +462,12 @@ def plans(
     choice = choose(update, target.device, dtype, implementation, streams, own, adds)
     routes = {"chain": own or kernels.no_form(update), "interpreter": None}
     return (Plan("runs", update, choice, target, dtype, routes),)  # type: ignore[arg-type]
+
+
+def _read(kept: Tensor, coefficients: Coefficients) -> Tensor:
+    """The streams as their read hands them on."""
+    read = coefficients.read
+    return read[1] if read is not None and read[0] is kept else kept
 
 
 def corrects(update: StateUpdate) -> bool:

@@ -113,23 +113,37 @@ def look(streams: Tensor, projection: Projection) -> tuple[Tensor, Tensor, Tenso
 
 def write(update: StateUpdate, streams: Tensor, signal: Signal, triton: bool) -> Tensor:
     """The streams after one step of a tuple that `no_form` has nothing against, in their dtype."""
+    if not triton:
+        return on_sphere(update, _product(*_given(update, streams, signal, triton)), written=True)
+    from axes.kernels.streams.mix import mix_write
+
+    return on_sphere(update, mix_write(*_given(update, streams, signal, triton)), written=True)
+
+
+def write_then_read(update: StateUpdate, streams: Tensor, signal: Signal, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by kernels, and x_in (..., d) of what was written; of tuples whose h is no sphere."""
+    from axes.kernels.streams.mix import mix_write_read
+
+    x, v, written, mixing = _given(update, streams, signal, triton=True)
+    return mix_write_read(x, v, written, _coefficients(weights, streams, 1), mixing)
+
+
+def _given(
+    update: StateUpdate, streams: Tensor, signal: Signal, triton: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Streams, what is written, its coefficients and those of mixing."""
     p, k, v = update.parts(), signal["k"], signal["v"]
     assert isinstance(k, Tensor) and isinstance(v, Tensor)
     rate = resolve(p.step.rate, signal)
     mixing = _mixing(update, streams, signal, rate, triton)
     if isinstance(rate, Tensor) and rate_shape(p.step.rate) == "scalar":
         rate = rate[..., None]
-    if not triton:
-        return on_sphere(update, _product(streams, mixing, v, rate * k), written=True)
-    from axes.kernels.streams.mix import mix_write
-
     mixing = None if mixing is None else _coefficients(mixing, streams, 2)
-    v = v if v.dtype in versions.DTYPES else v.float()
-    made = mix_write(streams, v, _coefficients(rate * k, streams, 1), mixing)
-    return on_sphere(update, made, written=True)
+    v = v if not triton or v.dtype in versions.DTYPES else v.float()
+    return streams, v, _coefficients(rate * k, streams, 1), mixing
 
 
-def _product(streams: Tensor, mixing: Tensor | None, v: Tensor, weights: Tensor) -> Tensor:
+def _product(streams: Tensor, v: Tensor, weights: Tensor, mixing: Tensor | None) -> Tensor:
     if mixing is None:
         return torch.addcmul(streams, weights[..., None], v[..., None, :])
     lead = streams.shape[:-2]  # one product: a sum after it would go over all streams again

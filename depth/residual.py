@@ -18,7 +18,7 @@ from axes.depth.base import Coefficients, DepthMixer, Streams
 from axes.errors import ShapeError
 from axes.routes.choice import Implementation
 
-_ONE = torch.ones(1)
+_ONE = torch.ones(1)  # that nothing is multiplied by: it may be on another device
 
 
 class _OneStream(DepthMixer):
@@ -44,13 +44,13 @@ class _OneStream(DepthMixer):
     # with constants of one a read is the stream, and a write an addition
 
     def _seen(self, kept: Tensor, who: Implementation) -> tuple[Tensor, Coefficients]:
-        return kernels.on_sphere(self.update, kept, written=False)[..., 0, :], Coefficients(_ONE, {"k": _ONE})
+        return kernels.on_sphere(self.update, kept, written=False).squeeze(-2), Coefficients(_ONE, {"k": _ONE})
 
     def _made(self, kept: Tensor, y: Tensor, coefficients: Coefficients, who: Implementation) -> Tensor:
         return kernels.on_sphere(self.update, (kept + y[..., None, :]).to(kept.dtype), written=True)
 
     def _left(self, kept: Tensor, who: Implementation) -> Tensor:
-        return kernels.on_sphere(self.update, kept, written=False)[..., 0, :]
+        return kernels.on_sphere(self.update, kept, written=False).squeeze(-2)
 
 
 @final

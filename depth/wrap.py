@@ -141,9 +141,13 @@ def _mixed_forward(self: MixedBlock, *args: Any, **kwargs: Any) -> Any:
     if mixing.enters:
         streams = mixers[0].expand(streams)
     results: list[Any] = []
-    for sublayer, mixer in zip(wired.sublayers, mixers, strict=True):
-        x, coefficients = mixer.read(streams)
-        streams = mixer.write(streams, sublayer.run(self, x, given, results, rest), coefficients)
+    x, coefficients = mixers[0].read(streams)
+    for sublayer, mixer, following in zip(wired.sublayers, mixers, [*mixers[1:], None], strict=True):
+        y = sublayer.run(self, x, given, results, rest)
+        if following is None:
+            streams = mixer.write(streams, y, coefficients)
+        else:
+            streams, x, coefficients = mixer.write_then_read(streams, y, coefficients, following)
     if mixing.leaves:
         streams = mixers[-1].reduce(streams)
     return streams if wired.others is None else (streams, *wired.behind(given, results))

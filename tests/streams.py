@@ -172,3 +172,33 @@ def check_mixer(
         assert a.shape == b.shape and torch.isfinite(a).all(), (name, i)
         error = ((a - b).norm() / b.norm().clamp(min=0.1 * b.numel() ** 0.5)).item()
         assert error < bound, (name, streams, dtype, i, error)
+
+
+def check_followed(
+    name: str, after: str, streams: int = 2, d: int = 12, lead: tuple[int, ...] = (2, 3), device: str = "cpu"
+) -> None:
+    """A write and the next mixer's read in one call against one after the other."""
+    torch.manual_seed(0)
+    mixers = [catalogue.get(n).cls(d, i, streams=streams, device=device) for i, n in enumerate((name, after))]
+    for mixer in mixers:
+        mixer.implementation = "triton"
+        for p in mixer.parameters():
+            p.data.add_(0.3 * torch.randn(p.shape).to(p))
+    first, second = mixers
+    given = [torch.randn(*lead, *s, device=device).requires_grad_() for s in ((streams, d), (d,))]
+    parameters = [p for mixer in mixers for p in mixer.parameters()]
+
+    def results(joined: bool) -> list[Tensor]:
+        x, y = given
+        seen, coefficients = first.read(x)
+        if joined:
+            made, x, coefficients = first.write_then_read(x, y * seen, coefficients, second)
+        else:
+            made = first.write(x, y * seen, coefficients)
+            x, coefficients = second.read(made)
+        last = second.write(made, x.tanh(), coefficients)
+        total = sum((o * torch.arange(o.numel(), device=device).view(o.shape).cos()).sum() for o in (made, x, last))
+        return [made, x, last, *torch.autograd.grad(total, [*given, *parameters])]
+
+    for i, (a, b) in enumerate(zip(results(True), results(False), strict=True)):
+        assert (a - b).norm() <= 1e-5 * b.norm(), (name, after, i)

@@ -206,13 +206,17 @@ class LanguageModel(nn.Module):
             raise ShapeError(f"LanguageModel: the state holds {len(memories)} layers, not {self.architecture.layers}")
         mixers: list[Any] = list(self.mixers)
         streams = mixers[0].expand(self.embedding(tokens))
-        for index, (sublayer, norm, mixer) in enumerate(zip(self.sublayers, self.norms, mixers, strict=True)):
-            x, context = mixer.read(streams)
+        x, context = mixers[0].read(streams)
+        followed = zip(self.sublayers, self.norms, mixers, [*mixers[1:], None], strict=True)
+        for index, (sublayer, norm, mixer, following) in enumerate(followed):
             if index % 2 == 0:
                 y, memories[index // 2] = mix(sublayer, norm(x), memories[index // 2])
             else:
                 y = sublayer(norm(x))
-            streams = mixer.write(streams, y, context)
+            if following is None:
+                streams = mixer.write(streams, y, context)
+            else:
+                streams, x, context = mixer.write_then_read(streams, y, context, following)
         return self.norm(mixers[-1].reduce(streams)), tuple(memories)
 
     def extra_repr(self) -> str:

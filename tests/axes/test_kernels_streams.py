@@ -135,12 +135,14 @@ else:
 MIXERS = r"""
 from axes import catalogue
 from axes.routes.choice import NoImplementation
-from tests.streams import check_mixer
+from tests.streams import check_followed, check_mixer
 
 for name in ("mhc", "dynamic-hyper-connections", "hyper-connections", "jpmhc"):
     check_mixer(name, 2)
 check_mixer("ihc", 3, learned_reduce="per-token")
 check_mixer("mhc", 2, eps=1e-6, learned_reduce=True)
+for after in ("hyper-connections", "denseformer", "mhc"):
+    check_followed("hyper-connections" if after != "denseformer" else after, after, 3)
 try:
     catalogue.get("universal-transformer").cls(8).plans(implementation="triton")
 except NoImplementation as refused:

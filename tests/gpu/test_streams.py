@@ -23,7 +23,7 @@ from torch.library import opcheck  # noqa: E402
 from axes import catalogue  # noqa: E402
 from axes.core.geometry import Birkhoff  # noqa: E402
 from axes.kernels.streams import look, mix, sinkhorn  # noqa: E402
-from tests.streams import CALLS, check_mixer, draw, draw_look, errors, gradients, look_errors  # noqa: E402
+from tests.streams import CALLS, check_followed, check_mixer, draw, draw_look, errors, gradients, look_errors  # noqa: E402
 
 BF, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 BOUNDS = {FULL: 3e-6, HALF: 2e-3, BF: 1.2e-2}  # relative errors of a whole tensor
@@ -225,6 +225,11 @@ def test_mixers(name: str, dtype: torch.dtype) -> None:
         check_mixer(name, n, 256, (2, 50), dtype, "cuda", bound)
 
 
+@pytest.mark.parametrize("after", ("hyper-connections", "denseformer", "mhc"))
+def test_a_write_with_the_next_mixers_read(after: str) -> None:
+    check_followed("hyper-connections" if after != "denseformer" else after, after, 4, 256, (2, 50), "cuda")
+
+
 def test_a_sublayer_compiles_without_graph_breaks() -> None:
     torch.manual_seed(0)
     mixer = catalogue.get("mhc").cls(64, 1, streams=4, device="cuda")
@@ -246,7 +251,8 @@ def test_a_sublayer_compiles_without_graph_breaks() -> None:
 
 
 SIZE = (4, 2048, (32_768,))  # n, d, tokens of the figures
-MEASURED = ("residual", "hyper-connections", "ihc", "mhc", "mhc-lite", "jpmhc", "dynamic-hyper-connections")
+ONE = ("residual", "pre-norm", "post-norm")
+MEASURED = (*ONE, "hyper-connections", "ihc", "mhc", "mhc-lite", "jpmhc", "dynamic-hyper-connections")
 LAUNCHES = {  # of the kernels of look: tokens and columns of a tile, warps, stages
     "project": ((64, 64, 8, 3), (64, 64, 8, 2), (64, 64, 8, 1), (64, 64, 4, 1), (64, 64, 4, 3), (128, 64, 8, 3),
                 (64, 128, 8, 2), (64, 32, 4, 3)),
@@ -296,7 +302,7 @@ def launches(name: str, run: Callable[[], object]) -> None:
 
 def mixed(name: str, n: int, d: int, lead: tuple[int, ...]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """The read and the write of a mixer, as of its streams, what is written, and its parameters."""
-    mixer = catalogue.get(name).cls(d, 1, **({} if name == "residual" else {"streams": n}), device="cuda")
+    mixer = catalogue.get(name).cls(d, 1, **({} if name in ONE else {"streams": n}), device="cuda")
     parameters = dict(mixer.named_parameters())
 
     class Both(torch.nn.Module):
@@ -315,7 +321,7 @@ def mixed(name: str, n: int, d: int, lead: tuple[int, ...]) -> tuple[Callable[..
         made: tuple[torch.Tensor, torch.Tensor] = torch.func.functional_call(both, named, (x, y))
         return made
 
-    streams = 1 if name == "residual" else n
+    streams = 1 if name in ONE else n
     given = [torch.randn(*lead, streams, d, device="cuda", dtype=BF), torch.randn(*lead, d, device="cuda", dtype=BF)]
     return call, [*given, *(p.detach() for p in parameters.values())]
 

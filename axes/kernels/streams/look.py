@@ -41,7 +41,8 @@ from axes.kernels.streams.mix import _Cut, _forward_read, _places, _stream, _sum
 CHARTS = ("sigmoid", "softmax", "first")
 _TERMS = 2  # of bfloat16 that phi is taken in beside streams of bfloat16
 _PROGRAMS = 1024  # enough of them to fill a GPU
-_LAUNCH = {"project": (64, 64, 8, 3), "give": (64, 64, 8, 3)}  # tokens and columns of a tile, warps, stages
+_LAUNCH = {"project": (64, 64, 8, 3), "give": (64, 64, 8, 3), "give, tf32": (32, 64, 8, 2)}
+# of each, tokens and columns of a tile, warps, stages
 _WARPS = 4  # of the others
 
 
@@ -376,7 +377,7 @@ def _backward(
     dpre, du, slopes = _sums(x, shape.n), torch.empty_like(raw), torch.empty_like(units)
     dout, dseen = torch.empty_like(x), torch.zeros_like(x[:, 0]) if dseen is None else dseen
     da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
-    options = _options("give")
+    options = _options("give" if x.dtype == torch.bfloat16 else "give, tf32")
     blocks = shape.n * triton.cdiv(shape.d, options["COLUMNS"])
     span, splits = _cut(triton.cdiv(shape.tokens, options["ROWS"]), blocks)
     dphi = raw.new_empty(splits, shape.entries, shape.n, shape.d)
