@@ -41,7 +41,7 @@ from axes.kernels.streams.mix import _Cut, _forward_read, _places, _stream, _sum
 CHARTS = ("sigmoid", "softmax", "first")
 _TERMS = 2  # of bfloat16 that phi is taken in beside streams of bfloat16
 _PROGRAMS = 1024  # enough of them to fill a GPU
-_LAUNCH = {"project": (64, 64, 8, 3), "give": (64, 64, 8, 3), "give, tf32": (32, 64, 8, 2)}
+_LAUNCH = {"project": (128, 64, 8, 3), "give": (64, 64, 8, 3), "give, tf32": (32, 64, 8, 2)}
 # of each, tokens and columns of a tile, warps, stages
 _WARPS = 4  # of the others
 
