@@ -22,6 +22,7 @@ from torch.library import opcheck  # noqa: E402
 
 from axes import catalogue  # noqa: E402
 from axes.core.geometry import Birkhoff  # noqa: E402
+from axes.depth import RELEASED_EPS  # noqa: E402
 from axes.kernels.streams import look, mix, sinkhorn  # noqa: E402
 from tests.streams import CALLS, check_followed, check_mixer, draw, draw_look, errors, gradients, look_errors  # noqa: E402
 
@@ -228,6 +229,12 @@ def test_mixers(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("after", ("hyper-connections", "denseformer", "mhc"))
 def test_a_write_with_the_next_mixers_read(after: str) -> None:
     check_followed("hyper-connections" if after != "denseformer" else after, after, 4, 256, (2, 50), "cuda")
+
+
+@pytest.mark.parametrize("dtype", (FULL, BF), ids=str)
+def test_released_coefficients_and_an_exit_per_token(dtype: torch.dtype) -> None:
+    bound = {FULL: 2e-5, BF: 3e-2}[dtype]
+    check_mixer("mhc", 4, 256, (2, 50), dtype, "cuda", bound, eps=RELEASED_EPS, learned_reduce="per-token")
 
 
 def test_a_sublayer_compiles_without_graph_breaks() -> None:

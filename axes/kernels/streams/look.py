@@ -323,8 +323,10 @@ def _cut(tiles: int, others: int) -> tuple[int, int]:
     return span, triton.cdiv(tiles, span)
 
 
-def _options(kernel: str) -> dict[str, int]:
+def _options(kernel: str, x: Tensor, side: int) -> dict[str, int]:
     rows, columns, warps, stages = _LAUNCH[kernel]
+    if side > (64 if x.dtype == torch.bfloat16 else 32):  # three are more shared memory than small GPUs have
+        stages = 1
     return {"TERMS": _TERMS, "ROWS": rows, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
 
 
@@ -336,7 +338,7 @@ def _forward(
     pre, entries, seen, kept = _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
     if not x.numel():
         return pre, entries, seen, kept
-    rows, options = shape.tokens * shape.groups, _options("project")
+    rows, options = shape.tokens * shape.groups, _options("project", x, shape.side)
     tiles = triton.cdiv(rows, options["ROWS"])
     span, parts = _cut(triton.cdiv(shape.width, options["COLUMNS"]), tiles)
     products, moments = entries.new_empty(parts, rows, shape.entries), entries.new_empty(parts, 2, rows)
@@ -377,7 +379,7 @@ def _backward(
     dpre, du, slopes = _sums(x, shape.n), torch.empty_like(raw), torch.empty_like(units)
     dout, dseen = torch.empty_like(x), torch.zeros_like(x[:, 0]) if dseen is None else dseen
     da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
-    options = _options("give" if x.dtype == torch.bfloat16 else "give, tf32")
+    options = _options("give" if x.dtype == torch.bfloat16 else "give, tf32", x, shape.side)
     blocks = shape.n * triton.cdiv(shape.d, options["COLUMNS"])
     span, splits = _cut(triton.cdiv(shape.tokens, options["ROWS"]), blocks)
     dphi = raw.new_empty(splits, shape.entries, shape.n, shape.d)
