@@ -24,6 +24,7 @@ from axes.errors import AxesError, ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import in_place
+from axes.kernels.common.sizes import cdiv, power_of_2
 
 EPS = 1e-6  # of normalised keys and queries, as in the layers: x / sqrt(|x|^2 + EPS^2)
 _ENTRIES = 512  # of a slot in one program, which is one warp: many small ones hide each other's loads
@@ -148,8 +149,8 @@ def _block(
 
 def settings(key: int, value: int) -> dict[str, int]:
     """Block sides and warps by the widths alone; the only ones that are picked."""
-    side = max(16, triton.next_power_of_2(key))
-    rows = max(2, min(_ENTRIES // side, triton.next_power_of_2(value)))
+    side = max(16, power_of_2(key))
+    rows = max(2, min(_ENTRIES // side, power_of_2(value)))
     return {"BK": side, "BV": rows, "num_warps": 1, "num_stages": 1}
 
 
@@ -171,7 +172,7 @@ def _launch_chain(
     sizes, new = settings(k.shape[-1], width), _or(into, state)
     gate = "none" if g is None else "head" if g.ndim == 2 else "channel"
     with layout.on_device(state):
-        _chain[(batch * heads * triton.cdiv(width, sizes["BV"]),)](
+        _chain[(batch * heads * cdiv(width, sizes["BV"]),)](
             state, new, _or(index, v), q, k, v, _or(beta, v), _or(g, v), _or(a, v), _or(b, v), out,
             *(_stride(x) for x in (state, new, q, k, v, beta, g, a, b)),
             HV=heads, GROUP=heads // k.shape[1], K=k.shape[-1], V=width, RULE=rule, GATE=gate, EARLY=early,
@@ -187,7 +188,7 @@ def _launch_block(
     batch, heads, width = v.shape
     sizes, new = settings(k.shape[-1], width), _or(into, state)
     with layout.on_device(state):
-        _block[(batch * heads * triton.cdiv(width, sizes["BV"]),)](
+        _block[(batch * heads * cdiv(width, sizes["BV"]),)](
             state, new, _or(index, v), q, k, v, block, write, _or(erase, v), out,
             *(_stride(x) for x in (state, new, q, k, v, block, write, erase)),
             HV=heads, GROUP=heads // k.shape[1], K=k.shape[-1], V=width, ERASE=erase is not None,

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels.attention import flash
 from axes.kernels.common import layout, versions
 from axes.kernels.common.operators import Differentiable
-
-_cdiv = triton.cdiv
+from axes.kernels.common.sizes import power_of_2
 
 
 def settings(kernel: str, dtype: torch.dtype, width: int) -> dict[str, int]:
@@ -107,8 +105,8 @@ def _run(kernel: Any, name: str, tensors: tuple[Tensor, ...], q: Tensor, k: Tens
             none if cut.units_of_slots is None else cut.units_of_slots, scale, cut.length, cut.chunks, cut.slots,
             q.shape[0] * q.shape[1], old, q.shape[2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             *((0, 0, 0) if mass is None else high.stride()), GROUP=q.shape[2] // k.shape[2], K=k.shape[3],
-            V=v.shape[3], BK=max(least, triton.next_power_of_2(k.shape[3])),
-            BV=max(least, triton.next_power_of_2(v.shape[3])), MASS=mass is not None, PACKED=cut.packed,
+            V=v.shape[3], BK=max(least, power_of_2(k.shape[3])),
+            BV=max(least, power_of_2(v.shape[3])), MASS=mass is not None, PACKED=cut.packed,
             PRECISION=layout.precision(q), **chosen,
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from axes.kernels.attention.flash import absorb, tile
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import cdiv, power_of_2
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _PROGRAMS = 264  # two for each processor of an H100; a constant, so that sums have the same bits on every GPU
@@ -71,18 +72,18 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, mass: Tensor | None, scale: float) 
     (b, _, h, d_k), (_, s, g, d_v) = q.shape, v.shape
     width = max(d_k, d_v)
     side = 32 if q.dtype == torch.float32 or width > 128 else 64
-    parts = max(1, min(_MOST, _PROGRAMS // max(1, b * g), triton.cdiv(s, _LEAST)))
-    span = triton.cdiv(triton.cdiv(s, parts), side) * side
-    parts = triton.cdiv(s, span)
+    parts = max(1, min(_MOST, _PROGRAMS // max(1, b * g), cdiv(s, _LEAST)))
+    span = cdiv(cdiv(s, parts), side) * side
+    parts = cdiv(s, span)
     o = q.new_empty(b, 1, h, d_v)
     out = q.new_empty(parts, b * h, d_v, dtype=torch.float32)
     most, weight = (q.new_empty(parts, b * h, dtype=torch.float32) for _ in range(2))
-    wide = max(16, triton.next_power_of_2(d_v))
+    wide = max(16, power_of_2(d_v))
     with layout.on_device(q):
         _part[(parts * b * g,)](
             q, k, v, most if mass is None else mass, out, most, weight, scale, s, span, b * h, g, q.stride(0),
             q.stride(2), *k.stride()[:3], *v.stride()[:3], GROUP=h // g, K=d_k, V=d_v,
-            BK=max(16, triton.next_power_of_2(d_k)), BV=wide, BM=max(16, triton.next_power_of_2(h // g)), BN=side,
+            BK=max(16, power_of_2(d_k)), BV=wide, BM=max(16, power_of_2(h // g)), BN=side,
             MASS=mass is not None, PRECISION=layout.precision(q), num_warps=4, num_stages=2,
         )  # fmt: skip
         _merge[(b * h,)](out, most, weight, o, parts, b * h, V=d_v, BV=wide, PARTS=_MOST, num_warps=4)

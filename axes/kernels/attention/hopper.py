@@ -8,7 +8,6 @@ a tile with the queries, and of the weights of the tile before with its values; 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from axes.kernels.common import layout
@@ -25,6 +24,7 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.warpgroup import ROWS, arrive, left_layout, product_layout, published, retire, times
 
 _LOG2E = gl.constexpr(1.4426950408889634)
@@ -258,7 +258,7 @@ def attend(
 ) -> None:
     """o (B, T, H, D) and lse (H, B T) for tensors that `fits`; mass: high and low (B, S, G), or none."""
     (b, t, h, d), s = q.shape, k.shape[1]
-    slots = triton.cdiv(t, 128)
+    slots = cdiv(t, 128)
     pairs, stages = _TILES[d]
     high, low = (lse, lse) if mass is None else mass
     with layout.on_device(q):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from axes.errors import ShapeError
@@ -13,6 +12,7 @@ from axes.kernels.attention import blocks, levels, tree
 from axes.kernels.attention.attend import split
 from axes.kernels.common import inverse, layout
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv, power_of_2
 
 LARGEST = 128  # widest keys: a map of one is a program's accumulator
 
@@ -70,14 +70,14 @@ class _Cut(NamedTuple):
 def _cut(q: Tensor) -> _Cut:
     b, t, h, d = q.shape
     size, together = (32, 1) if q.dtype == torch.float32 else (64, 2)
-    count = triton.cdiv(t, size * together) * together
+    count = cdiv(t, size * together) * together
     precision = "tf32x3" if q.dtype == torch.float32 else "tf32"  # without matrix units a map does not fit a program
     return _Cut(b * h, t, h, size, together, count, _tile(d, q.dtype), (count - 1).bit_length(), precision)
 
 
 def _tile(width: int, dtype: torch.dtype) -> int:
     """Of that many features. In 16 bit narrow ones gave wrong outputs on an H200 (docs/kernels.md, faults)."""
-    return max(16 if dtype == torch.float32 else 64, triton.next_power_of_2(width))
+    return max(16 if dtype == torch.float32 else 64, power_of_2(width))
 
 
 def settings(kernel: str, dtype: torch.dtype, width: int) -> dict[str, int]:
@@ -122,7 +122,7 @@ def _carried(q: Tensor, k: Tensor, a: Tensor, b: Tensor, cut: _Cut) -> _Carried:
     begun, ended = (q.new_empty(cut.lines, n, c, wide) for _ in range(2))
     scores = q.new_empty(cut.lines, n, c, c, dtype=torch.float32)
     solved = q.new_empty(scores.shape)
-    pieces = [triton.cdiv(n, 2**level) for level in range(max(1, cut.levels))]
+    pieces = [cdiv(n, 2**level) for level in range(max(1, cut.levels))]
     whole = q.new_empty(cut.lines * sum(pieces), wide, wide)
     maps = list(whole.split([cut.lines * m for m in pieces]))
     last = q.new_empty(k.shape, dtype=torch.float32)

@@ -10,6 +10,7 @@ from torch import Tensor
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv, power_of_2
 
 _ROWS = 32
 
@@ -47,9 +48,9 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float) -> tupl
     to_q, to_k = q.new_empty(q.shape), k.new_empty(k.shape)  # contiguous, whatever the strides of what is turned
     if q.numel() + k.numel():
         with layout.on_device(q):
-            _turn[(triton.cdiv(t, _ROWS), h + g, b)](
+            _turn[(cdiv(t, _ROWS), h + g, b)](
                 q, k, cos, sin, to_q, to_k, t, h, g, *q.stride()[:3], *k.stride()[:3], sign, HALF=d // 2,
-                BD=triton.next_power_of_2(d // 2), BT=_ROWS, OWN=cos.ndim == 3, num_warps=4,
+                BD=power_of_2(d // 2), BT=_ROWS, OWN=cos.ndim == 3, num_warps=4,
             )  # fmt: skip
     return to_q, to_k
 

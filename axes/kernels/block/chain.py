@@ -22,7 +22,6 @@ again, the serial reverse pass, a kernel over all chunks, the adjoint recurrence
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from axes.kernels.block import kernels, weights
@@ -38,6 +37,7 @@ from axes.kernels.common.layout import (
     precision,
 )
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.tiles import TILE
 
 # ---- launches ------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def _launch(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
     full = q.dtype == torch.float32
     most_k, most_v, warps, stages = _LAUNCH[kernel][2 if full else q.shape[-1] > 128]
     least = TILE if full else min(64, most_v)
-    d_k, d_v = (triton.next_power_of_2(x.shape[-1]) for x in (q, v))
+    d_k, d_v = (power_of_2(x.shape[-1]) for x in (q, v))
     sides = {"BK": min(max(least, d_k), most_k), "BV": min(max(least, d_v), most_v)}
     return {**sides, "num_warps": warps, "num_stages": stages}
 
@@ -115,7 +115,7 @@ def _forward(
             **inverse.constants(q.dtype, c, tiles["num_warps"]), **tiles,
         )  # fmt: skip
         tiles = _launch(q, v, "scan")
-        kernels.scan[(cut.units * hv * triton.cdiv(v.shape[-1], tiles["BV"]),)](
+        kernels.scan[(cut.units * hv * cdiv(v.shape[-1], tiles["BV"]),)](
             q, k, v, carries, totals, m, scores, final if start is None else start, o, final, o, o,
             offsets, cut.length, cut.chunks, **shape, ERASE=erased, STARTED=start is not None,
             RECORD=False, PACKED=cut.packed, PRECISION=exact, **tiles,
@@ -148,7 +148,7 @@ def _backward(
     grouped = hv != h  # one gradient a value head, summed over the heads that share a key
     dq, dk = (q.new_empty(b, t, hv, d, dtype=torch.float32 if grouped else q.dtype) for _ in range(2))
     tiles = {kernel: _launch(q, v, kernel) for kernel in ("states", "reverse", "pairs", "gradients")}
-    parts = triton.cdiv(d, tiles["gradients"]["BK"])
+    parts = cdiv(d, tiles["gradients"]["BK"])
     dpairs = block.new_empty(cut.slots * hv, 2, c, c)
     dcarries = block.new_empty(parts, cut.slots * hv, 6, c)
     dtotals = block.new_empty(parts, cut.slots * hv, 4)
@@ -160,12 +160,12 @@ def _backward(
     common = {"ERASE": erased, "PACKED": cut.packed, "PRECISION": exact}
     with on_device(q):
         recurrence, carries, totals = _weights(q, v, block, write, erase, cu_seqlens)
-        kernels.scan[(heads * triton.cdiv(wide, tiles["states"]["BV"]),)](
+        kernels.scan[(heads * cdiv(wide, tiles["states"]["BV"]),)](
             q, k, v, carries, totals, inverted, scores, dfinal if start is None else start, v, dfinal, states,
             written if erased else states, offsets, cut.length, cut.chunks, **shape,
             STARTED=start is not None, RECORD=True, **common, **tiles["states"],
         )  # fmt: skip
-        kernels.reverse[(heads * triton.cdiv(wide, tiles["reverse"]["BV"]),)](
+        kernels.reverse[(heads * cdiv(wide, tiles["reverse"]["BV"]),)](
             q, k, carries, totals, inverted, scores, do, dfinal, dstates, dv, dstart, offsets, cut.length, cut.chunks,
             **shape, **common, **tiles["reverse"],
         )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels.common import versions
+from axes.kernels.common.sizes import cdiv
 
 DTYPES = versions.DTYPES
 LARGEST = 256  # widest keys and values
@@ -50,12 +51,12 @@ def layout(batch: int, length: int, chunk: int, cu_seqlens: Tensor | None = None
     """The layout of (batch, length) tokens in chunks; nothing is read back from the device."""
     units, slots = extent(batch, length, chunk, cu_seqlens)
     if cu_seqlens is None:
-        return Layout(units, length, chunk, triton.cdiv(length, chunk), slots)
+        return Layout(units, length, chunk, cdiv(length, chunk), slots)
     offsets = cu_seqlens.to(torch.int32)
     first = offsets[:-1] // chunk + torch.arange(units, device=offsets.device, dtype=torch.int32)
     slot = torch.arange(slots, device=offsets.device, dtype=torch.int32)
     units_of_slots = (torch.searchsorted(first, slot, right=True) - 1).to(torch.int32)
-    return Layout(units, length, chunk, triton.cdiv(length, chunk), slots, offsets, units_of_slots)
+    return Layout(units, length, chunk, cdiv(length, chunk), slots, offsets, units_of_slots)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import triton
 from torch import Tensor
 
 from axes.errors import ShapeError
@@ -39,6 +38,7 @@ from axes.kernels.common.layout import (
     precision,
 )
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.diagonal import kernels
 from axes.kernels.diagonal.channels import exponents
@@ -52,7 +52,7 @@ if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules rais
 
 
 def _side(width: int, least: int, most: int) -> int:
-    return max(least, min(most, triton.next_power_of_2(width)))
+    return max(least, min(most, power_of_2(width)))
 
 
 def chunk_length(q: Tensor) -> int:
@@ -83,7 +83,7 @@ def group(programs: int) -> int:
 
 
 def _blocks(q: Tensor, v: Tensor, chosen: dict[str, int]) -> tuple[int, int]:
-    return triton.cdiv(q.shape[-1], chosen["BK"]), triton.cdiv(v.shape[-1], chosen["BV"])
+    return cdiv(q.shape[-1], chosen["BK"]), cdiv(v.shape[-1], chosen["BV"])
 
 
 def _pass_over(
@@ -125,7 +125,7 @@ def _twice(
     limit = mild(q)
     for deep in (False, True) if limit > 0 and shallow else (True,):
         members = group(programs) if deep and limit > 0 else 1
-        kernel[(triton.cdiv(programs, members),)](
+        kernel[(cdiv(programs, members),)](
             *tensors, *_where(q, v, cut), programs, **_constants(q, v, beta, cut), **exponents(q, g),
             MILD=limit, DEEP=deep, GROUP=members, **more, **settings(q, v, name),
         )  # fmt: skip

@@ -35,6 +35,7 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.warpgroup import add, arrive, left_layout, product_layout, published, retire, times
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, channels that are scaled at a time
@@ -453,11 +454,11 @@ def _passes(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, segments: int | None
 ) -> tuple[_Pass, Tensor]:  # fmt: skip
     """Also room for totals of the logs of chunks, (B N, HV, K)."""
-    n = triton.cdiv(q.shape[1], 64)
+    n = cdiv(q.shape[1], 64)
     hv = v.shape[2]
     segments = segments_of(q.shape[0] * hv, n) if segments is None else segments
-    length = triton.cdiv(n, segments)
-    made = _Pass(q, k, g, beta, hv, v.shape[3], n, triton.cdiv(n, length), length)
+    length = cdiv(n, segments)
+    made = _Pass(q, k, g, beta, hv, v.shape[3], n, cdiv(n, length), length)
     return made, q.new_empty(q.shape[0] * n, hv, q.shape[3], dtype=torch.float32)
 
 

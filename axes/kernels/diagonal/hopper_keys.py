@@ -8,7 +8,6 @@ Sums over tokens are products of a triangle of ones with two 16-bit summands, as
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from axes.kernels.common.bulk import matrix_tiles, token_tiles
@@ -25,6 +24,7 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.warpgroup import product_layout, published, retire, times
 from axes.kernels.diagonal.hopper import _power
 
@@ -170,7 +170,7 @@ def keys_backward(
     """Write dq, dk (as q) and dg (as g) of the mild chunks of tokens that `hopper_write.fits`, as many value heads as
     key heads, strengths one; totals, states and dstates as `hopper_diagonal` makes them."""
     (b, t, h, d_k), d_v = q.shape, v.shape[3]
-    n = triton.cdiv(t, 64)
+    n = cdiv(t, 64)
     _keys[(b * n * h * (d_k // 64),)](
         token_tiles(q, 64), token_tiles(k, 64), token_tiles(v, d_v), token_tiles(do, d_v), token_tiles(g, 64),
         matrix_tiles(states, d_v, 64), matrix_tiles(dstates, d_v, 64), token_tiles(dq, 64), token_tiles(dk, 64),

@@ -27,12 +27,12 @@ The scaled vectors live only as long as a call: written, they cost the serial pa
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from axes.kernels.common import inverse
 from axes.kernels.common.layout import Layout, extent, layout, on_device, precision
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.tiles import TILE
 from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.diagonal.channels import exponents
@@ -55,7 +55,7 @@ def _chunk(q: Tensor) -> int:
 
 def _sizes(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
     """Block sides. 16 bit: values go by 64 whatever V is; smaller blocks have met compiler faults."""
-    d_k, d_v = (triton.next_power_of_2(x.shape[-1]) for x in (q, v))
+    d_k, d_v = (power_of_2(x.shape[-1]) for x in (q, v))
     if q.dtype == torch.float32:
         wide = max(TILE, d_k) if kernel == "serial" else max(TILE, min(d_k, 64))
         return {"BK": wide, "BV": max(TILE, min(d_v, 32))}
@@ -98,7 +98,7 @@ def _run_prepare(
     scaled = [q.new_empty(*q.shape[:2], hv, d) for _ in range(4 if two else 3)]
     block = _sizes(q, v, "prepare")["BK"]
     totals = g.new_empty(cuts.slots, hv, d, dtype=torch.float32)
-    falls = g.new_empty(cuts.slots, hv, triton.cdiv(d, block), dtype=torch.float32)
+    falls = g.new_empty(cuts.slots, hv, cdiv(d, block), dtype=torch.float32)
     m, *inner = [scaled[0]] * 4 if matrices is None else matrices * (1 if two else 2)
     lowers = totals if matrices is None else torch.empty_like(m, dtype=torch.float32)
     grid = (cuts.slots * hv,)
@@ -111,7 +111,7 @@ def _run_prepare(
         )  # fmt: skip
         constants = _exponents(q, g)
         flat = constants.pop("FLAT")
-        pairs.prepare[(grid[0] * (1 if matrices is not None else triton.cdiv(d, block)),)](
+        pairs.prepare[(grid[0] * (1 if matrices is not None else cdiv(d, block)),)](
             *inputs, *scaled[:3], scaled[-1], totals, falls, *where, MATRICES=matrices is not None, **constants, **shape
         )
         if matrices is not None:
@@ -140,7 +140,7 @@ def _forward(
     with on_device(q):
         *scaled, totals, _ = _run_prepare(q, k, v, g, x, y, two, early, cuts, matrices)
         sizes = _sizes(q, v, "serial")
-        grid = cuts.units * hv * triton.cdiv(d_v, sizes["BV"])
+        grid = cuts.units * hv * cdiv(d_v, sizes["BV"])
         if grid:
             if not cuts.packed and _GLUON and hopper.fits(scaled[0], v):
                 hopper.walk(scaled, v, None if two else y, matrices, totals, start, final, o)
@@ -176,7 +176,7 @@ def _backward(
     dq, dk = wide, torch.empty_like(wide)
     dx = dk if x is None else torch.empty_like(wide)
     dy = torch.empty_like(wide) if two else dk
-    parts = triton.cdiv(d, _sizes(q, v, "gradients")["BK"])
+    parts = cdiv(d, _sizes(q, v, "gradients")["BK"])
     dbeta = g.new_empty((0,) if two else (parts, *v.shape[:3]), dtype=torch.float32)
     with on_device(q):
         *scaled, totals, falls = _run_prepare(q, k, v, g, x, y, two, early, cuts, None)
@@ -184,7 +184,7 @@ def _backward(
         beta = v if two else y
         serial = _sizes(q, v, "serial")
         shape = dict(HV=hv, K=d, V=d_v, C=cuts.chunk, TWO=two, PACKED=cuts.packed, PRECISION=dot)
-        grid = cuts.units * hv * triton.cdiv(d_v, serial["BV"])
+        grid = cuts.units * hv * cdiv(d_v, serial["BV"])
         plain = not cuts.packed and _GLUON and hopper.fits(scaled[0], v)
         fast = plain and not two and x is None and h == hv
         if plain:

@@ -14,7 +14,6 @@ head; one or two warpgroups own 64 of its values each and never talk; one warp f
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from axes.kernels.common.bulk import aligned, matrix_tiles, token_tiles
@@ -30,6 +29,7 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.versions import hopper_refusal
 from axes.kernels.common.warpgroup import left_layout, product_layout, retire, times
 
@@ -419,7 +419,7 @@ def walk(
     dfinal, final receives dstart, `out` r, `states` dX'.
     """
     b, t, h, d = v.shape
-    n, two = triton.cdiv(t, 64), beta is None
+    n, two = cdiv(t, 64), beta is None
     qs, as_, ys, zs = (token_tiles(x, d) for x in scaled)
     squares = [matrix_tiles(x) for x in matrices * (1 if two else 2)]
     _walk[(b * h,)](

@@ -10,7 +10,6 @@ Sums over tokens are products of a triangle of ones with two 16-bit summands, as
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from axes.kernels.common.bulk import aligned, matrix_tiles, token_tiles
@@ -26,6 +25,7 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.warpgroup import product_layout, published, retire, times
 from axes.kernels.diagonal.hopper import _power
 from axes.kernels.diagonal.hopper_keys import square, sum_until
@@ -191,7 +191,7 @@ def tokens_backward(
     """Write dq, dk (as q), dg (as g) and dbeta (K / 64, B, T, H) of the mild chunks of dense tokens that
     `hopper_diagonal_delta.fits`, as many value heads as key heads; the rest as `diagonal_delta` makes them."""
     (b, t, h, d_k), d_v = q.shape, v.shape[3]
-    n = triton.cdiv(t, 64)
+    n = cdiv(t, 64)
     _tokens[(b * n * h * (d_k // 64),)](
         token_tiles(q, 64), token_tiles(k, 64), token_tiles(do, d_v), token_tiles(written, d_v),
         token_tiles(dwritten, d_v), matrix_tiles(states, d_v, 64), matrix_tiles(dstates, d_v, 64),

@@ -14,6 +14,7 @@ from torch import Tensor
 from axes.errors import ShapeError
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.layout import interpreted, on_device
+from axes.kernels.common.sizes import cdiv
 
 _TILE = 64
 
@@ -52,9 +53,9 @@ def thirds(x: Tensor, dim: int, order: tuple[int, int, int]) -> Tensor:
     out = torch.empty(count, *((m, 3 * n) if dim == -1 else (3 * m, n)), dtype=torch.bfloat16, device=x.device)
     if not out.numel():
         return out
-    across = triton.cdiv(n, _TILE)
+    across = cdiv(n, _TILE)
     with on_device(x):
-        _thirds[(triton.cdiv(m, _TILE) * across, count)](
+        _thirds[(cdiv(m, _TILE) * across, count)](
             x, out, m, n, across, *x.stride(), *out.stride(), n if dim == -1 else m * n,
             SECOND=bool(order[1]), THIRD=bool(order[2]), TILE=_TILE, num_warps=4,
         )  # fmt: skip

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from axes.kernels.common.bulk import batch_tiles
@@ -30,6 +29,7 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.versions import hopper_refusal
 from axes.kernels.common.warpgroup import arrive, published, retire
 
@@ -321,7 +321,7 @@ def launch(
     beta, gamma = ([x for x, _ in terms] + [0.0, 0.0])[:2]
     direct = any(x.element_size() != 2 for x in (a, c, first, second))
     places = (first, second, c) if direct else (batch_tiles(x, _TILE.value, _TILE.value) for x in (first, second, c))
-    side = triton.cdiv(m, _TILE.value)
+    side = cdiv(m, _TILE.value)
     tiles = side * (side + 1) // 2
     programs = min(n * tiles, _PROGRAMS * _processors(a.device))
     _symmetric[(programs,)](

@@ -14,6 +14,7 @@ from torch import Tensor
 from axes.errors import ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import cdiv
 
 _BLOCK = 8192  # entries of a program
 _SUMS = 4096  # sums that are added at a time
@@ -74,7 +75,7 @@ def normalised(x: Tensor, factor: float, shift: float, floor: float, squares: Te
     size = x.shape[1] * x.shape[2]
     if not y.numel():
         return y.mT if columns else y
-    blocks = triton.cdiv(size, _BLOCK)
+    blocks = cdiv(size, _BLOCK)
     grid = (x.shape[0] * blocks,)
     divisors = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     with layout.on_device(x):

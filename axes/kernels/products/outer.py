@@ -19,6 +19,7 @@ from axes.errors import ShapeError
 from axes.kernels.common import layout, tiles
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv
 
 _PROCESSORS = 132  # of an H100; a constant, so that a sum has the same bits on every GPU
 _LEAST = 512  # tokens that a part is worth
@@ -110,12 +111,12 @@ def _launch(u: Tensor, k: Tensor | None, weight: Tensor | None, start: Tensor | 
     other = u if k is None else k
     (count, length, value), key = u.shape, other.shape[2]
     chosen = settings(u.dtype, value, key, u.stride(2) == 1 and other.stride(2) == 1)
-    down, across = (triton.cdiv(value, int(chosen["BV"])), triton.cdiv(key, int(chosen["BK"])))
+    down, across = (cdiv(value, int(chosen["BV"])), cdiv(key, int(chosen["BK"])))
     programs = count * (down * (down + 1) // 2 if k is None else down * across)
     cut = parts(programs, int(chosen["BV"]), length)
-    chunks = triton.cdiv(length, int(chosen["C"]))
-    span = triton.cdiv(chunks, cut)
-    cut = triton.cdiv(chunks, span)
+    chunks = cdiv(length, int(chosen["C"]))
+    span = cdiv(chunks, cut)
+    cut = cdiv(chunks, span)
     out = u.new_empty(cut, count, value, key, dtype=torch.float32)
     with layout.on_device(u):
         _outer[(programs * cut,)](

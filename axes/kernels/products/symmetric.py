@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from axes.errors import ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.versions import gluon_refusal
 
 if _GLUON := gluon_refusal() is None:  # on an unknown Triton this module raises, and the portable kernel runs
@@ -117,7 +118,7 @@ def symmetric_product(
     to = TensorDescriptor.from_tensor(c, square)
     first, second = ([TensorDescriptor.from_tensor(x, square) for _, x in terms] + [to, to])[:2]
     beta, gamma = ([x for x, _ in terms] + [0.0, 0.0])[:2]
-    side = triton.cdiv(m, _TILE)
+    side = cdiv(m, _TILE)
     tiles = side * (side + 1) // 2
     with layout.on_device(a):
         _symmetric[(n * tiles,)](

@@ -16,6 +16,7 @@ from torch import Tensor
 from axes.errors import ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import power_of_2
 
 _BLOCK = 4096  # entries at once
 
@@ -62,6 +63,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, gradients: bool, ignored: int
         with layout.on_device(logits):
             _cross_entropy[(losses.shape[0],)](
                 logits, targets, losses, ignored, logits.shape[1],
-                GRAD=gradients, BLOCK=min(_BLOCK, triton.next_power_of_2(logits.shape[1])), num_warps=8,
+                GRAD=gradients, BLOCK=min(_BLOCK, power_of_2(logits.shape[1])), num_warps=8,
             )  # fmt: skip
     return losses

@@ -15,7 +15,6 @@ are arguments, never constants: one binary for every number of heads.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from axes.kernels.common.bulk import aligned, matrix_tiles, number_tiles, token_tiles
@@ -32,6 +31,7 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.versions import hopper_refusal
 from axes.kernels.common.warpgroup import add, left_layout, product_layout, retire, segment, times
 from axes.kernels.scalar.hopper_inverse import inverse
@@ -329,7 +329,7 @@ def prepare(
     """
     b, t, h, d = k.shape
     length = t if length is None else length
-    n = triton.cdiv(length, 64)
+    n = cdiv(length, 64)
     w = k.new_empty(b * segments, h, n, 64, 64)
     numbers = beta.new_empty(b * segments, h, n, 4, 64)
     _prepare[(b * segments * h * n,)](

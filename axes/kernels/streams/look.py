@@ -35,6 +35,7 @@ from axes.errors import ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.streams import ENTRIES, LARGEST
 from axes.kernels.streams.mix import _Cut, _forward_read, _places, _stream, _sums, _tell
 
@@ -306,12 +307,12 @@ class _Shape(NamedTuple):
     def of(cls, x: Tensor, b: Tensor) -> _Shape:
         tokens, n, d = x.shape
         groups, entries = b.shape
-        side = max(16, triton.next_power_of_2(entries))
+        side = max(16, power_of_2(entries))
         return cls(tokens, n, d, groups, n * d // groups, entries, side, 1024 // side)
 
     @property
     def tiles(self) -> int:
-        return self.groups * triton.cdiv(self.tokens, self.rows)
+        return self.groups * cdiv(self.tokens, self.rows)
 
     def constants(self) -> dict[str, int]:
         return {"N": self.n, "GROUPS": self.groups, "C": self.entries, "SIDE": self.side}
@@ -319,8 +320,8 @@ class _Shape(NamedTuple):
 
 def _cut(tiles: int, others: int) -> tuple[int, int]:
     """How many of the tiles a program goes through, beside so many others; and how many programs do."""
-    span = triton.cdiv(tiles, max(1, _PROGRAMS // others))
-    return span, triton.cdiv(tiles, span)
+    span = cdiv(tiles, max(1, _PROGRAMS // others))
+    return span, cdiv(tiles, span)
 
 
 def _options(kernel: str, x: Tensor, side: int) -> dict[str, int]:
@@ -339,8 +340,8 @@ def _forward(
     if not x.numel():
         return pre, entries, seen, kept
     rows, options = shape.tokens * shape.groups, _options("project", x, shape.side)
-    tiles = triton.cdiv(rows, options["ROWS"])
-    span, parts = _cut(triton.cdiv(shape.width, options["COLUMNS"]), tiles)
+    tiles = cdiv(rows, options["ROWS"])
+    span, parts = _cut(cdiv(shape.width, options["COLUMNS"]), tiles)
     products, moments = entries.new_empty(parts, rows, shape.entries), entries.new_empty(parts, 2, rows)
     raw, units, means = kept if record else (entries, entries, entries)
     with layout.on_device(x):
@@ -350,7 +351,7 @@ def _forward(
         )  # fmt: skip
         _chart[(shape.tiles,)](
             products, moments, a, b, pre, entries, raw, units, means, shape.tokens, shape.width, parts, eps, floor,
-            **shape.constants(), ACROSS=triton.next_power_of_2(shape.n), CHART=chart, TANH=tanh, CENTRED=centred,
+            **shape.constants(), ACROSS=power_of_2(shape.n), CHART=chart, TANH=tanh, CENTRED=centred,
             KEEP=record, ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
     return pre, entries, _forward_read(x, pre, False)[0], kept
@@ -380,8 +381,8 @@ def _backward(
     dout, dseen = torch.empty_like(x), torch.zeros_like(x[:, 0]) if dseen is None else dseen
     da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
     options = _options("give" if x.dtype == torch.bfloat16 else "give, tf32", x, shape.side)
-    blocks = shape.n * triton.cdiv(shape.d, options["COLUMNS"])
-    span, splits = _cut(triton.cdiv(shape.tokens, options["ROWS"]), blocks)
+    blocks = shape.n * cdiv(shape.d, options["COLUMNS"])
+    span, splits = _cut(cdiv(shape.tokens, options["ROWS"]), blocks)
     dphi = raw.new_empty(splits, shape.entries, shape.n, shape.d)
     precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
     with layout.on_device(x):

@@ -25,6 +25,7 @@ from axes.errors import ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.streams import LARGEST
 
 _KEPT = 8  # up to so many streams are held in registers while they meet; more are loaded for every meeting
@@ -241,10 +242,10 @@ class _Cut(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> _Cut:
         tokens, _, d = x.shape
-        columns = min(512 // x.element_size(), triton.next_power_of_2(d))
+        columns = min(512 // x.element_size(), power_of_2(d))
         rows = _WARPS * 256 // columns
-        parts = triton.cdiv(d, columns)
-        return cls(rows, columns, parts, parts * triton.cdiv(tokens, rows))
+        parts = cdiv(d, columns)
+        return cls(rows, columns, parts, parts * cdiv(tokens, rows))
 
 
 def _kind(coefficients: Tensor | None, constant: int) -> int:

@@ -24,6 +24,7 @@ from axes.errors import ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.streams import LARGEST
 
 _ENTRIES = 1024  # of a program
@@ -155,11 +156,11 @@ def _floored_backward(logits, dout, dlogits, taken, matrices, pairs, eps, n, ROW
 def _launch(kernel: Kernel, logits: Tensor, *given: Tensor, pairs: int, eps: float) -> None:
     matrices, n = logits.shape[:2]
     more = (eps,) if eps else ()
-    side = triton.next_power_of_2(n)
-    rows = min(_ENTRIES // side**2, triton.next_power_of_2(max(matrices, 1)))
+    side = power_of_2(n)
+    rows = min(_ENTRIES // side**2, power_of_2(max(matrices, 1)))
     if matrices:
         with layout.on_device(logits):
-            kernel[(triton.cdiv(matrices, rows),)](
+            kernel[(cdiv(matrices, rows),)](
                 logits, *given, matrices, pairs, *more, n, ROWS=rows, N=side, num_warps=_WARPS
             )
 
