@@ -14,10 +14,12 @@ from axes.optim.engine.capabilities import needs_layers
 from axes.optim.engine.groups import rates
 from axes.optim.engine.options import Group
 from axes.optim.sharding.dtensors import local_shard
+from axes.optim.sharding.exchange import Way
 from axes.optim.sharding.member import Member, Owner
 from axes.optim.sharding.merging import merge_layers
 
-BUCKETS = 4  # parts of a group that travel while others are stepped
+BUCKETS = 4  # parts of a group that travel while others are stepped, at most
+LEAST = 25_000_000  # entries of a part from which another one travels in less time than it takes to launch
 
 
 def alike(members: Iterable[Member], gradients: bool = True) -> list[list[Member]]:
@@ -30,16 +32,17 @@ def alike(members: Iterable[Member], gradients: bool = True) -> list[list[Member
 
 
 def buckets(members: list[Member]) -> Iterator[list[Member]]:
-    """Members in up to `BUCKETS` parts, those of one shape together: while one is stepped, others travel."""
+    """Members in parts of about one size, those of one shape together: while one is stepped, others travel."""
     shapes: dict[tuple[int, int], list[Member]] = {}
     for held in members:
         shapes.setdefault(held.shape, []).append(held)
     total = sum(math.prod(shape) * len(some) for shape, some in shapes.items())
+    count = max(1, min(BUCKETS, total // LEAST))
     bucket: list[Member] = []
     size = 0
     for shape, some in shapes.items():
         bucket, size = bucket + some, size + math.prod(shape) * len(some)
-        if size * BUCKETS >= total:
+        if size * count >= total:
             yield bucket
             bucket, size = [], 0
     if bucket:
@@ -56,7 +59,7 @@ class Job:
         exchange = members[0].exchange
         assert exchange is not None
         self.exchange = exchange
-        self.parts = [h.part for h in members if h.part is not None]
+        self.way = Way(self.exchange, [h.part for h in members if h.part is not None])
         self.owned = [h for h in members if h.owned]
         dtype = members[0].shard.dtype
         self.dtype = torch.promote_types(dtype, torch.float32) if self.move is not None else dtype
@@ -64,19 +67,21 @@ class Job:
         self._gradients: Callable[[], list[Tensor]] | None = None
         self._weights: Callable[[], list[Tensor]] | None = None
         self._results: Callable[[], list[Tensor]] | None = None
+        self._last: tuple[Any, Any, Any] = (None, None, None)  # what the factors were made of, and they
 
     def gather(self, gradients: bool = True) -> None:
         """Start to send gradients, and weights if the rule sees them, to their owners."""
         if gradients:
             shards = [local_shard(h.parameter.grad, h.parameter.placements) for h in self.members]
-            self._gradients = self.exchange.gather(shards, self.parts)
+            self._gradients = self.way.gather(shards, self.dtype)
         if self.move is None:
-            self._weights = self.exchange.gather([h.shard for h in self.members], self.parts)
+            self._weights = self.way.gather([h.shard for h in self.members])
 
     def arrive(self, optimizer: Owner) -> None:
         """Lay what has arrived into the stand-ins; where the rule does not see the weights they are zero."""
         weights = None if self._weights is None else self._weights()
         gradients = None if self._gradients is None else self._gradients()
+        self._weights = self._gradients = None
         for held in self.owned:
             held.stand(self.dtype)
         stand_ins = [held.stand_in for held in self.owned]
@@ -86,17 +91,17 @@ class Job:
             torch._foreach_copy_(stand_ins, weights)
         if gradients is not None:
             for stand_in, gradient in zip(stand_ins, gradients, strict=True):
-                stand_in.grad = gradient.to(self.dtype)
+                stand_in.grad = gradient
         if gradients is not None and needs_layers(self.rule):
             for held in self.members:
                 merge_layers(optimizer, self.exchange, held)
 
     def scatter(self) -> None:
-        self._results = self.exchange.scatter([h.stand_in for h in self.owned], self.parts, self._like)
+        self._results = self.way.scatter([h.stand_in for h in self.owned], self._like)
 
     def finish(self, optimizer: Owner) -> None:
         assert self._results is not None
-        results = self._results()
+        results, self._results = self._results(), None
         self.name_states(optimizer)
         shards = [h.shard for h in self.members]
         if self.move is None:
@@ -124,9 +129,16 @@ class Job:
     def _factors(self, optimizer: Owner) -> tuple[float | Tensor, float | Tensor]:
         """a and r of the move W = a W + r u: what the rule makes of the pairs (1, 0) and (0, 1)."""
         assert self.move is not None
-        move = optimizer._today(self.group).of(self.move)
-        like = torch.zeros((), dtype=torch.float64)
-        given = rates(self.group, move, like)
+        today = optimizer._today(self.group)
+        given = rates(self.group, self.move, torch.zeros((), dtype=torch.float64))
+        last, numbers, factors = self._last
+        if last is today and numbers == given and not any(isinstance(x, Tensor) for x in given.values()):
+            return factors
+        factors = self._computed(today.of(self.move), given)
+        self._last = (today, given, factors)
+        return factors
+
+    def _computed(self, move: StateUpdate, given: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
         devices = [x.device for x in given.values() if isinstance(x, Tensor)]
         probe = torch.eye(2, dtype=torch.float64, device=devices[0] if devices else "cpu")
         w, u = probe[:1], probe[1:]
@@ -138,6 +150,7 @@ class Job:
         return keep.to(self.dtype), rate.to(self.dtype)
 
     def release(self, optimizer: Owner) -> None:
+        self._weights = self._gradients = self._results = None  # left over where a step has failed
         for held in self.owned:
             held.stand_in.grad = None
         layers = getattr(optimizer, "_layers", None)
