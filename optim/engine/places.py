@@ -45,7 +45,7 @@ class Places:
         parameter = self._own(parameter)
         group = next(group for group in self._groups if any(p is parameter for p in group["params"]))
         for p in group["params"]:
-            if p.requires_grad and p.numel() and (p.dtype, p.device) == (parameter.dtype, parameter.device):
+            if p.numel() and (p.dtype, p.device) == (parameter.dtype, parameter.device):
                 yield self._router.layout(p).shape(p)
 
     def stream(self, parameter: Tensor) -> int:

@@ -291,8 +291,10 @@ class Shards:
         finally:
             self._leave(optimizer, held)
 
-    def agree(self, optimizer: Owner, bad: bool, gradients: int) -> bool:
+    def agree(self, optimizer: Owner, bad: bool | Tensor, gradients: int) -> bool:
         """Whether any process of the meshes says bad; all must have as many gradients.
+
+        bad: where it is on a device, the host waits for it once, with what the others say.
 
         Raises:
             AxesError: some processes have gradients that others have not.
@@ -301,7 +303,9 @@ class Shards:
 
         self.meet(optimizer)
         for mesh in self._meshes:
-            said = torch.tensor([float(bad), gradients, -gradients], dtype=torch.float64, device=mesh.device_type)
+            said = torch.full((3,), gradients, dtype=torch.float64, device=mesh.device_type)
+            said[2].neg_()
+            said[0].copy_(bad) if isinstance(bad, Tensor) else said[0].fill_(float(bad))
             for dim in range(mesh.ndim):
                 dist.all_reduce(said, dist.ReduceOp.MAX, group=mesh.get_group(dim))
             found, most, least = said.tolist()
@@ -311,7 +315,7 @@ class Shards:
                     "processes of a mesh must step the same parameters"
                 )
             bad = bool(found)
-        return bad
+        return bool(bad)
 
     # ---- saving and loading ----------------------------------------------------------------------------------
 
