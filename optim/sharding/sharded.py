@@ -36,12 +36,14 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.capabilities import elementwise, keyed, parts_of, vectors
 from axes.optim.engine.options import Group
+from axes.optim.engine.together import program
 from axes.optim.sharding.costs import cost
 from axes.optim.sharding.dtensors import local_shard, matrix_placements, own_region, spread, whole
 from axes.optim.sharding.exchange import Exchange, Part
 from axes.optim.sharding.member import Member, Owner
 from axes.optim.sharding.merging import sharded_states
 from axes.optim.sharding.travel import Job, alike, buckets
+from axes.programs.program import COUNT
 from axes.programs.storage import QUANTUM
 
 Work = list[tuple[Group, list[Tensor]]]
@@ -72,7 +74,8 @@ def direction_and_move(update: StateUpdate) -> tuple[StateUpdate, StateUpdate] |
         if part.parts().step.start == "W0" or "weights" in part.parts().h.reads:
             return None
     move = StateUpdate(cost, Euclidean(), monoid, dataclasses.replace(step, via=()))
-    if not shardable(move.normal()):
+    moved = program(move.normal(), True)
+    if not shardable(move.normal()) or moved is None or COUNT in moved.inputs:
         return None
     direction = StateUpdate(cost, Euclidean(), Identity(), Step(1.0, via=step.via))
     return direction.normal(), move.normal()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -11,12 +11,16 @@ from torch import Tensor
 
 from axes.core.state_update import StateUpdate
 from axes.optim.engine.capabilities import needs_layers
-from axes.optim.engine.groups import rates
+from axes.optim.engine.facts import facts
+from axes.optim.engine.groups import rate
 from axes.optim.engine.options import Group
+from axes.optim.engine.stacked import ListProgram, writable
+from axes.optim.engine.together import program
 from axes.optim.sharding.dtensors import local_shard
 from axes.optim.sharding.exchange import Way
 from axes.optim.sharding.member import Member, Owner
 from axes.optim.sharding.merging import merge_layers
+from axes.programs.program import PARAMETER
 
 BUCKETS = 4  # parts of a group that travel while others are stepped, at most
 LEAST = 25_000_000  # entries of a part from which another one travels in less time than it takes to launch
@@ -50,6 +54,30 @@ def buckets(members: list[Member]) -> Iterator[list[Member]]:
 
 
 @final
+class Moved:
+    """Shards that are moved along directions, by the program that follows the products on one process."""
+
+    def __init__(self, move: StateUpdate, shards: list[Tensor], wide: torch.dtype) -> None:
+        self.places = [i for i, x in enumerate(shards) if x.numel()]
+        seen = [shards[i] for i in self.places]
+        inside = [writable(x, wide) for x in seen]
+        pairs = [(x, y) for x, y in zip(seen, inside, strict=True) if x.data_ptr() != y.data_ptr()]
+        self.shown, self.inside = [x for x, _ in pairs], [y for _, y in pairs]  # what is moved as a copy
+        found = program(move, True)
+        assert found is not None
+        self.program = ListProgram(found, {PARAMETER: inside}, None) if inside else None
+
+    def step(self, directions: list[Tensor], rates: Mapping[str, float | Tensor]) -> None:
+        if self.program is None:
+            return
+        if self.inside:
+            torch._foreach_copy_(self.inside, self.shown)
+        self.program.step([directions[i] for i in self.places], rates, None, None)
+        if self.inside:
+            torch._foreach_copy_(self.shown, self.inside)
+
+
+@final
 class Job:
     """Whole parameters of one group, mesh and dtype on their way to their owners and back."""
 
@@ -67,7 +95,7 @@ class Job:
         self._gradients: Callable[[], list[Tensor]] | None = None
         self._weights: Callable[[], list[Tensor]] | None = None
         self._results: Callable[[], list[Tensor]] | None = None
-        self._last: tuple[Any, Any, Any] = (None, None, None)  # what the factors were made of, and they
+        self._moved: Moved | None = None
 
     def gather(self, gradients: bool = True) -> None:
         """Start to send gradients, and weights if the rule sees them, to their owners."""
@@ -107,16 +135,11 @@ class Job:
         if self.move is None:
             torch._foreach_copy_(shards, results)
             return
-        keep, rate = self._factors(optimizer)
-        inside = shards if shards[0].dtype == self.dtype else [x.to(self.dtype) for x in shards]
-        torch._foreach_mul_(inside, keep)
-        if isinstance(rate, float):
-            torch._foreach_add_(inside, results, alpha=rate)
-        else:
-            torch._foreach_mul_(results, rate)
-            torch._foreach_add_(inside, results)
-        if inside is not shards:
-            torch._foreach_copy_(shards, inside)
+        today = optimizer._today(self.group)
+        numbers = {name: rate(self.group, name) for name in facts(self.move, True).rates}
+        if self._moved is None:
+            self._moved = Moved(self.move, shards, self.dtype)
+        self._moved.step(results, numbers | {**today.numbers})
 
     def name_states(self, optimizer: Owner) -> None:
         """Others than the owner know the names of a state."""
@@ -125,29 +148,6 @@ class Job:
                 names = optimizer.expected_state(optimizer.form_for(self.group), held.parameter)
                 held.hide({name: self._like.new_empty(0) for name in names})
                 optimizer.state[held.parameter] = held.shown
-
-    def _factors(self, optimizer: Owner) -> tuple[float | Tensor, float | Tensor]:
-        """a and r of the move W = a W + r u: what the rule makes of the pairs (1, 0) and (0, 1)."""
-        assert self.move is not None
-        today = optimizer._today(self.group)
-        given = rates(self.group, self.move, torch.zeros((), dtype=torch.float64))
-        last, numbers, factors = self._last
-        if last is today and numbers == given and not any(isinstance(x, Tensor) for x in given.values()):
-            return factors
-        factors = self._computed(today.of(self.move), given)
-        self._last = (today, given, factors)
-        return factors
-
-    def _computed(self, move: StateUpdate, given: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
-        devices = [x.device for x in given.values() if isinstance(x, Tensor)]
-        probe = torch.eye(2, dtype=torch.float64, device=devices[0] if devices else "cpu")
-        w, u = probe[:1], probe[1:]
-        signal = {"g": -u, **given}
-        _, out = move.step(move.init(signal, (w,)), signal)
-        keep, rate = out.weights[0][0].unbind()
-        if keep.device.type == "cpu":
-            return float(keep), float(rate)
-        return keep.to(self.dtype), rate.to(self.dtype)
 
     def release(self, optimizer: Owner) -> None:
         self._weights = self._gradients = self._results = None  # left over where a step has failed
