@@ -89,6 +89,8 @@ class Memory(Declared, ABC):
         step = spread(rate, shape)
         if isinstance(step, float) and leaves[0].is_cuda:  # one pass over memory; on a CPU the bits would differ
             return tuple(torch.add(leaf, u, alpha=step) for leaf, u in zip(leaves, drive, strict=True))
+        if isinstance(step, float) and step == 1.0:  # the same bits
+            return tuple(map(torch.add, leaves, drive))
         return tuple(leaf + step * u for leaf, u in zip(leaves, drive, strict=True))
 
     def sharpness(self, x: Tensor) -> Tensor:
