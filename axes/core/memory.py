@@ -20,6 +20,7 @@ from axes.core.geometry import Geometry
 from axes.core.monoids import Element, rotate
 from axes.core.rates import Per, Rate, Shape, Signal, resolve, spread
 from axes.errors import IllegalUpdate
+from axes.linalg import columns as stored
 
 __all__ = [
     "Entries",
@@ -40,14 +41,14 @@ Factors = tuple[tuple[Tensor, Tensor], ...]
 
 def outer(column: Tensor, row: Tensor) -> Tensor:
     """column row^T: (..., m), (..., n) -> (..., m, n)."""
-    return column[..., :, None] * row[..., None, :]
+    return stored.outer(column, row)
 
 
 def times(matrix: Tensor, x: Tensor) -> Tensor:
     """matrix x: (..., m, n), (..., n) -> (..., m)."""
     if x.shape[-1] == 1:  # a residual stream: the same bits, and a product of one column is ten times as slow on a GPU
         return matrix[..., 0] * x
-    return (matrix @ x[..., None])[..., 0]
+    return stored.product_of_vector(matrix, x)
 
 
 class Memory(Declared, ABC):

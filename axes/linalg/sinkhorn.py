@@ -55,7 +55,7 @@ class _Sums(torch.autograd.Function):
             last = torch.div(last, last.sum(k % 2, keepdim=True), out=p)
         ctx.save_for_backward(z, made)
         ctx.pairs = pairs
-        return last.permute(2, 0, 1).reshape(z.shape)
+        return last.permute(2, 0, 1).contiguous().view(z.shape)  # products of matrices want them one by one
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> tuple[Tensor, None]:
@@ -66,7 +66,7 @@ class _Sums(torch.autograd.Function):
         dy = dw.reshape(-1, n, n).permute(1, 2, 0).contiguous() * made[-1]
         for k in reversed(range(len(made))):
             dy.addcmul_(made[k], dy.sum(k % 2, keepdim=True), value=-1.0)
-        return dy.permute(2, 0, 1).reshape(z.shape), None
+        return dy.permute(2, 0, 1).contiguous().view(z.shape), None
 
 
 __all__ = ["by_logs", "sinkhorn"]
