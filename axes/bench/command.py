@@ -28,6 +28,7 @@ from axes.bench import layers as layers_
 from axes.bench import optim as optim_
 from axes.bench import optim_training as optim_training_
 from axes.bench import sequence as sequence_
+from axes.bench import sharded as sharded_
 from axes.bench import training as training_
 from axes.bench.optim_contenders import SUITES
 from axes.bench.optim_tasks import UNITS
@@ -204,6 +205,18 @@ def optim(
     optim_report.draw(results, out / "optim.png")
     write_text(out / "optim.md", optim_report.markdown(results))
     typer.echo(f"{out / optim_.FILE}, {out / 'optim.md'} and {out / 'optim.png'}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def sharded(
+    context: typer.Context,
+    processes: Annotated[int, typer.Option(help="On this machine; with a GPU each if there are enough.")] = 2,
+) -> None:
+    """A step on several processes beside the same step on one: time, difference, messages and what they carry.
+
+    --rule, --suite, --dtype, --parts and --unchecked: see `python -m axes.bench.sharded --help`.
+    """
+    raise typer.Exit(sharded_.launch(processes, context.args))
 
 
 @app.command("optim-training")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -86,17 +87,30 @@ RESTART = 3
 RECTANGLE = 1.5  # n / m from which full products cost less in this form
 
 
+def multiplications(m: int, n: int, steps: int, form: Form) -> int:
+    """Of one matrix (m, n), m <= n, about, where symmetric products of the Gram form are computed by halves."""
+    if form == "direct":
+        return steps * m * m * (2 * n + m)
+    return (3 * -(-steps // RESTART) * m * m * n + (4 * steps - 3) * m**3) // 2
+
+
 def in_gram_form(
-    stacks: Sequence[Tensor], schedule: Sequence[Triple], sizes: Sequence[float], restart: int = RESTART
+    stacks: Sequence[Tensor],
+    schedule: Sequence[Triple],
+    sizes: Sequence[float],
+    restart: int = RESTART,
+    whole: int | None = None,
 ) -> list[Tensor]:
     """The iteration of `direct` on several stacks (N_i, m, n_i) of one m, dtype and device, |x|_F <= 1, times sizes.
 
-    Gram matrices of all stacks are one batch. They are recomputed from x after at most `restart` polynomials.
+    Gram matrices of all stacks are one batch. They are recomputed from x after at most `restart` polynomials. whole:
+    the number of matrices that products are chosen for, by default those given.
     """
     x, counts = list(stacks), [s.shape[0] for s in stacks]
     parts = _parts(schedule, restart)
+    whole = sum(counts) if whole is None else whole
     for place, part in enumerate(parts):
-        factors = _composed(_grams(x, counts), part).split(counts)
+        factors = _composed(_grams(x, counts, whole), part, whole).split(counts)
         last = sizes if place == len(parts) - 1 else [1.0] * len(x)
         x = [_applied(f, s, size) for f, s, size in zip(factors, x, last, strict=True)]
     return x
@@ -110,31 +124,32 @@ def _parts(schedule: Sequence[Triple], longest: int) -> list[Sequence[Triple]]:
     return [schedule[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
 
-def _grams(stacks: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+def _grams(stacks: Sequence[Tensor], counts: Sequence[int], whole: int) -> Tensor:
     if len(stacks) == 1:
-        return symmetric.product(stacks[0])
+        return symmetric.product(stacks[0], count=whole)
     m = stacks[0].shape[-2]
     out = stacks[0].new_empty(sum(counts), m, m)
     for x, part in zip(stacks, out.split(list(counts)), strict=True):
-        symmetric.product(x, out=part)
+        symmetric.product(x, out=part, count=whole)
     return out
 
 
-def _composed(gram: Tensor, part: Sequence[Triple]) -> Tensor:
+def _composed(gram: Tensor, part: Sequence[Triple], whole: int) -> Tensor:
     """The product of the polynomials of a part, as a function of the Gram matrix."""
+    product = functools.partial(symmetric.product, count=whole)
     shift, factor = 1.0, gram  # what is composed so far is shift I + factor
     for i, (a, b, c) in enumerate(part):
         last = i == len(part) - 1
         if i == 0:  # q(G) = a I + Q
-            factor = q = symmetric.product(gram, alpha=c, terms=((b, gram),), diagonal=a if last else 0.0)
+            factor = q = product(gram, alpha=c, terms=((b, gram),), diagonal=a if last else 0.0)
         else:  # (a I + Q) (s I + P) = a s I + a P + s Q + Q P
-            q = symmetric.product(gram, alpha=c, terms=((b, gram),))
+            q = product(gram, alpha=c, terms=((b, gram),))
             terms = ((a, factor), (shift, q))
-            factor = symmetric.product(q, factor, terms=terms, diagonal=a * shift if last else 0.0)
+            factor = product(q, factor, terms=terms, diagonal=a * shift if last else 0.0)
         shift *= a
         if not last:  # G <- q G q
-            half = symmetric.product(q, gram, terms=((a, gram),))
-            gram = symmetric.product(half, q, terms=((a, half),))
+            half = product(q, gram, terms=((a, gram),))
+            gram = product(half, q, terms=((a, half),))
     return factor
 
 
@@ -166,6 +181,7 @@ def iterate(
     dtype: torch.dtype,
     squares: Sequence[Tensor] | None = None,
     spend: bool = False,
+    whole: Mapping[int, int] | None = None,
 ) -> list[Tensor]:
     """The iteration on stacks (..., m_i, n_i), m_i <= n_i, of any sizes, normalised by `start`, times sizes.
 
@@ -175,13 +191,16 @@ def iterate(
     `axes.linalg.symmetric` takes. Everything else is direct.
     squares: of each stack (matrices, any number), sums of squares of parts of its matrices, where they are known.
     spend: the stacks may be overwritten.
+    whole: by m, how many matrices products are chosen for, where others are multiplied elsewhere; by default the given
+    ones. A matrix's result is then the same to the bit, whichever others are beside it, as far as torch's products are.
     """
     out = list(stacks)
     pools: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for i, x in enumerate(stacks):
         pools.setdefault((x.shape[-2], x.dtype, x.device), []).append(i)
-    for members in pools.values():
-        chosen = _gains(stacks, members) if form == "gram" else []
+    for (m, _, _), members in pools.items():
+        count = sum(stacks[i].shape[:-2].numel() for i in members) if whole is None else whole[m]
+        chosen = _gains(stacks, members, count) if form == "gram" else []
         for i in members:
             if i not in chosen:
                 divisor = start.divisor(stacks[i])
@@ -189,22 +208,22 @@ def iterate(
                 out[i] = x if sizes[i] == 1.0 else x * sizes[i]
         if chosen:
             started = [_started(stacks[i], start, None if squares is None else squares[i]) for i in chosen]
-            for i, x in zip(chosen, in_gram_form(started, schedule, [sizes[i] for i in chosen]), strict=True):
+            directions = in_gram_form(started, schedule, [sizes[i] for i in chosen], whole=count)
+            for i, x in zip(chosen, directions, strict=True):
                 out[i] = x.reshape(stacks[i].shape)
     return out
 
 
-def _gains(stacks: Sequence[Tensor], members: list[int]) -> list[int]:
-    """Those of one m, dtype and device for which the Gram form is the better one."""
+def _gains(stacks: Sequence[Tensor], members: list[int], count: int) -> list[int]:
+    """Those of one m, dtype and device for which the Gram form is better, each by its own shape and the count."""
     x = stacks[members[0]]
     wide = [i for i in members if stacks[i].shape[-1] >= RECTANGLE * stacks[i].shape[-2]]
     if x.dtype not in (torch.bfloat16, torch.float16):
         return wide
     if x.device.type != "cuda" or any(stacks[i].requires_grad for i in members):
         return []
-    count = sum(stacks[i].shape[:-2].numel() for i in members)
-    flat = [stacks[i].reshape(-1, *stacks[i].shape[-2:]) for i in members]
-    return members if all(symmetric.no_kernel(y, count) is None for y in flat) else wide
+    flat = {i: stacks[i].reshape(-1, *stacks[i].shape[-2:]) for i in members}
+    return [i for i in members if i in wide or symmetric.no_kernel(flat[i], count) is None]
 
 
 def _started(x: Tensor, start: Start, squares: Tensor | None) -> Tensor:

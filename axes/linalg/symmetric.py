@@ -68,13 +68,16 @@ def product(
     diagonal: float = 0.0,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    count: int | None = None,
 ) -> Tensor:
     """alpha A B^T + sum of beta D over `terms` (beta, D) + diagonal I, for an A B^T that is symmetric but for rounding.
 
     a, b (N, m, k), b None for a; D (N, m, m) symmetric, at most two. dtype: of the result, that of a by default. out:
-    where it goes, contiguous and neither a nor b. By the kernel the result is exactly symmetric; sums are float32.
+    where it goes, contiguous and neither a nor b. count: in the place of N where the kernel is chosen: how many there
+    are in all, of matrices that several launches or processes share. By the kernel the result is exactly symmetric;
+    sums are float32.
     """
-    if no_kernel(a) is None:
+    if no_kernel(a, count) is None:
         return by_kernel(a, b, alpha=alpha, terms=terms, diagonal=diagonal, dtype=dtype, out=out)
     b = a if b is None else b
     if out is not None and out.dtype == a.dtype and not terms and alpha == 1.0 and not diagonal:

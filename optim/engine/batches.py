@@ -16,7 +16,7 @@ from axes.optim.engine.one_shape import OneShape
 from axes.optim.engine.options import Group, how
 from axes.optim.engine.places import Places
 from axes.optim.engine.precision import Precision
-from axes.optim.engine.stacked import Stacks, cut
+from axes.optim.engine.stacked import Stacks, Whole, cut
 from axes.optim.engine.together import Batch, program, start, uncompiled
 
 States = MutableMapping[Tensor, dict[str, Tensor]]
@@ -63,8 +63,11 @@ class Batches:
                 batches.append(OneShape(update, maximize, some, theirs, layouts))
                 continue
             if chosen == "stacks":
-                kind = Factored if cut(update, maximize) is None else Stacks
-                batches.append(kind(update, maximize, some, theirs, layouts))
+                if cut(update, maximize) is None:
+                    batches.append(Factored(update, maximize, some, theirs, layouts))
+                else:
+                    whole = Whole.of(places.alike(some[0]))
+                    batches.append(Stacks(update, maximize, some, theirs, layouts, whole))
                 continue
             streams = [places.stream(p) for p in some] if precision.draws(some[0]) else None
             batches.append(Batch(update, maximize, some, theirs, way, streams, precision.seed))

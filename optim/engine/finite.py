@@ -17,7 +17,7 @@ from axes.optim.engine.options import FiniteCheck
 from axes.optim.engine.together import uncompiled
 
 _SMALL = 8192  # entries of a gradient that is copied to its like in less time than an operation of its own takes
-Agree = Callable[[bool], bool]  # whether any process says so
+Agree = Callable[[bool | Tensor], bool]  # whether any process says so
 
 
 @final
@@ -111,26 +111,26 @@ class Before:
 
 def _not_finite(gradients: list[Tensor], name: Callable[[int], str], agree: Agree) -> str | None:
     """Whose gradient is not finite, of any process."""
-    if not agree(not _surely_finite(gradients)):
+    if not agree(_doubtful(gradients)):
         return None
     bad = next((name(i) for i, g in enumerate(gradients) if not bool(torch.isfinite(g).all())), None)
     return (bad or "a parameter, on another process,") if agree(bad is not None) else None
 
 
-def _surely_finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether one number for each gradient shows that all entries are finite; it may overflow where none of them does.
+def _doubtful(gradients: Sequence[Tensor]) -> bool | Tensor:
+    """Whether one number for each gradient leaves it open that all entries are finite; it may overflow where none does.
 
-    A sum takes half the time of a norm on a CPU, as it reads and adds only, and small gradients are summed as one; a
-    GPU computes all norms in one launch.
+    On a device it is a tensor, which nobody has waited for. A sum takes half the time of a norm on a CPU, as it reads
+    and adds only, and small gradients are summed as one; a GPU computes all norms in one launch.
     """
     if not all(g.is_cpu for g in gradients):
-        return bool(torch.isfinite(_together(torch._foreach_norm(list(gradients)))).all())
+        return torch.isfinite(_together(torch._foreach_norm(list(gradients)))).all().logical_not()
     small = [g for g in gradients if g.numel() <= _SMALL] if len(gradients) > 1 else []
     sums = [g.sum() for g in gradients if g.numel() > _SMALL or not small]
     for dtype in {g.dtype for g in small}:
         sums.append(torch._C._nn.flatten_dense_tensors([g for g in small if g.dtype == dtype]).sum())
     total = sum(map(Tensor.item, sums))
-    return bool(total - total == 0)  # complex numbers too
+    return not bool(total - total == 0)  # complex numbers too
 
 
 def _together(numbers: Sequence[Tensor]) -> Tensor:

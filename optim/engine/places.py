@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import final
 
 from torch import Tensor
@@ -38,6 +39,14 @@ class Places:
     def layout(self, parameter: Tensor) -> Layout:
         """How a parameter, or the one that it stands for, is matrices to its rule."""
         return self._router.layout(self._own(parameter))
+
+    def alike(self, parameter: Tensor) -> Iterator[tuple[int, ...]]:
+        """What the rule of a parameter sees of each in its group that has its dtype and device, on all processes."""
+        parameter = self._own(parameter)
+        group = next(group for group in self._groups if any(p is parameter for p in group["params"]))
+        for p in group["params"]:
+            if p.numel() and (p.dtype, p.device) == (parameter.dtype, parameter.device):
+                yield self._router.layout(p).shape(p)
 
     def stream(self, parameter: Tensor) -> int:
         """The random bits of a parameter are its own: its place among all."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, final
 
@@ -240,6 +241,26 @@ def by_matrix(
     return places, counts
 
 
+class Whole(NamedTuple):
+    """What products are chosen for: all matrices of a group, whichever of them are stepped here and now.
+
+    sides: how many have each shorter side. alone: every parameter is one matrix.
+    """
+
+    sides: Mapping[int, int]
+    alone: bool
+
+    @staticmethod
+    def of(shapes: Iterable[tuple[int, ...]]) -> Whole:
+        """Of parameters that are (*batch, rows, columns) to their rule."""
+        sides: Counter[int] = Counter()
+        alone = True
+        for *batch, rows, columns in shapes:
+            sides[min(rows, columns)] += math.prod(batch)
+            alone = alone and math.prod(batch) == 1
+        return Whole(sides, alone)
+
+
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
@@ -254,8 +275,12 @@ class Stacks:
         parameters: list[Tensor],
         states: list[dict[str, Tensor]],
         layouts: Sequence[Layout] = (),
+        whole: Whole | None = None,
     ) -> None:
-        """states: flat, with tensors of their own; some are replaced by views of stacks. layouts: of the parameters."""
+        """states: flat, with tensors of their own; some are replaced by views of stacks. layouts: of the parameters.
+
+        whole: of their group, where that has others; by default they are all.
+        """
         found = cut(update, maximize)
         assert found is not None
         layouts = layouts or [PLAIN] * len(parameters)
@@ -265,6 +290,7 @@ class Stacks:
         self.rest = found.tail
         self.viewed = any(layout.axes for layout in layouts)
         by_shape, self.counts = by_matrix(parameters, layouts)
+        self.whole = whole or Whole.of(layout.shape(p) for p, layout in zip(parameters, layouts, strict=True))
         self.members = list(by_shape.values())
         self.order = [i for some in self.members for i in some]
         seen = [layout.seen(p.detach()) for p, layout in zip(parameters, layouts, strict=True)]
@@ -284,10 +310,9 @@ class Stacks:
             if like.is_cpu and small([parameters[i].numel() for i in some]):
                 join([states[i] for i in some], inputs)
         tensors = {n: [states[i][n] for i in self.order] for n in inputs}
-        alone = max(self.counts) == 1
-        normed = alone and kind == torch.bfloat16 and found.spectral.form == "gram"  # what reads the norms of stacks
+        read = kind == torch.bfloat16 and found.spectral.form == "gram"  # the norms of stacks are
         there = None if joined.device.type == "cpu" else joined
-        self.head = ListProgram(found.head, {PARAMETER: arguments, **tensors}, there, normed)
+        self.head = ListProgram(found.head, {PARAMETER: arguments, **tensors}, there, read and self.whole.alone)
         self.squares = self.head.squares_of(self.stacks)
         self.tail: ListProgram | None = None
         traced = program(found.tail, True)
@@ -342,7 +367,7 @@ class Stacks:
         return [x for stack, some in pairs for x in stack.split([self.counts[i] for i in some])]
 
     def _branches(self, count: int) -> list[list[int]]:
-        """Stacks in groups of about the same work. A group's products are chosen for it, however it is launched."""
+        """Stacks in groups of about the same work."""
         branches: list[list[int]] = [[] for _ in range(min(count, len(self.stacks)))]
         for i in sorted(range(len(self.stacks)), key=lambda i: -self.stacks[i].numel()):
             min(branches, key=lambda branch: sum(self.stacks[j].numel() for j in branch)).append(i)
@@ -370,7 +395,7 @@ class Stacks:
             squares = None if self.squares is None else [self.squares[i] for i in branch]
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 some = [self.stacks[i] for i in branch]
-                directions = self.spectral.directions(some, self.wide, squares, spend=True)
+                directions = self.spectral.directions(some, self.wide, squares, True, self.whole.sides)
             for i, x in zip(branch, directions, strict=True):
                 out[i] = x
         return out

@@ -1,20 +1,19 @@
-"""DTensors: what a process holds of them, and how they travel between their shards and whole copies.
+"""DTensors: what a process holds of them, and what stands for their matrices.
 
 Everything that knows torch.distributed.tensor is here. It is imported on first use: whoever has a DTensor has it.
 """
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from axes.errors import AxesError
 from axes.optim.engine.routing import canonical_shape
+from axes.optim.sharding.exchange import Region
 
 
 def spread(tensor: Tensor) -> bool:
@@ -31,142 +30,6 @@ def whole(tensor: Any) -> Tensor:
     sent = tensor.to(torch.int32) if dtype == torch.int16 else tensor  # which gloo and NCCL do not carry
     full: Tensor = sent.full_tensor().to(dtype)
     return full
-
-
-class Region(NamedTuple):
-    """A block of a tensor."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    def of(self, whole: Tensor) -> Tensor:
-        return whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
-
-
-@final
-class Part:
-    """One tensor in an exchange: the region that every process holds, and the owner of the whole."""
-
-    def __init__(self, shape: tuple[int, ...], regions: Sequence[Region], owner: int) -> None:
-        self.shape, self.regions, self.owner = shape, regions, owner
-        nearest: dict[Region, int] = {}  # replicas hold the same region: the one nearest to the owner sends it
-        for rank in sorted(range(len(regions)), key=lambda r: (abs(r - owner), r)):
-            if regions[rank].size:
-                nearest.setdefault(regions[rank], rank)
-        self.senders = {rank: region for region, rank in nearest.items()}
-        if sum(region.size for region in nearest) != math.prod(shape):
-            raise AxesError(f"shards of a tensor of shape {shape} overlap or leave entries out: {list(nearest)}")
-
-
-@final
-class Exchange:
-    """Moves tensors between shards on a mesh and whole copies at their owners: one all-to-all each way."""
-
-    def __init__(self, mesh: Any) -> None:
-        import torch.distributed as dist
-
-        ranks = mesh.mesh.flatten().tolist()
-        if mesh.ndim == 1:
-            self.group = mesh.get_group()
-        elif sorted(ranks) == list(range(dist.get_world_size())):
-            self.group = dist.group.WORLD
-        else:
-            self.group = mesh._flatten().get_group()
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.load = [0] * self.size
-
-    def choose(self, cost: int) -> int:
-        """The owner of one more tensor: the process with the least to do."""
-        owner = min(range(self.size), key=lambda r: (self.load[r], r))
-        self.load[owner] += cost
-        return owner
-
-    def share(self, value: Any) -> list[Any]:
-        """What every process says, in their order."""
-        import torch.distributed as dist
-
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, value, group=self.group)
-        return said
-
-    def gather(self, shards: Sequence[Tensor], parts: Sequence[Part]) -> Callable[[], list[Tensor]]:
-        """Start to bring tensors to their owners; the call of the result waits and returns those owned here."""
-        sent: list[list[Tensor]] = [[] for _ in range(self.size)]
-        for shard, part in zip(shards, parts, strict=True):
-            if self.rank in part.senders:
-                sent[part.owner].append(shard)
-        mine = [part for part in parts if part.owner == self.rank]
-        expected = [[part.senders[r] for part in mine if r in part.senders] for r in range(self.size)]
-        finish = self.all_to_all(sent, expected, shards[0])
-
-        def wholes() -> list[Tensor]:
-            arrived = [iter(pieces) for pieces in finish()]
-            out: list[Tensor] = []
-            places: list[Tensor] = []
-            found: list[Tensor] = []
-            for part in mine:
-                pieces = {r: next(arrived[r]) for r in range(self.size) if r in part.senders}
-                if len(pieces) == 1:
-                    out.append(next(iter(pieces.values())))
-                    continue
-                out.append(shards[0].new_empty(part.shape))
-                places += [part.senders[r].of(out[-1]) for r in pieces]
-                found += pieces.values()
-            if places:
-                torch._foreach_copy_(places, found)
-            return out
-
-        return wholes
-
-    def scatter(self, wholes: Sequence[Tensor], parts: Sequence[Part], like: Tensor) -> Callable[[], list[Tensor]]:
-        """Start to bring tensors to their shards; the call of the result waits and returns this process's shards.
-
-        wholes: those owned here, in the order of parts.
-        """
-        mine = [part for part in parts if part.owner == self.rank]
-        sent: list[list[Tensor]] = [
-            [part.regions[r].of(whole) for whole, part in zip(wholes, mine, strict=True) if part.regions[r].size]
-            for r in range(self.size)
-        ]
-        here = [(part.owner, part.regions[self.rank]) for part in parts]
-        expected = [[region for owner, region in here if owner == r and region.size] for r in range(self.size)]
-        finish = self.all_to_all(sent, expected, like)
-
-        def shards() -> list[Tensor]:
-            arrived = [iter(pieces) for pieces in finish()]
-            return [next(arrived[owner]) if region.size else like.new_empty(region.shape) for owner, region in here]
-
-        return shards
-
-    def all_to_all(
-        self, sent: list[list[Tensor]], expected: list[list[Region]], like: Tensor
-    ) -> Callable[[], list[list[Tensor]]]:
-        """Send lists of tensors, one list to each process; the result waits and returns the list from each."""
-        import torch.distributed as dist
-
-        pieces = [x.reshape(-1) for to in sent for x in to]
-        out = torch.cat(pieces) if pieces else like.new_empty(0)
-        arrived = like.new_empty(sum(region.size for source in expected for region in source))
-        work = dist.all_to_all_single(
-            arrived,
-            out,
-            [sum(region.size for region in source) for source in expected],
-            [sum(x.numel() for x in to) for to in sent],
-            group=self.group,
-            async_op=True,
-        )
-        assert work is not None  # this rank is one of the group
-
-        def wait() -> list[list[Tensor]]:
-            work.wait()
-            flat = iter(arrived.split([region.size for source in expected for region in source]))
-            return [[next(flat).view(region.shape) for region in source] for source in expected]
-
-        return wait
 
 
 def matrix_placements(parameter: Any) -> tuple[Any, ...] | None:

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from axes.core.state_update import StateUpdate
 from axes.optim.engine.forms import Today
+from axes.optim.engine.layouts import Layout
 from axes.optim.engine.options import Group
 from axes.optim.engine.routing import canonical_shape
 from axes.optim.sharding.dtensors import (
-    Exchange,
-    Part,
     local_shard,
     matrix_placements,
     own_region,
@@ -23,7 +22,14 @@ from axes.optim.sharding.dtensors import (
     whole,
     wrapped,
 )
+from axes.optim.sharding.exchange import Exchange, Part
 from axes.programs.storage import LOW, QUANTUM, UNIT
+
+
+class Placed(Protocol):
+    """Where parameters are among all."""
+
+    def layout(self, parameter: Tensor) -> Layout: ...
 
 
 class Owner(Protocol):
@@ -32,6 +38,9 @@ class Owner(Protocol):
     state: Any
     param_groups: list[Group]
     _fresh: set[Tensor]
+
+    @property
+    def _places(self) -> Placed: ...
 
     def form_for(self, group: Group) -> StateUpdate: ...
     def _today(self, group: Group) -> Today: ...

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from axes.errors import AxesError
 from axes.optim.engine.layers import Examples, Products, Rows, no_hooks
-from axes.optim.sharding.dtensors import Exchange, Part, Region, own_region, row_placements, wrapped
+from axes.optim.sharding.dtensors import own_region, row_placements, wrapped
+from axes.optim.sharding.exchange import Exchange, Part, Region, Way
 from axes.optim.sharding.member import Member, Owner
 
 
@@ -96,7 +97,7 @@ def sharded_states(optimizer: Owner, exchange: Exchange, members: list[Member]) 
             shape, dtype = x
             part = Part(shape, [r[i][name] for r in regions], held.part.owner)
             own = [optimizer.state[held.parameter][name]] if held.owned else []
-            (shard,) = exchange.scatter(own, [part], held.shard.new_empty(0, dtype=dtype))()
+            (shard,) = Way(exchange, [part]).scatter(own, held.shard.new_empty(0, dtype=dtype))()
             shown[name] = wrapped(shard, held.mesh, places, shape)
         out.append(shown)
     return out

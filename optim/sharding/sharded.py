@@ -36,10 +36,14 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.capabilities import elementwise, keyed, parts_of, vectors
 from axes.optim.engine.options import Group
-from axes.optim.sharding.dtensors import Exchange, Part, local_shard, matrix_placements, own_region, spread, whole
+from axes.optim.engine.together import program
+from axes.optim.sharding.costs import cost
+from axes.optim.sharding.dtensors import local_shard, matrix_placements, own_region, spread, whole
+from axes.optim.sharding.exchange import Exchange, Part
 from axes.optim.sharding.member import Member, Owner
 from axes.optim.sharding.merging import sharded_states
 from axes.optim.sharding.travel import Job, alike, buckets
+from axes.programs.program import COUNT
 from axes.programs.storage import QUANTUM
 
 Work = list[tuple[Group, list[Tensor]]]
@@ -70,7 +74,8 @@ def direction_and_move(update: StateUpdate) -> tuple[StateUpdate, StateUpdate] |
         if part.parts().step.start == "W0" or "weights" in part.parts().h.reads:
             return None
     move = StateUpdate(cost, Euclidean(), monoid, dataclasses.replace(step, via=()))
-    if not shardable(move.normal()):
+    moved = program(move.normal(), True)
+    if not shardable(move.normal()) or moved is None or COUNT in moved.inputs:
         return None
     direction = StateUpdate(cost, Euclidean(), Identity(), Step(1.0, via=step.via))
     return direction.normal(), move.normal()
@@ -101,6 +106,7 @@ class Shards:
         self._exchanges: dict[Any, Exchange] = {}
         self._of: dict[Tensor, Tensor] = {}  # parameters by stand-in
         self._groups: dict[tuple[int, int], Group] = {}
+        self._jobs: dict[int, tuple[Any, list[Job]]] = {}
         self._meshes: dict[Any, None] = {}
 
     def parameter(self, tensor: Tensor) -> Tensor:
@@ -148,9 +154,9 @@ class Shards:
             exchange = self._exchange(mesh)
             regions = [own_region(h.parameter.shape, mesh, h.parameter.placements) for h in members]
             said = exchange.share(regions)
-            for i, h in enumerate(members):
-                rows, columns = h.shape
-                owner = exchange.choose(rows * columns * min(rows, columns))
+            shapes = [optimizer._places.layout(h.parameter).shape(h.parameter) for h in members]
+            owners = exchange.owners([cost(h.update, shape) for h, shape in zip(members, shapes, strict=True)])
+            for i, (h, owner) in enumerate(zip(members, owners, strict=True)):
                 h.exchange, h.part = exchange, Part(tuple(h.parameter.shape), [r[i] for r in said], owner)
         return bool(self._held)
 
@@ -214,8 +220,7 @@ class Shards:
                     else:
                         gathered.append(held)
                 plain.append((group, update, members))
-                together = [bucket for same in alike(gathered) for bucket in buckets(same)]
-                jobs += [Job(self._same(group, i), *_divided(update), bucket) for i, bucket in enumerate(together)]
+                jobs += self._jobs_of(group, update, gathered)
             for held in entered:
                 self._enter(optimizer, held)
             for job in jobs:
@@ -223,13 +228,12 @@ class Shards:
             yield from (piece for piece in plain if piece[2])
             for job in jobs:
                 job.arrive(optimizer)
-                owned = [h for h in job.members if h.owned]
-                for held in owned:
+                for held in job.owned:
                     self._of[held.stand_in] = held.parameter
                     self._enter(optimizer, held)
                     entered.append(held)
-                if owned:
-                    yield job.group, job.rule, [h.stand_in for h in owned]
+                if job.owned:
+                    yield job.group, job.rule, [h.stand_in for h in job.owned]
                 job.scatter()
             for job in jobs:
                 job.finish(optimizer)
@@ -238,6 +242,18 @@ class Shards:
                 self._leave(optimizer, held)
             for job in jobs:
                 job.release(optimizer)
+
+    def _jobs_of(self, group: Group, update: StateUpdate, members: list[Member]) -> list[Job]:
+        """The parts in which members of a group travel, kept while they are the same."""
+        key = [(held, held.parameter.grad.dtype) for held in members]
+        known, jobs = self._jobs.get(id(group), (None, []))
+        if known != key:
+            together = [bucket for same in alike(members) for bucket in buckets(same)]
+            jobs = [Job(self._same(group, i), *_divided(update), bucket) for i, bucket in enumerate(together)]
+            self._jobs[id(group)] = (key, jobs)
+        for i in range(len(jobs)):
+            self._same(group, i)
+        return jobs
 
     def _same(self, group: Group, bucket: int) -> Group:
         """The group again for each bucket, so that what is prepared for one is not taken for another's."""
@@ -278,8 +294,10 @@ class Shards:
         finally:
             self._leave(optimizer, held)
 
-    def agree(self, optimizer: Owner, bad: bool, gradients: int) -> bool:
+    def agree(self, optimizer: Owner, bad: bool | Tensor, gradients: int) -> bool:
         """Whether any process of the meshes says bad; all must have as many gradients.
+
+        bad: where it is on a device, the host waits for it once, with what the others say.
 
         Raises:
             AxesError: some processes have gradients that others have not.
@@ -288,7 +306,9 @@ class Shards:
 
         self.meet(optimizer)
         for mesh in self._meshes:
-            said = torch.tensor([float(bad), gradients, -gradients], dtype=torch.float64, device=mesh.device_type)
+            said = torch.full((3,), gradients, dtype=torch.float64, device=mesh.device_type)
+            said[2].neg_()
+            said[0].copy_(bad) if isinstance(bad, Tensor) else said[0].fill_(float(bad))
             for dim in range(mesh.ndim):
                 dist.all_reduce(said, dist.ReduceOp.MAX, group=mesh.get_group(dim))
             found, most, least = said.tolist()
@@ -298,7 +318,7 @@ class Shards:
                     "processes of a mesh must step the same parameters"
                 )
             bad = bool(found)
-        return bad
+        return bool(bad)
 
     # ---- saving and loading ----------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -11,13 +11,19 @@ from torch import Tensor
 
 from axes.core.state_update import StateUpdate
 from axes.optim.engine.capabilities import needs_layers
-from axes.optim.engine.groups import rates
+from axes.optim.engine.facts import facts
+from axes.optim.engine.groups import rate
 from axes.optim.engine.options import Group
+from axes.optim.engine.stacked import ListProgram, writable
+from axes.optim.engine.together import program
 from axes.optim.sharding.dtensors import local_shard
+from axes.optim.sharding.exchange import Way
 from axes.optim.sharding.member import Member, Owner
 from axes.optim.sharding.merging import merge_layers
+from axes.programs.program import PARAMETER
 
-BUCKETS = 4  # parts of a group that travel while others are stepped
+BUCKETS = 4  # parts of a group that travel while others are stepped, at most
+LEAST = 25_000_000  # entries of a part from which another one travels in less time than it takes to launch
 
 
 def alike(members: Iterable[Member], gradients: bool = True) -> list[list[Member]]:
@@ -30,20 +36,45 @@ def alike(members: Iterable[Member], gradients: bool = True) -> list[list[Member
 
 
 def buckets(members: list[Member]) -> Iterator[list[Member]]:
-    """Members in up to `BUCKETS` parts, those of one shape together: while one is stepped, others travel."""
+    """Members in parts of about one size, those of one shape together: while one is stepped, others travel."""
     shapes: dict[tuple[int, int], list[Member]] = {}
     for held in members:
         shapes.setdefault(held.shape, []).append(held)
     total = sum(math.prod(shape) * len(some) for shape, some in shapes.items())
+    count = max(1, min(BUCKETS, total // LEAST))
     bucket: list[Member] = []
     size = 0
     for shape, some in shapes.items():
         bucket, size = bucket + some, size + math.prod(shape) * len(some)
-        if size * BUCKETS >= total:
+        if size * count >= total:
             yield bucket
             bucket, size = [], 0
     if bucket:
         yield bucket
+
+
+@final
+class Moved:
+    """Shards that are moved along directions, by the program that follows the products on one process."""
+
+    def __init__(self, move: StateUpdate, shards: list[Tensor], wide: torch.dtype) -> None:
+        self.places = [i for i, x in enumerate(shards) if x.numel()]
+        seen = [shards[i] for i in self.places]
+        inside = [writable(x, wide) for x in seen]
+        pairs = [(x, y) for x, y in zip(seen, inside, strict=True) if x.data_ptr() != y.data_ptr()]
+        self.shown, self.inside = [x for x, _ in pairs], [y for _, y in pairs]  # what is moved as a copy
+        found = program(move, True)
+        assert found is not None
+        self.program = ListProgram(found, {PARAMETER: inside}, None) if inside else None
+
+    def step(self, directions: list[Tensor], rates: Mapping[str, float | Tensor]) -> None:
+        if self.program is None:
+            return
+        if self.inside:
+            torch._foreach_copy_(self.inside, self.shown)
+        self.program.step([directions[i] for i in self.places], rates, None, None)
+        if self.inside:
+            torch._foreach_copy_(self.shown, self.inside)
 
 
 @final
@@ -56,7 +87,7 @@ class Job:
         exchange = members[0].exchange
         assert exchange is not None
         self.exchange = exchange
-        self.parts = [h.part for h in members if h.part is not None]
+        self.way = Way(self.exchange, [h.part for h in members if h.part is not None])
         self.owned = [h for h in members if h.owned]
         dtype = members[0].shard.dtype
         self.dtype = torch.promote_types(dtype, torch.float32) if self.move is not None else dtype
@@ -64,19 +95,21 @@ class Job:
         self._gradients: Callable[[], list[Tensor]] | None = None
         self._weights: Callable[[], list[Tensor]] | None = None
         self._results: Callable[[], list[Tensor]] | None = None
+        self._moved: Moved | None = None
 
     def gather(self, gradients: bool = True) -> None:
         """Start to send gradients, and weights if the rule sees them, to their owners."""
         if gradients:
             shards = [local_shard(h.parameter.grad, h.parameter.placements) for h in self.members]
-            self._gradients = self.exchange.gather(shards, self.parts)
+            self._gradients = self.way.gather(shards, self.dtype)
         if self.move is None:
-            self._weights = self.exchange.gather([h.shard for h in self.members], self.parts)
+            self._weights = self.way.gather([h.shard for h in self.members])
 
     def arrive(self, optimizer: Owner) -> None:
         """Lay what has arrived into the stand-ins; where the rule does not see the weights they are zero."""
         weights = None if self._weights is None else self._weights()
         gradients = None if self._gradients is None else self._gradients()
+        self._weights = self._gradients = None
         for held in self.owned:
             held.stand(self.dtype)
         stand_ins = [held.stand_in for held in self.owned]
@@ -86,32 +119,27 @@ class Job:
             torch._foreach_copy_(stand_ins, weights)
         if gradients is not None:
             for stand_in, gradient in zip(stand_ins, gradients, strict=True):
-                stand_in.grad = gradient.to(self.dtype)
+                stand_in.grad = gradient
         if gradients is not None and needs_layers(self.rule):
             for held in self.members:
                 merge_layers(optimizer, self.exchange, held)
 
     def scatter(self) -> None:
-        self._results = self.exchange.scatter([h.stand_in for h in self.owned], self.parts, self._like)
+        self._results = self.way.scatter([h.stand_in for h in self.owned], self._like)
 
     def finish(self, optimizer: Owner) -> None:
         assert self._results is not None
-        results = self._results()
+        results, self._results = self._results(), None
         self.name_states(optimizer)
         shards = [h.shard for h in self.members]
         if self.move is None:
             torch._foreach_copy_(shards, results)
             return
-        keep, rate = self._factors(optimizer)
-        inside = shards if shards[0].dtype == self.dtype else [x.to(self.dtype) for x in shards]
-        torch._foreach_mul_(inside, keep)
-        if isinstance(rate, float):
-            torch._foreach_add_(inside, results, alpha=rate)
-        else:
-            torch._foreach_mul_(results, rate)
-            torch._foreach_add_(inside, results)
-        if inside is not shards:
-            torch._foreach_copy_(shards, inside)
+        today = optimizer._today(self.group)
+        numbers = {name: rate(self.group, name) for name in facts(self.move, True).rates}
+        if self._moved is None:
+            self._moved = Moved(self.move, shards, self.dtype)
+        self._moved.step(results, numbers | {**today.numbers})
 
     def name_states(self, optimizer: Owner) -> None:
         """Others than the owner know the names of a state."""
@@ -121,23 +149,8 @@ class Job:
                 held.hide({name: self._like.new_empty(0) for name in names})
                 optimizer.state[held.parameter] = held.shown
 
-    def _factors(self, optimizer: Owner) -> tuple[float | Tensor, float | Tensor]:
-        """a and r of the move W = a W + r u: what the rule makes of the pairs (1, 0) and (0, 1)."""
-        assert self.move is not None
-        move = optimizer._today(self.group).of(self.move)
-        like = torch.zeros((), dtype=torch.float64)
-        given = rates(self.group, move, like)
-        devices = [x.device for x in given.values() if isinstance(x, Tensor)]
-        probe = torch.eye(2, dtype=torch.float64, device=devices[0] if devices else "cpu")
-        w, u = probe[:1], probe[1:]
-        signal = {"g": -u, **given}
-        _, out = move.step(move.init(signal, (w,)), signal)
-        keep, rate = out.weights[0][0].unbind()
-        if keep.device.type == "cpu":
-            return float(keep), float(rate)
-        return keep.to(self.dtype), rate.to(self.dtype)
-
     def release(self, optimizer: Owner) -> None:
+        self._weights = self._gradients = self._results = None  # left over where a step has failed
         for held in self.owned:
             held.stand_in.grad = None
         layers = getattr(optimizer, "_layers", None)

@@ -155,6 +155,27 @@ for rule, make_by_hand in BY_HAND.items():
 
 
 @case
+def few_matrices_on_each_gpu(folder: Path) -> None:
+    """Products are chosen by all 16 matrices, not by the 8 of a process: kernels, and float16 in the Gram form."""
+    mesh = init_device_mesh("cuda", (2,))
+    torch.manual_seed(3)
+    shapes = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)] * 4
+    start = [torch.randn(s, device=device()) * 0.02 for s in shapes]
+    plain = [x.clone().requires_grad_() for x in start]
+    spread = [distribute_tensor(x.clone(), mesh, (Shard(0),)).requires_grad_() for x in start]
+    optimizer, expected = (optim.Muon([{"params": ps, "rule": "muon"}], lr=0.1) for ps in (spread, plain))
+    for _ in range(3):
+        for p, q in zip(plain, spread, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = distribute_tensor(p.grad.clone(), mesh, (Shard(0),))
+        optimizer.step()
+        expected.step()
+    for x, p, q in zip(start, plain, spread, strict=True):
+        moved = p.detach() - x
+        assert (whole(q.detach()) - x - moved).norm() < 1e-5 * moved.norm(), tuple(p.shape)
+
+
+@case
 def a_gradient_that_is_not_finite_on_one_gpu(folder: Path) -> None:
     mesh = init_device_mesh("cuda", (2,))
     p = distribute_tensor(torch.ones(4, 2, device=device()), mesh, (Shard(0),)).requires_grad_()

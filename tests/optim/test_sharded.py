@@ -7,6 +7,7 @@ optimizer on ordinary parameters, and compares.
 import copy
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,9 +43,13 @@ from axes.core.monoids import Decay
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, NotFiniteError
+from axes.linalg import symmetric
 from axes.optim.rules import wrappers
-from axes.optim.sharding.dtensors import Part, Region, whole
-from axes.optim.sharding.sharded import direction_and_move, shardable
+from axes.optim.sharding import travel
+from axes.optim.sharding.costs import cost
+from axes.optim.sharding.dtensors import whole
+from axes.optim.sharding.exchange import Exchange, Part, Region
+from axes.optim.sharding.sharded import Shards, direction_and_move, shardable
 from axes.optim.tools.convert import from_torch, to_torch
 
 WORLD = 2
@@ -130,7 +136,9 @@ SETTINGS: dict[type[optim.Optimizer], dict[str, Any]] = {
     optim.Shampoo: {"graft": "adam", "eps": 1e-4, "betas": (0.9, 0.95)},
 }
 RULES: dict[str, tuple[Make, dict[str, float]]] = {
-    cls.name: (lambda model, cls=cls: cls(model, lr=1e-3, **SETTINGS.get(cls, {})), EXACT) for cls in optim.ALL
+    cls.name: (lambda model, cls=cls: cls(model, lr=1e-3, **SETTINGS.get(cls, {})), EXACT)
+    for cls in optim.ALL
+    if cls is not optim.Prodigy  # refused: its distance is a number of all parameters
 }
 RULES["soap"] = (RULES["soap"][0], ROUGH)
 RULES["shampoo"] = (RULES["shampoo"][0], ROUGH)
@@ -233,7 +241,6 @@ def _by_hand(make: Callable[[list[Any]], optim.Optimizer], dtype: torch.dtype) -
             optimizer.step()
             expected.step()
         for p, q in zip(plain, spread, strict=True):
-            # float32 rounds the move W = a W + r u once or twice; 16-bit parameters are rounded once more
             close = {torch.bfloat16: {"rtol": 1e-2, "atol": 1e-3}, torch.float32: {"rtol": 2e-6, "atol": 1e-7}}[dtype]
             torch.testing.assert_close(whole(q.detach()), p.detach(), **close)
         for a, b in zip(optimizer.state_dict()["state"].values(), expected.state_dict()["state"].values(), strict=True):
@@ -246,6 +253,76 @@ def _by_hand(make: Callable[[list[Any]], optim.Optimizer], dtype: torch.dtype) -
 for rule, make_by_hand in BY_HAND.items():
     for dtype in (torch.float32, *((torch.bfloat16,) if rule == "muon" else ())):
         CASES[f"by_hand_{rule}_{dtype}"] = lambda folder, m=make_by_hand, d=dtype: _by_hand(m, d)
+
+
+# ---- what a process holds decides nothing ----------------------------------------------------------------------------
+
+
+def _rounded_kernel(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+    """A kernel for symmetric products that rounds to 11 bits, chosen from so many matrices on."""
+
+    def by_kernel(a: Tensor, b: Tensor | None = None, **given: Any) -> Tensor:
+        out, dtype = given.pop("out", None), given.pop("dtype", None)
+        with monkeypatch.context() as inner:
+            inner.setattr(symmetric, "no_kernel", lambda *_, **__: "no")
+            c = symmetric.product(a, b, **given).half().to(dtype or a.dtype)
+        return c if out is None else out.copy_(c)
+
+    def no_kernel(a: Tensor, count: int | None = None, rounded: bool = False) -> str | None:
+        return None if (len(a) if count is None else count) >= least else "few"
+
+    monkeypatch.setattr(symmetric, "no_kernel", no_kernel)
+    monkeypatch.setattr(symmetric, "by_kernel", by_kernel)
+
+
+@case
+def products_are_chosen_by_the_whole(folder: Path) -> None:
+    """Few matrices on a process, in several messages: the bits of one process that has all."""
+    world = dist.get_world_size()
+    shapes = [(8, 16), (4, 12), (20, 8), (8, 16), (8, 16), (12, 4), (8, 16), (5, 5), (8, 30)]
+    settings = ((6, torch.float32), (100, torch.float32), (6, torch.bfloat16))  # 6 have a shorter side of 8, 2 of 4
+    for least, dtype in settings:
+        with pytest.MonkeyPatch.context() as patch:
+            _rounded_kernel(patch, least)
+            patch.setattr(travel, "LEAST", 200)
+            torch.manual_seed(2)
+            plain = [torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes]
+            split = [distribute_tensor(p.detach().clone(), processes(world), (Shard(0),)) for p in plain]
+            make = functools.partial(optim.Muon, lr=0.3, weight_decay=0.1, precision="input")
+            optimizer, expected = (make([{"params": ps, "rule": "muon"}]) for ps in (split, plain))
+            for _ in range(3):
+                for p, q in zip(plain, split, strict=True):
+                    p.grad = torch.randn_like(p)
+                    q.grad = distribute_tensor(p.grad.clone(), processes(world), (Shard(0),))
+                optimizer.step()
+                expected.step()
+            for p, q in zip(plain, split, strict=True):
+                assert torch.equal(whole(q.detach()), p.detach()), (least, tuple(p.shape))
+
+
+@case
+def matrices_travel_together(folder: Path) -> None:
+    ps = [distribute_tensor(torch.randn(s), processes(2), (Shard(0),)) for s in [(6, 4)] * 5 + [(3, 8)] * 4]
+    sent: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        all_to_all = dist.all_to_all_single
+
+        def counted(out: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+            sent.append(given.numel())
+            return all_to_all(out, given, *args, **kwargs)
+
+        patch.setattr(dist, "all_to_all_single", counted)
+        optimizer = optim.Muon([{"params": ps, "rule": "muon"}], lr=0.1)
+        for parts, least in ((1, travel.LEAST), (2, 100)):
+            patch.setattr(travel, "LEAST", least)
+            optimizer._shards = Shards()
+            optimizer._shards.take(optimizer)
+            for _ in range(2):
+                sent.clear()
+                for p in ps:
+                    p.grad = distribute_tensor(torch.randn(p.shape), processes(2), (Shard(0),))
+                optimizer.step()
+                assert len(sent) == 2 * parts and sum(sent[:parts]) == sum(p.to_local().numel() for p in ps)
 
 
 # ---- tensor parallelism ---------------------------------------------------------------------------------------------
@@ -604,7 +681,7 @@ def _run(folder: Path, cases: list[str], world: int = WORLD) -> None:
 
 
 def test_every_optimizer_is_among_the_rules() -> None:
-    assert {cls.name for cls in optim.ALL} <= set(RULES)
+    assert {cls.name for cls in optim.ALL} - {optim.Prodigy.name} <= set(RULES)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -637,7 +714,7 @@ def test_two_processes_step_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_four_processes_step_as_one(tmp_path: Path) -> None:
-    _run(tmp_path, ["grid"], 4)
+    _run(tmp_path, ["grid", "products_are_chosen_by_the_whole"], 4)
 
 
 # ---- without processes ----------------------------------------------------------------------------------------------
@@ -667,6 +744,31 @@ def test_the_nearest_replica_sends_and_shards_must_cover() -> None:
     assert part.senders == {2: top, 3: bottom}
     with pytest.raises(AxesError, match="leave entries out"):
         Part((4, 3), [top, bottom], owner=0)
+
+
+def test_owners_share_the_work() -> None:
+    exchange = object.__new__(Exchange)
+    exchange.size, exchange.load = 2, [0, 0]
+    assert exchange.owners([1, 5, 4, 3, 3]) == [1, 0, 1, 1, 0] and exchange.load == [8, 8]
+    assert exchange.owners([2, 2]) == [0, 1]
+
+
+def test_what_a_step_costs() -> None:
+    muon, direct = optim.Muon.declare(), optim.Muon.declare(form="direct")
+    for update in (muon, direct, optim.SOAP.declare(), optim.Shampoo.declare()):
+        assert cost(update.normal(), (64, 32)) == cost(update.normal(), (32, 64)) > cost(update.normal(), (32, 32))
+        assert cost(update.normal(), (3, 32, 32)) == 3 * cost(update.normal(), (32, 32))
+    assert cost(muon.normal(), (32, 128)) < cost(direct.normal(), (32, 128))
+    assert cost(optim.Shampoo.declare().normal(), (32, 128)) > 128**3 > cost(muon.normal(), (32, 128))
+    assert cost(wrappers.trust_ratio(optim.AdamW.declare()).normal(), (32, 128)) == 32 * 128
+
+
+def test_parts_are_of_about_one_size() -> None:
+    some = [SimpleNamespace(shape=s) for s in [(10, 10), (20, 10), (10, 10), (30, 10)]]
+    with pytest.MonkeyPatch.context() as patch:
+        for least, sizes in ((701, [700]), (350, [400, 300]), (100, [200, 200, 300])):
+            patch.setattr(travel, "LEAST", least)
+            assert [sum(math.prod(x.shape) for x in part) for part in travel.buckets(some)] == sizes  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -94,11 +94,12 @@ class Spectral(EuclideanOn):
         dtype: torch.dtype,
         squares: Sequence[Tensor] | None = None,
         spend: bool = False,
+        whole: Mapping[int, int] | None = None,
     ) -> list[Tensor]:
         """W of several stacks (..., m_i, n_i) by polynomials, in `dtype` or in the dtype of the products.
 
         squares: of each stack (matrices, any number), sums of squares of parts of its matrices, where they are known.
-        spend: the stacks may be overwritten.
+        spend: the stacks may be overwritten. whole: by shorter side, how many matrices products are chosen for.
         """
         tall = [x.shape[-2] > x.shape[-1] for x in stacks]
         wide = [x.mT if t else x for x, t in zip(stacks, tall, strict=True)]
@@ -110,7 +111,7 @@ class Spectral(EuclideanOn):
             start = Start(1.0, 0.0, self.eps)
         else:
             schedule, start = polar_express_schedule(self.steps), Start(SAFETY, self.eps, 0.0)
-        out = iterate(wide, start, schedule, self.form, sizes, dtype, squares, spend)
+        out = iterate(wide, start, schedule, self.form, sizes, dtype, squares, spend, whole)
         return [w.mT if t else w for w, t in zip(out, tall, strict=True)]
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
