@@ -20,7 +20,6 @@ from axes.core.geometry import Geometry
 from axes.core.monoids import Element, rotate
 from axes.core.rates import Per, Rate, Shape, Signal, resolve, spread
 from axes.errors import IllegalUpdate
-from axes.linalg import columns as stored
 
 __all__ = [
     "Entries",
@@ -41,14 +40,14 @@ Factors = tuple[tuple[Tensor, Tensor], ...]
 
 def outer(column: Tensor, row: Tensor) -> Tensor:
     """column row^T: (..., m), (..., n) -> (..., m, n)."""
-    return stored.outer(column, row)
+    return column[..., :, None] * row[..., None, :]
 
 
 def times(matrix: Tensor, x: Tensor) -> Tensor:
     """matrix x: (..., m, n), (..., n) -> (..., m)."""
     if x.shape[-1] == 1:  # a residual stream: the same bits, and a product of one column is ten times as slow on a GPU
         return matrix[..., 0] * x
-    return stored.product_of_vector(matrix, x)
+    return (matrix @ x[..., None])[..., 0]
 
 
 class Memory(Declared, ABC):
@@ -90,8 +89,6 @@ class Memory(Declared, ABC):
         step = spread(rate, shape)
         if isinstance(step, float) and leaves[0].is_cuda:  # one pass over memory; on a CPU the bits would differ
             return tuple(torch.add(leaf, u, alpha=step) for leaf, u in zip(leaves, drive, strict=True))
-        if isinstance(step, float) and step == 1.0:  # the same bits
-            return tuple(map(torch.add, leaves, drive))
         return tuple(leaf + step * u for leaf, u in zip(leaves, drive, strict=True))
 
     def sharpness(self, x: Tensor) -> Tensor:

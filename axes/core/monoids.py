@@ -19,7 +19,6 @@ from axes.core.declared import Declared
 from axes.core.geometry import Euclidean, Geometry
 from axes.core.rates import Per, Rate, Signal, as_gate, resolve
 from axes.errors import IllegalUpdate
-from axes.linalg import columns as stored
 
 __all__ = [
     "DPLR",
@@ -80,7 +79,7 @@ class Element:
     def base(self, x: Tensor) -> Tensor:
         """x B for rows x (..., n, d_k)."""
         if self.dense is not None:
-            x = stored.product(x, self.dense)
+            x = x @ self.dense
         if self.angle is not None:
             x = rotate(x, self.angle[..., None, :])
         if self.gate is not None:
