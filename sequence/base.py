@@ -17,6 +17,8 @@ from axes.core.memory import MLP, LayerNormMatrix, Leaves
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
+from axes.kernels.common import versions
+from axes.kernels.common.repeated import repeated
 from axes.routes import dispatch
 from axes.routes import frame as frames
 from axes.routes.choice import Plan, Target
@@ -255,7 +257,19 @@ class SequenceLayer(nn.Module):
         if self.checkpoint and torch.is_grad_enabled():
             y, state = checkpoint(self._run, x, state, cu_seqlens, use_reentrant=False)
             return y, state
+        if state is None and cu_seqlens is None and self._repeats(x):
+            named = self.implementation or dispatch.chosen()
+            made: tuple[Tensor, LayerState | None] = repeated(self, _run_alone, x, (named, id(self.update)))
+            return made
         return self._run(x, state, cu_seqlens)
+
+    def _repeats(self, x: Tensor) -> bool:
+        """Whether a call like one before does the same again: where kernels run, nothing is read on the host."""
+        if torch.compiler.is_compiling() or not x.numel():
+            return False
+        cls = type(self)
+        own = cls._run is SequenceLayer._run and cls._recur is SequenceLayer._recur
+        return own and "_recur" not in self.__dict__ and versions.no_kernel(x.device, x.dtype) is None
 
     def _run(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
@@ -328,6 +342,10 @@ class SequenceLayer(nn.Module):
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != x.shape[1] or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
             raise ShapeError(f"{who}: cu_seqlens must rise from 0 to T = {x.shape[1]}, got {ends}")
+
+
+def _run_alone(layer: SequenceLayer, x: Tensor) -> Any:
+    return layer._run(x, None, None)
 
 
 def layer(update: StateUpdate, name: str = "Custom", block: Block | None = None) -> type[SequenceLayer]:

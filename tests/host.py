@@ -91,8 +91,8 @@ class Work(NamedTuple):
 def example(name: str, length: int = 2) -> tuple[SequenceLayer, torch.Tensor]:
     """A layer of two heads of 64 in bfloat16, which the kernels for Hopper take, and tokens."""
     torch.manual_seed(0)
-    layer: SequenceLayer = getattr(sequence, name)(128, heads=2, dtype=torch.bfloat16)
-    return layer, torch.randn(1, length, 128, dtype=torch.bfloat16, requires_grad=True)
+    layer: SequenceLayer = getattr(sequence, name)(16, heads=2, d_k=64, d_v=64, dtype=torch.bfloat16)
+    return layer, torch.randn(1, length, 16, dtype=torch.bfloat16, requires_grad=True)
 
 
 def work(name: str) -> tuple[Work, Work]:
