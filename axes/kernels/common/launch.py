@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from axes.kernels.common.line import recording
+from axes.kernels.common.line import recording, unseen
 
 
 class _Call(NamedTuple):
@@ -64,9 +64,11 @@ class Kernel:
             recorder.launch(ready[(*grid, 1, 1)], values, {})
 
     def _interpret(self, grid: tuple[int, ...], *args: Any, **given: Any) -> None:
-        self.kernel[grid](*args, **given)
-        if (recorder := recording()) is not None:
+        recorder = recording()
+        if recorder is not None:
             recorder.launch(self.kernel[grid], args, given)
+        with unseen():  # the interpreter's own operations
+            self.kernel[grid](*args, **given)
 
 
 def _constant(x: Any) -> Any:

@@ -12,14 +12,14 @@ read on the host, a tensor from elsewhere, a write to what was given) leaves a l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, final
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 _aten = torch.ops.aten
 _LONGEST = 2000  # steps: more is a loop over tokens
@@ -149,11 +149,11 @@ class Recorder(TorchDispatchMode):
         first = next(iter(places))
         if first[0] != x.dtype or x.is_conj() or x.is_neg():
             self.refuse(f"a view of {first[0]} as {x.dtype}")
-        made = _Place(places[first].root, tuple(x.shape), x.stride(), x.storage_offset())
+        made = _Place(places[first].root, tuple(x.shape), x.stride(), int(x.storage_offset()))
         return places.setdefault(_meta(x), made)
 
     def _root(self, x: Tensor) -> int:
-        place = _Place(len(self.roots), tuple(x.shape), x.stride(), x.storage_offset())
+        place = _Place(len(self.roots), tuple(x.shape), x.stride(), int(x.storage_offset()))
         self.roots.append(place)
         self._storages[_address(x)] = StorageWeakRef(x.untyped_storage()), {_meta(x): place}
         return place.root
@@ -178,13 +178,12 @@ class Recorder(TorchDispatchMode):
             for x in _tensors(results):
                 self.place(x)
             return None
-        x = results[0] if results else None
-        room = _ROOMS.get(function)
-        if x is not None and room is not None and (room is torch.empty_strided or x.is_contiguous()):
-            sizes = (tuple(x.shape), x.stride()) if room is torch.empty_strided else (tuple(x.shape),)
-            function, args, kwargs = room, sizes, _kind(x)
-        elif x is not None and not read:
-            kwargs = {**kwargs, **_kind(x)}
+        first, room = results[0] if results else None, _ROOMS.get(function)
+        if first is not None and room is not None and (room is torch.empty_strided or first.is_contiguous()):
+            sizes = (tuple(first.shape), first.stride())[: 2 if room is torch.empty_strided else 1]
+            function, args, kwargs = room, sizes, _kind(first)
+        elif first is not None and not read:
+            kwargs = {**kwargs, **_kind(first)}
         elif function is _aten._to_copy.default and list(kwargs) == ["dtype"] and args[0].dtype != kwargs["dtype"]:
             function, args, kwargs = Tensor.to, (args[0], kwargs["dtype"]), {}
         given = self._places(args), self._places({n: x for n, x in kwargs.items() if x is not None})
@@ -232,10 +231,18 @@ def recording() -> Recorder | None:
     return mode if type(mode) is Recorder else None
 
 
+def unseen() -> AbstractContextManager[Any]:
+    """Within the block nothing is written down."""
+    return nullcontext() if recording() is None else _disable_current_modes()
+
+
 # ---- what is followed ------------------------------------------------------------------------------------------------
 
 
-def _function(given: Sequence[int], steps: Sequence[_Step], results: Any, roots: Sequence[_Place]) -> Callable[[list[Tensor]], Any]:
+_Follow = Callable[[list[Tensor]], Any]
+
+
+def _function(given: Sequence[int], steps: Sequence[_Step], results: Any, roots: Sequence[_Place]) -> _Follow:
     """The steps as a function of a list of given roots, which it empties; results: places, which come back in their
     structure. A tensor is let go of behind the step that reads it last."""
     known: dict[str, Any] = {"view": torch.as_strided, "described": _described}
@@ -252,11 +259,10 @@ def _function(given: Sequence[int], steps: Sequence[_Step], results: Any, roots:
     def text(x: Any) -> str:
         if isinstance(x, _Place):
             name = root = f"t{x.root}"
-            if x != roots[x.root]:
-                if (name := views.get(x, "")) == "":
-                    name = views[x] = f"v{len(views)}"
-                    lines[-1].append(f"{name} = view({root}, {x.size}, {x.stride}, {x.offset})")
-                    last[root] = len(lines) - 1
+            if x != roots[x.root] and (name := views.get(x, "")) == "":
+                name = views[x] = f"v{len(views)}"
+                lines[-1].append(f"{name} = view({root}, {x.size}, {x.stride}, {x.offset})")
+                last[root] = len(lines) - 1
             last[name] = len(lines) - 1
             return name
         if isinstance(x, _Described):
@@ -289,7 +295,7 @@ def _function(given: Sequence[int], steps: Sequence[_Step], results: Any, roots:
             lines[line].append(f"del {name}")
     body = "".join(f"    {line}\n" for group in lines for line in group)
     exec(f"def follow(tensors):\n{body}", known)
-    found: Callable[[list[Tensor]], Any] = known["follow"]
+    found: _Follow = known["follow"]
     return found
 
 
@@ -306,7 +312,7 @@ def _placed(x: Any) -> Iterator[_Place]:
 
 
 def _described(cls: type, rest: dict[str, Any], base: Tensor) -> Any:
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     made.__dict__.update(rest, base=base)
     return made
 
@@ -332,8 +338,8 @@ class Line:
         self.ready = False
         self._recorder: Callable[[], Recorder | None] = lambda: None
         self._structure: Callable[..., Any]  # of the results, made of their tensors
-        self._forward: Callable[[list[Tensor]], Any]
-        self._backward: Callable[[list[Tensor]], Any]
+        self._forward: _Follow
+        self._backward: _Follow
         self._constant: list[int] = []  # results without gradients
         self._came: list[bool] = []  # gradients of results that came when the backward was written
         self._cast_back: Any = None
@@ -347,17 +353,17 @@ class Line:
         """Call it and write down what it does; with `record` its backward, too, when that comes."""
         if record:
             made = _Writing.apply(self, function, *tensors)
-            return self._structure(*made)
-        recorder = Recorder(tensors)
-        made, places = self._written(function, tensors, recorder)
-        self._finish(recorder, len(tensors), tuple(places))
-        return made
+        else:
+            recorder = Recorder(tensors)
+            made, places = self._written(function, tensors, recorder)
+            self._finish(recorder, len(tensors), places)
+        return self._structure(*made)
 
     def follow(self, function: Callable[..., Any], tensors: Sequence[Tensor], record: bool) -> Any:
         made = _Following.apply(self, function, *tensors) if record else self._run(self._forward, list(tensors))
         return self._structure(*made)
 
-    def _run(self, function: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> Any:
+    def _run(self, function: _Follow, tensors: list[Tensor]) -> Any:
         """Below autograd and autocast, where the line was written, and on the device whose kernels it launches."""
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_OUTSIDE):
             if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
@@ -366,7 +372,7 @@ class Line:
                 return function(tensors)
 
     def _written(self, function: Callable[..., Any], given: Sequence[Tensor], recorder: Recorder) -> Any:
-        """The results and the places of their tensors."""
+        """The tensors of the results and their places."""
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a weight that was cast before comes from elsewhere
         try:
@@ -374,11 +380,13 @@ class Line:
                 made = function(*given)
         finally:
             torch.set_autocast_cache_enabled(cached)
-        self._structure = _structure(made)
-        places = [recorder.place(x) for x in _tensors(made)]
-        if len(set(places)) < len(places) or any(p.root in recorder.given for p in places):
-            recorder.refuse("a result is another one, or what was given")
-        return made, places
+        every = [(recorder.place(x), x) for x in _tensors(made)]
+        found = dict(every)
+        places = tuple(found)
+        self._structure = _structure(made, iter([places.index(place) for place, _ in every]))
+        if any(place.root in recorder.given for place in places):
+            recorder.refuse("a result is what was given")
+        return list(found.values()), places
 
     def _finish(self, recorder: Recorder, given: int, outputs: tuple[_Place, ...], *backward: Any) -> None:
         self.refused = recorder.refused
@@ -387,7 +395,7 @@ class Line:
         if not backward:
             self._forward = _function(range(given), recorder.steps, outputs, recorder.roots)
         else:
-            done, roots, results = backward  # steps of the forward, and of the backward what is given and what comes out
+            done, roots, results = backward  # steps of the forward; what is given to the backward, and comes out
             forward, later = recorder.steps[:done], recorder.steps[done:]
             own = {root for step in forward for root in step.made if root is not None}
             read = {place.root for step in later for place in _placed((step.args, step.kwargs))}
@@ -397,12 +405,13 @@ class Line:
             self._backward = _function([*range(given), *kept, *roots], later, results, recorder.roots)
         self.ready = True
 
-    def _again(self, function: Callable[..., Any], tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
-        """Gradients by autograd, from a forward of its own."""
-        given = _leaves(tensors)
+    def again(self, ctx: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
+        """Gradients by autograd, from a forward of their own; where a graph of them is asked for, with one."""
+        graph = torch.is_grad_enabled()
         with torch.enable_grad(), torch.autocast(self.device.type, self.cast, enabled=self.cast is not None):
-            made = list(_tensors(function(*given)))
-        return _gradients(made, given, grads)
+            given = [x.view_as(x) for x in tensors] if graph else _leaves(tensors)
+            made = dict.fromkeys(_tensors(ctx.function(*given)))
+        return _gradients(list(made), given, grads, graph)
 
 
 class _Writing(torch.autograd.Function):
@@ -412,22 +421,22 @@ class _Writing(torch.autograd.Function):
         recorder = Recorder(given)
         with torch.enable_grad():
             made, places = line._written(function, given, recorder)
-        leaves = list(_tensors(made))
-        line._constant = [i for i, x in enumerate(leaves) if not x.requires_grad]
+        line._constant = [i for i, x in enumerate(made) if not x.requires_grad]
         line.refused, line._recorder = recorder.refused, ref(recorder)
-        ctx.line, ctx.recorder, ctx.given, ctx.made = line, recorder, given, leaves
-        ctx.places, ctx.done = tuple(places), len(recorder.steps)
+        ctx.line, ctx.function, ctx.recorder, ctx.given, ctx.made = line, function, recorder, given, made
+        ctx.places, ctx.done = places, len(recorder.steps)
         ctx.save_for_backward(*tensors)  # to which nobody may write before the backward
-        outputs = line._run(lambda made: tuple(x.detach() for x in made), leaves)
+        outputs = line._run(lambda made: tuple(x.detach() for x in made), made)
         ctx.mark_non_differentiable(*[outputs[i] for i in line._constant])
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        line, recorder, given = ctx.line, ctx.recorder, ctx.given
-        if not ctx.saved_tensors or line.ready or line.refused is not None:
+        line, recorder, given, tensors = ctx.line, ctx.recorder, ctx.given, ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, None, *line.again(ctx, tensors, grads)
+        if line.ready or line.refused is not None:
             return None, None, *_gradients(ctx.made, given, grads)
         whole = [_whole(x) for x in grads]
         roots = recorder.give([x for x in whole if x is not None])
@@ -453,19 +462,13 @@ class _Following(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (_once if torch.is_grad_enabled() else _follow_back)(ctx, *grads)
-
-
-def _follow_back(ctx: Any, *grads: Tensor | None) -> Any:
-    line, saved = ctx.line, list(ctx.saved_tensors)
-    if [x is not None for x in grads] != line._came or _cast(line.device) != line._cast_back:
-        return None, None, *line._again(ctx.function, saved[: ctx.many], grads)
-    ctx.maybe_clear_saved_tensors()  # then the line alone holds them, and lets go of each when it has been read
-    saved += [_whole(x) for x in grads if x is not None]
-    return None, None, *line._run(line._backward, saved)
-
-
-_once = once_differentiable(_follow_back)
+        line, saved = ctx.line, list(ctx.saved_tensors)
+        came = [x is not None for x in grads] == line._came and _cast(line.device) == line._cast_back
+        if torch.is_grad_enabled() or not came:
+            return None, None, *line.again(ctx, saved[: ctx.many], grads)
+        ctx.maybe_clear_saved_tensors()  # then the line alone holds them, and lets go of each when it has been read
+        saved += [_whole(x) for x in grads if x is not None]
+        return None, None, *line._run(line._backward, saved)
 
 
 def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -473,7 +476,7 @@ def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _gradients(
-    made: Sequence[Tensor], given: Sequence[Tensor], grads: Sequence[Tensor | None]
+    made: Sequence[Tensor], given: Sequence[Tensor], grads: Sequence[Tensor | None], graph: bool = False
 ) -> list[Tensor | None]:
     """Of every tensor given, None where it has none."""
     pairs = [(y, dy) for y, dy in zip(made, grads, strict=True) if dy is not None]
@@ -481,7 +484,7 @@ def _gradients(
     if not pairs:
         return [None] * len(given)
     ys, dys = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(ys, wanted, dys, retain_graph=True, allow_unused=True))
+    found = iter(torch.autograd.grad(ys, wanted, dys, retain_graph=True, create_graph=graph, allow_unused=True))
     return [next(found) if x.requires_grad else None for x in given]
 
 
@@ -507,15 +510,13 @@ def _cast(device: torch.device) -> Any:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def _structure(made: Any) -> Callable[..., Any]:
-    """A function of a result's tensors that puts them together as they are in it."""
+def _structure(made: Any, index: Iterator[int]) -> Callable[..., Any]:
+    """A function of a result's tensors that puts them together as in it. index: of each in turn."""
     known: dict[str, Any] = {}
-    names: list[str] = []
 
     def text(x: Any) -> str:
         if isinstance(x, Tensor):
-            names.append(f"t{len(names)}")
-            return names[-1]
+            return f"tensors[{next(index)}]"
         if isinstance(x, tuple | list):
             inside = "".join(f"{text(y)}, " for y in x)
             if hasattr(x, "_fields"):
@@ -528,6 +529,6 @@ def _structure(made: Any) -> Callable[..., Any]:
         return name
 
     body = text(made)
-    exec(f"def structure({', '.join(names)}):\n    return {body}", known)
+    exec(f"def structure(*tensors):\n    return {body}", known)
     found: Callable[..., Any] = known["structure"]
     return found

@@ -116,9 +116,9 @@ class _Calls:
 _known: WeakKeyDictionary[nn.Module, _Calls] = WeakKeyDictionary()
 
 
-def _look(x: Tensor | None) -> Hashable:
+def _look(x: Tensor | None) -> Any:
     if x is None or x.__class__ not in _PLAIN:
-        return x.__class__
+        return type(x)
     return (
         x.dtype, x.device, x.shape, x.stride(), x.storage_offset(), x.requires_grad, x.data_ptr() & 15,
     )  # fmt: skip
