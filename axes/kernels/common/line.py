@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 _aten = torch.ops.aten
+_BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _LONGEST = 2000  # steps: more is a loop over tokens
 
 # ---- what is written -------------------------------------------------------------------------------------------------
@@ -161,24 +162,20 @@ class Recorder(TorchDispatchMode):
     def _write(self, function: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
         several = isinstance(made, tuple | list)
         results, schema = list(made) if several else [] if made is None else [made], function._schema
+        if not _BY_VALUE.isdisjoint(function.tags):
+            return self.refuse(f"what {function} says depends on values")
         read = {_address(x) for x in _tensors((*args, *kwargs.values()))}
-        if not read and not any(isinstance(x, Tensor) for x in results):
-            return None  # about dtypes
-        if any(x is not None and not isinstance(x, Tensor) for x in results):
-            return self.refuse(f"{function} reads a value")
-        if torch.Tag.dynamic_output_shape in function.tags or torch.Tag.data_dependent_output in function.tags:
-            return self.refuse(f"the results of {function} are as large as values say")
-        fresh = [x is not None and _address(x) not in read for x in results]
+        fresh = [isinstance(x, Tensor) and _address(x) not in read for x in results]  # numbers are those of a look
         if schema.is_mutable:
             written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
             values = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
             if any(self.place(x).root in self.given for name in written for x in _tensors(values.get(name))):
                 return self.refuse(f"{function} writes to what was given")
-        elif not any(fresh):  # views
+        elif not any(fresh):  # views, or what is asked about dtypes
             for x in _tensors(results):
                 self.place(x)
             return None
-        first, room = results[0] if results else None, _ROOMS.get(function)
+        first, room = next(_tensors(results), None), _ROOMS.get(function)
         if first is not None and room is not None and (room is torch.empty_strided or first.is_contiguous()):
             sizes = (tuple(first.shape), first.stride())[: 2 if room is torch.empty_strided else 1]
             function, args, kwargs = room, sizes, _kind(first)
@@ -242,7 +239,17 @@ def unseen() -> AbstractContextManager[Any]:
 _Follow = Callable[[list[Tensor]], Any]
 
 
-def _function(given: Sequence[int], steps: Sequence[_Step], results: Any, roots: Sequence[_Place]) -> _Follow:
+def _quick(step: _Step, device: torch.device) -> _Step:
+    """A room by the entrance that the code of torch's compiler takes, which does not ask what is known."""
+    entrance = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if step.function is not torch.empty_strided or entrance is None or step.kwargs["device"] != device:
+        return step
+    return step._replace(function=entrance, args=(*step.args, step.kwargs["dtype"]), kwargs={})
+
+
+def _function(
+    given: Sequence[int], steps: Sequence[_Step], results: Any, roots: Sequence[_Place], device: torch.device
+) -> _Follow:
     """The steps as a function of a list of given roots, which it empties; results: places, which come back in their
     structure. A tensor is let go of behind the step that reads it last."""
     known: dict[str, Any] = {"view": torch.as_strided, "described": _described}
@@ -280,6 +287,7 @@ def _function(given: Sequence[int], steps: Sequence[_Step], results: Any, roots:
     for step in steps:
         if step.function in _UNREAD and step.made[0] not in read:
             continue
+        step = _quick(step, device)
         lines.append([])
         asked = [text(x) for x in step.args] + [f"{name}={text(x)}" for name, x in step.kwargs.items()]
         call = f"{constant(step.function)}({', '.join(asked)})"
@@ -360,7 +368,7 @@ class Line:
         return self._structure(*made)
 
     def follow(self, function: Callable[..., Any], tensors: Sequence[Tensor], record: bool) -> Any:
-        made = _Following.apply(self, function, *tensors) if record else self._run(self._forward, list(tensors))
+        made = _following(self, function, *tensors) if record else self._run(self._forward, list(tensors))
         return self._structure(*made)
 
     def _run(self, function: _Follow, tensors: list[Tensor]) -> Any:
@@ -393,7 +401,7 @@ class Line:
         if self.refused is not None:
             return
         if not backward:
-            self._forward = _function(range(given), recorder.steps, outputs, recorder.roots)
+            self._forward = _function(range(given), recorder.steps, outputs, recorder.roots, self.device)
         else:
             done, roots, results = backward  # steps of the forward; what is given to the backward, and comes out
             forward, later = recorder.steps[:done], recorder.steps[done:]
@@ -401,8 +409,8 @@ class Line:
             read = {place.root for step in later for place in _placed((step.args, step.kwargs))}
             kept = sorted(own & (read | {place.root for place in _placed(results)}))
             whole = tuple(recorder.roots[root] for root in kept)
-            self._forward = _function(range(given), forward, (outputs, whole), recorder.roots)
-            self._backward = _function([*range(given), *kept, *roots], later, results, recorder.roots)
+            self._forward = _function(range(given), forward, (outputs, whole), recorder.roots, self.device)
+            self._backward = _function([*range(given), *kept, *roots], later, results, recorder.roots, self.device)
         self.ready = True
 
     def again(self, ctx: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
@@ -469,6 +477,10 @@ class _Following(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()  # then the line alone holds them, and lets go of each when it has been read
         saved += [_whole(x) for x in grads if x is not None]
         return None, None, *line._run(line._backward, saved)
+
+
+# not by way of its class, which looks for tensors that a transform of torch.func has left behind
+_following = super(torch.autograd.Function, _Following).apply
 
 
 def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
