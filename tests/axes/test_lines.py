@@ -73,7 +73,7 @@ RECURRENCES = """
 from axes.kernels.common import versions
 versions._ask = lambda device: versions._Reasons(None, "no Hopper")  # by portable kernels, and not the blocks alone
 """
-QUICK, SLOW = ("RetNet", "RWKV7", "SoftmaxAttention", "ALiBi"), ("GatedDeltaNet", "GLA", "Mamba2", "TitansMatrix")
+QUICK, SLOW = ("RWKV7", "SoftmaxAttention", "ALiBi"), ("GatedDeltaNet", "GLA", "Mamba2", "RetNet", "TitansMatrix")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *[pytest.param(name, marks=pytest.mark.slow) for name in SLOW]])
@@ -195,6 +195,39 @@ layer.bfloat16()
 x = tokens(dtype=torch.bfloat16)
 seen(layer, x)
 once(layer, x)
+"""
+    )
+
+
+def test_what_no_line_says_stays_with_python() -> None:
+    interpret(
+        PROGRAM
+        + r"""
+from unittest.mock import patch
+real = sequence.base._run_alone
+
+def refused(run, words):
+    layer, x = make(), tokens()
+    with patch.object(sequence.base, "_run_alone", run):
+        for _ in range(3):
+            made = layer(x)
+            assert len(leaves(made)) > 3
+            same(leaves(made), leaves(python(layer, x)))
+            same(gradients(layer, made, x), gradients(layer, python(layer, x), x))
+            with torch.no_grad():
+                same(leaves(layer(x)), leaves(python(layer, x)))
+    assert not followed
+    lines = [l for l in _known[layer].lines.values()]
+    assert lines and all(words in l.refused for l in lines), [l.refused for l in lines]
+
+def run(layer, x, *facts):
+    assert x.sum() != 0  # reads a value
+    return real(layer, x, *facts)
+refused(run, "depends on values")
+
+ones = torch.ones(16)
+refused(lambda layer, x, *facts: real(layer, x * ones, *facts), "from elsewhere")
+refused(lambda layer, x, *facts: (real(layer, x, *facts), layer.around.q_proj.weight.detach().mul_(1.0))[0], "writes to")
 """
     )
 

@@ -388,12 +388,13 @@ class Line:
                 made = function(*given)
         finally:
             torch.set_autocast_cache_enabled(cached)
-        every = [(recorder.place(x), x) for x in _tensors(made)]
-        found = dict(every)
-        places = tuple(found)
-        self._structure = _structure(made, iter([places.index(place) for place, _ in every]))
-        if any(place.root in recorder.given for place in places):
-            recorder.refuse("a result is what was given")
+        every = list(_tensors(made))
+        found = {id(x): x for x in every}  # a result may stand in two places
+        order = list(found)
+        self._structure = _structure(made, iter([order.index(id(x)) for x in every]))
+        places = tuple(recorder.place(x) for x in found.values())
+        if len(set(places)) < len(places) or any(place.root in recorder.given for place in places):
+            recorder.refuse("a result is another one, or what was given")
         return list(found.values()), places
 
     def _finish(self, recorder: Recorder, given: int, outputs: tuple[_Place, ...], *backward: Any) -> None:

@@ -7,7 +7,7 @@ autocast and who else watches operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -26,19 +26,35 @@ _KNOWN = {
 _MOST = 64  # looks of a module; past them all are forgotten
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
-Run = Callable[[Any, Tensor], Any]
+Run = Callable[..., Any]
 
 
-def repeated(module: nn.Module, run: Run, x: Tensor, facts: tuple[Hashable, ...] = ()) -> Any:
-    """run(module, x), whose operations depend on how x and the module's tensors look and on `facts`, and which does
-    nothing else. The results are tensors, in tuples and lists; they receive gradients once."""
+@final
+class Same:
+    """A fact that is this very object, whatever it equals."""
+
+    __slots__ = ("it",)
+
+    def __init__(self, it: object) -> None:
+        self.it = it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.it is other.it
+
+
+def repeated(module: nn.Module, run: Run, x: Tensor, *facts: Hashable) -> Any:
+    """run(module, x, *facts), whose operations depend on how x and the module's tensors look and on `facts`, and which
+    does nothing else. The results are tensors, in tuples and lists."""
     if x.__class__ not in _PLAIN or _watched():
-        return run(module, x)
+        return run(module, x, *facts)
     known = _known.get(module)
     if known is None or not known.current():
         known = _known[module] = _Calls(module)
     if not known.own or known.hooked():
-        return run(module, x)
+        return run(module, x, *facts)
     return known(module, run, x, facts)
 
 
@@ -84,7 +100,7 @@ class _Calls:
         return False
 
     def __call__(self, module: nn.Module, run: Run, x: Tensor, facts: tuple[Hashable, ...]) -> Any:
-        given = [held[name] for held, name in self.tensors]
+        given = [held.get(name) for held, name in self.tensors]
         tensors = [x, *[p for p in given if p is not None]]
         grad = torch.is_grad_enabled()
         kind = x.device.type
@@ -94,23 +110,24 @@ class _Calls:
         )  # fmt: skip
         line = self.lines.get(look)
         record = grad and any(p.requires_grad for p in tensors)
+        call = partial(self.with_tensors, module, run, facts)
         if line is not None and line.ready:
-            return line.follow(partial(self.with_tensors, module, run), tensors, record)
+            return line.follow(call, tensors, record)
         if line is not None and line.open:
-            return line.write(partial(self.with_tensors, module, run), tensors, record)
+            return line.write(call, tensors, record)
         if line is None and all(p.__class__ in _PLAIN for p in tensors):
             if len(self.lines) >= _MOST:
                 self.lines.clear()
             self.lines[look] = Line(x.device)
-        return run(module, x)
+        return run(module, x, *facts)
 
-    def with_tensors(self, module: nn.Module, run: Run, x: Tensor, *tensors: Tensor) -> Any:
+    def with_tensors(self, module: nn.Module, run: Run, facts: Sequence[Any], x: Tensor, *tensors: Tensor) -> Any:
         """run with other tensors in the place of the module's."""
         twin, rest = _twin(module, {}), iter(tensors)
         for m in twin.modules():
             for held in (m._parameters, m._buffers):
                 held.update({name: None if p is None else next(rest) for name, p in held.items()})
-        return run(twin, x)
+        return run(twin, x, *facts)
 
 
 _known: WeakKeyDictionary[nn.Module, _Calls] = WeakKeyDictionary()
