@@ -227,7 +227,10 @@ refused(run, "depends on values")
 
 ones = torch.ones(16)
 refused(lambda layer, x, *facts: real(layer, x * ones, *facts), "from elsewhere")
-refused(lambda layer, x, *facts: (real(layer, x, *facts), layer.around.q_proj.weight.detach().mul_(1.0))[0], "writes to")
+def run(layer, x, *facts):
+    layer.around.q_proj.weight.detach().mul_(1.0)
+    return real(layer, x, *facts)
+refused(run, "writes to")
 """
     )
 
