@@ -90,7 +90,19 @@ _BINDINGS = {
     _aten.clone.default: torch.clone,
     _aten._foreach_copy_.default: torch._foreach_copy_,
     _aten.full.default: torch.full,
+    _aten.where.self: torch.where,
+    _aten.eq.Scalar: torch.eq,
+    _aten.eq.Tensor: torch.eq,
+    _aten.ne.Scalar: torch.ne,
+    _aten.pow.Tensor_Scalar: torch.pow,
+    _aten.abs.default: torch.abs,
+    _aten.cos.default: torch.cos,
+    _aten.sin.default: torch.sin,
+    _aten.tanh.default: torch.tanh,
+    _aten.sigmoid.default: torch.sigmoid,
+    _aten.rsqrt.default: torch.rsqrt,
 }
+_CAST = {"dtype", "layout", "device", "pin_memory"}  # of a cast from dtype to dtype
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
@@ -181,8 +193,9 @@ class Recorder(TorchDispatchMode):
             function, args, kwargs = room, sizes, _kind(first)
         elif first is not None and not read:
             kwargs = {**kwargs, **_kind(first)}
-        elif function is _aten._to_copy.default and list(kwargs) == ["dtype"] and args[0].dtype != kwargs["dtype"]:
-            function, args, kwargs = Tensor.to, (args[0], kwargs["dtype"]), {}
+        elif function is _aten._to_copy.default and kwargs.keys() <= _CAST and made.device == args[0].device:
+            alike = made.dtype == args[0].dtype  # then a copy is what was asked for
+            function, args, kwargs = (function, args, kwargs) if alike else (Tensor.to, (args[0], made.dtype), {})
         given = self._places(args), self._places({n: x for n, x in kwargs.items() if x is not None})
         roots = [
             self._root(x) if new and _address(x) not in self._storages else None
