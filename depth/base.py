@@ -28,6 +28,7 @@ from axes.core.state_update import State, StateUpdate
 from axes.depth import kernels
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes.choice import Choice, Implementation, Plan, Target, require_named
+from axes.routes.parameters import some_parameter
 
 Streams = Tensor | State
 
@@ -382,7 +383,7 @@ class DepthMixer(nn.Module, ABC):
             raise ShapeError(f"{who}: {label} must be {form} with {sizes}, got {tuple(x.shape)}{hint}")
         if not x.is_floating_point():
             raise ShapeError(f"{who}: {label} must be floating point, got {x.dtype}")
-        weight = next(self.parameters(), None)
+        weight = some_parameter(self)
         if weight is not None and weight.device != x.device:
             raise ShapeError(f"{who}: {label} is on {x.device}, the mixer on {weight.device}: move one of them")
 
@@ -399,7 +400,7 @@ class DepthMixer(nn.Module, ABC):
         return x.to(self._computed(x))
 
     def _computed(self, x: Tensor) -> torch.dtype:
-        weight = next(self.parameters(), None)
+        weight = some_parameter(self)
         dtype = torch.promote_types(x.dtype, torch.float32)
         return dtype if weight is None else torch.promote_types(dtype, weight.dtype)
 

@@ -17,10 +17,13 @@ from axes.core.memory import MLP, LayerNormMatrix, Leaves
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
+from axes.kernels.common import versions
+from axes.kernels.common.repeated import Same, repeated
 from axes.routes import dispatch
 from axes.routes import frame as frames
 from axes.routes.choice import Plan, Target
 from axes.routes.packed import Packing
+from axes.routes.parameters import some_parameter
 from axes.routes.precision import autocast
 from axes.routes.select import plans, settle
 from axes.sequence import fused
@@ -255,7 +258,19 @@ class SequenceLayer(nn.Module):
         if self.checkpoint and torch.is_grad_enabled():
             y, state = checkpoint(self._run, x, state, cu_seqlens, use_reentrant=False)
             return y, state
+        if state is None and cu_seqlens is None and self._repeats(x):
+            named = self.implementation or dispatch.chosen()
+            made: tuple[Tensor, LayerState | None] = repeated(self, _run_alone, x, named, Same(self.update))
+            return made
         return self._run(x, state, cu_seqlens)
+
+    def _repeats(self, x: Tensor) -> bool:
+        """Whether a call like one before does the same again: where kernels run, nothing is read on the host."""
+        if torch.compiler.is_compiling() or not x.numel():
+            return False
+        cls = type(self)
+        own = cls._run is SequenceLayer._run and cls._recur is SequenceLayer._recur
+        return own and "_recur" not in self.__dict__ and versions.no_kernel(x.device, x.dtype) is None
 
     def _run(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
@@ -295,19 +310,12 @@ class SequenceLayer(nn.Module):
         who, shape = type(self).__name__, "(B, T, D)" if ndim == 3 else "(B, D)"
         if x.ndim != ndim or x.shape[-1] != self.sizes.d_model:
             raise ShapeError(f"{who}: x must be {shape} with D = {self.sizes.d_model}, got {tuple(x.shape)}")
-        parameter = self._some_parameter()
+        parameter = some_parameter(self.around)
+        assert parameter is not None
         if x.device != parameter.device:
             raise ShapeError(f"{who}: x is on {x.device}, the layer on {parameter.device}: move one of them")
         if x.dtype != parameter.dtype and not autocast(x):
             raise ShapeError(f"{who}: x is {x.dtype}, the layer {parameter.dtype}: convert one, or use autocast")
-
-    def _some_parameter(self) -> Tensor:
-        """One for all: the search of `parameters` costs as much as a launch."""
-        for module in self.around._modules.values():
-            for parameter in () if module is None else module._parameters.values():
-                if parameter is not None:
-                    return parameter
-        return next(self.parameters())
 
     def _check_state(self, state: LayerState, batch: int) -> None:
         held = state.memory.theta[0].shape[0]
@@ -328,6 +336,11 @@ class SequenceLayer(nn.Module):
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != x.shape[1] or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
             raise ShapeError(f"{who}: cu_seqlens must rise from 0 to T = {x.shape[1]}, got {ends}")
+
+
+def _run_alone(layer: SequenceLayer, x: Tensor, named: str | None, update: Same) -> Any:
+    """What names the layer's choice of an implementation, and its tuple, are facts of the call."""
+    return layer._run(x, None, None)
 
 
 def layer(update: StateUpdate, name: str = "Custom", block: Block | None = None) -> type[SequenceLayer]:

@@ -6,7 +6,8 @@ with no_launches() as launches:
 launches == ["_enter", "_prepare", ...]      # what would have been launched
 
 Counts are of torch's operations (aten, views included) and launches: they say what the host does and never flicker.
-`python -m tests.host [layers]` times and counts forward and backward; with --profile, Python's functions by time.
+They are what Python asks for; a call that has been seen follows a line (`axes.kernels.common.line`).
+`python -m tests.host [layers]` times both and counts forward and backward; with --profile, Python's functions by time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from triton.runtime import driver
 import axes.sequence as sequence
 from axes.kernels.common import versions
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.line import Line
+from axes.kernels.common.repeated import _known
 from axes.sequence.base import SequenceLayer
 from tests.hopper import NoDevice
 
@@ -71,6 +74,20 @@ def no_launches() -> Iterator[list[str]]:
             kernel._calls.clear()
 
 
+def line(name: str) -> tuple[Line, list[str], list[str]]:
+    """What a layer's third call follows, and what it launches, forward and backward."""
+    layer, x = example(name)
+    with no_launches() as launches:
+        for _ in range(3):
+            launches.clear()
+            y, _ = layer(x)
+            forward = launches.copy()
+            launches.clear()
+            y.backward(torch.ones_like(y))
+        (found,) = _known[layer].lines.values()
+        return found, forward, launches.copy()
+
+
 class _Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -91,8 +108,8 @@ class Work(NamedTuple):
 def example(name: str, length: int = 2) -> tuple[SequenceLayer, torch.Tensor]:
     """A layer of two heads of 64 in bfloat16, which the kernels for Hopper take, and tokens."""
     torch.manual_seed(0)
-    layer: SequenceLayer = getattr(sequence, name)(128, heads=2, dtype=torch.bfloat16)
-    return layer, torch.randn(1, length, 128, dtype=torch.bfloat16, requires_grad=True)
+    layer: SequenceLayer = getattr(sequence, name)(16, heads=2, d_k=64, d_v=64, dtype=torch.bfloat16)
+    return layer, torch.randn(1, length, 16, dtype=torch.bfloat16, requires_grad=True)
 
 
 def work(name: str) -> tuple[Work, Work]:
@@ -113,12 +130,12 @@ def work(name: str) -> tuple[Work, Work]:
         return forward, Work(counted.names, launches)
 
 
-def milliseconds(name: str, calls: int = 200, rounds: int = 5) -> tuple[float, float]:
-    """Of the processor, of a forward and of both: the least of some rounds."""
+def milliseconds(name: str, by_python: bool = False, calls: int = 200, rounds: int = 5) -> tuple[float, float]:
+    """Of the processor, of a forward and of both: the least of some rounds. by_python: as a first call."""
     layer, x = example(name)
 
     def forward() -> Any:
-        return layer(x)[0]
+        return (layer._run(x, None, None) if by_python else layer(x))[0]
 
     def both() -> None:
         y = forward()
@@ -161,8 +178,10 @@ def main() -> None:
     for name in given.layers:
         forward, backward = work(name)
         one, two = milliseconds(name)
+        first, both = milliseconds(name, by_python=True)
         counts = [f"{len(w.operations)} operations, {len(w.launches)} launches" for w in (forward, backward)]
-        print(f"{name:16} {one:6.3f} / {two:6.3f} ms   forward {counts[0]}; backward {counts[1]}", flush=True)
+        times = f"{one:6.3f} / {two:6.3f} ms, by Python {first:6.3f} / {both:6.3f}"
+        print(f"{name:16} {times}   forward {counts[0]}; backward {counts[1]}", flush=True)
         if given.profile:
             print(forward.operations, forward.launches, backward.operations, backward.launches, sep="\n")
             _profile(name)

@@ -23,6 +23,7 @@ from axes import catalogue
 from axes.errors import AxesError, ShapeError
 from axes.kernels.blocks.products import is_plain, products
 from axes.kernels.common import versions
+from axes.kernels.common.repeated import repeated
 from axes.models.loss import linear_cross_entropy
 from axes.models.options import accepted_options
 from axes.routes.precision import taken_in
@@ -83,12 +84,17 @@ class SwiGLU(nn.Module):
         if x.numel() == 0 or self.no_kernel(x.device, dtype) is not None:
             y: Tensor = self.out(F.silu(self.gate(x)) * self.inner(x))
             return y
+        run = SwiGLU._by_kernels
+        y = run(self, x, dtype) if torch.compiler.is_compiling() else repeated(self, run, x, dtype)
+        return y
+
+    def _by_kernels(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         from axes.kernels.blocks.leave import leave  # triton is imported by the first call that needs it
 
         hidden = self.out.in_features
         weights, groups = (self.gate.weight, self.inner.weight), (((0, 0, hidden),), ((1, 0, hidden),))
         gate, inner = products(x.to(dtype), weights, groups, (hidden, hidden))
-        y = self.out(leave(inner.view(1, -1, hidden // 16, 16), gate.view(1, -1, hidden)).view(gate.shape))
+        y: Tensor = self.out(leave(inner.view(1, -1, hidden // 16, 16), gate.view(1, -1, hidden)).view(gate.shape))
         return y
 
     def no_kernel(self, device: torch.device, dtype: torch.dtype) -> str | None:

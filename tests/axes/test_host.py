@@ -13,7 +13,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from tests.host import BY_KERNELS, work
+from tests.host import BY_KERNELS, line, work
 
 # operations and launches of a forward, and of its backward
 COUNTS = {
@@ -22,7 +22,7 @@ COUNTS = {
     "DeltaNet": ((45, 4), (59, 4)),
     "LinearAttention": ((63, 3), (59, 7)),
     "RetNet": ((73, 4), (56, 6)),
-    "GLA": ((49, 6), (80, 8)),
+    "GLA": ((48, 5), (80, 7)),
     "Mamba2": ((61, 4), (81, 6)),
     "RWKV7": ((136, 4), (249, 5)),
     "TitansMatrix": ((105, 5), (112, 8)),
@@ -38,3 +38,11 @@ def test_operations_and_launches(name: str) -> None:
     for one, (operations, launches) in zip(work(name), COUNTS[name], strict=True):
         assert len(one.operations) <= operations, one.operations
         assert len(one.launches) == launches, one.launches
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_call_that_was_seen_follows_a_line(name: str) -> None:
+    found, *launches = line(name)
+    assert found.ready, found.refused
+    for one, (_, expected) in zip(launches, COUNTS[name], strict=True):
+        assert len(one) == expected, one

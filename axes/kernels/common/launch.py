@@ -10,6 +10,8 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from axes.kernels.common.line import recording, unseen
+
 
 class _Call(NamedTuple):
     """How a kernel is called. rest: arguments after the first ones, in the kernel's order; ready: what was compiled."""
@@ -38,10 +40,7 @@ class Kernel:
             self._kinds = [kinds[p.is_constexpr, p.do_not_specialize and not p.is_constexpr] for p in kernel.params]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        if not self._kinds:
-            launch: Callable[..., None] = self.kernel[grid]
-            return launch
-        return partial(self._launch, grid)
+        return partial(self._launch if self._kinds else self._interpret, grid)
 
     def by_triton(self, grid: tuple[int, ...], *args: Any, **given: Any) -> Any:
         """Launch, compiled before or now. Sums of products are fused: to leave that open will mean no from 3.10 on."""
@@ -58,9 +57,18 @@ class Kernel:
         key = (driver.active.get_current_device(), *[given[name] for name in call.options], *kinds)
         ready = call.ready.get(key)
         if ready is None:
-            call.ready[key] = self.by_triton(grid, *args, **given)
+            ready = call.ready[key] = self.by_triton(grid, *args, **given)
         else:
             ready[(*grid, 1, 1)](*values)
+        if (recorder := recording()) is not None:
+            recorder.launch(ready[(*grid, 1, 1)], values, {})
+
+    def _interpret(self, grid: tuple[int, ...], *args: Any, **given: Any) -> None:
+        recorder = recording()
+        if recorder is not None:
+            recorder.launch(self.kernel[grid], args, given)
+        with unseen():  # the interpreter's own operations
+            self.kernel[grid](*args, **given)
 
 
 def _constant(x: Any) -> Any:

@@ -1,0 +1,560 @@
+"""A call that looks like one before it asks torch and the GPU for the same again: written down once, then followed.
+
+What a layer asks for depends on what its tensors look like, never on what they hold: a straight line of operations,
+allocations and launches. The first call of a look runs as ever, the second is written down while it runs (below
+autograd, where everything is an operation, gradients included), and from then on the line is followed, one function
+forward and one backward, without the Python that had decided on it. Results are the same bits.
+
+Views cost nothing: only those that something reads are made, each from its storage. What a line cannot say (a value
+read on the host, a tensor from elsewhere, a write to what was given) leaves a look to the Python for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, final
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+
+_aten = torch.ops.aten
+_BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_LONGEST = 2000  # steps: more is a loop over tokens
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """A tensor of the line: a root, which is given or made by an operation, or a view of one."""
+
+    root: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Described(NamedTuple):
+    """A descriptor of tiles of a tensor."""
+
+    cls: type
+    rest: dict[str, Any]
+    base: _Place
+
+
+class _Step(NamedTuple):
+    """function(*args, **kwargs), in which places stand for tensors. made: roots, in the order of the results."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: tuple[int | None, ...]
+    several: bool
+
+
+# rooms, by what fills them: they need nobody to be like
+_ROOMS: dict[Any, Callable[..., Any]] = {
+    _aten.empty.memory_format: torch.empty_strided,
+    _aten.empty_strided.default: torch.empty_strided,
+    _aten.empty_like.default: torch.empty_strided,
+    _aten.new_empty.default: torch.empty_strided,
+    _aten.new_empty_strided.default: torch.empty_strided,
+    _aten.zeros.default: torch.zeros,
+    _aten.zeros_like.default: torch.zeros,
+    _aten.new_zeros.default: torch.zeros,
+    _aten.ones.default: torch.ones,
+    _aten.ones_like.default: torch.ones,
+}
+_UNREAD = (torch.empty_strided, torch.zeros, torch.ones)  # left out if nobody reads what they make
+# the same by torch's own bindings, which cost the host half as much as an overload
+_BINDINGS = {
+    _aten.mm.default: torch.mm,
+    _aten.addmm.default: torch.addmm,
+    _aten.addmm_.default: Tensor.addmm_,
+    _aten.bmm.default: torch.bmm,
+    _aten.add.Tensor: torch.add,
+    _aten.add_.Tensor: Tensor.add_,
+    _aten.mul.Tensor: torch.mul,
+    _aten.sub.Tensor: torch.sub,
+    _aten.div.Tensor: torch.div,
+    _aten.neg.default: torch.neg,
+    _aten.exp.default: torch.exp,
+    _aten.cat.default: torch.cat,
+    _aten.stack.default: torch.stack,
+    _aten.sum.dim_IntList: torch.sum,
+    _aten.zero_.default: Tensor.zero_,
+    _aten.copy_.default: Tensor.copy_,
+    _aten.clone.default: torch.clone,
+    _aten._foreach_copy_.default: torch._foreach_copy_,
+    _aten.full.default: torch.full,
+    _aten.where.self: torch.where,
+    _aten.eq.Scalar: torch.eq,
+    _aten.eq.Tensor: torch.eq,
+    _aten.ne.Scalar: torch.ne,
+    _aten.pow.Tensor_Scalar: torch.pow,
+    _aten.abs.default: torch.abs,
+    _aten.cos.default: torch.cos,
+    _aten.sin.default: torch.sin,
+    _aten.tanh.default: torch.tanh,
+    _aten.sigmoid.default: torch.sigmoid,
+    _aten.rsqrt.default: torch.rsqrt,
+}
+_CAST = {"dtype", "layout", "device", "pin_memory"}  # of a cast from dtype to dtype
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, tuple | list):
+        for y in x:
+            yield from _tensors(y)
+    elif hasattr(x, "block_shape"):
+        yield x.base
+
+
+@final
+class Recorder(TorchDispatchMode):
+    """Writes down what is asked for while it is on. refused: why there is no line, or None."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.steps: list[_Step] = []
+        self.roots: list[_Place] = []
+        self.given: set[int] = set()
+        self.refused: str | None = None
+        self._storages: dict[int, tuple[StorageWeakRef, dict[Any, _Place]]] = {}  # weak: an address is not used again
+        self.give(given)
+
+    def give(self, given: Sequence[Tensor]) -> list[int]:
+        """Roots for tensors that no step makes."""
+        if any(_address(x) in self._storages for x in given) or len({_address(x) for x in given}) < len(given):
+            self.refuse("tensors that are given share memory")
+        made = [self._root(x) for x in given]
+        self.given.update(made)
+        return made
+
+    def refuse(self, reason: str) -> None:
+        self.refused = self.refused or reason
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if self.refused is None:
+            self._write(function, args, kwargs or {}, made)
+        if len(self.steps) > _LONGEST:
+            self.refuse("it is too long")
+        return made
+
+    def launch(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """A launch of a kernel, which writes to tensors of the line."""
+        if self.refused is None:
+            self.steps.append(_Step(function, self._places(tuple(args)), self._places(kwargs), (), False))
+
+    def place(self, x: Tensor) -> _Place:
+        """Where x stands on the line."""
+        held = self._storages.get(_address(x))
+        if held is None:
+            self.refuse(f"a tensor {tuple(x.shape)} comes from elsewhere")
+            return _Place(0, (), (), 0)
+        places = held[1]
+        first = next(iter(places))
+        if first[0] != x.dtype or x.is_conj() or x.is_neg():
+            self.refuse(f"a view of {first[0]} as {x.dtype}")
+        made = _Place(places[first].root, tuple(x.shape), x.stride(), int(x.storage_offset()))
+        return places.setdefault(_meta(x), made)
+
+    def _root(self, x: Tensor) -> int:
+        place = _Place(len(self.roots), tuple(x.shape), x.stride(), int(x.storage_offset()))
+        self.roots.append(place)
+        self._storages[_address(x)] = StorageWeakRef(x.untyped_storage()), {_meta(x): place}
+        return place.root
+
+    def _write(self, function: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+        several = isinstance(made, tuple | list)
+        results, schema = list(made) if several else [] if made is None else [made], function._schema
+        if not _BY_VALUE.isdisjoint(function.tags):
+            return self.refuse(f"what {function} says depends on values")
+        read = {_address(x) for x in _tensors((*args, *kwargs.values()))}
+        fresh = [isinstance(x, Tensor) and _address(x) not in read for x in results]  # numbers are those of a look
+        if schema.is_mutable:
+            written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            values = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
+            if any(self.place(x).root in self.given for name in written for x in _tensors(values.get(name))):
+                return self.refuse(f"{function} writes to what was given")
+        elif not any(fresh):  # views, or what is asked about dtypes
+            for x in _tensors(results):
+                self.place(x)
+            return None
+        first, room = next(_tensors(results), None), _ROOMS.get(function)
+        if first is not None and room is not None and (room is torch.empty_strided or first.is_contiguous()):
+            sizes = (tuple(first.shape), first.stride())[: 2 if room is torch.empty_strided else 1]
+            function, args, kwargs = room, sizes, _kind(first)
+        elif first is not None and not read:
+            kwargs = {**kwargs, **_kind(first)}
+        elif function is _aten._to_copy.default and kwargs.keys() <= _CAST and made.device == args[0].device:
+            alike = made.dtype == args[0].dtype  # then a copy is what was asked for
+            function, args, kwargs = (function, args, kwargs) if alike else (Tensor.to, (args[0], made.dtype), {})
+        given = self._places(args), self._places({n: x for n, x in kwargs.items() if x is not None})
+        roots = [
+            self._root(x) if new and _address(x) not in self._storages else None
+            for x, new in zip(results, fresh, strict=True)
+        ]
+        for x in _tensors(results):
+            self.place(x)
+        self.steps.append(_Step(_BINDINGS.get(function, function), *given, tuple(roots), several))
+        return None
+
+    def _places(self, x: Any) -> Any:
+        """x with places in the place of tensors."""
+        if isinstance(x, Tensor):
+            return self.place(x)
+        if isinstance(x, dict):
+            return {name: self._places(y) for name, y in x.items()}
+        if isinstance(x, tuple | list):
+            inside = [self._places(y) for y in x]
+            return type(x)(*inside) if hasattr(x, "_fields") else type(x)(inside)
+        if hasattr(x, "block_shape") and isinstance(getattr(x, "base", None), Tensor):
+            rest = {name: y for name, y in x.__dict__.items() if name != "base"}
+            return _Described(type(x), rest, self.place(x.base))
+        return x
+
+
+def _address(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _meta(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.storage_offset(), x.shape, x.stride()
+
+
+def _kind(x: Tensor) -> dict[str, Any]:
+    return {"dtype": x.dtype, "device": x.device}
+
+
+def recording() -> Recorder | None:
+    """What writes down, if anything does."""
+    if not torch._C._len_torch_dispatch_stack():
+        return None
+    mode = _get_current_dispatch_mode()
+    return mode if type(mode) is Recorder else None
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Within the block nothing is written down."""
+    return nullcontext() if recording() is None else _disable_current_modes()
+
+
+# ---- what is followed ------------------------------------------------------------------------------------------------
+
+
+_Follow = Callable[[list[Tensor]], Any]
+
+
+def _quick(step: _Step, device: torch.device) -> _Step:
+    """A room by the entrance that the code of torch's compiler takes, which does not ask what is known."""
+    entrance = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if step.function is not torch.empty_strided or entrance is None or step.kwargs["device"] != device:
+        return step
+    return step._replace(function=entrance, args=(*step.args, step.kwargs["dtype"]), kwargs={})
+
+
+def _function(
+    given: Sequence[int], steps: Sequence[_Step], results: Any, roots: Sequence[_Place], device: torch.device
+) -> _Follow:
+    """The steps as a function of a list of given roots, which it empties; results: places, which come back in their
+    structure. A tensor is let go of behind the step that reads it last."""
+    known: dict[str, Any] = {"view": torch.as_strided, "described": _described}
+    names = "".join(f"t{root}, " for root in given)
+    lines = [[f"{names} = tensors", "tensors.clear()"]]
+    last: dict[str, int] = {}
+    views: dict[_Place, str] = {}
+
+    def constant(x: Any) -> str:
+        name = f"c{len(known)}"
+        known[name] = x
+        return name
+
+    def text(x: Any) -> str:
+        if isinstance(x, _Place):
+            name = root = f"t{x.root}"
+            if x != roots[x.root] and (name := views.get(x, "")) == "":
+                name = views[x] = f"v{len(views)}"
+                lines[-1].append(f"{name} = view({root}, {x.size}, {x.stride}, {x.offset})")
+                last[root] = len(lines) - 1
+            last[name] = len(lines) - 1
+            return name
+        if isinstance(x, _Described):
+            return f"described({constant(x.cls)}, {constant(x.rest)}, {text(x.base)})"
+        if x is None or type(x) in (bool, int, str):
+            return repr(x)
+        if isinstance(x, tuple | list) and next(_placed(x), None) is not None:
+            inside = "".join(f"{text(y)}, " for y in x)
+            if hasattr(x, "_fields"):
+                return f"{constant(type(x))}({inside})"
+            return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
+        return constant(x)
+
+    read = {place.root for place in _placed((results, *[(step.args, step.kwargs) for step in steps]))}
+    for step in steps:
+        if step.function in _UNREAD and step.made[0] not in read:
+            continue
+        step = _quick(step, device)
+        lines.append([])
+        asked = [text(x) for x in step.args] + [f"{name}={text(x)}" for name, x in step.kwargs.items()]
+        call = f"{constant(step.function)}({', '.join(asked)})"
+        made = ["_" if root is None else f"t{root}" for root in step.made]
+        if any(root is not None for root in step.made):
+            call = f"{''.join(f'{name}, ' for name in made) if step.several else made[0]} = {call}"
+            last.update({name: len(lines) - 1 for name in made})
+        lines[-1].append(call)
+    lines.append([])
+    lines[-1].append(f"return {text(results)}")
+    for name, line in last.items():
+        if line < len(lines) - 1:
+            lines[line].append(f"del {name}")
+    body = "".join(f"    {line}\n" for group in lines for line in group)
+    exec(f"def follow(tensors):\n{body}", known)
+    found: _Follow = known["follow"]
+    return found
+
+
+def _placed(x: Any) -> Iterator[_Place]:
+    if isinstance(x, _Place):
+        yield x
+    elif isinstance(x, _Described):
+        yield x.base
+    elif isinstance(x, tuple | list):
+        for y in x:
+            yield from _placed(y)
+    elif isinstance(x, dict):
+        yield from _placed(tuple(x.values()))
+
+
+def _described(cls: type, rest: dict[str, Any], base: Tensor) -> Any:
+    made: Any = object.__new__(cls)
+    made.__dict__.update(rest, base=base)
+    return made
+
+
+_OUTSIDE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    _OUTSIDE = _OUTSIDE | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
+
+
+# ---- forward and backward --------------------------------------------------------------------------------------------
+
+
+@final
+class Line:
+    """One look of a function, `function(*tensors)`, which is given at every call and does the same for all.
+
+    refused: why it is left to Python, or None.  ready: whether it is followed; with gradients that takes a backward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.cast = device, _cast(device)
+        self.refused: str | None = None
+        self.ready = False
+        self._recorder: Callable[[], Recorder | None] = lambda: None
+        self._structure: Callable[..., Any]  # of the results, made of their tensors
+        self._forward: _Follow
+        self._backward: _Follow
+        self._constant: list[int] = []  # results without gradients
+        self._came: list[bool] = []  # gradients of results that came when the backward was written
+        self._cast_back: Any = None
+
+    @property
+    def open(self) -> bool:
+        """Whether a call may be written down: none has been, or its graph is gone without a backward."""
+        return not self.ready and self.refused is None and self._recorder() is None
+
+    def write(self, function: Callable[..., Any], tensors: Sequence[Tensor], record: bool) -> Any:
+        """Call it and write down what it does; with `record` its backward, too, when that comes."""
+        if record:
+            made = _Writing.apply(self, function, *tensors)
+        else:
+            recorder = Recorder(tensors)
+            made, places = self._written(function, tensors, recorder)
+            self._finish(recorder, len(tensors), places)
+        return self._structure(*made)
+
+    def follow(self, function: Callable[..., Any], tensors: Sequence[Tensor], record: bool) -> Any:
+        made = _following(self, function, *tensors) if record else self._run(self._forward, list(tensors))
+        return self._structure(*made)
+
+    def _run(self, function: _Follow, tensors: list[Tensor]) -> Any:
+        """Below autograd and autocast, where the line was written, and on the device whose kernels it launches."""
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_OUTSIDE):
+            if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+                return function(tensors)
+            with torch.cuda.device(self.device):
+                return function(tensors)
+
+    def _written(self, function: Callable[..., Any], given: Sequence[Tensor], recorder: Recorder) -> Any:
+        """The tensors of the results and their places."""
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a weight that was cast before comes from elsewhere
+        try:
+            with recorder:
+                made = function(*given)
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+        every = list(_tensors(made))
+        found = {id(x): x for x in every}  # a result may stand in two places
+        order = list(found)
+        self._structure = _structure(made, iter([order.index(id(x)) for x in every]))
+        places = tuple(recorder.place(x) for x in found.values())
+        if len(set(places)) < len(places) or any(place.root in recorder.given for place in places):
+            recorder.refuse("a result is another one, or what was given")
+        return list(found.values()), places
+
+    def _finish(self, recorder: Recorder, given: int, outputs: tuple[_Place, ...], *backward: Any) -> None:
+        self.refused = recorder.refused
+        if self.refused is not None:
+            return
+        if not backward:
+            self._forward = _function(range(given), recorder.steps, outputs, recorder.roots, self.device)
+        else:
+            done, roots, results = backward  # steps of the forward; what is given to the backward, and comes out
+            forward, later = recorder.steps[:done], recorder.steps[done:]
+            own = {root for step in forward for root in step.made if root is not None}
+            read = {place.root for step in later for place in _placed((step.args, step.kwargs))}
+            kept = sorted(own & (read | {place.root for place in _placed(results)}))
+            whole = tuple(recorder.roots[root] for root in kept)
+            self._forward = _function(range(given), forward, (outputs, whole), recorder.roots, self.device)
+            self._backward = _function([*range(given), *kept, *roots], later, results, recorder.roots, self.device)
+        self.ready = True
+
+    def again(self, ctx: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
+        """Gradients by autograd, from a forward of their own; where a graph of them is asked for, with one."""
+        graph = torch.is_grad_enabled()
+        with torch.enable_grad(), torch.autocast(self.device.type, self.cast, enabled=self.cast is not None):
+            given = [x.view_as(x) for x in tensors] if graph else _leaves(tensors)
+            made = dict.fromkeys(_tensors(ctx.function(*given)))
+        return _gradients(list(made), given, grads, graph)
+
+
+class _Writing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, line: Line, function: Callable[..., Any], *tensors: Tensor) -> Any:
+        given = _leaves(tensors)
+        recorder = Recorder(given)
+        with torch.enable_grad():
+            made, places = line._written(function, given, recorder)
+        line._constant = [i for i, x in enumerate(made) if not x.requires_grad]
+        line.refused, line._recorder = recorder.refused, ref(recorder)
+        ctx.line, ctx.function, ctx.recorder, ctx.given, ctx.made = line, function, recorder, given, made
+        ctx.places, ctx.done = places, len(recorder.steps)
+        ctx.save_for_backward(*tensors)  # to which nobody may write before the backward
+        outputs = line._run(lambda made: tuple(x.detach() for x in made), made)
+        ctx.mark_non_differentiable(*[outputs[i] for i in line._constant])
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        line, recorder, given, tensors = ctx.line, ctx.recorder, ctx.given, ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, None, *line.again(ctx, tensors, grads)
+        if line.ready or line.refused is not None:
+            return None, None, *_gradients(ctx.made, given, grads)
+        whole = [_whole(x) for x in grads]
+        roots = recorder.give([x for x in whole if x is not None])
+        with recorder:
+            results = _gradients(ctx.made, given, whole)
+        places = tuple(None if x is None else recorder.place(x) for x in results)
+        if _overlap([p for p in places if p is not None]) or any(p.root in recorder.given for p in places if p):
+            recorder.refuse("gradients share memory")
+        line._came, line._cast_back = [x is not None for x in grads], _cast(line.device)
+        line._finish(recorder, len(given), ctx.places, ctx.done, roots, places)
+        return None, None, *results
+
+
+class _Following(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, line: Line, function: Callable[..., Any], *tensors: Tensor) -> Any:
+        outputs, kept = line._run(line._forward, list(tensors))
+        ctx.line, ctx.function, ctx.many = line, function, len(tensors)
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.mark_non_differentiable(*[outputs[i] for i in line._constant])
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        line, saved = ctx.line, list(ctx.saved_tensors)
+        came = [x is not None for x in grads] == line._came and _cast(line.device) == line._cast_back
+        if torch.is_grad_enabled() or not came:
+            return None, None, *line.again(ctx, saved[: ctx.many], grads)
+        ctx.maybe_clear_saved_tensors()  # then the line alone holds them, and lets go of each when it has been read
+        saved += [_whole(x) for x in grads if x is not None]
+        return None, None, *line._run(line._backward, saved)
+
+
+# not by way of its class, which looks for tensors that a transform of torch.func has left behind
+_following = super(torch.autograd.Function, _Following).apply
+
+
+def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+
+
+def _gradients(
+    made: Sequence[Tensor], given: Sequence[Tensor], grads: Sequence[Tensor | None], graph: bool = False
+) -> list[Tensor | None]:
+    """Of every tensor given, None where it has none."""
+    pairs = [(y, dy) for y, dy in zip(made, grads, strict=True) if dy is not None]
+    wanted = [x for x in given if x.requires_grad]
+    if not pairs:
+        return [None] * len(given)
+    ys, dys = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(ys, wanted, dys, retain_graph=True, create_graph=graph, allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in given]
+
+
+def _whole(x: Tensor | None) -> Any:
+    """Contiguous, and where bulk copies may begin."""
+    if x is None:
+        return None
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() & 15 else x
+
+
+def _overlap(places: Sequence[_Place]) -> bool:
+    spans = sorted((p.root, p.offset, p.offset + _span(p)) for p in places if 0 not in p.size)
+    return any(a[0] == b[0] and b[1] < a[2] for a, b in zip(spans, spans[1:], strict=False))
+
+
+def _span(p: _Place) -> int:
+    return 1 + sum((n - 1) * stride for n, stride in zip(p.size, p.stride, strict=True))
+
+
+def _cast(device: torch.device) -> Any:
+    """The dtype of autocast, None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _structure(made: Any, index: Iterator[int]) -> Callable[..., Any]:
+    """A function of a result's tensors that puts them together as in it. index: of each in turn."""
+    known: dict[str, Any] = {}
+
+    def text(x: Any) -> str:
+        if isinstance(x, Tensor):
+            return f"tensors[{next(index)}]"
+        if isinstance(x, tuple | list):
+            inside = "".join(f"{text(y)}, " for y in x)
+            if hasattr(x, "_fields"):
+                return f"{constant(type(x))}({inside})"
+            return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
+        return constant(x)
+
+    def constant(x: Any) -> str:
+        known[name := f"c{len(known)}"] = x
+        return name
+
+    body = text(made)
+    exec(f"def structure(*tensors):\n    return {body}", known)
+    found: Callable[..., Any] = known["structure"]
+    return found

@@ -1,0 +1,154 @@
+"""Modules whose calls are followed as lines (`axes.kernels.common.line`) once they have been seen: `repeated`.
+
+What a line depends on is compared at every call: how the tensors look, that of the module's parameters and buffers
+included, which are looked up where they stand; that the modules are the ones they were, without hooks; autograd,
+autocast and who else watches operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from axes.kernels.common.line import Line
+
+_PLAIN = (Tensor, nn.Parameter)
+_KNOWN = {
+    nn.Linear, nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.ModuleDict, nn.ModuleList, nn.ParameterList, nn.ParameterDict,
+    nn.Identity,
+}  # fmt: skip
+_MOST = 64  # looks of a module; past them all are forgotten
+_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+Run = Callable[..., Any]
+
+
+@final
+class Same:
+    """A fact that is this very object, whatever it equals."""
+
+    __slots__ = ("it",)
+
+    def __init__(self, it: object) -> None:
+        self.it = it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.it is other.it
+
+
+def repeated(module: nn.Module, run: Run, x: Tensor, *facts: Hashable) -> Any:
+    """run(module, x, *facts), whose operations depend on how x and the module's tensors look and on `facts`, and which
+    does nothing else. The results are tensors, in tuples and lists."""
+    if x.__class__ not in _PLAIN or _watched():
+        return run(module, x, *facts)
+    known = _known.get(module)
+    if known is None or not known.current():
+        known = _known[module] = _Calls(module)
+    if not known.own or known.hooked():
+        return run(module, x, *facts)
+    return known(module, run, x, facts)
+
+
+def _watched() -> bool:
+    """Whether somebody but autograd watches operations, or autograd does more than gradients."""
+    c = torch._C
+    return bool(
+        c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
+        or _transformed()
+        or c._autograd._top_saved_tensors_default_hooks(False) is not None
+        or forward_ad._current_level >= 0
+        or c._get_tracing_state() is not None
+        or torch.is_anomaly_enabled()
+        or nn.modules.module._has_any_global_hook()
+    )
+
+
+@final
+class _Calls:
+    """The lines of a module by the look of its calls. The second of a look is written down, the third followed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        every = list(module.modules())
+        self.own = all(type(m) in _KNOWN or type(m).__module__.startswith("axes.") for m in every[1:])
+        self.children = [(m._modules, n, child, type(child)) for m in every for n, child in m._modules.items()]
+        self.tensors = [(held, n) for m in every for held in (m._parameters, m._buffers) for n in held]
+        self.lines: dict[Hashable, Line] = {}
+
+    def current(self) -> bool:
+        for held, name, child, cls in self.children:
+            if held.get(name) is not child or child.__class__ is not cls:
+                return False
+        return True
+
+    def hooked(self) -> bool:
+        """Whether a module beside the first, whose hooks are around all of this, would call somebody."""
+        for _, _, m, _ in self.children:
+            if m is not None and (
+                m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+            ):
+                return True
+        return False
+
+    def __call__(self, module: nn.Module, run: Run, x: Tensor, facts: tuple[Hashable, ...]) -> Any:
+        given = [held.get(name) for held, name in self.tensors]
+        tensors = [x, *[p for p in given if p is not None]]
+        grad = torch.is_grad_enabled()
+        kind = x.device.type
+        look = (
+            run, facts, grad, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            torch.is_inference_mode_enabled(), *map(_look, (x, *given)),
+        )  # fmt: skip
+        line = self.lines.get(look)
+        record = grad and any(p.requires_grad for p in tensors)
+        call = partial(self.with_tensors, module, run, facts)
+        if line is not None and line.ready:
+            return line.follow(call, tensors, record)
+        if line is not None and line.open:
+            return line.write(call, tensors, record)
+        if line is None and all(p.__class__ in _PLAIN for p in tensors):
+            if len(self.lines) >= _MOST:
+                self.lines.clear()
+            self.lines[look] = Line(x.device)
+        return run(module, x, *facts)
+
+    def with_tensors(self, module: nn.Module, run: Run, facts: Sequence[Any], x: Tensor, *tensors: Tensor) -> Any:
+        """run with other tensors in the place of the module's."""
+        twin, rest = _twin(module, {}), iter(tensors)
+        for m in twin.modules():
+            for held in (m._parameters, m._buffers):
+                held.update({name: None if p is None else next(rest) for name, p in held.items()})
+        return run(twin, x, *facts)
+
+
+_known: WeakKeyDictionary[nn.Module, _Calls] = WeakKeyDictionary()
+
+
+def _look(x: Tensor | None) -> Any:
+    if x is None or x.__class__ not in _PLAIN:
+        return type(x)
+    return (
+        x.dtype, x.device, x.shape, x.stride(), x.storage_offset(), x.requires_grad, x.data_ptr() & 15,
+    )  # fmt: skip
+
+
+def _twin(module: Any, made: dict[Any, Any]) -> Any:
+    """A module whose tables of parameters, buffers and modules are its own, and all else the module's."""
+    if module is None:
+        return None
+    if module not in made:
+        twin = made[module] = object.__new__(type(module))
+        twin.__dict__.update(module.__dict__)
+        tables = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)}
+        modules = {name: _twin(child, made) for name, child in module._modules.items()}
+        twin.__dict__.update(tables, _modules=modules)
+    return made[module]
