@@ -41,7 +41,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 )
 # Within a room: the modules that stand in an order, lowest first. A module may import those on its left.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "linalg": ("solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise"),
+    "linalg": ("solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise", "sinkhorn"),
     "core": (
         "declared", "facts", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "parts", "legality",
         "execution",

@@ -121,6 +121,11 @@ once(layer, x)
 layer.implementation = "torch"
 by_python(lambda: layer(x))
 layer.implementation = None
+seen(layer, x)
+once(layer, x)
+layer.eval()
+by_python(lambda: layer(x))
+layer.train()
 once(layer, x)
 
 # hooks, swapped modules, adapters

@@ -1,8 +1,9 @@
 """Modules whose calls are followed as lines (`axes.kernels.common.line`) once they have been seen: `repeated`.
 
 What a line depends on is compared at every call: how the tensors look, that of the module's parameters and buffers
-included, which are looked up where they stand; that the modules are the ones they were, without hooks; autograd,
-autocast and who else watches operations.
+included, which are looked up where they stand; that the modules are the ones they were, with the attributes that they
+had and without hooks; autograd, autocast, what torch is told of products and of attention, and who else watches
+operations.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _KNOWN = {
     nn.Linear, nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.ModuleDict, nn.ModuleList, nn.ParameterList, nn.ParameterDict,
     nn.Identity,
 }  # fmt: skip
+_TABLES = {"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 _MOST = 64  # looks of a module; past them all are forgotten
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
@@ -81,6 +83,10 @@ class _Calls:
         every = list(module.modules())
         self.own = all(type(m) in _KNOWN or type(m).__module__.startswith("axes.") for m in every[1:])
         self.children = [(m._modules, n, child, type(child)) for m in every for n, child in m._modules.items()]
+        self.held = [m.__dict__ for m in every]  # not the modules: this one would never go
+        self.attributes = [
+            (m.__dict__, n, x) for m in every for n, x in m.__dict__.items() if type(x) is not dict and n not in _TABLES
+        ]
         self.tensors = [(held, n) for m in every for held in (m._parameters, m._buffers) for n in held]
         self.lines: dict[Hashable, Line] = {}
 
@@ -88,7 +94,7 @@ class _Calls:
         for held, name, child, cls in self.children:
             if held.get(name) is not child or child.__class__ is not cls:
                 return False
-        return True
+        return all(held.get(name) is x for held, name, x in self.attributes)
 
     def hooked(self) -> bool:
         """Whether a module beside the first, whose hooks are around all of this, would call somebody."""
@@ -106,7 +112,7 @@ class _Calls:
         kind = x.device.type
         look = (
             run, facts, grad, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-            torch.is_inference_mode_enabled(), *map(_look, (x, *given)),
+            torch.is_inference_mode_enabled(), _told(), *[held["training"] for held in self.held], *map(_look, (x, *given)),
         )  # fmt: skip
         line = self.lines.get(look)
         record = grad and any(p.requires_grad for p in tensors)
@@ -131,6 +137,15 @@ class _Calls:
 
 
 _known: WeakKeyDictionary[nn.Module, _Calls] = WeakKeyDictionary()
+
+
+def _told() -> tuple[Any, ...]:
+    """What torch has been told of operations, which the code that was written down may have asked."""
+    c = torch._C
+    return (
+        c._get_deterministic_algorithms(), c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(), c._get_cudnn_sdp_enabled(), c._get_float32_matmul_precision(),
+    )  # fmt: skip
 
 
 def _look(x: Tensor | None) -> Any:

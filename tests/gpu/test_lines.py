@@ -1,0 +1,94 @@
+"""Layers whose calls follow a line, on a GPU: the bits of the calls by Python, whatever the tensors hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from torch import Tensor, nn  # noqa: E402
+
+import axes.sequence as sequence  # noqa: E402
+from axes.kernels.common import line  # noqa: E402
+from axes.models.language_model import SwiGLU  # noqa: E402
+
+NAMES = (
+    "GatedDeltaNet", "KDA", "DeltaNet", "LinearAttention", "RetNet", "GLA", "Mamba2", "RWKV7", "TitansMatrix",
+    "SoftmaxAttention", "RoPE", "ALiBi", "FoX", "PaTH",
+)  # fmt: skip
+
+
+def results(module: nn.Module, x: Tensor, direction: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    made = module(x)
+    y = made[0] if isinstance(made, tuple) else made
+    return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], direction, allow_unused=True)]
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("name", (*NAMES, "SwiGLU"))
+def test_the_bits_of_python(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    followed: list[line.Line] = []
+    follow = line.Line.follow
+    monkeypatch.setattr(line.Line, "follow", lambda self, *given: followed.append(self) or follow(self, *given))
+    made = (
+        SwiGLU(256, "cuda", dtype)
+        if name == "SwiGLU"
+        else getattr(sequence, name)(256, heads=2, device="cuda", dtype=dtype)
+    )
+    data = [torch.randn(2, 300, 256, device="cuda", dtype=dtype) for _ in range(5)]
+    direction = torch.randn(2, 300, 256, device="cuda", dtype=dtype)
+    mine = [results(made, x, direction) for x in data]
+    with torch.no_grad():
+        for p in made.parameters():
+            p.mul_(1.01)
+    last = results(made, data[0], direction)
+    assert len(followed) >= 3, "no line was followed"
+    monkeypatch.setattr("axes.kernels.common.repeated._watched", lambda: True)
+    theirs = results(made, data[0], direction)
+    for i, (a, b) in enumerate(zip(last, theirs, strict=True)):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), i
+    with torch.no_grad():
+        for p in made.parameters():
+            p.div_(1.01)
+    for x, found in zip(data[2:], mine[2:], strict=True):
+        for i, (a, b) in enumerate(zip(found, results(made, x, direction), strict=True)):
+            # the weights have been rounded twice since
+            assert (a is None) == (b is None) and (a is None or (a - b).norm() <= 0.1 * b.norm() + 1e-3), i
+
+
+@pytest.mark.parametrize("name", ("GatedDeltaNet", "SoftmaxAttention"))
+def test_memory_and_streams(name: str) -> None:
+    """A call on another stream, and no more memory than Python takes."""
+    layer = getattr(sequence, name)(256, heads=2, device="cuda", dtype=torch.bfloat16)
+    x, direction = torch.randn(2, 2, 2048, 256, device="cuda", dtype=torch.bfloat16).unbind()
+    peaks = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        found = results(layer, x, direction)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[-1] <= 1.05 * peaks[0], peaks
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        again = results(layer, x, direction)
+    torch.cuda.current_stream().wait_stream(other)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True) if a is not None)
+
+
+def test_a_captured_step() -> None:
+    layer = sequence.GatedDeltaNet(256, heads=2, device="cuda", dtype=torch.bfloat16)
+    x, direction = torch.randn(2, 2, 256, 256, device="cuda", dtype=torch.bfloat16).unbind()
+    for _ in range(4):
+        want = results(layer, x, direction)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(layer, x, direction)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True) if a is not None)
