@@ -19,6 +19,7 @@ from axes.core.state_update import StateUpdate
 from axes.optim.engine.capabilities import holds
 from axes.optim.engine.factored import Factored
 from axes.optim.engine.stacked import Stacks
+from axes.optim.engine.staged import Staged
 from axes.optim.engine.together import Batch
 from axes.programs.batched import Schedule
 from axes.programs.library import LibraryStep
@@ -41,6 +42,7 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (Batch, "step", "entrywise", None),
     (Stacks, "step", "stacks", None),
     (Factored, "step", "stacks", None),
+    (Staged, "_programs", "stacks", None),
     (Schedule, "run", None, "torch"),
 ]
 KERNELS = (

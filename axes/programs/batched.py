@@ -2,7 +2,8 @@
 
 A shaped value is kept as a term  c x,  c x y  or  c x / y  with a number c for as long as possible, so that sums become
 add, addcmul and addcdiv with a factor. An operand that nobody reads any more is overwritten; a state ends in its own
-tensor. On a CPU all operations run over a block of entries before the next block is touched: one pass over memory.
+tensor. Values of rows, columns and leaves are broadcast, and hold no entries. On a CPU all operations run over a block
+of entries before the next block is touched: one pass over memory.
 A program that torch has as one operation there is that operation (`library`).
 """
 
@@ -16,13 +17,16 @@ import torch
 from torch import Tensor
 
 from axes.programs.library import recognised
-from axes.programs.program import PARAMETER, Program, Value
+from axes.programs.program import FULL, PARAMETER, Extent, Program, Value, reduced
 
+_LEAF = "sum -2 -1"
+_DOT = 1 << 14  # entries from which an inner product is faster than products and their sum (measured, CPUs),
+_EXACT = 1 << 18  # and up to which it is as exact as that in float32
 _BLOCK = 1 << 18  # entries of a block: a handful of float32 arrays of this size stay in cache (measured: batched.py)
 Real = float | Tensor  # a number of a step, 0-d where it is on the device
 Kind = Literal["plain", "product", "quotient"]
 Lists = list[Tensor]
-_TESTS = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not", "where"})  # truth values come or go
+_TESTS = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not", "where", "truth"})  # truth values: come, go
 
 
 @final
@@ -106,6 +110,7 @@ class _Selection:
             self.register[i] = r
             self.terms[i] = _Term((), (), False, "plain", i)
         self.own = {r: program.names[i] for i, r in self.register.items()}
+        self.extent = program.extent_of()
         self.order = self._order()
 
     def _order(self) -> list[int]:
@@ -132,7 +137,7 @@ class _Selection:
             self.terms[value] = self._term(value, op.name, op.inputs)
             t = self.terms[value]
             free = t.kind == "plain" and not t.number and not t.over  # a change of sign costs nothing later
-            if self._uses(value) != 1 and not free or value in self.program.outputs.values():
+            if self._uses(value) != 1 and not free or self._left(value):
                 self._materialise(value)
         self.place = len(self.order)
         targets = {n: self.schedule.names.index(n) for n in self.program.outputs if n in self.schedule.names}
@@ -171,8 +176,15 @@ class _Selection:
         if name == "div" and self.program.shaped(inputs[0]) and len(shaped) == 1:
             t = self.terms[inputs[0]]
             return _Term(t.number, (*t.over, inputs[1]), t.negative, t.kind, t.x, t.y)
+        if name == "pow" and inputs[1] == 2.0 and isinstance(inputs[1], float) and shaped:
+            a = self._factor(inputs[0])
+            return _Term((*a.number, *a.number), (*a.over, *a.over), False, "product", a.x, a.x)
+        if name == _LEAF:
+            return self._inner(value, inputs[0])
         if name in ("mul", "div") and len(shaped) == 2:
             a, b = self._factor(inputs[0]), self._factor(inputs[1])
+            if name == "mul" and self.extent[a.x] != self.extent[value]:
+                a, b = b, a  # what is as long as the product can be overwritten by it
             negative = a.negative != b.negative
             if name == "mul":
                 return _Term((*a.number, *b.number), (*a.over, *b.over), negative, "product", a.x, b.x)
@@ -201,7 +213,9 @@ class _Selection:
             self._emit("add number", register, (register,), (((added,), (), taken),))
             return self._plain(value, register)
         # begin with the term that can be overwritten, or at least is no product
-        parts.sort(key=lambda p: (p[0].kind != "plain", not self._dead(p[0].x)))
+        parts.sort(key=lambda p: (not self._fills(p[0], value), p[0].kind != "plain", not self._dead(p[0].x)))
+        if not self._fills(parts[0][0], value):
+            return self._apply(value, name, inputs)
         (first, s1), (second, s2) = parts
         register = self._compute(_flip(first, s1), busy=(second.x, second.y))
         t = _flip(second, s2)
@@ -224,10 +238,22 @@ class _Selection:
             else:
                 numbers.append(((x,), (), False))
                 pattern.append("n")
-        own = name not in _TESTS and pattern[0] == "x" and self._free(sources[0], inputs)
+        own = name not in _TESTS and not reduced(name) and pattern[0] == "x" and self._free(sources[0], inputs)
+        own = own and self._as_long(inputs[0], value)
         target = sources[0] if own else self._new()
         self._emit(f"{name} {''.join(pattern)}", target, tuple(sources), tuple(numbers))
         return self._plain(value, target)
+
+    def _inner(self, value: int, summed: Value) -> _Term:
+        """The sum of a leaf; that of a product in one pass."""
+        assert isinstance(summed, int)
+        t = self.terms[summed]
+        whole = t.kind == "product" and self.extent[t.x] == self.extent[t.y] == FULL
+        if not whole or summed in self.register:
+            return self._apply(value, _LEAF, (summed,))
+        self._emit("inner", target := self._new(), (self._register(t.x), self._register(t.y)))
+        self._plain(value, target)
+        return _Term(t.number, t.over, t.negative, "plain", value)
 
     # ---- registers ---------------------------------------------------------------------------------------------
 
@@ -243,11 +269,23 @@ class _Selection:
             return target
         y = self._register(t.y)
         free = self._dead(t.x) and self._writable(x) and t.x != t.y and t.x not in busy
+        free = free and self.extent[t.x] == self._extent(t)
         target = x if free else self._new()
         self._emit("times" if t.kind == "product" else "over", target, (x, y))
         if not plain:
             self._emit("scale", target, (target,), (number,))
         return target
+
+    def _extent(self, t: _Term) -> Extent:
+        a, b = self.extent[t.x], self.extent[t.x if t.y < 0 else t.y]
+        return a[0] or b[0], a[1] or b[1]
+
+    def _fills(self, t: _Term, value: int) -> bool:
+        """Whether a term is as long as a value that it is a part of."""
+        return self._extent(t) == self.extent[value]
+
+    def _as_long(self, part: Value, value: int) -> bool:
+        return isinstance(part, int) and self.extent[part] == self.extent[value]
 
     def _materialise(self, value: int) -> int:
         """The register of a value, computed now if it is still a term."""
@@ -278,25 +316,28 @@ class _Selection:
         return self._writable(register) and all(self._dead(v) for v in held)
 
     def _uses(self, value: int) -> int:
-        return sum(list(op.inputs).count(value) for op in self.program.operations)
+        return sum(sum(_is(x, value) for x in op.inputs) for op in self.program.operations)
 
     def _dead(self, value: int) -> bool:
         """Whether nothing after the present place reads this value, as itself or inside a pending term."""
-        if value in self.program.outputs.values():
+        if self._left(value):
             return False
         waiting = self.order[self.place + 1 :] if self.place < len(self.order) else []
-        if any(value in self.program.operations[v].inputs for v in waiting):
+        if self._read(value, waiting):
             return False
         now = self.order[self.place] if self.place < len(self.order) else None
         for other, t in self.terms.items():
             if other in (value, now) or value not in (t.x, t.y):
                 continue
-            if (
-                any(other in self.program.operations[v].inputs for v in waiting)
-                or other in self.program.outputs.values()
-            ):
+            if self._read(other, waiting) or self._left(other):
                 return False
         return True
+
+    def _left(self, value: int) -> bool:
+        return any(_is(x, value) for x in self.program.outputs.values())
+
+    def _read(self, value: int, by: Sequence[int]) -> bool:
+        return any(_is(x, value) for v in by for x in self.program.operations[v].inputs)
 
     def _emit(self, name: str, target: int, sources: tuple[int, ...], numbers: Any = ()) -> None:
         self.schedule.steps.append(_Step(name, target, sources, tuple(numbers)))
@@ -311,6 +352,11 @@ class _Selection:
         self.schedule.released = [
             tuple(r for r, at in last.items() if at == i and r >= inputs) for i in range(len(self.schedule.steps))
         ]
+
+
+def _is(x: Value, value: int) -> bool:
+    """Whether an operand is this value, and not the constant of that number."""
+    return isinstance(x, int) and x == value
 
 
 def _flip(t: _Term, negative: bool) -> _Term:
@@ -422,7 +468,7 @@ def _bounded(low: bool, high: bool) -> Callable[[bool, list[Any], list[Real]], L
 def _where(test: Real, a: Any, b: Any) -> Tensor:
     """One of two by entries, or by a number."""
     if isinstance(test, Tensor):
-        return torch.where(test != 0, a, b)
+        return torch.where(test if test.dtype == torch.bool else test != 0, a, b)
     chosen, other = (a, b) if test else (b, a)
     return chosen if isinstance(chosen, Tensor) else torch.full_like(other, chosen)
 
@@ -431,7 +477,7 @@ def _each(name: str, pattern: str) -> Callable[[bool, list[Any], list[Real]], Li
     """An operation without a multi-tensor form, tensor by tensor."""
     named: dict[str, Callable[..., Tensor]] = {
         "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "where": _where,
-        "asinh": torch.asinh, "div": torch.div, "sub": torch.sub,
+        "truth": lambda test, like: test.to(like.dtype), "asinh": torch.asinh, "div": torch.div, "sub": torch.sub,
         "maximum": lambda a, b: torch.clamp_min(a, b) if isinstance(b, float) else torch.maximum(a, b),
         "minimum": lambda a, b: torch.clamp_max(a, b) if isinstance(b, float) else torch.minimum(a, b),
     }  # fmt: skip
@@ -450,9 +496,34 @@ def _each(name: str, pattern: str) -> Callable[[bool, list[Any], list[Real]], Li
     return run
 
 
+def _reduction(name: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
+    """Over dimensions that are kept."""
+    function, dims = getattr(torch, name.split(" ")[0]), reduced(name)
+    return lambda here, s, n: [function(x, dims, keepdim=True) for x in s[0]]
+
+
+def _inner(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    """Inner products of leaves."""
+    return [_inner_of(x, y) for x, y in zip(s[0], s[1], strict=True)]
+
+
+def _inner_of(x: Tensor, y: Tensor) -> Tensor:
+    size = x[0].numel()
+    if size < _DOT or not (x.is_cpu and x.is_contiguous() and y.is_contiguous()):
+        return torch.sum(x * y, (-2, -1), keepdim=True)
+    if len(x) == 1 and size <= _EXACT:
+        return torch.dot(x.view(-1), y.view(-1)).view(1, 1, 1)
+    pieces = zip(x.view(len(x), -1).unbind(), y.view(len(y), -1).unbind(), strict=True)
+    chunks = [torch.stack(list(map(torch.dot, a.split(_EXACT), b.split(_EXACT)))) for a, b in pieces]
+    return torch.stack(chunks).sum(1).view(-1, 1, 1)
+
+
 class _Operations(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         name, pattern = key.rsplit(" ", 1)
+        if reduced(name):
+            self[key] = _reduction(name)
+            return self[key]
         whole = name in ("sqrt", "abs", "sign", "exp", "log", "log1p", "expm1", "sinh", "tanh", "reciprocal")
         self[key] = _unary(name) if whole and pattern == "x" else _each(name, pattern)
         return self[key]
@@ -461,7 +532,7 @@ class _Operations(dict[str, Any]):
 _OPERATIONS = _Operations(
     {
         "scale": _scale, "add": _add, "add number": _add_number, "addcmul": _addcmul, "addcdiv": _addcdiv,
-        "copy": _copy, "times": _pair("mul"), "over": _pair("div"), "pow xn": _power,
+        "inner": _inner, "copy": _copy, "times": _pair("mul"), "over": _pair("div"), "pow xn": _power,
         "maximum xx": _pair("maximum"), "minimum xx": _pair("minimum"), "maximum xn": _bounded(True, False),
         "minimum xn": _bounded(False, True), "clamp xnn": _bounded(True, True),
     }

@@ -37,7 +37,6 @@ from axes.optim.engine.generated import is_plain
 from axes.optim.engine.groups import Named, both_too_long, by_sides, named, rate
 from axes.optim.engine.interpreted import Member, interpret, replay
 from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows, no_hooks
-from axes.optim.engine.one_shape import fits
 from axes.optim.engine.options import (
     Group,
     Options,
@@ -53,6 +52,7 @@ from axes.optim.engine.reports import Report, describe
 from axes.optim.engine.requirements import on_host, require
 from axes.optim.engine.router import Router
 from axes.optim.engine.routing import Role
+from axes.optim.engine.staged import fits
 from axes.optim.engine.together import uncompiled
 from axes.optim.sharding.dtensors import local_shard, spread
 from axes.optim.sharding.sharded import Shards, Work, at_owner

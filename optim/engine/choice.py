@@ -1,7 +1,7 @@
 """How the parameters of a group are stepped, and by whom: what every step asks, and `axes.explain` tells.
 
     entrywise    one program over all of them, as a generated kernel or by torch's multi-tensor operations
-    stacks       programs around products of all matrices of one shape
+    stacks       a program over all matrices of one shape, or programs around their products
     interpreter  the tuple itself
 """
 
@@ -19,6 +19,7 @@ from axes.optim.engine.factored import factors
 from axes.optim.engine.facts import facts
 from axes.optim.engine.options import how
 from axes.optim.engine.stacked import cut
+from axes.optim.engine.staged import staged
 from axes.optim.engine.together import program, schedule
 from axes.routes.choice import Choice, Implementation, Plan, Route, Target, require_named
 
@@ -40,6 +41,8 @@ def choose(update: StateUpdate, group: Mapping[str, Any], target: Target, plain:
         return Choice(chosen, "reference", _why_interpreted(update, group))
     entrywise = chosen == "entrywise"
     fallen = generated.no_kernel(how(group), target, plain) if entrywise else generated.no_kernels(target)
+    if not entrywise and staged(update, group["maximize"]) is not None:
+        fallen = "it takes entries of a matrix together"
     by: Implementation = "torch" if fallen else "triton"
     describe = _entrywise if entrywise else _stacks
     return Choice(chosen, by, describe(update, group, target, fallen))
@@ -76,6 +79,9 @@ def _entrywise(update: StateUpdate, group: Mapping[str, Any], target: Target, fa
 
 
 def _stacks(update: StateUpdate, group: Mapping[str, Any], target: Target, fallen: str | None) -> str:
+    if staged(update, group["maximize"]) is not None:
+        reason = f"one program over all matrices of a shape, by torch's multi-tensor operations (no kernel: {fallen})"
+        return reason + _first(update, group)
     apart, sides = cut(update, group["maximize"]), factors(update, group["maximize"])
     if apart is not None:
         about, rest = f"before and after {apart.spectral!r}", program(apart.tail, True) is None

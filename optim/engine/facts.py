@@ -11,6 +11,7 @@ from axes.core.state_update import StateUpdate
 from axes.optim.engine.capabilities import moves_before_closure
 from axes.optim.engine.factored import no_factors
 from axes.optim.engine.stacked import no_cut
+from axes.optim.engine.staged import no_stages
 from axes.optim.engine.together import first_is_special, no_program
 from axes.programs.program import ForgottenNumber
 from axes.routes.choice import Route
@@ -49,12 +50,15 @@ def followed(update: StateUpdate) -> bool:
 
 
 def _no_stacks(update: StateUpdate, maximize: bool, entrywise: str | None) -> str | None:
-    """Why a step is not programs around products of stacks, or None if it is."""
+    """Why a step over stacks is neither a program nor programs around products, or None if it is."""
     if entrywise is None:
         return "the whole step is one program"
     if update.parts().counts:
-        return "its programs do not know the number of the datum, which a rate depends on"
-    by_spectrum, from_both_sides = no_cut(update, maximize), no_factors(update, maximize)
-    if by_spectrum is None or from_both_sides is None:
+        around: tuple[str | None, ...] = (
+            "programs around products do not know the number of the datum, which a rate depends on",
+        )
+    else:
+        around = (no_cut(update, maximize), no_factors(update, maximize))
+    if None in around or (as_stacks := no_stages(update, maximize)) is None:
         return None
-    return by_spectrum if by_spectrum == from_both_sides else f"{by_spectrum}, and {from_both_sides}"
+    return ", and ".join(dict.fromkeys(map(str, (as_stacks, *around))))
