@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeGuard, final
 
 import torch
 from torch import Tensor
 
+from axes.programs.arithmetic import evaluated
 from axes.programs.library import recognised
-from axes.programs.program import FULL, PARAMETER, Extent, Program, Value, reduced
+from axes.programs.program import FULL, PARAMETER, Extent, Operation, Program, Value, reduced
 
 _LEAF = "sum -2 -1"
 _DOT = 1 << 14  # entries from which an inner product is faster than products and their sum (measured, CPUs),
@@ -51,15 +52,17 @@ class _Step:
     target: int
     sources: tuple[int, ...]
     numbers: tuple[tuple[tuple[Value, ...], tuple[Value, ...], bool], ...] = ()
+    number: int = -1  # the value, a number, that it makes of them
 
 
 @final
 class Schedule:
     """Steps over registers: registers below `inputs` are the input tensors in the order of `names`."""
 
-    def __init__(self, program: Program, keep: Sequence[str] = ("g",)) -> None:
-        """keep: inputs that must not be written."""
-        self.program = program
+    def __init__(self, program: Program, keep: Sequence[str] = ("g",), alone: bool = False) -> None:
+        """keep: inputs that must not be written. alone: for one matrix on a CPU, of which the values of a leaf are
+        numbers like any others."""
+        self.program, self.alone = program, alone
         self.library = recognised(program)  # torch's own operation, where it has one
         shaped = [i for i, op in enumerate(program.operations) if op.name == "input" and op.shaped]
         self.names = [program.names[i] for i in shaped]
@@ -68,7 +71,7 @@ class Schedule:
         _Selection(self, program, shaped, frozenset(keep)).run()
         self.registers = 1 + max([len(shaped) - 1, *(s.target for s in self.steps)])
         self._plan = [  # what a step needs, looked up once
-            (_OPERATIONS[s.name], s.target, s.target == s.sources[0], s.sources, s.numbers, released)
+            (_OPERATIONS[s.name], s.target, s.target in s.sources[:1], s.sources, s.numbers, s.number, released)
             for s, released in zip(self.steps, self.released, strict=True)
         ]
 
@@ -81,9 +84,14 @@ class Schedule:
         if fits and self.library is not None and self.library.run(lists, values):
             return
         registers: list[Any] = [*lists, *[None] * (self.registers - len(lists))]
-        for operation, target, here, sources, numbers, released in self._plan:
+        values = list(values) if self.alone else values
+        for operation, target, here, sources, numbers, number, released in self._plan:
             given = [registers[s] for s in sources]
-            registers[target] = operation(here, given, [_value(n, values) for n in numbers])
+            made = operation(here, given, [_value(n, values) for n in numbers])
+            if number < 0:
+                registers[target] = made
+            else:
+                values[number] = made  # type: ignore[index]
             for r in released:
                 registers[r] = None
 
@@ -134,11 +142,17 @@ class _Selection:
             op = self.program.operations[value]
             if op.name == "input":
                 continue
+            if not self._shaped(value):
+                self._number(value, op)
+                continue
             self.terms[value] = self._term(value, op.name, op.inputs)
             t = self.terms[value]
             free = t.kind == "plain" and not t.number and not t.over  # a change of sign costs nothing later
-            if self._uses(value) != 1 and not free or self._left(value):
+            if self._left(value):
                 self._materialise(value)
+            elif self._uses(value) != 1 and not free:
+                self._plain(value, self._compute(_flip(t, t.negative)))
+                self.terms[value] = _Term((), (), t.negative, "plain", value)  # a sign is left to whoever reads it
         self.place = len(self.order)
         targets = {n: self.schedule.names.index(n) for n in self.program.outputs if n in self.schedule.names}
         moves = []
@@ -165,22 +179,22 @@ class _Selection:
     # ---- terms -------------------------------------------------------------------------------------------------
 
     def _term(self, value: int, name: str, inputs: tuple[Value, ...]) -> _Term:
-        shaped = [x for x in inputs if self.program.shaped(x)]
+        shaped = [x for x in inputs if self._shaped(x)]
         if name == "neg":
             t = self.terms[shaped[0]]
             return _Term(t.number, t.over, not t.negative, t.kind, t.x, t.y)
         if name == "mul" and len(shaped) == 1:
-            (number,) = [x for x in inputs if not self.program.shaped(x)]
+            (number,) = [x for x in inputs if not self._shaped(x)]
             t = self.terms[shaped[0]]
             return _Term((*t.number, number), t.over, t.negative, t.kind, t.x, t.y)
-        if name == "div" and self.program.shaped(inputs[0]) and len(shaped) == 1:
+        if name == "div" and self._shaped(inputs[0]) and len(shaped) == 1:
             t = self.terms[inputs[0]]
             return _Term(t.number, (*t.over, inputs[1]), t.negative, t.kind, t.x, t.y)
         if name == "pow" and inputs[1] == 2.0 and isinstance(inputs[1], float) and shaped:
             a = self._factor(inputs[0])
             return _Term((*a.number, *a.number), (*a.over, *a.over), False, "product", a.x, a.x)
         if name == _LEAF:
-            return self._inner(value, inputs[0])
+            return self._summed(value, inputs[0])
         if name in ("mul", "div") and len(shaped) == 2:
             a, b = self._factor(inputs[0]), self._factor(inputs[1])
             if name == "mul" and self.extent[a.x] != self.extent[value]:
@@ -203,7 +217,7 @@ class _Selection:
         return t
 
     def _sum(self, value: int, name: str, inputs: tuple[Value, ...]) -> _Term:
-        terms: list[_Term | Value] = [self.terms[x] if self.program.shaped(x) else x for x in inputs]
+        terms: list[_Term | Value] = [self.terms[x] if self._shaped(x) else x for x in inputs]
         signs = [False, name == "sub"]
         parts = [(t, s) for t, s in zip(terms, signs, strict=True) if isinstance(t, _Term)]
         if len(parts) == 1:  # a number beside the entries
@@ -217,6 +231,8 @@ class _Selection:
         if not self._fills(parts[0][0], value):
             return self._apply(value, name, inputs)
         (first, s1), (second, s2) = parts
+        if (both := self._beside(value, _flip(first, s1), _flip(second, s2))) is not None:
+            return both
         register = self._compute(_flip(first, s1), busy=(second.x, second.y))
         t = _flip(second, s2)
         number = (t.number, t.over, t.negative)
@@ -228,11 +244,23 @@ class _Selection:
             self._emit(name, register, (register, x, self._register(t.y)), (number,))
         return self._plain(value, register)
 
+    def _beside(self, value: int, t: _Term, other: _Term) -> _Term | None:
+        """A sum of values that both stay: in one pass, and its negative where that costs nothing later."""
+        x, plain = self._register(t.x), not t.number and not t.over and t.kind == other.kind == "plain"
+        if not plain or (self._dead(t.x) and self._writable(x) and t.x != other.x):
+            return None
+        if t.negative and self._left(value):
+            return None
+        number = (other.number, other.over, other.negative != t.negative)
+        self._emit("plus", target := self._new(), (x, self._register(other.x)), (number,))
+        self._plain(value, target)
+        return _Term((), (), t.negative, "plain", value)
+
     def _apply(self, value: int, name: str, inputs: tuple[Value, ...]) -> _Term:
         """Any other operation: operands materialised, the result in the first that may be overwritten."""
         sources, numbers, pattern = [], [], []
         for x in inputs:
-            if self.program.shaped(x):
+            if self._shaped(x):
                 sources.append(self._materialise(x))
                 pattern.append("x")
             else:
@@ -244,16 +272,32 @@ class _Selection:
         self._emit(f"{name} {''.join(pattern)}", target, tuple(sources), tuple(numbers))
         return self._plain(value, target)
 
-    def _inner(self, value: int, summed: Value) -> _Term:
+    def _inner(self, t: _Term) -> bool:
+        """Whether a term is a product of entries."""
+        return t.kind == "product" and self.extent[t.x] == self.extent[t.y] == FULL
+
+    def _summed(self, value: int, summed: Value) -> _Term:
         """The sum of a leaf; that of a product in one pass."""
         assert isinstance(summed, int)
         t = self.terms[summed]
-        whole = t.kind == "product" and self.extent[t.x] == self.extent[t.y] == FULL
-        if not whole or summed in self.register:
+        if summed in self.register or not self._inner(t):
             return self._apply(value, _LEAF, (summed,))
         self._emit("inner", target := self._new(), (self._register(t.x), self._register(t.y)))
         self._plain(value, target)
         return _Term(t.number, t.over, t.negative, "plain", value)
+
+    def _number(self, value: int, op: Operation) -> None:
+        """A value of a leaf that is alone: what its entries come to, or arithmetic on such numbers."""
+        summed = next((x for x in op.inputs if self._shaped(x)), None)
+        if not isinstance(summed, int):
+            self._emit(f"number {op.name}", -1, (), [((x,), (), False) for x in op.inputs], value)
+            return
+        t = self.terms[summed]
+        if op.name == _LEAF and summed not in self.register and self._inner(t):
+            sources, factor = (self._register(t.x), self._register(t.y)), (t.number, t.over, t.negative)
+            self._emit("number of inner", -1, sources, (factor,), value)
+        else:
+            self._emit(f"number of {op.name}", -1, (self._materialise(summed),), (((), (), False),), value)
 
     # ---- registers ---------------------------------------------------------------------------------------------
 
@@ -339,15 +383,23 @@ class _Selection:
     def _read(self, value: int, by: Sequence[int]) -> bool:
         return any(_is(x, value) for v in by for x in self.program.operations[v].inputs)
 
-    def _emit(self, name: str, target: int, sources: tuple[int, ...], numbers: Any = ()) -> None:
-        self.schedule.steps.append(_Step(name, target, sources, tuple(numbers)))
+    def _shaped(self, value: Value) -> TypeGuard[int]:
+        """Whether a value is none of the numbers."""
+        leaf = self.schedule.alone and isinstance(value, int) and self.extent[value] == (False, False)
+        return self.program.shaped(value) and not leaf
+
+    def _emit(
+        self, name: str, target: int, sources: tuple[int, ...], numbers: Any = (), number: int = -1
+    ) -> None:
+        self.schedule.steps.append(_Step(name, target, sources, tuple(numbers), number))
 
     def _release(self) -> None:
         """Temporaries are let go after their last use."""
         last: dict[int, int] = {}
         for i, s in enumerate(self.schedule.steps):
             for r in (s.target, *s.sources):
-                last[r] = i
+                if r >= 0:
+                    last[r] = i
         inputs = len(self.schedule.names)
         self.schedule.released = [
             tuple(r for r, at in last.items() if at == i and r >= inputs) for i in range(len(self.schedule.steps))
@@ -380,6 +432,12 @@ def _add(here: bool, s: list[Any], n: list[Real]) -> Lists:
     else:
         torch._foreach_add_(s[0], s[1], alpha=n[0])
     return s[0]
+
+
+def _plus(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if isinstance(n[0], Tensor):
+        return list(torch._foreach_add(s[0], torch._foreach_mul(s[1], _like(n[0], s))))
+    return list(torch._foreach_add(s[0], s[1], alpha=n[0]))
 
 
 def _add_number(here: bool, s: list[Any], n: list[Real]) -> Lists:
@@ -470,7 +528,7 @@ def _where(test: Real, a: Any, b: Any) -> Tensor:
     if isinstance(test, Tensor):
         return torch.where(test if test.dtype == torch.bool else test != 0, a, b)
     chosen, other = (a, b) if test else (b, a)
-    return chosen if isinstance(chosen, Tensor) else torch.full_like(other, chosen)
+    return chosen.clone() if isinstance(chosen, Tensor) else torch.full_like(other, chosen)
 
 
 def _each(name: str, pattern: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
@@ -518,8 +576,19 @@ def _inner_of(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack(chunks).sum(1).view(-1, 1, 1)
 
 
+def _number(name: str) -> Callable[[bool, list[Any], list[Real]], float]:
+    """An operation on numbers, or what a list of one tensor comes to, times a number."""
+    if name.startswith("of "):
+        whole = _inner if name == "of inner" else _reduction(name[3:])
+        return lambda here, s, n: whole(here, s, [])[0].item() * float(n[0])
+    return lambda here, s, n: evaluated(name, n)
+
+
 class _Operations(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
+        if key.startswith("number "):
+            self[key] = _number(key[len("number ") :])
+            return self[key]
         name, pattern = key.rsplit(" ", 1)
         if reduced(name):
             self[key] = _reduction(name)
@@ -531,8 +600,8 @@ class _Operations(dict[str, Any]):
 
 _OPERATIONS = _Operations(
     {
-        "scale": _scale, "add": _add, "add number": _add_number, "addcmul": _addcmul, "addcdiv": _addcdiv,
-        "inner": _inner, "copy": _copy, "times": _pair("mul"), "over": _pair("div"), "pow xn": _power,
+        "scale": _scale, "add": _add, "plus": _plus, "add number": _add_number, "addcmul": _addcmul,
+        "addcdiv": _addcdiv, "inner": _inner, "copy": _copy, "times": _pair("mul"), "over": _pair("div"), "pow xn": _power,
         "maximum xx": _pair("maximum"), "minimum xx": _pair("minimum"), "maximum xn": _bounded(True, False),
         "minimum xn": _bounded(False, True), "clamp xnn": _bounded(True, True),
     }

@@ -334,6 +334,9 @@ class _Recorded(TorchDispatchMode):
             raise NotElementwise(f"{name} is of entries that were repeated")
         if seen.dtype == torch.bool:
             x = self._number(x)
+        if name == "mean" and dims == [-2, -1]:
+            whole = self.program.add("sum -2 -1", (x,), True)
+            return self.program.add("div", (whole, float(math.prod(self.full))), True)
         return self.program.add(" ".join([name, *map(str, dims)]), (x,), True)
 
 
@@ -374,7 +377,50 @@ def _clean(program: Program) -> Program:
         where[i] = emit(op.name, inputs, _sign_of(op.name, inputs, signs_out)) if folded is None else folded
     out.outputs = {n: where[v] if isinstance(v, int) else v for n, v in program.outputs.items()}
     out.nonnegative = frozenset(nonnegative)
-    return _used(_scaled_roots(_used(out)))
+    return _used(_scaled_roots(_used(_numbers_outside(out))))
+
+
+def _numbers_outside(program: Program) -> Program:
+    """Numbers and signs taken out of squares and sums: the norm of c x is that of x, which others may need as well."""
+    if not any(reduced(op.name) for op in program.operations):
+        return program
+    out = Program(nonnegative=program.nonnegative, positive=program.positive, extents=program.extents)
+    where: dict[int, int] = {}
+    seen: dict[Any, int] = {}
+
+    def add(name: str, *inputs: Value) -> int:
+        key = (name, tuple((type(x), x) for x in inputs))
+        if key not in seen:
+            seen[key] = out.add(name, inputs, any(map(out.shaped, inputs)))
+        return seen[key]
+
+    def outside(x: Value) -> tuple[Value, Value]:
+        """(c, y) of x = c y."""
+        op = out.operations[x] if out.shaped(x) else None
+        if op is not None and op.name == "neg":
+            return -1.0, op.inputs[0]
+        numbers = [i for i in op.inputs if not out.shaped(i)] if op is not None and op.name == "mul" else []
+        return (numbers[0], next(filter(out.shaped, op.inputs))) if op is not None and numbers else (1.0, x)
+
+    for i, op in enumerate(program.operations):
+        inputs = tuple(where[x] if isinstance(x, int) else x for x in op.inputs)
+        if op.name == "input":
+            where[i] = out.add("input", (), op.shaped)
+            out.names[where[i]] = program.names[i]
+            continue
+        square = op.name == "mul" and op.shaped and inputs[0] == inputs[1]
+        if square or (op.name == "pow" and op.shaped and _is(inputs[1], 2.0)):
+            c, y = outside(inputs[0])
+            product = add("mul", y, y)
+            plain = not isinstance(c, int) and abs(c) == 1.0
+            where[i] = product if plain else add("mul", add("mul", c, c), product)
+        elif op.name.startswith(("sum", "mean")):
+            c, y = outside(inputs[0])
+            where[i] = add(op.name, y) if _is(c, 1.0) else add("mul", c, add(op.name, y))
+        else:
+            where[i] = add(op.name, *inputs)
+    out.outputs = {n: where[v] if isinstance(v, int) else v for n, v in program.outputs.items()}
+    return out
 
 
 def _scaled_roots(program: Program) -> Program:

@@ -11,6 +11,7 @@ from axes.core.state_update import StateUpdate
 from axes.optim.engine import stored, trees
 from axes.optim.engine.choice import route
 from axes.optim.engine.factored import Factored
+from axes.optim.engine.facts import facts
 from axes.optim.engine.generated import How
 from axes.optim.engine.options import Group, how
 from axes.optim.engine.places import Places
@@ -59,8 +60,8 @@ class Batches:
         for some in _alike(group, update, parameters, states, places):
             theirs = [states[p] for p in some]
             layouts = [places.layout(p) for p in some]
-            if chosen == "interpreter" or chosen == "stacks" and staged(update, maximize) is not None:
-                batches.append(Staged(update, maximize, some, theirs, way, layouts))
+            if chosen == "interpreter" or chosen == "stacks" and facts(update, maximize).staged:
+                batches.append(Staged(update, maximize, some, theirs, way, layouts, chosen == "stacks"))
                 continue
             if chosen == "stacks":
                 kind = Factored if cut(update, maximize) is None else Stacks
@@ -81,9 +82,10 @@ def _alike(
     group: Group, update: StateUpdate, parameters: list[Tensor], states: States, places: Places
 ) -> list[list[Tensor]]:
     """Parameters that can step together; their states get tensors of their own, on the device if the group's are."""
-    chosen, stages = route(update, group), staged(update, group["maximize"])
-    by_count = chosen == "interpreter" or chosen == "stacks" and stages is not None
-    traced = program(update, group["maximize"]) if chosen == "entrywise" else stages
+    chosen, maximize = route(update, group), group["maximize"]
+    as_one = chosen == "stacks" and facts(update, maximize).staged
+    traced = program(update, maximize) if chosen == "entrywise" else staged(update, maximize) if as_one else None
+    by_count = chosen == "interpreter" or as_one
     precision = Precision.of(group)
     numbers: list[str] = []
     if traced is not None:

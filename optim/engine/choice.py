@@ -19,7 +19,6 @@ from axes.optim.engine.factored import factors
 from axes.optim.engine.facts import facts
 from axes.optim.engine.options import how
 from axes.optim.engine.stacked import cut
-from axes.optim.engine.staged import staged
 from axes.optim.engine.together import program, schedule
 from axes.routes.choice import Choice, Implementation, Plan, Route, Target, require_named
 
@@ -41,7 +40,7 @@ def choose(update: StateUpdate, group: Mapping[str, Any], target: Target, plain:
         return Choice(chosen, "reference", _why_interpreted(update, group))
     entrywise = chosen == "entrywise"
     fallen = generated.no_kernel(how(group), target, plain) if entrywise else generated.no_kernels(target)
-    if not entrywise and staged(update, group["maximize"]) is not None:
+    if not entrywise and facts(update, group["maximize"]).staged:
         fallen = "it takes entries of a matrix together"
     by: Implementation = "torch" if fallen else "triton"
     describe = _entrywise if entrywise else _stacks
@@ -79,7 +78,7 @@ def _entrywise(update: StateUpdate, group: Mapping[str, Any], target: Target, fa
 
 
 def _stacks(update: StateUpdate, group: Mapping[str, Any], target: Target, fallen: str | None) -> str:
-    if staged(update, group["maximize"]) is not None:
+    if facts(update, group["maximize"]).staged:
         reason = f"one program over all matrices of a shape, by torch's multi-tensor operations (no kernel: {fallen})"
         return reason + _first(update, group)
     apart, sides = cut(update, group["maximize"]), factors(update, group["maximize"])

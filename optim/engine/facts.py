@@ -24,6 +24,7 @@ class Facts:
 
     moves: bool  # its gradient is wanted where the parameter is not
     special: bool  # the first datum is
+    staged: bool  # as stacks it is one program
     routes: Mapping[Route, str | None]
     rates: tuple[str, ...]
 
@@ -32,10 +33,12 @@ class Facts:
 def facts(update: StateUpdate, maximize: bool) -> Facts:
     """Of a tuple that ascends or descends."""
     entrywise = no_program(update, maximize)
+    as_stacks, staged = _no_stacks(update, maximize, entrywise)
     return Facts(
         moves_before_closure(update),
         first_is_special(update),
-        {"entrywise": entrywise, "stacks": _no_stacks(update, maximize, entrywise), "interpreter": None},
+        staged,
+        {"entrywise": entrywise, "stacks": as_stacks, "interpreter": None},
         tuple(per.name for per in update.demands()),
     )
 
@@ -49,16 +52,19 @@ def followed(update: StateUpdate) -> bool:
     return True
 
 
-def _no_stacks(update: StateUpdate, maximize: bool, entrywise: str | None) -> str | None:
-    """Why a step over stacks is neither a program nor programs around products, or None if it is."""
+def _no_stacks(update: StateUpdate, maximize: bool, entrywise: str | None) -> tuple[str | None, bool]:
+    """Why a step over stacks is neither programs around products nor one program, or None, and whether it is the last.
+
+    What is programs around products is not looked at further: to trace numbers may be to ask what they are.
+    """
     if entrywise is None:
-        return "the whole step is one program"
+        return "the whole step is one program", False
+    around: tuple[str | None, ...] = (no_cut(update, maximize), no_factors(update, maximize))
     if update.parts().counts:
-        around: tuple[str | None, ...] = (
-            "programs around products do not know the number of the datum, which a rate depends on",
-        )
-    else:
-        around = (no_cut(update, maximize), no_factors(update, maximize))
-    if None in around or (as_stacks := no_stages(update, maximize)) is None:
-        return None
-    return ", and ".join(dict.fromkeys(map(str, (as_stacks, *around))))
+        around = ("programs around products do not know the number of the datum, which a rate depends on",)
+    if None in around:
+        return None, False
+    as_one = no_stages(update, maximize)
+    if as_one is None:
+        return None, True
+    return ", and ".join(dict.fromkeys(map(str, (as_one, *around)))), False

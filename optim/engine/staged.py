@@ -75,9 +75,13 @@ def _staged(update: StateUpdate, maximize: bool, shape: Shape, dtype: torch.dtyp
 
 
 @fact
-def _schedule(update: StateUpdate, maximize: bool, shape: Shape, dtype: torch.dtype) -> Schedule | None:
+def _schedule(update: StateUpdate, maximize: bool, shape: Shape, dtype: torch.dtype, alone: bool) -> Schedule | None:
     found = _staged(update, maximize, shape, dtype)
-    return Schedule(found, keep=(GRADIENT,)) if isinstance(found, Program) else None
+    if not isinstance(found, Program):
+        return None
+    extents, kept = found.extent_of(), (*found.inputs.values(), *found.outputs.values())
+    leaves = any(found.shaped(x) and extents[x] == (False, False) for x in kept)  # that are kept are tensors
+    return Schedule(found, keep=(GRADIENT,), alone=alone and not leaves)
 
 
 @final
@@ -92,8 +96,12 @@ class Staged:
         states: list[dict[str, Tensor]],
         how: How = "host",
         layouts: Sequence[Layout] = (),
+        programmed: bool = True,
     ) -> None:
-        """states: flat, with tensors of their own; they are replaced by views of stacks. layouts: of the parameters."""
+        """states: flat, with tensors of their own; they are replaced by views of stacks. layouts: of the parameters.
+
+        programmed: by programs, where they are; else the tuple is executed.
+        """
         self.form = self.update = update
         self.maximize, self.parameters, self.how = maximize, parameters, how
         self.today: Today | None = None
@@ -103,9 +111,11 @@ class Staged:
         for i, (p, layout) in enumerate(zip(parameters, layouts, strict=True)):
             *batch, rows, columns = layout.shape(p)
             alike.setdefault(((rows, columns), math.prod(batch)), []).append(i)
-        schedules = {shape: _schedule(update, maximize, shape, wide) for shape, _ in alike}
+        shapes = [shape for shape, _ in alike] if programmed else []
+        schedules = {shape: _schedule(update, maximize, shape, wide, False) for shape in shapes}
+        lone = how == "host" and parameters[0].is_cpu
         # a part may do with a single row, say, what is no operation of a program: then all are interpreted
-        self.programmed = staged(update, maximize) is not None and None not in schedules.values()
+        self.programmed = programmed and None not in schedules.values()
         some = next(iter(schedules.values())) if self.programmed else None
         self.numbers = Numbers(Program() if some is None else some.program, states, how)
         self.seen = {n: x for n, x in states[0].items() if trees.counts(n)}
@@ -113,7 +123,9 @@ class Staged:
         for (shape, count), members in alike.items():
             for part in _parts(members, count * math.prod(shape), parameters[0].is_cpu):
                 block = [(parameters[i], states[i], layouts[i]) for i in part]
-                schedule = schedules[shape] if self.programmed else None
+                schedule = None
+                if self.programmed:
+                    schedule = _schedule(update, maximize, shape, wide, lone and len(part) * count == 1)
                 self.blocks.append(_Block(schedule, block, (len(part) * count, *shape), wide, self.numbers.names))
         self.own = [x for s in states for x in s.values()]
         self.places = list(map(Tensor.data_ptr, parameters))
