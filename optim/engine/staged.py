@@ -35,7 +35,7 @@ from axes.programs.program import PARAMETER, ForgottenNumber, Program
 Shape = tuple[int, int]
 _SHAPE: Shape = (3, 5)  # any two sizes that no number in a rule equals
 _TOGETHER = 1 << 14  # entries of a matrix up to which copies cost less than operations of its own (measured, CPUs)
-_BLOCK = 1 << 17  # entries of a stack whose step stays in cache (the same)
+BLOCK = 1 << 17  # entries of a stack whose step stays in cache (the same)
 
 
 def staged(update: StateUpdate, maximize: bool = False) -> Program | None:
@@ -75,7 +75,10 @@ def _staged(update: StateUpdate, maximize: bool, shape: Shape, dtype: torch.dtyp
 
 
 @fact
-def _schedule(update: StateUpdate, maximize: bool, shape: Shape, dtype: torch.dtype, alone: bool) -> Schedule | None:
+def over_stacks(
+    update: StateUpdate, maximize: bool, shape: Shape, dtype: torch.dtype, alone: bool = False
+) -> Schedule | None:
+    """The program for one shape and dtype, or None. alone: of a single matrix on a CPU, its rates on the host."""
     found = _staged(update, maximize, shape, dtype)
     if not isinstance(found, Program):
         return None
@@ -112,7 +115,7 @@ class Staged:
             *batch, rows, columns = layout.shape(p)
             alike.setdefault(((rows, columns), math.prod(batch)), []).append(i)
         shapes = [shape for shape, _ in alike] if programmed else []
-        schedules = {shape: _schedule(update, maximize, shape, wide, False) for shape in shapes}
+        schedules = {shape: over_stacks(update, maximize, shape, wide) for shape in shapes}
         lone = how == "host" and parameters[0].is_cpu
         # a part may do with a single row, say, what is no operation of a program: then all are interpreted
         self.programmed = programmed and None not in schedules.values()
@@ -125,7 +128,7 @@ class Staged:
                 block = [(parameters[i], states[i], layouts[i]) for i in part]
                 schedule = None
                 if self.programmed:
-                    schedule = _schedule(update, maximize, shape, wide, lone and len(part) * count == 1)
+                    schedule = over_stacks(update, maximize, shape, wide, lone and len(part) * count == 1)
                 self.blocks.append(_Block(schedule, block, (len(part) * count, *shape), wide, self.numbers.names))
         self.own = [x for s in states for x in s.values()]
         self.places = list(map(Tensor.data_ptr, parameters))
@@ -173,7 +176,7 @@ def _parts(some: list[int], size: int, cached: bool) -> list[list[int]]:
     """Members of a shape, of so many entries each, in the stacks that are stepped."""
     if not cached:
         return [some]
-    count = 1 if size > _TOGETHER else max(1, _BLOCK // size)
+    count = 1 if size > _TOGETHER else max(1, BLOCK // size)
     return [some[i : i + count] for i in range(0, len(some), count)]
 
 
@@ -256,4 +259,4 @@ class _Block:
         return room, [x.view(y.shape) for x, y in zip(parts, self.shown, strict=True)]
 
 
-__all__ = ["Staged", "fits", "no_stages", "staged"]
+__all__ = ["BLOCK", "Shape", "Staged", "fits", "no_stages", "over_stacks", "staged"]
