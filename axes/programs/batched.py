@@ -601,7 +601,8 @@ class _Operations(dict[str, Any]):
 _OPERATIONS = _Operations(
     {
         "scale": _scale, "add": _add, "plus": _plus, "add number": _add_number, "addcmul": _addcmul,
-        "addcdiv": _addcdiv, "inner": _inner, "copy": _copy, "times": _pair("mul"), "over": _pair("div"), "pow xn": _power,
+        "addcdiv": _addcdiv, "inner": _inner, "copy": _copy, "times": _pair("mul"), "over": _pair("div"),
+        "pow xn": _power,
         "maximum xx": _pair("maximum"), "minimum xx": _pair("minimum"), "maximum xn": _bounded(True, False),
         "minimum xn": _bounded(False, True), "clamp xnn": _bounded(True, True),
     }

@@ -1,4 +1,4 @@
-"""What takes entries together steps over stacks by one program: the same as the interpreter, whatever the shapes are."""
+"""What takes entries together is one program over stacks: the same as the interpreter, whatever the shapes are."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_16_bit_parameters_and_others_than_contiguous_ones_step_as_copies(dtype:
 
 @pytest.mark.parametrize("name", ["LAMB", "Adafactor", "own"])
 def test_a_stack_is_cut_where_no_more_fits_in_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "BLOCK", 24)
+    monkeypatch.setattr(engine, "BLOCK", 12)
     monkeypatch.setattr(engine, "_TOGETHER", 12)
     ps, qs = parameters(), parameters()
     a, b = RULES[name](ps), RULES[name](qs, foreach=False)
