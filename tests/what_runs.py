@@ -70,7 +70,8 @@ class Calls:
 
     def are(self, choice: Choice) -> bool:
         who = self.implementations
-        if choice.route == "attention" and "triton" in who:  # torch may read what a kernel has turned
+        ends = choice.route == "stacks" and "by torch's operations over the stacks" in choice.reason
+        if (ends or choice.route == "attention") and "triton" in who:  # torch may read what a kernel has turned
             who = who - {"torch"}
         return self.routes == {choice.route} and who == {choice.implementation}
 
@@ -83,7 +84,7 @@ def recorded(update: StateUpdate) -> Iterator[Calls]:
     def watch(function: Callable[..., Any], route: str | None, implementation: str | None) -> Callable[..., Any]:
         def watched(*args: Any, **given: Any) -> Any:
             nonlocal inside
-            if route == "interpreter" and (inside or args[0] != update):
+            if route == "interpreter" and (inside or args[0] != update or _traced(args[2])):
                 return function(*args, **given)
             calls.routes |= {route} - {None} if not inside else set()  # type: ignore[arg-type]
             calls.implementations |= {implementation} - {None}  # type: ignore[arg-type]
@@ -110,6 +111,12 @@ def recorded(update: StateUpdate) -> Iterator[Calls]:
         for owner, name, route, implementation in watched:
             patched.setattr(owner, name, watch(getattr(owner, name), route, implementation))
         yield calls
+
+
+def _traced(signal: Any) -> bool:
+    """Whether a step is of no data: the program for another shape is made of it."""
+    g = signal.get("g")
+    return isinstance(g, torch.Tensor) and g.is_meta
 
 
 # ---- one check for each axis -----------------------------------------------------------------------------------------

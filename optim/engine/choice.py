@@ -90,7 +90,7 @@ def _stacks(update: StateUpdate, group: Mapping[str, Any], target: Target, falle
     kernels = "generated kernels where matrices begin at multiples of 16 bytes"
     reason = f"programs {about}, matrices of one shape as one stack; programs are "
     reason += kernels if fallen is None else f"torch's multi-tensor operations (no kernel: {fallen})"
-    reason += "; what follows takes entries of a matrix together, over the stacks" if rest else ""
+    reason += "; what follows takes entries together, by torch's operations over the stacks" if rest else ""
     return reason + _first(update, group)
 
 
