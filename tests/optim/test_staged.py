@@ -84,7 +84,7 @@ def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)) for s in SHAPES]
 
 
-def walk(optimizer: Any, ps: list[nn.Parameter], steps: int = 5) -> None:
+def walk(optimizer: Any, ps: list[nn.Parameter], steps: int = 4) -> None:
     generator = torch.Generator().manual_seed(1)
     for t in range(steps):
         for i, p in enumerate(ps):
@@ -110,8 +110,9 @@ def same(ps: list[nn.Parameter], qs: list[nn.Parameter], a: Any, b: Any, bound: 
             torch.testing.assert_close(x, y, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    ("name", "capturable"), [*((name, False) for name in RULES), ("LAMB", True), ("Adafactor", True), ("rows", True)]
+)
 def test_programs_over_stacks_step_as_the_interpreter_does(name: str, capturable: bool) -> None:
     ps, qs = parameters(), parameters()
     a, b = RULES[name](ps, capturable=capturable), RULES[name](qs, foreach=False, capturable=capturable)
