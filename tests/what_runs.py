@@ -21,6 +21,7 @@ from axes.depth.residual import _OneStream
 from axes.optim.engine.capabilities import holds
 from axes.optim.engine.factored import Factored
 from axes.optim.engine.stacked import Stacks
+from axes.optim.engine.staged import Staged
 from axes.optim.engine.together import Batch
 from axes.programs.batched import Schedule
 from axes.programs.library import LibraryStep
@@ -43,6 +44,7 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (Batch, "step", "entrywise", None),
     (Stacks, "step", "stacks", None),
     (Factored, "step", "stacks", None),
+    (Staged, "_programs", "stacks", None),
     (Schedule, "run", None, "torch"),
     (products, "_product", "chain", "torch"),
     (_OneStream, "_made", "chain", "torch"),
@@ -72,7 +74,8 @@ class Calls:
 
     def are(self, choice: Choice) -> bool:
         who = self.implementations
-        if choice.route == "attention" and "triton" in who:  # torch may read what a kernel has turned
+        ends = choice.route == "stacks" and "by torch's operations over the stacks" in choice.reason
+        if (ends or choice.route == "attention") and "triton" in who:  # torch may read what a kernel has turned
             who = who - {"torch"}
         return self.routes == {choice.route} and who == {choice.implementation}
 
@@ -85,7 +88,7 @@ def recorded(update: StateUpdate) -> Iterator[Calls]:
     def watch(function: Callable[..., Any], route: str | None, implementation: str | None) -> Callable[..., Any]:
         def watched(*args: Any, **given: Any) -> Any:
             nonlocal inside
-            if route == "interpreter" and (inside or args[0] != update):
+            if route == "interpreter" and (inside or args[0] != update or _traced(args[2])):
                 return function(*args, **given)
             calls.routes |= {route} - {None} if not inside else set()  # type: ignore[arg-type]
             calls.implementations |= {implementation} - {None}  # type: ignore[arg-type]
@@ -112,6 +115,12 @@ def recorded(update: StateUpdate) -> Iterator[Calls]:
         for owner, name, route, implementation in watched:
             patched.setattr(owner, name, watch(getattr(owner, name), route, implementation))
         yield calls
+
+
+def _traced(signal: Any) -> bool:
+    """Whether a step is of no data: the program for another shape is made of it."""
+    g = signal.get("g")
+    return isinstance(g, torch.Tensor) and g.is_meta
 
 
 # ---- one check for each axis -----------------------------------------------------------------------------------------

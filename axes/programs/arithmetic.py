@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 
 def _power(a: Any, b: Any) -> Any:
@@ -27,3 +29,12 @@ EVALUATE: dict[str, Callable[..., Any]] = {
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": lambda a, b: bool(a) and bool(b),
     "or": lambda a, b: bool(a) or bool(b), "not": lambda a: not a,
 }  # fmt: skip
+
+
+def evaluated(name: str, given: Sequence[Any]) -> float:
+    """An operation on numbers that come from tensors: infinite or no number where Python raises, as a tensor is."""
+    try:
+        return float(EVALUATE["ne" if name == "truth" else name](*(given if name != "truth" else (given[0], 0.0))))
+    except (ValueError, OverflowError, ZeroDivisionError):
+        tensors = [torch.tensor(float(x), dtype=torch.float64) for x in given]
+        return float(getattr(torch, name)(*tensors))

@@ -2,7 +2,8 @@
 
 A shaped value is kept as a term  c x,  c x y  or  c x / y  with a number c for as long as possible, so that sums become
 add, addcmul and addcdiv with a factor. An operand that nobody reads any more is overwritten; a state ends in its own
-tensor. On a CPU all operations run over a block of entries before the next block is touched: one pass over memory.
+tensor. Values of rows, columns and leaves are broadcast, and hold no entries. On a CPU all operations run over a block
+of entries before the next block is touched: one pass over memory.
 A program that torch has as one operation there is that operation (`library`).
 """
 
@@ -10,19 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeGuard, final
 
 import torch
 from torch import Tensor
 
+from axes.programs.arithmetic import evaluated
 from axes.programs.library import recognised
-from axes.programs.program import PARAMETER, Program, Value
+from axes.programs.program import FULL, PARAMETER, Extent, Operation, Program, Value, reduced
 
+_LEAF = "sum -2 -1"
+_DOT = 1 << 14  # entries from which an inner product is faster than products and their sum (measured, CPUs),
+_EXACT = 1 << 18  # and up to which it is as exact as that in float32
 _BLOCK = 1 << 18  # entries of a block: a handful of float32 arrays of this size stay in cache (measured: batched.py)
 Real = float | Tensor  # a number of a step, 0-d where it is on the device
 Kind = Literal["plain", "product", "quotient"]
 Lists = list[Tensor]
-_TESTS = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not", "where"})  # truth values come or go
+_TESTS = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not", "where", "truth"})  # truth values: come, go
 
 
 @final
@@ -47,15 +52,17 @@ class _Step:
     target: int
     sources: tuple[int, ...]
     numbers: tuple[tuple[tuple[Value, ...], tuple[Value, ...], bool], ...] = ()
+    number: int = -1  # the value, a number, that it makes of them
 
 
 @final
 class Schedule:
     """Steps over registers: registers below `inputs` are the input tensors in the order of `names`."""
 
-    def __init__(self, program: Program, keep: Sequence[str] = ("g",)) -> None:
-        """keep: inputs that must not be written."""
-        self.program = program
+    def __init__(self, program: Program, keep: Sequence[str] = ("g",), alone: bool = False) -> None:
+        """keep: inputs that must not be written. alone: for one matrix on a CPU, of which the values of a leaf are
+        numbers like any others."""
+        self.program, self.alone = program, alone
         self.library = recognised(program)  # torch's own operation, where it has one
         shaped = [i for i, op in enumerate(program.operations) if op.name == "input" and op.shaped]
         self.names = [program.names[i] for i in shaped]
@@ -64,7 +71,7 @@ class Schedule:
         _Selection(self, program, shaped, frozenset(keep)).run()
         self.registers = 1 + max([len(shaped) - 1, *(s.target for s in self.steps)])
         self._plan = [  # what a step needs, looked up once
-            (_OPERATIONS[s.name], s.target, s.target == s.sources[0], s.sources, s.numbers, released)
+            (_OPERATIONS[s.name], s.target, s.target in s.sources[:1], s.sources, s.numbers, s.number, released)
             for s, released in zip(self.steps, self.released, strict=True)
         ]
 
@@ -77,9 +84,14 @@ class Schedule:
         if fits and self.library is not None and self.library.run(lists, values):
             return
         registers: list[Any] = [*lists, *[None] * (self.registers - len(lists))]
-        for operation, target, here, sources, numbers, released in self._plan:
+        values = list(values) if self.alone else values
+        for operation, target, here, sources, numbers, number, released in self._plan:
             given = [registers[s] for s in sources]
-            registers[target] = operation(here, given, [_value(n, values) for n in numbers])
+            made = operation(here, given, [_value(n, values) for n in numbers])
+            if number < 0:
+                registers[target] = made
+            else:
+                values[number] = made  # type: ignore[index]
             for r in released:
                 registers[r] = None
 
@@ -106,6 +118,7 @@ class _Selection:
             self.register[i] = r
             self.terms[i] = _Term((), (), False, "plain", i)
         self.own = {r: program.names[i] for i, r in self.register.items()}
+        self.extent = program.extent_of()
         self.order = self._order()
 
     def _order(self) -> list[int]:
@@ -129,11 +142,17 @@ class _Selection:
             op = self.program.operations[value]
             if op.name == "input":
                 continue
+            if not self._shaped(value):
+                self._number(value, op)
+                continue
             self.terms[value] = self._term(value, op.name, op.inputs)
             t = self.terms[value]
             free = t.kind == "plain" and not t.number and not t.over  # a change of sign costs nothing later
-            if self._uses(value) != 1 and not free or value in self.program.outputs.values():
+            if self._left(value):
                 self._materialise(value)
+            elif self._uses(value) != 1 and not free:
+                self._plain(value, self._compute(_flip(t, t.negative)))
+                self.terms[value] = _Term((), (), t.negative, "plain", value)  # a sign is left to whoever reads it
         self.place = len(self.order)
         targets = {n: self.schedule.names.index(n) for n in self.program.outputs if n in self.schedule.names}
         moves = []
@@ -160,19 +179,26 @@ class _Selection:
     # ---- terms -------------------------------------------------------------------------------------------------
 
     def _term(self, value: int, name: str, inputs: tuple[Value, ...]) -> _Term:
-        shaped = [x for x in inputs if self.program.shaped(x)]
+        shaped = [x for x in inputs if self._shaped(x)]
         if name == "neg":
             t = self.terms[shaped[0]]
             return _Term(t.number, t.over, not t.negative, t.kind, t.x, t.y)
         if name == "mul" and len(shaped) == 1:
-            (number,) = [x for x in inputs if not self.program.shaped(x)]
+            (number,) = [x for x in inputs if not self._shaped(x)]
             t = self.terms[shaped[0]]
             return _Term((*t.number, number), t.over, t.negative, t.kind, t.x, t.y)
-        if name == "div" and self.program.shaped(inputs[0]) and len(shaped) == 1:
+        if name == "div" and self._shaped(inputs[0]) and len(shaped) == 1:
             t = self.terms[inputs[0]]
             return _Term(t.number, (*t.over, inputs[1]), t.negative, t.kind, t.x, t.y)
+        if name == "pow" and inputs[1] == 2.0 and isinstance(inputs[1], float) and shaped:
+            a = self._factor(inputs[0])
+            return _Term((*a.number, *a.number), (*a.over, *a.over), False, "product", a.x, a.x)
+        if name == _LEAF:
+            return self._summed(value, inputs[0])
         if name in ("mul", "div") and len(shaped) == 2:
             a, b = self._factor(inputs[0]), self._factor(inputs[1])
+            if name == "mul" and self.extent[a.x] != self.extent[value]:
+                a, b = b, a  # what is as long as the product can be overwritten by it
             negative = a.negative != b.negative
             if name == "mul":
                 return _Term((*a.number, *b.number), (*a.over, *b.over), negative, "product", a.x, b.x)
@@ -191,7 +217,7 @@ class _Selection:
         return t
 
     def _sum(self, value: int, name: str, inputs: tuple[Value, ...]) -> _Term:
-        terms: list[_Term | Value] = [self.terms[x] if self.program.shaped(x) else x for x in inputs]
+        terms: list[_Term | Value] = [self.terms[x] if self._shaped(x) else x for x in inputs]
         signs = [False, name == "sub"]
         parts = [(t, s) for t, s in zip(terms, signs, strict=True) if isinstance(t, _Term)]
         if len(parts) == 1:  # a number beside the entries
@@ -201,8 +227,12 @@ class _Selection:
             self._emit("add number", register, (register,), (((added,), (), taken),))
             return self._plain(value, register)
         # begin with the term that can be overwritten, or at least is no product
-        parts.sort(key=lambda p: (p[0].kind != "plain", not self._dead(p[0].x)))
+        parts.sort(key=lambda p: (not self._fills(p[0], value), p[0].kind != "plain", not self._dead(p[0].x)))
+        if not self._fills(parts[0][0], value):
+            return self._apply(value, name, inputs)
         (first, s1), (second, s2) = parts
+        if (both := self._beside(value, _flip(first, s1), _flip(second, s2))) is not None:
+            return both
         register = self._compute(_flip(first, s1), busy=(second.x, second.y))
         t = _flip(second, s2)
         number = (t.number, t.over, t.negative)
@@ -214,20 +244,60 @@ class _Selection:
             self._emit(name, register, (register, x, self._register(t.y)), (number,))
         return self._plain(value, register)
 
+    def _beside(self, value: int, t: _Term, other: _Term) -> _Term | None:
+        """A sum of values that both stay: in one pass, and its negative where that costs nothing later."""
+        x, plain = self._register(t.x), not t.number and not t.over and t.kind == other.kind == "plain"
+        if not plain or (self._dead(t.x) and self._writable(x) and t.x != other.x):
+            return None
+        if t.negative and self._left(value):
+            return None
+        number = (other.number, other.over, other.negative != t.negative)
+        self._emit("plus", target := self._new(), (x, self._register(other.x)), (number,))
+        self._plain(value, target)
+        return _Term((), (), t.negative, "plain", value)
+
     def _apply(self, value: int, name: str, inputs: tuple[Value, ...]) -> _Term:
         """Any other operation: operands materialised, the result in the first that may be overwritten."""
         sources, numbers, pattern = [], [], []
         for x in inputs:
-            if self.program.shaped(x):
+            if self._shaped(x):
                 sources.append(self._materialise(x))
                 pattern.append("x")
             else:
                 numbers.append(((x,), (), False))
                 pattern.append("n")
-        own = name not in _TESTS and pattern[0] == "x" and self._free(sources[0], inputs)
+        own = name not in _TESTS and not reduced(name) and pattern[0] == "x" and self._free(sources[0], inputs)
+        own = own and self._as_long(inputs[0], value)
         target = sources[0] if own else self._new()
         self._emit(f"{name} {''.join(pattern)}", target, tuple(sources), tuple(numbers))
         return self._plain(value, target)
+
+    def _inner(self, t: _Term) -> bool:
+        """Whether a term is a product of entries."""
+        return t.kind == "product" and self.extent[t.x] == self.extent[t.y] == FULL
+
+    def _summed(self, value: int, summed: Value) -> _Term:
+        """The sum of a leaf; that of a product in one pass."""
+        assert isinstance(summed, int)
+        t = self.terms[summed]
+        if summed in self.register or not self._inner(t):
+            return self._apply(value, _LEAF, (summed,))
+        self._emit("inner", target := self._new(), (self._register(t.x), self._register(t.y)))
+        self._plain(value, target)
+        return _Term(t.number, t.over, t.negative, "plain", value)
+
+    def _number(self, value: int, op: Operation) -> None:
+        """A value of a leaf that is alone: what its entries come to, or arithmetic on such numbers."""
+        summed = next((x for x in op.inputs if self._shaped(x)), None)
+        if not isinstance(summed, int):
+            self._emit(f"number {op.name}", -1, (), [((x,), (), False) for x in op.inputs], value)
+            return
+        t = self.terms[summed]
+        if op.name == _LEAF and summed not in self.register and self._inner(t):
+            sources, factor = (self._register(t.x), self._register(t.y)), (t.number, t.over, t.negative)
+            self._emit("number of inner", -1, sources, (factor,), value)
+        else:
+            self._emit(f"number of {op.name}", -1, (self._materialise(summed),), (((), (), False),), value)
 
     # ---- registers ---------------------------------------------------------------------------------------------
 
@@ -243,11 +313,23 @@ class _Selection:
             return target
         y = self._register(t.y)
         free = self._dead(t.x) and self._writable(x) and t.x != t.y and t.x not in busy
+        free = free and self.extent[t.x] == self._extent(t)
         target = x if free else self._new()
         self._emit("times" if t.kind == "product" else "over", target, (x, y))
         if not plain:
             self._emit("scale", target, (target,), (number,))
         return target
+
+    def _extent(self, t: _Term) -> Extent:
+        a, b = self.extent[t.x], self.extent[t.x if t.y < 0 else t.y]
+        return a[0] or b[0], a[1] or b[1]
+
+    def _fills(self, t: _Term, value: int) -> bool:
+        """Whether a term is as long as a value that it is a part of."""
+        return self._extent(t) == self.extent[value]
+
+    def _as_long(self, part: Value, value: int) -> bool:
+        return isinstance(part, int) and self.extent[part] == self.extent[value]
 
     def _materialise(self, value: int) -> int:
         """The register of a value, computed now if it is still a term."""
@@ -278,39 +360,55 @@ class _Selection:
         return self._writable(register) and all(self._dead(v) for v in held)
 
     def _uses(self, value: int) -> int:
-        return sum(list(op.inputs).count(value) for op in self.program.operations)
+        return sum(sum(_is(x, value) for x in op.inputs) for op in self.program.operations)
 
     def _dead(self, value: int) -> bool:
         """Whether nothing after the present place reads this value, as itself or inside a pending term."""
-        if value in self.program.outputs.values():
+        if self._left(value):
             return False
         waiting = self.order[self.place + 1 :] if self.place < len(self.order) else []
-        if any(value in self.program.operations[v].inputs for v in waiting):
+        if self._read(value, waiting):
             return False
         now = self.order[self.place] if self.place < len(self.order) else None
         for other, t in self.terms.items():
             if other in (value, now) or value not in (t.x, t.y):
                 continue
-            if (
-                any(other in self.program.operations[v].inputs for v in waiting)
-                or other in self.program.outputs.values()
-            ):
+            if self._read(other, waiting) or self._left(other):
                 return False
         return True
 
-    def _emit(self, name: str, target: int, sources: tuple[int, ...], numbers: Any = ()) -> None:
-        self.schedule.steps.append(_Step(name, target, sources, tuple(numbers)))
+    def _left(self, value: int) -> bool:
+        return any(_is(x, value) for x in self.program.outputs.values())
+
+    def _read(self, value: int, by: Sequence[int]) -> bool:
+        return any(_is(x, value) for v in by for x in self.program.operations[v].inputs)
+
+    def _shaped(self, value: Value) -> TypeGuard[int]:
+        """Whether a value is none of the numbers."""
+        leaf = self.schedule.alone and isinstance(value, int) and self.extent[value] == (False, False)
+        return self.program.shaped(value) and not leaf
+
+    def _emit(
+        self, name: str, target: int, sources: tuple[int, ...], numbers: Any = (), number: int = -1
+    ) -> None:
+        self.schedule.steps.append(_Step(name, target, sources, tuple(numbers), number))
 
     def _release(self) -> None:
         """Temporaries are let go after their last use."""
         last: dict[int, int] = {}
         for i, s in enumerate(self.schedule.steps):
             for r in (s.target, *s.sources):
-                last[r] = i
+                if r >= 0:
+                    last[r] = i
         inputs = len(self.schedule.names)
         self.schedule.released = [
             tuple(r for r, at in last.items() if at == i and r >= inputs) for i in range(len(self.schedule.steps))
         ]
+
+
+def _is(x: Value, value: int) -> bool:
+    """Whether an operand is this value, and not the constant of that number."""
+    return isinstance(x, int) and x == value
 
 
 def _flip(t: _Term, negative: bool) -> _Term:
@@ -334,6 +432,12 @@ def _add(here: bool, s: list[Any], n: list[Real]) -> Lists:
     else:
         torch._foreach_add_(s[0], s[1], alpha=n[0])
     return s[0]
+
+
+def _plus(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if isinstance(n[0], Tensor):
+        return list(torch._foreach_add(s[0], torch._foreach_mul(s[1], _like(n[0], s))))
+    return list(torch._foreach_add(s[0], s[1], alpha=n[0]))
 
 
 def _add_number(here: bool, s: list[Any], n: list[Real]) -> Lists:
@@ -422,16 +526,16 @@ def _bounded(low: bool, high: bool) -> Callable[[bool, list[Any], list[Real]], L
 def _where(test: Real, a: Any, b: Any) -> Tensor:
     """One of two by entries, or by a number."""
     if isinstance(test, Tensor):
-        return torch.where(test != 0, a, b)
+        return torch.where(test if test.dtype == torch.bool else test != 0, a, b)
     chosen, other = (a, b) if test else (b, a)
-    return chosen if isinstance(chosen, Tensor) else torch.full_like(other, chosen)
+    return chosen.clone() if isinstance(chosen, Tensor) else torch.full_like(other, chosen)
 
 
 def _each(name: str, pattern: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
     """An operation without a multi-tensor form, tensor by tensor."""
     named: dict[str, Callable[..., Tensor]] = {
         "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not, "where": _where,
-        "asinh": torch.asinh, "div": torch.div, "sub": torch.sub,
+        "truth": lambda test, like: test.to(like.dtype), "asinh": torch.asinh, "div": torch.div, "sub": torch.sub,
         "maximum": lambda a, b: torch.clamp_min(a, b) if isinstance(b, float) else torch.maximum(a, b),
         "minimum": lambda a, b: torch.clamp_max(a, b) if isinstance(b, float) else torch.minimum(a, b),
     }  # fmt: skip
@@ -450,9 +554,45 @@ def _each(name: str, pattern: str) -> Callable[[bool, list[Any], list[Real]], Li
     return run
 
 
+def _reduction(name: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
+    """Over dimensions that are kept."""
+    function, dims = getattr(torch, name.split(" ")[0]), reduced(name)
+    return lambda here, s, n: [function(x, dims, keepdim=True) for x in s[0]]
+
+
+def _inner(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    """Inner products of leaves."""
+    return [_inner_of(x, y) for x, y in zip(s[0], s[1], strict=True)]
+
+
+def _inner_of(x: Tensor, y: Tensor) -> Tensor:
+    size = x[0].numel()
+    if size < _DOT or not (x.is_cpu and x.is_contiguous() and y.is_contiguous()):
+        return torch.sum(x * y, (-2, -1), keepdim=True)
+    if len(x) == 1 and size <= _EXACT:
+        return torch.dot(x.view(-1), y.view(-1)).view(1, 1, 1)
+    pieces = zip(x.view(len(x), -1).unbind(), y.view(len(y), -1).unbind(), strict=True)
+    chunks = [torch.stack(list(map(torch.dot, a.split(_EXACT), b.split(_EXACT)))) for a, b in pieces]
+    return torch.stack(chunks).sum(1).view(-1, 1, 1)
+
+
+def _number(name: str) -> Callable[[bool, list[Any], list[Real]], float]:
+    """An operation on numbers, or what a list of one tensor comes to, times a number."""
+    if name.startswith("of "):
+        whole = _inner if name == "of inner" else _reduction(name[3:])
+        return lambda here, s, n: whole(here, s, [])[0].item() * float(n[0])
+    return lambda here, s, n: evaluated(name, n)
+
+
 class _Operations(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
+        if key.startswith("number "):
+            self[key] = _number(key[len("number ") :])
+            return self[key]
         name, pattern = key.rsplit(" ", 1)
+        if reduced(name):
+            self[key] = _reduction(name)
+            return self[key]
         whole = name in ("sqrt", "abs", "sign", "exp", "log", "log1p", "expm1", "sinh", "tanh", "reciprocal")
         self[key] = _unary(name) if whole and pattern == "x" else _each(name, pattern)
         return self[key]
@@ -460,8 +600,9 @@ class _Operations(dict[str, Any]):
 
 _OPERATIONS = _Operations(
     {
-        "scale": _scale, "add": _add, "add number": _add_number, "addcmul": _addcmul, "addcdiv": _addcdiv,
-        "copy": _copy, "times": _pair("mul"), "over": _pair("div"), "pow xn": _power,
+        "scale": _scale, "add": _add, "plus": _plus, "add number": _add_number, "addcmul": _addcmul,
+        "addcdiv": _addcdiv, "inner": _inner, "copy": _copy, "times": _pair("mul"), "over": _pair("div"),
+        "pow xn": _power,
         "maximum xx": _pair("maximum"), "minimum xx": _pair("minimum"), "maximum xn": _bounded(True, False),
         "minimum xn": _bounded(False, True), "clamp xnn": _bounded(True, True),
     }

@@ -19,7 +19,7 @@ def lifted(program: Program) -> tuple[Program, dict[str, float]]:
     Results are the same bits: a constant is rounded to the dtype of the entries where a number is.
     """
     constants: dict[str, float] = {}
-    out = Program(nonnegative=program.nonnegative, positive=program.positive)
+    out = Program(nonnegative=program.nonnegative, positive=program.positive, extents=program.extents)
     inputs = [i for i, op in enumerate(program.operations) if op.name == "input"]
     where: dict[int, int] = {}
     for i in inputs:

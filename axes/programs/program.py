@@ -1,22 +1,24 @@
 """A tuple's step as a straight-line program: numbers computed once a step, and operations on every entry.
 
 The step is traced, not written again: whatever `StateUpdate.step` does with tensors of one shape becomes a list of
-operations in static single assignment. A tuple that mixes entries (norms, products, sorts) is refused with the
-operation that does it. Guards that can never act are dropped by a sign analysis that assumes nothing but that every
-state starts at zero: `sqrt(v) + eps` needs no test for zero once v is a sum of squares.
+operations in static single assignment. Where it may be run over stacks, reductions over rows, columns and leaves are
+operations like others (`trace(..., stack=...)`); any other that mixes entries (products, sorts, and reductions
+elsewhere) is refused, and named. Guards that can never act are dropped by a sign analysis that assumes nothing but that
+every state starts at zero: `sqrt(v) + eps` needs no test for zero once v is a sum of squares.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard, final
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from axes.errors import AxesError
 from axes.programs.arithmetic import EVALUATE
@@ -25,7 +27,10 @@ from axes.programs.numbers import Number
 _SIGNS = {"mul": "*", "add": "+", "sub": "-"}
 Value = int | float  # the number of an operation, or a constant
 Sign = Literal["positive", "nonnegative", "any"]
+Extent = tuple[bool, bool]  # whether a value is as long as the parameter along its columns, and along its rows
+FULL: Extent = (True, True)
 _SHAPE = (3, 5)  # what is traced: any two sizes that no number in a rule equals
+_REDUCTIONS = frozenset({"sum", "mean", "amax", "amin"})  # over the last two dimensions or one of them, which are kept
 
 # aten operation -> (name here, arity); what is not listed mixes entries or is not needed by any rule
 _OPERATIONS = {
@@ -37,6 +42,11 @@ _OPERATIONS = {
     "logical_and": "and", "bitwise_and": "and", "logical_or": "or", "bitwise_or": "or",
     "logical_not": "not", "bitwise_not": "not",
 }  # fmt: skip
+_CONSTANTS: Mapping[str, float | None] = {  # operations that make constants, None where they are told what
+    "ones_like": 1.0, "ones": 1.0, "new_ones": 1.0, "zeros_like": 0.0, "zeros": 0.0, "new_zeros": 0.0,
+    "full": None, "full_like": None, "new_full": None, "scalar_tensor": None,
+}  # fmt: skip
+_TESTS = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not"})  # their results are truth values
 _SAME = {"clone", "detach", "alias", "_to_copy", "expand", "view", "_unsafe_view", "lift_fresh_copy", "contiguous"}
 
 
@@ -60,7 +70,10 @@ COUNT = "count"  # of the number of data before the step, among the inputs of pr
 @final
 @dataclass(frozen=True)
 class Operation:
-    """One operation on earlier values. shaped: its result has one entry for every entry of the parameter."""
+    """One operation on earlier values. shaped: its result has one entry for every entry of the parameter.
+
+    In a program for stacks, one for every entry, row, column or leaf: `Program.extent_of`.
+    """
 
     name: str
     inputs: tuple[Value, ...]
@@ -77,6 +90,7 @@ class Program:
     outputs: dict[str, Value] = field(default_factory=dict)
     nonnegative: frozenset[str] = frozenset()  # states that never become negative
     positive: frozenset[str] = frozenset()  # numbers that are, while their origin holds
+    extents: Mapping[str, Extent] = field(default_factory=dict)  # of inputs that have not an entry for every entry
     _numbers: Any = field(default=None, compare=False, repr=False)
 
     def add(self, name: str, inputs: tuple[Value, ...], shaped: bool) -> int:
@@ -86,6 +100,19 @@ class Program:
     def shaped(self, value: Value) -> TypeGuard[int]:
         """Whether a value has one entry for every entry of the parameter."""
         return isinstance(value, int) and self.operations[value].shaped
+
+    def extent_of(self) -> list[Extent]:
+        """Of every value; of a number as if it were one of each leaf."""
+        found: list[Extent] = []
+        for i, op in enumerate(self.operations):
+            if op.name == "input":
+                found.append(self.extents.get(self.names[i], FULL) if op.shaped else (False, False))
+                continue
+            inputs = [found[x] for x in op.inputs if isinstance(x, int)]
+            own = (any(x[0] for x in inputs), any(x[1] for x in inputs))
+            gone = reduced(op.name)
+            found.append((own[0] and -2 not in gone, own[1] and -1 not in gone))
+        return found
 
     @property
     def inputs(self) -> dict[str, int]:
@@ -145,54 +172,49 @@ class Program:
         return "\n".join([*lines, *(f"{n} <- {f'%{v}' if isinstance(v, int) else v}" for n, v in self.outputs.items())])
 
 
+def reduced(name: str) -> tuple[int, ...]:
+    """The dimensions that an operation of this name takes together."""
+    kind, *dims = name.split(" ")
+    return tuple(map(int, dims)) if kind in _REDUCTIONS else ()
+
+
 def trace(
-    step: Callable[[dict[str, Tensor]], Mapping[str, Tensor]], shaped: tuple[str, ...], numbers: tuple[str, ...]
+    step: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
+    shaped: tuple[str, ...],
+    numbers: tuple[str, ...],
+    stack: Mapping[str, Tensor] | None = None,
 ) -> Program:
     """The program of a pure function from named tensors to named tensors.
 
     shaped: names of inputs with one entry for every entry of the parameter; numbers: names of 0-d inputs. A `Number`
     that meets a tensor is one more of these, under the text of its formula.
+    stack: what the shaped inputs are like, if the program is for stacks of matrices of this one shape, the parameter's,
+    and dtype: they need no storage. Others have an entry for every entry of it, row, column or leaf.
     Raises NotElementwise with the first operation that is not entry by entry.
     """
-    entries = torch.linspace(0.5, 1.5, math.prod(_SHAPE)).reshape(_SHAPE)  # no random numbers: theirs is the caller's
-    given = {n: entries.clone() for n in shaped} | {n: torch.tensor(0.5) for n in numbers}
-    met = _Numbers()
+    if stack is None:
+        entries = torch.linspace(0.5, 1.5, math.prod(_SHAPE)).reshape(_SHAPE)  # random numbers are the caller's
+        given, device, full = {n: entries.clone() for n in shaped}, None, _SHAPE
+    else:
+        given, device = {n: torch.empty_like(stack[n]) for n in shaped}, stack[PARAMETER].device
+        full = (stack[PARAMETER].shape[-2], stack[PARAMETER].shape[-1])
+    given |= {n: torch.tensor(0.5, device=device) for n in numbers}
+    met = _Numbers(device)
     with met:
         step(given)
-    given |= {n: torch.tensor(x.value) for n, x in met.found.items()}
-    order: list[str] = []
-
-    def run(values: list[Tensor]) -> list[Tensor]:
-        named = dict(zip(given, values, strict=True))
-        with _Numbers(named):
-            out = step(named)
-        order.extend(out)
-        return list(out.values())
-
-    try:
-        graph = make_fx(run)(list(given.values())).graph
-    except RuntimeError as error:
-        if "tracing tensor" not in str(error):
-            raise
-        raise NotElementwise("the step branches on a number") from None
-    program = Program(positive=frozenset(n for n, x in met.found.items() if x > 0))
-    values: dict[Any, Value] = {}
-    names = iter(given)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            name = next(names)
-            index = values[node] = program.add("input", (), name in shaped)
-            program.names[index] = name
-        elif node.op == "get_attr":
-            continue  # a constant tensor, a count say: refused if an output depends on it
-        elif node.op == "call_function" and all(x in values for x in node.all_input_nodes):
-            values[node] = _translate(node, values, program)
-        elif node.op == "output":
-            results = node.args[0]
-            for name, result in zip(order, results, strict=True):
-                if result not in values:
-                    raise NotElementwise(f"{name} reads a tensor that is neither an entry nor a number of the step")
-                program.outputs[name] = values[result]
+    given |= {n: torch.tensor(x.value, device=device) for n, x in met.found.items()}
+    long = {} if stack is None else {n: extent for n in shaped if (extent := _extent(given[n].shape, full)) != FULL}
+    program = Program(positive=frozenset(n for n, x in met.found.items() if x > 0), extents=long)
+    for name in given:
+        program.names[program.add("input", (), name in shaped)] = name
+    recorded = _Recorded(program, list(given.values()), full, stack is not None)
+    with recorded, _Numbers(device, given):
+        out = step(given)
+    for name, result in out.items():
+        value = recorded.value(result)
+        if value is None:
+            raise NotElementwise(f"{name} reads a tensor that is neither an entry nor a number of the step")
+        program.outputs[name] = value
     if any(isinstance(x, float) and math.isnan(x) for op in program.operations for x in op.inputs):
         raise ForgottenNumber("a hyperparameter is used in a way that hides how it was computed")
     return _clean(program)
@@ -201,9 +223,9 @@ def trace(
 class _Numbers(TorchFunctionMode):
     """Gives torch 0-d tensors for the numbers that it meets. given: the tensors; without, any are made and found."""
 
-    def __init__(self, given: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, device: torch.device | None, given: Mapping[str, Tensor] | None = None) -> None:
         super().__init__()
-        self.given = given
+        self.device, self.given = device, given
         self.found: dict[str, Number] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -222,35 +244,100 @@ class _Numbers(TorchFunctionMode):
             return self.given[number.text]
         self.found.setdefault(number.text, number)
         number.origin.used[number.text] = None
-        return torch.tensor(number.value)
+        return torch.tensor(number.value, device=self.device)
 
 
-def _translate(node: Any, values: dict[Any, Value], program: Program) -> Value:
-    name = node.target.__name__.split(".")[0]
-    meta = node.meta["val"]
-    shape = tuple(meta.shape)
-    if name == "scalar_tensor":
-        return float(node.args[0])
-    if name in ("full", "ones_like", "zeros_like", "full_like", "new_zeros", "new_ones", "zeros", "ones"):
-        fill = {"ones_like": 1.0, "ones": 1.0, "new_ones": 1.0}.get(name)
-        return fill if fill is not None else float(node.args[1]) if name.startswith("full") else 0.0
-    if shape != _SHAPE and math.prod(shape) != 1:
-        raise NotElementwise(f"{name} gives a tensor of another shape: entries are mixed")
-    inputs = tuple(values[x] if isinstance(x, torch.fx.Node) else x for x in node.args)
-    if name in _SAME:
-        return inputs[0]
-    if name not in _OPERATIONS:
-        raise NotElementwise(f"{name} is not an operation on every entry")
-    if not all(isinstance(x, int | float | bool) for x in inputs):
-        raise NotElementwise(f"{name} takes something else than numbers and entries")
-    inputs = tuple(float(x) if not isinstance(y, torch.fx.Node) else x for x, y in zip(inputs, node.args, strict=True))
-    alpha = node.kwargs.get("alpha", 1)
-    operation = _OPERATIONS[name]
-    if operation == "rsub":
-        operation, inputs = "sub", (inputs[1], inputs[0])
-    if alpha != 1:
-        inputs = (inputs[0], program.add("mul", (inputs[1], float(alpha)), program.shaped(inputs[1])))
-    return program.add(operation, inputs, shape == _SHAPE)
+def _extent(shape: Sequence[int], full: tuple[int, int]) -> Extent:
+    """NotElementwise unless it is that of an entry, a row, a column or a leaf."""
+    if len(shape) != 2 or any(a not in (1, b) for a, b in zip(shape, full, strict=True)):
+        raise NotElementwise(f"a tensor of shape {tuple(shape)} beside a parameter of shape {full}: entries are mixed")
+    return shape[0] == full[0], shape[1] == full[1]
+
+
+@final
+class _Recorded(TorchDispatchMode):
+    """What torch does with some tensors, added to a program. What depends on others is not recorded."""
+
+    def __init__(self, program: Program, inputs: Sequence[Tensor], full: tuple[int, int], stacked: bool) -> None:
+        super().__init__()
+        self.program, self.full, self.stacked = program, full, stacked
+        self.known: dict[int, tuple[Tensor, Value]] = {id(x): (x, i) for i, x in enumerate(inputs)}
+
+    def value(self, x: Any) -> Value | None:
+        """What a tensor is in the program."""
+        found = self.known.get(id(x))
+        return None if found is None else found[1]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = function.__name__.split(".")[0], kwargs or {}
+        tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
+        follows = all(id(x) in self.known for x in tensors)
+        if follows and tensors and name == "_local_scalar_dense":
+            raise NotElementwise("the step branches on a number")
+        out = function(*args, **kwargs)
+        if follows and (tensors or name in _CONSTANTS):
+            self.known[id(out)] = (out, self._translated(name, out, args, kwargs))
+        return out
+
+    def _translated(self, name: str, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Value:
+        if name == "scalar_tensor":
+            return float(args[0])
+        if name in _CONSTANTS:
+            fill = _CONSTANTS[name]
+            return float(args[1]) if fill is None else fill
+        inputs = tuple(found if isinstance(x, Tensor) and (found := self.value(x)) is not None else x for x in args)
+        if self.stacked and name in _REDUCTIONS:
+            return self._reduced(name, inputs[0], args, kwargs)
+        if not isinstance(out, Tensor):
+            raise NotElementwise(f"{name} is not an operation on every entry")
+        if not self.stacked and out.shape != self.full and out.numel() != 1:
+            raise NotElementwise(f"{name} gives a tensor of another shape: entries are mixed")
+        values = [i for x, i in zip(args, inputs, strict=True) if isinstance(x, Tensor)]
+        if self.stacked and any(map(self.program.shaped, values)):
+            _extent(out.shape, self.full)
+            if name == "_to_copy" and args[0].dtype == torch.bool != out.dtype:
+                return self._number(inputs[0])
+            if name in ("view", "_unsafe_view") and args[0].shape != out.shape:
+                raise NotElementwise(f"{name} moves entries")
+        if name in _SAME:
+            return inputs[0]
+        if name not in _OPERATIONS:
+            raise NotElementwise(f"{name} is not an operation on every entry")
+        if not all(isinstance(x, int | float | bool) for x in inputs):
+            raise NotElementwise(f"{name} takes something else than numbers and entries")
+        inputs = tuple(x if isinstance(y, Tensor) else float(x) for x, y in zip(inputs, args, strict=True))
+        alpha = kwargs.get("alpha", 1)
+        operation = _OPERATIONS[name]
+        if operation == "rsub":
+            operation, inputs = "sub", (inputs[1], inputs[0])
+        if alpha != 1:
+            inputs = (inputs[0], self.program.add("mul", (inputs[1], float(alpha)), self.program.shaped(inputs[1])))
+        shaped = any(map(self.program.shaped, inputs)) if self.stacked else out.shape == self.full
+        return self.program.add(operation, inputs, shaped)
+
+    def _number(self, test: Value) -> Value:
+        """0 or 1 for a truth value, in the dtype of what was compared."""
+        compared = test
+        while isinstance(compared, int) and (op := self.program.operations[compared]).name in _TESTS:
+            compared = next(x for x in op.inputs if self.program.shaped(x))
+        return self.program.add("truth", (test, compared), True)
+
+    def _reduced(self, name: str, x: Value, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Value:
+        """A reduction that keeps its dimensions, of a value that has them."""
+        seen = args[0]
+        dims, kept = (*args[1:], *kwargs.values(), (), False)[:2]
+        dims = sorted(d - seen.ndim if d >= 0 else d for d in ([dims] if isinstance(dims, int) else dims or ()))
+        if kept is not True or not dims or not self.program.shaped(x):
+            raise NotElementwise(f"{name} leaves dimensions out")
+        extents = zip(_extent(seen.shape, self.full), self.program.extent_of()[x], self.full, strict=True)
+        if any(long and not there and size > 1 for long, there, size in extents):
+            raise NotElementwise(f"{name} is of entries that were repeated")
+        if seen.dtype == torch.bool:
+            x = self._number(x)
+        if name == "mean" and dims == [-2, -1]:
+            whole = self.program.add("sum -2 -1", (x,), True)
+            return self.program.add("div", (whole, float(math.prod(self.full))), True)
+        return self.program.add(" ".join([name, *map(str, dims)]), (x,), True)
 
 
 # ---- simplification --------------------------------------------------------------------------------------------------
@@ -266,7 +353,7 @@ def _clean(program: Program) -> Program:
         if kept == nonnegative:
             break
         nonnegative = kept
-    out = Program(positive=program.positive)
+    out = Program(positive=program.positive, extents=program.extents)
     where: dict[int, Value] = {}
     seen: dict[Any, int] = {}
     signs_out: dict[int, Sign] = {}
@@ -290,13 +377,56 @@ def _clean(program: Program) -> Program:
         where[i] = emit(op.name, inputs, _sign_of(op.name, inputs, signs_out)) if folded is None else folded
     out.outputs = {n: where[v] if isinstance(v, int) else v for n, v in program.outputs.items()}
     out.nonnegative = frozenset(nonnegative)
-    return _used(_scaled_roots(_used(out)))
+    return _used(_scaled_roots(_used(_numbers_outside(out))))
+
+
+def _numbers_outside(program: Program) -> Program:
+    """Numbers and signs taken out of squares and sums: the norm of c x is that of x, which others may need as well."""
+    if not any(reduced(op.name) for op in program.operations):
+        return program
+    out = Program(nonnegative=program.nonnegative, positive=program.positive, extents=program.extents)
+    where: dict[int, int] = {}
+    seen: dict[Any, int] = {}
+
+    def add(name: str, *inputs: Value) -> int:
+        key = (name, tuple((type(x), x) for x in inputs))
+        if key not in seen:
+            seen[key] = out.add(name, inputs, any(map(out.shaped, inputs)))
+        return seen[key]
+
+    def outside(x: Value) -> tuple[Value, Value]:
+        """(c, y) of x = c y."""
+        op = out.operations[x] if out.shaped(x) else None
+        if op is not None and op.name == "neg":
+            return -1.0, op.inputs[0]
+        numbers = [i for i in op.inputs if not out.shaped(i)] if op is not None and op.name == "mul" else []
+        return (numbers[0], next(filter(out.shaped, op.inputs))) if op is not None and numbers else (1.0, x)
+
+    for i, op in enumerate(program.operations):
+        inputs = tuple(where[x] if isinstance(x, int) else x for x in op.inputs)
+        if op.name == "input":
+            where[i] = out.add("input", (), op.shaped)
+            out.names[where[i]] = program.names[i]
+            continue
+        square = op.name == "mul" and op.shaped and inputs[0] == inputs[1]
+        if square or (op.name == "pow" and op.shaped and _is(inputs[1], 2.0)):
+            c, y = outside(inputs[0])
+            product = add("mul", y, y)
+            plain = not isinstance(c, int) and abs(c) == 1.0
+            where[i] = product if plain else add("mul", add("mul", c, c), product)
+        elif op.name.startswith(("sum", "mean")):
+            c, y = outside(inputs[0])
+            where[i] = add(op.name, y) if _is(c, 1.0) else add("mul", c, add(op.name, y))
+        else:
+            where[i] = add(op.name, *inputs)
+    out.outputs = {n: where[v] if isinstance(v, int) else v for n, v in program.outputs.items()}
+    return out
 
 
 def _scaled_roots(program: Program) -> Program:
     """sqrt(x / n) + c as (sqrt(x) + c sqrt(n)) / sqrt(n) for a number n > 0: one operation on entries less."""
     signs = _signs(program, set(program.nonnegative))
-    out = Program(nonnegative=program.nonnegative, positive=program.positive)
+    out = Program(nonnegative=program.nonnegative, positive=program.positive, extents=program.extents)
     where: dict[int, Value] = {}
     positive: set[Value] = set()
     scaled: set[Value] = set()
@@ -305,6 +435,8 @@ def _scaled_roots(program: Program) -> Program:
         """(x, n) of a value x / n."""
         op = out.operations[value] if isinstance(value, int) else None
         if op is None or op.name != "div" or not isinstance(op.inputs[1], int) or value not in known:
+            return None
+        if out.shaped(op.inputs[1]):
             return None
         return op.inputs[0], op.inputs[1]
 
@@ -362,7 +494,7 @@ def _fold(name: str, inputs: tuple[Value, ...], signs: dict[int, Sign], program:
 
 
 def _unguarded(test: int, cases: list[Value], signs: dict[int, Sign], program: Program) -> Value | None:
-    """where(x > 0, (x where x > 0, else 1)^p, 0) = x^p for x >= 0 and p > 0."""
+    """where(x > 0, (x where x > 0, else 1)^p, 0) = x^p for x >= 0 and p > 0; the same of sqrt."""
     op = program.operations[test]
     if op.name != "gt" or not _is(op.inputs[1], 0.0) or not isinstance(op.inputs[0], int):
         return None
@@ -370,8 +502,11 @@ def _unguarded(test: int, cases: list[Value], signs: dict[int, Sign], program: P
     if signs.get(x, "any") == "any" or not isinstance(value, int) or not _is(cases[1], 0.0):
         return None
     then = program.operations[value]
-    if then.name != "pow" or not _positive_part(then.inputs[0], x, program):
+    if then.name not in ("pow", "sqrt") or not _positive_part(then.inputs[0], x, program):
         return None
+    if then.name == "sqrt":
+        signs[len(program.operations)] = "nonnegative"
+        return program.add("sqrt", (x,), program.shaped(x))
     power = then.inputs[1]
     if not isinstance(power, float) or power <= 0.0:
         return None
@@ -403,7 +538,7 @@ def _used(program: Program) -> Program:
     for i in reversed(range(len(program.operations))):
         if i in needed or program.operations[i].name == "input":
             needed.update(x for x in program.operations[i].inputs if isinstance(x, int))
-    out = Program(positive=program.positive)
+    out = Program(positive=program.positive, extents=program.extents)
     where: dict[int, int] = {}
     for i, op in enumerate(program.operations):
         if i not in needed and op.name != "input":
@@ -446,8 +581,10 @@ def _sign_of(name: str, inputs: tuple[Value, ...], signs: Mapping[int, Sign]) ->
         return "any" if "any" in s else "nonnegative"
     if name == "add":
         return "any" if "any" in s else "positive" if "positive" in s else "nonnegative"
-    if name in ("abs", "exp", "sqrt"):
+    if name in ("abs", "exp", "sqrt", "truth"):
         return "nonnegative"
+    if reduced(name):
+        return s[0]
     if name == "pow":
         even = isinstance(inputs[1], float) and inputs[1] % 2 == 0
         return "nonnegative" if even or s[0] != "any" else "any"

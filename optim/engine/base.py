@@ -8,7 +8,9 @@ arithmetic are float32 for 16-bit parameters, which are rounded once.
     options, groups, requirements   what an optimizer is given, and whether it makes sense
     routing, layouts, router        what a parameter is, how it is matrices, and which rule takes it
     facts, batches                  what is decided once: how a tuple is stepped, and which parameters together
-    together, stacked, interpreted  the three ways to step
+    together, staged                the ways to step: a program of entries; over stacks one program, or the tuple
+    stacked, factored               and programs around products of stacks
+    interpreted                     the tuple, a parameter at a time
     states, stored, precision       a parameter's state: as its tuple sees it, and as it is kept
     finite, sharded, layers         gradients that are not finite, DTensors, rules that read the inputs of layers
 """
@@ -37,7 +39,6 @@ from axes.optim.engine.generated import is_plain
 from axes.optim.engine.groups import Named, both_too_long, by_sides, named, rate
 from axes.optim.engine.interpreted import Member, interpret, replay
 from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows, no_hooks
-from axes.optim.engine.one_shape import fits
 from axes.optim.engine.options import (
     Group,
     Options,
@@ -53,6 +54,7 @@ from axes.optim.engine.reports import Report, describe
 from axes.optim.engine.requirements import on_host, require
 from axes.optim.engine.router import Router
 from axes.optim.engine.routing import Role
+from axes.optim.engine.staged import fits
 from axes.optim.engine.together import uncompiled
 from axes.optim.sharding.dtensors import local_shard, spread
 from axes.optim.sharding.sharded import Shards, Work, at_owner

@@ -11,16 +11,17 @@ from axes.core.state_update import StateUpdate
 from axes.optim.engine import stored, trees
 from axes.optim.engine.choice import route
 from axes.optim.engine.factored import Factored
+from axes.optim.engine.facts import facts
 from axes.optim.engine.generated import How
-from axes.optim.engine.one_shape import OneShape
 from axes.optim.engine.options import Group, how
 from axes.optim.engine.places import Places
 from axes.optim.engine.precision import Precision
 from axes.optim.engine.stacked import Stacks, Whole, cut
+from axes.optim.engine.staged import Staged, staged
 from axes.optim.engine.together import Batch, program, start, uncompiled
 
 States = MutableMapping[Tensor, dict[str, Tensor]]
-AnyBatch = Batch | Stacks | Factored | OneShape
+AnyBatch = Batch | Stacks | Factored | Staged
 
 
 @final
@@ -59,8 +60,8 @@ class Batches:
         for some in _alike(group, update, parameters, states, places):
             theirs = [states[p] for p in some]
             layouts = [places.layout(p) for p in some]
-            if chosen == "interpreter":
-                batches.append(OneShape(update, maximize, some, theirs, layouts))
+            if chosen == "interpreter" or chosen == "stacks" and facts(update, maximize).staged:
+                batches.append(Staged(update, maximize, some, theirs, way, layouts, chosen == "stacks"))
                 continue
             if chosen == "stacks":
                 if cut(update, maximize) is None:
@@ -84,8 +85,10 @@ def _alike(
     group: Group, update: StateUpdate, parameters: list[Tensor], states: States, places: Places
 ) -> list[list[Tensor]]:
     """Parameters that can step together; their states get tensors of their own, on the device if the group's are."""
-    by_shape = route(update, group) == "interpreter"
-    traced = program(update, group["maximize"])
+    chosen, maximize = route(update, group), group["maximize"]
+    as_one = chosen == "stacks" and facts(update, maximize).staged
+    traced = program(update, maximize) if chosen == "entrywise" else staged(update, maximize) if as_one else None
+    by_count = chosen == "interpreter" or as_one
     precision = Precision.of(group)
     numbers: list[str] = []
     if traced is not None:
@@ -99,9 +102,7 @@ def _alike(
         same: list[Any] = [float(state[n]) for n in numbers]
         if traced is not None and trees.COUNT in traced.inputs:
             same.append(int(state[trees.COUNT]))
-        if by_shape:
-            same = [parameter.shape, places.layout(parameter), int(state[trees.COUNT])]
-        if precision.draws(parameter):
+        if by_count or precision.draws(parameter):
             same.append(int(state[trees.COUNT]))
         forms = tuple(sorted(stored.forms_of(state).items()))
         members.setdefault((parameter.dtype, parameter.device, tuple(same), forms), []).append(parameter)

@@ -8,6 +8,7 @@ from axes.core.algorithms import Held
 from axes.core.costs import Linear
 from axes.core.facts import fact
 from axes.core.legality import gates
+from axes.core.monoids import Monoid
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
 
@@ -70,11 +71,20 @@ def mixes(update: StateUpdate) -> str | None:
         cost, h, monoid, _, _ = part.parts()
         if not h.entrywise or h.matrix:
             return type(h).__name__
-        if not gates(monoid) <= {"identity", "zero", "scalar", "hadamard"}:
+        if _turns(monoid):
             return type(monoid).__name__
         if isinstance(cost, Linear) and not cost.by_entry:
             return f"a statistic of {cost.of}"
     return "a cost of keys and values" if keyed(update) else None
+
+
+def turns(update: StateUpdate) -> str | None:
+    """The first monoid of a tuple that is more than numbers times entries, or None."""
+    return next((type(m).__name__ for part in parts_of(update) if _turns(m := part.parts().monoid)), None)
+
+
+def _turns(monoid: Monoid) -> bool:
+    return not gates(monoid) <= {"identity", "zero", "scalar", "hadamard"}
 
 
 def require_parameter(update: StateUpdate) -> None:

@@ -1,7 +1,7 @@
 """How the parameters of a group are stepped, and by whom: what every step asks, and `axes.explain` tells.
 
     entrywise    one program over all of them, as a generated kernel or by torch's multi-tensor operations
-    stacks       programs around products of all matrices of one shape
+    stacks       a program over all matrices of one shape, or programs around their products
     interpreter  the tuple itself
 """
 
@@ -40,6 +40,8 @@ def choose(update: StateUpdate, group: Mapping[str, Any], target: Target, plain:
         return Choice(chosen, "reference", _why_interpreted(update, group))
     entrywise = chosen == "entrywise"
     fallen = generated.no_kernel(how(group), target, plain) if entrywise else generated.no_kernels(target)
+    if not entrywise and facts(update, group["maximize"]).staged:
+        fallen = "it takes entries of a matrix together"
     by: Implementation = "torch" if fallen else "triton"
     describe = _entrywise if entrywise else _stacks
     return Choice(chosen, by, describe(update, group, target, fallen))
@@ -76,6 +78,9 @@ def _entrywise(update: StateUpdate, group: Mapping[str, Any], target: Target, fa
 
 
 def _stacks(update: StateUpdate, group: Mapping[str, Any], target: Target, fallen: str | None) -> str:
+    if facts(update, group["maximize"]).staged:
+        reason = f"one program over all matrices of a shape, by torch's multi-tensor operations (no kernel: {fallen})"
+        return reason + _first(update, group)
     apart, sides = cut(update, group["maximize"]), factors(update, group["maximize"])
     if apart is not None:
         about, rest = f"before and after {apart.spectral!r}", program(apart.tail, True) is None
@@ -85,7 +90,7 @@ def _stacks(update: StateUpdate, group: Mapping[str, Any], target: Target, falle
     kernels = "generated kernels where matrices begin at multiples of 16 bytes"
     reason = f"programs {about}, matrices of one shape as one stack; programs are "
     reason += kernels if fallen is None else f"torch's multi-tensor operations (no kernel: {fallen})"
-    reason += "; what follows mixes entries and is interpreted on the stacks" if rest else ""
+    reason += "; what follows takes entries together, by torch's operations over the stacks" if rest else ""
     return reason + _first(update, group)
 
 

@@ -11,6 +11,7 @@ from axes.core.state_update import StateUpdate
 from axes.optim.engine.capabilities import moves_before_closure
 from axes.optim.engine.factored import no_factors
 from axes.optim.engine.stacked import no_cut
+from axes.optim.engine.staged import no_stages
 from axes.optim.engine.together import first_is_special, no_program
 from axes.programs.program import ForgottenNumber
 from axes.routes.choice import Route
@@ -23,6 +24,7 @@ class Facts:
 
     moves: bool  # its gradient is wanted where the parameter is not
     special: bool  # the first datum is
+    staged: bool  # as stacks it is one program
     routes: Mapping[Route, str | None]
     rates: tuple[str, ...]
 
@@ -31,10 +33,12 @@ class Facts:
 def facts(update: StateUpdate, maximize: bool) -> Facts:
     """Of a tuple that ascends or descends."""
     entrywise = no_program(update, maximize)
+    as_stacks, staged = _no_stacks(update, maximize, entrywise)
     return Facts(
         moves_before_closure(update),
         first_is_special(update),
-        {"entrywise": entrywise, "stacks": _no_stacks(update, maximize, entrywise), "interpreter": None},
+        staged,
+        {"entrywise": entrywise, "stacks": as_stacks, "interpreter": None},
         tuple(per.name for per in update.demands()),
     )
 
@@ -48,13 +52,19 @@ def followed(update: StateUpdate) -> bool:
     return True
 
 
-def _no_stacks(update: StateUpdate, maximize: bool, entrywise: str | None) -> str | None:
-    """Why a step is not programs around products of stacks, or None if it is."""
+def _no_stacks(update: StateUpdate, maximize: bool, entrywise: str | None) -> tuple[str | None, bool]:
+    """Why a step over stacks is neither programs around products nor one program, or None, and whether it is the last.
+
+    What is programs around products is not looked at further: to trace numbers may be to ask what they are.
+    """
     if entrywise is None:
-        return "the whole step is one program"
+        return "the whole step is one program", False
+    around: tuple[str | None, ...] = (no_cut(update, maximize), no_factors(update, maximize))
     if update.parts().counts:
-        return "its programs do not know the number of the datum, which a rate depends on"
-    by_spectrum, from_both_sides = no_cut(update, maximize), no_factors(update, maximize)
-    if by_spectrum is None or from_both_sides is None:
-        return None
-    return by_spectrum if by_spectrum == from_both_sides else f"{by_spectrum}, and {from_both_sides}"
+        around = ("programs around products do not know the number of the datum, which a rate depends on",)
+    if None in around:
+        return None, False
+    as_one = no_stages(update, maximize)
+    if as_one is None:
+        return None, True
+    return ", and ".join(dict.fromkeys(map(str, (as_one, *around)))), False

@@ -2,8 +2,8 @@
 
 A tuple is cut at its filter with a `Spectral` geometry. What comes before is a program on entries that writes the
 filter's argument into one stack for each shape, in the dtype of the products; the products take whole stacks; what
-comes after is a program again (Muon: the decayed step), or, where it mixes entries (NorMuon: row norms), the
-interpreter on stacks. States are the interpreter's, name by name.
+comes after is a program again (Muon: the decayed step), over stacks where it takes entries together (NorMuon: row
+norms). States are the interpreter's, name by name.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from axes.optim.engine.capabilities import parts_of, vectors
 from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT
 from axes.optim.engine.layouts import PLAIN, Layout
+from axes.optim.engine.staged import BLOCK, Shape, over_stacks
 from axes.optim.engine.together import (
     copied,
     first_is_special,
@@ -186,7 +187,7 @@ class ListProgram:
             return
         lists = {**self.views, GRADIENT: self._cut(gradients)}
         self.joined.enter(lists[GRADIENT])
-        values = self._values(rates, gradients[0].device)
+        values = values_of(self.program, rates, gradients[0].device)
         for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
             self.schedule.run(group, values, self.fits)
         self.joined.leave()
@@ -204,15 +205,17 @@ class ListProgram:
         parts = self.kernel.squares.split([members * chunks for members, chunks in sizes])
         return [x.view(size) for x, size in zip(parts, sizes, strict=True)]
 
-    def _values(self, rates: Mapping[str, float | Tensor], device: torch.device) -> list[Any]:
-        if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in rates.values()):
-            return list(self.program.numbers({n: float(x) for n, x in rates.items()}))
-        number = functools.partial(torch.as_tensor, dtype=torch.float64, device=device)
-        return list(self.program.tensors({n: number(x).reshape(()) for n, x in rates.items()}))
-
     def _cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         flat = [x.reshape(-1) for x in tensors]
         return [[flat[i] if b - a == flat[i].numel() else flat[i][a:b] for i, a, b in group] for group in self.blocks]
+
+
+def values_of(found: Program, rates: Mapping[str, float | Tensor], device: torch.device) -> list[Any]:
+    """The numbers of a program that reads rates alone, beside the tensors if one of these is."""
+    if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in rates.values()):
+        return list(found.numbers({n: float(x) for n, x in rates.items()}))
+    number = functools.partial(torch.as_tensor, dtype=torch.float64, device=device)
+    return list(found.tensors({n: number(x).reshape(()) for n, x in rates.items()}))
 
 
 def readable(gradients: list[Tensor], wide: torch.dtype, head: ListProgram) -> list[Tensor]:
@@ -320,6 +323,7 @@ class Stacks:
             self.tail = ListProgram(traced, {PARAMETER: [self.inside[i] for i in self.order]}, None)
         else:
             self.kept = [self._stacked(some) for some in self.members]
+            self.ends = [self._end(shape) for shape in by_shape]
         self.own = [x for s in states for x in s.values()]
         self.places = list(map(Tensor.data_ptr, parameters))
         bound = sum(x.numel() for x in self.stacks) <= _HOST_BOUND
@@ -354,8 +358,8 @@ class Stacks:
         if self.tail is not None:
             self.tail.step(self._divided(directions), rates, found, None)
         else:
-            for some, kept, direction in zip(self.members, self.kept, directions, strict=True):
-                self._interpret(some, kept, direction.to(self.wide), rates)
+            for some, kept, end, direction in zip(self.members, self.kept, self.ends, directions, strict=True):
+                self._finish(some, kept, end, direction.to(self.wide), rates)
         if self.shown:
             torch._foreach_copy_([p for p, _ in self.shown], [x for _, x in self.shown])
         if self.hosted is not None:
@@ -425,12 +429,39 @@ class Stacks:
         inner = int(place) - self.cut.place - 1
         return None if inner < 0 else f"via.{inner}.{rest}"
 
-    def _interpret(
-        self, some: list[int], kept: dict[str, Tensor], direction: Tensor, rates: Mapping[str, float | Tensor]
+    def _end(self, shape: Shape) -> Schedule | None:
+        """The tail as a program over stacks of this shape, where it is one that reads rates alone."""
+        found = over_stacks(self.cut.tail, True, shape, self.wide)
+        if found is None or any(trees.responds(n) for n in found.program.inputs):
+            return None
+        return found
+
+    def _finish(
+        self,
+        some: list[int],
+        kept: dict[str, Tensor],
+        end: Schedule | None,
+        direction: Tensor,
+        rates: Mapping[str, float | Tensor],
     ) -> None:
-        tail, shape = self.rest, direction.shape[1:]
+        """The tail over one stack."""
+        shape = direction.shape[1:]
         inside = [self.inside[i].view(-1, *shape) for i in some]
-        weights = torch.cat(inside).to(self.wide)
+        weights = (inside[0] if len(inside) == 1 else torch.cat(inside)).to(self.wide)
+        if end is None:
+            weights = self._interpret(kept, weights, direction, rates)
+        else:
+            values = values_of(end.program, rates, weights.device)
+            lists = {PARAMETER: weights, GRADIENT: direction, **kept}
+            size = max(1, BLOCK // shape.numel()) if weights.is_cpu else len(weights)
+            for part in zip(*(lists[n].split(size) for n in end.names), strict=True):
+                end.run([[x] for x in part], values)
+        torch._foreach_copy_(inside, list(weights.split([self.counts[i] for i in some])))
+
+    def _interpret(
+        self, kept: dict[str, Tensor], weights: Tensor, direction: Tensor, rates: Mapping[str, float | Tensor]
+    ) -> Tensor:
+        tail = self.rest
         counted = {n: torch.ones((), dtype=torch.int64) for n in self._tail_counts}
         state: State = trees.unflatten(tail, {**kept, **counted}, weights)
         given = {n: x.to(self.wide) if isinstance(x, Tensor) else x for n, x in rates.items()}
@@ -438,7 +469,7 @@ class Stacks:
         after = trees.flatten(tail, state)
         for name, x in kept.items():
             x.copy_(after[name])
-        torch._foreach_copy_(inside, list(out.weights[0].split([self.counts[i] for i in some])))
+        return out.weights[0]
 
     @functools.cached_property
     def _tail_counts(self) -> list[str]:

@@ -60,19 +60,31 @@ def no_program(update: StateUpdate, maximize: bool = False) -> str | None:
 @uncompiled()
 def _program(update: StateUpdate, maximize: bool) -> Program | str:
     """The program of one step on a parameter, or why there is none."""
+    if (reason := reads_more(update)) is not None:
+        return reason
+    if (what := mixes(update)) is not None:
+        return f"mixes entries: {what}"
+    return traced(update, maximize, torch.ones(_SHAPE))
+
+
+def reads_more(update: StateUpdate) -> str | None:
+    """What a step reads besides the gradient and numbers, or None."""
     if keyed(update):
         return "reads the inputs of layers"
     if vectors(update) or any(per.shape != "scalar" for per in update.demands()):
         return "reads rates or gates that are no single number"
-    if (what := mixes(update)) is not None:
-        return f"mixes entries: {what}"
+    return None
+
+
+def traced(update: StateUpdate, maximize: bool, like: Tensor, stack: bool = False) -> Program | str:
+    """The program of a step on a parameter like this one, or why there is none. stack: for stacks of such matrices."""
     rates = tuple(per.name for per in update.demands())
     counted = (COUNT,) if update.parts().counts else ()
     with torch.no_grad():
-        datum = {GRADIENT: torch.ones(_SHAPE), **{name: torch.tensor(0.5) for name in rates}}
-        flat = trees.flatten(update, update.init(datum, (torch.ones(_SHAPE),)))
-        shaped = tuple(n for n, x in flat.items() if x.numel() > 1)
-        numbers = tuple(n for n, x in flat.items() if x.numel() == 1 and not trees.counts(n))
+        datum = {GRADIENT: like, **{name: torch.tensor(0.5, device=like.device) for name in rates}}
+        flat = trees.flatten(update, update.init(datum, (like,)))
+        numbers = tuple(n for n, x in flat.items() if (trees.responds(n) if stack else is_number(n, x)))
+        shaped = tuple(n for n in flat if n not in numbers and not trees.counts(n))
         counts = {n: torch.ones_like(x) for n, x in flat.items() if trees.counts(n)}  # only the first datum is special
 
         def step(values: dict[str, Tensor]) -> Mapping[str, Tensor]:
@@ -88,10 +100,16 @@ def _program(update: StateUpdate, maximize: bool) -> Program | str:
                 **{n: after[n].reshape(()) for n in numbers},
             }
 
+        examples = {PARAMETER: like, GRADIENT: like, **{n: flat[n] for n in shaped}} if stack else None
         try:
-            return trace(step, (PARAMETER, GRADIENT, *shaped), (*numbers, *rates, *counted))
+            return trace(step, (PARAMETER, GRADIENT, *shaped), (*numbers, *rates, *counted), examples)
         except NotElementwise as error:
             return f"is no program: {error}"
+
+
+def is_number(name: str, x: Tensor) -> bool:
+    """Whether what a state has under this name is one number that is no count."""
+    return x.numel() == 1 and not trees.counts(name)
 
 
 def first_is_special(update: StateUpdate) -> bool:
@@ -108,6 +126,62 @@ def schedule(update: StateUpdate, maximize: bool) -> Schedule:
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+@final
+class Numbers:
+    """What the states of parameters that step together have besides their shaped tensors: counts, and equal numbers.
+
+    Members' own are views of one tensor each, so that one operation moves them all.
+    """
+
+    def __init__(self, program: Program, states: list[dict[str, Tensor]], how: How) -> None:
+        self.names = [n for n, i in program.inputs.items() if n in program.outputs and not program.shaped(i)]
+        self.counted = COUNT in program.inputs
+        self.counts = together(states, [n for n in states[0] if trees.counts(n)])  # the parameter's own is the first
+        self.copies = {n: together(states, [n]) for n in self.names}
+        self.held, self.versions = self._read() if how == "host" else ({}, [])
+
+    def _read(self) -> tuple[dict[str, float], list[int]]:
+        """The numbers of the state, on the host, and which versions of them these are."""
+        return {n: float(x[0]) for n, x in self.copies.items()}, list(map(_version, self.copies.values()))
+
+    def given(self, rates: Mapping[str, float]) -> dict[str, float]:
+        """The numbers that a program is given, on the host."""
+        if list(map(_version, self.copies.values())) != self.versions:  # a step that a flag called off was put back
+            self.held, self.versions = self._read()
+        own = {COUNT: self.counts[0].item()} if self.counted else {}
+        return {**self.held, **rates, **own}
+
+    def take(self, program: Program, values: Sequence[float]) -> None:
+        """The numbers that it leaves."""
+        for name in self.names:
+            value = program.outputs[name]
+            exact = values[value] if isinstance(value, int) else value
+            self.copies[name].fill_(exact)
+            self.held[name] = rounded(exact, self.copies[name].dtype)  # as a resumed run will read it
+        self.versions = list(map(_version, self.copies.values()))
+
+    def beside(self, rates: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
+        """The numbers that a program is given, beside the tensors: nothing waits for a device."""
+        like = self.counts
+        given = {n: x[0].to(torch.float64) for n, x in self.copies.items()}
+        for n, x in rates.items():
+            if isinstance(x, Tensor):
+                given[n] = x.to(like.device, torch.float64).reshape(())
+            else:
+                given[n] = torch.full((), x, dtype=torch.float64, device=like.device)
+        if self.counted:
+            given[COUNT] = self.counts[0].to(torch.float64)
+        return given
+
+    def put(self, program: Program, values: Sequence[float | Tensor]) -> None:
+        """The numbers that it leaves there."""
+        for name in self.names:
+            value = program.outputs[name]
+            exact = values[value] if isinstance(value, int) else value
+            self.copies[name].copy_(exact) if isinstance(exact, Tensor) else self.copies[name].fill_(exact)
+
 
 @final
 class Batch:
@@ -136,13 +210,7 @@ class Batch:
             how = "fused"
         self.parameters, self.states, self.how, self.streams, self.seed = parameters, states, how, streams, seed
         names = self.schedule.names
-        self.numbers = [n for n in self.schedule.program.outputs if n not in names]
-        counts = [n for n in states[0] if trees.counts(n)]  # the parameter's own is the first
-        self.counted = COUNT in self.schedule.program.inputs
-        # members' counts and numbers are views of one tensor each, so that one operation moves them all
-        self.counts = together(states, counts)
-        self.copies = {n: together(states, [n]) for n in self.numbers}
-        self.held, self.versions = self._read() if how == "host" else ({}, [])
+        self.numbers = Numbers(self.schedule.program, states, how)
         self.forms = stored.forms_of(states[0])
         self.coded = {n: f for n, f in self.forms.items() if n != PARAMETER}
         self.own = [x for s in states for x in s.values()]
@@ -190,40 +258,16 @@ class Batch:
         else:
             self._on_host({n: float(x) for n, x in rates.items()})
 
-    def _read(self) -> tuple[dict[str, float], list[int]]:
-        """The numbers of the state, on the host, and which versions of them these are."""
-        return {n: float(x[0]) for n, x in self.copies.items()}, list(map(_version, self.copies.values()))
-
     @uncompiled()
     def _on_host(self, rates: Mapping[str, float]) -> None:
-        if list(map(_version, self.copies.values())) != self.versions:  # a step that a flag called off was put back
-            self.held, self.versions = self._read()
-        own = {COUNT: self.counts[0].item()} if self.counted else {}
-        values = self.schedule.program.numbers({**self.held, **rates, **own})
+        values = self.schedule.program.numbers(self.numbers.given(rates))
         self._run(values)
-        for name in self.numbers:
-            value = self.schedule.program.outputs[name]
-            exact = values[value] if isinstance(value, int) else value
-            self.copies[name].fill_(exact)
-            self.held[name] = rounded(exact, self.copies[name].dtype)  # as a resumed run will read it
-        self.versions = list(map(_version, self.copies.values()))
+        self.numbers.take(self.schedule.program, values)
 
     def _on_device(self, rates: Mapping[str, float | Tensor]) -> None:
-        like = self.counts
-        given = {n: x[0].to(torch.float64) for n, x in self.copies.items()}
-        for n, x in rates.items():
-            if isinstance(x, Tensor):
-                given[n] = x.to(like.device, torch.float64).reshape(())
-            else:
-                given[n] = torch.full((), x, dtype=torch.float64, device=like.device)
-        if self.counted:
-            given[COUNT] = self.counts[0].to(torch.float64)
-        values = self.schedule.program.tensors(given)
+        values = self.schedule.program.tensors(self.numbers.beside(rates))
         self._run(values)
-        for name in self.numbers:
-            value = self.schedule.program.outputs[name]
-            exact = values[value] if isinstance(value, int) else value
-            self.copies[name].copy_(exact) if isinstance(exact, Tensor) else self.copies[name].fill_(exact)
+        self.numbers.put(self.schedule.program, values)
 
     def _run(self, values: Sequence[float | Tensor]) -> None:
         """The program over all blocks, given its numbers."""
@@ -244,7 +288,7 @@ class Batch:
         for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
             self.schedule.run(group, values, fits)
         self.joined.leave()
-        self.counts.add_(1)
+        self.numbers.counts.add_(1)
         for i, copy in enumerate(copies):
             parameter, state = self.parameters[i], self.states[i]
             random = None if self.streams is None else (state[trees.COUNT], self.streams[i], self.seed)
@@ -294,9 +338,9 @@ class Batch:
         tensors[PARAMETER] = [x if fits_kernels(x) else copied(x, x.dtype) for x in shown]
         pairs = [(x, y) for x, y in zip(shown, tensors[PARAMETER], strict=True) if x is not y]
         self.shown, self.inside = [x for x, _ in pairs], [y for _, y in pairs]  # what is stepped as a copy
-        counts = self.counts.view(-1)
+        counts = self.numbers.counts.view(-1)
         counts = counts.to(shown[0].device, copy=True) if self.hosted else counts
-        return Fused(program, tensors, self.forms, self.copies, counts, self.streams, self.seed)
+        return Fused(program, tensors, self.forms, self.numbers.copies, counts, self.streams, self.seed)
 
     @uncompiled()
     def _launch(self, rates: Mapping[str, float | Tensor], found: Tensor | None, scale: Tensor | None) -> None:
@@ -311,7 +355,7 @@ class Batch:
         if self.inside:
             torch._foreach_copy_(self.shown, self.inside)
         if self.hosted:
-            self.counts.add_(1)
+            self.numbers.counts.add_(1)
 
 
 def unchanged(

@@ -23,6 +23,11 @@ def counts(name: str) -> bool:
     return name.rsplit(".", 1)[-1] == COUNT
 
 
+def responds(name: str) -> bool:
+    """Whether a tensor of a state is the response to a unit drive: one number, whatever the gradients are."""
+    return name.rsplit(".", 1)[-1] == "norm"
+
+
 def keeps_theta(update: StateUpdate) -> bool:
     """Whether the parameter does not determine theta: a lazy mirror map, or an output that is read elsewhere."""
     p = update.parts()

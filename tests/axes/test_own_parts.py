@@ -153,10 +153,10 @@ def test_a_declared_geometry_steps_as_one_program() -> None:
     check_declarations(rule(Declared()))
 
 
-def test_what_is_not_declared_is_interpreted() -> None:
+def test_what_is_not_declared_steps_over_stacks() -> None:
     p, optimizer = stepped(rule(Silent()))
     choice = axes.select(optimizer)
-    assert choice.route == "interpreter" and "mixes entries: Silent" in choice.reason
+    assert choice[:2] == ("stacks", "torch") and "mixes entries: Silent" in axes.explain(optimizer)
     torch.testing.assert_close(p, stepped(rule(Declared()))[0], rtol=0, atol=1e-6)
 
 
@@ -164,7 +164,7 @@ def test_a_false_declaration_is_found() -> None:
     """The program is traced, not believed; and the common suite says so."""
     p, optimizer = stepped(rule(Lying()))
     choice = axes.select(optimizer)
-    assert choice.route == "interpreter" and "is no program" in choice.reason
+    assert choice.route == "stacks" and "is no program" in axes.explain(optimizer)
     torch.testing.assert_close(p, stepped(rule(Lying()), foreach=False)[0])
     with pytest.raises(AssertionError, match="acts entry by entry, and mixes them"):
         check_declarations(rule(Lying()))

@@ -81,17 +81,17 @@ class Counts:
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
-    found, make_fx, built = Counts(), program.make_fx, forms._built
+    found, record, built = Counts(), program._Recorded, forms._built
 
     def traced(*given: Any, **named: Any) -> Any:
         found.traced += 1
-        return make_fx(*given, **named)
+        return record(*given, **named)
 
     def build(*given: Any) -> Any:
         found.built += 1
         return built(*given)
 
-    monkeypatch.setattr(program, "make_fx", traced)
+    monkeypatch.setattr(program, "_Recorded", traced)
     monkeypatch.setattr(forms, "_built", build)
     yield found
 

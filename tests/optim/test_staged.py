@@ -1,0 +1,211 @@
+"""What takes entries together is one program over stacks: the same as the interpreter, whatever the shapes are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import axes
+from axes import optim
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Given, Linear
+from axes.core.geometry import Context, Geometry
+from axes.core.geometry.bregman import NO_CONTEXT
+from axes.core.monoids import Zero
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.optim.engine import staged as engine
+from axes.optim.engine.staged import Staged, staged
+from axes.optim.rules import wrappers
+from axes.programs import batched
+from axes.programs.batched import Schedule
+from axes.programs.program import NotElementwise, trace
+
+ADAM = optim.AdamW.declare()
+SHAPES = ((4, 3), (4, 3), (3,), (1,), (5, 1), (1, 6), (4, 4), (6, 4), (2, 3, 2, 2), (300, 70), (4, 3))
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Own(Geometry):
+    """Every row over its largest entry, in proportion to the leaf's mean size: nobody's but this test's."""
+
+    is_potential = False
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        largest = theta.abs().amax(-1, keepdim=True)
+        return theta / (largest + 0.1) * theta.abs().mean((-2, -1), keepdim=True)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Product(Geometry):
+    """theta theta^T theta, which is no program."""
+
+    is_potential = False
+
+    def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        return theta @ theta.mT @ theta
+
+
+def rule(h: Geometry) -> StateUpdate:
+    return StateUpdate(
+        Given(), algorithm=Step(Per("lr"), via=(Momentum(0.5, "ema"), StateUpdate(Linear(), h, Zero())))
+    ).normal()
+
+
+def wrapped(update: StateUpdate) -> Callable[..., Any]:
+    made = optim.optimizer(update)
+    return lambda ps, **options: made(ps, lr=0.01, **options)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "LAMB": lambda ps, **o: optim.LAMB(ps, **o),
+    "LAMB, bounds": lambda ps, **o: optim.LAMB(ps, bounds=(0.1, 2.0), bias_correction=False, **o),
+    "LARS": lambda ps, **o: optim.LARS(ps, weight_decay=0.1, **o),
+    "Adafactor": lambda ps, **o: optim.Adafactor(ps, weight_decay=0.1, **o),
+    "Adafactor, added": lambda ps, **o: optim.Adafactor(ps, guard="added", momentum=0.9, maximize=True, **o),
+    "MARS": lambda ps, **o: optim.MARS(ps, **o),
+    "clipped": wrapped(wrappers.clipped(ADAM, 0.5)),
+    "clipped, rms": wrapped(wrappers.clipped(ADAM, 0.01, "rms")),
+    "cautious": wrapped(wrappers.cautious(ADAM)),
+    "rows": wrapped(wrappers.rotational(ADAM, "rows")),
+    "own": wrapped(rule(Own())),
+}
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)) for s in SHAPES]
+
+
+def walk(optimizer: Any, ps: list[nn.Parameter], steps: int = 4) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for t in range(steps):
+        for i, p in enumerate(ps):
+            g = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+            p.grad = None if t == 3 and i in (0, 5) else g
+        before = [None if p.grad is None else p.grad.clone() for p in ps]
+        optimizer.step()
+        for p, g in zip(ps, before, strict=True):
+            assert (p.grad is None) == (g is None) and (g is None or torch.equal(p.grad, g))  # nobody writes to it
+
+
+def batches(optimizer: Any) -> list[Staged]:
+    return [b for *_, some in optimizer._batches.made.values() for b in some if isinstance(b, Staged)]
+
+
+def same(ps: list[nn.Parameter], qs: list[nn.Parameter], a: Any, b: Any, bound: float) -> None:
+    for p, q in zip(ps, qs, strict=True):
+        torch.testing.assert_close(p, q, rtol=bound, atol=bound)
+        assert a.state[p].keys() == b.state[q].keys()
+        for name, x in a.state[p].items():
+            y = b.state[q][name]
+            assert x.shape == y.shape and x.dtype == y.dtype, name
+            torch.testing.assert_close(x, y, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("name", "capturable"), [*((name, False) for name in RULES), ("LAMB", True), ("Adafactor", True), ("rows", True)]
+)
+def test_programs_over_stacks_step_as_the_interpreter_does(name: str, capturable: bool) -> None:
+    ps, qs = parameters(), parameters()
+    a, b = RULES[name](ps, capturable=capturable), RULES[name](qs, foreach=False, capturable=capturable)
+    walk(a, ps)
+    walk(b, qs)
+    assert axes.select(a)[:2] == ("stacks", "torch") and axes.select(b).route == "interpreter"
+    assert batches(a) and all(batch.programmed for batch in batches(a)) and not batches(b)
+    same(ps, qs, a, b, 4e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_16_bit_parameters_and_others_than_contiguous_ones_step_as_copies(dtype: torch.dtype) -> None:
+    ps, qs = parameters(dtype), parameters(dtype)
+    odd = [nn.Parameter(p.detach().mT.contiguous().mT) if p.ndim == 2 else p for p in ps]
+    assert not odd[0].is_contiguous()
+    a, b = optim.LAMB(odd), optim.LAMB(qs, foreach=False)
+    walk(a, odd)
+    walk(b, qs)
+    same(odd, qs, a, b, 1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("name", ["LAMB", "Adafactor", "own"])
+def test_a_stack_is_cut_where_no_more_fits_in_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "BLOCK", 12)
+    monkeypatch.setattr(engine, "_TOGETHER", 12)
+    ps, qs = parameters(), parameters()
+    a, b = RULES[name](ps), RULES[name](qs, foreach=False)
+    walk(a, ps)
+    walk(b, qs)
+    assert any(len({x.shape[1:] for x in batch.blocks}) < len(batch.blocks) for batch in batches(a))
+    same(ps, qs, a, b, 4e-15)
+
+
+def test_what_is_a_program_over_stacks_and_what_is_not() -> None:
+    assert "sum -2 -1" in str(staged(optim.LAMB.declare().normal()))
+    assert "amax -1" in str(staged(rule(Own())))
+    assert staged(rule(Product())) is None and staged(optim.PSGDKron.declare().normal()) is None
+    ps, qs = parameters()[:3], parameters()[:3]
+    a, b = wrapped(rule(Product()))(ps), wrapped(rule(Product()))(qs, foreach=False)
+    walk(a, ps, 2), walk(b, qs, 2)
+    assert axes.select(a).route == "interpreter" and batches(a) and not any(x.programmed for x in batches(a))
+    same(ps, qs, a, b, 1e-12)
+
+
+def test_a_norm_that_is_another_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: an inner product that forgets a factor."""
+    inner = batched._inner_of
+    monkeypatch.setattr(batched, "_inner_of", lambda x, y: 0.5 * inner(x, y))
+    ps, qs = parameters(), parameters()
+    a, b = RULES["clipped"](ps), RULES["clipped"](qs, foreach=False)
+    walk(a, ps)
+    walk(b, qs)
+    with pytest.raises(AssertionError):
+        same(ps, qs, a, b, 1e-6)
+
+
+def stack(*shape: int) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def test_sums_of_what_was_repeated_and_of_other_dimensions_are_refused() -> None:
+    like = {"parameter": stack(3, 5), "g": stack(3, 5), "r": stack(3, 1)}
+
+    def repeated(v: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"parameter": v["r"].expand(3, 5).sum(-1, keepdim=True) * v["g"], "r": v["r"]}
+
+    def flat(v: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"parameter": v["g"] * v["g"].sum(), "r": v["r"]}
+
+    for step, words in ((repeated, "repeated"), (flat, "dimensions")):
+        with pytest.raises(NotElementwise, match=words):
+            trace(step, ("parameter", "g", "r"), (), like)
+
+
+def test_rows_beside_columns_are_broadcast_and_values_are_no_constants() -> None:
+    """Value 2 is not the constant 2: an average that nobody reads again is overwritten, not copied."""
+
+    def step(v: dict[str, Tensor]) -> dict[str, Tensor]:
+        m = 0.5 * v["m"] + v["g"]
+        outer = v["r"] + v["g"].mean(-2, keepdim=True)
+        return {"parameter": v["parameter"] ** 2 + outer * m - v["r"], "m": m, "r": v["r"] * 2.0}
+
+    like = {"parameter": stack(3, 5), "g": stack(3, 5), "m": stack(3, 5), "r": stack(3, 1)}
+    names = ("parameter", "g", "m", "r")
+    for alone in (False, True):
+        schedule = Schedule(trace(step, names, (), like), alone=alone)
+        assert not any(s.name == "copy" and schedule.names[s.target] == "m" for s in schedule.steps)
+        generator, count = torch.Generator().manual_seed(0), 1 if alone else 4
+        given = {
+            n: torch.randn(count, *like[n].shape, generator=generator, dtype=torch.float64) for n in names
+        }
+        held = {n: x.clone() for n, x in given.items()}
+        schedule.run([[held[n]] for n in schedule.names], schedule.program.numbers({}))
+        for name, expected in step(given).items():
+            torch.testing.assert_close(held[name], expected)
+        assert torch.equal(held["g"], given["g"])
