@@ -112,7 +112,8 @@ class _Calls:
         kind = x.device.type
         look = (
             run, facts, grad, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-            torch.is_inference_mode_enabled(), _told(), *[held["training"] for held in self.held], *map(_look, (x, *given)),
+            torch.is_inference_mode_enabled(), _told(), *[held["training"] for held in self.held],
+            *map(_look, (x, *given)),
         )  # fmt: skip
         line = self.lines.get(look)
         record = grad and any(p.requires_grad for p in tensors)
