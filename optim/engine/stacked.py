@@ -214,8 +214,14 @@ def values_of(found: Program, rates: Mapping[str, float | Tensor], device: torch
     """The numbers of a program that reads rates alone, beside the tensors if one of these is."""
     if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in rates.values()):
         return list(found.numbers({n: float(x) for n, x in rates.items()}))
-    number = functools.partial(torch.as_tensor, dtype=torch.float64, device=device)
-    return list(found.tensors({n: number(x).reshape(()) for n, x in rates.items()}))
+    return list(found.tensors({n: _beside(x, device) for n, x in rates.items()}))
+
+
+def _beside(x: float | Tensor, device: torch.device) -> Tensor:
+    """A number as a tensor there, without a copy from the host, which would wait."""
+    if isinstance(x, Tensor):
+        return x.to(device, torch.float64).reshape(())
+    return torch.full((), x, dtype=torch.float64, device=device)
 
 
 def readable(gradients: list[Tensor], wide: torch.dtype, head: ListProgram) -> list[Tensor]:
