@@ -444,7 +444,11 @@ class Optimizer(torch.optim.Optimizer):
             alone = set(late) if not interpreted and facts(update, group["maximize"]).special else set()
             together = [p for p in parameters if p not in alone]
             if together:
-                self._advance_together(group, update, self._batched(group, update, together))
+                batches = self._batched(group, update, together)
+                if (form := self.form_for(group)) is not update:  # their programs asked what is not so of these numbers
+                    self._fresh.update(late)
+                    return self._advance(group, form, parameters)
+                self._advance_together(group, update, batches)
             parameters = late if alone else []
         if parameters:
             self._interpret(group, update, parameters)

@@ -576,7 +576,7 @@ def test_the_catalogue_fields_are_there() -> None:
     assert len(set(names)) == len(names) == len(INSTANCES) + 1
     for cls in (*optim.ALL, optim.ExactNaturalGradient):
         assert cls.paper and cls.equation and cls.differs and cls.bibtex.startswith("@") and cls.default_lr > 0
-        own = {"average"} if cls is optim.ScheduleFree else set()  # which it sets itself
+        own = {optim.ScheduleFree: {"average"}, optim.Prodigy: {"distance"}}.get(cls, set())  # set by themselves
         assert {"lr", "weight_decay"} | own == {per.name for per in cls.update.demands()}
 
 

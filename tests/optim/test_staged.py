@@ -209,3 +209,16 @@ def test_rows_beside_columns_are_broadcast_and_values_are_no_constants() -> None
         for name, expected in step(given).items():
             torch.testing.assert_close(held[name], expected)
         assert torch.equal(held["g"], given["g"])
+
+
+def test_a_program_that_asks_what_is_not_so_of_a_groups_numbers_makes_another_tuple() -> None:
+    """d sqrt(12) is 1 in one of two groups that were alike until a program for 3 x 4 looked."""
+    found = []
+    for d in (0.7, 12**-0.5):
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+        optimizer = optim.Adafactor([p], d=d, eps=(None, 0.00123))
+        for _ in range(2):
+            p.grad = p.detach().cos()
+            optimizer.step()
+        found.append(p.detach().clone())
+    assert torch.isfinite(found[1]).all() and not torch.equal(*found)
