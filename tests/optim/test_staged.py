@@ -212,7 +212,7 @@ def test_rows_beside_columns_are_broadcast_and_values_are_no_constants() -> None
 
 
 def test_a_program_that_asks_what_is_not_so_of_a_groups_numbers_makes_another_tuple() -> None:
-    """Two groups are alike until a program for 16 x 16 asks whether d times 16 is one, which the first does not need."""
+    """Two groups are alike until a program for 16 x 16 asks whether d times 16 is one; the first does not need it."""
     for d, shapes in ((1.0, ((3, 4),)), (0.0625, ((3, 4), (16, 16)))):
         ps = [torch.nn.Parameter(torch.linspace(-1, 1, m * n).view(m, n)) for m, n in shapes]
         optimizer = optim.Adafactor(ps, d=d, eps=(None, 0.00123))
