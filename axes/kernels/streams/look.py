@@ -42,8 +42,9 @@ from axes.kernels.streams.mix import _Cut, _forward_read, _places, _stream, _sum
 CHARTS = ("sigmoid", "softmax", "first")
 _TERMS = 2  # of bfloat16 that phi is taken in beside streams of bfloat16
 _PROGRAMS = 1024  # enough of them to fill a GPU
-_LAUNCH = {"project": (128, 64, 8, 3), "give": (64, 64, 8, 3), "give, tf32": (32, 64, 8, 2)}
-# of each, tokens and columns of a tile, warps, stages
+_LAUNCH = {  # of each, tokens and columns of a tile, warps, stages
+    "project": (128, 64, 8, 3), "project, wide": (64, 64, 8, 3), "give": (64, 64, 8, 3), "give, tf32": (32, 64, 8, 2),
+}  # fmt: skip
 _WARPS = 4  # of the others
 
 
@@ -339,7 +340,7 @@ def _forward(
     pre, entries, seen, kept = _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
     if not x.numel():
         return pre, entries, seen, kept
-    rows, options = shape.tokens * shape.groups, _options("project", x, shape.side)
+    rows, options = shape.tokens * shape.groups, _options("project" if shape.side <= 64 else "project, wide", x, shape.side)
     tiles = cdiv(rows, options["ROWS"])
     span, parts = _cut(cdiv(shape.width, options["COLUMNS"]), tiles)
     products, moments = entries.new_empty(parts, rows, shape.entries), entries.new_empty(parts, 2, rows)
