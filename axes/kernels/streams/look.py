@@ -340,7 +340,8 @@ def _forward(
     pre, entries, seen, kept = _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
     if not x.numel():
         return pre, entries, seen, kept
-    rows, options = shape.tokens * shape.groups, _options("project" if shape.side <= 64 else "project, wide", x, shape.side)
+    options = _options("project" if shape.side <= 64 else "project, wide", x, shape.side)
+    rows = shape.tokens * shape.groups
     tiles = cdiv(rows, options["ROWS"])
     span, parts = _cut(cdiv(shape.width, options["COLUMNS"]), tiles)
     products, moments = entries.new_empty(parts, rows, shape.entries), entries.new_empty(parts, 2, rows)
