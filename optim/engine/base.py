@@ -444,9 +444,10 @@ class Optimizer(torch.optim.Optimizer):
             alone = set(late) if not interpreted and facts(update, group["maximize"]).special else set()
             together = [p for p in parameters if p not in alone]
             if together:
+                own = self.form_for(group) is update  # what stands for shards is stepped by the form of its parameter
                 batches = self._batched(group, update, together)
-                if (form := self.form_for(group)) is not update:  # their programs asked what is not so of these numbers
-                    self._fresh.update(late)
+                if own and (form := self.form_for(group)) is not update:
+                    self._fresh.update(late)  # the programs asked what is not so of this group's numbers
                     return self._advance(group, form, parameters)
                 self._advance_together(group, update, batches)
             parameters = late if alone else []

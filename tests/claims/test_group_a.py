@@ -54,6 +54,9 @@ def _unit_radius(self: Sphere, theta: Tensor, context: Any = None) -> Tensor:
     return theta / (theta.square().sum(self._dims(theta), keepdim=True) + 1e-24).sqrt()
 
 
+_unit_streams: Any = property(lambda self: (self.axis, 1.0))  # mixers normalise by torch's RMSNorm
+
+
 def _doubled(self: Spectral, theta: Tensor, context: Any = None) -> Tensor:
     u, _, vh = torch.linalg.svd(theta, full_matrices=False)
     return 2 * u @ vh
@@ -67,7 +70,8 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "weight decay without the step size": ((Decay, "element", _decay_without_rate), ("A08", "A31")),
     "half a write": ((Matrix, "vjp", _half_write), ("A10", "A23", "A34")),
     "a step without its rate": ((Memory, "add", _full_step), ("A01", "A05", "A07")),
-    "a sphere of the wrong radius": ((Sphere, "primal", _unit_radius), ("A35", "A36")),
+    "a sphere of the wrong radius": ((Sphere, "primal", _unit_radius), ("A35",)),
+    "streams on a sphere of the wrong radius": ((Sphere, "sphere", _unit_streams), ("A36",)),
     "twice the polar factor": ((Spectral, "primal", _doubled), ("A28", "A29", "A32")),
 }
 
