@@ -15,7 +15,6 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from axes.depth import kernels
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes.choice import Choice, Implementation, Plan, Target, require_named
 from axes.routes.parameters import some_parameter
+from axes.routes.precision import own_precision
 
 Streams = Tensor | State
 
@@ -65,7 +65,7 @@ class DepthMixer(nn.Module, ABC):
         entry: what enters stands in every stream ("copies"), or in the first one and zeros in the others ("first").
         implementation: who reads and writes, by name reference, torch or triton; None, unless set, for what `choose`
             picks.
-        adds: why torch's addition is all that there is for a kernel of streams to do, if it is.
+        adds: why torch's addition is all that there is for a kernel of streams to do, where the tuple's write adds.
         counts: whether the depth itself is told: streams are a State then.
         sees: whether coefficients depend on what the streams hold; if not, they may be shown streams of no width.
         prenorm: whether the sublayer should normalise its input itself; False where the tuple hands out normalised
@@ -125,7 +125,7 @@ class DepthMixer(nn.Module, ABC):
         if dtype is not None and not dtype.is_floating_point:
             raise ShapeError(f"{who}: dtype must be floating point, got {dtype}")
         require_streams(self.update)
-        kernels.no_form(self.update)  # a compiler that follows the first call finds the answer there
+        kernels.adds(self.update)  # a compiler that follows the first call finds this and what it asks there
         self.d_model, self.layer_index, self.streams, self.fractions = d_model, layer_index, streams, fractions
         self.prenorm = not kernels.normalises(self.update)
         _, h, _, step, memory = self.update.parts()
@@ -138,7 +138,7 @@ class DepthMixer(nn.Module, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's tuple has none of its facts yet."""
         super().__setstate__(state)
-        kernels.no_form(self.update)
+        kernels.adds(self.update)
 
     # ---- what runs -------------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class DepthMixer(nn.Module, ABC):
         streams = streams.flatten(-3, -2).contiguous()
         if not self._remembers:
             return streams
-        with exact(hidden):
+        with own_precision(hidden):
             theta = self._wide(streams)
             signal = {**self.coefficients(theta).signal, "v": theta[..., 0, :]}
             state = self.update.init(signal, weights=(theta.mT,))
@@ -208,9 +208,9 @@ class DepthMixer(nn.Module, ABC):
     def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
         """Before the sublayer: x_in = S pre (B, T, d), and the coefficients that `write` will need."""
         kept = self._matrix(streams, "read")
-        if (who := self._chosen(kept)) != "reference":
-            return self._seen(kept, who)
-        with exact(kept):
+        with own_precision(kept):
+            if (who := self._chosen(kept)) != "reference":
+                return self._seen(kept, who)
             theta = self._wide(kept)
             coefficients = self.coefficients(theta)
             x = self._look(streams, theta, coefficients.pre, coefficients.signal)
@@ -220,9 +220,9 @@ class DepthMixer(nn.Module, ABC):
         """After the sublayer: one step of the tuple with k = post and v = y (B, T, d)."""
         kept = self._matrix(streams, "write")
         self._require_written(kept, y)
-        if (who := self._chosen(kept)) != "reference":
-            return self._made(kept, y, coefficients, who)
-        with exact(kept):
+        with own_precision(kept):
+            if (who := self._chosen(kept)) != "reference":
+                return self._made(kept, y, coefficients, who)
             theta = self._wide(kept)
             signal = self._signal(y.to(theta.dtype), coefficients)
             state = self._state(streams, theta)
@@ -243,7 +243,7 @@ class DepthMixer(nn.Module, ABC):
             return (after, *following.read(after))
         self._require_written(kept, y)
         following._matrix(kept, "read")
-        with exact(kept):
+        with own_precision(kept):
             pre, signal, _ = following.coefficients(following._wide(kept[..., :0]))
             written = self._signal(y, coefficients)
             after, x = kernels.write_then_read(self.update, _read(kept, coefficients), written, pre)
@@ -252,9 +252,9 @@ class DepthMixer(nn.Module, ABC):
     def reduce(self, streams: Streams) -> Tensor:
         """Leave: the tuple's read with weights 1/n, the mean of the streams (or with learned weights): (B, T, d)."""
         kept = self._matrix(streams, "reduce")
-        if (who := self._chosen(kept)) != "reference":
-            return self._left(kept, who)
-        with exact(kept):
+        with own_precision(kept):
+            if (who := self._chosen(kept)) != "reference":
+                return self._left(kept, who)
             theta = self._wide(kept)
             weights = self.leave(theta)
             if self.fractions > 1:  # of every copy the same fraction
@@ -294,23 +294,21 @@ class DepthMixer(nn.Module, ABC):
 
     def _seen(self, kept: Tensor, who: Implementation) -> tuple[Tensor, Coefficients]:
         """A read by products; a kernel takes streams as they are, and a wide copy is made for those that look at it."""
-        with exact(kept):
-            if who == "torch":
-                theta = self._wide(kept)
-                coefficients = self.coefficients(theta)
-                return kernels.contract(self.update, theta, coefficients.pre).to(kept.dtype), coefficients
-            pre, signal, _ = self.coefficients(self._wide(kept if self.sees else kept[..., :0]))
-            x, again = kernels.read(self.update, kept, pre)
+        if who == "torch":
+            theta = self._wide(kept)
+            coefficients = self.coefficients(theta)
+            return kernels.contract(self.update, theta, coefficients.pre).to(kept.dtype), coefficients
+        pre, signal, _ = self.coefficients(self._wide(kept if self.sees else kept[..., :0]))
+        x, again = kernels.read(self.update, kept, pre)
         return x, Coefficients(pre, signal, (kept, again))
 
     def _made(self, kept: Tensor, y: Tensor, coefficients: Coefficients, who: Implementation) -> Tensor:
         """A write by products."""
-        with exact(kept):
-            if who == "torch":
-                theta = self._wide(kept)
-                signal = self._signal(y.to(theta.dtype), coefficients)
-                return kernels.write(self.update, theta, signal, triton=False).to(kept.dtype)
-            return kernels.write(self.update, _read(kept, coefficients), self._signal(y, coefficients), triton=True)
+        if who == "torch":
+            theta = self._wide(kept)
+            signal = self._signal(y.to(theta.dtype), coefficients)
+            return kernels.write(self.update, theta, signal, triton=False).to(kept.dtype)
+        return kernels.write(self.update, _read(kept, coefficients), self._signal(y, coefficients), triton=True)
 
     def _joins(self, following: DepthMixer, kept: Tensor) -> bool:
         """Whether both run by kernels, with their parameters here: a unit of FSDP has them within its calls only."""
@@ -320,11 +318,10 @@ class DepthMixer(nn.Module, ABC):
 
     def _left(self, kept: Tensor, who: Implementation) -> Tensor:
         """A read by products with the weights at the exit."""
-        with exact(kept):
-            if who == "torch":
-                theta = self._wide(kept)
-                return kernels.contract(self.update, theta, self.leave(theta)).to(kept.dtype)
-            return kernels.read(self.update, kept, self.leave(self._wide(kept if self.sees else kept[..., :0])))[0]
+        if who == "torch":
+            theta = self._wide(kept)
+            return kernels.contract(self.update, theta, self.leave(theta)).to(kept.dtype)
+        return kernels.read(self.update, kept, self.leave(self._wide(kept if self.sees else kept[..., :0])))[0]
 
     def _look(self, streams: Streams, theta: Tensor, weights: Tensor, signal: Signal) -> Tensor:
         output = self.update.output(self._state(streams, theta), signal)
@@ -352,7 +349,7 @@ class DepthMixer(nn.Module, ABC):
 
     def _listed(self, hidden: Tensor) -> State:
         """A list whose first pair is what entered."""
-        with exact(hidden):
+        with own_precision(hidden):
             wide = self._wide(hidden)
             signal = self._signal(wide, self.coefficients(wide[..., None, :]))
             return self.update.step(self.update.init(signal), signal)[0]
@@ -438,7 +435,7 @@ def choose(
     own, adds: why a mixer does not take it by products, or by a kernel's.
     """
     no_form = own or kernels.no_form(update)
-    no_kernel = own or adds or kernels.no_kernel(update, device, dtype, streams)
+    no_kernel = own or (adds if kernels.adds(update) else None) or kernels.no_kernel(update, device, dtype, streams)
     if no_kernel is None and implementation in (None, "triton"):
         choice = Choice("chain", "triton", "streams are read in one pass, and mixed and written in another")
     elif no_form is None and implementation != "reference":
@@ -505,12 +502,6 @@ def _anchored(update: StateUpdate) -> bool:
     return not isinstance(update.parts().step.at, str)
 
 
-def exact(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast off: coefficients and mixing keep their precision."""
-    kind = x.device.type  # meta tensors have no autocast; asking torch which do is not traceable by its compiler
-    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
-
-
 __all__ = [
     "Coefficients",
     "DepthMixer",
@@ -518,7 +509,6 @@ __all__ = [
     "Streams",
     "choose",
     "corrects",
-    "exact",
     "plans",
     "require_streams",
 ]

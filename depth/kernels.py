@@ -53,6 +53,13 @@ def no_form(update: StateUpdate) -> str | None:
     return no_chain(update)
 
 
+@fact
+def adds(update: StateUpdate) -> bool:
+    """Whether a write with weights of one is X + y, before the norm that an h may stand for."""
+    p = update.parts()
+    return no_form(update) is None and isinstance(p.monoid, Identity) and p.step.rate == 1.0
+
+
 def no_kernel(update: StateUpdate, device: torch.device, dtype: torch.dtype, streams: int = 1) -> str | None:
     """Why no Triton kernel reads and writes so many streams, or None if one does. dtype: what they are computed in, if
     that is float64; else their own."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from axes.core.rates import Signal
 from axes.depth import kernels
-from axes.depth.base import Coefficients, DepthMixer, exact
+from axes.depth.base import Coefficients, DepthMixer
 from axes.routes.choice import Implementation
 
 EPS = 1e-6
@@ -85,21 +85,19 @@ class Projected(DepthMixer):
         return projection.pre(projection.entries(streams), self.streams)
 
     def _seen(self, kept: Tensor, who: Implementation) -> tuple[Tensor, Coefficients]:
-        with exact(kept):
-            projection = self.projection()
-            if who == "torch" or not kernels.projects(projection.bias):
-                return super()._seen(kept, who)
-            x, pre, entries, again = kernels.look(kept, projection)
-            return x, Coefficients(pre, self.signal(entries), (kept, again))
+        projection = self.projection()
+        if who == "torch" or not kernels.projects(projection.bias):
+            return super()._seen(kept, who)
+        x, pre, entries, again = kernels.look(kept, projection)
+        return x, Coefficients(pre, self.signal(entries), (kept, again))
 
     def _left(self, kept: Tensor, who: Implementation) -> Tensor:
-        with exact(kept):
-            projection = self.exit_projection()
-            if who == "torch":
-                return super()._left(kept, who)
-            if projection is None:
-                return kernels.read(self.update, kept, self.leave(self._wide(kept[..., :0])))[0]
-            return kernels.look(kept, projection)[0]
+        projection = self.exit_projection()
+        if who == "torch":
+            return super()._left(kept, who)
+        if projection is None:
+            return kernels.read(self.update, kept, self.leave(self._wide(kept[..., :0])))[0]
+        return kernels.look(kept, projection)[0]
 
 
 __all__ = ["EPS", "Projected", "Projection"]

@@ -41,12 +41,16 @@ class _OneStream(DepthMixer):
         one = streams.new_ones(1)
         return Coefficients(one, {"k": one})
 
-    # with constants of one a read is the stream, and a write an addition
+    # with weights of one a read is the stream, and a write an addition if the tuple says no more
 
     def _seen(self, kept: Tensor, who: Implementation) -> tuple[Tensor, Coefficients]:
-        return kernels.on_sphere(self.update, kept, written=False).squeeze(-2), Coefficients(_ONE, {"k": _ONE})
+        if not kernels.adds(self.update):
+            return super()._seen(kept, who)
+        return self._left(kept, who), Coefficients(_ONE, {"k": _ONE})
 
     def _made(self, kept: Tensor, y: Tensor, coefficients: Coefficients, who: Implementation) -> Tensor:
+        if not kernels.adds(self.update):
+            return super()._made(kept, y, coefficients, who)
         return kernels.on_sphere(self.update, (kept + y[..., None, :]).to(kept.dtype), written=True)
 
     def _left(self, kept: Tensor, who: Implementation) -> Tensor:

@@ -31,8 +31,9 @@ from axes.depth import (
 )
 from axes.depth.base import Streams
 from axes.depth.kernels import normalises
-from axes.errors import ShapeError
+from axes.errors import IllegalUpdate, ShapeError
 from axes.routes.choice import NoImplementation
+from axes.testing.checks import mutations
 
 D = 8
 MANY = tuple(cls for cls in ALL if list(cls(D).parameters()))
@@ -279,28 +280,52 @@ def _write(y: torch.Tensor) -> None:
     m.write(x, y, m.read(x)[1])
 
 
+def by(mixer: DepthMixer, who: str | None) -> tuple[torch.Tensor, ...]:
+    """x, the new streams, what leaves, and all gradients, by an implementation: of the same numbers every time."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in mixer.double().parameters():
+            p.copy_(0.3 * torch.randn_like(p))
+    streams = torch.randn(2, 3, mixer.streams, 12, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
+    mixer.implementation = who  # type: ignore[assignment]
+    x, coefficients = mixer.read(streams)
+    made = mixer.write(streams, y, coefficients)
+    outs = (x, made, mixer.reduce(made))
+    total = sum((o * torch.arange(o.numel(), dtype=o.dtype).cos().view(o.shape)).sum() for o in outs)
+    leaves = [streams, y, *mixer.parameters()]
+    return (*outs, *torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
+
+
 @pytest.mark.parametrize("cls", ALL)
 def test_products_are_the_step_of_the_tuple(cls: type[DepthMixer]) -> None:
-    """x, the new streams and all gradients, float64: by products with the streams where `choose` takes them."""
-    torch.manual_seed(0)
+    """Float64: by products with the streams where `choose` takes them."""
     mixer = cls(12, 1)
     if mixer.plans()[0].choice.implementation == "reference":
         with pytest.raises(NoImplementation, match="no torch form"):
             mixer.plans(implementation="torch")
         return
-    with torch.no_grad():
-        for p in mixer.double().parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    streams = torch.randn(2, 3, mixer.streams, 12, dtype=torch.float64, requires_grad=True)
-    y = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
-    found = []
-    for who in ("reference", "torch"):
-        mixer.implementation = who  # type: ignore[assignment]
-        x, coefficients = mixer.read(streams)
-        made = mixer.write(streams, y, coefficients)
-        outs = (x, made, mixer.reduce(made))
-        total = sum((o * torch.arange(o.numel(), dtype=o.dtype).cos().view(o.shape)).sum() for o in outs)
-        leaves = [streams, y, *mixer.parameters()]
-        found.append((*outs, *torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)))
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(by(mixer, "reference"), by(mixer, "torch"), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("cls", [c for c in ALL if c in TENSORS])
+def test_what_runs_is_what_the_tuple_says(cls: type[DepthMixer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any part of the tuple may be another: a mixer's own short cuts ask for what they need, or this sees it."""
+    compared = 0
+    for changed, update in mutations(cls.update):
+        if not isinstance(update, StateUpdate):
+            continue
+        monkeypatch.setattr(cls, "update", update)
+        try:
+            mixer = cls(12, 1)
+        except (IllegalUpdate, RuntimeError):  # no meaning along depth, or parameters that are laid out for the tuple
+            continue
+        try:
+            meant = by(mixer, "reference")
+        except (IllegalUpdate, ShapeError):  # another number of streams, or a signal that the mixer does not make
+            continue
+        for a, b in zip(by(mixer, None), meant, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, c=changed: f"{c}: {m}")
+        compared += 1
+    assert compared or cls in (FracConnections, ResidualMatrix)
