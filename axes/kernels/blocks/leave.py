@@ -23,6 +23,7 @@ from axes.kernels.blocks.plan import ACTIVATIONS, LARGEST, LONGEST, WARPS
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.layout import on_device
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import power_of_2
 
 _ENTRIES = 8  # of a row in a thread: 16 bytes of a 16-bit number
 _PROGRAMS = 132 * 32  # at most
@@ -136,7 +137,7 @@ def _leave_backward(
 def _cut(y: Tensor, whole: bool) -> tuple[int, int, int, int, int, int]:
     """Width of a row, its power of two, rows at once, programs, how often each takes rows, warps."""
     d = y.shape[-1] * (y.shape[-2] if whole else 1)
-    side = 1 << (d - 1).bit_length()
+    side = power_of_2(d)
     warps = WARPS if side <= 1024 else 8
     together = max(1, 32 * warps * _ENTRIES // side)
     tiles = -(-(y.numel() // d) // together)

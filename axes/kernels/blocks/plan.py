@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
+from axes.kernels.common.sizes import power_of_2
+
 # kernels are given places in these lists: constants of a Triton kernel may be tuples of numbers
 ACTIVATIONS = ("none", "silu", "gelu", "relu", "elu+1", "sigmoid")
 CHARTS = ("linear", "sigmoid", "logsigmoid", "softplus", "ssm", "nothing")
@@ -85,8 +87,8 @@ class Plan:
         block = 0
         for members in self.members:
             s = max((streams[m] for m in members), key=lambda s: s.norm != "none")
-            side = 1 << (s.width - 1).bit_length()
-            together = max(1, min(32 * WARPS * _ENTRIES // side, 1 << (s.heads - 1).bit_length()))
+            side = power_of_2(s.width)
+            together = max(1, min(32 * WARPS * _ENTRIES // side, power_of_2(s.heads)))
             each = -(-s.heads // together)
             codes = ACTIVATIONS.index(s.activation), ACTIVATIONS.index(s.feature_map), NORMS.index(s.norm), s.eps
             whole = each * len(members)
@@ -98,7 +100,7 @@ class Plan:
             block += whole
         rest = slice(len(streams), None)
         for n, first, start in zip((*self.numbers, *self.padding), firsts[rest], starts[rest], strict=True):
-            side = min(128, 1 << (n.columns - 1).bit_length())
+            side = min(128, power_of_2(n.columns))
             blocks = -(-n.columns // side)
             code = CHARTS.index(n.chart)
             parts.append((1, block, blocks, first, n.columns, side, _TILE // side, code, n.factor, start))

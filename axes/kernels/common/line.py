@@ -354,7 +354,7 @@ class Line:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.cast = device, _cast(device)
+        self.device, self.cast = device, cast(device)
         self.refused: str | None = None
         self.ready = False
         self._recorder: Callable[[], Recorder | None] = lambda: None
@@ -467,7 +467,7 @@ class _Writing(torch.autograd.Function):
         places = tuple(None if x is None else recorder.place(x) for x in results)
         if _overlap([p for p in places if p is not None]) or any(p.root in recorder.given for p in places if p):
             recorder.refuse("gradients share memory")
-        line._came, line._cast_back = [x is not None for x in grads], _cast(line.device)
+        line._came, line._cast_back = [x is not None for x in grads], cast(line.device)
         line._finish(recorder, len(given), ctx.places, ctx.done, roots, places)
         return None, None, *results
 
@@ -485,7 +485,7 @@ class _Following(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         line, saved = ctx.line, list(ctx.saved_tensors)
-        came = [x is not None for x in grads] == line._came and _cast(line.device) == line._cast_back
+        came = [x is not None for x in grads] == line._came and cast(line.device) == line._cast_back
         if torch.is_grad_enabled() or not came:
             return None, None, *line.again(ctx, saved[: ctx.many], grads)
         ctx.maybe_clear_saved_tensors()  # then the line alone holds them, and lets go of each when it has been read
@@ -531,7 +531,7 @@ def _span(p: _Place) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(p.size, p.stride, strict=True))
 
 
-def _cast(device: torch.device) -> Any:
+def cast(device: torch.device) -> Any:
     """The dtype of autocast, None where it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from axes.kernels.common.line import Line
+from axes.kernels.common.line import Line, cast
 
 _PLAIN = (Tensor, nn.Parameter)
 _KNOWN = {
@@ -109,11 +109,9 @@ class _Calls:
         given = [held.get(name) for held, name in self.tensors]
         tensors = [x, *[p for p in given if p is not None]]
         grad = torch.is_grad_enabled()
-        kind = x.device.type
         look = (
-            run, facts, grad, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-            torch.is_inference_mode_enabled(), _told(), *[held["training"] for held in self.held],
-            *map(_look, (x, *given)),
+            run, facts, grad, cast(x.device), torch.is_inference_mode_enabled(), _told(),
+            *[held["training"] for held in self.held], *map(_look, (x, *given)),
         )  # fmt: skip
         line = self.lines.get(look)
         record = grad and any(p.requires_grad for p in tensors)

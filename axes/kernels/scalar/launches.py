@@ -9,6 +9,7 @@ from torch import Tensor
 
 from axes.kernels.common import inverse
 from axes.kernels.common.layout import precision
+from axes.kernels.common.sizes import power_of_2
 from axes.kernels.common.tiles import TILE
 from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.scalar import delta as scalar_delta
@@ -78,8 +79,8 @@ def _merge(x: Chain, constants: Tensor, maps: Tensor, edge: Tensor | None, rever
     full, matrix = x.q.dtype == torch.float32, maps.ndim == 4
     whole = not matrix or d_k <= 128 and not full
     given = dict(
-        S=s, N=x.cut.N, HV=starts.shape[1], K=d_k, V=d_v, BK=max(TILE, 1 << (d_k - 1).bit_length()), BV=16,
-        FLAGS=max(TILE, 1 << (s - 1).bit_length()), MATRIX=matrix, WHOLE=whole, GATED=matrix and x.spans is not None,
+        S=s, N=x.cut.N, HV=starts.shape[1], K=d_k, V=d_v, BK=max(TILE, power_of_2(d_k)), BV=16,
+        FLAGS=max(TILE, power_of_2(s)), MATRIX=matrix, WHOLE=whole, GATED=matrix and x.spans is not None,
         REVERSE=reverse, STARTED=edge is not None, PRECISION="ieee" if full else "tf32x3",
         num_warps=8 if matrix and whole else 4, num_stages=3 if whole else 1,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from axes.kernels.common import layout as host
+from axes.kernels.common.sizes import power_of_2
 from axes.kernels.common.tiles import TILE
 
 PROCESSORS = 132  # of an H100 or H200: what the choice of segments fills
@@ -57,7 +58,7 @@ def settings(kernel: str, dtype: torch.dtype, d_k: int, d_v: int, more: bool = F
     full = dtype == torch.float32
     keys, values, warps, stages = SETTINGS[kernel][2 * full + (d_k > 128)]
     least = TILE if full else 64
-    keys, values = (max(least, min(x, 1 << (d - 1).bit_length())) for x, d in ((keys, d_k), (values, d_v)))
+    keys, values = (max(least, min(x, power_of_2(d))) for x, d in ((keys, d_k), (values, d_v)))
     if more:
         stages = min(stages, 2)  # for want of shared memory and registers
     return {"BK": keys, "BV": values, "num_warps": warps, "num_stages": stages}
