@@ -16,10 +16,10 @@ with e = d entries and r = u s:
     dpre_j = <X_j, dx>          e += chart'(dpre)          dr = a f'(r) e         da = sum e f(r)        db = sum e
     dX_j = pre_j dx + (s dr phi)_j - s^2 <r, dr> X_j / W                          dphi = sum s dr X^
 
-in two passes over X, the second of which writes dX once, with what a write of the same X has to add. There is no copy
-of X in float32. Streams of bfloat16 are multiplied in bfloat16: phi goes in `_TERMS` terms of 8 bits each, so that only
-what is beyond them is lost; others by the three products of tf32. Sums over tokens are written down by parts and added
-in one order.
+in two passes over X, the second of which writes dX once, with what a write of the same X has to add, and torch's
+product for dphi. There is no copy of X in float32: streams of 16 bits are multiplied as they are, and what they meet
+goes in `_TERMS` terms of as many bits, so that only what is beyond them is lost (phi beside float16 in three products
+of tf32, as beside float32). Sums of da and db over tokens are written down by parts and added in one order.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ CHARTS = ("sigmoid", "softmax", "first")
 _TERMS = 2  # of bfloat16 that phi is taken in beside streams of bfloat16
 _PROGRAMS = 1024  # enough of them to fill a GPU
 _LAUNCH = {  # of each, tokens and columns of a tile, warps, stages
-    "project": (128, 64, 8, 3), "project, wide": (64, 64, 8, 3), "give": (64, 64, 8, 3), "give, tf32": (32, 64, 8, 2),
+    "project": (128, 64, 8, 3), "project, wide": (64, 64, 8, 3), "give": (32, 128, 4, 2), "give, tf32": (64, 64, 4, 2),
 }  # fmt: skip
 _WARPS = 4  # of the others
+_SPAN = 8  # tiles of tokens that a program of `_give` goes through
 
 
 # ---- device ----------------------------------------------------------------------------------------------------------
@@ -249,13 +250,13 @@ def _back(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["tokens", "span"])
+@triton.jit(do_not_specialize=["tokens"])
 def _give(
-    x, phi, pre, dx, du, slopes, means, more, dout, dphi, tokens, d, span,
+    x, phi, pre, dx, du, slopes, means, more, dout, tokens, d,
     N: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, CENTRED: tl.constexpr,
-    TERMS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of columns of a stream and `span` tiles of tokens: dX, and a part of dphi (splits, C, N, d)."""
+    """dX, of columns of a stream and SPAN tiles of tokens."""
     j = tl.program_id(0) % N  # programs beside each other read the same dx
     cuts = tl.cdiv(d, COLUMNS)
     column = tl.program_id(0) // N % cuts * COLUMNS + tl.arange(0, COLUMNS)
@@ -266,8 +267,7 @@ def _give(
     else:
         group, width, place = j, d, column
     f = tl.load(phi + (c * width)[:, None] + place[None, :], mask=(c < C)[:, None] & has[None, :], other=0.0)
-    total = tl.zeros([COLUMNS, SIDE], tl.float32)
-    for tile in range(split * span, tl.minimum(split * span + span, tl.cdiv(tokens, ROWS))):
+    for tile in range(split * SPAN, tl.minimum(split * SPAN + SPAN, tl.cdiv(tokens, ROWS))):
         token = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         there = token < tokens
         inside, row = there[:, None] & has[None, :], token * GROUPS + group
@@ -284,9 +284,6 @@ def _give(
         if more is not None:
             grad += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dout + at, grad.to(dout.dtype.element_ty), mask=inside)
-        total = _plus(total, tl.trans(v), u, TERMS)
-    at = (split * C + c) * N + j
-    tl.store(dphi + (at * d)[None, :] + column[:, None], total, mask=(c < C)[None, :] & has[:, None])
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -329,7 +326,7 @@ def _options(kernel: str, x: Tensor, side: int) -> dict[str, int]:
     rows, columns, warps, stages = _LAUNCH[kernel]
     if side > (64 if x.dtype == torch.bfloat16 else 32):  # three are more shared memory than small GPUs have
         stages = 1
-    return {"TERMS": _TERMS, "ROWS": rows, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
 
 
 def _forward(
@@ -349,7 +346,7 @@ def _forward(
     with layout.on_device(x):
         _project[(tiles * parts,)](
             x, phi, products, moments, rows, shape.width, span,
-            C=shape.entries, SIDE=shape.side, CENTRED=centred, **options,
+            C=shape.entries, SIDE=shape.side, CENTRED=centred, TERMS=_TERMS, **options,
         )  # fmt: skip
         _chart[(shape.tiles,)](
             products, moments, a, b, pre, entries, raw, units, means, shape.tokens, shape.width, parts, eps, floor,
@@ -384,8 +381,7 @@ def _backward(
     da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
     options = _options("give" if x.dtype == torch.bfloat16 else "give, tf32", x, shape.side)
     blocks = shape.n * cdiv(shape.d, options["COLUMNS"])
-    span, splits = _cut(cdiv(shape.tokens, options["ROWS"]), blocks)
-    dphi = raw.new_empty(splits, shape.entries, shape.n, shape.d)
+    splits = cdiv(cdiv(shape.tokens, options["ROWS"]), _SPAN)
     precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
     with layout.on_device(x):
         _heard[(cut.programs,)](
@@ -396,12 +392,25 @@ def _backward(
             **shape.constants(), CHART=chart, TANH=tanh, ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
         _give[(blocks * splits,)](
-            x, phi, pre, dseen, du, slopes, means, more, dout, dphi, shape.tokens, shape.d, span,
-            **shape.constants(), CENTRED=centred, PRECISION=precision, **options,
+            x, phi, pre, dseen, du, slopes, means, more, dout, shape.tokens, shape.d,
+            **shape.constants(), CENTRED=centred, PRECISION=precision, SPAN=_SPAN, **options,
         )  # fmt: skip
-    over = (0,) if shape.groups == 1 else (0, 2)  # streams that share phi
-    by_group = (-1, shape.groups, shape.entries)
-    return [dout, dphi.sum(over).view(phi.shape), da.sum(0), db.view(by_group).sum(0)]
+    dphi = _outer(x.view(-1, shape.width), du.view(-1, shape.entries))
+    return [dout, dphi, da.sum(0), db.view(-1, shape.groups, shape.entries).sum(0)]
+
+
+def _outer(x: Tensor, u: Tensor) -> Tensor:
+    """sum_t u_t x_t^T (C, W) of x (rows, W) and u (rows, C) of float32, by torch's product, sums in float32."""
+    with torch.autocast(x.device.type, enabled=False):
+        if x.dtype == torch.float32 or not x.is_cuda:  # the interpreter has no product of 16 bits with such sums
+            return (x.float().mT @ u).mT.contiguous()
+        scale = 1.0 if x.dtype == torch.bfloat16 else u.abs().amax().clamp_min(1e-30)  # float16 has few exponents
+        terms, rest = [], u / scale
+        for _ in range(_TERMS):
+            terms.append(rest.to(x.dtype))
+            rest = rest - terms[-1]
+        parts = torch.mm(x.mT, torch.cat(terms, 1), out_dtype=torch.float32)
+        return parts.view(-1, _TERMS, u.shape[1]).sum(1).mT.mul(scale).contiguous()
 
 
 _looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=1, missing=True, passes=True)
