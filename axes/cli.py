@@ -120,7 +120,8 @@ def train(
         Path | None, typer.Option(metavar="RUN", help="Run folder; runs/SEQUENCE-OPTIMIZER-DEPTH if left out.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Continue this run; every setting comes from the run itself.")
+        Path | None,
+        typer.Option(metavar="RUN", help="Continue this run; every setting but --steps comes from the run itself."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in the folder.")] = False,
 ) -> None:
@@ -129,7 +130,8 @@ def train(
         if resume is not None:
             _refuse_beside_resume(context_)
             folder = RunFolder(resume)
-            training = language_modelling.resume(folder)
+            given = getattr(context_.get_parameter_source("steps"), "name", "") == "COMMANDLINE"
+            training = language_modelling.resume(folder, steps if given else None)
         else:
             configuration = Configuration(
                 sequence=sequence,
@@ -319,10 +321,10 @@ def _refuse_beside_resume(context: typer.Context) -> None:
     given = [
         f"--{name.replace('_', '-')}"
         for name in context.params
-        if name != "resume" and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        if name not in ("resume", "steps") and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
     if given:
-        raise AxesError(f"--resume takes every setting from the run: leave out {', '.join(given)}")
+        raise AxesError(f"--resume takes every setting but --steps from the run: leave out {', '.join(given)}")
 
 
 def _write_sample(model: Any, prompt: str, tokens: int, temperature: float, seed: int) -> None:

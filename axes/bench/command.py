@@ -32,7 +32,7 @@ from axes.bench import sharded as sharded_
 from axes.bench import training as training_
 from axes.bench.optim_contenders import SUITES
 from axes.bench.optim_tasks import UNITS
-from axes.tasks.run_folder import write_text
+from axes.files import write_text
 
 app = typer.Typer(name="bench", help="Side by side with the best peers, on this machine.", no_args_is_help=True)
 

@@ -17,8 +17,8 @@ from axes.bench.results import Watch, said, unwatched
 from axes.bench.rules import SequenceRule, Shape, Signal, find
 from axes.bench.timing import median
 from axes.core import reference
+from axes.files import write_json
 from axes.routes import dispatch
-from axes.tasks.run_folder import write_json
 
 INTERPRETER = "interpreter"
 FILE = "decode.json"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from axes.errors import AxesError
-from axes.tasks.run_folder import write_json
+from axes.files import write_json
 
 Watch = Callable[[str, int, int], None]  # what is measured now, how many rows are done, of how many
 

@@ -20,7 +20,7 @@ from axes.bench.peers import lifted_guard
 from axes.bench.results import Watch, said, unwatched
 from axes.bench.training_models import CONTENDERS, Made, Size, products, with_depth
 from axes.errors import AxesError
-from axes.tasks.run_folder import write_json
+from axes.files import write_json
 
 WHO = tuple(CONTENDERS)
 FILE = "training.json"

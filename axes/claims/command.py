@@ -13,9 +13,10 @@ from rich.table import Table
 
 from axes.claims.base import Claim, Result
 from axes.claims.register import find
-from axes.claims.report import as_json, counts_table, facts, markdown, page, summary, write_atomically
+from axes.claims.report import as_json, counts_table, facts, markdown, page, summary
 from axes.claims.verify import verify, verify_one
 from axes.errors import AxesError
+from axes.files import write_text
 
 
 def run(
@@ -40,9 +41,9 @@ def run(
     if len(claims) > 1:
         console.print(_counts(claims))
     if json_file is not None:
-        write_atomically(json_file, as_json(results))
+        write_text(json_file, as_json(results))
     if html_file is not None:
-        write_atomically(html_file, page(results))
+        write_text(html_file, page(results))
     failing = [r for r in results if not r.ok]
     for r in failing:
         console.print(f"[red]{r.claim.id} does not hold its verdict ({r.claim.verdict})[/red]")
@@ -58,7 +59,7 @@ def run(
 def write_docs(target: Path) -> None:
     """Render the register as Markdown; no check runs, since no number of a run is in it."""
     _refuse_impossible(target)
-    write_atomically(target, markdown(find()))
+    write_text(target, markdown(find()))
 
 
 def _refuse_impossible(target: Path | None) -> None:

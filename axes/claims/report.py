@@ -7,11 +7,9 @@ import html
 import io
 import json
 import math
-import os
 import platform
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -51,16 +49,6 @@ pre { white-space: pre-wrap; margin: 0; }
   .claims td { border: 0; padding: .1rem 0; }
 }
 """
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside, then rename: a full disk leaves the old file."""
-    beside = path.with_name(path.name + ".part")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def as_json(results: Sequence[Result]) -> str:

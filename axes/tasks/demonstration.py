@@ -10,10 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from axes.errors import AxesError
+from axes.files import replacing, write_json
 from axes.tasks.configuration import Configuration
 from axes.tasks.curve import draw_curves
 from axes.tasks.language_modelling import Observer, curve_of, never, read_configuration, resume, run, start
-from axes.tasks.run_folder import RunFolder, replacing, write_json
+from axes.tasks.run_folder import RunFolder
 from axes.tasks.summary import Summary
 
 # the one place for the sizes of the demonstration: both runs see the same windows in the same order

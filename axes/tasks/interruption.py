@@ -1,4 +1,7 @@
-"""Ctrl-C between steps: the first one asks the loop to stop and save, the second one stops at once."""
+"""Ctrl-C between steps: the first one asks the loop to stop and save, the second one stops at once.
+
+So do a request to end and a terminal that is closed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from types import FrameType
 
 @contextmanager
 def stop_requested() -> Iterator[Callable[[], bool]]:
-    """A function that tells whether SIGINT or SIGTERM has arrived since the block began.
+    """A function that tells whether SIGINT, SIGTERM or SIGHUP has arrived since the block began.
 
     A step is never cut in half, so what is saved afterwards is a state that the uninterrupted run also passes
     through. Outside the main thread, where Python delivers no signals, nothing is installed.
@@ -26,7 +29,8 @@ def stop_requested() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield requested.is_set
         return
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    ends = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    previous = {number: signal.signal(number, handle) for number in ends}
     try:
         yield requested.is_set
     finally:

@@ -14,10 +14,11 @@ import torch
 
 from axes import __version__
 from axes.errors import AxesError
+from axes.files import write_json
 from axes.tasks.configuration import Configuration, configuration_from_dict
 from axes.tasks.corpus import unigram_cross_entropy, unigram_entropy
 from axes.tasks.curve import Curve, draw_curves
-from axes.tasks.run_folder import Record, RunFolder, write_json
+from axes.tasks.run_folder import Record, RunFolder
 from axes.tasks.summary import Summary
 from axes.tasks.training import Training
 
@@ -51,44 +52,60 @@ def never() -> bool:
 
 
 def start(configuration: Configuration, folder: RunFolder, overwrite: bool = False) -> Training:
-    """A new run: the folder with its configuration and the checkpoint of step 0.
+    """A new run: the folder with its configuration and the checkpoint of step 0, held until `run` ends.
 
-    The text is read and the model built before the folder is touched, so a refused setting leaves nothing behind.
+    The text is read and the model built before the folder is touched, so a refused setting leaves nothing behind; a run
+    that is overwritten stands until all of the new one is on the disk.
     """
     training = Training(configuration, configuration.corpus())
-    folder.create(overwrite)
-    folder.write_config(
-        {
-            "configuration": configuration.as_dict(),
-            "learning_rate": configuration.learning_rate(),
-            "device": str(training.device),
-            "parameters": training.parameters,
-            "corpus": {
-                **asdict(training.corpus.provenance),
-                "unigram_entropy": unigram_entropy(training.corpus.validation),
-                "unigram_cross_entropy": unigram_cross_entropy(training.corpus.train, training.corpus.validation),
-            },
-            "versions": {"axes": __version__, "python": platform.python_version(), "torch": torch.__version__},
-        }
-    )
-    write_json(folder.tuples, training.tuples())
-    folder.write_checkpoint(training.state_dict())
+    with folder.beginning(overwrite) as new:
+        new.write_config(
+            {
+                "configuration": configuration.as_dict(),
+                "learning_rate": configuration.learning_rate(),
+                "device": str(training.device),
+                "parameters": training.parameters,
+                "corpus": {
+                    **asdict(training.corpus.provenance),
+                    "unigram_entropy": unigram_entropy(training.corpus.validation),
+                    "unigram_cross_entropy": unigram_cross_entropy(training.corpus.train, training.corpus.validation),
+                },
+                "versions": {"axes": __version__, "python": platform.python_version(), "torch": torch.__version__},
+            }
+        )
+        write_json(new.tuples, training.tuples())
+        new.write_checkpoint(training.state_dict())
     return training
 
 
-def resume(folder: RunFolder) -> Training:
-    """A run as its checkpoint left it.
+def resume(folder: RunFolder, steps: int | None = None) -> Training:
+    """A run as its checkpoint left it, the folder held until `run` ends.
+
+    Args:
+        steps: where it ends now, a finished run too; rates are those of the schedule over so many steps from here on.
 
     Raises:
-        AxesError: no such run, a damaged or foreign file, a text that has changed.
+        AxesError: no such run, a damaged or foreign file, a text that has changed, another process that writes there,
+            fewer steps than were taken.
     """
-    configuration = read_configuration(folder)
-    state = folder.read_checkpoint()
-    if state.get("configuration") != configuration.as_dict():
-        raise AxesError(f"{folder.checkpoint} belongs to another configuration than {folder.config}")
-    training = Training(configuration, configuration.corpus())
-    training.load_state_dict(state)
-    folder.rewind_metrics(training.position)
+    read_configuration(folder)  # nothing is put into a folder that is no run's
+    folder.hold()
+    try:
+        configuration = read_configuration(folder)
+        state = folder.read_checkpoint()
+        if state.get("configuration") != configuration.as_dict():
+            raise AxesError(f"{folder.checkpoint} belongs to another configuration than {folder.config}")
+        training = Training(configuration, configuration.corpus())
+        training.load_state_dict(state)
+        if steps is not None and steps != configuration.steps:
+            training.end_after(steps)
+            with folder.changing() as new:
+                new.write_config({**folder.read_config(), "configuration": training.configuration.as_dict()})
+                new.write_checkpoint(training.state_dict())
+        folder.rewind_metrics(training.position)
+    except BaseException:
+        folder.release()
+        raise
     return training
 
 
@@ -108,11 +125,28 @@ def run(
     observer: Observer | None = None,
     stop: Callable[[], bool] = never,
 ) -> Summary:
-    """Train to the last step or until `stop`, and leave a checkpoint, the log and the curve either way."""
+    """Train to the last step or until `stop`, and leave a checkpoint, the log and the curve either way.
+
+    An observer that cannot go on (a pipe that nobody reads, a terminal that is gone) ends the run as `stop` does, and
+    its exception is raised when all is saved.
+    """
+    folder.hold()
+    training.saved = training.position
+    try:
+        try:
+            _steps(training, folder, observer if observer is not None else Unobserved(), stop)
+        except (OSError, SystemExit):
+            _finish(training, folder)
+            raise
+        _finish(training, folder)
+        return summarise(training, folder)
+    finally:
+        folder.release()
+
+
+def _steps(training: Training, folder: RunFolder, observer: Observer, stop: Callable[[], bool]) -> None:
     settings = training.configuration
-    observer = observer if observer is not None else Unobserved()
     observer.began(training, folder)
-    saved = training.position
     while not training.finished and not stop():
         begun = time.perf_counter()
         measured = training.step()
@@ -128,11 +162,12 @@ def run(
             observer.evaluated(evaluation)
         if training.finished or _due(training.position, settings.save_every):
             _save(training, folder)
-            saved = training.position
-    if saved != training.position:
+
+
+def _finish(training: Training, folder: RunFolder) -> None:
+    if training.saved != training.position:
         _save(training, folder)
     draw(folder)
-    return summarise(training, folder)
 
 
 def _due(position: int, every: int) -> bool:
@@ -142,6 +177,7 @@ def _due(position: int, every: int) -> bool:
 def _save(training: Training, folder: RunFolder) -> None:
     training.require_finite_parameters()
     folder.write_checkpoint(training.state_dict())
+    training.saved = training.position
 
 
 def summarise(training: Training, folder: RunFolder) -> Summary:

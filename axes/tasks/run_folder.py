@@ -1,27 +1,35 @@
 """The folder of a run: `config.json`, `metrics.jsonl`, `checkpoint.pt`, `curve.png`, `tuples.json`.
 
-Every file but the log is replaced whole: written beside its place, flushed to the disk, then moved over the old one.
-A full disk or a kill leaves the previous file as it was. The log is only appended to; lines of steps that a resumed
-run will repeat are cut off first.
+Every file but the log is replaced whole (`axes.files`). The log is only appended to; lines of steps that a resumed run
+will repeat are cut off first. Several files change together by a folder `.new` beside them: once it is whole it is
+called `.ready`, and whoever comes next moves its files into their places if its writer did not. One process at a time
+writes; `.lock` is locked by it, and `.holder.json` says who it is.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
+import platform
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any, final
 
 import torch
+from filelock import FileLock, Timeout
 
 from axes.errors import AxesError
+from axes.files import explained, is_temporary, open_for_writing, replacing, sync, write_json, write_text
 
 FORMAT = "axes-run"
 VERSION = 1
+_NEW, _READY, _LOCK, _HOLDER = ".new", ".ready", ".lock", ".holder.json"
 
 Record = dict[str, Any]
 
@@ -37,29 +45,138 @@ class RunFolder:
         self.checkpoint = self.path / "checkpoint.pt"
         self.curve = self.path / "curve.png"
         self.tuples = self.path / "tuples.json"
+        self._lock: FileLock | None = None
 
     def __str__(self) -> str:
         return str(self.path)
 
-    def create(self, overwrite: bool = False) -> None:
-        """Make an empty run folder.
+    # ---- one writer ------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Keep other processes from writing here, until `release` or the end of this one.
 
         Raises:
-            AxesError: the folder holds something, and `overwrite` is not given or what it holds is not a run.
+            AxesError: another one does.
         """
+        if self._lock is not None and self._lock.is_locked:
+            return
+        lock = FileLock(self.path / _LOCK, is_singleton=True, thread_local=False)
+        try:
+            with explained(self.path / _LOCK), self._alone():
+                lock.acquire(timeout=0)
+        except NotImplementedError as error:
+            raise AxesError(f"{self.path} is on a file system without locks ({error}): choose another folder") from None
+        self._lock = lock
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        try:
+            write_json(self.path / _HOLDER, {"process": os.getpid(), "host": platform.node(), "since": now})
+            self._settle()
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let others write again."""
+        if self._lock is not None:
+            (self.path / _HOLDER).unlink(missing_ok=True)
+            self._lock.release(force=True)
+            self._lock = None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        try:
+            yield
+        except Timeout:
+            raise AxesError(
+                f"{self.path} is being written by {self._holder()}: wait for its end, or choose another folder"
+            ) from None
+
+    def _holder(self) -> str:
+        try:
+            who = json.loads((self.path / _HOLDER).read_text(encoding="utf-8"))
+            return f"process {who['process']} on {who['host']} since {who['since']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"
+
+    # ---- several files at once -------------------------------------------------------------------------------
+
+    @contextmanager
+    def beginning(self, overwrite: bool = False) -> Iterator[RunFolder]:
+        """A folder whose files are this one's when the block ends well; until then whatever stood here stands.
+
+        Raises:
+            AxesError: the folder holds something, and `overwrite` is not given or what it holds is not a run; another
+                process writes there.
+        """
+        self._require_free(overwrite)
+        with explained(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with self.changing() as new:
+            self._require_free(overwrite)  # now that nobody else writes
+            yield new
+            write_text(new.metrics, "")
+        self.curve.unlink(missing_ok=True)
+
+    @contextmanager
+    def changing(self) -> Iterator[RunFolder]:
+        """A folder whose files take the places of this one's together, when the block ends well; held afterwards."""
+        self.hold()
+        new, ready = RunFolder(self.path / _NEW), self.path / _READY
+        try:
+            with explained(self.path):
+                new.path.mkdir()
+            yield new
+            with explained(self.path):
+                sync(new.path)
+                os.rename(new.path, ready)
+                sync(self.path)
+            self._settle()
+        except BaseException:
+            shutil.rmtree(new.path, ignore_errors=True)
+            self.release()
+            raise
+
+    def _settle(self) -> None:
+        """Finish what a writer before began, and remove what it left half written."""
+        ready = self.path / _READY
+        if ready.is_dir():
+            with explained(self.path):
+                for file in ready.iterdir():
+                    os.replace(file, self.path / file.name)
+                ready.rmdir()
+                sync(self.path)
+        shutil.rmtree(self.path / _NEW, ignore_errors=True)
+        for file in filter(self._left_over, list(self.path.iterdir())):
+            file.unlink(missing_ok=True)
+
+    def _files(self) -> tuple[Path, ...]:
+        return self.checkpoint, self.metrics, self.curve, self.tuples, self.config, self.path / _HOLDER
+
+    def _require_free(self, overwrite: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise AxesError(f"{self.path} is a file: a run needs a folder")
-        if self.path.is_dir() and any(self.path.iterdir()):
-            if not overwrite:
-                raise AxesError(
-                    f"{self.path} is not empty: continue it with --resume {self.path}, replace it with --overwrite, "
-                    "or choose another folder with --out"
-                )
-            if not self.config.exists():
-                raise AxesError(f"{self.path} is not empty and not a run folder: it will not be overwritten")
-            for file in (self.checkpoint, self.metrics, self.curve, self.tuples, self.config):
-                file.unlink(missing_ok=True)
-        self.path.mkdir(parents=True, exist_ok=True)
+        if not self.path.is_dir():
+            return
+        own = {_NEW, _LOCK, _HOLDER}
+        kept = [f for f in self.path.iterdir() if f.name not in own and not self._left_over(f)]
+        if not kept:
+            return
+        if not overwrite:
+            raise AxesError(
+                f"{self.path} is not empty: continue it with --resume {self.path}, replace it with --overwrite, "
+                "or choose another folder with --out"
+            )
+        try:
+            self.read_config()
+        except AxesError as error:
+            raise AxesError(
+                f"{self.path} is not empty and not a run folder: it will not be overwritten ({error})"
+            ) from None
+
+    def _left_over(self, file: Path) -> bool:
+        return any(is_temporary(file.name, own) for own in self._files())
+
+    # ---- its files -------------------------------------------------------------------------------------------
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         write_json(self.config, {"format": FORMAT, "version": VERSION, **config})
@@ -67,11 +184,12 @@ class RunFolder:
     def read_config(self) -> Record:
         if not self.path.is_dir():
             raise AxesError(f"there is no run folder {self.path}")
+        self._require_settled()
         if not self.config.is_file():
             raise AxesError(f"{self.path} is not a run folder: it has no config.json")
         try:
             config = json.loads(self.config.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # no JSON, no text, numbers of too many digits, a bottomless nest
             raise AxesError(f"{self.config} is damaged: {error}") from None
         _require_ours(config, self.config)
         return dict(config)
@@ -87,8 +205,9 @@ class RunFolder:
         Raises:
             AxesError: no checkpoint, a damaged one, or one of another program.
         """
+        self._require_settled()
         if not self.checkpoint.is_file():
-            raise AxesError(f"{self.path} has no checkpoint.pt")
+            raise AxesError(f"{self.path} has no checkpoint.pt: begin it again with --overwrite")
         try:
             # torch does not compare the checksums that it writes
             with zipfile.ZipFile(self.checkpoint) as archive:
@@ -118,24 +237,25 @@ class RunFolder:
         return dict(state)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        with _explained(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+        with explained(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def read_metrics(self) -> list[Record]:
-        """All complete lines of the log; a kill can leave half a line at the end."""
-        records: list[Record] = []
-        if self.metrics.is_file():
-            for line in self.metrics.read_text(encoding="utf-8").splitlines():
-                try:
-                    records.append(json.loads(line))
-                except json.JSONDecodeError:
-                    break
-        return records
+        """All whole lines of the log: a kill can leave half a line at the end, and a hand half a line anywhere."""
+        if not self.metrics.is_file():
+            return []
+        lines = self.metrics.read_text(encoding="utf-8", errors="replace").split("\n")
+        return [record for line in lines if (record := _record(line)) is not None]
 
     def rewind_metrics(self, step: int) -> None:
         """Forget what was logged after `step` steps: a resumed run logs it again."""
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         write_text(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+
+    def _require_settled(self) -> None:
+        if (self.path / _READY).is_dir():  # whoever wrote here was killed between two files
+            self.hold()
+            self.release()
 
     def draw(self, figure: Callable[[Path], None]) -> None:
         """Let `figure` write `curve.png` through a temporary name."""
@@ -143,58 +263,15 @@ class RunFolder:
             figure(temporary)
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path`, with the same ending, that takes its place when the block ends well.
-
-    Raises:
-        AxesError: the disk is full or cannot be written; what stood at `path` is untouched.
-    """
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+def _record(line: str) -> Record | None:
+    """What a line of the log says, None for what no run has logged: a step, and numbers by name."""
     try:
-        with _explained(path):
-            yield temporary
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def open_for_writing(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file that has reached the disk when the block ends."""
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_text(path: Path, text: str) -> None:
-    with replacing(path) as temporary, open_for_writing(temporary) as file:
-        file.write(text.encode())
-
-
-def write_json(path: Path, value: object) -> None:
-    write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise AxesError(_could_not_write(path, error.strerror or str(error))) from error
-    except RuntimeError as error:
-        # torch's archive writer turns a failed write into a RuntimeError
-        cause = error.__context__
-        if not isinstance(cause, OSError) and "PytorchStreamWriter" not in str(error):
-            raise
-        reason = (cause.strerror if isinstance(cause, OSError) else None) or str(error).splitlines()[0]
-        raise AxesError(_could_not_write(path, reason)) from error
-
-
-def _could_not_write(path: Path, reason: str) -> str:
-    kept = "; the previous one is intact" if path.exists() else ""
-    return f"could not write {path}: {reason}{kept}"
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not all(type(x) in (int, float) and abs(x) < math.inf for x in found.values()):
+        return None
+    return found if type(found.get("step")) is int and found["step"] > 0 else None
 
 
 def _require_ours(value: object, path: Path) -> None:

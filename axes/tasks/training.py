@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -44,9 +45,9 @@ class Training:
         self.model = LanguageModel(configuration.architecture(), device=self.device, dtype=configuration.torch_dtype())
         self._network: nn.Module = Logits(self.model)
         self.optimizer = make_optimizer(configuration, self._network)
-        schedule = Schedule(configuration.schedule, configuration.warmup, configuration.steps)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._schedule())
         self.position = 0  # steps taken
+        self.saved = 0  # and at the last checkpoint, while a run goes on
         if configuration.compile:
             self._network = torch.compile(self._network)  # type: ignore[assignment]
 
@@ -161,6 +162,22 @@ class Training:
         except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())
             raise AxesError(f"the checkpoint does not fit the run's configuration: {reason[:300]}") from None
+
+    def end_after(self, steps: int) -> None:
+        """Let the run end after so many steps: rates follow the schedule over these from here on."""
+        if steps < self.position:
+            raise AxesError(f"the run has taken {self.position} steps: --steps must be at least that, not {steps}")
+        self.configuration = replace(self.configuration, steps=steps)
+        schedule = self._schedule()
+        self.scheduler.lr_lambdas = [schedule for _ in self.scheduler.lr_lambdas]
+        rates = [base * schedule(self.position) for base in self.scheduler.base_lrs]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.scheduler._last_lr = rates
+
+    def _schedule(self) -> Schedule:
+        settings = self.configuration
+        return Schedule(settings.schedule, settings.warmup, settings.steps)
 
     def tuples(self) -> dict[str, Any]:
         """The exact tuple of each axis, as the objects of this run carry it, and the rule of every parameter."""

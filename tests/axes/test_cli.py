@@ -85,7 +85,11 @@ def test_resume_continues_and_refuses_other_settings(axes: Axes, tmp_path: Path,
     assert f"continuing {run} at step 3" in output
     status, _, errors = axes("train", "--resume", run, "--steps", 10, "--weight-decay", 0.1)
     assert status == 1
-    assert "leave out --steps, --weight-decay" in errors
+    assert "leave out --weight-decay" in errors
+    status, output, _ = axes("train", "--resume", run, "--steps", 5)
+    assert status == 0 and "step 5/5" in output
+    status, _, errors = axes("train", "--resume", run, "--steps", 4)
+    assert status == 1 and "has taken 5 steps" in errors
 
 
 def test_a_folder_with_a_run_is_not_overwritten_unasked(axes: Axes, tmp_path: Path, text: Path) -> None:

@@ -138,6 +138,7 @@ def test_it_learns(text: str, tmp_path: Path) -> None:
 def test_run_folder_holds_what_it_promises(text: str, tmp_path: Path) -> None:
     folder = train(small(text), tmp_path / "run")
     assert sorted(file.name for file in folder.path.iterdir()) == [
+        ".lock",
         "checkpoint.pt",
         "config.json",
         "curve.png",

@@ -19,7 +19,7 @@ from axes.claims import report
 from axes.claims.base import Claim, Finding, Result, Verdict, breaks, holds, within
 from axes.claims.figures.figure import Figure
 from axes.claims.register import find, groups
-from axes.claims.report import counts_table, markdown, page, write_atomically
+from axes.claims.report import counts_table, markdown, page
 
 ALL = find()
 DOCS = Path(__file__).parents[2] / "docs" / "claims.md"
@@ -175,20 +175,6 @@ def test_the_docs_hold_every_claim_and_the_counts() -> None:
 )
 def test_formulas_are_literal_in_markdown(formula: str, written: str) -> None:
     assert report._literally(formula) == written
-
-
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "report"
-    write_atomically(target, "old")
-
-    def full(self: Path, *args: object, **keywords: object) -> int:
-        self.touch()
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="no space"):
-        write_atomically(target, "new")
-    assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
 
 
 # --- how it renders

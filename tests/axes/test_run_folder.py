@@ -1,0 +1,260 @@
+"""Run folders and their files: one writer, nothing lost, nothing of others touched."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from axes.errors import AxesError
+from axes.files import replacing, write_text
+from axes.tasks import run_folder
+from axes.tasks.configuration import Configuration
+from axes.tasks.interruption import stop_requested
+from axes.tasks.language_modelling import resume, run, start
+from axes.tasks.run_folder import RunFolder
+
+HOLD = "import sys, time; from axes.tasks.run_folder import RunFolder; f = RunFolder(sys.argv[1]); f.hold(); print('held', flush=True); time.sleep(60)"  # noqa: E501
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 80)
+    return str(path)
+
+
+def small(text: str, **changes: Any) -> Configuration:
+    settings: dict[str, Any] = {
+        "sequence": "softmax-attention", "optimizer": "adamw", "depth": "residual", "layers": 1, "width": 16,
+        "heads": 2, "context": 16, "batch": 2, "steps": 4, "warmup": 1, "validation_windows": 2,
+        "eval_every": 2, "save_every": 2, "text": (text,), "device": "cpu",
+    }  # fmt: skip
+    return Configuration(**{**settings, **changes})
+
+
+@pytest.fixture
+def finished(text: str, tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    run(start(small(text), folder), folder)
+    return folder
+
+
+def contents(folder: RunFolder) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.path.iterdir() if not file.name.startswith(".")}
+
+
+# ---- one writer --------------------------------------------------------------------------------------------------
+
+
+def test_one_process_writes_and_a_dead_one_does_not_count(finished: RunFolder, text: str) -> None:
+    before = contents(finished)
+    other = subprocess.Popen([sys.executable, "-c", HOLD, str(finished.path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        for call in (lambda f: resume(f), lambda f: start(small(text), f, overwrite=True)):
+            with pytest.raises(AxesError, match=rf"is being written by process {other.pid} on .* since 20"):
+                call(RunFolder(finished.path))
+        assert contents(finished) == before
+    finally:
+        other.kill()
+        other.communicate()
+    assert (finished.path / ".holder.json").exists()
+    folder = RunFolder(finished.path)
+    assert run(resume(folder), folder).finished
+    assert not (finished.path / ".holder.json").exists()
+
+
+def test_what_a_dead_writer_left_is_removed(finished: RunFolder) -> None:
+    for name in (".checkpoint.99999.pt", ".metrics.1.jsonl"):
+        (finished.path / name).write_text("half")
+    (finished.path / ".checkpoint.notes.pt").write_text("mine")
+    resume(RunFolder(finished.path))
+    hidden = {file.name for file in finished.path.iterdir() if file.name.startswith(".")}
+    assert hidden == {".lock", ".holder.json", ".checkpoint.notes.pt"}
+
+
+# ---- overwriting ---------------------------------------------------------------------------------------------------
+
+
+def test_only_runs_are_overwritten(text: str, tmp_path: Path) -> None:
+    for name, content in {"model": '{"model_type": "gpt2"}', "damaged": "{", "list": "[1]"}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(content)
+        with pytest.raises(AxesError, match="not a run folder: it will not be overwritten"):
+            start(small(text), RunFolder(folder), overwrite=True)
+        assert [f.name for f in folder.iterdir()] == ["config.json"] and (folder / "config.json").read_text() == content
+
+
+def test_the_old_run_stands_until_the_new_one_is_saved(
+    finished: RunFolder, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(finished)
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(AxesError, match="No space left"):
+        start(small(text, seed=1), RunFolder(finished.path), overwrite=True)
+    assert contents(finished) == before
+    monkeypatch.undo()
+    folder = RunFolder(finished.path)
+    assert start(small(text, seed=1), folder, overwrite=True).position == 0
+    assert folder.read_metrics() == [] and not folder.curve.exists()
+    assert folder.read_checkpoint()["configuration"]["seed"] == 1
+
+
+class Killed(BaseException):
+    """A signal that leaves no time."""
+
+
+@pytest.mark.parametrize("after", range(5))
+def test_killed_between_two_files(finished: RunFolder, text: str, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    count, proper = iter(range(100)), os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if Path(source).parent.name == ".ready" and next(count) == after:
+            raise Killed
+        proper(source, target)
+
+    monkeypatch.setattr(run_folder.os, "replace", killed)
+    folder = RunFolder(finished.path)
+    if after < 4:  # as many files as a new run has
+        with pytest.raises(Killed):
+            start(small(text, seed=2), folder, overwrite=True)
+    else:
+        start(small(text, seed=2), folder, overwrite=True)
+    monkeypatch.undo()
+    folder.release()
+    again = RunFolder(finished.path)
+    assert again.read_config()["configuration"]["seed"] == 2
+    assert run(resume(again), again).finished
+
+
+def test_killed_before_the_first_save(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    (folder.path / ".new").mkdir(parents=True)
+    (folder.path / ".new" / "config.json").write_text("{}")
+    (folder.path / ".lock").touch()
+    assert run(start(small(text), folder), folder).finished
+    assert not (folder.path / ".new").exists()
+
+
+# ---- stopping ------------------------------------------------------------------------------------------------------
+
+
+class Fails:
+    """An observer whose reader goes away after the third step."""
+
+    def __init__(self, fail: Callable[[], None]) -> None:
+        self.fail = fail
+
+    def began(self, *given: object) -> None: ...
+
+    def evaluated(self, *given: object) -> None: ...
+
+    def stepped(self, record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            self.fail()
+
+
+def _gone(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "pipe"), OSError(errno.EIO, "terminal"), SystemExit(1)])
+def test_nobody_reads_any_more(text: str, tmp_path: Path, error: BaseException) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(type(error)):
+        run(start(small(text, steps=20, save_every=0), folder), folder, Fails(_gone(error)))
+    assert folder.read_checkpoint()["position"] == 3 and folder.curve.exists()
+
+
+def test_a_closed_terminal_saves(text: str, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with stop_requested() as stop:
+        training = start(small(text, steps=20, save_every=0), folder)
+        summary = run(training, folder, Fails(lambda: os.kill(os.getpid(), signal.SIGHUP)), stop)
+    assert (summary.finished, summary.steps, folder.read_checkpoint()["position"]) == (False, 3, 3)
+
+
+# ---- going on ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_finished_run_is_extended(text: str, tmp_path: Path, schedule: str) -> None:
+    short, whole = RunFolder(tmp_path / "short"), RunFolder(tmp_path / "whole")
+    run(start(small(text, schedule=schedule), short), short)
+    assert run(resume(short, steps=8), short).finished
+    run(start(small(text, schedule=schedule, steps=8), whole), whole)
+    rates = [[r["lr"] for r in folder.read_metrics() if "lr" in r] for folder in (short, whole)]
+    assert rates[0][4:] == rates[1][4:]  # those of the longer run from there on
+    if schedule == "constant":
+        a, b = (folder.read_checkpoint()["model"] for folder in (short, whole))
+        assert all(torch.equal(a[name], b[name]) for name in b)
+    assert short.read_config()["configuration"]["steps"] == 8
+    with pytest.raises(AxesError, match="has taken 8 steps"):
+        resume(short, steps=7)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{\"step\": 2, \"lo", b"[1, 2]", b"null", b"7", b"\xff\xfe", b"{}", b"{\"loss\": 3.0}", b"{\"step\": \"2\"}",
+        b"{\"step\": true}", b"{\"step\": 2, \"bits_per_byte\": \"x\"}", b"{\"step\": 2, \"bits_per_byte\": null}",
+        b"{\"step\": 2.5}", b"{\"step\": -1}", b"{\"step\": 2, \"loss\": NaN}", b"9" * 5000, b"[" * 5000, b"",
+    ],
+)  # fmt: skip
+def test_a_broken_line_of_the_log_loses_that_line(finished: RunFolder, line: bytes) -> None:
+    whole, lines = finished.read_metrics(), finished.metrics.read_bytes().splitlines()
+    finished.metrics.write_bytes(b"\n".join([*lines[:2], line, *lines[2:], b""]))
+    assert finished.read_metrics() == whole
+    assert run(resume(finished), finished).finished
+    finished.metrics.write_bytes(b"\n".join([*lines[:2], line]))
+    assert finished.read_metrics() == whole[:2]
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"format": "axes-run", "version": 1, "n": ' + "9" * 5000 + "}"])
+def test_a_config_that_python_cannot_read(finished: RunFolder, content: str) -> None:
+    finished.config.write_text(content)
+    with pytest.raises(AxesError, match="config.json is damaged"):
+        resume(finished)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_links_lead_where_they_led_and_devices_stay(tmp_path: Path) -> None:
+    target, link, beside = tmp_path / "target.json", tmp_path / "link.json", tmp_path / "link.json.part"
+    target.write_text("old")
+    beside.write_text("mine")
+    link.symlink_to(target)
+    write_text(link, "new")
+    assert link.is_symlink() and target.read_text() == "new" and beside.read_text() == "mine"
+    write_text(Path("/dev/null"), "nothing")
+    assert Path("/dev/null").is_char_device()
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["link.json", "link.json.part", "target.json"]
+
+
+def test_a_block_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    write_text(path, json.dumps([1]))
+    message = r"could not write .*rows.json: No space left.*the previous one is intact"
+    with pytest.raises(AxesError, match=message), replacing(path) as temporary:
+        temporary.write_text("[")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert path.read_text() == "[1]" and list(tmp_path.iterdir()) == [path]
