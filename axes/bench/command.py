@@ -256,8 +256,8 @@ def training(
     layers: Annotated[int, typer.Option(help="Blocks.")] = training_models.Size.layers,
     width: Annotated[int, typer.Option(help="Width of the model.")] = training_models.Size.width,
     heads: Annotated[int, typer.Option(help="Heads of a sequence layer.")] = training_models.Size.heads,
-    batch: Annotated[int, typer.Option(help="Sequences a step.")] = training_models.Size.batch,
-    tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = training_models.Size.tokens,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step; 8, on a CPU 1.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a sequence; 4096, on a CPU 256.")] = None,
     steps: Annotated[int, typer.Option(help="Timed steps, after a warm-up.")] = training_models.Size.steps,
     device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
     vocabulary: Annotated[int, typer.Option(help="Tokens there are.")] = training_models.Size.vocabulary,
@@ -270,8 +270,10 @@ def training(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
 ) -> None:
     """Training throughput of whole language models: ours, one of fla's own layers, one of torch's flash attention."""
-    size = training_models.Size(layers, width, heads, vocabulary, batch, tokens, steps, streams)
     chosen = sequence_.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    usual = (training_models.Size.batch, training_models.Size.tokens) if chosen.type == "cuda" else (1, 256)
+    batch, tokens = (u if given is None else given for u, given in zip(usual, (batch, tokens), strict=True))
+    size = training_models.Size(layers, width, heads, vocabulary, batch, tokens, steps, streams)
     console = _console()
     with _watching(console) as watch:
         found = training_.measure(

@@ -21,6 +21,7 @@ from axes.bench.results import Watch, said, unwatched
 from axes.bench.training_models import CONTENDERS, Made, Size, products, with_depth
 from axes.errors import AxesError
 from axes.files import write_json
+from axes.tasks.machine import require_memory
 
 WHO = tuple(CONTENDERS)
 FILE = "training.json"
@@ -50,6 +51,14 @@ def measure(
     """Train each model on the same tokens, and ours with these depth mixers too; the file is written after each."""
     if unknown := set(who) - set(WHO):
         raise AxesError(f"unknown contender {', '.join(sorted(unknown))}; known: {', '.join(WHO)}")
+    for field, value in asdict(size).items():
+        if value < 1:
+            raise AxesError(f"--{field} must be at least 1, got {value}")
+    # weights with gradients and two statistics, and eight activations of the width that every block keeps
+    weights = size.layers * 8 * size.width**2 + size.vocabulary * size.width
+    require_memory(
+        16 * weights + 16 * size.layers * size.batch * size.tokens * size.width, device, "the models of this bench"
+    )
     found: list[Throughput] = []
     rate = ceilings(device).flops_per_second if device.type == "cuda" else None
     models = {name: CONTENDERS[name] for name in who} | with_depth(depths)

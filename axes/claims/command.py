@@ -18,6 +18,8 @@ from axes.claims.verify import verify, verify_one
 from axes.errors import AxesError
 from axes.files import write_text
 
+_MOST_SEEDS = 100_000  # hours of a claim
+
 
 def run(
     names: Sequence[str],
@@ -32,8 +34,8 @@ def run(
     Raises AxesError for unknown names, impossible numbers or files that cannot be written, before any check runs.
     """
     claims = find(names)
-    if seeds is not None and seeds < 1:
-        raise AxesError(f"--seeds must be at least 1, got {seeds}")
+    if seeds is not None and not 1 <= seeds <= _MOST_SEEDS:
+        raise AxesError(f"--seeds must be from 1 to {_MOST_SEEDS:,}, got {seeds}")
     for target in (json_file, html_file):
         _refuse_impossible(target)
     results = _with_progress(claims, console, seeds, workers)

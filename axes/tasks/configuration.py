@@ -12,6 +12,7 @@ from axes import catalogue
 from axes.errors import AxesError, UnknownName
 from axes.models.language_model import Architecture
 from axes.tasks.corpus import Corpus, embedded, from_files
+from axes.tasks.machine import most_threads, require_memory
 from axes.tasks.schedules import SCHEDULES
 
 # bfloat16 keeps float32 parameters and computes under autocast; the others are the dtype of the parameters themselves
@@ -79,6 +80,7 @@ class Configuration:
         for name in ("warmup", "eval_every", "save_every", "text_limit", "threads", "seed"):
             self._require(name, getattr(self, name) >= 0, "0 or more")
         self._require("seed", self.seed < 2**63, "less than 2**63")
+        self._require("threads", self.threads <= most_threads(), f"at most {most_threads()} on this machine")
         self._require("clip", 0 <= self.clip < float("inf"), "0 (no clipping) or a positive number")
         self._require("lr", self.lr is None or 0 < self.lr < float("inf"), "a positive number")
         decay = self.weight_decay
@@ -86,7 +88,13 @@ class Configuration:
         for kind, name, known in (("dtype", self.dtype, DTYPES), ("schedule", self.schedule, SCHEDULES)):
             if name not in known:
                 raise UnknownName(kind, name, known)
-        self.torch_device()
+        require_memory(self.least_bytes(), self.torch_device(), "weights, gradients and activations of this model")
+
+    def least_bytes(self) -> int:
+        """What no layer, mixer or optimizer does without: eight products of width^2 a block, each with its gradient,
+        and of every block an activation that the backward pass reads."""
+        weights = 8 * self.layers * self.width**2 + 256 * self.width
+        return 8 * weights + 4 * self.layers * self.batch * self.context * self.width
 
     def _require_types(self) -> None:
         # a hand-edited config.json can hold anything; annotations are strings here

@@ -384,3 +384,12 @@ def test_weight_decay_that_an_optimizer_lacks_is_said(text: Path) -> None:
         patch.setattr(catalogue, "get", lambda name, axis=None: SimpleNamespace(cls=Undecayed))
         with pytest.raises(AxesError, match="has no weight decay: leave --weight-decay out"):
             make_optimizer(configuration, torch.nn.Linear(2, 2))
+
+
+def test_more_than_the_machine_has(refused: Refused, tmp_path: Path) -> None:
+    assert "threads must be at most" in refused("train", "--threads", 100_000, "--out", tmp_path / "run")
+    assert "GB" in refused("train", "--width", 1_000_000, "--heads", 1000, "--out", tmp_path / "run")
+    assert "--steps must be at least 1" in refused("bench", "training", "--steps", 0, "--out", tmp_path / "run")
+    assert "GB" in refused("bench", "training", "--width", 96 * 10**4, "--device", "cpu", "--out", tmp_path / "run")
+    assert "--seeds must be from 1" in refused("verify", "A01", "--seeds", 2**63 - 1)
+    assert not (tmp_path / "run").exists()
