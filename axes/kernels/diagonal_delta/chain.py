@@ -19,8 +19,8 @@ Where no channel of a chunk falls by more than e^-80 (float16: e^-6), exp(R_i - 
 product; other chunks are left to kernels of their own, exact for any gates (channels.py).
 Forward: `prepare` over all chunks (scaled vectors, pair matrices), `solve` (M), and one kernel serial in time, which
 needs no gates any more. Backward: the scaled vectors and states again, the serial reverse pass, then over all chunks
-the gradients of pairs and of tokens. On Hopper `hopper` has the serial passes of plain shapes, `hopper_keys` those of
-many heads whose reader is the key, which need no scaled vectors in memory, `hopper_tokens` the gradients of mild chunks.
+the gradients of pairs and of tokens. On Hopper `hopper` has serial passes of plain shapes, `hopper_keys` those of
+many heads whose reader is the key, without scaled vectors in memory, `hopper_tokens` the gradients of mild chunks.
 The scaled vectors live only as long as a call: written, they cost the serial pass what cumulative gates would.
 """
 
