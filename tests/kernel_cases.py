@@ -24,6 +24,7 @@ from axes.kernels.common.launch import Kernel
 from axes.kernels.common.warpgroup import retire
 from axes.kernels.diagonal import hopper as hopper_diagonal
 from axes.kernels.diagonal.chain import diagonal_chain
+from axes.kernels.diagonal_delta import chain as diagonal_delta
 from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
 from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.outer import outer_sum
@@ -64,7 +65,7 @@ def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -
 
 
 def diagonal(
-    dtype: torch.dtype, d: int, rule: str, plain: bool = False, strong: bool = True, cuts: int = 1
+    dtype: torch.dtype, d: int, rule: str, plain: bool = False, strong: bool = True, cuts: int = 1, few: bool = False
 ) -> Callable[[], None]:
     def run() -> None:
         q, k, v, beta, _ = tokens(dtype, d, d)
@@ -72,7 +73,8 @@ def diagonal(
         more = {"a": k, "b": q} if rule == "dplr" else {}
         cut = patch.object(hopper_diagonal, "segments_of", lambda *_: cuts)
         reads = patch.object(hopper_diagonal_delta, "fits", lambda *_: plain)
-        with patch.object(hopper_write, "fits", lambda *_: plain), cut, reads:
+        heads = patch.object(diagonal_delta, "_FEWEST", 96 if few else 1)
+        with patch.object(hopper_write, "fits", lambda *_: plain), cut, reads, heads:
             both(diagonal_chain(q, k, v, g, beta if strong and rule != "dplr" else None, rule=rule, **more))  # type: ignore[arg-type]
 
     return run
@@ -234,6 +236,7 @@ CASES: dict[str, Callable[[], None]] = {
     "diagonal 128": diagonal(HALF, 128, "write"),
     "hopper diagonal delta 128": diagonal(HALF, 128, "delta", plain=True),
     "hopper diagonal delta 64": diagonal(HALF, 64, "delta", plain=True),
+    "hopper diagonal delta few heads 128": diagonal(HALF, 128, "delta", plain=True, few=True),
     "diagonal delta 128": diagonal(HALF, 128, "delta"),
     "hopper dplr 128": diagonal(HALF, 128, "dplr", plain=True),
     "hopper dplr 64": diagonal(HALF, 64, "dplr", plain=True),

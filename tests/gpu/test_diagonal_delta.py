@@ -21,6 +21,12 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
 RULES = ("delta", "erase", "early", "dplr")
 
 
+@pytest.fixture(autouse=True)
+def passes_for_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few heads a test has; those for few are what `erase` runs, and what is asked for by name."""
+    monkeypatch.setattr(diagonal_delta, "_FEWEST", 1)
+
+
 @dataclass(frozen=True)
 class Case:
     """Inputs of a rule: x is the erase key or a (None where the key is), y is beta or b."""
@@ -229,6 +235,19 @@ def test_hopper_is_as_near_as_the_portable_kernels(
         portable = errors(case)
         print({n: f"{e:.1e} {portable[n]:.1e}" for n, e in found.items()})
         assert all(e <= 1.25 * portable[n] + 1e-4 for n, e in found.items())
+
+
+def test_few_heads_are_as_near_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    for d, kind in ((64, "mixed"), (128, "kda")):
+        case = draw("delta", 200, d, d, torch.bfloat16, kind)
+        torch.manual_seed(0)
+        many = errors(case)
+        monkeypatch.setattr(diagonal_delta, "_FEWEST", 1000)
+        torch.manual_seed(0)
+        few = errors(case)
+        monkeypatch.setattr(diagonal_delta, "_FEWEST", 1)
+        assert all(e <= 1.25 * few[n] + 1e-4 for n, e in many.items()), (many, few)
+        assert all(e <= 1.25 * many[n] + 1e-4 for n, e in few.items()), (many, few)
 
 
 @pytest.mark.parametrize("rule", ("delta", "dplr"))

@@ -19,8 +19,8 @@ Where no channel of a chunk falls by more than e^-80 (float16: e^-6), exp(R_i - 
 product; other chunks are left to kernels of their own, exact for any gates (channels.py).
 Forward: `prepare` over all chunks (scaled vectors, pair matrices), `solve` (M), and one kernel serial in time, which
 needs no gates any more. Backward: the scaled vectors and states again, the serial reverse pass, then over all chunks
-the gradients of pairs and of tokens. On Hopper `hopper_diagonal_delta` has the serial passes of plain shapes and
-`hopper_diagonal_delta_tokens` the gradients of mild chunks.
+the gradients of pairs and of tokens. On Hopper `hopper` has serial passes of plain shapes, `hopper_keys` those of
+many heads whose reader is the key, without scaled vectors in memory, `hopper_tokens` the gradients of mild chunks.
 The scaled vectors live only as long as a call: written, they cost the serial pass what cumulative gates would.
 """
 
@@ -40,8 +40,10 @@ from axes.kernels.diagonal_delta import pairs, passes
 from axes.kernels.diagonal_delta.gradients import gradients
 
 if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
-    from axes.kernels.diagonal_delta import hopper
+    from axes.kernels.diagonal_delta import hopper, hopper_keys
     from axes.kernels.diagonal_delta.hopper_tokens import tokens_backward
+
+_FEWEST = 96  # heads of all sequences: a pass that scales takes its time over a chunk, however few it has
 
 # ---- launches ------------------------------------------------------------------------------------------------------
 
@@ -118,10 +120,41 @@ def _run_prepare(
             pairs.prepare_closed[grid](*inputs, falls, *where, FLAT=flat, **constants, **shape)
             launch = _launch(q, "solve", two)
             pairs.solve[grid](
-                lowers, m, *where, HV=hv, C=cuts.chunk, PACKED=cuts.packed,
+                lowers, m, falls, *where, HV=hv, K=d, C=cuts.chunk, BK=block, CLOSED=0.0, PACKED=cuts.packed,
                 **inverse.constants(q.dtype, cuts.chunk, launch["num_warps"]), **launch,
             )  # fmt: skip
     return [*scaled[:3], scaled[-1], totals, falls]
+
+
+def _by_keys(q: Tensor, v: Tensor, x: Tensor | None, two: bool, cuts: Layout) -> bool:
+    """Whether passes make scaled vectors themselves: it pays where they fill the processors."""
+    plain = not two and x is None and q.shape[2] == v.shape[2] and not cuts.packed
+    plain = plain and q.shape[0] * q.shape[2] >= _FEWEST
+    return plain and _GLUON and q.shape[1] > 0 and hopper.fits(q, v)
+
+
+def _run_inverses(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, early: bool, cuts: Layout, matrices: list[Tensor]
+) -> Tensor:
+    """M of every chunk, and P of those that are not mild: what the passes of `hopper_keys` are given. Returns falls."""
+    h, d = k.shape[2:]
+    m, p = matrices
+    falls = g.new_empty(cuts.slots, h, cdiv(d, 64), dtype=torch.float32)
+    lowers = torch.empty_like(m, dtype=torch.float32)
+    constants = _exponents(q, g)
+    hopper_keys.inverses(k, g, beta, m, falls, not early, float(constants["BOUND"]))
+    flat, bound = constants.pop("FLAT"), constants["BOUND"]
+    where = (cuts.offsets, cuts.units_of_slots, cuts.length, cuts.chunks)
+    pairs.prepare_closed[(cuts.slots * h,)](
+        q, k, k, k, beta, g, lowers, p, m, p, falls, *where, H=h, HV=h, K=d, C=64, BK=64, TWO=False, LATE=not early,
+        SHARED=True, PACKED=False, PRECISION=precision(q), FLAT=flat, **constants, **_launch(q, "prepare", False),
+    )  # fmt: skip
+    launch = _launch(q, "solve", False)
+    pairs.solve[(cuts.slots * h,)](
+        lowers, m, falls, *where, HV=h, K=d, C=64, BK=64, CLOSED=float(bound), PACKED=False,
+        **inverse.constants(q.dtype, 64, launch["num_warps"]), **launch,
+    )  # fmt: skip
+    return falls
 
 
 # ---- operator ------------------------------------------------------------------------------------------------------
@@ -138,6 +171,13 @@ def _forward(
     o, final = torch.empty_like(v), q.new_empty(cuts.units, hv, d_v, d, dtype=torch.float32)
     matrices = _matrices(q, v, cuts, 4 if two else 2)
     with on_device(q):
+        if _by_keys(q, v, x, two, cuts):
+            falls = _run_inverses(q, k, v, g, y, early, cuts, matrices)
+            hopper_keys.chain(
+                "o", q, k, v, g, y, matrices, falls, start, final, o, not early, float(_exponents(q, g)["BOUND"]),
+                keep=record,
+            )  # fmt: skip
+            return o, final, matrices if record else []
         *scaled, totals, _ = _run_prepare(q, k, v, g, x, y, two, early, cuts, matrices)
         sizes = _sizes(q, v, "serial")
         grid = cuts.units * hv * cdiv(d_v, sizes["BV"])
@@ -179,19 +219,32 @@ def _backward(
     parts = cdiv(d, _sizes(q, v, "gradients")["BK"])
     dbeta = g.new_empty((0,) if two else (parts, *v.shape[:3]), dtype=torch.float32)
     with on_device(q):
-        *scaled, totals, falls = _run_prepare(q, k, v, g, x, y, two, early, cuts, None)
-        square = matrices * (1 if two else 2)
         beta = v if two else y
+        square = matrices * (1 if two else 2)
         serial = _sizes(q, v, "serial")
         shape = dict(HV=hv, K=d, V=d_v, C=cuts.chunk, TWO=two, PACKED=cuts.packed, PRECISION=dot)
         grid = cuts.units * hv * cdiv(d_v, serial["BV"])
-        plain = not cuts.packed and _GLUON and hopper.fits(scaled[0], v)
+        plain = not cuts.packed and _GLUON and hopper.fits(q, v)
         fast = plain and not two and x is None and h == hv
-        if plain:
+        by_keys = _by_keys(q, v, x, two, cuts)
+        if by_keys:
+            totals = g.new_empty(cuts.slots, hv, d, dtype=torch.float32)
+            falls = g.new_empty(cuts.slots, hv, cdiv(d, 64), dtype=torch.float32)
+            mild = float(constants["BOUND"])
+            hopper_keys.chain(
+                "states", q, k, v, g, y, matrices, falls, start, dfinal, written, late, mild, totals=totals,
+                states=states,
+            )  # fmt: skip
+            hopper_keys.chain(
+                "dv", q, k, do, g, y, matrices, falls, dfinal, dstart, dwritten, late, mild, dv=dv, states=dstates
+            )
+        else:
+            *scaled, totals, falls = _run_prepare(q, k, v, g, x, y, two, early, cuts, None)
+        if plain and not by_keys:
             strength = None if two else y
             hopper.walk(scaled, v, strength, matrices, totals, start, dfinal, written, states=states, record=True)
             hopper.walk(scaled, do, strength, matrices, totals, dfinal, dstart, dwritten, dv=dv, states=dstates)
-        elif grid:
+        elif grid and not by_keys:
             passes.scan[(grid,)](
                 *scaled, v, beta, *square, totals, dfinal if start is None else start, v, dfinal, states, written,
                 cuts.offsets, cuts.length, cuts.chunks, **serial, STARTED=start is not None, RECORD=True, **shape,

@@ -194,12 +194,17 @@ def prepare_closed(
 @Kernel
 @triton.jit(do_not_specialize=LENGTHS)
 def solve(
-    lowers, m, offsets, units, T, N, HV,
-    C: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr, PACKED: tl.constexpr,
+    lowers, m, falls, offsets, units, T, N, HV,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, CLOSED: tl.constexpr,
+    SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """m = (I + lower)^-1 of every chunk, by one warp each: it owns all columns of its matrix."""
+    """m = (I + lower)^-1 of every chunk, by one warp each: it owns all columns of its matrix. CLOSED, where it is not
+    zero: of chunks in which a channel falls by more."""
     pid = tl.program_id(0).to(tl.int64)
     _, first, end = slot_rows(offsets, units, pid // HV, T, N, C, PACKED)
     if first >= end:
         return
+    if CLOSED > 0:  # noqa: SIM102 (a constant around a test)
+        if least_total(falls, pid, K, BK) >= -CLOSED:
+            return
     invert(lowers + pid * C * C, m + pid * C * C, C, SIDE, LANES, MERGE)
