@@ -148,6 +148,11 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and mass (empty where there is none)."""
     o, lse = kept
+    if cu is None and _on_hopper(q, k, v):
+        from axes.kernels.attention import hopper_backward
+
+        dq, dk, dv, dm = hopper_backward.attend(q, k, v, None if mass is None else split(mass, q), o, lse, do, scale)
+        return [dq, dk, dv, dm.double()]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dots = torch.empty_like(lse)
     high, low = split(mass, q)

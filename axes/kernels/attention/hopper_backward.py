@@ -98,7 +98,7 @@ def _pass(
 @gluon.jit
 def _gather(
     P: gl.constexpr, o, dq_tiles, lse, dots, sums, masses, tiles, dos, bars, heard, sizes, scale, total,
-    GROUP: gl.constexpr, MASS: gl.constexpr, AHEAD: gl.constexpr,
+    GROUP: gl.constexpr, MASS: gl.constexpr, AHEAD: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dq, D and the sums of dS of 64 queries."""
     qs, ks, vs, lines = tiles
@@ -143,6 +143,11 @@ def _gather(
     own = (own_high, own_low)
     crossed = gl.maximum(count - (begin + old + 1) // BN, 1)
     mbarrier.wait(asked, 0)
+    at = q
+    if HELD:
+        outer = outer.load(left_layout(BN))
+    if HELD > 1:
+        q = q.load(left_layout(BN))
     left, found, summed = _pass(
         0, left, found, summed, q, outer, norm, shifted, dot, own, i, count - 1, tiles, bars, high, low, m_t, S, old,
         factor, MASS, False, True, AHEAD,
@@ -162,7 +167,7 @@ def _gather(
         found = warpgroup_mma_wait(0, [found])
     if MASS:
         gl.store(sums + line + i, summed, mask=i < T)
-    q.store((found * scale).to(DTYPE))
+    at.store((found * scale).to(DTYPE))
     published()
     async_store(dq_tiles, [b, h, first, 0], qs.index(P))
     store_wait(0)
@@ -174,7 +179,7 @@ def queries(
     q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, o, lse, dots, sums, high, low, scale,
     T, S, H, slots, total, m_b, m_t, m_h,
     GROUP: gl.constexpr, STAGES: gl.constexpr, FEED: gl.constexpr, MULTIPLY: gl.constexpr, MASS: gl.constexpr,
-    AHEAD: gl.constexpr,
+    AHEAD: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """dq, D and the sums of dS over pairs."""
     BN: gl.constexpr = k_tiles.block_shape[2]
@@ -206,9 +211,9 @@ def queries(
     gl.warp_specialize(
         [
             (_gather, (0, o, dq_tiles, lse, dots, sums, masses, tiles, dos, bars, heard, sizes, scale, total, GROUP,
-                       MASS, AHEAD)),
+                       MASS, AHEAD, HELD)),
             (_gather, (1, o, dq_tiles, lse, dots, sums, masses, tiles, dos, bars, heard, sizes, scale, total, GROUP,
-                       MASS, AHEAD)),
+                       MASS, AHEAD, HELD)),
             (_feed_gather, (q_tiles, k_tiles, v_tiles, do_tiles, masses, tiles, dos, bars, heard, sizes, GROUP, MASS)),
         ],
         [4, 1],
@@ -249,9 +254,9 @@ def _base(high, begin, m_t, S, flat: gl.constexpr):
 @gluon.jit
 def _feed_collect(q_tiles, k_tiles, v_tiles, do_tiles, lse, dots, masses, tiles, bars, sizes, total,
                   GROUP: gl.constexpr, MASS: gl.constexpr):  # fmt: skip
-    """One warp: the pairs, then tiles of queries and do with two numbers a query, D and -log2 of the weights' sum in the
-    frame of the block's masses."""
-    qs, dos, ks, vs, norms, numbers = tiles
+    """One warp: the pairs, then tiles of queries and do with their numbers: -log2 of the weights' sum, where all pairs are
+    seen in the frame of the block's masses, D, and the queries' own masses."""
+    qs, dos, ks, vs, numbers = tiles
     high, low, m_b, m_t, m_h = masses
     stored, come, gone = bars
     T, S, H, slots = sizes
@@ -279,11 +284,16 @@ def _feed_collect(q_tiles, k_tiles, v_tiles, do_tiles, lse, dots, masses, tiles,
             dot = gl.load(dots + line + i, mask=i < T, other=0.0)
             if MASS:
                 at = (i + S - T).to(gl.int64) * m_t
-                own = base - gl.load(high + at, mask=i < T, other=0.0)
-                norm += (own - gl.load(low + at, mask=i < T, other=0.0)) * _LOG2E
+                own_high = gl.load(high + at, mask=i < T, other=0.0)
+                own_low = gl.load(low + at, mask=i < T, other=0.0)
+                if n >= whole:
+                    norm += ((base - own_high) - own_low) * _LOG2E
             mbarrier.wait(gone.index(stage), (step // STAGES & 1) ^ 1)
-            norms.index(stage).store(norm)
-            numbers.index(stage).store(dot)
+            numbers.index(4 * stage + 0).store(norm)
+            numbers.index(4 * stage + 1).store(dot)
+            if MASS:
+                numbers.index(4 * stage + 2).store(own_high)
+                numbers.index(4 * stage + 3).store(own_low)
             barrier()
             mbarrier.expect(come.index(stage), 2 * 2 * BM * D)
             async_load(q_tiles, [b, h, n * BM, 0], come.index(stage), qs.index(stage))
@@ -293,11 +303,12 @@ def _feed_collect(q_tiles, k_tiles, v_tiles, do_tiles, lse, dots, masses, tiles,
 
 @gluon.jit
 def _add(
-    step, n, line, dk, dv, dm, key, value, relative, mass, j, tiles, bars, lse, high, low, m_t, T, old, factor,
-    MASS: gl.constexpr, WHOLE: gl.constexpr,
+    step, n, weights, left, dk, dv, dm, key, value, relative, mass, j, tiles, bars, old, factor,
+    MASS: gl.constexpr, WHOLE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """What a tile of queries adds to the gradients of 64 pairs."""
-    qs, dos, ks, vs, norms, numbers = tiles
+    """What a tile of queries adds to the gradients of 64 pairs. AHEAD: so many of the products that add (dk; dk and dv)
+    take the tile before, beside the exponentials; at first zeros times this one."""
+    qs, dos, ks, vs, numbers = tiles
     stored, come, gone = bars
     mass_high, mass_low = mass
     STAGES: gl.constexpr = qs.shape[0]
@@ -306,44 +317,58 @@ def _add(
     DTYPE: gl.constexpr = qs.dtype
     across: gl.constexpr = gl.SliceLayout(0, product_layout(BM))
     stage = step % STAGES
+    before = gl.maximum(step - 1, 0) % STAGES
     query = qs.index(stage).reshape([BM, D])
     outer = dos.index(stage).reshape([BM, D])
     mbarrier.wait(come.index(stage), step // STAGES & 1)
     s = times(key, query.permute((1, 0)), BM)
     dp = times(value, outer.permute((1, 0)), BM)
-    s = warpgroup_mma_wait(1, [s]) * factor
-    if WHOLE:
-        if MASS:
+    if AHEAD > 1:
+        dv = warpgroup_mma(weights, dos.index(before).reshape([BM, D]), dv, is_async=True)
+    if AHEAD:
+        dk = warpgroup_mma(left, qs.index(before).reshape([BM, D]), dk, is_async=True)
+    s = warpgroup_mma_wait(1 + AHEAD, [s]) * factor
+    if MASS:
+        if WHOLE:
             s += relative[:, None]
-        s += norms.index(stage).load(across)[None, :]
-    else:
-        i = n * BM + gl.arange(0, BM, across)
-        if MASS:
-            at = (i + old).to(gl.int64) * m_t
-            own_high = gl.load(high + at, mask=i < T, other=0.0)
-            own_low = gl.load(low + at, mask=i < T, other=0.0)
+        else:
+            own_high = numbers.index(4 * stage + 2).load(across)
+            own_low = numbers.index(4 * stage + 3).load(across)
             s += ((mass_high[:, None] - own_high[None, :]) + (mass_low[:, None] - own_low[None, :])) * _LOG2E
-        s -= gl.load(lse + line + i, mask=i < T, other=float("inf"))[None, :]
+    s += numbers.index(4 * stage).load(across)[None, :]
+    if not WHOLE:
+        i = n * BM + gl.arange(0, BM, across)
         s = gl.where(j[:, None] <= i[None, :] + old, s, float("-inf"))
     p = gl.exp2(s)
-    dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), left_layout(D)), outer, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, [dp])
-    ds = p * (dp - numbers.index(stage).load(across)[None, :])
-    dk = warpgroup_mma(gl.convert_layout(ds.to(DTYPE), left_layout(D)), query, dk, is_async=True)
+    if AHEAD < 2:
+        weights = gl.convert_layout(p.to(DTYPE), left_layout(D))
+        dv = warpgroup_mma(weights, outer, dv, is_async=True)
+        dp = warpgroup_mma_wait(1 + AHEAD, [dp])
+    else:
+        dp = warpgroup_mma_wait(2, [dp])
+    ds = p * (dp - numbers.index(4 * stage + 1).load(across)[None, :])
     if MASS:
         dm += gl.sum(ds, 1)
-    dv, dk = warpgroup_mma_wait(0, [dv, dk])
-    arrive(gone.index(stage))
-    return dk, dv, dm
+    if AHEAD:
+        dv, dk = warpgroup_mma_wait(0, [dv, dk])
+        barrier()
+        mbarrier.arrive(gone.index(before), count=1, pred=step > 0)
+        left = gl.convert_layout(ds.to(DTYPE), left_layout(D))
+        weights = gl.convert_layout(p.to(DTYPE), left_layout(D))
+    else:
+        dk = warpgroup_mma(gl.convert_layout(ds.to(DTYPE), left_layout(D)), query, dk, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, [dv, dk])
+        arrive(gone.index(stage))
+    return weights, left, dk, dv, dm
 
 
 @gluon.jit
 def _collect(
-    P: gl.constexpr, dk_tiles, dv_tiles, dm, lse, sums, masses, tiles, bars, sizes, scale, total,
-    GROUP: gl.constexpr, MASS: gl.constexpr,
+    P: gl.constexpr, dk_tiles, dv_tiles, dm, sums, masses, tiles, bars, sizes, scale, total,
+    GROUP: gl.constexpr, MASS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: gradients of 64 pairs."""
-    qs, dos, ks, vs, norms, numbers = tiles
+    qs, dos, ks, vs, numbers = tiles
     high, low, m_b, m_t, m_h = masses
     stored, come, gone = bars
     T, S, H, slots = sizes
@@ -374,6 +399,8 @@ def _collect(
     dkey = gl.zeros([ROWS, D], gl.float32, wide)
     dvalue = gl.zeros([ROWS, D], gl.float32, wide)
     dmass = gl.zeros([ROWS], gl.float32, down)
+    left = gl.zeros([ROWS, BM], DTYPE, left_layout(D))
+    weights = left
     mbarrier.wait(stored, 0)
     step = 0
     for member in range(GROUP):
@@ -381,17 +408,23 @@ def _collect(
         if MASS:
             dmass -= gl.load(sums + line + (j - old), mask=(j >= old) & (j < S), other=0.0)
         for n in range(first, whole):
-            dkey, dvalue, dmass = _add(
-                step, n, line, dkey, dvalue, dmass, key, value, relative, mass, j, tiles, bars, lse, high, low, m_t, T,
-                old, factor, MASS, False,
+            weights, left, dkey, dvalue, dmass = _add(
+                step, n, weights, left, dkey, dvalue, dmass, key, value, relative, mass, j, tiles, bars, old, factor,
+                MASS, False, AHEAD,
             )  # fmt: skip
             step += 1
         for n in range(whole, count):
-            dkey, dvalue, dmass = _add(
-                step, n, line, dkey, dvalue, dmass, key, value, relative, mass, j, tiles, bars, lse, high, low, m_t, T,
-                old, factor, MASS, True,
+            weights, left, dkey, dvalue, dmass = _add(
+                step, n, weights, left, dkey, dvalue, dmass, key, value, relative, mass, j, tiles, bars, old, factor,
+                MASS, True, AHEAD,
             )  # fmt: skip
             step += 1
+    last = (step - 1) % qs.shape[0]
+    if AHEAD > 1:
+        dvalue = warpgroup_mma(weights, dos.index(last).reshape([BM, D]), dvalue, is_async=True)
+    if AHEAD:
+        dkey = warpgroup_mma(left, qs.index(last).reshape([BM, D]), dkey, is_async=True)
+        dvalue, dkey = warpgroup_mma_wait(0, [dvalue, dkey])
     if MASS:
         gl.store(dm + (b.to(gl.int64) * S + j) * heads + g, dmass, mask=j < S)
     key.store((dkey * scale).to(DTYPE))
@@ -408,6 +441,7 @@ def pairs(
     q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, dm, lse, dots, sums, high, low, scale,
     T, S, H, slots, total, m_b, m_t, m_h,
     GROUP: gl.constexpr, STAGES: gl.constexpr, FEED: gl.constexpr, MULTIPLY: gl.constexpr, MASS: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dm."""
     BM: gl.constexpr = q_tiles.block_shape[2]
@@ -417,8 +451,7 @@ def pairs(
     dos = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BM, D], do_tiles.layout)
     ks = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], k_tiles.layout)
     vs = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], v_tiles.layout)
-    norms = gl.allocate_shared_memory(gl.float32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    numbers = gl.allocate_shared_memory(gl.float32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    numbers = gl.allocate_shared_memory(gl.float32, [4 * STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     stored = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     gone = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -427,14 +460,16 @@ def pairs(
         mbarrier.init(come.index(stage), count=1)
         mbarrier.init(gone.index(stage), count=2)
     published()
-    tiles = (qs, dos, ks, vs, norms, numbers)
+    tiles = (qs, dos, ks, vs, numbers)
     bars = (stored, come, gone)
     masses = (high, low, m_b, m_t, m_h)
     sizes = (T, S, H, slots)
     gl.warp_specialize(
         [
-            (_collect, (0, dk_tiles, dv_tiles, dm, lse, sums, masses, tiles, bars, sizes, scale, total, GROUP, MASS)),
-            (_collect, (1, dk_tiles, dv_tiles, dm, lse, sums, masses, tiles, bars, sizes, scale, total, GROUP, MASS)),
+            (_collect, (0, dk_tiles, dv_tiles, dm, sums, masses, tiles, bars, sizes, scale, total, GROUP, MASS,
+                        AHEAD)),
+            (_collect, (1, dk_tiles, dv_tiles, dm, sums, masses, tiles, bars, sizes, scale, total, GROUP, MASS,
+                        AHEAD)),
             (_feed_collect, (q_tiles, k_tiles, v_tiles, do_tiles, lse, dots, masses, tiles, bars, sizes, total, GROUP,
                              MASS)),
         ],
@@ -456,12 +491,14 @@ class _Tiles:
 
 
 # by width
-_QUERIES = {64: _Tiles(128, 3), 128: _Tiles(64, 4)}
+_QUERIES = {64: _Tiles(64, 4), 128: _Tiles(64, 4)}
 _PAIRS = {64: _Tiles(128, 3), 128: _Tiles(64, 4)}
-_AHEAD = {64: False, 128: True}
+_AHEAD = {64: True, 128: True}
+_HELD = {64: 0, 128: 0}
+_PAIRS_AHEAD = {64: 0, 128: 0}
 
 
-def attend_backward(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, mass: tuple[Tensor, Tensor] | None, o: Tensor, lse: Tensor, do: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -479,11 +516,11 @@ def attend_backward(
         queries[(b * h * cdiv(t, 128),)](
             head_tiles(q, 64), head_tiles(k, rows.side), head_tiles(v, rows.side), head_tiles(do, 64),
             head_tiles(dq, 64), o, lse, dots, sums, high, low, scale, t, s, h, cdiv(t, 128), b * t, *strides,
-            STAGES=rows.stages, AHEAD=_AHEAD[d], **options,
+            STAGES=rows.stages, AHEAD=_AHEAD[d], HELD=_HELD[d], **options,
         )  # fmt: skip
         pairs[(b * g * cdiv(s, 128),)](
             head_tiles(q, tiles.side), head_tiles(k, 64), head_tiles(v, 64), head_tiles(do, tiles.side),
             head_tiles(dk, 64), head_tiles(dv, 64), dm, lse, dots, sums, high, low, scale, t, s, h, cdiv(s, 128), b * t,
-            *strides, STAGES=tiles.stages, **options,
+            *strides, STAGES=tiles.stages, AHEAD=_PAIRS_AHEAD[d], **options,
         )  # fmt: skip
     return dq, dk, dv, dm
