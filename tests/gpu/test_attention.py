@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -160,6 +161,52 @@ def test_pairs_without_mass() -> None:
         found = attend(q, k, v, mass, scale=0.1)[:, 601:]  # type: ignore[arg-type]
         exact = [x.detach().double() for x in given]  # type: ignore[union-attr]
         assert error(found, written_out(*exact, 0.1, (), 0)[:, 601:]) < BOUND[torch.bfloat16]
+
+
+POISONED = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that nobody has written is not a number."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@POISONED
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("masses", (True, False), ids=("masses", "plain"))
+@pytest.mark.parametrize("d", (64, 128))
+def test_every_number_is_written(d: int, masses: bool) -> None:
+    for t, old, group in ((1, 0, 1), (127, 0, 3), (129, 0, 1), (385, 0, 2), (200, 57, 1), (3, 600, 2)):
+        check(t, d, d, torch.bfloat16, heads=3, group=group, old=old, mass=masses)
+
+
+@POISONED
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", (64, 128))
+def test_gates_that_close_and_pairs_without_mass(d: int, dtype: torch.dtype) -> None:
+    """Gates at their floor, one in twenty tokens and twice in a row, and nothing in whole tiles of earlier pairs."""
+    old, t = 300, 520
+    given = draw(2, t, old + t, 2, 2, d, d, dtype, True)
+    q, k, v, mass = given
+    closed = torch.rand(2, t, 2, device="cuda") < 0.05
+    closed[:, 127:130] = True
+    assert mass is not None
+    mass.detach()[:, old:] += 100.0 * closed.cumsum(1)
+    mass.detach()[:, :280] = -torch.inf
+    mass.detach()[:, 290] = -torch.inf
+    do = torch.randn(2, t, 2, d, device="cuda").to(dtype)
+    found = attend(*given, scale=d**-0.5)  # type: ignore[arg-type]
+    grads = torch.autograd.grad(found, given, do)  # type: ignore[arg-type]
+    exact = [x.detach().double().requires_grad_() for x in given]  # type: ignore[union-attr]
+    want = written_out(*exact, d**-0.5, (), old)
+    expected = torch.autograd.grad(want, exact, do.double())
+    for n, (x, w) in enumerate(zip((found, *grads), (want, *expected), strict=True)):
+        assert error(x, w.detach()) < BOUND[dtype], (d, dtype, n, error(x, w.detach()))
+    assert not any(grad[:, :280].any() for grad in grads[1:])
 
 
 # ---- carried keys ---------------------------------------------------------------------------------------------------

@@ -254,8 +254,8 @@ def _base(high, begin, m_t, S, flat: gl.constexpr):
 @gluon.jit
 def _feed_collect(q_tiles, k_tiles, v_tiles, do_tiles, lse, dots, masses, tiles, bars, sizes, total,
                   GROUP: gl.constexpr, MASS: gl.constexpr):  # fmt: skip
-    """One warp: the pairs, then tiles of queries and do with their numbers: -log2 of the weights' sum, where all pairs are
-    seen in the frame of the block's masses, D, and the queries' own masses."""
+    """One warp: the pairs, then tiles of queries and do with their numbers: -log2 of the weights' sum, in the frame of
+    the block's masses where all pairs are seen, D, and the queries' own masses."""
     qs, dos, ks, vs, numbers = tiles
     high, low, m_b, m_t, m_h = masses
     stored, come, gone = bars
