@@ -9,6 +9,7 @@ from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels.attention import flash
+from axes.kernels.attention.masses import split
 from axes.kernels.common import layout, versions
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import power_of_2
@@ -78,14 +79,6 @@ def _check(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
-
-
-def split(mass: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """A mass as two float32 numbers; any tensor where there is none."""
-    if mass is None:
-        return like, like
-    high = mass.float()
-    return high, torch.where(high.isfinite(), mass - high.double(), 0.0).float()
 
 
 def _run(kernel: Any, name: str, tensors: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, high: Tensor,

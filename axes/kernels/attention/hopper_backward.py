@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from axes.kernels.attention.hopper import _exact, _feed, _place
+from axes.kernels.attention.reach import reach
 from axes.kernels.common import layout
 from axes.kernels.common.bulk import head_tiles
 from axes.kernels.common.gluon import (
@@ -43,8 +44,7 @@ def _feed_gather(q_tiles, k_tiles, v_tiles, do_tiles, masses, tiles, dos, bars, 
     """One warp: do, then what a forward is fed with."""
     BN: gl.constexpr = tiles[1].shape[3]
     D: gl.constexpr = tiles[1].shape[4]
-    T, S, H, slots = sizes
-    b, h, begin, count = _place(T, S, H, slots, BN)
+    b, h, begin, count, steps = _place(sizes, masses, BN, GROUP, MASS)
     mbarrier.expect(heard, 2 * 2 * ROWS * D)
     for w in gl.static_range(2):
         async_load(do_tiles, [b, h, begin + w * ROWS, 0], heard, dos.index(w))
@@ -103,7 +103,7 @@ def _gather(
     """One warpgroup: dq, D and the sums of dS of 64 queries."""
     qs, ks, vs, lines = tiles
     asked, keyed, unkeyed, valued, unvalued = bars
-    high, low, m_b, m_t, m_h = masses
+    high, low, ends, m_b, m_t, m_h = masses
     T, S, H, slots = sizes
     STAGES: gl.constexpr = ks.shape[0]
     BN: gl.constexpr = ks.shape[3]
@@ -111,7 +111,7 @@ def _gather(
     DTYPE: gl.constexpr = ks.dtype
     down: gl.constexpr = gl.SliceLayout(1, product_layout(BN))
     wide: gl.constexpr = product_layout(D)
-    b, h, begin, count = _place(T, S, H, slots, BN)
+    b, h, begin, count, steps = _place(sizes, masses, BN, GROUP, MASS)
     old = S - T
     first = begin + P * ROWS
     i = first + gl.arange(0, ROWS, down)
@@ -157,13 +157,13 @@ def _gather(
             step, left, found, summed, q, outer, norm, shifted, dot, own, i, count - 1 - step, tiles, bars, high, low,
             m_t, S, old, factor, MASS, False, False, AHEAD,
         )  # fmt: skip
-    for step in range(crossed, count):
+    for step in range(crossed, steps):
         left, found, summed = _pass(
             step, left, found, summed, q, outer, norm, shifted, dot, own, i, count - 1 - step, tiles, bars, high, low,
             m_t, S, old, factor, MASS, True, False, AHEAD,
         )  # fmt: skip
     if AHEAD:
-        found = warpgroup_mma(left, ks.index((count - 1) % STAGES).reshape([BN, D]), found, is_async=True)
+        found = warpgroup_mma(left, ks.index((steps - 1) % STAGES).reshape([BN, D]), found, is_async=True)
         found = warpgroup_mma_wait(0, [found])
     if MASS:
         gl.store(sums + line + i, summed, mask=i < T)
@@ -176,7 +176,7 @@ def _gather(
 @Kernel
 @gluon.jit(do_not_specialize=["T", "S", "H", "slots", "total", "m_b", "m_t", "m_h"])
 def queries(
-    q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, o, lse, dots, sums, high, low, scale,
+    q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, o, lse, dots, sums, high, low, ends, scale,
     T, S, H, slots, total, m_b, m_t, m_h,
     GROUP: gl.constexpr, STAGES: gl.constexpr, FEED: gl.constexpr, MULTIPLY: gl.constexpr, MASS: gl.constexpr,
     AHEAD: gl.constexpr, HELD: gl.constexpr,
@@ -206,7 +206,7 @@ def queries(
     published()
     tiles = (qs, ks, vs, lines)
     bars = (asked, keyed, unkeyed, valued, unvalued)
-    masses = (high, low, m_b, m_t, m_h)
+    masses = (high, low, ends, m_b, m_t, m_h)
     sizes = (T, S, H, slots)
     gl.warp_specialize(
         [
@@ -231,16 +231,23 @@ def queries(
 
 
 @gluon.jit
-def _block(T, S, G, slots, BM: gl.constexpr):
-    """Of a program: batch entry, head of pairs, first pair, and the tiles of queries that the diagonal crosses and that
-    see every pair: first, first of the latter, one more than the last. Blocks with most queries come first."""
+def _block(sizes, masses, BM: gl.constexpr, GROUP: gl.constexpr, MASS: gl.constexpr):
+    """Of a program: batch entry, head of pairs, first pair, and its tiles of queries: the first, the first that sees
+    every pair, one more than the last, without those in which no pair weighs anything. Blocks with most come first."""
+    T, S, H, slots = sizes
+    high, low, ends, m_b, m_t, m_h = masses
     pid = gl.program_id(0)
     line = pid // slots
-    begin = pid % slots * (2 * ROWS)
+    slot = pid % slots
+    begin = slot * (2 * ROWS)
     old = S - T
     count = (T + BM - 1) // BM
+    first = gl.maximum(begin - old, 0) // BM
     whole = gl.minimum((gl.maximum(begin + 2 * ROWS - 1 - old, 0) + BM - 1) // BM, count)
-    return line // G, line % G, begin, gl.maximum(begin - old, 0) // BM, whole, count
+    if MASS:
+        last = (gl.load(ends + line * slots + slot) * 64 + BM - 1) // BM
+        count = gl.minimum(count, gl.maximum(last, gl.maximum(whole, first + 1)))
+    return line // (H // GROUP), line % (H // GROUP), begin, first, whole, count
 
 
 @gluon.jit
@@ -257,14 +264,14 @@ def _feed_collect(q_tiles, k_tiles, v_tiles, do_tiles, lse, dots, masses, tiles,
     """One warp: the pairs, then tiles of queries and do with their numbers: -log2 of the weights' sum, in the frame of
     the block's masses where all pairs are seen, D, and the queries' own masses."""
     qs, dos, ks, vs, numbers = tiles
-    high, low, m_b, m_t, m_h = masses
+    high, low, ends, m_b, m_t, m_h = masses
     stored, come, gone = bars
     T, S, H, slots = sizes
     STAGES: gl.constexpr = qs.shape[0]
     BM: gl.constexpr = qs.shape[3]
     D: gl.constexpr = qs.shape[4]
     flat: gl.constexpr = gl.BlockedLayout([BM // 32], [32], [1], [0])
-    b, g, begin, first, whole, count = _block(T, S, H // GROUP, slots, BM)
+    b, g, begin, first, whole, count = _block(sizes, masses, BM, GROUP, MASS)
     mbarrier.expect(stored, 4 * 2 * ROWS * D)
     for w in gl.static_range(2):
         async_load(k_tiles, [b, g, begin + w * ROWS, 0], stored, ks.index(w))
@@ -369,7 +376,7 @@ def _collect(
 ):  # fmt: skip
     """One warpgroup: gradients of 64 pairs."""
     qs, dos, ks, vs, numbers = tiles
-    high, low, m_b, m_t, m_h = masses
+    high, low, ends, m_b, m_t, m_h = masses
     stored, come, gone = bars
     T, S, H, slots = sizes
     BM: gl.constexpr = qs.shape[3]
@@ -377,8 +384,7 @@ def _collect(
     DTYPE: gl.constexpr = qs.dtype
     down: gl.constexpr = gl.SliceLayout(1, product_layout(BM))
     wide: gl.constexpr = product_layout(D)
-    heads = H // GROUP
-    b, g, begin, first, whole, count = _block(T, S, heads, slots, BM)
+    b, g, begin, first, whole, count = _block(sizes, masses, BM, GROUP, MASS)
     old = S - T
     factor = scale * _LOG2E
     j = begin + P * ROWS + gl.arange(0, ROWS, down)
@@ -426,7 +432,7 @@ def _collect(
         dkey = warpgroup_mma(left, qs.index(last).reshape([BM, D]), dkey, is_async=True)
         dvalue, dkey = warpgroup_mma_wait(0, [dvalue, dkey])
     if MASS:
-        gl.store(dm + (b.to(gl.int64) * S + j) * heads + g, dmass, mask=j < S)
+        gl.store(dm + (b.to(gl.int64) * S + j) * (H // GROUP) + g, dmass, mask=j < S)
     key.store((dkey * scale).to(DTYPE))
     value.store(dvalue.to(DTYPE))
     published()
@@ -438,7 +444,7 @@ def _collect(
 @Kernel
 @gluon.jit(do_not_specialize=["T", "S", "H", "slots", "total", "m_b", "m_t", "m_h"])
 def pairs(
-    q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, dm, lse, dots, sums, high, low, scale,
+    q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, dm, lse, dots, sums, high, low, ends, scale,
     T, S, H, slots, total, m_b, m_t, m_h,
     GROUP: gl.constexpr, STAGES: gl.constexpr, FEED: gl.constexpr, MULTIPLY: gl.constexpr, MASS: gl.constexpr,
     AHEAD: gl.constexpr,
@@ -462,7 +468,7 @@ def pairs(
     published()
     tiles = (qs, dos, ks, vs, numbers)
     bars = (stored, come, gone)
-    masses = (high, low, m_b, m_t, m_h)
+    masses = (high, low, ends, m_b, m_t, m_h)
     sizes = (T, S, H, slots)
     gl.warp_specialize(
         [
@@ -492,10 +498,10 @@ class _Tiles:
 
 # by width
 _QUERIES = {64: _Tiles(64, 4), 128: _Tiles(64, 4)}
-_PAIRS = {64: _Tiles(128, 3), 128: _Tiles(64, 4)}
+_PAIRS = {64: _Tiles(64, 6), 128: _Tiles(64, 3)}
 _AHEAD = {64: True, 128: True}
-_HELD = {64: 0, 128: 0}
-_PAIRS_AHEAD = {64: 0, 128: 0}
+_HELD = {64: 2, 128: 1}
+_PAIRS_AHEAD = {64: 2, 128: 0}
 
 
 def attend(
@@ -510,17 +516,18 @@ def attend(
     sums, dm = (dots, dots) if mass is None else (torch.empty_like(lse), lse.new_empty(b, s, g))
     high, low = (lse, lse) if mass is None else mass
     strides = (0, 0, 0) if mass is None else high.stride()
+    first, last = (lse, lse) if mass is None else reach(q, k, high, scale)
     rows, tiles = _QUERIES[d], _PAIRS[d]
     options = {"GROUP": h // g, "FEED": 24, "MULTIPLY": 240, "MASS": mass is not None, "num_warps": 4, "maxnreg": 168}
     with layout.on_device(q):
         queries[(b * h * cdiv(t, 128),)](
             head_tiles(q, 64), head_tiles(k, rows.side), head_tiles(v, rows.side), head_tiles(do, 64),
-            head_tiles(dq, 64), o, lse, dots, sums, high, low, scale, t, s, h, cdiv(t, 128), b * t, *strides,
+            head_tiles(dq, 64), o, lse, dots, sums, high, low, first, scale, t, s, h, cdiv(t, 128), b * t, *strides,
             STAGES=rows.stages, AHEAD=_AHEAD[d], HELD=_HELD[d], **options,
         )  # fmt: skip
         pairs[(b * g * cdiv(s, 128),)](
             head_tiles(q, tiles.side), head_tiles(k, 64), head_tiles(v, 64), head_tiles(do, tiles.side),
-            head_tiles(dk, 64), head_tiles(dv, 64), dm, lse, dots, sums, high, low, scale, t, s, h, cdiv(s, 128), b * t,
-            *strides, STAGES=tiles.stages, AHEAD=_PAIRS_AHEAD[d], **options,
+            head_tiles(dk, 64), head_tiles(dv, 64), dm, lse, dots, sums, high, low, last, scale, t, s, h, cdiv(s, 128),
+            b * t, *strides, STAGES=tiles.stages, AHEAD=_PAIRS_AHEAD[d], **options,
         )  # fmt: skip
     return dq, dk, dv, dm
