@@ -20,6 +20,7 @@ from axes.core.state_update import State, StateUpdate  # noqa: E402
 from axes.kernels.attention.attend import attend  # noqa: E402
 from axes.kernels.attention.transport import transport  # noqa: E402
 from axes.kernels.attention.turn import turn  # noqa: E402
+from axes.kernels.common import versions  # noqa: E402
 from axes.routes import dispatch  # noqa: E402
 from axes.routes.attention import transported  # noqa: E402
 from axes.sequence import ALiBi, FoX, PaTH, RoPE, SequenceLayer, SoftmaxAttention  # noqa: E402
@@ -207,6 +208,32 @@ def test_gates_that_close_and_pairs_without_mass(d: int, dtype: torch.dtype) -> 
     for n, (x, w) in enumerate(zip((found, *grads), (want, *expected), strict=True)):
         assert error(x, w.detach()) < BOUND[dtype], (d, dtype, n, error(x, w.detach()))
     assert not any(grad[:, :280].any() for grad in grads[1:])
+
+
+@pytest.mark.skipif(versions.hopper_refusal(torch.device("cuda")) is not None, reason="the kernels for Hopper")
+@pytest.mark.parametrize("d", (64, 128))
+def test_bits_are_those_of_all_tiles(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates that close: most tiles are left out, and nothing differs."""
+    from axes.kernels.attention import hopper, hopper_backward
+    from axes.kernels.attention.reach import reach
+
+    def everything(q: Tensor, k: Tensor, high: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        first, last = reach(q, k, high, scale)
+        left_out.append(bool(first.any()))
+        return torch.zeros_like(first), torch.full_like(last, 2**20)
+
+    for old, group, steep in ((0, 1, 1.0), (300, 2, 2.0), (0, 1, 0.3)):
+        left_out: list[bool] = []
+        given = draw(2, 1500, 1500 + old, 2 * group, 2, d, d, torch.bfloat16, True)
+        given[3].detach().mul_(steep)  # type: ignore[union-attr]
+        do = torch.randn(2, 1500, 2 * group, d, device="cuda").bfloat16()
+        bits = []
+        for form in (reach, everything):
+            for module in (hopper, hopper_backward):
+                monkeypatch.setattr(module, "reach", form)
+            out = attend(*given, scale=d**-0.5)  # type: ignore[arg-type]
+            bits.append([out, *torch.autograd.grad(out, given, do)])  # type: ignore[arg-type]
+        assert all(left_out) and all(torch.equal(x, y) for x, y in zip(*bits, strict=True))
 
 
 # ---- carried keys ---------------------------------------------------------------------------------------------------

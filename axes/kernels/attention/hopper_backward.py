@@ -54,16 +54,16 @@ def _feed_gather(q_tiles, k_tiles, v_tiles, do_tiles, masses, tiles, dos, bars, 
 @gluon.jit
 def _pass(
     step, left, found, summed, q, outer, norm, shifted, dot, own, i, n, tiles, bars, high, low, m_t, S, old, factor,
-    MASS: gl.constexpr, WHOLE: gl.constexpr, FIRST: gl.constexpr, AHEAD: gl.constexpr,
+    MASS: gl.constexpr, WHOLE: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """A tile of pairs: dS of it as a left operand. AHEAD: dq takes the tile before, beside the exponentials."""
+    """dS of a tile of pairs as a left operand; dq takes the tile before, beside the exponentials of this one."""
     qs, ks, vs, lines = tiles
     asked, keyed, unkeyed, valued, unvalued = bars
     own_high, own_low = own
     STAGES: gl.constexpr = ks.shape[0]
     BN: gl.constexpr = ks.shape[3]
     D: gl.constexpr = ks.shape[4]
-    UNDER: gl.constexpr = 1 if AHEAD and not FIRST else 0  # products of dq in flight
+    UNDER: gl.constexpr = 0 if FIRST else 1  # products of dq in flight
     stage = step % STAGES
     before = (step - 1) % STAGES
     mbarrier.wait(keyed.index(stage), step // STAGES & 1)
@@ -87,20 +87,15 @@ def _pass(
     if UNDER:
         found = warpgroup_mma_wait(0, [found])
         arrive(unkeyed.index(before))
-    left = gl.convert_layout(ds.to(ks.dtype), left_layout(D))
-    if not AHEAD:
-        found = warpgroup_mma(left, ks.index(stage).reshape([BN, D]), found, is_async=True)
-        found = warpgroup_mma_wait(0, [found])
-        arrive(unkeyed.index(stage))
-    return left, found, summed
+    return gl.convert_layout(ds.to(ks.dtype), left_layout(D)), found, summed
 
 
 @gluon.jit
 def _gather(
     P: gl.constexpr, o, dq_tiles, lse, dots, sums, masses, tiles, dos, bars, heard, sizes, scale, total,
-    GROUP: gl.constexpr, MASS: gl.constexpr, AHEAD: gl.constexpr, HELD: gl.constexpr,
+    GROUP: gl.constexpr, MASS: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dq, D and the sums of dS of 64 queries."""
+    """One warpgroup: dq, D and the sums of dS of 64 queries. HELD: of do, or of do and q, in registers."""
     qs, ks, vs, lines = tiles
     asked, keyed, unkeyed, valued, unvalued = bars
     high, low, ends, m_b, m_t, m_h = masses
@@ -143,31 +138,30 @@ def _gather(
     own = (own_high, own_low)
     crossed = gl.maximum(count - (begin + old + 1) // BN, 1)
     mbarrier.wait(asked, 0)
-    at = q
-    if HELD:
+    ours = q
+    if HELD >= 1:
         outer = outer.load(left_layout(BN))
-    if HELD > 1:
+    if HELD == 2:
         q = q.load(left_layout(BN))
     left, found, summed = _pass(
         0, left, found, summed, q, outer, norm, shifted, dot, own, i, count - 1, tiles, bars, high, low, m_t, S, old,
-        factor, MASS, False, True, AHEAD,
+        factor, MASS, False, True,
     )  # fmt: skip
     for step in range(1, crossed):
         left, found, summed = _pass(
             step, left, found, summed, q, outer, norm, shifted, dot, own, i, count - 1 - step, tiles, bars, high, low,
-            m_t, S, old, factor, MASS, False, False, AHEAD,
+            m_t, S, old, factor, MASS, False, False,
         )  # fmt: skip
     for step in range(crossed, steps):
         left, found, summed = _pass(
             step, left, found, summed, q, outer, norm, shifted, dot, own, i, count - 1 - step, tiles, bars, high, low,
-            m_t, S, old, factor, MASS, True, False, AHEAD,
+            m_t, S, old, factor, MASS, True, False,
         )  # fmt: skip
-    if AHEAD:
-        found = warpgroup_mma(left, ks.index((steps - 1) % STAGES).reshape([BN, D]), found, is_async=True)
-        found = warpgroup_mma_wait(0, [found])
+    found = warpgroup_mma(left, ks.index((steps - 1) % STAGES).reshape([BN, D]), found, is_async=True)
+    found = warpgroup_mma_wait(0, [found])
     if MASS:
         gl.store(sums + line + i, summed, mask=i < T)
-    at.store((found * scale).to(DTYPE))
+    ours.store((found * scale).to(DTYPE))
     published()
     async_store(dq_tiles, [b, h, first, 0], qs.index(P))
     store_wait(0)
@@ -179,7 +173,7 @@ def queries(
     q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, o, lse, dots, sums, high, low, ends, scale,
     T, S, H, slots, total, m_b, m_t, m_h,
     GROUP: gl.constexpr, STAGES: gl.constexpr, FEED: gl.constexpr, MULTIPLY: gl.constexpr, MASS: gl.constexpr,
-    AHEAD: gl.constexpr, HELD: gl.constexpr,
+    HELD: gl.constexpr,
 ):  # fmt: skip
     """dq, D and the sums of dS over pairs."""
     BN: gl.constexpr = k_tiles.block_shape[2]
@@ -211,9 +205,9 @@ def queries(
     gl.warp_specialize(
         [
             (_gather, (0, o, dq_tiles, lse, dots, sums, masses, tiles, dos, bars, heard, sizes, scale, total, GROUP,
-                       MASS, AHEAD, HELD)),
+                       MASS, HELD)),
             (_gather, (1, o, dq_tiles, lse, dots, sums, masses, tiles, dos, bars, heard, sizes, scale, total, GROUP,
-                       MASS, AHEAD, HELD)),
+                       MASS, HELD)),
             (_feed_gather, (q_tiles, k_tiles, v_tiles, do_tiles, masses, tiles, dos, bars, heard, sizes, GROUP, MASS)),
         ],
         [4, 1],
@@ -313,8 +307,8 @@ def _add(
     step, n, weights, left, dk, dv, dm, key, value, relative, mass, j, tiles, bars, old, factor,
     MASS: gl.constexpr, WHOLE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """What a tile of queries adds to the gradients of 64 pairs. AHEAD: so many of the products that add (dk; dk and dv)
-    take the tile before, beside the exponentials; at first zeros times this one."""
+    """What a tile of queries adds to the gradients of 64 pairs. AHEAD: of the tile before, beside the exponentials of
+    this one; at first zeros times this one."""
     qs, dos, ks, vs, numbers = tiles
     stored, come, gone = bars
     mass_high, mass_low = mass
@@ -330,11 +324,11 @@ def _add(
     mbarrier.wait(come.index(stage), step // STAGES & 1)
     s = times(key, query.permute((1, 0)), BM)
     dp = times(value, outer.permute((1, 0)), BM)
-    if AHEAD > 1:
-        dv = warpgroup_mma(weights, dos.index(before).reshape([BM, D]), dv, is_async=True)
+    UNDER: gl.constexpr = 2 if AHEAD else 0
     if AHEAD:
+        dv = warpgroup_mma(weights, dos.index(before).reshape([BM, D]), dv, is_async=True)
         dk = warpgroup_mma(left, qs.index(before).reshape([BM, D]), dk, is_async=True)
-    s = warpgroup_mma_wait(1 + AHEAD, [s]) * factor
+    s = warpgroup_mma_wait(1 + UNDER, [s]) * factor
     if MASS:
         if WHOLE:
             s += relative[:, None]
@@ -347,12 +341,11 @@ def _add(
         i = n * BM + gl.arange(0, BM, across)
         s = gl.where(j[:, None] <= i[None, :] + old, s, float("-inf"))
     p = gl.exp2(s)
-    if AHEAD < 2:
-        weights = gl.convert_layout(p.to(DTYPE), left_layout(D))
-        dv = warpgroup_mma(weights, outer, dv, is_async=True)
-        dp = warpgroup_mma_wait(1 + AHEAD, [dp])
-    else:
+    if AHEAD:
         dp = warpgroup_mma_wait(2, [dp])
+    else:
+        dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), left_layout(D)), outer, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, [dp])
     ds = p * (dp - numbers.index(4 * stage + 1).load(across)[None, :])
     if MASS:
         dm += gl.sum(ds, 1)
@@ -425,10 +418,9 @@ def _collect(
                 MASS, True, AHEAD,
             )  # fmt: skip
             step += 1
-    last = (step - 1) % qs.shape[0]
-    if AHEAD > 1:
-        dvalue = warpgroup_mma(weights, dos.index(last).reshape([BM, D]), dvalue, is_async=True)
     if AHEAD:
+        last = (step - 1) % qs.shape[0]
+        dvalue = warpgroup_mma(weights, dos.index(last).reshape([BM, D]), dvalue, is_async=True)
         dkey = warpgroup_mma(left, qs.index(last).reshape([BM, D]), dkey, is_async=True)
         dvalue, dkey = warpgroup_mma_wait(0, [dvalue, dkey])
     if MASS:
@@ -491,17 +483,22 @@ def pairs(
 
 
 @dataclass(frozen=True)
-class _Tiles:
-    side: int  # pairs or queries of a tile
+class _Queries:
+    pairs: int  # of a tile
     stages: int
+    held: int
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    queries: int  # of a tile
+    stages: int
+    ahead: bool
 
 
 # by width
-_QUERIES = {64: _Tiles(64, 4), 128: _Tiles(64, 4)}
-_PAIRS = {64: _Tiles(64, 6), 128: _Tiles(64, 3)}
-_AHEAD = {64: True, 128: True}
-_HELD = {64: 2, 128: 1}
-_PAIRS_AHEAD = {64: 2, 128: 0}
+_QUERIES = {64: _Queries(64, 4, 2), 128: _Queries(64, 4, 1)}
+_PAIRS = {64: _Pairs(64, 6, True), 128: _Pairs(64, 3, False)}
 
 
 def attend(
@@ -517,17 +514,17 @@ def attend(
     high, low = (lse, lse) if mass is None else mass
     strides = (0, 0, 0) if mass is None else high.stride()
     first, last = (lse, lse) if mass is None else reach(q, k, high, scale)
-    rows, tiles = _QUERIES[d], _PAIRS[d]
+    by_queries, by_pairs = _QUERIES[d], _PAIRS[d]
     options = {"GROUP": h // g, "FEED": 24, "MULTIPLY": 240, "MASS": mass is not None, "num_warps": 4, "maxnreg": 168}
     with layout.on_device(q):
         queries[(b * h * cdiv(t, 128),)](
-            head_tiles(q, 64), head_tiles(k, rows.side), head_tiles(v, rows.side), head_tiles(do, 64),
+            head_tiles(q, 64), head_tiles(k, by_queries.pairs), head_tiles(v, by_queries.pairs), head_tiles(do, 64),
             head_tiles(dq, 64), o, lse, dots, sums, high, low, first, scale, t, s, h, cdiv(t, 128), b * t, *strides,
-            STAGES=rows.stages, AHEAD=_AHEAD[d], HELD=_HELD[d], **options,
+            STAGES=by_queries.stages, HELD=by_queries.held, **options,
         )  # fmt: skip
         pairs[(b * g * cdiv(s, 128),)](
-            head_tiles(q, tiles.side), head_tiles(k, 64), head_tiles(v, 64), head_tiles(do, tiles.side),
+            head_tiles(q, by_pairs.queries), head_tiles(k, 64), head_tiles(v, 64), head_tiles(do, by_pairs.queries),
             head_tiles(dk, 64), head_tiles(dv, 64), dm, lse, dots, sums, high, low, last, scale, t, s, h, cdiv(s, 128),
-            b * t, *strides, STAGES=tiles.stages, AHEAD=_PAIRS_AHEAD[d], **options,
+            b * t, *strides, STAGES=by_pairs.stages, AHEAD=by_pairs.ahead, **options,
         )  # fmt: skip
     return dq, dk, dv, dm

@@ -1,8 +1,8 @@
 """Which tiles of scores can weigh anything: where gates have closed most cannot, and kernels leave those out.
 
 A weight is at most 2^(2 a - b): a the largest |score|, which is no more than scale max|q| max|k|, and b how far the
-pair's mass lies below the query's own, both in units of log 2; for a query's weights sum to no less than that of its own
-pair. Below 2^-149 it is zero in float32, and so is what it adds to anything: the bits are those of all tiles. Only
+pair's mass lies below the query's own, both in units of log 2; for a query's weights sum to no less than that of its
+own pair. Below 2^-149 it is zero in float32, and so is what it adds to anything: the bits are those of all tiles. Only
 values that are no numbers would show, which zero times them is not either.
 """
 
