@@ -40,8 +40,10 @@ def _measure(
 ):  # fmt: skip
     """tiles (B, G, 4, N): of TILE queries the least own mass and the largest |q|^2, of TILE pairs the largest mass and
     |k|^2. Where the ends of a line differ too little for any tile to go, vectors are not read."""
-    n, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    to = tiles + (b * G + g) * (4 * N) + n
+    pid = tl.program_id(0)
+    n, of = pid % N, (pid // N).to(tl.int64)
+    b, g = of // G, of % G
+    to = tiles + of * (4 * N) + n
     line = high + b * m_b + g * m_h
     rows = n * TILE + tl.arange(0, TILE)
     own = tl.load(line + (rows + (S - T)).to(tl.int64) * m_t, mask=rows < T, other=float("inf"))
@@ -61,14 +63,14 @@ def _measure(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["G", "N", "LATE", "EARLY"])
+@triton.jit(do_not_specialize=["N", "LATE", "EARLY"])
 def _reach(
-    tiles, first, last, scale, G, N, LATE, EARLY, BLOCKS: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr
+    tiles, first, last, scale, N, LATE, EARLY, BLOCKS: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """first (B, G, LATE): of a block of queries, WIDE tiles, the first tile of pairs that may weigh anything;
     last (B, G, EARLY): of a block of pairs one more than the last tile of queries."""
-    c, g, b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    line = b * G + g
+    pid, parts = tl.program_id(0), tl.cdiv(EARLY, BLOCKS)
+    c, line = pid % parts * BLOCKS + tl.arange(0, BLOCKS), (pid // parts).to(tl.int64)
     tiles += line * (4 * N)
     longest_q, longest_k = tl.zeros([TILES], tl.float32), tl.zeros([TILES], tl.float32)
     for at in range(0, N, TILES):
@@ -106,11 +108,11 @@ def reach(q: Tensor, k: Tensor, high: Tensor, scale: float) -> tuple[Tensor, Ten
     tiles = high.new_empty(b, g, 4, n)
     first, last = (torch.empty(b, g, x, dtype=torch.int32, device=q.device) for x in (late, early))
     with layout.on_device(q):
-        _measure[(n, g, b)](
+        _measure[(n * g * b,)](
             q, k, high, tiles, t, s, g, n, *q.stride()[:3], *k.stride()[:3], *high.stride(), GROUP=h // g, D=d,
             BD=power_of_2(d), TILE=_TILE, num_warps=4,
         )  # fmt: skip
-        _reach[(cdiv(early, 32), g, b)](
-            tiles, first, last, scale, g, n, late, early, BLOCKS=32, TILES=64, WIDE=_BLOCK // _TILE, num_warps=4
+        _reach[(cdiv(early, 32) * g * b,)](
+            tiles, first, last, scale, n, late, early, BLOCKS=32, TILES=64, WIDE=_BLOCK // _TILE, num_warps=4
         )
     return first, last
