@@ -51,6 +51,14 @@ def _place(sizes, masses, BN: gl.constexpr, GROUP: gl.constexpr, MASS: gl.conste
 
 
 @gluon.jit
+def _masses(high, low, j, m_t, S):
+    """Of the pairs j, the two parts of each; none where there is no pair."""
+    here = (j >= 0) & (j < S)
+    at = j.to(gl.int64) * m_t
+    return gl.load(high + at, mask=here, other=float("-inf")), gl.load(low + at, mask=here, other=0.0)
+
+
+@gluon.jit
 def _feed(q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP: gl.constexpr, MASS: gl.constexpr):
     """One warp: the queries, then tiles of keys with their masses, relative to the first query's, and of values."""
     qs, ks, vs, lines = tiles
@@ -70,15 +78,14 @@ def _feed(q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP: gl.const
         high += b.to(gl.int64) * m_b + g * m_h
         low += b.to(gl.int64) * m_b + g * m_h
         base = gl.load(high + (begin + S - T).to(gl.int64) * m_t)
+        near, rest = _masses(high, low, (count - 1) * BN + gl.arange(0, BN, flat), m_t, S)
     for step in range(steps):
         n = count - 1 - step
         stage = step % STAGES
         again = (step // STAGES & 1) ^ 1
         if MASS:
-            j = n * BN + gl.arange(0, BN, flat)
-            at = j.to(gl.int64) * m_t
-            line = gl.load(high + at, mask=j < S, other=float("-inf")) - base
-            line = (line + gl.load(low + at, mask=j < S, other=0.0)) * _LOG2E
+            line = ((near - base) + rest) * _LOG2E
+            near, rest = _masses(high, low, (n - 1) * BN + gl.arange(0, BN, flat), m_t, S)  # long before they are used
         mbarrier.wait(unkeyed.index(stage), again)
         if MASS:
             lines.index(stage).store(line)

@@ -253,6 +253,13 @@ def _base(high, begin, m_t, S, flat: gl.constexpr):
 
 
 @gluon.jit
+def _own(high, low, i, m_t, T, S):
+    """The two parts of queries' own masses, zero where there is no query."""
+    at = (i + (S - T)).to(gl.int64) * m_t
+    return gl.load(high + at, mask=i < T, other=0.0), gl.load(low + at, mask=i < T, other=0.0)
+
+
+@gluon.jit
 def _feed_collect(q_tiles, k_tiles, v_tiles, do_tiles, lse, dots, masses, tiles, bars, sizes, total,
                   GROUP: gl.constexpr, MASS: gl.constexpr):  # fmt: skip
     """One warp: the pairs, then tiles of queries and do with their numbers: -log2 of the weights' sum, in the frame of
@@ -278,17 +285,24 @@ def _feed_collect(q_tiles, k_tiles, v_tiles, do_tiles, lse, dots, masses, tiles,
     for member in range(GROUP):
         h = g * GROUP + member
         line = h.to(gl.int64) * total + b.to(gl.int64) * T
+        i = first * BM + gl.arange(0, BM, flat)
+        norm_next = gl.load(lse + line + i, mask=i < T, other=float("inf"))
+        dot_next = gl.load(dots + line + i, mask=i < T, other=0.0)
+        if MASS:
+            high_next, low_next = _own(high, low, i, m_t, T, S)
         for n in range(first, count):
             stage = step % STAGES
-            i = n * BM + gl.arange(0, BM, flat)
-            norm = -gl.load(lse + line + i, mask=i < T, other=float("inf"))
-            dot = gl.load(dots + line + i, mask=i < T, other=0.0)
+            norm = -norm_next
+            dot = dot_next
+            i = (n + 1) * BM + gl.arange(0, BM, flat)  # what comes from memory is asked for one tile ahead
+            norm_next = gl.load(lse + line + i, mask=i < T, other=float("inf"))
+            dot_next = gl.load(dots + line + i, mask=i < T, other=0.0)
             if MASS:
-                at = (i + S - T).to(gl.int64) * m_t
-                own_high = gl.load(high + at, mask=i < T, other=0.0)
-                own_low = gl.load(low + at, mask=i < T, other=0.0)
+                own_high = high_next
+                own_low = low_next
                 if n >= whole:
                     norm += ((base - own_high) - own_low) * _LOG2E
+                high_next, low_next = _own(high, low, i, m_t, T, S)
             mbarrier.wait(gone.index(stage), (step // STAGES & 1) ^ 1)
             numbers.index(4 * stage + 0).store(norm)
             numbers.index(4 * stage + 1).store(dot)
