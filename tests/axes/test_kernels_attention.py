@@ -115,6 +115,32 @@ for S, G, group, K, V, masses in ((1, 1, 1, 16, 16, True), (300, 2, 3, 20, 8, Tr
     want = written_out(q.double(), k.double(), v.double(), m, 0.3, (), S - 1)
     assert (got - want).norm() < 1e-6 * want.norm(), (S, G, group, K, V)
 """,
+    "reach": """
+from axes.kernels.attention.reach import reach
+for T, old, G, group, gate, far in ((700, 0, 2, 1, 1.0, True), (300, 500, 1, 2, 2.0, True), (1, 900, 2, 1, 0.5, True),
+                                    (385, 0, 1, 1, 0.1, False)):
+    q, k = 2 * torch.randn(2, T, G * group, 16), torch.randn(2, T + old, G, 16)
+    m = (gate * torch.rand(2, T + old, G)).cumsum(1)
+    m[:, 300:310] += 200.0 * far
+    m[:, : old // 2] = -torch.inf
+    first, last = reach(q, k, m, 0.3)
+    whole = k.repeat_interleave(group, 2).double()
+    p = 0.3 * torch.einsum("bthd,bshd->bths", q.double(), whole) + m.repeat_interleave(group, 2).mT[:, None].double()
+    future = torch.ones(T, T + old, dtype=torch.bool).triu(old + 1)
+    p = p.masked_fill(future[:, None], -torch.inf).softmax(-1).unflatten(2, (G, group))
+    left_out = 0
+    for b in range(2):
+        for g in range(G):
+            for c, n in enumerate(first[b, g].tolist()):
+                assert (p[b, 128 * c : 128 * c + 128, g, :, : 64 * n] < 2.0**-149).all()
+                left_out += n
+            for c, n in enumerate(last[b, g].tolist()):
+                assert (p[b, 64 * n :, g, :, 128 * c : 128 * c + 128] < 2.0**-149).all()
+                left_out += -(-T // 64) - n
+    assert (left_out > 0) == far, left_out
+k[0, 3] = torch.nan
+assert not reach(q, k, 1000 * m, 0.3)[0][0].any()
+""",
     "half": """
 check(70, 32, 16, dtype=torch.float16, bound=3e-3)
 check(150, 64, 64, dtype=torch.float16, G=2, old=20, bound=3e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from axes.core.state_update import State, StateUpdate  # noqa: E402
 from axes.kernels.attention.attend import attend  # noqa: E402
 from axes.kernels.attention.transport import transport  # noqa: E402
 from axes.kernels.attention.turn import turn  # noqa: E402
+from axes.kernels.common import versions  # noqa: E402
 from axes.routes import dispatch  # noqa: E402
 from axes.routes.attention import transported  # noqa: E402
 from axes.sequence import ALiBi, FoX, PaTH, RoPE, SequenceLayer, SoftmaxAttention  # noqa: E402
@@ -160,6 +162,78 @@ def test_pairs_without_mass() -> None:
         found = attend(q, k, v, mass, scale=0.1)[:, 601:]  # type: ignore[arg-type]
         exact = [x.detach().double() for x in given]  # type: ignore[union-attr]
         assert error(found, written_out(*exact, 0.1, (), 0)[:, 601:]) < BOUND[torch.bfloat16]
+
+
+POISONED = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that nobody has written is not a number."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@POISONED
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("masses", (True, False), ids=("masses", "plain"))
+@pytest.mark.parametrize("d", (64, 128))
+def test_every_number_is_written(d: int, masses: bool) -> None:
+    for t, old, group in ((1, 0, 1), (127, 0, 3), (129, 0, 1), (385, 0, 2), (200, 57, 1), (3, 600, 2)):
+        check(t, d, d, torch.bfloat16, heads=3, group=group, old=old, mass=masses)
+
+
+@POISONED
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", (64, 128))
+def test_gates_that_close_and_pairs_without_mass(d: int, dtype: torch.dtype) -> None:
+    """Gates at their floor, one in twenty tokens and twice in a row, and nothing in whole tiles of earlier pairs."""
+    old, t = 300, 520
+    given = draw(2, t, old + t, 2, 2, d, d, dtype, True)
+    q, k, v, mass = given
+    closed = torch.rand(2, t, 2, device="cuda") < 0.05
+    closed[:, 127:130] = True
+    assert mass is not None
+    mass.detach()[:, old:] += 100.0 * closed.cumsum(1)
+    mass.detach()[:, :280] = -torch.inf
+    mass.detach()[:, 290] = -torch.inf
+    do = torch.randn(2, t, 2, d, device="cuda").to(dtype)
+    found = attend(*given, scale=d**-0.5)  # type: ignore[arg-type]
+    grads = torch.autograd.grad(found, given, do)  # type: ignore[arg-type]
+    exact = [x.detach().double().requires_grad_() for x in given]  # type: ignore[union-attr]
+    want = written_out(*exact, d**-0.5, (), old)
+    expected = torch.autograd.grad(want, exact, do.double())
+    for n, (x, w) in enumerate(zip((found, *grads), (want, *expected), strict=True)):
+        assert error(x, w.detach()) < BOUND[dtype], (d, dtype, n, error(x, w.detach()))
+    assert not any(grad[:, :280].any() for grad in grads[1:])
+
+
+@pytest.mark.skipif(versions.hopper_refusal(torch.device("cuda")) is not None, reason="the kernels for Hopper")
+@pytest.mark.parametrize("d", (64, 128))
+def test_bits_are_those_of_all_tiles(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates that close: most tiles are left out, and nothing differs."""
+    from axes.kernels.attention import hopper, hopper_backward
+    from axes.kernels.attention.reach import reach
+
+    def everything(q: Tensor, k: Tensor, high: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        first, last = reach(q, k, high, scale)
+        left_out.append(bool(first.any()))
+        return torch.zeros_like(first), torch.full_like(last, 2**20)
+
+    for old, group, steep in ((0, 1, 1.0), (300, 2, 2.0), (0, 1, 0.3)):
+        left_out: list[bool] = []
+        given = draw(2, 1500, 1500 + old, 2 * group, 2, d, d, torch.bfloat16, True)
+        given[3].detach().mul_(steep)  # type: ignore[union-attr]
+        do = torch.randn(2, 1500, 2 * group, d, device="cuda").bfloat16()
+        bits = []
+        for form in (reach, everything):
+            for module in (hopper, hopper_backward):
+                monkeypatch.setattr(module, "reach", form)
+            out = attend(*given, scale=d**-0.5)  # type: ignore[arg-type]
+            bits.append([out, *torch.autograd.grad(out, given, do)])  # type: ignore[arg-type]
+        assert all(left_out) and all(torch.equal(x, y) for x, y in zip(*bits, strict=True))
 
 
 # ---- carried keys ---------------------------------------------------------------------------------------------------

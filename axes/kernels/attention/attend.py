@@ -9,6 +9,7 @@ from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels.attention import flash
+from axes.kernels.attention.masses import split
 from axes.kernels.common import layout, versions
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import power_of_2
@@ -80,14 +81,6 @@ def _check(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-def split(mass: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """A mass as two float32 numbers; any tensor where there is none."""
-    if mass is None:
-        return like, like
-    high = mass.float()
-    return high, torch.where(high.isfinite(), mass - high.double(), 0.0).float()
-
-
 def _run(kernel: Any, name: str, tensors: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, high: Tensor,
          mass: Tensor | None, cu: Tensor | None, scale: float, old: int) -> None:  # fmt: skip
     """One launch; `pairs` owns blocks of pairs, the others of queries."""
@@ -148,6 +141,11 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and mass (empty where there is none)."""
     o, lse = kept
+    if cu is None and _on_hopper(q, k, v):
+        from axes.kernels.attention import hopper_backward
+
+        dq, dk, dv, dm = hopper_backward.attend(q, k, v, None if mass is None else split(mass, q), o, lse, do, scale)
+        return [dq, dk, dv, dm.double()]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dots = torch.empty_like(lse)
     high, low = split(mass, q)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from axes.kernels.attention.reach import reach
 from axes.kernels.common import layout
 from axes.kernels.common.bulk import head_tiles
 from axes.kernels.common.gluon import (
@@ -31,26 +32,44 @@ _LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _place(T, S, H, slots, BN: gl.constexpr):
-    """Of a program: batch entry, head, first query, and one more than its last tile of pairs."""
+def _place(sizes, masses, BN: gl.constexpr, GROUP: gl.constexpr, MASS: gl.constexpr):
+    """Of a program: batch entry, head, first query, one more than its last tile of pairs, and how many tiles it reads:
+    not the first ones, if they weigh nothing."""
+    T, S, H, slots = sizes
+    high, low, ends, m_b, m_t, m_h = masses
     pid = gl.program_id(0)
     line = pid // slots
-    begin = (slots - 1 - pid % slots) * (2 * ROWS)
-    return line // H, line % H, begin, (gl.minimum(begin + 2 * ROWS + S - T, S) + BN - 1) // BN
+    b = line // H
+    h = line % H
+    slot = slots - 1 - pid % slots
+    begin = slot * (2 * ROWS)
+    count = (gl.minimum(begin + 2 * ROWS + S - T, S) + BN - 1) // BN
+    steps = count
+    if MASS:
+        steps -= gl.load(ends + (b * (H // GROUP) + h // GROUP) * slots + slot) * 64 // BN
+    return b, h, begin, count, steps
+
+
+@gluon.jit
+def _masses(high, low, j, m_t, S):
+    """Of the pairs j, the two parts of each; none where there is no pair."""
+    here = (j >= 0) & (j < S)
+    at = j.to(gl.int64) * m_t
+    return gl.load(high + at, mask=here, other=float("-inf")), gl.load(low + at, mask=here, other=0.0)
 
 
 @gluon.jit
 def _feed(q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP: gl.constexpr, MASS: gl.constexpr):
     """One warp: the queries, then tiles of keys with their masses, relative to the first query's, and of values."""
     qs, ks, vs, lines = tiles
-    high, low, m_b, m_t, m_h = masses
+    high, low, ends, m_b, m_t, m_h = masses
     asked, keyed, unkeyed, valued, unvalued = bars
     T, S, H, slots = sizes
     STAGES: gl.constexpr = ks.shape[0]
     BN: gl.constexpr = ks.shape[3]
     D: gl.constexpr = ks.shape[4]
     flat: gl.constexpr = gl.BlockedLayout([BN // 32], [32], [1], [0])
-    b, h, begin, count = _place(T, S, H, slots, BN)
+    b, h, begin, count, steps = _place(sizes, masses, BN, GROUP, MASS)
     g = h // GROUP
     mbarrier.expect(asked, 2 * 2 * ROWS * D)
     for w in gl.static_range(2):
@@ -59,15 +78,14 @@ def _feed(q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP: gl.const
         high += b.to(gl.int64) * m_b + g * m_h
         low += b.to(gl.int64) * m_b + g * m_h
         base = gl.load(high + (begin + S - T).to(gl.int64) * m_t)
-    for step in range(count):
+        near, rest = _masses(high, low, (count - 1) * BN + gl.arange(0, BN, flat), m_t, S)
+    for step in range(steps):
         n = count - 1 - step
         stage = step % STAGES
         again = (step // STAGES & 1) ^ 1
         if MASS:
-            j = n * BN + gl.arange(0, BN, flat)
-            at = j.to(gl.int64) * m_t
-            line = gl.load(high + at, mask=j < S, other=float("-inf")) - base
-            line = (line + gl.load(low + at, mask=j < S, other=0.0)) * _LOG2E
+            line = ((near - base) + rest) * _LOG2E
+            near, rest = _masses(high, low, (n - 1) * BN + gl.arange(0, BN, flat), m_t, S)  # long before they are used
         mbarrier.wait(unkeyed.index(stage), again)
         if MASS:
             lines.index(stage).store(line)
@@ -110,7 +128,7 @@ def _attend(
     """One warpgroup: 64 queries."""
     qs, ks, vs, lines = tiles
     asked, keyed, unkeyed, valued, unvalued = bars
-    high, low, m_b, m_t, m_h = masses
+    high, low, ends, m_b, m_t, m_h = masses
     T, S, H, slots = sizes
     STAGES: gl.constexpr = ks.shape[0]
     BN: gl.constexpr = ks.shape[3]
@@ -121,7 +139,7 @@ def _attend(
     down: gl.constexpr = gl.SliceLayout(1, pairs)
     wide: gl.constexpr = product_layout(D)
     operand: gl.constexpr = left_layout(D)
-    b, h, begin, count = _place(T, S, H, slots, BN)
+    b, h, begin, count, steps = _place(sizes, masses, BN, GROUP, MASS)
     old = S - T
     i = begin + P * ROWS + gl.arange(0, ROWS, down)
     factor = scale * _LOG2E
@@ -164,7 +182,7 @@ def _attend(
         arrive(unvalued.index(before))
         p = gl.convert_layout(weights.to(DTYPE), operand)
         out = out * gl.convert_layout(shrink, gl.SliceLayout(1, wide))[:, None]
-    for step in range(gl.maximum(crossed, 1), count):
+    for step in range(gl.maximum(crossed, 1), steps):
         stage = step % STAGES
         before = (step - 1) % STAGES
         mbarrier.wait(keyed.index(stage), step // STAGES & 1)
@@ -180,8 +198,8 @@ def _attend(
         arrive(unvalued.index(before))
         p = gl.convert_layout(weights.to(DTYPE), operand)
         out = out * gl.convert_layout(shrink, gl.SliceLayout(1, wide))[:, None]
-    last = (count - 1) % STAGES
-    mbarrier.wait(valued.index(last), (count - 1) // STAGES & 1)
+    last = (steps - 1) % STAGES
+    mbarrier.wait(valued.index(last), (steps - 1) // STAGES & 1)
     out = warpgroup_mma(p, vs.index(last).reshape([BN, D]), out, is_async=True)
     line = h.to(gl.int64) * total + b.to(gl.int64) * T + i
     gl.store(lse + line, most + gl.log2(weight), mask=i < T)
@@ -196,7 +214,7 @@ def _attend(
 @Kernel
 @gluon.jit(do_not_specialize=["T", "S", "H", "slots", "total", "m_b", "m_t", "m_h"])
 def forward(
-    q_tiles, k_tiles, v_tiles, o_tiles, lse, high, low, scale, T, S, H, slots, total, m_b, m_t, m_h,
+    q_tiles, k_tiles, v_tiles, o_tiles, lse, high, low, ends, scale, T, S, H, slots, total, m_b, m_t, m_h,
     GROUP: gl.constexpr, STAGES: gl.constexpr, FEED: gl.constexpr, ATTEND: gl.constexpr, MASS: gl.constexpr,
 ):  # fmt: skip
     """o, and the log2 of the weights' sum relative to the query's own mass."""
@@ -221,7 +239,7 @@ def forward(
     published()
     tiles = (qs, ks, vs, lines)
     bars = (asked, keyed, unkeyed, valued, unvalued)
-    masses = (high, low, m_b, m_t, m_h)
+    masses = (high, low, ends, m_b, m_t, m_h)
     sizes = (T, S, H, slots)
     gl.warp_specialize(
         [
@@ -261,9 +279,10 @@ def attend(
     slots = cdiv(t, 128)
     pairs, stages = _TILES[d]
     high, low = (lse, lse) if mass is None else mass
+    ends = lse if mass is None else reach(q, k, high, scale)[0]
     with layout.on_device(q):
         forward[(b * h * slots,)](
-            head_tiles(q, 64), head_tiles(k, pairs), head_tiles(v, pairs), head_tiles(o, 64), lse, high, low, scale,
-            t, s, h, slots, b * t, *((0, 0, 0) if mass is None else high.stride()), GROUP=h // k.shape[2],
+            head_tiles(q, 64), head_tiles(k, pairs), head_tiles(v, pairs), head_tiles(o, 64), lse, high, low, ends,
+            scale, t, s, h, slots, b * t, *((0, 0, 0) if mass is None else high.stride()), GROUP=h // k.shape[2],
             STAGES=stages, FEED=24, ATTEND=240, MASS=mass is not None, num_warps=4, maxnreg=168,
         )  # fmt: skip
