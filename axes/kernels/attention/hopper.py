@@ -32,7 +32,7 @@ _LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _place(sizes, masses, BN: gl.constexpr, GROUP: gl.constexpr, MASS: gl.constexpr):
+def place(sizes, masses, BN: gl.constexpr, GROUP: gl.constexpr, MASS: gl.constexpr):
     """Of a program: batch entry, head, first query, one more than its last tile of pairs, and how many tiles it reads:
     not the first ones, if they weigh nothing."""
     T, S, H, slots = sizes
@@ -59,7 +59,7 @@ def _masses(high, low, j, m_t, S):
 
 
 @gluon.jit
-def _feed(q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP: gl.constexpr, MASS: gl.constexpr):
+def feed(q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP: gl.constexpr, MASS: gl.constexpr):
     """One warp: the queries, then tiles of keys with their masses, relative to the first query's, and of values."""
     qs, ks, vs, lines = tiles
     high, low, ends, m_b, m_t, m_h = masses
@@ -69,7 +69,7 @@ def _feed(q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP: gl.const
     BN: gl.constexpr = ks.shape[3]
     D: gl.constexpr = ks.shape[4]
     flat: gl.constexpr = gl.BlockedLayout([BN // 32], [32], [1], [0])
-    b, h, begin, count, steps = _place(sizes, masses, BN, GROUP, MASS)
+    b, h, begin, count, steps = place(sizes, masses, BN, GROUP, MASS)
     g = h // GROUP
     mbarrier.expect(asked, 2 * 2 * ROWS * D)
     for w in gl.static_range(2):
@@ -98,7 +98,7 @@ def _feed(q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP: gl.const
 
 
 @gluon.jit
-def _exact(s, n, own_high, own_low, i, high, low, m_t, S, old, BN: gl.constexpr, MASS: gl.constexpr):
+def exact(s, n, own_high, own_low, i, high, low, m_t, S, old, BN: gl.constexpr, MASS: gl.constexpr):
     """Scores of a tile that the diagonal or the end crosses, masses relative to each query's own."""
     across: gl.constexpr = gl.SliceLayout(0, product_layout(BN))
     j = n * BN + gl.arange(0, BN, across)
@@ -139,7 +139,7 @@ def _attend(
     down: gl.constexpr = gl.SliceLayout(1, pairs)
     wide: gl.constexpr = product_layout(D)
     operand: gl.constexpr = left_layout(D)
-    b, h, begin, count, steps = _place(sizes, masses, BN, GROUP, MASS)
+    b, h, begin, count, steps = place(sizes, masses, BN, GROUP, MASS)
     old = S - T
     i = begin + P * ROWS + gl.arange(0, ROWS, down)
     factor = scale * _LOG2E
@@ -160,7 +160,7 @@ def _attend(
     mbarrier.wait(keyed.index(0), 0)
     s = warpgroup_mma_wait(0, [times(q, ks.index(0).reshape([BN, D]).permute((1, 0)), BN)])
     arrive(unkeyed.index(0))
-    s = _exact(s * factor, count - 1, own_high, own_low, i, high, low, m_t, S, old, BN, MASS)
+    s = exact(s * factor, count - 1, own_high, own_low, i, high, low, m_t, S, old, BN, MASS)
     most = gl.full([ROWS], float("-inf"), gl.float32, down)
     weight = gl.zeros([ROWS], gl.float32, down)
     weights, most, weight, shrink = _weigh(s, none, most, weight)
@@ -176,7 +176,7 @@ def _attend(
         out = warpgroup_mma(p, vs.index(before).reshape([BN, D]), out, is_async=True)
         s = warpgroup_mma_wait(1, [s])
         arrive(unkeyed.index(stage))
-        s = _exact(s * factor, count - 1 - step, own_high, own_low, i, high, low, m_t, S, old, BN, MASS)
+        s = exact(s * factor, count - 1 - step, own_high, own_low, i, high, low, m_t, S, old, BN, MASS)
         weights, most, weight, shrink = _weigh(s, none, most, weight)
         out = warpgroup_mma_wait(0, [out])
         arrive(unvalued.index(before))
@@ -245,7 +245,7 @@ def forward(
         [
             (_attend, (0, o_tiles, lse, masses, tiles, bars, sizes, scale, total, GROUP, MASS)),
             (_attend, (1, o_tiles, lse, masses, tiles, bars, sizes, scale, total, GROUP, MASS)),
-            (_feed, (q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP, MASS)),
+            (feed, (q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP, MASS)),
         ],
         [4, 1],
         [ATTEND, FEED],

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from axes.kernels.attention.hopper import _exact, _feed, _place
+from axes.kernels.attention.hopper import exact, feed, place
 from axes.kernels.attention.reach import reach
 from axes.kernels.common import layout
 from axes.kernels.common.bulk import head_tiles
@@ -44,11 +44,11 @@ def _feed_gather(q_tiles, k_tiles, v_tiles, do_tiles, masses, tiles, dos, bars, 
     """One warp: do, then what a forward is fed with."""
     BN: gl.constexpr = tiles[1].shape[3]
     D: gl.constexpr = tiles[1].shape[4]
-    b, h, begin, count, steps = _place(sizes, masses, BN, GROUP, MASS)
+    b, h, begin, count, steps = place(sizes, masses, BN, GROUP, MASS)
     mbarrier.expect(heard, 2 * 2 * ROWS * D)
     for w in gl.static_range(2):
         async_load(do_tiles, [b, h, begin + w * ROWS, 0], heard, dos.index(w))
-    _feed(q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP, MASS)
+    feed(q_tiles, k_tiles, v_tiles, masses, tiles, bars, sizes, GROUP, MASS)
 
 
 @gluon.jit
@@ -74,7 +74,7 @@ def _pass(
         found = warpgroup_mma(left, ks.index(before).reshape([BN, D]), found, is_async=True)
     s = warpgroup_mma_wait(1 + UNDER, [s]) * factor
     if not WHOLE:
-        s = _exact(s, n, own_high, own_low, i, high, low, m_t, S, old, BN, MASS) - norm[:, None]
+        s = exact(s, n, own_high, own_low, i, high, low, m_t, S, old, BN, MASS) - norm[:, None]
     elif MASS:
         s += lines.index(stage).load(gl.SliceLayout(0, product_layout(BN)))[None, :] - shifted[:, None]
     else:
@@ -106,7 +106,7 @@ def _gather(
     DTYPE: gl.constexpr = ks.dtype
     down: gl.constexpr = gl.SliceLayout(1, product_layout(BN))
     wide: gl.constexpr = product_layout(D)
-    b, h, begin, count, steps = _place(sizes, masses, BN, GROUP, MASS)
+    b, h, begin, count, steps = place(sizes, masses, BN, GROUP, MASS)
     old = S - T
     first = begin + P * ROWS
     i = first + gl.arange(0, ROWS, down)
@@ -124,8 +124,8 @@ def _gather(
         base = gl.load(high + (begin + old).to(gl.int64) * m_t)
         shifted = norm + ((own_high - base) + own_low) * _LOG2E
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
-    place = ((b.to(gl.int64) * T + row) * H + h)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
-    out = gl.load(o + place, mask=(row < T)[:, None], other=0.0).to(gl.float32)
+    there = ((b.to(gl.int64) * T + row) * H + h)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
+    out = gl.load(o + there, mask=(row < T)[:, None], other=0.0).to(gl.float32)
     outer = dos.index(P).reshape([ROWS, D])
     mbarrier.wait(heard, 0)
     dot = gl.convert_layout(gl.sum(out * outer.load(wide).to(gl.float32), 1), down)
