@@ -49,7 +49,7 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
     fixed, varying = value, None
     if read is not None:
         read = cut(read)
-        system = torch.eye(size, dtype=q.dtype, device=q.device) + decays.scores(read, key, before=True)
+        system = decays.scores(read, key, before=True)  # ones on its diagonal are understood
         if gated:
             one = torch.ones_like(decays.kept[:, :1])
             read = read * torch.cat((one, decays.kept[:, :-1]), 1)
@@ -89,6 +89,11 @@ def floor(dtype: torch.dtype) -> float:
     return -800.0 if dtype == torch.float64 else -200.0
 
 
+def _normal(dtype: torch.dtype) -> float:
+    """The log of a number close to the smallest normal one."""
+    return -700.0 if dtype == torch.float64 else -87.0
+
+
 # ---- decays inside a chunk -----------------------------------------------------------------------------------------
 
 
@@ -118,7 +123,9 @@ class _Scalar(_Decays):
         size = gate.shape[1]
         later = torch.ones(size, size, dtype=gate.dtype, device=gate.device).tril()
         sums = (later * gate.mT) @ later.tril(-1)  # over s < s' <= t: a product, because differences would lose digits
-        self.decay = sums.masked_fill(later == 0, -torch.inf).exp()
+        with torch.no_grad():  # below it nothing is left of a gradient either, and many CPUs slow down fifty times
+            sums.clamp_min_(_normal(sums.dtype))
+        self.decay = sums.exp().tril()
         self.kept, self.left = gate.cumsum(1).exp(), self.decay[:, -1, :, None]
 
     def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
