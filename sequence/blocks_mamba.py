@@ -17,7 +17,7 @@ from axes.core.rates import Per
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes.packed import Packing
 from axes.sequence.blocks import Block, BlockModule, ShortConvolution, build_charts, declared_charts
-from axes.sequence.by_hand import normalised
+from axes.sequence.by_hand import in_parts, normalised
 from axes.sequence.charts import Chart, Factory, Sigmoid, Sizes
 from axes.sequence.fused import Declaration, Exit, Matrix, Vector
 
@@ -80,7 +80,7 @@ class _SSDModule(BlockModule):
         self, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None = None
     ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
         s = self.sizes
-        z, mixed = self.in_proj(x).split((self.inner, sum(self.widths)), -1)
+        z, mixed = in_parts(self.in_proj, x, (self.inner, sum(self.widths)))
         mixed, tail = self.conv(mixed, tails[0], packing)
         v, k, q = mixed.split(self.widths, -1)
         q, k = (z.unflatten(-1, (self.groups, s.d_k)) for z in (q, k))

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.functional import conv1d, silu
+from torch.nn.functional import conv1d, linear, silu
 
 _ROWS = 128  # tokens of a block, which stays in the cache
 
@@ -42,6 +42,14 @@ def _normalised(x: Tensor, share: float, eps: float) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) * share + eps)
 
 
+def in_parts(projection: nn.Linear, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+    """The columns of a projection in parts, on a CPU by a product each: gradients of parts are not put together."""
+    plain = type(projection) is nn.Linear and not (projection._forward_hooks or projection._forward_pre_hooks)
+    if x.device.type != "cpu" or not plain or projection.bias is not None:
+        return projection(x).split(widths, -1)
+    return [linear(x, part) for part in projection.weight.split(widths)]
+
+
 def _by_hand(x: Tensor) -> bool:
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling():
         return False
@@ -53,8 +61,8 @@ def _again(
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated."""
     live = [None if x is None else x.view_as(x) for x in inputs]  # one of them may be made of another
-    found = iter(torch.autograd.grad(plain(*live), [x for x, n in zip(live, needed, strict=True) if n and x is not None],
-                                     dy, create_graph=True))  # fmt: skip
+    wanted = [x for x, n in zip(live, needed, strict=True) if n and x is not None]
+    found = iter(torch.autograd.grad(plain(*live), wanted, dy, create_graph=True))
     return [next(found) if n else None for n in needed]
 
 
@@ -66,6 +74,7 @@ class _Convolved(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, activated: bool) -> Tensor:
         *earlier, own = _taps(weight)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = torch.empty_like(y) if activated else y
         for first, end in _blocks(x.shape[1]):
             part = torch.mul(x[:, first:end], own, out=y[:, first:end])
             for back, tap in enumerate(reversed(earlier), 1):
@@ -73,33 +82,36 @@ class _Convolved(torch.autograd.Function):
                     part[:, rows].addcmul_(source, tap)
             if bias is not None:
                 part += bias
+            if activated:
+                torch.ops.aten.silu.out(part, out=out[:, first:end])
         ctx.activated = activated
         ctx.save_for_backward(x, tail, weight, bias, y if activated else None)
-        return silu(y) if activated else y
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, tail, weight, bias, y = ctx.saved_tensors
         if torch.is_grad_enabled():
 
-            def plain(*inputs: Any) -> Tensor:
-                return _convolved(*inputs, ctx.activated)
+            def plain(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                return _convolved(x, tail, weight, bias, ctx.activated)
 
             return *_again(plain, (x, tail, weight, bias), ctx.needs_input_grad[:4], dy), None
         *earlier, own = _taps(weight)
         dx, dtail = torch.empty_like(x), torch.zeros_like(tail)
+        room = torch.empty_like(x[:, :_ROWS])
         dweight, dbias = torch.zeros_like(weight[:, 0].mT), torch.zeros_like(weight[:, 0, 0])
         for first, end in _blocks(x.shape[1]):
             d = dy[:, first:end]
             if y is not None:
                 d = torch.ops.aten.silu_backward(d, y[:, first:end])
             torch.mul(d, own, out=dx[:, first:end])
-            dweight[-1] += (d * x[:, first:end]).sum((0, 1))
+            dweight[-1] += torch.mul(d, x[:, first:end], out=room[:, : end - first]).sum((0, 1))
             for back, tap in enumerate(reversed(earlier), 1):
                 parts = zip(_shifted(x, tail, first, end, back), _shifted(dx, dtail, first, end, back), strict=True)
                 for (rows, source), (_, into) in parts:
                     into.addcmul_(d[:, rows], tap)
-                    dweight[-1 - back] += (d[:, rows] * source).sum((0, 1))
+                    dweight[-1 - back] += torch.mul(d[:, rows], source, out=room[:, rows]).sum((0, 1))
             if bias is not None:
                 dbias += d.sum((0, 1))
         return dx, dtail, dweight.mT[:, None], None if bias is None else dbias, None
@@ -148,4 +160,4 @@ class _Normalised(torch.autograd.Function):
         return torch.addcmul(dy, y, along, out=room).mul_(r), None, None
 
 
-__all__ = ["convolved", "normalised"]
+__all__ = ["convolved", "in_parts", "normalised"]
