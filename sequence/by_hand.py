@@ -26,7 +26,15 @@ def convolved(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, acti
 
 
 def _convolved(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, activated: bool) -> Tensor:
-    y = conv1d(torch.cat((tail.to(x.dtype), x), 1).mT, weight, bias, groups=weight.shape[0]).mT
+    full = torch.cat((tail.to(x.dtype), x), 1)
+    if _wide_on_a_cpu(x):  # torch's own convolution leaves time innermost there
+        *earlier, own = weight[:, 0].unbind(-1)
+        y = x * own
+        for j, tap in reversed(list(enumerate(earlier))):  # in the order of those by hand: the same rounding
+            y = torch.addcmul(y, full[:, j : j + x.shape[1]], tap)
+        y = y if bias is None else y + bias
+    else:
+        y = conv1d(full.mT, weight, bias, groups=weight.shape[0]).mT
     return silu(y) if activated else y
 
 
@@ -51,7 +59,7 @@ def in_parts(projection: nn.Linear, x: Tensor, widths: Sequence[int]) -> Sequenc
 
 
 def _by_hand(x: Tensor) -> bool:
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling():
+    if not _wide_on_a_cpu(x) or torch.compiler.is_compiling():
         return False
     return torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0
 
@@ -64,6 +72,10 @@ def _again(
     wanted = [x for x, n in zip(live, needed, strict=True) if n and x is not None]
     found = iter(torch.autograd.grad(plain(*live), wanted, dy, create_graph=True))
     return [next(found) if n else None for n in needed]
+
+
+def _wide_on_a_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
 @final
