@@ -70,7 +70,7 @@ def _again(
     """Gradients that can be differentiated."""
     live = [None if x is None else x.view_as(x) for x in inputs]  # one of them may be made of another
     wanted = [x for x, n in zip(live, needed, strict=True) if n and x is not None]
-    found = iter(torch.autograd.grad(plain(*live), wanted, dy, create_graph=True))
+    found = iter(torch.autograd.grad(plain(*live), wanted, dy, create_graph=True, materialize_grads=True))
     return [next(found) if n else None for n in needed]
 
 
