@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, elu, gelu, relu, rms_norm, silu
+from torch.nn.functional import elu, gelu, relu, rms_norm, silu
 
 from axes.core.rates import Per
 from axes.errors import IllegalUpdate
 from axes.kernels.blocks.plan import Stream
 from axes.routes.packed import Packing
+from axes.sequence.by_hand import convolved, normalised
 from axes.sequence.charts import Chart, Factory, Sizes, default_chart
 from axes.sequence.fused import Declaration, Exit, Fused, Matrix, Rate, Vector
 
@@ -84,7 +85,7 @@ SMALL = 1e-6  # beside the length of a vector
 def l2_normalise(x: Tensor, eps: float = SMALL) -> Tensor:
     """Unit length in the last dimension, in float32 at least; zero stays zero."""
     wide = x if x.dtype == torch.float64 else x.float()
-    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps * eps)).to(x.dtype)
+    return normalised(wide, 1.0, eps * eps).to(x.dtype)
 
 
 def behind(x: Tensor, tail: Tensor, packing: Packing | None) -> Tensor:
@@ -100,46 +101,6 @@ def last(full: Tensor, width: int, packing: Packing | None) -> Tensor:
 def in_groups(x: Tensor, name: str, queries: int) -> Tensor:
     """q (B, T, H, ...) as (B, T, lists, queries, ...), what belongs to a list as (B, T, lists, 1, ...)."""
     return x.unflatten(2, (-1, queries)) if name == "q" else x.unsqueeze(3)
-
-
-def convolved(full: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(B, w - 1 + T, C) by weights (C, 1, w): (B, T, C)."""
-    if full.device.type != "cpu" or full.dtype not in (torch.float32, torch.float64):
-        return conv1d(full.mT, weight, bias, groups=weight.shape[0]).mT
-    y: Tensor = _Convolved.apply(full, weight[:, 0])
-    return y if bias is None else y + bias
-
-
-@final
-class _Convolved(torch.autograd.Function):
-    """sum_j x_{t+j} w_j on a CPU, whose own convolution leaves time innermost and strides everything that follows.
-
-    Tap by tap in place, forward and backward: by autograd's rules every tap would have a gradient as long as x.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        taps, length = weight.unbind(-1), x.shape[1] - weight.shape[-1] + 1
-        y = x[:, :length] * taps[0]
-        for j, tap in enumerate(taps[1:], 1):
-            y.addcmul_(x[:, j : j + length], tap)
-        return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        dx, sums = torch.zeros_like(x), []
-        for j, tap in enumerate(weight.unbind(-1)):
-            part = slice(j, j + dy.shape[1])
-            dx[:, part].addcmul_(dy, tap)
-            sums.append((dy * x[:, part]).sum((0, 1)))
-        return dx, torch.stack(sums, -1)
 
 
 @final
@@ -169,13 +130,17 @@ class ShortConvolution(nn.Module):
     def forward(self, x: Tensor, tail: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
         if x.shape[1] == 0:
             return x, tail
-        full = behind(x, tail, packing)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = convolved(full, self.weight.to(x.dtype), bias)
-        if packing is not None:
-            y = y[:, packing.places(self.width - 1) - (self.width - 1)]
-        kept = last(full, self.width - 1, packing)
-        return (y if self.activation is None else _ACTIVATIONS[self.activation](y)), kept
+        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        before, activated = self.width - 1, self.activation == "silu"
+        if packing is None:
+            y = convolved(x, tail, weight, bias, activated)
+            long = not torch.compiler.is_compiling() and x.shape[1] >= before  # a length of a compiler is left open
+            kept = last(x if long else behind(x, tail, None), before, None)
+        else:
+            full = packing.behind(x, tail)
+            y = convolved(full[:, before:], full[:, :before], weight, bias, activated)
+            y, kept = y[:, packing.places(before) - before], packing.new_tails(full, before)
+        return (y if self.activation is None or activated else _ACTIVATIONS[self.activation](y)), kept
 
     def stream(self, heads: int, width: int, **more: Any) -> Stream:
         """For kernels: columns (heads, width) that go through this convolution, or a share of it."""
@@ -322,7 +287,7 @@ class _StandardModule(BlockModule):
         if self.block.queries > 1:
             y = y.flatten(2, 3)
         if self.norm is not None:
-            y = self.norm(y.to(self.norm.weight.dtype))
+            y = normalised(y.to(self.norm.weight.dtype), 1.0 / self.sizes.d_v, self.block.norm_eps) * self.norm.weight
         if self.block.output_gate is not None:
             y = y * _ACTIVATIONS[self.block.output_gate](kept)
         out: Tensor = self.o_proj(y.flatten(-2))

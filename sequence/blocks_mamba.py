@@ -11,12 +11,13 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import silu
 
 from axes.core.rates import Per
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes.packed import Packing
 from axes.sequence.blocks import Block, BlockModule, ShortConvolution, build_charts, declared_charts
+from axes.sequence.by_hand import in_parts, normalised
 from axes.sequence.charts import Chart, Factory, Sigmoid, Sizes
 from axes.sequence.fused import Declaration, Exit, Matrix, Vector
 
@@ -79,7 +80,7 @@ class _SSDModule(BlockModule):
         self, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None = None
     ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
         s = self.sizes
-        z, mixed = self.in_proj(x).split((self.inner, sum(self.widths)), -1)
+        z, mixed = in_parts(self.in_proj, x, (self.inner, sum(self.widths)))
         mixed, tail = self.conv(mixed, tails[0], packing)
         v, k, q = mixed.split(self.widths, -1)
         q, k = (z.unflatten(-1, (self.groups, s.d_k)) for z in (q, k))
@@ -102,9 +103,9 @@ class _SSDModule(BlockModule):
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
         z, v = kept
-        weight, eps = self.norm.weight, self.norm.eps
+        weight, eps = self.norm.weight, self.norm.eps or 0.0
         y = ((y + self.skip * v).flatten(-2) * silu(z)).to(weight.dtype).unflatten(-1, (self.groups, -1))
-        out: Tensor = self.out_proj(rms_norm(y, y.shape[-1:], eps=eps).flatten(-2) * weight)
+        out: Tensor = self.out_proj(normalised(y, 1.0 / y.shape[-1], eps).flatten(-2) * weight)
         return out
 
 

@@ -90,9 +90,13 @@ def chain(update: StateUpdate, signal: Signal) -> Chain:
     b = _stack([b for _, b in factors], -3) if factors else None
     if len(flows) > 1 or t.parts.ridged:
         return Chain(into, t.value, block=_block(t, flows), a=a, b=b, rows=t.layout.rows)
+    value = t.value
+    if not t.erases and not t.layout.rows and t.rate.shape[-1] == 1:  # keys that heads share stay shared
+        into, one = t.key[..., None, :], resolve(t.parts.step.rate, t.signal)
+        value = value if isinstance(one, float) and one == 1.0 else t.rate * value
     angle, dense = t.layout.base(t.element)
     gate, erases = t.gate if t.gated else None, t.erases and len(factors) == 1
-    return Chain(into, t.value, gate, None, angle, dense, a, b, rows=t.layout.rows, erases=erases)
+    return Chain(into, value, gate, None, angle, dense, a, b, rows=t.layout.rows, erases=erases)
 
 
 def _stack(xs: Sequence[Tensor], dim: int) -> Tensor:

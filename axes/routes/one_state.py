@@ -14,7 +14,7 @@ from torch import Tensor
 
 from axes.core.chain import Chain
 
-_CHUNK = 64
+_CHUNK, _CHUNK_CHANNELS = 64, 32
 _PAIRS = 4  # tokens of a block whose pairs have exponentials of their own, where every key entry has a gate
 
 
@@ -27,7 +27,9 @@ def takes(c: Chain) -> bool:
 def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tuple[Tensor, Tensor]:
     """start (..., d_v, 1, d_k), q (..., T, d_k): o (..., T, d_v) and the final state."""
     length, value, key = q.shape[-2], c.value, c.key.squeeze(-2)
-    size = min(_CHUNK if size is None else size, length)
+    if size is None:
+        size = _CHUNK if c.gate is None or c.gate.shape[-1] == 1 else _CHUNK_CHANNELS
+    size = min(size, length)
     size = 1 << max(0, size - 1).bit_length()  # halves of halves
     read = None if c.a is None else c.a.squeeze(-2).squeeze(-2)
     gate = None if c.gate is None else c.gate.clamp_min(floor(c.gate.dtype))
@@ -35,24 +37,26 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in given), start.shape[:-3])
     count = -(-length // size)
 
-    def cut(x: Tensor) -> Tensor:
-        x = x.expand(*batch, *x.shape[-2:])
+    def cut(x: Tensor, shared: bool = False) -> Tensor:
+        """(*batch, M, C, n); shared: dimensions along which x repeats itself have length one."""
+        x = _once(x) if shared else x.expand(*batch, *x.shape[-2:])
         if count * size != length:  # tokens that do nothing
             x = torch.nn.functional.pad(x, (0, 0, 0, count * size - length))
-        return x.unflatten(-2, (count, size)).reshape(-1, size, x.shape[-1])
+        return x.unflatten(-2, (count, size)).contiguous()
 
-    q, key, value = cut(q), cut(key), cut(value)
+    gated = gate is not None
+    together = gate is None or gate.shape[-1] == 1  # heads that share keys and queries share their products
+    q, key, value = cut(q, together), cut(key, together), cut(value)
     decays = _decays(None if gate is None else cut(gate), q)
     inside = decays.scores(q, key)
-    gated = gate is not None
     carried, remaining = (q * decays.kept, key * decays.left) if gated else (q, key)
     fixed, varying = value, None
     if read is not None:
         read = cut(read)
-        system = torch.eye(size, dtype=q.dtype, device=q.device) + decays.scores(read, key, before=True)
+        system = decays.scores(read, key, before=True)  # ones on its diagonal are understood
         if gated:
-            one = torch.ones_like(decays.kept[:, :1])
-            read = read * torch.cat((one, decays.kept[:, :-1]), 1)
+            one = torch.ones_like(decays.kept[..., :1, :])
+            read = read * torch.cat((one, decays.kept[..., :-1, :]), -2)
         forced = torch.cat((value, read), -1)
         # transposed, rows are the columns that LAPACK wants: nothing is copied
         solved = torch.linalg.solve_triangular(system.mT, forced.mT, upper=True, left=False, unitriangular=True).mT
@@ -60,12 +64,12 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
 
     # serial in time: what every chunk's first state adds to its writes, and the next state
     def chunks(x: Tensor) -> tuple[Tensor, ...]:
-        return x.unflatten(0, (-1, count)).unbind(1)
+        return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:]).unbind(1)
 
     d_v, d_k = start.shape[-3], start.shape[-1]
     state = start[..., 0, :].expand(*batch, d_v, d_k).reshape(-1, d_v, d_k)
     states = []
-    wholes = chunks(decays.kept[:, -1:]) if gated else None
+    wholes = chunks(decays.kept[..., -1:, :]) if gated else None
     if varying is None:
         entering = chunks(fixed.mT @ remaining)
         for n in range(count):
@@ -78,10 +82,22 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
             states.append(state)
             made.append(torch.baddbmm(first[n], reach[n], state.mT, alpha=-1))
             state = torch.baddbmm(state if wholes is None else state * wholes[n], made[-1].mT, ends[n])
-        written = torch.stack(made, 1).flatten(0, 1)
-    out = torch.baddbmm(inside @ written, carried, torch.stack(states, 1).flatten(0, 1).mT)
-    out = out.unflatten(0, (-1, count)).flatten(1, 2)[:, :length]
+        written = torch.stack(made, 1)
+
+    def matrices(x: Tensor) -> Tensor:
+        return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-2:])
+
+    read_first = torch.stack(states, 1).flatten(0, 1).mT
+    inner = torch.bmm(matrices(inside), written.reshape(-1, *written.shape[-2:]))
+    out = torch.baddbmm(inner, matrices(carried), read_first).unflatten(0, (-1, count)).flatten(1, 2)[:, :length]
     return out.reshape(*batch, length, -1), state.reshape(*batch, *state.shape[-2:])[..., None, :]
+
+
+def _once(x: Tensor) -> Tensor:
+    """Batch dimensions along which a tensor was expanded, at length one."""
+    for dim, (n, stride) in enumerate(zip(x.shape[:-2], x.stride()[:-2], strict=True)):
+        x = x.narrow(dim, 0, 1) if n > 1 and stride == 0 else x
+    return x
 
 
 def floor(dtype: torch.dtype) -> float:
@@ -89,11 +105,16 @@ def floor(dtype: torch.dtype) -> float:
     return -800.0 if dtype == torch.float64 else -200.0
 
 
+def _normal(dtype: torch.dtype) -> float:
+    """The log of a number close to the smallest normal one."""
+    return -700.0 if dtype == torch.float64 else -87.0
+
+
 # ---- decays inside a chunk -----------------------------------------------------------------------------------------
 
 
 class _Decays:
-    """What a chunk's gates do: kept (M, C, 1|d) of the first state, left (M, C, 1|d) of a write at the chunk's end."""
+    """What a chunk's gates do: kept (.., C, 1|d) of the first state, left (.., C, 1|d) of a write at its end."""
 
     kept: Tensor
     left: Tensor
@@ -105,7 +126,7 @@ class _Decays:
 
 class _Ungated(_Decays):
     def __init__(self, like: Tensor) -> None:
-        self.kept = self.left = like.new_ones(1, 1, 1)
+        self.kept = self.left = like.new_ones(1, 1)
 
     def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
         return (readers @ writers.mT).tril(-int(before))
@@ -115,14 +136,16 @@ class _Scalar(_Decays):
     """One gate a token: a matrix of all decays."""
 
     def __init__(self, gate: Tensor) -> None:
-        size = gate.shape[1]
+        size = gate.shape[-2]
         later = torch.ones(size, size, dtype=gate.dtype, device=gate.device).tril()
         sums = (later * gate.mT) @ later.tril(-1)  # over s < s' <= t: a product, because differences would lose digits
-        self.decay = sums.masked_fill(later == 0, -torch.inf).exp()
-        self.kept, self.left = gate.cumsum(1).exp(), self.decay[:, -1, :, None]
+        with torch.no_grad():  # below it nothing is left of a gradient either, and many CPUs slow down fifty times
+            sums.clamp_min_(_normal(sums.dtype))
+        self.decay = sums.exp().tril()
+        self.kept, self.left = gate.cumsum(-2).exp(), self.decay[..., -1, :, None]
 
     def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
-        decay = torch.nn.functional.pad(self.decay[:, :-1], (0, 0, 1, 0)) if before else self.decay
+        decay = torch.nn.functional.pad(self.decay[..., :-1, :], (0, 0, 1, 0)) if before else self.decay
         return readers @ writers.mT * decay
 
 
@@ -131,8 +154,8 @@ class _Channels(_Decays):
     are products of two scaled operands, and so on in each half; the last few pairs have exponentials of their own."""
 
     def __init__(self, gate: Tensor) -> None:
-        size = gate.shape[1]
-        self.kept, self.left = _until(gate).exp(), _after(gate).exp()
+        size, self.batch, gate = gate.shape[-2], gate.shape[:-2], gate.flatten(0, -3)
+        self.kept, self.left = (x.exp().unflatten(0, self.batch) for x in (_until(gate), _after(gate)))
         self.levels: list[tuple[Tensor, Tensor, Tensor]] = []
         half = size // 2
         while half >= _PAIRS:
@@ -148,6 +171,7 @@ class _Channels(_Decays):
         self.among = [(between > s) & (between <= t - int(before)) for before in (False, True)]
 
     def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
+        readers, writers = (x.reshape(-1, *x.shape[-2:]) for x in (readers, writers))
         few = self.few.shape[-2]
         sums = self.among[before].to(readers.dtype).flatten(0, 1) @ self.few
         decay = sums.exp().unflatten(-2, (few, few))
@@ -160,7 +184,7 @@ class _Channels(_Decays):
             upper, lower = out.unflatten(1, (-1, 2)).unbind(2)
             above = torch.cat((upper, torch.zeros_like(cross)), -1)
             out = torch.cat((above, torch.cat((cross, lower), -1)), -2)
-        return out[:, 0]
+        return out[:, 0].unflatten(0, self.batch)
 
 
 def _until(gate: Tensor) -> Tensor:

@@ -238,6 +238,24 @@ def test_loops_do_not_run_over_tokens() -> None:
     assert grown[scan.chunked] < 256 and grown[scan.associative] < 64
 
 
+@pytest.mark.parametrize("kind", ["identity", "scalar", "diagonal", "gated delta"])
+def test_heads_that_share_keys_and_queries_share_their_products(kind: str) -> None:
+    """Expanded over the batch or copied: the same outputs, state and gradients."""
+    c = random_chain(kind, 70)
+    start, q = inputs(c, 70)
+    key, query = c.key[:1].clone(), q[:1].clone()
+
+    def run(copied: bool) -> tuple[Tensor, ...]:
+        k, x, s = (z.clone().requires_grad_() for z in (key, query, start))
+        wide = [z.expand(2, *z.shape[1:]) for z in (k, x)]
+        wide = [z.clone() for z in wide] if copied else wide
+        b = None if c.b is None else -wide[0][..., None, :, :]
+        out, final = scan.chunked(dataclasses.replace(c, key=wide[0], b=b), s, wide[1])
+        return out, final, *torch.autograd.grad(out.square().sum() + final.square().sum(), (k, x, s))
+
+    assert checks.error(run(False), run(True)) < 1e-12
+
+
 def test_second_derivatives() -> None:
     c = random_chain("gated rank one", 5, d=2, d_v=2)
     start, q = inputs(c, 5)

@@ -18,7 +18,6 @@ from axes.core.memory import List
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 from axes.sequence import ALL, DeltaNet, GatedDeltaNet, LinearAttention, SequenceLayer, SoftmaxAttention, layer
-from axes.sequence.blocks import convolved
 from axes.sequence.lattice import LATTICE
 from axes.sequence.miras import MIRAS
 from axes.sequence.titans import TITANS
@@ -223,18 +222,6 @@ def test_gradients_pass_through_padding() -> None:
     (padded,) = torch.autograd.grad(y.square().sum(), x)
     (alone,) = torch.autograd.grad(module(x)[0].square().sum(), x)
     torch.testing.assert_close(padded, alone)
-
-
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_a_convolution_of_a_cpu_is_torchs(width: int) -> None:
-    """Tap by tap, also differentiated twice; without torch's own, which half precision takes."""
-    full, weight = torch.randn(2, 6 + width, 3, dtype=torch.float64), torch.randn(3, 1, width, dtype=torch.float64)
-    bias = torch.randn(3, dtype=torch.float64)
-    got = convolved(full, weight, bias)
-    torch.testing.assert_close(got, torch.nn.functional.conv1d(full.mT, weight, bias, groups=3).mT)
-    assert got.is_contiguous()
-    inputs = tuple(x.requires_grad_() for x in (full, weight, bias))
-    assert torch.autograd.gradcheck(convolved, inputs) and torch.autograd.gradgradcheck(convolved, inputs)
 
 
 # ---- what torch.nn users expect -----------------------------------------------------------------------------------
