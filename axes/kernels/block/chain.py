@@ -110,10 +110,13 @@ def _forward(
         recurrence, carries, totals = _weights(q, v, block, write, erase, cu_seqlens)
         tiles = _launch(q, v, "prepare")
         kernels.prepare[(cut.slots * hv,)](
-            q, k, erase if erased else write, recurrence, m, scores, offsets, units,
-            cut.length, cut.chunks, **shape, ERASE=erased, PACKED=cut.packed, PRECISION=exact,
-            **inverse.constants(q.dtype, c, tiles["num_warps"]), **tiles,
+            q, k, erase if erased else write, recurrence, scores, offsets, units,
+            cut.length, cut.chunks, **shape, ERASE=erased, PACKED=cut.packed, PRECISION=exact, **tiles,
         )  # fmt: skip
+        if erased:
+            kernels.solve[(cut.slots * hv,)](
+                recurrence, m, C=c, **inverse.constants(q.dtype, c, 1), num_warps=1, num_stages=1
+            )
         tiles = _launch(q, v, "scan")
         kernels.scan[(cut.units * hv * cdiv(v.shape[-1], tiles["BV"]),)](
             q, k, v, carries, totals, m, scores, final if start is None else start, o, final, o, o,

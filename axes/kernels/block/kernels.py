@@ -18,13 +18,12 @@ from axes.kernels.common.tiles import first_slot, load_tile, slot_rows, store_ti
 @Kernel
 @triton.jit(do_not_specialize=["T", "N"])
 def prepare(
-    q, k, erase, recurrence, m, scores, offsets, units, T, N,
+    q, k, erase, recurrence, scores, offsets, units, T, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SIDE: tl.constexpr, ERASE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    MERGE: tl.constexpr, LANES: tl.constexpr,
+    ERASE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """M and S of every chunk; where something is erased, Y is lost."""
+    """S of every chunk, and D * K K^T, which takes the place of Y."""
     pid = tl.program_id(0).to(tl.int64)
     hv = pid % HV
     head = hv // (HV // H)
@@ -41,10 +40,16 @@ def prepare(
         lower = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
         lower *= erase_pairs(weights, erase, first, rows, hv, HV, C)
         inner = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
-        tl.debug_barrier()  # Y has been read: its place holds the matrix that is inverted
+        tl.debug_barrier()  # Y has been read
         tl.store(weights + inner, lower)
-        tl.debug_barrier()
-        invert(weights, m + pid * C * C, C, SIDE, LANES, MERGE)
+
+
+@Kernel
+@triton.jit
+def solve(recurrence, m, C: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr):
+    """M of every chunk from what `prepare` left, by one warp each."""
+    pid = tl.program_id(0).to(tl.int64)
+    invert(recurrence + pid * 2 * C * C, m + pid * C * C, C, SIDE, LANES, MERGE)
 
 
 @triton.jit
