@@ -39,6 +39,10 @@ from axes.kernels.common.layout import (
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.tiles import TILE
+from axes.kernels.common.versions import gluon_refusal
+
+if _GLUON := gluon_refusal() is None:  # on an unknown Triton the module raises, and the portable kernels run
+    from axes.kernels.block import hopper
 
 # ---- launches ------------------------------------------------------------------------------------------------------
 
@@ -117,6 +121,9 @@ def _forward(
             kernels.solve[(cut.slots * hv,)](
                 recurrence, m, C=c, **inverse.constants(q.dtype, c, 1), num_warps=1, num_stages=1
             )
+        if erased and not cut.packed and _GLUON and hopper.fits(q, v):
+            hopper.walk(q, k, v, carries, totals, m, scores, start, final, o)
+            return o, final, [scores, m] if record else []
         tiles = _launch(q, v, "scan")
         kernels.scan[(cut.units * hv * cdiv(v.shape[-1], tiles["BV"]),)](
             q, k, v, carries, totals, m, scores, final if start is None else start, o, final, o, o,
@@ -143,7 +150,7 @@ def _backward(
     offsets = block if cut.offsets is None else cut.offsets
     units = block if cut.units_of_slots is None else cut.units_of_slots
     exact, wide = precision(q), v.shape[-1]
-    states = q.new_empty(cut.slots * hv, 2, d, wide)
+    states = q.new_empty(cut.slots * hv, 2, wide, d)
     dstates = torch.empty_like(states)
     written = torch.empty_like(v) if erased else v
     dv, dblock, dwrite, dstart = (torch.empty_like(x) for x in (v, block, write, dfinal))
@@ -163,15 +170,20 @@ def _backward(
     common = {"ERASE": erased, "PACKED": cut.packed, "PRECISION": exact}
     with on_device(q):
         recurrence, carries, totals = _weights(q, v, block, write, erase, cu_seqlens)
-        kernels.scan[(heads * cdiv(wide, tiles["states"]["BV"]),)](
-            q, k, v, carries, totals, inverted, scores, dfinal if start is None else start, v, dfinal, states,
-            written if erased else states, offsets, cut.length, cut.chunks, **shape,
-            STARTED=start is not None, RECORD=True, **common, **tiles["states"],
-        )  # fmt: skip
-        kernels.reverse[(heads * cdiv(wide, tiles["reverse"]["BV"]),)](
-            q, k, carries, totals, inverted, scores, do, dfinal, dstates, dv, dstart, offsets, cut.length, cut.chunks,
-            **shape, **common, **tiles["reverse"],
-        )  # fmt: skip
+        if erased and not cut.packed and _GLUON and hopper.fits(q, v):
+            numbers = carries, totals, inverted, scores
+            hopper.walk(q, k, v, *numbers, start, dfinal, written, states)
+            hopper.walk(q, k, do, *numbers, dfinal, dstart, dv, dstates, back=True)
+        else:
+            kernels.scan[(heads * cdiv(wide, tiles["states"]["BV"]),)](
+                q, k, v, carries, totals, inverted, scores, dfinal if start is None else start, v, dfinal, states,
+                written if erased else states, offsets, cut.length, cut.chunks, **shape,
+                STARTED=start is not None, RECORD=True, **common, **tiles["states"],
+            )  # fmt: skip
+            kernels.reverse[(heads * cdiv(wide, tiles["reverse"]["BV"]),)](
+                q, k, carries, totals, inverted, scores, do, dfinal, dstates, dv, dstart, offsets, cut.length, cut.chunks,
+                **shape, **common, **tiles["reverse"],
+            )  # fmt: skip
         kernels.pairs[(cut.slots * hv,)](
             q, k, gate, recurrence, do, written, dv, dpairs, reads, erases, offsets, units, cut.length, cut.chunks,
             **shape, **common, **tiles["pairs"],
