@@ -43,6 +43,7 @@ from axes.kernels.common.versions import gluon_refusal
 
 if _GLUON := gluon_refusal() is None:  # on an unknown Triton the module raises, and the portable kernels run
     from axes.kernels.block import hopper
+    from axes.kernels.block.hopper_tokens import tokens_backward
 
 # ---- launches ------------------------------------------------------------------------------------------------------
 
@@ -170,7 +171,8 @@ def _backward(
     common = {"ERASE": erased, "PACKED": cut.packed, "PRECISION": exact}
     with on_device(q):
         recurrence, carries, totals = _weights(q, v, block, write, erase, cu_seqlens)
-        if erased and not cut.packed and _GLUON and hopper.fits(q, v):
+        plain = erased and not cut.packed and _GLUON and hopper.fits(q, v)
+        if plain:
             numbers = carries, totals, inverted, scores
             hopper.walk(q, k, v, *numbers, start, dfinal, written, states)
             hopper.walk(q, k, do, *numbers, dfinal, dstart, dv, dstates, back=True)
@@ -188,10 +190,15 @@ def _backward(
             q, k, gate, recurrence, do, written, dv, dpairs, reads, erases, offsets, units, cut.length, cut.chunks,
             **shape, **common, **tiles["pairs"],
         )  # fmt: skip
-        kernels.gradients[(cut.slots * hv * parts,)](
-            q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals,
-            offsets, units, cut.length, cut.chunks, **shape, **common, **tiles["gradients"],
-        )  # fmt: skip
+        if plain and not grouped:
+            tokens_backward(
+                q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals
+            )
+        else:
+            kernels.gradients[(cut.slots * hv * parts,)](
+                q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals,
+                offsets, units, cut.length, cut.chunks, **shape, **common, **tiles["gradients"],
+            )  # fmt: skip
         weights.adjoint[(cut.slots * hv,)](
             block, gate, recurrence, carries, dpairs, dcarries, dtotals, dblock, dwrite, derase,
             offsets, units, cut.length, cut.chunks,
