@@ -41,6 +41,7 @@ from axes.kernels.diagonal_delta.gradients import gradients
 
 if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
     from axes.kernels.diagonal_delta import hopper
+    from axes.kernels.diagonal_delta.hopper_dplr import dplr_backward
     from axes.kernels.diagonal_delta.hopper_tokens import tokens_backward
 
 # ---- launches ------------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def _backward(
         shape = dict(HV=hv, K=d, V=d_v, C=cuts.chunk, TWO=two, PACKED=cuts.packed, PRECISION=dot)
         grid = cuts.units * hv * cdiv(d_v, serial["BV"])
         plain = not cuts.packed and _GLUON and hopper.fits(scaled[0], v)
-        fast = plain and not two and x is None and h == hv
+        fast = plain and h == hv and (two or x is None)
         if plain:
             strength = None if two else y
             hopper.walk(scaled, v, strength, matrices, totals, start, dfinal, written, states=states, record=True)
@@ -202,7 +203,13 @@ def _backward(
                 cuts.offsets, cuts.length, cuts.chunks, **serial, **shape, **_launch(q, "reverse", two),
             )  # fmt: skip
         if cuts.slots * hv > 0 and q.shape[1] > 0:
-            if fast:
+            if fast and two:
+                assert x is not None
+                dplr_backward(
+                    q, k, v, g, x, y, totals, do, states, dstates, written, dwritten, dq, dk, dx, dy, dg,
+                    float(constants["BOUND"]),
+                )  # fmt: skip
+            elif fast:
                 tokens_backward(
                     q, k, v, g, y, totals, do, states, dstates, written, dwritten, dq, dk, dbeta, dg, late,
                     float(constants["BOUND"]),
