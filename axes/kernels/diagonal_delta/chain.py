@@ -42,6 +42,7 @@ from axes.kernels.diagonal_delta.gradients import gradients
 if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
     from axes.kernels.diagonal_delta import hopper
     from axes.kernels.diagonal_delta.hopper_dplr import dplr_backward
+    from axes.kernels.diagonal_delta.hopper_dplr_pairs import dplr_prepare
     from axes.kernels.diagonal_delta.hopper_tokens import tokens_backward
 
 # ---- launches ------------------------------------------------------------------------------------------------------
@@ -86,6 +87,11 @@ def _exponents(q: Tensor, g: Tensor) -> dict[str, int | float]:
     return {"PARTS": min(2, found["PARTS"]), "BOUND": 2 * found["BOUND"], "FLAT": found["BOUND"]}
 
 
+def _plain(cuts: Layout, q: Tensor, v: Tensor) -> bool:
+    """Whether kernels for Hopper take these tokens."""
+    return not cuts.packed and _GLUON and hopper.fits(q, v)
+
+
 def _matrices(q: Tensor, v: Tensor, cuts: Layout, count: int) -> list[Tensor]:
     return [q.new_empty(cuts.slots, v.shape[2], cuts.chunk, cuts.chunk) for _ in range(count)]
 
@@ -112,9 +118,13 @@ def _run_prepare(
         )  # fmt: skip
         constants = _exponents(q, g)
         flat = constants.pop("FLAT")
-        pairs.prepare[(grid[0] * (1 if matrices is not None else cdiv(d, block)),)](
-            *inputs, *scaled[:3], scaled[-1], totals, falls, *where, MATRICES=matrices is not None, **constants, **shape
-        )
+        if two and x is not None and matrices is not None and h == hv and _plain(cuts, q, v):
+            dplr_prepare(q, k, g, x, y, scaled, totals, falls, lowers, *inner, float(constants["BOUND"]))
+        else:
+            pairs.prepare[(grid[0] * (1 if matrices is not None else cdiv(d, block)),)](
+                *inputs, *scaled[:3], scaled[-1], totals, falls, *where, MATRICES=matrices is not None, **constants,
+                **shape
+            )
         if matrices is not None:
             pairs.prepare_closed[grid](*inputs, falls, *where, FLAT=flat, **constants, **shape)
             launch = _launch(q, "solve", two)
@@ -143,7 +153,7 @@ def _forward(
         sizes = _sizes(q, v, "serial")
         grid = cuts.units * hv * cdiv(d_v, sizes["BV"])
         if grid:
-            if not cuts.packed and _GLUON and hopper.fits(scaled[0], v):
+            if _plain(cuts, q, v):
                 hopper.walk(scaled, v, None if two else y, matrices, totals, start, final, o)
                 return o, final, matrices if record else []
             passes.scan[(grid,)](
@@ -186,7 +196,7 @@ def _backward(
         serial = _sizes(q, v, "serial")
         shape = dict(HV=hv, K=d, V=d_v, C=cuts.chunk, TWO=two, PACKED=cuts.packed, PRECISION=dot)
         grid = cuts.units * hv * cdiv(d_v, serial["BV"])
-        plain = not cuts.packed and _GLUON and hopper.fits(scaled[0], v)
+        plain = _plain(cuts, q, v)
         fast = plain and h == hv and (two or x is None)
         if plain:
             strength = None if two else y

@@ -35,7 +35,7 @@ _C = gl.constexpr(64)  # tokens of a chunk, channels of a program
 
 
 @gluon.jit
-def _columns(x):
+def columns(x):
     """Sums over tokens, one half of the columns after the other: that takes half the memory."""
     left, right = gl.split(gl.permute(gl.reshape(x, [_C, 2, _C // 2]), (0, 2, 1)))
     both = gl.join(gl.sum(left, 0), gl.sum(right, 0))
@@ -121,7 +121,7 @@ def _tokens(
         scores, lower, both = warpgroup_mma_wait(0, [scores, lower, both])
         inside = gl.where(i >= j, scores, 0.0).to(DTYPE)
         strict = gl.where(i > j, lower, 0.0).to(DTYPE)
-        last = _columns(gl.where(i == j, both, 0.0))
+        last = columns(gl.where(i == j, both, 0.0))
         dquery = times(dout, states, _C)
         dread = times(owe, states, _C)
         moved = times(wrote, grads, _C)
@@ -167,7 +167,7 @@ def _tokens(
         faded = writers2.reshape([_C, _C]).load(layout).to(gl.float32) * fade
         fades2.store(faded.to(DTYPE))
         late += faded * moved2
-        last += end * _columns(late)
+        last += end * columns(late)
         published()
         dquery = warpgroup_mma(pairs.index(0), fades, dquery, is_async=True)
         dquery = warpgroup_mma(inside2, fades2, dquery, is_async=True)
