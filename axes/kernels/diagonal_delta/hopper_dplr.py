@@ -49,9 +49,9 @@ def _again(x):
 
 
 @gluon.jit
-def _half(tile, layout: gl.constexpr, PLACE: gl.constexpr):
+def _half(tile, tiles, PLACE: gl.constexpr):
     """Tokens of 64 numbers in the first or second half of a tile of tokens of 128."""
-    return reinterpret(tile, tile.dtype, [2, 1, _C, _C], layout).index(PLACE)
+    return reinterpret(tile, tile.dtype, [2, 1, _C, _C], tiles.layout).index(PLACE)
 
 
 @Kernel
@@ -134,8 +134,8 @@ def _tokens(
             inside2, strict2, triangle = more.index(0), more.index(1), more.index(2)
             high, low, fades, fades2 = states, grads, more.index(3), more.index(4)
         else:
-            queries, readers = _half(douts, q_tiles.layout, 0), _half(douts, q_tiles.layout, 1)
-            writers, writers2 = _half(wrotes, q_tiles.layout, 0), _half(wrotes, q_tiles.layout, 1)
+            queries, readers = _half(douts, q_tiles, 0), _half(douts, q_tiles, 1)
+            writers, writers2 = _half(wrotes, q_tiles, 0), _half(wrotes, q_tiles, 1)
             inside2, strict2, triangle = square(owed, DTYPE, V), square(owed, DTYPE, V, 1), square(values, DTYPE, V)
             high, low = square(states, DTYPE, V), square(states, DTYPE, V, 1)
             fades, fades2 = square(grads, DTYPE, V), square(grads, DTYPE, V, 1)
