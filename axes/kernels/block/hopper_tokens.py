@@ -32,6 +32,12 @@ _C = gl.constexpr(64)  # tokens of a chunk, keys of a program
 
 
 @gluon.jit
+def _square(tiles, like, V: gl.constexpr, PLACE: gl.constexpr):
+    """A (C, C) tile in the place of the second of two (V, C) tiles: its first C rows, or those after them."""
+    return reinterpret(tiles, tiles.dtype, [tiles.shape[0] * V // _C, _C, _C], like.layout).index(V // _C + PLACE)
+
+
+@gluon.jit
 def _inner(x, y, layout: gl.constexpr):
     """The sum of all products of two tiles in shared memory, a part of the rows at a time."""
     V: gl.constexpr = x.shape[0]
@@ -65,33 +71,33 @@ def _tokens(
     douts = gl.allocate_shared_memory(DTYPE, [1, _C, V], do_tiles.layout)
     wrotes = gl.allocate_shared_memory(DTYPE, [1, _C, V], u_tiles.layout)
     owed = gl.allocate_shared_memory(DTYPE, [1, _C, V], r_tiles.layout)
-    states = gl.allocate_shared_memory(DTYPE, [V, _C], state_tiles.layout)
+    states = gl.allocate_shared_memory(DTYPE, [2 if V > _C else 3, V, _C], state_tiles.layout)
     grads = gl.allocate_shared_memory(DTYPE, [V, _C], grad_tiles.layout)
-    pairs = gl.allocate_shared_memory(DTYPE, [2, _C, _C], read_tiles.layout)
     queries = gl.allocate_shared_memory(DTYPE, [1, _C, _C], q_tiles.layout)
     keys = gl.allocate_shared_memory(DTYPE, [1, _C, _C], k_tiles.layout)
     own = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ends = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     starts = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(own, count=1)
-    mbarrier.init(given, count=1)
-    mbarrier.init(ends, count=1)
+    mbarrier.init(given.index(0), count=1)
+    mbarrier.init(given.index(1), count=1)
     mbarrier.init(starts, count=1)
     published()
     column = h * K + part * _C
     row = matrix * 2 * V
     mbarrier.expect(own, 8 * _C * _C)
-    async_load(read_tiles, [matrix * _C, 0], own, pairs.index(0))
-    async_load(erase_tiles, [matrix * _C, 0], own, pairs.index(1))
+    reads, erases = _square(states, read_tiles, V, 0), _square(states, erase_tiles, V, 1)
+    async_load(read_tiles, [matrix * _C, 0], own, reads)
+    async_load(erase_tiles, [matrix * _C, 0], own, erases)
     async_load(q_tiles, [b, n * _C, column], own, queries)
     async_load(k_tiles, [b, n * _C, column], own, keys)
-    mbarrier.expect(given, 6 * _C * V + 4 * V * _C)
-    async_load(do_tiles, [b, n * _C, h * V], given, douts)
-    async_load(r_tiles, [b, n * _C, h * V], given, owed)
-    async_load(state_tiles, [row, part * _C], given, states)
-    async_load(u_tiles, [b, n * _C, h * V], given, wrotes)
-    async_load(grad_tiles, [row, part * _C], given, grads)
+    first = given.index(0)
+    mbarrier.expect(first, 6 * _C * V + 4 * V * _C)
+    async_load(do_tiles, [b, n * _C, h * V], first, douts)
+    async_load(state_tiles, [row, part * _C], first, states.index(0))
+    async_load(r_tiles, [b, n * _C, h * V], first, owed)
+    async_load(u_tiles, [b, n * _C, h * V], first, wrotes)
+    async_load(grad_tiles, [row, part * _C], first, grads)
 
     token = gl.arange(0, _C, layout=down)
     numbers = carries + matrix.to(gl.int64) * (8 * _C) + token
@@ -103,49 +109,34 @@ def _tokens(
     dout, wrote, owe = douts.reshape([_C, V]), wrotes.reshape([_C, V]), owed.reshape([_C, V])
 
     mbarrier.wait(own, 0)
-    dquery = times(pairs.index(0), key_tile, _C)
-    dkey = times(pairs.index(0).permute((1, 0)), query_tile, _C)
-    dkey = warpgroup_mma(pairs.index(1), key_tile, dkey, is_async=True)
-    dkey = warpgroup_mma(pairs.index(1).permute((1, 0)), key_tile, dkey, is_async=True)
+    dquery = times(reads, key_tile, _C)
+    dkey = times(reads.permute((1, 0)), query_tile, _C)
+    dkey = warpgroup_mma(erases, key_tile, dkey, is_async=True)
+    dkey = warpgroup_mma(erases.permute((1, 0)), key_tile, dkey, is_async=True)
     dquery, dkey = warpgroup_mma_wait(0, [dquery, dkey])
     published()
-    later = reinterpret(pairs, DTYPE, [2 * _C // V, V, _C], state_tiles.layout).index(0)
     mbarrier.expect(starts, 2 * V * _C)
-    async_load(state_tiles, [row + V, part * _C], starts, later)
-
-    mbarrier.wait(given, 0)
-    read = times(dout, states, _C)
-    erased = times(owe, states, _C)
-    read, erased = warpgroup_mma_wait(0, [read, erased])
-    barrier()
-    gl.store(dsmall, gl.sum(query_tile.load(layout).to(gl.float32) * read, 1))
-    dquery += gl.load(numbers)[:, None] * read
-    gl.store(dsmall + 2 * _C, -gl.sum(key_tile.load(layout).to(gl.float32) * erased, 1))
-    dkey -= gl.load(numbers + 4 * _C)[:, None] * erased
-    into = warpgroup_mma_wait(0, [times(wrote, grads, _C)])
-    gl.store(dsmall + 4 * _C, gl.sum(key_tile.load(layout).to(gl.float32) * into, 1))
-    dkey += gl.load(numbers + 6 * _C)[:, None] * into
-    gl.store(dtotal, _inner(states, grads, flat))
-    mbarrier.wait(starts, 0)
-    gl.store(dtotal + 2, _inner(later, grads, flat))
-    published()
-    mbarrier.expect(ends, 2 * V * _C)
-    async_load(grad_tiles, [row + V, part * _C], ends, grads)
-
-    read = times(dout, later, _C)
-    erased = times(owe, later, _C)
-    read, erased = warpgroup_mma_wait(0, [read, erased])
-    barrier()
-    gl.store(dsmall + _C, gl.sum(query_tile.load(layout).to(gl.float32) * read, 1))
-    dquery += gl.load(numbers + 2 * _C)[:, None] * read
-    gl.store(dsmall + 3 * _C, -gl.sum(key_tile.load(layout).to(gl.float32) * erased, 1))
-    dkey -= gl.load(numbers + 5 * _C)[:, None] * erased
-    mbarrier.wait(ends, 0)
-    into = warpgroup_mma_wait(0, [times(wrote, grads, _C)])
-    gl.store(dsmall + 5 * _C, gl.sum(key_tile.load(layout).to(gl.float32) * into, 1))
-    dkey += gl.load(numbers + 7 * _C)[:, None] * into
-    gl.store(dtotal + 1, _inner(states, grads, flat))
-    gl.store(dtotal + 3, _inner(later, grads, flat))
+    async_load(state_tiles, [row + V, part * _C], starts, states.index(1))
+    for a in range(2):  # a loop, so that its products share registers
+        mbarrier.wait(given.index(a), 0)
+        read = times(dout, states.index(a), _C)
+        erased = times(owe, states.index(a), _C)
+        into = times(wrote, grads, _C)
+        read, erased, into = warpgroup_mma_wait(0, [read, erased, into])
+        gl.store(dsmall + a * _C, gl.sum(query_tile.load(layout).to(gl.float32) * read, 1))
+        dquery += gl.load(numbers + 2 * a * _C)[:, None] * read
+        key = key_tile.load(layout).to(gl.float32)
+        gl.store(dsmall + (2 + a) * _C, -gl.sum(key * erased, 1))
+        dkey -= gl.load(numbers + (4 + a) * _C)[:, None] * erased
+        gl.store(dsmall + (4 + a) * _C, gl.sum(key * into, 1))
+        dkey += gl.load(numbers + (6 + a) * _C)[:, None] * into
+        mbarrier.wait(starts, 0)
+        gl.store(dtotal + a, _inner(states.index(0), grads, flat))
+        gl.store(dtotal + 2 + a, _inner(states.index(1), grads, flat))
+        if a == 0:
+            published()
+            mbarrier.expect(given.index(1), 2 * V * _C)
+            async_load(grad_tiles, [row + V, part * _C], given.index(1), grads)
     query_tile.store(dquery.to(DTYPE))
     key_tile.store(dkey.to(DTYPE))
     published()
@@ -154,7 +145,6 @@ def _tokens(
     store_wait(0)
     retire(own)
     retire(given)
-    retire(ends)
     retire(starts)
 
 
