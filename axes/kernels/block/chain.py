@@ -183,8 +183,8 @@ def _backward(
                 STARTED=start is not None, RECORD=True, **common, **tiles["states"],
             )  # fmt: skip
             kernels.reverse[(heads * cdiv(wide, tiles["reverse"]["BV"]),)](
-                q, k, carries, totals, inverted, scores, do, dfinal, dstates, dv, dstart, offsets, cut.length, cut.chunks,
-                **shape, **common, **tiles["reverse"],
+                q, k, carries, totals, inverted, scores, do, dfinal, dstates, dv, dstart, offsets, cut.length,
+                cut.chunks, **shape, **common, **tiles["reverse"],
             )  # fmt: skip
         kernels.pairs[(cut.slots * hv,)](
             q, k, gate, recurrence, do, written, dv, dpairs, reads, erases, offsets, units, cut.length, cut.chunks,

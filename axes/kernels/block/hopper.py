@@ -1,7 +1,7 @@
 """The serial passes of `block` on Hopper, in Gluon: two states that mix.
 
-In the letters of `axes.kernels.block.chain`, states and values are kept transposed, X_a (V x K) and (V, C) tiles, so that
-numbers of tokens scale columns:
+In the letters of `axes.kernels.block.chain`, states and values are kept transposed, X_a (V x K) and (V, C) tiles, so
+that numbers of tokens scale columns:
     u^T = [V^T - sum_a c[a] (X_a K^T)] M^T      o^T = sum_a z[a] (X_a Q^T) + u^T S^T
     X'_b = sum_a P^C[a, b] X_a + (Y^C[b] u^T) K
 and last chunk first, from do and dX':
@@ -91,10 +91,11 @@ def _total(totals, slot):
 
 @gluon.jit
 def _advance(
-    W: gl.constexpr, targets, outs, held, stages, bars, totals, start, final, N, H,
+    W: gl.constexpr, tiles, totals, start, final, N, H,
     WIDE: gl.constexpr, STARTED: gl.constexpr, RECORD: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 values of both states of one head through time."""
+    targets, outs, held, stages, bars = tiles
     out_tiles, state_tiles = targets
     queries, keys, values, inverses, scores, numbers = stages
     filled, freed = bars
@@ -183,10 +184,9 @@ def _advance(
 
 
 @gluon.jit
-def _retreat(
-    W: gl.constexpr, targets, outs, held, stages, bars, totals, dfinal, dstart, N, H, WIDE: gl.constexpr
-):
+def _retreat(W: gl.constexpr, tiles, totals, dfinal, dstart, N, H, WIDE: gl.constexpr):
     """One warpgroup: what 64 values of both states of one head owe to the chunks after, last chunk first."""
+    targets, outs, held, stages, bars = tiles
     out_tiles, state_tiles = targets
     queries, keys, values, inverses, scores, numbers = stages
     filled, freed = bars
@@ -290,12 +290,13 @@ def _walk(
     targets = (out_tiles, state_tiles)
     stages = (queries, keys, values, inverses, scores, numbers)
     bars = (filled, freed)
+    tiles = (targets, outs, held, stages, bars)
     if BACK:
         if WIDE == 2:
             gl.warp_specialize(
                 [
-                    (_retreat, (0, targets, outs, held, stages, bars, totals, start, final, N, H, WIDE)),
-                    (_retreat, (1, targets, outs, held, stages, bars, totals, start, final, N, H, WIDE)),
+                    (_retreat, (0, tiles, totals, start, final, N, H, WIDE)),
+                    (_retreat, (1, tiles, totals, start, final, N, H, WIDE)),
                     (_feed, (sources, stages, bars, N, H, GROUP, WIDE, RECORD, BACK)),
                 ],
                 [4, 1],
@@ -304,7 +305,7 @@ def _walk(
         else:
             gl.warp_specialize(
                 [
-                    (_retreat, (0, targets, outs, held, stages, bars, totals, start, final, N, H, WIDE)),
+                    (_retreat, (0, tiles, totals, start, final, N, H, WIDE)),
                     (_feed, (sources, stages, bars, N, H, GROUP, WIDE, RECORD, BACK)),
                 ],
                 [1],
@@ -314,8 +315,8 @@ def _walk(
         if WIDE == 2:
             gl.warp_specialize(
                 [
-                    (_advance, (0, targets, outs, held, stages, bars, totals, start, final, N, H, WIDE, STARTED, RECORD)),
-                    (_advance, (1, targets, outs, held, stages, bars, totals, start, final, N, H, WIDE, STARTED, RECORD)),
+                    (_advance, (0, tiles, totals, start, final, N, H, WIDE, STARTED, RECORD)),
+                    (_advance, (1, tiles, totals, start, final, N, H, WIDE, STARTED, RECORD)),
                     (_feed, (sources, stages, bars, N, H, GROUP, WIDE, RECORD, BACK)),
                 ],
                 [4, 1],
@@ -324,7 +325,7 @@ def _walk(
         else:
             gl.warp_specialize(
                 [
-                    (_advance, (0, targets, outs, held, stages, bars, totals, start, final, N, H, WIDE, STARTED, RECORD)),
+                    (_advance, (0, tiles, totals, start, final, N, H, WIDE, STARTED, RECORD)),
                     (_feed, (sources, stages, bars, N, H, GROUP, WIDE, RECORD, BACK)),
                 ],
                 [1],
@@ -355,8 +356,8 @@ def walk(
 ) -> None:  # fmt: skip
     """One of three passes over dense sequences that erase, in place of the portable kernels, whose arguments these are.
 
-    Forward: o into `out`. With `states`: u into `out`, X into `states` (slots, 2, V, K). With `back` too: v is do, start
-    is dfinal, final receives dstart, `out` r, `states` dX'.
+    Forward: o into `out`. With `states`: u into `out`, X into `states` (slots, 2, V, K). With `back` too: v is do,
+    start is dfinal, final receives dstart, `out` r, `states` dX'.
     """
     (b, t, h, d), hv = q.shape, v.shape[2]
     squares = matrix_tiles(m), matrix_tiles(scores)

@@ -12,7 +12,6 @@ import triton.language as tl
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import load_line, slot_rows, store_line
 
-
 AHEAD = tl.constexpr(8)  # tokens whose numbers are under way at a time
 BEHIND = tl.constexpr(4)  # and of the adjoint, which has more of them
 
@@ -53,15 +52,15 @@ def recurrence(
         for r in tl.static_range(AHEAD):  # read before anything is written: nothing waits for memory in turn
             at = (first + left + r) * HV + pid % HV
             here = first + left + r < end
-            maps = maps + _map(block, at, here)  # type: ignore[assignment]
-            writes = writes + _two(write, at, here)  # type: ignore[assignment]
+            maps = maps + _map(block, at, here)
+            writes = writes + _two(write, at, here)
             if ERASE:
-                erases = erases + _two(erase, at, here)  # type: ignore[assignment]
+                erases = erases + _two(erase, at, here)
         for r in tl.static_range(AHEAD):
             t = left + r
-            m00, m01, m10, m11 = maps[4 * r], maps[4 * r + 1], maps[4 * r + 2], maps[4 * r + 3]
+            m00, m01, m10, m11 = maps[4 * r], maps[4 * r + 1], maps[4 * r + 2], maps[4 * r + 3]  # type: ignore[var-annotated]
             if ERASE:
-                e0, e1 = erases[2 * r], erases[2 * r + 1]
+                e0, e1 = erases[2 * r], erases[2 * r + 1]  # type: ignore[var-annotated]
                 tl.store(small + 4 * C + t, p00 * e0 + p01 * e1)
                 tl.store(small + 5 * C + t, p10 * e0 + p11 * e1)
             next0 = y0 * m00 + y1 * m10
@@ -148,7 +147,7 @@ def adjoint(
             t = C - 1 - back - r
             at = (first + t) * HV + pid % HV
             here = first + t < end
-            maps = maps + _map(block, at, here)  # type: ignore[assignment]
+            maps = maps + _map(block, at, here)
             p00 = tl.load(small + t - 1, mask=t > 0, other=1.0)  # P^{t-1}
             p01 = tl.load(small + C + t - 1, mask=t > 0, other=0.0)
             p10 = tl.load(small + 2 * C + t - 1, mask=t > 0, other=0.0)
@@ -159,15 +158,15 @@ def adjoint(
             rows = rows + (y0, y1, tl.load(pairs + t * C))  # type: ignore[assignment]
             given = given + (_parts(dsmall + t, far, PARTS), _parts(dsmall + C + t, far, PARTS))  # type: ignore[assignment]
             if ERASE:
-                erases = erases + _two(erase, at, here)  # type: ignore[assignment]
+                erases = erases + _two(erase, at, here)
                 dc0 = _parts(dsmall + 2 * C + t, far, PARTS)
                 dc1 = _parts(dsmall + 3 * C + t, far, PARTS)
-                erases = erases + (dc0, dc1, tl.load(pairs + C * C + t * C))  # type: ignore[assignment]
+                erases = erases + (dc0, dc1, tl.load(pairs + C * C + t * C))
         for r in tl.static_range(BEHIND):
             t = C - 1 - back - r
             at = (first + t) * HV + pid % HV
             here = first + t < end
-            m00, m01, m10, m11 = maps[4 * r], maps[4 * r + 1], maps[4 * r + 2], maps[4 * r + 3]
+            m00, m01, m10, m11 = maps[4 * r], maps[4 * r + 1], maps[4 * r + 2], maps[4 * r + 3]  # type: ignore[var-annotated]
             p00, p01, p10, p11 = prefixes[4 * r], prefixes[4 * r + 1], prefixes[4 * r + 2], prefixes[4 * r + 3]
             y0, y1 = rows[3 * r], rows[3 * r + 1]
             gy0 += rows[3 * r + 2]
@@ -192,7 +191,7 @@ def adjoint(
             gp10 = before10
             if ERASE:
                 e0, e1, dc0, dc1, dd = (
-                    erases[5 * r], erases[5 * r + 1], erases[5 * r + 2], erases[5 * r + 3], erases[5 * r + 4]
+                    erases[5 * r], erases[5 * r + 1], erases[5 * r + 2], erases[5 * r + 3], erases[5 * r + 4]  # type: ignore[var-annotated]
                 )  # fmt: skip
                 tl.store(derase + at * 2, tl.sum(dd * y0, 0) + dc0 * p00 + dc1 * p10, mask=here)
                 tl.store(derase + at * 2 + 1, tl.sum(dd * y1, 0) + dc0 * p01 + dc1 * p11, mask=here)

@@ -119,7 +119,7 @@ def _run_prepare(
         constants = _exponents(q, g)
         flat = constants.pop("FLAT")
         if two and x is not None and matrices is not None and h == hv and _plain(cuts, q, v):
-            dplr_prepare(q, k, g, x, y, scaled, totals, falls, lowers, *inner, float(constants["BOUND"]))
+            dplr_prepare(q, k, g, x, y, scaled, totals, falls, lowers, inner, float(constants["BOUND"]))
         else:
             pairs.prepare[(grid[0] * (1 if matrices is not None else cdiv(d, block)),)](
                 *inputs, *scaled[:3], scaled[-1], totals, falls, *where, MATRICES=matrices is not None, **constants,

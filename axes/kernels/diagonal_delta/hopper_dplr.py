@@ -216,8 +216,8 @@ def dplr_backward(
     dstates: Tensor, written: Tensor, dwritten: Tensor, dq: Tensor, dk: Tensor, da: Tensor, db: Tensor, dg: Tensor,
     mild: float,
 ) -> None:  # fmt: skip
-    """Write dq, dk, da, db (as q) and dg (as g) of the mild chunks of dense tokens that `hopper_diagonal_delta.fits`, as
-    many value heads as key heads; the rest as `diagonal_delta` makes them."""
+    """Write dq, dk, da, db (as q) and dg (as g) of the mild chunks of dense tokens that `hopper_diagonal_delta.fits`,
+    as many value heads as key heads; the rest as `diagonal_delta` makes them."""
     (n, t, h, d_k), d_v = q.shape, v.shape[3]
     chunks = cdiv(t, 64)
     _tokens[(n * chunks * h * (d_k // 64),)](

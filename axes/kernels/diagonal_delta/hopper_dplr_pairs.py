@@ -130,10 +130,12 @@ def _prepare(
 
 def dplr_prepare(
     q: Tensor, k: Tensor, g: Tensor, a: Tensor, b: Tensor, scaled: list[Tensor], totals: Tensor, falls: Tensor,
-    lowers: Tensor, p: Tensor, m2: Tensor, p2: Tensor, bound: float,
+    lowers: Tensor, matrices: list[Tensor], bound: float,
 ) -> None:  # fmt: skip
-    """`pairs.prepare` of dense tokens in 16 bit, K 64 or 128, as many value heads as key heads."""
+    """Totals, scaled vectors, and of mild chunks what `solve` inverts, P, A_ak and P_k: `pairs.prepare` of dense tokens
+    that `hopper_diagonal_delta.fits`, as many value heads as key heads."""
     n, t, h, d = q.shape
+    p, m2, p2 = matrices
     chunks = cdiv(t, 64)
     _prepare[(n * chunks * h,)](
         *(token_tiles(x, 64) for x in (q, a, b, k)), *(token_tiles(x, 64) for x in scaled),
