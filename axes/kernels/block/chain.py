@@ -16,7 +16,8 @@ and backwards, from do and dX':
     dD = -(r u^T) * K K^T,  dQ = (do u^T) * Q K^T,  and the rest are products with X, dX', u and r.
 dM, dw and de follow from dD, dQ and the gradients of c, z, Y^C, P^C by the adjoint recurrence, last token first.
 Forward: the recurrence, M and S of all chunks, one kernel serial in time. Backward: the recurrence again, the states
-again, the serial reverse pass, a kernel over all chunks, the adjoint recurrence. No atomics: one order, the same bits.
+again, the serial reverse pass, kernels over all chunks, the adjoint recurrence. No atomics: one order, the same bits.
+On Hopper `hopper` has the serial passes of plain shapes that erase and `hopper_tokens` the gradients of q and k.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ product; other chunks are left to kernels of their own, exact for any gates (cha
 Forward: `prepare` over all chunks (scaled vectors, pair matrices), `solve` (M), and one kernel serial in time, which
 needs no gates any more. Backward: the scaled vectors and states again, the serial reverse pass, then over all chunks
 the gradients of pairs and of tokens. On Hopper `hopper_diagonal_delta` has the serial passes of plain shapes and
-`hopper_diagonal_delta_tokens` the gradients of mild chunks.
+`hopper_diagonal_delta_tokens` the gradients of mild chunks; those of dplr are in `hopper_dplr`, and what its mild
+chunks are before their state is known in `hopper_dplr_pairs`.
 The scaled vectors live only as long as a call: written, they cost the serial pass what cumulative gates would.
 """
 
