@@ -17,7 +17,8 @@ and backwards, from do and dX':
 dM, dw and de follow from dD, dQ and the gradients of c, z, Y^C, P^C by the adjoint recurrence, last token first.
 Forward: the recurrence, M and S of all chunks, one kernel serial in time. Backward: the recurrence again, the states
 again, the serial reverse pass, kernels over all chunks, the adjoint recurrence. No atomics: one order, the same bits.
-On Hopper `hopper` has the serial passes of plain shapes that erase and `hopper_tokens` the gradients of q and k.
+On Hopper `hopper` has the serial passes of plain shapes that erase, `hopper_pairs` and `hopper_tokens` the kernels over
+all chunks.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from axes.kernels.common.versions import gluon_refusal
 
 if _GLUON := gluon_refusal() is None:  # on an unknown Triton the module raises, and the portable kernels run
     from axes.kernels.block import hopper
+    from axes.kernels.block.hopper_pairs import pairs_backward
     from axes.kernels.block.hopper_tokens import tokens_backward
 
 # ---- launches ------------------------------------------------------------------------------------------------------
@@ -187,10 +189,13 @@ def _backward(
                 q, k, carries, totals, inverted, scores, do, dfinal, dstates, dv, dstart, offsets, cut.length,
                 cut.chunks, **shape, **common, **tiles["reverse"],
             )  # fmt: skip
-        kernels.pairs[(cut.slots * hv,)](
-            q, k, gate, recurrence, do, written, dv, dpairs, reads, erases, offsets, units, cut.length, cut.chunks,
-            **shape, **common, **tiles["pairs"],
-        )  # fmt: skip
+        if plain:
+            pairs_backward(q, k, gate, recurrence, do, written, dv, dpairs, reads, erases)
+        else:
+            kernels.pairs[(cut.slots * hv,)](
+                q, k, gate, recurrence, do, written, dv, dpairs, reads, erases, offsets, units, cut.length, cut.chunks,
+                **shape, **common, **tiles["pairs"],
+            )  # fmt: skip
         if plain and not grouped:
             tokens_backward(
                 q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals
