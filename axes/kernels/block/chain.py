@@ -166,7 +166,7 @@ def _backward(
     dpairs = block.new_empty(cut.slots * hv, 2, c, c)
     dcarries = block.new_empty(parts, cut.slots * hv, 6, c)
     dtotals = block.new_empty(parts, cut.slots * hv, 4)
-    gate = erase if erased else write
+    gate = write if erase is None else erase
     scores, inverted = kept[0], kept[-1]
     reads = torch.empty_like(scores)
     erases = torch.empty_like(inverted) if erased else reads
