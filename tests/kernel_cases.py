@@ -15,6 +15,7 @@ from axes.kernels.attention.decode import attend_one
 from axes.kernels.attention.transport import transport
 from axes.kernels.attention.turn import turn
 from axes.kernels.block import chain as block_module
+from axes.kernels.block import hopper as hopper_block
 from axes.kernels.block.chain import block_chain
 from axes.kernels.blocks.enter import enter
 from axes.kernels.blocks.leave import leave
@@ -74,17 +75,19 @@ def diagonal(
         cut = patch.object(hopper_diagonal, "segments_of", lambda *_: cuts)
         reads = patch.object(hopper_diagonal_delta, "fits", lambda *_: plain)
         heads = patch.object(diagonal_delta, "_FEWEST", 96 if few else 1)
-        with patch.object(hopper_write, "fits", lambda *_: plain), cut, reads, heads:
+        ready = patch.object(diagonal_delta, "_DPLR_ON_HOPPER", True)
+        with patch.object(hopper_write, "fits", lambda *_: plain), cut, reads, heads, ready:
             both(diagonal_chain(q, k, v, g, beta if strong and rule != "dplr" else None, rule=rule, **more))  # type: ignore[arg-type]
 
     return run
 
 
-def block(dtype: torch.dtype, d: int) -> Callable[[], None]:
+def block(dtype: torch.dtype, d: int, plain: bool = False) -> Callable[[], None]:
     def run() -> None:
         q, k, v, _, _ = tokens(dtype, d, d)
         coefficients = [torch.rand(2, 256, 2, *s, requires_grad=True) for s in ((2, 2), (2,), (2,))]
-        both(block_chain(q, k, v, *coefficients))
+        with patch.object(hopper_block, "fits", lambda *_: plain):
+            both(block_chain(q, k, v, *coefficients))
 
     return run
 
@@ -237,6 +240,8 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper dplr 128": diagonal(HALF, 128, "dplr", plain=True),
     "hopper dplr 64": diagonal(HALF, 64, "dplr", plain=True),
     "dplr 128": diagonal(HALF, 128, "dplr"),
+    "hopper block 128": block(HALF, 128, plain=True),
+    "hopper block 64": block(HALF, 64, plain=True),
     "block 128": block(HALF, 128),
     "attention 128": attention(HALF, 128),
     "attention 64": attention(HALF, 64),

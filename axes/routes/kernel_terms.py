@@ -280,9 +280,11 @@ def _dplr(
 def _block(
     update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, State]:
-    """Coefficients are those of the chain of a key that is the number one."""
-    wide = {n: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
-    c = chain(update, {**wide, "k": torch.ones_like(_tensor(wide, "v")[..., :1])})
+    """Coefficients are those of the chain of a key that is the number one; of values a token's first is enough."""
+    rates = {n: x for n, x in signal.items() if n not in ("q", "k", "v")}
+    wide = {n: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in rates.items()}
+    value = _tensor(signal, "v")[..., :1].float()
+    c = chain(update, {**wide, "k": torch.ones_like(value), "v": value})
     assert c.block is not None
     block, write = c.block[..., 0], c.key[..., 0]
     erase = None if c.a is None else c.a[..., 0, :, 0].expand_as(write)

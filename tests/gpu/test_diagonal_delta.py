@@ -219,7 +219,9 @@ def test_grouped_heads_and_packed_sequences(rule: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize(("rule", "d"), (("delta", 64), ("delta", 128), ("early", 128), ("erase", 64), ("dplr", 128)))
+@pytest.mark.parametrize(
+    ("rule", "d"), (("delta", 64), ("delta", 128), ("early", 128), ("erase", 64), ("dplr", 64), ("dplr", 128))
+)
 def test_hopper_is_as_near_as_the_portable_kernels(
     rule: str, d: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

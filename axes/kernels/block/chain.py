@@ -16,7 +16,9 @@ and backwards, from do and dX':
     dD = -(r u^T) * K K^T,  dQ = (do u^T) * Q K^T,  and the rest are products with X, dX', u and r.
 dM, dw and de follow from dD, dQ and the gradients of c, z, Y^C, P^C by the adjoint recurrence, last token first.
 Forward: the recurrence, M and S of all chunks, one kernel serial in time. Backward: the recurrence again, the states
-again, the serial reverse pass, a kernel over all chunks, the adjoint recurrence. No atomics: one order, the same bits.
+again, the serial reverse pass, kernels over all chunks, the adjoint recurrence. No atomics: one order, the same bits.
+On Hopper `hopper` has the serial passes of plain shapes that erase, `hopper_pairs` and `hopper_tokens` the kernels over
+all chunks.
 """
 
 from __future__ import annotations
@@ -39,6 +41,12 @@ from axes.kernels.common.layout import (
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.tiles import TILE
+from axes.kernels.common.versions import gluon_refusal
+
+if _GLUON := gluon_refusal() is None:  # on an unknown Triton the module raises, and the portable kernels run
+    from axes.kernels.block import hopper
+    from axes.kernels.block.hopper_pairs import pairs_backward
+    from axes.kernels.block.hopper_tokens import tokens_backward
 
 # ---- launches ------------------------------------------------------------------------------------------------------
 
@@ -110,10 +118,16 @@ def _forward(
         recurrence, carries, totals = _weights(q, v, block, write, erase, cu_seqlens)
         tiles = _launch(q, v, "prepare")
         kernels.prepare[(cut.slots * hv,)](
-            q, k, erase if erased else write, recurrence, m, scores, offsets, units,
-            cut.length, cut.chunks, **shape, ERASE=erased, PACKED=cut.packed, PRECISION=exact,
-            **inverse.constants(q.dtype, c, tiles["num_warps"]), **tiles,
+            q, k, erase if erased else write, recurrence, scores, offsets, units,
+            cut.length, cut.chunks, **shape, ERASE=erased, PACKED=cut.packed, PRECISION=exact, **tiles,
         )  # fmt: skip
+        if erased:
+            kernels.solve[(cut.slots * hv,)](
+                recurrence, m, C=c, **inverse.constants(q.dtype, c, 1), num_warps=1, num_stages=1
+            )
+        if erased and not cut.packed and _GLUON and hopper.fits(q, v):
+            hopper.walk(q, k, v, carries, totals, m, scores, start, final, o)
+            return o, final, [scores, m] if record else []
         tiles = _launch(q, v, "scan")
         kernels.scan[(cut.units * hv * cdiv(v.shape[-1], tiles["BV"]),)](
             q, k, v, carries, totals, m, scores, final if start is None else start, o, final, o, o,
@@ -140,7 +154,7 @@ def _backward(
     offsets = block if cut.offsets is None else cut.offsets
     units = block if cut.units_of_slots is None else cut.units_of_slots
     exact, wide = precision(q), v.shape[-1]
-    states = q.new_empty(cut.slots * hv, 2, d, wide)
+    states = q.new_empty(cut.slots * hv, 2, wide, d)
     dstates = torch.empty_like(states)
     written = torch.empty_like(v) if erased else v
     dv, dblock, dwrite, dstart = (torch.empty_like(x) for x in (v, block, write, dfinal))
@@ -152,7 +166,7 @@ def _backward(
     dpairs = block.new_empty(cut.slots * hv, 2, c, c)
     dcarries = block.new_empty(parts, cut.slots * hv, 6, c)
     dtotals = block.new_empty(parts, cut.slots * hv, 4)
-    gate = erase if erased else write
+    gate = write if erase is None else erase
     scores, inverted = kept[0], kept[-1]
     reads = torch.empty_like(scores)
     erases = torch.empty_like(inverted) if erased else reads
@@ -160,23 +174,37 @@ def _backward(
     common = {"ERASE": erased, "PACKED": cut.packed, "PRECISION": exact}
     with on_device(q):
         recurrence, carries, totals = _weights(q, v, block, write, erase, cu_seqlens)
-        kernels.scan[(heads * cdiv(wide, tiles["states"]["BV"]),)](
-            q, k, v, carries, totals, inverted, scores, dfinal if start is None else start, v, dfinal, states,
-            written if erased else states, offsets, cut.length, cut.chunks, **shape,
-            STARTED=start is not None, RECORD=True, **common, **tiles["states"],
-        )  # fmt: skip
-        kernels.reverse[(heads * cdiv(wide, tiles["reverse"]["BV"]),)](
-            q, k, carries, totals, inverted, scores, do, dfinal, dstates, dv, dstart, offsets, cut.length, cut.chunks,
-            **shape, **common, **tiles["reverse"],
-        )  # fmt: skip
-        kernels.pairs[(cut.slots * hv,)](
-            q, k, gate, recurrence, do, written, dv, dpairs, reads, erases, offsets, units, cut.length, cut.chunks,
-            **shape, **common, **tiles["pairs"],
-        )  # fmt: skip
-        kernels.gradients[(cut.slots * hv * parts,)](
-            q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals,
-            offsets, units, cut.length, cut.chunks, **shape, **common, **tiles["gradients"],
-        )  # fmt: skip
+        plain = erased and not cut.packed and _GLUON and hopper.fits(q, v)
+        if plain:
+            numbers = carries, totals, inverted, scores
+            hopper.walk(q, k, v, *numbers, start, dfinal, written, states)
+            hopper.walk(q, k, do, *numbers, dfinal, dstart, dv, dstates, back=True)
+        else:
+            kernels.scan[(heads * cdiv(wide, tiles["states"]["BV"]),)](
+                q, k, v, carries, totals, inverted, scores, dfinal if start is None else start, v, dfinal, states,
+                written if erased else states, offsets, cut.length, cut.chunks, **shape,
+                STARTED=start is not None, RECORD=True, **common, **tiles["states"],
+            )  # fmt: skip
+            kernels.reverse[(heads * cdiv(wide, tiles["reverse"]["BV"]),)](
+                q, k, carries, totals, inverted, scores, do, dfinal, dstates, dv, dstart, offsets, cut.length,
+                cut.chunks, **shape, **common, **tiles["reverse"],
+            )  # fmt: skip
+        if plain:
+            pairs_backward(q, k, gate, recurrence, do, written, dv, dpairs, reads, erases)
+        else:
+            kernels.pairs[(cut.slots * hv,)](
+                q, k, gate, recurrence, do, written, dv, dpairs, reads, erases, offsets, units, cut.length, cut.chunks,
+                **shape, **common, **tiles["pairs"],
+            )  # fmt: skip
+        if plain and not grouped:
+            tokens_backward(
+                q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals
+            )
+        else:
+            kernels.gradients[(cut.slots * hv * parts,)](
+                q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals,
+                offsets, units, cut.length, cut.chunks, **shape, **common, **tiles["gradients"],
+            )  # fmt: skip
         weights.adjoint[(cut.slots * hv,)](
             block, gate, recurrence, carries, dpairs, dcarries, dtotals, dblock, dwrite, derase,
             offsets, units, cut.length, cut.chunks,

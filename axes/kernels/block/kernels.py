@@ -1,7 +1,7 @@
 """Products of tokens and states: the matrices of chunks, the passes over them and the gradients, device side.
 
 Beside the numbers of `axes.kernels.block.weights`, per chunk slot and value head: m and scores are (C, C), states are
-(2, K, V). The mathematics is in `axes.kernels.block.chain`.
+(2, V, K). The mathematics is in `axes.kernels.block.chain`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from axes.kernels.common.tiles import first_slot, load_tile, slot_rows, store_ti
 @Kernel
 @triton.jit(do_not_specialize=["T", "N"])
 def prepare(
-    q, k, erase, recurrence, m, scores, offsets, units, T, N,
+    q, k, erase, recurrence, scores, offsets, units, T, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SIDE: tl.constexpr, ERASE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    MERGE: tl.constexpr, LANES: tl.constexpr,
+    ERASE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """M and S of every chunk; where something is erased, Y is lost."""
+    """S of every chunk, and D * K K^T, which takes the place of Y."""
     pid = tl.program_id(0).to(tl.int64)
     hv = pid % HV
     head = hv // (HV // H)
@@ -41,10 +40,16 @@ def prepare(
         lower = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
         lower *= erase_pairs(weights, erase, first, rows, hv, HV, C)
         inner = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
-        tl.debug_barrier()  # Y has been read: its place holds the matrix that is inverted
+        tl.debug_barrier()  # Y has been read
         tl.store(weights + inner, lower)
-        tl.debug_barrier()
-        invert(weights, m + pid * C * C, C, SIDE, LANES, MERGE)
+
+
+@Kernel
+@triton.jit
+def solve(recurrence, m, C: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr):
+    """M of every chunk from what `prepare` left, by one warp each."""
+    pid = tl.program_id(0).to(tl.int64)
+    invert(recurrence + pid * 2 * C * C, m + pid * C * C, C, SIDE, LANES, MERGE)
 
 
 @triton.jit
@@ -70,7 +75,7 @@ def scan(
     e = (pid % parts).to(tl.int32) * BV + tl.arange(0, BV)
     within = (d < K)[:, None] & (e < V)[None, :]
     public = ((unit * HV + hv) * V + e)[None, :] * (2 * K) + d[:, None]
-    inner = d[:, None] * V + e[None, :]
+    inner = e[None, :] * K + d[:, None]
     square = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
     first, end = unit_rows(offsets, unit, T, PACKED)
     base = first_slot(first, unit, N, C, PACKED)
@@ -142,7 +147,7 @@ def reverse(
     e = (pid % parts).to(tl.int32) * BV + tl.arange(0, BV)
     within = (d < K)[:, None] & (e < V)[None, :]
     public = ((unit * HV + hv) * V + e)[None, :] * (2 * K) + d[:, None]
-    inner = d[:, None] * V + e[None, :]
+    inner = e[None, :] * K + d[:, None]
     square = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
     first, end = unit_rows(offsets, unit, T, PACKED)
     base = first_slot(first, unit, N, C, PACKED)
@@ -279,19 +284,19 @@ def gradients(
         cross = tl.zeros([BK], dtype=tl.float32)
         for left in range(0, V, BV):
             e = left + tl.arange(0, BV)
-            within = (d < K)[:, None] & (e < V)[None, :]
-            inner = d[:, None] * V + e[None, :]
+            within = (e < V)[:, None] & (d < K)[None, :]
+            inner = e[:, None] * K + d[None, :]
             state = tl.load(x + inner, mask=within, other=0.0)
             grad = tl.load(g + inner, mask=within, other=0.0)
             dout = load_tile(do, first, rows, e, hv, HV, V, C)
             u = load_tile(written, first, rows, e, hv, HV, V, C)
-            out += tl.dot(dout, tl.trans(state), input_precision=PRECISION)
-            into += tl.dot(u, tl.trans(grad), input_precision=PRECISION)
+            out += tl.dot(dout, state, input_precision=PRECISION)
+            into += tl.dot(u, grad, input_precision=PRECISION)
             if ERASE:
                 r = load_tile(dv, first, rows, e, hv, HV, V, C)
-                read += tl.dot(r, tl.trans(state), input_precision=PRECISION)
-            same += tl.sum(state.to(tl.float32) * grad, 1)
-            cross += tl.sum(state.to(tl.float32) * tl.load(other + inner, mask=within, other=0.0), 1)
+                read += tl.dot(r, state, input_precision=PRECISION)
+            same += tl.sum(state.to(tl.float32) * grad, 0)
+            cross += tl.sum(state.to(tl.float32) * tl.load(other + inner, mask=within, other=0.0), 0)
         tl.store(dtotals + again * 4 + 3 * a, tl.sum(same, 0))
         tl.store(dtotals + again * 4 + 1 + a, tl.sum(cross, 0))
         dsmall = dcarries + (again * 6 + a) * C + tl.arange(0, C)

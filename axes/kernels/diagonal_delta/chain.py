@@ -20,7 +20,8 @@ product; other chunks are left to kernels of their own, exact for any gates (cha
 Forward: `prepare` over all chunks (scaled vectors, pair matrices), `solve` (M), and one kernel serial in time, which
 needs no gates any more. Backward: the scaled vectors and states again, the serial reverse pass, then over all chunks
 the gradients of pairs and of tokens. On Hopper `hopper` has serial passes of plain shapes, `hopper_keys` those of
-many heads whose reader is the key, without scaled vectors in memory, `hopper_tokens` the gradients of mild chunks.
+many heads whose reader is the key, without scaled vectors in memory, `hopper_tokens` the gradients of mild chunks; those
+of dplr are in `hopper_dplr`, and what its mild chunks are before their state is known in `hopper_dplr_pairs`.
 The scaled vectors live only as long as a call: written, they cost the serial pass what cumulative gates would.
 """
 
@@ -41,8 +42,12 @@ from axes.kernels.diagonal_delta.gradients import gradients
 
 if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
     from axes.kernels.diagonal_delta import hopper, hopper_keys
+    from axes.kernels.diagonal_delta.hopper_dplr import dplr_backward
+    from axes.kernels.diagonal_delta.hopper_dplr_pairs import dplr_prepare
     from axes.kernels.diagonal_delta.hopper_tokens import tokens_backward
 
+# Seen right on an H200 with mild gates in bfloat16, heads of 128; tests/gpu/test_diagonal_delta.py has to pass with them.
+_DPLR_ON_HOPPER = False
 _FEWEST = 96  # heads of all sequences: a pass that scales takes its time over a chunk, however few it has
 
 # ---- launches ------------------------------------------------------------------------------------------------------
@@ -87,6 +92,16 @@ def _exponents(q: Tensor, g: Tensor) -> dict[str, int | float]:
     return {"PARTS": min(2, found["PARTS"]), "BOUND": 2 * found["BOUND"], "FLAT": found["BOUND"]}
 
 
+def _plain(cuts: Layout, q: Tensor, v: Tensor) -> bool:
+    """Whether kernels for Hopper take these tokens."""
+    return not cuts.packed and _GLUON and hopper.fits(q, v)
+
+
+def _by_pairs(cuts: Layout, q: Tensor, v: Tensor) -> bool:
+    """Whether dplr's chunks and their gradients are made by kernels for Hopper."""
+    return _DPLR_ON_HOPPER and q.shape[2] == v.shape[2] and _plain(cuts, q, v)
+
+
 def _matrices(q: Tensor, v: Tensor, cuts: Layout, count: int) -> list[Tensor]:
     return [q.new_empty(cuts.slots, v.shape[2], cuts.chunk, cuts.chunk) for _ in range(count)]
 
@@ -113,9 +128,13 @@ def _run_prepare(
         )  # fmt: skip
         constants = _exponents(q, g)
         flat = constants.pop("FLAT")
-        pairs.prepare[(grid[0] * (1 if matrices is not None else cdiv(d, block)),)](
-            *inputs, *scaled[:3], scaled[-1], totals, falls, *where, MATRICES=matrices is not None, **constants, **shape
-        )
+        if two and x is not None and matrices is not None and _by_pairs(cuts, q, v):
+            dplr_prepare(q, k, g, x, y, scaled, totals, falls, lowers, inner, float(constants["BOUND"]))
+        else:
+            pairs.prepare[(grid[0] * (1 if matrices is not None else cdiv(d, block)),)](
+                *inputs, *scaled[:3], scaled[-1], totals, falls, *where, MATRICES=matrices is not None, **constants,
+                **shape
+            )
         if matrices is not None:
             pairs.prepare_closed[grid](*inputs, falls, *where, FLAT=flat, **constants, **shape)
             launch = _launch(q, "solve", two)
@@ -128,9 +147,8 @@ def _run_prepare(
 
 def _by_keys(q: Tensor, v: Tensor, x: Tensor | None, two: bool, cuts: Layout) -> bool:
     """Whether passes make scaled vectors themselves: it pays where they fill the processors."""
-    plain = not two and x is None and q.shape[2] == v.shape[2] and not cuts.packed
-    plain = plain and q.shape[0] * q.shape[2] >= _FEWEST
-    return plain and _GLUON and q.shape[1] > 0 and hopper.fits(q, v)
+    many = x is None and q.shape[2] == v.shape[2] and q.shape[0] * q.shape[2] >= _FEWEST
+    return many and not two and q.shape[1] > 0 and _plain(cuts, q, v)
 
 
 def _run_inverses(
@@ -182,7 +200,7 @@ def _forward(
         sizes = _sizes(q, v, "serial")
         grid = cuts.units * hv * cdiv(d_v, sizes["BV"])
         if grid:
-            if not cuts.packed and _GLUON and hopper.fits(scaled[0], v):
+            if _plain(cuts, q, v):
                 hopper.walk(scaled, v, None if two else y, matrices, totals, start, final, o)
                 return o, final, matrices if record else []
             passes.scan[(grid,)](
@@ -224,8 +242,8 @@ def _backward(
         serial = _sizes(q, v, "serial")
         shape = dict(HV=hv, K=d, V=d_v, C=cuts.chunk, TWO=two, PACKED=cuts.packed, PRECISION=dot)
         grid = cuts.units * hv * cdiv(d_v, serial["BV"])
-        plain = not cuts.packed and _GLUON and hopper.fits(q, v)
-        fast = plain and not two and x is None and h == hv
+        plain = _plain(cuts, q, v)
+        fast = plain and h == hv and (_by_pairs(cuts, q, v) if two else x is None)
         by_keys = _by_keys(q, v, x, two, cuts)
         if by_keys:
             totals = g.new_empty(cuts.slots, hv, d, dtype=torch.float32)
@@ -255,7 +273,13 @@ def _backward(
                 cuts.offsets, cuts.length, cuts.chunks, **serial, **shape, **_launch(q, "reverse", two),
             )  # fmt: skip
         if cuts.slots * hv > 0 and q.shape[1] > 0:
-            if fast:
+            if fast and two:
+                assert x is not None
+                dplr_backward(
+                    q, k, v, g, x, y, totals, do, states, dstates, written, dwritten, dq, dk, dx, dy, dg,
+                    float(constants["BOUND"]),
+                )  # fmt: skip
+            elif fast:
                 tokens_backward(
                     q, k, v, g, y, totals, do, states, dstates, written, dwritten, dq, dk, dbeta, dg, late,
                     float(constants["BOUND"]),
