@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from axes.core.facts import fact
 from axes.core.geometry import Geometry
 from axes.core.rates import Per
 from axes.core.state_update import State, StateUpdate
@@ -30,6 +31,7 @@ GRADIENT_NORM = Per("gradient_norm")
 Telling = list[tuple[Group, StateUpdate, Geometry]]  # groups with their tuples, and the h that tells
 
 
+@fact
 def asked(update: StateUpdate) -> tuple[str, ...]:
     """The numbers across parameters that a tuple reads."""
     made = {GRADIENT_NORM.name} | ({_rate(update.telling)} if update.telling is not None else set())

@@ -47,16 +47,25 @@ class Today:
     def __init__(self, rule: Rule, given: list[Any], form: Form, hyperparameters: list[Any]) -> None:
         """hyperparameters: the numbers among `given`, floats, or tensors where they are on a device."""
         self.rule, self.given, self.form, self.hyperparameters = rule, given, form, hyperparameters
+        self.seen: list[Any] = []  # the group's own values, if none of them can change where it is
+        self._asked = -1
         self._parts: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, float | Tensor] = {}
+
+    def is_of(self, rule: Rule, values: list[Any]) -> bool:
+        """Whether these are the very objects that it was made of, and none of them can have changed."""
+        return bool(self.seen) and self.rule is rule and all(map(operator.is_, self.seen, values))
 
     @property
     def holds(self) -> bool:
         """Whether all that was asked of the form's numbers, by now, is as true of these."""
-        first = self.form.origin.values
-        return self.form.origin.holds(
-            [x if isinstance(x, float) else y for x, y in zip(self.hyperparameters, first, strict=True)]
-        )
+        origin = self.form.origin
+        if self._asked != len(origin.asked):
+            values = zip(self.hyperparameters, origin.values, strict=True)
+            if not origin.holds([x if isinstance(x, float) else y for x, y in values]):
+                return False
+            self._asked = len(origin.asked)
+        return True
 
     @property
     def update(self) -> StateUpdate:
@@ -99,8 +108,16 @@ class Forms:
             AxesError: hyperparameters that make no sense.
         """
         rule = self.rules[group["rule"]]
-        given = [_read(group[name]) for name in _names(rule)]
+        values = [group[name] for name in _names(rule)]
         last = self._last.get(id(group))
+        if last is not None and last.is_of(rule, values) and last.holds:
+            return last
+        found = self._found(group, rule, values, last)
+        found.seen = values if all(map(_stays, values)) else []
+        return found
+
+    def _found(self, group: Group, rule: Rule, values: list[Any], last: Today | None) -> Today:
+        given = [_read(value) for value in values]
         if last is not None and last.rule is rule and _same(last.given, given) and last.holds:
             return last
         self._require_single(rule, given)
@@ -147,6 +164,13 @@ def _read(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else value
     return plain(value)
+
+
+def _stays(value: Any) -> bool:
+    """Whether a value is what it was while it is the same object."""
+    if type(value) is tuple:
+        return all(map(_stays, value))
+    return type(value) in (float, int, bool, str, type(None))
 
 
 def _is_number(x: Any) -> bool:

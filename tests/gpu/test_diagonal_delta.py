@@ -27,6 +27,14 @@ def passes_for_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagonal_delta, "_FEWEST", 1)
 
 
+@pytest.fixture(autouse=True, params=(False, True), ids=("", "hopper"))
+def kernels_of_dplr(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are picked, and those that wait for this file to have passed with them."""
+    if request.param and "dplr" not in str(request.node.callspec.params):
+        pytest.skip("another rule")
+    monkeypatch.setattr(diagonal_delta, "_DPLR_ON_HOPPER", request.param)
+
+
 @dataclass(frozen=True)
 class Case:
     """Inputs of a rule: x is the erase key or a (None where the key is), y is beta or b."""

@@ -20,8 +20,8 @@ product; other chunks are left to kernels of their own, exact for any gates (cha
 Forward: `prepare` over all chunks (scaled vectors, pair matrices), `solve` (M), and one kernel serial in time, which
 needs no gates any more. Backward: the scaled vectors and states again, the serial reverse pass, then over all chunks
 the gradients of pairs and of tokens. On Hopper `hopper` has serial passes of plain shapes, `hopper_keys` those of
-many heads whose reader is the key, without scaled vectors in memory, `hopper_tokens` the gradients of mild chunks; those
-of dplr are in `hopper_dplr`, and what its mild chunks are before their state is known in `hopper_dplr_pairs`.
+many heads whose reader is the key, without scaled vectors in memory, `hopper_tokens` the gradients of mild chunks;
+those of dplr are in `hopper_dplr`, and what its mild chunks are before their state is known in `hopper_dplr_pairs`.
 The scaled vectors live only as long as a call: written, they cost the serial pass what cumulative gates would.
 """
 
@@ -46,7 +46,7 @@ if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules rais
     from axes.kernels.diagonal_delta.hopper_dplr_pairs import dplr_prepare
     from axes.kernels.diagonal_delta.hopper_tokens import tokens_backward
 
-# Seen right on an H200 with mild gates in bfloat16, heads of 128; tests/gpu/test_diagonal_delta.py has to pass with them.
+# Seen right on an H200 with mild gates in bfloat16, heads of 128; tests/gpu/test_diagonal_delta.py has to pass with it.
 _DPLR_ON_HOPPER = False
 _FEWEST = 96  # heads of all sequences: a pass that scales takes its time over a chunk, however few it has
 
