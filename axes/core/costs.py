@@ -52,6 +52,8 @@ Side = Literal[
     "number",
 ]
 Value = Tensor | float
+# what the squares of keys, values and errors are made of; made once, since compilers do not follow its checks
+_SHOWN = {"k": Per("k", "key", "real"), "v": Per("v", "row", "real"), "e": Per("e", "row", "real")}
 _BY_ENTRY = ("drive", "square", "magnitude", "unit", "white-square", "state")
 _EMPTY: Signal = MappingProxyType({})
 
@@ -538,7 +540,7 @@ class Linear(Cost):
             supplied = signal.get(2 * self.of[0])
             if isinstance(supplied, Tensor):
                 return supplied
-            x = torch.as_tensor(resolve(Per(self.of[0], "key" if self.of == "key" else "row", "real"), signal))
+            x = torch.as_tensor(resolve(_SHOWN[self.of[0]], signal))
             return x.unsqueeze(-1) * x.unsqueeze(-2)
         if self.of in ("left", "right", "white-left", "white-right"):
             x = u.mT if self.of in ("left", "white-left") else u
