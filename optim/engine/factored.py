@@ -26,9 +26,10 @@ from axes.linalg.matrix_roots import add_product, product
 from axes.optim.engine import trees
 from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT
+from axes.optim.engine.kept import Kept
 from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.stacked import ListProgram, by_matrix, no_filters_alone, readable, writable
-from axes.optim.engine.together import program, together, unchanged, uncompiled
+from axes.optim.engine.together import program, together, uncompiled
 from axes.programs.numbers import as_float
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
 
@@ -183,7 +184,7 @@ def _moved(kept: Average, value: Tensor, drive: Tensor) -> Tensor:
 
 
 @final
-class Factored:
+class Factored(Kept):
     """Parameters of one dtype and device that step together under a rule that `factors` takes apart."""
 
     how = "host"
@@ -200,26 +201,19 @@ class Factored:
         found = factors(update, maximize)
         assert found is not None
         layouts = layouts or [PLAIN] * len(parameters)
-        self.found, self.parameters = found, parameters
-        self.today: Today | None = None
+        self.found = found
         alike: dict[Any, list[int]] = {}
         for i, state in enumerate(states):
             numbers = {n: x for n, x in state.items() if n.endswith(".norm") or trees.counts(n)}
             alike.setdefault(tuple((n, float(x)) for n, x in sorted(numbers.items())), []).append(i)
         members = list(zip(parameters, states, layouts, strict=True))
         self.runs = [_Run(found, [members[i] for i in some]) for some in alike.values()]
-        self.own = [x for s in states for x in s.values()]
-        self.places = list(map(Tensor.data_ptr, parameters))
+        self.keep(parameters, states)
 
     def take(self, today: Today) -> None:
-        """Other numbers in the tuple: those of programs are given to every step."""
-        self.today = today
+        super().take(today)
         for run in self.runs:
             run.parts = today.of(self.found)
-
-    def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
-        """Whether these are still the same parameters, where they were, with the same state tensors."""
-        return unchanged(self.parameters, self.places, self.own, parameters, state)
 
     @uncompiled()
     def step(

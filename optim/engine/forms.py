@@ -17,13 +17,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, final
 
-import torch
 from torch import Tensor
 
 from axes.core.declared import forgotten, resolved
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.capabilities import require_parameter
+from axes.optim.engine.kept import number_on
 from axes.programs.numbers import Origin, formula
 
 D = TypeVar("D")
@@ -87,7 +87,7 @@ class Today:
             given = self.hyperparameters
             there = next((x.device for x in given if isinstance(x, Tensor)), None)
             if there is not None:
-                given = [torch.as_tensor(x, dtype=torch.float64, device=there).reshape(()) for x in given]
+                given = [number_on(there, x) for x in given]
             self._numbers = {text: formula(text)(given) for text in used}
         return self._numbers
 

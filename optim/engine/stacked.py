@@ -28,6 +28,7 @@ from axes.optim.engine import generated, trees
 from axes.optim.engine.capabilities import parts_of, vectors
 from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT
+from axes.optim.engine.kept import Kept, number_on
 from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.staged import BLOCK, Shape, over_stacks
 from axes.optim.engine.together import (
@@ -37,7 +38,6 @@ from axes.optim.engine.together import (
     join,
     program,
     together,
-    unchanged,
     uncompiled,
 )
 from axes.programs.batched import Schedule, blocks
@@ -214,14 +214,7 @@ def values_of(found: Program, rates: Mapping[str, float | Tensor], device: torch
     """The numbers of a program that reads rates alone, beside the tensors if one of these is."""
     if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in rates.values()):
         return list(found.numbers({n: float(x) for n, x in rates.items()}))
-    return list(found.tensors({n: _beside(x, device) for n, x in rates.items()}))
-
-
-def _beside(x: float | Tensor, device: torch.device) -> Tensor:
-    """A number as a tensor there, without a copy from the host, which would wait."""
-    if isinstance(x, Tensor):
-        return x.to(device, torch.float64).reshape(())
-    return torch.full((), x, dtype=torch.float64, device=device)
+    return list(found.tensors({n: number_on(device, x) for n, x in rates.items()}))
 
 
 def readable(gradients: list[Tensor], wide: torch.dtype, head: ListProgram) -> list[Tensor]:
@@ -274,7 +267,7 @@ class Whole(NamedTuple):
 
 
 @final
-class Stacks:
+class Stacks(Kept):
     """Parameters of one dtype and device that step together under a cut rule, those of one shape as a stack."""
 
     def __init__(
@@ -294,7 +287,6 @@ class Stacks:
         assert found is not None
         layouts = layouts or [PLAIN] * len(parameters)
         self.cut, self.parameters, self.states, self.how, self.layouts = found, parameters, states, "host", layouts
-        self.today: Today | None = None
         self.spectral: Spectral | None = None  # and what follows it, with plain numbers
         self.rest = found.tail
         self.viewed = any(layout.axes for layout in layouts)
@@ -330,8 +322,7 @@ class Stacks:
         else:
             self.kept = [self._stacked(some) for some in self.members]
             self.ends = [self._end(shape) for shape in by_shape]
-        self.own = [x for s in states for x in s.values()]
-        self.places = list(map(Tensor.data_ptr, parameters))
+        self.keep(parameters, states)
         bound = sum(x.numel() for x in self.stacks) <= _HOST_BOUND
         recorded = generated.no_kernels(like.device) is None and bound
         self.branches = self._branches(_BRANCHES if recorded else 1)
@@ -340,15 +331,11 @@ class Stacks:
             self.products = _Replayed(self._directions, self._in_branches)
 
     def take(self, today: Today) -> None:
-        """Other numbers in the tuple: those of programs are given to every step."""
+        super().take(today)
         spectral = today.of(self.cut.spectral)
         if isinstance(self.products, _Replayed) and self.spectral not in (None, spectral):
             self.products.forget()
-        self.today, self.spectral, self.rest = today, spectral, today.of(self.cut.tail)
-
-    def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
-        """Whether these are still the same parameters, where they were, with the same state tensors."""
-        return unchanged(self.parameters, self.places, self.own, parameters, state)
+        self.spectral, self.rest = spectral, today.of(self.cut.tail)
 
     def step(
         self, rates: Mapping[str, float | Tensor], found: Tensor | None = None, scale: Tensor | None = None

@@ -25,10 +25,11 @@ from axes.optim.engine.capabilities import needs_layers, parts_of, turns, vector
 from axes.optim.engine.forms import Group, Today
 from axes.optim.engine.generated import GRADIENT, How
 from axes.optim.engine.groups import beside
+from axes.optim.engine.kept import Kept
 from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.options import how
 from axes.optim.engine.precision import Precision
-from axes.optim.engine.together import Numbers, reads_more, traced, unchanged, uncompiled
+from axes.optim.engine.together import Numbers, reads_more, traced, uncompiled
 from axes.programs.batched import Schedule
 from axes.programs.program import PARAMETER, ForgottenNumber, Program
 
@@ -88,7 +89,7 @@ def over_stacks(
 
 
 @final
-class Staged:
+class Staged(Kept):
     """Parameters of one dtype and device that have seen equally many data, with the same numbers in their states."""
 
     def __init__(
@@ -107,7 +108,6 @@ class Staged:
         """
         self.form = self.update = update
         self.maximize, self.parameters, self.how = maximize, parameters, how
-        self.today: Today | None = None
         layouts = layouts or [PLAIN] * len(parameters)
         wide = torch.promote_types(parameters[0].dtype, torch.float32)
         alike: dict[tuple[Shape, int], list[int]] = {}
@@ -130,18 +130,12 @@ class Staged:
                 if self.programmed:
                     schedule = over_stacks(update, maximize, shape, wide, lone and len(part) * count == 1)
                 self.blocks.append(_Block(schedule, block, (len(part) * count, *shape), wide, self.numbers.names))
-        self.own = [x for s in states for x in s.values()]
-        self.places = list(map(Tensor.data_ptr, parameters))
+        self.keep(parameters, states)
 
     def take(self, today: Today) -> None:
-        """Other numbers in the tuple: those of programs are given to every step."""
-        self.today = today
+        super().take(today)
         if not self.programmed:
             self.update = today.of(self.form)
-
-    def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
-        """Whether these are still the same parameters, where they were, with the same state tensors."""
-        return unchanged(self.parameters, self.places, self.own, parameters, state)
 
     @uncompiled()
     def step(

@@ -7,8 +7,6 @@ name, so that all of them can take turns.
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -22,8 +20,8 @@ from axes.core.rates import SEEN
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import generated, stored, trees
 from axes.optim.engine.capabilities import keyed, mixes, parts_of, vectors
-from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT, How, is_plain
+from axes.optim.engine.kept import Kept, number_on
 from axes.optim.engine.routing import real
 from axes.programs.batched import Schedule, blocks
 from axes.programs.program import COUNT, PARAMETER, NotElementwise, Program, trace
@@ -167,10 +165,7 @@ class Numbers:
         like = self.counts
         given = {n: x[0].to(torch.float64) for n, x in self.copies.items()}
         for n, x in rates.items():
-            if isinstance(x, Tensor):
-                given[n] = x.to(like.device, torch.float64).reshape(())
-            else:
-                given[n] = torch.full((), x, dtype=torch.float64, device=like.device)
+            given[n] = number_on(like.device, x)
         if self.counted:
             given[COUNT] = self.counts[0].to(torch.float64)
         return given
@@ -184,7 +179,7 @@ class Numbers:
 
 
 @final
-class Batch:
+class Batch(Kept):
     """Parameters that step together: one dtype, one device, the same numbers in their states.
 
     how: "host" computes the numbers of a step on the host, "device" beside the tensors, so that nothing waits for the
@@ -203,7 +198,6 @@ class Batch:
         seed: int = 0,
     ) -> None:
         """streams: of random bits, if parameters are rounded at random."""
-        self.today: Today | None = None
         self.schedule = schedule(update, maximize)
         self.hosted = how == "host"  # where the counts are
         if generated.no_kernel(how, parameters[0].device, all(map(is_plain, parameters))) is None:
@@ -213,11 +207,10 @@ class Batch:
         self.numbers = Numbers(self.schedule.program, states, how)
         self.forms = stored.forms_of(states[0])
         self.coded = {n: f for n, f in self.forms.items() if n != PARAMETER}
-        self.own = [x for s in states for x in s.values()]
-        self.places = list(map(Tensor.data_ptr, parameters))
         self.shapes = [real(p).shape for p in parameters]
         self.wide = torch.promote_types(real(parameters[0]).dtype, torch.float32)
         if how == "fused":
+            self.keep(parameters, states)
             self.kernel = self._kernel()
             return
         # a parameter of 16 bits, or without one run of memory, is stepped as a float32 or contiguous copy
@@ -230,21 +223,13 @@ class Batch:
         joined = [] if alone else [b for b in range(len(self.cut)) if self._small(b)]
         for b in joined:
             join([states[i] for i, _, _ in self.cut[b]], kept)
-        self.own = [x for s in states for x in s.values()]
+        self.keep(parameters, states)
         self.views: dict[str, Any] = {n: self._blocks([s[n] for s in states]) for n in kept}
         if self.whole:
             self.views[PARAMETER] = self._blocks(self.shown)
         self.joined = Joined(self.views, joined)
         # whether torch's own operation for the whole program can have what is kept
         self.fits = parameters[0].is_cpu and all(x.is_contiguous() for v in self.views.values() for xs in v for x in xs)
-
-    def take(self, today: Today) -> None:
-        """Other numbers in the tuple: those of programs are given to every step."""
-        self.today = today
-
-    def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
-        """Whether these are still the same parameters, where they were, with the same state tensors."""
-        return unchanged(self.parameters, self.places, self.own, parameters, state)
 
     @uncompiled(recursive=False)
     def step(
@@ -356,22 +341,6 @@ class Batch:
             torch._foreach_copy_(self.shown, self.inside)
         if self.hosted:
             self.numbers.counts.add_(1)
-
-
-def unchanged(
-    known: Sequence[Tensor],
-    places: Sequence[int],
-    own: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    state: Mapping[Tensor, dict[str, Tensor]],
-) -> bool:
-    """Whether parameters are the known ones, at the places where they were, and their states the tensors `own`."""
-    if len(parameters) != len(known) or not all(map(operator.is_, parameters, known)):
-        return False
-    if list(map(Tensor.data_ptr, parameters)) != places:
-        return False
-    now = list(itertools.chain.from_iterable(map(dict.values, map(state.__getitem__, parameters))))
-    return len(now) == len(own) and all(map(operator.is_, now, own))
 
 
 def together(states: list[dict[str, Tensor]], names: list[str]) -> Tensor:

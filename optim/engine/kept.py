@@ -1,0 +1,47 @@
+"""What is prepared once for parameters that step together, and used while they are as they were."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from axes.optim.engine.forms import Today
+
+
+class Kept:
+    """Parameters at their places, with the tensors of their states; the numbers of the tuple may move."""
+
+    parameters: list[Tensor]
+    today: Today | None = None
+
+    def keep(self, parameters: list[Tensor], states: Sequence[Mapping[str, Tensor]]) -> None:
+        """What `matches` compares with: when all that a preparation moves has been moved."""
+        self.parameters = parameters
+        self._places = list(map(Tensor.data_ptr, parameters))
+        self._own = [x for state in states for x in state.values()]
+
+    def matches(self, parameters: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+        """Whether these are still the same parameters, where they were, with the same state tensors."""
+        if len(parameters) != len(self.parameters) or not all(map(operator.is_, parameters, self.parameters)):
+            return False
+        if list(map(Tensor.data_ptr, parameters)) != self._places:
+            return False
+        now = list(itertools.chain.from_iterable(map(dict.values, map(state.__getitem__, parameters))))
+        return len(now) == len(self._own) and all(map(operator.is_, now, self._own))
+
+    def take(self, today: Today) -> None:
+        """Other numbers in the tuple: those of programs are given to every step."""
+        self.today = today
+
+
+def number_on(device: torch.device, x: float | Tensor) -> Tensor:
+    """A number in float64 on a device, without a copy from the host, which would wait."""
+    if isinstance(x, Tensor):
+        return x.to(device, torch.float64).reshape(())
+    return torch.full((), x, dtype=torch.float64, device=device)
