@@ -60,10 +60,9 @@ def adds(update: StateUpdate) -> bool:
     return no_form(update) is None and isinstance(p.monoid, Identity) and p.step.rate == 1.0
 
 
-def no_kernel(update: StateUpdate, device: torch.device, dtype: torch.dtype, streams: int = 1) -> str | None:
-    """Why no Triton kernel reads and writes so many streams, or None if one does. dtype: what they are computed in, if
-    that is float64; else their own."""
-    if (reason := versions.no_kernel(device, dtype) or no_form(update)) is not None:
+def no_kernel(update: StateUpdate, streams: int = 1) -> str | None:
+    """Why no Triton kernel reads and writes so many streams of this tuple, whatever the device, or None if one does."""
+    if (reason := no_form(update)) is not None:
         return reason
     return f"the kernels take up to {LARGEST} streams, not {streams}" if streams > LARGEST else None
 
@@ -147,7 +146,8 @@ def _given(
         rate = rate[..., None]
     mixing = None if mixing is None else _coefficients(mixing, streams, 2)
     v = v if not triton or v.dtype in versions.DTYPES else v.float()
-    return streams, v, _coefficients(rate * k, streams, 1), mixing
+    weights = k if isinstance(rate, float) and rate == 1.0 else rate * k
+    return streams, v, _coefficients(weights, streams, 1), mixing
 
 
 def _product(streams: Tensor, v: Tensor, weights: Tensor, mixing: Tensor | None) -> Tensor:

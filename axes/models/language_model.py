@@ -85,7 +85,7 @@ class SwiGLU(nn.Module):
             y: Tensor = self.out(F.silu(self.gate(x)) * self.inner(x))
             return y
         run = SwiGLU._by_kernels
-        y = run(self, x, dtype) if torch.compiler.is_compiling() else repeated(self, run, x, dtype)
+        y = run(self, x, dtype) if torch.compiler.is_compiling() else repeated(self, run, (x,), dtype)
         return y
 
     def _by_kernels(self, x: Tensor, dtype: torch.dtype) -> Tensor:
