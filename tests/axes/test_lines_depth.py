@@ -199,3 +199,26 @@ else:
     raise AssertionError("a planted error was not found")
 """
     )
+
+
+def test_sublayers_follow_lines_where_their_streams_are_made_again() -> None:
+    interpret(
+        PROGRAM
+        + r"""
+from axes.depth import through
+from axes.sequence import LinearAttention
+mixers, layers = network("hyper-connections", "hyper-connections"), [LinearAttention(4, heads=1) for _ in range(2)]
+h = tokens()
+
+def gradients(recompute):
+    out = through([lambda x, f=f: f(x)[0] for f in layers], mixers, mixers[0].expand(h), recompute)
+    parameters = [p for m in (*mixers, *layers) for p in m.parameters()]
+    return [out, *torch.autograd.grad(out.square().sum(), [h, *parameters])]
+
+for _ in range(3):
+    followed.clear()
+    mine = gradients(2)
+assert len(followed) == 2, len(followed)
+same(mine, by_python(lambda: gradients(0)))
+"""
+    )

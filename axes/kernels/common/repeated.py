@@ -9,6 +9,7 @@ operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -60,6 +61,19 @@ def repeated(module: nn.Module, run: Run, given: tuple[Tensor, ...], *facts: Has
     return known(module, run, given, facts)
 
 
+def _plainly(x: Tensor) -> Tensor:
+    return x.detach()  # a node that kept what it returned would keep itself
+
+
+_PLAINLY = (_plainly, _plainly)
+
+
+def around() -> AbstractContextManager[Any]:
+    """Within the block tensors are kept for the backward as they are now, whatever hooks come between."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) or _PLAINLY
+    return torch.autograd.graph.saved_tensors_hooks(*hooks)
+
+
 def _watched() -> bool:
     """Whether somebody but autograd watches operations, or autograd does more than gradients."""
     c = torch._C
@@ -67,7 +81,7 @@ def _watched() -> bool:
         c._len_torch_dispatch_stack()
         or c._len_torch_function_stack()
         or _transformed()
-        or c._autograd._top_saved_tensors_default_hooks(False) is not None
+        or (c._autograd._top_saved_tensors_default_hooks(False) or _PLAINLY)[0] is not _plainly
         or forward_ad._current_level >= 0
         or c._get_tracing_state() is not None
         or torch.is_anomaly_enabled()
