@@ -40,8 +40,8 @@ class Coefficients(NamedTuple):
     """What a mixer supplies for one sublayer: pre (..., n), and the signal without v (k = post, and the rates).
 
     With streams in r fractions, pre and k are (..., r, n): one read and one write for each fraction of the sublayer.
-    read: where kernels read, the streams and the same once more. A write of the former is one of the latter: the pass
-        that makes the read's gradient then adds the write's.
+    read: where products read, the streams and the same once more, as they are computed with. A write of the former is
+        one of the latter: the pass that makes the read's gradient then adds the write's.
     """
 
     pre: Tensor
@@ -310,16 +310,17 @@ class DepthMixer(nn.Module, ABC):
         """A read by products; a kernel takes streams as they are, and a wide copy is made for those that look at it."""
         if who == "torch":
             theta = self._wide(kept)
-            coefficients = self.coefficients(theta)
-            return kernels.contract(self.update, theta, coefficients.pre).to(kept.dtype), coefficients
+            pre, signal, _ = self.coefficients(theta)
+            x, again = kernels.read(self.update, theta, pre, triton=False)
+            return x.to(kept.dtype), Coefficients(pre, signal, (kept, again))
         pre, signal, _ = self.coefficients(self._wide(kept if self.sees else kept[..., :0]))
-        x, again = kernels.read(self.update, kept, pre)
+        x, again = kernels.read(self.update, kept, pre, triton=True)
         return x, Coefficients(pre, signal, (kept, again))
 
     def _made(self, kept: Tensor, y: Tensor, coefficients: Coefficients, who: Implementation) -> Tensor:
         """A write by products."""
         if who == "torch":
-            theta = self._wide(kept)
+            theta = self._wide(_read(kept, coefficients))
             signal = self._signal(y.to(theta.dtype), coefficients)
             return kernels.write(self.update, theta, signal, triton=False).to(kept.dtype)
         return kernels.write(self.update, _read(kept, coefficients), self._signal(y, coefficients), triton=True)
@@ -332,8 +333,9 @@ class DepthMixer(nn.Module, ABC):
         """A read by products with the weights at the exit."""
         if who == "torch":
             theta = self._wide(kept)
-            return kernels.contract(self.update, theta, self.leave(theta)).to(kept.dtype)
-        return kernels.read(self.update, kept, self.leave(self._wide(kept if self.sees else kept[..., :0])))[0]
+            return kernels.read(self.update, theta, self.leave(theta), triton=False)[0].to(kept.dtype)
+        weights = self.leave(self._wide(kept if self.sees else kept[..., :0]))
+        return kernels.read(self.update, kept, weights, triton=True)[0]
 
     def _look(self, streams: Streams, theta: Tensor, weights: Tensor, signal: Signal) -> Tensor:
         output = self.update.output(self._state(streams, theta), signal)
