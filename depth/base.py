@@ -464,8 +464,8 @@ def _write_then_read_by_kernels(following: DepthMixer, streams: Tensor, *rest: A
 class Mixed(nn.Module):
     """A sublayer in its mixer: X -> write(X, f(read(X))). Further arguments and outputs of f pass through untouched.
 
-    f normalises its own input if `mixer.prenorm` is true. Several in a row, with streams that are made again in the backward
-    if that is asked for: `axes.depth.through`.
+    f normalises its own input if `mixer.prenorm` is true. Several in a row, with streams that are made again in the
+    backward if that is asked for: `axes.depth.through`.
     """
 
     def __init__(self, f: nn.Module, mixer: DepthMixer) -> None:
