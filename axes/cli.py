@@ -84,6 +84,9 @@ def train(
     streams: Annotated[int, typer.Option(help="Residual streams of a depth mixer that has several.")] = _default(
         "streams"
     ),
+    recompute: Annotated[
+        int, typer.Option(help="Sublayers that keep the streams which enter them alone, 0 to keep all streams.")
+    ] = _default("recompute"),
     context: Annotated[int, typer.Option(help="Bytes per window.")] = _default("context"),
     batch: Annotated[int, typer.Option(help="Windows per step.")] = _default("batch"),
     steps: Annotated[int, typer.Option(help="Steps to train.")] = _default("steps"),
@@ -141,6 +144,7 @@ def train(
                 width=width,
                 heads=heads,
                 streams=streams,
+                recompute=recompute,
                 context=context,
                 batch=batch,
                 steps=steps,

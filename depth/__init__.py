@@ -11,6 +11,7 @@ from axes.depth.hyper_connections import DynamicHyperConnections, HyperConnectio
 from axes.depth.jpmhc import JPmHC, JPmHCMeanPreserving
 from axes.depth.mhc import MHC, RELEASED_EPS, IdentityMixing, MHCLite
 from axes.depth.residual import PostNorm, PreNorm, Residual, UniversalTransformer
+from axes.depth.stack import through
 from axes.depth.static import TupleMixer, mixer
 from axes.depth.wrap import unwrap, wrap
 
@@ -61,6 +62,7 @@ __all__ = [
     "TupleMixer",
     "UniversalTransformer",
     "mixer",
+    "through",
     "unwrap",
     "wrap",
 ]

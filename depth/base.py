@@ -14,20 +14,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from axes.core.costs import Linear
+from axes.core.facts import fact
 from axes.core.monoids import Identity
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.depth import kernels
 from axes.errors import IllegalUpdate, ShapeError
+from axes.kernels.common import versions
+from axes.kernels.common.repeated import Same, repeated
 from axes.routes.choice import Choice, Implementation, Plan, Target, require_named
-from axes.routes.parameters import some_parameter
+from axes.routes.parameters import are_plain, some_parameter
 from axes.routes.precision import own_precision
 
 Streams = Tensor | State
@@ -37,8 +40,8 @@ class Coefficients(NamedTuple):
     """What a mixer supplies for one sublayer: pre (..., n), and the signal without v (k = post, and the rates).
 
     With streams in r fractions, pre and k are (..., r, n): one read and one write for each fraction of the sublayer.
-    read: where kernels read, the streams and the same once more. A write of the former is one of the latter: the pass
-        that makes the read's gradient then adds the write's.
+    read: where products read, the streams and the same once more, as they are computed with. A write of the former is
+        one of the latter: the pass that makes the read's gradient then adds the write's.
     """
 
     pre: Tensor
@@ -207,6 +210,9 @@ class DepthMixer(nn.Module, ABC):
 
     def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
         """Before the sublayer: x_in = S pre (B, T, d), and the coefficients that `write` will need."""
+        if self._by_kernels(streams):
+            x, pre, signal, again = _repeated(self, _read_by_kernels, (streams,))
+            return x, Coefficients(pre, signal, None if again is None else (streams, again))
         kept = self._matrix(streams, "read")
         with own_precision(kept):
             if (who := self._chosen(kept)) != "reference":
@@ -218,6 +224,12 @@ class DepthMixer(nn.Module, ABC):
 
     def write(self, streams: Streams, y: Tensor, coefficients: Coefficients) -> Streams:
         """After the sublayer: one step of the tuple with k = post and v = y (B, T, d)."""
+        if self._by_kernels(streams):
+            self._require_written(self._matrix(streams, "write"), y)
+            names, values = zip(*self._signal(y, coefficients).items(), strict=True)
+            given = (_read(streams, coefficients), *values)
+            after: Tensor = _repeated(_WRITES, _write_by_kernels, given, names, Same(self.update))
+            return after
         kept = self._matrix(streams, "write")
         self._require_written(kept, y)
         with own_precision(kept):
@@ -238,16 +250,15 @@ class DepthMixer(nn.Module, ABC):
         What is read are the streams as they were written, rounded to their dtype.
         """
         kept = self._matrix(streams, "write")
-        if following.sees or following._remembers or not self._joins(following, kept):
+        if not self._joins(following, kept):
             after = self.write(streams, y, coefficients)
             return (after, *following.read(after))
         self._require_written(kept, y)
         following._matrix(kept, "read")
-        with own_precision(kept):
-            pre, signal, _ = following.coefficients(following._wide(kept[..., :0]))
-            written = self._signal(y, coefficients)
-            after, x = kernels.write_then_read(self.update, _read(kept, coefficients), written, pre)
-        return after, x, Coefficients(pre, signal)
+        names, values = zip(*self._signal(y, coefficients).items(), strict=True)
+        given, writer = (_read(kept, coefficients), *values), Same(self.update)
+        after, x, pre, signal, again = _repeated(following, _write_then_read_by_kernels, given, names, writer)
+        return after, x, Coefficients(pre, signal, None if again is None else (after, again))
 
     def reduce(self, streams: Streams) -> Tensor:
         """Leave: the tuple's read with weights 1/n, the mean of the streams (or with learned weights): (B, T, d)."""
@@ -292,36 +303,39 @@ class DepthMixer(nn.Module, ABC):
             return "a sublayer reads and writes several rows of the state"
         return "the state counts sublayers" if cls.counts else None
 
+    def _by_kernels(self, streams: Streams) -> TypeGuard[Tensor]:
+        return isinstance(streams, Tensor) and not self._remembers and self._chosen(streams) == "triton"
+
     def _seen(self, kept: Tensor, who: Implementation) -> tuple[Tensor, Coefficients]:
         """A read by products; a kernel takes streams as they are, and a wide copy is made for those that look at it."""
         if who == "torch":
             theta = self._wide(kept)
-            coefficients = self.coefficients(theta)
-            return kernels.contract(self.update, theta, coefficients.pre).to(kept.dtype), coefficients
+            pre, signal, _ = self.coefficients(theta)
+            x, again = kernels.read(self.update, theta, pre, triton=False)
+            return x.to(kept.dtype), Coefficients(pre, signal, (kept, again))
         pre, signal, _ = self.coefficients(self._wide(kept if self.sees else kept[..., :0]))
-        x, again = kernels.read(self.update, kept, pre)
+        x, again = kernels.read(self.update, kept, pre, triton=True)
         return x, Coefficients(pre, signal, (kept, again))
 
     def _made(self, kept: Tensor, y: Tensor, coefficients: Coefficients, who: Implementation) -> Tensor:
         """A write by products."""
         if who == "torch":
-            theta = self._wide(kept)
+            theta = self._wide(_read(kept, coefficients))
             signal = self._signal(y.to(theta.dtype), coefficients)
             return kernels.write(self.update, theta, signal, triton=False).to(kept.dtype)
         return kernels.write(self.update, _read(kept, coefficients), self._signal(y, coefficients), triton=True)
 
     def _joins(self, following: DepthMixer, kept: Tensor) -> bool:
         """Whether both run by kernels, with their parameters here: a unit of FSDP has them within its calls only."""
-        here = (type(p) in (nn.Parameter, Tensor) for mixer in (self, following) for p in mixer.parameters())
-        normed = kernels.normalises(self.update) or kernels.normalises(following.update)
-        return not normed and all(here) and self._chosen(kept) == following._chosen(kept) == "triton"
+        return are_plain(self) and are_plain(following) and self._by_kernels(kept) and following._by_kernels(kept)
 
     def _left(self, kept: Tensor, who: Implementation) -> Tensor:
         """A read by products with the weights at the exit."""
         if who == "torch":
             theta = self._wide(kept)
-            return kernels.contract(self.update, theta, self.leave(theta)).to(kept.dtype)
-        return kernels.read(self.update, kept, self.leave(self._wide(kept if self.sees else kept[..., :0])))[0]
+            return kernels.read(self.update, theta, self.leave(theta), triton=False)[0].to(kept.dtype)
+        weights = self.leave(self._wide(kept if self.sees else kept[..., :0]))
+        return kernels.read(self.update, kept, weights, triton=True)[0]
 
     def _look(self, streams: Streams, theta: Tensor, weights: Tensor, signal: Signal) -> Tensor:
         output = self.update.output(self._state(streams, theta), signal)
@@ -371,6 +385,10 @@ class DepthMixer(nn.Module, ABC):
         return kept
 
     def _require(self, x: Any, last: tuple[int, ...], call: str, label: str, form: str) -> None:
+        weight = some_parameter(self)
+        right = isinstance(x, Tensor) and x.shape[-len(last) :] == last and x.is_floating_point()
+        if right and (weight is None or weight.device == x.device):
+            return
         who = f"{type(self).__name__}.{call}"
         sizes = f"n = {last[0]}, d = {last[1]}" if len(last) == 2 else f"d = {last[0]}"
         if not isinstance(x, Tensor):
@@ -380,9 +398,8 @@ class DepthMixer(nn.Module, ABC):
             raise ShapeError(f"{who}: {label} must be {form} with {sizes}, got {tuple(x.shape)}{hint}")
         if not x.is_floating_point():
             raise ShapeError(f"{who}: {label} must be floating point, got {x.dtype}")
-        weight = some_parameter(self)
-        if weight is not None and weight.device != x.device:
-            raise ShapeError(f"{who}: {label} is on {x.device}, the mixer on {weight.device}: move one of them")
+        assert weight is not None
+        raise ShapeError(f"{who}: {label} is on {x.device}, the mixer on {weight.device}: move one of them")
 
     def _require_written(self, kept: Tensor, y: Tensor) -> None:
         self._require(y, (self.d_model,), "write", "y", "(B, T, d)")
@@ -402,10 +419,53 @@ class DepthMixer(nn.Module, ABC):
         return dtype if weight is None else torch.promote_types(dtype, weight.dtype)
 
 
+# ---- by kernels: nothing is read on the host, so that a call like one before does the same again ---------------------
+
+
+_WRITES = nn.Module()  # the lines of a write are those of every sublayer: it takes no parameters
+
+
+def _repeated(mixer: nn.Module, run: Callable[..., Any], given: tuple[Tensor, ...], *facts: Hashable) -> Any:
+    """run(mixer, *given, *facts), as a line where that can be."""
+    follows = not torch.compiler.is_compiling() and given[0].numel()
+    return repeated(mixer, run, given, *facts) if follows else run(mixer, *given, *facts)
+
+
+def _read_by_kernels(mixer: DepthMixer, streams: Tensor) -> tuple[Tensor, Tensor, Signal, Tensor | None]:
+    """x_in, pre, the signal without v, and the streams once more if the read hands them on."""
+    kept = mixer._matrix(streams, "read")
+    with own_precision(kept):
+        x, (pre, signal, read) = mixer._seen(kept, "triton")
+    # what a write takes is whole: no two of its tensors are of one memory
+    whole = {name: c.contiguous() if isinstance(c, Tensor) else c for name, c in signal.items()}
+    return x, pre, whole, None if read is None else read[1]
+
+
+def _write_by_kernels(_: nn.Module, streams: Tensor, *rest: Any) -> Tensor:
+    """The new streams; rest: a signal's values, its names, and the tuple."""
+    *values, names, update = rest
+    with own_precision(streams):
+        return kernels.write(update.it, streams, dict(zip(names, values, strict=True)), triton=True)
+
+
+def _write_then_read_by_kernels(following: DepthMixer, streams: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """The streams that another tuple wrote, and a read of them; rest: a signal's values, its names, and the tuple."""
+    *values, names, update = rest
+    signal, writer = dict(zip(names, values, strict=True)), update.it
+    with own_precision(streams):
+        if following.sees or kernels.normalises(writer) or kernels.normalises(following.update):
+            after = kernels.write(writer, streams, signal, triton=True)
+            return (after, *_read_by_kernels(following, after))
+        pre, told, _ = following.coefficients(following._wide(streams[..., :0]))
+        after, x = kernels.write_then_read(writer, streams, signal, pre)
+    return after, x, pre, told, None
+
+
 class Mixed(nn.Module):
     """A sublayer in its mixer: X -> write(X, f(read(X))). Further arguments and outputs of f pass through untouched.
 
-    f normalises its own input if `mixer.prenorm` is true.
+    f normalises its own input if `mixer.prenorm` is true. Several in a row, with streams that are made again in the
+    backward if that is asked for: `axes.depth.through`.
     """
 
     def __init__(self, f: nn.Module, mixer: DepthMixer) -> None:
@@ -434,8 +494,21 @@ def choose(
 
     own, adds: why a mixer does not take it by products, or by a kernel's.
     """
+    settle = _settled if torch.compiler.is_compiling() else _once_settled  # a compiler would see facts appear
+    return settle(update, versions.no_kernel(device, dtype), implementation, streams, own, adds)
+
+
+def _settled(
+    update: StateUpdate,
+    refused: str | None,
+    implementation: Implementation | None,
+    streams: int,
+    own: str | None,
+    adds: str | None,
+) -> Choice:
+    """The choice where kernels are refused, or not, whatever the tuple is."""
     no_form = own or kernels.no_form(update)
-    no_kernel = own or (adds if kernels.adds(update) else None) or kernels.no_kernel(update, device, dtype, streams)
+    no_kernel = own or (adds if kernels.adds(update) else None) or refused or kernels.no_kernel(update, streams)
     if no_kernel is None and implementation in (None, "triton"):
         choice = Choice("chain", "triton", "streams are read in one pass, and mixed and written in another")
     elif no_form is None and implementation != "reference":
@@ -445,6 +518,9 @@ def choose(
         why = no_form or "reference was asked for by name"
         choice = Choice("interpreter", "reference", f"one step a sublayer, there is nothing to scan (no chain: {why})")
     return require_named(choice, implementation, update)
+
+
+_once_settled = fact(_settled)
 
 
 def plans(

@@ -80,7 +80,7 @@ class _Rotated(Projected):
         return Projection(self.phi, torch.ones_like(self.bias), self.bias[None], "softmax", centred=True)
 
     def signal(self, entries: Tensor) -> Signal:
-        _, write, mix = entries[..., 0, :].unflatten(-1, (3, self.streams, self.streams)).unbind(-3)
+        _, write, mix = entries.squeeze(-2).unflatten(-1, (3, self.streams, self.streams)).unbind(-3)
         return {"k": write.softmax(-2).sum(-1), "mix": mix}
 
 

@@ -28,6 +28,7 @@ from axes.core.legality import gates
 from axes.core.monoids import GeneralLinear, Identity
 from axes.core.rates import Rate, Signal, rate_shape, resolve
 from axes.core.state_update import StateUpdate
+from axes.depth import products
 from axes.errors import IllegalUpdate
 from axes.kernels.common import versions
 from axes.kernels.streams import ENTRIES, LARGEST
@@ -60,10 +61,9 @@ def adds(update: StateUpdate) -> bool:
     return no_form(update) is None and isinstance(p.monoid, Identity) and p.step.rate == 1.0
 
 
-def no_kernel(update: StateUpdate, device: torch.device, dtype: torch.dtype, streams: int = 1) -> str | None:
-    """Why no Triton kernel reads and writes so many streams, or None if one does. dtype: what they are computed in, if
-    that is float64; else their own."""
-    if (reason := versions.no_kernel(device, dtype) or no_form(update)) is not None:
+def no_kernel(update: StateUpdate, streams: int = 1) -> str | None:
+    """Why no Triton kernel reads and writes so many streams of this tuple, whatever the device, or None if one does."""
+    if (reason := no_form(update)) is not None:
         return reason
     return f"the kernels take up to {LARGEST} streams, not {streams}" if streams > LARGEST else None
 
@@ -85,22 +85,20 @@ def on_sphere(update: StateUpdate, streams: Tensor, written: bool) -> Tensor:
     return unit if radius is None else unit * (radius / math.sqrt(d))
 
 
-def contract(update: StateUpdate, streams: Tensor, weights: Tensor) -> Tensor:
-    """x_in (..., d) of streams (..., n, d) by torch; weights: whatever broadcasts to (..., n)."""
-    return (weights[..., None, :] @ on_sphere(update, streams, written=False)).squeeze(-2)
-
-
-def read(update: StateUpdate, streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def read(update: StateUpdate, streams: Tensor, weights: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
     """x_in (..., d) of streams (..., n, d), in their dtype, and the streams once more, for a write of them.
 
     weights: whatever broadcasts to (..., n).
     """
-    from axes.kernels.streams.mix import mix_read, mix_read_on
+    seen = on_sphere(update, streams, written=False)
+    if not triton:
+        x, again = products.read(seen, weights)
+    else:
+        from axes.kernels.streams.mix import mix_read, mix_read_on
 
-    weights = _coefficients(weights, streams, 1)
-    if (seen := on_sphere(update, streams, written=False)) is not streams:
-        return mix_read(seen, weights), streams
-    return mix_read_on(streams, weights)
+        weights = _coefficients(weights, streams, 1)
+        x, again = mix_read_on(seen, weights) if seen is streams else (mix_read(seen, weights), streams)
+    return x, again if seen is streams else streams
 
 
 def projects(bias: Tensor) -> bool:
@@ -121,7 +119,7 @@ def look(streams: Tensor, projection: Projection) -> tuple[Tensor, Tensor, Tenso
 def write(update: StateUpdate, streams: Tensor, signal: Signal, triton: bool) -> Tensor:
     """The streams after one step of a tuple that `no_form` has nothing against, in their dtype."""
     if not triton:
-        return on_sphere(update, _product(*_given(update, streams, signal, triton)), written=True)
+        return on_sphere(update, products.write(*_given(update, streams, signal, triton)), written=True)
     from axes.kernels.streams.mix import mix_write
 
     return on_sphere(update, mix_write(*_given(update, streams, signal, triton)), written=True)
@@ -147,15 +145,8 @@ def _given(
         rate = rate[..., None]
     mixing = None if mixing is None else _coefficients(mixing, streams, 2)
     v = v if not triton or v.dtype in versions.DTYPES else v.float()
-    return streams, v, _coefficients(rate * k, streams, 1), mixing
-
-
-def _product(streams: Tensor, v: Tensor, weights: Tensor, mixing: Tensor | None) -> Tensor:
-    if mixing is None:
-        return torch.addcmul(streams, weights[..., None], v[..., None, :])
-    lead = streams.shape[:-2]  # one product: a sum after it would go over all streams again
-    together = torch.cat([mixing.expand(*lead, *mixing.shape[-2:]), weights.expand(*lead, -1)[..., None]], -1)
-    return together @ torch.cat([streams, v[..., None, :]], -2)
+    weights = k if isinstance(rate, float) and rate == 1.0 else rate * k
+    return streams, v, _coefficients(weights, streams, 1), mixing
 
 
 def _mixing(

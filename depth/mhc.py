@@ -94,7 +94,7 @@ class _Shares(Projected):
         return Projection(self.phi, scale, self.bias[None], floor=self.eps)
 
     def signal(self, entries: Tensor) -> Signal:
-        _, write, *mix = entries[..., 0, :].split(self.sizes, -1)
+        _, write, *mix = entries.squeeze(-2).split(self.sizes, -1)
         shaped = (logits.unflatten(-1, shape) for logits, shape in zip(mix, self.mixing.values(), strict=True))
         return {"k": 2 * torch.sigmoid(write), **dict(zip(self.mixing, shaped, strict=True))}
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from axes.core.rates import Signal
 from axes.depth import kernels
 from axes.depth.base import Coefficients, DepthMixer
+from axes.depth.products import project
 from axes.routes.choice import Implementation
 
 EPS = 1e-6
@@ -40,13 +41,13 @@ class Projection(NamedTuple):
 
     def entries(self, streams: Tensor) -> Tensor:
         """(..., g, C) of streams (..., n, d), in their dtype: g rows of entries a token, those of bias."""
+        return self.entries_on(streams)[0]
+
+    def entries_on(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """`entries`, and the streams once more (`axes.depth.products`)."""
         dtype = streams.dtype
-        rows = streams if self.chart == "first" else streams.flatten(-2)[..., None, :]
-        if self.centred:
-            rows = rows - rows.mean(-1, keepdim=True)
-        unit = torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPS)
-        made = (rows @ self.phi.to(dtype).mT) * unit  # the norm after the product, which is smaller
-        return self.scale.to(dtype) * (torch.tanh(made) if self.tanh else made) + self.bias.to(dtype)
+        made, again = project(streams, self.phi.to(dtype), EPS, self.centred)
+        return self.scale.to(dtype) * (torch.tanh(made) if self.tanh else made) + self.bias.to(dtype), again
 
     def pre(self, entries: Tensor, n: int) -> Tensor:
         """(..., n) of entries (..., g, C)."""
@@ -86,7 +87,12 @@ class Projected(DepthMixer):
 
     def _seen(self, kept: Tensor, who: Implementation) -> tuple[Tensor, Coefficients]:
         projection = self.projection()
-        if who == "torch" or not kernels.projects(projection.bias):
+        if who == "torch":
+            entries, theta = projection.entries_on(self._wide(kept))
+            pre = projection.pre(entries, self.streams)
+            x, again = kernels.read(self.update, theta, pre, triton=False)
+            return x.to(kept.dtype), Coefficients(pre, self.signal(entries), (kept, again))
+        if not kernels.projects(projection.bias):
             return super()._seen(kept, who)
         x, pre, entries, again = kernels.look(kept, projection)
         return x, Coefficients(pre, self.signal(entries), (kept, again))
@@ -96,7 +102,7 @@ class Projected(DepthMixer):
         if who == "torch":
             return super()._left(kept, who)
         if projection is None:
-            return kernels.read(self.update, kept, self.leave(self._wide(kept[..., :0])))[0]
+            return kernels.read(self.update, kept, self.leave(self._wide(kept[..., :0])), triton=True)[0]
         return kernels.look(kept, projection)[0]
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from axes.depth.base import DepthMixer
+from axes.depth.stack import through
 from axes.depth.wiring import NotResidual, Wiring, leaves, wiring
 from axes.errors import AxesError, IllegalUpdate, ShapeError
 
@@ -39,6 +41,7 @@ def wrap(
     blocks: Callable[[nn.Module], bool] | None = None,
     d_model: int | None = None,
     dtype: torch.dtype | None = None,
+    recompute: bool = False,
     **options: Any,
 ) -> Model:
     """Replace the residual additions of `model`, in place, by `mixer`; the model as it was at the start, to rounding.
@@ -56,6 +59,8 @@ def wrap(
         blocks: which modules are blocks, wherever they are in a list; by default all that turn out to be residual.
         d_model: width of the stream, by default that of the blocks' norms.
         dtype: of the mixers' parameters, by default that of the block.
+        recompute: keep the streams that enter a block alone, and make those inside again in the backward
+            (`axes.depth.stack`).
         options: further options of the mixer.
 
     Raises:
@@ -73,6 +78,8 @@ def wrap(
     >>> [name for name, _ in model[1].named_parameters()][-4:]
     ['map.bias', 'mixers.0.phi', 'mixers.0.alpha', 'mixers.0.bias']
     """
+    if not isinstance(recompute, bool):
+        raise ShapeError(f"wrap: recompute must be True (inside of every block) or False, got {recompute!r}")
     if streams is not None:
         options["streams"] = streams
     if any(isinstance(module, MixedBlock) for module in model.modules()):
@@ -80,10 +87,9 @@ def wrap(
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
         raise AxesError("wrap: the model is sharded already: wrap it first, so that its mixers are sharded too")
     require_plain_start(mixer, options)
-    stacks = find(model, blocks, d_model)
-    for stack in stacks:
+    for neighbours in find(model, blocks, d_model):
         index = 0
-        for place, (block, wired, width) in enumerate(stack):
+        for place, (block, wired, width) in enumerate(neighbours):
             parameter = next((p for p in block.parameters() if p.is_floating_point()), torch.empty(0))
             made = []
             for _ in wired.sublayers:
@@ -91,7 +97,7 @@ def wrap(
                 index += 1
             block.__class__ = mixed_class(type(block))
             block.mixers = nn.ModuleList(made).train(block.training)
-            block._mixing = Mixing(wired, enters=place == 0, leaves=place == len(stack) - 1)
+            block._mixing = Mixing(wired, place == 0, place == len(neighbours) - 1, recompute)
     return model
 
 
@@ -119,6 +125,7 @@ class Mixing:
     wiring: Wiring
     enters: bool
     leaves: bool
+    recompute: bool = False
 
 
 class MixedBlock(nn.Module):
@@ -141,13 +148,8 @@ def _mixed_forward(self: MixedBlock, *args: Any, **kwargs: Any) -> Any:
     if mixing.enters:
         streams = mixers[0].expand(streams)
     results: list[Any] = []
-    x, coefficients = mixers[0].read(streams)
-    for sublayer, mixer, following in zip(wired.sublayers, mixers, [*mixers[1:], None], strict=True):
-        y = sublayer.run(self, x, given, results, rest)
-        if following is None:
-            streams = mixer.write(streams, y, coefficients)
-        else:
-            streams, x, coefficients = mixer.write_then_read(streams, y, coefficients, following)
+    made = [partial(sublayer.run, self, given=given, results=results, rest=rest) for sublayer in wired.sublayers]
+    streams = through(made, mixers, streams, mixing.recompute * len(mixers))
     if mixing.leaves:
         streams = mixers[-1].reduce(streams)
     return streams if wired.others is None else (streams, *wired.behind(given, results))

@@ -260,7 +260,7 @@ class SequenceLayer(nn.Module):
             return y, state
         if state is None and cu_seqlens is None and self._repeats(x):
             named = self.implementation or dispatch.chosen()
-            made: tuple[Tensor, LayerState | None] = repeated(self, _run_alone, x, named, Same(self.update))
+            made: tuple[Tensor, LayerState | None] = repeated(self, _run_alone, (x,), named, Same(self.update))
             return made
         return self._run(x, state, cu_seqlens)
 

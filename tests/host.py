@@ -7,7 +7,8 @@ launches == ["_enter", "_prepare", ...]      # what would have been launched
 
 Counts are of torch's operations (aten, views included) and launches: they say what the host does and never flicker.
 They are what Python asks for; a call that has been seen follows a line (`axes.kernels.common.line`).
-`python -m tests.host [layers]` times both and counts forward and backward; with --profile, Python's functions by time.
+`python -m tests.host [layers or mixers]` times both and counts forward and backward; with --profile, Python's functions
+by time. Of a depth mixer it is a write with the next sublayer's read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
 import axes.sequence as sequence
-from axes.kernels.common import versions
+from axes import catalogue
+from axes.depth import DepthMixer
+from axes.kernels.common import repeated, versions
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.line import Line
 from axes.kernels.common.repeated import _known
@@ -37,6 +40,7 @@ from tests.hopper import NoDevice
 BY_KERNELS = (
     "GatedDeltaNet", "KDA", "DeltaNet", "LinearAttention", "RetNet", "GLA", "Mamba2", "RWKV7", "TitansMatrix",
 )  # fmt: skip
+MIXERS = ("hyper-connections", "dynamic-hyper-connections", "mhc", "jpmhc")
 
 
 class _Nothing:
@@ -130,6 +134,58 @@ def work(name: str) -> tuple[Work, Work]:
         return forward, Work(counted.names, launches)
 
 
+def sublayer(name: str) -> Callable[[], list[torch.Tensor]]:
+    """Streams after a write and the next read of them, of four streams of 64 in float32, with tensors to write."""
+    torch.manual_seed(0)
+    first, second = (catalogue.get(name, axis="depth").cls(64, i, streams=4) for i in range(2))
+    assert isinstance(first, DepthMixer)
+    streams, y = torch.randn(1, 2, 4, 64, requires_grad=True), torch.randn(1, 2, 64, requires_grad=True)
+    with torch.no_grad():
+        given = first.read(streams)[1]
+    given = given._replace(signal={n: c.clone().requires_grad_() for n, c in given.signal.items()}, read=None)
+
+    def run() -> list[torch.Tensor]:
+        after, x, told = first.write_then_read(streams, y, given, second)
+        return [told.read[1] if told.read is not None else after, x, *told.signal.values()]
+
+    return run
+
+
+def mixed(name: str) -> tuple[Work, Work]:
+    """What Python asks of torch and of the kernels for a write and a read of a mixer, and in their backward."""
+    with no_launches() as launches, patch.object(repeated, "_watched", lambda: True):
+        run = sublayer(name)
+        ones = [torch.ones_like(x) for x in run()]
+        launches.clear()
+        with _Operations() as counted:
+            made = run()
+        forward = Work(counted.names, launches.copy())
+        launches.clear()
+        with _Operations() as counted:
+            torch.autograd.backward(made, ones)
+        return forward, Work(counted.names, launches)
+
+
+def mixed_milliseconds(name: str, calls: int = 50, rounds: int = 10) -> list[tuple[float, float]]:
+    """Of the processor, of a forward and of both, as a line and by Python, by turns: the least of some rounds."""
+    with no_launches():
+        run = sublayer(name)
+        ones = [torch.ones_like(x) for x in run()]
+
+        def both() -> None:
+            torch.autograd.backward(run(), ones)
+
+        for _ in range(3):
+            both()
+        found: list[list[tuple[float, float]]] = [[], []]
+        watched = repeated._watched
+        for _ in range(rounds):
+            for held, asked in zip(found, (watched, lambda: True), strict=True):
+                with patch.object(repeated, "_watched", asked):
+                    held.append((_least(run, calls, 1), _least(both, calls, 1)))
+        return [(min(one for one, _ in held), min(two for _, two in held)) for held in found]
+
+
 def milliseconds(name: str, by_python: bool = False, calls: int = 200, rounds: int = 5) -> tuple[float, float]:
     """Of the processor, of a forward and of both: the least of some rounds. by_python: as a first call."""
     layer, x = example(name)
@@ -171,18 +227,22 @@ def _profile(name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("layers", nargs="*", default=BY_KERNELS)
+    parser.add_argument("layers", nargs="*", default=(*BY_KERNELS, *MIXERS))
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     for name in given.layers:
-        forward, backward = work(name)
-        one, two = milliseconds(name)
-        first, both = milliseconds(name, by_python=True)
+        if name in MIXERS:
+            forward, backward = mixed(name)
+            (one, two), (first, both) = mixed_milliseconds(name)
+        else:
+            forward, backward = work(name)
+            one, two = milliseconds(name)
+            first, both = milliseconds(name, by_python=True)
         counts = [f"{len(w.operations)} operations, {len(w.launches)} launches" for w in (forward, backward)]
         times = f"{one:6.3f} / {two:6.3f} ms, by Python {first:6.3f} / {both:6.3f}"
-        print(f"{name:16} {times}   forward {counts[0]}; backward {counts[1]}", flush=True)
-        if given.profile:
+        print(f"{name:25} {times}   forward {counts[0]}; backward {counts[1]}", flush=True)
+        if given.profile and name not in MIXERS:
             print(forward.operations, forward.launches, backward.operations, backward.launches, sep="\n")
             _profile(name)
 

@@ -16,7 +16,7 @@ import axes
 from axes import catalogue
 from axes.answers import plans
 from axes.core.state_update import StateUpdate
-from axes.depth import kernels as products
+from axes.depth import products
 from axes.depth.residual import _OneStream
 from axes.optim.engine.capabilities import holds
 from axes.optim.engine.factored import Factored
@@ -46,7 +46,7 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (Factored, "step", "stacks", None),
     (Staged, "_programs", "stacks", None),
     (Schedule, "run", None, "torch"),
-    (products, "_product", "chain", "torch"),
+    (products, "write", "chain", "torch"),
     (_OneStream, "_made", "chain", "torch"),
 ]
 KERNELS = (

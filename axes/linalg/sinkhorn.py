@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
+
+from axes.linalg.formulas import by_formula
 
 _SPREAD = {torch.float32: 40.0, torch.float64: 300.0}  # of logits, up to which no entry leaves the range of the dtype
 
@@ -31,11 +32,7 @@ def by_logs(z: Tensor, pairs: int) -> Tensor:
 
 def _plain_numbers(z: Tensor) -> bool:
     """Whether the host may look at the logits, and their exponentials and the products of these are in range."""
-    if torch.compiler.is_compiling() or type(z) not in (Tensor, nn.Parameter):
-        return False
-    if z.device.type != "cpu" or z.dtype not in _SPREAD or not z.numel():
-        return False
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if not by_formula(z) or z.device.type != "cpu" or z.dtype not in _SPREAD or not z.numel():
         return False
     low, high = z.detach().aminmax()
     return bool(high - low < _SPREAD[z.dtype])  # not where one is not a number

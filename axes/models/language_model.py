@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axes import catalogue
+from axes.depth.stack import require_recompute, through
 from axes.errors import AxesError, ShapeError
 from axes.kernels.blocks.products import is_plain, products
 from axes.kernels.common import versions
@@ -36,7 +38,8 @@ _EPS = 1e-6
 @final
 @dataclass(frozen=True)
 class Architecture:
-    """What has to be known to build the model again."""
+    """What has to be known to build the model again, and how it keeps what its backward wants: `recompute` as in
+    `axes.depth.through`."""
 
     sequence: str = "gated-delta-net"
     depth: str = "mhc"
@@ -45,8 +48,10 @@ class Architecture:
     heads: int = 4
     streams: int = 4
     vocabulary: int = 256
+    recompute: int = 0
 
     def __post_init__(self) -> None:
+        require_recompute("Architecture", self.recompute)
         for name in ("layers", "width", "heads", "streams", "vocabulary"):
             if getattr(self, name) < 1:
                 raise AxesError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -85,7 +90,7 @@ class SwiGLU(nn.Module):
             y: Tensor = self.out(F.silu(self.gate(x)) * self.inner(x))
             return y
         run = SwiGLU._by_kernels
-        y = run(self, x, dtype) if torch.compiler.is_compiling() else repeated(self, run, x, dtype)
+        y = run(self, x, dtype) if torch.compiler.is_compiling() else repeated(self, run, (x,), dtype)
         return y
 
     def _by_kernels(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -211,18 +216,18 @@ class LanguageModel(nn.Module):
         if len(memories) != self.architecture.layers:
             raise ShapeError(f"LanguageModel: the state holds {len(memories)} layers, not {self.architecture.layers}")
         mixers: list[Any] = list(self.mixers)
+
+        def sublayer(index: int, x: Tensor) -> Tensor:
+            made, x = self.sublayers[index], self.norms[index](x)
+            if index % 2:
+                y = made(x)
+            else:
+                y, memories[index // 2] = mix(made, x, memories[index // 2])
+            return y
+
+        sublayers = [partial(sublayer, index) for index in range(len(mixers))]
         streams = mixers[0].expand(self.embedding(tokens))
-        x, context = mixers[0].read(streams)
-        followed = zip(self.sublayers, self.norms, mixers, [*mixers[1:], None], strict=True)
-        for index, (sublayer, norm, mixer, following) in enumerate(followed):
-            if index % 2 == 0:
-                y, memories[index // 2] = mix(sublayer, norm(x), memories[index // 2])
-            else:
-                y = sublayer(norm(x))
-            if following is None:
-                streams = mixer.write(streams, y, context)
-            else:
-                streams, x, context = mixer.write_then_read(streams, y, context, following)
+        streams = through(sublayers, mixers, streams, self.architecture.recompute)
         return self.norm(mixers[-1].reduce(streams)), tuple(memories)
 
     def extra_repr(self) -> str:

@@ -13,3 +13,9 @@ def some_parameter(module: nn.Module) -> Tensor | None:
             if parameter is not None:
                 return parameter
     return next(module.parameters(), None) if modules else None
+
+
+def are_plain(module: nn.Module) -> bool:
+    """Whether all of them are here, and not in parts on several devices."""
+    own = all(p is None or type(p) in (nn.Parameter, Tensor) for p in module._parameters.values())
+    return own and all(m is None or are_plain(m) for m in module._modules.values())

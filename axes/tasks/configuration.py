@@ -39,6 +39,7 @@ class Configuration:
     """A training run. `lr`, `weight_decay` None: the demonstration's, or else the optimizer's own default. `text`
     empty: the embedded corpus.
 
+    recompute: sublayers that keep the streams which enter them alone (`axes.depth.stack`), 0 to keep all;
     context: bytes per window; batch: windows per step; warmup: steps of linear warm-up; clip: largest gradient norm,
     0 for none; text_limit: take about this many bytes of the text, 0 for all; validation_windows: windows of
     `context` bytes per evaluation; eval_every, save_every: steps between, 0 for only at the end; threads: of the CPU,
@@ -52,6 +53,7 @@ class Configuration:
     width: int = 128
     heads: int = 4
     streams: int = 4
+    recompute: int = 0
     context: int = 256
     batch: int = 16
     steps: int = 1000
@@ -88,6 +90,8 @@ class Configuration:
         for kind, name, known in (("dtype", self.dtype, DTYPES), ("schedule", self.schedule, SCHEDULES)):
             if name not in known:
                 raise UnknownName(kind, name, known)
+        compiled = self.compile and self.recompute > 0
+        self._require("recompute", not compiled, "0 with compile: a compiler decides itself what is kept")
         require_memory(self.least_bytes(), self.torch_device(), "weights, gradients and activations of this model")
 
     def least_bytes(self) -> int:
@@ -121,7 +125,9 @@ class Configuration:
         return f"{self.sequence} x {self.optimizer} x {self.depth}"
 
     def architecture(self) -> Architecture:
-        return Architecture(self.sequence, self.depth, self.layers, self.width, self.heads, self.streams)
+        return Architecture(
+            self.sequence, self.depth, self.layers, self.width, self.heads, self.streams, recompute=self.recompute
+        )
 
     def torch_device(self) -> torch.device:
         """The device, refused here if this machine lacks it."""

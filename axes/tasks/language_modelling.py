@@ -93,7 +93,7 @@ def resume(folder: RunFolder, steps: int | None = None) -> Training:
     try:
         configuration = read_configuration(folder)
         state = folder.read_checkpoint()
-        if state.get("configuration") != configuration.as_dict():
+        if not _is_of(state, configuration):
             raise AxesError(f"{folder.checkpoint} belongs to another configuration than {folder.config}")
         training = Training(configuration, configuration.corpus())
         training.load_state_dict(state)
@@ -107,6 +107,15 @@ def resume(folder: RunFolder, steps: int | None = None) -> Training:
         folder.release()
         raise
     return training
+
+
+def _is_of(state: Record, configuration: Configuration) -> bool:
+    """Whether a checkpoint is of a configuration; one of an earlier version lacks settings that there are since."""
+    settings = state.get("configuration")
+    try:
+        return isinstance(settings, dict) and configuration_from_dict(settings) == configuration
+    except AxesError:
+        return False
 
 
 def read_configuration(folder: RunFolder) -> Configuration:

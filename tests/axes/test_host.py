@@ -13,7 +13,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from tests.host import BY_KERNELS, line, work
+from tests.host import BY_KERNELS, MIXERS, line, mixed, work
 
 # operations and launches of a forward, and of its backward
 COUNTS = {
@@ -28,9 +28,25 @@ COUNTS = {
     "TitansMatrix": ((105, 5), (112, 8)),
 }
 
+# of a write of streams and the next read of them
+MIXED = {
+    "hyper-connections": ((20, 1), (29, 1)),
+    "dynamic-hyper-connections": ((52, 4), (73, 4)),
+    "mhc": ((45, 5), (59, 5)),
+    "jpmhc": ((100, 4), (127, 4)),
+}
+
 
 def test_the_table_has_every_layer() -> None:
     assert tuple(COUNTS) == BY_KERNELS
+    assert tuple(MIXED) == MIXERS
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_operations_and_launches_of_mixers(name: str) -> None:
+    for one, (operations, launches) in zip(mixed(name), MIXED[name], strict=True):
+        assert len(one.operations) <= operations, one.operations
+        assert len(one.launches) == launches, one.launches
 
 
 @pytest.mark.parametrize("name", COUNTS)

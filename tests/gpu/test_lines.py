@@ -17,6 +17,8 @@ if not torch.cuda.is_available():
 from torch import Tensor, nn  # noqa: E402
 
 import axes.sequence as sequence  # noqa: E402
+from axes import catalogue  # noqa: E402
+from axes.depth import through  # noqa: E402
 from axes.kernels.common import line  # noqa: E402
 from axes.models.language_model import SwiGLU  # noqa: E402
 
@@ -67,6 +69,37 @@ def test_the_bits_of_python(name: str, dtype: torch.dtype, monkeypatch: pytest.M
             assert (a is None) == (b is None), (call, i)
             close = a is None or torch.equal(a, b) or not repeats and torch.allclose(a, b, rtol=1e-3, atol=1e-5)
             assert close, (call, i)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("name", ("hyper-connections", "dynamic-hyper-connections", "mhc", "jpmhc", "mhc-lite", "ihc"))
+def test_the_bits_of_python_of_streams(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sublayers in their mixers, and the same with streams that are made again."""
+    torch.manual_seed(0)
+    followed: list[line.Line] = []
+    follow = line.Line.follow
+    monkeypatch.setattr(line.Line, "follow", lambda self, *given: followed.append(self) or follow(self, *given))
+    mixers = [catalogue.get(name, "depth").cls(256, i, streams=4, device="cuda") for i in range(4)]
+    for p in (p for mixer in mixers for p in mixer.parameters()):
+        p.data.add_(0.1 * torch.randn_like(p))
+    sublayers = [nn.Linear(256, 256, device="cuda", dtype=dtype) for _ in mixers]
+    h, direction = torch.randn(2, 2, 300, 256, device="cuda", dtype=dtype).unbind()
+
+    def run(recompute: int = 0) -> list[Tensor | None]:
+        x = h.detach().requires_grad_()
+        out = mixers[-1].reduce(through(sublayers, mixers, mixers[0].expand(x), recompute))
+        wanted = [x, *[p for m in (*mixers, *sublayers) for p in m.parameters()]]
+        return [out.detach(), *torch.autograd.grad(out, wanted, direction, allow_unused=True)]
+
+    for _ in range(3):
+        followed.clear()
+        found = run()
+    assert len(followed) == 5, "a read, three writes with the next read and a write follow lines"
+    monkeypatch.setattr("axes.kernels.common.repeated._watched", lambda: True)
+    joined = [run()] if name == "hyper-connections" else [run(), run(2)]  # whose write and read are one pass inside
+    for meant in joined:
+        for i, (a, b) in enumerate(zip(found, meant, strict=True)):
+            assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), i
 
 
 @pytest.mark.parametrize("name", ("GatedDeltaNet", "SoftmaxAttention"))

@@ -45,6 +45,12 @@ class _Described(NamedTuple):
     base: _Place
 
 
+class _Again(NamedTuple):
+    """A result that another one is too: of the same memory, but a tensor of its own."""
+
+    base: _Place
+
+
 class _Step(NamedTuple):
     """function(*args, **kwargs), in which places stand for tensors. made: roots, in the order of the results."""
 
@@ -111,6 +117,8 @@ def _tensors(x: Any) -> Iterator[Tensor]:
     elif isinstance(x, tuple | list):
         for y in x:
             yield from _tensors(y)
+    elif isinstance(x, dict):
+        yield from _tensors(tuple(x.values()))
     elif hasattr(x, "block_shape"):
         yield x.base
 
@@ -148,9 +156,11 @@ class Recorder(TorchDispatchMode):
         return made
 
     def launch(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """A launch of a kernel, which writes to tensors of the line."""
+        """A launch of a kernel, which writes to tensors of the line. It takes addresses, so that no view need be made
+        of what begins where a root does."""
         if self.refused is None:
-            self.steps.append(_Step(function, self._places(tuple(args)), self._places(kwargs), (), False))
+            begins = [self._begins(self._places(x)) for x in args]
+            self.steps.append(_Step(function, tuple(begins), self._places(kwargs), (), False))
 
     def place(self, x: Tensor) -> _Place:
         """Where x stands on the line."""
@@ -165,11 +175,20 @@ class Recorder(TorchDispatchMode):
         made = _Place(places[first].root, tuple(x.shape), x.stride(), int(x.storage_offset()))
         return places.setdefault(_meta(x), made)
 
+    def whole(self, place: _Place) -> _Place:
+        """The root itself where a view of it differs by steps that nobody takes."""
+        root = self.roots[place.root]
+        return root if _steps(place) == _steps(root) else place
+
     def _root(self, x: Tensor) -> int:
         place = _Place(len(self.roots), tuple(x.shape), x.stride(), int(x.storage_offset()))
         self.roots.append(place)
         self._storages[_address(x)] = StorageWeakRef(x.untyped_storage()), {_meta(x): place}
         return place.root
+
+    def _begins(self, x: Any) -> Any:
+        root = self.roots[x.root] if isinstance(x, _Place) else None
+        return root if root is not None and root.offset == x.offset else x
 
     def _write(self, function: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
         several = isinstance(made, tuple | list)
@@ -265,7 +284,7 @@ def _function(
 ) -> _Follow:
     """The steps as a function of a list of given roots, which it empties; results: places, which come back in their
     structure. A tensor is let go of behind the step that reads it last."""
-    known: dict[str, Any] = {"view": torch.as_strided, "described": _described}
+    known: dict[str, Any] = {"view": torch.as_strided, "described": _described, "again": Tensor.detach}
     names = "".join(f"t{root}, " for root in given)
     lines = [[f"{names} = tensors", "tensors.clear()"]]
     last: dict[str, int] = {}
@@ -285,6 +304,8 @@ def _function(
                 last[root] = len(lines) - 1
             last[name] = len(lines) - 1
             return name
+        if isinstance(x, _Again):
+            return f"again({text(x.base)})"
         if isinstance(x, _Described):
             return f"described({constant(x.cls)}, {constant(x.rest)}, {text(x.base)})"
         if x is None or type(x) in (bool, int, str):
@@ -323,7 +344,7 @@ def _function(
 def _placed(x: Any) -> Iterator[_Place]:
     if isinstance(x, _Place):
         yield x
-    elif isinstance(x, _Described):
+    elif isinstance(x, _Described | _Again):
         yield x.base
     elif isinstance(x, tuple | list):
         for y in x:
@@ -405,10 +426,10 @@ class Line:
         found = {id(x): x for x in every}  # a result may stand in two places
         order = list(found)
         self._structure = _structure(made, iter([order.index(id(x)) for x in every]))
-        places = tuple(recorder.place(x) for x in found.values())
-        if len(set(places)) < len(places) or any(place.root in recorder.given for place in places):
-            recorder.refuse("a result is another one, or what was given")
-        return list(found.values()), places
+        places = tuple(recorder.whole(recorder.place(x)) for x in found.values())
+        if any(place.root in recorder.given and place != recorder.roots[place.root] for place in places):
+            recorder.refuse("a result is a view of what was given")
+        return list(found.values()), tuple(_Again(x) if x in places[:i] else x for i, x in enumerate(places))
 
     def _finish(self, recorder: Recorder, given: int, outputs: tuple[_Place, ...], *backward: Any) -> None:
         self.refused = recorder.refused
@@ -448,7 +469,7 @@ class _Writing(torch.autograd.Function):
         ctx.line, ctx.function, ctx.recorder, ctx.given, ctx.made = line, function, recorder, given, made
         ctx.places, ctx.done = places, len(recorder.steps)
         ctx.save_for_backward(*tensors)  # to which nobody may write before the backward
-        outputs = line._run(lambda made: tuple(x.detach() for x in made), made)
+        outputs = line._run(lambda made: tuple(map(Tensor.detach, made)), made)
         ctx.mark_non_differentiable(*[outputs[i] for i in line._constant])
         ctx.set_materialize_grads(False)
         return outputs
@@ -465,7 +486,8 @@ class _Writing(torch.autograd.Function):
         with recorder:
             results = _gradients(ctx.made, given, whole)
         places = tuple(None if x is None else recorder.place(x) for x in results)
-        if _overlap([p for p in places if p is not None]) or any(p.root in recorder.given for p in places if p):
+        came = {recorder.roots[root] for root in roots}  # one may be handed on as it came, as autograd does
+        if _overlap([p for p in places if p]) or any(p.root in recorder.given and p not in came for p in places if p):
             recorder.refuse("gradients share memory")
         line._came, line._cast_back = [x is not None for x in grads], cast(line.device)
         line._finish(recorder, len(given), ctx.places, ctx.done, roots, places)
@@ -523,8 +545,27 @@ def _whole(x: Tensor | None) -> Any:
 
 
 def _overlap(places: Sequence[_Place]) -> bool:
-    spans = sorted((p.root, p.offset, p.offset + _span(p)) for p in places if 0 not in p.size)
-    return any(a[0] == b[0] and b[1] < a[2] for a, b in zip(spans, spans[1:], strict=False))
+    """Whether two have an entry in common; views of one tensor may lie between each other."""
+    many: dict[int, list[_Place]] = {}
+    for p in places:
+        many.setdefault(p.root, []).append(p)
+    return any(len(views) > 1 and _shared(views) for views in many.values())
+
+
+def _shared(views: Sequence[_Place]) -> bool:
+    views = [p for p in views if 0 not in p.size]
+    held = torch.zeros(max([p.offset + _span(p) for p in views], default=0), dtype=torch.bool, device="cpu")
+    for p in views:
+        size = [n if stride else 1 for n, stride in zip(p.size, p.stride, strict=True)]
+        own = held.as_strided(size, p.stride, p.offset)
+        if own.any():
+            return True
+        own.fill_(True)
+    return False
+
+
+def _steps(p: _Place) -> tuple[Any, ...]:
+    return p.size, p.offset, [stride for n, stride in zip(p.size, p.stride, strict=True) if n > 1]
 
 
 def _span(p: _Place) -> int:
@@ -548,6 +589,8 @@ def _structure(made: Any, index: Iterator[int]) -> Callable[..., Any]:
             if hasattr(x, "_fields"):
                 return f"{constant(type(x))}({inside})"
             return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
+        if isinstance(x, dict):
+            return "{" + "".join(f"{name!r}: {text(y)}, " for name, y in x.items()) + "}"
         return constant(x)
 
     def constant(x: Any) -> str:

@@ -9,6 +9,7 @@ operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -47,17 +48,30 @@ class Same:
         return isinstance(other, Same) and self.it is other.it
 
 
-def repeated(module: nn.Module, run: Run, x: Tensor, *facts: Hashable) -> Any:
-    """run(module, x, *facts), whose operations depend on how x and the module's tensors look and on `facts`, and which
-    does nothing else. The results are tensors, in tuples and lists."""
-    if x.__class__ not in _PLAIN or _watched():
-        return run(module, x, *facts)
+def repeated(module: nn.Module, run: Run, given: tuple[Tensor, ...], *facts: Hashable) -> Any:
+    """run(module, *given, *facts), whose operations depend on how `given` and the module's tensors look and on `facts`,
+    and which does nothing else. The results are tensors, in tuples, lists and dictionaries."""
+    if not all(x.__class__ in _PLAIN for x in given) or _watched():
+        return run(module, *given, *facts)
     known = _known.get(module)
     if known is None or not known.current():
         known = _known[module] = _Calls(module)
     if not known.own or known.hooked():
-        return run(module, x, *facts)
-    return known(module, run, x, facts)
+        return run(module, *given, *facts)
+    return known(module, run, given, facts)
+
+
+def _plainly(x: Tensor) -> Tensor:
+    return x.detach()  # a node that kept what it returned would keep itself
+
+
+_PLAINLY = (_plainly, _plainly)
+
+
+def around() -> AbstractContextManager[Any]:
+    """Within the block tensors are kept for the backward as they are now, whatever hooks come between."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) or _PLAINLY
+    return torch.autograd.graph.saved_tensors_hooks(*hooks)
 
 
 def _watched() -> bool:
@@ -67,7 +81,7 @@ def _watched() -> bool:
         c._len_torch_dispatch_stack()
         or c._len_torch_function_stack()
         or _transformed()
-        or c._autograd._top_saved_tensors_default_hooks(False) is not None
+        or (c._autograd._top_saved_tensors_default_hooks(False) or _PLAINLY)[0] is not _plainly
         or forward_ad._current_level >= 0
         or c._get_tracing_state() is not None
         or torch.is_anomaly_enabled()
@@ -105,17 +119,17 @@ class _Calls:
                 return True
         return False
 
-    def __call__(self, module: nn.Module, run: Run, x: Tensor, facts: tuple[Hashable, ...]) -> Any:
-        given = [held.get(name) for held, name in self.tensors]
-        tensors = [x, *[p for p in given if p is not None]]
+    def __call__(self, module: nn.Module, run: Run, given: tuple[Tensor, ...], facts: tuple[Hashable, ...]) -> Any:
+        own = [held.get(name) for held, name in self.tensors]
+        tensors, device = [*given, *[p for p in own if p is not None]], given[0].device
         grad = torch.is_grad_enabled()
         look = (
-            run, facts, grad, cast(x.device), torch.is_inference_mode_enabled(), _told(),
-            *[held["training"] for held in self.held], *map(_look, (x, *given)),
+            run, facts, grad, cast(device), torch.is_inference_mode_enabled(), _told(),
+            *[held["training"] for held in self.held], *map(_look, given), *map(_look, own),
         )  # fmt: skip
         line = self.lines.get(look)
         record = grad and any(p.requires_grad for p in tensors)
-        call = partial(self.with_tensors, module, run, facts)
+        call = partial(self.with_tensors, module, run, len(given), facts)
         if line is not None and line.ready:
             return line.follow(call, tensors, record)
         if line is not None and line.open:
@@ -123,16 +137,16 @@ class _Calls:
         if line is None and all(p.__class__ in _PLAIN for p in tensors):
             if len(self.lines) >= _MOST:
                 self.lines.clear()
-            self.lines[look] = Line(x.device)
-        return run(module, x, *facts)
+            self.lines[look] = Line(device)
+        return run(module, *given, *facts)
 
-    def with_tensors(self, module: nn.Module, run: Run, facts: Sequence[Any], x: Tensor, *tensors: Tensor) -> Any:
-        """run with other tensors in the place of the module's."""
-        twin, rest = _twin(module, {}), iter(tensors)
+    def with_tensors(self, module: nn.Module, run: Run, many: int, facts: Sequence[Any], *tensors: Tensor) -> Any:
+        """run with other tensors in the place of those that are given, so many, and of the module's."""
+        twin, rest = _twin(module, {}), iter(tensors[many:])
         for m in twin.modules():
             for held in (m._parameters, m._buffers):
                 held.update({name: None if p is None else next(rest) for name, p in held.items()})
-        return run(twin, x, *facts)
+        return run(twin, *tensors[:many], *facts)
 
 
 _known: WeakKeyDictionary[nn.Module, _Calls] = WeakKeyDictionary()

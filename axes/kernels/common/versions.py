@@ -132,8 +132,7 @@ def gpu_is_here() -> bool:
 
 def _ask(device: torch.device) -> _Reasons:
     if device.type != "cuda":
-        reason = f"device {device} is not a GPU"
-        return _Reasons(reason, reason)
+        return _no_gpu(device)
     if not gpu_is_here():
         asked = f"device {device} is not here to be asked whether it is a Hopper GPU"
         return _Reasons(UNUSABLE, UNUSABLE or gluon_refusal() or asked)
@@ -143,6 +142,12 @@ def _ask(device: torch.device) -> _Reasons:
         none = UNUSABLE or _too_old(gpu)
         _ASKED[number] = _Reasons(none, none or gluon_refusal() or _no_hopper(gpu))
     return _ASKED[number]
+
+
+@functools.cache
+def _no_gpu(device: torch.device) -> _Reasons:
+    reason = f"device {device} is not a GPU"
+    return _Reasons(reason, reason)
 
 
 # Asked and not traced, since devices stay what they are: `torch.compiler.assume_constant_result`, which imports dynamo.

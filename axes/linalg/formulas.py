@@ -1,0 +1,34 @@
+"""Derivatives by a formula of ours in the place of autograd's own operations: where that is possible, and their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def by_formula(*given: Tensor | None) -> bool:
+    """Whether nobody but autograd's reverse mode follows operations on these: no compiler, transform or subclass."""
+    if torch.compiler.is_compiling() or _transformed() or forward_ad._current_level >= 0:
+        return False
+    return all(x is None or type(x) in (Tensor, nn.Parameter) for x in given)
+
+
+def by_autograd(
+    plain: Callable[..., Any], given: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of plain(*given), a tensor or several, with a graph of their own: they are differentiated again."""
+    made = plain(*given)
+    pairs = zip(made if isinstance(made, tuple) else (made,), grads, strict=True)
+    outs, came = zip(*[(y, dy) for y, dy in pairs if dy is not None], strict=True)
+    wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+    found = iter(torch.autograd.grad(outs, wanted, came, create_graph=True, allow_unused=True))
+    return tuple(next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in given)
+
+
+__all__ = ["by_autograd", "by_formula"]
