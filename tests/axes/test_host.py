@@ -24,8 +24,8 @@ COUNTS = {
     "RetNet": ((73, 4), (56, 6)),
     "GLA": ((48, 5), (80, 7)),
     "Mamba2": ((61, 4), (81, 6)),
-    "RWKV7": ((136, 4), (249, 5)),
-    "TitansMatrix": ((105, 5), (112, 8)),
+    "RWKV7": ((137, 4), (249, 5)),
+    "TitansMatrix": ((105, 6), (112, 8)),
 }
 
 # of a write of streams and the next read of them
