@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from axes.core.algorithms import Anchor, Held
+from axes.core.algorithms import Anchor, Held, Step
 from axes.core.costs import Linear
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
-from axes.core.memory import List
+from axes.core.memory import List, RankOne
 from axes.core.rates import Per, rate_shape
 from axes.core.state_update import StateUpdate
 
@@ -115,6 +115,41 @@ def no_chain(update: StateUpdate) -> str | None:
 
 
 @fact
+def no_substitution(update: StateUpdate) -> str | None:
+    """Why a nonlinear drive is not found from inner products of keys, or None if it is."""
+    if (reason := _computed(update)) is not None:
+        return reason
+    cost, h, monoid, step, memory = update.parts()
+    if not isinstance(memory, RankOne) or not memory.one_leaf:
+        return f"{type(memory).__name__} memory is not one matrix that is written by outer products"
+    if feedback(update) == "none":
+        return "the drive does not depend on the state inside a chunk"
+    if cost.encode:
+        return "the encoding cost reads the state on the value side"
+    if not h.is_identity or not step.lazy:
+        return f"h = {type(h).__name__} acts on the state"
+    if isinstance(cost.ridge, Per) or cost.ridge != 0.0:
+        return "a ridge writes the whole state"
+    if step.steps > 1 or step.read is not None or step.start != "zero" or step.debias:
+        return "several steps on one datum, a read point, a first-drive start or a normaliser"
+    if step.at == "new" and not memory.linear:
+        return "an implicit step of a memory that is not linear is no step of its prediction"
+    if not gates(monoid) <= {"identity", "scalar", "row"} or rate_shape(step.rate) not in ("scalar", "row"):
+        return "gates and rates act on rows or on the whole state"
+    for f in step.via:
+        if not isinstance(f, StateUpdate) or not _of_one_column(f):
+            return "a filter keeps no state and does not ask where keys point"
+    return None
+
+
+def _of_one_column(f: StateUpdate) -> bool:
+    """Whether a filter makes an outer product an outer product along the same key, by its column alone."""
+    _, h, monoid, step, _ = f.parts()
+    memoryless = gates(monoid) == {"zero"} and step == Step(rate=step.rate) and rate_shape(step.rate) == "scalar"
+    return memoryless and (h.is_identity or h.turns) and not h.stats and not h.reads
+
+
+@fact
 def no_cascade(update: StateUpdate) -> str | None:
     """Why stages cannot run one after another inside a chunk, or None if they can."""
     if (reason := _computed(update)) is not None:
@@ -202,5 +237,6 @@ __all__ = [
     "no_cascade",
     "no_chain",
     "no_gram",
+    "no_substitution",
     "structure",
 ]

@@ -27,6 +27,7 @@ from axes.core.memory import Factors, Leaves, RankOne
 from axes.core.rates import Per, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.routes.scan import cumulative
+from axes.routes.spans import datum, span
 
 Tokens = Mapping[str, Tensor | float]
 Filters = tuple[State | tuple[State, ...], ...]
@@ -45,21 +46,12 @@ def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int
             count = int(state.count)
             size = min(size, step.at.every - count % step.at.every)
             if count % step.at.every == 0:
-                state = state._replace(anchor=update.output(state, _first(signal, batch, t)).weights)
-        part = {n: _narrow(x, batch, t, size) for n, x in signal.items()}
+                state = state._replace(anchor=update.output(state, datum(signal, batch, t)).weights)
+        part = {n: span(x, batch, t, size) for n, x in signal.items()}
         out, state = (_factored if factored else _chunk)(update, part, state, size)
-        outputs.append(update.read(out, _narrow(q, batch, t, size), part))  # type: ignore[arg-type]
+        outputs.append(update.read(out, span(q, batch, t, size), part))  # type: ignore[arg-type]
         t += size
     return torch.cat(outputs, batch), state
-
-
-def _narrow(x: Tensor | float, dim: int, start: int, size: int) -> Tensor | float:
-    return x.narrow(dim, start, size) if isinstance(x, Tensor) and x.ndim > dim else x
-
-
-def _first(signal: Tokens, dim: int, t: int) -> Tokens:
-    """One datum of the signal."""
-    return {n: x.select(dim, t) if isinstance(x, Tensor) and x.ndim > dim else x for n, x in signal.items()}
 
 
 # ---- drives as matrices ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from axes.core.memory import Leaves
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import ShapeError
-from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan
+from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan, substitution
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
 from axes.routes.packed import each_alone, grows, join, unread
 from axes.routes.precision import own_precision
@@ -252,6 +252,12 @@ def _run_cascade(update: StateUpdate, signal: Signal, state: State, batch: int) 
     return cascade.run(update, signal, state, q, batch)
 
 
+def _run_substitution(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
+    q = signal["q"]
+    assert isinstance(q, Tensor)
+    return substitution.run(update, signal, state, q, batch)
+
+
 def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     cost, _, monoid, step, _ = update.parts()
     outputs, done = [], 0
@@ -280,4 +286,4 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
 
 
 _AS_GIVEN = frozenset(("attention",))  # routes that take half precision as it is
-_ROUTES = {"chain": _run_chain, "cascade": _run_cascade, "gram": _run_gram}
+_ROUTES = {"chain": _run_chain, "substitution": _run_substitution, "cascade": _run_cascade, "gram": _run_gram}

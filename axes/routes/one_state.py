@@ -42,17 +42,17 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
         return x.unflatten(-2, (count, size)).reshape(-1, size, x.shape[-1])
 
     q, key, value = cut(q), cut(key), cut(value)
-    decays = _decays(None if gate is None else cut(gate), q)
-    inside = decays.scores(q, key)
+    decay = decays(None if gate is None else cut(gate), q)
+    inside = decay.scores(q, key)
     gated = gate is not None
-    carried, remaining = (q * decays.kept, key * decays.left) if gated else (q, key)
+    carried, remaining = (q * decay.kept, key * decay.left) if gated else (q, key)
     fixed, varying = value, None
     if read is not None:
         read = cut(read)
-        system = torch.eye(size, dtype=q.dtype, device=q.device) + decays.scores(read, key, before=True)
+        system = torch.eye(size, dtype=q.dtype, device=q.device) + decay.scores(read, key, before=True)
         if gated:
-            one = torch.ones_like(decays.kept[:, :1])
-            read = read * torch.cat((one, decays.kept[:, :-1]), 1)
+            one = torch.ones_like(decay.kept[:, :1])
+            read = read * torch.cat((one, decay.kept[:, :-1]), 1)
         forced = torch.cat((value, read), -1)
         # transposed, rows are the columns that LAPACK wants: nothing is copied
         solved = torch.linalg.solve_triangular(system.mT, forced.mT, upper=True, left=False, unitriangular=True).mT
@@ -65,7 +65,7 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
     d_v, d_k = start.shape[-3], start.shape[-1]
     state = start[..., 0, :].expand(*batch, d_v, d_k).reshape(-1, d_v, d_k)
     states = []
-    wholes = chunks(decays.kept[:, -1:]) if gated else None
+    wholes = chunks(decay.kept[:, -1:]) if gated else None
     if varying is None:
         entering = chunks(fixed.mT @ remaining)
         for n in range(count):
@@ -92,7 +92,7 @@ def floor(dtype: torch.dtype) -> float:
 # ---- decays inside a chunk -----------------------------------------------------------------------------------------
 
 
-class _Decays:
+class Decays:
     """What a chunk's gates do: kept (M, C, 1|d) of the first state, left (M, C, 1|d) of a write at the chunk's end."""
 
     kept: Tensor
@@ -102,16 +102,23 @@ class _Decays:
         """x_t Diag(e^(g_s+1 + .. + g_t)) w_s for s <= t; before: of the state before token t, up to g_t-1 and s < t."""
         raise NotImplementedError
 
+    def mixed(self, pairs: Tensor, values: Tensor, before: bool = False) -> Tensor:
+        """sum_s pairs_ts e^(g_s+1 + .. + g_t) w_s, gates on the entries of values (M, C, d); before: as `scores`."""
+        raise NotImplementedError
 
-class _Ungated(_Decays):
+
+class _Ungated(Decays):
     def __init__(self, like: Tensor) -> None:
         self.kept = self.left = like.new_ones(1, 1, 1)
 
     def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
         return (readers @ writers.mT).tril(-int(before))
 
+    def mixed(self, pairs: Tensor, values: Tensor, before: bool = False) -> Tensor:
+        return pairs.tril(-int(before)) @ values
 
-class _Scalar(_Decays):
+
+class _Scalar(Decays):
     """One gate a token: a matrix of all decays."""
 
     def __init__(self, gate: Tensor) -> None:
@@ -122,11 +129,16 @@ class _Scalar(_Decays):
         self.kept, self.left = gate.cumsum(1).exp(), self.decay[:, -1, :, None]
 
     def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
-        decay = torch.nn.functional.pad(self.decay[:, :-1], (0, 0, 1, 0)) if before else self.decay
-        return readers @ writers.mT * decay
+        return readers @ writers.mT * self._between(before)
+
+    def mixed(self, pairs: Tensor, values: Tensor, before: bool = False) -> Tensor:
+        return (pairs * self._between(before)) @ values
+
+    def _between(self, before: bool) -> Tensor:
+        return torch.nn.functional.pad(self.decay[:, :-1], (0, 0, 1, 0)) if before else self.decay
 
 
-class _Channels(_Decays):
+class _Channels(Decays):
     """A gate for every key entry. Pairs in different halves of a block meet at the border between them, so that they
     are products of two scaled operands, and so on in each half; the last few pairs have exponentials of their own."""
 
@@ -147,10 +159,27 @@ class _Channels(_Decays):
         self.few = gate.unflatten(1, (-1, few))
         self.among = [(between > s) & (between <= t - int(before)) for before in (False, True)]
 
-    def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
+    def _between(self, before: bool) -> Tensor:
+        """Of the last few pairs: (M, n, few, few, d)."""
         few = self.few.shape[-2]
-        sums = self.among[before].to(readers.dtype).flatten(0, 1) @ self.few
-        decay = sums.exp().unflatten(-2, (few, few))
+        sums = self.among[before].to(self.few.dtype).flatten(0, 1) @ self.few
+        return sums.exp().unflatten(-2, (few, few))
+
+    def mixed(self, pairs: Tensor, values: Tensor, before: bool = False) -> Tensor:
+        few = self.few.shape[-2]
+        blocks = pairs.unflatten(-1, (-1, few)).unflatten(-3, (-1, few)).diagonal(0, -4, -2).movedim(-1, -3)
+        w = values.unflatten(1, (-1, few))
+        out = (blocks.tril(-int(before))[..., None] * self._between(before) * w[..., None, :, :]).sum(-2).flatten(1, 2)
+        for until, excluded, after in reversed(self.levels):
+            half = until.shape[-2]
+            quarters = pairs.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))  # (M, n, 2, half, n, 2, half)
+            cross = quarters[:, :, 1, :, :, 0].diagonal(0, 1, 3).movedim(-1, 1)
+            more = (excluded if before else until) * (cross @ (_halves(values, half)[0] * after))
+            out = out + torch.nn.functional.pad(more, (0, 0, half, 0)).flatten(1, 2)
+        return out
+
+    def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
+        few, decay = self.few.shape[-2], self._between(before)
         x, w = readers.unflatten(1, (-1, few)), writers.unflatten(1, (-1, few))
         out = torch.einsum("mntd,mntsd,mnsd->mnts", x, decay, w).tril(-int(before))
         for until, excluded, after in reversed(self.levels):
@@ -180,7 +209,8 @@ def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _decays(gate: Tensor | None, like: Tensor) -> _Decays:
+def decays(gate: Tensor | None, like: Tensor) -> Decays:
+    """Of log gates (M, C, 1|d) above `floor`, or of none; C is a power of two where every entry has a gate."""
     if gate is None:
         return _Ungated(like)
     return _Scalar(gate) if gate.shape[-1] == 1 else _Channels(gate)

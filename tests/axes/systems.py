@@ -238,6 +238,25 @@ CASCADES = {
     ),
 }
 
+# Substitution: only what is written is nonlinear.
+SUBSTITUTIONS = {
+    "ttt, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=LayerNormMatrix()),
+    "huber, every token": StateUpdate(Huber(1.0), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "huber, norm": StateUpdate(Huber(0.5, "norm"), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated")),
+    "huber, implicit": StateUpdate(Huber(0.5), monoid=Scalar("decay"), algorithm=Step(BETA, at="new")),
+    "huber switch": StateUpdate(HuberSwitch(0.5), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "robust shift": StateUpdate(RobustShift(0.2), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "cross-entropy": StateUpdate(CrossEntropy(), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "huber by rows": StateUpdate(Huber(ROW_BETA), monoid=Diagonal("row_decay", side="row"), algorithm=Step(ROW_BETA)),
+    "huber by rows, gate first": StateUpdate(
+        Huber(0.5, "norm"), monoid=Diagonal("row_decay", side="row"), algorithm=Step(ROW_BETA, at="gated")
+    ),
+    "frank-wolfe on a ball": StateUpdate(SquaredError(), OnUpdate(Sphere("whole")), Scalar("decay"), Step(BETA)),
+    "delta rule by the signs of its rows": StateUpdate(
+        SquaredError(), OnUpdate(Sphere("rows", 0.5)), Product((Scalar(0.9), Scalar("decay"))), Step(BETA, at="gated")
+    ),
+}
+
 # The rest: exact nonlinear recurrences, which only the interpreter computes.
 SEQUENTIAL = {
     "linear attention that keeps what low rank left out": StateUpdate(
@@ -281,14 +300,7 @@ SEQUENTIAL = {
     "a step that shrinks with the number of the token": StateUpdate(
         SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA / Count() ** 0.5, via=(Momentum(0.5, "ema"),))
     ),
-    "ttt, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=LayerNormMatrix()),
     "mlp, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=MLP(2)),
-    "huber, every token": StateUpdate(Huber(1.0), monoid=Scalar("decay"), algorithm=Step(BETA)),
-    "huber, norm": StateUpdate(Huber(0.5, "norm"), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated")),
-    "huber, implicit": StateUpdate(Huber(0.5), monoid=Scalar("decay"), algorithm=Step(BETA, at="new")),
-    "huber switch": StateUpdate(HuberSwitch(0.5), monoid=Scalar("decay"), algorithm=Step(BETA)),
-    "robust shift": StateUpdate(RobustShift(0.2), monoid=Scalar("decay"), algorithm=Step(BETA)),
-    "cross-entropy": StateUpdate(CrossEntropy(), monoid=Scalar("decay"), algorithm=Step(BETA)),
     "moneta, literal link": StateUpdate(Lp(3.0), LqLiteral(4.0), Scalar("decay"), Step(0.3)),
     "lattice, unnormalised": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Slots()),
     "lattice sim, lazy sphere": StateUpdate(Alignment(), Sphere("columns"), algorithm=Step(BETA), memory=Slots()),
@@ -306,7 +318,7 @@ SEQUENTIAL = {
     "rotated spectral": StateUpdate(Alignment(), Spectral("polar"), Rotation(Per("angle", "pair", "real")), Step(BETA)),
 }
 
-KEYED = {**CHAINS, **ATTENTION, **GRAM, **CASCADES, **SEQUENTIAL}
+KEYED = {**CHAINS, **ATTENTION, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
 
 # Updates of a parameter: the gradient is given.
 DATA = {
