@@ -72,6 +72,8 @@ def _power(x: Tensor, exponent: float) -> Tensor:
     """sign(x) |x|^exponent; 0 at 0, with all derivatives 0 there unless the exponent is 1."""
     if exponent == 1:
         return x
+    if exponent == 2:
+        return x * x.abs()
     return torch.where(x == 0, 0.0, x.sign() * torch.where(x == 0, 1.0, x.abs()) ** exponent)
 
 
