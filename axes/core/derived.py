@@ -116,14 +116,17 @@ def no_chain(update: StateUpdate) -> str | None:
 
 @fact
 def no_substitution(update: StateUpdate) -> str | None:
-    """Why a nonlinear drive is not found from inner products of keys, or None if it is."""
+    """Why what is written is not found from inner products of keys, or None if it is."""
     if (reason := _computed(update)) is not None:
         return reason
     cost, h, monoid, step, memory = update.parts()
     if not isinstance(memory, RankOne) or not memory.one_leaf:
         return f"{type(memory).__name__} memory is not one matrix that is written by outer products"
-    if feedback(update) == "none":
-        return "the drive does not depend on the state inside a chunk"
+    if not update.parts().predicts:
+        return "the drive does not depend on the state"
+    rows = "row" in gates(monoid) or rate_shape(step.rate) == "row"
+    if feedback(update) == "affine" and not step.via and not (rows and cost.by_coordinate):
+        return "affine in the state without gates or rates by rows: the chain is its exact form"
     if cost.encode:
         return "the encoding cost reads the state on the value side"
     if not h.is_identity or not step.lazy:
@@ -146,7 +149,7 @@ def _of_one_column(f: StateUpdate) -> bool:
     """Whether a filter makes an outer product an outer product along the same key, by its column alone."""
     _, h, monoid, step, _ = f.parts()
     memoryless = gates(monoid) == {"zero"} and step == Step(rate=step.rate) and rate_shape(step.rate) == "scalar"
-    return memoryless and (h.is_identity or h.turns) and not h.stats and not h.reads
+    return memoryless and h.turns and not h.stats and not h.reads
 
 
 @fact

@@ -27,7 +27,7 @@ from axes.core.memory import Factors, Leaves, RankOne
 from axes.core.rates import Per, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.routes.scan import cumulative
-from axes.routes.spans import datum, span
+from axes.routes.spans import datum, sizes, split
 
 Tokens = Mapping[str, Tensor | float]
 Filters = tuple[State | tuple[State, ...], ...]
@@ -39,18 +39,12 @@ def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int
     """Outputs (..., T, d_v) and the final state. signal: `batch` batch dimensions, then T, then features."""
     step, factored = update.parts().step, _is_factored(update)
     longest = _CHUNK_FACTORED if factored and update.parts().h.is_identity else _CHUNK
-    length, outputs, t = q.shape[batch], [], 0
-    while t < length:
-        size = min(longest, length - t)
-        if isinstance(step.at, Anchor):  # no chunk reaches beyond the place where the anchor is refreshed
-            count = int(state.count)
-            size = min(size, step.at.every - count % step.at.every)
-            if count % step.at.every == 0:
-                state = state._replace(anchor=update.output(state, datum(signal, batch, t)).weights)
-        part = {n: span(x, batch, t, size) for n, x in signal.items()}
+    lengths, outputs = sizes(q.shape[batch], longest, step.at, int(state.count)), []
+    for part, size in zip(split({**signal, "q": q}, batch, lengths), lengths, strict=True):
+        if isinstance(step.at, Anchor) and int(state.count) % step.at.every == 0:
+            state = state._replace(anchor=update.output(state, datum(part, batch, 0)).weights)
         out, state = (_factored if factored else _chunk)(update, part, state, size)
-        outputs.append(update.read(out, span(q, batch, t, size), part))  # type: ignore[arg-type]
-        t += size
+        outputs.append(update.read(out, cast(Tensor, part["q"]), part))
     return torch.cat(outputs, batch), state
 
 

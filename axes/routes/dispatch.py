@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from axes.routes.choice import Choice, Implementation, NoImplementation, Route, 
 from axes.routes.packed import each_alone, grows, join, unread
 from axes.routes.precision import own_precision
 from axes.routes.select import routes, select, select_token
+from axes.routes.spans import sizes, split
 
 __all__ = [
     "Choice",
@@ -277,9 +279,10 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
     if cost.encode:
         form = partial(gram.sim, encode=True)
     slots = state.theta[0]
-    for t in range(done, k.shape[-2], _GRAM_CHUNK):
-        part = slice(t, t + _GRAM_CHUNK)
-        out, slots = form(slots, k[..., part, :], v[..., part, :], q[..., part, :], gamma[..., part])
+    rest = {n: x[..., done:, :] for n, x in zip("kvq", (k, v, q), strict=True)} | {"gamma": gamma[..., done:, None]}
+    for part in split(rest, k.ndim - 2, sizes(k.shape[-2] - done, _GRAM_CHUNK, step.at, done)):
+        keys, values, asked, rate = (cast(Tensor, x) for x in part.values())
+        out, slots = form(slots, keys, values, asked, rate[..., 0])
         outputs.append(out)
     count = state.count + (k.shape[-2] - done)
     return torch.cat(outputs, -2), state._replace(theta=(slots,), count=count)

@@ -107,9 +107,17 @@ class Decays:
         raise NotImplementedError
 
 
+    def between(self, before: bool = False) -> Tensor:
+        """e^(g_s+1 + .. + g_t) of every pair (M, C, C, 1|d), which fits short chunks; before: as `scores`."""
+        raise NotImplementedError
+
+
 class _Ungated(Decays):
     def __init__(self, like: Tensor) -> None:
         self.kept = self.left = like.new_ones(1, 1, 1)
+
+    def between(self, before: bool = False) -> Tensor:
+        return self.kept[..., None]
 
     def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
         return (readers @ writers.mT).tril(-int(before))
@@ -134,6 +142,9 @@ class _Scalar(Decays):
     def mixed(self, pairs: Tensor, values: Tensor, before: bool = False) -> Tensor:
         return (pairs * self._between(before)) @ values
 
+    def between(self, before: bool = False) -> Tensor:
+        return self._between(before)[..., None]
+
     def _between(self, before: bool) -> Tensor:
         return torch.nn.functional.pad(self.decay[:, :-1], (0, 0, 1, 0)) if before else self.decay
 
@@ -142,28 +153,43 @@ class _Channels(Decays):
     """A gate for every key entry. Pairs in different halves of a block meet at the border between them, so that they
     are products of two scaled operands, and so on in each half; the last few pairs have exponentials of their own."""
 
-    def __init__(self, gate: Tensor) -> None:
+    def __init__(self, gate: Tensor, pairs: int) -> None:
         size = gate.shape[1]
-        self.kept, self.left = _until(gate).exp(), _after(gate).exp()
+        self.kept, self.left = self.until(gate), self.after(gate)
         self.levels: list[tuple[Tensor, Tensor, Tensor]] = []
         half = size // 2
-        while half >= _PAIRS:
+        while half >= pairs:
             first, second = _halves(gate, half)
-            until = _until(second)
-            excluded = torch.nn.functional.pad(until[..., :-1, :], (0, 0, 1, 0))
-            self.levels.append((until.exp(), excluded.exp(), _after(first).exp()))
+            until = self.until(second)
+            excluded = torch.nn.functional.pad(until[..., :-1, :], (0, 0, 1, 0), value=1.0)
+            self.levels.append((until, excluded, self.after(first)))
             half //= 2
-        few = min(size, _PAIRS)
-        order = torch.arange(few, device=gate.device)
-        t, s, between = order[:, None, None], order[None, :, None], order
-        self.few = gate.unflatten(1, (-1, few))
-        self.among = [(between > s) & (between <= t - int(before)) for before in (False, True)]
+        self.few = gate.unflatten(1, (-1, min(size, pairs)))
+
+    def between(self, before: bool = False) -> Tensor:
+        return self.among(self.few.flatten(1, 2), before)
 
     def _between(self, before: bool) -> Tensor:
         """Of the last few pairs: (M, n, few, few, d)."""
-        few = self.few.shape[-2]
-        sums = self.among[before].to(self.few.dtype).flatten(0, 1) @ self.few
-        return sums.exp().unflatten(-2, (few, few))
+        return self.among(self.few, before)
+
+    @staticmethod
+    def until(gate: Tensor) -> Tensor:
+        """What is left of the gates (..., C, d) up to each token's own."""
+        return gate.cumsum(-2).exp()
+
+    @staticmethod
+    def after(gate: Tensor) -> Tensor:
+        """Of the gates behind each token."""
+        back = gate.flip(-2).cumsum(-2)
+        return torch.nn.functional.pad(back[..., :-1, :], (0, 0, 1, 0)).flip(-2).exp()
+
+    @staticmethod
+    def among(gate: Tensor, before: bool) -> Tensor:
+        """Of the gates behind s up to t, or up to t - 1, for every pair: (..., C, C, d)."""
+        size = gate.shape[-2]
+        sums = _inside(size, before, gate).to(gate.dtype).flatten(0, 1) @ gate
+        return sums.exp().unflatten(-2, (size, size))
 
     def mixed(self, pairs: Tensor, values: Tensor, before: bool = False) -> Tensor:
         few = self.few.shape[-2]
@@ -192,15 +218,32 @@ class _Channels(Decays):
         return out[:, 0]
 
 
-def _until(gate: Tensor) -> Tensor:
-    """Sums of the gates up to each token's own."""
-    return gate.cumsum(-2)
+class Factors(_Channels):
+    """The same with factors of any sign in the place of log gates; C is a power of two."""
+
+    def __init__(self, factors: Tensor) -> None:
+        super().__init__(factors, _PAIRS)
+
+    @staticmethod
+    def until(gate: Tensor) -> Tensor:
+        return gate.cumprod(-2)
+
+    @staticmethod
+    def after(gate: Tensor) -> Tensor:
+        back = gate.flip(-2).cumprod(-2)
+        return torch.nn.functional.pad(back[..., :-1, :], (0, 0, 1, 0), value=1.0).flip(-2)
+
+    @staticmethod
+    def among(gate: Tensor, before: bool) -> Tensor:
+        inside = _inside(gate.shape[-2], before, gate)[..., None]
+        return torch.where(inside, gate[..., None, None, :, :], 1.0).prod(-2)
 
 
-def _after(gate: Tensor) -> Tensor:
-    """Sums of the gates behind each token."""
-    back = gate.flip(-2).cumsum(-2)
-    return torch.nn.functional.pad(back[..., :-1, :], (0, 0, 1, 0)).flip(-2)
+def _inside(size: int, before: bool, like: Tensor) -> Tensor:
+    """Whether a token lies behind s and not behind t, or t - 1: (t, s, token)."""
+    order = torch.arange(size, device=like.device)
+    t, s = order[:, None, None], order[None, :, None]
+    return (order > s) & (order <= t - int(before))
 
 
 def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
@@ -209,8 +252,9 @@ def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def decays(gate: Tensor | None, like: Tensor) -> Decays:
-    """Of log gates (M, C, 1|d) above `floor`, or of none; C is a power of two where every entry has a gate."""
+def decays(gate: Tensor | None, like: Tensor, pairs: int | None = None) -> Decays:
+    """Of log gates (M, C, 1|d) above `floor`, or of none; C is a power of two where every entry has a gate.
+    pairs: of so many tokens in a row they have exponentials of their own."""
     if gate is None:
         return _Ungated(like)
-    return _Scalar(gate) if gate.shape[-1] == 1 else _Channels(gate)
+    return _Scalar(gate) if gate.shape[-1] == 1 else _Channels(gate, pairs or _PAIRS)

@@ -25,8 +25,8 @@ def routes(update: StateUpdate) -> Mapping[Route, str | None]:
     return {
         "attention": no_attention(update),
         "gram": no_gram(update),
-        "chain": no_chain(update),
         "substitution": no_substitution(update),
+        "chain": no_chain(update),
         "cascade": no_cascade(update),
         "interpreter": None,
     }

@@ -5,9 +5,10 @@ Inside a chunk only u is nonlinear. What the keys of the chunk read, P_s = W k_s
     x_t = P_t,    u_t = rho_t(x_t),    P_s = a_t * P_s + (k_s . k_t) u_t    for the later tokens s,
 
 vectors (d_v) alone, a state never. With u known, outputs and the chunk's last state are those of gated linear
-attention. The loop runs without autograd. Derivatives come from u = rho(x(u)) once more, with u on the right a
-constant: (I - J L) du = d rho, J the slopes of rho and L how x depends on u, so that the adjoint is the same loop
-backwards.
+attention. Where the gradient is anchored all u are known at once; where rho is affine, with rates or gates by rows,
+every row is one triangular system. The loop of all others runs without autograd. Derivatives come
+from u = rho(x(u)) once more, with u on the right a constant: (I - J L) du = d rho, J the slopes of rho and L how x
+depends on u, so that the adjoint is the same loop backwards.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
+from axes.core.algorithms import Anchor
+from axes.core.derived import feedback
 from axes.core.execution import pair
 from axes.core.memory import Leaves, RankOne, outer
 from axes.core.parts import Parts
@@ -26,74 +29,125 @@ from axes.core.rates import rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError
 from axes.routes import one_state
-from axes.routes.spans import datum, span
+from axes.routes.spans import datum, sizes, split
 
 Tokens = Mapping[str, Tensor | float]
-_CHUNK, _BLOCK = 64, 16
+_CHUNK, _CHUNK_SOLVED, _BLOCK = 64, 16, 16
 _STRAIGHT = torch.contiguous_format
 
 
 def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int) -> tuple[Tensor, State]:
     """Outputs (..., T, d_v) and the final state. signal: `batch` batch dimensions, then T, then features."""
-    outputs, t, length = [], 0, q.shape[batch]
-    while t < length:
-        size = min(_CHUNK, 1 << (length - t).bit_length() - 1)  # gates by rows are halved, and halved again
-        part = {n: span(x, batch, t, size) for n, x in signal.items()}
-        out, state = _chunk(update, part, state, q.narrow(batch, t, size))
+    at, outputs, count = update.parts().step.at, [], int(state.count)
+    lengths: list[int] = []
+    for size in sizes(q.shape[batch], _CHUNK_SOLVED if _is_affine(update) else _CHUNK, at, count):
+        while size:  # gates by rows are halved, and halved again
+            lengths.append(1 << size.bit_length() - 1)
+            size -= lengths[-1]
+    for part, size in zip(split({**signal, "q": q}, batch, lengths), lengths, strict=True):
+        if isinstance(at, Anchor) and count % at.every == 0:
+            state = state._replace(anchor=state.theta)
+        out, state = _chunk(update, part, state, part["q"])
         outputs.append(out)
-        t += size
+        count += size
     return torch.cat(outputs, batch), state
 
 
-def _chunk(update: StateUpdate, signal: Tokens, state: State, q: Tensor) -> tuple[Tensor, State]:
-    p = update.parts()
-    (theta,), k = state.theta, signal["k"]
-    assert isinstance(k, Tensor)
-    batch, size = theta.shape[:-2], q.shape[-2]
+@final
+class _Chunk:
+    """A chunk as gated linear attention of what is written: all but the u (N, C, d_v), over flat batches N."""
 
-    def flat(x: Tensor) -> Tensor:
-        return x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
+    def __init__(self, p: Parts, signal: Tokens, theta: Tensor) -> None:
+        k = signal["k"]
+        assert isinstance(k, Tensor)
+        self.p, self.signal, self.batch, self.size = p, signal, theta.shape[:-2], k.shape[-2]
+        self.early = p.step.at == "prev"
+        self.gate = _gate(p, signal, k)
+        self.written = torch.nn.functional.normalize(k, dim=-1, eps=_tiny(k)) if p.step.via else k
+        self.start, self.keys, self.rows = self.flat(theta), self.flat(k), self.flat(self.written)
+        self.decays = one_state.decays(None if self.gate is None else self.flat(self.gate), self.rows, _BLOCK)
+        self.asked = _Asked.of(p, signal)
 
-    gate, early = _gate(p, signal, k), p.step.at == "prev"
-    written = torch.nn.functional.normalize(k, dim=-1, eps=_tiny(k)) if p.step.via else k
-    start, keys, rows = flat(theta), flat(k), flat(written)
-    decays = one_state.decays(None if gate is None else flat(gate), rows)
-    kept = decays.kept
-    if early and gate is not None:
-        kept = torch.cat((torch.ones_like(kept[:, :1]), kept[:, :-1]), 1)
-    pairs = (keys @ rows.mT).tril(-1)
-    reads = keys @ start.mT
+    def flat(self, x: Tensor) -> Tensor:
+        return x.expand(*self.batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
 
-    # what is written, without derivatives, then once more with them
-    inputs = [x for x in (*signal.values(), theta) if isinstance(x, Tensor)]
+    def deep(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, self.batch)
+
+    def before(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What keys read before their tokens write: of the first state as it is (N, C, d_v), how much of that is left,
+        and of the writes (N, C, C)."""
+        kept = self.decays.kept
+        if self.early and self.gate is not None:
+            kept = torch.cat((torch.ones_like(kept[:, :1]), kept[:, :-1]), 1)
+        return self.keys @ self.start.mT, kept, (self.keys @ self.rows.mT).tril(-1)
+
+    def seen(self, u: Tensor, before: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """What every key reads (..., C, d_v), from all u."""
+        reads, kept, pairs = before
+        return self.deep(kept * reads + self.decays.mixed(pairs, u, self.early))
+
+    def read(self, u: Tensor, q: Tensor) -> Tensor:
+        asked = self.flat(q)
+        y = self.decays.kept * (asked @ self.start.mT) + self.decays.mixed(asked @ self.rows.mT, u)
+        return self.p.memory.read(cast(Leaves, (_Read(self.deep(y)),)), q, self.signal, self.p.h)
+
+    def last(self, u: Tensor) -> Tensor:
+        """The state (..., d_v, d_k) after the chunk."""
+        added = (self.decays.left * u).mT @ self.rows
+        return self.deep(added + (self.start if self.gate is None else self.decays.kept[:, -1, :, None] * self.start))
+
+
+def _chunk(update: StateUpdate, signal: Tokens, state: State, q: Tensor | float) -> tuple[Tensor, State]:
+    assert isinstance(q, Tensor)
+    p, (theta,) = update.parts(), state.theta
+    c = _Chunk(p, signal, theta)
+    if isinstance(p.step.at, Anchor):
+        x = c.deep(c.keys @ c.flat(state.anchor[0]).mT)
+        u, held = _response(p, x, c.asked)
+        u, held = u.flatten(0, -3), [h[..., -1, :] for h in held]
+    else:
+        before = c.before()
+        u = _solved(c, before) if _is_affine(update) else _settled(c, before)
+        held = []
+        if p.step.via:  # what filters hold after the last token
+            last = _Asked.of(p, datum(signal, len(c.batch), c.size - 1))
+            _, held = _response(p, c.seen(u, before)[..., -1, :], last)
+    ends = (outer(h, c.written[..., -1, :]) for h in held)
+    via = tuple(
+        s._replace(theta=(w,), count=s.count + c.size) for s, w in zip(cast(Any, state.via), ends, strict=True)
+    )
+    return c.read(u, q), state._replace(theta=(c.last(u),), via=via, count=state.count + c.size)
+
+
+def _solved(c: _Chunk, before: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """u = b + J x(u) of a drive that is affine in every coordinate alone: a triangular system a row."""
+    reads, kept, pairs = before
+    x = c.deep(kept * reads)
+    fixed, _ = _response(c.p, torch.zeros_like(x), c.asked)
+    slope = _response(c.p, torch.ones_like(x), c.asked)[0] - fixed
+    fixed, slope, x = (y.flatten(0, -3) for y in (fixed, slope, x))
+    system = slope[..., None, :] * c.decays.between(c.early) * pairs[..., None]  # (N, C, C, d_v)
+    system = torch.eye(c.size, dtype=x.dtype, device=x.device) - system.movedim(-1, 1)
+    forced = (fixed + slope * x).mT[..., None]
+    return torch.linalg.solve_triangular(system, forced, upper=False, unitriangular=True)[..., 0].mT
+
+
+def _settled(c: _Chunk, before: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """u = rho(x(u)): found without derivatives, then once more with them."""
+    reads, _, pairs = before
+    inputs = [x for x in (*c.signal.values(), reads) if isinstance(x, Tensor)]
     live = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    factor = None if gate is None else gate.detach().exp().expand(*batch, *gate.shape[-2:])
+    factor = None if c.gate is None else c.gate.detach().exp().expand(*c.batch, *c.gate.shape[-2:])
     with torch.no_grad():
-        still = _Asked.of(p, {n: x.detach() if isinstance(x, Tensor) else x for n, x in signal.items()})
-        across = pairs.detach().unflatten(0, batch)
-        found = _found(p, still.tokens(len(batch), size), reads.detach().unflatten(0, batch), across, factor)
-    known = found.flatten(0, -3)
-    x = (kept * reads + decays.mixed(pairs, known, early)).unflatten(0, batch)
-    u, _ = _response(p, x, _Asked.of(p, signal))
+        still = _Asked.of(c.p, {n: x.detach() if isinstance(x, Tensor) else x for n, x in c.signal.items()})
+        across = c.deep(pairs.detach())
+        found = _found(c.p, still.tokens(len(c.batch), c.size), c.deep(reads.detach()), across, factor)
+    x = c.seen(found.flatten(0, -3), before)
+    u, _ = _response(c.p, x, c.asked)
     if live:
-        u = cast(Tensor, _Settled.apply(u, _Tape(p, across, factor, x.detach(), still)))
-    u = u.flatten(0, -3)
-
-    asked = flat(q)
-    y = (decays.kept * (asked @ start.mT) + decays.mixed(asked @ rows.mT, u)).unflatten(0, batch)
-    out = p.memory.read((_Read(y),), q, signal, p.h)  # type: ignore[arg-type]
-    last = (decays.left * u).mT @ rows
-    last = last + (start if gate is None else decays.kept[:, -1, :, None] * start)
-    via = state.via
-    if p.step.via:  # what filters hold after the last token, from what its key reads of the u that settled
-        x = (kept * reads + decays.mixed(pairs, u, early)).unflatten(0, batch)[..., -1, :]
-        _, held = _response(p, x, _Asked.of(p, datum(signal, len(batch), size - 1)))
-        ends = (outer(c, written[..., -1, :]) for c in held)
-        via = tuple(
-            s._replace(theta=(w,), count=s.count + size) for s, w in zip(cast(Any, via), ends, strict=True)
-        )
-    new = state._replace(theta=(last.unflatten(0, batch),), via=via, count=state.count + size)
-    return out, new
+        u = cast(Tensor, _Settled.apply(u, _Tape(c.p, across, factor, x.detach(), still)))
+    return u.flatten(0, -3)
 
 
 def _gate(p: Parts, signal: Tokens, k: Tensor) -> Tensor | None:
@@ -112,6 +166,10 @@ def _gate(p: Parts, signal: Tokens, k: Tensor) -> Tensor | None:
 
 def _tiny(x: Tensor) -> float:
     return torch.finfo(x.dtype).tiny ** 0.5
+
+
+def _is_affine(update: StateUpdate) -> bool:
+    return feedback(update) == "affine" and not update.parts().step.via
 
 
 def _by_coordinate(p: Parts) -> bool:

@@ -192,7 +192,6 @@ CASCADES = {
     ),
     "memora, whole": StateUpdate(SquaredError(), Entropic("whole"), Scalar("decay"), Step(BETA, at=Anchor(4))),
     "moneta": StateUpdate(Lp(3.0), Lq(4.0), Scalar("decay"), Step(BETA, at=Anchor(3))),
-    "yaad": StateUpdate(Huber(ROW_BETA), Euclidean(), Scalar("decay"), Step(BETA, at=Anchor(4))),
     "soft threshold": StateUpdate(SquaredError(), SoftThreshold(0.1), Scalar("decay"), Step(BETA, at=Anchor(4))),
     "muon net": StateUpdate(
         SquaredError(),
@@ -217,7 +216,6 @@ CASCADES = {
         ),
     ),
     "projected linear attention": StateUpdate(Alignment(), Sphere("rows"), Diagonal("key_decay"), Step(BETA)),
-    "ttt": StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(4)), memory=LayerNormMatrix()),
     "ttt mlp": StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(4)), memory=MLP(2)),
     "titans mlp": StateUpdate(
         SquaredError(),
@@ -238,8 +236,19 @@ CASCADES = {
     ),
 }
 
-# Substitution: only what is written is nonlinear.
+# Chains whose rows differ, which are substitutions with one system a row.
+BY_ROWS = ("longhorn, vector rate", "row delta")
+
+# Substitution: only what is written is nonlinear, or all of it is known.
 SUBSTITUTIONS = {
+    "yaad": StateUpdate(Huber(ROW_BETA), Euclidean(), Scalar("decay"), Step(BETA, at=Anchor(4))),
+    "ttt": StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(4)), memory=LayerNormMatrix()),
+    "frank-wolfe on a ball, anchored": StateUpdate(
+        SquaredError(), OnUpdate(Sphere("whole")), Diagonal("row_decay", side="row"), Step(BETA, at=Anchor(5))
+    ),
+    "gated longhorn, vector rate": StateUpdate(
+        SquaredError(), monoid=Scalar("decay"), algorithm=Step(ROW_BETA, at="new")
+    ),
     "ttt, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=LayerNormMatrix()),
     "huber, every token": StateUpdate(Huber(1.0), monoid=Scalar("decay"), algorithm=Step(BETA)),
     "huber, norm": StateUpdate(Huber(0.5, "norm"), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated")),

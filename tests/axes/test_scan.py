@@ -277,10 +277,11 @@ def test_a_planted_error_in_one_state_is_found(damage: str, monkeypatch: pytest.
             torch.linalg, "solve_triangular", lambda a, b, **k: solve(2 * torch.eye(a.shape[-1]).to(a) - a, b, **k)
         )
     elif damage == "border":
-        monkeypatch.setattr(one_state, "_after", lambda gate: gate.flip(-2).cumsum(-2).flip(-2))
+        through = staticmethod(lambda gate: gate.flip(-2).cumsum(-2).flip(-2).exp())
+        monkeypatch.setattr(one_state._Channels, "after", through)
     elif damage == "few":
         monkeypatch.setattr(one_state, "_PAIRS", 1)
-        monkeypatch.setattr(one_state, "_until", lambda gate: 0 * gate)
+        monkeypatch.setattr(one_state._Channels, "until", staticmethod(torch.ones_like))
     else:
         true = one_state._Channels.scores
         unshifted = lambda self, x, w, before=False: true(self, x, w).tril(-int(before))  # noqa: E731

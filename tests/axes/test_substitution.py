@@ -9,7 +9,7 @@ from torch import Tensor
 
 from axes.core import reference
 from axes.core.algorithms import Step
-from axes.core.costs import Huber, Lp, SquaredError
+from axes.core.costs import Alignment, Huber, Lp, SquaredError
 from axes.core.derived import no_substitution
 from axes.core.geometry import Sphere
 from axes.core.memory import MLP
@@ -97,8 +97,10 @@ def test_second_derivatives_are_refused() -> None:
         (StateUpdate(SquaredError(), OnUpdate(Sphere("columns")), Scalar("decay"), Step(BETA)), "where keys point"),
         (StateUpdate(SquaredError(), OnUpdate(Sphere("rows", None)), Scalar("decay"), Step(BETA)), "where keys point"),
         (StateUpdate(Huber(1.0), algorithm=Step(BETA, steps=2)), "several steps"),
+        (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA)), "the chain is its exact form"),
+        (StateUpdate(Alignment(), algorithm=Step(ROW_BETA)), "does not depend on the state"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_reasons_against_it(update: StateUpdate, reason: str) -> None:
     assert reason in str(no_substitution(update))
