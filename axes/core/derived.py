@@ -187,14 +187,15 @@ def no_cascade(update: StateUpdate) -> str | None:
 
 @fact
 def no_gram(update: StateUpdate) -> str | None:
-    """Why the exact Gram-space form of normalised slots does not apply, or None if it does."""
+    """Why no exact form of slots by their turns applies, or None if one does."""
     if (reason := _computed(update)) is not None:
         return reason
     cost, h, monoid, step, memory = update.parts()
-    if memory.kind != "slots" or h.sphere is None or step.lazy:
-        return "only normalised slots have a Gram-space form"
-    if h.sphere != ("columns", 1.0):
-        return "slots are unit columns"
+    if memory.kind != "slots":
+        return "only slots turn, by inner products"
+    free = h.is_identity and cost.drives == "error" and not cost.encode
+    if not free and (h.sphere != ("columns", 1.0) or step.lazy):
+        return "slots are unit columns at every token, or of any length where they decode an error"
     if cost.drives is None or isinstance(cost.ridge, Per) or cost.ridge != 0.0:
         return f"{cost!r} is driven by more or less than the value or the error"
     if (
@@ -205,7 +206,7 @@ def no_gram(update: StateUpdate) -> str | None:
         or rate_shape(step.rate) != "scalar"
         or step.start != "zero"
     ):
-        return "the Gram form takes one explicit step with a scalar rate at the previous state"
+        return "slots take one explicit step with a scalar rate at the previous state"
     if not gates(monoid) <= {"identity", "scalar"}:
         return "only a scalar forget gate folds into the step"
     return None

@@ -261,9 +261,9 @@ def _run_substitution(update: StateUpdate, signal: Signal, state: State, batch: 
 
 
 def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
-    cost, _, monoid, step, _ = update.parts()
+    cost, h, monoid, step, _ = update.parts()
     outputs, done = [], 0
-    if int(state.count) == 0:  # a first state need not have unit columns; every later one has
+    if not h.is_identity and int(state.count) == 0:  # a first state need not have unit columns; every later one has
         first = _each(signal, batch, lambda x: x.narrow(batch, 0, 1))
         out, state = reference.run(update, first, state, time=batch)
         outputs.append(out)
@@ -272,17 +272,18 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
     assert isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(q, Tensor)
     rate = resolve(step.rate, signal)
     element = monoid.element(signal, rate, k[..., None, :])
-    gamma = torch.ones_like(k[..., 0]) * rate / element.scale
-    if element.gate is not None:
-        gamma = gamma * torch.exp(-element.gate if element.gate.ndim == 0 else -element.gate[..., 0])
-    form = gram.dec if cost.drives == "error" else gram.sim
-    if cost.encode:
-        form = partial(gram.sim, encode=True)
+    gate = 0.0 if element.gate is None else element.gate if element.gate.ndim == 0 else element.gate[..., 0]
+    one = torch.ones_like(k[..., 0])
+    kept, gamma = torch.exp(one * gate) * element.scale, one * rate
+    form = gram.dec if cost.drives == "error" and not cost.encode else partial(gram.sim, encode=cost.encode)
+    if not h.is_identity:  # what is normalised forgets by larger steps
+        kept, gamma = one, gamma * torch.exp(-one * gate) / element.scale
     slots = state.theta[0]
-    rest = {n: x[..., done:, :] for n, x in zip("kvq", (k, v, q), strict=True)} | {"gamma": gamma[..., done:, None]}
+    given = (k, v, q, gamma[..., None], *((kept[..., None],) if h.is_identity else ()))
+    rest = {str(i): x[..., done:, :] for i, x in enumerate(given)}
     for part in split(rest, k.ndim - 2, sizes(k.shape[-2] - done, _GRAM_CHUNK, step.at, done)):
-        keys, values, asked, rate = (cast(Tensor, x) for x in part.values())
-        out, slots = form(slots, keys, values, asked, rate[..., 0])
+        keys, values, asked, *numbers = (cast(Tensor, x) for x in part.values())
+        out, slots = form(slots, keys, values, asked, *(x[..., 0] for x in numbers))
         outputs.append(out)
     count = state.count + (k.shape[-2] - done)
     return torch.cat(outputs, -2), state._replace(theta=(slots,), count=count)

@@ -183,6 +183,7 @@ GRAM = {
     "lattice dec, forgetting": StateUpdate(
         SquaredError(), Sphere("columns"), Scalar("decay"), Step(BETA, lazy=False), memory=Slots()
     ),
+    "lattice, unnormalised": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Slots()),
 }
 
 # Cascades: no feedback inside a chunk.
@@ -311,7 +312,6 @@ SEQUENTIAL = {
     ),
     "mlp, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=MLP(2)),
     "moneta, literal link": StateUpdate(Lp(3.0), LqLiteral(4.0), Scalar("decay"), Step(0.3)),
-    "lattice, unnormalised": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Slots()),
     "lattice sim, lazy sphere": StateUpdate(Alignment(), Sphere("columns"), algorithm=Step(BETA), memory=Slots()),
     "ista": StateUpdate(SquaredError(), SoftThreshold(0.05), Scalar("decay"), Step(BETA, lazy=False)),
     "soft-threshold ftrl": StateUpdate(SquaredError(), SoftThreshold(0.05), Scalar("decay"), Step(BETA)),
