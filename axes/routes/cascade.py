@@ -193,7 +193,7 @@ class _Moving:
         else:
             y = (self.c[..., :size] * dots * self.a.mT[..., None, :, :]).sum(-1)
         for j, start in enumerate(self.starts, size):
-            y = y + self.c[..., j] * (x @ start.mT)
+            y = torch.addcmul(y, self.c[..., j], x @ start.mT)
         return y[..., None]
 
     def formed(self) -> Tensor:
@@ -202,7 +202,7 @@ class _Moving:
         left = self.c[..., :size] * self.a.mT[..., None, :, :]  # (..., T, m, S)
         w = (left.flatten(-3, -2) @ self.b).unflatten(-2, left.shape[-3:-1])
         for j, start in enumerate(self.starts, size):
-            w = w + self.c[..., j, None] * start[..., None, :, :]
+            w = torch.addcmul(w, self.c[..., j, None], start[..., None, :, :])
         return w
 
     def last(self) -> Tensor:

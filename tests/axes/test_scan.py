@@ -288,3 +288,18 @@ def test_a_planted_error_in_one_state_is_found(damage: str, monkeypatch: pytest.
         monkeypatch.setattr(one_state._Channels, "scores", unshifted)
     with pytest.raises(AssertionError):
         check(random_chain("diagonal delta", 17), 17)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 7, 1, 3), (7, 4, 1), (1, 3, 7, 4, 3)])
+def test_cumulative_is_the_recurrence_with_both_derivatives(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = (shape, (2, 3, 7, 4, 3), (3, 4, 3))
+    inputs = [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in sizes]
+    gate, drive, y = inputs
+    expected = []
+    for t in range(7):
+        y = gate[..., t, :, :] * y + drive[..., t, :, :]
+        expected.append(y)
+    torch.testing.assert_close(scan.cumulative(*inputs), torch.stack(expected, -3), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(scan.cumulative, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(scan.cumulative, inputs, fast_mode=True)
