@@ -207,7 +207,9 @@ def solved(theta: Tensor, matrix: Tensor, eps: float) -> Tensor | None:
     """theta (A + eps I)^{-1} of a semi-definite A, by Cholesky; None where A is so far from it that it has none."""
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     factor, failed = torch.linalg.cholesky_ex(matrix + eps * eye)
-    return None if bool(failed.any()) else torch.cholesky_solve(theta.mT, factor).mT
+    if not failed.is_meta and bool(failed.any()):  # without numbers nothing fails
+        return None
+    return torch.cholesky_solve(theta.mT, factor).mT
 
 
 def _first_differences(x: Tensor, f: Tensor, keep: Tensor, power: float) -> Tensor:
