@@ -74,6 +74,8 @@ def _power(x: Tensor, exponent: float) -> Tensor:
     """sign(x) |x|^exponent; 0 at 0, with all derivatives 0 there unless the exponent is 1."""
     if exponent == 1:
         return x
+    if exponent == 2:
+        return x * x.abs()
     return torch.where(x == 0, 0.0, x.sign() * torch.where(x == 0, 1.0, x.abs()) ** exponent)
 
 
@@ -109,8 +111,9 @@ class Cost(Declared):
     curvature: how the gradient depends on the prediction. needs: what the cost reads of the signal besides its rates.
     encode: the memory compares the encoded value with the key. ridge: weight of |W|^2 / 2, which the step adds.
     drives: where the drive -r is known without asking, the "target" v whatever the prediction, or minus the "error",
-    v - p, and the implicit step is that of |p - v|^2 / 2. superlinear: the gradient grows faster than the error, so
-    that no explicit step is stable wherever it starts.
+    v - p, and the implicit step is that of |p - v|^2 / 2. by_coordinate: whether an entry of the gradient, and of the
+    implicit step, depends on that entry of prediction and target alone. superlinear: the gradient grows faster than the
+    error, so that no explicit step is stable wherever it starts.
     """
 
     @property
@@ -136,6 +139,10 @@ class Cost(Declared):
     @property
     def drives(self) -> Residual | None:
         return None
+
+    @property
+    def by_coordinate(self) -> bool:
+        return False
 
     @property
     def superlinear(self) -> bool:
@@ -206,6 +213,7 @@ class Alignment(Cost):
 
     curvature: ClassVar[Curvature] = "none"
     drives: ClassVar[Residual] = "target"
+    by_coordinate: ClassVar[bool] = True
 
     def value(self, prediction: Tensor, target: Tensor, signal: Signal = _EMPTY) -> Tensor:
         return -(prediction * target).sum(-1)
@@ -228,6 +236,7 @@ class SquaredError(_ErrorCost):
     encode: bool = False
     curvature: ClassVar[Curvature] = "affine"
     drives: ClassVar[Residual] = "error"
+    by_coordinate: ClassVar[bool] = True
 
     def _loss(self, e: Tensor, signal: Signal) -> Tensor:
         return e * e / 2
@@ -250,6 +259,7 @@ class Lp(_ErrorCost):
     p: float
     smooth: tuple[float, float] | Literal["auto"] | None = "auto"
     mean_one: bool = False
+    by_coordinate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.p < math.inf:
@@ -343,6 +353,10 @@ class Huber(_ErrorCost):
             raise IllegalUpdate(f"Huber: kind {self.kind!r} is not one of coordinate, norm (switch: see HuberSwitch)")
         shapes = ("scalar", "row") if self.kind == "coordinate" else ("scalar",)
         object.__setattr__(self, "delta", _positive(f"Huber(kind={self.kind!r}): delta", self.delta, shapes))
+
+    @property
+    def by_coordinate(self) -> bool:
+        return self.kind == "coordinate"
 
     def rates(self) -> tuple[Rate, ...]:
         return (self.delta,)
@@ -600,6 +614,10 @@ class Ridge(Cost):
     @property
     def drives(self) -> Residual | None:
         return self.cost.drives
+
+    @property
+    def by_coordinate(self) -> bool:
+        return self.cost.by_coordinate
 
     @property
     def superlinear(self) -> bool:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from axes.core.algorithms import Anchor, Held
+from axes.core.algorithms import Anchor, Held, Step
 from axes.core.costs import Linear
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
-from axes.core.memory import List
+from axes.core.memory import List, RankOne
 from axes.core.rates import Per, rate_shape
 from axes.core.state_update import StateUpdate
 
@@ -115,6 +115,44 @@ def no_chain(update: StateUpdate) -> str | None:
 
 
 @fact
+def no_substitution(update: StateUpdate) -> str | None:
+    """Why what is written is not found from inner products of keys, or None if it is."""
+    if (reason := _computed(update)) is not None:
+        return reason
+    cost, h, monoid, step, memory = update.parts()
+    if not isinstance(memory, RankOne) or not memory.one_leaf:
+        return f"{type(memory).__name__} memory is not one matrix that is written by outer products"
+    if not update.parts().predicts:
+        return "the drive does not depend on the state"
+    rows = "row" in gates(monoid) or rate_shape(step.rate) == "row"
+    if feedback(update) == "affine" and not step.via and not (rows and cost.by_coordinate):
+        return "affine in the state without gates or rates by rows: the chain is its exact form"
+    if cost.encode:
+        return "the encoding cost reads the state on the value side"
+    if not h.is_identity or not step.lazy:
+        return f"h = {type(h).__name__} acts on the state"
+    if isinstance(cost.ridge, Per) or cost.ridge != 0.0:
+        return "a ridge writes the whole state"
+    if step.steps > 1 or step.read is not None or step.start != "zero" or step.debias:
+        return "several steps on one datum, a read point, a first-drive start or a normaliser"
+    if step.at == "new" and not memory.linear:
+        return "an implicit step of a memory that is not linear is no step of its prediction"
+    if not gates(monoid) <= {"identity", "scalar", "row"} or rate_shape(step.rate) not in ("scalar", "row"):
+        return "gates and rates act on rows or on the whole state"
+    for f in step.via:
+        if not isinstance(f, StateUpdate) or not _of_one_column(f):
+            return "a filter keeps no state and does not ask where keys point"
+    return None
+
+
+def _of_one_column(f: StateUpdate) -> bool:
+    """Whether a filter makes an outer product an outer product along the same key, by its column alone."""
+    _, h, monoid, step, _ = f.parts()
+    memoryless = gates(monoid) == {"zero"} and step == Step(rate=step.rate) and rate_shape(step.rate) == "scalar"
+    return memoryless and h.turns and not h.stats and not h.reads
+
+
+@fact
 def no_cascade(update: StateUpdate) -> str | None:
     """Why stages cannot run one after another inside a chunk, or None if they can."""
     if (reason := _computed(update)) is not None:
@@ -149,14 +187,15 @@ def no_cascade(update: StateUpdate) -> str | None:
 
 @fact
 def no_gram(update: StateUpdate) -> str | None:
-    """Why the exact Gram-space form of normalised slots does not apply, or None if it does."""
+    """Why no exact form of slots by their turns applies, or None if one does."""
     if (reason := _computed(update)) is not None:
         return reason
     cost, h, monoid, step, memory = update.parts()
-    if memory.kind != "slots" or h.sphere is None or step.lazy:
-        return "only normalised slots have a Gram-space form"
-    if h.sphere != ("columns", 1.0):
-        return "slots are unit columns"
+    if memory.kind != "slots":
+        return "only slots turn, by inner products"
+    free = h.is_identity and cost.drives == "error" and not cost.encode
+    if not free and (h.sphere != ("columns", 1.0) or step.lazy):
+        return "slots are unit columns at every token, or of any length where they decode an error"
     if cost.drives is None or isinstance(cost.ridge, Per) or cost.ridge != 0.0:
         return f"{cost!r} is driven by more or less than the value or the error"
     if (
@@ -167,7 +206,7 @@ def no_gram(update: StateUpdate) -> str | None:
         or rate_shape(step.rate) != "scalar"
         or step.start != "zero"
     ):
-        return "the Gram form takes one explicit step with a scalar rate at the previous state"
+        return "slots take one explicit step with a scalar rate at the previous state"
     if not gates(monoid) <= {"identity", "scalar"}:
         return "only a scalar forget gate folds into the step"
     return None
@@ -202,5 +241,6 @@ __all__ = [
     "no_cascade",
     "no_chain",
     "no_gram",
+    "no_substitution",
     "structure",
 ]

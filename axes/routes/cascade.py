@@ -27,6 +27,7 @@ from axes.core.memory import Factors, Leaves, RankOne
 from axes.core.rates import Per, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.routes.scan import cumulative
+from axes.routes.spans import datum, sizes, split
 
 Tokens = Mapping[str, Tensor | float]
 Filters = tuple[State | tuple[State, ...], ...]
@@ -38,28 +39,13 @@ def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int
     """Outputs (..., T, d_v) and the final state. signal: `batch` batch dimensions, then T, then features."""
     step, factored = update.parts().step, _is_factored(update)
     longest = _CHUNK_FACTORED if factored and update.parts().h.is_identity else _CHUNK
-    length, outputs, t = q.shape[batch], [], 0
-    while t < length:
-        size = min(longest, length - t)
-        if isinstance(step.at, Anchor):  # no chunk reaches beyond the place where the anchor is refreshed
-            count = int(state.count)
-            size = min(size, step.at.every - count % step.at.every)
-            if count % step.at.every == 0:
-                state = state._replace(anchor=update.output(state, _first(signal, batch, t)).weights)
-        part = {n: _narrow(x, batch, t, size) for n, x in signal.items()}
+    lengths, outputs = sizes(q.shape[batch], longest, step.at, int(state.count)), []
+    for part, size in zip(split({**signal, "q": q}, batch, lengths), lengths, strict=True):
+        if isinstance(step.at, Anchor) and int(state.count) % step.at.every == 0:
+            state = state._replace(anchor=update.output(state, datum(part, batch, 0)).weights)
         out, state = (_factored if factored else _chunk)(update, part, state, size)
-        outputs.append(update.read(out, _narrow(q, batch, t, size), part))  # type: ignore[arg-type]
-        t += size
+        outputs.append(update.read(out, cast(Tensor, part["q"]), part))
     return torch.cat(outputs, batch), state
-
-
-def _narrow(x: Tensor | float, dim: int, start: int, size: int) -> Tensor | float:
-    return x.narrow(dim, start, size) if isinstance(x, Tensor) and x.ndim > dim else x
-
-
-def _first(signal: Tokens, dim: int, t: int) -> Tokens:
-    """One datum of the signal."""
-    return {n: x.select(dim, t) if isinstance(x, Tensor) and x.ndim > dim else x for n, x in signal.items()}
 
 
 # ---- drives as matrices ------------------------------------------------------------------------------------------
@@ -207,7 +193,7 @@ class _Moving:
         else:
             y = (self.c[..., :size] * dots * self.a.mT[..., None, :, :]).sum(-1)
         for j, start in enumerate(self.starts, size):
-            y = y + self.c[..., j] * (x @ start.mT)
+            y = torch.addcmul(y, self.c[..., j], x @ start.mT)
         return y[..., None]
 
     def formed(self) -> Tensor:
@@ -216,7 +202,7 @@ class _Moving:
         left = self.c[..., :size] * self.a.mT[..., None, :, :]  # (..., T, m, S)
         w = (left.flatten(-3, -2) @ self.b).unflatten(-2, left.shape[-3:-1])
         for j, start in enumerate(self.starts, size):
-            w = w + self.c[..., j, None] * start[..., None, :, :]
+            w = torch.addcmul(w, self.c[..., j, None], start[..., None, :, :])
         return w
 
     def last(self) -> Tensor:

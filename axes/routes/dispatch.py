@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,11 +21,12 @@ from axes.core.memory import Leaves
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import ShapeError
-from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan
+from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan, substitution
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
 from axes.routes.packed import each_alone, grows, join, unread
 from axes.routes.precision import own_precision
 from axes.routes.select import routes, select, select_token
+from axes.routes.spans import sizes, split
 
 __all__ = [
     "Choice",
@@ -252,10 +254,16 @@ def _run_cascade(update: StateUpdate, signal: Signal, state: State, batch: int) 
     return cascade.run(update, signal, state, q, batch)
 
 
+def _run_substitution(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
+    q = signal["q"]
+    assert isinstance(q, Tensor)
+    return substitution.run(update, signal, state, q, batch)
+
+
 def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
-    cost, _, monoid, step, _ = update.parts()
+    cost, h, monoid, step, _ = update.parts()
     outputs, done = [], 0
-    if int(state.count) == 0:  # a first state need not have unit columns; every later one has
+    if not h.is_identity and int(state.count) == 0:  # a first state need not have unit columns; every later one has
         first = _each(signal, batch, lambda x: x.narrow(batch, 0, 1))
         out, state = reference.run(update, first, state, time=batch)
         outputs.append(out)
@@ -264,20 +272,22 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
     assert isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(q, Tensor)
     rate = resolve(step.rate, signal)
     element = monoid.element(signal, rate, k[..., None, :])
-    gamma = torch.ones_like(k[..., 0]) * rate / element.scale
-    if element.gate is not None:
-        gamma = gamma * torch.exp(-element.gate if element.gate.ndim == 0 else -element.gate[..., 0])
-    form = gram.dec if cost.drives == "error" else gram.sim
-    if cost.encode:
-        form = partial(gram.sim, encode=True)
+    gate = 0.0 if element.gate is None else element.gate if element.gate.ndim == 0 else element.gate[..., 0]
+    one = torch.ones_like(k[..., 0])
+    kept, gamma = torch.exp(one * gate) * element.scale, one * rate
+    form = gram.dec if cost.drives == "error" and not cost.encode else partial(gram.sim, encode=cost.encode)
+    if not h.is_identity:  # what is normalised forgets by larger steps
+        kept, gamma = one, gamma * torch.exp(-one * gate) / element.scale
     slots = state.theta[0]
-    for t in range(done, k.shape[-2], _GRAM_CHUNK):
-        part = slice(t, t + _GRAM_CHUNK)
-        out, slots = form(slots, k[..., part, :], v[..., part, :], q[..., part, :], gamma[..., part])
+    given = (k, v, q, gamma[..., None], *((kept[..., None],) if h.is_identity else ()))
+    rest = {str(i): x[..., done:, :] for i, x in enumerate(given)}
+    for part in split(rest, k.ndim - 2, sizes(k.shape[-2] - done, _GRAM_CHUNK, step.at, done)):
+        keys, values, asked, *numbers = (cast(Tensor, x) for x in part.values())
+        out, slots = form(slots, keys, values, asked, *(x[..., 0] for x in numbers))
         outputs.append(out)
     count = state.count + (k.shape[-2] - done)
     return torch.cat(outputs, -2), state._replace(theta=(slots,), count=count)
 
 
 _AS_GIVEN = frozenset(("attention",))  # routes that take half precision as it is
-_ROUTES = {"chain": _run_chain, "cascade": _run_cascade, "gram": _run_gram}
+_ROUTES = {"chain": _run_chain, "substitution": _run_substitution, "cascade": _run_cascade, "gram": _run_gram}

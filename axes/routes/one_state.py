@@ -47,16 +47,16 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
     gated = gate is not None
     together = gate is None or gate.shape[-1] == 1  # heads that share keys and queries share their products
     q, key, value = cut(q, together), cut(key, together), cut(value)
-    decays = _decays(None if gate is None else cut(gate), q)
-    inside = decays.scores(q, key)
-    carried, remaining = (q * decays.kept, key * decays.left) if gated else (q, key)
+    decay = decays(None if gate is None else cut(gate), q)
+    inside = decay.scores(q, key)
+    carried, remaining = (q * decay.kept, key * decay.left) if gated else (q, key)
     fixed, varying = value, None
     if read is not None:
         read = cut(read)
-        system = decays.scores(read, key, before=True)  # ones on its diagonal are understood
+        system = decay.scores(read, key, before=True)  # ones on its diagonal are understood
         if gated:
-            one = torch.ones_like(decays.kept[..., :1, :])
-            read = read * torch.cat((one, decays.kept[..., :-1, :]), -2)
+            one = torch.ones_like(decay.kept[..., :1, :])
+            read = read * torch.cat((one, decay.kept[..., :-1, :]), -2)
         forced = torch.cat((value, read), -1)
         # transposed, rows are the columns that LAPACK wants: nothing is copied
         solved = torch.linalg.solve_triangular(system.mT, forced.mT, upper=True, left=False, unitriangular=True).mT
@@ -69,7 +69,7 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
     d_v, d_k = start.shape[-3], start.shape[-1]
     state = start[..., 0, :].expand(*batch, d_v, d_k).reshape(-1, d_v, d_k)
     states = []
-    wholes = chunks(decays.kept[..., -1:, :]) if gated else None
+    wholes = chunks(decay.kept[..., -1:, :]) if gated else None
     if varying is None:
         entering = chunks(fixed.mT @ remaining)
         for n in range(count):
@@ -113,7 +113,7 @@ def _normal(dtype: torch.dtype) -> float:
 # ---- decays inside a chunk -----------------------------------------------------------------------------------------
 
 
-class _Decays:
+class Decays:
     """What a chunk's gates do: kept (.., C, 1|d) of the first state, left (.., C, 1|d) of a write at its end."""
 
     kept: Tensor
@@ -123,16 +123,30 @@ class _Decays:
         """x_t Diag(e^(g_s+1 + .. + g_t)) w_s for s <= t; before: of the state before token t, up to g_t-1 and s < t."""
         raise NotImplementedError
 
+    def mixed(self, pairs: Tensor, values: Tensor, before: bool = False) -> Tensor:
+        """sum_s pairs_ts e^(g_s+1 + .. + g_t) w_s, gates on the entries of values (M, C, d); before: as `scores`."""
+        raise NotImplementedError
 
-class _Ungated(_Decays):
+    def between(self, before: bool = False) -> Tensor:
+        """e^(g_s+1 + .. + g_t) of every pair (M, C, C, 1|d), which fits short chunks; before: as `scores`."""
+        raise NotImplementedError
+
+
+class _Ungated(Decays):
     def __init__(self, like: Tensor) -> None:
-        self.kept = self.left = like.new_ones(1, 1)
+        self.kept = self.left = like.new_ones((1,) * like.ndim)
+
+    def between(self, before: bool = False) -> Tensor:
+        return self.kept[..., None]
 
     def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
         return (readers @ writers.mT).tril(-int(before))
 
+    def mixed(self, pairs: Tensor, values: Tensor, before: bool = False) -> Tensor:
+        return pairs.tril(-int(before)) @ values
 
-class _Scalar(_Decays):
+
+class _Scalar(Decays):
     """One gate a token: a matrix of all decays."""
 
     def __init__(self, gate: Tensor) -> None:
@@ -145,36 +159,77 @@ class _Scalar(_Decays):
         self.kept, self.left = gate.cumsum(-2).exp(), self.decay[..., -1, :, None]
 
     def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
-        decay = torch.nn.functional.pad(self.decay[..., :-1, :], (0, 0, 1, 0)) if before else self.decay
-        return readers @ writers.mT * decay
+        return readers @ writers.mT * self._between(before)
+
+    def mixed(self, pairs: Tensor, values: Tensor, before: bool = False) -> Tensor:
+        return (pairs * self._between(before)) @ values
+
+    def between(self, before: bool = False) -> Tensor:
+        return self._between(before)[..., None]
+
+    def _between(self, before: bool) -> Tensor:
+        return torch.nn.functional.pad(self.decay[..., :-1, :], (0, 0, 1, 0)) if before else self.decay
 
 
-class _Channels(_Decays):
+class _Channels(Decays):
     """A gate for every key entry. Pairs in different halves of a block meet at the border between them, so that they
     are products of two scaled operands, and so on in each half; the last few pairs have exponentials of their own."""
 
-    def __init__(self, gate: Tensor) -> None:
+    def __init__(self, gate: Tensor, pairs: int) -> None:
         size, self.batch, gate = gate.shape[-2], gate.shape[:-2], gate.flatten(0, -3)
-        self.kept, self.left = (x.exp().unflatten(0, self.batch) for x in (_until(gate), _after(gate)))
+        self.kept, self.left = (x.unflatten(0, self.batch) for x in (self.until(gate), self.after(gate)))
         self.levels: list[tuple[Tensor, Tensor, Tensor]] = []
         half = size // 2
-        while half >= _PAIRS:
+        while half >= pairs:
             first, second = _halves(gate, half)
-            until = _until(second)
-            excluded = torch.nn.functional.pad(until[..., :-1, :], (0, 0, 1, 0))
-            self.levels.append((until.exp(), excluded.exp(), _after(first).exp()))
+            until = self.until(second)
+            excluded = torch.nn.functional.pad(until[..., :-1, :], (0, 0, 1, 0), value=1.0)
+            self.levels.append((until, excluded, self.after(first)))
             half //= 2
-        few = min(size, _PAIRS)
-        order = torch.arange(few, device=gate.device)
-        t, s, between = order[:, None, None], order[None, :, None], order
-        self.few = gate.unflatten(1, (-1, few))
-        self.among = [(between > s) & (between <= t - int(before)) for before in (False, True)]
+        self.few = gate.unflatten(1, (-1, min(size, pairs)))
+
+    def between(self, before: bool = False) -> Tensor:
+        return self.among(self.few.flatten(1, 2), before).unflatten(0, self.batch)
+
+    def _between(self, before: bool) -> Tensor:
+        """Of the last few pairs: (M, n, few, few, d)."""
+        return self.among(self.few, before)
+
+    @staticmethod
+    def until(gate: Tensor) -> Tensor:
+        """What is left of the gates (..., C, d) up to each token's own."""
+        return gate.cumsum(-2).exp()
+
+    @staticmethod
+    def after(gate: Tensor) -> Tensor:
+        """Of the gates behind each token."""
+        back = gate.flip(-2).cumsum(-2)
+        return torch.nn.functional.pad(back[..., :-1, :], (0, 0, 1, 0)).flip(-2).exp()
+
+    @staticmethod
+    def among(gate: Tensor, before: bool) -> Tensor:
+        """Of the gates behind s up to t, or up to t - 1, for every pair: (..., C, C, d)."""
+        size = gate.shape[-2]
+        sums = _inside(size, before, gate).to(gate.dtype).flatten(0, 1) @ gate
+        return sums.exp().unflatten(-2, (size, size))
+
+    def mixed(self, pairs: Tensor, values: Tensor, before: bool = False) -> Tensor:
+        pairs, values = (x.reshape(-1, *x.shape[-2:]) for x in (pairs, values))
+        few = self.few.shape[-2]
+        blocks = pairs.unflatten(-1, (-1, few)).unflatten(-3, (-1, few)).diagonal(0, -4, -2).movedim(-1, -3)
+        w = values.unflatten(1, (-1, few))
+        out = (blocks.tril(-int(before))[..., None] * self._between(before) * w[..., None, :, :]).sum(-2).flatten(1, 2)
+        for until, excluded, after in reversed(self.levels):
+            half = until.shape[-2]
+            quarters = pairs.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))  # (M, n, 2, half, n, 2, half)
+            cross = quarters[:, :, 1, :, :, 0].diagonal(0, 1, 3).movedim(-1, 1)
+            more = (excluded if before else until) * (cross @ (_halves(values, half)[0] * after))
+            out = out + torch.nn.functional.pad(more, (0, 0, half, 0)).flatten(1, 2)
+        return out.unflatten(0, self.batch)
 
     def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
         readers, writers = (x.reshape(-1, *x.shape[-2:]) for x in (readers, writers))
-        few = self.few.shape[-2]
-        sums = self.among[before].to(readers.dtype).flatten(0, 1) @ self.few
-        decay = sums.exp().unflatten(-2, (few, few))
+        few, decay = self.few.shape[-2], self._between(before)
         x, w = readers.unflatten(1, (-1, few)), writers.unflatten(1, (-1, few))
         out = torch.einsum("mntd,mntsd,mnsd->mnts", x, decay, w).tril(-int(before))
         for until, excluded, after in reversed(self.levels):
@@ -187,15 +242,32 @@ class _Channels(_Decays):
         return out[:, 0].unflatten(0, self.batch)
 
 
-def _until(gate: Tensor) -> Tensor:
-    """Sums of the gates up to each token's own."""
-    return gate.cumsum(-2)
+class Factors(_Channels):
+    """The same with factors of any sign in the place of log gates; C is a power of two."""
+
+    def __init__(self, factors: Tensor) -> None:
+        super().__init__(factors, _PAIRS)
+
+    @staticmethod
+    def until(gate: Tensor) -> Tensor:
+        return gate.cumprod(-2)
+
+    @staticmethod
+    def after(gate: Tensor) -> Tensor:
+        back = gate.flip(-2).cumprod(-2)
+        return torch.nn.functional.pad(back[..., :-1, :], (0, 0, 1, 0), value=1.0).flip(-2)
+
+    @staticmethod
+    def among(gate: Tensor, before: bool) -> Tensor:
+        inside = _inside(gate.shape[-2], before, gate)[..., None]
+        return torch.where(inside, gate[..., None, None, :, :], 1.0).prod(-2)
 
 
-def _after(gate: Tensor) -> Tensor:
-    """Sums of the gates behind each token."""
-    back = gate.flip(-2).cumsum(-2)
-    return torch.nn.functional.pad(back[..., :-1, :], (0, 0, 1, 0)).flip(-2)
+def _inside(size: int, before: bool, like: Tensor) -> Tensor:
+    """Whether a token lies behind s and not behind t, or t - 1: (t, s, token)."""
+    order = torch.arange(size, device=like.device)
+    t, s = order[:, None, None], order[None, :, None]
+    return (order > s) & (order <= t - int(before))
 
 
 def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
@@ -204,7 +276,9 @@ def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _decays(gate: Tensor | None, like: Tensor) -> _Decays:
+def decays(gate: Tensor | None, like: Tensor, pairs: int | None = None) -> Decays:
+    """Of log gates (M, C, 1|d) above `floor`, or of none; C is a power of two where every entry has a gate.
+    pairs: of so many tokens in a row they have exponentials of their own."""
     if gate is None:
         return _Ungated(like)
-    return _Scalar(gate) if gate.shape[-1] == 1 else _Channels(gate)
+    return _Scalar(gate) if gate.shape[-1] == 1 else _Channels(gate, pairs or _PAIRS)

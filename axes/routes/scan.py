@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -126,17 +127,44 @@ def floored(gate: Tensor) -> Tensor:
 
 
 def cumulative(gate: Tensor, drive: Tensor, start: Tensor) -> Tensor:
-    """y_t = gate_t * y_{t-1} + drive_t, entry by entry, time in dimension -3; log2 T levels, any gate."""
-    batch = torch.broadcast_shapes(gate.shape, drive.shape, start[..., None, :, :].shape)
-    g, y = gate.expand(*batch[:-3], batch[-3], *gate.shape[-2:]), drive.expand(batch)
-    y = torch.cat((g[..., :1, :, :] * start[..., None, :, :] + y[..., :1, :, :], y[..., 1:, :, :]), -3)
-    reach = 1
-    while reach < y.shape[-3]:
-        later = g[..., reach:, :, :]
-        y = torch.cat((y[..., :reach, :, :], later * y[..., :-reach, :, :] + y[..., reach:, :, :]), -3)
-        g = torch.cat((g[..., :reach, :, :], later * g[..., :-reach, :, :]), -3)
-        reach *= 2
-    return y
+    """y_t = gate_t * y_{t-1} + drive_t, entry by entry, time in dimension -3; any gate."""
+    length = max(gate.shape[-3], drive.shape[-3])
+    gate, drive = (x.expand(*x.shape[:-3], length, *x.shape[-2:]) for x in (gate, drive))
+    return cast(Tensor, _Cumulative.apply(gate, drive, start, False))
+
+
+class _Cumulative(torch.autograd.Function):
+    """One pass over memory, token by token; the adjoint is the same backwards, with derivatives of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, drive: Tensor, start: Tensor, back: bool) -> Tensor:
+        whole = torch.broadcast_shapes(gate.shape, drive.shape, start[..., None, :, :].shape)
+        gates, drives = gate.unbind(-3), drive.unbind(-3)
+        y, found = start.expand(*whole[:-3], *whole[-2:]), []
+        for g, d in zip(gates[::-1] if back else gates, drives[::-1] if back else drives, strict=True):
+            y = torch.addcmul(d, g, y)
+            found.append(y)
+        out = torch.stack(found[::-1] if back else found, -3)
+        ctx.save_for_backward(gate, start, out)
+        ctx.drive, ctx.back = drive.shape, back
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> Any:
+        gate, start, out = ctx.saved_tensors
+        back, edge = ctx.back, start[..., None, :, :].expand_as(out[..., :1, :, :])
+        last = torch.zeros_like(gate[..., :1, :, :])
+        if back:
+            other = torch.cat((last, gate[..., :-1, :, :]), -3)
+            before = torch.cat((out[..., 1:, :, :], edge), -3)
+        else:
+            other = torch.cat((gate[..., 1:, :, :], last), -3)
+            before = torch.cat((edge, out[..., :-1, :, :]), -3)
+        into = cast(Tensor, _Cumulative.apply(other, given, torch.zeros_like(out[..., 0, :, :]), not back))
+        first = -1 if back else 0
+        by_gate = (into * before).sum_to_size(gate.shape) if ctx.needs_input_grad[0] else None
+        by_start = (into[..., first, :, :] * gate[..., first, :, :]).sum_to_size(start.shape)
+        return by_gate, into.sum_to_size(ctx.drive), by_start, None
 
 
 # ---- pieces ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Which route computes a sequence of tokens, and who: a pure function of the tuple, the device and the shapes.
 
-Routes are how (interpreter, chain, cascade, gram, attention); implementations are who (reference, torch, triton).
+Routes are how (interpreter, chain, substitution, cascade, gram, attention); implementations are who (reference, torch,
+triton).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from axes.core.derived import no_attention, no_cascade, no_chain, no_gram
+from axes.core.derived import no_attention, no_cascade, no_chain, no_gram, no_substitution
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
 from axes.routes import attention, kernel_terms, opaque
@@ -24,6 +25,7 @@ def routes(update: StateUpdate) -> Mapping[Route, str | None]:
     return {
         "attention": no_attention(update),
         "gram": no_gram(update),
+        "substitution": no_substitution(update),
         "chain": no_chain(update),
         "cascade": no_cascade(update),
         "interpreter": None,

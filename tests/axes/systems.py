@@ -183,6 +183,7 @@ GRAM = {
     "lattice dec, forgetting": StateUpdate(
         SquaredError(), Sphere("columns"), Scalar("decay"), Step(BETA, lazy=False), memory=Slots()
     ),
+    "lattice, unnormalised": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Slots()),
 }
 
 # Cascades: no feedback inside a chunk.
@@ -192,7 +193,6 @@ CASCADES = {
     ),
     "memora, whole": StateUpdate(SquaredError(), Entropic("whole"), Scalar("decay"), Step(BETA, at=Anchor(4))),
     "moneta": StateUpdate(Lp(3.0), Lq(4.0), Scalar("decay"), Step(BETA, at=Anchor(3))),
-    "yaad": StateUpdate(Huber(ROW_BETA), Euclidean(), Scalar("decay"), Step(BETA, at=Anchor(4))),
     "soft threshold": StateUpdate(SquaredError(), SoftThreshold(0.1), Scalar("decay"), Step(BETA, at=Anchor(4))),
     "muon net": StateUpdate(
         SquaredError(),
@@ -217,7 +217,6 @@ CASCADES = {
         ),
     ),
     "projected linear attention": StateUpdate(Alignment(), Sphere("rows"), Diagonal("key_decay"), Step(BETA)),
-    "ttt": StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(4)), memory=LayerNormMatrix()),
     "ttt mlp": StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(4)), memory=MLP(2)),
     "titans mlp": StateUpdate(
         SquaredError(),
@@ -235,6 +234,36 @@ CASCADES = {
     "rls": StateUpdate(
         Alignment(),
         Whiten((StateUpdate(Linear("key"), memory=None),), kind="right", power=1.0, eps=0.5),
+    ),
+}
+
+# Chains whose rows differ, which are substitutions with one system a row.
+BY_ROWS = ("longhorn, vector rate", "row delta")
+
+# Substitution: only what is written is nonlinear, or all of it is known.
+SUBSTITUTIONS = {
+    "yaad": StateUpdate(Huber(ROW_BETA), Euclidean(), Scalar("decay"), Step(BETA, at=Anchor(4))),
+    "ttt": StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(4)), memory=LayerNormMatrix()),
+    "frank-wolfe on a ball, anchored": StateUpdate(
+        SquaredError(), OnUpdate(Sphere("whole")), Diagonal("row_decay", side="row"), Step(BETA, at=Anchor(5))
+    ),
+    "gated longhorn, vector rate": StateUpdate(
+        SquaredError(), monoid=Scalar("decay"), algorithm=Step(ROW_BETA, at="new")
+    ),
+    "ttt, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=LayerNormMatrix()),
+    "huber, every token": StateUpdate(Huber(1.0), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "huber, norm": StateUpdate(Huber(0.5, "norm"), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated")),
+    "huber, implicit": StateUpdate(Huber(0.5), monoid=Scalar("decay"), algorithm=Step(BETA, at="new")),
+    "huber switch": StateUpdate(HuberSwitch(0.5), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "robust shift": StateUpdate(RobustShift(0.2), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "cross-entropy": StateUpdate(CrossEntropy(), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "huber by rows": StateUpdate(Huber(ROW_BETA), monoid=Diagonal("row_decay", side="row"), algorithm=Step(ROW_BETA)),
+    "huber by rows, gate first": StateUpdate(
+        Huber(0.5, "norm"), monoid=Diagonal("row_decay", side="row"), algorithm=Step(ROW_BETA, at="gated")
+    ),
+    "frank-wolfe on a ball": StateUpdate(SquaredError(), OnUpdate(Sphere("whole")), Scalar("decay"), Step(BETA)),
+    "delta rule by the signs of its rows": StateUpdate(
+        SquaredError(), OnUpdate(Sphere("rows", 0.5)), Product((Scalar(0.9), Scalar("decay"))), Step(BETA, at="gated")
     ),
 }
 
@@ -281,16 +310,8 @@ SEQUENTIAL = {
     "a step that shrinks with the number of the token": StateUpdate(
         SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA / Count() ** 0.5, via=(Momentum(0.5, "ema"),))
     ),
-    "ttt, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=LayerNormMatrix()),
     "mlp, every token": StateUpdate(SquaredError(), algorithm=Step(BETA), memory=MLP(2)),
-    "huber, every token": StateUpdate(Huber(1.0), monoid=Scalar("decay"), algorithm=Step(BETA)),
-    "huber, norm": StateUpdate(Huber(0.5, "norm"), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated")),
-    "huber, implicit": StateUpdate(Huber(0.5), monoid=Scalar("decay"), algorithm=Step(BETA, at="new")),
-    "huber switch": StateUpdate(HuberSwitch(0.5), monoid=Scalar("decay"), algorithm=Step(BETA)),
-    "robust shift": StateUpdate(RobustShift(0.2), monoid=Scalar("decay"), algorithm=Step(BETA)),
-    "cross-entropy": StateUpdate(CrossEntropy(), monoid=Scalar("decay"), algorithm=Step(BETA)),
     "moneta, literal link": StateUpdate(Lp(3.0), LqLiteral(4.0), Scalar("decay"), Step(0.3)),
-    "lattice, unnormalised": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Slots()),
     "lattice sim, lazy sphere": StateUpdate(Alignment(), Sphere("columns"), algorithm=Step(BETA), memory=Slots()),
     "ista": StateUpdate(SquaredError(), SoftThreshold(0.05), Scalar("decay"), Step(BETA, lazy=False)),
     "soft-threshold ftrl": StateUpdate(SquaredError(), SoftThreshold(0.05), Scalar("decay"), Step(BETA)),
@@ -306,7 +327,7 @@ SEQUENTIAL = {
     "rotated spectral": StateUpdate(Alignment(), Spectral("polar"), Rotation(Per("angle", "pair", "real")), Step(BETA)),
 }
 
-KEYED = {**CHAINS, **ATTENTION, **GRAM, **CASCADES, **SEQUENTIAL}
+KEYED = {**CHAINS, **ATTENTION, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
 
 # Updates of a parameter: the gradient is given.
 DATA = {

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from systems import ATTENTION, CASCADES, CHAINS, GRAM, KEYED, SEQUENTIAL
+from systems import ATTENTION, BY_ROWS, CASCADES, CHAINS, GRAM, KEYED, SEQUENTIAL, SUBSTITUTIONS
 from torch import Tensor
 
 from axes.core import derived, reference
@@ -209,12 +209,15 @@ def test_folding_the_maps_reproduces_the_recurrence(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("table", "route"),
-    [(CHAINS, "chain"), (ATTENTION, "attention"), (GRAM, "gram"), (CASCADES, "cascade"), (SEQUENTIAL, "interpreter")],
-    ids=["chain", "attention", "gram", "cascade", "interpreter"],
+    [
+        (CHAINS, "chain"), (ATTENTION, "attention"), (GRAM, "gram"), (CASCADES, "cascade"),
+        (SUBSTITUTIONS, "substitution"), (SEQUENTIAL, "interpreter"),
+    ],  # fmt: skip
+    ids=["chain", "attention", "gram", "cascade", "substitution", "interpreter"],
 )
 def test_each_system_has_the_route_it_is_listed_under(table: dict[str, StateUpdate], route: str) -> None:
     for name, update in table.items():
-        assert dispatch.select(update).route == route, name
+        assert dispatch.select(update).route == ("substitution" if name in BY_ROWS else route), name
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.optim._muon import _zeropower_via_newtonschulz as muon_zeropower
 
-from axes.core.costs import Alignment
+from axes.core.costs import Alignment, Linear
 from axes.core.geometry import (
     Birkhoff,
     Bounded,
@@ -1279,3 +1279,32 @@ def test_narrow_dtypes(h: Geometry, dtype: torch.dtype) -> None:
     if isinstance(h, Spectral) and h.method != "polar" and "bfloat16" in f"{dtype}{h}":
         unit = 0.2  # five or more rounded products
     assert gap(w, expected) < unit * (1 + float(expected.abs().max()))
+
+
+# ---- whitening by a solve ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [1, 3, 5])
+def test_power_one_is_a_solve(rank: int) -> None:
+    """Values, first and second derivatives of theta (R + eps I)^{-1}, also of an R without full rank."""
+    generator = torch.Generator().manual_seed(3)
+    f, theta = (torch.randn(2, n, 5, dtype=torch.float64, generator=generator) for n in (rank, 4))
+    h = Whiten((StateUpdate(Linear("key")),), kind="right", power=1.0, eps=0.1)
+
+    def whitened(theta: Tensor, f: Tensor) -> Tensor:
+        return h.primal(theta, Context(stats=(f.mT @ f,)))
+
+    expected = theta @ torch.linalg.inv(f.mT @ f + 0.1 * torch.eye(5, dtype=torch.float64))
+    torch.testing.assert_close(whitened(theta, f), expected, rtol=1e-12, atol=1e-12)
+    inputs = (theta.requires_grad_(), f.requires_grad_())
+    assert gradcheck(whitened, inputs) and gradgradcheck(whitened, inputs, fast_mode=True)
+
+
+def test_power_one_of_what_is_no_longer_semi_definite() -> None:
+    """Rounding of a large statistic may be more than eps: eigenvalues below zero count as zero, and all is finite."""
+    h = Whiten((StateUpdate(Linear("key")),), kind="right", power=1.0, eps=1e-3)
+    bad = torch.diag(torch.tensor([1e6, 1.0, -0.1, 0.0], dtype=torch.float64)).requires_grad_()
+    out = h.primal(torch.eye(4, dtype=torch.float64), Context(stats=(bad,)))
+    torch.testing.assert_close(out.diagonal(), 1 / (bad.detach().diagonal().clamp_min(0) + 1e-3))
+    (grad,) = torch.autograd.grad(out.sum(), bad)
+    assert bool(grad.isfinite().all())

@@ -48,7 +48,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "state_update", "reference", "derived", "chain",
     ),
     "routes": (
-        "choice", "packed", "parameters", "precision", "one_state", "scan", "gram", "cascade", "attention", "opaque",
+        "choice", "packed", "parameters", "precision", "one_state", "scan", "spans", "substitution", "gram", "cascade",
+        "attention", "opaque",
         "kernel_terms", "select", "dispatch", "frame",
     ),
     "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks"),

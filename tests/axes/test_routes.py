@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from systems import ATTENTION, CASCADES, CHAINS, DATA, GRAM, KEYED, SEQUENTIAL
+from systems import ATTENTION, CASCADES, CHAINS, DATA, GRAM, KEYED, SEQUENTIAL, SUBSTITUTIONS
 from torch import Tensor
 
 from axes import explain
@@ -24,7 +24,7 @@ from axes.routes import attention, cascade, dispatch, gram
 from axes.routes.dispatch import Choice, NoImplementation, implementation, routes, run, select
 from axes.testing import checks, examples, strategies
 
-FAST = {**CHAINS, **ATTENTION, **GRAM, **CASCADES}
+FAST = {**CHAINS, **ATTENTION, **GRAM, **CASCADES, **SUBSTITUTIONS}
 EXACT = 1e-9  # measured 3e-12 in a value (a normaliser near zero), 1e-11 in a gradient
 
 
@@ -166,12 +166,13 @@ def test_gram_slots_stay_unit_over_many_chunks() -> None:
 
 @pytest.mark.parametrize("every", [1, 2, 5, 16, 40])
 def test_cascades_with_any_anchor(every: int) -> None:
-    for update in (
-        StateUpdate(Huber(0.5), monoid=Scalar("decay"), algorithm=Step(Per("beta"), at=Anchor(every))),
-        StateUpdate(SquaredError(), Entropic("row"), Scalar("decay"), Step(Per("beta"), at=Anchor(every))),
+    step = Step(Per("beta"), at=Anchor(every))
+    for update, route in (
+        (StateUpdate(Huber(0.5), monoid=Scalar("decay"), algorithm=step), "substitution"),
+        (StateUpdate(SquaredError(), Entropic("row"), Scalar("decay"), step), "cascade"),
     ):
         signal = example(update, 35)
-        assert select(update).route == "cascade"
+        assert select(update).route == route
         assert checks.error(run(update, signal), reference.run(update, signal, time=1)) < EXACT
 
 
@@ -227,8 +228,8 @@ def test_select_by_name() -> None:
     update = CHAINS["gated delta"]
     assert select(update, implementation="reference")[:2] == ("interpreter", "reference")
     assert select(update, implementation="torch")[:2] == ("chain", "torch")
-    with pytest.raises(NoImplementation, match="no fast torch route for .*not affine"):
-        select(SEQUENTIAL["huber, every token"], implementation="torch")
+    with pytest.raises(NoImplementation, match="no fast torch route for .*several steps"):
+        select(SEQUENTIAL["several steps"], implementation="torch")
     with pytest.raises(NoImplementation, match="Triton.*not a GPU"):
         select(update, "cpu", implementation="triton")
     with pytest.raises(NoImplementation, match="'fastest' is not one of reference, torch, triton"):
@@ -253,7 +254,7 @@ def test_run_obeys_a_name_and_a_context(monkeypatch: pytest.MonkeyPatch) -> None
     run(update, signal)
     assert seen == ["reference"] * 4
     with implementation("torch"), pytest.raises(NoImplementation):
-        run(SEQUENTIAL["huber, every token"], example(SEQUENTIAL["huber, every token"]))
+        run(SEQUENTIAL["several steps"], example(SEQUENTIAL["several steps"]))
     with pytest.raises(NoImplementation, match="'numpy'"), implementation("numpy"):  # type: ignore[arg-type]
         pass
     run(update, signal)  # the block is left behind after an error

@@ -295,13 +295,29 @@ def test_a_planted_error_in_one_state_is_found(damage: str, monkeypatch: pytest.
             torch.linalg, "solve_triangular", lambda a, b, **k: solve(2 * torch.eye(a.shape[-1]).to(a) - a, b, **k)
         )
     elif damage == "border":
-        monkeypatch.setattr(one_state, "_after", lambda gate: gate.flip(-2).cumsum(-2).flip(-2))
+        through = staticmethod(lambda gate: gate.flip(-2).cumsum(-2).flip(-2).exp())
+        monkeypatch.setattr(one_state._Channels, "after", through)
     elif damage == "few":
         monkeypatch.setattr(one_state, "_PAIRS", 1)
-        monkeypatch.setattr(one_state, "_until", lambda gate: 0 * gate)
+        monkeypatch.setattr(one_state._Channels, "until", staticmethod(torch.ones_like))
     else:
         true = one_state._Channels.scores
         unshifted = lambda self, x, w, before=False: true(self, x, w).tril(-int(before))  # noqa: E731
         monkeypatch.setattr(one_state._Channels, "scores", unshifted)
     with pytest.raises(AssertionError):
         check(random_chain("diagonal delta", 17), 17)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 7, 1, 3), (7, 4, 1), (1, 3, 7, 4, 3)])
+def test_cumulative_is_the_recurrence_with_both_derivatives(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = (shape, (2, 3, 7, 4, 3), (3, 4, 3))
+    inputs = [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in sizes]
+    gate, drive, y = inputs
+    expected = []
+    for t in range(7):
+        y = gate[..., t, :, :] * y + drive[..., t, :, :]
+        expected.append(y)
+    torch.testing.assert_close(scan.cumulative(*inputs), torch.stack(expected, -3), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(scan.cumulative, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(scan.cumulative, inputs, fast_mode=True)

@@ -51,6 +51,10 @@ class Sphere(EuclideanOn):
         return self.axis == "columns"
 
     @property
+    def turns(self) -> bool:  # type: ignore[override]
+        return self.axis != "columns" and self.radius is not None
+
+    @property
     def sphere(self) -> SphereOf:  # type: ignore[override]
         return self.axis, self.radius
 

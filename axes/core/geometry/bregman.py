@@ -61,6 +61,7 @@ class Geometry(Declared, ABC):
     of; () for no condition. takes: what the h of the first two must make of them. makes: what this h makes of a
     statistic of rows or columns, or of a state, which it is then the h of. continues: from its last value, which has to
     be held. fitted: that value is moved until what it whitens is white.
+    turns: primal(theta Q) = primal(theta) Q for isometries Q of the keys, of any number: an outer product stays one.
     entrywise: an entry of primal(theta) is a function of that entry of theta and of the context's entries there.
     approximates: primal shows a part of theta, which `used` gives: the rest can be kept.
     reads: what else of the context primal needs, of "drive" and "weights".
@@ -85,6 +86,7 @@ class Geometry(Declared, ABC):
     scale_free: bool = False
     matrix: bool = False
     slice_axis: Slice | None = None
+    turns: bool = False
     entrywise: bool = False
     approximates: bool = False
     reads: frozenset[str] = frozenset()

@@ -123,9 +123,14 @@ def _norm_link(x: Tensor, p: float) -> Tensor:
     if p == 2:
         return x
     y, top = _scaled(wide(x))
-    total = _power(y.abs(), p).sum(leaf_dims(x), keepdim=True)
+    if p == 4:  # products have their derivatives at 0 without a guard, and cost a tenth of powers
+        square = y * y
+        below, whole = y * square, square * square
+    else:
+        below, whole = y.sign() * _power(y.abs(), p - 1), _power(y.abs(), p)
+    total = whole.sum(leaf_dims(x), keepdim=True)
     total = torch.where(total > 0, total, torch.ones_like(total))
-    return (y.sign() * _power(y.abs(), p - 1) * total ** ((2 - p) / p) * top).to(x.dtype)
+    return (below * (total ** ((2 - p) / p) * top)).to(x.dtype)
 
 
 @final

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 import torch
 from torch import Tensor
@@ -163,20 +163,53 @@ def spectral_inverse_power(matrix: Tensor, basis: Tensor, spectrum: Tensor, keep
     """V f(L) V^T with f(x) = x^{-power} on the kept eigenvalues and 0 on the others, twice differentiable in `matrix`.
 
     Differentiating the decomposition would divide by gaps between eigenvalues. Instead basis and spectrum are constants
-    and the change of `matrix` (0 in value) enters through the first two terms of the Daleckii-Krein expansion,
-    f[i,j] D_ij + sum_k f[i,k,j] D_ik D_kj, whose divided differences are finite everywhere.
+    and the change of `matrix` enters through the first two terms of the Daleckii-Krein expansion,
+    f[i,j] D_ij + sum_k f[i,k,j] D_ik D_kj, whose divided differences are finite everywhere. The second one, n^3 numbers
+    a matrix, is only made for second derivatives.
     """
     spectrum = torch.where(keep, spectrum, 0.0)
     f = torch.where(keep, torch.where(keep, spectrum, 1.0) ** -power, 0.0)
-    value = (basis * f[..., None, :]) @ basis.mT
     if not torch.is_grad_enabled():
-        return value
-    change = basis.mT @ (matrix - matrix.detach()) @ basis
-    # Differences beyond the range of the dtype become its largest number: infinity times the 0 above would be NaN.
-    first = torch.nan_to_num(_first_differences(spectrum, f, keep, power))
-    second = torch.nan_to_num(_second_differences(spectrum, first, power))
-    change = first * change + torch.einsum("...ikj,...ik,...kj->...ij", second, change, change)
-    return value + basis @ change @ basis.mT
+        return (basis * f[..., None, :]) @ basis.mT
+    return cast(Tensor, _Power.apply(matrix, basis, spectrum, f, keep, power))
+
+
+class _Power(torch.autograd.Function):
+    """V f(L) V^T, with the derivatives of a function of the matrix that V and L decompose."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(matrix: Tensor, basis: Tensor, spectrum: Tensor, f: Tensor, keep: Tensor, power: float) -> Tensor:
+        return (basis * f[..., None, :]) @ basis.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.power = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> Any:
+        matrix, basis, spectrum, f, keep = ctx.saved_tensors
+        # Differences beyond the range of the dtype become its largest number: infinity times a change of 0 would be NaN
+        first = torch.nan_to_num(_first_differences(spectrum, f, keep, ctx.power))
+        if not torch.is_grad_enabled():
+            found = basis @ (first * (basis.mT @ given @ basis)) @ basis.mT
+        else:
+            change = basis.mT @ (matrix - matrix.detach()) @ basis  # 0 in value
+            second = torch.nan_to_num(_second_differences(spectrum, first, ctx.power))
+            change = first * change + torch.einsum("...ikj,...ik,...kj->...ij", second, change, change)
+            (found,) = torch.autograd.grad(basis @ change @ basis.mT, matrix, given, create_graph=True)
+        return found, None, None, None, None, None
+
+
+def solved(theta: Tensor, matrix: Tensor, eps: float) -> Tensor | None:
+    """theta (A + eps I)^{-1} of a semi-definite A, by Cholesky; None where A is so far from it that it has none."""
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    factor, failed = torch.linalg.cholesky_ex(matrix + eps * eye)
+    if not failed.is_meta and bool(failed.any()):  # without numbers nothing fails
+        return None
+    return torch.cholesky_solve(theta.mT, factor).mT
 
 
 def _first_differences(x: Tensor, f: Tensor, keep: Tensor, power: float) -> Tensor:
@@ -300,6 +333,10 @@ class Whiten(Geometry):
                     f"Whiten: a {self.kind} statistic of theta {(m, n)} must be ({size}, {size}), got "
                     f"{tuple(stat.shape[-2:])}"
                 )
+        if self.kind == "right" and self.power == 1.0 and self.eps > 0:
+            out = solved(wide(theta), wide(context.stats[0]), self.eps)
+            if out is not None:
+                return out.to(theta.dtype)
         roots = [inverse_power(wide(stat), self.power, self.eps) for stat in context.stats]
         x = wide(theta)
         if self.kind == "full":
