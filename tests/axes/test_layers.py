@@ -48,8 +48,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "state_update", "reference", "derived", "chain",
     ),
     "routes": (
-        "choice", "packed", "parameters", "precision", "one_state", "scan", "gram", "cascade", "attention", "opaque",
-        "kernel_terms", "select", "dispatch", "frame",
+        "choice", "given", "packed", "parameters", "precision", "one_state", "scan", "gram", "cascade", "attention",
+        "opaque", "kernel_terms", "select", "dispatch", "frame",
     ),
     "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks"),
     "optim": ("engine", "rules", "tools"),
