@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import axes
-from axes import dispatch, sequence
+from axes import depth, dispatch, optim, sequence
 from axes.core import reference
 from axes.core.state_update import State
 from axes.errors import AxesError
@@ -133,6 +133,26 @@ TUPLE: dict[str, Callable[[Any], Any]] = {
     "None": lambda x: None,
     "a class": lambda x: sequence.DeltaNet,
 }
+WHOLE = {n: f for n, f in TENSOR.items() if n not in ("a token short", "of one token", "a head more")
+         and n not in ("of a larger batch", "one dimension less", "one dimension more")}  # fmt: skip
+RATE: dict[str, Callable[[Any], Any]] = {
+    "a string": lambda x: "fast", "a list": lambda x: [x], "negative": lambda x: -x, "a dict": lambda x: {"lr": x},
+    "of two": lambda x: torch.ones(2), "of numpy": lambda x: torch.ones(2).numpy(),
+}  # fmt: skip
+PARAMS: dict[str, Callable[[Any], Any]] = {
+    "a string": lambda x: "weights", "None": lambda x: None, "a number": lambda x: 1.0, "of numbers": lambda x: [1.0],
+    "of numpy": lambda x: [p.detach().numpy() for p in x.parameters()], "empty": lambda x: [],
+    "of integers": lambda x: [torch.zeros(2, 2, dtype=torch.int64)], "of strings": lambda x: ["weight"],
+    "a dict": lambda x: {"params": list(x.parameters())}, "of triples": lambda x: [(1, 2, 3)],
+}  # fmt: skip
+DICT: dict[str, Callable[[Any], Any]] = {
+    "a string": lambda x: "state", "None": lambda x: None, "a list": lambda x: [1], "a number": lambda x: 1,
+    "empty": lambda x: {}, "a tensor": lambda x: torch.zeros(2),
+}  # fmt: skip
+GROUPS: dict[str, Callable[[Any], Any]] = {
+    "a string": lambda x: "groups", "None": lambda x: None, "a dict": lambda x: {"lr": 1}, "a number": lambda x: 1,
+    "empty": lambda x: [], "of strings": lambda x: ["lr"], "of another number": lambda x: [*x, *x],
+}  # fmt: skip
 NAMES: dict[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
     "misspelt": lambda s, name: {(n + n[-1] if n == name else n): x for n, x in s.items()},
     "missing": lambda s, name: {n: x for n, x in s.items() if n != name},
@@ -240,12 +260,55 @@ def _layer_step(cls: Any, draw: random.Random) -> Call:
     return Call(given, module.step, _by_reference(module, module.step), (("x",), ("state",)))
 
 
+def _mixer(cls: Any) -> Any:
+    if cls not in _LAYERS:
+        _LAYERS[cls] = cls(D, layer_index=1)
+    return _LAYERS[cls]
+
+
+def _mixed(name: str) -> Callable[[Any, random.Random], Call]:
+    """One of a mixer's four calls."""
+
+    def door(cls: Any, draw: random.Random) -> Call:
+        mixer, hidden = _mixer(cls), torch.randn(2, LENGTH, D)
+        streams = mixer.expand(hidden)
+        given = {"hidden": hidden} if name == "expand" else {"streams": streams}
+        if name == "write":
+            given |= {"y": torch.randn(2, LENGTH, D), "coefficients": mixer.read(streams)[1]}
+        # a mixer without parameters is on no device: it is asked by itself
+        by_itself = None if any(True for _ in mixer.parameters()) else getattr(mixer, name)
+        return Call(given, getattr(mixer, name), by_itself, tuple((n,) for n in given))
+
+    return door
+
+
+def _optimizer(cls: Any, draw: random.Random) -> Call:
+    model = torch.nn.Linear(4, 4)
+    given = {"params": model, "lr": 0.1}
+    return Call(given, lambda params, lr: cls(params, lr=lr), None, (("params",), ("lr",)))
+
+
+def _load(cls: Any, draw: random.Random) -> Call:
+    model = torch.nn.Linear(4, 4)
+    made = cls(model)
+    return Call({"state_dict": made.state_dict()}, lambda state_dict: made.load_state_dict(state_dict), None,
+                (("state_dict",), ("state_dict", "state"), ("state_dict", "param_groups")))  # fmt: skip
+
+
+FAMILIES = {
+    "mixer.": tuple(depth.ALL),
+    "optimizer": tuple(cls for cls in optim.ALL if "model" not in cls.__init__.__code__.co_varnames),
+    "load": tuple(cls for cls in optim.ALL if "model" not in cls.__init__.__code__.co_varnames),
+}
 DOORS: dict[str, Callable[[Any, random.Random], Call]] = {
     "run": _run,
     "step": _step,
     "run_packed": _run_packed,
     "layer.forward": _forward,
     "layer.step": _layer_step,
+    **{f"mixer.{name}": _mixed(name) for name in ("expand", "read", "write", "reduce")},
+    "optimizer": _optimizer,
+    "load_state_dict": _load,
 }
 
 
@@ -254,15 +317,17 @@ DOORS: dict[str, Callable[[Any, random.Random], Call]] = {
 
 def _ways(path: tuple[str, ...], x: Any) -> Mapping[str, Any]:
     name = path[-1]
-    if path == ("x",) and x.ndim == 2:
-        return {n: f for n, f in TENSOR.items() if n not in ("a token short", "of one token", "a head more")
-                and n != "of a larger batch"}  # fmt: skip
     if path == ("x",):
-        return {n: f for n, f in TENSOR.items() if n not in ("a token short", "of one token", "a head more")
-                and n != "of a larger batch"}  # fmt: skip
+        return WHOLE
+    if path == ("state_dict", "state"):
+        return {n: f for n, f in DICT.items() if n != "empty"}
     if path[0] == "signal":
         return {**TENSOR, **NAMES, "positive": lambda x: 1.5, "negative": lambda x: -1.5}
+    if path == ("streams",) and isinstance(x, State):
+        return {n: f for n, f in STATE.items() if n != "of a larger batch"}
     named: dict[str, Mapping[str, Any]] = {
+        "hidden": WHOLE, "streams": WHOLE, "y": WHOLE, "coefficients": TUPLE, "lr": RATE, "params": PARAMS,
+        "state_dict": DICT, "param_groups": DICT if path[0] != "state_dict" else GROUPS,
         "state": STATE, "cu_seqlens": BOUNDS, "mask": MASK, "time": NUMBER, "update": TUPLE,
     }  # fmt: skip
     return named[name]
@@ -272,7 +337,8 @@ def spoil(door: str, seed: int) -> Spoilt:
     """One wrong call, drawn by a seed."""
     draw = random.Random(f"{door} {seed}")
     torch.manual_seed(seed)
-    cls = SEQUENCE[seed % len(SEQUENCE)]
+    family = next((some for name, some in FAMILIES.items() if door.startswith(name)), SEQUENCE)
+    cls = family[seed % len(family)]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         call = DOORS[door](cls, draw)
@@ -290,12 +356,19 @@ def spoil(door: str, seed: int) -> Spoilt:
         return Spoilt(door, cls.name, f"{path[-1]} {how}", _outcome(call, given, path[-1]))
 
 
+_CALLED = {"params": "param|pass the model itself"}
+_TORCHS = ("different number of parameter groups", "empty parameter list")  # sentences that torch says as well
+
+
 def _outcome(call: Call, given: dict[str, Any], name: str) -> str:
     try:
         got = call.run(**given)
     except AxesError as error:
-        return "refused" if re.search(rf"\b{name}\b", str(error)) else f"refused without naming it: {error}"
+        named = re.search(_CALLED.get(name, rf"\b{name}\b"), str(error))
+        return "refused" if named else f"refused without naming it: {error}"
     except Exception as error:
+        if any(said in str(error) for said in _TORCHS):
+            return "refused"
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if call.reference is None:
         return "accepted"
@@ -307,7 +380,7 @@ def _outcome(call: Call, given: dict[str, Any], name: str) -> str:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    x, y = a[0], b[0]
+    x, y = (pytree.tree_leaves(z)[0] for z in (a, b))
     if x.device.type == "meta":
         return x.shape == y.shape and x.dtype == y.dtype
     return x.shape == y.shape and torch.allclose(x.double(), y.double(), rtol=1e-3, atol=1e-3, equal_nan=True)

@@ -268,16 +268,16 @@ class Place(NamedTuple):
         return f"must be ({wanted}) for this tuple beside k of width {self.d_k} and v of width {self.d_v}"
 
 
-def require_state(who: str, update: StateUpdate, state: object, place: Place) -> None:
+def require_state(who: str, update: StateUpdate, state: object, place: Place, name: str = "state") -> None:
     """AxesError unless this is a state of the tuple in this place. Lists keep a dtype of their own."""
     if not isinstance(state, State):
-        raise wrong_type(who, "state", "a State, as init or an earlier call returned it", state)
+        raise wrong_type(who, name, "a State, as init or an earlier call returned it", state)
     form = asked(update).form(place.d_k, place.d_v)
     if asked(update).listed:
-        _require_list(who, "state.theta", state.theta, place)
-        _require_part(who, "state.count", state.count, form.count, place)
+        _require_list(who, f"{name}.theta", state.theta, place)
+        _require_part(who, f"{name}.count", state.count, form.count, place)
         return
-    _require_part(who, "state", state, form, place)
+    _require_part(who, name, state, form, place)
 
 
 def _require_part(who: str, name: str, x: Any, form: Any, place: Place) -> None:

@@ -49,7 +49,7 @@ def signal(**changed: Any) -> dict[str, Any]:
         ({"q": torch.ones(2, 4, 4, 3)}, ValueError, r"q must be \(2, 5, 4, 3\) beside k .* in dimension 1, got \(2, 4"),
         ({"v": torch.ones(2, 1, 4, 6)}, ShapeError, r"v must be \(2, 5, 4, 6\)"),
         ({"q": torch.ones(2, 5, 3, 3)}, ShapeError, "q has 3 heads and v 4, which is not a multiple"),
-        ({"beta": torch.ones(2, 5, 4, 3)}, ShapeError, r"beta must be \(2, 5, 4\) .*; a number, or a tensor \(\), stands for all"),
+        ({"beta": torch.ones(2, 5, 4, 3)}, ShapeError, r"beta must be .*; a number, or a tensor \(\), stands for all"),
         ({"beta": torch.ones(4)}, ShapeError, r"beta must be \(2, 5, 4\)"),
         ({"beta": torch.ones(2, 5, 4).long()}, ShapeError, r"beta must be floating point, got torch.int64"),
         ({"beta": torch.ones(2, 5, 4, device="meta")}, ShapeError, "beta is on meta and v on cpu"),
