@@ -40,7 +40,8 @@ class WrongType(ShapeError, TypeError):
 def wrong_type(who: str, name: str, wanted: str, given: object) -> WrongType:
     """Says what was given in the place of what is wanted, and what makes a tensor of it."""
     kind = type(given)
-    got = "None" if given is None else f"a {kind.__module__}.{kind.__qualname__}".replace("a builtins.", "a ")
+    named = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    got = "None" if given is None else f"{'an' if named[0] in 'aeiou' else 'a'} {named}"
     hint = {"numpy": "torch.from_numpy", "builtins": "torch.tensor"}.get(kind.__module__.partition(".")[0])
     arrays = kind.__name__ in ("ndarray", "list", "tuple", "float", "int", "bool") and "tensor" in wanted
     return WrongType(f"{who}: {name} must be {wanted}, got {got}{f': {hint} makes a tensor of it' * arrays}")

@@ -390,7 +390,7 @@ class DepthMixer(nn.Module, ABC):
         if seen and tuple(found) in known.looks:
             return
         if first.dtype != place.dtype:
-            raise ShapeError(f"{who}: streams are a State of {first.dtype}, and it is kept in {place.dtype}: convert it")
+            raise ShapeError(f"{who}: streams are a State of {first.dtype}, which is kept in {place.dtype}: convert")
         require_state(who, self.update, streams, place, "streams")
         if seen:
             known.keep(tuple(found))

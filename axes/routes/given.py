@@ -8,6 +8,7 @@ A call that looks like one that was right is right. Nothing is asked while a com
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from numbers import Real
 from typing import Any, NamedTuple, final
 
 import torch
@@ -192,7 +193,7 @@ def require_signal(who: str, update: StateUpdate, signal: Signal, time: int = 1)
 
 
 def _require_number(who: str, per: Per, x: object) -> None:
-    if not isinstance(x, int | float):
+    if not isinstance(x, Real):
         raise wrong_type(who, per.name, f"a number or a tensor ({per.shape}, {per.domain})", x)
     if per.domain == "unit" and x > 0 or per.domain == "positive" and x < 0:
         raise ShapeError(f"{who}: {per.name} is {per.domain}, {_DOMAINS[per.domain]}, not {x}")

@@ -95,7 +95,7 @@ def test_a_state_is_one_of_this_tuple_and_input() -> None:
         (state._replace(theta=(state.theta[0][:1].expand(3, -1, -1, -1),)), "a state of 3 sequences for 2"),
         (state._replace(theta=(state.theta[0][..., :2],)), r"state.theta\[0\] must be \(2, 4, 6, 3\) .* k of width 3"),
         (state._replace(theta=(state.theta[0].double(),)), r"state.theta\[0\] is torch.float64"),
-        (state._replace(count=1), "state.count must be a tensor, got a int"),
+        (state._replace(count=1), "state.count must be a tensor, got an int"),
         (FoX(8, heads=2).init_state(2).memory, "state.theta has 3 parts, in a state of this tuple 1"),
         ((state,), "state must be a State"),
     ):
