@@ -195,7 +195,8 @@ def require_signal(who: str, update: StateUpdate, signal: Signal, time: int = 1)
 def _require_number(who: str, per: Per, x: object) -> None:
     if not isinstance(x, Real):
         raise wrong_type(who, per.name, f"a number or a tensor ({per.shape}, {per.domain})", x)
-    if per.domain == "unit" and x > 0 or per.domain == "positive" and x < 0:
+    number = float(x)
+    if per.domain == "unit" and number > 0 or per.domain == "positive" and number < 0:
         raise ShapeError(f"{who}: {per.name} is {per.domain}, {_DOMAINS[per.domain]}, not {x}")
 
 
