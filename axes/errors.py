@@ -31,3 +31,17 @@ class UnknownName(AxesError):
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
         super().__init__(f"unknown {kind} {name!r}: {hint}")
         self.name, self.nearest = name, tuple(near)
+
+
+class WrongType(ShapeError, TypeError):
+    """What has no shape at all where a tensor, a state or a mapping is required; a TypeError too."""
+
+
+def wrong_type(who: str, name: str, wanted: str, given: object) -> WrongType:
+    """Says what was given in the place of what is wanted, and what makes a tensor of it."""
+    kind = type(given)
+    named = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    got = "None" if given is None else f"{'an' if named[0] in 'aeiou' else 'a'} {named}"
+    hint = {"numpy": "torch.from_numpy", "builtins": "torch.tensor"}.get(kind.__module__.partition(".")[0])
+    arrays = kind.__name__ in ("ndarray", "list", "tuple", "float", "int", "bool") and "tensor" in wanted
+    return WrongType(f"{who}: {name} must be {wanted}, got {got}{f': {hint} makes a tensor of it' * arrays}")

@@ -26,10 +26,11 @@ from axes.core.monoids import Identity
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.depth import kernels
-from axes.errors import IllegalUpdate, ShapeError
+from axes.errors import IllegalUpdate, ShapeError, wrong_type
 from axes.kernels.common import versions
 from axes.kernels.common.repeated import Same, repeated
 from axes.routes.choice import Choice, Implementation, Plan, Target, require_named
+from axes.routes.given import Place, asked, look, require_state
 from axes.routes.parameters import are_plain, some_parameter
 from axes.routes.precision import own_precision
 
@@ -225,13 +226,13 @@ class DepthMixer(nn.Module, ABC):
     def write(self, streams: Streams, y: Tensor, coefficients: Coefficients) -> Streams:
         """After the sublayer: one step of the tuple with k = post and v = y (B, T, d)."""
         if self._by_kernels(streams):
-            self._require_written(self._matrix(streams, "write"), y)
+            self._require_written(self._matrix(streams, "write"), y, coefficients)
             names, values = zip(*self._signal(y, coefficients).items(), strict=True)
             given = (_read(streams, coefficients), *values)
             after: Tensor = _repeated(_WRITES, _write_by_kernels, given, names, Same(self.update))
             return after
         kept = self._matrix(streams, "write")
-        self._require_written(kept, y)
+        self._require_written(kept, y, coefficients)
         with own_precision(kept):
             if (who := self._chosen(kept)) != "reference":
                 return self._made(kept, y, coefficients, who)
@@ -253,7 +254,7 @@ class DepthMixer(nn.Module, ABC):
         if not self._joins(following, kept):
             after = self.write(streams, y, coefficients)
             return (after, *following.read(after))
-        self._require_written(kept, y)
+        self._require_written(kept, y, coefficients)
         following._matrix(kept, "read")
         names, values = zip(*self._signal(y, coefficients).items(), strict=True)
         given, writer = (_read(kept, coefficients), *values), Same(self.update)
@@ -378,11 +379,35 @@ class DepthMixer(nn.Module, ABC):
         """The streams as (..., n, d), checked."""
         if isinstance(streams, State) != self._remembers:
             wanted = "the State that expand returned" if self._remembers else "a tensor (B, T, n, d)"
-            raise ShapeError(f"{type(self).__name__}.{call}: streams must be {wanted}, got {type(streams).__name__}")
+            raise wrong_type(f"{type(self).__name__}.{call}", "streams", wanted, streams)
+        if isinstance(streams, State):
+            self._require_state(streams, call)
         kept = streams if not isinstance(streams, State) else streams.theta[1] if self._lists else streams.theta[0].mT
         rows = kept.shape[-2] if self._lists else self.streams * self.fractions
         self._require(kept, (rows, self.d_model // self.fractions), call, "streams", "(B, T, n, d)")
         return kept
+
+    def _require_state(self, streams: State, call: str) -> None:
+        """ShapeError unless a state has the parts of this mixer's own, of one batch."""
+        if torch.compiler.is_compiling():
+            return
+        theta, known, found = streams.theta, asked(self.update), list[Hashable]()
+        first = theta[0] if isinstance(theta, tuple) and theta else None
+        who, least = f"{type(self).__name__}.{call}", 1 if self._lists else 2
+        if not isinstance(first, Tensor) or first.ndim < least:
+            raise ShapeError(f"{who}: streams must be the State that expand returned, and its theta is another's")
+        width = self.d_model // self.fractions
+        d_k = first.shape[-1] if self._lists else self.streams * self.fractions
+        place = Place(first.shape[:-2], d_k, width, self._computed(first), first.device)
+        found.append(place)
+        seen = look(streams, found)
+        if seen and tuple(found) in known.looks:
+            return
+        if first.dtype != place.dtype:
+            raise ShapeError(f"{who}: streams are a State of {first.dtype}, which is kept in {place.dtype}: convert")
+        require_state(who, self.update, streams, place, "streams")
+        if seen:
+            known.keep(tuple(found))
 
     def _require(self, x: Any, last: tuple[int, ...], call: str, label: str, form: str) -> None:
         weight = some_parameter(self)
@@ -392,7 +417,7 @@ class DepthMixer(nn.Module, ABC):
         who = f"{type(self).__name__}.{call}"
         sizes = f"n = {last[0]}, d = {last[1]}" if len(last) == 2 else f"d = {last[0]}"
         if not isinstance(x, Tensor):
-            raise ShapeError(f"{who}: {label} must be a tensor {form} with {sizes}, got {type(x).__name__}")
+            raise wrong_type(who, label, f"a tensor {form} with {sizes}", x)
         if tuple(x.shape[-len(last) :]) != last:
             hint = ": enter with expand(h)" if label == "streams" else ""
             raise ShapeError(f"{who}: {label} must be {form} with {sizes}, got {tuple(x.shape)}{hint}")
@@ -401,8 +426,13 @@ class DepthMixer(nn.Module, ABC):
         assert weight is not None
         raise ShapeError(f"{who}: {label} is on {x.device}, the mixer on {weight.device}: move one of them")
 
-    def _require_written(self, kept: Tensor, y: Tensor) -> None:
+    def _require_written(self, kept: Tensor, y: Tensor, coefficients: Coefficients) -> None:
+        if not isinstance(coefficients, Coefficients):
+            raise wrong_type(f"{type(self).__name__}.write", "coefficients", "those that read returned", coefficients)
         self._require(y, (self.d_model,), "write", "y", "(B, T, d)")
+        if y.device != kept.device:
+            who = f"{type(self).__name__}.write"
+            raise ShapeError(f"{who}: y is on {y.device} and the streams on {kept.device}: move one of them")
         if y.shape[:-1] != kept.shape[:-2]:
             raise ShapeError(
                 f"{type(self).__name__}.write: y {tuple(y.shape)} does not fit streams {tuple(kept.shape)}: "

@@ -7,6 +7,7 @@ sequence is `axes.routes.dispatch`'s decision: no layer names one.
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,12 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from axes.core.memory import MLP, LayerNormMatrix, Leaves
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
-from axes.errors import IllegalUpdate, ShapeError
+from axes.errors import IllegalUpdate, ShapeError, wrong_type
 from axes.kernels.common import versions
 from axes.kernels.common.repeated import Same, repeated
 from axes.routes import dispatch
 from axes.routes import frame as frames
 from axes.routes.choice import Plan, Target
+from axes.routes.given import Place, asked, look, require_bounds, require_state
 from axes.routes.packed import Packing
 from axes.routes.parameters import some_parameter
 from axes.routes.precision import autocast
@@ -119,6 +121,7 @@ class SequenceLayer(nn.Module):
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
         declared = self.around.declaration()
         self.around.fused = None if declared is None else fused.Fused(declared, frames.frame(self.update))
+        self._tails = self._empty_tails()
         spread = getattr(block, "initial", None)
         self.initial: nn.ParameterList | None = None
         self._spread = spread
@@ -130,11 +133,16 @@ class SequenceLayer(nn.Module):
         """A copy's tuple has none of its facts yet."""
         super().__setstate__(state)
         settle(self.update)
+        self._tails = self._empty_tails()
 
     @classmethod
     def widths(cls, d_model: int, heads: int) -> tuple[int, int]:
         """The usual d_k and d_v of a head."""
         return d_model // heads, d_model // heads
+
+    def _empty_tails(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of one sequence's convolution tails."""
+        return tuple(x.shape[1:] for x in self.around.tails(1, torch.empty(0, device="meta")))
 
     def _empty_memory(self) -> Leaves:
         """The memory's own empty leaves, per head."""
@@ -223,18 +231,14 @@ class SequenceLayer(nn.Module):
         if mask is not None and cu_seqlens is not None:
             raise ShapeError(f"{type(self).__name__}: give mask or cu_seqlens, not both")
         if mask is not None:
-            if mask.is_floating_point() or mask.is_complex():
-                raise ShapeError(f"{type(self).__name__}: mask must be true (1) at real tokens, got {mask.dtype}")
+            self._check_mask(mask, x)
             mask = mask.bool()  # tokenizers give 0 and 1
-            if mask.shape != x.shape[:2]:
-                who, right, wrong = type(self).__name__, tuple(x.shape[:2]), tuple(mask.shape)
-                raise ShapeError(f"{who}: mask must be (B, T) = {right}, got {wrong}")
             lengths = mask.sum(1)
             cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
             real, state = self._through(x[mask][None], state, cu_seqlens)
             return real.new_zeros(x.shape).masked_scatter(mask[..., None], real), state
         if cu_seqlens is not None:
-            self._check_bounds(x, cu_seqlens)
+            require_bounds(type(self).__name__, cu_seqlens, "x", x.shape, x.device)
             cu_seqlens = cu_seqlens.to(torch.int32)
         return self._through(x, state, cu_seqlens)
 
@@ -244,7 +248,7 @@ class SequenceLayer(nn.Module):
         self._check(x, 2)
         if state is None:
             state = self.init_state(x.shape[0], x.device, x.dtype)
-        self._check_state(state, x.shape[0])
+        self._check_state(state, x.shape[0], x)
         signal, tails, kept = fused.enter(self.around, x[:, None], state.tails, None, self.implementation, token=True)
         out, memory = dispatch.step(self.update, signal, state.memory, implementation=self.implementation)
         return fused.leave(self.around, out, kept)[:, 0], LayerState(tails, memory)
@@ -254,7 +258,7 @@ class SequenceLayer(nn.Module):
     ) -> tuple[Tensor, LayerState | None]:
         """Sequences side by side, or one after another with a state each."""
         if state is not None:
-            self._check_state(state, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+            self._check_state(state, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, x)
         if self.checkpoint and torch.is_grad_enabled():
             y, state = checkpoint(self._run, x, state, cu_seqlens, use_reentrant=False)
             return y, state
@@ -308,34 +312,50 @@ class SequenceLayer(nn.Module):
 
     def _check(self, x: Tensor, ndim: int) -> None:
         who, shape = type(self).__name__, "(B, T, D)" if ndim == 3 else "(B, D)"
+        if not isinstance(x, Tensor):
+            raise wrong_type(who, "x", f"a tensor {shape} with D = {self.sizes.d_model}", x)
         if x.ndim != ndim or x.shape[-1] != self.sizes.d_model:
             raise ShapeError(f"{who}: x must be {shape} with D = {self.sizes.d_model}, got {tuple(x.shape)}")
         parameter = some_parameter(self.around)
         assert parameter is not None
         if x.device != parameter.device:
             raise ShapeError(f"{who}: x is on {x.device}, the layer on {parameter.device}: move one of them")
-        if x.dtype != parameter.dtype and not autocast(x):
+        if x.dtype != parameter.dtype and not (autocast(x) and x.is_floating_point()):
             raise ShapeError(f"{who}: x is {x.dtype}, the layer {parameter.dtype}: convert one, or use autocast")
 
-    def _check_state(self, state: LayerState, batch: int) -> None:
-        held = state.memory.theta[0].shape[0]
-        if held != batch:
-            raise ShapeError(f"{type(self).__name__}: got a state of {held} sequences for {batch}")
-
-    def _check_bounds(self, x: Tensor, cu_seqlens: Tensor) -> None:
+    def _check_mask(self, mask: Tensor, x: Tensor) -> None:
         who = type(self).__name__
-        if x.shape[0] != 1:
-            raise ShapeError(f"{who}: packed input has B = 1, got {x.shape[0]}")
-        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1 or not cu_seqlens.numel():
-            got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-            raise ShapeError(f"{who}: cu_seqlens must be int32 or int64 of shape (N + 1,), got {got}")
-        if cu_seqlens.device != x.device:
-            raise ShapeError(f"{who}: cu_seqlens is on {cu_seqlens.device}, x on {x.device}: move one of them")
-        if x.device.type == "cuda":  # reading values would wait for the device
+        if not isinstance(mask, Tensor):
+            raise wrong_type(who, "mask", "a tensor (B, T), true (1) at real tokens", mask)
+        if mask.is_floating_point() or mask.is_complex():
+            raise ShapeError(f"{who}: mask must be true (1) at real tokens, got {mask.dtype}")
+        if mask.shape != x.shape[:2]:
+            raise ShapeError(f"{who}: mask must be (B, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+        if mask.device != x.device:
+            raise ShapeError(f"{who}: mask is on {mask.device}, x on {x.device}: move one of them")
+
+    def _check_state(self, state: LayerState, batch: int, x: Tensor) -> None:
+        if torch.compiler.is_compiling():
             return
-        ends = cu_seqlens.tolist()
-        if ends[0] != 0 or ends[-1] != x.shape[1] or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
-            raise ShapeError(f"{who}: cu_seqlens must rise from 0 to T = {x.shape[1]}, got {ends}")
+        who, s, known = type(self).__name__, self.sizes, asked(self.update)
+        if not isinstance(state, LayerState):
+            raise wrong_type(who, "state", "a LayerState, as init_state or an earlier call returned it", state)
+        place = Place((batch, *self.memories), s.d_k, s.d_v, x.dtype, x.device)
+        found: list[Hashable] = [place, self._tails]
+        seen = look(state.tails, found) and look(state.memory, found)
+        if seen and tuple(found) in known.looks:
+            return
+        require_state(who, self.update, state.memory, place)
+        if not isinstance(state.tails, tuple) or len(state.tails) != len(self._tails):
+            raise ShapeError(f"{who}: state.tails must be a tuple of {len(self._tails)}: is it another layer's state?")
+        for i, (tail, size) in enumerate(zip(state.tails, self._tails, strict=True)):
+            if not isinstance(tail, Tensor):
+                raise wrong_type(who, f"state.tails[{i}]", "a tensor", tail)
+            if tail.shape != (batch, *size) or tail.device != x.device or not tail.is_floating_point():
+                got = f"{tail.dtype} {tuple(tail.shape)} on {tail.device}"
+                raise ShapeError(f"{who}: state.tails[{i}] must be {(batch, *size)} on {x.device}, got {got}")
+        if seen:
+            known.keep(tuple(found))
 
 
 def _run_alone(layer: SequenceLayer, x: Tensor, named: str | None, update: Same) -> Any:

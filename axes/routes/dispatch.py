@@ -20,9 +20,9 @@ from axes.core.chain import chain
 from axes.core.memory import Leaves
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
-from axes.errors import ShapeError
 from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan, substitution
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
+from axes.routes.given import require_call, require_packed, require_token
 from axes.routes.packed import each_alone, grows, join, unread
 from axes.routes.precision import own_precision
 from axes.routes.select import routes, select, select_token
@@ -79,11 +79,25 @@ def run(
     signal: tensors with time in dimension `time`, batch dimensions around it; "q" is required; q and k of fewer heads
     than v, which has a multiple, are shared by neighbours.  Half precision is computed in float32, but for attention,
     which multiplies and keeps pairs in the dtype of v; float64 in float64.  Outputs come back in the dtype of v, states
-    stay in the computing dtype.
+    stay in the computing dtype.  Raises ShapeError, WrongType or UnknownName for what does not fit the tuple; domains
+    are asked of numbers, values of tensors are not read.
     """
-    q, v = signal.get("q"), signal.get("v")
-    if not isinstance(q, Tensor) or not isinstance(v, Tensor):
-        raise ShapeError(f"run needs tensors 'q' and 'v' in the signal; it has {sorted(signal)}")
+    if not torch.compiler.is_compiling():
+        require_call("dispatch.run", update, signal, state, time, weights)
+    return _run(update, signal, state, time, weights, implementation)
+
+
+def _run(
+    update: StateUpdate,
+    signal: Signal,
+    state: State | None,
+    time: int = 1,
+    weights: Leaves | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, State]:
+    """`run` of what has been checked."""
+    q, v = signal["q"], signal["v"]
+    assert isinstance(q, Tensor) and isinstance(v, Tensor)
     choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
     if choice[:2] == ("chain", "triton") and q.shape[time]:
         with own_precision(v):
@@ -113,10 +127,12 @@ def run_packed(
 ) -> tuple[Tensor, State | None]:
     """`run` over N sequences packed in one batch entry (1, T, ...), with a state each: (N, ...) in `state`.
 
-    cu_seqlens: boundaries 0, ..., T (N + 1,), not checked; a kernel leaves them on the device, the torch routes read
-    them and take the sequences of one length together.  The state is None where states at unequal lengths cannot share
-    a batch (an anchor at different positions); its count is at least that of the longest sequence.
+    cu_seqlens: boundaries 0, ..., T (N + 1,), whose values are checked on the CPU; a kernel leaves them on the device,
+    the torch routes read them and take the sequences of one length together.  The state is None where states at unequal
+    lengths cannot share a batch (an anchor at different positions); its count is at least that of the longest sequence.
     """
+    if not torch.compiler.is_compiling():
+        require_packed("dispatch.run_packed", update, signal, state, cu_seqlens)
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
     shapes = {**_shapes(signal, state), "cu_seqlens": tuple(cu_seqlens.shape)}
@@ -130,7 +146,7 @@ def run_packed(
             return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
 
     def alone(signal: Signal, state: State) -> tuple[Tensor, State]:
-        return run(update, signal, state, implementation=implementation)
+        return _run(update, signal, state, implementation=implementation)
 
     out, ends = each_alone(alone, signal, state, cu_seqlens.tolist())
     if len(ends) > 1 and isinstance(update.parts().step.at, Anchor):
@@ -147,6 +163,8 @@ def step(
 
     in_place: the kernel writes the new state over the old one, which the caller gives up.
     """
+    if not torch.compiler.is_compiling():
+        require_token("dispatch.step", update, signal, state)
     v = signal["v"]
     assert isinstance(v, Tensor)
     shapes = _shapes(signal, state)
@@ -155,11 +173,11 @@ def step(
     named = implementation or chosen()
     choice = select_token(update, v.device, v.dtype, shapes, named, differentiated)
     if choice.route == "attention":
-        return run(update, signal, state, implementation=named)
+        return _run(update, signal, state, implementation=named)
     if choice.implementation == "triton":
         with own_precision(v):
             return kernel_terms.run(update, signal, state, None, kernel_terms.one_token(in_place))
-    return run(update, signal, state, implementation="reference")
+    return _run(update, signal, state, implementation="reference")
 
 
 @opaque.computed_by

@@ -13,7 +13,7 @@ import torch
 from axes.core.derived import no_attention, no_cascade, no_chain, no_gram, no_substitution
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
-from axes.routes import attention, kernel_terms, opaque
+from axes.routes import attention, given, kernel_terms, opaque
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -105,6 +105,7 @@ def plans(
 
 def settle(update: StateUpdate) -> None:
     """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there."""
+    given.asked(update)
     kernel_terms.family(update)
     kernel_terms.no_step(update)
     _fastest(update)

@@ -26,17 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from axes.core.state_update import State, StateUpdate
-from axes.errors import AxesError, UnknownName
+from axes.errors import AxesError, UnknownName, wrong_type
 from axes.optim.engine import across, states, trees
 from axes.optim.engine.batches import AnyBatch, Batches
 from axes.optim.engine.capabilities import keyed, needs_examples, needs_layers
-from axes.optim.engine.checkpoints import Kept, wrap_state
+from axes.optim.engine.checkpoints import Kept, require_saved, wrap_state
 from axes.optim.engine.choice import plan, route
 from axes.optim.engine.facts import facts, followed
 from axes.optim.engine.finite import Before, Finite
 from axes.optim.engine.forms import Forms, Rule, Today
 from axes.optim.engine.generated import is_plain
-from axes.optim.engine.groups import Named, both_too_long, by_sides, named, rate
+from axes.optim.engine.groups import Named, both_too_long, by_sides, named, rate, require_params
 from axes.optim.engine.interpreted import Member, interpret, replay
 from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows, no_hooks
 from axes.optim.engine.options import (
@@ -95,6 +95,7 @@ class Optimizer(torch.optim.Optimizer):
         **options: Unpack[Options],
     ) -> None:
         require_known(self._who, options)
+        require_params(self._who, params)
         self._rules = dict(declared)
         self._rule_defaults: dict[str, Group] = {
             rule: plain_group({"lr_scale": 1.0, **defaults[rule], **of_groups(options), "rule": rule})
@@ -162,7 +163,7 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters with their own options; a group without a rule is split by the role of its parameters."""
         if not isinstance(param_group, dict):
-            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+            raise wrong_type(self._who, "param_group", "a dict", param_group)
         options = {key: value for key, value in param_group.items() if key not in ("params", "matrices")}
         members, matrices = self._named(param_group.get("params")), param_group.get("matrices")
         if matrices is not None and not (self._router.routes and options.get("rule") == self._main):
@@ -560,6 +561,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             AxesError: the state is of another rule, or of parameters of another shape; nothing was changed.
         """
+        require_saved(self._who, state_dict)
         # last of the hooks, so that it sees what the user's hooks made of the state
         handle = self.register_load_state_dict_pre_hook(wrap_state)
         ways = [{way: group[way] for way in ("foreach", "fused", "capturable")} for group in self.param_groups]

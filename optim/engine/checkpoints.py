@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from axes.errors import AxesError
+from axes.errors import AxesError, wrong_type
 from axes.optim.engine import trees
 from axes.optim.engine.precision import DEFAULTS
 from axes.optim.sharding.dtensors import spread, whole
@@ -40,11 +40,30 @@ _YOUNG: Mapping[str, Any] = {
 }
 
 
+def require_saved(who: str, state_dict: object) -> None:
+    """AxesError unless this has the form of an optimizer's state dict, whatever it holds."""
+    if not isinstance(state_dict, Mapping):
+        raise wrong_type(who, "state_dict", "a dict, as state_dict() returned it", state_dict)
+    if not {"state", "param_groups"} <= set(state_dict):
+        got = sorted(map(str, state_dict))
+        raise AxesError(f"{who}: an optimizer's state has 'state' and 'param_groups', and this state_dict {got}")
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping):
+        raise wrong_type(who, "state_dict['state']", "a dict of dicts", state)
+    for index, kept in state.items():
+        if not isinstance(kept, Mapping):
+            raise wrong_type(who, f"the state of parameter {index}", "a dict of tensors", kept)
+    if not isinstance(groups, list | tuple):
+        raise wrong_type(who, "state_dict['param_groups']", "a list of dicts", groups)
+    for group in groups:
+        if not isinstance(group, Mapping):
+            raise wrong_type(who, "every group of state_dict['param_groups']", "a dict", group)
+
+
 def wrap_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check a state against the optimizer and protect its tensors."""
     who = type(optimizer).__name__
-    if not {"state", "param_groups"} <= set(state_dict):
-        raise AxesError(f"{who}: an optimizer's state has 'state' and 'param_groups', got {sorted(state_dict)}")
+    require_saved(who, state_dict)
     state = dict(state_dict["state"])
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     if len(saved_groups) == len(groups):  # torch explains it otherwise
@@ -100,6 +119,8 @@ def _require_fit(who: str, index: int, saved: Mapping[str, Tensor], expected: Ma
             "do not ask for"
         )
     for name, value in expected.items():
+        if not isinstance(saved[name], Tensor):
+            raise wrong_type(who, f"the saved {name!r} of parameter {index}", "a tensor", saved[name])
         if tuple(saved[name].shape) != tuple(value.shape):
             raise AxesError(
                 f"{who}: the saved {name!r} of parameter {index} has shape {tuple(saved[name].shape)}, this parameter "

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from axes.core.state_update import StateUpdate
-from axes.errors import AxesError
+from axes.errors import AxesError, ShapeError, WrongType, wrong_type
 from axes.optim.engine.capabilities import vectors
 from axes.optim.engine.options import Group, how, plain
 from axes.optim.engine.router import Named, Router
 from axes.optim.engine.together import uncompiled
+
+
+def require_params(who: str, params: object) -> None:
+    """WrongType unless these may be parameters: a module, or several of what `named` takes one by one."""
+    if isinstance(params, str) or not isinstance(params, nn.Module | Iterable):
+        raise wrong_type(who, "params", "a module, or an iterable of tensors, of (name, tensor) or of groups", params)
 
 
 def named(who: str, params: Any, router: Router) -> Named:
@@ -24,15 +31,18 @@ def named(who: str, params: Any, router: Router) -> Named:
     elif isinstance(params, Tensor):
         params = [params]
     elif isinstance(params, set):
-        raise TypeError("optimizer parameters need to be organized in ordered collections, not sets")
+        raise WrongType(f"{who}: params need to be organized in ordered collections, not sets: give a list")
     seen: dict[Tensor, str | None] = {}
     for entry in params:
+        if isinstance(entry, tuple) and len(entry) != 2:
+            raise ShapeError(f"{who}: a tuple in params is (name, tensor), got one of {len(entry)}")
         name, parameter = entry if isinstance(entry, tuple) else (None, entry)
         if not isinstance(parameter, Tensor):
-            raise TypeError(f"{who} can only optimize tensors, got {type(parameter).__name__}")
+            got = type(parameter).__name__
+            raise WrongType(f"{who} can only optimize tensors, got {got} in params: give a module or its parameters()")
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise AxesError(
-                f"{who}: parameter {name or len(seen)} has dtype {parameter.dtype}; only "
+                f"{who}: parameter {name or len(seen)} of params has dtype {parameter.dtype}; only "
                 "floating-point and complex parameters can be optimized"
             )
         seen.setdefault(parameter, name)

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
-from axes.errors import AxesError
+from axes.errors import AxesError, WrongType
 from axes.optim.engine.forms import Group, plain
 from axes.optim.engine.generated import How
 from axes.optim.engine.precision import DEFAULTS, Master, Moments, Rounding
@@ -66,7 +66,7 @@ def require_known(who: str, options: Options) -> None:
         raise AxesError(f"{who}: fused=True and foreach=True are two ways to do the same: choose one")
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
-        raise TypeError(f"{who} got an unexpected keyword argument {unknown[0]!r}")
+        raise WrongType(f"{who} got an unexpected keyword argument {unknown[0]!r}")
 
 
 def of_groups(options: Options) -> Group:

@@ -20,6 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
         "errors",
+        "files",
         "state_dicts",
         "kernels",
         "linalg",
@@ -48,8 +49,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "state_update", "reference", "derived", "chain",
     ),
     "routes": (
-        "choice", "packed", "parameters", "precision", "one_state", "scan", "spans", "substitution", "gram", "cascade",
-        "attention", "opaque",
+        "choice", "given", "packed", "parameters", "precision", "one_state", "scan", "spans", "substitution", "gram",
+        "cascade", "attention", "opaque",
         "kernel_terms", "select", "dispatch", "frame",
     ),
     "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks"),

@@ -261,7 +261,7 @@ def test_run_obeys_a_name_and_a_context(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_run_says_what_is_missing() -> None:
-    with pytest.raises(ShapeError, match="tensors 'q' and 'v'"):
+    with pytest.raises(ShapeError, match="needs 'q' in the signal"):
         run(CHAINS["gated delta"], {"k": torch.zeros(1, 2, 3)})
 
 

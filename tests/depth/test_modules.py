@@ -254,7 +254,7 @@ def test_mixed_hands_arguments_and_further_outputs_through() -> None:
         (lambda: JPmHC(D, 0, 5, method="closed"), "takes at most 4 streams, got 5"),
         (lambda: JPmHC(D, method="lu"), "method must be 'closed', 'solve' or None"),
         (lambda: MHC(D).expand(torch.zeros(2, 3, D + 1)), "MHC.expand: hidden must be (B, T, d) with d = 8, got (2,"),
-        (lambda: MHC(D).expand([1.0]), "hidden must be a tensor (B, T, d) with d = 8, got list"),
+        (lambda: MHC(D).expand([1.0]), "hidden must be a tensor (B, T, d) with d = 8, got a list"),
         (
             lambda: MHC(D).read(torch.zeros(2, 3, D)),
             "MHC.read: streams must be (B, T, n, d) with n = 4, d = 8, got (2, 3, 8): enter with expand(h)",

@@ -232,7 +232,7 @@ def test_momentum_along_depth() -> None:
         buffer = buffer / 2 + f(plain)
         plain = plain + buffer
         x = m.write(x, f(seen), coefficients)
-    with pytest.raises(ShapeError, match="streams must be the State that expand returned, got Tensor"):
+    with pytest.raises(ShapeError, match="streams must be the State that expand returned, got a torch.Tensor"):
         mixers[0].read(torch.zeros(2, N, D, dtype=torch.float64))
     with pytest.raises(ShapeError, match="streams must be a tensor .B, T, n, d., got State"):
         HyperConnections(D, 0, N).read(x)

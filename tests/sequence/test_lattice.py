@@ -91,7 +91,8 @@ def test_gram_space_is_the_interpreter(cls, gated: bool) -> None:
     update = dataclasses.replace(cls.update, monoid=Scalar("decay")) if gated else cls.update
     assert dispatch.select(update).route == "gram"
     for d_v, d_k in ((7, 5), (4, 6)):
-        signal = {n: s.clone().requires_grad_() for n, s in random_signal(70, d_v, d_k).items()}
+        given = random_signal(70, d_v, d_k).items()
+        signal = {n: s.clone().requires_grad_() for n, s in given if gated or n != "decay"}
         fast, end = dispatch.run(update, signal)
         slow, last = reference.run(update, signal, time=1)
         torch.testing.assert_close(fast, slow, rtol=0, atol=1e-10)
@@ -102,7 +103,7 @@ def test_gram_space_is_the_interpreter(cls, gated: bool) -> None:
 
 
 def test_gram_forms_stay_on_the_sphere_in_float32() -> None:
-    signal = {n: s.float() for n, s in random_signal(2048, 8, 8).items()}
+    signal = {n: s.float() for n, s in random_signal(2048, 8, 8).items() if n != "decay"}
     exact = {n: s.double() for n, s in signal.items()}
     for cls in GRAM:
         out, state = dispatch.run(cls.update, signal)

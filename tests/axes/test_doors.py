@@ -1,0 +1,136 @@
+"""Wrong calls are refused at the door, in a sentence that names what is wrong, or mean what the reference means."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from axes import dispatch
+from axes.core import reference
+from axes.errors import AxesError, ShapeError, UnknownName, WrongType
+from axes.routes.given import asked, require_call
+from axes.sequence import RWKV7, FoX, GatedDeltaNet, SequenceLayer
+from tests.doors import DOORS, spoil
+
+FEW, MANY = 60, 2000
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_wrong_call_is_refused_by_name(door: str) -> None:
+    wrong = [x for x in map(lambda seed: spoil(door, seed), range(FEW)) if not x.right]
+    assert not wrong, "\n".join(map(str, wrong[:10]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS)
+def test_many_wrong_calls(door: str) -> None:
+    wrong = [x for x in map(lambda seed: spoil(door, seed), range(FEW, MANY)) if not x.right]
+    assert not wrong, "\n".join(map(str, wrong[:10]))
+
+
+def signal(**changed: Any) -> dict[str, Any]:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(2, 5, 4, *shape)
+
+    made = {"q": draw(3), "k": 0.3 * draw(3), "v": draw(6), "decay": -draw().abs(), "beta": draw().sigmoid()}
+    return {**made, **changed}
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [
+        ({"v": [1.0]}, TypeError, "dispatch.run: v must be a tensor .*, got a list: torch.tensor makes a tensor"),
+        ({"q": numpy.ones(3)}, TypeError, "q must be a tensor .*, got a numpy.ndarray: torch.from_numpy"),
+        ({"k": None}, WrongType, "k must be a tensor .*, got None"),
+        ({"q": torch.ones(2, 4, 4, 3)}, ValueError, r"q must be \(2, 5, 4, 3\) beside k .* in dimension 1, got \(2, 4"),
+        ({"v": torch.ones(2, 1, 4, 6)}, ShapeError, r"v must be \(2, 5, 4, 6\)"),
+        ({"q": torch.ones(2, 5, 3, 3)}, ShapeError, "q has 3 heads and v 4, which is not a multiple"),
+        ({"beta": torch.ones(2, 5, 4, 3)}, ShapeError, r"beta must be .*; a number, or a tensor \(\), stands for all"),
+        ({"beta": torch.ones(4)}, ShapeError, r"beta must be \(2, 5, 4\)"),
+        ({"beta": torch.ones(2, 5, 4).long()}, ShapeError, r"beta must be floating point, got torch.int64"),
+        ({"beta": torch.ones(2, 5, 4, device="meta")}, ShapeError, "beta is on meta and v on cpu"),
+        ({"decay": 0.5}, ShapeError, "decay is unit, the log of a gate, at most 0, not 0.5"),
+        ({"beta": "1"}, WrongType, r"beta must be a number or a tensor \(scalar, positive\), got a str"),
+        ({"betta": 1.0}, UnknownName, "unknown name in the signal of dispatch.run 'betta': did you mean beta?"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_signal(changed: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says) as raised:
+        dispatch.run(GatedDeltaNet.update, signal(**changed))
+    assert isinstance(raised.value, AxesError)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"beta": 0.5, "decay": -0.1},
+        {"beta": torch.tensor(0.5)},
+        {"beta": torch.rand(2, 5, 1), "decay": -torch.rand(1, 5, 4)},
+        {"k": torch.rand(1, 5, 4, 3)},
+        {"q": torch.rand(2, 5, 1, 3), "k": torch.rand(2, 5, 1, 3)},
+    ],
+)
+def test_what_stands_for_all(changed: dict[str, Any]) -> None:
+    given = signal(**changed)
+    got, want = dispatch.run(GatedDeltaNet.update, given), reference.run(GatedDeltaNet.update, given, time=1)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("time", [1, 2])
+def test_no_vector_stands_for_all_tokens(time: int) -> None:
+    """One token of a key is no key of every token, wherever time stands."""
+    given = {n: x.movedim(1, time) for n, x in signal().items()}
+    for name in "qkv":
+        with pytest.raises(ShapeError, match=rf"\b{name}\b"):
+            dispatch.run(GatedDeltaNet.update, {**given, name: given[name].narrow(time, 0, 1)}, time=time)
+
+
+def test_a_state_is_one_of_this_tuple_and_input() -> None:
+    _, state = dispatch.run(GatedDeltaNet.update, signal())
+    for bad, says in (
+        (state._replace(theta=(state.theta[0][:1].expand(3, -1, -1, -1),)), "a state of 3 sequences for 2"),
+        (state._replace(theta=(state.theta[0][..., :2],)), r"state.theta\[0\] must be \(2, 4, 6, 3\) .* k of width 3"),
+        (state._replace(theta=(state.theta[0].double(),)), r"state.theta\[0\] is torch.float64"),
+        (state._replace(count=1), "state.count must be a tensor, got an int"),
+        (FoX(8, heads=2).init_state(2).memory, "state.theta has 3 parts, in a state of this tuple 1"),
+        ((state,), "state must be a State"),
+    ):
+        with pytest.raises(ShapeError, match=says):
+            dispatch.run(GatedDeltaNet.update, signal(), bad)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="one token has 1 in dimension 1 of q, k and v, not 5: call run"):
+        dispatch.step(GatedDeltaNet.update, signal(), state)
+
+
+@pytest.mark.parametrize("cls", [GatedDeltaNet, RWKV7, FoX])
+def test_a_layer_takes_its_own_state(cls: type[SequenceLayer]) -> None:
+    layer, x = cls(8, heads=2), torch.randn(2, 3, 8)
+    state = layer(x)[1]
+    other = cls(12, heads=2).init_state(2)
+    for bad in (other, state.memory, [state], layer.init_state(3), state._replace(tails=(*state.tails, x))):
+        for call in (lambda s: layer(x, s), lambda s: layer.step(x[:, 0], s)):
+            with pytest.raises(ShapeError, match=rf"{cls.__name__}: .*\bstate\b"):
+                call(bad)
+    layer(x, state)  # what was refused was not remembered as right
+    with pytest.raises(ShapeError, match="state"):
+        layer(x, other)
+
+
+def test_a_call_that_was_seen_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from axes.routes import given
+
+    update = GatedDeltaNet(8, heads=2).update
+    asked(update).looks.clear()
+    require_call("here", update, signal(), None)
+    monkeypatch.setattr(given, "require_signal", lambda *_: pytest.fail("asked again"))
+    require_call("here", update, signal(), None)
+    monkeypatch.undo()
+    for changed in ({"v": torch.ones(2, 4, 4, 6)}, {"beta": torch.ones(2, 5, 4).int()}, {"decay": 1.0}):
+        with pytest.raises(ShapeError, match=re.escape(next(iter(changed)))):
+            require_call("here", update, signal(**changed), None)
+    for _ in range(100):  # of looks no more than so many are kept
+        require_call("here", update, signal(beta=torch.rand(()).item()), None)
+    assert len(asked(update).looks) <= 64
