@@ -42,7 +42,9 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 )
 # Within a room: the modules that stand in an order, lowest first. A module may import those on its left.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "linalg": ("solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise", "sinkhorn"),
+    "linalg": (
+        "solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise", "formulas", "sinkhorn",
+    ),
     "core": (
         "declared", "facts", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "parts", "legality",
         "execution",
