@@ -156,7 +156,7 @@ def require_signal(who: str, update: StateUpdate, signal: Signal, time: int = 1)
     for name in signal:
         if name not in rates and name not in known.vectors:
             raise UnknownName(f"name in the signal of {who}", str(name), known.vectors.union(rates))
-    for name in known.vectors:
+    for name in sorted(known.vectors):
         x = signal.get(name)
         if not isinstance(x, Tensor):
             if name not in signal:

@@ -144,7 +144,9 @@ def _sign_of_error(a: StateUpdate, b: StateUpdate) -> bool:
     signs = (costs.SquaredError, costs.Lp, costs.Huber, costs.HuberSwitch, costs.RobustShift)
     if parallel and first.h.scale_free:
         return True
-    return isinstance(first.h, geometry.SignBall) and all(issubclass(k, signs) for k in kinds)
+    # a row of the drive r k^T on a sphere is the sign of its error along the key
+    rows = isinstance(first.h, geometry.Sphere) and first.h.axis == "rows" and a.parts().memory.kind == "matrix"
+    return (rows or isinstance(first.h, geometry.SignBall)) and all(issubclass(k, signs) for k in kinds)
 
 
 def _rank_one(a: StateUpdate, b: StateUpdate) -> bool:

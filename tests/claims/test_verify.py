@@ -341,7 +341,7 @@ def test_html_and_docs_are_written(axes: Axes, tmp_path: Path) -> None:
     [
         (["A43"], "unknown claim 'A43': did you mean A42"),
         (["A01", "zebra"], "unknown claim 'ZEBRA': known: A, B"),
-        (["A01", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["A01", "--seeds", "0"], "--seeds must be from 1 to 100,000, got 0"),
         (["A01", "--json", "no/such/folder/f"], "the folder no/such/folder does not exist"),
         (["A01", "--html", "."], "cannot write .: it is a folder"),
         (["A01", "--docs", "claims.md"], "give it alone"),

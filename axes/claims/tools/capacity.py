@@ -17,7 +17,7 @@ from scipy import special, stats
 from torch import Tensor
 
 from axes.claims.base import Draw
-from axes.claims.tools.tuples import LINEAR, SOFTMAX, layer_tuple
+from axes.claims.tools.tuples import LINEAR, SOFTMAX, layer_tuple, supplied
 from axes.core.memory import List
 from axes.core.state_update import Output, StateUpdate
 from axes.routes import dispatch
@@ -25,7 +25,8 @@ from axes.routes import dispatch
 
 def written(update: StateUpdate, keys: Tensor, values: Tensor, start: Tensor | None = None, beta: float = 1) -> Tensor:
     """The matrix (B, d_v, d) after one pass over the pairs (B, N, .), by whatever route `dispatch` picks."""
-    signal = {"k": keys, "v": values, "q": keys, "beta": torch.full_like(keys[..., 0], beta)}
+    given = {"k": keys, "v": values, "q": keys, "beta": torch.full_like(keys[..., 0], beta)}
+    signal = supplied(update, given)
     return dispatch.run(update, signal, time=1, weights=None if start is None else (start,))[1].theta[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -61,9 +62,15 @@ def recurrent(
     return out, state.theta[0]
 
 
+def supplied(update: StateUpdate, signal: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a signal that several tuples are given, what this one asks for."""
+    names = update.signals() | {"q", "k", "v"} | {per.name for per in update.demands()}
+    return {name: x for name, x in signal.items() if name in names}
+
+
 def dispatched(update: StateUpdate, start: Tensor | None = None, **signal: Tensor) -> tuple[Tensor, Tensor]:
     """By the route that `dispatch` picks: the reads (T, d_v), at the keys without queries, and the last state."""
-    batched = {name: x[None] for name, x in signal.items()}
+    batched = {name: x[None] for name, x in supplied(update, signal).items()}
     weights = None if start is None else (start[None],)
     out, state = dispatch.run(update, {"q": batched["k"], **batched}, time=1, weights=weights)
     return out[0], state.theta[0][0]
