@@ -6,13 +6,14 @@ compilers and transforms of torch.func, and what is differentiated where a deriv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.functional import conv1d, linear, silu
+
+from axes.linalg.formulas import by_autograd, by_formula
 
 _ROWS = 128  # tokens of a block, which stays in the cache
 
@@ -59,19 +60,7 @@ def in_parts(projection: nn.Linear, x: Tensor, widths: Sequence[int]) -> Sequenc
 
 
 def _by_hand(x: Tensor) -> bool:
-    if not _wide_on_a_cpu(x) or torch.compiler.is_compiling():
-        return False
-    return torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0
-
-
-def _again(
-    plain: Callable[..., Tensor], inputs: Sequence[Tensor | None], needed: Sequence[bool], dy: Tensor
-) -> list[Tensor | None]:
-    """Gradients that can be differentiated."""
-    live = [None if x is None else x.view_as(x) for x in inputs]  # one of them may be made of another
-    wanted = [x for x, n in zip(live, needed, strict=True) if n and x is not None]
-    found = iter(torch.autograd.grad(plain(*live), wanted, dy, create_graph=True, materialize_grads=True))
-    return [next(found) if n else None for n in needed]
+    return _wide_on_a_cpu(x) and by_formula(x)
 
 
 def _wide_on_a_cpu(x: Tensor) -> bool:
@@ -104,11 +93,7 @@ class _Convolved(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, tail, weight, bias, y = ctx.saved_tensors
         if torch.is_grad_enabled():
-
-            def plain(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-                return _convolved(x, tail, weight, bias, ctx.activated)
-
-            return *_again(plain, (x, tail, weight, bias), ctx.needs_input_grad[:4], dy), None
+            return by_autograd(_convolved, (x, tail, weight, bias, ctx.activated), (dy,))
         *earlier, own = _taps(weight)
         dx, dtail = torch.empty_like(x), torch.zeros_like(tail)
         room = torch.empty_like(x[:, :_ROWS])
@@ -165,8 +150,7 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, y, r = ctx.saved_tensors
         if torch.is_grad_enabled():
-            found = _again(lambda x: _normalised(x, ctx.share, ctx.eps), (x,), (True,), dy)
-            return found[0], None, None
+            return by_autograd(_normalised, (x, ctx.share, ctx.eps), (dy,))
         room = dy * y
         along = room.sum(-1, keepdim=True).mul_(-ctx.share)
         return torch.addcmul(dy, y, along, out=room).mul_(r), None, None

@@ -23,6 +23,8 @@ def by_autograd(
     plain: Callable[..., Any], given: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of plain(*given), a tensor or several, with a graph of their own: they are differentiated again."""
+    # views, since one of them may be made of another, whose gradient would come through it a second time
+    given = [x.view_as(x) if isinstance(x, Tensor) else x for x in given]
     made = plain(*given)
     pairs = zip(made if isinstance(made, tuple) else (made,), grads, strict=True)
     outs, came = zip(*[(y, dy) for y, dy in pairs if dy is not None], strict=True)

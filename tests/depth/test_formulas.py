@@ -65,6 +65,17 @@ def test_gradients_are_those_of_the_operations(name: str) -> None:
         close(gradients(call(*some), [some[i]], 1), gradients(plain(*some), [some[i]], 1))
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_weights_that_are_made_of_the_streams(graph: bool) -> None:
+    """With a graph of the gradients too, what comes through the weights is counted once."""
+    x = drawn(*LEAD, N, D)
+    found = []
+    for read in (products.read, products.plain_read):
+        y, _ = read(x, x.mean(-1).sin())
+        found.append(torch.autograd.grad(y.sin().sum(), x, create_graph=graph))
+    close(*found)
+
+
 @pytest.mark.parametrize("name", cases())
 def test_further_derivatives_and_transforms(name: str) -> None:
     call, plain, given = cases()[name]
