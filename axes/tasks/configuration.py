@@ -82,7 +82,6 @@ class Configuration:
         for name in ("warmup", "eval_every", "save_every", "text_limit", "threads", "seed"):
             self._require(name, getattr(self, name) >= 0, "0 or more")
         self._require("seed", self.seed < 2**63, "less than 2**63")
-        self._require("threads", self.threads <= most_threads(), f"at most {most_threads()} on this machine")
         self._require("clip", 0 <= self.clip < float("inf"), "0 (no clipping) or a positive number")
         self._require("lr", self.lr is None or 0 < self.lr < float("inf"), "a positive number")
         decay = self.weight_decay
@@ -92,6 +91,11 @@ class Configuration:
                 raise UnknownName(kind, name, known)
         compiled = self.compile and self.recompute > 0
         self._require("recompute", not compiled, "0 with compile: a compiler decides itself what is kept")
+        self.torch_device()
+
+    def require_machine(self) -> None:
+        """AxesError if this machine cannot train so; a run of another one may still be read here."""
+        self._require("threads", self.threads <= most_threads(), f"at most {most_threads()} on this machine")
         require_memory(self.least_bytes(), self.torch_device(), "weights, gradients and activations of this model")
 
     def least_bytes(self) -> int:

@@ -35,6 +35,7 @@ class Training:
     """
 
     def __init__(self, configuration: Configuration, corpus: Corpus) -> None:
+        configuration.require_machine()
         corpus.require(configuration.context)
         if configuration.threads:
             torch.set_num_threads(configuration.threads)

@@ -17,11 +17,12 @@ import torch
 
 from axes.errors import AxesError
 from axes.files import replacing, write_text
-from axes.tasks import run_folder
+from axes.tasks import machine, run_folder
 from axes.tasks.configuration import Configuration
 from axes.tasks.interruption import stop_requested
 from axes.tasks.language_modelling import resume, run, start
 from axes.tasks.run_folder import RunFolder
+from axes.tasks.sample import load_model
 
 HOLD = "import sys, time; from axes.tasks.run_folder import RunFolder; f = RunFolder(sys.argv[1]); f.hold(); print('held', flush=True); time.sleep(60)"  # noqa: E501
 
@@ -233,6 +234,13 @@ def test_a_config_that_python_cannot_read(finished: RunFolder, content: str) -> 
     finished.config.write_text(content)
     with pytest.raises(AxesError, match="config.json is damaged"):
         resume(finished)
+
+
+def test_a_run_of_a_larger_machine_is_read(finished: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory", lambda device: 1000)
+    assert load_model(RunFolder(finished.path)) is not None
+    with pytest.raises(AxesError, match="need at least .* GB"):
+        resume(RunFolder(finished.path))
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
