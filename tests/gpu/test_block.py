@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from axes.kernels.block import chain  # noqa: E402
 from axes.kernels.block.chain import block_chain  # noqa: E402
 from tests.block_form import KINDS, Rounded, by_sequence, chunk_form, draw, run  # noqa: E402
 from tests.chains import block_chain as token_loop  # noqa: E402
@@ -100,7 +101,8 @@ def test_packed_sequences(erased: bool) -> None:
     check(300, 64, 64, torch.bfloat16, b=1, offsets=[0, 1, 1, 65, 193, 300, 300], erased=erased)
 
 
-def test_packed_equals_one_by_one() -> None:
+def test_packed_equals_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "_GLUON", False)  # sequences alone have kernels of their own, packed ones have not
     q, k, v, block, write, erase, start = draw(300, 64, 64, torch.bfloat16, b=1, units=3, device="cuda")
     cuts = (0, 70, 70, 300)
     o, final = block_chain(
