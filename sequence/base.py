@@ -119,8 +119,7 @@ class SequenceLayer(nn.Module):
         settle(self.update)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
-        declared = self.around.declaration()
-        self.around.fused = None if declared is None else fused.Fused(declared, frames.frame(self.update))
+        self.around.fused = self.around.kernels(frames.frame(self.update))
         self._tails = self._empty_tails()
         spread = getattr(block, "initial", None)
         self.initial: nn.ParameterList | None = None

@@ -18,10 +18,11 @@ from torch.nn.functional import elu, gelu, relu, rms_norm, silu
 from axes.core.rates import Per
 from axes.errors import IllegalUpdate
 from axes.kernels.blocks.plan import Stream
+from axes.routes.frame import Frame
 from axes.routes.packed import Packing
 from axes.sequence.by_hand import convolved, normalised
 from axes.sequence.charts import Chart, Factory, Sizes, default_chart
-from axes.sequence.fused import Declaration, Exit, Fused, Matrix, Rate, Vector
+from axes.sequence.fused import Declaration, Exit, Fused, Kernels, Matrix, Rate, Vector
 
 Activation = Literal["silu", "gelu", "relu", "elu+1", "sigmoid"]
 
@@ -59,11 +60,16 @@ class BlockModule(nn.Module):
     meaning, and what runs everywhere else.
     """
 
-    fused: Fused | None = None
+    fused: Kernels | None = None
 
     def declaration(self, path: str = "") -> Declaration | None:
         """What kernels may do in the place of `enter` and `leave`; None: nothing. path: of this module in a block's."""
         return None
+
+    def kernels(self, frame: Frame | None) -> Kernels | None:
+        """What runs in the place of `enter` and `leave` where there are kernels. frame: of a state that turns."""
+        declared = self.declaration()
+        return None if declared is None else Fused(declared, frame)
 
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
         """Empty convolution tails."""

@@ -5,6 +5,7 @@
     vectors and rates through a bottleneck: its columns are part of P; the second product has a launch of its own
     reads, gate -> input of the out-projection     one launch                           axes.kernels.blocks.leave
 
+A block of other parts brings its own `Kernels` (`BlockModule.kernels`), which are asked for in the same way.
 Where the state turns at a constant rate, keys and queries leave turned back already, and the recurrence is that of the
 frame that turns along (`axes.routes.frame`).
 
@@ -17,7 +18,8 @@ the first call that needs it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -133,16 +135,44 @@ class Declaration:
     exit: Exit
 
 
-@final
-class Fused:
-    """A declaration as the calls that it takes: made once, without parameters.
+class Kernels(ABC):
+    """How a block runs by its kernels: made once, without parameters, which are looked up at every call.
 
-    frame: in which q and k leave, if any.  token: the calls for one token, whose state turns by itself.
+    refusal: why it does not, wherever it is.  taken: names of modules whose weights it takes, so that they must be what
+    they say and nothing else, and what each is.  frame: in which q and k leave, if any.
     """
+
+    refusal: str | None
+    taken: Mapping[str, type[nn.Module]]
+    frame: Frame | None = None
+
+    @property
+    def token(self) -> Kernels:
+        """The kernels for one token, whose state turns by itself."""
+        return self
+
+    @abstractmethod
+    def enter(
+        self, around: BlockModule, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+        """`around.enter`; no tails stand for empty ones."""
+
+    @abstractmethod
+    def leave(self, around: BlockModule, y: Tensor, kept: Any) -> Tensor:
+        """`around.leave`."""
+
+    @abstractmethod
+    def saved(self, around: BlockModule) -> dict[str, int]:
+        """Numbers a token that are kept for the backward, by name; the recurrence's, its signal among them, are not."""
+
+
+@final
+class Fused(Kernels):
+    """The kernels of a declaration."""
 
     def __init__(self, declared: Declaration, frame: Frame | None = None) -> None:
         self.declared, self.frame = declared, frame
-        self.token = self if frame is None else Fused(declared)
+        self._token = self if frame is None else Fused(declared)
         vectors, rates, gate = declared.vectors, declared.rates, declared.exit.gate
         if frame is not None:
             vectors = tuple(_turned(v, frame.rotation) if v.name in ("q", "k") else v for v in vectors)
@@ -157,7 +187,7 @@ class Fused:
         groups = [stacked, *[[m] for m in own]] if stacked else [[m] for m in own]
         self.weights = list(dict.fromkeys(m.name for group in groups for m in group))
         self.groups = tuple(tuple((self.weights.index(m.name), m.first, m.rows) for m in group) for group in groups)
-        self.linears = [*self.weights, *[x.projection.name for x in self.narrow]]
+        self.taken = dict.fromkeys([*self.weights, *[x.projection.name for x in self.narrow]], nn.Linear)
         self.width = -(-sum(m.rows for m in stacked) // _ALIGNED) * _ALIGNED
         self.rows = tuple([self.width] * bool(stacked) + [m.rows for m in own])
         numbers = [r.numbers for r in self.direct] + [Numbers(m.rows, narrow=True) for m in downs]
@@ -170,8 +200,68 @@ class Fused:
         self.refusal = refused[0] if refused else None
 
     @property
+    def token(self) -> Kernels:
+        return self._token
+
+    @property
     def _whole(self) -> bool:
         return self.declared.exit.after or self.declared.exit.skip is not None
+
+    def enter(
+        self, around: BlockModule, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+        from axes.kernels.blocks.enter import enter as kernel
+        from axes.kernels.blocks.products import products
+
+        cu = None if packing is None else packing.offsets
+        weights = [parameter(around, f"{name}.weight") for name in self.weights]
+        made = list(products(x, weights, self.groups, self.rows))
+        signal: dict[str, Tensor] = {}
+        convs = _Convolutions(around, [*self.streams, *self.narrow], tails)
+        if self.width:
+            given = [*convs.parameters(self.streams), *_numbers(around, self.direct)]
+            results, ends = kernel(made.pop(0), self.plan, given, convs.before(self.streams), cu)
+            convs.leave(self.streams, ends)
+            rest = iter(results)
+            signal.update({v.name: next(rest) for v in self.streams})
+            for r in self.direct:
+                signal.update(_named(r, rest))
+            for item, plan in zip(self.narrow, self.narrow_plans, strict=True):
+                z = linear(next(rest), parameter(around, f"{item.projection.name}.weight").to(x.dtype))
+                if isinstance(item, Vector):
+                    (signal[item.name],), ends = kernel(z, plan, convs.parameters([item]), convs.before([item]), cu)
+                    convs.leave([item], ends)
+                else:
+                    signal.update(_named(item, iter(kernel(z, plan, _numbers(around, [item]))[0])))
+        lead = x.shape[:-1]
+        signal.update({v.name: made.pop(0).view(*lead, v.stream.heads, v.stream.width) for v in self.plain})
+        for name in self.declared.others:
+            signal.update(module(around, name)(x))
+        gate, skipped = made[0] if made else None, signal["v"] if self.declared.exit.skip else None
+        return signal, convs.after(), (gate, skipped)
+
+    def leave(self, around: BlockModule, y: Tensor, kept: Any) -> Tensor:
+        from axes.kernels.blocks.leave import leave as kernel
+
+        end, (gate, v) = self.declared.exit, kept
+        weight = None if end.norm is None else parameter(around, f"{end.norm}.weight")
+        skip = None if end.skip is None else parameter(around, end.skip)
+        if skip is not None:
+            skip = skip.view(y.shape[2], -1).expand(y.shape[2:]).flatten()
+        u = kernel(y, gate, weight, skip, v, activation=end.activation, eps=end.eps, after=end.after)
+        out: Tensor = module(around, end.out)(u)
+        return out
+
+    def saved(self, around: BlockModule) -> dict[str, int]:
+        end, width = self.declared.exit, module(around, self.weights[0]).weight.shape[1]
+        out = module(around, end.out).weight.shape[1]
+        counts = {"input": width, "product": 0 if self.plan.linear else self.width}
+        for x in self.narrow:
+            counts[f"bottleneck of {x.name}"] = x.down.rows if x.down else 0
+            counts[f"product of {x.name}"] = x.projection.rows
+        made = end.norm is not None or end.gate is not None or end.skip is not None
+        counts |= {"gate": out if end.gate else 0, "reads": out if made else 0}
+        return counts | {"input of the out-projection": out}
 
 
 def _turned(vector: Vector, rotation: Rotation) -> Vector:
@@ -180,13 +270,9 @@ def _turned(vector: Vector, rotation: Rotation) -> Vector:
 
 
 class Kept(NamedTuple):
-    """What `leave` keeps of a block that entered by its kernels: the gate, and v for the skip.
+    """What a block that entered by its kernels keeps for leaving. frame: in which q and k left."""
 
-    frame: in which q and k left.
-    """
-
-    gate: Tensor | None
-    v: Tensor | None
+    what: Any
     frame: Frame | None
 
 
@@ -202,10 +288,14 @@ def no_block_kernel(around: BlockModule, device: torch.device, dtype: torch.dtyp
         return reason
     if fused.refusal is not None:
         return fused.refusal
-    for name in fused.linears:
-        if not is_plain(_module(around, name)):
-            return f"{name} is not a plain nn.Linear, whose weights may stand beside others in one product"
+    for name, kind in fused.taken.items():
+        if not is_plain(module(around, name), kind):
+            return f"{name} is not a plain {_said(kind)}, whose weights may stand beside others in one product"
     return None
+
+
+def _said(kind: type[nn.Module]) -> str:
+    return "nn.Linear" if kind is nn.Linear else kind.__name__
 
 
 def saved(around: BlockModule, dtype: torch.dtype) -> dict[str, int]:
@@ -213,17 +303,8 @@ def saved(around: BlockModule, dtype: torch.dtype) -> dict[str, int]:
 
     What the recurrence keeps (its signal among it) is not counted.
     """
-    fused = around.fused
-    assert fused is not None
-    e, end = dtype.itemsize, fused.declared.exit
-    width = _module(around, fused.linears[0]).weight.shape[1]
-    out = _module(around, end.out).weight.shape[1]
-    counts = {"input": width, "product": 0 if fused.plan.linear else fused.width}
-    for x in fused.narrow:
-        counts |= {f"bottleneck of {x.name}": x.down.rows if x.down else 0, f"product of {x.name}": x.projection.rows}
-    made = end.norm is not None or end.gate is not None or end.skip is not None
-    counts |= {"gate": out if end.gate else 0, "reads": out if made else 0, "input of the out-projection": out}
-    return {name: e * count for name, count in counts.items() if count}
+    assert around.fused is not None
+    return {name: dtype.itemsize * count for name, count in around.fused.saved(around).items() if count}
 
 
 # ---- the two halves --------------------------------------------------------------------------------------------------
@@ -249,7 +330,9 @@ def enter(
         reason = no_block_kernel(around, x.device, dtype)
         if reason is None:
             assert around.fused is not None
-            return _enter(around, around.fused.token if token else around.fused, x.to(dtype), tails or (), packing)
+            kernels = around.fused.token if token else around.fused
+            signal, ends, kept = kernels.enter(around, x.to(dtype), tails or (), packing)
+            return signal, ends, Kept(kept, kernels.frame)
         if implementation == "triton" and around.fused is not None:
             raise dispatch.NoImplementation(f"no Triton kernel for this block: {reason}. Use implementation='torch'")
     if tails is None:
@@ -261,55 +344,13 @@ def leave(around: BlockModule, y: Tensor, kept: Any) -> Tensor:
     """`around.leave` as `enter` was."""
     if not isinstance(kept, Kept):
         return around.leave(y, kept)
-    from axes.kernels.blocks.leave import leave as kernel
-
-    end = around.fused.declared.exit  # type: ignore[union-attr]
-    weight = None if end.norm is None else _parameter(around, f"{end.norm}.weight")
-    skip = None if end.skip is None else _parameter(around, end.skip)
-    if skip is not None:
-        skip = skip.view(y.shape[2], -1).expand(y.shape[2:]).flatten()
-    u = kernel(y, kept.gate, weight, skip, kept.v, activation=end.activation, eps=end.eps, after=end.after)
-    out: Tensor = _module(around, end.out)(u)
-    return out
+    assert around.fused is not None
+    return around.fused.leave(around, y, kept.what)
 
 
 def frame_of(kept: Any) -> Frame | None:
     """The frame in which the queries and keys of an `enter` left."""
     return kept.frame if isinstance(kept, Kept) else None
-
-
-def _enter(
-    around: BlockModule, fused: Fused, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None
-) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
-    from axes.kernels.blocks.enter import enter as kernel
-    from axes.kernels.blocks.products import products
-
-    cu = None if packing is None else packing.offsets
-    weights = [_parameter(around, f"{name}.weight") for name in fused.weights]
-    made = list(products(x, weights, fused.groups, fused.rows))
-    signal: dict[str, Tensor] = {}
-    convs = _Convolutions(around, [*fused.streams, *fused.narrow], tails)
-    if fused.width:
-        given = [*convs.parameters(fused.streams), *_numbers(around, fused.direct)]
-        results, ends = kernel(made.pop(0), fused.plan, given, convs.before(fused.streams), cu)
-        convs.leave(fused.streams, ends)
-        rest = iter(results)
-        signal.update({v.name: next(rest) for v in fused.streams})
-        for r in fused.direct:
-            signal.update(_named(r, rest))
-        for item, plan in zip(fused.narrow, fused.narrow_plans, strict=True):
-            z = linear(next(rest), _parameter(around, f"{item.projection.name}.weight").to(x.dtype))
-            if isinstance(item, Vector):
-                (signal[item.name],), ends = kernel(z, plan, convs.parameters([item]), convs.before([item]), cu)
-                convs.leave([item], ends)
-            else:
-                signal.update(_named(item, iter(kernel(z, plan, _numbers(around, [item]))[0])))
-    lead = x.shape[:-1]
-    signal.update({v.name: made.pop(0).view(*lead, v.stream.heads, v.stream.width) for v in fused.plain})
-    for name in fused.declared.others:
-        signal.update(_module(around, name)(x))
-    kept = Kept(made[0] if made else None, signal["v"] if fused.declared.exit.skip else None, fused.frame)
-    return signal, convs.after(), kept
 
 
 def _named(rate: Rate, results: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -325,10 +366,10 @@ def _numbers(around: nn.Module, rates: Sequence[Rate]) -> list[Tensor]:
     made: list[Tensor] = []
     for r in rates:
         if r.log_rate is not None:  # a number a head may stand for all of the head's
-            log = _parameter(around, r.log_rate)
+            log = parameter(around, r.log_rate)
             made.append(log if log.shape == r.shape and log.ndim == 1 else log.expand(r.shape).flatten())
         if r.bias is not None:
-            made.append(_parameter(around, r.bias))
+            made.append(parameter(around, r.bias))
     return made
 
 
@@ -345,7 +386,7 @@ class _Convolutions:
         self.ends: dict[str, Tensor] = {}
         for i, (name, vectors) in enumerate(sharing.items()):
             sizes, stream = [v.projection.rows for v in vectors], vectors[0].stream
-            held = [_parameter(around, f"{name}.{x}") for x in ("weight", "bias")[: 1 + stream.biased]]
+            held = [parameter(around, f"{name}.{x}") for x in ("weight", "bias")[: 1 + stream.biased]]
             cut = [x.split(sizes) if len(vectors) > 1 else (x,) for x in held]
             before = (tails[i].split(sizes, -1) if len(vectors) > 1 else (tails[i],)) if tails else ()
             for n, v in enumerate(vectors):
@@ -365,14 +406,14 @@ class _Convolutions:
         return tuple(x[0] if len(x) == 1 else torch.cat(x, -1) for x in ends)
 
 
-def _parameter(around: nn.Module, path: str) -> Tensor:
-    module, _, name = path.rpartition(".")
-    found = _module(around, module)._parameters[name]
+def parameter(around: nn.Module, path: str) -> Tensor:
+    owner, _, name = path.rpartition(".")
+    found = module(around, owner)._parameters[name]
     assert found is not None
     return found
 
 
-def _module(around: nn.Module, path: str) -> Any:
+def module(around: nn.Module, path: str) -> Any:
     for name in path.split(".") if path else ():
         around = around._modules[name]  # type: ignore[assignment]
     return around

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import group_norm
+from torch.nn.functional import group_norm, linear
 
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment
@@ -17,13 +18,17 @@ from axes.core.monoids import DPLR
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
+from axes.kernels.blocks.plan import Numbers, Plan, no_leave
+from axes.routes.frame import Frame
 from axes.routes.packed import Packing
 from axes.sequence.base import SequenceLayer
-from axes.sequence.blocks import Block, BlockModule, behind, l2_normalise, last
+from axes.sequence.blocks import SMALL, Block, BlockModule, behind, l2_normalise, last
 from axes.sequence.charts import Factory, Sizes
+from axes.sequence.fused import Kernels, module, parameter
 
 _SUPPLIED = frozenset({"k", "v", "q", "a", "b"})
 _MIXED = ("r", "w", "k", "v", "a", "g")
+_SLOWEST = -math.exp(-0.5)  # of log decays
 # exponents of the first layer's mixing coefficients 1 - (channel / width)^e in the released code
 _MIXING = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
@@ -50,10 +55,13 @@ class LowRank(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.nn.functional.linear(x, self.down)
-        if self.activation is not None:
-            hidden = torch.tanh(hidden) if self.activation == "tanh" else torch.sigmoid(hidden)
-        return torch.nn.functional.linear(hidden, self.up, self.bias)
+        return linear(self.bent(linear(x, self.down)), self.up, self.bias)
+
+    def bent(self, hidden: Tensor) -> Tensor:
+        """f(hidden)."""
+        if self.activation is None:
+            return hidden
+        return torch.tanh(hidden) if self.activation == "tanh" else torch.sigmoid(hidden)
 
 
 @final
@@ -113,6 +121,9 @@ class _RWKV7Module(BlockModule):
             self.norm_weight.fill_(1.0)
             self.norm_bias.zero_()
 
+    def kernels(self, frame: Frame | None) -> Kernels:
+        return _TimeMixing(self.block, self.sizes)
+
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
         return (like.new_zeros(batch, 1, self.sizes.d_model),)
 
@@ -127,7 +138,7 @@ class _RWKV7Module(BlockModule):
         k = self.k_proj(seen["k"])
         v = self.v_proj(seen["v"])
         wide = torch.promote_types(k.dtype, torch.float32)  # gates are cumulated over time
-        decay = -math.exp(-0.5) * torch.sigmoid(self.decay(seen["w"]).to(wide))
+        decay = _SLOWEST * torch.sigmoid(self.decay(seen["w"]).to(wide))
         rate = torch.sigmoid(self.rate(seen["a"]).to(wide))
         kappa = l2_normalise((k.to(wide) * self.removal).unflatten(-1, (s.heads, s.d_k)))
         k = k.to(wide) * (1 + self.replacement * (rate - 1))
@@ -144,6 +155,69 @@ class _RWKV7Module(BlockModule):
         read = normed.unflatten(0, y.shape[:2]) + bonus.to(wide).flatten(-2)
         out: Tensor = self.o_proj(read * gate)
         return out
+
+
+@final
+class _TimeMixing(Kernels):
+    """The block by its kernels: mixtures and their products, the charts of decay and of keys, the way out."""
+
+    def __init__(self, block: RWKV7Block, sizes: Sizes) -> None:
+        self.block, self.sizes = block, sizes
+        self.refusal = no_leave(sizes.heads, max(sizes.d_k, sizes.d_v), whole=False)
+        ends = dict.fromkeys(("r_proj", "k_proj", "v_proj"), nn.Linear)
+        self.taken = {**ends, **dict.fromkeys(("decay", "rate", "gate"), LowRank)}
+        keys = sizes.heads * sizes.d_k
+        self.plan = Plan((), (Numbers(keys, "sigmoid", _SLOWEST, biased=True),), keys)
+
+    def enter(
+        self, around: BlockModule, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+        from axes.kernels.blocks.enter import enter
+        from axes.kernels.blocks.removal import removal
+        from axes.kernels.blocks.shift import mixed_products
+
+        at, s = partial(parameter, around), self.sizes
+        cu, tail = None if packing is None else packing.offsets, tails[0] if tails else None
+        sources = ("r_proj.weight", "decay.down", "k_proj.weight", "v_proj.weight", "rate.down", "gate.down")
+        mix = torch.stack([at(f"mix.{name}") for name in _MIXED])
+        q, decay, k, v, rate, gate = mixed_products(x, mix, [at(name) for name in sources], tail, cu)
+        risen = {}
+        for name, hidden in (("decay", decay), ("rate", rate), ("gate", gate)):
+            risen[name] = linear(module(around, name).bent(hidden), at(f"{name}.up").to(x.dtype))
+        (decay,), _ = enter(risen["decay"], self.plan, [at("decay.bias")])
+        q, k, v, decay = (
+            z.unflatten(-1, (s.heads, n)) for z, n in ((q, s.d_k), (k, s.d_k), (v, s.d_v), (decay, s.d_k))
+        )
+        k, a, b = removal(k, risen["rate"], at("removal"), at("replacement"), at("rate.bias"), eps=SMALL)
+        signal = {"q": q, "k": k, "v": v, "decay": decay, "a": a, "b": b}
+        return signal, (_ends(x, tail, packing),), (q, k, v, risen["gate"])
+
+    def leave(self, around: BlockModule, y: Tensor, kept: Any) -> Tensor:
+        from axes.kernels.blocks.bonus import leave_bonus
+
+        own = [parameter(around, name) for name in ("bonus", "norm_weight", "norm_bias")]
+        u = leave_bonus(y.to(kept[0].dtype), *kept, *own, eps=self.sizes.d_v * self.block.norm_eps)
+        out: Tensor = module(around, "o_proj")(u)
+        return out
+
+    def saved(self, around: BlockModule) -> dict[str, int]:
+        s = self.sizes
+        keys, values = s.heads * s.d_k, s.heads * s.d_v
+        ranks = {f"bottleneck of {name}": module(around, name).down.shape[0] for name in ("decay", "rate", "gate")}
+        return {
+            "input": s.d_model, **ranks, "keys before removal": keys, "logits of decay": keys,
+            "logits of the rate": keys, "gate": values, "reads": values, "input of the out-projection": values,
+        }  # fmt: skip
+
+
+def _ends(x: Tensor, tail: Tensor | None, packing: Packing | None) -> Tensor:
+    """The last token of every sequence (N, 1, D); where there is none, the one before."""
+    if packing is None:
+        return x[:, -1:].clone()
+    ends = packing.offsets[1:]
+    found = x[0, (ends - 1).clamp_min(0)][:, None]
+    before = torch.zeros_like(found) if tail is None else tail.to(x.dtype)
+    return torch.where((ends > packing.offsets[:-1])[:, None, None], found, before)
 
 
 def _rank(factor: float, width: int) -> int:

@@ -17,9 +17,12 @@ from axes.kernels.attention.turn import turn
 from axes.kernels.block import chain as block_module
 from axes.kernels.block import hopper as hopper_block
 from axes.kernels.block.chain import block_chain
+from axes.kernels.blocks.bonus import leave_bonus
 from axes.kernels.blocks.enter import enter
 from axes.kernels.blocks.leave import leave
 from axes.kernels.blocks.plan import Numbers, Plan, Stream
+from axes.kernels.blocks.removal import removal
+from axes.kernels.blocks.shift import mixed_products
 from axes.kernels.common.gluon import gl, gluon, mbarrier
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.warpgroup import retire
@@ -170,6 +173,24 @@ def halves(dtype: torch.dtype, d: int, packed: bool = False, turn: float = 0.0) 
     return run
 
 
+def time_mixing(dtype: torch.dtype, d: int, packed: bool = False) -> Callable[[], None]:
+    """RWKV-7's: mixtures with the token before, removal keys, the way out with a bonus."""
+
+    def run() -> None:
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+        cu = torch.tensor([0, 100, 512]).int() if packed else None
+        weights = [draw(n, 256) for n in (2 * d, 2 * d, 32)]
+        q, k, _ = mixed_products(draw(1, 512, 256), draw(3, 256), weights, draw(2, 1, 256) if packed else None, cu)
+        q, k = (x.unflatten(-1, (2, d)) for x in (q, k))
+        made = removal(k, draw(1, 512, 2 * d), *[draw(2 * d) for _ in range(3)])
+        u = leave_bonus(draw(1, 512, 2, d), q, made[0], k, draw(1, 512, 2 * d), draw(2, d), draw(2 * d), draw(2 * d))
+        both((u, *made))
+
+    return run
+
+
 def streams(dtype: torch.dtype, n: int, constant: bool = False) -> Callable[[], None]:
     """A read, a write that mixes, one that does not, and one with the next read."""
 
@@ -260,6 +281,9 @@ CASES: dict[str, Callable[[], None]] = {
     "block halves 128 float32": halves(FULL, 128),
     "block halves packed": halves(HALF, 64, packed=True),
     "block halves turned": halves(HALF, 128, turn=10000.0),
+    "time mixing 128": time_mixing(HALF, 128),
+    "time mixing 64 float32": time_mixing(FULL, 64),
+    "time mixing packed": time_mixing(HALF, 64, packed=True),
     "hopper symmetric": symmetric(plain=True),
     "symmetric": symmetric(plain=False),
     "streams 4": streams(HALF, 4),

@@ -31,8 +31,9 @@ torch.set_num_threads(1)
 
 def outputs(layer, x, state, cu, by_kernels):
     entered = []
-    plain = fused._enter
-    with patch.object(fused, "_enter", lambda *a: entered.append(1) or plain(*a)):
+    kernels = type(layer.around.fused)
+    plain = kernels.enter
+    with patch.object(kernels, "enter", lambda *a: entered.append(1) or plain(*a)):
         y, after = layer(x, state, cu_seqlens=cu)
     assert bool(entered) == by_kernels
     memory = () if after is None else after.memory.theta
@@ -54,6 +55,9 @@ def everything(layer, x, tails, cu, by_kernels):
 
 def check(name, width=32, heads=2, lengths=(), started=False, T=11, B=2, bound=2e-5, **options):
     layer = getattr(sequence, name)(width, heads=heads, **options)
+    with torch.no_grad():  # what begins at zero says nothing of what multiplies it
+        for p in layer.parameters():
+            p.add_(0.1 * torch.randn(p.shape)) if not p.any() else None
     wide = copy.deepcopy(layer).double()
     units = len(lengths) or B
     x = torch.randn(1 if lengths else B, sum(lengths) or T, width)
@@ -93,6 +97,12 @@ check("RetNet", update=sequence.linear.StateUpdate(sequence.linear.Alignment(), 
     "mamba": """
 check("Mamba2", started=True)
 check("Mamba2", lengths=(4, 0, 1, 7), d_k=8, d_v=20, started=True)
+""",
+    "time mixing": """
+check("RWKV7", started=True)
+check("RWKV7", lengths=(4, 0, 1, 7), started=True)
+check("RWKV7", lengths=(4, 0, 1, 7), width=24, heads=2)
+check("RWKV7", d_k=8, d_v=20, T=40)
 """,
     "transported": """
 check("PaTH", started=True)
@@ -140,7 +150,7 @@ assert (y - whole).norm() < 3e-2 * whole.norm()
 """,
     "compiled": """
 counts = torch._dynamo.utils.counters
-for name in ("GatedDeltaNet", "GLA"):
+for name in ("GatedDeltaNet", "GLA", "RWKV7"):
     around = getattr(sequence, name)(32, heads=2).around
     def halves(x, start, packing=None):
         signal, tails, kept = fused.enter(around, x, start, packing, "triton")
@@ -163,7 +173,7 @@ for name in ("GatedDeltaNet", "GLA"):
 """,
     "saved": """
 # bytes a token of what the two halves keep, beside what is predicted
-for name in ("GatedDeltaNet", "DeltaNet", "GLA", "RetNet", "Mamba2", "PaTH", "SoftmaxAttention"):
+for name in ("GatedDeltaNet", "DeltaNet", "GLA", "RetNet", "Mamba2", "PaTH", "SoftmaxAttention", "RWKV7"):
     around = getattr(sequence, name)(32, heads=2).around
     x, kept = torch.randn(1, 53, 32, requires_grad=True), {}
     def keep(y):
@@ -175,7 +185,7 @@ for name in ("GatedDeltaNet", "DeltaNet", "GLA", "RetNet", "Mamba2", "PaTH", "So
         y = torch.randn(signal["v"].shape, requires_grad=True)  # what a recurrence reads
         fused.leave(around, y, gate)
     predicted = fused.saved(around, torch.float32)
-    extra = signal["v"].numel() * 4 // 53 if name == "Mamba2" else 0  # v of the skip, which the recurrence keeps too
+    extra = {"Mamba2": 1, "RWKV7": 3}.get(name, 0) * signal["v"].numel() * 4 // 53  # which the recurrence keeps too
     assert sum(kept.values()) == sum(predicted.values()) + extra, (name, sorted(kept.values()), predicted)
 """,
     "operators": """
@@ -192,6 +202,14 @@ c, v, whole = (torch.randn(s, requires_grad=True) for s in ((24,), (2, 5, 3, 8),
 torch.library.opcheck(leaving._leaving.operator, (y, g, whole, c, v, "silu", 1e-5, True, True))
 for gate, weight in ((g, n), (g, None), (None, n)):
     torch.library.opcheck(leaving._leaving.operator, (y, gate, weight, None, None, "silu", 1e-5, False, True))
+from axes.kernels.blocks import bonus, removal, shift
+k, z, *rest = (torch.randn(s, requires_grad=True) for s in ((2, 5, 3, 8), (2, 5, 24), (24,), (24,), (24,)))
+torch.library.opcheck(removal._removed.operator, (k, z, *rest, 1e-6, True))
+q, k, rho = (torch.randn(s, requires_grad=True) for s in ((2, 5, 3, 4), (2, 5, 3, 4), (3, 4)))
+torch.library.opcheck(bonus._leaving.operator, (y, q, k, v, g, rho, c, whole, 1e-5, True))
+x, mix, tail = torch.randn(2, 5, 6), torch.randn(3, 6), torch.randn(2, 1, 6)
+torch.library.opcheck(shift._shifted, (x, mix, tail, None))
+torch.library.opcheck(shift._shifted_backward, (x, mix, tail, None, torch.randn(3, 2, 5, 6)))
 """,
     "half": """
 for dtype in (torch.bfloat16, torch.float16):

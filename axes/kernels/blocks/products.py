@@ -32,9 +32,9 @@ def _stacked(parts: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
     return whole
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Whether a module does what its weights say and nothing else: they may stand beside others in one product."""
-    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+    return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def _rows(weight: Tensor, first: int, count: int) -> Tensor:
