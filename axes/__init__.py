@@ -29,6 +29,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"axes.{name}")
     if name == "cite":
         return importlib.import_module("axes.catalogue").cite
+    if name == "retarget":
+        return importlib.import_module("axes.moves").retarget
     raise AttributeError(f"module 'axes' has no attribute {name!r}")
 
 
@@ -48,5 +50,6 @@ __all__ = [
     "cite",
     "explain",
     "implementation",
+    "retarget",
     "select",
 ]

@@ -398,7 +398,8 @@ class DepthMixer(nn.Module, ABC):
             raise ShapeError(f"{who}: streams must be the State that expand returned, and its theta is another's")
         width = self.d_model // self.fractions
         d_k = first.shape[-1] if self._lists else self.streams * self.fractions
-        place = Place(first.shape[:-2], d_k, width, self._computed(first), first.device)
+        # statistics of keys, which may be constants
+        place = Place(first.shape[:-2], d_k, width, self._computed(first), first.device, shared=True)
         found.append(place)
         seen = look(streams, found)
         if seen and tuple(found) in known.looks:

@@ -251,13 +251,14 @@ def _shapes(x: Any) -> Any:
 
 class Place(NamedTuple):
     """Where a state stands: a memory for each of a batch (batch, heads), keys and values of these widths, and the dtype
-    and device of the values."""
+    and device of the values. shared: statistics of what is the same for the whole batch may have no batch."""
 
     batch: Sizes
     d_k: int
     d_v: int
     dtype: torch.dtype
     device: torch.device
+    shared: bool = False
 
     @classmethod
     def of(cls, batch: Sizes, signal: Signal) -> Place:
@@ -313,7 +314,7 @@ def _require_batch(who: str, name: str, x: Tensor, form: Sizes, place: Place) ->
     """ShapeError unless dimensions of size 1 stand for those of the batch."""
     n, got, batch = x.ndim - len(form), tuple(x.shape), place.batch
     if n >= 0 and got[n:] == form:
-        if _spreads(got[:n], batch):
+        if _spreads(got[:n], batch) or n == 0 and place.shared:
             return
         if n == len(batch) and got[1:n] == batch[1:]:
             raise ShapeError(f"{who}: got a state of {got[0]} sequences for {batch[0]}: {name} is {got}")

@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "testing",
         "optim sequence depth",
         "catalogue",
-        "answers",
+        "answers moves",
         "costs geometry monoids algorithms memory dispatch",
         "axes",
         "models",
