@@ -1,4 +1,4 @@
-"""The command line: train, sample, list, explain, verify, cite, bench, demo."""
+"""The command line: train, sample, list, explain, verify, cite, bench, transfer, demo."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from axes.tasks.run_folder import RunFolder
 from axes.tasks.sample import generate, load_model
 from axes.tasks.schedules import SCHEDULES
 from axes.tasks.summary import summary_table
+from axes.transfer.command import app as transfer
 
 INTERRUPTED = 130
 _AXES = get_args(catalogue.Axis)
@@ -41,6 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench)
+app.add_typer(transfer)
 
 
 class _TrainCommand(TyperCommand):

@@ -16,7 +16,8 @@ Everything else, geometry, filters, statistics and where a state is read, is the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -69,6 +70,43 @@ def _differ(path: str, a: Any, b: Any) -> Iterator[Difference]:
             yield from _differ(f"{path}[{i}]", x, y)
     elif a != b:
         yield Difference(path, a, b)
+
+
+def replaced(update: StateUpdate, values: Mapping[str, Any]) -> StateUpdate:
+    """The tuple with other values in some fields, by path as `differences` names them; judged once all are in place.
+
+    Raises IllegalUpdate if there is no such field, or the tuple is not legal then.
+
+    >>> from axes.optim import Adam
+    >>> from axes.core.geometry import Euclidean
+    >>> replaced(Adam.declare(), {"algorithm.via[0].h": Euclidean()}).filters()[0].h
+    Euclidean()
+    """
+    steps = {}
+    for path, value in values.items():
+        if not re.fullmatch(r"\w+(\[\d+\]|\.\w+)*", path):
+            raise IllegalUpdate(f"replaced: a path is such as algorithm.via[0].h, not {path!r}")
+        steps[tuple(re.findall(r"\w+", path))] = value
+    made: StateUpdate = _put(update.normal(), steps)
+    return made
+
+
+def _put(part: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
+    if () in values:
+        return values[()]
+    below: dict[str, dict[tuple[str, ...], Any]] = {}
+    for (name, *rest), value in values.items():
+        below.setdefault(name, {})[tuple(rest)] = value
+    if isinstance(part, tuple):
+        names = [str(i) for i in range(len(part))]
+    else:
+        names = [f.name for f in dataclasses.fields(part)] if isinstance(part, Declared) else []  # type: ignore[arg-type]
+    if unknown := sorted(set(below) - set(names)):
+        has = ", ".join(names) or "no fields"
+        raise IllegalUpdate(f"replaced: {type(part).__name__} has no {unknown[0]!r}, but {has}")
+    if isinstance(part, tuple):
+        return tuple(_put(x, below[n]) if n in below else x for n, x in zip(names, part, strict=True))
+    return dataclasses.replace(part, **{n: _put(getattr(part, n), below[n]) for n in below})
 
 
 def retarget(update: StateUpdate, axis: Axis, cost: Cost | None = None, anchor: int | None = None) -> StateUpdate:

@@ -1,7 +1,7 @@
 """What paired runs say: an interval, an exact p, and a verdict by margin.
 
-Arm and control see the same batches with the same seeds, so that differences of a seed are what is compared. With d of n
-seeds, positive where the arm is better:
+Arm and control see the same batches with the same seeds, so that differences of a seed are what is compared. With d of
+n seeds, positive where the arm is better:
 
     interval    percentile bootstrap of mean d, 95 %
     p           exact sign flips, two-sided: 2^(1-n) at least, so that six seeds cannot go below 0.031
@@ -42,7 +42,7 @@ def compare(
     """An arm beside its control: one number a seed, in the same order of seeds.
 
     margin: differences up to it do not matter.  seed: of the bootstrap.
-    Raises AxesError for unequal or fewer than three seeds, a margin that is not positive, or numbers that are not finite.
+    Raises AxesError for unequal or fewer than three seeds, a margin that is not positive, numbers that are not finite.
     """
     a, c = (np.asarray(x, dtype=np.float64) for x in (arm, control))
     if a.ndim != 1 or a.shape != c.shape:

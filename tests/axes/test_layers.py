@@ -35,7 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "axes",
         "models",
         "tasks",
-        "claims bench",
+        "claims bench transfer",
         "cli",
         "__main__",
     )

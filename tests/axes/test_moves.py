@@ -15,7 +15,7 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.depth import mixer
 from axes.errors import AxesError, IllegalUpdate, UnknownName
-from axes.moves import differences, retarget
+from axes.moves import differences, replaced, retarget
 from axes.optim import SGD, Adagrad, Adam, Adamax, RMSprop
 from axes.sequence import AdamNet, FrankWolfeDelta, GatedDeltaNetPrev, YaadMatrix, layer
 
@@ -97,6 +97,25 @@ def test_differences_are_as_deep_as_they_can_be_said() -> None:
     assert [d.path for d in differences(of(0.5, 0.9), of(0.4, 0.8))] == ["monoid.gate", "algorithm.via[0].monoid.gate"]
     (h,) = differences(FrankWolfeDelta.update, GatedDeltaNetPrev.update)
     assert h.path.startswith(("h", "algorithm.via")) and "Sphere" in str(h)
+
+
+@pytest.mark.parametrize("axis", ("sequence", "depth", "data"))
+def test_differences_lead_from_one_tuple_to_the_other(axis: str) -> None:
+    updates = [e.update for e in catalogue.entries(axis)]  # type: ignore[arg-type]
+    for a, b in zip(updates, updates[1:], strict=False):
+        assert replaced(a, {d.path: d.second for d in differences(a, b)}) == b
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("h.x", "Euclidean has no 'x'"), ("via[0]", "StateUpdate has no 'via'"), ("a b", "a path is"),
+        ("algorithm.via[3]", "tuple has no '3'"), ("monoid.gate.name.x", "str has no 'x'"),
+    ],
+)  # fmt: skip
+def test_a_path_that_leads_nowhere(path: str, said: str) -> None:
+    with pytest.raises(IllegalUpdate, match=said):
+        replaced(AdamNet.update, {path: 0.5})
 
 
 def test_an_anchor_is_for_tokens() -> None:
