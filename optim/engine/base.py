@@ -8,8 +8,9 @@ arithmetic are float32 for 16-bit parameters, which are rounded once.
     options, groups, requirements   what an optimizer is given, and whether it makes sense
     routing, layouts, router        what a parameter is, how it is matrices, and which rule takes it
     facts, batches                  what is decided once: how a tuple is stepped, and which parameters together
-    together, staged                the ways to step: a program of entries; over stacks one program, or the tuple
-    stacked, factored               and programs around products of stacks
+    together, staged                the ways to step: a program of entries; over stacks programs, or the tuple
+    apart, around, blocks, lists    what is no program, set apart; programs around it, over stacks and over lists
+    factored                        programs around products with what statistics hold
     interpreted                     the tuple, a parameter at a time
     states, stored, precision       a parameter's state: as its tuple sees it, and as it is kept
     finite, sharded, layers         gradients that are not finite, DTensors, rules that read the inputs of layers

@@ -144,8 +144,8 @@ class Numbers:
         """The numbers of the state, on the host, and which versions of them these are."""
         return {n: float(x[0]) for n, x in self.copies.items()}, list(map(_version, self.copies.values()))
 
-    def given(self, rates: Mapping[str, float]) -> dict[str, float]:
-        """The numbers that a program is given, on the host."""
+    def given(self, rates: Mapping[str, Any]) -> dict[str, Any]:
+        """The numbers that a program is given, on the host, with rates as they are."""
         if list(map(_version, self.copies.values())) != self.versions:  # a step that a flag called off was put back
             self.held, self.versions = self._read()
         own = {COUNT: self.counts[0].item()} if self.counted else {}
