@@ -162,8 +162,27 @@ class Program:
                     continue
                 like = tensors[0]
                 inputs = [x if isinstance(x, Tensor) else like.new_full((), x, dtype=torch.float64) for x in inputs]
-                values.append(_TENSORS[op.name](*inputs))
+                made = _TENSORS[op.name](*inputs)
+                values.append(made.to(torch.float64) if made.dtype == torch.bool else made)  # a test may be a factor
         return values
+
+    def without(self, names: frozenset[str]) -> Program:
+        """The program for a step in which these numbers are 0, and what they multiply is nothing: a decay, say."""
+        zero: set[Value] = {i for i, name in self.names.items() if name in names}
+        where: dict[int, Value] = {i: 0.0 for i in zero if isinstance(i, int)}
+        out = Program(positive=self.positive, extents=self.extents)
+        for i, op in enumerate(self.operations):
+            if i in where:
+                continue
+            inputs = tuple(where[x] if isinstance(x, int) else x for x in op.inputs)
+            if op.name == "mul" and any(_is(x, 0.0) for x in inputs):
+                where[i] = 0.0
+                continue
+            where[i] = index = out.add(op.name, inputs, op.shaped)
+            if i in self.names:
+                out.names[index] = self.names[i]
+        out.outputs = {n: where[v] if isinstance(v, int) else v for n, v in self.outputs.items()}
+        return _clean(out)
 
     def __str__(self) -> str:
         """The program as text, numbers of a step first."""
