@@ -429,11 +429,12 @@ class Optimizer(torch.optim.Optimizer):
             across.supply_told(self._who, telling, self._states_of, next(iter(self._finite.flags.values()), None))
 
     def _states_of(self, group: Group, update: StateUpdate) -> Iterator[State]:
-        """The states of a group that have begun, as its tuple sees them."""
+        """The states of a group that have begun, as its tuple sees them: the form does, which stays."""
+        form, places = self.form_for(group), self._places
         for parameter in group["params"]:
             if self.state.get(parameter):
-                self._complete(group, update, parameter)
-                yield states.read(update, parameter, self.state[parameter], self._places.layout(parameter))
+                self._complete(group, form, parameter)
+                yield states.read(form, parameter, self.state[parameter], places.layout(parameter))
 
     @uncompiled()
     def _advance_shards(self, shards: Shards, work: Work) -> None:
