@@ -36,6 +36,20 @@ _compiling, _follower = torch.compiler.is_compiling, eval_frame.get_eval_frame_c
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.programs.program
 
 
+def _passing() -> Callable[[Any], None] | None:
+    """What lets a compiler pass over a function to those that it calls, without importing the compiler; None where this
+    torch has no such thing."""
+    try:
+        passed = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+        give = eval_frame.set_code_exec_strategy
+    except AttributeError:
+        return None
+    return lambda code: give(code, passed)
+
+
+_PASSED = _passing()
+
+
 def uncompiled(recursive: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """`torch.compiler.disable` that costs nothing where no compiler follows, and imports it only where one does.
 
@@ -45,6 +59,8 @@ def uncompiled(recursive: bool = True) -> Callable[[Callable[P, R]], Callable[P,
 
     def apart(function: Callable[P, R]) -> Callable[P, R]:
         kept = _disable_dynamo(function, recursive)
+        if _PASSED is None:
+            return kept
 
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -52,8 +68,7 @@ def uncompiled(recursive: bool = True) -> Callable[[Callable[P, R]], Callable[P,
                 return kept(*args, **kwargs)
             return function(*args, **kwargs)
 
-        skipped = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-        eval_frame.set_code_exec_strategy(called.__code__, skipped)  # type: ignore[attr-defined]
+        _PASSED(called.__code__)  # type: ignore[attr-defined]
         return called
 
     return apart

@@ -1,4 +1,4 @@
-"""Numbers that are zero today take their operations out of a step on a CPU; signs and averages take no pass too many."""
+"""Numbers that are zero today take their operations out of a step on a CPU; signs take no pass too many."""
 
 from __future__ import annotations
 
