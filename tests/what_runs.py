@@ -20,7 +20,6 @@ from axes.depth import products
 from axes.depth.residual import _OneStream
 from axes.optim.engine.capabilities import holds
 from axes.optim.engine.factored import Factored
-from axes.optim.engine.stacked import Stacks
 from axes.optim.engine.staged import Staged
 from axes.optim.engine.together import Batch
 from axes.programs.batched import Schedule
@@ -43,7 +42,6 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (gram, "sim", "gram", "torch"),
     (gram, "dec", "gram", "torch"),
     (Batch, "step", "entrywise", None),
-    (Stacks, "step", "stacks", None),
     (Factored, "step", "stacks", None),
     (Staged, "_programs", "stacks", None),
     (Schedule, "run", None, "torch"),

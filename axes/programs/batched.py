@@ -193,6 +193,11 @@ class _Selection:
         if name == "pow" and inputs[1] == 2.0 and isinstance(inputs[1], float) and shaped:
             a = self._factor(inputs[0])
             return _Term((*a.number, *a.number), (*a.over, *a.over), False, "product", a.x, a.x)
+        if name == "where" and shaped == [inputs[1]] and self._guards(inputs[0], self.terms[shaped[0]], inputs[2]):
+            t = self.terms[shaped[0]]
+            return _Term((*t.number, inputs[0]), t.over, t.negative, t.kind, t.x, t.y)
+        if name == "sign":
+            return self._signs(value, inputs)
         if name == _LEAF:
             return self._summed(value, inputs[0])
         if name in ("mul", "div") and len(shaped) == 2:
@@ -215,6 +220,33 @@ class _Selection:
             self._materialise(value)
             t = self.terms[value]
         return t
+
+    def _guards(self, test: Value, t: _Term, otherwise: Value) -> bool:
+        """Whether a test that is one number makes a factor: where it fails, nothing divides and the result is 0."""
+
+        def guarded(x: Value) -> bool:
+            op = self.program.operations[x] if isinstance(x, int) else None
+            return op is not None and op.name == "where" and op.inputs[0] == test and op.inputs[2] == 1.0
+
+        return isinstance(otherwise, float) and otherwise == 0.0 and t.kind == "plain" and all(map(guarded, t.over))
+
+    def _signs(self, value: int, inputs: tuple[Value, ...]) -> _Term:
+        """Signs, which positive factors do not change and a negative one takes along."""
+        assert isinstance(inputs[0], int)
+        t = self.terms[inputs[0]]
+        if t.kind != "plain" or not all(map(self._positive, (*t.number, *t.over))):
+            return self._apply(value, "sign", inputs)
+        source = self._register(t.x)
+        target = source if self._dead(t.x) and self._writable(source) else self._new()
+        self._emit("sign x", target, (source,))
+        self._plain(value, target)
+        return _Term((), (), t.negative, "plain", value)
+
+    def _positive(self, number: Value) -> bool:
+        """Whether a number is known to be positive whatever the day's hyperparameters are."""
+        if isinstance(number, int):
+            return self.program.names.get(number) in self.program.positive
+        return number > 0.0
 
     def _sum(self, value: int, name: str, inputs: tuple[Value, ...]) -> _Term:
         terms: list[_Term | Value] = [self.terms[x] if self._shaped(x) else x for x in inputs]
@@ -246,15 +278,17 @@ class _Selection:
 
     def _beside(self, value: int, t: _Term, other: _Term) -> _Term | None:
         """A sum of values that both stay: in one pass, and its negative where that costs nothing later."""
-        x, plain = self._register(t.x), not t.number and not t.over and t.kind == other.kind == "plain"
-        if not plain or (self._dead(t.x) and self._writable(x) and t.x != other.x):
+        x, plain = self._register(t.x), t.kind == other.kind == "plain"
+        if not plain or not all(map(self._positive, (*t.number, *t.over))):
             return None
-        if t.negative and self._left(value):
+        if self._dead(t.x) and self._writable(x) and t.x != other.x:
             return None
-        number = (other.number, other.over, other.negative != t.negative)
+        if (t.negative or t.number or t.over) and self._left(value):
+            return None
+        number = ((*other.number, *t.over), (*other.over, *t.number), other.negative != t.negative)
         self._emit("plus", target := self._new(), (x, self._register(other.x)), (number,))
         self._plain(value, target)
-        return _Term((), (), t.negative, "plain", value)
+        return _Term(t.number, t.over, t.negative, "plain", value)
 
     def _apply(self, value: int, name: str, inputs: tuple[Value, ...]) -> _Term:
         """Any other operation: operands materialised, the result in the first that may be overwritten."""

@@ -1,4 +1,4 @@
-"""Programs that torch has as one operation for CPUs: SGD with momentum, Adam and AdamW, in one pass over memory.
+"""Programs that torch has as one operation for CPUs, in one pass over memory: SGD, with momentum or not, Adam, AdamW.
 
 What a program computes is recognised, not what its tuple is called: every rule whose program is Adam's steps this way.
 """
@@ -40,6 +40,14 @@ def _heavy_ball_step(drive: Any) -> Any:
     return ("mul", "#rate", ("=m", ("add", ("mul", "@m", "#momentum"), drive)))
 
 
+def _plain_step(drive: Any) -> Any:
+    """rate u."""
+    return ("mul", "#rate", drive)
+
+
+_STEPS = (("pgmv", _adam_step), ("pgm", _heavy_ball_step), ("pg", _plain_step))  # with the tensors of each
+
+
 @final
 @dataclass(frozen=True)
 class LibraryStep:
@@ -48,7 +56,6 @@ class LibraryStep:
     negative: the drive is -g. coupled: the decay is part of it.
     """
 
-    adam: bool
     places: tuple[int, ...]
     numbers: Mapping[str, Value]
     negative: bool
@@ -64,7 +71,7 @@ class LibraryStep:
         n: dict[str, float] = known  # type: ignore[assignment]
         tensors = [lists[place] for place in self.places]
         # torch takes the step away, and m here is the average, or the sum, of -g or of what is maximised
-        return self._adam(n, *tensors) if self.adam else self._heavy_ball(n, *tensors)
+        return self._adam(n, *tensors) if len(tensors) == 4 else self._sgd(n, *tensors)
 
     def _adam(self, n: dict[str, float], p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]) -> bool:
         if not all(math.isclose(n[f"beta{i}"] + n[f"weight{i}"], 1.0, rel_tol=1e-12) for i in (1, 2)):
@@ -80,10 +87,11 @@ class LibraryStep:
         )  # fmt: skip
         return True
 
-    def _heavy_ball(self, n: dict[str, float], p: list[Tensor], g: list[Tensor], m: list[Tensor]) -> bool:
+    def _sgd(self, n: dict[str, float], p: list[Tensor], g: list[Tensor], *m: list[Tensor]) -> bool:
+        kept = m[0] if m else []
         torch._fused_sgd_(
-            p, g, m, weight_decay=-n.get("decay", 0.0), momentum=n["momentum"], lr=-n["rate"], dampening=0.0,
-            nesterov=False, maximize=self.negative, is_first_step=False,
+            p, g, kept, weight_decay=-n.get("decay", 0.0), momentum=n.get("momentum", 0.0), lr=-n["rate"],
+            dampening=0.0, nesterov=False, maximize=self.negative, is_first_step=False,
         )  # fmt: skip
         return True
 
@@ -93,14 +101,15 @@ def recognised(program: Program) -> LibraryStep | None:
     if PARAMETER not in program.outputs:
         return None
     for drive, negative, coupled in _DRIVES:
-        for adam, step in ((True, _adam_step(drive)), (False, _heavy_ball_step(drive))):
+        for letters, made in _STEPS:
+            step, adam = made(drive), letters == "pgmv"
             patterns = [("add", "@p", step), *([("add", ("mul", "@p", "#keep"), step)] if adam and not coupled else [])]
             for pattern in patterns:
                 found: dict[str, Value] = {}
                 if _matches(program, program.outputs[PARAMETER], pattern, found):
-                    places = _places(program, found, "pgmv" if adam else "pgm")
+                    places = _places(program, found, letters)
                     numbers = {"keep": 1.0, **{n[1:]: x for n, x in found.items() if n[0] == "#"}}
-                    return None if places is None else LibraryStep(adam, places, numbers, negative, coupled)
+                    return None if places is None else LibraryStep(places, numbers, negative, coupled)
     return None
 
 

@@ -3,8 +3,10 @@
 The step is traced, not written again: whatever `StateUpdate.step` does with tensors of one shape becomes a list of
 operations in static single assignment. Where it may be run over stacks, reductions over rows, columns and leaves are
 operations like others (`trace(..., stack=...)`); any other that mixes entries (products, sorts, and reductions
-elsewhere) is refused, and named. Guards that can never act are dropped by a sign analysis that assumes nothing but that
-every state starts at zero: `sqrt(v) + eps` needs no test for zero once v is a sum of squares.
+elsewhere) is refused, and named. A function that a tracer sets apart is one operation, whatever it does (`apart`), and
+`axes.programs.stages` makes programs of what is around it. Guards that can never act are dropped by a sign analysis
+that assumes nothing but that every state starts at zero: `sqrt(v) + eps` needs no test for zero once v is a sum of
+squares.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from axes.errors import AxesError
 from axes.programs.arithmetic import EVALUATE
@@ -30,6 +32,7 @@ Sign = Literal["positive", "nonnegative", "any"]
 Extent = tuple[bool, bool]  # whether a value is as long as the parameter along its columns, and along its rows
 FULL: Extent = (True, True)
 _SHAPE = (3, 5)  # what is traced: any two sizes that no number in a rule equals
+_APART = "apart"
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin"})  # over the last two dimensions or one of them, which are kept
 
 # aten operation -> (name here, arity); what is not listed mixes entries or is not needed by any rule
@@ -159,8 +162,27 @@ class Program:
                     continue
                 like = tensors[0]
                 inputs = [x if isinstance(x, Tensor) else like.new_full((), x, dtype=torch.float64) for x in inputs]
-                values.append(_TENSORS[op.name](*inputs))
+                made = _TENSORS[op.name](*inputs)
+                values.append(made.to(torch.float64) if made.dtype == torch.bool else made)  # a test may be a factor
         return values
+
+    def without(self, names: frozenset[str]) -> Program:
+        """The program for a step in which these numbers are 0, and what they multiply is nothing: a decay, say."""
+        zero: set[Value] = {i for i, name in self.names.items() if name in names}
+        where: dict[int, Value] = {i: 0.0 for i in zero if isinstance(i, int)}
+        out = Program(positive=self.positive, extents=self.extents)
+        for i, op in enumerate(self.operations):
+            if i in where:
+                continue
+            inputs = tuple(where[x] if isinstance(x, int) else x for x in op.inputs)
+            if op.name == "mul" and any(_is(x, 0.0) for x in inputs):
+                where[i] = 0.0
+                continue
+            where[i] = index = out.add(op.name, inputs, op.shaped)
+            if i in self.names:
+                out.names[index] = self.names[i]
+        out.outputs = {n: where[v] if isinstance(v, int) else v for n, v in self.outputs.items()}
+        return _clean(out)
 
     def __str__(self) -> str:
         """The program as text, numbers of a step first."""
@@ -220,6 +242,22 @@ def trace(
     return _clean(program)
 
 
+def apart(which: int, function: Callable[[], Tensor] | None, value: Tensor, *others: Tensor) -> Tensor:
+    """What a function makes of some values of a step, as large as the first of them: one operation of a program.
+
+    which: of the functions that the tracer knows. function: it itself where it is to be followed if it can be. It is
+    not called where nobody records what it does.
+    """
+    record = getattr(_get_current_dispatch_mode(), "apart", None)
+    return torch.ones_like(value) if record is None else record(which, function, value, others)
+
+
+def called(name: str) -> int | None:
+    """Which function an operation of this name is, or None."""
+    kind, *which = name.split(" ")
+    return int(which[0]) if kind == _APART else None
+
+
 class _Numbers(TorchFunctionMode):
     """Gives torch 0-d tensors for the numbers that it meets. given: the tensors; without, any are made and found."""
 
@@ -267,6 +305,25 @@ class _Recorded(TorchDispatchMode):
         """What a tensor is in the program."""
         found = self.known.get(id(x))
         return None if found is None else found[1]
+
+    def apart(
+        self, which: int, function: Callable[[], Tensor] | None, value: Tensor, others: Sequence[Tensor]
+    ) -> Tensor:
+        """See `apart`."""
+        length, known = len(self.program.operations), dict(self.known)
+        try:
+            if function is not None:
+                return function()
+        except (AxesError, NotImplementedError, RuntimeError):  # what reads its data has none
+            del self.program.operations[length:]
+            self.known = known
+        inputs = tuple(found for x in (value, *others) if (found := self.value(x)) is not None)
+        whole = len(inputs) == 1 + len(others) and all(map(self.program.shaped, inputs))
+        if not (whole and self.stacked and _extent(value.shape, self.full) == FULL):
+            raise NotElementwise("entries are mixed of what is no tensor of a leaf")
+        out = torch.ones_like(value)
+        self.known[id(out)] = (out, self.program.add(f"{_APART} {which}", inputs, True))
+        return out
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = function.__name__.split(".")[0], kwargs or {}
@@ -463,6 +520,8 @@ def _scaled_roots(program: Program) -> Program:
 
 def _fold(name: str, inputs: tuple[Value, ...], signs: dict[int, Sign], program: Program) -> Value | None:
     """What an operation comes to without being done, or None."""
+    if called(name) is not None:
+        return None
     if all(isinstance(x, float) for x in inputs):
         return float(EVALUATE[name](*inputs))
     a, *rest = inputs

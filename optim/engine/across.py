@@ -38,6 +38,12 @@ def asked(update: StateUpdate) -> tuple[str, ...]:
     return tuple(per.name for per in update.demands() if per.name in made)
 
 
+@fact
+def made(update: StateUpdate) -> bool:
+    """Whether a tuple reads such numbers, or has something to say of one."""
+    return bool(asked(update)) or update.telling is not None
+
+
 def begun(who: str, update: StateUpdate, parameters: Iterable[Tensor], groups: Iterable[Group]) -> dict[str, float]:
     """What a group has of them before its first step. groups: those that there are.
 

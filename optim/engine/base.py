@@ -8,8 +8,9 @@ arithmetic are float32 for 16-bit parameters, which are rounded once.
     options, groups, requirements   what an optimizer is given, and whether it makes sense
     routing, layouts, router        what a parameter is, how it is matrices, and which rule takes it
     facts, batches                  what is decided once: how a tuple is stepped, and which parameters together
-    together, staged                the ways to step: a program of entries; over stacks one program, or the tuple
-    stacked, factored               and programs around products of stacks
+    together, staged                the ways to step: a program of entries; over stacks programs, or the tuple
+    apart, around, blocks, lists    what is no program, set apart; programs around it, over stacks and over lists
+    factored                        programs around products with what statistics hold
     interpreted                     the tuple, a parameter at a time
     states, stored, precision       a parameter's state: as its tuple sees it, and as it is kept
     finite, sharded, layers         gradients that are not finite, DTensors, rules that read the inputs of layers
@@ -291,7 +292,8 @@ class Optimizer(torch.optim.Optimizer):
             NotFiniteError: a gradient has a NaN or an infinity; nothing was changed.
         """
         loss = None
-        shown = self._move(closure is not None)
+        todays = self._todays()
+        shown = self._move(closure is not None, todays)
         try:
             if closure is not None:
                 with torch.enable_grad():
@@ -299,12 +301,15 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             for parameter, value in shown:
                 parameter.copy_(value)
+        if closure is not None:  # which may have done anything
+            todays = self._todays()
         work = self._work()
         before = self._before(work) if self._finite.flags else []
-        self._across(work)
+        self._across(work, todays)
         if self._shards is None:
             for group, parameters in work:
-                self._advance(group, self.form_for(group), parameters)
+                today = todays[id(group)]
+                self._advance(group, today.form.update, parameters, today)
         else:
             self._advance_shards(self._shards, work)
         if before:
@@ -337,11 +342,16 @@ class Optimizer(torch.optim.Optimizer):
             self._layers = None
 
     @uncompiled()
-    def _move(self, closure: bool) -> list[tuple[Tensor, Tensor]]:
+    def _todays(self) -> dict[int, Today]:
+        """What the groups come to, looked up once a step."""
+        return {id(group): self._forms.today(group) for group in self.param_groups}
+
+    @uncompiled()
+    def _move(self, closure: bool, todays: Mapping[int, Today]) -> list[tuple[Tensor, Tensor]]:
         """Put parameters where their tuple wants the gradient; returns what they showed."""
         shown = []
         for group in self.param_groups:
-            if not facts(self._forms.today(group).form.update, False).moves:
+            if not facts(todays[id(group)].form.update, False).moves:
                 continue
             update = self.update_for(group)
             if not closure:
@@ -409,19 +419,22 @@ class Optimizer(torch.optim.Optimizer):
         return [Before(p, self.state[p]) for _, p in moved]
 
     @uncompiled()
-    def _across(self, work: Work) -> None:
+    def _across(self, work: Work, todays: Mapping[int, Today]) -> None:
         """Numbers that all parameters share, into the groups that read them."""
+        if not any(across.made(today.form.update) for today in todays.values()):
+            return
         across.supply_norm(work, self.form_for, getattr(self, "grad_scale", None))
         telling = across.telling(self.param_groups, self.update_for) if work else []
         if telling:
             across.supply_told(self._who, telling, self._states_of, next(iter(self._finite.flags.values()), None))
 
     def _states_of(self, group: Group, update: StateUpdate) -> Iterator[State]:
-        """The states of a group that have begun, as its tuple sees them."""
+        """The states of a group that have begun, as its tuple sees them: the form does, which stays."""
+        form, places = self.form_for(group), self._places
         for parameter in group["params"]:
             if self.state.get(parameter):
-                self._complete(group, update, parameter)
-                yield states.read(update, parameter, self.state[parameter], self._places.layout(parameter))
+                self._complete(group, form, parameter)
+                yield states.read(form, parameter, self.state[parameter], places.layout(parameter))
 
     @uncompiled()
     def _advance_shards(self, shards: Shards, work: Work) -> None:
@@ -430,11 +443,13 @@ class Optimizer(torch.optim.Optimizer):
             self._advance(group, update, parameters)
 
     @uncompiled(recursive=False)
-    def _advance(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> None:
-        """Step the parameters of one group, together where the tuple and the group allow it."""
+    def _advance(
+        self, group: Group, update: StateUpdate, parameters: list[Tensor], today: Today | None = None
+    ) -> None:
+        """Step the parameters of one group, together where the tuple and the group allow it. today: of the group."""
         known = self._batches.known(group, update, parameters, self.state)
         if known is not None:
-            self._advance_together(group, update, known)
+            self._advance_together(group, update, known, today)
             return
         late = [p for p in parameters if p in self._fresh or not self.state.get(p)]
         for parameter in late:
@@ -456,9 +471,11 @@ class Optimizer(torch.optim.Optimizer):
             self._interpret(group, update, parameters)
 
     @uncompiled(recursive=False)
-    def _advance_together(self, group: Group, update: StateUpdate, batches: list[AnyBatch]) -> None:
+    def _advance_together(
+        self, group: Group, update: StateUpdate, batches: list[AnyBatch], today: Today | None = None
+    ) -> None:
         """Step a rule that acts entry by entry, or does so around products, over all parameters at once."""
-        today = self._today(group)
+        today = today or self._today(group)
         rates = {name: rate(group, name) for name in facts(update, group["maximize"]).rates} | {**today.numbers}
         for batch in batches:
             if batch.today is not today:

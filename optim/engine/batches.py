@@ -9,6 +9,7 @@ from torch import Tensor
 
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import stored, trees
+from axes.optim.engine.around import Whole
 from axes.optim.engine.choice import route
 from axes.optim.engine.factored import Factored
 from axes.optim.engine.facts import facts
@@ -16,12 +17,11 @@ from axes.optim.engine.generated import How
 from axes.optim.engine.options import Group, how
 from axes.optim.engine.places import Places
 from axes.optim.engine.precision import Precision
-from axes.optim.engine.stacked import Stacks, Whole, cut
-from axes.optim.engine.staged import Staged, staged
+from axes.optim.engine.staged import Staged, staged, traced_for
 from axes.optim.engine.together import Batch, program, start, uncompiled
 
 States = MutableMapping[Tensor, dict[str, Tensor]]
-AnyBatch = Batch | Stacks | Factored | Staged
+AnyBatch = Batch | Factored | Staged
 
 
 @final
@@ -60,15 +60,13 @@ class Batches:
         for some in _alike(group, update, parameters, states, places):
             theirs = [states[p] for p in some]
             layouts = [places.layout(p) for p in some]
-            if chosen == "interpreter" or chosen == "stacks" and facts(update, maximize).staged:
-                batches.append(Staged(update, maximize, some, theirs, way, layouts, chosen == "stacks"))
+            if chosen == "stacks" and not facts(update, maximize).staged:
+                batches.append(Factored(update, maximize, some, theirs, layouts))
                 continue
-            if chosen == "stacks":
-                if cut(update, maximize) is None:
-                    batches.append(Factored(update, maximize, some, theirs, layouts))
-                else:
-                    whole = Whole.of(places.alike(some[0]))
-                    batches.append(Stacks(update, maximize, some, theirs, layouts, whole))
+            if chosen != "entrywise":
+                programmed = chosen == "stacks" and traced_for(update, maximize, some[0], layouts[0])[2] is not None
+                whole = Whole.of(places.alike(some[0]))
+                batches.append(Staged(update, maximize, some, theirs, way, layouts, programmed, whole))
                 continue
             streams = [places.stream(p) for p in some] if precision.draws(some[0]) else None
             batches.append(Batch(update, maximize, some, theirs, way, streams, precision.seed))
@@ -87,8 +85,8 @@ def _alike(
     """Parameters that can step together; their states get tensors of their own, on the device if the group's are."""
     chosen, maximize = route(update, group), group["maximize"]
     as_one = chosen == "stacks" and facts(update, maximize).staged
-    traced = program(update, maximize) if chosen == "entrywise" else staged(update, maximize) if as_one else None
-    by_count = chosen == "interpreter" or as_one
+    around = staged(update, maximize) if as_one else None
+    traced = program(update, maximize) if chosen == "entrywise" else None if around is None else around.program
     precision = Precision.of(group)
     numbers: list[str] = []
     if traced is not None:
@@ -100,6 +98,11 @@ def _alike(
             if trees.counts(name):  # which parameters that were interpreted together share
                 state[name] = state[name].to("cpu" if how(group) == "host" else parameter.device, copy=True)
         same: list[Any] = [float(state[n]) for n in numbers]
+        by_count = chosen == "interpreter"
+        if as_one:  # a part may do with a single row, say, what is no operation of a program
+            own = traced_for(update, maximize, parameter, places.layout(parameter))[2]
+            same.append(None if own is None else own.signature)
+            by_count = own is None
         if traced is not None and trees.COUNT in traced.inputs:
             same.append(int(state[trees.COUNT]))
         if by_count or precision.draws(parameter):

@@ -18,8 +18,8 @@ from axes.optim.engine.capabilities import keyed
 from axes.optim.engine.factored import factors
 from axes.optim.engine.facts import facts
 from axes.optim.engine.options import how
-from axes.optim.engine.stacked import cut
-from axes.optim.engine.together import program, schedule
+from axes.optim.engine.staged import set_apart, staged
+from axes.optim.engine.together import schedule
 from axes.routes.choice import Choice, Implementation, Plan, Route, Target, require_named
 
 DEFAULT_GROUP: Mapping[str, Any] = {"maximize": False, "foreach": True, "fused": False, "capturable": False}
@@ -40,7 +40,7 @@ def choose(update: StateUpdate, group: Mapping[str, Any], target: Target, plain:
         return Choice(chosen, "reference", _why_interpreted(update, group))
     entrywise = chosen == "entrywise"
     fallen = generated.no_kernel(how(group), target, plain) if entrywise else generated.no_kernels(target)
-    if not entrywise and facts(update, group["maximize"]).staged:
+    if not entrywise and fallen is None and not _lists(update, group["maximize"]):
         fallen = "it takes entries of a matrix together"
     by: Implementation = "torch" if fallen else "triton"
     describe = _entrywise if entrywise else _stacks
@@ -77,20 +77,29 @@ def _entrywise(update: StateUpdate, group: Mapping[str, Any], target: Target, fa
     return reason + _first(update, group)
 
 
+def _lists(update: StateUpdate, maximize: bool) -> bool:
+    """Whether some program of a step over stacks acts entry by entry."""
+    found = staged(update, maximize) if facts(update, maximize).staged else None
+    return found is None or any(stage.entrywise for stage in found.stages)
+
+
 def _stacks(update: StateUpdate, group: Mapping[str, Any], target: Target, fallen: str | None) -> str:
-    if facts(update, group["maximize"]).staged:
+    in_stages = facts(update, group["maximize"]).staged
+    found = staged(update, group["maximize"]) if in_stages else None
+    if found is not None and len(found.stages) == 1:
         reason = f"one program over all matrices of a shape, by torch's multi-tensor operations (no kernel: {fallen})"
         return reason + _first(update, group)
-    apart, sides = cut(update, group["maximize"]), factors(update, group["maximize"])
-    if apart is not None:
-        about, rest = f"before and after {apart.spectral!r}", program(apart.tail, True) is None
+    if found is not None:
+        about = " and ".join(map(repr, dict.fromkeys(set_apart(update, group["maximize"]))))
+        about, rest = f"before and after {about}", not all(stage.entrywise for stage in found.stages)
     else:
+        sides = factors(update, group["maximize"])
         assert sides is not None
         about, rest = f"around the products of {type(sides.h).__name__}", False
     kernels = "generated kernels where matrices begin at multiples of 16 bytes"
     reason = f"programs {about}, matrices of one shape as one stack; programs are "
     reason += kernels if fallen is None else f"torch's multi-tensor operations (no kernel: {fallen})"
-    reason += "; what follows takes entries together, by torch's operations over the stacks" if rest else ""
+    reason += "; what takes entries together is stepped by torch's operations over the stacks" if rest else ""
     return reason + _first(update, group)
 
 

@@ -8,6 +8,7 @@ statistics of one size together. States are the interpreter's, name by name.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from axes.core import execution
 from axes.core.algorithms import Held
-from axes.core.costs import Linear
+from axes.core.costs import Given, Linear
 from axes.core.facts import fact
 from axes.core.geometry import Eigenbasis, Euclidean, InverseRoot, Kronecker, RotatedWhiten
 from axes.core.monoids import Identity, Scalar, Zero
@@ -24,11 +25,12 @@ from axes.core.state_update import State, StateUpdate
 from axes.linalg.blockwise import symmetric_sum
 from axes.linalg.matrix_roots import add_product, product
 from axes.optim.engine import trees
+from axes.optim.engine.capabilities import parts_of, vectors
 from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import GRADIENT
 from axes.optim.engine.kept import Kept
 from axes.optim.engine.layouts import PLAIN, Layout
-from axes.optim.engine.stacked import ListProgram, by_matrix, no_filters_alone, readable, writable
+from axes.optim.engine.lists import ListProgram, readable, writable
 from axes.optim.engine.together import program, together, uncompiled
 from axes.programs.numbers import as_float
 from axes.programs.program import PARAMETER, NotElementwise, Program, trace
@@ -81,10 +83,27 @@ def no_factors(update: StateUpdate, maximize: bool = False) -> str | None:
 
 
 @fact
+def _no_filters_alone(update: StateUpdate) -> str | None:
+    """Why a step is more than what filters make of the gradient, added to a parameter that decays; or None."""
+    cost, h, _, step, memory = update.parts()
+    if not isinstance(cost, Given) or memory.kind != "parameter" or update.drive_sees_state:
+        return "its drive is more than the gradient"
+    if not h.is_identity or h.stats:
+        return "the parameter has a geometry of its own"
+    if step.at != "prev" or step.read is not None or step.start != "zero" or step.debias:
+        return "the parameter is read, or its gradient taken, where it is not"
+    if any(part.parts().step.steps != 1 for part in parts_of(update)):
+        return "it takes several steps on one datum"
+    if vectors(update) or any(per.shape != "scalar" for per in update.demands()):
+        return "it reads rates or gates that are no single number"
+    return None
+
+
+@fact
 @uncompiled()
 def _factors(update: StateUpdate, maximize: bool) -> Factors | str:
     step = update.parts().step
-    reason = no_filters_alone(update)
+    reason = _no_filters_alone(update)
     if reason is not None:
         return reason
     last = step.via[0] if len(step.via) == 1 else None
@@ -237,13 +256,26 @@ class _Stack(NamedTuple):
         return {n.removeprefix(prefix): x for n, x in self.kept.items() if n.startswith(prefix)}
 
 
+def _by_matrix(
+    parameters: Sequence[Tensor], layouts: Sequence[Layout]
+) -> tuple[dict[tuple[int, int], list[int]], list[int]]:
+    """The places of the parameters whose matrices have one shape, and how many matrices each parameter is."""
+    places: dict[tuple[int, int], list[int]] = {}
+    counts = []
+    for i, (p, layout) in enumerate(zip(parameters, layouts, strict=True)):
+        *batch, rows, columns = layout.shape(p)
+        places.setdefault((rows, columns), []).append(i)
+        counts.append(math.prod(batch))
+    return places, counts
+
+
 class _Run:
     """Parameters that have seen the same data: the numbers of a step are the same for all."""
 
     def __init__(self, parts: Factors, members: list[tuple[Tensor, dict[str, Tensor], Layout]]) -> None:
         states = [state for _, state, _ in members]
         self.parts, self.states = parts, states
-        by_shape, self.matrices = by_matrix([p for p, _, _ in members], [layout for _, _, layout in members])
+        by_shape, self.matrices = _by_matrix([p for p, _, _ in members], [layout for _, _, layout in members])
         order = [i for some in by_shape.values() for i in some]
         self.each = [[self.matrices[i] for i in some] for some in by_shape.values()]
         self.held = [(members[i][0], members[i][2]) for i in order]
@@ -259,17 +291,17 @@ class _Run:
         inputs = {PARAMETER: self._divided(drives)}
         if parts.filter.keep:
             inputs[_AVERAGE] = self._divided([s.kept[_FILTER + "theta"] for s in self.stacks])
-        self.head = ListProgram(parts.head, inputs, None)
-        self.tail = ListProgram(parts.tail, {PARAMETER: self.inside}, None)
+        self.head = ListProgram(parts.head, inputs)
+        self.tail = ListProgram(parts.tail, {PARAMETER: self.inside})
         self.between: ListProgram | None = None
         if parts.between is not None:
             squares = [s.kept[_FILTER + "stats.2.theta"] for s in self.stacks]
-            self.between = ListProgram(parts.between, {PARAMETER: drives, _SECOND: squares}, None)
+            self.between = ListProgram(parts.between, {PARAMETER: drives, _SECOND: squares})
 
     def step(self, rates: Mapping[str, float | Tensor]) -> None:
         parts = self.parts
         gradients = [layout.seen(p.grad) for p, layout in self.held if p.grad is not None]
-        self.head.step(readable(gradients, self.wide, self.head), rates, None, None)
+        self.head.step(readable(gradients, self.wide, self.head), rates)
         self._respond("norm", parts.filter)
         self._observe([int(age) for age in self.ages])
         if parts.second is None:
@@ -284,7 +316,7 @@ class _Run:
             self._whiten(rates)
         if self.shown:
             torch._foreach_copy_([x for _, x in self.shown], [p for p, _ in self.shown])
-        self.tail.step(self._divided([s.rotated for s in self.stacks]), rates, None, None)
+        self.tail.step(self._divided([s.rotated for s in self.stacks]), rates)
         if self.shown:
             torch._foreach_copy_([p for p, _ in self.shown], [x for _, x in self.shown])
         self.counts.add_(1)
@@ -362,7 +394,7 @@ class _Run:
         names = {_RESPONSE: "norm", _RESPONSE_2: "stats.2.norm"}  # the same for all: they have seen the same data
         numbers = {n: kept[_FILTER + x].flatten()[0] for n, x in names.items() if _FILTER + x in kept}
         assert self.between is not None
-        self.between.step([s.rotated for s in self.stacks], {**rates, **numbers}, None, None)
+        self.between.step([s.rotated for s in self.stacks], {**rates, **numbers})
         for stack, (left, right) in zip(self.stacks, bases, strict=True):
             add_product(stack.rotated, product(left, stack.drive, precision), right.mT, 0.0, 1.0, precision)
 

@@ -10,7 +10,6 @@ from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
 from axes.optim.engine.capabilities import moves_before_closure
 from axes.optim.engine.factored import no_factors
-from axes.optim.engine.stacked import no_cut
 from axes.optim.engine.staged import no_stages
 from axes.optim.engine.together import first_is_special, no_program
 from axes.programs.program import ForgottenNumber
@@ -24,7 +23,7 @@ class Facts:
 
     moves: bool  # its gradient is wanted where the parameter is not
     special: bool  # the first datum is
-    staged: bool  # as stacks it is one program
+    staged: bool  # as stacks it is one program, or programs around geometries
     routes: Mapping[Route, str | None]
     rates: tuple[str, ...]
 
@@ -53,18 +52,18 @@ def followed(update: StateUpdate) -> bool:
 
 
 def _no_stacks(update: StateUpdate, maximize: bool, entrywise: str | None) -> tuple[str | None, bool]:
-    """Why a step over stacks is neither programs around products nor one program, or None, and whether it is the last.
+    """Why a step over stacks is neither programs around products nor in stages, or None, and whether it is the last.
 
     What is programs around products is not looked at further: to trace numbers may be to ask what they are.
     """
     if entrywise is None:
         return "the whole step is one program", False
-    around: tuple[str | None, ...] = (no_cut(update, maximize), no_factors(update, maximize))
+    around = no_factors(update, maximize)
     if update.parts().counts:
-        around = ("programs around products do not know the number of the datum, which a rate depends on",)
-    if None in around:
+        around = "programs around products do not know the number of the datum, which a rate depends on"
+    if around is None:
         return None, False
-    as_one = no_stages(update, maximize)
-    if as_one is None:
+    in_stages = no_stages(update, maximize)
+    if in_stages is None:
         return None, True
-    return ", and ".join(dict.fromkeys(map(str, (as_one, *around)))), False
+    return ", and ".join(dict.fromkeys((in_stages, around))), False

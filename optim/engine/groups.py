@@ -81,7 +81,9 @@ def rates(group: Group, update: StateUpdate, like: Tensor) -> dict[str, Tensor |
 @uncompiled()
 def rate(group: Group, name: str) -> Any:
     """The value of a named rate. A tensor of one element on the host is a number as any other: the same arithmetic."""
-    value = plain(group[name])
+    value = group[name]
+    if type(value) is not float:
+        value = plain(value)
     if isinstance(value, Tensor) and value.numel() == 1 and value.is_cpu and how(group) == "host":
         value = value.item()
     return value * group["lr_scale"] if name == "lr" and group["lr_scale"] != 1.0 else value

@@ -7,12 +7,14 @@ name, so that all of them can take turns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, final
 
 import numpy
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 
 from axes.core.facts import fact
@@ -30,16 +32,46 @@ from axes.programs.storage import FORMS, LOW, UNIT
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_compiling, _follower = torch.compiler.is_compiling, eval_frame.get_eval_frame_callback
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.programs.program
 
 
+def _passing() -> Callable[[Any], None] | None:
+    """What lets a compiler pass over a function to those that it calls, without importing the compiler; None where this
+    torch has no such thing."""
+    try:
+        passed = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+        give = eval_frame.set_code_exec_strategy
+    except AttributeError:
+        return None
+    return lambda code: give(code, passed)
+
+
+_PASSED = _passing()
+
+
 def uncompiled(recursive: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """`torch.compiler.disable` that imports the compiler, which takes seconds, at the first call.
+    """`torch.compiler.disable` that costs nothing where no compiler follows, and imports it only where one does.
 
     Under torch.compile only the arithmetic of a step is compiled, what decides about it runs as it is. recursive: what
     the function calls is not compiled either.
     """
-    return lambda function: _disable_dynamo(function, recursive)
+
+    def apart(function: Callable[P, R]) -> Callable[P, R]:
+        kept = _disable_dynamo(function, recursive)
+        if _PASSED is None:
+            return kept
+
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            if _compiling() or _follower() is not None:
+                return kept(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        _PASSED(called.__code__)  # type: ignore[attr-defined]
+        return called
+
+    return apart
 
 
 def program(update: StateUpdate, maximize: bool = False) -> Program | None:
@@ -123,6 +155,15 @@ def schedule(update: StateUpdate, maximize: bool) -> Schedule:
     return Schedule(found, keep=(GRADIENT,))
 
 
+@fact
+def _without(update: StateUpdate, maximize: bool, zero: frozenset[str]) -> Schedule:
+    """The same where these numbers are 0, as far as it still makes every state."""
+    whole = schedule(update, maximize)
+    found = whole.program.without(zero)
+    made = all(isinstance(found.outputs[n], int) for n in whole.names if n in found.outputs)
+    return Schedule(found, keep=(GRADIENT,)) if made else whole
+
+
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -144,8 +185,8 @@ class Numbers:
         """The numbers of the state, on the host, and which versions of them these are."""
         return {n: float(x[0]) for n, x in self.copies.items()}, list(map(_version, self.copies.values()))
 
-    def given(self, rates: Mapping[str, float]) -> dict[str, float]:
-        """The numbers that a program is given, on the host."""
+    def given(self, rates: Mapping[str, Any]) -> dict[str, Any]:
+        """The numbers that a program is given, on the host, with rates as they are."""
         if list(map(_version, self.copies.values())) != self.versions:  # a step that a flag called off was put back
             self.held, self.versions = self._read()
         own = {COUNT: self.counts[0].item()} if self.counted else {}
@@ -199,6 +240,7 @@ class Batch(Kept):
     ) -> None:
         """streams: of random bits, if parameters are rounded at random."""
         self.schedule = schedule(update, maximize)
+        self.reduced = functools.partial(_without, update, maximize)
         self.hosted = how == "host"  # where the counts are
         if generated.no_kernel(how, parameters[0].device, all(map(is_plain, parameters))) is None:
             how = "fused"
@@ -215,7 +257,8 @@ class Batch(Kept):
             return
         # a parameter of 16 bits, or without one run of memory, is stepped as a float32 or contiguous copy
         self.whole = all(p.is_contiguous() and real(p).dtype == self.wide for p in parameters)
-        self.cut = list(blocks([p.numel() for p in map(real, parameters)], _block(parameters[0])))
+        own = self.schedule.library is not None
+        self.cut = list(blocks([p.numel() for p in map(real, parameters)], _block(parameters[0], own)))
         self.uncut = [all(b - a == self.shapes[i].numel() for i, a, b in group) for group in self.cut]
         kept = [n for n in names if n not in (PARAMETER, GRADIENT, *self.coded)]
         self.shown = [real(p).detach() for p in parameters]
@@ -245,16 +288,18 @@ class Batch(Kept):
 
     @uncompiled()
     def _on_host(self, rates: Mapping[str, float]) -> None:
-        values = self.schedule.program.numbers(self.numbers.given(rates))
-        self._run(values)
-        self.numbers.take(self.schedule.program, values)
+        zero = frozenset(n for n, x in rates.items() if x == 0.0)
+        schedule = self.reduced(zero) if zero else self.schedule
+        values = schedule.program.numbers(self.numbers.given(rates))
+        self._run(schedule, values)
+        self.numbers.take(schedule.program, values)
 
     def _on_device(self, rates: Mapping[str, float | Tensor]) -> None:
         values = self.schedule.program.tensors(self.numbers.beside(rates))
-        self._run(values)
+        self._run(self.schedule, values)
         self.numbers.put(self.schedule.program, values)
 
-    def _run(self, values: Sequence[float | Tensor]) -> None:
+    def _run(self, schedule: Schedule, values: Sequence[float | Tensor]) -> None:
         """The program over all blocks, given its numbers."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if any(g.dtype != self.wide for g in gradients):
@@ -270,8 +315,8 @@ class Batch(Kept):
         for name in self.coded:
             decoded[name] = [stored.opened(s)[name].contiguous() for s in self.states]
             lists[name] = self._blocks(decoded[name])
-        for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
-            self.schedule.run(group, values, fits)
+        for group in zip(*(lists[n] for n in schedule.names), strict=True):
+            schedule.run(group, values, fits)
         self.joined.leave()
         self.numbers.counts.add_(1)
         for i, copy in enumerate(copies):
@@ -399,6 +444,6 @@ def start(state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
     return out
 
 
-def _block(like: Tensor) -> Any:
-    """On a CPU what fits in cache, elsewhere everything in one call."""
-    return 1 << 18 if like.device.type == "cpu" else 1 << 62
+def _block(like: Tensor, once: bool) -> Any:
+    """On a CPU what fits in cache (measured), elsewhere everything in one call, and so where memory is passed once."""
+    return 1 << 16 if like.device.type == "cpu" and not once else 1 << 62

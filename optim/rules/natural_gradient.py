@@ -27,6 +27,7 @@ from axes.errors import AxesError
 from axes.linalg.accumulate import outer_sum
 from axes.optim.engine import trees
 from axes.optim.engine.base import Group, Optimizer, Options, Params, Rule
+from axes.optim.engine.forms import Today
 from axes.optim.engine.groups import rates
 from axes.optim.engine.layers import no_hooks, require_reduction, watch
 from axes.optim.engine.states import show
@@ -244,10 +245,12 @@ class ExactNaturalGradient(Optimizer):
             output.register_hook(recorded.arrived)
         self._passes.append(recorded)
 
-    def _advance(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> None:
+    def _advance(
+        self, group: Group, update: StateUpdate, parameters: list[Tensor], today: Today | None = None
+    ) -> None:
         if not self._passes:
             raise AxesError("ExactNaturalGradient: the model was not called since the last step")
-        update = self._today(group).of(update)
+        update = (today or self._today(group)).of(update)
         first = parameters[0]
         dtype = torch.promote_types(first.dtype, torch.float32)
         w = torch.cat([p.detach().reshape(-1).to(dtype) for p in parameters])[None]

@@ -13,8 +13,8 @@ from axes.core.state_update import StateUpdate
 from axes.optim.engine.capabilities import needs_layers
 from axes.optim.engine.facts import facts
 from axes.optim.engine.groups import rate
+from axes.optim.engine.lists import ListProgram, writable
 from axes.optim.engine.options import Group
-from axes.optim.engine.stacked import ListProgram, writable
 from axes.optim.engine.together import program
 from axes.optim.sharding.dtensors import local_shard
 from axes.optim.sharding.exchange import Way
@@ -65,14 +65,14 @@ class Moved:
         self.shown, self.inside = [x for x, _ in pairs], [y for _, y in pairs]  # what is moved as a copy
         found = program(move, True)
         assert found is not None
-        self.program = ListProgram(found, {PARAMETER: inside}, None) if inside else None
+        self.program = ListProgram(found, {PARAMETER: inside}) if inside else None
 
     def step(self, directions: list[Tensor], rates: Mapping[str, float | Tensor]) -> None:
         if self.program is None:
             return
         if self.inside:
             torch._foreach_copy_(self.inside, self.shown)
-        self.program.step([directions[i] for i in self.places], rates, None, None)
+        self.program.step([directions[i] for i in self.places], rates)
         if self.inside:
             torch._foreach_copy_(self.shown, self.inside)
 

@@ -185,7 +185,7 @@ from axes import optim
 from axes.programs.fused import Fused
 from axes.programs.program import trace
 from axes.errors import AxesError
-from axes.optim.engine.stacked import cut
+from axes.optim.engine.staged import staged
 
 torch.manual_seed(0)
 SIZES = (2048, 1500, 7, 512, 3001, 1)
@@ -196,7 +196,7 @@ def away_from_zero(v):  # what it makes of padding is not zero
     return {"parameter": 0.5 * v["parameter"] + m + 3.0, "m": m}
 
 
-muon = cut(optim.Muon.update.normal()).head
+muon = staged(optim.Muon.update.normal()).stages[0].program
 other = trace(away_from_zero, ("parameter", "m", "g"), ())
 
 

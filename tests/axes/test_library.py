@@ -21,6 +21,7 @@ RULES: dict[str, Any] = {
     "adam": optim.Adam.declare,
     "adamw": optim.AdamW.declare,
     "sgd": partial(optim.SGD.declare, momentum=0.9),
+    "plain sgd": partial(optim.SGD.declare, momentum=0.0),
 }
 NORMS = {"via.0.norm": 0.3, "via.0.stats.0.norm": 0.05}
 
@@ -63,7 +64,8 @@ def values(schedule: Schedule, **given: float) -> list[float | Tensor]:
 def test_torchs_operation_is_the_program(
     rule: str, maximize: bool, betas: Any, eps: float, lr: float, decay: float, norms: Any
 ) -> None:
-    options: dict[str, Any] = {"momentum": betas[0]} if rule == "sgd" else {"betas": betas, "eps": eps}
+    options: dict[str, Any] = {"betas": betas, "eps": eps} if rule.startswith("adam") else {}
+    options |= {"momentum": betas[0]} if rule == "sgd" else {}
     whole, parts = scheduled(rule, maximize, **options)
     given = {"lr": lr, "weight_decay": decay, **dict(zip(NORMS, norms, strict=True))}
     drawn = [lists(count=len(whole.names)) for _ in range(3)]
@@ -109,7 +111,6 @@ OTHERS = [
     optim.SGD.declare(0.9, nesterov=True),
     optim.SGD.declare(0.9, dampening=0.5),
     optim.SGD.declare(0.9, decoupled=True),
-    optim.SGD.declare(momentum=0.0),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from axes import catalogue
-from axes.optim.engine import generated, stacked
+from axes.optim.engine import around, generated
 from axes.routes import attention
 from axes.routes import kernel_terms as terms
 from axes.routes.select import routes
@@ -43,7 +43,7 @@ def as_on_a_gpu() -> None:
     for module in (terms, attention):
         module.no_kernel = partial(_as_if, module.no_kernel)
     generated.no_kernels = lambda device: None
-    stacked._HOST_BOUND = -1  # no CUDA graphs
+    around._HOST_BOUND = -1  # no CUDA graphs
 
 
 def _as_if(no_kernel: Any, update: Any, _: Any, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rules with a spectral filter, stepped as stacks: the same as the interpreter, whatever the parameters are like."""
+"""Rules with geometries that are no programs, in stages: the same as the interpreter, whatever the parameters are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from axes.core.costs import Given
 from axes.core.geometry import Spectral
 from axes.core.monoids import Decay
 from axes.core.state_update import OnUpdate, StateUpdate
-from axes.optim.engine.stacked import Stacks, cut
+from axes.optim.engine.around import Around
+from axes.optim.engine.staged import Staged, set_apart, staged
 from axes.optim.rules.first_order import LR, WEIGHT_DECAY
 from axes.programs.program import trace
 
@@ -46,8 +47,9 @@ def make(rule: str, ps: list[nn.Parameter], **options: Any) -> Any:
     return cls([{"params": ps, "rule": name}], lr=0.05, **options)
 
 
-def stacks(optimizer: Any) -> list[Stacks]:
-    return [b for *_, batches in optimizer._batches.made.values() for b in batches if isinstance(b, Stacks)]
+def stacks(optimizer: Any) -> list[Around]:
+    made = [b for *_, batches in optimizer._batches.made.values() for b in batches if isinstance(b, Staged)]
+    return [b.around for b in made if b.around is not None]
 
 
 def same(ps: list[nn.Parameter], qs: list[nn.Parameter], a: Any, b: Any, bound: float = 1e-12) -> None:
@@ -76,7 +78,7 @@ def test_stacks_step_as_the_interpreter_does(rule: str, options: dict[str, Any])
     walk(together, ps)
     walk(alone, qs)
     (stack,) = stacks(together)
-    assert len(stack.stacks) == 4 and not stacks(alone)  # one for each shape
+    assert len(stack.shaped) == 4 and not stacks(alone)  # one for each shape
     same(ps, qs, together, alone)
 
 
@@ -161,20 +163,22 @@ def _rule(h: Any, **momentum: Any) -> StateUpdate:
     ).normal()
 
 
-def test_what_is_cut_and_what_is_not() -> None:
-    found = cut(optim.NorMuon.declare().normal())
-    assert found is not None and found.place == 0 and len(found.tail.filters()) == 1
-    assert found.head.outputs.keys() == {"parameter", "via.0.theta"}
-    assert cut(_rule(Spectral())) is not None
-    refused = {
-        "exact": _rule(Spectral("polar")),
-        "first datum": _rule(Spectral(), start="first"),
-        "entry by entry": optim.AdamW.update.normal(),
-        "statistics": optim.Shampoo.update.normal(),
-        "on the state": StateUpdate(Given(), Spectral(), algorithm=Step(LR)).normal(),
+def test_what_is_set_apart_and_what_is_not() -> None:
+    found = staged(optim.NorMuon.declare().normal())
+    assert found is not None and [stage.entrywise for stage in found.stages] == [True, False]
+    assert found.stages[0].program.outputs.keys() == {"parameter", "via.0.theta"}
+    assert set_apart(optim.NorMuon.declare().normal()) == [optim.NorMuon.declare().normal().filters()[0].parts().h]
+    apart: dict[str, tuple[StateUpdate, int]] = {
+        "polynomials": (_rule(Spectral()), 2),
+        "exact": (_rule(Spectral("polar")), 2),
+        "first datum": (_rule(Spectral(), start="first"), 2),
+        "on the state": (StateUpdate(Given(), Spectral(), algorithm=Step(LR)).normal(), 2),
+        "rows": (optim.LAMB.update.normal(), 1),
     }
-    for name, update in refused.items():
-        assert cut(update) is None, name
+    for name, (update, count) in apart.items():
+        found = staged(update)
+        assert found is not None and len(found.stages) == count, name
+    assert staged(optim.Shampoo.update.normal()) is None
 
 
 def test_the_place_of_an_operation_is_not_taken_for_its_number() -> None:

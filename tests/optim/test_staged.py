@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 import axes
 from axes import optim
-from axes.core.algorithms import Momentum, Step
+from axes.core.algorithms import Momentum, Step, Sum
 from axes.core.costs import Given, Linear
-from axes.core.geometry import Context, Geometry
+from axes.core.geometry import Context, Geometry, Spectral
 from axes.core.geometry.bregman import NO_CONTEXT
 from axes.core.monoids import Zero
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import staged as engine
+from axes.optim.engine.capabilities import needs_matrices
 from axes.optim.engine.staged import Staged, staged
 from axes.optim.rules import wrappers
 from axes.programs import batched
@@ -57,6 +58,10 @@ def rule(h: Geometry) -> StateUpdate:
     return StateUpdate(
         Given(), algorithm=Step(Per("lr"), via=(Momentum(0.5, "ema"), StateUpdate(Linear(), h, Zero())))
     ).normal()
+
+
+def memoryless(h: Geometry) -> StateUpdate:
+    return StateUpdate(Linear(), h, Zero())
 
 
 def wrapped(update: StateUpdate) -> Callable[..., Any]:
@@ -142,19 +147,64 @@ def test_a_stack_is_cut_where_no_more_fits_in_cache(name: str, monkeypatch: pyte
     a, b = RULES[name](ps), RULES[name](qs, foreach=False)
     walk(a, ps)
     walk(b, qs)
-    assert any(len({x.shape[1:] for x in batch.blocks}) < len(batch.blocks) for batch in batches(a))
+    assert any(len({x.shape[1:] for x, _ in batch.blocks}) < len(batch.blocks) for batch in batches(a))
     same(ps, qs, a, b, 4e-15)
 
 
 def test_what_is_a_program_over_stacks_and_what_is_not() -> None:
-    assert "sum -2 -1" in str(staged(optim.LAMB.declare().normal()))
-    assert "amax -1" in str(staged(rule(Own())))
-    assert staged(rule(Product())) is None and staged(optim.PSGDKron.declare().normal()) is None
+    for update, words in ((optim.LAMB.declare().normal(), "sum -2 -1"), (rule(Own()), "amax -1")):
+        found = staged(update)
+        assert found is not None and words in str(found.program) and len(found.stages) == 1
+    assert staged(optim.PSGDKron.declare().normal()) is None
     ps, qs = parameters()[:3], parameters()[:3]
-    a, b = wrapped(rule(Product()))(ps), wrapped(rule(Product()))(qs, foreach=False)
+    a, b = optim.PSGDKron([{"params": ps[:2], "rule": "psgd-kron"}]), optim.PSGDKron(
+        [{"params": qs[:2], "rule": "psgd-kron"}], foreach=False
+    )
     walk(a, ps, 2), walk(b, qs, 2)
     assert axes.select(a).route == "interpreter" and batches(a) and not any(x.programmed for x in batches(a))
-    same(ps, qs, a, b, 1e-12)
+
+
+def side_by_side() -> StateUpdate:
+    """Two geometries of one drive, and one more of their sum."""
+    branches = Sum((memoryless(Spectral("polar")), memoryless(Product())), (0.3, 0.7))
+    return StateUpdate(
+        Given(), algorithm=Step(Per("lr"), via=(Momentum(0.5, "ema", debias=True), branches, memoryless(Product())))
+    ).normal()
+
+
+AROUND: dict[str, tuple[StateUpdate, int]] = {
+    "own": (rule(Product()), 2),
+    "on the state": (StateUpdate(Given(), Spectral("polar"), algorithm=Step(Per("lr"), lazy=False)).normal(), 2),
+    "clipped Muon": (wrappers.clipped(optim.Muon.declare(precision="input"), 0.5).normal(), 2),
+    "side by side": (side_by_side(), 3),
+}
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("name", AROUND)
+def test_what_mixes_entries_is_given_stacks_and_the_rest_is_traced(name: str, capturable: bool) -> None:
+    update, count = AROUND[name]
+    found = staged(update)
+    assert found is not None and len(found.stages) == count
+    ps, qs = ([p for p in some if p.ndim > 1] for some in (parameters(), parameters()))
+    rule_name = "matrix" if needs_matrices(update) else "update"
+    a = wrapped(update)([{"params": ps, "rule": rule_name}], capturable=capturable)
+    b = wrapped(update)([{"params": qs, "rule": rule_name}], capturable=capturable, foreach=False)
+    walk(a, ps)
+    walk(b, qs)
+    assert axes.select(a).route == "stacks" and any(x.around is not None for x in batches(a))
+    same(ps, qs, a, b, 1e-11)
+
+
+def test_a_stage_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what a geometry gives is forgotten."""
+    ps, qs = parameters(), parameters()
+    a, b = wrapped(rule(Product()))(ps), wrapped(rule(Product()))(qs, foreach=False)
+    monkeypatch.setattr(Product, "primals", lambda self, stacks, *rest: list(stacks))
+    walk(a, ps)
+    walk(b, qs)
+    with pytest.raises(AssertionError):
+        same(ps, qs, a, b, 1e-6)
 
 
 def test_a_norm_that_is_another_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

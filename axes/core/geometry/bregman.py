@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -71,6 +71,8 @@ class Geometry(Declared, ABC):
     sinkhorn: how many pairs of normalisations of e^theta primal is, of columns and then of rows, and what is added to
         their sums, if it is that.
     logits: the shape of what primal makes a matrix of, where that is no matrix: a link of `GeneralLinear` alone.
+    launches: what `primals` does is launches alone, which shapes decide: on a GPU it can be recorded.
+    reads_squares: `primals` reads sums of squares if they are given.
     """
 
     stats: tuple[Any, ...] = ()
@@ -94,10 +96,31 @@ class Geometry(Declared, ABC):
     sphere: SphereOf | None = None
     sinkhorn: tuple[int, float] | None = None
     logits: Shape = "mix"
+    launches: bool = False
+    reads_squares: bool = False
 
     @abstractmethod
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """grad h*(theta) on C, leaf by leaf; theta (..., d_v, d_k)."""
+
+    def primals(
+        self,
+        stacks: Sequence[Tensor],
+        contexts: Sequence[Context],
+        dtype: torch.dtype,
+        squares: Sequence[Tensor] | None = None,
+        whole: Mapping[int, int] | None = None,
+    ) -> list[Tensor]:
+        """`primal` of several stacks (N_i, m_i, n_i), which may be overwritten, in `dtype` or in that of its products.
+
+        squares: of each stack (N_i, any number), sums of squares of parts of its matrices, where they are known.
+        whole: by shorter side, how many matrices products are chosen for.
+        """
+        return [self.primal(x, context) for x, context in zip(stacks, contexts, strict=True)]
+
+    def takes_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which `primals` wants its stacks, where their entries have this one."""
+        return dtype
 
     def used(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """The part of theta that primal shows, for an h that approximates; what is left is its error."""

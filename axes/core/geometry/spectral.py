@@ -86,9 +86,32 @@ class Spectral(EuclideanOn):
             tall = theta.shape[-2] > theta.shape[-1]
             x = polar(wide(theta.mT if tall else theta), self.tolerance)
             return (x.mT if tall else x).to(theta.dtype) * self._factor(theta)
-        return self.directions((theta,), theta.dtype)[0].to(theta.dtype)
+        return self._directions((theta,), theta.dtype)[0].to(theta.dtype)
 
-    def directions(
+    @property
+    def launches(self) -> bool:  # type: ignore[override]
+        return self.method != "polar"
+
+    @property
+    def reads_squares(self) -> bool:  # type: ignore[override]
+        return self.precision == "bfloat16" and self.form == "gram"
+
+    def takes_in(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bfloat16" else dtype
+
+    def primals(
+        self,
+        stacks: Sequence[Tensor],
+        contexts: Sequence[Context],
+        dtype: torch.dtype,
+        squares: Sequence[Tensor] | None = None,
+        whole: Mapping[int, int] | None = None,
+    ) -> list[Tensor]:
+        if self.method == "polar":
+            return super().primals(stacks, contexts, dtype)
+        return self._directions(stacks, dtype, squares, True, whole)
+
+    def _directions(
         self,
         stacks: Sequence[Tensor],
         dtype: torch.dtype,
@@ -96,11 +119,7 @@ class Spectral(EuclideanOn):
         spend: bool = False,
         whole: Mapping[int, int] | None = None,
     ) -> list[Tensor]:
-        """W of several stacks (..., m_i, n_i) by polynomials, in `dtype` or in the dtype of the products.
-
-        squares: of each stack (matrices, any number), sums of squares of parts of its matrices, where they are known.
-        spend: the stacks may be overwritten. whole: by shorter side, how many matrices products are chosen for.
-        """
+        """By polynomials. spend: the stacks may be overwritten."""
         tall = [x.shape[-2] > x.shape[-1] for x in stacks]
         wide = [x.mT if t else x for x, t in zip(stacks, tall, strict=True)]
         sizes = [self._factor(x) for x in stacks]

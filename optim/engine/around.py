@@ -1,0 +1,285 @@
+"""Steps around geometries that are no programs: their stacks, and the programs before, between and after them.
+
+A stage that acts entry by entry is one program over all tensors; one that takes entries of a matrix together runs over
+stacks that fit in cache. What a stage leaves for a geometry is a stack for each shape, in the dtype that it asks for,
+and it is given all stacks at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from axes.core.geometry import Geometry
+from axes.optim.engine import generated
+from axes.optim.engine.apart import context
+from axes.optim.engine.blocks import Block
+from axes.optim.engine.generated import GRADIENT
+from axes.optim.engine.layouts import Layout
+from axes.optim.engine.lists import ListProgram, readable, values_of, writable
+from axes.optim.engine.replayed import Replayed
+from axes.optim.engine.together import join
+from axes.programs.batched import Schedule
+from axes.programs.program import PARAMETER
+from axes.programs.small import small
+from axes.programs.stages import Call, Stage
+
+if TYPE_CHECKING:
+    from axes.optim.engine.forms import Today
+
+_HOST_BOUND = 100_000_000  # entries up to which the launches of a step take longer than the work
+_BRANCHES = 4  # streams on which such a step is recorded: the products of few matrices do not fill a GPU
+Rates = Mapping[str, float | Tensor]
+
+
+class Whole(NamedTuple):
+    """What products are chosen for: all matrices of a group, whichever of them are stepped here and now.
+
+    sides: how many have each shorter side. alone: every parameter is one matrix.
+    """
+
+    sides: Mapping[int, int]
+    alone: bool
+
+    @staticmethod
+    def of(shapes: Iterable[tuple[int, ...]]) -> Whole:
+        """Of parameters that are (*batch, rows, columns) to their rule."""
+        sides: Counter[int] = Counter()
+        alone = True
+        for *batch, rows, columns in shapes:
+            sides[min(rows, columns)] += math.prod(batch)
+            alone = alone and math.prod(batch) == 1
+        return Whole(sides, alone)
+
+
+class Shaped(NamedTuple):
+    """The members of a shape: their places, how many matrices each is, and the blocks that they are stepped in."""
+
+    shape: tuple[int, int]
+    places: list[int]
+    counts: list[int]
+    stages: tuple[Stage, ...]
+    blocks: list[Block]
+
+
+@final
+class Around:
+    """Parameters whose steps have the same stages, for each shape."""
+
+    def __init__(
+        self,
+        links: Sequence[Geometry],
+        shaped: Sequence[Shaped],
+        parameters: list[Tensor],
+        states: list[dict[str, Tensor]],
+        layouts: Sequence[Layout],
+        whole: Whole,
+    ) -> None:
+        """links: the geometries of the tuple, by number. whole: of the parameters' group."""
+        self.shaped, self.stages = shaped, shaped[0].stages
+        like = parameters[0]
+        self.wide = torch.promote_types(like.dtype, torch.float32)
+        order = [i for some in shaped for i in some.places]
+        self.held = [(parameters[i], layouts[i]) for i in order]
+        self.viewed = any(layout.axes for _, layout in self.held)
+        seen = [layout.seen(p.detach()) for p, layout in self.held]
+        calls = [call for stage in self.stages for call in stage.calls]
+        kinds = {call.inputs[0]: links[call.which].takes_in(self.wide) for call in calls}
+        self.rooms = {name: self._room(kinds.get(name, self.wide)) for name in self._kept()}
+        self.given: dict[str, list[Tensor]] = {}  # by the geometries
+        self.inside: list[Tensor] = []
+        self.shown: list[tuple[Tensor, Tensor]] = []
+        if any(self._over_lists(k) and PARAMETER not in stage.rooms for k, stage in enumerate(self.stages)):
+            self.inside = [writable(x, self.wide) for x in seen]
+            pairs = zip(seen, self.inside, strict=True)
+            self.shown = [(x, y) for x, y in pairs if x.data_ptr() != y.data_ptr()]
+        self.steps: list[tuple[Callable[[Rates], None], list[_Product]]] = []
+        for k, stage in enumerate(self.stages):
+            squares: dict[str, list[Tensor] | None] = {}
+            if self._over_lists(k):
+                room = stage.rooms.get(PARAMETER)
+                read = whole.alone and any(links[c.which].reads_squares and c.inputs[0] == room for c in stage.calls)
+                program, run = self._lists(stage, [states[i] for i in order], read)
+                if room is not None:
+                    squares[room] = program.squares_of(self.rooms[room])
+            else:
+                run = self._blocks(k)
+            products = []
+            for call in stage.calls:
+                stacks = [self.rooms[name] for name in call.inputs]
+                sums = squares.get(call.inputs[0])
+                products.append(_Product(links[call.which], call, stacks, self.wide, sums, whole))
+            self.steps.append((run, products))
+
+    def take(self, today: Today) -> None:
+        for _, products in self.steps:
+            for product in products:
+                product.take(today)
+
+    def step(self, rates: Rates) -> None:
+        """One datum. rates: all numbers that the programs read."""
+        for run, products in self.steps:
+            run(rates)
+            for product in products:
+                name = product.call.output
+                self.given[name] = directions = product.directions()
+                if name in self.rooms:
+                    torch._foreach_copy_(self.rooms[name], directions)
+
+    # ---- what stages leave to each other -----------------------------------------------------------------------------
+
+    def _kept(self) -> list[str]:
+        """What needs a room: all but what a geometry gives and a program reads as its gradient, at once."""
+        names = [name for stage in self.stages for name in stage.rooms.values()]
+        behind = {call.output: k + 1 for k, stage in enumerate(self.stages) for call in stage.calls}
+        gone = {name for name, k in behind.items() if self.stages[k].rooms.get(GRADIENT) == name}
+        later = {x for k, stage in enumerate(self.stages) for x in stage.rooms.values() if k > behind.get(x, k)}
+        return [name for name in dict.fromkeys(names) if name not in gone - later]
+
+    def _room(self, kind: torch.dtype) -> list[Tensor]:
+        """A stack for each shape."""
+        like = self.held[0][0]
+        return [like.new_empty(sum(some.counts), *some.shape, dtype=kind) for some in self.shaped]
+
+    def _divided(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """What of the stacks is each parameter's, in their order."""
+        pairs = zip(stacks, self.shaped, strict=True)
+        return [x for stack, some in pairs for x in stack.split(some.counts)]
+
+    def _gradients(self) -> list[Tensor]:
+        return [layout.seen(g) if self.viewed else g for p, layout in self.held if (g := p.grad) is not None]
+
+    # ---- stages ------------------------------------------------------------------------------------------------------
+
+    def _over_lists(self, k: int) -> bool:
+        """Whether a stage is one program over the entries of all shapes."""
+        return all(s.stages[k].entrywise and s.stages[k].program == self.stages[k].program for s in self.shaped)
+
+    def _lists(
+        self, stage: Stage, states: list[dict[str, Tensor]], squares: bool
+    ) -> tuple[ListProgram, Callable[[Rates], None]]:
+        """A stage as a program over lists. squares: of what it makes."""
+        names = [n for n, i in stage.program.inputs.items() if stage.program.shaped(i) and n != GRADIENT]
+        kept = [n for n in names if n not in stage.rooms and n != PARAMETER]
+        first = 0
+        for some in self.shaped:
+            end = first + len(some.places)
+            if not some.blocks and small([p.numel() for p, _ in self.held[first:end]]) and self.held[0][0].is_cpu:
+                join(states[first:end], kept)
+            first = end
+        tensors = {n: [s[n] for s in states] for n in kept}
+        tensors |= {n: self._divided(self.rooms[room]) for n, room in stage.rooms.items() if n != GRADIENT}
+        program = ListProgram(stage.program, {PARAMETER: self.inside, **tensors}, squares)
+        given, own = stage.rooms.get(GRADIENT), PARAMETER in names and PARAMETER not in stage.rooms
+
+        def run(rates: Rates) -> None:
+            if given is None:
+                gradients = readable(self._gradients(), self.wide, program)
+            else:
+                gradients = self._divided(self.given[given])
+            if own and self.shown:
+                torch._foreach_copy_([x for _, x in self.shown], [p for p, _ in self.shown])
+            program.step(gradients, rates)
+            if own and self.shown:
+                torch._foreach_copy_([p for p, _ in self.shown], [x for _, x in self.shown])
+
+        return program, run
+
+    def _blocks(self, k: int) -> Callable[[Rates], None]:
+        """A stage over the blocks of every shape."""
+        schedules = [Schedule(some.stages[k].program, keep=(GRADIENT,)) for some in self.shaped]
+        names = self.stages[k].rooms
+
+        def run(rates: Rates) -> None:
+            for i, (some, schedule) in enumerate(zip(self.shaped, schedules, strict=True)):
+                values = values_of(schedule.program, rates, self.held[0][0].device)
+                stacks = {n: self.given[x][i] if x in self.given else self.rooms[x][i] for n, x in names.items()}
+                first = 0
+                for block in some.blocks:
+                    end = first + block.shape[0]
+                    rooms = {n: x[first:end] for n, x in stacks.items()}
+                    if GRADIENT in rooms:
+                        rooms[GRADIENT] = rooms[GRADIENT].to(self.wide)
+                    block.run(schedule, values, rooms)
+                    first = end
+
+        return run
+
+
+@final
+class _Product:
+    """A geometry over all stacks, those of about the same work beside each other."""
+
+    def __init__(
+        self,
+        h: Geometry,
+        call: Call,
+        stacks: list[list[Tensor]],
+        wide: torch.dtype,
+        squares: list[Tensor] | None,
+        whole: Whole,
+    ) -> None:
+        """stacks: of each argument, by shape."""
+        self.form, self.call, self.wide, self.squares, self.whole = h, call, wide, squares, whole
+        self.h: Geometry | None = None  # with plain numbers
+        self.stacks, *self.others = stacks
+        like = self.stacks[0]
+        bound = sum(x.numel() for x in self.stacks) <= _HOST_BOUND
+        recorded = generated.no_kernels(like.device) is None and bound and h.launches
+        self.branches = self._branches(_BRANCHES if recorded else 1)
+        self.directions: Callable[[], list[Tensor]] = self._here
+        if recorded:
+            self.directions = Replayed(self._here, self._in_branches)
+
+    def take(self, today: Today) -> None:
+        h = today.of(self.form)
+        if isinstance(self.directions, Replayed) and self.h not in (None, h):
+            self.directions.forget()
+        self.h = h
+
+    def _branches(self, count: int) -> list[list[int]]:
+        """Stacks in groups of about the same work."""
+        branches: list[list[int]] = [[] for _ in range(min(count, len(self.stacks)))]
+        for i in sorted(range(len(self.stacks)), key=lambda i: -self.stacks[i].numel()):
+            min(branches, key=lambda branch: sum(self.stacks[j].numel() for j in branch)).append(i)
+        return branches
+
+    def _here(self) -> list[Tensor]:
+        """The values of all stacks, in one dtype."""
+        return self._alike(self._on([None] * len(self.branches)))
+
+    def _in_branches(self) -> list[Tensor]:
+        """The same, every branch on its stream."""
+        now = torch.cuda.current_stream()
+        streams = [now, *(torch.cuda.Stream() for _ in self.branches[1:])]
+        for stream in streams[1:]:
+            stream.wait_stream(now)
+        out = self._on(streams)
+        for stream in streams[1:]:
+            now.wait_stream(stream)
+        return self._alike(out)  # reads what every branch made
+
+    def _on(self, streams: Sequence[torch.cuda.Stream | None]) -> list[Tensor]:
+        assert self.h is not None
+        out = list(self.stacks)
+        for stream, branch in zip(streams, self.branches, strict=True):
+            squares = None if self.squares is None else [self.squares[i] for i in branch]
+            contexts = [context(self.h, [x[i] for x in self.others]) for i in branch]
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                some = [self.stacks[i] for i in branch]
+                made = self.h.primals(some, contexts, self.wide, squares, self.whole.sides)
+            for i, x in zip(branch, made, strict=True):
+                out[i] = x
+        return out
+
+    def _alike(self, out: list[Tensor]) -> list[Tensor]:
+        return out if len({x.dtype for x in out}) == 1 else [x.to(self.wide) for x in out]
+
+
+__all__ = ["Around", "Shaped", "Whole"]
