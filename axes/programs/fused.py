@@ -29,7 +29,7 @@ _TYPES = {
     torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
     torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8",
 }  # fmt: skip
-_CODE = {
+CODE = {
     "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "div": "{0} / {1}", "neg": "-{0}",
     "sqrt": "tl.sqrt_rn({0})", "rsqrt": "1.0 / tl.sqrt_rn({0})", "reciprocal": "1.0 / {0}", "abs": "tl.abs({0})",
     "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0} * 0.0))",
@@ -168,7 +168,7 @@ def _divides(name: str, place: int) -> str:
 
 def _code(op: Operation, kind: str) -> str:
     """The text of an operation. kind: float64, whose root has one form; float32; coded, where its last bit is free."""
-    code = _CODE["sqrt"] if op.name == "pow" and op.inputs[1] == 0.5 else _CODE[op.name]
+    code = CODE["sqrt"] if op.name == "pow" and op.inputs[1] == 0.5 else CODE[op.name]
     return code if kind == "float32" else code.replace("tl.sqrt_rn", "tl.sqrt")
 
 

@@ -13,7 +13,7 @@ import torch
 from axes.core.derived import no_attention, no_cascade, no_chain, no_gram, no_substitution
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
-from axes.routes import attention, given, kernel_terms, opaque
+from axes.routes import attention, given, kernel_terms, opaque, substitution_kernel
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -52,6 +52,11 @@ def select(
     place = device if type(device) is torch.device else _device(device)
     if routes(update)["attention"] is None:
         return _attention(update, place, dtype, shapes or {}, implementation, time)
+    if routes(update)["substitution"] is None:
+        no_kernel = substitution_kernel.no_kernel(update, place, dtype, shapes or {}, time)
+        if no_kernel is None and implementation != "torch":
+            return Choice("substitution", "triton", "kernels made for what a token writes, exact in blocks of 16 tokens")
+        return _without_kernel(update, no_kernel, implementation)
     no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
     if no_kernel is None and implementation != "torch":
         return _by_kernel(update, device if isinstance(device, Target) else None, dtype, shapes or {})
