@@ -26,7 +26,7 @@ from axes.kernels.substitution import passes
 Reads = Literal["before", "gated", "anchored"]
 READS: dict[str, int] = {"before": 0, "gated": 1, "anchored": 2}
 SLOTS, BLOCK, WIDEST = 8, 16, 128
-SERIAL_WARPS = 4
+SERIAL_WARPS, PART = 4, 64  # of the serial passes: warps, and rows of the state where rows do not meet
 _IMPORT = "from axes.kernels.substitution.response import inputs, pull, respond, turned  # replaced\n"
 
 
@@ -83,7 +83,7 @@ class _Sizes(NamedTuple):
     def of(cls, k: Tensor, cu: Tensor | None, name: str, width: int) -> _Sizes:
         response, kernels = _RESPONSES[name]
         b, t, h, d_k = k.shape
-        part = _padded(width) if response.mixes else 32 if k.dtype == torch.float32 else 64
+        part = _padded(width) if response.mixes else 32 if k.dtype == torch.float32 else PART
         cut = layout(b, t, chunk_length(k.dtype), cu)
         return cls(cut, (b, t, h, d_k, width), part, cdiv(width, part), response, kernels)
 
