@@ -159,7 +159,7 @@ def _backward(
     cu: Tensor | None, name: str, width: int, reads: int, last: bool, full: bool, kept: list[Tensor],
     do: Tensor, dfinal: Tensor, dbefore: Tensor, dlast: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    _, final, products, seen, states = kept
+    _, final, before, products, seen, states = kept
     s = _Sizes.of(k, cu, name, width)
     cut, (b, t, h, _, _) = s.cut, s.shape
     given = (i0, i1, i2, i3, i4, i5, i6, i7)
@@ -180,15 +180,21 @@ def _backward(
             **s.where(), V=width, BV=_padded(width), LAST=last, num_warps=4, num_stages=1,
         )  # fmt: skip
         exact = k.dtype == torch.float32
+        met = k.new_empty(programs, 2, cut.chunk, cut.chunk)
+        more |= dict(V=width, BV=32 if exact else 64, GATE=_gate(g), READS=reads, SUMS="ieee" if exact else "tf32x3")
+        do = do.to(k.dtype)
+        s.kernels.meetings[(programs,)](
+            q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, met, dg, cut.offsets,
+            cut.units_of_slots, **more, num_warps=8,
+        )  # fmt: skip
         s.kernels.gradients[(programs,)](
-            q, k, g, do.to(k.dtype), written, turns, seen, asked, states, dstates, final, dk2, dq, dk, dg, cut.offsets,
-            cut.units_of_slots, **more, V=width, BV=32 if exact else 64, GATE=_gate(g), READS=reads,
-            SUMS="ieee" if exact else "tf32x3", num_warps=8,
+            q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, cut.offsets, cut.units_of_slots,
+            **more, num_warps=8,
         )  # fmt: skip
     return [dq, dk, dg, dstart, *grads]  # type: ignore[list-item]
 
 
-_chain = Differentiable("substitution", _forward, _backward, _shapes, gradients=12, reads=2)
+_chain = Differentiable("substitution", _forward, _backward, _shapes, gradients=12, reads=3)
 
 
 # ---- entry -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ one token after another, a row of values in a thread's registers; products join 
 in the block's last state, J_t the slopes of rho and w_t = J_t^T g_t what x_t is asked for:
     y = D k_t,  for s from the last to t + 1: y = e^{g_s} (y + (q_s . k_t) do_s) + (k_s . k_t) w_s
     g_t = y + (q_t . k_t) do_t,  w_t = J_t^T g_t   (e^{g_s} also on w_s where gates come first; none of w if anchored)
-`forward` and `reverse` are serial in blocks; `pull` goes through tokens, `gradients` through chunks of C tokens, with
+`forward` and `reverse` are serial in blocks; `slopes` goes through tokens, `meetings` and `gradients` through chunks of C tokens,
+with
     C_ts = sum_v do_tv e^{G_tv - G_sv} u_sv (s <= t),   W_ts = sum_v w_tv e^{R_tv - G_sv} u_sv (s < t)
     dq = C K + (e^G do) X,   dk = C^T Q + (W + W^T) K + (e^R w) X + (e^{G_last - G} u) dX'
 where R is G as x has seen it. A gate's derivative is a sum over later tokens of its chunk, without a token's own pair,
@@ -347,47 +348,43 @@ def slopes(
 
 
 @triton.jit
-def _across(
-    log, do, u, w, scores,
-    HALF: tl.constexpr, C: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
-    """Of pairs in different halves of blocks of 2 HALF tokens: C_ts, W_ts, and what the later ones of them read.
-
-    They meet where the upper half begins: exponents are sums of gates of one side, none positive.
-    """
+def _seen(log, READS: tl.constexpr, C: tl.constexpr, SUMS: tl.constexpr):
+    """Sums of gates (C, n) up to a token, those that what its key read has passed, and those behind the token."""
     i = tl.arange(0, C)
     late, soon = i[:, None], i[None, :]
-    upper = late // HALF % 2 == 1
-    border = late // HALF * HALF
-    met = (late // (2 * HALF) == soon // (2 * HALF)) & (late // HALF > soon // HALF)
-    between = tl.where(upper, (soon >= border) & (soon <= late), (soon > late) & (soon < border + HALF))
-    exponent = tl.dot(tl.where(between, 1.0, 0.0), log, input_precision=SUMS)
-    factor = tl.exp(exponent)
-    low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(u.dtype)
-    high = tl.where(upper, do.to(tl.float32) * factor, 0.0).to(u.dtype)
-    by_out = tl.where(met, tl.dot(high, tl.trans(low), input_precision=PRECISION), 0.0)
-    out = factor * tl.dot(tl.where(met, scores, 0.0).to(u.dtype), low, input_precision=PRECISION)
-    if READS == 2 and HALF < 16:
-        by_read = tl.zeros([C, C], dtype=tl.float32)
+    run = tl.cumsum(log, 0)
+    if READS == 0:
+        sight = run - log
+    elif READS == 1:
+        sight = run
     else:
-        if READS == 0:
-            factor = tl.exp(tl.minimum(exponent - log, 0.0))
-        if READS == 2:
-            before = upper & (soon >= border) & (soon < late // 16 * 16)
-            factor = tl.exp(tl.dot(tl.where(before, 1.0, 0.0), log, input_precision=SUMS))
-        back = tl.where(upper, w.to(tl.float32) * factor, 0.0).to(u.dtype)
-        by_read = tl.where(met, tl.dot(back, tl.trans(low), input_precision=PRECISION), 0.0)
-    return by_out, by_read, out
+        sight = tl.dot(tl.where(soon < late // 16 * 16, 1.0, 0.0), log, input_precision=SUMS)
+    after = tl.dot(tl.where(soon > late, 1.0, 0.0), log, input_precision=SUMS)
+    return run, sight, after
+
+
+@triton.jit
+def _rows_of_gates(
+    g, first, rows, v, head, H,
+    V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Log gates (C, BV): of rows, or that of the whole state in every row."""
+    if GATE == 2:
+        log = load_tile(g, first, rows, v, head, H, V, C).to(tl.float32)
+    else:
+        log = tl.broadcast_to(load_line(g, first, rows, head, H, C)[:, None], [C, BV])
+    return tl.maximum(log, -100.0)
 
 
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
-def gradients(
-    q, k, g, do, written, turns, seen, asked, states, dstates, final, dk2, dq, dk, dg, offsets, units, T, N, H,
+def meetings(
+    q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, out, dg,
+    offsets, units, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and derivatives in gates of a chunk. SUMS: the precision of sums of logs."""
+    """C_ts and W_ts + W_st of a chunk, (slots, H, 2, C, C), and derivatives in its gates. SUMS: precision of sums."""
     pid = tl.program_id(0).to(tl.int64)
     head = pid % H
     slot = pid // H
@@ -396,19 +393,17 @@ def gradients(
     if rows > 0:
         d = tl.arange(0, BK)
         i = tl.arange(0, C)
-        keys = load_tile(k, first, rows, d, head, H, K, C)
-        queries = load_tile(q, first, rows, d, head, H, K, C)
-        kind = keys.dtype
-        by_out = tl.zeros([C, C], dtype=tl.float32)  # C_ts
-        by_read = tl.zeros([C, C], dtype=tl.float32)  # W_ts
-        grad_q = tl.zeros([C, BK], dtype=tl.float32)
-        grad_k = tl.zeros([C, BK], dtype=tl.float32)
         late, soon = i[:, None], i[None, :]
         if READS == 2:
             reads = late // 16 > soon // 16
         else:
             reads = late > soon
+        by_out = tl.zeros([C, C], dtype=tl.float32)
+        by_read = tl.zeros([C, C], dtype=tl.float32)
+        kind = written.dtype.element_ty
         if GATE > 0:
+            queries = load_tile(q, first, rows, d, head, H, K, C)
+            keys = load_tile(k, first, rows, d, head, H, K, C)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             own = tl.sum(tl.where(late == soon, scores, 0.0), 1)[:, None]
         if GATE == 1:
@@ -420,58 +415,54 @@ def gradients(
                 sight = run
             else:
                 sight = tl.sum(tl.where((soon < late // 16 * 16), line[None, :], 0.0), 1)
-            after = tl.sum(tl.where(soon > late, line[None, :], 0.0), 1)
             inner = tl.where(late > soon, scores * decay(run[:, None], run[None, :], late >= soon), 0.0).to(kind)
-            kept, sighted, left = tl.exp(run)[:, None], tl.exp(sight)[:, None], tl.exp(after)[:, None]
             grad_gate = tl.zeros([C], dtype=tl.float32)
         for at in range(0, V, BV):
             v = at + tl.arange(0, BV)
             shown = load_tile(do, first, rows, v, head, H, V, C)
             u = load_tile(written, first, rows, v, head, H, V, C)
             w = load_tile(turns, first, rows, v, head, H, V, C)
-            state = _load_state(states, slot * H + head, v, d, V, K)
-            dstate = _load_state(dstates, slot * H + head, v, d, V, K)
-            if GATE == 2:
-                log = tl.maximum(load_tile(g, first, rows, v, head, H, V, C).to(tl.float32), -100.0)
-                run = tl.cumsum(log, 0)
-                if READS == 0:
-                    sight = run - log
-                elif READS == 1:
-                    sight = run
-                else:
-                    sight = tl.dot(tl.where(soon < late // 16 * 16, 1.0, 0.0), log, input_precision=SUMS)
-                after = tl.dot(tl.where(soon > late, 1.0, 0.0), log, input_precision=SUMS)
-                kept, sighted, left = tl.exp(run), tl.exp(sight), tl.exp(after)
-            if GATE > 0:
-                out = tl.dot(queries, tl.trans(state), input_precision=PRECISION) * kept
-                grad_q = tl.dot((shown.to(tl.float32) * kept).to(kind), state, grad_q, input_precision=PRECISION)
-                grad_k = tl.dot((w.to(tl.float32) * sighted).to(kind), state, grad_k, input_precision=PRECISION)
-                grad_k = tl.dot((u.to(tl.float32) * left).to(kind), dstate, grad_k, input_precision=PRECISION)
-            else:
-                grad_q = tl.dot(shown, state, grad_q, input_precision=PRECISION)
-                grad_k = tl.dot(w, state, grad_k, input_precision=PRECISION)
-                grad_k = tl.dot(u, dstate, grad_k, input_precision=PRECISION)
-            if GATE == 2:
-                own_pair = tl.sum(shown.to(tl.float32) * u.to(tl.float32), 1)
-                by_out += tl.where(late == soon, own_pair[:, None], 0.0)
-                for level in tl.static_range(C.bit_length() - 1):
-                    more_out, more_read, more = _across(
-                        log, shown, u, w, scores, C >> (level + 1), C, READS, PRECISION, SUMS
-                    )
-                    by_out += more_out
-                    by_read += more_read
-                    out += more
-            else:
+            if GATE < 2:
                 by_out += tl.dot(shown, tl.trans(u), input_precision=PRECISION)
                 by_read += tl.dot(w, tl.trans(u), input_precision=PRECISION)
             if GATE > 0:
+                state = _load_state(states, slot * H + head, v, d, V, K)
+                x = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
                 if GATE == 1:
-                    out += tl.dot(inner, u, input_precision=PRECISION)
-                x = load_tile(seen, first, rows, v, head, H, V, C)
-                y = load_tile(asked, first, rows, v, head, H, V, C)
+                    x = x * tl.exp(run)[:, None] + tl.dot(inner, u, input_precision=PRECISION)
+                else:
+                    log = tl.maximum(load_tile(g, first, rows, v, head, H, V, C).to(tl.float32), -100.0)
+                    x = x * tl.exp(tl.cumsum(log, 0))
+                    own_pair = tl.sum(shown.to(tl.float32) * u.to(tl.float32), 1)
+                    by_out += tl.where(late == soon, own_pair[:, None], 0.0)
+                    half = C // 2
+                    while half > 0:
+                        # pairs in different halves of 2 half tokens meet where the upper one begins
+                        upper = late // half % 2 == 1
+                        border = late // half * half
+                        met = (late // (2 * half) == soon // (2 * half)) & (late // half > soon // half)
+                        between = (upper & (soon >= border) & (soon <= late)) | (
+                            (late // half % 2 == 0) & (soon > late) & (soon < border + half)
+                        )
+                        exponent = tl.dot(tl.where(between, 1.0, 0.0), log, input_precision=SUMS)
+                        factor = tl.exp(exponent)
+                        low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(kind)
+                        high = tl.where(upper, shown.to(tl.float32) * factor, 0.0).to(kind)
+                        by_out += tl.where(met, tl.dot(high, tl.trans(low), input_precision=PRECISION), 0.0)
+                        x += factor * tl.dot(tl.where(met, scores, 0.0).to(kind), low, input_precision=PRECISION)
+                        if READS == 0:
+                            factor = tl.exp(tl.minimum(exponent - log, 0.0))
+                        if READS == 2:
+                            between = upper & (soon >= border) & (soon < late // 16 * 16)
+                            factor = tl.exp(tl.dot(tl.where(between, 1.0, 0.0), log, input_precision=SUMS))
+                        back = tl.where(upper, w.to(tl.float32) * factor, 0.0).to(kind)
+                        by_read += tl.where(met & reads, tl.dot(back, tl.trans(low), input_precision=PRECISION), 0.0)
+                        half = half // 2
+                # derivatives in gates: x is what queries read, less the token's own pair
                 show = shown.to(tl.float32)
-                change = show * out - u.to(tl.float32) * (y - own * show)
-                through = w.to(tl.float32) * x
+                y = load_tile(asked, first, rows, v, head, H, V, C) - own * show
+                change = show * x - u.to(tl.float32) * y
+                through = w.to(tl.float32) * load_tile(seen, first, rows, v, head, H, V, C)
                 if READS == 1:
                     change += through
                 total = tl.cumsum(change, 0, reverse=True)
@@ -483,7 +474,13 @@ def gradients(
                     last = _load_state(states, (slot + 1) * H + head, v, d, V, K).to(tl.float32)
                 else:
                     last = _load_state(final, unit * H + head, v, d, V, K)
-                total += tl.sum(last * dstate.to(tl.float32), 1)[None, :]
+                dstate = _load_state(dstates, slot * H + head, v, d, V, K).to(tl.float32)
+                total += tl.sum(last * dstate, 1)[None, :]
+                if READS == 2:  # the state before the last block was shown as well
+                    if end == _unit_end(offsets, unit, T, PACKED):
+                        anchor = _load_state(before, unit * H + head, v, d, V, K)
+                        asks = _load_state(dbefore, unit * H + head, v, d, V, K)
+                        total += tl.where(late < (rows - 1) // 16 * 16, tl.sum(anchor * asks, 1)[None, :], 0.0)
                 if GATE == 2:
                     store_tile(dg, total, first, rows, v, head, H, V, C)
                 else:
@@ -495,11 +492,65 @@ def gradients(
         elif GATE == 0:
             by_out = tl.where(late >= soon, by_out, 0.0)
             by_read = tl.where(reads, by_read, 0.0)
+        to = out + pid * (2 * C * C) + late * C + soon
+        tl.store(to, by_out.to(kind))
+        tl.store(to + C * C, (by_read + tl.trans(by_read)).to(kind))
+
+
+@Kernel
+@triton.jit(do_not_specialize=_SIZES)
+def gradients(
+    q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, offsets, units, T, N, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """dq and dk of a chunk."""
+    pid = tl.program_id(0).to(tl.int64)
+    head = pid % H
+    slot = pid // H
+    unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
+    rows = (end - first).to(tl.int32)
+    if rows > 0:
+        d = tl.arange(0, BK)
+        i = tl.arange(0, C)
+        kind = written.dtype.element_ty
+        grad_q = tl.zeros([C, BK], dtype=tl.float32)
+        grad_k = tl.zeros([C, BK], dtype=tl.float32)
+        for at in range(0, V, BV):
+            v = at + tl.arange(0, BV)
+            shown = load_tile(do, first, rows, v, head, H, V, C)
+            u = load_tile(written, first, rows, v, head, H, V, C)
+            w = load_tile(turns, first, rows, v, head, H, V, C)
+            if GATE > 0:
+                log = _rows_of_gates(g, first, rows, v, head, H, V, C, BV, GATE)
+                run, sight, after = _seen(log, READS, C, SUMS)
+                shown = (shown.to(tl.float32) * tl.exp(run)).to(kind)
+                w = (w.to(tl.float32) * tl.exp(sight)).to(kind)
+            if READS == 2:  # the state before the last block was shown as well
+                if end == _unit_end(offsets, unit, T, PACKED):
+                    block = (rows - 1) // 16 * 16
+                    early = tl.where((i < block)[:, None], u.to(tl.float32), 0.0)
+                    if GATE > 0:
+                        rest = tl.where((i[None, :] > i[:, None]) & (i[None, :] < block), 1.0, 0.0)
+                        early = early * tl.exp(tl.dot(rest, log, input_precision=SUMS))
+                    asks = _load_state(dbefore, unit * H + head, v, d, V, K).to(kind)
+                    grad_k = tl.dot(early.to(kind), asks, grad_k, input_precision=PRECISION)
+            if GATE > 0:
+                u = (u.to(tl.float32) * tl.exp(after)).to(kind)
+            state = _load_state(states, slot * H + head, v, d, V, K)
+            grad_q = tl.dot(shown, state, grad_q, input_precision=PRECISION)
+            grad_k = tl.dot(w, state, grad_k, input_precision=PRECISION)
+            dstate = _load_state(dstates, slot * H + head, v, d, V, K)
+            grad_k = tl.dot(u, dstate, grad_k, input_precision=PRECISION)
+        keys = load_tile(k, first, rows, d, head, H, K, C)
+        queries = load_tile(q, first, rows, d, head, H, K, C)
+        at = met + pid * (2 * C * C) + i[:, None] * C + i[None, :]
+        by_out = tl.load(at)
+        both = tl.load(at + C * C)
+        grad_q = tl.dot(by_out, keys, grad_q, input_precision=PRECISION)
+        grad_k = tl.dot(tl.trans(by_out), queries, grad_k, input_precision=PRECISION)
+        grad_k = tl.dot(both, keys, grad_k, input_precision=PRECISION)
         length = tl.load(dk2 + (first + i) * H + head, mask=i < rows, other=0.0)
-        both = by_read + tl.trans(by_read)
-        grad_q = tl.dot(by_out.to(kind), keys, grad_q, input_precision=PRECISION)
-        grad_k = tl.dot(tl.trans(by_out).to(kind), queries, grad_k, input_precision=PRECISION)
-        grad_k = tl.dot(both.to(kind), keys, grad_k, input_precision=PRECISION)
         grad_k += 2.0 * length[:, None] * keys.to(tl.float32)
         store_tile(dq, grad_q, first, rows, d, head, H, K, C)
         store_tile(dk, grad_k, first, rows, d, head, H, K, C)
