@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from axes.programs.fused import CODE
+from axes.programs.code import CODE
 
 Kind = Literal["row", "number"]
 Function = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
@@ -289,7 +289,7 @@ def source(function: Function, inputs: Mapping[str, Kind], width: int) -> Source
     pointers, grads = (", ".join(f"{c}{n}" for n in range(SLOTS)) for c in "pd")
     lines = ["@triton.jit", f"def inputs({pointers}, at, v, V, there, inside):", "    return ("]
     for n, kind in enumerate(kinds):
-        where, mask = (f"at * V + v", "inside & there") if kind == "row" else ("at", "there")
+        where, mask = ("at * V + v", "inside & there") if kind == "row" else ("at", "there")
         lines.append(f"        tl.load(p{n} + {where}, mask={mask}, other=0.0).to(tl.float32),")
     lines += ["    )", "", "@triton.jit", f"def respond(x, k2, {slots}, inside):"]
     body, (u,) = one.text(False)
@@ -300,9 +300,9 @@ def source(function: Function, inputs: Mapping[str, Kind], width: int) -> Source
     lines += [f"    return {dx if alone.is_row(0) else f'x * 0.0 + {dx}'}", "", "@triton.jit"]
     lines += [f"def pull(x, k2, g, {pointers}, {grads}, at, v, V: tl.constexpr, there, inside):"]
     for n, kind in enumerate(kinds):
-        where, mask, end = (
-            ("at[:, None] * V + v[None, :]", "inside & there[:, None]", "") if kind == "row" else ("at", "there", "[:, None]")
-        )
+        where, mask, end = "at", "there", "[:, None]"
+        if kind == "row":
+            where, mask, end = "at[:, None] * V + v[None, :]", "inside & there[:, None]", ""
         lines.append(f"    i{n} = tl.load(p{n} + {where}, mask={mask}, other=0.0).to(tl.float32){end}")
     body, (u, dx, dk2, *rest) = all_.text(True)
     lines += [f"    {line}" for line in body]

@@ -102,6 +102,8 @@ def _run(
     if choice[:2] == ("chain", "triton") and q.shape[time]:
         with own_precision(v):
             return kernel_terms.run(update, signal, state, weights)
+    if choice[:2] == ("substitution", "triton") and substitution_kernel.no_trace(update, state):
+        choice = select(update, v.device, v.dtype, _shapes(signal, state), "torch", time)
     if choice[:2] == ("substitution", "triton") and q.shape[time]:
         with own_precision(v):
             return substitution_kernel.run(update, signal, state, weights)

@@ -54,8 +54,10 @@ def select(
         return _attention(update, place, dtype, shapes or {}, implementation, time)
     if routes(update)["substitution"] is None:
         no_kernel = substitution_kernel.no_kernel(update, place, dtype, shapes or {}, time)
-        if no_kernel is None and implementation != "torch":
-            return Choice("substitution", "triton", "kernels made for what a token writes, exact in blocks of 16 tokens")
+        if no_kernel is None and (implementation == "triton" or implementation is None and substitution_kernel.PICKED):
+            return Choice("substitution", "triton", "kernels made for what a token writes, blocks of 16 tokens in turn")
+        if no_kernel is None and implementation is None:
+            no_kernel = "its kernels have not run on a GPU yet, and run where implementation='triton' asks for them"
         return _without_kernel(update, no_kernel, implementation)
     no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
     if no_kernel is None and implementation != "torch":
@@ -108,8 +110,9 @@ def plans(
     )
 
 
-def settle(update: StateUpdate) -> None:
+def settle(update: StateUpdate, d_k: int, d_v: int) -> None:
     """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there."""
+    substitution_kernel.settle(update, d_v, d_k)
     given.asked(update)
     kernel_terms.family(update)
     kernel_terms.no_step(update)

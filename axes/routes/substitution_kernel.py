@@ -1,4 +1,4 @@
-"""Substitution by kernels that are made for what a tuple writes: `substitution` is their torch form and says what it is.
+"""Substitution by kernels that are made for what a tuple writes; `substitution` is their torch form.
 
 What a token writes, u, is traced as a program of rows (`axes.programs.rows`) from the same `response` that the torch
 form calls, with |k|^2 in the place of the key: where a filter turns with the key, the key is written as it is and u is
@@ -26,6 +26,7 @@ from axes.routes import substitution
 from axes.routes.kernel_terms import every_head
 from axes.routes.substitution import Asked, Read, each, response
 
+PICKED = False  # not before they have run on a GPU: until then who names triton gets them
 BLOCK, WIDEST = 16, 128  # tokens that the kernels take together; the widest keys and values
 _WIDTH = 64  # of values where nobody has said how wide they are
 
@@ -75,20 +76,8 @@ def _names(update: StateUpdate, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @fact
-def _made(update: StateUpdate) -> dict[Any, Made | NotMade]:
-    """Responses by widths and names of rates."""
-    return {}
-
-
 def response_of(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...]) -> Made | NotMade:
     """The response of a tuple for rows of this width, from these rates."""
-    known, asked = _made(update), (width, d_k, names)
-    if asked not in known:
-        known[asked] = _make(update, width, d_k, names)
-    return known[asked]
-
-
-def _make(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...]) -> Made | NotMade:
     from axes.kernels.substitution.chain import Response, register
 
     p = update.parts()
@@ -124,6 +113,17 @@ def _length(k2: Tensor) -> Tensor:
 
 def _inverse(k2: Tensor) -> Tensor:
     return torch.where(k2 > 0, torch.where(k2 > 0, k2, 1.0).rsqrt(), 0.0)
+
+
+def settle(update: StateUpdate, width: int, d_k: int) -> None:
+    """Make the response now, where there is a GPU that would ask for it."""
+    if versions.gpu_is_here() and no_substitution(update) is None and max(width, d_k) <= WIDEST:
+        response_of(update, width, d_k, _names(update, {}))
+
+
+def no_trace(update: StateUpdate, state: State | None) -> bool:
+    """Whether a call looks at the count of its state, which compilers cannot."""
+    return state is not None and isinstance(update.parts().step.at, Anchor) and torch.compiler.is_compiling()
 
 
 # ---- the call --------------------------------------------------------------------------------------------------------
@@ -170,7 +170,9 @@ def _aligned(update: StateUpdate, signal: Signal, state: State, rest: int) -> tu
     def part(first: int, end: int) -> dict[str, Tensor | float]:
         return {n: x[:, first:end] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in signal.items()}
 
-    moved = {n: x.transpose(1, 2).float() if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in part(0, rest).items()}
+    moved = {
+        n: x.transpose(1, 2).float() if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in part(0, rest).items()
+    }
     head, state = substitution.run(update, moved, state, cast(Tensor, moved["q"]), 2)
     head = head.transpose(1, 2).to(v.dtype)
     if rest == length:
@@ -235,4 +237,4 @@ def _held(
     return tuple(found)
 
 
-__all__ = ["Made", "NotMade", "no_kernel", "response_of", "run"]
+__all__ = ["Made", "NotMade", "no_kernel", "no_trace", "response_of", "run", "settle"]

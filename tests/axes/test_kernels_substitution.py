@@ -1,5 +1,5 @@
-"""Substitution by kernels: identities of its chunk form in float64, the text of responses, and the kernels under Triton's
-interpreter against the recurrence.
+"""Substitution by kernels: identities of its chunk form in float64, the text of responses, what is picked, and the
+kernels under Triton's interpreter against the recurrence.
 
 The interpreter is chosen when Triton is imported, so the kernels run in a process of their own; bfloat16 products are
 left to tests/gpu.
@@ -193,14 +193,9 @@ def test_identities_of_the_chunk_form(reads: str) -> None:
         outs.append(state @ q[t])
     out, x, u = (torch.stack(y) for y in (outs, xs, us))
     do = torch.randn_like(out)
-    dq, dk, dg, w, asked = torch.autograd.grad((out * do).sum(), (q, k, g, *xs, *us)[:3] + (x, u), allow_unused=True) if (
-        False
-    ) else (*torch.autograd.grad((out * do).sum(), (q, k, g), retain_graph=True), *(
-        torch.stack(y) for y in (
-            torch.autograd.grad((out * do).sum(), xs, retain_graph=True),
-            torch.autograd.grad((out * do).sum(), us, retain_graph=True),
-        )
-    ))  # fmt: skip
+    loss = (out * do).sum()
+    dq, dk, dg, *rest = torch.autograd.grad(loss, (q, k, g, *xs, *us))
+    w, asked = torch.stack(rest[:length]), torch.stack(rest[length:])
     late, soon = torch.arange(length)[:, None], torch.arange(length)
     run = g.cumsum(0)
     passed = {

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
-from axes.kernels.common.layout import Layout, check_like, check_packing, check_tokens, extent, layout, on_device, precision
+from axes.kernels.common.layout import (
+    Layout,
+    check_like,
+    check_packing,
+    check_tokens,
+    extent,
+    layout,
+    on_device,
+    precision,
+)
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.substitution import passes

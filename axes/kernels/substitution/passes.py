@@ -8,8 +8,8 @@ one token after another, a row of values in a thread's registers; products join 
 in the block's last state, J_t the slopes of rho and w_t = J_t^T g_t what x_t is asked for:
     y = D k_t,  for s from the last to t + 1: y = e^{g_s} (y + (q_s . k_t) do_s) + (k_s . k_t) w_s
     g_t = y + (q_t . k_t) do_t,  w_t = J_t^T g_t   (e^{g_s} also on w_s where gates come first; none of w if anchored)
-`forward` and `reverse` are serial in blocks; `slopes` goes through tokens, `meetings` and `gradients` through chunks of C tokens,
-with
+`forward` and `reverse` are serial in blocks; `slopes` goes through tokens, `meetings` and `gradients` through chunks of
+C tokens, with
     C_ts = sum_v do_tv e^{G_tv - G_sv} u_sv (s <= t),   W_ts = sum_v w_tv e^{R_tv - G_sv} u_sv (s < t)
     dq = C K + (e^G do) X,   dk = C^T Q + (W + W^T) K + (e^R w) X + (e^{G_last - G} u) dX'
 where R is G as x has seen it. A gate's derivative is a sum over later tokens of its chunk, without a token's own pair,
@@ -18,6 +18,8 @@ With gates by rows pairs of tokens in different halves of a block of tokens meet
 both exponents are sums of gates, at most zero.
 """
 
+# mypy: disable-error-code="assignment, var-annotated, index, misc"
+# (tuples grow in loops that Triton unrolls)
 from __future__ import annotations
 
 import triton
@@ -25,7 +27,16 @@ import triton.language as tl
 
 from axes.kernels.common.inverse import stacked
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import accumulate, decay, first_slot, load_line, load_tile, slot_rows, store_tile, unit_rows
+from axes.kernels.common.tiles import (
+    accumulate,
+    decay,
+    first_slot,
+    load_line,
+    load_tile,
+    slot_rows,
+    store_tile,
+    unit_rows,
+)
 from axes.kernels.substitution.response import inputs, pull, respond, turned  # replaced
 
 _SIZES = ["T", "N", "H"]
@@ -87,7 +98,7 @@ def pairs(
         keys = load_tile(k, first, rows, d, head, H, K, 16)
         queries = load_tile(q, first, rows, d, head, H, K, 16)
         i = tl.arange(0, 16)
-        at = out + pid * (512) + i[:, None] * 16 + i[None, :]
+        at = out + pid * 512 + i[:, None] * 16 + i[None, :]
         tl.store(at, tl.dot(keys, tl.trans(keys), input_precision=PRECISION))
         tl.store(at + 256, tl.dot(queries, tl.trans(keys), input_precision=PRECISION))
 
@@ -120,13 +131,13 @@ def forward(
     for n in range(0, blocks):
         rows = tl.minimum(end - first, 16)
         place = (slot + n // (C // 16)) * H + head
-        if RECORD:
+        if RECORD:  # noqa: SIM102 (a constant around a test)
             if n % (C // 16) == 0:
                 _store_state(states, state, place, v, d, V, K)
-        if READS == 2:
+        if READS == 2:  # noqa: SIM102 (a constant around a test)
             if n == blocks - 1:
                 _store_state(before, state, unit * H + head, v, d, V, K)
-        pair = products + (place * (C // 16) + n % (C // 16)) * (512)
+        pair = products + (place * (C // 16) + n % (C // 16)) * 512
         keys = load_tile(k, first, rows, d, head, H, K, 16)
         queries = load_tile(q, first, rows, d, head, H, K, 16)
         rounded = state.to(keys.dtype)
@@ -198,7 +209,7 @@ def forward(
             state = accumulate(state, stacked(us, 16, 4).to(keys.dtype), keys, PRECISION)
         first += 16
     _store_state(final, state, unit * H + head, v, d, V, K)
-    if READS == 2:
+    if READS == 2:  # noqa: SIM102 (a constant around a test)
         if blocks == 0:
             _store_state(before, state, unit * H + head, v, d, V, K)
 
@@ -226,7 +237,7 @@ def reverse(
     state = _load_state(dfinal, unit * H + head, v, d, V, K)
     room += pid * (16 * BV)
     blocks = ((end - start + 16 - 1) // 16).to(tl.int32)
-    if READS == 2:
+    if READS == 2:  # noqa: SIM102 (a constant around a test)
         if blocks == 0:
             state += _load_state(dbefore, unit * H + head, v, d, V, K)
     for i in range(0, blocks):
@@ -236,7 +247,7 @@ def reverse(
         place = (slot + n // (C // 16)) * H + head
         if (i == 0) | (n % (C // 16) == C // 16 - 1):
             _store_state(dstates, state, place, v, d, V, K)
-        pair = products + (place * (C // 16) + n % (C // 16)) * (512)
+        pair = products + (place * (C // 16) + n % (C // 16)) * 512
         keys = load_tile(k, first, rows, d, head, H, K, 16)
         queries = load_tile(q, first, rows, d, head, H, K, 16)
         _as_rows(tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision=PRECISION), room, local, BV)
@@ -303,7 +314,7 @@ def reverse(
                 turns = turns + (ws[15 - t],)
         state = accumulate(state, stacked(shown, 16, 4).to(keys.dtype), queries, PRECISION)
         state = accumulate(state, stacked(turns, 16, 4).to(keys.dtype), keys, PRECISION)
-        if READS == 2:
+        if READS == 2:  # noqa: SIM102 (a constant around a test)
             if i == 0:
                 state += _load_state(dbefore, unit * H + head, v, d, V, K)
     _store_state(dstart, state, unit * H + head, v, d, V, K)
@@ -333,7 +344,7 @@ def slopes(
         at = (first + token) * H + head
         x = load_tile(seen, first, rows, v, head, H, V, 16)
         y = load_tile(asked, first, rows, v, head, H, V, 16)
-        k2 = tl.load(products + pid * (512) + token * 17)[:, None]
+        k2 = tl.load(products + pid * 512 + token * 17)[:, None]
         u, w, dk = pull(
             x, k2, y, p0, p1, p2, p3, p4, p5, p6, p7, d0, d1, d2, d3, d4, d5, d6, d7, at, v, V, there,
             (v < V)[None, :],
@@ -476,7 +487,7 @@ def meetings(
                     last = _load_state(final, unit * H + head, v, d, V, K)
                 dstate = _load_state(dstates, slot * H + head, v, d, V, K).to(tl.float32)
                 total += tl.sum(last * dstate, 1)[None, :]
-                if READS == 2:  # the state before the last block was shown as well
+                if READS == 2:  # noqa: SIM102 (a constant around a test)
                     if end == _unit_end(offsets, unit, T, PACKED):
                         anchor = _load_state(before, unit * H + head, v, d, V, K)
                         asks = _load_state(dbefore, unit * H + head, v, d, V, K)
@@ -526,7 +537,7 @@ def gradients(
                 run, sight, after = _seen(log, READS, C, SUMS)
                 shown = (shown.to(tl.float32) * tl.exp(run)).to(kind)
                 w = (w.to(tl.float32) * tl.exp(sight)).to(kind)
-            if READS == 2:  # the state before the last block was shown as well
+            if READS == 2:  # noqa: SIM102 (a constant around a test)
                 if end == _unit_end(offsets, unit, T, PACKED):
                     block = (rows - 1) // 16 * 16
                     early = tl.where((i < block)[:, None], u.to(tl.float32), 0.0)
