@@ -118,7 +118,7 @@ def traced(function: Function, inputs: Mapping[str, Kind], width: int, derivativ
     ])  # fmt: skip
     try:
         with torch.autocast("cpu", enabled=False), torch.set_grad_enabled(derivatives):
-            graph = make_fx(both if derivatives else forward, decomposition_table=table)(*start)
+            graph = make_fx(both if derivatives else forward, decomposition_table=table)(*start)  # type: ignore[arg-type]
     except NoProgram:
         raise
     except Exception as reason:  # whatever stops a trace: values that are looked at, transforms of their own
@@ -230,8 +230,8 @@ class _Reader:
         name = _NAMES.get(name, name)
         if name == "pow" and isinstance(args[1], float) and args[1] in (2.0, 3.0, 0.5, -0.5, -1.0, 1.0):
             return self.add(_POWERS[args[1]], args[:1], self.kind(args[0]))
-        text = _MORE.get(name) or CODE.get(name)
-        if text is None:
+        text = _MORE.get(name, CODE.get(name, ""))
+        if not text:
             raise NoProgram(f"{name} is not an operation on entries or sums of a row")
         if not all(isinstance(x, int | float) for x in args):
             raise NoProgram(f"{name} takes something else than numbers and entries")
@@ -327,7 +327,7 @@ def _needed(rows: Rows, outputs: Sequence[int]) -> Rows:
         if first + place in used:
             used.update(x for x in rows.operations[place].inputs if isinstance(x, int))
     moved: dict[int, int] = {n: n for n in range(first)}
-    kept = []
+    kept: list[Operation] = []
     for place, op in enumerate(rows.operations):
         if first + place in used:
             moved[first + place] = first + len(kept)
