@@ -190,7 +190,7 @@ def _backward(
         )  # fmt: skip
         exact = k.dtype == torch.float32
         met = k.new_empty(programs, 2, cut.chunk, cut.chunk)
-        more |= dict(V=width, BV=32 if exact else 64, GATE=_gate(g), READS=reads, SUMS="ieee" if exact else "tf32x3")
+        more |= dict(V=width, BV=32 if exact else 64, GATE=_gate(g), READS=reads, SUMS="ieee" if exact else "halves")
         do = do.to(k.dtype)
         s.kernels.meetings[(programs,)](
             q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, met, dg, cut.offsets,

@@ -359,19 +359,22 @@ def slopes(
 
 
 @triton.jit
-def _seen(log, READS: tl.constexpr, C: tl.constexpr, SUMS: tl.constexpr):
-    """Sums of gates (C, n) up to a token, those that what its key read has passed, and those behind the token."""
-    i = tl.arange(0, C)
-    late, soon = i[:, None], i[None, :]
-    run = tl.cumsum(log, 0)
-    if READS == 0:
-        sight = run - log
-    elif READS == 1:
-        sight = run
+def _sums(keep, logs, SUMS: tl.constexpr):
+    """Sums over tokens of logs (C, n), of those that `keep` (C, C) says. Logs are in [-100, 0]: in two parts of fp16 they
+    have 22 bits, and a product of these with ones and zeros is exact."""
+    if SUMS == "ieee":
+        made = tl.dot(tl.where(keep, 1.0, 0.0), logs, input_precision="ieee")
     else:
-        sight = tl.dot(tl.where(soon < late // 16 * 16, 1.0, 0.0), log, input_precision=SUMS)
-    after = tl.dot(tl.where(soon > late, 1.0, 0.0), log, input_precision=SUMS)
-    return run, sight, after
+        high = logs.to(tl.float16)
+        ones = tl.where(keep, 1.0, 0.0).to(tl.float16)
+        made = tl.dot(ones, (logs - high.to(tl.float32)).to(tl.float16), tl.dot(ones, high))
+    return made
+
+
+@triton.jit
+def _in_blocks(x, C: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr):
+    """Cumulative sums (C, BV) that begin anew with every block of 16 tokens."""
+    return tl.reshape(tl.cumsum(tl.reshape(x, [C // 16, 16, BV]), 1, reverse=REVERSE), [C, BV])
 
 
 @triton.jit
@@ -395,7 +398,7 @@ def meetings(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """C_ts and W_ts + W_st of a chunk, (slots, H, 2, C, C), and derivatives in its gates. SUMS: precision of sums."""
+    """C_ts and W_ts + W_st of a chunk, (slots, H, 2, C, C), and derivatives in its gates. SUMS: how logs are added."""
     pid = tl.program_id(0).to(tl.int64)
     head = pid % H
     slot = pid // H
@@ -455,7 +458,7 @@ def meetings(
                         between = (upper & (soon >= border) & (soon <= late)) | (
                             (late // half % 2 == 0) & (soon > late) & (soon < border + half)
                         )
-                        exponent = tl.dot(tl.where(between, 1.0, 0.0), log, input_precision=SUMS)
+                        exponent = _sums(between, log, SUMS)
                         factor = tl.exp(exponent)
                         low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(kind)
                         high = tl.where(upper, shown.to(tl.float32) * factor, 0.0).to(kind)
@@ -465,7 +468,7 @@ def meetings(
                             factor = tl.exp(tl.minimum(exponent - log, 0.0))
                         if READS == 2:
                             between = upper & (soon >= border) & (soon < late // 16 * 16)
-                            factor = tl.exp(tl.dot(tl.where(between, 1.0, 0.0), log, input_precision=SUMS))
+                            factor = tl.exp(_sums(between, log, SUMS))
                         back = tl.where(upper, w.to(tl.float32) * factor, 0.0).to(kind)
                         by_read += tl.where(met & reads, tl.dot(back, tl.trans(low), input_precision=PRECISION), 0.0)
                         half = half // 2
@@ -478,9 +481,9 @@ def meetings(
                     change += through
                 total = tl.cumsum(change, 0, reverse=True)
                 if READS == 0:
-                    total += tl.dot(tl.where(soon > late, 1.0, 0.0), through, input_precision=SUMS)
+                    total += tl.cumsum(through, 0, reverse=True) - through
                 if READS == 2:
-                    total += tl.dot(tl.where(soon // 16 > late // 16, 1.0, 0.0), through, input_precision=SUMS)
+                    total += tl.cumsum(through, 0, reverse=True) - _in_blocks(through, C, BV, True)
                 if first + rows < _unit_end(offsets, unit, T, PACKED):
                     last = _load_state(states, (slot + 1) * H + head, v, d, V, K).to(tl.float32)
                 else:
@@ -534,19 +537,26 @@ def gradients(
             w = load_tile(turns, first, rows, v, head, H, V, C)
             if GATE > 0:
                 log = _rows_of_gates(g, first, rows, v, head, H, V, C, BV, GATE)
-                run, sight, after = _seen(log, READS, C, SUMS)
+                run = tl.cumsum(log, 0)
                 shown = (shown.to(tl.float32) * tl.exp(run)).to(kind)
-                w = (w.to(tl.float32) * tl.exp(sight)).to(kind)
+                if READS == 0:
+                    sight = run - log
+                elif READS == 1:
+                    sight = run
+                else:
+                    sight = run - _in_blocks(log, C, BV, False)
+                w = (w.to(tl.float32) * tl.exp(tl.minimum(sight, 0.0))).to(kind)
             if READS == 2:  # noqa: SIM102 (a constant around a test)
                 if end == _unit_end(offsets, unit, T, PACKED):
                     block = (rows - 1) // 16 * 16
                     early = tl.where((i < block)[:, None], u.to(tl.float32), 0.0)
                     if GATE > 0:
-                        rest = tl.where((i[None, :] > i[:, None]) & (i[None, :] < block), 1.0, 0.0)
-                        early = early * tl.exp(tl.dot(rest, log, input_precision=SUMS))
+                        rest = (i[None, :] > i[:, None]) & (i[None, :] < block)
+                        early = early * tl.exp(_sums(rest, log, SUMS))
                     asks = _load_state(dbefore, unit * H + head, v, d, V, K).to(kind)
                     grad_k = tl.dot(early.to(kind), asks, grad_k, input_precision=PRECISION)
             if GATE > 0:
+                after = tl.minimum(tl.sum(log, 0)[None, :] - run, 0.0)
                 u = (u.to(tl.float32) * tl.exp(after)).to(kind)
             state = _load_state(states, slot * H + head, v, d, V, K)
             grad_q = tl.dot(shown, state, grad_q, input_precision=PRECISION)
