@@ -35,7 +35,8 @@ from axes.kernels.substitution import passes
 Reads = Literal["before", "gated", "anchored"]
 READS: dict[str, int] = {"before": 0, "gated": 1, "anchored": 2}
 SLOTS, BLOCK, WIDEST = 8, 16, 128
-SERIAL_WARPS, PART = 4, 64  # of the serial passes: warps, and rows of the state where rows do not meet
+SERIAL_WARPS = (4, 4, 8)  # of the serial passes: without gates, with those of the state, of rows (fewer spill more)
+PART = 64  # rows of the state of a serial program, where rows do not meet
 _IMPORT = "from axes.kernels.substitution.response import inputs, pull, respond, turned  # replaced\n"
 
 
@@ -150,7 +151,7 @@ def _forward(
         s.kernels.forward[(cut.units * h * s.parts,)](
             q, k, g, i0, i1, i2, i3, i4, i5, i6, i7, products, start, s.room(k), o, seen, states, final, before,
             cut.offsets, **more, V=width, BV=s.part, STARTED=start is not None, GATE=_gate(g), READS=reads,
-            RECORD=record or last, COUNT=len(s.response.rows), num_warps=SERIAL_WARPS,
+            RECORD=record or last, COUNT=len(s.response.rows), num_warps=SERIAL_WARPS[_gate(g)],
         )  # fmt: skip
     if last:
         unit = torch.arange(cut.units, device=k.device)
@@ -182,7 +183,7 @@ def _backward(
         s.kernels.reverse[(cut.units * h * s.parts,)](
             q, k, g, *given, products, seen, do, dfinal, dbefore, dlast, s.room(k), asked, dstates, dstart,
             cut.offsets, **more, V=width, BV=s.part, GATE=_gate(g), READS=reads, LAST=last,
-            COUNT=len(s.response.rows), num_warps=SERIAL_WARPS,
+            COUNT=len(s.response.rows), num_warps=SERIAL_WARPS[_gate(g)],
         )  # fmt: skip
         s.kernels.slopes[(programs * (cut.chunk // BLOCK),)](
             *given, *grads, products, seen, asked, dlast, written, turns, dk2, cut.offsets, cut.units_of_slots,

@@ -360,8 +360,8 @@ def slopes(
 
 @triton.jit
 def _sums(keep, logs, SUMS: tl.constexpr):
-    """Sums over tokens of logs (C, n), of those that `keep` (C, C) says. Logs are in [-100, 0]: in two parts of fp16 they
-    have 22 bits, and a product of these with ones and zeros is exact."""
+    """Sums over tokens of logs (C, n), of those that `keep` (C, C) says. Logs are in [-100, 0]: in two parts of fp16
+    they have 22 bits, and a product of these with ones and zeros is exact."""
     if SUMS == "ieee":
         made = tl.dot(tl.where(keep, 1.0, 0.0), logs, input_precision="ieee")
     else:
@@ -369,6 +369,22 @@ def _sums(keep, logs, SUMS: tl.constexpr):
         ones = tl.where(keep, 1.0, 0.0).to(tl.float16)
         made = tl.dot(ones, (logs - high.to(tl.float32)).to(tl.float16), tl.dot(ones, high))
     return made
+
+
+@triton.jit
+def _halves(log, half, C: tl.constexpr, SUMS: tl.constexpr):
+    """Pairs of tokens in different halves of 2 half tokens meet where the upper one begins: what gates leave of a token
+    on its way there, and the sum of their logs; whether it is in an upper half, where that begins, which pairs meet."""
+    i = tl.arange(0, C)
+    late, soon = i[:, None], i[None, :]
+    upper = late // half % 2 == 1
+    border = late // half * half
+    met = (late // (2 * half) == soon // (2 * half)) & (late // half > soon // half)
+    between = (upper & (soon >= border) & (soon <= late)) | (
+        (late // half % 2 == 0) & (soon > late) & (soon < border + half)
+    )
+    exponent = _sums(between, log, SUMS)
+    return tl.exp(exponent), exponent, upper, border, met
 
 
 @triton.jit
@@ -439,38 +455,36 @@ def meetings(
             if GATE < 2:
                 by_out += tl.dot(shown, tl.trans(u), input_precision=PRECISION)
                 by_read += tl.dot(w, tl.trans(u), input_precision=PRECISION)
+            if GATE == 2:
+                log = tl.maximum(load_tile(g, first, rows, v, head, H, V, C).to(tl.float32), -100.0)
+                own_pair = tl.sum(shown.to(tl.float32) * u.to(tl.float32), 1)
+                by_out += tl.where(late == soon, own_pair[:, None], 0.0)
+                half = C // 2
+                while half > 0:
+                    factor, exponent, upper, border, met = _halves(log, half, C, SUMS)
+                    low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(kind)
+                    high = tl.where(upper, shown.to(tl.float32) * factor, 0.0).to(kind)
+                    by_out += tl.where(met, tl.dot(high, tl.trans(low), input_precision=PRECISION), 0.0)
+                    if READS == 0:
+                        factor = tl.exp(tl.minimum(exponent - log, 0.0))
+                    if READS == 2:
+                        between = upper & (soon >= border) & (soon < late // 16 * 16)
+                        factor = tl.exp(_sums(between, log, SUMS))
+                    back = tl.where(upper, w.to(tl.float32) * factor, 0.0).to(kind)
+                    by_read += tl.where(met & reads, tl.dot(back, tl.trans(low), input_precision=PRECISION), 0.0)
+                    half = half // 2
             if GATE > 0:
                 state = _load_state(states, slot * H + head, v, d, V, K)
                 x = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
                 if GATE == 1:
                     x = x * tl.exp(run)[:, None] + tl.dot(inner, u, input_precision=PRECISION)
                 else:
-                    log = tl.maximum(load_tile(g, first, rows, v, head, H, V, C).to(tl.float32), -100.0)
                     x = x * tl.exp(tl.cumsum(log, 0))
-                    own_pair = tl.sum(shown.to(tl.float32) * u.to(tl.float32), 1)
-                    by_out += tl.where(late == soon, own_pair[:, None], 0.0)
                     half = C // 2
                     while half > 0:
-                        # pairs in different halves of 2 half tokens meet where the upper one begins
-                        upper = late // half % 2 == 1
-                        border = late // half * half
-                        met = (late // (2 * half) == soon // (2 * half)) & (late // half > soon // half)
-                        between = (upper & (soon >= border) & (soon <= late)) | (
-                            (late // half % 2 == 0) & (soon > late) & (soon < border + half)
-                        )
-                        exponent = _sums(between, log, SUMS)
-                        factor = tl.exp(exponent)
+                        factor, exponent, upper, border, met = _halves(log, half, C, SUMS)
                         low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(kind)
-                        high = tl.where(upper, shown.to(tl.float32) * factor, 0.0).to(kind)
-                        by_out += tl.where(met, tl.dot(high, tl.trans(low), input_precision=PRECISION), 0.0)
                         x += factor * tl.dot(tl.where(met, scores, 0.0).to(kind), low, input_precision=PRECISION)
-                        if READS == 0:
-                            factor = tl.exp(tl.minimum(exponent - log, 0.0))
-                        if READS == 2:
-                            between = upper & (soon >= border) & (soon < late // 16 * 16)
-                            factor = tl.exp(_sums(between, log, SUMS))
-                        back = tl.where(upper, w.to(tl.float32) * factor, 0.0).to(kind)
-                        by_read += tl.where(met & reads, tl.dot(back, tl.trans(low), input_precision=PRECISION), 0.0)
                         half = half // 2
                 # derivatives in gates: x is what queries read, less the token's own pair
                 show = shown.to(tl.float32)
