@@ -120,7 +120,16 @@ def test_kernels_equal_the_recurrence(case: str) -> None:
 # ---- what is picked --------------------------------------------------------------------------------------------------
 
 
-def test_select_names_the_kernels_and_says_why_not() -> None:
+def test_select_says_that_they_wait() -> None:
+    gpu = Target.of("cuda:sm_90")
+    waits = dispatch.select(Longhorn.update, gpu, torch.bfloat16)
+    assert waits[:2] == ("substitution", "torch") and "have not run on a GPU yet" in waits.reason
+    named = dispatch.select(Longhorn.update, gpu, torch.bfloat16, implementation="triton")
+    assert named[:2] == ("substitution", "triton")
+
+
+def test_select_names_the_kernels_and_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(substitution_kernel, "PICKED", True)
     gpu = Target.of("cuda:sm_90")
     assert dispatch.select(Longhorn.update, gpu, torch.bfloat16)[:2] == ("substitution", "triton")
     assert dispatch.select(YaadMatrix.update, gpu, torch.bfloat16)[:2] == ("substitution", "triton")

@@ -36,6 +36,11 @@ DTYPES = (*HALF, FULL)
 FREE = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
+@pytest.fixture(autouse=True)
+def picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(substitution_kernel, "PICKED", True)
+
+
 def at(update: StateUpdate, where: str) -> StateUpdate:
     n = update.normal()
     step: Any = dataclasses.replace(n.algorithm, at=where)  # type: ignore[arg-type]
