@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +41,8 @@ from axes.kernels.step import block_step, chain_step
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read_on, mix_write, mix_write_read
 from axes.kernels.streams.sinkhorn import sinkhorn
+from axes.kernels.substitution import response as response_module
+from axes.kernels.substitution.chain import Reads, Response, register, substitution_chain
 from axes.optim import AdamW
 from tests.hopper import Launch, hopper
 
@@ -91,6 +94,21 @@ def block(dtype: torch.dtype, d: int, plain: bool = False) -> Callable[[], None]
         coefficients = [torch.rand(2, 256, 2, *s, requires_grad=True) for s in ((2, 2), (2,), (2,))]
         with patch.object(hopper_block, "fits", lambda *_: plain):
             both(block_chain(q, k, v, *coefficients))
+
+    return run
+
+
+def substitution(dtype: torch.dtype, d: int, gates: int, reads: Reads = "before") -> Callable[[], None]:
+    """Of the delta rule. gates: none, of the state, of its rows."""
+
+    def run() -> None:
+        q, k, v, beta, g = tokens(dtype, d, d)
+        text = inspect.getsource(response_module).split("\n\n\n", 1)[1]
+        name = register(Response(text, (True, False), False))
+        if gates == 2:
+            g = (-torch.rand(*v.shape)).requires_grad_()
+        out = substitution_chain(q, k, name, d, [v, beta], g if gates else None, reads=reads)
+        both(tuple(out))
 
     return run
 
@@ -264,6 +282,8 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper block 128": block(HALF, 128, plain=True),
     "hopper block 64": block(HALF, 64, plain=True),
     "block 128": block(HALF, 128),
+    "substitution 128": substitution(HALF, 128, 0, "gated"),
+    "substitution by rows 128": substitution(HALF, 128, 2),
     "attention 128": attention(HALF, 128),
     "attention 64": attention(HALF, 64),
     "attention 256": attention(HALF, 256),

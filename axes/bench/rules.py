@@ -20,7 +20,7 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.routes import dispatch
-from axes.sequence import RWKV7, TitansMatrix
+from axes.sequence import RWKV7, FrankWolfeDelta, Longhorn, TitansMatrix, TTTLinear, YaadMatrix
 
 Signal = dict[str, Tensor]
 Run = Callable[[Signal], tuple[Tensor, Tensor]]  # output (B, T, H, V) and final state
@@ -57,7 +57,7 @@ class Shape:
 class SequenceRule:
     """One recurrence to be compared.
 
-    needs: what a token supplies beyond q, k, v, name -> kind (strength, gate, slow gate, channels, key).
+    needs: what a token supplies beyond q, k, v, name -> kind (strength, gate, slow gate, channels, rows, key).
     fla: how flash-linear-attention is called, or None where it has no kernel.
     """
 
@@ -87,6 +87,8 @@ class SequenceRule:
                 signal[name] = torch.log1p(-torch.exp2(-5 - heads)).expand(lead).contiguous()
             elif kind == "channels":
                 signal[name] = logsigmoid(3 + draw(*wide))
+            elif kind == "rows":
+                signal[name] = sigmoid(draw(*wide))
             elif kind == "key":
                 signal[name] = (normalize(draw(*wide), dim=-1) * 0.5).to(dtype)
         if "a" in signal and "b" in signal:  # RWKV-7: what is removed is read along the same direction
@@ -101,7 +103,7 @@ class SequenceRule:
             shape.width,
             dtype.itemsize,
             numbers=sum(k in ("strength", "gate") for k in kinds),
-            channels=shape.width * kinds.count("channels"),
+            channels=shape.width * (kinds.count("channels") + kinds.count("rows")),
             keys=kinds.count("key"),
             erases=self.erases,
             slots=block_size(self.update),
@@ -199,6 +201,10 @@ RULES: tuple[SequenceRule, ...] = (
         None,
         erases=True,
     ),
+    SequenceRule("longhorn", Longhorn.update, {"beta": "rows"}, None, erases=True),
+    SequenceRule("yaad", YaadMatrix.update, {"decay": "channels", "eta": "rows", "delta": "rows"}, None, erases=True),
+    SequenceRule("frank-wolfe delta", FrankWolfeDelta.update, {"decay": "gate", "beta": "strength"}, None, erases=True),
+    SequenceRule("ttt-linear", TTTLinear.update, {"eta": "strength"}, None, erases=True),
 )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from axes.errors import AxesError
 from axes.kernels.common.layout import on_device
+from axes.programs.code import CODE
 from axes.programs.lifted import lifted
 from axes.programs.program import COUNT, PARAMETER, Operation, Program, Value
 from axes.programs.storage import FORMS, LOW, QUANTUM, UNIT
@@ -28,17 +29,6 @@ _PLAIN, _CODED = (1024, 4), (512, 2)
 _TYPES = {
     torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
     torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8",
-}  # fmt: skip
-_CODE = {
-    "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "div": "{0} / {1}", "neg": "-{0}",
-    "sqrt": "tl.sqrt_rn({0})", "rsqrt": "1.0 / tl.sqrt_rn({0})", "reciprocal": "1.0 / {0}", "abs": "tl.abs({0})",
-    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0} * 0.0))",
-    "exp": "tl.exp({0})", "log": "tl.log({0})", "log1p": "libdevice.log1p({0})", "expm1": "libdevice.expm1({0})",
-    "sinh": "libdevice.sinh({0})", "asinh": "libdevice.asinh({0})", "tanh": "libdevice.tanh({0})",
-    "pow": "libdevice.pow({0}, {1})", "maximum": "tl.maximum({0}, {1})", "minimum": "tl.minimum({0}, {1})",
-    "clamp": "tl.minimum(tl.maximum({0}, {1}), {2})", "where": "tl.where({0}, {1}, {2})",
-    "gt": "{0} > {1}", "ge": "{0} >= {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "eq": "{0} == {1}",
-    "ne": "{0} != {1}", "and": "{0} & {1}", "or": "{0} | {1}", "not": "not {0}",
 }  # fmt: skip
 _HEADER = (
     "import triton",
@@ -168,7 +158,7 @@ def _divides(name: str, place: int) -> str:
 
 def _code(op: Operation, kind: str) -> str:
     """The text of an operation. kind: float64, whose root has one form; float32; coded, where its last bit is free."""
-    code = _CODE["sqrt"] if op.name == "pow" and op.inputs[1] == 0.5 else _CODE[op.name]
+    code = CODE["sqrt"] if op.name == "pow" and op.inputs[1] == 0.5 else CODE[op.name]
     return code if kind == "float32" else code.replace("tl.sqrt_rn", "tl.sqrt")
 
 

@@ -20,7 +20,7 @@ from axes.core.chain import chain
 from axes.core.memory import Leaves
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
-from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan, substitution
+from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan, substitution, substitution_kernel
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
 from axes.routes.given import require_call, require_packed, require_token
 from axes.routes.packed import each_alone, grows, join, unread
@@ -102,6 +102,11 @@ def _run(
     if choice[:2] == ("chain", "triton") and q.shape[time]:
         with own_precision(v):
             return kernel_terms.run(update, signal, state, weights)
+    if choice[:2] == ("substitution", "triton") and substitution_kernel.no_trace(update, state):
+        choice = select(update, v.device, v.dtype, _shapes(signal, state), "torch", time)
+    if choice[:2] == ("substitution", "triton") and q.shape[time]:
+        with own_precision(v):
+            return substitution_kernel.run(update, signal, state, weights)
     signal = kernel_terms.every_head(signal)
     if choice.route not in _AS_GIVEN:
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
@@ -143,6 +148,8 @@ def run_packed(
                 moved = {n: x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in signal.items()}
                 out, state = attention.run(update, moved, state, True, cu_seqlens)
                 return out.transpose(1, 2), state
+            if choice.route == "substitution":
+                return substitution_kernel.run(update, signal, state, None, cu_seqlens)
             return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
 
     def alone(signal: Signal, state: State) -> tuple[Tensor, State]:

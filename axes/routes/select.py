@@ -13,7 +13,7 @@ import torch
 from axes.core.derived import no_attention, no_cascade, no_chain, no_gram, no_substitution
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
-from axes.routes import attention, given, kernel_terms, opaque
+from axes.routes import attention, given, kernel_terms, opaque, substitution_kernel
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -52,6 +52,13 @@ def select(
     place = device if type(device) is torch.device else _device(device)
     if routes(update)["attention"] is None:
         return _attention(update, place, dtype, shapes or {}, implementation, time)
+    if routes(update)["substitution"] is None:
+        no_kernel = substitution_kernel.no_kernel(update, place, dtype, shapes or {}, time)
+        if no_kernel is None and (implementation == "triton" or implementation is None and substitution_kernel.PICKED):
+            return Choice("substitution", "triton", "kernels made for what a token writes, blocks of 16 tokens in turn")
+        if no_kernel is None and implementation is None:
+            no_kernel = "its kernels have not run on a GPU yet, and run where implementation='triton' asks for them"
+        return _without_kernel(update, no_kernel, implementation)
     no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
     if no_kernel is None and implementation != "torch":
         return _by_kernel(update, device if isinstance(device, Target) else None, dtype, shapes or {})
@@ -103,8 +110,9 @@ def plans(
     )
 
 
-def settle(update: StateUpdate) -> None:
+def settle(update: StateUpdate, d_k: int, d_v: int) -> None:
     """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there."""
+    substitution_kernel.settle(update, d_v, d_k)
     given.asked(update)
     kernel_terms.family(update)
     kernel_terms.no_step(update)

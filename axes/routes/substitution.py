@@ -62,11 +62,11 @@ class _Chunk:
         assert isinstance(k, Tensor)
         self.p, self.signal, self.batch, self.size = p, signal, theta.shape[:-2], k.shape[-2]
         self.early = p.step.at == "prev"
-        self.gate = _gate(p, signal, k)
+        self.gate = row_gate(p, signal, k)
         self.written = torch.nn.functional.normalize(k, dim=-1, eps=_tiny(k)) if p.step.via else k
         self.start, self.keys, self.rows = self.flat(theta), self.flat(k), self.flat(self.written)
         self.decays = one_state.decays(None if self.gate is None else self.flat(self.gate), self.rows, _BLOCK)
-        self.asked = _Asked.of(p, signal)
+        self.asked = Asked.of(p, signal)
 
     def flat(self, x: Tensor) -> Tensor:
         return x.expand(*self.batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
@@ -90,7 +90,7 @@ class _Chunk:
     def read(self, u: Tensor, q: Tensor) -> Tensor:
         asked = self.flat(q)
         y = self.decays.kept * (asked @ self.start.mT) + self.decays.mixed(asked @ self.rows.mT, u)
-        return self.p.memory.read(cast(Leaves, (_Read(self.deep(y)),)), q, self.signal, self.p.h)
+        return self.p.memory.read(cast(Leaves, (Read(self.deep(y)),)), q, self.signal, self.p.h)
 
     def last(self, u: Tensor) -> Tensor:
         """The state (..., d_v, d_k) after the chunk."""
@@ -104,15 +104,15 @@ def _chunk(update: StateUpdate, signal: Tokens, state: State, q: Tensor | float)
     c = _Chunk(p, signal, theta)
     if isinstance(p.step.at, Anchor):
         x = c.deep(c.keys @ c.flat(state.anchor[0]).mT)
-        u, held = _response(p, x, c.asked)
+        u, held = response(p, x, c.asked)
         u, held = u.flatten(0, -3), [h[..., -1, :] for h in held]
     else:
         before = c.before()
         u = _solved(c, before) if _is_affine(update) else _settled(c, before)
         held = []
         if p.step.via:  # what filters hold after the last token
-            last = _Asked.of(p, datum(signal, len(c.batch), c.size - 1))
-            _, held = _response(p, c.seen(u, before)[..., -1, :], last)
+            last = Asked.of(p, datum(signal, len(c.batch), c.size - 1))
+            _, held = response(p, c.seen(u, before)[..., -1, :], last)
     ends = (outer(h, c.written[..., -1, :]) for h in held)
     via = tuple(
         s._replace(theta=(w,), count=s.count + c.size) for s, w in zip(cast(Any, state.via), ends, strict=True)
@@ -124,8 +124,8 @@ def _solved(c: _Chunk, before: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """u = b + J x(u) of a drive that is affine in every coordinate alone: a triangular system a row."""
     reads, kept, pairs = before
     x = c.deep(kept * reads)
-    fixed, _ = _response(c.p, torch.zeros_like(x), c.asked)
-    slope = _response(c.p, torch.ones_like(x), c.asked)[0] - fixed
+    fixed, _ = response(c.p, torch.zeros_like(x), c.asked)
+    slope = response(c.p, torch.ones_like(x), c.asked)[0] - fixed
     fixed, slope, x = (y.flatten(0, -3) for y in (fixed, slope, x))
     system = slope[..., None, :] * c.decays.between(c.early) * pairs[..., None]  # (N, C, C, d_v)
     system = torch.eye(c.size, dtype=x.dtype, device=x.device) - system.movedim(-1, 1)
@@ -140,17 +140,17 @@ def _settled(c: _Chunk, before: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     live = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     factor = None if c.gate is None else c.gate.detach().exp().expand(*c.batch, *c.gate.shape[-2:])
     with torch.no_grad():
-        still = _Asked.of(c.p, {n: x.detach() if isinstance(x, Tensor) else x for n, x in c.signal.items()})
+        still = Asked.of(c.p, {n: x.detach() if isinstance(x, Tensor) else x for n, x in c.signal.items()})
         across = c.deep(pairs.detach())
         found = _found(c.p, still.tokens(len(c.batch), c.size), c.deep(reads.detach()), across, factor)
     x = c.seen(found.flatten(0, -3), before)
-    u, _ = _response(c.p, x, c.asked)
+    u, _ = response(c.p, x, c.asked)
     if live:
         u = cast(Tensor, _Settled.apply(u, _Tape(c.p, across, factor, x.detach(), still)))
     return u.flatten(0, -3)
 
 
-def _gate(p: Parts, signal: Tokens, k: Tensor) -> Tensor | None:
+def row_gate(p: Parts, signal: Tokens, k: Tensor) -> Tensor | None:
     """The log gate (..., T, 1|d_v) of the memory's rows, or None where nothing is forgotten."""
     element = p.monoid.element(signal, resolve(p.step.rate, signal), k[..., None, :])
     if element.trivial:
@@ -182,7 +182,7 @@ def _by_coordinate(p: Parts) -> bool:
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Read:
+class Read:
     """A matrix of which one product is known: with the key (..., d_k, 1) it is x (..., d_v, 1)."""
 
     x: Tensor
@@ -191,7 +191,7 @@ class _Read:
         return self.x[..., None]
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """What does not depend on the state of what tokens write. weight: the rate against values (..., d_v), held: those
     of filters, times |k| for the first; moreau: c of an implicit step."""
 
@@ -201,22 +201,22 @@ class _Asked(NamedTuple):
     held: tuple[Tensor | float, ...]
 
     @classmethod
-    def of(cls, p: Parts, signal: Tokens) -> _Asked:
-        weight, (key, _) = _each(p, signal), pair(p, signal)
+    def of(cls, p: Parts, signal: Tokens) -> Asked:
+        weight, (key, _) = each(p, signal), pair(p, signal)
         moreau = weight * p.memory.sharpness(key) if p.step.at == "new" else 0.0
-        held = [_each(f, signal) for f in p.filters()]
+        held = [each(f, signal) for f in p.filters()]
         if held:
             held[0] = held[0] * torch.linalg.vector_norm(key, dim=-1, keepdim=True)
         return cls(signal, weight, moreau, tuple(held))
 
-    def tokens(self, dim: int, size: int) -> list[_Asked]:
+    def tokens(self, dim: int, size: int) -> list[Asked]:
         """One for each token."""
         signal = {n: _each_token(x, dim, size) for n, x in self.signal.items()}
         numbers = [_each_token(x, dim, size) for x in (self.weight, self.moreau, *self.held)]
         out = []
         for t in range(size):
             weight, moreau, *held = (x[t] for x in numbers)
-            out.append(_Asked({n: xs[t] for n, xs in signal.items()}, weight, moreau, tuple(held)))
+            out.append(Asked({n: xs[t] for n, xs in signal.items()}, weight, moreau, tuple(held)))
         return out
 
 
@@ -224,10 +224,10 @@ def _each_token(x: Tensor | float, dim: int, size: int) -> Sequence[Tensor | flo
     return x.unbind(dim) if isinstance(x, Tensor) and x.ndim > dim else [x] * size
 
 
-def _response(p: Parts, x: Tensor, asked: _Asked) -> tuple[Tensor, list[Tensor]]:
+def response(p: Parts, x: Tensor, asked: Asked) -> tuple[Tensor, list[Tensor]]:
     """The value (..., d_v) that a token writes along its key, from what its key reads; and what each filter holds."""
     key, target = pair(p, asked.signal)
-    weights = cast(Leaves, (_Read(x),))
+    weights = cast(Leaves, (Read(x),))
     assert isinstance(p.memory, RankOne)
     prediction = p.memory.predict(weights, key, asked.signal)
     r = p.cost.residual(prediction, target, asked.moreau, asked.signal)
@@ -240,14 +240,14 @@ def _response(p: Parts, x: Tensor, asked: _Asked) -> tuple[Tensor, list[Tensor]]
     return asked.weight * value, held
 
 
-def _each(p: Parts, signal: Tokens) -> Tensor | float:
+def each(p: Parts, signal: Tokens) -> Tensor | float:
     """The rate of a step against values (..., d_v)."""
     rate = resolve(p.step.rate, signal)
     scalar = isinstance(rate, Tensor) and rate.ndim > 0 and rate_shape(p.step.rate) == "scalar"
     return rate[..., None] if scalar else rate  # type: ignore[index]
 
 
-def _found(p: Parts, tokens: Sequence[_Asked], reads: Tensor, pairs: Tensor, factor: Tensor | None) -> Tensor:
+def _found(p: Parts, tokens: Sequence[Asked], reads: Tensor, pairs: Tensor, factor: Tensor | None) -> Tensor:
     """All u (..., C, d_v), token by token.
 
     reads (..., C, d_v): what the keys read of the first state; pairs (..., C, C): what keys read of writes.
@@ -264,7 +264,7 @@ def _found(p: Parts, tokens: Sequence[_Asked], reads: Tensor, pairs: Tensor, fac
             rest = block[t - first :]
             if factors is not None and not early:
                 rest.mul_(factors[t])
-            u, _ = _response(p, rest[0], tokens[t])
+            u, _ = response(p, rest[0], tokens[t])
             found.append(u)
             if factors is not None and early:
                 rest.mul_(factors[t])
@@ -291,7 +291,7 @@ class _Tape:
     pairs: Tensor
     factor: Tensor | None
     x: Tensor
-    asked: _Asked
+    asked: Asked
 
     def adjoint(self, given: Tensor) -> Tensor:
         """(I - J L)^-T of a cotangent (..., C, d_v) of u."""
@@ -329,7 +329,7 @@ class _Tape:
         """(C, ..., d_v) where rho acts on every coordinate alone, else (C, ..., d_v, d_v)."""
         with torch.enable_grad():
             x = self.x.requires_grad_()
-            u, _ = _response(self.p, x, self.asked)
+            u, _ = response(self.p, x, self.asked)
         if _by_coordinate(self.p):
             return torch.autograd.grad(u, x, torch.ones_like(u))[0].movedim(-2, 0)
         width = u.shape[-1]
@@ -356,4 +356,4 @@ class _Settled(torch.autograd.Function):
         return ctx.tape.adjoint(given), None
 
 
-__all__ = ["run"]
+__all__ = ["Asked", "Read", "each", "response", "row_gate", "run"]

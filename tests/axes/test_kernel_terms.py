@@ -229,7 +229,7 @@ def test_keys_shared_by_all_heads_are_passed_once(monkeypatch: pytest.MonkeyPatc
     ("update", "says"),
     (
         (StateUpdate(Ridge(SquaredError(), 0.1), algorithm=Step(BETA)), "change the sign"),
-        (StateUpdate(SquaredError(), algorithm=Step(Per("beta", "row"), at="new")), "every row"),
+        (StateUpdate(Alignment(), algorithm=Step(Per("beta", "row"))), "every row"),
         (StateUpdate(SquaredError(), monoid=DPLR("wide"), algorithm=Step(BETA)), "rank two"),
         (
             StateUpdate(SquaredError(), algorithm=Step(BETA, via=(Sum((MOMENTUM, FAST), (0.5, 0.5)),))),

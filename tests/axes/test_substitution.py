@@ -116,6 +116,6 @@ def test_a_planted_error_is_found(damage: str, monkeypatch: pytest.MonkeyPatch) 
         slopes = substitution._Tape._slopes
         monkeypatch.setattr(substitution._Tape, "_slopes", lambda tape: 0.9 * slopes(tape))
     else:
-        gate = substitution._gate
-        monkeypatch.setattr(substitution, "_gate", lambda *args: 0.9 * gate(*args))
+        gate = substitution.row_gate
+        monkeypatch.setattr(substitution, "row_gate", lambda *args: 0.9 * gate(*args))
     assert checks.error(*both(update, signal)) > 1e-4

@@ -1,0 +1,275 @@
+"""Substitution by kernels: S_t = e^{g_t} S_{t-1} + u_t k_t^T, u_t = rho(x_t, inputs) of what the key reads.
+
+The response rho is text of functions (`axes.programs.rows` writes it), under a name that operators know it by; the
+mathematics of what is around it is with the kernels, in `passes`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import linecache
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from axes.errors import ShapeError
+from axes.kernels.common.layout import (
+    Layout,
+    check_like,
+    check_packing,
+    check_tokens,
+    extent,
+    layout,
+    on_device,
+    precision,
+)
+from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv, power_of_2
+from axes.kernels.substitution import passes
+
+Reads = Literal["before", "gated", "anchored"]
+READS: dict[str, int] = {"before": 0, "gated": 1, "anchored": 2}
+SLOTS, BLOCK, WIDEST = 8, 16, 128
+SERIAL_WARPS = (4, 4, 8)  # of the serial passes: without gates, with those of the state, of rows (fewer spill more)
+PART = 64  # rows of the state of a serial program, where rows do not meet
+_IMPORT = "from axes.kernels.substitution.response import inputs, pull, respond, turned  # replaced\n"
+
+
+class Response(NamedTuple):
+    """What a token writes: text of the functions of `response`, which of its inputs are rows, and whether entries of a
+    row meet in it."""
+
+    text: str
+    rows: tuple[bool, ...]
+    mixes: bool
+
+
+_RESPONSES: dict[str, tuple[Response, ModuleType]] = {}
+
+
+def register(response: Response) -> str:
+    """The name of a response, whose kernels are made of it."""
+    name = hashlib.sha256(response.text.encode()).hexdigest()[:16]
+    if name not in _RESPONSES:
+        source = inspect.getsource(passes)
+        assert source.count(_IMPORT) == 1
+        text, file = source.replace(_IMPORT, "\n" + response.text + "\n"), f"<axes substitution {name}>"
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads it again
+        module = ModuleType(f"axes.kernels.substitution.made_{name}")
+        module.__file__ = file
+        sys.modules[module.__name__] = module
+        exec(compile(text, file, "exec"), module.__dict__)
+        _RESPONSES[name] = response, module
+    return name
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+def chunk_length(dtype: torch.dtype) -> int:
+    return 32 if dtype == torch.float32 else 64
+
+
+def _padded(width: int) -> int:
+    return max(64, power_of_2(width))
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a call. part: rows of the state that a program of the serial passes owns, of which there are `parts`."""
+
+    cut: Layout
+    shape: tuple[int, int, int, int, int]  # B, T, H, K, V
+    part: int
+    parts: int
+    response: Response
+    kernels: Any
+
+    @classmethod
+    def of(cls, k: Tensor, cu: Tensor | None, name: str, width: int) -> _Sizes:
+        response, kernels = _RESPONSES[name]
+        b, t, h, d_k = k.shape
+        part = _padded(width) if response.mixes else 32 if k.dtype == torch.float32 else PART
+        cut = layout(b, t, chunk_length(k.dtype), cu)
+        return cls(cut, (b, t, h, d_k, width), part, cdiv(width, part), response, kernels)
+
+    def room(self, k: Tensor) -> Tensor:
+        return k.new_empty(self.cut.units * self.shape[2] * self.parts, BLOCK, self.part, dtype=torch.float32)
+
+    def where(self) -> dict[str, Any]:
+        return dict(T=self.cut.length, N=self.cut.chunks, H=self.shape[2], C=self.cut.chunk, PACKED=self.cut.packed)
+
+    def constants(self, k: Tensor) -> dict[str, Any]:
+        d_k = self.shape[3]
+        return dict(K=d_k, BK=_padded(d_k), PRECISION=precision(k), num_stages=1, **self.where())
+
+
+def _gate(g: Tensor | None) -> int:
+    """None, of the state, of rows."""
+    return 0 if g is None else g.ndim - 2
+
+
+def _rooms(
+    k: Tensor, cu: Tensor | None, width: int, reads: int, last: bool, full: bool, record: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """What `_forward` returns, unfilled."""
+    (b, t, h, d_k), c, wide = k.shape, chunk_length(k.dtype), torch.float32
+    units, slots = extent(b, t, c, cu)
+    o = k.new_empty(b, t, h, width, dtype=wide if full else k.dtype)
+    final = k.new_empty(units, h, width, d_k, dtype=wide)
+    before = k.new_empty(units if reads == 2 else 0, h, width, d_k, dtype=wide)
+    ends = k.new_empty(units if last else 0, h, width, dtype=wide)
+    if not record:
+        return o, final, before, ends, []
+    products = k.new_empty(slots, h, c // BLOCK, 2, BLOCK, BLOCK, dtype=wide)
+    seen, states = k.new_empty(b, t, h, width, dtype=wide), k.new_empty(slots, h, width, d_k)
+    return o, final, before, ends, [products, seen, states]
+
+
+# ---- operator --------------------------------------------------------------------------------------------------------
+
+
+def _forward(
+    q: Tensor, k: Tensor, g: Tensor | None, start: Tensor | None, i0: Tensor | None, i1: Tensor | None,
+    i2: Tensor | None, i3: Tensor | None, i4: Tensor | None, i5: Tensor | None, i6: Tensor | None, i7: Tensor | None,
+    cu: Tensor | None, name: str, width: int, reads: int, last: bool, full: bool, record: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """o, the final state, that before the last block (anchored), what the last key of every unit reads (last); kept:
+    products of pairs, what keys read, first states of chunks."""
+    s = _Sizes.of(k, cu, name, width)
+    cut, h = s.cut, s.shape[2]
+    o, final, before, ends, (products, seen, states) = _rooms(k, cu, width, reads, last, full, True)
+    more = s.constants(k)
+    with on_device(k):
+        s.kernels.pairs[(cut.slots * h * (cut.chunk // BLOCK),)](
+            q, k, products, cut.offsets, cut.units_of_slots, **more, num_warps=1
+        )
+        s.kernels.forward[(cut.units * h * s.parts,)](
+            q, k, g, i0, i1, i2, i3, i4, i5, i6, i7, products, start, s.room(k), o, seen, states, final, before,
+            cut.offsets, **more, V=width, BV=s.part, STARTED=start is not None, GATE=_gate(g), READS=reads,
+            RECORD=record or last, COUNT=len(s.response.rows), num_warps=SERIAL_WARPS[_gate(g)],
+        )  # fmt: skip
+    if last:
+        unit = torch.arange(cut.units, device=k.device)
+        ends = seen[unit, -1] if cu is None else seen[0, (cu[1:].long() - 1).clamp_min(0)]
+    return o, final, before, ends, [products, seen, states] if record or last else []
+
+
+def _shapes(q, k, g, start, i0, i1, i2, i3, i4, i5, i6, i7, cu, name, width, reads, last, full, record):
+    return _rooms(k, cu, width, reads, last, full, record or last)
+
+
+def _backward(
+    q: Tensor, k: Tensor, g: Tensor | None, start: Tensor | None, i0: Tensor | None, i1: Tensor | None,
+    i2: Tensor | None, i3: Tensor | None, i4: Tensor | None, i5: Tensor | None, i6: Tensor | None, i7: Tensor | None,
+    cu: Tensor | None, name: str, width: int, reads: int, last: bool, full: bool, kept: list[Tensor],
+    do: Tensor, dfinal: Tensor, dbefore: Tensor, dlast: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    _, final, before, products, seen, states = kept
+    s = _Sizes.of(k, cu, name, width)
+    cut, (b, t, h, _, _) = s.cut, s.shape
+    given = (i0, i1, i2, i3, i4, i5, i6, i7)
+    grads = [None if x is None else torch.empty_like(x) for x in given]
+    dq, dk, dstates, dstart, asked = (torch.empty_like(x) for x in (q, k, states, final, seen))
+    dg = None if g is None else torch.empty_like(g)
+    dk2 = k.new_empty(b, t, h, dtype=torch.float32)
+    written, turns = (k.new_empty(b, t, h, width) for _ in range(2))
+    more, programs = s.constants(k), cut.slots * h
+    with on_device(k):
+        s.kernels.reverse[(cut.units * h * s.parts,)](
+            q, k, g, *given, products, seen, do, dfinal, dbefore, dlast, s.room(k), asked, dstates, dstart,
+            cut.offsets, **more, V=width, BV=s.part, GATE=_gate(g), READS=reads, LAST=last,
+            COUNT=len(s.response.rows), num_warps=SERIAL_WARPS[_gate(g)],
+        )  # fmt: skip
+        s.kernels.slopes[(programs * (cut.chunk // BLOCK),)](
+            *given, *grads, products, seen, asked, dlast, written, turns, dk2, cut.offsets, cut.units_of_slots,
+            **s.where(), V=width, BV=_padded(width), LAST=last, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        exact = k.dtype == torch.float32
+        met = k.new_empty(programs, 2, cut.chunk, cut.chunk)
+        more |= dict(V=width, BV=32 if exact else 64, GATE=_gate(g), READS=reads, SUMS="ieee" if exact else "halves")
+        do = do.to(k.dtype)
+        s.kernels.meetings[(programs,)](
+            q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, met, dg, cut.offsets,
+            cut.units_of_slots, **more, num_warps=8,
+        )  # fmt: skip
+        s.kernels.gradients[(programs,)](
+            q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, cut.offsets, cut.units_of_slots,
+            **more, num_warps=8,
+        )  # fmt: skip
+    return [dq, dk, dg, dstart, *grads]  # type: ignore[list-item]
+
+
+_chain = Differentiable("substitution", _forward, _backward, _shapes, gradients=12, reads=3)
+
+
+# ---- entry -----------------------------------------------------------------------------------------------------------
+
+
+class Written(NamedTuple):
+    """What a sequence gives. before: the state before the last block of 16 tokens, of anchored responses; last: what
+    the last key of every unit reads, where it was asked for."""
+
+    o: Tensor
+    final: Tensor
+    before: Tensor
+    last: Tensor
+
+
+def substitution_chain(
+    q: Tensor,
+    k: Tensor,
+    response: str,
+    width: int,
+    inputs: Sequence[Tensor],
+    g: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    reads: Reads = "before",
+    last: bool = False,
+    full: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Written:
+    """S_t = e^{g_t} S_{t-1} + u_t k_t^T, u_t = rho(S' k_t, inputs), o_t = S_t q_t.
+
+    q, k (B, T, H, K) in one of bf16, fp16, fp32, any T; response: a name from `register`, of rows of `width` V; K, V
+    from 1 to 128. inputs: rows (B, T, H, V) or numbers (B, T, H), as the response says. g (B, T, H) or, of rows,
+    (B, T, H, V): logs of gates, at most 0, floored at -100, None for no gate. S' is S_{t-1} (reads "before"),
+    e^{g_t} S_{t-1} ("gated"), or the state before the block of 16 tokens from the first on ("anchored").
+    initial_state (U, H, V, K) or None for zero; cu_seqlens (U + 1,) with B = 1: offsets of packed sequences.
+    full: o is float32, not in q's dtype; last: what the last keys read is wanted. States are float32. Tensors receive
+    gradients, once. Raises ShapeError on what does not fit.
+    """
+    who = "substitution_chain"
+    check_tokens(who, q, k, k)
+    (b, t, h, d_k), device = k.shape, k.device
+    check_packing(who, b, cu_seqlens, device)
+    units = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    known = _RESPONSES[response][0]
+    if not 1 <= width <= WIDEST or d_k > WIDEST:
+        raise ShapeError(f"{who}: K and V are from 1 to {WIDEST}, not {d_k} and {width}")
+    if len(inputs) != len(known.rows):
+        raise ShapeError(f"{who}: the response has {len(known.rows)} inputs, not {len(inputs)}")
+    for n, (x, row) in enumerate(zip(inputs, known.rows, strict=True)):
+        check_like(who, f"input {n}", x, (b, t, h, *((width,) if row else ())), device)
+    if g is not None and g.ndim not in (3, 4):
+        raise ShapeError(f"{who}: g is (B, T, H) or (B, T, H, V), not {tuple(g.shape)}")
+    if g is not None:
+        check_like(who, "g", g, (b, t, h, width)[: g.ndim], device)
+    check_like(who, "initial_state", initial_state, (units, h, width, d_k), device)
+    start = None if initial_state is None else initial_state.float().contiguous()
+    if k.numel() == 0:
+        final = k.new_zeros(units, h, width, d_k, dtype=torch.float32) if start is None else start.clone()
+        o = k.new_zeros(b, t, h, width, dtype=torch.float32 if full else k.dtype)
+        return Written(o, final, final, final[..., 0])
+    given = [x.contiguous() for x in inputs]
+    slots: list[Tensor | None] = [*given, *[None] * (SLOTS - len(given))]
+    g = None if g is None else g.float().contiguous()
+    made = _chain(
+        q.contiguous(), k.contiguous(), g, start, *slots, cu_seqlens, response, width, READS[reads], last, full
+    )
+    return Written(*made)

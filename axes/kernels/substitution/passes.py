@@ -1,0 +1,591 @@
+"""Kernels of S_t = e^{g_t} S_{t-1} + u_t k_t^T with u_t = rho_t(x_t), x_t what k_t reads; o_t = S_t q_t.
+
+Gates g act on the whole state (GATE 1) or on rows (2), S' is S_{t-1} (READS 0), e^{g_t} S_{t-1} (1) or the state before
+the block of 16 tokens that t stands in (2: anchored). In a block with first state X (V x K), rows of which never meet
+but in rho:
+    y = X k_t,  for s < t: y = e^{g_s} y + (k_s . k_t) u_s,  then u_t = rho_t(y), or of e^{g_t} y
+one token after another, a row of values in a thread's registers; products join blocks. Backwards with D, the derivative
+in the block's last state, J_t the slopes of rho and w_t = J_t^T g_t what x_t is asked for:
+    y = D k_t,  for s from the last to t + 1: y = e^{g_s} (y + (q_s . k_t) do_s) + (k_s . k_t) w_s
+    g_t = y + (q_t . k_t) do_t,  w_t = J_t^T g_t   (e^{g_s} also on w_s where gates come first; none of w if anchored)
+`forward` and `reverse` are serial in blocks; `slopes` goes through tokens, `meetings` and `gradients` through chunks of
+C tokens, with
+    C_ts = sum_v do_tv e^{G_tv - G_sv} u_sv (s <= t),   W_ts = sum_v w_tv e^{R_tv - G_sv} u_sv (s < t)
+    dq = C K + (e^G do) X,   dk = C^T Q + (W + W^T) K + (e^R w) X + (e^{G_last - G} u) dX'
+where R is G as x has seen it. A gate's derivative is a sum over later tokens of its chunk, without a token's own pair,
+    dg_t = sum_{i >= t} (do_i o_i - u_i g_i) + sum of w_i x_i that come through t + <X', dX'>.
+With gates by rows pairs of tokens in different halves of a block of tokens meet at the border between them, so that
+both exponents are sums of gates, at most zero.
+"""
+
+# mypy: disable-error-code="assignment, var-annotated, index, misc"
+# (tuples grow in loops that Triton unrolls)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from axes.kernels.common.inverse import stacked
+from axes.kernels.common.launch import Kernel
+from axes.kernels.common.tiles import (
+    accumulate,
+    decay,
+    first_slot,
+    load_line,
+    load_tile,
+    slot_rows,
+    store_tile,
+    unit_rows,
+)
+from axes.kernels.substitution.response import inputs, pull, respond, turned  # replaced
+
+_SIZES = ["T", "N", "H"]
+
+
+@triton.jit
+def _unit_end(offsets, unit, T, PACKED: tl.constexpr):
+    first, end = unit_rows(offsets, unit, T, PACKED)
+    return end
+
+
+@triton.jit
+def _load_state(ptr, index, v, d, V: tl.constexpr, K: tl.constexpr):
+    inside = (v < V)[:, None] & (d < K)[None, :]
+    return tl.load(ptr + index * (V * K) + v[:, None] * K + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_state(ptr, state, index, v, d, V: tl.constexpr, K: tl.constexpr):
+    inside = (v < V)[:, None] & (d < K)[None, :]
+    tl.store(ptr + index * (V * K) + v[:, None] * K + d[None, :], state.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate(g, at, v, V: tl.constexpr, there, inside, GATE: tl.constexpr):
+    """The gate of a token: of its rows, or a number."""
+    if GATE == 2:
+        log = tl.load(g + at * V + v, mask=inside & there, other=0.0).to(tl.float32)
+    else:
+        log = tl.load(g + at, mask=there, other=0.0).to(tl.float32)
+    return tl.exp(tl.maximum(log, -100.0))
+
+
+@triton.jit
+def _as_rows(tile, room, v, BV: tl.constexpr):
+    """A tile (BV, 16) in memory, from where its columns are read one by one."""
+    token = tl.arange(0, 16)
+    tl.debug_barrier()  # what was there has been read
+    tl.store(room + v[:, None] + token[None, :] * BV, tile)
+    tl.debug_barrier()
+
+
+@Kernel
+@triton.jit(do_not_specialize=_SIZES)
+def pairs(
+    q, k, out, offsets, units, T, N, H,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """k_t . k_s and q_t . k_s of every block: (slots, H, C / 16, 2, 16, 16)."""
+    pid = tl.program_id(0).to(tl.int64)
+    block = pid % (C // 16)
+    head = pid // (C // 16) % H
+    slot = pid // (C // 16) // H
+    unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
+    first += block * 16
+    rows = tl.minimum(end - first, 16)
+    if rows > 0:
+        d = tl.arange(0, BK)
+        keys = load_tile(k, first, rows, d, head, H, K, 16)
+        queries = load_tile(q, first, rows, d, head, H, K, 16)
+        i = tl.arange(0, 16)
+        at = out + pid * 512 + i[:, None] * 16 + i[None, :]
+        tl.store(at, tl.dot(keys, tl.trans(keys), input_precision=PRECISION))
+        tl.store(at + 256, tl.dot(queries, tl.trans(keys), input_precision=PRECISION))
+
+
+@Kernel
+@triton.jit(do_not_specialize=_SIZES)
+def forward(
+    q, k, g, p0, p1, p2, p3, p4, p5, p6, p7, products, start, room, o, seen, states, final, before, offsets, T, N, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    STARTED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, RECORD: tl.constexpr, COUNT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """o, the final state, what keys read, the first state of every chunk (RECORD) and of the last block (anchored)."""
+    PARTS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    local = tl.arange(0, BV)
+    v = (pid % PARTS).to(tl.int32) * BV + local
+    head = pid // PARTS % H
+    unit = pid // PARTS // H
+    inside = v < V
+    d = tl.arange(0, BK)
+    token = tl.arange(0, 16)
+    first, end = unit_rows(offsets, unit, T, PACKED)
+    slot = first_slot(first, unit, N, C, PACKED)
+    state = tl.zeros([BV, BK], dtype=tl.float32)
+    if STARTED:
+        state += _load_state(start, unit * H + head, v, d, V, K)
+    room += pid * (16 * BV)
+    blocks = ((end - first + 16 - 1) // 16).to(tl.int32)
+    for n in range(0, blocks):
+        rows = tl.minimum(end - first, 16)
+        place = (slot + n // (C // 16)) * H + head
+        if RECORD:  # noqa: SIM102 (a constant around a test)
+            if n % (C // 16) == 0:
+                _store_state(states, state, place, v, d, V, K)
+        if READS == 2:  # noqa: SIM102 (a constant around a test)
+            if n == blocks - 1:
+                _store_state(before, state, unit * H + head, v, d, V, K)
+        pair = products + (place * (C // 16) + n % (C // 16)) * 512
+        keys = load_tile(k, first, rows, d, head, H, K, 16)
+        queries = load_tile(q, first, rows, d, head, H, K, 16)
+        rounded = state.to(keys.dtype)
+        _as_rows(tl.dot(rounded, tl.trans(keys), input_precision=PRECISION), room, local, BV)
+        given = ()
+        gates = ()
+        reads = ()
+        for t in tl.static_range(16):
+            at = (first + t) * H + head
+            there = t < rows
+            given = given + inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, v, V, there, inside)
+            if GATE > 0:
+                gates = gates + (_gate(g, at, v, V, there, inside, GATE),)
+            reads = reads + (tl.load(room + t * BV + local),)
+        xs = ()
+        us = ()
+        for t in tl.static_range(16):
+            x = reads[t]
+            if READS != 2:
+                for s in tl.static_range(t):
+                    if GATE > 0:
+                        x = x * gates[s]
+                    x += tl.load(pair + (t * 16 + s)) * us[s]
+                if READS == 1 and GATE > 0:
+                    x = x * gates[t]
+            u = respond(
+                x, tl.load(pair + t * 17), given[t * COUNT], given[t * COUNT + 1 % COUNT], given[t * COUNT + 2 % COUNT],
+                given[t * COUNT + 3 % COUNT], given[t * COUNT + 4 % COUNT], given[t * COUNT + 5 % COUNT],
+                given[t * COUNT + 6 % COUNT], given[t * COUNT + 7 % COUNT], inside,
+            )  # fmt: skip
+            us = us + (tl.where(inside & (t < rows), u, 0.0),)
+            xs = xs + (x,)
+        if GATE == 2:
+            _as_rows(tl.dot(rounded, tl.trans(queries), input_precision=PRECISION), room, local, BV)
+            for t in tl.static_range(16):
+                y = tl.load(room + t * BV + local)
+                for s in tl.static_range(t + 1):
+                    y = y * gates[s] + tl.load(pair + (256 + t * 16 + s)) * us[s]
+                tl.store(o + ((first + t) * H + head) * V + v, y.to(o.dtype.element_ty), mask=inside & (t < rows))
+        else:
+            out = tl.dot(rounded, tl.trans(queries), input_precision=PRECISION)
+            scores = tl.load(pair + (256 + token[:, None] * 16 + token[None, :]))
+            if GATE == 1:
+                run = tl.cumsum(tl.maximum(load_line(g, first, rows, head, H, 16), -100.0), 0)
+                out = out * tl.exp(run)[None, :]
+                scores = scores * decay(run[:, None], run[None, :], token[:, None] >= token[None, :])
+            else:
+                scores = tl.where(token[:, None] >= token[None, :], scores, 0.0)
+            written = tl.trans(stacked(us, 16, 4)).to(keys.dtype)
+            out = out + tl.dot(written, tl.trans(scores).to(keys.dtype), input_precision=PRECISION)
+            there = (token < rows)[None, :] & inside[:, None]
+            to = o + ((first + token[None, :]) * H + head) * V + v[:, None]
+            tl.store(to, out.to(o.dtype.element_ty), mask=there)
+        if RECORD:
+            for t in tl.static_range(16):
+                tl.store(seen + ((first + t) * H + head) * V + v, xs[t], mask=inside & (t < rows))
+        if GATE > 0:
+            left = gates[15]
+            scaled = (us[15],)
+            for back in tl.static_range(1, 16):
+                scaled = (us[15 - back] * left,) + scaled
+                left = left * gates[15 - back]
+            if GATE == 2:
+                state = state * left[:, None]
+            else:
+                state = state * left
+            state = accumulate(state, stacked(scaled, 16, 4).to(keys.dtype), keys, PRECISION)
+        else:
+            state = accumulate(state, stacked(us, 16, 4).to(keys.dtype), keys, PRECISION)
+        first += 16
+    _store_state(final, state, unit * H + head, v, d, V, K)
+    if READS == 2:  # noqa: SIM102 (a constant around a test)
+        if blocks == 0:
+            _store_state(before, state, unit * H + head, v, d, V, K)
+
+
+@Kernel
+@triton.jit(do_not_specialize=_SIZES)
+def reverse(
+    q, k, g, p0, p1, p2, p3, p4, p5, p6, p7, products, seen, do, dfinal, dbefore, dlast, room, asked, dstates, dstart,
+    offsets, T, N, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    GATE: tl.constexpr, READS: tl.constexpr, LAST: tl.constexpr, COUNT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """g_t, what every u is asked for, and derivatives in the last state of every chunk and in the first of all."""
+    PARTS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    local = tl.arange(0, BV)
+    v = (pid % PARTS).to(tl.int32) * BV + local
+    head = pid // PARTS % H
+    unit = pid // PARTS // H
+    inside = v < V
+    d = tl.arange(0, BK)
+    start, end = unit_rows(offsets, unit, T, PACKED)
+    slot = first_slot(start, unit, N, C, PACKED)
+    state = _load_state(dfinal, unit * H + head, v, d, V, K)
+    room += pid * (16 * BV)
+    blocks = ((end - start + 16 - 1) // 16).to(tl.int32)
+    if READS == 2:  # noqa: SIM102 (a constant around a test)
+        if blocks == 0:
+            state += _load_state(dbefore, unit * H + head, v, d, V, K)
+    for i in range(0, blocks):
+        n = blocks - 1 - i
+        first = start + n * 16
+        rows = tl.minimum(end - first, 16)
+        place = (slot + n // (C // 16)) * H + head
+        if (i == 0) | (n % (C // 16) == C // 16 - 1):
+            _store_state(dstates, state, place, v, d, V, K)
+        pair = products + (place * (C // 16) + n % (C // 16)) * 512
+        keys = load_tile(k, first, rows, d, head, H, K, 16)
+        queries = load_tile(q, first, rows, d, head, H, K, 16)
+        _as_rows(tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision=PRECISION), room, local, BV)
+        given = ()  # the last token first
+        gates = ()
+        carried = ()
+        xs = ()
+        outs = ()
+        for r in tl.static_range(16):
+            at = (first + 15 - r) * H + head
+            there = 15 - r < rows
+            given = given + inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, v, V, there, inside)
+            if GATE > 0:
+                gates = gates + (_gate(g, at, v, V, there, inside, GATE),)
+            carried = carried + (tl.load(room + (15 - r) * BV + local),)
+            xs = xs + (tl.load(seen + at * V + v, mask=inside & there, other=0.0),)
+            outs = outs + (tl.load(do + at * V + v, mask=inside & there, other=0.0).to(tl.float32),)
+        gs = ()
+        ws = ()
+        for r in tl.static_range(16):
+            y = carried[r]
+            for m in tl.static_range(r):
+                y += tl.load(pair + (256 + (15 - m) * 16 + 15 - r)) * outs[m]
+                if READS == 1:
+                    y += tl.load(pair + ((15 - m) * 16 + 15 - r)) * ws[m]
+                if GATE > 0:
+                    y = y * gates[m]
+                if READS == 0:
+                    y += tl.load(pair + ((15 - m) * 16 + 15 - r)) * ws[m]
+            y += tl.load(pair + (256 + (15 - r) * 17)) * outs[r]
+            w = turned(
+                xs[r], tl.load(pair + (15 - r) * 17), y, given[r * COUNT], given[r * COUNT + 1 % COUNT],
+                given[r * COUNT + 2 % COUNT], given[r * COUNT + 3 % COUNT], given[r * COUNT + 4 % COUNT],
+                given[r * COUNT + 5 % COUNT], given[r * COUNT + 6 % COUNT], given[r * COUNT + 7 % COUNT], inside,
+            )  # fmt: skip
+            w = tl.where(inside & (15 - r < rows), w, 0.0)
+            if LAST:
+                closes = first + 15 - r == end - 1
+                w += tl.load(dlast + (unit * H + head) * V + v, mask=inside & closes, other=0.0)
+            ws = ws + (w,)
+            gs = gs + (y,)
+        for r in tl.static_range(16):
+            tl.store(asked + ((first + 15 - r) * H + head) * V + v, gs[r], mask=inside & (15 - r < rows))
+        shown = ()
+        turns = ()
+        if GATE > 0:
+            kept = gates[15] * 0.0 + 1.0
+            for t in tl.static_range(16):
+                if READS == 0:
+                    turns = turns + (ws[15 - t] * kept,)
+                kept = kept * gates[15 - t]
+                shown = shown + (outs[15 - t] * kept,)
+                if READS == 1:
+                    turns = turns + (ws[15 - t] * kept,)
+                if READS == 2:
+                    turns = turns + (ws[15 - t],)
+            if GATE == 2:
+                state = state * kept[:, None]
+            else:
+                state = state * kept
+        else:
+            for t in tl.static_range(16):
+                shown = shown + (outs[15 - t],)
+                turns = turns + (ws[15 - t],)
+        state = accumulate(state, stacked(shown, 16, 4).to(keys.dtype), queries, PRECISION)
+        state = accumulate(state, stacked(turns, 16, 4).to(keys.dtype), keys, PRECISION)
+        if READS == 2:  # noqa: SIM102 (a constant around a test)
+            if i == 0:
+                state += _load_state(dbefore, unit * H + head, v, d, V, K)
+    _store_state(dstart, state, unit * H + head, v, d, V, K)
+
+
+@Kernel
+@triton.jit(do_not_specialize=_SIZES)
+def slopes(
+    p0, p1, p2, p3, p4, p5, p6, p7, d0, d1, d2, d3, d4, d5, d6, d7, products, seen, asked, dlast, written, turns, dk2,
+    offsets, units, T, N, H,
+    V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """u, w and the derivatives in inputs of every block of tokens."""
+    pid = tl.program_id(0).to(tl.int64)
+    block = pid % (C // 16)
+    head = pid // (C // 16) % H
+    slot = pid // (C // 16) // H
+    unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
+    stop = _unit_end(offsets, unit, T, PACKED)
+    first += block * 16
+    rows = tl.minimum(end - first, 16)
+    if rows > 0:
+        v = tl.arange(0, BV)
+        token = tl.arange(0, 16)
+        there = token < rows
+        inside = (v < V)[None, :] & there[:, None]
+        at = (first + token) * H + head
+        x = load_tile(seen, first, rows, v, head, H, V, 16)
+        y = load_tile(asked, first, rows, v, head, H, V, 16)
+        k2 = tl.load(products + pid * 512 + token * 17)[:, None]
+        u, w, dk = pull(
+            x, k2, y, p0, p1, p2, p3, p4, p5, p6, p7, d0, d1, d2, d3, d4, d5, d6, d7, at, v, V, there,
+            (v < V)[None, :],
+        )  # fmt: skip
+        w = tl.where(inside, w, 0.0)
+        if LAST:
+            last = tl.load(dlast + (unit * H + head) * V + v, mask=v < V, other=0.0)
+            w += tl.where((first + token == stop - 1)[:, None], last[None, :], 0.0)
+        store_tile(written, tl.where(inside, u, 0.0), first, rows, v, head, H, V, 16)
+        store_tile(turns, w, first, rows, v, head, H, V, 16)
+        tl.store(dk2 + at[:, None], tl.broadcast_to(dk, [16, 1]), mask=there[:, None])
+
+
+@triton.jit
+def _sums(keep, logs, SUMS: tl.constexpr):
+    """Sums over tokens of logs (C, n), of those that `keep` (C, C) says. Logs are in [-100, 0]: in two parts of fp16
+    they have 22 bits, and a product of these with ones and zeros is exact."""
+    if SUMS == "ieee":
+        made = tl.dot(tl.where(keep, 1.0, 0.0), logs, input_precision="ieee")
+    else:
+        high = logs.to(tl.float16)
+        ones = tl.where(keep, 1.0, 0.0).to(tl.float16)
+        made = tl.dot(ones, (logs - high.to(tl.float32)).to(tl.float16), tl.dot(ones, high))
+    return made
+
+
+@triton.jit
+def _halves(log, half, C: tl.constexpr, SUMS: tl.constexpr):
+    """Pairs of tokens in different halves of 2 half tokens meet where the upper one begins: what gates leave of a token
+    on its way there, and the sum of their logs; whether it is in an upper half, where that begins, which pairs meet."""
+    i = tl.arange(0, C)
+    late, soon = i[:, None], i[None, :]
+    upper = late // half % 2 == 1
+    border = late // half * half
+    met = (late // (2 * half) == soon // (2 * half)) & (late // half > soon // half)
+    between = (upper & (soon >= border) & (soon <= late)) | (
+        (late // half % 2 == 0) & (soon > late) & (soon < border + half)
+    )
+    exponent = _sums(between, log, SUMS)
+    return tl.exp(exponent), exponent, upper, border, met
+
+
+@triton.jit
+def _in_blocks(x, C: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr):
+    """Cumulative sums (C, BV) that begin anew with every block of 16 tokens."""
+    return tl.reshape(tl.cumsum(tl.reshape(x, [C // 16, 16, BV]), 1, reverse=REVERSE), [C, BV])
+
+
+@triton.jit
+def _rows_of_gates(
+    g, first, rows, v, head, H,
+    V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Log gates (C, BV): of rows, or that of the whole state in every row."""
+    if GATE == 2:
+        log = load_tile(g, first, rows, v, head, H, V, C).to(tl.float32)
+    else:
+        log = tl.broadcast_to(load_line(g, first, rows, head, H, C)[:, None], [C, BV])
+    return tl.maximum(log, -100.0)
+
+
+@Kernel
+@triton.jit(do_not_specialize=_SIZES)
+def meetings(
+    q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, out, dg,
+    offsets, units, T, N, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """C_ts and W_ts + W_st of a chunk, (slots, H, 2, C, C), and derivatives in its gates. SUMS: how logs are added."""
+    pid = tl.program_id(0).to(tl.int64)
+    head = pid % H
+    slot = pid // H
+    unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
+    rows = (end - first).to(tl.int32)
+    if rows > 0:
+        d = tl.arange(0, BK)
+        i = tl.arange(0, C)
+        late, soon = i[:, None], i[None, :]
+        if READS == 2:
+            reads = late // 16 > soon // 16
+        else:
+            reads = late > soon
+        by_out = tl.zeros([C, C], dtype=tl.float32)
+        by_read = tl.zeros([C, C], dtype=tl.float32)
+        kind = written.dtype.element_ty
+        if GATE > 0:
+            queries = load_tile(q, first, rows, d, head, H, K, C)
+            keys = load_tile(k, first, rows, d, head, H, K, C)
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            own = tl.sum(tl.where(late == soon, scores, 0.0), 1)[:, None]
+        if GATE == 1:
+            line = tl.maximum(load_line(g, first, rows, head, H, C), -100.0)
+            run = tl.cumsum(line, 0)
+            if READS == 0:
+                sight = run - line
+            elif READS == 1:
+                sight = run
+            else:
+                sight = tl.sum(tl.where((soon < late // 16 * 16), line[None, :], 0.0), 1)
+            inner = tl.where(late > soon, scores * decay(run[:, None], run[None, :], late >= soon), 0.0).to(kind)
+            grad_gate = tl.zeros([C], dtype=tl.float32)
+        for at in range(0, V, BV):
+            v = at + tl.arange(0, BV)
+            shown = load_tile(do, first, rows, v, head, H, V, C)
+            u = load_tile(written, first, rows, v, head, H, V, C)
+            w = load_tile(turns, first, rows, v, head, H, V, C)
+            if GATE < 2:
+                by_out += tl.dot(shown, tl.trans(u), input_precision=PRECISION)
+                by_read += tl.dot(w, tl.trans(u), input_precision=PRECISION)
+            if GATE == 2:
+                log = tl.maximum(load_tile(g, first, rows, v, head, H, V, C).to(tl.float32), -100.0)
+                own_pair = tl.sum(shown.to(tl.float32) * u.to(tl.float32), 1)
+                by_out += tl.where(late == soon, own_pair[:, None], 0.0)
+                half = C // 2
+                while half > 0:
+                    factor, exponent, upper, border, met = _halves(log, half, C, SUMS)
+                    low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(kind)
+                    high = tl.where(upper, shown.to(tl.float32) * factor, 0.0).to(kind)
+                    by_out += tl.where(met, tl.dot(high, tl.trans(low), input_precision=PRECISION), 0.0)
+                    if READS == 0:
+                        factor = tl.exp(tl.minimum(exponent - log, 0.0))
+                    if READS == 2:
+                        between = upper & (soon >= border) & (soon < late // 16 * 16)
+                        factor = tl.exp(_sums(between, log, SUMS))
+                    back = tl.where(upper, w.to(tl.float32) * factor, 0.0).to(kind)
+                    by_read += tl.where(met & reads, tl.dot(back, tl.trans(low), input_precision=PRECISION), 0.0)
+                    half = half // 2
+            if GATE > 0:
+                state = _load_state(states, slot * H + head, v, d, V, K)
+                x = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
+                if GATE == 1:
+                    x = x * tl.exp(run)[:, None] + tl.dot(inner, u, input_precision=PRECISION)
+                else:
+                    x = x * tl.exp(tl.cumsum(log, 0))
+                    half = C // 2
+                    while half > 0:
+                        factor, exponent, upper, border, met = _halves(log, half, C, SUMS)
+                        low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(kind)
+                        x += factor * tl.dot(tl.where(met, scores, 0.0).to(kind), low, input_precision=PRECISION)
+                        half = half // 2
+                # derivatives in gates: x is what queries read, less the token's own pair
+                show = shown.to(tl.float32)
+                y = load_tile(asked, first, rows, v, head, H, V, C) - own * show
+                change = show * x - u.to(tl.float32) * y
+                through = w.to(tl.float32) * load_tile(seen, first, rows, v, head, H, V, C)
+                if READS == 1:
+                    change += through
+                total = tl.cumsum(change, 0, reverse=True)
+                if READS == 0:
+                    total += tl.cumsum(through, 0, reverse=True) - through
+                if READS == 2:
+                    total += tl.cumsum(through, 0, reverse=True) - _in_blocks(through, C, BV, True)
+                if first + rows < _unit_end(offsets, unit, T, PACKED):
+                    last = _load_state(states, (slot + 1) * H + head, v, d, V, K).to(tl.float32)
+                else:
+                    last = _load_state(final, unit * H + head, v, d, V, K)
+                dstate = _load_state(dstates, slot * H + head, v, d, V, K).to(tl.float32)
+                total += tl.sum(last * dstate, 1)[None, :]
+                if READS == 2:  # noqa: SIM102 (a constant around a test)
+                    if end == _unit_end(offsets, unit, T, PACKED):
+                        anchor = _load_state(before, unit * H + head, v, d, V, K)
+                        asks = _load_state(dbefore, unit * H + head, v, d, V, K)
+                        total += tl.where(late < (rows - 1) // 16 * 16, tl.sum(anchor * asks, 1)[None, :], 0.0)
+                if GATE == 2:
+                    store_tile(dg, total, first, rows, v, head, H, V, C)
+                else:
+                    grad_gate += tl.sum(tl.where((v < V)[None, :], total, 0.0), 1)
+        if GATE == 1:
+            by_out = by_out * decay(run[:, None], run[None, :], late >= soon)
+            by_read = by_read * decay(sight[:, None], run[None, :], reads)
+            tl.store(dg + (first + i) * H + head, grad_gate, mask=i < rows)
+        elif GATE == 0:
+            by_out = tl.where(late >= soon, by_out, 0.0)
+            by_read = tl.where(reads, by_read, 0.0)
+        to = out + pid * (2 * C * C) + late * C + soon
+        tl.store(to, by_out.to(kind))
+        tl.store(to + C * C, (by_read + tl.trans(by_read)).to(kind))
+
+
+@Kernel
+@triton.jit(do_not_specialize=_SIZES)
+def gradients(
+    q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, offsets, units, T, N, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """dq and dk of a chunk."""
+    pid = tl.program_id(0).to(tl.int64)
+    head = pid % H
+    slot = pid // H
+    unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
+    rows = (end - first).to(tl.int32)
+    if rows > 0:
+        d = tl.arange(0, BK)
+        i = tl.arange(0, C)
+        kind = written.dtype.element_ty
+        grad_q = tl.zeros([C, BK], dtype=tl.float32)
+        grad_k = tl.zeros([C, BK], dtype=tl.float32)
+        for at in range(0, V, BV):
+            v = at + tl.arange(0, BV)
+            shown = load_tile(do, first, rows, v, head, H, V, C)
+            u = load_tile(written, first, rows, v, head, H, V, C)
+            w = load_tile(turns, first, rows, v, head, H, V, C)
+            if GATE > 0:
+                log = _rows_of_gates(g, first, rows, v, head, H, V, C, BV, GATE)
+                run = tl.cumsum(log, 0)
+                shown = (shown.to(tl.float32) * tl.exp(run)).to(kind)
+                if READS == 0:
+                    sight = run - log
+                elif READS == 1:
+                    sight = run
+                else:
+                    sight = run - _in_blocks(log, C, BV, False)
+                w = (w.to(tl.float32) * tl.exp(tl.minimum(sight, 0.0))).to(kind)
+            if READS == 2:  # noqa: SIM102 (a constant around a test)
+                if end == _unit_end(offsets, unit, T, PACKED):
+                    block = (rows - 1) // 16 * 16
+                    early = tl.where((i < block)[:, None], u.to(tl.float32), 0.0)
+                    if GATE > 0:
+                        rest = (i[None, :] > i[:, None]) & (i[None, :] < block)
+                        early = early * tl.exp(_sums(rest, log, SUMS))
+                    asks = _load_state(dbefore, unit * H + head, v, d, V, K).to(kind)
+                    grad_k = tl.dot(early.to(kind), asks, grad_k, input_precision=PRECISION)
+            if GATE > 0:
+                after = tl.minimum(tl.sum(log, 0)[None, :] - run, 0.0)
+                u = (u.to(tl.float32) * tl.exp(after)).to(kind)
+            state = _load_state(states, slot * H + head, v, d, V, K)
+            grad_q = tl.dot(shown, state, grad_q, input_precision=PRECISION)
+            grad_k = tl.dot(w, state, grad_k, input_precision=PRECISION)
+            dstate = _load_state(dstates, slot * H + head, v, d, V, K)
+            grad_k = tl.dot(u, dstate, grad_k, input_precision=PRECISION)
+        keys = load_tile(k, first, rows, d, head, H, K, C)
+        queries = load_tile(q, first, rows, d, head, H, K, C)
+        at = met + pid * (2 * C * C) + i[:, None] * C + i[None, :]
+        by_out = tl.load(at)
+        both = tl.load(at + C * C)
+        grad_q = tl.dot(by_out, keys, grad_q, input_precision=PRECISION)
+        grad_k = tl.dot(tl.trans(by_out), queries, grad_k, input_precision=PRECISION)
+        grad_k = tl.dot(both, keys, grad_k, input_precision=PRECISION)
+        length = tl.load(dk2 + (first + i) * H + head, mask=i < rows, other=0.0)
+        grad_k += 2.0 * length[:, None] * keys.to(tl.float32)
+        store_tile(dq, grad_q, first, rows, d, head, H, K, C)
+        store_tile(dk, grad_k, first, rows, d, head, H, K, C)

@@ -1,0 +1,44 @@
+"""The place of a response in the text of `passes`: the delta rule u = r (v - x), as a program would be generated.
+
+`axes.programs.rows` writes functions of these names for any response; `chain` puts their text in the place of an import
+of this module. Inputs of a token are rows (tokens, H, V) or numbers (tokens, H).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, v, V, there, inside):
+    """The inputs of one token, row `at` of (tokens H)."""
+    return (
+        tl.load(p0 + at * V + v, mask=inside & there, other=0.0).to(tl.float32),
+        tl.load(p1 + at, mask=there, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def respond(x, k2, i0, i1, i2, i3, i4, i5, i6, i7, inside):
+    """u of one token, from what its key of length sqrt(k2) reads."""
+    return i1 * (i0 - x)
+
+
+@triton.jit
+def turned(x, k2, g, i0, i1, i2, i3, i4, i5, i6, i7, inside):
+    """The derivative in x of <u, g>."""
+    return -i1 * g
+
+
+@triton.jit
+def pull(
+    x, k2, g, p0, p1, p2, p3, p4, p5, p6, p7, d0, d1, d2, d3, d4, d5, d6, d7, at, v, V: tl.constexpr, there, inside
+):
+    """(u, derivative in x, in k2) of a tile of tokens `at` (C,); those in inputs are stored."""
+    i0 = tl.load(p0 + at[:, None] * V + v[None, :], mask=inside & there[:, None], other=0.0).to(tl.float32)
+    i1 = tl.load(p1 + at, mask=there, other=0.0).to(tl.float32)[:, None]
+    u = i1 * (i0 - x)
+    tl.store(d0 + at[:, None] * V + v[None, :], (i1 * g).to(d0.dtype.element_ty), mask=inside & there[:, None])
+    tl.store(d1 + at, tl.sum(tl.where(inside, g * (i0 - x), 0.0), 1), mask=there)
+    return u, -i1 * g, k2 * 0.0

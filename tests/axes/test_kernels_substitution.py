@@ -1,0 +1,227 @@
+"""Substitution by kernels: identities of its chunk form in float64, the text of responses, what is picked, and the
+kernels under Triton's interpreter against the recurrence.
+
+The interpreter is chosen when Triton is imported, so the kernels run in a process of their own; bfloat16 products are
+left to tests/gpu.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from axes.core.algorithms import Anchor, Step
+from axes.core.costs import Huber
+from axes.core.memory import MLP
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.programs import rows
+from axes.routes import dispatch, substitution_kernel
+from axes.routes.choice import NoImplementation, Target
+from axes.sequence.longhorn import Longhorn
+from axes.sequence.miras import YaadMatrix
+from tests.interpreter import interpret
+
+if sys.platform != "linux":  # there its absence is an error, not a reason to skip
+    pytest.importorskip("triton")
+
+PROGRAM = r"""
+import dataclasses
+import torch
+from axes.core import reference
+from axes.core.algorithms import Anchor, Step
+from axes.core.costs import Huber, SquaredError
+from axes.core.geometry import Sphere
+from axes.core.memory import LayerNormMatrix
+from axes.core.monoids import Diagonal, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import OnUpdate, StateUpdate
+from axes.routes import substitution_kernel
+from axes.testing import checks
+
+BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
+ROWS = Diagonal("row_decay", side="row")
+
+def example(update, length, d_k, d_v):
+    torch.manual_seed(0)
+    signal = checks.example(update, length=length, d_k=d_k, d_v=d_v)
+    signal = {n: x[:1].float().unsqueeze(2) if isinstance(x, torch.Tensor) else x for n, x in signal.items()}
+    return {n: 0.3 * x if "beta" in n else x for n, x in signal.items()}
+
+def results(run, signal, start, dtype):
+    live = {n: x.to(dtype).requires_grad_() for n, x in signal.items()}
+    first = start.to(dtype).requires_grad_()
+    out, state = run(live, first)
+    torch.manual_seed(1)
+    shown = [out, *state.theta, *state.anchor, *[x for s in state.via for x in s.theta]]
+    loss = sum((x.double() * torch.randn(x.shape, dtype=torch.float64)).sum() for x in shown)
+    return [*shown, *torch.autograd.grad(loss, [*live.values(), first], allow_unused=True)]
+
+def compare(got, want):
+    for a, w in zip(got, want, strict=True):
+        if w is not None:
+            error = ((a - w).norm() / max(w.norm(), 1e-3 * w.numel() ** 0.5)).item()
+            print(tuple(w.shape), f"{error:.1e}")
+            assert error < 2e-6, (tuple(w.shape), error)
+
+def check(update, length, d_k=5, d_v=3):
+    signal = example(update, length, d_k, d_v)
+    start = torch.randn(1, 1, d_v, d_k)
+    kernel = results(lambda s, w: substitution_kernel.run(update, s, None, (w,)), signal, start, torch.float32)
+    exact = results(lambda s, w: reference.run(update, s, time=1, weights=(w,)), signal, start, torch.float64)
+    compare(kernel, exact)
+"""
+CASES = {
+    "rows, before": "check(StateUpdate(Huber(ROW_BETA), monoid=ROWS, algorithm=Step(ROW_BETA)), 34)",
+    "rows, gated, rows meet": (
+        'check(StateUpdate(Huber(0.5, "norm"), monoid=ROWS, algorithm=Step(ROW_BETA, at="gated")), 20)'
+    ),
+    "anchored, rows": "check(StateUpdate(Huber(0.5), monoid=ROWS, algorithm=Step(ROW_BETA, at=Anchor(16))), 34)",
+    "anchored, a norm": (
+        "check(StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(16)), memory=LayerNormMatrix()), 17, 4, 4)"
+    ),
+    "filter along the key": (
+        'check(StateUpdate(SquaredError(), OnUpdate(Sphere("whole")), Scalar("decay"), Step(BETA)), 18)'
+    ),
+    "packed": r"""
+update = StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(ROW_BETA, at="new"))
+signal, cuts = example(update, 21, 5, 3), [0, 2, 2, 21]
+start = torch.randn(3, 1, 3, 5)
+
+def packed(s, w):
+    state = update.init({n: x[:, 0].expand(3, *x.shape[2:]) for n, x in s.items()}, (w,))
+    return substitution_kernel.run(update, s, state, None, torch.tensor(cuts))
+
+def alone(s, w):
+    outs, ends = [], []
+    for n, (a, b) in enumerate(zip(cuts, cuts[1:])):
+        if a == b:
+            ends.append(w[n : n + 1])
+            continue
+        out, state = reference.run(update, {m: x[:, a:b] for m, x in s.items()}, time=1, weights=(w[n : n + 1],))
+        outs.append(out)
+        ends.append(state.theta[0])
+    return torch.cat(outs, 1), state._replace(theta=(torch.cat(ends),))
+
+compare(results(packed, signal, start, torch.float32), results(alone, signal, start, torch.float64))
+""",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_equal_the_recurrence(case: str) -> None:
+    interpret(PROGRAM + CASES[case])
+
+
+# ---- what is picked --------------------------------------------------------------------------------------------------
+
+
+def test_select_says_that_they_wait() -> None:
+    gpu = Target.of("cuda:sm_90")
+    waits = dispatch.select(Longhorn.update, gpu, torch.bfloat16)
+    assert waits[:2] == ("substitution", "torch") and "have not run on a GPU yet" in waits.reason
+    named = dispatch.select(Longhorn.update, gpu, torch.bfloat16, implementation="triton")
+    assert named[:2] == ("substitution", "triton")
+
+
+def test_select_names_the_kernels_and_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(substitution_kernel, "PICKED", True)
+    gpu = Target.of("cuda:sm_90")
+    assert dispatch.select(Longhorn.update, gpu, torch.bfloat16)[:2] == ("substitution", "triton")
+    assert dispatch.select(YaadMatrix.update, gpu, torch.bfloat16)[:2] == ("substitution", "triton")
+    assert dispatch.select(YaadMatrix.update, "cpu")[:2] == ("substitution", "torch")
+
+    def reason(update: StateUpdate, **shapes: tuple[int, ...]) -> str:
+        choice = dispatch.select(update, gpu, torch.bfloat16, shapes)
+        assert choice[:2] == ("substitution", "torch")
+        with pytest.raises(NoImplementation):
+            dispatch.select(update, gpu, torch.bfloat16, shapes, "triton")
+        return choice.reason
+
+    assert "widths up to 128" in reason(Longhorn.update, k=(1, 4, 2, 16), v=(1, 4, 2, 256))
+    assert "anchor for 16 tokens" in reason(StateUpdate(Huber(1.0), algorithm=Step(Per("beta"), at=Anchor(4))))
+
+
+def test_an_mlp_is_no_matter_of_these_kernels() -> None:
+    update = StateUpdate(Huber(1.0), algorithm=Step(Per("beta"), at=Anchor(16)), memory=MLP(2))
+    assert "not one matrix" in str(
+        substitution_kernel.no_kernel(update, torch.device("cuda"), torch.bfloat16, {}, 1)
+    )
+
+
+# ---- the text of a response ------------------------------------------------------------------------------------------
+
+
+def made(function: rows.Function, width: int = 3) -> rows.Source:
+    return rows.source(function, {"v": "row", "b": "number"}, width)
+
+
+def test_what_is_not_read_is_no_input() -> None:
+    source = made(lambda x, k2, given: (given["v"] if "v" in given else x * 0) - x)
+    assert source.inputs == ("v",) and not source.mixes
+
+
+def test_sums_of_a_row_are_operations() -> None:
+    def unit(x: Tensor, k2: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        e = given["v"] - x if "v" in given else -x
+        return e / (e * e).sum(-1, keepdim=True).sqrt()
+
+    source = made(unit)
+    assert source.mixes and "tl.sum(tl.where(inside, " in source.text
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, k2, given: x.flip(0), lambda x, k2, given: x.sort(-1).values, lambda x, k2, given: x - x.mean(0),
+    lambda x, k2, given: x if x.sum() > 0 else -x, lambda x, k2, given: x.cumsum(-1),
+])  # fmt: skip
+def test_what_is_no_program_says_why(function: rows.Function) -> None:
+    with pytest.raises(rows.NoProgram):
+        made(function)
+
+
+@pytest.mark.parametrize("reads", ["before", "gated", "anchored"])
+def test_identities_of_the_chunk_form(reads: str) -> None:
+    """Autograd through the recurrence against sums over pairs of tokens, with gates by rows."""
+    torch.manual_seed(0)
+    length, d_v, d_k = 20, 3, 4
+    q, k = (torch.randn(length, d_k, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    g = (-torch.rand(length, d_v, dtype=torch.float64)).requires_grad_()
+    start = torch.randn(d_v, d_k, dtype=torch.float64)
+    state, outs, xs, us, read = start, [], [], [], start
+    for t in range(length):
+        read = state if reads == "before" else g[t].exp()[:, None] * state if reads == "gated" else (
+            state if t % 16 == 0 else read
+        )  # fmt: skip
+        xs.append(read @ k[t])
+        us.append(0.1 * torch.tanh(xs[-1]))
+        state = g[t].exp()[:, None] * state + torch.outer(us[-1], k[t])
+        outs.append(state @ q[t])
+    out, x, u = (torch.stack(y) for y in (outs, xs, us))
+    do = torch.randn_like(out)
+    loss = (out * do).sum()
+    dq, dk, dg, *rest = torch.autograd.grad(loss, (q, k, g, *xs, *us))
+    w, asked = torch.stack(rest[:length]), torch.stack(rest[length:])
+    late, soon = torch.arange(length)[:, None], torch.arange(length)
+    run = g.cumsum(0)
+    passed = {
+        "before": run - g, "gated": run, "anchored": torch.cat((g.new_zeros(1, d_v), run))[late[:, 0] // 16 * 16]
+    }[reads]  # fmt: skip
+    sees = late > soon if reads != "anchored" else late // 16 > soon // 16
+    decay = torch.where((late >= soon)[..., None], (run[:, None] - run).exp(), 0.0)
+    sight = torch.where(sees[..., None], (passed[:, None] - run).clamp_max(0).exp(), 0.0)
+    by_out = torch.einsum("tv,tsv,sv->ts", do, decay, u)
+    by_read = torch.einsum("tv,tsv,sv->ts", w, sight, u)
+    found = (
+        by_out @ k + (run.exp() * do) @ start,
+        by_out.mT @ q + (by_read + by_read.mT) @ k + (passed.exp() * w) @ start,
+    )
+    for a, b in zip(found, (dq, dk), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    change, through = do * out - u * asked, w * x
+    later = late <= soon if reads == "gated" else late < soon if reads == "before" else late // 16 < soon // 16
+    total = change.flip(0).cumsum(0).flip(0) + later.double() @ through
+    torch.testing.assert_close(total, dg, rtol=1e-10, atol=1e-10)

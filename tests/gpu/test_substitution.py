@@ -1,0 +1,223 @@
+"""Substitution by kernels on a GPU against the torch route in float64: values, every gradient, hard inputs.
+
+The bar is the torch route in float32 whose matrix products round their operands as the kernels do, backwards too: no
+tensor may be further from float64 than one and a half times that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from axes.core.algorithms import Step  # noqa: E402
+from axes.core.costs import CrossEntropy, Huber, Lp, SquaredError  # noqa: E402
+from axes.core.monoids import Diagonal, Scalar  # noqa: E402
+from axes.core.rates import Per  # noqa: E402
+from axes.core.state_update import StateUpdate  # noqa: E402
+from axes.routes import dispatch, substitution_kernel  # noqa: E402
+from axes.sequence.longhorn import Longhorn  # noqa: E402
+from axes.sequence.miras import YaadMatrix  # noqa: E402
+from axes.sequence.predicted import FrankWolfeDelta  # noqa: E402
+from axes.sequence.ttt import TTTLinear  # noqa: E402
+
+BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
+ROWS = Diagonal("row_decay", side="row")
+HALF, FULL = (torch.bfloat16, torch.float16), torch.float32
+DTYPES = (*HALF, FULL)
+FREE = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(autouse=True)
+def picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(substitution_kernel, "PICKED", True)
+
+
+def at(update: StateUpdate, where: str) -> StateUpdate:
+    n = update.normal()
+    step: Any = dataclasses.replace(n.algorithm, at=where)  # type: ignore[arg-type]
+    return StateUpdate(n.cost, n.h, n.monoid, step, n.memory)
+
+
+SYSTEMS = {
+    "longhorn": Longhorn.update,
+    "yaad": YaadMatrix.update,
+    "yaad prev": at(YaadMatrix.update, "prev"),
+    "frank-wolfe": FrankWolfeDelta.update,
+    "ttt": TTTLinear.update,
+    "ttt prev": at(TTTLinear.update, "prev"),
+    "huber, gated rows": StateUpdate(Huber(0.5, "norm"), monoid=ROWS, algorithm=Step(ROW_BETA, at="gated")),
+    "huber, implicit": StateUpdate(Huber(0.5), monoid=Scalar("decay"), algorithm=Step(BETA, at="new")),
+    "cubic": StateUpdate(Lp(3.0), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "cross-entropy": StateUpdate(CrossEntropy(), monoid=Scalar("decay"), algorithm=Step(BETA)),
+    "squares by rows": StateUpdate(SquaredError(), monoid=ROWS, algorithm=Step(ROW_BETA)),
+}
+
+
+class Rounded(TorchDispatchMode):
+    """Matrix products of operands rounded to a dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__.split(".")[0] in ("mm", "bmm"):
+            args = tuple(x.to(self.dtype).to(x.dtype) for x in args)
+        return function(*args, **(kwargs or {}))
+
+
+def draw(
+    update: StateUpdate, length: int, d_k: int, d_v: int, dtype: torch.dtype, b: int = 2, h: int = 2, gates: float = 0.1
+) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    q, k = (torch.randn(b, length, h, d_k, device="cuda") for _ in range(2))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    signal = {"q": q.to(dtype), "k": k.to(dtype), "v": torch.randn(b, length, h, d_v, device="cuda", dtype=dtype)}
+    for per in update.demands():
+        x = torch.rand((b, length, h, d_v) if per.shape == "row" else (b, length, h), device="cuda")
+        signal[per.name] = -gates * x if per.domain == "unit" else 0.3 * x + 0.1
+    return signal
+
+
+def results(update: StateUpdate, signal: dict[str, Tensor], start: Tensor, dtype: torch.dtype | None, who: str, **more):
+    """Outputs, states and gradients by name."""
+    live = {n: (x if dtype is None else x.to(dtype)).detach().requires_grad_() for n, x in signal.items()}
+    first = start.to(live["v"].dtype if dtype is not None else torch.float32).detach().requires_grad_()
+    out, state = dispatch.run(update, live, weights=(first,), implementation=who, **more)
+    shown = {"o": out, "final": state.theta[0], **{f"via{n}": s.theta[0] for n, s in enumerate(state.via)}}
+    if state.anchor:
+        shown["anchor"] = state.anchor[0]
+    torch.manual_seed(1)
+    loss = sum((x.double() * torch.randn(x.shape, device="cuda", dtype=torch.float64)).sum() for x in shown.values())
+    names = [*live, "start"]
+    grads = torch.autograd.grad(loss, [*live.values(), first], allow_unused=True)
+    shown |= {f"d{n}": g for n, g in zip(names, grads, strict=True) if g is not None}
+    return {n: x.detach() for n, x in shown.items()}
+
+
+def distance(a: Tensor, want: Tensor) -> float:
+    return (a.double() - want).norm().item() / max(want.norm().item(), 1e-3 * want.numel() ** 0.5)
+
+
+def check(update: StateUpdate, length: int, d_k: int, d_v: int, dtype: torch.dtype, **options: Any) -> None:
+    signal = draw(update, length, d_k, d_v, dtype, **options)
+    b, h = signal["k"].shape[0], signal["k"].shape[2]
+    start = 0.1 * torch.randn(b, h, d_v, d_k, device="cuda")
+    got = results(update, signal, start, None, "triton")
+    want = results(update, signal, start, torch.float64, "torch")
+    with Rounded(dtype):
+        near = results(update, signal, start, torch.float32, "torch")
+    wrong = {}
+    for name, w in want.items():
+        a = got[name]
+        assert torch.isfinite(a).all(), name
+        error, bar = distance(a, w), distance(near[name].to(a.dtype), w)
+        print(f"{name} {error:.1e} of {bar:.1e}", end="  ")
+        if error > max(1.5 * bar, FREE[dtype]):
+            wrong[name] = f"{error:.1e} > 1.5 * {bar:.1e}"
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, FULL), ids=str)
+def test_systems(name: str, dtype: torch.dtype) -> None:
+    check(SYSTEMS[name], 200, 64, 64, dtype)
+
+
+@pytest.mark.parametrize("length", (1, 15, 16, 17, 64, 65, 300))
+@pytest.mark.parametrize("name", ("yaad", "yaad prev", "frank-wolfe"))
+def test_lengths(name: str, length: int) -> None:
+    check(SYSTEMS[name], length, 64, 64, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("d_k", "d_v"), ((1, 3), (16, 100), (100, 100), (128, 128), (128, 20)))
+@pytest.mark.parametrize("name", ("longhorn", "yaad prev", "frank-wolfe"))
+def test_sides(name: str, d_k: int, d_v: int) -> None:
+    check(SYSTEMS[name], 130, d_k, d_v, torch.float16)
+
+
+@pytest.mark.parametrize("name", ("yaad", "yaad prev", "huber, gated rows", "cubic"))
+def test_gates_that_close(name: str) -> None:
+    check(SYSTEMS[name], 150, 64, 64, torch.bfloat16, gates=30.0)
+
+
+def test_a_gate_of_minus_infinity_leaves_numbers() -> None:
+    update = SYSTEMS["yaad prev"]
+    signal = draw(update, 70, 64, 64, torch.bfloat16)
+    (gate,) = (per.name for per in update.demands() if per.domain == "unit")
+    signal[gate][:, 5::7] = -torch.inf
+    signal["k"][:, 3] = 0.0
+    for x in results(update, signal, torch.zeros(2, 2, 64, 64, device="cuda"), None, "triton").values():
+        assert torch.isfinite(x).all()
+
+
+@pytest.mark.parametrize("name", ("longhorn", "yaad prev", "frank-wolfe"))
+def test_packed_equals_one_by_one(name: str) -> None:
+    update, cuts = SYSTEMS[name], [0, 70, 70, 71, 300]
+    signal = draw(update, 300, 64, 64, torch.bfloat16, b=1)
+    start = torch.randn(4, 2, 64, 64, device="cuda")
+    first = {n: x[:, 0].expand(4, *x.shape[2:]) for n, x in signal.items()}
+    out, last = dispatch.run_packed(
+        update, signal, update.init(first, (start,)), torch.tensor(cuts, device="cuda"), implementation="triton"
+    )
+    assert last is not None
+    for u, (a, e) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        if e > a:
+            own = {n: x[:, a:e] for n, x in signal.items()}
+            alone, state = substitution_kernel.run(update, own, None, (start[u : u + 1],))
+            assert torch.equal(alone, out[:, a:e])
+            assert torch.equal(state.theta[0], last.theta[0][u : u + 1])
+
+
+@pytest.mark.parametrize("name", ("longhorn", "yaad", "yaad prev", "frank-wolfe", "ttt"))
+def test_a_full_chip_repeats_and_writes_every_element(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = SYSTEMS[name]
+    signal = draw(update, 777, 100, 100, torch.bfloat16, b=40, h=4)
+    start = torch.randn(40, 4, 100, 100, device="cuda")
+    first = results(update, signal, start, None, "triton")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what `empty` returns with NaN
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        second = results(update, signal, start, None, "triton")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for n, x in first.items():
+        assert torch.equal(x, second[n]), n
+
+
+def test_anchors_go_on_from_a_state_between_them() -> None:
+    update = SYSTEMS["yaad"]
+    signal = draw(update, 60, 64, 64, torch.float32)
+    whole, end = dispatch.run(update, signal, implementation="triton")
+    state, outs = None, []
+    for a, e in ((0, 5), (5, 23), (23, 60)):
+        part = {n: x[:, a:e] for n, x in signal.items()}
+        out, state = dispatch.run(update, part, state, implementation="triton")
+        outs.append(out)
+    assert distance(torch.cat(outs, 1), whole.double()) < 1e-5
+    assert distance(state.theta[0], end.theta[0].double()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ("yaad", "frank-wolfe"))
+def test_compiles_as_one_graph(name: str) -> None:
+    update = SYSTEMS[name]
+    signal = {n: x.requires_grad_() for n, x in draw(update, 100, 64, 64, torch.bfloat16).items()}
+    eager = dispatch.run(update, signal)[0]
+
+    def call(given: dict[str, Tensor]) -> Tensor:
+        return dispatch.run(update, given)[0]
+
+    compiled = torch.compile(call, fullgraph=True)(signal)
+    assert torch.equal(eager, compiled)
+    do = torch.randn_like(eager)
+    for a, b in zip(*(torch.autograd.grad(x, list(signal.values()), do) for x in (eager, compiled)), strict=True):
+        assert torch.equal(a, b)
