@@ -144,7 +144,7 @@ class _Text:
 
     def operations(self, program: Program, order: Iterable[int], there: Mapping[int, str]) -> dict[int, str]:
         """The lines of some operations, and what the values are called. there: what has a name already."""
-        names = dict(there)
+        names, own = dict(there), "x" if program is self.walk.step else "y"
 
         def text(x: Value) -> str:
             return names[x] if isinstance(x, int) else _number(x)
@@ -153,12 +153,12 @@ class _Text:
             if i in names:
                 continue
             op = program.operations[i]
-            names[i] = f"x{i}"
+            names[i] = f"{own}{i}"
             kind, _, axis = op.name.partition(" ")
             if axis:
-                self(f"x{i} = {self.reduction(kind, axis, text(op.inputs[0]), program.extent(op.inputs[0]))}")
+                self(f"{names[i]} = {self.reduction(kind, axis, text(op.inputs[0]), program.extent(op.inputs[0]))}")
             else:
-                self(f"x{i} = {_CODE[op.name].format(*map(text, op.inputs))}")
+                self(f"{names[i]} = {_CODE[op.name].format(*map(text, op.inputs))}")
         return names
 
     def reduction(self, kind: str, axis: str, x: str, extent: Extent) -> str:
@@ -405,12 +405,12 @@ def _refreshed_back(text: _Text, program: Program) -> None:
     names = _given(program, given | {GRAD + n: f"g_{n}" for n in made})
     grads = [n for n in program.outputs if n.startswith(GRAD)]
     names = text.operations(program, program.needed(grads), names)
-    for n in made:
-        text(f"g_{n} = tl.zeros({text.tile(walk.states[n])}, tl.float32)")
     for n in grads:
         name = n.removeprefix(GRAD)
         if name in walk.moving and name not in made:
             text(f"g_{name} += {text.output(program, names, n, walk.states[name])}")
         elif name in walk.inputs:
             text(f"d{name} += {text.output(program, names, n, walk.inputs[name])}")
+    for n in made:
+        text(f"g_{n} = tl.zeros({text.tile(walk.states[n])}, tl.float32)")
     text.depth -= 1

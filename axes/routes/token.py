@@ -171,6 +171,8 @@ def _steady(update: StateUpdate) -> frozenset[str]:
     """States that depend on nothing but themselves and each other."""
     form, program = _form(update), _program(update, _SMALL, 1)
     found = set(form.states)
+    if isinstance(update.parts().step.at, Anchor):
+        found -= set(_renewal(update, _SMALL).outputs)
     while True:
         kept = {n for n in found if {program.names.get(i, n) for i in program.needed([n])} <= found}
         if kept == found:
