@@ -1,7 +1,7 @@
 """Which route computes a sequence of tokens, and who: a pure function of the tuple, the device and the shapes.
 
-Routes are how (interpreter, chain, substitution, cascade, gram, attention); implementations are who (reference, torch,
-triton).
+Routes are how (interpreter, chain, substitution, cascade, gram, attention, token); implementations are who (reference,
+torch, triton).
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import torch
 from axes.core.derived import no_attention, no_cascade, no_chain, no_gram, no_substitution
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
-from axes.routes import attention, given, kernel_terms, opaque
+from axes.routes import attention, given, kernel_terms, opaque, token
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
+_WALKED = "a kernel generated from the step, a token at a time, state on chip"
 
 
 @fact
 def routes(update: StateUpdate) -> Mapping[Route, str | None]:
-    """Every route of a sequence, the faster first, with the reason it is not legal, or None where it is."""
+    """Every route of torch's operations, the faster first, with the reason it is not legal, or None where it is."""
     return {
         "attention": no_attention(update),
         "gram": no_gram(update),
@@ -55,6 +56,11 @@ def select(
     no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
     if no_kernel is None and implementation != "torch":
         return _by_kernel(update, device if isinstance(device, Target) else None, dtype, shapes or {})
+    if implementation != "torch":
+        no_walk = token.no_kernel(update, place, dtype, shapes or {}, time)
+        if no_walk is None:
+            return Choice("token", "triton", f"{_WALKED} (no chunks by a kernel: {no_kernel})")
+        no_kernel = no_kernel if no_walk == no_kernel else f"{no_kernel}; token by token: {no_walk}"
     return _without_kernel(update, no_kernel, implementation)
 
 
@@ -74,6 +80,10 @@ def select_token(
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
     if differentiated:
         no_kernel = no_kernel or "the kernel for one token has no backward"
+    if no_kernel is not None and implementation in (None, "triton"):
+        no_walk = token.no_kernel(update, _device(device), dtype, shapes or {}, 1)
+        if no_walk is None and not differentiated:
+            return Choice("token", "triton", f"{_WALKED} (no other: {no_kernel})")
     if implementation == "triton" and no_kernel is not None:
         raise NoImplementation(f"no Triton kernel for one token of {update!r}: {no_kernel}")
     if no_kernel is None and implementation in (None, "triton"):
