@@ -60,7 +60,7 @@ class _Tokens(torch.autograd.Function):
         walk, saved = ctx.walk, ctx.saved_tensors
         count = len(walk.inputs)
         inputs, rest = saved[:count], saved[count:]
-        kept = rest[: len(walk.states) + len(walk.kept)]
+        kept = rest[: len(walk.read) + len(walk.kept)]
         offsets = rest[len(kept)] if len(rest) > len(kept) else None
         found = _backward(walk, inputs, kept, ctx.units, ctx.phase, offsets, grads)
         first = dict(zip(walk.moving, found[count:], strict=True))
@@ -104,10 +104,10 @@ def _forward(
     if keep:
         slots = _slots(walk, like, units, offsets is not None)
         wide = torch.float32
-        saved = [like.new_empty(slots, heads, walk.size(e), dtype=wide) for e in walk.states.values()]
+        saved = [like.new_empty(slots, heads, walk.size(e), dtype=wide) for e in walk.read.values()]
         extents = [walk.step.operations[i].extent for i in walk.kept]
         saved += [like.new_empty(batch * length * heads, walk.size(e), dtype=wide) for e in extents]
-    room = saved or [like] * (len(walk.states) + len(walk.kept))
+    room = saved or [like] * (len(walk.read) + len(walk.kept))
     kernel = _kernel(source_of(walk), "forward")
     with layout.on_device(like):
         kernel[(units * heads, walk.parts)](
@@ -133,7 +133,7 @@ def _backward(
     programs = units * heads * walk.parts
     rooms = [
         like.new_empty(programs * walk.chunk * (walk.rows if e[0] else 1) * (walk.keys if e[1] else 1), dtype=wide)
-        for e in walk.states.values()
+        for e in walk.read.values()
     ]
     alone = [walk.alone(e) for e in (*walk.inputs.values(), *walk.moving.values())]
     made = [

@@ -43,7 +43,7 @@ class Walk:
 
     step: a token's program, with derivatives; refresh: of values that are held, before every `every`-th token.
     inputs: of a token, by name; states: what is carried; steady: of these, what no gradient is asked of. widths: of rows and keys; rows: of a program; chunk: tokens
-    between kept states.
+    between kept states. ahead: 1 if a token's vectors are loaded a token ahead, 2 if its states are too.
     """
 
     step: Program
@@ -57,6 +57,7 @@ class Walk:
     keys: int
     chunk: int
     warps: int
+    ahead: int = 1
 
     @property
     def parts(self) -> int:
@@ -68,7 +69,7 @@ class Walk:
         """The sums of a step that the way back reads."""
         program = self.step
         made = program.reductions(program.needed([OUT, *self.states]))
-        read = {*program.needed(self.changing, made), *program.needed(self.grads, made)}
+        read = {*program.needed(self.remade, made), *program.needed(self.grads, made)}
         return [i for i in made if i in read]
 
     @cached_property
@@ -76,6 +77,19 @@ class Walk:
         """States that a step changes."""
         inputs = {n: i for i, n in self.step.names.items()}
         return [n for n in self.states if self.step.outputs[n] != inputs[n]]
+
+    @cached_property
+    def read(self) -> dict[str, Extent]:
+        """States that a token reads; others are only written (a filter that keeps nothing)."""
+        programs = [(self.step, [OUT, *self.states, *self.grads])]
+        programs += [] if self.refresh is None else [(self.refresh, list(self.refresh.outputs))]
+        names = {p.names.get(i) for p, outputs in programs for i in p.needed(outputs)}
+        return {n: e for n, e in self.states.items() if n in names}
+
+    @cached_property
+    def remade(self) -> list[str]:
+        """States that a chunk's are made again of."""
+        return [n for n in self.changing if n in self.read]
 
     @cached_property
     def moving(self) -> dict[str, Extent]:
@@ -192,11 +206,11 @@ def arguments(walk: Walk) -> dict[str, list[str]]:
     strides = [f"{n}_{d}" for n in inputs for d in "bth"]
     common = [*(f"p_{n}" for n in inputs), *(f"first_{n}" for n in states)]
     ends = ["offsets", "length", "total", "heads", "phase", *strides]
-    saved = [*(f"states_{n}" for n in states), *(f"kept_{i}" for i in kept)]
+    saved = [*(f"states_{n}" for n in walk.read), *(f"kept_{i}" for i in kept)]
     return {
         "forward": [*common, "out", *(f"last_{n}" for n in states), *saved, *ends, "KEEP: tl.constexpr",
                     "PACKED: tl.constexpr"],
-        "backward": [*(f"p_{n}" for n in inputs), *saved, *(f"room_{n}" for n in states), "grad_out",
+        "backward": [*(f"p_{n}" for n in inputs), *saved, *(f"room_{n}" for n in walk.read), "grad_out",
                      *(f"d_last_{n}" for n in walk.moving), *(f"d_{n}" for n in inputs),
                      *(f"d_first_{n}" for n in walk.moving),
                      *ends, "PACKED: tl.constexpr"],
@@ -275,7 +289,7 @@ def _forward(text: _Text) -> None:
     text.depth += 1
     text("if KEEP:")
     text.depth += 1
-    for n, extent in walk.states.items():
+    for n, extent in walk.read.items():
         text.store(f"states_{n} + ((slot + c) * heads + head) * {walk.size(extent)}", extent, n, once=True)
     text.depth -= 1
     text(f"for t in range(c * {walk.chunk}, tl.minimum((c + 1) * {walk.chunk}, count)):")
@@ -296,65 +310,68 @@ def _forward(text: _Text) -> None:
         text.store(f"kept_{i} + at * {walk.size(extent)}", extent, names[i], once=True)
     text("pass")
     text.depth -= 1
-    _move(text, names)
+    _move(text, names, walk.changing)
     text.depth -= 2
     for n, extent in walk.states.items():
         text.store(f"last_{n} + own * {walk.size(extent)}", extent, n, once=True)
 
 
-def _move(text: _Text, names: Mapping[int, str]) -> None:
+def _move(text: _Text, names: Mapping[int, str], moved: Sequence[str]) -> None:
     """The states behind a token."""
     walk = text.walk
-    for n in walk.changing:
+    for n in moved:
         text(f"new_{n} = {text.output(walk.step, names, n, walk.states[n])}")
-    text(*(f"{n} = new_{n}" for n in walk.changing))
+    text(*(f"{n} = new_{n}" for n in moved))
 
 
 def _backward(text: _Text) -> None:
     walk, program = text.walk, text.walk.step
-    room = f"(own * {walk.parts} + part) * {walk.chunk}"
-    entries = {n: (walk.rows if e[0] else 1) * (walk.keys if e[1] else 1) for n, e in walk.states.items()}
+    entries = {n: (walk.rows if e[0] else 1) * (walk.keys if e[1] else 1) for n, e in walk.read.items()}
     inside = {n: _inside(walk, e) for n, e in walk.states.items()}
     for n, extent in walk.moving.items():
         text(f"g_{n} = {text.load(f'd_last_{n} + own * {walk.size(extent)}', extent)}")
         if not walk.alone(extent):
             text(f"g_{n} = tl.where(part == 0, g_{n}, 0.0)")
-    for n in walk.states:
-        text(f"room_{n} += {room} * {entries[n]}")
+    for n in walk.read:
+        text(f"room_{n} += (own * {walk.parts} + part) * {walk.chunk} * {entries[n]}")
+    again, order = program.needed(walk.remade, walk.kept), program.needed(walk.grads, walk.kept)
+    known = {i: f"x{i}" for i in walk.kept} | _given(program, {**{n: n for n in walk.states}, **_tokens(walk)})
     text("for back in range(0, chunks):")
     text.depth += 1
     text("c = chunks - 1 - back", f"start = c * {walk.chunk}", f"end = tl.minimum(start + {walk.chunk}, count)")
-    for n, extent in walk.states.items():
-        text(f"{n} = {text.load(f'states_{n} + ((slot + c) * heads + head) * {walk.size(extent)}', extent)}")
     # the states of the chunk
+    for n, extent in walk.read.items():
+        text(f"{n} = {text.load(f'states_{n} + ((slot + c) * heads + head) * {walk.size(extent)}', extent)}")
+    read = _of_a_token(text, again)
+    _bring(text, read, "start")
     text("for t in range(start, end):")
     text.depth += 1
-    text("at = (token + t) * heads + head", "here = begin * 0 + t")
-    known = {i: f"x{i}" for i in walk.kept}
-    again = program.needed(walk.changing, walk.kept)
-    _fetch_needed(text, program, again, "here", walk.refresh is not None)
+    _brought(text, read, "tl.minimum(t + 1, end - 1)")
     _refreshed(text)
-    for n in walk.states:
+    for n in walk.read:
         text(f"tl.store(room_{n} + (t - start) * {entries[n]} + {inside[n]}, {n})")
-    _sums(text, [i for i in walk.kept if i in again])
-    names = _given(program, {**{n: n for n in walk.states}, **{n: f"i_{n}" for n in walk.inputs}}) | known
-    names = text.operations(program, again, names)
-    _move(text, names)
+    names = text.operations(program, again, known)
+    _move(text, names, walk.remade)
     text.depth -= 1
     text("tl.debug_barrier()")
     # back over them
+    read = _of_a_token(text, order) | {"g_out": ("grad_out + at", walk.widths[0], (True, False))}
+    states = {n: (f"room_{n} + (t - start)", entries[n]) for n in walk.read}
+    _bring(text, read, "end - 1")
+    if walk.ahead > 1:
+        text("t = end - 1", *(f"n_{n} = tl.load({x} * {size} + {inside[n]})" for n, (x, size) in states.items()))
     text("for step in range(0, end - start):")
     text.depth += 1
-    text("t = end - 1 - step", "at = (token + t) * heads + head", "here = begin * 0 + t")
-    for n in walk.states:
-        text(f"{n} = tl.load(room_{n} + (t - start) * {entries[n]} + {inside[n]})")
-    text(f"g_out = {text.load(f'grad_out + at * {walk.widths[0]}', (True, False))}")
-    order = program.needed(walk.grads, walk.kept)
-    _fetch_needed(text, program, order, "here", walk.refresh is not None)
-    _sums(text, [i for i in walk.kept if i in order])
+    if walk.ahead > 1:
+        text(*(f"{n} = n_{n}" for n in states), "t = tl.maximum(end - 2 - step, start)")
+        text(*(f"n_{n} = tl.load({x} * {size} + {inside[n]})" for n, (x, size) in states.items()))
+    text("t = end - 1 - step")
+    if walk.ahead < 2:
+        text(*(f"{n} = tl.load({x} * {size} + {inside[n]})" for n, (x, size) in states.items()))
+    _brought(text, read, "tl.maximum(t - 1, start)")
+    text("at = (token + t) * heads + head")
     cotangents = {GRAD + n: f"g_{n}" for n in walk.moving} | {GRAD + OUT: "g_out"}
-    given = {**{n: n for n in walk.states}, **{n: f"i_{n}" for n in walk.inputs}, **cotangents}
-    names = text.operations(program, order, _given(program, given) | known)
+    names = text.operations(program, order, known | _given(program, cotangents))
     for n, extent in walk.inputs.items():
         text(f"d{n} = {text.output(program, names, GRAD + n, extent)}")
     for n, extent in walk.moving.items():
@@ -373,26 +390,51 @@ def _backward(text: _Text) -> None:
         text.store(f"d_first_{n} + {place} * {walk.size(extent)}", extent, f"g_{n}")
 
 
+def _tokens(walk: Walk) -> dict[str, str]:
+    return {n: f"i_{n}" for n in walk.inputs}
+
+
+Loads = dict[str, tuple[str, int | str, Extent]]  # by name: where, and how many entries a token has there
+
+
+def _of_a_token(text: _Text, order: Sequence[int]) -> Loads:
+    """What the forward has kept of a token and the token itself, as far as some operations read it."""
+    walk, program = text.walk, text.walk.step
+    wanted = {program.names.get(i) for i in order}
+    found: Loads = {}
+    for n, extent in walk.inputs.items():
+        if n in wanted or walk.refresh is not None:
+            found[f"i_{n}"] = (f"p_{n} + here", f"{n}_t", extent)
+    for i in walk.kept:
+        if i in order:
+            extent = program.operations[i].extent
+            found[f"x{i}"] = (f"kept_{i} + at", walk.size(extent), extent)
+    return found
+
+
+def _bring(text: _Text, read: Loads, first: str) -> None:
+    """Ahead of a loop: what its first token reads."""
+    if text.walk.ahead:
+        text(f"here = begin * 0 + {first}", "at = (token + here) * heads + head")
+        text(*(f"n_{n} = {text.load(f'{place} * {size}', e)}" for n, (place, size, e) in read.items()))
+
+
+def _brought(text: _Text, read: Loads, following: str) -> None:
+    """What a token reads, and the loads of the token behind it."""
+    if text.walk.ahead:
+        text(*(f"{n} = n_{n}" for n in read), f"here = begin * 0 + {following}")
+    else:
+        text("here = begin * 0 + t")
+    text("at = (token + here) * heads + head")
+    ahead = "n_" if text.walk.ahead else ""
+    text(*(f"{ahead}{n} = {text.load(f'{place} * {size}', e)}" for n, (place, size, e) in read.items()))
+
+
 def _inside(walk: Walk, extent: Extent) -> str:
     """Where an entry is in a program's own room, padding included."""
     rows, keys = f"(rows - part * {walk.rows})", "keys"
     return {(True, True): f"{rows} * {walk.keys} + keys", (True, False): rows, (False, True): keys,
             (False, False): "0"}[extent]  # fmt: skip
-
-
-def _fetch_needed(text: _Text, program: Program, order: Sequence[int], token: str, every: bool) -> None:
-    """The inputs that some operations read."""
-    read = {program.names.get(i) for i in order}
-    for name, extent in text.walk.inputs.items():
-        if name in read or every:
-            text(f"i_{name} = {text.load(f'p_{name} + {token} * {name}_t', extent)}")
-
-
-def _sums(text: _Text, wanted: Sequence[int]) -> None:
-    """What the forward has kept of a token."""
-    for i in wanted:
-        extent = text.walk.step.operations[i].extent
-        text(f"x{i} = {text.load(f'kept_{i} + at * {text.walk.size(extent)}', extent)}")
 
 
 def _refreshed_back(text: _Text, program: Program) -> None:
