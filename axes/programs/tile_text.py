@@ -8,12 +8,13 @@ walks back over them. No atomics; what programs of one head add up lies side by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
-from axes.programs.tiles import GRAD, Extent, Program, Value
+from axes.programs.tiles import GRAD, Axis, Extent, Program, Value
 
 _CODE = {
     "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "div": "{0} / {1}", "neg": "-{0}",
@@ -25,6 +26,7 @@ _CODE = {
     "gt": "{0} > {1}", "ge": "{0} >= {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "eq": "{0} == {1}",
     "ne": "{0} != {1}", "and": "{0} & {1}", "or": "{0} | {1}", "not": "{0} == 0",
 }  # fmt: skip
+_LINES = ("[:, None]", "[None, :]")
 OUT = "o"  # what is read, among outputs
 _DECORATOR = "@triton.jit(do_not_specialize=['length', 'total', 'heads', 'phase'])"
 _HEADER = (
@@ -44,6 +46,7 @@ class Walk:
     step: a token's program, with derivatives; refresh: of values that are held, before every `every`-th token.
     inputs: of a token, by name; states: what is carried; steady: of these, what no gradient is asked of. widths: of rows and keys; rows: of a program; chunk: tokens
     between kept states. ahead: 1 if a token's vectors are loaded a token ahead, 2 if its states are too.
+    across: the axis that lies across warps, where sums are dearer; grouped: sums that can be made together are.
     """
 
     step: Program
@@ -58,6 +61,8 @@ class Walk:
     chunk: int
     warps: int
     ahead: int = 1
+    across: Axis = "v"
+    grouped: bool = True
 
     @property
     def parts(self) -> int:
@@ -120,10 +125,16 @@ class _Text:
     def __call__(self, *lines: str) -> None:
         self.lines += ["    " * self.depth + line for line in lines]
 
+    def dim(self, axis: str) -> int:
+        """The dimension of a tile that is along an axis."""
+        return 0 if axis == self.walk.across else 1
+
     # ---- places ------------------------------------------------------------------------------------------------------
 
-    def at(self, extent: Extent) -> str:
-        """Where an entry is in a value."""
+    def at(self, extent: Extent, own: bool = False) -> str:
+        """Where an entry is in a value. own: as programs lay it out for themselves, what a thread holds in a row."""
+        if own and self.walk.across == "k" and extent == (True, True):
+            return f"keys * {self.walk.widths[0]} + rows"
         return {(True, True): f"rows * {self.walk.widths[1]} + keys", (True, False): "rows", (False, True): "keys",
                 (False, False): "0"}[extent]  # fmt: skip
 
@@ -134,19 +145,20 @@ class _Text:
             found.append("(part == 0)")
         return " & ".join(found)
 
-    def load(self, place: str, extent: Extent) -> str:
+    def load(self, place: str, extent: Extent, own: bool = False) -> str:
         mask = self.mask(extent)
-        return f"tl.load({place} + {self.at(extent)}{f', mask={mask}, other=0.0' if mask else ''}).to(tl.float32)"
+        return f"tl.load({place} + {self.at(extent, own)}{f', mask={mask}, other=0.0' if mask else ''}).to(tl.float32)"
 
-    def store(self, place: str, extent: Extent, value: str, once: bool = False) -> None:
+    def store(self, place: str, extent: Extent, value: str, once: bool = False, own: bool = False) -> None:
         mask = self.mask(extent, once)
         if mask and extent == (False, False):
             self("if part == 0:", f"    tl.store({place}, {value})")
             return
-        self(f"tl.store({place} + {self.at(extent)}, {value}{f', mask={mask}' if mask else ''})")
+        self(f"tl.store({place} + {self.at(extent, own)}, {value}{f', mask={mask}' if mask else ''})")
 
     def tile(self, extent: Extent) -> str:
-        return f"[{self.walk.rows if extent[0] else 1}, {self.walk.keys if extent[1] else 1}]"
+        sizes = [self.walk.rows if extent[0] else 1, self.walk.keys if extent[1] else 1]
+        return str(sizes if self.walk.across == "v" else sizes[::-1])
 
     def like(self, value: str, old: Extent, new: Extent) -> str:
         """A value in the shape of another."""
@@ -163,26 +175,34 @@ class _Text:
         def text(x: Value) -> str:
             return names[x] if isinstance(x, int) else _number(x)
 
-        for i in order:
-            if i in names:
+        for group in _grouped(program, [i for i in order if i not in names], self.walk.grouped):
+            names |= {i: f"{own}{i}" for i in group}
+            kind, _, axis = program.operations[group[0]].name.partition(" ")
+            if not axis:
+                (i,) = group
+                self(f"{names[i]} = {_CODE[kind].format(*map(text, program.operations[i].inputs))}")
                 continue
-            op = program.operations[i]
-            names[i] = f"{own}{i}"
-            kind, _, axis = op.name.partition(" ")
-            if axis:
-                self(f"{names[i]} = {self.reduction(kind, axis, text(op.inputs[0]), program.extent(op.inputs[0]))}")
-            else:
-                self(f"{names[i]} = {_CODE[op.name].format(*map(text, op.inputs))}")
+            taken = [program.operations[i].inputs[0] for i in group]
+            shown = [self.masked_out(kind, axis, text(x)) for x in taken]
+            extent = program.extent(taken[0])
+            if len(group) == 1:
+                self(f"{names[group[0]]} = {self.reduction(kind, axis, shown[0], extent)}")
+                continue
+            made = ", ".join(names[i] for i in group)
+            call = f"functions.sum_{len(group)}"
+            self(f"{made} = tl.reduce(({', '.join(shown)}), {self.dim(axis)}, {call}, keep_dims=True)")
         return names
 
+    def masked_out(self, kind: str, axis: str, x: str) -> str:
+        """A value without what is padding along an axis."""
+        if not self.masked["vk".index(axis)]:
+            return x
+        return f"tl.where({'in_rows' if axis == 'v' else 'in_keys'}, {x}, {'0.0' if kind == 'sum' else _number(-math.inf)})"
+
     def reduction(self, kind: str, axis: str, x: str, extent: Extent) -> str:
-        place = "vk".index(axis)
-        if self.masked[place]:
-            empty = "0.0" if kind == "sum" else "float('-inf')"
-            x = f"tl.where({'in_rows' if axis == 'v' else 'in_keys'}, {x}, {empty})"
-        if extent[1 - place]:
-            return f"tl.{kind}({x}, {place}, keep_dims=True)"
-        return f"tl.{kind}(tl.{kind}({x}, {place}), 0)"
+        if extent[1 - "vk".index(axis)]:
+            return f"tl.{kind}({x}, {self.dim(axis)}, keep_dims=True)"
+        return f"tl.{kind}(tl.{kind}({x}, {self.dim(axis)}), 0)"
 
     def output(self, program: Program, names: Mapping[int, str], name: str, extent: Extent) -> str:
         value = program.outputs.get(name, 0.0)
@@ -190,6 +210,33 @@ class _Text:
         if extent == (False, False) and not isinstance(value, int):
             return f"tl.full((), {text}, tl.float32)"
         return self.like(text, program.extent(value), extent)
+
+
+_TOGETHER = 3  # sums that are made at once: each holds a tile until it is
+
+
+def _grouped(program: Program, order: Sequence[int], together: bool) -> list[list[int]]:
+    """Operations in an order in which they can be done, sums over one axis of tiles side by side where they may be."""
+    if not together:
+        return [[i] for i in order]
+    level: dict[int, int] = {}
+    for i in order:
+        op = program.operations[i]
+        level[i] = max((level.get(x, 0) for x in op.inputs if isinstance(x, int)), default=0) + (" " in op.name)
+    groups: list[list[int]] = []
+    for n in range(max(level.values(), default=0) + 1):
+        waiting: dict[str, list[int]] = {}
+        for i in (i for i in order if level[i] == n):
+            op = program.operations[i]
+            if " " in op.name and program.extent(op.inputs[0]) == (True, True) and op.name.startswith("sum"):
+                waiting.setdefault(op.name, []).append(i)
+        done: set[int] = set()
+        for sums in waiting.values():
+            for first in range(0, len(sums), _TOGETHER):
+                groups.append(sums[first : first + _TOGETHER])
+                done.update(groups[-1])
+        groups += [[i] for i in order if level[i] == n and i not in done]
+    return groups
 
 
 def _number(x: float) -> str:
@@ -236,8 +283,8 @@ def _start(text: _Text) -> None:
         "head = (tl.program_id(0) % heads).to(tl.int64)",
         "unit = (tl.program_id(0) // heads).to(tl.int64)",
         "part = tl.program_id(1)",
-        f"rows = part * {walk.rows} + tl.arange(0, {walk.rows})[:, None]",
-        f"keys = tl.arange(0, {walk.keys})[None, :]",
+        f"rows = part * {walk.rows} + tl.arange(0, {walk.rows}){_LINES[text.dim('v')]}",
+        f"keys = tl.arange(0, {walk.keys}){_LINES[text.dim('k')]}",
         f"in_rows = rows < {walk.widths[0]}",
         f"in_keys = keys < {walk.widths[1]}",
         "if PACKED:",
@@ -290,7 +337,7 @@ def _forward(text: _Text) -> None:
     text("if KEEP:")
     text.depth += 1
     for n, extent in walk.read.items():
-        text.store(f"states_{n} + ((slot + c) * heads + head) * {walk.size(extent)}", extent, n, once=True)
+        text.store(f"states_{n} + ((slot + c) * heads + head) * {walk.size(extent)}", extent, n, once=True, own=True)
     text.depth -= 1
     text(f"for t in range(c * {walk.chunk}, tl.minimum((c + 1) * {walk.chunk}, count)):")
     text.depth += 1
@@ -341,7 +388,7 @@ def _backward(text: _Text) -> None:
     text("c = chunks - 1 - back", f"start = c * {walk.chunk}", f"end = tl.minimum(start + {walk.chunk}, count)")
     # the states of the chunk
     for n, extent in walk.read.items():
-        text(f"{n} = {text.load(f'states_{n} + ((slot + c) * heads + head) * {walk.size(extent)}', extent)}")
+        text(f"{n} = {text.load(f'states_{n} + ((slot + c) * heads + head) * {walk.size(extent)}', extent, True)}")
     read = _of_a_token(text, again)
     _bring(text, read, "start")
     text("for t in range(start, end):")
@@ -433,7 +480,8 @@ def _brought(text: _Text, read: Loads, following: str) -> None:
 def _inside(walk: Walk, extent: Extent) -> str:
     """Where an entry is in a program's own room, padding included."""
     rows, keys = f"(rows - part * {walk.rows})", "keys"
-    return {(True, True): f"{rows} * {walk.keys} + keys", (True, False): rows, (False, True): keys,
+    both = f"{rows} * {walk.keys} + keys" if walk.across == "v" else f"keys * {walk.rows} + {rows}"
+    return {(True, True): both, (True, False): rows, (False, True): keys,
             (False, False): "0"}[extent]  # fmt: skip
 
 
