@@ -20,7 +20,7 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.routes import dispatch
-from axes.sequence import RWKV7, TitansMatrix
+from axes.sequence import RWKV7, AdamNet, LatticeDec, LatticeOSR, MemoraMatrix, MonetaMatrix, TitansMatrix
 
 Signal = dict[str, Tensor]
 Run = Callable[[Signal], tuple[Tensor, Tensor]]  # output (B, T, H, V) and final state
@@ -57,7 +57,7 @@ class Shape:
 class SequenceRule:
     """One recurrence to be compared.
 
-    needs: what a token supplies beyond q, k, v, name -> kind (strength, gate, slow gate, channels, key).
+    needs: what a token supplies beyond q, k, v, name -> kind (strength, gate, slow gate, channels, rates, key).
     fla: how flash-linear-attention is called, or None where it has no kernel.
     """
 
@@ -87,6 +87,8 @@ class SequenceRule:
                 signal[name] = torch.log1p(-torch.exp2(-5 - heads)).expand(lead).contiguous()
             elif kind == "channels":
                 signal[name] = logsigmoid(3 + draw(*wide))
+            elif kind == "rates":  # of every row: small, for costs that grow faster than squares
+                signal[name] = 0.02 * sigmoid(draw(*wide))
             elif kind == "key":
                 signal[name] = (normalize(draw(*wide), dim=-1) * 0.5).to(dtype)
         if "a" in signal and "b" in signal:  # RWKV-7: what is removed is read along the same direction
@@ -101,7 +103,7 @@ class SequenceRule:
             shape.width,
             dtype.itemsize,
             numbers=sum(k in ("strength", "gate") for k in kinds),
-            channels=shape.width * kinds.count("channels"),
+            channels=shape.width * (kinds.count("channels") + kinds.count("rates")),
             keys=kinds.count("key"),
             erases=self.erases,
             slots=block_size(self.update),
@@ -199,6 +201,11 @@ RULES: tuple[SequenceRule, ...] = (
         None,
         erases=True,
     ),
+    SequenceRule("moneta", MonetaMatrix.update, {"decay": "channels", "eta": "rates"}, erases=True),
+    SequenceRule("memora", MemoraMatrix.update, {"decay": "channels", "eta": "rates"}, erases=True),
+    SequenceRule("adam", AdamNet.update, {"decay": "gate", "beta": "strength"}, erases=True),
+    SequenceRule("lattice decoding", LatticeDec.update, {"gamma": "strength"}, erases=True),
+    SequenceRule("lattice without norms", LatticeOSR.update, {"gamma": "strength", "decay": "gate"}, erases=True),
 )
 
 

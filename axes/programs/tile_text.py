@@ -1,9 +1,9 @@
 """The text of two Triton kernels that walk the tokens of a sequence, from a step's program on tiles and its adjoint.
 
 One GPU program holds the state of a head, or some rows of it where rows do not meet, in registers. `forward` steps and
-reads, and leaves the state of every `chunk`-th token and the sums that a step makes. `backward` goes from the last chunk
-to the first: it makes the states of a chunk again, of which the sums are there, so that this is entry by entry, and
-walks back over them. No atomics; what programs of one head add up lies side by side and is added in order.
+reads, and leaves the state of every `chunk`-th token and the sums that a step makes. `backward` goes from the last
+chunk to the first: it makes the states of a chunk again, of which the sums are there, so that this is entry by entry,
+and walks back over them. No atomics; what programs of one head add up lies side by side and is added in order.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Walk:
     """What kernels are written from.
 
     step: a token's program, with derivatives; refresh: of values that are held, before every `every`-th token.
-    inputs: of a token, by name; states: what is carried; steady: of these, what no gradient is asked of. widths: of rows and keys; rows: of a program; chunk: tokens
-    between kept states. ahead: 1 if a token's vectors are loaded a token ahead, 2 if its states are too.
+    inputs: of a token, by name; states: what is carried; steady: of these, what no gradient is asked of. widths: of
+    rows and keys; rows, keys: of a program; chunk: tokens between kept states. ahead: 1 if a token's vectors are loaded a token ahead, 2 if its states are too.
     across: the axis that lies across warps, where sums are dearer; grouped: sums that can be made together are.
     """
 
@@ -119,7 +119,8 @@ class _Text:
     """Lines of a kernel."""
 
     def __init__(self, walk: Walk) -> None:
-        self.walk, self.lines, self.depth = walk, [], 1
+        self.walk, self.depth = walk, 1
+        self.lines: list[str] = []
         self.masked = walk.widths[0] % walk.rows != 0, walk.widths[1] != walk.keys
 
     def __call__(self, *lines: str) -> None:
@@ -197,7 +198,8 @@ class _Text:
         """A value without what is padding along an axis."""
         if not self.masked["vk".index(axis)]:
             return x
-        return f"tl.where({'in_rows' if axis == 'v' else 'in_keys'}, {x}, {'0.0' if kind == 'sum' else _number(-math.inf)})"
+        empty = _number(0.0 if kind == "sum" else -math.inf)
+        return f"tl.where({'in_rows' if axis == 'v' else 'in_keys'}, {x}, {empty})"
 
     def reduction(self, kind: str, axis: str, x: str, extent: Extent) -> str:
         if extent[1 - "vk".index(axis)]:

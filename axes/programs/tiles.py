@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -173,7 +173,7 @@ class Program:
         for i, op in enumerate(self.operations):
             args = ", ".join(f"%{x}" if isinstance(x, int) else f"{x:g}" for x in op.inputs)
             kind = {(True, True): "tile", (True, False): "rows", (False, True): "keys", (False, False): "number"}
-            lines.append(f"%{i} {kind[op.extent]} = {self.names[i] if i in self.names else f'{op.name}({args})'}")
+            lines.append(f"%{i} {kind[op.extent]} = {self.names.get(i, f'{op.name}({args})')}")
         return "\n".join([*lines, *(f"{n} <- {f'%{v}' if isinstance(v, int) else v}" for n, v in self.outputs.items())])
 
 
@@ -230,12 +230,21 @@ def trace(
     return _Translation(given, widths, apart).run(shapes, numbers)
 
 
+class _Followed(NamedTuple):
+    """What torch executes: the names of its inputs and outputs, and the shapes of inputs that are derivatives."""
+
+    graph: torch.fx.GraphModule
+    inputs: list[str]
+    outputs: list[str]
+    shapes: dict[str, tuple[int, ...]]
+
+
 def _followed(
     step: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
     given: Mapping[str, Shape],
     widths: tuple[int, int],
     wanted: Sequence[str],
-) -> Any:
+) -> _Followed:
     from torch._decomp import core_aten_decompositions
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -268,16 +277,14 @@ def _followed(
         try:
             outputs = {n: x.shape for n, x in step(dict(inputs)).items()} if wanted else {}
             grads = {GRAD + n: entries(shape) for n, shape in outputs.items()}
-            graph = make_fx(both, decomposition_table=core_aten_decompositions())(inputs, grads)
+            graph = make_fx(both, decomposition_table=dict(core_aten_decompositions()))(inputs, grads)
         except (RuntimeError, NotImplementedError, AxesError) as error:
             said = str(error).partition("\n")[0]
             if "_local_scalar_dense" in said:
                 said = "it branches on a value"
             raise NotTiles(f"its step cannot be followed: {said}") from None
     graph.graph.eliminate_dead_code()
-    graph.names, graph.called = [*inputs, *grads], called
-    graph.shapes = {GRAD + n: tuple(shape) for n, shape in outputs.items()}
-    return graph
+    return _Followed(graph, [*inputs, *grads], called, {GRAD + n: tuple(s) for n, s in outputs.items()})
 
 
 @final
@@ -289,24 +296,24 @@ class _Translation:
         self.program = Program()
         self.known: dict[Any, Value] = {}
 
-    def run(self, shapes: Any, numbers: Any) -> Program:
-        ours, theirs = list(shapes.graph.nodes), list(numbers.graph.nodes)
+    def run(self, shapes: _Followed, numbers: _Followed) -> Program:
+        ours, theirs = list(shapes.graph.graph.nodes), list(numbers.graph.graph.nodes)
         if [str(n.target) for n in ours if n.op == "call_function"] != [
             str(n.target) for n in theirs if n.op == "call_function"
         ]:
             raise NotTiles("its step is another where values are as wide as keys")
-        names = iter(shapes.names)
+        names = iter(shapes.inputs)
         for node, same in zip(ours, theirs, strict=True):
             if node.op == "placeholder":
                 name = next(names)
                 shape = self.given[name] if name in self.given else self.axes(shapes.shapes[name])
                 self.known[node] = self.program.input(name, ("v" in shape, "k" in shape))
             elif node.op == "get_attr":
-                self.known[node] = self.constant(getattr(numbers, same.target))
+                self.known[node] = self.constant(getattr(numbers.graph, same.target))
             elif node.op == "call_function":
                 self.known[node] = self.operation(node, same)
             elif node.op == "output":
-                self.program.outputs = {n: self.known[x] for n, x in zip(shapes.called, node.args[0], strict=True)}
+                self.program.outputs = {n: self.known[x] for n, x in zip(shapes.outputs, node.args[0], strict=True)}
         return self.program
 
     def axes(self, shape: Sequence[int]) -> Shape:
@@ -357,7 +364,7 @@ class _Translation:
             copied = _number(args[0])
             return program.add("where", copied, 1.0, 0.0) if x.dtype == torch.bool else copied
         if name in ("mm", "bmm"):
-            a, b = self.shape(node.args[0]), self.shape(node.args[1])
+            a = self.shape(node.args[0])
             product = program.add("mul", _number(args[0]), _number(args[1]))
             return product if a[-1] is None else self.reduce("sum", product, a[-1])
         if name == "_softmax":

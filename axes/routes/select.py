@@ -13,6 +13,7 @@ import torch
 from axes.core.derived import no_attention, no_cascade, no_chain, no_gram, no_substitution
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
+from axes.kernels.common import versions
 from axes.routes import attention, given, kernel_terms, opaque, token
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
@@ -113,8 +114,11 @@ def plans(
     )
 
 
-def settle(update: StateUpdate) -> None:
-    """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there."""
+def settle(update: StateUpdate, d_v: int | None = None, d_k: int | None = None) -> None:
+    """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there.
+
+    d_v, d_k: widths of its runs, if they are known.
+    """
     given.asked(update)
     kernel_terms.family(update)
     kernel_terms.no_step(update)
@@ -122,6 +126,9 @@ def settle(update: StateUpdate) -> None:
     _refusals(update)
     opaque.text(update)
     bool(update.counts)
+    if d_v is not None and d_k is not None and versions.gpu_is_here():
+        shapes = {"v": (1, 1, 1, d_v), "k": (1, 1, 1, d_k)}
+        select(update, torch.device("cuda"), torch.float32, shapes)
     if update.parts().memory.kind == "list":
         attention.asked(update)
 

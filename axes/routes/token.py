@@ -66,8 +66,8 @@ def no_kernel(
         return "packed sequences have an anchor each, at other tokens"
     if time != 1 or any(len(shapes.get(n, (1,) * 4)) != 4 for n in "kv"):
         return "the kernels take (batch, time, head, width)"
-    widths = (shapes[n][-1] if n in shapes else usual for n, usual in zip("vk", _USUAL, strict=True))
-    found = walk(update, *widths)
+    d_v, d_k = (shapes[n][-1] if n in shapes else usual for n, usual in zip("vk", _USUAL, strict=True))
+    found = walk(update, d_v, d_k)
     return found.reason if isinstance(found, NoWalk) else None
 
 
@@ -85,7 +85,7 @@ def run(
     batch, length, heads = v.shape[:3]
     leaves, form = pytree.tree_flatten(state)
     steady = not (torch.is_grad_enabled() and any(leaves[int(n[1:])].requires_grad for n in _steady(update)))
-    found = walk(update, v.shape[-1], q.shape[-1], steady)
+    found = walk(update, v.shape[-1], q.shape[-1], *([] if steady else [False]))
     if isinstance(found, NoWalk):
         raise NotTiles(found.reason)
     inputs = [_spread(signal[n], e, found.widths, v) for n, e in found.inputs.items()]
@@ -135,7 +135,7 @@ def _form(update: StateUpdate) -> _Form:
             raise NotTiles(f"its rate {rate.name!r} has shape {rate.shape}")
         signal[rate.name] = _SHAPES[rate.shape]
     sizes = dict(zip("vk", _SMALL, strict=True))
-    token = {n: torch.full([sizes.get(a, 1) for a in shape], -0.5) for n, shape in signal.items()}
+    token = {n: torch.full([sizes[a] if a else 1 for a in shape], -0.5) for n, shape in signal.items()}
     try:
         before, spec = pytree.tree_flatten(update.init(token))
         after = pytree.tree_leaves(update.step(pytree.tree_unflatten(before, spec), token)[0])
@@ -254,16 +254,17 @@ def _sizes(
     """Rows and keys of a GPU program, its warps, and tokens between kept states."""
     tiles = sum(e == (True, True) for e in states.values())
     keys, rows = power_of_2(widths[1]), power_of_2(widths[0])
-    programs = [(step, [OUT, *states]), *([] if refresh is None else [(refresh, [n for n in refresh.outputs if not n.startswith(GRAD)])])]
+    programs = [(step, [OUT, *states])]
+    if refresh is not None:
+        programs.append((refresh, [n for n in refresh.outputs if not n.startswith(GRAD)]))
     free = not any(p.reductions(p.needed(outputs), "v") for p, outputs in programs)
     live = 2 * tiles + _SPARE
     while free and rows > 16 and rows * keys * live > REGISTERS:
         rows //= 2
     if rows * keys * live > 2 * REGISTERS:  # up to twice as many spill to the nearest cache
-        why = "rows meet in norms or sums, so that one program holds them all" if not free else "keys are too wide"
-        raise NotTiles(
-            f"{live} tiles of {rows} x {keys} take {rows * keys * live} of {REGISTERS} registers with the adjoint: {why}"
-        )
+        why = "keys are too wide" if free else "rows meet in norms or sums, so that one program holds them all"
+        size = f"{live} tiles of {rows} x {keys} take {rows * keys * live} registers of {REGISTERS}"
+        raise NotTiles(f"{size} with the adjoint: {why}")
     warps = 1
     while warps < 16 and rows * keys * live > warps * 32 * 200:
         warps *= 2

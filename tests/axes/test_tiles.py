@@ -17,7 +17,7 @@ from axes.core.algorithms import Anchor, Momentum, Step
 from axes.core.costs import Alignment, Huber, SquaredError
 from axes.core.geometry import Context, Entropic, Geometry, Sphere
 from axes.core.geometry.bregman import NO_CONTEXT
-from axes.core.monoids import Diagonal, Scalar
+from axes.core.monoids import Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.programs.tile_text import OUT
@@ -44,7 +44,10 @@ UPDATES = {
     "longhorn": sequence.Longhorn.update,
     "a user's": StateUpdate(SquaredError(), Squash(), Scalar("decay"), Step(Per("beta"))),
     "norm and momentum": StateUpdate(
-        Huber(1.0, "norm"), Entropic("column"), Scalar("decay"), Step(Per("beta"), via=(Momentum(0.9, "ema", debias=True),))
+        Huber(1.0, "norm"),
+        Entropic("column"),
+        Scalar("decay"),
+        Step(Per("beta"), via=(Momentum(0.9, "ema", debias=True),)),
     ),
 }
 
@@ -62,7 +65,8 @@ def evaluated(program: Program, given: Mapping[str, Tensor], widths: tuple[int, 
         if kind == "input":
             made.append(given[program.names[i]])
         elif axis:
-            made.append(getattr(torch, "amax" if kind == "max" else kind)(x[0], -2 if axis == "v" else -1, keepdim=True))
+            reduce = getattr(torch, "amax" if kind == "max" else kind)
+            made.append(reduce(x[0], -2 if axis == "v" else -1, keepdim=True))
         else:
             made.append(plain.get(kind, getattr(torch, kind, None))(*x))  # type: ignore[misc]
         there = tuple(n if e else 1 for n, e in zip(widths, op.extent, strict=True))
@@ -142,7 +146,7 @@ def test_widths_are_told_apart_where_they_are_equal() -> None:
         (sequence.MuonNet.update, "no operation on tiles|multiplies"),
         (sequence.RLSNet.update, "keeps a tensor of shape|branches"),
         (sequence.TTTLinear.update, "must match the size|followed"),
-        (StateUpdate(Alignment(), Sphere("columns"), algorithm=Step(Per("b"), start="first", lazy=False)), "first token"),
+        (StateUpdate(Alignment(), Sphere("columns"), algorithm=Step(Per("b"), start="first", lazy=False)), "the first"),
     ),
     ids=str,
 )
@@ -159,4 +163,4 @@ def test_an_anchor_of_one_token_is_none() -> None:
 
 def test_a_state_that_does_not_fit_says_how_large_it_is() -> None:
     found = token.walk(sequence.LatticeDec.update, 256, 256)
-    assert isinstance(found, token.NoWalk) and "256 x 256" in found.reason and "65536 registers" in found.reason
+    assert isinstance(found, token.NoWalk) and "256 x 256" in found.reason and "registers of 65536" in found.reason
