@@ -23,6 +23,7 @@ Axis = Literal["v", "k"]
 Shape = tuple[Axis | None, ...]  # of each dimension: rows, keys, or one entry
 Value = int | float  # the number of an operation, or a constant
 Extent = tuple[bool, bool]  # whether a value has an entry for every row, and for every key
+FULL: Extent = (True, True)
 GRAD = "d "  # prefix of what is a derivative, in the names of inputs and outputs
 LARGEST = 600  # operations of a program: what a compiler makes of more is not looked at
 
@@ -71,21 +72,34 @@ class Program:
 
     def reduce(self, kind: Literal["sum", "max"], x: Value, axis: Axis, width: int) -> Value:
         """Over rows or keys. width: how many there are; a value without them is as if it were repeated."""
-        there = self.extent(x)["vk".index(axis)]
-        if not there:
+        if not self._along(x, axis):
             return x if kind == "max" else self.add("mul", x, float(width))
-        if kind == "sum" and isinstance(x, int):
-            op = self.operations[x]
-            if op.name == "neg":
-                return self.add("neg", self.reduce(kind, op.inputs[0], axis, width))
-            if op.name == "mul":  # what does not vary along the axis stays outside, where it is fewer products
-                a, b = op.inputs
-                for inside, outside in ((a, b), (b, a)):
-                    if not self.extent(outside)["vk".index(axis)]:
-                        return self.add("mul", self.reduce(kind, inside, axis, width), outside)
+        outside: list[Value] = []
+        if kind == "sum":  # what does not vary along the axis stays outside, where it is fewer products
+            x, outside = self.split(x, axis)
+        assert isinstance(x, int)
         old = self.extent(x)
-        extent = (old[0] and axis != "v", old[1] and axis != "k")
-        return self._once(f"{kind} {axis}", (x,), extent)
+        made: Value = self._once(f"{kind} {axis}", (x,), (old[0] and axis != "v", old[1] and axis != "k"))
+        for factor in outside:
+            made = self.add("mul", made, factor)
+        return made
+
+    def split(self, x: Value, axis: Axis) -> tuple[Value, list[Value]]:
+        """A product as what varies along an axis, and factors that do not."""
+        if not self._along(x, axis):
+            return 1.0, [x]
+        assert isinstance(x, int)
+        op = self.operations[x]
+        if op.name == "neg":
+            inside, outside = self.split(op.inputs[0], axis)
+            return inside, [-1.0, *outside]
+        if op.name != "mul":
+            return x, []
+        (a, left), (b, right) = (self.split(y, axis) for y in op.inputs)
+        return (self.add("mul", a, b), [*left, *right]) if left or right else (x, [])
+
+    def _along(self, x: Value, axis: Axis) -> bool:
+        return self.extent(x)["vk".index(axis)]
 
     def _once(self, name: str, inputs: tuple[Value, ...], extent: Extent) -> int:
         if name in _COMMUTES:
@@ -107,6 +121,9 @@ class Program:
             for a, b in (x, x[::-1]):
                 if isinstance(a, float) and a in (0.0, 1.0, -1.0):
                     return 0.0 if a == 0.0 else b if a == 1.0 else self.add("neg", b)
+            for a, b in (x, x[::-1]):
+                if (regrouped := self._regrouped(a, b)) is not None:
+                    return regrouped
         if name in ("add", "sub") and isinstance(x[1], float) and x[1] == 0.0:
             return x[0]
         if name == "add" and isinstance(x[0], float) and x[0] == 0.0:
@@ -118,6 +135,7 @@ class Program:
                 return self.add("mul", x[0], 1.0 / x[1] if x[1] else float("inf"))
             if isinstance(x[0], float) and x[0] == 0.0:
                 return 0.0
+            return self.add("mul", x[0], self.add("reciprocal", x[1]))
         if name == "neg" and isinstance(x[0], int) and self.operations[x[0]].name == "neg":
             return self.operations[x[0]].inputs[0]
         if name == "pow" and isinstance(x[1], float):
@@ -127,7 +145,39 @@ class Program:
                 return x[1] if x[0] else x[2]
             if type(x[1]) is type(x[2]) and x[1] == x[2]:
                 return x[1]
+            return self._chosen(*x)
         return None
+
+    def _regrouped(self, tile: Value, small: Value) -> Value | None:
+        """(t s) x as t (s x), where that is one product of tiles for two."""
+        if self.extent(tile) != FULL or self.extent(small) == FULL:
+            return None
+        assert isinstance(tile, int)
+        op = self.operations[tile]
+        if op.name not in ("mul", "neg"):
+            return None
+        t, s = (op.inputs[0], -1.0) if op.name == "neg" else op.inputs
+        if self.extent(s) == FULL:
+            t, s = s, t
+        both = tuple(a or b for a, b in zip(self.extent(s), self.extent(small), strict=True))
+        return None if self.extent(t) != FULL or both == FULL else self.add("mul", t, self.add("mul", s, small))
+
+    def _chosen(self, test: Value, a: Value, b: Value) -> Value | None:
+        """A choice within a choice by the same test is made once."""
+        inner = self._under(test, a, 1), self._under(test, b, 2)
+        return None if inner == (a, b) else self.add("where", test, *inner)
+
+    def _under(self, test: Value, x: Value, place: int) -> Value:
+        """What x is where the test has this outcome."""
+        op = self.operations[x] if isinstance(x, int) else None
+        if op is None:
+            return x
+        if op.name == "where" and op.inputs[0] == test:
+            return op.inputs[place]
+        if op.name == "mul":
+            factors = [self._under(test, y, place) for y in op.inputs]
+            return x if factors == list(op.inputs) else self.add("mul", *factors)
+        return x
 
     def _power(self, x: Value, exponent: float) -> Value | None:
         if exponent < 0:
@@ -403,11 +453,15 @@ class _Translation:
             x = self.program.add("where", x, 1.0, 0.0)
         dims = args[1] if len(args) > 1 and args[1] is not None else range(len(before))
         axes = [a for d in ([dims] if isinstance(dims, int) else dims or range(len(before))) if (a := before[d])]
-        for axis in sorted(axes):  # keys first: they are nearest to each other
+        for axis in sorted(axes, key=lambda a: (-self.outside(x, a), a)):  # keys first: they lie near each other
             x = self.reduce("max" if name == "amax" else "sum", x, axis)
             if name == "mean":
                 x = self.program.add("mul", x, 1.0 / self.widths["vk".index(axis)])
         return x
+
+    def outside(self, x: Value, axis: Axis) -> int:
+        """How many factors of a product stay outside of a sum over an axis."""
+        return sum(isinstance(y, int) for y in self.program.split(x, axis)[1])
 
     def softmax(self, x: Value, axis: Axis | None) -> Value:
         if axis is None:
