@@ -76,6 +76,9 @@ class Program:
             return x if kind == "max" else self.add("mul", x, float(width))
         outside: list[Value] = []
         if kind == "sum":  # what does not vary along the axis stays outside, where it is fewer products
+            known = self._made_of(x, axis)
+            if known is not None:
+                return known
             x, outside = self.split(x, axis)
         assert isinstance(x, int)
         old = self.extent(x)
@@ -97,6 +100,33 @@ class Program:
             return x, []
         (a, left), (b, right) = (self.split(y, axis) for y in op.inputs)
         return (self.add("mul", a, b), [*left, *right]) if left or right else (x, [])
+
+    def _made_of(self, x: Value, axis: Axis, depth: int = 3) -> Value | None:
+        """A sum from sums that are there: of the same, or of every term of it."""
+        inside, outside = self.split(x, axis)
+        if not isinstance(inside, int):
+            return None
+        key = (f"sum {axis}", ((int, repr(inside)),))
+        made: Value | None = self._seen.get(key)
+        op = self.operations[inside]
+        if made is None and depth and op.name in ("add", "sub"):
+            made = self._both_made(op.name, *op.inputs, axis, depth)
+        if made is None and depth and op.name == "mul":
+            for f, g in (op.inputs, op.inputs[::-1]):
+                term = self.operations[f] if isinstance(f, int) else None
+                if made is None and term is not None and term.name in ("add", "sub"):
+                    made = self._both_made(term.name, *(self.add("mul", y, g) for y in term.inputs), axis, depth)
+        for factor in outside if made is not None else ():
+            assert made is not None
+            made = self.add("mul", made, factor)
+        return made
+
+    def _both_made(self, name: str, a: Value, b: Value, axis: Axis, depth: int) -> Value | None:
+        if not (self._along(a, axis) and self._along(b, axis)):
+            return None
+        one = self._made_of(a, axis, depth - 1)
+        other = None if one is None else self._made_of(b, axis, depth - 1)
+        return None if one is None or other is None else self.add(name, one, other)
 
     def _along(self, x: Value, axis: Axis) -> bool:
         return self.extent(x)["vk".index(axis)]
@@ -130,6 +160,12 @@ class Program:
             return x[1]
         if name == "sub" and isinstance(x[0], float) and x[0] == 0.0:
             return self.add("neg", x[1])
+        if name == "sub" and self._term(x[1]) is not None:
+            return self.add("add", x[0], self.add("neg", x[1]))
+        if name == "add":
+            for a, b in (x, x[::-1]):
+                if (gathered := self._gathered(a, b, 3)) is not None:
+                    return gathered
         if name == "div":
             if isinstance(x[1], float):
                 return self.add("mul", x[0], 1.0 / x[1] if x[1] else float("inf"))
@@ -138,6 +174,8 @@ class Program:
             return self.add("mul", x[0], self.add("reciprocal", x[1]))
         if name == "neg" and isinstance(x[0], int) and self.operations[x[0]].name == "neg":
             return self.operations[x[0]].inputs[0]
+        if name == "neg" and (term := self._term(x[0])) is not None:
+            return self.add("mul", term[0], self.add("neg", term[1]))
         if name == "pow" and isinstance(x[1], float):
             return self._power(x[0], x[1])
         if name == "where":
@@ -152,15 +190,38 @@ class Program:
         """(t s) x as t (s x), where that is one product of tiles for two."""
         if self.extent(tile) != FULL or self.extent(small) == FULL:
             return None
-        assert isinstance(tile, int)
-        op = self.operations[tile]
-        if op.name not in ("mul", "neg"):
+        term = self._term(tile)
+        if term is None:
             return None
-        t, s = (op.inputs[0], -1.0) if op.name == "neg" else op.inputs
-        if self.extent(s) == FULL:
-            t, s = s, t
+        t, s = term
         both = tuple(a or b for a, b in zip(self.extent(s), self.extent(small), strict=True))
-        return None if self.extent(t) != FULL or both == FULL else self.add("mul", t, self.add("mul", s, small))
+        return None if both == FULL else self.add("mul", t, self.add("mul", s, small))
+
+    def _term(self, x: Value) -> tuple[Value, Value] | None:
+        """(t, s) of t s, a tile times what is none."""
+        op = self.operations[x] if isinstance(x, int) and self.extent(x) == FULL else None
+        if op is None or op.name not in ("mul", "neg"):
+            return None
+        for t, s in ((op.inputs[0], -1.0),) if op.name == "neg" else (op.inputs, op.inputs[::-1]):
+            if self.extent(t) == FULL and self.extent(s) != FULL:
+                return t, s
+        return None
+
+    def _gathered(self, x: Value, total: Value, depth: int) -> Value | None:
+        """A sum with one more term t s, where it has one of t already."""
+        own, there = self._term(x), self._term(total)
+        if own is None:
+            return None
+        if there is not None and own[0] == there[0]:
+            both = self.add("add", own[1], there[1])
+            return None if self.extent(both) == FULL else self.add("mul", own[0], both)
+        op = self.operations[total] if isinstance(total, int) else None
+        if op is None or op.name != "add" or not depth:
+            return None
+        for a, b in (op.inputs, op.inputs[::-1]):
+            if (found := self._gathered(x, a, depth - 1)) is not None:
+                return self._once("add", (found, b), FULL) if isinstance(found, int) else None
+        return None
 
     def _chosen(self, test: Value, a: Value, b: Value) -> Value | None:
         """A choice within a choice by the same test is made once."""
