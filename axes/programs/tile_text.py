@@ -45,8 +45,9 @@ class Walk:
 
     step: a token's program, with derivatives; refresh: of values that are held, before every `every`-th token.
     inputs: of a token, by name; states: what is carried; steady: of these, what no gradient is asked of. widths: of
-    rows and keys; rows, keys: of a program; chunk: tokens between kept states. ahead: 1 if a token's vectors are loaded a token ahead, 2 if its states are too.
-    across: the axis that lies across warps, where sums are dearer; grouped: sums that can be made together are.
+    rows and keys; rows, keys: of a program, powers of two; chunk: tokens between kept states. ahead: 1 if a token's
+    vectors are loaded a token ahead, 2 if its states are too. across: the axis that lies across warps, where sums are
+    dearer; grouped: sums that can be made together are.
     """
 
     step: Program

@@ -110,23 +110,25 @@ class Program:
         made: Value | None = self._seen.get(key)
         op = self.operations[inside]
         if made is None and depth and op.name in ("add", "sub"):
-            made = self._both_made(op.name, *op.inputs, axis, depth)
+            made = self._each_made(op.name, op.inputs, axis, depth)
         if made is None and depth and op.name == "mul":
             for f, g in (op.inputs, op.inputs[::-1]):
                 term = self.operations[f] if isinstance(f, int) else None
                 if made is None and term is not None and term.name in ("add", "sub"):
-                    made = self._both_made(term.name, *(self.add("mul", y, g) for y in term.inputs), axis, depth)
+                    made = self._each_made(term.name, [self.add("mul", y, g) for y in term.inputs], axis, depth)
         for factor in outside if made is not None else ():
             assert made is not None
             made = self.add("mul", made, factor)
         return made
 
-    def _both_made(self, name: str, a: Value, b: Value, axis: Axis, depth: int) -> Value | None:
-        if not (self._along(a, axis) and self._along(b, axis)):
-            return None
-        one = self._made_of(a, axis, depth - 1)
-        other = None if one is None else self._made_of(b, axis, depth - 1)
-        return None if one is None or other is None else self.add(name, one, other)
+    def _each_made(self, name: str, terms: Sequence[Value], axis: Axis, depth: int) -> Value | None:
+        sums: list[Value] = []
+        for x in terms:
+            one = self._made_of(x, axis, depth - 1) if self._along(x, axis) else None
+            if one is None:
+                return None
+            sums.append(one)
+        return self.add(name, *sums)
 
     def _along(self, x: Value, axis: Axis) -> bool:
         return self.extent(x)["vk".index(axis)]

@@ -57,7 +57,7 @@ def select(
     no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
     if no_kernel is None and implementation != "torch":
         return _by_kernel(update, device if isinstance(device, Target) else None, dtype, shapes or {})
-    if implementation != "torch":
+    if implementation == "triton" or implementation is None and token.PICKED:
         no_walk = token.no_kernel(update, place, dtype, shapes or {}, time)
         if no_walk is None:
             return Choice("token", "triton", f"{_WALKED} (no chunks by a kernel: {no_kernel})")
@@ -81,9 +81,9 @@ def select_token(
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
     if differentiated:
         no_kernel = no_kernel or "the kernel for one token has no backward"
-    if no_kernel is not None and implementation in (None, "triton"):
+    if no_kernel is not None and (implementation == "triton" or implementation is None and token.PICKED):
         no_walk = token.no_kernel(update, _device(device), dtype, shapes or {}, 1)
-        if no_walk is None and not differentiated:
+        if no_walk is None:
             return Choice("token", "triton", f"{_WALKED} (no other: {no_kernel})")
     if implementation == "triton" and no_kernel is not None:
         raise NoImplementation(f"no Triton kernel for one token of {update!r}: {no_kernel}")
@@ -103,6 +103,8 @@ def plans(
     """What runs for a sequence, for one after the pairs of a list where that is something else, and for one token where
     no gradient is asked for."""
     whole = select(update, target, dtype, shapes, implementation)
+    if implementation is None and whole.implementation != "triton":
+        whole = _waiting(update, whole, target, dtype, shapes or {})
     held = {**(shapes or {}), "pairs": (1,)}
     later = select(update, target, dtype, held, implementation)
     token = select_token(update, target, dtype, held, implementation)
@@ -114,10 +116,22 @@ def plans(
     )
 
 
-def settle(update: StateUpdate, d_v: int | None = None, d_k: int | None = None) -> None:
+def _waiting(update: StateUpdate, choice: Choice, target: Target, dtype: torch.dtype, shapes: Shapes) -> Choice:
+    """With word of a kernel that is there and is not picked yet."""
+    if choice.route == "attention" or token.no_kernel(update, target.device, dtype, shapes, 1) is not None:
+        return choice
+    why = "a kernel generated from the step runs by implementation='triton' and is not picked yet: no GPU has run it"
+    return choice._replace(reason=f"{choice.reason}; {why}")
+
+
+def settle(
+    update: StateUpdate,
+    widths: tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
+) -> None:
     """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there.
 
-    d_v, d_k: widths of its runs, if they are known.
+    widths: of values and keys of its runs; implementation: of its runs, if they name one.
     """
     given.asked(update)
     kernel_terms.family(update)
@@ -126,9 +140,9 @@ def settle(update: StateUpdate, d_v: int | None = None, d_k: int | None = None) 
     _refusals(update)
     opaque.text(update)
     bool(update.counts)
-    if d_v is not None and d_k is not None and versions.gpu_is_here():
-        shapes = {"v": (1, 1, 1, d_v), "k": (1, 1, 1, d_k)}
-        select(update, torch.device("cuda"), torch.float32, shapes)
+    if widths is not None and versions.gpu_is_here() and (token.PICKED or implementation == "triton"):
+        shapes = {"v": (1, 1, 1, widths[0]), "k": (1, 1, 1, widths[1])}
+        token.no_kernel(update, torch.device("cuda"), torch.float32, shapes, 1)
     if update.parts().memory.kind == "list":
         attention.asked(update)
 
