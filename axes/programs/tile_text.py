@@ -219,7 +219,8 @@ _TOGETHER = 3  # sums that are made at once: each holds a tile until it is
 
 
 def _grouped(program: Program, order: Sequence[int], together: bool) -> list[list[int]]:
-    """Operations in an order in which they can be done, sums over one axis of tiles side by side where they may be."""
+    """Operations in an order in which they can be done: sums over one axis of tiles side by side where they may be, and
+    everything else as late as it can be, since what waits for a sum holds registers."""
     if not together:
         return [[i] for i in order]
     level: dict[int, int] = {}
@@ -227,19 +228,28 @@ def _grouped(program: Program, order: Sequence[int], together: bool) -> list[lis
         op = program.operations[i]
         level[i] = max((level.get(x, 0) for x in op.inputs if isinstance(x, int)), default=0) + (" " in op.name)
     groups: list[list[int]] = []
-    for n in range(max(level.values(), default=0) + 1):
+    done: set[int] = set()
+
+    def make(wanted: Sequence[int]) -> None:
+        """What some operations need, and then they, at once."""
+        needed = set(wanted)
+        for i in reversed(order):
+            if i in needed:
+                needed.update(x for x in program.operations[i].inputs if isinstance(x, int) and x not in done)
+        groups.extend([i] for i in order if i in needed and i not in done and i not in wanted)
+        groups.append(list(wanted))
+        done.update(needed)
+
+    for n in range(1, max(level.values(), default=0) + 1):
         waiting: dict[str, list[int]] = {}
-        for i in (i for i in order if level[i] == n):
+        for i in (i for i in order if level[i] == n and " " in program.operations[i].name):
             op = program.operations[i]
-            if " " in op.name and program.extent(op.inputs[0]) == (True, True) and op.name.startswith("sum"):
-                waiting.setdefault(op.name, []).append(i)
-        done: set[int] = set()
+            tiles = program.extent(op.inputs[0]) == (True, True) and op.name.startswith("sum")
+            waiting.setdefault(op.name if tiles else str(i), []).append(i)
         for sums in waiting.values():
             for first in range(0, len(sums), _TOGETHER):
-                groups.append(sums[first : first + _TOGETHER])
-                done.update(groups[-1])
-        groups += [[i] for i in order if level[i] == n and i not in done]
-    return groups
+                make(sums[first : first + _TOGETHER])
+    return [*groups, *([i] for i in order if i not in done)]
 
 
 def _number(x: float) -> str:
