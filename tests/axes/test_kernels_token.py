@@ -132,6 +132,19 @@ want, end = reference.run(update, signal, state, time=1)
 torch.testing.assert_close(out, want)
 torch.testing.assert_close(after.theta[0], end.theta[0])
 """,
+    "a layer, and as one graph": """
+layer = sequence.LatticeDec(8, heads=2, implementation="triton")
+exact = sequence.LatticeDec(8, heads=2, implementation="reference")
+exact.load_state_dict(layer.state_dict())
+x = torch.randn(2, 5, 8, requires_grad=True)
+want, _ = exact(x)
+grads = torch.autograd.grad(want.square().sum(), [x, *exact.parameters()])
+for module in (layer, layer, layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):  # the third by a line
+    got, _ = module(x)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got.square().sum(), [x, *layer.parameters()]), grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+""",
     "numbers and signals of one head": """
 update = sequence.LatticeDec.update
 signal = draw(update, 2, 5, 3, 6, 7)

@@ -23,6 +23,8 @@ from axes.core.state_update import StateUpdate
 from axes.programs.tile_text import OUT
 from axes.programs.tiles import GRAD, NotTiles, Program, trace
 from axes.routes import token
+from axes.routes.choice import Target
+from axes.routes.select import plans, select
 
 ROWS, KEYS = 5, 7
 
@@ -154,6 +156,14 @@ def test_tuples_without_a_walk_say_why(update: StateUpdate, says: str) -> None:
     found = token.walk(update, ROWS, KEYS)
     assert isinstance(found, token.NoWalk)
     assert re.search(says, found.reason), found.reason
+
+
+def test_a_gpu_is_told_of_the_kernel_and_does_not_pick_it_yet() -> None:
+    update = sequence.LatticeDec.update
+    (runs, *_) = plans(update, Target.of("cuda:sm_90"), torch.bfloat16)
+    assert runs.choice.route == "gram" and "not picked yet" in runs.choice.reason
+    named = select(update, Target.of("cuda:sm_90"), torch.bfloat16, implementation="triton")
+    assert named[:2] == ("token", "triton") and "generated from the step" in named.reason
 
 
 def test_an_anchor_of_one_token_is_none() -> None:
