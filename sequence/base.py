@@ -116,7 +116,7 @@ class SequenceLayer(nn.Module):
             raise IllegalUpdate(f"{who}: several heads of queries read one list; {self.update!r} keeps none: queries=1")
         self.memories = (values,) if queries == 1 else (heads // queries, 1)  # batch dimensions of a sequence's memory
         self.implementation, self.checkpoint = implementation, checkpoint
-        settle(self.update, self.sizes.d_k, self.sizes.d_v)
+        settle(self.update, (d_v, d_k), implementation)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
         self.around.fused = self.around.kernels(frames.frame(self.update))
@@ -131,7 +131,7 @@ class SequenceLayer(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's tuple has none of its facts yet."""
         super().__setstate__(state)
-        settle(self.update, self.sizes.d_k, self.sizes.d_v)
+        settle(self.update, (self.sizes.d_v, self.sizes.d_k), self.implementation)
         self._tails = self._empty_tails()
 
     @classmethod

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from axes.core.state_update import StateUpdate
 from axes.kernels.attention import attend as attend_module
 from axes.kernels.attention.attend import attend
 from axes.kernels.attention.decode import attend_one
@@ -44,6 +45,8 @@ from axes.kernels.streams.sinkhorn import sinkhorn
 from axes.kernels.substitution import response as response_module
 from axes.kernels.substitution.chain import Reads, Response, register, substitution_chain
 from axes.optim import AdamW
+from axes.routes import token
+from axes.sequence import AdamNet, LatticeDec
 from tests.hopper import Launch, hopper
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -257,6 +260,18 @@ def adamw(dtype: torch.dtype, **options: Any) -> Callable[[], None]:
     return run
 
 
+def token_by_token(update: StateUpdate) -> Callable[[], None]:
+    """Kernels generated from a step."""
+
+    def run() -> None:
+        q, k, v, beta, _ = tokens(HALF, 64, 64, length=100)
+        rates = {rate.name: beta for rate in update.demands()}
+        out, _ = token.run(update, {"q": q, "k": k, "v": v, **rates}, None, None)
+        out.float().sum().backward()
+
+    return run
+
+
 CASES: dict[str, Callable[[], None]] = {
     "hopper 128": scalar(HALF, 128, plain=True, rule="delta"),
     "hopper 64": scalar(HALF, 64, plain=True, rule="delta"),
@@ -296,6 +311,8 @@ CASES: dict[str, Callable[[], None]] = {
     "one query": one_query,
     "turn": turned,
     "step": steps,
+    "token lattice-dec": token_by_token(LatticeDec.update),
+    "token adam-net": token_by_token(AdamNet.update),
     "outer": sums,
     "block halves 128": halves(HALF, 128),
     "block halves 128 float32": halves(FULL, 128),

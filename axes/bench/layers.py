@@ -33,7 +33,8 @@ WHO = (OURS, PRODUCTS, FLA, SDPA, TORCH_BLOCKS, COMPILED)
 DEFAULT_WHO = WHO[:4]
 ON_GPU = (
     "gated-delta-net", "delta-net", "mamba2", "gla", "linear-attention", "retnet", "rwkv7", "titans-matrix",
-    "softmax-attention", "rope", "alibi", "fox", "path",
+    "softmax-attention", "rope", "alibi", "fox", "path", "moneta-matrix", "memora-matrix", "adam-net", "lattice-dec",
+    "lattice-osr",
 )  # fmt: skip
 ON_CPU = ("gated-delta-net", "gla", "mamba2", "softmax-attention")
 ATTENTION = ("softmax-attention", "rope", "alibi", "fox", "path")

@@ -20,7 +20,10 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.routes import dispatch
-from axes.sequence import RWKV7, FrankWolfeDelta, Longhorn, TitansMatrix, TTTLinear, YaadMatrix
+from axes.sequence import (
+    RWKV7, AdamNet, FrankWolfeDelta, LatticeDec, LatticeOSR, Longhorn, MemoraMatrix, MonetaMatrix, TitansMatrix, TTTLinear,
+    YaadMatrix,
+)  # fmt: skip
 
 Signal = dict[str, Tensor]
 Run = Callable[[Signal], tuple[Tensor, Tensor]]  # output (B, T, H, V) and final state
@@ -57,7 +60,7 @@ class Shape:
 class SequenceRule:
     """One recurrence to be compared.
 
-    needs: what a token supplies beyond q, k, v, name -> kind (strength, gate, slow gate, channels, rows, key).
+    needs: what a token supplies beyond q, k, v, name -> kind (strength, gate, slow gate, channels, rows, small rows, key).
     fla: how flash-linear-attention is called, or None where it has no kernel.
     """
 
@@ -87,8 +90,8 @@ class SequenceRule:
                 signal[name] = torch.log1p(-torch.exp2(-5 - heads)).expand(lead).contiguous()
             elif kind == "channels":
                 signal[name] = logsigmoid(3 + draw(*wide))
-            elif kind == "rows":
-                signal[name] = sigmoid(draw(*wide))
+            elif kind in ("rows", "small rows"):  # small for costs that grow faster than squares
+                signal[name] = sigmoid(draw(*wide)) * (1.0 if kind == "rows" else 0.02)
             elif kind == "key":
                 signal[name] = (normalize(draw(*wide), dim=-1) * 0.5).to(dtype)
         if "a" in signal and "b" in signal:  # RWKV-7: what is removed is read along the same direction
@@ -103,7 +106,7 @@ class SequenceRule:
             shape.width,
             dtype.itemsize,
             numbers=sum(k in ("strength", "gate") for k in kinds),
-            channels=shape.width * (kinds.count("channels") + kinds.count("rows")),
+            channels=shape.width * sum(k in ("channels", "rows", "small rows") for k in kinds),
             keys=kinds.count("key"),
             erases=self.erases,
             slots=block_size(self.update),
@@ -205,6 +208,11 @@ RULES: tuple[SequenceRule, ...] = (
     SequenceRule("yaad", YaadMatrix.update, {"decay": "channels", "eta": "rows", "delta": "rows"}, None, erases=True),
     SequenceRule("frank-wolfe delta", FrankWolfeDelta.update, {"decay": "gate", "beta": "strength"}, None, erases=True),
     SequenceRule("ttt-linear", TTTLinear.update, {"eta": "strength"}, None, erases=True),
+    SequenceRule("moneta", MonetaMatrix.update, {"decay": "channels", "eta": "small rows"}, erases=True),
+    SequenceRule("memora", MemoraMatrix.update, {"decay": "channels", "eta": "small rows"}, erases=True),
+    SequenceRule("adam", AdamNet.update, {"decay": "gate", "beta": "strength"}, erases=True),
+    SequenceRule("lattice decoding", LatticeDec.update, {"gamma": "strength"}, erases=True),
+    SequenceRule("lattice without norms", LatticeOSR.update, {"gamma": "strength", "decay": "gate"}, erases=True),
 )
 
 

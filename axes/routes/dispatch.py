@@ -20,7 +20,7 @@ from axes.core.chain import chain
 from axes.core.memory import Leaves
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
-from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan, substitution, substitution_kernel
+from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan, substitution, substitution_kernel, token
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
 from axes.routes.given import require_call, require_packed, require_token
 from axes.routes.packed import each_alone, grows, join, unread
@@ -150,6 +150,8 @@ def run_packed(
                 return out.transpose(1, 2), state
             if choice.route == "substitution":
                 return substitution_kernel.run(update, signal, state, None, cu_seqlens)
+            if choice.route == "token":
+                return token.run(update, kernel_terms.every_head(signal), state, None, cu_seqlens)
             return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
 
     def alone(signal: Signal, state: State) -> tuple[Tensor, State]:
@@ -179,7 +181,7 @@ def step(
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     named = implementation or chosen()
     choice = select_token(update, v.device, v.dtype, shapes, named, differentiated)
-    if choice.route == "attention":
+    if choice.route in ("attention", "token"):
         return _run(update, signal, state, implementation=named)
     if choice.implementation == "triton":
         with own_precision(v):
@@ -210,6 +212,8 @@ def _execute(
     if choice.route == "interpreter":
         out, state = reference.run(update, signal, state, time=time, weights=weights)
         return out.to(dtype), state
+    if choice.route == "token":
+        return token.run(update, signal, state, weights)
     batch = q.ndim - 2
     moved = _each(signal, time, lambda x: x.movedim(time, batch))
     if state is None:
@@ -314,5 +318,5 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
     return torch.cat(outputs, -2), state._replace(theta=(slots,), count=count)
 
 
-_AS_GIVEN = frozenset(("attention",))  # routes that take half precision as it is
+_AS_GIVEN = frozenset(("attention", "token"))  # routes that take half precision as it is
 _ROUTES = {"chain": _run_chain, "substitution": _run_substitution, "cascade": _run_cascade, "gram": _run_gram}

@@ -1,7 +1,7 @@
 """Which route computes a sequence of tokens, and who: a pure function of the tuple, the device and the shapes.
 
-Routes are how (interpreter, chain, substitution, cascade, gram, attention); implementations are who (reference, torch,
-triton).
+Routes are how (interpreter, chain, substitution, cascade, gram, attention, token); implementations are who (reference,
+torch, triton).
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import torch
 from axes.core.derived import no_attention, no_cascade, no_chain, no_gram, no_substitution
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
-from axes.routes import attention, given, kernel_terms, opaque, substitution_kernel
+from axes.kernels.common import versions
+from axes.routes import attention, given, kernel_terms, opaque, substitution_kernel, token
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
+_WALKED = "a kernel generated from the step, a token at a time, state on chip"
 
 
 @fact
 def routes(update: StateUpdate) -> Mapping[Route, str | None]:
-    """Every route of a sequence, the faster first, with the reason it is not legal, or None where it is."""
+    """Every route of torch's operations, the faster first, with the reason it is not legal, or None where it is."""
     return {
         "attention": no_attention(update),
         "gram": no_gram(update),
@@ -58,10 +60,16 @@ def select(
             return Choice("substitution", "triton", "kernels made for what a token writes, blocks of 16 tokens in turn")
         if no_kernel is None and implementation is None:
             no_kernel = "its kernels have not run on a GPU yet, and run where implementation='triton' asks for them"
-        return _without_kernel(update, no_kernel, implementation)
-    no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
-    if no_kernel is None and implementation != "torch":
-        return _by_kernel(update, device if isinstance(device, Target) else None, dtype, shapes or {})
+            return _without_kernel(update, no_kernel, implementation)
+    else:
+        no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
+        if no_kernel is None and implementation != "torch":
+            return _by_kernel(update, device if isinstance(device, Target) else None, dtype, shapes or {})
+    if implementation == "triton" or implementation is None and token.PICKED:
+        no_walk = token.no_kernel(update, place, dtype, shapes or {}, time)
+        if no_walk is None:
+            return Choice("token", "triton", f"{_WALKED} (no chunks by a kernel: {no_kernel})")
+        no_kernel = no_kernel if no_walk == no_kernel else f"{no_kernel}; token by token: {no_walk}"
     return _without_kernel(update, no_kernel, implementation)
 
 
@@ -81,6 +89,10 @@ def select_token(
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
     if differentiated:
         no_kernel = no_kernel or "the kernel for one token has no backward"
+    if no_kernel is not None and (implementation == "triton" or implementation is None and token.PICKED):
+        no_walk = token.no_kernel(update, _device(device), dtype, shapes or {}, 1)
+        if no_walk is None:
+            return Choice("token", "triton", f"{_WALKED} (no other: {no_kernel})")
     if implementation == "triton" and no_kernel is not None:
         raise NoImplementation(f"no Triton kernel for one token of {update!r}: {no_kernel}")
     if no_kernel is None and implementation in (None, "triton"):
@@ -99,6 +111,8 @@ def plans(
     """What runs for a sequence, for one after the pairs of a list where that is something else, and for one token where
     no gradient is asked for."""
     whole = select(update, target, dtype, shapes, implementation)
+    if implementation is None and whole.implementation != "triton":
+        whole = _waiting(update, whole, target, dtype, shapes or {})
     held = {**(shapes or {}), "pairs": (1,)}
     later = select(update, target, dtype, held, implementation)
     token = select_token(update, target, dtype, held, implementation)
@@ -110,9 +124,25 @@ def plans(
     )
 
 
-def settle(update: StateUpdate, d_k: int, d_v: int) -> None:
-    """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there."""
-    substitution_kernel.settle(update, d_v, d_k)
+def _waiting(update: StateUpdate, choice: Choice, target: Target, dtype: torch.dtype, shapes: Shapes) -> Choice:
+    """With word of a kernel that is there and is not picked yet."""
+    if choice.route == "attention" or token.no_kernel(update, target.device, dtype, shapes, 1) is not None:
+        return choice
+    why = "a kernel generated from the step runs by implementation='triton' and is not picked yet: no GPU has run it"
+    return choice._replace(reason=f"{choice.reason}; {why}")
+
+
+def settle(
+    update: StateUpdate,
+    widths: tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
+) -> None:
+    """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there.
+
+    widths: of values and keys of its runs; implementation: of its runs, if they name one.
+    """
+    if widths is not None:
+        substitution_kernel.settle(update, *widths)
     given.asked(update)
     kernel_terms.family(update)
     kernel_terms.no_step(update)
@@ -120,6 +150,9 @@ def settle(update: StateUpdate, d_k: int, d_v: int) -> None:
     _refusals(update)
     opaque.text(update)
     bool(update.counts)
+    if widths is not None and versions.gpu_is_here() and (token.PICKED or implementation == "triton"):
+        shapes = {"v": (1, 1, 1, widths[0]), "k": (1, 1, 1, widths[1])}
+        token.no_kernel(update, torch.device("cuda"), torch.float32, shapes, 1)
     if update.parts().memory.kind == "list":
         attention.asked(update)
 

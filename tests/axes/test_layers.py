@@ -53,7 +53,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "routes": (
         "choice", "given", "packed", "parameters", "precision", "one_state", "scan", "spans", "substitution", "gram",
         "cascade", "attention", "opaque",
-        "kernel_terms", "substitution_kernel", "select", "dispatch", "frame",
+        "kernel_terms", "substitution_kernel", "token", "select", "dispatch", "frame",
     ),
     "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks"),
     "optim": ("engine", "rules", "tools"),

@@ -1,0 +1,1 @@
+"""What kernels that are generated from a token's step call."""
