@@ -21,9 +21,18 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.routes import dispatch
 from axes.sequence import (
-    RWKV7, AdamNet, FrankWolfeDelta, LatticeDec, LatticeOSR, Longhorn, MemoraMatrix, MonetaMatrix, TitansMatrix, TTTLinear,
+    RWKV7,
+    AdamNet,
+    FrankWolfeDelta,
+    LatticeDec,
+    LatticeOSR,
+    Longhorn,
+    MemoraMatrix,
+    MonetaMatrix,
+    TitansMatrix,
+    TTTLinear,
     YaadMatrix,
-)  # fmt: skip
+)
 
 Signal = dict[str, Tensor]
 Run = Callable[[Signal], tuple[Tensor, Tensor]]  # output (B, T, H, V) and final state
@@ -60,7 +69,7 @@ class Shape:
 class SequenceRule:
     """One recurrence to be compared.
 
-    needs: what a token supplies beyond q, k, v, name -> kind (strength, gate, slow gate, channels, rows, small rows, key).
+    needs: what a token supplies beyond q, k, v, name -> kind (strength, gate, slow gate, channels, (small) rows, key).
     fla: how flash-linear-attention is called, or None where it has no kernel.
     """
 
