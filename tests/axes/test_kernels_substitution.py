@@ -76,7 +76,7 @@ def check(update, length, d_k=5, d_v=3):
     compare(kernel, exact)
 """
 CASES = {
-    "rows, before": "check(StateUpdate(Huber(ROW_BETA), monoid=ROWS, algorithm=Step(ROW_BETA)), 34)",
+    "rows, before": "check(StateUpdate(Huber(ROW_BETA), monoid=ROWS, algorithm=Step(ROW_BETA)), 18)",
     "rows, gated, rows meet": (
         'check(StateUpdate(Huber(0.5, "norm"), monoid=ROWS, algorithm=Step(ROW_BETA, at="gated")), 20)'
     ),
