@@ -241,8 +241,8 @@ def test_keys_shared_by_all_heads_are_passed_once(monkeypatch: pytest.MonkeyPatc
 def test_says_why_there_is_no_kernel(update: StateUpdate, says: str) -> None:
     reason = terms.no_kernel(update, torch.device("cuda"), torch.bfloat16, {}, 1)
     assert reason is not None and says in reason
-    with pytest.raises(dispatch.NoImplementation, match=says):
-        dispatch.select(update, "cuda", torch.bfloat16, implementation="triton")
+    named = dispatch.select(update, "cuda", torch.bfloat16, implementation="triton")  # what its step makes
+    assert named.route == "token" and says in named.reason
 
 
 def test_every_affine_chain_of_the_catalogue_has_a_kernel_or_a_reason() -> None:

@@ -145,7 +145,7 @@ def test_a_layer_compiles_as_one_graph(cls: type[DeltaNet] | type[GatedDeltaNet]
 def test_a_width_without_a_kernel_says_so() -> None:
     update = UPDATES["delta"][0]
     with pytest.raises(dispatch.NoImplementation, match="widths up to"):
-        dispatch.select(update, "cuda", torch.float32, {"k": (1, 2, 1, 300), "v": (1, 2, 1, 8)}, "triton", time=1)
+        dispatch.select(update, "cuda", torch.float32, {"k": (1, 2, 1, 3000), "v": (1, 2, 1, 8)}, "triton", time=1)
 
 
 def test_a_tuple_of_ones_own_is_a_layer_on_the_gpu() -> None:
