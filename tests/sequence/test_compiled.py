@@ -80,7 +80,7 @@ def test_what_runs_need_of_a_tuple_is_known_before(cls: type[SequenceLayer]) -> 
     """A graph is guarded by what its trace found on the tuple: what came with it would compile it again."""
     layer = make(cls)
     layer.update = copy.deepcopy(layer.update)  # which knows nothing yet
-    settle(layer.update, layer.sizes.d_k, layer.sizes.d_v)
+    settle(layer.update, (layer.sizes.d_v, layer.sizes.d_k))
     before = set(vars(layer.update))
     layer(tokens(6))
     assert set(vars(layer.update)) == before
