@@ -3,11 +3,29 @@
 if __name__ != "axes.sequence":
     raise ImportError("import axes.sequence, not sequence: the folder is installed as axes.sequence")
 
-from axes.sequence.attention import ALiBi, FoX, PaTH, RoPE, SoftmaxAttention
+from axes.sequence.attention import ALiBi, FoX, PaTH, PaTHFoX, RoPE, SoftmaxAttention
 from axes.sequence.base import LayerState, SequenceLayer, layer
-from axes.sequence.delta import KDA, DeltaNet, DeltaNetReflective, GatedDeltaNet, GatedDeltaNetPrev
+from axes.sequence.delta import (
+    KDA,
+    Comba,
+    DeltaNet,
+    DeltaNetReflective,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaNetPrev,
+)
 from axes.sequence.lattice import LatticeDec, LatticeEnc, LatticeOSR, LatticeSim
-from axes.sequence.linear import GLA, LinearAttention, Mamba2, RetNet, UnnormalisedLinearAttention
+from axes.sequence.linear import (
+    GLA,
+    HGRN2,
+    IPLR,
+    GatedRetention,
+    LightningAttention,
+    LinearAttention,
+    Mamba2,
+    RetNet,
+    UnnormalisedLinearAttention,
+)
 from axes.sequence.longhorn import Longhorn, LonghornDiagonal
 from axes.sequence.miras import (
     Memora,
@@ -30,14 +48,20 @@ ALL: tuple[type[SequenceLayer], ...] = (
     LinearAttention,
     UnnormalisedLinearAttention,
     RetNet,
+    GatedRetention,
+    LightningAttention,
     Mamba2,
     GLA,
+    HGRN2,
     RWKV7,
+    IPLR,
     DeltaNet,
     DeltaNetReflective,
     GatedDeltaNet,
     GatedDeltaNetPrev,
+    Comba,
     KDA,
+    GatedDeltaNet2,
     Longhorn,
     LonghornDiagonal,
     TitansMatrix,
@@ -62,6 +86,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     RoPE,
     FoX,
     PaTH,
+    PaTHFoX,
     *PREDICTED,
 )
 
@@ -69,19 +94,25 @@ __all__ = [
     "ALL",
     "ALiBi",
     "AdamNet",
+    "Comba",
     "DeltaNet",
     "DeltaNetReflective",
     "FoX",
     "FrankWolfeDelta",
     "GLA",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "GatedDeltaNetPrev",
+    "GatedRetention",
+    "HGRN2",
+    "IPLR",
     "KDA",
     "LatticeDec",
     "LatticeEnc",
     "LatticeOSR",
     "LatticeSim",
     "LayerState",
+    "LightningAttention",
     "LinearAttention",
     "Longhorn",
     "LonghornDiagonal",
@@ -95,6 +126,7 @@ __all__ = [
     "MuonNet",
     "MuonNetState",
     "PaTH",
+    "PaTHFoX",
     "RLSNet",
     "RWKV7",
     "RetNet",

@@ -15,7 +15,7 @@ from axes.core.algorithms import Step
 from axes.core.costs import Alignment
 from axes.core.geometry import Entropic
 from axes.core.memory import List
-from axes.core.monoids import Householder, Identity, Rotation, Scalar
+from axes.core.monoids import Householder, Identity, Product, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
@@ -200,3 +200,18 @@ class PaTH(SequenceLayer):
 }"""
     update = StateUpdate(Alignment(), Entropic(), Householder(Per("beta")), Step(), List())
     block = Transported(charts=(("beta", Sigmoid(scale=2.0, bias=0.0)),))
+
+
+@final
+class PaTHFoX(SequenceLayer):
+    """p = softmax_i(k_i A_{i+1} ... A_t q_t / sqrt(d_k) + sum_{i<s<=t} log f_s): PaTH with FoX's forget gate."""
+
+    name = "path-fox"
+    paper = PaTH.paper
+    equation = "section 3, PaTH-FoX: PaTH's logits plus the cumulated log forget gates of FoX"
+    differs = "SiLU after the convolution of w as in the released layer; f's bias is 0 at first, as in FoX"
+    bibtex = PaTH.bibtex
+    update = StateUpdate(
+        Alignment(), Entropic(), Product((Scalar("forget"), Householder(Per("beta")))), Step(), List()
+    )
+    block = Transported(charts=(("beta", Sigmoid(scale=2.0, bias=0.0)), ("forget", LogSigmoid(bias=0.0))))

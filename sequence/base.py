@@ -104,7 +104,7 @@ class SequenceLayer(nn.Module):
         if values != heads:
             self._check_groups(heads, values, block, memory.kind)
         d_k, d_v = usual_k if d_k is None else d_k, usual_v if d_v is None else d_v
-        self.sizes = Sizes(d_model, values, d_k, d_v, values // heads)
+        self.sizes = Sizes(d_model, values, d_k, d_v, values // heads, self.update.parts().monoid.loose)
         if not memory.keyed:
             raise IllegalUpdate(f"{who}: a sequence layer needs keys; {self.update!r} takes a given gradient")
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:

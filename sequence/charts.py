@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,17 @@ Factory = dict[str, Any]  # device and dtype of parameters
 @final
 @dataclass(frozen=True)
 class Sizes:
-    """Widths of a layer: model D, heads H, key d_k, value d_v. Neighbouring heads, `group` of them, share q and k."""
+    """Widths of a layer: model D, heads H, key d_k, value d_v. Neighbouring heads, `group` of them, share q and k.
+
+    loose: the pairs of vectors a, b of a transition I + a b^T that nothing bounds but what makes them.
+    """
 
     d_model: int
     heads: int
     d_k: int
     d_v: int
     group: int = 1
+    loose: tuple[str, ...] = ()
 
     @property
     def key_heads(self) -> int:
@@ -305,6 +309,58 @@ class Capped(Chart):
     def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         odds = self.start / (self.scale - self.start)
         return Sigmoid(self.scale, math.log(odds), self.rank).build(per, sizes, factory)
+
+
+@final
+@dataclass(frozen=True)
+class Tied(Chart):
+    """Two rates of one projection: what `chart` gives, and the rate `name`, which follows from it.
+
+    by: "complement", 1 - a of a gate a: old and new are averaged (HGRN); "energy", sqrt(1 - a^2) (RG-LRU);
+    "share", sigmoid(b) r of a step size r, b learned for every head, 1 at first (Comba).
+    """
+
+    chart: Chart
+    name: str
+    by: Literal["complement", "energy", "share"] = "complement"
+
+    def __post_init__(self) -> None:
+        if self.by not in ("complement", "energy", "share"):
+            raise IllegalUpdate(f"Tied: by={self.by!r} is not one of complement, energy, share")
+
+    def also(self) -> tuple[str, ...]:
+        return (self.name, *self.chart.also())
+
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
+        (_not_unit if self.by == "share" else _unit)(per, f"Tied(by={self.by!r})")
+        return _TiedModule(self, per, sizes, factory)
+
+
+@final
+class _TiedModule(nn.Module):
+    hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: what is no nn.Linear here is no hidden matrix
+
+    def __init__(self, tied: Tied, per: Per, sizes: Sizes, factory: Factory) -> None:
+        super().__init__()
+        self.tied, self.per = tied, per
+        self.chart = tied.chart.build(per, sizes, factory)
+        shape = (sizes.heads, *[1] * len(sizes.of(per)))
+        self.share = nn.Parameter(torch.empty(shape, **factory)) if tied.by == "share" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.share is not None:
+            nn.init.ones_(self.share)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        rates: dict[str, Tensor] = self.chart(x)
+        rate = rates[self.per.name]
+        if self.share is not None:
+            return {**rates, self.tied.name: torch.sigmoid(self.share.to(rate.dtype)) * rate}
+        if self.tied.by == "complement":
+            return {**rates, self.tied.name: -torch.expm1(rate)}
+        closed = -torch.expm1(2 * rate)  # 1 - a^2, whose root has no derivative where the gate is open
+        return {**rates, self.tied.name: closed.clamp_min(torch.finfo(closed.dtype).tiny).sqrt()}
 
 
 def default_chart(per: Per) -> Chart:

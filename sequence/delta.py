@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import final
 
 from axes.core.algorithms import Step
-from axes.core.costs import SquaredError
+from axes.core.costs import Alignment, SquaredError
 from axes.core.geometry import Euclidean
-from axes.core.monoids import Diagonal, Identity, Scalar
+from axes.core.monoids import Diagonal, Householder, Identity, Product, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
-from axes.sequence.charts import SSM, Sigmoid
+from axes.sequence.charts import SSM, Sigmoid, Tied
 
 
 @final
@@ -129,4 +129,67 @@ class KDA(SequenceLayer):
     update = StateUpdate(SquaredError(), Euclidean(), Diagonal("decay"), Step(Per("beta"), at="gated"))
     block = Standard(
         charts=(("decay", SSM(step=None, rank=128)), ("beta", Sigmoid())), scale=True, output_gate="sigmoid"
+    )
+
+
+@final
+class Comba(SequenceLayer):
+    """S_t = a S_{t-1} (I - c beta k k^T) + beta v k^T,  o_t = S_t (q - d k): Gated DeltaNet that erases less.
+
+    c (in (0, 1)) and d are numbers of a head: the state's loop closed, and the output's. An erase and a write with
+    strengths of their own are no gradient of an error: the tuple is a write, and a map that erases along its key.
+    """
+
+    name = "comba"
+    paper = "Comba: Improving Bilinear RNNs with Closed-loop Control (Hu et al. 2025)"
+    equation = "S_t = S_{t-1} (alpha_t - beta~_t k_t k_t^T) + beta_t v_t k_t^T, o_t = S_t (q_t - d k_t)"
+    differs = (
+        "the gate acts before the erase, as in the released code, where the paper prints it beside; q is corrected "
+        "behind its norm, there ahead of it; d starts at 0.02, one of two recommended values; A starts in [1, 16]"
+    )
+    bibtex = """@article{hu2025comba,
+  title={Comba: Improving Bilinear {RNN}s with Closed-loop Control},
+  author={Hu, Jiaxi and Pan, Yongqi and Du, Jusen and Lan, Disen and Tang, Xiaqiang and Wen, Qingsong and
+          Liang, Yuxuan and Sun, Weigao},
+  journal={arXiv preprint arXiv:2506.02475},
+  year={2025}
+}"""
+    update = StateUpdate(
+        Alignment(), Euclidean(), Product((Scalar("decay"), Householder(Per("erase"), "k"))), Step(Per("beta"))
+    )
+    block = Standard(
+        charts=(("decay", SSM(step=None)), ("beta", Tied(Sigmoid(), "erase", "share"))),
+        scale=True,
+        correction=0.02,
+        output_gate="sigmoid",
+    )
+
+
+@final
+class GatedDeltaNet2(SequenceLayer):
+    """S_t = S_{t-1} Diag(a) (I - (b * k) k^T) + (w * v) k^T: KDA whose erase has a strength for every key channel.
+
+    b in (0, 1)^{d_k} and w in (0, 1)^{d_v}: what is erased and what is written are chosen apart. b = w = beta is KDA.
+    """
+
+    name = "gdn2"
+    paper = "Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention (NVlabs 2026)"
+    equation = "S_t = (I - k_t (b_t * k_t)^T) Diag(alpha_t) S_{t-1} + k_t (w_t * v_t)^T, transposed"
+    differs = "as in KDA: the output gate's projection has full rank and no bias, there the rank of a head's width"
+    bibtex = """@misc{nvlabs2026gdn2,
+  title={Gated {DeltaNet}-2: Decoupling Erase and Write in Linear Attention},
+  author={{NVlabs}},
+  year={2026},
+  howpublished={https://github.com/NVlabs/GatedDeltaNet-2}
+}"""
+    update = StateUpdate(
+        Alignment(),
+        Euclidean(),
+        Product((Diagonal("decay"), Householder(Per("erase", "key"), "k"))),
+        Step(Per("write", "row")),
+    )
+    block = Standard(
+        charts=(("decay", SSM(step=None, rank=128)), ("erase", Sigmoid()), ("write", Sigmoid())),
+        scale=True,
+        output_gate="sigmoid",
     )

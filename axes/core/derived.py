@@ -55,6 +55,25 @@ def structure(update: StateUpdate) -> Structure:
 
 
 @fact
+def scales_values(update: StateUpdate) -> bool:
+    """Whether rates by rows scale what is written and nothing else: the value, before it meets the key."""
+    p = update.parts()
+    plain = not p.drive_sees_state and not p.step.via and not p.step.debias
+    return plain and rate_shape(p.step.rate) == "row" and p.memory.kind == "matrix" and p.h.is_identity
+
+
+@fact
+def erases_along_key(update: StateUpdate) -> bool:
+    """Whether gates are followed by one map that erases along the written key: a delta rule whose erase has a strength
+    of its own, S = S A (I - (beta * k) k^T) + rate v k^T."""
+    p = update.parts()
+    *before, last = factors(p.monoid)
+    gated = all(f.kind in ("identity", "scalar", "diagonal") for f in before)
+    writes = p.cost.drives == "target" and not p.drive_sees_state and rate_shape(p.step.rate) in ("scalar", "row")
+    return gated and last.rank_one and last.along == "k" and writes and not p.step.via and not p.step.debias
+
+
+@fact
 def _computed(update: StateUpdate) -> str | None:
     """Why no route along a sequence has the numbers of every datum or writes in this way, or None if all do."""
     if update.parts().computes_rates:
@@ -236,11 +255,13 @@ def no_attention(update: StateUpdate) -> str | None:
 __all__ = [
     "Feedback",
     "block_size",
+    "erases_along_key",
     "feedback",
     "no_attention",
     "no_cascade",
     "no_chain",
     "no_gram",
     "no_substitution",
+    "scales_values",
     "structure",
 ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from axes.core.declared import Declared
 from axes.core.geometry import Euclidean, Geometry
-from axes.core.rates import Per, Rate, Signal, as_gate, resolve
+from axes.core.rates import Per, Rate, Signal, as_gate, rate_shape, resolve
 from axes.errors import IllegalUpdate
 
 __all__ = [
@@ -167,10 +167,13 @@ class Monoid(Declared, ABC):
     """A family of retention maps closed under composition; `element` is its chart from the signal.
 
     kind: the structure of its maps. rank_one: they are I + a b^T and nothing else, one pair of vectors a datum.
+    along: the vector of the signal that b is, if it is one. loose: named vectors a and b whose product nothing bounds.
     """
 
     kind: Kind
     rank_one: bool = False
+    along: str | None = None
+    loose: tuple[str, ...] = ()
 
     @abstractmethod
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
@@ -393,13 +396,25 @@ class Rotation(Monoid):
 class Householder(Monoid):
     """A = I - beta w w^T, a generalised Householder map: identity at 0, projection at 1, reflection at 2 (|w| = 1).
 
-    key: the name of w in the signal; None for the constant unit vector with equal entries.
+    key: the name of w in the signal; None for the constant unit vector with equal entries. "k" erases what the token's
+    own key reads, with another strength than the write's (Comba). beta: a scalar, or one for every entry of w, which
+    scales what is read: A = I - (beta * w) w^T, whose eigenvalues lie in [0, 1] for beta in [0, 1] and |w| = 1 (GDN-2).
     """
 
     beta: Rate
     key: str | None = "w"
     kind = "low rank"
     rank_one = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.beta, Per) and (self.beta.shape not in ("scalar", "key") or self.beta.domain == "unit"):
+            raise IllegalUpdate(
+                f"Householder: beta must be a scalar or key rate, positive or real, got {self.beta}: a linear strength"
+            )
+
+    @property
+    def along(self) -> str | None:  # type: ignore[override]
+        return self.key
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         beta = resolve(self.beta, signal)
@@ -408,7 +423,8 @@ class Householder(Monoid):
             w = torch.full((width,), width**-0.5, dtype=like.dtype, device=like.device)
         else:
             w = _vector(signal, self.key, "Householder")
-        scaled = w * (beta[..., None] if isinstance(beta, Tensor) and beta.ndim else beta)
+        each = isinstance(beta, Tensor) and beta.ndim and rate_shape(self.beta) == "scalar"
+        scaled = w * (beta[..., None] if each else beta)  # type: ignore[index]
         return Element(left=-scaled[..., None], right=w[..., None])
 
     def rates(self) -> tuple[Rate, ...]:
@@ -433,6 +449,10 @@ class DPLR(Monoid):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gate", as_gate(self.gate, "key"))
+
+    @property
+    def loose(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.left, self.right)
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         assert not isinstance(self.gate, str)
@@ -496,6 +516,10 @@ class Product(Monoid):
     def __post_init__(self) -> None:
         if len(self.parts) < 2:
             raise IllegalUpdate("Product: give at least two monoids")
+
+    @property
+    def loose(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(name for part in self.parts for name in part.loose)
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         result = self.parts[0].element(signal, rate, like)

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 
 import torch
 
-from axes.core.derived import no_attention, no_cascade, no_chain, no_gram, no_substitution
+from axes.core.derived import (
+    erases_along_key,
+    no_attention,
+    no_cascade,
+    no_chain,
+    no_gram,
+    no_substitution,
+    scales_values,
+)
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
 from axes.routes import attention, given, kernel_terms, opaque
@@ -111,6 +119,7 @@ def settle(update: StateUpdate) -> None:
     _fastest(update)
     _refusals(update)
     opaque.text(update)
+    scales_values(update), erases_along_key(update)
     bool(update.counts)
     if update.parts().memory.kind == "list":
         attention.asked(update)

@@ -136,6 +136,14 @@ CHAINS = {
         SquaredError(), monoid=Product((Scalar("decay"), Rotation(100.0))), algorithm=Step(BETA, at="gated")
     ),
     "householder": StateUpdate(Alignment(), monoid=Product((Scalar("decay"), Householder(BETA)))),
+    "erase of its own strength": StateUpdate(
+        Alignment(), monoid=Product((Scalar("decay"), Householder(Per("erase"), "k"))), algorithm=Step(BETA)
+    ),
+    "erase by key, write by row": StateUpdate(
+        Alignment(),
+        monoid=Product((Diagonal("key_decay"), Householder(Per("erase", "key"), "k"))),
+        algorithm=Step(ROW_BETA),
+    ),
     "two householders": StateUpdate(
         Alignment(), monoid=Product((Householder(BETA), Householder(Per("beta_2"), "w_2"), Diagonal("key_decay")))
     ),

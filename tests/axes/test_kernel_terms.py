@@ -22,7 +22,7 @@ from axes.routes import kernel_terms as terms
 from tests import chains
 
 WIDE = Diagonal("wide")
-BETA, KEYED = Per("beta"), Per("rate", "key")
+BETA, KEYED, ROWS, ERASE = Per("beta"), Per("rate", "key"), Per("write", "row"), Per("erase")
 MOMENTUM = StateUpdate(Linear(), monoid=Scalar("momentum"), algorithm=Step(Per("theta")))
 FAST = StateUpdate(Linear(), monoid=Scalar(0.5), algorithm=Step(0.3))
 TWO = Sum((MOMENTUM, FAST), (0.5, 0.5))
@@ -43,6 +43,17 @@ UPDATES = {
     "diagonal implicit": (StateUpdate(SquaredError(), monoid=WIDE, algorithm=Step(BETA, at="new")), "diagonal"),
     "dplr": (StateUpdate(Alignment(), monoid=DPLR("wide"), algorithm=Step(BETA)), "dplr"),
     "householder": (StateUpdate(Alignment(), monoid=Householder(BETA)), "dplr"),
+    "an erase of its own strength": (
+        StateUpdate(Alignment(), monoid=Product((Scalar("decay"), Householder(ERASE, "k"))), algorithm=Step(BETA)),
+        "scalar",
+    ),
+    "an erase for every key entry": (
+        StateUpdate(Alignment(), monoid=Product((WIDE, Householder(KEYED, "k"))), algorithm=Step(ROWS)), "diagonal",
+    ),
+    "an erase before the gate": (
+        StateUpdate(Alignment(), monoid=Product((Householder(ERASE, "k"), WIDE)), algorithm=Step(BETA)), "dplr",
+    ),
+    "a rate for every row": (StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(ROWS)), "scalar"),
     "momentum": (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(via=(MOMENTUM,))), "block"),
     "momentum, gated": (
         StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", via=(MOMENTUM,))), "block",
@@ -86,7 +97,7 @@ def signal(
     lead = (2, length, heads)
     out: dict[str, torch.Tensor | float] = {n: torch.randn(*lead, d_v if n == "v" else d_k) / 2 for n in "qkv"}
     for p in update.demands():
-        shape = {"scalar": lead, "key": (*lead, d_k), "pair": (*lead, d_k // 2)}[p.shape]
+        shape = {"scalar": lead, "key": (*lead, d_k), "row": (*lead, d_v), "pair": (*lead, d_k // 2)}[p.shape]
         x = torch.rand(shape)
         out[p.name] = -x if p.domain == "unit" else x
     for n in update.signals() - set(out) - {"q", "k", "v"}:

@@ -1,0 +1,267 @@
+"""Systems against their papers' formulas in plain loops over tokens: outputs, states, gradients.
+
+An oracle reads the parameters of a layer and nothing else of the package. It returns the outputs before the output
+projection and the last state (d_v, d_k), or None where a state is a list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axes import sequence
+from axes.core import reference
+from axes.core.costs import Alignment
+from axes.core.monoids import DPLR, Product, Scalar
+from axes.core.state_update import StateUpdate
+from axes.errors import IllegalUpdate
+from axes.sequence import SequenceLayer, layer
+from axes.sequence.blocks import Standard
+
+B, T, D, H = 2, 9, 16, 2
+Found = tuple[Tensor, Tensor | None]
+
+
+def make(cls: type[SequenceLayer], **options: Any) -> SequenceLayer:
+    module = cls(D, heads=H, dtype=torch.float64, **options)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return module
+
+
+# ---- what blocks are made of
+
+
+def heads(x: Tensor, n: int = H) -> Tensor:
+    return x.unflatten(-1, (n, -1))
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def convolved(x: Tensor, conv: Any) -> Tensor:
+    """A causal convolution by padding and shifting, then SiLU."""
+    weight = conv.weight[:, 0]
+    padded = F.pad(x, (0, 0, weight.shape[1] - 1, 0))
+    y = sum(weight[:, j] * padded[:, j : j + x.shape[1]] for j in range(weight.shape[1]))
+    return F.silu(y if conv.bias is None else y + conv.bias)
+
+
+def through(chart: nn.Module, x: Tensor) -> Tensor:
+    """A chart's projections."""
+    if chart.down is not None:
+        x = x @ chart.down.weight.T
+    return F.linear(x, chart.up.weight, chart.up.bias)
+
+
+def mamba_gate(chart: Any, x: Tensor) -> Tensor:
+    z = F.softplus(through(chart, x))
+    z = z if z.shape[-1] == H else heads(z)
+    return torch.exp(-chart.log_rate.exp() * z)
+
+
+def loop(q: Tensor, k: Tensor, v: Tensor, kept: Callable[[Tensor, int], Tensor]) -> Found:
+    """S = kept(S, t) + v k^T, o = S q over (B, T, H, d)."""
+    state, out = v.new_zeros(*v.shape[:1], v.shape[2], v.shape[-1], k.shape[-1]), []
+    for t in range(v.shape[1]):
+        state = kept(state, t) + torch.einsum("bhv,bhk->bhvk", v[:, t], k[:, t])
+        out.append(torch.einsum("bhvk,bhk->bhv", state, q[:, t]))
+    return torch.stack(out, 1), state
+
+
+def projected(p: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(heads(x @ w.weight.T) for w in (p.q_proj, p.k_proj, p.v_proj))  # type: ignore[return-value]
+
+
+def convolutions(p: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    names = ("q", "k", "v")
+    q, k, v = (heads(convolved(x @ getattr(p, f"{n}_proj").weight.T, getattr(p, f"{n}_conv"))) for n in names)
+    return unit(q), unit(k), v
+
+
+def root(q: Tensor) -> float:
+    return math.sqrt(q.shape[-1])
+
+
+# ---- oracles: (module, x) -> outputs of the heads, state
+
+
+def gated_retention(m: SequenceLayer, x: Tensor) -> Found:
+    """Sun et al. 2024 (YOCO): gamma = sigmoid(X W)^(1/16); q e^(i n theta), k e^(i m theta) as complex numbers."""
+    p = m.around
+    q, k, v = projected(p, x)
+    half = q.shape[-1] // 2
+    theta = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    turn = torch.exp(1j * torch.arange(T)[:, None, None] * theta)
+    turned = [torch.complex(z[..., :half], -z[..., half:]) * turn for z in (q, k)]  # ours turns the other way
+    gamma = torch.sigmoid(through(p.charts["decay"], x)) ** (1 / 16)
+    out, state = [], torch.zeros(B, H, v.shape[-1], half, dtype=torch.complex128)
+    for t in range(T):
+        write = torch.einsum("bhv,bhk->bhvk", v[:, t].to(torch.complex128), turned[1][:, t].conj())
+        state = gamma[:, t, :, None, None] * state + write
+        out.append(torch.einsum("bhvk,bhk->bhv", state, turned[0][:, t]).real / root(q))
+    last = state * torch.exp(1j * (T - 1) * theta)  # keys as they stand after the last token
+    y = rms(torch.stack(out, 1), p.norm.weight) * F.silu(heads(x @ p.g_proj.weight.T))
+    return y, torch.cat((last.real, last.imag), -1)
+
+
+def lightning(m: SequenceLayer, x: Tensor) -> Found:
+    p = m.around
+    q, k, v = projected(p, x)
+    kept = torch.exp(-torch.tensor([2.0 ** (-8 * h / H) for h in range(1, H + 1)], dtype=torch.float64))
+    out, state = loop(F.silu(q), F.silu(k), v, lambda s, t: kept[:, None, None] * s)
+    return rms(out, p.norm.weight) * torch.sigmoid(heads(x @ p.g_proj.weight.T)), state
+
+
+def hgrn2(m: SequenceLayer, x: Tensor) -> Found:
+    p = m.around
+    f = heads(torch.sigmoid(through(p.charts["decay"].chart, x)))
+    q, v = F.silu(heads(x @ p.q_proj.weight.T)), heads(x @ p.v_proj.weight.T)
+    out, state = loop(q, 1 - f, v, lambda s, t: f[:, t, :, None, :] * s)
+    return rms(out, p.norm.weight), state
+
+
+def iplr(m: SequenceLayer, x: Tensor) -> Found:
+    p = m.around
+    q, k, v = convolutions(p, x)
+    w = unit(heads(x @ p.vectors["b"].weight.T))
+    a, b = -w, torch.sigmoid(heads(x @ p.vectors["a"].weight.T)) * w
+    maps = torch.eye(q.shape[-1], dtype=x.dtype) + a[..., :, None] * b[..., None, :]
+    out, state = loop(q / root(q), k, v, lambda s, t: s @ maps[:, t])
+    return rms(out, p.norm.weight), state
+
+
+def comba(m: SequenceLayer, x: Tensor) -> Found:
+    """fla's recurrent form: h decays, loses what p = c k reads of it, and gains beta (v - h p) k^T."""
+    p = m.around
+    q, k, v = convolutions(p, x)
+    beta = torch.sigmoid(through(p.charts["beta"].chart, x))[..., None]
+    closed = torch.sigmoid(p.charts["beta"].share)[:, None] * k
+    gate = mamba_gate(p.charts["decay"], x)
+    state, out = torch.zeros(B, H, v.shape[-1], k.shape[-1], dtype=x.dtype), []
+    for t in range(T):
+        state = state * gate[:, t, :, None, None]
+        missing = beta[:, t] * (v[:, t] - torch.einsum("bhvk,bhk->bhv", state, closed[:, t]))
+        state = state + torch.einsum("bhv,bhk->bhvk", missing, k[:, t])
+        out.append(torch.einsum("bhvk,bhk->bhv", state, (q - p.correction * k)[:, t]) / root(q))
+    return rms(torch.stack(out, 1), p.norm.weight) * torch.sigmoid(heads(x @ p.g_proj.weight.T)), state
+
+
+def gdn2(m: SequenceLayer, x: Tensor) -> Found:
+    """S_t = (I - k (b * k)^T) Diag(a) S + k (w * v)^T with S (d_k, d_v), multiplied out."""
+    p = m.around
+    q, k, v = convolutions(p, x)
+    b, w = (heads(torch.sigmoid(through(p.charts[n], x))) for n in ("erase", "write"))
+    a, eye = mamba_gate(p.charts["decay"], x), torch.eye(q.shape[-1], dtype=x.dtype)
+    state, out = torch.zeros(B, H, k.shape[-1], v.shape[-1], dtype=x.dtype), []
+    for t in range(T):
+        erase = eye - k[:, t, ..., None] * (b * k)[:, t, :, None, :]
+        state = erase @ torch.diag_embed(a[:, t]) @ state + k[:, t, ..., None] * (w * v)[:, t, :, None, :]
+        out.append((state.mT @ q[:, t, ..., None])[..., 0] / root(q))
+    return rms(torch.stack(out, 1), p.norm.weight) * torch.sigmoid(heads(x @ p.g_proj.weight.T)), state.mT
+
+
+def path_fox(m: SequenceLayer, x: Tensor) -> Found:
+    """Yang et al. 2025: k_i^T H_{i+1} ... H_t q_t plus the sum of log f between, one softmax."""
+    p = m.around
+    q, k, v = projected(p.plain, x)
+    w = unit(heads(convolved(x @ p.w_down.weight.T @ p.w_up.weight.T, p.w_conv)))
+    beta = 2 * torch.sigmoid(through(p.plain.charts["beta"], x))
+    log_f = torch.log(torch.sigmoid(through(p.plain.charts["forget"], x)))
+    eye, out = torch.eye(q.shape[-1], dtype=x.dtype), []
+    maps = eye - beta[..., None, None] * w[..., :, None] * w[..., None, :]
+    for t in range(T):
+        product, gates, scores = eye.expand(B, H, -1, -1), torch.zeros(B, H, dtype=x.dtype), []
+        for i in range(t, -1, -1):
+            score = torch.einsum("bhd,bhde,bhe->bh", k[:, i], product, q[:, t]) / root(q)
+            scores.append(score + gates)
+            product, gates = maps[:, i] @ product, gates + log_f[:, i]
+        weights = torch.stack(scores[::-1], -1).softmax(-1)
+        out.append(torch.einsum("bhi,bihd->bhd", weights, v[:, : t + 1]))
+    return torch.stack(out, 1), None
+
+
+ORACLES: dict[str, Callable[[SequenceLayer, Tensor], Found]] = {
+    "gated-retention": gated_retention,
+    "lightning-attention": lightning,
+    "hgrn2": hgrn2,
+    "iplr": iplr,
+    "comba": comba,
+    "gdn2": gdn2,
+    "path-fox": path_fox,
+}
+CLASSES = {cls.name: cls for cls in sequence.ALL}
+
+
+def out_projection(m: SequenceLayer) -> Tensor:
+    p = getattr(m.around, "plain", m.around)
+    weight: Tensor = getattr(p, "o_proj", getattr(p, "out_proj", None)).weight  # type: ignore[union-attr]
+    return weight
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max().clamp_min(1)).item()
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_a_system_is_its_papers_formula(name: str) -> None:
+    """Outputs, the last state, and the gradients of the input and of every parameter, to rounding."""
+    m = make(CLASSES[name])
+    x = torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
+    y, state = m(x)
+    heads_out, last = ORACLES[name](m, x)
+    expected = heads_out.flatten(2) @ out_projection(m).T
+    assert relative(y, expected) < 1e-11
+    if last is not None:
+        assert state is not None and relative(state.memory.theta[0], last) < 1e-11
+    weight = torch.randn_like(y)
+    wanted = [x, *m.parameters()]
+    for a, b in zip(*(torch.autograd.grad((z * weight).sum(), wanted) for z in (y, expected)), strict=True):
+        assert relative(a, b) < 1e-9
+
+
+# ---- facts of the parts
+
+
+@pytest.mark.parametrize("monoid", [DPLR("decay"), DPLR(1.0), Product((Scalar("g"), DPLR(1.0)))], ids=repr)
+def test_a_layer_of_ones_own_does_not_diverge_where_two_vectors_make_the_transition(monoid: Any) -> None:
+    """With a and b projected apart the state reaches 1e4 in 500 tokens, behind an output norm that hides it."""
+    m = layer(StateUpdate(Alignment(), monoid=monoid))(16, heads=2)
+    with torch.no_grad():
+        for p in m.parameters():
+            p.mul_(3)
+        _, state = m(torch.randn(1, 1000, 16))
+    assert state is not None and state.memory.theta[0].abs().max() < 1e3
+
+
+def test_vectors_of_a_transition_that_are_not_the_blocks_are_refused() -> None:
+    with pytest.raises(IllegalUpdate, match=r"Standard ties pairs of vectors of its own, not \('a', 'k'\)"):
+        layer(StateUpdate(Alignment(), monoid=DPLR(1.0, "a", "k")))(16, heads=2)
+
+
+def test_erasing_and_writing_alike_is_the_delta_rule() -> None:
+    """beta and erase of one strength: the tuple that writes and erases is the gradient of the squared error."""
+    lead = (2, 13, 2)
+    s = {n: torch.randn(*lead, 4, dtype=torch.float64) for n in "qkv"} | {"decay": -torch.rand(*lead, 4).double()}
+    beta = torch.rand(lead, dtype=torch.float64)
+    kda, _ = reference.run(sequence.KDA.update, {**s, "beta": beta}, time=1)
+    wide = beta[..., None].expand(*lead, 4)
+    ours, _ = reference.run(sequence.GatedDeltaNet2.update, {**s, "erase": wide, "write": wide}, time=1)
+    assert relative(ours, kda) < 1e-13
+
+
+def test_keys_of_ones_have_nothing_to_norm() -> None:
+    with pytest.raises(IllegalUpdate, match="keys=False leaves nothing to share, to norm"):
+        layer(sequence.HGRN2.update, block=Standard(keys=False))(16, heads=2)
