@@ -39,6 +39,7 @@ from axes.sequence.miras import (
     YaadSwitch,
 )
 from axes.sequence.predicted import PREDICTED, AdamNet, FrankWolfeDelta, MuonNet, MuonNetState, RLSNet, ShampooNet
+from axes.sequence.rwkv6 import RWKV6
 from axes.sequence.rwkv7 import RWKV7
 from axes.sequence.titans import Titans, TitansMatrix
 from axes.sequence.ttt import TTTMLP, TTTLinear
@@ -53,6 +54,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     Mamba2,
     GLA,
     HGRN2,
+    RWKV6,
     RWKV7,
     IPLR,
     DeltaNet,
@@ -128,6 +130,7 @@ __all__ = [
     "PaTH",
     "PaTHFoX",
     "RLSNet",
+    "RWKV6",
     "RWKV7",
     "RetNet",
     "RoPE",

@@ -65,10 +65,20 @@ class Held(Declared):
 @final
 @dataclass(frozen=True, repr=False)
 class Read(Declared):
-    """The output is read at  gate * theta_{t-1} + rate * u_t  instead of theta_t (Nesterov, Lion, RWKV-6's bonus)."""
+    """The output is read at  gate * theta_{t-1} + rate * u_t  instead of theta_t (Nesterov, Lion, RWKV-6's bonus).
+
+    Both are numbers, or linear rates of the datum: scalar, or one for every key entry or row.
+    """
 
     gate: Rate
     rate: Rate
+
+    def __post_init__(self) -> None:
+        for field, rate in (("gate", self.gate), ("rate", self.rate)):
+            known = ("scalar", "key", "row", "square")
+            if isinstance(rate, Per) and (rate.domain == "unit" or rate.shape not in known):
+                wanted = "a scalar, key, row or square rate, positive or real"
+                raise IllegalUpdate(f"Read: {field} must be {wanted}, got {rate}: a read point is linear in it")
 
 
 @final

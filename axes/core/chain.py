@@ -309,10 +309,33 @@ def _seen(t: _Tokens) -> Tensor:
     if not t.after_gate:
         return t.key
     element = t.element
-    seen = t.layout.vector(element.transpose_base(t.k)[..., 0, :])
-    if element.left is not None and element.right is not None:
-        seen = seen + t.layout.vector((element.left @ (element.right.mT @ t.k.mT))[..., 0])
+    seen = t.layout.vector(_through(element, t.k))
     return seen if element.outer is None else seen * torch.exp(t.layout.outer(element.outer))
+
+
+def _through(element: Element, k: Tensor) -> Tensor:
+    """A k of right actions, for keys as rows (..., 1, d_k)."""
+    seen = element.transpose_base(k)[..., 0, :]
+    if element.left is not None and element.right is not None:
+        seen = seen + (element.left @ (element.right.mT @ k.mT))[..., 0]
+    return seen
+
+
+def read_by_key(update: StateUpdate, signal: Signal) -> tuple[Tensor, Tensor | float]:
+    """What of the state before a token its error reads, and the share of the error that drives: of any layout.
+
+    The share is 1 but for implicit steps, 1 / (1 + rate |k|^2).
+    """
+    p, k = update.parts(), signal["k"]
+    assert isinstance(k, Tensor)
+    rate = resolve(p.step.rate, signal)
+    if p.step.at == "prev":
+        return k, 1.0
+    seen = _through(p.monoid.element(signal, rate, k[..., None, :]), k[..., None, :])
+    if p.step.at != "new":
+        return seen, 1.0
+    each = isinstance(rate, Tensor) and rate.ndim
+    return seen, 1.0 / (1.0 + (rate[..., None] if each else rate) * (k * k).sum(-1, keepdim=True))  # type: ignore[index]
 
 
 def _by_entry(t: _Tokens, drive: _Flow, into: Tensor) -> Chain:
@@ -323,4 +346,4 @@ def _by_entry(t: _Tokens, drive: _Flow, into: Tensor) -> Chain:
     return Chain(shrink[..., None, :] * into, t.value, block=kept[..., None, None, :], rows=t.layout.rows)
 
 
-__all__ = ["Chain", "chain"]
+__all__ = ["Chain", "chain", "read_by_key"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from axes.core.algorithms import Anchor, Held, Step
+from axes.core.algorithms import Anchor, Held, Read, Step
 from axes.core.costs import Linear
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
@@ -104,8 +104,10 @@ def no_chain(update: StateUpdate) -> str | None:
         return f"h = {type(h).__name__} acts on the state"
     if step.steps > 1:
         return "several steps on one datum"
-    if step.read is not None or step.start != "zero":
-        return "a read point or a first-drive start is not carried by the chain"
+    if step.start != "zero":
+        return "a first-drive start is not carried by the chain"
+    if step.read is not None and (reason := _no_early(update)) is not None:
+        return reason
     if rate_shape(step.rate) not in ("scalar", "key", "row"):
         return "an element-wise step size has no rank-one write"
     elementwise = {"identity", "scalar", "diagonal", "row", "hadamard"}
@@ -130,6 +132,21 @@ def no_chain(update: StateUpdate) -> str | None:
             return "an element-wise ridge has no transition on the key side"
     if step.via and step.debias:
         return "a normaliser behind filters is not carried by the chain"
+    return None
+
+
+def _no_early(update: StateUpdate) -> str | None:
+    """Why a read between two states is no read of the one before with another query."""
+    p = update.parts()
+    if not isinstance(p.step.read, Read) or p.step.via or p.step.debias or p.ridged or p.memory.kind != "matrix":
+        return "a read point behind filters, of a normaliser, beside a ridge or of single entries is no other query"
+    shapes = rate_shape(p.step.read.gate), rate_shape(p.step.read.rate)
+    if shapes[0] not in ("scalar", "key") or shapes[1] not in ("scalar", "key", "row"):
+        return "a read point with a rate for every row or entry of the state is no other query"
+    if p.predicts and ("row" in shapes or not gates(p.monoid).isdisjoint({"row", "hadamard"})):
+        return "errors and a read point by rows are no read of the state before with one query"
+    if p.predicts and p.step.at == "new" and rate_shape(p.step.rate) == "row":
+        return "the errors of an implicit step by rows are no read of the state before with one query"
     return None
 
 

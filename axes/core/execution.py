@@ -373,12 +373,16 @@ def _passes(p: Parts, datum: Datum, u: Leaves) -> bool:
 
 def _responded(p: Parts, element: Element, norm: Tensor, rate: Tensor | float, signal: Signal) -> Tensor:
     """The normaliser: the same recurrence driven by a unit value."""
-    unit = torch.ones_like(norm)
-    if p.memory.keyed:
-        k = signal["k"]
-        assert isinstance(k, Tensor)
-        unit = k[..., None, :]
-    return p.memory.add((element.act(norm),), rate, rate_shape(p.step.rate), (unit,))[0]
+    return p.memory.add((element.act(norm),), rate, rate_shape(p.step.rate), (_unit(p, norm, signal),))[0]
+
+
+def _unit(p: Parts, norm: Tensor, signal: Signal) -> Tensor:
+    """What a unit value drives a normaliser by: its key, where there is one."""
+    if not p.memory.keyed:
+        return torch.ones_like(norm)
+    k = signal["k"]
+    assert isinstance(k, Tensor)
+    return k[..., None, :]
 
 
 def _shown(
@@ -391,7 +395,7 @@ def _shown(
         theta = tuple(gate * x for x in state.theta)
         if look.rate != 0.0:  # else it is a value before the datum
             theta = tuple(x + rate * y for x, y in zip(theta, u, strict=True))
-        norm = tuple(gate * n + rate * torch.ones_like(n) for n in state.norm)
+        norm = tuple(gate * n + rate * _unit(p, n, signal) for n in state.norm)
     out = at_point(p, theta, norm, context)
     if isinstance(look, Mix):
         w = _value(look.weight, signal)

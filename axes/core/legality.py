@@ -76,6 +76,9 @@ def _shapes(p: Parts) -> Iterator[str]:
             yield f"{memory} memory takes scalar or row rates"
         if not p.memory.one_leaf and rate_shape(p.cost.ridge) != "scalar":
             yield f"the leaves of {memory} memory have different shapes: its ridge is a scalar"
+        look = p.step.read
+        if not p.memory.one_leaf and isinstance(look, Read) and {rate_shape(look.gate), rate_shape(look.rate)} != {"scalar"}:
+            yield f"the leaves of {memory} memory have different shapes: the rates of its read point are scalars"
         if not p.memory.one_leaf and any(rate_shape(rate) != "scalar" for rate in p.h.rates()):
             yield f"the leaves of {memory} memory have different shapes: rates of {type(p.h).__name__} are scalars"
         for f in p.filters():

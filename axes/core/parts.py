@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from axes.core.algorithms import Step, Sum
+from axes.core.algorithms import Read, Step, Sum
 from axes.core.costs import Cost, Linear
 from axes.core.geometry import Geometry
 from axes.core.memory import Memory
@@ -46,9 +46,11 @@ class Parts(NamedTuple):
 
     @property
     def computes_rates(self) -> bool:
-        """Whether a rate is a formula, or one of a read point or of filters side by side is no constant."""
+        """Whether a rate is a formula, or one of a filter's read point or of filters side by side is no constant."""
         own = any(isinstance(r, Formula | Count) for r in self.rates())
-        weights = (r for p in self.every() for r in p.step.rates()[1:])
+        look = self.step.read
+        read = (look.gate, look.rate) if isinstance(look, Read) else ()  # of the update itself: a query's business
+        weights = (r for p in self.every() for r in p.step.rates()[1:] if p is not self or r not in read)
         return own or any(isinstance(r, Variable) for r in weights)
 
     def every(self) -> Iterator[Parts]:

@@ -20,7 +20,7 @@ from axes.core.chain import chain
 from axes.core.memory import Leaves
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
-from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan, substitution
+from axes.routes import attention, cascade, early, gram, kernel_terms, opaque, scan, substitution
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
 from axes.routes.given import require_call, require_packed, require_token
 from axes.routes.packed import each_alone, grows, join, unread
@@ -99,6 +99,13 @@ def _run(
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
     choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
+    if choice.route == "chain" and early.late(update) is not update and q.shape[time]:
+
+        def late(plain: StateUpdate, signal: Signal, state: State) -> tuple[Tensor, State]:
+            return _run(plain, signal, state, time, implementation=implementation)
+
+        signal = kernel_terms.every_head(signal)
+        return early.run(update, signal, state or _begun(update, signal, time, weights), time, late)
     if choice[:2] == ("chain", "triton") and q.shape[time]:
         with own_precision(v):
             return kernel_terms.run(update, signal, state, weights)
@@ -137,6 +144,12 @@ def run_packed(
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
     shapes = {**_shapes(signal, state), "cu_seqlens": tuple(cu_seqlens.shape)}
     choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), 1)
+    if choice[:2] == ("chain", "triton") and early.late(update) is not update and q.shape[1]:
+
+        def late(plain: StateUpdate, signal: Signal, state: State) -> tuple[Tensor, State | None]:
+            return run_packed(plain, signal, state, cu_seqlens, implementation=implementation)
+
+        return early.run(update, kernel_terms.every_head(signal), state, 1, late, cu_seqlens)
     if choice.implementation == "triton" and q.shape[1]:
         with own_precision(v):
             if choice.route == "attention":
@@ -172,12 +185,28 @@ def step(
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     named = implementation or chosen()
     choice = select_token(update, v.device, v.dtype, shapes, named, differentiated)
+    if choice.implementation == "triton" and early.late(update) is not update:
+
+        def late(plain: StateUpdate, signal: Signal, state: State) -> tuple[Tensor, State]:
+            return step(plain, signal, state, implementation=implementation, in_place=in_place)
+
+        before = state._replace(theta=(state.theta[0].clone(),)) if in_place else state  # it is read after the step
+        return early.run(update, kernel_terms.every_head(signal), before, 1, lambda u, s, _: late(u, s, state))
     if choice.route == "attention":
         return _run(update, signal, state, implementation=named)
     if choice.implementation == "triton":
         with own_precision(v):
             return kernel_terms.run(update, signal, state, None, kernel_terms.one_token(in_place))
     return _run(update, signal, state, implementation="reference")
+
+
+def _begun(update: StateUpdate, signal: Signal, time: int, weights: Leaves | None) -> State:
+    """The state before the first token, in the dtype that chains are computed in."""
+    v = signal["v"]
+    assert isinstance(v, Tensor)
+    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+    first = _each(signal, time, lambda x: x.select(time, 0).to(wide) if x.is_floating_point() else x.select(time, 0))
+    return update.init(first, weights)
 
 
 @opaque.computed_by

@@ -21,7 +21,7 @@ from axes.core.derived import (
 )
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
-from axes.routes import attention, given, kernel_terms, opaque
+from axes.routes import attention, early, given, kernel_terms, opaque
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -57,6 +57,7 @@ def select(
     require_implementation(implementation)
     if implementation == "reference":
         return Choice("interpreter", "reference", "asked for by name")
+    update = _computed(update)
     place = device if type(device) is torch.device else _device(device)
     if routes(update)["attention"] is None:
         return _attention(update, place, dtype, shapes or {}, implementation, time)
@@ -77,6 +78,7 @@ def select_token(
     """The same for one token after a state. torch by name is the recurrence itself, which is torch's operations; a list
     is read by the route of sequences."""
     require_implementation(implementation)
+    update = _computed(update)
     if routes(update)["attention"] is None:
         return select(update, device, dtype, shapes, implementation)
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
@@ -111,8 +113,15 @@ def plans(
     )
 
 
+def _computed(update: StateUpdate) -> StateUpdate:
+    """What a route computes for an update: itself, or the chain that its reads between two states are reads of."""
+    return early.late(update) if routes(update)["chain"] is None else update
+
+
 def settle(update: StateUpdate) -> None:
     """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there."""
+    if _computed(update) is not update:
+        settle(_computed(update))
     given.asked(update)
     kernel_terms.family(update)
     kernel_terms.no_step(update)

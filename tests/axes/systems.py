@@ -164,6 +164,27 @@ CHAINS = {
     "memoryless": StateUpdate(Alignment(), monoid=Zero()),
 }
 
+# Chains that are read between two states.
+EARLY = {
+    "current token bonus": StateUpdate(
+        Alignment(), monoid=GeneralLinear(Per("logits", "mix", "real"), Cayley()), algorithm=Step(read=Read(1.0, 2.0))
+    ),
+    "rwkv-6": StateUpdate(
+        Alignment(), monoid=Diagonal("key_decay"), algorithm=Step(read=Read(1.0, Per("bonus", "key", "real")))
+    ),
+    "early read by row": StateUpdate(
+        Alignment(), monoid=Diagonal("row_decay", side="row"), algorithm=Step(BETA, read=Read(0.9, ROW_BETA))
+    ),
+    "early delta": StateUpdate(
+        SquaredError(),
+        monoid=Product((Scalar("decay"), Householder(Per("erase")))),
+        algorithm=Step(BETA, at="gated", read=Read(Per("seen"), Per("bonus", "key", "real"))),
+    ),
+    "early longhorn": StateUpdate(
+        SquaredError(), monoid=Diagonal("key_decay"), algorithm=Step(BETA, at="new", read=Read(1.0, BETA))
+    ),
+}
+
 # Attention: a list memory.
 ATTENTION = {
     "softmax": StateUpdate(Alignment(), Entropic(), memory=List()),
@@ -329,13 +350,10 @@ SEQUENTIAL = {
     "bounded": StateUpdate(SquaredError(), Bounded(), Scalar("decay"), Step(BETA, at="gated")),
     "several steps": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, steps=3)),
     "frank-wolfe": StateUpdate(SquaredError(), OnUpdate(SignBall()), Scalar("decay"), Step(BETA)),
-    "current token bonus": StateUpdate(
-        Alignment(), monoid=GeneralLinear(Per("logits", "mix", "real"), Cayley()), algorithm=Step(read=Read(1.0, 2.0))
-    ),
     "rotated spectral": StateUpdate(Alignment(), Spectral("polar"), Rotation(Per("angle", "pair", "real")), Step(BETA)),
 }
 
-KEYED = {**CHAINS, **ATTENTION, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
+KEYED = {**CHAINS, **EARLY, **ATTENTION, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
 
 # Updates of a parameter: the gradient is given.
 DATA = {

@@ -12,13 +12,14 @@ from torch._dynamo.testing import CompileCounter
 
 from axes import catalogue, explain
 from axes.core import reference
-from axes.core.algorithms import Step, Sum
+from axes.core.algorithms import Read, Step, Sum
 from axes.core.costs import Alignment, Linear, Ridge, SquaredError
 from axes.core.monoids import DPLR, Diagonal, Householder, Product, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
-from axes.routes import dispatch
+from axes.routes import dispatch, early
 from axes.routes import kernel_terms as terms
+from axes.routes.select import select
 from tests import chains
 
 WIDE = Diagonal("wide")
@@ -304,3 +305,31 @@ def test_a_layer_is_one_graph_to_a_compiler(name: str) -> None:
     with dispatch.implementation("reference"):
         by_name, _ = torch.compile(model, fullgraph=True, backend="eager")(x[:, :5])
         torch.testing.assert_close(by_name, model(x[:, :5])[0])
+
+
+READS = {
+    "bonus": StateUpdate(Alignment(), monoid=WIDE, algorithm=Step(read=Read(1.0, Per("bonus", "key")))),
+    "delta": StateUpdate(
+        SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", read=Read(0.5, Per("bonus")))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_between_two_states_by_the_kernels_of_the_states(name: str) -> None:
+    """Sequences packed with empty ones at both ends, each with a state that its first token reads."""
+    update = READS[name]
+    given = {n: x.flatten(0, 1)[None] if isinstance(x, torch.Tensor) else x for n, x in signal(update).items()}
+    ends = torch.tensor([0, 0, 5, 6, 18, 18], dtype=torch.int32)
+    start = update.init({n: x[0, :5] if isinstance(x, torch.Tensor) else x for n, x in given.items()})
+    start = start._replace(theta=tuple(torch.randn_like(x) for x in start.theta))
+    want, last = dispatch.run_packed(update, given, start, ends, implementation="reference")
+
+    def kernels(plain, signal, state):
+        return terms.run(plain, signal, state, None, cu_seqlens=ends)
+
+    got, state = early.run(update, given, start, 1, kernels, ends)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+    assert last is not None
+    torch.testing.assert_close(state.theta[0], last.theta[0].float(), rtol=2e-4, atol=2e-5)
+    assert select(update, "cuda:sm_90")[:2] == ("chain", "triton")

@@ -143,6 +143,28 @@ def iplr(m: SequenceLayer, x: Tensor) -> Found:
     return rms(out, p.norm.weight), state
 
 
+def rwkv6(m: SequenceLayer, x: Tensor) -> Found:
+    """Peng et al. 2024: wkv = diag(u) k^T v + S, then S = diag(w) S + k^T v with S (d_k, d_v)."""
+    p = m.around
+    delta = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1) - x
+    seen, hidden = {}, torch.tanh((x + delta * p.shift) @ p.mix_down.weight.T).chunk(5, -1)
+    for i, name in enumerate(("r", "w", "k", "v", "g")):
+        seen[name] = x + delta * (p.mix[name] + hidden[i] @ p.mix_up[i].T)
+    q, k, v = (heads(seen[n] @ getattr(p, f"{n}_proj").weight.T) for n in "rkv")
+    d = p.decay_bias + torch.tanh(seen["w"] @ p.decay_down.weight.T) @ p.decay_up.weight.T
+    w = heads(torch.exp(-torch.exp(d)))
+    state, out = torch.zeros(B, H, k.shape[-1], v.shape[-1], dtype=x.dtype), []
+    for t in range(T):
+        pair = k[:, t, ..., None] * v[:, t, :, None, :]
+        out.append((q[:, t, :, None] @ (p.bonus[..., None] * pair + state))[..., 0, :])
+        state = w[:, t, ..., None] * state + pair
+    y = torch.stack(out, 1)
+    centred = y - y.mean(-1, keepdim=True)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + v.shape[-1] * 1e-5).sqrt()
+    y = normed * heads(p.norm_weight) + heads(p.norm_bias)
+    return y * heads(F.silu(seen["g"] @ p.g_proj.weight.T)), state.mT
+
+
 def comba(m: SequenceLayer, x: Tensor) -> Found:
     """fla's recurrent form: h decays, loses what p = c k reads of it, and gains beta (v - h p) k^T."""
     p = m.around
@@ -198,6 +220,7 @@ ORACLES: dict[str, Callable[[SequenceLayer, Tensor], Found]] = {
     "lightning-attention": lightning,
     "hgrn2": hgrn2,
     "iplr": iplr,
+    "rwkv6": rwkv6,
     "comba": comba,
     "gdn2": gdn2,
     "path-fox": path_fox,
