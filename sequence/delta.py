@@ -132,6 +132,49 @@ class KDA(SequenceLayer):
     )
 
 
+_BIBTEX_PRODUCT = """@inproceedings{siems2025deltaproduct,
+  title={{DeltaProduct}: Improving State-Tracking in Linear {RNN}s via Householder Products},
+  author={Siems, Julien and Carstensen, Timur and Zela, Arber and Hutter, Frank and Pontil, Massimiliano and
+          Grazzi, Riccardo},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2025},
+  eprint={2502.10297},
+  archivePrefix={arXiv}
+}"""
+_PAPER_PRODUCT = "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products (Siems et al. 2025)"
+_ONE_CONVOLUTION = "the keys of a token stand head by head in one projection, there write by write"
+
+
+@final
+class DeltaProduct(SequenceLayer):
+    """Two delta rules a token: S <- S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T for j = 1, 2, then o_t = S_t q_t.
+
+    beta in (0, 2): the token's transition is a product of generalised Householder maps, which two reflections make a
+    rotation. `Step(writes=n)` is n of them.
+    """
+
+    name = "delta-product"
+    paper = _PAPER_PRODUCT
+    equation = "eqs. 6 and 7: H_{i,j} = (I - beta_{i,j} k_{i,j} k_{i,j}^T) H_{i,j-1} + beta_{i,j} k_{i,j} v_{i,j}^T"
+    differs = _ONE_CONVOLUTION
+    bibtex = _BIBTEX_PRODUCT
+    update = StateUpdate(SquaredError(), Euclidean(), Identity(), Step(Per("beta"), writes=2))
+    block = Standard(charts=(("beta", Sigmoid(scale=2.0)),), scale=True)
+
+
+@final
+class GatedDeltaProduct(SequenceLayer):
+    """S <- a S, then two delta rules: DeltaProduct whose state forgets once a token, ahead of its first write."""
+
+    name = "gated-delta-product"
+    paper = _PAPER_PRODUCT
+    equation = "section 3, gated DeltaProduct: A(x_i) = g_i prod_j (I - beta_{i,j} k_{i,j} k_{i,j}^T)"
+    differs = f"{_ONE_CONVOLUTION}; A starts in [1, 16] as in Mamba-2, there in (0, 16]"
+    bibtex = _BIBTEX_PRODUCT
+    update = StateUpdate(SquaredError(), Euclidean(), Scalar("decay"), Step(Per("beta"), at="gated", writes=2))
+    block = Standard(charts=(("decay", SSM(step=None)), ("beta", Sigmoid(scale=2.0))), scale=True)
+
+
 @final
 class Comba(SequenceLayer):
     """S_t = a S_{t-1} (I - c beta k k^T) + beta v k^T,  o_t = S_t (q - d k): Gated DeltaNet that erases less.

@@ -145,6 +145,8 @@ class Step(Declared):
     (the first datum is for statistics alone: theta and its response stay, a filter puts out 0), W0 (a filter that
     starts at the outer weights: averages of weights), or the number > 0 that every entry of a filter or statistic
     starts at.  write: theta = A theta + rate u, the "sum", or the "max" of the two, entry by entry.
+    writes: pairs of key and value that a datum brings, written one after another: the monoid acts before the first, the
+    output is read after the last. k, v and the rates of step and cost have a dimension for them, ahead of their own.
     feedback: of a filter whose h approximates what it holds: this share of what h used leaves the state once it was
     shown, and the error stays for the next datum. 1 keeps the error alone; 1 - mu is momentum of what was used.
     """
@@ -159,6 +161,7 @@ class Step(Declared):
     start: Literal["zero", "first", "second", "W0"] | float = "zero"
     write: Literal["sum", "max"] = "sum"
     feedback: Rate = 0.0
+    writes: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.feedback, Variable) and not 0.0 <= self.feedback <= 1.0:
@@ -170,6 +173,8 @@ class Step(Declared):
             raise IllegalUpdate(f"Step: rate {self.rate.name!r} must be positive or real, not unit")
         if not isinstance(self.at, Anchor | Held) and self.at not in ("prev", "gated", "read", "new"):
             raise IllegalUpdate(f"Step: at={self.at!r} is not prev, gated, read, new, Anchor(b) or Held(b)")
+        if self.writes < 1:
+            raise IllegalUpdate(f"Step: writes must be at least 1, got {self.writes}")
         if self.steps < 1:
             raise IllegalUpdate(f"Step: steps must be at least 1, got {self.steps}")
         named = ("zero", "first", "second", "W0")

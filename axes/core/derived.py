@@ -74,8 +74,40 @@ def erases_along_key(update: StateUpdate) -> bool:
 
 
 @fact
+def by_entry(update: StateUpdate) -> bool:
+    """Whether a chain's scan has a state for every token of a span: gates by row and key, entries that predict."""
+    p = update.parts()
+    return p.memory.kind == "entries" or "hadamard" in gates(p.monoid)
+
+
+@fact
+def idle(update: StateUpdate) -> frozenset[str]:
+    """Rates and vectors of the monoid that are zero where a token is to keep the state as it is: logs of open gates,
+    angles, strengths. Of several vectors of a map one is enough."""
+    names: set[str] = set()
+    for f in factors(update.parts().monoid):
+        names |= {r.name for r in f.rates() if isinstance(r, Per)} | f.signals()
+    return frozenset(names)
+
+
+@fact
+def no_several(update: StateUpdate) -> str | None:
+    """Why several writes a token are not so many tokens of one write, or None if they are."""
+    for f in factors(update.parts().monoid):
+        neutral, rates = f.neutral(), f.rates()
+        gates_open = all(isinstance(r, Per) and (r.domain == "unit" or neutral.get(r.name) == 0.0) for r in rates)
+        vanishes = any(neutral.get(name) == 0.0 for name in f.signals())
+        constant = all(not isinstance(r, Per) and r == 1.0 or isinstance(r, Per) and r.domain == "unit" for r in rates)
+        if f.kind != "identity" and not (rates and gates_open or vanishes and constant):
+            return f"{f!r} acts at every token, and has no value for the later writes of one: name its rate"
+    return None
+
+
+@fact
 def _computed(update: StateUpdate) -> str | None:
     """Why no route along a sequence has the numbers of every datum or writes in this way, or None if all do."""
+    if update.parts().step.writes > 1:
+        return no_several(update) or "several writes a token are more tokens of one write: `axes.routes.several`"
     if update.parts().computes_rates:
         return "rates that are formulas, of the number of a datum say, are worked out datum by datum"
     if any(p.step.write == "max" for p in update.parts().every()):
@@ -272,12 +304,15 @@ def no_attention(update: StateUpdate) -> str | None:
 __all__ = [
     "Feedback",
     "block_size",
+    "by_entry",
     "erases_along_key",
     "feedback",
+    "idle",
     "no_attention",
     "no_cascade",
     "no_chain",
     "no_gram",
+    "no_several",
     "no_substitution",
     "scales_values",
     "structure",

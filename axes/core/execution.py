@@ -12,6 +12,8 @@ All tensors may carry leading batch dimensions.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
@@ -25,9 +27,9 @@ from axes.core.declared import Recurrence
 from axes.core.geometry import Context
 from axes.core.geometry.preconditioners import fisher, is_begun, rotate
 from axes.core.memory import Leaves
-from axes.core.monoids import Element, Zero
+from axes.core.monoids import Element, Identity, Zero
 from axes.core.parts import Parts
-from axes.core.rates import Rate, Signal, rate_shape, resolve, spread
+from axes.core.rates import Rate, Shape, Signal, extent, named, rate_shape, resolve, spread
 from axes.errors import IllegalUpdate
 from axes.linalg.solve import root
 
@@ -111,6 +113,8 @@ def step(
 
     given: the drive of a filter or statistic.  outer: the weights around a filter, for geometries that see them.
     """
+    if p.step.writes > 1:
+        return _one_after_another(p, state, signal)
     at = p.step.at
     rate = resolve(p.step.rate, signal)
     element = p.monoid.element(signal, rate, state.theta[0])
@@ -143,6 +147,38 @@ def step(
     if p.step.feedback != 0.0:
         stored = _kept(p, theta, context, _value(p.step.feedback, signal))
     return State(stored, via, stats, norm, anchor, count), out
+
+
+def several(p: Parts) -> frozenset[str]:
+    """Names of which a datum of several writes has one for each: keys, values and the rates of step and cost."""
+    if p.step.writes == 1:
+        return frozenset()
+    return frozenset({"k", "v", *(per.name for r in (p.step.rate, *p.cost.rates()) for per in named(r))})
+
+
+def one_write(p: Parts, signal: Signal, i: int) -> dict[str, Any]:
+    """What a datum of several writes brings with one of them."""
+    shapes: dict[str, Shape] = {per.name: per.shape for r in (p.step.rate, *p.cost.rates()) for per in named(r)}
+    found = dict(signal)
+    for name in several(p):
+        x, own = signal.get(name), 1 if name in "kv" else len(extent(shapes[name], 1, 1))
+        if isinstance(x, Tensor) and x.ndim > own:
+            found[name] = x.select(-1 - own, i)
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _of_one_write(p: Parts, first: bool) -> Parts:
+    step = dataclasses.replace(p.step, writes=1)
+    return p._replace(step=step) if first else p._replace(step=step, monoid=Identity())
+
+
+def _one_after_another(p: Parts, state: State, signal: Signal) -> tuple[State, Output]:
+    """A datum of several writes: the monoid acts with the first, the others follow under the identity."""
+    count = state.count + 1
+    for i in range(p.step.writes):
+        state, out = step(_of_one_write(p, i == 0), state, one_write(p, signal, i))
+    return state._replace(count=count), out
 
 
 def output(p: Parts, state: State, signal: Signal) -> Output:

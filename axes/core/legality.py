@@ -77,7 +77,8 @@ def _shapes(p: Parts) -> Iterator[str]:
         if not p.memory.one_leaf and rate_shape(p.cost.ridge) != "scalar":
             yield f"the leaves of {memory} memory have different shapes: its ridge is a scalar"
         look = p.step.read
-        if not p.memory.one_leaf and isinstance(look, Read) and {rate_shape(look.gate), rate_shape(look.rate)} != {"scalar"}:
+        shapes = {rate_shape(look.gate), rate_shape(look.rate)} if isinstance(look, Read) else {"scalar"}
+        if not p.memory.one_leaf and shapes != {"scalar"}:
             yield f"the leaves of {memory} memory have different shapes: the rates of its read point are scalars"
         if not p.memory.one_leaf and any(rate_shape(rate) != "scalar" for rate in p.h.rates()):
             yield f"the leaves of {memory} memory have different shapes: rates of {type(p.h).__name__} are scalars"
@@ -216,6 +217,28 @@ def _maximum(p: Parts) -> Iterator[str]:
         yield "a read point is a sum: with write='max' it is read at the new state"
     if p.memory.kind == "list":
         yield "a list memory keeps pairs, which have no larger one: write='max' is for tensors"
+
+
+def _writes(p: Parts) -> Iterator[str]:
+    """Several pairs of a datum are written one after another."""
+    step = p.step
+    if step.writes == 1:
+        return
+    if not p.memory.keyed:
+        yield "several writes are several pairs of a key and a value; a gradient from outside is one: writes=1"
+    if p.memory.kind == "list":
+        yield "a list keeps pairs, one a datum: several of them are several heads, or data"
+    if step.via or p.h.stats or isinstance(step.at, Anchor):
+        yield "filters, statistics and anchors count data, not the writes of one: writes=1"
+    if step.steps > 1 or step.read is not None or step.debias or step.start != "zero":
+        yield "several writes take one step each and are read after the last: no read, debias, start or repeated steps"
+    own = {per.name for rate in (step.rate, *p.cost.rates()) for per in named(rate)}
+    rates = (*p.monoid.rates(), *p.h.rates(), *p.memory.rates())
+    others = {per.name for rate in rates for per in named(rate)}
+    if shared := sorted(own & others):
+        yield f"{shared} is a rate of every write and of the datum: give them two names"
+    if not p.monoid.signals().isdisjoint({"k", "v"}):
+        yield "the monoid acts once a datum, which has several keys: give its vector a name of its own"
 
 
 def _feedback(p: Parts) -> Iterator[str]:
@@ -418,6 +441,7 @@ _RULES: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _prediction,
     _effect,
     _maximum,
+    _writes,
     _evaluation,
     _implicit,
     _feedback,

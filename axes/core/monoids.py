@@ -320,23 +320,33 @@ class Diagonal(Monoid):
 @final
 @dataclass(frozen=True, repr=False)
 class Hadamard(Monoid):
-    """S -> a * S entry by entry, a (..., d_v, d_k) supplied as a log (Mamba-1)."""
+    """S -> a * S entry by entry, a (..., d_v, d_k) supplied as a log; with times, a row rate dt, a^dt * S (Mamba-1).
+
+    A gate that is the same for all tokens, expanded over time, is then never written down for each of them.
+    """
 
     gate: Rate | str
+    times: Per | None = None
     kind = "hadamard"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gate", as_gate(self.gate, "square"))
+        if self.times is not None and (self.times.shape != "row" or self.times.domain != "positive"):
+            raise IllegalUpdate(f"Hadamard: times must be a positive Per of shape row, got {self.times}")
         if not isinstance(self.gate, Per) or self.gate.shape != "square":
             raise IllegalUpdate("Hadamard: the gate must be a Per of shape square; use Scalar or Diagonal otherwise")
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         assert isinstance(self.gate, Per)
-        return _gate(self.gate, signal, like)
+        element = _gate(self.gate, signal, like)
+        if self.times is None or element.outer is None:
+            return element
+        times = resolve(self.times, signal)
+        return Element(outer=element.outer * (times[..., :, None] if isinstance(times, Tensor) else times))
 
     def rates(self) -> tuple[Rate, ...]:
         assert isinstance(self.gate, Per)
-        return (self.gate,)
+        return (self.gate,) if self.times is None else (self.gate, self.times)
 
 
 @final

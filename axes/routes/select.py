@@ -21,7 +21,7 @@ from axes.core.derived import (
 )
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
-from axes.routes import attention, early, given, kernel_terms, opaque
+from axes.routes import attention, early, given, kernel_terms, opaque, several
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -30,6 +30,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 @fact
 def routes(update: StateUpdate) -> Mapping[Route, str | None]:
     """Every route of a sequence, the faster first, with the reason it is not legal, or None where it is."""
+    if several.one(update) is not update:
+        return routes(several.one(update))
     return {
         "attention": no_attention(update),
         "gram": no_gram(update),
@@ -57,9 +59,11 @@ def select(
     require_implementation(implementation)
     if implementation == "reference":
         return Choice("interpreter", "reference", "asked for by name")
-    update = _computed(update)
+    update, several_writes, attends = computed(update)
+    if several_writes and shapes is not None:
+        shapes = _tokens(shapes)
     place = device if type(device) is torch.device else _device(device)
-    if routes(update)["attention"] is None:
+    if attends:
         return _attention(update, place, dtype, shapes or {}, implementation, time)
     no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
     if no_kernel is None and implementation != "torch":
@@ -78,8 +82,10 @@ def select_token(
     """The same for one token after a state. torch by name is the recurrence itself, which is torch's operations; a list
     is read by the route of sequences."""
     require_implementation(implementation)
-    update = _computed(update)
-    if routes(update)["attention"] is None:
+    update, several_writes, attends = computed(update)
+    if several_writes and shapes is not None:
+        shapes = _tokens(shapes)
+    if attends:
         return select(update, device, dtype, shapes, implementation)
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
     if differentiated:
@@ -113,15 +119,24 @@ def plans(
     )
 
 
-def _computed(update: StateUpdate) -> StateUpdate:
-    """What a route computes for an update: itself, or the chain that its reads between two states are reads of."""
-    return early.late(update) if routes(update)["chain"] is None else update
+@fact
+def computed(update: StateUpdate) -> tuple[StateUpdate, bool, bool]:
+    """What a route computes for an update: itself, the tuple of one write a token, or the chain of which reads between
+    two states are reads; whether it is the tuple of one write, and whether that is attention."""
+    one = several.one(update)
+    made = early.late(one) if routes(one)["chain"] is None else one
+    return made, one is not update, routes(made)["attention"] is None
+
+
+def _tokens(shapes: Shapes) -> Shapes:
+    """Shapes of a call as those of tokens with one write."""
+    return {n: (*s[:-2], s[-1]) if n in ("k", "v") and len(s) > 2 else s for n, s in shapes.items()}
 
 
 def settle(update: StateUpdate) -> None:
     """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there."""
-    if _computed(update) is not update:
-        settle(_computed(update))
+    if computed(update)[0] is not update:
+        settle(computed(update)[0])
     given.asked(update)
     kernel_terms.family(update)
     kernel_terms.no_step(update)
@@ -186,4 +201,4 @@ def _refusals(update: StateUpdate) -> str:
     return "; ".join(f"{route}: {reason}" for route, reason in routes(update).items() if reason is not None)
 
 
-__all__ = ["plans", "routes", "select", "select_token", "settle"]
+__all__ = ["computed", "plans", "routes", "select", "select_token", "settle"]

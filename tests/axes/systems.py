@@ -185,6 +185,17 @@ EARLY = {
     ),
 }
 
+# Several writes a token.
+SEVERAL = {
+    "delta product": StateUpdate(SquaredError(), algorithm=Step(BETA, writes=2)),
+    "gated delta product": StateUpdate(
+        SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", writes=3)
+    ),
+    "householder between writes": StateUpdate(
+        Alignment(), monoid=Product((Diagonal("key_decay"), Householder(Per("erase")))), algorithm=Step(writes=2)
+    ),
+}
+
 # Attention: a list memory.
 ATTENTION = {
     "softmax": StateUpdate(Alignment(), Entropic(), memory=List()),
@@ -353,7 +364,7 @@ SEQUENTIAL = {
     "rotated spectral": StateUpdate(Alignment(), Spectral("polar"), Rotation(Per("angle", "pair", "real")), Step(BETA)),
 }
 
-KEYED = {**CHAINS, **EARLY, **ATTENTION, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
+KEYED = {**CHAINS, **EARLY, **SEVERAL, **ATTENTION, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
 
 # Updates of a parameter: the gradient is given.
 DATA = {

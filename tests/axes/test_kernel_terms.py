@@ -14,10 +14,11 @@ from axes import catalogue, explain
 from axes.core import reference
 from axes.core.algorithms import Read, Step, Sum
 from axes.core.costs import Alignment, Linear, Ridge, SquaredError
+from axes.core.execution import several as repeated
 from axes.core.monoids import DPLR, Diagonal, Householder, Product, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
-from axes.routes import dispatch, early
+from axes.routes import dispatch, early, several
 from axes.routes import kernel_terms as terms
 from axes.routes.select import select
 from tests import chains
@@ -103,6 +104,11 @@ def signal(
         out[p.name] = -x if p.domain == "unit" else x
     for n in update.signals() - set(out) - {"q", "k", "v"}:
         out[n] = torch.randn(*lead, d_k) / 2
+    if (writes := update.parts().step.writes) > 1:
+        for n in repeated(update.parts()):
+            x = out[n]
+            assert isinstance(x, torch.Tensor)
+            out[n] = torch.stack([x * (1 + i) / writes for i in range(writes)], len(lead))
     return out
 
 
@@ -307,7 +313,8 @@ def test_a_layer_is_one_graph_to_a_compiler(name: str) -> None:
         torch.testing.assert_close(by_name, model(x[:, :5])[0])
 
 
-READS = {
+OTHERS = {
+    "several writes": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", writes=3)),
     "bonus": StateUpdate(Alignment(), monoid=WIDE, algorithm=Step(read=Read(1.0, Per("bonus", "key")))),
     "delta": StateUpdate(
         SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", read=Read(0.5, Per("bonus")))
@@ -315,10 +322,10 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
-def test_reads_between_two_states_by_the_kernels_of_the_states(name: str) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_reads_between_two_states_and_several_writes_by_the_kernels_of_one(name: str) -> None:
     """Sequences packed with empty ones at both ends, each with a state that its first token reads."""
-    update = READS[name]
+    update, n = OTHERS[name], OTHERS[name].parts().step.writes
     given = {n: x.flatten(0, 1)[None] if isinstance(x, torch.Tensor) else x for n, x in signal(update).items()}
     ends = torch.tensor([0, 0, 5, 6, 18, 18], dtype=torch.int32)
     start = update.init({n: x[0, :5] if isinstance(x, torch.Tensor) else x for n, x in given.items()})
@@ -326,9 +333,12 @@ def test_reads_between_two_states_by_the_kernels_of_the_states(name: str) -> Non
     want, last = dispatch.run_packed(update, given, start, ends, implementation="reference")
 
     def kernels(plain, signal, state):
-        return terms.run(plain, signal, state, None, cu_seqlens=ends)
+        return terms.run(plain, signal, state, None, cu_seqlens=ends * n)
 
-    got, state = early.run(update, given, start, 1, kernels, ends)
+    if n > 1:
+        got, state = several.run(update, given, start, 1, kernels)
+    else:
+        got, state = early.run(update, given, start, 1, kernels, ends)
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
     assert last is not None
     torch.testing.assert_close(state.theta[0], last.theta[0].float(), rtol=2e-4, atol=2e-5)

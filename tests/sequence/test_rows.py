@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,19 @@ from torch import Tensor, nn
 
 from axes import sequence
 from axes.core import reference
-from axes.core.costs import Alignment
+from axes.core.algorithms import Anchor, Read, Step
+from axes.core.costs import Alignment, Given, SquaredError
+from axes.core.geometry import Entropic
+from axes.core.memory import List
 from axes.core.monoids import DPLR, Product, Scalar
+from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
-from axes.errors import IllegalUpdate
+from axes.depth import mixer
+from axes.errors import IllegalUpdate, ShapeError
+from axes.routes import dispatch
 from axes.sequence import SequenceLayer, layer
 from axes.sequence.blocks import Standard
+from axes.testing.examples import example
 
 B, T, D, H = 2, 9, 16, 2
 Found = tuple[Tensor, Tensor | None]
@@ -143,6 +151,48 @@ def iplr(m: SequenceLayer, x: Tensor) -> Found:
     return rms(out, p.norm.weight), state
 
 
+def mamba(m: SequenceLayer, x: Tensor) -> Found:
+    """Gu and Dao 2023: h = exp(dt A) h + dt B x for every channel alone, y = C h + D x, inside the Mamba block."""
+    p, inner = m.around, 2 * D
+    xs, z = (x @ p.in_proj.weight.T).split(inner, -1)
+    xs = convolved(xs, p.conv)
+    b, c = (xs @ p.kq_proj.weight.T).chunk(2, -1)
+    dt = F.softplus(through(p.charts["dt"], xs))
+    a = -torch.exp(p.charts["A"].log_rate).flatten(0, 1)  # (inner, 16)
+    state, out = torch.zeros(B, inner, b.shape[-1], dtype=x.dtype), []
+    for t in range(T):
+        step = dt[:, t, :, None]
+        state = torch.exp(step * a) * state + step * b[:, t, None, :] * xs[:, t, :, None]
+        out.append((state * c[:, t, None, :]).sum(-1) + p.skip * xs[:, t])
+    return heads(torch.stack(out, 1) * F.silu(z)), heads(state.mT).movedim(1, -1)
+
+
+def hgrn(m: SequenceLayer, x: Tensor) -> Found:
+    p = m.around
+    f, i = torch.sigmoid(through(p.charts["decay"].chart, x)), F.silu(x @ p.v_proj.weight.T)
+    h, out = torch.zeros(B, D, dtype=x.dtype), []
+    for t in range(T):
+        h = f[:, t] * h + (1 - f[:, t]) * i[:, t]
+        out.append(heads(h))
+    return rms(torch.stack(out, 1), p.norm.weight) * F.silu(heads(x @ p.g_proj.weight.T)), heads(h)[..., None]
+
+
+def griffin(m: SequenceLayer, x: Tensor) -> Found:
+    """De et al. 2024: log a = -8 softplus(-Lambda) r with the decay's own rate as a parameter."""
+    p = m.around
+    xs, z = (x @ p.in_proj.weight.T).split(D, -1)
+    padded = F.pad(xs, (0, 0, 3, 0))
+    xs = sum(p.conv.weight[:, 0, j] * padded[:, j : j + T] for j in range(4)) + p.conv.bias
+    chart = p.charts["decay"]
+    r, i = torch.sigmoid(through(chart, xs)), torch.sigmoid(xs @ chart.input.weight.T + chart.input.bias)
+    a = torch.exp(-8 * torch.exp(chart.log_rate.flatten()) * r)
+    h, out = torch.zeros(B, D, dtype=x.dtype), []
+    for t in range(T):
+        h = a[:, t] * h + torch.sqrt(1 - a[:, t] ** 2) * (i * xs)[:, t]
+        out.append(h)
+    return heads(torch.stack(out, 1) * F.gelu(z)), heads(h)[..., None]
+
+
 def rwkv6(m: SequenceLayer, x: Tensor) -> Found:
     """Peng et al. 2024: wkv = diag(u) k^T v + S, then S = diag(w) S + k^T v with S (d_k, d_v)."""
     p = m.around
@@ -163,6 +213,25 @@ def rwkv6(m: SequenceLayer, x: Tensor) -> Found:
     normed = centred / (centred.square().mean(-1, keepdim=True) + v.shape[-1] * 1e-5).sqrt()
     y = normed * heads(p.norm_weight) + heads(p.norm_bias)
     return y * heads(F.silu(seen["g"] @ p.g_proj.weight.T)), state.mT
+
+
+def delta_product(m: SequenceLayer, x: Tensor) -> Found:
+    """Every write with its own transition, multiplied out; a gate ahead of the first, a read after the last."""
+    p = m.around
+    q = unit(heads(convolved(x @ p.q_proj.weight.T, p.q_conv)))
+    k, v = (convolved(x @ getattr(p, f"{n}_proj").weight.T, getattr(p, f"{n}_conv")) for n in "kv")
+    k, v = unit(k.unflatten(-1, (H, 2, -1))), v.unflatten(-1, (H, 2, -1))
+    beta = 2 * torch.sigmoid(through(p.charts["beta"], x)).unflatten(-1, (H, 2))
+    gate = mamba_gate(p.charts["decay"], x) if "decay" in p.charts else torch.ones(B, T, H, dtype=x.dtype)
+    state, out = torch.zeros(B, H, k.shape[-1], v.shape[-1], dtype=x.dtype), []
+    eye = torch.eye(k.shape[-1], dtype=x.dtype)
+    for t in range(T):
+        state = gate[:, t, :, None, None] * state
+        for j in range(2):
+            column, strength = k[:, t, :, j, :, None], beta[:, t, :, j, None, None]
+            state = (eye - strength * column @ column.mT) @ state + strength * column @ v[:, t, :, j, None, :]
+        out.append((state.mT @ q[:, t, ..., None])[..., 0] / root(q))
+    return rms(torch.stack(out, 1), p.norm.weight) * F.silu(heads(x @ p.g_proj.weight.T)), state.mT
 
 
 def comba(m: SequenceLayer, x: Tensor) -> Found:
@@ -220,7 +289,12 @@ ORACLES: dict[str, Callable[[SequenceLayer, Tensor], Found]] = {
     "lightning-attention": lightning,
     "hgrn2": hgrn2,
     "iplr": iplr,
+    "mamba": mamba,
+    "hgrn": hgrn,
+    "rg-lru": griffin,
     "rwkv6": rwkv6,
+    "delta-product": delta_product,
+    "gated-delta-product": delta_product,
     "comba": comba,
     "gdn2": gdn2,
     "path-fox": path_fox,
@@ -288,3 +362,48 @@ def test_erasing_and_writing_alike_is_the_delta_rule() -> None:
 def test_keys_of_ones_have_nothing_to_norm() -> None:
     with pytest.raises(IllegalUpdate, match="keys=False leaves nothing to share, to norm"):
         layer(sequence.HGRN2.update, block=Standard(keys=False))(16, heads=2)
+
+
+def test_several_writes_are_as_many_tokens_whose_gate_stands_ahead_of_the_first() -> None:
+    """DeltaProduct of n writes is Gated DeltaNet on n T tokens, read at every n-th, also by the interpreter."""
+    update, n = replace(sequence.GatedDeltaProduct.update, algorithm=Step(Per("beta"), at="gated", writes=3)), 3
+    s = example(update, length=5)
+    k, v, beta, decay = (s[name] for name in ("k", "v", "beta", "decay"))
+    assert k.shape == (2, 5, n, 4) and beta.shape == (2, 5, n)
+    gates = torch.stack((decay, *[torch.zeros_like(decay)] * (n - 1)), -1).flatten(1)
+    q = s["q"].repeat_interleave(n, 1)
+    flat = {"q": q, "k": k.flatten(1, 2), "v": v.flatten(1, 2), "beta": beta.flatten(1), "decay": gates}
+    expected, last = reference.run(sequence.GatedDeltaNet.update, flat, time=1)
+    for implementation in ("torch", "reference"):
+        out, state = dispatch.run(update, s, time=1, implementation=implementation)
+        assert relative(out, expected[:, n - 1 :: n]) < 1e-12 and int(state.count) == 5
+        assert relative(state.theta[0], last.theta[0]) < 1e-12
+    constant = replace(update, monoid=Scalar(0.9))  # a gate that has no name acts at every token: no route but one
+    assert dispatch.select(constant).route == "interpreter"
+    out, _ = dispatch.run(constant, {name: x for name, x in s.items() if name != "decay"}, time=1)
+    named, _ = dispatch.run(update, {**s, "decay": torch.full_like(decay, math.log(0.9))}, time=1)
+    assert relative(out, named) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("make_it", "error", "match"),
+    [
+        (lambda: Step(writes=0), IllegalUpdate, "writes must be at least 1, got 0"),
+        (lambda: StateUpdate(Given(), algorithm=Step(0.1, writes=2)), IllegalUpdate, "a gradient from outside is one"),
+        (lambda: StateUpdate(Alignment(), Entropic(), algorithm=Step(writes=2), memory=List()), IllegalUpdate, "list"),
+        (lambda: StateUpdate(SquaredError(), algorithm=Step(writes=2, at=Anchor(4))), IllegalUpdate, "anchors count"),
+        (lambda: StateUpdate(Alignment(), algorithm=Step(writes=2, debias=True)), IllegalUpdate, "no read, debias"),
+        (lambda: layer(sequence.DeltaProduct.update, block=sequence.Mamba2.block)(16), IllegalUpdate, "one pair"),
+        (lambda: sequence.DeltaProduct(16, heads=2, num_v_heads=4), ShapeError, "several writes have pairs of both"),
+        (lambda: mixer(sequence.DeltaProduct.update)(16, streams=2), IllegalUpdate, "fractions=r of the mixer"),
+        (
+            lambda: dispatch.run(sequence.DeltaProduct.update, {n: torch.ones(2, 5, 3) for n in ("q", "k", "v")}),
+            ShapeError,
+            "2 writes a token stand ahead of the width of k and v",
+        ),
+        (lambda: Read(1.0, Per("bonus", "key", "unit")), IllegalUpdate, "Read: rate must be a scalar, key, row"),
+    ],
+)
+def test_what_makes_no_sense_is_named(make_it: Callable[[], object], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        make_it()
