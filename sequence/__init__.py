@@ -3,7 +3,7 @@
 if __name__ != "axes.sequence":
     raise ImportError("import axes.sequence, not sequence: the folder is installed as axes.sequence")
 
-from axes.sequence.attention import ALiBi, FoX, PaTH, PaTHFoX, RoPE, SoftmaxAttention
+from axes.sequence.attention import ALiBi, DeltaFormer, FoX, PaTH, PaTHFoX, RoPE, SoftmaxAttention
 from axes.sequence.base import LayerState, SequenceLayer, layer
 from axes.sequence.delta import (
     KDA,
@@ -97,6 +97,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     FoX,
     PaTH,
     PaTHFoX,
+    DeltaFormer,
     *PREDICTED,
 )
 
@@ -105,6 +106,7 @@ __all__ = [
     "ALiBi",
     "AdamNet",
     "Comba",
+    "DeltaFormer",
     "DeltaNet",
     "DeltaNetReflective",
     "DeltaProduct",

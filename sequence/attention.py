@@ -12,7 +12,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from axes.core.algorithms import Step
-from axes.core.costs import Alignment
+from axes.core.costs import Alignment, SquaredError
 from axes.core.geometry import Entropic
 from axes.core.memory import List
 from axes.core.monoids import Householder, Identity, Product, Rotation, Scalar
@@ -215,3 +215,25 @@ class PaTHFoX(SequenceLayer):
         Alignment(), Entropic(), Product((Scalar("forget"), Householder(Per("beta")))), Step(), List()
     )
     block = Transported(charts=(("beta", Sigmoid(scale=2.0, bias=0.0)), ("forget", LogSigmoid(bias=0.0))))
+
+
+@final
+class DeltaFormer(SequenceLayer):
+    """u_t = v_t - sum_{i<t} softmax_i(k_t . k_i / sqrt(d_k)) u_i,  o_t = sum_i softmax_i(q_t . k_i / sqrt(d_k)) u_i.
+
+    What is stored is the error of what the list already gives for the key: the delta rule on softmax attention.
+    """
+
+    name = "deltaformer"
+    paper = "Understanding Transformer from the Perspective of Associative Memory (Zhong et al. 2025)"
+    equation = "DeltaFormer: u_t = v_t - sum_i kappa_1(w_t, k_i) u_i, o_t = sum_i kappa_2(q_t, k_i) u_i, both softmax"
+    differs = "what asks for the error is the key itself (w = k, no projection of its own), of strength 1; no rotation"
+    bibtex = """@misc{zhong2025understanding,
+  title={Understanding Transformer from the Perspective of Associative Memory},
+  author={Zhong, Shu and Xu, Mingyu and Ao, Tenglong and Shi, Guang},
+  year={2025},
+  eprint={2505.19488},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(SquaredError(), Entropic(), Identity(), Step(), List())
+    block = _PLAIN

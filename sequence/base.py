@@ -108,6 +108,8 @@ class SequenceLayer(nn.Module):
         parts = self.update.parts()
         own = (parts.monoid.loose, parts.step.writes, several(parts))
         self.sizes = Sizes(d_model, values, d_k, d_v, values // heads, *own)
+        if linear := sorted(parts.linear_gates()):
+            raise IllegalUpdate(f"{who}: tokens chart gates as logs: declare {linear} unit, as Scalar('name') does")
         if parts.step.writes > 1 and not block.several:
             raise IllegalUpdate(f"{who}: its block {type(block).__name__} makes one pair of key and value a token")
         if not memory.keyed:

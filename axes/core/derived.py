@@ -288,10 +288,12 @@ def no_attention(update: StateUpdate) -> str | None:
     cost, h, monoid, _, memory = update.parts()
     if memory.kind != "list":
         return f"{type(memory).__name__} memory does not keep a list"
-    if update.drive_sees_state:
-        return "the stored values depend on earlier reads"
-    if cost.drives != "target":
-        return f"{cost!r} stores something else than the value"
+    if cost.drives is None:
+        return f"{cost!r} stores something else than the value or its error"
+    if update.drive_sees_state and (h.is_identity or not gates(monoid) <= {"identity", "scalar", "rotation"}):
+        return "the stored values depend on earlier reads of a matrix, or of keys that are carried"
+    if update.drive_sees_state and getattr(memory, "window", None) is not None:
+        return "the stored values depend on earlier reads, whose pairs leave their window"
     if h.is_identity and isinstance(memory, List) and memory.window is not None:
         return "h reads the list as the matrix that it equals, and pairs leave its window"
     turns = [p for p in factors(monoid) if p.kind not in ("identity", "scalar")]

@@ -108,8 +108,10 @@ def _list(p: Parts) -> Iterator[str]:
         yield f"a list memory's scores take Euclidean or entropic h, not {type(h).__name__}"
     elif h.axis != "row":
         yield "a list memory has one row of scores: take Entropic(axis='row')"
-    if p.cost.curvature != "none":
-        yield "softmax reads of a list are not linear: only the alignment cost writes to it"
+    if p.cost.drives is None:
+        yield "a list that softmax reads stores values, or errors of its reads: the cost is Alignment or SquaredError"
+    if step.at == "gated" and gates(p.monoid) <= {"scalar"}:
+        yield "at='gated' has no effect: softmax drops the factor of a scalar gate, so it is at='prev'"
     if isinstance(p.monoid, Diagonal):
         yield "a diagonal gate on stored keys is not a bias of softmax attention: use Scalar"
 

@@ -186,6 +186,11 @@ class Monoid(Declared, ABC):
     def rates(self) -> tuple[Rate, ...]:
         return ()
 
+    def gates(self) -> tuple[Rate | str, ...]:
+        """Of the rates those that multiply the state."""
+        gate: Rate | str | None = getattr(self, "gate", None)
+        return () if gate is None else (gate,)
+
     def signals(self) -> frozenset[str]:
         """Vectors on the key side that the monoid reads by name (besides its rates)."""
         return frozenset()
@@ -542,6 +547,9 @@ class Product(Monoid):
 
     def rates(self) -> tuple[Rate, ...]:
         return tuple(r for part in self.parts for r in part.rates())
+
+    def gates(self) -> tuple[Rate | str, ...]:
+        return tuple(gate for part in self.parts for gate in part.gates())
 
     def signals(self) -> frozenset[str]:
         return frozenset().union(*(part.signals() for part in self.parts))

@@ -10,7 +10,7 @@ from axes.core.costs import Cost, Linear
 from axes.core.geometry import Geometry
 from axes.core.memory import Memory
 from axes.core.monoids import Monoid
-from axes.core.rates import Count, Formula, Rate, Variable, counted
+from axes.core.rates import Count, Formula, Per, Rate, Variable, counted
 
 
 class Parts(NamedTuple):
@@ -58,6 +58,13 @@ class Parts(NamedTuple):
         yield self
         for inner in (*self.filters(), *self.statistics()):
             yield from inner.every()
+
+    def linear_gates(self) -> frozenset[str]:
+        """Names of gates that are supplied as they are, not as logs: a number each, which no datum may change."""
+        found: set[str] = set()
+        for p in self.every():
+            found |= {gate.name for gate in p.monoid.gates() if isinstance(gate, Per) and gate.domain != "unit"}
+        return frozenset(found)
 
     def signals(self) -> frozenset[str]:
         """Vectors by name that are read: k, v, g, and what monoids transport along."""

@@ -23,6 +23,7 @@ from axes.errors import IllegalUpdate, ShapeError, UnknownName, wrong_type
 
 Sizes = tuple[int, ...]
 _MOST = 64  # looks of a tuple's calls; past them all are forgotten
+_LOGS = "a gate that tokens change is declared unit and supplied as its log"
 _DOMAINS = {"unit": "the log of a gate, at most 0", "positive": "at least 0", "real": "any number"}
 
 
@@ -39,7 +40,7 @@ class _Asked:
         if not p.memory.keyed:
             raise IllegalUpdate(f"a sequence of tokens has keys and values; {update!r} takes a given gradient")
         self.update, self.listed, self.writes = update, p.memory.kind == "list", p.step.writes
-        self.repeated = several(p)
+        self.repeated, self.linear = several(p), p.linear_gates()
         self.vectors = update.signals() | {"q", "k", "v"}
         self.rates = {per.name: per for per in update.demands()}
         self.free = frozenset(r.name for r in p.memory.rates() if isinstance(r, Per))
@@ -191,6 +192,8 @@ def require_signal(who: str, update: StateUpdate, signal: Signal, time: int = 1)
         if not isinstance(x, Tensor):
             continue
         last = extents[name]
+        if name in known.linear and x.ndim > time:
+            raise IllegalUpdate(f"{who}: gate {name!r} is {rates[name].domain}, one number for all tokens: " + _LOGS)
         if x.shape != lead + last if last else x.shape != lead:
             _require_fit(who, name, signal, last, lead, time, name not in rates)
         if not x.is_floating_point():

@@ -204,6 +204,12 @@ ATTENTION = {
     "fox": StateUpdate(Alignment(), Entropic(), Scalar("decay"), Step(BETA), memory=List()),
     "rope": StateUpdate(Alignment(), Entropic(), Rotation(), memory=List()),
     "path": StateUpdate(Alignment(), Entropic(), Householder(BETA), memory=List()),
+    "deltaformer": StateUpdate(SquaredError(), Entropic(), memory=List()),
+    "deltaformer, forgetting": StateUpdate(SquaredError(), Entropic(), Scalar("decay"), Step(BETA), memory=List()),
+    "deltaformer, mass n": StateUpdate(SquaredError(), Entropic(mass=None), Rotation(), Step(BETA), memory=List()),
+    "deltaformer, turned first": StateUpdate(
+        SquaredError(), Entropic(), Product((Scalar("decay"), Rotation())), Step(at="gated"), memory=List()
+    ),
     "fox with path": StateUpdate(
         Alignment(), Entropic(), Product((Scalar("decay"), Householder(BETA))), memory=List(scale=1.0)
     ),

@@ -284,6 +284,20 @@ def path_fox(m: SequenceLayer, x: Tensor) -> Found:
     return torch.stack(out, 1), None
 
 
+def deltaformer(m: SequenceLayer, x: Tensor) -> Found:
+    q, k, v = projected(m.around, x)
+    stored, out = [], []
+    for t in range(T):
+        u = v[:, t]
+        if t:
+            weights = (torch.einsum("bhd,bihd->bhi", k[:, t], k[:, :t]) / root(k)).softmax(-1)
+            u = u - torch.einsum("bhi,bihd->bhd", weights, torch.stack(stored, 1))
+        stored.append(u)
+        weights = (torch.einsum("bhd,bihd->bhi", q[:, t], k[:, : t + 1]) / root(k)).softmax(-1)
+        out.append(torch.einsum("bhi,bihd->bhd", weights, torch.stack(stored, 1)))
+    return torch.stack(out, 1), None
+
+
 ORACLES: dict[str, Callable[[SequenceLayer, Tensor], Found]] = {
     "gated-retention": gated_retention,
     "lightning-attention": lightning,
@@ -298,6 +312,7 @@ ORACLES: dict[str, Callable[[SequenceLayer, Tensor], Found]] = {
     "comba": comba,
     "gdn2": gdn2,
     "path-fox": path_fox,
+    "deltaformer": deltaformer,
 }
 CLASSES = {cls.name: cls for cls in sequence.ALL}
 
@@ -385,6 +400,9 @@ def test_several_writes_are_as_many_tokens_whose_gate_stands_ahead_of_the_first(
     assert relative(out, named) < 1e-12
 
 
+REAL = StateUpdate(Alignment(), monoid=Scalar(Per("d", "scalar", "real")))
+
+
 @pytest.mark.parametrize(
     ("make_it", "error", "match"),
     [
@@ -400,6 +418,12 @@ def test_several_writes_are_as_many_tokens_whose_gate_stands_ahead_of_the_first(
             lambda: dispatch.run(sequence.DeltaProduct.update, {n: torch.ones(2, 5, 3) for n in ("q", "k", "v")}),
             ShapeError,
             "2 writes a token stand ahead of the width of k and v",
+        ),
+        (lambda: layer(REAL)(16), IllegalUpdate, r"gates as logs: declare \['d'\] unit"),
+        (
+            lambda: dispatch.run(REAL, {n: torch.ones(2, 5, *[3] * (n != "d")) for n in ("q", "k", "v", "d")}),
+            IllegalUpdate,
+            "gate 'd' is real, one number for all tokens",
         ),
         (lambda: Read(1.0, Per("bonus", "key", "unit")), IllegalUpdate, "Read: rate must be a scalar, key, row"),
     ],
