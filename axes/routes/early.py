@@ -49,22 +49,19 @@ def run(
     assert isinstance(value, Tensor)
     plain = late(update)
     asks = {per.name for per in plain.demands()} | plain.signals() | {"k", "v"}
-    length = query.shape[time]
-    waiting = torch.cat((query.narrow(time, 1, length - 1), torch.zeros_like(query.narrow(time, 0, 1))), time)
-    given = {n: x for n, x in signal.items() if n in asks} | {"q": waiting}
+    given = {n: x for n, x in signal.items() if n in asks} | {"q": torch.roll(query, -1, time)}
     out, end = compute(plain, given, state)
-    earlier = out.narrow(time, 0, length - 1)
-    held = state.theta[0].to(query.dtype)
+    held, length = state.theta[0].to(query.dtype), out.shape[time]
+    tokens = torch.arange(length, device=out.device)
     if cu_seqlens is None:
-        first = (held @ query.select(time, 0)[..., None])[..., 0].to(out.dtype).unsqueeze(time)
-        before = torch.cat((first, earlier), time)
+        starts = tokens == 0
+        firsts = (held @ query.select(time, 0)[..., None])[..., 0].to(out.dtype).unsqueeze(time)
     else:
         packing = Packing.of(cu_seqlens, length)
         begins = packing.offsets[:-1].clamp_max(length - 1)  # of an empty sequence nobody asks
-        firsts = (held @ query[0, begins][..., None])[..., 0].to(out.dtype)
-        starts = torch.arange(length, device=out.device) == packing.offsets[packing.sequence]
-        shifted = torch.cat((torch.zeros_like(out[:, :1]), earlier), 1)
-        before = torch.where(starts[:, None, None], firsts[packing.sequence], shifted[0])[None]
+        starts = tokens == packing.offsets[packing.sequence]
+        firsts = (held @ query[0, begins][..., None])[..., 0].to(out.dtype)[packing.sequence][None]
+    before = torch.where(starts.view(-1, *[1] * (out.ndim - time - 1)), firsts, torch.roll(out, 1, time))
     return before + (bonus * value).to(out.dtype), end
 
 

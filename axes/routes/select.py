@@ -11,7 +11,9 @@ from collections.abc import Mapping
 import torch
 
 from axes.core.derived import (
+    by_entry,
     erases_along_key,
+    idle,
     no_attention,
     no_cascade,
     no_chain,
@@ -137,13 +139,14 @@ def settle(update: StateUpdate) -> None:
     """Work out now what every run asks of a tuple: a compiler that follows the first run then finds it there."""
     if computed(update)[0] is not update:
         settle(computed(update)[0])
+    idle(update)
     given.asked(update)
     kernel_terms.family(update)
     kernel_terms.no_step(update)
     _fastest(update)
     _refusals(update)
     opaque.text(update)
-    scales_values(update), erases_along_key(update)
+    scales_values(update), erases_along_key(update), by_entry(update)
     bool(update.counts)
     if update.parts().memory.kind == "list":
         attention.asked(update)

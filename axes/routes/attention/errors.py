@@ -32,7 +32,7 @@ def written(
     kind, wide = values.dtype, torch.promote_types(values.dtype, torch.float32)
     readers, keys, old, values = (x.to(wide) for x in (readers, keys, old, values))
     length, n = readers.shape[-2], old.shape[-2]
-    rates = rate[..., None] if isinstance(rate, Tensor) and rate.ndim else torch.as_tensor(rate, dtype=values.dtype)
+    rates = rate[..., None] if isinstance(rate, Tensor) and rate.ndim else values.new_tensor(rate)
     rates = rates.expand(*values.shape[:-1], 1)
     batch = torch.broadcast_shapes(readers.shape[:-2], keys.shape[:-2], values.shape[:-2], old.shape[:-2])
     stored = [old.expand(*batch, *old.shape[-2:])]
