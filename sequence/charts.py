@@ -176,6 +176,34 @@ class Softplus(Chart):
 
 @final
 @dataclass(frozen=True)
+class Exponential(Chart):
+    """rate = exp(cap tanh((W x + b) / cap)), positive, between exp(-cap) and exp(cap)."""
+
+    bias: float | None = 0.0
+    cap: float = 15.0
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cap <= 80:
+            raise IllegalUpdate(f"Exponential: the cap must lie in (0, 80], so that float32 holds it, got {self.cap}")
+
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
+        _not_unit(per, "Exponential")
+        return _ExponentialModule(self, per, sizes, factory)
+
+
+@final
+class _ExponentialModule(ChartModule):
+    def __init__(self, chart: Exponential, per: Per, sizes: Sizes, factory: Factory) -> None:
+        super().__init__(per, sizes, chart.rank, chart.bias, factory)
+        self.cap = chart.cap
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {self.per.name: torch.exp(self.cap * torch.tanh(self.logits(x) / self.cap))}
+
+
+@final
+@dataclass(frozen=True)
 class Linear(Chart):
     """rate = W x + b, for real rates (angles, mixing matrices)."""
 

@@ -13,7 +13,7 @@ from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.blocks_mamba import SSD
-from axes.sequence.charts import SSM, Constant, LogSigmoid, Tied
+from axes.sequence.charts import SSM, Constant, Exponential, LogSigmoid, Tied
 
 
 @final
@@ -193,6 +193,49 @@ class Mamba2(SequenceLayer):
     def widths(cls, d_model: int, heads: int) -> tuple[int, int]:
         """State size 128, inner width twice the model's."""
         return 128, 2 * d_model // heads
+
+
+@final
+class MLSTM(SequenceLayer):
+    """S_t = f S_{t-1} + i v k^T,  n_t = f n_{t-1} + i k,  o_t = S_t q / max(|n_t . q|, 1): the matrix LSTM.
+
+    f = sigmoid(W x + b) and i = exp(W x + b), capped softly at 15, one number a head. Gated linear attention whose
+    normaliser, the state's own response to unit values, has a floor.
+    """
+
+    name = "mlstm"
+    paper = "xLSTM: Extended Long Short-Term Memory (Beck et al. 2024)"
+    equation = "eqs. 19-27; the soft cap and the block of xLSTM 7B (Beck et al. 2025)"
+    differs = (
+        "the released kernels keep S and n times e^-m with m the largest log-weight so far and divide by "
+        "max(|n . q|, e^-m): the same numbers; RMSNorm per head; forget biases are all 3 at first, there from 3 to 6"
+    )
+    bibtex = """@inproceedings{beck2024xlstm,
+  title={{xLSTM}: Extended Long Short-Term Memory},
+  author={Beck, Maximilian and P{\\"o}ppel, Korbinian and Spanring, Markus and Auer, Andreas and
+          Prudnikova, Oleksandra and Kopp, Michael and Klambauer, G{\\"u}nter and Brandstetter, Johannes and
+          Hochreiter, Sepp},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2024},
+  eprint={2405.04517},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(
+        Alignment(), Euclidean(), Scalar("forget"), Step(Per("input"), debias=True, floor=1.0)
+    )
+    block = Standard(
+        conv=0,
+        activation=None,
+        key_norm=False,
+        scale=True,
+        output_gate="sigmoid",
+        charts=(("forget", LogSigmoid(bias=3.0)), ("input", Exponential(bias=-10.0))),
+    )
+
+    @classmethod
+    def widths(cls, d_model: int, heads: int) -> tuple[int, int]:
+        """Keys half as wide as values."""
+        return d_model // (2 * heads), d_model // heads
 
 
 @final

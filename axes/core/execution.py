@@ -205,8 +205,13 @@ def read(p: Parts, out: Output, q: Tensor, signal: Signal) -> Tensor:
     y = p.memory.read(out.weights, q, signal, p.h)
     if not out.norm:
         return y
-    mass = p.memory.read(out.norm, q, signal, p.h)
-    # an empty memory reads zero, not NaN
+    return normalised(y, p.memory.read(out.norm, q, signal, p.h), p.step.floor)
+
+
+def normalised(y: Tensor, mass: Tensor, floor: float) -> Tensor:
+    """What is read over its mass, or over max(|mass|, floor); an empty memory reads zero, not NaN."""
+    if floor:
+        return y / mass.abs().clamp_min(floor)
     return torch.where(mass == 0, torch.zeros_like(y), y / torch.where(mass == 0, torch.ones_like(mass), mass))
 
 

@@ -305,6 +305,8 @@ def _is_whole(p: Parts) -> bool:
 def _normaliser(p: Parts) -> Iterator[str]:
     """Debiasing divides by the response to a unit drive."""
     h, memory, kinds = p.h, p.memory, gates(p.monoid)
+    if p.step.floor and not (p.step.debias and memory.keyed):
+        yield "a floor is one of the normaliser that reads of a keyed memory are divided by: set debias=True there"
     if not p.step.debias:
         return
     if isinstance(p.monoid, Identity) and not memory.keyed:

@@ -19,6 +19,7 @@ from axes.core import reference
 from axes.core.algorithms import Anchor
 from axes.core.chain import chain
 from axes.core.derived import by_entry
+from axes.core.execution import normalised
 from axes.core.memory import Leaves
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
@@ -338,9 +339,7 @@ def _chain_of(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
     norm: Leaves = ()
     if state.norm:
         mass = out[..., -1:]
-        out = torch.where(
-            mass == 0, torch.zeros_like(mass), out[..., :-1] / torch.where(mass == 0, torch.ones_like(mass), mass)
-        )
+        out = normalised(out[..., :-1], mass, update.parts().step.floor)
         final, norm = final[..., :-1, :, :], (final[..., -1:, 0, :],)
     count = state.count + q.shape[-2]
     slots = iter(final.unbind(-2))

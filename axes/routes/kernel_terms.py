@@ -17,6 +17,7 @@ from torch import Tensor
 
 from axes.core.chain import chain
 from axes.core.derived import erases_along_key, no_chain, scales_values
+from axes.core.execution import normalised
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
 from axes.core.memory import Leaves
@@ -247,8 +248,8 @@ def _scalar(
     if not state.norm:
         return out, _after(state, t.v, (final,))
     mass, norm = pass_over(torch.ones_like(t.v[..., :1]), state.norm[0])  # the normaliser: v is one
-    safe = torch.where(mass == 0, torch.ones_like(mass), mass)
-    return torch.where(mass == 0, torch.zeros_like(out), out / safe), _after(state, t.v, (final,), (norm,))
+    out = normalised(out, mass, update.parts().step.floor)
+    return out, _after(state, t.v, (final,), (norm,))
 
 
 def _diagonal(

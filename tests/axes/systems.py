@@ -86,6 +86,7 @@ def rank_one(beta: float, **guard: Any) -> RankOneWhiten:
 CHAINS = {
     "linear attention": StateUpdate(Alignment()),
     "normalised linear attention": StateUpdate(Alignment(), algorithm=Step(debias=True)),
+    "mlstm": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA, debias=True, floor=0.4)),
     "retnet": StateUpdate(Alignment(), monoid=Scalar(0.9)),
     "mamba-2": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA)),
     "gla": StateUpdate(Alignment(), monoid=Diagonal("key_decay")),

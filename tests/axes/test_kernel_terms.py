@@ -33,6 +33,9 @@ UPDATES = {
     "strength": (StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA)), "scalar"),
     "constant gate": (StateUpdate(Alignment(), monoid=Scalar(0.9)), "scalar"),
     "normaliser": (StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(debias=True)), "scalar"),
+    "normaliser with a floor": (
+        StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA, debias=True, floor=0.2)), "scalar",
+    ),
     "rotation": (StateUpdate(Alignment(), monoid=Product((Scalar("decay"), Rotation()))), "scalar"),
     "delta": (StateUpdate(SquaredError(), algorithm=Step(BETA)), "scalar"),
     "gated delta": (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated")), "scalar"),

@@ -151,6 +151,26 @@ def iplr(m: SequenceLayer, x: Tensor) -> Found:
     return rms(out, p.norm.weight), state
 
 
+def mlstm(m: SequenceLayer, x: Tensor) -> Found:
+    """Beck et al. 2024 as released: everything times e^-m, m_t = max(log f + m_{t-1}, log i)."""
+    p = m.around
+    q, k, v = projected(p, x)
+    log_f = F.logsigmoid(through(p.charts["forget"], x))
+    log_i = 15 * torch.tanh(through(p.charts["input"], x) / 15)
+    c, n = torch.zeros(B, H, v.shape[-1], k.shape[-1], dtype=x.dtype), torch.zeros(B, H, k.shape[-1], dtype=x.dtype)
+    top, out = torch.zeros(B, H, dtype=x.dtype), []
+    for t in range(T):
+        new = torch.maximum(log_f[:, t] + top, log_i[:, t])
+        f, i, top = torch.exp(log_f[:, t] + top - new), torch.exp(log_i[:, t] - new), new
+        c = f[..., None, None] * c + i[..., None, None] * v[:, t, ..., None] * k[:, t, :, None, :]
+        n = f[..., None] * n + i[..., None] * k[:, t]
+        asked = q[:, t] / root(q)
+        over = torch.maximum((n * asked).sum(-1).abs(), torch.exp(-top))
+        out.append((c @ asked[..., None])[..., 0] / over[..., None])
+    y = rms(torch.stack(out, 1), p.norm.weight) * torch.sigmoid(heads(x @ p.g_proj.weight.T))
+    return y, c * torch.exp(top)[..., None, None]
+
+
 def mamba(m: SequenceLayer, x: Tensor) -> Found:
     """Gu and Dao 2023: h = exp(dt A) h + dt B x for every channel alone, y = C h + D x, inside the Mamba block."""
     p, inner = m.around, 2 * D
@@ -303,6 +323,7 @@ ORACLES: dict[str, Callable[[SequenceLayer, Tensor], Found]] = {
     "lightning-attention": lightning,
     "hgrn2": hgrn2,
     "iplr": iplr,
+    "mlstm": mlstm,
     "mamba": mamba,
     "hgrn": hgrn,
     "rg-lru": griffin,
@@ -419,6 +440,7 @@ REAL = StateUpdate(Alignment(), monoid=Scalar(Per("d", "scalar", "real")))
             ShapeError,
             "2 writes a token stand ahead of the width of k and v",
         ),
+        (lambda: StateUpdate(Alignment(), algorithm=Step(floor=1.0)), IllegalUpdate, "set debias=True there"),
         (lambda: layer(REAL)(16), IllegalUpdate, r"gates as logs: declare \['d'\] unit"),
         (
             lambda: dispatch.run(REAL, {n: torch.ones(2, 5, *[3] * (n != "d")) for n in ("q", "k", "v", "d")}),
