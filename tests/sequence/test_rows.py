@@ -356,9 +356,9 @@ def test_a_system_is_its_papers_formula(name: str) -> None:
     y, state = m(x)
     heads_out, last = ORACLES[name](m, x)
     expected = heads_out.flatten(2) @ out_projection(m).T
-    assert relative(y, expected) < 1e-11
+    assert relative(y, expected) < 1e-10  # the block's unit vectors have 1e-12 beside their squared length
     if last is not None:
-        assert state is not None and relative(state.memory.theta[0], last) < 1e-11
+        assert state is not None and relative(state.memory.theta[0], last) < 1e-10
     weight = torch.randn_like(y)
     wanted = [x, *m.parameters()]
     for a, b in zip(*(torch.autograd.grad((z * weight).sum(), wanted) for z in (y, expected)), strict=True):
