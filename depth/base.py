@@ -592,6 +592,8 @@ def require_streams(update: StateUpdate) -> None:
             f"the adapter has no streams of a {type(memory).__name__} memory: what enters would have to become its "
             "weights; use Matrix, Slots, Entries or List"
         )
+    elif step.writes > 1:
+        reason = "a sublayer has one output to write: several writes of its parts are fractions=r of the mixer"
     elif step.read is not None:
         reason = "a read point has no effect: depth reads the state before it writes"
     elif step.start != "zero":

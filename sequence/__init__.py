@@ -3,11 +3,33 @@
 if __name__ != "axes.sequence":
     raise ImportError("import axes.sequence, not sequence: the folder is installed as axes.sequence")
 
-from axes.sequence.attention import ALiBi, FoX, PaTH, RoPE, SoftmaxAttention
+from axes.sequence.attention import ALiBi, DeltaFormer, FoX, PaTH, PaTHFoX, RoPE, SoftmaxAttention
 from axes.sequence.base import LayerState, SequenceLayer, layer
-from axes.sequence.delta import KDA, DeltaNet, DeltaNetReflective, GatedDeltaNet, GatedDeltaNetPrev
+from axes.sequence.delta import (
+    KDA,
+    Comba,
+    DeltaNet,
+    DeltaNetReflective,
+    DeltaProduct,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaNetPrev,
+    GatedDeltaProduct,
+)
+from axes.sequence.elementwise import HGRN, Griffin, Mamba1
 from axes.sequence.lattice import LatticeDec, LatticeEnc, LatticeOSR, LatticeSim
-from axes.sequence.linear import GLA, LinearAttention, Mamba2, RetNet, UnnormalisedLinearAttention
+from axes.sequence.linear import (
+    GLA,
+    HGRN2,
+    IPLR,
+    MLSTM,
+    GatedRetention,
+    LightningAttention,
+    LinearAttention,
+    Mamba2,
+    RetNet,
+    UnnormalisedLinearAttention,
+)
 from axes.sequence.longhorn import Longhorn, LonghornDiagonal
 from axes.sequence.miras import (
     Memora,
@@ -21,6 +43,7 @@ from axes.sequence.miras import (
     YaadSwitch,
 )
 from axes.sequence.predicted import PREDICTED, AdamNet, FrankWolfeDelta, MuonNet, MuonNetState, RLSNet, ShampooNet
+from axes.sequence.rwkv6 import RWKV6
 from axes.sequence.rwkv7 import RWKV7
 from axes.sequence.titans import Titans, TitansMatrix
 from axes.sequence.ttt import TTTMLP, TTTLinear
@@ -30,14 +53,27 @@ ALL: tuple[type[SequenceLayer], ...] = (
     LinearAttention,
     UnnormalisedLinearAttention,
     RetNet,
+    GatedRetention,
+    LightningAttention,
+    Mamba1,
     Mamba2,
+    MLSTM,
     GLA,
+    HGRN,
+    HGRN2,
+    Griffin,
+    RWKV6,
     RWKV7,
+    IPLR,
     DeltaNet,
     DeltaNetReflective,
     GatedDeltaNet,
     GatedDeltaNetPrev,
+    DeltaProduct,
+    GatedDeltaProduct,
+    Comba,
     KDA,
+    GatedDeltaNet2,
     Longhorn,
     LonghornDiagonal,
     TitansMatrix,
@@ -62,6 +98,8 @@ ALL: tuple[type[SequenceLayer], ...] = (
     RoPE,
     FoX,
     PaTH,
+    PaTHFoX,
+    DeltaFormer,
     *PREDICTED,
 )
 
@@ -69,22 +107,35 @@ __all__ = [
     "ALL",
     "ALiBi",
     "AdamNet",
+    "Comba",
+    "DeltaFormer",
     "DeltaNet",
     "DeltaNetReflective",
+    "DeltaProduct",
     "FoX",
     "FrankWolfeDelta",
     "GLA",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "GatedDeltaNetPrev",
+    "GatedDeltaProduct",
+    "GatedRetention",
+    "Griffin",
+    "HGRN",
+    "HGRN2",
+    "IPLR",
     "KDA",
     "LatticeDec",
     "LatticeEnc",
     "LatticeOSR",
     "LatticeSim",
     "LayerState",
+    "LightningAttention",
     "LinearAttention",
     "Longhorn",
     "LonghornDiagonal",
+    "MLSTM",
+    "Mamba1",
     "Mamba2",
     "Memora",
     "MemoraLiteral",
@@ -95,7 +146,9 @@ __all__ = [
     "MuonNet",
     "MuonNetState",
     "PaTH",
+    "PaTHFoX",
     "RLSNet",
+    "RWKV6",
     "RWKV7",
     "RetNet",
     "RoPE",

@@ -12,10 +12,10 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from axes.core.algorithms import Step
-from axes.core.costs import Alignment
+from axes.core.costs import Alignment, SquaredError
 from axes.core.geometry import Entropic
 from axes.core.memory import List
-from axes.core.monoids import Householder, Identity, Rotation, Scalar
+from axes.core.monoids import Householder, Identity, Product, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
@@ -200,3 +200,40 @@ class PaTH(SequenceLayer):
 }"""
     update = StateUpdate(Alignment(), Entropic(), Householder(Per("beta")), Step(), List())
     block = Transported(charts=(("beta", Sigmoid(scale=2.0, bias=0.0)),))
+
+
+@final
+class PaTHFoX(SequenceLayer):
+    """p = softmax_i(k_i A_{i+1} ... A_t q_t / sqrt(d_k) + sum_{i<s<=t} log f_s): PaTH with FoX's forget gate."""
+
+    name = "path-fox"
+    paper = PaTH.paper
+    equation = "section 3, PaTH-FoX: PaTH's logits plus the cumulated log forget gates of FoX"
+    differs = "SiLU after the convolution of w as in the released layer; f's bias is 0 at first, as in FoX"
+    bibtex = PaTH.bibtex
+    update = StateUpdate(
+        Alignment(), Entropic(), Product((Scalar("forget"), Householder(Per("beta")))), Step(), List()
+    )
+    block = Transported(charts=(("beta", Sigmoid(scale=2.0, bias=0.0)), ("forget", LogSigmoid(bias=0.0))))
+
+
+@final
+class DeltaFormer(SequenceLayer):
+    """u_t = v_t - sum_{i<t} softmax_i(k_t . k_i / sqrt(d_k)) u_i,  o_t = sum_i softmax_i(q_t . k_i / sqrt(d_k)) u_i.
+
+    What is stored is the error of what the list already gives for the key: the delta rule on softmax attention.
+    """
+
+    name = "deltaformer"
+    paper = "Understanding Transformer from the Perspective of Associative Memory (Zhong et al. 2025)"
+    equation = "DeltaFormer: u_t = v_t - sum_i kappa_1(w_t, k_i) u_i, o_t = sum_i kappa_2(q_t, k_i) u_i, both softmax"
+    differs = "what asks for the error is the key itself (w = k, no projection of its own), of strength 1; no rotation"
+    bibtex = """@misc{zhong2025understanding,
+  title={Understanding Transformer from the Perspective of Associative Memory},
+  author={Zhong, Shu and Xu, Mingyu and Ao, Tenglong and Shi, Guang},
+  year={2025},
+  eprint={2505.19488},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(SquaredError(), Entropic(), Identity(), Step(), List())
+    block = _PLAIN

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from axes.core.execution import several
 from axes.core.memory import MLP, LayerNormMatrix, Leaves
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
@@ -104,7 +105,13 @@ class SequenceLayer(nn.Module):
         if values != heads:
             self._check_groups(heads, values, block, memory.kind)
         d_k, d_v = usual_k if d_k is None else d_k, usual_v if d_v is None else d_v
-        self.sizes = Sizes(d_model, values, d_k, d_v, values // heads)
+        parts = self.update.parts()
+        own = (parts.monoid.loose, parts.step.writes, several(parts))
+        self.sizes = Sizes(d_model, values, d_k, d_v, values // heads, *own)
+        if linear := sorted(parts.linear_gates()):
+            raise IllegalUpdate(f"{who}: tokens chart gates as logs: declare {linear} unit, as Scalar('name') does")
+        if parts.step.writes > 1 and not block.several:
+            raise IllegalUpdate(f"{who}: its block {type(block).__name__} makes one pair of key and value a token")
         if not memory.keyed:
             raise IllegalUpdate(f"{who}: a sequence layer needs keys; {self.update!r} takes a given gradient")
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
@@ -187,8 +194,8 @@ class SequenceLayer(nn.Module):
         """What runs for a sequence and for one token, by default where the layer is and in its dtype."""
         parameter, s = next(self.parameters()), self.sizes
         named = implementation or self.implementation or dispatch.chosen()
-        keys = self.memories if s.group == 1 else (s.key_heads,)
-        shapes = {"k": (1, 1, *keys, s.d_k), "v": (1, 1, *self.memories, s.d_v)}
+        keys, each = self.memories if s.group == 1 else (s.key_heads,), () if s.writes == 1 else (s.writes,)
+        shapes = {"k": (1, 1, *keys, *each, s.d_k), "v": (1, 1, *self.memories, *each, s.d_v)}
         return plans(self.update, target or Target.of(parameter.device), dtype or parameter.dtype, named, shapes)
 
     # ---- running ---------------------------------------------------------------------------------------------
@@ -205,7 +212,8 @@ class SequenceLayer(nn.Module):
     def _init_memory(self, batch: int, like: Tensor) -> State:
         s, wide = self.sizes, torch.promote_types(like.dtype, torch.float32)
         zero = torch.zeros((), device=like.device, dtype=wide)
-        zeros = {name: zero.expand(batch, *self.memories, n) for name, n in (("k", s.d_k), ("v", s.d_v))}
+        each = () if s.writes == 1 else (s.writes,)
+        zeros = {name: zero.expand(batch, *self.memories, *each, n) for name, n in (("k", s.d_k), ("v", s.d_v))}
         weights = None
         if self.initial is not None:
             weights = tuple(p.to(wide).expand(batch, *p.shape) for p in self.initial)
@@ -304,6 +312,8 @@ class SequenceLayer(nn.Module):
         who = type(self).__name__
         if memory == "list":
             raise ShapeError(f"{who}: num_v_heads={values} shares keys among values; a list stores them in pairs")
+        if self.update.parts().step.writes > 1:
+            raise ShapeError(f"{who}: num_v_heads={values} shares keys among values; several writes have pairs of both")
         if block.grouped is not None:
             raise ShapeError(f"{who}: num_v_heads={values}, but its block {type(block).__name__} {block.grouped}")
         if values % heads:

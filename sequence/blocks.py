@@ -31,7 +31,7 @@ def _positive_elu(x: Tensor) -> Tensor:
     return elu(x) + 1
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu": gelu,
     "relu": relu,
@@ -44,9 +44,11 @@ class Block(ABC):
     """A declaration of everything around the recurrence.
 
     grouped: None if it makes queries and keys for `Sizes.key_heads`, else what it does instead, as a sentence.
+    several: whether it makes `Sizes.writes` pairs of key and value for every token.
     """
 
     grouped: ClassVar[str | None] = "has a query and a key for every head"
+    several: ClassVar[bool] = False
 
     @abstractmethod
     def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
@@ -146,7 +148,7 @@ class ShortConvolution(nn.Module):
             full = packing.behind(x, tail)
             y = convolved(full[:, before:], full[:, :before], weight, bias, activated)
             y, kept = y[:, packing.places(before) - before], packing.new_tails(full, before)
-        return (y if self.activation is None or activated else _ACTIVATIONS[self.activation](y)), kept
+        return (y if self.activation is None or activated else ACTIVATIONS[self.activation](y)), kept
 
     def stream(self, heads: int, width: int, **more: Any) -> Stream:
         """For kernels: columns (heads, width) that go through this convolution, or a share of it."""
@@ -163,16 +165,22 @@ class Standard(Block):
 
     conv: width of the convolutions on q, k, v (0: none), followed by `activation`.  values_conv: also on v.
     feature_map: on q and k.  key_norm: l2 per head.  scale: q times d_k^(-1/2).
+    keys, asks: whether tokens have keys, and queries; else all are ones, and what is written where is said by rates
+    (HGRN2), or a row is read as it is (HGRN).  value_map: on v.
+    correction: queries are q - d k, d learned for every head from this number on (Comba); None: q.
     shared_projection: q and k share one projection before their convolutions (Lattice).
     value_norm: v per head of unit length or unit RMS, without a gain (for costs that grow faster than a square).
     output_norm: RMS over d_v per head.  output_gate: y * gate(W x).
     queries: heads of queries that read one list of pairs (grouped queries; all heads: multi-query). Keys, values and
     rates, which act on stored pairs, are those of a list.
     charts: (rate name, chart) pairs; unnamed rates get `default_chart`.
+    Named vectors are unit projections of their own. Two that make a transition I + a b^T are tied as in RWKV-7,
+    a = -w and b = sigmoid(W x) * w: with projections of their own its eigenvalues leave [0, 1], and the state diverges.
     initial: standard deviation of the learned initial memory around the empty one; None: the empty memory.
     """
 
     grouped: ClassVar[str | None] = None
+    several: ClassVar[bool] = True
 
     conv: int = 4
     values_conv: bool = True
@@ -181,6 +189,10 @@ class Standard(Block):
     key_norm: bool = True
     value_norm: Literal["unit", "rms"] | None = None
     scale: bool = False
+    keys: bool = True
+    asks: bool = True
+    value_map: Activation | None = None
+    correction: float | None = None
     shared_projection: bool = False
     output_norm: bool = True
     output_gate: Activation | None = "silu"
@@ -201,10 +213,18 @@ class _StandardModule(BlockModule):
         super().__init__()
         if block.queries > 1 and block.shared_projection:
             raise IllegalUpdate("Standard: queries and keys share a projection, so they have the same heads: queries=1")
+        if sizes.writes > 1 and (block.shared_projection or not block.keys or block.correction is not None):
+            what = "a projection of their own: shared_projection=False, keys=True, correction=None"
+            raise IllegalUpdate(f"Standard: the {sizes.writes} keys of a token have {what}")
+        if not block.asks and (block.keys or block.conv or block.scale or block.feature_map):
+            raise IllegalUpdate("Standard: asks=False reads a row as it is: keys=False, conv=0, scale=False, no map")
+        if not block.keys and (block.shared_projection or block.key_norm or block.correction is not None):
+            what = "nothing to share, to norm or to correct by: shared_projection, key_norm=False, correction=None"
+            raise IllegalUpdate(f"Standard: keys=False leaves {what}")
         self.block, self.sizes = block, sizes
         self.lists = replace(sizes, heads=sizes.heads // block.queries)
-        queries, keys = sizes.d_k * sizes.key_heads, sizes.d_k * (sizes.key_heads // block.queries)
-        values = sizes.d_v * self.lists.heads
+        queries, keys = sizes.d_k * sizes.key_heads, sizes.d_k * (sizes.key_heads // block.queries) * sizes.writes
+        values = sizes.d_v * self.lists.heads * sizes.writes
 
         def linear(width: int) -> nn.Linear:
             return nn.Linear(sizes.d_model, width, bias=False, **factory)
@@ -212,17 +232,28 @@ class _StandardModule(BlockModule):
         def conv(width: int, wanted: bool = True) -> ShortConvolution | None:
             return ShortConvolution(width, block.conv, block.activation, factory) if block.conv and wanted else None
 
-        self.q_proj = linear(queries)
-        self.k_proj = None if block.shared_projection else linear(keys)
+        self.q_proj = linear(queries) if block.asks else None
+        self.k_proj = None if block.shared_projection or not block.keys else linear(keys)
         self.v_proj = linear(values)
-        self.q_conv, self.k_conv = conv(queries), conv(keys)
+        self.q_conv, self.k_conv = conv(queries), conv(keys, block.keys)
         self.v_conv = conv(values, block.values_conv)
         named = sorted(vectors - {"k", "v", "q"})
+        if len(set(sizes.loose) & set(named)) < len(sizes.loose):
+            raise IllegalUpdate(
+                f"Standard ties pairs of vectors of its own, not {sizes.loose}: to erase along the key of a token use "
+                'Householder(beta, "k")'
+            )
         self.vectors = nn.ModuleDict({name: linear(sizes.d_k * self.lists.heads) for name in named})
+        start = block.correction
+        self.correction = None if start is None else nn.Parameter(torch.full((sizes.key_heads, 1), start, **factory))
         self.charts = nn.ModuleDict(build_charts(dict(block.charts), demands, self.lists, factory))
         self.g_proj = linear(sizes.d_v * sizes.heads) if block.output_gate else None
         self.norm = nn.RMSNorm(sizes.d_v, eps=block.norm_eps, **factory) if block.output_norm else None
         self.o_proj = nn.Linear(sizes.d_v * sizes.heads, sizes.d_model, bias=False, **factory)
+
+    def reset_parameters(self) -> None:
+        if self.correction is not None and self.block.correction is not None:
+            nn.init.constant_(self.correction, self.block.correction)
 
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
         return tuple(c.tail(batch, like) for c in (self.q_conv, self.k_conv, self.v_conv) if c is not None)
@@ -231,30 +262,40 @@ class _StandardModule(BlockModule):
         self, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None = None
     ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
         b, s = self.block, self.sizes
-        q = self.q_proj(x)
-        k = q if self.k_proj is None else self.k_proj(x)
+        q = x.new_ones(1).expand(*x.shape[:-1], s.key_heads * s.d_k) if self.q_proj is None else self.q_proj(x)
+        k = torch.ones_like(q) if not b.keys else q if self.k_proj is None else self.k_proj(x)
         v = self.v_proj(x)
         kept: list[Tensor] = []
-        if self.q_conv is not None and self.k_conv is not None:
-            (q, tail_q), (k, tail_k) = self.q_conv(q, tails[0], packing), self.k_conv(k, tails[1], packing)
-            kept += [tail_q, tail_k]
+        if self.q_conv is not None:
+            q, tail = self.q_conv(q, tails[0], packing)
+            kept.append(tail)
+        if self.k_conv is not None:
+            k, tail = self.k_conv(k, tails[len(kept)], packing)
+            kept.append(tail)
         if self.v_conv is not None:
-            v, tail_v = self.v_conv(v, tails[2], packing)
-            kept.append(tail_v)
+            v, tail = self.v_conv(v, tails[len(kept)], packing)
+            kept.append(tail)
         q = q.unflatten(-1, (s.key_heads, s.d_k))
-        k = k.unflatten(-1, (s.key_heads // b.queries, s.d_k))
+        each = () if s.writes == 1 else (s.writes,)
+        k = k.unflatten(-1, (s.key_heads // b.queries, *each, s.d_k))
         if b.feature_map is not None:
-            q, k = _ACTIVATIONS[b.feature_map](q), _ACTIVATIONS[b.feature_map](k)
+            q, k = ACTIVATIONS[b.feature_map](q), ACTIVATIONS[b.feature_map](k) if b.keys else k
         if b.key_norm:
             q, k = l2_normalise(q), l2_normalise(k)
+        if self.correction is not None:
+            q = q - self.correction.to(q.dtype) * k
         if b.scale:
             q = q * s.d_k**-0.5
-        v = v.unflatten(-1, (self.lists.heads, s.d_v))
+        v = v.unflatten(-1, (self.lists.heads, *each, s.d_v))
+        if b.value_map is not None:
+            v = ACTIVATIONS[b.value_map](v)
         if b.value_norm is not None:
             v = l2_normalise(v) if b.value_norm == "unit" else rms_norm(v, (s.d_v,), eps=b.norm_eps)
         signal = {"q": q, "k": k, "v": v}
-        for name, projection in self.vectors.items():
-            signal[name] = l2_normalise(projection(x).unflatten(-1, (self.lists.heads, s.d_k)))
+        vectors = {n: p(x).unflatten(-1, (self.lists.heads, s.d_k)) for n, p in self.vectors.items()}
+        signal |= {n: l2_normalise(z) for n, z in vectors.items() if n not in s.loose[::2]}
+        for left, right in zip(s.loose[::2], s.loose[1::2], strict=True):
+            signal[left], signal[right] = -signal[right], torch.sigmoid(vectors[left]) * signal[right]
         for chart in self.charts.values():
             signal.update(chart(x))
         if b.queries > 1:
@@ -265,6 +306,8 @@ class _StandardModule(BlockModule):
     def declaration(self, path: str = "") -> Declaration | None:
         b, s = self.block, self.sizes
         if b.queries > 1:  # a stream's heads all stand beside each other
+            return None
+        if not b.keys or b.correction is not None or b.value_map or s.loose or s.writes > 1:  # which no kernel makes
             return None
 
         def vector(
@@ -295,7 +338,7 @@ class _StandardModule(BlockModule):
         if self.norm is not None:
             y = normalised(y.to(self.norm.weight.dtype), 1.0 / self.sizes.d_v, self.block.norm_eps) * self.norm.weight
         if self.block.output_gate is not None:
-            y = y * _ACTIVATIONS[self.block.output_gate](kept)
+            y = y * ACTIVATIONS[self.block.output_gate](kept)
         out: Tensor = self.o_proj(y.flatten(-2))
         return out
 

@@ -16,9 +16,17 @@ from torch.nn.functional import silu
 from axes.core.rates import Per
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes.packed import Packing
-from axes.sequence.blocks import Block, BlockModule, ShortConvolution, build_charts, declared_charts
+from axes.sequence.blocks import (
+    ACTIVATIONS,
+    Activation,
+    Block,
+    BlockModule,
+    ShortConvolution,
+    build_charts,
+    declared_charts,
+)
 from axes.sequence.by_hand import in_parts, normalised
-from axes.sequence.charts import Chart, Factory, Sigmoid, Sizes
+from axes.sequence.charts import Chart, Factory, Sigmoid, Sizes, TimeStep
 from axes.sequence.fused import Declaration, Exit, Matrix, Vector
 
 _OWN = frozenset({"k", "v", "q"})
@@ -116,6 +124,8 @@ class Mamba(Block):
 
     conv: width of the convolution.  rank: gates go through a bottleneck of ceil(d_model / rank) channels.
     charts: (rate name, chart) pairs, fed with the convolved input; by default sigmoids through the bottleneck.
+    Griffin's recurrent block is this without keys and queries, which are ones then (keys), without an activation behind
+    the convolution (activation), with gelu(z) for the gate and without D (skip).
     """
 
     grouped: ClassVar[str | None] = "has one query and key for all heads"
@@ -123,6 +133,10 @@ class Mamba(Block):
     conv: int = 4
     rank: int = 16
     charts: tuple[tuple[str, Chart], ...] = ()
+    keys: bool = True
+    activation: Activation | None = "silu"
+    gate: Activation = "silu"
+    skip: bool = True
 
     def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
         _no_vectors(vectors, "Mamba")
@@ -133,18 +147,22 @@ class Mamba(Block):
 class _MambaModule(BlockModule):
     def __init__(self, block: Mamba, sizes: Sizes, demands: tuple[Per, ...], factory: Factory) -> None:
         super().__init__()
-        self.sizes, self.inner = sizes, sizes.heads * sizes.d_v
+        self.block, self.sizes, self.inner = block, sizes, sizes.heads * sizes.d_v
         self.in_proj = nn.Linear(sizes.d_model, 2 * self.inner, bias=False, **factory)
-        self.conv = ShortConvolution(self.inner, block.conv, "silu", factory, bias=True)
-        self.kq_proj = nn.Linear(self.inner, 2 * sizes.d_k, bias=False, **factory)
-        narrow = Sigmoid(bias=0.0, rank=-(-sizes.d_model // block.rank))
-        charts = {p.name: narrow for p in demands if p.domain == "positive"} | dict(block.charts)
+        self.conv = ShortConvolution(self.inner, block.conv, block.activation, factory, bias=True)
+        self.kq_proj = nn.Linear(self.inner, 2 * sizes.d_k, bias=False, **factory) if block.keys else None
+        rank = -(-sizes.d_model // block.rank)
+        own = {n: replace(c, rank=rank) if isinstance(c, TimeStep) and not c.rank else c for n, c in block.charts}
+        extra = {name for chart in own.values() for name in chart.also()}
+        narrow = Sigmoid(bias=0.0, rank=rank)
+        charts = {p.name: narrow for p in demands if p.domain == "positive" and p.name not in extra} | own
         self.charts = nn.ModuleDict(build_charts(charts, demands, replace(sizes, d_model=self.inner), factory))
-        self.skip = nn.Parameter(torch.ones(self.inner, **factory))
+        self.skip = nn.Parameter(torch.ones(self.inner, **factory)) if block.skip else None
         self.out_proj = nn.Linear(self.inner, sizes.d_model, bias=False, **factory)
 
     def reset_parameters(self) -> None:
-        nn.init.ones_(self.skip)
+        if self.skip is not None:
+            nn.init.ones_(self.skip)
 
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
         return (self.conv.tail(batch, like),)
@@ -155,7 +173,8 @@ class _MambaModule(BlockModule):
         s = self.sizes
         inner, z = self.in_proj(x).chunk(2, -1)
         inner, tail = self.conv(inner, tails[0], packing)
-        k, q = self.kq_proj(inner).chunk(2, -1)
+        both = inner.new_ones(1).expand(*inner.shape[:-1], 2 * s.d_k) if self.kq_proj is None else self.kq_proj(inner)
+        k, q = both.chunk(2, -1)
         signal = {"q": _shared(q, s.heads), "k": _shared(k, s.heads), "v": inner.unflatten(-1, (s.heads, s.d_v))}
         for chart in self.charts.values():
             signal.update(chart(inner))
@@ -163,7 +182,8 @@ class _MambaModule(BlockModule):
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
         inner, z = kept
-        out: Tensor = self.out_proj((y.flatten(-2) + self.skip * inner) * silu(z))
+        y = y.flatten(-2) if self.skip is None else y.flatten(-2) + self.skip * inner
+        out: Tensor = self.out_proj(y * ACTIVATIONS[self.block.gate](z))
         return out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,20 @@ Factory = dict[str, Any]  # device and dtype of parameters
 @final
 @dataclass(frozen=True)
 class Sizes:
-    """Widths of a layer: model D, heads H, key d_k, value d_v. Neighbouring heads, `group` of them, share q and k."""
+    """Widths of a layer: model D, heads H, key d_k, value d_v. Neighbouring heads, `group` of them, share q and k.
+
+    loose: the pairs of vectors a, b of a transition I + a b^T that nothing bounds but what makes them.
+    writes: pairs of key and value a token, and what is `repeated` for each of them: rates by name.
+    """
 
     d_model: int
     heads: int
     d_k: int
     d_v: int
     group: int = 1
+    loose: tuple[str, ...] = ()
+    writes: int = 1
+    repeated: frozenset[str] = frozenset()
 
     @property
     def key_heads(self) -> int:
@@ -38,7 +45,8 @@ class Sizes:
 
     def of(self, per: Per) -> tuple[int, ...]:
         """The shape of a rate for one token and head."""
-        return extent(per.shape, self.d_k, self.d_v)
+        own = extent(per.shape, self.d_k, self.d_v)
+        return (self.writes, *own) if per.name in self.repeated else own
 
 
 class Chart(ABC):
@@ -168,6 +176,34 @@ class Softplus(Chart):
 
 @final
 @dataclass(frozen=True)
+class Exponential(Chart):
+    """rate = exp(cap tanh((W x + b) / cap)), positive, between exp(-cap) and exp(cap)."""
+
+    bias: float | None = 0.0
+    cap: float = 15.0
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cap <= 80:
+            raise IllegalUpdate(f"Exponential: the cap must lie in (0, 80], so that float32 holds it, got {self.cap}")
+
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
+        _not_unit(per, "Exponential")
+        return _ExponentialModule(self, per, sizes, factory)
+
+
+@final
+class _ExponentialModule(ChartModule):
+    def __init__(self, chart: Exponential, per: Per, sizes: Sizes, factory: Factory) -> None:
+        super().__init__(per, sizes, chart.rank, chart.bias, factory)
+        self.cap = chart.cap
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {self.per.name: torch.exp(self.cap * torch.tanh(self.logits(x) / self.cap))}
+
+
+@final
+@dataclass(frozen=True)
 class Linear(Chart):
     """rate = W x + b, for real rates (angles, mixing matrices)."""
 
@@ -275,9 +311,7 @@ class _SSMModule(nn.Module):
     def reset_parameters(self) -> None:
         with torch.no_grad():
             self.log_rate.copy_(torch.empty_like(self.log_rate).uniform_(1.0, 16.0).log())
-            low, high = math.log(self.chart.dt_min), math.log(self.chart.dt_max)
-            dt = torch.empty_like(self.up.bias).uniform_(low, high).exp()
-            self.up.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus^-1
+        steps_at_first(self.up.bias, self.chart.dt_min, self.chart.dt_max)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         z = self.up(x if self.down is None else self.down(x))
@@ -295,6 +329,125 @@ class _SSMModule(nn.Module):
 
 @final
 @dataclass(frozen=True)
+class Spectrum(Chart):
+    """The same decays for every token: log gate = -exp(a), a learned for every entry, exp(a) = 1 .. d_k at first.
+
+    S4D's real initialisation, Mamba's A.
+    """
+
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
+        _unit(per, "Spectrum")
+        return _SpectrumModule(per, sizes, factory)
+
+
+@final
+class _SpectrumModule(nn.Module):
+    hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: what is no nn.Linear here is no hidden matrix
+
+    def __init__(self, per: Per, sizes: Sizes, factory: Factory) -> None:
+        super().__init__()
+        self.name = per.name
+        self.log_rate = nn.Parameter(torch.empty((sizes.heads, *sizes.of(per)), **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            rates = torch.arange(1, self.log_rate.shape[-1] + 1, dtype=torch.float64)
+            self.log_rate.copy_(rates.log().expand(self.log_rate.shape))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        value = self.log_rate if self.log_rate.dtype == torch.float64 else self.log_rate.float()
+        return {self.name: (-torch.exp(value)).expand(*x.shape[:2], *value.shape)}
+
+
+@final
+@dataclass(frozen=True)
+class TimeStep(Chart):
+    """rate = softplus(W x + b), softplus(b) log-uniform in [dt_min, dt_max] at first.
+
+    rank: of W; in a block of the Mamba line None is that block's bottleneck.
+    """
+
+    dt_min: float = 1e-3
+    dt_max: float = 0.1
+    rank: int | None = None
+
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
+        _not_unit(per, "TimeStep")
+        return _TimeStepModule(self, per, sizes, factory)
+
+
+@final
+class _TimeStepModule(ChartModule):
+    def __init__(self, chart: TimeStep, per: Per, sizes: Sizes, factory: Factory) -> None:
+        self.chart = chart
+        super().__init__(per, sizes, chart.rank, 0.0, factory)
+
+    def reset_parameters(self) -> None:
+        steps_at_first(self.up.bias, self.chart.dt_min, self.chart.dt_max)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {self.per.name: torch.nn.functional.softplus(self.logits(x))}
+
+
+@final
+@dataclass(frozen=True)
+class RGLRU(Chart):
+    """Griffin's gates: a = s^(8 r) with r = sigmoid(W_r x + b) and s learned, and the step size i sqrt(1 - a^2).
+
+    i = sigmoid(W_i x + b); name: of the step size. s^8 is uniform in [0.9, 0.999] at first.
+    """
+
+    name: str = "write"
+
+    def also(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
+        _unit(per, "RGLRU")
+        return _RGLRUModule(self, per, sizes, factory)
+
+
+@final
+class _RGLRUModule(ChartModule):
+    def __init__(self, chart: RGLRU, per: Per, sizes: Sizes, factory: Factory) -> None:
+        super().__init__(per, sizes, None, 0.0, factory)
+        self.step = chart.name
+        self.input = nn.Linear(sizes.d_model, math.prod(self.shape), **factory)
+        self.log_rate = nn.Parameter(torch.empty(self.shape, **factory))
+        self.begin()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "log_rate"):
+            self.begin()
+
+    def begin(self) -> None:
+        with torch.no_grad():
+            kept = torch.empty_like(self.log_rate, dtype=torch.float64).uniform_(0.9, 0.999)  # s^8
+            self.log_rate.copy_(torch.log(-kept.log() / 8))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        r = torch.sigmoid(self.logits(x))
+        gate = -8 * torch.exp(self.log_rate.to(r.dtype)) * r
+        i = torch.sigmoid(self.input(x).to(r.dtype).unflatten(-1, self.shape))
+        return {self.per.name: gate, self.step: i * energy(gate)}
+
+
+def energy(gate: Tensor) -> Tensor:
+    """sqrt(1 - a^2) of a log gate, without a derivative where the gate is open."""
+    return (-torch.expm1(2 * gate)).clamp_min(torch.finfo(gate.dtype).tiny).sqrt()
+
+
+def steps_at_first(bias: Tensor, low: float, high: float) -> None:
+    """A bias whose softplus is log-uniform between two numbers."""
+    with torch.no_grad():
+        dt = torch.empty_like(bias).uniform_(math.log(low), math.log(high)).exp()
+        bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus^-1
+
+
+@final
+@dataclass(frozen=True)
 class Capped(Chart):
     """rate = scale * sigmoid(W x + b) with the bias chosen so that the rate starts at `start`."""
 
@@ -305,6 +458,57 @@ class Capped(Chart):
     def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
         odds = self.start / (self.scale - self.start)
         return Sigmoid(self.scale, math.log(odds), self.rank).build(per, sizes, factory)
+
+
+@final
+@dataclass(frozen=True)
+class Tied(Chart):
+    """Two rates of one projection: what `chart` gives, and the rate `name`, which follows from it.
+
+    by: "complement", 1 - a of a gate a: old and new are averaged (HGRN); "energy", sqrt(1 - a^2) (RG-LRU);
+    "share", sigmoid(b) r of a step size r, b learned for every head, 1 at first (Comba).
+    """
+
+    chart: Chart
+    name: str
+    by: Literal["complement", "energy", "share"] = "complement"
+
+    def __post_init__(self) -> None:
+        if self.by not in ("complement", "energy", "share"):
+            raise IllegalUpdate(f"Tied: by={self.by!r} is not one of complement, energy, share")
+
+    def also(self) -> tuple[str, ...]:
+        return (self.name, *self.chart.also())
+
+    def build(self, per: Per, sizes: Sizes, factory: Factory) -> nn.Module:
+        (_not_unit if self.by == "share" else _unit)(per, f"Tied(by={self.by!r})")
+        return _TiedModule(self, per, sizes, factory)
+
+
+@final
+class _TiedModule(nn.Module):
+    hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: what is no nn.Linear here is no hidden matrix
+
+    def __init__(self, tied: Tied, per: Per, sizes: Sizes, factory: Factory) -> None:
+        super().__init__()
+        self.tied, self.per = tied, per
+        self.chart = tied.chart.build(per, sizes, factory)
+        shape = (sizes.heads, *[1] * len(sizes.of(per)))
+        self.share = nn.Parameter(torch.empty(shape, **factory)) if tied.by == "share" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.share is not None:
+            nn.init.ones_(self.share)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        rates: dict[str, Tensor] = self.chart(x)
+        rate = rates[self.per.name]
+        if self.share is not None:
+            return {**rates, self.tied.name: torch.sigmoid(self.share.to(rate.dtype)) * rate}
+        if self.tied.by == "complement":
+            return {**rates, self.tied.name: -torch.expm1(rate)}
+        return {**rates, self.tied.name: energy(rate)}
 
 
 def default_chart(per: Per) -> Chart:

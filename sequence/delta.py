@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import final
 
 from axes.core.algorithms import Step
-from axes.core.costs import SquaredError
+from axes.core.costs import Alignment, SquaredError
 from axes.core.geometry import Euclidean
-from axes.core.monoids import Diagonal, Identity, Scalar
+from axes.core.monoids import Diagonal, Householder, Identity, Product, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
-from axes.sequence.charts import SSM, Sigmoid
+from axes.sequence.charts import SSM, Sigmoid, Tied
 
 
 @final
@@ -129,4 +129,110 @@ class KDA(SequenceLayer):
     update = StateUpdate(SquaredError(), Euclidean(), Diagonal("decay"), Step(Per("beta"), at="gated"))
     block = Standard(
         charts=(("decay", SSM(step=None, rank=128)), ("beta", Sigmoid())), scale=True, output_gate="sigmoid"
+    )
+
+
+_BIBTEX_PRODUCT = """@inproceedings{siems2025deltaproduct,
+  title={{DeltaProduct}: Improving State-Tracking in Linear {RNN}s via Householder Products},
+  author={Siems, Julien and Carstensen, Timur and Zela, Arber and Hutter, Frank and Pontil, Massimiliano and
+          Grazzi, Riccardo},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2025},
+  eprint={2502.10297},
+  archivePrefix={arXiv}
+}"""
+_PAPER_PRODUCT = "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products (Siems et al. 2025)"
+_ONE_CONVOLUTION = "the keys of a token stand head by head in one projection, there write by write"
+
+
+@final
+class DeltaProduct(SequenceLayer):
+    """Two delta rules a token: S <- S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T for j = 1, 2, then o_t = S_t q_t.
+
+    beta in (0, 2): the token's transition is a product of generalised Householder maps, which two reflections make a
+    rotation. `Step(writes=n)` is n of them.
+    """
+
+    name = "delta-product"
+    paper = _PAPER_PRODUCT
+    equation = "eqs. 6 and 7: H_{i,j} = (I - beta_{i,j} k_{i,j} k_{i,j}^T) H_{i,j-1} + beta_{i,j} k_{i,j} v_{i,j}^T"
+    differs = _ONE_CONVOLUTION
+    bibtex = _BIBTEX_PRODUCT
+    update = StateUpdate(SquaredError(), Euclidean(), Identity(), Step(Per("beta"), writes=2))
+    block = Standard(charts=(("beta", Sigmoid(scale=2.0)),), scale=True)
+
+
+@final
+class GatedDeltaProduct(SequenceLayer):
+    """S <- a S, then two delta rules: DeltaProduct whose state forgets once a token, ahead of its first write."""
+
+    name = "gated-delta-product"
+    paper = _PAPER_PRODUCT
+    equation = "section 3, gated DeltaProduct: A(x_i) = g_i prod_j (I - beta_{i,j} k_{i,j} k_{i,j}^T)"
+    differs = f"{_ONE_CONVOLUTION}; A starts in [1, 16] as in Mamba-2, there in (0, 16]"
+    bibtex = _BIBTEX_PRODUCT
+    update = StateUpdate(SquaredError(), Euclidean(), Scalar("decay"), Step(Per("beta"), at="gated", writes=2))
+    block = Standard(charts=(("decay", SSM(step=None)), ("beta", Sigmoid(scale=2.0))), scale=True)
+
+
+@final
+class Comba(SequenceLayer):
+    """S_t = a S_{t-1} (I - c beta k k^T) + beta v k^T,  o_t = S_t (q - d k): Gated DeltaNet that erases less.
+
+    c (in (0, 1)) and d are numbers of a head: the state's loop closed, and the output's. An erase and a write with
+    strengths of their own are no gradient of an error: the tuple is a write, and a map that erases along its key.
+    """
+
+    name = "comba"
+    paper = "Comba: Improving Bilinear RNNs with Closed-loop Control (Hu et al. 2025)"
+    equation = "S_t = S_{t-1} (alpha_t - beta~_t k_t k_t^T) + beta_t v_t k_t^T, o_t = S_t (q_t - d k_t)"
+    differs = (
+        "the gate acts before the erase, as in the released code, where the paper prints it beside; q is corrected "
+        "behind its norm, there ahead of it; d starts at 0.02, one of two recommended values; A starts in [1, 16]"
+    )
+    bibtex = """@article{hu2025comba,
+  title={Comba: Improving Bilinear {RNN}s with Closed-loop Control},
+  author={Hu, Jiaxi and Pan, Yongqi and Du, Jusen and Lan, Disen and Tang, Xiaqiang and Wen, Qingsong and
+          Liang, Yuxuan and Sun, Weigao},
+  journal={arXiv preprint arXiv:2506.02475},
+  year={2025}
+}"""
+    update = StateUpdate(
+        Alignment(), Euclidean(), Product((Scalar("decay"), Householder(Per("erase"), "k"))), Step(Per("beta"))
+    )
+    block = Standard(
+        charts=(("decay", SSM(step=None)), ("beta", Tied(Sigmoid(), "erase", "share"))),
+        scale=True,
+        correction=0.02,
+        output_gate="sigmoid",
+    )
+
+
+@final
+class GatedDeltaNet2(SequenceLayer):
+    """S_t = S_{t-1} Diag(a) (I - (b * k) k^T) + (w * v) k^T: KDA whose erase has a strength for every key channel.
+
+    b in (0, 1)^{d_k} and w in (0, 1)^{d_v}: what is erased and what is written are chosen apart. b = w = beta is KDA.
+    """
+
+    name = "gdn2"
+    paper = "Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention (NVlabs 2026)"
+    equation = "S_t = (I - k_t (b_t * k_t)^T) Diag(alpha_t) S_{t-1} + k_t (w_t * v_t)^T, transposed"
+    differs = "as in KDA: the output gate's projection has full rank and no bias, there the rank of a head's width"
+    bibtex = """@misc{nvlabs2026gdn2,
+  title={Gated {DeltaNet}-2: Decoupling Erase and Write in Linear Attention},
+  author={{NVlabs}},
+  year={2026},
+  howpublished={https://github.com/NVlabs/GatedDeltaNet-2}
+}"""
+    update = StateUpdate(
+        Alignment(),
+        Euclidean(),
+        Product((Diagonal("decay"), Householder(Per("erase", "key"), "k"))),
+        Step(Per("write", "row")),
+    )
+    block = Standard(
+        charts=(("decay", SSM(step=None, rank=128)), ("erase", Sigmoid()), ("write", Sigmoid())),
+        scale=True,
+        output_gate="sigmoid",
     )

@@ -7,13 +7,13 @@ from typing import final
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment
 from axes.core.geometry import Euclidean
-from axes.core.monoids import Diagonal, Identity, Product, Rotation, Scalar
+from axes.core.monoids import DPLR, Diagonal, Identity, Product, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.blocks_mamba import SSD
-from axes.sequence.charts import SSM, Constant, LogSigmoid
+from axes.sequence.charts import SSM, Constant, Exponential, LogSigmoid, Tied
 
 
 @final
@@ -99,6 +99,72 @@ class RetNet(SequenceLayer):
 
 
 @final
+class GatedRetention(SequenceLayer):
+    """S_t = gamma_t S_{t-1} R(theta) + v k^T: RetNet whose heads forget at a rate that the token chooses.
+
+    gamma = sigmoid(W x)^(1/16), one number a head.
+    """
+
+    name = "gated-retention"
+    paper = "You Only Cache Once: Decoder-Decoder Architectures for Language Models (Sun et al. 2024)"
+    equation = "section 3.1, gated retention: S_n = gamma_n S_{n-1} + K_n^T V_n, gamma = sigmoid(X W_gamma)^(1/tau)"
+    differs = (
+        "the rotation is RetNet's here, see there; a bias of W_gamma, zero at first; RMSNorm per head with gain; "
+        "values as wide as keys"
+    )
+    bibtex = """@inproceedings{sun2024yoco,
+  title={You Only Cache Once: Decoder-Decoder Architectures for Language Models},
+  author={Sun, Yutao and Dong, Li and Zhu, Yi and Huang, Shaohan and Wang, Wenhui and Ma, Shuming and Zhang, Quanlu and
+          Wang, Jianyong and Wei, Furu},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2024},
+  eprint={2405.05254},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(Alignment(), Euclidean(), Product((Scalar("decay"), Rotation())), Step())
+    block = Standard(
+        conv=0,
+        activation=None,
+        key_norm=False,
+        scale=True,
+        charts=(("decay", LogSigmoid(bias=0.0, temperature=16.0)),),
+    )
+
+
+@final
+class LightningAttention(SequenceLayer):
+    """S_t = lambda S_{t-1} + v silu(k)^T,  o_t = S_t silu(q): every head forgets at its own constant rate, no angles.
+
+    lambda_h = exp(-2^(-8 h / H)) for heads h = 1 .. H, the slopes of ALiBi.
+    """
+
+    name = "lightning-attention"
+    paper = "Various Lengths, Constant Speed: Efficient Language Modeling with Lightning Attention (Qin et al. 2024)"
+    equation = "section 3.1: kv_t = lambda kv_{t-1} + k_t v_t^T, o_t^T = q_t^T kv_t; block of TransNormerLLM"
+    differs = (
+        "the rates and the sigmoid of the output gate are those of MiniMax-01, of its first layer (deeper ones forget "
+        "slower, by a factor of the layer's place); RMSNorm per head instead of over all heads; no activation of values"
+    )
+    bibtex = """@inproceedings{qin2024various,
+  title={Various Lengths, Constant Speed: Efficient Language Modeling with Lightning Attention},
+  author={Qin, Zhen and Sun, Weigao and Li, Dong and Shen, Xuyang and Sun, Weixuan and Zhong, Yiran},
+  booktitle={International Conference on Machine Learning},
+  year={2024},
+  eprint={2405.17381},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(Alignment(), Euclidean(), Scalar("decay"), Step())
+    block = Standard(
+        conv=0,
+        activation=None,
+        feature_map="silu",
+        key_norm=False,
+        output_gate="sigmoid",
+        charts=(("decay", Constant(learned=False, spacing="alibi")),),
+    )
+
+
+@final
 class Mamba2(SequenceLayer):
     """S_t = exp(A dt) S_{t-1} + dt v k^T,  o_t = S_t q + D v: gate and write share one step size dt per head.
 
@@ -127,6 +193,49 @@ class Mamba2(SequenceLayer):
     def widths(cls, d_model: int, heads: int) -> tuple[int, int]:
         """State size 128, inner width twice the model's."""
         return 128, 2 * d_model // heads
+
+
+@final
+class MLSTM(SequenceLayer):
+    """S_t = f S_{t-1} + i v k^T,  n_t = f n_{t-1} + i k,  o_t = S_t q / max(|n_t . q|, 1): the matrix LSTM.
+
+    f = sigmoid(W x + b) and i = exp(W x + b), capped softly at 15, one number a head. Gated linear attention whose
+    normaliser, the state's own response to unit values, has a floor.
+    """
+
+    name = "mlstm"
+    paper = "xLSTM: Extended Long Short-Term Memory (Beck et al. 2024)"
+    equation = "eqs. 19-27; the soft cap and the block of xLSTM 7B (Beck et al. 2025)"
+    differs = (
+        "the released kernels keep S and n times e^-m with m the largest log-weight so far and divide by "
+        "max(|n . q|, e^-m): the same numbers; RMSNorm per head; forget biases are all 3 at first, there from 3 to 6"
+    )
+    bibtex = """@inproceedings{beck2024xlstm,
+  title={{xLSTM}: Extended Long Short-Term Memory},
+  author={Beck, Maximilian and P{\\"o}ppel, Korbinian and Spanring, Markus and Auer, Andreas and
+          Prudnikova, Oleksandra and Kopp, Michael and Klambauer, G{\\"u}nter and Brandstetter, Johannes and
+          Hochreiter, Sepp},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2024},
+  eprint={2405.04517},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(
+        Alignment(), Euclidean(), Scalar("forget"), Step(Per("input"), debias=True, floor=1.0)
+    )
+    block = Standard(
+        conv=0,
+        activation=None,
+        key_norm=False,
+        scale=True,
+        output_gate="sigmoid",
+        charts=(("forget", LogSigmoid(bias=3.0)), ("input", Exponential(bias=-10.0))),
+    )
+
+    @classmethod
+    def widths(cls, d_model: int, heads: int) -> tuple[int, int]:
+        """Keys half as wide as values."""
+        return d_model // (2 * heads), d_model // heads
 
 
 @final
@@ -163,3 +272,59 @@ class GLA(SequenceLayer):
     def widths(cls, d_model: int, heads: int) -> tuple[int, int]:
         """Keys half as wide as values."""
         return d_model // (2 * heads), d_model // heads
+
+
+@final
+class HGRN2(SequenceLayer):
+    """S_t = S_{t-1} Diag(a) + v (1 - a)^T,  o_t = S_t silu(q): what a channel forgets is what it takes, so it averages.
+
+    a = sigmoid(W x). The tuple says it without a key: keys are ones, and 1 - a is the step size of every key entry.
+    """
+
+    name = "hgrn2"
+    paper = "HGRN2: Gated Linear RNNs with State Expansion (Qin et al. 2024)"
+    equation = "section 3.2: h_t = Diag(f_t) h_{t-1} + (1 - f_t) i_t^T, o_t = h_t^T silu(q_t)"
+    differs = (
+        "the lower bound of f comes from all layers: this is the first one's, 0 (LogSigmoid, or a chart of another "
+        "bound); RMSNorm per head instead of over all heads"
+    )
+    bibtex = """@inproceedings{qin2024hgrn2,
+  title={{HGRN2}: Gated Linear {RNN}s with State Expansion},
+  author={Qin, Zhen and Yang, Songlin and Sun, Weixuan and Shen, Xuyang and Li, Dong and Sun, Weigao and Zhong, Yiran},
+  booktitle={Conference on Language Modeling},
+  year={2024},
+  eprint={2404.07904},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(Alignment(), Euclidean(), Diagonal("decay"), Step(Per("write", "key")))
+    block = Standard(
+        conv=0,
+        activation=None,
+        feature_map="silu",
+        keys=False,
+        key_norm=False,
+        output_gate=None,
+        charts=(("decay", Tied(LogSigmoid(bias=None), "write")),),
+    )
+
+
+@final
+class IPLR(SequenceLayer):
+    """S_t = S_{t-1} (I + a b^T) + v k^T: identity plus low rank, an erase and a write that share nothing.
+
+    a = -w and b = eta * w with |w| = 1 and eta = sigmoid(W x) for every channel: the transition has eigenvalues 1 and
+    1 - sum eta w^2, in (0, 1).
+    """
+
+    name = "iplr"
+    paper = "FLA: A Triton-Based Library for ... Linear Attention Mechanism (Yang and Zhang 2024)"
+    equation = "generalised delta rule, IPLR: S_t = S_{t-1} (I + a_t b_t^T) + v_t k_t^T"
+    differs = "no layer is given there: a and b are tied as in RWKV-7, which this is without its gate; DeltaNet's block"
+    bibtex = """@misc{yang2024fla,
+  title={{FLA}: A {Triton}-Based Library for Hardware-Efficient Implementations of Linear Attention Mechanism},
+  author={Yang, Songlin and Zhang, Yu},
+  year={2024},
+  howpublished={https://github.com/fla-org/flash-linear-attention}
+}"""
+    update = StateUpdate(Alignment(), Euclidean(), DPLR(1.0), Step())
+    block = Standard(scale=True, output_gate=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -65,10 +66,20 @@ class Held(Declared):
 @final
 @dataclass(frozen=True, repr=False)
 class Read(Declared):
-    """The output is read at  gate * theta_{t-1} + rate * u_t  instead of theta_t (Nesterov, Lion, RWKV-6's bonus)."""
+    """The output is read at  gate * theta_{t-1} + rate * u_t  instead of theta_t (Nesterov, Lion, RWKV-6's bonus).
+
+    Both are numbers, or linear rates of the datum: scalar, or one for every key entry or row.
+    """
 
     gate: Rate
     rate: Rate
+
+    def __post_init__(self) -> None:
+        for field, rate in (("gate", self.gate), ("rate", self.rate)):
+            known = ("scalar", "key", "row", "square")
+            if isinstance(rate, Per) and (rate.domain == "unit" or rate.shape not in known):
+                wanted = "a scalar, key, row or square rate, positive or real"
+                raise IllegalUpdate(f"Read: {field} must be {wanted}, got {rate}: a read point is linear in it")
 
 
 @final
@@ -131,10 +142,13 @@ class Step(Declared):
     statistic, Held: when its value is computed.
     steps: gradient steps on the same datum.  lazy: theta is stored (dual averaging, pre-norm); else W is (mirror
     descent, post-norm).  via: filters between gradient and state, in order.  read: where the output is read.
-    debias: divide the output by the response to a unit drive.  start: zero, first (theta_1 is the first drive), second
-    (the first datum is for statistics alone: theta and its response stay, a filter puts out 0), W0 (a filter that
-    starts at the outer weights: averages of weights), or the number > 0 that every entry of a filter or statistic
-    starts at.  write: theta = A theta + rate u, the "sum", or the "max" of the two, entry by entry.
+    debias: divide the output by the response n to a unit drive, or by max(|n|, floor) where a floor > 0 is given.
+    start: zero, first (theta_1 is the first drive), second (the first datum is for statistics alone: theta and its
+    response stay, a filter puts out 0), W0 (a filter that starts at the outer weights: averages of weights), or the
+    number > 0 that every entry of a filter or statistic starts at.  write: theta = A theta + rate u, the "sum", or the
+    "max" of the two, entry by entry.
+    writes: pairs of key and value that a datum brings, written one after another: the monoid acts before the first, the
+    output is read after the last. k, v and the rates of step and cost have a dimension for them, ahead of their own.
     feedback: of a filter whose h approximates what it holds: this share of what h used leaves the state once it was
     shown, and the error stays for the next datum. 1 keeps the error alone; 1 - mu is momentum of what was used.
     """
@@ -149,6 +163,8 @@ class Step(Declared):
     start: Literal["zero", "first", "second", "W0"] | float = "zero"
     write: Literal["sum", "max"] = "sum"
     feedback: Rate = 0.0
+    writes: int = 1
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.feedback, Variable) and not 0.0 <= self.feedback <= 1.0:
@@ -160,6 +176,10 @@ class Step(Declared):
             raise IllegalUpdate(f"Step: rate {self.rate.name!r} must be positive or real, not unit")
         if not isinstance(self.at, Anchor | Held) and self.at not in ("prev", "gated", "read", "new"):
             raise IllegalUpdate(f"Step: at={self.at!r} is not prev, gated, read, new, Anchor(b) or Held(b)")
+        if not 0.0 <= self.floor < math.inf:
+            raise IllegalUpdate(f"Step: floor must be finite and at least 0, got {self.floor}")
+        if self.writes < 1:
+            raise IllegalUpdate(f"Step: writes must be at least 1, got {self.writes}")
         if self.steps < 1:
             raise IllegalUpdate(f"Step: steps must be at least 1, got {self.steps}")
         named = ("zero", "first", "second", "W0")

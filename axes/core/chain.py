@@ -18,7 +18,7 @@ from torch import Tensor
 
 from axes.core.algorithms import Read, Sum
 from axes.core.declared import Recurrence
-from axes.core.derived import block_size, no_chain
+from axes.core.derived import block_size, erases_along_key, no_chain, scales_values
 from axes.core.memory import Entries
 from axes.core.monoids import Element
 from axes.core.parts import Parts
@@ -86,6 +86,8 @@ def chain(update: StateUpdate, signal: Signal) -> Chain:
     if t.erases:
         into = into if t.parts.step.at != "new" else _shrink(t)[..., None, :] * into
         factors.append((t.on_state(_seen(t)), -into))
+    elif erases_along_key(update):
+        factors = [(-a, -b) for a, b in factors]
     a = _stack([a for a, _ in factors], -3) if factors else None
     b = _stack([b for _, b in factors], -3) if factors else None
     if len(flows) > 1 or t.parts.ridged:
@@ -93,9 +95,11 @@ def chain(update: StateUpdate, signal: Signal) -> Chain:
     value = t.value
     if not t.erases and not t.layout.rows and t.rate.shape[-1] == 1:  # keys that heads share stay shared
         into, one = t.key[..., None, :], resolve(t.parts.step.rate, t.signal)
-        value = value if isinstance(one, float) and one == 1.0 else t.rate * value
+        ready = isinstance(one, float) and one == 1.0 or scales_values(update)
+        value = value if ready else t.rate * value
     angle, dense = t.layout.base(t.element)
-    gate, erases = t.gate if t.gated else None, t.erases and len(factors) == 1
+    gate = t.gate if t.gated else None
+    erases = t.erases and len(factors) == 1 or erases_along_key(update)
     return Chain(into, value, gate, None, angle, dense, a, b, rows=t.layout.rows, erases=erases)
 
 
@@ -205,10 +209,13 @@ def _tokens(update: StateUpdate, signal: Signal) -> _Tokens:
     element = p.monoid.element(signal, resolve(p.step.rate, signal), rows)
     if element.angle is not None:
         element = replace(element, angle=element.angle.expand(*k.shape[:-1], element.angle.shape[-1]))
-    by_row = "row" in (rate_shape(p.step.rate), rate_shape(p.cost.ridge))
+    scaled = scales_values(update)
+    by_row = rate_shape(p.step.rate) == "row" and not scaled or rate_shape(p.cost.ridge) == "row"
     layout = _Layout(element.outer is not None or isinstance(p.memory, Entries) or by_row)
     key = layout.vector(k)
-    gate, rate = layout.gate(element, key), layout.rate(p.step.rate, signal, key)
+    if scaled:
+        v = v * resolve(p.step.rate, signal)
+    gate, rate = layout.gate(element, key), layout.rate(1.0 if scaled else p.step.rate, signal, key)
     erases = p.predicts and p.cost.curvature == "affine"
     return _Tokens(p, signal, layout, block_size(update), rows, key, layout.value(v), element, gate, rate, erases)
 
@@ -302,10 +309,33 @@ def _seen(t: _Tokens) -> Tensor:
     if not t.after_gate:
         return t.key
     element = t.element
-    seen = t.layout.vector(element.transpose_base(t.k)[..., 0, :])
-    if element.left is not None and element.right is not None:
-        seen = seen + t.layout.vector((element.left @ (element.right.mT @ t.k.mT))[..., 0])
+    seen = t.layout.vector(_through(element, t.k))
     return seen if element.outer is None else seen * torch.exp(t.layout.outer(element.outer))
+
+
+def _through(element: Element, k: Tensor) -> Tensor:
+    """A k of right actions, for keys as rows (..., 1, d_k)."""
+    seen = element.transpose_base(k)[..., 0, :]
+    if element.left is not None and element.right is not None:
+        seen = seen + (element.left @ (element.right.mT @ k.mT))[..., 0]
+    return seen
+
+
+def read_by_key(update: StateUpdate, signal: Signal) -> tuple[Tensor, Tensor | float]:
+    """What of the state before a token its error reads, and the share of the error that drives: of any layout.
+
+    The share is 1 but for implicit steps, 1 / (1 + rate |k|^2).
+    """
+    p, k = update.parts(), signal["k"]
+    assert isinstance(k, Tensor)
+    rate = resolve(p.step.rate, signal)
+    if p.step.at == "prev":
+        return k, 1.0
+    seen = _through(p.monoid.element(signal, rate, k[..., None, :]), k[..., None, :])
+    if p.step.at != "new":
+        return seen, 1.0
+    each = isinstance(rate, Tensor) and rate.ndim
+    return seen, 1.0 / (1.0 + (rate[..., None] if each else rate) * (k * k).sum(-1, keepdim=True))  # type: ignore[index]
 
 
 def _by_entry(t: _Tokens, drive: _Flow, into: Tensor) -> Chain:
@@ -316,4 +346,4 @@ def _by_entry(t: _Tokens, drive: _Flow, into: Tensor) -> Chain:
     return Chain(shrink[..., None, :] * into, t.value, block=kept[..., None, None, :], rows=t.layout.rows)
 
 
-__all__ = ["Chain", "chain"]
+__all__ = ["Chain", "chain", "read_by_key"]

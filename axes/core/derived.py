@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from axes.core.algorithms import Anchor, Held, Step
+from axes.core.algorithms import Anchor, Held, Read, Step
 from axes.core.costs import Linear
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
@@ -55,8 +55,59 @@ def structure(update: StateUpdate) -> Structure:
 
 
 @fact
+def scales_values(update: StateUpdate) -> bool:
+    """Whether rates by rows scale what is written and nothing else: the value, before it meets the key."""
+    p = update.parts()
+    plain = not p.drive_sees_state and not p.step.via and not p.step.debias
+    return plain and rate_shape(p.step.rate) == "row" and p.memory.kind == "matrix" and p.h.is_identity
+
+
+@fact
+def erases_along_key(update: StateUpdate) -> bool:
+    """Whether gates are followed by one map that erases along the written key: a delta rule whose erase has a strength
+    of its own, S = S A (I - (beta * k) k^T) + rate v k^T."""
+    p = update.parts()
+    *before, last = factors(p.monoid)
+    gated = all(f.kind in ("identity", "scalar", "diagonal") for f in before)
+    writes = p.cost.drives == "target" and not p.drive_sees_state and rate_shape(p.step.rate) in ("scalar", "row")
+    return gated and last.rank_one and last.along == "k" and writes and not p.step.via and not p.step.debias
+
+
+@fact
+def by_entry(update: StateUpdate) -> bool:
+    """Whether a chain's scan has a state for every token of a span: gates by row and key, entries that predict."""
+    p = update.parts()
+    return p.memory.kind == "entries" or "hadamard" in gates(p.monoid)
+
+
+@fact
+def idle(update: StateUpdate) -> frozenset[str]:
+    """Rates and vectors of the monoid that are zero where a token is to keep the state as it is: logs of open gates,
+    angles, strengths. Of several vectors of a map one is enough."""
+    names: set[str] = set()
+    for f in factors(update.parts().monoid):
+        names |= {r.name for r in f.rates() if isinstance(r, Per)} | f.signals()
+    return frozenset(names)
+
+
+@fact
+def no_several(update: StateUpdate) -> str | None:
+    """Why several writes a token are not so many tokens of one write, or None if they are."""
+    for f in factors(update.parts().monoid):
+        neutral, rates = f.neutral(), f.rates()
+        gates_open = all(isinstance(r, Per) and (r.domain == "unit" or neutral.get(r.name) == 0.0) for r in rates)
+        vanishes = any(neutral.get(name) == 0.0 for name in f.signals())
+        constant = all(not isinstance(r, Per) and r == 1.0 or isinstance(r, Per) and r.domain == "unit" for r in rates)
+        if f.kind != "identity" and not (rates and gates_open or vanishes and constant):
+            return f"{f!r} acts at every token, and has no value for the later writes of one: name its rate"
+    return None
+
+
+@fact
 def _computed(update: StateUpdate) -> str | None:
     """Why no route along a sequence has the numbers of every datum or writes in this way, or None if all do."""
+    if update.parts().step.writes > 1:
+        return no_several(update) or "several writes a token are more tokens of one write: `axes.routes.several`"
     if update.parts().computes_rates:
         return "rates that are formulas, of the number of a datum say, are worked out datum by datum"
     if any(p.step.write == "max" for p in update.parts().every()):
@@ -85,8 +136,10 @@ def no_chain(update: StateUpdate) -> str | None:
         return f"h = {type(h).__name__} acts on the state"
     if step.steps > 1:
         return "several steps on one datum"
-    if step.read is not None or step.start != "zero":
-        return "a read point or a first-drive start is not carried by the chain"
+    if step.start != "zero":
+        return "a first-drive start is not carried by the chain"
+    if step.read is not None and (reason := _no_early(update)) is not None:
+        return reason
     if rate_shape(step.rate) not in ("scalar", "key", "row"):
         return "an element-wise step size has no rank-one write"
     elementwise = {"identity", "scalar", "diagonal", "row", "hadamard"}
@@ -111,6 +164,21 @@ def no_chain(update: StateUpdate) -> str | None:
             return "an element-wise ridge has no transition on the key side"
     if step.via and step.debias:
         return "a normaliser behind filters is not carried by the chain"
+    return None
+
+
+def _no_early(update: StateUpdate) -> str | None:
+    """Why a read between two states is no read of the one before with another query."""
+    p = update.parts()
+    if not isinstance(p.step.read, Read) or p.step.via or p.step.debias or p.ridged or p.memory.kind != "matrix":
+        return "a read point behind filters, of a normaliser, beside a ridge or of single entries is no other query"
+    shapes = rate_shape(p.step.read.gate), rate_shape(p.step.read.rate)
+    if shapes[0] not in ("scalar", "key") or shapes[1] not in ("scalar", "key", "row"):
+        return "a read point with a rate for every row or entry of the state is no other query"
+    if p.predicts and ("row" in shapes or not gates(p.monoid).isdisjoint({"row", "hadamard"})):
+        return "errors and a read point by rows are no read of the state before with one query"
+    if p.predicts and p.step.at == "new" and rate_shape(p.step.rate) == "row":
+        return "the errors of an implicit step by rows are no read of the state before with one query"
     return None
 
 
@@ -220,10 +288,12 @@ def no_attention(update: StateUpdate) -> str | None:
     cost, h, monoid, _, memory = update.parts()
     if memory.kind != "list":
         return f"{type(memory).__name__} memory does not keep a list"
-    if update.drive_sees_state:
-        return "the stored values depend on earlier reads"
-    if cost.drives != "target":
-        return f"{cost!r} stores something else than the value"
+    if cost.drives is None:
+        return f"{cost!r} stores something else than the value or its error"
+    if update.drive_sees_state and (h.is_identity or not gates(monoid) <= {"identity", "scalar", "rotation"}):
+        return "the stored values depend on earlier reads of a matrix, or of keys that are carried"
+    if update.drive_sees_state and getattr(memory, "window", None) is not None:
+        return "the stored values depend on earlier reads, whose pairs leave their window"
     if h.is_identity and isinstance(memory, List) and memory.window is not None:
         return "h reads the list as the matrix that it equals, and pairs leave its window"
     turns = [p for p in factors(monoid) if p.kind not in ("identity", "scalar")]
@@ -236,11 +306,16 @@ def no_attention(update: StateUpdate) -> str | None:
 __all__ = [
     "Feedback",
     "block_size",
+    "by_entry",
+    "erases_along_key",
     "feedback",
+    "idle",
     "no_attention",
     "no_cascade",
     "no_chain",
     "no_gram",
+    "no_several",
     "no_substitution",
+    "scales_values",
     "structure",
 ]

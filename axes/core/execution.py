@@ -12,6 +12,8 @@ All tensors may carry leading batch dimensions.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
@@ -25,9 +27,9 @@ from axes.core.declared import Recurrence
 from axes.core.geometry import Context
 from axes.core.geometry.preconditioners import fisher, is_begun, rotate
 from axes.core.memory import Leaves
-from axes.core.monoids import Element, Zero
+from axes.core.monoids import Element, Identity, Zero
 from axes.core.parts import Parts
-from axes.core.rates import Rate, Signal, rate_shape, resolve, spread
+from axes.core.rates import Rate, Shape, Signal, extent, named, rate_shape, resolve, spread
 from axes.errors import IllegalUpdate
 from axes.linalg.solve import root
 
@@ -111,6 +113,8 @@ def step(
 
     given: the drive of a filter or statistic.  outer: the weights around a filter, for geometries that see them.
     """
+    if p.step.writes > 1:
+        return _one_after_another(p, state, signal)
     at = p.step.at
     rate = resolve(p.step.rate, signal)
     element = p.monoid.element(signal, rate, state.theta[0])
@@ -145,6 +149,38 @@ def step(
     return State(stored, via, stats, norm, anchor, count), out
 
 
+def several(p: Parts) -> frozenset[str]:
+    """Names of which a datum of several writes has one for each: keys, values and the rates of step and cost."""
+    if p.step.writes == 1:
+        return frozenset()
+    return frozenset({"k", "v", *(per.name for r in (p.step.rate, *p.cost.rates()) for per in named(r))})
+
+
+def one_write(p: Parts, signal: Signal, i: int) -> dict[str, Any]:
+    """What a datum of several writes brings with one of them."""
+    shapes: dict[str, Shape] = {per.name: per.shape for r in (p.step.rate, *p.cost.rates()) for per in named(r)}
+    found = dict(signal)
+    for name in several(p):
+        x, own = signal.get(name), 1 if name in "kv" else len(extent(shapes[name], 1, 1))
+        if isinstance(x, Tensor) and x.ndim > own:
+            found[name] = x.select(-1 - own, i)
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _of_one_write(p: Parts, first: bool) -> Parts:
+    step = dataclasses.replace(p.step, writes=1)
+    return p._replace(step=step) if first else p._replace(step=step, monoid=Identity())
+
+
+def _one_after_another(p: Parts, state: State, signal: Signal) -> tuple[State, Output]:
+    """A datum of several writes: the monoid acts with the first, the others follow under the identity."""
+    count = state.count + 1
+    for i in range(p.step.writes):
+        state, out = step(_of_one_write(p, i == 0), state, one_write(p, signal, i))
+    return state._replace(count=count), out
+
+
 def output(p: Parts, state: State, signal: Signal) -> Output:
     """The weights that a state stands for, without a step (depth reads before it writes)."""
     if isinstance(p.step.at, Held):
@@ -169,8 +205,13 @@ def read(p: Parts, out: Output, q: Tensor, signal: Signal) -> Tensor:
     y = p.memory.read(out.weights, q, signal, p.h)
     if not out.norm:
         return y
-    mass = p.memory.read(out.norm, q, signal, p.h)
-    # an empty memory reads zero, not NaN
+    return normalised(y, p.memory.read(out.norm, q, signal, p.h), p.step.floor)
+
+
+def normalised(y: Tensor, mass: Tensor, floor: float) -> Tensor:
+    """What is read over its mass, or over max(|mass|, floor); an empty memory reads zero, not NaN."""
+    if floor:
+        return y / mass.abs().clamp_min(floor)
     return torch.where(mass == 0, torch.zeros_like(y), y / torch.where(mass == 0, torch.ones_like(mass), mass))
 
 
@@ -373,12 +414,16 @@ def _passes(p: Parts, datum: Datum, u: Leaves) -> bool:
 
 def _responded(p: Parts, element: Element, norm: Tensor, rate: Tensor | float, signal: Signal) -> Tensor:
     """The normaliser: the same recurrence driven by a unit value."""
-    unit = torch.ones_like(norm)
-    if p.memory.keyed:
-        k = signal["k"]
-        assert isinstance(k, Tensor)
-        unit = k[..., None, :]
-    return p.memory.add((element.act(norm),), rate, rate_shape(p.step.rate), (unit,))[0]
+    return p.memory.add((element.act(norm),), rate, rate_shape(p.step.rate), (_unit(p, norm, signal),))[0]
+
+
+def _unit(p: Parts, norm: Tensor, signal: Signal) -> Tensor:
+    """What a unit value drives a normaliser by: its key, where there is one."""
+    if not p.memory.keyed:
+        return torch.ones_like(norm)
+    k = signal["k"]
+    assert isinstance(k, Tensor)
+    return k[..., None, :]
 
 
 def _shown(
@@ -391,7 +436,7 @@ def _shown(
         theta = tuple(gate * x for x in state.theta)
         if look.rate != 0.0:  # else it is a value before the datum
             theta = tuple(x + rate * y for x, y in zip(theta, u, strict=True))
-        norm = tuple(gate * n + rate * torch.ones_like(n) for n in state.norm)
+        norm = tuple(gate * n + rate * _unit(p, n, signal) for n in state.norm)
     out = at_point(p, theta, norm, context)
     if isinstance(look, Mix):
         w = _value(look.weight, signal)

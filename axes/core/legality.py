@@ -76,6 +76,10 @@ def _shapes(p: Parts) -> Iterator[str]:
             yield f"{memory} memory takes scalar or row rates"
         if not p.memory.one_leaf and rate_shape(p.cost.ridge) != "scalar":
             yield f"the leaves of {memory} memory have different shapes: its ridge is a scalar"
+        look = p.step.read
+        shapes = {rate_shape(look.gate), rate_shape(look.rate)} if isinstance(look, Read) else {"scalar"}
+        if not p.memory.one_leaf and shapes != {"scalar"}:
+            yield f"the leaves of {memory} memory have different shapes: the rates of its read point are scalars"
         if not p.memory.one_leaf and any(rate_shape(rate) != "scalar" for rate in p.h.rates()):
             yield f"the leaves of {memory} memory have different shapes: rates of {type(p.h).__name__} are scalars"
         for f in p.filters():
@@ -104,8 +108,10 @@ def _list(p: Parts) -> Iterator[str]:
         yield f"a list memory's scores take Euclidean or entropic h, not {type(h).__name__}"
     elif h.axis != "row":
         yield "a list memory has one row of scores: take Entropic(axis='row')"
-    if p.cost.curvature != "none":
-        yield "softmax reads of a list are not linear: only the alignment cost writes to it"
+    if p.cost.drives is None:
+        yield "a list that softmax reads stores values, or errors of its reads: the cost is Alignment or SquaredError"
+    if step.at == "gated" and gates(p.monoid) <= {"scalar"}:
+        yield "at='gated' has no effect: softmax drops the factor of a scalar gate, so it is at='prev'"
     if isinstance(p.monoid, Diagonal):
         yield "a diagonal gate on stored keys is not a bias of softmax attention: use Scalar"
 
@@ -215,6 +221,28 @@ def _maximum(p: Parts) -> Iterator[str]:
         yield "a list memory keeps pairs, which have no larger one: write='max' is for tensors"
 
 
+def _writes(p: Parts) -> Iterator[str]:
+    """Several pairs of a datum are written one after another."""
+    step = p.step
+    if step.writes == 1:
+        return
+    if not p.memory.keyed:
+        yield "several writes are several pairs of a key and a value; a gradient from outside is one: writes=1"
+    if p.memory.kind == "list":
+        yield "a list keeps pairs, one a datum: several of them are several heads, or data"
+    if step.via or p.h.stats or isinstance(step.at, Anchor):
+        yield "filters, statistics and anchors count data, not the writes of one: writes=1"
+    if step.steps > 1 or step.read is not None or step.debias or step.start != "zero":
+        yield "several writes take one step each and are read after the last: no read, debias, start or repeated steps"
+    own = {per.name for rate in (step.rate, *p.cost.rates()) for per in named(rate)}
+    rates = (*p.monoid.rates(), *p.h.rates(), *p.memory.rates())
+    others = {per.name for rate in rates for per in named(rate)}
+    if shared := sorted(own & others):
+        yield f"{shared} is a rate of every write and of the datum: give them two names"
+    if not p.monoid.signals().isdisjoint({"k", "v"}):
+        yield "the monoid acts once a datum, which has several keys: give its vector a name of its own"
+
+
 def _feedback(p: Parts) -> Iterator[str]:
     """Error feedback keeps what h did not show."""
     step, name = p.step, type(p.h).__name__
@@ -277,6 +305,8 @@ def _is_whole(p: Parts) -> bool:
 def _normaliser(p: Parts) -> Iterator[str]:
     """Debiasing divides by the response to a unit drive."""
     h, memory, kinds = p.h, p.memory, gates(p.monoid)
+    if p.step.floor and not (p.step.debias and memory.keyed):
+        yield "a floor is one of the normaliser that reads of a keyed memory are divided by: set debias=True there"
     if not p.step.debias:
         return
     if isinstance(p.monoid, Identity) and not memory.keyed:
@@ -415,6 +445,7 @@ _RULES: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _prediction,
     _effect,
     _maximum,
+    _writes,
     _evaluation,
     _implicit,
     _feedback,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from axes.core.declared import Declared
 from axes.core.geometry import Euclidean, Geometry
-from axes.core.rates import Per, Rate, Signal, as_gate, resolve
+from axes.core.rates import Per, Rate, Signal, as_gate, rate_shape, resolve
 from axes.errors import IllegalUpdate
 
 __all__ = [
@@ -167,10 +167,13 @@ class Monoid(Declared, ABC):
     """A family of retention maps closed under composition; `element` is its chart from the signal.
 
     kind: the structure of its maps. rank_one: they are I + a b^T and nothing else, one pair of vectors a datum.
+    along: the vector of the signal that b is, if it is one. loose: named vectors a and b whose product nothing bounds.
     """
 
     kind: Kind
     rank_one: bool = False
+    along: str | None = None
+    loose: tuple[str, ...] = ()
 
     @abstractmethod
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
@@ -182,6 +185,11 @@ class Monoid(Declared, ABC):
 
     def rates(self) -> tuple[Rate, ...]:
         return ()
+
+    def gates(self) -> tuple[Rate | str, ...]:
+        """Of the rates those that multiply the state."""
+        gate: Rate | str | None = getattr(self, "gate", None)
+        return () if gate is None else (gate,)
 
     def signals(self) -> frozenset[str]:
         """Vectors on the key side that the monoid reads by name (besides its rates)."""
@@ -317,23 +325,33 @@ class Diagonal(Monoid):
 @final
 @dataclass(frozen=True, repr=False)
 class Hadamard(Monoid):
-    """S -> a * S entry by entry, a (..., d_v, d_k) supplied as a log (Mamba-1)."""
+    """S -> a * S entry by entry, a (..., d_v, d_k) supplied as a log; with times, a row rate dt, a^dt * S (Mamba-1).
+
+    A gate that is the same for all tokens, expanded over time, is then never written down for each of them.
+    """
 
     gate: Rate | str
+    times: Per | None = None
     kind = "hadamard"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gate", as_gate(self.gate, "square"))
+        if self.times is not None and (self.times.shape != "row" or self.times.domain != "positive"):
+            raise IllegalUpdate(f"Hadamard: times must be a positive Per of shape row, got {self.times}")
         if not isinstance(self.gate, Per) or self.gate.shape != "square":
             raise IllegalUpdate("Hadamard: the gate must be a Per of shape square; use Scalar or Diagonal otherwise")
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         assert isinstance(self.gate, Per)
-        return _gate(self.gate, signal, like)
+        element = _gate(self.gate, signal, like)
+        if self.times is None or element.outer is None:
+            return element
+        times = resolve(self.times, signal)
+        return Element(outer=element.outer * (times[..., :, None] if isinstance(times, Tensor) else times))
 
     def rates(self) -> tuple[Rate, ...]:
         assert isinstance(self.gate, Per)
-        return (self.gate,)
+        return (self.gate,) if self.times is None else (self.gate, self.times)
 
 
 @final
@@ -393,13 +411,25 @@ class Rotation(Monoid):
 class Householder(Monoid):
     """A = I - beta w w^T, a generalised Householder map: identity at 0, projection at 1, reflection at 2 (|w| = 1).
 
-    key: the name of w in the signal; None for the constant unit vector with equal entries.
+    key: the name of w in the signal; None for the constant unit vector with equal entries. "k" erases what the token's
+    own key reads, with another strength than the write's (Comba). beta: a scalar, or one for every entry of w, which
+    scales what is read: A = I - (beta * w) w^T, whose eigenvalues lie in [0, 1] for beta in [0, 1] and |w| = 1 (GDN-2).
     """
 
     beta: Rate
     key: str | None = "w"
     kind = "low rank"
     rank_one = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.beta, Per) and (self.beta.shape not in ("scalar", "key") or self.beta.domain == "unit"):
+            raise IllegalUpdate(
+                f"Householder: beta must be a scalar or key rate, positive or real, got {self.beta}: a linear strength"
+            )
+
+    @property
+    def along(self) -> str | None:  # type: ignore[override]
+        return self.key
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         beta = resolve(self.beta, signal)
@@ -408,7 +438,8 @@ class Householder(Monoid):
             w = torch.full((width,), width**-0.5, dtype=like.dtype, device=like.device)
         else:
             w = _vector(signal, self.key, "Householder")
-        scaled = w * (beta[..., None] if isinstance(beta, Tensor) and beta.ndim else beta)
+        each = isinstance(beta, Tensor) and beta.ndim and rate_shape(self.beta) == "scalar"
+        scaled = w * (beta[..., None] if each else beta)  # type: ignore[index]
         return Element(left=-scaled[..., None], right=w[..., None])
 
     def rates(self) -> tuple[Rate, ...]:
@@ -433,6 +464,10 @@ class DPLR(Monoid):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gate", as_gate(self.gate, "key"))
+
+    @property
+    def loose(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.left, self.right)
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         assert not isinstance(self.gate, str)
@@ -497,6 +532,10 @@ class Product(Monoid):
         if len(self.parts) < 2:
             raise IllegalUpdate("Product: give at least two monoids")
 
+    @property
+    def loose(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(name for part in self.parts for name in part.loose)
+
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         result = self.parts[0].element(signal, rate, like)
         for part in self.parts[1:]:
@@ -508,6 +547,9 @@ class Product(Monoid):
 
     def rates(self) -> tuple[Rate, ...]:
         return tuple(r for part in self.parts for r in part.rates())
+
+    def gates(self) -> tuple[Rate | str, ...]:
+        return tuple(gate for part in self.parts for gate in part.gates())
 
     def signals(self) -> frozenset[str]:
         return frozenset().union(*(part.signals() for part in self.parts))

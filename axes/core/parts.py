@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from axes.core.algorithms import Step, Sum
+from axes.core.algorithms import Read, Step, Sum
 from axes.core.costs import Cost, Linear
 from axes.core.geometry import Geometry
 from axes.core.memory import Memory
 from axes.core.monoids import Monoid
-from axes.core.rates import Count, Formula, Rate, Variable, counted
+from axes.core.rates import Count, Formula, Per, Rate, Variable, counted
 
 
 class Parts(NamedTuple):
@@ -46,9 +46,11 @@ class Parts(NamedTuple):
 
     @property
     def computes_rates(self) -> bool:
-        """Whether a rate is a formula, or one of a read point or of filters side by side is no constant."""
+        """Whether a rate is a formula, or one of a filter's read point or of filters side by side is no constant."""
         own = any(isinstance(r, Formula | Count) for r in self.rates())
-        weights = (r for p in self.every() for r in p.step.rates()[1:])
+        look = self.step.read
+        read = (look.gate, look.rate) if isinstance(look, Read) else ()  # of the update itself: a query's business
+        weights = (r for p in self.every() for r in p.step.rates()[1:] if p is not self or r not in read)
         return own or any(isinstance(r, Variable) for r in weights)
 
     def every(self) -> Iterator[Parts]:
@@ -56,6 +58,13 @@ class Parts(NamedTuple):
         yield self
         for inner in (*self.filters(), *self.statistics()):
             yield from inner.every()
+
+    def linear_gates(self) -> frozenset[str]:
+        """Names of gates that are supplied as they are, not as logs: a number each, which no datum may change."""
+        found: set[str] = set()
+        for p in self.every():
+            found |= {gate.name for gate in p.monoid.gates() if isinstance(gate, Per) and gate.domain != "unit"}
+        return frozenset(found)
 
     def signals(self) -> frozenset[str]:
         """Vectors by name that are read: k, v, g, and what monoids transport along."""

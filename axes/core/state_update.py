@@ -158,6 +158,7 @@ class StateUpdate(Recurrence):
         the memory's empty state otherwise.
         """
         p = self.parts()
+        signal = execution.one_write(p, signal, 0)
         return execution.init(p, p.memory.zeros(signal) if weights is None else weights, signal)
 
     def step(

@@ -13,19 +13,34 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from axes.core import reference
 from axes.core.algorithms import Anchor
 from axes.core.chain import chain
+from axes.core.derived import by_entry
+from axes.core.execution import normalised
 from axes.core.memory import Leaves
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
-from axes.routes import attention, cascade, gram, kernel_terms, opaque, scan, substitution, substitution_kernel, token
+from axes.routes import (
+    attention,
+    cascade,
+    early,
+    gram,
+    kernel_terms,
+    opaque,
+    scan,
+    several,
+    substitution,
+    substitution_kernel,
+    token,
+)  # fmt: skip
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
 from axes.routes.given import require_call, require_packed, require_token
 from axes.routes.packed import each_alone, grows, join, unread
 from axes.routes.precision import own_precision
-from axes.routes.select import routes, select, select_token
+from axes.routes.select import computed, routes, select, select_token
 from axes.routes.spans import sizes, split
 
 __all__ = [
@@ -43,7 +58,7 @@ __all__ = [
 
 _preferred: ContextVar[Implementation | None] = ContextVar("axes_implementation", default=None)
 _traced: Implementation | None = None  # the same for compilers, which cannot look into a ContextVar
-_GRAM_CHUNK = 32
+_GRAM_CHUNK, _SPAN = 32, 256
 
 
 @contextmanager
@@ -99,6 +114,9 @@ def _run(
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
     choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
+    plain, several_writes, _ = computed(update)
+    if plain is not update and choice.route != "interpreter" and q.shape[time]:
+        return _otherwise(update, several_writes, signal, state, time, weights, implementation)
     if choice[:2] == ("chain", "triton") and q.shape[time]:
         with own_precision(v):
             return kernel_terms.run(update, signal, state, weights)
@@ -113,13 +131,34 @@ def _run(
         signal = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
     if q.shape[time] == 0:
         if state is None:
-            state = update.init(_each(signal, time, lambda x: x.new_zeros(_without(x, time))), weights)
-        return unread(q, v), state
+            empty = _each(signal, time, lambda x: x.new_zeros(_without(x, time)))
+            state = update.init(empty, weights)
+        return unread(q, v if update.parts().step.writes == 1 else v[..., 0, :]), state
     with own_precision(v):  # the recurrence stays in its own precision
         if state is not None and time == 1 and opaque.takes(update, choice, signal, q.shape[time]):
             out, state = opaque.run(update, choice.route, signal, state)
             return out.to(v.dtype), state
         return _execute(choice, update, signal, state, time, weights, v.dtype)
+
+
+def _otherwise(
+    update: StateUpdate,
+    several_writes: bool,
+    signal: Signal,
+    state: State | None,
+    time: int,
+    weights: Leaves | None,
+    implementation: Implementation | None,
+) -> tuple[Tensor, State]:
+    """`_run` by the tuple that computes it: of one write a token, or read at states alone."""
+
+    def plain(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State]:
+        return _run(update, signal, state, time, weights, implementation)
+
+    if several_writes:
+        return several.run(update, signal, state, time, plain)
+    signal = kernel_terms.every_head(signal)
+    return early.run(update, signal, state or _begun(update, signal, time, weights), time, plain)
 
 
 def run_packed(
@@ -142,6 +181,17 @@ def run_packed(
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
     shapes = {**_shapes(signal, state), "cu_seqlens": tuple(cu_seqlens.shape)}
     choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), 1)
+    other, several_writes, _ = computed(update)
+    if other is not update and choice.implementation == "triton" and q.shape[1]:
+        bounds = cu_seqlens * update.parts().step.writes
+
+        def plain(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State | None]:
+            assert state is not None
+            return run_packed(update, signal, state, bounds, implementation=implementation)
+
+        if several_writes:
+            return several.run(update, signal, state, 1, plain)
+        return early.run(update, kernel_terms.every_head(signal), state, 1, plain, cu_seqlens)
     if choice.implementation == "triton" and q.shape[1]:
         with own_precision(v):
             if choice.route == "attention":
@@ -181,12 +231,48 @@ def step(
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     named = implementation or chosen()
     choice = select_token(update, v.device, v.dtype, shapes, named, differentiated)
+    other, several_writes, _ = computed(update)
+    if other is not update and choice.implementation == "triton":
+        return _step_otherwise(update, several_writes, signal, state, implementation, in_place)
     if choice.route in ("attention", "token"):
         return _run(update, signal, state, implementation=named)
     if choice.implementation == "triton":
         with own_precision(v):
             return kernel_terms.run(update, signal, state, None, kernel_terms.one_token(in_place))
     return _run(update, signal, state, implementation="reference")
+
+
+def _step_otherwise(
+    update: StateUpdate,
+    several_writes: bool,
+    signal: Signal,
+    state: State,
+    implementation: Implementation | None,
+    in_place: bool,
+) -> tuple[Tensor, State]:
+    """`step` by the kernel of the tuple that computes it."""
+
+    def plain(update: StateUpdate, signal: Signal, given: State) -> tuple[Tensor, State]:
+        return step(update, signal, given, implementation=implementation, in_place=in_place)
+
+    if not several_writes:
+        before = state._replace(theta=(state.theta[0].clone(),)) if in_place else state  # it is read after the step
+        return early.run(update, kernel_terms.every_head(signal), before, 1, lambda u, s, _: plain(u, s, state))
+    one, count = several.one(update), state.count + 1
+    tokens = several.tokens(update, signal, 1)
+    for i in range(update.parts().step.writes):
+        token = {n: x[:, i : i + 1] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in tokens.items()}
+        out, state = plain(one, token, state)
+    return out, state._replace(count=count)
+
+
+def _begun(update: StateUpdate, signal: Signal, time: int, weights: Leaves | None) -> State:
+    """The state before the first token, in the dtype that chains are computed in."""
+    v = signal["v"]
+    assert isinstance(v, Tensor)
+    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+    first = _each(signal, time, lambda x: x.select(time, 0).to(wide) if x.is_floating_point() else x.select(time, 0))
+    return update.init(first, weights)
 
 
 @opaque.computed_by
@@ -244,6 +330,22 @@ def _without(x: Tensor, time: int) -> list[int]:
 
 
 def _run_chain(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
+    v = signal["v"]
+    assert isinstance(v, Tensor)
+    length = v.shape[batch]
+    if length <= _SPAN or not by_entry(update) or torch.compiler.is_compiling():
+        return _chain_of(update, signal, state, batch)
+    outputs = []  # span by span, each computed again in the backward pass: entries of a state are kept for one alone
+    for part in split(signal, batch, sizes(length, _SPAN, None, 0)):
+        if torch.is_grad_enabled():
+            out, state = checkpoint(_chain_of, update, part, state, batch, use_reentrant=False)
+        else:
+            out, state = _chain_of(update, part, state, batch)
+        outputs.append(out)
+    return torch.cat(outputs, batch), state
+
+
+def _chain_of(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
     buffers = [t.theta[0] for s in state.via for t in _branches(s)]
@@ -260,9 +362,7 @@ def _run_chain(update: StateUpdate, signal: Signal, state: State, batch: int) ->
     norm: Leaves = ()
     if state.norm:
         mass = out[..., -1:]
-        out = torch.where(
-            mass == 0, torch.zeros_like(mass), out[..., :-1] / torch.where(mass == 0, torch.ones_like(mass), mass)
-        )
+        out = normalised(out[..., :-1], mass, update.parts().step.floor)
         final, norm = final[..., :-1, :, :], (final[..., -1:, 0, :],)
     count = state.count + q.shape[-2]
     slots = iter(final.unbind(-2))

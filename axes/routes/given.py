@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from axes.core.execution import several
 from axes.core.facts import fact
 from axes.core.memory import Leaves
 from axes.core.rates import Per, Signal, extent, resolve
@@ -22,6 +23,7 @@ from axes.errors import IllegalUpdate, ShapeError, UnknownName, wrong_type
 
 Sizes = tuple[int, ...]
 _MOST = 64  # looks of a tuple's calls; past them all are forgotten
+_LOGS = "a gate that tokens change is declared unit and supplied as its log"
 _DOMAINS = {"unit": "the log of a gate, at most 0", "positive": "at least 0", "real": "any number"}
 
 
@@ -37,7 +39,8 @@ class _Asked:
         p = update.parts()
         if not p.memory.keyed:
             raise IllegalUpdate(f"a sequence of tokens has keys and values; {update!r} takes a given gradient")
-        self.update, self.listed = update, p.memory.kind == "list"
+        self.update, self.listed, self.writes = update, p.memory.kind == "list", p.step.writes
+        self.repeated, self.linear = several(p), p.linear_gates()
         self.vectors = update.signals() | {"q", "k", "v"}
         self.rates = {per.name: per for per in update.demands()}
         self.free = frozenset(r.name for r in p.memory.rates() if isinstance(r, Per))
@@ -45,12 +48,14 @@ class _Asked:
 
     def extents(self, d_k: int, d_v: int) -> dict[str, Sizes]:
         """The last dimensions of every name of a signal: named vectors stand on the key side."""
-        vectors = {name: (d_v if name == "v" else d_k,) for name in self.vectors}
-        return vectors | {name: extent(per.shape, d_k, d_v) for name, per in self.rates.items()}
+        own: dict[str, Sizes] = {name: (d_v if name == "v" else d_k,) for name in self.vectors}
+        own |= {name: extent(per.shape, d_k, d_v) for name, per in self.rates.items()}
+        return {name: (self.writes, *last) if name in self.repeated else last for name, last in own.items()}
 
     def form(self, d_k: int, d_v: int) -> Any:
         """The state of one sequence: the shapes of its leaves, in their place."""
-        return _shapes(self.update.init({"k": torch.zeros(d_k), "v": torch.zeros(d_v)}))
+        each = () if self.writes == 1 else (self.writes,)
+        return _shapes(self.update.init({"k": torch.zeros(*each, d_k), "v": torch.zeros(*each, d_v)}))
 
     def keep(self, look: Hashable) -> None:
         if len(self.looks) >= _MOST:
@@ -172,7 +177,11 @@ def require_signal(who: str, update: StateUpdate, signal: Signal, time: int = 1)
             f"{who}: time is a dimension before the last of v, whose shape is {tuple(v.shape)}, not {time}: "
             "v is (B, T, H, d_v) with time=1"
         )
-    extents, lead, device = known.extents(k.shape[-1], v.shape[-1]), _pairs_lead(k, v), v.device
+    if known.writes > 1 and (v.ndim < time + 3 or k.ndim != v.ndim or v.shape[-2] != known.writes):
+        given = f"k {tuple(k.shape)} and v {tuple(v.shape)}"
+        raise ShapeError(f"{who}: {known.writes} writes a token stand ahead of the width of k and v, got {given}")
+    pairs = (k, v) if known.writes == 1 else (k[..., 0, :], v[..., 0, :])
+    extents, lead, device = known.extents(k.shape[-1], v.shape[-1]), _pairs_lead(*pairs), v.device
     for name, per in rates.items():
         if name not in signal:
             if name not in known.free:
@@ -183,6 +192,8 @@ def require_signal(who: str, update: StateUpdate, signal: Signal, time: int = 1)
         if not isinstance(x, Tensor):
             continue
         last = extents[name]
+        if name in known.linear and x.ndim > time:
+            raise IllegalUpdate(f"{who}: gate {name!r} is {rates[name].domain}, one number for all tokens: " + _LOGS)
         if x.shape != lead + last if last else x.shape != lead:
             _require_fit(who, name, signal, last, lead, time, name not in rates)
         if not x.is_floating_point():
@@ -217,7 +228,7 @@ def _require_fit(who: str, name: str, signal: Signal, last: Sizes, lead: Sizes, 
             return
     elif n == len(lead) and got[n:] == last and got[time] == lead[time]:
         heads = len(lead) - 1
-        shares = name in ("q", "k") and heads > time and 0 < got[heads] < lead[heads]
+        shares = name in ("q", "k") and heads > time and 0 < got[heads] < lead[heads] and len(last) == 1
 
         def stands(i: int, a: int, b: int) -> bool:
             many = shares and i == heads and not b % a or name == "q" and b == 1  # queries that read one memory

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from axes.core.chain import chain
-from axes.core.derived import no_chain
+from axes.core.derived import erases_along_key, no_chain, scales_values
+from axes.core.execution import normalised
 from axes.core.facts import fact
-from axes.core.legality import gates
+from axes.core.legality import factors, gates
 from axes.core.memory import Leaves
 from axes.core.monoids import Element, rotate
 from axes.core.rates import Per, Signal, rate_shape, resolve
@@ -49,7 +50,7 @@ def family(update: StateUpdate) -> Family | NoFamily:
     kinds, filters = gates(monoid), update.filters()
     if memory.kind == "entries" or kinds & {"row", "hadamard"}:
         return NoFamily("entries have gates of their own: an element-wise scan, not matrix products")
-    if "row" in (rate_shape(step.rate), rate_shape(cost.ridge)):
+    if rate_shape(step.rate) == "row" and not scales_values(update) or rate_shape(cost.ridge) == "row":
         return NoFamily("every row of the state has a transition of its own")
     if isinstance(cost.ridge, Per) or cost.ridge != 0.0:
         return NoFamily("a ridge decays linearly and can change the sign, kernels take log gates")
@@ -64,8 +65,9 @@ def family(update: StateUpdate) -> Family | NoFamily:
         ):
             return NoFamily("a state with a buffer takes scalar gates and rates")
         return "block"
-    if "low rank" in kinds:
-        return NoFamily("a low-rank gate and a curved cost are rank two") if _erases(update) else "dplr"
+    if "low rank" in kinds and not erases_along_key(update):
+        curved = update.parts().predicts
+        return NoFamily("a low-rank gate and a curved cost are rank two") if curved else "dplr"
     return "diagonal" if "diagonal" in kinds else "scalar"
 
 
@@ -128,13 +130,15 @@ def run(
     elif state is None:
         first = {n: _first(x) for n, x in every_head(signal).items()}
         state = update.init(first, weights)
-    share = kind in ("scalar", "diagonal") and rate_shape(update.parts().step.rate) == "scalar"
+    share = kind in ("scalar", "diagonal") and rate_shape(update.parts().step.rate) in ("scalar", "row")
+    share = share and not erases_along_key(update)  # whose strengths may be of every head
     share = share and "rotation" not in gates(update.parts().monoid)  # whose angles may be of every head
     if not share:
         signal = every_head(signal)
     q, k = _tensor(signal, "q"), _tensor(signal, "k")
     if share:
         q, k = _shared(q, k)
+    v = _written(update, signal, v)
     tokens = _Tokens(q.to(v.dtype), k.to(v.dtype), v)
     compute = {"scalar": _scalar, "diagonal": _diagonal, "dplr": _dplr, "block": _block}[kind]
     return compute(update, signal, tokens, state, kernels or _chunked(cu_seqlens), cu_seqlens)
@@ -234,7 +238,7 @@ def _scalar(
         q, k = (rotate(x.float(), -turned).to(x.dtype) for x in (q, k))
     write, erase, strength = _strengths(update, signal, t._replace(q=q, k=k))
     rule = "delta" if _erases(update) else "write"
-    early = rule == "delta" and update.parts().step.at == "prev" and gate is not None
+    early = update.parts().predicts and update.parts().step.at == "prev" and gate is not None
 
     def pass_over(v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         out, final = kernels.scalar(q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early)
@@ -244,8 +248,8 @@ def _scalar(
     if not state.norm:
         return out, _after(state, t.v, (final,))
     mass, norm = pass_over(torch.ones_like(t.v[..., :1]), state.norm[0])  # the normaliser: v is one
-    safe = torch.where(mass == 0, torch.ones_like(mass), mass)
-    return torch.where(mass == 0, torch.zeros_like(out), out / safe), _after(state, t.v, (final,), (norm,))
+    out = normalised(out, mass, update.parts().step.floor)
+    return out, _after(state, t.v, (final,), (norm,))
 
 
 def _diagonal(
@@ -255,7 +259,7 @@ def _diagonal(
     assert gate is not None
     write, erase, strength = _strengths(update, signal, t)
     rule = "delta" if _erases(update) else "write"
-    early = rule == "delta" and update.parts().step.at == "prev"
+    early = update.parts().predicts and update.parts().step.at == "prev"
     out, final = kernels.diagonal(
         t.q, write, t.v, gate, strength, erase=erase, initial_state=_start(state), rule=rule, early=early
     )
@@ -311,14 +315,31 @@ def _slots(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _erases(update: StateUpdate) -> bool:
-    """Whether a datum erases what the state predicts for its key."""
-    return update.parts().predicts and update.parts().cost.curvature == "affine"
+    """Whether a datum erases what the state holds for its key: what it predicts, or with a strength of its own."""
+    p = update.parts()
+    return p.predicts and p.cost.curvature == "affine" or erases_along_key(update)
+
+
+def _written(update: StateUpdate, signal: Signal, v: Tensor) -> Tensor:
+    """The value as it is written, where its rate is not the strength of the whole rule."""
+    if not (scales_values(update) or erases_along_key(update)):
+        return v
+    step = update.parts().step
+    rate = resolve(step.rate, signal)
+    if isinstance(rate, float) and rate == 1.0:
+        return v
+    each = isinstance(rate, Tensor) and rate.ndim and rate_shape(step.rate) == "scalar"
+    return (v * (rate[..., None] if each else rate)).to(v.dtype)  # type: ignore[index]
 
 
 def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Write key, erase key where it is another, and strength (B, T, HV) of every token."""
     step = update.parts().step
-    rate = resolve(step.rate, signal)
+    rate = 1.0 if scales_values(update) else resolve(step.rate, signal)
+    if erases_along_key(update):
+        read = factors(update.parts().monoid)[-1].element(signal, 1.0, t.k).left  # of the state after its gates
+        assert read is not None
+        return t.k, (-read.squeeze(-1)).to(t.k.dtype).expand_as(t.k), None
     if rate_shape(step.rate) == "key":  # a step size for every key entry bends the write away from the key
         return (t.k * rate).to(t.k.dtype), t.k if _erases(update) else None, None
     if isinstance(rate, float) and rate == 1.0 and step.at != "new":

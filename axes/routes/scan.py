@@ -15,7 +15,7 @@ from torch import Tensor
 
 from axes.core.chain import Chain
 from axes.core.monoids import rotate
-from axes.routes import one_state
+from axes.routes import by_rows, one_state
 
 # exp of these is zero in its dtype; a finite floor keeps differences of cumulative logs finite
 _FLOOR = {torch.float64: -800.0}
@@ -62,6 +62,8 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
         return _in_rotating_frame(c, start, q, size)
     if one_state.takes(c):
         return one_state.chunked(c, start, q, size)
+    if by_rows.takes(c):
+        return by_rows.chunked(c, start, q)
     if c.a is None and c.slots == 1 and c.rows:
         return _entry_by_entry(c, start, q)
     length = q.shape[-2]

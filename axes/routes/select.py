@@ -10,11 +10,21 @@ from collections.abc import Mapping
 
 import torch
 
-from axes.core.derived import no_attention, no_cascade, no_chain, no_gram, no_substitution
+from axes.core.derived import (
+    by_entry,
+    erases_along_key,
+    idle,
+    no_attention,
+    no_cascade,
+    no_chain,
+    no_gram,
+    no_substitution,
+    scales_values,
+)
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
 from axes.kernels.common import versions
-from axes.routes import attention, given, kernel_terms, opaque, substitution_kernel, token
+from axes.routes import attention, early, given, kernel_terms, opaque, several, substitution_kernel, token
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -24,6 +34,8 @@ _WALKED = "a kernel generated from the step, a token at a time, state on chip"
 @fact
 def routes(update: StateUpdate) -> Mapping[Route, str | None]:
     """Every route of torch's operations, the faster first, with the reason it is not legal, or None where it is."""
+    if several.one(update) is not update:
+        return routes(several.one(update))
     return {
         "attention": no_attention(update),
         "gram": no_gram(update),
@@ -51,8 +63,11 @@ def select(
     require_implementation(implementation)
     if implementation == "reference":
         return Choice("interpreter", "reference", "asked for by name")
+    update, several_writes, attends = computed(update)
+    if several_writes and shapes is not None:
+        shapes = _tokens(shapes)
     place = device if type(device) is torch.device else _device(device)
-    if routes(update)["attention"] is None:
+    if attends:
         return _attention(update, place, dtype, shapes or {}, implementation, time)
     if routes(update)["substitution"] is None:
         no_kernel = substitution_kernel.no_kernel(update, place, dtype, shapes or {}, time)
@@ -84,7 +99,10 @@ def select_token(
     """The same for one token after a state. torch by name is the recurrence itself, which is torch's operations; a list
     is read by the route of sequences."""
     require_implementation(implementation)
-    if routes(update)["attention"] is None:
+    update, several_writes, attends = computed(update)
+    if several_writes and shapes is not None:
+        shapes = _tokens(shapes)
+    if attends:
         return select(update, device, dtype, shapes, implementation)
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
     if differentiated:
@@ -124,6 +142,20 @@ def plans(
     )
 
 
+@fact
+def computed(update: StateUpdate) -> tuple[StateUpdate, bool, bool]:
+    """What a route computes for an update: itself, the tuple of one write a token, or the chain of which reads between
+    two states are reads; whether it is the tuple of one write, and whether that is attention."""
+    one = several.one(update)
+    made = early.late(one) if routes(one)["chain"] is None else one
+    return made, one is not update, routes(made)["attention"] is None
+
+
+def _tokens(shapes: Shapes) -> Shapes:
+    """Shapes of a call as those of tokens with one write."""
+    return {n: (*s[:-2], s[-1]) if n in ("k", "v") and len(s) > 2 else s for n, s in shapes.items()}
+
+
 def _waiting(update: StateUpdate, choice: Choice, target: Target, dtype: torch.dtype, shapes: Shapes) -> Choice:
     """With word of a kernel that is there and is not picked yet."""
     if choice.route == "attention" or token.no_kernel(update, target.device, dtype, shapes, 1) is not None:
@@ -141,6 +173,9 @@ def settle(
 
     widths: of values and keys of its runs; implementation: of its runs, if they name one.
     """
+    if computed(update)[0] is not update:
+        settle(computed(update)[0], widths, implementation)
+    idle(update)
     if widths is not None:
         substitution_kernel.settle(update, *widths)
     given.asked(update)
@@ -149,6 +184,7 @@ def settle(
     _fastest(update)
     _refusals(update)
     opaque.text(update)
+    scales_values(update), erases_along_key(update), by_entry(update)
     bool(update.counts)
     if widths is not None and versions.gpu_is_here() and (token.PICKED or implementation == "triton"):
         shapes = {"v": (1, 1, 1, widths[0]), "k": (1, 1, 1, widths[1])}
@@ -209,4 +245,4 @@ def _refusals(update: StateUpdate) -> str:
     return "; ".join(f"{route}: {reason}" for route, reason in routes(update).items() if reason is not None)
 
 
-__all__ = ["plans", "routes", "select", "select_token", "settle"]
+__all__ = ["computed", "plans", "routes", "select", "select_token", "settle"]

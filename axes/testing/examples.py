@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from axes.core import execution, reference
 from axes.core.costs import Linear
-from axes.core.execution import Datum
+from axes.core.execution import Datum, several
 from axes.core.memory import MLP, LayerNormMatrix
 from axes.core.rates import extent, resolve
 from axes.core.state_update import State, StateUpdate
+from axes.errors import AxesError
 
 
 def example(
@@ -40,6 +42,9 @@ def example(
         return torch.randn(*lead, *shape, generator=generator, dtype=torch.float64)
 
     signal: dict[str, Tensor | float] = {}
+    writes = {update.parts().step.writes for update in updates}
+    if len(writes) > 1:
+        raise AxesError("example: tuples of one and of several writes read no signal alike")
     for name in sorted({"q", *(("k", "v") if keyed else ("g",))}.union(*(u.signals() for u in updates))):
         x = draw(name, {"v": (d_v,), "e": (d_v,), "g": (d_v, d_k)}.get(name, (d_k,)))
         # keys have unit length; the other vectors of a transition are small enough that products of many stay so
@@ -58,6 +63,12 @@ def example(
         elif rate.domain == "positive":
             x = torch.sigmoid(x)
         signal[rate.name] = x
+    if (n := writes.pop()) > 1:  # the first of each is what a tuple of one write is given
+        single = [replace(u.normal(), algorithm=replace(u.parts().step, writes=1)) for u in updates]
+        sizes = {"batch": batch, "length": length, "d_k": d_k, "d_v": d_v}
+        more = [example(*single, **sizes, seed=seed + 1000 * i) for i in range(n)]  # type: ignore[arg-type]
+        for name in frozenset().union(*(several(u.parts()) for u in updates)):
+            signal[name] = torch.stack([one[name] for one in more], len(lead))  # type: ignore[misc]
     return {name: x.to(dtype) if isinstance(x, Tensor) else x for name, x in signal.items()}
 
 
@@ -124,7 +135,7 @@ def time_of(update: StateUpdate, signal: Mapping[str, Tensor | float]) -> int:
         return 0
     k = signal["k"]
     assert isinstance(k, Tensor)
-    return k.ndim - 2
+    return k.ndim - (2 if update.parts().step.writes == 1 else 3)
 
 
 def narrowed(signal: Mapping[str, Tensor | float], time: int, start: int, stop: int) -> dict[str, Tensor | float]:

@@ -132,6 +132,10 @@ def _moves(
         length = max(length, anchor.every + 3)
     if solves(update) or solves(mutated):
         length = 2 if solves(update) else 1
+    each = update.parts().step.writes, mutated.parts().step.writes
+    if each[0] != each[1]:  # what they have in common is the first of their pairs
+        first, second = (example(u, batch=batch, length=length) for u in (update, mutated))
+        return "moved" if not error(_seen(mutated, second), _seen(update, first)) < MOVES else "still"
     signal = example(update, mutated, batch=batch, length=length)
     shape = (length, *_sizes(signal))
     if shape not in known:

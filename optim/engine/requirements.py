@@ -20,6 +20,8 @@ from axes.optim.engine.together import no_program
 def require(who: str, group: Group, update: StateUpdate, members: Named, matrices: bool) -> None:
     """AxesError unless a group has what its tuple reads and suits its parameters. matrices: its rule is for them."""
     _require_numbers(who, group, update)
+    if update.parts().step.writes > 1:
+        raise AxesError(f"{who}: rule {group['rule']!r} writes several pairs a datum, and examples are one")
     if matrices:
         for name, parameter in members:
             if parameter.ndim < 2:

@@ -86,6 +86,7 @@ def rank_one(beta: float, **guard: Any) -> RankOneWhiten:
 CHAINS = {
     "linear attention": StateUpdate(Alignment()),
     "normalised linear attention": StateUpdate(Alignment(), algorithm=Step(debias=True)),
+    "mlstm": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA, debias=True, floor=0.4)),
     "retnet": StateUpdate(Alignment(), monoid=Scalar(0.9)),
     "mamba-2": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA)),
     "gla": StateUpdate(Alignment(), monoid=Diagonal("key_decay")),
@@ -136,6 +137,14 @@ CHAINS = {
         SquaredError(), monoid=Product((Scalar("decay"), Rotation(100.0))), algorithm=Step(BETA, at="gated")
     ),
     "householder": StateUpdate(Alignment(), monoid=Product((Scalar("decay"), Householder(BETA)))),
+    "erase of its own strength": StateUpdate(
+        Alignment(), monoid=Product((Scalar("decay"), Householder(Per("erase"), "k"))), algorithm=Step(BETA)
+    ),
+    "erase by key, write by row": StateUpdate(
+        Alignment(),
+        monoid=Product((Diagonal("key_decay"), Householder(Per("erase", "key"), "k"))),
+        algorithm=Step(ROW_BETA),
+    ),
     "two householders": StateUpdate(
         Alignment(), monoid=Product((Householder(BETA), Householder(Per("beta_2"), "w_2"), Diagonal("key_decay")))
     ),
@@ -156,6 +165,38 @@ CHAINS = {
     "memoryless": StateUpdate(Alignment(), monoid=Zero()),
 }
 
+# Chains that are read between two states.
+EARLY = {
+    "current token bonus": StateUpdate(
+        Alignment(), monoid=GeneralLinear(Per("logits", "mix", "real"), Cayley()), algorithm=Step(read=Read(1.0, 2.0))
+    ),
+    "rwkv-6": StateUpdate(
+        Alignment(), monoid=Diagonal("key_decay"), algorithm=Step(read=Read(1.0, Per("bonus", "key", "real")))
+    ),
+    "early read by row": StateUpdate(
+        Alignment(), monoid=Diagonal("row_decay", side="row"), algorithm=Step(BETA, read=Read(0.9, ROW_BETA))
+    ),
+    "early delta": StateUpdate(
+        SquaredError(),
+        monoid=Product((Scalar("decay"), Householder(Per("erase")))),
+        algorithm=Step(BETA, at="gated", read=Read(Per("seen"), Per("bonus", "key", "real"))),
+    ),
+    "early longhorn": StateUpdate(
+        SquaredError(), monoid=Diagonal("key_decay"), algorithm=Step(BETA, at="new", read=Read(1.0, BETA))
+    ),
+}
+
+# Several writes a token.
+SEVERAL = {
+    "delta product": StateUpdate(SquaredError(), algorithm=Step(BETA, writes=2)),
+    "gated delta product": StateUpdate(
+        SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", writes=3)
+    ),
+    "householder between writes": StateUpdate(
+        Alignment(), monoid=Product((Diagonal("key_decay"), Householder(Per("erase")))), algorithm=Step(writes=2)
+    ),
+}
+
 # Attention: a list memory.
 ATTENTION = {
     "softmax": StateUpdate(Alignment(), Entropic(), memory=List()),
@@ -164,6 +205,12 @@ ATTENTION = {
     "fox": StateUpdate(Alignment(), Entropic(), Scalar("decay"), Step(BETA), memory=List()),
     "rope": StateUpdate(Alignment(), Entropic(), Rotation(), memory=List()),
     "path": StateUpdate(Alignment(), Entropic(), Householder(BETA), memory=List()),
+    "deltaformer": StateUpdate(SquaredError(), Entropic(), memory=List()),
+    "deltaformer, forgetting": StateUpdate(SquaredError(), Entropic(), Scalar("decay"), Step(BETA), memory=List()),
+    "deltaformer, mass n": StateUpdate(SquaredError(), Entropic(mass=None), Rotation(), Step(BETA), memory=List()),
+    "deltaformer, turned first": StateUpdate(
+        SquaredError(), Entropic(), Product((Scalar("decay"), Rotation())), Step(at="gated"), memory=List()
+    ),
     "fox with path": StateUpdate(
         Alignment(), Entropic(), Product((Scalar("decay"), Householder(BETA))), memory=List(scale=1.0)
     ),
@@ -321,13 +368,10 @@ SEQUENTIAL = {
     "bounded": StateUpdate(SquaredError(), Bounded(), Scalar("decay"), Step(BETA, at="gated")),
     "several steps": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, steps=3)),
     "frank-wolfe": StateUpdate(SquaredError(), OnUpdate(SignBall()), Scalar("decay"), Step(BETA)),
-    "current token bonus": StateUpdate(
-        Alignment(), monoid=GeneralLinear(Per("logits", "mix", "real"), Cayley()), algorithm=Step(read=Read(1.0, 2.0))
-    ),
     "rotated spectral": StateUpdate(Alignment(), Spectral("polar"), Rotation(Per("angle", "pair", "real")), Step(BETA)),
 }
 
-KEYED = {**CHAINS, **ATTENTION, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
+KEYED = {**CHAINS, **EARLY, **SEVERAL, **ATTENTION, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
 
 # Updates of a parameter: the gradient is given.
 DATA = {

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from systems import ATTENTION, BY_ROWS, CASCADES, CHAINS, GRAM, KEYED, SEQUENTIAL, SUBSTITUTIONS
+from systems import ATTENTION, BY_ROWS, CASCADES, CHAINS, EARLY, GRAM, KEYED, SEQUENTIAL, SEVERAL, SUBSTITUTIONS
 from torch import Tensor
 
 from axes.core import derived, reference
-from axes.core.algorithms import Anchor, Step, Sum
+from axes.core.algorithms import Anchor, Read, Step, Sum
 from axes.core.chain import Chain, chain
 from axes.core.costs import Alignment, Given, Linear, Ridge, SquaredError
 from axes.core.execution import Datum, drive
@@ -210,10 +210,11 @@ def test_folding_the_maps_reproduces_the_recurrence(name: str) -> None:
 @pytest.mark.parametrize(
     ("table", "route"),
     [
-        (CHAINS, "chain"), (ATTENTION, "attention"), (GRAM, "gram"), (CASCADES, "cascade"),
+        (CHAINS, "chain"), (EARLY, "chain"), (SEVERAL, "chain"),
+        (ATTENTION, "attention"), (GRAM, "gram"), (CASCADES, "cascade"),
         (SUBSTITUTIONS, "substitution"), (SEQUENTIAL, "interpreter"),
     ],  # fmt: skip
-    ids=["chain", "attention", "gram", "cascade", "substitution", "interpreter"],
+    ids=["chain", "early", "several", "attention", "gram", "cascade", "substitution", "interpreter"],
 )
 def test_each_system_has_the_route_it_is_listed_under(table: dict[str, StateUpdate], route: str) -> None:
     for name, update in table.items():
@@ -227,7 +228,8 @@ def test_each_system_has_the_route_it_is_listed_under(table: dict[str, StateUpda
         (KEYED["huber, every token"], "not affine"),
         (KEYED["several steps"], "several steps"),
         (KEYED["projected linear attention"], "acts on the state"),
-        (KEYED["current token bonus"], "read point"),
+        (StateUpdate(Alignment(), algorithm=Step(read=Read(Per("r", "row"), 1.0))), "a rate for every row"),
+        (StateUpdate(Alignment(), algorithm=Step(debias=True, read=Read(1.0, 0.5))), "a normaliser"),
         (KEYED["ttt"], "not one matrix"),
         (KEYED["adam net"], "geometry, bias correction"),
         (StateUpdate(SquaredError(encode=True)), "from the left"),
@@ -235,7 +237,7 @@ def test_each_system_has_the_route_it_is_listed_under(table: dict[str, StateUpda
         (StateUpdate(Alignment(), algorithm=Step(Per("r", "square"))), "element-wise step size"),
         (StateUpdate(Ridge(Alignment(), Per("r", "square"))), "element-wise ridge"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_reasons_against_a_chain(update: StateUpdate, reason: str) -> None:
     assert reason in str(derived.no_chain(update))

@@ -12,17 +12,19 @@ from torch._dynamo.testing import CompileCounter
 
 from axes import catalogue, explain
 from axes.core import reference
-from axes.core.algorithms import Step, Sum
+from axes.core.algorithms import Read, Step, Sum
 from axes.core.costs import Alignment, Linear, Ridge, SquaredError
+from axes.core.execution import several as repeated
 from axes.core.monoids import DPLR, Diagonal, Householder, Product, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
-from axes.routes import dispatch
+from axes.routes import dispatch, early, several
 from axes.routes import kernel_terms as terms
+from axes.routes.select import select
 from tests import chains
 
 WIDE = Diagonal("wide")
-BETA, KEYED = Per("beta"), Per("rate", "key")
+BETA, KEYED, ROWS, ERASE = Per("beta"), Per("rate", "key"), Per("write", "row"), Per("erase")
 MOMENTUM = StateUpdate(Linear(), monoid=Scalar("momentum"), algorithm=Step(Per("theta")))
 FAST = StateUpdate(Linear(), monoid=Scalar(0.5), algorithm=Step(0.3))
 TWO = Sum((MOMENTUM, FAST), (0.5, 0.5))
@@ -31,6 +33,9 @@ UPDATES = {
     "strength": (StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA)), "scalar"),
     "constant gate": (StateUpdate(Alignment(), monoid=Scalar(0.9)), "scalar"),
     "normaliser": (StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(debias=True)), "scalar"),
+    "normaliser with a floor": (
+        StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA, debias=True, floor=0.2)), "scalar",
+    ),
     "rotation": (StateUpdate(Alignment(), monoid=Product((Scalar("decay"), Rotation()))), "scalar"),
     "delta": (StateUpdate(SquaredError(), algorithm=Step(BETA)), "scalar"),
     "gated delta": (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated")), "scalar"),
@@ -43,6 +48,17 @@ UPDATES = {
     "diagonal implicit": (StateUpdate(SquaredError(), monoid=WIDE, algorithm=Step(BETA, at="new")), "diagonal"),
     "dplr": (StateUpdate(Alignment(), monoid=DPLR("wide"), algorithm=Step(BETA)), "dplr"),
     "householder": (StateUpdate(Alignment(), monoid=Householder(BETA)), "dplr"),
+    "an erase of its own strength": (
+        StateUpdate(Alignment(), monoid=Product((Scalar("decay"), Householder(ERASE, "k"))), algorithm=Step(BETA)),
+        "scalar",
+    ),
+    "an erase for every key entry": (
+        StateUpdate(Alignment(), monoid=Product((WIDE, Householder(KEYED, "k"))), algorithm=Step(ROWS)), "diagonal",
+    ),
+    "an erase before the gate": (
+        StateUpdate(Alignment(), monoid=Product((Householder(ERASE, "k"), WIDE)), algorithm=Step(BETA)), "dplr",
+    ),
+    "a rate for every row": (StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(ROWS)), "scalar"),
     "momentum": (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(via=(MOMENTUM,))), "block"),
     "momentum, gated": (
         StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", via=(MOMENTUM,))), "block",
@@ -86,11 +102,16 @@ def signal(
     lead = (2, length, heads)
     out: dict[str, torch.Tensor | float] = {n: torch.randn(*lead, d_v if n == "v" else d_k) / 2 for n in "qkv"}
     for p in update.demands():
-        shape = {"scalar": lead, "key": (*lead, d_k), "pair": (*lead, d_k // 2)}[p.shape]
+        shape = {"scalar": lead, "key": (*lead, d_k), "row": (*lead, d_v), "pair": (*lead, d_k // 2)}[p.shape]
         x = torch.rand(shape)
         out[p.name] = -x if p.domain == "unit" else x
     for n in update.signals() - set(out) - {"q", "k", "v"}:
         out[n] = torch.randn(*lead, d_k) / 2
+    if (writes := update.parts().step.writes) > 1:
+        for n in repeated(update.parts()):
+            x = out[n]
+            assert isinstance(x, torch.Tensor)
+            out[n] = torch.stack([x * (1 + i) / writes for i in range(writes)], len(lead))
     return out
 
 
@@ -293,3 +314,35 @@ def test_a_layer_is_one_graph_to_a_compiler(name: str) -> None:
     with dispatch.implementation("reference"):
         by_name, _ = torch.compile(model, fullgraph=True, backend="eager")(x[:, :5])
         torch.testing.assert_close(by_name, model(x[:, :5])[0])
+
+
+OTHERS = {
+    "several writes": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", writes=3)),
+    "bonus": StateUpdate(Alignment(), monoid=WIDE, algorithm=Step(read=Read(1.0, Per("bonus", "key")))),
+    "delta": StateUpdate(
+        SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", read=Read(0.5, Per("bonus")))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_reads_between_two_states_and_several_writes_by_the_kernels_of_one(name: str) -> None:
+    """Sequences packed with empty ones at both ends, each with a state that its first token reads."""
+    update, n = OTHERS[name], OTHERS[name].parts().step.writes
+    given = {n: x.flatten(0, 1)[None] if isinstance(x, torch.Tensor) else x for n, x in signal(update).items()}
+    ends = torch.tensor([0, 0, 5, 6, 18, 18], dtype=torch.int32)
+    start = update.init({n: x[0, :5] if isinstance(x, torch.Tensor) else x for n, x in given.items()})
+    start = start._replace(theta=tuple(torch.randn_like(x) for x in start.theta))
+    want, last = dispatch.run_packed(update, given, start, ends, implementation="reference")
+
+    def kernels(plain, signal, state):
+        return terms.run(plain, signal, state, None, cu_seqlens=ends * n)
+
+    if n > 1:
+        got, state = several.run(update, given, start, 1, kernels)
+    else:
+        got, state = early.run(update, given, start, 1, kernels, ends)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+    assert last is not None
+    torch.testing.assert_close(state.theta[0], last.theta[0].float(), rtol=2e-4, atol=2e-5)
+    assert select(update, "cuda:sm_90")[:2] == ("chain", "triton")

@@ -138,7 +138,11 @@ REFUSED = {
     "filtered list": (dict(cost=ALIGN, algorithm=Step(via=(EMA,)), memory=List()), "factored pairs"),
     "curved list": (dict(cost=ALIGN, h=Lq(), memory=List()), "Euclidean or entropic"),
     "column list": (dict(cost=ALIGN, h=Entropic("column"), memory=List()), "axis='row'"),
-    "regressing softmax": (dict(cost=SQUARED, h=Entropic(), memory=List()), "only the alignment cost"),
+    "robust softmax": (dict(cost=Huber(0.5), h=Entropic(), memory=List()), "the cost is Alignment or SquaredError"),
+    "softmax of errors behind a scalar gate": (
+        dict(cost=SQUARED, h=Entropic(), monoid=Scalar("g"), algorithm=Step(at="gated"), memory=List()),
+        "softmax drops the factor",
+    ),
     "ridge of a list": (dict(cost=Ridge(ALIGN, 0.1), memory=List()), "gate a list memory"),
     "row gate of a list": (dict(cost=ALIGN, monoid=Diagonal("g", side="row"), memory=List()), "gates on the key side"),
     "vector rate of a list": (dict(cost=ALIGN, algorithm=Step(Per("r", "row")), memory=List()), "scalar rates"),

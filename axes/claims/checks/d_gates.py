@@ -24,7 +24,7 @@ from axes.claims.tools.tuples import (
     walked,
 )
 from axes.core.derived import structure
-from axes.core.monoids import DPLR, Diagonal, GeneralLinear, Hadamard, Householder, Product
+from axes.core.monoids import DPLR, Diagonal, GeneralLinear, Householder, Product
 from axes.core.rates import Per
 
 
@@ -68,8 +68,7 @@ def D18(draw: Draw) -> Findings:
 
     def gate(a: Tensor) -> Tensor:
         """What one datum without a value leaves of a state of ones."""
-        datum = {"k": draw.normal(m), "v": zeros(n), "decay": delta[:, None] * a}
-        return one_step(additive(Hadamard("decay")), ones(n, m), **datum)
+        return one_step(layer_tuple("mamba"), ones(n, m), k=draw.normal(m), v=zeros(n), A=a, dt=delta)
 
     def second(x: Tensor) -> float:
         values = torch.linalg.svdvals(x)

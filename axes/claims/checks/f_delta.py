@@ -12,7 +12,18 @@ from axes.claims.tools.descent import squared_error
 from axes.claims.tools.float64 import eye, ones, zeros
 from axes.claims.tools.matrices import rank, unit_rows
 from axes.claims.tools.positions import causal
-from axes.claims.tools.tuples import DELTA, GATED, LINEAR, PREV, REFLECTIVE, layer_tuple, one_step, recurrent, walked
+from axes.claims.tools.tuples import (
+    DELTA,
+    GATED,
+    LINEAR,
+    PREV,
+    REFLECTIVE,
+    delta_product,
+    layer_tuple,
+    one_step,
+    recurrent,
+    walked,
+)
 
 Tokens = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -183,8 +194,10 @@ def F14(draw: Draw) -> Findings:
 
 
 def _after(k: Tensor, v: Tensor, beta: Tensor, start: Tensor) -> Tensor:
-    """The state after the micro-steps of one token of DeltaProduct: as many tokens of the delta rule."""
-    return walked(layer_tuple(REFLECTIVE), start, k=k, v=v, beta=beta)[-1]
+    """The state after the writes of one token of DeltaProduct."""
+    if len(k) == 1:
+        return one_step(layer_tuple(REFLECTIVE), start, k=k[0], v=v[0], beta=beta[0])
+    return one_step(delta_product(len(k)), start, k=k, v=v, beta=beta)
 
 
 @check

@@ -32,7 +32,19 @@ from axes.claims.tools.fits import exponent
 from axes.claims.tools.float64 import arange, eye, full, zeros
 from axes.claims.tools.matrices import relative
 from axes.claims.tools.recurrence import recurrence
-from axes.claims.tools.tuples import DELTA, GATED, GLA, LINEAR, LONGHORN, MAMBA2, PREV, dispatched, layer_tuple, walked
+from axes.claims.tools.tuples import (
+    DELTA,
+    GATED,
+    GLA,
+    LINEAR,
+    LONGHORN,
+    MAMBA2,
+    PREV,
+    delta_product,
+    dispatched,
+    layer_tuple,
+    walked,
+)
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment, CrossEntropy, Given, Huber, Lp, RobustShift, SquaredError
 from axes.core.geometry import Euclidean
@@ -206,7 +218,13 @@ def I11(draw: Draw) -> Findings:
     several = walked(StateUpdate(SquaredError(), algorithm=Step(0.4, steps=micro)), start, k=k[:5], v=v[:5])
     repeated = [loss for loss in squared_errors(k[:5], v[:5]) for _ in range(micro)]
     stepped = trained(partial(sgd, lr=0.4), start, repeated)[ends]
+    writes = {"k": k.unflatten(0, (tokens, micro)), "v": v.unflatten(0, (tokens, micro))}
+    writes["beta"] = beta.unflatten(0, (tokens, micro))
+    product = walked(delta_product(micro), start, **writes)
+    read = dispatched(delta_product(micro), start, q=q, **writes)[0]
     yield agree("layer on micro-tokens against axes' SGD", layer, ours, 1e-11)
+    yield agree("DeltaProduct against axes' SGD", product, ours, 1e-11)
+    yield agree("DeltaProduct's route against SGD's weights", read, (ours @ q[..., None])[..., 0], 1e-10)
     yield agree("torch's SGD against the product of Householder factors", theirs, products, 1e-11)
     yield agree("outputs of the chunked route against SGD's weights", reads, (ours @ q[..., None])[..., 0], 1e-10)
     yield agree("several steps on one datum: tuple against SGD", several, stepped, 1e-11)

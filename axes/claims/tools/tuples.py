@@ -26,6 +26,12 @@ def layer_tuple(name: str) -> StateUpdate:
     return get(name, "sequence").update
 
 
+def delta_product(writes: int) -> StateUpdate:
+    """DeltaProduct of so many writes a token."""
+    update = layer_tuple("delta-product")
+    return dataclasses.replace(update, algorithm=dataclasses.replace(update.parts().step, writes=writes))
+
+
 def one_step(update: StateUpdate, start: Tensor, **signal: Tensor | float) -> Tensor:
     """The stored matrix (dual, if the update is lazy) after one datum."""
     return update.step(update.init(signal, (start,)), signal)[0].theta[0]

@@ -28,7 +28,7 @@ from axes.core.rates import rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.kernels.common import versions
 from axes.routes import scan
-from axes.routes.attention import softmax, transported
+from axes.routes.attention import errors, softmax, transported
 from axes.routes.attention.sequences import Alone, Packed
 
 _WIDEST, _WIDEST_CARRIED = 256, 128
@@ -71,6 +71,8 @@ def asked(update: StateUpdate) -> tuple[str | None, bool, bool]:
     kinds, reason = gates(monoid), None
     if h.is_identity:
         reason = "a list read through a matrix"
+    elif update.drive_sees_state:
+        reason = "the values are errors of earlier reads: a triangular system for every block"
     elif memory.window is not None:
         reason = f"of a window of {memory.window} pairs torch's fused attention reads what a block of queries sees"
     return reason, "low rank" in kinds, kinds <= {"identity"}
@@ -80,7 +82,8 @@ def by_blocks(update: StateUpdate) -> bool:
     """Whether torch's operations take the queries block by block, and the list keeps every pair."""
     _, h, monoid, _, memory = update.parts()
     assert isinstance(memory, List)
-    return memory.window is None and (h.is_identity or not gates(monoid) <= {"identity", "rotation"})
+    plain = not update.drive_sees_state and gates(monoid) <= {"identity", "rotation"}
+    return memory.window is None and (h.is_identity or not plain)
 
 
 def by_kernels(update: StateUpdate) -> str:
@@ -111,6 +114,7 @@ def run(
     q = signal["q"]
     assert isinstance(q, Tensor)
     q, scale, old = q.to(v.dtype), memory.temperature(k.shape[-1]), state.theta[2].shape[-1]
+    reader = k
     line = Alone(k.shape[-2]) if cu_seqlens is None else Packed(cu_seqlens, k.shape[-2])
     old_keys, old_values, old_mass, *owed = state.theta
     angle = element.angle
@@ -120,11 +124,19 @@ def run(
         angle = torch.zeros_like(owed[0][..., None, :])
     if angle is not None:
         turned, owed = _turned(angle, owed, k, line)
+        if update.drive_sees_state:  # what is read before the token's own turn is a turn behind
+            behind = turned if update.parts().step.at == "gated" else turned - angle.to(turned.dtype)
+            reader = _turn(q, reader, behind, False)[1]
         q, k = _turn(q, k, turned, kernels)
-    keys, values = line.behind(old_keys, k), line.behind(old_values, v)
+    keys = line.behind(old_keys, k)
     gate = _log_gate(memory, element, k)
     total = None if gate is None else line.sums(gate)
     mass = _mass_of(old_mass, total, k, line)
+    if update.drive_sees_state:
+        assert isinstance(h, Entropic)
+        rate = resolve(update.parts().step.rate, signal)
+        v = errors.written(reader, keys, old_values.to(v.dtype), v, scale, mass, rate, h.mass)
+    values = line.behind(old_values, v)
     final: Tensor | None = None
     if h.is_identity:
         out = scale * _linear(element, gate, (old_keys, old_values, old_mass), k, v, q)
@@ -159,7 +171,7 @@ def _written(update: StateUpdate, signal: Mapping[str, Tensor | float]) -> tuple
             numbers[name] = x.to(wide)
     rate = resolve(step.rate, numbers)
     element = monoid.element(numbers, rate, k[..., :1, None, :].to(wide))
-    if isinstance(rate, Tensor) or rate != 1.0:
+    if (isinstance(rate, Tensor) or rate != 1.0) and not update.drive_sees_state:  # else it scales an error
         spread = isinstance(rate, Tensor) and rate.ndim and rate_shape(step.rate) == "scalar"
         v = (v * (rate[..., None] if spread else rate)).to(v.dtype)  # type: ignore[index]
     return k.to(v.dtype), v, element
