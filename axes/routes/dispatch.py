@@ -239,7 +239,11 @@ def _execute(
     moved = _each(signal, time, lambda x: x.movedim(time, batch))
     if state is None:
         state = update.init(_each(moved, batch, lambda x: x.select(batch, 0)), weights)
-    out, state = contained(_route(choice, batch), update, moved, state, batch)
+    route = _route(choice, batch)
+    if choice.implementation == "triton":
+        out, state = route(update, moved, state)
+    else:
+        out, state = contained(route, update, moved, state, batch)
     return out.movedim(batch, time).to(dtype), state
 
 

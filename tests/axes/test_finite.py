@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from axes.errors import AxesError, NotFiniteError
 from axes.routes import finite, scan
 from axes.sequence import ALL, PREDICTED, GatedDeltaNet, SoftmaxAttention, YaadMatrix
 from axes.testing.examples import example, leaves
+from tests.interpreter import interpret
 
 SYSTEMS = {cls.name: cls for cls in (*ALL, *PREDICTED)}
 LENGTH, AT, D = 20, 9, 4
@@ -118,6 +120,24 @@ def test_layers_keep_it_behind_its_token_and_in_its_sequence(name: str) -> None:
     assert y[0, AT].isnan().all() and y[0, AT:].isnan().any(-1).all()
 
 
+LARGE = {  # docs/finite.md: the power of ten from which a layer's output is not finite
+    **dict.fromkeys(("mamba2", "rwkv7"), 8),
+    **dict.fromkeys(("linear-attention", "linear-attention-unnormalised", "retnet", "gla", "ttt-mlp"), 14),
+    **dict.fromkeys(("titans", "ttt-linear", "lattice-dec", "lattice-enc", "lattice-sim", "path"), 19),
+    **dict.fromkeys(("longhorn", "longhorn-diagonal", "softmax-attention", "alibi", "rope", "fox", "shampoo-net"), 20),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_how_large_values_may_be(name: str) -> None:
+    """As documented, two orders to the safe side; those that are finite always are."""
+    torch.manual_seed(0)
+    layer, x = SYSTEMS[name](16, heads=2), torch.randn(2, 24, 16)
+    with torch.no_grad():
+        assert layer(x * 10.0 ** (LARGE.get(name, 38) - 2))[0].isfinite().all()
+        assert name not in LARGE or not layer(x * 10.0 ** (LARGE[name] + 2))[0].isfinite().all()
+
+
 def test_nobody_looks_twice_at_what_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sum a call; sums that overflow are not mistaken for entries that are not finite."""
     runs = []
@@ -127,6 +147,35 @@ def test_nobody_looks_twice_at_what_is_finite(monkeypatch: pytest.MonkeyPatch) -
     signal["v"] = torch.full_like(signal["v"], 1e37)  # type: ignore[arg-type]
     out, _ = dispatch.run(SYSTEMS["linear-attention-unnormalised"].update, signal)
     assert out.isfinite().all() and not math.isfinite(out.abs().sum()) and len(runs) == 1
+
+
+KERNELS = r"""
+import math
+import torch
+from axes import dispatch
+from axes.kernels.common import versions
+from axes.sequence import GLA, GatedDeltaNet
+from axes.testing.examples import example
+
+versions.refusal = lambda *given, **named: None
+LENGTH, AT, CHUNK = 72, 70, 64
+for cls, name in ((GLA, "v"), (GatedDeltaNet, "k")):
+    made = example(cls.update, batch=(2, 2), length=LENGTH, d_k=16, d_v=16, dtype=torch.float32)
+    signal = {n: x.movedim(2, 1).contiguous() for n, x in made.items()}
+    whole, _ = dispatch.run(cls.update, signal, implementation="triton")
+    signal[name][0, AT, 0, 0] = math.nan
+    out, _ = dispatch.run(cls.update, signal, implementation="triton")
+    unlike = ~((out - whole).abs() <= 1e-4)
+    assert not unlike[1].any() and not unlike[0, :, 1].any(), (name, "another sequence or head")
+    assert not unlike[0, :CHUNK].any(), (name, "an earlier chunk")
+    assert out[0, AT:, 0].isnan().any(-1).all(), (name, "swallowed")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's interpreter")
+def test_kernels_keep_it_in_its_chunk() -> None:
+    """They multiply chunks by masked matrices too, and nobody looks: tests/gpu asks the same of the compiled ones."""
+    interpret(KERNELS)
 
 
 # ---- parts that swallowed or raised ----------------------------------------------------------------------------------

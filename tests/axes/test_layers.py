@@ -51,7 +51,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "state_update", "reference", "derived", "chain",
     ),
     "routes": (
-        "choice", "given", "packed", "parameters", "precision", "one_state", "scan", "spans", "substitution", "gram",
+        "choice", "given", "packed", "parameters", "precision", "one_state", "scan", "spans", "finite", "substitution", "gram",
         "cascade", "attention", "opaque",
         "kernel_terms", "select", "dispatch", "frame",
     ),
