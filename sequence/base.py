@@ -98,7 +98,11 @@ class SequenceLayer(nn.Module):
         block, who = block if block is not None else type(self).block, type(self).__name__
         given = {"d_model": d_model, "heads": heads, "d_k": d_k, "d_v": d_v, "num_v_heads": num_v_heads}
         for name, size in given.items():
-            if size is not None and size < 1:
+            if size is None:
+                continue
+            if not isinstance(size, int):
+                raise wrong_type(who, name, "an integer", size)
+            if size < 1:
                 raise ShapeError(f"{who}: {name} must be at least 1, got {size}")
         if d_model % heads and (d_k is None or d_v is None):
             raise ShapeError(f"{who}: d_model={d_model} is not a multiple of heads={heads}; give d_k and d_v")

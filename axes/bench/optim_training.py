@@ -97,6 +97,8 @@ def measure(
     for name, least in (("steps", 2), ("rates", 1), ("seeds", 2), ("points", 1)):
         if getattr(plan, name) < least:
             raise AxesError(f"--{name} must be at least {least}, got {getattr(plan, name)}")
+        if name != "steps" and getattr(plan, name) > _MOST:
+            raise AxesError(f"--{name} must be at most {_MOST:,}, each of which is a run, got {getattr(plan, name)}")
     device = device_of(plan.device)
     tasks, taking_part = find_tasks(plan.tasks), trainers(plan.who)
     path = folder / FILE
