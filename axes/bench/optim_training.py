@@ -26,6 +26,7 @@ from axes.optim.engine.routing import roles
 from axes.tasks.schedules import Schedule
 
 FILE = "optim-training.json"
+_MOST = 10_000  # of what is multiplied to a number of runs
 _FACTOR = 10.0**0.5  # between neighbouring learning rates
 _EXTENSIONS = 4  # further points, at most, where the best one is an end of the grid
 _CLIP = 1.0

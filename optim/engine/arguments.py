@@ -27,12 +27,14 @@ def require_arguments(cls: type, given: Sequence[Any], named: Mapping[str, Any])
             continue
         length, who = wanted[name].length, cls.__name__
         if wanted[name].flag:
-            if not isinstance(value, bool | Real) or value not in (True, False):
+            if not isinstance(value, Real) and not _of_numpy(value) or value not in (True, False):
                 raise wrong_type(who, name, "True or False", value)
         elif length is None:
             _require_number(who, name, value, "a number")
-        elif not isinstance(value, Sequence) or isinstance(value, str) or len(value) != length:
+        elif not isinstance(value, Sequence) or isinstance(value, str):
             raise wrong_type(who, name, f"a tuple of {length} numbers", value)
+        elif len(value) != length:
+            raise AxesError(f"{who}: {name} must be a tuple of {length} numbers, got {len(value)}")
         else:
             for i, x in enumerate(value):
                 if x is not None or not wanted[name].optional:
@@ -42,11 +44,16 @@ def require_arguments(cls: type, given: Sequence[Any], named: Mapping[str, Any])
 def _require_number(who: str, name: str, value: Any, wanted: str) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise AxesError(f"{who}: {name} must be one number, got a tensor of shape {tuple(value.shape)}")
+            raise AxesError(f"{who}: {name} must be a number or a tensor of one element, got shape {tuple(value.shape)}")
     elif not isinstance(value, Real):
         raise wrong_type(who, name, wanted, value)
     elif math.isnan(value):
         raise AxesError(f"{who}: {name} must be a number, got {value!r}")
+
+
+def _of_numpy(value: Any) -> bool:
+    """numpy's own yes and no, which are no numbers of Python's."""
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
 
 
 class _Wanted(NamedTuple):
