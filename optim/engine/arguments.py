@@ -44,7 +44,8 @@ def require_arguments(cls: type, given: Sequence[Any], named: Mapping[str, Any])
 def _require_number(who: str, name: str, value: Any, wanted: str) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise AxesError(f"{who}: {name} must be a number or a tensor of one element, got shape {tuple(value.shape)}")
+            got = tuple(value.shape)
+            raise AxesError(f"{who}: {name} must be a number or a tensor of one element, got shape {got}")
     elif not isinstance(value, Real):
         raise wrong_type(who, name, wanted, value)
     elif math.isnan(value):

@@ -217,7 +217,7 @@ def _numbers(cls: type) -> list[inspect.Parameter]:
 def test_what_is_no_number_is_refused_by_its_name(cls: type) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     for argument in _numbers(cls):
-        for value in ("x", [1.0], object(), torch.ones(2), math.nan, (1.0, "x")):
+        for value in ("x", [1.0], object(), torch.ones(2), np.ones(2), math.nan, (1.0, "x")):
             if argument.name == "lr" and value is math.nan:
                 continue
             with pytest.raises(AxesError, match=rf"{cls.__name__}: {argument.name}\b"):
