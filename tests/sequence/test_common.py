@@ -17,7 +17,8 @@ from axes.core.algorithms import Anchor
 from axes.core.memory import List
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
-from axes.sequence import ALL, DeltaNet, GatedDeltaNet, LinearAttention, SequenceLayer, SoftmaxAttention, layer
+from axes.routes import given
+from axes.sequence import ALL, DeltaNet, GatedDeltaNet, LinearAttention, SequenceLayer, SoftmaxAttention, base, layer
 from axes.sequence.lattice import LATTICE
 from axes.sequence.miras import MIRAS
 from axes.sequence.titans import TITANS
@@ -357,6 +358,19 @@ def test_compiles(cls: type[SequenceLayer]) -> None:
     _, state = compiled(x)
     torch.testing.assert_close(compiled(x, state)[0], module(x, state)[0])
     torch.compiler.reset()
+
+
+def test_a_step_checks_its_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the layer, whose words name it: the door of `dispatch` behind it is for those who come there first."""
+    module, x = make(GatedDeltaNet), tokens()
+    _, state = module(x)
+    asked = []
+    true = given.require_state
+    for place in (base, given):
+        monkeypatch.setattr(place, "require_state", lambda *a, **n: asked.append(a[0]) or true(*a, **n))
+    given.asked(module.update).looks.clear()
+    module.step(x[:, 0], state)
+    assert asked == ["GatedDeltaNet"]
 
 
 # ---- declarations -------------------------------------------------------------------------------------------------
