@@ -147,7 +147,10 @@ def _names_types(test: ast.expr) -> bool:
 
 
 def _passive(node: ast.AST) -> bool:
-    """What nobody executes, or only to make a sentence: annotations, docstrings, messages."""
+    """What nobody executes, or only to make a sentence: annotations, docstrings, messages; and strict=True, which only
+    raises where a call of this package is wrong already."""
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        return True
     if isinstance(node, ast.JoinedStr | ast.AnnAssign | ast.arg | ast.Import | ast.ImportFrom):
         return True
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
