@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from axes import dispatch
+from axes import depth, dispatch, sequence
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment, Linear, SquaredError
 from axes.core.geometry import ConstantNorm, Euclidean, Sphere, Whiten
@@ -98,3 +99,30 @@ def test_convolutions_begin_within_the_root_of_their_taps() -> None:
     assert weight.abs().max() <= 0.5 and weight.abs().max() > 0.49
     assert weight.var().item() == pytest.approx(1 / 12, rel=0.05)
     assert math.isclose(weight.mean().item(), 0, abs_tol=0.01)
+
+
+def _begun_again(module: nn.Module, junk: float) -> list[torch.Tensor]:
+    with torch.no_grad():
+        for p in module.parameters():
+            p.fill_(junk)
+        torch.manual_seed(0)
+        module.reset_parameters()  # type: ignore[operator]
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("cls", depth.ALL, ids=lambda cls: cls.name)
+def test_every_parameter_of_a_mixer_is_set_by_its_reset(cls: type, learned: bool) -> None:
+    """What memory held before is no start: a parameter that nobody fills is often zero by chance."""
+    if learned and "learned_reduce" not in inspect.signature(cls).parameters:
+        pytest.skip("it has no exit of its own")
+    mixer = cls(8, layer_index=1, **({"learned_reduce": True} if learned else {}))
+    for a, b in zip(_begun_again(mixer, math.nan), _begun_again(mixer, 7.0), strict=True):
+        assert a.isfinite().all() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("cls", (*sequence.ALL, *sequence.PREDICTED), ids=lambda cls: cls.name)
+def test_every_parameter_of_a_layer_is_set_by_its_reset(cls: type) -> None:
+    layer = cls(8, heads=2)
+    for a, b in zip(_begun_again(layer, math.nan), _begun_again(layer, 7.0), strict=True):
+        assert a.isfinite().all() and torch.equal(a, b)
