@@ -86,6 +86,15 @@ CANDIDATES: dict[str, str] = {
 EQUIVALENT: dict[tuple[str, str], str] = {}
 
 
+_HEAD = """# Planted faults
+
+Written by `python -m tests.mutants FILES --report docs/mutants`, which plants one fault at a time in a copy of the tree
+and shows it to the tests that run its line; a file's faults are drawn by a seed. A line that no candidate test runs is
+left out of the counts. Forty faults of GPU kernels stand in `tests/gpu/faults.py`, for a machine that has a GPU.
+
+"""
+
+
 class Fault(NamedTuple):
     file: str
     line: int
@@ -407,7 +416,7 @@ def main() -> None:
         rows += [{**f.fault._asdict(), "outcome": f.outcome, "by": f.by, "seconds": round(f.seconds, 1)} for f in found]
         kept.write_text(json.dumps(rows, indent=1) + "\n")
         found = [Found(Fault(*(r[n] for n in Fault._fields)), r["outcome"], r["by"], r["seconds"]) for r in rows]
-        given.report.with_suffix(".md").write_text(report(found))
+        given.report.with_suffix(".md").write_text(_HEAD + report(found))
     print(report(found))
 
 
