@@ -42,7 +42,7 @@ CANDIDATES: dict[str, str] = {
     "axes/core/geometry/norms.py": "axes/test_geometry.py",
     "axes/core/legality.py": "axes/test_legality.py",
     "axes/core/memory.py": "axes/test_memory.py axes/test_reference.py",
-    "axes/core/monoids.py": "axes/test_monoids.py",
+    "axes/core/monoids.py": "axes/test_monoids.py axes/test_survivors.py",
     "axes/core/rates.py": "axes/test_rates.py",
     "axes/core/reference.py": "axes/test_reference.py axes/test_state_update.py",
     "axes/routes/attention": "axes/test_attention.py sequence/test_attention.py",

@@ -15,6 +15,7 @@ from axes.core.algorithms import Step
 from axes.core.costs import Alignment, Linear, SquaredError
 from axes.core.geometry import ConstantNorm, Euclidean, Sphere, Whiten
 from axes.core.geometry.bregman import Context
+from axes.core.monoids import Rotation
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.depth import DynamicHyperConnections, mixer
@@ -126,3 +127,9 @@ def test_every_parameter_of_a_layer_is_set_by_its_reset(cls: type) -> None:
     layer = cls(8, heads=2)
     for a, b in zip(_begun_again(layer, math.nan), _begun_again(layer, 7.0), strict=True):
         assert a.isfinite().all() and torch.equal(a, b)
+
+
+def test_pairs_turn_more_slowly_the_later_they_stand() -> None:
+    """Su et al. 2021, eq. 15: angles base^(-2i / d), one for each pair."""
+    angle = Rotation(10000.0).element({}, 1.0, torch.zeros(1, 6, dtype=torch.float64)).angle
+    assert angle is not None and angle.tolist() == pytest.approx([1.0, 10000 ** (-1 / 3), 10000 ** (-2 / 3)])
