@@ -343,8 +343,8 @@ def _write_sample(model: Any, prompt: str, tokens: int, temperature: float, seed
 
 def _console() -> Console:
     console = Console()
-    # without a terminal there is no width to respect but the reader's
-    return console if console.is_terminal else Console(width=120)
+    # without a terminal there is no width to respect but the reader's, whose may be as narrow as terminals begin
+    return console if console.is_terminal else Console(width=80)
 
 
 def _say(line: str) -> None:

@@ -7,7 +7,7 @@ sequence is `axes.routes.dispatch`'s decision: no layer names one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from axes.kernels.common.repeated import Same, repeated
 from axes.routes import dispatch
 from axes.routes import frame as frames
 from axes.routes.choice import Plan, Target
+from axes.routes.finite import log_gates, require_finite
 from axes.routes.given import Place, asked, look, require_bounds, require_state
 from axes.routes.packed import Packing
 from axes.routes.parameters import some_parameter
@@ -60,6 +61,8 @@ class SequenceLayer(nn.Module):
         update: another tuple than the class's own.
         implementation: reference, torch or triton by name; otherwise what `axes.routes.dispatch.select` picks.
         checkpoint: recompute the layer in the backward pass instead of storing its activations.
+        check_finite: read x, the signal and the output at every call: NotFiniteError names the first token that is not
+            finite. It waits for the device, and no compiler follows it.
         device, dtype: of the parameters.
 
     Raises: ShapeError for inputs of the wrong shape, dtype or device; IllegalUpdate for a tuple without keys.
@@ -87,6 +90,7 @@ class SequenceLayer(nn.Module):
         update: StateUpdate | None = None,
         implementation: dispatch.Implementation | None = None,
         checkpoint: bool = False,
+        check_finite: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -95,7 +99,11 @@ class SequenceLayer(nn.Module):
         block, who = block if block is not None else type(self).block, type(self).__name__
         given = {"d_model": d_model, "heads": heads, "d_k": d_k, "d_v": d_v, "num_v_heads": num_v_heads}
         for name, size in given.items():
-            if size is not None and size < 1:
+            if size is None:
+                continue
+            if not isinstance(size, int):
+                raise wrong_type(who, name, "an integer", size)
+            if size < 1:
                 raise ShapeError(f"{who}: {name} must be at least 1, got {size}")
         if d_model % heads and (d_k is None or d_v is None):
             raise ShapeError(f"{who}: d_model={d_model} is not a multiple of heads={heads}; give d_k and d_v")
@@ -122,7 +130,7 @@ class SequenceLayer(nn.Module):
         if queries > 1 and memory.kind != "list":
             raise IllegalUpdate(f"{who}: several heads of queries read one list; {self.update!r} keeps none: queries=1")
         self.memories = (values,) if queries == 1 else (heads // queries, 1)  # batch dimensions of a sequence's memory
-        self.implementation, self.checkpoint = implementation, checkpoint
+        self.implementation, self.checkpoint, self.check_finite = implementation, checkpoint, check_finite
         settle(self.update, (d_v, d_k), implementation)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
@@ -257,8 +265,11 @@ class SequenceLayer(nn.Module):
             state = self.init_state(x.shape[0], x.device, x.dtype)
         self._check_state(state, x.shape[0], x)
         signal, tails, kept = fused.enter(self.around, x[:, None], state.tails, None, self.implementation, token=True)
-        out, memory = dispatch.step(self.update, signal, state.memory, implementation=self.implementation)
-        return fused.leave(self.around, out, kept)[:, 0], LayerState(tails, memory)
+        self._look({"x": x[:, None], **signal})
+        out, memory = dispatch.one_token(self.update, signal, state.memory, self.implementation)
+        y = fused.leave(self.around, out, kept)
+        self._look({"the output": y})
+        return y[:, 0], LayerState(tails, memory)
 
     def _through(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
@@ -277,7 +288,7 @@ class SequenceLayer(nn.Module):
 
     def _repeats(self, x: Tensor) -> bool:
         """Whether a call like one before does the same again: where kernels run, nothing is read on the host."""
-        if torch.compiler.is_compiling() or not x.numel():
+        if torch.compiler.is_compiling() or not x.numel() or self.check_finite:
             return False
         cls = type(self)
         own = cls._run is SequenceLayer._run and cls._recur is SequenceLayer._recur
@@ -289,6 +300,7 @@ class SequenceLayer(nn.Module):
         packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x.shape[1])
         before, start = (None, None) if state is None else state
         signal, tails, kept = fused.enter(self.around, x, before, packing, self.implementation)
+        self._look({"x": x, **signal})
         if start is None:
             start = self._init_memory(x.shape[0] if packing is None else packing.sequences, x)
         memory: State | None
@@ -300,13 +312,19 @@ class SequenceLayer(nn.Module):
         else:
             named = self.implementation
             out, memory = dispatch.run_packed(self.update, signal, start, cu_seqlens, implementation=named)
-        return fused.leave(self.around, out, kept), None if memory is None else LayerState(tails, memory)
+        y = fused.leave(self.around, out, kept)
+        self._look({"the output": y})
+        return y, None if memory is None else LayerState(tails, memory)
 
     def _recur(self, signal: Signal, memory: State) -> tuple[Tensor, State]:
         """The recurrence alone; `axes bench training` puts a peer's operator in its place."""
         return dispatch.run(self.update, signal, memory, time=1, implementation=self.implementation)
 
     # ---- checks ------------------------------------------------------------------------------------------------
+
+    def _look(self, named: Mapping[str, Tensor | float]) -> None:
+        if self.check_finite:
+            require_finite(type(self).__name__, named, gates=log_gates(self.update))
 
     def _check_groups(self, heads: int, values: int, block: Block, memory: str) -> None:
         who = type(self).__name__

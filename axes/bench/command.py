@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +38,7 @@ from axes.files import write_text
 
 app = typer.Typer(name="bench", help="Side by side with the best peers, on this machine.", no_args_is_help=True)
 
+_SECONDS_BETWEEN_LINES = 5.0
 _GPU_SHAPES = ("8,4096,16,128",)
 _CPU_SHAPES = ("1,4096,4,64",)
 
@@ -304,12 +307,29 @@ def _console() -> Console:
 
 @contextmanager
 def _watching(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on a terminal, as the function that measurements tell how far they are."""
+    """A progress bar on a terminal, as the function that measurements tell how far they are; elsewhere a line on
+    stderr, every few seconds at most."""
+    if not console.is_terminal:
+        yield _Lines()
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=None)
 
         def watch(what: str, done: int, of: int) -> None:
             bar.update(task, description=what, completed=done, total=of)
 
         yield watch
+
+
+class _Lines:
+    """How far a measurement is, as lines of a log."""
+
+    def __init__(self) -> None:
+        self.begun, self.last = time.monotonic(), -math.inf
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        now = time.monotonic()
+        if now - self.last >= _SECONDS_BETWEEN_LINES or done == of:
+            self.last = now
+            typer.echo(f"{done}/{of} after {now - self.begun:.0f} s: {what}", err=True)

@@ -26,6 +26,7 @@ from axes.optim.engine.routing import roles
 from axes.tasks.schedules import Schedule
 
 FILE = "optim-training.json"
+_MOST = 10_000  # of what is multiplied to a number of runs
 _FACTOR = 10.0**0.5  # between neighbouring learning rates
 _EXTENSIONS = 4  # further points, at most, where the best one is an end of the grid
 _CLIP = 1.0
@@ -97,6 +98,8 @@ def measure(
     for name, least in (("steps", 2), ("rates", 1), ("seeds", 2), ("points", 1)):
         if getattr(plan, name) < least:
             raise AxesError(f"--{name} must be at least {least}, got {getattr(plan, name)}")
+        if name != "steps" and getattr(plan, name) > _MOST:
+            raise AxesError(f"--{name} must be at most {_MOST:,}, each of which is a run, got {getattr(plan, name)}")
     device = device_of(plan.device)
     tasks, taking_part = find_tasks(plan.tasks), trainers(plan.who)
     path = folder / FILE

@@ -59,9 +59,14 @@ _EMPTY: Signal = MappingProxyType({})
 
 
 def _norm(x: Tensor) -> Tensor:
-    """|x| over the last dimension, kept; 0 with all derivatives 0 at x = 0."""
+    """|x| over the last dimension, kept; 0 with all derivatives 0 at x = 0. Asked for zero, so that NaN stays NaN."""
     square = (x * x).sum(-1, keepdim=True)
-    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+    return torch.where(square == 0, 0.0, torch.where(square == 0, 1.0, square).sqrt())
+
+
+def _sign(x: Tensor) -> Tensor:
+    """torch's is 0 of NaN, which nobody would see again."""
+    return torch.where(x.isnan(), x, x.sign())
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -320,7 +325,7 @@ class Lp(_ErrorCost):
             return f * e / (1 + f * c)
         if self.smooth is None and p == 1:
             inner, positive = _over(e, c)
-            return torch.where(positive & (inner.abs() <= 1), inner, e.sign())
+            return torch.where(positive & (inner.abs() <= 1), inner, _sign(e))
         if self.smooth is None and p < 2:  # in r: the slope is not smooth, but its inverse is
 
             def by_residual(r: Tensor) -> Tensor:
@@ -343,6 +348,7 @@ class Huber(_ErrorCost):
 
     coordinate: l = sum_j H(e_j), r = clip(e / (1 + c), -delta, delta), delta scalar or row (Miras eqs. 13-14,
     torch.nn.HuberLoss). norm: l = H(|e|), r = e min(1 / (1 + c), delta / |e|), delta scalar (eq. 15).
+    An infinite coordinate is one more outlier: it is clipped, and nothing behind it tells. NaN stays NaN.
     """
 
     delta: Rate = 1.0
@@ -369,7 +375,7 @@ class Huber(_ErrorCost):
     def _prox(self, e: Tensor, c: Value, signal: Signal) -> Tensor:
         delta, quadratic = _per_coordinate(self.delta, signal), e / (1 + c)
         if self.kind == "coordinate":
-            return torch.where(quadratic.abs() <= delta, quadratic, delta * e.sign())
+            return torch.where(quadratic.abs() <= delta, quadratic, delta * _sign(e))
         inside = _norm(quadratic) <= delta
         if not _varies(c):
             return torch.where(inside, quadratic, delta * _unit(e))
@@ -404,7 +410,7 @@ class HuberSwitch(Cost):
 
     def gradient(self, prediction: Tensor, target: Tensor, signal: Signal = _EMPTY) -> Tensor:
         e, delta = prediction - target, _per_coordinate(self.delta, signal)
-        return torch.where(_norm(e) <= delta, e, delta * e.sign())
+        return torch.where(_norm(e) <= delta, e, delta * _sign(e))
 
 
 @final

@@ -37,6 +37,7 @@ from axes.routes import (
     token,
 )  # fmt: skip
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
+from axes.routes.finite import contained, log_gates, require_finite
 from axes.routes.given import require_call, require_packed, require_token
 from axes.routes.packed import each_alone, grows, join, unread
 from axes.routes.precision import own_precision
@@ -59,6 +60,7 @@ __all__ = [
 _preferred: ContextVar[Implementation | None] = ContextVar("axes_implementation", default=None)
 _traced: Implementation | None = None  # the same for compilers, which cannot look into a ContextVar
 _GRAM_CHUNK, _SPAN = 32, 256
+_GREW = ", of a signal that is: values are too large for this dtype, or the state was not finite before"
 
 
 @contextmanager
@@ -88,6 +90,7 @@ def run(
     time: int = 1,
     weights: Leaves | None = None,
     implementation: Implementation | None = None,
+    check_finite: bool = False,
 ) -> tuple[Tensor, State]:
     """`reference.run` by the fastest legal route: step, then read q, for a whole sequence.
 
@@ -96,10 +99,18 @@ def run(
     which multiplies and keeps pairs in the dtype of v; float64 in float64.  Outputs come back in the dtype of v, states
     stay in the computing dtype.  Raises ShapeError, WrongType or UnknownName for what does not fit the tuple; domains
     are asked of numbers, values of tensors are not read.
+
+    check_finite: read them: NotFiniteError for the first token of the signal, or else of the outputs, that is not
+    finite. Without it what is not finite goes where the recurrence takes it (`axes.routes.finite`).
     """
     if not torch.compiler.is_compiling():
         require_call("dispatch.run", update, signal, state, time, weights)
-    return _run(update, signal, state, time, weights, implementation)
+    if check_finite:
+        require_finite("dispatch.run", signal, time, gates=log_gates(update))
+    out, state = _run(update, signal, state, time, weights, implementation)
+    if check_finite:
+        require_finite("dispatch.run", {"the output": out}, time, _GREW)
+    return out, state
 
 
 def _run(
@@ -168,15 +179,29 @@ def run_packed(
     cu_seqlens: Tensor,
     *,
     implementation: Implementation | None = None,
+    check_finite: bool = False,
 ) -> tuple[Tensor, State | None]:
     """`run` over N sequences packed in one batch entry (1, T, ...), with a state each: (N, ...) in `state`.
 
     cu_seqlens: boundaries 0, ..., T (N + 1,), whose values are checked on the CPU; a kernel leaves them on the device,
     the torch routes read them and take the sequences of one length together.  The state is None where states at unequal
     lengths cannot share a batch (an anchor at different positions); its count is at least that of the longest sequence.
+    check_finite: as `run`.
     """
     if not torch.compiler.is_compiling():
         require_packed("dispatch.run_packed", update, signal, state, cu_seqlens)
+    if check_finite:
+        require_finite("dispatch.run_packed", signal, gates=log_gates(update))
+    out, after = _run_packed(update, signal, state, cu_seqlens, implementation)
+    if check_finite:
+        require_finite("dispatch.run_packed", {"the output": out}, 1, _GREW)
+    return out, after
+
+
+def _run_packed(
+    update: StateUpdate, signal: Signal, state: State, cu_seqlens: Tensor, implementation: Implementation | None
+) -> tuple[Tensor, State | None]:
+    """`run_packed` of what has been checked."""
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
     shapes = {**_shapes(signal, state), "cu_seqlens": tuple(cu_seqlens.shape)}
@@ -224,6 +249,13 @@ def step(
     """
     if not torch.compiler.is_compiling():
         require_token("dispatch.step", update, signal, state)
+    return one_token(update, signal, state, implementation, in_place)
+
+
+def one_token(
+    update: StateUpdate, signal: Signal, state: State, implementation: Implementation | None, in_place: bool = False
+) -> tuple[Tensor, State]:
+    """`step` of what has been checked."""
     v = signal["v"]
     assert isinstance(v, Tensor)
     shapes = _shapes(signal, state)
@@ -304,11 +336,23 @@ def _execute(
     moved = _each(signal, time, lambda x: x.movedim(time, batch))
     if state is None:
         state = update.init(_each(moved, batch, lambda x: x.select(batch, 0)), weights)
-    if choice.route == "attention":
-        out, state = attention.run(update, moved, state, choice.implementation == "triton")
+    route = _route(choice, batch)
+    if choice.implementation == "triton":
+        out, state = route(update, moved, state)
     else:
-        out, state = _ROUTES[choice.route](update, moved, state, batch)
+        out, state = contained(route, update, moved, state, batch)
     return out.movedim(batch, time).to(dtype), state
+
+
+def _route(choice: Choice, batch: int) -> Callable[[StateUpdate, Signal, State], tuple[Tensor, State]]:
+    """For signals of `batch` batch dimensions, then T, then features."""
+
+    def run(update: StateUpdate, signal: Signal, state: State) -> tuple[Tensor, State]:
+        if choice.route == "attention":
+            return attention.run(update, signal, state, choice.implementation == "triton")
+        return _ROUTES[choice.route](update, signal, state, batch)
+
+    return run
 
 
 def _shapes(signal: Signal, state: State | None) -> dict[str, tuple[int, ...]]:

@@ -31,6 +31,9 @@ _OPTIONS: Mapping[str, Mapping[str, float]] = {
     "nadam": {"lr": 5e-3},
     "muon": {"lr": 2e-2, "weight_decay": 1e-2},
 }
+_STREAMS = (  # mixers whose tokens have so many streams
+    "hyper-connections", "dynamic-hyper-connections", "mhc", "mhc-lite", "ihc", "jpmhc", "jpmhc-mean-preserving",
+)  # fmt: skip
 
 
 @final
@@ -100,9 +103,10 @@ class Configuration:
 
     def least_bytes(self) -> int:
         """What no layer, mixer or optimizer does without: eight products of width^2 a block, each with its gradient,
-        and of every block an activation that the backward pass reads."""
+        of every block an activation that the backward pass reads, and the streams, once."""
         weights = 8 * self.layers * self.width**2 + 256 * self.width
-        return 8 * weights + 4 * self.layers * self.batch * self.context * self.width
+        more = self.streams if self.depth in _STREAMS else 0
+        return 8 * weights + 4 * (self.layers + more) * self.batch * self.context * self.width
 
     def _require_types(self) -> None:
         # a hand-edited config.json can hold anything; annotations are strings here

@@ -5,10 +5,10 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 
@@ -232,5 +232,12 @@ def curve_of(folder: RunFolder) -> Curve:
         validation=tuple(
             record["validation_bits_per_byte"] for record in records if "validation_bits_per_byte" in record
         ),
-        unigram=float(config["corpus"]["unigram_entropy"]),
+        unigram=_unigram(folder, config),
     )
+
+
+def _unigram(folder: RunFolder, config: Mapping[str, Any]) -> float:
+    try:
+        return float(config["corpus"]["unigram_entropy"])
+    except (KeyError, TypeError, ValueError):
+        raise AxesError(f"{folder.config} is damaged: it does not say the unigram entropy of its corpus") from None

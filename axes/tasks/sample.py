@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from axes.errors import AxesError
+from axes.errors import AxesError, NotFiniteError
 from axes.models.language_model import LanguageModel
 from axes.tasks.corpus import END_OF_DOCUMENT
 from axes.tasks.language_modelling import read_configuration
@@ -44,6 +44,9 @@ def generate(
         prompt: what the text begins with; empty means the beginning of a document.
         temperature: 0 takes the likeliest byte each time.
         seed: of the draws; the same seed gives the same text.
+
+    Raises:
+        NotFiniteError: the model's outputs are not numbers.
     """
     if tokens < 0:
         raise AxesError(f"tokens must be 0 or more, got {tokens}")
@@ -55,10 +58,16 @@ def generate(
     for byte in prompt or END_OF_DOCUMENT:
         logits, state = model.step(torch.tensor([byte], device=device), state)
     for remaining in range(tokens, 0, -1):
+        logits = logits.double().cpu()
+        if not logits.isfinite().all():
+            raise NotFiniteError(
+                "the model's outputs are not finite: its weights are no numbers, or too large; sample an earlier "
+                "checkpoint, or train again with a lower --lr"
+            )
         if temperature == 0:
             token = logits.argmax(-1)
         else:
-            probabilities = torch.softmax(logits.double().cpu() / temperature, -1)
+            probabilities = torch.softmax(logits / temperature, -1)
             token = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
         yield int(token)
         if remaining > 1:

@@ -5,7 +5,7 @@ keys of the parameter group, so schedulers drive them. Everything else about a r
 from the group's hyperparameters by a pure function. A parameter is a matrix to its rule (see `routing`); state and
 arithmetic are float32 for 16-bit parameters, which are rounded once.
 
-    options, groups, requirements   what an optimizer is given, and whether it makes sense
+    arguments, options, groups, requirements: what an optimizer is given, and whether it makes sense
     routing, layouts, router        what a parameter is, how it is matrices, and which rule takes it
     facts, batches                  what is decided once: how a tuple is stepped, and which parameters together
     together, staged                the ways to step: a program of entries; over stacks programs, or the tuple
@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError, UnknownName, wrong_type
 from axes.optim.engine import across, states, trees
+from axes.optim.engine.arguments import require_arguments
 from axes.optim.engine.batches import AnyBatch, Batches
 from axes.optim.engine.capabilities import keyed, needs_examples, needs_layers
 from axes.optim.engine.checkpoints import Kept, require_saved, wrap_state
@@ -87,6 +88,10 @@ class Optimizer(torch.optim.Optimizer):
     default_lr: ClassVar[float] = 1e-3
     watches_layers: ClassVar[bool] = True  # hooks on nn.Linear supply k, v and e
     update: StateUpdate  # of the main rule: with its defaults on a class, as constructed on an object
+
+    def __new__(cls, *given: Any, **named: Any) -> Self:
+        require_arguments(cls, given, named)
+        return super().__new__(cls)
 
     def __init__(
         self,

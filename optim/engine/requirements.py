@@ -54,7 +54,7 @@ def require(who: str, group: Group, update: StateUpdate, members: Named, matrice
 
 def _require_numbers(who: str, group: Group, update: StateUpdate) -> None:
     """Of the rates, gates and vectors that a tuple reads from its group."""
-    for key in ("lr", "weight_decay"):
+    for key in ("lr", "weight_decay", "lr_scale"):
         value = group.get(key, 0.0)
         if isinstance(value, Tensor):
             if value.numel() != 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,21 @@ def test_bad_flags_are_explained(flags: str, says: str, capsys: pytest.CaptureFi
         main(["bench", "sequence", *flags.split(), "--out", str(tmp_path)])
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
+
+
+def test_without_a_terminal_lines_say_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = "--layers 1 --width 16 --heads 2 --vocabulary 16 --batch 1 --tokens 8 --steps 1 --who axes --device cpu"
+    with pytest.raises(SystemExit):
+        main(["bench", "training", *size.split(), "--out", str(tmp_path)])
+    said = capsys.readouterr()
+    lines = re.findall(r"^(\d)/1 after \d+ s: (\w+)$", said.err, re.M)
+    assert lines == [("0", "axes"), ("1", "done")] and "after" not in said.out
+
+
+def test_more_runs_than_anybody_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "optim-training", "--seeds", "9223372036854775807", "--out", str(tmp_path)])
+    assert "--seeds must be at most 10,000" in capsys.readouterr().err
 
 
 def test_floors_count_each_byte_once() -> None:

@@ -49,7 +49,8 @@ def test_train_and_sample(axes: Axes, tmp_path: Path, text: Path) -> None:
     assert (status, errors) == (0, "")
     assert "step 3/6" in output
     assert "validation" in output
-    assert "unigram entropy" in output
+    table = output[output.index("sequence x optimizer") :].splitlines()
+    assert "unigram" in table[0] and max(map(len, table[:-1])) <= 80
     assert str(run) in output
     status, output, errors = axes("sample", run, "--prompt", "words", "--tokens", 20, "--greedy")
     assert (status, errors) == (0, "")

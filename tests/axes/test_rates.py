@@ -108,3 +108,11 @@ def test_a_constant_share_of_an_average_lies_inside() -> None:
     with pytest.raises(IllegalUpdate, match="Mix: weight"):
         Mix(1.5)
     assert Mix(1.0 / T).weight == 1.0 / T
+
+
+def test_a_bound_is_the_number_on_whichever_side_it_stands() -> None:
+    x = torch.tensor([0.2, 0.8])
+    for bound in (minimum(Per("a"), 0.5), minimum(0.5, Per("a"))):
+        assert torch.equal(resolve(bound, {"a": x}), torch.tensor([0.2, 0.5]))
+    for bound in (maximum(Per("a"), 0.5), maximum(0.5, Per("a"))):
+        assert torch.equal(resolve(bound, {"a": x}), torch.tensor([0.5, 0.8]))

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from axes import catalogue
-from axes.errors import NotFiniteError
+from axes.errors import AxesError, NotFiniteError
 from axes.tasks import demonstration
 from axes.tasks.configuration import Configuration
 from axes.tasks.curve import Curve, draw_curves
 from axes.tasks.interruption import stop_requested
-from axes.tasks.language_modelling import resume, run, start
+from axes.tasks.language_modelling import curve_of, resume, run, start
 from axes.tasks.run_folder import RunFolder
 from axes.tasks.sample import generate, load_model
 from axes.tasks.schedules import SCHEDULES, Schedule
@@ -275,6 +275,30 @@ def test_sampling_follows_its_seed(text: str, tmp_path: Path) -> None:
     assert one == same != other
     assert len(list(generate(model, b"", tokens=5))) == 5
     assert list(generate(model, b"", tokens=0)) == []
+
+
+def test_a_run_that_does_not_know_its_corpus_says_so(text: str, tmp_path: Path) -> None:
+    folder = train(small(text, steps=2), tmp_path / "run")
+    config = json.loads(folder.config.read_text())
+    del config["corpus"]
+    folder.config.write_text(json.dumps(config))
+    with pytest.raises(AxesError, match="config.json is damaged: it does not say the unigram entropy"):
+        curve_of(folder)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_no_numbers_are_not_sampled(text: str, tmp_path: Path, temperature: float) -> None:
+    model = load_model(train(small(text, steps=2), tmp_path / "run"))
+    with torch.no_grad():
+        model.head.weight.fill_(torch.nan)
+    with pytest.raises(NotFiniteError, match="weights are no numbers"):
+        list(generate(model, b"a", 3, temperature))
+
+
+def test_streams_count_in_what_a_machine_must_have(text: str) -> None:
+    small(text, streams=4).require_machine()
+    with pytest.raises(AxesError, match="need at least .* GB"):
+        small(text, streams=10**12).require_machine()
 
 
 def test_demonstration_continues_and_skips(text: str, tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """Every wrong input is one clear sentence, and changes nothing."""
 
 import copy
+import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -192,4 +195,41 @@ def test_foreign_checkpoints_are_refused_and_change_nothing() -> None:
 
 def test_an_illegal_tuple_is_refused_by_its_parts() -> None:
     with pytest.raises(IllegalUpdate):
-        optim.Muon(layer(), ns_coefficients=(1.0, 2.0))  # type: ignore[arg-type]
+        optim.Muon(layer(), eps=-1.0)
+
+
+# ---- arguments of constructors ---------------------------------------------------------------------------------------
+
+KINDS = (["float", "None"], ["int", "None"])
+
+
+def _numbers(cls: type) -> list[inspect.Parameter]:
+    """Arguments that stand for a number, several, or yes and no."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]  # type: ignore[misc]
+
+    def is_number(x: Any) -> bool:
+        return isinstance(x, int | float) or isinstance(x, tuple) and any(map(is_number, x))
+
+    return [p for p in parameters if is_number(p.default) or str(p.annotation).split(" | ") in KINDS]
+
+
+@pytest.mark.parametrize("cls", optim.ALL, ids=lambda cls: cls.name)
+def test_what_is_no_number_is_refused_by_its_name(cls: type) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    for argument in _numbers(cls):
+        for value in ("x", [1.0], object(), torch.ones(2), np.ones(2), math.nan, (1.0, "x")):
+            if argument.name == "lr" and value is math.nan:
+                continue
+            with pytest.raises(AxesError, match=rf"{cls.__name__}: {argument.name}\b"):
+                cls(model, **{argument.name: value})
+
+
+@pytest.mark.parametrize("given", [{"aux_lr_scale": -1.0}, {"refresh": math.nan}, {"graft_eps": "x"}])
+def test_three_that_were_accepted(given: dict[str, Any]) -> None:
+    with pytest.raises(AxesError, match=next(iter(given)).removeprefix("aux_")):
+        optim.Shampoo(layer(), **given)
+
+
+def test_numbers_of_other_kinds_are_taken() -> None:
+    optim.AdamW(layer(), 1e-3, [0.9, 0.99], amsgrad=np.True_, eps=np.float32(1e-8))  # type: ignore[arg-type]
+    optim.Adafactor(layer(), eps=(None, 1e-3))

@@ -17,7 +17,8 @@ from axes.core.algorithms import Anchor
 from axes.core.memory import List
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
-from axes.sequence import ALL, DeltaNet, GatedDeltaNet, LinearAttention, SequenceLayer, SoftmaxAttention, layer
+from axes.routes import given
+from axes.sequence import ALL, DeltaNet, GatedDeltaNet, SequenceLayer, SoftmaxAttention, base, layer
 from axes.sequence.lattice import LATTICE
 from axes.sequence.miras import MIRAS
 from axes.sequence.titans import TITANS
@@ -347,7 +348,8 @@ def test_masks_and_boundaries_of_other_integers() -> None:
 
 # the compiler looks at .grad of whatever passes a graph break, which warns and changes nothing
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("cls", [LinearAttention, GatedDeltaNet, SoftmaxAttention], ids=lambda c: c.name)
+# test_compiled.py has linear attention by inductor
+@pytest.mark.parametrize("cls", [GatedDeltaNet, SoftmaxAttention], ids=lambda c: c.name)
 def test_compiles(cls: type[SequenceLayer]) -> None:
     module, x = make(cls, torch.float32), tokens(dtype=torch.float32)
     # with decompositions, as inductor has them: aot_eager alone gives silu_backward wrong strides (torch 2.13)
@@ -357,6 +359,19 @@ def test_compiles(cls: type[SequenceLayer]) -> None:
     _, state = compiled(x)
     torch.testing.assert_close(compiled(x, state)[0], module(x, state)[0])
     torch.compiler.reset()
+
+
+def test_a_step_checks_its_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the layer, whose words name it: the door of `dispatch` behind it is for those who come there first."""
+    module, x = make(GatedDeltaNet), tokens()
+    _, state = module(x)
+    asked = []
+    true = given.require_state
+    for place in (base, given):
+        monkeypatch.setattr(place, "require_state", lambda *a, **n: asked.append(a[0]) or true(*a, **n))
+    given.asked(module.update).looks.clear()
+    module.step(x[:, 0], state)
+    assert asked == ["GatedDeltaNet"]
 
 
 # ---- declarations -------------------------------------------------------------------------------------------------

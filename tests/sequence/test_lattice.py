@@ -16,6 +16,7 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.routes import dispatch
 from axes.sequence.lattice import LATTICE, LatticeDec, LatticeEnc, LatticeOSR, LatticeSim
+from axes.testing.examples import example
 
 D, HEADS, B, T = 12, 2, 2, 37
 COST = {LatticeDec: "dec", LatticeEnc: "enc", LatticeSim: "sim", LatticeOSR: "dec"}
@@ -212,3 +213,27 @@ def test_step_size_starts_at_a_half() -> None:
     gamma = signal_of(layer, torch.zeros(1, 2, D, dtype=torch.float64))[0]["gamma"]
     torch.testing.assert_close(gamma, torch.full_like(gamma, 0.5))
     assert StateUpdate(Alignment(), algorithm=LatticeOSR.update.algorithm).demands() == (Per("gamma"),)
+
+
+@pytest.mark.parametrize("cls", NORMALISED)
+def test_rounding_does_not_drift(cls: type) -> None:
+    """L36: slots are normalised by their true norms at every chunk's end, 60 of them here, in float32."""
+    signal = example(cls.update, batch=(1,), length=60 * 32, d_k=4, d_v=6, dtype=torch.float32)
+    with torch.no_grad():
+        out, state = dispatch.run(cls.update, signal)
+    assert out.isfinite().all()
+    norms = torch.linalg.vector_norm(state.theta[0].double(), dim=-2)
+    assert (norms - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("cls", LATTICE)
+def test_gradients_with_one_batch_dimension(cls: type) -> None:
+    """Of which the length of a sequence is the last but one, and not the third."""
+    def gradients(implementation: str | None) -> tuple[Tensor, ...]:
+        signal = example(cls.update, batch=(2,), length=9, d_k=4, d_v=6)
+        leaves = [x.requires_grad_() for x in signal.values() if isinstance(x, Tensor)]
+        out, _ = dispatch.run(cls.update, signal, implementation=implementation)  # type: ignore[arg-type]
+        return torch.autograd.grad(out.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+
+    for a, b in zip(gradients(None), gradients("reference"), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)

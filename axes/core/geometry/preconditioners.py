@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from axes.core.costs import Side
-from axes.core.geometry.bregman import NO_CONTEXT, Context, Geometry, is_finite, require, require_matrix, wide
-from axes.core.geometry.spectral import inverse_power, over_root
+from axes.core.geometry.bregman import NO_CONTEXT, Context, Geometry, require, require_matrix, wide
+from axes.core.geometry.spectral import inverse_power, over_root, usable
 from axes.core.rates import Signal
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg.blockwise import symmetric_sum
@@ -34,13 +34,6 @@ from axes.linalg.matrix_roots import (
 def is_begun(matrix: Tensor) -> Tensor:
     """(..., 1, 1): whether a factor, semi-definite, is held, which begins as the zero matrix."""
     return (matrix.diagonal(dim1=-2, dim2=-1) != 0).any(-1)[..., None, None]
-
-
-def _usable(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix that a decomposition takes, and whether (..., 1, 1) it is the given one: the identity if not finite."""
-    finite = is_finite(matrix)
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return torch.where(finite, matrix, eye), finite
 
 
 @final
@@ -88,10 +81,9 @@ class InverseRoot(Geometry):
         if self.method == "newton":
             root = newton_inverse_root(a, round(1 / self.power), self.damping, self.eps, self.precision)
             return root.to(theta.dtype)
-        a, usable = _usable(a)
         if self.damping:
             a = a + self.damping * largest(a) * torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-        return torch.where(usable, inverse_power(a, self.power, self.eps), torch.nan).to(theta.dtype)
+        return inverse_power(a, self.power, self.eps).to(theta.dtype)
 
 
 @final
@@ -135,12 +127,12 @@ class Eigenbasis(Geometry):
         last = context.weights if self.method == "power-qr" else None
         if last is not None and self.qr == "cholesky":
             return power_step(a, wide(last.detach()), self.qr, self.precision).to(theta.dtype)
-        a, usable = _usable(a)
+        a, finite = usable(a)
         if last is not None:
             basis = power_step(a, wide(last.detach()), self.qr, self.precision)
         else:
             basis = eigenvectors(a)
-        return torch.where(usable, basis, torch.nan).to(theta.dtype)
+        return torch.where(finite, basis, torch.nan).to(theta.dtype)
 
 
 @final

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from axes.core.costs import Side
-from axes.core.geometry.bregman import NO_CONTEXT, Context, EuclideanOn, Geometry, require, require_matrix, wide
+from axes.core.geometry.bregman import (
+    NO_CONTEXT,
+    Context,
+    EuclideanOn,
+    Geometry,
+    is_finite,
+    require,
+    require_matrix,
+    wide,
+)
 from axes.errors import IllegalUpdate, ShapeError
 from axes.linalg.newton_schulz import SAFETY, Form, Start, Triple, iterate, polar_express_schedule
 
@@ -152,10 +161,12 @@ def scale_of(scale: Scale, leaf: Tensor) -> float:
 
 
 def polar(x: Tensor, tolerance: float) -> Tensor:
-    """U V^T of (..., m, n), m <= n, over singular values above tolerance * s_1."""
-    u, s, vh = torch.linalg.svd(x.detach(), full_matrices=False)
+    """U V^T of (..., m, n), m <= n, over singular values above tolerance * s_1; NaN where x is not finite."""
+    finite = is_finite(x)
+    x = torch.where(finite, x, torch.nan)
+    u, s, vh = torch.linalg.svd(torch.where(finite, x.detach(), 0.0), full_matrices=False)
     keep = (s > max(tolerance, 8 * torch.finfo(s.dtype).eps) * s[..., :1]) & (s > 0)
-    value = (u * keep[..., None, :]) @ vh
+    value = torch.where(finite, (u * keep[..., None, :]) @ vh, torch.nan)
     if not torch.is_grad_enabled():
         return value
     # The factor does not depend on the scale of x; at s_1 = 1 the powers of s below cannot overflow.
@@ -165,11 +176,23 @@ def polar(x: Tensor, tolerance: float) -> Tensor:
     return value + (live - live.detach())
 
 
+def usable(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix that a decomposition takes, and whether (..., 1, 1) it is the given one: the identity if not finite."""
+    finite = is_finite(matrix)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return torch.where(finite, matrix, eye), finite
+
+
 def inverse_power(matrix: Tensor, power: float, eps: float) -> Tensor:
     """(A + eps I)^{-power} of a semi-definite A; with eps = 0 the pseudo-power, rank cut at n * machine eps * l_1.
 
-    Value and both derivatives stay finite where eigenvalues coincide or vanish.
+    Value and both derivatives stay finite where eigenvalues coincide or vanish. NaN where A is not finite.
     """
+    matrix, finite = usable(matrix)
+    return torch.where(finite, _inverse_power(matrix, power, eps), torch.nan)
+
+
+def _inverse_power(matrix: Tensor, power: float, eps: float) -> Tensor:
     eigenvalues, basis = torch.linalg.eigh(matrix.detach())
     if eps > 0:
         eigenvalues = eigenvalues.clamp_min(0) + eps
@@ -220,6 +243,14 @@ class _Power(torch.autograd.Function):
             change = first * change + torch.einsum("...ikj,...ik,...kj->...ij", second, change, change)
             (found,) = torch.autograd.grad(basis @ change @ basis.mT, matrix, given, create_graph=True)
         return found, None, None, None, None, None
+
+
+def _held_up(matrix: Tensor, eps: float) -> Tensor:
+    """A statistic, plus what a ridge of eps lacks of n units of its rounding: smaller eigenvalues are rounding."""
+    rounding = matrix.shape[-1] * torch.finfo(matrix.dtype).eps
+    trace = (rounding * matrix.detach().diagonal(dim1=-2, dim2=-1)).sum(-1)[..., None, None]
+    lacks = (trace - eps).clamp_min(0)
+    return matrix + lacks * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
 
 def solved(theta: Tensor, matrix: Tensor, eps: float) -> Tensor | None:
@@ -291,9 +322,9 @@ class Whiten(Geometry):
     same with the variance v - m^2 in the place of v; stats (v, m).
     "kronecker": L^{-power} theta R^{-power}, stats (L, R). "right": theta R^{-power}, stats (R,).
     "full": the same on the row-major vector of theta, stats (F,), F (..., m n, m n).
-    For the matrix kinds eps is added to the eigenvalues; with eps = 0 they are pseudo-powers, and the diagonal kind
-    gives 0 where the denominator is 0. power 1/2 is Adam (diagonal), 1/4 or 1/2 Shampoo (kronecker), 1 RLS (right)
-    and the natural gradient (full).
+    For the matrix kinds eps is added to the eigenvalues, or n units of rounding of their sum where that is more; with
+    eps = 0 they are pseudo-powers, and the diagonal kind gives 0 where the denominator is 0. power 1/2 is Adam
+    (diagonal), 1/4 or 1/2 Shampoo (kronecker), 1 RLS (right) and the natural gradient (full).
 
     Source: Kingma and Ba 2015, algorithm 1; Gupta et al. 2018, algorithm 1 (power 1/4). Differs: the exponent is
     explicit, and bias correction belongs to the statistics.
@@ -352,11 +383,14 @@ class Whiten(Geometry):
                     f"Whiten: a {self.kind} statistic of theta {(m, n)} must be ({size}, {size}), got "
                     f"{tuple(stat.shape[-2:])}"
                 )
+        stats = [wide(stat) for stat in context.stats]
+        if self.eps > 0:
+            stats = [_held_up(stat, self.eps) for stat in stats]
         if self.kind == "right" and self.power == 1.0 and self.eps > 0:
-            out = solved(wide(theta), wide(context.stats[0]), self.eps)
+            out = solved(wide(theta), stats[0], self.eps)
             if out is not None:
                 return out.to(theta.dtype)
-        roots = [inverse_power(wide(stat), self.power, self.eps) for stat in context.stats]
+        roots = [inverse_power(stat, self.power, self.eps) for stat in stats]
         x = wide(theta)
         if self.kind == "full":
             return (roots[0] @ x.flatten(-2)[..., None]).reshape(x.shape).to(theta.dtype)

@@ -184,6 +184,7 @@ def _log_gate(memory: List, element: Element, k: Tensor) -> Tensor | None:
         return None
     none = torch.zeros(1, 1, dtype=_exact(k) if gate is None else gate.dtype, device=k.device)
     moved = scan.floored(memory.act(Element(element.scale, gate), (none, none, none[0]))[2])[..., 0]
+    moved = moved + 0 * moved  # what is not finite by now is NaN: of an infinite mass a softmax would hide it
     batch = torch.broadcast_shapes(moved.shape[:-1], k.shape[:-2])
     return moved.to(_exact(k)).expand(*batch, k.shape[-2])
 

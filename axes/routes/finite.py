@@ -1,0 +1,106 @@
+"""What is not finite stays behind the token that brought it, and what a caller may ask about it.
+
+Routes multiply whole chunks by masked matrices, and zero times not-a-number is not zero: a NaN at one token would reach
+the tokens before it. So the outputs of a sequence are looked at once, by their sum. Where that is not finite the
+sequence is halved until what is finite is found by the route and the rest by the interpreter, token by token. On a
+GPU, where a look would wait for the device, by kernels and in graphs of compilers nobody looks: there a NaN may reach
+earlier tokens of its chunk, never an earlier chunk, another sequence or head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from axes.core import reference
+from axes.core.facts import fact
+from axes.core.state_update import State, StateUpdate
+from axes.errors import AxesError, NotFiniteError
+from axes.routes.spans import split
+
+Tokens = Mapping[str, Tensor | float]
+Run = Callable[[StateUpdate, Tokens, State], tuple[Tensor, State]]
+
+_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def contained(run: Run, update: StateUpdate, signal: Tokens, state: State, batch: int) -> tuple[Tensor, State]:
+    """What a route makes of a sequence, (..., T, d_v) and the last state, as far as it is finite; behind the first
+    token where it is not, what the interpreter makes of it. signal: `batch` batch dimensions, then T, then features."""
+    out, after = run(update, signal, state)
+    if not _may_look(out) or is_finite(out):
+        return out, after
+    return _halved(run, update, signal, state, batch, (out, after))
+
+
+def _halved(
+    run: Run, update: StateUpdate, signal: Tokens, state: State, batch: int, made: tuple[Tensor, State] | None = None
+) -> tuple[Tensor, State]:
+    """`made` is what the route makes of all of it."""
+    out, after = run(update, signal, state) if made is None else made
+    if is_finite(out):
+        return out, after
+    spoilt = [~x.isfinite() for x in state.theta if x.numel()]
+    lost = torch.stack([x.flatten(batch).all(batch) for x in spoilt]).all(0) if spoilt else torch.tensor(False)
+    if not ((~out.isfinite()).flatten(batch).any(batch) & ~lost).any():
+        return out, after  # nothing is left of these memories
+    q = signal["q"]
+    assert isinstance(q, Tensor)
+    length = q.shape[batch]
+    if length == 1 or any(bool(x.any()) for x in spoilt):
+        return reference.run(update, signal, state, time=batch)
+    outputs = []
+    for part in split(signal, batch, (length // 2, length - length // 2)):
+        out, state = _halved(run, update, part, state, batch)
+        outputs.append(out)
+    return torch.cat(outputs, batch), state
+
+
+def is_finite(x: Tensor) -> bool:
+    """By one pass over memory: entries are looked at one by one only where their sum says nothing."""
+    x = x.detach()
+    total = x.sum(dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None)
+    return math.isfinite(total) or bool(x.isfinite().all())
+
+
+def require_finite(
+    who: str, named: Mapping[str, Tensor | float], time: int = 1, hint: str = "", gates: Collection[str] = ()
+) -> None:
+    """NotFiniteError that names the first token which is not finite, and its entry; reads every value.
+
+    gates: names of log gates, which may be -inf: that forgets everything.
+    """
+    if torch.compiler.is_compiling():
+        raise AxesError(f"{who}: check_finite reads values, which no compiler follows: leave it out, or run eagerly")
+    for name, x in named.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point() or is_finite(x):
+            continue
+        x = x.detach()
+        bad = ~x.isfinite()
+        place = (bad & ~x.isneginf() if name in gates else bad).nonzero()
+        if len(place):
+            first = place[place[:, time].argmin()] if x.ndim > time else place[0]
+            entry = tuple(first.tolist())
+            token = f" at token {entry[time]}" if x.ndim > time else ""
+            got = f"{float(x[entry])}{token}, entry {entry} of {tuple(x.shape)}"
+            raise NotFiniteError(f"{who}: {name} is not finite: {got}{hint}")
+
+
+@fact
+def log_gates(update: StateUpdate) -> frozenset[str]:
+    """The rates of a tuple that are supplied as logs."""
+    return frozenset(p.name for p in update.demands() if p.domain == "unit")
+
+
+def _may_look(x: Tensor) -> bool:
+    """Whether the host sees numbers for nothing: of a plain tensor on the CPU, while nobody traces."""
+    if x.device.type != "cpu" or type(x) is not Tensor or torch.compiler.is_compiling() or _transformed():
+        return False
+    return _get_current_dispatch_mode() is None
+
+
+__all__ = ["contained", "is_finite", "log_gates", "require_finite"]

@@ -1,0 +1,49 @@
+"""What is not finite, by every kernel on the GPU that is here: it stays in its sequence, its head and its chunk."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from axes import dispatch
+from axes.errors import NotFiniteError
+from axes.sequence import ALL, PREDICTED, GatedDeltaNet
+from axes.testing.examples import example
+
+SYSTEMS = {cls.name: cls for cls in (*ALL, *PREDICTED)}
+LENGTH, AT, REACH = 400, 300, 128  # no kernel takes more tokens together
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_it_stays_in_its_chunk(name: str, dtype: torch.dtype) -> None:
+    update = SYSTEMS[name].update
+    made = example(update, batch=(2, 2), length=LENGTH, d_k=64, d_v=64, dtype=torch.float32)
+    signal = {n: x.movedim(2, 1).contiguous().cuda() for n, x in made.items() if isinstance(x, Tensor)}
+    signal |= {n: signal[n].to(dtype) for n in "qkv"}
+    shapes = {n: tuple(x.shape) for n, x in signal.items()}
+    if dispatch.select(update, "cuda", dtype, shapes).implementation != "triton":
+        pytest.skip("no kernel of ours")
+    whole, _ = dispatch.run(update, signal)
+    for n in signal:
+        for value in (math.nan, math.inf):
+            spoilt = signal[n].clone()
+            spoilt[0, AT, 0].view(-1)[0] = value
+            out, _ = dispatch.run(update, {**signal, n: spoilt})
+            same = torch.isclose(out.float(), whole.float(), rtol=1e-2, atol=1e-2)
+            assert same[1].all() and same[0, :, 1].all(), (n, value, "another sequence or head")
+            assert same[0, : AT - AT % REACH, 0].all(), (n, value, "an earlier chunk")
+            if math.isnan(value):
+                assert not out[0, AT, 0].isfinite().all(), (n, "swallowed")
+
+
+def test_check_finite_reads_a_gpu_too() -> None:
+    layer = GatedDeltaNet(128, heads=2, check_finite=True, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 64, 128, device="cuda", dtype=torch.bfloat16)
+    layer(x)
+    x[1, 7, 0] = math.nan
+    with pytest.raises(NotFiniteError, match="token 7"):
+        layer(x)
