@@ -66,7 +66,7 @@ def _norm(x: Tensor) -> Tensor:
 
 def _sign(x: Tensor) -> Tensor:
     """torch's is 0 of NaN, which nobody would see again."""
-    return torch.where(x.isnan(), x, x.sign())
+    return torch.where(x == x, x.sign(), x)
 
 
 def _unit(x: Tensor) -> Tensor:

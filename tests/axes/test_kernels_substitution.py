@@ -21,7 +21,7 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.programs import rows
 from axes.routes import dispatch, substitution_kernel
-from axes.routes.choice import NoImplementation, Target
+from axes.routes.choice import Choice, Target
 from axes.sequence.longhorn import Longhorn
 from axes.sequence.miras import YaadMatrix
 from tests.interpreter import interpret
@@ -138,9 +138,12 @@ def test_select_names_the_kernels_and_says_why_not(monkeypatch: pytest.MonkeyPat
     def reason(update: StateUpdate, **shapes: tuple[int, ...]) -> str:
         choice = dispatch.select(update, gpu, torch.bfloat16, shapes)
         assert choice[:2] == ("substitution", "torch")
-        with pytest.raises(NoImplementation):
-            dispatch.select(update, gpu, torch.bfloat16, shapes, "triton")
+        named = dispatch.select(update, gpu, torch.bfloat16, shapes, "triton")  # a token at a time, where it is asked for
+        assert named[:2] == ("token", "triton") and named.reason.endswith(f"(no chunks by a kernel: {why(choice)})")
         return choice.reason
+
+    def why(choice: Choice) -> str:
+        return choice.reason.partition("(no kernel: ")[2].removesuffix(")")
 
     assert "widths up to 128" in reason(Longhorn.update, k=(1, 4, 2, 16), v=(1, 4, 2, 256))
     assert "anchor for 16 tokens" in reason(StateUpdate(Huber(1.0), algorithm=Step(Per("beta"), at=Anchor(4))))
