@@ -138,7 +138,7 @@ def test_select_names_the_kernels_and_says_why_not(monkeypatch: pytest.MonkeyPat
     def reason(update: StateUpdate, **shapes: tuple[int, ...]) -> str:
         choice = dispatch.select(update, gpu, torch.bfloat16, shapes)
         assert choice[:2] == ("substitution", "torch")
-        named = dispatch.select(update, gpu, torch.bfloat16, shapes, "triton")  # a token at a time, where it is asked for
+        named = dispatch.select(update, gpu, torch.bfloat16, shapes, "triton")  # a token at a time
         assert named[:2] == ("token", "triton") and named.reason.endswith(f"(no chunks by a kernel: {why(choice)})")
         return choice.reason
 
