@@ -42,6 +42,7 @@ def lifted(program: Program) -> tuple[Program, dict[str, float]]:
         out.operations.append(replace(op, inputs=tuple(moved(k, x) for k, x in enumerate(op.inputs))))
         where[i] = len(out.operations) - 1
     out.outputs = {n: where[v] if isinstance(v, int) else v for n, v in program.outputs.items()}
+    out.positive |= {name for name, x in constants.items() if x > 0}  # as it was read off them
     return out, constants
 
 

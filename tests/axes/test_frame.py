@@ -66,7 +66,7 @@ def test_the_still_update_of_turned_tokens_is_the_turning_one(name: str) -> None
 
 
 def test_who_has_a_frame() -> None:
-    assert {e.cls.name for e in catalogue.entries("sequence") if frame(e.cls.update)} == {"retnet"}
+    assert {e.cls.name for e in catalogue.entries("sequence") if frame(e.cls.update)} == {"retnet", "gated-retention"}
     per = StateUpdate(Alignment(), monoid=Rotation(Per("angle", "pair", "real")))
     erasing = StateUpdate(SquaredError(), monoid=Rotation(), algorithm=Step(Per("beta"), at="gated"))
     twice = StateUpdate(Alignment(), monoid=Product((Rotation(), Rotation(50.0))))
