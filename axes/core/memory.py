@@ -350,8 +350,7 @@ class List(Memory):
         if gate is not None and (gate.ndim == 0 or gate.shape[-1] == 1):
             mass = mass + gate
             # a scalar gate of a product also scales its low-rank part: take it out of there too
-            left = None if left is None else left * torch.exp(-gate if gate.ndim == 0 else -gate[..., None])
-            gate = None
+            left, gate = element.ungated_left(), None
         if gate is None and element.dense is None and left is None:
             angle = element.angle
             if angle is not None:

@@ -53,6 +53,10 @@ def rotation_matrix(angle: Tensor) -> Tensor:
     return rotate(eye, angle[..., None, :])
 
 
+# exp of minus these is still a number
+_NEXT_TO_NOTHING = {torch.float64: -700.0}
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Element:
@@ -75,6 +79,17 @@ class Element:
         """Whether the state stays as it is."""
         fields = (self.gate, self.angle, self.dense, self.left, self.outer)
         return isinstance(self.scale, float) and self.scale == 1.0 and all(x is None for x in fields)
+
+    def ungated_left(self) -> Tensor | None:
+        """U of a map e^g (I + U' V^T) with a scalar gate, U = e^g U', without that gate: U'.
+
+        Where e^g is next to zero, so is U: nothing is left of what the map would have moved, and U' may be anything
+        finite.
+        """
+        if self.left is None or self.gate is None:
+            return self.left
+        gate = self.gate.clamp_min(_NEXT_TO_NOTHING.get(self.gate.dtype, -80.0))
+        return self.left * torch.exp(-gate if gate.ndim == 0 else -gate[..., None])
 
     def base(self, x: Tensor) -> Tensor:
         """x B for rows x (..., n, d_k)."""

@@ -241,10 +241,8 @@ def _turn(q: Tensor, k: Tensor, angle: Tensor, kernels: bool) -> tuple[Tensor, T
 
 def _factors(memory: List, element: Element, k: Tensor) -> tuple[Tensor, Tensor]:
     """a, b (..., T, d_k) of the transport I + a b^T, with any scalar gate already moved to the mass."""
-    gate, left = element.gate, element.left
+    left = element.ungated_left()
     assert left is not None and element.right is not None
-    if gate is not None:
-        left = left * torch.exp(-gate if gate.ndim == 0 else -gate[..., None])
     if left.shape[-1] != 1:
         raise NotImplementedError("attention transports keys through one reflection a token")
     return left[..., 0].expand_as(k), element.right[..., 0].expand_as(k)
