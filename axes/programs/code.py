@@ -13,3 +13,17 @@ CODE = {
     "gt": "{0} > {1}", "ge": "{0} >= {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "eq": "{0} == {1}",
     "ne": "{0} != {1}", "and": "{0} & {1}", "or": "{0} | {1}", "not": "not {0}",
 }  # fmt: skip
+
+# of tiles: float32 sums are around them, so the last bit of a root is nobody's, and every backend has these functions
+ON_TILES = {
+    **{name: CODE[name] for name in CODE if name not in ("sinh", "asinh", "clamp")},
+    "sqrt": "tl.sqrt({0})", "rsqrt": "tl.rsqrt({0})", "log1p": "functions.log1p({0})",
+    "expm1": "functions.expm1({0})", "tanh": "functions.tanh({0})", "pow": "functions.power({0}, {1})",
+    "sigmoid": "tl.sigmoid({0})", "not": "{0} == 0",
+}  # fmt: skip
+FUNCTIONS = "from axes.kernels.token import functions"  # what text of them imports
+
+
+def constant(x: float) -> str:
+    """A number as text."""
+    return repr(float(x)) if abs(x) != float("inf") and x == x else f"float('{x}')"

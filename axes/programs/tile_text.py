@@ -14,25 +14,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
+from axes.programs.code import FUNCTIONS, ON_TILES, constant
 from axes.programs.tiles import GRAD, Axis, Extent, Program, Value
 
-_CODE = {
-    "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "div": "{0} / {1}", "neg": "-{0}",
-    "sqrt": "tl.sqrt({0})", "rsqrt": "tl.rsqrt({0})", "reciprocal": "1.0 / {0}", "abs": "tl.abs({0})",
-    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0} * 0.0))", "exp": "tl.exp({0})", "log": "tl.log({0})",
-    "log1p": "functions.log1p({0})", "expm1": "functions.expm1({0})", "tanh": "functions.tanh({0})",
-    "sigmoid": "tl.sigmoid({0})", "pow": "functions.power({0}, {1})",
-    "maximum": "tl.maximum({0}, {1})", "minimum": "tl.minimum({0}, {1})", "where": "tl.where({0}, {1}, {2})",
-    "gt": "{0} > {1}", "ge": "{0} >= {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "eq": "{0} == {1}",
-    "ne": "{0} != {1}", "and": "{0} & {1}", "or": "{0} | {1}", "not": "{0} == 0",
-}  # fmt: skip
 _LINES = ("[:, None]", "[None, :]")
 OUT = "o"  # what is read, among outputs
 _DECORATOR = "@triton.jit(do_not_specialize=['length', 'total', 'heads', 'phase'])"
 _HEADER = (
     "import triton",
     "import triton.language as tl",
-    "from axes.kernels.token import functions",
+    FUNCTIONS,
     "",
     "",
 )
@@ -175,14 +166,14 @@ class _Text:
         names, own = dict(there), "x" if program is self.walk.step else "y"
 
         def text(x: Value) -> str:
-            return names[x] if isinstance(x, int) else _number(x)
+            return names[x] if isinstance(x, int) else constant(x)
 
         for group in _grouped(program, [i for i in order if i not in names], self.walk.grouped):
             names |= {i: f"{own}{i}" for i in group}
             kind, _, axis = program.operations[group[0]].name.partition(" ")
             if not axis:
                 (i,) = group
-                self(f"{names[i]} = {_CODE[kind].format(*map(text, program.operations[i].inputs))}")
+                self(f"{names[i]} = {ON_TILES[kind].format(*map(text, program.operations[i].inputs))}")
                 continue
             taken = [program.operations[i].inputs[0] for i in group]
             shown = [self.masked_out(kind, axis, text(x)) for x in taken]
@@ -199,7 +190,7 @@ class _Text:
         """A value without what is padding along an axis."""
         if not self.masked["vk".index(axis)]:
             return x
-        empty = _number(0.0 if kind == "sum" else -math.inf)
+        empty = constant(0.0 if kind == "sum" else -math.inf)
         return f"tl.where({'in_rows' if axis == 'v' else 'in_keys'}, {x}, {empty})"
 
     def reduction(self, kind: str, axis: str, x: str, extent: Extent) -> str:
@@ -209,7 +200,7 @@ class _Text:
 
     def output(self, program: Program, names: Mapping[int, str], name: str, extent: Extent) -> str:
         value = program.outputs.get(name, 0.0)
-        text = names[value] if isinstance(value, int) else _number(value)
+        text = names[value] if isinstance(value, int) else constant(value)
         if extent == (False, False) and not isinstance(value, int):
             return f"tl.full((), {text}, tl.float32)"
         return self.like(text, program.extent(value), extent)
@@ -250,10 +241,6 @@ def _grouped(program: Program, order: Sequence[int], together: bool) -> list[lis
             for first in range(0, len(sums), _TOGETHER):
                 make(sums[first : first + _TOGETHER])
     return [*groups, *([i] for i in order if i not in done)]
-
-
-def _number(x: float) -> str:
-    return repr(float(x)) if abs(x) != float("inf") and x == x else f"float('{x}')"
 
 
 def _given(program: Program, names: Mapping[str, str]) -> dict[int, str]:

@@ -386,7 +386,7 @@ def _followed(
 
     called: list[str] = []
     inputs = {n: entries(size(shape)) for n, shape in given.items()}
-    with torch.device("cpu"):
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         try:
             outputs = {n: x.shape for n, x in step(dict(inputs)).items()} if wanted else {}
             grads = {GRAD + n: entries(shape) for n, shape in outputs.items()}

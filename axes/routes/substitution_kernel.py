@@ -1,6 +1,6 @@
 """Substitution by kernels that are made for what a tuple writes; `substitution` is their torch form.
 
-What a token writes, u, is traced as a program of rows (`axes.programs.rows`) from the same `response` that the torch
+What a token writes, u, is followed into text (`axes.programs.rows`) from the same `response` that the torch
 form calls, with |k|^2 in the place of the key: where a filter turns with the key, the key is written as it is and u is
 divided by its length.
 """
@@ -22,6 +22,7 @@ from axes.core.rates import Signal, resolve
 from axes.core.state_update import StateUpdate
 from axes.kernels.common import versions
 from axes.programs import rows
+from axes.programs.tiles import NotTiles
 from axes.routes import substitution
 from axes.routes.kernel_terms import every_head
 from axes.routes.substitution import Asked, Read, each, response
@@ -66,7 +67,7 @@ def no_kernel(
             return "anchors of packed sequences stand at different tokens"
     width, d_k = (shapes[n][-1] if n in shapes else _WIDTH for n in "vk")
     made = response_of(update, width, d_k, _names(update, shapes))
-    return f"what is written is no program of rows: {made.reason}" if isinstance(made, NotMade) else None
+    return f"what is written is no program on tiles: {made.reason}" if isinstance(made, NotMade) else None
 
 
 def _names(update: StateUpdate, given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -88,8 +89,7 @@ def response_of(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...
     kinds |= {n: "row" if shapes[n] == "row" else "number" for n in names if shapes[n] in ("row", "scalar")}
 
     def written(x: Tensor, k2: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-        absent = {n: torch.zeros_like(x if kind == "row" else x[:, 0]) for n, kind in kinds.items() if n not in given}
-        signal: dict[str, Tensor | float] = {**absent, **given}
+        signal: dict[str, Tensor | float] = {**given}
         weight = each(p, signal)
         held = [each(f, signal) for f in p.filters()]
         if held:
@@ -99,7 +99,7 @@ def response_of(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...
 
     try:
         source = rows.source(written, kinds, width)
-    except rows.NoProgram as reason:
+    except NotTiles as reason:
         return NotMade(str(reason))
     if "k" in source.inputs and d_k != width:
         return NotMade("it reads the key beside the value, and they are not of one width")
