@@ -3,10 +3,11 @@
 The step is traced, not written again: whatever `StateUpdate.step` does with tensors of one shape becomes a list of
 operations in static single assignment. Where it may be run over stacks, reductions over rows, columns and leaves are
 operations like others (`trace(..., stack=...)`); any other that mixes entries (products, sorts, and reductions
-elsewhere) is refused, and named. A function that a tracer sets apart is one operation, whatever it does (`apart`), and
-`axes.programs.stages` makes programs of what is around it. Guards that can never act are dropped by a sign analysis
-that assumes nothing but that every state starts at zero: `sqrt(v) + eps` needs no test for zero once v is a sum of
-squares.
+elsewhere) is refused, and named. What a tracer sets apart is one operation, whatever it does: a function (`apart`), a
+statistic that keeps other tensors than leaves have entries (`observed`), and what is linear in a leaf given such values
+(`whole`); `axes.programs.stages` makes programs of what is around them. Guards that can never act are dropped by a sign
+analysis that assumes nothing but that every state starts at zero: `sqrt(v) + eps` needs no test for zero once v is a
+sum of squares.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ Sign = Literal["positive", "nonnegative", "any"]
 Extent = tuple[bool, bool]  # whether a value is as long as the parameter along its columns, and along its rows
 FULL: Extent = (True, True)
 _SHAPE = (3, 5)  # what is traced: any two sizes that no number in a rule equals
-_APART = "apart"
+_APART, _OBSERVED, _WHOLE = "apart", "observed", "whole"  # operations of whole tensors
+_WHOLES: dict[str, Callable[..., Tensor]] = {}  # by their names in programs
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin"})  # over the last two dimensions or one of them, which are kept
 
 # aten operation -> (name here, arity); what is not listed mixes entries or is not needed by any rule
@@ -222,7 +224,7 @@ def trace(
         full = (stack[PARAMETER].shape[-2], stack[PARAMETER].shape[-1])
     given |= {n: torch.tensor(0.5, device=device) for n in numbers}
     met = _Numbers(device)
-    with met:
+    with Unrecorded(), met:
         step(given)
     given |= {n: torch.tensor(x.value, device=device) for n, x in met.found.items()}
     long = {} if stack is None else {n: extent for n in shaped if (extent := _extent(given[n].shape, full)) != FULL}
@@ -252,10 +254,63 @@ def apart(which: int, function: Callable[[], Tensor] | None, value: Tensor, *oth
     return torch.ones_like(value) if record is None else record(which, function, value, others)
 
 
-def called(name: str) -> int | None:
-    """Which function an operation of this name is, or None."""
-    kind, *which = name.split(" ")
-    return int(which[0]) if kind == _APART else None
+def observed(which: int, drive: Tensor) -> Tensor:
+    """The value of a statistic that keeps other tensors than a leaf has entries, for `whole` and `apart` alone.
+
+    which: of those that the tracer knows.
+    """
+    mode: Any = _get_current_dispatch_mode()
+    value: Tensor = mode.observed(which, drive)
+    return value
+
+
+def whole(function: Callable[..., Tensor], x: Tensor, *values: Tensor) -> Tensor:
+    """function(x, *values), linear in x and as large: one operation of a program where the values are `observed`.
+
+    The repr of a function says all about it.
+    """
+    if torch.compiler.is_compiling():
+        return function(x, *values)
+    record = getattr(_get_current_dispatch_mode(), "whole", None)
+    made = None if record is None else record(function, x, values)
+    return function(x, *values) if made is None else made
+
+
+def called(name: str) -> str | None:
+    """Which function or statistic an operation of this name is, or None."""
+    kind, _, which = name.partition(" ")
+    return which if kind in (_APART, _OBSERVED, _WHOLE) else None
+
+
+def observes(name: str) -> bool:
+    """Whether an operation of this name is a statistic, whose value other functions alone read."""
+    return name.startswith(_OBSERVED)
+
+
+def function_of(which: str) -> Callable[..., Tensor] | None:
+    """The function that `whole` was given, if it is one."""
+    return _WHOLES.get(which)
+
+
+@final
+class Unrecorded(TorchDispatchMode):
+    """What a step does without a record of it, but for what is set apart. shapes: every `whole` is for its shape."""
+
+    def __init__(self, shapes: bool = False) -> None:
+        super().__init__()
+        self.shapes = shapes
+        self.values: list[Tensor] = []
+
+    def observed(self, which: int, drive: Tensor) -> Tensor:
+        self.values.append(torch.ones_like(drive))
+        return self.values[-1]
+
+    def whole(self, function: Callable[..., Tensor], x: Tensor, values: Sequence[Tensor]) -> Tensor | None:
+        known = self.shapes or any(a is b for a in values for b in self.values)
+        return torch.ones_like(x) if known else None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
 
 
 class _Numbers(TorchFunctionMode):
@@ -317,18 +372,49 @@ class _Recorded(TorchDispatchMode):
         except (AxesError, NotImplementedError, RuntimeError):  # what reads its data has none
             del self.program.operations[length:]
             self.known = known
-        inputs = tuple(found for x in (value, *others) if (found := self.value(x)) is not None)
-        whole = len(inputs) == 1 + len(others) and all(map(self.program.shaped, inputs))
-        if not (whole and self.stacked and _extent(value.shape, self.full) == FULL):
+        return self._made(f"{_APART} {which}", value, [self.value(x) for x in (value, *others)])
+
+    def observed(self, which: int, drive: Tensor) -> Tensor:
+        """See `observed`."""
+        return self._made(f"{_OBSERVED} {which}", drive, (self.value(drive),))
+
+    def whole(self, function: Callable[..., Tensor], x: Tensor, values: Sequence[Tensor]) -> Tensor | None:
+        """See `whole`; numbers that x is multiplied or divided by are those of what is made."""
+        inputs = [self.value(value) for value in values]
+        if not any(map(self._observed, inputs)):
+            return None
+        value, numbers = self.value(x), list[tuple[str, Value]]()
+        while isinstance(value, int) and (op := self.program.operations[value]).name in ("mul", "div"):
+            a, b = op.inputs if self.program.shaped(op.inputs[0]) or op.name == "div" else op.inputs[::-1]
+            if not self.program.shaped(a) or self.program.shaped(b):
+                break
+            value, numbers = a, [*numbers, (op.name, b)]
+        _WHOLES[repr(function)] = function
+        out = self._made(f"{_WHOLE} {function!r}", x, (value, *inputs))
+        made = self.known[id(out)][1]
+        for name, number in reversed(numbers):
+            made = self.program.add(name, (made, number), True)
+        self.known[id(out)] = (out, made)
+        return out
+
+    def _observed(self, value: Value | None) -> bool:
+        return isinstance(value, int) and observes(self.program.operations[value].name)
+
+    def _made(self, name: str, like: Tensor, inputs: Sequence[Value | None]) -> Tensor:
+        values = tuple(x for x in inputs if x is not None)
+        whole = len(values) == len(inputs) and all(map(self.program.shaped, values))
+        if not (whole and self.stacked and _extent(like.shape, self.full) == FULL):
             raise NotElementwise("entries are mixed of what is no tensor of a leaf")
-        out = torch.ones_like(value)
-        self.known[id(out)] = (out, self.program.add(f"{_APART} {which}", inputs, True))
+        out = torch.ones_like(like)
+        self.known[id(out)] = (out, self.program.add(name, values, True))
         return out
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = function.__name__.split(".")[0], kwargs or {}
         tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
         follows = all(id(x) in self.known for x in tensors)
+        if any(self._observed(self.value(x)) for x in tensors):
+            raise NotElementwise(f"{name} reads a statistic that has no entry for every entry")
         if follows and tensors and name == "_local_scalar_dense":
             raise NotElementwise("the step branches on a number")
         out = function(*args, **kwargs)

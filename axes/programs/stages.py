@@ -1,4 +1,4 @@
-"""Programs with functions of whole tensors among their operations (`apart`), as programs around these functions.
+"""Programs with functions of whole tensors among their operations, as programs around these functions.
 
 An operation is done in the stage that first reads it, a state is written once nobody reads the old one any more. What
 one stage leaves to a later one, and what a function takes and gives, are tensors with names of their own.
@@ -6,21 +6,24 @@ one stage leaves to a later one, and what a function takes and gives, are tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
 
-from axes.programs.program import FULL, PARAMETER, Program, Value, called, reduced
+from axes.programs.program import FULL, PARAMETER, Program, Value, called, function_of, observes, reduced
+
+Moment = tuple[int, int]  # a stage: its program, then its calls
 
 
 @final
 @dataclass(frozen=True)
 class Call:
-    """A function of whole tensors. which: as its tracer numbers them. inputs, output: by name."""
+    """A function of whole tensors, or a statistic. which: as its tracer names them. inputs, output: by name."""
 
-    which: int
+    which: str
     inputs: tuple[str, ...]
     output: str
+    observes: bool = False
 
 
 @final
@@ -58,7 +61,9 @@ class _Cut:
                 if isinstance(x, int):
                     self.users[x].append(i)
             behind = [self.level[x] for x in op.inputs if isinstance(x, int)]
-            self.level.append(max(behind, default=0) + (called(op.name) is not None))
+            if called(op.name) is not None:  # behind a stage, and behind the statistics of that stage
+                behind = [self.level[x] + (not self._observed(x)) for x in op.inputs if isinstance(x, int)]
+            self.level.append(max(behind, default=0))
         self.count = 1 + max(self.level, default=0)
         outputs = {x for x in program.outputs.values() if isinstance(x, int)}
         self.stage = list(self.level)  # the one that makes it
@@ -71,6 +76,10 @@ class _Cut:
         """Whether no program makes a value: an input, or what a function gives."""
         op = self.program.operations[i]
         return op.name == "input" or called(op.name) is not None
+
+    def _observed(self, i: int) -> bool:
+        """Whether a value is a statistic's, which no program reads."""
+        return observes(self.program.operations[i].name)
 
     def _read(self, user: int) -> int:
         """When an operation reads: a function does behind the stage before its own."""
@@ -88,8 +97,9 @@ class _Cut:
             for i, op in enumerate(operations):
                 which = called(op.name)
                 if which is not None and self.level[i] == k + 1:
-                    calls.append(Call(which, tuple(_name(x) for x in op.inputs), _name(i)))
-            left = [i for i in range(len(operations)) if self.program.shaped(i) and self._left(i, k)]
+                    names = tuple(_name(x) for x in op.inputs)
+                    calls.append(Call(which, names, _name(i), self._observed(i)))
+            left = [i for i, op in enumerate(operations) if op.shaped and not self._observed(i) and self._left(i, k)]
             yield self._stage(k, left, tuple(calls))
 
     def _left(self, i: int, k: int) -> bool:
@@ -156,4 +166,52 @@ def _name(value: Value) -> str:
     return f"value {value}"
 
 
-__all__ = ["Call", "Stage", "stages"]
+# ---- where what stages leave is kept ---------------------------------------------------------------------------------
+
+
+def states_left(stage: Stage) -> dict[str, str]:
+    """What a stage leaves that is also what it makes of a state: the states, by these names."""
+    made = {x: n for n, x in stage.program.outputs.items() if n not in stage.rooms}
+    left = {own: made.get(stage.program.outputs[n]) for n, own in stage.rooms.items() if n in stage.program.outputs}
+    return {own: state for own, state in left.items() if state is not None and state != PARAMETER}
+
+
+def without(stage: Stage, names: Collection[str]) -> Stage:
+    """A stage that does not write these of its rooms, which it does not read."""
+    old, inside = stage.program, {n for n, own in stage.rooms.items() if own in names}
+    program, where = replace(old, operations=[], names={}, outputs={}, _numbers=None), dict[int, int]()
+    for i, op in enumerate(old.operations):
+        if old.names.get(i) not in inside:
+            inputs = tuple(where[x] if isinstance(x, int) else x for x in op.inputs)
+            where[i] = program.add(op.name, inputs, op.shaped)
+            if i in old.names:
+                program.names[where[i]] = old.names[i]
+    program.outputs = {
+        n: where[x] if isinstance(x, int) else x for n, x in old.outputs.items() if n not in inside
+    }
+    return Stage(program, {n: own for n, own in stage.rooms.items() if n not in inside}, stage.calls)
+
+
+def shared(stages: Sequence[Stage], kinds: Mapping[str, Any]) -> dict[str, str]:
+    """For what stages and calls leave, by name, whose place in memory it can have: its own, or that of what nobody
+    reads any more. kinds: of all that needs a place, what fits the same ones."""
+    lives: dict[str, list[Moment]] = {}
+    for k, stage in enumerate(stages):
+        for own in stage.rooms.values():
+            lives.setdefault(own, []).append((k, 0))
+        for i, call in enumerate(stage.calls):
+            for name in (*call.inputs, call.output):
+                lives.setdefault(name, []).append((k, 1 + i))
+    for call in (call for stage in reversed(stages) for call in stage.calls):
+        if function_of(call.which) is None:  # it may give what it was given
+            lives[call.inputs[0]].append(max(lives[call.output]))
+    until: dict[str, Moment] = {}
+    places: dict[str, str] = {}
+    for name in sorted(kinds, key=lambda name: (min(lives[name]), name)):
+        free = (n for n, last in until.items() if last < min(lives[name]) and kinds[n] == kinds[name])
+        places[name] = next(free, name)
+        until[places[name]] = max(lives[name])
+    return places
+
+
+__all__ = ["Call", "Stage", "shared", "stages", "states_left", "without"]

@@ -1,33 +1,72 @@
-"""Geometries of a tuple that are no programs: found by following them, and set apart in what is traced."""
+"""What of a tuple is no program: geometries, found by following them, and statistics that keep no entries of a leaf.
+
+Both are set apart in what is traced. A statistic that is a square matrix of rows or columns, as Shampoo and SOAP make
+roots and bases of, is an operation that takes the drive; its value is for functions of whole tensors alone.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from axes.core.algorithms import Sum
+from axes.core.algorithms import Step, Sum
+from axes.core.costs import Linear
 from axes.core.declared import leaves, resolved
-from axes.core.geometry import Context, Geometry
+from axes.core.geometry import Context, Euclidean, Geometry
 from axes.core.geometry.bregman import NO_CONTEXT
+from axes.core.monoids import Zero
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.together import traced
 from axes.programs.numbers import Number
-from axes.programs.program import ForgottenNumber, Program, apart, called
+from axes.programs.program import ForgottenNumber, Program, called, function_of, observed, observes
+from axes.programs.program import apart as set_apart
+
+_SQUARE = ("rows", "columns")
 
 
-def links(update: StateUpdate) -> list[Geometry]:
-    """The geometries of the parameter and of its filters: what functions in a program are numbered by."""
-    return [update.parts().h, *(f.parts().h for f in update.filters())]
+class Link(NamedTuple):
+    """The parameter, or one of its filters. prefix: of its state's names."""
+
+    prefix: str
+    update: StateUpdate
+
+    @property
+    def h(self) -> Geometry:
+        return self.update.parts().h
+
+
+def links(update: StateUpdate) -> list[Link]:
+    """What functions in a program are numbered by: the parameter, and its filters in their order."""
+    found = [Link("", update)]
+    for i, f in enumerate(update.parts().step.via):
+        if isinstance(f, Sum):
+            found += [Link(f"via.{i}.{j}.", branch) for j, branch in enumerate(f.branches)]  # type: ignore[arg-type]
+        else:
+            found.append(Link(f"via.{i}.", f))  # type: ignore[arg-type]
+    return found
+
+
+def statistics(update: StateUpdate) -> dict[str, Link]:
+    """All statistics, by how programs number those that are set apart, with the prefixes of their states' names."""
+    every = [Link(f"{link.prefix}stats.{i}.", s) for link in links(update) for i, s in enumerate(link.h.stats)]
+    return {str(number): link for number, link in enumerate(every)}
+
+
+def squares(update: StateUpdate) -> dict[str, Link]:
+    """The statistics among them that are sums over rows or columns: they have no entry for every entry of a leaf."""
+    return {n: link for n, link in statistics(update).items() if getattr(link.update.cost, "side", "") in _SQUARE}
 
 
 def functions(program: Program) -> frozenset[int]:
-    """The numbers of the geometries that a program sets apart."""
-    return frozenset(which for op in program.operations if (which := called(op.name)) is not None)
+    """The numbers of the links whose geometries a program sets apart."""
+    names = ((op.name, called(op.name)) for op in program.operations)
+    own = (which for name, which in names if which is not None and not observes(name) and function_of(which) is None)
+    return frozenset(map(int, own))
 
 
 def context(h: Geometry, others: Sequence[Tensor]) -> Context:
@@ -45,48 +84,73 @@ def program_around(update: StateUpdate, maximize: bool, like: Tensor) -> Program
     origin = next((x.origin for x in leaves(update) if isinstance(x, Number)), None)
     plain = update if origin is None else resolved(update, origin.values)
     try:
-        found = traced(_with_twins(plain, None), maximize, like, stack=True)
+        found = traced(_Twins(plain, None).update, maximize, like, stack=True)
         if isinstance(found, str) or origin is None:
             return found
-        return traced(_with_twins(update, functions(found)), maximize, like, stack=True)
+        return traced(_Twins(update, functions(found)).update, maximize, like, stack=True)
     except ForgottenNumber:
         raise
     except (AxesError, NotImplementedError) as error:  # what reads its data, or is not for this shape
         return f"is no program: {error}"
 
 
-def _with_twins(update: StateUpdate, which: frozenset[int] | None) -> StateUpdate:
-    """A tuple with these of its links set apart; None for whichever are no programs."""
-    numbers: Iterator[int] = iter(range(1, 1 + len(update.filters())))
+class _Twins:
+    """A tuple with some of its links and statistics set apart; which: of the links, None for whichever are none."""
 
-    def twin(part: StateUpdate, number: int) -> StateUpdate:
+    def __init__(self, update: StateUpdate, which: frozenset[int] | None) -> None:
+        self.kept, self.which = squares(update), which
+        self.numbers, self.of_statistics = iter(range(1, len(links(update)))), iter(statistics(update))
+        h = self._h(update, 0)  # statistics are numbered in the order of links
+        step = update.parts().step
+        via = tuple(
+            Sum(tuple(map(self._link, f.branches)), f.weights)  # type: ignore[arg-type]
+            if isinstance(f, Sum)
+            else self._link(f)  # type: ignore[arg-type]
+            for f in step.via
+        )
+        self.update = dataclasses.replace(update, h=h, algorithm=dataclasses.replace(step, via=via))
+
+    def _link(self, part: StateUpdate) -> StateUpdate:
+        return dataclasses.replace(part, h=self._h(part, next(self.numbers)))
+
+    def _h(self, part: StateUpdate, number: int) -> Geometry:
         h = part.parts().h
-        plain = h.is_identity or (h.entrywise and not h.matrix) or not (which is None or number in which)
-        return part if plain else dataclasses.replace(part, h=_twin(h, number, which is None))
-
-    step = update.parts().step
-    via = tuple(
-        Sum(tuple(twin(b, next(numbers)) for b in f.branches), f.weights)  # type: ignore[arg-type]
-        if isinstance(f, Sum)
-        else twin(f, next(numbers))  # type: ignore[arg-type]
-        for f in step.via
-    )
-    return twin(dataclasses.replace(update, algorithm=dataclasses.replace(step, via=via)), 0)
+        numbers = [next(self.of_statistics) for _ in h.stats]
+        plain = h.is_identity or (h.entrywise and not h.matrix) or not (self.which is None or number in self.which)
+        stats = tuple(_observed(s, n) if n in self.kept else s for s, n in zip(h.stats, numbers, strict=True))
+        if plain and stats == tuple(h.stats):
+            return h
+        return _twin(h, stats, None if plain else number, self.which is None)
 
 
-def _twin(h: Geometry, number: int, followed: bool) -> Geometry:
+def _twin(h: Geometry, stats: tuple[StateUpdate, ...], number: int | None, followed: bool) -> Geometry:
     """A geometry of the same class but for what a trace sees of it. followed: if it can be."""
 
     def primal(self: Geometry, theta: Tensor, given: Context = NO_CONTEXT) -> Tensor:
         others: list[Any] = [*given.stats]
         others += [x for name, x in (("drive", given.drive), ("weights", given.weights)) if name in h.reads]
-        if h.rates():  # numbers of the datum are a program's
+        if number is None or h.rates():  # numbers of the datum are a program's
             return h.primal(theta, given)
-        return apart(number, (lambda: h.primal(theta, given)) if followed else None, theta, *others)
+        return set_apart(number, (lambda: h.primal(theta, given)) if followed else None, theta, *others)
 
-    twin = copy.copy(h)
-    object.__setattr__(twin, "__class__", type(type(h).__name__, (type(h),), {"primal": primal}))
+    twin, own = copy.copy(h), type(h)
+    if stats:
+        object.__setattr__(twin, "stats", stats)
+    object.__setattr__(twin, "__class__", type(own.__name__, (own,), {"primal": primal, "takes": None}))
     return twin
 
 
-__all__ = ["context", "functions", "links", "program_around"]
+def _observed(statistic: StateUpdate, number: str) -> StateUpdate:
+    """A statistic that keeps nothing, and whose value is `observed`."""
+    cost = statistic.parts().cost
+    assert isinstance(cost, Linear)
+
+    def drive(self: Linear, u: Tensor, signal: Mapping[str, Any] | None = None) -> Tensor:
+        return observed(int(number), u)
+
+    twin = copy.copy(cost)
+    object.__setattr__(twin, "__class__", type("Linear", (Linear,), {"drive": drive}))
+    return StateUpdate(twin, Euclidean(), Zero(), Step(1.0))
+
+
+__all__ = ["Link", "context", "functions", "links", "program_around", "squares"]

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from axes.core.geometry import Geometry
-from axes.optim.engine import generated
-from axes.optim.engine.apart import context
+from axes.core.state_update import StateUpdate
+from axes.optim.engine import generated, trees
+from axes.optim.engine.apart import context, links, squares
 from axes.optim.engine.blocks import Block
 from axes.optim.engine.generated import GRADIENT
 from axes.optim.engine.layouts import Layout
 from axes.optim.engine.lists import ListProgram, readable, values_of, writable
 from axes.optim.engine.replayed import Replayed
+from axes.optim.engine.statistics import Statistics
+from axes.optim.engine.statistics import given as drives
 from axes.optim.engine.together import join
 from axes.programs.batched import Schedule
-from axes.programs.program import PARAMETER
+from axes.programs.program import PARAMETER, function_of
 from axes.programs.small import small
-from axes.programs.stages import Call, Stage
+from axes.programs.stages import Call, Stage, shared, states_left, without
 
 if TYPE_CHECKING:
     from axes.optim.engine.forms import Today
@@ -74,14 +77,14 @@ class Around:
 
     def __init__(
         self,
-        links: Sequence[Geometry],
+        update: StateUpdate,
         shaped: Sequence[Shaped],
         parameters: list[Tensor],
         states: list[dict[str, Tensor]],
         layouts: Sequence[Layout],
         whole: Whole,
     ) -> None:
-        """links: the geometries of the tuple, by number. whole: of the parameters' group."""
+        """whole: of the parameters' group."""
         self.shaped, self.stages = shaped, shaped[0].stages
         like = parameters[0]
         self.wide = torch.promote_types(like.dtype, torch.float32)
@@ -89,47 +92,65 @@ class Around:
         self.held = [(parameters[i], layouts[i]) for i in order]
         self.viewed = any(layout.axes for _, layout in self.held)
         seen = [layout.seen(p.detach()) for p, layout in self.held]
-        calls = [call for stage in self.stages for call in stage.calls]
-        kinds = {call.inputs[0]: links[call.which].takes_in(self.wide) for call in calls}
-        self.rooms = {name: self._room(kinds.get(name, self.wide)) for name in self._kept()}
-        self.given: dict[str, list[Tensor]] = {}  # by the geometries
+        hs, calls = [link.h for link in links(update)], [call for stage in self.stages for call in stage.calls]
+        kinds = {c.inputs[0]: hs[int(c.which)].takes_in(self.wide) for c in calls if _is_geometry(c)}
+        every = range(len(self.stages))
+        self.over = [all(s.stages[k].program == self.stages[k].program for s in shaped) for k in every]  # all shapes
+        self.over = [same and self.stages[k].entrywise for k, same in enumerate(self.over)]
+        self.joined: dict[str, list[Tensor]] = {}  # states that are stacks, which functions take as they are
+        self.stacked: set[str] = set()  # their names
+        self.stages = tuple(self._lean(k, set(kinds), states) for k in every)
+        self.rooms = self._rooms(kinds)
+        observed = {c.which for c in calls if c.observes}
+        members = [(some.places, some.counts) for some in shaped]
+        self.statistics = Statistics({n: x for n, x in squares(update).items() if n in observed}, members, states)
+        self.given = {c.output: self.statistics.values(c.which) for c in calls if c.observes}
         self.inside: list[Tensor] = []
         self.shown: list[tuple[Tensor, Tensor]] = []
-        if any(self._over_lists(k) and PARAMETER not in stage.rooms for k, stage in enumerate(self.stages)):
+        if any(over and PARAMETER not in stage.rooms for over, stage in zip(self.over, self.stages, strict=True)):
             self.inside = [writable(x, self.wide) for x in seen]
             pairs = zip(seen, self.inside, strict=True)
             self.shown = [(x, y) for x, y in pairs if x.data_ptr() != y.data_ptr()]
-        self.steps: list[tuple[Callable[[Rates], None], list[_Product]]] = []
+        self.steps: list[tuple[Callable[[Rates], None], dict[str, list[Tensor]], list[_Product | _Whole]]] = []
         for k, stage in enumerate(self.stages):
-            squares: dict[str, list[Tensor] | None] = {}
-            if self._over_lists(k):
+            sizes: dict[str, list[Tensor] | None] = {}
+            if self.over[k]:
                 room = stage.rooms.get(PARAMETER)
-                read = whole.alone and any(links[c.which].reads_squares and c.inputs[0] == room for c in stage.calls)
+                some_calls = [c for c in stage.calls if _is_geometry(c) and c.inputs[0] == room]
+                read = whole.alone and any(hs[int(c.which)].reads_squares for c in some_calls)
                 program, run = self._lists(stage, [states[i] for i in order], read)
                 if room is not None:
-                    squares[room] = program.squares_of(self.rooms[room])
+                    sizes[room] = program.squares_of(self.rooms[room])
             else:
                 run = self._blocks(k)
-            products = []
+            products: list[_Product | _Whole] = []
             for call in stage.calls:
-                stacks = [self.rooms[name] for name in call.inputs]
-                sums = squares.get(call.inputs[0])
-                products.append(_Product(links[call.which], call, stacks, self.wide, sums, whole))
-            self.steps.append((run, products))
+                stacks = [self.rooms[name] if name in self.rooms else self.given[name] for name in call.inputs]
+                function = function_of(call.which)
+                if function is not None:
+                    self.given[call.output] = self.rooms.get(call.output) or self._room(self.wide)
+                    products.append(_Whole(function, call, stacks, self.given[call.output]))
+                elif not call.observes:
+                    sums = sizes.get(call.inputs[0])
+                    products.append(_Product(hs[int(call.which)], call, stacks, self.wide, sums, whole))
+            self.steps.append((run, drives(stage.calls, self.rooms), products))
 
     def take(self, today: Today) -> None:
-        for _, products in self.steps:
+        self.statistics.take(today)
+        for _, _, products in self.steps:
             for product in products:
                 product.take(today)
 
     def step(self, rates: Rates) -> None:
         """One datum. rates: all numbers that the programs read."""
-        for run, products in self.steps:
+        for run, observed, products in self.steps:
             run(rates)
+            if observed:
+                self.statistics.observe(observed)
             for product in products:
                 name = product.call.output
                 self.given[name] = directions = product.directions()
-                if name in self.rooms:
+                if name in self.rooms and directions is not self.rooms[name]:
                     torch._foreach_copy_(self.rooms[name], directions)
 
     # ---- what stages leave to each other -----------------------------------------------------------------------------
@@ -141,6 +162,31 @@ class Around:
         gone = {name for name, k in behind.items() if self.stages[k].rooms.get(GRADIENT) == name}
         later = {x for k, stage in enumerate(self.stages) for x in stage.rooms.values() if k > behind.get(x, k)}
         return [name for name in dict.fromkeys(names) if name not in gone - later]
+
+    def _lean(self, k: int, written: Collection[str], states: list[dict[str, Tensor]]) -> Stage:
+        """A stage that leaves nothing that is a state as well, and nobody else writes: such states become stacks."""
+        stage = self.stages[k]
+        if not self.over[k] or any(some.blocks for some in self.shaped):
+            return stage
+        alike = {own: n for own, n in states_left(stage).items() if own not in written}
+        same = {own: n for own, n in alike.items() if all(state[n].dtype == self.wide for state in states)}
+        for own, n in same.items():
+            self.joined[own] = []
+            for some in self.shaped:
+                leaves = [states[i][n] for i in some.places]
+                self.joined[own].append(trees.rows(leaves, some.counts))
+                for i, x in zip(some.places, trees.divide(self.joined[own][-1], leaves, some.counts), strict=True):
+                    states[i][n] = x
+        self.stacked |= set(same.values())
+        return without(stage, same)
+
+    def _rooms(self, kinds: Mapping[str, torch.dtype]) -> dict[str, list[Tensor]]:
+        """A stack of every shape for everything that needs one, in as few places as there can be."""
+        wholes = [c.output for stage in self.stages for c in stage.calls if function_of(c.which) is not None]
+        names = {name: kinds.get(name, self.wide) for name in (*self._kept(), *wholes)}
+        places = shared(self.stages, names)
+        rooms = {name: self._room(kind) for name, kind in names.items() if places[name] == name}
+        return {name: rooms[places[name]] for name in names} | self.joined
 
     def _room(self, kind: torch.dtype) -> list[Tensor]:
         """A stack for each shape."""
@@ -157,10 +203,6 @@ class Around:
 
     # ---- stages ------------------------------------------------------------------------------------------------------
 
-    def _over_lists(self, k: int) -> bool:
-        """Whether a stage is one program over the entries of all shapes."""
-        return all(s.stages[k].entrywise and s.stages[k].program == self.stages[k].program for s in self.shaped)
-
     def _lists(
         self, stage: Stage, states: list[dict[str, Tensor]], squares: bool
     ) -> tuple[ListProgram, Callable[[Rates], None]]:
@@ -171,7 +213,7 @@ class Around:
         for some in self.shaped:
             end = first + len(some.places)
             if not some.blocks and small([p.numel() for p, _ in self.held[first:end]]) and self.held[0][0].is_cpu:
-                join(states[first:end], kept)
+                join(states[first:end], [n for n in kept if n not in self.stacked])
             first = end
         tensors = {n: [s[n] for s in states] for n in kept}
         tensors |= {n: self._divided(self.rooms[room]) for n, room in stage.rooms.items() if n != GRADIENT}
@@ -210,6 +252,26 @@ class Around:
                     first = end
 
         return run
+
+
+def _is_geometry(call: Call) -> bool:
+    return not call.observes and function_of(call.which) is None
+
+
+@final
+class _Whole:
+    """A function that is linear in stacks, given values of statistics."""
+
+    def __init__(self, function: Any, call: Call, stacks: list[list[Tensor]], out: list[Tensor]) -> None:
+        self.function, self.call, self.stacks, self.out = function, call, stacks, out
+
+    def take(self, today: Today) -> None:
+        """Its numbers are none of the step's."""
+
+    def directions(self) -> list[Tensor]:
+        for out, *given in zip(self.out, *self.stacks, strict=True):
+            self.function.into(out, *given)
+        return self.out
 
 
 @final

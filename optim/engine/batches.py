@@ -11,8 +11,6 @@ from axes.core.state_update import StateUpdate
 from axes.optim.engine import stored, trees
 from axes.optim.engine.around import Whole
 from axes.optim.engine.choice import route
-from axes.optim.engine.factored import Factored
-from axes.optim.engine.facts import facts
 from axes.optim.engine.generated import How
 from axes.optim.engine.options import Group, how
 from axes.optim.engine.places import Places
@@ -21,7 +19,7 @@ from axes.optim.engine.staged import Staged, staged, traced_for
 from axes.optim.engine.together import Batch, program, start, uncompiled
 
 States = MutableMapping[Tensor, dict[str, Tensor]]
-AnyBatch = Batch | Factored | Staged
+AnyBatch = Batch | Staged
 
 
 @final
@@ -60,9 +58,6 @@ class Batches:
         for some in _alike(group, update, parameters, states, places):
             theirs = [states[p] for p in some]
             layouts = [places.layout(p) for p in some]
-            if chosen == "stacks" and not facts(update, maximize).staged:
-                batches.append(Factored(update, maximize, some, theirs, layouts))
-                continue
             if chosen != "entrywise":
                 programmed = chosen == "stacks" and traced_for(update, maximize, some[0], layouts[0])[2] is not None
                 whole = Whole.of(places.alike(some[0]))
@@ -84,7 +79,7 @@ def _alike(
 ) -> list[list[Tensor]]:
     """Parameters that can step together; their states get tensors of their own, on the device if the group's are."""
     chosen, maximize = route(update, group), group["maximize"]
-    as_one = chosen == "stacks" and facts(update, maximize).staged
+    as_one = chosen == "stacks"
     around = staged(update, maximize) if as_one else None
     traced = program(update, maximize) if chosen == "entrywise" else None if around is None else around.program
     precision = Precision.of(group)

@@ -15,7 +15,6 @@ import torch
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import generated
 from axes.optim.engine.capabilities import keyed
-from axes.optim.engine.factored import factors
 from axes.optim.engine.facts import facts
 from axes.optim.engine.options import how
 from axes.optim.engine.staged import set_apart, staged
@@ -79,25 +78,19 @@ def _entrywise(update: StateUpdate, group: Mapping[str, Any], target: Target, fa
 
 def _lists(update: StateUpdate, maximize: bool) -> bool:
     """Whether some program of a step over stacks acts entry by entry."""
-    found = staged(update, maximize) if facts(update, maximize).staged else None
+    found = staged(update, maximize)
     return found is None or any(stage.entrywise for stage in found.stages)
 
 
 def _stacks(update: StateUpdate, group: Mapping[str, Any], target: Target, fallen: str | None) -> str:
-    in_stages = facts(update, group["maximize"]).staged
-    found = staged(update, group["maximize"]) if in_stages else None
-    if found is not None and len(found.stages) == 1:
+    found = staged(update, group["maximize"])
+    assert found is not None
+    if len(found.stages) == 1:
         reason = f"one program over all matrices of a shape, by torch's multi-tensor operations (no kernel: {fallen})"
         return reason + _first(update, group)
-    if found is not None:
-        about = " and ".join(map(repr, dict.fromkeys(set_apart(update, group["maximize"]))))
-        about, rest = f"before and after {about}", not all(stage.entrywise for stage in found.stages)
-    else:
-        sides = factors(update, group["maximize"])
-        assert sides is not None
-        about, rest = f"around the products of {type(sides.h).__name__}", False
+    about, rest = " and ".join(set_apart(update, group["maximize"])), not all(s.entrywise for s in found.stages)
     kernels = "generated kernels where matrices begin at multiples of 16 bytes"
-    reason = f"programs {about}, matrices of one shape as one stack; programs are "
+    reason = f"programs before and after {about}, matrices of one shape as one stack; programs are "
     reason += kernels if fallen is None else f"torch's multi-tensor operations (no kernel: {fallen})"
     reason += "; what takes entries together is stepped by torch's operations over the stacks" if rest else ""
     return reason + _first(update, group)

@@ -23,7 +23,7 @@ from axes.core.facts import fact
 from axes.core.geometry import Geometry
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import trees
-from axes.optim.engine.apart import functions, links, program_around
+from axes.optim.engine.apart import functions, links, program_around, squares
 from axes.optim.engine.around import Around, Shaped, Whole
 from axes.optim.engine.blocks import Block
 from axes.optim.engine.capabilities import needs_layers, parts_of, turns, vectors
@@ -33,6 +33,7 @@ from axes.optim.engine.kept import Kept
 from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.options import how
 from axes.optim.engine.precision import Precision
+from axes.optim.engine.statistics import average
 from axes.optim.engine.together import Numbers, reads_more, uncompiled
 from axes.programs.batched import Schedule
 from axes.programs.program import Program
@@ -67,10 +68,13 @@ def no_stages(update: StateUpdate, maximize: bool = False) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def set_apart(update: StateUpdate, maximize: bool = False) -> list[Geometry]:
-    """The geometries of a staged step that are no programs."""
-    found = staged(update, maximize)
-    return [] if found is None else [links(update)[i] for i in sorted(functions(found.program))]
+def set_apart(update: StateUpdate, maximize: bool = False) -> list[str]:
+    """What is no program in a staged step: geometries, and products with what statistics hold."""
+    found, every = staged(update, maximize), links(update)
+    names = [] if found is None else [repr(every[i].h) for i in sorted(functions(found.program))]
+    held = tuple(link.prefix for link in squares(update).values())
+    names += [f"the products of {type(x.h).__name__}" for x in every if f"{x.prefix}stats." in {n.rpartition("0.")[0] for n in held}]
+    return list(dict.fromkeys(names))
 
 
 def fits(update: StateUpdate, group: Group) -> bool:
@@ -87,7 +91,11 @@ def _staged(update: StateUpdate, maximize: bool, shape: Shape, dtype: torch.dtyp
         return reason
     if (turned := turns(update)) is not None:
         return f"mixes entries: {turned}"
-    if any(isinstance(part.parts().step.at, Held | Anchor) for part in parts_of(update)):
+    sums = [link.update for link in squares(update).values()]
+    if any(average(part) is None for part in sums):
+        return "a statistic of rows or columns is no average whose root or basis is held"
+    refreshed = [part for part in parts_of(update) if isinstance(part.parts().step.at, Held | Anchor)]
+    if any(part not in sums for part in refreshed):
         return "a value is refreshed at some of its data"
     found = program_around(update, maximize, torch.empty(shape, dtype=dtype, device="meta"))
     return found if isinstance(found, str) else Traced(found, stages(found, GRADIENT))
@@ -156,6 +164,8 @@ class Staged(Kept):
         self.numbers = Numbers(self.program, states, how)
         self.seen = {n: x for n, x in states[0].items() if trees.counts(n)}
         around = some is not None and len(some.stages) > 1
+        sums = tuple(link.prefix for link in squares(update).values()) if around else ()  # which have their own stacks
+        others = [*self.numbers.names, *(n for n in states[0] if n.startswith(sums))]
         simple = around and all(stage.entrywise for traced in found.values() if traced for stage in traced.stages)
         self.blocks: list[tuple[Block, Schedule | None]] = []
         shaped: dict[Shape, list[tuple[list[int], int, list[Block]]]] = {}
@@ -163,7 +173,7 @@ class Staged(Kept):
             blocks = []
             for part in [] if simple else _parts(members, count * math.prod(shape), like.is_cpu):
                 held = [(parameters[i], states[i], layouts[i]) for i in part]
-                blocks.append(Block(held, (len(part) * count, *shape), wide, self.numbers.names))
+                blocks.append(Block(held, (len(part) * count, *shape), wide, others))
                 alone = how == "host" and like.is_cpu and len(part) * count == 1
                 schedule = _schedule(update, maximize, shape, wide, alone) if some is not None and not around else None
                 self.blocks.append((blocks[-1], schedule))
@@ -181,7 +191,7 @@ class Staged(Kept):
                 for shape, theirs in shaped.items()
             ]
             whole = whole or Whole.of(layout.shape(p) for p, layout in zip(parameters, layouts, strict=True))
-            self.around = Around(links(update), stacks, parameters, states, layouts, whole)
+            self.around = Around(update, stacks, parameters, states, layouts, whole)
         self.keep(parameters, states)
 
     def take(self, today: Today) -> None:

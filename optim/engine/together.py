@@ -26,7 +26,7 @@ from axes.optim.engine.generated import GRADIENT, How, is_plain
 from axes.optim.engine.kept import Kept, number_on
 from axes.optim.engine.routing import real
 from axes.programs.batched import Schedule, blocks
-from axes.programs.program import COUNT, PARAMETER, NotElementwise, Program, trace
+from axes.programs.program import COUNT, PARAMETER, NotElementwise, Program, Unrecorded, trace
 from axes.programs.small import Joined, behind_one_another, small
 from axes.programs.storage import FORMS, LOW, UNIT
 
@@ -112,7 +112,8 @@ def traced(update: StateUpdate, maximize: bool, like: Tensor, stack: bool = Fals
     counted = (COUNT,) if update.parts().counts else ()
     with torch.no_grad():
         datum = {GRADIENT: like, **{name: torch.tensor(0.5, device=like.device) for name in rates}}
-        flat = trees.flatten(update, update.init(datum, (like,)))
+        with Unrecorded(shapes=True):
+            flat = trees.flatten(update, update.init(datum, (like,)))
         numbers = tuple(n for n, x in flat.items() if (trees.responds(n) if stack else is_number(n, x)))
         shaped = tuple(n for n in flat if n not in numbers and not trees.counts(n))
         counts = {n: torch.ones_like(x) for n, x in flat.items() if trees.counts(n)}  # only the first datum is special

@@ -23,12 +23,14 @@ from axes.linalg.matrix_roots import (
     LEAST_DAMPING,
     PRECISIONS,
     Precision,
+    add_product,
     eigenvectors,
     largest,
     newton_inverse_root,
     power_step,
     product,
 )
+from axes.programs.program import whole
 
 
 def is_begun(matrix: Tensor) -> Tensor:
@@ -222,17 +224,6 @@ def _top(matrix: Tensor) -> Tensor:
     return torch.maximum(torch.linalg.vector_norm(x, dim=-1, keepdim=True), largest_entry)
 
 
-def rotate(x: Tensor, left: Tensor | None, right: Tensor | None, precision: Precision) -> Tensor:
-    """Q_L^T x Q_R; None for a side that stays."""
-    return _between(None if left is None else left.mT, x, right, precision)
-
-
-def _between(left: Tensor | None, x: Tensor, right: Tensor | None, precision: Precision) -> Tensor:
-    """A x B; None for the identity."""
-    turned = wide(x) if left is None else product(wide(left), wide(x), precision)
-    return (turned if right is None else product(turned, wide(right), precision)).to(x.dtype)
-
-
 On = Literal["both", "rows", "columns"]
 _ON: dict[str, tuple[Side, ...]] = {"both": ("rows", "columns"), "rows": ("rows",), "columns": ("columns",)}
 
@@ -240,6 +231,49 @@ _ON: dict[str, tuple[Side, ...]] = {"both": ("rows", "columns"), "rows": ("rows"
 def _pair(on: On, factors: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
     """The factors of the rows and of the columns, None where there is none."""
     return (factors[0] if on != "columns" else None, factors[-1] if on != "rows" else None)
+
+
+@final
+@dataclass(frozen=True)
+class Between:
+    """A x B with the factors of both sides or of one, each as it is or transposed: linear in x. who: has them."""
+
+    who: str
+    on: On
+    precision: Precision = "input"
+    turned: tuple[bool, bool] = (False, False)
+
+    def __call__(self, x: Tensor, *factors: Tensor) -> Tensor:
+        left, right = self._factors(x, factors)
+        made = wide(x) if left is None else product(wide(left), wide(x), self.precision)
+        return (made if right is None else product(made, wide(right), self.precision)).to(x.dtype)
+
+    def into(self, out: Tensor, x: Tensor, *factors: Tensor) -> None:
+        """The same of a stack (N, m, n), in the place of another, where all are of one dtype."""
+        left, right = self._factors(x, factors)
+        if right is None:
+            assert left is not None
+            add_product(out, left, x, 0.0, 1.0, self.precision)
+            return
+        add_product(out, x if left is None else product(left, x, self.precision), right, 0.0, 1.0, self.precision)
+
+    def _factors(self, x: Tensor, factors: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+        for side, factor in zip(_ON[self.on], factors, strict=True):
+            size = x.shape[-2 if side == "rows" else -1]
+            if factor.shape[-2:] != (size, size):
+                raise ShapeError(
+                    f"{self.who}: a factor of theta {tuple(x.shape[-2:])} must be ({size}, {size}), got "
+                    f"{tuple(factor.shape[-2:])}"
+                )
+        pairs = zip(_pair(self.on, factors), self.turned, strict=True)
+        left, right = (f.mT if f is not None and turned else f for f, turned in pairs)
+        return left, right
+
+
+def rotate(x: Tensor, left: Tensor | None, right: Tensor | None, precision: Precision, who: str = "Linear") -> Tensor:
+    """Q_L^T x Q_R; None for a side that stays."""
+    on: On = "columns" if left is None else "rows" if right is None else "both"
+    return whole(Between(who, on, precision, (True, False)), x, *(f for f in (left, right) if f is not None))
 
 
 def fisher(signal: Signal, left: Tensor, right: Tensor, precision: Precision) -> Tensor:
@@ -261,18 +295,10 @@ def _rows(signal: Signal, name: str) -> Tensor:
 
 
 def _require_factors(owner: Geometry, theta: Tensor, stats: tuple[Tensor, ...]) -> None:
-    """Raise unless there is a value for each of its sides, those of rows and columns square and of their sizes."""
+    """Raise unless there is a value for each of its sides, of a matrix."""
     if len(stats) != len(owner.sides):
         raise IllegalUpdate(f"{type(owner).__name__}: {len(owner.sides)} statistics declared, {len(stats)} supplied")
     require_matrix(owner, theta)
-    sizes = {"rows": theta.shape[-2], "columns": theta.shape[-1]}
-    for side, stat in zip(owner.sides, stats, strict=True):
-        size = sizes.get(side)
-        if size is not None and stat.shape[-2:] != (size, size):
-            raise ShapeError(
-                f"{type(owner).__name__}: a factor of theta {tuple(theta.shape[-2:])} must be ({size}, {size}), got "
-                f"{tuple(stat.shape[-2:])}"
-            )
 
 
 @final
@@ -306,8 +332,7 @@ class Kronecker(Geometry):
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         _require_factors(self, theta, context.stats)
-        left, right = _pair(self.on, context.stats)
-        return _between(left, theta, right, self.precision)
+        return whole(Between("Kronecker", self.on, self.precision), theta, *context.stats)
 
 
 @final
@@ -349,8 +374,9 @@ class RotatedWhiten(Geometry):
         _require_factors(self, theta, context.stats)
         *bases, second = (wide(s) for s in context.stats)
         left, right = _pair(self.on, tuple(bases))
-        scaled = self.whitened(rotate(wide(theta), left, right, self.precision), second)
-        return _between(left, scaled, None if right is None else right.mT, self.precision).to(theta.dtype)
+        scaled = self.whitened(rotate(wide(theta), left, right, self.precision, "RotatedWhiten"), second)
+        back = Between("RotatedWhiten", self.on, self.precision, (False, True))
+        return whole(back, scaled, *bases).to(theta.dtype)
 
     def whitened(self, turned: Tensor, second: Tensor) -> Tensor:
         """What W is in the bases, from theta in them: theta / (v^power + eps)."""
