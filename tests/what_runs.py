@@ -19,7 +19,6 @@ from axes.core.state_update import StateUpdate
 from axes.depth import products
 from axes.depth.residual import _OneStream
 from axes.optim.engine.capabilities import holds
-from axes.optim.engine.factored import Factored
 from axes.optim.engine.staged import Staged
 from axes.optim.engine.together import Batch
 from axes.programs.batched import Schedule
@@ -42,7 +41,6 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (gram, "sim", "gram", "torch"),
     (gram, "dec", "gram", "torch"),
     (Batch, "step", "entrywise", None),
-    (Factored, "step", "stacks", None),
     (Staged, "_programs", "stacks", None),
     (Schedule, "run", None, "torch"),
     (products, "write", "chain", "torch"),

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from axes.core.algorithms import Anchor, Held
 from axes.core.facts import fact
-from axes.core.geometry import Geometry
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import trees
 from axes.optim.engine.apart import functions, links, program_around, squares
@@ -70,11 +69,13 @@ def no_stages(update: StateUpdate, maximize: bool = False) -> str | None:
 
 def set_apart(update: StateUpdate, maximize: bool = False) -> list[str]:
     """What is no program in a staged step: geometries, and products with what statistics hold."""
-    found, every = staged(update, maximize), links(update)
-    names = [] if found is None else [repr(every[i].h) for i in sorted(functions(found.program))]
-    held = tuple(link.prefix for link in squares(update).values())
-    names += [f"the products of {type(x.h).__name__}" for x in every if f"{x.prefix}stats." in {n.rpartition("0.")[0] for n in held}]
-    return list(dict.fromkeys(names))
+    found = staged(update, maximize)
+    if found is None:
+        return []
+    every, held = links(update), [link.prefix for link in squares(update).values()]
+    names = [repr(every[i].h) for i in sorted(functions(found.program))]
+    with_products = [link for link in every if any(prefix.startswith(f"{link.prefix}stats.") for prefix in held)]
+    return list(dict.fromkeys([*names, *(f"the products of {type(link.h).__name__}" for link in with_products)]))
 
 
 def fits(update: StateUpdate, group: Group) -> bool:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from axes import optim
 from axes.core import execution
-from axes.optim.engine import factored
-from axes.optim.engine.factored import Factored, factors
+from axes.linalg.matrix_roots import add_product
+from axes.optim.engine import statistics
+from axes.optim.engine.apart import squares
 from axes.optim.engine.routing import canonical_shape
+from axes.optim.engine.staged import Staged, no_stages
 from axes.optim.engine.together import start
 from axes.optim.rules import wrappers
 
@@ -47,13 +49,13 @@ def make(rule: str, dtype: torch.dtype = torch.float64, **more: Any) -> tuple[li
     return ps, optimizer
 
 
-def together(ps: list[nn.Parameter], optimizer: Any) -> tuple[Factored, dict[str, Any]]:
+def together(ps: list[nn.Parameter], optimizer: Any) -> tuple[Staged, dict[str, Any]]:
     """The same step over stacks, on the optimizer's parameters and states; and its rates."""
     (group,) = optimizer.param_groups
     for p in ps:
         optimizer.state[p] = start(optimizer.state[p], p)
     update = optimizer.update_for(group)
-    runner = Factored(update, group["maximize"], list(ps), [optimizer.state[p] for p in ps])
+    runner = Staged(update, group["maximize"], list(ps), [optimizer.state[p] for p in ps])
     return runner, {per.name: group[per.name] for per in update.demands()}
 
 
@@ -90,8 +92,8 @@ def test_stacks_step_as_the_interpreter_does(rule: str) -> None:
     ps, alone = make(rule)
     qs, other = make(rule)
     runner, rates = together(qs, other)
-    (run,) = runner.runs
-    assert len(run.stacks) == len({canonical_shape(p) for p in ps})
+    assert runner.around is not None and runner.around.statistics.links
+    assert len(runner.around.shaped) == len({canonical_shape(p) for p in ps})
     generator = torch.Generator().manual_seed(5)
     for _ in range(12):
         give(generator, ps, qs)
@@ -114,7 +116,7 @@ def test_statistics_of_one_size_are_refreshed_together(monkeypatch: pytest.Monke
     monkeypatch.setattr(execution, "refreshed", counted)
     runs = []
     for size in (1024, 4):
-        monkeypatch.setattr(factored, "_TOGETHER", size)
+        monkeypatch.setattr(statistics, "_TOGETHER", size)
         seen.append([])
         ps, optimizer = make("SOAP")
         runner, rates = together(ps, optimizer)
@@ -130,19 +132,21 @@ def test_statistics_of_one_size_are_refreshed_together(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("rule", ["SOAP", "Shampoo"])
 def test_parameters_that_have_seen_different_data(rule: str) -> None:
     ps, alone = make(rule)
-    qs, other = make(rule)
+    cls, name, _, options = RULES[rule]
+    qs = [nn.Parameter(torch.zeros_like(p)) for p in ps]
+    together = cls([{"params": qs, "rule": name}], **options)
+    for p, q in zip(ps, qs, strict=True):
+        q.detach().copy_(p.detach())
+        together.state[q] = {n: x.clone() for n, x in alone.state[p].items()}
     generator = torch.Generator().manual_seed(5)
-    for t in range(3):
+    for t in range(9):
         give(generator, ps, qs)
-        for i in range(len(ps)):
+        for i in range(len(ps) if t < 3 else 0):
             if (t + i) % 4 == 0:
                 ps[i].grad = qs[i].grad = None
         alone.step()
-        other.step()
-    runner, rates = together(qs, other)
-    assert len(runner.runs) == 2
-    advance(6, generator, (ps, qs), alone.step, partial(runner.step, rates))
-    same(ps, qs, alone, other)
+        together.step()
+    same(ps, qs, alone, together)
 
 
 @pytest.mark.parametrize("rule", ["SOAP", "Shampoo", "Shampoo by Newton"])
@@ -197,34 +201,45 @@ def test_a_product_is_added_where_a_statistic_is_kept() -> None:
     """As on a GPU, and the same to rounding."""
     generator = torch.Generator().manual_seed(0)
     u, total = (torch.randn(3, 4, n, generator=generator, dtype=torch.float64) for n in (5, 4))
-    parts = factors(optim.SOAP.declare())
-    assert parts is not None
-    rows, columns = parts.sides
+    rows, columns = (link.update for link in squares(optim.SOAP.declare().normal()).values())
     for side, expected in ((rows, u @ u.mT), (columns, u.mT @ u)):
-        n = expected.shape[-1]
+        n, kept = expected.shape[-1], statistics.average(side)
+        assert kept is not None
         begun = total if n == 4 else torch.ones(3, 5, 5, dtype=torch.float64)
         plain, added = begun.clone(), begun.clone()
-        factored._take(plain, side.cost, side.kept, u)
+        statistics._take(plain, side.cost, kept, u)
         a, b = (u, u.mT) if n == 4 else (u.mT, u)
-        factored.add_product(added, a, b, side.kept.keep, side.kept.rate, side.cost.precision)
+        add_product(added, a, b, kept.keep, kept.rate, side.cost.precision)
         for got in (plain, added):
             torch.testing.assert_close(got, 0.95 * begun + 0.05 * expected, rtol=1e-13, atol=1e-13)
 
 
-def test_what_is_left_to_the_interpreter() -> None:
+def test_every_rule_of_such_statistics_is_staged() -> None:
+    """Whatever else there is about it, from one side too; values that are no averages are left to the interpreter."""
     soap, shampoo = optim.SOAP.declare(), optim.Shampoo.declare()
-    for taken in (soap, shampoo, optim.SOAP.declare(precision="tf32", basis="eigh")):
-        assert factors(taken) is not None and factors(taken, True) is not None
-    others = (
-        optim.AdamW.declare(),
-        optim.Muon.declare(),
-        optim.PSGDKron.declare(),
+    for taken in (
+        soap,
+        shampoo,
+        optim.SOAP.declare(precision="tf32", basis="eigh"),
         optim.Shampoo.declare(graft="adagrad"),
-        wrappers.rotational(soap),
         wrappers.grafting(shampoo, optim.AdamW.declare()),
-    )
-    for other in others:
-        assert factors(other) is None
+    ):
+        assert no_stages(taken.normal()) is None and no_stages(taken.normal(), True) is None
+    assert no_stages(optim.PSGDKron.declare().normal()) is not None
+    assert no_stages(wrappers.rotational(soap).normal()) is not None
+
+
+def test_what_is_left_for_later_shares_memory() -> None:
+    """Beyond the state, SOAP holds two numbers for every entry, and products read its average where it is kept."""
+    ps, optimizer = make("SOAP", torch.float32)
+    runner, _ = together(ps, optimizer)
+    assert runner.around is not None
+    around, places = runner.around, set()
+    for stacks in around.rooms.values():
+        places |= {(x.data_ptr(), x.numel()) for x in stacks}
+    own = {s["via.0.theta"].data_ptr() for s in (optimizer.state[p] for p in ps)}
+    entries = sum(p.numel() for p in ps)
+    assert sum(n for place, n in places if place not in own) == 2 * entries
 
 
 def test_the_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +247,8 @@ def test_the_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ps, alone = make("SOAP")
     qs, other = make("SOAP")
     runner, rates = together(qs, other)
-    take = factored._take
-    monkeypatch.setattr(factored, "_take", lambda total, cost, kept, u: take(total, cost, kept, u.mT))
+    take = statistics._take
+    monkeypatch.setattr(statistics, "_take", lambda total, cost, kept, u: take(total, cost, kept, u.mT))
     generator = torch.Generator().manual_seed(5)
     advance(3, generator, (ps, qs), alone.step, partial(runner.step, rates))
     with pytest.raises(AssertionError):
