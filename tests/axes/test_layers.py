@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "testing",
         "optim sequence depth",
         "catalogue",
-        "answers moves",
+        "answers moves symbols",
         "costs geometry monoids algorithms memory dispatch",
         "axes",
         "models",
