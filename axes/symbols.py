@@ -328,6 +328,8 @@ def residual(cost: Cost) -> str:
         case costs.SquaredError():
             return "e_t"
         case costs.Lp(p=p, mean_one=one):
+            if p == 1.0:
+                return r"\mathrm{sign}(e_t)"
             factor = "" if one else rf"{_number(p)}\,"
             return rf"{factor}\mathrm{{sign}}(e_t)\,|e_t|^{{{_number(p - 1)}}}"
         case costs.Huber(delta=delta, kind="coordinate"):

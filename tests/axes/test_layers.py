@@ -55,7 +55,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "substitution", "gram", "cascade", "attention", "opaque",
         "kernel_terms", "substitution_kernel", "token", "early", "several", "select", "dispatch", "frame",
     ),
-    "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks"),
+    "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks", "suite"),
     "optim": ("engine", "rules", "tools"),
 }  # fmt: skip
 # Beyond the declared dependencies: what comes with torch on a GPU or with the test extra, and who may import it.
