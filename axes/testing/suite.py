@@ -119,11 +119,12 @@ def _hold(one: Check, update: StateUpdate, excuse: str | None) -> None:
 
 
 def _failure(one: Check, update: StateUpdate) -> str | None:
-    """What a check has to say, or None if it holds. An error of the package or of torch is a failure too."""
+    """What a check has to say, or None if it holds. An error on its way, of whoever, is a failure too."""
     try:
         one(update)
-    except (AssertionError, AxesError, RuntimeError) as failed:
-        return str(failed) or type(failed).__name__
+    except Exception as failed:
+        kind = "" if isinstance(failed, AssertionError) else f"{type(failed).__name__}: "
+        return kind + str(failed)
     return None
 
 
