@@ -66,7 +66,7 @@ _OUT_OF_A_DRIVE = {  # what drives a statistic, of the drive u, what was whitene
     "travel": r"\langle {u}, W_{{t-1}} - W_0 \rangle",
 }
 _STATISTICS = {"left": "L", "right": "R", "white-left": "L", "white-right": "R", "key": "K", "value": "V", "error": "E"}
-_LONG = 30  # characters of a formula that is given a name
+_LONG = 40  # characters of a formula that is given a name
 
 
 def equations(update: StateUpdate) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def _with_names(rates: Iterable[Rate], lines: list[str]) -> list[str]:
     whole = "".join(lines)
     inside = {text for text in found if any(text in other for other in found if other != text)}
     found = [text for text in found if whole.count(text) > 1 or text not in inside]
-    named = {text: "c" + "'" * i + "_t" for i, text in enumerate(found)}
+    named = {text: "c" + "'" * i + "_t" if i < 3 else f"c^{{({i + 1})}}_t" for i, text in enumerate(found)}
 
     def short(text: str, among: list[str]) -> str:
         for formula in reversed(among):
@@ -130,7 +130,8 @@ def _with_names(rates: Iterable[Rate], lines: list[str]) -> list[str]:
 
 def _formulas(value: Rate) -> Iterator[str]:
     if isinstance(value, Formula):
-        if value.operation != ">":
+        beside_a_number = value.operation in "+-" and not all(isinstance(x, Variable) for x in value.inputs)
+        if value.operation != ">" and not beside_a_number:
             yield rate(value)
         for x in value.inputs:
             yield from _formulas(x)

@@ -69,7 +69,10 @@ def page(e: Entry, tables: list[Table]) -> str:
     for line in equations(e.update):
         lines += ["$$", line, "$$", ""]
     lines += ["</div>", "", "Rendered from the tuple by `axes.symbols.equations`:", ""]
-    lines += ['<div class="tuple" markdown>', "", "```python", pretty(repr(e.update)), "```", "", "</div>", ""]
+    tuple_ = ["```python", *pretty(repr(e.update)).splitlines(), "```"]
+    if len(tuple_) > 24:
+        tuple_ = ['??? note "The tuple"', "", *(f"    {x}" for x in tuple_)]
+    lines += [*tuple_, ""]
     demands = ", ".join(f"`{p.name}` ({p.shape}, {p.domain})" for p in e.update.demands())
     lines += [f"It asks its axis for {demands or 'nothing by name'}.", ""]
     lines += ["## Source", "", f"{e.paper}: {as_code(e.equation)}", ""]
@@ -91,7 +94,7 @@ def as_code(words: str) -> str:
     return re.sub(r"([*_<])", r"\\\1", words.rstrip("."))
 
 
-def pretty(source: str, width: int = 84) -> str:
+def pretty(source: str, width: int = 76) -> str:
     """A declaration over several lines, the arguments of what is too long on lines of their own."""
 
     def shown(node: ast.expr, indent: int) -> str:
