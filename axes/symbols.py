@@ -328,10 +328,13 @@ def residual(cost: Cost) -> str:
     match cost:
         case costs.SquaredError():
             return "e_t"
-        case costs.Lp(p=p, mean_one=one):
+        case costs.Lp(p=p, smooth=smooth, mean_one=one):
+            factor = "" if one or p == 1.0 else rf"{_number(p)}\,"
+            if isinstance(smooth, tuple):
+                bend = "" if p == 1.0 else rf"\,(e_t^2 + {_number(smooth[1])})^{{{_number((p - 1) / 2)}}}"
+                return rf"{factor}\tanh({_number(smooth[0])}\,e_t){bend}"
             if p == 1.0:
                 return r"\mathrm{sign}(e_t)"
-            factor = "" if one else rf"{_number(p)}\,"
             return rf"{factor}\mathrm{{sign}}(e_t)\,|e_t|^{{{_number(p - 1)}}}"
         case costs.Huber(delta=delta, kind="coordinate"):
             return rf"\mathrm{{clip}}(e_t, \pm {rate(delta)})"

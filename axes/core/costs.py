@@ -81,7 +81,7 @@ def _power(x: Tensor, exponent: float) -> Tensor:
         return x
     if exponent == 2:
         return x * x.abs()
-    return torch.where(x == 0, 0.0, x.sign() * torch.where(x == 0, 1.0, x.abs()) ** exponent)
+    return torch.where(x == 0, 0.0, _sign(x) * torch.where(x == 0, 1.0, x.abs()) ** exponent)
 
 
 def _over(e: Tensor, c: Value) -> tuple[Tensor, Tensor]:

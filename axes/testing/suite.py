@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from axes.core import reference
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.testing.checks import CHECKS, Check, checks
-from axes.testing.examples import error, example
+from axes.testing.examples import error, example, leaves
 
 Formula = Callable[..., Tensor]
 
@@ -87,6 +87,31 @@ def agrees(
             )
 
 
+def learns(module: nn.Module, *inputs: Any) -> None:
+    """A gradient reaches every parameter of a module that trains: a layer, a mixer, a model.
+
+    inputs: what it is called with. Of several outputs the first is looked at: a state may know more than is ever read.
+
+    Raises:
+        AssertionError: names the parameters that get none, zeros, or what is not finite.
+    """
+    y = leaves(module(*inputs))[0]
+    if not y.requires_grad:
+        raise AssertionError(f"{type(module).__name__}: the output depends on no parameter")
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))  # no symmetry hides a parameter
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad((y * weights.to(y)).sum(), list(named.values()), allow_unused=True)
+    faults = {}
+    for (name, _), g in zip(named.items(), gradients, strict=True):
+        if g is None or not g.any():
+            faults[name] = "no gradient"
+        elif not g.isfinite().all():
+            faults[name] = "a gradient that is not finite"
+    if faults:
+        told = ", ".join(f"{name} ({fault})" for name, fault in faults.items())
+        raise AssertionError(f"{type(module).__name__} does not learn {told}")
+
+
 class Suite:
     """The checks as a class of pytest: `class TestMine(Suite): update = mine`. See `check`."""
 
@@ -139,4 +164,4 @@ def _tensors(signal: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
     return {name: x for name, x in signal.items() if isinstance(x, Tensor)}
 
 
-__all__ = ["Formula", "Suite", "agrees", "check"]
+__all__ = ["Formula", "Suite", "agrees", "check", "learns"]

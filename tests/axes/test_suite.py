@@ -13,7 +13,8 @@ from axes import AxesError, Per, StateUpdate, Step
 from axes.costs import Given, Lp, SquaredError
 from axes.geometry import Context, Geometry
 from axes.monoids import Scalar
-from axes.testing.suite import Suite, agrees, check
+from axes.sequence import layer
+from axes.testing.suite import Suite, agrees, check, learns
 
 GATED = StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(Per("beta")))
 SIGN = StateUpdate(Lp(1.0, smooth=None), monoid=Scalar("decay"), algorithm=Step(Per("beta")))
@@ -76,3 +77,18 @@ def test_all_that_fail_are_named_and_excuses_are_used_up() -> None:
         check(Excused())
     with pytest.raises(AxesError, match="neither a StateUpdate nor something"):
         check("delta")
+
+
+def test_a_sign_without_a_derivative_stops_learning() -> None:
+    x = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(0))
+    learns(layer(StateUpdate(Lp(1.0), monoid=Scalar("decay"), algorithm=Step(Per("beta"))))(16, heads=2), x)
+    with pytest.raises(AssertionError, match=r"does not learn .*v_proj.weight \(no gradient\)"):
+        learns(layer(SIGN)(16, heads=2), x)
+    with pytest.raises(AssertionError, match="the output depends on no parameter"):
+        learns(torch.nn.Identity(), x)
+
+
+def test_a_sign_leaves_a_nan_what_it_is() -> None:
+    e = torch.tensor([float("nan"), 0.0, -2.0])
+    found = SIGN.parts().cost.residual(e, torch.zeros(3))
+    assert found[0].isnan() and found[1:].tolist() == [0.0, -1.0]

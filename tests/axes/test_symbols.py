@@ -11,7 +11,7 @@ from torch import Tensor
 
 from axes import catalogue
 from axes.core.algorithms import Step
-from axes.core.costs import Alignment, Huber, SquaredError
+from axes.core.costs import Alignment, Huber, Lp, SquaredError
 from axes.core.geometry import Context, Entropic, Geometry
 from axes.core.monoids import Diagonal, Scalar
 from axes.core.rates import Per
@@ -66,6 +66,10 @@ def test_what_differs_in_meaning_differs_in_symbols() -> None:
     base = StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(Per("beta")))
     others = (
         replace(base, cost=Huber(0.5)),
+        replace(base, cost=Lp(1.0)),
+        replace(base, cost=Lp(1.0, smooth=None)),
+        replace(base, cost=Lp(1.5)),
+        replace(base, cost=Lp(3.0)),
         replace(base, h=Entropic()),
         replace(base, monoid=Diagonal("decay")),
         replace(base, monoid=Diagonal("decay", side="row")),
