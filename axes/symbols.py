@@ -52,7 +52,7 @@ _OUT_OF_A_DRIVE = {  # what drives a statistic, of the drive u, what was whitene
     "column-square": r"\mathrm{{mean}}_{{\mathrm{{col}}}}({u} \odot {u})",
     "left": r"{u}\,{u}^\top",
     "right": r"{u}^\top {u}",
-    "white-square": r"y_{{t-1}} \odot y_{{t-1}}",
+    "white-square": r"y_t \odot y_t",
     "white-left": r"y_t\,y_t^\top / d_k",
     "white-right": r"y_t^\top y_t / d_v",
     "eigen-square": r"({Q}^\top {u}\,{P})^{{\odot 2}}",
@@ -362,25 +362,26 @@ def primal(h: Geometry, x: str, stats: list[str]) -> str:
 
 
 def _whiten(h: Any, x: str, s: list[str]) -> str:
-    power = _number(h.power)
-    if h.kind == "diagonal":
-        (v,) = s
-        floor = rf"\max({v}, {_number(h.floor)})" if h.floor else v
-        eps = "" if h.eps == 0 else rf" + {_number(h.eps)}"
-        inside, outside = (eps, "") if h.eps_inside else ("", eps)
-        if h.power == 0.5:
-            return rf"\frac{{{x}}}{{\sqrt{{{floor}{inside}}}{outside}}}"
-        if h.power == 1.0:
-            return rf"\frac{{{x}}}{{{floor}{inside}{outside}}}"
-        if h.power == -0.5:
-            return rf"{x} \odot \sqrt{{{floor}{inside}}}"
-        return rf"\frac{{{x}}}{{{floor}^{{{power}}}{outside}}}"
+    if h.kind in ("diagonal", "centered"):
+        v = s[0] if h.kind == "diagonal" else rf"({s[0]} - {s[1]} \odot {s[1]})"
+        eps = "" if h.eps == 0 else f" + {_number(h.eps)}"
+        if h.power < 0:
+            return rf"{x} \odot {_power(v + eps, -h.power)}"
+        below = _power(v + eps, h.power) if h.eps_inside else _power(v, h.power) + eps
+        return rf"\frac{{{x}}}{{{rf'{chr(92)}max({below}, {_number(h.floor)})' if h.floor else below}}}"
     eps = "I" if h.eps == 1.0 else f"{_number(h.eps)} I"
-    damped = [f"({v} + {eps})" if h.eps else v for v in s]
+    roots = [rf"{f'({v} + {eps})' if h.eps else v}^{{-{_number(h.power)}}}" for v in s]
     if h.kind == "kronecker":
-        power = _number(h.power / 2) if h.power != 1.0 else "1"
-        return rf"{damped[0]}^{{-{power}}}\,{x}\,{damped[1]}^{{-{power}}}"
-    return rf"{x}\,{damped[0]}^{{-{power}}}" if h.kind == "right" else rf"{damped[0]}^{{-{power}}}\,{x}"
+        return rf"{roots[0]}\,{x}\,{roots[1]}"
+    return rf"{x}\,{roots[0]}" if h.kind == "right" else rf"\mathrm{{mat}}({roots[0]}\,\mathrm{{vec}}({x}))"
+
+
+def _power(x: str, power: float) -> str:
+    if power == 0.5:
+        return rf"\sqrt{{{x}}}"
+    if power == 1.0:
+        return x
+    return rf"{f'({x})' if ' ' in x else x}^{{{_number(power)}}}"
 
 
 def _entropic(h: Any, x: str, s: list[str]) -> str:
@@ -395,11 +396,20 @@ def _sphere(h: Any, x: str, s: list[str]) -> str:
     return rf"{radius}\frac{{{x}}}{{|{x}|{length}}}"
 
 
+_SCALES = {
+    None: "",
+    "original": r"\sqrt{\max(1, m/n)}\,",
+    "match_rms_adamw": r"0.2\,\sqrt{\max(m, n)}\,",
+    "spectral": r"\sqrt{m/n}\,",
+}
+
+
 def _polar(h: Any, x: str, s: list[str]) -> str:
-    scale = {None: "", "original": r"\sqrt{\max(1, m/n)}\,", "match_rms_adamw": r"0.2 \sqrt{\max(m, n)}\,"}.get(
-        h.scale, r"\sqrt{m/n}\,"
-    )
-    return rf"{scale}\mathrm{{polar}}({x})"
+    return rf"{_SCALES[h.scale]}\mathrm{{polar}}({x})"
+
+
+def _low_rank(h: Any, x: str, s: list[str]) -> str:
+    return rf"{_SCALES[h.scale]}P\,Q^\top,\quad Q = R / |R|_{{\mathrm{{col}}}},\ (P, R) = {s[0]}"
 
 
 def _ball(h: Any, x: str, s: list[str]) -> str:
@@ -477,7 +487,7 @@ _LINKS: dict[str, Callable[[Any, str, list[str]], str]] = {
     "Kronecker": lambda h, x, s: rf"{s[0]}\,{x}\,{s[1]}" if len(s) == 2 else rf"{s[0]}\,{x}",
     "RotatedWhiten": _rotated,
     "PowerFactors": lambda h, x, s: rf"(P, R)\ \text{{with}}\ P\,R^\top \approx {x},\ P^\top P = I",
-    "LowRank": lambda h, x, s: rf"P\,Q^\top,\quad Q = R / |R|_{{\mathrm{{col}}}},\ (P, R) = {s[0]}",
+    "LowRank": _low_rank,
 }
 
 
@@ -510,6 +520,8 @@ class _Writer:
     def statistics(self, p: Parts, drive: str, state: str, lines: list[str]) -> list[str]:
         """What the statistics of h give, in its order."""
         found: list[str] = []
+        before: list[str] = []
+        first = len(lines)
         for s in p.statistics():
             cost = s.cost
             assert isinstance(cost, Linear)
@@ -517,7 +529,11 @@ class _Writer:
             z = _OUT_OF_A_DRIVE[cost.of].format(u=raw, m=state, Q=(found or ["Q"])[0], P=(found or ["Q"])[-1])
             if cost.offset != 0.0:
                 z += f" + {rate(cost.offset)}"
-            found.append(self.inner(s, z, lines, _STATISTICS.get(cost.of, self.statistic), statistic=True))
+            letter = _STATISTICS.get(cost.of, self.statistic)
+            before.append(letter + "'" * self.used.get(letter, 0) + "_{t-1}")
+            found.append(self.inner(s, z, lines, letter, statistic=True))
+        if any(isinstance(s.cost, Linear) and s.cost.whitened for s in p.statistics()):
+            lines.insert(first, f"y_t = {primal(p.h, drive, before)}")
         return found
 
     def named(self, letter: str, value: str, lines: list[str]) -> str:
