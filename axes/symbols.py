@@ -1,6 +1,7 @@
 r"""A tuple in symbols: the recursion of `axes.core.execution` with the tuple's own parts put in, as lines of LaTeX.
 
-What is read here is the normal form, so that sugar is written out. A part of a user's own appears by its name.
+What is read here is the normal form, so that sugar is written out. A part of a user's own appears by its name. A test
+works the lines of the catalogue out with a calculator of its own and compares them with the interpreter.
 
 >>> from axes import Per, StateUpdate, Step
 >>> from axes.costs import SquaredError
@@ -94,13 +95,16 @@ def _stepped(p: Parts) -> list[str]:
         lines.append(rf"\bar{{{weights}}}_t = {primal(p.h, before, []) if dual else before}")
     lines += _driven(p, _point(p, weights))
     writer = _Writer("s" if keyed else "v")
+    own = len(lines)
     drive = writer.filtered(p, "u_t", lines)
+    if p.step.at == "read":  # the weights around a filter are then those that are shown
+        lines[own:] = [line.replace("W_{t-1}", "y_{t-1}") for line in lines[own:]]
     held = p.step.at == "gated" and not dual
     lines.append(_written(p, state, drive, rf"\bar{{{weights}}}_t" if held else None))
     stats = writer.statistics(p, drive, state, lines)
     if not p.step.lazy:
-        slots = isinstance(p.memory, memory.Slots)
-        lines[-1] += r",\quad \Pi(x) = " + (r"x / |x|\ \text{on every column}" if slots else primal(p.h, "x", stats))
+        columns = r"x / \lVert x \rVert\ \text{on every column}"
+        lines[-1] += rf",\quad \Pi(x) = {columns if isinstance(p.memory, memory.Slots) else primal(p.h, 'x', stats)}"
     if dual:
         lines.append(f"W_t = {primal(p.h, state + '_t', stats)}")
     if isinstance(look := p.step.read, Mix):
@@ -190,7 +194,7 @@ def _times(value: Rate, x: str) -> str:
         return x
     if x == "1":
         return rate(value)
-    x = f"({x})" if " " in x and not x.startswith((r"\frac", "(")) else x
+    x = f"({x})" if " " in x and not x.startswith((r"\frac", "(")) and x != _NORM else x
     match rate_shape(value):
         case "row":
             return rf"\mathrm{{Diag}}({rate(value)})\,{x}"
@@ -223,7 +227,9 @@ def kept(monoid: Monoid, step: Rate, x: str) -> str:
         case monoids.Hadamard(times=times):
             assert isinstance(monoid.gate, Per)
             gate = rate(monoid.gate)
-            return rf"{gate} \odot {x}" if times is None else rf"\exp({rate(times)}\,\log {gate}) \odot {x}"
+            if times is not None:
+                gate = rf"\exp({_times(times, rf'{chr(92)}log({gate})')})"
+            return rf"{gate} \odot {x}"
         case monoids.Rotation(angle=angle):
             turn = rate(angle) if isinstance(angle, Variable) else r"\omega"
             return rf"{x}\,R({turn})"
@@ -287,7 +293,8 @@ def _driven(p: Parts, at: str) -> list[str]:
         else:
             lines.append(rf"e_t = {prediction} - {target}")
             if isinstance(p.memory, memory.Slots):
-                lines[-1] += rf",\quad \Phi = (s_i / |s_i|)\ \text{{of the columns}}\ s_i\ \text{{of}}\ {at}"
+                columns = rf"\text{{of the columns}}\ s_i\ \text{{of}}\ {at}"
+                lines[-1] += rf",\quad \Phi = (s_i / \lVert s_i \rVert)\ {columns}"
         r, sign = residual(base), "-"
     elif encode:
         r = "k_t"
@@ -298,7 +305,7 @@ def _driven(p: Parts, at: str) -> list[str]:
     elif isinstance(p.memory, memory.Slots):
         h, c = ("v_t", r) if encode else (r, "k_t")
         c = c.replace("_t", "_{t,i}")
-        write = rf"P(s_i)\,{h}\,{c} / |s_i|,\quad P(s) = I - \frac{{s\,s^\top}}{{|s|^2}}"
+        write = rf"P(s_i)\,{h}\,{c} / \lVert s_i \rVert,\quad P(s) = I - \frac{{s\,s^\top}}{{\lVert s \rVert^2}}"
         return [*lines, rf"u_{{t,i}} = {sign}{write}"]
     else:
         write = rf"\left(\frac{{\partial f({at}, {x})}}{{\partial W}}\right)^{{\!\top}} {r}"
@@ -331,20 +338,20 @@ def residual(cost: Cost) -> str:
         case costs.Lp(p=p, smooth=smooth, mean_one=one):
             factor = "" if one or p == 1.0 else rf"{_number(p)}\,"
             if isinstance(smooth, tuple):
-                bend = "" if p == 1.0 else rf"\,(e_t^2 + {_number(smooth[1])})^{{{_number((p - 1) / 2)}}}"
+                bend = "" if p == 1.0 else rf" \odot (e_t^2 + {_number(smooth[1])})^{{{_number((p - 1) / 2)}}}"
                 return rf"{factor}\tanh({_number(smooth[0])}\,e_t){bend}"
             if p == 1.0:
                 return r"\mathrm{sign}(e_t)"
-            return rf"{factor}\mathrm{{sign}}(e_t)\,|e_t|^{{{_number(p - 1)}}}"
+            return rf"{factor}\mathrm{{sign}}(e_t) \odot |e_t|^{{{_number(p - 1)}}}"
         case costs.Huber(delta=delta, kind="coordinate"):
             return rf"\mathrm{{clip}}(e_t, \pm {rate(delta)})"
         case costs.Huber(delta=delta):
-            return rf"\min(1, {rate(delta)} / |e_t|)\,e_t"
+            return rf"\min(1, {rate(delta)} / \lVert e_t \rVert)\,e_t"
         case costs.HuberSwitch(delta=delta):
             d = rate(delta)
-            return rf"(e_t\ \text{{if}}\ |e_t| \le {d}\ \text{{else}}\ {d}\,\mathrm{{sign}}(e_t))"
+            return rf"(e_t\ \text{{if}}\ \lVert e_t \rVert \le {d}\ \text{{else}}\ {d}\,\mathrm{{sign}}(e_t))"
         case costs.RobustShift(Delta=delta):
-            return rf"(1 + {rate(delta)} / |e_t|)\,e_t"
+            return rf"(1 + {rate(delta)} / \lVert e_t \rVert)\,e_t"
         case costs.CrossEntropy():
             return r"(\mathrm{softmax}(p_t) - v_t)"
     return rf"\mathrm{{{type(cost).__name__}}}'(e_t)"
@@ -392,8 +399,9 @@ def _entropic(h: Any, x: str, s: list[str]) -> str:
 
 def _sphere(h: Any, x: str, s: list[str]) -> str:
     length = {"rows": r"_{\mathrm{row}}", "columns": r"_{\mathrm{col}}", "whole": ""}[h.axis]
-    radius = r"\sqrt{d}\," if h.radius is None else "" if h.radius == 1.0 else rf"{_number(h.radius)}\,"
-    return rf"{radius}\frac{{{x}}}{{|{x}|{length}}}"
+    size = {"rows": "d_k", "columns": "d_v", "whole": r"d_v\,d_k"}[h.axis]
+    radius = rf"\sqrt{{{size}}}\," if h.radius is None else "" if h.radius == 1.0 else rf"{_number(h.radius)}\,"
+    return rf"{radius}\frac{{{x}}}{{\lVert {x} \rVert{length}}}"
 
 
 _SCALES = {
@@ -409,26 +417,36 @@ def _polar(h: Any, x: str, s: list[str]) -> str:
 
 
 def _low_rank(h: Any, x: str, s: list[str]) -> str:
-    return rf"{_SCALES[h.scale]}P\,Q^\top,\quad Q = R / |R|_{{\mathrm{{col}}}},\ (P, R) = {s[0]}"
+    return rf"{_SCALES[h.scale]}P\,Q^\top,\quad Q = R / \lVert R \rVert_{{\mathrm{{col}}}},\ (P, R) = {s[0]}"
 
 
 def _ball(h: Any, x: str, s: list[str]) -> str:
     radius = rate(h.radius)
     if h.norm == "max":
         return rf"\mathrm{{clip}}({x}, \pm {radius})"
-    norm = r"\mathrm{rms}" + f"({x})" if h.norm == "rms" else f"|{x}|"
+    norm = r"\mathrm{rms}" + f"({x})" if h.norm == "rms" else rf"\lVert {x} \rVert"
     return rf"\min(1, {radius} / {norm})\,{x}"
+
+
+_NORM = r"\lVert W_{t-1} \rVert"
 
 
 def _trust(h: Any, x: str, s: list[str]) -> str:
     c = "" if h.coefficient == 1.0 else rf"{rate(h.coefficient)}\,"
     inner = primal(h.base, x, s)
-    return rf"{c}\frac{{|W_{{t-1}}|}}{{|y|}}\,y,\quad y = {inner}"
+    below = r"\lVert y \rVert"
+    if h.length == "parts":
+        below = rf"\lVert {primal(h.base.base, x, s)} \rVert + {_times(h.base.weight, _NORM)}"
+    above = _NORM
+    if h.bounds is not None:
+        least, most = map(_number, h.bounds)
+        above = rf"\min(\max({_NORM}, {least}), {most})"
+    return rf"{c}\frac{{{above}}}{{{below}}}\,y,\quad y = {inner}"
 
 
 def _normed(h: Any, x: str, s: list[str]) -> str:
-    size = f"|{x}|" if h.rms is None else rf"{_number(h.rms)} \sqrt{{m n}}"
-    return rf"{size}\,\frac{{y}}{{|y|}},\quad y = \frac{{{x}}}{{\sqrt{{{s[0]}}}}}"
+    size = rf"\lVert {x} \rVert" if h.rms is None else rf"{_number(h.rms)} \sqrt{{m n}}"
+    return rf"{size}\,\frac{{y}}{{\lVert y \rVert}},\quad y = \frac{{{x}}}{{\sqrt{{{s[0]}}}}}"
 
 
 def _composite(h: Any, x: str, s: list[str]) -> str:
@@ -439,7 +457,7 @@ def _composite(h: Any, x: str, s: list[str]) -> str:
 def _graft(h: Any, x: str, s: list[str]) -> str:
     n = len(h.base.stats)
     a, b = primal(h.base, x, s[:n]), primal(h.magnitude, x, s[n:])
-    return rf"|b|\,\frac{{a}}{{|a|}},\quad a = {a},\ b = {b}"
+    return rf"\lVert b \rVert\,\frac{{a}}{{\lVert a \rVert}},\quad a = {a},\ b = {b}"
 
 
 def _rotated(h: Any, x: str, s: list[str]) -> str:
@@ -455,10 +473,10 @@ def _root(h: Any, x: str, s: list[str]) -> str:
 _LINKS: dict[str, Callable[[Any, str, list[str]], str]] = {
     "Euclidean": lambda h, x, s: x,
     "Entropic": _entropic,
-    "Lq": lambda h, x, s: rf"\frac{{\mathrm{{sign}}({x})\,|{x}|^{{{_number(h.p - 1)}}}}}"
+    "Lq": lambda h, x, s: rf"\frac{{\mathrm{{sign}}({x}) \odot |{x}|^{{{_number(h.p - 1)}}}}}"
     rf"{{\lVert {x} \rVert_{{{_number(h.p)}}}^{{{_number(h.p - 2)}}}}}",
     "LqLiteral": lambda h, x, s: rf"\frac{{{x}}}{{\lVert {x} \rVert_{{{_number(h.p)}}}^{{{_number(h.p - 2)}}}}}",
-    "SoftThreshold": lambda h, x, s: rf"\mathrm{{sign}}({x}) \max(|{x}| - {rate(h.threshold)}, 0)",
+    "SoftThreshold": lambda h, x, s: rf"\mathrm{{sign}}({x}) \odot \max(|{x}| - {rate(h.threshold)}, 0)",
     "Shrink": lambda h, x, s: _times(h.factor, x),
     "Bounded": lambda h, x, s: rf"\sigma({x})",
     "Hypentropy": lambda h, x, s: ("" if h.scale == 1.0 else rf"{rate(h.scale)}\,") + rf"\sinh({x})",
@@ -467,10 +485,10 @@ _LINKS: dict[str, Callable[[Any, str, list[str]], str]] = {
     "Spectral": _polar,
     "Whiten": _whiten,
     "Ball": _ball,
-    "Birkhoff": lambda h, x, s: rf"\mathrm{{Sinkhorn}}_{{{h.iterations}}}(\exp {x})",
+    "Birkhoff": lambda h, x, s: rf"\mathrm{{Sinkhorn}}_{{{h.iterations}}}(\exp({x}))",
     "Permutations": lambda h, x, s: rf"\left(\sum_\pi \mathrm{{softmax}}({x})_\pi\,P_\pi\right)",
-    "Cayley": lambda h, x, s: rf"\mathrm{{Cayley}}_{{{_number(h.scale)}}}({x})",
-    "KeyNormalised": lambda h, x, s: rf"\frac{{{x}}}{{{_number(h.eps)} + |k_t|^2}}",
+    "Cayley": lambda h, x, s: rf"\mathrm{{{'Mean' * (h.kind != 'full')}Cayley}}_{{{_number(h.scale)}}}({x})",
+    "KeyNormalised": lambda h, x, s: rf"\frac{{{x}}}{{{_number(h.eps)} + \lVert k_t \rVert^2}}",
     "Decayed": lambda h, x, s: rf"{primal(h.base, x, s)} - {rate(h.weight)}\,W_{{t-1}}",
     "TrustRatio": _trust,
     "RelativeStep": lambda h, x, s: rf"\max(\mathrm{{rms}}(W_{{t-1}}), {rate(h.least)})\,{primal(h.base, x, s)}",

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import pytest
+import torch
 from torch import Tensor
 
-from axes import catalogue
-from axes.core.algorithms import Step
+from axes import catalogue, symbols
+from axes.core.algorithms import Mix, Step
 from axes.core.costs import Alignment, Huber, Lp, SquaredError
 from axes.core.geometry import Context, Entropic, Geometry
+from axes.core.memory import Matrix
 from axes.core.monoids import Diagonal, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.symbols import equations
+from axes.testing.examples import error, example, trajectory
+from tests.latex import Unread, worked_out
 
 PRINTED = {
     # eq. 10 of the paper, its two factors apart
@@ -42,7 +46,7 @@ PRINTED = {
     ),
     "mhc": (
         r"u_t = v_t\,k_t^\top",
-        r"S_t = S_{t-1}\,\mathrm{Sinkhorn}_{20}(\exp M_t)^\top + u_t",
+        r"S_t = S_{t-1}\,\mathrm{Sinkhorn}_{20}(\exp(M_t))^\top + u_t",
         r"o_t = S_t\,q_t",
     ),
 }
@@ -98,3 +102,81 @@ class Softsign(Geometry):
 def test_a_part_of_ones_own_goes_by_its_name() -> None:
     update = StateUpdate(SquaredError(), Softsign(), algorithm=Step(Per("beta")))
     assert r"W_t = \mathrm{Softsign}(\Theta_t)" in equations(update)
+
+
+# ---- what is written, worked out -------------------------------------------------------------------------------------
+
+# Newton-Schulz ends in a band around one; printed numbers have four digits
+PRECISION = {"muon": 0.1, "normuon": 0.1, "adamuon": 0.1, "muon-net": 0.1, "natural-gradient": 2e-3, "mhc": 1e-3}
+ANCHOR = r"_\{16 \\lfloor \(t-1\)/16 \\rfloor\}"
+
+
+class Walk:
+    """The lines of a tuple, worked out one datum after another on the data of its example."""
+
+    def __init__(self, update: StateUpdate, length: int) -> None:
+        self.p, self.lines = update.parts(), [re.sub(ANCHOR, "_{b}", line) for line in equations(update)]
+        self.keyed = self.p.memory.keyed
+        if self.keyed and not isinstance(self.p.memory, Matrix) or self.p.step.writes > 1:
+            raise Unread("only matrices with one write are read")
+        self.signal: Any = example(update, batch=(), length=length)
+        self.unit = {per.name for per in update.demands() if per.domain == "unit"}
+        g, k, v = (self.signal.get(name) for name in "gkv")
+        start = g.new_zeros(0) if g is not None else k.new_zeros(v.shape[-1], k.shape[-1])
+        start = g[0] if g is not None else start
+        read = self.p.h.is_identity or not self.p.step.lazy or self.p.h.stats
+        shown = start if read else self.p.h.primal(start)
+        self.held = {"W": shown, "S": shown, "Theta": start}
+        height, width = start.shape
+        self.sizes = {"m": height, "n": width, "d_v": height, "d_k": width}
+        self.before: dict[str, Any] = {f"{name}_t": x for name, x in self.held.items()} | {"y_t": shown}
+        self.now: dict[str, Any] = {}
+        self.outputs = [self.step(t) for t in range(length)]
+
+    def step(self, t: int) -> Tensor:
+        self.t, self.now = t, {}
+        for line in self.lines:
+            if (start := re.search(r",\\quad (\S+)_0 = W_0$", line)) is not None:
+                self.before.setdefault(f"{start[1]}_t", self.held["W"])
+                line = line[: start.start()]
+            worked_out(line, self.now, self.value)
+        self.before = self.now
+        return self.now["o_t" if self.keyed else "y_t" if isinstance(self.p.step.read, Mix) else "W_t"]
+
+    def value(self, name: str) -> Any:
+        word, _, index = name.partition("_")
+        if name == "gradient":  # of the loss of `trajectory`
+            return lambda w: w / 2 + self.signal["g"][self.t]
+        if name == "t":
+            return float(self.t + 1)
+        if index == "t-1":
+            return self.before.get(f"{word}_t", 0.0)
+        if name in self.now:
+            return self.now[name]
+        if index in ("0", "b"):
+            return self.held[word]
+        if name in self.sizes:
+            return float(self.sizes[name])
+        words = [key for key, symbol in symbols._NAMES.items() if symbol.replace("\\", "") == name]
+        rate = next((key for key in (*words, word) if key in self.signal), None)
+        if rate is None:
+            raise Unread(name)
+        x = self.signal[rate][self.t]
+        x = x.exp() if rate in self.unit else x
+        return x[:, None] if x.ndim == 1 else x
+
+
+def test_what_is_printed_is_what_is_executed() -> None:
+    """Of most of the catalogue, by a calculator that knows nothing of the package; the rest has words in its lines."""
+    read, unread = [], {}
+    for entry in catalogue.entries():
+        try:
+            found = torch.stack(Walk(entry.update, 6).outputs)
+        except Unread as reason:
+            unread[entry.name] = str(reason)
+            continue
+        expected, _ = trajectory(entry.update, example(entry.update, batch=(), length=6))
+        gap = error(found.view_as(expected), expected)
+        assert gap < PRECISION.get(entry.name, 1e-6), (entry.name, gap)
+        read.append(entry.name)
+    assert len(read) > 75, unread
