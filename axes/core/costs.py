@@ -269,6 +269,8 @@ class Lp(_ErrorCost):
     def __post_init__(self) -> None:
         if not 1 <= self.p < math.inf:
             raise IllegalUpdate(f"Lp: p must be a finite number >= 1 (below 1 the cost is not convex), got {self.p}")
+        if self.p == 1 and self.mean_one:
+            raise IllegalUpdate("Lp(p=1): mean_one divides by p and has no effect: leave it at False")
         smooth = self.smooth
         if smooth == "auto":
             smooth = self._auto()

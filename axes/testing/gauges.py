@@ -207,14 +207,7 @@ def _last_is_row(a: StateUpdate, b: StateUpdate) -> bool:
     return {first.axis, second.axis} == {"last", "row"} and first.mass == second.mass
 
 
-def _mean_of_one(a: StateUpdate, b: StateUpdate) -> bool:
-    first, second = (u.cost.cost if isinstance(u.cost, costs.Ridge) else u.cost for u in (a, b))
-    one = isinstance(first, costs.Lp) and first.p == 1.0
-    return one and _only("cost", a, b) and _same_but(first, second, "mean_one")
-
-
 GAUGES: tuple[Gauge, ...] = (
-    Gauge("mean of an l_1 cost", _mean_of_one, "mean_one divides by p, which is 1"),
     Gauge(
         "rate of a debiased recurrence",
         _debiased_rate,

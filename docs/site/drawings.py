@@ -28,6 +28,7 @@ STYLE = """
     .name { font: 600 17px ui-monospace, 'DejaVu Sans Mono', Menlo, monospace; fill: #1a202c; text-anchor: middle; }
     .says { font-size: 14px; fill: #2d3748; text-anchor: middle; }
     .left { text-anchor: start; }
+    .right { text-anchor: end; }
     .math { font: italic 17px 'STIX Two Text', 'DejaVu Serif', Georgia, serif; fill: #1a202c; text-anchor: middle; }
     .arrow { fill: none; stroke: #808a99; stroke-width: 2; marker-end: url(#head); }
     .back { stroke-dasharray: 6 5; }
@@ -74,25 +75,24 @@ def sub(letter: str, index: str) -> str:
 
 def three_axes() -> str:
     rows = (
-        ("training step", "axes.optim", "a gradient", "weights of a network", "W", "t"),
-        ("token", "axes.sequence", "a key and a value", "memory of a sequence", "S", "t"),
-        ("layer", "axes.depth", "what a sublayer says", "residual streams", "X", "l"),
+        ("training step", "the weights of a network", "a gradient", "W", "t"),
+        ("token", "the memory of a sequence", "a key and a value", "S", "t"),
+        ("layer", "residual streams", "what a sublayer says", "X", "l"),
     )
     shapes = []
-    for i, (what, room, given, held, letter, index) in enumerate(rows):
-        y = 24 + 146 * i
-        shapes += [text(20, y + 44, what, "name left"), text(20, y + 66, room, "says left")]
-        shapes.append(text(20, y + 88, held, "says left"))
+    for i, (what, held, given, letter, index) in enumerate(rows):
+        y = 16 + 160 * i
+        shapes += [text(16, y + 20, what, "name left"), text(556, y + 20, held, "says right")]
         for j in range(3):
-            x = 250 + 170 * j
+            x = 66 + 168 * j
             step = f"{index}{('-1', '', '+1')[j]}"
-            shapes += [box(x, y + 34, 92, 48, "core"), text(x + 46, y + 64, "step", "name")]
-            shapes += [arrow(f"M{x - 44} {y + 58} H{x - 3}")] if j == 0 else []
-            shapes += [arrow(f"M{x + 95} {y + 58} H{x + 167 if j < 2 else x + 150}")]
-            shapes += [text(x + 130, y + 48, sub(letter, step), "math"), arrow(f"M{x + 46} {y + 118} V{y + 86}")]
+            shapes += [box(x, y + 42, 84, 44, "core"), text(x + 42, y + 70, "step", "name")]
+            shapes += [arrow(f"M{x - 42} {y + 64} H{x - 3}")] if j == 0 else []
+            shapes += [arrow(f"M{x + 87} {y + 64} H{x + 165 if j < 2 else x + 152}")]
+            shapes += [text(x + 122, y + 56, sub(letter, step), "math"), arrow(f"M{x + 42} {y + 118} V{y + 90}")]
             if j == 1:
-                shapes.append(text(x + 46, y + 136, given))
-    return page(760, 466, "One step, repeated along training steps, along tokens and along layers", *shapes)
+                shapes.append(text(x + 42, y + 136, given))
+    return page(574, 484, "One step, repeated along training steps, along tokens and along layers", *shapes)
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------
