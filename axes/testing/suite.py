@@ -14,6 +14,7 @@ With pytest each check is a test of its own:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,12 +51,12 @@ def check(instance: object) -> None:
 
 
 def agrees(
-    update: StateUpdate, formula: Formula, tolerance: float = 1e-10, *, d_k: int = 4, d_v: int = 6, length: int = 17
+    instance: object, formula: Formula, tolerance: float = 1e-10, *, d_k: int = 4, d_v: int = 6, length: int = 17
 ) -> None:
     """The interpreter gives what a formula of your own gives, in float64 on random sequences of several seeds.
 
     Args:
-        update: a tuple with keys.
+        instance: a tuple with keys, or anything with such an `update`.
         formula: is called with what the tuple asks for by name, one sequence at a time: keyword arguments q, k
             (length, d_k), v (length, d_v) and every rate (length, ...), gates as factors in (0, 1), not as logs. It
             returns the outputs (length, d_v). A plain loop of the paper's equation is best: nothing of this package.
@@ -63,8 +64,10 @@ def agrees(
 
     Raises:
         AssertionError: they differ; says by how much and from which token on.
-        AxesError: the tuple has no keys: step its optimizer beside the formula instead.
+        AxesError: the tuple has no keys (step its optimizer beside the formula instead), or the formula does not take
+            what the tuple asks for, or gives no tensor.
     """
+    update = _update(instance)
     if not update.parts().memory.keyed:
         raise AxesError(
             "agrees: a tuple that is driven by given gradients has no sequence to run on; step "
@@ -75,7 +78,14 @@ def agrees(
         signal = example(update, batch=(), length=length, d_k=d_k, d_v=d_v, seed=seed)
         found, _ = reference.run(update, signal, time=0)
         given = {name: torch.exp(x) if name in unit else x for name, x in _tensors(signal).items()}
-        expected = formula(**{name: x.clone() for name, x in given.items()})
+        arguments = {name: x.clone() for name, x in given.items()}
+        try:
+            inspect.signature(formula).bind(**arguments)
+        except TypeError as misfit:
+            raise AxesError(f"agrees: the formula must take {', '.join(sorted(arguments))}: {misfit}") from misfit
+        expected = formula(**arguments)
+        if not isinstance(expected, Tensor):
+            raise AxesError(f"agrees: the formula must return outputs {tuple(found.shape)}, got {expected!r}")
         if expected.shape != found.shape:
             raise AssertionError(f"the formula returns {tuple(expected.shape)}, the tuple {tuple(found.shape)}")
         gap = error(found, expected)
@@ -156,7 +166,7 @@ def _failure(one: Check, update: StateUpdate) -> str | None:
 def _update(instance: object) -> StateUpdate:
     update = instance if isinstance(instance, StateUpdate) else getattr(instance, "update", None)
     if not isinstance(update, StateUpdate):
-        raise AxesError(f"check: {instance!r} is neither a StateUpdate nor something with an `update`")
+        raise AxesError(f"{instance!r} is neither a StateUpdate nor something with an `update`")
     return update
 
 

@@ -180,6 +180,25 @@ def anchor(heading: str) -> str:
 # ---- the door for mkdocs ---------------------------------------------------------------------------------------------
 
 
+def within(markdown: str, folder: Path) -> str:
+    """A page whose links to other files of the checkout are words: where the page is read with the code they are links.
+
+    folder: where the page stands. What does not exist stays a link, so that the build complains.
+    """
+
+    def judged(link: re.Match[str]) -> str:
+        words, target = link.groups()
+        found = (folder / target.partition("#")[0]).resolve()
+        return link[0] if DOCS in (found, *found.parents) or not found.exists() else words
+
+    return re.sub(r"(?<!!)\[([^\]\n]+)\]\(((?:\.\./)+[^)\s]+)\)", judged, markdown)
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """mkdocs calls this with every page's source."""
+    return within(markdown, (DOCS / page.file.src_uri).parent)
+
+
 def on_files(files: Any, config: Any, **_: Any) -> Any:
     """mkdocs calls this with the files that it found."""
     from mkdocs.structure.files import File

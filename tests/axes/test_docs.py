@@ -88,6 +88,12 @@ def test_every_instance_has_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| GatedDeltaNet | 2.66 / 8.06 to 8.21 |" in measured and "axes bench layers" in measured
 
 
+def test_links_out_of_the_pages_become_words() -> None:
+    text = "[a](../README.md#x), [b](start.md), [c](../missing.py), ![d](../README.md), [e](../docs/idea.md)"
+    found = loaded("pages").within(text, DOCS)
+    assert found == "a, [b](start.md), [c](../missing.py), ![d](../README.md), [e](../docs/idea.md)"
+
+
 def _names() -> dict[str, object]:
     from axes.testing.checks import NAMES
 

@@ -48,6 +48,14 @@ def test_the_other_order_is_another_system() -> None:
         agrees(GATED, lambda **given: gated(**given)[:3])
 
 
+def test_a_formula_is_told_what_it_must_take_and_give() -> None:
+    with pytest.raises(AxesError, match="must take beta, decay, k, q, v: got an unexpected keyword argument"):
+        agrees(GATED, lambda q, k, v: v)
+    with pytest.raises(AxesError, match=r"must return outputs \(17, 6\), got None"):
+        agrees(GATED, lambda **given: None)  # type: ignore[arg-type, return-value]
+    agrees(TestGated, gated)
+
+
 def test_gradients_from_outside_have_no_sequence() -> None:
     with pytest.raises(AxesError, match="step axes.optim.optimizer"):
         agrees(StateUpdate(Given(), algorithm=Step(Per("lr"))), gated)
