@@ -303,7 +303,7 @@ def _small() -> tuple[Trial, ...]:
     tokens, text = Architecture("delta-net", "residual", 2, 32, 2), Architecture("rope", "residual", 2, 48, 2)
 
     def of(name: str, task: Task, **more: object) -> Trial:
-        return Tokens(name, 100, 16, task, tokens, **more)  # type: ignore[arg-type]
+        return Tokens(name, 80, 16, task, tokens, **more)  # type: ignore[arg-type]
 
     return (
         of(RECALL, MultiQueryRecall(6, 32, 64), harder=(MultiQueryRecall(3, 32, 64),)),
