@@ -118,27 +118,36 @@ class LanguageModel(nn.Module):
 
     Args:
         architecture: names and sizes.
+        layer, mixer: what makes a sequence layer and a mixer, in the place of the classes of these names.
+        shared: the first two sublayers with their norms and mixers are those of every block.
     """
 
     def __init__(
         self,
         architecture: Architecture,
         *,
+        layer: Callable[..., Any] | None = None,
+        mixer: Callable[..., Any] | None = None,
+        shared: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         width = architecture.width
-        layer = catalogue.get(architecture.sequence, axis="sequence").cls
-        mixer = catalogue.get(architecture.depth, axis="depth").cls
+        layer = layer or catalogue.get(architecture.sequence, axis="sequence").cls
+        mixer = mixer or catalogue.get(architecture.depth, axis="depth").cls
         self.architecture = architecture
         self.embedding = nn.Embedding(architecture.vocabulary, width, **factory)
         self.sublayers = nn.ModuleList()
         self.mixers = nn.ModuleList()
         self.norms = nn.ModuleList()
         for index in range(2 * architecture.layers):
-            made = (
+            if shared and index > 1:
+                for parts in (self.sublayers, self.mixers, self.norms):
+                    parts.append(parts[index % 2])
+                continue
+            made: nn.Module = (
                 layer(width, **accepted_options(layer, heads=architecture.heads), **factory)
                 if index % 2 == 0
                 else SwiGLU(width, **factory)

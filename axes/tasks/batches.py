@@ -20,7 +20,7 @@ def training_batch(text: Tensor, seed: int, step: int, batch: int, context: int)
     Returns:
         (batch, context + 1) int64; column t + 1 is the target of column t.
     """
-    generator = torch.Generator().manual_seed(_mix(seed, step))
+    generator = torch.Generator().manual_seed(mixed(seed, step))
     offsets = torch.randint(len(text) - context, (batch,), generator=generator)
     return text[offsets[:, None] + torch.arange(context + 1)].long()
 
@@ -38,7 +38,7 @@ def validation_batches(text: Tensor, windows: int, batch: int, context: int) -> 
         yield text[chosen[:, None] + torch.arange(context + 1)].long()
 
 
-def _mix(seed: int, step: int) -> int:
+def mixed(seed: int, step: int) -> int:
     """SplitMix64 of the pair: neighbouring seeds and steps give unrelated generators."""
     state = (seed * 0x9E3779B97F4A7C15 + step + 1) & _MASK
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
