@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "answers moves symbols",
         "costs geometry monoids algorithms memory dispatch",
         "axes",
-        "models",
+        "models parallel",
         "tasks",
         "claims bench transfer",
         "cli",
