@@ -1,6 +1,6 @@
 """Models assembled from the catalogue."""
 
-from axes.models.language_model import Architecture, LanguageModel, Logits, Trunk, state_bytes
+from axes.models.language_model import Architecture, LanguageModel, LayerStates, Logits, Trunk, state_bytes
 from axes.models.loss import linear_cross_entropy
 
-__all__ = ["Architecture", "LanguageModel", "Logits", "Trunk", "linear_cross_entropy", "state_bytes"]
+__all__ = ["Architecture", "LanguageModel", "LayerStates", "Logits", "Trunk", "linear_cross_entropy", "state_bytes"]
