@@ -1,4 +1,4 @@
-"""The command line: train, sample, list, explain, verify, cite, bench, transfer, demo."""
+"""The command line: train, sample, export, list, explain, verify, cite, bench, transfer, demo."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from axes.transfer.command import app as transfer
 INTERRUPTED = 130
 _AXES = get_args(catalogue.Axis)
 _DEFAULTS = Configuration.__dataclass_fields__
+_FORMATS = ("transformers",)
 _COMPUTED = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 app = typer.Typer(
@@ -192,6 +193,22 @@ def sample(
     chosen = Configuration(device=device).torch_device() if device is not None else None
     model = load_model(RunFolder(run), device=chosen)
     _write_sample(model, prompt, tokens, 0.0 if greedy else temperature, seed)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    to: Annotated[str, typer.Option(help=f"For whom: {', '.join(_FORMATS)}.")] = _FORMATS[0],
+) -> None:
+    """Write a trained run as another library loads it."""
+    if to not in _FORMATS:
+        raise UnknownName("format", to, _FORMATS)
+    from axes.integrations import transformers  # an extra, and slow to import
+
+    transformers.export(RunFolder(run), folder)
+    _say(f"written: {folder}; after `import axes.integrations.transformers`, load it with")
+    _say(f"    AutoModelForCausalLM.from_pretrained({str(folder)!r}), AutoTokenizer.from_pretrained({str(folder)!r})")
 
 
 @app.command("list")

@@ -138,8 +138,8 @@ def markdown(results: Mapping[str, Any]) -> str:
         lines += [
             "**This is a quick run: small models, few steps, few seeds. It shows that the experiments run, and says "
             "nothing about whether a method helps; so there are no verdicts.** A whole run is "
-            "`axes transfer run --device cuda --out FOLDER`; then `axes transfer report FOLDER --docs FILE` writes this "
-            "page for it. None has been made yet.", "",
+            "`axes transfer run --device cuda --out FOLDER`; then `axes transfer report FOLDER --docs FILE` writes "
+            "this page for it. None has been made yet.", "",
         ]  # fmt: skip
     elif results["verdicts"]:
         lines += [f"**There are {results['verdicts']}.**", ""]

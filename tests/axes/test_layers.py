@@ -35,7 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "axes",
         "models parallel",
         "tasks",
-        "claims bench transfer",
+        "claims bench transfer integrations",
         "cli",
         "__main__",
     )
@@ -58,8 +58,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks", "suite"),
     "optim": ("engine", "rules", "tools"),
 }  # fmt: skip
-# Beyond the declared dependencies: what comes with torch on a GPU or with the test extra, and who may import it.
-OPTIONAL = {"triton": {"kernels"}, "hypothesis": {"testing.strategies"}}
+# Beyond the declared dependencies: what comes with torch on a GPU or with an extra, and who may import it.
+OPTIONAL = {
+    "triton": {"kernels"},
+    "hypothesis": {"testing.strategies"},
+    "transformers": {"integrations.transformers"},
+    "tokenizers": {"integrations.transformers"},
+}
 
 
 def place(dotted: str) -> tuple[str, str]:
