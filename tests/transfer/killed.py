@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-import small  # noqa: E402
+import small
 
-from axes.transfer.plan import planned  # noqa: E402
-from axes.transfer.running import run  # noqa: E402
+from axes.transfer.plan import planned
+from axes.transfer.running import run
 
 small.put()
 if __name__ == "__main__":
