@@ -55,7 +55,8 @@ def curves(results: Mapping[str, Any]) -> Any:
         for side, colour in zip(("arm", "control"), _COLOURS, strict=True):
             all_ = by_run.get((c[side]["system"], c["task"]), [])
             for points in all_:
-                plot.plot(*zip(*points, strict=True), color=colour, lw=0.5, alpha=0.35) if points else None
+                if points:
+                    plot.plot(*zip(*points, strict=True), color=colour, lw=0.5, alpha=0.35)
             whole = [points for points in all_ if points and len(points) == len(all_[0])]
             if whole:
                 means = [sum(p[i][1] for p in whole) / len(whole) for i in range(len(whole[0]))]
@@ -64,7 +65,8 @@ def curves(results: Mapping[str, Any]) -> Any:
         plot.tick_params(labelsize=7)
         plot.spines[["top", "right"]].set_visible(False)
     if found:
-        plots.flat[0].legend(frameon=False, fontsize=8)
+        if plots.flat[0].get_legend_handles_labels()[0]:
+            plots.flat[0].legend(frameon=False, fontsize=8)
         figure.supxlabel("step", fontsize=8)
         figure.supylabel("training loss", fontsize=8)
     return figure

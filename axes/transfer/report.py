@@ -28,7 +28,7 @@ def tables(results: Mapping[str, Any]) -> Iterator[Table]:
     """Calibrations, then comparisons with what they cost."""
     table = Table("calibration", "task", "effect", "95 %", "as it must be", title="must come out as known")
     for c in results["calibrations"]:
-        table.add_row(c["id"], c["task"], *_effect(c), "yes" if c["holds"] else "NO")
+        table.add_row(c["id"], c["task"], *_effect(c), _outcome(c))
     yield table
     head = ("", "task", "arm", "control", "effect", "95 %", "Holm p", "verdict", "FLOPs", "state", "ms")
     table = Table(*head, title="arm less control, positive where the arm is better; costs are arm over control")
@@ -138,8 +138,8 @@ def markdown(results: Mapping[str, Any]) -> str:
         lines += [
             "**This is a quick run: small models, few steps, few seeds. It shows that the experiments run, and says "
             "nothing about whether a method helps; so there are no verdicts.** A whole run is "
-            "`axes transfer run --device cuda --out FOLDER`; then `axes transfer report FOLDER --docs FILE` writes "
-            "this page for it. None has been made yet.", "",
+            "`axes transfer run --device cuda --out FOLDER`; of it `axes transfer report FOLDER --docs FILE` writes "
+            "this page. None has been made yet.", "",
         ]  # fmt: skip
     elif results["verdicts"]:
         lines += [f"**There are {results['verdicts']}.**", ""]
@@ -148,7 +148,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     lines += _rows(
         ("", "what must come out", "task", "arm", "control", "effect", "95 %", "as it must be"),
         [
-            (c["id"], c["question"], c["task"], _mean(c, "arm"), _mean(c, "control"), *_effect(c), _yes(c["holds"]))
+            (c["id"], c["question"], c["task"], _mean(c, "arm"), _mean(c, "control"), *_effect(c), _outcome(c))
             for c in results["calibrations"]
         ],
     )
@@ -210,8 +210,9 @@ def _anchor(e: Mapping[str, Any]) -> str:
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
 
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "**no**"
+def _outcome(c: Mapping[str, Any]) -> str:
+    """Whether a calibration came out as it must."""
+    return "not known yet" if "effect" not in c else "yes" if c["holds"] else "NO"
 
 
 def _code(text: str) -> str:
@@ -238,18 +239,23 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th, td { border-bottom: 1px solid var(--line); padding: .35rem .6rem; text-align: left; vertical-align: top; }
 .scroll { overflow-x: auto; } .scroll table { overflow-wrap: normal; min-width: 52rem; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1.2rem; }
-.pair h3 { font-size: .95rem; margin: .6rem 0 .2rem; } dl { margin: 0; }
-dt { font-weight: 600; font-size: .85rem; opacity: .75; } dd { margin: 0 0 .4rem; }
+.pair h3 { font-size: .95rem; margin: .6rem 0 .2rem; } .pair b { display: block; font-size: .85rem; opacity: .75; }
+.pair div { margin-bottom: .4rem; } dt { font-weight: 600; font-size: .85rem; } dd { margin: 0 0 .4rem; }
 code { font: .85em/1.4 ui-monospace, monospace; } .same code { opacity: .6; }
 mark { background: #ffe58a; color: #222; border-radius: .2rem; padding: 0 .15rem; }
 .v { border-left: .3rem solid var(--c); padding-left: .5rem; --c: #8c959f; }
 .helps { --c: #1a7f37; } .hurts { --c: #cf222e; } .equivalent { --c: #2da4a0; } .undecided { --c: #bf8700; }
-figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; background: white; }
+figure { margin: 1.5rem 0; overflow-x: auto; }
+figure img { max-width: 100%; min-width: 38rem; height: auto; background: white; }
 .cost { font-size: .9em; opacity: .85; } .bar { position: relative; height: 1.3rem; margin: .2rem 0; max-width: 30rem; }
 .bar i { position: absolute; top: 0; bottom: 0; } .bar .margin { background: var(--line); }
 .bar .interval { top: .45rem; bottom: .45rem; background: currentColor; border-radius: .2rem; min-width: 2px; }
 .bar .zero { width: 1px; background: currentColor; }
-@media (max-width: 640px) { .pair { grid-template-columns: 1fr; } }
+@media (max-width: 640px) {
+  .pair { grid-template-columns: 1fr; } .pair h3 { display: none; }
+  .pair div:nth-of-type(odd) b::after { content: " of the arm"; }
+  .pair div:nth-of-type(even) b::after { content: " of the control"; }
+}
 """
 
 
@@ -270,7 +276,7 @@ def page(results: Mapping[str, Any]) -> str:
     head = ("calibration", "what must come out", "task", "arm", "control", "effect", "95 %", "as it must be")
     out.append(_table(head, [
         tuple(map(e, (c["id"], c["question"], c["task"], _mean(c, "arm"), _mean(c, "control"), *_effect(c),
-                      "yes" if c["holds"] else "NO")))
+                      _outcome(c))))
         for c in results["calibrations"]
     ]))  # fmt: skip
     columns = ("", "task", "arm", "control", "effect", "95 %", "p, Holm", "verdict", "FLOPs", "state", "ms")
@@ -306,15 +312,12 @@ def _badge(c: Mapping[str, Any]) -> str:
 def _section(x: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """An experiment: its pair of tuples, its intervals, its costs."""
     e = html.escape
-    sides = []
-    for n, side in enumerate(("arm", "control")):
-        fields = []
-        for field, texts in _fields(x):
-            same = texts[0] == texts[1]
-            moved = [(pair[2], pair[1])[n] for pair in x["moved"] if re.split(r"[.\[]", pair[0])[0] == field]
-            kind = ' class="same"' if same else ""
-            fields.append(f"<div{kind}><dt>{field}</dt><dd><code>{_marked(texts[n], moved)}</code></dd></div>")
-        sides.append(f"<div><h3>{side}</h3><dl>{''.join(fields)}</dl></div>")
+    cells = ["<h3>arm</h3><h3>control</h3>"]
+    for field, texts in _fields(x):
+        moved = [pair for pair in x["moved"] if re.split(r"[.\[]", pair[0])[0] == field]
+        kind = "same" if texts[0] == texts[1] else "moved"
+        for text, parts in zip(texts, ([m[2] for m in moved], [m[1] for m in moved]), strict=True):
+            cells.append(f'<div class="{kind}"><b>{field}</b><code>{_marked(text, parts)}</code></div>')
     found = []
     for c in x["compared"]:
         effect, interval = _effect(c)
@@ -328,7 +331,7 @@ def _section(x: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     return (
         f'<h2 id="{e(x["id"])}">{e(x["id"])}: {e(x["question"])}</h2>'
         f"<p>From <code>{e(x['source'])}</code>, onto the axis {e(x['axis'])}; {e('; '.join(_beside(x)))}.</p>"
-        f'<div class="pair">{"".join(sides)}</div>{"".join(found)}'
+        f'<div class="pair">{"".join(cells)}</div>{"".join(found)}'
     )
 
 
