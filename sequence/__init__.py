@@ -3,7 +3,18 @@
 if __name__ != "axes.sequence":
     raise ImportError("import axes.sequence, not sequence: the folder is installed as axes.sequence")
 
-from axes.sequence.attention import ALiBi, DeltaFormer, FoX, PaTH, PaTHFoX, RoPE, SoftmaxAttention
+from axes.sequence.attention import (
+    GQA,
+    MQA,
+    ALiBi,
+    DeltaFormer,
+    FoX,
+    PaTH,
+    PaTHFoX,
+    RoPE,
+    SlidingWindow,
+    SoftmaxAttention,
+)
 from axes.sequence.base import LayerState, SequenceLayer, layer
 from axes.sequence.delta import (
     KDA,
@@ -17,20 +28,24 @@ from axes.sequence.delta import (
     GatedDeltaProduct,
 )
 from axes.sequence.elementwise import HGRN, Griffin, Mamba1
+from axes.sequence.latent import MLA
 from axes.sequence.lattice import LatticeDec, LatticeEnc, LatticeOSR, LatticeSim
 from axes.sequence.linear import (
     GLA,
     HGRN2,
     IPLR,
     MLSTM,
+    Based,
     GatedRetention,
     LightningAttention,
     LinearAttention,
     Mamba2,
+    ReBased,
     RetNet,
     UnnormalisedLinearAttention,
 )
 from axes.sequence.longhorn import Longhorn, LonghornDiagonal
+from axes.sequence.mamba3 import Mamba3
 from axes.sequence.miras import (
     Memora,
     MemoraLiteral,
@@ -45,22 +60,28 @@ from axes.sequence.miras import (
 from axes.sequence.predicted import PREDICTED, AdamNet, FrankWolfeDelta, MuonNet, MuonNetState, RLSNet, ShampooNet
 from axes.sequence.rwkv6 import RWKV6
 from axes.sequence.rwkv7 import RWKV7
+from axes.sequence.slots import ABC, GSA
 from axes.sequence.titans import Titans, TitansMatrix
 from axes.sequence.ttt import TTTMLP, TTTLinear
 
 # relatives stand next to each other
 ALL: tuple[type[SequenceLayer], ...] = (
     LinearAttention,
+    Based,
+    ReBased,
     UnnormalisedLinearAttention,
     RetNet,
     GatedRetention,
     LightningAttention,
     Mamba1,
     Mamba2,
+    Mamba3,
     MLSTM,
     GLA,
     HGRN,
     HGRN2,
+    GSA,
+    ABC,
     Griffin,
     RWKV6,
     RWKV7,
@@ -96,6 +117,10 @@ ALL: tuple[type[SequenceLayer], ...] = (
     SoftmaxAttention,
     ALiBi,
     RoPE,
+    GQA,
+    MQA,
+    MLA,
+    SlidingWindow,
     FoX,
     PaTH,
     PaTHFoX,
@@ -104,9 +129,11 @@ ALL: tuple[type[SequenceLayer], ...] = (
 )
 
 __all__ = [
+    "ABC",
     "ALL",
     "ALiBi",
     "AdamNet",
+    "Based",
     "Comba",
     "DeltaFormer",
     "DeltaNet",
@@ -115,6 +142,8 @@ __all__ = [
     "FoX",
     "FrankWolfeDelta",
     "GLA",
+    "GQA",
+    "GSA",
     "GatedDeltaNet",
     "GatedDeltaNet2",
     "GatedDeltaNetPrev",
@@ -134,9 +163,12 @@ __all__ = [
     "LinearAttention",
     "Longhorn",
     "LonghornDiagonal",
+    "MLA",
     "MLSTM",
+    "MQA",
     "Mamba1",
     "Mamba2",
+    "Mamba3",
     "Memora",
     "MemoraLiteral",
     "MemoraMatrix",
@@ -150,10 +182,12 @@ __all__ = [
     "RLSNet",
     "RWKV6",
     "RWKV7",
+    "ReBased",
     "RetNet",
     "RoPE",
     "SequenceLayer",
     "ShampooNet",
+    "SlidingWindow",
     "SoftmaxAttention",
     "TTTLinear",
     "TTTMLP",

@@ -31,7 +31,7 @@ from axes.routes.parameters import some_parameter
 from axes.routes.precision import autocast
 from axes.routes.select import plans, settle
 from axes.sequence import fused
-from axes.sequence.blocks import Block, Standard
+from axes.sequence.blocks import Block, Standard, queries_of
 from axes.sequence.charts import Sizes
 
 
@@ -140,7 +140,7 @@ class SequenceLayer(nn.Module):
             raise IllegalUpdate(f"{who}: a sequence layer needs keys; {self.update!r} takes a given gradient")
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
             raise ShapeError(f"{who}: a residual memory needs d_k = d_v, got {self.sizes.d_k} and {self.sizes.d_v}")
-        queries: int = getattr(block, "queries", 1)
+        queries = queries_of(block, heads)
         if queries < 1 or heads % queries:
             raise ShapeError(f"{who}: heads={heads} are no groups of queries={queries}")
         if queries > 1 and memory.kind != "list":

@@ -49,7 +49,7 @@ def structure(update: StateUpdate) -> Structure:
         return "dense"
     if "low rank" in kinds or (curved and memory.kind != "entries"):
         return "dplr"
-    if kinds & {"diagonal", "row", "hadamard", "rotation"} or curved:
+    if kinds & {"diagonal", "row", "slot", "hadamard", "rotation"} or curved:
         return "diagonal"
     return "identity" if kinds <= {"identity"} and block_size(update) == 1 else "scalar"
 
@@ -226,8 +226,8 @@ def no_cascade(update: StateUpdate) -> str | None:
     if (reason := _computed(update)) is not None:
         return reason
     step, memory = update.parts().step, update.parts().memory
-    if memory.kind == "list":
-        return "a list memory is attention"
+    if memory.scored:
+        return f"{type(memory).__name__} memory is read through its scores"
     if feedback(update) != "none":
         return "the drive depends on the state inside a chunk"
     if not step.lazy:
@@ -303,6 +303,15 @@ def no_attention(update: StateUpdate) -> str | None:
     return None
 
 
+@fact
+def no_passes(update: StateUpdate) -> str | None:
+    """Why the update is not two chains with h between them, or None if it is."""
+    if (reason := _computed(update)) is not None:
+        return reason
+    memory = update.parts().memory
+    return None if memory.kind == "bounded" else f"{type(memory).__name__} memory has no slots that softmax reads"
+
+
 __all__ = [
     "Feedback",
     "block_size",
@@ -314,6 +323,7 @@ __all__ = [
     "no_cascade",
     "no_chain",
     "no_gram",
+    "no_passes",
     "no_several",
     "no_substitution",
     "scales_values",

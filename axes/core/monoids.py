@@ -17,7 +17,7 @@ from torch import Tensor
 
 from axes.core.declared import Declared
 from axes.core.geometry import Euclidean, Geometry
-from axes.core.rates import Per, Rate, Signal, as_gate, rate_shape, resolve
+from axes.core.rates import Per, Rate, Shape, Signal, as_gate, rate_shape, resolve
 from axes.errors import IllegalUpdate
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "Zero",
 ]
 
-Kind = Literal["identity", "zero", "scalar", "diagonal", "row", "hadamard", "rotation", "low rank", "dense"]
+Kind = Literal["identity", "zero", "scalar", "diagonal", "row", "slot", "hadamard", "rotation", "low rank", "dense"]
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def _gate(rate: Rate, signal: Signal, like: Tensor) -> Element:
         return Element(gate=value if value.ndim == 0 else value[..., None])
     if rate.shape == "key":
         return Element(gate=value)
-    if rate.shape == "row":
+    if rate.shape in ("row", "own"):
         return Element(outer=value[..., :, None])
     return Element(outer=value)
 
@@ -310,22 +310,25 @@ class Decay(Monoid):
 @final
 @dataclass(frozen=True, repr=False)
 class Diagonal(Monoid):
-    """A = Diag(a) on the key side, or the row gate diag(a) S on the value side (side="row")."""
+    """A = Diag(a) on the key side, the row gate diag(a) S on the value side (side="row"), or a gate of every slot of a
+    bounded memory (side="slot"): Diagonal(Per("decay", "own", "unit", size=64), "slot")."""
 
     gate: Rate | str
-    side: Literal["key", "row"] = "key"
+    side: Literal["key", "row", "slot"] = "key"
 
     @property
     def kind(self) -> Kind:  # type: ignore[override]
-        return "row" if self.side == "row" else "diagonal"
+        return "diagonal" if self.side == "key" else self.side
 
     def __post_init__(self) -> None:
-        if self.side not in ("key", "row"):
-            raise IllegalUpdate(f"Diagonal: side {self.side!r} is not key or row")
-        object.__setattr__(self, "gate", as_gate(self.gate, self.side))
-        if not isinstance(self.gate, Per) or self.gate.shape != self.side:
+        if self.side not in ("key", "row", "slot"):
+            raise IllegalUpdate(f"Diagonal: side {self.side!r} is not key, row or slot")
+        shape: Shape = "own" if self.side == "slot" else self.side
+        if not (self.side == "slot" and isinstance(self.gate, str)):  # whose number of slots nobody knows
+            object.__setattr__(self, "gate", as_gate(self.gate, shape))
+        if not isinstance(self.gate, Per) or self.gate.shape != shape:
             raise IllegalUpdate(
-                f"Diagonal(side={self.side!r}): the gate must be a Per of that shape; use Scalar otherwise"
+                f"Diagonal(side={self.side!r}): the gate must be a Per of shape {shape}; use Scalar otherwise"
             )
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from axes.core.chain import chain
 from axes.core.derived import erases_along_key, no_chain, scales_values
-from axes.core.execution import normalised
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
-from axes.core.memory import Leaves
+from axes.core.memory import Leaves, normalised
 from axes.core.monoids import Element, rotate
 from axes.core.rates import Per, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate

@@ -74,6 +74,7 @@ _MEMORIES: tuple[Memory, ...] = (
     memory.LayerNormMatrix(),
     memory.MLP(2),
     memory.List(),
+    memory.Bounded(3),
 )
 _OTHERS: Mapping[str, tuple[object, ...]] = {
     "cost": _COSTS,

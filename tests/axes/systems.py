@@ -49,6 +49,7 @@ from axes.core.geometry import (
     Whiten,
 )
 from axes.core.memory import MLP, Entries, LayerNormMatrix, List, Slots
+from axes.core.memory import Bounded as BoundedMemory
 from axes.core.monoids import (
     DPLR,
     Decay,
@@ -220,6 +221,24 @@ ATTENTION = {
     ),
 }
 
+# Bounded memories: two chains with h between them.
+SLOT_DECAY, SLOT_WRITE = Per("slot_decay", "own", "unit", size=5), Per("slot_write", "own", size=5)
+PASSES = {
+    "gated slots": StateUpdate(
+        Alignment(), Entropic(), Diagonal(SLOT_DECAY, "slot"), Step(SLOT_WRITE), memory=BoundedMemory(5)
+    ),
+    "slots as means": StateUpdate(
+        Alignment(), Entropic(), Scalar(0.9), Step(SLOT_WRITE, debias=True), BoundedMemory(5, scale=None)
+    ),
+    "forgetting slots, a floor": StateUpdate(
+        Alignment(),
+        Entropic(mass=None),
+        Product((Scalar("decay"), Diagonal(SLOT_DECAY, "slot"))),
+        Step(BETA, debias=True, floor=0.3),
+        memory=BoundedMemory(5, scale=None),
+    ),
+}
+
 # Gram space: normalised slots.
 GRAM = {
     "lattice sim": StateUpdate(Alignment(), Sphere("columns"), Scalar("decay"), Step(BETA, lazy=False), memory=Slots()),
@@ -371,7 +390,7 @@ SEQUENTIAL = {
     "rotated spectral": StateUpdate(Alignment(), Spectral("polar"), Rotation(Per("angle", "pair", "real")), Step(BETA)),
 }
 
-KEYED = {**CHAINS, **EARLY, **SEVERAL, **ATTENTION, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
+KEYED = {**CHAINS, **EARLY, **SEVERAL, **ATTENTION, **PASSES, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
 
 # Updates of a parameter: the gradient is given.
 DATA = {
