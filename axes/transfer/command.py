@@ -77,7 +77,7 @@ def run(
         trial(each, form)
     plan = planned(tuple(names or ()), mine, quick, seeds, str(_device(device)), cast(Any, capture), tuple(task or ()))
     folder = out if out is not None else Path("runs") / ("transfer-quick" if quick else "transfer")
-    count = workers or (4 if device.startswith("cuda") else min(8, os.cpu_count() or 1))
+    count = workers if workers is not None else 4 if device.startswith("cuda") else min(8, os.cpu_count() or 1)
     command = shlex.join(["axes", *sys.argv[1:]])
     console = _console(100)
     try:
