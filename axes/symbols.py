@@ -80,7 +80,7 @@ def equations(update: StateUpdate) -> tuple[str, ...]:
     """
     p = update.parts()
     lines = _listed(p) if isinstance(p.memory, memory.List) else _stepped(p)
-    return tuple(_with_names(p.rates(), lines))
+    return tuple(line.replace("+ -", "- ") for line in _with_names(p.rates(), lines))
 
 
 def _stepped(p: Parts) -> list[str]:
@@ -92,14 +92,14 @@ def _stepped(p: Parts) -> list[str]:
     lines = [f"f(W, x) = {_ANSWERS[type(p.memory)]}"] if type(p.memory) in _ANSWERS else []
     if p.step.at == "gated":
         before = kept(p.monoid, p.step.rate, f"{state}_{{t-1}}")
-        lines.append(rf"\bar{{{weights}}}_t = {primal(p.h, before, []) if dual else before}")
-    lines += _driven(p, _point(p, weights))
+        lines.append(rf"\bar{{{weights}}}_t = {primal(p.h, before, [])}")
+    lines += _driven(p, _point(p, weights), weights)
     writer = _Writer("s" if keyed else "v")
     own = len(lines)
     drive = writer.filtered(p, "u_t", lines)
-    if p.step.at == "read":  # the weights around a filter are then those that are shown
+    if isinstance(p.step.read, Mix) and p.step.at == "read":  # the weights around a filter are then what is shown
         lines[own:] = [line.replace("W_{t-1}", "y_{t-1}") for line in lines[own:]]
-    held = p.step.at == "gated" and not dual
+    held = p.step.at == "gated" and p.h.is_identity
     lines.append(_written(p, state, drive, rf"\bar{{{weights}}}_t" if held else None))
     stats = writer.statistics(p, drive, state, lines)
     if not p.step.lazy:
@@ -109,6 +109,8 @@ def _stepped(p: Parts) -> list[str]:
         lines.append(f"W_t = {primal(p.h, state + '_t', stats)}")
     if isinstance(look := p.step.read, Mix):
         lines.append(f"y_t = {_mixed(look, weights + '_t', drive)}")
+    if isinstance(look, Read) and not keyed:
+        lines.append(f"y_t = {primal(p.h, writer.asked(p, state, drive, lines), stats)}")
     if p.step.writes > 1:
         lines.append(rf"\text{{the same for }}(k_{{t,j}}, v_{{t,j}}),\quad j = 1, \dots, {p.step.writes}")
     return [*lines, _read(p, state, weights, drive, stats)] if keyed else lines
@@ -229,7 +231,7 @@ def kept(monoid: Monoid, step: Rate, x: str) -> str:
             gate = rate(monoid.gate)
             if times is not None:
                 gate = rf"\exp({_times(times, rf'{chr(92)}log({gate})')})"
-            return rf"{gate} \odot {x}"
+            return rf"{gate} \odot {f'({x})' if chr(92) in x[1:] else x}"
         case monoids.Rotation(angle=angle):
             turn = rate(angle) if isinstance(angle, Variable) else r"\omega"
             return rf"{x}\,R({turn})"
@@ -240,7 +242,9 @@ def kept(monoid: Monoid, step: Rate, x: str) -> str:
             return rf"{x}\,(I - {rate(beta)}\,{w}\,{w}^\top)"
         case monoids.DPLR():
             assert not isinstance(monoid.gate, str)
-            diagonal = "I" if monoid.gate == 1.0 else rf"\mathrm{{Diag}}({rate(monoid.gate)})"
+            diagonal = _times(monoid.gate, "I")
+            if rate_shape(monoid.gate) == "key":
+                diagonal = rf"\mathrm{{Diag}}({rate(monoid.gate)})"
             return rf"{x}\,({diagonal} + {monoid.left}_t\,{monoid.right}_t^\top)"
         case monoids.GeneralLinear(logits=logits, link=link):
             matrix = rate(logits)
@@ -253,7 +257,10 @@ def kept(monoid: Monoid, step: Rate, x: str) -> str:
 
 
 def _product(a: Rate, b: Rate) -> str:
-    return rate(b) if a == 1.0 else rate(a) if b == 1.0 else rf"{rate(a, tight=True)}\,{rate(b, tight=True)}"
+    if a == 1.0 or b == 1.0:
+        return rate(b if a == 1.0 else a)
+    second = rate(b, tight=True)
+    return rate(a, tight=True) + (r" \cdot " if second[0].isdigit() else r"\,") + second
 
 
 # ---- costs and memories: where the drive comes from ------------------------------------------------------------------
@@ -273,12 +280,13 @@ def _point(p: Parts, weights: str) -> str:
     return f"{weights}_{{t-1}}"
 
 
-def _driven(p: Parts, at: str) -> list[str]:
+def _driven(p: Parts, at: str, weights: str) -> list[str]:
     """The drive u_t = -grad l at the point `at`."""
     cost = p.cost
     ridge, base = "", cost
     if isinstance(cost, costs.Ridge):
-        ridge, base = rf" - {rate(cost.weight)}\,{at}", cost.cost
+        pulled = f"{weights}_{{t-1}}" if p.step.at == "read" and isinstance(p.step.read, Read) else at
+        ridge, base = f" - {_times(cost.weight, pulled)}", cost.cost
     if p.oracle:
         return [rf"u_t = -\nabla \ell_t({at}){ridge}"]
     encode = cost.encode
@@ -449,6 +457,12 @@ def _normed(h: Any, x: str, s: list[str]) -> str:
     return rf"{size}\,\frac{{y}}{{\lVert y \rVert}},\quad y = \frac{{{x}}}{{\sqrt{{{s[0]}}}}}"
 
 
+def _rank_one(h: Any, x: str, s: list[str]) -> str:
+    added = h.guard == "added" and h.eps is not None and h.eps > 1e-20
+    rows, columns = (f"({v} + {_number(h.eps)})" if added else v for v in s)
+    return rf"\frac{{{x}}}{{\sqrt{{{rows}\,{columns} / \mathrm{{mean}}({rows})}}}}"
+
+
 def _composite(h: Any, x: str, s: list[str]) -> str:
     inner = len(h.inner.stats)
     return primal(h.outer, primal(h.inner, x, s[:inner]), s[inner:])
@@ -495,7 +509,7 @@ _LINKS: dict[str, Callable[[Any, str, list[str]], str]] = {
     "Cautious": lambda h, x, s: rf"\mathrm{{mask}}(y \odot u_t > 0)\,y,\quad y = {primal(h.base, x, s)}",
     "ConstantNorm": lambda h, x, s: rf"\mathrm{{tangent}}_{{W_{{t-1}}}}({primal(h.base, x, s)})",
     "NormedWhiten": _normed,
-    "RankOneWhiten": lambda h, x, s: rf"\frac{{{x}}}{{\sqrt{{{s[0]}\,{s[1]} / \mathrm{{mean}}({s[0]})}}}}",
+    "RankOneWhiten": _rank_one,
     "Composite": _composite,
     "Graft": _graft,
     "Distance": lambda h, x, s: x,
@@ -570,8 +584,7 @@ class _Writer:
         if p.step.rate != 0.0:
             lines.append(_written(p, state, drive))
         stats = self.statistics(p, drive, state, lines)
-        point = _asked(p, state, drive)
-        value = primal(p.h, point, stats)
+        value = primal(p.h, self.asked(p, state, drive, lines), stats)
         if value == f"{state}_t":
             return value
         if isinstance(p.step.read, Mix):
@@ -582,6 +595,27 @@ class _Writer:
             used = _times(p.step.feedback, r"P\,R^\top")
             lines.append(rf"{state}_t \leftarrow {state}_t - {used}")
         return out
+
+
+    def asked(self, p: Parts, state: str, drive: str, lines: list[str]) -> str:
+        """What is read of a state: itself, a read point, and either over its response to ones."""
+        look, step, gate = p.step.read, p.step.rate, getattr(p.monoid, "gate", None)
+        point = f"{state}_t"
+        if isinstance(look, Read):
+            terms = [_times(look.gate, f"{state}_{{t-1}}")] if look.gate != 0.0 else []
+            terms += [_times(look.rate, drive)] if look.rate != 0.0 else []
+            point = " + ".join(terms)
+        if not p.step.debias or p.memory.keyed:
+            return point
+        constant = isinstance(gate, float) and isinstance(step, float) and abs(1.0 - gate - step) < 1e-12
+        if constant and not isinstance(look, Read):
+            return rf"{point} / (1 - {_number(gate)}^t)"  # type: ignore[arg-type]
+        n = self.letter("n")
+        lines.append(f"{n}_t = {' + '.join(x for x in (kept(p.monoid, step, f'{n}_{{t-1}}'), rate(step)) if x)}")
+        if not isinstance(look, Read):
+            return rf"{point} / {n}_t"
+        below = " + ".join((_times(look.gate, f"{n}_{{t-1}}"), rate(look.rate)))
+        return rf"({point}) / ({below})"
 
 
 def _written(p: Parts, state: str, drive: str, before: str | None = None) -> str:
@@ -612,26 +646,11 @@ def _mixed(look: Mix, weights: str, drive: str) -> str:
     return drive if w == 0.0 else f"{_times(w, weights)} + {_times(rest, drive)}"
 
 
-def _asked(p: Parts, state: str, drive: str) -> str:
-    """What is read of a state: itself, a read point, or the state over its response to ones."""
-    look = p.step.read
-    if isinstance(look, Read):
-        terms = [_times(look.gate, f"{state}_{{t-1}}")] if look.gate != 0.0 else []
-        terms += [_times(look.rate, drive)] if look.rate != 0.0 else []
-        return " + ".join(terms)
-    if p.step.debias:
-        step, gate = p.step.rate, getattr(p.monoid, "gate", None)
-        if isinstance(gate, float) and isinstance(step, float) and abs(1.0 - gate - step) < 1e-12:
-            return rf"{state}_t / (1 - {_number(gate)}^t)"
-        return rf"{state}_t / n_t"
-    return f"{state}_t"
-
-
 def _read(p: Parts, state: str, weights: str, drive: str, stats: list[str]) -> str:
     """The output at a query."""
     point = f"{weights}_t"
     if isinstance(p.step.read, Read):
-        inner = _asked(p, state, drive)
+        inner = _Writer("").asked(p, state, drive, [])
         point = rf"({inner})" if p.h.is_identity else primal(p.h, inner, stats)
     if type(p.memory) in _ANSWERS:
         return f"o_t = f({point}, q_t)"

@@ -79,11 +79,16 @@ class Matrix(Tensor):
     """A square matrix to which a multiple of the identity was added: its powers are those of matrices."""
 
 
+def _plain(x: Value) -> Value:
+    return x.as_subclass(Tensor) if isinstance(x, Matrix) else x
+
+
 def _scalar(x: Value) -> bool:
     return not isinstance(x, Tensor) or x.numel() == 1 and x.ndim < 2
 
 
 def times(a: Value, b: Value) -> Value:
+    a, b = _plain(a), _plain(b)
     if isinstance(a, Eye) or isinstance(b, Eye):
         eye, other = (a, b) if isinstance(a, Eye) else (b, a)
         return Eye(times(eye.scale, other)) if _scalar(other) else times(eye.scale, other)
@@ -93,6 +98,7 @@ def times(a: Value, b: Value) -> Value:
 
 
 def plus(a: Value, b: Value, sign: float = 1.0) -> Value:
+    a, b = _plain(a), _plain(b)
     if isinstance(a, Eye) or isinstance(b, Eye):
         if isinstance(a, Eye) and isinstance(b, Eye):
             return Eye(a.scale + sign * b.scale)
@@ -272,6 +278,7 @@ class Line:
             return (self.values("Pi") if name == "Pi" else _FUNCTIONS[function_name])(*arguments)
         if name == "I" and not index:
             return Eye()
+        name = f"word {name}" if token == "\\mathrm" else name
         return self.values(f"{name}_{index}" if index else name)
 
 

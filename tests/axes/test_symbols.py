@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from axes import catalogue, symbols
-from axes.core.algorithms import Mix, Step
+from axes.core.algorithms import Anchor, Step
 from axes.core.costs import Alignment, Huber, Lp, SquaredError
 from axes.core.geometry import Context, Entropic, Geometry
 from axes.core.memory import Matrix
@@ -108,7 +108,7 @@ def test_a_part_of_ones_own_goes_by_its_name() -> None:
 
 # Newton-Schulz ends in a band around one; printed numbers have four digits
 PRECISION = {"muon": 0.1, "normuon": 0.1, "adamuon": 0.1, "muon-net": 0.1, "natural-gradient": 2e-3, "mhc": 1e-3}
-ANCHOR = r"_\{16 \\lfloor \(t-1\)/16 \\rfloor\}"
+ANCHOR = r"_\{(\d+) \\lfloor \(t-1\)/\1 \\rfloor\}"
 
 
 class Walk:
@@ -135,13 +135,15 @@ class Walk:
 
     def step(self, t: int) -> Tensor:
         self.t, self.now = t, {}
+        if isinstance(at := self.p.step.at, Anchor) and t % at.every == 0:
+            self.anchor = {name: self.before.get(f"{name}_t") for name in ("S", "W")}
         for line in self.lines:
             if (start := re.search(r",\\quad (\S+)_0 = W_0$", line)) is not None:
                 self.before.setdefault(f"{start[1]}_t", self.held["W"])
                 line = line[: start.start()]
             worked_out(line, self.now, self.value)
         self.before = self.now
-        return self.now["o_t" if self.keyed else "y_t" if isinstance(self.p.step.read, Mix) else "W_t"]
+        return self.now["o_t" if self.keyed else "W_t" if self.p.step.read is None else "y_t"]
 
     def value(self, name: str) -> Any:
         word, _, index = name.partition("_")
@@ -154,11 +156,13 @@ class Walk:
         if name in self.now:
             return self.now[name]
         if index in ("0", "b"):
-            return self.held[word]
+            return self.anchor[word] if index == "b" else self.held[word]
         if name in self.sizes:
             return float(self.sizes[name])
         words = [key for key, symbol in symbols._NAMES.items() if symbol.replace("\\", "") == name]
-        rate = next((key for key in (*words, word) if key in self.signal), None)
+        own = word.removeprefix("word ").replace("-", "_")
+        names = (own,) if word.startswith("word ") else (*words, own)
+        rate = next((key for key in names if key in self.signal), None)
         if rate is None:
             raise Unread(name)
         x = self.signal[rate][self.t]
