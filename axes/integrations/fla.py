@@ -149,12 +149,12 @@ _NO_MATTER = ("cu_seqlens_cpu", "chunk_indices", "chunk_size", "disable_recomput
 @dataclass(frozen=True)
 class Entry:
     """A name and what it computes. takes: arguments with a meaning here beside the common ones, those without one.
-    ignores: what else is given changes nothing, as in the original."""
+    copy: in torch, of transformers: what else is given changes nothing, and on a CPU it is faster than ours."""
 
     name: str
     means: Callable[[Given], Call]
     takes: tuple[str, ...] = ()
-    ignores: bool = False
+    copy: bool = False
 
 
 ENTRIES: tuple[Entry, ...] = (
@@ -186,8 +186,8 @@ ENTRIES: tuple[Entry, ...] = (
 )
 _WORDS = ("query", "key", "value")  # as transformers writes q, k, v
 COPIES: tuple[Entry, ...] = (
-    Entry("torch_chunk_gated_delta_rule", _gated_delta, (*_DELTA, *_WORDS, "g"), ignores=True),
-    Entry("torch_recurrent_gated_delta_rule", _gated_delta, (*_DELTA, *_WORDS, "g"), ignores=True),
+    Entry("torch_chunk_gated_delta_rule", _gated_delta, (*_DELTA, *_WORDS, "g"), copy=True),
+    Entry("torch_recurrent_gated_delta_rule", _gated_delta, (*_DELTA, *_WORDS, "g"), copy=True),
 )
 
 
@@ -204,7 +204,7 @@ def _bound(entry: Entry, signature: inspect.Signature, args: tuple[Any, ...], kw
         if kind is inspect.Parameter.VAR_KEYWORD:
             others = {n: x for n, x in value.items() if x is not None and x is not False}
             given.update({n: others.pop(n) for n in list(others) if n in _COMMON})
-            unknown = [n for n in others if n not in _NO_MATTER and (not entry.ignores or n == "seq_idx")]
+            unknown = [n for n in others if n not in _NO_MATTER and (not entry.copy or n == "seq_idx")]
             if unknown:
                 raise _Cannot(f"{unknown[0]} is given")
         elif name in _COMMON or name in entry.takes:
@@ -239,6 +239,8 @@ def _compute(entry: Entry, a: dict[str, Any], implementation: dispatch.Implement
     if isinstance(given, tuple):
         raise _Cannot("initial_state is a pair")
     sequences = v.shape[0] if cu is None else cu.shape[0] - 1
+    if entry.copy and v.device.type == "cpu" and implementation is None and cu is None and not _has_fla():
+        raise _Cannot("on a CPU it is faster than ours, which an implementation by name asks for")
     if v.is_cuda and implementation is None:
         shapes = {n: tuple(x.shape) for n, x in signal.items()}
         choice = dispatch.select(update, v.device, v.dtype, shapes, None, 1)
@@ -309,7 +311,8 @@ def accelerate(implementation: dispatch.Implementation | None = None) -> Acceler
     """Put our operators behind fla's names and transformers' copies, in every module that has imported them.
 
     Args:
-        implementation: of every recurrence, by name; None for what is picked.
+        implementation: of every recurrence, by name; None for what is picked, and on a CPU for transformers' own torch
+            functions as they are: they are faster there.
 
     A module that is imported later finds ours in fla.ops; of transformers' models, import those to be replaced first.
 
@@ -338,8 +341,13 @@ def accelerate(implementation: dispatch.Implementation | None = None) -> Acceler
     return made
 
 
+def _has_fla() -> bool:
+    """Then transformers' copies lead to its kernels, which no CPU runs."""
+    return importlib.util.find_spec("fla") is not None
+
+
 def _originals(made: Acceleration) -> Iterator[tuple[Entry, Any]]:
-    if importlib.util.find_spec("fla") is None:
+    if not _has_fla():
         made.left.append("flash-linear-attention is not installed")
     else:
         try:

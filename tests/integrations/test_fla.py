@@ -283,7 +283,7 @@ def test_a_models_loss_gradients_and_tokens_stay(qwen: Any) -> None:
         return found
 
     before, said = trained(), written()
-    with accelerate() as ours:
+    with accelerate("torch") as ours:
         for x, y in zip(trained(), before, strict=True):
             torch.testing.assert_close(x, y, rtol=2e-4, atol=2e-6)
         assert torch.equal(written(), said)
@@ -299,12 +299,35 @@ def test_transformers_functions(name: str, qwen: Any) -> None:
     a = (q, k, v, logsigmoid(draw(B, 70, 4)).float(), draw(B, 70, 4).sigmoid().float())
     options = {"initial_state": draw(B, 4, K, V).float(), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     wanted = original(*a, **options)
-    with accelerate() as ours:
+    with accelerate("torch") as ours:
         got = vars(qwen)[name](*a, **options)
     assert ours.computed[name] == 1
     for x, y in zip(got, wanted, strict=True):
         assert x.dtype == y.dtype
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_that_is_faster_on_a_cpu_stays(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "fla" else found(name, *a))
+    a = [draw(1, 5, 2, 4), draw(1, 5, 2, 4), draw(1, 5, 2, 4), -draw(1, 5, 2).abs(), draw(1, 5, 2).sigmoid()]
+    name = "torch_chunk_gated_delta_rule"
+    wanted = vars(qwen)[name](*a)[0]
+    with accelerate() as ours:
+        with pytest.warns(PassedOn, match="on a CPU it is faster than ours, which an implementation by name asks for"):
+            assert torch.equal(vars(qwen)[name](*a)[0], wanted)
+        packed = vars(qwen)[name](*a, cu_seqlens=torch.tensor([0, 2, 5]))[0]  # which the copy cannot
+        torch.testing.assert_close(packed[:, :2], wanted[:, :2], rtol=1e-5, atol=1e-6)
+    assert ours.computed[name] == 1 and sum(ours.passed.values()) == 1
+
+
+def test_the_page_runs(ops: types.ModuleType, qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "fla.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "page"}
+    for code in re.findall(r"```python\n(.*?)```", page, flags=re.S):
+        exec(compile(code, "docs/fla.md", "exec"), names)
+    listed = set(re.findall(r"`((?:fused_|parallel_|torch_)?(?:chunk|recurrent|forgetting)\w+)`", page))
+    assert listed == {entry.name for entry in (*fla.ENTRIES, *fla.COPIES)}
 
 
 # ---- flash-linear-attention itself -----------------------------------------------------------------------------------
