@@ -59,7 +59,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "optim": ("engine", "rules", "tools"),
 }  # fmt: skip
 # Beyond the declared dependencies: what comes with torch on a GPU or with the test extra, and who may import it.
-OPTIONAL = {"triton": {"kernels"}, "hypothesis": {"testing.strategies"}}
+OPTIONAL = {
+    "triton": {"kernels"},
+    "hypothesis": {"testing.strategies"},
+    "tokenizers": {"tasks.tokens"},
+    "datasets": {"tasks.tokens"},
+    "wandb": {"tasks.trackers"},
+}
 
 
 def place(dotted: str) -> tuple[str, str]:
