@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from axes.claims.base import Claim, Draw, Finding, Result
-from axes.tasks.processes import Died, side_by_side
+from axes.tasks.workers import Died, side_by_side
 
 Progress = Callable[[Result], None]
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from axes.tasks.corpus import as_tokens
+
 _MASK = (1 << 64) - 1
 
 
@@ -14,7 +16,7 @@ def training_batch(text: Tensor, seed: int, step: int, batch: int, context: int)
     """The windows of training step `step`: they depend on nothing but the arguments, so a resumed run sees them again.
 
     Args:
-        text: (N,) bytes, N > context.
+        text: (N,) tokens as a corpus holds them, N > context.
         seed, step: name the batch.
 
     Returns:
@@ -22,7 +24,7 @@ def training_batch(text: Tensor, seed: int, step: int, batch: int, context: int)
     """
     generator = torch.Generator().manual_seed(mixed(seed, step))
     offsets = torch.randint(len(text) - context, (batch,), generator=generator)
-    return text[offsets[:, None] + torch.arange(context + 1)].long()
+    return as_tokens(text[offsets[:, None] + torch.arange(context + 1)])
 
 
 def validation_batches(text: Tensor, windows: int, batch: int, context: int) -> Iterator[Tensor]:
@@ -35,7 +37,7 @@ def validation_batches(text: Tensor, windows: int, batch: int, context: int) -> 
     count = min(windows, available)
     places = torch.arange(count) * available // count * context
     for chosen in places.split(batch):
-        yield text[chosen[:, None] + torch.arange(context + 1)].long()
+        yield as_tokens(text[chosen[:, None] + torch.arange(context + 1)])
 
 
 def mixed(seed: int, step: int) -> int:

@@ -1,92 +1,130 @@
-"""Work side by side in processes, with something said of every piece whatever happens to the process that had it.
-
-One pipe a worker and no shared queue: a worker that dies or is stopped can leave nobody waiting for a lock. Workers end
-when their pipe does, so that none outlives the process that started it, however that ended.
-"""
+"""The processes of a run under torchrun: who has which windows and tokens, and what only the first one does."""
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-import threading
-from collections import deque
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import connection
-from multiprocessing.connection import Connection
-from typing import Any, final
+from datetime import timedelta
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from axes import parallel
+from axes.errors import AxesError
+from axes.models.language_model import LanguageModel
+
+Made = TypeVar("Made")
+_TIMEOUT = "AXES_TIMEOUT"  # seconds; a fact of the machines, not of the run
+_MOST = 600.0
 
 
-@final
-class Died:
-    """Stands for what a process that died would have sent."""
-
-
-def side_by_side(work: Callable[[Any], Any], waiting: deque[Any], workers: int) -> Iterator[tuple[Any, Any]]:
-    """(piece, work(piece)) as they are done; Died in the place of the latter if the process died.
-
-    work: a function of a module, which a process can import; what it raises ends its process.  waiting: may be added to
-    while this goes on.  workers: processes at most.
-    """
-    context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
-    busy: dict[Connection, Any] = {}
-    idle: list[Connection] = []
-    processes: list[multiprocessing.process.BaseProcess] = []
-
-    def start() -> Connection:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, work), daemon=True)
-        with _interrupts_ignored():  # inherited: Ctrl-C is this process's to handle
-            process.start()
-        theirs.close()
-        processes.append(process)
-        return ours
-
-    def feed() -> None:
-        while waiting and (idle or len(busy) < workers):
-            worker = idle.pop() if idle else start()
-            busy[worker] = waiting.popleft()
-            worker.send(busy[worker])
-
-    try:
-        feed()
-        while busy:
-            for ready in connection.wait(list(busy)):
-                assert isinstance(ready, Connection)
-                piece = busy.pop(ready)
-                try:
-                    done = ready.recv()
-                except EOFError:
-                    ready.close()
-                    done = Died()
-                else:
-                    idle.append(ready)
-                yield piece, done
-            feed()
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-        for worker in (*busy, *idle):
-            worker.close()
-
-
-def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
-    """A worker: pieces in, what became of them out, until the other end is closed."""
-    while True:
-        try:
-            pipe.send(work(pipe.recv()))
-        except (EOFError, OSError):
-            return
+def launched() -> bool:
+    """Whether torchrun started this process."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # where Python lets nobody set handlers
-        yield
+def joined() -> Iterator[bool]:
+    """Meet the other processes of torchrun, if there are any; whether this one reports."""
+    if not launched():
+        yield True
         return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gpus = torch.cuda.is_available()
+    if gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        seconds = float(os.environ.get(_TIMEOUT, _MOST))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=seconds))
+    except (RuntimeError, ValueError) as error:
+        raise AxesError(f"the processes of torchrun do not find each other: {' '.join(str(error).split())}") from None
+    with missing_are_said():
+        yield dist.get_rank() == 0
+    dist.destroy_process_group()  # not behind an error: the others may be gone, and this process ends
+
+
+@contextmanager
+def missing_are_said() -> Iterator[None]:
+    """Turn the errors of collectives into one sentence."""
     try:
         yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        if not isinstance(error, dist.DistError) and not any(x in text for x in ("gloo", "NCCL", "ProcessGroup")):
+            raise
+        raise AxesError(
+            "another process of the run is gone, or did not come in time "
+            f"({_TIMEOUT} seconds, {_MOST:g} if that is not set): its own error says why. The last checkpoint is kept; "
+            f"start all processes again with --resume ({text[:160]})"
+        ) from error
+
+
+@final
+class Processes:
+    """Data parallel times sequence parallel, the parameters sharded over all.
+
+    segments: processes that share the tokens of a window; a divisor of the number of processes.
+    """
+
+    def __init__(self, device: torch.device, segments: int) -> None:
+        self.rank, self.size, self.segments = dist.get_rank(), dist.get_world_size(), segments
+        if self.size % segments:
+            raise AxesError(f"sequence-parallel {segments} does not divide the {self.size} processes of torchrun")
+        self.device = device if device.type != "cuda" else torch.device("cuda", torch.cuda.current_device())
+        self.every = init_device_mesh(device.type, (self.size,), mesh_dim_names=("all",))
+        shape, names = (self.size // segments, segments), ("data", "sequence")
+        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self.replicas, self.replica = shape[0], self.mesh.get_local_rank("data")
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def shard(self, model: LanguageModel) -> None:
+        """Before the optimizer is built: the model's layers learn of the other segments, its parameters are sharded."""
+        # outputs are views, and nobody changes them in place
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        self.split(model)
+        for layer in model.sublayers:
+            fully_shard(layer, mesh=self.every)
+        fully_shard(model, mesh=self.every)
+        register_fsdp_forward_method(model, "loss")
+
+    def split(self, model: LanguageModel) -> None:
+        if self.segments > 1:
+            parallel.sequence(model, self.mesh["sequence"])
+
+    def own(self, windows: Tensor) -> Tensor:
+        """This process's share of windows (B, T + 1): its sequences, and of these its tokens."""
+        mine = windows.chunk(self.replicas)[self.replica]
+        return parallel.segment(mine, self.mesh["sequence"], more=1) if self.segments > 1 else mine
+
+    def mean(self, x: Tensor) -> Tensor:
+        total = x.detach().double()
+        dist.all_reduce(total)
+        return total / self.size
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any process."""
+        flag = torch.tensor(float(here), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def first_does(self, what: Callable[[], Made]) -> Made | None:
+        """Let the first process do something; what it refuses is refused on all."""
+        said: list[Any] = [None]
+        made = None
+        if self.leads:
+            try:
+                made = what()
+            except (AxesError, OSError) as error:
+                said = [str(error)]
+        dist.broadcast_object_list(said, 0)
+        if said[0] is not None:
+            raise AxesError(said[0])
+        return made

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from axes.errors import AxesError
-from axes.tasks.processes import Died, side_by_side
+from axes.tasks.workers import Died, side_by_side
 from axes.transfer.capture import require_capture
 from axes.transfer.folder import ResultsFolder
 from axes.transfer.plan import Plan

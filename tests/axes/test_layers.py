@@ -63,7 +63,9 @@ OPTIONAL = {
     "triton": {"kernels"},
     "hypothesis": {"testing.strategies"},
     "transformers": {"integrations.transformers"},
-    "tokenizers": {"integrations.transformers"},
+    "tokenizers": {"integrations.transformers", "tasks.tokens"},
+    "datasets": {"tasks.tokens"},
+    "wandb": {"tasks.trackers"},
 }
 
 
