@@ -60,6 +60,7 @@ from axes.sequence.miras import (
 from axes.sequence.predicted import PREDICTED, AdamNet, FrankWolfeDelta, MuonNet, MuonNetState, RLSNet, ShampooNet
 from axes.sequence.rwkv6 import RWKV6
 from axes.sequence.rwkv7 import RWKV7
+from axes.sequence.s4d import S4D
 from axes.sequence.slots import ABC, GSA
 from axes.sequence.titans import Titans, TitansMatrix
 from axes.sequence.ttt import TTTMLP, TTTLinear
@@ -73,6 +74,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     RetNet,
     GatedRetention,
     LightningAttention,
+    S4D,
     Mamba1,
     Mamba2,
     Mamba3,
@@ -185,6 +187,7 @@ __all__ = [
     "ReBased",
     "RetNet",
     "RoPE",
+    "S4D",
     "SequenceLayer",
     "ShampooNet",
     "SlidingWindow",
