@@ -28,6 +28,7 @@ from axes.sequence.delta import (
     GatedDeltaProduct,
 )
 from axes.sequence.elementwise import HGRN, Griffin, Mamba1
+from axes.sequence.hybrids import Behind, Beside
 from axes.sequence.latent import MLA
 from axes.sequence.lattice import LatticeDec, LatticeEnc, LatticeOSR, LatticeSim
 from axes.sequence.linear import (
@@ -136,6 +137,8 @@ __all__ = [
     "ALiBi",
     "AdamNet",
     "Based",
+    "Behind",
+    "Beside",
     "Comba",
     "DeltaFormer",
     "DeltaNet",
