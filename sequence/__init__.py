@@ -28,6 +28,7 @@ from axes.sequence.delta import (
     GatedDeltaProduct,
 )
 from axes.sequence.elementwise import HGRN, Griffin, Mamba1
+from axes.sequence.hybrids import Behind, Beside
 from axes.sequence.latent import MLA
 from axes.sequence.lattice import LatticeDec, LatticeEnc, LatticeOSR, LatticeSim
 from axes.sequence.linear import (
@@ -60,6 +61,7 @@ from axes.sequence.miras import (
 from axes.sequence.predicted import PREDICTED, AdamNet, FrankWolfeDelta, MuonNet, MuonNetState, RLSNet, ShampooNet
 from axes.sequence.rwkv6 import RWKV6
 from axes.sequence.rwkv7 import RWKV7
+from axes.sequence.s4d import S4D
 from axes.sequence.slots import ABC, GSA
 from axes.sequence.titans import Titans, TitansMatrix
 from axes.sequence.ttt import TTTMLP, TTTLinear
@@ -73,6 +75,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     RetNet,
     GatedRetention,
     LightningAttention,
+    S4D,
     Mamba1,
     Mamba2,
     Mamba3,
@@ -134,6 +137,8 @@ __all__ = [
     "ALiBi",
     "AdamNet",
     "Based",
+    "Behind",
+    "Beside",
     "Comba",
     "DeltaFormer",
     "DeltaNet",
@@ -185,6 +190,7 @@ __all__ = [
     "ReBased",
     "RetNet",
     "RoPE",
+    "S4D",
     "SequenceLayer",
     "ShampooNet",
     "SlidingWindow",

@@ -344,7 +344,7 @@ def _normaliser(p: Parts) -> Iterator[str]:
         yield "debias has no effect: the weights sum to 1 from the first datum on"
     if memory.keyed and (p.drive_sees_state or not (h.is_identity or memory.scored) or not p.step.lazy):
         yield "a normaliser needs a linear, Euclidean memory whose writes do not depend on the state"
-    if not kinds <= {"identity", "scalar", "diagonal", "row", "slot", "hadamard"}:
+    if not kinds <= {"identity", "scalar", "diagonal", "pair", "row", "slot", "hadamard"}:
         yield "a normaliser needs scalar or diagonal gates"
 
 

@@ -67,7 +67,7 @@ def family(update: StateUpdate) -> Family | NoFamily:
     if "low rank" in kinds and not erases_along_key(update):
         curved = update.parts().predicts
         return NoFamily("a low-rank gate and a curved cost are rank two") if curved else "dplr"
-    return "diagonal" if "diagonal" in kinds else "scalar"
+    return "diagonal" if kinds & {"diagonal", "pair"} else "scalar"
 
 
 def no_kernel(

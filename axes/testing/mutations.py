@@ -61,6 +61,7 @@ _MONOIDS: tuple[Monoid, ...] = (
     monoids.Decay(0.2),
     monoids.Diagonal("mutated_key_gate"),
     monoids.Diagonal("mutated_row_gate", "row"),
+    monoids.Diagonal(Per("mutated_pair_gate", "pair", "unit"), "pair"),
     monoids.Hadamard("mutated_square_gate"),
     monoids.Rotation(),
     monoids.Householder(0.5, "mutated_w"),

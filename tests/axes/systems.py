@@ -134,6 +134,19 @@ CHAINS = {
         ),
     ),
     "rotation": StateUpdate(Alignment(), monoid=Rotation(Per("angle", "pair", "real"))),
+    "complex gates": StateUpdate(
+        Alignment(),
+        monoid=Product((Diagonal(Per("pair_decay", "pair", "unit"), "pair"), Rotation(Per("angle", "pair", "real")))),
+        algorithm=Step(BETA),
+    ),
+    "gates of pairs, a delta rule": StateUpdate(
+        SquaredError(),
+        monoid=Product((Rotation(100.0), Diagonal(Per("pair_decay", "pair", "unit"), "pair"), Scalar("decay"))),
+        algorithm=Step(BETA, at="gated"),
+    ),
+    "normalised, gates of pairs": StateUpdate(
+        Alignment(), monoid=Diagonal(Per("pair_decay", "pair", "unit"), "pair"), algorithm=Step(debias=True)
+    ),
     "rotated delta": StateUpdate(
         SquaredError(), monoid=Product((Scalar("decay"), Rotation(100.0))), algorithm=Step(BETA, at="gated")
     ),

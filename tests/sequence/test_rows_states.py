@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from axes import sequence
+from axes.core.monoids import Diagonal, Product, Rotation
+from axes.core.rates import Per
 from axes.errors import IllegalUpdate, ShapeError
-from axes.sequence import Based, Mamba3, ReBased, SequenceLayer
+from axes.sequence import S4D, Based, Mamba3, ReBased, SequenceLayer
 from axes.sequence.features import Quadratic, Taylor
 from tests.oracles import B, D, Found, H, Oracle, T, check_formula, heads, relative, rms
 
@@ -76,7 +78,22 @@ def mamba3(m: SequenceLayer, x: Tensor) -> Found:
     return y, torch.cat((last.real, last.imag), -1)
 
 
+def s4d(m: SequenceLayer, x: Tensor) -> Found:
+    """Gu et al. 2022: complex modes, zero-order hold, y = 2 Re(C h) + D u for every channel."""
+    p = m.around
+    a = torch.complex(-torch.exp(p.log_rate), p.frequency)
+    kept = torch.exp(a * torch.exp(p.log_dt))
+    b, c = (kept - 1) / a, torch.complex(*p.read.chunk(2, -1))
+    u = heads(x)
+    h, out = torch.zeros(B, H, D // H, a.shape[-1], dtype=torch.complex128), []
+    for t in range(T):
+        h = kept[:, None] * h + b[:, None] * u[:, t, ..., None]
+        out.append(2 * (c[:, None] * h).sum(-1).real)
+    return heads(F.gelu(torch.stack(out, 1).flatten(2) + p.skip * x)), torch.cat((h.real, h.imag), -1)
+
+
 ORACLES: dict[str, Oracle] = {
+    "s4d": s4d,
     "based": based,
     "rebased": rebased,
     "mamba3": mamba3,
@@ -121,6 +138,24 @@ def test_a_token_brings_the_last_pair_turned_along() -> None:
     assert relative(signal["k"][:, 1:, :, 0].norm(dim=-1), signal["k"][:, :-1, :, 1].norm(dim=-1)) < 1e-14  # turned
 
 
+def test_gates_of_pairs_commute_with_rotations() -> None:
+    """In either order, and one element stays an element: no matrix is made of it."""
+    gate = Diagonal(Per("decay", "pair", "unit"), "pair")
+    turn, state = Rotation(Per("angle", "pair", "real")), torch.randn(3, 6, dtype=torch.float64)
+    signal = {"decay": -torch.rand(3, dtype=torch.float64), "angle": torch.randn(3, dtype=torch.float64)}
+    one, other = (Product(parts).element(signal, 1.0, state) for parts in ((gate, turn), (turn, gate)))
+    assert one.dense is None and other.dense is None and one.paired and other.paired
+    by_hand = torch.complex(*state.chunk(2, -1)) * torch.exp(torch.complex(signal["decay"], signal["angle"]))
+    twice = by_hand * torch.exp(torch.complex(signal["decay"], signal["angle"]))
+    for element, expected in ((one, by_hand), (other, by_hand), (one.then(other), twice)):
+        acted = torch.complex(*element.act(state).chunk(2, -1))
+        assert relative(torch.view_as_real(acted), torch.view_as_real(expected)) < 1e-13
+
+
 def test_a_block_says_which_tuple_it_is_for() -> None:
     with pytest.raises(IllegalUpdate, match="Trapezoid supplies two pairs a token"):
         sequence.layer(sequence.Mamba2.update, block=Mamba3.block)(16)
+    with pytest.raises(IllegalUpdate, match="Diagonalised supplies k, v, q, unit gates 'decay' and angles"):
+        sequence.layer(sequence.Mamba2.update, block=S4D.block)(16)
+    with pytest.raises(ShapeError, match="d_k even and heads \\* d_v = d_model, got d_k=5"):
+        S4D(D, heads=H, d_k=5)
