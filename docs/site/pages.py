@@ -19,6 +19,12 @@ from axes.symbols import equations
 DOCS = Path(__file__).resolve().parents[1]
 ROOMS = {"data": "optim", "sequence": "sequence", "depth": "depth"}
 TITLES = {"data": "Optimizers", "sequence": "Sequence layers", "depth": "Depth mixers"}
+LEGEND = {
+    "data": "Along training steps $\\ell_t$ is the loss, $u_t$ its negative gradient.",
+    "sequence": "Along tokens $k_t$, $v_t$ and $q_t$ are key, value and query of a head, $o_t$ what it reads.",
+    "depth": "Along layers $S$ is the residual streams, transposed: $v_t$ is what a sublayer says, $k_t$ into which "
+    "streams, $q_t$ how the next one reads them.",
+}
 MEASURED = ("kernels.md", "optimizers.md", "depth_costs.md")
 
 
@@ -68,7 +74,7 @@ def page(e: Entry, tables: list[Table]) -> str:
     lines += ["## Recurrence", "", '<div class="recurrence" markdown>', ""]
     for line in equations(e.update):
         lines += ["$$", line, "$$", ""]
-    lines += ["</div>", "", "Rendered from the tuple by `axes.symbols.equations`:", ""]
+    lines += ["</div>", "", LEGEND[e.axis], "", "Rendered from the tuple by `axes.symbols.equations`:", ""]
     tuple_ = ["```python", *pretty(repr(e.update)).splitlines(), "```"]
     if len(tuple_) > 24:
         tuple_ = ['??? note "The tuple"', "", *(f"    {x}" for x in tuple_)]
@@ -91,7 +97,7 @@ def page(e: Entry, tables: list[Table]) -> str:
 
 def as_code(words: str) -> str:
     """Text whose formulas must not be read as markup."""
-    return re.sub(r"([*_<])", r"\\\1", words.rstrip("."))
+    return re.sub(r"([*_])", r"\\\1", words.rstrip(".")).replace("<", "&lt;")
 
 
 def pretty(source: str, width: int = 76) -> str:
