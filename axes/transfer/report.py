@@ -123,8 +123,8 @@ _METHOD = (
     "sweep at a seed that is not compared. The effect is the mean difference over seeds, positive where the arm is "
     "better; its interval is a paired bootstrap, 95 %; p is exact over sign flips, Holm's over the first task of every "
     "experiment. A verdict follows interval and margin. A run that broke down counts as one that knows nothing. "
-    "Parameters agree within 1 %, tokens exactly. FLOPs are those of matrix products, counted; milliseconds were measured "
-    "while workers ran side by side."
+    "Parameters agree within 1 %, tokens exactly. FLOPs are those of matrix products, counted; milliseconds were "
+    "measured while workers ran side by side."
 )
 
 
