@@ -49,13 +49,12 @@ class ResultsFolder:
         with explained(self.path):
             (self.path / _RUNS).mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / _LOCK)
-        try:
-            with explained(self.path / _LOCK):
+        with explained(self.path / _LOCK):
+            try:
                 lock.acquire(timeout=0)
-        except Timeout:
-            raise AxesError(
-                f"{self} is being written by another process: wait for its end, or choose another"
-            ) from None
+            except Timeout:
+                other = f"{self} is being written by another process: wait for its end, or choose another --out"
+                raise AxesError(other) from None
         try:
             yield
         finally:
