@@ -198,8 +198,10 @@ def _times(value: Rate, x: str) -> str:
         return rate(value)
     x = f"({x})" if " " in x and not x.startswith((r"\frac", "(")) and x != _NORM else x
     match rate_shape(value):
-        case "row":
+        case "row" | "own":
             return rf"\mathrm{{Diag}}({rate(value)})\,{x}"
+        case "pair":
+            return rf"{x}\,\mathrm{{Diag}}({rate(value)}, {rate(value)})"
         case "key":
             return rf"{x}\,\mathrm{{Diag}}({rate(value)})"
         case "square":

@@ -28,7 +28,7 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "max": lambda x, y: torch.maximum(*torch.broadcast_tensors(_tensor(x), _tensor(y))),
     "min": lambda x, y: torch.minimum(*torch.broadcast_tensors(_tensor(x), _tensor(y))),
     "clip": lambda x, y: torch.maximum(torch.minimum(x, _tensor(y)), -_tensor(y)),
-    "Diag": lambda x: torch.diag(x.flatten()),
+    "Diag": lambda *x: torch.diag(torch.cat([y.flatten() for y in x])),
     "rms": lambda x: x.square().mean().sqrt(),
     "mean": lambda x: x.mean(),
     "mean_row": lambda x: x.mean(1, keepdim=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -275,8 +276,9 @@ def test_routes_give_reasons() -> None:
 @pytest.mark.parametrize("name", ["titans", "lattice enc", "softmax", "huber, every token"])
 def test_explain(name: str) -> None:
     text = explain(KEYED[name])
-    for word in ("tuple", "asks for", "signals", "feedback", "transition", "runs", "interpreter legal"):
+    for word in ("tuple", "asks for", "signals", "feedback", "transition", "runs"):
         assert word in text, word
+    assert re.search("interpreter +legal", text)
     assert select(KEYED[name]).route in text
 
 
