@@ -65,7 +65,7 @@ def explain(
         route, who, reason = plan.choice
         lines.append(f"{plan.name:<12} {route} by {who} on {plan.target}, {_word(plan.dtype)}: {reason}")
         for other, refused in plan.routes.items():
-            lines.append(f"  {other:<12}{'legal' if refused is None else 'no: ' + refused}")
+            lines.append(f"  {other:<13}{'legal' if refused is None else 'no: ' + refused}")
     return "\n".join(lines)
 
 

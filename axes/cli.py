@@ -1,4 +1,4 @@
-"""The command line: train, sample, list, explain, verify, cite, bench, transfer, demo."""
+"""The command line: train, tokenize, sample, export, list, explain, verify, cite, bench, transfer, demo."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ from typer.core import TyperCommand
 from axes import answers, catalogue
 from axes.bench.command import app as bench
 from axes.errors import AxesError, UnknownName
-from axes.tasks import demonstration, language_modelling
-from axes.tasks.configuration import DTYPES, Configuration
+from axes.tasks import corpus, demonstration, language_modelling
+from axes.tasks import tokens as token_files
+from axes.tasks.configuration import DTYPES, TRACKERS, Configuration
 from axes.tasks.interruption import stop_requested
+from axes.tasks.processes import Processes, joined, launched
 from axes.tasks.progress import ProgressBar
 from axes.tasks.run_folder import RunFolder
 from axes.tasks.sample import generate, load_model
 from axes.tasks.schedules import SCHEDULES
 from axes.tasks.summary import summary_table
+from axes.tasks.trackers import Several, tracker
 from axes.transfer.command import app as transfer
 
 INTERRUPTED = 130
 _AXES = get_args(catalogue.Axis)
 _DEFAULTS = Configuration.__dataclass_fields__
+_FORMATS = ("transformers",)
 _COMPUTED = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 app = typer.Typer(
@@ -89,8 +93,11 @@ def train(
     recompute: Annotated[
         int, typer.Option(help="Sublayers that keep the streams which enter them alone, 0 to keep all streams.")
     ] = _default("recompute"),
-    context: Annotated[int, typer.Option(help="Bytes per window.")] = _default("context"),
-    batch: Annotated[int, typer.Option(help="Windows per step.")] = _default("batch"),
+    context: Annotated[int, typer.Option(help="Tokens per window; bytes of text.")] = _default("context"),
+    batch: Annotated[int, typer.Option(help="Windows per step, of all processes.")] = _default("batch"),
+    accumulate: Annotated[
+        int, typer.Option(help="Parts of a batch whose gradients are found one after another.")
+    ] = _default("accumulate"),
     steps: Annotated[int, typer.Option(help="Steps to train.")] = _default("steps"),
     lr: Annotated[float | None, typer.Option(help="Peak learning rate; the optimizer's own default if left out.")] = (
         _default("lr")
@@ -105,7 +112,11 @@ def train(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = _default("device"),
     threads: Annotated[int, typer.Option(help="Threads of the CPU, 0 for what torch finds.")] = _default("threads"),
     dtype: Annotated[
-        str, typer.Option(help=f"{', '.join(DTYPES)}; bfloat16 computes under autocast with float32 parameters.")
+        str,
+        typer.Option(
+            help=f"{', '.join(DTYPES)}; bfloat16 computes under autocast with float32 parameters, bfloat16-pure keeps "
+            "parameters in it too."
+        ),
     ] = _default("dtype"),
     text: Annotated[
         list[Path] | None, typer.Option(metavar="PATH...", help="Files or folders of text; else the embedded corpus.")
@@ -113,6 +124,12 @@ def train(
     text_limit: Annotated[int, typer.Option(help="Take about this many bytes of the text, 0 for all.")] = _default(
         "text_limit"
     ),
+    tokens: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="What `axes tokenize` wrote, instead of text.")
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Of the model, at least that of the tokens, which it is if left out.")
+    ] = None,
     validation_windows: Annotated[int, typer.Option(help="Windows per evaluation.")] = _default("validation_windows"),
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations, 0 for only at the end.")] = _default(
         "eval_every"
@@ -121,6 +138,13 @@ def train(
         "save_every"
     ),
     compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
+    sequence_parallel: Annotated[
+        int, typer.Option(help="Processes of torchrun that share the tokens of a window.")
+    ] = _default("sequence_parallel"),
+    peak: Annotated[
+        float, typer.Option(help="TFLOP/s of one device, which MFU is a share of; 0 for what is known of it.")
+    ] = _default("peak"),
+    track: Annotated[str, typer.Option(help=f"Pass numbers on as well: {', '.join(TRACKERS)}.")] = _default("track"),
     out: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Run folder; runs/SEQUENCE-OPTIMIZER-DEPTH if left out.")
     ] = None,
@@ -130,13 +154,18 @@ def train(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in the folder.")] = False,
 ) -> None:
-    """Train a byte-level language model; Ctrl-C saves and `--resume RUN` continues bit for bit."""
-    with stop_requested() as stop:
+    """Train a language model of bytes or tokens; Ctrl-C saves and `--resume RUN` continues bit for bit.
+
+    Under torchrun (`torchrun --nproc-per-node 2 -m axes train ...`) all processes train one model.
+    """
+    with stop_requested() as stop, joined() as leads:
+        more: list[language_modelling.Observer] = []
         if resume is not None:
             _refuse_beside_resume(context_)
             folder = RunFolder(resume)
             given = getattr(context_.get_parameter_source("steps"), "name", "") == "COMMANDLINE"
-            training = language_modelling.resume(folder, steps if given else None)
+            together = _processes(language_modelling.read_configuration(folder))
+            training = language_modelling.resume(folder, steps if given else None, together)
         else:
             configuration = Configuration(
                 sequence=sequence,
@@ -165,12 +194,23 @@ def train(
                 eval_every=eval_every,
                 save_every=save_every,
                 compile=compile,
+                accumulate=accumulate,
+                tokens="" if tokens is None else str(tokens),
+                vocabulary=_vocabulary(vocabulary, tokens),
+                sequence_parallel=sequence_parallel,
+                peak=peak,
+                track=track,
             )
             folder = RunFolder(out if out is not None else Path("runs") / f"{sequence}-{optimizer}-{depth}")
-            training = language_modelling.start(configuration, folder, overwrite)
-        console = _console()
+            more = [tracker(track)] if track and leads else []  # what is missing is said before anything is done
+            training = language_modelling.start(configuration, folder, overwrite, _processes(configuration))
+        console = _console() if leads else Console(quiet=True)
+        if resume is not None and leads and training.configuration.track:
+            more = [tracker(training.configuration.track)]
         with ProgressBar(console) as bar:
-            summary = language_modelling.run(training, folder, bar, stop)
+            summary = language_modelling.run(training, folder, Several([bar, *more]), stop)
+    if not leads:
+        raise typer.Exit(0 if summary.finished else INTERRUPTED)
     if not summary.finished:
         _say(f"stopped at step {summary.steps}, saved; continue with: axes train --resume {folder}")
         raise typer.Exit(INTERRUPTED)
@@ -178,20 +218,63 @@ def train(
     _say(f"run folder: {folder}; try: axes sample {folder} --prompt 'def '")
 
 
+@app.command(cls=_TrainCommand)
+def tokenize(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the token files go.")],
+    text: Annotated[list[Path] | None, typer.Option(metavar="PATH...", help="Files or folders of text.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="A dataset of Hugging Face's `datasets`, by name or saved in a folder.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Of the dataset.")] = "train",
+    field: Annotated[str, typer.Option(help="Of the dataset's rows, that holds text.")] = "text",
+    tokenizer: Annotated[str, typer.Option(help="bytes, or the tokenizer.json of Hugging Face's `tokenizers`.")] = (
+        "bytes"
+    ),
+    held_out: Annotated[float, typer.Option(help="Share of the documents to validate on.")] = 0.01,
+) -> None:
+    """Write token files that may be larger than memory, for `axes train --tokens FOLDER`."""
+    if (text is None) == (dataset is None):
+        raise AxesError("give --text or --dataset")
+    documents = token_files.dataset(dataset, split, field) if dataset else corpus.documents_of(text or ())
+    written = token_files.write(out, documents, token_files.tokenizer(tokenizer), held_out)
+    _say(f"{written.provenance}; vocabulary {written.vocabulary:,}, {written.bytes_per_token:.2f} bytes per token")
+    _say(f"try: axes train --tokens {out}")
+
+
 @app.command()
 def sample(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
-    tokens: Annotated[int, typer.Option(help="Bytes to generate.")] = 300,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest byte each time.")] = 0.8,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate, bytes of a run on text.")] = 300,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest each time.")] = 0.8,
     greedy: Annotated[bool, typer.Option("--greedy", help="The same as --temperature 0.")] = False,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     device: Annotated[str | None, typer.Option(help="Instead of the device of the run.")] = None,
 ) -> None:
     """Write text with a trained run, by the recurrent form of its layers."""
     chosen = Configuration(device=device).torch_device() if device is not None else None
-    model = load_model(RunFolder(run), device=chosen)
-    _write_sample(model, prompt, tokens, 0.0 if greedy else temperature, seed)
+    folder, heat = RunFolder(run), 0.0 if greedy else temperature
+    model, trained_on = load_model(folder, device=chosen), language_modelling.read_configuration(folder).tokens
+    if trained_on:
+        _write_tokens(model, token_files.tokenizer_of(trained_on), prompt, tokens, heat, seed)
+    else:
+        _write_sample(model, prompt, tokens, heat, seed)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    to: Annotated[str, typer.Option(help=f"For whom: {', '.join(_FORMATS)}.")] = _FORMATS[0],
+) -> None:
+    """Write a trained run as another library loads it."""
+    if to not in _FORMATS:
+        raise UnknownName("format", to, _FORMATS)
+    from axes.integrations import transformers  # an extra, and slow to import
+
+    transformers.export(RunFolder(run), folder)
+    _say(f"written: {folder}; after `import axes.integrations.transformers`, load it with")
+    _say(f"    AutoModelForCausalLM.from_pretrained({str(folder)!r}), AutoTokenizer.from_pretrained({str(folder)!r})")
 
 
 @app.command("list")
@@ -323,6 +406,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(INTERRUPTED)
 
 
+def _processes(configuration: Configuration) -> Processes | None:
+    return Processes(configuration.torch_device(), configuration.sequence_parallel) if launched() else None
+
+
+def _vocabulary(given: int | None, folder: Path | None) -> int:
+    if given is not None:
+        return given
+    return int(_default("vocabulary") if folder is None else token_files.header(folder)["vocabulary"])
+
+
 def _refuse_beside_resume(context: typer.Context) -> None:
     given = [
         f"--{name.replace('_', '-')}"
@@ -331,6 +424,23 @@ def _refuse_beside_resume(context: typer.Context) -> None:
     ]
     if given:
         raise AxesError(f"--resume takes every setting but --steps from the run: leave out {', '.join(given)}")
+
+
+def _write_tokens(
+    model: Any, by: token_files.Tokenizer, prompt: str, count: int, temperature: float, seed: int
+) -> None:
+    """As `_write_sample`, of a run on tokens: text is written as far as it can no longer change."""
+    given = by.encode([prompt.encode("utf-8", "surrogateescape")])[0] if prompt else []
+    made: list[int] = []
+    said = ""
+    typer.echo(prompt, nl=False)
+    for token in generate(model, given or [by.separator], count, temperature, seed):
+        made.append(token)
+        text = by.decode(made)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            typer.echo(text[len(said) :], nl=False)
+            said = text
+    typer.echo(by.decode(made)[len(said) :])
 
 
 def _write_sample(model: Any, prompt: str, tokens: int, temperature: float, seed: int) -> None:

@@ -65,7 +65,7 @@ class _Shares(Projected):
         super().__init__(d_model, layer_index, streams, learned_reduce=bool(learned_reduce), device=device, dtype=dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.initial_alpha = alpha
-        self.mixing = {rate.name: extent(rate.shape, streams, d_model) for rate in self.update.demands()}
+        self.mixing = {rate.name: extent(rate, streams, d_model) for rate in self.update.demands()}
         self.sizes = [streams, streams, *map(math.prod, self.mixing.values())]
         self.phi = nn.Parameter(torch.empty(sum(self.sizes), streams * d_model, **factory))
         self.alpha = nn.Parameter(torch.empty(len(self.sizes), **factory))

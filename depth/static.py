@@ -84,7 +84,7 @@ class StaticMixer(DepthMixer):
         n, d = self.streams * self.fractions, self.d_model // self.fractions
         if rate.shape == "pair" and n % 2:
             raise ShapeError(f"{type(self).__name__}: {rate.name!r} rotates pairs of streams: n must be even, got {n}")
-        return extent(rate.shape, n, d)
+        return extent(rate, n, d)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -3,7 +3,18 @@
 if __name__ != "axes.sequence":
     raise ImportError("import axes.sequence, not sequence: the folder is installed as axes.sequence")
 
-from axes.sequence.attention import ALiBi, DeltaFormer, FoX, PaTH, PaTHFoX, RoPE, SoftmaxAttention
+from axes.sequence.attention import (
+    GQA,
+    MQA,
+    ALiBi,
+    DeltaFormer,
+    FoX,
+    PaTH,
+    PaTHFoX,
+    RoPE,
+    SlidingWindow,
+    SoftmaxAttention,
+)
 from axes.sequence.base import LayerState, SequenceLayer, layer
 from axes.sequence.delta import (
     KDA,
@@ -17,20 +28,25 @@ from axes.sequence.delta import (
     GatedDeltaProduct,
 )
 from axes.sequence.elementwise import HGRN, Griffin, Mamba1
+from axes.sequence.hybrids import Behind, Beside
+from axes.sequence.latent import MLA
 from axes.sequence.lattice import LatticeDec, LatticeEnc, LatticeOSR, LatticeSim
 from axes.sequence.linear import (
     GLA,
     HGRN2,
     IPLR,
     MLSTM,
+    Based,
     GatedRetention,
     LightningAttention,
     LinearAttention,
     Mamba2,
+    ReBased,
     RetNet,
     UnnormalisedLinearAttention,
 )
 from axes.sequence.longhorn import Longhorn, LonghornDiagonal
+from axes.sequence.mamba3 import Mamba3
 from axes.sequence.miras import (
     Memora,
     MemoraLiteral,
@@ -45,22 +61,30 @@ from axes.sequence.miras import (
 from axes.sequence.predicted import PREDICTED, AdamNet, FrankWolfeDelta, MuonNet, MuonNetState, RLSNet, ShampooNet
 from axes.sequence.rwkv6 import RWKV6
 from axes.sequence.rwkv7 import RWKV7
+from axes.sequence.s4d import S4D
+from axes.sequence.slots import ABC, GSA
 from axes.sequence.titans import Titans, TitansMatrix
 from axes.sequence.ttt import TTTMLP, TTTLinear
 
 # relatives stand next to each other
 ALL: tuple[type[SequenceLayer], ...] = (
     LinearAttention,
+    Based,
+    ReBased,
     UnnormalisedLinearAttention,
     RetNet,
     GatedRetention,
     LightningAttention,
+    S4D,
     Mamba1,
     Mamba2,
+    Mamba3,
     MLSTM,
     GLA,
     HGRN,
     HGRN2,
+    GSA,
+    ABC,
     Griffin,
     RWKV6,
     RWKV7,
@@ -96,6 +120,10 @@ ALL: tuple[type[SequenceLayer], ...] = (
     SoftmaxAttention,
     ALiBi,
     RoPE,
+    GQA,
+    MQA,
+    MLA,
+    SlidingWindow,
     FoX,
     PaTH,
     PaTHFoX,
@@ -104,9 +132,13 @@ ALL: tuple[type[SequenceLayer], ...] = (
 )
 
 __all__ = [
+    "ABC",
     "ALL",
     "ALiBi",
     "AdamNet",
+    "Based",
+    "Behind",
+    "Beside",
     "Comba",
     "DeltaFormer",
     "DeltaNet",
@@ -115,6 +147,8 @@ __all__ = [
     "FoX",
     "FrankWolfeDelta",
     "GLA",
+    "GQA",
+    "GSA",
     "GatedDeltaNet",
     "GatedDeltaNet2",
     "GatedDeltaNetPrev",
@@ -134,9 +168,12 @@ __all__ = [
     "LinearAttention",
     "Longhorn",
     "LonghornDiagonal",
+    "MLA",
     "MLSTM",
+    "MQA",
     "Mamba1",
     "Mamba2",
+    "Mamba3",
     "Memora",
     "MemoraLiteral",
     "MemoraMatrix",
@@ -150,10 +187,13 @@ __all__ = [
     "RLSNet",
     "RWKV6",
     "RWKV7",
+    "ReBased",
     "RetNet",
     "RoPE",
+    "S4D",
     "SequenceLayer",
     "ShampooNet",
+    "SlidingWindow",
     "SoftmaxAttention",
     "TTTLinear",
     "TTTMLP",

@@ -98,6 +98,71 @@ class RoPE(SequenceLayer):
 
 
 @final
+class GQA(SequenceLayer):
+    """p = softmax_i(q_t . R^(t-i) k_i / sqrt(d_k)), rotated attention whose heads of queries read one list two by two.
+
+    A list's keys and values are projected, rotated, stored and written once for all heads of its group.
+    """
+
+    name = "gqa"
+    paper = "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints (Ainslie et al. 2023)"
+    equation = "section 2.2: query heads in groups, each with a single key head and value head"
+    differs = "rotated keys as in Llama 2 and 3, there T5's biases; groups of two (`replace(block, queries=n)`: of n)"
+    bibtex = """@inproceedings{ainslie2023gqa,
+  title={{GQA}: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints},
+  author={Ainslie, Joshua and Lee-Thorp, James and de Jong, Michiel and Zemlyanskiy, Yury and Lebr{\\'o}n, Federico and
+          Sanghai, Sumit},
+  booktitle={Conference on Empirical Methods in Natural Language Processing},
+  year={2023},
+  eprint={2305.13245},
+  archivePrefix={arXiv}
+}"""
+    update = RoPE.update
+    block = replace(_PLAIN, queries=2)
+
+
+@final
+class MQA(SequenceLayer):
+    """p = softmax_i(q_t . R^(t-i) k_i / sqrt(d_k)), rotated attention in which all heads of queries read one list."""
+
+    name = "mqa"
+    paper = "Fast Transformer Decoding: One Write-Head is All You Need (Shazeer 2019)"
+    equation = "section 3: keys and values without the heads' dimension"
+    differs = "rotated keys as in PaLM, there the positions of the first Transformer"
+    bibtex = """@misc{shazeer2019fast,
+  title={Fast Transformer Decoding: One Write-Head is All You Need},
+  author={Shazeer, Noam},
+  year={2019},
+  eprint={1911.02150},
+  archivePrefix={arXiv}
+}"""
+    update = RoPE.update
+    block = replace(_PLAIN, queries="all")
+
+
+@final
+class SlidingWindow(SequenceLayer):
+    """p = softmax over the last 512 pairs of q_t . R^(t-i) k_i / sqrt(d_k): older pairs leave the list.
+
+    `List(window=...)` is the width; the state stops growing there..
+    """
+
+    name = "sliding-window"
+    paper = "Longformer: The Long-Document Transformer (Beltagy, Peters and Cohan 2020)"
+    equation = "section 3.1, sliding window of width w, to the left alone"
+    differs = "causal, rotated keys as in Mistral 7B (Jiang et al. 2023), no dilation and no global tokens"
+    bibtex = """@misc{beltagy2020longformer,
+  title={{Longformer}: The Long-Document Transformer},
+  author={Beltagy, Iz and Peters, Matthew E. and Cohan, Arman},
+  year={2020},
+  eprint={2004.05150},
+  archivePrefix={arXiv}
+}"""
+    update = replace(RoPE.update, memory=List(window=512))
+    block = _PLAIN
+
+
+@final
 class FoX(SequenceLayer):
     """p = softmax_i(q_t . k_i / sqrt(d_k) + sum_{i<s<=t} log f_s): a forget gate on the mass of every stored pair.
 

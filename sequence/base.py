@@ -7,8 +7,8 @@ sequence is `axes.routes.dispatch`'s decision: no layer names one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from axes.routes.parameters import some_parameter
 from axes.routes.precision import autocast
 from axes.routes.select import plans, settle
 from axes.sequence import fused
-from axes.sequence.blocks import Block, Standard
+from axes.sequence.blocks import Block, Standard, queries_of
 from axes.sequence.charts import Sizes
 
 
@@ -43,6 +43,21 @@ class LayerState(NamedTuple):
 
 
 torch.serialization.add_safe_globals([LayerState])  # a saved state loads with weights_only=True
+
+
+class Across(Protocol):
+    """Who knows the tokens of a sequence that other processes hold: `axes.parallel`."""
+
+    def tails(self, layer: SequenceLayer, x: Tensor, first: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+        """What the tokens before these leave in the convolutions. first: before all tokens."""
+
+    def recur(
+        self, run: Callable[[Signal, State], tuple[Tensor, State]], signal: Signal, start: State
+    ) -> tuple[Tensor, State]:
+        """The outputs at these tokens, of a recurrence that begins before all tokens at `start`."""
+
+    def after(self, y: Tensor, tails: tuple[Tensor, ...], memory: State) -> tuple[Tensor, LayerState | None]:
+        """The layer's output, and the state after all tokens if it is wanted."""
 
 
 class SequenceLayer(nn.Module):
@@ -69,6 +84,7 @@ class SequenceLayer(nn.Module):
     """
 
     hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: what is no nn.Linear here is no hidden matrix
+    across: Across | None = None  # where other processes hold tokens of the same sequence
 
     update: StateUpdate
     block: Block
@@ -124,7 +140,7 @@ class SequenceLayer(nn.Module):
             raise IllegalUpdate(f"{who}: a sequence layer needs keys; {self.update!r} takes a given gradient")
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
             raise ShapeError(f"{who}: a residual memory needs d_k = d_v, got {self.sizes.d_k} and {self.sizes.d_v}")
-        queries: int = getattr(block, "queries", 1)
+        queries = queries_of(block, heads)
         if queries < 1 or heads % queries:
             raise ShapeError(f"{who}: heads={heads} are no groups of queries={queries}")
         if queries > 1 and memory.kind != "list":
@@ -245,6 +261,10 @@ class SequenceLayer(nn.Module):
         self._check(x, 3)
         if mask is not None and cu_seqlens is not None:
             raise ShapeError(f"{type(self).__name__}: give mask or cu_seqlens, not both")
+        if self.across is not None and (mask is not None or cu_seqlens is not None):
+            raise ShapeError(
+                f"{type(self).__name__}: sequences split over processes have one length: leave mask and cu_seqlens out"
+            )
         if mask is not None:
             self._check_mask(mask, x)
             mask = mask.bool()  # tokenizers give 0 and 1
@@ -280,7 +300,7 @@ class SequenceLayer(nn.Module):
         if self.checkpoint and torch.is_grad_enabled():
             y, state = checkpoint(self._run, x, state, cu_seqlens, use_reentrant=False)
             return y, state
-        if state is None and cu_seqlens is None and self._repeats(x):
+        if state is None and cu_seqlens is None and self.across is None and self._repeats(x):
             named = self.implementation or dispatch.chosen()
             made: tuple[Tensor, LayerState | None] = repeated(self, _run_alone, (x,), named, Same(self.update))
             return made
@@ -299,12 +319,19 @@ class SequenceLayer(nn.Module):
     ) -> tuple[Tensor, LayerState | None]:
         packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x.shape[1])
         before, start = (None, None) if state is None else state
+        if self.across is not None:
+            before = self.across.tails(self, x, before)
         signal, tails, kept = fused.enter(self.around, x, before, packing, self.implementation)
         self._look({"x": x, **signal})
         if start is None:
             start = self._init_memory(x.shape[0] if packing is None else packing.sequences, x)
         memory: State | None
         frame = fused.frame_of(kept)
+        if self.across is not None:
+            out, memory = self.across.recur(functools.partial(self._recur_in, frame), signal, start)
+            y = fused.leave(self.around, out, kept)
+            self._look({"the output": y})
+            return self.across.after(y, tails, memory)
         if frame is not None:
             out, memory = frames.run(frame, signal, start, cu_seqlens, self.implementation)
         elif cu_seqlens is None:
@@ -315,6 +342,18 @@ class SequenceLayer(nn.Module):
         y = fused.leave(self.around, out, kept)
         self._look({"the output": y})
         return y, None if memory is None else LayerState(tails, memory)
+
+    def tails_of(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the convolutions keep of tokens x (B, T, D) for those that follow; they are as many as one is wide."""
+        return fused.enter(self.around, x, None, None, self.implementation)[1]
+
+    def _recur_in(self, frame: frames.Frame | None, signal: Signal, start: State) -> tuple[Tensor, State]:
+        """The recurrence of one batch of sequences, in the frame in which its queries and keys are given."""
+        if frame is None:
+            return self._recur(signal, start)
+        out, memory = frames.run(frame, signal, start, None, self.implementation)
+        assert memory is not None  # it is None for packed sequences alone
+        return out, memory
 
     def _recur(self, signal: Signal, memory: State) -> tuple[Tensor, State]:
         """The recurrence alone; `axes bench training` puts a peer's operator in its place."""

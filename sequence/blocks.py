@@ -22,6 +22,7 @@ from axes.routes.frame import Frame
 from axes.routes.packed import Packing
 from axes.sequence.by_hand import convolved, normalised
 from axes.sequence.charts import Chart, Factory, Sizes, default_chart
+from axes.sequence.features import FeatureMap
 from axes.sequence.fused import Declaration, Exit, Fused, Kernels, Matrix, Rate, Vector
 
 Activation = Literal["silu", "gelu", "relu", "elu+1", "sigmoid"]
@@ -106,6 +107,12 @@ def last(full: Tensor, width: int, packing: Packing | None) -> Tensor:
     return full[:, full.shape[1] - width :] if packing is None else packing.new_tails(full, width)
 
 
+def queries_of(block: Block, heads: int) -> int:
+    """How many heads of queries read one list of pairs."""
+    queries: int | str = getattr(block, "queries", 1)
+    return heads if isinstance(queries, str) else queries
+
+
 def in_groups(x: Tensor, name: str, queries: int) -> Tensor:
     """q (B, T, H, ...) as (B, T, lists, queries, ...), what belongs to a list as (B, T, lists, 1, ...)."""
     return x.unflatten(2, (-1, queries)) if name == "q" else x.unsqueeze(3)
@@ -164,14 +171,15 @@ class Standard(Block):
     """Projections of q, k, v with short convolutions, key normalisation, gates, output norm and gate.
 
     conv: width of the convolutions on q, k, v (0: none), followed by `activation`.  values_conv: also on v.
-    feature_map: on q and k.  key_norm: l2 per head.  scale: q times d_k^(-1/2).
+    feature_map: on q and k; a `FeatureMap` makes keys of another width than the projections.
+    key_norm: l2 per head.  scale: q times d_k^(-1/2).
     keys, asks: whether tokens have keys, and queries; else all are ones, and what is written where is said by rates
     (HGRN2), or a row is read as it is (HGRN).  value_map: on v.
     correction: queries are q - d k, d learned for every head from this number on (Comba); None: q.
     shared_projection: q and k share one projection before their convolutions (Lattice).
     value_norm: v per head of unit length or unit RMS, without a gain (for costs that grow faster than a square).
-    output_norm: RMS over d_v per head.  output_gate: y * gate(W x).
-    queries: heads of queries that read one list of pairs (grouped queries; all heads: multi-query). Keys, values and
+    read_map: on what is read.  output_norm: RMS over d_v per head.  output_gate: y * gate(W x).
+    queries: heads of queries that read one list of pairs (grouped queries; "all" heads: multi-query). Keys, values and
     rates, which act on stored pairs, are those of a list.
     charts: (rate name, chart) pairs; unnamed rates get `default_chart`.
     Named vectors are unit projections of their own. Two that make a transition I + a b^T are tied as in RWKV-7,
@@ -185,18 +193,19 @@ class Standard(Block):
     conv: int = 4
     values_conv: bool = True
     activation: Activation | None = "silu"
-    feature_map: Activation | None = None
+    feature_map: Activation | FeatureMap | None = None
     key_norm: bool = True
     value_norm: Literal["unit", "rms"] | None = None
     scale: bool = False
     keys: bool = True
     asks: bool = True
     value_map: Activation | None = None
+    read_map: Activation | None = None
     correction: float | None = None
     shared_projection: bool = False
     output_norm: bool = True
     output_gate: Activation | None = "silu"
-    queries: int = 1
+    queries: int | Literal["all"] = 1
     charts: tuple[tuple[str, Chart], ...] = ()
     initial: float | None = None
     norm_eps: float = 1e-5
@@ -211,7 +220,8 @@ class _StandardModule(BlockModule):
         self, block: Standard, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory
     ) -> None:
         super().__init__()
-        if block.queries > 1 and block.shared_projection:
+        self.queries = queries_of(block, sizes.heads)
+        if self.queries > 1 and block.shared_projection:
             raise IllegalUpdate("Standard: queries and keys share a projection, so they have the same heads: queries=1")
         if sizes.writes > 1 and (block.shared_projection or not block.keys or block.correction is not None):
             what = "a projection of their own: shared_projection=False, keys=True, correction=None"
@@ -222,8 +232,11 @@ class _StandardModule(BlockModule):
             what = "nothing to share, to norm or to correct by: shared_projection, key_norm=False, correction=None"
             raise IllegalUpdate(f"Standard: keys=False leaves {what}")
         self.block, self.sizes = block, sizes
-        self.lists = replace(sizes, heads=sizes.heads // block.queries)
-        queries, keys = sizes.d_k * sizes.key_heads, sizes.d_k * (sizes.key_heads // block.queries) * sizes.writes
+        self.lists = replace(sizes, heads=sizes.heads // self.queries)
+        mapped = block.feature_map
+        self.features = mapped.build(sizes.d_k, factory) if isinstance(mapped, FeatureMap) else None
+        self.width = sizes.d_k if self.features is None else self.features.width  # of a head's query ahead of features
+        queries, keys = self.width * sizes.key_heads, self.width * (sizes.key_heads // self.queries) * sizes.writes
         values = sizes.d_v * self.lists.heads * sizes.writes
 
         def linear(width: int) -> nn.Linear:
@@ -262,7 +275,7 @@ class _StandardModule(BlockModule):
         self, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None = None
     ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
         b, s = self.block, self.sizes
-        q = x.new_ones(1).expand(*x.shape[:-1], s.key_heads * s.d_k) if self.q_proj is None else self.q_proj(x)
+        q = x.new_ones(1).expand(*x.shape[:-1], s.key_heads * self.width) if self.q_proj is None else self.q_proj(x)
         k = torch.ones_like(q) if not b.keys else q if self.k_proj is None else self.k_proj(x)
         v = self.v_proj(x)
         kept: list[Tensor] = []
@@ -275,10 +288,12 @@ class _StandardModule(BlockModule):
         if self.v_conv is not None:
             v, tail = self.v_conv(v, tails[len(kept)], packing)
             kept.append(tail)
-        q = q.unflatten(-1, (s.key_heads, s.d_k))
+        q = q.unflatten(-1, (s.key_heads, self.width))
         each = () if s.writes == 1 else (s.writes,)
-        k = k.unflatten(-1, (s.key_heads // b.queries, *each, s.d_k))
-        if b.feature_map is not None:
+        k = k.unflatten(-1, (s.key_heads // self.queries, *each, self.width))
+        if self.features is not None:
+            q, k = self.features(q), self.features(k)
+        elif isinstance(b.feature_map, str):
             q, k = ACTIVATIONS[b.feature_map](q), ACTIVATIONS[b.feature_map](k) if b.keys else k
         if b.key_norm:
             q, k = l2_normalise(q), l2_normalise(k)
@@ -298,16 +313,17 @@ class _StandardModule(BlockModule):
             signal[left], signal[right] = -signal[right], torch.sigmoid(vectors[left]) * signal[right]
         for chart in self.charts.values():
             signal.update(chart(x))
-        if b.queries > 1:
-            signal = {name: in_groups(z, name, b.queries) for name, z in signal.items()}
+        if self.queries > 1:
+            signal = {name: in_groups(z, name, self.queries) for name, z in signal.items()}
         gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (s.heads, s.d_v))
         return signal, tuple(kept), gate
 
     def declaration(self, path: str = "") -> Declaration | None:
         b, s = self.block, self.sizes
-        if b.queries > 1:  # a stream's heads all stand beside each other
+        if self.queries > 1 or self.features is not None:  # a stream's heads all stand beside each other
             return None
-        if not b.keys or b.correction is not None or b.value_map or s.loose or s.writes > 1:  # which no kernel makes
+        # which no kernel makes
+        if not b.keys or b.correction is not None or b.value_map or b.read_map or s.loose or s.writes > 1:
             return None
 
         def vector(
@@ -333,8 +349,10 @@ class _StandardModule(BlockModule):
         return Declaration((q, k, v, *named), rates, others, end)
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
-        if self.block.queries > 1:
+        if self.queries > 1:
             y = y.flatten(2, 3)
+        if self.block.read_map is not None:
+            y = ACTIVATIONS[self.block.read_map](y)
         if self.norm is not None:
             y = normalised(y.to(self.norm.weight.dtype), 1.0 / self.sizes.d_v, self.block.norm_eps) * self.norm.weight
         if self.block.output_gate is not None:

@@ -45,7 +45,7 @@ class Sizes:
 
     def of(self, per: Per) -> tuple[int, ...]:
         """The shape of a rate for one token and head."""
-        own = extent(per.shape, self.d_k, self.d_v)
+        own = extent(per, self.d_k, self.d_v)
         return (self.writes, *own) if per.name in self.repeated else own
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import final
 
 from axes.core.algorithms import Step
@@ -14,6 +15,7 @@ from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.blocks_mamba import SSD
 from axes.sequence.charts import SSM, Constant, Exponential, LogSigmoid, Tied
+from axes.sequence.features import Quadratic, Taylor
 
 
 @final
@@ -37,6 +39,64 @@ class LinearAttention(SequenceLayer):
 }"""
     update = StateUpdate(Alignment(), Euclidean(), Identity(), Step(debias=True))
     block = Standard(conv=0, activation=None, feature_map="elu+1", key_norm=False, output_norm=False, output_gate=None)
+
+
+@final
+class Based(SequenceLayer):
+    """Linear attention with phi(q) . phi(k) = 1 + s + s^2 / 2, s = q . k / sqrt(16): the series of the exponential.
+
+    Keys of 16 entries have 153 features, products of two of them..
+    """
+
+    name = "based"
+    paper = "Simple Linear Attention Language Models Balance the Recall-Throughput Tradeoff (Arora et al. 2024)"
+    equation = "eqs. 2-4: linear attention with the second-order Taylor map of exp, feature dimension 16"
+    differs = (
+        "equal products stand once (153 features for 273, the same inner products); no epsilon in the denominator, "
+        "which is at least half the number of pairs; the linear layers alone, without their windows"
+    )
+    bibtex = """@inproceedings{arora2024simple,
+  title={Simple Linear Attention Language Models Balance the Recall-Throughput Tradeoff},
+  author={Arora, Simran and Eyuboglu, Sabri and Zhang, Michael and Timalsina, Aman and Alberti, Silas and
+          Zinsley, Dylan and Zou, James and Rudra, Atri and R{\\'e}, Christopher},
+  booktitle={International Conference on Machine Learning},
+  year={2024},
+  eprint={2402.18668},
+  archivePrefix={arXiv}
+}"""
+    update = LinearAttention.update
+    block = replace(LinearAttention.block, feature_map=Taylor())
+
+    @classmethod
+    def widths(cls, d_model: int, heads: int) -> tuple[int, int]:
+        """153 features of vectors of 16 entries."""
+        return Taylor().features(16), d_model // heads
+
+
+@final
+class ReBased(SequenceLayer):
+    """Linear attention with phi(q) . phi(k) = (q' . k')^2 / 16, x' = gain * LN(x) + bias: a learned parabola."""
+
+    name = "rebased"
+    paper = "Linear Transformers with Learnable Kernel Functions are Better In-Context Models (Aksenov et al. 2024)"
+    equation = "section 4: phi(x) = (gamma * norm(x) + beta)^2, all products as in the released code"
+    differs = "no epsilon in the denominator; gain and bias are shared by heads, queries and keys, as released"
+    bibtex = """@inproceedings{aksenov2024linear,
+  title={Linear Transformers with Learnable Kernel Functions are Better In-Context Models},
+  author={Aksenov, Yaroslav and Balagansky, Nikita and Lo Cicero Vaina, Sofia Maria and Shaposhnikov, Boris and
+          Gorbatovski, Alexey and Gavrilov, Daniil},
+  booktitle={Annual Meeting of the Association for Computational Linguistics},
+  year={2024},
+  eprint={2402.10644},
+  archivePrefix={arXiv}
+}"""
+    update = LinearAttention.update
+    block = replace(LinearAttention.block, feature_map=Quadratic())
+
+    @classmethod
+    def widths(cls, d_model: int, heads: int) -> tuple[int, int]:
+        """136 features of vectors of 16 entries."""
+        return Quadratic().features(16), d_model // heads
 
 
 @final

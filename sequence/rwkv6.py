@@ -81,7 +81,7 @@ class _RWKV6Module(BlockModule):
                 mu.copy_(1 - channel)
             keys = torch.linspace(0, 1, self.decay_bias.shape[0], dtype=torch.float64)
             self.decay_bias.copy_(-6 + 5 * keys**0.7)  # slow channels first
-            zigzag = (torch.arange(keys.shape[0]) + 1) % 3 - 1
+            zigzag = (torch.arange(keys.shape[0], device=keys.device) + 1) % 3 - 1
             self.bonus.copy_((1 - keys + 0.1 * zigzag).view_as(self.bonus))
             self.mix_up.uniform_(-0.01, 0.01)
             for down in (self.mix_down, self.decay_down):

@@ -23,7 +23,7 @@ from axes.optim.engine.staged import Staged
 from axes.optim.engine.together import Batch
 from axes.programs.batched import Schedule
 from axes.programs.library import LibraryStep
-from axes.routes import attention, cascade, gram, scan, substitution
+from axes.routes import attention, cascade, gram, passes, scan, substitution
 from axes.routes.attention import softmax, transported
 from axes.routes.choice import Choice
 from tests.optim.table import INSTANCES, Instance
@@ -35,6 +35,7 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (cascade, "run", "cascade", "torch"),
     (substitution, "run", "substitution", "torch"),
     (attention, "run", "attention", None),
+    (passes, "run", "passes", "torch"),
     (softmax, "_one", None, "torch"),
     (softmax, "_fused", None, "torch"),
     (transported, "attend", None, "torch"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +16,8 @@ from axes.errors import AxesError
 from axes.models.language_model import Architecture, LanguageModel, Logits
 from axes.tasks.batches import training_batch, validation_batches
 from axes.tasks.corpus import Corpus, embedded
+from axes.tasks.digits import digits as _images
+from axes.tasks.digits import has_digits
 
 _CONTEXT, _BATCH, _WINDOWS = 64, 8, 64
 _ARCHITECTURE = Architecture("rope", "residual", layers=2, width=64, heads=2)
@@ -58,11 +58,6 @@ LANGUAGE_MODEL, DIGITS = "language-model", "digits"
 UNITS = {LANGUAGE_MODEL: "bits per byte", DIGITS: "nats per image"}
 
 
-def has_digits() -> bool:
-    """Whether scikit-learn, which brings the digits, is installed."""
-    return importlib.util.find_spec("sklearn") is not None
-
-
 def _language_model() -> Task:
     numbers = sum(p.numel() for p in LanguageModel(_ARCHITECTURE, device="meta").parameters())
     return Task(
@@ -97,6 +92,8 @@ def _cross_entropy(model: nn.Module, windows: Tensor) -> Tensor:
 
 
 def _digits() -> Task:
+    if not has_digits():
+        raise AxesError("the task 'digits' needs scikit-learn: install it, or leave it out with --task language-model")
     _images()
     return Task(
         DIGITS,
@@ -109,17 +106,6 @@ def _digits() -> Task:
         _digits_loss,
         _digits_held_out,
     )  # fmt: skip
-
-
-@functools.cache
-def _images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images (N, 64) in [0, 1] and labels, then those held out: every fifth."""
-    if not has_digits():
-        raise AxesError("the task 'digits' needs scikit-learn: install it, or leave it out with --task language-model")
-    found = importlib.import_module("sklearn.datasets").load_digits()
-    images, labels = torch.from_numpy(found.data).float() / 16.0, torch.from_numpy(found.target).long()
-    held = torch.arange(len(labels)) % 5 == 4
-    return images[~held], labels[~held], images[held], labels[held]
 
 
 def _digits_loss(model: nn.Module, seed: int, step: int, device: torch.device) -> Tensor:

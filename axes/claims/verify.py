@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import connection
-from multiprocessing.connection import Connection
+from functools import partial
 
 import torch
 
 from axes.claims.base import Claim, Draw, Finding, Result
+from axes.tasks.workers import Died, side_by_side
 
 Progress = Callable[[Result], None]
 
@@ -53,72 +49,11 @@ def _here(claims: Sequence[Claim], seeds: int | None) -> Iterator[Result]:
 
 
 def _in_processes(claims: Sequence[Claim], seeds: int | None, workers: int) -> Iterator[Result]:
-    """One pipe per worker and no shared queue: a worker that dies or is stopped can leave nobody waiting for a lock."""
-    context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
-    waiting = deque(claims)
-    busy: dict[Connection, Claim] = {}
-    processes: list[multiprocessing.process.BaseProcess] = []
-
-    def start() -> Connection:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, seeds), daemon=True)
-        with _interrupts_ignored():  # inherited: Ctrl-C is this process's to handle
-            process.start()
-        theirs.close()
-        processes.append(process)
-        return ours
-
-    def feed(worker: Connection) -> None:
-        if waiting:
-            busy[worker] = waiting.popleft()
-            worker.send(busy[worker].id)
-        else:
-            worker.close()  # its end of file: the worker leaves
-
-    try:
-        for _ in range(min(workers, len(claims))):
-            feed(start())
-        while busy:
-            for ready in connection.wait(list(busy)):
-                assert isinstance(ready, Connection)
-                claim = busy.pop(ready)
-                try:
-                    measured: _Measured = ready.recv()
-                except EOFError:
-                    ready.close()
-                    yield Result(claim, (), 0.0, "the process that ran the check died (out of memory, say)")
-                    if waiting:
-                        feed(start())
-                else:
-                    feed(ready)
-                    yield Result(claim, *measured)
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-        for worker in busy:
-            worker.close()
-
-
-def _serve(pipe: Connection, seeds: int | None) -> None:
-    """A worker: ids in, measurements out, until the other end is closed."""
-    while True:
-        try:
-            pipe.send(_by_id(pipe.recv(), seeds))
-        except (EOFError, OSError):
-            return
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # where Python lets nobody set handlers
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    by_id = {c.id: c for c in claims}
+    for name, measured in side_by_side(partial(_by_id, seeds=seeds), deque(by_id), workers):
+        if isinstance(measured, Died):
+            measured = ((), 0.0, "the process that ran the check died (out of memory, say)")
+        yield Result(by_id[name], *measured)
 
 
 _Measured = tuple[tuple[Finding, ...], float, str]

@@ -81,7 +81,7 @@ def _power(x: Tensor, exponent: float) -> Tensor:
         return x
     if exponent == 2:
         return x * x.abs()
-    return torch.where(x == 0, 0.0, x.sign() * torch.where(x == 0, 1.0, x.abs()) ** exponent)
+    return torch.where(x == 0, 0.0, _sign(x) * torch.where(x == 0, 1.0, x.abs()) ** exponent)
 
 
 def _over(e: Tensor, c: Value) -> tuple[Tensor, Tensor]:
@@ -269,6 +269,8 @@ class Lp(_ErrorCost):
     def __post_init__(self) -> None:
         if not 1 <= self.p < math.inf:
             raise IllegalUpdate(f"Lp: p must be a finite number >= 1 (below 1 the cost is not convex), got {self.p}")
+        if self.p == 1 and self.mean_one:
+            raise IllegalUpdate("Lp(p=1): mean_one divides by p and has no effect: leave it at False")
         smooth = self.smooth
         if smooth == "auto":
             smooth = self._auto()

@@ -45,11 +45,11 @@ def structure(update: StateUpdate) -> Structure:
     _, _, monoid, step, memory = update.parts()
     kinds = gates(monoid)
     curved = feedback(update) == "affine" and update.parts().predicts
-    if "dense" in kinds or "rotation" in kinds and (curved or kinds - {"rotation", "scalar"}):
+    if "dense" in kinds or "rotation" in kinds and (curved or kinds - {"rotation", "scalar", "pair"}):
         return "dense"
     if "low rank" in kinds or (curved and memory.kind != "entries"):
         return "dplr"
-    if kinds & {"diagonal", "row", "hadamard", "rotation"} or curved:
+    if kinds & {"diagonal", "pair", "row", "slot", "hadamard", "rotation"} or curved:
         return "diagonal"
     return "identity" if kinds <= {"identity"} and block_size(update) == 1 else "scalar"
 
@@ -68,7 +68,7 @@ def erases_along_key(update: StateUpdate) -> bool:
     of its own, S = S A (I - (beta * k) k^T) + rate v k^T."""
     p = update.parts()
     *before, last = factors(p.monoid)
-    gated = all(f.kind in ("identity", "scalar", "diagonal") for f in before)
+    gated = all(f.kind in ("identity", "scalar", "diagonal", "pair") for f in before)
     writes = p.cost.drives == "target" and not p.drive_sees_state and rate_shape(p.step.rate) in ("scalar", "row")
     return gated and last.rank_one and last.along == "k" and writes and not p.step.via and not p.step.debias
 
@@ -142,7 +142,7 @@ def no_chain(update: StateUpdate) -> str | None:
         return reason
     if rate_shape(step.rate) not in ("scalar", "key", "row"):
         return "an element-wise step size has no rank-one write"
-    elementwise = {"identity", "scalar", "diagonal", "row", "hadamard"}
+    elementwise = {"identity", "scalar", "diagonal", "pair", "row", "hadamard"}
     if memory.kind == "entries" and (step.via or not kinds <= elementwise):
         return "entry-wise memory chains with element-wise gates only"
     if "hadamard" in kinds and (
@@ -153,7 +153,8 @@ def no_chain(update: StateUpdate) -> str | None:
         _, fh, fm, fs, _ = f.parts()
         if not fh.is_identity or fs.debias or fs.start != "zero" or fs.via or not fs.lazy:
             return "a filter with geometry, bias correction or filters of its own is not linear with known coefficients"
-        if not gates(fm) <= {"identity", "scalar", "diagonal", "zero"} or rate_shape(fs.rate) not in ("scalar", "key"):
+        kept = gates(fm) <= {"identity", "scalar", "diagonal", "pair", "zero"}
+        if not kept or rate_shape(fs.rate) not in ("scalar", "key"):
             return "filters of a chain take scalar or key-side gates"
     if step.via and kinds & {"rotation", "dense"}:
         return "buffers next to a rotated or dense state are not carried by the chain"
@@ -226,15 +227,15 @@ def no_cascade(update: StateUpdate) -> str | None:
     if (reason := _computed(update)) is not None:
         return reason
     step, memory = update.parts().step, update.parts().memory
-    if memory.kind == "list":
-        return "a list memory is attention"
+    if memory.scored:
+        return f"{type(memory).__name__} memory is read through its scores"
     if feedback(update) != "none":
         return "the drive depends on the state inside a chunk"
     if not step.lazy:
         return "an agile state projects at every datum"
     for u in (update, *update.filters(), *(s for f in (update, *update.filters()) for s in f.parts().h.stats)):
         uc, uh, um, us, _ = u.parts()
-        if not gates(um) <= {"identity", "zero", "scalar", "diagonal", "row", "hadamard"}:
+        if not gates(um) <= {"identity", "zero", "scalar", "diagonal", "pair", "row", "hadamard"}:
             return "stages scan element-wise gates only"
         if "weights" in uh.reads:
             return "a filter that sees the weights feeds them back at every datum"
@@ -303,6 +304,15 @@ def no_attention(update: StateUpdate) -> str | None:
     return None
 
 
+@fact
+def no_passes(update: StateUpdate) -> str | None:
+    """Why the update is not two chains with h between them, or None if it is."""
+    if (reason := _computed(update)) is not None:
+        return reason
+    memory = update.parts().memory
+    return None if memory.kind == "bounded" else f"{type(memory).__name__} memory has no slots that softmax reads"
+
+
 __all__ = [
     "Feedback",
     "block_size",
@@ -314,6 +324,7 @@ __all__ = [
     "no_cascade",
     "no_chain",
     "no_gram",
+    "no_passes",
     "no_several",
     "no_substitution",
     "scales_values",

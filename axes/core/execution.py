@@ -29,7 +29,7 @@ from axes.core.geometry.preconditioners import fisher, is_begun, rotate
 from axes.core.memory import Leaves
 from axes.core.monoids import Element, Identity, Zero
 from axes.core.parts import Parts
-from axes.core.rates import Rate, Shape, Signal, extent, named, rate_shape, resolve, spread
+from axes.core.rates import Per, Rate, Signal, extent, named, rate_shape, resolve, spread
 from axes.errors import IllegalUpdate
 from axes.linalg.solve import root
 
@@ -96,7 +96,7 @@ def init(p: Parts, theta: Leaves, signal: Signal, outer: Leaves = ()) -> State:
     norm: Leaves = ()
     if p.step.debias:
         keyed = p.memory.keyed
-        norm = tuple(leaf[..., :1, :] * 0 if keyed else leaf.new_zeros((1,) * leaf.ndim) for leaf in theta)
+        norm = p.memory.unread(theta) if keyed else tuple(leaf.new_zeros((1,) * leaf.ndim) for leaf in theta)
     anchor: Leaves = ()
     if isinstance(p.step.at, Anchor):
         anchor = tuple(torch.zeros_like(leaf) for leaf in theta)
@@ -158,10 +158,10 @@ def several(p: Parts) -> frozenset[str]:
 
 def one_write(p: Parts, signal: Signal, i: int) -> dict[str, Any]:
     """What a datum of several writes brings with one of them."""
-    shapes: dict[str, Shape] = {per.name: per.shape for r in (p.step.rate, *p.cost.rates()) for per in named(r)}
+    rates: dict[str, Per] = {per.name: per for r in (p.step.rate, *p.cost.rates()) for per in named(r)}
     found = dict(signal)
     for name in several(p):
-        x, own = signal.get(name), 1 if name in "kv" else len(extent(shapes[name], 1, 1))
+        x, own = signal.get(name), 1 if name in "kv" else len(extent(rates[name], 1, 1))
         if isinstance(x, Tensor) and x.ndim > own:
             found[name] = x.select(-1 - own, i)
     return found
@@ -202,17 +202,9 @@ def told(p: Parts, state: State, signal: Signal) -> Tensor:
 
 def read(p: Parts, out: Output, q: Tensor, signal: Signal) -> Tensor:
     """Read q (..., d_k) from an output: (..., d_v), divided by the normaliser when debiased."""
-    y = p.memory.read(out.weights, q, signal, p.h)
     if not out.norm:
-        return y
-    return normalised(y, p.memory.read(out.norm, q, signal, p.h), p.step.floor)
-
-
-def normalised(y: Tensor, mass: Tensor, floor: float) -> Tensor:
-    """What is read over its mass, or over max(|mass|, floor); an empty memory reads zero, not NaN."""
-    if floor:
-        return y / mass.abs().clamp_min(floor)
-    return torch.where(mass == 0, torch.zeros_like(y), y / torch.where(mass == 0, torch.ones_like(mass), mass))
+        return p.memory.read(out.weights, q, signal, p.h)
+    return p.memory.read_over(out.weights, out.norm, q, signal, p.h, p.step.floor)
 
 
 # ---- the drive ---------------------------------------------------------------------------------------------------
@@ -276,7 +268,7 @@ def _asked(p: Parts, state: State, signal: Signal) -> Leaves:
 
 
 def _predicted(p: Parts, weights: Leaves, x: Tensor, signal: Signal) -> Tensor:
-    if p.memory.kind == "list":
+    if p.memory.scored:
         return p.memory.read(weights, x, signal, p.h)
     return p.memory.predict(weights, x, signal, encode=p.cost.encode)
 
@@ -414,7 +406,7 @@ def _passes(p: Parts, datum: Datum, u: Leaves) -> bool:
 
 def _responded(p: Parts, element: Element, norm: Tensor, rate: Tensor | float, signal: Signal) -> Tensor:
     """The normaliser: the same recurrence driven by a unit value."""
-    return p.memory.add((element.act(norm),), rate, rate_shape(p.step.rate), (_unit(p, norm, signal),))[0]
+    return p.memory.respond(element.act(norm), rate, rate_shape(p.step.rate), _unit(p, norm, signal))
 
 
 def _unit(p: Parts, norm: Tensor, signal: Signal) -> Tensor:
@@ -470,7 +462,7 @@ def primal(p: Parts, theta: Leaves, state: State, signal: Signal) -> Leaves:
 
 
 def _map(p: Parts, theta: Leaves, context: tuple[Context, ...]) -> Leaves:
-    if p.h.is_identity or p.memory.kind == "list":  # a list's scores are its dual: h acts when it is read
+    if p.h.is_identity or p.memory.scored:  # a list's scores are its dual: h acts when it is read
         return theta
     return tuple(p.h.primal(leaf, context[min(i, len(context) - 1)]) for i, leaf in enumerate(theta))
 

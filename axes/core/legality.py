@@ -12,6 +12,7 @@ from axes.core.algorithms import Anchor, Held, Mix, Read
 from axes.core.costs import Linear
 from axes.core.declared import Recurrence
 from axes.core.geometry import Entropic
+from axes.core.memory import Bounded
 from axes.core.monoids import Decay, Diagonal, Identity, Monoid, Product, Scalar, Zero
 from axes.core.parts import Parts
 from axes.core.rates import SEEN, Per, counted, named, rate_shape, resolve
@@ -39,8 +40,6 @@ def gates(monoid: Monoid) -> set[str]:
     """The kinds of gate in a monoid: identity, zero, scalar, diagonal, row, hadamard, rotation, low rank, dense."""
     if isinstance(monoid, Product):
         return set().union(*(gates(p) for p in monoid.parts))
-    if isinstance(monoid, Diagonal) and monoid.side == "row":
-        return {"row"}
     return {monoid.kind}
 
 
@@ -54,7 +53,7 @@ def _prediction(p: Parts) -> Iterator[str]:
         yield f"{memory} memory predicts from keys; this gradient comes from outside: use Parameter()"
     if not (p.oracle or p.driven) and not p.memory.keyed:
         yield f"{memory}() memory predicts nothing, {type(cost).__name__} needs a prediction: use Matrix() or Given()"
-    if cost.encode and p.memory.kind in ("entries", "network", "list"):
+    if cost.encode and p.memory.kind in ("entries", "network", "list", "bounded"):
         yield f"the encoding cost predicts keys from values; {memory} cannot"
     if p.memory.kind == "entries":
         if any(isinstance(rate, Per) for rate in cost.rates() if rate != cost.ridge):
@@ -66,6 +65,9 @@ def _prediction(p: Parts) -> Iterator[str]:
 def _shapes(p: Parts) -> Iterator[str]:
     """Gates, rates, filters and statistics fit on the leaves of the memory."""
     memory = type(p.memory).__name__
+    own = [per for rate in p.rates() for per in named(rate) if per.shape == "own"]
+    if p.memory.kind != "bounded" and (own or "slot" in gates(p.monoid)):
+        yield f"{memory} memory has no slots: rates of a size of their own are for Bounded(slots)"
     for h in p.h.links():
         if h.logits != "mix":
             yield f"{h!r} makes a matrix of {h.logits} logits: it is a link of GeneralLinear, no h of a state"
@@ -87,6 +89,31 @@ def _shapes(p: Parts) -> Iterator[str]:
                 yield f"filters over {memory} memory take scalar gates and rates: its leaves need not have one shape"
     if not p.memory.filterable and p.h.stats:
         yield "statistics need a drive with the shape of the state"
+
+
+def _bounded(p: Parts) -> Iterator[str]:
+    """A bounded memory writes every pair to its slots, and h acts on their scores."""
+    if not isinstance(p.memory, Bounded):
+        return
+    step, h, slots = p.step, p.h, p.memory.slots
+    if p.cost.drives != "target":
+        yield f"slots take keys and values as they are: the cost is Alignment(), not {p.cost!r}"
+    if p.ridged:
+        yield "a ridge pulls on every slot: gate a bounded memory instead"
+    if step.start == "first":
+        yield "start='first' replaces the state by a drive: slots have shares of it"
+    if step.via or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1 or h.stats:
+        yield "slots are written by factored pairs: no filters, read point, anchor, agile or repeated steps, statistics"
+    if not gates(p.monoid) <= {"identity", "scalar", "slot"} or rate_shape(step.rate) not in ("scalar", "own"):
+        yield "a bounded memory takes gates and rates that are scalars or one for every slot"
+    if any(per.size != slots for rate in p.rates() for per in named(rate) if per.shape == "own"):
+        yield f"Bounded(slots={slots}): a rate of every slot has size={slots}"
+    if not h.is_identity and not isinstance(h, Entropic):
+        yield f"scores of slots take Euclidean or entropic h, not {type(h).__name__}"
+    elif isinstance(h, Entropic) and h.axis != "row":
+        yield "a bounded memory has one row of scores: take Entropic(axis='row')"
+    if rate_shape(step.rate) == "scalar" and gates(p.monoid) <= {"identity", "scalar"}:
+        yield "slots that are kept and written alike stay alike: one of gate and rate is Per(name, 'own', size=slots)"
 
 
 def _list(p: Parts) -> Iterator[str]:
@@ -155,7 +182,7 @@ def _implicit(p: Parts) -> Iterator[str]:
         yield "an implicit step after a gate that keeps nothing begins at the empty memory, whatever the state was"
     if p.step.via:
         yield "an implicit step cannot be filtered: the drive depends on the new state"
-    if not memory.linear or memory.kind == "list":
+    if not memory.linear or memory.scored:
         yield f"an implicit step needs a memory whose prediction is linear, not {type(memory).__name__}"
     if not cost.is_gradient:
         yield f"{type(cost).__name__} is the gradient of nothing and has no implicit step: use an explicit one"
@@ -217,8 +244,8 @@ def _maximum(p: Parts) -> Iterator[str]:
         yield "write='max' compares with what is kept, and the zero monoid keeps nothing"
     if isinstance(step.read, Read):
         yield "a read point is a sum: with write='max' it is read at the new state"
-    if p.memory.kind == "list":
-        yield "a list memory keeps pairs, which have no larger one: write='max' is for tensors"
+    if p.memory.scored:
+        yield "pairs have no larger one: write='max' is for tensors"
 
 
 def _writes(p: Parts) -> Iterator[str]:
@@ -315,9 +342,9 @@ def _normaliser(p: Parts) -> Iterator[str]:
         yield f"debias has no effect: {type(h).__name__} drops the factor it divides by"
     if _is_whole(p):
         yield "debias has no effect: the weights sum to 1 from the first datum on"
-    if memory.keyed and (p.drive_sees_state or not h.is_identity or not p.step.lazy):
+    if memory.keyed and (p.drive_sees_state or not (h.is_identity or memory.scored) or not p.step.lazy):
         yield "a normaliser needs a linear, Euclidean memory whose writes do not depend on the state"
-    if not kinds <= {"identity", "scalar", "diagonal", "row", "hadamard"}:
+    if not kinds <= {"identity", "scalar", "diagonal", "pair", "row", "slot", "hadamard"}:
         yield "a normaliser needs scalar or diagonal gates"
 
 
@@ -327,7 +354,7 @@ def _normaliser(p: Parts) -> Iterator[str]:
 def _slices(p: Parts) -> Iterator[str]:
     """Where h normalises slices, a gate that varies along one leaves its geometry."""
     axis, kinds = p.h.slice_axis, gates(p.monoid)
-    if axis is None or not p.memory.keyed or p.memory.kind == "list":
+    if axis is None or not p.memory.keyed or p.memory.scored:
         return
     allowed = {"identity", "scalar", "row", "zero"} if axis == "row" else {"identity", "scalar", "zero"}
     shapes = ("scalar", "row") if axis == "row" else ("scalar",)
@@ -451,6 +478,7 @@ _RULES: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _feedback,
     _factor,
     _list,
+    _bounded,
     _shapes,
     _normaliser,
     _start,

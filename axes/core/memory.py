@@ -22,6 +22,7 @@ from axes.core.rates import Per, Rate, Shape, Signal, resolve, spread
 from axes.errors import IllegalUpdate
 
 __all__ = [
+    "Bounded",
     "Entries",
     "LayerNormMatrix",
     "List",
@@ -33,7 +34,7 @@ __all__ = [
     "Slots",
 ]
 
-Kind = Literal["matrix", "entries", "slots", "parameter", "list", "network"]
+Kind = Literal["matrix", "entries", "slots", "parameter", "list", "bounded", "network"]
 Leaves = tuple[Tensor, ...]
 Factors = tuple[tuple[Tensor, Tensor], ...]
 
@@ -56,7 +57,8 @@ class Memory(Declared, ABC):
 
     kind: "matrix" is one leaf (d_v, d_k) that predicts W k, under "entries" each of its entries predicts alone, under
     "slots" the direction of each column; a "parameter" is one leaf that predicts nothing; a "list" keeps every datum,
-    and h acts on its scores when it is read; a "network" is any other function of the key.
+    a "bounded" one as much of them as it has slots; a "network" is any other function of the key.
+    scored: h acts on what keys score when it is read (lists, bounded ones).
     """
 
     kind: ClassVar[Kind] = "network"
@@ -66,6 +68,7 @@ class Memory(Declared, ABC):
     filterable: ClassVar[bool] = True  # drives have the shape of the leaves, so filters can hold them
     one_leaf: ClassVar[bool] = True
     starts_at_zero: ClassVar[bool] = True  # an empty one is zero
+    scored: ClassVar[bool] = False
 
     @abstractmethod
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
@@ -92,12 +95,31 @@ class Memory(Declared, ABC):
             return tuple(torch.add(leaf, u, alpha=step) for leaf, u in zip(leaves, drive, strict=True))
         return tuple(leaf + step * u for leaf, u in zip(leaves, drive, strict=True))
 
+    def unread(self, leaves: Leaves) -> Leaves:
+        """The normaliser of an empty memory: the response of a row to unit values."""
+        return tuple(leaf[..., :1, :] * 0 for leaf in leaves)
+
+    def respond(self, norm: Tensor, rate: Tensor | float, shape: Shape, unit: Tensor) -> Tensor:
+        """A normaliser after a unit value. unit: (..., 1, d_k), the key as a row, where there is one."""
+        return self.add((norm,), rate, shape, (unit,))[0]
+
+    def read_over(self, leaves: Leaves, norm: Leaves, q: Tensor, signal: Signal, h: Geometry, floor: float) -> Tensor:
+        """What is read over what its normaliser reads, or over max(|.|, floor)."""
+        return normalised(self.read(leaves, q, signal, h), self.read(norm, q, signal, h), floor)
+
     def sharpness(self, x: Tensor) -> Tensor:
         """How much the prediction moves per unit step along its own gradient: |k|^2 for a matrix (implicit steps)."""
         return (x * x).sum(-1, keepdim=True)
 
     def rates(self) -> tuple[Rate, ...]:
         return ()
+
+
+def normalised(y: Tensor, mass: Tensor, floor: float) -> Tensor:
+    """What is read over its mass, or over max(|mass|, floor); an empty memory reads zero, not NaN."""
+    if floor:
+        return y / mass.abs().clamp_min(floor)
+    return torch.where(mass == 0, torch.zeros_like(y), y / torch.where(mass == 0, torch.ones_like(mass), mass))
 
 
 class RankOne(Memory):
@@ -299,6 +321,68 @@ class MLP(RankOne):
 
 @final
 @dataclass(frozen=True, repr=False)
+class Bounded(Memory):
+    """As many pairs as there are slots: leaves (keys (m, d_k), values (m, d_v)), every datum written to all of them.
+
+    read: sum_i p_i v_i with p = grad h*(scale * K q) over the m slots, as of a list. Gates and rates are scalars or one
+    for every slot, Per(name, "own", size=slots): they say what a slot keeps, and how much of a datum it takes.
+    Debiased, a slot is a weighted mean of keys, and of values. scale: None means d_k^(-1/2).
+    """
+
+    slots: int = 64
+    scale: float | None = 1.0
+    kind: ClassVar[Kind] = "bounded"
+    filterable: ClassVar[bool] = False
+    one_leaf: ClassVar[bool] = False
+    scored: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise IllegalUpdate(f"Bounded: a memory has at least one slot, got {self.slots}")
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        raise IllegalUpdate("Bounded memory is read through its geometry: call read")
+
+    def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        keys, values = leaves
+        return times(values.mT, self.weights(times(keys, q), q.shape[-1], h))
+
+    def weights(self, scores: Tensor, d_k: int, h: Geometry) -> Tensor:
+        """What h makes of scores (..., m)."""
+        scores = scores * (d_k**-0.5 if self.scale is None else self.scale)
+        return scores if h.is_identity else h.primal(scores[..., None, :])[..., 0, :]
+
+    def read_over(self, leaves: Leaves, norm: Leaves, q: Tensor, signal: Signal, h: Geometry, floor: float) -> Tensor:
+        return self.read(tuple(normalised(leaf, norm[0], floor) for leaf in leaves), q, signal, h)
+
+    def unread(self, leaves: Leaves) -> Leaves:
+        return (leaves[0][..., :1] * 0,)
+
+    def respond(self, norm: Tensor, rate: Tensor | float, shape: Shape, unit: Tensor) -> Tensor:
+        return norm + self._by_slot(rate, shape)
+
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        return r, x
+
+    def add(self, leaves: Leaves, rate: Tensor | float, shape: Shape, drive: Leaves) -> Leaves:
+        value, key = drive
+        step = self._by_slot(rate, shape)
+        return leaves[0] + step * key[..., None, :], leaves[1] + step * value[..., None, :]
+
+    def _by_slot(self, rate: Tensor | float, shape: Shape) -> Tensor | float:
+        """Against (..., m, n)."""
+        if not isinstance(rate, Tensor) or not rate.ndim:
+            return rate
+        return rate[..., :, None] if shape == "own" else rate[..., None, None]
+
+    def zeros(self, signal: Signal) -> Leaves:
+        k, v = _vectors(signal)
+        batch = torch.broadcast_shapes(k.shape[:-1], v.shape[:-1])
+        return tuple(x.new_zeros(*batch, self.slots, x.shape[-1]) for x in (k, v))
+
+
+@final
+@dataclass(frozen=True, repr=False)
 class List(Memory):
     """Every written pair is kept: leaves (keys (n, d_k), values (n, d_v), log-mass (n)); scores are its dual.
 
@@ -314,6 +398,7 @@ class List(Memory):
     scale: float | None = None
     window: int | None = None
     kind: ClassVar[Kind] = "list"
+    scored: ClassVar[bool] = True
     filterable: ClassVar[bool] = False
     one_leaf: ClassVar[bool] = False
     starts_at_zero: ClassVar[bool] = False

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from axes.core.declared import Declared
 from axes.core.geometry import Euclidean, Geometry
-from axes.core.rates import Per, Rate, Signal, as_gate, rate_shape, resolve
+from axes.core.rates import Per, Rate, Shape, Signal, as_gate, rate_shape, resolve
 from axes.errors import IllegalUpdate
 
 __all__ = [
@@ -36,7 +36,9 @@ __all__ = [
     "Zero",
 ]
 
-Kind = Literal["identity", "zero", "scalar", "diagonal", "row", "hadamard", "rotation", "low rank", "dense"]
+Kind = Literal[
+    "identity", "zero", "scalar", "diagonal", "pair", "row", "slot", "hadamard", "rotation", "low rank", "dense"
+]
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:
@@ -64,6 +66,7 @@ class Element:
 
     scale: a linear factor (number or 0-d tensor);  gate: logs (..., 1) or (..., d_k) or 0-d;  angle (..., d_k/2);
     dense, a matrix (..., d_k, d_k);  left, right: U, V (..., d_k, r);  outer: logs (..., d_v, 1) or (..., d_v, d_k).
+    paired: the gate is one for both entries of a pair, so that it commutes with angles.
     """
 
     scale: float | Tensor = 1.0
@@ -73,6 +76,7 @@ class Element:
     left: Tensor | None = None
     right: Tensor | None = None
     outer: Tensor | None = None
+    paired: bool = False
 
     @property
     def trivial(self) -> bool:
@@ -137,10 +141,11 @@ class Element:
         if other.left is not None and other.right is not None:  # B1 U2 V2^T
             left, right = _stack(left, self.transpose_base(other.left.mT).mT), _stack(right, other.right)
         scale = self.scale * other.scale
-        commute = (self.gate is None or _uniform(self.gate)) and (other.gate is None or _uniform(other.gate))
+        commute = all(e.gate is None or e.paired or _uniform(e.gate) for e in (self, other))
         rotates = self.angle is not None or other.angle is not None
         if self.dense is None and other.dense is None and (commute or not rotates):
-            return Element(scale, _add(self.gate, other.gate), _add(self.angle, other.angle), None, left, right, outer)
+            gate, angle = _add(self.gate, other.gate), _add(self.angle, other.angle)
+            return Element(scale, gate, angle, None, left, right, outer, commute and (self.paired or other.paired))
         d_k, like = _width(self, other)
         first = Element(1.0, self.gate, self.angle, self.dense).to_dense(d_k, like)
         second = Element(1.0, other.gate, other.angle, other.dense).to_dense(d_k, like)
@@ -233,7 +238,9 @@ def _gate(rate: Rate, signal: Signal, like: Tensor) -> Element:
         return Element(gate=value if value.ndim == 0 else value[..., None])
     if rate.shape == "key":
         return Element(gate=value)
-    if rate.shape == "row":
+    if rate.shape == "pair":
+        return Element(gate=torch.cat((value, value), -1), paired=True)
+    if rate.shape in ("row", "own"):
         return Element(outer=value[..., :, None])
     return Element(outer=value)
 
@@ -310,27 +317,36 @@ class Decay(Monoid):
 @final
 @dataclass(frozen=True, repr=False)
 class Diagonal(Monoid):
-    """A = Diag(a) on the key side, or the row gate diag(a) S on the value side (side="row")."""
+    """A = Diag(a) on the key side, the row gate diag(a) S on the value side (side="row"), one gate for both entries of
+    a pair of keys (side="pair"), which commutes with rotations: with one it is a complex diagonal (S4D); or a
+    gate of every slot of a bounded memory (side="slot"): Diagonal(Per("decay", "own", "unit", size=64), "slot")."""
 
     gate: Rate | str
-    side: Literal["key", "row"] = "key"
+    side: Literal["key", "row", "pair", "slot"] = "key"
 
     @property
     def kind(self) -> Kind:  # type: ignore[override]
-        return "row" if self.side == "row" else "diagonal"
+        return "diagonal" if self.side == "key" else self.side
 
     def __post_init__(self) -> None:
-        if self.side not in ("key", "row"):
-            raise IllegalUpdate(f"Diagonal: side {self.side!r} is not key or row")
-        object.__setattr__(self, "gate", as_gate(self.gate, self.side))
-        if not isinstance(self.gate, Per) or self.gate.shape != self.side:
+        if self.side not in ("key", "row", "pair", "slot"):
+            raise IllegalUpdate(f"Diagonal: side {self.side!r} is not key, row, pair or slot")
+        shape: Shape = "own" if self.side == "slot" else self.side
+        if not (self.side == "slot" and isinstance(self.gate, str)):  # whose number of slots nobody knows
+            object.__setattr__(self, "gate", as_gate(self.gate, shape))
+        if not isinstance(self.gate, Per) or self.gate.shape != shape:
             raise IllegalUpdate(
-                f"Diagonal(side={self.side!r}): the gate must be a Per of that shape; use Scalar otherwise"
+                f"Diagonal(side={self.side!r}): the gate must be a Per of shape {shape}; use Scalar otherwise"
             )
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         assert isinstance(self.gate, Per)
         return _gate(self.gate, signal, like)
+
+    def no_width(self, width: int) -> str | None:
+        if self.side == "pair" and width % 2:
+            return f"Diagonal(side='pair'): keys are gated in pairs, their width must be even, got {width}"
+        return None
 
     def rates(self) -> tuple[Rate, ...]:
         assert isinstance(self.gate, Per)

@@ -21,8 +21,8 @@ from axes.errors import IllegalUpdate, ShapeError
 from axes.programs.arithmetic import EVALUATE
 from axes.programs.numbers import Number, as_float
 
-Shape = Literal["scalar", "key", "row", "square", "pair", "mix", "permutation"]
-SHAPES = ("scalar", "key", "row", "square", "pair", "mix", "permutation")
+Shape = Literal["scalar", "key", "row", "square", "pair", "mix", "permutation", "own"]
+SHAPES = ("scalar", "key", "row", "square", "pair", "mix", "permutation", "own")
 ORDERED = 8  # keys: as many as have a rate for every order of theirs, 40 320 of them
 Domain = Literal["unit", "positive", "real"]
 Signal = Mapping[str, Tensor | float]
@@ -72,13 +72,15 @@ class Per(Variable):
     """A rate named by the tuple and supplied per datum by the axis.
 
     shape: scalar (...), key (..., d_k), row (..., d_v), square (..., d_v, d_k), pair (..., d_k/2) for angles,
-    mix (..., d_k, d_k) for a matrix on the key side, or permutation (..., d_k!) for one of every order of the keys.
+    mix (..., d_k, d_k) for a matrix on the key side, permutation (..., d_k!) for one of every order of the keys, or own
+    (..., size), one for each of what a memory has `size` of (slots).
     domain: unit gates are supplied as logs (g <= 0); positive and real rates as they are.
     """
 
     name: str
     shape: Shape = "scalar"
     domain: Domain = "positive"
+    size: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name.replace("_", "").isalnum():
@@ -87,6 +89,11 @@ class Per(Variable):
             raise IllegalUpdate(f"Per({self.name!r}): shape {self.shape!r} is not one of {', '.join(SHAPES)}")
         if self.domain not in ("unit", "positive", "real"):
             raise IllegalUpdate(f"Per({self.name!r}): domain {self.domain!r} is not one of unit, positive, real")
+        if (self.shape == "own") != (self.size is not None) or self.size is not None and self.size < 1:
+            raise IllegalUpdate(
+                f"Per({self.name!r}): a rate of shape own has a size of its own, at least 1, and no other has; got "
+                f"shape={self.shape!r}, size={self.size}"
+            )
 
 
 @final
@@ -231,8 +238,9 @@ def _apply(operation: str, x: list[Tensor | float]) -> Any:
     return _TENSORS[name](*x)
 
 
-def extent(shape: Shape, d_k: int, d_v: int) -> tuple[int, ...]:
-    """The dimensions of a rate of this shape over a state (d_v, d_k)."""
+def extent(per: Per, d_k: int, d_v: int) -> tuple[int, ...]:
+    """The dimensions of a rate over a state (d_v, d_k)."""
+    shape = per.shape
     if shape == "permutation" and d_k > ORDERED:
         raise ShapeError(f"a rate for every order of {d_k} keys has {d_k}! numbers: at most {ORDERED} keys have one")
     extents: dict[Shape, tuple[int, ...]] = {
@@ -243,6 +251,7 @@ def extent(shape: Shape, d_k: int, d_v: int) -> tuple[int, ...]:
         "pair": (d_k // 2,),
         "mix": (d_k, d_k),
         "permutation": (math.factorial(min(d_k, ORDERED)),),
+        "own": (per.size or 1,),
     }
     return extents[shape]
 

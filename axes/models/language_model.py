@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axes import catalogue
+from axes.depth.base import Streams
 from axes.depth.stack import require_recompute, through
 from axes.errors import AxesError, ShapeError
 from axes.kernels.blocks.products import is_plain, products
@@ -31,6 +32,7 @@ from axes.models.options import accepted_options
 from axes.routes.precision import taken_in
 
 LayerStates = tuple[Any, ...]  # one nested tuple of tensors per sequence layer
+Block = Callable[[Streams], Streams]  # a sequence layer and a network, each in its mixer
 
 _EPS = 1e-6
 
@@ -39,9 +41,12 @@ _EPS = 1e-6
 @dataclass(frozen=True)
 class Architecture:
     """What has to be known to build the model again, and how it keeps what its backward wants: `recompute` as in
-    `axes.depth.through`."""
+    `axes.depth.through`.
 
-    sequence: str = "gated-delta-net"
+    sequence: a name for all layers, or one for each: a hybrid.
+    """
+
+    sequence: str | tuple[str, ...] = "gated-delta-net"
     depth: str = "mhc"
     layers: int = 4
     width: int = 128
@@ -57,8 +62,20 @@ class Architecture:
                 raise AxesError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.width % self.heads:
             raise AxesError(f"heads must divide width: {self.heads} heads do not divide a width of {self.width}")
-        catalogue.get(self.sequence, axis="sequence")
+        for name in self.each_sequence():
+            catalogue.get(name, axis="sequence")
         catalogue.get(self.depth, axis="depth")
+
+    def each_sequence(self) -> tuple[str, ...]:
+        """The name of every sequence layer."""
+        if isinstance(self.sequence, str):
+            return (self.sequence,) * self.layers
+        if len(self.sequence) != self.layers:
+            raise AxesError(
+                f"sequence is a name for all layers or one for each: {len(self.sequence)} names are given for "
+                f"{self.layers} layers"
+            )
+        return tuple(self.sequence)
 
 
 @final
@@ -109,37 +126,43 @@ class SwiGLU(nn.Module):
         return versions.no_kernel(device, dtype)
 
 
-@final
-class LanguageModel(nn.Module):
-    """Next-token logits from tokens; `forward` over a window and `step` over one token agree.
-
-    The output head is not tied to the embedding: with 256 bytes the table is small, and the two then have their own
-    scale (unit rows where streams begin, a near-uniform prediction where they end) and their own optimizer rule.
+class Trunk(nn.Module):
+    """A language model but for its head: an embedding, sublayers in their mixers, and a last norm.
 
     Args:
         architecture: names and sizes.
+        layer, mixer: what makes a sequence layer and a mixer, in the place of the classes of these names.
+        shared: the first two sublayers with their norms and mixers are those of every block.
     """
 
     def __init__(
         self,
         architecture: Architecture,
         *,
+        layer: Callable[..., Any] | None = None,
+        mixer: Callable[..., Any] | None = None,
+        shared: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         width = architecture.width
-        layer = catalogue.get(architecture.sequence, axis="sequence").cls
-        mixer = catalogue.get(architecture.depth, axis="depth").cls
+        layers = [layer or catalogue.get(name, axis="sequence").cls for name in architecture.each_sequence()]
+        mixer = mixer or catalogue.get(architecture.depth, axis="depth").cls
         self.architecture = architecture
-        self.embedding = nn.Embedding(architecture.vocabulary, width, **factory)
+        self.embedding = nn.Embedding(architecture.vocabulary, width, **factory)  # its rows are of unit variance
         self.sublayers = nn.ModuleList()
         self.mixers = nn.ModuleList()
         self.norms = nn.ModuleList()
         for index in range(2 * architecture.layers):
-            made = (
-                layer(width, **accepted_options(layer, heads=architecture.heads), **factory)
+            if shared and index > 1:
+                for parts in (self.sublayers, self.mixers, self.norms):
+                    parts.append(parts[index % 2])
+                continue
+            make = layers[index // 2]
+            made: nn.Module = (
+                make(width, **accepted_options(make, heads=architecture.heads), **factory)
                 if index % 2 == 0
                 else SwiGLU(width, **factory)
             )
@@ -148,14 +171,100 @@ class LanguageModel(nn.Module):
             self.mixers.append(mixed)
             self.norms.append(self._norm(mixed, factory))
         self.norm = self._norm(self.mixers[-1], factory)
-        self.head = nn.Linear(width, architecture.vocabulary, bias=False, **factory)
-        self.reset_parameters()
 
     def _norm(self, mixer: nn.Module, factory: dict[str, Any]) -> nn.Module:
         # a mixer that normalises what it writes (post-norm) leaves nothing for a norm before the sublayer to do
         if getattr(mixer, "prenorm", True):
             return RMSNorm(self.architecture.width, **factory)
         return nn.Identity()
+
+    def hidden(
+        self,
+        x: Tensor,
+        state: LayerStates | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        recurrent: bool = False,
+        around: Callable[[Block, Streams], Streams] | None = None,
+    ) -> tuple[Tensor, LayerStates]:
+        """What a head reads.
+
+        Args:
+            x: embedded tokens (B, T, width).
+            state: what a call returned for the tokens before these.
+            mask: (B, T), true at real tokens: no sequence layer sees the others, whose outputs mean nothing.
+            cu_seqlens: boundaries (N + 1,) of N sequences packed into B = 1, with a state each.
+            recurrent: T = 1, by the recurrent form of every sequence layer.
+            around: how a block is run, given it and the streams before it: at once, unless streams are to be seen or
+                computed again.
+
+        Returns:
+            (B, T, width), and of every sequence layer the state after the last token; None of one whose states at
+            unequal lengths cannot share a batch.
+        """
+        memories = list(state) if state is not None else [None] * self.architecture.layers
+        if len(memories) != self.architecture.layers:
+            who = type(self).__name__
+            raise ShapeError(f"{who}: the state holds {len(memories)} layers, not {self.architecture.layers}")
+        after = list(memories)
+        mixers: list[Any] = list(self.mixers)
+
+        def sublayer(index: int, x: Tensor) -> Tensor:
+            made, x = self.sublayers[index], self.norms[index](x)
+            if index % 2:
+                y: Tensor = made(x)
+                return y
+            layer: Any = made
+            if recurrent:
+                token, after[index // 2] = layer.step(x[:, 0], memories[index // 2])
+                y = token[:, None]
+            elif mask is None and cu_seqlens is None:
+                y, after[index // 2] = layer(x, memories[index // 2])
+            else:
+                y, after[index // 2] = layer(x, memories[index // 2], mask=mask, cu_seqlens=cu_seqlens)
+            return y
+
+        sublayers = [partial(sublayer, index) for index in range(len(mixers))]
+        streams, recompute = mixers[0].expand(x), self.architecture.recompute
+        if around is None:
+            streams = through(sublayers, mixers, streams, recompute)
+        else:
+            for first in range(0, len(mixers), 2):
+                both = slice(first, first + 2)
+                streams = around(partial(through, sublayers[both], mixers[both], recompute=recompute), streams)
+        return self.norm(mixers[-1].reduce(streams)), tuple(after)
+
+    def extra_repr(self) -> str:
+        return str(self.architecture)
+
+
+@final
+class LanguageModel(Trunk):
+    """Next-token logits from tokens; `forward` over a window and `step` over one token agree.
+
+    The output head is not tied to the embedding: with 256 bytes the table is small, and the two then have their own
+    scale (unit rows where streams begin, a near-uniform prediction where they end) and their own optimizer rule.
+
+    Args:
+        architecture: names and sizes.
+        layer, mixer: what makes a sequence layer and a mixer, in the place of the classes of these names.
+        shared: the first two sublayers with their norms and mixers are those of every block.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        layer: Callable[..., Any] | None = None,
+        mixer: Callable[..., Any] | None = None,
+        shared: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(architecture, layer=layer, mixer=mixer, shared=shared, device=device, dtype=dtype)
+        self.head = nn.Linear(architecture.width, architecture.vocabulary, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise the model's own tables; layers and mixers initialise themselves on construction."""
@@ -174,8 +283,7 @@ class LanguageModel(nn.Module):
         """
         if tokens.ndim != 2:
             raise ShapeError(f"LanguageModel.forward: tokens must be (B, T), got {tuple(tokens.shape)}")
-
-        hidden, state = self._run(tokens, state, _parallel)
+        hidden, state = self.hidden(self.embedding(tokens), state)
         return self.head(hidden), state
 
     def loss(self, windows: Tensor, state: LayerStates | None = None) -> Tensor:
@@ -187,7 +295,7 @@ class LanguageModel(nn.Module):
         """
         if windows.ndim != 2 or windows.shape[1] < 2:
             raise ShapeError(f"LanguageModel.loss: windows must be (B, T + 1), T >= 1, got {tuple(windows.shape)}")
-        hidden, _ = self._run(windows[:, :-1], state, _parallel)
+        hidden, _ = self.hidden(self.embedding(windows[:, :-1]), state)
         return linear_cross_entropy(hidden, self.head.weight, windows[:, 1:])
 
     def step(self, token: Tensor, state: LayerStates | None = None) -> tuple[Tensor, LayerStates]:
@@ -202,46 +310,8 @@ class LanguageModel(nn.Module):
         """
         if token.ndim != 1:
             raise ShapeError(f"LanguageModel.step: token must be (B,), got {tuple(token.shape)}")
-        hidden, state = self._run(token[:, None], state, _recurrent)
+        hidden, state = self.hidden(self.embedding(token[:, None]), state, recurrent=True)
         return self.head(hidden)[:, 0], state
-
-    def _run(
-        self,
-        tokens: Tensor,
-        state: LayerStates | None,
-        mix: Callable[[Any, Tensor, Any], tuple[Tensor, Any]],
-    ) -> tuple[Tensor, LayerStates]:
-        """What the head reads, (B, T, width), and the new state."""
-        memories = list(state) if state is not None else [None] * self.architecture.layers
-        if len(memories) != self.architecture.layers:
-            raise ShapeError(f"LanguageModel: the state holds {len(memories)} layers, not {self.architecture.layers}")
-        mixers: list[Any] = list(self.mixers)
-
-        def sublayer(index: int, x: Tensor) -> Tensor:
-            made, x = self.sublayers[index], self.norms[index](x)
-            if index % 2:
-                y = made(x)
-            else:
-                y, memories[index // 2] = mix(made, x, memories[index // 2])
-            return y
-
-        sublayers = [partial(sublayer, index) for index in range(len(mixers))]
-        streams = mixers[0].expand(self.embedding(tokens))
-        streams = through(sublayers, mixers, streams, self.architecture.recompute)
-        return self.norm(mixers[-1].reduce(streams)), tuple(memories)
-
-    def extra_repr(self) -> str:
-        return str(self.architecture)
-
-
-def _parallel(layer: Any, x: Tensor, memory: Any) -> tuple[Tensor, Any]:
-    y, memory = layer(x, memory)
-    return y, memory
-
-
-def _recurrent(layer: Any, x: Tensor, memory: Any) -> tuple[Tensor, Any]:
-    y, memory = layer.step(x[:, 0], memory)
-    return y[:, None], memory
 
 
 @final

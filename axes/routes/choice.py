@@ -17,7 +17,9 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 
 Implementation = Literal["reference", "torch", "triton"]
-Route = Literal["interpreter", "chain", "substitution", "cascade", "gram", "attention", "token", "entrywise", "stacks"]
+Route = Literal[
+    "interpreter", "chain", "substitution", "cascade", "gram", "attention", "passes", "token", "entrywise", "stacks"
+]
 _IMPLEMENTATIONS = get_args(Implementation)
 HOPPER = (9, 0)  # the capability that is assumed of a GPU that is not here
 

@@ -19,8 +19,7 @@ from axes.core import reference
 from axes.core.algorithms import Anchor
 from axes.core.chain import chain
 from axes.core.derived import by_entry
-from axes.core.execution import normalised
-from axes.core.memory import Leaves
+from axes.core.memory import Leaves, normalised
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.routes import (
@@ -30,6 +29,7 @@ from axes.routes import (
     gram,
     kernel_terms,
     opaque,
+    passes,
     scan,
     several,
     substitution,
@@ -433,6 +433,10 @@ def _run_substitution(update: StateUpdate, signal: Signal, state: State, batch: 
     return substitution.run(update, signal, state, q, batch)
 
 
+def _run_passes(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
+    return passes.run(update, signal, state, batch, _run_chain)
+
+
 def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     cost, h, monoid, step, _ = update.parts()
     outputs, done = [], 0
@@ -463,4 +467,10 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
 
 
 _AS_GIVEN = frozenset(("attention", "token"))  # routes that take half precision as it is
-_ROUTES = {"chain": _run_chain, "substitution": _run_substitution, "cascade": _run_cascade, "gram": _run_gram}
+_ROUTES = {
+    "chain": _run_chain,
+    "substitution": _run_substitution,
+    "cascade": _run_cascade,
+    "gram": _run_gram,
+    "passes": _run_passes,
+}

@@ -49,7 +49,7 @@ class _Asked:
     def extents(self, d_k: int, d_v: int) -> dict[str, Sizes]:
         """The last dimensions of every name of a signal: named vectors stand on the key side."""
         own: dict[str, Sizes] = {name: (d_v if name == "v" else d_k,) for name in self.vectors}
-        own |= {name: extent(per.shape, d_k, d_v) for name, per in self.rates.items()}
+        own |= {name: extent(per, d_k, d_v) for name, per in self.rates.items()}
         return {name: (self.writes, *last) if name in self.repeated else last for name, last in own.items()}
 
     def form(self, d_k: int, d_v: int) -> Any:

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from axes.core.chain import chain
 from axes.core.derived import erases_along_key, no_chain, scales_values
-from axes.core.execution import normalised
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
-from axes.core.memory import Leaves
+from axes.core.memory import Leaves, normalised
 from axes.core.monoids import Element, rotate
 from axes.core.rates import Per, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
@@ -68,7 +67,7 @@ def family(update: StateUpdate) -> Family | NoFamily:
     if "low rank" in kinds and not erases_along_key(update):
         curved = update.parts().predicts
         return NoFamily("a low-rank gate and a curved cost are rank two") if curved else "dplr"
-    return "diagonal" if "diagonal" in kinds else "scalar"
+    return "diagonal" if kinds & {"diagonal", "pair"} else "scalar"
 
 
 def no_kernel(

@@ -1,7 +1,7 @@
 """Which route computes a sequence of tokens, and who: a pure function of the tuple, the device and the shapes.
 
-Routes are how (interpreter, chain, substitution, cascade, gram, attention, token); implementations are who (reference,
-torch, triton).
+Routes are how (interpreter, chain, substitution, cascade, gram, attention, passes, token); implementations are who
+(reference, torch, triton).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from axes.core.derived import (
     no_cascade,
     no_chain,
     no_gram,
+    no_passes,
     no_substitution,
     scales_values,
 )
@@ -38,6 +39,7 @@ def routes(update: StateUpdate) -> Mapping[Route, str | None]:
         return routes(several.one(update))
     return {
         "attention": no_attention(update),
+        "passes": no_passes(update),
         "gram": no_gram(update),
         "substitution": no_substitution(update),
         "chain": no_chain(update),

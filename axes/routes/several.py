@@ -49,7 +49,7 @@ def tokens(update: StateUpdate, signal: Signal, time: int) -> dict[str, Tensor |
     """A signal (..., T at `time`, ...) as one of n T tokens with a write each."""
     p = update.parts()
     n, repeated, still = p.step.writes, several(p), idle(update)
-    v, shapes = signal["v"], {per.name: per.shape for per in update.demands()}
+    v, shapes = signal["v"], {per.name: per for per in update.demands()}
     assert isinstance(v, Tensor)
     lead = v.shape[:-2]
     k = signal["k"]

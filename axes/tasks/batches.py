@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from axes.tasks.corpus import as_tokens
+
 _MASK = (1 << 64) - 1
 
 
@@ -14,15 +16,15 @@ def training_batch(text: Tensor, seed: int, step: int, batch: int, context: int)
     """The windows of training step `step`: they depend on nothing but the arguments, so a resumed run sees them again.
 
     Args:
-        text: (N,) bytes, N > context.
+        text: (N,) tokens as a corpus holds them, N > context.
         seed, step: name the batch.
 
     Returns:
         (batch, context + 1) int64; column t + 1 is the target of column t.
     """
-    generator = torch.Generator().manual_seed(_mix(seed, step))
+    generator = torch.Generator().manual_seed(mixed(seed, step))
     offsets = torch.randint(len(text) - context, (batch,), generator=generator)
-    return text[offsets[:, None] + torch.arange(context + 1)].long()
+    return as_tokens(text[offsets[:, None] + torch.arange(context + 1)])
 
 
 def validation_batches(text: Tensor, windows: int, batch: int, context: int) -> Iterator[Tensor]:
@@ -35,10 +37,10 @@ def validation_batches(text: Tensor, windows: int, batch: int, context: int) -> 
     count = min(windows, available)
     places = torch.arange(count) * available // count * context
     for chosen in places.split(batch):
-        yield text[chosen[:, None] + torch.arange(context + 1)].long()
+        yield as_tokens(text[chosen[:, None] + torch.arange(context + 1)])
 
 
-def _mix(seed: int, step: int) -> int:
+def mixed(seed: int, step: int) -> int:
     """SplitMix64 of the pair: neighbouring seeds and steps give unrelated generators."""
     state = (seed * 0x9E3779B97F4A7C15 + step + 1) & _MASK
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -11,7 +11,8 @@ import torch
 from axes import catalogue
 from axes.errors import AxesError, UnknownName
 from axes.models.language_model import Architecture
-from axes.tasks.corpus import Corpus, embedded, from_files
+from axes.tasks import tokens
+from axes.tasks.corpus import VOCABULARY, Corpus, embedded, from_files
 from axes.tasks.machine import most_threads, require_memory
 from axes.tasks.schedules import SCHEDULES
 
@@ -20,7 +21,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
     "bfloat16": torch.float32,
+    "bfloat16-pure": torch.bfloat16,
 }
+TRACKERS = ("tensorboard", "wandb")
 
 _FALLBACK_LR = 1e-3  # for optimizers that state no `default_lr`
 # For small models and few steps, where the defaults of an optimizer, which are torch's, are for other ones.
@@ -39,14 +42,18 @@ _STREAMS = (  # mixers whose tokens have so many streams
 @final
 @dataclass(frozen=True)
 class Configuration:
-    """A training run. `lr`, `weight_decay` None: the demonstration's, or else the optimizer's own default. `text`
-    empty: the embedded corpus.
+    """A training run. `lr`, `weight_decay` None: the demonstration's, or else the optimizer's own default. `text` and
+    `tokens` empty: the embedded corpus.
 
     recompute: sublayers that keep the streams which enter them alone (`axes.depth.stack`), 0 to keep all;
-    context: bytes per window; batch: windows per step; warmup: steps of linear warm-up; clip: largest gradient norm,
-    0 for none; text_limit: take about this many bytes of the text, 0 for all; validation_windows: windows of
-    `context` bytes per evaluation; eval_every, save_every: steps between, 0 for only at the end; threads: of the CPU,
-    0 for what torch finds (sums round differently on another number of threads).
+    context: tokens per window, bytes of text; batch: windows per step, over all processes; warmup: steps of linear
+    warm-up; clip: largest gradient norm, 0 for none; text_limit: take about this many bytes of the text, 0 for all;
+    validation_windows: windows of `context` tokens per evaluation; eval_every, save_every: steps between, 0 for only at
+    the end; threads: of the CPU, 0 for what torch finds (sums round differently on another number of threads);
+    accumulate: in how many parts one after another a batch's gradient is found; tokens: a folder that `axes tokenize`
+    wrote; vocabulary: of the model, at least that of the tokens; sequence_parallel: processes that share the tokens of
+    a window; peak: what MFU is a share of, in TFLOP/s of one device, 0 for what is known of it; track: another place
+    for the log.
     """
 
     sequence: str = "gated-delta-net"
@@ -75,12 +82,18 @@ class Configuration:
     eval_every: int = 100
     save_every: int = 100
     compile: bool = False
+    accumulate: int = 1
+    tokens: str = ""
+    vocabulary: int = VOCABULARY
+    sequence_parallel: int = 1
+    peak: float = 0.0
+    track: str = ""
 
     def __post_init__(self) -> None:
         self._require_types()
         self.architecture()  # checks names and sizes
         catalogue.get(self.optimizer, axis="data")
-        for name in ("context", "batch", "steps", "validation_windows"):
+        for name in ("context", "batch", "steps", "validation_windows", "accumulate", "sequence_parallel"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("warmup", "eval_every", "save_every", "text_limit", "threads", "seed"):
             self._require(name, getattr(self, name) >= 0, "0 or more")
@@ -92,6 +105,13 @@ class Configuration:
         for kind, name, known in (("dtype", self.dtype, DTYPES), ("schedule", self.schedule, SCHEDULES)):
             if name not in known:
                 raise UnknownName(kind, name, known)
+        self._require("accumulate", self.batch % self.accumulate == 0, f"a divisor of batch ({self.batch})")
+        self._require("peak", 0 <= self.peak < float("inf"), "0 or a positive number of TFLOP/s")
+        self._require("text", not (self.text and self.tokens), "left out where tokens are given")
+        if self.tokens and self.text_limit:
+            raise AxesError("text-limit is of text: leave it out where tokens are given")
+        if self.track and self.track not in TRACKERS:
+            raise UnknownName("tracker", self.track, TRACKERS)
         compiled = self.compile and self.recompute > 0
         self._require("recompute", not compiled, "0 with compile: a compiler decides itself what is kept")
         self.torch_device()
@@ -104,7 +124,7 @@ class Configuration:
     def least_bytes(self) -> int:
         """What no layer, mixer or optimizer does without: eight products of width^2 a block, each with its gradient,
         of every block an activation that the backward pass reads, and the streams, once."""
-        weights = 8 * self.layers * self.width**2 + 256 * self.width
+        weights = 8 * self.layers * self.width**2 + self.vocabulary * self.width
         more = self.streams if self.depth in _STREAMS else 0
         return 8 * weights + 4 * (self.layers + more) * self.batch * self.context * self.width
 
@@ -134,8 +154,9 @@ class Configuration:
 
     def architecture(self) -> Architecture:
         return Architecture(
-            self.sequence, self.depth, self.layers, self.width, self.heads, self.streams, recompute=self.recompute
-        )
+            self.sequence, self.depth, self.layers, self.width, self.heads, self.streams, self.vocabulary,
+            recompute=self.recompute,
+        )  # fmt: skip
 
     def torch_device(self) -> torch.device:
         """The device, refused here if this machine lacks it."""
@@ -173,8 +194,16 @@ class Configuration:
 
     def corpus(self) -> Corpus:
         limit = self.text_limit or None
-        corpus = from_files(self.text, limit) if self.text else embedded(limit)
+        if self.tokens:
+            corpus = tokens.read(self.tokens)
+        else:
+            corpus = from_files(self.text, limit) if self.text else embedded(limit)
         corpus.require(self.context)
+        if corpus.vocabulary > self.vocabulary:
+            raise AxesError(
+                f"vocabulary must be at least {corpus.vocabulary}, that of {corpus.provenance.source}, "
+                f"got {self.vocabulary}"
+            )
         return corpus
 
     def as_dict(self) -> dict[str, Any]:

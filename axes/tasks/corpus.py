@@ -11,7 +11,7 @@ import hashlib
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
@@ -29,6 +29,7 @@ END_OF_DOCUMENT = b"\0"  # text holds no NUL byte (files that do are refused), s
 _LEFT_OUT_FOLDERS = frozenset({"test", "tests", "idle_test", "encodings", "__pycache__", "site-packages"})
 _LEFT_OUT_FILES = frozenset({"pydoc_data/topics.py"})
 _VALIDATION_TENTH = 10
+_COUNTED = 1 << 26  # tokens that frequencies are counted of
 
 Document = tuple[str, bytes]
 
@@ -45,10 +46,11 @@ class Provenance:
     split: Literal["by document", "by position"]
     skipped: int
     sha256: str
+    unit: Literal["bytes", "tokens"] = "bytes"  # of the two lengths
 
     def __str__(self) -> str:
         return (
-            f"{self.source}: {self.documents} documents, {self.train_bytes:,} bytes to train on and "
+            f"{self.source}: {self.documents} documents, {self.train_bytes:,} {self.unit} to train on and "
             f"{self.validation_bytes:,} to validate on (split {self.split}), sha256 {self.sha256[:12]}"
         )
 
@@ -56,18 +58,22 @@ class Provenance:
 @final
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Training and validation bytes, each a uint8 tensor (N,)."""
+    """Training and validation tokens, each a tensor (N,): bytes as uint8, or numbers below `vocabulary`, as signed
+    integers of the width of the unsigned ones that they stand for."""
 
     train: Tensor
     validation: Tensor
     provenance: Provenance
+    vocabulary: int = VOCABULARY
+    bytes_per_token: float = 1.0
 
     def require(self, context: int) -> None:
-        """Refuse a corpus whose splits do not hold a single window of `context` bytes and its successor."""
+        """Refuse a corpus whose splits do not hold a single window of `context` tokens and its successor."""
         for name, split in (("training", self.train), ("validation", self.validation)):
             if len(split) <= context:
                 raise AxesError(
-                    f"the text is too short: its {name} part has {len(split)} bytes and a context of {context} needs "
+                    f"the text is too short: its {name} part has {len(split)} {self.provenance.unit} and a context of "
+                    f"{context} needs "
                     f"{context + 1}; give more text or a smaller context"
                 )
 
@@ -95,46 +101,58 @@ def from_files(paths: Sequence[str | Path], limit: int | None = None) -> Corpus:
     """
     if not paths:
         raise AxesError("no text was given: name at least one file or folder")
-    documents: list[Document] = []
+    skipped: list[str] = []
+    documents = list(documents_of(paths, skipped))
+    source = ", ".join(str(path) for path in paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return _corpus(documents, source=source, limit=limit, skipped=len(skipped))
+
+
+def documents_of(paths: Sequence[str | Path], skipped: list[str] | None = None) -> Iterator[Document]:
+    """Name and text of every file, one at a time, as `from_files` takes them; names of those left out in `skipped`."""
+    skipped = [] if skipped is None else skipped
     seen: set[Path] = set()
-    skipped = 0
     for path in map(Path, paths):
         if path.is_dir():
             found = 0
             for file in _files_below(path):
                 content = file.read_bytes()
                 if not content.strip() or END_OF_DOCUMENT in content:
-                    skipped += 1
+                    skipped.append(file.as_posix())
                 elif file.resolve() not in seen:
                     seen.add(file.resolve())
-                    documents.append((file.as_posix(), content))
+                    yield file.as_posix(), content
                     found += 1
             if not found:
                 raise AxesError(f"{path} holds no text file (binary, empty and hidden files are not read)")
         elif path.is_file():
             if path.resolve() not in seen:
                 seen.add(path.resolve())
-                documents.append((path.as_posix(), _text(path)))
+                yield path.as_posix(), _text(path)
         else:
             raise AxesError(f"{path} does not exist" if not path.exists() else f"{path} is neither a file nor a folder")
-    source = ", ".join(str(path) for path in paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-    return _corpus(documents, source=source, limit=limit, skipped=skipped)
 
 
-def unigram_entropy(text: Tensor) -> float:
-    """Entropy of the byte frequencies of a text (N,), in bits per byte: what the best order-0 code of it costs."""
-    frequency = _counts(text) / len(text)
+def unigram_entropy(text: Tensor, vocabulary: int = VOCABULARY) -> float:
+    """Entropy of the token frequencies of a text (N,), in bits per token: what the best order-0 code of it costs."""
+    frequency = _counts(text, vocabulary) / min(len(text), _COUNTED)
     return float(-torch.special.xlogy(frequency, frequency).sum() / torch.log(torch.tensor(2.0, dtype=torch.float64)))
 
 
-def unigram_cross_entropy(train: Tensor, validation: Tensor) -> float:
-    """Bits per byte of `validation` under the byte frequencies of `train` (one added to every count)."""
-    counts = _counts(train) + 1.0
-    return float(-(_counts(validation) / len(validation) * torch.log2(counts / counts.sum())).sum())
+def unigram_cross_entropy(train: Tensor, validation: Tensor, vocabulary: int = VOCABULARY) -> float:
+    """Bits per token of `validation` under the token frequencies of `train` (one added to every count)."""
+    counts = _counts(train, vocabulary) + 1.0
+    frequency = _counts(validation, vocabulary) / min(len(validation), _COUNTED)
+    return float(-(frequency * torch.log2(counts / counts.sum())).sum())
 
 
-def _counts(text: Tensor) -> Tensor:
-    return torch.bincount(text.long(), minlength=VOCABULARY).double()
+def as_tokens(stored: Tensor) -> Tensor:
+    """int64 of what a corpus holds."""
+    wide = stored.long()
+    return wide if stored.dtype == torch.uint8 else wide & ((1 << 8 * stored.element_size()) - 1)
+
+
+def _counts(text: Tensor, vocabulary: int) -> Tensor:
+    return torch.bincount(as_tokens(text[:_COUNTED]), minlength=vocabulary).double()
 
 
 def _standard_library() -> Iterable[Document]:
@@ -219,8 +237,12 @@ def _limited(documents: list[Document], limit: int) -> list[Document]:
 
 
 def _digest(name: str) -> int:
-    """A number from a name, the same on every machine (Python's own hash is not)."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big")
+    return digest(name.encode("utf-8", "surrogateescape"))
+
+
+def digest(text: bytes) -> int:
+    """A number below 2**64 from a text, the same on every machine (Python's own hash is not)."""
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
 
 
 def _as_tensor(content: bytes) -> Tensor:

@@ -1,4 +1,4 @@
-"""The main job: train a byte-level language model into a run folder, from the start or from its checkpoint."""
+"""The main job: train a language model into a run folder, from the start or from its checkpoint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import torch
 from axes import __version__
 from axes.errors import AxesError
 from axes.files import write_json
+from axes.tasks import shards
 from axes.tasks.configuration import Configuration, configuration_from_dict
-from axes.tasks.corpus import unigram_cross_entropy, unigram_entropy
+from axes.tasks.corpus import Corpus, unigram_cross_entropy, unigram_entropy
 from axes.tasks.curve import Curve, draw_curves
+from axes.tasks.processes import Processes
 from axes.tasks.run_folder import Record, RunFolder
 from axes.tasks.summary import Summary
 from axes.tasks.training import Training
@@ -51,34 +53,57 @@ def never() -> bool:
     return False
 
 
-def start(configuration: Configuration, folder: RunFolder, overwrite: bool = False) -> Training:
+def start(
+    configuration: Configuration, folder: RunFolder, overwrite: bool = False, processes: Processes | None = None
+) -> Training:
     """A new run: the folder with its configuration and the checkpoint of step 0, held until `run` ends.
 
     The text is read and the model built before the folder is touched, so a refused setting leaves nothing behind; a run
     that is overwritten stands until all of the new one is on the disk.
     """
-    training = Training(configuration, configuration.corpus())
-    with folder.beginning(overwrite) as new:
-        new.write_config(
-            {
-                "configuration": configuration.as_dict(),
-                "learning_rate": configuration.learning_rate(),
-                "device": str(training.device),
-                "parameters": training.parameters,
-                "corpus": {
-                    **asdict(training.corpus.provenance),
-                    "unigram_entropy": unigram_entropy(training.corpus.validation),
-                    "unigram_cross_entropy": unigram_cross_entropy(training.corpus.train, training.corpus.validation),
-                },
-                "versions": {"axes": __version__, "python": platform.python_version(), "torch": torch.__version__},
-            }
-        )
-        write_json(new.tuples, training.tuples())
-        new.write_checkpoint(training.state_dict())
+    training = Training(configuration, configuration.corpus(), processes)
+
+    def begin() -> None:
+        with folder.beginning(overwrite) as new:
+            new.write_config(_said(training))
+            write_json(new.tuples, training.tuples())
+            if processes is None:
+                new.write_checkpoint(training.state_dict())
+
+    if processes is None:
+        begin()
+    else:
+        processes.first_does(begin)
+        _write(training, folder)
     return training
 
 
-def resume(folder: RunFolder, steps: int | None = None) -> Training:
+def _said(training: Training) -> Record:
+    """What `config.json` holds."""
+    configuration, corpus = training.configuration, training.corpus
+    return {
+        "configuration": configuration.as_dict(),
+        "learning_rate": configuration.learning_rate(),
+        "device": str(training.device),
+        "processes": 1 if training.processes is None else training.processes.size,
+        "parameters": training.parameters,
+        "flops_per_token": training.flops_per_token,
+        "corpus": {
+            **asdict(corpus.provenance),
+            "unigram_entropy": _unigram_bits(corpus),
+            "unigram_cross_entropy": unigram_cross_entropy(corpus.train, corpus.validation, corpus.vocabulary)
+            / corpus.bytes_per_token,
+        },
+        "versions": {"axes": __version__, "python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def _unigram_bits(corpus: Corpus) -> float:
+    """Per byte, of what is validated on."""
+    return unigram_entropy(corpus.validation, corpus.vocabulary) / corpus.bytes_per_token
+
+
+def resume(folder: RunFolder, steps: int | None = None, processes: Processes | None = None) -> Training:
     """A run as its checkpoint left it, the folder held until `run` ends.
 
     Args:
@@ -86,9 +111,16 @@ def resume(folder: RunFolder, steps: int | None = None) -> Training:
 
     Raises:
         AxesError: no such run, a damaged or foreign file, a text that has changed, another process that writes there,
-            fewer steps than were taken.
+            fewer steps than were taken; a checkpoint of several processes for one alone, or the other way round.
     """
-    read_configuration(folder)  # nothing is put into a folder that is no run's
+    configuration = read_configuration(folder)  # nothing is put into a folder that is no run's
+    if processes is not None:
+        return _resume_together(folder, configuration, steps, processes)
+    if not folder.checkpoint.is_file() and shards.latest(folder.path) is not None:
+        raise AxesError(
+            f"{folder} was saved by processes of torchrun: continue it under torchrun, with any number of processes "
+            f"(torchrun --nproc-per-node 1 -m axes train --resume {folder})"
+        )
     folder.hold()
     try:
         configuration = read_configuration(folder)
@@ -103,6 +135,33 @@ def resume(folder: RunFolder, steps: int | None = None) -> Training:
                 new.write_config({**folder.read_config(), "configuration": training.configuration.as_dict()})
                 new.write_checkpoint(training.state_dict())
         folder.rewind_metrics(training.position)
+    except BaseException:
+        folder.release()
+        raise
+    return training
+
+
+def _resume_together(
+    folder: RunFolder, configuration: Configuration, steps: int | None, processes: Processes
+) -> Training:
+    processes.first_does(folder.hold)
+    try:
+        place = shards.latest(folder.path)
+        if place is None:
+            raise AxesError(f"{folder} was saved by one process: continue it without torchrun")
+        numbers = shards.numbers_of(place, processes.rank)
+        if not _is_of({"configuration": {**numbers["configuration"], "steps": configuration.steps}}, configuration):
+            raise AxesError(f"{place} belongs to another configuration than {folder.config}")
+        training = Training(configuration, configuration.corpus(), processes)
+        sharded = training.sharded()
+        shards.read(place, sharded)
+        training.load_sharded(sharded, numbers)
+        if steps is not None and steps != configuration.steps:
+            training.end_after(steps)
+            _write(training, folder)
+            config = {**folder.read_config(), "configuration": training.configuration.as_dict()}
+            processes.first_does(lambda: folder.write_config(config))
+        processes.first_does(lambda: folder.rewind_metrics(training.position))
     except BaseException:
         folder.release()
         raise
@@ -139,7 +198,8 @@ def run(
     An observer that cannot go on (a pipe that nobody reads, a terminal that is gone) ends the run as `stop` does, and
     its exception is raised when all is saved.
     """
-    folder.hold()
+    if training.leads:
+        folder.hold()
     training.saved = training.position
     try:
         try:
@@ -155,19 +215,21 @@ def run(
 
 def _steps(training: Training, folder: RunFolder, observer: Observer, stop: Callable[[], bool]) -> None:
     settings = training.configuration
+    observer = observer if training.leads else Unobserved()
     observer.began(training, folder)
-    while not training.finished and not stop():
+    while not training.finished and not _asked(stop, training):
         begun = time.perf_counter()
         measured = training.step()
-        record = {"step": training.position, **measured, "seconds": time.perf_counter() - begun}
-        folder.append(record)
+        seconds = time.perf_counter() - begun
+        record = {"step": training.position, **measured, "seconds": seconds, **training.throughput(seconds)}
+        _append(training, folder, record)
         observer.stepped(record)
         if training.finished or _due(training.position, settings.eval_every):
             evaluation = {
                 "step": training.position,
                 "validation_bits_per_byte": training.validation_bits_per_byte(),
             }
-            folder.append(evaluation)
+            _append(training, folder, evaluation)
             observer.evaluated(evaluation)
         if training.finished or _due(training.position, settings.save_every):
             _save(training, folder)
@@ -176,7 +238,20 @@ def _steps(training: Training, folder: RunFolder, observer: Observer, stop: Call
 def _finish(training: Training, folder: RunFolder) -> None:
     if training.saved != training.position:
         _save(training, folder)
-    draw(folder)
+    if training.processes is None:
+        draw(folder)
+    else:
+        training.processes.first_does(lambda: draw(folder))
+
+
+def _asked(stop: Callable[[], bool], training: Training) -> bool:
+    """Whether any process is asked to stop: all save then, at the same step."""
+    return stop() if training.processes is None else training.processes.any(stop())
+
+
+def _append(training: Training, folder: RunFolder, record: Record) -> None:
+    if training.leads:
+        folder.append(record)
 
 
 def _due(position: int, every: int) -> bool:
@@ -185,8 +260,17 @@ def _due(position: int, every: int) -> bool:
 
 def _save(training: Training, folder: RunFolder) -> None:
     training.require_finite_parameters()
-    folder.write_checkpoint(training.state_dict())
+    _write(training, folder)
     training.saved = training.position
+
+
+def _write(training: Training, folder: RunFolder) -> None:
+    if training.processes is None:
+        folder.write_checkpoint(training.state_dict())
+    else:
+        shards.write(
+            folder.path, training.processes, training.sharded(), training.numbers(), training.generators()
+        )  # fmt: skip
 
 
 def summarise(training: Training, folder: RunFolder) -> Summary:
@@ -202,7 +286,7 @@ def summarise(training: Training, folder: RunFolder) -> Summary:
         steps=training.position,
         tokens=training.position * per_step,
         validation_bits_per_byte=evaluations[-1] if evaluations else None,
-        unigram_bits_per_byte=unigram_entropy(training.corpus.validation),
+        unigram_bits_per_byte=_unigram_bits(training.corpus),
         tokens_per_second=per_step / statistics.median(seconds) if seconds else 0.0,
         seconds=sum(seconds),
         parameters=training.parameters,

@@ -1,5 +1,7 @@
 """The folder of a run: `config.json`, `metrics.jsonl`, `checkpoint.pt`, `curve.png`, `tuples.json`.
 
+Of several processes, `checkpoint-STEP/` stands in the place of `checkpoint.pt` (`axes.tasks.shards`).
+
 Every file but the log is replaced whole (`axes.files`). The log is only appended to; lines of steps that a resumed run
 will repeat are cut off first. Several files change together by a folder `.new` beside them: once it is whole it is
 called `.ready`, and whoever comes next moves its files into their places if its writer did not. One process at a time
@@ -26,6 +28,7 @@ from filelock import FileLock, Timeout
 
 from axes.errors import AxesError
 from axes.files import explained, is_temporary, open_for_writing, replacing, sync, write_json, write_text
+from axes.tasks import shards
 
 FORMAT = "axes-run"
 VERSION = 1
@@ -115,7 +118,11 @@ class RunFolder:
             self._require_free(overwrite)  # now that nobody else writes
             yield new
             write_text(new.metrics, "")
+            once = not new.checkpoint.exists()
         self.curve.unlink(missing_ok=True)
+        shards.remove(self.path)
+        if once:  # several processes write the first one together
+            self.checkpoint.unlink(missing_ok=True)
 
     @contextmanager
     def changing(self) -> Iterator[RunFolder]:
@@ -158,7 +165,8 @@ class RunFolder:
         if not self.path.is_dir():
             return
         own = {_NEW, _LOCK, _HOLDER}
-        kept = [f for f in self.path.iterdir() if f.name not in own and not self._left_over(f)]
+        left = (f for f in self.path.iterdir() if f.name not in own and not shards.unfinished(f.name))
+        kept = [f for f in left if not self._left_over(f)]
         if not kept:
             return
         if not overwrite:
@@ -200,12 +208,15 @@ class RunFolder:
             torch.save(payload, file)
 
     def read_checkpoint(self, device: torch.device | str = "cpu") -> Record:
-        """What `write_checkpoint` was given; nothing in the file is executed (`weights_only=True`).
+        """What `write_checkpoint` was given; nothing in the file is executed (`weights_only=True`). Of a checkpoint of
+        several processes, all but the optimizer.
 
         Raises:
             AxesError: no checkpoint, a damaged one, or one of another program.
         """
         self._require_settled()
+        if not self.checkpoint.is_file() and (place := shards.latest(self.path)) is not None:
+            return {**shards.numbers_of(place), "model": shards.whole_model(place)}
         if not self.checkpoint.is_file():
             raise AxesError(f"{self.path} has no checkpoint.pt: begin it again with --overwrite")
         try:

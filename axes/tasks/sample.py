@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -34,9 +34,9 @@ def load_model(
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel, prompt: bytes, tokens: int, temperature: float = 1.0, seed: int = 0
+    model: LanguageModel, prompt: Sequence[int], tokens: int, temperature: float = 1.0, seed: int = 0
 ) -> Iterator[int]:
-    """Bytes that continue the prompt, each drawn as soon as the one before is known.
+    """Tokens that continue the prompt, bytes of a run on text, each drawn as soon as the one before is known.
 
     The prompt goes through `step` as well: memory does not grow with length unless the layer's memory is a list.
 

@@ -9,20 +9,33 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
-from axes import catalogue
+from axes import catalogue, parallel
 from axes.errors import AxesError, NotFiniteError
+from axes.models.flops import training_flops
 from axes.models.language_model import LanguageModel, Logits, state_bytes
 from axes.models.options import accepted_options
 from axes.tasks.batches import training_batch, validation_batches
 from axes.tasks.configuration import Configuration
-from axes.tasks.corpus import Corpus
+from axes.tasks.corpus import Corpus, as_tokens
+from axes.tasks.machine import peak_flops
+from axes.tasks.processes import Processes
 from axes.tasks.schedules import Schedule
+
+_MANY = 4096  # tokens in a vocabulary from which on logits of all are not kept
 
 
 @final
@@ -32,9 +45,10 @@ class Training:
     Args:
         configuration: every setting.
         corpus: the text, from `configuration.corpus()`.
+        processes: those of torchrun, all of which step together; None for this one alone.
     """
 
-    def __init__(self, configuration: Configuration, corpus: Corpus) -> None:
+    def __init__(self, configuration: Configuration, corpus: Corpus, processes: Processes | None = None) -> None:
         configuration.require_machine()
         corpus.require(configuration.context)
         if configuration.threads:
@@ -42,9 +56,14 @@ class Training:
         torch.manual_seed(configuration.seed)
         self.configuration = configuration
         self.corpus = corpus
-        self.device = configuration.torch_device()
+        self.processes = processes
+        self.device = configuration.torch_device() if processes is None else processes.device
+        self._require_shares()
         self.model = LanguageModel(configuration.architecture(), device=self.device, dtype=configuration.torch_dtype())
+        if processes is not None:
+            processes.shard(self.model)
         self._network: nn.Module = Logits(self.model)
+        self.named: nn.Module = self._network  # by whose names checkpoints of several processes call parameters
         self.optimizer = make_optimizer(configuration, self._network)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._schedule())
         self.position = 0  # steps taken
@@ -57,15 +76,52 @@ class Training:
         return self.position >= self.configuration.steps
 
     @property
+    def leads(self) -> bool:
+        """Whether this process writes and reports."""
+        return self.processes is None or self.processes.leads
+
+    def _require_shares(self) -> None:
+        settings, processes = self.configuration, self.processes
+        segments, replicas = settings.sequence_parallel, 1 if processes is None else processes.replicas
+        if processes is None and segments > 1:
+            raise AxesError(
+                f"sequence-parallel {segments} needs as many processes: torchrun --nproc-per-node {segments} -m axes "
+                "train ..."
+            )
+        if settings.batch % (settings.accumulate * replicas):
+            raise AxesError(
+                f"batch {settings.batch} is no multiple of {settings.accumulate} (accumulate) times {replicas} "
+                "(processes with windows of their own): choose another batch"
+            )
+        if settings.context % segments:
+            raise AxesError(f"context {settings.context} is no multiple of sequence-parallel {segments}")
+
+    def throughput(self, seconds: float) -> dict[str, float]:
+        """Tokens a second of all processes, and the share of their peak that the model's operations are (MFU)."""
+        speed = self.configuration.batch * self.configuration.context / seconds
+        peak = 1e12 * self.configuration.peak or peak_flops(self.device, self.configuration.dtype)
+        if not peak:
+            return {"tokens_per_second": speed}
+        devices = 1 if self.processes is None else self.processes.size
+        return {"tokens_per_second": speed, "mfu": speed * self.flops_per_token / (peak * devices)}
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        return training_flops(self.model, self.configuration.context)
+
+    @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def loss(self, windows: Tensor) -> Tensor:
-        """Mean negative log-likelihood per byte, in nats.
+        """Mean negative log-likelihood per token, in nats.
 
         Args:
             windows: (B, context + 1) integers.
         """
+        if self.configuration.vocabulary >= _MANY and not self.configuration.compile:
+            with self._autocast():
+                return self.model.loss(windows)
         with self._autocast():
             logits = self._network(windows[:, :-1])
         wide = torch.promote_types(logits.dtype, torch.float32)
@@ -83,11 +139,11 @@ class Training:
         rate = float(self.scheduler.get_last_lr()[0])
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(windows.to(self.device))
-        loss.backward()
+        loss = self._backward(windows)
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        value, size = torch.stack([loss.detach().double(), norm.double()]).tolist()  # the step's one wait
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        value, size = torch.stack([loss.double(), whole.double()]).tolist()  # the step's one wait
         if not (math.isfinite(value) and math.isfinite(size)):
             raise self._not_finite(value)
         if settings.clip:
@@ -95,7 +151,26 @@ class Training:
         self.optimizer.step()
         self.scheduler.step()
         self.position += 1
-        return {"loss": value, "bits_per_byte": value / math.log(2.0), "gradient_norm": size, "lr": rate}
+        return {"loss": value, "bits_per_byte": self._bits(value), "gradient_norm": size, "lr": rate}
+
+    def _backward(self, windows: Tensor) -> Tensor:
+        """The loss of all windows, its gradient in the parameters; part by part, of equal sizes."""
+        parts = windows.chunk(self.configuration.accumulate)
+        total: Tensor | None = None
+        for n, part in enumerate(parts):
+            if self.processes is not None:
+                part = self.processes.own(part)
+                self.model.set_requires_gradient_sync(n == len(parts) - 1)  # type: ignore[operator]
+            loss = self.loss(part.to(self.device))
+            loss = loss if len(parts) == 1 else loss / len(parts)
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total if self.processes is None else self.processes.mean(total)
+
+    def _bits(self, nats: float) -> float:
+        """Bits per byte of nats per token."""
+        return nats / math.log(2.0) / self.corpus.bytes_per_token
 
     @torch.no_grad()
     def validation_bits_per_byte(self) -> float:
@@ -105,22 +180,39 @@ class Training:
         for windows in validation_batches(
             self.corpus.validation, settings.validation_windows, settings.batch, settings.context
         ):
-            total += self.loss(windows.to(self.device)).item() * len(windows)
+            total += self._mean_loss(windows) * len(windows)
             count += len(windows)
-        return total / count / math.log(2.0)
+        return self._bits(total / count)
+
+    def _mean_loss(self, windows: Tensor) -> float:
+        """Of windows, over all processes, all of which make as many calls."""
+        if self.processes is None:
+            return self.loss(windows.to(self.device)).item()
+        short = -len(windows) % self.processes.replicas
+        every = torch.cat((windows, windows[-1:].expand(short, -1))) if short else windows
+        mine = self.processes.own(every)
+        first = self.processes.replica * len(mine)
+        real = max(0, min(len(windows) - first, len(mine)))  # windows that are no repetition of the last one
+        loss = self.loss((mine[:real] if real else mine).to(self.device)) * real
+        return self.processes.mean(loss).item() * self.processes.replicas / len(windows)
 
     @torch.no_grad()
     def state_bytes(self) -> int:
         """Bytes that the sequence layers remember after one window."""
         self.model.eval()
-        window = self.corpus.validation[: self.configuration.context].long()[None]
-        with self._autocast():
-            return state_bytes(self.model(window.to(self.device))[1])
+        window = as_tokens(self.corpus.validation[: self.configuration.context])[None]
+        parallel.whole(self.model)  # a part of a sequence has no state
+        try:
+            with self._autocast():
+                return state_bytes(self.model(window.to(self.device))[1])
+        finally:
+            if self.processes is not None:
+                self.processes.split(self.model)
 
     def require_finite_parameters(self) -> None:
         """Raise rather than let a checkpoint hold a value that is not a number."""
         for name, parameter in self.model.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
+            if not _finite(parameter):
                 raise NotFiniteError(
                     f"after step {self.position} the parameter {name!r} is not finite; the last checkpoint is kept; "
                     f"try a lower --lr than {self.configuration.learning_rate():g}"
@@ -128,18 +220,55 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step depends on, as plain containers of tensors."""
-        generators = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            generators["cuda"] = torch.cuda.get_rng_state(self.device)
+        return {
+            **self.numbers(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generators": self.generators(),
+        }
+
+    def numbers(self) -> dict[str, Any]:
+        """Of `state_dict`, what every process has."""
         return {
             "configuration": self.configuration.as_dict(),
             "corpus": self.corpus.provenance.sha256,
             "position": self.position,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
-            "generators": generators,
         }
+
+    def generators(self) -> dict[str, Tensor]:
+        generators = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state(self.device)
+        return generators
+
+    def sharded(self) -> dict[str, Any]:
+        """Of `state_dict`, what processes hold shards of, by name: for `torch.distributed.checkpoint`."""
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.named, self.optimizer),
+        }
+
+    def load_sharded(self, state: dict[str, Any], numbers: dict[str, Any]) -> None:
+        """Continue from `sharded`, read into place, and `numbers` with the `generators` of this process."""
+        self._require_text(numbers)
+        set_model_state_dict(self.model, state["model"])
+        set_optimizer_state_dict(self.named, self.optimizer, state["optimizer"])
+        self.scheduler.load_state_dict(numbers["scheduler"])
+        self.position = int(numbers["position"])
+        self._set_generators(numbers["generators"])
+
+    def _set_generators(self, generators: dict[str, Tensor]) -> None:
+        torch.set_rng_state(generators["cpu"].cpu())
+        if self.device.type == "cuda" and "cuda" in generators:
+            torch.cuda.set_rng_state(generators["cuda"].cpu(), self.device)
+
+    def _require_text(self, state: dict[str, Any]) -> None:
+        if state.get("corpus") != self.corpus.provenance.sha256:
+            raise AxesError(
+                "the checkpoint was trained on another text than the one here "
+                f"({self.corpus.provenance}): another Python version, or files that have changed since"
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned.
@@ -147,19 +276,13 @@ class Training:
         Raises:
             AxesError: the state is of another text or of another model.
         """
-        if state.get("corpus") != self.corpus.provenance.sha256:
-            raise AxesError(
-                "the checkpoint was trained on another text than the one here "
-                f"({self.corpus.provenance}): another Python version, or files that have changed since"
-            )
+        self._require_text(state)
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.scheduler.load_state_dict(state["scheduler"])
             self.position = int(state["position"])
-            torch.set_rng_state(state["generators"]["cpu"].cpu())
-            if self.device.type == "cuda" and "cuda" in state["generators"]:
-                torch.cuda.set_rng_state(state["generators"]["cuda"].cpu(), self.device)
+            self._set_generators(state["generators"])
         except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())
             raise AxesError(f"the checkpoint does not fit the run's configuration: {reason[:300]}") from None
@@ -209,12 +332,18 @@ class Training:
             f"{self.configuration.learning_rate():g}, a longer --warmup or a smaller --clip"
         )
         for name, parameter in self.model.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
+            if not _finite(parameter):
                 return NotFiniteError(f"step {step}: the parameter {name!r} is not finite; {advice}")
         for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            if parameter.grad is not None and not _finite(parameter.grad):
                 return NotFiniteError(f"step {step}: the gradient of {name!r} is not finite (loss {loss:g}); {advice}")
         return NotFiniteError(f"step {step}: the loss is {loss:g} or the gradients' norm overflows; {advice}")
+
+
+def _finite(x: Tensor) -> bool:
+    """On all processes, for what is sharded."""
+    x = x.detach()
+    return bool(torch.isfinite(x.full_tensor() if isinstance(x, DTensor) else x).all())
 
 
 def make_optimizer(configuration: Configuration, model: nn.Module) -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ the update and raises AssertionError.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 import types
@@ -39,8 +40,8 @@ def check_pickle(update: StateUpdate) -> None:
 
 
 def check_repr(update: StateUpdate) -> None:
-    """The repr is the declaration: evaluated among the parts it gives an equal tuple."""
-    again = eval(repr(update), dict(NAMES))
+    """The repr is the declaration: evaluated among the parts, those of others too, it gives an equal tuple."""
+    again = eval(repr(update), {**NAMES, **{cls.__name__: cls for cls in _classes(update)}})
     assert again == update, f"{again!r} is not {update!r}"
     assert repr(again) == repr(update)
 
@@ -141,6 +142,16 @@ def checks(instance: object) -> Iterator[tuple[Check, str | None]]:
         if check is check_routes and not update.parts().memory.keyed:
             continue
         yield check, excuses.get(check.__name__)
+
+
+def _classes(part: object) -> Iterator[type]:
+    """The classes of a part and of all that is in it."""
+    if isinstance(part, Declared):
+        yield type(part)
+        for field in dataclasses.fields(part):  # type: ignore[arg-type]
+            yield from _classes(getattr(part, field.name))
+    for inner in part if isinstance(part, tuple) else ():
+        yield from _classes(inner)
 
 
 def _names(modules: Iterable[types.ModuleType]) -> Mapping[str, object]:

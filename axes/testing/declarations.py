@@ -72,15 +72,16 @@ def _is_neutral(monoid: Monoid) -> None:
     """At its neutral rates, and at open gates, the state is kept."""
     at, signal = monoid.neutral(), {name: _random(i, _SIZE) for i, name in enumerate(sorted(monoid.signals()))}
     given: dict[str, Tensor | float] = {**signal}
-    state = _random(50, _SIZE, _SIZE)
+    slots = next((r.size for r in monoid.rates() if isinstance(r, Per) and r.size is not None), _SIZE)
+    state = _random(50, slots, _SIZE)
     for name, value in at.items():
         given[name] = value.identity_logits(state[0], _LOW) if isinstance(value, Geometry) else state[0] * 0 + value
     for rate in monoid.rates():
-        if isinstance(rate, Per) and rate.shape in _SHAPES:
+        if isinstance(rate, Per) and (rate.shape in _SHAPES or rate.size is not None):
             value = at.get(rate.name, 1.0)
             assert not isinstance(value, Geometry), f"{monoid!r}: {rate.name!r} has no logits"
             level = float(torch.tensor(value).log()) if rate.domain == "unit" else value
-            given[rate.name] = state.new_full(_SHAPES[rate.shape], level)
+            given[rate.name] = state.new_full(_SHAPES.get(rate.shape, (slots,)), level)
     kept = monoid.element(given, 1.0, state).act(state)
     torch.testing.assert_close(kept, state, rtol=1e-6, atol=1e-6, msg=f"{monoid!r} is not the identity at {at}")
 

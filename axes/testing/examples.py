@@ -57,7 +57,7 @@ def example(
             x = x * (0.6 + 0.4 * torch.sigmoid(draw("size of k", (1,))))
         signal[name] = x if unit or name in ("v", "q", "g") else 0.3 * x
     for rate in {rate for update in updates for rate in update.demands()}:
-        x = draw(rate.name, extent(rate.shape, d_k, d_v))
+        x = draw(rate.name, extent(rate, d_k, d_v))
         if rate.domain == "unit":
             x = torch.nn.functional.logsigmoid(x)
         elif rate.domain == "positive":

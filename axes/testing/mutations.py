@@ -61,6 +61,7 @@ _MONOIDS: tuple[Monoid, ...] = (
     monoids.Decay(0.2),
     monoids.Diagonal("mutated_key_gate"),
     monoids.Diagonal("mutated_row_gate", "row"),
+    monoids.Diagonal(Per("mutated_pair_gate", "pair", "unit"), "pair"),
     monoids.Hadamard("mutated_square_gate"),
     monoids.Rotation(),
     monoids.Householder(0.5, "mutated_w"),
@@ -74,6 +75,7 @@ _MEMORIES: tuple[Memory, ...] = (
     memory.LayerNormMatrix(),
     memory.MLP(2),
     memory.List(),
+    memory.Bounded(3),
 )
 _OTHERS: Mapping[str, tuple[object, ...]] = {
     "cost": _COSTS,

@@ -1,16 +1,31 @@
-"""`axes transfer`: the experiments as pairs of tuples."""
+"""`axes transfer`: the experiments as pairs of tuples, their runs, and what these say."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any, cast
 
+import torch
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from axes.transfer import experiments
+from axes.errors import AxesError, UnknownName
+from axes.files import write_text
+from axes.moves import Axis
+from axes.transfer import experiments, own, pictures, report
+from axes.transfer.folder import ResultsFolder
+from axes.transfer.plan import QUICK, Plan, planned
+from axes.transfer.results import compile_folder
+from axes.transfer.running import run as run_plan
+from axes.transfer.trials import trial
 
 app = typer.Typer(name="transfer", help="A method known on one axis, tried on another.", no_args_is_help=True)
+_INTERRUPTED = 130
 
 
 @app.command(name="list")
@@ -18,8 +33,116 @@ def list_(
     names: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="As S1; all if none.")] = None,
 ) -> None:
     """Every experiment: what is asked, the tuple of the arm, and what its control has in the place of what moved."""
-    console = Console()
     table = Table("id", "on", "question", "from", "what moved: control -> arm", show_lines=True)
     for e in experiments.find(tuple(names or ())):
         table.add_row(e.id, e.axis, e.question, e.source, "\n".join(map(str, e.moved)))
-    (console if console.is_terminal else Console(width=160)).print(table)
+    _console(160).print(table)
+
+
+@app.command()
+def run(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="As S1; all if none.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="That are compared: 6, with --quick 3.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where results go, and go on. Default: runs/transfer[-quick].")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"Small sizes: {', '.join(QUICK)} in minutes on 2 CPUs, without verdicts.")
+    ] = False,
+    workers: Annotated[int | None, typer.Option(help="Processes: the CPUs, at most 8; on a GPU 4 share it.")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="Only these tasks, in the place of an experiment's own.")
+    ] = None,
+    update: Annotated[
+        str | None, typer.Option(metavar="MODULE:TUPLE", help="A tuple of your own, as mine:UPDATE of ./mine.py.")
+    ] = None,
+    axis: Annotated[str, typer.Option(help="Of --update: data, sequence or depth.")] = "sequence",
+    against: Annotated[str | None, typer.Option(help="Control of --update, a name of `axes list`.")] = None,
+    capture: Annotated[
+        str, typer.Option(help="none; graph: a training step as one CUDA graph (not yet run on a GPU).")
+    ] = "none",
+) -> None:
+    """Train arms and controls on the same batches and compare them; a run that was stopped or killed goes on."""
+    mine = None
+    if update is not None:
+        if against is None:
+            raise AxesError("--update needs what it is compared with: --against NAME, a name of `axes list`")
+        name = update.partition(":")[2]
+        mine = own.own(own.tuple_of(update), cast(Axis, axis), against, tuple(task or ()), name)
+    elif against is not None:
+        raise AxesError("--against is the control of --update: give both, or experiments by id")
+    form = "quick" if quick else "whole"
+    for each in task or ():
+        trial(each, form)
+    plan = planned(tuple(names or ()), mine, quick, seeds, str(_device(device)), cast(Any, capture), tuple(task or ()))
+    folder = out if out is not None else Path("runs") / ("transfer-quick" if quick else "transfer")
+    count = workers if workers is not None else 4 if device.startswith("cuda") else min(8, os.cpu_count() or 1)
+    command = shlex.join(["axes", *sys.argv[1:]])
+    console = _console(100)
+    try:
+        results = _with_progress(plan, folder, count, command, console)
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; finished runs are kept, the same command goes on: {folder}", err=True)
+        raise typer.Exit(_INTERRUPTED) from None
+    _written(results, ResultsFolder(folder), console)
+
+
+@app.command(name="report")
+def report_(
+    folder: Annotated[Path, typer.Argument(help="Of `axes transfer run`.")],
+    docs: Annotated[Path | None, typer.Option(metavar="FILE", help="Also as a page, as docs/transfer.md.")] = None,
+) -> None:
+    """Say again what the runs of a folder say: transfer.json, a table, pictures and a page."""
+    if docs is not None and not docs.parent.is_dir():
+        raise AxesError(f"cannot write {docs}: the folder {docs.parent} does not exist")
+    found = ResultsFolder(folder)
+    found.plan()
+    with found.held():
+        results = compile_folder(found)
+    _written(results, found, _console(100))
+    if docs is not None:
+        write_text(docs, report.markdown(results))
+
+
+def _written(results: dict[str, Any], folder: ResultsFolder, console: Console) -> None:
+    """Tables on the terminal, and files beside transfer.json."""
+    for table in report.tables(results):
+        console.print(table)
+    if results["verdicts"]:
+        console.print(results["verdicts"], markup=False)
+    write_text(folder.path / "transfer.html", report.page(results))
+    pictures.save(pictures.heat_map(results), folder.path / "heat-map.png")
+    pictures.save(pictures.curves(results), folder.path / "curves.png")
+    console.print(f"page: {folder.path / 'transfer.html'}; numbers: {folder.results}", markup=False, soft_wrap=True)
+
+
+def _with_progress(plan: Plan, folder: Path, workers: int, command: str, console: Console) -> dict[str, Any]:
+    columns = (
+        TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=plan.runs_in_all())
+
+        def watch(what: str, done: int, of: int) -> None:
+            bar.update(task, completed=done, total=of, description=what)
+
+        return run_plan(plan, folder, workers, watch, command)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UnknownName("device", name, ("cpu", "cuda", "cuda:0")) from None
+    if device.type not in ("cpu", "cuda"):
+        raise AxesError(f"device {name!r} is not supported: use cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise AxesError(f"device {name!r} is not available: torch sees {torch.cuda.device_count()} CUDA devices here")
+    return device
+
+
+def _console(width: int) -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=width)

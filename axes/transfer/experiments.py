@@ -7,13 +7,13 @@ field goes with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
 
 from axes import catalogue
 from axes.core.algorithms import Step
-from axes.core.costs import Alignment, Linear, SquaredError
+from axes.core.costs import Alignment, Huber, Linear, SquaredError
 from axes.core.geometry import Euclidean, Whiten
 from axes.core.memory import Matrix
 from axes.core.monoids import Householder, Identity, Rotation, Scalar
@@ -21,8 +21,18 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
 from axes.moves import Axis, Difference, differences, replaced
+from axes.sequence import DeltaNet, DeltaNetReflective
+from axes.sequence.blocks import Block, Standard
+from axes.sequence.predicted import FrankWolfe
+from axes.transfer.systems import System
 
 RECALL, COPY, TEXT, DIGITS, LAYERS = "multi-query-recall", "selective-copy", "text", "digits", "deep-narrow"
+NOISY, FLIPPED, PARITY = "noisy-recall", "flipped-labels", "parity"
+TASKS: dict[Axis, tuple[str, ...]] = {  # what can be asked on an axis
+    "data": (DIGITS, TEXT, FLIPPED),
+    "sequence": (RECALL, COPY, NOISY, "fuzzy-recall", "memorisation", PARITY, "modular-sum", "permutations", TEXT),
+    "depth": (TEXT, LAYERS),
+}
 
 
 @final
@@ -31,7 +41,10 @@ class Experiment:
     """What moved, from where, onto which axis; the arm, and what its control has in the place of what moved.
 
     without: values by path (`axes.moves.replaced`) that make the control of the arm.  margin: differences up to it do
-    not matter, in the unit of the first task's metric.
+    not matter, in the unit of a task's metric: 2 points of accuracy, 0.02 bits a byte.  block, against: around the
+    arm's sequence layer, and around the control's if it needs another.  schedules: of the learning rate of arm and
+    control.  forget: of the arm, where its tuple has a decay of weights that is what moved.  shared: layers have one
+    set of weights.
     """
 
     id: str
@@ -42,6 +55,11 @@ class Experiment:
     without: tuple[tuple[str, Any], ...]
     tasks: tuple[str, ...]
     margin: float = 0.02
+    block: Block | None = None
+    against: Block | None = None
+    schedules: tuple[str, str] = ("cosine", "cosine")
+    forget: float = 0.0
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.control == self.arm:
@@ -50,6 +68,15 @@ class Experiment:
     @cached_property
     def control(self) -> StateUpdate:
         return replaced(self.arm, dict(self.without))
+
+    @cached_property
+    def systems(self) -> tuple[System, System]:
+        """Arm and control as they are trained."""
+        (first, second), shared = self.schedules, self.shared
+        return (
+            System(self.axis, self.arm, self.block, first, self.forget, shared),
+            System(self.axis, self.control, self.against or self.block, second, 0.0, shared),
+        )
 
     @property
     def moved(self) -> tuple[Difference, ...]:
@@ -62,27 +89,43 @@ def _of(name: str) -> StateUpdate:
     return update.normal()
 
 
+def _block(name: str) -> Standard:
+    block: Standard = catalogue.get(name, "sequence").cls.block
+    return block
+
+
 _WRITE, _FORGET = Per("beta"), Per("decay", "scalar", "unit")
 _SQUARES = StateUpdate(Linear(of="square"), monoid=Scalar(0.95), algorithm=Step(0.05, debias=True))
 _ADAM = StateUpdate(Linear(), Whiten((_SQUARES,), eps=1e-4), Scalar(0.9))
+_PLAIN = replaced(_of("rotational-momentum"), {"algorithm.via[0].monoid": Scalar(0.9)})
+# a threshold of every token would have a matrix of weights that the control has not
+_BOUNDED = replaced(_of("yaad-matrix"), {"cost": Huber()})
+# without the direction's length of one, a step of 1 reaches what is written: the ball's radius goes with it
+_CLOSER = replace(_block("frank-wolfe-delta"), charts=(("decay", FrankWolfe("beta", radius=1.0)),))
 _UNMOVED = (("monoid", Identity()),)  # the state stays as it is between two writes
 _NEW = (RECALL, COPY)
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("S1", "does the metric of recursive least squares help tokens recall?", "recursive-least-squares",
-               "sequence", _of("rls-net"), (("h", Euclidean()),), _NEW),
+               "sequence", _of("rls-net"), (("h", Euclidean()),), _NEW, block=_block("rls-net")),
     Experiment("S2", "does Muon's polar factor of a momentum buffer help tokens?", "muon",
-               "sequence", _of("muon-net"), (("algorithm.via[0].h", Euclidean()),), _NEW),
+               "sequence", _of("muon-net"), (("algorithm.via[0].h", Euclidean()),), _NEW,
+               block=_block("muon-net")),
     Experiment("S3", "does the polar factor of the state itself help tokens?", "muon",
-               "sequence", _of("muon-net-state"), (("h", Euclidean()), ("algorithm.lazy", True)), _NEW),
+               "sequence", _of("muon-net-state"), (("h", Euclidean()), ("algorithm.lazy", True)), _NEW,
+               block=_block("muon-net-state")),
     Experiment("S4", "does Adam's second moment help tokens?", "adam",
-               "sequence", _of("adam-net"), (("algorithm.via[0].h", Euclidean()),), _NEW),
+               "sequence", _of("adam-net"), (("algorithm.via[0].h", Euclidean()),), _NEW,
+               block=_block("adam-net")),
     Experiment("S5", "does the Frank-Wolfe direction help tokens?", "frank-wolfe",
-               "sequence", _of("frank-wolfe-delta"), (("algorithm.via", ()),), _NEW),
+               "sequence", _of("frank-wolfe-delta"), (("algorithm.via", ()),), _NEW,
+               block=_block("frank-wolfe-delta"), against=_CLOSER),
     Experiment("S6", "does Shampoo's metric help tokens beyond that of least squares?", "shampoo",
-               "sequence", _of("shampoo-net"), (("h", _of("rls-net").h),), _NEW),
+               "sequence", _of("shampoo-net"), (("h", _of("rls-net").h),), _NEW,
+               block=_block("shampoo-net")),
     Experiment("S7", "does Huber's cost help tokens?", "huber-regression",
-               "sequence", _of("yaad-matrix"), (("cost", SquaredError()),), ("noisy-recall", RECALL)),
+               "sequence", _BOUNDED, (("cost", SquaredError()),), (NOISY, RECALL),
+               block=_block("yaad-matrix")),
     Experiment("D1", "does a momentum that turns, as retention's state, help training?", "retnet",
                "data", _of("rotational-momentum"), (("algorithm.via[0].monoid", Scalar(0.9)),), (DIGITS, TEXT)),
     Experiment("D2", "does a momentum that reflects, as a delta rule of rate 2, help training?", "delta-net-reflective",
@@ -90,7 +133,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("D3", "do multiplicative steps, as a softmax memory's, help training?", "softmax-attention",
                "data", _of("signed-eg"), (("h", Euclidean()),), (DIGITS,)),
     Experiment("D4", "does Huber's cost help where 10 % of the labels are wrong?", "yaad-matrix",
-               "data", _of("huber-regression"), (("cost.cost", SquaredError()),), ("flipped-labels",)),
+               "data", _of("huber-regression"), (("cost.cost", SquaredError()),), (FLIPPED,)),
+    Experiment("D5", "does a decay as ALiBi's bias of distance help training in the place of annealing?",
+               "alibi", "data", _PLAIN, (("monoid", Identity()),), (DIGITS, TEXT), schedules=("constant", "cosine"),
+               forget=1.0),
     Experiment("L1", "does the erase of a delta rule help layers?", "delta-net",
                "depth", StateUpdate(Alignment(), monoid=Householder(Per("erase"))), _UNMOVED, (TEXT, LAYERS)),
     Experiment("L2", "does forgetting help layers?", "mamba2",
@@ -103,7 +149,36 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("L5", "do mixing matrices that keep lengths, as turns of tokens do, help layers?", "rope",
                "depth", _of("jpmhc"), _UNMOVED, (TEXT, LAYERS)),
     Experiment("L6", "does a turning state tell layers with shared weights where they are?", "rope",
-               "depth", StateUpdate(Alignment(), monoid=Rotation()), _UNMOVED, (TEXT, LAYERS)),
+               "depth", StateUpdate(Alignment(), monoid=Rotation()), _UNMOVED, (TEXT, LAYERS), shared=True),
+)  # fmt: skip
+
+
+@final
+@dataclass(frozen=True)
+class Calibration:
+    """A comparison whose outcome is known: what is measured is not believed unless it comes out.
+
+    helps: whether the arm must be better by more than `least`; else neither may be better by more than the margin.
+    """
+
+    id: str
+    question: str
+    arm: System
+    control: System
+    task: str
+    helps: bool = True
+    least: float = 0.1
+
+
+_DELTA = System("sequence", DeltaNet.update, DeltaNet.block)
+_COUNTS = System("sequence", DeltaNetReflective.update, DeltaNetReflective.block)
+CALIBRATIONS: tuple[Calibration, ...] = (
+    Calibration("parity", "eigenvalues in [-1, 1] against [0, 1] count modulo two",
+                _COUNTS, _DELTA, PARITY),
+    Calibration("recall", "the delta rule against linear attention recalls",
+                _DELTA, replace(_DELTA, update=replaced(DeltaNet.update, {"cost": Alignment()})), RECALL),
+    Calibration("null", "a system against itself, from other initial parameters",
+                replace(_COUNTS, draw=1), _COUNTS, PARITY, helps=False),
 )  # fmt: skip
 
 

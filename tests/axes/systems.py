@@ -49,6 +49,7 @@ from axes.core.geometry import (
     Whiten,
 )
 from axes.core.memory import MLP, Entries, LayerNormMatrix, List, Slots
+from axes.core.memory import Bounded as BoundedMemory
 from axes.core.monoids import (
     DPLR,
     Decay,
@@ -133,6 +134,19 @@ CHAINS = {
         ),
     ),
     "rotation": StateUpdate(Alignment(), monoid=Rotation(Per("angle", "pair", "real"))),
+    "complex gates": StateUpdate(
+        Alignment(),
+        monoid=Product((Diagonal(Per("pair_decay", "pair", "unit"), "pair"), Rotation(Per("angle", "pair", "real")))),
+        algorithm=Step(BETA),
+    ),
+    "gates of pairs, a delta rule": StateUpdate(
+        SquaredError(),
+        monoid=Product((Rotation(100.0), Diagonal(Per("pair_decay", "pair", "unit"), "pair"), Scalar("decay"))),
+        algorithm=Step(BETA, at="gated"),
+    ),
+    "normalised, gates of pairs": StateUpdate(
+        Alignment(), monoid=Diagonal(Per("pair_decay", "pair", "unit"), "pair"), algorithm=Step(debias=True)
+    ),
     "rotated delta": StateUpdate(
         SquaredError(), monoid=Product((Scalar("decay"), Rotation(100.0))), algorithm=Step(BETA, at="gated")
     ),
@@ -217,6 +231,24 @@ ATTENTION = {
     "list as matrix": StateUpdate(Alignment(), Euclidean(), Scalar("decay"), Step(BETA), memory=List(scale=1.0)),
     "rotated list as matrix": StateUpdate(
         Alignment(), Euclidean(), Product((Scalar("decay"), Rotation())), Step(BETA), memory=List(scale=1.0)
+    ),
+}
+
+# Bounded memories: two chains with h between them.
+SLOT_DECAY, SLOT_WRITE = Per("slot_decay", "own", "unit", size=5), Per("slot_write", "own", size=5)
+PASSES = {
+    "gated slots": StateUpdate(
+        Alignment(), Entropic(), Diagonal(SLOT_DECAY, "slot"), Step(SLOT_WRITE), memory=BoundedMemory(5)
+    ),
+    "slots as means": StateUpdate(
+        Alignment(), Entropic(), Scalar(0.9), Step(SLOT_WRITE, debias=True), BoundedMemory(5, scale=None)
+    ),
+    "forgetting slots, a floor": StateUpdate(
+        Alignment(),
+        Entropic(mass=None),
+        Product((Scalar("decay"), Diagonal(SLOT_DECAY, "slot"))),
+        Step(BETA, debias=True, floor=0.3),
+        memory=BoundedMemory(5, scale=None),
     ),
 }
 
@@ -371,7 +403,7 @@ SEQUENTIAL = {
     "rotated spectral": StateUpdate(Alignment(), Spectral("polar"), Rotation(Per("angle", "pair", "real")), Step(BETA)),
 }
 
-KEYED = {**CHAINS, **EARLY, **SEVERAL, **ATTENTION, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
+KEYED = {**CHAINS, **EARLY, **SEVERAL, **ATTENTION, **PASSES, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
 
 # Updates of a parameter: the gradient is given.
 DATA = {

@@ -157,11 +157,17 @@ def test_robust_cost_is_the_worst_shift_of_the_value(seed):
     torch.testing.assert_close((e - attained).square().sum(-1) / 2, worst, rtol=1e-13, atol=0)
 
 
+def test_an_l_1_cost_has_no_mean() -> None:
+    with pytest.raises(IllegalUpdate, match="mean_one divides by p and has no effect"):
+        Lp(1, mean_one=True)
+
+
 @pytest.mark.parametrize("p", [1.0, 1.25, 1.5, 1.9])
 @pytest.mark.parametrize("kappa", [10.0, 100.0])
 def test_tanh_smoothing_has_the_derived_error_and_slope(p, kappa):
     eps = 0.0 if p == 1 else 1e-6
-    smooth, exact = Lp(p, (kappa, eps), mean_one=True), Lp(p, smooth=None, mean_one=True)
+    mean = p > 1
+    smooth, exact = Lp(p, (kappa, eps), mean_one=mean), Lp(p, smooth=None, mean_one=mean)
     x = torch.linspace(-3, 3, 60001, dtype=torch.float64).unsqueeze(-1)
     zero = torch.zeros_like(x)
     error = (smooth.gradient(x, zero) - exact.gradient(x, zero)).abs().max()

@@ -1119,7 +1119,7 @@ def test_permutations_are_a_link_and_no_h() -> None:
         with pytest.raises(ShapeError, match=r"a logit for every permutation \(..., n!\), n <= 8"):
             h.primal(torch.zeros(shape))
     with pytest.raises(ShapeError, match="at most 8 keys have one"):
-        extent("permutation", 9, 4)
+        extent(Per("order", "permutation", "real"), 9, 4)
     with pytest.raises(IllegalUpdate, match="no inverse link"):
         h.dual(torch.eye(3))
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from axes import catalogue
+from axes.depth.base import Streams
 from axes.errors import AxesError, ShapeError, UnknownName
-from axes.models.language_model import Architecture, LanguageModel, RMSNorm, SwiGLU, state_bytes
+from axes.models.language_model import Architecture, Block, LanguageModel, RMSNorm, SwiGLU, state_bytes
 from tests.interpreter import interpret
 
 SMALL = {"layers": 2, "width": 32, "heads": 2}
@@ -23,7 +24,7 @@ EVERY = dict.fromkeys(
 )
 
 
-def build(sequence: str, depth: str, dtype: torch.dtype = torch.float64) -> LanguageModel:
+def build(sequence: str | tuple[str, ...], depth: str, dtype: torch.dtype = torch.float64) -> LanguageModel:
     torch.manual_seed(0)
     streams = {"denseformer": 5, "dynamic-dense": 5}.get(depth, 4)  # one for each output, and one for what enters
     model = LanguageModel(Architecture(sequence=sequence, depth=depth, streams=streams, **SMALL), dtype=dtype)
@@ -116,7 +117,59 @@ def test_same_seed_same_model() -> None:
         assert torch.equal(left, right)
 
 
+HYBRID = ("gated-delta-net", "softmax-attention")
+
+
+def test_every_layer_may_have_a_name_of_its_own() -> None:
+    model = build(HYBRID, "mhc")
+    assert [type(layer).name for layer in model.sublayers[::2]] == list(HYBRID)
+    alike = build("gated-delta-net", "mhc")
+    listed = build(("gated-delta-net",) * 2, "mhc")
+    listed.load_state_dict(alike.state_dict())
+    assert torch.equal(listed(tokens(2, 9))[0], alike(tokens(2, 9))[0])
+
+
+@pytest.mark.parametrize("sequence", ["gated-delta-net", HYBRID])
+def test_no_layer_sees_what_is_masked(sequence: str | tuple[str, ...]) -> None:
+    model, window = build(sequence, "mhc"), tokens(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :4] = False
+    hidden, state = model.hidden(model.embedding(window), mask=mask)
+    for row, first in enumerate((4, 0)):
+        alone, after = model.hidden(model.embedding(window[row : row + 1, first:]))
+        torch.testing.assert_close(hidden[row : row + 1, first:], alone, rtol=1e-9, atol=1e-9)
+    more = model.embedding(tokens(2, 12)[:, 9:])
+    torch.testing.assert_close(model.hidden(more, state)[0][1:], model.hidden(more[1:], after)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_packed_sequences_do_not_see_each_other() -> None:
+    model, window = build(HYBRID, "mhc"), tokens(1, 9)
+    hidden, _ = model.hidden(model.embedding(window), cu_seqlens=torch.tensor([0, 5, 9]))
+    for part in (slice(0, 5), slice(5, 9)):
+        alone = model.hidden(model.embedding(window[:, part]))[0]
+        torch.testing.assert_close(hidden[:, part], alone, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("depth", [entry.name for entry in catalogue.entries("depth")])
+def test_blocks_run_one_by_one_are_the_same_model(depth: str) -> None:
+    model, x = build("gated-delta-net", depth), torch.randn(2, 5, 32, dtype=torch.float64)
+    seen: list[Tensor] = []
+
+    def watched(block: Block, streams: Streams) -> Streams:
+        streams = block(streams)
+        seen.append(model.mixers[-1].reduce(streams))
+        return streams
+
+    hidden = model.hidden(x, around=watched)[0]
+    assert len(seen) == 2 and torch.equal(model.norm(seen[-1]), hidden) and not torch.equal(*seen)
+    torch.testing.assert_close(hidden, model.hidden(x)[0], rtol=1e-12, atol=1e-12)
+
+
 def test_bad_architectures_are_refused() -> None:
+    with pytest.raises(AxesError, match="one for each: 2 names are given for 3 layers"):
+        Architecture(HYBRID, layers=3)
+    with pytest.raises(UnknownName, match="did you mean softmax-attention"):
+        Architecture(("gated-delta-net", "softmax"), layers=2)
     with pytest.raises(AxesError, match="3 heads do not divide a width of 32"):
         Architecture(width=32, heads=3)
     with pytest.raises(AxesError, match="layers must be at least 1, got 0"):

@@ -30,12 +30,12 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "testing",
         "optim sequence depth",
         "catalogue",
-        "answers moves",
+        "answers moves symbols",
         "costs geometry monoids algorithms memory dispatch",
         "axes",
-        "models",
+        "models parallel",
         "tasks",
-        "claims bench transfer",
+        "claims bench transfer integrations",
         "cli",
         "__main__",
     )
@@ -51,15 +51,22 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "state_update", "reference", "derived", "chain",
     ),
     "routes": (
-        "choice", "given", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "spans", "finite",
-        "substitution", "gram", "cascade", "attention", "opaque",
+        "choice", "given", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "passes", "spans",
+        "finite", "substitution", "gram", "cascade", "attention", "opaque",
         "kernel_terms", "substitution_kernel", "token", "early", "several", "select", "dispatch", "frame",
     ),
-    "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks"),
+    "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks", "suite"),
     "optim": ("engine", "rules", "tools"),
 }  # fmt: skip
-# Beyond the declared dependencies: what comes with torch on a GPU or with the test extra, and who may import it.
-OPTIONAL = {"triton": {"kernels"}, "hypothesis": {"testing.strategies"}}
+# Beyond the declared dependencies: what comes with torch on a GPU or with an extra, and who may import it.
+OPTIONAL = {
+    "triton": {"kernels"},
+    "hypothesis": {"testing.strategies"},
+    "transformers": {"integrations.transformers"},
+    "tokenizers": {"integrations.transformers", "tasks.tokens"},
+    "datasets": {"tasks.tokens"},
+    "wandb": {"tasks.trackers"},
+}
 
 
 def place(dotted: str) -> tuple[str, str]:

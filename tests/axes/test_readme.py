@@ -22,6 +22,38 @@ def test_readme_has_its_four_examples() -> None:
     assert len(EXAMPLES) == 4
 
 
+def test_tables_fit_a_terminal() -> None:
+    """Those with figures; the list of names is rendered."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    figures = lines[: lines.index("## Installation")]
+    assert [line for line in figures if line.startswith("|") and len(line) > 80] == []
+
+
+def test_figures_are_those_of_the_benchmarks() -> None:
+    """README and docs/benchmarks.md quote docs/kernels.md and docs/optimizers.md; the first is rounded."""
+    texts = {n: (ROOT / n).read_text(encoding="utf-8") for n in ("README.md", *_QUOTED)}
+    for name in ("README.md", "docs/benchmarks.md"):
+        for layer in ("Gated DeltaNet", "DeltaNet", "GLA", "FoX"):
+            (ours, theirs), source = _cells(texts[name], layer), texts["docs/kernels.md"]
+            row = next(x for x in source.splitlines() if x.startswith(f"| {layer.replace(' ', '')}") and theirs in x)
+            assert all(figure in row for figure in (*ours.split(" / "), theirs)), (name, layer)
+    for rule in ("AdamW", "Lion", "Muon"):
+        (ours, theirs), (exact, other) = (_cells(texts[n], rule) for n in ("README.md", "docs/benchmarks.md"))
+        assert ours == f"{float(exact):.2f}" and theirs.split(",")[0] == f"{float(other):.2f}", rule
+        wanted = (f"| 302M float32 | {rule.lower()} | axes |", "|  |  | axes fused |")
+        rows = [x for x in texts["docs/optimizers.md"].splitlines() if exact in x or other in x]
+        assert any(row.startswith(wanted) for row in rows) and len(rows) >= 2, rule
+
+
+_QUOTED = ("docs/benchmarks.md", "docs/kernels.md", "docs/optimizers.md")
+
+
+def _cells(text: str, name: str) -> tuple[str, str]:
+    row = next(x for x in text.splitlines() if re.match(rf"\| {name} +\|", x))
+    ours, theirs = (cell.strip() for cell in row.split("|")[2:4])
+    return ours, theirs
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), {"__name__": "__main__"})

@@ -1,7 +1,6 @@
 """Systems against their papers' formulas in plain loops over tokens: outputs, states, gradients.
 
-An oracle reads the parameters of a layer and nothing else of the package. It returns the outputs before the output
-projection and the last state (d_v, d_k), or None where a state is a list.
+What an oracle is: `tests.oracles`. More rows: `test_rows_lists.py`, `test_rows_states.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from axes import sequence
 from axes.core import reference
@@ -31,77 +30,26 @@ from axes.routes import dispatch
 from axes.sequence import SequenceLayer, layer
 from axes.sequence.blocks import Standard
 from axes.testing.examples import example
-
-B, T, D, H = 2, 9, 16, 2
-Found = tuple[Tensor, Tensor | None]
-
-
-def make(cls: type[SequenceLayer], **options: Any) -> SequenceLayer:
-    module = cls(D, heads=H, dtype=torch.float64, **options)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(0.2 * torch.randn_like(p))
-    return module
-
-
-# ---- what blocks are made of
-
-
-def heads(x: Tensor, n: int = H) -> Tensor:
-    return x.unflatten(-1, (n, -1))
-
-
-def unit(x: Tensor) -> Tensor:
-    return x / x.norm(dim=-1, keepdim=True)
-
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-
-
-def convolved(x: Tensor, conv: Any) -> Tensor:
-    """A causal convolution by padding and shifting, then SiLU."""
-    weight = conv.weight[:, 0]
-    padded = F.pad(x, (0, 0, weight.shape[1] - 1, 0))
-    y = sum(weight[:, j] * padded[:, j : j + x.shape[1]] for j in range(weight.shape[1]))
-    return F.silu(y if conv.bias is None else y + conv.bias)
-
-
-def through(chart: nn.Module, x: Tensor) -> Tensor:
-    """A chart's projections."""
-    if chart.down is not None:
-        x = x @ chart.down.weight.T
-    return F.linear(x, chart.up.weight, chart.up.bias)
-
-
-def mamba_gate(chart: Any, x: Tensor) -> Tensor:
-    z = F.softplus(through(chart, x))
-    z = z if z.shape[-1] == H else heads(z)
-    return torch.exp(-chart.log_rate.exp() * z)
-
-
-def loop(q: Tensor, k: Tensor, v: Tensor, kept: Callable[[Tensor, int], Tensor]) -> Found:
-    """S = kept(S, t) + v k^T, o = S q over (B, T, H, d)."""
-    state, out = v.new_zeros(*v.shape[:1], v.shape[2], v.shape[-1], k.shape[-1]), []
-    for t in range(v.shape[1]):
-        state = kept(state, t) + torch.einsum("bhv,bhk->bhvk", v[:, t], k[:, t])
-        out.append(torch.einsum("bhvk,bhk->bhv", state, q[:, t]))
-    return torch.stack(out, 1), state
-
-
-def projected(p: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(heads(x @ w.weight.T) for w in (p.q_proj, p.k_proj, p.v_proj))  # type: ignore[return-value]
-
-
-def convolutions(p: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    names = ("q", "k", "v")
-    q, k, v = (heads(convolved(x @ getattr(p, f"{n}_proj").weight.T, getattr(p, f"{n}_conv"))) for n in names)
-    return unit(q), unit(k), v
-
-
-def root(q: Tensor) -> float:
-    return math.sqrt(q.shape[-1])
-
+from tests.oracles import (
+    B,
+    D,
+    Found,
+    H,
+    Oracle,
+    T,
+    check_formula,
+    convolutions,
+    convolved,
+    heads,
+    loop,
+    mamba_gate,
+    projected,
+    relative,
+    rms,
+    root,
+    through,
+    unit,
+)
 
 # ---- oracles: (module, x) -> outputs of the heads, state
 
@@ -318,7 +266,7 @@ def deltaformer(m: SequenceLayer, x: Tensor) -> Found:
     return torch.stack(out, 1), None
 
 
-ORACLES: dict[str, Callable[[SequenceLayer, Tensor], Found]] = {
+ORACLES: dict[str, Oracle] = {
     "gated-retention": gated_retention,
     "lightning-attention": lightning,
     "hgrn2": hgrn2,
@@ -338,31 +286,9 @@ ORACLES: dict[str, Callable[[SequenceLayer, Tensor], Found]] = {
 CLASSES = {cls.name: cls for cls in sequence.ALL}
 
 
-def out_projection(m: SequenceLayer) -> Tensor:
-    p = getattr(m.around, "plain", m.around)
-    weight: Tensor = getattr(p, "o_proj", getattr(p, "out_proj", None)).weight  # type: ignore[union-attr]
-    return weight
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).abs().max() / expected.abs().max().clamp_min(1)).item()
-
-
 @pytest.mark.parametrize("name", ORACLES)
 def test_a_system_is_its_papers_formula(name: str) -> None:
-    """Outputs, the last state, and the gradients of the input and of every parameter, to rounding."""
-    m = make(CLASSES[name])
-    x = torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
-    y, state = m(x)
-    heads_out, last = ORACLES[name](m, x)
-    expected = heads_out.flatten(2) @ out_projection(m).T
-    assert relative(y, expected) < 1e-10  # the block's unit vectors have 1e-12 beside their squared length
-    if last is not None:
-        assert state is not None and relative(state.memory.theta[0], last) < 1e-10
-    weight = torch.randn_like(y)
-    wanted = [x, *m.parameters()]
-    for a, b in zip(*(torch.autograd.grad((z * weight).sum(), wanted) for z in (y, expected)), strict=True):
-        assert relative(a, b) < 1e-9
+    check_formula(CLASSES[name], ORACLES[name])
 
 
 # ---- facts of the parts

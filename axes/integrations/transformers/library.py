@@ -1,0 +1,11 @@
+"""transformers, or one sentence that says how to install it."""
+
+from axes.integrations.extras import require_extra
+
+require_extra("axes.integrations.transformers", "transformers", "transformers")
+
+import transformers  # noqa: E402
+from transformers.cache_utils import Cache  # noqa: E402
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast  # noqa: E402
+
+__all__ = ["BaseModelOutputWithPast", "Cache", "CausalLMOutputWithPast", "transformers"]

@@ -1,0 +1,223 @@
+"""What the processes of a group send each other, with autograd: tails to the next, the last one's to all, heads for
+tokens.
+
+A gradient goes back the way its tensor came. Every process sums the losses of all: what it is given of a tensor that
+several hold is a share of the gradient, and the shares add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from axes.errors import AxesError, ShapeError, wrong_type
+
+
+@final
+class Group:
+    """A process group whose processes hold the segments of a sequence, in the order of their ranks."""
+
+    def __init__(self, processes: dist.ProcessGroup) -> None:
+        self.processes = processes
+        self.rank, self.size = dist.get_rank(processes), dist.get_world_size(processes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # connections are no part of what is copied
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def last(self) -> bool:
+        return self.rank == self.size - 1
+
+    @contextmanager
+    def _speaking(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # of gloo and of NCCL: a connection is closed, or nobody came in time
+            reason = " ".join(str(error).split())[:200]
+            raise AxesError(
+                f"process {self.rank} of {self.size} could not {what}: another process of the group is gone, does "
+                f"something else, or did not come before the group's timeout. Its own error says why ({reason})"
+            ) from error
+
+    def gathered(self, x: Tensor) -> list[Tensor]:
+        """What every process has; of one shape and dtype on all."""
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        with self._speaking("gather what the others hold"):
+            dist.all_gather(parts, x.contiguous(), group=self.processes)
+        return parts
+
+    def numbers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Whole numbers of every process; the host waits for them."""
+        return torch.stack(self.gathered(torch.tensor(values, device=device))).tolist()
+
+    def summed(self, x: Tensor) -> Tensor:
+        total = x.contiguous().clone()
+        with self._speaking("add up what all hold"):
+            dist.all_reduce(total, group=self.processes)
+        return total
+
+    def of_last(self, x: Tensor) -> Tensor:
+        """The last process's."""
+        received = x.contiguous().clone()
+        with self._speaking("receive from the last process"):
+            dist.broadcast(received, dist.get_global_rank(self.processes, self.size - 1), group=self.processes)
+        return received
+
+    def shifted(self, sent: Sequence[Tensor], by: int) -> list[Tensor]:
+        """What the process `by` ranks before this one has, zeros where there is none."""
+        received = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in sent]
+        held = [x.contiguous() for x in sent]
+        operations = []
+        for tensors, operation, other in ((held, dist.isend, self.rank + by), (received, dist.irecv, self.rank - by)):
+            if 0 <= other < self.size:
+                peer = dist.get_global_rank(self.processes, other)
+                operations += [dist.P2POp(operation, x, peer, self.processes) for x in tensors]
+        with self._speaking("exchange the ends of segments with its neighbours"):
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+        return received
+
+    def exchanged(self, sent: Tensor, to: list[int], by: list[int]) -> Tensor:
+        """Flat parts of these lengths, one to every process and one from every process."""
+        received = sent.new_empty(sum(by))
+        with self._speaking("exchange heads for tokens"):
+            dist.all_to_all_single(received, sent.contiguous(), by, to, group=self.processes)
+        return received
+
+
+def group_of(who: str, mesh: DeviceMesh | dist.ProcessGroup) -> Group:
+    """The group of a mesh of one dimension. Raises WrongType or ShapeError for anything else."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise AxesError(f"{who}: no processes: call torch.distributed.init_process_group, under torchrun, first")
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            names = mesh.mesh_dim_names or ()
+            raise ShapeError(f"{who}: the mesh has {mesh.ndim} dimensions {names}: give one of them, as mesh['name']")
+        return Group(mesh.get_group())
+    if isinstance(mesh, dist.ProcessGroup):
+        return Group(mesh)
+    raise wrong_type(who, "mesh", "a DeviceMesh of one dimension or a ProcessGroup", mesh)
+
+
+# ---- with gradients --------------------------------------------------------------------------------------------------
+
+
+def from_before(group: Group, first: Sequence[Tensor], sent: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What the process before sent; on the first process, `first`."""
+    return cast(tuple[Tensor, ...], _FromBefore.apply(group, *first, *sent))
+
+
+class _FromBefore(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        count = len(tensors) // 2
+        first, sent = tensors[:count], tensors[count:]
+        ctx.group = group
+        received = group.shifted(sent, 1)
+        return tuple(x.clone() for x in first) if group.first else tuple(received)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> Any:
+        sent = ctx.group.shifted(given, -1)
+        own = given if ctx.group.first else tuple(torch.zeros_like(x) for x in given)
+        return None, *own, *sent
+
+
+def of_last(group: Group, x: Tensor) -> Tensor:
+    """The last process's tensor, on every process."""
+    return cast(Tensor, _OfLast.apply(group, x))
+
+
+class _OfLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, x: Tensor) -> Tensor:
+        ctx.group = group
+        return group.of_last(x)
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> Any:
+        total = ctx.group.summed(given)
+        return None, total if ctx.group.last else torch.zeros_like(total)
+
+
+def tied(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same tensors, of which a use of one is a use of all: else a process that reads no state would not take part
+    in what goes back through it, and the others would wait."""
+    return cast(tuple[Tensor, ...], _Tied.apply(*tensors))
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> Any:
+        return given
+
+
+def joined(group: Group, x: Tensor, dim: int) -> Tensor:
+    """What all processes hold beside each other, on every process: equal parts along a dimension."""
+    return cast(Tensor, _Joined.apply(group, x, dim))
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, x: Tensor, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return torch.cat(group.gathered(x), dim)
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> Any:
+        return None, ctx.group.summed(given).chunk(ctx.group.size, ctx.dim)[ctx.group.rank], None
+
+
+def heads_for_tokens(group: Group, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(B, own tokens, heads, ...) -> (B, all tokens, own heads, ...). lengths: tokens of every process."""
+    return cast(Tensor, _Exchange.apply(group, x, tuple(lengths), True))
+
+
+def tokens_for_heads(group: Group, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(B, all tokens, own heads, ...) -> (B, own tokens, heads, ...)."""
+    return cast(Tensor, _Exchange.apply(group, x, tuple(lengths), False))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, x: Tensor, lengths: tuple[int, ...], to_heads: bool) -> Tensor:
+        ctx.group, ctx.lengths, ctx.to_heads = group, lengths, to_heads
+        return (_to_heads if to_heads else _to_tokens)(group, x, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> Any:
+        back = (_to_tokens if ctx.to_heads else _to_heads)(ctx.group, given, ctx.lengths)
+        return None, back, None, None
+
+
+def _to_heads(group: Group, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    batch, own, heads, *rest = x.shape
+    each = heads // group.size
+    parts = x.unflatten(2, (group.size, each)).movedim(2, 0)  # (processes, B, own tokens, their heads, ...)
+    one = batch * each * math.prod(rest)
+    received = group.exchanged(parts.flatten(), [own * one] * group.size, [t * one for t in lengths])
+    pieces = received.split([t * one for t in lengths])
+    return torch.cat([p.view(batch, t, each, *rest) for p, t in zip(pieces, lengths, strict=True)], 1)
+
+
+def _to_tokens(group: Group, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    batch, _, each, *rest = x.shape
+    own, one = lengths[group.rank], batch * each * math.prod(rest)
+    sent = torch.cat([p.flatten() for p in x.split(list(lengths), 1)])
+    received = group.exchanged(sent, [t * one for t in lengths], [own * one] * group.size)
+    return received.view(group.size, batch, own, each, *rest).movedim(0, 2).flatten(2, 3)

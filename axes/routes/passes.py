@@ -1,0 +1,99 @@
+"""A bounded memory as two passes of matrices: slots by keys and values by slots, h between them (gated slot attention).
+
+    K_t = a * K_{t-1} + w k_t^T,   V_t = a * V_{t-1} + w v_t^T,   o_t = V_t^T p,   p = grad h*(scale K_t q_t):
+
+the scores K_t q_t are a chain whose values are the writes w and whose gates stand on rows, the outputs one whose keys
+are the writes, whose queries are p and whose gates stand on keys. Whatever computes chains computes both.
+Legend: ... batch, T tokens, m slots, d_k key, d_v value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from axes.core.algorithms import Step
+from axes.core.costs import Alignment
+from axes.core.facts import fact
+from axes.core.geometry import Euclidean
+from axes.core.legality import factors
+from axes.core.memory import Bounded, normalised
+from axes.core.monoids import Diagonal, Identity, Monoid, Product
+from axes.core.rates import Per, Shape, Signal, resolve
+from axes.core.state_update import State, StateUpdate
+
+Compute = Callable[[StateUpdate, Signal, State, int], tuple[Tensor, State]]
+
+
+class _Passes(NamedTuple):
+    """The chains of scores and of outputs."""
+
+    scores: StateUpdate
+    outputs: StateUpdate
+
+
+@fact
+def passes(update: StateUpdate) -> _Passes:
+    """Of a bounded memory; gates keep their names."""
+    monoid = update.parts().monoid
+    return _Passes(*(StateUpdate(Alignment(), Euclidean(), _on(monoid, side), Step()) for side in ("row", "key")))
+
+
+def _on(monoid: Monoid, side: Shape) -> Monoid:
+    """The gates of slots on rows, or on keys."""
+    parts = []
+    for f in factors(monoid):
+        if isinstance(f, Diagonal):
+            assert isinstance(f.gate, Per)
+            f = Diagonal(replace(f.gate, shape=side, size=None), side)  # type: ignore[arg-type]
+        parts.append(f)
+    return Identity() if not parts else parts[0] if len(parts) == 1 else Product(tuple(parts))
+
+
+def run(update: StateUpdate, signal: Signal, state: State, batch: int, compute: Compute) -> tuple[Tensor, State]:
+    """Outputs (..., T, d_v) and the last state. signal: `batch` batch dimensions, then T, then features.
+
+    compute: what takes chains, of a tuple, a signal, a state and the number of batch dimensions.
+    """
+    p = update.parts()
+    memory, (scores, outputs) = p.memory, passes(update)
+    assert isinstance(memory, Bounded)
+    q, k, v = (signal[n] for n in "qkv")
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    write, gates = _write(update, signal, k), {per.name: signal[per.name] for per in scores.demands()}
+    keys, values = state.theta
+
+    def passed(chain: StateUpdate, start: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        first = State((start,), (), (), (), (), state.count)
+        out, last = compute(chain, {"q": q, "k": k, "v": v, **gates}, first, batch)
+        return out, last.theta[0]
+
+    seen, keys = passed(scores, keys, q, k, write)
+    norm = state.norm
+    one = torch.ones_like(k[..., :1])
+    if norm:
+        mass, last = passed(scores, norm[0], one, one, write)
+        norm, floor = (last,), p.step.floor
+        seen = normalised(seen, mass, floor)
+    weights = memory.weights(seen, k.shape[-1], p.h)
+    if norm:
+        weights = normalised(weights, mass, floor)
+    out, columns = passed(outputs, values.mT, weights, write, v)
+    return out, State((keys, columns.mT), state.via, state.stats, norm, state.anchor, state.count + q.shape[batch])
+
+
+def _write(update: StateUpdate, signal: Signal, k: Tensor) -> Tensor:
+    """How much of a token every slot takes, (..., T, m)."""
+    p = update.parts()
+    assert isinstance(p.memory, Bounded)
+    rate = resolve(p.step.rate, signal)
+    if isinstance(p.step.rate, Per) and p.step.rate.shape == "scalar" and isinstance(rate, Tensor) and rate.ndim:
+        rate = rate[..., None]
+    return (k.new_ones(()) * rate).expand(*k.shape[:-1], p.memory.slots)
+
+
+__all__ = ["passes", "run"]

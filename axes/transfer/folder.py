@@ -1,0 +1,207 @@
+"""The folder of results: `plan.json`, a file a run under `runs`, and `transfer.json`, which is made of them.
+
+Every file is replaced whole (`axes.files`), so a kill loses runs that were not finished and nothing else. One process
+at a time writes. A folder holds runs of one version of the package, one form, one number of seeds and one device;
+further experiments may be added to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from filelock import FileLock, Timeout
+
+import axes
+from axes.errors import AxesError
+from axes.files import explained, write_json
+from axes.transfer.experiments import Experiment
+from axes.transfer.plan import Plan
+from axes.transfer.training import Run, run_of
+
+FORMAT = 1
+_PLAN, _RUNS, _LOCK = "plan.json", "runs", ".lock"
+RESULTS = "transfer.json"
+
+
+@final
+class ResultsFolder:
+    """Reading and writing of one folder's files."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.results = self.path / RESULTS
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No other process writes here meanwhile. Raises AxesError if one does."""
+        with explained(self.path):
+            (self.path / _RUNS).mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.path / _LOCK)
+        with explained(self.path / _LOCK):
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                other = f"{self} is being written by another process: wait for its end, or choose another --out"
+                raise AxesError(other) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def begin(self, plan: Plan, command: str = "") -> dict[str, Any]:
+        """Write down what is run here, or add it to what was. Raises AxesError for another version or plan."""
+        described = described_plan(plan, command)
+        path = self.path / _PLAN
+        if path.exists():
+            before = self.plan()
+            if wrong := _unlike(before, described):
+                raise AxesError(f"{self} holds runs of {wrong}: choose another --out")
+            described = {
+                **before,
+                "trials": before["trials"] | described["trials"],
+                "experiments": before["experiments"] | described["experiments"],
+            }
+        elif any(self.path.iterdir()) and {p.name for p in self.path.iterdir()} - {_RUNS, _LOCK}:
+            raise AxesError(f"{self} holds something that `axes transfer` did not write: choose another --out")
+        write_json(path, described)
+        return described
+
+    def plan(self) -> dict[str, Any]:
+        """What is run here. Raises AxesError if nothing is, or another version of the format."""
+        path = self.path / _PLAN
+        if not path.exists():
+            raise AxesError(f"{self} holds no results of `axes transfer run`: there is no {_PLAN}")
+        try:
+            found: dict[str, Any] = json.loads(path.read_text())
+            version = found["format"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise AxesError(f"{path} is not a plan of `axes transfer`: {error}") from None
+        if version != FORMAT:
+            raise AxesError(f"{path} has the format {version}, and this version reads {FORMAT}: run again elsewhere")
+        return found
+
+    def runs(self) -> dict[str, Run]:
+        """Every finished run by its key."""
+        found = {}
+        for path in sorted((self.path / _RUNS).glob("[!.]*.json")):
+            try:
+                run = run_of(json.loads(path.read_text()))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise AxesError(f"{path} is not a run of `axes transfer`: {error}; remove it to run it again") from None
+            found[run.key] = run
+        return found
+
+    def keep(self, run: Run) -> None:
+        write_json(self.path / _RUNS / f"{run.key}.json", run.as_dict())
+
+
+_FIXED = {
+    "version": "version", "form": "form", "seeds": "number of seeds", "device": "device", "capture": "way to step",
+    "hardware": "machine", "torch": "torch",
+}  # fmt: skip
+
+
+def _unlike(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """In what the runs of a folder differ from those that are asked for, or nothing."""
+    for name, word in _FIXED.items():
+        if before[name] != now[name]:
+            return f"another {word}, {before[name]}, not {now[name]}"
+    for kind in ("trials", "experiments"):
+        for name in sorted(before[kind].keys() & now[kind].keys()):
+            if before[kind][name] != now[kind][name]:
+                return f"another plan, in which {name} was not the same"
+    return ""
+
+
+def described_plan(plan: Plan, command: str = "") -> dict[str, Any]:
+    """A plan for a file: everything that a report says of it."""
+    return {
+        "format": FORMAT,
+        "version": version(),
+        "command": command,
+        "form": plan.form,
+        "seeds": plan.seeds,
+        "device": plan.device,
+        "capture": plan.capture,
+        **machine(plan.device),
+        "trials": {
+            name: {"metric": one.metric, "higher": one.higher, "steps": one.steps, "seen": one.seen, "is": repr(one)}
+            for name, one in plan.trials().items()
+        },
+        "experiments": {e.id: described(e, plan) for e in plan.experiments},
+        "calibrations": {
+            c.id: {
+                "question": c.question,
+                "helps": c.helps,
+                "least": c.least,
+                "task": c.task,
+                "systems": [c.arm.key, c.control.key],
+            }
+            for c in plan.calibrations
+        },
+    }
+
+
+def described(e: Experiment, plan: Plan) -> dict[str, Any]:
+    """An experiment for a file."""
+    arm, control = e.systems
+    return {
+        "id": e.id,
+        "question": e.question,
+        "source": e.source,
+        "axis": e.axis,
+        "margin": e.margin,
+        "tasks": list(plan.tasks_of(e)),
+        "arm": {f: repr(getattr(e.arm.normal(), f)) for f in FIELDS},
+        "control": {f: repr(getattr(e.control.normal(), f)) for f in FIELDS},
+        "moved": [[d.path, repr(d.first), repr(d.second)] for d in e.moved],
+        "systems": [arm.key, control.key],
+        "schedules": list(e.schedules),
+        "shared": e.shared,
+    }
+
+
+FIELDS = ("cost", "h", "monoid", "algorithm", "memory")
+
+
+@functools.cache
+def version() -> str:
+    """Of the package, with the commit where it runs from a checkout."""
+    root = Path(axes.__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return axes.__version__
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return axes.__version__
+    return f"{axes.__version__} at {said.stdout.strip()}"
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Where runs run."""
+    where = torch.device(device)
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else _processor()
+    return {"hardware": name, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {os.cpu_count()} CPUs"

@@ -1,0 +1,115 @@
+"""A run by several processes is the run of one: windows and tokens shared out, stopped, resumed, sharded anew."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from axes.errors import AxesError
+from axes.tasks import processes
+from axes.tasks.configuration import Configuration
+from axes.tasks.language_modelling import resume, run, start
+from axes.tasks.run_folder import RunFolder
+from axes.tasks.sample import load_model
+
+SMALL = dict(
+    optimizer="adamw", layers=1, width=16, heads=2, streams=2, context=16, batch=4, steps=4, eval_every=2, save_every=2,
+    validation_windows=5, text_limit=20_000, dtype="float64", device="cpu",
+)  # fmt: skip
+
+
+def work(folder: Path, cases: list[dict[str, Any]]) -> None:
+    """What a process of torchrun does: runs one after another, each stopped and resumed as it is said."""
+    torch.set_num_threads(1)
+    with processes.joined():
+        for case in cases:
+            place = RunFolder(folder / case["name"])
+            if "settings" in case:
+                configuration = Configuration(**case["settings"])
+                shared = processes.Processes(configuration.torch_device(), configuration.sequence_parallel)
+                training = start(configuration, place, processes=shared)
+            else:
+                training = resume(place, processes=processes.Processes(torch.device("cpu"), case.get("segments", 1)))
+            run(training, place, stop=lambda t=training, c=case: t.position >= c.get("until", 99))
+            if "dies" in case and training.processes is not None and training.processes.rank == 1:
+                os._exit(0)
+
+
+def torchrun(folder: Path, cases: list[dict[str, Any]], world: int) -> list[str]:
+    """What the processes said on stderr."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = Path(__file__).resolve().parents[2]
+    path = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-W", "ignore", __file__, str(folder), json.dumps(cases)]
+    running = []
+    for rank in range(world):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+        env = {**os.environ, **place, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        running.append(subprocess.Popen(command, env={**env, "AXES_TIMEOUT": "60"}, stderr=subprocess.PIPE, text=True))
+    try:
+        said = [process.communicate(timeout=240)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [text for process, text in zip(running, said, strict=True) if process.returncode]
+
+
+def measured(folder: RunFolder) -> list[dict[str, Any]]:
+    return [{n: x for n, x in r.items() if n not in ("seconds", "tokens_per_second")} for r in folder.read_metrics()]
+
+
+def near(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    assert [r.keys() for r in one] == [r.keys() for r in other]
+    for a, b in zip(one, other, strict=True):
+        assert a == pytest.approx(b, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_processes_train_as_one(tmp_path: Path) -> None:
+    alone = RunFolder(tmp_path / "alone")
+    run(start(Configuration(**SMALL), alone), alone)  # type: ignore[arg-type]
+    parts = {**SMALL, "accumulate": 2}
+    cases: list[dict[str, Any]] = [
+        {"name": "data", "settings": SMALL},
+        {"name": "parts", "settings": parts},
+        {"name": "tokens", "settings": {**SMALL, "sequence_parallel": 2}},
+        {"name": "stopped", "settings": SMALL, "until": 3},
+        {"name": "stopped"},
+        {"name": "fewer", "settings": SMALL, "until": 2},
+    ]
+    assert not torchrun(tmp_path, cases, 2)
+    for name in ("data", "parts", "tokens", "stopped"):
+        near(measured(RunFolder(tmp_path / name)), measured(alone))
+    assert measured(RunFolder(tmp_path / "stopped")) == measured(RunFolder(tmp_path / "data"))  # bit for bit
+    assert not torchrun(tmp_path, [{"name": "fewer"}], 1)
+    near(measured(RunFolder(tmp_path / "fewer")), measured(alone))
+    one, two = (load_model(RunFolder(tmp_path / name)) for name in ("alone", "data"))
+    for (name, p), q in zip(one.named_parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=lambda m, n=name: f"{n}: {m}")
+    with pytest.raises(AxesError, match="continue it under torchrun"):
+        resume(RunFolder(tmp_path / "data"))
+    said = torchrun(tmp_path, [{"name": "alone"}], 2)
+    assert len(said) == 2 and all("saved by one process: continue it without torchrun" in text for text in said)
+    said = torchrun(tmp_path, [{"name": "lost", "settings": SMALL, "until": 1, "dies": True}, {"name": "lost"}], 2)
+    assert len(said) == 1 and "another process" in said[0]
+
+
+def test_shares_that_cannot_be_are_refused() -> None:
+    with pytest.raises(AxesError, match="accumulate must be a divisor of batch"):
+        Configuration(batch=4, accumulate=3)
+    configuration = Configuration(**{**SMALL, "sequence_parallel": 2})  # type: ignore[arg-type]
+    with pytest.raises(AxesError, match="torchrun --nproc-per-node 2"):
+        start(configuration, RunFolder("nowhere"))
+    assert not Path("nowhere").exists()
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,186 @@
+"""Systems that keep pairs, or slots for them, against their papers' formulas in plain loops (`tests.oracles`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from axes import sequence
+from axes.core import reference
+from axes.core.algorithms import Momentum, Step
+from axes.core.costs import Alignment, SquaredError
+from axes.core.geometry import Entropic
+from axes.core.memory import Bounded, List
+from axes.core.monoids import Diagonal
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.errors import IllegalUpdate, ShapeError
+from axes.moves import retarget
+from axes.routes import dispatch
+from axes.sequence import GSA, MLA, SequenceLayer, SlidingWindow
+from axes.sequence.latent import Latent
+from axes.testing.examples import example
+from tests.oracles import B, D, Found, H, Oracle, T, check_formula, heads, make, relative, rms, root, through
+
+CLASSES = {cls.name: cls for cls in sequence.ALL}
+
+
+def turned(x: Tensor, base: float = 10000.0) -> Tensor:
+    """(B, T, ..., d) as complex numbers x_j + i x_{j + d/2}, turned backwards by the position of the token."""
+    half = x.shape[-1] // 2
+    theta = base ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * theta
+    angle = angle.view(x.shape[1], *[1] * (x.ndim - 3), half)
+    return torch.complex(x[..., :half], x[..., half:]) * torch.exp(-1j * angle)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """Softmax of Re(q conj(k)) (or of real products) over the pairs so far, query by query and head by head."""
+    out = []
+    for t in range(q.shape[1]):
+        first = 0 if window is None else max(0, t + 1 - window)
+        scores = [(q[:, t] * k[:, i].conj()).sum(-1).real * scale for i in range(first, t + 1)]
+        weights = torch.stack(scores, -1).softmax(-1)
+        out.append(torch.einsum("bhi,bihd->bhd", weights, v[:, first : t + 1]))
+    return torch.stack(out, 1)
+
+
+def shared_heads(m: SequenceLayer, x: Tensor) -> Found:
+    """Ainslie et al. 2023, Shazeer 2019: the one key head and value head of all queries here (two heads, one group)."""
+    p = m.around
+    q, k, v = heads(x @ p.q_proj.weight.T), x @ p.k_proj.weight.T, x @ p.v_proj.weight.T
+    k, v = (z[:, :, None].expand(B, T, H, D // H) for z in (k, v))
+    return attended(turned(q), turned(k), v, 1 / root(q)), None
+
+
+def sliding_window(m: SequenceLayer, x: Tensor) -> Found:
+    p, window = m.around, m.update.parts().memory.window
+    q, k, v = (heads(x @ w.weight.T) for w in (p.q_proj, p.k_proj, p.v_proj))
+    return attended(turned(q), turned(k), v, 1 / root(q), window), None
+
+
+def mla(m: SequenceLayer, x: Tensor) -> Found:
+    """DeepSeek-AI 2024, eqs. 9-19, as printed: keys and values of every head made from the latent."""
+    p, width = m.around, D // H
+
+    def normed(z: Tensor, weight: Tensor) -> Tensor:
+        return weight * z / (z.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    low = x if p.q_down is None else normed(x @ p.q_down.weight.T, p.q_norm.weight)
+    q = heads(low @ p.q_proj.weight.T)
+    latent = normed(x @ p.latent_proj.weight.T, p.latent_norm.weight)
+    k, v = heads(latent @ p.key_up.weight.T), heads(latent @ p.value_up.weight.T)
+    shared = turned((x @ p.r_proj.weight.T)[:, :, None]).expand(B, T, H, -1)
+    q = torch.cat((q[..., :width].to(torch.complex128), turned(q[..., width:])), -1)
+    k = torch.cat((k.to(torch.complex128), shared), -1)
+    return attended(q, k, v, (width + p.turning) ** -0.5), None
+
+
+def slots(keys: Tensor, values: Tensor, q: Tensor, kept: Tensor, taken: Tensor) -> Found:
+    """Slots (B, H, m, d) token by token: S = kept * S + taken x^T of keys and values, then a softmax over slots."""
+    ks, vs = (torch.zeros(B, H, kept.shape[-1], z.shape[-1], dtype=z.dtype) for z in (keys, values))
+    out = []
+    for t in range(T):
+        ks = kept[:, t, ..., None] * ks + taken[:, t, ..., None] * keys[:, t, :, None]
+        vs = kept[:, t, ..., None] * vs + taken[:, t, ..., None] * values[:, t, :, None]
+        weights = (ks @ q[:, t, ..., None])[..., 0].softmax(-1)
+        out.append((vs * weights[..., None]).sum(-2))
+    return torch.stack(out, 1), (ks, vs)
+
+
+def gsa(m: SequenceLayer, x: Tensor) -> Found:
+    p = m.around
+    q, k, v = (F.silu(heads(x @ w.weight.T)) for w in (p.q_proj, p.k_proj, p.v_proj))
+    a = heads(torch.sigmoid(through(p.charts["decay"].chart, x)) ** (1 / 8))
+    out, state = slots(k, v, q, a, 1 - a)
+    return rms(F.silu(out), p.norm.weight), state
+
+
+def abc(m: SequenceLayer, x: Tensor) -> Found:
+    """Peng et al. 2022: the weights of a slot are a softmax over the tokens so far."""
+    p = m.around
+    q, k, v = (heads(x @ w.weight.T) for w in (p.q_proj, p.k_proj, p.v_proj))
+    logits, out = heads(15 * torch.tanh(through(p.charts["write"], x) / 15)), []
+    for t in range(T):
+        phi = logits[:, : t + 1].softmax(1)
+        ks, vs = (torch.einsum("bthm,bthd->bhmd", phi, z[:, : t + 1]) for z in (k, v))
+        weights = (torch.einsum("bhmd,bhd->bhm", ks, q[:, t]) / root(q)).softmax(-1)
+        out.append(torch.einsum("bhm,bhmd->bhd", weights, vs))
+    return torch.stack(out, 1), None
+
+
+ORACLES: dict[str, Oracle] = {
+    "gsa": gsa,
+    "abc": abc,
+    "gqa": shared_heads,
+    "mqa": shared_heads,
+    "sliding-window": sliding_window,
+    "mla": mla,
+}
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_a_system_is_its_papers_formula(name: str) -> None:
+    check_formula(CLASSES[name], ORACLES[name])
+
+
+# ---- facts of the parts
+
+
+def test_a_window_that_is_full() -> None:
+    check_formula(SlidingWindow, sliding_window, update=replace(SlidingWindow.update, memory=List(window=4)))
+
+
+def test_latents_of_queries() -> None:
+    check_formula(MLA, mla, block=Latent(query_rank=6))
+
+
+def test_one_latent_a_token_is_kept_for_all_heads() -> None:
+    """What decoding reads: a latent, beside what turns, whatever the number of heads."""
+    m = make(MLA)
+    _, state = m(torch.randn(B, T, D, dtype=torch.float64))
+    assert state is not None
+    assert [leaf.shape for leaf in state.memory.theta[:2]] == [(B, 1, 1, T, 4 * 8 + 4), (B, 1, 1, T, 4 * 8)]
+    one, other = make(MLA, d_k=20, d_v=16), torch.randn(B, T, D, dtype=torch.float64)
+    assert relative(one(other)[0], one(other)[0]) == 0.0
+
+
+def test_what_no_latent_can_be_is_named() -> None:
+    for widths in ({"d_k": 16, "d_v": 16}, {"d_k": 19, "d_v": 16}, {"d_k": 19, "d_v": 17}):
+        with pytest.raises(ShapeError, match="d_k - d_v must be even and at least 2"):
+            MLA(D, heads=H, **widths)
+    with pytest.raises(IllegalUpdate, match="Latent supplies k, v, q, the angles"):
+        MLA(D, heads=H, update=sequence.RoPE.update)
+
+
+def test_slots_without_softmax_are_two_linear_passes() -> None:
+    gate = Diagonal(Per("decay", "own", "unit", size=5), "slot")
+    update = StateUpdate(Alignment(), monoid=gate, algorithm=Step(0.5), memory=Bounded(5))
+    s = example(update, length=40)
+    assert dispatch.select(update).route == "passes"
+    (a, x), (b, y) = dispatch.run(update, s), reference.run(update, s, time=1)
+    assert relative(a, b) < 1e-13 and all(relative(m, n) < 1e-13 for m, n in zip(x.theta, y.theta, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make_it", "match"),
+    [
+        (lambda: Per("decay", "own", "unit"), "a rate of shape own has a size of its own"),
+        (lambda: Per("decay", "key", "unit", 3), "a rate of shape own has a size of its own"),
+        (lambda: Diagonal("decay", "slot"), "the gate must be a Per of shape own"),
+        (lambda: StateUpdate(Alignment(), monoid=GSA.update.monoid), "Matrix memory has no slots"),
+        (lambda: replace(GSA.update, memory=Bounded(32)), r"Bounded\(slots=32\): a rate of every slot has size=32"),
+        (lambda: replace(GSA.update, cost=SquaredError()), r"the cost is Alignment\(\), not SquaredError\(\)"),
+        (lambda: StateUpdate(Alignment(), Entropic(), memory=Bounded(4)), "slots that are kept and written alike stay"),
+        (lambda: replace(GSA.update, algorithm=Momentum(0.9, "ema")), "slots are written by factored pairs"),
+        (lambda: retarget(GSA.update, "data"), "Bounded is a memory of its own"),
+    ],
+)
+def test_what_slots_are_not_is_named(make_it: Callable[[], object], match: str) -> None:
+    with pytest.raises(IllegalUpdate, match=match):
+        make_it()

@@ -1,0 +1,165 @@
+"""What is said of results: verdicts where they may be believed, pages that are current, a command that explains."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axes.cli import main
+from axes.core.algorithms import Step
+from axes.core.costs import SquaredError
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.errors import AxesError, UnknownName
+from axes.sequence import GatedDeltaNet
+from axes.transfer import report
+from axes.transfer.folder import described_plan
+from axes.transfer.own import own, tuple_of
+from axes.transfer.plan import planned
+from axes.transfer.results import compiled
+from axes.transfer.training import Run
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+VALUES = {"S1": (0.9, 0.5), "L2": (2.3, 2.2), "D3": (0.80, 0.80), "D5": (0.7, 0.71)}
+
+
+def results(parity: tuple[float, float] = (1.0, 0.7), form: str = "whole", upto: int = 6) -> dict[str, Any]:
+    """What a plan with these values of arms and controls says; seeds differ by little."""
+    plan = described_plan(planned(tuple(VALUES), quick=form == "quick", seeds=6), "axes transfer run")
+    runs: dict[str, Run] = {}
+
+    def put(systems: list[str], task: str, values: tuple[float, float]) -> None:
+        for system, value in zip(systems, values, strict=True):
+            for seed in range(upto + 1):
+                off = 0.001 * seed * (value != values[0])
+                times = {"seconds": 1.0, "step_ms": 2.0}
+                curve = ((1, 3.0), (2, value))
+                run = Run(task, system, 1e-3, seed, value + off, {}, curve, 10, 20, 3.0, 4, None, times)
+                runs.setdefault(run.key, run)
+
+    put(plan["calibrations"]["parity"]["systems"], "parity", parity)
+    put([plan["calibrations"]["null"]["systems"][0]], "parity", parity[:1] * 1)  # type: ignore[arg-type]
+    if "recall" in plan["calibrations"]:
+        put(plan["calibrations"]["recall"]["systems"], "multi-query-recall", (0.99, 0.01))
+    for name, e in plan["experiments"].items():
+        for task in e["tasks"]:
+            put(e["systems"], task, VALUES[name])
+    return compiled(plan, runs)
+
+
+def verdicts(found: dict[str, Any]) -> dict[str, str | None]:
+    return {e["id"]: e["compared"][0]["verdict"] for e in found["experiments"]}
+
+
+def test_verdicts_follow_intervals_where_calibrations_hold() -> None:
+    found = results()
+    assert all(c["holds"] for c in found["calibrations"]) and found["verdicts"] == ""
+    assert verdicts(found) == {
+        "S1": "helps",
+        "L2": "hurts",
+        "D3": "equivalent",
+        "D5": "equivalent",
+    }  # bits: less is better
+    (s1,) = (e["compared"][0] for e in found["experiments"] if e["id"] == "S1")
+    assert (
+        s1["effect"] == pytest.approx(0.4, abs=0.01)
+        and s1["p"] == 2 / 64
+        and s1["holm"] == pytest.approx(4 / 32, abs=0.04)
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"parity": (0.7, 0.7)}, "calibration parity did not"), ({"form": "quick"}, "a quick run"),
+        ({"upto": 4}, "calibration parity, recall, null"),
+    ],
+)  # fmt: skip
+def test_no_verdict_without_what_is_known(given: dict[str, Any], said: str) -> None:
+    found = results(**given)
+    assert said in found["verdicts"] and not any(c.get("verdict") for e in found["experiments"] for c in e["compared"])
+    text, page = report.markdown(found), report.page(found)
+    assert "it helps" not in text and 'class="v helps"' not in page and said.split()[-1] in text
+    if "upto" in given:
+        assert "4 runs to go" in text and "4 runs to go" in page
+
+
+def test_a_page_that_needs_nothing_else() -> None:
+    found = results()
+    page = report.page(found)
+    assert page.count("data:image/png;base64,") == 2 and "http" not in re.sub(r"base64,[^\"]*", "", page)
+    assert (
+        'class="v helps"' in page and 'class="v hurts"' in page and page == report.page(json.loads(json.dumps(found)))
+    )
+    (s1,) = (e for e in found["experiments"] if e["id"] == "S1")
+    section = report._section(s1, found)
+    assert section.count("<mark>") == 2 and "<mark>Euclidean()</mark>" in section
+    text = report.markdown(found)
+    assert "| **h** |" in text and "The whole interval is above the margin: it helps." in text
+
+
+def test_the_page_in_the_docs_is_of_its_results_file() -> None:
+    """docs/transfer.md: `axes.transfer.report.markdown` of docs/transfer.json."""
+    kept = json.loads((DOCS / "transfer.json").read_text())
+    assert (DOCS / "transfer.md").read_text() == report.markdown(kept)
+
+
+OWN = StateUpdate(SquaredError(), algorithm=Step(Per("beta"), at="gated"), monoid=GatedDeltaNet.update.monoid)
+
+
+def test_ones_own_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ungated = StateUpdate(SquaredError(), algorithm=Step(Per("beta")))
+    experiment = own(ungated, "sequence", "gated-delta-net", name="ungated")
+    assert experiment.control == GatedDeltaNet.update and [d.path for d in experiment.moved] == [
+        "monoid",
+        "algorithm.at",
+    ]
+    assert experiment.block == GatedDeltaNet.block and experiment.tasks == ("multi-query-recall",)
+    planned((), experiment, quick=True).require_equal_sizes()
+    with pytest.raises(AxesError, match="nothing moved"):
+        own(OWN, "sequence", "gated-delta-net")
+    with pytest.raises(UnknownName, match="did you mean parity"):
+        own(ungated, "sequence", "gated-delta-net", ("party",))
+    (tmp_path / "transfer_mine.py").write_text("from axes.optim import SGD\nMINE = SGD.declare()\nOTHER = 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(tuple_of("transfer_mine:MINE"), StateUpdate)
+    for spec, said in (
+        ("transfer_mine", "takes module:tuple"), ("transfer_mine:MIN", "did you mean MINE"),
+        ("transfer_mine:OTHER", "is a int, not a StateUpdate"), ("no_such_module:X", "cannot import"),
+    ):  # fmt: skip
+        with pytest.raises(AxesError, match=said):
+            tuple_of(spec)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("run S11", "unknown experiment 'S11': did you mean S1"), ("run S1 --task recal", "unknown task 'recal'"),
+        ("run D1 --task parity", "--task parity is not for data"), ("run S1 --seeds 2", "--seeds must be from 3"),
+        ("run S1 --device tpu", "unknown device"), ("run S1 --device cuda:7", "torch sees"),
+        ("run S1 --against gla", "give both"), ("run --update a:b", "--against NAME"),
+        ("run S1 --capture graph", "CUDA graphs"), ("run S1 --workers 0", "--workers must be"),
+        ("report nowhere", "holds no results"), ("report nowhere --docs no/where.md", "does not exist"),
+        ("run --update axes.sequence.rwkv7:RWKV7 --against sgd --axis data", "not a StateUpdate"),
+    ],
+)  # fmt: skip
+def test_what_is_said_at_the_command_line(
+    line: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(["transfer", *line.split()])
+    shown = " ".join(capsys.readouterr().err.split())
+    assert stopped.value.code == 1 and shown.startswith("error: ") and said in shown, shown
+
+
+def test_a_tuple_without_a_meaning_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "transfer_titans.py").write_text("from axes import catalogue\nT = catalogue.get('titans').update\n")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.chdir(tmp_path)
+        main(["transfer", "run", "--update", "transfer_titans:T", "--axis", "depth", "--against", "residual"])
+    assert "has no meaning on the axis depth" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,254 @@
+"""Plans, folders and runs: what is stopped goes on, what is done is not done again, what does not fit is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from axes.errors import AxesError, UnknownName
+from axes.transfer import folder as folders
+from axes.transfer import trials
+from axes.transfer.capture import Captured, require_capture
+from axes.transfer.experiments import CALIBRATIONS, EXPERIMENTS, TASKS, find
+from axes.transfer.folder import ResultsFolder
+from axes.transfer.plan import QUICK, Plan, planned
+from axes.transfer.results import without_times
+from axes.transfer.running import run
+from axes.transfer.systems import System
+from axes.transfer.training import Job, Run, train
+
+HERE = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("transfer_small", HERE / "small.py")
+assert _spec is not None and _spec.loader is not None
+small = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(small)
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(trials, "_small", small.small)
+    trials.trials.cache_clear()
+    yield
+    trials.trials.cache_clear()
+
+
+def test_what_was_stopped_goes_on(tmp_path: Path, quickly: None) -> None:
+    """Stopped, and then killed -9: the file that comes of it is that of an unbroken run, apart from times."""
+    plan = planned(("D4", "L1"), quick=True)
+    whole = run(plan, tmp_path / "whole")
+    assert len(whole["runs"]) == plan.runs_in_all() and all("effect" in e["compared"][0] for e in whole["experiments"])
+
+    def stopping(what: str, done: int, of: int) -> None:
+        if done == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, tmp_path / "broken", watch=stopping)
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "broken" / "runs").glob("*.json")}
+    assert len(kept) == 7
+    partial = json.loads((tmp_path / "broken" / "transfer.json").read_text())
+    assert any("missing" in c for e in partial["experiments"] for c in e["compared"])
+
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    line = [sys.executable, str(HERE / "killed.py"), str(tmp_path / "broken")]
+    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for said in process.stdout:
+            if int(said.split()[-2]) >= 12:
+                process.send_signal(signal.SIGKILL)
+                break
+    assert process.returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "broken" / "runs").glob("[!.]*.json"))) >= 12
+
+    trained: list[str] = []
+    resumed = run(plan, tmp_path / "broken", watch=lambda what, done, of: trained.append(what))
+    assert len([x for x in trained if x]) <= plan.runs_in_all() - 12  # nothing twice
+    for name, content in kept.items():
+        assert (tmp_path / "broken" / "runs" / name).read_bytes() == content
+    assert without_times(resumed) == without_times(whole)
+    assert not list((tmp_path / "broken").rglob(".*.json"))
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of another plan's begin, without runs."""
+    path = tmp_path_factory.mktemp("filled") / "out"
+    folder = ResultsFolder(path)
+    with folder.held():
+        folder.begin(planned(("D4",), quick=True))
+    return path
+
+
+def test_a_folder_of_another_version_or_plan(filled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = ResultsFolder(filled)
+    folder.begin(planned(("L1",), quick=True))  # more experiments are welcome
+    assert set(folder.plan()["experiments"]) == {"D4", "L1"}
+    with pytest.raises(AxesError, match="another number of seeds, 3, not 4"):
+        folder.begin(planned(("D4",), quick=True, seeds=4))
+    with pytest.raises(AxesError, match="another form, quick, not whole"):
+        folder.begin(planned(("D4",), seeds=3))
+    other = replace(find(("D4",))[0], margin=0.5)
+    with pytest.raises(AxesError, match="another plan, in which D4"):
+        folder.begin(Plan((other,), "quick", 3))
+    monkeypatch.setattr(folders, "version", lambda: "0.0.1")
+    with pytest.raises(AxesError, match="another version"):
+        folder.begin(planned(("D4",), quick=True))
+    (tmp_path / "letter.txt").write_text("mine")
+    with pytest.raises(AxesError, match="did not write"):
+        ResultsFolder(tmp_path).begin(planned(("D4",), quick=True))
+    with pytest.raises(AxesError, match="holds no results"):
+        ResultsFolder(tmp_path).plan()
+
+
+def test_one_writer(filled: Path) -> None:
+    folder = ResultsFolder(filled)
+    with folder.held(), pytest.raises(AxesError, match="written by another process"), ResultsFolder(filled).held():
+        pass
+    (filled / "runs" / "broken.json").write_text("{")
+    with pytest.raises(AxesError, match="broken.json is not a run"):
+        folder.runs()
+    (filled / "runs" / "broken.json").unlink()
+
+
+def test_every_pair_has_parameters_within_a_hundredth() -> None:
+    for plan in (planned(quick=True, tasks=()), planned()):
+        chosen = replace(plan, experiments=tuple(e for e in plan.experiments if "digits" not in plan.tasks_of(e)))
+        chosen.require_equal_sizes()
+    assert {e.id for e in planned(quick=True).experiments} == set(QUICK)
+    for form in trials.FORMS:
+        assert {t for tasks in TASKS.values() for t in tasks} == set(trials.trials(form))
+    for e in EXPERIMENTS:
+        assert set(e.tasks) <= set(TASKS[e.axis])
+
+
+def test_unequal_parameters_are_refused() -> None:
+    wide = replace(find(("L5",))[0], arm=find(("L5",))[0].arm)
+    plan = planned((), wide, quick=True, tasks=("deep-narrow",))
+    trial = trials.trials("quick")["deep-narrow"]
+    narrow = {**trials.trials("quick"), "deep-narrow": replace(trial, width=8)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("axes.transfer.plan.trials", lambda form: narrow)
+        with pytest.raises(AxesError, match="more than 1 % apart"):
+            plan.require_equal_sizes()
+
+
+def _run(job: Job, value: float) -> Run:
+    return Run(job.task, job.system.key, job.lr, job.seed, value, {}, (), 1, 1, 1.0, 1, None, {})
+
+
+def test_the_grid_grows_where_its_best_point_is_an_end() -> None:
+    plan, done = planned(("D4",)), dict[str, Run]()
+    best = 0.01 * 10.0**-1.0
+    for _ in range(20):
+        jobs = [job for job in plan.wanted(done) if job.task == "flipped-labels" and job.seed == 0]
+        if not jobs:
+            break
+        done |= {job.key: _run(job, -abs(job.lr - best)) for job in jobs}
+    rates = {run.lr for run in done.values()}
+    assert min(rates) < best and len(rates) == 5
+    system = find(("D4",))[0].systems[0]
+    assert plan.swept(system, "flipped-labels", done)[0] == pytest.approx(best)
+    assert not plan.at_an_end(system, "flipped-labels", done)
+
+
+def test_the_same_system_is_trained_once() -> None:
+    plan = planned(("L1", "L2", "L5"), quick=True)
+    assert len(plan.trained()) == 4 + 3  # one control; parity's two systems and one of them again
+    job = next(plan.wanted({}))
+    assert job.seed == 0 and not job.system.draw
+    keys = {s.key for s, _ in plan.trained()}
+    assert len(keys) == 7
+
+
+def test_batches_are_those_of_the_seed(quickly: None) -> None:
+    for one in trials.trials("quick").values():
+        if one.name == "digits":
+            continue
+        a, b, c = one.batch_of(1, 0), one.batch_of(1, 0), one.batch_of(2, 0)
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) and not torch.equal(a[0], c[0])
+        assert one.one()[0].shape[0] == 1 and one.seen >= one.batch
+
+
+def _jobs() -> list[Job]:
+    seen: dict[tuple[System, str], Job] = {}
+    for e in EXPERIMENTS:
+        for system in e.systems:
+            task = next((t for t in reversed(e.tasks) if t != "digits"), "text")
+            seen[system, task] = Job(system, task, "quick", 1e-3, 1)
+    for c in CALIBRATIONS:
+        seen[c.arm, c.task] = Job(c.arm, c.task, "quick", 1e-3, 1)
+    return list(seen.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", _jobs(), ids=lambda job: f"{job.task}-{job.system.key}")
+def test_every_system_trains(job: Job, quickly: None) -> None:
+    found = train(job)
+    assert found.broke is None and found.flops > 0 and found.state > 0 and found.parameters > 0
+    assert found.key == job.key and len(found.curve) == 4
+    assert folders.run_of(json.loads(json.dumps(found.as_dict()))) == found
+
+
+def test_a_run_that_breaks_down_knows_nothing(quickly: None) -> None:
+    found = train(Job(find(("D4",))[0].systems[1], "flipped-labels", "quick", 1e30, 1))
+    assert found.broke is not None and found.value == 0.0
+    text = train(Job(find(("D1",))[0].systems[1], "text", "quick", 1e30, 1))
+    assert text.broke is not None and text.value == 8.0
+
+
+class _Again:
+    """For a graph: what is recorded is not run, as on a GPU, and runs the same step when it is replayed."""
+
+    def warm(self, step):  # type: ignore[no-untyped-def]
+        step()
+
+    def record(self, step):  # type: ignore[no-untyped-def]
+        return step
+
+
+def test_a_captured_step_takes_the_steps_of_a_plain_one() -> None:
+    def trained(captured: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=False)
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        take = Captured(step, _Again()) if captured else step
+        draw = torch.Generator().manual_seed(1)
+        pairs = [(torch.randn(4, 3, generator=draw), torch.randn(4, 2, generator=draw)) for _ in range(9)]
+        return [float(take(*pair)) for pair in pairs]
+
+    assert trained(True) == trained(False)
+    with pytest.raises(AxesError, match="takes"):
+        take = Captured(lambda x: x.sum(), _Again())
+        take(torch.ones(2))
+        take(torch.ones(3))
+
+
+def test_captures_that_cannot_be() -> None:
+    with pytest.raises(AxesError, match="CUDA graphs, and the device is cpu"):
+        require_capture("graph", torch.device("cpu"))
+    with pytest.raises(UnknownName, match="did you mean graph"):
+        require_capture("graf", torch.device("cuda"))
+
+
+def test_too_little_memory_names_the_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quickly: None) -> None:
+    monkeypatch.setattr("axes.tasks.machine.memory", lambda device: 1000)
+    with pytest.raises(AxesError, match=r"parity-.*need at least .* GB"):
+        run(planned(("D4",), quick=True), tmp_path / "out")
