@@ -203,7 +203,7 @@ def shared(stages: Sequence[Stage], kinds: Mapping[str, Any]) -> dict[str, str]:
             for name in (*call.inputs, call.output):
                 lives.setdefault(name, []).append((k, 1 + i))
     for call in (call for stage in reversed(stages) for call in stage.calls):
-        if function_of(call.which) is None:  # it may give what it was given
+        if function_of(call.which) is None and not call.observes:  # it may give what it was given
             lives[call.inputs[0]].append(max(lives[call.output]))
     until: dict[str, Moment] = {}
     places: dict[str, str] = {}

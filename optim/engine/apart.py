@@ -118,25 +118,22 @@ class _Twins:
         numbers = [next(self.of_statistics) for _ in h.stats]
         plain = h.is_identity or (h.entrywise and not h.matrix) or not (self.which is None or number in self.which)
         stats = tuple(_observed(s, n) if n in self.kept else s for s, n in zip(h.stats, numbers, strict=True))
-        if plain and stats == tuple(h.stats):
-            return h
-        return _twin(h, stats, None if plain else number, self.which is None)
+        h = h if stats == tuple(h.stats) else h.with_stats(stats)
+        return h if plain else _twin(h, number, self.which is None)
 
 
-def _twin(h: Geometry, stats: tuple[StateUpdate, ...], number: int | None, followed: bool) -> Geometry:
+def _twin(h: Geometry, number: int, followed: bool) -> Geometry:
     """A geometry of the same class but for what a trace sees of it. followed: if it can be."""
 
     def primal(self: Geometry, theta: Tensor, given: Context = NO_CONTEXT) -> Tensor:
         others: list[Any] = [*given.stats]
         others += [x for name, x in (("drive", given.drive), ("weights", given.weights)) if name in h.reads]
-        if number is None or h.rates():  # numbers of the datum are a program's
+        if h.rates():  # numbers of the datum are a program's
             return h.primal(theta, given)
         return set_apart(number, (lambda: h.primal(theta, given)) if followed else None, theta, *others)
 
-    twin, own = copy.copy(h), type(h)
-    if stats:
-        object.__setattr__(twin, "stats", stats)
-    object.__setattr__(twin, "__class__", type(own.__name__, (own,), {"primal": primal, "takes": None}))
+    twin = copy.copy(h)
+    object.__setattr__(twin, "__class__", type(type(h).__name__, (type(h),), {"primal": primal}))
     return twin
 
 
@@ -148,9 +145,10 @@ def _observed(statistic: StateUpdate, number: str) -> StateUpdate:
     def drive(self: Linear, u: Tensor, signal: Mapping[str, Any] | None = None) -> Tensor:
         return observed(int(number), u)
 
-    twin = copy.copy(cost)
+    twin, h = copy.copy(cost), Euclidean()
     object.__setattr__(twin, "__class__", type("Linear", (Linear,), {"drive": drive}))
-    return StateUpdate(twin, Euclidean(), Zero(), Step(1.0))
+    object.__setattr__(h, "__class__", type("Euclidean", (Euclidean,), {"makes": statistic.parts().h.makes}))
+    return StateUpdate(twin, h, Zero(), Step(1.0))
 
 
 __all__ = ["Link", "context", "functions", "links", "program_around", "squares"]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import stored, trees
+from axes.optim.engine.apart import squares
 from axes.optim.engine.around import Whole
 from axes.optim.engine.choice import route
 from axes.optim.engine.generated import How
@@ -79,7 +80,7 @@ def _alike(
 ) -> list[list[Tensor]]:
     """Parameters that can step together; their states get tensors of their own, on the device if the group's are."""
     chosen, maximize = route(update, group), group["maximize"]
-    as_one = chosen == "stacks"
+    as_one, held = chosen == "stacks", bool(squares(update))
     around = staged(update, maximize) if as_one else None
     traced = program(update, maximize) if chosen == "entrywise" else None if around is None else around.program
     precision = Precision.of(group)
@@ -97,7 +98,7 @@ def _alike(
         if as_one:  # a part may do with a single row, say, what is no operation of a program
             own = traced_for(update, maximize, parameter, places.layout(parameter))[2]
             same.append(None if own is None else own.signature)
-            by_count = own is None
+            by_count = own is None or held  # what is held is refreshed at some data
         if traced is not None and trees.COUNT in traced.inputs:
             same.append(int(state[trees.COUNT]))
         if by_count or precision.draws(parameter):

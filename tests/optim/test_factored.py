@@ -132,12 +132,8 @@ def test_statistics_of_one_size_are_refreshed_together(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("rule", ["SOAP", "Shampoo"])
 def test_parameters_that_have_seen_different_data(rule: str) -> None:
     ps, alone = make(rule)
-    cls, name, _, options = RULES[rule]
-    qs = [nn.Parameter(torch.zeros_like(p)) for p in ps]
-    together = cls([{"params": qs, "rule": name}], **options)
-    for p, q in zip(ps, qs, strict=True):
-        q.detach().copy_(p.detach())
-        together.state[q] = {n: x.clone() for n, x in alone.state[p].items()}
+    qs, stacked = make(rule)
+    stacked.param_groups[0]["foreach"] = True
     generator = torch.Generator().manual_seed(5)
     for t in range(9):
         give(generator, ps, qs)
@@ -145,8 +141,8 @@ def test_parameters_that_have_seen_different_data(rule: str) -> None:
             if (t + i) % 4 == 0:
                 ps[i].grad = qs[i].grad = None
         alone.step()
-        together.step()
-    same(ps, qs, alone, together)
+        stacked.step()
+    same(ps, qs, alone, stacked)
 
 
 @pytest.mark.parametrize("rule", ["SOAP", "Shampoo", "Shampoo by Newton"])
@@ -223,14 +219,14 @@ def test_every_rule_of_such_statistics_is_staged() -> None:
         optim.SOAP.declare(precision="tf32", basis="eigh"),
         optim.Shampoo.declare(graft="adagrad"),
         wrappers.grafting(shampoo, optim.AdamW.declare()),
+        wrappers.rotational(soap),
     ):
         assert no_stages(taken.normal()) is None and no_stages(taken.normal(), True) is None
     assert no_stages(optim.PSGDKron.declare().normal()) is not None
-    assert no_stages(wrappers.rotational(soap).normal()) is not None
 
 
 def test_what_is_left_for_later_shares_memory() -> None:
-    """Beyond the state, SOAP holds two numbers for every entry, and products read its average where it is kept."""
+    """Beyond the state, SOAP holds three numbers for every entry, and products read its average where it is kept."""
     ps, optimizer = make("SOAP", torch.float32)
     runner, _ = together(ps, optimizer)
     assert runner.around is not None
@@ -239,7 +235,7 @@ def test_what_is_left_for_later_shares_memory() -> None:
         places |= {(x.data_ptr(), x.numel()) for x in stacks}
     own = {s["via.0.theta"].data_ptr() for s in (optimizer.state[p] for p in ps)}
     entries = sum(p.numel() for p in ps)
-    assert sum(n for place, n in places if place not in own) == 2 * entries
+    assert sum(n for place, n in places if place not in own) == 3 * entries
 
 
 def test_the_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
