@@ -30,6 +30,7 @@ RULES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "SOAP without momentum": (optim.SOAP, "soap", SQUARES, {**SOAP, "betas": (0.0, 0.9), "maximize": True}),
     "Shampoo": (optim.Shampoo, "shampoo", SHAPES, {"refresh": 4, "eps": 1e-3, "weight_decay": 0.1}),
     "averaged Shampoo": (optim.Shampoo, "shampoo", SHAPES, {"eps": 1e-3, "betas": (0.9, 0.95), "maximize": True}),
+    "grafted Shampoo": (optim.Shampoo, "shampoo", SHAPES, {"refresh": 3, "eps": 1e-3, "graft": "adagrad"}),
     "Shampoo by Newton": (
         optim.Shampoo, "shampoo", SHAPES, {"refresh": 3, "betas": (0.0, 0.95), "method": "newton", "damping": 1e-3},
     ),
