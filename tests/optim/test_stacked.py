@@ -167,18 +167,21 @@ def test_what_is_set_apart_and_what_is_not() -> None:
     found = staged(optim.NorMuon.declare().normal())
     assert found is not None and [stage.entrywise for stage in found.stages] == [True, False]
     assert found.stages[0].program.outputs.keys() == {"parameter", "via.0.theta"}
-    assert set_apart(optim.NorMuon.declare().normal()) == [optim.NorMuon.declare().normal().filters()[0].parts().h]
+    normuon = optim.NorMuon.declare().normal()
+    assert set_apart(normuon) == [repr(normuon.filters()[0].parts().h)]
     apart: dict[str, tuple[StateUpdate, int]] = {
         "polynomials": (_rule(Spectral()), 2),
         "exact": (_rule(Spectral("polar")), 2),
         "first datum": (_rule(Spectral(), start="first"), 2),
         "on the state": (StateUpdate(Given(), Spectral(), algorithm=Step(LR)).normal(), 2),
         "rows": (optim.LAMB.update.normal(), 1),
+        "roots that are held": (optim.Shampoo.update.normal(), 2),
+        "bases, and squares in them": (optim.SOAP.update.normal(), 3),
     }
     for name, (update, count) in apart.items():
         found = staged(update)
         assert found is not None and len(found.stages) == count, name
-    assert staged(optim.Shampoo.update.normal()) is None
+    assert staged(optim.PSGDKron.update.normal()) is None
 
 
 def test_the_place_of_an_operation_is_not_taken_for_its_number() -> None:
