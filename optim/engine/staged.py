@@ -1,8 +1,8 @@
 """Stacks of matrices of one shape: programs that take the entries of a matrix together, or the tuple itself.
 
 The step is traced until a geometry mixes entries in a way that is no operation of programs (`apart`): products, roots,
-sorts. That geometry is given stacks of equal shapes, and what follows is traced on; so are products with roots and bases
-that statistics hold, which take the drive on the way. So a step is one program or more;
+sorts. That geometry is given stacks of equal shapes, and what follows is traced on; so are products with roots and
+bases that statistics hold, which take the drive on the way. So a step is one program or more;
 in these norms, means and sums over leaves, rows and columns are operations like any other, traced for the shape that
 they are of: LAMB's ratio, Adafactor's means, a clipped norm, or what a geometry of one's own does with such numbers.
 Where a step is none, the tuple is executed as it is written, once a stack. On a CPU a stack is stepped as a whole
