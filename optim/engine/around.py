@@ -98,7 +98,7 @@ class Around:
         self.over = [all(s.stages[k].program == self.stages[k].program for s in shaped) for k in every]  # all shapes
         self.over = [same and self.stages[k].entrywise for k, same in enumerate(self.over)]
         self.joined: dict[str, list[Tensor]] = {}  # states that are stacks, which functions take as they are
-        self.stacked: set[str] = set()  # their names
+        self.stacked: dict[str, list[Tensor]] = {}  # all states that are, by their own names
         self.stages = tuple(self._lean(k, set(kinds), states) for k in every)
         self.rooms = self._rooms(kinds)
         observed = {c.which for c in calls if c.observes}
@@ -118,7 +118,7 @@ class Around:
                 room = stage.rooms.get(PARAMETER)
                 some_calls = [c for c in stage.calls if _is_geometry(c) and c.inputs[0] == room]
                 read = whole.alone and any(hs[int(c.which)].reads_squares for c in some_calls)
-                program, run = self._lists(stage, [states[i] for i in order], read)
+                program, run = self._lists(stage, states, read)
                 if room is not None:
                     sizes[room] = program.squares_of(self.rooms[room])
             else:
@@ -170,15 +170,19 @@ class Around:
             return stage
         alike = {own: n for own, n in states_left(stage).items() if own not in written}
         same = {own: n for own, n in alike.items() if all(state[n].dtype == self.wide for state in states)}
-        for own, n in same.items():
-            self.joined[own] = []
-            for some in self.shaped:
-                leaves = [states[i][n] for i in some.places]
-                self.joined[own].append(trees.rows(leaves, some.counts))
-                for i, x in zip(some.places, trees.divide(self.joined[own][-1], leaves, some.counts), strict=True):
-                    states[i][n] = x
-        self.stacked |= set(same.values())
+        self.joined |= {own: self._as_stacks(n, states) for own, n in same.items()}
         return without(stage, same)
+
+    def _as_stacks(self, name: str, states: list[dict[str, Tensor]]) -> list[Tensor]:
+        """What the states have under a name as a stack of every shape, of which they are views from now on."""
+        if name not in self.stacked:
+            self.stacked[name] = []
+            for some in self.shaped:
+                leaves = [states[i][name] for i in some.places]
+                self.stacked[name].append(trees.rows(leaves, some.counts))
+                for i, x in zip(some.places, trees.divide(self.stacked[name][-1], leaves, some.counts), strict=True):
+                    states[i][name] = x
+        return self.stacked[name]
 
     def _rooms(self, kinds: Mapping[str, torch.dtype]) -> dict[str, list[Tensor]]:
         """A stack of every shape for everything that needs one, in as few places as there can be."""
@@ -209,22 +213,27 @@ class Around:
         """A stage as a program over lists. squares: of what it makes."""
         names = [n for n, i in stage.program.inputs.items() if stage.program.shaped(i) and n != GRADIENT]
         kept = [n for n in names if n not in stage.rooms and n != PARAMETER]
+        given, own = stage.rooms.get(GRADIENT), PARAMETER in names and PARAMETER not in stage.rooms
+        theirs = [states[i] for some in self.shaped for i in some.places]
+        stacks = given is not None and not own and not any(some.blocks for some in self.shaped)
+        stacks = stacks and all(s[n].dtype == self.wide for s in theirs for n in kept)
+        divided: Callable[[Sequence[Tensor]], list[Tensor]] = list if stacks else self._divided  # no leaf is asked
         first = 0
         for some in self.shaped:
             end = first + len(some.places)
-            if not some.blocks and small([p.numel() for p, _ in self.held[first:end]]) and self.held[0][0].is_cpu:
-                join(states[first:end], [n for n in kept if n not in self.stacked])
+            alone = some.blocks or stacks or not self.held[0][0].is_cpu
+            if not alone and small([p.numel() for p, _ in self.held[first:end]]):
+                join(theirs[first:end], [n for n in kept if n not in self.stacked])
             first = end
-        tensors = {n: [s[n] for s in states] for n in kept}
-        tensors |= {n: self._divided(self.rooms[room]) for n, room in stage.rooms.items() if n != GRADIENT}
+        tensors = {n: self._as_stacks(n, states) if stacks else [s[n] for s in theirs] for n in kept}
+        tensors |= {n: divided(self.rooms[room]) for n, room in stage.rooms.items() if n != GRADIENT}
         program = ListProgram(stage.program, {PARAMETER: self.inside, **tensors}, squares)
-        given, own = stage.rooms.get(GRADIENT), PARAMETER in names and PARAMETER not in stage.rooms
 
         def run(rates: Rates) -> None:
             if given is None:
                 gradients = readable(self._gradients(), self.wide, program)
             else:
-                gradients = self._divided(self.given[given])
+                gradients = divided(self.given[given])
             if own and self.shown:
                 torch._foreach_copy_([x for _, x in self.shown], [p for p, _ in self.shown])
             program.step(gradients, rates)
