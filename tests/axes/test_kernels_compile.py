@@ -32,14 +32,27 @@ def versions(function: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.parametrize("version", named)(function)
 
 
+def cases(function: Callable[..., None]) -> Callable[..., None]:
+    """Every case by the environment's own Triton and those of Hopper's own instructions, where versions differ most, by
+    the newest; everything by every version in `make test-all`."""
+    assert OWN is not None
+    every = [OWN, *(version for version in TRITONS if version != OWN)]
+    named = [
+        pytest.param(version, case, marks=() if quick else pytest.mark.slow)
+        for version in every
+        for case in TABLE
+        for quick in [version == OWN or version == NEWEST and case.startswith("hopper")]
+    ]
+    return pytest.mark.parametrize(("version", "case"), named)(function)
+
+
 def test_the_table_has_every_case() -> None:
     from tests import kernel_cases
 
     assert list(TABLE) == list(kernel_cases.CASES)
 
 
-@versions
-@pytest.mark.parametrize("case", TABLE)
+@cases
 def test_registers_spills_and_wgmma(version: str, case: str) -> None:
     launches = compiler(version).launches(case)
     assert [x.kernel for x in launches] == [x["kernel"] for x in TABLE[case]]
