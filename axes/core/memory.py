@@ -412,6 +412,8 @@ class List(Memory):
 
     def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
         keys, values, mass, *owed = leaves
+        wide = torch.promote_types(torch.promote_types(keys.dtype, mass.dtype), q.dtype)  # lists keep their own
+        keys, values, q = keys.to(wide), values.to(wide), q.to(wide)
         scores = self.temperature(q.shape[-1]) * times(keys, _turned_back(q, owed))
         if h.is_identity:
             weights = torch.exp(mass) * scores

@@ -236,7 +236,7 @@ def steps(rule, squares, **options):
             p.grad = torch.randn_like(p) * 10.0 ** (i - t)
         optimizer.step()
         (whole,) = [b for *_, made in optimizer._batches.made.values() for b in made]
-        (batch,) = [product for _, products in whole.around.steps for product in products]
+        (batch,) = [product for *_, products in whole.around.steps for product in products]
         assert len(batch.stacks) == 5
         if batch.squares is not None:
             assert [len(s) for s in batch.squares] == [len(x) for x in batch.stacks]
