@@ -7,7 +7,7 @@ A statistic is a state update, and its own h turns it into what is read: an inve
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 import torch
@@ -236,12 +236,15 @@ def _pair(on: On, factors: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | 
 @final
 @dataclass(frozen=True)
 class Between:
-    """A x B with the factors of both sides or of one, each as it is or transposed: linear in x. who: has them."""
+    """A x B with the factors of both sides or of one, each as it is or transposed: linear in x.
 
-    who: str
+    who: whose factors they are, in messages; the same products for another are the same function.
+    """
+
     on: On
     precision: Precision = "input"
     turned: tuple[bool, bool] = (False, False)
+    who: str = field(default="Linear", compare=False, repr=False)
 
     def __call__(self, x: Tensor, *factors: Tensor) -> Tensor:
         left, right = self._factors(x, factors)
@@ -273,7 +276,7 @@ class Between:
 def rotate(x: Tensor, left: Tensor | None, right: Tensor | None, precision: Precision, who: str = "Linear") -> Tensor:
     """Q_L^T x Q_R; None for a side that stays."""
     on: On = "columns" if left is None else "rows" if right is None else "both"
-    return whole(Between(who, on, precision, (True, False)), x, *(f for f in (left, right) if f is not None))
+    return whole(Between(on, precision, (True, False), who), x, *(f for f in (left, right) if f is not None))
 
 
 def fisher(signal: Signal, left: Tensor, right: Tensor, precision: Precision) -> Tensor:
@@ -332,7 +335,7 @@ class Kronecker(Geometry):
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         _require_factors(self, theta, context.stats)
-        return whole(Between("Kronecker", self.on, self.precision), theta, *context.stats)
+        return whole(Between(self.on, self.precision, who="Kronecker"), theta, *context.stats)
 
 
 @final
@@ -375,7 +378,7 @@ class RotatedWhiten(Geometry):
         *bases, second = (wide(s) for s in context.stats)
         left, right = _pair(self.on, tuple(bases))
         scaled = self.whitened(rotate(wide(theta), left, right, self.precision, "RotatedWhiten"), second)
-        back = Between("RotatedWhiten", self.on, self.precision, (False, True))
+        back = Between(self.on, self.precision, (False, True), "RotatedWhiten")
         return whole(back, scaled, *bases).to(theta.dtype)
 
     def whitened(self, turned: Tensor, second: Tensor) -> Tensor:
