@@ -7,7 +7,7 @@ from typing import final
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment
 from axes.core.geometry import Entropic
-from axes.core.memory import Bounded
+from axes.core.memory import BoundedList
 from axes.core.monoids import Diagonal, Identity
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
@@ -29,7 +29,7 @@ class GSA(SequenceLayer):
     name = "gsa"
     paper = "Gated Slot Attention for Efficient Linear-Time Sequence Modeling (Zhang et al. 2024)"
     equation = "section 3.1: gated K~ and V~ of m slots, o = V~^T softmax(K~ q), as two passes of GLA"
-    differs = "RMSNorm per head instead of over all channels; 64 slots a head whatever its width (`Bounded(slots)`)"
+    differs = "RMSNorm per head instead of over all channels; 64 slots a head whatever its width (`BoundedList(slots)`)"
     bibtex = """@inproceedings{zhang2024gated,
   title={Gated Slot Attention for Efficient Linear-Time Sequence Modeling},
   author={Zhang, Yu and Yang, Songlin and Zhu, Ruijie and Zhang, Yue and Cui, Leyang and Wang, Yiqiao and
@@ -44,7 +44,7 @@ class GSA(SequenceLayer):
         Entropic(),
         Diagonal(Per("decay", "own", "unit", size=_SLOTS), "slot"),
         Step(_WRITE),
-        Bounded(_SLOTS),
+        BoundedList(_SLOTS),
     )
     block = Standard(
         conv=0,
@@ -79,7 +79,7 @@ class ABC(SequenceLayer):
   archivePrefix={arXiv}
 }"""
     update = StateUpdate(
-        Alignment(), Entropic(), Identity(), Step(_WRITE, debias=True), Bounded(_SLOTS, scale=None)
+        Alignment(), Entropic(), Identity(), Step(_WRITE, debias=True), BoundedList(_SLOTS, scale=None)
     )
     block = Standard(
         conv=0,

@@ -12,7 +12,7 @@ from axes.core.algorithms import Anchor, Held, Mix, Read
 from axes.core.costs import Linear
 from axes.core.declared import Recurrence
 from axes.core.geometry import Entropic
-from axes.core.memory import Bounded
+from axes.core.memory import BoundedList
 from axes.core.monoids import Decay, Diagonal, Identity, Monoid, Product, Scalar, Zero
 from axes.core.parts import Parts
 from axes.core.rates import SEEN, Per, counted, named, rate_shape, resolve
@@ -67,7 +67,7 @@ def _shapes(p: Parts) -> Iterator[str]:
     memory = type(p.memory).__name__
     own = [per for rate in p.rates() for per in named(rate) if per.shape == "own"]
     if p.memory.kind != "bounded" and (own or "slot" in gates(p.monoid)):
-        yield f"{memory} memory has no slots: rates of a size of their own are for Bounded(slots)"
+        yield f"{memory} memory has no slots: rates of a size of their own are for BoundedList(slots)"
     for h in p.h.links():
         if h.logits != "mix":
             yield f"{h!r} makes a matrix of {h.logits} logits: it is a link of GeneralLinear, no h of a state"
@@ -93,7 +93,7 @@ def _shapes(p: Parts) -> Iterator[str]:
 
 def _bounded(p: Parts) -> Iterator[str]:
     """A bounded memory writes every pair to its slots, and h acts on their scores."""
-    if not isinstance(p.memory, Bounded):
+    if not isinstance(p.memory, BoundedList):
         return
     step, h, slots = p.step, p.h, p.memory.slots
     if p.cost.drives != "target":
@@ -107,7 +107,7 @@ def _bounded(p: Parts) -> Iterator[str]:
     if not gates(p.monoid) <= {"identity", "scalar", "slot"} or rate_shape(step.rate) not in ("scalar", "own"):
         yield "a bounded memory takes gates and rates that are scalars or one for every slot"
     if any(per.size != slots for rate in p.rates() for per in named(rate) if per.shape == "own"):
-        yield f"Bounded(slots={slots}): a rate of every slot has size={slots}"
+        yield f"BoundedList(slots={slots}): a rate of every slot has size={slots}"
     if not h.is_identity and not isinstance(h, Entropic):
         yield f"scores of slots take Euclidean or entropic h, not {type(h).__name__}"
     elif isinstance(h, Entropic) and h.axis != "row":

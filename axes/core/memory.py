@@ -22,7 +22,7 @@ from axes.core.rates import Per, Rate, Shape, Signal, resolve, spread
 from axes.errors import IllegalUpdate
 
 __all__ = [
-    "Bounded",
+    "BoundedList",
     "Entries",
     "LayerNormMatrix",
     "List",
@@ -321,7 +321,7 @@ class MLP(RankOne):
 
 @final
 @dataclass(frozen=True, repr=False)
-class Bounded(Memory):
+class BoundedList(Memory):
     """As many pairs as there are slots: leaves (keys (m, d_k), values (m, d_v)), every datum written to all of them.
 
     read: sum_i p_i v_i with p = grad h*(scale * K q) over the m slots, as of a list. Gates and rates are scalars or one
@@ -338,10 +338,10 @@ class Bounded(Memory):
 
     def __post_init__(self) -> None:
         if self.slots < 1:
-            raise IllegalUpdate(f"Bounded: a memory has at least one slot, got {self.slots}")
+            raise IllegalUpdate(f"BoundedList: a memory has at least one slot, got {self.slots}")
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
-        raise IllegalUpdate("Bounded memory is read through its geometry: call read")
+        raise IllegalUpdate("BoundedList memory is read through its geometry: call read")
 
     def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
         keys, values = leaves

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from axes.core.facts import fact
+from axes.core.memory import List
 from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError
 from axes.routes import attention
@@ -159,9 +160,11 @@ def _(tensors: list[Tensor], name: str, call: str) -> list[Tensor]:
     if route == "attention":  # which dtypes and what else a list has is seen after two pairs more
         few = [x.new_empty(x.shape[0], 2, *x.shape[2:]) if x.ndim > 1 else x for x in tensors[: len(names)]]
         after = [_empty(x) for x in _compute([*few, *leaves], name, call)[1:]]
+        memory = _UPDATES[name].parts().memory
+        window = memory.window if isinstance(memory, List) else None
         for i, time in enumerate((-2, -2, -1)):  # keys, values, masses
-            shape = list(after[i].shape)
-            shape[time] += v.shape[1] - 2
+            shape, pairs = list(after[i].shape), leaves[i].shape[time] + v.shape[1]
+            shape[time] = pairs if window is None else torch.sym_min(pairs, window)
             after[i] = after[i].new_empty(shape)
     return [_empty(unread(tensors[names.index("q")], v)), *after]
 

@@ -21,11 +21,12 @@ from axes.core.costs import Alignment
 from axes.core.facts import fact
 from axes.core.geometry import Euclidean
 from axes.core.legality import factors
-from axes.core.memory import Bounded, normalised
+from axes.core.memory import BoundedList, normalised
 from axes.core.monoids import Diagonal, Identity, Monoid, Product
 from axes.core.rates import Per, Shape, Signal, resolve
 from axes.core.state_update import State, StateUpdate
 
+_Widths = tuple[tuple[int, int] | None, tuple[int, int] | None]
 Compute = Callable[[StateUpdate, Signal, State, int], tuple[Tensor, State]]
 
 
@@ -41,6 +42,13 @@ def passes(update: StateUpdate) -> _Passes:
     """Of a bounded memory; gates keep their names."""
     monoid = update.parts().monoid
     return _Passes(*(StateUpdate(Alignment(), Euclidean(), _on(monoid, side), Step()) for side in ("row", "key")))
+
+
+def widths(update: StateUpdate, of: tuple[int, int] | None) -> _Widths:
+    """Of values and keys of either chain, where those of the memory are known."""
+    memory = update.parts().memory
+    assert isinstance(memory, BoundedList)
+    return (None, None) if of is None else ((memory.slots, of[1]), (of[0], memory.slots))
 
 
 def _on(monoid: Monoid, side: Shape) -> Monoid:
@@ -61,7 +69,7 @@ def run(update: StateUpdate, signal: Signal, state: State, batch: int, compute: 
     """
     p = update.parts()
     memory, (scores, outputs) = p.memory, passes(update)
-    assert isinstance(memory, Bounded)
+    assert isinstance(memory, BoundedList)
     q, k, v = (signal[n] for n in "qkv")
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     write, gates = _write(update, signal, k), {per.name: signal[per.name] for per in scores.demands()}
@@ -89,11 +97,11 @@ def run(update: StateUpdate, signal: Signal, state: State, batch: int, compute: 
 def _write(update: StateUpdate, signal: Signal, k: Tensor) -> Tensor:
     """How much of a token every slot takes, (..., T, m)."""
     p = update.parts()
-    assert isinstance(p.memory, Bounded)
+    assert isinstance(p.memory, BoundedList)
     rate = resolve(p.step.rate, signal)
     if isinstance(p.step.rate, Per) and p.step.rate.shape == "scalar" and isinstance(rate, Tensor) and rate.ndim:
         rate = rate[..., None]
     return (k.new_ones(()) * rate).expand(*k.shape[:-1], p.memory.slots)
 
 
-__all__ = ["passes", "run"]
+__all__ = ["passes", "run", "widths"]

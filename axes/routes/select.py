@@ -25,7 +25,7 @@ from axes.core.derived import (
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
 from axes.kernels.common import versions
-from axes.routes import attention, early, given, kernel_terms, opaque, several, substitution_kernel, token
+from axes.routes import attention, early, given, kernel_terms, opaque, passes, several, substitution_kernel, token
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -193,6 +193,9 @@ def settle(
         token.no_kernel(update, torch.device("cuda"), torch.float32, shapes, 1)
     if update.parts().memory.kind == "list":
         attention.asked(update)
+    if update.parts().memory.kind == "bounded":
+        for chain, sizes in zip(passes.passes(update), passes.widths(update, widths), strict=True):
+            settle(chain, sizes, implementation)
 
 
 def _device(device: str | torch.device | Target) -> torch.device:

@@ -156,12 +156,11 @@ def _classes(part: object) -> Iterator[type]:
 
 def _names(modules: Iterable[types.ModuleType]) -> Mapping[str, object]:
     """The classes that a repr may name."""
-    return {
-        name: value
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, Declared)
-    }
+    found: dict[str, object] = {}
+    for name, value in (item for module in modules for item in vars(module).items()):
+        if isinstance(value, type) and issubclass(value, Declared):
+            assert found.setdefault(name, value) is value, f"two parts are called {name}: a repr would name either"
+    return found
 
 
 NAMES = {

@@ -200,12 +200,6 @@ def _list_is_matrix(a: StateUpdate, b: StateUpdate) -> bool:
     return kinds == {List, Matrix} and scales == {1.0} and every and a.parts().h.is_identity
 
 
-def _wide_window(a: StateUpdate, b: StateUpdate) -> bool:
-    windows = [m.window for m in (a.memory, b.memory) if isinstance(m, List)]
-    wide = len(windows) == 2 and all(w is None or w > 64 for w in windows)
-    return wide and _same_but(a.memory, b.memory, "window")
-
-
 def _last_is_row(a: StateUpdate, b: StateUpdate) -> bool:
     first, second = a.parts().h, b.parts().h
     if not isinstance(first, Entropic) or not isinstance(second, Entropic):
@@ -274,11 +268,6 @@ GAUGES: tuple[Gauge, ...] = (
         "list memory with Euclidean h",
         _list_is_matrix,
         "sum_i v_i <k_i, q> is (sum_i v_i k_i^T) q: with scale 1 the list is the matrix memory",
-    ),
-    Gauge(
-        "a window beyond the sequence",
-        _wide_window,
-        "a list whose window is longer than what was written keeps every pair; the law's sequences are short",
     ),
     Gauge(
         "entropic axis of a matrix parameter",

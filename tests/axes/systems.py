@@ -48,8 +48,7 @@ from axes.core.geometry import (
     TrustRatio,
     Whiten,
 )
-from axes.core.memory import MLP, Entries, LayerNormMatrix, List, Slots
-from axes.core.memory import Bounded as BoundedMemory
+from axes.core.memory import MLP, BoundedList, Entries, LayerNormMatrix, List, Slots
 from axes.core.monoids import (
     DPLR,
     Decay,
@@ -238,17 +237,17 @@ ATTENTION = {
 SLOT_DECAY, SLOT_WRITE = Per("slot_decay", "own", "unit", size=5), Per("slot_write", "own", size=5)
 PASSES = {
     "gated slots": StateUpdate(
-        Alignment(), Entropic(), Diagonal(SLOT_DECAY, "slot"), Step(SLOT_WRITE), memory=BoundedMemory(5)
+        Alignment(), Entropic(), Diagonal(SLOT_DECAY, "slot"), Step(SLOT_WRITE), memory=BoundedList(5)
     ),
     "slots as means": StateUpdate(
-        Alignment(), Entropic(), Scalar(0.9), Step(SLOT_WRITE, debias=True), BoundedMemory(5, scale=None)
+        Alignment(), Entropic(), Scalar(0.9), Step(SLOT_WRITE, debias=True), BoundedList(5, scale=None)
     ),
     "forgetting slots, a floor": StateUpdate(
         Alignment(),
         Entropic(mass=None),
         Product((Scalar("decay"), Diagonal(SLOT_DECAY, "slot"))),
         Step(BETA, debias=True, floor=0.3),
-        memory=BoundedMemory(5, scale=None),
+        memory=BoundedList(5, scale=None),
     ),
 }
 

@@ -61,7 +61,7 @@ def test_routes_that_add_refuse_it() -> None:
         ((SquaredError(), Euclidean(), Scalar("decay"), Step(Per("beta"), at="new", write="max")), "is explicit"),
         ((Given(), Euclidean(), Zero(), Step(0.1, write="max")), "keeps nothing"),
         ((Given(), Euclidean(), Scalar(0.5), Step(0.1, write="max", read=Read(0.5, 0.5))), "read at the new state"),
-        ((Alignment(), Euclidean(), Scalar("decay"), Step(write="max"), List()), "a list memory keeps pairs"),
+        ((Alignment(), Euclidean(), Scalar("decay"), Step(write="max"), List()), "pairs have no larger one"),
         ((Linear(), Euclidean(), Scalar(0.5), Step(0.5, debias=True, write="max")), "response of a maximum"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -15,7 +15,7 @@ from axes.core import reference
 from axes.core.algorithms import Momentum, Step
 from axes.core.costs import Alignment, SquaredError
 from axes.core.geometry import Entropic
-from axes.core.memory import Bounded, List
+from axes.core.memory import BoundedList, List
 from axes.core.monoids import Diagonal
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
@@ -160,7 +160,7 @@ def test_what_no_latent_can_be_is_named() -> None:
 
 def test_slots_without_softmax_are_two_linear_passes() -> None:
     gate = Diagonal(Per("decay", "own", "unit", size=5), "slot")
-    update = StateUpdate(Alignment(), monoid=gate, algorithm=Step(0.5), memory=Bounded(5))
+    update = StateUpdate(Alignment(), monoid=gate, algorithm=Step(0.5), memory=BoundedList(5))
     s = example(update, length=40)
     assert dispatch.select(update).route == "passes"
     (a, x), (b, y) = dispatch.run(update, s), reference.run(update, s, time=1)
@@ -174,11 +174,11 @@ def test_slots_without_softmax_are_two_linear_passes() -> None:
         (lambda: Per("decay", "key", "unit", 3), "a rate of shape own has a size of its own"),
         (lambda: Diagonal("decay", "slot"), "the gate must be a Per of shape own"),
         (lambda: StateUpdate(Alignment(), monoid=GSA.update.monoid), "Matrix memory has no slots"),
-        (lambda: replace(GSA.update, memory=Bounded(32)), r"Bounded\(slots=32\): a rate of every slot has size=32"),
+        (lambda: replace(GSA.update, memory=BoundedList(32)), r"BoundedList\(slots=32\): a rate of every slot"),
         (lambda: replace(GSA.update, cost=SquaredError()), r"the cost is Alignment\(\), not SquaredError\(\)"),
-        (lambda: StateUpdate(Alignment(), Entropic(), memory=Bounded(4)), "slots that are kept and written alike stay"),
+        (lambda: StateUpdate(Alignment(), Entropic(), memory=BoundedList(4)), "slots that are kept and written alike"),
         (lambda: replace(GSA.update, algorithm=Momentum(0.9, "ema")), "slots are written by factored pairs"),
-        (lambda: retarget(GSA.update, "data"), "Bounded is a memory of its own"),
+        (lambda: retarget(GSA.update, "data"), "BoundedList is a memory of its own"),
     ],
 )
 def test_what_slots_are_not_is_named(make_it: Callable[[], object], match: str) -> None:

@@ -134,8 +134,7 @@ def _ask(device: torch.device) -> _Reasons:
     if device.type != "cuda":
         return _no_gpu(device)
     if not gpu_is_here():
-        asked = f"device {device} is not here to be asked whether it is a Hopper GPU"
-        return _Reasons(UNUSABLE, UNUSABLE or gluon_refusal() or asked)
+        return _not_here(device, UNUSABLE, gluon_refusal())
     number = torch.cuda.current_device() if device.index is None else device.index
     if number not in _ASKED:
         gpu = torch.cuda.get_device_properties(number)
@@ -148,6 +147,12 @@ def _ask(device: torch.device) -> _Reasons:
 def _no_gpu(device: torch.device) -> _Reasons:
     reason = f"device {device} is not a GPU"
     return _Reasons(reason, reason)
+
+
+@functools.cache
+def _not_here(device: torch.device, unusable: str | None, no_gluon: str | None) -> _Reasons:
+    asked = f"device {device} is not here to be asked whether it is a Hopper GPU"
+    return _Reasons(unusable, unusable or no_gluon or asked)
 
 
 # Asked and not traced, since devices stay what they are: `torch.compiler.assume_constant_result`, which imports dynamo.
