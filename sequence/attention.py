@@ -227,7 +227,7 @@ class _TransportedModule(BlockModule):
         signal, _, kept = self.plain.enter(x, ())
         w, tail = self.w_conv(self.w_up(self.w_down(x)), tails[0], packing)
         w = l2_normalise(w.unflatten(-1, self.heads))
-        signal["w"] = in_groups(w, "w", self.queries) if self.queries > 1 else w
+        signal["w"] = in_groups(w, "w", self.queries)
         return signal, (tail,), kept
 
     def declaration(self, path: str = "") -> Declaration | None:

@@ -114,7 +114,9 @@ def queries_of(block: Block, heads: int) -> int:
 
 
 def in_groups(x: Tensor, name: str, queries: int) -> Tensor:
-    """q (B, T, H, ...) as (B, T, lists, queries, ...), what belongs to a list as (B, T, lists, 1, ...)."""
+    """q (B, T, H, ...) as (B, T, lists, queries, ...), of a list (B, T, lists, 1, ...); of one, as it is."""
+    if queries == 1:
+        return x
     return x.unflatten(2, (-1, queries)) if name == "q" else x.unsqueeze(3)
 
 
@@ -313,8 +315,7 @@ class _StandardModule(BlockModule):
             signal[left], signal[right] = -signal[right], torch.sigmoid(vectors[left]) * signal[right]
         for chart in self.charts.values():
             signal.update(chart(x))
-        if self.queries > 1:
-            signal = {name: in_groups(z, name, self.queries) for name, z in signal.items()}
+        signal = {name: in_groups(z, name, self.queries) for name, z in signal.items()}
         gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (s.heads, s.d_v))
         return signal, tuple(kept), gate
 

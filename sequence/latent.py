@@ -113,7 +113,7 @@ class _LatentModule(BlockModule):
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
         up = self.value_up.weight.to(y.dtype).unflatten(0, (self.sizes.heads, self.width))
-        values = torch.einsum("bthr,hwr->bthw", y.flatten(2, 3), up)
+        values = torch.einsum("bthr,hwr->bthw", y if self.sizes.heads == 1 else y.flatten(2, 3), up)
         out: Tensor = self.o_proj(values.flatten(-2))
         return out
 

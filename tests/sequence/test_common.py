@@ -18,7 +18,7 @@ from axes.core.memory import List
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes import given
-from axes.sequence import ALL, DeltaNet, GatedDeltaNet, SequenceLayer, SoftmaxAttention, base, layer
+from axes.sequence import ALL, DeltaNet, GatedDeltaNet, RoPE, SequenceLayer, SoftmaxAttention, base, layer
 from axes.sequence.lattice import LATTICE
 from axes.sequence.miras import MIRAS
 from axes.sequence.titans import TITANS
@@ -426,6 +426,8 @@ def test_bad_input_is_named(call: Any, complaint: str) -> None:
 
 
 def test_bad_sizes_are_named() -> None:
+    with pytest.raises(ShapeError, match="RoPE: Rotation: keys are rotated in pairs, their width must be even, got 7"):
+        RoPE(14, heads=2)
     with pytest.raises(ShapeError, match="d_model=12 is not a multiple of heads=5"):
         DeltaNet(12, heads=5)
     assert DeltaNet(12, heads=5, d_k=4, d_v=3)(torch.randn(1, 2, 12))[0].shape == (1, 2, 12)

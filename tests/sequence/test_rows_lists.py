@@ -150,6 +150,17 @@ def test_one_latent_a_token_is_kept_for_all_heads() -> None:
     assert relative(one(other)[0], one(other)[0]) == 0.0
 
 
+def test_one_head_of_latents() -> None:
+    """The first of two heads, where the other one gives nothing."""
+    two, x = make(MLA), torch.randn(B, T, D, dtype=torch.float64)
+    two.around.value_up.weight.data[D // 2 :] = 0.0
+    sizes = {"d_k": two.sizes.d_k, "d_v": two.sizes.d_v}
+    one = MLA(D, heads=1, block=replace(MLA.block, width=D // 2), **sizes, dtype=torch.float64)
+    first = {n: w[:, : D // 2] if n == "around.o_proj.weight" else w for n, w in two.state_dict().items()}
+    one.load_state_dict({n: first[n][: w.shape[0]] for n, w in one.state_dict().items()})
+    assert relative(one(x)[0], two(x)[0]) < 1e-14
+
+
 def test_what_no_latent_can_be_is_named() -> None:
     for widths in ({"d_k": 16, "d_v": 16}, {"d_k": 19, "d_v": 16}, {"d_k": 19, "d_v": 17}):
         with pytest.raises(ShapeError, match="d_k - d_v must be even and at least 2"):
