@@ -16,7 +16,7 @@ from axes.core.state_update import StateUpdate
 from axes.depth import kernels
 from axes.depth.base import Coefficients, DepthMixer, corrects, plans, require_streams
 from axes.depth.initial import OFF_DIAGONAL, one_hot
-from axes.errors import AxesError, IllegalUpdate, ShapeError
+from axes.errors import AxesError, IllegalUpdate, ShapeError, wrong_type
 from axes.routes.choice import Implementation, Plan, Target
 
 EPS = 1e-6
@@ -150,6 +150,8 @@ class TupleMixer(StaticMixer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if not isinstance(update, StateUpdate):
+            raise wrong_type("TupleMixer", "update", "a StateUpdate, of which `mixer(update)` makes a class", update)
         require_streams(update)
         self.update, self.entry = update, entry
         super().__init__(
