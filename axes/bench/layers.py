@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 from axes import catalogue
 from axes.bench.check import compare
-from axes.bench.peers import AttentionLayer, lifted_guard
+from axes.bench.peers import AttentionLayer, fla, lifted_guard
 from axes.bench.results import Watch, begin, fill, said, unwatched
 from axes.bench.sequence import device_of, dtype_of
 from axes.bench.timing import Timing, kept_for_backward, median, peak_extra, wait
@@ -276,8 +274,7 @@ class _Products(nn.Module):
 
 def _peer(name: str, size: Size) -> nn.Module:
     """flash-linear-attention's layer of the same sizes."""
-    if importlib.util.find_spec("fla") is None:
-        raise AxesError("flash-linear-attention is not installed")
+    layers = fla("fla.layers")
     d, h = size.width, size.heads
     common: dict[str, Any] = {"hidden_size": d, "num_heads": h, "layer_idx": 0}
     made = {
@@ -296,5 +293,5 @@ def _peer(name: str, size: Size) -> nn.Module:
     if name not in made:
         raise AxesError(f"flash-linear-attention has no layer for {name}")
     kind, options = made[name]
-    layer: nn.Module = getattr(importlib.import_module("fla.layers"), kind)(**options)
+    layer: nn.Module = getattr(layers, kind)(**options)
     return layer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from axes.bench.rules import Run, SequenceRule, Signal
+from axes.errors import AxesError
 
 OURS, CHUNKED, LOOP, FLA, SDPA = "axes", "chunked torch", "token loop", "fla", "flash SDPA"
 _OPS = (
@@ -65,7 +67,20 @@ def peer(rule: SequenceRule) -> Run:
 
 def library() -> Any:
     """The operators of flash-linear-attention by name."""
-    return SimpleNamespace(**{name: importlib.import_module(f"fla.ops.{name}") for name in _OPS})
+    return SimpleNamespace(**{name: fla(f"fla.ops.{name}") for name in _OPS})
+
+
+def fla(module: str) -> Any:
+    """A module of flash-linear-attention. fla-core has its operators, the whole package its layers too."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no GPU, that an extra of theirs is missing
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("fla"):
+            raise
+        part = "" if error.name == "fla" else f" whole: fla-core has no {module}"
+        raise AxesError(f"flash-linear-attention is not installed{part}") from None
 
 
 @contextmanager
@@ -77,7 +92,7 @@ def lifted_guard() -> Iterator[None]:
     if importlib.util.find_spec("fla") is None:
         yield
         return
-    module = importlib.import_module("fla.ops.common.chunk_o")
+    module = fla("fla.ops.common.chunk_o")
     with patch.object(module, "IS_NVIDIA_HOPPER", False):
         yield
 

@@ -6,19 +6,16 @@ with that library's layer, norm, gated network and cross-entropy.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axes import catalogue
-from axes.bench.peers import AttentionLayer
-from axes.errors import AxesError
+from axes.bench.peers import AttentionLayer, fla
 from axes.models import Architecture, LanguageModel
 from axes.models.language_model import RMSNorm, SwiGLU
 from axes.optim import AdamW
@@ -80,11 +77,8 @@ class Fla(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        if importlib.util.find_spec("fla") is None:
-            raise AxesError("flash-linear-attention is not installed")
-        modules: Any = importlib.import_module("fla.modules")
-        layer: Any = importlib.import_module("fla.layers").GatedDeltaNet
-        fused: Any = importlib.import_module("fla.modules.fused_linear_cross_entropy")
+        modules, layer = fla("fla.modules"), fla("fla.layers").GatedDeltaNet
+        fused = fla("fla.modules.fused_linear_cross_entropy")
         width, head = size.width, size.width // size.heads
         self.embedding = nn.Embedding(size.vocabulary, width)
         parts: list[nn.Module] = []
