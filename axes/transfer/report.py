@@ -48,6 +48,13 @@ def tables(results: Mapping[str, Any]) -> Iterator[Table]:
     yield table
 
 
+def compared(results: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Every comparison, those that calibrate first."""
+    yield from results["calibrations"]
+    for e in results["experiments"]:
+        yield from e["compared"]
+
+
 # ---- what both pages say -------------------------------------------------------------------------------------------
 
 
