@@ -97,6 +97,8 @@ def run(
         results = _with_progress(plan, folder, count, command, console, None if limit is None else begun + limit)
     except RunsFailed as error:
         _written(error.results, ResultsFolder(folder), console)
+        for said in error.failed[1:]:
+            console.print(said, markup=False, soft_wrap=True)
         raise
     except KeyboardInterrupt:
         typer.echo(f"stopped; finished runs are kept, the same command goes on: {folder}", err=True)
@@ -129,6 +131,8 @@ def _written(results: dict[str, Any], folder: ResultsFolder, console: Console) -
         console.print(table)
     if results["verdicts"]:
         console.print(results["verdicts"], markup=False)
+    for said in report.notes(results):
+        console.print(said, markup=False, soft_wrap=True)
     write_text(folder.path / "transfer.html", report.page(results))
     pictures.save(pictures.heat_map(results), folder.path / "heat-map.png")
     pictures.save(pictures.curves(results), folder.path / "curves.png")
