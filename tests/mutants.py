@@ -15,21 +15,17 @@ import argparse
 import ast
 import json
 import os
-import pickle
 import random
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.planted import First, copied, forked, tests_of
+
 MOST_TESTS = 40  # of those that run a line
 # Which tests are tried for a file, by the beginning of its path: the longest that fits. Doctests of the file go first.
 CANDIDATES: dict[str, str] = {
@@ -90,7 +86,7 @@ _HEAD = """# Planted faults
 
 Written by `python -m tests.mutants FILES --report docs/mutants`, which plants one fault at a time in a copy of the tree
 and shows it to the tests that run its line; a file's faults are drawn by a seed. A line that no candidate test runs is
-left out of the counts. Forty faults of GPU kernels stand in `tests/gpu/faults.py`, for a machine that has a GPU.
+left out of the counts. Faults of GPU kernels stand in `tests/gpu/faults.py`, for a machine that has a GPU.
 
 """
 
@@ -244,71 +240,16 @@ class _Traced:
         sys.settrace(None)
 
 
-class _First:
-    """A pytest plugin: the first test that failed."""
-
-    name = ""
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed and not self.name:
-            self.name = report.nodeid
-
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed and not self.name:
-            self.name = f"{report.nodeid} cannot be collected"
-
-
-def _forked(work: Callable[[], Any], seconds: float) -> Any:
-    """What a function returns in a process of its own, or None if it takes longer or ends the process."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            said = os.open(os.environ.get("MUTANTS_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(said, 1)
-            os.dup2(said, 2)
-            status = 1
-            try:
-                answer.write_bytes(pickle.dumps(work()))
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if os.waitpid(child, os.WNOHANG) != (0, 0):
-                return pickle.loads(answer.read_bytes()) if answer.exists() else "ended"
-            time.sleep(0.05)
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return None
-
-
-def _pytest(tree: Path, tests: list[str], plugin: Any, *flags: str) -> int:
-    import pytest
-
-    os.chdir(tree)
-    os.environ["PYTHONPATH"] = str(tree)
-    sys.path[:] = [str(tree), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("axes", "tests")]:
-        del sys.modules[name]
-    given = ["-q", "--assert=plain", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow", *flags, *tests]
-    return int(pytest.main(given, plugins=[plugin]))
-
-
 def covering(tree: Path, file: str, seconds: float) -> tuple[dict[int, set[str]], dict[str, float]]:
     """By line, the tests that run it; and by test, how long it takes. Lines that run at import are run by all."""
     candidates = CANDIDATES[max((p for p in CANDIDATES if file.startswith(p)), key=len)].split()
 
     def work() -> Any:
         plugin = _Traced(tree / file)
-        _pytest(tree, [f"tests/{c}" for c in candidates], plugin)
+        tests_of(tree, [f"tests/{c}" for c in candidates], plugin, "-m", "not slow")
         return dict(plugin.lines), plugin.seconds
 
-    made = _forked(work, seconds)
+    made = forked(work, seconds)
     if not isinstance(made, tuple):
         raise SystemExit(f"the tests of {file} took longer than {seconds:.0f} s, or ended their process: {candidates}")
     lines, times = made
@@ -322,13 +263,12 @@ def shown(tree: Path, fault: Fault, source: str, tests: list[str], seconds: floa
     path.write_text(source, encoding="utf-8")
 
     def work() -> str:
-        sys.dont_write_bytecode = True
-        plugin = _First()
-        status = _pytest(tree, tests, plugin, "-x")
+        plugin = First()
+        status = tests_of(tree, tests, plugin, "-x", "-m", "not slow")
         return plugin.name or ("" if status in (0, 1) else f"pytest ended with {status}")
 
     try:
-        by = _forked(work, seconds)
+        by = forked(work, seconds)
     finally:
         path.write_text(before, encoding="utf-8")
     took = time.monotonic() - begun
@@ -352,13 +292,7 @@ def run(files: list[str], sample: int, seed: int, seconds: float) -> list[Found]
 
     sys.dont_write_bytecode = True
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        listed = ["git", "ls-files", "-co", "--exclude-standard"]
-        tracked = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
-        for name in tracked.stdout.split("\n"):
-            if name and (ROOT / name).exists():
-                (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
+        tree = copied(Path(folder) / "tree")
         for file in files:
             lines, times = covering(tree, file, 10 * seconds)
             every = faults(file, (tree / file).read_text(encoding="utf-8"))
