@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 _LEFT = (".git", ".venv*", ".cache", ".*_cache", ".hypothesis", "__pycache__", "runs", "build", "*.so")
@@ -27,8 +27,15 @@ def copied(to: Path) -> Path:
     return to
 
 
+class Raised(NamedTuple):
+    """What a function in another process has raised."""
+
+    text: str
+
+
 class Child:
-    """A function in a process of its own. answer: what it returned, None if it took longer, "ended" if it died."""
+    """A function in a process of its own. answer: what it returned, `Raised`, None if it took longer, "ended" if it
+    died."""
 
     def __init__(self, work: Callable[[], Any], seconds: float) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -47,10 +54,10 @@ class Child:
         status = 1
         try:
             sys.dont_write_bytecode = True
-            self._path.write_bytes(pickle.dumps(work()))
+            self._path.write_bytes(pickle.dumps((True, work())))
             status = 0
         except BaseException:
-            traceback.print_exc()
+            self._path.write_bytes(pickle.dumps((False, traceback.format_exc())))
         finally:
             sys.stdout.flush()
             os._exit(status)
@@ -58,7 +65,8 @@ class Child:
     def done(self) -> bool:
         """Whether there is an answer; a process that takes longer is killed."""
         if os.waitpid(self._pid, os.WNOHANG) != (0, 0):
-            self.answer = pickle.loads(self._path.read_bytes()) if self._path.exists() else "ended"
+            fine, made = pickle.loads(self._path.read_bytes()) if self._path.exists() else (True, "ended")
+            self.answer = made if fine else Raised(made)
         elif time.monotonic() < self._end:
             return False
         else:
@@ -110,6 +118,7 @@ def tests_of(tree: Path, tests: Sequence[str], plugin: Any, *flags: str) -> int:
     os.environ["PYTHONPATH"] = str(tree)
     sys.path[:] = [str(tree), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
     for name in [n for n in sys.modules if n.partition(".")[0] in ("axes", "tests")]:
-        del sys.modules[name]
+        if name not in (__name__, "tests.mutants", "tests.gpu.faults"):  # whose objects go from process to process
+            del sys.modules[name]
     given = ["-q", "--assert=plain", "-p", "no:xdist", "-p", "no:benchmark", "-p", "no:cacheprovider", *flags, *tests]
     return int(pytest.main(given, plugins=[plugin]))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import planted
+from tests import mutants, planted
 from tests.gpu import faults as gpu
-from tests.mutants import CANDIDATES, EQUIVALENT, Fault, Found, faults, report, shown
+from tests.mutants import EQUIVALENT, TESTS, Changed, Fault, Found, faults, patch, report, shown
 from tests.planted import forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,11 +67,26 @@ def test_the_report_counts_what_is_equivalent_apart(monkeypatch: pytest.MonkeyPa
     assert r"`a \| b`" in text and "the same set" in text and "**open**" in text
 
 
-def test_candidates_are_there() -> None:
-    for file, tests in CANDIDATES.items():
-        assert (ROOT / file).exists(), file
-        for test in tests.split():
-            assert (ROOT / "tests" / test).exists(), (file, test)
+def test_parts_have_tests() -> None:
+    for part in TESTS:
+        assert (ROOT / part).exists() and len(mutants.tests_for(part + "/x.py")) > 4, part
+
+
+def test_functions_of_a_file_get_the_code_of_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "changing.py"
+    before = (
+        "import functools\nLEAST = 2\nclass A:\n    def f(self, x):\n        return x + 1\n"
+        "def outer(n):\n    def inner(x):\n        return x < n\n    return inner\n"
+        "@functools.wraps(outer)\ndef g(x):\n    return x * 2\nkept = outer(3)\n"
+    )
+    path.write_text(before)
+    monkeypatch.syspath_prepend(tmp_path)
+    import changing  # type: ignore[import-not-found]
+
+    after = before.replace("x + 1", "x - 1").replace("x < n", "x <= n").replace("x * 2", "x / 2")
+    assert patch(Changed(str(path), before, after))
+    assert changing.A().f(3) == 2 and changing.kept(3) and changing.outer(4)(4) and changing.g(3) == 1.5
+    assert not patch(Changed(str(path), before, before.replace("LEAST = 2", "LEAST = 3")))
 
 
 def test_faults_of_kernels_fit_their_sources_and_name_tests_that_are_there() -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.planted import Child, First, copied, forked, tests_of
+from tests.planted import Child, First, Raised, copied, forked, tests_of
 
 
 class Fault(NamedTuple):
@@ -211,7 +211,9 @@ class _Worker:
 def _outcome(answer: Any, seconds: float) -> tuple[str, str]:
     if answer is None:
         return "slow", f"longer than {seconds:.0f} s"
-    if not isinstance(answer, tuple):
+    if isinstance(answer, Raised):
+        return "not shown: an error of this tool", answer.text[-200:]
+    if answer == "ended":
         return "seen", "the process died"
     name, said = answer
     if not name:
@@ -326,8 +328,8 @@ def _device() -> str:
         return f"{name}, torch {torch.__version__}, Triton {triton.__version__}"
 
     found = forked(work, 120)
-    if found in (None, "ended"):
-        raise SystemExit("a forked process could not use the GPU: MUTANTS_LOG=FILE says why")
+    if not isinstance(found, str) or found == "ended":
+        raise SystemExit(f"a forked process could not use the GPU: {found}")
     return str(found)
 
 
