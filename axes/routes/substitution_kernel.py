@@ -150,7 +150,7 @@ def run(
     written = substitution_chain(
         q, k, made.name, shape[-1], given, _gate(update, signal, k, shape), None if fresh else state.theta[0],
         reads="anchored" if anchored else "before" if p.step.at == "prev" else "gated",
-        last=bool(p.step.via), full=not p.memory.linear, cu_seqlens=cu_seqlens,
+        last=len(p.step.via) > 0, full=not p.memory.linear, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     out = written.o
     if not p.memory.linear:
