@@ -257,8 +257,7 @@ class SequenceLayer(nn.Module):
         x: (B, T, D).  state: of earlier tokens.  mask: (B, T), true (1) at real tokens; padding is skipped wherever it
         stands, its outputs are zero.  cu_seqlens: integer boundaries (N + 1,) of N sequences packed into B = 1, which
         have one state each; on a GPU their values are not read, so not checked.  Returns y (B, T, D) and the state
-        after the last token; None if sequences of unequal length leave states that cannot share a batch (an anchor at
-        different positions).
+        after the last token; None only where other processes hold tokens too, and it is not asked for (`across`).
         """
         self._check(x, 3)
         if mask is not None and cu_seqlens is not None:
@@ -327,7 +326,6 @@ class SequenceLayer(nn.Module):
         self._look({"x": x, **signal})
         if start is None:
             start = self._init_memory(x.shape[0] if packing is None else packing.sequences, x)
-        memory: State | None
         frame = fused.frame_of(kept)
         if self.across is not None:
             out, memory = self.across.recur(functools.partial(self._recur_in, frame), signal, start)
@@ -343,7 +341,7 @@ class SequenceLayer(nn.Module):
             out, memory = dispatch.run_packed(self.update, signal, start, cu_seqlens, implementation=named)
         y = fused.leave(self.around, out, kept)
         self._look({"the output": y})
-        return y, None if memory is None else LayerState(tails, memory)
+        return y, LayerState(tails, memory)
 
     def tails_of(self, x: Tensor) -> tuple[Tensor, ...]:
         """What the convolutions keep of tokens x (B, T, D) for those that follow; they are as many as one is wide."""
@@ -354,7 +352,6 @@ class SequenceLayer(nn.Module):
         if frame is None:
             return self._recur(signal, start)
         out, memory = frames.run(frame, signal, start, None, self.implementation)
-        assert memory is not None  # it is None for packed sequences alone
         return out, memory
 
     def _recur(self, signal: Signal, memory: State) -> tuple[Tensor, State]:

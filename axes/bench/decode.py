@@ -90,7 +90,7 @@ def _error(rule: SequenceRule, shape: Shape, dtype: torch.dtype, device: torch.d
     advance = _advance(rule, who, _token(signal, 0))
     got = torch.cat([advance(_token(signal, t)) for t in range(_CHECKED)], 1)[-1:, :, -_HEADS:]
     exact = {n: x[-1:, :, -_HEADS:].double() for n, x in signal.items()}
-    want, _ = reference.run(rule.update, exact, time=1)
+    want, _ = reference.run(rule.update, exact, time=1, weights=rule.weights(exact))
     return float((got.double() - want).norm() / want.norm())
 
 
@@ -108,7 +108,7 @@ def _advance(rule: SequenceRule, who: str, first: Signal) -> Advance:
 
         return peer
     wide = {n: x[:, 0].float() for n, x in first.items()}
-    held = [rule.update.init(wide)]
+    held = [rule.update.init(wide, rule.weights(first))]
 
     def ours(signal: Signal) -> Tensor:
         name: dispatch.Implementation = "reference" if who == INTERPRETER else "triton"

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from axes.bench.rules import Run, SequenceRule, Signal
 from axes.errors import AxesError
+from axes.routes import dispatch
 
 OURS, CHUNKED, LOOP, FLA, SDPA = "axes", "chunked torch", "token loop", "fla", "flash SDPA"
 _OPS = (
@@ -48,10 +49,12 @@ def contenders(rule: SequenceRule, device: torch.device, names: tuple[str, ...] 
     found: list[Contender] = []
     if device.type == "cuda":
         found.append(Contender(OURS, rule.ours("triton")))
-    found.append(Contender(CHUNKED, rule.ours("torch")))
-    if device.type != "cuda":
+    by_torch = dispatch.select(rule.update).implementation == "torch"
+    if by_torch:
+        found.append(Contender(CHUNKED, rule.ours("torch")))
+    if device.type != "cuda" or not by_torch:
         found.append(Contender(LOOP, rule.token_loop()))
-    elif rule.fla is not None and importlib.util.find_spec("fla") is not None:
+    if device.type == "cuda" and rule.fla is not None and importlib.util.find_spec("fla") is not None:
         found.append(Contender(FLA, peer(rule)))
     if device.type == "cuda":
         found.append(Contender(SDPA, attention, same_rule=False))

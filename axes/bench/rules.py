@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -22,15 +23,27 @@ from axes.errors import AxesError
 from axes.routes import dispatch
 from axes.sequence import (
     RWKV7,
+    TTTMLP,
     AdamNet,
     FrankWolfeDelta,
     LatticeDec,
+    LatticeEnc,
     LatticeOSR,
+    LatticeSim,
     Longhorn,
+    LonghornDiagonal,
+    Memora,
     MemoraMatrix,
+    Moneta,
     MonetaMatrix,
+    MuonNet,
+    MuonNetState,
+    RLSNet,
+    ShampooNet,
+    Titans,
     TitansMatrix,
     TTTLinear,
+    Yaad,
     YaadMatrix,
 )
 
@@ -69,8 +82,10 @@ class Shape:
 class SequenceRule:
     """One recurrence to be compared.
 
-    needs: what a token supplies beyond q, k, v, name -> kind (strength, gate, slow gate, channels, (small) rows, key).
+    needs: what a token supplies beyond q, k, v, name -> kind ((small) strength, gate, slow gate, channels, (small)
+    rows, key).
     fla: how flash-linear-attention is called, or None where it has no kernel.
+    initial: spread of the first memory around its own, as layers have it; None for its own.
     """
 
     name: str
@@ -78,6 +93,7 @@ class SequenceRule:
     needs: Mapping[str, str]
     fla: Callable[..., tuple[Tensor, Tensor]] | None = None
     erases: bool = False
+    initial: float | None = None
 
     def signal(self, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Signal:
         """Random inputs: unit keys, strengths in (0, 1), gates mostly open."""
@@ -90,8 +106,8 @@ class SequenceRule:
         signal = {n: normalize(draw(*wide), dim=-1).to(dtype) for n in "qk"}
         signal["v"] = draw(*wide).to(dtype)
         for name, kind in self.needs.items():
-            if kind == "strength":
-                signal[name] = sigmoid(draw(*lead))
+            if kind in ("strength", "small strength"):  # small for gradients of many weights
+                signal[name] = sigmoid(draw(*lead)) * (1.0 if kind == "strength" else 0.02)
             elif kind == "gate":
                 signal[name] = logsigmoid(3 + draw(*lead))
             elif kind == "retention":
@@ -114,18 +130,19 @@ class SequenceRule:
             shape.heads,
             shape.width,
             dtype.itemsize,
-            numbers=sum(k in ("strength", "gate") for k in kinds),
+            numbers=sum(k in ("strength", "small strength", "gate") for k in kinds),
             channels=shape.width * sum(k in ("channels", "rows", "small rows") for k in kinds),
             keys=kinds.count("key"),
             erases=self.erases,
             slots=block_size(self.update),
         )
 
-    def ours(self, implementation: dispatch.Implementation) -> Run:
-        """The tuple through `axes.routes.dispatch`, as a layer runs it."""
+    def ours(self, implementation: dispatch.Implementation | None) -> Run:
+        """The tuple through `axes.routes.dispatch`, as a layer runs it; None: by what it picks."""
 
         def run(signal: Signal) -> tuple[Tensor, Tensor]:
-            out, state = dispatch.run(self.update, signal, time=1, implementation=implementation)
+            weights = self.weights(signal)
+            out, state = dispatch.run(self.update, signal, weights=weights, implementation=implementation)
             return out, state.theta[0]
 
         return run
@@ -134,10 +151,20 @@ class SequenceRule:
         """The interpreter, its inputs unbound once."""
 
         def run(signal: Signal) -> tuple[Tensor, Tensor]:
-            out, state = reference.run(self.update, signal, time=1)
+            out, state = reference.run(self.update, signal, time=1, weights=self.weights(signal))
             return out, state.theta[0]
 
         return run
+
+    def weights(self, signal: Signal) -> tuple[Tensor, ...] | None:
+        """The first memory, alike in every head and sequence."""
+        if self.initial is None:
+            return None
+        wide = torch.float64 if signal["v"].dtype == torch.float64 else torch.float32
+        own = self.update.parts().memory.zeros({n: signal[n][:, 0].detach().to(wide) for n in "kv"})
+        generator = torch.Generator().manual_seed(0)
+        draws = (torch.randn(x.shape[-2:], generator=generator, dtype=torch.float64) for x in own)
+        return tuple(x + self.initial * w.to(x) for x, w in zip(own, draws, strict=True))
 
 
 # How flash-linear-attention is called: form is "chunk" or "fused_recurrent"; its states are (B, H, K, V).
@@ -178,7 +205,15 @@ def _dplr(fla: Any, form: str, s: Signal, **o: Any) -> Any:
     return call(s["q"], s["k"], s["v"], s["a"], s["b"], s["decay"], **o)
 
 
+def _prev(update: StateUpdate) -> StateUpdate:
+    """The same with its gradient at the previous state."""
+    n = update.normal()
+    return StateUpdate(n.cost, n.h, n.monoid, dataclasses.replace(n.algorithm, at="prev"), n.memory)
+
+
 _GATED = Scalar("decay")
+_SMALL_ROWS = {"decay": "channels", "eta": "small rows"}
+_YAAD = {"decay": "channels", "eta": "rows", "delta": "rows"}
 RULES: tuple[SequenceRule, ...] = (
     SequenceRule("linear attention", StateUpdate(Alignment()), {}, _linear),
     SequenceRule("retention", StateUpdate(Alignment(), monoid=_GATED), {"decay": "retention"}, _retention),
@@ -213,15 +248,30 @@ RULES: tuple[SequenceRule, ...] = (
         None,
         erases=True,
     ),
-    SequenceRule("longhorn", Longhorn.update, {"beta": "rows"}, None, erases=True),
-    SequenceRule("yaad", YaadMatrix.update, {"decay": "channels", "eta": "rows", "delta": "rows"}, None, erases=True),
-    SequenceRule("frank-wolfe delta", FrankWolfeDelta.update, {"decay": "gate", "beta": "strength"}, None, erases=True),
-    SequenceRule("ttt-linear", TTTLinear.update, {"eta": "strength"}, None, erases=True),
-    SequenceRule("moneta", MonetaMatrix.update, {"decay": "channels", "eta": "small rows"}, erases=True),
-    SequenceRule("memora", MemoraMatrix.update, {"decay": "channels", "eta": "small rows"}, erases=True),
+    SequenceRule("longhorn", Longhorn.update, {"beta": "rows"}, erases=True),
+    SequenceRule("longhorn diagonal", LonghornDiagonal.update, {"beta": "rows"}, erases=True),
+    SequenceRule("yaad", YaadMatrix.update, _YAAD, erases=True),
+    SequenceRule("yaad prev", _prev(YaadMatrix.update), _YAAD, erases=True),
+    SequenceRule("frank-wolfe delta", FrankWolfeDelta.update, {"decay": "gate", "beta": "strength"}, erases=True),
+    SequenceRule("ttt-linear", TTTLinear.update, {"eta": "strength"}, erases=True),
+    SequenceRule("moneta", MonetaMatrix.update, _SMALL_ROWS, erases=True),
+    SequenceRule("memora", MemoraMatrix.update, _SMALL_ROWS, erases=True),
     SequenceRule("adam", AdamNet.update, {"decay": "gate", "beta": "strength"}, erases=True),
+    SequenceRule("lattice similarity", LatticeSim.update, {"gamma": "strength"}),
+    SequenceRule("lattice encoding", LatticeEnc.update, {"gamma": "strength"}, erases=True),
     SequenceRule("lattice decoding", LatticeDec.update, {"gamma": "strength"}, erases=True),
     SequenceRule("lattice without norms", LatticeOSR.update, {"gamma": "strength", "decay": "gate"}, erases=True),
+    SequenceRule("rls", RLSNet.update, {"decay": "gate", "beta": "strength"}),
+    SequenceRule("shampoo", ShampooNet.update, {"decay": "gate", "beta": "strength"}),
+    SequenceRule("muon", MuonNet.update, {"decay": "gate", "beta": "small strength"}, erases=True),
+    SequenceRule("muon state", MuonNetState.update, {"beta": "strength"}, initial=0.1),
+    SequenceRule("ttt mlp", TTTMLP.update, {"eta": "small strength"}, erases=True),
+    SequenceRule("yaad mlp", Yaad.update, {**_SMALL_ROWS, "delta": "rows"}, erases=True),
+    SequenceRule(
+        "titans mlp", Titans.update, {"decay": "gate", "momentum": "gate", "theta": "small strength"}, erases=True
+    ),
+    SequenceRule("moneta mlp", Moneta.update, _SMALL_ROWS, erases=True, initial=5.0),
+    SequenceRule("memora mlp", Memora.update, _SMALL_ROWS, erases=True, initial=1.0),
 )
 
 

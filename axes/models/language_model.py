@@ -200,8 +200,7 @@ class Trunk(nn.Module):
                 computed again.
 
         Returns:
-            (B, T, width), and of every sequence layer the state after the last token; None of one whose states at
-            unequal lengths cannot share a batch.
+            (B, T, width), and of every sequence layer the state after the last token.
         """
         memories = list(state) if state is not None else [None] * self.architecture.layers
         if len(memories) != self.architecture.layers:

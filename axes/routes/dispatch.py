@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from axes.core import reference
-from axes.core.algorithms import Anchor
 from axes.core.chain import chain
 from axes.core.derived import by_entry
 from axes.core.memory import Leaves, normalised
@@ -37,6 +36,7 @@ from axes.routes import (
     token,
 )  # fmt: skip
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
+from axes.routes.counts import each_phase, period, phases
 from axes.routes.finite import contained, log_gates, require_finite
 from axes.routes.given import require_call, require_packed, require_token
 from axes.routes.packed import each_alone, grows, join, unread
@@ -124,6 +124,12 @@ def _run(
     """`run` of what has been checked."""
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
+    if state is not None and state.count.ndim:
+
+        def alike(signal: Signal, state: State) -> tuple[Tensor, State]:
+            return _run(update, signal, state, time, None, implementation)
+
+        return each_phase(alike, update, signal, state, time)
     choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
     plain, several_writes, _ = computed(update)
     if plain is not update and choice.route != "interpreter" and q.shape[time]:
@@ -180,12 +186,12 @@ def run_packed(
     *,
     implementation: Implementation | None = None,
     check_finite: bool = False,
-) -> tuple[Tensor, State | None]:
+) -> tuple[Tensor, State]:
     """`run` over N sequences packed in one batch entry (1, T, ...), with a state each: (N, ...) in `state`.
 
     cu_seqlens: boundaries 0, ..., T (N + 1,), whose values are checked on the CPU; a kernel leaves them on the device,
-    the torch routes read them and take the sequences of one length together.  The state is None where states at unequal
-    lengths cannot share a batch (an anchor at different positions); its count is at least that of the longest sequence.
+    the torch routes read them and take the sequences of one length together.  The state's count is one number for each
+    sequence (N,) where the tuple asks for it (an anchor) and they differ; else at least that of the longest sequence.
     check_finite: as `run`.
     """
     if not torch.compiler.is_compiling():
@@ -200,7 +206,7 @@ def run_packed(
 
 def _run_packed(
     update: StateUpdate, signal: Signal, state: State, cu_seqlens: Tensor, implementation: Implementation | None
-) -> tuple[Tensor, State | None]:
+) -> tuple[Tensor, State]:
     """`run_packed` of what has been checked."""
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
@@ -210,14 +216,14 @@ def _run_packed(
     if other is not update and choice.implementation == "triton" and q.shape[1]:
         bounds = cu_seqlens * update.parts().step.writes
 
-        def plain(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State | None]:
+        def plain(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State]:
             assert state is not None
             return run_packed(update, signal, state, bounds, implementation=implementation)
 
         if several_writes:
             return several.run(update, signal, state, 1, plain)
         return early.run(update, kernel_terms.every_head(signal), state, 1, plain, cu_seqlens)
-    if choice.implementation == "triton" and q.shape[1]:
+    if choice.implementation == "triton" and q.shape[1] and _alike(update, choice, state):
         with own_precision(v):
             if choice.route == "attention":
                 moved = {n: x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in signal.items()}
@@ -232,10 +238,18 @@ def _run_packed(
     def alone(signal: Signal, state: State) -> tuple[Tensor, State]:
         return _run(update, signal, state, implementation=implementation)
 
-    out, ends = each_alone(alone, signal, state, cu_seqlens.tolist())
-    if len(ends) > 1 and isinstance(update.parts().step.at, Anchor):
-        return out, None
-    return out, join(ends, grows(update))
+    out, ends = each_alone(alone, update, signal, state, cu_seqlens.tolist())
+    return out, join(ends, grows(update), counted=period(update) is not None) if len(ends) > 1 else ends[0]
+
+
+def _alike(update: StateUpdate, choice: Choice, state: State) -> bool:
+    """Whether packed sequences stand where one kernel takes them all; else it takes those that stand alike."""
+    if period(update) is None or choice.route not in ("substitution", "token"):
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    stand = set(phases(update, state, 1))
+    return stand == {0} if choice.route == "substitution" else len(stand) == 1
 
 
 def step(
@@ -258,6 +272,12 @@ def one_token(
     """`step` of what has been checked."""
     v = signal["v"]
     assert isinstance(v, Tensor)
+    if state.count.ndim:
+
+        def alike(signal: Signal, state: State) -> tuple[Tensor, State]:
+            return one_token(update, signal, state, implementation, in_place)
+
+        return each_phase(alike, update, signal, state, 1)
     shapes = _shapes(signal, state)
     inputs = [x for x in (*signal.values(), *state.theta) if isinstance(x, Tensor)]
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)

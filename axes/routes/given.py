@@ -295,12 +295,14 @@ def require_state(who: str, update: StateUpdate, state: object, place: Place, na
 
 
 def _require_part(who: str, name: str, x: Any, form: Any, place: Place) -> None:
-    """What stands where a form has a shape or parts. Counts, of no dimensions, are integers of the host."""
+    """What stands where a form has a shape or parts. Counts are integers, of the host where there is
+    one for all sequences."""
     if form.__class__ is torch.Size:
         if not isinstance(x, Tensor):
             raise wrong_type(who, name, "a tensor", x)
         if not form:
-            if x.ndim or x.is_floating_point() or x.is_meta:
+            each = x.shape == place.batch[:1] and len(place.batch) > 0  # a count for every sequence
+            if x.ndim and not each or x.is_floating_point() or x.is_meta:
                 got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
                 raise ShapeError(f"{who}: {name} must be an integer of no dimensions on the host, got {got}")
             return

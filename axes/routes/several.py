@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from axes.core.facts import fact
 from axes.core.rates import Signal, extent
 from axes.core.state_update import State, StateUpdate
 
-Compute = Callable[[StateUpdate, Signal, State | None], tuple[Tensor, State | None]]
+Compute = Callable[[StateUpdate, Signal, State | None], tuple[Tensor, State]]
 
 
 @fact
@@ -33,14 +32,12 @@ def one(update: StateUpdate) -> StateUpdate:
     return dataclasses.replace(update.normal(), algorithm=dataclasses.replace(step, writes=1))
 
 
-def run(update: StateUpdate, signal: Signal, state: State | None, time: int, compute: Compute) -> tuple[Tensor, Any]:
+def run(update: StateUpdate, signal: Signal, state: State | None, time: int, compute: Compute) -> tuple[Tensor, State]:
     """Outputs and the last state. compute: the tuple with one write's own, of n T tokens and a state."""
     n = update.parts().step.writes
     given = tokens(update, signal, time)
     out, end = compute(one(update), given, state)
     out = out.unflatten(time, (-1, n)).select(time + 1, n - 1)
-    if end is None:
-        return out, None
     before = 0 if state is None else state.count
     return out, end._replace(count=before + (end.count - before) // n)
 

