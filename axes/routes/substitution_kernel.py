@@ -27,7 +27,6 @@ from axes.routes import substitution
 from axes.routes.kernel_terms import every_head
 from axes.routes.substitution import Asked, Read, each, response
 
-PICKED = False  # not before they have run on a GPU: until then who names triton gets them
 BLOCK, WIDEST = 16, 128  # tokens that the kernels take together; the widest keys and values
 _WIDTH = 64  # of values where nobody has said how wide they are
 
@@ -69,8 +68,8 @@ def no_kernel(
 
 def _names(update: StateUpdate, given: Mapping[str, Any]) -> tuple[str, ...]:
     """Rates that a signal has; all that are asked for, where none is known."""
-    names = [per.name for per in update.demands() if not given or per.name in given]
-    return tuple(names)
+    every = tuple(per.name for per in update.demands())
+    return tuple(name for name in every if name in given) or every
 
 
 @fact
