@@ -25,6 +25,7 @@ from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import in_place
 from axes.kernels.common.sizes import cdiv, power_of_2
+from axes.kernels.common.tiles import floored
 
 EPS = 1e-6  # of normalised keys and queries, as in the layers: x / sqrt(|x|^2 + EPS^2)
 _ENTRIES = 512  # of a slot in one program, which is one warp: many small ones hide each other's loads
@@ -85,9 +86,9 @@ def _chain(
         key = _unit(key, EPS)
     new = old
     if GATE == "head":
-        new = old * tl.exp(tl.maximum(_number(g, entry, g_row, head), -100.0))
+        new = old * tl.exp(floored(_number(g, entry, g_row, head)))
     if GATE == "channel":
-        new = old * tl.exp(tl.maximum(_vector(g, entry, g_row, head, d, K), -100.0))[None, :]
+        new = old * tl.exp(floored(_vector(g, entry, g_row, head, d, K)))[None, :]
     if RULE != "write":
         eraser = key
         if OTHER:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 
 @final
@@ -22,11 +23,19 @@ class Died:
     """Stands for what a process that died would have sent."""
 
 
-def side_by_side(work: Callable[[Any], Any], waiting: deque[Any], workers: int) -> Iterator[tuple[Any, Any]]:
+class Last(NamedTuple):
+    """What `work` returns where its process should do nothing after it: another one goes on."""
+
+    done: Any
+
+
+def side_by_side(
+    work: Callable[[Any], Any], waiting: deque[Any], workers: int, until: float | None = None
+) -> Iterator[tuple[Any, Any]]:
     """(piece, work(piece)) as they are done; Died in the place of the latter if the process died.
 
     work: a function of a module, which a process can import; what it raises ends its process.  waiting: may be added to
-    while this goes on.  workers: processes at most.
+    while this goes on.  workers: processes at most.  until: of `time.monotonic`; what is not done then is given up.
     """
     context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
     busy: dict[Connection, Any] = {}
@@ -51,7 +60,10 @@ def side_by_side(work: Callable[[Any], Any], waiting: deque[Any], workers: int) 
     try:
         feed()
         while busy:
-            for ready in connection.wait(list(busy)):
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if not (done_with := connection.wait(list(busy), left)):
+                return
+            for ready in done_with:
                 assert isinstance(ready, Connection)
                 piece = busy.pop(ready)
                 try:
@@ -60,7 +72,11 @@ def side_by_side(work: Callable[[Any], Any], waiting: deque[Any], workers: int) 
                     ready.close()
                     done = Died()
                 else:
-                    idle.append(ready)
+                    if isinstance(done, Last):
+                        done = done.done
+                        ready.close()
+                    else:
+                        idle.append(ready)
                 yield piece, done
             feed()
     finally:
@@ -75,8 +91,10 @@ def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
     """A worker: pieces in, what became of them out, until the other end is closed."""
     while True:
         try:
-            pipe.send(work(pipe.recv()))
+            pipe.send(done := work(pipe.recv()))
         except (EOFError, OSError):
+            return
+        if isinstance(done, Last):
             return
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -21,6 +22,7 @@ from axes.transfer import experiments, own, pictures, report
 from axes.transfer.folder import ResultsFolder
 from axes.transfer.plan import QUICK, Plan, planned
 from axes.transfer.results import compile_folder
+from axes.transfer.running import RunsFailed
 from axes.transfer.running import run as run_plan
 from axes.transfer.trials import trial
 
@@ -50,6 +52,12 @@ def run(
     quick: Annotated[
         bool, typer.Option("--quick", help=f"Small sizes: {', '.join(QUICK)} in minutes on 2 CPUs, without verdicts.")
     ] = False,
+    small: Annotated[
+        bool, typer.Option("--small", help="Sizes of which a part fits minutes of one GPU; with verdicts.")
+    ] = False,
+    limit: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Give up then what is not done; the same command goes on.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Processes: the CPUs, at most 8; on a GPU 4 share it.")] = None,
     task: Annotated[
         list[str] | None, typer.Option(help="Only these tasks, in the place of an experiment's own.")
@@ -60,11 +68,15 @@ def run(
     axis: Annotated[str, typer.Option(help="Of --update: data, sequence or depth.")] = "sequence",
     against: Annotated[str | None, typer.Option(help="Control of --update, a name of `axes list`.")] = None,
     capture: Annotated[
-        str, typer.Option(help="none; graph: a training step as one CUDA graph (not yet run on a GPU).")
+        str, typer.Option(help="none; graph: a training step as one CUDA graph, three runs a worker in turn.")
     ] = "none",
 ) -> None:
     """Train arms and controls on the same batches and compare them; a run that was stopped or killed goes on."""
-    mine = None
+    begun, mine = time.monotonic(), None
+    if quick and small:
+        raise AxesError("--quick and --small are two sizes of the same: choose one")
+    if limit is not None and not limit > 0:
+        raise AxesError(f"--limit is a number of seconds above 0, got {limit:g}")
     if update is not None:
         if against is None:
             raise AxesError("--update needs what it is compared with: --against NAME, a name of `axes list`")
@@ -72,20 +84,28 @@ def run(
         mine = own.own(own.tuple_of(update), cast(Axis, axis), against, tuple(task or ()), name)
     elif against is not None:
         raise AxesError("--against is the control of --update: give both, or experiments by id")
-    form = "quick" if quick else "whole"
+    form = "quick" if quick else "small" if small else "whole"
     for each in task or ():
         trial(each, form)
-    plan = planned(tuple(names or ()), mine, quick, seeds, str(_device(device)), cast(Any, capture), tuple(task or ()))
-    folder = out if out is not None else Path("runs") / ("transfer-quick" if quick else "transfer")
+    where, step = str(_device(device)), cast(Any, capture)
+    plan = planned(tuple(names or ()), mine, form, seeds, where, step, tuple(task or ()))
+    folder = out if out is not None else Path("runs") / ("transfer" if form == "whole" else f"transfer-{form}")
     count = workers if workers is not None else 4 if device.startswith("cuda") else min(8, os.cpu_count() or 1)
     command = shlex.join(["axes", *sys.argv[1:]])
     console = _console(100)
     try:
-        results = _with_progress(plan, folder, count, command, console)
+        results = _with_progress(plan, folder, count, command, console, None if limit is None else begun + limit)
+    except RunsFailed as error:
+        _written(error.results, ResultsFolder(folder), console)
+        for said in error.failed[1:]:
+            console.print(said, markup=False, soft_wrap=True)
+        raise
     except KeyboardInterrupt:
         typer.echo(f"stopped; finished runs are kept, the same command goes on: {folder}", err=True)
         raise typer.Exit(_INTERRUPTED) from None
     _written(results, ResultsFolder(folder), console)
+    if left := sum(c.get("missing", 0) for c in report.compared(results)):
+        console.print(f"stopped at its limit; at least {left} runs to go: the same command goes on", markup=False)
 
 
 @app.command(name="report")
@@ -111,13 +131,17 @@ def _written(results: dict[str, Any], folder: ResultsFolder, console: Console) -
         console.print(table)
     if results["verdicts"]:
         console.print(results["verdicts"], markup=False)
+    for said in report.notes(results):
+        console.print(said, markup=False, soft_wrap=True)
     write_text(folder.path / "transfer.html", report.page(results))
     pictures.save(pictures.heat_map(results), folder.path / "heat-map.png")
     pictures.save(pictures.curves(results), folder.path / "curves.png")
     console.print(f"page: {folder.path / 'transfer.html'}; numbers: {folder.results}", markup=False, soft_wrap=True)
 
 
-def _with_progress(plan: Plan, folder: Path, workers: int, command: str, console: Console) -> dict[str, Any]:
+def _with_progress(
+    plan: Plan, folder: Path, workers: int, command: str, console: Console, until: float | None
+) -> dict[str, Any]:
     columns = (
         TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn(),
         TextColumn("{task.description}"),
@@ -128,7 +152,7 @@ def _with_progress(plan: Plan, folder: Path, workers: int, command: str, console
         def watch(what: str, done: int, of: int) -> None:
             bar.update(task, completed=done, total=of, description=what)
 
-        return run_plan(plan, folder, workers, watch, command)
+        return run_plan(plan, folder, workers, watch, command, until)
 
 
 def _device(name: str) -> torch.device:

@@ -183,9 +183,9 @@ CALIBRATIONS: tuple[Calibration, ...] = (
 
 
 def find(names: tuple[str, ...] = ()) -> tuple[Experiment, ...]:
-    """Experiments by id, in the order of the table; all of them without names. Raises UnknownName."""
+    """Experiments by id, in the order of the names; all of them without names. Raises UnknownName."""
     known = {e.id: e for e in EXPERIMENTS}
     for name in names:
         if name not in known:
             raise UnknownName("experiment", name, known)
-    return tuple(e for e in EXPERIMENTS if not names or e.id in names)
+    return tuple(dict.fromkeys(known[name] for name in names)) if names else EXPERIMENTS

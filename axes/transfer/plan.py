@@ -7,13 +7,14 @@ done next is a function of what has been done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
 import torch
 
-from axes.errors import AxesError
+from axes.errors import AxesError, UnknownName
 from axes.transfer.capture import Capture
 from axes.transfer.experiments import CALIBRATIONS, FLIPPED, TASKS, Calibration, Experiment, find
 from axes.transfer.statistics import FEWEST
@@ -22,11 +23,16 @@ from axes.transfer.training import Job, Run
 from axes.transfer.trials import Trial, trial, trials
 
 SWEEP = 0  # the seed of the sweep
-SEEDS = {"quick": 3, "whole": 6}
+SEEDS = {"quick": 3, "small": 6, "whole": 6}
 QUICK = ("S4", "S5", "D1", "D2", "D3", "L1", "L2", "L5")  # experiments of the quick form, if none is named
-_CALIBRATIONS = {"quick": ("parity", "null"), "whole": ("parity", "recall", "null")}
-_FACTOR, _RATES, _MORE = 10.0**0.5, 3, 3  # between rates; points of the first grid, and further ones at most
+_CALIBRATIONS = {"quick": ("parity", "null")}  # of forms that have not all
+_FACTOR, _RATES = 10.0**0.5, 3  # between rates; points of the first grid
+_MORE = {"quick": 0, "small": 1, "whole": 3}  # further points at most
+_TOGETHER = 3  # runs whose graphs are replayed in turn: three small ones fill a GPU's gaps, and fit beside one another
 _MOST_SEEDS = 1000
+
+
+Group = tuple[Job, ...]  # runs of one system on one trial that one process takes
 
 
 class Pair(NamedTuple):
@@ -64,7 +70,8 @@ class Plan:
 
     @property
     def calibrations(self) -> tuple[Calibration, ...]:
-        return tuple(c for c in CALIBRATIONS if c.id in _CALIBRATIONS[self.form])
+        chosen = _CALIBRATIONS.get(self.form)
+        return tuple(c for c in CALIBRATIONS if chosen is None or c.id in chosen)
 
     def tasks_of(self, experiment: Experiment) -> tuple[str, ...]:
         """Its trials: those that were asked for and its axis has, or its own; of the quick form the first."""
@@ -73,10 +80,12 @@ class Plan:
         return experiment.tasks[:1] if self.form == "quick" else experiment.tasks
 
     def pairs(self) -> tuple[Pair, ...]:
-        """Every comparison, those that calibrate first."""
+        """Every comparison: those that calibrate, then first tasks in the order of experiments, then all others."""
+        asked = [(e, self.tasks_of(e)) for e in self.experiments]
         return (
             *(Pair(c.id, c.task, c.arm, c.control) for c in self.calibrations),
-            *(Pair(e.id, task, *e.systems) for e in self.experiments for task in self.tasks_of(e)),
+            *(Pair(e.id, task, *e.systems) for e, tasks in asked for task in tasks[:1]),
+            *(Pair(e.id, task, *e.systems) for e, tasks in asked for task in tasks[1:]),
         )
 
     def trained(self) -> tuple[tuple[System, str], ...]:
@@ -95,6 +104,14 @@ class Plan:
             jobs = sweeping if lr is None else [self._job(system, task, lr, seed) for seed in self.measured]
             yield from (job for job in jobs if job.key not in runs)
 
+    def groups(self, jobs: Iterable[Job]) -> list[Group]:
+        """Jobs by what one process takes at once: alone, or where steps are graphs several of a system on a trial."""
+        most, out = _TOGETHER if self.capture == "graph" else 1, list[Group]()
+        for _, mine in itertools.groupby(jobs, lambda job: (job.system.key, job.task)):
+            found = tuple(mine)
+            out += [found[i : i + most] for i in range(0, len(found), most)]
+        return out
+
     @property
     def measured(self) -> range:
         return range(SWEEP + 1, SWEEP + 1 + self.seeds)
@@ -104,14 +121,14 @@ class Plan:
         one, base = trials(self.form)[task], replace(system, draw=0)
         centre = _centre(system, task)
         grid = {place: self._job(base, task, _rate(centre, place), SWEEP) for place in range(-1, _RATES - 1)}
-        for more in range(1 + (_MORE if self.form == "whole" else 0)):
+        for more in range(1 + _MORE[self.form]):
             if missing := [job for job in grid.values() if job.key not in runs]:
                 return None, missing
             sign = 1.0 if one.higher else -1.0
             # of equals the smallest rate: sums of floats are no reason to choose
             best = max(grid, key=lambda place: (sign * runs[grid[place].key].value, -place))
             further = best - 1 if best - 1 not in grid else best + 1
-            if further in grid or more == _MORE or self.form == "quick":
+            if further in grid or more == _MORE[self.form]:
                 break
             grid[further] = self._job(base, task, _rate(centre, further), SWEEP)
         return grid[best].lr, []
@@ -161,15 +178,16 @@ def _rate(centre: float, place: int) -> float:
 
 
 def planned(
-    names: tuple[str, ...] = (), own: Experiment | None = None, quick: bool = False, seeds: int | None = None,
+    names: tuple[str, ...] = (), own: Experiment | None = None, form: str = "whole", seeds: int | None = None,
     device: str = "cpu", capture: Capture = "none", tasks: tuple[str, ...] = (),
 ) -> Plan:  # fmt: skip
     """A plan of experiments by id, or of one's own; the form's own experiments without either.
 
     Raises AxesError: an unknown experiment or task (with the nearest names), too few seeds.
     """
-    form = "quick" if quick else "whole"
-    found = find(names or (QUICK if quick else ())) if names or own is None else ()
+    if form not in SEEDS:
+        raise UnknownName("form", form, SEEDS)
+    found = find(names or (QUICK if form == "quick" else ())) if names or own is None else ()
     mine = () if own is None else (own,)
     return Plan((*found, *mine), form, SEEDS[form] if seeds is None else seeds, device, capture, tasks)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -46,6 +47,19 @@ def tables(results: Mapping[str, Any]) -> Iterator[Table]:
             )
             table.add_row(*map(escape, row))
     yield table
+
+
+def compared(results: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Every comparison, those that calibrate first."""
+    yield from results["calibrations"]
+    for e in results["experiments"]:
+        yield from e["compared"]
+
+
+def notes(results: Mapping[str, Any]) -> list[str]:
+    """What went otherwise than it was asked for, and in how many runs."""
+    found = Counter((run["task"], run["system"], run.get("note", "")) for run in results["runs"])
+    return [f"{task}-{system}: {note} ({n} runs)" for (task, system, note), n in found.items() if note]
 
 
 # ---- what both pages say -------------------------------------------------------------------------------------------

@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from axes.errors import AxesError
-from axes.tasks.workers import Died, side_by_side
+from axes.tasks.workers import Died, Last, side_by_side
 from axes.transfer.capture import require_capture
 from axes.transfer.folder import ResultsFolder
-from axes.transfer.plan import Plan
+from axes.transfer.plan import Group, Plan
 from axes.transfer.results import compile_folder
-from axes.transfer.training import Job, Run, train
+from axes.transfer.training import Run, train_together
 
 Watch = Callable[[str, int, int], None]  # what was done last, how many runs are done, of how many
 _MOST_WORKERS = 256
+
+
+class RunsFailed(AxesError):
+    """Some runs failed; `results` are those of all others."""
+
+    def __init__(self, failed: list[str], results: dict[str, Any]) -> None:
+        super().__init__(failed[0] if len(failed) == 1 else f"{failed[0]} (and {len(failed) - 1} more failed so)")
+        self.failed, self.results = failed, results
 
 
 def unwatched(what: str, done: int, of: int) -> None:
     """For runs that nobody waits for."""
 
 
-def run(plan: Plan, out: str | Path, workers: int = 1, watch: Watch = unwatched, command: str = "") -> dict[str, Any]:
+def run(
+    plan: Plan, out: str | Path, workers: int = 1, watch: Watch = unwatched, command: str = "",
+    until: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Run what the folder does not hold yet of a plan, and say what all of it says: the contents of transfer.json.
 
     Args:
         plan: as `axes.transfer.plan.planned` makes it.
         out: the folder; it may hold runs of the same plan, or of other experiments with the same settings.
         workers: processes; on a GPU they share it. 1 runs in this one.
+        until: of `time.monotonic`; runs that are not done then are given up, and the same call goes on with them.
 
     Raises:
         AxesError: the folder is of another version or plan, or is being written; arm and control differ in parameters
-            by more than 1 %; a run needs more memory than there is. What was done is kept.
+            by more than 1 %; RunsFailed, once everything that does not fail is done. What was done is kept.
     """
     if not 1 <= workers <= _MOST_WORKERS:
         raise AxesError(f"--workers must be from 1 to {_MOST_WORKERS}, got {workers}")
@@ -46,41 +59,50 @@ def run(plan: Plan, out: str | Path, workers: int = 1, watch: Watch = unwatched,
     with folder.held():
         folder.begin(plan, command)
         try:
-            _fill(plan, folder, workers, watch)
+            failed = _fill(plan, folder, workers, watch, until)
         finally:
             results = compile_folder(folder)
+    if failed:
+        raise RunsFailed(failed, results)
     return results
 
 
-def _fill(plan: Plan, folder: ResultsFolder, workers: int, watch: Watch) -> None:
+def _fill(plan: Plan, folder: ResultsFolder, workers: int, watch: Watch, until: float | None) -> list[str]:
+    """Run what is missing; what failed, a sentence each."""
     runs = folder.runs()
     started: set[str] = set()
-    waiting: deque[Job] = deque()
+    failed: list[str] = []
+    offered: list[Group] = []
+    waiting: deque[Group] = deque()
 
     def ask() -> None:
-        for job in plan.wanted(runs):
-            if job.key not in started:
-                started.add(job.key)
-                waiting.append(job)
+        """What can be started now, in the order of the plan: what follows from a sweep comes before later sweeps."""
+        left = {group[0].key for group in waiting}
+        started.update(job.key for group in offered if group[0].key not in left for job in group)
+        offered[:] = plan.groups(job for job in plan.wanted(runs) if job.key not in started)
+        waiting.clear()
+        waiting.extend(offered)
 
     ask()
-    own = {job.key for job in waiting}
     done = _kept(plan, runs)
-    watch("", done, max(plan.runs_in_all(), done + len(own)))
-    arriving = side_by_side(_work, waiting, workers) if workers > 1 else _here(waiting)
-    for job, found in arriving:
+    watch("", done, max(plan.runs_in_all(), done + sum(map(len, waiting))))
+    for group, found in side_by_side(_work, waiting, workers, until) if workers > 1 else _here(waiting, until):
         if isinstance(found, Died):
-            raise AxesError(
-                f"the process that ran {job.key} died (out of memory, say; {len(runs)} runs are kept): "
+            found = (
+                f"the process that ran {group[0].key} died (out of memory, say; {len(runs)} runs are kept): "
                 "use fewer --workers, and the same command goes on"
             )
         if isinstance(found, str):
-            raise AxesError(found)
-        folder.keep(found)
-        runs[found.key] = found
+            failed.append(found)
+            found = []
+        for one in found:
+            folder.keep(one)
+            runs[one.key] = one
         ask()
-        done += 1
-        watch(job.key, done, max(plan.runs_in_all(), done + len(waiting)))
+        for one in found:
+            done += 1
+            watch(one.key, done, max(plan.runs_in_all(), done + sum(map(len, waiting))))
+    return failed
 
 
 def _kept(plan: Plan, runs: dict[str, Run]) -> int:
@@ -89,22 +111,28 @@ def _kept(plan: Plan, runs: dict[str, Run]) -> int:
     return sum((r.system, r.task) in mine for r in runs.values())
 
 
-def _here(waiting: deque[Job]) -> Any:
+def _here(waiting: deque[Group], until: float | None) -> Iterator[tuple[Group, Any]]:
     threads = torch.get_num_threads()
     try:
-        while waiting:
-            job = waiting.popleft()
-            yield job, _work(job)
+        while waiting and (until is None or time.monotonic() < until):
+            group = waiting.popleft()
+            done = _work(group)
+            yield group, done.done if isinstance(done, Last) else done
     finally:
         torch.set_num_threads(threads)
 
 
-def _work(job: Job) -> Run | str:
-    """A run, or why there is none, in a sentence where it is a reader's matter."""
+def _work(group: Group) -> list[Run] | str | Last:
+    """Runs, or why there are none, in a sentence where it is a reader's matter."""
     torch.set_num_threads(1)  # as in every worker: sums round differently on another number
+    gpu = group[0].device.startswith("cuda")
     try:
-        return train(job)
+        runs = train_together(group)
     except AxesError as error:
         return str(error)
     except Exception:
-        return f"{job.key} failed: {traceback.format_exc(limit=-3)}"
+        said = f"{group[0].key} failed: {traceback.format_exc(limit=-3)}"
+        return Last(said) if gpu else said  # what a driver is left with, nobody knows
+    if gpu:
+        torch.cuda.empty_cache()  # others share the device
+    return Last(runs) if any(run.note for run in runs) else runs

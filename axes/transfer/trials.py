@@ -334,15 +334,35 @@ def _whole() -> tuple[Trial, ...]:
     )  # fmt: skip
 
 
-FORMS = ("quick", "whole")
+def _minutes() -> tuple[Trial, ...]:
+    tokens, text = Architecture("delta-net", "residual", 2, 64, 4), Architecture("rope", "residual", 6, 64, 4)
+    pairs = MultiQueryRecall(8, 64, 256)
+
+    def of(name: str, steps: int, task: Task, **more: object) -> Trial:
+        return Tokens(name, steps, 64, task, tokens, **more)  # type: ignore[arg-type]
+
+    return (
+        of(RECALL, 1000, pairs, harder=(replace(pairs, pairs=4), replace(pairs, pairs=16))),
+        of("selective-copy", 1000, SelectiveCopy(8, 64, 16)), of(NOISY, 1000, NoisyRecall(64)),
+        of("fuzzy-recall", 1000, FuzzyRecall(64)), of("memorisation", 1000, Memorisation()),
+        of(PARITY, 600, ModularSum(40), longer=(80, 160, 256)),
+        of("modular-sum", 1000, ModularSum(32, 5), longer=(64, 128)),
+        of("permutations", 1000, GroupWord(32, 3), longer=(64, 128)),
+        Text(TEXT, 300, 16, text, context=128, windows=128, limit=0), Digits(DIGITS, 200, 64),
+        Deep(LAYERS, 400, 128, DeepTeacher(), layers=12), Regression(FLIPPED, 400, 16, FlippedLabels()),
+    )  # fmt: skip
+
+
+FORMS = ("quick", "small", "whole")
 
 
 @functools.cache
 def trials(form: str) -> dict[str, Trial]:
-    """Every trial of a form by name: small enough for a CPU ("quick"), or "whole". Raises UnknownName."""
+    """Every trial of a form by name: "quick" for a CPU, "small" for minutes of a GPU, "whole". Raises UnknownName."""
     if form not in FORMS:
         raise UnknownName("form", form, FORMS)
-    return {t.name: t for t in (_small() if form == "quick" else _whole())}
+    made = {"quick": _small, "small": _minutes, "whole": _whole}[form]()
+    return {t.name: t for t in made}
 
 
 def trial(name: str, form: str) -> Trial:

@@ -41,7 +41,21 @@ mixed["y"] = mixed["y"].float()  # a sublayer in another dtype
 mixed["w"] = mixed["w"][0]  # one for all beside some of every token
 compare("write", mixed, 2e-3)
 
-from axes.kernels.streams import mix  # an error is found: a part of a sum is left out
+from axes.kernels.streams import mix
+for n, each in ((3, True), (4, False)):  # several programs go through several tiles each
+    mix._PROGRAMS = 2
+    compare("both", draw("both", n, 700, (5,), each, torch.float32), 3e-6)
+compare("write", draw("write", 5, 140, (3,), True, torch.float32), 3e-6)  # more streams, by tiles
+whole, names = mix._of_lanes, mix._walk_backward.kernel.fn.__globals__
+names["_of_lanes"] = lambda product, *sizes: 0.9 * whole.fn(product, *sizes)  # an error is found
+try:
+    compare("write", draw("write", 4, 140, (4,), True, torch.float32), 3e-6)
+except AssertionError:
+    names["_of_lanes"] = whole
+else:
+    raise AssertionError("a planted error was not found")
+
+# an error is found: a part of a sum is left out
 mix._total = lambda sums, like, kind: sums[-1].view(like.shape)
 try:
     compare("read", draw("read", 3, 140, (4,), True, torch.float32), 3e-6)

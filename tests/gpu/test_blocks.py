@@ -165,7 +165,7 @@ LAYERS = (
 def layer_outputs(layer: torch.nn.Module, x: Tensor, cu: Tensor | None, fused_: bool) -> list[Tensor]:
     """Output, new tails, gradients of the input and every parameter; by the block's kernels or not at all."""
     entered = []
-    kernels = type(layer.around.fused or fused.Fused)
+    kernels = fused.Fused if layer.around.fused is None else type(layer.around.fused)
     plain = kernels.enter
     with patch.object(kernels, "enter", lambda *a: entered.append(1) or plain(*a)):
         x = x.detach().clone().requires_grad_()

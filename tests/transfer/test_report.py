@@ -119,7 +119,7 @@ def test_ones_own_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "algorithm.at",
     ]
     assert experiment.block == GatedDeltaNet.block and experiment.tasks == ("multi-query-recall",)
-    planned((), experiment, quick=True).require_equal_sizes()
+    planned((), experiment, form="quick").require_equal_sizes()
     with pytest.raises(AxesError, match="nothing moved"):
         own(OWN, "sequence", "gated-delta-net")
     with pytest.raises(UnknownName, match="did you mean parity"):

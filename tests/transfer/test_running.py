@@ -44,7 +44,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_what_was_stopped_goes_on(tmp_path: Path, quickly: None) -> None:
     """Stopped, and then killed -9: the file that comes of it is that of an unbroken run, apart from times."""
-    plan = planned(("D4", "L1"), quick=True)
+    plan = planned(("D4", "L1"), form="quick")
     whole = run(plan, tmp_path / "whole")
     assert len(whole["runs"]) == plan.runs_in_all() and all("effect" in e["compared"][0] for e in whole["experiments"])
 
@@ -85,16 +85,16 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("filled") / "out"
     folder = ResultsFolder(path)
     with folder.held():
-        folder.begin(planned(("D4",), quick=True))
+        folder.begin(planned(("D4",), form="quick"))
     return path
 
 
 def test_a_folder_of_another_version_or_plan(filled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = ResultsFolder(filled)
-    folder.begin(planned(("L1",), quick=True))  # more experiments are welcome
+    folder.begin(planned(("L1",), form="quick"))  # more experiments are welcome
     assert set(folder.plan()["experiments"]) == {"D4", "L1"}
     with pytest.raises(AxesError, match="another number of seeds, 3, not 4"):
-        folder.begin(planned(("D4",), quick=True, seeds=4))
+        folder.begin(planned(("D4",), form="quick", seeds=4))
     with pytest.raises(AxesError, match="another form, quick, not whole"):
         folder.begin(planned(("D4",), seeds=3))
     other = replace(find(("D4",))[0], margin=0.5)
@@ -102,10 +102,10 @@ def test_a_folder_of_another_version_or_plan(filled: Path, monkeypatch: pytest.M
         folder.begin(Plan((other,), "quick", 3))
     monkeypatch.setattr(folders, "version", lambda: "0.0.1")
     with pytest.raises(AxesError, match="another version"):
-        folder.begin(planned(("D4",), quick=True))
+        folder.begin(planned(("D4",), form="quick"))
     (tmp_path / "letter.txt").write_text("mine")
     with pytest.raises(AxesError, match="did not write"):
-        ResultsFolder(tmp_path).begin(planned(("D4",), quick=True))
+        ResultsFolder(tmp_path).begin(planned(("D4",), form="quick"))
     with pytest.raises(AxesError, match="holds no results"):
         ResultsFolder(tmp_path).plan()
 
@@ -121,10 +121,10 @@ def test_one_writer(filled: Path) -> None:
 
 
 def test_every_pair_has_parameters_within_a_hundredth() -> None:
-    for plan in (planned(quick=True, tasks=()), planned()):
+    for plan in (planned(form="quick", tasks=()), planned()):
         chosen = replace(plan, experiments=tuple(e for e in plan.experiments if "digits" not in plan.tasks_of(e)))
         chosen.require_equal_sizes()
-    assert {e.id for e in planned(quick=True).experiments} == set(QUICK)
+    assert {e.id for e in planned(form="quick").experiments} == set(QUICK)
     for form in trials.FORMS:
         assert {t for tasks in TASKS.values() for t in tasks} == set(trials.trials(form))
     for e in EXPERIMENTS:
@@ -133,7 +133,7 @@ def test_every_pair_has_parameters_within_a_hundredth() -> None:
 
 def test_unequal_parameters_are_refused() -> None:
     wide = replace(find(("L5",))[0], arm=find(("L5",))[0].arm)
-    plan = planned((), wide, quick=True, tasks=("deep-narrow",))
+    plan = planned((), wide, form="quick", tasks=("deep-narrow",))
     trial = trials.trials("quick")["deep-narrow"]
     narrow = {**trials.trials("quick"), "deep-narrow": replace(trial, width=8)}
     with pytest.MonkeyPatch.context() as patch:
@@ -162,7 +162,7 @@ def test_the_grid_grows_where_its_best_point_is_an_end() -> None:
 
 
 def test_the_same_system_is_trained_once() -> None:
-    plan = planned(("L1", "L2", "L5"), quick=True)
+    plan = planned(("L1", "L2", "L5"), form="quick")
     assert len(plan.trained()) == 4 + 3  # one control; parity's two systems and one of them again
     job = next(plan.wanted({}))
     assert job.seed == 0 and not job.system.draw
@@ -251,4 +251,4 @@ def test_captures_that_cannot_be() -> None:
 def test_too_little_memory_names_the_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quickly: None) -> None:
     monkeypatch.setattr("axes.tasks.machine.memory", lambda device: 1000)
     with pytest.raises(AxesError, match=r"parity-.*need at least .* GB"):
-        run(planned(("D4",), quick=True), tmp_path / "out")
+        run(planned(("D4",), form="quick"), tmp_path / "out")
