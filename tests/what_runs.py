@@ -53,6 +53,8 @@ KERNELS = (
     ("axes.kernels.block.chain", "block_chain", "chain"),
     ("axes.kernels.step", "chain_step", "chain"),
     ("axes.kernels.step", "block_step", "chain"),
+    ("axes.kernels.substitution.chain", "substitution_chain", "substitution"),
+    ("axes.programs.tile_kernels", "tokens", "token"),
     ("axes.kernels.attention.attend", "attend", None),
     ("axes.kernels.attention.decode", "attend_one", None),
     ("axes.kernels.attention.transport", "transport", None),

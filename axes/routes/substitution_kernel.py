@@ -69,8 +69,8 @@ def no_kernel(
 
 def _names(update: StateUpdate, given: Mapping[str, Any]) -> tuple[str, ...]:
     """Rates that a signal has; all that are asked for, where none is known."""
-    names = [per.name for per in update.demands() if not given or per.name in given]
-    return tuple(names)
+    every = tuple(per.name for per in update.demands())
+    return tuple(name for name in every if name in given) or every
 
 
 @fact

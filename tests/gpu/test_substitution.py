@@ -193,7 +193,7 @@ def test_sides(name: str, d_k: int, d_v: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", ("longhorn", "yaad prev", "frank-wolfe"))
+@pytest.mark.parametrize("name", ("longhorn", "yaad", "yaad prev", "frank-wolfe"))
 def test_packed_equals_one_by_one(name: str) -> None:
     update, cuts = SYSTEMS[name], [0, 70, 70, 71, 300]
     signal = draw(update, 300, 64, 64, HALF, b=1)
