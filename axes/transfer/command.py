@@ -18,7 +18,7 @@ from rich.table import Table
 from axes.errors import AxesError, UnknownName
 from axes.files import write_text
 from axes.moves import Axis
-from axes.transfer import experiments, own, pictures, report
+from axes.transfer import experiments, named, own, pictures, report
 from axes.transfer.folder import ResultsFolder
 from axes.transfer.plan import QUICK, Plan, planned
 from axes.transfer.results import compile_folder
@@ -36,7 +36,7 @@ def list_(
 ) -> None:
     """Every experiment: what is asked, the tuple of the arm, and what its control has in the place of what moved."""
     table = Table("id", "on", "question", "from", "what moved: control -> arm", show_lines=True)
-    for e in experiments.find(tuple(names or ())):
+    for e in named.found(tuple(names or ())) if names else (*experiments.EXPERIMENTS, *named.NAMED):
         table.add_row(e.id, e.axis, e.question, e.source, "\n".join(map(str, e.moved)))
     _console(160).print(table)
 

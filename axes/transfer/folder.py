@@ -172,6 +172,7 @@ def described(e: Experiment, plan: Plan) -> dict[str, Any]:
         "systems": [arm.key, control.key],
         "schedules": list(e.schedules),
         "shared": e.shared,
+        **({"said": e.said} if e.said else {}),
     }
 
 
