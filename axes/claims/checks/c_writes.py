@@ -11,7 +11,7 @@ from torch import Tensor
 
 from axes.claims.base import Draw, Findings, agree, breaks, check, differ, holds, within
 from axes.claims.tools.calculus import curvature, gradient
-from axes.claims.tools.capacity import delta_recall_law, matrix_curve, written
+from axes.claims.tools.capacity import matrix_curve, written
 from axes.claims.tools.descent import squared_error
 from axes.claims.tools.fits import exponent, half_count
 from axes.claims.tools.float64 import eye, full, ones, tensor, zeros
@@ -36,6 +36,7 @@ from axes.core.monoids import Householder
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.routes import dispatch
+from axes.tasks.capacity import delta_recall_law
 
 
 def passes(
