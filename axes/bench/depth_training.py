@@ -22,7 +22,7 @@ from axes.optim import AdamW
 
 FILE = "depth-training.json"
 REFERENCE = "pre-norm"  # what the others are compared with, seed by seed
-_CENTRE = 1e-2  # of the first grid of learning rates
+_CENTRE = 3e-3  # of the first grid of learning rates
 
 
 @final
