@@ -1,7 +1,8 @@
-"""`axes bench depth-training`: the same small language model under every mixer along depth, each at its best rate.
+"""`axes bench depth-training`: the same small language model under every mixer along depth.
 
 Every run is `axes bench optim-training`'s, with one optimizer and another model. Sublayers, embedding and head of one
-seed begin with the same weights under every mixer, and see the same batches, so that runs of a seed are pairs.
+seed begin with the same weights under every mixer, and see the same batches, so that runs of a seed are pairs. Every
+mixer is trained at its own best learning rate, or all at one (`Plan(rates=0)`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def measure(
     mixers: tuple[str, ...], size: Size, plan: Plan, folder: Path, watch: Watch = unwatched, fresh: bool = False
 ) -> dict[str, Any]:
     """Train every run that the folder does not hold yet; the file is written after each. Returns its contents."""
-    plan.require()
+    plan.require(swept=False)
     names = [catalogue.get(name, "depth").name for name in mixers] or [e.name for e in catalogue.entries("depth")]
     return fill([(task(name, size), trainer(name)) for name in names], plan, folder / FILE, watch, fresh)
 

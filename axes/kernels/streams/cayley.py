@@ -1,8 +1,9 @@
 """Rotations from logits, one launch each way: R = (I + A)^-1 (I - A), A = scale / 2 (Z^T - Z), n x n.
 
-centred: A = C A C with C = I - 1 1^T / n, so that R and R^T keep the all-ones vector. R = 2 S - I with S = (I + A)^-1 by
-elimination in its place: the symmetric part of I + A, and so of all that is left after a step, is no less than I, so that
-every pivot is at least one and none is looked for. The backward needs S = (R + I) / 2 alone:
+centred: A = C A C with C = I - 1 1^T / n, so that R and R^T keep the all-ones vector. R = 2 S - I, S = (I + A)^-1 by
+elimination in its place: the symmetric part of I + A, and so of all that is left after a step, is no less than I, so
+that every pivot is at least one and none is looked for. What that loses where logits are large, one step of Newton's
+gives back: S + S (I - (I + A) S). The backward needs S = (R + I) / 2 alone:
 
     dA = -2 S^T dR S^T,       dZ = scale / 2 (dA^T - dA)
 """
@@ -57,7 +58,7 @@ def _rotate(logits, out, matrices, half, n, CENTRED: tl.constexpr, ROWS: tl.cons
         pivot = 1.0 / _column(row, j, k)
         others = tl.where(j == k, -column * pivot, s - column * (row * pivot))
         s = tl.where(i == k, tl.where(j == k, pivot, row * pivot), others)
-    rest = one
+    rest = one + tl.zeros([ROWS, N, N], tl.float32)
     for k in range(n):
         rest -= _column(given, j, k) * _row(s, i, k)
     made = s
