@@ -16,7 +16,7 @@ from typing import Any, final
 from axes import catalogue
 from axes.bench.optim_tasks import Task, language_model
 from axes.bench.optim_training import Optimizers, Plan, Trainer, fill
-from axes.bench.results import Watch, unwatched
+from axes.bench.results import Watch, unwatched, write
 from axes.errors import AxesError, ShapeError
 from axes.models.language_model import Architecture, LanguageModel
 from axes.optim import AdamW
@@ -47,7 +47,11 @@ def measure(
     """Train every run that the folder does not hold yet; the file is written after each. Returns its contents."""
     plan.require(swept=False)
     names = [catalogue.get(name, "depth").name for name in mixers] or [e.name for e in catalogue.entries("depth")]
-    return fill([(task(name, size), trainer(name)) for name in names], plan, folder / FILE, watch, fresh)
+    pairs = [(task(name, size), trainer(name)) for name in names]
+    results = fill(pairs, plan, folder / FILE, watch, fresh)
+    results["parameters"] = results.get("parameters", {}) | {name: _parameters(name, size) for name in names}
+    write(folder / FILE, results)
+    return results
 
 
 def task(mixer: str, size: Size) -> Task:
@@ -76,6 +80,10 @@ def architecture(mixer: str, size: Size) -> Architecture:
 def _architectures(mixer: str, size: Size) -> Iterator[Architecture]:
     for streams in range(size.streams, max(size.streams, 2 * size.layers + 1) + 1):
         yield Architecture(size.sequence, mixer, size.layers, size.width, size.heads, streams)
+
+
+def _parameters(mixer: str, size: Size) -> int:
+    return sum(p.numel() for p in LanguageModel(architecture(mixer, size), device="meta").parameters())
 
 
 def trainer(mixer: str) -> Trainer:
