@@ -39,6 +39,7 @@ from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
 from axes.kernels.step import block_step, chain_step
+from axes.kernels.streams.cayley import cayley
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read_on, mix_write, mix_write_read
 from axes.kernels.streams.sinkhorn import sinkhorn
@@ -250,6 +251,11 @@ def doubly_stochastic() -> None:
             both((sinkhorn(torch.randn(2, 600, n, n, requires_grad=True), 20, eps),))
 
 
+def rotations() -> None:
+    for n, centred in ((4, False), (4, True), (16, False)):
+        both((cayley(torch.randn(2, 600, n, n, requires_grad=True), 0.1, centred),))
+
+
 def adamw(dtype: torch.dtype, **options: Any) -> Callable[[], None]:
     def run() -> None:
         parameters = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (10_000, 77)]
@@ -334,6 +340,7 @@ CASES: dict[str, Callable[[], None]] = {
     "look 4 each": looks(HALF, 4, 6, "first", tanh=True),
     "look 10": looks(HALF, 10, 120, "sigmoid"),
     "sinkhorn": doubly_stochastic,
+    "cayley": rotations,
     "adamw": adamw(FULL),
     "adamw 24 bit, 8 bit": adamw(HALF, master="24bit", moments="8bit"),
     "adamw at random": adamw(HALF, rounding="stochastic"),

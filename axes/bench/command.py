@@ -20,12 +20,14 @@ from axes.bench import depth as depth_
 from axes.bench import (
     depth_contenders,
     depth_report,
+    depth_training_report,
     layers_report,
     optim_report,
     optim_training_report,
     report,
     training_models,
 )
+from axes.bench import depth_training as depth_training_
 from axes.bench import layers as layers_
 from axes.bench import optim as optim_
 from axes.bench import optim_training as optim_training_
@@ -251,6 +253,41 @@ def optim_training(
     optim_training_report.draw(results, out / "optim-training.png")
     write_text(out / "optim-training.md", optim_training_report.markdown(results))
     files = (out / name for name in (optim_training_.FILE, "optim-training.md", "optim-training.png"))
+    typer.echo(" ".join(map(str, files)))
+
+
+@app.command("depth-training")
+def depth_training(
+    names: Annotated[
+        list[str] | None, typer.Option("--mixer", help="A mixer's name; all by default. May be repeated.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Blocks.")] = depth_training_.Size.layers,
+    width: Annotated[int, typer.Option(help="Width of the model.")] = depth_training_.Size.width,
+    heads: Annotated[int, typer.Option(help="Heads of attention.")] = depth_training_.Size.heads,
+    streams: Annotated[int, typer.Option(help="Of mixers that have several, at least.")] = depth_training_.Size.streams,
+    batch: Annotated[int, typer.Option(help="Windows a step.")] = depth_training_.Size.batch,
+    context: Annotated[int, typer.Option(help="Bytes of a window.")] = depth_training_.Size.context,
+    steps: Annotated[int, typer.Option(help="Steps of a run.")] = 400,
+    rates: Annotated[int, typer.Option(help="Learning rates of a mixer's first grid; 0: all at one rate.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Seeds at that rate.")] = 3,
+    points: Annotated[int, typer.Option(help="Looks at the held-out loss.")] = 5,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
+    fresh: Annotated[bool, typer.Option(help="Train again what the folder holds.")] = False,
+) -> None:
+    """Train the same small language model under every mixer along depth; what differs from pre-norm, seed by seed.
+
+    Stopped runs continue with what is missing.
+    """
+    size = depth_training_.Size("rope", layers, width, heads, streams, batch, context)
+    plan = optim_training_.Plan(steps=steps, rates=rates, seeds=seeds, points=points, device=device)
+    console = _console()
+    with _watching(console) as watch:
+        results = depth_training_.measure(tuple(names or ()), size, plan, out, watch, fresh)
+    console.print(depth_training_report.table(results))
+    depth_training_report.draw(results, out / "depth-training.png")
+    write_text(out / "depth-training.md", depth_training_report.markdown(results))
+    files = (out / name for name in (depth_training_.FILE, "depth-training.md", "depth-training.png"))
     typer.echo(" ".join(map(str, files)))
 
 
