@@ -34,10 +34,20 @@ from axes.bench import sharded as sharded_
 from axes.bench import training as training_
 from axes.bench.optim_contenders import SUITES
 from axes.bench.optim_tasks import UNITS
+from axes.bench.results import Apart
+from axes.errors import AxesError
 from axes.files import write_text
 
 app = typer.Typer(name="bench", help="Side by side with the best peers, on this machine.", no_args_is_help=True)
 
+_APART = Annotated[
+    int,
+    typer.Option(metavar="N", help="Rows in processes of their own, N of which compile side by side; 0: one process."),
+]
+_PATIENCE = Annotated[float, typer.Option(help="Seconds that --apart lets processes compile, and a row be measured.")]
+_CONFIGURATIONS = Annotated[
+    int, typer.Option(help="Of a kernel of fla's that its tuner may try; 0: all, which takes minutes a layer.")
+]
 _SECONDS_BETWEEN_LINES = 5.0
 _GPU_SHAPES = ("8,4096,16,128",)
 _CPU_SHAPES = ("1,4096,4,64",)
@@ -114,6 +124,13 @@ def layers(
         list[str] | None,
         typer.Option(help=f"{', '.join(layers_.WHO)}; the first {len(layers_.DEFAULT_WHO)} by default. Repeatable."),
     ] = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option("--row", metavar="LAYER:WHO", help="These rows, in this order, instead of --layer by --who."),
+    ] = None,
+    configurations: _CONFIGURATIONS = 0,
+    apart: _APART = 0,
+    patience: _PATIENCE = 600.0,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
     fresh: Annotated[bool, typer.Option(help="Measure rows again that the folder holds.")] = False,
 ) -> None:
@@ -129,6 +146,9 @@ def layers(
         dtype=dtype or ("bfloat16" if gpu else "float32"),
         device=device,
         who=tuple(who or layers_.DEFAULT_WHO),
+        rows=tuple(map(_pair, rows or ())),
+        configurations=configurations,
+        apart=_apart(apart, patience),
     )
     console = _console()
     with _watching(console) as watch:
@@ -270,6 +290,9 @@ def training(
     streams: Annotated[int, typer.Option(help="Streams of such mixers.")] = training_models.Size.streams,
     compiled: Annotated[bool, typer.Option(help="Compile every model too, in rows of their own.")] = False,
     who: Annotated[list[str] | None, typer.Option(help="Contenders; all by default. May be repeated.")] = None,
+    configurations: _CONFIGURATIONS = 0,
+    apart: _APART = 0,
+    patience: _PATIENCE = 600.0,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
 ) -> None:
     """Training throughput of whole language models: ours, one of fla's own layers, one of torch's flash attention."""
@@ -280,7 +303,8 @@ def training(
     console = _console()
     with _watching(console) as watch:
         found = training_.measure(
-            size, out, chosen, tuple(who or training_.WHO), compiled, tuple(depths or ()), watch
+            size, out, chosen, tuple(who or training_.WHO), compiled, tuple(depths or ()), watch,
+            configurations, _apart(apart, patience),
         )
     table = Table(title=f"{layers} layers, width {width}, {heads} heads, {batch} x {tokens} tokens a step, bfloat16")
     for name in ("model", "tokens/s", "ms a step", "products' share", "peak GB", "first step s", "early loss", "note"):
@@ -298,6 +322,19 @@ def training(
         )
     console.print(table)
     typer.echo(str(out / training_.FILE))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    layer, colon, who = text.partition(":")
+    if not colon:
+        raise AxesError(f"--row is a layer and a contender, such as gla:fla, not {text!r}")
+    return layer, who
+
+
+def _apart(at_once: int, patience: float) -> Apart | None:
+    if at_once < 0 or patience <= 0:
+        raise AxesError(f"--apart is 0 or more and --patience more than 0, not {at_once} and {patience:g}")
+    return Apart(at_once, patience) if at_once else None
 
 
 def _console() -> Console:
