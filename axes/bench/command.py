@@ -93,6 +93,9 @@ def decode(
     shapes: Annotated[list[str] | None, typer.Option("--shape", help="B,1,H,D. May be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; on a CPU float32.")] = "",
     device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
+    states: Annotated[
+        list[str] | None, typer.Option("--state", help="dtype that our states are held in: float32. May be repeated.")
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
 ) -> None:
     """One more token with the state kept: the fused step, the interpreter and flash-linear-attention."""
@@ -101,15 +104,16 @@ def decode(
     console = _console()
     with _watching(console) as watch:
         given = tuple(shapes or ("1,1,16,128", "64,1,16,128"))
-        found = decode_.measure(tuple(rules or ()), given, kind, chosen, out, watch)
+        held = tuple(map(sequence_.dtype_of, states or ("float32",)))
+        found = decode_.measure(tuple(rules or ()), given, kind, chosen, out, watch, held)
     table = Table(title="one token")
-    for name in ("rule", "B,1,H,D", "who", "graph us", "eager us", "rel. error", "state MB r+w", "note"):
-        table.add_column(name, justify="left" if name in ("rule", "who", "note") else "right")
+    for name in ("rule", "B,1,H,D", "who", "state", "graph us", "eager us", "rel. error", "state MB r+w", "note"):
+        table.add_column(name, justify="left" if name in ("rule", "who", "state", "note") else "right")
     for s in found:
         numbers = (f"{1e3 * x:.1f}" if x is not None else "" for x in (s.graph, s.eager))
         error = "" if s.error is None else f"{s.error:.1e}"
         size = "" if s.megabytes is None else f"{s.megabytes:.2f}"
-        table.add_row(s.rule, f"{s.shape} {s.dtype}", s.who, *numbers, error, size, s.refused)
+        table.add_row(s.rule, f"{s.shape} {s.dtype}", s.who, s.held, *numbers, error, size, s.refused)
     console.print(table)
     typer.echo(str(out / decode_.FILE))
 

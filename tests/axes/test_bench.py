@@ -168,6 +168,9 @@ def test_one_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "interpreter" in shown
     found = json.loads((tmp_path / decode.FILE).read_text())
     assert len(found) == len(RULES) and all(s["error"] < 1e-5 and s["eager"] > 0 for s in found)
+    command(f"bench decode --rule delta --shape 2,1,2,8 --device cpu --state bfloat16 --out {tmp_path}", capsys)
+    (row,) = json.loads((tmp_path / decode.FILE).read_text())
+    assert row["held"] == "bfloat16" and 1e-4 < row["error"] < 0.1 and row["megabytes"] == 4 * 2 * 2 * 64 / 1e6
 
 
 def test_training_says_who_could_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
