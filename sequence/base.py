@@ -41,6 +41,11 @@ class LayerState(NamedTuple):
     tails: tuple[Tensor, ...]
     memory: State
 
+    def to(self, dtype: torch.dtype) -> LayerState:
+        """The same with its memory held in this dtype. One of 16 bits halves what a token of decoding reads and writes,
+        and rounds the memory at every step; a list of keys and values has the dtype of its layer."""
+        return LayerState(self.tails, self.memory.to(dtype))
+
 
 torch.serialization.add_safe_globals([LayerState])  # a saved state loads with weights_only=True
 

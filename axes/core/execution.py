@@ -44,6 +44,24 @@ class State(NamedTuple):
     anchor: Leaves
     count: Tensor  # type: ignore[assignment]
 
+    def to(self, dtype: torch.dtype) -> State:
+        """The same held in this dtype: one of 16 bits halves what a step reads and writes, and rounds it every time."""
+        return _held_in(self, dtype)
+
+    def held(self) -> torch.dtype | None:
+        """The dtype of 16 bits in which matrices are held; None where they are held as they are computed."""
+        return self.theta[0].dtype if self.theta and self.theta[0].dtype in SHORT else None
+
+
+SHORT = (torch.bfloat16, torch.float16)
+
+
+def _held_in(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, Tensor):
+        return x.to(dtype) if x.is_floating_point() else x
+    parts = [_held_in(part, dtype) for part in x]
+    return type(x)(*parts) if isinstance(x, State) else tuple(parts)
+
 
 torch.serialization.add_safe_globals([State])  # a saved state loads with weights_only=True
 Filters = tuple[State | tuple[State, ...], ...]

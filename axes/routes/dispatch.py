@@ -97,8 +97,9 @@ def run(
     signal: tensors with time in dimension `time`, batch dimensions around it; "q" is required; q and k of fewer heads
     than v, which has a multiple, are shared by neighbours.  Half precision is computed in float32, but for attention,
     which multiplies and keeps pairs in the dtype of v; float64 in float64.  Outputs come back in the dtype of v, states
-    stay in the computing dtype.  Raises ShapeError, WrongType or UnknownName for what does not fit the tuple; domains
-    are asked of numbers, values of tensors are not read.
+    stay in the computing dtype, or are rounded to the 16 bits that the first one was held in (`State.to`).  Raises
+    ShapeError, WrongType or UnknownName for what does not fit the tuple; domains are asked of numbers, values of
+    tensors are not read.
 
     check_finite: read them: NotFiniteError for the first token of the signal, or else of the outputs, that is not
     finite. Without it what is not finite goes where the recurrence takes it (`axes.routes.finite`).
@@ -107,7 +108,12 @@ def run(
         require_call("dispatch.run", update, signal, state, time, weights)
     if check_finite:
         require_finite("dispatch.run", signal, time, gates=log_gates(update))
+    held = _held(update, state)
+    if held is not None:
+        assert state is not None
+        state = state.to(torch.float32)
     out, state = _run(update, signal, state, time, weights, implementation)
+    state = state if held is None else state.to(held)
     if check_finite:
         require_finite("dispatch.run", {"the output": out}, time, _GREW)
     return out, state
@@ -198,7 +204,11 @@ def run_packed(
         require_packed("dispatch.run_packed", update, signal, state, cu_seqlens)
     if check_finite:
         require_finite("dispatch.run_packed", signal, gates=log_gates(update))
+    held = _held(update, state)
+    if held is not None:
+        state = state.to(torch.float32)
     out, after = _run_packed(update, signal, state, cu_seqlens, implementation)
+    after = after if held is None or after is None else after.to(held)
     if check_finite:
         require_finite("dispatch.run_packed", {"the output": out}, 1, _GREW)
     return out, after
@@ -284,6 +294,10 @@ def one_token(
     named = implementation or chosen()
     choice = select_token(update, v.device, v.dtype, shapes, named, differentiated)
     other, several_writes, _ = computed(update)
+    kernel = choice[:2] == ("chain", "triton") and other is update
+    if not kernel and (held := _held(update, state)) is not None:
+        out, after = one_token(update, signal, state.to(torch.float32), implementation)
+        return out, after.to(held)
     if other is not update and choice.implementation == "triton":
         return _step_otherwise(update, several_writes, signal, state, implementation, in_place)
     if choice.route in ("attention", "token"):
@@ -292,6 +306,11 @@ def one_token(
         with own_precision(v):
             return kernel_terms.run(update, signal, state, None, kernel_terms.one_token(in_place))
     return _run(update, signal, state, implementation="reference")
+
+
+def _held(update: StateUpdate, state: State | None) -> torch.dtype | None:
+    """The 16 bits that a state is held in: computed in float32, rounded once. Lists keep a dtype of their own."""
+    return None if state is None or update.parts().memory.kind == "list" else state.held()
 
 
 def _step_otherwise(

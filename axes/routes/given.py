@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from axes.core.execution import several
+from axes.core.execution import SHORT, several
 from axes.core.facts import fact
 from axes.core.memory import Leaves
 from axes.core.rates import Per, Signal, extent, resolve
@@ -262,7 +262,8 @@ def _shapes(x: Any) -> Any:
 
 class Place(NamedTuple):
     """Where a state stands: a memory for each of a batch (batch, heads), keys and values of these widths, and the dtype
-    and device of the values. shared: statistics of what is the same for the whole batch may have no batch."""
+    and device of the values. shared: statistics of what is the same for the whole batch may have no batch. held: the 16
+    bits that a state is held in."""
 
     batch: Sizes
     d_k: int
@@ -270,6 +271,7 @@ class Place(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     shared: bool = False
+    held: torch.dtype | None = None
 
     @classmethod
     def of(cls, batch: Sizes, signal: Signal) -> Place:
@@ -291,6 +293,9 @@ def require_state(who: str, update: StateUpdate, state: object, place: Place, na
         _require_list(who, f"{name}.theta", state.theta, place)
         _require_part(who, f"{name}.count", state.count, form.count, place)
         return
+    if place.dtype != torch.float64:
+        leaves = state.theta if isinstance(state.theta, tuple) else ()
+        place = place._replace(held=next((x.dtype for x in leaves if getattr(x, "dtype", None) in SHORT), None))
     _require_part(who, name, state, form, place)
 
 
@@ -308,8 +313,11 @@ def _require_part(who: str, name: str, x: Any, form: Any, place: Place) -> None:
             return
         if x.shape != place.batch + form:
             _require_batch(who, name, x, form, place)
-        if x.dtype != (torch.float64 if place.dtype == torch.float64 else torch.float32):
-            raise ShapeError(f"{who}: {name} is {x.dtype}: a state is float64 beside float64, else float32")
+        if x.dtype != (place.held or (torch.float64 if place.dtype == torch.float64 else torch.float32)):
+            raise ShapeError(
+                f"{who}: {name} is {x.dtype}: a state is float64 beside float64, else float32, or held in 16 bits as a "
+                "whole, by state.to(torch.bfloat16)"
+            )
         if x.device != place.device:
             raise ShapeError(f"{who}: {name} is on {x.device} and the input on {place.device}: move one of them")
         return

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from axes.core.chain import chain
 from axes.core.derived import erases_along_key, no_chain, scales_values
+from axes.core.execution import SHORT
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
 from axes.core.memory import Leaves, normalised
@@ -192,7 +193,7 @@ def one_token(in_place: bool) -> Kernels:
         erase: Tensor | None = None, initial_state: Tensor | None = None, **options: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         assert initial_state is not None
-        state = initial_state.float().contiguous()
+        state = (initial_state if initial_state.dtype in SHORT else initial_state.float()).contiguous()
         final = state if in_place else torch.empty_like(state)
         vectors: dict[str, Any] = {n: now(options.pop(n, None)) for n in ("a", "b")}
         out = chain_step(
