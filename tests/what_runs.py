@@ -51,6 +51,7 @@ KERNELS = (
     ("axes.kernels.scalar.chain", "scalar_chain", "chain"),
     ("axes.kernels.diagonal.chain", "diagonal_chain", "chain"),
     ("axes.kernels.block.chain", "block_chain", "chain"),
+    ("axes.kernels.entries.chain", "entries_chain", "chain"),
     ("axes.kernels.step", "chain_step", "chain"),
     ("axes.kernels.step", "block_step", "chain"),
     ("axes.kernels.attention.attend", "attend", None),

@@ -80,6 +80,8 @@ def select(
             return _without_kernel(update, no_kernel, implementation)
     else:
         no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
+        if no_kernel is None and implementation is None:
+            no_kernel = kernel_terms.not_run(update)
         if no_kernel is None and implementation != "torch":
             return _by_kernel(update, device if isinstance(device, Target) else None, dtype, shapes or {})
     if implementation == "triton" or implementation is None and token.PICKED:
@@ -109,6 +111,8 @@ def select_token(
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
     if differentiated:
         no_kernel = no_kernel or "the kernel for one token has no backward"
+    if implementation is None:
+        no_kernel = no_kernel or kernel_terms.not_run(update)
     if no_kernel is not None and (implementation == "triton" or implementation is None and token.PICKED):
         no_walk = token.no_kernel(update, _device(device), dtype, shapes or {}, 1)
         if no_walk is None:
@@ -204,7 +208,10 @@ def _device(device: str | torch.device | Target) -> torch.device:
 
 def _by_kernel(update: StateUpdate, target: Target | None, dtype: torch.dtype, shapes: Shapes) -> Choice:
     """Which form of a kernel is told of a target: to run, nobody need know the capability of a device."""
-    reason = f"the exact {kernel_terms.family(update)} chain in chunks, state on chip"
+    kind = kernel_terms.family(update)
+    if kind == "entries":
+        return Choice("chain", "triton", "the exact chain of entries, token by token, state on chip")
+    reason = f"the exact {kind} chain in chunks, state on chip"
     if target is not None:
         portable = kernel_terms.portable(update, target.capability, dtype, shapes)
         hopper = "its forms for Hopper where widths are 64 or 128"
