@@ -416,11 +416,16 @@ def _gates_of_entries(
 
 
 def _same_for_all(x: Tensor) -> Tensor:
-    """What was expanded over batch and tokens, before it was: a gradient then needs no number a token."""
+    """What was expanded over batch and tokens, before it was: a gradient then needs no number a token. Else x."""
     if x.stride(0) or x.stride(1):
         return x
-    held = None if torch.compiler.is_compiling() else x._base
-    return x[0, 0] if held is None or held.shape != x.shape[2:] or held.stride() != x.stride()[2:] else held
+    if not x.requires_grad:
+        return x[0, 0]
+    if torch.compiler.is_compiling() or x._base is None or type(x.grad_fn).__name__ != "ExpandBackward0":
+        return x
+    held, heard = x._base, x.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    own = heard is held.grad_fn if held.grad_fn is not None else getattr(heard, "variable", None) is held
+    return held.view(x.shape[2:]) if own and held.shape[-3:] == x.shape[2:] and held.numel() == x[0, 0].numel() else x
 
 
 def _slots(first: Tensor, second: Tensor) -> Tensor:
