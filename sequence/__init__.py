@@ -59,6 +59,7 @@ from axes.sequence.miras import (
     YaadSwitch,
 )
 from axes.sequence.predicted import PREDICTED, AdamNet, FrankWolfeDelta, MuonNet, MuonNetState, RLSNet, ShampooNet
+from axes.sequence.recurrent import GRU, SLSTM
 from axes.sequence.rwkv6 import RWKV6
 from axes.sequence.rwkv7 import RWKV7
 from axes.sequence.s4d import S4D
@@ -86,6 +87,8 @@ ALL: tuple[type[SequenceLayer], ...] = (
     GSA,
     ABC,
     Griffin,
+    GRU,
+    SLSTM,
     RWKV6,
     RWKV7,
     IPLR,
@@ -148,6 +151,7 @@ __all__ = [
     "FrankWolfeDelta",
     "GLA",
     "GQA",
+    "GRU",
     "GSA",
     "GatedDeltaNet",
     "GatedDeltaNet2",
@@ -191,6 +195,7 @@ __all__ = [
     "RetNet",
     "RoPE",
     "S4D",
+    "SLSTM",
     "SequenceLayer",
     "ShampooNet",
     "SlidingWindow",
