@@ -47,6 +47,7 @@ from axes.sequence.linear import (
 )
 from axes.sequence.longhorn import Longhorn, LonghornDiagonal
 from axes.sequence.mamba3 import Mamba3
+from axes.sequence.mesa import MesaNet
 from axes.sequence.miras import (
     Memora,
     MemoraLiteral,
@@ -131,6 +132,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     PaTH,
     PaTHFoX,
     DeltaFormer,
+    MesaNet,
     *PREDICTED,
 )
 
@@ -181,6 +183,7 @@ __all__ = [
     "Memora",
     "MemoraLiteral",
     "MemoraMatrix",
+    "MesaNet",
     "Moneta",
     "MonetaLiteral",
     "MonetaMatrix",

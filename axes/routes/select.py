@@ -78,6 +78,12 @@ def select(
         if no_kernel is None and implementation is None:
             no_kernel = "its kernels have not run on a GPU yet, and run where implementation='triton' asks for them"
             return _without_kernel(update, no_kernel, implementation)
+    elif routes(update)["passes"] is None:
+        no_kernel = _no_passes(update, place, dtype, shapes or {}, time)
+        if no_kernel is None and implementation is None and not passes.PICKED:
+            no_kernel = "passes by kernels have not run on a GPU yet: implementation='triton' asks for them"
+        if no_kernel is None and implementation != "torch":
+            return Choice("passes", "triton", "exact passes, each by the kernel of its chain")
     else:
         no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation is None:
@@ -157,6 +163,15 @@ def computed(update: StateUpdate) -> tuple[StateUpdate, bool, bool]:
     return made, one is not update, routes(made)["attention"] is None
 
 
+def _no_passes(update: StateUpdate, device: torch.device, dtype: torch.dtype, shapes: Shapes, time: int) -> str | None:
+    """Why kernels do not compute the passes, or None if they do."""
+    given = [{**shapes, "v": shapes["k"]}, shapes] if "k" in shapes else [shapes]
+    refused = (
+        kernel_terms.no_kernel(chain, device, dtype, own, time) for chain in passes.chains(update) for own in given
+    )
+    return next(filter(None, refused), None)
+
+
 def _tokens(shapes: Shapes) -> Shapes:
     """Shapes of a call as those of tokens with one write."""
     return {n: (*s[:-2], s[-1]) if n in ("k", "v") and len(s) > 2 else s for n, s in shapes.items()}
@@ -197,6 +212,8 @@ def settle(
         token.no_kernel(update, torch.device("cuda"), torch.float32, shapes, 1)
     if update.parts().memory.kind == "list":
         attention.asked(update)
+    if update.parts().memory.kind == "regression":
+        settle(passes.sums(update), widths, implementation)
     if update.parts().memory.kind == "bounded":
         for chain, sizes in zip(passes.passes(update), passes.widths(update, widths), strict=True):
             settle(chain, sizes, implementation)

@@ -233,6 +233,28 @@ def test_packed_sequences_are_each_alone(name: str) -> None:
             torch.testing.assert_close(a.to(b.dtype), b, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ("mesa-net", "gsa", "abc"))
+def test_passes_by_kernels_are_the_passes(name: str) -> None:
+    """Dense and packed, from a state; the chains of rows are those of entries."""
+    layer = catalogue.get(name, axis="sequence").cls(8, heads=2)
+    update, sizes = layer.update, layer.sizes
+    given, _, _ = layer.around.enter(torch.randn(2, 9, 8), layer.around.tails(2, torch.empty(0)))
+    start = layer._init_memory(2, torch.empty(0))
+    start = start._replace(theta=tuple(torch.rand_like(x) + torch.eye(*x.shape[-2:]) for x in start.theta))
+    want, last = dispatch.run(update, given, start, implementation="reference")
+    got, state = dispatch._passes_by_kernel(update, given, start)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    for a, b in zip(_leaves(state), _leaves(last), strict=True):
+        torch.testing.assert_close(a.to(b.dtype), b, rtol=2e-4, atol=2e-5)
+    packed = {n: x.flatten(0, 1)[None] if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    one, after = dispatch._passes_by_kernel(update, packed, start, torch.tensor([0, 9, 18]))
+    torch.testing.assert_close(one[0].unflatten(0, (2, 9)), got, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(after.theta, state.theta, rtol=2e-4, atol=2e-5)
+    who = select(update, "cuda", torch.bfloat16, implementation="triton")
+    assert who[:2] == ("passes", "triton") and sizes.d_v == 4
+    assert select(update, "cuda", torch.bfloat16)[:2] == ("passes", "torch")
+
+
 @pytest.mark.parametrize("in_place", (False, True))
 @pytest.mark.parametrize("name", [n for n, (u, _) in UPDATES.items() if terms.no_step(u) is None])
 def test_one_token(name: str, in_place: bool) -> None:
