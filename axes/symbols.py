@@ -85,7 +85,7 @@ def equations(update: StateUpdate) -> tuple[str, ...]:
 
 def _stepped(p: Parts) -> list[str]:
     keyed = p.memory.keyed
-    linear = isinstance(p.memory, memory.Matrix | memory.Entries | memory.Slots)
+    linear = isinstance(p.memory, memory.Matrix | memory.Entries | memory.Slots | memory.Regression)
     weights = "S" if linear and p.h.is_identity or isinstance(p.memory, memory.Slots) else "W"
     dual = not p.h.is_identity and p.step.lazy and weights == "W"
     state = r"\Theta" if dual else weights
@@ -308,7 +308,7 @@ def _driven(p: Parts, at: str, weights: str) -> list[str]:
         r, sign = residual(base), "-"
     elif encode:
         r = "k_t"
-    if isinstance(p.memory, memory.Matrix):
+    if isinstance(p.memory, memory.Matrix | memory.Regression):
         write = rf"v_t\,{r}^\top" if encode else rf"{r}\,k_t^\top"
     elif isinstance(p.memory, memory.Entries):
         write = rf"{r} \odot (1\,k_t^\top)"
@@ -656,6 +656,12 @@ def _read(p: Parts, state: str, weights: str, drive: str, stats: list[str]) -> s
         point = rf"({inner})" if p.h.is_identity else primal(p.h, inner, stats)
     if type(p.memory) in _ANSWERS:
         return f"o_t = f({point}, q_t)"
+    if isinstance(p.memory, memory.Regression):
+        added = rf"\mathrm{{Diag}}({rate(p.memory.ridge)})" if isinstance(p.memory.ridge, Per) else ""
+        added = added or rf"{_number(p.memory.ridge)}\,I"  # type: ignore[arg-type]
+        sums = f"{kept(p.monoid, p.step.rate, 'R_{t-1}')} + {_times(p.step.rate, 'k_t k_t^' + chr(92) + 'top')}"
+        solve = rf"\mathrm{{CG}}_{{{p.memory.steps}}}(R_t + {added},\, q_t)"
+        return rf"o_t = {point}\,x,\quad x = {solve},\quad R_t = {sums}"
     read = rf"{point}\,q_t"
     if not p.step.debias:
         return f"o_t = {read}"

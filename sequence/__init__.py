@@ -47,6 +47,7 @@ from axes.sequence.linear import (
 )
 from axes.sequence.longhorn import Longhorn, LonghornDiagonal
 from axes.sequence.mamba3 import Mamba3
+from axes.sequence.mesa import MesaNet
 from axes.sequence.miras import (
     Memora,
     MemoraLiteral,
@@ -59,6 +60,7 @@ from axes.sequence.miras import (
     YaadSwitch,
 )
 from axes.sequence.predicted import PREDICTED, AdamNet, FrankWolfeDelta, MuonNet, MuonNetState, RLSNet, ShampooNet
+from axes.sequence.recurrent import GRU, SLSTM
 from axes.sequence.rwkv6 import RWKV6
 from axes.sequence.rwkv7 import RWKV7
 from axes.sequence.s4d import S4D
@@ -86,6 +88,8 @@ ALL: tuple[type[SequenceLayer], ...] = (
     GSA,
     ABC,
     Griffin,
+    GRU,
+    SLSTM,
     RWKV6,
     RWKV7,
     IPLR,
@@ -128,6 +132,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     PaTH,
     PaTHFoX,
     DeltaFormer,
+    MesaNet,
     *PREDICTED,
 )
 
@@ -148,6 +153,7 @@ __all__ = [
     "FrankWolfeDelta",
     "GLA",
     "GQA",
+    "GRU",
     "GSA",
     "GatedDeltaNet",
     "GatedDeltaNet2",
@@ -177,6 +183,7 @@ __all__ = [
     "Memora",
     "MemoraLiteral",
     "MemoraMatrix",
+    "MesaNet",
     "Moneta",
     "MonetaLiteral",
     "MonetaMatrix",
@@ -191,6 +198,7 @@ __all__ = [
     "RetNet",
     "RoPE",
     "S4D",
+    "SLSTM",
     "SequenceLayer",
     "ShampooNet",
     "SlidingWindow",

@@ -21,7 +21,7 @@ from axes.core.state_update import State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError, wrong_type
 from axes.kernels.common import versions
 from axes.kernels.common.repeated import Same, repeated
-from axes.routes import dispatch
+from axes.routes import dispatch, recurrent
 from axes.routes import frame as frames
 from axes.routes.choice import Plan, Target
 from axes.routes.finite import log_gates, require_finite
@@ -214,6 +214,8 @@ class SequenceLayer(nn.Module):
     ) -> tuple[Plan, ...]:
         """What runs for the tuple that the class declares, by default on a CPU in float32."""
         named = implementation or dispatch.chosen()
+        if (cell := cls.block.cell) is not None:
+            return recurrent.plans(cls.update, cell, target or Target.of("cpu"), dtype or torch.float32, named)
         return plans(cls.update, target or Target.of("cpu"), dtype or torch.float32, named)
 
     def plans(
@@ -225,6 +227,9 @@ class SequenceLayer(nn.Module):
         """What runs for a sequence and for one token, by default where the layer is and in its dtype."""
         parameter, s = next(self.parameters()), self.sizes
         named = implementation or self.implementation or dispatch.chosen()
+        if (cell := self.around.cell) is not None:
+            place, dtype = target or Target.of(parameter.device), dtype or parameter.dtype
+            return recurrent.plans(self.update, cell, place, dtype, named, s.d_v)
         keys, each = self.memories if s.group == 1 else (s.key_heads,), () if s.writes == 1 else (s.writes,)
         shapes = {"k": (1, 1, *keys, *each, s.d_k), "v": (1, 1, *self.memories, *each, s.d_v)}
         return plans(self.update, target or Target.of(parameter.device), dtype or parameter.dtype, named, shapes)
@@ -290,6 +295,10 @@ class SequenceLayer(nn.Module):
         if state is None:
             state = self.init_state(x.shape[0], x.device, x.dtype)
         self._check_state(state, x.shape[0], x)
+        if self.around.cell is not None:
+            y, state = self._run(x[:, None], state, None)
+            assert state is not None
+            return y[:, 0], state
         signal, tails, kept = fused.enter(self.around, x[:, None], state.tails, None, self.implementation, token=True)
         self._look({"x": x[:, None], **signal})
         out, memory = dispatch.one_token(self.update, signal, state.memory, self.implementation)
@@ -314,7 +323,7 @@ class SequenceLayer(nn.Module):
 
     def _repeats(self, x: Tensor) -> bool:
         """Whether a call like one before does the same again: where kernels run, nothing is read on the host."""
-        if torch.compiler.is_compiling() or not x.numel() or self.check_finite:
+        if torch.compiler.is_compiling() or not x.numel() or self.check_finite or self.around.cell is not None:
             return False
         cls = type(self)
         own = cls._run is SequenceLayer._run and cls._recur is SequenceLayer._recur
@@ -326,11 +335,24 @@ class SequenceLayer(nn.Module):
         packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x.shape[1])
         before, start = (None, None) if state is None else state
         if self.across is not None:
+            if self.around.cell is not None:
+                raise IllegalUpdate(
+                    f"{type(self).__name__}: what a token is given depends on the token before: its tokens cannot be "
+                    "split over processes"
+                )
             before = self.across.tails(self, x, before)
         signal, tails, kept = fused.enter(self.around, x, before, packing, self.implementation)
         self._look({"x": x, **signal})
         if start is None:
             start = self._init_memory(x.shape[0] if packing is None else packing.sequences, x)
+        if (cell := self.around.cell) is not None:
+            named, (weight, bias) = self.implementation or dispatch.chosen(), self.around.matrices()
+            out, memory, tails = recurrent.run(
+                self.update, cell, signal["inputs"], weight, bias, tails, start, cu_seqlens, named
+            )
+            y = fused.leave(self.around, out, kept)
+            self._look({"the output": y})
+            return y, LayerState(tails, memory)
         frame = fused.frame_of(kept)
         if self.across is not None:
             out, memory = self.across.recur(functools.partial(self._recur_in, frame), signal, start)

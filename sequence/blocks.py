@@ -18,6 +18,7 @@ from torch.nn.functional import elu, gelu, relu, rms_norm, silu
 from axes.core.rates import Per
 from axes.errors import IllegalUpdate
 from axes.kernels.blocks.plan import Stream
+from axes.routes.cells import Cell
 from axes.routes.frame import Frame
 from axes.routes.packed import Packing
 from axes.sequence.by_hand import convolved, normalised
@@ -46,10 +47,12 @@ class Block(ABC):
 
     grouped: None if it makes queries and keys for `Sizes.key_heads`, else what it does instead, as a sentence.
     several: whether it makes `Sizes.writes` pairs of key and value for every token.
+    cell: of signals that depend on the last read, see `axes.routes.cells`.
     """
 
     grouped: ClassVar[str | None] = "has a query and a key for every head"
     several: ClassVar[bool] = False
+    cell: ClassVar[Cell | None] = None
 
     @abstractmethod
     def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
@@ -64,6 +67,11 @@ class BlockModule(nn.Module):
     """
 
     fused: Kernels | None = None
+    cell: Cell | None = None
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Of a cell: weight (H, V, G, V) and bias (H, G, V) of the last read."""
+        raise NotImplementedError
 
     def declaration(self, path: str = "") -> Declaration | None:
         """What kernels may do in the place of `enter` and `leave`; None: nothing. path: of this module in a block's."""

@@ -32,6 +32,7 @@ from axes.kernels.diagonal import hopper as hopper_diagonal
 from axes.kernels.diagonal.chain import diagonal_chain
 from axes.kernels.diagonal_delta import chain as diagonal_delta
 from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
+from axes.kernels.entries.chain import Erase, entries_chain
 from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.outer import outer_sum
 from axes.kernels.products.symmetric import symmetric_product
@@ -113,6 +114,18 @@ def substitution(dtype: torch.dtype, d: int, gates: int, reads: Reads = "before"
             g = (-torch.rand(*v.shape)).requires_grad_()
         out = substitution_chain(q, k, name, d, [v, beta], g if gates else None, reads=reads)
         both(tuple(out))
+
+    return run
+
+
+def entries(d_k: int, erase: Erase = "none", **rows: bool) -> Callable[[], None]:
+    """rows: which of a row's numbers there are, and whether entries have a spectrum."""
+
+    def run() -> None:
+        q, k = (torch.randn(2, 256, 1, d_k, dtype=HALF, requires_grad=d_k > 1) for _ in range(2))
+        v = torch.randn(2, 256, 1, 256, dtype=HALF, requires_grad=True)
+        given = {n: torch.rand(*((1, 256, d_k) if n == "spectrum" else v.shape), requires_grad=True) for n in rows}
+        both(entries_chain(q, k, v, given.pop("gate", None), **given, tied="times" in rows, erase=erase))
 
     return run
 
@@ -305,6 +318,9 @@ CASES: dict[str, Callable[[], None]] = {
     "block 128": block(HALF, 128),
     "substitution 128": substitution(HALF, 128, 0, "gated"),
     "substitution by rows 128": substitution(HALF, 128, 2),
+    "entries of rows": entries(1, gate=True, beta=True),
+    "entries 16": entries(16, times=True, spectrum=True),
+    "entries erased 16": entries(16, "gated", beta=True),
     "attention 128": attention(HALF, 128),
     "attention 64": attention(HALF, 64),
     "attention 256": attention(HALF, 256),

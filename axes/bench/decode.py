@@ -81,12 +81,12 @@ def _row(
         error = _error(rule, shape, dtype, device, who, held)
         if not error <= BOUNDS[min(dtype, held, key=lambda x: torch.finfo(x).bits)]:
             return replace(row, error=error, refused=f"off by {error:.1e}")
-        signal = rule.signal(shape, dtype, device)
+        signal = rule.given(rule.signal(shape, dtype, device))
         advance = _advance(rule, who, signal, held)
         timing = median(lambda: (advance(signal),), device)
     except Exception as failure:
         return replace(row, refused=said(failure))
-    state = 2 * held.itemsize * shape.batch * shape.heads * shape.width**2
+    state = 2 * held.itemsize * shape.batch * shape.heads * shape.width * (rule.key_width or shape.width)
     return replace(row, graph=timing.graph, eager=timing.eager, error=error, megabytes=state / 1e6)
 
 
@@ -95,7 +95,7 @@ def _error(
 ) -> float:
     """Relative error of some tokens' outputs, two heads of the last sequence."""
     tokens = Shape(shape.batch, _CHECKED, shape.heads, shape.width)
-    signal = rule.signal(tokens, dtype, device, seed=1)
+    signal = rule.given(rule.signal(tokens, dtype, device, seed=1))
     advance = _advance(rule, who, _token(signal, 0), held)
     got = torch.cat([advance(_token(signal, t)) for t in range(_CHECKED)], 1)[-1:, :, -_HEADS:]
     exact = {n: x[-1:, :, -_HEADS:].double() for n, x in signal.items()}

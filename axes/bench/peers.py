@@ -33,6 +33,11 @@ _OPS = (
     "gated_delta_rule",
     "kda",
     "generalized_delta_rule",
+    "hgrn",
+    "rwkv6",
+    "gsa",
+    "comba",
+    "gated_delta_product",
 )
 
 
@@ -58,7 +63,7 @@ def contenders(rule: SequenceRule, device: torch.device, names: tuple[str, ...] 
         found.append(Contender(LOOP, rule.token_loop()))
     if device.type == "cuda" and rule.fla is not None and importlib.util.find_spec("fla") is not None:
         found.append(Contender(FLA, peer(rule)))
-    if device.type == "cuda":
+    if device.type == "cuda" and rule.key_width is None and rule.update.parts().step.writes == 1:
         found.append(Contender(SDPA, attention, same_rule=False))
     return [c for c in found if not names or c.name in names]
 
@@ -71,8 +76,15 @@ def peer(rule: SequenceRule) -> Run:
 
 
 def library() -> Any:
-    """The operators of flash-linear-attention by name."""
-    return SimpleNamespace(**{name: fla(f"fla.ops.{name}") for name in _OPS})
+    """The operators of flash-linear-attention by name, those that the installed one has."""
+    fla("fla")
+    return SimpleNamespace(**{name: fla(f"fla.ops.{name}") for name in _OPS if _has(f"fla.ops.{name}")})
+
+
+def _has(module: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.util.find_spec(module) is not None
 
 
 def fla(module: str) -> Any:

@@ -310,7 +310,9 @@ def no_passes(update: StateUpdate) -> str | None:
     if (reason := _computed(update)) is not None:
         return reason
     memory = update.parts().memory
-    return None if memory.kind == "bounded" else f"{type(memory).__name__} memory has no slots that softmax reads"
+    if memory.kind in ("bounded", "regression"):
+        return None
+    return f"{type(memory).__name__} memory has no slots that softmax reads, and no sums that a solve does"
 
 
 __all__ = [

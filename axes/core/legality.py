@@ -53,7 +53,7 @@ def _prediction(p: Parts) -> Iterator[str]:
         yield f"{memory} memory predicts from keys; this gradient comes from outside: use Parameter()"
     if not (p.oracle or p.driven) and not p.memory.keyed:
         yield f"{memory}() memory predicts nothing, {type(cost).__name__} needs a prediction: use Matrix() or Given()"
-    if cost.encode and p.memory.kind in ("entries", "network", "list", "bounded"):
+    if cost.encode and p.memory.kind in ("entries", "network", "list", "bounded", "regression"):
         yield f"the encoding cost predicts keys from values; {memory} cannot"
     if p.memory.kind == "entries":
         if any(isinstance(rate, Per) for rate in cost.rates() if rate != cost.ridge):
@@ -114,6 +114,25 @@ def _bounded(p: Parts) -> Iterator[str]:
         yield "a bounded memory has one row of scores: take Entropic(axis='row')"
     if rate_shape(step.rate) == "scalar" and gates(p.monoid) <= {"identity", "scalar"}:
         yield "slots that are kept and written alike stay alike: one of gate and rate is Per(name, 'own', size=slots)"
+
+
+def _regression(p: Parts) -> Iterator[str]:
+    """A regression keeps sums of values and keys, and of keys and keys."""
+    if p.memory.kind != "regression":
+        return
+    step = p.step
+    if p.cost.drives != "target":
+        yield f"a regression sums values and keys as they are: the cost is Alignment(), not {p.cost!r}"
+    if p.ridged:
+        yield "a regression has a ridge of its own: Regression(ridge=...)"
+    if not p.h.is_identity:
+        yield "a regression is read through its solve: h is Euclidean()"
+    if step.via or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1 or step.debias:
+        yield "a regression is written by pairs: no filters, read point, anchor, agile or repeated steps, normaliser"
+    if step.start == "first":
+        yield "start='first' replaces the state by a drive: a regression sums"
+    if not gates(p.monoid) <= {"identity", "scalar"} or rate_shape(step.rate) != "scalar":
+        yield "both sums of a regression are kept and written alike: gates and rates are scalars"
 
 
 def _list(p: Parts) -> Iterator[str]:
@@ -479,6 +498,7 @@ _RULES: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _factor,
     _list,
     _bounded,
+    _regression,
     _shapes,
     _normaliser,
     _start,

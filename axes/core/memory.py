@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
@@ -31,10 +32,11 @@ __all__ = [
     "Memory",
     "Parameter",
     "RankOne",
+    "Regression",
     "Slots",
 ]
 
-Kind = Literal["matrix", "entries", "slots", "parameter", "list", "bounded", "network"]
+Kind = Literal["matrix", "entries", "slots", "parameter", "list", "bounded", "regression", "network"]
 Leaves = tuple[Tensor, ...]
 Factors = tuple[tuple[Tensor, Tensor], ...]
 
@@ -57,7 +59,8 @@ class Memory(Declared, ABC):
 
     kind: "matrix" is one leaf (d_v, d_k) that predicts W k, under "entries" each of its entries predicts alone, under
     "slots" the direction of each column; a "parameter" is one leaf that predicts nothing; a "list" keeps every datum,
-    a "bounded" one as much of them as it has slots; a "network" is any other function of the key.
+    a "bounded" one as much of them as it has slots; a "regression" is read through a solve; a "network" is any other
+    function of the key.
     scored: h acts on what keys score when it is read (lists, bounded ones).
     """
 
@@ -113,6 +116,11 @@ class Memory(Declared, ABC):
 
     def rates(self) -> tuple[Rate, ...]:
         return ()
+
+    @property
+    def free(self) -> frozenset[str]:
+        """Names of rates that a signal may leave out."""
+        return frozenset(r.name for r in self.rates() if isinstance(r, Per))
 
 
 def normalised(y: Tensor, mass: Tensor, floor: float) -> Tensor:
@@ -379,6 +387,79 @@ class BoundedList(Memory):
         k, v = _vectors(signal)
         batch = torch.broadcast_shapes(k.shape[:-1], v.shape[:-1])
         return tuple(x.new_zeros(*batch, self.slots, x.shape[-1]) for x in (k, v))
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Regression(Memory):
+    """The ridge regression of values on keys, solved when it is read: leaves (S (d_v, d_k), R (d_k, d_k)).
+
+    A datum writes v k^T to S and k k^T to R, with one rate; read: S x, x what `steps` steps of conjugate gradients from
+    zero make of (R + Diag(ridge)) x = q. Many steps are the exact least squares of `Whiten(kind="right", power=1)`; few
+    are another tuple. ridge: a positive number, or one a token and key, which only reads see.
+
+    Source: von Oswald et al. 2025 (MesaNet), eqs. 4-8; Hestenes and Stiefel 1952.
+    """
+
+    steps: int = 30
+    ridge: Rate = 1.0
+    kind: ClassVar[Kind] = "regression"
+    matrix_gates: ClassVar[bool] = False
+    filterable: ClassVar[bool] = False
+    one_leaf: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise IllegalUpdate(f"Regression: a read takes at least one step, got steps={self.steps}")
+        ridge = self.ridge
+        named = isinstance(ridge, Per) and ridge.shape == "key" and ridge.domain == "positive"
+        if not named and (isinstance(ridge, Per) or not ridge > 0):
+            raise IllegalUpdate(f"Regression: ridge is a positive number or a positive Per of shape key, not {ridge!r}")
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        raise IllegalUpdate("Regression memory is read through its solve: call read")
+
+    def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        s, r = leaves
+        ridge = resolve(self.ridge, signal)
+        return times(s, conjugate_gradients(lambda p: times(r, p) + ridge * p, q, self.steps))
+
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        return outer(r, x), outer(x, x)
+
+    def zeros(self, signal: Signal) -> Leaves:
+        k, _ = _vectors(signal)
+        s = _empty(signal)
+        return s, s.new_zeros(*s.shape[:-2], k.shape[-1], k.shape[-1])
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.ridge,)
+
+    @property
+    def free(self) -> frozenset[str]:
+        return frozenset()
+
+
+def conjugate_gradients(apply: Callable[[Tensor], Tensor], b: Tensor, steps: int) -> Tensor:
+    """x of so many steps from zero towards A x = b, for every row b (..., n): A is symmetric and positive definite.
+
+    Where nothing is left, or left by rounding alone, a row stays as it is.
+    """
+    x, r, p = torch.zeros_like(b), b, b
+    rest = first = (r * r).sum(-1, keepdim=True)
+    for i in range(steps):
+        moved = apply(p)
+        done = rest <= first * torch.finfo(b.dtype).eps ** 2
+        one = torch.ones_like(rest)
+        size = torch.where(done, 0.0, rest / torch.where(done, one, (p * moved).sum(-1, keepdim=True)))
+        x = x + size * p
+        if i + 1 == steps:
+            break
+        r = r - size * moved
+        left = (r * r).sum(-1, keepdim=True)
+        p = r + torch.where(done, 0.0, left / torch.where(done, one, rest)) * p
+        rest = left
+    return x
 
 
 @final

@@ -148,6 +148,10 @@ def _run(
     if choice[:2] == ("substitution", "triton") and q.shape[time]:
         with own_precision(v):
             return substitution_kernel.run(update, signal, state, weights)
+    if choice[:2] == ("passes", "triton") and q.shape[time]:
+        with own_precision(v):
+            begun = state or _begun(update, kernel_terms.every_head(signal), time, weights)
+            return _passes_by_kernel(update, signal, begun)
     signal = kernel_terms.every_head(signal)
     if choice.route not in _AS_GIVEN:
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
@@ -241,6 +245,8 @@ def _run_packed(
                 return out.transpose(1, 2), state
             if choice.route == "substitution":
                 return substitution_kernel.run(update, signal, state, None, cu_seqlens)
+            if choice.route == "passes":
+                return _passes_by_kernel(update, signal, state, cu_seqlens)
             if choice.route == "token":
                 return token.run(update, kernel_terms.every_head(signal), state, None, cu_seqlens)
             return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
@@ -260,6 +266,18 @@ def _alike(update: StateUpdate, choice: Choice, state: State) -> bool:
         return False
     stand = set(phases(update, state, 1))
     return stand == {0} if choice.route == "substitution" else len(stand) == 1
+
+
+def _passes_by_kernel(
+    update: StateUpdate, signal: Signal, state: State, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, State]:
+    def by_kernel(chain: StateUpdate, own: Signal, start: State, _: int) -> tuple[Tensor, State]:
+        return kernel_terms.run(chain, own, start, None, cu_seqlens=cu_seqlens)
+
+    v = signal["v"]
+    assert isinstance(v, Tensor)
+    out, state = passes.run(update, kernel_terms.every_head(signal), state, 1, by_kernel)
+    return out.to(v.dtype), state
 
 
 def step(

@@ -43,7 +43,7 @@ class _Asked:
         self.repeated, self.linear = several(p), p.linear_gates()
         self.vectors = update.signals() | {"q", "k", "v"}
         self.rates = {per.name: per for per in update.demands()}
-        self.free = frozenset(r.name for r in p.memory.rates() if isinstance(r, Per))
+        self.free = p.memory.free
         self.looks: set[Hashable] = set()
 
     def extents(self, d_k: int, d_v: int) -> dict[str, Sizes]:

@@ -78,8 +78,16 @@ def select(
         if no_kernel is None and implementation is None:
             no_kernel = "its kernels have not run on a GPU yet, and run where implementation='triton' asks for them"
             return _without_kernel(update, no_kernel, implementation)
+    elif routes(update)["passes"] is None:
+        no_kernel = _no_passes(update, place, dtype, shapes or {}, time)
+        if no_kernel is None and implementation is None and not passes.PICKED:
+            no_kernel = "passes by kernels have not run on a GPU yet: implementation='triton' asks for them"
+        if no_kernel is None and implementation != "torch":
+            return Choice("passes", "triton", "exact passes, each by the kernel of its chain")
     else:
         no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
+        if no_kernel is None and implementation is None:
+            no_kernel = kernel_terms.not_run(update)
         if no_kernel is None and implementation != "torch":
             return _by_kernel(update, device if isinstance(device, Target) else None, dtype, shapes or {})
     if implementation == "triton" or implementation is None and token.PICKED:
@@ -109,6 +117,8 @@ def select_token(
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
     if differentiated:
         no_kernel = no_kernel or "the kernel for one token has no backward"
+    if implementation is None:
+        no_kernel = no_kernel or kernel_terms.not_run(update)
     if no_kernel is not None and (implementation == "triton" or implementation is None and token.PICKED):
         no_walk = token.no_kernel(update, _device(device), dtype, shapes or {}, 1)
         if no_walk is None:
@@ -153,6 +163,15 @@ def computed(update: StateUpdate) -> tuple[StateUpdate, bool, bool]:
     return made, one is not update, routes(made)["attention"] is None
 
 
+def _no_passes(update: StateUpdate, device: torch.device, dtype: torch.dtype, shapes: Shapes, time: int) -> str | None:
+    """Why kernels do not compute the passes, or None if they do."""
+    given = [{**shapes, "v": shapes["k"]}, shapes] if "k" in shapes else [shapes]
+    refused = (
+        kernel_terms.no_kernel(chain, device, dtype, own, time) for chain in passes.chains(update) for own in given
+    )
+    return next(filter(None, refused), None)
+
+
 def _tokens(shapes: Shapes) -> Shapes:
     """Shapes of a call as those of tokens with one write."""
     return {n: (*s[:-2], s[-1]) if n in ("k", "v") and len(s) > 2 else s for n, s in shapes.items()}
@@ -193,6 +212,8 @@ def settle(
         token.no_kernel(update, torch.device("cuda"), torch.float32, shapes, 1)
     if update.parts().memory.kind == "list":
         attention.asked(update)
+    if update.parts().memory.kind == "regression":
+        settle(passes.sums(update), widths, implementation)
     if update.parts().memory.kind == "bounded":
         for chain, sizes in zip(passes.passes(update), passes.widths(update, widths), strict=True):
             settle(chain, sizes, implementation)
@@ -204,7 +225,10 @@ def _device(device: str | torch.device | Target) -> torch.device:
 
 def _by_kernel(update: StateUpdate, target: Target | None, dtype: torch.dtype, shapes: Shapes) -> Choice:
     """Which form of a kernel is told of a target: to run, nobody need know the capability of a device."""
-    reason = f"the exact {kernel_terms.family(update)} chain in chunks, state on chip"
+    kind = kernel_terms.family(update)
+    if kind == "entries":
+        return Choice("chain", "triton", "the exact chain of entries, token by token, state on chip")
+    reason = f"the exact {kind} chain in chunks, state on chip"
     if target is not None:
         portable = kernel_terms.portable(update, target.capability, dtype, shapes)
         hopper = "its forms for Hopper where widths are 64 or 128"

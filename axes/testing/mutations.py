@@ -76,6 +76,7 @@ _MEMORIES: tuple[Memory, ...] = (
     memory.MLP(2),
     memory.List(),
     memory.BoundedList(3),
+    memory.Regression(2),
 )
 _OTHERS: Mapping[str, tuple[object, ...]] = {
     "cost": _COSTS,

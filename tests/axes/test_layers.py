@@ -52,7 +52,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "routes": (
         "choice", "given", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "passes", "spans",
-        "finite", "substitution", "gram", "cascade", "attention", "opaque",
+        "finite", "cells", "recurrent", "substitution", "gram", "cascade", "attention", "opaque",
         "kernel_terms", "substitution_kernel", "token", "early", "several", "select", "dispatch", "frame",
     ),
     "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks", "suite"),
