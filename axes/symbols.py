@@ -200,6 +200,8 @@ def _times(value: Rate, x: str) -> str:
     match rate_shape(value):
         case "row" | "own":
             return rf"\mathrm{{Diag}}({rate(value)})\,{x}"
+        case "row-pair":
+            return rf"\mathrm{{Diag}}({rate(value)}, {rate(value)})\,{x}"
         case "pair":
             return rf"{x}\,\mathrm{{Diag}}({rate(value)}, {rate(value)})"
         case "key":
@@ -208,6 +210,10 @@ def _times(value: Rate, x: str) -> str:
             return rf"{rate(value)} \odot {x}"
         case _:
             return rf"{rate(value, tight=True)}\,{x}"
+
+
+def _bracketed(x: str) -> str:
+    return f"({x})" if " " in x and not x.startswith((r"\frac", "(")) else x
 
 
 # ---- monoids: how the old state is kept ------------------------------------------------------------------------------
@@ -235,6 +241,8 @@ def kept(monoid: Monoid, step: Rate, x: str) -> str:
                 gate = rf"\exp({_times(times, rf'{chr(92)}log({gate})')})"
             return rf"{gate} \odot {f'({x})' if chr(92) in x[1:] else x}"
         case monoids.Rotation(angle=angle):
+            if isinstance(angle, Per) and angle.shape == "row-pair":
+                return rf"R({rate(angle)})\,{_bracketed(x)}"
             turn = rate(angle) if isinstance(angle, Variable) else r"\omega"
             return rf"{x}\,R({turn})"
         case monoids.Householder(beta=beta, key=key):

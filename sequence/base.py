@@ -150,8 +150,9 @@ class SequenceLayer(nn.Module):
         settle(self.update, (d_v, d_k), implementation)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
-        if (reason := parts.monoid.no_width(d_k)) is not None:
-            raise ShapeError(f"{who}: {reason}")
+        for reason in (parts.monoid.no_width(d_k), parts.monoid.no_height(d_v)):
+            if reason is not None:
+                raise ShapeError(f"{who}: {reason}")
         self.around.fused = self.around.kernels(frames.frame(self.update))
         self._tails = self._empty_tails()
         spread = getattr(block, "initial", None)

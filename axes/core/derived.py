@@ -49,7 +49,7 @@ def structure(update: StateUpdate) -> Structure:
         return "dense"
     if "low rank" in kinds or (curved and memory.kind != "entries"):
         return "dplr"
-    if kinds & {"diagonal", "pair", "row", "slot", "hadamard", "rotation"} or curved:
+    if kinds & {"diagonal", "pair", "row", "slot", "hadamard", "rotation", "turn"} or curved:
         return "diagonal"
     return "identity" if kinds <= {"identity"} and block_size(update) == 1 else "scalar"
 
@@ -140,6 +140,8 @@ def no_chain(update: StateUpdate) -> str | None:
         return "a first-drive start is not carried by the chain"
     if step.read is not None and (reason := _no_early(update)) is not None:
         return reason
+    if "turn" in kinds and (reason := _no_turning(update)) is not None:
+        return reason
     if rate_shape(step.rate) not in ("scalar", "key", "row"):
         return "an element-wise step size has no rank-one write"
     elementwise = {"identity", "scalar", "diagonal", "pair", "row", "hadamard"}
@@ -165,6 +167,21 @@ def no_chain(update: StateUpdate) -> str | None:
             return "an element-wise ridge has no transition on the key side"
     if step.via and step.debias:
         return "a normaliser behind filters is not carried by the chain"
+    return None
+
+
+def _no_turning(update: StateUpdate) -> str | None:
+    """Why a state whose rows turn does not stand still in the frame of its values."""
+    p = update.parts()
+    if p.step.read is not None:
+        return "a read point beside rows that turn is read in two frames"
+    if p.step.via or p.ridged:
+        return "buffers or a ridge beside rows that turn are not carried by the chain"
+    rows = [rate_shape(r) for r in (p.step.rate, *p.cost.rates())]
+    if not {"row", "square"}.isdisjoint(rows):
+        return "rates by rows beside rows that turn do not turn along"
+    if p.predicts and p.step.at == "prev":
+        return "errors of the state before its rows turned: at='gated' has them in the frame of the values"
     return None
 
 

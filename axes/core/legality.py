@@ -127,7 +127,7 @@ def _list(p: Parts) -> Iterator[str]:
         yield "start='first' replaces the state by a drive: a list memory has nothing to replace"
     if step.via or step.debias or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1:
         yield "a list memory keeps factored pairs: no filters, debias, read point, anchor, agile or repeated steps"
-    if rate_shape(step.rate) != "scalar" or not gates(p.monoid).isdisjoint({"row", "hadamard", "zero"}):
+    if rate_shape(step.rate) != "scalar" or not gates(p.monoid).isdisjoint({"row", "hadamard", "turn", "zero"}):
         yield "a list memory takes scalar rates and gates on the key side"
     if h.is_identity:
         return
@@ -141,6 +141,23 @@ def _list(p: Parts) -> Iterator[str]:
         yield "at='gated' has no effect: softmax drops the factor of a scalar gate, so it is at='prev'"
     if isinstance(p.monoid, Diagonal):
         yield "a diagonal gate on stored keys is not a bias of softmax attention: use Scalar"
+
+
+def _turning(p: Parts) -> Iterator[str]:
+    """Rows turn in pairs, of a matrix, beside gates that do not tell the two apart."""
+    kinds = gates(p.monoid)
+    if "turn" not in kinds:
+        return
+    if p.memory.kind not in ("matrix", "parameter"):
+        yield f"{type(p.memory).__name__} memory has no rows that turn: rotations of shape row-pair are for matrices"
+    alone = [f for f in factors(p.monoid) if f.kind == "row" and getattr(f, "side", None) != "row-pair"]
+    if alone or "hadamard" in kinds:
+        yield (
+            "rows that turn in pairs have one gate for both of a pair: Diagonal(Per(name, 'row-pair', 'unit'), "
+            "'row-pair')"
+        )
+    if "zero" in kinds:
+        yield "a rotation after a gate that keeps nothing turns nothing"
 
 
 # ---- the step ----------------------------------------------------------------------------------------------------
@@ -480,6 +497,7 @@ _RULES: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _list,
     _bounded,
     _shapes,
+    _turning,
     _normaliser,
     _start,
     _slices,

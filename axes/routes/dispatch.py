@@ -35,6 +35,7 @@ from axes.routes import (
     substitution,
     substitution_kernel,
     token,
+    turned,
 )  # fmt: skip
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
 from axes.routes.finite import contained, log_gates, require_finite
@@ -161,11 +162,14 @@ def _otherwise(
     weights: Leaves | None,
     implementation: Implementation | None,
 ) -> tuple[Tensor, State]:
-    """`_run` by the tuple that computes it: of one write a token, or read at states alone."""
+    """`_run` by the tuple that computes it: of rows that stand still, one write a token, or read at states alone."""
 
     def plain(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State]:
         return _run(update, signal, state, time, weights, implementation)
 
+    if turned.still(update) is not update:
+        signal = kernel_terms.every_head(signal)
+        return turned.run(update, signal, state or _begun(update, signal, time, weights), time, plain)
     if several_writes:
         return several.run(update, signal, state, time, plain)
     signal = kernel_terms.every_head(signal)
@@ -208,12 +212,15 @@ def _run_packed(
     choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), 1)
     other, several_writes, _ = computed(update)
     if other is not update and choice.implementation == "triton" and q.shape[1]:
-        bounds = cu_seqlens * update.parts().step.writes
+        still = turned.still(update) is update
+        bounds = cu_seqlens * update.parts().step.writes if still else cu_seqlens
 
         def plain(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State | None]:
             assert state is not None
             return run_packed(update, signal, state, bounds, implementation=implementation)
 
+        if not still:
+            return turned.run(update, kernel_terms.every_head(signal), state, 1, plain, cu_seqlens)
         if several_writes:
             return several.run(update, signal, state, 1, plain)
         return early.run(update, kernel_terms.every_head(signal), state, 1, plain, cu_seqlens)
@@ -287,6 +294,8 @@ def _step_otherwise(
     def plain(update: StateUpdate, signal: Signal, given: State) -> tuple[Tensor, State]:
         return step(update, signal, given, implementation=implementation, in_place=in_place)
 
+    if turned.still(update) is not update:
+        return turned.run(update, kernel_terms.every_head(signal), state, 1, plain)
     if not several_writes:
         before = state._replace(theta=(state.theta[0].clone(),)) if in_place else state  # it is read after the step
         return early.run(update, kernel_terms.every_head(signal), before, 1, lambda u, s, _: plain(u, s, state))

@@ -47,6 +47,8 @@ def family(update: StateUpdate) -> Family | NoFamily:
         return NoFamily(reason)
     cost, _, monoid, step, memory = update.parts()
     kinds, filters = gates(monoid), update.filters()
+    if "turn" in kinds:
+        return NoFamily("rows that turn stand still in another frame: `axes.routes.turned`")
     if memory.kind == "entries" or kinds & {"row", "hadamard"}:
         return NoFamily("entries have gates of their own: an element-wise scan, not matrix products")
     if rate_shape(step.rate) == "row" and not scales_values(update) or rate_shape(cost.ridge) == "row":

@@ -25,7 +25,7 @@ from axes.core.derived import (
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
 from axes.kernels.common import versions
-from axes.routes import attention, early, given, kernel_terms, opaque, passes, several, substitution_kernel, token
+from axes.routes import attention, early, given, kernel_terms, opaque, passes, several, substitution_kernel, token, turned
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -146,10 +146,10 @@ def plans(
 
 @fact
 def computed(update: StateUpdate) -> tuple[StateUpdate, bool, bool]:
-    """What a route computes for an update: itself, the tuple of one write a token, or the chain of which reads between
-    two states are reads; whether it is the tuple of one write, and whether that is attention."""
+    """What a route computes for an update: itself, the tuple of one write a token, the chain of which reads between
+    two states are reads, or that of the frame in which no row turns; whether it is the tuple of one write, and whether that is attention."""
     one = several.one(update)
-    made = early.late(one) if routes(one)["chain"] is None else one
+    made = turned.still(early.late(one)) if routes(one)["chain"] is None else one
     return made, one is not update, routes(made)["attention"] is None
 
 

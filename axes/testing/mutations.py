@@ -62,6 +62,8 @@ _MONOIDS: tuple[Monoid, ...] = (
     monoids.Diagonal("mutated_key_gate"),
     monoids.Diagonal("mutated_row_gate", "row"),
     monoids.Diagonal(Per("mutated_pair_gate", "pair", "unit"), "pair"),
+    monoids.Diagonal(Per("mutated_row_pair_gate", "row-pair", "unit"), "row-pair"),
+    monoids.Rotation(Per("mutated_row_angle", "row-pair", "real")),
     monoids.Hadamard("mutated_square_gate"),
     monoids.Rotation(),
     monoids.Householder(0.5, "mutated_w"),

@@ -199,6 +199,18 @@ EARLY = {
     ),
 }
 
+# Chains whose rows turn in pairs.
+_ROW_PAIRS = Diagonal(Per("row_pair_decay", "row-pair", "unit"), "row-pair")
+_TURN = Rotation(Per("row_angle", "row-pair", "real"))
+TURNED = {
+    "complex rows": StateUpdate(Alignment(), monoid=Product((_ROW_PAIRS, _TURN)), algorithm=Step(BETA)),
+    "turning values": StateUpdate(Alignment(), monoid=Product((_TURN, Diagonal("key_decay"), Rotation(30.0)))),
+    "turning delta": StateUpdate(
+        SquaredError(), monoid=Product((_TURN, Scalar("decay"))), algorithm=Step(BETA, at="gated", writes=2)
+    ),
+    "turning delta alone": StateUpdate(SquaredError(), monoid=_TURN, algorithm=Step(BETA, at="gated")),
+}
+
 # Several writes a token.
 SEVERAL = {
     "delta product": StateUpdate(SquaredError(), algorithm=Step(BETA, writes=2)),
@@ -402,7 +414,7 @@ SEQUENTIAL = {
     "rotated spectral": StateUpdate(Alignment(), Spectral("polar"), Rotation(Per("angle", "pair", "real")), Step(BETA)),
 }
 
-KEYED = {**CHAINS, **EARLY, **SEVERAL, **ATTENTION, **PASSES, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
+KEYED = {**CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
 
 # Updates of a parameter: the gradient is given.
 DATA = {
