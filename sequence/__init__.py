@@ -58,6 +58,7 @@ from axes.sequence.miras import (
     YaadMatrix,
     YaadSwitch,
 )
+from axes.sequence.modes import LRU, S5
 from axes.sequence.predicted import PREDICTED, AdamNet, FrankWolfeDelta, MuonNet, MuonNetState, RLSNet, ShampooNet
 from axes.sequence.rwkv6 import RWKV6
 from axes.sequence.rwkv7 import RWKV7
@@ -76,6 +77,8 @@ ALL: tuple[type[SequenceLayer], ...] = (
     GatedRetention,
     LightningAttention,
     S4D,
+    S5,
+    LRU,
     Mamba1,
     Mamba2,
     Mamba3,
@@ -159,6 +162,7 @@ __all__ = [
     "HGRN2",
     "IPLR",
     "KDA",
+    "LRU",
     "LatticeDec",
     "LatticeEnc",
     "LatticeOSR",
@@ -191,6 +195,7 @@ __all__ = [
     "RetNet",
     "RoPE",
     "S4D",
+    "S5",
     "SequenceLayer",
     "ShampooNet",
     "SlidingWindow",

@@ -5,13 +5,14 @@ Nothing here is declared by an instance. Autograd's Jacobian of the interpreter 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 from axes.core.algorithms import Anchor, Held, Read, Step
 from axes.core.costs import Linear
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
-from axes.core.memory import List, RankOne
+from axes.core.memory import List, Matrix, RankOne
 from axes.core.rates import Per, rate_shape
 from axes.core.state_update import StateUpdate
 
@@ -244,8 +245,8 @@ def no_cascade(update: StateUpdate) -> str | None:
     if (reason := _computed(update)) is not None:
         return reason
     step, memory = update.parts().step, update.parts().memory
-    if memory.scored:
-        return f"{type(memory).__name__} memory is read through its scores"
+    if memory.scored or memory.kind == "levels":
+        return f"{type(memory).__name__} memory is read through its {'scores' if memory.scored else 'levels'}"
     if feedback(update) != "none":
         return "the drive depends on the state inside a chunk"
     if not step.lazy:
@@ -322,6 +323,35 @@ def no_attention(update: StateUpdate) -> str | None:
 
 
 @fact
+def of_levels(update: StateUpdate) -> StateUpdate:
+    """The chain of one matrix whose stretches are levels."""
+    return dataclasses.replace(update.normal(), memory=Matrix())
+
+
+@fact
+def no_levels(update: StateUpdate) -> str | None:
+    """Why the update is not a chain whose stretches are weighed in chunks, or None if it is."""
+    if (reason := _computed(update)) is not None:
+        return reason
+    p = update.parts()
+    if p.memory.kind != "levels":
+        return f"{type(p.memory).__name__} memory has no levels"
+    plain = of_levels(update)
+    if (reason := no_chain(plain)) is not None:
+        return reason
+    kinds = gates(p.monoid)
+    if "low rank" in kinds and not erases_along_key(plain):
+        return "a map of low rank erases along the written key: Householder(beta, 'k') after gates"
+    if not kinds <= {"identity", "scalar", "diagonal", "pair", "rotation", "low rank"}:
+        return "gates of levels are scalars or stand on keys"
+    if "rotation" in kinds and kinds - {"rotation", "identity", "scalar", "pair"}:
+        return "a dense transition"
+    if rate_shape(p.step.rate) == "row" and not scales_values(plain):
+        return "every row of the state has a transition of its own"
+    return None
+
+
+@fact
 def no_passes(update: StateUpdate) -> str | None:
     """Why the update is not two chains with h between them, or None if it is."""
     if (reason := _computed(update)) is not None:
@@ -341,9 +371,11 @@ __all__ = [
     "no_cascade",
     "no_chain",
     "no_gram",
+    "no_levels",
     "no_passes",
     "no_several",
     "no_substitution",
+    "of_levels",
     "scales_values",
     "structure",
 ]

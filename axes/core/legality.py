@@ -53,7 +53,7 @@ def _prediction(p: Parts) -> Iterator[str]:
         yield f"{memory} memory predicts from keys; this gradient comes from outside: use Parameter()"
     if not (p.oracle or p.driven) and not p.memory.keyed:
         yield f"{memory}() memory predicts nothing, {type(cost).__name__} needs a prediction: use Matrix() or Given()"
-    if cost.encode and p.memory.kind in ("entries", "network", "list", "bounded"):
+    if cost.encode and p.memory.kind in ("entries", "network", "list", "bounded", "levels"):
         yield f"the encoding cost predicts keys from values; {memory} cannot"
     if p.memory.kind == "entries":
         if any(isinstance(rate, Per) for rate in cost.rates() if rate != cost.ridge):
@@ -65,7 +65,8 @@ def _prediction(p: Parts) -> Iterator[str]:
 def _shapes(p: Parts) -> Iterator[str]:
     """Gates, rates, filters and statistics fit on the leaves of the memory."""
     memory = type(p.memory).__name__
-    own = [per for rate in p.rates() for per in named(rate) if per.shape == "own"]
+    of_memory = {per for rate in p.memory.rates() for per in named(rate)}
+    own = [per for rate in p.rates() for per in named(rate) if per.shape == "own" and per not in of_memory]
     if p.memory.kind != "bounded" and (own or "slot" in gates(p.monoid)):
         yield f"{memory} memory has no slots: rates of a size of their own are for BoundedList(slots)"
     for h in p.h.links():
@@ -114,6 +115,26 @@ def _bounded(p: Parts) -> Iterator[str]:
         yield "a bounded memory has one row of scores: take Entropic(axis='row')"
     if rate_shape(step.rate) == "scalar" and gates(p.monoid) <= {"identity", "scalar"}:
         yield "slots that are kept and written alike stay alike: one of gate and rate is Per(name, 'own', size=slots)"
+
+
+def _levels(p: Parts) -> Iterator[str]:
+    """Levels hold what was written, under one monoid."""
+    if p.memory.kind != "levels":
+        return
+    step = p.step
+    if p.cost.drives != "target":
+        yield (
+            f"levels take values as they are, not {p.cost!r}: an error would be written anew in level 0; erase along the "
+            "key in every level, with Alignment() and Householder(beta, 'k')"
+        )
+    if not p.h.is_identity or p.ridged:
+        yield "levels are read as they are: h is Euclidean, without a ridge"
+    if step.via or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1 or step.debias:
+        yield "levels have no filters, read point, anchor, normaliser, agile or repeated steps"
+    if step.start != "zero" or step.write != "sum" or step.writes > 1:
+        yield "levels begin at zero and take one pair a datum, added: no start, write='max' or several writes"
+    if "zero" in gates(p.monoid):
+        yield "levels under a gate that keeps nothing hold level 0 alone: use Matrix()"
 
 
 def _list(p: Parts) -> Iterator[str]:
@@ -496,6 +517,7 @@ _RULES: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _factor,
     _list,
     _bounded,
+    _levels,
     _shapes,
     _turning,
     _normaliser,

@@ -24,6 +24,7 @@ from axes.errors import IllegalUpdate
 __all__ = [
     "BoundedList",
     "Entries",
+    "Fenwick",
     "LayerNormMatrix",
     "List",
     "MLP",
@@ -34,7 +35,7 @@ __all__ = [
     "Slots",
 ]
 
-Kind = Literal["matrix", "entries", "slots", "parameter", "list", "bounded", "network"]
+Kind = Literal["matrix", "entries", "slots", "parameter", "list", "bounded", "levels", "network"]
 Leaves = tuple[Tensor, ...]
 Factors = tuple[tuple[Tensor, Tensor], ...]
 
@@ -57,7 +58,8 @@ class Memory(Declared, ABC):
 
     kind: "matrix" is one leaf (d_v, d_k) that predicts W k, under "entries" each of its entries predicts alone, under
     "slots" the direction of each column; a "parameter" is one leaf that predicts nothing; a "list" keeps every datum,
-    a "bounded" one as much of them as it has slots; a "network" is any other function of the key.
+    a "bounded" one as much of them as it has slots; "levels" are matrices of ever longer stretches of data; a "network"
+    is any other function of the key.
     scored: h acts on what keys score when it is read (lists, bounded ones).
     """
 
@@ -379,6 +381,92 @@ class BoundedList(Memory):
         k, v = _vectors(signal)
         batch = torch.broadcast_shapes(k.shape[:-1], v.shape[:-1])
         return tuple(x.new_zeros(*batch, self.slots, x.shape[-1]) for x in (k, v))
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Fenwick(Memory):
+    """Matrices of ever longer stretches of data, a level each, that a read weighs: o = sum_l w_l S_l q.
+
+    Level 0 is the datum, level l a stretch of 2^(l-1) before it: datum t (from 0) finds those that the bits of t name, as
+    in a Fenwick tree, and s stands in level bitlength(t xor s). Whatever is full moves up ahead of the monoid, which acts
+    on every level; the highest one takes what the others have no room for, so that `levels` of them are exact over
+    2^(levels-1) data, and the state does not grow.  weights: one for every level, of the read; a signal that has none
+    reads all alike, which is the matrix that the levels are a sum of.
+    """
+
+    levels: int = 16
+    weights: Per | str = "level"
+    kind: ClassVar[Kind] = "levels"
+    filterable: ClassVar[bool] = False
+    one_leaf: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.levels <= 24:
+            raise IllegalUpdate(f"Fenwick: a memory has 2 to 24 levels, got {self.levels}")
+        if isinstance(self.weights, str):
+            object.__setattr__(self, "weights", Per(self.weights, "own", "positive", size=self.levels))
+        w = self.weights
+        if not isinstance(w, Per) or w.domain == "unit" or w.shape != "own" or w.size != self.levels:
+            wanted = f"a positive or real Per of shape own and size {self.levels}, one for every level"
+            raise IllegalUpdate(f"Fenwick: weights must be {wanted}, got {w!r}")
+
+    @property
+    def period(self) -> int:
+        """Data after which the highest level takes all others in again."""
+        return 1 << (self.levels - 2)
+
+    def place(self, number: Tensor) -> Tensor:
+        """How many data came before, modulo the period: a whole number, whatever somebody adds to a state."""
+        return number.detach().round().remainder(self.period)
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        return times(leaves[0].sum(-3), x)
+
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        return (outer(r, x),)
+
+    def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        every = times(leaves[0], q[..., None, :])  # (..., levels, d_v)
+        assert isinstance(self.weights, Per)
+        if self.weights.name not in signal:
+            return every.sum(-2)
+        w = resolve(self.weights, signal)
+        return ((w[..., None] if isinstance(w, Tensor) and w.ndim else w) * every).sum(-2)
+
+    def act(self, element: Element, leaves: Leaves) -> Leaves:
+        levels, number = leaves
+        moved = [element.act(level) for level in self._moved_up(levels, self.place(number))]
+        return torch.stack(torch.broadcast_tensors(*moved), -3), number
+
+    def _moved_up(self, levels: Tensor, number: Tensor) -> list[Tensor]:
+        """The levels that datum `number` finds: the full ones below the first that is free are there now."""
+        parts, found = levels.unbind(-3), []
+        below = torch.zeros_like(parts[0])
+        for i, part in enumerate(parts):
+            free = number.remainder(1 << i) == 0  # every datum below level i is in it
+            arrives = number.remainder(1 << max(i - 1, 0)) == 0
+            if i == self.levels - 1:
+                found.append(part + torch.where(arrives, below, 0.0))
+            else:
+                found.append(torch.where(free, 0.0, part + torch.where(arrives, below, 0.0) if i else part))
+            below = below + part
+        return found
+
+    def add(self, leaves: Leaves, rate: Tensor | float, shape: Shape, drive: Leaves) -> Leaves:
+        levels, number = leaves
+        first, *rest = levels.unbind(-3)
+        step = first + spread(rate, shape) * drive[0]
+        return torch.stack(torch.broadcast_tensors(step, *rest), -3), self.place(number + 1)
+
+    def zeros(self, signal: Signal) -> Leaves:
+        empty = _empty(signal)
+        each = empty[..., None, :, :].expand(*empty.shape[:-2], self.levels, *empty.shape[-2:])
+        return each, empty.new_zeros(*empty.shape[:-2], 1, 1)
+
+    def rates(self) -> tuple[Rate, ...]:
+        assert isinstance(self.weights, Per)
+        return (self.weights,)
 
 
 @final

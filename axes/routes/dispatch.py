@@ -28,6 +28,7 @@ from axes.routes import (
     early,
     gram,
     kernel_terms,
+    levels,
     opaque,
     passes,
     scan,
@@ -446,6 +447,10 @@ def _run_passes(update: StateUpdate, signal: Signal, state: State, batch: int) -
     return passes.run(update, signal, state, batch, _run_chain)
 
 
+def _run_levels(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
+    return levels.run(update, signal, state, batch)
+
+
 def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     cost, h, monoid, step, _ = update.parts()
     outputs, done = [], 0
@@ -482,4 +487,5 @@ _ROUTES = {
     "cascade": _run_cascade,
     "gram": _run_gram,
     "passes": _run_passes,
+    "levels": _run_levels,
 }

@@ -1,6 +1,6 @@
 """Which route computes a sequence of tokens, and who: a pure function of the tuple, the device and the shapes.
 
-Routes are how (interpreter, chain, substitution, cascade, gram, attention, passes, token); implementations are who
+Routes are how (interpreter, chain, substitution, cascade, gram, attention, passes, levels, token); implementations are who
 (reference, torch, triton).
 """
 
@@ -18,8 +18,10 @@ from axes.core.derived import (
     no_cascade,
     no_chain,
     no_gram,
+    no_levels,
     no_passes,
     no_substitution,
+    of_levels,
     scales_values,
 )
 from axes.core.facts import fact
@@ -40,6 +42,7 @@ def routes(update: StateUpdate) -> Mapping[Route, str | None]:
     return {
         "attention": no_attention(update),
         "passes": no_passes(update),
+        "levels": no_levels(update),
         "gram": no_gram(update),
         "substitution": no_substitution(update),
         "chain": no_chain(update),
@@ -193,6 +196,8 @@ def settle(
         token.no_kernel(update, torch.device("cuda"), torch.float32, shapes, 1)
     if update.parts().memory.kind == "list":
         attention.asked(update)
+    if update.parts().memory.kind == "levels":
+        settle(of_levels(update), widths, implementation)
     if update.parts().memory.kind == "bounded":
         for chain, sizes in zip(passes.passes(update), passes.widths(update, widths), strict=True):
             settle(chain, sizes, implementation)

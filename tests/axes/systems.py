@@ -48,7 +48,7 @@ from axes.core.geometry import (
     TrustRatio,
     Whiten,
 )
-from axes.core.memory import MLP, BoundedList, Entries, LayerNormMatrix, List, Slots
+from axes.core.memory import MLP, BoundedList, Entries, Fenwick, LayerNormMatrix, List, Slots
 from axes.core.monoids import (
     DPLR,
     Decay,
@@ -263,6 +263,18 @@ PASSES = {
     ),
 }
 
+# Levels: a chain whose stretches are weighed.
+LEVELS = {
+    "log-linear": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Fenwick(9)),
+    "log-linear, few levels": StateUpdate(Alignment(), monoid=Diagonal("key_decay"), memory=Fenwick(4)),
+    "log-linear delta": StateUpdate(
+        Alignment(), monoid=Product((Scalar("decay"), Householder(Per("erase"), "k"))), algorithm=Step(BETA),
+        memory=Fenwick(8),
+    ),
+    "log-linear, turning": StateUpdate(Alignment(), monoid=Product((Rotation(30.0), Scalar(0.9))), memory=Fenwick(9)),
+    "log-linear, nothing forgotten": StateUpdate(Alignment(), memory=Fenwick(2)),
+}
+
 # Gram space: normalised slots.
 GRAM = {
     "lattice sim": StateUpdate(Alignment(), Sphere("columns"), Scalar("decay"), Step(BETA, lazy=False), memory=Slots()),
@@ -414,7 +426,7 @@ SEQUENTIAL = {
     "rotated spectral": StateUpdate(Alignment(), Spectral("polar"), Rotation(Per("angle", "pair", "real")), Step(BETA)),
 }
 
-KEYED = {**CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
+KEYED = {**CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
 
 # Updates of a parameter: the gradient is given.
 DATA = {

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from systems import ATTENTION, CASCADES, CHAINS, DATA, EARLY, GRAM, KEYED, PASSES, SEQUENTIAL, SEVERAL, SUBSTITUTIONS, TURNED
+from systems import ATTENTION, CASCADES, CHAINS, DATA, EARLY, GRAM, KEYED, LEVELS, PASSES, SEQUENTIAL, SEVERAL, SUBSTITUTIONS, TURNED
 from torch import Tensor
 
 from axes import explain
@@ -25,7 +25,7 @@ from axes.routes import attention, cascade, dispatch, gram
 from axes.routes.dispatch import Choice, NoImplementation, implementation, routes, run, select
 from axes.testing import checks, examples, strategies
 
-FAST = {**CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **GRAM, **CASCADES, **SUBSTITUTIONS}
+FAST = {**CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SUBSTITUTIONS}
 EXACT = 1e-9  # measured 3e-12 in a value (a normaliser near zero), 1e-11 in a gradient
 
 

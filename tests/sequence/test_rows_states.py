@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,13 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from axes import sequence
-from axes.core.monoids import Diagonal, Product, Rotation
+from axes.core.algorithms import Read, Step
+from axes.core.costs import Alignment
+from axes.core.geometry import Entropic
+from axes.core.memory import List
+from axes.core.monoids import Diagonal, Hadamard, Monoid, Product, Rotation, Zero
 from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
-from axes.sequence import S4D, Based, Mamba3, ReBased, SequenceLayer
+from axes.routes.select import routes
+from axes.sequence import LRU, S4D, S5, Based, Mamba3, ReBased, SequenceLayer
 from axes.sequence.features import Quadratic, Taylor
 from tests.oracles import B, D, Found, H, Oracle, T, check_formula, heads, relative, rms
 
+_TURNS = Rotation(Per("turn", "row-pair", "real"))
 CLASSES = {cls.name: cls for cls in sequence.ALL}
 
 
@@ -92,8 +100,38 @@ def s4d(m: SequenceLayer, x: Tensor) -> Found:
     return heads(F.gelu(torch.stack(out, 1).flatten(2) + p.skip * x)), torch.cat((h.real, h.imag), -1)
 
 
+def modes(m: SequenceLayer, x: Tensor, kept: Tensor, size: Tensor, factor: float) -> Found:
+    """x_t = A x_{t-1} + size B u_t, y = factor Re(C x) + D u, with complex A, B and C of one state for all channels."""
+    p, half = m.around, m.sizes.d_v // 2
+    b = p.write.unflatten(0, (H, 2, half))
+    c = p.read.unflatten(-1, (H, 2, half))
+    b, c = torch.complex(b[:, 0], b[:, 1]), torch.complex(c[:, :, 0], c[:, :, 1])
+    h, out = torch.zeros(B, H, half, dtype=torch.complex128), []
+    for t in range(T):
+        h = kept * h + size * torch.einsum("hnd,bd->bhn", b, x[:, t].to(b.dtype))
+        out.append(factor * torch.einsum("dhn,bhn->bd", c, h).real + p.skip * x[:, t])
+    return heads(F.gelu(torch.stack(out, 1))), torch.cat((h.real, h.imag), -1)[..., None]
+
+
+def s5(m: SequenceLayer, x: Tensor) -> Found:
+    """Smith et al. 2023: zero-order hold of every mode, conjugates left out."""
+    p = m.around
+    a = torch.complex(-torch.exp(p.log_rate), p.frequency)
+    kept = torch.exp(a * torch.exp(p.log_size))
+    return modes(m, x, kept, (kept - 1) / a, 2.0)
+
+
+def lru(m: SequenceLayer, x: Tensor) -> Found:
+    """Orvieto et al. 2023, eqs. 5 to 8."""
+    p = m.around
+    kept = torch.exp(torch.complex(-torch.exp(p.log_rate), torch.exp(p.frequency)))
+    return modes(m, x, kept, torch.exp(p.log_size), 1.0)
+
+
 ORACLES: dict[str, Oracle] = {
     "s4d": s4d,
+    "s5": s5,
+    "lru": lru,
     "based": based,
     "rebased": rebased,
     "mamba3": mamba3,
@@ -150,6 +188,61 @@ def test_gates_of_pairs_commute_with_rotations() -> None:
     for element, expected in ((one, by_hand), (other, by_hand), (one.then(other), twice)):
         acted = torch.complex(*element.act(state).chunk(2, -1))
         assert relative(torch.view_as_real(acted), torch.view_as_real(expected)) < 1e-13
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_rows_that_turn_are_complex_numbers(keyed: bool) -> None:
+    """In either order beside their gate, beside maps of keys, and twice: one element that acts as the product does."""
+    gate, turn = Diagonal(Per("decay", "row-pair", "unit"), "row-pair"), Rotation(Per("turn", "row-pair", "real"))
+    state = torch.randn(6, 5 + keyed, dtype=torch.float64)
+    signal = {"decay": -torch.rand(3, dtype=torch.float64), "turn": torch.randn(3, dtype=torch.float64)}
+    signal |= {"g": -torch.rand(6, dtype=torch.float64)}
+    more = (Diagonal("g"), Rotation(30.0)) if keyed else ()
+    one, other = (Product((*more, *p)).element(signal, 1.0, state) for p in ((gate, turn), (turn, gate)))
+    by_keys = Product(more).element(signal, 1.0, state).act(state) if keyed else state
+    z = torch.complex(*by_keys.chunk(2, -2)) * torch.exp(torch.complex(signal["decay"], signal["turn"]))[:, None]
+    for element in (one, other):
+        assert relative(element.act(state), torch.cat((z.real, z.imag))) < 1e-13
+    assert relative(one.then(other).act(state), other.act(one.act(state))) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Product((Diagonal("g", "row"), _TURNS)), "one gate for both of a pair"),
+        (lambda: Product((Hadamard("g"), _TURNS)), "one gate for both of a pair"),
+        (lambda: Product((_TURNS, Zero())), "keeps nothing turns nothing"),
+    ],
+    ids=["rows", "entries", "zero"],
+)
+def test_rows_turn_beside_gates_of_pairs_alone(make: Callable[[], Monoid], said: str) -> None:
+    with pytest.raises(IllegalUpdate, match=said):
+        StateUpdate(Alignment(), monoid=make())
+
+
+def test_what_cannot_turn_says_so() -> None:
+    with pytest.raises(IllegalUpdate, match="gates on the key side"):
+        StateUpdate(Alignment(), Entropic(), _TURNS, memory=List())
+    with pytest.raises(IllegalUpdate, match="a normaliser needs scalar or diagonal gates"):
+        StateUpdate(Alignment(), monoid=_TURNS, algorithm=Step(debias=True))
+    with pytest.raises(ShapeError, match="values must be of even width, got 5"):
+        S5(D, heads=H, d_v=5)
+    early = StateUpdate(Alignment(), monoid=_TURNS, algorithm=Step(read=Read(1.0, 0.5)))
+    assert "read in two frames" in str(routes(early)["chain"])
+
+
+@pytest.mark.parametrize("cls", [S5, LRU])
+def test_modes_begin_inside_the_unit_disc(cls: type[SequenceLayer]) -> None:
+    """HiPPO-N's eigenvalues have the real part -1/2, and B and C given in its eigenvectors are real matrices there."""
+    m = cls(32, heads=2, dtype=torch.float64)
+    decay, angle, _, _ = m.around._spectrum(torch.float64)  # type: ignore[operator]
+    assert (decay < 0).all() and (decay > -0.11).all() and (angle > 0).all()
+    if cls is S5:
+        n = m.sizes.d_v
+        p = (torch.arange(n, dtype=torch.float64) + 0.5).sqrt()
+        hippo = -(p[:, None] * p).tril(-1) + (p[:, None] * p).triu(1)
+        found = torch.linalg.eigvals(hippo).imag.sort().values[n // 2 :]
+        assert relative(m.around.frequency[0], found) < 1e-9  # type: ignore[index]
 
 
 def test_a_block_says_which_tuple_it_is_for() -> None:
