@@ -45,6 +45,7 @@ from axes.sequence.linear import (
     RetNet,
     UnnormalisedLinearAttention,
 )
+from axes.sequence.loglinear import LogLinearGatedDeltaNet, LogLinearMamba2
 from axes.sequence.longhorn import Longhorn, LonghornDiagonal
 from axes.sequence.mamba3 import Mamba3
 from axes.sequence.miras import (
@@ -81,6 +82,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     LRU,
     Mamba1,
     Mamba2,
+    LogLinearMamba2,
     Mamba3,
     MLSTM,
     GLA,
@@ -96,6 +98,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     DeltaNetReflective,
     GatedDeltaNet,
     GatedDeltaNetPrev,
+    LogLinearGatedDeltaNet,
     DeltaProduct,
     GatedDeltaProduct,
     Comba,
@@ -170,6 +173,8 @@ __all__ = [
     "LayerState",
     "LightningAttention",
     "LinearAttention",
+    "LogLinearGatedDeltaNet",
+    "LogLinearMamba2",
     "Longhorn",
     "LonghornDiagonal",
     "MLA",

@@ -37,7 +37,7 @@ def run(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[
     if c.angle is not None:
         c, q, turned = scan.in_rotating_frame(c, q)
     weights = _weights(memory, signal, k)
-    begins = sorted({int(n) for n in number.flatten().tolist()})
+    begins = [0] if number.is_meta else sorted({int(n) for n in number.flatten().tolist()})
     out, after = _from(memory, c, q, weights, levels, begins[0])
     for begin in begins[1:]:  # states of sequences of unequal length: each position alone
         more, other = _from(memory, c, q, weights, levels, begin)

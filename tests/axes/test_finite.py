@@ -121,7 +121,7 @@ def test_layers_keep_it_behind_its_token_and_in_its_sequence(name: str) -> None:
 
 
 LARGE = {  # docs/finite.md: the power of ten from which a layer's output is not finite
-    **dict.fromkeys(("mamba2", "mamba", "rwkv7", "rwkv6", "based"), 8),
+    **dict.fromkeys(("mamba2", "log-linear-mamba2", "mamba", "rwkv7", "rwkv6", "based"), 8),
     "mlstm": 11,
     "mamba3": 13,
     **dict.fromkeys(("linear-attention", "linear-attention-unnormalised", "retnet", "gla", "ttt-mlp"), 14),
