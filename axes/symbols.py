@@ -113,6 +113,9 @@ def _stepped(p: Parts) -> list[str]:
         lines.append(f"y_t = {primal(p.h, writer.asked(p, state, drive, lines), stats)}")
     if p.step.writes > 1:
         lines.append(rf"\text{{the same for }}(k_{{t,j}}, v_{{t,j}}),\quad j = 1, \dots, {p.step.writes}")
+    if p.step.reads > 1:
+        last = _read(p, state, weights, drive, stats).replace("o_t", "o_{t,j}").replace("q_t", "q_{t,j}")
+        return [*lines, rf"{last},\quad j = 1, \dots, {p.step.reads}"]
     return [*lines, _read(p, state, weights, drive, stats)] if keyed else lines
 
 

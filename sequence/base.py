@@ -130,12 +130,14 @@ class SequenceLayer(nn.Module):
             self._check_groups(heads, values, block, memory.kind)
         d_k, d_v = usual_k if d_k is None else d_k, usual_v if d_v is None else d_v
         parts = self.update.parts()
-        own = (parts.monoid.loose, parts.step.writes, several(parts))
+        own = (parts.monoid.loose, parts.step.writes, several(parts), parts.step.reads)
         self.sizes = Sizes(d_model, values, d_k, d_v, values // heads, *own)
         if linear := sorted(parts.linear_gates()):
             raise IllegalUpdate(f"{who}: tokens chart gates as logs: declare {linear} unit, as Scalar('name') does")
         if parts.step.writes > 1 and not block.several:
             raise IllegalUpdate(f"{who}: its block {type(block).__name__} makes one pair of key and value a token")
+        if parts.step.reads > 1 and not block.asks_several:
+            raise IllegalUpdate(f"{who}: its block {type(block).__name__} asks by one query a token and head")
         if not memory.keyed:
             raise IllegalUpdate(f"{who}: a sequence layer needs keys; {self.update!r} takes a given gradient")
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
@@ -144,7 +146,10 @@ class SequenceLayer(nn.Module):
         if queries < 1 or heads % queries:
             raise ShapeError(f"{who}: heads={heads} are no groups of queries={queries}")
         if queries > 1 and memory.kind != "list":
-            raise IllegalUpdate(f"{who}: several heads of queries read one list; {self.update!r} keeps none: queries=1")
+            raise IllegalUpdate(
+                f"{who}: several heads of queries read one list; {self.update!r} keeps none: queries=1, and "
+                "Step(reads=n) for several queries of another memory"
+            )
         self.memories = (values,) if queries == 1 else (heads // queries, 1)  # batch dimensions of a sequence's memory
         self.implementation, self.checkpoint, self.check_finite = implementation, checkpoint, check_finite
         settle(self.update, (d_v, d_k), implementation)

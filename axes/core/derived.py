@@ -93,7 +93,9 @@ def idle(update: StateUpdate) -> frozenset[str]:
 
 @fact
 def no_several(update: StateUpdate) -> str | None:
-    """Why several writes a token are not so many tokens of one write, or None if they are."""
+    """Why several writes or reads a token are not so many tokens of one, or None if they are."""
+    if update.parts().step.reads > 1 and (reason := _no_more_reads(update)) is not None:
+        return reason
     for f in factors(update.parts().monoid):
         neutral, rates = f.neutral(), f.rates()
         gates_open = all(isinstance(r, Per) and (r.domain == "unit" or neutral.get(r.name) == 0.0) for r in rates)
@@ -104,11 +106,23 @@ def no_several(update: StateUpdate) -> str | None:
     return None
 
 
+def _no_more_reads(update: StateUpdate) -> str | None:
+    """Why a token that writes nothing, and reads, leaves everything as it is, or None if it does."""
+    p = update.parts()
+    if p.step.via or p.h.stats or isinstance(p.step.at, Anchor):
+        return "filters, statistics and anchors count the tokens that only read"
+    if p.ridged or p.step.read is not None or p.step.start != "zero" or not p.step.lazy:
+        return "a ridge, a read point, a first-drive start or an agile state goes on at tokens that only read"
+    if p.memory.kind == "levels":
+        return "tokens that only read would be places of levels"
+    return None
+
+
 @fact
 def _computed(update: StateUpdate) -> str | None:
     """Why no route along a sequence has the numbers of every datum or writes in this way, or None if all do."""
-    if update.parts().step.writes > 1:
-        return no_several(update) or "several writes a token are more tokens of one write: `axes.routes.several`"
+    if update.parts().step.writes > 1 or update.parts().step.reads > 1:
+        return no_several(update) or "several writes or reads a token are more tokens of one: `axes.routes.several`"
     if update.parts().computes_rates:
         return "rates that are formulas, of the number of a datum say, are worked out datum by datum"
     if any(p.step.write == "max" for p in update.parts().every()):

@@ -308,6 +308,16 @@ def _writes(p: Parts) -> Iterator[str]:
         yield "the monoid acts once a datum, which has several keys: give its vector a name of its own"
 
 
+def _reads(p: Parts) -> Iterator[str]:
+    """Several queries of a datum read what it leaves."""
+    if p.step.reads == 1:
+        return
+    if not p.memory.keyed:
+        yield "several reads are several queries; what is shown of a parameter is the whole of it: reads=1"
+    if p.memory.kind == "list":
+        yield "several queries of a list are heads of a group that reads it: Standard(queries=n) of the layer"
+
+
 def _feedback(p: Parts) -> Iterator[str]:
     """Error feedback keeps what h did not show."""
     step, name = p.step, type(p.h).__name__
@@ -511,6 +521,7 @@ _RULES: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _effect,
     _maximum,
     _writes,
+    _reads,
     _evaluation,
     _implicit,
     _feedback,

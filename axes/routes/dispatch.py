@@ -146,7 +146,7 @@ def _run(
         if state is None:
             empty = _each(signal, time, lambda x: x.new_zeros(_without(x, time)))
             state = update.init(empty, weights)
-        return unread(q, v if update.parts().step.writes == 1 else v[..., 0, :]), state
+        return unread(q, v, update.parts().step.reads), state
     with own_precision(v):  # the recurrence stays in its own precision
         if state is not None and time == 1 and opaque.takes(update, choice, signal, q.shape[time]):
             out, state = opaque.run(update, choice.route, signal, state)
@@ -214,7 +214,7 @@ def _run_packed(
     other, several_writes, _ = computed(update)
     if other is not update and choice.implementation == "triton" and q.shape[1]:
         still = turned.still(update) is update
-        bounds = cu_seqlens * update.parts().step.writes if still else cu_seqlens
+        bounds = cu_seqlens * several.each(update) if still else cu_seqlens
 
         def plain(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State | None]:
             assert state is not None
@@ -240,7 +240,7 @@ def _run_packed(
     def alone(signal: Signal, state: State) -> tuple[Tensor, State]:
         return _run(update, signal, state, implementation=implementation)
 
-    out, ends = each_alone(alone, signal, state, cu_seqlens.tolist())
+    out, ends = each_alone(alone, signal, state, cu_seqlens.tolist(), update.parts().step.reads)
     if len(ends) > 1 and isinstance(update.parts().step.at, Anchor):
         return out, None
     return out, join(ends, grows(update))
@@ -300,12 +300,13 @@ def _step_otherwise(
     if not several_writes:
         before = state._replace(theta=(state.theta[0].clone(),)) if in_place else state  # it is read after the step
         return early.run(update, kernel_terms.every_head(signal), before, 1, lambda u, s, _: plain(u, s, state))
-    one, count = several.one(update), state.count + 1
-    tokens = several.tokens(update, signal, 1)
-    for i in range(update.parts().step.writes):
+    one, count, outputs = several.one(update), state.count + 1, []
+    tokens, reads = several.tokens(update, signal, 1), update.parts().step.reads
+    for i in range(several.each(update)):
         token = {n: x[:, i : i + 1] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in tokens.items()}
         out, state = plain(one, token, state)
-    return out, state._replace(count=count)
+        outputs.append(out)
+    return out if reads == 1 else torch.stack(outputs[-reads:], -2), state._replace(count=count)
 
 
 def _begun(update: StateUpdate, signal: Signal, time: int, weights: Leaves | None) -> State:

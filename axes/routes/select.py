@@ -68,9 +68,9 @@ def select(
     require_implementation(implementation)
     if implementation == "reference":
         return Choice("interpreter", "reference", "asked for by name")
-    update, several_writes, attends = computed(update)
+    asked, (update, several_writes, attends) = update, computed(update)
     if several_writes and shapes is not None:
-        shapes = _tokens(shapes)
+        shapes = _tokens(asked, shapes)
     place = device if type(device) is torch.device else _device(device)
     if attends:
         return _attention(update, place, dtype, shapes or {}, implementation, time)
@@ -104,9 +104,9 @@ def select_token(
     """The same for one token after a state. torch by name is the recurrence itself, which is torch's operations; a list
     is read by the route of sequences."""
     require_implementation(implementation)
-    update, several_writes, attends = computed(update)
+    asked, (update, several_writes, attends) = update, computed(update)
     if several_writes and shapes is not None:
-        shapes = _tokens(shapes)
+        shapes = _tokens(asked, shapes)
     if attends:
         return select(update, device, dtype, shapes, implementation)
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
@@ -156,9 +156,11 @@ def computed(update: StateUpdate) -> tuple[StateUpdate, bool, bool]:
     return made, one is not update, routes(made)["attention"] is None
 
 
-def _tokens(shapes: Shapes) -> Shapes:
-    """Shapes of a call as those of tokens with one write."""
-    return {n: (*s[:-2], s[-1]) if n in ("k", "v") and len(s) > 2 else s for n, s in shapes.items()}
+def _tokens(update: StateUpdate, shapes: Shapes) -> Shapes:
+    """Shapes of a call as those of tokens with one write and one read."""
+    step = update.parts().step
+    each = {"k": step.writes, "v": step.writes, "q": step.reads}
+    return {n: (*s[:-2], s[-1]) if each.get(n, 1) > 1 and len(s) > 2 else s for n, s in shapes.items()}
 
 
 def _waiting(update: StateUpdate, choice: Choice, target: Target, dtype: torch.dtype, shapes: Shapes) -> Choice:

@@ -61,7 +61,8 @@ def run(
     back = -(total.unsqueeze(-2) if each else total)
     turned_back = rotate(v.to(total.dtype), back).to(v.dtype)
     out, end = compute(plain, {n: x for n, x in signal.items() if n in asks} | {"v": turned_back}, state)
-    out = rotate(out.to(total.dtype), total).to(out.dtype)
+    ahead = total if update.parts().step.reads == 1 else total.unsqueeze(-2)
+    out = rotate(out.to(total.dtype), ahead).to(out.dtype)
     if end is None:
         return out, None
     if packing is None:

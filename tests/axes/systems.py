@@ -217,6 +217,14 @@ SEVERAL = {
     "gated delta product": StateUpdate(
         SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", writes=3)
     ),
+    "several reads": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", reads=3)),
+    "several writes and reads": StateUpdate(
+        Alignment(), monoid=Product((Diagonal("key_decay"), Rotation(Per("angle", "pair", "real")))),
+        algorithm=Step(BETA, writes=2, reads=2),
+    ),
+    "read twice, normalised": StateUpdate(
+        Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA, reads=2, debias=True)
+    ),
     "householder between writes": StateUpdate(
         Alignment(), monoid=Product((Diagonal("key_decay"), Householder(Per("erase")))), algorithm=Step(writes=2)
     ),
