@@ -47,7 +47,7 @@ from axes.sequence.linear import (
 )
 from axes.sequence.loglinear import LogLinearGatedDeltaNet, LogLinearMamba2
 from axes.sequence.longhorn import Longhorn, LonghornDiagonal
-from axes.sequence.mamba3 import Mamba3
+from axes.sequence.mamba3 import Mamba3, Mamba3MIMO
 from axes.sequence.miras import (
     Memora,
     MemoraLiteral,
@@ -84,6 +84,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     Mamba2,
     LogLinearMamba2,
     Mamba3,
+    Mamba3MIMO,
     MLSTM,
     GLA,
     HGRN,
@@ -183,6 +184,7 @@ __all__ = [
     "Mamba1",
     "Mamba2",
     "Mamba3",
+    "Mamba3MIMO",
     "Memora",
     "MemoraLiteral",
     "MemoraMatrix",

@@ -153,11 +153,12 @@ class SequenceLayer(nn.Module):
         self.memories = (values,) if queries == 1 else (heads // queries, 1)  # batch dimensions of a sequence's memory
         self.implementation, self.checkpoint, self.check_finite = implementation, checkpoint, check_finite
         settle(self.update, (d_v, d_k), implementation)
+        if (reason := parts.monoid.no_height(d_v)) is not None:
+            raise ShapeError(f"{who}: {reason}")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
-        for reason in (parts.monoid.no_width(d_k), parts.monoid.no_height(d_v)):
-            if reason is not None:
-                raise ShapeError(f"{who}: {reason}")
+        if (reason := parts.monoid.no_width(d_k)) is not None:
+            raise ShapeError(f"{who}: {reason}")
         self.around.fused = self.around.kernels(frames.frame(self.update))
         self._tails = self._empty_tails()
         spread = getattr(block, "initial", None)
@@ -377,8 +378,10 @@ class SequenceLayer(nn.Module):
         who = type(self).__name__
         if memory == "list":
             raise ShapeError(f"{who}: num_v_heads={values} shares keys among values; a list stores them in pairs")
-        if self.update.parts().step.writes > 1:
-            raise ShapeError(f"{who}: num_v_heads={values} shares keys among values; several writes have pairs of both")
+        if self.update.parts().step.writes > 1 or self.update.parts().step.reads > 1:
+            raise ShapeError(
+                f"{who}: num_v_heads={values} shares keys among values; several writes or reads have some of their own"
+            )
         if block.grouped is not None:
             raise ShapeError(f"{who}: num_v_heads={values}, but its block {type(block).__name__} {block.grouped}")
         if values % heads:

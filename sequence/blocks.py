@@ -244,7 +244,8 @@ class _StandardModule(BlockModule):
         mapped = block.feature_map
         self.features = mapped.build(sizes.d_k, factory) if isinstance(mapped, FeatureMap) else None
         self.width = sizes.d_k if self.features is None else self.features.width  # of a head's query ahead of features
-        queries, keys = self.width * sizes.key_heads * sizes.reads, self.width * (sizes.key_heads // self.queries) * sizes.writes
+        queries = self.width * sizes.key_heads * sizes.reads
+        keys = self.width * (sizes.key_heads // self.queries) * sizes.writes
         values = sizes.d_v * self.lists.heads * sizes.writes
 
         def linear(width: int) -> nn.Linear:
@@ -331,7 +332,8 @@ class _StandardModule(BlockModule):
         if self.queries > 1 or self.features is not None:  # a stream's heads all stand beside each other
             return None
         # which no kernel makes
-        if not b.keys or b.correction is not None or b.value_map or b.read_map or s.loose or s.writes > 1 or s.reads > 1:
+        several = s.writes > 1 or s.reads > 1
+        if not b.keys or b.correction is not None or b.value_map or b.read_map or s.loose or several:
             return None
 
         def vector(

@@ -40,12 +40,12 @@ class LogLinearMamba2(SequenceLayer):
     paper = _PAPER
     equation = "eqs. 4 to 7 and table 1: O = (Q K^T * M^S * M^H) V, M^H_ts = w_t[level of s for t]; block of Mamba-2"
     differs = (
-        "the released weights are softplus(c (W x + b)) with a learned number c for every level, which a row of W and b "
-        "hold here; no bias in other projections; 16 levels, there as many as 16,384 tokens have (15)"
+        "the released weights are softplus(c (W x + b)) with a learned c for every level, which a row of W and b hold "
+        "here; no bias in other projections; 16 levels, there as many as 16,384 tokens have (15)"
     )
     bibtex = _BIBTEX
     update = replace(Mamba2.update, memory=Fenwick(16))
-    block = replace(SSD(), charts=(*Mamba2.block.charts, _LEVELS))  # type: ignore[attr-defined]
+    block = replace(SSD(), charts=(*Mamba2.block.charts, _LEVELS))
     widths = Mamba2.widths
 
 
@@ -61,8 +61,8 @@ class LogLinearGatedDeltaNet(SequenceLayer):
     paper = _PAPER
     equation = "table 1, log-linear Gated DeltaNet: M^S of the gated delta rule, times M^H"
     differs = (
-        "the released weights are softplus(c (W x + b)) with a learned number c for every level, which a row of W and b "
-        "hold here; 16 levels; values as wide as keys by default"
+        "the released weights are softplus(c (W x + b)) with a learned c for every level, which a row of W and b hold "
+        "here; 16 levels; values as wide as keys by default"
     )
     bibtex = _BIBTEX
     update = StateUpdate(
@@ -72,7 +72,7 @@ class LogLinearGatedDeltaNet(SequenceLayer):
         Step(Per("beta")),
         Fenwick(16),
     )
-    block = replace(GatedDeltaNet.block, charts=(*GatedDeltaNet.block.charts, _LEVELS))  # type: ignore[attr-defined, type-var]
+    block = replace(GatedDeltaNet.block, charts=(*GatedDeltaNet.block.charts, _LEVELS))
 
 
 __all__ = ["LogLinearGatedDeltaNet", "LogLinearMamba2"]

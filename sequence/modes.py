@@ -31,8 +31,8 @@ _UPDATE = StateUpdate(Alignment(), Euclidean(), Product((Diagonal(_DECAY, "row-p
 class Modes(Block):
     """y = W_out gelu(c Re(C h) + D x): complex modes h, of which a row holds the real or the imaginary part.
 
-    The value of a token is B x, as long for every mode as the discretisation makes it, key and query are the number one,
-    and C is behind the read; rates are parameters, of no token. A complex matrix has its real rows first.
+    The value of a token is B x, as long for every mode as the discretisation makes it, key and query are the number
+    one, and C is behind the read; rates are parameters, of no token. A complex matrix has its real rows first.
 
     spectrum: "hippo", A = -exp(a) + i b with a step dt of every mode, e^(dt A) and (e^(dt A) - 1) / A by zero-order
     hold, c = 2, at first the eigenvalues of HiPPO-N for every head, whose eigenvectors B and C are given in; or "ring",
@@ -149,7 +149,7 @@ def _rows(z: Tensor) -> Tensor:
 
 @final
 class S5(SequenceLayer):
-    """h_t = e^(dt A) h_{t-1} + (e^(dt A) - 1) A^-1 B x_t,  y_t = 2 Re(C h_t) + D x_t: one complex state for all channels.
+    """h_t = e^(dt A) h_{t-1} + (e^(dt A) - 1) A^-1 B x_t,  y_t = 2 Re(C h_t) + D x_t: one state for all channels.
 
     A mode is a pair of rows that turns, under one gate for both; A starts as the eigenvalues of HiPPO-N, one block for
     every head, so that B and C are a head's share of the state's.
@@ -185,7 +185,7 @@ class LRU(SequenceLayer):
 
     name = "lru"
     paper = "Resurrecting Recurrent Neural Networks for Long Sequences (Orvieto et al. 2023)"
-    equation = "eqs. 5 to 8: stable exponential parametrisation, lambda = exp(-exp(nu) + i exp(theta)), gamma normalised"
+    equation = "eqs. 5 to 8: lambda = exp(-exp(nu) + i exp(theta)) (stable exponential), normalised by gamma"
     differs = "ring 0.9 to 0.999 (the paper's depends on the task), all phases; a linear map behind the activation"
     bibtex = """@inproceedings{orvieto2023resurrecting,
   title={Resurrecting Recurrent Neural Networks for Long Sequences},

@@ -124,8 +124,8 @@ def _levels(p: Parts) -> Iterator[str]:
     step = p.step
     if p.cost.drives != "target":
         yield (
-            f"levels take values as they are, not {p.cost!r}: an error would be written anew in level 0; erase along the "
-            "key in every level, with Alignment() and Householder(beta, 'k')"
+            f"levels take values as they are, not {p.cost!r}: an error would be written anew in level 0; erase along "
+            "the key in every level, with Alignment() and Householder(beta, 'k')"
         )
     if not p.h.is_identity or p.ridged:
         yield "levels are read as they are: h is Euclidean, without a ridge"

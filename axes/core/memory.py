@@ -388,9 +388,9 @@ class BoundedList(Memory):
 class Fenwick(Memory):
     """Matrices of ever longer stretches of data, a level each, that a read weighs: o = sum_l w_l S_l q.
 
-    Level 0 is the datum, level l a stretch of 2^(l-1) before it: datum t (from 0) finds those that the bits of t name, as
-    in a Fenwick tree, and s stands in level bitlength(t xor s). Whatever is full moves up ahead of the monoid, which acts
-    on every level; the highest one takes what the others have no room for, so that `levels` of them are exact over
+    Level 0 is the datum, level l a stretch of 2^(l-1) before it: datum t (from 0) finds those that the bits of t name,
+    as in a Fenwick tree, and s stands in level bitlength(t xor s). Whatever is full moves up ahead of the monoid, which
+    acts on every level; the highest one takes what the others have no room for, so that `levels` of them are exact over
     2^(levels-1) data, and the state does not grow.  weights: one for every level, of the read; a signal that has none
     reads all alike, which is the matrix that the levels are a sum of.
     """

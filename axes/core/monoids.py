@@ -2,8 +2,8 @@
 
 An element maps  S  to  outer * (S B + (S U) V^T)  with  B = scale * exp(gate) * rotation * dense :
 diagonal (or rotation, or dense) plus low rank on the key side, and an element-wise `outer` gate for the maps that
-do not act on the right at all (rows, Hadamard). `turn` rotates pairs of rows, from the left: with a gate for both rows of a pair a row is a
-complex number (S5, the LRU). Depth mixing acts on the right too: its state is S = X^T.
+do not act on the right at all (rows, Hadamard). `turn` rotates pairs of rows, from the left: with a gate for both rows
+of a pair the two are one complex number (S5, the LRU). Depth mixing acts on the right too: its state is S = X^T.
 """
 
 from __future__ import annotations
@@ -337,8 +337,9 @@ class Decay(Monoid):
 @dataclass(frozen=True, repr=False)
 class Diagonal(Monoid):
     """A = Diag(a) on the key side, the row gate diag(a) S on the value side (side="row"), one gate for both entries of
-    a pair of keys (side="pair"), which commutes with rotations: with one it is a complex diagonal (S4D); the same
-    of rows (side="row-pair"), beside rows that turn (S5, the LRU); or a gate of every slot of a bounded memory (side="slot"): Diagonal(Per("decay", "own", "unit", size=64), "slot")."""
+    a pair of keys (side="pair"), which commutes with rotations: with one it is a complex diagonal (S4D); the same of
+    rows (side="row-pair"), beside rows that turn (S5, the LRU); or a gate of every slot of a bounded memory
+    (side="slot"): Diagonal(Per("decay", "own", "unit", size=64), "slot")."""
 
     gate: Rate | str
     side: Literal["key", "row", "pair", "row-pair", "slot"] = "key"

@@ -71,9 +71,9 @@ class Variable(Declared):
 class Per(Variable):
     """A rate named by the tuple and supplied per datum by the axis.
 
-    shape: scalar (...), key (..., d_k), row (..., d_v), square (..., d_v, d_k), pair (..., d_k/2) for angles,
-    row-pair (..., d_v/2) for those of rows, mix (..., d_k, d_k) for a matrix on the key side, permutation (..., d_k!) for one of every order of the keys, or own
-    (..., size), one for each of what a memory has `size` of (slots).
+    shape: scalar (...), key (..., d_k), row (..., d_v), square (..., d_v, d_k), pair (..., d_k/2) for angles, row-pair
+    (..., d_v/2) for those of rows, mix (..., d_k, d_k) for a matrix on the key side, permutation (..., d_k!) for one of
+    every order of the keys, or own (..., size), one for each of what a memory has `size` of (slots, levels).
     domain: unit gates are supplied as logs (g <= 0); positive and real rates as they are.
     """
 

@@ -138,7 +138,7 @@ def _run(
     if choice[:2] == ("substitution", "triton") and q.shape[time]:
         with own_precision(v):
             return substitution_kernel.run(update, signal, state, weights)
-    signal = kernel_terms.every_head(signal)
+    signal = kernel_terms.every_head(update, signal)
     if choice.route not in _AS_GIVEN:
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
         signal = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
@@ -169,11 +169,11 @@ def _otherwise(
         return _run(update, signal, state, time, weights, implementation)
 
     if turned.still(update) is not update:
-        signal = kernel_terms.every_head(signal)
+        signal = kernel_terms.every_head(update, signal)
         return turned.run(update, signal, state or _begun(update, signal, time, weights), time, plain)
     if several_writes:
         return several.run(update, signal, state, time, plain)
-    signal = kernel_terms.every_head(signal)
+    signal = kernel_terms.every_head(update, signal)
     return early.run(update, signal, state or _begun(update, signal, time, weights), time, plain)
 
 
@@ -221,10 +221,10 @@ def _run_packed(
             return run_packed(update, signal, state, bounds, implementation=implementation)
 
         if not still:
-            return turned.run(update, kernel_terms.every_head(signal), state, 1, plain, cu_seqlens)
+            return turned.run(update, kernel_terms.every_head(update, signal), state, 1, plain, cu_seqlens)
         if several_writes:
             return several.run(update, signal, state, 1, plain)
-        return early.run(update, kernel_terms.every_head(signal), state, 1, plain, cu_seqlens)
+        return early.run(update, kernel_terms.every_head(update, signal), state, 1, plain, cu_seqlens)
     if choice.implementation == "triton" and q.shape[1]:
         with own_precision(v):
             if choice.route == "attention":
@@ -234,7 +234,7 @@ def _run_packed(
             if choice.route == "substitution":
                 return substitution_kernel.run(update, signal, state, None, cu_seqlens)
             if choice.route == "token":
-                return token.run(update, kernel_terms.every_head(signal), state, None, cu_seqlens)
+                return token.run(update, kernel_terms.every_head(update, signal), state, None, cu_seqlens)
             return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
 
     def alone(signal: Signal, state: State) -> tuple[Tensor, State]:
@@ -296,10 +296,10 @@ def _step_otherwise(
         return step(update, signal, given, implementation=implementation, in_place=in_place)
 
     if turned.still(update) is not update:
-        return turned.run(update, kernel_terms.every_head(signal), state, 1, plain)
+        return turned.run(update, kernel_terms.every_head(update, signal), state, 1, plain)
     if not several_writes:
         before = state._replace(theta=(state.theta[0].clone(),)) if in_place else state  # it is read after the step
-        return early.run(update, kernel_terms.every_head(signal), before, 1, lambda u, s, _: plain(u, s, state))
+        return early.run(update, kernel_terms.every_head(update, signal), before, 1, lambda u, s, _: plain(u, s, state))
     one, count, outputs = several.one(update), state.count + 1, []
     tokens, reads = several.tokens(update, signal, 1), update.parts().step.reads
     for i in range(several.each(update)):

@@ -129,13 +129,13 @@ def run(
     if state is None and weights is None and kind != "block" and not update.parts().step.debias:
         state = State((), (), (), (), (), torch.zeros((), dtype=torch.int64))  # kernels make the empty state themselves
     elif state is None:
-        first = {n: _first(x) for n, x in every_head(signal).items()}
+        first = {n: _first(x) for n, x in every_head(update, signal).items()}
         state = update.init(first, weights)
     share = kind in ("scalar", "diagonal") and rate_shape(update.parts().step.rate) in ("scalar", "row")
     share = share and not erases_along_key(update)  # whose strengths may be of every head
     share = share and "rotation" not in gates(update.parts().monoid)  # whose angles may be of every head
     if not share:
-        signal = every_head(signal)
+        signal = every_head(update, signal)
     q, k = _tensor(signal, "q"), _tensor(signal, "k")
     if share:
         q, k = _shared(q, k)
@@ -393,9 +393,12 @@ def _shared(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def every_head(signal: Signal) -> dict[str, Tensor | float]:
-    """q and k (..., H, K) for every head of v (..., HV, V): neighbours, HV / H of them, share theirs."""
+def every_head(update: StateUpdate, signal: Signal) -> dict[str, Tensor | float]:
+    """q and k (..., H, K) for every head of v (..., HV, V): neighbours, HV / H of them, share theirs. Tokens of several
+    writes have pairs for all heads."""
     v, made = _tensor(signal, "v"), dict(signal)
+    if update.parts().step.writes > 1:
+        return made
     for name in ("q", "k"):
         x = made.get(name)
         if not isinstance(x, Tensor) or x.ndim != v.ndim or x.shape[-2] >= v.shape[-2]:

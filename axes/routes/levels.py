@@ -2,10 +2,10 @@
 
     o_t = sum_s w_t[bitlength(t xor s)] v_s k_s^T A_s+1 .. A_t q_t
 
-Inside a chunk of C tokens that begins at a multiple of C, the level of a pair is a table, which the matrix from values to
-outputs is weighed with. Between chunks a level is a stretch of whole chunks: as few states as the number of the chunk has
-bits go from chunk to chunk, joined where stretches are. A state in the middle of a chunk has levels inside of it, which
-this chunk takes up and the last one leaves. Legend: F batch entries, N chunks of C tokens, L levels.
+Inside a chunk of C tokens that begins at a multiple of C, the level of a pair is a table, which the matrix from values
+to outputs is weighed with. Between chunks a level is a stretch of whole chunks: as few states as the number of a chunk
+has bits go from chunk to chunk, joined where stretches are. A state in the middle of a chunk has levels inside of it,
+which this chunk takes up and the last one leaves. Legend: F batch entries, N chunks of C tokens, L levels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[
     q, k = signal["q"], signal["k"]
     assert isinstance(q, Tensor) and isinstance(k, Tensor)
     levels, number = state.theta[0], memory.place(state.theta[1])
-    c, turned = chain(of_levels(update), {n: x for n, x in signal.items() if n != memory.rates()[0].name}), None
+    c, turned = chain(of_levels(update), signal), None
     if c.angle is not None:
         c, q, turned = scan.in_rotating_frame(c, q)
     weights = _weights(memory, signal, k)
@@ -93,7 +93,8 @@ def _from(
         x = torch.nn.functional.pad(x, (0, 0, front, count * size - length - front))
         return x.unflatten(-2, (count, size))
 
-    chunks = _chunks(cut(q), cut(key), cut(value), None if read is None else cut(read), None if gate is None else cut(gate))
+    around = [None if x is None else cut(x) for x in (read, gate)]
+    chunks = _chunks(cut(q), cut(key), cut(value), *around)
     table = _table(size, q.device)
     w = cut(weights)
     out = (chunks.inside * w.gather(-1, table.expand(*w.shape[:-2], size, size))) @ chunks.value
@@ -151,7 +152,8 @@ def _between(
             found += [(w[:, 0].gather(-1, levels[s].expand(w.shape[0], -1)[..., None]), x) for s, x in fine.items()]
         asked = chunks.asked[:, n]
         if found:
-            outputs.append(torch.cat([weight * asked for weight, _ in found], -1) @ torch.cat([x for _, x in found], -1).mT)
+            weighed, states = ([weight * asked for weight, _ in found], [x for _, x in found])
+            outputs.append(torch.cat(weighed, -1) @ torch.cat(states, -1).mT)
         else:
             outputs.append(torch.zeros_like(chunks.value[:, n]))
         held = {i: _through(chunks, n, x) for i, x in held.items()}
@@ -195,7 +197,7 @@ def _joined(held: dict[int, Tensor], chunk: int, low: int, top: int) -> dict[int
 
 
 def _there(held: dict[int, Tensor], chunk: int, low: int, top: int) -> dict[int, Tensor]:
-    """Of levels of whole chunks those that hold something during this one: its number has the bit, or they are the top."""
+    """Of levels of whole chunks those that hold something during this one: its number has the bit; and the top."""
     return {i: x for i, x in held.items() if i == top or i >= low and chunk >> (i - low) & 1}
 
 

@@ -1,7 +1,7 @@
 """Which route computes a sequence of tokens, and who: a pure function of the tuple, the device and the shapes.
 
-Routes are how (interpreter, chain, substitution, cascade, gram, attention, passes, levels, token); implementations are who
-(reference, torch, triton).
+Routes are how (interpreter, chain, substitution, cascade, gram, attention, passes, levels, token); implementations are
+who (reference, torch, triton).
 """
 
 from __future__ import annotations
@@ -27,7 +27,18 @@ from axes.core.derived import (
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
 from axes.kernels.common import versions
-from axes.routes import attention, early, given, kernel_terms, opaque, passes, several, substitution_kernel, token, turned
+from axes.routes import (
+    attention,
+    early,
+    given,
+    kernel_terms,
+    opaque,
+    passes,
+    several,
+    substitution_kernel,
+    token,
+    turned,
+)
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -149,8 +160,9 @@ def plans(
 
 @fact
 def computed(update: StateUpdate) -> tuple[StateUpdate, bool, bool]:
-    """What a route computes for an update: itself, the tuple of one write a token, the chain of which reads between
-    two states are reads, or that of the frame in which no row turns; whether it is the tuple of one write, and whether that is attention."""
+    """What a route computes for an update: itself, the tuple of one write and read a token, the chain of which reads
+    between two states are reads, or that of the frame in which no row turns; whether it is the tuple of one write, and
+    whether that is attention."""
     one = several.one(update)
     made = turned.still(early.late(one)) if routes(one)["chain"] is None else one
     return made, one is not update, routes(made)["attention"] is None
@@ -182,7 +194,7 @@ def settle(
     """
     if computed(update)[0] is not update:
         settle(computed(update)[0], widths, implementation)
-    idle(update)
+    idle(update), turned.still(update)
     if widths is not None:
         substitution_kernel.settle(update, *widths)
     given.asked(update)

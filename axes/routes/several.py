@@ -3,8 +3,8 @@
     S_t = (... ((S_{t-1} A_t) written at (k_t1, v_t1)) ...) written at (k_tn, v_tn),    o_tj = S_t q_tj,  j = 1 .. r
 
 The others keep the state as it is: named gates are open there, other maps of the monoid at their neutral values. A read
-after the first has a token that writes nothing, with a key and a value of zero. So (n + r - 1) T tokens of the tuple with
-one write and one read are computed by whatever computes that, kernels included, and nothing else is new.
+after the first has a token that writes nothing, with a key and a value of zero. So (n + r - 1) T tokens of the tuple
+with one write and one read are computed by whatever computes that, kernels included, and nothing else is new.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Compute = Callable[[StateUpdate, Signal, State | None], tuple[Tensor, State | No
 
 @fact
 def one(update: StateUpdate) -> StateUpdate:
-    """The tuple with one write and one read a token, where that computes it over more tokens; the update itself where not."""
+    """The tuple with one write and one read a token, where that computes it over more tokens; else itself."""
     step = update.parts().step
     if step.writes == step.reads == 1 or no_several(update) is not None:
         return update

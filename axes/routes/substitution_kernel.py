@@ -135,7 +135,7 @@ def run(
     """Outputs (B, T, H, d_v) and the final state. Inputs keep their dtype, sums and states are float32."""
     from axes.kernels.substitution.chain import substitution_chain
 
-    p, signal = update.parts(), every_head(signal)
+    p, signal = update.parts(), every_head(update, signal)
     q, k, v = (cast(Tensor, signal[n]) for n in "qkv")
     anchored = isinstance(p.step.at, Anchor)
     fresh = state is None and weights is None

@@ -4,8 +4,8 @@ S_t = R(theta_t) A_t S_{t-1} + u_t k_t^T is S_t = R(theta_1 + ... + theta_t) Z_t
 
     Z_t = A_t Z_{t-1} + R(-(theta_1 + ... + theta_t)) u_t k_t^T,   o_t = R(theta_1 + ... + theta_t) Z_t q_t:
 
-values turn back, outputs and the last state forward, and whatever computes Z, kernels of gates by rows included, computes
-S (S5, the LRU). Errors of the turned state are errors of values that turned back, so they do too.
+values turn back, outputs and the last state forward, and whatever computes Z, kernels included, computes S (S5, the
+LRU). Errors of the turned state are errors of values that turned back, so they do too.
 """
 
 from __future__ import annotations

@@ -71,8 +71,7 @@ def example(
         for name in frozenset().union(*(several(u.parts()) for u in updates)):
             signal[name] = torch.stack([one[name] for one in more], len(lead))  # type: ignore[misc]
     if (n := reads.pop()) > 1:
-        more = [draw(f"q{i}" if i else "q", (d_k,)) for i in range(n)]
-        signal["q"] = torch.stack(more, len(lead))
+        signal["q"] = torch.stack([draw(f"q{i}" if i else "q", (d_k,)) for i in range(n)], len(lead))
     return {name: x.to(dtype) if isinstance(x, Tensor) else x for name, x in signal.items()}
 
 

@@ -434,7 +434,10 @@ SEQUENTIAL = {
     "rotated spectral": StateUpdate(Alignment(), Spectral("polar"), Rotation(Per("angle", "pair", "real")), Step(BETA)),
 }
 
-KEYED = {**CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
+KEYED = {
+    **CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SUBSTITUTIONS,
+    **SEQUENTIAL,
+}  # fmt: skip
 
 # Updates of a parameter: the gradient is given.
 DATA = {

@@ -124,6 +124,7 @@ LARGE = {  # docs/finite.md: the power of ten from which a layer's output is not
     **dict.fromkeys(("mamba2", "log-linear-mamba2", "mamba", "rwkv7", "rwkv6", "based"), 8),
     "mlstm": 11,
     "mamba3": 13,
+    "mamba3-mimo": 13,
     **dict.fromkeys(("linear-attention", "linear-attention-unnormalised", "retnet", "gla", "ttt-mlp"), 14),
     **dict.fromkeys(("gated-retention", "lightning-attention"), 14),
     **dict.fromkeys(("titans", "ttt-linear", "lattice-dec", "lattice-enc", "lattice-sim", "hgrn2"), 19),

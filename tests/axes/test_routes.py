@@ -8,7 +8,21 @@ import re
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from systems import ATTENTION, CASCADES, CHAINS, DATA, EARLY, GRAM, KEYED, LEVELS, PASSES, SEQUENTIAL, SEVERAL, SUBSTITUTIONS, TURNED
+from systems import (
+    ATTENTION,
+    CASCADES,
+    CHAINS,
+    DATA,
+    EARLY,
+    GRAM,
+    KEYED,
+    LEVELS,
+    PASSES,
+    SEQUENTIAL,
+    SEVERAL,
+    SUBSTITUTIONS,
+    TURNED,
+)
 from torch import Tensor
 
 from axes import explain

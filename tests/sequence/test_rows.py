@@ -359,7 +359,7 @@ REAL = StateUpdate(Alignment(), monoid=Scalar(Per("d", "scalar", "real")))
         (lambda: StateUpdate(SquaredError(), algorithm=Step(writes=2, at=Anchor(4))), IllegalUpdate, "anchors count"),
         (lambda: StateUpdate(Alignment(), algorithm=Step(writes=2, debias=True)), IllegalUpdate, "no read, debias"),
         (lambda: layer(sequence.DeltaProduct.update, block=sequence.Mamba2.block)(16), IllegalUpdate, "one pair"),
-        (lambda: sequence.DeltaProduct(16, heads=2, num_v_heads=4), ShapeError, "several writes have pairs of both"),
+        (lambda: sequence.DeltaProduct(16, heads=2, num_v_heads=4), ShapeError, "several writes or reads have some"),
         (lambda: mixer(sequence.DeltaProduct.update)(16, streams=2), IllegalUpdate, "fractions=r of the mixer"),
         (
             lambda: dispatch.run(sequence.DeltaProduct.update, {n: torch.ones(2, 5, 3) for n in ("q", "k", "v")}),

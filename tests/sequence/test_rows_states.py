@@ -12,17 +12,18 @@ from torch import Tensor
 
 from axes import sequence
 from axes.core.algorithms import Read, Step
-from axes.core.costs import Alignment
+from axes.core.costs import Alignment, Given, SquaredError
 from axes.core.geometry import Entropic
 from axes.core.memory import List
-from axes.core.monoids import Diagonal, Hadamard, Monoid, Product, Rotation, Zero
+from axes.core.monoids import Diagonal, Hadamard, Monoid, Product, Rotation, Scalar, Zero
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
+from axes.depth import mixer
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes.select import routes
-from axes.sequence import LRU, S4D, S5, Based, Mamba3, ReBased, SequenceLayer
+from axes.sequence import LRU, S4D, S5, Based, Mamba1, Mamba3, ReBased, SequenceLayer
 from axes.sequence.features import Quadratic, Taylor
-from tests.oracles import B, D, Found, H, Oracle, T, check_formula, heads, relative, rms
+from tests.oracles import B, D, Found, H, Oracle, T, check_formula, convolved, heads, relative, rms, through, unit
 
 _TURNS = Rotation(Per("turn", "row-pair", "real"))
 CLASSES = {cls.name: cls for cls in sequence.ALL}
@@ -86,6 +87,32 @@ def mamba3(m: SequenceLayer, x: Tensor) -> Found:
     return y, torch.cat((last.real, last.imag), -1)
 
 
+def mamba3_mimo(m: SequenceLayer, x: Tensor) -> Found:
+    """The released reference of four inputs and outputs a token: keys and values of the last token wait, turned."""
+    p, half, inner, rank = m.around, 64, 2 * D, 4
+    z, xs = (x @ p.zx_proj.weight.T).split(inner, -1)
+    raw_b, raw_c = (y.unflatten(-1, (rank, 128)) for y in (x @ p.kq_proj.weight.T).chunk(2, -1))
+    b = rms(raw_b, p.k_norm.weight)[:, :, None] + p.k_bias
+    c = rms(raw_c, p.q_norm.weight)[:, :, None] + p.q_bias
+    step, rate, trap = (x @ p.rates_proj.weight.T).chunk(3, -1)
+    dt, share = F.softplus(step + p.dt_bias), torch.sigmoid(trap)
+    alpha = torch.exp(-F.softplus(rate).clamp_min(1e-4) * dt)
+    angles = torch.zeros(B, T, H, half, dtype=x.dtype)
+    angles[..., :32] = torch.tanh(x @ p.angle_proj.weight.T)[:, :, None] * dt[..., None] * math.pi
+    turn = torch.exp(1j * angles.cumsum(1))[:, :, :, None]
+    b, c = (torch.complex(w[..., :half], w[..., half:]) * turn for w in (b, c))
+    v, gate = (torch.einsum("bthp,hrp->bthrp", heads(y), w) for y, w in ((xs, p.v_factor), (z, p.z_factor)))
+    h, before, out = torch.zeros(B, H, inner // H, half, dtype=torch.complex128), 0.0, []
+    for t in range(T):
+        now = torch.einsum("bhrp,bhrn->bhpn", v[:, t].to(b.dtype), b[:, t])
+        a, s, d = (y[:, t, :, None, None] for y in (alpha, share, dt))
+        h, before = a * h + (1 - s) * d * a * before + s * d * now, now
+        y = torch.einsum("bhpn,bhrn->bhrp", h, c[:, t].conj()).real + p.skip[..., None] * v[:, t]
+        out.append(torch.einsum("bhrp,hrp->bhp", y * F.silu(gate[:, t]), p.o_factor))
+    last = h * turn[:, -1].conj()
+    return torch.stack(out, 1), torch.cat((last.real, last.imag), -1)
+
+
 def s4d(m: SequenceLayer, x: Tensor) -> Found:
     """Gu et al. 2022: complex modes, zero-order hold, y = 2 Re(C h) + D u for every channel."""
     p = m.around
@@ -135,12 +162,50 @@ ORACLES: dict[str, Oracle] = {
     "based": based,
     "rebased": rebased,
     "mamba3": mamba3,
+    "mamba3-mimo": mamba3_mimo,
 }
 
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_a_system_is_its_papers_formula(name: str) -> None:
     check_formula(CLASSES[name], ORACLES[name])
+
+
+def read_twice(m: SequenceLayer, x: Tensor) -> Found:
+    """A gated delta rule whose heads have two queries each, normed and gated like two heads."""
+    p = m.around
+    q, k, v = (convolved(x @ getattr(p, f"{n}_proj").weight.T, getattr(p, f"{n}_conv")) for n in "qkv")
+    q, k, v = unit(q.unflatten(-1, (H, 2, -1))), unit(heads(k)), heads(v)
+    beta, gate = (torch.sigmoid(through(p.charts[n], x))[..., None, None] for n in ("beta", "decay"))
+    state, out = torch.zeros(B, H, v.shape[-1], k.shape[-1], dtype=x.dtype), []
+    for t in range(T):
+        state = gate[:, t] * state
+        error = v[:, t] - torch.einsum("bhvk,bhk->bhv", state, k[:, t])
+        state = state + beta[:, t] * torch.einsum("bhv,bhk->bhvk", error, k[:, t])
+        out.append(torch.einsum("bhvk,bhrk->bhrv", state, q[:, t]).flatten(1, 2))
+    return rms(torch.stack(out, 1), p.norm.weight) * F.silu(heads(x @ p.g_proj.weight.T, 2 * H)), state
+
+
+def test_several_queries_of_a_head_read_one_state() -> None:
+    """Of any tuple: `Step(reads=2)` in the usual block."""
+    step = Step(Per("beta"), at="gated", reads=2)
+    check_formula(sequence.layer(StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=step)), read_twice)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: StateUpdate(Alignment(), Entropic(), algorithm=Step(reads=2), memory=List()), "heads of a group"),
+        (lambda: StateUpdate(Given(), algorithm=Step(0.1, reads=2)), "what is shown of a parameter is the whole of it"),
+        (lambda: Step(reads=0), "reads must be at least 1"),
+        (lambda: sequence.layer(StateUpdate(Alignment(), algorithm=Step(reads=2)), block=Mamba1.block)(8), "one query"),
+        (lambda: mixer(StateUpdate(Alignment(), algorithm=Step(reads=2)))(8, 2), "by the mixer's own reads"),
+    ],
+    ids=["list", "parameter", "none", "block", "depth"],
+)
+def test_who_has_no_several_reads_says_so(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(IllegalUpdate, match=said):
+        make()
 
 
 # ---- facts of the parts
