@@ -5,6 +5,7 @@ if __name__ != "axes.sequence":
 
 from axes.sequence.attention import (
     GQA,
+    LUCID,
     MQA,
     ALiBi,
     DeltaFormer,
@@ -135,6 +136,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     PaTH,
     PaTHFoX,
     DeltaFormer,
+    LUCID,
     *PREDICTED,
 )
 
@@ -167,6 +169,7 @@ __all__ = [
     "IPLR",
     "KDA",
     "LRU",
+    "LUCID",
     "LatticeDec",
     "LatticeEnc",
     "LatticeOSR",

@@ -273,7 +273,7 @@ def _asked(p: Parts, state: State, signal: Signal) -> Leaves:
 
 def _predicted(p: Parts, weights: Leaves, x: Tensor, signal: Signal) -> Tensor:
     if p.memory.scored:
-        return p.memory.read(weights, x, signal, p.h)
+        return p.memory.recalled(weights, x, signal, p.h)
     return p.memory.predict(weights, x, signal, encode=p.cost.encode)
 
 

@@ -150,6 +150,9 @@ def _list(p: Parts) -> Iterator[str]:
         yield "a list memory keeps factored pairs: no filters, debias, read point, anchor, agile or repeated steps"
     if rate_shape(step.rate) != "scalar" or not gates(p.monoid).isdisjoint({"row", "hadamard", "turn", "zero"}):
         yield "a list memory takes scalar rates and gates on the key side"
+    kernel = getattr(p.memory, "errors", None)
+    if kernel is not None and not p.drive_sees_state:
+        yield f"errors={kernel!r} has no effect: {type(p.cost).__name__} stores values, whatever the list gives for them"
     if h.is_identity:
         return
     if not isinstance(h, Entropic):
@@ -158,7 +161,7 @@ def _list(p: Parts) -> Iterator[str]:
         yield "a list memory has one row of scores: take Entropic(axis='row')"
     if p.cost.drives is None:
         yield "a list that softmax reads stores values, or errors of its reads: the cost is Alignment or SquaredError"
-    if step.at == "gated" and gates(p.monoid) <= {"scalar"}:
+    if step.at == "gated" and gates(p.monoid) <= {"scalar"} and kernel is None:
         yield "at='gated' has no effect: softmax drops the factor of a scalar gate, so it is at='prev'"
     if isinstance(p.monoid, Diagonal):
         yield "a diagonal gate on stored keys is not a bias of softmax attention: use Scalar"

@@ -25,6 +25,7 @@ __all__ = [
     "BoundedList",
     "Entries",
     "Fenwick",
+    "Kernel",
     "LayerNormMatrix",
     "List",
     "MLP",
@@ -112,6 +113,11 @@ class Memory(Declared, ABC):
     def sharpness(self, x: Tensor) -> Tensor:
         """How much the prediction moves per unit step along its own gradient: |k|^2 for a matrix (implicit steps)."""
         return (x * x).sum(-1, keepdim=True)
+
+    def recalled(self, leaves: Leaves, x: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        """What a scored memory gives for the key of a datum, whose error is asked for: what is read, or by another
+        kernel."""
+        return self.read(leaves, x, signal, h)
 
     def rates(self) -> tuple[Rate, ...]:
         return ()
@@ -471,13 +477,49 @@ class Fenwick(Memory):
 
 @final
 @dataclass(frozen=True, repr=False)
+class Kernel(Declared):
+    """A similarity of two keys by the angle between them, 1 for a key with itself if scale is None.
+
+    of: exponential, exp(scale (cos - 1)), scale sqrt(d_k) if None: exp of the products of keys of unit RMS over
+    sqrt(d_k), over its value at the key itself; or linear, scale cos, scale 1 if None.
+    """
+
+    of: Literal["exponential", "linear"] = "exponential"
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.of not in ("exponential", "linear"):
+            raise IllegalUpdate(f"Kernel: of={self.of!r} is not exponential or linear")
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise IllegalUpdate(f"Kernel: scale must be a finite number > 0 or None, got {self.scale}")
+
+    def between(self, readers: Tensor, keys: Tensor, mass: Tensor | None = None) -> Tensor:
+        """(..., m, d_k), (..., n, d_k) -> (..., m, n), times e^mass (..., m, n)."""
+        cosines = _unit(readers) @ _unit(keys).mT
+        if self.of == "linear":
+            found = cosines if self.scale is None else self.scale * cosines
+            return found if mass is None else found * torch.exp(mass)
+        scale = math.sqrt(keys.shape[-1]) if self.scale is None else self.scale
+        exponent = scale * (cosines - 1)
+        return torch.exp(exponent if mass is None else exponent + mass)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Unit length; zero stays zero."""
+    square = (x * x).sum(-1, keepdim=True)
+    return x * torch.rsqrt(torch.where(square > 0, square, 1.0))
+
+
+@final
+@dataclass(frozen=True, repr=False)
 class List(Memory):
     """Every written pair is kept: leaves (keys (n, d_k), values (n, d_v), log-mass (n)); scores are its dual.
 
     read: sum_i p_i v_i with p = grad h*(scale * K q + log-mass): softmax attention with entropic h, linear attention
     with Euclidean h (then the mass multiplies). Scalar gates act on the mass (ALiBi, FoX), matrix gates on the keys
     (RoPE, PaTH). Drives stay factored as (value, key). scale: None means d_k^(-1/2).  window: only so many pairs are
-    kept, the last ones (sliding window); None for all.
+    kept, the last ones (sliding window); None for all.  errors: the kernel by which a datum's own key asks for the error
+    that is stored, sum_i kappa(k, k_i) e^mass_i v_i; None: as queries read (DeltaFormer; LUCID has an exponential one).
 
     Rotations turn all keys alike, so they are owed: from the first one on a last leaf (d_k/2) says by how much every
     stored key has yet to be turned; what is read or added turns back by it instead, and stored keys stay as they are.
@@ -485,6 +527,7 @@ class List(Memory):
 
     scale: float | None = None
     window: int | None = None
+    errors: Kernel | None = None
     kind: ClassVar[Kind] = "list"
     scored: ClassVar[bool] = True
     filterable: ClassVar[bool] = False
@@ -508,6 +551,13 @@ class List(Memory):
         else:
             weights = h.primal((scores + mass)[..., None, :])[..., 0, :]
         return (weights[..., None, :] @ values)[..., 0, :]
+
+    def recalled(self, leaves: Leaves, x: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        if self.errors is None:
+            return self.read(leaves, x, signal, h)
+        keys, values, mass, *owed = leaves
+        weights = self.errors.between(_turned_back(x, owed)[..., None, :], keys, mass[..., None, :])
+        return (weights @ values)[..., 0, :]
 
     def temperature(self, d_k: int) -> float:
         return d_k**-0.5 if self.scale is None else self.scale

@@ -48,7 +48,7 @@ from axes.core.geometry import (
     TrustRatio,
     Whiten,
 )
-from axes.core.memory import MLP, BoundedList, Entries, Fenwick, LayerNormMatrix, List, Slots
+from axes.core.memory import MLP, BoundedList, Entries, Fenwick, Kernel, LayerNormMatrix, List, Slots
 from axes.core.monoids import (
     DPLR,
     Decay,
@@ -243,6 +243,13 @@ ATTENTION = {
     "deltaformer, mass n": StateUpdate(SquaredError(), Entropic(mass=None), Rotation(), Step(BETA), memory=List()),
     "deltaformer, turned first": StateUpdate(
         SquaredError(), Entropic(), Product((Scalar("decay"), Rotation())), Step(at="gated"), memory=List()
+    ),
+    "errors by an exponential": StateUpdate(SquaredError(), Entropic(), memory=List(errors=Kernel())),
+    "errors by another kernel, forgetting": StateUpdate(
+        SquaredError(), Entropic(), Scalar("decay"), Step(BETA, at="gated"), List(errors=Kernel("linear", 0.8))
+    ),
+    "errors by another kernel, before the gate": StateUpdate(
+        SquaredError(), Entropic(), Product((Scalar("decay"), Rotation())), Step(BETA), List(errors=Kernel(scale=2.0))
     ),
     "fox with path": StateUpdate(
         Alignment(), Entropic(), Product((Scalar("decay"), Householder(BETA))), memory=List(scale=1.0)

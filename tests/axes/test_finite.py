@@ -128,7 +128,7 @@ LARGE = {  # docs/finite.md: the power of ten from which a layer's output is not
     **dict.fromkeys(("linear-attention", "linear-attention-unnormalised", "retnet", "gla", "ttt-mlp"), 14),
     **dict.fromkeys(("gated-retention", "lightning-attention"), 14),
     **dict.fromkeys(("titans", "ttt-linear", "lattice-dec", "lattice-enc", "lattice-sim", "hgrn2"), 19),
-    **dict.fromkeys(("path", "path-fox", "deltaformer"), 19),
+    **dict.fromkeys(("path", "path-fox", "deltaformer", "lucid"), 19),
     **dict.fromkeys(("longhorn", "longhorn-diagonal", "softmax-attention", "alibi", "rope", "fox", "shampoo-net"), 20),
     **dict.fromkeys(("rg-lru", "gqa", "mqa", "mla", "sliding-window", "rebased", "gsa", "abc"), 20),
 }

@@ -266,7 +266,18 @@ def deltaformer(m: SequenceLayer, x: Tensor) -> Found:
     return torch.stack(out, 1), None
 
 
+def lucid(m: SequenceLayer, x: Tensor) -> Found:
+    """The paper's three matrices, written out and inverted."""
+    q, k, v = (y.movedim(1, 2) for y in projected(m.around, x))
+    d = k.shape[-1]
+    normed = k / k.square().mean(-1, keepdim=True).sqrt()
+    gram = torch.exp(normed @ normed.mT / math.sqrt(d) - math.sqrt(d)).tril()
+    scores = (q @ k.mT / math.sqrt(d)).masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -torch.inf)
+    return (scores.softmax(-1) @ torch.linalg.inv(gram) @ v).movedim(2, 1), None
+
+
 ORACLES: dict[str, Oracle] = {
+    "lucid": lucid,
     "gated-retention": gated_retention,
     "lightning-attention": lightning,
     "hgrn2": hgrn2,
