@@ -79,7 +79,10 @@ def equations(update: StateUpdate) -> tuple[str, ...]:
     formulas of the datum's number are c.
     """
     p = update.parts()
-    lines = _listed(p) if isinstance(p.memory, memory.List) else _stepped(p)
+    if isinstance(p.memory, memory.Fenwick):
+        lines = _weighed_levels(p)
+    else:
+        lines = _listed(p) if isinstance(p.memory, memory.List) else _stepped(p)
     return tuple(line.replace("+ -", "- ") for line in _with_names(p.rates(), lines))
 
 
@@ -676,6 +679,20 @@ def _read(p: Parts, state: str, weights: str, drive: str, stats: list[str]) -> s
     return rf"o_t = \frac{{{read}}}{{{mass}}},\quad z_t^\top = {before} + {written}"
 
 
+def _weighed_levels(p: Parts) -> list[str]:
+    """Levels of a Fenwick tree: what is full moves up, then one step for each."""
+    assert isinstance(p.memory, memory.Fenwick) and isinstance(p.memory.weights, Per)
+    moved = r"\bar{S}_t^{(l)} = \sum_j S_{t-1}^{(j)}\ \text{over levels}\ j\ \text{whose tokens}\ s\ \text{have}\ "
+    moved += r"\lceil \log_2(1 + (t \oplus s)) \rceil = l"
+    written = _times(p.step.rate, r"v_t\,k_t^\top")
+    weight = rate(p.memory.weights).replace("_t", "_{t,l}")
+    return [
+        moved,
+        rf"S_t^{{(l)}} = {kept(p.monoid, p.step.rate, chr(92) + 'bar{S}_t^{(l)}')}\ (l > 0),\quad S_t^{{(0)}} = {written}",
+        rf"o_t = \sum_{{l < {p.memory.levels}}} {weight}\,S_t^{{(l)}}\,q_t",
+    ]
+
+
 def _listed(p: Parts) -> list[str]:
     """A list keeps pairs: gates act on their mass, matrices on their keys."""
     assert isinstance(p.memory, memory.List)
@@ -699,11 +716,25 @@ def _listed(p: Parts) -> list[str]:
         weights = rf"{scale}{key}^\top q_t"
     value = "v_i"
     if not isinstance(p.cost, costs.Alignment):
-        value = "u_i"
-        lines.append(rf"u_t = {_times(p.step.rate, 'v_t')} - \sum_{{i<t}} {weights.replace('q_t', 'k_t')}\,u_i")
+        value, seen = "u_i", weights.replace("q_t", "k_t")
+        if p.memory.errors is not None:
+            seen = _kernel(p.memory.errors, mass)
+            lines.append(r"\hat{k}_i = k_i / \lVert k_i \rVert")
+        error = rf"v_t - \sum_{{i<t}} {seen}\,u_i"
+        lines.append(rf"u_t = {error if p.step.rate == 1.0 else _times(p.step.rate, f'({error})')}")
     window = f"i > t - {p.memory.window}" if p.memory.window else r"i \le t"
     lines.append(rf"o_t = \sum_{{{window}}} {weights}\,{value}")
     return lines
+
+
+def _kernel(kernel: memory.Kernel, mass: str) -> str:
+    """Of the token's key and a stored one."""
+    cosine = r"\hat{k}_i^\top \hat{k}_t"
+    if kernel.of == "linear":
+        scale = "" if kernel.scale is None else rf"{_number(kernel.scale)}\,"
+        return rf"{scale}{cosine}" + (r"\,e^{m_i}" if mass else "")
+    scale = r"\sqrt{d_k}" if kernel.scale is None else _number(kernel.scale)
+    return rf"\exp({scale}\,({cosine} - 1){mass})"
 
 
 def _factors(monoid: Monoid) -> tuple[Monoid, ...]:
