@@ -685,10 +685,11 @@ def _weighed_levels(p: Parts) -> list[str]:
     moved = r"\bar{S}_t^{(l)} = \sum_j S_{t-1}^{(j)}\ \text{over levels}\ j\ \text{whose tokens}\ s\ \text{have}\ "
     moved += r"\lceil \log_2(1 + (t \oplus s)) \rceil = l"
     written = _times(p.step.rate, r"v_t\,k_t^\top")
+    above = kept(p.monoid, p.step.rate, r"\bar{S}_t^{(l)}")
     weight = rate(p.memory.weights).replace("_t", "_{t,l}")
     return [
         moved,
-        rf"S_t^{{(l)}} = {kept(p.monoid, p.step.rate, chr(92) + 'bar{S}_t^{(l)}')}\ (l > 0),\quad S_t^{{(0)}} = {written}",
+        rf"S_t^{{(l)}} = {above}\ (l > 0),\quad S_t^{{(0)}} = {written}",
         rf"o_t = \sum_{{l < {p.memory.levels}}} {weight}\,S_t^{{(l)}}\,q_t",
     ]
 

@@ -29,7 +29,7 @@ from axes.sequence.delta import (
     GatedDeltaProduct,
 )
 from axes.sequence.elementwise import HGRN, Griffin, Mamba1
-from axes.sequence.hybrids import Behind, Beside
+from axes.sequence.hybrids import Behind, Beside, Context, Persistent
 from axes.sequence.latent import MLA
 from axes.sequence.lattice import LatticeDec, LatticeEnc, LatticeOSR, LatticeSim
 from axes.sequence.linear import (
@@ -149,6 +149,7 @@ __all__ = [
     "Behind",
     "Beside",
     "Comba",
+    "Context",
     "DeltaFormer",
     "DeltaNet",
     "DeltaNetReflective",
@@ -198,6 +199,7 @@ __all__ = [
     "MuonNetState",
     "PaTH",
     "PaTHFoX",
+    "Persistent",
     "RLSNet",
     "RWKV6",
     "RWKV7",

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from axes.core.execution import several
 from axes.core.memory import MLP, LayerNormMatrix, Leaves
 from axes.core.rates import Signal
-from axes.core.state_update import State, StateUpdate
+from axes.core.state_update import Output, State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError, wrong_type
 from axes.kernels.common import versions
 from axes.kernels.common.repeated import Same, repeated
@@ -299,6 +299,24 @@ class SequenceLayer(nn.Module):
         y = fused.leave(self.around, out, kept)
         self._look({"the output": y})
         return y[:, 0], LayerState(tails, memory)
+
+    def recall(self, x: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]:
+        """What the queries of tokens x (B, T, D) read of the memory as it stands: nothing is written.
+
+        Convolutions see the tokens before, as of `forward`, and the state comes back with these tokens in their tails.
+        """
+        self._check(x, 3)
+        if state is None:
+            state = self.init_state(x.shape[0], x.device, x.dtype)
+        self._check_state(state, x.shape[0], x)
+        signal, tails, kept = self.around.enter(x, state.tails)
+        q, held = signal["q"], state.memory
+        wide = torch.promote_types(x.dtype, torch.float32)
+        given = {n: y.to(wide) for n, y in signal.items()}
+        out = self.update.output(held, {n: y[:, 0] for n, y in given.items()})
+        weights, norm = (tuple(leaf.unsqueeze(1) for leaf in leaves) for leaves in out)
+        read = self.update.read(Output(weights, norm), given["q"], given)
+        return self.around.leave(read.to(q.dtype), kept), LayerState(tails, held)
 
     def _through(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None

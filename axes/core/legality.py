@@ -152,7 +152,7 @@ def _list(p: Parts) -> Iterator[str]:
         yield "a list memory takes scalar rates and gates on the key side"
     kernel = getattr(p.memory, "errors", None)
     if kernel is not None and not p.drive_sees_state:
-        yield f"errors={kernel!r} has no effect: {type(p.cost).__name__} stores values, whatever the list gives for them"
+        yield f"errors={kernel!r} has no effect: {type(p.cost).__name__} stores values, whatever the list gives"
     if h.is_identity:
         return
     if not isinstance(h, Entropic):

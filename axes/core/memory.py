@@ -518,8 +518,8 @@ class List(Memory):
     read: sum_i p_i v_i with p = grad h*(scale * K q + log-mass): softmax attention with entropic h, linear attention
     with Euclidean h (then the mass multiplies). Scalar gates act on the mass (ALiBi, FoX), matrix gates on the keys
     (RoPE, PaTH). Drives stay factored as (value, key). scale: None means d_k^(-1/2).  window: only so many pairs are
-    kept, the last ones (sliding window); None for all.  errors: the kernel by which a datum's own key asks for the error
-    that is stored, sum_i kappa(k, k_i) e^mass_i v_i; None: as queries read (DeltaFormer; LUCID has an exponential one).
+    kept, the last ones (sliding window); None for all.  errors: the kernel by which a datum's own key asks what is left
+    of its value, sum_i kappa(k, k_i) e^mass_i v_i; None: as queries read (DeltaFormer; LUCID has an exponential one).
 
     Rotations turn all keys alike, so they are owed: from the first one on a last leaf (d_k/2) says by how much every
     stored key has yet to be turned; what is read or added turns back by it instead, and stored keys stay as they are.

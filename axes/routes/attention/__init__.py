@@ -138,8 +138,8 @@ def run(
         ahead = None if total is None or gate is None else total
         if ahead is not None and update.parts().step.at != "gated":
             ahead = ahead - gate  # type: ignore[operator]
-        seen = errors.Seen(scale, mass, h.mass, memory.errors, ahead)
-        v = errors.written(reader, keys, old_values.to(v.dtype), v, rate, seen)
+        kernel = errors.Seen(scale, mass, h.mass, memory.errors, ahead)
+        v = errors.written(reader, keys, old_values.to(v.dtype), v, rate, kernel)
     values = line.behind(old_values, v)
     final: Tensor | None = None
     if h.is_identity:

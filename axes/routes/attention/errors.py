@@ -2,8 +2,9 @@
 
     u_t = r_t (v_t - sum_{i<t} p_ti u_i),    p_t = softmax over i < t of scale <x_t, k_i> + mass_i
 
-or p_ti = kappa(x_t, k_i) e^mass_ti of another kernel than the reads', whose weights do not sum to one (LUCID). A unit triangular system: with the weights P strictly below the diagonal, (I + Diag(r) P) u = Diag(r) (v - what earlier
-pairs give). Blocks of tokens are solved one after another, so that scores are as large as a block times the list.
+or p_ti = kappa(x_t, k_i) e^mass_ti of another kernel than the reads', whose weights do not sum to one (LUCID). A unit
+triangular system: with the weights P strictly below the diagonal, (I + Diag(r) P) u = Diag(r) (v - what earlier pairs
+give). Blocks of tokens are solved one after another, so that scores are as large as a block times the list.
 Legend: ... batch, T tokens, n pairs of the state.
 """
 
