@@ -47,7 +47,7 @@ def no_form(update: StateUpdate) -> str | None:
         return "the state is more than the streams"
     if p.memory.kind != "matrix":
         return f"{type(p.memory).__name__} memory has no streams that could be mixed"
-    if gates(p.monoid) & {"row", "hadamard"} or rate_shape(p.step.rate) == "row":
+    if gates(p.monoid) & {"row", "hadamard", "turn"} or rate_shape(p.step.rate) == "row":
         return "entries of one stream are kept or written at different rates"
     if normalises(update):
         update = dataclasses.replace(update, h=Euclidean(), algorithm=dataclasses.replace(p.step, lazy=True))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from axes.core.execution import several
 from axes.core.memory import MLP, LayerNormMatrix, Leaves
 from axes.core.rates import Signal
-from axes.core.state_update import State, StateUpdate
+from axes.core.state_update import Output, State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError, wrong_type
 from axes.kernels.common import versions
 from axes.kernels.common.repeated import Same, repeated
@@ -135,12 +135,14 @@ class SequenceLayer(nn.Module):
             self._check_groups(heads, values, block, memory.kind)
         d_k, d_v = usual_k if d_k is None else d_k, usual_v if d_v is None else d_v
         parts = self.update.parts()
-        own = (parts.monoid.loose, parts.step.writes, several(parts))
+        own = (parts.monoid.loose, parts.step.writes, several(parts), parts.step.reads)
         self.sizes = Sizes(d_model, values, d_k, d_v, values // heads, *own)
         if linear := sorted(parts.linear_gates()):
             raise IllegalUpdate(f"{who}: tokens chart gates as logs: declare {linear} unit, as Scalar('name') does")
         if parts.step.writes > 1 and not block.several:
             raise IllegalUpdate(f"{who}: its block {type(block).__name__} makes one pair of key and value a token")
+        if parts.step.reads > 1 and not block.asks_several:
+            raise IllegalUpdate(f"{who}: its block {type(block).__name__} asks by one query a token and head")
         if not memory.keyed:
             raise IllegalUpdate(f"{who}: a sequence layer needs keys; {self.update!r} takes a given gradient")
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
@@ -149,10 +151,15 @@ class SequenceLayer(nn.Module):
         if queries < 1 or heads % queries:
             raise ShapeError(f"{who}: heads={heads} are no groups of queries={queries}")
         if queries > 1 and memory.kind != "list":
-            raise IllegalUpdate(f"{who}: several heads of queries read one list; {self.update!r} keeps none: queries=1")
+            raise IllegalUpdate(
+                f"{who}: several heads of queries read one list; {self.update!r} keeps none: queries=1, and "
+                "Step(reads=n) for several queries of another memory"
+            )
         self.memories = (values,) if queries == 1 else (heads // queries, 1)  # batch dimensions of a sequence's memory
         self.implementation, self.checkpoint, self.check_finite = implementation, checkpoint, check_finite
         settle(self.update, (d_v, d_k), implementation)
+        if (reason := parts.monoid.no_height(d_v)) is not None:
+            raise ShapeError(f"{who}: {reason}")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
         if (reason := parts.monoid.no_width(d_k)) is not None:
@@ -306,6 +313,24 @@ class SequenceLayer(nn.Module):
         self._look({"the output": y})
         return y[:, 0], LayerState(tails, memory)
 
+    def recall(self, x: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]:
+        """What the queries of tokens x (B, T, D) read of the memory as it stands: nothing is written.
+
+        Convolutions see the tokens before, as of `forward`, and the state comes back with these tokens in their tails.
+        """
+        self._check(x, 3)
+        if state is None:
+            state = self.init_state(x.shape[0], x.device, x.dtype)
+        self._check_state(state, x.shape[0], x)
+        signal, tails, kept = self.around.enter(x, state.tails)
+        q, held = signal["q"], state.memory
+        wide = torch.promote_types(x.dtype, torch.float32)
+        given = {n: y.to(wide) for n, y in signal.items()}
+        out = self.update.output(held, {n: y[:, 0] for n, y in given.items()})
+        weights, norm = (tuple(leaf.unsqueeze(1) for leaf in leaves) for leaves in out)
+        read = self.update.read(Output(weights, norm), given["q"], given)
+        return self.around.leave(read.to(q.dtype), kept), LayerState(tails, held)
+
     def _through(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
@@ -395,8 +420,10 @@ class SequenceLayer(nn.Module):
         who = type(self).__name__
         if memory == "list":
             raise ShapeError(f"{who}: num_v_heads={values} shares keys among values; a list stores them in pairs")
-        if self.update.parts().step.writes > 1:
-            raise ShapeError(f"{who}: num_v_heads={values} shares keys among values; several writes have pairs of both")
+        if self.update.parts().step.writes > 1 or self.update.parts().step.reads > 1:
+            raise ShapeError(
+                f"{who}: num_v_heads={values} shares keys among values; several writes or reads have some of their own"
+            )
         if block.grouped is not None:
             raise ShapeError(f"{who}: num_v_heads={values}, but its block {type(block).__name__} {block.grouped}")
         if values % heads:

@@ -219,7 +219,11 @@ def told(p: Parts, state: State, signal: Signal) -> Tensor:
 
 
 def read(p: Parts, out: Output, q: Tensor, signal: Signal) -> Tensor:
-    """Read q (..., d_k) from an output: (..., d_v), divided by the normaliser when debiased."""
+    """Read q (..., d_k) from an output: (..., d_v), divided by the normaliser when debiased. Of several reads q is
+    (..., reads, d_k), and what is read (..., reads, d_v)."""
+    if p.step.reads > 1:
+        one = p._replace(step=dataclasses.replace(p.step, reads=1))
+        return torch.stack([read(one, out, x, signal) for x in q.unbind(-2)], -2)
     if not out.norm:
         return p.memory.read(out.weights, q, signal, p.h)
     return p.memory.read_over(out.weights, out.norm, q, signal, p.h, p.step.floor)
@@ -287,7 +291,7 @@ def _asked(p: Parts, state: State, signal: Signal) -> Leaves:
 
 def _predicted(p: Parts, weights: Leaves, x: Tensor, signal: Signal) -> Tensor:
     if p.memory.scored:
-        return p.memory.read(weights, x, signal, p.h)
+        return p.memory.recalled(weights, x, signal, p.h)
     return p.memory.predict(weights, x, signal, encode=p.cost.encode)
 
 

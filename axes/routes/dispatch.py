@@ -27,6 +27,7 @@ from axes.routes import (
     early,
     gram,
     kernel_terms,
+    levels,
     opaque,
     passes,
     scan,
@@ -34,6 +35,7 @@ from axes.routes import (
     substitution,
     substitution_kernel,
     token,
+    turned,
 )  # fmt: skip
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
 from axes.routes.counts import each_phase, period, phases
@@ -150,9 +152,9 @@ def _run(
             return substitution_kernel.run(update, signal, state, weights)
     if choice[:2] == ("passes", "triton") and q.shape[time]:
         with own_precision(v):
-            begun = state or _begun(update, kernel_terms.every_head(signal), time, weights)
+            begun = state or _begun(update, kernel_terms.every_head(update, signal), time, weights)
             return _passes_by_kernel(update, signal, begun)
-    signal = kernel_terms.every_head(signal)
+    signal = kernel_terms.every_head(update, signal)
     if choice.route not in _AS_GIVEN:
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
         signal = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
@@ -160,7 +162,7 @@ def _run(
         if state is None:
             empty = _each(signal, time, lambda x: x.new_zeros(_without(x, time)))
             state = update.init(empty, weights)
-        return unread(q, v if update.parts().step.writes == 1 else v[..., 0, :]), state
+        return unread(q, v, update.parts().step.reads), state
     with own_precision(v):  # the recurrence stays in its own precision
         if state is not None and time == 1 and opaque.takes(update, choice, signal, q.shape[time]):
             out, state = opaque.run(update, choice.route, signal, state)
@@ -177,14 +179,17 @@ def _otherwise(
     weights: Leaves | None,
     implementation: Implementation | None,
 ) -> tuple[Tensor, State]:
-    """`_run` by the tuple that computes it: of one write a token, or read at states alone."""
+    """`_run` by the tuple that computes it: of rows that stand still, one write a token, or read at states alone."""
 
     def plain(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State]:
         return _run(update, signal, state, time, weights, implementation)
 
+    if turned.still(update) is not update:
+        signal = kernel_terms.every_head(update, signal)
+        return turned.run(update, signal, state or _begun(update, signal, time, weights), time, plain)
     if several_writes:
         return several.run(update, signal, state, time, plain)
-    signal = kernel_terms.every_head(signal)
+    signal = kernel_terms.every_head(update, signal)
     return early.run(update, signal, state or _begun(update, signal, time, weights), time, plain)
 
 
@@ -228,15 +233,18 @@ def _run_packed(
     choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), 1)
     other, several_writes, _ = computed(update)
     if other is not update and choice.implementation == "triton" and q.shape[1]:
-        bounds = cu_seqlens * update.parts().step.writes
+        still = turned.still(update) is update
+        bounds = cu_seqlens * several.each(update) if still else cu_seqlens
 
         def plain(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State]:
             assert state is not None
             return run_packed(update, signal, state, bounds, implementation=implementation)
 
+        if not still:
+            return turned.run(update, kernel_terms.every_head(update, signal), state, 1, plain, cu_seqlens)
         if several_writes:
             return several.run(update, signal, state, 1, plain)
-        return early.run(update, kernel_terms.every_head(signal), state, 1, plain, cu_seqlens)
+        return early.run(update, kernel_terms.every_head(update, signal), state, 1, plain, cu_seqlens)
     if choice.implementation == "triton" and q.shape[1] and _alike(update, choice, state):
         with own_precision(v):
             if choice.route == "attention":
@@ -248,7 +256,7 @@ def _run_packed(
             if choice.route == "passes":
                 return _passes_by_kernel(update, signal, state, cu_seqlens)
             if choice.route == "token":
-                return token.run(update, kernel_terms.every_head(signal), state, None, cu_seqlens)
+                return token.run(update, kernel_terms.every_head(update, signal), state, None, cu_seqlens)
             return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
 
     def alone(signal: Signal, state: State) -> tuple[Tensor, State]:
@@ -276,7 +284,7 @@ def _passes_by_kernel(
 
     v = signal["v"]
     assert isinstance(v, Tensor)
-    out, state = passes.run(update, kernel_terms.every_head(signal), state, 1, by_kernel)
+    out, state = passes.run(update, kernel_terms.every_head(update, signal), state, 1, by_kernel)
     return out.to(v.dtype), state
 
 
@@ -344,15 +352,18 @@ def _step_otherwise(
     def plain(update: StateUpdate, signal: Signal, given: State) -> tuple[Tensor, State]:
         return step(update, signal, given, implementation=implementation, in_place=in_place)
 
+    if turned.still(update) is not update:
+        return turned.run(update, kernel_terms.every_head(update, signal), state, 1, plain)
     if not several_writes:
         before = state._replace(theta=(state.theta[0].clone(),)) if in_place else state  # it is read after the step
-        return early.run(update, kernel_terms.every_head(signal), before, 1, lambda u, s, _: plain(u, s, state))
-    one, count = several.one(update), state.count + 1
-    tokens = several.tokens(update, signal, 1)
-    for i in range(update.parts().step.writes):
+        return early.run(update, kernel_terms.every_head(update, signal), before, 1, lambda u, s, _: plain(u, s, state))
+    one, count, outputs = several.one(update), state.count + 1, []
+    tokens, reads = several.tokens(update, signal, 1), update.parts().step.reads
+    for i in range(several.each(update)):
         token = {n: x[:, i : i + 1] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in tokens.items()}
         out, state = plain(one, token, state)
-    return out, state._replace(count=count)
+        outputs.append(out)
+    return out if reads == 1 else torch.stack(outputs[-reads:], -2), state._replace(count=count)
 
 
 def _begun(update: StateUpdate, signal: Signal, time: int, weights: Leaves | None) -> State:
@@ -494,6 +505,10 @@ def _run_passes(update: StateUpdate, signal: Signal, state: State, batch: int) -
     return passes.run(update, signal, state, batch, _run_chain)
 
 
+def _run_levels(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
+    return levels.run(update, signal, state, batch)
+
+
 def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     cost, h, monoid, step, _ = update.parts()
     outputs, done = [], 0
@@ -530,4 +545,5 @@ _ROUTES = {
     "cascade": _run_cascade,
     "gram": _run_gram,
     "passes": _run_passes,
+    "levels": _run_levels,
 }

@@ -40,6 +40,7 @@ class _Asked:
         if not p.memory.keyed:
             raise IllegalUpdate(f"a sequence of tokens has keys and values; {update!r} takes a given gradient")
         self.update, self.listed, self.writes = update, p.memory.kind == "list", p.step.writes
+        self.reads = p.step.reads
         self.repeated, self.linear = several(p), p.linear_gates()
         self.vectors = update.signals() | {"q", "k", "v"}
         self.rates = {per.name: per for per in update.demands()}
@@ -50,7 +51,8 @@ class _Asked:
         """The last dimensions of every name of a signal: named vectors stand on the key side."""
         own: dict[str, Sizes] = {name: (d_v if name == "v" else d_k,) for name in self.vectors}
         own |= {name: extent(per, d_k, d_v) for name, per in self.rates.items()}
-        return {name: (self.writes, *last) if name in self.repeated else last for name, last in own.items()}
+        own = {name: (self.writes, *last) if name in self.repeated else last for name, last in own.items()}
+        return own if self.reads == 1 else {**own, "q": (self.reads, *own["q"])}
 
     def form(self, d_k: int, d_v: int) -> Any:
         """The state of one sequence: the shapes of its leaves, in their place."""

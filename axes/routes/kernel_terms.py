@@ -51,6 +51,8 @@ def family(update: StateUpdate) -> Family | NoFamily:
         return NoFamily(reason)
     cost, _, monoid, step, memory = update.parts()
     kinds, filters = gates(monoid), update.filters()
+    if "turn" in kinds:
+        return NoFamily("rows that turn stand still in another frame: `axes.routes.turned`")
     if memory.kind == "entries" or kinds & {"row", "hadamard"}:
         reason = _no_entries(update)
         return "entries" if reason is None else NoFamily(reason)
@@ -159,13 +161,13 @@ def run(
     if state is None and weights is None and kind != "block" and not update.parts().step.debias:
         state = State((), (), (), (), (), torch.zeros((), dtype=torch.int64))  # kernels make the empty state themselves
     elif state is None:
-        first = {n: _first(x) for n, x in every_head(signal).items()}
+        first = {n: _first(x) for n, x in every_head(update, signal).items()}
         state = update.init(first, weights)
     share = kind in ("scalar", "diagonal", "entries") and rate_shape(update.parts().step.rate) in ("scalar", "row")
     share = share and not erases_along_key(update)  # whose strengths may be of every head
     share = share and "rotation" not in gates(update.parts().monoid)  # whose angles may be of every head
     if not share:
-        signal = every_head(signal)
+        signal = every_head(update, signal)
     q, k = _tensor(signal, "q"), _tensor(signal, "k")
     if share:
         q, k = _shared(q, k)
@@ -374,7 +376,7 @@ def _entries(
         beta = (beta if beta.is_floating_point() else beta.float()).expand(shape)
     erase = p.step.at if _erases(update) else "none"
     if erase == "new":  # an implicit step shrinks by the whole key
-        length = every_head({"k": t.k, "v": t.v})["k"].float().square().sum(-1, keepdim=True)  # type: ignore[union-attr]
+        length = every_head(update, {"k": t.k, "v": t.v})["k"].float().square().sum(-1, keepdim=True)  # type: ignore[union-attr]
         beta = torch.ones_like(t.v, dtype=torch.float32) if beta is None else beta.float()
         erase, beta = "gated", beta / (1.0 + beta * length)
     q, start = t.q, _start(state)
@@ -520,9 +522,12 @@ def _shared(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def every_head(signal: Signal) -> dict[str, Tensor | float]:
-    """q and k (..., H, K) for every head of v (..., HV, V): neighbours, HV / H of them, share theirs."""
+def every_head(update: StateUpdate, signal: Signal) -> dict[str, Tensor | float]:
+    """q and k (..., H, K) for every head of v (..., HV, V): neighbours, HV / H of them, share theirs. Tokens of several
+    writes have pairs for all heads."""
     v, made = _tensor(signal, "v"), dict(signal)
+    if update.parts().step.writes > 1:
+        return made
     for name in ("q", "k"):
         x = made.get(name)
         if not isinstance(x, Tensor) or x.ndim != v.ndim or x.shape[-2] >= v.shape[-2]:

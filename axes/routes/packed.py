@@ -58,9 +58,11 @@ class Packing(NamedTuple):
         return total - padded[:, self.offsets[:-1]][:, self.sequence]
 
 
-def unread(q: Tensor, v: Tensor) -> Tensor:
-    """What queries of no memory would read: several may share a value, and several values a query."""
-    return v.new_zeros(*map(max, q.shape[:-1], v.shape[:-1]), v.shape[-1])
+def unread(q: Tensor, v: Tensor, reads: int = 1) -> Tensor:
+    """What queries of no memory would read: several may share a value, and several values a query. reads: of a token,
+    a dimension of q."""
+    several = () if reads == 1 else (reads,)
+    return v.new_zeros(*map(max, q.shape[: q.ndim - 1 - len(several)], v.shape[:-1]), *several, v.shape[-1])
 
 
 def each_alone(
@@ -78,7 +80,7 @@ def each_alone(
         groups.setdefault((b - a, stand[n]), []).append(n)
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
-    out = unread(q, v)
+    out = unread(q, v, update.parts().step.reads)
     ends: dict[int, State] = {}
     total = len(offsets) - 1
     for (length, _), members in groups.items():

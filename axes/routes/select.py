@@ -1,7 +1,7 @@
 """Which route computes a sequence of tokens, and who: a pure function of the tuple, the device and the shapes.
 
-Routes are how (interpreter, chain, substitution, cascade, gram, attention, passes, token); implementations are who
-(reference, torch, triton).
+Routes are how (interpreter, chain, substitution, cascade, gram, attention, passes, levels, token); implementations are
+who (reference, torch, triton).
 """
 
 from __future__ import annotations
@@ -18,14 +18,27 @@ from axes.core.derived import (
     no_cascade,
     no_chain,
     no_gram,
+    no_levels,
     no_passes,
     no_substitution,
+    of_levels,
     scales_values,
 )
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
 from axes.kernels.common import versions
-from axes.routes import attention, early, given, kernel_terms, opaque, passes, several, substitution_kernel, token
+from axes.routes import (
+    attention,
+    early,
+    given,
+    kernel_terms,
+    opaque,
+    passes,
+    several,
+    substitution_kernel,
+    token,
+    turned,
+)
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -40,6 +53,7 @@ def routes(update: StateUpdate) -> Mapping[Route, str | None]:
     return {
         "attention": no_attention(update),
         "passes": no_passes(update),
+        "levels": no_levels(update),
         "gram": no_gram(update),
         "substitution": no_substitution(update),
         "chain": no_chain(update),
@@ -65,9 +79,9 @@ def select(
     require_implementation(implementation)
     if implementation == "reference":
         return Choice("interpreter", "reference", "asked for by name")
-    update, several_writes, attends = computed(update)
+    asked, (update, several_writes, attends) = update, computed(update)
     if several_writes and shapes is not None:
-        shapes = _tokens(shapes)
+        shapes = _tokens(asked, shapes)
     place = device if type(device) is torch.device else _device(device)
     if attends:
         return _attention(update, place, dtype, shapes or {}, implementation, time)
@@ -109,9 +123,9 @@ def select_token(
     """The same for one token after a state. torch by name is the recurrence itself, which is torch's operations; a list
     is read by the route of sequences."""
     require_implementation(implementation)
-    update, several_writes, attends = computed(update)
+    asked, (update, several_writes, attends) = update, computed(update)
     if several_writes and shapes is not None:
-        shapes = _tokens(shapes)
+        shapes = _tokens(asked, shapes)
     if attends:
         return select(update, device, dtype, shapes, implementation)
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
@@ -156,10 +170,11 @@ def plans(
 
 @fact
 def computed(update: StateUpdate) -> tuple[StateUpdate, bool, bool]:
-    """What a route computes for an update: itself, the tuple of one write a token, or the chain of which reads between
-    two states are reads; whether it is the tuple of one write, and whether that is attention."""
+    """What a route computes for an update: itself, the tuple of one write and read a token, the chain of which reads
+    between two states are reads, or that of the frame in which no row turns; whether it is the tuple of one write, and
+    whether that is attention."""
     one = several.one(update)
-    made = early.late(one) if routes(one)["chain"] is None else one
+    made = turned.still(early.late(one)) if routes(one)["chain"] is None else one
     return made, one is not update, routes(made)["attention"] is None
 
 
@@ -172,9 +187,11 @@ def _no_passes(update: StateUpdate, device: torch.device, dtype: torch.dtype, sh
     return next(filter(None, refused), None)
 
 
-def _tokens(shapes: Shapes) -> Shapes:
-    """Shapes of a call as those of tokens with one write."""
-    return {n: (*s[:-2], s[-1]) if n in ("k", "v") and len(s) > 2 else s for n, s in shapes.items()}
+def _tokens(update: StateUpdate, shapes: Shapes) -> Shapes:
+    """Shapes of a call as those of tokens with one write and one read."""
+    step = update.parts().step
+    each = {"k": step.writes, "v": step.writes, "q": step.reads}
+    return {n: (*s[:-2], s[-1]) if each.get(n, 1) > 1 and len(s) > 2 else s for n, s in shapes.items()}
 
 
 def _waiting(update: StateUpdate, choice: Choice, target: Target, dtype: torch.dtype, shapes: Shapes) -> Choice:
@@ -196,7 +213,7 @@ def settle(
     """
     if computed(update)[0] is not update:
         settle(computed(update)[0], widths, implementation)
-    idle(update)
+    idle(update), turned.still(update)
     if widths is not None:
         substitution_kernel.settle(update, *widths)
     given.asked(update)
@@ -214,6 +231,8 @@ def settle(
         attention.asked(update)
     if update.parts().memory.kind == "regression":
         settle(passes.sums(update), widths, implementation)
+    if update.parts().memory.kind == "levels":
+        settle(of_levels(update), widths, implementation)
     if update.parts().memory.kind == "bounded":
         for chain, sizes in zip(passes.passes(update), passes.widths(update, widths), strict=True):
             settle(chain, sizes, implementation)
