@@ -129,6 +129,9 @@ class SequenceLayer(nn.Module):
         if values != heads:
             self._check_groups(heads, values, block, memory.kind)
         d_k, d_v = usual_k if d_k is None else d_k, usual_v if d_v is None else d_v
+        if min(d_k, d_v) < 1:
+            sizes = f"keys of width {d_k} and values of width {d_v}"
+            raise ShapeError(f"{who}: d_model={d_model} leaves heads={heads} {sizes}: give d_k and d_v, or fewer heads")
         parts = self.update.parts()
         own = (parts.monoid.loose, parts.step.writes, several(parts))
         self.sizes = Sizes(d_model, values, d_k, d_v, values // heads, *own)

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from axes import dispatch
+from axes import dispatch, sequence
 from axes.core import reference
 from axes.errors import AxesError, ShapeError, UnknownName, WrongType
 from axes.routes.given import asked, require_call
@@ -117,6 +117,20 @@ def test_a_layer_takes_its_own_state(cls: type[SequenceLayer]) -> None:
     layer(x, state)  # what was refused was not remembered as right
     with pytest.raises(ShapeError, match="state"):
         layer(x, other)
+
+
+@pytest.mark.parametrize("cls", (*sequence.ALL, *sequence.PREDICTED), ids=lambda cls: cls.name)
+def test_keys_of_width_one_run_or_are_refused(cls: type[SequenceLayer]) -> None:
+    """Two heads of a width of two; layers whose keys are narrower than values would have none."""
+    try:
+        layer = cls(2, heads=2)
+    except ShapeError as error:
+        assert re.search("width must be even, got 1|leaves heads=2 keys of width 0", str(error))
+        return
+    x = torch.randn(2, 3, 2)
+    y, state = layer(x)
+    one, _ = layer.step(x[:, 0], state)
+    assert y.shape == (2, 3, 2) and one.shape == (2, 2) and y.isfinite().all()
 
 
 def test_a_call_that_was_seen_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
