@@ -410,8 +410,8 @@ class Rotation(Monoid):
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         if isinstance(self.angle, Per):
-            value = resolve(self.angle, signal)
-            return Element(angle=torch.as_tensor(value, dtype=like.dtype, device=like.device))
+            value = torch.as_tensor(resolve(self.angle, signal), dtype=like.dtype, device=like.device)
+            return Element(angle=value if value.ndim else value.expand(like.shape[-1] // 2))  # a number: of every pair
         d_k = like.shape[-1]
         if (reason := self.no_width(d_k)) is not None:
             raise IllegalUpdate(reason)

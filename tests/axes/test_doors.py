@@ -148,3 +148,10 @@ def test_a_call_that_was_seen_is_not_asked_again(monkeypatch: pytest.MonkeyPatch
     for _ in range(100):  # of looks no more than so many are kept
         require_call("here", update, signal(beta=torch.rand(()).item()), None)
     assert len(asked(update).looks) <= 64
+
+
+def test_spoilt_calls_that_were_wrong_once() -> None:
+    """A number for the angles of pairs; a list in fewer bits than the reflections that move it."""
+    for seed, what in ((295, "angle negative"), (1713, "state of float16")):
+        found = spoil("run", seed)
+        assert found.what == what and found.right, found
