@@ -172,7 +172,8 @@ def _signal(cls: Any, draw: random.Random, batch: int = 2, length: int = LENGTH)
     def moved(name: str, x: Any) -> Any:
         return x.movedim(2, 1).contiguous() if isinstance(x, Tensor) and x.ndim > 2 else x
 
-    return {n: moved(n, x) for n, x in made.items() if n in rates or n in cls.update.signals() or n == "q"}
+    names = sorted(n for n in made if n in rates or n in cls.update.signals() or n == "q")  # sets have an order a run
+    return {n: moved(n, made[n]) for n in names}
 
 
 def _paths(signal: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:

@@ -13,7 +13,7 @@ from axes import dispatch, sequence
 from axes.core import reference
 from axes.errors import AxesError, ShapeError, UnknownName, WrongType
 from axes.routes.given import asked, require_call
-from axes.sequence import RWKV7, FoX, GatedDeltaNet, SequenceLayer
+from axes.sequence import RWKV7, S4D, FoX, GatedDeltaNet, PaTH, SequenceLayer
 from tests.doors import DOORS, spoil
 
 FEW, MANY = 60, 2000
@@ -150,8 +150,19 @@ def test_a_call_that_was_seen_is_not_asked_again(monkeypatch: pytest.MonkeyPatch
     assert len(asked(update).looks) <= 64
 
 
-def test_spoilt_calls_that_were_wrong_once() -> None:
-    """A number for the angles of pairs; a list in fewer bits than the reflections that move it."""
-    for seed, what in ((295, "angle negative"), (1713, "state of float16")):
-        found = spoil("run", seed)
-        assert found.what == what and found.right, found
+
+def test_angles_of_pairs_may_be_one_number() -> None:
+    given = {n: torch.randn(2, 5, 3, 4) for n in ("q", "k", "v")} | {"decay": -torch.rand(2, 5, 3, 2)}
+    number, same = ({**given, "angle": x} for x in (-1.5, torch.full((2, 5, 3, 2), -1.5)))
+    for run in (dispatch.run, reference.run):
+        torch.testing.assert_close(run(S4D.update, number, time=1), run(S4D.update, same, time=1))
+
+
+def test_a_list_in_fewer_bits_is_moved_by_what_has_more() -> None:
+    """Reflections of float32 over keys of float16, in the interpreter as by routes."""
+    given = {n: torch.randn(2, 5, 3, 4) for n in ("q", "k", "v")} | {"beta": torch.rand(2, 5, 3)}
+    given["w"] = torch.nn.functional.normalize(torch.randn(2, 5, 3, 4), dim=-1)
+    state = reference.run(PaTH.update, given, time=1)[1]
+    halves = state._replace(theta=tuple(x.half() for x in state.theta))
+    got, want = (run(PaTH.update, given, halves, time=1)[0] for run in (dispatch.run, reference.run))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
