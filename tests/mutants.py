@@ -484,7 +484,7 @@ def survivors(rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: floa
                 words = {w for pair in re.findall(r'^class (\w+)|^ +name = "([^"]+)"', text, re.M) for w in pair if w}
                 asked = [t for t in server.tests if any(w in t for w in also)]
                 asked += [t for t in server.tests if t not in asked and any(re.search(rf"\b{w}\b", t) for w in words)]
-                by = server.show(tree, fault, source, asked[:_MANY], seconds)
+                by = server.show(tree, fault, source, asked[:3 * _MANY], seconds)
                 if by == "*":
                     quick = [t for t in asked if "::" not in t.partition("[")[2]][:_FEW]
                     found.append(shown(tree, fault, source, quick, seconds))
