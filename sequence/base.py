@@ -134,6 +134,9 @@ class SequenceLayer(nn.Module):
         if values != heads:
             self._check_groups(heads, values, block, memory.kind)
         d_k, d_v = usual_k if d_k is None else d_k, usual_v if d_v is None else d_v
+        if min(d_k, d_v) < 1:
+            sizes = f"keys of width {d_k} and values of width {d_v}"
+            raise ShapeError(f"{who}: d_model={d_model} leaves heads={heads} {sizes}: give d_k and d_v, or fewer heads")
         parts = self.update.parts()
         own = (parts.monoid.loose, parts.step.writes, several(parts), parts.step.reads)
         self.sizes = Sizes(d_model, values, d_k, d_v, values // heads, *own)
@@ -435,7 +438,7 @@ class SequenceLayer(nn.Module):
             raise wrong_type(who, "x", f"a tensor {shape} with D = {self.sizes.d_model}", x)
         if x.ndim != ndim or x.shape[-1] != self.sizes.d_model:
             raise ShapeError(f"{who}: x must be {shape} with D = {self.sizes.d_model}, got {tuple(x.shape)}")
-        parameter = some_parameter(self.around)
+        parameter = some_parameter(self._modules["around"])  # type: ignore[arg-type]  # an attribute takes longer
         assert parameter is not None
         if x.device != parameter.device:
             raise ShapeError(f"{who}: x is on {x.device}, the layer on {parameter.device}: move one of them")
@@ -459,11 +462,11 @@ class SequenceLayer(nn.Module):
         who, s, known = type(self).__name__, self.sizes, asked(self.update)
         if not isinstance(state, LayerState):
             raise wrong_type(who, "state", "a LayerState, as init_state or an earlier call returned it", state)
-        place = Place((batch, *self.memories), s.d_k, s.d_v, x.dtype, x.device)
-        found: list[Hashable] = [place, self._tails]
+        found: list[Hashable] = [batch, self.memories, s, x.dtype, x.device, self._tails]
         seen = look(state.tails, found) and look(state.memory, found)
         if seen and tuple(found) in known.looks:
             return
+        place = Place((batch, *self.memories), s.d_k, s.d_v, x.dtype, x.device)
         require_state(who, self.update, state.memory, place)
         if not isinstance(state.tails, tuple) or len(state.tails) != len(self._tails):
             raise ShapeError(f"{who}: state.tails must be a tuple of {len(self._tails)}: is it another layer's state?")

@@ -664,6 +664,8 @@ class List(Memory):
             return keys, values, mass, *owed
         if owed:
             keys = rotate(keys, owed[0][..., None, :])
+        if left is not None:  # a list may be kept in fewer bits than what moves it
+            keys = keys.to(torch.promote_types(keys.dtype, left.dtype))
         return Element(1.0, gate, element.angle, element.dense, left, element.right).act(keys), values, mass
 
     def add(self, leaves: Leaves, rate: Tensor | float, shape: Shape, drive: Leaves) -> Leaves:

@@ -448,7 +448,9 @@ class Rotation(Monoid):
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         if isinstance(self.angle, Per):
             value = torch.as_tensor(resolve(self.angle, signal), dtype=like.dtype, device=like.device)
-            return Element(turn=value) if self._of_rows else Element(angle=value)
+            if self._of_rows:
+                return Element(turn=value)
+            return Element(angle=value if value.ndim else value.expand(like.shape[-1] // 2))  # a number: of every pair
         d_k = like.shape[-1]
         if (reason := self.no_width(d_k)) is not None:
             raise IllegalUpdate(reason)

@@ -82,8 +82,13 @@ def look(x: Any, found: list[Hashable]) -> bool:
             of = part.__class__
             if of is Tensor:  # what is frequent, without a call
                 found += (part.shape, part.dtype, part.device)
-            elif of is tuple and not part:
-                found.append(None)
+            elif of is tuple:
+                found.append(len(part))
+                for leaf in part:
+                    if leaf.__class__ is Tensor:
+                        found += (leaf.shape, leaf.dtype, leaf.device)
+                    elif not look(leaf, found):
+                        return False
             elif not look(part, found):
                 return False
     elif kind is float or kind is int or x is None:
