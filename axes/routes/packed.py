@@ -16,6 +16,8 @@ from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.routes.counts import behind, joined, one, phases
 
+Run = Callable[[Signal, State], tuple[Tensor, State]]
+
 
 class Packing(NamedTuple):
     """Offsets of N packed sequences (N + 1,), and of every token its sequence (T,)."""
@@ -96,6 +98,32 @@ def each_alone(
         for i, n in enumerate(members):
             ends[n] = select(end, torch.tensor([i], device=v.device), len(members))
     return out, [ends[n] for n in range(total)]
+
+
+def each_phase(run: Run, update: StateUpdate, signal: Signal, state: State, time: int) -> tuple[Tensor, State]:
+    """A recurrence over sequences side by side whose counts differ: those that stand alike at once."""
+    q, v = signal["q"], signal["v"]
+    assert isinstance(q, Tensor) and isinstance(v, Tensor)
+    total = state.count.shape[0]
+    stand = phases(update, state, total)
+    if len(set(stand)) <= 1:
+        out, end = run(signal, one(state))
+        return out, behind(state, end)
+    out, ends = unread(q, v), list[Any]([None] * total)
+    for phase in dict.fromkeys(stand):
+        members = [n for n, at in enumerate(stand) if at == phase]
+        rows = torch.tensor(members, device=v.device)
+        part = {
+            n: x[rows] if isinstance(x, Tensor) and x.ndim > time and x.shape[0] == total else x
+            for n, x in signal.items()
+        }
+        before = select(state, rows, total)
+        got, end = run(part, one(before))
+        end = behind(before, end)
+        out = out.index_put((rows,), got.to(out.dtype))
+        for i, n in enumerate(members):
+            ends[n] = select(end, torch.tensor([i], device=v.device), len(members))
+    return out, join(ends, grows(update), counted=True)
 
 
 def grows(update: StateUpdate) -> bool:
