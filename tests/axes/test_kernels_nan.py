@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from axes.kernels.common.codes import bfloat16_at_random
 from axes.kernels.common.tiles import floored
-from axes.kernels.diagonal.channels import _rounded
+from axes.kernels.diagonal.channels import split
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def through(x, held, short, drawn, N: tl.constexpr):
     i = tl.arange(0, N)
     value = tl.load(x + i)
     tl.store(held + i, floored(value))
-    tl.store(short + i, _rounded(value))
+    tl.store(short + i, split(value, 3)[0].to(tl.float32))
     tl.store(drawn + i, bfloat16_at_random(value, i * 0 + 0xFFFF))
 
 

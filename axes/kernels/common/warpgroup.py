@@ -6,6 +6,8 @@ writes meet at barriers in shared memory: one thread arrives for all of its warp
 
 from __future__ import annotations
 
+import triton.language as tl
+
 from axes.kernels.common.gluon import (
     barrier,
     fence_async_shared,
@@ -15,6 +17,7 @@ from axes.kernels.common.gluon import (
     warpgroup_mma,
 )
 
+_ALL = gl.constexpr(tl.PropagateNan.ALL)
 ROWS = gl.constexpr(64)  # of a warpgroup's product
 
 
@@ -43,7 +46,7 @@ def times(a, b, N: gl.constexpr):
 @gluon.jit
 def floored(log):
     """`tiles.floored`: a log gate held from below, a NaN stays one."""
-    return gl.where(log < -100.0, -100.0, log)
+    return gl.maximum(log, -100.0, propagate_nan=_ALL)
 
 
 # ---- meetings --------------------------------------------------------------------------------------------------------

@@ -44,9 +44,9 @@ def load_logs(g, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr
 def _rounded(x):
     """x to eight bits, as float32: a half rounds away from zero. Conversions would be slower than these integers.
 
-    They would carry the NaN that a GPU computes, all ones, over into -0.
+    They carry the NaN that a GPU computes, all ones, over into -0.
     """
-    return tl.where(x == x, ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True), x)
+    return ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def split(log, PARTS: tl.constexpr):
     if PARTS == 0:
         high, middle, low = log, log, log
     else:
-        kept = _rounded(log)
+        kept = tl.where(log == log, _rounded(log), log)  # a NaN stays one
         rest = _rounded(log - kept)
         high, middle, low = _short(kept), _short(rest), _short(_rounded(log - kept - rest))
     return high, middle, low
