@@ -23,7 +23,7 @@ from axes.optim.engine.staged import Staged
 from axes.optim.engine.together import Batch
 from axes.programs.batched import Schedule
 from axes.programs.library import LibraryStep
-from axes.routes import attention, cascade, gram, passes, recurrent, scan, substitution
+from axes.routes import attention, cascade, gram, levels, passes, recurrent, scan, substitution
 from axes.routes.attention import softmax, transported
 from axes.routes.choice import Choice
 from tests.optim.table import INSTANCES, Instance
@@ -36,6 +36,7 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (substitution, "run", "substitution", "torch"),
     (attention, "run", "attention", None),
     (passes, "run", "passes", "torch"),
+    (levels, "run", "levels", "torch"),
     (softmax, "_one", None, "torch"),
     (softmax, "_fused", None, "torch"),
     (transported, "attend", None, "torch"),

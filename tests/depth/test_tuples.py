@@ -46,6 +46,16 @@ TUPLES = {
     "reflect": (StateUpdate(Alignment(), monoid=Householder(Per("beta", domain="real"), "w")), 1e-12),
     "dplr": (StateUpdate(Alignment(), monoid=DPLR(Per("a", "key", "unit"))), 1e-1),
     "rotate": (StateUpdate(Alignment(), monoid=Rotation(Per("angle", "pair", "real"))), 1e-12),
+    "channels turn": (StateUpdate(Alignment(), monoid=Rotation(Per("angle", "row-pair", "real"))), 1e-12),
+    "complex channels": (
+        StateUpdate(
+            Alignment(),
+            monoid=Product(
+                (Diagonal(Per("a", "row-pair", "unit"), "row-pair"), Rotation(Per("angle", "row-pair", "real")))
+            ),
+        ),
+        1e-1,
+    ),
     "matrix": (StateUpdate(Alignment(), monoid=GeneralLinear(MIX)), 1e-12),
     "rotation matrix": (StateUpdate(Alignment(), monoid=GeneralLinear(MIX, Cayley(1.0))), 1e-12),
     "stochastic rows": (StateUpdate(Alignment(), monoid=GeneralLinear(MIX, Entropic("row"))), 1e-12),
