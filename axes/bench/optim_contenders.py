@@ -246,7 +246,7 @@ def _scheduled(make: Make) -> Make:
                 group[name] = _moved(value, t)
 
         optimizer.register_step_pre_hook(move)
-        return optimizer  # type: ignore[no-any-return]
+        return optimizer
 
     return made
 
