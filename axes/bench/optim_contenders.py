@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from axes import optim
+from axes.core.declared import leaves
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.optim.engine.capabilities import elementwise, holds
@@ -226,6 +228,40 @@ def _ours(
         recorded = place.cuda and not holds(cls.update)  # what is refreshed in some steps is not one graph
         captured = made({**extra, "capturable": True, **unchecked}) if recorded else None
         yield Contender(OURS + label, made(extra), reference, captured, period)
+    yield Contender(f"{OURS} scheduled", _scheduled(made({})), _scheduled(reference), period=period)
+
+
+def _scheduled(make: Make) -> Make:
+    """The same while every number of every group moves from step to step: beside it, the constant one."""
+
+    def made(parameters: Parameters) -> torch.optim.Optimizer:
+        optimizer: Any = make(parameters)
+        groups = optimizer.param_groups
+        numbers = [(group, name, group[name]) for group in groups for name in _numbers(optimizer, group)]
+        steps = itertools.count()
+
+        def move(*_: Any) -> None:
+            t = next(steps)
+            for group, name, value in numbers:
+                group[name] = _moved(value, t)
+
+        optimizer.register_step_pre_hook(move)
+        return optimizer
+
+    return made
+
+
+def _numbers(optimizer: Any, group: dict[str, Any]) -> list[str]:
+    """The hyperparameters of a group that a schedule can move: floats, and tuples of them."""
+    names = [*inspect.signature(optimizer._rules[group["rule"]]).parameters, "lr", "weight_decay"]
+    return [n for n in names if any(isinstance(x, float) for x in leaves(group.get(n)))]
+
+
+def _moved(value: Any, t: int) -> Any:
+    """What a schedule makes of a value; what decides whether a part is there stays."""
+    if isinstance(value, tuple):
+        return tuple(_moved(x, t) for x in value)
+    return value * (1.0 - 1e-4 * (t % 50)) if isinstance(value, float) and value not in (0.0, 1.0) else value
 
 
 def _stores(update: StateUpdate) -> bool:

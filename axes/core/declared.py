@@ -145,6 +145,11 @@ def resolved(part: P, values: Sequence[float]) -> P:
     return _resolved(part, values)
 
 
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
 def _resolved(part: Any, values: Sequence[float]) -> Any:
     if isinstance(part, Number):
         return part.at(values)
@@ -155,7 +160,8 @@ def _resolved(part: Any, values: Sequence[float]) -> Any:
         return type(part)._make(new) if hasattr(part, "_make") else new
     if not isinstance(part, Declared):
         return part
-    names = [field.name for field in dataclasses.fields(part)]  # type: ignore[arg-type]
+    kind: Any = type(part)
+    names = _names(kind)
     old = [getattr(part, name) for name in names]
     fields = {n: y for n, x in zip(names, old, strict=True) if (y := _resolved(x, values)) is not x}
     if not fields:

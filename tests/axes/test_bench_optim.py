@@ -25,6 +25,7 @@ from axes.bench.optim_contenders import (
     find_rules,
 )
 from axes.cli import main
+from axes.core.declared import leaves
 from axes.errors import AxesError
 
 CPU = torch.device("cpu")
@@ -54,6 +55,20 @@ def test_every_contender_steps_as_its_convention_says(rule: OptimizerRule) -> No
         assert not row.refused, row
         assert row.eager is not None and row.eager > 0 and row.launches is not None and row.launches > 0
         assert row.error is None or row.error <= rule.bound
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
+def test_the_scheduled_contender_moves_every_number_of_every_step(rule: OptimizerRule) -> None:
+    (contender,) = contenders(rule, Place(CPU, torch.float32), ("axes scheduled",))
+    parameters = optim.Problem(TINY.for_rule(rule), torch.float32, CPU, 0).parameters
+    optimizer: Any = contender.make(parameters)
+    seen = []
+    for _ in range(3):
+        optimizer.step()
+        seen.append([x for g in optimizer.param_groups for n, v in g.items() if n != "params" for x in leaves(v)])
+    moved = [a for a, b, c in zip(*seen, strict=True) if isinstance(a, float) and len({a, b, c}) == 3]
+    held = [a for a, b, c in zip(*seen, strict=True) if isinstance(a, float) and a == b == c]
+    assert moved and all(x in (0.0, 1.0, math.inf) for x in held), (moved, held)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.matrices], ids=lambda r: r.name)

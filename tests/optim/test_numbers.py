@@ -244,3 +244,19 @@ def test_what_takes_the_value_without_asking_gets_none() -> None:
     (x,) = Origin((0.25,)).numbers()
     assert math.isnan(math.sqrt(x)) and f"{x:.2f}" == "0.25" and repr(x) == "0.25" and hash(x) == hash(0.25)
     assert type(pickle.loads(pickle.dumps(x))) is float and pickle.loads(pickle.dumps(x)) == 0.25
+
+
+@pytest.mark.parametrize("rule", (optim.SOAP, optim.Shampoo, optim.Muon))
+def test_a_tensor_on_the_host_is_the_number_that_it_holds(rule: Any) -> None:
+    """A float32 tensor is float32's nearest number to the float it was made of, which is another step."""
+
+    def weights(lr: Any) -> list[torch.Tensor]:
+        model = net(torch.float32)
+        train(model, rule(model, lr=lr), 13)
+        return [p.detach() for p in model.parameters()]
+
+    tensor = torch.tensor(0.003)
+    for a, b in zip(weights(tensor), weights(tensor.item()), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(weights(torch.tensor(0.003, dtype=torch.float64)), weights(0.003), strict=True):
+        assert torch.equal(a, b)

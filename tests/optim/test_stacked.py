@@ -234,3 +234,28 @@ def test_a_state_that_is_replaced_between_steps_is_followed(rule: str) -> None:
     for optimizer, some in ((a, ps), (b, qs)):
         walk(optimizer, some, 2, 1)
     assert all(map(torch.equal, ps, qs))
+
+
+@pytest.mark.parametrize("rule", (optim.AdamW, optim.Muon))
+@pytest.mark.parametrize("alone", (True, False))
+def test_states_that_take_the_place_of_others_are_those_that_step(rule: Any, alone: bool) -> None:
+    """Between steps somebody exchanges two states, and puts a copy in the place of a third. alone: no other group."""
+
+    def run(foreach: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(4, 3, dtype=torch.float64)) for _ in range(8)]
+        groups = [weights] if alone else [weights[:1], *([w] for w in weights[1:6]), weights[6:]]
+        main = "adamw" if rule is optim.AdamW else "muon"
+        optimizer = rule([{"params": some, "rule": main} for some in groups], lr=0.1, foreach=foreach)
+        for step in range(6):
+            for i, w in enumerate(weights):
+                w.grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(8 * step + i), dtype=w.dtype)
+            optimizer.step()
+            if step == 3:
+                states = optimizer.state
+                states[weights[6]], states[weights[7]] = states[weights[7]], states[weights[6]]
+                states[weights[0]] = {name: x.clone() for name, x in states[weights[7]].items()}
+        return [w.detach() for w in weights]
+
+    for one, other in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
