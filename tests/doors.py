@@ -103,7 +103,7 @@ STATE: dict[str, Callable[[Any], Any]] = {
     "of lists": _leaf(lambda x: x.tolist()),
     "wider by one": _leaf(lambda x: torch.cat((x, x[..., :1]), -1)),
     "of a larger batch": _leaf(lambda x: torch.cat((x, x[:1]))),
-    "of float16": _leaf(lambda x: x.half()),
+    "of float64": _leaf(lambda x: x.double()),  # one of 16 bits is held so, and legal
     "of integers": _leaf(lambda x: x.long()),
     "on meta": _leaf(lambda x: x.to("meta")),
     "of another system": lambda s: s._replace(memory=_other(s.memory)) if hasattr(s, "memory") else _other(s),

@@ -366,6 +366,8 @@ def _require_list(who: str, name: str, theta: object, place: Place) -> None:
             _require_batch(who, f"{name}[{i}]", x, form, place)
         if not x.is_floating_point():
             raise ShapeError(f"{who}: {name}[{i}] must be floating point, got {x.dtype}")
+        if i < 2 and x.dtype == torch.float64 != place.dtype:
+            raise ShapeError(f"{who}: {name}[{i}] is float64 beside {place.dtype}: convert one of them")
         if x.device != place.device:
             raise ShapeError(f"{who}: {name}[{i}] is on {x.device} and the input on {place.device}: move one of them")
 

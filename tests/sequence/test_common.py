@@ -501,3 +501,12 @@ def test_a_memory_is_held_as_a_whole() -> None:
     wide = make(GatedDeltaNet)
     with pytest.raises(ShapeError, match="float64 beside float64"):
         wide.step(tokens()[:, 0], wide.init_state(B).to(torch.bfloat16))
+
+
+def test_a_list_wider_than_its_tokens_is_refused() -> None:
+    layer = make(RoPE, torch.float32)
+    x = tokens(dtype=torch.float32)
+    _, state = layer(x)
+    assert state is not None
+    with pytest.raises(ShapeError, match=r"theta\[0\] is float64 beside torch.float32"):
+        layer.step(x[:, 0], state.to(torch.float64))
