@@ -12,8 +12,9 @@ import torch
 from axes import catalogue
 from axes.bench import depth_training, depth_training_report, optim_tasks
 from axes.bench.depth_training import Size
-from axes.bench.optim_training import Plan
+from axes.bench.optim_training import Plan, Run
 from axes.bench.optim_training_report import summaries
+from axes.bench.results import load
 from axes.cli import main
 from axes.errors import AxesError
 
@@ -95,3 +96,12 @@ def test_parts_of_several_processes_are_one_result(tmp_path: Path, text: None, m
     assert torch.get_num_threads() == threads
     with pytest.raises(AxesError, match="another length or task"):
         depth_training.measure(NAMES[:2], SMALL, Plan(steps=3, rates=0, seeds=2), tmp_path / "two", workers=2)
+
+
+def test_the_page_shows_the_file() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    results = load(docs / "depth_training.json", Run)
+    table = depth_training_report.markdown(results)
+    page = (docs / "depth.md").read_text()
+    assert table in page
+    assert all(len(s.runs) == 3 for s in summaries(results))
