@@ -295,6 +295,7 @@ def depth_training(
     rates: Annotated[int, typer.Option(help="Learning rates of a mixer's first grid; 0: all at one rate.")] = 3,
     seeds: Annotated[int, typer.Option(help="Seeds at that rate.")] = 3,
     points: Annotated[int, typer.Option(help="Looks at the held-out loss.")] = 5,
+    workers: Annotated[int, typer.Option(help="Processes, of one thread each, that train mixers side by side.")] = 1,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
     fresh: Annotated[bool, typer.Option(help="Train again what the folder holds.")] = False,
@@ -307,7 +308,7 @@ def depth_training(
     plan = optim_training_.Plan(steps=steps, rates=rates, seeds=seeds, points=points, device=device)
     console = _console()
     with _watching(console) as watch:
-        results = depth_training_.measure(tuple(names or ()), size, plan, out, watch, fresh)
+        results = depth_training_.measure(tuple(names or ()), size, plan, out, watch, fresh, workers)
     console.print(depth_training_report.table(results))
     depth_training_report.draw(results, out / "depth-training.png")
     write_text(out / "depth-training.md", depth_training_report.markdown(results))

@@ -7,19 +7,24 @@ mixer is trained at its own best learning rate, or all at one (`Plan(rates=0)`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
 from axes import catalogue
 from axes.bench.optim_tasks import Task, language_model
-from axes.bench.optim_training import Optimizers, Plan, Trainer, fill
-from axes.bench.results import Watch, unwatched, write
+from axes.bench.optim_training import Optimizers, Plan, Run, Trainer, fill
+from axes.bench.results import Watch, begin, unwatched, write
+from axes.bench.sequence import device_of
 from axes.errors import AxesError, ShapeError
 from axes.models.language_model import Architecture, LanguageModel
 from axes.optim import AdamW
+from axes.tasks.workers import Died, side_by_side
 
 FILE = "depth-training.json"
 REFERENCE = "pre-norm"  # what the others are compared with, seed by seed
@@ -42,14 +47,65 @@ class Size:
 
 
 def measure(
-    mixers: tuple[str, ...], size: Size, plan: Plan, folder: Path, watch: Watch = unwatched, fresh: bool = False
-) -> dict[str, Any]:
-    """Train every run that the folder does not hold yet; the file is written after each. Returns its contents."""
+    mixers: tuple[str, ...], size: Size, plan: Plan, folder: Path, watch: Watch = unwatched, fresh: bool = False,
+    workers: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Train every run that the folder does not hold yet; the file is written after each. Returns its contents.
+
+    workers: processes of one thread each that train mixers side by side, into folders of their own below `parts`.
+    """
     plan.require(swept=False)
+    if workers < 1:
+        raise AxesError(f"--workers must be at least 1, got {workers}")
     names = [catalogue.get(name, "depth").name for name in mixers] or [e.name for e in catalogue.entries("depth")]
+    if workers == 1:
+        return _measure(names, size, plan, folder, watch, fresh)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the parts, whose figures these are
+    try:
+        waiting = deque((name, size, plan, folder / "parts" / name, fresh) for name in names)
+        watch(f"{len(names)} mixers by {workers} processes", 0, len(names))
+        for done, ((name, *_), found) in enumerate(side_by_side(_part, waiting, workers), 1):
+            if isinstance(found, Died) or found is not None:
+                raise AxesError(f"the process that trained {name} died" if isinstance(found, Died) else found)
+            watch(name, done, len(names))
+        return _merged(names, folder, device_of(plan.device), fresh)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(
+    names: list[str], size: Size, plan: Plan, folder: Path, watch: Watch = unwatched, fresh: bool = False
+) -> dict[str, Any]:
     pairs = [(task(name, size), trainer(name)) for name in names]
     results = fill(pairs, plan, folder / FILE, watch, fresh)
     results["parameters"] = results.get("parameters", {}) | {name: _parameters(name, size) for name in names}
+    write(folder / FILE, results)
+    return results
+
+
+def _part(given: tuple[str, Size, Plan, Path, bool]) -> str | None:
+    """Train one mixer in this process; what it refuses."""
+    torch.set_num_threads(1)
+    name, size, plan, folder, fresh = given
+    try:
+        _measure([name], size, plan, folder, fresh=fresh)
+    except AxesError as error:
+        return str(error)
+    return None
+
+
+def _merged(names: list[str], folder: Path, device: torch.device, fresh: bool) -> dict[str, Any]:
+    """The parts as one file, after what it held already."""
+    results = begin(folder / FILE, Run, device, 0, fresh)
+    for name in names:
+        part = begin(folder / "parts" / name / FILE, Run, device, 0, False)
+        for fact in ("size", "tasks"):
+            if results.setdefault(fact, part[fact]) != part[fact]:
+                raise AxesError(f"{folder / FILE} holds runs of another length or task; choose another --out")
+        there = {Run(**row).key for row in results["rows"]}
+        results["rows"] += [row for row in part["rows"] if Run(**row).key not in there]
+        results["parameters"] = results.get("parameters", {}) | part["parameters"]
     write(folder / FILE, results)
     return results
 

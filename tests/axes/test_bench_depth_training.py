@@ -12,8 +12,11 @@ import torch
 from axes import catalogue
 from axes.bench import depth_training, depth_training_report, optim_tasks
 from axes.bench.depth_training import Size
+from axes.bench.optim_training import Plan, Run
 from axes.bench.optim_training_report import summaries
+from axes.bench.results import load
 from axes.cli import main
+from axes.errors import AxesError
 
 SMALL = Size(layers=2, width=16, heads=2, batch=2, context=8)
 NAMES = ("pre-norm", "mhc", "denseformer")
@@ -77,3 +80,28 @@ def test_mixers_train_and_are_compared_seed_by_seed(
     with pytest.raises(SystemExit):
         main([*line, "--width", "32"])
     assert "another length or task" in capsys.readouterr().err
+
+
+def test_parts_of_several_processes_are_one_result(tmp_path: Path, text: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, plan = torch.get_num_threads(), Plan(steps=2, rates=0, seeds=2, points=1)
+    one = depth_training.measure(NAMES[:2], SMALL, plan, tmp_path / "one")
+    monkeypatch.setattr(depth_training, "side_by_side", lambda work, waiting, _: ((w, work(w)) for w in list(waiting)))
+    for _ in range(2):  # nothing is trained or written twice
+        side = depth_training.measure(NAMES[:2], SMALL, plan, tmp_path / "two", workers=2)
+        for key in ("size", "tasks", "parameters"):
+            assert side[key] == one[key]
+        assert [(r["who"], r["seed"], r["loss"]) for r in side["rows"]] == [
+            (r["who"], r["seed"], r["loss"]) for r in one["rows"]
+        ]
+    assert torch.get_num_threads() == threads
+    with pytest.raises(AxesError, match="another length or task"):
+        depth_training.measure(NAMES[:2], SMALL, Plan(steps=3, rates=0, seeds=2), tmp_path / "two", workers=2)
+
+
+def test_the_page_shows_the_file() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    results = load(docs / "depth_training.json", Run)
+    table = depth_training_report.markdown(results)
+    page = (docs / "depth.md").read_text()
+    assert table in page
+    assert all(len(s.runs) == 3 for s in summaries(results))

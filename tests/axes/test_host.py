@@ -33,7 +33,7 @@ MIXED = {
     "hyper-connections": ((20, 1), (29, 1)),
     "dynamic-hyper-connections": ((52, 4), (73, 4)),
     "mhc": ((45, 5), (59, 5)),
-    "jpmhc": ((100, 4), (127, 4)),
+    "jpmhc": ((45, 5), (59, 5)),
 }
 
 
