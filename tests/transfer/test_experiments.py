@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from axes import catalogue
@@ -50,6 +51,24 @@ def test_what_papers_say(experiment: Experiment) -> None:
     else:
         assert experiment.arm == experiment.control and all(d.path.startswith("block.") for d in experiment.moved)
     assert found((experiment.id,)) == (experiment,) and set(experiment.tasks) <= set(TASKS["sequence"])
+
+
+@pytest.mark.parametrize(("id", "published", "opened"), [("G1", (1e-9, 1e-3), 0.3), ("G2", (1e-6, 1e-2), 0.5)])
+def test_where_gates_start(id: str, published: tuple[float, float], opened: float) -> None:
+    """What the median channel keeps over 200 tokens, before training: little as published, most of it in the arm."""
+    kept = []
+    for system in found((id,))[0].systems:
+        torch.manual_seed(0)
+        make = system.layer()
+        assert make is not None
+        gates = []
+        for _ in range(20):
+            layer = make(64, heads=4)
+            with torch.no_grad():
+                signal = layer.around.enter(torch.randn(1, 200, 64), layer.around.tails(1, torch.zeros(1)))[0]
+            gates.append(signal["decay"].sum(1).flatten())
+        kept.append(float(torch.cat(gates).median().exp()))
+    assert published[0] < kept[1] < published[1] and kept[0] > opened
 
 
 def test_controls_that_are_known_systems() -> None:
