@@ -28,6 +28,7 @@ class Sizes:
 
     loose: the pairs of vectors a, b of a transition I + a b^T that nothing bounds but what makes them.
     writes: pairs of key and value a token, and what is `repeated` for each of them: rates by name.
+    reads: queries a token, each with an output.
     """
 
     d_model: int
@@ -38,6 +39,7 @@ class Sizes:
     loose: tuple[str, ...] = ()
     writes: int = 1
     repeated: frozenset[str] = frozenset()
+    reads: int = 1
 
     @property
     def key_heads(self) -> int:

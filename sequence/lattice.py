@@ -10,6 +10,7 @@ only the unnormalised form has one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import final
 
 from axes.core.algorithms import Step
@@ -71,10 +72,16 @@ class LatticeEnc(SequenceLayer):
     name = "lattice-enc"
     paper = _PAPER
     equation = "eq. 14 with h = v, c = Phi^T v - k (eqs. 9, 10, 13)"
-    differs = "one half in the loss, as the printed update 10 has it and its loss 9 does not; " + _BLOCK + _NO_GATE
+    differs = (
+        "one half in the loss, as the printed update 10 has it and its loss 9 does not; gamma starts at 1 / 8 and stays"
+        " below 0.5: values, whose length is no unit, take the part of keys, and steps above 2 / |v|^2 overshoot in"
+        " every slot. "
+        + _BLOCK
+        + _NO_GATE
+    )
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(encode=True), Sphere("columns"), Identity(), _STEP, memory=Slots())
-    block = _MAMBA
+    block = replace(_MAMBA, charts=(("gamma", Capped(0.125, scale=0.5)),))
 
 
 @final

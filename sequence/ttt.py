@@ -44,9 +44,8 @@ _LEFT_OUT = (
     " their position inside the mini-batch (RoPE), divides the accumulated gradient of the i-th token of a mini-batch"
     " by i"
     " plus a learned offset, and normalises the output over all heads with a LayerNorm; none of this is in the paper's"
-    " equations and none of it is here: an RMSNorm per head stands for the last. Transformer backbone (no convolution,"
-    " no"
-    " gate)"
+    " equations and none of it is here: an RMSNorm per head stands for the last. A convolution of 4 on q, k and v, as"
+    " in the paper's Mamba backbone, without which one layer does not see which key a value came with; no output gate"
 )
 
 
@@ -64,7 +63,7 @@ class TTTLinear(SequenceLayer):
     differs = _LEFT_OUT
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), algorithm=Step(Per("eta"), at=Anchor(16)), memory=LayerNormMatrix())
-    block = Standard(conv=0, key_norm=False, output_gate=None, initial=0.02, charts=(("eta", InnerRate(1.0)),))
+    block = Standard(key_norm=False, output_gate=None, initial=0.02, charts=(("eta", InnerRate(1.0)),))
 
 
 @final
@@ -77,10 +76,10 @@ class TTTMLP(SequenceLayer):
     name = "ttt-mlp"
     paper = _PAPER
     equation = "eqs. 1-6, f(x) = x + LN(W1 gelu(W2 x)), mini-batch 16, eta = 0.1 sigmoid(w x) / d (sections 2.4, 2.7)"
-    differs = _LEFT_OUT + "; the exact gelu (the code approximates it by tanh)"
+    differs = _LEFT_OUT + "; the exact gelu (the code approximates it by tanh); keys of unit length"
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), algorithm=Step(Per("eta"), at=Anchor(16)), memory=MLP())
-    block = Standard(conv=0, key_norm=False, output_gate=None, initial=0.02, charts=(("eta", InnerRate(0.1)),))
+    block = Standard(output_gate=None, initial=0.02, charts=(("eta", InnerRate(0.1)),))
 
 
 TTT = (TTTLinear, TTTMLP)

@@ -1,87 +1,59 @@
 """Faults planted one at a time in a copy of the tree, and whether the tests that run the line see them.
 
-    python -m tests.mutants axes/core/derived.py axes/routes/scan.py --sample 20 --seed 0 --report docs/mutants
+    python -m tests.mutants optim/rules sequence --sample 4 --seed 0 --minutes 30 --report docs/mutants
 
 A fault is another comparison, constant, sign or operator, a condition turned round, a statement left out, or two
-arguments exchanged. Which tests run a line is found by running the candidates of a file once, under a trace of that
-file alone; a fault is then shown to those that run its line, the quickest first, until one fails. Everything happens in
-processes forked from one that has imported torch. mutmut and cosmic-ray were looked at: the one leaves decorated
-functions and dataclasses alone, which most of this package is, and the other runs all tests for every fault.
+arguments exchanged. A process collects the tests of a part of the tree once; which lines they run is found by a trace
+of its files, one case of every test before a second one of any, until its budget is spent. For a fault that process is
+forked, the functions that changed get their new code, what they have kept is forgotten, and the quickest tests that run
+the line are run: a fault costs its tests alone. What these miss is shown to all that run the line; what is not in a
+function, to a process that imports the changed file. Files that the report has are passed over. mutmut and cosmic-ray
+were looked at: the one leaves decorated functions and dataclasses alone, which most of this package is, and the other
+runs all tests for every fault.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import functools
+import gc
 import json
+import multiprocessing
 import os
-import pickle
 import random
-import shutil
-import signal
-import subprocess
+import re
+import resource
 import sys
 import tempfile
 import time
-import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-MOST_TESTS = 40  # of those that run a line
-# Which tests are tried for a file, by the beginning of its path: the longest that fits. Doctests of the file go first.
-CANDIDATES: dict[str, str] = {
-    "axes/core/algorithms.py": "axes/test_legality.py axes/test_state_update.py",
-    "axes/core/chain.py": "axes/test_scan.py axes/test_derived.py sequence/test_delta.py",
-    "axes/core/costs.py": "axes/test_costs.py",
-    "axes/core/derived.py": "axes/test_derived.py axes/test_survivors.py axes/test_frame.py axes/test_substitution.py",
-    "axes/core/execution.py": "axes/test_reference.py axes/test_state_update.py axes/test_maximum.py axes/test_held.py",
-    "axes/core/facts.py": "axes/test_facts.py",
-    "axes/core/geometry/norms.py": "axes/test_geometry.py",
-    "axes/core/legality.py": "axes/test_legality.py",
-    "axes/core/memory.py": "axes/test_memory.py axes/test_reference.py",
-    "axes/core/monoids.py": "axes/test_monoids.py axes/test_survivors.py",
-    "axes/core/rates.py": "axes/test_rates.py",
-    "axes/core/reference.py": "axes/test_reference.py axes/test_state_update.py",
-    "axes/routes/attention": "axes/test_attention.py sequence/test_attention.py",
-    "axes/routes/finite.py": "axes/test_finite.py",
-    "axes/routes/frame.py": "axes/test_frame.py sequence/test_linear.py",
-    "axes/routes/gram.py": "sequence/test_lattice.py",
-    "axes/routes/one_state.py": "axes/test_scan.py sequence/test_delta.py sequence/test_linear.py",
-    "axes/routes/packed.py": "sequence/test_groups.py sequence/test_linear.py",
-    "axes/routes/scan.py": "axes/test_scan.py sequence/test_titans.py sequence/test_longhorn.py",
-    "axes/routes/select.py": "axes/test_what_runs.py axes/test_answers.py",
-    "axes/routes/spans.py": "axes/test_substitution.py sequence/test_ttt.py sequence/test_lattice.py",
-    "axes/routes/substitution.py": "axes/test_substitution.py",
-    "axes/kernels/common/layout.py": "axes/test_kernels_scalar.py axes/test_launch.py",
-    "axes/kernels/common/launch.py": "axes/test_launch.py axes/test_tritons.py",
-    "axes/kernels/common/line.py": "axes/test_lines.py",
-    "axes/kernels/common/repeated.py": "axes/test_lines.py axes/test_lines_depth.py",
-    "axes/kernels/common/versions.py": "axes/test_versions.py axes/test_tritons.py",
-    "optim/engine/arguments.py": "optim/test_bad_optimizer_input.py",
-    "optim/engine/checkpoints.py": "optim/test_bad_optimizer_input.py optim/test_contract.py",
-    "optim/engine/finite.py": "optim/test_finite.py",
-    "optim/engine/forms.py": "optim/test_numbers.py",
-    "optim/engine/layouts.py": "optim/test_routing.py",
-    "optim/engine/requirements.py": "optim/test_bad_optimizer_input.py",
-    "optim/rules/adaptive.py": "optim/test_adaptive.py optim/test_torchs_signatures.py",
-    "optim/rules/shampoo.py": "optim/test_shampoo.py",
-    "optim/rules/sign.py": "optim/test_sign.py",
-    "depth/hyper_connections.py": "depth/test_equations.py depth/test_formulas.py axes/test_survivors.py",
-    "depth/mhc.py": "depth/test_equations.py depth/test_formulas.py",
-    "depth/products.py": "depth/test_products.py",
-    "depth/deep_delta.py": "depth/test_equations.py depth/test_formulas.py",
-    "depth/base.py": "depth/test_equations.py depth/test_modules.py",
-    "depth/attention.py": "depth/test_equations.py depth/test_formulas.py depth/test_rows.py",
-    "sequence/base.py": "axes/test_survivors.py sequence/test_groups.py sequence/test_delta.py",
-    "sequence/blocks.py": "sequence/test_linear.py sequence/test_delta.py axes/test_survivors.py",
-    "sequence/charts.py": "sequence/test_linear.py sequence/test_delta.py sequence/test_miras.py",
-    "sequence/lattice.py": "sequence/test_lattice.py",
-    "sequence/rwkv7.py": "sequence/test_rwkv7.py",
-    "sequence/titans.py": "sequence/test_titans.py",
+from tests.planted import ROOT, First, Raised, copied, forked, tests_of
+
+_FEW, _SECONDS = 25, 8.0  # tests that a fault is shown to first, and what they take together
+_MANY, _LONG = 150, 60.0  # before it has survived
+_VARIANTS = 3  # of one test among the few
+# Tests of a part of the tree, by the beginning of a file's path: the longest that fits.
+_CALLS = "axes/test_survivors.py axes/test_doors.py axes/test_bad_input.py"
+_CORE = "axes/test_[a-eghm-z]*.py axes/test_f[air]*.py axes/test_leg*.py"
+TESTS: dict[str, str] = {
+    "axes/core": f"{_CORE} sequence/test_[adglmrt]*.py",
+    "axes/routes": f"{_CORE} sequence/test_[adglmrt]*.py",
+    "axes/kernels/common": "axes/test_la*.py axes/test_line*.py axes/test_tritons.py axes/test_versions.py",
+    "optim": "optim/test_*.py",
+    "depth": f"{_CALLS} depth/test_*.py axes/test_lines_depth.py",
+    "sequence": f"{_CALLS} sequence/test_*.py axes/test_elementwise.py",
 }
+_NOT = (
+    "claims", "cli", "bench", "demo", "docs", "packaging", "readme", "training", "run_folder", "train_together",
+    "mutants", "kernels_", "tasks", "compiled", "suite", "language_model", "corpus", "small", "sharded",
+)  # fmt: skip
 # Faults that change nothing anybody can tell, by file and what stood there: the reason.
 EQUIVALENT: dict[tuple[str, str], str] = {}
 
@@ -89,8 +61,9 @@ EQUIVALENT: dict[tuple[str, str], str] = {}
 _HEAD = """# Planted faults
 
 Written by `python -m tests.mutants FILES --report docs/mutants`, which plants one fault at a time in a copy of the tree
-and shows it to the tests that run its line; a file's faults are drawn by a seed. A line that no candidate test runs is
-left out of the counts. Forty faults of GPU kernels stand in `tests/gpu/faults.py`, for a machine that has a GPU.
+and shows it to tests that run its line; a file's faults are drawn by a seed. A line that no test of the part runs
+within the budget is left out of the counts. Faults of GPU kernels stand in `tests/gpu/faults.py`, for a machine that
+has a GPU.
 
 """
 
@@ -147,12 +120,25 @@ def _changed(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     if isinstance(node, ast.Call) and len(node.args) > 1:
         first, second, *rest = node.args
         other = not isinstance(first, ast.Starred | ast.Constant) and not isinstance(second, ast.Starred)
-        if other and ast.dump(first) != ast.dump(second) and ast.unparse(node.func) not in ("isinstance", "getattr"):
+        called = ast.unparse(node.func)
+        other = other and called not in ("isinstance", "getattr", *_SYMMETRIC)
+        if other and ast.dump(first) != ast.dump(second):
             yield "arguments", ast.Call(node.func, [second, first, *rest], node.keywords)
+
+
+# of two arguments that may be exchanged
+_SYMMETRIC = ("torch.mul", "torch.add", "torch.equal", "torch.maximum", "torch.minimum", "max", "min",
+              "torch.logaddexp", "torch.promote_types", "torch.broadcast_shapes", "torch.allclose")  # fmt: skip
 
 
 def _names_types(test: ast.expr) -> bool:
     return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
+
+
+def _elsewhere(node: ast.FunctionDef) -> bool:
+    """Nobody calls it, or a GPU does (tests/gpu/faults.py)."""
+    names = [ast.unparse(x) for x in node.decorator_list]
+    return "overload" in names or any("triton.jit" in n or "gluon.jit" in n for n in names)
 
 
 def _passive(node: ast.AST) -> bool:
@@ -175,7 +161,7 @@ def faults(file: str, source: str) -> list[tuple[Fault, str]]:
     data = source.encode()
 
     def visit(node: ast.AST) -> None:
-        if _passive(node) or isinstance(node, ast.FunctionDef) and "overload" in map(ast.unparse, node.decorator_list):
+        if _passive(node) or isinstance(node, ast.FunctionDef) and _elsewhere(node):
             return
         if hasattr(node, "lineno"):
             assert isinstance(node, ast.expr | ast.stmt | ast.excepthandler | ast.keyword)
@@ -206,174 +192,326 @@ def faults(file: str, source: str) -> list[tuple[Fault, str]]:
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
+def tests_for(file: str) -> tuple[str, ...]:
+    """The test files of the part of the tree that a file is in."""
+    globs = TESTS[max((p for p in TESTS if file.startswith(p)), key=len)].split()
+    found = sorted({p for g in globs for p in (ROOT / "tests").glob(g)})
+    return tuple(str(p.relative_to(ROOT)) for p in found if not p.stem.removeprefix("test_").startswith(_NOT))
+
+
+Lines = dict[str, dict[int, set[str]]]  # by file and line, the tests that run it
+
+
 class _Traced:
-    """A pytest plugin: which lines of one file every test runs, and how long it takes."""
+    """A pytest plugin: which lines of some files every test runs, and how long it takes."""
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.lines, self.seconds = str(file.resolve()), defaultdict(set), {}
+    def __init__(self, tree: Path, files: Sequence[str]) -> None:
+        self.lines: Lines = {f: defaultdict(set) for f in files}
+        self.seconds: dict[str, float] = {}
         self.now = ""
-        self._known: dict[str, bool] = {}
-
-    def _is_it(self, name: str) -> bool:
-        if name not in self._known:
-            self._known[name] = os.path.realpath(name) == self.file
-        return self._known[name]
+        self._names = {os.path.realpath(tree / f): f for f in files}
+        self._known: dict[str, str | None] = {}
 
     def _call(self, frame: Any, event: str, argument: Any) -> Callable[..., Any] | None:
-        if not self._is_it(frame.f_code.co_filename):
+        name = frame.f_code.co_filename
+        if name not in self._known:
+            self._known[name] = self._names.get(os.path.realpath(name))
+        file = self._known[name]
+        if file is None:
             return None
-        self.lines[frame.f_lineno].add(self.now)
-        return self._line
+        lines, now = self.lines[file], self.now
+        lines[frame.f_lineno].add(now)
 
-    def _line(self, frame: Any, event: str, argument: Any) -> Callable[..., Any]:
-        self.lines[frame.f_lineno].add(self.now)
-        return self._line
+        def line(frame: Any, event: str, argument: Any) -> Any:
+            lines[frame.f_lineno].add(now)
+            return line
 
-    def pytest_sessionstart(self) -> None:
-        sys.settrace(self._call)
-
-    def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
-        self.now = nodeid
-        sys.settrace(self._call)
+        return line
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call" and report.passed and "::" not in report.nodeid.partition("[")[2]:
-            self.seconds[report.nodeid] = report.duration  # a name with colons cannot be asked for again
-
-    def pytest_sessionfinish(self) -> None:
-        sys.settrace(None)
+        if report.when == "call" and report.passed:
+            self.seconds[report.nodeid] = report.duration
 
 
-class _First:
-    """A pytest plugin: the first test that failed."""
+class Changed(NamedTuple):
+    """A file before and after a fault, in a tree."""
 
-    name = ""
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed and not self.name:
-            self.name = report.nodeid
-
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed and not self.name:
-            self.name = f"{report.nodeid} cannot be collected"
+    path: str
+    before: str
+    after: str
 
 
-def _forked(work: Callable[[], Any], seconds: float) -> Any:
-    """What a function returns in a process of its own, or None if it takes longer or ends the process."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"
-        child = os.fork()
-        if child == 0:
-            os.setsid()
+def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    yield old, new
+    mine, other = ([c for c in x.co_consts if isinstance(c, CodeType)] for x in (old, new))
+    if len(mine) == len(other):
+        for a, b in zip(mine, other, strict=True):
+            yield from _pairs(a, b)
+
+
+def _itself(code: CodeType) -> tuple[Any, ...]:
+    """What a code object is without those inside it."""
+    constants = tuple((type(c), c) for c in code.co_consts if not isinstance(c, CodeType))
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, repr(constants)
+
+
+_Cached = type(functools.cache(len))
+_OPTIMIZED = 1  # the flag of a function's code, which modules and bodies of classes have not
+
+
+def patch(changed: Changed) -> bool:
+    """Give the functions of an imported file the code that a fault makes of them, and forget what has been kept; False
+    where something else than functions changed."""
+    old, new = (compile(x, changed.path, "exec", dont_inherit=True) for x in (changed.before, changed.after))
+    pairs = list(_pairs(old, new))
+    moved = [(a, b) for a, b in pairs if _itself(a) != _itself(b)]
+    if not moved or any(not a.co_flags & _OPTIMIZED or len(a.co_freevars) != len(b.co_freevars) for a, b in moved):
+        return False
+    codes = {(a.co_qualname, a.co_firstlineno): b for a, b in pairs if a.co_flags & _OPTIMIZED}
+    found, path = 0, os.path.realpath(changed.path)
+    same: dict[str, bool] = {}
+    updates = getattr(sys.modules.get("axes.core.state_update"), "StateUpdate", ())
+    for x in gc.get_objects():
+        kind = type(x)
+        if kind is FunctionType:
+            name = x.__code__.co_filename
+            if name not in same:
+                same[name] = os.path.realpath(name) == path
+            if same[name] and (x.__code__.co_qualname, x.__code__.co_firstlineno) in codes:
+                x.__code__ = codes[x.__code__.co_qualname, x.__code__.co_firstlineno]
+                found += 1
+        elif kind is _Cached:
+            if str(x.__module__).startswith("axes"):
+                x.cache_clear()
+        elif updates and issubclass(kind, updates):
+            for name in [n for n in vars(x) if n.startswith("_axes_")]:
+                object.__delattr__(x, name)
+    return found > 0
+
+
+class _Served:
+    """A pytest plugin that, in the place of running the tests, answers what is asked through a pipe."""
+
+    def __init__(self, asked: Connection) -> None:
+        self.asked, self.first = asked, First()
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        self.items = {item.nodeid: item for item in session.items}
+        session.config.pluginmanager.register(self.first)
+        self.asked.send(list(self.items))
+        while (question := self.asked.recv()) is not None:
+            what, seconds, *given = question
+            self.asked.send(forked(lambda: getattr(self, what)(session, *given), seconds))  # noqa: B023 (called at once)
+        return True
+
+    def lines(self, session: Any, tree: Path, files: Sequence[str], budget: float) -> tuple[Lines, dict[str, float]]:
+        turns: dict[str, list[Any]] = defaultdict(list)
+        for item in self.items.values():
+            turns[item.nodeid.partition("[")[0]].append(item)
+        plugin, rounds = _Traced(tree, files), max(map(len, turns.values()), default=0)
+        session.config.pluginmanager.register(plugin)
+        tests = list(turns.values())
+        random.Random(0).shuffle(tests)
+        order = [some[n] for n in range(rounds) for some in tests if n < len(some)]
+        for item in order:
+            if time.process_time() > budget:
+                break
+            plugin.now = item.nodeid
+            sys.settrace(plugin._call)
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            sys.settrace(None)
+        return {f: dict(lines) for f, lines in plugin.lines.items()}, plugin.seconds
+
+    def show(self, session: Any, changed: Changed, tests: Sequence[str], seconds: float) -> str | None:
+        """The first of the tests that fails; "*" where the change is in no function."""
+        if not patch(changed):
+            return "*"
+        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
+        items = [self.items[t] for t in tests]
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self.first.name:
+                break
+        return self.first.name
+
+
+class _Server:
+    """A process that has collected tests; it starts as a fork of one that has imported torch and nothing of ours."""
+
+    def __init__(self, tree: Path, tests: Sequence[str]) -> None:
+        self._mine, theirs = multiprocessing.Pipe()
+        self._child = os.fork()
+        if self._child == 0:
             said = os.open(os.environ.get("MUTANTS_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(said, 1)
             os.dup2(said, 2)
-            status = 1
-            try:
-                answer.write_bytes(pickle.dumps(work()))
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if os.waitpid(child, os.WNOHANG) != (0, 0):
-                return pickle.loads(answer.read_bytes()) if answer.exists() else "ended"
-            time.sleep(0.05)
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return None
+            os._exit(tests_of(tree, tests, _Served(theirs), "-m", "not slow"))
+        theirs.close()
+        self.tests: list[str] = self._mine.recv()
+
+    def show(self, tree: Path, fault: Fault, source: str, tests: Sequence[str], seconds: float) -> Any:
+        """What `_Served.show` says of a fault, which stands in the file too, for processes that tests start."""
+        path = tree / fault.file
+        before = path.read_text(encoding="utf-8")
+        path.write_text(source, encoding="utf-8")
+        try:
+            return self.ask("show", 10 * seconds, Changed(str(path), before, source), tests, seconds)
+        finally:
+            path.write_text(before, encoding="utf-8")
+
+    def ask(self, what: str, seconds: float, *given: Any) -> Any:
+        self._mine.send((what, seconds, *given))
+        return self._mine.recv()
+
+    def close(self) -> None:
+        self._mine.send(None)
+        os.waitpid(self._child, 0)
 
 
-def _pytest(tree: Path, tests: list[str], plugin: Any, *flags: str) -> int:
-    import pytest
-
-    os.chdir(tree)
-    os.environ["PYTHONPATH"] = str(tree)
-    sys.path[:] = [str(tree), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("axes", "tests")]:
-        del sys.modules[name]
-    given = ["-q", "--assert=plain", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow", *flags, *tests]
-    return int(pytest.main(given, plugins=[plugin]))
-
-
-def covering(tree: Path, file: str, seconds: float) -> tuple[dict[int, set[str]], dict[str, float]]:
-    """By line, the tests that run it; and by test, how long it takes. Lines that run at import are run by all."""
-    candidates = CANDIDATES[max((p for p in CANDIDATES if file.startswith(p)), key=len)].split()
-
-    def work() -> Any:
-        plugin = _Traced(tree / file)
-        _pytest(tree, [f"tests/{c}" for c in candidates], plugin)
-        return dict(plugin.lines), plugin.seconds
-
-    made = _forked(work, seconds)
-    if not isinstance(made, tuple):
-        raise SystemExit(f"the tests of {file} took longer than {seconds:.0f} s, or ended their process: {candidates}")
-    lines, times = made
-    return {n: set(times) if "" in tests else tests & set(times) for n, tests in lines.items()}, times
-
-
-def shown(tree: Path, fault: Fault, source: str, tests: list[str], seconds: float) -> Found:
-    """A fault, and the first of these tests that sees it."""
+def shown(tree: Path, fault: Fault, source: str, tests: Sequence[str], seconds: float) -> Found:
+    """A fault, and the first of these tests that sees it, in a process that imports the changed file."""
     path, begun = tree / fault.file, time.monotonic()
     before = path.read_text(encoding="utf-8")
     path.write_text(source, encoding="utf-8")
 
     def work() -> str:
-        sys.dont_write_bytecode = True
-        plugin = _First()
-        status = _pytest(tree, tests, plugin, "-x")
+        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
+        plugin = First()
+        status = tests_of(tree, tests, plugin, "-x", "-m", "not slow")
         return plugin.name or ("" if status in (0, 1) else f"pytest ended with {status}")
 
     try:
-        by = _forked(work, seconds)
+        by = forked(work, 10 * seconds)
     finally:
         path.write_text(before, encoding="utf-8")
-    took = time.monotonic() - begun
     if by in ("pytest ended with 4", "pytest ended with 5"):
         raise SystemExit(f"{by}, it finds none or not all of {tests}")
-    if by is None:
-        return Found(fault, "slow", f"longer than {seconds:.0f} s", took)
+    return _found(fault, by, begun)
+
+
+def _found(fault: Fault, by: Any, begun: float) -> Found:
+    took = time.monotonic() - begun
+    if isinstance(by, Raised):
+        raise SystemExit(f"{fault}: {by.text}")
+    if by is None or by == "ended":
+        return Found(fault, "slow", "ended, or out of time", took)
     return Found(fault, "seen" if by else "survived", by, took)
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 
-def run(files: list[str], sample: int, seed: int, seconds: float) -> list[Found]:
-    """`sample` faults of every file, drawn by a seed, whose lines tests run; and those between, whose lines none do."""
-    found: list[Found] = []
+def _chosen(tests: set[str], times: dict[str, float], most: int, seconds: float, variants: int) -> list[str]:
+    """The quickest, of each test no more than so many cases."""
+    chosen: list[str] = []
+    counts: dict[str, int] = defaultdict(int)
+    for t in sorted(tests & times.keys(), key=lambda t: (times[t], t)):
+        name = t.partition("[")[0]
+        if counts[name] < variants and len(chosen) < most and (seconds > times[t] or not chosen):
+            counts[name] += 1
+            seconds -= times[t]
+            chosen.append(t)
+    return chosen
+
+
+def one(server: _Server, tree: Path, fault: Fault, source: str, tests: set[str], times: dict[str, float]) -> Found:
+    """A fault shown to few tests, then to many; or, where it is in no function, to few in a process that imports it."""
+    begun = time.monotonic()
+    few = _chosen(tests, times, _FEW, _SECONDS, _VARIANTS)
+    many = _chosen(tests, times, _MANY, _LONG, _MANY)
+    for some in (few, many):
+        by = server.show(tree, fault, source, some, 20 + 5 * sum(times[t] for t in some))
+        if by != "":
+            break
+    if by != "*":
+        return _found(fault, by, begun)
+    nearest = sorted({t.partition("::")[0] for t in few}, key=lambda f: -sum(t.startswith(f) for t in few))[:3]
+    asked = [t for t in few if t.startswith(tuple(nearest)) and "::" not in t.partition("[")[2]]  # no colons in names
+    return shown(tree, fault, source, asked, 60 + 5 * sum(times[t] for t in asked))
+
+
+def run(
+    files: Sequence[str], sample: int, seed: int, budget: float, minutes: float, known: Callable[[list[Found]], None]
+) -> None:
+    """`sample` faults of every file, drawn by a seed, whose lines tests run; and those between, whose lines none do.
+    known is called with a file's faults."""
     import numpy  # noqa: F401
     import pytest  # noqa: F401
     import scipy.linalg  # noqa: F401
     import torch._dynamo  # noqa: F401
 
-    sys.dont_write_bytecode = True
+    end = time.monotonic() + 60 * minutes
+    parts: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for file in files:
+        parts[tests_for(file)].append(file)
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        listed = ["git", "ls-files", "-co", "--exclude-standard"]
-        tracked = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
-        for name in tracked.stdout.split("\n"):
-            if name and (ROOT / name).exists():
-                (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
-        for file in files:
-            lines, times = covering(tree, file, 10 * seconds)
-            every = faults(file, (tree / file).read_text(encoding="utf-8"))
-            random.Random(f"{seed} {file}").shuffle(every)
-            taken = 0
-            for fault, source in every:
-                if taken == sample:
-                    break
-                tests = sorted(lines.get(fault.line, ()), key=times.__getitem__)[:MOST_TESTS]
-                if tests:
-                    found.append(shown(tree, fault, source, tests, seconds + 3 * sum(times[t] for t in tests)))
-                    taken += 1
+        tree = copied(Path(folder) / "tree")
+        for tests, some in parts.items():
+            begun = time.monotonic()
+            server = _Server(tree, tests)
+            made = server.ask("lines", 20 * budget, tree, some, budget)
+            if not isinstance(made, tuple):
+                raise SystemExit(f"the trace of {some} came to no end: {made}")
+            lines, times = made
+            print(f"{len(server.tests)} tests, {len(times)} traced in {time.monotonic() - begun:.0f} s", flush=True)
+            random.Random(seed).shuffle(some)
+            for file in some:
+                if time.monotonic() > end:
+                    return
+                known(_of_a_file(server, tree, file, lines[file], times, sample, seed))
+            server.close()
+
+
+def survivors(rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: float) -> list[Found]:
+    """Faults that have survived, shown to tests that no trace had time for: those that name what the file declares, or
+    hold one of the words `also`."""
+    import torch._dynamo  # noqa: F401
+
+    parts: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        parts[tests_for(row["file"])].append(row)
+    found: list[Found] = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder) / "tree")
+        for tests, some in parts.items():
+            server = _Server(tree, tests)
+            for row in some:
+                text, begun = (tree / row["file"]).read_text(encoding="utf-8"), time.monotonic()
+                alike = [x for x in faults(row["file"], text) if x[0][2:] == (row["kind"], row["was"], row["now"])]
+                if not alike:
+                    continue
+                fault, source = min(alike, key=lambda x: abs(x[0].line - row["line"]))
+                words = {w for pair in re.findall(r'^class (\w+)|^ +name = "([^"]+)"', text, re.M) for w in pair if w}
+                asked = [t for t in server.tests if any(w in t for w in also)]
+                asked += [t for t in server.tests if t not in asked and any(re.search(rf"\b{w}\b", t) for w in words)]
+                by = server.show(tree, fault, source, asked[:3 * _MANY], seconds)
+                if by == "*":
+                    quick = [t for t in asked if "::" not in t.partition("[")[2]][:_FEW]
+                    found.append(shown(tree, fault, source, quick, seconds))
                 else:
-                    found.append(Found(fault, "not run", "", 0.0))
-                print(f"{file}:{fault.line} {found[-1].outcome}: {fault.was} -> {fault.now}", flush=True)
+                    found.append(_found(fault, by, begun))
+                last = f"{found[-1].outcome}, {len(asked)} tests"
+                print(f"{fault.file}:{fault.line} {last}: {fault.was} -> {fault.now}", flush=True)
+            server.close()
+    return found
+
+
+def _of_a_file(
+    server: _Server, tree: Path, file: str, lines: dict[int, set[str]], times: dict[str, float], sample: int, seed: int
+) -> list[Found]:
+    every, found, taken = faults(file, (tree / file).read_text(encoding="utf-8")), list[Found](), 0
+    random.Random(f"{seed} {file}").shuffle(every)
+    for fault, source in every:
+        if taken == sample:
+            break
+        tests = lines.get(fault.line, set()) & times.keys()
+        if tests:
+            found.append(one(server, tree, fault, source, tests, times))
+            taken += 1
+            last = found[-1]
+            print(f"{file}:{fault.line} {last.outcome} {last.seconds:.1f} s: {fault.was} -> {fault.now}", flush=True)
+        else:
+            found.append(Found(fault, "not run", "", 0.0))
     return found
 
 
@@ -400,23 +538,53 @@ def report(found: list[Found]) -> str:
     return "\n".join(out) + "\n"
 
 
+def _files(given: Sequence[str]) -> list[str]:
+    """Files, and those of folders, of Python."""
+    found: list[str] = []
+    for name in given:
+        path = ROOT / name
+        some = [path] if path.is_file() else sorted(path.rglob("*.py"))
+        found += [str(p.relative_to(ROOT)) for p in some if p.name != "__init__.py" or path.is_file()]
+    return list(dict.fromkeys(found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+")
-    parser.add_argument("--sample", type=int, default=10, help="faults of each file")
+    parser.add_argument("files", nargs="*", help="or folders; none: write the page from the report alone")
+    parser.add_argument("--sample", type=int, default=4, help="faults of each file")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=30, help="beyond three times what the tests take")
-    parser.add_argument("--report", type=Path, help="NAME.json and NAME.md, which keep what other files had")
+    parser.add_argument("--budget", type=float, default=90, help="processor seconds of the trace of a part")
+    parser.add_argument("--minutes", type=float, default=1e9, help="no further file is begun after them")
+    parser.add_argument("--survivors", nargs="*", metavar="WORD", help="those of the report alone, to more tests")
+    parser.add_argument("--again", action="store_true", help="files that the report has, too")
+    parser.add_argument("--report", type=Path, default=Path("docs/mutants"), help="NAME.json and NAME.md")
     given = parser.parse_args()
-    found = run(given.files, given.sample, given.seed, given.seconds)
-    if given.report:
-        kept = given.report.with_suffix(".json")
-        before = json.loads(kept.read_text()) if kept.exists() else []
-        rows = [row for row in before if row["file"] not in given.files]
-        rows += [{**f.fault._asdict(), "outcome": f.outcome, "by": f.by, "seconds": round(f.seconds, 1)} for f in found]
-        kept.write_text(json.dumps(rows, indent=1) + "\n")
-        found = [Found(Fault(*(r[n] for n in Fault._fields)), r["outcome"], r["by"], r["seconds"]) for r in rows]
-        given.report.with_suffix(".md").write_text(_HEAD + report(found))
+    kept = given.report.with_suffix(".json")
+
+    def rows() -> list[dict[str, Any]]:
+        return json.loads(kept.read_text()) if kept.exists() else []
+
+    def known(found: list[Found]) -> None:
+        files = {f.fault.file for f in found}
+        made = [r for r in rows() if r["file"] not in files]
+        made += [{**f.fault._asdict(), "outcome": f.outcome, "by": f.by, "seconds": round(f.seconds, 1)} for f in found]
+        kept.write_text(json.dumps(made, indent=1) + "\n")
+
+    if given.survivors is not None:
+        lost = [r for r in rows() if r["outcome"] == "survived" and (r["file"], r["was"]) not in EQUIVALENT]
+        lost = [r for r in lost if not given.files or r["file"] in _files(given.files)]
+        made = {f.fault[:1] + f.fault[2:]: f for f in survivors(lost, given.survivors, 90)}
+        after = rows()
+        for r in after:
+            if (f := made.get((r["file"], r["kind"], r["was"], r["now"]))) and r["outcome"] == "survived":
+                r.update(outcome=f.outcome, by=f.by, line=f.fault.line)
+        kept.write_text(json.dumps(after, indent=1) + "\n")
+        given.files = []
+    there = set() if given.again else {r["file"] for r in rows()}
+    files = [f for f in _files(given.files) if f not in there]
+    run(files, given.sample, given.seed, given.budget, given.minutes, known)
+    found = [Found(Fault(*(r[n] for n in Fault._fields)), r["outcome"], r["by"], r["seconds"]) for r in rows()]
+    given.report.with_suffix(".md").write_text(_HEAD + report(found))
     print(report(found))
 
 

@@ -60,13 +60,25 @@ UNITS = {LANGUAGE_MODEL: "bits per byte", DIGITS: "nats per image"}
 
 def _language_model() -> Task:
     numbers = sum(p.numel() for p in LanguageModel(_ARCHITECTURE, device="meta").parameters())
+    return language_model(
+        f"rope x residual, 2 layers, width 64, {numbers:,} parameters, {_BATCH} windows of {_CONTEXT} bytes a step",
+        lambda: LanguageModel(_ARCHITECTURE),
+    )
+
+
+def language_model(
+    description: str, made: Callable[[], LanguageModel], batch: int = _BATCH, context: int = _CONTEXT
+) -> Task:
+    """The task of a model of bytes, of windows of the embedded corpus."""
     return Task(
         LANGUAGE_MODEL,
         UNITS[LANGUAGE_MODEL],
-        f"rope x residual, 2 layers, width 64, {numbers:,} parameters, {_BATCH} windows of {_CONTEXT} bytes a step",
-        lambda: Logits(LanguageModel(_ARCHITECTURE)),
-        _text_loss,
-        _text_held_out,
+        description,
+        lambda: Logits(made()),
+        lambda model, seed, step, device: _cross_entropy(
+            model, training_batch(_corpus().train, seed, step, batch, context).to(device)
+        ),
+        lambda model, device: (_bits(model, device, context), None),
     )
 
 
@@ -75,16 +87,13 @@ def _corpus() -> Corpus:
     return embedded(_TEXT)
 
 
-def _text_loss(model: nn.Module, seed: int, step: int, device: torch.device) -> Tensor:
-    return _cross_entropy(model, training_batch(_corpus().train, seed, step, _BATCH, _CONTEXT).to(device))
-
-
 @torch.no_grad()
-def _text_held_out(model: nn.Module, device: torch.device) -> tuple[float, None]:
+def _bits(model: nn.Module, device: torch.device, context: int) -> float:
+    """A byte, held out."""
     model.eval()
-    parts = list(validation_batches(_corpus().validation, _WINDOWS, _WINDOWS, _CONTEXT))
+    parts = list(validation_batches(_corpus().validation, _WINDOWS, _WINDOWS, context))
     total = sum(float(_cross_entropy(model, part.to(device))) * len(part) for part in parts)
-    return total / sum(map(len, parts)) / math.log(2.0), None
+    return total / sum(map(len, parts)) / math.log(2.0)
 
 
 def _cross_entropy(model: nn.Module, windows: Tensor) -> Tensor:

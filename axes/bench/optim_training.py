@@ -68,7 +68,8 @@ class Run:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What is compared. rates: points of the first grid; seeds: of the comparison, the sweep has its own."""
+    """What is compared. rates: points of the first grid, or 0 for its middle; seeds: of the comparison, the sweep has
+    its own."""
 
     tasks: tuple[str, ...] = ()
     who: tuple[str, ...] = ()
@@ -77,6 +78,15 @@ class Plan:
     seeds: int = 3
     points: int = 20
     device: str = "cpu"
+
+    def require(self, swept: bool = True) -> None:
+        """AxesError unless there is so much to train; `swept`: whether rates have to be."""
+        for name, least in (("steps", 2), ("rates", int(swept)), ("seeds", 2), ("points", 1)):
+            given = getattr(self, name)
+            if given < least:
+                raise AxesError(f"--{name} must be at least {least}, got {given}")
+            if name != "steps" and given > _MOST:
+                raise AxesError(f"--{name} must be at most {_MOST:,}, each of which is a run, got {given}")
 
 
 def trainers(names: tuple[str, ...] = ()) -> list[Trainer]:
@@ -95,22 +105,24 @@ def measure(
     fresh: bool = False,
 ) -> dict[str, Any]:
     """Train every run that the folder does not hold yet; the file is written after each. Returns its contents."""
-    for name, least in (("steps", 2), ("rates", 1), ("seeds", 2), ("points", 1)):
-        if getattr(plan, name) < least:
-            raise AxesError(f"--{name} must be at least {least}, got {getattr(plan, name)}")
-        if name != "steps" and getattr(plan, name) > _MOST:
-            raise AxesError(f"--{name} must be at most {_MOST:,}, each of which is a run, got {getattr(plan, name)}")
+    plan.require()
+    pairs = [(task, who) for task in find_tasks(plan.tasks) for who in trainers(plan.who)]
+    return fill(pairs, plan, folder / FILE, watch, fresh)
+
+
+def fill(
+    pairs: list[tuple[Task, Trainer]], plan: Plan, path: Path, watch: Watch = unwatched, fresh: bool = False
+) -> dict[str, Any]:
+    """Train each task with its trainer: a sweep of the rate, then the seeds at its best point."""
     device = device_of(plan.device)
-    tasks, taking_part = find_tasks(plan.tasks), trainers(plan.who)
-    path = folder / FILE
     results = begin(path, Run, device, 0, fresh)
     size, described = {"steps": plan.steps, "points": plan.points}, results.setdefault("tasks", {})
-    same = all(described.get(t.name, t.description) == t.description for t in tasks)
+    same = all(described.get(t.name, t.description) == t.description for t, _ in pairs)
     if results.setdefault("size", size) != size or not same:
         raise AxesError(f"{path} holds runs of another length or task; choose another --out, or --fresh to begin again")
-    described.update({t.name: t.description for t in tasks})
+    described.update({t.name: t.description for t, _ in pairs})
     runs = {run.key: run for run in map(_run_of, results["rows"])}
-    total, done = len(tasks) * len(taking_part) * (plan.rates + plan.seeds), 0
+    total, done = len(pairs) * (plan.rates + plan.seeds), 0
 
     def ensure(task: Task, who: Trainer, lr: float, seed: int) -> Run:
         nonlocal done
@@ -123,16 +135,14 @@ def measure(
         done += 1
         return runs[key]
 
-    for task in tasks:
-        for who in taking_part:
+    for task, who in pairs:
 
+        def loss(rate: float, task: Task = task, who: Trainer = who) -> float:
+            return ensure(task, who, rate, 0).loss
 
-            def loss(rate: float, task: Task = task, who: Trainer = who) -> float:
-                return ensure(task, who, rate, 0).loss
-
-            lr = sweep(loss, who.centre, plan.rates)
-            for seed in range(1, 1 + plan.seeds):
-                ensure(task, who, lr, seed)
+        lr = sweep(loss, who.centre, plan.rates) if plan.rates else who.centre
+        for seed in range(1, 1 + plan.seeds):
+            ensure(task, who, lr, seed)
     watch("done", total, total)
     return results
 

@@ -247,7 +247,6 @@ def _compute(entry: Entry, a: dict[str, Any], implementation: dispatch.Implement
         if choice.implementation != "triton":
             raise _Cannot(f"no kernel of ours takes it: {choice.reason}")
     state = _state(update, k, v, sequences, given if given is None or first else given.mT)
-    after: State | None
     if cu is not None:
         out, after = dispatch.run_packed(update, signal, state, cu, implementation=implementation)
     elif v.shape[1] == 1:
@@ -258,7 +257,6 @@ def _compute(entry: Entry, a: dict[str, Any], implementation: dispatch.Implement
         return out
     if not a.get("output_final_state"):
         return out, None
-    assert after is not None
     theta = after.theta[0]
     return out, theta if first else theta.mT.contiguous()
 

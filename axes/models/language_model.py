@@ -62,7 +62,7 @@ class Architecture:
                 raise AxesError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.width % self.heads:
             raise AxesError(f"heads must divide width: {self.heads} heads do not divide a width of {self.width}")
-        for name in self.each_sequence():
+        for name in (self.sequence,) if isinstance(self.sequence, str) else self.each_sequence():
             catalogue.get(name, axis="sequence")
         catalogue.get(self.depth, axis="depth")
 
@@ -200,8 +200,7 @@ class Trunk(nn.Module):
                 computed again.
 
         Returns:
-            (B, T, width), and of every sequence layer the state after the last token; None of one whose states at
-            unequal lengths cannot share a batch.
+            (B, T, width), and of every sequence layer the state after the last token.
         """
         memories = list(state) if state is not None else [None] * self.architecture.layers
         if len(memories) != self.architecture.layers:

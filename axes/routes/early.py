@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from axes.core.rates import Rate, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.routes.packed import Packing
 
-Compute = Callable[[StateUpdate, Signal, State], tuple[Tensor, State | None]]
+Compute = Callable[[StateUpdate, Signal, State], tuple[Tensor, State]]
 
 
 @fact
@@ -38,7 +37,7 @@ def late(update: StateUpdate) -> StateUpdate:
 
 def run(
     update: StateUpdate, signal: Signal, state: State, time: int, compute: Compute, cu_seqlens: Tensor | None = None
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, State]:
     """Outputs and the state after the last token. compute: the late chain's own, of signal and state.
 
     signal: batch dimensions around `time`, then features; with cu_seqlens sequences packed in (1, T, ...), and a state

@@ -50,23 +50,24 @@ def run(
     state: State,
     cu_seqlens: Tensor | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Tensor, State | None]:
+) -> tuple[Tensor, State]:
     """`dispatch.run`, or `run_packed` with offsets, of S for queries and keys that have turned back already."""
     k = signal["k"]
     assert isinstance(k, Tensor)
-    after: State | None
+    held = state.held()
+    state = state if held is None else state.to(torch.float32)  # rounded once, when it has turned
     if cu_seqlens is None:
         out, after = dispatch.run(frame.still, signal, state, implementation=implementation)
         lengths = torch.full((1,), k.shape[1], device=k.device)
     else:
         out, after = dispatch.run_packed(frame.still, signal, state, cu_seqlens, implementation=implementation)
         lengths = cu_seqlens.diff()
-    assert after is not None  # only anchors stand at positions of their own
     angle = frame.rotation.element(signal, 1.0, k.new_empty(k.shape[-1], dtype=torch.float64)).angle
     assert angle is not None
     end = (lengths[:, None, None, None] * angle).remainder(2 * math.pi)
     turned = tuple(rotate(x, end.to(x.dtype)) for x in after.theta)
-    return out, State(turned, after.via, after.stats, after.norm, after.anchor, after.count)
+    last = State(turned, after.via, after.stats, after.norm, after.anchor, after.count)
+    return out, last if held is None else last.to(held)
 
 
 __all__ = ["Frame", "frame", "run"]

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
+from axes.routes.counts import behind, joined, one, phases
+
+Run = Callable[[Signal, State], tuple[Tensor, State]]
 
 
 class Packing(NamedTuple):
@@ -57,34 +60,70 @@ class Packing(NamedTuple):
         return total - padded[:, self.offsets[:-1]][:, self.sequence]
 
 
-def unread(q: Tensor, v: Tensor) -> Tensor:
-    """What queries of no memory would read: several may share a value, and several values a query."""
-    return v.new_zeros(*map(max, q.shape[:-1], v.shape[:-1]), v.shape[-1])
+def unread(q: Tensor, v: Tensor, reads: int = 1) -> Tensor:
+    """What queries of no memory would read: several may share a value, and several values a query. reads: of a token,
+    a dimension of q."""
+    several = () if reads == 1 else (reads,)
+    return v.new_zeros(*map(max, q.shape[: q.ndim - 1 - len(several)], v.shape[:-1]), *several, v.shape[-1])
 
 
 def each_alone(
-    run: Callable[[Signal, State], tuple[Tensor, State]], signal: Signal, state: State, offsets: list[int]
+    run: Callable[[Signal, State], tuple[Tensor, State]],
+    update: StateUpdate,
+    signal: Signal,
+    state: State,
+    offsets: list[int],
 ) -> tuple[Tensor, list[State]]:
-    """A recurrence over packed sequences, those of one length in one batch: outputs, and states to `join`."""
-    groups: dict[int, list[int]] = {}
+    """A recurrence over packed sequences, those of one length that stand alike in one batch: outputs, and states to
+    `join`."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    stand = phases(update, state, len(offsets) - 1)
     for n, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        groups.setdefault(b - a, []).append(n)
+        groups.setdefault((b - a, stand[n]), []).append(n)
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
-    out = unread(q, v)
+    out = unread(q, v, update.parts().step.reads)
     ends: dict[int, State] = {}
     total = len(offsets) - 1
-    for length, members in groups.items():
+    for (length, _), members in groups.items():
         first = torch.tensor([offsets[n] for n in members], device=v.device)
         rows = first[:, None] + torch.arange(length, device=v.device)
         part = {n: x[0, rows] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in signal.items()}
-        got, end = run(part, select(state, torch.tensor(members, device=v.device), total))
+        before = select(state, torch.tensor(members, device=v.device), total)
+        got, end = run(part, one(before))
+        end = behind(before, end)
         out = out.index_put((torch.zeros_like(rows), rows), got.to(out.dtype))
         if len(groups) == 1:  # equal lengths: all sequences, in order
             return out, [end]
         for i, n in enumerate(members):
             ends[n] = select(end, torch.tensor([i], device=v.device), len(members))
     return out, [ends[n] for n in range(total)]
+
+
+def each_phase(run: Run, update: StateUpdate, signal: Signal, state: State, time: int) -> tuple[Tensor, State]:
+    """A recurrence over sequences side by side whose counts differ: those that stand alike at once."""
+    q, v = signal["q"], signal["v"]
+    assert isinstance(q, Tensor) and isinstance(v, Tensor)
+    total = state.count.shape[0]
+    stand = phases(update, state, total)
+    if len(set(stand)) <= 1:
+        out, end = run(signal, one(state))
+        return out, behind(state, end)
+    out, ends = unread(q, v), list[Any]([None] * total)
+    for phase in dict.fromkeys(stand):
+        members = [n for n, at in enumerate(stand) if at == phase]
+        rows = torch.tensor(members, device=v.device)
+        part = {
+            n: x[rows] if isinstance(x, Tensor) and x.ndim > time and x.shape[0] == total else x
+            for n, x in signal.items()
+        }
+        before = select(state, rows, total)
+        got, end = run(part, one(before))
+        end = behind(before, end)
+        out = out.index_put((rows,), got.to(out.dtype))
+        for i, n in enumerate(members):
+            ends[n] = select(end, torch.tensor([i], device=v.device), len(members))
+    return out, join(ends, grows(update), counted=True)
 
 
 def grows(update: StateUpdate) -> bool:
@@ -94,21 +133,22 @@ def grows(update: StateUpdate) -> bool:
 
 def select(state: Any, rows: Tensor, batch: int) -> Any:
     """Some sequences of a batched state; constants of size one stay as they are."""
-    return _map(state, lambda x: x[rows] if x.shape[0] == batch else x)
+    return _map(state, lambda x: x[rows.to(x.device)] if x.shape[0] == batch else x)
 
 
-def join(states: list[Any], growing: bool) -> Any:
-    """Batch states of single sequences; lists of unequal length are padded in front with massless items."""
+def join(states: list[Any], growing: bool, counted: bool = False) -> Any:
+    """Batch states of single sequences; lists of unequal length are padded in front with massless items. counted: a
+    count for every sequence where they differ, else the largest."""
     first = states[0]
     if isinstance(first, Tensor):
-        if first.ndim == 0:
-            return torch.stack(states).max()
+        if not first.is_floating_point():
+            return joined(states) if counted else torch.stack(states).max()
         return torch.cat(states) if all(s.shape[1:] == first.shape[1:] for s in states) else first
     if isinstance(first, State) and growing:
         length = max(s.theta[2].shape[-1] for s in states)
         owed = next((s.theta[3] for s in states if len(s.theta) > 3), None)
         states = [_pad_list(s, length, owed) for s in states]
-    items = [join([s[i] for s in states], growing) for i in range(len(first))]
+    items = [join([s[i] for s in states], growing, counted) for i in range(len(first))]
     return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
 
 

@@ -60,11 +60,8 @@ def no_kernel(
     if any(not 0 < shape[-1] <= WIDEST for shape in sizes):
         return f"the kernels of substitution take widths up to {WIDEST}"
     at = update.parts().step.at
-    if isinstance(at, Anchor):
-        if at.every != BLOCK:
-            return f"the kernels hold an anchor for {BLOCK} tokens"
-        if "cu_seqlens" in shapes:
-            return "anchors of packed sequences stand at different tokens"
+    if isinstance(at, Anchor) and at.every != BLOCK:
+        return f"the kernels hold an anchor for {BLOCK} tokens"
     width, d_k = (shapes[n][-1] if n in shapes else _WIDTH for n in "vk")
     made = response_of(update, width, d_k, _names(update, shapes))
     return f"what is written is no program on tiles: {made.reason}" if isinstance(made, NotMade) else None
@@ -72,8 +69,8 @@ def no_kernel(
 
 def _names(update: StateUpdate, given: Mapping[str, Any]) -> tuple[str, ...]:
     """Rates that a signal has; all that are asked for, where none is known."""
-    names = [per.name for per in update.demands() if not given or per.name in given]
-    return tuple(names)
+    every = tuple(per.name for per in update.demands())
+    return tuple(name for name in every if name in given) or every
 
 
 @fact
@@ -132,16 +129,18 @@ def no_trace(update: StateUpdate, state: State | None) -> bool:
 def run(
     update: StateUpdate, signal: Signal, state: State | None, weights: Leaves | None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, State]:
-    """Outputs (B, T, H, d_v) and the final state. Inputs keep their dtype, sums and states are float32."""
+    """Outputs (B, T, H, d_v) and the final state. Inputs keep their dtype, sums and states are float32.
+
+    cu_seqlens: of packed sequences, which stand where anchors are renewed."""
     from axes.kernels.substitution.chain import substitution_chain
 
-    p, signal = update.parts(), every_head(signal)
+    p, signal = update.parts(), every_head(update, signal)
     q, k, v = (cast(Tensor, signal[n]) for n in "qkv")
     anchored = isinstance(p.step.at, Anchor)
     fresh = state is None and weights is None
     if state is None:
         state = update.init({n: _first(x) for n, x in signal.items()}, weights)
-    elif anchored and (rest := -int(state.count) % BLOCK):  # up to where the next anchor stands
+    elif anchored and cu_seqlens is None and (rest := -int(state.count) % BLOCK):  # up to where the next anchor stands
         return _aligned(update, signal, state, min(rest, v.shape[1]))
     q, k = q.to(v.dtype), k.to(v.dtype)
     shape, made = v.shape, response_of(update, v.shape[-1], k.shape[-1], _names(update, signal))
@@ -150,13 +149,13 @@ def run(
     written = substitution_chain(
         q, k, made.name, shape[-1], given, _gate(update, signal, k, shape), None if fresh else state.theta[0],
         reads="anchored" if anchored else "before" if p.step.at == "prev" else "gated",
-        last=bool(p.step.via), full=not p.memory.linear, cu_seqlens=cu_seqlens,
+        last=len(p.step.via) > 0, full=not p.memory.linear, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     out = written.o
     if not p.memory.linear:
         wide = {n: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
         out = p.memory.read(cast(Leaves, (Read(out),)), q.float(), wide, p.h).to(v.dtype)
-    count = state.count + shape[1]
+    count = state.count + (shape[1] if cu_seqlens is None or not anchored else cu_seqlens.diff().long())
     via = _held(update, signal, k, written.last, state, cu_seqlens) if p.step.via else state.via
     anchor = (written.before,) if anchored else state.anchor
     return out, State((written.final,), via, state.stats, state.norm, anchor, count)

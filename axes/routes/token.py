@@ -25,6 +25,7 @@ from axes.kernels.common import versions
 from axes.kernels.common.sizes import power_of_2
 from axes.programs.tile_text import OUT, Walk
 from axes.programs.tiles import GRAD, Extent, NotTiles, Program, Shape, trace
+from axes.routes.counts import period
 
 PICKED = False  # by `select` on its own: these kernels have not run on a GPU; implementation="triton" runs them
 REGISTERS = 65536  # of a processor, 32 bits each
@@ -63,8 +64,6 @@ def no_kernel(
         return f"the kernels accumulate in float32, the values are {dtype}"
     if update.parts().memory.kind not in ("matrix", "slots", "entries"):
         return f"the state is a {update.parts().memory.kind} and no matrix"
-    if "cu_seqlens" in shapes and isinstance(update.parts().step.at, Anchor):
-        return "packed sequences have an anchor each, at other tokens"
     if time != 1 or any(len(shapes.get(n, (1,) * 4)) != 4 for n in "kv"):
         return "the kernels take (batch, time, head, width)"
     d_v, d_k = (shapes[n][-1] if n in shapes else usual for n, usual in zip("vk", _USUAL, strict=True))
@@ -93,14 +92,16 @@ def run(
     units = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     places = [int(n[1:]) for n in found.states]
     starts = [leaves[i].to(torch.float32).expand(units, heads, *leaves[i].shape[2:]).contiguous() for i in places]
-    phase = int(state.count) % found.every if found.refresh is not None else 0
+    phase = int(state.count.reshape(-1)[0]) % found.every if found.refresh is not None else 0  # of all sequences
     out, last = tokens(found, inputs, starts, phase, cu_seqlens)
     for i, x in zip(places, last, strict=True):
-        if f"s{i}" in _steady(update):  # which is the same of every head
-            x = x[tuple(slice(0, n) for n in leaves[i].shape[:2])]
+        if f"s{i}" in _steady(update):  # which is the same of every head, and of sequences of one length
+            own = leaves[i].shape[:2]
+            x = x[tuple(slice(0, n) for n in (own if cu_seqlens is None else (units, *own[1:])))]
         leaves[i] = x
+    tokens_each = length if cu_seqlens is None or period(update) is None else cu_seqlens.diff().long()
     for i, each in _counts(update):
-        leaves[i] = leaves[i] + each * length
+        leaves[i] = leaves[i] + each * tokens_each
     return out.to(v.dtype), pytree.tree_unflatten(leaves, form)
 
 

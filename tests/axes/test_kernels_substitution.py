@@ -76,6 +76,30 @@ def check(update, length, d_k=5, d_v=3):
     exact = results(lambda s, w: reference.run(update, s, time=1, weights=(w,)), signal, start, torch.float64)
     compare(kernel, exact)
 """
+PACKED = r"""
+def packed_one_by_one(update, cuts):
+    signal, start = example(update, cuts[-1], 5, 3), torch.randn(3, 1, 3, 5)
+
+    def packed(s, w):
+        state = update.init({n: x[:, 0].expand(3, *x.shape[2:]) for n, x in s.items()}, (w,))
+        out, last = substitution_kernel.run(update, s, state, None, torch.tensor(cuts))
+        if isinstance(update.parts().step.at, Anchor):
+            assert last.count.tolist() == [b - a for a, b in zip(cuts, cuts[1:])]
+        return out, last._replace(anchor=())
+
+    def alone(s, w):
+        outs, ends = [], []
+        for n, (a, b) in enumerate(zip(cuts, cuts[1:])):
+            if a == b:
+                ends.append(w[n : n + 1])
+                continue
+            out, state = reference.run(update, {m: x[:, a:b] for m, x in s.items()}, time=1, weights=(w[n : n + 1],))
+            outs.append(out)
+            ends.append(state.theta[0])
+        return torch.cat(outs, 1), state._replace(theta=(torch.cat(ends),), anchor=())
+
+    compare(results(packed, signal, start, torch.float32), results(alone, signal, start, torch.float64))
+"""
 CASES = {
     "rows, before": "check(StateUpdate(Huber(ROW_BETA), monoid=ROWS, algorithm=Step(ROW_BETA)), 18)",
     "rows, gated, rows meet": (
@@ -88,27 +112,13 @@ CASES = {
     "filter along the key": (
         'check(StateUpdate(SquaredError(), OnUpdate(Sphere("whole")), Scalar("decay"), Step(BETA)), 18)'
     ),
-    "packed": r"""
+    "packed": PACKED + r"""
 update = StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(ROW_BETA, at="new"))
-signal, cuts = example(update, 21, 5, 3), [0, 2, 2, 21]
-start = torch.randn(3, 1, 3, 5)
-
-def packed(s, w):
-    state = update.init({n: x[:, 0].expand(3, *x.shape[2:]) for n, x in s.items()}, (w,))
-    return substitution_kernel.run(update, s, state, None, torch.tensor(cuts))
-
-def alone(s, w):
-    outs, ends = [], []
-    for n, (a, b) in enumerate(zip(cuts, cuts[1:])):
-        if a == b:
-            ends.append(w[n : n + 1])
-            continue
-        out, state = reference.run(update, {m: x[:, a:b] for m, x in s.items()}, time=1, weights=(w[n : n + 1],))
-        outs.append(out)
-        ends.append(state.theta[0])
-    return torch.cat(outs, 1), state._replace(theta=(torch.cat(ends),))
-
-compare(results(packed, signal, start, torch.float32), results(alone, signal, start, torch.float64))
+packed_one_by_one(update, [0, 2, 2, 21])
+""",
+    "packed, each with anchors of its own": PACKED + r"""
+update = StateUpdate(Huber(0.5), monoid=Scalar("decay"), algorithm=Step(ROW_BETA, at=Anchor(16)))
+packed_one_by_one(update, [0, 3, 3, 22])
 """,
 }
 

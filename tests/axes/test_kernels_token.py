@@ -122,6 +122,26 @@ exact = torch.autograd.grad((want * pull).sum() + end.sum(), list(live.values())
 for a, b in zip((out, last.theta[0], *got), (want, end, *exact), strict=True):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 """,
+    "packed, each with anchors of its own": """
+update = sequence.AdamNet.update
+signal = draw(update, 1, 24, 1, 5, 6)
+cuts = [0, 4, 4, 24]
+first = {n: x[:, 0].expand(3, *x.shape[2:]) for n, x in signal.items()}
+state = update.init(first)._replace(count=torch.tensor(14))
+state = state._replace(theta=tuple(torch.rand_like(x) for x in state.theta),
+                       anchor=tuple(torch.rand_like(x) for x in state.anchor))
+out, last = dispatch.run_packed(update, signal, state, torch.tensor(cuts))
+assert last.count.tolist() == [18, 14, 34]
+for n, (a, b) in enumerate(zip(cuts, cuts[1:])):
+    own = state._replace(theta=(state.theta[0][n : n + 1],), anchor=(state.anchor[0][n : n + 1],))
+    one = pytree.tree_map(lambda x: x[:1] if x.ndim and x.shape[0] == 3 else x, own)
+    if b > a:
+        y, one = reference.run(update, {m: x[:, a:b] for m, x in signal.items()}, one, time=1)
+        torch.testing.assert_close(out[:, a:b], y, rtol=1e-4, atol=1e-5)
+    for got, want in zip(pytree.tree_leaves(last), pytree.tree_leaves(one), strict=True):
+        if got.is_floating_point():
+            torch.testing.assert_close(got[n : n + 1], want.expand_as(got[n : n + 1]), rtol=1e-4, atol=1e-5)
+""",
     "one token after a state": """
 update = sequence.LatticeDec.update
 signal = draw(update, 2, 1, 2, 6, 7)

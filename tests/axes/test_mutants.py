@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.faults import FAULTS
-from tests.mutants import CANDIDATES, EQUIVALENT, Fault, Found, faults, report, shown
+from tests import mutants, planted
+from tests.gpu import faults as gpu
+from tests.mutants import EQUIVALENT, TESTS, Changed, Fault, Found, faults, patch, report, shown
+from tests.planted import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = '''
@@ -63,17 +67,66 @@ def test_the_report_counts_what_is_equivalent_apart(monkeypatch: pytest.MonkeyPa
     assert r"`a \| b`" in text and "the same set" in text and "**open**" in text
 
 
-def test_candidates_are_there() -> None:
-    for file, tests in CANDIDATES.items():
-        assert (ROOT / file).exists(), file
-        for test in tests.split():
-            assert (ROOT / "tests" / test).exists(), (file, test)
+def test_parts_have_tests() -> None:
+    for part in TESTS:
+        assert (ROOT / part).exists() and len(mutants.tests_for(part + "/x.py")) > 4, part
 
 
-def test_forty_faults_of_kernels_fit_their_sources() -> None:
-    assert len(FAULTS) == len(set(FAULTS)) == 40
-    for fault in FAULTS:
+def test_functions_of_a_file_get_the_code_of_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "changing.py"
+    before = (
+        "import functools\nLEAST = 2\nclass A:\n    def f(self, x):\n        return x + 1\n"
+        "def outer(n):\n    def inner(x):\n        return x < n\n    return inner\n"
+        "@functools.wraps(outer)\ndef g(x):\n    return x * 2\nkept = outer(3)\n"
+    )
+    path.write_text(before)
+    monkeypatch.syspath_prepend(tmp_path)
+    import changing  # type: ignore[import-not-found]
+
+    after = before.replace("x + 1", "x - 1").replace("x < n", "x <= n").replace("x * 2", "x / 2")
+    assert patch(Changed(str(path), before, after))
+    assert changing.A().f(3) == 2 and changing.kept(3) and changing.outer(4)(4) and changing.g(3) == 1.5
+    assert not patch(Changed(str(path), before, before.replace("LEAST = 2", "LEAST = 3")))
+
+
+def test_faults_of_kernels_fit_their_sources_and_name_tests_that_are_there() -> None:
+    assert len(gpu.FAULTS) == len(set(gpu.FAULTS)) >= 40
+    tests = {t.partition("[")[0] for fault in gpu.FAULTS for t in fault.tests}
+    there = {
+        f"tests/gpu/{path.name}::{node.name}"
+        for path in (ROOT / "tests" / "gpu").glob("test_*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert tests <= there, tests - there
+    for fault in gpu.FAULTS:
         source = (ROOT / fault.file).read_text(encoding="utf-8")
         assert source.count(fault.was) == 1, fault
+        assert fault.was.count("\n") == fault.now.count("\n"), fault  # kernels below would be compiled again
         ast.parse(source.replace(fault.was, fault.now))
-        assert (ROOT / "tests" / "gpu" / fault.tests).exists(), fault
+
+
+def test_faults_run_side_by_side_after_their_tests_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = tmp_path / "root"
+    tree.mkdir()
+    (tree / "part.py").write_text("def double(x):\n    return 2 * x\ndef triple(x):\n    return 3 * x\n")
+    (tree / "test_part.py").write_text(
+        "import sys; sys.path.insert(0, '.')\nfrom part import double, triple\ndef test_double():\n"
+        "    assert double(3) == 6\ndef test_triple():\n    assert triple(0) == 0\ndef test_wrong():\n    assert 0\n"
+    )
+    monkeypatch.setattr(planted, "ROOT", tree)
+    faults = [
+        gpu.Fault("part.py", was, now, (f"test_part.py::test_{test}",))
+        for was, now, test in (("2 * x", "2 + x", "double"), ("3 * x", "2 * x", "triple"), ("2 * x", "x", "wrong"))
+    ]
+    known: list[list[str]] = []
+    found = gpu.run(faults, 2, 2.0, 60.0, lambda found: known.append([f.outcome for f in found]))
+    assert {f.fault.now: f.outcome.partition(":")[0] for f in found} == {
+        "2 + x": "seen", "2 * x": "survived", "x": "not shown",
+    }  # fmt: skip
+    assert known[-1] == [f.outcome for f in found] and len(known) >= len(faults)
+    text = gpu.report(found)
+    assert "1 of 2 faults" in text and "| `part.py` | `3 * x` | `2 * x` | survived |" in text
+    (none,) = gpu.run(faults[:1], 1, 2.0, 0.0, lambda found: None)
+    assert none.outcome == "not shown: no time was left"
+    assert forked(lambda: time.sleep(60), 0.1) is None and forked(lambda: os._exit(3), 60) == "ended"

@@ -165,7 +165,7 @@ LAYERS = (
 def layer_outputs(layer: torch.nn.Module, x: Tensor, cu: Tensor | None, fused_: bool) -> list[Tensor]:
     """Output, new tails, gradients of the input and every parameter; by the block's kernels or not at all."""
     entered = []
-    kernels = type(layer.around.fused or fused.Fused)
+    kernels = fused.Fused if layer.around.fused is None else type(layer.around.fused)
     plain = kernels.enter
     with patch.object(kernels, "enter", lambda *a: entered.append(1) or plain(*a)):
         x = x.detach().clone().requires_grad_()
@@ -198,7 +198,8 @@ def test_layers_in_float64(name: str, lengths: tuple[int, ...]) -> None:
     want = layer_outputs(copy.deepcopy(half).double(), x.to(BF).double(), cu, False)
     got, plain = (errors(layer_outputs(m, x.to(BF), cu, m is half), want) for m in (half, torch_form))
     for n, (a, b) in enumerate(zip(got, plain, strict=True)):
-        assert a < 2 * b + 1e-2, (name, n, a, b)
+        few = 2 if want[n].numel() <= 2 else 1  # two sums that cancel: one draw of rounding
+        assert a < 2 * few * b + 1e-2, (name, n, a, b)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # compilers advise TF32 and the like

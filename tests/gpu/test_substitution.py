@@ -1,7 +1,8 @@
 """Substitution by kernels on a GPU against the torch route in float64: values, every gradient, hard inputs.
 
 The bar is the torch route in float32 whose matrix products round their operands as the kernels do, backwards too: no
-tensor may be further from float64 than one and a half times that.
+tensor may be further from float64 than one and a half times that. A failing test names every tensor that is, in every
+call that it made. Kernels take long to compile: what shares them stands in one test.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from axes.sequence.longhorn import Longhorn  # noqa: E402
 from axes.sequence.miras import YaadMatrix  # noqa: E402
 from axes.sequence.predicted import FrankWolfeDelta  # noqa: E402
 from axes.sequence.ttt import TTTLinear  # noqa: E402
+from tests.gpu.told import apart, distance, unequal, unwritten  # noqa: E402
 
 BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
 ROWS = Diagonal("row_decay", side="row")
-HALF, FULL = (torch.bfloat16, torch.float16), torch.float32
-DTYPES = (*HALF, FULL)
-FREE = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+HALF, SMALL, FULL = torch.bfloat16, torch.float16, torch.float32
+FREE = {FULL: 4e-6, SMALL: 2e-3, HALF: 8e-3}
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,9 @@ def draw(
     signal = {"q": q.to(dtype), "k": k.to(dtype), "v": torch.randn(b, length, h, d_v, device="cuda", dtype=dtype)}
     for per in update.demands():
         x = torch.rand((b, length, h, d_v) if per.shape == "row" else (b, length, h), device="cuda")
-        signal[per.name] = -gates * x if per.domain == "unit" else 0.3 * x + 0.1
+        rate = 0.3 * x + 0.1
+        # a step of a cubic cost is stable below 2 / (3 |e|), and errors of 4 are among these
+        signal[per.name] = -gates * x if per.domain == "unit" else rate * (0.2 if update.cost == Lp(3.0) else 1.0)
     return signal
 
 
@@ -104,11 +107,17 @@ def results(update: StateUpdate, signal: dict[str, Tensor], start: Tensor, dtype
     return {n: x.detach() for n, x in shown.items()}
 
 
-def distance(a: Tensor, want: Tensor) -> float:
-    return (a.double() - want).norm().item() / max(want.norm().item(), 1e-3 * want.numel() ** 0.5)
-
-
-def check(update: StateUpdate, length: int, d_k: int, d_v: int, dtype: torch.dtype, **options: Any) -> None:
+def check(
+    update: StateUpdate,
+    length: int,
+    d_k: int,
+    d_v: int,
+    dtype: torch.dtype,
+    case: str,
+    again: bool = False,
+    **options: Any,
+) -> list[str]:
+    """Tensors that are too far from the torch route in float64; again: or whose bits differ in a second call."""
     signal = draw(update, length, d_k, d_v, dtype, **options)
     b, h = signal["k"].shape[0], signal["k"].shape[2]
     start = 0.1 * torch.randn(b, h, d_v, d_k, device="cuda")
@@ -116,108 +125,123 @@ def check(update: StateUpdate, length: int, d_k: int, d_v: int, dtype: torch.dty
     want = results(update, signal, start, torch.float64, "torch")
     with Rounded(dtype):
         near = results(update, signal, start, torch.float32, "torch")
-    wrong = {}
-    for name, w in want.items():
-        a = got[name]
-        assert torch.isfinite(a).all(), name
-        error, bar = distance(a, w), distance(near[name].to(a.dtype), w)
-        print(f"{name} {error:.1e} of {bar:.1e}", end="  ")
-        if error > max(1.5 * bar, FREE[dtype]):
-            wrong[name] = f"{error:.1e} > 1.5 * {bar:.1e}"
-    assert not wrong, wrong
+    bars = {n: max(1.5 * distance(near[n].to(got[n].dtype), w), FREE[dtype]) for n, w in want.items()}
+    wrong = apart(got, want, bars, case)
+    return wrong + (twice(update, signal, start, got, case) if again else [])
+
+
+def twice(
+    update: StateUpdate, signal: dict[str, Tensor], start: Tensor, first: dict[str, Tensor], case: str
+) -> list[str]:
+    """Tensors whose bits differ where what is not written holds NaN."""
+    with unwritten():
+        second = results(update, signal, start, None, "triton")
+    return unequal(first, second, f"{case}, again over NaN,")
+
+
+def closed(update: StateUpdate) -> list[str]:
+    """Gates of minus infinity, and a key of zeros."""
+    signal = draw(update, 70, 64, 64, HALF)
+    for per in update.demands():
+        if per.domain == "unit":
+            signal[per.name][:, 5::7] = -torch.inf
+    signal["k"][:, 3] = 0.0
+    shown = results(update, signal, torch.zeros(2, 2, 64, 64, device="cuda"), None, "triton")
+    return [f"gates of -inf {n}: not finite" for n, x in shown.items() if not torch.isfinite(x).all()]
+
+
+def full(update: StateUpdate) -> list[str]:
+    """More programs than a chip holds at a time."""
+    signal = draw(update, 333, 64, 64, HALF, b=40, h=8)
+    start = torch.randn(40, 8, 64, 64, device="cuda")
+    return twice(update, signal, start, results(update, signal, start, None, "triton"), "a full chip")
+
+
+LENGTHS = (1, 15, 16, 17, 64, 65, 300)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-@pytest.mark.parametrize("dtype", (torch.bfloat16, FULL), ids=str)
-def test_systems(name: str, dtype: torch.dtype) -> None:
-    check(SYSTEMS[name], 200, 64, 64, dtype)
+def test_in_bfloat16(name: str) -> None:
+    update = SYSTEMS[name]
+    wrong = check(update, 200, 64, 64, HALF, "T=200", again=True)
+    wrong += check(update, 150, 64, 64, HALF, "closing gates", gates=30.0) + closed(update)
+    if name in ("yaad", "yaad prev", "frank-wolfe"):
+        for length in LENGTHS:
+            wrong += check(update, length, 64, 64, HALF, f"T={length}")
+    wrong += full(update)
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("length", (1, 15, 16, 17, 64, 65, 300))
-@pytest.mark.parametrize("name", ("yaad", "yaad prev", "frank-wolfe"))
-def test_lengths(name: str, length: int) -> None:
-    check(SYSTEMS[name], length, 64, 64, torch.bfloat16)
+@pytest.mark.parametrize("name", ("longhorn", "yaad prev", "frank-wolfe", "ttt"))
+def test_in_float32(name: str) -> None:
+    wrong = check(SYSTEMS[name], 200, 64, 64, FULL, "T=200", again=True)
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("d_k", "d_v"), ((1, 3), (16, 100), (100, 100), (128, 128), (128, 20)))
-@pytest.mark.parametrize("name", ("longhorn", "yaad prev", "frank-wolfe"))
+SIDES = (
+    ("longhorn", 128, 128),
+    ("longhorn", 128, 20),
+    ("yaad prev", 16, 100),
+    ("frank-wolfe", 1, 3),
+    ("frank-wolfe", 128, 128),
+)
+
+
+@pytest.mark.parametrize(("name", "d_k", "d_v"), SIDES)
 def test_sides(name: str, d_k: int, d_v: int) -> None:
-    check(SYSTEMS[name], 130, d_k, d_v, torch.float16)
+    wrong = check(SYSTEMS[name], 130, d_k, d_v, SMALL, "T=130", again=True)
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", ("yaad", "yaad prev", "huber, gated rows", "cubic"))
-def test_gates_that_close(name: str) -> None:
-    check(SYSTEMS[name], 150, 64, 64, torch.bfloat16, gates=30.0)
-
-
-def test_a_gate_of_minus_infinity_leaves_numbers() -> None:
-    update = SYSTEMS["yaad prev"]
-    signal = draw(update, 70, 64, 64, torch.bfloat16)
-    (gate,) = (per.name for per in update.demands() if per.domain == "unit")
-    signal[gate][:, 5::7] = -torch.inf
-    signal["k"][:, 3] = 0.0
-    for x in results(update, signal, torch.zeros(2, 2, 64, 64, device="cuda"), None, "triton").values():
-        assert torch.isfinite(x).all()
-
-
-@pytest.mark.parametrize("name", ("longhorn", "yaad prev", "frank-wolfe"))
+@pytest.mark.parametrize("name", ("longhorn", "yaad", "yaad prev", "frank-wolfe"))
 def test_packed_equals_one_by_one(name: str) -> None:
     update, cuts = SYSTEMS[name], [0, 70, 70, 71, 300]
-    signal = draw(update, 300, 64, 64, torch.bfloat16, b=1)
+    signal = draw(update, 300, 64, 64, HALF, b=1)
     start = torch.randn(4, 2, 64, 64, device="cuda")
     first = {n: x[:, 0].expand(4, *x.shape[2:]) for n, x in signal.items()}
     out, last = dispatch.run_packed(
         update, signal, update.init(first, (start,)), torch.tensor(cuts, device="cuda"), implementation="triton"
     )
     assert last is not None
+    wrong = []
     for u, (a, e) in enumerate(zip(cuts, cuts[1:], strict=False)):
         if e > a:
             own = {n: x[:, a:e] for n, x in signal.items()}
             alone, state = substitution_kernel.run(update, own, None, (start[u : u + 1],))
-            assert torch.equal(alone, out[:, a:e])
-            assert torch.equal(state.theta[0], last.theta[0][u : u + 1])
-
-
-@pytest.mark.parametrize("name", ("longhorn", "yaad", "yaad prev", "frank-wolfe", "ttt"))
-def test_a_full_chip_repeats_and_writes_every_element(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    update = SYSTEMS[name]
-    signal = draw(update, 777, 100, 100, torch.bfloat16, b=40, h=4)
-    start = torch.randn(40, 4, 100, 100, device="cuda")
-    first = results(update, signal, start, None, "triton")
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what `empty` returns with NaN
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    try:
-        second = results(update, signal, start, None, "triton")
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for n, x in first.items():
-        assert torch.equal(x, second[n]), n
+            wrong += unequal(
+                {"o": alone, "last": state.theta[0]},
+                {"o": out[:, a:e], "last": last.theta[0][u : u + 1]},
+                f"sequence {u}",
+            )
+    assert not wrong, "\n".join(wrong)
 
 
 def test_anchors_go_on_from_a_state_between_them() -> None:
     update = SYSTEMS["yaad"]
-    signal = draw(update, 60, 64, 64, torch.float32)
+    signal = draw(update, 60, 64, 64, FULL)
     whole, end = dispatch.run(update, signal, implementation="triton")
     state, outs = None, []
     for a, e in ((0, 5), (5, 23), (23, 60)):
         part = {n: x[:, a:e] for n, x in signal.items()}
         out, state = dispatch.run(update, part, state, implementation="triton")
         outs.append(out)
-    assert distance(torch.cat(outs, 1), whole.double()) < 1e-5
-    assert distance(state.theta[0], end.theta[0].double()) < 1e-5
+    wrong = apart({"o": torch.cat(outs, 1), "last": state.theta[0]}, {"o": whole, "last": end.theta[0]}, 1e-5)
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", ("yaad", "frank-wolfe"))
 def test_compiles_as_one_graph(name: str) -> None:
     update = SYSTEMS[name]
-    signal = {n: x.requires_grad_() for n, x in draw(update, 100, 64, 64, torch.bfloat16).items()}
-    eager = dispatch.run(update, signal)[0]
+    signal = {n: x.requires_grad_() for n, x in draw(update, 100, 64, 64, HALF).items()}
+    start = torch.randn(2, 2, 64, 64, device="cuda")
+    eager = dispatch.run(update, signal, weights=(start,))[0]
 
-    def call(given: dict[str, Tensor]) -> Tensor:
-        return dispatch.run(update, given)[0]
+    def call(given: dict[str, Tensor], start: Tensor) -> Tensor:
+        return dispatch.run(update, given, weights=(start,))[0]
 
-    compiled = torch.compile(call, fullgraph=True)(signal)
-    assert torch.equal(eager, compiled)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(signal, start)
     do = torch.randn_like(eager)
-    for a, b in zip(*(torch.autograd.grad(x, list(signal.values()), do) for x in (eager, compiled)), strict=True):
-        assert torch.equal(a, b)
+    made = [torch.autograd.grad(x, list(signal.values()), do) for x in (eager, compiled)]
+    got, want = ({"o": x, **dict(zip(signal, g, strict=True))} for x, g in zip((eager, compiled), made, strict=True))
+    wrong = unequal(got, want)
+    assert not wrong, "\n".join(wrong)

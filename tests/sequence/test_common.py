@@ -18,6 +18,7 @@ from axes.core.memory import List
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 from axes.routes import given
+from axes.routes.counts import period
 from axes.sequence import ALL, DeltaNet, GatedDeltaNet, RoPE, SequenceLayer, SoftmaxAttention, base, layer
 from axes.sequence.lattice import LATTICE
 from axes.sequence.miras import MIRAS
@@ -178,9 +179,8 @@ def test_padding_is_skipped_wherever_it_stands(cls: type[SequenceLayer]) -> None
         for b in range(3):
             alone, end = module(x[b : b + 1, mask[b]])
             assert gap(y[b : b + 1, mask[b]], alone) < TOLERANCE
-            if state is not None:
-                more, single = tokens(3, 3), end
-                assert gap(module(more, state)[0][b], module(more[b : b + 1], single)[0][0]) < TOLERANCE
+            more, single = tokens(3, 3), end
+            assert gap(module(more, state)[0][b], module(more[b : b + 1], single)[0][0]) < TOLERANCE
 
 
 @every_layer
@@ -202,9 +202,34 @@ def test_packed_sequences_do_not_meet(cls: type[SequenceLayer]) -> None:
         for n, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
             alone, end = module(x[:, a:b])
             assert gap(y[:, a:b], alone) < TOLERANCE
-            if state is not None:
-                more = tokens(2, 4)
-                assert gap(module(more, state)[0][n], module(more[n : n + 1], end)[0][0]) < TOLERANCE
+            more = tokens(2, 4)
+            assert gap(module(more, state)[0][n], module(more[n : n + 1], end)[0][0]) < TOLERANCE
+
+
+COUNTING = [cls for cls in ALL if period(cls.update) is not None]
+
+
+@pytest.mark.parametrize("cls", COUNTING, ids=lambda cls: cls.name)
+def test_sequences_of_unequal_length_go_on_where_each_stands(cls: type[SequenceLayer]) -> None:
+    """Over anchors: all at once, packed, and token by token, as each alone."""
+    module, x, rest = make(cls), tokens(12, 3), tokens(15, 3)
+    lengths, later = (12, 3, 7), [0, 15, 15, 20]
+    mask = torch.arange(12)[None] < torch.tensor(lengths)[:, None]
+    with torch.no_grad():
+        _, state = module(x, mask=mask)
+        assert state.memory.count.tolist() == list(lengths)
+        y, state = module(rest, state)
+        packed, ragged = module(torch.cat((rest[0], rest[2, :5]))[None], state, cu_seqlens=torch.tensor(later))
+        z, _ = module.step(rest[:, 0], ragged)
+        for b, length in enumerate(lengths):
+            _, end = module(x[b : b + 1, :length])
+            want, end = module(rest[b : b + 1], end)
+            assert gap(y[b : b + 1], want) < TOLERANCE
+            more = rest[b : b + 1, : later[b + 1] - later[b]]
+            if more.shape[1]:
+                want, end = module(more, end)
+                assert gap(packed[:, later[b] : later[b + 1]], want) < TOLERANCE
+            assert gap(z[b : b + 1], module.step(rest[b : b + 1, 0], end)[0]) < TOLERANCE
 
 
 @every_layer
@@ -441,3 +466,38 @@ def test_a_tuple_without_keys_is_no_layer() -> None:
 
     with pytest.raises(IllegalUpdate, match="needs keys"):
         layer(StateUpdate(Given()))(D)
+
+
+@every_layer
+def test_a_memory_held_in_16_bits_is_computed_in_32(cls: type[SequenceLayer]) -> None:
+    """A step, a sequence and packed sequences of a bfloat16 state: those of the wide one, rounded once."""
+    layer = make(cls, torch.float32)
+    if layer.update.parts().memory.kind == "list":
+        return  # which has the dtype of its layer
+    x = tokens(dtype=torch.float32)
+    with torch.no_grad():
+        _, state = layer(x)
+        assert state is not None
+        held = state.to(torch.bfloat16)
+        wide = held.to(torch.float32)
+        assert {p.dtype for p in pytree.tree_leaves(held.memory)} <= {torch.bfloat16, torch.int64}
+        for call in (
+            lambda s: layer.step(x[:, 0], s),
+            lambda s: layer(x, s),
+            lambda s: layer(x.reshape(1, -1, D), s, cu_seqlens=torch.tensor([0, T, 2 * T])),
+        ):
+            (y, after), (want, meant) = call(held), call(wide)
+            assert torch.equal(y, want)
+            if meant is not None:
+                assert after is not None and gap(after, meant.to(torch.bfloat16)) == 0
+
+
+def test_a_memory_is_held_as_a_whole() -> None:
+    layer = make(TITANS[0], torch.float32)
+    state = layer.init_state(B)
+    mixed = state._replace(memory=state.memory._replace(via=state.to(torch.bfloat16).memory.via))
+    with pytest.raises(ShapeError, match=r"held in 16 bits as a whole, by state.to\(torch.bfloat16\)"):
+        layer.step(tokens(dtype=torch.float32)[:, 0], mixed)
+    wide = make(GatedDeltaNet)
+    with pytest.raises(ShapeError, match="float64 beside float64"):
+        wide.step(tokens()[:, 0], wide.init_state(B).to(torch.bfloat16))

@@ -20,7 +20,7 @@ from axes.errors import AxesError, ShapeError
 from axes.integrations.transformers.cache import AxesCache
 from axes.integrations.transformers.config import AxesConfig
 from axes.integrations.transformers.library import BaseModelOutputWithPast, CausalLMOutputWithPast, transformers
-from axes.models import LayerStates, Trunk
+from axes.models import Trunk
 from axes.models.language_model import Block
 
 _TABLES = ("lm_head.weight", "trunk.embedding.weight")
@@ -106,8 +106,8 @@ class AxesModel(AxesPreTrainedModel):
                 normalised.
             cu_seq_lens_q: boundaries of sequences packed into B = 1.
 
-        Raises: AxesError or ShapeError for a cache of another kind, a mask that does not count what the cache has seen,
-            and states of unequal sequences that cannot share a batch.
+        Raises: AxesError or ShapeError for a cache of another kind, and for a mask that does not count what the
+            cache has seen.
         """
         if kwargs.get("output_attentions"):
             raise AxesError("AxesModel: output_attentions: sequence layers make no matrix of attention weights")
@@ -133,7 +133,6 @@ class AxesModel(AxesPreTrainedModel):
             around=self._around(seen if watching else None),
         )
         if cache is not None:
-            self._require_states(states)
             cache.keep(states, batch, time)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden,
@@ -191,15 +190,6 @@ class AxesModel(AxesPreTrainedModel):
             return streams
 
         return run
-
-    def _require_states(self, states: LayerStates) -> None:
-        for index, state in enumerate(states):
-            if state is None:
-                raise AxesError(
-                    f"AxesModel: layer {index} ({self.trunk.architecture.each_sequence()[index]}) goes by the place of "
-                    "a token in its chunk, so that padded sequences of unequal length leave states which cannot share "
-                    "a batch: give use_cache=False, or sequences of one length"
-                )
 
 
 @final

@@ -105,6 +105,12 @@ def store_line(ptr, line, first, rows, head, H, C: tl.constexpr):
 
 
 @triton.jit
+def floored(log):
+    """A log gate held from below. A NaN stays one, where a maximum would drop it."""
+    return tl.where(log < -100.0, -100.0, log)
+
+
+@triton.jit
 def decay(late, early, keep):
     """exp(late - early) where keep, else 0: masked before exp."""
     return tl.exp(tl.where(keep, late - early, float("-inf")))

@@ -40,6 +40,12 @@ def times(a, b, N: gl.constexpr):
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
+@gluon.jit
+def floored(log):
+    """`tiles.floored`: a log gate held from below, a NaN stays one."""
+    return gl.where(log < -100.0, -100.0, log)
+
+
 # ---- meetings --------------------------------------------------------------------------------------------------------
 
 

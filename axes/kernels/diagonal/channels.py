@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from axes.kernels.common.layout import interpreted
-from axes.kernels.common.tiles import WHOLE, load_tile
+from axes.kernels.common.tiles import WHOLE, floored, load_tile
 
 
 def exponents(q: Tensor, g: Tensor) -> dict[str, int | float]:
@@ -37,13 +37,16 @@ def exponents(q: Tensor, g: Tensor) -> dict[str, int | float]:
 @triton.jit
 def load_logs(g, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr = WHOLE):
     """`load_tile` of log gates: float32, floored at -100."""
-    return tl.maximum(load_tile(g, first, rows, columns, head, H, D, C, KEPT).to(tl.float32), -100.0)
+    return floored(load_tile(g, first, rows, columns, head, H, D, C, KEPT).to(tl.float32))
 
 
 @triton.jit
 def _rounded(x):
-    """x to eight bits, as float32: a half rounds away from zero. Conversions would be slower than these integers."""
-    return ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    """x to eight bits, as float32: a half rounds away from zero. Conversions would be slower than these integers.
+
+    They would carry the NaN that a GPU computes, all ones, over into -0.
+    """
+    return tl.where(x == x, ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True), x)
 
 
 @triton.jit

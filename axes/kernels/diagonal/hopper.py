@@ -36,7 +36,7 @@ from axes.kernels.common.gluon import (
 )
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import cdiv
-from axes.kernels.common.warpgroup import add, arrive, left_layout, product_layout, published, retire, times
+from axes.kernels.common.warpgroup import add, arrive, floored, left_layout, product_layout, published, retire, times
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, channels that are scaled at a time
 
@@ -129,7 +129,7 @@ def _scale(
         gate = gates.index(stage).reshape([_C, K])
         least = 0.0
         for part in gl.static_range(K // _C):
-            log = gl.maximum(gate.slice(part * _C, _C, dim=1).load(own).to(gl.float32), -100.0)
+            log = floored(gate.slice(part * _C, _C, dim=1).load(own).to(gl.float32))
             run = gl.associative_scan(log, 0, add)
             total = gl.sum(gl.where((row == _C - 1)[:, None], run, 0.0), 0)
             falls.index(stage).slice(part * _C, _C).store(_power(total))

@@ -22,7 +22,7 @@ from axes.kernels.common.gluon import (
 )
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import cdiv
-from axes.kernels.common.warpgroup import product_layout, published, retire
+from axes.kernels.common.warpgroup import floored, product_layout, published, retire
 from axes.kernels.diagonal.hopper import _power
 from axes.kernels.diagonal.hopper_keys import square, sum_until
 from axes.kernels.diagonal_delta.hopper_dplr import columns
@@ -78,7 +78,7 @@ def _prepare(
     lower2 = gl.zeros([_C, _C], gl.float32, layout)
     lowest = 0.0
     for part in gl.static_range(PARTS):
-        log = gl.maximum(gl.load(g + place + part * _C, mask=here, other=0.0).to(gl.float32), -100.0)
+        log = floored(gl.load(g + place + part * _C, mask=here, other=0.0).to(gl.float32))
         total = columns(log)
         line = pid.to(gl.int64) * K + part * _C + gl.arange(0, _C, layout=across)
         gl.store(totals + line, total)

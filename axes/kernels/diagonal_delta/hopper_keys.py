@@ -31,7 +31,7 @@ from axes.kernels.common.gluon import (
 )
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import cdiv
-from axes.kernels.common.warpgroup import add, arrive, left_layout, product_layout, published, retire, times
+from axes.kernels.common.warpgroup import add, arrive, floored, left_layout, product_layout, published, retire, times
 from axes.kernels.diagonal.hopper import _power
 from axes.kernels.scalar.hopper_inverse import inverse
 
@@ -51,7 +51,7 @@ def _sums(gate, PART: gl.constexpr):
     """Of 64 channels of a chunk the logs, floored, their sums until every token, and those of the whole chunk."""
     own: gl.constexpr = _own()
     row = gl.arange(0, _C, layout=gl.SliceLayout(1, own))[:, None]
-    log = gl.maximum(gate.slice(PART * _C, _C, dim=1).load(own).to(gl.float32), -100.0)
+    log = floored(gate.slice(PART * _C, _C, dim=1).load(own).to(gl.float32))
     run = gl.associative_scan(log, 0, add)
     return log, run, gl.sum(gl.where(row == _C - 1, run, 0.0), 0)
 

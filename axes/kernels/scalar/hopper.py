@@ -33,7 +33,7 @@ from axes.kernels.common.gluon import (
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.versions import hopper_refusal
-from axes.kernels.common.warpgroup import add, left_layout, product_layout, retire, segment, times
+from axes.kernels.common.warpgroup import add, floored, left_layout, product_layout, retire, segment, times
 from axes.kernels.scalar.hopper_inverse import inverse
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, rows of a warpgroup's product
@@ -73,7 +73,7 @@ def _prepare(
     at = (b.to(gl.int64) * T + token) * H + h
     strength = gl.load(beta + at, mask=token < T, other=0.0)
     if GATED:
-        log = gl.maximum(gl.load(g + at, mask=token < T, other=0.0), -100.0)
+        log = floored(gl.load(g + at, mask=token < T, other=0.0))
         run = gl.associative_scan(log, 0, add)
         total = gl.sum(log, 0)
     else:

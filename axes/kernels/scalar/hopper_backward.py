@@ -43,6 +43,7 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.tiles import floored
 from axes.kernels.common.warpgroup import add, published, retire, segment
 
 _CHUNK = 64
@@ -85,7 +86,7 @@ def _states(
         run = tl.zeros([C], dtype=tl.float32)
         total = 0.0
         if GATED:
-            log = tl.maximum(tl.load(g + here, mask=inside, other=0.0), -100.0)
+            log = floored(tl.load(g + here, mask=inside, other=0.0))
             run, total = tl.cumsum(log, 0), tl.sum(log, 0)
         if part == 0:
             scale = (strength.to(tl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000).to(tl.float32, bitcast=True)

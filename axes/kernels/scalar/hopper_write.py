@@ -29,6 +29,7 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.tiles import floored
 from axes.kernels.common.versions import hopper_refusal
 from axes.kernels.common.warpgroup import add, arrive, left_layout, product_layout, published, retire, segment, times
 from axes.kernels.scalar.tiles import chunk_span, load_line
@@ -48,7 +49,7 @@ def _numbers(beta, g, numbers, T, S, L, N, HV, C: tl.constexpr, GATED: tl.conste
     head, first, rows, index = chunk_span(None, None, pid, T, S, L, N, HV, C, False)
     at = numbers + index * (4 * C) + tl.arange(0, C)
     if GATED:
-        log = tl.maximum(load_line(g, first, rows, head, HV, C), -100.0)
+        log = floored(load_line(g, first, rows, head, HV, C))
         run, total = tl.cumsum(log, 0), tl.sum(log, 0)
         tl.store(at, tl.exp(run))
         tl.store(at + C, tl.exp(total - run))

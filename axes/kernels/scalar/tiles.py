@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import load_line, load_tile, store_line, store_tile, unit_rows
+from axes.kernels.common.tiles import floored, load_line, load_tile, store_line, store_tile, unit_rows
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def chunk_gates(
     """Cumulative log gates G of a chunk and those that a reader of erase keys sees (exclusive with EARLY); UNIT G is
     kept in runs (tokens, HV) for the other kernels."""
     if GATED:
-        log = tl.maximum(load_line(g, first, rows, head, HV, C), -100.0)
+        log = floored(load_line(g, first, rows, head, HV, C))
         run = tl.cumsum(log, 0)
         store_line(runs, run * UNIT, first, rows, head, HV, C)
         if EARLY:

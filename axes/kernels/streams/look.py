@@ -37,11 +37,10 @@ from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.streams import ENTRIES, LARGEST
-from axes.kernels.streams.mix import _Cut, _forward_read, _places, _stream, _sums, _tell
+from axes.kernels.streams.mix import _Cut, _forward_read, _places, _spread, _stream, _sums, _tell
 
 CHARTS = ("sigmoid", "softmax", "first")
 _TERMS = 2  # of bfloat16 that phi is taken in beside streams of bfloat16
-_PROGRAMS = 1024  # enough of them to fill a GPU
 _LAUNCH = {  # of each, tokens and columns of a tile, warps, stages
     "project": (128, 64, 8, 3), "project, wide": (64, 64, 8, 3), "give": (32, 128, 4, 2), "give, tf32": (64, 64, 4, 2),
 }  # fmt: skip
@@ -250,39 +249,39 @@ def _back(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "span"])
 def _give(
-    x, phi, pre, dx, du, slopes, means, more, dout, tokens, d,
+    x, phi, pre, dx, du, slopes, means, more, dout, tokens, d, span,
     N: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, CENTRED: tl.constexpr,
-    PRECISION: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dX, of columns of a stream and SPAN tiles of tokens."""
+    """dX, of columns of a stream and `span` tiles of tokens. All that a tile needs is asked for ahead of the product,
+    whose barriers no load is moved across; STAGES of them are on their way at a time."""
     j = tl.program_id(0) % N  # programs beside each other read the same dx
     cuts = tl.cdiv(d, COLUMNS)
     column = tl.program_id(0) // N % cuts * COLUMNS + tl.arange(0, COLUMNS)
-    split = (tl.program_id(0) // N // cuts).to(tl.int64)
+    split = tl.program_id(0) // N // cuts
     c, has = tl.arange(0, SIDE), column < d
     if GROUPS == 1:
         group, width, place = 0, N * d, j * d + column
     else:
         group, width, place = j, d, column
     f = tl.load(phi + (c * width)[:, None] + place[None, :], mask=(c < C)[:, None] & has[None, :], other=0.0)
-    for tile in range(split * SPAN, tl.minimum(split * SPAN + SPAN, tl.cdiv(tokens, ROWS))):
+    for tile in tl.range(split * span, tl.minimum(split * span + span, tl.cdiv(tokens, ROWS)), num_stages=STAGES):
         token = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         there = token < tokens
         inside, row = there[:, None] & has[None, :], token * GROUPS + group
         at = ((token * N + j) * d)[:, None] + column[None, :]
-        v = tl.load(x + at, mask=inside, other=0.0)
         u = tl.load(du + (row * C)[:, None] + c[None, :], mask=there[:, None] & (c < C)[None, :], other=0.0)
-        shown = tl.load(dx + (token * d)[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        grad = tl.dot(u, f, input_precision=PRECISION)
-        grad += tl.load(pre + token * N + j, mask=there, other=0.0)[:, None] * shown
-        wide = v.to(tl.float32)
+        wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        rest = tl.load(dx + (token * d)[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        rest *= tl.load(pre + token * N + j, mask=there, other=0.0)[:, None]
         if CENTRED:
             wide -= tl.load(means + row, mask=there, other=0.0)[:, None]
-        grad += tl.load(slopes + row, mask=there, other=0.0)[:, None] * wide
+        rest += tl.load(slopes + row, mask=there, other=0.0)[:, None] * wide
         if more is not None:
-            grad += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+            rest += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.dot(u, f, input_precision=PRECISION) + rest
         tl.store(dout + at, grad.to(dout.dtype.element_ty), mask=inside)
 
 
@@ -316,12 +315,6 @@ class _Shape(NamedTuple):
         return {"N": self.n, "GROUPS": self.groups, "C": self.entries, "SIDE": self.side}
 
 
-def _cut(tiles: int, others: int) -> tuple[int, int]:
-    """How many of the tiles a program goes through, beside so many others; and how many programs do."""
-    span = cdiv(tiles, max(1, _PROGRAMS // others))
-    return span, cdiv(tiles, span)
-
-
 def _options(kernel: str, x: Tensor, side: int) -> dict[str, int]:
     rows, columns, warps, stages = _LAUNCH[kernel]
     if side > (64 if x.dtype == torch.bfloat16 else 32):  # three are more shared memory than small GPUs have
@@ -340,7 +333,7 @@ def _forward(
     options = _options("project" if shape.side <= 64 else "project, wide", x, shape.side)
     rows = shape.tokens * shape.groups
     tiles = cdiv(rows, options["ROWS"])
-    span, parts = _cut(cdiv(shape.width, options["COLUMNS"]), tiles)
+    span, parts = _spread(cdiv(shape.width, options["COLUMNS"]), tiles)
     products, moments = entries.new_empty(parts, rows, shape.entries), entries.new_empty(parts, 2, rows)
     raw, units, means = kept if record else (entries, entries, entries)
     with layout.on_device(x):
@@ -381,7 +374,7 @@ def _backward(
     da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
     options = _options("give" if x.dtype == torch.bfloat16 else "give, tf32", x, shape.side)
     blocks = shape.n * cdiv(shape.d, options["COLUMNS"])
-    splits = cdiv(cdiv(shape.tokens, options["ROWS"]), _SPAN)
+    splits, stages = cdiv(cdiv(shape.tokens, options["ROWS"]), _SPAN), options.pop("num_stages")
     precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
     with layout.on_device(x):
         _heard[(cut.programs,)](
@@ -392,8 +385,8 @@ def _backward(
             **shape.constants(), CHART=chart, TANH=tanh, ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
         _give[(blocks * splits,)](
-            x, phi, pre, dseen, du, slopes, means, more, dout, shape.tokens, shape.d,
-            **shape.constants(), CENTRED=centred, PRECISION=precision, SPAN=_SPAN, **options,
+            x, phi, pre, dseen, du, slopes, means, more, dout, shape.tokens, shape.d, _SPAN,
+            **shape.constants(), CENTRED=centred, PRECISION=precision, STAGES=stages, **options,
         )  # fmt: skip
     dphi = _outer(x.view(-1, shape.width), du.view(-1, shape.entries))
     return [dout, dphi, da.sum(0), db.view(-1, shape.groups, shape.entries).sum(0)]

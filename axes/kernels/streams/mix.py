@@ -10,6 +10,10 @@ Coefficients are float32, of every token or one for all; products and sums are f
 dtype of the streams, and what is read of X' is what has been written. Without M the streams stay as they are, M = I. A
 program owns a tile of tokens and columns; its parts of sums over columns are written down and added in one order, those
 of constant coefficients over tokens too. Where a write and a read go together the backward makes X' again.
+
+Of up to four streams the backward of a write is a walk along the columns: coefficients are loaded once, ahead of all
+stores, behind which no compiler would load them early; every thread keeps its share of the n^2 + n sums, which meet at
+the end; and the next columns are on their way to shared memory while these are worked on.
 """
 
 from __future__ import annotations
@@ -29,6 +33,9 @@ from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.streams import LARGEST
 
 _KEPT = 8  # up to so many streams are held in registers while they meet; more are loaded for every meeting
+_FEW = 4  # of up to so many a write's backward walks along the columns
+_WALK = (4, 2)  # its warps and stages
+_PROGRAMS = 1024  # enough of them to fill a GPU
 _WARPS = 4
 _NONE, _CONSTANT, _EACH = 0, 1, 2  # coefficients: not there, one for all tokens, of every token
 
@@ -228,6 +235,91 @@ def _write_backward(
     tl.store(dy + (token * d)[:, None] + column[None, :], du.to(dy.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _of_lanes(product, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr):
+    """A sum over the columns that a thread has."""
+    return tl.sum(tl.reshape(product, [ROWS, COLUMNS // LANE, LANE]), axis=2)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["tokens", "span"])
+def _walk_backward(
+    x, m, y, w, r, dout, dseen, dx, dm, dy, dw, dr, tokens, d, span,
+    N: tl.constexpr, MIX: tl.constexpr, WRITE: tl.constexpr, READ: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`_write_backward` of `span` tiles of columns and few streams."""
+    tiles = tl.cdiv(d, COLUMNS)
+    parts = tl.cdiv(tiles, span)
+    part = tl.program_id(0) % parts
+    token = (tl.program_id(0) // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = token < tokens
+    mixing, writing, reading, sums = (), (), (), ()
+    for i in tl.static_range(N):
+        writing = writing + (_number(w, token, there, i, N, WRITE),)  # type: ignore[assignment]
+        if READ:
+            reading = reading + (_number(r, token, there, i, N, READ),)  # type: ignore[assignment]
+        if MIX:
+            for j in tl.static_range(N):
+                mixing = mixing + (_number(m, token, there, i * N + j, N * N, MIX),)  # type: ignore[assignment]
+    BEFORE: tl.constexpr = N * N if MIX else 0  # sums of dm, then of dw, then of dr
+    for _ in tl.static_range(BEFORE + (2 * N if READ else N)):
+        sums = sums + (tl.zeros([ROWS, COLUMNS // LANE], tl.float32),)  # type: ignore[assignment]
+    for tile in tl.range(part * span, tl.minimum(part * span + span, tiles), num_stages=STAGES):
+        column = tile * COLUMNS + tl.arange(0, COLUMNS)
+        inside = there[:, None] & (column < d)[None, :]
+        v = _stream(y, token, column, inside, d, 0, 1)
+        shown = v
+        if READ:
+            shown = _stream(dseen, token, column, inside, d, 0, 1)
+        kept, grads, more = (), (), ()
+        for i in tl.static_range(N):
+            grad = _stream(dout, token, column, inside, d, i, N)
+            if READ:
+                grad += reading[i] * shown
+            grads = grads + (grad,)  # type: ignore[assignment]
+            if MIX or READ:
+                kept = kept + (_stream(x, token, column, inside, d, i, N),)  # type: ignore[assignment]
+        if MIX:
+            for i in tl.static_range(N):
+                for j in tl.static_range(N):
+                    product = _of_lanes(grads[i] * kept[j], ROWS, COLUMNS, LANE)
+                    more = more + (sums[i * N + j] + product,)  # type: ignore[assignment]
+        du = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for i in tl.static_range(N):
+            du += writing[i] * grads[i]
+            more = more + (sums[BEFORE + i] + _of_lanes(grads[i] * v, ROWS, COLUMNS, LANE),)  # type: ignore[assignment]
+        if READ:
+            for i in tl.static_range(N):
+                made = writing[i] * v
+                if MIX:
+                    for j in tl.static_range(N):
+                        made += mixing[i * N + j] * kept[j]
+                else:
+                    made += kept[i]
+                product = made.to(dout.dtype.element_ty).to(tl.float32) * shown
+                made = sums[BEFORE + N + i] + _of_lanes(product, ROWS, COLUMNS, LANE)
+                more = more + (made,)  # type: ignore[assignment]
+        sums = more
+        for j in tl.static_range(N):
+            if MIX:
+                back = tl.zeros([ROWS, COLUMNS], tl.float32)
+                for i in tl.static_range(N):
+                    back += mixing[i * N + j] * grads[i]
+            else:
+                back = grads[j]
+            at = ((token * N + j) * d)[:, None] + column[None, :]
+            tl.store(dx + at, back.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dy + (token * d)[:, None] + column[None, :], du.to(dy.dtype.element_ty), mask=inside)
+    for i in tl.static_range(BEFORE):
+        _tell(dm, sums[i], part, tokens, token, there, i, N * N)
+    for i in tl.static_range(N):
+        _tell(dw, sums[BEFORE + i], part, tokens, token, there, i, N)
+        if READ:
+            _tell(dr, sums[BEFORE + N + i], part, tokens, token, there, i, N)
+
+
+
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +340,36 @@ class _Cut(NamedTuple):
         return cls(rows, columns, parts, parts * cdiv(tokens, rows))
 
 
+class _Walk(NamedTuple):
+    """How the same is walked along: a warp is on one line, goes through `span` tiles of it."""
+
+    rows: int
+    columns: int
+    lane: int
+    warps: int
+    stages: int
+    span: int
+    parts: int
+    programs: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Walk:
+        tokens, _, d = x.shape
+        warps, stages = _WALK
+        lane = 16 // x.element_size()
+        columns = min(32 * lane, power_of_2(d))
+        rows = warps * 32 * lane // max(columns, lane)
+        tiles = cdiv(tokens, rows)
+        span, parts = _spread(cdiv(d, columns), tiles)
+        return cls(rows, columns, min(lane, columns), warps, stages, span, parts, parts * tiles)
+
+
+def _spread(tiles: int, others: int) -> tuple[int, int]:
+    """How many of the tiles a program goes through, beside so many others; and how many programs do."""
+    span = cdiv(tiles, max(1, _PROGRAMS // max(1, others)))
+    return span, cdiv(tiles, span)
+
+
 def _kind(coefficients: Tensor | None, constant: int) -> int:
     """constant: of how many dimensions they are for all tokens together."""
     return _NONE if coefficients is None else _CONSTANT if coefficients.ndim == constant else _EACH
@@ -263,8 +385,8 @@ def _launch(kernel: Kernel, x: Tensor, *given: Tensor | None, **constants: int) 
             )
 
 
-def _sums(x: Tensor, width: int) -> Tensor:
-    return x.new_empty(_Cut.of(x).parts, x.shape[0], width, dtype=torch.float32)
+def _sums(x: Tensor, width: int, parts: int | None = None) -> Tensor:
+    return x.new_empty(_Cut.of(x).parts if parts is None else parts, x.shape[0], width, dtype=torch.float32)
 
 
 def _total(sums: Tensor, like: Tensor, kind: int) -> Tensor:
@@ -301,10 +423,23 @@ def _run(x: Tensor, m: Tensor | None, y: Tensor, w: Tensor, r: Tensor | None) ->
 def _differentiate(
     x: Tensor, m: Tensor | None, y: Tensor, w: Tensor, r: Tensor | None, dout: Tensor, dseen: Tensor | None
 ) -> list[Any]:
-    n, dx, dy = x.shape[1], torch.empty_like(x), torch.empty_like(y)
-    dm, dw, dr = None if m is None else _sums(x, n * n), _sums(x, n), None if r is None else _sums(x, n)
-    constants = _constants(n, m, w, r)
-    _launch(_write_backward, x, m, y, w, r, dout, dseen, dx, dm, dy, dw, dr, **constants)
+    tokens, n, d = x.shape
+    dx, dy, walk, constants = torch.empty_like(x), torch.empty_like(y), None, _constants(n, m, w, r)
+    if n <= _FEW:
+        walk = _Walk.of(x)
+    parts = None if walk is None else walk.parts
+    dm, dw = None if m is None else _sums(x, n * n, parts), _sums(x, n, parts)
+    dr = None if r is None else _sums(x, n, parts)
+    given = (m, y, w, r, dout, dseen, dx, dm, dy, dw, dr)
+    if walk is None:
+        _launch(_write_backward, x, *given, **constants)
+    elif walk.programs:
+        del constants["KEPT"]
+        with layout.on_device(x):
+            _walk_backward[(walk.programs,)](
+                x, *given, tokens, d, walk.span, N=n, **constants, ROWS=walk.rows, COLUMNS=walk.columns, LANE=walk.lane,
+                STAGES=walk.stages, num_warps=walk.warps,
+            )  # fmt: skip
     total = None if m is None or dm is None else _total(dm, m, constants["MIX"])
     found = [dx, total, dy, _total(dw, w, constants["WRITE"])]
     return found if r is None or dr is None else [*found, _total(dr, r, constants["READ"])]

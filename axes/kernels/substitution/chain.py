@@ -36,6 +36,7 @@ Reads = Literal["before", "gated", "anchored"]
 READS: dict[str, int] = {"before": 0, "gated": 1, "anchored": 2}
 SLOTS, BLOCK, WIDEST = 8, 16, 128
 SERIAL_WARPS = (4, 4, 8)  # of the serial passes: without gates, with those of the state, of rows (fewer spill more)
+SLOPES_WARPS, MEETINGS_WARPS, GRADIENTS_WARPS = 4, 8, 8  # of those that go through chunks
 PART = 64  # rows of the state of a serial program, where rows do not meet
 _IMPORT = "from axes.kernels.substitution.response import inputs, pull, respond, turned  # replaced\n"
 
@@ -187,7 +188,8 @@ def _backward(
         )  # fmt: skip
         s.kernels.slopes[(programs * (cut.chunk // BLOCK),)](
             *given, *grads, products, seen, asked, dlast, written, turns, dk2, cut.offsets, cut.units_of_slots,
-            **s.where(), V=width, BV=_padded(width), LAST=last, num_warps=4, num_stages=1,
+            **s.where(), V=width, BV=_padded(width), LAST=last, num_warps=SLOPES_WARPS,
+            num_stages=1,
         )  # fmt: skip
         exact = k.dtype == torch.float32
         met = k.new_empty(programs, 2, cut.chunk, cut.chunk)
@@ -195,11 +197,11 @@ def _backward(
         do = do.to(k.dtype)
         s.kernels.meetings[(programs,)](
             q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, met, dg, cut.offsets,
-            cut.units_of_slots, **more, num_warps=8,
+            cut.units_of_slots, **more, num_warps=MEETINGS_WARPS,
         )  # fmt: skip
         s.kernels.gradients[(programs,)](
             q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, cut.offsets, cut.units_of_slots,
-            **more, num_warps=8,
+            **more, num_warps=GRADIENTS_WARPS,
         )  # fmt: skip
     return [dq, dk, dg, dstart, *grads]  # type: ignore[list-item]
 

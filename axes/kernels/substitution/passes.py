@@ -31,6 +31,7 @@ from axes.kernels.common.tiles import (
     accumulate,
     decay,
     first_slot,
+    floored,
     load_line,
     load_tile,
     slot_rows,
@@ -67,7 +68,7 @@ def _gate(g, at, v, V: tl.constexpr, there, inside, GATE: tl.constexpr):
         log = tl.load(g + at * V + v, mask=inside & there, other=0.0).to(tl.float32)
     else:
         log = tl.load(g + at, mask=there, other=0.0).to(tl.float32)
-    return tl.exp(tl.maximum(log, -100.0))
+    return tl.exp(floored(log))
 
 
 @triton.jit
@@ -181,7 +182,7 @@ def forward(
             out = tl.dot(rounded, tl.trans(queries), input_precision=PRECISION)
             scores = tl.load(pair + (256 + token[:, None] * 16 + token[None, :]))
             if GATE == 1:
-                run = tl.cumsum(tl.maximum(load_line(g, first, rows, head, H, 16), -100.0), 0)
+                run = tl.cumsum(floored(load_line(g, first, rows, head, H, 16)), 0)
                 out = out * tl.exp(run)[None, :]
                 scores = scores * decay(run[:, None], run[None, :], token[:, None] >= token[None, :])
             else:
@@ -403,7 +404,7 @@ def _rows_of_gates(
         log = load_tile(g, first, rows, v, head, H, V, C).to(tl.float32)
     else:
         log = tl.broadcast_to(load_line(g, first, rows, head, H, C)[:, None], [C, BV])
-    return tl.maximum(log, -100.0)
+    return floored(log)
 
 
 @Kernel
@@ -437,7 +438,7 @@ def meetings(
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             own = tl.sum(tl.where(late == soon, scores, 0.0), 1)[:, None]
         if GATE == 1:
-            line = tl.maximum(load_line(g, first, rows, head, H, C), -100.0)
+            line = floored(load_line(g, first, rows, head, H, C))
             run = tl.cumsum(line, 0)
             if READS == 0:
                 sight = run - line
@@ -456,7 +457,7 @@ def meetings(
                 by_out += tl.dot(shown, tl.trans(u), input_precision=PRECISION)
                 by_read += tl.dot(w, tl.trans(u), input_precision=PRECISION)
             if GATE == 2:
-                log = tl.maximum(load_tile(g, first, rows, v, head, H, V, C).to(tl.float32), -100.0)
+                log = floored(load_tile(g, first, rows, v, head, H, V, C).to(tl.float32))
                 own_pair = tl.sum(shown.to(tl.float32) * u.to(tl.float32), 1)
                 by_out += tl.where(late == soon, own_pair[:, None], 0.0)
                 half = C // 2
