@@ -139,6 +139,58 @@ class NoisyRecall(Task):
 
 @final
 @dataclass(frozen=True)
+class LatestRecall(Task):
+    """Keys are given values again and again, and asked for now and then: what was the last value of this key?
+
+    Two tokens at a time: a key and its new value, or 0 and a key that is asked for, at which the answer is due. Keys
+    are the `keys` tokens behind 0, values the `values` behind those. A memory that adds what it is given cannot tell
+    which value came last.
+    """
+
+    length: int = 64
+    keys: int = 8
+    values: int = 8
+    share: float = 0.4  # of what is asked
+    name = "latest-recall"
+    source = "Schlag et al., Linear Transformers Are Secretly Fast Weight Programmers (2021), section 6.1"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.share < 1.0:
+            raise AxesError(f"{self.name}: share of what is asked must lie in (0, 1), got {self.share}")
+
+    @property
+    def vocabulary(self) -> int:
+        return 1 + self.keys + self.values
+
+    @classmethod
+    def published(cls) -> LatestRecall:
+        return cls(length=80, keys=20, values=20)
+
+    def _draw(self, batch: int, draw: torch.Generator, length: int | None) -> tuple[Tensor, Tensor]:
+        t = self.length if length is None else length
+        if t < 4:
+            raise AxesError(f"{self.name}: a window of 4 is the least that is answered, got {t}")
+        pairs = t // 2
+        key, value = integers(0, self.keys, (batch, pairs), draw), integers(0, self.values, (batch, pairs), draw)
+        asks = torch.rand(batch, pairs, generator=draw) < self.share
+        asks[:, 0], asks[:, 1] = False, True
+        key[:, 1] = key[:, 0]  # so that something is answered in every window
+        last = torch.full((batch, self.keys), IGNORED)
+        answers = torch.full((batch, pairs), IGNORED)
+        for i in range(pairs):
+            k, asked = key[:, i : i + 1], asks[:, i : i + 1]
+            answers[:, i : i + 1] = torch.where(asked, last.gather(1, k), IGNORED)
+            last = torch.where(asked, last, last.scatter(1, k, 1 + self.keys + value[:, i : i + 1]))
+        slots = torch.stack((torch.where(asks, 0, 1 + key), torch.where(asks, 1 + key, 1 + self.keys + value)), -1)
+        due = torch.stack((torch.full_like(answers, IGNORED), answers), -1)
+        window, targets = torch.zeros(batch, t, dtype=torch.int64), torch.full((batch, t), IGNORED)
+        window[:, : 2 * pairs], targets[:, : 2 * pairs] = slots.flatten(1), due.flatten(1)
+        return window, targets
+
+
+@final
+@dataclass(frozen=True)
 class FuzzyRecall(Task):
     """As in-context recall, but keys and values are words of 1 to `longest` tokens: at a word that was seen, the next
     tokens are those of its value.

@@ -29,16 +29,20 @@ from axes.transfer.systems import System
 
 RECALL, COPY, TEXT, DIGITS, LAYERS = "multi-query-recall", "selective-copy", "text", "digits", "deep-narrow"
 NOISY, FLIPPED, PARITY = "noisy-recall", "flipped-labels", "parity"
-PERMUTATIONS, SOURCE = "permutations", "source"
+PERMUTATIONS, SOURCE, LATEST, LATE = "permutations", "source", "latest-recall", "parity-late"
+MANY = "recall-of-many"
 TASKS: dict[Axis, tuple[str, ...]] = {  # what can be asked on an axis
     "data": (DIGITS, TEXT, FLIPPED),
     "sequence": (
         RECALL,
+        MANY,
         COPY,
         NOISY,
         "fuzzy-recall",
         "memorisation",
+        LATEST,
         PARITY,
+        LATE,
         "modular-sum",
         PERMUTATIONS,
         "permutations-5",
@@ -199,11 +203,11 @@ _DELTA = System("sequence", DeltaNet.update, DeltaNet.block)
 _COUNTS = System("sequence", DeltaNetReflective.update, DeltaNetReflective.block)
 CALIBRATIONS: tuple[Calibration, ...] = (
     Calibration("parity", "eigenvalues in [-1, 1] against [0, 1] count modulo two",
-                _COUNTS, _DELTA, PARITY),
-    Calibration("recall", "the delta rule against linear attention recalls",
-                _DELTA, replace(_DELTA, update=replaced(DeltaNet.update, {"cost": Alignment()})), RECALL),
+                _COUNTS, _DELTA, LATE),
+    Calibration("recall", "the delta rule against linear attention recalls what was written last",
+                _DELTA, replace(_DELTA, update=replaced(DeltaNet.update, {"cost": Alignment()})), LATEST),
     Calibration("null", "a system against itself, from other initial parameters",
-                replace(_COUNTS, draw=1), _COUNTS, PARITY, helps=False),
+                replace(_COUNTS, draw=1), _COUNTS, LATE, helps=False),
 )  # fmt: skip
 
 

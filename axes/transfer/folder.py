@@ -2,7 +2,7 @@
 
 Every file is replaced whole (`axes.files`), so a kill loses runs that were not finished and nothing else. One process
 at a time writes. A folder holds runs of one version of the package, one form, one number of seeds and one device;
-further experiments may be added to it.
+further experiments may be added to it, by other commits of that version too: what a run is, its name says.
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ class ResultsFolder:
                 raise AxesError(f"{self} holds runs of {wrong}: choose another --out")
             described = {
                 **before,
+                **{name: _both(before[name], described[name]) for name in _GROWS},
                 "trials": before["trials"] | described["trials"],
                 "experiments": before["experiments"] | described["experiments"],
+                "calibrations": described["calibrations"],
             }
         elif any(self.path.iterdir()) and {p.name for p in self.path.iterdir()} - {_RUNS, _LOCK}:
             raise AxesError(f"{self} holds something that `axes transfer` did not write: choose another --out")
@@ -110,13 +112,22 @@ class ResultsFolder:
 
 
 _FIXED = {
-    "version": "version", "form": "form", "seeds": "number of seeds", "device": "device", "capture": "way to step",
-    "hardware": "machine", "torch": "torch",
+    "form": "form", "seeds": "number of seeds", "device": "device", "capture": "way to step", "torch": "torch",
 }  # fmt: skip
+_GROWS = ("version", "hardware", "command")  # a folder that several commits, or GPUs, have filled says all of them
+
+
+def _both(before: str, now: str) -> str:
+    return before if now in before.split("; ") else f"{before}; {now}" if before else now
 
 
 def _unlike(before: dict[str, Any], now: dict[str, Any]) -> str:
     """In what the runs of a folder differ from those that are asked for, or nothing."""
+    ours, theirs = now["version"].split(" at ")[0], {x.split(" at ")[0] for x in before["version"].split("; ")}
+    if theirs != {ours}:
+        return f"another version, {before['version']}, not {now['version']}"
+    if now["device"] == "cpu" and before["hardware"] != now["hardware"]:
+        return f"another machine, {before['hardware']}, not {now['hardware']}"
     for name, word in _FIXED.items():
         if before[name] != now[name]:
             return f"another {word}, {before[name]}, not {now[name]}"

@@ -2,6 +2,12 @@
 
 An arm and its control are layers as the catalogue has them, each in its own block; so more than a tuple differs, and
 parameters may be further apart, as they are in the papers. Both are in the report.
+
+G1 to G4 ask what keeps gated layers from recalling early in training. Published starts, which the catalogue's layers
+have, forget: of Gated DeltaNet's and Mamba-2's heads one in ten keeps a tenth of what it was given over 200 tokens, so
+that in 65 of 100 layers of four heads none does; GLA's channels keep 1e-4. (Weights of deviation 0.02, as released code
+draws them, change that to 62 of 100.) Over 64 tokens Gated DeltaNet learned as soon as DeltaNet, by one seed. The arms
+start where 200 tokens are kept.
 """
 
 from __future__ import annotations
@@ -12,9 +18,10 @@ from typing import Any
 from axes import catalogue
 from axes.errors import UnknownName
 from axes.moves import differences
+from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Block
 from axes.sequence.charts import SSM, Chart, LogSigmoid
-from axes.transfer.experiments import EXPERIMENTS, PERMUTATIONS, RECALL, SOURCE, Experiment, find
+from axes.transfer.experiments import EXPERIMENTS, MANY, PERMUTATIONS, SOURCE, Experiment, find
 
 _FIVE, _SUM = "permutations-5", "modular-sum"
 
@@ -39,15 +46,21 @@ def _beside(
         *blocks,
         said=said,
         apart=apart,
-        layers=(arm, control),
+        layers=(_own(arm), _own(control)),
     )
+
+
+def _own(name: str) -> str:
+    """The name of a layer that has widths of its own; every other one is the layer of its tuple and its block."""
+    cls = catalogue.get(name, "sequence").cls
+    return name if cls.widths.__func__ is not SequenceLayer.widths.__func__ else ""  # type: ignore[attr-defined]
 
 
 def _opened(id: str, name: str, block: Block, question: str) -> Experiment:
     """A layer whose gates start otherwise beside the same layer as it is published."""
     entry = catalogue.get(name, "sequence")
     return Experiment(
-        id, question, name, "sequence", entry.update.normal(), (), (RECALL,), 0.02, block, entry.cls.block,
+        id, question, name, "sequence", entry.update.normal(), (), (MANY,), 0.02, block, entry.cls.block,
         said="no claim: where a layer starts, its paper does not compare",
     )  # fmt: skip
 
@@ -68,17 +81,17 @@ NAMED: tuple[Experiment, ...] = (
     _beside("T2", "do two Householder maps a token track S5, where one does not?", "delta-product",
             "delta-net-reflective", (_FIVE, PERMUTATIONS),
             "two products a token track S5 at lengths of training, one does not (Siems et al. 2025, section 5.1)"),
-    _beside("R1", "does Gated DeltaNet recall as DeltaNet does?", _GDN, "delta-net", (RECALL,),
+    _beside("R1", "does Gated DeltaNet recall as DeltaNet does?", _GDN, "delta-net", (MANY,),
             "as good as DeltaNet (Yang et al. 2024)"),
-    _beside("R2", "does gated linear attention recall as DeltaNet does?", "gla", "delta-net", (RECALL,),
+    _beside("R2", "does gated linear attention recall as DeltaNet does?", "gla", "delta-net", (MANY,),
             "worse than DeltaNet at equal width (Yang et al. 2024, Parallelizing, figure 2)"),
-    _beside("R3", "does Mamba-2 recall as DeltaNet does?", _MAMBA, "delta-net", (RECALL,),
+    _beside("R3", "does Mamba-2 recall as DeltaNet does?", _MAMBA, "delta-net", (MANY,),
             "with a state of 128 it solves MQAR that fits (Dao and Gu 2024, figure 8)"),
-    _beside("R4", "does RWKV-7 recall as DeltaNet does?", "rwkv7", "delta-net", (RECALL,),
+    _beside("R4", "does RWKV-7 recall as DeltaNet does?", "rwkv7", "delta-net", (MANY,),
             "solves MQAR up to 256 pairs at width 512 (Peng et al. 2025, section 7.5)"),
-    _beside("R5", "do Titans' matrix and momentum recall as DeltaNet does?", "titans-matrix", "delta-net", (RECALL,),
+    _beside("R5", "do Titans' matrix and momentum recall as DeltaNet does?", "titans-matrix", "delta-net", (MANY,),
             "no MQAR in the paper (Behrouz et al. 2024)"),
-    _beside("R6", "does Longhorn recall as DeltaNet does?", "longhorn", "delta-net", (RECALL,),
+    _beside("R6", "does Longhorn recall as DeltaNet does?", "longhorn", "delta-net", (MANY,),
             "solves MQAR that Mamba needs a larger state for (Liu et al. 2024, section 5.1)"),
     _opened("G1", _GDN, _charts(_GDN, decay=replace(_OLD["decay"], dt_min=1e-5, dt_max=1e-3), beta=_OLD["beta"]),
             "does Gated DeltaNet recall sooner if its gates start open?"),

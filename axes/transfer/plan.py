@@ -160,7 +160,8 @@ class Plan:
             if abs(a - c) > most * c:
                 raise AxesError(
                     f"{pair.of} on {pair.task}: the arm has {a:,} parameters and its control {c:,}, more than "
-                    f"{most:.0%} apart: what it finds would not be what moved; choose another --task, or a wider model"
+                    f"{100 * most:g} % apart: what it finds would not be what moved; choose another --task, or a wider "
+                    "model"
                 )
 
 

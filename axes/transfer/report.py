@@ -138,7 +138,7 @@ _METHOD = (
     "better; its interval is a paired bootstrap, 95 %; p is exact over sign flips, Holm's over the first task of every "
     "experiment. A verdict follows interval and margin. A run that broke down counts as one that knows nothing. "
     "Parameters agree within 1 %, tokens exactly. FLOPs are those of matrix products, counted; milliseconds were "
-    "measured while workers ran side by side."
+    "measured while workers ran side by side, and are the share of one run where a worker replayed several in turn."
 )
 
 
@@ -153,11 +153,16 @@ def markdown(results: Mapping[str, Any]) -> str:
         lines += [
             "**This is a quick run: small models, few steps, few seeds. It shows that the experiments run, and says "
             "nothing about whether a method helps; so there are no verdicts.** A whole run is "
-            "`axes transfer run --device cuda --out FOLDER`; of it `axes transfer report FOLDER --docs FILE` writes "
-            "this page. None has been made yet.", "",
+            "`axes transfer run --device cuda --capture graph --out FOLDER`, one that fits minutes of a GPU has "
+            "`--small`; of it `axes transfer report FOLDER --docs FILE` writes this page.", "",
         ]  # fmt: skip
     elif results["verdicts"]:
         lines += [f"**There are {results['verdicts']}.**", ""]
+    if results["form"] == "small":
+        lines += [
+            "Sizes are small: what is said here is said of models of 50 to 500 thousand parameters that were trained "
+            "for minutes, in all.", "",
+        ]  # fmt: skip
     lines += [*(f"- {name}: {_code(text)}" for name, text in _how(results)), "", _METHOD, ""]
     lines += ["## Calibrations", "", "What is known must come out; else no verdict is printed.", ""]
     lines += _rows(
@@ -167,6 +172,8 @@ def markdown(results: Mapping[str, Any]) -> str:
             for c in results["calibrations"]
         ],
     )
+    if words := summary(results):
+        lines += ["## In plain words", "", *(f"- {line}" for line in words), ""]
     lines += ["## Comparisons", "", "Costs are the arm's over the control's.", ""]
     head = ("", "task", "metric", "arm", "control", "effect", "95 %", "p, Holm", "verdict", "FLOPs", "state", "ms")
     lines += _rows(head, [
@@ -199,7 +206,7 @@ def _said(c: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     if "effect" not in c:
         return f"not finished, {c['missing']} runs to go."
     if c["verdict"] is not None:
-        return _MEANS[c["verdict"]]
+        return _MEANS[c["verdict"]] + (" Neither side learned the task." if _little(c) else "")
     return "no verdict."
 
 
@@ -238,6 +245,31 @@ def _code(text: str) -> str:
 
 def _cell(text: str) -> str:
     return _code(text.replace("|", "\\|"))
+
+
+_LITTLE = 0.15  # accuracy below which both sides know next to nothing
+
+
+def summary(results: Mapping[str, Any]) -> list[str]:
+    """What all comparisons say, one sentence a verdict, what hurts or does nothing as well as what helps."""
+    found: dict[str, list[str]] = {}
+    for e in results["experiments"]:
+        for c in e["compared"]:
+            if c.get("verdict"):
+                found.setdefault(c["verdict"], []).append(f"{e['id']} on {c['task']} ({c['effect']:+.3f}{_little(c)})")
+    said = {
+        "helps": "Helps", "hurts": "Hurts", "equivalent": "Makes no difference that matters",
+        "undecided": "Not decided by these runs",
+    }  # fmt: skip
+    return [f"{word}: {', '.join(found[verdict])}." for verdict, word in said.items() if verdict in found]
+
+
+def _little(c: Mapping[str, Any]) -> str:
+    """Where neither side has learned the task, a difference says little."""
+    sides = [list(c[side]["values"].values()) for side in ("arm", "control")]
+    if c["metric"] == "accuracy" and all(v and sum(v) / len(v) < _LITTLE for v in sides):
+        return "; neither side learned it"
+    return ""
 
 
 def _rows(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
@@ -296,6 +328,8 @@ def page(results: Mapping[str, Any]) -> str:
                       _outcome(c))))
         for c in results["calibrations"]
     ]))  # fmt: skip
+    if words := summary(results):
+        out.append("<h2>In plain words</h2><ul>" + "".join(f"<li>{e(line)}</li>" for line in words) + "</ul>")
     columns = ("", "task", "arm", "control", "effect", "95 %", "p, Holm", "verdict", "FLOPs", "state", "ms")
     out.append("<h2>Comparisons</h2>" + _table(columns, [
         (f'<a href="#{e(x["id"])}">{e(x["id"])}</a>', e(c["task"]), e(_mean(c, "arm")), e(_mean(c, "control")),

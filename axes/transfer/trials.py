@@ -21,11 +21,24 @@ from axes.models import Architecture, DeepNarrow, LanguageModel
 from axes.tasks.batches import mixed, training_batch, validation_batches
 from axes.tasks.corpus import Corpus, embedded
 from axes.tasks.digits import digits
-from axes.tasks.recall import FuzzyRecall, Memorisation, MultiQueryRecall, NoisyRecall, SelectiveCopy
+from axes.tasks.recall import FuzzyRecall, LatestRecall, Memorisation, MultiQueryRecall, NoisyRecall, SelectiveCopy
 from axes.tasks.synthetic import IGNORED, Task
 from axes.tasks.teacher import DeepTeacher, FlippedLabels
 from axes.tasks.tracking import GroupWord, ModularSum
-from axes.transfer.experiments import DIGITS, FLIPPED, LAYERS, NOISY, PARITY, PERMUTATIONS, RECALL, SOURCE, TEXT
+from axes.transfer.experiments import (
+    DIGITS,
+    FLIPPED,
+    LATE,
+    LATEST,
+    LAYERS,
+    MANY,
+    NOISY,
+    PARITY,
+    PERMUTATIONS,
+    RECALL,
+    SOURCE,
+    TEXT,
+)
 from axes.transfer.systems import System
 
 HELD_OUT = 1 << 40  # a seed that no run has
@@ -95,7 +108,6 @@ def _language_model(architecture: Architecture, system: System, device: torch.de
 # ---- tokens --------------------------------------------------------------------------------------------------------
 
 
-@final
 @dataclass(frozen=True)
 class Tokens(Trial):
     """A synthetic task. longer: further lengths, and harder: further numbers of pairs, that are only tested."""
@@ -142,6 +154,20 @@ class Tokens(Trial):
             right.append((found == targets).double())
             asked.append((targets != IGNORED).double())
         return torch.cat(right), torch.cat(asked)
+
+
+@final
+@dataclass(frozen=True)
+class Late(Tokens):
+    """What is right in the last eighth of the longest windows: first letters are easy, and so are short ones."""
+
+    @torch.no_grad()
+    def held_out(self, model: nn.Module, device: torch.device) -> Held:
+        found = super().held_out(model, device)
+        length: int = max(self.longer, default=self.task.length)  # type: ignore[attr-defined]
+        right, asked = self._right(model, self.task, length, device)
+        late = slice(length - length // 8, length)
+        return Held(_share(right[:, late], asked[:, late]), found.by)
 
 
 def _share(right: Tensor, asked: Tensor) -> float:
@@ -336,6 +362,9 @@ def _small() -> tuple[Trial, ...]:
         of(RECALL, MultiQueryRecall(6, 32, 64), harder=(MultiQueryRecall(3, 32, 64),)),
         of("selective-copy", SelectiveCopy(4, 32, 16)), of(NOISY, NoisyRecall(32)), of("fuzzy-recall", FuzzyRecall(32)),
         of("memorisation", Memorisation(32, 64)), replace(of(PARITY, ModularSum(16), longer=(32,)), steps=150),
+        Late(LATE, 150, 16, ModularSum(16), tokens, longer=(32,)),
+        Late(LATEST, 80, 16, LatestRecall(32, 4, 4), tokens, longer=(64,)),
+        replace(of(RECALL, MultiQueryRecall(6, 32, 64)), name=MANY),
         of("modular-sum", ModularSum(16, 5), longer=(32,)), of(PERMUTATIONS, GroupWord(16, 3), longer=(32,)),
         of("permutations-5", GroupWord(16, 5), longer=(32,)), Text(TEXT, 60, 8, text, windows=32),
         Source(SOURCE, 60, 8, tokens, windows=32, longer=(128,)),
@@ -356,12 +385,20 @@ def _whole() -> tuple[Trial, ...]:
         of("selective-copy", 1000, SelectiveCopy(16, 256, 16)), of(NOISY, 1500, NoisyRecall()),
         of("fuzzy-recall", 1500, FuzzyRecall()), of("memorisation", 1500, Memorisation()),
         of(PARITY, 600, ModularSum(40), longer=(80, 160, 256)),
+        Late(LATE, 800, 64, ModularSum(64), tokens, longer=(128, 256)), _long(2000),
+        Late(LATEST, 400, 64, LatestRecall(128, 4, 8, 0.25), tokens, longer=(256, 512)),
         of("modular-sum", 1500, ModularSum(64, 5), longer=(128, 256)),
         of(PERMUTATIONS, 1500, GroupWord(64, 3), longer=(128, 256)),
         of("permutations-5", 3000, GroupWord(32, 5), longer=(64, 128)), _source(2000),
         Text(TEXT, 400, 16, text, context=128, windows=256, limit=0), Digits(DIGITS, 200, 64),
         Deep(LAYERS, 1000, 128, DeepTeacher()), Regression(FLIPPED, 400, 16, FlippedLabels()),
     )  # fmt: skip
+
+
+def _long(steps: int) -> Trial:
+    """Recall at a published size: more pairs than a head is wide."""
+    model, pairs = Architecture("delta-net", "residual", 2, 128, 4), MultiQueryRecall(32, 256, 2048)
+    return Tokens(MANY, steps, 64, pairs, model, harder=(replace(pairs, pairs=16), replace(pairs, pairs=64)))
 
 
 def _source(steps: int) -> Trial:
@@ -382,6 +419,8 @@ def _minutes() -> tuple[Trial, ...]:
         of("selective-copy", 1000, SelectiveCopy(8, 64, 16)), of(NOISY, 1000, NoisyRecall(64)),
         of("fuzzy-recall", 1000, FuzzyRecall(64)), of("memorisation", 1000, Memorisation()),
         of(PARITY, 600, ModularSum(40), longer=(80, 160, 256)),
+        Late(LATE, 800, 64, ModularSum(64), tokens, longer=(128, 256)), _long(1500),
+        Late(LATEST, 400, 64, LatestRecall(128, 4, 8, 0.25), tokens, longer=(256, 512)),
         of("modular-sum", 1000, ModularSum(32, 5), longer=(64, 128)),
         of(PERMUTATIONS, 1000, GroupWord(32, 3), longer=(64, 128)),
         of("permutations-5", 1500, GroupWord(16, 5), longer=(32, 64)), _source(600),

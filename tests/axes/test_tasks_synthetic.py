@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from axes.errors import AxesError
-from axes.tasks.recall import FuzzyRecall, Memorisation, MultiQueryRecall, NoisyRecall, SelectiveCopy
+from axes.tasks.recall import FuzzyRecall, LatestRecall, Memorisation, MultiQueryRecall, NoisyRecall, SelectiveCopy
 from axes.tasks.synthetic import IGNORED, Task
 from axes.tasks.tracking import GroupWord, ModularSum
 
 TASKS: tuple[Task, ...] = (
     MultiQueryRecall(), MultiQueryRecall(4, 40, 20), SelectiveCopy(), SelectiveCopy(3, 9, 5), NoisyRecall(),
     NoisyRecall(share=0.0, length=31), FuzzyRecall(), FuzzyRecall(40, 8, 3, 1), Memorisation(), ModularSum(),
-    ModularSum(30, 5), GroupWord(), GroupWord(20, 5),
+    ModularSum(30, 5), GroupWord(), GroupWord(20, 5), LatestRecall(), LatestRecall(23, 3, 4, 0.2),
 )  # fmt: skip
 
 
@@ -40,6 +40,17 @@ def answers(task: Task, window: list[int]) -> list[int]:
             assert notes.get(key, value) == value
             out[t] = notes.get(key, IGNORED)
             notes[key] = value
+        return out
+    if isinstance(task, LatestRecall):
+        notes = {}
+        for t in range(0, len(window) - 1, 2):
+            first, second = window[t : t + 2]
+            if first == 0:
+                assert 1 <= second <= task.keys
+                out[t + 1] = notes.get(second, IGNORED)
+            else:
+                assert first <= task.keys < second < task.vocabulary
+                notes[first] = second
         return out
     if isinstance(task, FuzzyRecall):
         half, t, notes = task.tokens // 2, 0, {}

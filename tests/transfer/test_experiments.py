@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from axes import catalogue
@@ -38,13 +39,36 @@ def test_the_table() -> None:
 def test_what_papers_say(experiment: Experiment) -> None:
     """Layers of the catalogue beside each other, as they are there; of one layer alone its block differs."""
     assert experiment.said and experiment.moved and catalogue.get(experiment.source).axis == "sequence"
-    names, systems = experiment.layers, experiment.systems
-    if any(names):
-        assert [s.layer() for s in systems] == [catalogue.get(n, "sequence").cls for n in names]
+    systems = experiment.systems
+    if experiment.arm != experiment.control:
+        for system, update in zip(systems, (experiment.arm, experiment.control), strict=True):
+            known = [e for e in catalogue.entries("sequence") if e.update.normal() == update]
+            made, like = system.layer(), [e.cls(64, heads=4) for e in known]
+            assert made is not None
+            shapes = [[tuple(p.shape) for p in x.parameters()] for x in (made(64, heads=4), *like)]
+            assert shapes[0] in shapes[1:]
         assert systems[0].key != systems[1].key
     else:
         assert experiment.arm == experiment.control and all(d.path.startswith("block.") for d in experiment.moved)
     assert found((experiment.id,)) == (experiment,) and set(experiment.tasks) <= set(TASKS["sequence"])
+
+
+@pytest.mark.parametrize(("id", "published", "opened"), [("G1", (1e-9, 1e-3), 0.3), ("G2", (1e-6, 1e-2), 0.5)])
+def test_where_gates_start(id: str, published: tuple[float, float], opened: float) -> None:
+    """What the median channel keeps over 200 tokens, before training: little as published, most of it in the arm."""
+    kept = []
+    for system in found((id,))[0].systems:
+        torch.manual_seed(0)
+        make = system.layer()
+        assert make is not None
+        gates = []
+        for _ in range(20):
+            layer = make(64, heads=4)
+            with torch.no_grad():
+                signal = layer.around.enter(torch.randn(1, 200, 64), layer.around.tails(1, torch.zeros(1)))[0]
+            gates.append(signal["decay"].sum(1).flatten())
+        kept.append(float(torch.cat(gates).median().exp()))
+    assert published[0] < kept[1] < published[1] and kept[0] > opened
 
 
 def test_controls_that_are_known_systems() -> None:

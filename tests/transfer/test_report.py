@@ -41,10 +41,11 @@ def results(parity: tuple[float, float] = (1.0, 0.7), form: str = "whole", upto:
                 run = Run(task, system, 1e-3, seed, value + off, {}, curve, 10, 20, 3.0, 4, None, times)
                 runs.setdefault(run.key, run)
 
-    put(plan["calibrations"]["parity"]["systems"], "parity", parity)
-    put([plan["calibrations"]["null"]["systems"][0]], "parity", parity[:1] * 1)  # type: ignore[arg-type]
-    if "recall" in plan["calibrations"]:
-        put(plan["calibrations"]["recall"]["systems"], "multi-query-recall", (0.99, 0.01))
+    known = plan["calibrations"]
+    put(known["parity"]["systems"], known["parity"]["task"], parity)
+    put([known["null"]["systems"][0]], known["null"]["task"], parity[:1] * 1)  # type: ignore[arg-type]
+    if "recall" in known:
+        put(known["recall"]["systems"], known["recall"]["task"], (0.99, 0.01))
     for name, e in plan["experiments"].items():
         for task in e["tasks"]:
             put(e["systems"], task, VALUES[name])
@@ -76,7 +77,7 @@ def test_verdicts_follow_intervals_where_calibrations_hold() -> None:
     ("given", "said"),
     [
         ({"parity": (0.7, 0.7)}, "calibration parity did not"), ({"form": "quick"}, "a quick run"),
-        ({"upto": 4}, "calibration parity, recall, null"),
+        ({"upto": 4}, "yet: calibration parity, recall, null"),
     ],
 )  # fmt: skip
 def test_no_verdict_without_what_is_known(given: dict[str, Any], said: str) -> None:
