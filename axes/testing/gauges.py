@@ -106,7 +106,7 @@ def _held_for_one(a: StateUpdate, b: StateUpdate) -> bool:
 def _numerical(a: StateUpdate, b: StateUpdate) -> bool:
     first, second = a.parts().h, b.parts().h
     kept = [u.parts().memory for u in (a, b)]
-    if isinstance(kept[0], Regression) and _only("memory", a, b) and _same_but(*kept, "steps"):
+    if isinstance(kept[0], Regression) and _only("memory", a, b) and _same_but(kept[0], kept[1], "steps"):
         return all(m.steps >= _CONVERGED for m in kept if isinstance(m, Regression))
     if isinstance(first, Spectral):
         return any(_same_but(first, second, field) for field in ("tolerance", "eps", "form"))
