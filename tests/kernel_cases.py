@@ -36,6 +36,7 @@ from axes.kernels.entries.chain import Erase, entries_chain
 from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.outer import outer_sum
 from axes.kernels.products.symmetric import symmetric_product
+from axes.kernels.recurrent.chain import CELLS, recurrent_chain
 from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
@@ -126,6 +127,18 @@ def entries(d_k: int, erase: Erase = "none", **rows: bool) -> Callable[[], None]
         v = torch.randn(2, 256, 1, 256, dtype=HALF, requires_grad=True)
         given = {n: torch.rand(*((1, 256, d_k) if n == "spectrum" else v.shape), requires_grad=True) for n in rows}
         both(entries_chain(q, k, v, given.pop("gate", None), **given, tied="times" in rows, erase=erase))
+
+    return run
+
+
+def cells(cell: str, d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
+    def run() -> None:
+        gates, carried = CELLS[cell]
+        x = torch.randn(20, 50, 2, gates, d, dtype=dtype, requires_grad=True)
+        w, b = (torch.randn(2, *n, gates, d, requires_grad=True) for n in ((d,), ()))
+        held = [torch.randn(20, 2, d, requires_grad=True) for _ in range(1 + carried)]
+        out, y, carry = recurrent_chain(cell, x, w, b, held[0], tuple(held[1:]))
+        both((out, y, *carry))
 
     return run
 
@@ -321,6 +334,10 @@ CASES: dict[str, Callable[[], None]] = {
     "entries of rows": entries(1, gate=True, beta=True),
     "entries 16": entries(16, times=True, spectrum=True),
     "entries erased 16": entries(16, "gated", beta=True),
+    "gru 128": cells("gru", 128),
+    "gru 64": cells("gru", 64),
+    "slstm 128": cells("slstm", 128),
+    "slstm 64 float32": cells("slstm", 64, FULL),
     "attention 128": attention(HALF, 128),
     "attention 64": attention(HALF, 64),
     "attention 256": attention(HALF, 256),

@@ -317,6 +317,24 @@ def test_every_affine_chain_of_the_catalogue_has_a_kernel_or_a_reason() -> None:
         assert not isinstance(kind, terms.NoFamily) or kind.reason, name
 
 
+def test_what_all_tokens_share_is_found_with_its_gradient() -> None:
+    """Where it was expanded; a leaf of one's own that looks like it hears a gradient for every token."""
+    base = torch.rand(2, 3, 4, requires_grad=True)
+    made = -base.exp()
+    shared = terms._same_for_all(made.expand(5, 7, 2, 3, 4))
+    assert shared.shape == (2, 3, 4)
+    (grad,) = torch.autograd.grad(shared.sum(), base)
+    torch.testing.assert_close(grad, -base.exp())
+    wide = torch.rand(1, 1, 2, 3, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(terms._same_for_all(wide.expand(5, 7, 2, 3, 4)).sum(), wide)
+    assert torch.equal(grad, torch.ones_like(wide))
+    own = base.detach().expand(5, 7, 2, 3, 4).detach().requires_grad_()
+    assert terms._same_for_all(own) is own
+    turned = base.transpose(0, 1).expand(5, 7, 3, 2, 4)
+    assert terms._same_for_all(turned) is turned
+    assert terms._same_for_all(base.detach().expand(5, 7, 2, 3, 4)).shape == (2, 3, 4)
+
+
 def _leaves(state: object) -> list[torch.Tensor]:
     if isinstance(state, torch.Tensor):
         return [state]

@@ -25,6 +25,11 @@ pytestmark = [
 CHAINS = [e for e in catalogue.entries("sequence") if not isinstance(terms.family(e.update), terms.NoFamily)]
 
 
+@pytest.fixture(autouse=True)
+def every_family_is_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms, "NOT_RUN", frozenset())
+
+
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / b.norm().clamp_min(1e-6 * b.numel() ** 0.5))
@@ -37,8 +42,8 @@ def _signal(update: StateUpdate, length: int, width: int) -> dict[str, torch.Ten
     if update.parts().step.debias:  # masses of both signs may cancel, and what is divided by them is noise
         signal["q"], signal["k"] = signal["q"].abs(), signal["k"].abs()
     for p in update.demands():
-        shape = {"scalar": lead, "key": (*lead, width), "pair": (*lead, width // 2)}[p.shape]
-        x = torch.rand(shape, device="cuda")
+        own = {"scalar": (), "key": (width,), "row": (width,), "pair": (width // 2,), "square": (width, width)}
+        x = torch.rand((*lead, *own[p.shape]), device="cuda")
         signal[p.name] = -x if p.domain == "unit" else x
     for n in update.signals() - set(signal):
         signal[n] = torch.nn.functional.normalize(torch.randn(*lead, width, device="cuda"), dim=-1) / 2

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
-from axes.kernels.common import versions
-from axes.kernels.common.layout import check_like, check_packing, contiguous, interpreted, on_device, precision
+from axes.kernels.common import layout, versions
+from axes.kernels.common.layout import check_like, check_packing, contiguous, on_device, precision
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.recurrent import kernels
@@ -119,7 +119,7 @@ def recurrent_chain(
         raise ShapeError(f"{who}: inputs of {cell} are (B, T, H, {gates}, V <= {WIDEST}), not {tuple(inputs.shape)}")
     if inputs.dtype not in versions.DTYPES:
         raise ShapeError(f"{who}: inputs are bf16, fp16 or fp32, not {inputs.dtype}")
-    if inputs.device.type != "cuda" and not interpreted():
+    if inputs.device.type != "cuda" and not layout.interpreted():
         raise ShapeError(
             f"{who}: the Triton kernels need a CUDA device, not {inputs.device}; implementation='torch' runs everywhere"
         )
