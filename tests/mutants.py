@@ -46,7 +46,7 @@ TESTS: dict[str, str] = {
     "axes/core": f"{_CORE} sequence/test_[adglmrt]*.py",
     "axes/routes": f"{_CORE} sequence/test_[adglmrt]*.py",
     "axes/kernels/common": "axes/test_la*.py axes/test_line*.py axes/test_tritons.py axes/test_versions.py",
-    "optim": "optim/test_*.py",
+    "optim": f"{_CALLS} optim/test_*.py",
     "depth": f"{_CALLS} depth/test_*.py axes/test_lines_depth.py",
     "sequence": f"{_CALLS} sequence/test_*.py axes/test_elementwise.py",
 }
@@ -55,7 +55,17 @@ _NOT = (
     "mutants", "kernels_", "tasks", "compiled", "suite", "language_model", "corpus", "small", "sharded",
 )  # fmt: skip
 # Faults that change nothing anybody can tell, by file and what stood there: the reason.
-EQUIVALENT: dict[tuple[str, str], str] = {}
+_SMALLEST = "Fused(smallest, {PARAMETER: [one]}, {}, {}, counts).step([torch.zeros_like(one)], {})"
+EQUIVALENT: dict[tuple[str, str], str] = {
+    ("optim/engine/interpreted.py", "state is not None and out is not None"): "both are there or neither is",
+    ("optim/engine/statistics.py", "len(states) > 1"): "one tensor joined with none is itself",
+    ("optim/engine/states.py", 'how(group) == "host"'): "on a CPU a parameter is where counts are; a GPU tells",
+    ("optim/engine/finite.py", "len({(x.device, x.dtype) for x in numbers}) > 1"): (
+        "numbers of one device in float32 are what they are moved to; a second GPU tells"
+    ),
+    ("optim/engine/generated.py", _SMALLEST): "without a GPU the kernel is refused before; a GPU tells",
+    ("sequence/by_hand.py", "torch.mul(d, own, out=dx[:, first:end])"): "a product does not know an order",
+}
 
 
 _HEAD = """# Planted faults
@@ -481,10 +491,11 @@ def survivors(rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: floa
                 if not alike:
                     continue
                 fault, source = min(alike, key=lambda x: abs(x[0].line - row["line"]))
-                words = {w for pair in re.findall(r'^class (\w+)|^ +name = "([^"]+)"', text, re.M) for w in pair if w}
-                asked = [t for t in server.tests if any(w in t for w in also)]
-                asked += [t for t in server.tests if t not in asked and any(re.search(rf"\b{w}\b", t) for w in words)]
-                by = server.show(tree, fault, source, asked[:3 * _MANY], seconds)
+                words = [w for pair in re.findall(r'^class (\w+)|^ +name = "([^"]+)"', text, re.M) for w in pair if w]
+                names = re.compile("|".join(rf"\b{w}\b" for w in [Path(row["file"]).stem, *words]), re.I)
+                asked = [t for t in server.tests if any(w in t for w in also) or names.search(t)]
+                random.Random(0).shuffle(asked)
+                by = server.show(tree, fault, source, asked[:_MANY], seconds)
                 if by == "*":
                     quick = [t for t in asked if "::" not in t.partition("[")[2]][:_FEW]
                     found.append(shown(tree, fault, source, quick, seconds))
