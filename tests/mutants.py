@@ -492,7 +492,8 @@ def survivors(rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: floa
                     continue
                 fault, source = min(alike, key=lambda x: abs(x[0].line - row["line"]))
                 words = [w for pair in re.findall(r'^class (\w+)|^ +name = "([^"]+)"', text, re.M) for w in pair if w]
-                names = re.compile("|".join(rf"\b{w}\b" for w in [Path(row["file"]).stem, *words]), re.I)
+                words = [Path(row["file"]).stem, *words]
+                names = re.compile("|".join(rf"(?<![a-z]){w}(?![a-z])" for w in words), re.I)
                 asked = [t for t in server.tests if any(w in t for w in also) or names.search(t)]
                 random.Random(0).shuffle(asked)
                 by = server.show(tree, fault, source, asked[:_MANY], seconds)

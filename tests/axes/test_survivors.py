@@ -22,8 +22,9 @@ from axes.core.state_update import StateUpdate
 from axes.depth import DynamicHyperConnections, mixer
 from axes.errors import AxesError, ShapeError
 from axes.optim import Adam
-from axes.sequence import MLSTM, RWKV6, GatedDeltaNet
+from axes.sequence import MLSTM, RWKV6, FrankWolfeDelta, GatedDeltaNet
 from axes.sequence.blocks import ShortConvolution
+from axes.sequence.charts import TimeStep
 from axes.sequence.checkpoints import to_fla
 from axes.sequence.miras import NormThreshold
 from axes.state_dicts import require_names
@@ -129,6 +130,22 @@ def test_a_tensor_of_another_shape_is_named_after_its_layer() -> None:
         to_fla("gated-delta-net", {**ours, name: ours[name][None]})
     with pytest.raises(TypeError, match="^GatedDeltaNet: x must be a tensor"):
         GatedDeltaNet(16, heads=2)([1.0])
+
+
+def test_time_steps_begin_log_uniform_between_their_bounds() -> None:
+    """Gu & Dao 2023, section 3.6: dt from exp(U(log 0.001, log 0.1))."""
+    torch.manual_seed(0)
+    made = TimeStep().build(Per("dt", domain="positive"), replace(MLSTM(16, heads=2).sizes, heads=4000), {})
+    logs = nn.functional.softplus(made.up.bias.detach()).log()
+    low, high = math.log(1e-3), math.log(0.1)
+    assert low - 1e-4 < logs.min() and logs.max() < high + 1e-4
+    assert logs.mean().item() == pytest.approx((low + high) / 2, abs=0.1)
+    assert logs.std().item() == pytest.approx((high - low) / 12**0.5, rel=0.05)
+
+
+def test_frank_wolfe_begins_with_small_gates() -> None:
+    chart = next(m for m in FrankWolfeDelta(8, heads=2).modules() if type(m).__name__ == "_FrankWolfeModule")
+    assert torch.equal(chart.up.bias, torch.full((2,), -2.0))  # type: ignore[arg-type, union-attr]
 
 
 def test_dynamic_hyper_connections_begin_a_hundredth_from_static_ones() -> None:
