@@ -68,6 +68,21 @@ EQUIVALENT: dict[tuple[str, str], str] = {
 }
 
 
+# Faults that nobody saw once; tests/axes/test_survivors.py has a test for each.
+NAMED: tuple[tuple[str, str, str], ...] = (
+    ("axes/core/derived.py", 'if memory.kind != "slots":', 'if memory.kind == "list":'),
+    ("axes/core/geometry/spectral.py", "root = root + eps if eps > 0 else root", "root = root"),
+    ("axes/core/geometry/spectral.py", "** power, 0.0) + eps", "** power, 0.0)"),
+    ("axes/core/geometry/wrappers.py", "return (*self.base.rates(), self.rate)", "return self.base.rates()"),
+    ("optim/engine/checkpoints.py", "missing = sorted(set(group) - set(saved)", "missing = sorted(set() - set(saved)"),
+    ("axes/state_dicts.py", "* bool(unknown) + [f\"no {', '.join(missing)}\"] * bool(missing)", "* bool(unknown)"),
+    ("depth/static.py", "self.per_token,\n            learned_reduce=learned_reduce", "self.per_token"),
+    ("sequence/base.py", "(d_k is None or d_v is None)", "(d_k is None and d_v is None)"),
+    ("depth/hyper_connections.py", "self.scale.fill_(0.01)", "self.scale.fill_(0.1)"),
+    ("sequence/blocks.py", "bound = self.width**-0.5", "bound = 1.0 / self.width"),
+)
+
+
 _HEAD = """# Planted faults
 
 Written by `python -m tests.mutants FILES --report docs/mutants`, which plants one fault at a time in a copy of the tree
@@ -472,6 +487,27 @@ def run(
             server.close()
 
 
+def named() -> list[Found]:
+    """The faults of `NAMED`, shown to the tests of survivors."""
+    import torch._dynamo  # noqa: F401
+
+    found: list[Found] = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder) / "tree")
+        server = _Server(tree, ["tests/axes/test_survivors.py"])
+        asked = [t for t in server.tests if "set_by_its_reset" not in t]
+        for file, was, now in NAMED:
+            text, begun = (tree / file).read_text(encoding="utf-8"), time.monotonic()
+            fault = Fault(file, text[: text.index(was)].count("\n") + 1, "named", was, now)
+            by = server.show(tree, fault, text.replace(was, now), asked, 60)
+            if by == "*":
+                raise SystemExit(f"{file} has {was!r} in no function")
+            found.append(_found(fault, by, begun))
+            print(f"{file}:{fault.line} {found[-1].outcome} by {by}: {was} -> {now}", flush=True)
+        server.close()
+    return found
+
+
 def survivors(rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: float) -> list[Found]:
     """Faults that have survived, shown to tests that no trace had time for: those that name what the file declares, or
     hold one of the words `also`."""
@@ -568,6 +604,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=90, help="processor seconds of the trace of a part")
     parser.add_argument("--minutes", type=float, default=1e9, help="no further file is begun after them")
     parser.add_argument("--survivors", nargs="*", metavar="WORD", help="those of the report alone, to more tests")
+    parser.add_argument("--named", action="store_true", help="the faults that nobody saw once, and nothing else")
     parser.add_argument("--again", action="store_true", help="files that the report has, too")
     parser.add_argument("--report", type=Path, default=Path("docs/mutants"), help="NAME.json and NAME.md")
     given = parser.parse_args()
@@ -576,23 +613,28 @@ def main() -> None:
     def rows() -> list[dict[str, Any]]:
         return json.loads(kept.read_text()) if kept.exists() else []
 
+    def put(kept_rows: list[dict[str, Any]], found: list[Found]) -> None:
+        more = [{**f.fault._asdict(), "outcome": f.outcome, "by": f.by, "seconds": round(f.seconds, 1)} for f in found]
+        kept.write_text(json.dumps(kept_rows + more, indent=1) + "\n")
+
     def known(found: list[Found]) -> None:
         files = {f.fault.file for f in found}
-        made = [r for r in rows() if r["file"] not in files]
-        made += [{**f.fault._asdict(), "outcome": f.outcome, "by": f.by, "seconds": round(f.seconds, 1)} for f in found]
-        kept.write_text(json.dumps(made, indent=1) + "\n")
+        put([r for r in rows() if r["file"] not in files or r["kind"] == "named"], found)
 
     if given.survivors is not None:
         lost = [r for r in rows() if r["outcome"] == "survived" and (r["file"], r["was"]) not in EQUIVALENT]
         lost = [r for r in lost if not given.files or r["file"] in _files(given.files)]
-        made = {f.fault[:1] + f.fault[2:]: f for f in survivors(lost, given.survivors, 90)}
+        again = {f.fault[:1] + f.fault[2:]: f for f in survivors(lost, given.survivors, 90)}
         after = rows()
         for r in after:
-            if (f := made.get((r["file"], r["kind"], r["was"], r["now"]))) and r["outcome"] == "survived":
+            if (f := again.get((r["file"], r["kind"], r["was"], r["now"]))) and r["outcome"] == "survived":
                 r.update(outcome=f.outcome, by=f.by, line=f.fault.line)
         kept.write_text(json.dumps(after, indent=1) + "\n")
         given.files = []
-    there = set() if given.again else {r["file"] for r in rows()}
+    if given.named:
+        put([r for r in rows() if r["kind"] != "named"], named())
+        given.files = []
+    there = set() if given.again else {r["file"] for r in rows() if r["kind"] != "named"}
     files = [f for f in _files(given.files) if f not in there]
     run(files, given.sample, given.seed, given.budget, given.minutes, known)
     found = [Found(Fault(*(r[n] for n in Fault._fields)), r["outcome"], r["by"], r["seconds"]) for r in rows()]
