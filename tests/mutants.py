@@ -508,15 +508,16 @@ def named() -> list[Found]:
     return found
 
 
-def survivors(rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: float) -> list[Found]:
-    """Faults that have survived, shown to tests that no trace had time for: those that name what the file declares, or
-    hold one of the words `also`."""
+def survivors(
+    rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: float, known: Callable[[Found], None]
+) -> None:
+    """Faults that have survived, shown to tests that no trace had time for: those with a word of `also`, and then some
+    that name what the file declares. known is called with each."""
     import torch._dynamo  # noqa: F401
 
     parts: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         parts[tests_for(row["file"])].append(row)
-    found: list[Found] = []
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder) / "tree")
         for tests, some in parts.items():
@@ -530,18 +531,19 @@ def survivors(rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: floa
                 words = [w for pair in re.findall(r'^class (\w+)|^ +name = "([^"]+)"', text, re.M) for w in pair if w]
                 words = [Path(row["file"]).stem, *words]
                 names = re.compile("|".join(rf"(?<![a-z]){w}(?![a-z])" for w in words), re.I)
-                asked = [t for t in server.tests if any(w in t for w in also) or names.search(t)]
-                random.Random(0).shuffle(asked)
+                more = [t for t in server.tests if names.search(t)]
+                random.Random(0).shuffle(more)
+                asked = list(dict.fromkeys([t for t in server.tests if any(w in t for w in also)] + more))
                 by = server.show(tree, fault, source, asked[:_MANY], seconds)
                 if by == "*":
                     quick = [t for t in asked if "::" not in t.partition("[")[2]][:_FEW]
-                    found.append(shown(tree, fault, source, quick, seconds))
+                    found = shown(tree, fault, source, quick, seconds)
                 else:
-                    found.append(_found(fault, by, begun))
-                last = f"{found[-1].outcome}, {len(asked)} tests"
+                    found = _found(fault, by, begun)
+                known(found)
+                last = f"{found.outcome}, {len(asked)} tests"
                 print(f"{fault.file}:{fault.line} {last}: {fault.was} -> {fault.now}", flush=True)
             server.close()
-    return found
 
 
 def _of_a_file(
@@ -624,12 +626,15 @@ def main() -> None:
     if given.survivors is not None:
         lost = [r for r in rows() if r["outcome"] == "survived" and (r["file"], r["was"]) not in EQUIVALENT]
         lost = [r for r in lost if not given.files or r["file"] in _files(given.files)]
-        again = {f.fault[:1] + f.fault[2:]: f for f in survivors(lost, given.survivors, 90)}
-        after = rows()
-        for r in after:
-            if (f := again.get((r["file"], r["kind"], r["was"], r["now"]))) and r["outcome"] == "survived":
-                r.update(outcome=f.outcome, by=f.by, line=f.fault.line)
-        kept.write_text(json.dumps(after, indent=1) + "\n")
+
+        def again(found: Found) -> None:
+            after, of = rows(), found.fault
+            for r in after:
+                if (r["file"], r["kind"], r["was"], r["now"], r["outcome"]) == (*of[:1], *of[2:], "survived"):
+                    r.update(outcome=found.outcome, by=found.by, line=of.line)
+            kept.write_text(json.dumps(after, indent=1) + "\n")
+
+        survivors(lost, given.survivors, 90, again)
         given.files = []
     if given.named:
         put([r for r in rows() if r["kind"] != "named"], named())

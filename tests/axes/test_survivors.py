@@ -21,7 +21,7 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.depth import DynamicHyperConnections, mixer
 from axes.errors import AxesError, ShapeError
-from axes.optim import Adam
+from axes.optim import QHM, Adam
 from axes.sequence import MLSTM, RWKV6, FrankWolfeDelta, GatedDeltaNet
 from axes.sequence.blocks import ShortConvolution
 from axes.sequence.charts import TimeStep
@@ -70,6 +70,30 @@ def test_a_saved_group_without_a_hyperparameter_is_refused() -> None:
     del saved["param_groups"][0]["betas"]
     with pytest.raises(AxesError, match="the saved group has no betas"):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(("nu", "expected"), [(0.0, 0.7), (0.5, 0.8305), (1.0, 0.961)])
+def test_quasi_hyperbolic_momentum_by_hand(nu: float, expected: float) -> None:
+    """b = 0.9 b + 0.1 g, w = w - 0.1 (nu b + (1 - nu) g) for g = 1, 2: Ma & Yarats 2019, eq. 3."""
+    w = nn.Parameter(torch.ones(2))
+    optimizer = QHM([w], lr=0.1, momentum=0.9, nu=nu)
+    for g in (1.0, 2.0):
+        w.grad = torch.full((2,), g)
+        optimizer.step()
+    assert w.tolist() == pytest.approx([expected] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+def test_a_number_of_a_step_is_a_tensor_of_one_element_at_most(shape: tuple[int, ...]) -> None:
+    optimizer = Adam(nn.Linear(2, 2))
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.param_groups[0]["eps"] = torch.full(shape, 1e-8)
+    if shape == (2,):
+        with pytest.raises(AxesError, match="a tensor of one element"):
+            optimizer.step()
+    else:
+        optimizer.step()
 
 
 def test_names_that_a_state_dict_lacks_are_told_though_it_has_no_others() -> None:
