@@ -49,7 +49,8 @@ demo: $(READY)
 	@$(BIN)/axes demo
 
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --doctest-modules axes tests $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations=40 --doctest-modules \
+		axes tests $(ARGS)
 
 test-all: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=thorough \

@@ -46,7 +46,7 @@ TESTS: dict[str, str] = {
     "axes/core": f"{_CORE} sequence/test_[adglmrt]*.py",
     "axes/routes": f"{_CORE} sequence/test_[adglmrt]*.py",
     "axes/kernels/common": "axes/test_la*.py axes/test_line*.py axes/test_tritons.py axes/test_versions.py",
-    "optim": "optim/test_*.py",
+    "optim": f"{_CALLS} optim/test_*.py",
     "depth": f"{_CALLS} depth/test_*.py axes/test_lines_depth.py",
     "sequence": f"{_CALLS} sequence/test_*.py axes/test_elementwise.py",
 }
@@ -55,7 +55,32 @@ _NOT = (
     "mutants", "kernels_", "tasks", "compiled", "suite", "language_model", "corpus", "small", "sharded",
 )  # fmt: skip
 # Faults that change nothing anybody can tell, by file and what stood there: the reason.
-EQUIVALENT: dict[tuple[str, str], str] = {}
+_SMALLEST = "Fused(smallest, {PARAMETER: [one]}, {}, {}, counts).step([torch.zeros_like(one)], {})"
+EQUIVALENT: dict[tuple[str, str], str] = {
+    ("optim/engine/interpreted.py", "state is not None and out is not None"): "both are there or neither is",
+    ("optim/engine/statistics.py", "len(states) > 1"): "one tensor joined with none is itself",
+    ("optim/engine/states.py", 'how(group) == "host"'): "on a CPU a parameter is where counts are; a GPU tells",
+    ("optim/engine/finite.py", "len({(x.device, x.dtype) for x in numbers}) > 1"): (
+        "numbers of one device in float32 are what they are moved to; a second GPU tells"
+    ),
+    ("optim/engine/generated.py", _SMALLEST): "without a GPU the kernel is refused before; a GPU tells",
+    ("sequence/by_hand.py", "torch.mul(d, own, out=dx[:, first:end])"): "a product does not know an order",
+}
+
+
+# Faults that nobody saw once; tests/axes/test_survivors.py has a test for each.
+NAMED: tuple[tuple[str, str, str], ...] = (
+    ("axes/core/derived.py", 'if memory.kind != "slots":', 'if memory.kind == "list":'),
+    ("axes/core/geometry/spectral.py", "root = root + eps if eps > 0 else root", "root = root"),
+    ("axes/core/geometry/spectral.py", "** power, 0.0) + eps", "** power, 0.0)"),
+    ("axes/core/geometry/wrappers.py", "return (*self.base.rates(), self.rate)", "return self.base.rates()"),
+    ("optim/engine/checkpoints.py", "missing = sorted(set(group) - set(saved)", "missing = sorted(set() - set(saved)"),
+    ("axes/state_dicts.py", "* bool(unknown) + [f\"no {', '.join(missing)}\"] * bool(missing)", "* bool(unknown)"),
+    ("depth/static.py", "self.per_token,\n            learned_reduce=learned_reduce", "self.per_token"),
+    ("sequence/base.py", "(d_k is None or d_v is None)", "(d_k is None and d_v is None)"),
+    ("depth/hyper_connections.py", "self.scale.fill_(0.01)", "self.scale.fill_(0.1)"),
+    ("sequence/blocks.py", "bound = self.width**-0.5", "bound = 1.0 / self.width"),
+)
 
 
 _HEAD = """# Planted faults
@@ -462,15 +487,37 @@ def run(
             server.close()
 
 
-def survivors(rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: float) -> list[Found]:
-    """Faults that have survived, shown to tests that no trace had time for: those that name what the file declares, or
-    hold one of the words `also`."""
+def named() -> list[Found]:
+    """The faults of `NAMED`, shown to the tests of survivors."""
+    import torch._dynamo  # noqa: F401
+
+    found: list[Found] = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder) / "tree")
+        server = _Server(tree, ["tests/axes/test_survivors.py"])
+        asked = [t for t in server.tests if "set_by_its_reset" not in t]
+        for file, was, now in NAMED:
+            text, begun = (tree / file).read_text(encoding="utf-8"), time.monotonic()
+            fault = Fault(file, text[: text.index(was)].count("\n") + 1, "named", was, now)
+            by = server.show(tree, fault, text.replace(was, now), asked, 60)
+            if by == "*":
+                raise SystemExit(f"{file} has {was!r} in no function")
+            found.append(_found(fault, by, begun))
+            print(f"{file}:{fault.line} {found[-1].outcome} by {by}: {was} -> {now}", flush=True)
+        server.close()
+    return found
+
+
+def survivors(
+    rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: float, known: Callable[[Found], None]
+) -> None:
+    """Faults that have survived, shown to tests that no trace had time for: those with a word of `also`, and then some
+    that name what the file declares. known is called with each."""
     import torch._dynamo  # noqa: F401
 
     parts: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         parts[tests_for(row["file"])].append(row)
-    found: list[Found] = []
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder) / "tree")
         for tests, some in parts.items():
@@ -481,19 +528,22 @@ def survivors(rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: floa
                 if not alike:
                     continue
                 fault, source = min(alike, key=lambda x: abs(x[0].line - row["line"]))
-                words = {w for pair in re.findall(r'^class (\w+)|^ +name = "([^"]+)"', text, re.M) for w in pair if w}
-                asked = [t for t in server.tests if any(w in t for w in also)]
-                asked += [t for t in server.tests if t not in asked and any(re.search(rf"\b{w}\b", t) for w in words)]
-                by = server.show(tree, fault, source, asked[:3 * _MANY], seconds)
+                words = [w for pair in re.findall(r'^class (\w+)|^ +name = "([^"]+)"', text, re.M) for w in pair if w]
+                words = [Path(row["file"]).stem, *words]
+                names = re.compile("|".join(rf"(?<![a-z]){w}(?![a-z])" for w in words), re.I)
+                more = [t for t in server.tests if names.search(t)]
+                random.Random(0).shuffle(more)
+                asked = list(dict.fromkeys([t for t in server.tests if any(w in t for w in also)] + more))
+                by = server.show(tree, fault, source, asked[:_MANY], seconds)
                 if by == "*":
                     quick = [t for t in asked if "::" not in t.partition("[")[2]][:_FEW]
-                    found.append(shown(tree, fault, source, quick, seconds))
+                    found = shown(tree, fault, source, quick, seconds)
                 else:
-                    found.append(_found(fault, by, begun))
-                last = f"{found[-1].outcome}, {len(asked)} tests"
+                    found = _found(fault, by, begun)
+                known(found)
+                last = f"{found.outcome}, {len(asked)} tests"
                 print(f"{fault.file}:{fault.line} {last}: {fault.was} -> {fault.now}", flush=True)
             server.close()
-    return found
 
 
 def _of_a_file(
@@ -556,6 +606,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=90, help="processor seconds of the trace of a part")
     parser.add_argument("--minutes", type=float, default=1e9, help="no further file is begun after them")
     parser.add_argument("--survivors", nargs="*", metavar="WORD", help="those of the report alone, to more tests")
+    parser.add_argument("--named", action="store_true", help="the faults that nobody saw once, and nothing else")
     parser.add_argument("--again", action="store_true", help="files that the report has, too")
     parser.add_argument("--report", type=Path, default=Path("docs/mutants"), help="NAME.json and NAME.md")
     given = parser.parse_args()
@@ -564,23 +615,31 @@ def main() -> None:
     def rows() -> list[dict[str, Any]]:
         return json.loads(kept.read_text()) if kept.exists() else []
 
+    def put(kept_rows: list[dict[str, Any]], found: list[Found]) -> None:
+        more = [{**f.fault._asdict(), "outcome": f.outcome, "by": f.by, "seconds": round(f.seconds, 1)} for f in found]
+        kept.write_text(json.dumps(kept_rows + more, indent=1) + "\n")
+
     def known(found: list[Found]) -> None:
         files = {f.fault.file for f in found}
-        made = [r for r in rows() if r["file"] not in files]
-        made += [{**f.fault._asdict(), "outcome": f.outcome, "by": f.by, "seconds": round(f.seconds, 1)} for f in found]
-        kept.write_text(json.dumps(made, indent=1) + "\n")
+        put([r for r in rows() if r["file"] not in files or r["kind"] == "named"], found)
 
     if given.survivors is not None:
         lost = [r for r in rows() if r["outcome"] == "survived" and (r["file"], r["was"]) not in EQUIVALENT]
         lost = [r for r in lost if not given.files or r["file"] in _files(given.files)]
-        made = {f.fault[:1] + f.fault[2:]: f for f in survivors(lost, given.survivors, 90)}
-        after = rows()
-        for r in after:
-            if (f := made.get((r["file"], r["kind"], r["was"], r["now"]))) and r["outcome"] == "survived":
-                r.update(outcome=f.outcome, by=f.by, line=f.fault.line)
-        kept.write_text(json.dumps(after, indent=1) + "\n")
+
+        def again(found: Found) -> None:
+            after, of = rows(), found.fault
+            for r in after:
+                if (r["file"], r["kind"], r["was"], r["now"], r["outcome"]) == (*of[:1], *of[2:], "survived"):
+                    r.update(outcome=found.outcome, by=found.by, line=of.line)
+            kept.write_text(json.dumps(after, indent=1) + "\n")
+
+        survivors(lost, given.survivors, 90, again)
         given.files = []
-    there = set() if given.again else {r["file"] for r in rows()}
+    if given.named:
+        put([r for r in rows() if r["kind"] != "named"], named())
+        given.files = []
+    there = set() if given.again else {r["file"] for r in rows() if r["kind"] != "named"}
     files = [f for f in _files(given.files) if f not in there]
     run(files, given.sample, given.seed, given.budget, given.minutes, known)
     found = [Found(Fault(*(r[n] for n in Fault._fields)), r["outcome"], r["by"], r["seconds"]) for r in rows()]

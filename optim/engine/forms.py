@@ -198,7 +198,8 @@ def _filled(given: list[Any], values: Iterable[Any]) -> list[Any]:
 
 
 def _same(last: list[Any], given: list[Any]) -> bool:
-    return all(x is y or (not isinstance(x, Tensor) and x == y) for x, y in zip(last, given, strict=True))
+    pairs = zip(last, given, strict=True)
+    return all(x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y) for x, y in pairs)
 
 
 def _alike(last: list[Any], given: list[Any]) -> bool:

@@ -72,6 +72,13 @@ def test_parts_have_tests() -> None:
         assert (ROOT / part).exists() and len(mutants.tests_for(part + "/x.py")) > 4, part
 
 
+def test_faults_that_nobody_saw_once_fit_their_sources() -> None:
+    for file, was, now in mutants.NAMED:
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert source.count(was) == 1, (file, was)
+        ast.parse(source.replace(was, now))
+
+
 def test_functions_of_a_file_get_the_code_of_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "changing.py"
     before = (

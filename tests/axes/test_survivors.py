@@ -21,9 +21,10 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.depth import DynamicHyperConnections, mixer
 from axes.errors import AxesError, ShapeError
-from axes.optim import Adam
-from axes.sequence import MLSTM, RWKV6, GatedDeltaNet
+from axes.optim import QHM, Adam
+from axes.sequence import MLSTM, RWKV6, FrankWolfeDelta, GatedDeltaNet
 from axes.sequence.blocks import ShortConvolution
+from axes.sequence.charts import TimeStep
 from axes.sequence.checkpoints import to_fla
 from axes.sequence.miras import NormThreshold
 from axes.state_dicts import require_names
@@ -69,6 +70,30 @@ def test_a_saved_group_without_a_hyperparameter_is_refused() -> None:
     del saved["param_groups"][0]["betas"]
     with pytest.raises(AxesError, match="the saved group has no betas"):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(("nu", "expected"), [(0.0, 0.7), (0.5, 0.8305), (1.0, 0.961)])
+def test_quasi_hyperbolic_momentum_by_hand(nu: float, expected: float) -> None:
+    """b = 0.9 b + 0.1 g, w = w - 0.1 (nu b + (1 - nu) g) for g = 1, 2: Ma & Yarats 2019, eq. 3."""
+    w = nn.Parameter(torch.ones(2))
+    optimizer = QHM([w], lr=0.1, momentum=0.9, nu=nu)
+    for g in (1.0, 2.0):
+        w.grad = torch.full((2,), g)
+        optimizer.step()
+    assert w.tolist() == pytest.approx([expected] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+def test_a_number_of_a_step_is_a_tensor_of_one_element_at_most(shape: tuple[int, ...]) -> None:
+    optimizer = Adam(nn.Linear(2, 2))
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.param_groups[0]["eps"] = torch.full(shape, 1e-8)
+    if shape == (2,):
+        with pytest.raises(AxesError, match="a tensor of one element"):
+            optimizer.step()
+    else:
+        optimizer.step()
 
 
 def test_names_that_a_state_dict_lacks_are_told_though_it_has_no_others() -> None:
@@ -129,6 +154,22 @@ def test_a_tensor_of_another_shape_is_named_after_its_layer() -> None:
         to_fla("gated-delta-net", {**ours, name: ours[name][None]})
     with pytest.raises(TypeError, match="^GatedDeltaNet: x must be a tensor"):
         GatedDeltaNet(16, heads=2)([1.0])
+
+
+def test_time_steps_begin_log_uniform_between_their_bounds() -> None:
+    """Gu & Dao 2023, section 3.6: dt from exp(U(log 0.001, log 0.1))."""
+    torch.manual_seed(0)
+    made = TimeStep().build(Per("dt", domain="positive"), replace(MLSTM(16, heads=2).sizes, heads=4000), {})
+    logs = nn.functional.softplus(made.up.bias.detach()).log()
+    low, high = math.log(1e-3), math.log(0.1)
+    assert low - 1e-4 < logs.min() and logs.max() < high + 1e-4
+    assert logs.mean().item() == pytest.approx((low + high) / 2, abs=0.1)
+    assert logs.std().item() == pytest.approx((high - low) / 12**0.5, rel=0.05)
+
+
+def test_frank_wolfe_begins_with_small_gates() -> None:
+    chart = next(m for m in FrankWolfeDelta(8, heads=2).modules() if type(m).__name__ == "_FrankWolfeModule")
+    assert torch.equal(chart.up.bias, torch.full((2,), -2.0))  # type: ignore[arg-type, union-attr]
 
 
 def test_dynamic_hyper_connections_begin_a_hundredth_from_static_ones() -> None:
