@@ -36,10 +36,10 @@ from axes.routes import (
     token,
 )  # fmt: skip
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
-from axes.routes.counts import each_phase, period, phases
+from axes.routes.counts import period, phases
 from axes.routes.finite import contained, log_gates, require_finite
 from axes.routes.given import require_call, require_packed, require_token
-from axes.routes.packed import each_alone, grows, join, unread
+from axes.routes.packed import each_alone, each_phase, grows, join, unread
 from axes.routes.precision import own_precision
 from axes.routes.select import computed, routes, select, select_token
 from axes.routes.spans import sizes, split

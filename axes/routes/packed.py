@@ -96,6 +96,34 @@ def each_alone(
     return out, [ends[n] for n in range(total)]
 
 
+def each_phase(
+    run: Callable[[Signal, State], tuple[Tensor, State]], update: StateUpdate, signal: Signal, state: State, time: int
+) -> tuple[Tensor, State]:
+    """A recurrence over sequences side by side whose counts differ: those that stand alike at once."""
+    q, v = signal["q"], signal["v"]
+    assert isinstance(q, Tensor) and isinstance(v, Tensor)
+    total = state.count.shape[0]
+    stand = phases(update, state, total)
+    if len(set(stand)) <= 1:
+        out, end = run(signal, one(state))
+        return out, behind(state, end)
+    out, ends = unread(q, v), list[Any]([None] * total)
+    for phase in dict.fromkeys(stand):
+        members = [n for n, at in enumerate(stand) if at == phase]
+        rows = torch.tensor(members, device=v.device)
+        part = {
+            n: x[rows] if isinstance(x, Tensor) and x.ndim > time and x.shape[0] == total else x
+            for n, x in signal.items()
+        }
+        before = select(state, rows, total)
+        got, end = run(part, one(before))
+        end = behind(before, end)
+        out = out.index_put((rows,), got.to(out.dtype))
+        for i, n in enumerate(members):
+            ends[n] = select(end, torch.tensor([i], device=v.device), len(members))
+    return out, join(ends, grows(update), counted=True)
+
+
 def grows(update: StateUpdate) -> bool:
     """Whether the memory is a list, one item a token."""
     return update.parts().memory.kind == "list"

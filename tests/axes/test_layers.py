@@ -51,8 +51,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "state_update", "reference", "derived", "chain",
     ),
     "routes": (
-        "choice", "given", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "passes", "spans",
-        "finite", "substitution", "gram", "cascade", "attention", "opaque",
+        "choice", "given", "counts", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "passes",
+        "spans", "finite", "substitution", "gram", "cascade", "attention", "opaque",
         "kernel_terms", "substitution_kernel", "token", "early", "several", "select", "dispatch", "frame",
     ),
     "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks", "suite"),
