@@ -16,6 +16,8 @@ from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.routes.counts import behind, joined, one, phases
 
+Run = Callable[[Signal, State], tuple[Tensor, State]]
+
 
 class Packing(NamedTuple):
     """Offsets of N packed sequences (N + 1,), and of every token its sequence (T,)."""
@@ -58,9 +60,11 @@ class Packing(NamedTuple):
         return total - padded[:, self.offsets[:-1]][:, self.sequence]
 
 
-def unread(q: Tensor, v: Tensor) -> Tensor:
-    """What queries of no memory would read: several may share a value, and several values a query."""
-    return v.new_zeros(*map(max, q.shape[:-1], v.shape[:-1]), v.shape[-1])
+def unread(q: Tensor, v: Tensor, reads: int = 1) -> Tensor:
+    """What queries of no memory would read: several may share a value, and several values a query. reads: of a token,
+    a dimension of q."""
+    several = () if reads == 1 else (reads,)
+    return v.new_zeros(*map(max, q.shape[: q.ndim - 1 - len(several)], v.shape[:-1]), *several, v.shape[-1])
 
 
 def each_alone(
@@ -78,7 +82,7 @@ def each_alone(
         groups.setdefault((b - a, stand[n]), []).append(n)
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
-    out = unread(q, v)
+    out = unread(q, v, update.parts().step.reads)
     ends: dict[int, State] = {}
     total = len(offsets) - 1
     for (length, _), members in groups.items():
@@ -96,9 +100,7 @@ def each_alone(
     return out, [ends[n] for n in range(total)]
 
 
-def each_phase(
-    run: Callable[[Signal, State], tuple[Tensor, State]], update: StateUpdate, signal: Signal, state: State, time: int
-) -> tuple[Tensor, State]:
+def each_phase(run: Run, update: StateUpdate, signal: Signal, state: State, time: int) -> tuple[Tensor, State]:
     """A recurrence over sequences side by side whose counts differ: those that stand alike at once."""
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
