@@ -22,6 +22,7 @@ from axes.routes.precision import own_precision
 
 PICKED = False  # not before the kernel has run on a GPU: until then who names triton gets it
 WIDEST = 128
+_ON_CHIP = 200 << 10  # bytes of shared memory that one program's matrices may take
 
 
 def no_kernel(cell: Cell, device: torch.device, dtype: torch.dtype, width: int = 1) -> str | None:
@@ -30,7 +31,13 @@ def no_kernel(cell: Cell, device: torch.device, dtype: torch.dtype, width: int =
         return reason
     if dtype not in versions.DTYPES:
         return f"the kernel accumulates in float32, the values are {dtype}"
-    return None if 0 < width <= WIDEST else f"the kernel keeps matrices of heads up to {WIDEST} wide on chip"
+    if not 0 < width <= WIDEST:
+        return f"the kernel keeps matrices of heads up to {WIDEST} wide on chip"
+    taken = cell.gates * max(16, 1 << (width - 1).bit_length()) ** 2 * dtype.itemsize
+    if taken > _ON_CHIP:
+        what = f"{cell.gates} matrices of a head {width} wide"
+        return f"{what} take {taken >> 10} KB in {dtype}, where {_ON_CHIP >> 10} fit on the chip"
+    return None
 
 
 def select(

@@ -312,6 +312,13 @@ def _kept(path: Path, device: str, found: list[Found]) -> None:
     _page(path, rows, device)
 
 
+def _seen(path: Path) -> list[Found]:
+    """What an earlier report has seen of the faults that there are."""
+    rows = {(r["file"], r["was"], r["now"]): r for r in json.loads(path.read_text())["faults"]}
+    kept = ((f, rows.get((f.file, f.was, f.now))) for f in FAULTS)
+    return [Found(f, r["outcome"], r["by"], r["seconds"]) for f, r in kept if r and r["outcome"] in ("seen", "slow")]
+
+
 def _device() -> str:
     """What is there, asked of a forked process, as tests will. This one imports what all of them need, and asks nothing:
     after that no process forked from it could use the GPU."""
@@ -339,6 +346,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of one fault")
     parser.add_argument("--limit", type=float, default=3600, help="seconds of all")
     parser.add_argument("--only", default="", help="files whose path has this")
+    parser.add_argument("--again", type=Path, help="NAME.json of an earlier report: what it has seen is not shown again")
     parser.add_argument("--report", type=Path, help="NAME.json and NAME.md")
     parser.add_argument("--render", type=Path, help="write NAME.md from NAME.json, and nothing else")
     given = parser.parse_args()
@@ -346,11 +354,13 @@ def main() -> None:
         kept = json.loads(given.render.with_suffix(".json").read_text())
         return _page(given.render, kept["faults"], kept["device"])
     device, begun = _device(), time.monotonic()
-    faults = [f for f in FAULTS if given.only in f.file]
+    seen = _seen(given.again) if given.again else []
+    there = {x.fault for x in seen}
+    faults = [f for f in FAULTS if given.only in f.file and f not in there]
 
     def known(found: list[Found]) -> None:
         if given.report:
-            _kept(given.report, device, found)
+            _kept(given.report, device, seen + found)
 
     found = run(faults, given.workers, given.seconds, given.limit, known)
     print(report([x for x in found if x.outcome not in ("seen", "slow")]))

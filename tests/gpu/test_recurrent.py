@@ -65,6 +65,8 @@ def compare(cell: Cell, dtype: torch.dtype, length: int, width: int, units: int,
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("width", (20, 64, 128))
 def test_equals_the_steps(cell: Cell, dtype: torch.dtype, width: int) -> None:
+    if recurrent.no_kernel(cell, torch.device("cuda"), dtype, width) is not None:
+        pytest.skip("its matrices do not fit on the chip")
     compare(cell, dtype, 60, width, 33, 2)
 
 
@@ -116,6 +118,7 @@ def milliseconds(call, times: int = 5) -> float:  # type: ignore[no-untyped-def]
     return min(found)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # cuDNN compacts weights that a dtype has moved
 @pytest.mark.parametrize("heads", (1, 8))
 def test_times_beside_cudnn_and_a_loop(heads: int) -> None:
     """Printed (-s): ours, cuDNN's GRU as wide, a loop over torch's cells; forward and with backward, B=64 T=512."""
