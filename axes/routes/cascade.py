@@ -11,12 +11,15 @@ included, are then read without forming a state per token, and other geometries 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from axes.core import execution
 from axes.core.algorithms import Anchor, Read, Sum
@@ -33,19 +36,85 @@ Tokens = Mapping[str, Tensor | float]
 Filters = tuple[State | tuple[State, ...], ...]
 Response = tuple[Leaves, Leaves, tuple[Context, ...]]
 _CHUNK, _CHUNK_FACTORED = 16, 64
+_KEPT = 1 << 30  # bytes that a backward pass may keep before chunks are computed again in it
+_FORMED = 1 << 26  # bytes of weights that are formed at a time, where every token has its own
 
 
 def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int) -> tuple[Tensor, State]:
-    """Outputs (..., T, d_v) and the final state. signal: `batch` batch dimensions, then T, then features."""
+    """Outputs (..., T, d_v) and the final state. signal: `batch` batch dimensions, then T, then features.
+
+    Where the backward pass would keep more than `_KEPT` bytes, spans of chunks are computed again in it, and in these
+    every chunk: what is kept is about two states for each root of the number of chunks.
+    """
     step, factored = update.parts().step, _is_factored(update)
     longest = _CHUNK_FACTORED if factored and update.parts().h.is_identity else _CHUNK
-    lengths, outputs = sizes(q.shape[batch], longest, step.at, int(state.count)), []
-    for part, size in zip(split({**signal, "q": q}, batch, lengths), lengths, strict=True):
-        if isinstance(step.at, Anchor) and int(state.count) % step.at.every == 0:
-            state = state._replace(anchor=update.output(state, datum(part, batch, 0)).weights)
-        out, state = (_factored if factored else _chunk)(update, part, state, size)
-        outputs.append(update.read(out, cast(Tensor, part["q"]), part))
+    lengths = sizes(q.shape[batch], longest, step.at, int(state.count))
+    parts = list(zip(split({**signal, "q": q}, batch, lengths), lengths, strict=True))
+    again = _keeps(update, state, parts, q) > _KEPT and _live(signal, state, q)
+    each = math.isqrt(len(parts) - 1) + 1 if again else len(parts)
+    outputs = []
+    for first in range(0, len(parts), each):
+        span = parts[first : first + each]
+        if not again:
+            out, state = _span(update, span, state, batch, False)
+        else:
+            out, state = _again(_span, update, span, _to_be_renewed(update, state), batch, True)
+        outputs.append(out)
     return torch.cat(outputs, batch), state
+
+
+def _span(
+    update: StateUpdate, parts: Sequence[tuple[Tokens, int]], state: State, batch: int, again: bool
+) -> tuple[Tensor, State]:
+    """Chunks in turn. again: each is computed once more in the backward pass."""
+    outputs = []
+    for part, size in parts:
+        if again and len(parts) > 1:
+            out, state = _again(_one, update, part, _to_be_renewed(update, state), size, batch)
+        else:
+            out, state = _one(update, part, state, size, batch)
+        outputs.append(out)
+    return torch.cat(outputs, batch), state
+
+
+def _one(update: StateUpdate, part: Tokens, state: State, size: int, batch: int) -> tuple[Tensor, State]:
+    """What is read in a chunk, and the state after it."""
+    if _renews(update, state):
+        state = state._replace(anchor=update.output(state, datum(part, batch, 0)).weights)
+    if _is_factored(update):
+        return _factored(update, part, state, size, batch)
+    out, state = _chunk(update, part, state, size)
+    return update.read(out, cast(Tensor, part["q"]), part), state
+
+
+def _renews(update: StateUpdate, state: State) -> bool:
+    at = update.parts().step.at
+    return isinstance(at, Anchor) and int(state.count) % at.every == 0
+
+
+def _to_be_renewed(update: StateUpdate, state: State) -> State:
+    """Without an anchor that nobody reads any more."""
+    return state._replace(anchor=state.theta) if _renews(update, state) else state
+
+
+def _again(function: Callable[..., Any], *given: Any) -> Any:
+    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+
+
+def _keeps(update: StateUpdate, state: State, parts: Sequence[tuple[Tokens, int]], q: Tensor) -> int:
+    """Bytes that a backward pass would keep, about: states of every chunk, those that h sees of every token, and what
+    tokens are on their way."""
+    held = 4 * len(parts) * sum(x.numel() for x in pytree.tree_leaves(state) if isinstance(x, Tensor))
+    tokens = 0 if update.parts().h.is_identity else sum(size for _, size in parts)
+    formed = 5 * tokens * sum(x.numel() for x in state.theta)
+    return q.element_size() * (held + formed + 24 * q.numel())
+
+
+def _live(signal: Tokens, state: State, q: Tensor) -> bool:
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    leaves = [q, *signal.values(), *pytree.tree_leaves(state)]
+    return any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
 
 
 # ---- drives as matrices ------------------------------------------------------------------------------------------
@@ -205,13 +274,17 @@ class _Moving:
             w = torch.addcmul(w, self.c[..., j, None], start[..., None, :, :])
         return w
 
+    def tokens(self, first: int, end: int) -> _Moving:
+        """Some of the tokens."""
+        return _Moving(self.c[..., first:end, :, :], self.a, self.b, self.starts)
+
     def last(self) -> Tensor:
         """(..., m, n) after the last token."""
-        return _Moving(self.c[..., -1:, :, :], self.a, self.b, self.starts).formed()[..., 0, :, :]
+        return self.tokens(self.c.shape[-3] - 1, self.c.shape[-3]).formed()[..., 0, :, :]
 
 
-def _factored(update: StateUpdate, signal: Tokens, state: State, size: int) -> tuple[Output, State]:
-    """`_chunk` in coordinates: the same stages, on rows of coefficients instead of matrices."""
+def _factored(update: StateUpdate, signal: Tokens, state: State, size: int, batch: int) -> tuple[Tensor, State]:
+    """`_chunk` in coordinates: the same stages, on rows of coefficients instead of matrices; and what is read."""
     factors = _drives(update, state, signal)
     buffers = [t for s in state.via for t in ((s,) if isinstance(s, State) else s)]
     starts = (state, *buffers)
@@ -236,10 +309,32 @@ def _factored(update: StateUpdate, signal: Tokens, state: State, size: int) -> t
     ends = tuple(solid(s) if isinstance(s, State) else tuple(solid(t) for t in s) for s in via)
     weights = leaves(point)
     if update.parts().h.is_identity:
-        out = Output(cast(Leaves, weights), norm)
+        read = update.read(Output(cast(Leaves, weights), norm), cast(Tensor, signal["q"]), signal)
     else:
-        out = execution.at_point(update.parts(), tuple(w.formed() for w in weights), norm, (Context(signal=signal),))
-    return out, solid(last)._replace(via=ends)
+        read = _linked(update, weights, norm, signal, size, batch)
+    return read, solid(last)._replace(via=ends)
+
+
+def _linked(
+    update: StateUpdate, weights: tuple[_Moving, ...], norm: Leaves, signal: Tokens, size: int, batch: int
+) -> Tensor:
+    """What is read of weights that h makes of every token's own state: they are formed some tokens at a time."""
+    held = sum(m.starts[0].numel() * m.starts[0].element_size() for m in weights)
+    each = max(1, min(size, _FORMED // max(held, 1)))
+    lengths = sizes(size, each, None, 0)
+
+    def some(first: int, length: int, part: Tokens) -> Tensor:
+        formed = tuple(m.tokens(first, first + length).formed() for m in weights)
+        own = tuple(n[..., first : first + length, :, :] for n in norm)
+        out = execution.at_point(update.parts(), formed, own, (Context(signal=part),))
+        return update.read(out, cast(Tensor, part["q"]), part)
+
+    outputs, first = [], 0
+    for part, length in zip(split(signal, batch, lengths), lengths, strict=True):
+        whole = len(lengths) == 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling()
+        outputs.append(some(first, length, part) if whole else _again(some, first, length, part))
+        first += length
+    return torch.cat(outputs, batch)
 
 
 def _drives(update: StateUpdate, state: State, signal: Tokens) -> Factors:

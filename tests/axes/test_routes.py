@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from systems import ATTENTION, CASCADES, CHAINS, DATA, EARLY, GRAM, KEYED, PASSES, SEQUENTIAL, SEVERAL, SUBSTITUTIONS
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from axes import explain
 from axes.core import reference
@@ -23,6 +24,7 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, ShapeError
 from axes.routes import attention, cascade, dispatch, gram
 from axes.routes.dispatch import Choice, NoImplementation, implementation, routes, run, select
+from axes.sequence import AdamNet, Moneta, SequenceLayer, Titans
 from axes.testing import checks, examples, strategies
 
 FAST = {**CHAINS, **EARLY, **SEVERAL, **ATTENTION, **PASSES, **GRAM, **CASCADES, **SUBSTITUTIONS}
@@ -321,3 +323,32 @@ def test_attention_forgets_everything_at_a_closed_gate() -> None:
     out, _ = dispatch.run(update, {"k": k, "v": v, "q": q, "decay": gate}, time=0)
     later, _ = dispatch.run(update, {"k": k[3:], "v": v[3:], "q": q[3:], "decay": torch.zeros(3).double()}, time=0)
     torch.testing.assert_close(out[3:], later, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer", (Titans, Moneta, AdamNet), ids=lambda c: c.name)
+def test_chunks_that_are_computed_again_are_the_same(
+    layer: type[SequenceLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spans in spans, weights some tokens at a time, from a state between two anchors."""
+    update = layer.update
+    signal = example(update, length=100, d_k=4, d_v=4)
+    signal = {n: 0.01 * x if n in ("eta", "theta", "beta") else x for n, x in signal.items()}  # no step overshoots
+    _, state = dispatch.run(update, {n: x[:, :5] for n, x in signal.items()}, implementation="torch")
+    state = pytree.tree_map(torch.Tensor.detach, state)
+
+    def results() -> list[Tensor]:
+        live = {n: x.detach().requires_grad_() for n, x in signal.items()}
+        theta = tuple(x.detach().requires_grad_() for x in state.theta)
+        out, end = dispatch.run(update, live, state._replace(theta=theta), implementation="torch")
+        loss = out.square().sum() + sum(x.square().sum() for x in end.theta)
+        return [out, *end.theta, *torch.autograd.grad(loss, [*live.values(), *theta])]
+
+    plain = results()
+    counted: list[int] = []
+    usual = cascade._again
+    monkeypatch.setattr(cascade, "_again", lambda *given: counted.append(1) or usual(*given))
+    monkeypatch.setattr(cascade, "_KEPT", 0)
+    monkeypatch.setattr(cascade, "_FORMED", 200)
+    for a, b in zip(results(), plain, strict=True):
+        assert (a - b).norm() <= 1e-10 * b.norm()
+    assert len(counted) > 10
