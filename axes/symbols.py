@@ -79,13 +79,16 @@ def equations(update: StateUpdate) -> tuple[str, ...]:
     formulas of the datum's number are c.
     """
     p = update.parts()
-    lines = _listed(p) if isinstance(p.memory, memory.List) else _stepped(p)
+    if isinstance(p.memory, memory.Fenwick):
+        lines = _weighed_levels(p)
+    else:
+        lines = _listed(p) if isinstance(p.memory, memory.List) else _stepped(p)
     return tuple(line.replace("+ -", "- ") for line in _with_names(p.rates(), lines))
 
 
 def _stepped(p: Parts) -> list[str]:
     keyed = p.memory.keyed
-    linear = isinstance(p.memory, memory.Matrix | memory.Entries | memory.Slots)
+    linear = isinstance(p.memory, memory.Matrix | memory.Entries | memory.Slots | memory.Regression)
     weights = "S" if linear and p.h.is_identity or isinstance(p.memory, memory.Slots) else "W"
     dual = not p.h.is_identity and p.step.lazy and weights == "W"
     state = r"\Theta" if dual else weights
@@ -113,6 +116,9 @@ def _stepped(p: Parts) -> list[str]:
         lines.append(f"y_t = {primal(p.h, writer.asked(p, state, drive, lines), stats)}")
     if p.step.writes > 1:
         lines.append(rf"\text{{the same for }}(k_{{t,j}}, v_{{t,j}}),\quad j = 1, \dots, {p.step.writes}")
+    if p.step.reads > 1:
+        last = _read(p, state, weights, drive, stats).replace("o_t", "o_{t,j}").replace("q_t", "q_{t,j}")
+        return [*lines, rf"{last},\quad j = 1, \dots, {p.step.reads}"]
     return [*lines, _read(p, state, weights, drive, stats)] if keyed else lines
 
 
@@ -200,6 +206,8 @@ def _times(value: Rate, x: str) -> str:
     match rate_shape(value):
         case "row" | "own":
             return rf"\mathrm{{Diag}}({rate(value)})\,{x}"
+        case "row-pair":
+            return rf"\mathrm{{Diag}}({rate(value)}, {rate(value)})\,{x}"
         case "pair":
             return rf"{x}\,\mathrm{{Diag}}({rate(value)}, {rate(value)})"
         case "key":
@@ -208,6 +216,10 @@ def _times(value: Rate, x: str) -> str:
             return rf"{rate(value)} \odot {x}"
         case _:
             return rf"{rate(value, tight=True)}\,{x}"
+
+
+def _bracketed(x: str) -> str:
+    return f"({x})" if " " in x and not x.startswith((r"\frac", "(")) else x
 
 
 # ---- monoids: how the old state is kept ------------------------------------------------------------------------------
@@ -235,6 +247,8 @@ def kept(monoid: Monoid, step: Rate, x: str) -> str:
                 gate = rf"\exp({_times(times, rf'{chr(92)}log({gate})')})"
             return rf"{gate} \odot {f'({x})' if chr(92) in x[1:] else x}"
         case monoids.Rotation(angle=angle):
+            if isinstance(angle, Per) and angle.shape == "row-pair":
+                return rf"R({rate(angle)})\,{_bracketed(x)}"
             turn = rate(angle) if isinstance(angle, Variable) else r"\omega"
             return rf"{x}\,R({turn})"
         case monoids.Householder(beta=beta, key=key):
@@ -308,7 +322,7 @@ def _driven(p: Parts, at: str, weights: str) -> list[str]:
         r, sign = residual(base), "-"
     elif encode:
         r = "k_t"
-    if isinstance(p.memory, memory.Matrix):
+    if isinstance(p.memory, memory.Matrix | memory.Regression):
         write = rf"v_t\,{r}^\top" if encode else rf"{r}\,k_t^\top"
     elif isinstance(p.memory, memory.Entries):
         write = rf"{r} \odot (1\,k_t^\top)"
@@ -656,6 +670,12 @@ def _read(p: Parts, state: str, weights: str, drive: str, stats: list[str]) -> s
         point = rf"({inner})" if p.h.is_identity else primal(p.h, inner, stats)
     if type(p.memory) in _ANSWERS:
         return f"o_t = f({point}, q_t)"
+    if isinstance(p.memory, memory.Regression):
+        added = rf"\mathrm{{Diag}}({rate(p.memory.ridge)})" if isinstance(p.memory.ridge, Per) else ""
+        added = added or rf"{_number(p.memory.ridge)}\,I"  # type: ignore[arg-type]
+        sums = f"{kept(p.monoid, p.step.rate, 'R_{t-1}')} + {_times(p.step.rate, 'k_t k_t^' + chr(92) + 'top')}"
+        solve = rf"\mathrm{{CG}}_{{{p.memory.steps}}}(R_t + {added},\, q_t)"
+        return rf"o_t = {point}\,x,\quad x = {solve},\quad R_t = {sums}"
     read = rf"{point}\,q_t"
     if not p.step.debias:
         return f"o_t = {read}"
@@ -663,6 +683,21 @@ def _read(p: Parts, state: str, weights: str, drive: str, stats: list[str]) -> s
     mass = r"z_t^\top q_t" if not p.step.floor else rf"\max(|z_t^\top q_t|, {_number(p.step.floor)})"
     written = _times(p.step.rate, r"k_t^\top")
     return rf"o_t = \frac{{{read}}}{{{mass}}},\quad z_t^\top = {before} + {written}"
+
+
+def _weighed_levels(p: Parts) -> list[str]:
+    """Levels of a Fenwick tree: what is full moves up, then one step for each."""
+    assert isinstance(p.memory, memory.Fenwick) and isinstance(p.memory.weights, Per)
+    moved = r"\bar{S}_t^{(l)} = \sum_j S_{t-1}^{(j)}\ \text{over levels}\ j\ \text{whose tokens}\ s\ \text{have}\ "
+    moved += r"\lceil \log_2(1 + (t \oplus s)) \rceil = l"
+    written = _times(p.step.rate, r"v_t\,k_t^\top")
+    above = kept(p.monoid, p.step.rate, r"\bar{S}_t^{(l)}")
+    weight = rate(p.memory.weights).replace("_t", "_{t,l}")
+    return [
+        moved,
+        rf"S_t^{{(l)}} = {above}\ (l > 0),\quad S_t^{{(0)}} = {written}",
+        rf"o_t = \sum_{{l < {p.memory.levels}}} {weight}\,S_t^{{(l)}}\,q_t",
+    ]
 
 
 def _listed(p: Parts) -> list[str]:
@@ -688,11 +723,25 @@ def _listed(p: Parts) -> list[str]:
         weights = rf"{scale}{key}^\top q_t"
     value = "v_i"
     if not isinstance(p.cost, costs.Alignment):
-        value = "u_i"
-        lines.append(rf"u_t = {_times(p.step.rate, 'v_t')} - \sum_{{i<t}} {weights.replace('q_t', 'k_t')}\,u_i")
+        value, seen = "u_i", weights.replace("q_t", "k_t")
+        if p.memory.errors is not None:
+            seen = _kernel(p.memory.errors, mass)
+            lines.append(r"\hat{k}_i = k_i / \lVert k_i \rVert")
+        error = rf"v_t - \sum_{{i<t}} {seen}\,u_i"
+        lines.append(rf"u_t = {error if p.step.rate == 1.0 else _times(p.step.rate, f'({error})')}")
     window = f"i > t - {p.memory.window}" if p.memory.window else r"i \le t"
     lines.append(rf"o_t = \sum_{{{window}}} {weights}\,{value}")
     return lines
+
+
+def _kernel(kernel: memory.Kernel, mass: str) -> str:
+    """Of the token's key and a stored one."""
+    cosine = r"\hat{k}_i^\top \hat{k}_t"
+    if kernel.of == "linear":
+        scale = "" if kernel.scale is None else rf"{_number(kernel.scale)}\,"
+        return rf"{scale}{cosine}" + (r"\,e^{m_i}" if mass else "")
+    scale = r"\sqrt{d_k}" if kernel.scale is None else _number(kernel.scale)
+    return rf"\exp({scale}\,({cosine} - 1){mass})"
 
 
 def _factors(monoid: Monoid) -> tuple[Monoid, ...]:

@@ -594,6 +594,8 @@ def require_streams(update: StateUpdate) -> None:
         )
     elif step.writes > 1:
         reason = "a sublayer has one output to write: several writes of its parts are fractions=r of the mixer"
+    elif step.reads > 1:
+        reason = "a sublayer reads by the mixer's own reads: several of its parts are fractions=r of the mixer"
     elif step.read is not None:
         reason = "a read point has no effect: depth reads the state before it writes"
     elif step.start != "zero":

@@ -3,7 +3,7 @@
     read    x_in = sum_j r_j X_j                    axes.kernels.streams.mix
     write   X_i <- sum_j M_ij X_j + w_i y           the same; w = rate k, M the transpose of what the monoid acts with
     both    the coefficients too, if projected     axes.kernels.streams.look
-    M       from logits, if they are Sinkhorn's     axes.kernels.streams.sinkhorn
+    M       from logits, by Sinkhorn's or Cayley's  axes.kernels.streams.sinkhorn, cayley
 
 An h that puts every stream on a sphere is torch's RMSNorm, of what is read or, where the step is not lazy, of what has
 been written.
@@ -47,7 +47,7 @@ def no_form(update: StateUpdate) -> str | None:
         return "the state is more than the streams"
     if p.memory.kind != "matrix":
         return f"{type(p.memory).__name__} memory has no streams that could be mixed"
-    if gates(p.monoid) & {"row", "hadamard"} or rate_shape(p.step.rate) == "row":
+    if gates(p.monoid) & {"row", "hadamard", "turn"} or rate_shape(p.step.rate) == "row":
         return "entries of one stream are kept or written at different rates"
     if normalises(update):
         update = dataclasses.replace(update, h=Euclidean(), algorithm=dataclasses.replace(p.step, lazy=True))
@@ -154,15 +154,27 @@ def _mixing(
 ) -> Tensor | None:
     """M (..., n, n), or None for the identity."""
     monoid, n = update.parts().monoid, streams.shape[-2]
-    if triton and isinstance(monoid, GeneralLinear) and monoid.link.sinkhorn is not None:
-        from axes.kernels.streams.sinkhorn import sinkhorn
-
-        return sinkhorn(_logits(monoid.logits, signal), *monoid.link.sinkhorn)
+    if triton and isinstance(monoid, GeneralLinear) and (linked := _linked(monoid, signal)) is not None:
+        return linked
     if isinstance(monoid, Identity):
         return None
     like = streams.new_empty((1, n), dtype=torch.float32 if triton else streams.dtype)
     element = monoid.element(signal, rate, like)
     return None if element.trivial else element.to_dense(n, like).mT
+
+
+def _linked(monoid: GeneralLinear, signal: Signal) -> Tensor | None:
+    """The same by a kernel of its link, if one has it."""
+    link = monoid.link
+    if link.sinkhorn is not None:
+        from axes.kernels.streams.sinkhorn import sinkhorn
+
+        return sinkhorn(_logits(monoid.logits, signal), *link.sinkhorn)
+    if link.rotation is not None:
+        from axes.kernels.streams.cayley import cayley
+
+        return cayley(_logits(monoid.logits, signal), *link.rotation)
+    return None
 
 
 def _logits(rate: Rate, signal: Signal) -> Tensor:

@@ -84,6 +84,8 @@ class StaticMixer(DepthMixer):
         n, d = self.streams * self.fractions, self.d_model // self.fractions
         if rate.shape == "pair" and n % 2:
             raise ShapeError(f"{type(self).__name__}: {rate.name!r} rotates pairs of streams: n must be even, got {n}")
+        if rate.shape == "row-pair" and d % 2:
+            raise ShapeError(f"{type(self).__name__}: {rate.name!r} rotates pairs of channels: d must be even, got {d}")
         return extent(rate, n, d)
 
     @torch.no_grad()

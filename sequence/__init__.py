@@ -5,6 +5,7 @@ if __name__ != "axes.sequence":
 
 from axes.sequence.attention import (
     GQA,
+    LUCID,
     MQA,
     ALiBi,
     DeltaFormer,
@@ -28,7 +29,7 @@ from axes.sequence.delta import (
     GatedDeltaProduct,
 )
 from axes.sequence.elementwise import HGRN, Griffin, Mamba1
-from axes.sequence.hybrids import Behind, Beside
+from axes.sequence.hybrids import Behind, Beside, Context, Persistent
 from axes.sequence.latent import MLA
 from axes.sequence.lattice import LatticeDec, LatticeEnc, LatticeOSR, LatticeSim
 from axes.sequence.linear import (
@@ -45,8 +46,10 @@ from axes.sequence.linear import (
     RetNet,
     UnnormalisedLinearAttention,
 )
+from axes.sequence.loglinear import LogLinearGatedDeltaNet, LogLinearMamba2
 from axes.sequence.longhorn import Longhorn, LonghornDiagonal
-from axes.sequence.mamba3 import Mamba3
+from axes.sequence.mamba3 import Mamba3, Mamba3MIMO
+from axes.sequence.mesa import MesaNet
 from axes.sequence.miras import (
     Memora,
     MemoraLiteral,
@@ -58,7 +61,9 @@ from axes.sequence.miras import (
     YaadMatrix,
     YaadSwitch,
 )
+from axes.sequence.modes import LRU, S5
 from axes.sequence.predicted import PREDICTED, AdamNet, FrankWolfeDelta, MuonNet, MuonNetState, RLSNet, ShampooNet
+from axes.sequence.recurrent import GRU, SLSTM
 from axes.sequence.rwkv6 import RWKV6
 from axes.sequence.rwkv7 import RWKV7
 from axes.sequence.s4d import S4D
@@ -76,9 +81,13 @@ ALL: tuple[type[SequenceLayer], ...] = (
     GatedRetention,
     LightningAttention,
     S4D,
+    S5,
+    LRU,
     Mamba1,
     Mamba2,
+    LogLinearMamba2,
     Mamba3,
+    Mamba3MIMO,
     MLSTM,
     GLA,
     HGRN,
@@ -86,6 +95,8 @@ ALL: tuple[type[SequenceLayer], ...] = (
     GSA,
     ABC,
     Griffin,
+    GRU,
+    SLSTM,
     RWKV6,
     RWKV7,
     IPLR,
@@ -93,6 +104,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     DeltaNetReflective,
     GatedDeltaNet,
     GatedDeltaNetPrev,
+    LogLinearGatedDeltaNet,
     DeltaProduct,
     GatedDeltaProduct,
     Comba,
@@ -128,6 +140,8 @@ ALL: tuple[type[SequenceLayer], ...] = (
     PaTH,
     PaTHFoX,
     DeltaFormer,
+    LUCID,
+    MesaNet,
     *PREDICTED,
 )
 
@@ -140,6 +154,7 @@ __all__ = [
     "Behind",
     "Beside",
     "Comba",
+    "Context",
     "DeltaFormer",
     "DeltaNet",
     "DeltaNetReflective",
@@ -148,6 +163,7 @@ __all__ = [
     "FrankWolfeDelta",
     "GLA",
     "GQA",
+    "GRU",
     "GSA",
     "GatedDeltaNet",
     "GatedDeltaNet2",
@@ -159,6 +175,8 @@ __all__ = [
     "HGRN2",
     "IPLR",
     "KDA",
+    "LRU",
+    "LUCID",
     "LatticeDec",
     "LatticeEnc",
     "LatticeOSR",
@@ -166,6 +184,8 @@ __all__ = [
     "LayerState",
     "LightningAttention",
     "LinearAttention",
+    "LogLinearGatedDeltaNet",
+    "LogLinearMamba2",
     "Longhorn",
     "LonghornDiagonal",
     "MLA",
@@ -174,9 +194,11 @@ __all__ = [
     "Mamba1",
     "Mamba2",
     "Mamba3",
+    "Mamba3MIMO",
     "Memora",
     "MemoraLiteral",
     "MemoraMatrix",
+    "MesaNet",
     "Moneta",
     "MonetaLiteral",
     "MonetaMatrix",
@@ -184,6 +206,7 @@ __all__ = [
     "MuonNetState",
     "PaTH",
     "PaTHFoX",
+    "Persistent",
     "RLSNet",
     "RWKV6",
     "RWKV7",
@@ -191,6 +214,8 @@ __all__ = [
     "RetNet",
     "RoPE",
     "S4D",
+    "S5",
+    "SLSTM",
     "SequenceLayer",
     "ShampooNet",
     "SlidingWindow",

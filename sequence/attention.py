@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment, SquaredError
 from axes.core.geometry import Entropic
-from axes.core.memory import List
+from axes.core.memory import Kernel, List
 from axes.core.monoids import Householder, Identity, Product, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
@@ -301,4 +301,27 @@ class DeltaFormer(SequenceLayer):
   archivePrefix={arXiv}
 }"""
     update = StateUpdate(SquaredError(), Entropic(), Identity(), Step(), List())
+    block = _PLAIN
+
+
+@final
+class LUCID(SequenceLayer):
+    """u_t = v_t - sum_{i<t} exp(sqrt(d_k) (cos(k_t, k_i) - 1)) u_i,  o_t = sum_i softmax_i(q_t . k_i / sqrt(d_k)) u_i.
+
+    What is stored is the error of what the list gives for the key by an exponential kernel, under which a key has the
+    product 1 with itself: values are solved for against the keys' own Gram matrix, and softmax reads them.
+    """
+
+    name = "lucid"
+    paper = "LUCID: Attention with Preconditioned Representations (Duvvuri et al. 2026)"
+    equation = "O = softmax(Q K^T / sqrt(d)) (M * exp(K~ K~^T / sqrt(d) - sqrt(d)))^-1 V, K~ keys of unit RMS, M causal"
+    differs = "no positions, where models have rotated keys (`replace(update, monoid=Rotation())`); no gain in K~"
+    bibtex = """@misc{duvvuri2026lucid,
+  title={{LUCID}: Attention with Preconditioned Representations},
+  author={Duvvuri, Sai Surya and Patel, Nirmal and Gupta, Nilesh and Dhillon, Inderjit S.},
+  year={2026},
+  eprint={2602.10410},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(SquaredError(), Entropic(), Identity(), Step(), List(errors=Kernel()))
     block = _PLAIN

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from axes.core.execution import several
 from axes.core.memory import MLP, LayerNormMatrix, Leaves
 from axes.core.rates import Signal
-from axes.core.state_update import State, StateUpdate
+from axes.core.state_update import Output, State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError, wrong_type
 from axes.kernels.common import versions
 from axes.kernels.common.repeated import Same, repeated
-from axes.routes import dispatch
+from axes.routes import dispatch, recurrent
 from axes.routes import frame as frames
 from axes.routes.choice import Plan, Target
 from axes.routes.finite import log_gates, require_finite
@@ -40,6 +40,11 @@ class LayerState(NamedTuple):
 
     tails: tuple[Tensor, ...]
     memory: State
+
+    def to(self, dtype: torch.dtype) -> LayerState:
+        """The same with its memory held in this dtype. One of 16 bits halves what a token of decoding reads and writes,
+        and rounds the memory at every step; a list of keys and values has the dtype of its layer."""
+        return LayerState(self.tails, self.memory.to(dtype))
 
 
 torch.serialization.add_safe_globals([LayerState])  # a saved state loads with weights_only=True
@@ -129,13 +134,18 @@ class SequenceLayer(nn.Module):
         if values != heads:
             self._check_groups(heads, values, block, memory.kind)
         d_k, d_v = usual_k if d_k is None else d_k, usual_v if d_v is None else d_v
+        if min(d_k, d_v) < 1:
+            sizes = f"keys of width {d_k} and values of width {d_v}"
+            raise ShapeError(f"{who}: d_model={d_model} leaves heads={heads} {sizes}: give d_k and d_v, or fewer heads")
         parts = self.update.parts()
-        own = (parts.monoid.loose, parts.step.writes, several(parts))
+        own = (parts.monoid.loose, parts.step.writes, several(parts), parts.step.reads)
         self.sizes = Sizes(d_model, values, d_k, d_v, values // heads, *own)
         if linear := sorted(parts.linear_gates()):
             raise IllegalUpdate(f"{who}: tokens chart gates as logs: declare {linear} unit, as Scalar('name') does")
         if parts.step.writes > 1 and not block.several:
             raise IllegalUpdate(f"{who}: its block {type(block).__name__} makes one pair of key and value a token")
+        if parts.step.reads > 1 and not block.asks_several:
+            raise IllegalUpdate(f"{who}: its block {type(block).__name__} asks by one query a token and head")
         if not memory.keyed:
             raise IllegalUpdate(f"{who}: a sequence layer needs keys; {self.update!r} takes a given gradient")
         if isinstance(memory, MLP | LayerNormMatrix) and self.sizes.d_k != self.sizes.d_v:
@@ -144,10 +154,15 @@ class SequenceLayer(nn.Module):
         if queries < 1 or heads % queries:
             raise ShapeError(f"{who}: heads={heads} are no groups of queries={queries}")
         if queries > 1 and memory.kind != "list":
-            raise IllegalUpdate(f"{who}: several heads of queries read one list; {self.update!r} keeps none: queries=1")
+            raise IllegalUpdate(
+                f"{who}: several heads of queries read one list; {self.update!r} keeps none: queries=1, and "
+                "Step(reads=n) for several queries of another memory"
+            )
         self.memories = (values,) if queries == 1 else (heads // queries, 1)  # batch dimensions of a sequence's memory
         self.implementation, self.checkpoint, self.check_finite = implementation, checkpoint, check_finite
         settle(self.update, (d_v, d_k), implementation)
+        if (reason := parts.monoid.no_height(d_v)) is not None:
+            raise ShapeError(f"{who}: {reason}")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.around = block.build(self.sizes, self.update.demands(), self.update.signals(), factory)
         if (reason := parts.monoid.no_width(d_k)) is not None:
@@ -209,6 +224,8 @@ class SequenceLayer(nn.Module):
     ) -> tuple[Plan, ...]:
         """What runs for the tuple that the class declares, by default on a CPU in float32."""
         named = implementation or dispatch.chosen()
+        if (cell := cls.block.cell) is not None:
+            return recurrent.plans(cls.update, cell, target or Target.of("cpu"), dtype or torch.float32, named)
         return plans(cls.update, target or Target.of("cpu"), dtype or torch.float32, named)
 
     def plans(
@@ -220,6 +237,9 @@ class SequenceLayer(nn.Module):
         """What runs for a sequence and for one token, by default where the layer is and in its dtype."""
         parameter, s = next(self.parameters()), self.sizes
         named = implementation or self.implementation or dispatch.chosen()
+        if (cell := self.around.cell) is not None:
+            place, dtype = target or Target.of(parameter.device), dtype or parameter.dtype
+            return recurrent.plans(self.update, cell, place, dtype, named, s.d_v)
         keys, each = self.memories if s.group == 1 else (s.key_heads,), () if s.writes == 1 else (s.writes,)
         shapes = {"k": (1, 1, *keys, *each, s.d_k), "v": (1, 1, *self.memories, *each, s.d_v)}
         return plans(self.update, target or Target.of(parameter.device), dtype or parameter.dtype, named, shapes)
@@ -285,12 +305,34 @@ class SequenceLayer(nn.Module):
         if state is None:
             state = self.init_state(x.shape[0], x.device, x.dtype)
         self._check_state(state, x.shape[0], x)
+        if self.around.cell is not None:
+            y, state = self._run(x[:, None], state, None)
+            assert state is not None
+            return y[:, 0], state
         signal, tails, kept = fused.enter(self.around, x[:, None], state.tails, None, self.implementation, token=True)
         self._look({"x": x[:, None], **signal})
         out, memory = dispatch.one_token(self.update, signal, state.memory, self.implementation)
         y = fused.leave(self.around, out, kept)
         self._look({"the output": y})
         return y[:, 0], LayerState(tails, memory)
+
+    def recall(self, x: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]:
+        """What the queries of tokens x (B, T, D) read of the memory as it stands: nothing is written.
+
+        Convolutions see the tokens before, as of `forward`, and the state comes back with these tokens in their tails.
+        """
+        self._check(x, 3)
+        if state is None:
+            state = self.init_state(x.shape[0], x.device, x.dtype)
+        self._check_state(state, x.shape[0], x)
+        signal, tails, kept = self.around.enter(x, state.tails)
+        q, held = signal["q"], state.memory
+        wide = torch.promote_types(x.dtype, torch.float32)
+        given = {n: y.to(wide) for n, y in signal.items()}
+        out = self.update.output(held, {n: y[:, 0] for n, y in given.items()})
+        weights, norm = (tuple(leaf.unsqueeze(1) for leaf in leaves) for leaves in out)
+        read = self.update.read(Output(weights, norm), given["q"], given)
+        return self.around.leave(read.to(q.dtype), kept), LayerState(tails, held)
 
     def _through(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
@@ -309,7 +351,7 @@ class SequenceLayer(nn.Module):
 
     def _repeats(self, x: Tensor) -> bool:
         """Whether a call like one before does the same again: where kernels run, nothing is read on the host."""
-        if torch.compiler.is_compiling() or not x.numel() or self.check_finite:
+        if torch.compiler.is_compiling() or not x.numel() or self.check_finite or self.around.cell is not None:
             return False
         cls = type(self)
         own = cls._run is SequenceLayer._run and cls._recur is SequenceLayer._recur
@@ -321,11 +363,24 @@ class SequenceLayer(nn.Module):
         packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x.shape[1])
         before, start = (None, None) if state is None else state
         if self.across is not None:
+            if self.around.cell is not None:
+                raise IllegalUpdate(
+                    f"{type(self).__name__}: what a token is given depends on the token before: its tokens cannot be "
+                    "split over processes"
+                )
             before = self.across.tails(self, x, before)
         signal, tails, kept = fused.enter(self.around, x, before, packing, self.implementation)
         self._look({"x": x, **signal})
         if start is None:
             start = self._init_memory(x.shape[0] if packing is None else packing.sequences, x)
+        if (cell := self.around.cell) is not None:
+            named, (weight, bias) = self.implementation or dispatch.chosen(), self.around.matrices()
+            out, memory, tails = recurrent.run(
+                self.update, cell, signal["inputs"], weight, bias, tails, start, cu_seqlens, named
+            )
+            y = fused.leave(self.around, out, kept)
+            self._look({"the output": y})
+            return y, LayerState(tails, memory)
         frame = fused.frame_of(kept)
         if self.across is not None:
             out, memory = self.across.recur(functools.partial(self._recur_in, frame), signal, start)
@@ -368,8 +423,10 @@ class SequenceLayer(nn.Module):
         who = type(self).__name__
         if memory == "list":
             raise ShapeError(f"{who}: num_v_heads={values} shares keys among values; a list stores them in pairs")
-        if self.update.parts().step.writes > 1:
-            raise ShapeError(f"{who}: num_v_heads={values} shares keys among values; several writes have pairs of both")
+        if self.update.parts().step.writes > 1 or self.update.parts().step.reads > 1:
+            raise ShapeError(
+                f"{who}: num_v_heads={values} shares keys among values; several writes or reads have some of their own"
+            )
         if block.grouped is not None:
             raise ShapeError(f"{who}: num_v_heads={values}, but its block {type(block).__name__} {block.grouped}")
         if values % heads:
@@ -381,7 +438,7 @@ class SequenceLayer(nn.Module):
             raise wrong_type(who, "x", f"a tensor {shape} with D = {self.sizes.d_model}", x)
         if x.ndim != ndim or x.shape[-1] != self.sizes.d_model:
             raise ShapeError(f"{who}: x must be {shape} with D = {self.sizes.d_model}, got {tuple(x.shape)}")
-        parameter = some_parameter(self.around)
+        parameter = some_parameter(self._modules["around"])  # type: ignore[arg-type]  # an attribute takes longer
         assert parameter is not None
         if x.device != parameter.device:
             raise ShapeError(f"{who}: x is on {x.device}, the layer on {parameter.device}: move one of them")
@@ -405,11 +462,11 @@ class SequenceLayer(nn.Module):
         who, s, known = type(self).__name__, self.sizes, asked(self.update)
         if not isinstance(state, LayerState):
             raise wrong_type(who, "state", "a LayerState, as init_state or an earlier call returned it", state)
-        place = Place((batch, *self.memories), s.d_k, s.d_v, x.dtype, x.device)
-        found: list[Hashable] = [place, self._tails]
+        found: list[Hashable] = [batch, self.memories, s, x.dtype, x.device, self._tails]
         seen = look(state.tails, found) and look(state.memory, found)
         if seen and tuple(found) in known.looks:
             return
+        place = Place((batch, *self.memories), s.d_k, s.d_v, x.dtype, x.device)
         require_state(who, self.update, state.memory, place)
         if not isinstance(state.tails, tuple) or len(state.tails) != len(self._tails):
             raise ShapeError(f"{who}: state.tails must be a tuple of {len(self._tails)}: is it another layer's state?")

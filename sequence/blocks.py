@@ -18,6 +18,7 @@ from torch.nn.functional import elu, gelu, relu, rms_norm, silu
 from axes.core.rates import Per
 from axes.errors import IllegalUpdate
 from axes.kernels.blocks.plan import Stream
+from axes.routes.cells import Cell
 from axes.routes.frame import Frame
 from axes.routes.packed import Packing
 from axes.sequence.by_hand import convolved, normalised
@@ -46,10 +47,14 @@ class Block(ABC):
 
     grouped: None if it makes queries and keys for `Sizes.key_heads`, else what it does instead, as a sentence.
     several: whether it makes `Sizes.writes` pairs of key and value for every token.
+    cell: of signals that depend on the last read, see `axes.routes.cells`.
+    asks_several: whether it makes `Sizes.reads` queries for every token, and takes as many outputs.
     """
 
     grouped: ClassVar[str | None] = "has a query and a key for every head"
     several: ClassVar[bool] = False
+    cell: ClassVar[Cell | None] = None
+    asks_several: ClassVar[bool] = False
 
     @abstractmethod
     def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
@@ -64,6 +69,11 @@ class BlockModule(nn.Module):
     """
 
     fused: Kernels | None = None
+    cell: Cell | None = None
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Of a cell: weight (H, V, G, V) and bias (H, G, V) of the last read."""
+        raise NotImplementedError
 
     def declaration(self, path: str = "") -> Declaration | None:
         """What kernels may do in the place of `enter` and `leave`; None: nothing. path: of this module in a block's."""
@@ -182,7 +192,7 @@ class Standard(Block):
     value_norm: v per head of unit length or unit RMS, without a gain (for costs that grow faster than a square).
     read_map: on what is read.  output_norm: RMS over d_v per head.  output_gate: y * gate(W x).
     queries: heads of queries that read one list of pairs (grouped queries; "all" heads: multi-query). Keys, values and
-    rates, which act on stored pairs, are those of a list.
+    rates, which act on stored pairs, are those of a list. Of another memory a tuple says it, Step(reads=n).
     charts: (rate name, chart) pairs; unnamed rates get `default_chart`.
     Named vectors are unit projections of their own. Two that make a transition I + a b^T are tied as in RWKV-7,
     a = -w and b = sigmoid(W x) * w: with projections of their own its eigenvalues leave [0, 1], and the state diverges.
@@ -191,6 +201,7 @@ class Standard(Block):
 
     grouped: ClassVar[str | None] = None
     several: ClassVar[bool] = True
+    asks_several: ClassVar[bool] = True
 
     conv: int = 4
     values_conv: bool = True
@@ -228,6 +239,9 @@ class _StandardModule(BlockModule):
         if sizes.writes > 1 and (block.shared_projection or not block.keys or block.correction is not None):
             what = "a projection of their own: shared_projection=False, keys=True, correction=None"
             raise IllegalUpdate(f"Standard: the {sizes.writes} keys of a token have {what}")
+        if sizes.reads > 1 and (block.shared_projection or block.correction is not None or not block.asks):
+            what = "a projection of their own: shared_projection=False, correction=None, asks=True"
+            raise IllegalUpdate(f"Standard: the {sizes.reads} queries of a token have {what}")
         if not block.asks and (block.keys or block.conv or block.scale or block.feature_map):
             raise IllegalUpdate("Standard: asks=False reads a row as it is: keys=False, conv=0, scale=False, no map")
         if not block.keys and (block.shared_projection or block.key_norm or block.correction is not None):
@@ -238,7 +252,8 @@ class _StandardModule(BlockModule):
         mapped = block.feature_map
         self.features = mapped.build(sizes.d_k, factory) if isinstance(mapped, FeatureMap) else None
         self.width = sizes.d_k if self.features is None else self.features.width  # of a head's query ahead of features
-        queries, keys = self.width * sizes.key_heads, self.width * (sizes.key_heads // self.queries) * sizes.writes
+        queries = self.width * sizes.key_heads * sizes.reads
+        keys = self.width * (sizes.key_heads // self.queries) * sizes.writes
         values = sizes.d_v * self.lists.heads * sizes.writes
 
         def linear(width: int) -> nn.Linear:
@@ -262,9 +277,10 @@ class _StandardModule(BlockModule):
         start = block.correction
         self.correction = None if start is None else nn.Parameter(torch.full((sizes.key_heads, 1), start, **factory))
         self.charts = nn.ModuleDict(build_charts(dict(block.charts), demands, self.lists, factory))
-        self.g_proj = linear(sizes.d_v * sizes.heads) if block.output_gate else None
+        outputs = sizes.d_v * sizes.heads * sizes.reads
+        self.g_proj = linear(outputs) if block.output_gate else None
         self.norm = nn.RMSNorm(sizes.d_v, eps=block.norm_eps, **factory) if block.output_norm else None
-        self.o_proj = nn.Linear(sizes.d_v * sizes.heads, sizes.d_model, bias=False, **factory)
+        self.o_proj = nn.Linear(outputs, sizes.d_model, bias=False, **factory)
 
     def reset_parameters(self) -> None:
         if self.correction is not None and self.block.correction is not None:
@@ -290,7 +306,7 @@ class _StandardModule(BlockModule):
         if self.v_conv is not None:
             v, tail = self.v_conv(v, tails[len(kept)], packing)
             kept.append(tail)
-        q = q.unflatten(-1, (s.key_heads, self.width))
+        q = q.unflatten(-1, (s.key_heads, self.width) if s.reads == 1 else (s.key_heads, s.reads, self.width))
         each = () if s.writes == 1 else (s.writes,)
         k = k.unflatten(-1, (s.key_heads // self.queries, *each, self.width))
         if self.features is not None:
@@ -316,7 +332,7 @@ class _StandardModule(BlockModule):
         for chart in self.charts.values():
             signal.update(chart(x))
         signal = {name: in_groups(z, name, self.queries) for name, z in signal.items()}
-        gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (s.heads, s.d_v))
+        gate = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (s.heads * s.reads, s.d_v))
         return signal, tuple(kept), gate
 
     def declaration(self, path: str = "") -> Declaration | None:
@@ -324,7 +340,8 @@ class _StandardModule(BlockModule):
         if self.queries > 1 or self.features is not None:  # a stream's heads all stand beside each other
             return None
         # which no kernel makes
-        if not b.keys or b.correction is not None or b.value_map or b.read_map or s.loose or s.writes > 1:
+        several = s.writes > 1 or s.reads > 1
+        if not b.keys or b.correction is not None or b.value_map or b.read_map or s.loose or several:
             return None
 
         def vector(
@@ -350,7 +367,7 @@ class _StandardModule(BlockModule):
         return Declaration((q, k, v, *named), rates, others, end)
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
-        if self.queries > 1:
+        if self.queries > 1 or self.sizes.reads > 1:
             y = y.flatten(2, 3)
         if self.block.read_map is not None:
             y = ACTIVATIONS[self.block.read_map](y)

@@ -28,6 +28,7 @@ class Sizes:
 
     loose: the pairs of vectors a, b of a transition I + a b^T that nothing bounds but what makes them.
     writes: pairs of key and value a token, and what is `repeated` for each of them: rates by name.
+    reads: queries a token, each with an output.
     """
 
     d_model: int
@@ -38,6 +39,7 @@ class Sizes:
     loose: tuple[str, ...] = ()
     writes: int = 1
     repeated: frozenset[str] = frozenset()
+    reads: int = 1
 
     @property
     def key_heads(self) -> int:
@@ -281,14 +283,23 @@ class _ConstantModule(nn.Module):
 class SSM(Chart):
     """Mamba-2's tied pair: dt = softplus(W x + b), log gate = -exp(A_log) dt, and dt also scales the write.
 
-    A is one number a head, uniform in [1, 16], and softplus(b) log-uniform in [dt_min, dt_max]; step names the write
-    rate, or None (the gate alone, as in Gated DeltaNet).
+    A is one number a head, uniform in [slowest, fastest], and softplus(b) log-uniform in [dt_min, dt_max]; step names
+    the write rate, or None (the gate alone, as in Gated DeltaNet).
     """
 
     step: str | None = "dt"
     dt_min: float = 1e-3
     dt_max: float = 0.1
     rank: int | None = None
+    slowest: float = 1.0
+    fastest: float = 16.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.slowest <= self.fastest and 0 < self.dt_min <= self.dt_max):
+            raise IllegalUpdate(
+                f"SSM: A and dt start between two positive numbers, slowest={self.slowest} to fastest={self.fastest}, "
+                f"dt_min={self.dt_min} to dt_max={self.dt_max}"
+            )
 
     def also(self) -> tuple[str, ...]:
         return () if self.step is None else (self.step,)
@@ -310,7 +321,7 @@ class _SSMModule(nn.Module):
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
-            self.log_rate.copy_(torch.empty_like(self.log_rate).uniform_(1.0, 16.0).log())
+            self.log_rate.copy_(torch.empty_like(self.log_rate).uniform_(self.chart.slowest, self.chart.fastest).log())
         steps_at_first(self.up.bias, self.chart.dt_min, self.chart.dt_max)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:

@@ -33,11 +33,14 @@ class Trapezoid(Block):
 
     With dt = softplus(W x + b), A = min(-softplus(W x), -floor) and s = sigmoid(W x), of every head:
         log decay = dt A,  angle = -pi dt tanh(W x),  write = ((1 - s) dt e^(dt A), s dt)
-    of two pairs a token: the last token's, turned along, and its own.
+    of two pairs a token: the last token's, turned along, and its own. A tuple of 2 R writes and R reads has R keys and
+    queries a token, each with a bias, and every channel of x, z and y factors for each of them (MIMO):
+        values x * e_r,  y = sum_r ((o_r + D x * e_r) silu(z * f_r)) * g_r.
     turning: the share of the pairs of a key that turn.  floor: of -A.  dt_min, dt_max: of dt at first.
     """
 
     several: ClassVar[bool] = True
+    asks_several: ClassVar[bool] = True
 
     turning: float = 0.5
     floor: float = 1e-4
@@ -46,9 +49,11 @@ class Trapezoid(Block):
     norm_eps: float = 1e-5
 
     def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
-        if vectors - {"k", "v", "q"} or {(p.name, p.shape, p.domain) for p in demands} != _DEMANDS or sizes.writes != 2:
+        known = {(p.name, p.shape, p.domain) for p in demands} == _DEMANDS and not vectors - {"k", "v", "q"}
+        if not known or sizes.writes != 2 * sizes.reads:
             raise IllegalUpdate(
-                "Trapezoid supplies two pairs a token, a unit gate 'decay', angles 'angle' of pairs and rates 'write'"
+                "Trapezoid supplies two pairs a token for every read, a unit gate 'decay', angles 'angle' of pairs and "
+                "rates 'write'"
             )
         if sizes.d_k % 2 or not 0 < self.turning <= 1:
             raise ShapeError(f"Trapezoid: a share in (0, 1] of the pairs of an even d_k turns, got {sizes.d_k}")
@@ -67,13 +72,19 @@ class _TrapezoidModule(BlockModule):
         def linear(out: int) -> nn.Linear:
             return nn.Linear(sizes.d_model, out, bias=False, **factory)
 
-        self.zx_proj, self.kq_proj = linear(2 * self.inner), linear(2 * sizes.d_k)
+        rank = self.rank = sizes.reads
+        each = (sizes.heads, sizes.d_k) if rank == 1 else (sizes.heads, rank, sizes.d_k)
+        self.zx_proj, self.kq_proj = linear(2 * self.inner), linear(2 * rank * sizes.d_k)
         self.rates_proj, self.angle_proj = linear(3 * sizes.heads), linear(self.pairs)
         self.dt_bias = nn.Parameter(torch.empty(sizes.heads, **factory))
         self.k_norm = nn.RMSNorm(sizes.d_k, eps=block.norm_eps, **factory)
         self.q_norm = nn.RMSNorm(sizes.d_k, eps=block.norm_eps, **factory)
-        self.k_bias = nn.Parameter(torch.empty(sizes.heads, sizes.d_k, **factory))
-        self.q_bias = nn.Parameter(torch.empty(sizes.heads, sizes.d_k, **factory))
+        self.k_bias = nn.Parameter(torch.empty(each, **factory))
+        self.q_bias = nn.Parameter(torch.empty(each, **factory))
+        factors = (sizes.heads, rank, sizes.d_v)
+        self.v_factor, self.z_factor, self.o_factor = (
+            nn.Parameter(torch.empty(factors, **factory)) if rank > 1 else None for _ in range(3)
+        )
         self.skip = nn.Parameter(torch.empty(sizes.heads, 1, **factory))
         self.out_proj = nn.Linear(self.inner, sizes.d_model, bias=False, **factory)
         self.reset_parameters()
@@ -82,15 +93,19 @@ class _TrapezoidModule(BlockModule):
         steps_at_first(self.dt_bias, self.block.dt_min, self.block.dt_max)
         for ones in (self.k_bias, self.q_bias, self.skip):
             nn.init.ones_(ones)
+        for factor, start in ((self.v_factor, 1 / self.rank), (self.z_factor, 1.0), (self.o_factor, 1 / self.rank)):
+            if factor is not None:
+                nn.init.constant_(factor, start)
 
     def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
-        keys = self.sizes.heads * self.sizes.d_k
+        keys = self.sizes.heads * self.rank * self.sizes.d_k
         return like.new_zeros(batch, 1, keys), like.new_zeros(batch, 1, self.inner)
 
     def _vector(self, x: Tensor, norm: nn.RMSNorm, bias: Tensor) -> Tensor:
-        """(B, T, d_k) -> (B, T, H, d_k): normalised, the same for every head but for its bias."""
+        """(B, T, [R] d_k) -> (B, T, H, [R,] d_k): normalised, the same for every head but for its bias."""
+        x = x if self.rank == 1 else x.unflatten(-1, (self.rank, -1))
         wide = normalised(x.to(norm.weight.dtype), 1.0 / x.shape[-1], self.block.norm_eps) * norm.weight
-        return (wide[..., None, :] + bias).to(x.dtype)
+        return (wide.unsqueeze(2) + bias).to(x.dtype)
 
     def enter(
         self, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None = None
@@ -106,19 +121,26 @@ class _TrapezoidModule(BlockModule):
         share = torch.sigmoid(share)
         turn = -math.pi * dt[..., None] * torch.tanh(self.angle_proj(x).to(wide))[..., None, :]
         angle = torch.nn.functional.pad(turn, (0, s.d_k // 2 - self.pairs))
-        before_k, k_tail = self._before(k.flatten(-2), tails[0], packing)
+        before_k, k_tail = self._before(k.flatten(2), tails[0], packing)
         before_v, v_tail = self._before(inner, tails[1], packing)
-        before_k = rotate(before_k.unflatten(-1, (s.heads, s.d_k)).to(wide), angle).to(k.dtype)
-        v = inner.unflatten(-1, (s.heads, s.d_v))
+        each = (s.heads, self.rank, s.d_k)
+        before_k = rotate(before_k.unflatten(-1, each).to(wide), angle[..., None, :]).to(k.dtype)
+        v, earlier = (self._values(y) for y in (inner, before_v))
+        rates = torch.stack(((1 - share) * dt * torch.exp(decay), share * dt), -1)
         signal = {
             "q": q,
-            "k": torch.stack((before_k, k), -2),
-            "v": torch.stack((before_v.unflatten(-1, (s.heads, s.d_v)), v), -2),
+            "k": torch.cat((before_k, k.unsqueeze(-2) if self.rank == 1 else k), -2),
+            "v": torch.cat((earlier, v), -2),
             "decay": decay,
             "angle": angle,
-            "write": torch.stack(((1 - share) * dt * torch.exp(decay), share * dt), -1),
+            "write": rates.repeat_interleave(self.rank, -1),
         }
         return signal, (k_tail, v_tail), (v, z)
+
+    def _values(self, x: Tensor) -> Tensor:
+        """(B, T, H d_v) -> (B, T, H, R, d_v)."""
+        v = x.unflatten(-1, (self.sizes.heads, 1, self.sizes.d_v))
+        return v if self.v_factor is None else v * self.v_factor.to(v.dtype)
 
     def _before(self, x: Tensor, tail: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor]:
         """What the token before had, and the new tail."""
@@ -128,7 +150,13 @@ class _TrapezoidModule(BlockModule):
 
     def leave(self, y: Tensor, kept: Any) -> Tensor:
         v, z = kept
-        out: Tensor = self.out_proj((y + self.skip.to(v.dtype) * v).flatten(-2) * silu(z))
+        if self.o_factor is None or self.z_factor is None:
+            y = (y + self.skip.to(v.dtype) * v.squeeze(-2)).flatten(-2) * silu(z)
+        else:
+            gate = silu(z.unflatten(-1, (self.sizes.heads, 1, -1)) * self.z_factor.to(z.dtype))
+            read = (y + self.skip.to(v.dtype)[..., None] * v) * gate * self.o_factor.to(y.dtype)
+            y = read.sum(-2).flatten(-2)
+        out: Tensor = self.out_proj(y)
         return out
 
 
@@ -168,4 +196,30 @@ class Mamba3(SequenceLayer):
         return 128, 2 * d_model // heads
 
 
-__all__ = ["Mamba3", "Trapezoid"]
+@final
+class Mamba3MIMO(SequenceLayer):
+    """S_t = a S_{t-1} R(angle) + sum_r of Mamba-3's two writes at (k_r, v_r),  o_tr = S_t q_tr,  r = 1 .. 4.
+
+    Four keys, values and queries of a token share one state: as many outputs for the same bytes of it. Values are the
+    token's own times factors of every channel, and so are gates and what is added up of the outputs.
+    """
+
+    name = "mamba3-mimo"
+    paper = Mamba3.paper
+    equation = "multi-input, multi-output: H_t = a H_{t-1} + sum of B_t X_t^T by the trapezoidal rule, Y_t = H_t C_t"
+    differs = (
+        "rank 4 as released (`Step(writes=2 * n, reads=n)` for others); the last token's pairs wait in the layer's "
+        "state and are written as further writes of the token; no output norm"
+    )
+    bibtex = Mamba3.bibtex
+    update = StateUpdate(
+        Alignment(),
+        Euclidean(),
+        Product((Scalar("decay"), Rotation(Per("angle", "pair", "real")))),
+        Step(Per("write"), writes=8, reads=4),
+    )
+    block = Trapezoid()
+    widths = Mamba3.widths
+
+
+__all__ = ["Mamba3", "Mamba3MIMO", "Trapezoid"]

@@ -44,6 +44,39 @@ def diagonal_chain(
     return _chain(q, k, v, g, beta, erase, initial_state, rule, early, a, b)
 
 
+def entries_chain(
+    q, k, v, gate=None, *, times=None, spectrum=None, beta=None, tied=False, erase="none", initial_state=None,
+    cu_seqlens=None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """S_t = A_t * S_{t-1} + c_t (v_t - [erase] k_t * S') k_t^T entry by entry, log A_t = gate_t + times_t spectrum."""
+    if cu_seqlens is not None:
+        parts = []
+        for n, (a, b) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
+            own = [None if x is None else x[:, a:b] for x in (q, k, v, gate)]
+            named = dict(times=None if times is None else times[:, a:b], beta=None if beta is None else beta[:, a:b])
+            each = spectrum if spectrum is None or spectrum.ndim == 3 else spectrum[:, a:b]
+            start = None if initial_state is None else initial_state[n : n + 1]
+            parts.append(entries_chain(*own, **named, spectrum=each, tied=tied, erase=erase, initial_state=start))
+        return tuple(torch.cat(x, n) for n, x in zip((1, 0), zip(*parts, strict=True), strict=True))  # type: ignore[return-value]
+    q, k = (_grouped(x, v.shape[2]) for x in (q, k))
+    state = v.new_zeros(v.shape[0], *v.shape[2:], q.shape[-1]) if initial_state is None else initial_state.to(v.dtype)
+    outs = [v[:, :0]]
+    for t in range(v.shape[1]):
+        log = torch.zeros_like(state)
+        if spectrum is not None:
+            a = spectrum if spectrum.ndim == 3 else spectrum[:, t]
+            log = log + (a if times is None else a * times[:, t, ..., None])
+        if gate is not None:
+            log = log + gate[:, t, ..., None]
+        key, kept = k[:, t, :, None], log.exp()
+        strength = torch.ones_like(v) if beta is None else beta
+        c = (times if tied else strength)[:, t, ..., None]
+        seen = {"none": torch.zeros_like(state), "prev": state}.get(erase, kept * state)
+        state = kept * state + c * key * (v[:, t, ..., None] - key * seen)
+        outs.append((state * q[:, t, :, None]).sum(-1)[:, None])
+    return torch.cat(outs, 1), state
+
+
 @_one_after_another
 def block_chain(q, k, v, block, write, erase=None, initial_state=None, **_) -> tuple[Tensor, Tensor]:
     """X_t[j] = sum_i X_{t-1}[i] M_t[i, j] + w_t[j] (v_t - sum_i e_t[i] X_{t-1}[i] k_t) k_t^T, o_t = X_t[0] q_t."""

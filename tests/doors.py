@@ -1,7 +1,8 @@
 """Wrong calls at the doors: a system of the catalogue, a small legal call of which one thing is spoilt, and what came.
 
 A call is right if it is refused in a sentence that names what was spoilt, or gives what the reference gives for the
-same input. `python -m tests.doors 1000` counts a thousand calls at every door.
+same input. `python -m tests.doors 1000` counts a thousand calls at every door, `python -m tests.doors cost` says what
+the check of a right call costs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import random
 import re
 import sys
+import timeit
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,6 +26,7 @@ from axes import depth, dispatch, optim, sequence
 from axes.core import reference
 from axes.core.state_update import State
 from axes.errors import AxesError
+from axes.routes.given import require_call
 from axes.testing.examples import example
 
 SEQUENCE = sequence.ALL + sequence.PREDICTED
@@ -169,7 +172,8 @@ def _signal(cls: Any, draw: random.Random, batch: int = 2, length: int = LENGTH)
     def moved(name: str, x: Any) -> Any:
         return x.movedim(2, 1).contiguous() if isinstance(x, Tensor) and x.ndim > 2 else x
 
-    return {n: moved(n, x) for n, x in made.items() if n in rates or n in cls.update.signals() or n == "q"}
+    names = sorted(n for n in made if n in rates or n in cls.update.signals() or n == "q")  # sets have an order a run
+    return {n: moved(n, made[n]) for n in names}
 
 
 def _paths(signal: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
@@ -396,5 +400,38 @@ def main(calls: int) -> None:
                 print(f"    {n:4} {text[0]} -> {text[1]}")
 
 
+def cost(call: Callable[[], Any]) -> float:
+    """Microseconds of a call, the least of many short rounds: what other processes take is in the longer ones."""
+    return 1e6 * min(timeit.repeat(call, number=50, repeat=1500)) / 50
+
+
+def costs() -> dict[str, float]:
+    """What the checks of a right call cost, by door and system."""
+    found: dict[str, float] = {}
+    for cls in (sequence.LinearAttention, sequence.GatedDeltaNet, sequence.RWKV7, sequence.FoX, sequence.MonetaMatrix):
+        call = _run(cls, random.Random(0)).arguments
+        update, signal = call["update"], call["signal"]
+        state = dispatch.run(update, signal, time=1)[1]
+        found[f"run {cls.name}"] = cost(lambda u=update, s=signal: require_call("run", u, s, None))  # type: ignore[misc]
+        found[f"run with a state {cls.name}"] = cost(
+            lambda u=update, s=signal, of=state: require_call("run", u, s, of)  # type: ignore[misc]
+        )
+        layer, x = _layer(cls), torch.randn(2, LENGTH, D)
+        kept = layer(x)[1]
+        found[f"layer {cls.name}"] = cost(lambda m=layer: m._check(x, 3))  # type: ignore[misc]  # noqa: B023
+        found[f"layer with a state {cls.name}"] = cost(
+            lambda m=layer, s=kept: (m._check(x, 3), m._check_state(s, 2, x))  # type: ignore[misc]  # noqa: B023
+        )
+    for mixed in (depth.MHC, depth.DenseFormer, depth.BlockAttentionResiduals):
+        mixer = _mixer(mixed)
+        streams = mixer.expand(torch.randn(2, LENGTH, D))
+        found[f"mixer.read {mixed.name}"] = cost(lambda m=mixer, s=streams: m._matrix(s, "read"))  # type: ignore[misc]
+    return found
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
+    if sys.argv[1:2] == ["cost"]:
+        for name, took in costs().items():
+            print(f"{took:6.2f} us  {name}")
+    else:
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)

@@ -32,6 +32,7 @@ from axes.kernels.diagonal import hopper as hopper_diagonal
 from axes.kernels.diagonal.chain import diagonal_chain
 from axes.kernels.diagonal_delta import chain as diagonal_delta
 from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
+from axes.kernels.entries.chain import Erase, entries_chain
 from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.outer import outer_sum
 from axes.kernels.products.symmetric import symmetric_product
@@ -39,6 +40,7 @@ from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
 from axes.kernels.step import block_step, chain_step
+from axes.kernels.streams.cayley import cayley
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read_on, mix_write, mix_write_read
 from axes.kernels.streams.sinkhorn import sinkhorn
@@ -112,6 +114,18 @@ def substitution(dtype: torch.dtype, d: int, gates: int, reads: Reads = "before"
             g = (-torch.rand(*v.shape)).requires_grad_()
         out = substitution_chain(q, k, name, d, [v, beta], g if gates else None, reads=reads)
         both(tuple(out))
+
+    return run
+
+
+def entries(d_k: int, erase: Erase = "none", **rows: bool) -> Callable[[], None]:
+    """rows: which of a row's numbers there are, and whether entries have a spectrum."""
+
+    def run() -> None:
+        q, k = (torch.randn(2, 256, 1, d_k, dtype=HALF, requires_grad=d_k > 1) for _ in range(2))
+        v = torch.randn(2, 256, 1, 256, dtype=HALF, requires_grad=True)
+        given = {n: torch.rand(*((1, 256, d_k) if n == "spectrum" else v.shape), requires_grad=True) for n in rows}
+        both(entries_chain(q, k, v, given.pop("gate", None), **given, tied="times" in rows, erase=erase))
 
     return run
 
@@ -250,6 +264,11 @@ def doubly_stochastic() -> None:
             both((sinkhorn(torch.randn(2, 600, n, n, requires_grad=True), 20, eps),))
 
 
+def rotations() -> None:
+    for n, centred in ((4, False), (4, True), (16, False)):
+        both((cayley(torch.randn(2, 600, n, n, requires_grad=True), 0.1, centred),))
+
+
 def adamw(dtype: torch.dtype, **options: Any) -> Callable[[], None]:
     def run() -> None:
         parameters = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (10_000, 77)]
@@ -299,6 +318,9 @@ CASES: dict[str, Callable[[], None]] = {
     "block 128": block(HALF, 128),
     "substitution 128": substitution(HALF, 128, 0, "gated"),
     "substitution by rows 128": substitution(HALF, 128, 2),
+    "entries of rows": entries(1, gate=True, beta=True),
+    "entries 16": entries(16, times=True, spectrum=True),
+    "entries erased 16": entries(16, "gated", beta=True),
     "attention 128": attention(HALF, 128),
     "attention 64": attention(HALF, 64),
     "attention 256": attention(HALF, 256),
@@ -334,6 +356,7 @@ CASES: dict[str, Callable[[], None]] = {
     "look 4 each": looks(HALF, 4, 6, "first", tanh=True),
     "look 10": looks(HALF, 10, 120, "sigmoid"),
     "sinkhorn": doubly_stochastic,
+    "cayley": rotations,
     "adamw": adamw(FULL),
     "adamw 24 bit, 8 bit": adamw(HALF, master="24bit", moments="8bit"),
     "adamw at random": adamw(HALF, rounding="stochastic"),

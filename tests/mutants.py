@@ -22,6 +22,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import sys
 import tempfile
@@ -119,8 +120,15 @@ def _changed(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     if isinstance(node, ast.Call) and len(node.args) > 1:
         first, second, *rest = node.args
         other = not isinstance(first, ast.Starred | ast.Constant) and not isinstance(second, ast.Starred)
-        if other and ast.dump(first) != ast.dump(second) and ast.unparse(node.func) not in ("isinstance", "getattr"):
+        called = ast.unparse(node.func)
+        other = other and called not in ("isinstance", "getattr", *_SYMMETRIC)
+        if other and ast.dump(first) != ast.dump(second):
             yield "arguments", ast.Call(node.func, [second, first, *rest], node.keywords)
+
+
+# of two arguments that may be exchanged
+_SYMMETRIC = ("torch.mul", "torch.add", "torch.equal", "torch.maximum", "torch.minimum", "max", "min",
+              "torch.logaddexp", "torch.promote_types", "torch.broadcast_shapes", "torch.allclose")  # fmt: skip
 
 
 def _names_types(test: ast.expr) -> bool:
@@ -290,7 +298,7 @@ class _Served:
     def pytest_runtestloop(self, session: Any) -> bool:
         self.items = {item.nodeid: item for item in session.items}
         session.config.pluginmanager.register(self.first)
-        self.asked.send(len(self.items))
+        self.asked.send(list(self.items))
         while (question := self.asked.recv()) is not None:
             what, seconds, *given = question
             self.asked.send(forked(lambda: getattr(self, what)(session, *given), seconds))  # noqa: B023 (called at once)
@@ -339,7 +347,17 @@ class _Server:
             os.dup2(said, 2)
             os._exit(tests_of(tree, tests, _Served(theirs), "-m", "not slow"))
         theirs.close()
-        self.tests = self._mine.recv()
+        self.tests: list[str] = self._mine.recv()
+
+    def show(self, tree: Path, fault: Fault, source: str, tests: Sequence[str], seconds: float) -> Any:
+        """What `_Served.show` says of a fault, which stands in the file too, for processes that tests start."""
+        path = tree / fault.file
+        before = path.read_text(encoding="utf-8")
+        path.write_text(source, encoding="utf-8")
+        try:
+            return self.ask("show", 10 * seconds, Changed(str(path), before, source), tests, seconds)
+        finally:
+            path.write_text(before, encoding="utf-8")
 
     def ask(self, what: str, seconds: float, *given: Any) -> Any:
         self._mine.send((what, seconds, *given))
@@ -398,19 +416,13 @@ def _chosen(tests: set[str], times: dict[str, float], most: int, seconds: float,
 
 def one(server: _Server, tree: Path, fault: Fault, source: str, tests: set[str], times: dict[str, float]) -> Found:
     """A fault shown to few tests, then to many; or, where it is in no function, to few in a process that imports it."""
-    path, begun = tree / fault.file, time.monotonic()
-    before = path.read_text(encoding="utf-8")
+    begun = time.monotonic()
     few = _chosen(tests, times, _FEW, _SECONDS, _VARIANTS)
     many = _chosen(tests, times, _MANY, _LONG, _MANY)
-    path.write_text(source, encoding="utf-8")  # for processes that tests start
-    try:
-        for some in (few, many):
-            limit = 20 + 5 * sum(times[t] for t in some)
-            by = server.ask("show", 10 * limit, Changed(str(path), before, source), some, limit)
-            if by != "":
-                break
-    finally:
-        path.write_text(before, encoding="utf-8")
+    for some in (few, many):
+        by = server.show(tree, fault, source, some, 20 + 5 * sum(times[t] for t in some))
+        if by != "":
+            break
     if by != "*":
         return _found(fault, by, begun)
     nearest = sorted({t.partition("::")[0] for t in few}, key=lambda f: -sum(t.startswith(f) for t in few))[:3]
@@ -441,13 +453,47 @@ def run(
             if not isinstance(made, tuple):
                 raise SystemExit(f"the trace of {some} came to no end: {made}")
             lines, times = made
-            print(f"{server.tests} tests, {len(times)} traced in {time.monotonic() - begun:.0f} s", flush=True)
+            print(f"{len(server.tests)} tests, {len(times)} traced in {time.monotonic() - begun:.0f} s", flush=True)
             random.Random(seed).shuffle(some)
             for file in some:
                 if time.monotonic() > end:
                     return
                 known(_of_a_file(server, tree, file, lines[file], times, sample, seed))
             server.close()
+
+
+def survivors(rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: float) -> list[Found]:
+    """Faults that have survived, shown to tests that no trace had time for: those that name what the file declares, or
+    hold one of the words `also`."""
+    import torch._dynamo  # noqa: F401
+
+    parts: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        parts[tests_for(row["file"])].append(row)
+    found: list[Found] = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder) / "tree")
+        for tests, some in parts.items():
+            server = _Server(tree, tests)
+            for row in some:
+                text, begun = (tree / row["file"]).read_text(encoding="utf-8"), time.monotonic()
+                alike = [x for x in faults(row["file"], text) if x[0][2:] == (row["kind"], row["was"], row["now"])]
+                if not alike:
+                    continue
+                fault, source = min(alike, key=lambda x: abs(x[0].line - row["line"]))
+                words = {w for pair in re.findall(r'^class (\w+)|^ +name = "([^"]+)"', text, re.M) for w in pair if w}
+                asked = [t for t in server.tests if any(w in t for w in also)]
+                asked += [t for t in server.tests if t not in asked and any(re.search(rf"\b{w}\b", t) for w in words)]
+                by = server.show(tree, fault, source, asked[:3 * _MANY], seconds)
+                if by == "*":
+                    quick = [t for t in asked if "::" not in t.partition("[")[2]][:_FEW]
+                    found.append(shown(tree, fault, source, quick, seconds))
+                else:
+                    found.append(_found(fault, by, begun))
+                last = f"{found[-1].outcome}, {len(asked)} tests"
+                print(f"{fault.file}:{fault.line} {last}: {fault.was} -> {fault.now}", flush=True)
+            server.close()
+    return found
 
 
 def _of_a_file(
@@ -509,6 +555,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, default=90, help="processor seconds of the trace of a part")
     parser.add_argument("--minutes", type=float, default=1e9, help="no further file is begun after them")
+    parser.add_argument("--survivors", nargs="*", metavar="WORD", help="those of the report alone, to more tests")
     parser.add_argument("--again", action="store_true", help="files that the report has, too")
     parser.add_argument("--report", type=Path, default=Path("docs/mutants"), help="NAME.json and NAME.md")
     given = parser.parse_args()
@@ -523,6 +570,16 @@ def main() -> None:
         made += [{**f.fault._asdict(), "outcome": f.outcome, "by": f.by, "seconds": round(f.seconds, 1)} for f in found]
         kept.write_text(json.dumps(made, indent=1) + "\n")
 
+    if given.survivors is not None:
+        lost = [r for r in rows() if r["outcome"] == "survived" and (r["file"], r["was"]) not in EQUIVALENT]
+        lost = [r for r in lost if not given.files or r["file"] in _files(given.files)]
+        made = {f.fault[:1] + f.fault[2:]: f for f in survivors(lost, given.survivors, 90)}
+        after = rows()
+        for r in after:
+            if (f := made.get((r["file"], r["kind"], r["was"], r["now"]))) and r["outcome"] == "survived":
+                r.update(outcome=f.outcome, by=f.by, line=f.fault.line)
+        kept.write_text(json.dumps(after, indent=1) + "\n")
+        given.files = []
     there = set() if given.again else {r["file"] for r in rows()}
     files = [f for f in _files(given.files) if f not in there]
     run(files, given.sample, given.seed, given.budget, given.minutes, known)

@@ -23,7 +23,7 @@ from axes.optim.engine.staged import Staged
 from axes.optim.engine.together import Batch
 from axes.programs.batched import Schedule
 from axes.programs.library import LibraryStep
-from axes.routes import attention, cascade, gram, passes, scan, substitution
+from axes.routes import attention, cascade, gram, passes, recurrent, scan, substitution
 from axes.routes.attention import softmax, transported
 from axes.routes.choice import Choice
 from tests.optim.table import INSTANCES, Instance
@@ -39,6 +39,7 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (softmax, "_one", None, "torch"),
     (softmax, "_fused", None, "torch"),
     (transported, "attend", None, "torch"),
+    (recurrent._Walk, "apply", "recurrent", "torch"),
     (gram, "sim", "gram", "torch"),
     (gram, "dec", "gram", "torch"),
     (Batch, "step", "entrywise", None),
@@ -51,6 +52,7 @@ KERNELS = (
     ("axes.kernels.scalar.chain", "scalar_chain", "chain"),
     ("axes.kernels.diagonal.chain", "diagonal_chain", "chain"),
     ("axes.kernels.block.chain", "block_chain", "chain"),
+    ("axes.kernels.entries.chain", "entries_chain", "chain"),
     ("axes.kernels.step", "chain_step", "chain"),
     ("axes.kernels.step", "block_step", "chain"),
     ("axes.kernels.substitution.chain", "substitution_chain", "substitution"),

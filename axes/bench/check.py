@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from axes.bench.results import said
-from axes.bench.rules import Run, SequenceRule, Signal
+from axes.bench.rules import Run, SequenceRule, Signal, read
 
 # relative error of a whole tensor; measured: float32 1e-6 to 4e-5, float16 1e-3, bfloat16 4e-3 to 1e-2
 BOUNDS = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 6e-3, torch.bfloat16: 2.5e-2}
@@ -35,7 +35,7 @@ def check(rule: SequenceRule, run: Run, signal: Signal, backward: bool) -> Compa
     place = (slice(-1, None), slice(tokens), slice(-_HEADS, None))
     exact = {n: x[place].double() for n, x in signal.items()}
     bound = BOUNDS[signal["v"].dtype]
-    weight = torch.randn(exact["v"].shape, device=exact["v"].device, dtype=torch.float64)
+    weight = torch.randn(read(exact), device=exact["v"].device, dtype=torch.float64)
     try:
         got = _outputs(run, signal, place, weight, backward)
     except Exception as error:

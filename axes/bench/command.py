@@ -20,12 +20,14 @@ from axes.bench import depth as depth_
 from axes.bench import (
     depth_contenders,
     depth_report,
+    depth_training_report,
     layers_report,
     optim_report,
     optim_training_report,
     report,
     training_models,
 )
+from axes.bench import depth_training as depth_training_
 from axes.bench import layers as layers_
 from axes.bench import optim as optim_
 from axes.bench import optim_training as optim_training_
@@ -34,10 +36,20 @@ from axes.bench import sharded as sharded_
 from axes.bench import training as training_
 from axes.bench.optim_contenders import SUITES
 from axes.bench.optim_tasks import UNITS
+from axes.bench.results import Apart
+from axes.errors import AxesError
 from axes.files import write_text
 
 app = typer.Typer(name="bench", help="Side by side with the best peers, on this machine.", no_args_is_help=True)
 
+_APART = Annotated[
+    int,
+    typer.Option(metavar="N", help="Rows in processes of their own, N of which compile side by side; 0: one process."),
+]
+_PATIENCE = Annotated[float, typer.Option(help="Seconds that --apart lets processes compile, and a row be measured.")]
+_CONFIGURATIONS = Annotated[
+    int, typer.Option(help="Of a kernel of fla's that its tuner may try; 0: all, which takes minutes a layer.")
+]
 _SECONDS_BETWEEN_LINES = 5.0
 _GPU_SHAPES = ("8,4096,16,128",)
 _CPU_SHAPES = ("1,4096,4,64",)
@@ -83,6 +95,9 @@ def decode(
     shapes: Annotated[list[str] | None, typer.Option("--shape", help="B,1,H,D. May be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; on a CPU float32.")] = "",
     device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
+    states: Annotated[
+        list[str] | None, typer.Option("--state", help="dtype that our states are held in: float32. May be repeated.")
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
 ) -> None:
     """One more token with the state kept: the fused step, the interpreter and flash-linear-attention."""
@@ -91,15 +106,16 @@ def decode(
     console = _console()
     with _watching(console) as watch:
         given = tuple(shapes or ("1,1,16,128", "64,1,16,128"))
-        found = decode_.measure(tuple(rules or ()), given, kind, chosen, out, watch)
+        held = tuple(map(sequence_.dtype_of, states or ("float32",)))
+        found = decode_.measure(tuple(rules or ()), given, kind, chosen, out, watch, held)
     table = Table(title="one token")
-    for name in ("rule", "B,1,H,D", "who", "graph us", "eager us", "rel. error", "state MB r+w", "note"):
-        table.add_column(name, justify="left" if name in ("rule", "who", "note") else "right")
+    for name in ("rule", "B,1,H,D", "who", "state", "graph us", "eager us", "rel. error", "state MB r+w", "note"):
+        table.add_column(name, justify="left" if name in ("rule", "who", "state", "note") else "right")
     for s in found:
         numbers = (f"{1e3 * x:.1f}" if x is not None else "" for x in (s.graph, s.eager))
         error = "" if s.error is None else f"{s.error:.1e}"
         size = "" if s.megabytes is None else f"{s.megabytes:.2f}"
-        table.add_row(s.rule, f"{s.shape} {s.dtype}", s.who, *numbers, error, size, s.refused)
+        table.add_row(s.rule, f"{s.shape} {s.dtype}", s.who, s.held, *numbers, error, size, s.refused)
     console.print(table)
     typer.echo(str(out / decode_.FILE))
 
@@ -114,6 +130,13 @@ def layers(
         list[str] | None,
         typer.Option(help=f"{', '.join(layers_.WHO)}; the first {len(layers_.DEFAULT_WHO)} by default. Repeatable."),
     ] = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option("--row", metavar="LAYER:WHO", help="These rows, in this order, instead of --layer by --who."),
+    ] = None,
+    configurations: _CONFIGURATIONS = 0,
+    apart: _APART = 0,
+    patience: _PATIENCE = 600.0,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
     fresh: Annotated[bool, typer.Option(help="Measure rows again that the folder holds.")] = False,
 ) -> None:
@@ -129,6 +152,9 @@ def layers(
         dtype=dtype or ("bfloat16" if gpu else "float32"),
         device=device,
         who=tuple(who or layers_.DEFAULT_WHO),
+        rows=tuple(map(_pair, rows or ())),
+        configurations=configurations,
+        apart=_apart(apart, patience),
     )
     console = _console()
     with _watching(console) as watch:
@@ -254,6 +280,41 @@ def optim_training(
     typer.echo(" ".join(map(str, files)))
 
 
+@app.command("depth-training")
+def depth_training(
+    names: Annotated[
+        list[str] | None, typer.Option("--mixer", help="A mixer's name; all by default. May be repeated.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Blocks.")] = depth_training_.Size.layers,
+    width: Annotated[int, typer.Option(help="Width of the model.")] = depth_training_.Size.width,
+    heads: Annotated[int, typer.Option(help="Heads of attention.")] = depth_training_.Size.heads,
+    streams: Annotated[int, typer.Option(help="Of mixers that have several, at least.")] = depth_training_.Size.streams,
+    batch: Annotated[int, typer.Option(help="Windows a step.")] = depth_training_.Size.batch,
+    context: Annotated[int, typer.Option(help="Bytes of a window.")] = depth_training_.Size.context,
+    steps: Annotated[int, typer.Option(help="Steps of a run.")] = 400,
+    rates: Annotated[int, typer.Option(help="Learning rates of a mixer's first grid; 0: all at one rate.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Seeds at that rate.")] = 3,
+    points: Annotated[int, typer.Option(help="Looks at the held-out loss.")] = 5,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
+    fresh: Annotated[bool, typer.Option(help="Train again what the folder holds.")] = False,
+) -> None:
+    """Train the same small language model under every mixer along depth; what differs from pre-norm, seed by seed.
+
+    Stopped runs continue with what is missing.
+    """
+    size = depth_training_.Size("rope", layers, width, heads, streams, batch, context)
+    plan = optim_training_.Plan(steps=steps, rates=rates, seeds=seeds, points=points, device=device)
+    console = _console()
+    with _watching(console) as watch:
+        results = depth_training_.measure(tuple(names or ()), size, plan, out, watch, fresh)
+    console.print(depth_training_report.table(results))
+    depth_training_report.draw(results, out / "depth-training.png")
+    write_text(out / "depth-training.md", depth_training_report.markdown(results))
+    files = (out / name for name in (depth_training_.FILE, "depth-training.md", "depth-training.png"))
+    typer.echo(" ".join(map(str, files)))
+
+
 @app.command()
 def training(
     layers: Annotated[int, typer.Option(help="Blocks.")] = training_models.Size.layers,
@@ -270,6 +331,9 @@ def training(
     streams: Annotated[int, typer.Option(help="Streams of such mixers.")] = training_models.Size.streams,
     compiled: Annotated[bool, typer.Option(help="Compile every model too, in rows of their own.")] = False,
     who: Annotated[list[str] | None, typer.Option(help="Contenders; all by default. May be repeated.")] = None,
+    configurations: _CONFIGURATIONS = 0,
+    apart: _APART = 0,
+    patience: _PATIENCE = 600.0,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
 ) -> None:
     """Training throughput of whole language models: ours, one of fla's own layers, one of torch's flash attention."""
@@ -280,7 +344,8 @@ def training(
     console = _console()
     with _watching(console) as watch:
         found = training_.measure(
-            size, out, chosen, tuple(who or training_.WHO), compiled, tuple(depths or ()), watch
+            size, out, chosen, tuple(who or training_.WHO), compiled, tuple(depths or ()), watch,
+            configurations, _apart(apart, patience),
         )
     table = Table(title=f"{layers} layers, width {width}, {heads} heads, {batch} x {tokens} tokens a step, bfloat16")
     for name in ("model", "tokens/s", "ms a step", "products' share", "peak GB", "first step s", "early loss", "note"):
@@ -298,6 +363,19 @@ def training(
         )
     console.print(table)
     typer.echo(str(out / training_.FILE))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    layer, colon, who = text.partition(":")
+    if not colon:
+        raise AxesError(f"--row is a layer and a contender, such as gla:fla, not {text!r}")
+    return layer, who
+
+
+def _apart(at_once: int, patience: float) -> Apart | None:
+    if at_once < 0 or patience <= 0:
+        raise AxesError(f"--apart is 0 or more and --patience more than 0, not {at_once} and {patience:g}")
+    return Apart(at_once, patience) if at_once else None
 
 
 def _console() -> Console:

@@ -1,7 +1,8 @@
-"""`axes bench depth-training`: the same small language model under every mixer along depth, each at its best rate.
+"""`axes bench depth-training`: the same small language model under every mixer along depth.
 
 Every run is `axes bench optim-training`'s, with one optimizer and another model. Sublayers, embedding and head of one
-seed begin with the same weights under every mixer, and see the same batches, so that runs of a seed are pairs.
+seed begin with the same weights under every mixer, and see the same batches, so that runs of a seed are pairs. Every
+mixer is trained at its own best learning rate, or all at one (`Plan(rates=0)`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any, final
 from axes import catalogue
 from axes.bench.optim_tasks import Task, language_model
 from axes.bench.optim_training import Optimizers, Plan, Trainer, fill
-from axes.bench.results import Watch, unwatched
+from axes.bench.results import Watch, unwatched, write
 from axes.errors import AxesError, ShapeError
 from axes.models.language_model import Architecture, LanguageModel
 from axes.optim import AdamW
 
 FILE = "depth-training.json"
 REFERENCE = "pre-norm"  # what the others are compared with, seed by seed
-_CENTRE = 1e-2  # of the first grid of learning rates
+_CENTRE = 3e-3  # of the first grid of learning rates
 
 
 @final
@@ -44,9 +45,13 @@ def measure(
     mixers: tuple[str, ...], size: Size, plan: Plan, folder: Path, watch: Watch = unwatched, fresh: bool = False
 ) -> dict[str, Any]:
     """Train every run that the folder does not hold yet; the file is written after each. Returns its contents."""
-    plan.require()
+    plan.require(swept=False)
     names = [catalogue.get(name, "depth").name for name in mixers] or [e.name for e in catalogue.entries("depth")]
-    return fill([(task(name, size), trainer(name)) for name in names], plan, folder / FILE, watch, fresh)
+    pairs = [(task(name, size), trainer(name)) for name in names]
+    results = fill(pairs, plan, folder / FILE, watch, fresh)
+    results["parameters"] = results.get("parameters", {}) | {name: _parameters(name, size) for name in names}
+    write(folder / FILE, results)
+    return results
 
 
 def task(mixer: str, size: Size) -> Task:
@@ -75,6 +80,10 @@ def architecture(mixer: str, size: Size) -> Architecture:
 def _architectures(mixer: str, size: Size) -> Iterator[Architecture]:
     for streams in range(size.streams, max(size.streams, 2 * size.layers + 1) + 1):
         yield Architecture(size.sequence, mixer, size.layers, size.width, size.heads, streams)
+
+
+def _parameters(mixer: str, size: Size) -> int:
+    return sum(p.numel() for p in LanguageModel(architecture(mixer, size), device="meta").parameters())
 
 
 def trainer(mixer: str) -> Trainer:

@@ -39,22 +39,24 @@ class Ceilings:
 
 def account(
     tokens: int, heads: int, width: int, item: int, numbers: int = 0, channels: int = 0, keys: int = 0,
-    erases: bool = False, slots: int = 1,
+    erases: bool = False, slots: int = 1, key_width: int | None = None, products: bool = True,
 ) -> Account:  # fmt: skip
     """The account of one rule for `tokens` tokens in all sequences.
 
     item: bytes of an element. numbers: float32 numbers a token and head (strength, gate). channels: float32 gates of
     every key entry. keys: key vectors beyond q and k. erases: whether the state is read before the write too.
+    key_width: of q and k, where it is not that of values. products: whether matrix products compute it.
     """
     rows = tokens * heads
-    inputs = rows * (item * width * (3 + keys) + 4 * (numbers + channels))
+    wide = width if key_width is None else key_width
+    inputs = rows * (item * (width + wide * (2 + keys)) + 4 * (numbers + channels))
     outputs = rows * item * width
     forward = inputs + outputs
     # backward: inputs and the output's gradient in, a gradient of every input out
     both = forward + inputs + outputs + inputs
     reads = 2 * slots + (2 if erases else 0) * slots
-    products = reads * width * width + 2 * _CHUNK * width * (2 + (3 if erases else 0))
-    return Account(forward, both, rows * products, round(3.5 * rows * products))
+    each = reads * wide * width + 2 * _CHUNK * width * (2 + (3 if erases else 0)) if products else 0
+    return Account(forward, both, rows * each, round(3.5 * rows * each))
 
 
 def ceilings(device: torch.device) -> Ceilings:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from axes import catalogue
+from axes.bench.apart import Steps
 from axes.bench.check import compare
-from axes.bench.peers import AttentionLayer, fla, lifted_guard
-from axes.bench.results import Watch, begin, fill, said, unwatched
+from axes.bench.peers import AttentionLayer, fla, lifted_guard, tune_again, tuned
+from axes.bench.results import Apart, Watch, begin, fill, said, unwatched
 from axes.bench.sequence import device_of, dtype_of
 from axes.bench.timing import Timing, kept_for_backward, median, peak_extra, wait
 from axes.errors import AxesError
@@ -30,7 +32,7 @@ OURS, TORCH_BLOCKS, COMPILED, PRODUCTS, FLA, SDPA = (
 WHO = (OURS, PRODUCTS, FLA, SDPA, TORCH_BLOCKS, COMPILED)
 DEFAULT_WHO = WHO[:4]
 ON_GPU = (
-    "gated-delta-net", "delta-net", "mamba2", "gla", "linear-attention", "retnet", "rwkv7", "titans-matrix",
+    "gated-delta-net", "delta-net", "kda", "mamba2", "gla", "linear-attention", "retnet", "rwkv7", "titans-matrix",
     "softmax-attention", "rope", "alibi", "fox", "path", "moneta-matrix", "memora-matrix", "adam-net", "lattice-dec",
     "lattice-osr",
 )  # fmt: skip
@@ -87,7 +89,7 @@ class Row:
     predicted: int | None = None
     host: float | None = None
     host_both: float | None = None
-    first: float | None = None  # seconds of the first forward and backward in this process
+    first: float | None = None  # seconds of the first forward and backward in this process (apart: beside others')
     parameters: int = 0
     error: float | None = None
     worst: str = ""
@@ -101,13 +103,17 @@ class Row:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What is compared."""
+    """What is compared. rows: pairs of layer and contender in this order, instead of all of `layers` by all of `who`.
+    configurations: of a peer's kernel that its tuner may try; 0 for all. apart: see `results.fill`."""
 
     layers: tuple[str, ...] = ()
     size: Size = Size()
     dtype: str = "bfloat16"
     device: str = "cuda"
     who: tuple[str, ...] = DEFAULT_WHO
+    rows: tuple[tuple[str, str], ...] = ()
+    configurations: int = 0
+    apart: Apart | None = None
 
 
 def measure(
@@ -118,21 +124,33 @@ def measure(
 ) -> dict[str, Any]:
     """Measure every row that the folder does not hold yet; the file is written after each. Returns its contents."""
     device, dtype = device_of(plan.device), dtype_of(plan.dtype)
-    if unknown := set(plan.who) - set(WHO):
+    if unknown := {who for _, who in plan.rows}.union(plan.who) - set(WHO):
         raise AxesError(f"unknown contender {', '.join(sorted(unknown))}; known: {', '.join(WHO)}")
     results = begin(folder / FILE, Row, device, 0, fresh)
     names = plan.layers or (ON_GPU if device.type == "cuda" else ON_CPU)
-    work = [
-        (Row(name, str(plan.size), plan.dtype, who), lambda row: _row(row, plan.size, dtype, device))
-        for name in names
-        for who in plan.who
-        if who != SDPA or name in ATTENTION
-    ]
-    with lifted_guard() if FLA in plan.who else nullcontext():  # fla's gated backward refuses Hopper with some Tritons
-        return fill(folder / FILE, results, work, watch)
+    pairs = plan.rows or [(n, who) for n in names for who in plan.who if who != SDPA or n in ATTENTION]
+    steps = partial(_row, size=plan.size, dtype=dtype, device=device, configurations=plan.configurations)
+    work = [(Row(name, str(plan.size), plan.dtype, who), steps) for name, who in pairs]
+    return fill(folder / FILE, results, work, watch, plan.apart)
 
 
-def _row(row: Row, size: Size, dtype: torch.dtype, device: torch.device) -> Row:
+@contextmanager
+def _its_way(who: str, configurations: int) -> Iterator[None]:
+    """What a contender needs around its calls."""
+    if who != FLA:
+        yield
+        return
+    with lifted_guard(), tuned(configurations):  # fla's gated backward refuses Hopper with some Tritons
+        yield
+
+
+def _row(row: Row, size: Size, dtype: torch.dtype, device: torch.device, configurations: int = 0) -> Steps[Row]:
+    """The row; pauses when everything is compiled."""
+    with _its_way(row.who, configurations):
+        return (yield from _measured(row, size, dtype, device))
+
+
+def _measured(row: Row, size: Size, dtype: torch.dtype, device: torch.device) -> Steps[Row]:
     torch.manual_seed(0)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -142,8 +160,12 @@ def _row(row: Row, size: Size, dtype: torch.dtype, device: torch.device) -> Row:
         return replace(row, refused=said(error))
     parameters = [p for p in layer.parameters() if p.requires_grad]
     row = replace(row, parameters=sum(p.numel() for p in parameters))
-    x = torch.randn(size.batch, size.tokens, size.width, device=device, dtype=dtype, requires_grad=True)
-    direction = torch.randn_like(x)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        x = torch.randn(size.batch, size.tokens, size.width, device=device, dtype=dtype, requires_grad=True)
+        return x, torch.randn_like(x)
+
+    x, direction = draw()
     few, along = x[:1, :_FEW].detach().clone().requires_grad_(), direction[:1, :_FEW].clone()
     try:
         begun = time.perf_counter()
@@ -155,6 +177,15 @@ def _row(row: Row, size: Size, dtype: torch.dtype, device: torch.device) -> Row:
             row = replace(row, error=off, worst=worst)
             if not off <= _BOUNDS[dtype]:
                 return replace(row, refused=f"{worst} is off by {off:.1e}")
+        _both(call, few, parameters, along)
+        with torch.no_grad():
+            call(x), call(few)
+        del x, direction
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield
+        x, direction = draw()
+        tune_again()
         with torch.no_grad():
             forward = median(lambda: (call(x),), device)
             host = _host(lambda: call(few), device)
@@ -281,6 +312,7 @@ def _peer(name: str, size: Size) -> nn.Module:
         "gated-delta-net": ("GatedDeltaNet", {**common, "head_dim": d // h, "expand_v": 1.0}),
         "delta-net": ("DeltaNet", {**common, "use_gate": False}),
         "mamba2": ("Mamba2", {**common, "head_dim": 2 * d // h, "use_bias": False, "use_conv_bias": True}),
+        "kda": ("KimiDeltaAttention", {**common, "head_dim": d // h, "expand_v": 1.0}),
         "gla": ("GatedLinearAttention", {**common, "expand_k": 0.5, "expand_v": 1.0}),
         "linear-attention": ("LinearAttention", {"hidden_size": d, "num_heads": h, "feature_map": "elu"}),
         "retnet": ("MultiScaleRetention", {**common, "expand_k": 1.0, "expand_v": 2.0}),
@@ -294,4 +326,5 @@ def _peer(name: str, size: Size) -> nn.Module:
         raise AxesError(f"flash-linear-attention has no layer for {name}")
     kind, options = made[name]
     layer: nn.Module = getattr(layers, kind)(**options)
-    return layer
+    # in training fla's Mamba2 wants causal-conv1d's CUDA; else its own convolution and mamba-ssm's kernels
+    return layer.eval() if name == "mamba2" else layer

@@ -68,7 +68,8 @@ class Run:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What is compared. rates: points of the first grid; seeds: of the comparison, the sweep has its own."""
+    """What is compared. rates: points of the first grid, or 0 for its middle; seeds: of the comparison, the sweep has
+    its own."""
 
     tasks: tuple[str, ...] = ()
     who: tuple[str, ...] = ()
@@ -78,9 +79,9 @@ class Plan:
     points: int = 20
     device: str = "cpu"
 
-    def require(self) -> None:
-        """AxesError unless there is so much to train."""
-        for name, least in (("steps", 2), ("rates", 1), ("seeds", 2), ("points", 1)):
+    def require(self, swept: bool = True) -> None:
+        """AxesError unless there is so much to train; `swept`: whether rates have to be."""
+        for name, least in (("steps", 2), ("rates", int(swept)), ("seeds", 2), ("points", 1)):
             given = getattr(self, name)
             if given < least:
                 raise AxesError(f"--{name} must be at least {least}, got {given}")
@@ -139,7 +140,7 @@ def fill(
         def loss(rate: float, task: Task = task, who: Trainer = who) -> float:
             return ensure(task, who, rate, 0).loss
 
-        lr = sweep(loss, who.centre, plan.rates)
+        lr = sweep(loss, who.centre, plan.rates) if plan.rates else who.centre
         for seed in range(1, 1 + plan.seeds):
             ensure(task, who, lr, seed)
     watch("done", total, total)

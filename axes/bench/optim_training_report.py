@@ -76,9 +76,9 @@ def summaries(results: dict[str, Any]) -> list[Summary]:
     found = []
     for (task, who), runs in groups.items():
         swept = sorted((run.lr, run.loss) for run in runs if run.seed == 0)
-        best = min(swept, key=lambda pair: pair[1])[0] if swept else None
+        best = min(swept, key=lambda pair: pair[1])[0] if swept else runs[0].lr
         seeds = tuple(run for run in runs if run.seed != 0 and run.lr == best)
-        if best is not None and len(seeds) > 1:
+        if len(seeds) > 1:
             found.append(Summary(task, who, best, seeds, tuple(swept)))
     return sorted(found, key=lambda s: (list(UNITS).index(s.task), s.loss[0]))
 

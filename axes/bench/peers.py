@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +33,11 @@ _OPS = (
     "gated_delta_rule",
     "kda",
     "generalized_delta_rule",
+    "hgrn",
+    "rwkv6",
+    "gsa",
+    "comba",
+    "gated_delta_product",
 )
 
 
@@ -56,7 +63,7 @@ def contenders(rule: SequenceRule, device: torch.device, names: tuple[str, ...] 
         found.append(Contender(LOOP, rule.token_loop()))
     if device.type == "cuda" and rule.fla is not None and importlib.util.find_spec("fla") is not None:
         found.append(Contender(FLA, peer(rule)))
-    if device.type == "cuda":
+    if device.type == "cuda" and rule.key_width is None and rule.update.parts().step.writes == 1:
         found.append(Contender(SDPA, attention, same_rule=False))
     return [c for c in found if not names or c.name in names]
 
@@ -69,8 +76,15 @@ def peer(rule: SequenceRule) -> Run:
 
 
 def library() -> Any:
-    """The operators of flash-linear-attention by name."""
-    return SimpleNamespace(**{name: fla(f"fla.ops.{name}") for name in _OPS})
+    """The operators of flash-linear-attention by name, those that the installed one has."""
+    fla("fla")
+    return SimpleNamespace(**{name: fla(f"fla.ops.{name}") for name in _OPS if _has(f"fla.ops.{name}")})
+
+
+def _has(module: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.util.find_spec(module) is not None
 
 
 def fla(module: str) -> Any:
@@ -98,6 +112,44 @@ def lifted_guard() -> Iterator[None]:
     module = fla("fla.ops.common.chunk_o")
     with patch.object(module, "IS_NVIDIA_HOPPER", False):
         yield
+
+
+@contextmanager
+def tuned(configurations: int) -> Iterator[None]:
+    """Within the block Triton's tuners try at most so many configurations of a kernel, evenly spread over those that it
+    has, each for some milliseconds; 0: all of them, as they are. All of fla's take minutes a layer."""
+    if not configurations or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    module = importlib.import_module("triton.runtime.autotuner")
+    every = module.Autotuner.prune_configs
+
+    def some(self: Any, kwargs: dict[str, Any]) -> list[Any]:
+        found = list(every(self, kwargs))
+        most = min(configurations, len(found))
+        return [found[i * len(found) // most] for i in range(most)]
+
+    def brief(self: Any) -> Any:
+        bench = importlib.import_module("triton.testing").do_bench
+        return lambda call, quantiles: bench(call, warmup=2, rep=20, quantiles=quantiles)
+
+    def unkept(self: Any, key: Any, configurations: list[Any], bench: Any) -> bool:
+        bench()  # what another process found on a busy device is not read from the disk
+        return False
+
+    ours: dict[str, Any] = {"prune_configs": some, "do_bench": property(brief), "check_disk_cache": unkept}
+    with patch.multiple(module.Autotuner, **ours):
+        yield
+
+
+def tune_again() -> None:
+    """Forget what Triton's tuners chose, beside other processes say; what is compiled stays so."""
+    if "triton" not in sys.modules:
+        return
+    tuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+    for found in gc.get_objects():
+        if issubclass(type(found), tuner):  # `isinstance` would wake objects that are made when looked at
+            found.cache.clear()
 
 
 def attention(signal: Signal) -> tuple[Tensor, Tensor]:

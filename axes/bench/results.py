@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from axes.bench.apart import Steps, finished, in_turn
 from axes.errors import AxesError
 from axes.files import write_json
 
@@ -68,17 +69,40 @@ def load(path: Path, row: type) -> dict[str, Any]:
         raise AxesError(f"{path} is not a results file of `axes bench`: {error}; measure again with --fresh") from None
 
 
+class Apart(NamedTuple):
+    """How rows are measured in processes of their own: see `axes.bench.apart.in_turn`."""
+
+    at_once: int
+    patience: float
+
+
 def fill(
-    path: Path, results: dict[str, Any], work: Sequence[tuple[Row, Callable[[Row], Row]]], watch: Watch
-) -> dict[str, Any]:
-    """Measure what the results do not hold yet, each from its empty row; the file is written after each."""
+    path: Path, results: dict[str, Any], work: Sequence[tuple[Row, Callable[[Row], Row | Steps[Row]]]], watch: Watch,
+    apart: Apart | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure what the results do not hold yet, each from its empty row; the file is written after each.
+
+    apart: in processes of their own, each from a function of a module whose steps pause when everything is compiled.
+    """
     done = {tuple(type(work[0][0])(**found).key) for found in results["rows"]} if work else set()
-    for index, (row, measured) in enumerate(work):
-        if tuple(row.key) in done:
-            continue
-        watch(" · ".join(map(str, row.key)), index, len(work))
-        results["rows"].append(asdict(measured(row)))
+    missing = [(i, row, measured) for i, (row, measured) in enumerate(work) if tuple(row.key) not in done]
+
+    def begun(at: int) -> None:
+        watch(" · ".join(map(str, missing[at][1].key)), missing[at][0], len(work))
+
+    def written(row: Row) -> None:
+        results["rows"].append(asdict(row))
         write(path, results)
+
+    if apart is not None:
+        pieces: Any = [(row, measured) for _, row, measured in missing]
+        for row, found in in_turn(pieces, apart.at_once, apart.patience, begun):
+            written(replace(row, refused=found) if isinstance(found, str) else found)
+    else:
+        for at, (_, row, measured) in enumerate(missing):
+            begun(at)
+            found = measured(row)
+            written(finished(found) if isinstance(found, Generator) else found)
     watch("done", len(work), len(work))
     return results
 

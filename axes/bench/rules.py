@@ -22,9 +22,16 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.routes import dispatch
 from axes.sequence import (
+    GSA,
+    HGRN2,
+    MLSTM,
+    RWKV6,
     RWKV7,
+    S4D,
     TTTMLP,
     AdamNet,
+    Comba,
+    DeltaProduct,
     FrankWolfeDelta,
     LatticeDec,
     LatticeEnc,
@@ -32,6 +39,7 @@ from axes.sequence import (
     LatticeSim,
     Longhorn,
     LonghornDiagonal,
+    Mamba1,
     Memora,
     MemoraMatrix,
     Moneta,
@@ -83,9 +91,10 @@ class SequenceRule:
     """One recurrence to be compared.
 
     needs: what a token supplies beyond q, k, v, name -> kind ((small) strength, gate, slow gate, channels, (small)
-    rows, key).
+    rows, key, pairs, angles, slots, slot strengths; spectrum and bonus are the same for all tokens).
     fla: how flash-linear-attention is called, or None where it has no kernel.
     initial: spread of the first memory around its own, as layers have it; None for its own.
+    key_width: of q and k, which all heads then share, where it is not that of values; of 1 entry: they are ones.
     """
 
     name: str
@@ -94,6 +103,7 @@ class SequenceRule:
     fla: Callable[..., tuple[Tensor, Tensor]] | None = None
     erases: bool = False
     initial: float | None = None
+    key_width: int | None = None
 
     def signal(self, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Signal:
         """Random inputs: unit keys, strengths in (0, 1), gates mostly open."""
@@ -103,11 +113,27 @@ class SequenceRule:
         def draw(*size: int) -> Tensor:
             return torch.randn(*size, generator=generator, device=device)
 
-        signal = {n: normalize(draw(*wide), dim=-1).to(dtype) for n in "qk"}
-        signal["v"] = draw(*wide).to(dtype)
+        keys, writes = shape.width if self.key_width is None else self.key_width, self.update.parts().step.writes
+        each = (*lead, writes) if writes > 1 else lead
+        heads_of = lead if self.key_width is None else (*lead[:2], 1)
+        signal = {"q": normalize(draw(*heads_of, keys), dim=-1).to(dtype)}
+        signal["k"] = normalize(draw(*(each if self.key_width is None else heads_of), keys), dim=-1).to(dtype)
+        if keys == 1:
+            signal |= {n: torch.ones_like(signal[n]) for n in "qk"}
+        signal["v"] = draw(*each, shape.width).to(dtype)
         for name, kind in self.needs.items():
             if kind in ("strength", "small strength"):  # small for gradients of many weights
-                signal[name] = sigmoid(draw(*lead)) * (1.0 if kind == "strength" else 0.02)
+                signal[name] = sigmoid(draw(*each)) * (1.0 if kind == "strength" else 0.02)
+            elif kind in ("pairs", "slots"):
+                signal[name] = logsigmoid(3 + draw(*lead, shape.width // 2 if kind == "pairs" else SLOTS))
+            elif kind == "slot strengths":
+                signal[name] = sigmoid(draw(*lead, SLOTS))
+            elif kind == "angles":
+                signal[name] = draw(*lead, shape.width // 2)
+            elif kind == "spectrum":
+                signal[name] = -torch.arange(1, keys + 1, device=device).expand(1, 1, *wide[2:], keys).float()
+            elif kind == "bonus":
+                signal[name] = draw(1, 1, shape.heads, keys)
             elif kind == "gate":
                 signal[name] = logsigmoid(3 + draw(*lead))
             elif kind == "retention":
@@ -130,19 +156,31 @@ class SequenceRule:
             shape.heads,
             shape.width,
             dtype.itemsize,
-            numbers=sum(k in ("strength", "small strength", "gate") for k in kinds),
-            channels=shape.width * sum(k in ("channels", "rows", "small rows") for k in kinds),
-            keys=kinds.count("key"),
+            numbers=sum(k in ("strength", "small strength", "gate") for k in kinds)
+            + SLOTS * sum("slot" in k for k in kinds),
+            channels=shape.width * sum(k in ("channels", "rows", "small rows") for k in kinds)
+            + shape.width // 2 * sum(k in ("pairs", "angles") for k in kinds),
+            keys=kinds.count("key") + self.update.parts().step.writes - 1,
             erases=self.erases,
             slots=block_size(self.update),
+            key_width=self.key_width,
+            products=self.key_width is None,
         )
+
+    def given(self, signal: Signal) -> Signal:
+        """As a layer gives it: what is the same for all tokens, and keys of all heads, are expanded."""
+        (b, t), h = signal["v"].shape[:2], signal["v"].shape[2]
+        made = {n: x.expand(b, t, *x.shape[2:]) if x.shape[:2] == (1, 1) else x for n, x in signal.items()}
+        if self.key_width is None:
+            return made
+        return made | {n: made[n].expand(b, t, h, -1) for n in "qk"}
 
     def ours(self, implementation: dispatch.Implementation | None) -> Run:
         """The tuple through `axes.routes.dispatch`, as a layer runs it; None: by what it picks."""
 
         def run(signal: Signal) -> tuple[Tensor, Tensor]:
-            weights = self.weights(signal)
-            out, state = dispatch.run(self.update, signal, weights=weights, implementation=implementation)
+            weights, given = self.weights(signal), self.given(signal)
+            out, state = dispatch.run(self.update, given, time=1, weights=weights, implementation=implementation)
             return out, state.theta[0]
 
         return run
@@ -151,7 +189,8 @@ class SequenceRule:
         """The interpreter, its inputs unbound once."""
 
         def run(signal: Signal) -> tuple[Tensor, Tensor]:
-            out, state = reference.run(self.update, signal, time=1, weights=self.weights(signal))
+            weights = self.weights(signal)
+            out, state = reference.run(self.update, self.given(signal), time=1, weights=weights)
             return out, state.theta[0]
 
         return run
@@ -211,6 +250,42 @@ def _prev(update: StateUpdate) -> StateUpdate:
     return StateUpdate(n.cost, n.h, n.monoid, dataclasses.replace(n.algorithm, at="prev"), n.memory)
 
 
+def _hgrn(fla: Any, form: str, s: Signal, **o: Any) -> Any:
+    o.pop("scale")
+    call = getattr(fla.hgrn, f"{form}_hgrn")
+    out, final = call(s["v"].flatten(2), s["decay"].flatten(2), **o)
+    return out.view(s["v"].shape), final
+
+
+def _rwkv6(fla: Any, form: str, s: Signal, **o: Any) -> Any:
+    call = getattr(fla.rwkv6, f"{form}_rwkv6")
+    return call(s["q"], s["k"], s["v"], s["decay"], s["bonus"][0, 0], **o)
+
+
+def _hgrn2(fla: Any, form: str, s: Signal, **o: Any) -> Any:
+    key = (s["k"] * s["write"]).to(s["k"].dtype)
+    return getattr(fla.gla, f"{form}_gla")(s["q"], key, s["v"], s["decay"], **o)
+
+
+def _gsa(fla: Any, form: str, s: Signal, **o: Any) -> Any:
+    write = s["write"].to(s["q"].dtype)
+    return getattr(fla.gsa, f"{form}_gsa")(s["q"], s["k"], s["v"], write, s["decay"], **o)
+
+
+def _comba(fla: Any, form: str, s: Signal, **o: Any) -> Any:
+    """Their erase has the write's strength, and a key of its own."""
+    p = (s["k"] * (s["erase"] / s["beta"])[..., None]).to(s["k"].dtype)
+    return getattr(fla.comba, f"{form}_comba")(s["q"], s["k"], p=p, v=s["v"], g=s["decay"], beta=s["beta"], **o)
+
+
+def _delta_product(fla: Any, form: str, s: Signal, **o: Any) -> Any:
+    """Two writes a token, one after another in time."""
+    call = getattr(fla.gated_delta_product, f"{form}_gated_delta_product")
+    k, v, beta = (s[n].movedim(3, 2).flatten(1, 2) for n in ("k", "v", "beta"))
+    return call(s["q"], k, v, None, beta.to(k.dtype), num_householder=s["k"].shape[3], **o)
+
+
+SLOTS = 64
 _GATED = Scalar("decay")
 _SMALL_ROWS = {"decay": "channels", "eta": "small rows"}
 _YAAD = {"decay": "channels", "eta": "rows", "delta": "rows"}
@@ -256,6 +331,28 @@ RULES: tuple[SequenceRule, ...] = (
     SequenceRule("ttt-linear", TTTLinear.update, {"eta": "strength"}, erases=True),
     SequenceRule("moneta", MonetaMatrix.update, _SMALL_ROWS, erases=True),
     SequenceRule("memora", MemoraMatrix.update, _SMALL_ROWS, erases=True),
+    SequenceRule("delta product", DeltaProduct.update, {"beta": "strength"}, _delta_product, erases=True),
+    SequenceRule(
+        "comba",
+        Comba.update,
+        {"decay": "gate", "erase": "strength", "beta": "strength"},
+        _comba,
+        erases=True,
+    ),
+    SequenceRule("rwkv6", RWKV6.update, {"decay": "channels", "bonus": "bonus"}, _rwkv6),
+    SequenceRule("hgrn2", HGRN2.update, {"decay": "channels", "write": "rows"}, _hgrn2),
+    SequenceRule("mlstm", MLSTM.update, {"forget": "gate", "input": "strength"}),
+    SequenceRule("s4d", S4D.update, {"decay": "pairs", "angle": "angles"}),
+    SequenceRule("gated slots", GSA.update, {"decay": "slots", "write": "slot strengths"}, _gsa),
+    SequenceRule(
+        "row gate",  # what HGRN and RG-LRU compute
+        StateUpdate(Alignment(), monoid=Diagonal("decay", side="row")),
+        {"decay": "channels"},
+        _hgrn,
+        key_width=1,
+    ),
+    SequenceRule("mamba", Mamba1.update, {"A": "spectrum", "dt": "small rows"}, key_width=16),
+    SequenceRule("longhorn diagonal, 16 keys", LonghornDiagonal.update, {"beta": "rows"}, key_width=16),
     SequenceRule("adam", AdamNet.update, {"decay": "gate", "beta": "strength"}, erases=True),
     SequenceRule("lattice similarity", LatticeSim.update, {"gamma": "strength"}),
     SequenceRule("lattice encoding", LatticeEnc.update, {"gamma": "strength"}, erases=True),
@@ -273,6 +370,12 @@ RULES: tuple[SequenceRule, ...] = (
     SequenceRule("moneta mlp", Moneta.update, _SMALL_ROWS, erases=True, initial=5.0),
     SequenceRule("memora mlp", Memora.update, _SMALL_ROWS, erases=True, initial=1.0),
 )
+
+
+def read(signal: Signal) -> tuple[int, ...]:
+    """The shape of the outputs."""
+    v = signal["v"]
+    return (*v.shape[:3], v.shape[-1])
 
 
 def find(names: tuple[str, ...]) -> tuple[SequenceRule, ...]:

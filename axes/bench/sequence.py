@@ -18,7 +18,7 @@ from axes.bench.check import check
 from axes.bench.floors import Ceilings, ceilings
 from axes.bench.peers import FLA, LOOP, OURS, Contender, contenders, lifted_guard
 from axes.bench.results import Watch, begin, fill, unwatched
-from axes.bench.rules import SequenceRule, Shape, Signal, find
+from axes.bench.rules import SequenceRule, Shape, Signal, find, read
 from axes.bench.timing import Timing, median, peak_extra
 from axes.errors import AxesError
 
@@ -153,7 +153,7 @@ def _row(
 def _calls(who: Contender, signal: Signal) -> tuple[Any, Any]:
     leaves = {n: x.detach().requires_grad_() for n, x in signal.items()}
     used = [leaves[n] for n in (leaves if who.same_rule else "qkv")]
-    do = torch.randn_like(signal["v"])
+    do = torch.randn(read(signal), dtype=signal["v"].dtype, device=signal["v"].device)
 
     def forward() -> Any:
         return who.run(signal)

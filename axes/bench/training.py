@@ -7,18 +7,19 @@ says so, in a row of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor
 
+from axes.bench.apart import Steps, finished, in_turn
 from axes.bench.floors import ceilings
-from axes.bench.peers import lifted_guard
-from axes.bench.results import Watch, said, unwatched
-from axes.bench.training_models import CONTENDERS, Made, Size, products, with_depth
+from axes.bench.peers import lifted_guard, tune_again, tuned
+from axes.bench.results import Apart, Watch, said, unwatched
+from axes.bench.training_models import CONTENDERS, Size, products, with_depth
 from axes.errors import AxesError
 from axes.files import write_json
 from axes.tasks.machine import require_memory
@@ -31,8 +32,8 @@ _WARM = 3
 @final
 @dataclass(frozen=True)
 class Throughput:
-    """Training of one model. loss: of the last step of the warm-up; first: seconds of the first step; used: share of
-    the device's measured rate of products that products with weights take."""
+    """Training of one model. loss: of the last step of the warm-up; first: seconds of the first step, None where it was
+    compiled before, apart; used: share of the device's measured rate of products that products with weights take."""
 
     who: str
     tokens_per_second: float | None = None
@@ -46,9 +47,13 @@ class Throughput:
 
 def measure(
     size: Size, folder: Path, device: torch.device, who: tuple[str, ...] = WHO, compiled: bool = False,
-    depths: tuple[str, ...] = (), watch: Watch = unwatched,
+    depths: tuple[str, ...] = (), watch: Watch = unwatched, configurations: int = 0, apart: Apart | None = None,
 ) -> list[Throughput]:  # fmt: skip
-    """Train each model on the same tokens, and ours with these depth mixers too; the file is written after each."""
+    """Train each model on the same tokens, and ours with these depth mixers too; the file is written after each.
+
+    configurations: of a peer's kernel that its tuner may try; 0 for all. apart: each in a process of its own, where one
+    block is compiled before, and the model made when its turn comes.
+    """
     if unknown := set(who) - set(WHO):
         raise AxesError(f"unknown contender {', '.join(sorted(unknown))}; known: {', '.join(WHO)}")
     for field, value in asdict(size).items():
@@ -62,56 +67,91 @@ def measure(
     found: list[Throughput] = []
     rate = ceilings(device).flops_per_second if device.type == "cuda" else None
     models = {name: CONTENDERS[name] for name in who} | with_depth(depths)
-    work = [(name, c) for name in models for c in ((False, True) if compiled else (False,))]
+    each = partial(_train, depths=depths, size=size, device=device, rate=rate, configurations=configurations)
+    work: list[tuple[Throughput, partial[Steps[Throughput]]]] = [
+        (Throughput(f"{name}, compiled" if c else name), partial(each, name=name, compile_it=c))
+        for name in models
+        for c in ((False, True) if compiled else (False,))
+    ]
     folder.mkdir(parents=True, exist_ok=True)
-    for index, (name, compile_it) in enumerate(work):
-        watch(f"{name}, compiled" if compile_it else name, index, len(work))
-        found.append(_train(name, models[name], compile_it, size, device, rate))
+
+    def begun(index: int) -> None:
+        watch(work[index][0].who, index, len(work))
+
+    def written(row: Throughput) -> None:
+        found.append(row)
         write_json(folder / FILE, {"size": asdict(size), "rows": [asdict(t) for t in found]})
+
+    if apart is not None:
+        ahead = [(row, partial(steps, ahead=True)) for row, steps in work]
+        for row, got in in_turn(ahead, apart.at_once, apart.patience, begun):
+            written(replace(row, refused=got) if isinstance(got, str) else got)
+    else:
+        for index, (row, steps) in enumerate(work):
+            begun(index)
+            written(finished(steps(row)))
     watch("done", len(work), len(work))
     return found
 
 
 def _train(
-    name: str, made: Callable[[Size], Made], compile_it: bool, size: Size, device: torch.device, rate: float | None
-) -> Throughput:
-    who = f"{name}, compiled" if compile_it else name
-    torch.manual_seed(0)
-    try:
-        with device:
-            model, make = made(size)
-    except (ImportError, AxesError) as error:
-        return Throughput(who, refused=str(error))
-    optimizer = make(model)
-    run = torch.compile(model) if compile_it else model
-    tokens = torch.randint(size.vocabulary, (size.batch, size.tokens + 1), device=device)
-    gpu = device.type == "cuda"
+    row: Throughput, *, name: str, depths: tuple[str, ...], compile_it: bool, size: Size, device: torch.device,
+    rate: float | None, configurations: int, ahead: bool = False,
+) -> Steps[Throughput]:  # fmt: skip
+    """The row; pauses when everything is compiled, if that is done ahead."""
+    with lifted_guard(), tuned(configurations):  # fla's gated backward refuses Hopper with some Tritons
+        try:
+            if ahead:
+                one = size if compile_it else replace(size, layers=1)
+                run = _Training(name, depths, compile_it, one, device)
+                run.seconds(2)
+                del run
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                yield
+                tune_again()
+            run = _Training(name, depths, compile_it, size, device)
+            first = run.seconds(1)
+            loss = [run.step() for _ in range(_WARM)][-1].item()
+            if run.gpu:
+                torch.cuda.reset_peak_memory_stats()
+            each = run.seconds(size.steps)
+        except (RuntimeError, ImportError, AxesError) as error:
+            return replace(row, refused=said(error) if isinstance(error, RuntimeError) else str(error))
+    peak = torch.cuda.max_memory_allocated() if run.gpu else None
+    used = None if rate is None else products(run.model, size) / each / rate
+    return Throughput(
+        row.who, size.batch * size.tokens / each, 1e3 * each, peak, used, None if ahead else first, loss
+    )
 
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss: Tensor = run(tokens)
+
+@final
+class _Training:
+    """A model with its optimizer and tokens."""
+
+    def __init__(
+        self, name: str, depths: tuple[str, ...], compile_it: bool, size: Size, device: torch.device
+    ) -> None:
+        torch.manual_seed(0)
+        with device:
+            self.model, make = (CONTENDERS | with_depth(depths))[name](size)
+        self.optimizer = make(self.model)
+        self.run = torch.compile(self.model) if compile_it else self.model
+        self.tokens = torch.randint(size.vocabulary, (size.batch, size.tokens + 1), device=device)
+        self.device, self.gpu = device, device.type == "cuda"
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss: Tensor = self.run(self.tokens)
         loss.backward()
-        optimizer.step()
+        self.optimizer.step()
         return loss.detach()
 
-    def seconds(steps: int) -> float:
+    def seconds(self, steps: int) -> float:
         begun = time.perf_counter()
         for _ in range(steps):
-            step()
-        if gpu:
+            self.step()
+        if self.gpu:
             torch.cuda.synchronize()
         return (time.perf_counter() - begun) / steps
-
-    try:
-        with lifted_guard():  # fla's gated backward refuses Hopper with some Tritons
-            first = seconds(1)
-            loss = [step() for _ in range(_WARM)][-1].item()
-            if gpu:
-                torch.cuda.reset_peak_memory_stats()
-            each = seconds(size.steps)
-    except (RuntimeError, ImportError, AxesError) as error:
-        return Throughput(who, refused=said(error))
-    peak = torch.cuda.max_memory_allocated() if gpu else None
-    used = None if rate is None else products(model, size) / each / rate
-    return Throughput(who, size.batch * size.tokens / each, 1e3 * each, peak, used, first, loss)

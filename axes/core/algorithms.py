@@ -149,6 +149,8 @@ class Step(Declared):
     "max" of the two, entry by entry.
     writes: pairs of key and value that a datum brings, written one after another: the monoid acts before the first, the
     output is read after the last. k, v and the rates of step and cost have a dimension for them, ahead of their own.
+    reads: queries that a datum brings, all of them read after its last write. q, and what is read, have a dimension for
+    them, ahead of their own.
     feedback: of a filter whose h approximates what it holds: this share of what h used leaves the state once it was
     shown, and the error stays for the next datum. 1 keeps the error alone; 1 - mu is momentum of what was used.
     """
@@ -165,6 +167,7 @@ class Step(Declared):
     feedback: Rate = 0.0
     writes: int = 1
     floor: float = 0.0
+    reads: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.feedback, Variable) and not 0.0 <= self.feedback <= 1.0:
@@ -180,6 +183,8 @@ class Step(Declared):
             raise IllegalUpdate(f"Step: floor must be finite and at least 0, got {self.floor}")
         if self.writes < 1:
             raise IllegalUpdate(f"Step: writes must be at least 1, got {self.writes}")
+        if self.reads < 1:
+            raise IllegalUpdate(f"Step: reads must be at least 1, got {self.reads}")
         if self.steps < 1:
             raise IllegalUpdate(f"Step: steps must be at least 1, got {self.steps}")
         named = ("zero", "first", "second", "W0")

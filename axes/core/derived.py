@@ -5,13 +5,14 @@ Nothing here is declared by an instance. Autograd's Jacobian of the interpreter 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 from axes.core.algorithms import Anchor, Held, Read, Step
 from axes.core.costs import Linear
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
-from axes.core.memory import List, RankOne
+from axes.core.memory import List, Matrix, RankOne
 from axes.core.rates import Per, rate_shape
 from axes.core.state_update import StateUpdate
 
@@ -49,7 +50,7 @@ def structure(update: StateUpdate) -> Structure:
         return "dense"
     if "low rank" in kinds or (curved and memory.kind != "entries"):
         return "dplr"
-    if kinds & {"diagonal", "pair", "row", "slot", "hadamard", "rotation"} or curved:
+    if kinds & {"diagonal", "pair", "row", "slot", "hadamard", "rotation", "turn"} or curved:
         return "diagonal"
     return "identity" if kinds <= {"identity"} and block_size(update) == 1 else "scalar"
 
@@ -92,7 +93,9 @@ def idle(update: StateUpdate) -> frozenset[str]:
 
 @fact
 def no_several(update: StateUpdate) -> str | None:
-    """Why several writes a token are not so many tokens of one write, or None if they are."""
+    """Why several writes or reads a token are not so many tokens of one, or None if they are."""
+    if update.parts().step.reads > 1 and (reason := _no_more_reads(update)) is not None:
+        return reason
     for f in factors(update.parts().monoid):
         neutral, rates = f.neutral(), f.rates()
         gates_open = all(isinstance(r, Per) and (r.domain == "unit" or neutral.get(r.name) == 0.0) for r in rates)
@@ -103,11 +106,23 @@ def no_several(update: StateUpdate) -> str | None:
     return None
 
 
+def _no_more_reads(update: StateUpdate) -> str | None:
+    """Why a token that writes nothing, and reads, leaves everything as it is, or None if it does."""
+    p = update.parts()
+    if p.step.via or p.h.stats or isinstance(p.step.at, Anchor):
+        return "filters, statistics and anchors count the tokens that only read"
+    if p.ridged or p.step.read is not None or p.step.start != "zero" or not p.step.lazy:
+        return "a ridge, a read point, a first-drive start or an agile state goes on at tokens that only read"
+    if p.memory.kind == "levels":
+        return "tokens that only read would be places of levels"
+    return None
+
+
 @fact
 def _computed(update: StateUpdate) -> str | None:
     """Why no route along a sequence has the numbers of every datum or writes in this way, or None if all do."""
-    if update.parts().step.writes > 1:
-        return no_several(update) or "several writes a token are more tokens of one write: `axes.routes.several`"
+    if update.parts().step.writes > 1 or update.parts().step.reads > 1:
+        return no_several(update) or "several writes or reads a token are more tokens of one: `axes.routes.several`"
     if update.parts().computes_rates:
         return "rates that are formulas, of the number of a datum say, are worked out datum by datum"
     if any(p.step.write == "max" for p in update.parts().every()):
@@ -140,6 +155,8 @@ def no_chain(update: StateUpdate) -> str | None:
         return "a first-drive start is not carried by the chain"
     if step.read is not None and (reason := _no_early(update)) is not None:
         return reason
+    if "turn" in kinds and (reason := _no_turning(update)) is not None:
+        return reason
     if rate_shape(step.rate) not in ("scalar", "key", "row"):
         return "an element-wise step size has no rank-one write"
     elementwise = {"identity", "scalar", "diagonal", "pair", "row", "hadamard"}
@@ -165,6 +182,21 @@ def no_chain(update: StateUpdate) -> str | None:
             return "an element-wise ridge has no transition on the key side"
     if step.via and step.debias:
         return "a normaliser behind filters is not carried by the chain"
+    return None
+
+
+def _no_turning(update: StateUpdate) -> str | None:
+    """Why a state whose rows turn does not stand still in the frame of its values."""
+    p = update.parts()
+    if p.step.read is not None:
+        return "a read point beside rows that turn is read in two frames"
+    if p.step.via or p.ridged:
+        return "buffers or a ridge beside rows that turn are not carried by the chain"
+    rows = [rate_shape(r) for r in (p.step.rate, *p.cost.rates())]
+    if not {"row", "square"}.isdisjoint(rows):
+        return "rates by rows beside rows that turn do not turn along"
+    if p.predicts and p.step.at == "prev":
+        return "errors of the state before its rows turned: at='gated' has them in the frame of the values"
     return None
 
 
@@ -227,8 +259,8 @@ def no_cascade(update: StateUpdate) -> str | None:
     if (reason := _computed(update)) is not None:
         return reason
     step, memory = update.parts().step, update.parts().memory
-    if memory.scored:
-        return f"{type(memory).__name__} memory is read through its scores"
+    if memory.scored or memory.kind == "levels":
+        return f"{type(memory).__name__} memory is read through its {'scores' if memory.scored else 'levels'}"
     if feedback(update) != "none":
         return "the drive depends on the state inside a chunk"
     if not step.lazy:
@@ -305,12 +337,43 @@ def no_attention(update: StateUpdate) -> str | None:
 
 
 @fact
+def of_levels(update: StateUpdate) -> StateUpdate:
+    """The chain of one matrix whose stretches are levels."""
+    return dataclasses.replace(update.normal(), memory=Matrix())
+
+
+@fact
+def no_levels(update: StateUpdate) -> str | None:
+    """Why the update is not a chain whose stretches are weighed in chunks, or None if it is."""
+    if (reason := _computed(update)) is not None:
+        return reason
+    p = update.parts()
+    if p.memory.kind != "levels":
+        return f"{type(p.memory).__name__} memory has no levels"
+    plain = of_levels(update)
+    if (reason := no_chain(plain)) is not None:
+        return reason
+    kinds = gates(p.monoid)
+    if "low rank" in kinds and not erases_along_key(plain):
+        return "a map of low rank erases along the written key: Householder(beta, 'k') after gates"
+    if not kinds <= {"identity", "scalar", "diagonal", "pair", "rotation", "low rank"}:
+        return "gates of levels are scalars or stand on keys"
+    if "rotation" in kinds and kinds - {"rotation", "identity", "scalar", "pair"}:
+        return "a dense transition"
+    if rate_shape(p.step.rate) == "row" and not scales_values(plain):
+        return "every row of the state has a transition of its own"
+    return None
+
+
+@fact
 def no_passes(update: StateUpdate) -> str | None:
     """Why the update is not two chains with h between them, or None if it is."""
     if (reason := _computed(update)) is not None:
         return reason
     memory = update.parts().memory
-    return None if memory.kind == "bounded" else f"{type(memory).__name__} memory has no slots that softmax reads"
+    if memory.kind in ("bounded", "regression"):
+        return None
+    return f"{type(memory).__name__} memory has no slots that softmax reads, and no sums that a solve does"
 
 
 __all__ = [
@@ -324,9 +387,11 @@ __all__ = [
     "no_cascade",
     "no_chain",
     "no_gram",
+    "no_levels",
     "no_passes",
     "no_several",
     "no_substitution",
+    "of_levels",
     "scales_values",
     "structure",
 ]

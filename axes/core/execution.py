@@ -44,6 +44,24 @@ class State(NamedTuple):
     anchor: Leaves
     count: Tensor  # type: ignore[assignment]
 
+    def to(self, dtype: torch.dtype) -> State:
+        """The same held in this dtype: one of 16 bits halves what a step reads and writes, and rounds it every time."""
+        return _held_in(self, dtype)
+
+    def held(self) -> torch.dtype | None:
+        """The dtype of 16 bits in which matrices are held; None where they are held as they are computed."""
+        return self.theta[0].dtype if self.theta and self.theta[0].dtype in SHORT else None
+
+
+SHORT = (torch.bfloat16, torch.float16)
+
+
+def _held_in(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, Tensor):
+        return x.to(dtype) if x.is_floating_point() else x
+    parts = [_held_in(part, dtype) for part in x]
+    return type(x)(*parts) if isinstance(x, State) else tuple(parts)
+
 
 torch.serialization.add_safe_globals([State])  # a saved state loads with weights_only=True
 Filters = tuple[State | tuple[State, ...], ...]
@@ -201,7 +219,11 @@ def told(p: Parts, state: State, signal: Signal) -> Tensor:
 
 
 def read(p: Parts, out: Output, q: Tensor, signal: Signal) -> Tensor:
-    """Read q (..., d_k) from an output: (..., d_v), divided by the normaliser when debiased."""
+    """Read q (..., d_k) from an output: (..., d_v), divided by the normaliser when debiased. Of several reads q is
+    (..., reads, d_k), and what is read (..., reads, d_v)."""
+    if p.step.reads > 1:
+        one = p._replace(step=dataclasses.replace(p.step, reads=1))
+        return torch.stack([read(one, out, x, signal) for x in q.unbind(-2)], -2)
     if not out.norm:
         return p.memory.read(out.weights, q, signal, p.h)
     return p.memory.read_over(out.weights, out.norm, q, signal, p.h, p.step.floor)
@@ -269,7 +291,7 @@ def _asked(p: Parts, state: State, signal: Signal) -> Leaves:
 
 def _predicted(p: Parts, weights: Leaves, x: Tensor, signal: Signal) -> Tensor:
     if p.memory.scored:
-        return p.memory.read(weights, x, signal, p.h)
+        return p.memory.recalled(weights, x, signal, p.h)
     return p.memory.predict(weights, x, signal, encode=p.cost.encode)
 
 

@@ -53,7 +53,7 @@ def _prediction(p: Parts) -> Iterator[str]:
         yield f"{memory} memory predicts from keys; this gradient comes from outside: use Parameter()"
     if not (p.oracle or p.driven) and not p.memory.keyed:
         yield f"{memory}() memory predicts nothing, {type(cost).__name__} needs a prediction: use Matrix() or Given()"
-    if cost.encode and p.memory.kind in ("entries", "network", "list", "bounded"):
+    if cost.encode and p.memory.kind in ("entries", "network", "list", "bounded", "regression", "levels"):
         yield f"the encoding cost predicts keys from values; {memory} cannot"
     if p.memory.kind == "entries":
         if any(isinstance(rate, Per) for rate in cost.rates() if rate != cost.ridge):
@@ -65,7 +65,8 @@ def _prediction(p: Parts) -> Iterator[str]:
 def _shapes(p: Parts) -> Iterator[str]:
     """Gates, rates, filters and statistics fit on the leaves of the memory."""
     memory = type(p.memory).__name__
-    own = [per for rate in p.rates() for per in named(rate) if per.shape == "own"]
+    of_memory = {per for rate in p.memory.rates() for per in named(rate)}
+    own = [per for rate in p.rates() for per in named(rate) if per.shape == "own" and per not in of_memory]
     if p.memory.kind != "bounded" and (own or "slot" in gates(p.monoid)):
         yield f"{memory} memory has no slots: rates of a size of their own are for BoundedList(slots)"
     for h in p.h.links():
@@ -116,6 +117,45 @@ def _bounded(p: Parts) -> Iterator[str]:
         yield "slots that are kept and written alike stay alike: one of gate and rate is Per(name, 'own', size=slots)"
 
 
+def _regression(p: Parts) -> Iterator[str]:
+    """A regression keeps sums of values and keys, and of keys and keys."""
+    if p.memory.kind != "regression":
+        return
+    step = p.step
+    if p.cost.drives != "target":
+        yield f"a regression sums values and keys as they are: the cost is Alignment(), not {p.cost!r}"
+    if p.ridged:
+        yield "a regression has a ridge of its own: Regression(ridge=...)"
+    if not p.h.is_identity:
+        yield "a regression is read through its solve: h is Euclidean()"
+    if step.via or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1 or step.debias:
+        yield "a regression is written by pairs: no filters, read point, anchor, agile or repeated steps, normaliser"
+    if step.start == "first":
+        yield "start='first' replaces the state by a drive: a regression sums"
+    if not gates(p.monoid) <= {"identity", "scalar"} or rate_shape(step.rate) != "scalar":
+        yield "both sums of a regression are kept and written alike: gates and rates are scalars"
+
+
+def _levels(p: Parts) -> Iterator[str]:
+    """Levels hold what was written, under one monoid."""
+    if p.memory.kind != "levels":
+        return
+    step = p.step
+    if p.cost.drives != "target":
+        yield (
+            f"levels take values as they are, not {p.cost!r}: an error would be written anew in level 0; erase along "
+            "the key in every level, with Alignment() and Householder(beta, 'k')"
+        )
+    if not p.h.is_identity or p.ridged:
+        yield "levels are read as they are: h is Euclidean, without a ridge"
+    if step.via or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1 or step.debias:
+        yield "levels have no filters, read point, anchor, normaliser, agile or repeated steps"
+    if step.start != "zero" or step.write != "sum" or step.writes > 1:
+        yield "levels begin at zero and take one pair a datum, added: no start, write='max' or several writes"
+    if "zero" in gates(p.monoid):
+        yield "levels under a gate that keeps nothing hold level 0 alone: use Matrix()"
+
+
 def _list(p: Parts) -> Iterator[str]:
     """A list keeps pairs, and h acts on its scores."""
     if p.memory.kind != "list":
@@ -127,8 +167,11 @@ def _list(p: Parts) -> Iterator[str]:
         yield "start='first' replaces the state by a drive: a list memory has nothing to replace"
     if step.via or step.debias or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1:
         yield "a list memory keeps factored pairs: no filters, debias, read point, anchor, agile or repeated steps"
-    if rate_shape(step.rate) != "scalar" or not gates(p.monoid).isdisjoint({"row", "hadamard", "zero"}):
+    if rate_shape(step.rate) != "scalar" or not gates(p.monoid).isdisjoint({"row", "hadamard", "turn", "zero"}):
         yield "a list memory takes scalar rates and gates on the key side"
+    kernel = getattr(p.memory, "errors", None)
+    if kernel is not None and not p.drive_sees_state:
+        yield f"errors={kernel!r} has no effect: {type(p.cost).__name__} stores values, whatever the list gives"
     if h.is_identity:
         return
     if not isinstance(h, Entropic):
@@ -137,10 +180,27 @@ def _list(p: Parts) -> Iterator[str]:
         yield "a list memory has one row of scores: take Entropic(axis='row')"
     if p.cost.drives is None:
         yield "a list that softmax reads stores values, or errors of its reads: the cost is Alignment or SquaredError"
-    if step.at == "gated" and gates(p.monoid) <= {"scalar"}:
+    if step.at == "gated" and gates(p.monoid) <= {"scalar"} and kernel is None:
         yield "at='gated' has no effect: softmax drops the factor of a scalar gate, so it is at='prev'"
     if isinstance(p.monoid, Diagonal):
         yield "a diagonal gate on stored keys is not a bias of softmax attention: use Scalar"
+
+
+def _turning(p: Parts) -> Iterator[str]:
+    """Rows turn in pairs, of a matrix, beside gates that do not tell the two apart."""
+    kinds = gates(p.monoid)
+    if "turn" not in kinds:
+        return
+    if p.memory.kind not in ("matrix", "parameter"):
+        yield f"{type(p.memory).__name__} memory has no rows that turn: rotations of shape row-pair are for matrices"
+    alone = [f for f in factors(p.monoid) if f.kind == "row" and getattr(f, "side", None) != "row-pair"]
+    if alone or "hadamard" in kinds:
+        yield (
+            "rows that turn in pairs have one gate for both of a pair: Diagonal(Per(name, 'row-pair', 'unit'), "
+            "'row-pair')"
+        )
+    if "zero" in kinds:
+        yield "a rotation after a gate that keeps nothing turns nothing"
 
 
 # ---- the step ----------------------------------------------------------------------------------------------------
@@ -268,6 +328,16 @@ def _writes(p: Parts) -> Iterator[str]:
         yield f"{shared} is a rate of every write and of the datum: give them two names"
     if not p.monoid.signals().isdisjoint({"k", "v"}):
         yield "the monoid acts once a datum, which has several keys: give its vector a name of its own"
+
+
+def _reads(p: Parts) -> Iterator[str]:
+    """Several queries of a datum read what it leaves."""
+    if p.step.reads == 1:
+        return
+    if not p.memory.keyed:
+        yield "several reads are several queries; what is shown of a parameter is the whole of it: reads=1"
+    if p.memory.kind == "list":
+        yield "several queries of a list are heads of a group that reads it: Standard(queries=n) of the layer"
 
 
 def _feedback(p: Parts) -> Iterator[str]:
@@ -473,13 +543,17 @@ _RULES: tuple[Callable[[Parts], Iterator[str]], ...] = (
     _effect,
     _maximum,
     _writes,
+    _reads,
     _evaluation,
     _implicit,
     _feedback,
     _factor,
     _list,
     _bounded,
+    _regression,
+    _levels,
     _shapes,
+    _turning,
     _normaliser,
     _start,
     _slices,

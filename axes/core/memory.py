@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
@@ -24,6 +25,8 @@ from axes.errors import IllegalUpdate
 __all__ = [
     "BoundedList",
     "Entries",
+    "Fenwick",
+    "Kernel",
     "LayerNormMatrix",
     "List",
     "MLP",
@@ -31,10 +34,11 @@ __all__ = [
     "Memory",
     "Parameter",
     "RankOne",
+    "Regression",
     "Slots",
 ]
 
-Kind = Literal["matrix", "entries", "slots", "parameter", "list", "bounded", "network"]
+Kind = Literal["matrix", "entries", "slots", "parameter", "list", "bounded", "regression", "levels", "network"]
 Leaves = tuple[Tensor, ...]
 Factors = tuple[tuple[Tensor, Tensor], ...]
 
@@ -57,7 +61,8 @@ class Memory(Declared, ABC):
 
     kind: "matrix" is one leaf (d_v, d_k) that predicts W k, under "entries" each of its entries predicts alone, under
     "slots" the direction of each column; a "parameter" is one leaf that predicts nothing; a "list" keeps every datum,
-    a "bounded" one as much of them as it has slots; a "network" is any other function of the key.
+    a "bounded" one as much of them as it has slots; a "regression" is read through a solve; "levels" are matrices of
+    ever longer stretches of data; a "network" is any other function of the key.
     scored: h acts on what keys score when it is read (lists, bounded ones).
     """
 
@@ -111,8 +116,18 @@ class Memory(Declared, ABC):
         """How much the prediction moves per unit step along its own gradient: |k|^2 for a matrix (implicit steps)."""
         return (x * x).sum(-1, keepdim=True)
 
+    def recalled(self, leaves: Leaves, x: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        """What a scored memory gives for the key of a datum, whose error is asked for: what is read, or by another
+        kernel."""
+        return self.read(leaves, x, signal, h)
+
     def rates(self) -> tuple[Rate, ...]:
         return ()
+
+    @property
+    def free(self) -> frozenset[str]:
+        """Names of rates that a signal may leave out."""
+        return frozenset(r.name for r in self.rates() if isinstance(r, Per))
 
 
 def normalised(y: Tensor, mass: Tensor, floor: float) -> Tensor:
@@ -383,13 +398,208 @@ class BoundedList(Memory):
 
 @final
 @dataclass(frozen=True, repr=False)
+class Fenwick(Memory):
+    """Matrices of ever longer stretches of data, a level each, that a read weighs: o = sum_l w_l S_l q.
+
+    Level 0 is the datum, level l a stretch of 2^(l-1) before it: datum t (from 0) finds those that the bits of t name,
+    as in a Fenwick tree, and s stands in level bitlength(t xor s). Whatever is full moves up ahead of the monoid, which
+    acts on every level; the highest one takes what the others have no room for, so that `levels` of them are exact over
+    2^(levels-1) data, and the state does not grow.  weights: one for every level, of the read; a signal that has none
+    reads all alike, which is the matrix that the levels are a sum of.
+    """
+
+    levels: int = 16
+    weights: Per | str = "level"
+    kind: ClassVar[Kind] = "levels"
+    filterable: ClassVar[bool] = False
+    one_leaf: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.levels <= 24:
+            raise IllegalUpdate(f"Fenwick: a memory has 2 to 24 levels, got {self.levels}")
+        if isinstance(self.weights, str):
+            object.__setattr__(self, "weights", Per(self.weights, "own", "positive", size=self.levels))
+        w = self.weights
+        if not isinstance(w, Per) or w.domain == "unit" or w.shape != "own" or w.size != self.levels:
+            wanted = f"a positive or real Per of shape own and size {self.levels}, one for every level"
+            raise IllegalUpdate(f"Fenwick: weights must be {wanted}, got {w!r}")
+
+    @property
+    def period(self) -> int:
+        """Data after which the highest level takes all others in again."""
+        return 1 << (self.levels - 2)
+
+    def place(self, number: Tensor) -> Tensor:
+        """How many data came before, modulo the period: a whole number, whatever somebody adds to a state."""
+        return number.detach().round().remainder(self.period)
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        return times(leaves[0].sum(-3), x)
+
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        return (outer(r, x),)
+
+    def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        every = times(leaves[0], q[..., None, :])  # (..., levels, d_v)
+        assert isinstance(self.weights, Per)
+        if self.weights.name not in signal:
+            return every.sum(-2)
+        w = resolve(self.weights, signal)
+        return ((w[..., None] if isinstance(w, Tensor) and w.ndim else w) * every).sum(-2)
+
+    def act(self, element: Element, leaves: Leaves) -> Leaves:
+        levels, number = leaves
+        moved = [element.act(level) for level in self._moved_up(levels, self.place(number))]
+        return torch.stack(torch.broadcast_tensors(*moved), -3), number
+
+    def _moved_up(self, levels: Tensor, number: Tensor) -> list[Tensor]:
+        """The levels that datum `number` finds: the full ones below the first that is free are there now."""
+        parts, found = levels.unbind(-3), []
+        below = torch.zeros_like(parts[0])
+        for i, part in enumerate(parts):
+            free = number.remainder(1 << i) == 0  # every datum below level i is in it
+            arrives = number.remainder(1 << max(i - 1, 0)) == 0
+            if i == self.levels - 1:
+                found.append(part + torch.where(arrives, below, 0.0))
+            else:
+                found.append(torch.where(free, 0.0, part + torch.where(arrives, below, 0.0) if i else part))
+            below = below + part
+        return found
+
+    def add(self, leaves: Leaves, rate: Tensor | float, shape: Shape, drive: Leaves) -> Leaves:
+        levels, number = leaves
+        first, *rest = levels.unbind(-3)
+        step = first + spread(rate, shape) * drive[0]
+        return torch.stack(torch.broadcast_tensors(step, *rest), -3), self.place(number + 1)
+
+    def zeros(self, signal: Signal) -> Leaves:
+        empty = _empty(signal)
+        each = empty[..., None, :, :].expand(*empty.shape[:-2], self.levels, *empty.shape[-2:])
+        return each, empty.new_zeros(*empty.shape[:-2], 1, 1)
+
+    def rates(self) -> tuple[Rate, ...]:
+        assert isinstance(self.weights, Per)
+        return (self.weights,)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Kernel(Declared):
+    """A similarity of two keys by the angle between them, 1 for a key with itself if scale is None.
+
+    of: exponential, exp(scale (cos - 1)), scale sqrt(d_k) if None: exp of the products of keys of unit RMS over
+    sqrt(d_k), over its value at the key itself; or linear, scale cos, scale 1 if None.
+    """
+
+    of: Literal["exponential", "linear"] = "exponential"
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.of not in ("exponential", "linear"):
+            raise IllegalUpdate(f"Kernel: of={self.of!r} is not exponential or linear")
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise IllegalUpdate(f"Kernel: scale must be a finite number > 0 or None, got {self.scale}")
+
+    def between(self, readers: Tensor, keys: Tensor, mass: Tensor | None = None) -> Tensor:
+        """(..., m, d_k), (..., n, d_k) -> (..., m, n), times e^mass (..., m, n)."""
+        cosines = _unit(readers) @ _unit(keys).mT
+        if self.of == "linear":
+            found = cosines if self.scale is None else self.scale * cosines
+            return found if mass is None else found * torch.exp(mass)
+        scale = math.sqrt(keys.shape[-1]) if self.scale is None else self.scale
+        exponent = scale * (cosines - 1)
+        return torch.exp(exponent if mass is None else exponent + mass)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Unit length; zero stays zero."""
+    square = (x * x).sum(-1, keepdim=True)
+    return x * torch.rsqrt(torch.where(square > 0, square, 1.0))
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Regression(Memory):
+    """The ridge regression of values on keys, solved when it is read: leaves (S (d_v, d_k), R (d_k, d_k)).
+
+    A datum writes v k^T to S and k k^T to R, with one rate; read: S x, x what `steps` steps of conjugate gradients from
+    zero make of (R + Diag(ridge)) x = q. Many steps are the exact least squares of `Whiten(kind="right", power=1)`; few
+    are another tuple. ridge: a positive number, or one a token and key, which only reads see.
+
+    Source: von Oswald et al. 2025 (MesaNet), eqs. 4-8; Hestenes and Stiefel 1952.
+    """
+
+    steps: int = 30
+    ridge: Rate = 1.0
+    kind: ClassVar[Kind] = "regression"
+    matrix_gates: ClassVar[bool] = False
+    filterable: ClassVar[bool] = False
+    one_leaf: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise IllegalUpdate(f"Regression: a read takes at least one step, got steps={self.steps}")
+        ridge = self.ridge
+        named = isinstance(ridge, Per) and ridge.shape == "key" and ridge.domain == "positive"
+        if not named and (isinstance(ridge, Per) or not ridge > 0):
+            raise IllegalUpdate(f"Regression: ridge is a positive number or a positive Per of shape key, not {ridge!r}")
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        raise IllegalUpdate("Regression memory is read through its solve: call read")
+
+    def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        s, r = leaves
+        ridge = resolve(self.ridge, signal)
+        return times(s, conjugate_gradients(lambda p: times(r, p) + ridge * p, q, self.steps))
+
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        return outer(r, x), outer(x, x)
+
+    def zeros(self, signal: Signal) -> Leaves:
+        k, _ = _vectors(signal)
+        s = _empty(signal)
+        return s, s.new_zeros(*s.shape[:-2], k.shape[-1], k.shape[-1])
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (self.ridge,)
+
+    @property
+    def free(self) -> frozenset[str]:
+        return frozenset()
+
+
+def conjugate_gradients(apply: Callable[[Tensor], Tensor], b: Tensor, steps: int) -> Tensor:
+    """x of so many steps from zero towards A x = b, for every row b (..., n): A is symmetric and positive definite.
+
+    Where nothing is left, or left by rounding alone, a row stays as it is.
+    """
+    x, r, p = torch.zeros_like(b), b, b
+    rest = first = (r * r).sum(-1, keepdim=True)
+    for i in range(steps):
+        moved = apply(p)
+        done = rest <= first * torch.finfo(b.dtype).eps ** 2
+        one = torch.ones_like(rest)
+        size = torch.where(done, 0.0, rest / torch.where(done, one, (p * moved).sum(-1, keepdim=True)))
+        x = x + size * p
+        if i + 1 == steps:
+            break
+        r = r - size * moved
+        left = (r * r).sum(-1, keepdim=True)
+        p = r + torch.where(done, 0.0, left / torch.where(done, one, rest)) * p
+        rest = left
+    return x
+
+
+@final
+@dataclass(frozen=True, repr=False)
 class List(Memory):
     """Every written pair is kept: leaves (keys (n, d_k), values (n, d_v), log-mass (n)); scores are its dual.
 
     read: sum_i p_i v_i with p = grad h*(scale * K q + log-mass): softmax attention with entropic h, linear attention
     with Euclidean h (then the mass multiplies). Scalar gates act on the mass (ALiBi, FoX), matrix gates on the keys
     (RoPE, PaTH). Drives stay factored as (value, key). scale: None means d_k^(-1/2).  window: only so many pairs are
-    kept, the last ones (sliding window); None for all.
+    kept, the last ones (sliding window); None for all.  errors: the kernel by which a datum's own key asks what is left
+    of its value, sum_i kappa(k, k_i) e^mass_i v_i; None: as queries read (DeltaFormer; LUCID has an exponential one).
 
     Rotations turn all keys alike, so they are owed: from the first one on a last leaf (d_k/2) says by how much every
     stored key has yet to be turned; what is read or added turns back by it instead, and stored keys stay as they are.
@@ -397,6 +607,7 @@ class List(Memory):
 
     scale: float | None = None
     window: int | None = None
+    errors: Kernel | None = None
     kind: ClassVar[Kind] = "list"
     scored: ClassVar[bool] = True
     filterable: ClassVar[bool] = False
@@ -420,6 +631,13 @@ class List(Memory):
         else:
             weights = h.primal((scores + mass)[..., None, :])[..., 0, :]
         return (weights[..., None, :] @ values)[..., 0, :]
+
+    def recalled(self, leaves: Leaves, x: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        if self.errors is None:
+            return self.read(leaves, x, signal, h)
+        keys, values, mass, *owed = leaves
+        weights = self.errors.between(_turned_back(x, owed)[..., None, :], keys, mass[..., None, :])
+        return (weights @ values)[..., 0, :]
 
     def temperature(self, d_k: int) -> float:
         return d_k**-0.5 if self.scale is None else self.scale
@@ -446,6 +664,8 @@ class List(Memory):
             return keys, values, mass, *owed
         if owed:
             keys = rotate(keys, owed[0][..., None, :])
+        if left is not None:  # a list may be kept in fewer bits than what moves it
+            keys = keys.to(torch.promote_types(keys.dtype, left.dtype))
         return Element(1.0, gate, element.angle, element.dense, left, element.right).act(keys), values, mass
 
     def add(self, leaves: Leaves, rate: Tensor | float, shape: Shape, drive: Leaves) -> Leaves:

@@ -2,7 +2,8 @@
 
 An element maps  S  to  outer * (S B + (S U) V^T)  with  B = scale * exp(gate) * rotation * dense :
 diagonal (or rotation, or dense) plus low rank on the key side, and an element-wise `outer` gate for the maps that
-do not act on the right at all (rows, Hadamard). Depth mixing acts on the right too: its state is S = X^T.
+do not act on the right at all (rows, Hadamard). `turn` rotates pairs of rows, from the left: with a gate for both rows
+of a pair the two are one complex number (S5, the LRU). Depth mixing acts on the right too: its state is S = X^T.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 Kind = Literal[
-    "identity", "zero", "scalar", "diagonal", "pair", "row", "slot", "hadamard", "rotation", "low rank", "dense"
+    "identity", "zero", "scalar", "diagonal", "pair", "row", "slot", "hadamard", "rotation", "turn", "low rank", "dense"
 ]
 
 
@@ -67,6 +68,7 @@ class Element:
     scale: a linear factor (number or 0-d tensor);  gate: logs (..., 1) or (..., d_k) or 0-d;  angle (..., d_k/2);
     dense, a matrix (..., d_k, d_k);  left, right: U, V (..., d_k, r);  outer: logs (..., d_v, 1) or (..., d_v, d_k).
     paired: the gate is one for both entries of a pair, so that it commutes with angles.
+    turn: angles (..., d_v/2) of pairs of rows; an outer gate beside it is one for both rows of a pair, `even`.
     """
 
     scale: float | Tensor = 1.0
@@ -77,11 +79,13 @@ class Element:
     right: Tensor | None = None
     outer: Tensor | None = None
     paired: bool = False
+    turn: Tensor | None = None
+    even: bool = False
 
     @property
     def trivial(self) -> bool:
         """Whether the state stays as it is."""
-        fields = (self.gate, self.angle, self.dense, self.left, self.outer)
+        fields = (self.gate, self.angle, self.dense, self.left, self.outer, self.turn)
         return isinstance(self.scale, float) and self.scale == 1.0 and all(x is None for x in fields)
 
     def ungated_left(self) -> Tensor | None:
@@ -110,7 +114,9 @@ class Element:
         kept = self.base(state)
         if self.left is not None and self.right is not None:
             kept = kept + (state @ self.left) @ self.right.mT
-        return kept if self.outer is None else kept * torch.exp(self.outer)
+        if self.outer is not None:
+            kept = kept * torch.exp(self.outer)
+        return kept if self.turn is None else rotate(kept.mT, self.turn[..., None, :]).mT
 
     def transpose_base(self, x: Tensor) -> Tensor:
         """B x for columns given as rows x (..., n, d_k): what a key sees before the map."""
@@ -123,13 +129,19 @@ class Element:
 
     def to_dense(self, d_k: int, like: Tensor) -> Tensor:
         """A (..., d_k, d_k) with S -> S A; element-wise outer gates have no such matrix."""
-        if self.outer is not None:
-            raise IllegalUpdate("an element-wise outer gate is not a right action and has no matrix")
+        if self.outer is not None or self.turn is not None:
+            raise IllegalUpdate("an element-wise outer gate and a turn of rows are no right actions and have no matrix")
         return self.act(torch.eye(d_k, dtype=like.dtype, device=like.device))
 
     def then(self, other: Element) -> Element:
         """The element of acting with self first and with `other` after it."""
-        outer = _add(self.outer, other.outer)
+        outer, turn = _add(self.outer, other.outer), _add(self.turn, other.turn)
+        even = all(e.outer is None or e.even for e in (self, other))
+        if turn is not None and outer is not None and not even:
+            raise IllegalUpdate(
+                "rows that turn in pairs have one gate for both of a pair: Diagonal(Per(name, 'row-pair', 'unit'), "
+                "'row-pair')"
+            )
         if self.outer is not None and self.outer.shape[-1] != 1 and not other._elementwise:
             raise IllegalUpdate("a Hadamard gate followed by a matrix is not closed: materialise the states instead")
         left, right = self.left, self.right
@@ -145,11 +157,12 @@ class Element:
         rotates = self.angle is not None or other.angle is not None
         if self.dense is None and other.dense is None and (commute or not rotates):
             gate, angle = _add(self.gate, other.gate), _add(self.angle, other.angle)
-            return Element(scale, gate, angle, None, left, right, outer, commute and (self.paired or other.paired))
+            paired = commute and (self.paired or other.paired)
+            return Element(scale, gate, angle, None, left, right, outer, paired, turn, even)
         d_k, like = _width(self, other)
         first = Element(1.0, self.gate, self.angle, self.dense).to_dense(d_k, like)
         second = Element(1.0, other.gate, other.angle, other.dense).to_dense(d_k, like)
-        return Element(scale, None, None, first @ second, left, right, outer)
+        return Element(scale, None, None, first @ second, left, right, outer, turn=turn, even=even)
 
     @property
     def _elementwise(self) -> bool:
@@ -203,6 +216,10 @@ class Monoid(Declared, ABC):
         """Why keys of this width have no such map, or None if they have."""
         return None
 
+    def no_height(self, height: int) -> str | None:
+        """Why values of this width have no such map, or None if they have."""
+        return None
+
     def rates(self) -> tuple[Rate, ...]:
         return ()
 
@@ -242,6 +259,8 @@ def _gate(rate: Rate, signal: Signal, like: Tensor) -> Element:
         return Element(gate=torch.cat((value, value), -1), paired=True)
     if rate.shape in ("row", "own"):
         return Element(outer=value[..., :, None])
+    if rate.shape == "row-pair":
+        return Element(outer=torch.cat((value, value), -1)[..., :, None], even=True)
     return Element(outer=value)
 
 
@@ -318,19 +337,20 @@ class Decay(Monoid):
 @dataclass(frozen=True, repr=False)
 class Diagonal(Monoid):
     """A = Diag(a) on the key side, the row gate diag(a) S on the value side (side="row"), one gate for both entries of
-    a pair of keys (side="pair"), which commutes with rotations: with one it is a complex diagonal (S4D); or a
-    gate of every slot of a bounded memory (side="slot"): Diagonal(Per("decay", "own", "unit", size=64), "slot")."""
+    a pair of keys (side="pair"), which commutes with rotations: with one it is a complex diagonal (S4D); the same of
+    rows (side="row-pair"), beside rows that turn (S5, the LRU); or a gate of every slot of a bounded memory
+    (side="slot"): Diagonal(Per("decay", "own", "unit", size=64), "slot")."""
 
     gate: Rate | str
-    side: Literal["key", "row", "pair", "slot"] = "key"
+    side: Literal["key", "row", "pair", "row-pair", "slot"] = "key"
 
     @property
     def kind(self) -> Kind:  # type: ignore[override]
-        return "diagonal" if self.side == "key" else self.side
+        return "diagonal" if self.side == "key" else "row" if self.side == "row-pair" else self.side
 
     def __post_init__(self) -> None:
-        if self.side not in ("key", "row", "pair", "slot"):
-            raise IllegalUpdate(f"Diagonal: side {self.side!r} is not key, row, pair or slot")
+        if self.side not in ("key", "row", "pair", "row-pair", "slot"):
+            raise IllegalUpdate(f"Diagonal: side {self.side!r} is not key, row, pair, row-pair or slot")
         shape: Shape = "own" if self.side == "slot" else self.side
         if not (self.side == "slot" and isinstance(self.gate, str)):  # whose number of slots nobody knows
             object.__setattr__(self, "gate", as_gate(self.gate, shape))
@@ -346,6 +366,11 @@ class Diagonal(Monoid):
     def no_width(self, width: int) -> str | None:
         if self.side == "pair" and width % 2:
             return f"Diagonal(side='pair'): keys are gated in pairs, their width must be even, got {width}"
+        return None
+
+    def no_height(self, height: int) -> str | None:
+        if self.side == "row-pair" and height % 2:
+            return f"Diagonal(side='row-pair'): rows are gated in pairs, values must be of even width, got {height}"
         return None
 
     def rates(self) -> tuple[Rate, ...]:
@@ -392,17 +417,29 @@ class Rotation(Monoid):
 
     A number is the base of the geometric angles base^(-2j/d_k) (RoPE); with uniform it is the angle of every pair.
     pairs: how many of the d_k/2 pairs turn, the first ones, by angles for 2 pairs in the place of d_k; None for all.
+    Angles of shape row-pair turn pairs of rows, from the left, S -> R S: what was written turns on.
     """
 
     angle: float | Per = 10000.0
     uniform: bool = False
     pairs: int | None = None
-    kind = "rotation"
+
+    @property
+    def kind(self) -> Kind:  # type: ignore[override]
+        return "turn" if self._of_rows else "rotation"
+
+    @property
+    def _of_rows(self) -> bool:
+        return isinstance(self.angle, Per) and self.angle.shape == "row-pair"
 
     def __post_init__(self) -> None:
         if isinstance(self.angle, Per):
-            if self.angle.shape != "pair" or self.angle.domain != "real" or self.uniform or self.pairs is not None:
-                raise IllegalUpdate("Rotation: named angles must have shape pair and domain real, one for every pair")
+            named = self.angle.shape in ("pair", "row-pair") and self.angle.domain == "real"
+            if not named or self.uniform or self.pairs is not None:
+                raise IllegalUpdate(
+                    "Rotation: named angles must have shape pair (of keys) or row-pair (of rows) and domain real, one "
+                    "for every pair"
+                )
         elif not self.angle > 0:
             raise IllegalUpdate(f"Rotation: the base (or uniform angle) must be positive, got {self.angle}")
         if self.pairs is not None and self.pairs < 1:
@@ -410,8 +447,10 @@ class Rotation(Monoid):
 
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         if isinstance(self.angle, Per):
-            value = resolve(self.angle, signal)
-            return Element(angle=torch.as_tensor(value, dtype=like.dtype, device=like.device))
+            value = torch.as_tensor(resolve(self.angle, signal), dtype=like.dtype, device=like.device)
+            if self._of_rows:
+                return Element(turn=value)
+            return Element(angle=value if value.ndim else value.expand(like.shape[-1] // 2))  # a number: of every pair
         d_k = like.shape[-1]
         if (reason := self.no_width(d_k)) is not None:
             raise IllegalUpdate(reason)
@@ -423,7 +462,14 @@ class Rotation(Monoid):
             angle = self.angle**-exponent
         return Element(angle=torch.cat((angle, angle.new_zeros(d_k // 2 - turning))) if 2 * turning < d_k else angle)
 
+    def no_height(self, height: int) -> str | None:
+        if self._of_rows and height % 2:
+            return f"Rotation: rows are rotated in pairs, values must be of even width, got {height}"
+        return None
+
     def no_width(self, width: int) -> str | None:
+        if self._of_rows:
+            return None
         if width % 2:
             return f"Rotation: keys are rotated in pairs, their width must be even, got {width}"
         if self.pairs is not None and 2 * self.pairs > width:
@@ -575,6 +621,9 @@ class Product(Monoid):
 
     def no_width(self, width: int) -> str | None:
         return next((reason for part in self.parts if (reason := part.no_width(width)) is not None), None)
+
+    def no_height(self, height: int) -> str | None:
+        return next((reason for part in self.parts if (reason := part.no_height(height)) is not None), None)
 
     def rates(self) -> tuple[Rate, ...]:
         return tuple(r for part in self.parts for r in part.rates())

@@ -21,8 +21,8 @@ from axes.errors import IllegalUpdate, ShapeError
 from axes.programs.arithmetic import EVALUATE
 from axes.programs.numbers import Number, as_float
 
-Shape = Literal["scalar", "key", "row", "square", "pair", "mix", "permutation", "own"]
-SHAPES = ("scalar", "key", "row", "square", "pair", "mix", "permutation", "own")
+Shape = Literal["scalar", "key", "row", "square", "pair", "row-pair", "mix", "permutation", "own"]
+SHAPES = ("scalar", "key", "row", "square", "pair", "row-pair", "mix", "permutation", "own")
 ORDERED = 8  # keys: as many as have a rate for every order of theirs, 40 320 of them
 Domain = Literal["unit", "positive", "real"]
 Signal = Mapping[str, Tensor | float]
@@ -71,9 +71,9 @@ class Variable(Declared):
 class Per(Variable):
     """A rate named by the tuple and supplied per datum by the axis.
 
-    shape: scalar (...), key (..., d_k), row (..., d_v), square (..., d_v, d_k), pair (..., d_k/2) for angles,
-    mix (..., d_k, d_k) for a matrix on the key side, permutation (..., d_k!) for one of every order of the keys, or own
-    (..., size), one for each of what a memory has `size` of (slots).
+    shape: scalar (...), key (..., d_k), row (..., d_v), square (..., d_v, d_k), pair (..., d_k/2) for angles, row-pair
+    (..., d_v/2) for those of rows, mix (..., d_k, d_k) for a matrix on the key side, permutation (..., d_k!) for one of
+    every order of the keys, or own (..., size), one for each of what a memory has `size` of (slots, levels).
     domain: unit gates are supplied as logs (g <= 0); positive and real rates as they are.
     """
 
@@ -249,6 +249,7 @@ def extent(per: Per, d_k: int, d_v: int) -> tuple[int, ...]:
         "row": (d_v,),
         "square": (d_v, d_k),
         "pair": (d_k // 2,),
+        "row-pair": (d_v // 2,),
         "mix": (d_k, d_k),
         "permutation": (math.factorial(min(d_k, ORDERED)),),
         "own": (per.size or 1,),

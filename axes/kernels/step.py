@@ -7,7 +7,8 @@
     block   X_j <- sum_i X_i M_ij + (v - sum_i e_i X_i k) w_j k^T,  o = X_0 q  (two slots X_0, X_1)
 
 A program holds some rows of one head's state in registers: it reads and writes them once, which is all the traffic
-that counts (8 K V bytes a head). Rows do not meet, so nothing is synchronised and the same inputs give the same bits.
+that counts (8 K V bytes a head, 4 where the state is held in 16 bits: o is of the state before it is rounded). Rows do
+not meet, so nothing is synchronised and the same inputs give the same bits.
 Arithmetic is float32 on the CUDA cores. Nothing is read back and nothing allocated but o: CUDA graphs capture it.
 """
 
@@ -27,7 +28,7 @@ from axes.kernels.common.operators import in_place
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.tiles import floored
 
-EPS = 1e-6  # of normalised keys and queries, as in the layers: x / sqrt(|x|^2 + EPS^2)
+HELD = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of a state
 _ENTRIES = 512  # of a slot in one program, which is one warp: many small ones hide each other's loads
 
 
@@ -58,11 +59,6 @@ def _number(ptr, entry, stride, at):
     return tl.load(ptr + entry * stride + at).to(tl.float32)
 
 
-@triton.jit
-def _unit(x, EPS: tl.constexpr):
-    return x * tl.rsqrt(tl.sum(x * x, 0) + EPS * EPS)
-
-
 @Kernel
 @triton.jit
 def _chain(
@@ -70,20 +66,17 @@ def _chain(
     state_row, into_row, q_row, k_row, v_row, beta_row, g_row, a_row, b_row,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     RULE: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr,
-    NORMALIZE: tl.constexpr, INDEXED: tl.constexpr, EPS: tl.constexpr,
+    INDEXED: tl.constexpr,
 ):  # fmt: skip
     """GATE: "none", "head" or "channel". STRENGTH: beta is given. OTHER: a is given, else it is k."""
     entry, head, row, e = _place(index, V, HV, BV, INDEXED)
     d = tl.arange(0, BK)
     at = head * (V * K) + e[:, None] * K + d[None, :]
     inside = (e < V)[:, None] & (d < K)[None, :] & (row >= 0)
-    old = tl.load(state + row * state_row + at, mask=inside, other=0.0)
+    old = tl.load(state + row * state_row + at, mask=inside, other=0.0).to(tl.float32)
     query = _vector(q, entry, q_row, head // GROUP, d, K)
     key = _vector(k, entry, k_row, head // GROUP, d, K)
     value = _vector(v, entry, v_row, head, e, V)
-    if NORMALIZE:
-        query = _unit(query, EPS)
-        key = _unit(key, EPS)
     new = old
     if GATE == "head":
         new = old * tl.exp(floored(_number(g, entry, g_row, head)))
@@ -104,7 +97,7 @@ def _chain(
     if STRENGTH:
         value *= _number(beta, entry, beta_row, head)
     new += value[:, None] * key[None, :]
-    tl.store(into + row * into_row + at, new, mask=inside)
+    tl.store(into + row * into_row + at, new.to(into.dtype.element_ty), mask=inside)
     out = tl.sum(new * query[None, :], 1)
     tl.store(o + (entry * HV + head) * V + e, tl.where(row >= 0, out, 0.0).to(o.dtype.element_ty), mask=e < V)
 
@@ -115,20 +108,17 @@ def _block(
     state, into, index, q, k, v, block, write, erase, o,
     state_row, into_row, q_row, k_row, v_row, block_row, write_row, erase_row,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ERASE: tl.constexpr, NORMALIZE: tl.constexpr, INDEXED: tl.constexpr, EPS: tl.constexpr,
+    ERASE: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     entry, head, row, e = _place(index, V, HV, BV, INDEXED)
     d = tl.arange(0, BK)
     at = head * (2 * V * K) + e[:, None] * (2 * K) + d[None, :]
     inside = (e < V)[:, None] & (d < K)[None, :] & (row >= 0)
-    first = tl.load(state + row * state_row + at, mask=inside, other=0.0)
-    second = tl.load(state + row * state_row + at + K, mask=inside, other=0.0)
+    first = tl.load(state + row * state_row + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(state + row * state_row + at + K, mask=inside, other=0.0).to(tl.float32)
     query = _vector(q, entry, q_row, head // GROUP, d, K)
     key = _vector(k, entry, k_row, head // GROUP, d, K)
     value = _vector(v, entry, v_row, head, e, V)
-    if NORMALIZE:
-        query = _unit(query, EPS)
-        key = _unit(key, EPS)
     if ERASE:
         mixed = first * _number(erase, entry, erase_row, head * 2)
         mixed += second * _number(erase, entry, erase_row, head * 2 + 1)
@@ -136,13 +126,13 @@ def _block(
     drive = value[:, None] * key[None, :]
     new = first * _number(block, entry, block_row, head * 4) + second * _number(block, entry, block_row, head * 4 + 2)
     new += _number(write, entry, write_row, head * 2) * drive
-    tl.store(into + row * into_row + at, new, mask=inside)
+    tl.store(into + row * into_row + at, new.to(into.dtype.element_ty), mask=inside)
     out = tl.sum(new * query[None, :], 1)
     tl.store(o + (entry * HV + head) * V + e, tl.where(row >= 0, out, 0.0).to(o.dtype.element_ty), mask=e < V)
     new = first * _number(block, entry, block_row, head * 4 + 1)
     new += second * _number(block, entry, block_row, head * 4 + 3)
     new += _number(write, entry, write_row, head * 2 + 1) * drive
-    tl.store(into + row * into_row + at + K, new, mask=inside)
+    tl.store(into + row * into_row + at + K, new.to(into.dtype.element_ty), mask=inside)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -167,7 +157,7 @@ def _stride(x: Tensor | None) -> int:
 def _launch_chain(
     state: Tensor, into: Tensor | None, out: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None,
     g: Tensor | None, a: Tensor | None, b: Tensor | None, index: Tensor | None,
-    rule: str, early: bool, normalize: bool,
+    rule: str, early: bool,
 ) -> None:  # fmt: skip
     batch, heads, width = v.shape
     sizes, new = settings(k.shape[-1], width), _or(into, state)
@@ -177,14 +167,13 @@ def _launch_chain(
             state, new, _or(index, v), q, k, v, _or(beta, v), _or(g, v), _or(a, v), _or(b, v), out,
             *(_stride(x) for x in (state, new, q, k, v, beta, g, a, b)),
             HV=heads, GROUP=heads // k.shape[1], K=k.shape[-1], V=width, RULE=rule, GATE=gate, EARLY=early,
-            STRENGTH=beta is not None, OTHER=a is not None, NORMALIZE=normalize, INDEXED=index is not None, EPS=EPS,
-            **sizes,
+            STRENGTH=beta is not None, OTHER=a is not None, INDEXED=index is not None, **sizes,
         )  # fmt: skip
 
 
 def _launch_block(
     state: Tensor, into: Tensor | None, out: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Tensor, write: Tensor,
-    erase: Tensor | None, index: Tensor | None, normalize: bool,
+    erase: Tensor | None, index: Tensor | None,
 ) -> None:  # fmt: skip
     batch, heads, width = v.shape
     sizes, new = settings(k.shape[-1], width), _or(into, state)
@@ -193,7 +182,7 @@ def _launch_block(
             state, new, _or(index, v), q, k, v, block, write, _or(erase, v), out,
             *(_stride(x) for x in (state, new, q, k, v, block, write, erase)),
             HV=heads, GROUP=heads // k.shape[1], K=k.shape[-1], V=width, ERASE=erase is not None,
-            NORMALIZE=normalize, INDEXED=index is not None, EPS=EPS, **sizes,
+            INDEXED=index is not None, **sizes,
         )  # fmt: skip
 
 
@@ -210,15 +199,15 @@ _block_once = in_place("block_step", _launch_block, ("state", "into", "out"))
 
 
 def _check_token(who: str, state: Tensor, slots: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k (B, H, K), v (B, HV, V), and the float32 state (rows, HV, V, *slots, K) that is written in place."""
+    """q, k (B, H, K), v (B, HV, V), and the state (rows, HV, V, *slots, K) that is written in place."""
     if q.ndim != 3 or v.ndim != 3:
         raise ShapeError(f"{who}: q, k, v are one token, (B, H, D), not {tuple(q.shape)} and {tuple(v.shape)}")
     layout.check_tokens(who, q[:, None], k[:, None], v[:, None])
     shape = (*v.shape[1:], *slots, q.shape[-1])
     names = ", ".join(("HV", "V", *("2" for _ in slots), "K"))
-    if tuple(state.shape[1:]) != shape or state.dtype != torch.float32:
+    if tuple(state.shape[1:]) != shape or state.dtype not in HELD:
         raise ShapeError(
-            f"{who}: state is float32 (B, {names}) = (B, {', '.join(map(str, shape))}), "
+            f"{who}: state is float32, or held in 16 bits, (B, {names}) = (B, {', '.join(map(str, shape))}), "
             f"not {state.dtype} {tuple(state.shape)}"
         )
     if state.device != q.device or k.device != q.device or v.device != q.device:
@@ -279,20 +268,19 @@ def chain_step(
     b: Tensor | None = None,
     rule: Literal["write", "delta", "dplr"] = "write",
     early: bool = False,
-    normalize: bool = False,
     index: Tensor | None = None,
     into: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One token: S <- S Diag(e^g) + beta (v - [delta] S' a) k^T, or S (Diag(e^g) + a b^T) + beta v k^T; o = S q.
 
-    state (B, HV, V, K) float32, overwritten; with `index` (B,) a pool (P, HV, V, K) whose rows index[b] are
-        (distinct; a negative one is padding: its o is zero and no state is touched).
+    state (B, HV, V, K) float32, or of 16 bits, to which it is rounded as it is written; overwritten. With `index` (B,)
+        a pool (P, HV, V, K) whose rows index[b] are (distinct; a negative one is padding: its o is zero and no state
+        is touched).
     q, k (B, H, K), v (B, HV, V) in one of bf16, fp16, fp32; HV a multiple of H; K, V from 1 to 256.
     beta (B, HV) strength, None for 1. g log gate, (B, HV) or (B, HV, K), floored at -100, None for no gate.
     rule: "write"; "delta", erasing at `erase` (B, H, K), None for k, after the gate or with `early` (which says
         nothing to the other rules) before it; "dplr" with a, b (B, H, K).
-    normalize: q and k to unit length first; erase, a and b are taken as they are.
     into, like the state, receives the new state if given, and the state stays as it is. out (B, HV, V) receives o if
         given. Returns o (B, HV, V) in v's dtype.
     ShapeError for shapes, dtypes and devices that do not fit; AxesError if a gradient would be asked for.
@@ -316,7 +304,7 @@ def chain_step(
     out = _check_out(who, out, v)
     if v.numel():
         tokens = (_rows(x) for x in (q, k, v, beta, g, erase if a is None else a, b))
-        _chain_once(state, into, out, *tokens, index, rule, early and rule == "delta", normalize)
+        _chain_once(state, into, out, *tokens, index, rule, early and rule == "delta")
     return out
 
 
@@ -329,16 +317,15 @@ def block_step(
     write: Tensor,
     erase: Tensor | None = None,
     *,
-    normalize: bool = False,
     index: Tensor | None = None,
     into: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One token of two slots: X_j <- sum_i X_i M_ij + (v - sum_i e_i X_i k) w_j k^T,  o = X_0 q.
 
-    state (B, HV, V, 2, K) float32, overwritten; `index`, `into`, `out` and errors as in `chain_step`.
+    state (B, HV, V, 2, K), overwritten; its dtypes, `index`, `into`, `out` and errors as in `chain_step`.
     q, k (B, H, K), v (B, HV, V) as there. block M (B, HV, 2, 2), write w (B, HV, 2), erase e (B, HV, 2) or None for
-        no erasure. normalize: q and k to unit length first.
+        no erasure.
     Returns o (B, HV, V) in v's dtype.
     """
     who = "block_step"
@@ -352,5 +339,5 @@ def block_step(
     _forward_only(who, state, q, k, v, block, write, erase, into, out)
     out = _check_out(who, out, v)
     if v.numel():
-        _block_once(state, into, out, *(_rows(x) for x in (q, k, v, block, write, erase)), index, normalize)
+        _block_once(state, into, out, *(_rows(x) for x in (q, k, v, block, write, erase)), index)
     return out

@@ -34,7 +34,7 @@ def _recurrence(layer: SequenceLayer, context: int) -> float:
     if p.memory.kind == "network":
         held = layer.init_state(1, "meta").memory.theta
         return 6.0 * sum(x.numel() for x in held)
-    return s.heads * 2.0 * s.d_k * s.d_v * ((1 + p.predicts) * s.writes + 1)
+    return s.heads * 2.0 * s.d_k * s.d_v * ((1 + p.predicts) * s.writes + s.reads)
 
 
 __all__ = ["training_flops"]

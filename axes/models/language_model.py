@@ -62,7 +62,7 @@ class Architecture:
                 raise AxesError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.width % self.heads:
             raise AxesError(f"heads must divide width: {self.heads} heads do not divide a width of {self.width}")
-        for name in self.each_sequence():
+        for name in (self.sequence,) if isinstance(self.sequence, str) else self.each_sequence():
             catalogue.get(name, axis="sequence")
         catalogue.get(self.depth, axis="depth")
 

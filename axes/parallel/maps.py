@@ -35,7 +35,7 @@ class NoMap(NamedTuple):
 def form(update: StateUpdate) -> Form | NoMap:
     """rows: A is a matrix that all rows share; entries: a factor for every entry."""
     plain = computed(update)[0]
-    reason = no_chain(plain)
+    reason = "rows that turn are mixed in pairs" if "turn" in gates(update.parts().monoid) else no_chain(plain)
     if reason is not None:
         return NoMap(reason)
     p = plain.parts()

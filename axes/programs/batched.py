@@ -9,7 +9,8 @@ A program that torch has as one operation there is that operation (`library`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, final
 
@@ -23,7 +24,7 @@ from axes.programs.program import FULL, PARAMETER, Extent, Operation, Program, V
 _LEAF = "sum -2 -1"
 _DOT = 1 << 14  # entries from which an inner product is faster than products and their sum (measured, CPUs),
 _EXACT = 1 << 18  # and up to which it is as exact as that in float32
-_BLOCK = 1 << 18  # entries of a block: a handful of float32 arrays of this size stay in cache (measured: batched.py)
+BLOCK = 1 << 18  # entries of a block: a handful of float32 arrays of this size stay in cache (measured)
 Real = float | Tensor  # a number of a step, 0-d where it is on the device
 Kind = Literal["plain", "product", "quotient"]
 Lists = list[Tensor]
@@ -81,13 +82,25 @@ class Schedule:
         values: of the program's numbers; 0-d tensors on the tensors' device are never waited for. fits: all tensors
         are contiguous ones on a CPU, which torch's own operation for a whole program asks for.
         """
-        if fits and self.library is not None and self.library.run(lists, values):
-            return
+        self.over((lists,), values, fits)
+
+    def over(self, blocks: Iterable[Sequence[Lists]], values: Sequence[Real], fits: bool = False) -> None:
+        """The same over one block after another."""
+        whole = self.library if fits else None
+        known: list[list[Real]] | None = None  # what every step multiplies and adds: once for all blocks
+        for lists in blocks:
+            if whole is not None and whole.run(lists, values):
+                continue
+            if known is None and not self.alone:
+                known = [[_value(n, values) for n in numbers] for *_, numbers, _, _ in self._plan]
+            self._execute(lists, values, known)
+
+    def _execute(self, lists: Sequence[Lists], values: Sequence[Real], known: list[list[Real]] | None) -> None:
         registers: list[Any] = [*lists, *[None] * (self.registers - len(lists))]
-        values = list(values) if self.alone else values
-        for operation, target, here, sources, numbers, number, released in self._plan:
+        values = list(values) if known is None else values
+        for i, (operation, target, here, sources, numbers, number, released) in enumerate(self._plan):
             given = [registers[s] for s in sources]
-            made = operation(here, given, [_value(n, values) for n in numbers])
+            made = operation(here, given, [_value(n, values) for n in numbers] if known is None else known[i])
             if number < 0:
                 registers[target] = made
             else:
@@ -270,7 +283,13 @@ class _Selection:
         number = (t.number, t.over, t.negative)
         x = self._register(t.x)
         if t.kind == "plain":
-            self._emit("add", register, (register, x), (number,))
+            steps = self.schedule.steps
+            last = steps[-1] if steps else None
+            scaled = last is not None and (last.name, last.target, last.sources) == ("scale", register, (register,))
+            if scaled and self._fills(t, value):
+                self._emit("mix", register, (register, x), (*steps.pop().numbers, number))
+            else:
+                self._emit("add", register, (register, x), (number,))
         else:
             name = "addcmul" if t.kind == "product" else "addcdiv"
             self._emit(name, register, (register, x, self._register(t.y)), (number,))
@@ -452,15 +471,49 @@ def _flip(t: _Term, negative: bool) -> _Term:
 # ---- multi-tensor operations ---------------------------------------------------------------------------------------
 
 
+def _one(s: list[Any]) -> bool:
+    """Whether the lists are of one tensor, on a CPU, where a list costs as much again as an operation on its tensor."""
+    return len(s[0]) == 1 and s[0][0].is_cpu
+
+
 def _scale(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    number = _like(n[0], s)
     if not here:
-        return list(torch._foreach_mul(s[0], _like(n[0], s)))
-    if isinstance(n[0], Tensor) or n[0] != 1.0:
-        torch._foreach_mul_(s[0], _like(n[0], s))
+        return [torch.mul(s[0][0], number)] if _one(s) else list(torch._foreach_mul(s[0], number))
+    if isinstance(number, Tensor) or number != 1.0:
+        if _one(s):
+            s[0][0].mul_(number)
+        else:
+            torch._foreach_mul_(s[0], number)
     return s[0]
 
 
+def _mix(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    """n[0] x + n[1] y in the place of x: in one pass where torch's SGD, which decays so, takes that step."""
+    keep, rate = n
+    if isinstance(keep, float) and isinstance(rate, float):
+        taken = abs(keep - 1.0)  # what is much of x, or far more than y, is exact by two operations only
+        if taken <= 0.5 and taken < 1e18 * abs(rate) and _whole(s):
+            torch._fused_sgd_(
+                s[0], s[1], [], weight_decay=(keep - 1.0) / rate, momentum=0.0, lr=-rate, dampening=0.0,
+                nesterov=False, maximize=False, is_first_step=False,
+            )  # fmt: skip
+            return s[0]
+    return _add(True, [_scale(True, s[:1], n[:1]), s[1]], n[1:])
+
+
+def _whole(s: list[Any]) -> bool:
+    """Whether torch's operations for whole steps on CPUs take these lists."""
+    if not s[0] or not s[0][0].is_cpu or torch.compiler.is_compiling():
+        return False
+    dtype, tensors = s[0][0].dtype, itertools.chain(*s)
+    return dtype in (torch.float32, torch.float64) and all(x.dtype == dtype and x.is_contiguous() for x in tensors)
+
+
 def _add(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if _one(s) and not isinstance(n[0], Tensor):
+        s[0][0].add_(s[1][0], alpha=n[0])
+        return s[0]
     if isinstance(n[0], Tensor):
         torch._foreach_add_(s[0], torch._foreach_mul(s[1], _like(n[0], s)))
     else:
@@ -469,12 +522,17 @@ def _add(here: bool, s: list[Any], n: list[Real]) -> Lists:
 
 
 def _plus(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if _one(s) and not isinstance(n[0], Tensor):
+        return [torch.add(s[0][0], s[1][0], alpha=n[0])]
     if isinstance(n[0], Tensor):
         return list(torch._foreach_add(s[0], torch._foreach_mul(s[1], _like(n[0], s))))
     return list(torch._foreach_add(s[0], s[1], alpha=n[0]))
 
 
 def _add_number(here: bool, s: list[Any], n: list[Real]) -> Lists:
+    if _one(s) and not isinstance(n[0], Tensor):
+        s[0][0].add_(n[0])
+        return s[0]
     if isinstance(n[0], Tensor):
         torch._foreach_add_(s[0], other=_like(n[0], s))  # without the name it would be read on the host
     else:
@@ -485,14 +543,20 @@ def _add_number(here: bool, s: list[Any], n: list[Real]) -> Lists:
 def _addcmul(here: bool, s: list[Any], n: list[Real]) -> Lists:
     if isinstance(n[0], Tensor):
         return _add(here, [s[0], torch._foreach_mul(s[1], s[2])], n)
-    torch._foreach_addcmul_(s[0], s[1], s[2], value=n[0])
+    if _one(s):
+        s[0][0].addcmul_(s[1][0], s[2][0], value=n[0])
+    else:
+        torch._foreach_addcmul_(s[0], s[1], s[2], value=n[0])
     return s[0]
 
 
 def _addcdiv(here: bool, s: list[Any], n: list[Real]) -> Lists:
     if isinstance(n[0], Tensor):
         return _add(here, [s[0], torch._foreach_div(s[1], s[2])], n)
-    torch._foreach_addcdiv_(s[0], s[1], s[2], value=n[0])
+    if _one(s):
+        s[0][0].addcdiv_(s[1][0], s[2][0], value=n[0])
+    else:
+        torch._foreach_addcdiv_(s[0], s[1], s[2], value=n[0])
     return s[0]
 
 
@@ -508,8 +572,11 @@ def _copy(here: bool, s: list[Any], n: list[Real]) -> Lists:
 
 def _pair(name: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
     plain, inside = getattr(torch, f"_foreach_{name}"), getattr(torch, f"_foreach_{name}_")
+    single = getattr(torch, name)
 
     def run(here: bool, s: list[Any], n: list[Real]) -> Lists:
+        if _one(s):
+            return [single(s[0][0], s[1][0], out=s[0][0]) if here else single(s[0][0], s[1][0])]
         if here:
             inside(s[0], s[1])
             return s[0]
@@ -520,8 +587,11 @@ def _pair(name: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
 
 def _unary(name: str) -> Callable[[bool, list[Any], list[Real]], Lists]:
     plain, inside = getattr(torch, f"_foreach_{name}"), getattr(torch, f"_foreach_{name}_")
+    single = getattr(torch, name)
 
     def run(here: bool, s: list[Any], n: list[Real]) -> Lists:
+        if _one(s):
+            return [single(s[0][0], out=s[0][0]) if here else single(s[0][0])]
         if here:
             inside(s[0])
             return s[0]
@@ -634,7 +704,7 @@ class _Operations(dict[str, Any]):
 
 _OPERATIONS = _Operations(
     {
-        "scale": _scale, "add": _add, "plus": _plus, "add number": _add_number, "addcmul": _addcmul,
+        "scale": _scale, "add": _add, "mix": _mix, "plus": _plus, "add number": _add_number, "addcmul": _addcmul,
         "addcdiv": _addcdiv, "inner": _inner, "copy": _copy, "times": _pair("mul"), "over": _pair("div"),
         "pow xn": _power,
         "maximum xx": _pair("maximum"), "minimum xx": _pair("minimum"), "maximum xn": _bounded(True, False),
@@ -646,7 +716,7 @@ _OPERATIONS = _Operations(
 # ---- blocks --------------------------------------------------------------------------------------------------------
 
 
-def blocks(sizes: Sequence[int], block: int = _BLOCK) -> Iterator[list[tuple[int, int, int]]]:
+def blocks(sizes: Sequence[int], block: int = BLOCK) -> Iterator[list[tuple[int, int, int]]]:
     """Groups of (tensor, first entry, end) with at most `block` entries: small tensors together, large ones cut."""
     group: list[tuple[int, int, int]] = []
     room = block

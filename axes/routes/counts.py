@@ -16,10 +16,7 @@ from torch import Tensor
 
 from axes.core.algorithms import Anchor, Held
 from axes.core.facts import fact
-from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
-
-Run = Callable[[Signal, State], tuple[Tensor, State]]
 
 
 @fact
@@ -67,34 +64,6 @@ def joined(counts: Sequence[Tensor]) -> Tensor:
     return every[0].cpu() if bool((every == every[0]).all()) else every
 
 
-def each_phase(run: Run, update: StateUpdate, signal: Signal, state: State, time: int) -> tuple[Tensor, State]:
-    """A recurrence over sequences side by side whose counts differ: those that stand alike at once."""
-    from axes.routes.packed import grows, join, select, unread
-
-    q, v = signal["q"], signal["v"]
-    assert isinstance(q, Tensor) and isinstance(v, Tensor)
-    total = state.count.shape[0]
-    stand = phases(update, state, total)
-    if len(set(stand)) <= 1:
-        out, end = run(signal, one(state))
-        return out, behind(state, end)
-    out, ends = unread(q, v), list[Any]([None] * total)
-    for phase in dict.fromkeys(stand):
-        members = [n for n, at in enumerate(stand) if at == phase]
-        rows = torch.tensor(members, device=v.device)
-        part = {
-            n: x[rows] if isinstance(x, Tensor) and x.ndim > time and x.shape[0] == total else x
-            for n, x in signal.items()
-        }
-        before = select(state, rows, total)
-        got, end = run(part, one(before))
-        end = behind(before, end)
-        out = out.index_put((rows,), got.to(out.dtype))
-        for i, n in enumerate(members):
-            ends[n] = select(end, torch.tensor([i], device=v.device), len(members))
-    return out, join(ends, grows(update), counted=True)
-
-
 def _each(change: Callable[..., State], *states: Any) -> Any:
     """A change of every state within states of one form, from the inside."""
     first = states[0]
@@ -106,4 +75,4 @@ def _each(change: Callable[..., State], *states: Any) -> Any:
     return tuple(_each(change, *xs) for xs in zip(*states, strict=True))
 
 
-__all__ = ["behind", "each_phase", "joined", "one", "period", "phases"]
+__all__ = ["behind", "joined", "one", "period", "phases"]

@@ -27,6 +27,7 @@ from axes.routes import (
     early,
     gram,
     kernel_terms,
+    levels,
     opaque,
     passes,
     scan,
@@ -34,12 +35,13 @@ from axes.routes import (
     substitution,
     substitution_kernel,
     token,
+    turned,
 )  # fmt: skip
 from axes.routes.choice import Choice, Implementation, NoImplementation, Route, require_implementation
-from axes.routes.counts import each_phase, period, phases
+from axes.routes.counts import period, phases
 from axes.routes.finite import contained, log_gates, require_finite
 from axes.routes.given import require_call, require_packed, require_token
-from axes.routes.packed import each_alone, grows, join, unread
+from axes.routes.packed import each_alone, each_phase, grows, join, unread
 from axes.routes.precision import own_precision
 from axes.routes.select import computed, routes, select, select_token
 from axes.routes.spans import sizes, split
@@ -97,8 +99,9 @@ def run(
     signal: tensors with time in dimension `time`, batch dimensions around it; "q" is required; q and k of fewer heads
     than v, which has a multiple, are shared by neighbours.  Half precision is computed in float32, but for attention,
     which multiplies and keeps pairs in the dtype of v; float64 in float64.  Outputs come back in the dtype of v, states
-    stay in the computing dtype.  Raises ShapeError, WrongType or UnknownName for what does not fit the tuple; domains
-    are asked of numbers, values of tensors are not read.
+    stay in the computing dtype, or are rounded to the 16 bits that the first one was held in (`State.to`).  Raises
+    ShapeError, WrongType or UnknownName for what does not fit the tuple; domains are asked of numbers, values of
+    tensors are not read.
 
     check_finite: read them: NotFiniteError for the first token of the signal, or else of the outputs, that is not
     finite. Without it what is not finite goes where the recurrence takes it (`axes.routes.finite`).
@@ -107,7 +110,12 @@ def run(
         require_call("dispatch.run", update, signal, state, time, weights)
     if check_finite:
         require_finite("dispatch.run", signal, time, gates=log_gates(update))
+    held = _held(update, state)
+    if held is not None:
+        assert state is not None
+        state = state.to(torch.float32)
     out, state = _run(update, signal, state, time, weights, implementation)
+    state = state if held is None else state.to(held)
     if check_finite:
         require_finite("dispatch.run", {"the output": out}, time, _GREW)
     return out, state
@@ -142,7 +150,11 @@ def _run(
     if choice[:2] == ("substitution", "triton") and q.shape[time]:
         with own_precision(v):
             return substitution_kernel.run(update, signal, state, weights)
-    signal = kernel_terms.every_head(signal)
+    if choice[:2] == ("passes", "triton") and q.shape[time]:
+        with own_precision(v):
+            begun = state or _begun(update, kernel_terms.every_head(update, signal), time, weights)
+            return _passes_by_kernel(update, signal, begun)
+    signal = kernel_terms.every_head(update, signal)
     if choice.route not in _AS_GIVEN:
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
         signal = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
@@ -150,7 +162,7 @@ def _run(
         if state is None:
             empty = _each(signal, time, lambda x: x.new_zeros(_without(x, time)))
             state = update.init(empty, weights)
-        return unread(q, v if update.parts().step.writes == 1 else v[..., 0, :]), state
+        return unread(q, v, update.parts().step.reads), state
     with own_precision(v):  # the recurrence stays in its own precision
         if state is not None and time == 1 and opaque.takes(update, choice, signal, q.shape[time]):
             out, state = opaque.run(update, choice.route, signal, state)
@@ -167,14 +179,17 @@ def _otherwise(
     weights: Leaves | None,
     implementation: Implementation | None,
 ) -> tuple[Tensor, State]:
-    """`_run` by the tuple that computes it: of one write a token, or read at states alone."""
+    """`_run` by the tuple that computes it: of rows that stand still, one write a token, or read at states alone."""
 
     def plain(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State]:
         return _run(update, signal, state, time, weights, implementation)
 
+    if turned.still(update) is not update:
+        signal = kernel_terms.every_head(update, signal)
+        return turned.run(update, signal, state or _begun(update, signal, time, weights), time, plain)
     if several_writes:
         return several.run(update, signal, state, time, plain)
-    signal = kernel_terms.every_head(signal)
+    signal = kernel_terms.every_head(update, signal)
     return early.run(update, signal, state or _begun(update, signal, time, weights), time, plain)
 
 
@@ -198,7 +213,11 @@ def run_packed(
         require_packed("dispatch.run_packed", update, signal, state, cu_seqlens)
     if check_finite:
         require_finite("dispatch.run_packed", signal, gates=log_gates(update))
+    held = _held(update, state)
+    if held is not None:
+        state = state.to(torch.float32)
     out, after = _run_packed(update, signal, state, cu_seqlens, implementation)
+    after = after if held is None or after is None else after.to(held)
     if check_finite:
         require_finite("dispatch.run_packed", {"the output": out}, 1, _GREW)
     return out, after
@@ -214,15 +233,18 @@ def _run_packed(
     choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), 1)
     other, several_writes, _ = computed(update)
     if other is not update and choice.implementation == "triton" and q.shape[1]:
-        bounds = cu_seqlens * update.parts().step.writes
+        still = turned.still(update) is update
+        bounds = cu_seqlens * several.each(update) if still else cu_seqlens
 
         def plain(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State]:
             assert state is not None
             return run_packed(update, signal, state, bounds, implementation=implementation)
 
+        if not still:
+            return turned.run(update, kernel_terms.every_head(update, signal), state, 1, plain, cu_seqlens)
         if several_writes:
             return several.run(update, signal, state, 1, plain)
-        return early.run(update, kernel_terms.every_head(signal), state, 1, plain, cu_seqlens)
+        return early.run(update, kernel_terms.every_head(update, signal), state, 1, plain, cu_seqlens)
     if choice.implementation == "triton" and q.shape[1] and _alike(update, choice, state):
         with own_precision(v):
             if choice.route == "attention":
@@ -231,8 +253,10 @@ def _run_packed(
                 return out.transpose(1, 2), state
             if choice.route == "substitution":
                 return substitution_kernel.run(update, signal, state, None, cu_seqlens)
+            if choice.route == "passes":
+                return _passes_by_kernel(update, signal, state, cu_seqlens)
             if choice.route == "token":
-                return token.run(update, kernel_terms.every_head(signal), state, None, cu_seqlens)
+                return token.run(update, kernel_terms.every_head(update, signal), state, None, cu_seqlens)
             return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
 
     def alone(signal: Signal, state: State) -> tuple[Tensor, State]:
@@ -250,6 +274,18 @@ def _alike(update: StateUpdate, choice: Choice, state: State) -> bool:
         return False
     stand = set(phases(update, state, 1))
     return stand == {0} if choice.route == "substitution" else len(stand) == 1
+
+
+def _passes_by_kernel(
+    update: StateUpdate, signal: Signal, state: State, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, State]:
+    def by_kernel(chain: StateUpdate, own: Signal, start: State, _: int) -> tuple[Tensor, State]:
+        return kernel_terms.run(chain, own, start, None, cu_seqlens=cu_seqlens)
+
+    v = signal["v"]
+    assert isinstance(v, Tensor)
+    out, state = passes.run(update, kernel_terms.every_head(update, signal), state, 1, by_kernel)
+    return out.to(v.dtype), state
 
 
 def step(
@@ -284,6 +320,10 @@ def one_token(
     named = implementation or chosen()
     choice = select_token(update, v.device, v.dtype, shapes, named, differentiated)
     other, several_writes, _ = computed(update)
+    kernel = choice[:2] == ("chain", "triton") and other is update
+    if not kernel and (held := _held(update, state)) is not None:
+        out, after = one_token(update, signal, state.to(torch.float32), implementation)
+        return out, after.to(held)
     if other is not update and choice.implementation == "triton":
         return _step_otherwise(update, several_writes, signal, state, implementation, in_place)
     if choice.route in ("attention", "token"):
@@ -292,6 +332,11 @@ def one_token(
         with own_precision(v):
             return kernel_terms.run(update, signal, state, None, kernel_terms.one_token(in_place))
     return _run(update, signal, state, implementation="reference")
+
+
+def _held(update: StateUpdate, state: State | None) -> torch.dtype | None:
+    """The 16 bits that a state is held in: computed in float32, rounded once. Lists keep a dtype of their own."""
+    return None if state is None or update.parts().memory.kind == "list" else state.held()
 
 
 def _step_otherwise(
@@ -307,15 +352,18 @@ def _step_otherwise(
     def plain(update: StateUpdate, signal: Signal, given: State) -> tuple[Tensor, State]:
         return step(update, signal, given, implementation=implementation, in_place=in_place)
 
+    if turned.still(update) is not update:
+        return turned.run(update, kernel_terms.every_head(update, signal), state, 1, plain)
     if not several_writes:
         before = state._replace(theta=(state.theta[0].clone(),)) if in_place else state  # it is read after the step
-        return early.run(update, kernel_terms.every_head(signal), before, 1, lambda u, s, _: plain(u, s, state))
-    one, count = several.one(update), state.count + 1
-    tokens = several.tokens(update, signal, 1)
-    for i in range(update.parts().step.writes):
+        return early.run(update, kernel_terms.every_head(update, signal), before, 1, lambda u, s, _: plain(u, s, state))
+    one, count, outputs = several.one(update), state.count + 1, []
+    tokens, reads = several.tokens(update, signal, 1), update.parts().step.reads
+    for i in range(several.each(update)):
         token = {n: x[:, i : i + 1] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in tokens.items()}
         out, state = plain(one, token, state)
-    return out, state._replace(count=count)
+        outputs.append(out)
+    return out if reads == 1 else torch.stack(outputs[-reads:], -2), state._replace(count=count)
 
 
 def _begun(update: StateUpdate, signal: Signal, time: int, weights: Leaves | None) -> State:
@@ -457,6 +505,10 @@ def _run_passes(update: StateUpdate, signal: Signal, state: State, batch: int) -
     return passes.run(update, signal, state, batch, _run_chain)
 
 
+def _run_levels(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
+    return levels.run(update, signal, state, batch)
+
+
 def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     cost, h, monoid, step, _ = update.parts()
     outputs, done = [], 0
@@ -493,4 +545,5 @@ _ROUTES = {
     "cascade": _run_cascade,
     "gram": _run_gram,
     "passes": _run_passes,
+    "levels": _run_levels,
 }

@@ -54,6 +54,8 @@ def run(
     """`dispatch.run`, or `run_packed` with offsets, of S for queries and keys that have turned back already."""
     k = signal["k"]
     assert isinstance(k, Tensor)
+    held = state.held()
+    state = state if held is None else state.to(torch.float32)  # rounded once, when it has turned
     if cu_seqlens is None:
         out, after = dispatch.run(frame.still, signal, state, implementation=implementation)
         lengths = torch.full((1,), k.shape[1], device=k.device)
@@ -64,7 +66,8 @@ def run(
     assert angle is not None
     end = (lengths[:, None, None, None] * angle).remainder(2 * math.pi)
     turned = tuple(rotate(x, end.to(x.dtype)) for x in after.theta)
-    return out, State(turned, after.via, after.stats, after.norm, after.anchor, after.count)
+    last = State(turned, after.via, after.stats, after.norm, after.anchor, after.count)
+    return out, last if held is None else last.to(held)
 
 
 __all__ = ["Frame", "frame", "run"]

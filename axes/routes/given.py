@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from axes.core.execution import several
+from axes.core.execution import SHORT, several
 from axes.core.facts import fact
 from axes.core.memory import Leaves
 from axes.core.rates import Per, Signal, extent, resolve
@@ -40,17 +40,19 @@ class _Asked:
         if not p.memory.keyed:
             raise IllegalUpdate(f"a sequence of tokens has keys and values; {update!r} takes a given gradient")
         self.update, self.listed, self.writes = update, p.memory.kind == "list", p.step.writes
+        self.reads = p.step.reads
         self.repeated, self.linear = several(p), p.linear_gates()
         self.vectors = update.signals() | {"q", "k", "v"}
         self.rates = {per.name: per for per in update.demands()}
-        self.free = frozenset(r.name for r in p.memory.rates() if isinstance(r, Per))
+        self.free = p.memory.free
         self.looks: set[Hashable] = set()
 
     def extents(self, d_k: int, d_v: int) -> dict[str, Sizes]:
         """The last dimensions of every name of a signal: named vectors stand on the key side."""
         own: dict[str, Sizes] = {name: (d_v if name == "v" else d_k,) for name in self.vectors}
         own |= {name: extent(per, d_k, d_v) for name, per in self.rates.items()}
-        return {name: (self.writes, *last) if name in self.repeated else last for name, last in own.items()}
+        own = {name: (self.writes, *last) if name in self.repeated else last for name, last in own.items()}
+        return own if self.reads == 1 else {**own, "q": (self.reads, *own["q"])}
 
     def form(self, d_k: int, d_v: int) -> Any:
         """The state of one sequence: the shapes of its leaves, in their place."""
@@ -80,8 +82,13 @@ def look(x: Any, found: list[Hashable]) -> bool:
             of = part.__class__
             if of is Tensor:  # what is frequent, without a call
                 found += (part.shape, part.dtype, part.device)
-            elif of is tuple and not part:
-                found.append(None)
+            elif of is tuple:
+                found.append(len(part))
+                for leaf in part:
+                    if leaf.__class__ is Tensor:
+                        found += (leaf.shape, leaf.dtype, leaf.device)
+                    elif not look(leaf, found):
+                        return False
             elif not look(part, found):
                 return False
     elif kind is float or kind is int or x is None:
@@ -262,7 +269,8 @@ def _shapes(x: Any) -> Any:
 
 class Place(NamedTuple):
     """Where a state stands: a memory for each of a batch (batch, heads), keys and values of these widths, and the dtype
-    and device of the values. shared: statistics of what is the same for the whole batch may have no batch."""
+    and device of the values. shared: statistics of what is the same for the whole batch may have no batch. held: the 16
+    bits that a state is held in."""
 
     batch: Sizes
     d_k: int
@@ -270,6 +278,7 @@ class Place(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     shared: bool = False
+    held: torch.dtype | None = None
 
     @classmethod
     def of(cls, batch: Sizes, signal: Signal) -> Place:
@@ -291,6 +300,9 @@ def require_state(who: str, update: StateUpdate, state: object, place: Place, na
         _require_list(who, f"{name}.theta", state.theta, place)
         _require_part(who, f"{name}.count", state.count, form.count, place)
         return
+    if place.dtype != torch.float64:
+        leaves = state.theta if isinstance(state.theta, tuple) else ()
+        place = place._replace(held=next((x.dtype for x in leaves if getattr(x, "dtype", None) in SHORT), None))
     _require_part(who, name, state, form, place)
 
 
@@ -308,8 +320,11 @@ def _require_part(who: str, name: str, x: Any, form: Any, place: Place) -> None:
             return
         if x.shape != place.batch + form:
             _require_batch(who, name, x, form, place)
-        if x.dtype != (torch.float64 if place.dtype == torch.float64 else torch.float32):
-            raise ShapeError(f"{who}: {name} is {x.dtype}: a state is float64 beside float64, else float32")
+        if x.dtype != (place.held or (torch.float64 if place.dtype == torch.float64 else torch.float32)):
+            raise ShapeError(
+                f"{who}: {name} is {x.dtype}: a state is float64 beside float64, else float32, or held in 16 bits as a "
+                "whole, by state.to(torch.bfloat16)"
+            )
         if x.device != place.device:
             raise ShapeError(f"{who}: {name} is on {x.device} and the input on {place.device}: move one of them")
         return

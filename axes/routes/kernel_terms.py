@@ -1,8 +1,9 @@
 """From a tuple to a kernel call: which kernel family computes the derived chain, and the numbers it is given.
 
 A family is a transition structure: scalar (no gate, a scalar gate, rank one), diagonal, dplr (diagonal plus rank one of
-the monoid) and block (theta and one momentum buffer). The facts are those that `axes.core.chain` writes out as
-vectors; here strengths and gates stay numbers a token, so that the kernels read keys once, in their own dtype.
+the monoid), block (theta and one momentum buffer) and entries (gates by row, or by row and key). The facts are those
+that `axes.core.chain` writes out as vectors; here strengths and gates stay numbers a token, so that the kernels read
+keys once, in their own dtype.
 Nothing here needs Triton: `no_kernel` is asked on every machine.
 """
 
@@ -17,20 +18,23 @@ from torch import Tensor
 
 from axes.core.chain import chain
 from axes.core.derived import erases_along_key, no_chain, scales_values
+from axes.core.execution import SHORT
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
 from axes.core.memory import Leaves, normalised
-from axes.core.monoids import Element, rotate
+from axes.core.monoids import Element, Hadamard, rotate
 from axes.core.rates import Per, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import ShapeError
 from axes.kernels.common import versions
 from axes.routes.packed import Packing
 
-Family = Literal["scalar", "diagonal", "dplr", "block"]
+Family = Literal["scalar", "diagonal", "dplr", "block", "entries"]
 HOPPER: frozenset[Family] = frozenset({"scalar", "diagonal", "dplr"})  # families with forms for that GPU
-WIDEST: dict[Family, int] = {"scalar": 256, "diagonal": 256, "dplr": 256, "block": 256}
+WIDEST: dict[Family, int] = {"scalar": 256, "diagonal": 256, "dplr": 256, "block": 256, "entries": 256}
+NOT_RUN: frozenset[Family] = frozenset({"entries"})  # by a GPU yet: until then who names triton gets them
 _ANY = (1, 1, 1, 1)
+_TURNING = {"rotation", "identity", "scalar", "pair"}  # gates that commute with rotations
 
 
 class NoFamily(NamedTuple):
@@ -47,13 +51,16 @@ def family(update: StateUpdate) -> Family | NoFamily:
         return NoFamily(reason)
     cost, _, monoid, step, memory = update.parts()
     kinds, filters = gates(monoid), update.filters()
+    if "turn" in kinds:
+        return NoFamily("rows that turn stand still in another frame: `axes.routes.turned`")
     if memory.kind == "entries" or kinds & {"row", "hadamard"}:
-        return NoFamily("entries have gates of their own: an element-wise scan, not matrix products")
+        reason = _no_entries(update)
+        return "entries" if reason is None else NoFamily(reason)
     if rate_shape(step.rate) == "row" and not scales_values(update) or rate_shape(cost.ridge) == "row":
         return NoFamily("every row of the state has a transition of its own")
     if isinstance(cost.ridge, Per) or cost.ridge != 0.0:
         return NoFamily("a ridge decays linearly and can change the sign, kernels take log gates")
-    if "dense" in kinds or "rotation" in kinds and (kinds - {"rotation", "identity", "scalar"} or _erases(update)):
+    if "dense" in kinds or "rotation" in kinds and (kinds - _TURNING or _erases(update)):
         return NoFamily("a dense transition")
     if filters:
         if len(filters) > 1:
@@ -68,6 +75,32 @@ def family(update: StateUpdate) -> Family | NoFamily:
         curved = update.parts().predicts
         return NoFamily("a low-rank gate and a curved cost are rank two") if curved else "dplr"
     return "diagonal" if kinds & {"diagonal", "pair"} else "scalar"
+
+
+def _no_entries(update: StateUpdate) -> str | None:
+    """Why the kernel of entries does not compute a chain whose gates are of rows, or of rows and keys."""
+    cost, _, monoid, step, memory = update.parts()
+    if gates(monoid) - {"identity", "scalar", "row", "hadamard"}:
+        return "the kernel of entries takes gates of rows, of entries and of the whole, beside nothing else"
+    if sum(isinstance(f, Hadamard) for f in factors(monoid)) > 1:
+        return "the kernel of entries takes one gate of entries"
+    if step.via or step.debias:
+        return "the kernel of entries carries neither buffers nor a normaliser"
+    if memory.kind != "entries" and update.parts().predicts:
+        return "every row of the state has a transition of its own"
+    if isinstance(cost.ridge, Per) or cost.ridge != 0.0:
+        return "a ridge decays linearly and can change the sign, kernels take log gates"
+    if rate_shape(step.rate) not in ("scalar", "row") and (memory.kind == "entries" or rate_shape(step.rate) != "key"):
+        return "the kernel of entries takes strengths of rows"
+    return None
+
+
+def not_run(update: StateUpdate) -> str | None:
+    """Why a kernel that computes an update is not picked, or None."""
+    kind = family(update)
+    if isinstance(kind, NoFamily) or kind not in NOT_RUN:
+        return None
+    return "its kernel has not run on a GPU yet, and runs where implementation='triton' asks for it"
 
 
 def no_kernel(
@@ -86,8 +119,9 @@ def no_kernel(
         shape = shapes.get(name, _ANY)
         if time != 1 or len(shape) != 4:
             return "the kernels take (batch, time, head, width)"
-        if not 0 < shape[-1] <= WIDEST[kind]:
-            return f"the {kind} kernels take widths up to {WIDEST[kind]}"
+        if shape[-1] > WIDEST[kind] and (name == "k" or kind != "entries") or not shape[-1]:
+            what = "keys" if kind == "entries" else "widths"
+            return f"the {kind} kernels take {what} up to {WIDEST[kind]}"
     return None
 
 
@@ -127,19 +161,20 @@ def run(
     if state is None and weights is None and kind != "block" and not update.parts().step.debias:
         state = State((), (), (), (), (), torch.zeros((), dtype=torch.int64))  # kernels make the empty state themselves
     elif state is None:
-        first = {n: _first(x) for n, x in every_head(signal).items()}
+        first = {n: _first(x) for n, x in every_head(update, signal).items()}
         state = update.init(first, weights)
-    share = kind in ("scalar", "diagonal") and rate_shape(update.parts().step.rate) in ("scalar", "row")
+    share = kind in ("scalar", "diagonal", "entries") and rate_shape(update.parts().step.rate) in ("scalar", "row")
     share = share and not erases_along_key(update)  # whose strengths may be of every head
     share = share and "rotation" not in gates(update.parts().monoid)  # whose angles may be of every head
     if not share:
-        signal = every_head(signal)
+        signal = every_head(update, signal)
     q, k = _tensor(signal, "q"), _tensor(signal, "k")
     if share:
         q, k = _shared(q, k)
-    v = _written(update, signal, v)
+    v = v if kind == "entries" else _written(update, signal, v)
     tokens = _Tokens(q.to(v.dtype), k.to(v.dtype), v)
-    compute = {"scalar": _scalar, "diagonal": _diagonal, "dplr": _dplr, "block": _block}[kind]
+    families = {"scalar": _scalar, "diagonal": _diagonal, "dplr": _dplr, "block": _block, "entries": _entries}
+    compute = families[kind]
     return compute(update, signal, tokens, state, kernels or _chunked(cu_seqlens), cu_seqlens)
 
 
@@ -157,6 +192,7 @@ class Kernels(NamedTuple):
     scalar: Callable[..., tuple[Tensor, Tensor]]
     diagonal: Callable[..., tuple[Tensor, Tensor]]
     block: Callable[..., tuple[Tensor, Tensor]]
+    entries: Callable[..., tuple[Tensor, Tensor]]
 
 
 def _chunked(cu_seqlens: Tensor | None) -> Kernels:
@@ -177,7 +213,12 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return block_chain(*args, cu_seqlens=cu_seqlens, **options)  # type: ignore[arg-type]
 
-    return Kernels(scalar, diagonal, block)
+    def entries(*args: object, **options: object) -> tuple[Tensor, Tensor]:
+        from axes.kernels.entries.chain import entries_chain
+
+        return entries_chain(*args, cu_seqlens=cu_seqlens, **options)  # type: ignore[arg-type]
+
+    return Kernels(scalar, diagonal, block, entries)
 
 
 def one_token(in_place: bool) -> Kernels:
@@ -192,7 +233,7 @@ def one_token(in_place: bool) -> Kernels:
         erase: Tensor | None = None, initial_state: Tensor | None = None, **options: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         assert initial_state is not None
-        state = initial_state.float().contiguous()
+        state = (initial_state if initial_state.dtype in SHORT else initial_state.float()).contiguous()
         final = state if in_place else torch.empty_like(state)
         vectors: dict[str, Any] = {n: now(options.pop(n, None)) for n in ("a", "b")}
         out = chain_step(
@@ -212,7 +253,13 @@ def one_token(in_place: bool) -> Kernels:
         out = block_step(initial_state, q[:, 0], k[:, 0], v[:, 0], block[:, 0], write[:, 0], now(erase), into=into)
         return out[:, None], final
 
-    return Kernels(scalar, diagonal, block)
+    def entries(*args: Any, initial_state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        from axes.kernels.entries.chain import entries_chain
+
+        out, final = entries_chain(*args, initial_state=initial_state, **options)
+        return out, initial_state.copy_(final) if in_place else final
+
+    return Kernels(scalar, diagonal, block, entries)
 
 
 def _start(state: State) -> Tensor | None:
@@ -230,12 +277,9 @@ def _scalar(
 ) -> tuple[Tensor, State]:
     element = _element(update, signal, t.k)
     gate = _log_gate(element, t.v.shape[:-1], t.v)
-    q, k, end = t.q, t.k, None
-    if element.angle is not None:  # in the frame that turns along, the chain has no rotation (RoPE)
-        angle = element.angle.expand(*t.k.shape[:-1], element.angle.shape[-1])
-        turned, end = _turned(angle.double().cumsum(1), cu_seqlens)
-        q, k = (rotate(x.float(), -turned).to(x.dtype) for x in (q, k))
-    write, erase, strength = _strengths(update, signal, t._replace(q=q, k=k))
+    t, end = _in_frame(element, t, cu_seqlens)
+    q = t.q
+    write, erase, strength = _strengths(update, signal, t)
     rule = "delta" if _erases(update) else "write"
     early = update.parts().predicts and update.parts().step.at == "prev" and gate is not None
 
@@ -254,15 +298,28 @@ def _scalar(
 def _diagonal(
     update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, State]:
-    gate = _log_gate(_element(update, signal, t.k), _wide(t), t.v)
+    element = _element(update, signal, t.k)
+    gate = _log_gate(element, _wide(t), t.v)
     assert gate is not None
+    t, end = _in_frame(element, t, cu_seqlens)
     write, erase, strength = _strengths(update, signal, t)
     rule = "delta" if _erases(update) else "write"
     early = update.parts().predicts and update.parts().step.at == "prev"
     out, final = kernels.diagonal(
         t.q, write, t.v, gate, strength, erase=erase, initial_state=_start(state), rule=rule, early=early
     )
-    return out, _after(state, t.v, (final,))
+    return out, _after(state, t.v, (final if end is None else rotate(final, end[..., None, :]),))
+
+
+def _in_frame(element: Element, t: _Tokens, cu_seqlens: Tensor | None) -> tuple[_Tokens, Tensor | None]:
+    """Queries and keys in the frame that turns along, where the chain has no rotation (RoPE); and by what its last
+    state is turned, if it is."""
+    if element.angle is None:
+        return t, None
+    angle = element.angle.expand(*t.k.shape[:-1], element.angle.shape[-1])
+    turned, end = _turned(angle.double().cumsum(1), cu_seqlens)
+    q, k = (rotate(x.float(), -turned).to(x.dtype) for x in (t.q, t.k))
+    return t._replace(q=q, k=k), end
 
 
 def _dplr(
@@ -298,6 +355,80 @@ def _block(
     moved = _after(held, t.v, (final[..., 1, :],), held.norm)
     via = moved if isinstance(buffer, State) else (moved,)
     return out, _after(state, t.v, (final[..., 0, :],), via=(via,))
+
+
+def _entries(
+    update: StateUpdate, signal: Signal, t: _Tokens, state: State, kernels: Kernels, cu_seqlens: Tensor | None
+) -> tuple[Tensor, State]:
+    """Heads that share keys are rows of one."""
+    p, shape = update.parts(), t.v.shape
+    gate, times, spectrum = _gates_of_entries(update, signal, t)
+    rate, beta, k = resolve(p.step.rate, signal), None, t.k
+    named = p.step.rate.name if isinstance(p.step.rate, Per) else None
+    tied = times is not None and any(
+        isinstance(f, Hadamard) and f.times is not None and f.times.name == named for f in factors(p.monoid)
+    )
+    if rate_shape(p.step.rate) == "key":
+        k = (k * rate).to(k.dtype)
+    elif not tied and not (isinstance(rate, float) and rate == 1.0):
+        each = isinstance(rate, Tensor) and rate.ndim == len(shape) - 1
+        beta = torch.as_tensor(rate[..., None] if each else rate, device=t.v.device)  # type: ignore[index]
+        beta = (beta if beta.is_floating_point() else beta.float()).expand(shape)
+    erase = p.step.at if _erases(update) else "none"
+    if erase == "new":  # an implicit step shrinks by the whole key
+        length = every_head(update, {"k": t.k, "v": t.v})["k"].float().square().sum(-1, keepdim=True)  # type: ignore[union-attr]
+        beta = torch.ones_like(t.v, dtype=torch.float32) if beta is None else beta.float()
+        erase, beta = "gated", beta / (1.0 + beta * length)
+    q, start = t.q, _start(state)
+    one = q.shape[2] == 1 and k.shape[2] == 1 and shape[2] > 1
+    v, gate, times, beta = (x if x is None or not one else x.flatten(2)[:, :, None] for x in (t.v, gate, times, beta))
+    if one:
+        spectrum = None if spectrum is None else spectrum.flatten(-3, -2)[..., None, :, :]
+        start = None if start is None else start.flatten(-3, -2)[:, None]
+    out, final = kernels.entries(
+        q, k, v, gate, times=times, spectrum=spectrum, beta=beta, tied=tied, erase=erase, initial_state=start
+    )
+    if one:
+        out, final = out.reshape(shape), final.reshape(-1, *shape[2:], final.shape[-1])
+    return out, _after(state, t.v, (final,))
+
+
+def _gates_of_entries(
+    update: StateUpdate, signal: Signal, t: _Tokens
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Logs of rows (B, T, HV, V), a step of rows like them, and the logs that it multiplies: (HV, V, K) where all
+    tokens share them, else (B, T, HV, V, K)."""
+    total: Tensor | None = None
+    times: Tensor | None = None
+    spectrum: Tensor | None = None
+    for f in factors(update.parts().monoid):
+        if isinstance(f, Hadamard):
+            assert isinstance(f.gate, Per)
+            spectrum = _same_for_all(_tensor(signal, f.gate.name))
+            if f.times is not None:
+                times = torch.as_tensor(resolve(f.times, signal), device=t.v.device).expand(t.v.shape)
+            continue
+        element = f.element(signal, 1.0, t.k[..., None, :])
+        log = None if element.outer is None else element.outer[..., 0]
+        if element.gate is not None:
+            log = element.gate
+        if not isinstance(element.scale, float) or element.scale != 1.0:
+            log = torch.log(torch.as_tensor(element.scale, dtype=torch.float32, device=t.v.device))
+        total = log if total is None or log is None else total + log
+    return None if total is None else total.expand(t.v.shape), times, spectrum
+
+
+def _same_for_all(x: Tensor) -> Tensor:
+    """What was expanded over batch and tokens, before it was: a gradient then needs no number a token. Else x."""
+    if x.stride(0) or x.stride(1):
+        return x
+    if not x.requires_grad:
+        return x[0, 0]
+    if torch.compiler.is_compiling() or x._base is None or type(x.grad_fn).__name__ != "ExpandBackward0":
+        return x
+    held, heard = x._base, x.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    own = heard is held.grad_fn if held.grad_fn is not None else getattr(heard, "variable", None) is held
+    return held.view(x.shape[2:]) if own and held.shape[-3:] == x.shape[2:] and held.numel() == x[0, 0].numel() else x
 
 
 def _slots(first: Tensor, second: Tensor) -> Tensor:
@@ -391,9 +522,12 @@ def _shared(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def every_head(signal: Signal) -> dict[str, Tensor | float]:
-    """q and k (..., H, K) for every head of v (..., HV, V): neighbours, HV / H of them, share theirs."""
+def every_head(update: StateUpdate, signal: Signal) -> dict[str, Tensor | float]:
+    """q and k (..., H, K) for every head of v (..., HV, V): neighbours, HV / H of them, share theirs. Tokens of several
+    writes have pairs for all heads."""
     v, made = _tensor(signal, "v"), dict(signal)
+    if update.parts().step.writes > 1:
+        return made
     for name in ("q", "k"):
         x = made.get(name)
         if not isinstance(x, Tensor) or x.ndim != v.ndim or x.shape[-2] >= v.shape[-2]:

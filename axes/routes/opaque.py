@@ -166,7 +166,8 @@ def _(tensors: list[Tensor], name: str, call: str) -> list[Tensor]:
             shape, pairs = list(after[i].shape), leaves[i].shape[time] + v.shape[1]
             shape[time] = pairs if window is None else torch.sym_min(pairs, window)
             after[i] = after[i].new_empty(shape)
-    return [_empty(unread(tensors[names.index("q")], v)), *after]
+    reads = _UPDATES[name].parts().step.reads
+    return [_empty(unread(tensors[names.index("q")], v, reads)), *after]
 
 
 @_backward_operator.register_fake

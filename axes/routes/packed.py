@@ -16,6 +16,8 @@ from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.routes.counts import behind, joined, one, phases
 
+Run = Callable[[Signal, State], tuple[Tensor, State]]
+
 
 class Packing(NamedTuple):
     """Offsets of N packed sequences (N + 1,), and of every token its sequence (T,)."""
@@ -58,9 +60,11 @@ class Packing(NamedTuple):
         return total - padded[:, self.offsets[:-1]][:, self.sequence]
 
 
-def unread(q: Tensor, v: Tensor) -> Tensor:
-    """What queries of no memory would read: several may share a value, and several values a query."""
-    return v.new_zeros(*map(max, q.shape[:-1], v.shape[:-1]), v.shape[-1])
+def unread(q: Tensor, v: Tensor, reads: int = 1) -> Tensor:
+    """What queries of no memory would read: several may share a value, and several values a query. reads: of a token,
+    a dimension of q."""
+    several = () if reads == 1 else (reads,)
+    return v.new_zeros(*map(max, q.shape[: q.ndim - 1 - len(several)], v.shape[:-1]), *several, v.shape[-1])
 
 
 def each_alone(
@@ -78,7 +82,7 @@ def each_alone(
         groups.setdefault((b - a, stand[n]), []).append(n)
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
-    out = unread(q, v)
+    out = unread(q, v, update.parts().step.reads)
     ends: dict[int, State] = {}
     total = len(offsets) - 1
     for (length, _), members in groups.items():
@@ -94,6 +98,32 @@ def each_alone(
         for i, n in enumerate(members):
             ends[n] = select(end, torch.tensor([i], device=v.device), len(members))
     return out, [ends[n] for n in range(total)]
+
+
+def each_phase(run: Run, update: StateUpdate, signal: Signal, state: State, time: int) -> tuple[Tensor, State]:
+    """A recurrence over sequences side by side whose counts differ: those that stand alike at once."""
+    q, v = signal["q"], signal["v"]
+    assert isinstance(q, Tensor) and isinstance(v, Tensor)
+    total = state.count.shape[0]
+    stand = phases(update, state, total)
+    if len(set(stand)) <= 1:
+        out, end = run(signal, one(state))
+        return out, behind(state, end)
+    out, ends = unread(q, v), list[Any]([None] * total)
+    for phase in dict.fromkeys(stand):
+        members = [n for n, at in enumerate(stand) if at == phase]
+        rows = torch.tensor(members, device=v.device)
+        part = {
+            n: x[rows] if isinstance(x, Tensor) and x.ndim > time and x.shape[0] == total else x
+            for n, x in signal.items()
+        }
+        before = select(state, rows, total)
+        got, end = run(part, one(before))
+        end = behind(before, end)
+        out = out.index_put((rows,), got.to(out.dtype))
+        for i, n in enumerate(members):
+            ends[n] = select(end, torch.tensor([i], device=v.device), len(members))
+    return out, join(ends, grows(update), counted=True)
 
 
 def grows(update: StateUpdate) -> bool:

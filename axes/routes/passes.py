@@ -1,4 +1,5 @@
-"""A bounded memory as two passes of matrices: slots by keys and values by slots, h between them (gated slot attention).
+"""Memories of two sums as passes of matrices. A bounded one: slots by keys and values by slots, h between them (gated
+slot attention). A regression: a pass over the keys for every step of its solve, one over the values at what it finds.
 
     K_t = a * K_{t-1} + w k_t^T,   V_t = a * V_{t-1} + w v_t^T,   o_t = V_t^T p,   p = grad h*(scale K_t q_t):
 
@@ -21,11 +22,12 @@ from axes.core.costs import Alignment
 from axes.core.facts import fact
 from axes.core.geometry import Euclidean
 from axes.core.legality import factors
-from axes.core.memory import BoundedList, normalised
+from axes.core.memory import BoundedList, Regression, conjugate_gradients, normalised
 from axes.core.monoids import Diagonal, Identity, Monoid, Product
 from axes.core.rates import Per, Shape, Signal, resolve
 from axes.core.state_update import State, StateUpdate
 
+PICKED = False  # by kernels, not before that has run on a GPU: until then who names triton gets them
 _Widths = tuple[tuple[int, int] | None, tuple[int, int] | None]
 Compute = Callable[[StateUpdate, Signal, State, int], tuple[Tensor, State]]
 
@@ -68,11 +70,13 @@ def run(update: StateUpdate, signal: Signal, state: State, batch: int, compute: 
     compute: what takes chains, of a tuple, a signal, a state and the number of batch dimensions.
     """
     p = update.parts()
+    if p.memory.kind == "regression":
+        return _solved(update, signal, state, batch, compute)
     memory, (scores, outputs) = p.memory, passes(update)
     assert isinstance(memory, BoundedList)
     q, k, v = (signal[n] for n in "qkv")
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    write, gates = _write(update, signal, k), {per.name: signal[per.name] for per in scores.demands()}
+    write, gates = _write(update, signal, k).to(k.dtype), {per.name: signal[per.name] for per in scores.demands()}
     keys, values = state.theta
 
     def passed(chain: StateUpdate, start: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,6 +98,44 @@ def run(update: StateUpdate, signal: Signal, state: State, batch: int, compute: 
     return out, State((keys, columns.mT), state.via, state.stats, norm, state.anchor, state.count + q.shape[batch])
 
 
+def chains(update: StateUpdate) -> tuple[StateUpdate, ...]:
+    """Of which kernels may compute the passes."""
+    return (sums(update),) if update.parts().memory.kind == "regression" else tuple(passes(update))
+
+
+@fact
+def sums(update: StateUpdate) -> StateUpdate:
+    """Of a regression: the chain of either sum."""
+    p = update.parts()
+    return StateUpdate(Alignment(), Euclidean(), p.monoid, Step(p.step.rate))
+
+
+def _solved(update: StateUpdate, signal: Signal, state: State, batch: int, compute: Compute) -> tuple[Tensor, State]:
+    """R_t p of every token t is what the chain whose values are keys reads at p: no R is formed for a token."""
+    chain, memory = sums(update), update.parts().memory
+    assert isinstance(memory, Regression)
+    q, k, v = (signal[n] for n in "qkv")
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    rates = {per.name: signal[per.name] for per in chain.demands()}
+    ridge, (first, begun) = resolve(memory.ridge, signal), state.theta
+    last = begun
+
+    def passed(start: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        own = State((start,), (), (), (), (), state.count)
+        out, end = compute(chain, {"q": q, "k": k, "v": v, **rates}, own, batch)
+        return out, end.theta[0]
+
+    def apply(p: Tensor) -> Tensor:
+        nonlocal last
+        out, last = passed(begun, p, k)
+        return out + ridge * p
+
+    wide = torch.promote_types(q.dtype, torch.float32)  # what is solved is not rounded from step to step
+    x = conjugate_gradients(apply, q.to(wide), memory.steps)
+    out, end = passed(first, x, v)
+    return out, State((end, last), state.via, state.stats, state.norm, state.anchor, state.count + q.shape[batch])
+
+
 def _write(update: StateUpdate, signal: Signal, k: Tensor) -> Tensor:
     """How much of a token every slot takes, (..., T, m)."""
     p = update.parts()
@@ -104,4 +146,4 @@ def _write(update: StateUpdate, signal: Signal, k: Tensor) -> Tensor:
     return (k.new_ones(()) * rate).expand(*k.shape[:-1], p.memory.slots)
 
 
-__all__ = ["passes", "run", "widths"]
+__all__ = ["PICKED", "chains", "passes", "run", "sums", "widths"]

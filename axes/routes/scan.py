@@ -279,6 +279,13 @@ def _entry_by_entry(c: Chain, start: Tensor, q: Tensor) -> tuple[Tensor, Tensor]
 
 def _in_rotating_frame(c: Chain, start: Tensor, q: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
     """S_t = Z_t R(theta_1 + ... + theta_t): in the frame that turns along, the chain of Z has no rotation (RoPE)."""
+    still, turned, last = in_rotating_frame(c, q)
+    out, final = chunked(still, start, turned, size)
+    return out, rotate(final, last[..., None, None, :])
+
+
+def in_rotating_frame(c: Chain, q: Tensor) -> tuple[Chain, Tensor, Tensor]:
+    """The chain of Z, its queries, and by how much its last state has yet to turn."""
     assert c.angle is not None
     total = c.angle.cumsum(-2)
     key = rotate(c.key, -total[..., None, :])
@@ -286,6 +293,4 @@ def _in_rotating_frame(c: Chain, start: Tensor, q: Tensor, size: int | None) -> 
     if c.a is not None and c.b is not None:
         a = rotate(c.a, -(total - c.angle)[..., None, None, :])
         b = rotate(c.b, -total[..., None, None, :])
-    still = replace(c, key=key, angle=None, a=a, b=b)
-    out, final = chunked(still, start, rotate(q, -total), size)
-    return out, rotate(final, total[..., -1, :][..., None, None, :])
+    return replace(c, key=key, angle=None, a=a, b=b), rotate(q, -total), total[..., -1, :]

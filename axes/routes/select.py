@@ -1,7 +1,7 @@
 """Which route computes a sequence of tokens, and who: a pure function of the tuple, the device and the shapes.
 
-Routes are how (interpreter, chain, substitution, cascade, gram, attention, passes, token); implementations are who
-(reference, torch, triton).
+Routes are how (interpreter, chain, substitution, cascade, gram, attention, passes, levels, token); implementations are
+who (reference, torch, triton).
 """
 
 from __future__ import annotations
@@ -19,14 +19,27 @@ from axes.core.derived import (
     no_cascade,
     no_chain,
     no_gram,
+    no_levels,
     no_passes,
     no_substitution,
+    of_levels,
     scales_values,
 )
 from axes.core.facts import fact
 from axes.core.state_update import StateUpdate
 from axes.kernels.common import versions
-from axes.routes import attention, early, given, kernel_terms, opaque, passes, several, substitution_kernel, token
+from axes.routes import (
+    attention,
+    early,
+    given,
+    kernel_terms,
+    opaque,
+    passes,
+    several,
+    substitution_kernel,
+    token,
+    turned,
+)
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -41,6 +54,7 @@ def routes(update: StateUpdate) -> Mapping[Route, str | None]:
     return {
         "attention": no_attention(update),
         "passes": no_passes(update),
+        "levels": no_levels(update),
         "gram": no_gram(update),
         "substitution": no_substitution(update),
         "chain": no_chain(update),
@@ -66,9 +80,9 @@ def select(
     require_implementation(implementation)
     if implementation == "reference":
         return Choice("interpreter", "reference", "asked for by name")
-    update, several_writes, attends = computed(update)
+    asked, (update, several_writes, attends) = update, computed(update)
     if several_writes and shapes is not None:
-        shapes = _tokens(shapes)
+        shapes = _tokens(asked, shapes)
     place = device if type(device) is torch.device else _device(device)
     if attends:
         return _attention(update, place, dtype, shapes or {}, implementation, time)
@@ -76,8 +90,16 @@ def select(
         no_kernel = substitution_kernel.no_kernel(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
             return Choice("substitution", "triton", "kernels made for what a token writes, blocks of 16 tokens in turn")
+    elif routes(update)["passes"] is None:
+        no_kernel = _no_passes(update, place, dtype, shapes or {}, time)
+        if no_kernel is None and implementation is None and not passes.PICKED:
+            no_kernel = "passes by kernels have not run on a GPU yet: implementation='triton' asks for them"
+        if no_kernel is None and implementation != "torch":
+            return Choice("passes", "triton", "exact passes, each by the kernel of its chain")
     else:
         no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
+        if no_kernel is None and implementation is None:
+            no_kernel = kernel_terms.not_run(update)
         if no_kernel is None and implementation != "torch":
             return _by_kernel(update, device if isinstance(device, Target) else None, dtype, shapes or {})
     if implementation != "torch":
@@ -99,14 +121,16 @@ def select_token(
     """The same for one token after a state. torch by name is the recurrence itself, which is torch's operations; a list
     is read by the route of sequences."""
     require_implementation(implementation)
-    update, several_writes, attends = computed(update)
+    asked, (update, several_writes, attends) = update, computed(update)
     if several_writes and shapes is not None:
-        shapes = _tokens(shapes)
+        shapes = _tokens(asked, shapes)
     if attends:
         return select(update, device, dtype, shapes, implementation)
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
     if differentiated:
         no_kernel = no_kernel or "the kernel for one token has no backward"
+    if implementation is None:
+        no_kernel = no_kernel or kernel_terms.not_run(update)
     if no_kernel is not None and implementation in (None, "triton"):
         no_walk = token.no_kernel(update, _device(device), dtype, shapes or {}, 1)
         if no_walk is None:
@@ -142,16 +166,28 @@ def plans(
 
 @fact
 def computed(update: StateUpdate) -> tuple[StateUpdate, bool, bool]:
-    """What a route computes for an update: itself, the tuple of one write a token, or the chain of which reads between
-    two states are reads; whether it is the tuple of one write, and whether that is attention."""
+    """What a route computes for an update: itself, the tuple of one write and read a token, the chain of which reads
+    between two states are reads, or that of the frame in which no row turns; whether it is the tuple of one write, and
+    whether that is attention."""
     one = several.one(update)
-    made = early.late(one) if routes(one)["chain"] is None else one
+    made = turned.still(early.late(one)) if routes(one)["chain"] is None else one
     return made, one is not update, routes(made)["attention"] is None
 
 
-def _tokens(shapes: Shapes) -> Shapes:
-    """Shapes of a call as those of tokens with one write."""
-    return {n: (*s[:-2], s[-1]) if n in ("k", "v") and len(s) > 2 else s for n, s in shapes.items()}
+def _no_passes(update: StateUpdate, device: torch.device, dtype: torch.dtype, shapes: Shapes, time: int) -> str | None:
+    """Why kernels do not compute the passes, or None if they do."""
+    given = [{**shapes, "v": shapes["k"]}, shapes] if "k" in shapes else [shapes]
+    refused = (
+        kernel_terms.no_kernel(chain, device, dtype, own, time) for chain in passes.chains(update) for own in given
+    )
+    return next(filter(None, refused), None)
+
+
+def _tokens(update: StateUpdate, shapes: Shapes) -> Shapes:
+    """Shapes of a call as those of tokens with one write and one read."""
+    step = update.parts().step
+    each = {"k": step.writes, "v": step.writes, "q": step.reads}
+    return {n: (*s[:-2], s[-1]) if each.get(n, 1) > 1 and len(s) > 2 else s for n, s in shapes.items()}
 
 
 def settle(
@@ -165,7 +201,7 @@ def settle(
     """
     if computed(update)[0] is not update:
         settle(computed(update)[0], widths, implementation)
-    idle(update)
+    idle(update), turned.still(update)
     if widths is not None:
         substitution_kernel.settle(update, *widths)
     given.asked(update)
@@ -184,6 +220,10 @@ def settle(
                 choose(update, torch.device("cuda"), torch.float32, shapes, implementation)
     if update.parts().memory.kind == "list":
         attention.asked(update)
+    if update.parts().memory.kind == "regression":
+        settle(passes.sums(update), widths, implementation)
+    if update.parts().memory.kind == "levels":
+        settle(of_levels(update), widths, implementation)
     if update.parts().memory.kind == "bounded":
         for chain, sizes in zip(passes.passes(update), passes.widths(update, widths), strict=True):
             settle(chain, sizes, implementation)
@@ -195,7 +235,10 @@ def _device(device: str | torch.device | Target) -> torch.device:
 
 def _by_kernel(update: StateUpdate, target: Target | None, dtype: torch.dtype, shapes: Shapes) -> Choice:
     """Which form of a kernel is told of a target: to run, nobody need know the capability of a device."""
-    reason = f"the exact {kernel_terms.family(update)} chain in chunks, state on chip"
+    kind = kernel_terms.family(update)
+    if kind == "entries":
+        return Choice("chain", "triton", "the exact chain of entries, token by token, state on chip")
+    reason = f"the exact {kind} chain in chunks, state on chip"
     if target is not None:
         portable = kernel_terms.portable(update, target.capability, dtype, shapes)
         hopper = "its forms for Hopper where widths are 64 or 128"

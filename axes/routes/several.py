@@ -1,9 +1,10 @@
-"""Several writes a token as so many tokens: the monoid acts with the first, and the last one is read.
+"""Several writes and reads a token as so many tokens: the monoid acts with the first, and the last ones are read.
 
-    S_t = (... ((S_{t-1} A_t) written at (k_t1, v_t1)) ...) written at (k_tn, v_tn),    o_t = S_t q_t
+    S_t = (... ((S_{t-1} A_t) written at (k_t1, v_t1)) ...) written at (k_tn, v_tn),    o_tj = S_t q_tj,  j = 1 .. r
 
-The others keep the state as it is: named gates are open there, other maps of the monoid at their neutral values. So n T
-tokens of the tuple with one write are computed by whatever computes that, kernels included, and nothing else is new.
+The others keep the state as it is: named gates are open there, other maps of the monoid at their neutral values. A read
+after the first has a token that writes nothing, with a key and a value of zero. So (n + r - 1) T tokens of the tuple
+with one write and one read are computed by whatever computes that, kernels included, and nothing else is new.
 """
 
 from __future__ import annotations
@@ -25,30 +26,37 @@ Compute = Callable[[StateUpdate, Signal, State | None], tuple[Tensor, State]]
 
 @fact
 def one(update: StateUpdate) -> StateUpdate:
-    """The tuple with one write a token, where that computes it over more tokens; the update itself where not."""
+    """The tuple with one write and one read a token, where that computes it over more tokens; else itself."""
     step = update.parts().step
-    if step.writes == 1 or no_several(update) is not None:
+    if step.writes == step.reads == 1 or no_several(update) is not None:
         return update
-    return dataclasses.replace(update.normal(), algorithm=dataclasses.replace(step, writes=1))
+    return dataclasses.replace(update.normal(), algorithm=dataclasses.replace(step, writes=1, reads=1))
+
+
+def each(update: StateUpdate) -> int:
+    """Tokens of the tuple with one write and one read that a token of this one is."""
+    step = update.parts().step
+    return step.writes + step.reads - 1
 
 
 def run(update: StateUpdate, signal: Signal, state: State | None, time: int, compute: Compute) -> tuple[Tensor, State]:
-    """Outputs and the last state. compute: the tuple with one write's own, of n T tokens and a state."""
-    n = update.parts().step.writes
+    """Outputs and the last state. compute: the tuple with one write's own, of more tokens and a state."""
+    n, reads = each(update), update.parts().step.reads
     given = tokens(update, signal, time)
     out, end = compute(one(update), given, state)
-    out = out.unflatten(time, (-1, n)).select(time + 1, n - 1)
+    out = out.unflatten(time, (-1, n))
+    out = out.select(time + 1, n - 1) if reads == 1 else out.narrow(time + 1, n - reads, reads).movedim(time + 1, -2)
     before = 0 if state is None else state.count
     return out, end._replace(count=before + (end.count - before) // n)
 
 
 def tokens(update: StateUpdate, signal: Signal, time: int) -> dict[str, Tensor | float]:
-    """A signal (..., T at `time`, ...) as one of n T tokens with a write each."""
+    """A signal (..., T at `time`, ...) as one of more tokens with a write and a read each."""
     p = update.parts()
-    n, repeated, still = p.step.writes, several(p), idle(update)
+    n, writes, reads, repeated, still = each(update), p.step.writes, p.step.reads, several(p), idle(update)
     v, shapes = signal["v"], {per.name: per for per in update.demands()}
     assert isinstance(v, Tensor)
-    lead = v.shape[:-2]
+    lead = v.shape[:-2] if writes > 1 else v.shape[:-1]
     k = signal["k"]
     assert isinstance(k, Tensor)
     given: dict[str, Tensor | float] = {}
@@ -56,8 +64,18 @@ def tokens(update: StateUpdate, signal: Signal, time: int) -> dict[str, Tensor |
         last = 1 if name not in shapes else len(extent(shapes[name], k.shape[-1], v.shape[-1]))
         if name in repeated:
             if isinstance(x, Tensor) and x.ndim > time + last:  # else it is the same for every token and write
-                x = x.movedim(-1 - last, time + 1).flatten(time, time + 1)
+                x = x.movedim(-1 - last, time + 1)
+                given[name] = _longer(x, n - writes, time + 1).flatten(time, time + 1)
+                continue
             given[name] = x
+            continue
+        if name == "q" and reads > 1:
+            assert isinstance(x, Tensor)
+            given[name] = _longer(x.movedim(-2, time + 1), reads - n, time + 1).flatten(time, time + 1)
+            continue
+        if name in ("k", "v") and writes == 1:
+            assert isinstance(x, Tensor)
+            given[name] = _longer(x.unsqueeze(time + 1), n - 1, time + 1).flatten(time, time + 1)
             continue
         if not isinstance(x, Tensor) or x.ndim <= time:  # a gate that is constant acts once a token, like any other
             if name not in still:
@@ -71,4 +89,12 @@ def tokens(update: StateUpdate, signal: Signal, time: int) -> dict[str, Tensor |
     return given
 
 
-__all__ = ["one", "run", "tokens"]
+def _longer(x: Tensor, by: int, dim: int) -> Tensor:
+    """So many zeros behind a dimension, or ahead of it where the number is negative."""
+    if not by:
+        return x
+    zeros = x.new_zeros(()).expand(*x.shape[:dim], abs(by), *x.shape[dim + 1 :])
+    return torch.cat((x, zeros) if by > 0 else (zeros, x), dim)
+
+
+__all__ = ["each", "one", "run", "tokens"]

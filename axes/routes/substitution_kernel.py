@@ -133,7 +133,7 @@ def run(
     cu_seqlens: of packed sequences, which stand where anchors are renewed."""
     from axes.kernels.substitution.chain import substitution_chain
 
-    p, signal = update.parts(), every_head(signal)
+    p, signal = update.parts(), every_head(update, signal)
     q, k, v = (cast(Tensor, signal[n]) for n in "qkv")
     anchored = isinstance(p.step.at, Anchor)
     fresh = state is None and weights is None

@@ -24,10 +24,11 @@ from axes.errors import AxesError
 from axes.kernels.common import versions
 from axes.kernels.common.sizes import power_of_2
 from axes.programs.tile_text import OUT, Walk
-from axes.programs.tiles import GRAD, Extent, NotTiles, Program, Shape, trace
+from axes.programs.tiles import GRAD, Axis, Extent, NotTiles, Program, Shape, trace
 from axes.routes.counts import period
 
 REGISTERS = 65536  # of a processor, 32 bits each
+_FEW = 32  # keys of a program that lie across warps: then sums over rows, which a way back has more of, stay in one
 _SPARE = 5  # tiles beside the states and their cotangents that a step holds at a time
 _SHAPES: dict[str, Shape] = {"scalar": (None,), "key": (None, "k"), "row": (None, "v"), "square": (None, "v", "k")}
 _USUAL = (64, 64)  # widths that are assumed where none are known
@@ -246,7 +247,8 @@ def _walk(update: StateUpdate, widths: tuple[int, int], steady: bool) -> Walk:
     inputs = {n: ("v" in s, "k" in s) for n, s in form.signal.items()}
     states = {n: ("v" in s, "k" in s) for n, s in form.states.items()}
     rows, keys, warps, chunk = _sizes(step, refresh, states, widths)
-    return Walk(step, refresh, every, inputs, states, still, widths, rows, keys, chunk, warps)
+    across: Axis = "k" if keys >= _FEW else "v"
+    return Walk(step, refresh, every, inputs, states, still, widths, rows, keys, chunk, warps, across=across)
 
 
 def _sizes(

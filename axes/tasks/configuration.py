@@ -97,7 +97,6 @@ class Configuration:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("warmup", "eval_every", "save_every", "text_limit", "threads", "seed"):
             self._require(name, getattr(self, name) >= 0, "0 or more")
-        self._require("seed", self.seed < 2**63, "less than 2**63")
         self._require("clip", 0 <= self.clip < float("inf"), "0 (no clipping) or a positive number")
         self._require("lr", self.lr is None or 0 < self.lr < float("inf"), "a positive number")
         decay = self.weight_decay
@@ -124,9 +123,12 @@ class Configuration:
     def least_bytes(self) -> int:
         """What no layer, mixer or optimizer does without: eight products of width^2 a block, each with its gradient,
         of every block an activation that the backward pass reads, and the streams, once."""
-        weights = 8 * self.layers * self.width**2 + self.vocabulary * self.width
         more = self.streams if self.depth in _STREAMS else 0
-        return 8 * weights + 4 * (self.layers + more) * self.batch * self.context * self.width
+        return 8 * self.least_weights() + 4 * (self.layers + more) * self.batch * self.context * self.width
+
+    def least_weights(self) -> int:
+        """How many numbers every model of these sizes holds."""
+        return 8 * self.layers * self.width**2 + self.vocabulary * self.width
 
     def _require_types(self) -> None:
         # a hand-edited config.json can hold anything; annotations are strings here
@@ -142,6 +144,8 @@ class Configuration:
             value, kind = getattr(self, field.name), str(field.type)
             if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "bool"):
                 raise AxesError(f"{field.name} must be {kind}, got {value!r}")
+            if isinstance(value, int) and abs(value) >= 2**63:
+                raise AxesError(f"{field.name} must be less than 2**63, got {value:.3g}")
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:

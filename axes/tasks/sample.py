@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from axes.errors import AxesError, NotFiniteError
 from axes.models.language_model import LanguageModel
@@ -18,12 +19,16 @@ def load_model(
 ) -> LanguageModel:
     """The model of a run as its checkpoint holds it, ready to generate."""
     configuration = read_configuration(folder)
+    state = folder.read_checkpoint()
+    kept, least = state.get("model"), configuration.least_weights()
+    if isinstance(kept, dict) and (there := sum(x.numel() for x in kept.values() if isinstance(x, Tensor))) < least:
+        said = f"it holds {there:,} numbers, and a model of these sizes has at least {least:,}"
+        raise AxesError(f"{folder.checkpoint} does not fit {folder.config}: {said}")
     model = LanguageModel(
         configuration.architecture(),
         device=device if device is not None else configuration.torch_device(),
         dtype=dtype if dtype is not None else configuration.torch_dtype(),
     )
-    state = folder.read_checkpoint()
     try:
         model.load_state_dict(state["model"])
     except (KeyError, RuntimeError, TypeError, AttributeError) as error:

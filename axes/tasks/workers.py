@@ -45,7 +45,7 @@ def side_by_side(
     def start() -> Connection:
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, work), daemon=True)
-        with _interrupts_ignored():  # inherited: Ctrl-C is this process's to handle
+        with interrupts_ignored():  # inherited: Ctrl-C is this process's to handle
             process.start()
         theirs.close()
         processes.append(process)
@@ -99,7 +99,8 @@ def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
+def interrupts_ignored() -> Iterator[None]:
+    """For a process that is started within the block, which inherits it: Ctrl-C is this process's to handle."""
     if threading.current_thread() is not threading.main_thread():  # where Python lets nobody set handlers
         yield
         return

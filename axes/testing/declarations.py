@@ -16,6 +16,7 @@ from axes.core.state_update import StateUpdate
 
 _SIZE = 4  # of square matrices and of vectors
 _SHAPES = {"scalar": (), "key": (_SIZE,), "row": (_SIZE,), "square": (_SIZE, _SIZE), "pair": (_SIZE // 2,)}
+_SHAPES["row-pair"] = _SHAPES["pair"]
 _LOW = -40.0  # where logits are cut that would be infinite
 
 

@@ -43,8 +43,9 @@ def example(
 
     signal: dict[str, Tensor | float] = {}
     writes = {update.parts().step.writes for update in updates}
-    if len(writes) > 1:
-        raise AxesError("example: tuples of one and of several writes read no signal alike")
+    reads = {update.parts().step.reads for update in updates}
+    if len(writes) > 1 or len(reads) > 1:
+        raise AxesError("example: tuples of one and of several writes or reads take no signal alike")
     for name in sorted({"q", *(("k", "v") if keyed else ("g",))}.union(*(u.signals() for u in updates))):
         x = draw(name, {"v": (d_v,), "e": (d_v,), "g": (d_v, d_k)}.get(name, (d_k,)))
         # keys have unit length; the other vectors of a transition are small enough that products of many stay so
@@ -64,11 +65,13 @@ def example(
             x = torch.sigmoid(x)
         signal[rate.name] = x
     if (n := writes.pop()) > 1:  # the first of each is what a tuple of one write is given
-        single = [replace(u.normal(), algorithm=replace(u.parts().step, writes=1)) for u in updates]
+        single = [replace(u.normal(), algorithm=replace(u.parts().step, writes=1, reads=1)) for u in updates]
         sizes = {"batch": batch, "length": length, "d_k": d_k, "d_v": d_v}
         more = [example(*single, **sizes, seed=seed + 1000 * i) for i in range(n)]  # type: ignore[arg-type]
         for name in frozenset().union(*(several(u.parts()) for u in updates)):
             signal[name] = torch.stack([one[name] for one in more], len(lead))  # type: ignore[misc]
+    if (n := reads.pop()) > 1:
+        signal["q"] = torch.stack([draw(f"q{i}" if i else "q", (d_k,)) for i in range(n)], len(lead))
     return {name: x.to(dtype) if isinstance(x, Tensor) else x for name, x in signal.items()}
 
 

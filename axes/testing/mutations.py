@@ -62,6 +62,8 @@ _MONOIDS: tuple[Monoid, ...] = (
     monoids.Diagonal("mutated_key_gate"),
     monoids.Diagonal("mutated_row_gate", "row"),
     monoids.Diagonal(Per("mutated_pair_gate", "pair", "unit"), "pair"),
+    monoids.Diagonal(Per("mutated_row_pair_gate", "row-pair", "unit"), "row-pair"),
+    monoids.Rotation(Per("mutated_row_angle", "row-pair", "real")),
     monoids.Hadamard("mutated_square_gate"),
     monoids.Rotation(),
     monoids.Householder(0.5, "mutated_w"),
@@ -76,6 +78,7 @@ _MEMORIES: tuple[Memory, ...] = (
     memory.MLP(2),
     memory.List(),
     memory.BoundedList(3),
+    memory.Regression(2),
 )
 _OTHERS: Mapping[str, tuple[object, ...]] = {
     "cost": _COSTS,
@@ -137,7 +140,7 @@ def _moves(
         length = max(length, min(w for w in windows if w is not None) + 3)
     if solves(update) or solves(mutated):
         length = 2 if solves(update) else 1
-    each = update.parts().step.writes, mutated.parts().step.writes
+    each = [(u.parts().step.writes, u.parts().step.reads) for u in (update, mutated)]
     if each[0] != each[1]:  # what they have in common is the first of their pairs
         first, second = (example(u, batch=batch, length=length) for u in (update, mutated))
         return "moved" if not error(_seen(mutated, second), _seen(update, first)) < MOVES else "still"

@@ -112,6 +112,7 @@ _GATES: tuple[Monoid, ...] = (
 _TRANSITIONS: tuple[Monoid, ...] = (
     Rotation(),
     Rotation(Per("angle", "pair", "real")),
+    Rotation(Per("row_angle", "row-pair", "real")),
     Householder(Per("strength")),
     DPLR("key_decay"),
     DPLR(0.5, "x", "y"),

@@ -15,10 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from axes import catalogue
 from axes.errors import AxesError, UnknownName
 from axes.files import write_text
 from axes.moves import Axis
-from axes.transfer import experiments, own, pictures, report
+from axes.tasks.capacity import curve
+from axes.transfer import experiments, named, own, pictures, report
 from axes.transfer.folder import ResultsFolder
 from axes.transfer.plan import QUICK, Plan, planned
 from axes.transfer.results import compile_folder
@@ -36,7 +38,7 @@ def list_(
 ) -> None:
     """Every experiment: what is asked, the tuple of the arm, and what its control has in the place of what moved."""
     table = Table("id", "on", "question", "from", "what moved: control -> arm", show_lines=True)
-    for e in experiments.find(tuple(names or ())):
+    for e in named.found(tuple(names or ())) if names else (*experiments.EXPERIMENTS, *named.NAMED):
         table.add_row(e.id, e.axis, e.question, e.source, "\n".join(map(str, e.moved)))
     _console(160).print(table)
 
@@ -123,6 +125,24 @@ def report_(
     _written(results, found, _console(100))
     if docs is not None:
         write_text(docs, report.markdown(results))
+
+
+@app.command()
+def capacity(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Of `axes list`, or module:tuple of your own.")
+    ] = None,
+    width: Annotated[list[int] | None, typer.Option(help="Of keys and values; 16, 32 and 64 if none.")] = None,
+) -> None:
+    """How many random pairs a memory holds before anything is trained, beside what theory says of it."""
+    table = Table("memory", "width", "pairs", "pairs / width", "error", "its law", "signal / noise", "right")
+    for name in names or ("linear-attention-unnormalised", "delta-net", "rls-net", "softmax-attention"):
+        update = own.tuple_of(name) if ":" in name else catalogue.get(name).update
+        for s in curve(update, tuple(width or (16, 32, 64))):
+            law = "–" if s.law is None else f"{s.law:.3f}"
+            row = (name, s.width, s.pairs, f"{s.pairs / s.width:g}", f"{s.error:.3f}", law, f"{s.snr:.2f}")
+            table.add_row(*map(str, row), f"{s.right:.3f}")
+    _console(120).print(table)
 
 
 def _written(results: dict[str, Any], folder: ResultsFolder, console: Console) -> None:

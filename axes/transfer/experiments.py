@@ -7,7 +7,8 @@ field goes with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, final
 
@@ -28,9 +29,22 @@ from axes.transfer.systems import System
 
 RECALL, COPY, TEXT, DIGITS, LAYERS = "multi-query-recall", "selective-copy", "text", "digits", "deep-narrow"
 NOISY, FLIPPED, PARITY = "noisy-recall", "flipped-labels", "parity"
+PERMUTATIONS, SOURCE = "permutations", "source"
 TASKS: dict[Axis, tuple[str, ...]] = {  # what can be asked on an axis
     "data": (DIGITS, TEXT, FLIPPED),
-    "sequence": (RECALL, COPY, NOISY, "fuzzy-recall", "memorisation", PARITY, "modular-sum", "permutations", TEXT),
+    "sequence": (
+        RECALL,
+        COPY,
+        NOISY,
+        "fuzzy-recall",
+        "memorisation",
+        PARITY,
+        "modular-sum",
+        PERMUTATIONS,
+        "permutations-5",
+        TEXT,
+        SOURCE,
+    ),
     "depth": (TEXT, LAYERS),
 }
 
@@ -44,7 +58,8 @@ class Experiment:
     not matter, in the unit of a task's metric: 2 points of accuracy, 0.02 bits a byte.  block, against: around the
     arm's sequence layer, and around the control's if it needs another.  schedules: of the learning rate of arm and
     control.  forget: of the arm, where its tuple has a decay of weights that is what moved.  shared: layers have one
-    set of weights.
+    set of weights.  said: what is published of the two.  apart: what their parameters may differ by, as a share.
+    layers: arm and control as the catalogue has them, in the place of the tuples in their blocks.
     """
 
     id: str
@@ -60,9 +75,12 @@ class Experiment:
     schedules: tuple[str, str] = ("cosine", "cosine")
     forget: float = 0.0
     shared: bool = False
+    said: str = ""
+    apart: float = 0.01
+    layers: tuple[str, str] = ("", "")
 
     def __post_init__(self) -> None:
-        if self.control == self.arm:
+        if self.systems[0] == self.systems[1]:
             raise AxesError(f"{self.id}: the control is the arm; what moved must differ")
 
     @cached_property
@@ -74,14 +92,21 @@ class Experiment:
         """Arm and control as they are trained."""
         (first, second), shared = self.schedules, self.shared
         return (
-            System(self.axis, self.arm, self.block, first, self.forget, shared),
-            System(self.axis, self.control, self.against or self.block, second, 0.0, shared),
+            System(self.axis, self.arm, self.block, first, self.forget, shared, named=self.layers[0]),
+            System(self.axis, self.control, self.against or self.block, second, 0.0, shared, named=self.layers[1]),
         )
 
     @property
     def moved(self) -> tuple[Difference, ...]:
-        """Field by field, control to arm."""
-        return differences(self.control, self.arm)
+        """Field by field, control to arm; of the blocks where the tuples are the same."""
+        return differences(self.control, self.arm) or tuple(_differing(self.against, self.block))
+
+
+def _differing(control: Any, arm: Any) -> Iterator[Difference]:
+    for field in fields(arm):
+        mine, other = getattr(arm, field.name), getattr(control, field.name)
+        if mine != other:
+            yield Difference(f"block.{field.name}", other, mine)
 
 
 def _of(name: str) -> StateUpdate:

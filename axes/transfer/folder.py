@@ -56,6 +56,8 @@ class ResultsFolder:
                 other = f"{self} is being written by another process: wait for its end, or choose another --out"
                 raise AxesError(other) from None
         try:
+            for half in (self.path / _RUNS).glob(".*.json"):  # of a writer that was killed
+                half.unlink(missing_ok=True)
             yield
         finally:
             lock.release()
@@ -170,6 +172,7 @@ def described(e: Experiment, plan: Plan) -> dict[str, Any]:
         "systems": [arm.key, control.key],
         "schedules": list(e.schedules),
         "shared": e.shared,
+        **({"said": e.said} if e.said else {}),
     }
 
 

@@ -7,6 +7,7 @@ done next is a function of what has been done.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ import torch
 
 from axes.errors import AxesError, UnknownName
 from axes.transfer.capture import Capture
-from axes.transfer.experiments import CALIBRATIONS, FLIPPED, TASKS, Calibration, Experiment, find
+from axes.transfer.experiments import CALIBRATIONS, FLIPPED, TASKS, Calibration, Experiment
+from axes.transfer.named import found as find
 from axes.transfer.statistics import FEWEST
 from axes.transfer.systems import System
 from axes.transfer.training import Job, Run
@@ -151,16 +153,18 @@ class Plan:
         """AxesError unless arm and control have parameters within 1 %, and data is here."""
         for one in self.trials().values():
             one.prepare()
+        apart = {e.id: e.apart for e in self.experiments}
         for pair in self.pairs():
-            one = trials(self.form)[pair.task]
+            one, most = trials(self.form)[pair.task], apart.get(pair.of, 0.01)
             a, c = (_parameters(one, s) for s in (pair.arm, pair.control))
-            if abs(a - c) > 0.01 * c:
+            if abs(a - c) > most * c:
                 raise AxesError(
-                    f"{pair.of} on {pair.task}: the arm has {a:,} parameters and its control {c:,}, more than 1 % "
-                    "apart: what it finds would not be what moved; choose another --task, or a wider model"
+                    f"{pair.of} on {pair.task}: the arm has {a:,} parameters and its control {c:,}, more than "
+                    f"{most:.0%} apart: what it finds would not be what moved; choose another --task, or a wider model"
                 )
 
 
+@functools.lru_cache(maxsize=256)
 def _parameters(one: Trial, system: System) -> int:
     with torch.random.fork_rng(devices=()):
         return sum(p.numel() for p in one.model(system).parameters())

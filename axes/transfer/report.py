@@ -212,6 +212,8 @@ def _beside(e: Mapping[str, Any]) -> list[str]:
         )
     if e["shared"]:
         out.append("layers share their weights, in arm and control")
+    if "said" in e:
+        out.append(f"published: {e['said']}")
     return out
 
 

@@ -1,6 +1,6 @@
 """transfer.json: what the runs of a folder say. A function of its plan and its runs, in the order of their names.
 
-A verdict is written where it may be believed: in the whole form, with every calibration as it must be.
+A verdict is written where it may be believed: in the forms that are large enough, with every calibration as it must be.
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ def _about_verdicts(whole: bool, calibrations: Iterable[Mapping[str, Any]]) -> s
     """Why there are no verdicts, or nothing."""
     if not whole:
         return "a quick run: too small to say anything, so that there are no verdicts"
-    if failed := [c["id"] for c in calibrations if not c["holds"]]:
+    if failed := [c["id"] for c in calibrations if not c["holds"] and "effect" in c]:
         return f"no verdicts: calibration {', '.join(failed)} did not come out as it must"
+    if waiting := [c["id"] for c in calibrations if "effect" not in c]:
+        return f"no verdicts yet: calibration {', '.join(waiting)} is not done"
     return ""
 
 

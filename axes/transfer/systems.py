@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from axes import depth, sequence
+from axes import catalogue, depth, sequence
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 from axes.moves import Axis
@@ -28,7 +29,8 @@ class System:
 
     block: around a sequence layer, less what it charts and the tuple does not ask for.  schedule: of the learning rate.
     forget: decoupled decay that leaves exp(-forget) of the first weights at the end of a run.  shared: layers have one
-    set of weights.  draw: of the initial parameters; another one is the same system again.
+    set of weights.  draw: of the initial parameters; another one is the same system again.  named: the catalogue's
+    layer, with its own widths, in the place of one of the tuple and the block.
     """
 
     axis: Axis
@@ -38,16 +40,20 @@ class System:
     forget: float = 0.0
     shared: bool = False
     draw: int = 0
+    named: str = field(default="", repr=False)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Ten digits of everything that this is: the name of its runs."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:10]
+        return hashlib.sha256((repr(self) + self.named).encode()).hexdigest()[:10]
 
     def layer(self) -> Callable[..., nn.Module] | None:
         """What makes sequence layers of it, if they are what is compared."""
         if self.axis != "sequence":
             return None
+        if self.named:
+            made: Callable[..., nn.Module] = catalogue.get(self.named, "sequence").cls
+            return made
         return sequence.layer(self.update, "Compared", charted(self.block, self.update))
 
     def mixer(self) -> Callable[..., nn.Module] | None:

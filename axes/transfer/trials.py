@@ -25,7 +25,7 @@ from axes.tasks.recall import FuzzyRecall, Memorisation, MultiQueryRecall, Noisy
 from axes.tasks.synthetic import IGNORED, Task
 from axes.tasks.teacher import DeepTeacher, FlippedLabels
 from axes.tasks.tracking import GroupWord, ModularSum
-from axes.transfer.experiments import DIGITS, FLIPPED, LAYERS, NOISY, PARITY, RECALL, TEXT
+from axes.transfer.experiments import DIGITS, FLIPPED, LAYERS, NOISY, PARITY, PERMUTATIONS, RECALL, SOURCE, TEXT
 from axes.transfer.systems import System
 
 HELD_OUT = 1 << 40  # a seed that no run has
@@ -149,7 +149,7 @@ def _share(right: Tensor, asked: Tensor) -> float:
 
 
 def _by_position(right: Tensor, asked: Tensor, parts: int = 8) -> dict[str, float]:
-    """Accuracy in eighths of the window, named by where they end; without those that ask nothing."""
+    """Means in eighths of the window, named by where they end; without those that ask nothing."""
     length = right.shape[1]
     ends = [round(length * (i + 1) / parts) for i in range(parts)]
     spans = {str(b): slice(a, b) for a, b in zip([0, *ends], ends, strict=False)}
@@ -164,7 +164,6 @@ def _corpus(limit: int) -> Corpus:
     return embedded(limit or None)
 
 
-@final
 @dataclass(frozen=True)
 class Text(Trial):
     """Bytes of the embedded corpus. windows: that are held out."""
@@ -191,9 +190,37 @@ class Text(Trial):
 
     @torch.no_grad()
     def held_out(self, model: nn.Module, device: torch.device) -> Held:
-        parts = list(validation_batches(_corpus(self.limit).validation, self.windows, self.batch, self.context))
-        total = sum(float(self.loss(model, part.to(device))) * len(part) for part in parts)
-        return Held(total / sum(map(len, parts)) / math.log(2.0), {})
+        bits = self._bits(model, device, self.context)
+        return Held(float(bits.mean()), {"position": _by_position(bits, torch.ones_like(bits))})
+
+    def _bits(self, model: nn.Module, device: torch.device, context: int) -> Tensor:
+        """Of every byte in windows that are held out, (windows, context), as many tokens at a time as in a step."""
+        text, batch = _corpus(self.limit).validation, max(1, self.seen // context)
+        windows = max(1, self.windows * self.context // context)
+        found = []
+        for part in validation_batches(text, windows, batch, context):
+            tokens = part.to(device)
+            logits = model(tokens[:, :-1])[0].float()
+            found.append(F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").cpu().double())
+        return torch.cat(found) / math.log(2.0)
+
+
+@final
+@dataclass(frozen=True)
+class Source(Text):
+    """A text on which a model is read in longer windows than those of training: by length, and in the longest by
+    position, which is what a context of that many bytes is worth."""
+
+    longer: tuple[int, ...] = ()
+
+    @torch.no_grad()
+    def held_out(self, model: nn.Module, device: torch.device) -> Held:
+        bits = {n: self._bits(model, device, n) for n in (self.context, *self.longer)}
+        longest = bits[max(bits)]
+        by: By = {"length": {str(n): float(b.mean()) for n, b in bits.items()}}
+        return Held(
+            float(bits[self.context].mean()), {**by, "position": _by_position(longest, torch.ones_like(longest))}
+        )
 
 
 # ---- classes and numbers -------------------------------------------------------------------------------------------
@@ -309,8 +336,10 @@ def _small() -> tuple[Trial, ...]:
         of(RECALL, MultiQueryRecall(6, 32, 64), harder=(MultiQueryRecall(3, 32, 64),)),
         of("selective-copy", SelectiveCopy(4, 32, 16)), of(NOISY, NoisyRecall(32)), of("fuzzy-recall", FuzzyRecall(32)),
         of("memorisation", Memorisation(32, 64)), replace(of(PARITY, ModularSum(16), longer=(32,)), steps=150),
-        of("modular-sum", ModularSum(16, 5), longer=(32,)), of("permutations", GroupWord(16, 3), longer=(32,)),
-        Text(TEXT, 60, 8, text, windows=32), Digits(DIGITS, 150, 64), Deep(LAYERS, 100, 64, DeepTeacher(), layers=12),
+        of("modular-sum", ModularSum(16, 5), longer=(32,)), of(PERMUTATIONS, GroupWord(16, 3), longer=(32,)),
+        of("permutations-5", GroupWord(16, 5), longer=(32,)), Text(TEXT, 60, 8, text, windows=32),
+        Source(SOURCE, 60, 8, tokens, windows=32, longer=(128,)),
+        Digits(DIGITS, 150, 64), Deep(LAYERS, 100, 64, DeepTeacher(), layers=12),
         Regression(FLIPPED, 100, 8, FlippedLabels()),
     )  # fmt: skip
 
@@ -328,10 +357,17 @@ def _whole() -> tuple[Trial, ...]:
         of("fuzzy-recall", 1500, FuzzyRecall()), of("memorisation", 1500, Memorisation()),
         of(PARITY, 600, ModularSum(40), longer=(80, 160, 256)),
         of("modular-sum", 1500, ModularSum(64, 5), longer=(128, 256)),
-        of("permutations", 1500, GroupWord(64, 3), longer=(128, 256)),
+        of(PERMUTATIONS, 1500, GroupWord(64, 3), longer=(128, 256)),
+        of("permutations-5", 3000, GroupWord(32, 5), longer=(64, 128)), _source(2000),
         Text(TEXT, 400, 16, text, context=128, windows=256, limit=0), Digits(DIGITS, 200, 64),
         Deep(LAYERS, 1000, 128, DeepTeacher()), Regression(FLIPPED, 400, 16, FlippedLabels()),
     )  # fmt: skip
+
+
+def _source(steps: int) -> Trial:
+    """Ten million parameters and more, whatever the layer."""
+    model = Architecture("delta-net", "residual", 8, 320, 5)
+    return Source(SOURCE, steps, 16, model, context=512, windows=64, limit=0, longer=(1024, 2048))
 
 
 def _minutes() -> tuple[Trial, ...]:
@@ -347,7 +383,8 @@ def _minutes() -> tuple[Trial, ...]:
         of("fuzzy-recall", 1000, FuzzyRecall(64)), of("memorisation", 1000, Memorisation()),
         of(PARITY, 600, ModularSum(40), longer=(80, 160, 256)),
         of("modular-sum", 1000, ModularSum(32, 5), longer=(64, 128)),
-        of("permutations", 1000, GroupWord(32, 3), longer=(64, 128)),
+        of(PERMUTATIONS, 1000, GroupWord(32, 3), longer=(64, 128)),
+        of("permutations-5", 1500, GroupWord(16, 5), longer=(32, 64)), _source(600),
         Text(TEXT, 300, 16, text, context=128, windows=128, limit=0), Digits(DIGITS, 200, 64),
         Deep(LAYERS, 400, 128, DeepTeacher(), layers=12), Regression(FLIPPED, 400, 16, FlippedLabels()),
     )  # fmt: skip

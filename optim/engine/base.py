@@ -19,6 +19,7 @@ arithmetic are float32 for 16-bit parameters, which are rounded once.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Self, Unpack
@@ -61,6 +62,9 @@ from axes.optim.engine.together import uncompiled
 from axes.optim.sharding.dtensors import local_shard, spread
 from axes.optim.sharding.sharded import Shards, Work, at_owner
 from axes.routes.choice import Implementation, Plan, Target
+
+_LAYOUT = operator.attrgetter("layout")
+_STRIDED = {torch.strided}
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -388,20 +392,26 @@ class Optimizer(torch.optim.Optimizer):
         work: Work = []
         gradients: list[Tensor] = []
         for group in self.param_groups:
-            found = [(p, g) for p in group["params"] if (g := p.grad) is not None and p.numel()]
-            if found:
-                work.append((group, [p for p, _ in found]))
-                gradients += [g for _, g in found]
+            parameters: list[Tensor] = group["params"]
+            theirs: list[Any] = [p.grad for p in parameters]
+            if all(map(operator.is_not, theirs, itertools.repeat(None))) and all(map(Tensor.numel, parameters)):
+                parameters = list(parameters)
+            else:
+                parameters = [p for p, g in zip(parameters, theirs, strict=True) if g is not None and p.numel()]
+                theirs = [p.grad for p in parameters]
+            if parameters:
+                work.append((group, parameters))
+                gradients += theirs
         shards = self._shards
 
         def name(k: int) -> str:
             return self._label(list(itertools.chain.from_iterable(parameters for _, parameters in work))[k])
 
-        for k, g in enumerate(gradients):
-            if g.layout != torch.strided:
-                raise AxesError(
-                    f"{self._who} does not support sparse gradients ({name(k)}): use nn.Embedding(..., sparse=False)"
-                )
+        if not set(map(_LAYOUT, gradients)) <= _STRIDED:
+            k = next(k for k, g in enumerate(gradients) if g.layout != torch.strided)
+            raise AxesError(
+                f"{self._who} does not support sparse gradients ({name(k)}): use nn.Embedding(..., sparse=False)"
+            )
         if shards is not None:
             gradients = [local_shard(g) for g in gradients]
         called_off = self._finite.calls_off(

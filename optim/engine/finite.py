@@ -6,8 +6,9 @@ that call the step off: kernels read them, and what else has moved is put back.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from axes.optim.engine.options import FiniteCheck
 from axes.optim.engine.together import uncompiled
 
 _SMALL = 8192  # entries of a gradient that is copied to its like in less time than an operation of its own takes
+_ON_CPU = operator.attrgetter("is_cpu")
 Agree = Callable[[bool | Tensor], bool]  # whether any process says so
 
 
@@ -29,6 +31,7 @@ class Finite:
 
     def __init__(self, check: FiniteCheck, skipped: int = 0) -> None:
         self.check = check
+        self._look = Look()
         self.flags: dict[torch.device, Tensor] = {}  # of the step under way: not 0 where it must not happen
         self.skipped_here = skipped  # by the host
         self._skipped_there: dict[torch.device, Tensor] = {}  # by flags
@@ -63,13 +66,20 @@ class Finite:
             return True
         if self.check is None or self.flags or not (gradients or agree):
             return False
-        bad = _not_finite(gradients, name, agree or bool)
+        bad = self._not_finite(gradients, name, agree or bool)
         if bad is None:
             return False
         if self.check != "skip":
             raise NotFiniteError(f"{who}: the gradient of {bad} is not finite; no parameter was changed")
         self.skipped_here += 1
         return True
+
+    def _not_finite(self, gradients: list[Tensor], name: Callable[[int], str], agree: Agree) -> str | None:
+        """Whose gradient is not finite, of any process."""
+        if not agree(self._look.doubtful(gradients)):
+            return None
+        bad = next((name(i) for i, g in enumerate(gradients) if not bool(torch.isfinite(g).all())), None)
+        return (bad or "a parameter, on another process,") if agree(bad is not None) else None
 
     def _on_devices(self, gradients: list[Tensor], given: Tensor | None, there: bool) -> dict[torch.device, Tensor]:
         """Flags on the devices of gradients; none where the host looks itself."""
@@ -109,28 +119,44 @@ class Before:
         self.state = {name: x.clone() for name, x in state.items()}
 
 
-def _not_finite(gradients: list[Tensor], name: Callable[[int], str], agree: Agree) -> str | None:
-    """Whose gradient is not finite, of any process."""
-    if not agree(_doubtful(gradients)):
-        return None
-    bad = next((name(i) for i, g in enumerate(gradients) if not bool(torch.isfinite(g).all())), None)
-    return (bad or "a parameter, on another process,") if agree(bad is not None) else None
+@final
+class Look:
+    """A number for each gradient, or for several small ones; which are summed as one is kept while shapes stay."""
 
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._large: list[int] = []
+        self._small: list[Callable[[Sequence[Tensor]], tuple[Tensor, ...]]] = []  # choose those of one shape
 
-def _doubtful(gradients: Sequence[Tensor]) -> bool | Tensor:
-    """Whether one number for each gradient leaves it open that all entries are finite; it may overflow where none does.
+    def doubtful(self, gradients: Sequence[Tensor]) -> bool | Tensor:
+        """Whether it is open that all entries are finite: the numbers say so, or they overflow where no entry does.
 
-    On a device it is a tensor, which nobody has waited for. A sum takes half the time of a norm on a CPU, as it reads
-    and adds only, and small gradients are summed as one; a GPU computes all norms in one launch.
-    """
-    if not all(g.is_cpu for g in gradients):
-        return torch.isfinite(_together(torch._foreach_norm(list(gradients)))).all().logical_not()
-    small = [g for g in gradients if g.numel() <= _SMALL] if len(gradients) > 1 else []
-    sums = [g.sum() for g in gradients if g.numel() > _SMALL or not small]
-    for dtype in {g.dtype for g in small}:
-        sums.append(torch._C._nn.flatten_dense_tensors([g for g in small if g.dtype == dtype]).sum())
-    total = sum(map(Tensor.item, sums))
-    return not bool(total - total == 0)  # complex numbers too
+        On a device it is a tensor, which nobody has waited for. A sum takes half the time of a norm on a CPU, as it
+        reads and adds only; a GPU computes all norms in one launch.
+        """
+        if not all(map(_ON_CPU, gradients)):
+            return torch.isfinite(_together(torch._foreach_norm(list(gradients)))).all().logical_not()
+        sizes = list(map(Tensor.numel, gradients))
+        if sizes != self._sizes:
+            self._sort(gradients, sizes)
+        sums = [gradients[i].sum() for i in self._large]
+        try:
+            sums += [torch.cat(chosen(gradients)).sum() for chosen in self._small]
+        except RuntimeError:  # as many entries as those before, in other shapes
+            self._sort(gradients, sizes)
+            sums += [torch.cat(chosen(gradients)).sum() for chosen in self._small]
+        total = sum(map(Tensor.item, sums))
+        return not bool(total - total == 0)  # complex numbers too
+
+    def _sort(self, gradients: Sequence[Tensor], sizes: list[int]) -> None:
+        """Which gradients are added up alone, and which behind one another."""
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for i, g in enumerate(gradients):
+            if sizes[i] <= _SMALL and g.ndim:
+                alike.setdefault((g.dtype, *g.shape[1:]), []).append(i)
+        together = [some for some in alike.values() if len(some) > 1]
+        self._sizes, self._small = sizes, [operator.itemgetter(*some) for some in together]
+        self._large = sorted(set(range(len(sizes))) - {i for some in together for i in some})
 
 
 def _together(numbers: Sequence[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from axes.optim.engine import generated
 from axes.optim.engine.generated import GRADIENT
 from axes.optim.engine.kept import number_on
 from axes.optim.engine.together import copied, fits_kernels
-from axes.programs.batched import Schedule, blocks
+from axes.programs.batched import BLOCK, Schedule, blocks
 from axes.programs.program import COUNT, PARAMETER, Program
 from axes.programs.small import Joined, small
 
@@ -37,7 +37,7 @@ class ListProgram:
             self.kernel = Fused(found, tensors, {}, {}, unread, squares=squares)
             return
         self.schedule = Schedule(found, keep=(GRADIENT,))
-        size = 1 << 18 if like[0].device.type == "cpu" else 1 << 62
+        size = BLOCK if like[0].is_cpu else 1 << 62
         self.blocks = list(blocks([x.numel() for x in like], size))
         self.views = {n: self._cut(xs) for n, xs in tensors.items()}  # contiguous, as gradients are when they come
         self.fits = like[0].is_cpu
@@ -54,8 +54,7 @@ class ListProgram:
         lists = {**self.views, GRADIENT: self._cut(gradients)}
         self.joined.enter(lists[GRADIENT])
         values = values_of(self.program, rates, gradients[0].device)
-        for group in zip(*(lists[n] for n in self.schedule.names), strict=True):
-            self.schedule.run(group, values, self.fits)
+        self.schedule.over(zip(*(lists[n] for n in self.schedule.names), strict=True), values, self.fits)
         self.joined.leave()
 
     def squares_of(self, stacks: Sequence[Tensor]) -> list[Tensor] | None:

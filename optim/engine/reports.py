@@ -137,13 +137,14 @@ def describe(
         lr, decay = group.get("lr"), group.get("weight_decay")
         for name, parameter in zip(names, group["params"], strict=True):
             state = states.get(parameter) or {}
-            held = (state or expected(group, parameter)) if parameter.numel() else {}  # an empty one never steps
+            steps = bool(parameter.numel()) and parameter.requires_grad  # a state begins where these come true
+            held = state or (expected(group, parameter) if steps else {})
             rows.append(
                 Row(
                     name,
                     tuple(parameter.shape),
                     group["rule"],
-                    _reason(parameter, router) + _sides(group, parameter),
+                    _reason(parameter, router) + _sides(group, parameter) + ("" if state or steps else _IDLE),
                     None if lr is None else float(lr) * group["lr_scale"],
                     None if decay is None else float(decay),
                     _bytes_of(held.values()),
@@ -191,6 +192,7 @@ def _bytes_of(state: Iterable[Tensor]) -> int:
 
 # ---- in print --------------------------------------------------------------------------------------------------------
 
+_IDLE = "; frozen or empty, so that it has no state"
 _HEADER = ("parameter", "shape", "rule", "reason", "lr", "decay", "state")
 
 

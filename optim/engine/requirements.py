@@ -20,6 +20,8 @@ from axes.optim.engine.together import no_program
 def require(who: str, group: Group, update: StateUpdate, members: Named, matrices: bool) -> None:
     """AxesError unless a group has what its tuple reads and suits its parameters. matrices: its rule is for them."""
     _require_numbers(who, group, update)
+    if update.parts().step.reads > 1:
+        raise AxesError(f"{who}: rule {group['rule']!r} reads by several queries, a training step by none")
     if update.parts().step.writes > 1:
         raise AxesError(f"{who}: rule {group['rule']!r} writes several pairs a datum, and examples are one")
     if matrices:

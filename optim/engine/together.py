@@ -8,6 +8,7 @@ name, so that all of them can take turns.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -25,14 +26,15 @@ from axes.optim.engine.capabilities import keyed, mixes, parts_of, vectors
 from axes.optim.engine.generated import GRADIENT, How, is_plain
 from axes.optim.engine.kept import Kept, number_on
 from axes.optim.engine.routing import real
-from axes.programs.batched import Schedule, blocks
+from axes.programs.batched import BLOCK, Schedule, blocks
 from axes.programs.program import COUNT, PARAMETER, NotElementwise, Program, Unrecorded, trace
-from axes.programs.small import Joined, behind_one_another, small
+from axes.programs.small import SMALL, Joined, behind_one_another, small
 from axes.programs.storage import FORMS, LOW, UNIT
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _compiling, _follower = torch.compiler.is_compiling, eval_frame.get_eval_frame_callback
+_DTYPE = operator.attrgetter("dtype")
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.programs.program
 
 
@@ -259,7 +261,11 @@ class Batch(Kept):
         # a parameter of 16 bits, or without one run of memory, is stepped as a float32 or contiguous copy
         self.whole = all(p.is_contiguous() and real(p).dtype == self.wide for p in parameters)
         own = self.schedule.library is not None
-        self.cut = list(blocks([p.numel() for p in map(real, parameters)], _block(parameters[0], own)))
+        sizes, once = [p.numel() for p in map(real, parameters)], own or not parameters[0].is_cpu
+        # small ones first, where they stand together; all in one call where memory is passed once anyway
+        order = sorted(range(len(sizes)), key=lambda i: sizes[i] > SMALL)
+        cut = blocks([sizes[i] for i in order], 1 << 62 if once else BLOCK)
+        self.cut = [[(order[i], first, end) for i, first, end in group] for group in cut]
         self.uncut = [all(b - a == self.shapes[i].numel() for i, a, b in group) for group in self.cut]
         kept = [n for n in names if n not in (PARAMETER, GRADIENT, *self.coded)]
         self.shown = [real(p).detach() for p in parameters]
@@ -302,8 +308,8 @@ class Batch(Kept):
 
     def _run(self, schedule: Schedule, values: Sequence[float | Tensor]) -> None:
         """The program over all blocks, given its numbers."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if any(g.dtype != self.wide for g in gradients):
+        gradients: list[Tensor] = [p.grad for p in self.parameters]  # type: ignore[misc]
+        if set(map(_DTYPE, gradients)) != {self.wide}:
             gradients = [real(g).to(self.wide) for g in gradients]
         lists = {**self.views, GRADIENT: self._pieces(gradients)}
         self.joined.enter(lists[GRADIENT])
@@ -316,8 +322,7 @@ class Batch(Kept):
         for name in self.coded:
             decoded[name] = [stored.opened(s)[name].contiguous() for s in self.states]
             lists[name] = self._blocks(decoded[name])
-        for group in zip(*(lists[n] for n in schedule.names), strict=True):
-            schedule.run(group, values, fits)
+        schedule.over(zip(*(lists[n] for n in schedule.names), strict=True), values, fits)
         self.joined.leave()
         self.numbers.counts.add_(1)
         for i, copy in enumerate(copies):
@@ -443,8 +448,3 @@ def start(state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
         out[name] = x.clone(memory_format=torch.contiguous_format) if shared else x
         seen.add(place)
     return out
-
-
-def _block(like: Tensor, once: bool) -> Any:
-    """On a CPU what fits in cache (measured), elsewhere everything in one call, and so where memory is passed once."""
-    return 1 << 16 if like.device.type == "cpu" and not once else 1 << 62

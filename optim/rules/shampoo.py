@@ -16,7 +16,7 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
 from axes.linalg.matrix_roots import Precision
 from axes.optim.engine.base import Optimizer, Options, Params
-from axes.optim.rules.first_order import LR, WEIGHT_DECAY, average, unit
+from axes.optim.rules.first_order import LR, WEIGHT_DECAY, average, positive, unit
 from axes.optim.rules.matrix import beside_adamw
 
 Root = Literal["eigh", "newton"]
@@ -152,6 +152,7 @@ class Shampoo(Optimizer):
     ) -> StateUpdate:
         """The tuple. sides: which of them are whitened; one alone takes the power that two share."""
         unit("Shampoo", beta1=betas[0])
+        positive("Shampoo", graft_eps=graft_eps)
         averaged = betas[1] != 1.0
         if averaged:
             unit("Shampoo", beta2=betas[1])

@@ -48,7 +48,7 @@ from axes.core.geometry import (
     TrustRatio,
     Whiten,
 )
-from axes.core.memory import MLP, BoundedList, Entries, LayerNormMatrix, List, Slots
+from axes.core.memory import MLP, BoundedList, Entries, Fenwick, Kernel, LayerNormMatrix, List, Slots
 from axes.core.monoids import (
     DPLR,
     Decay,
@@ -199,11 +199,31 @@ EARLY = {
     ),
 }
 
+# Chains whose rows turn in pairs.
+_ROW_PAIRS = Diagonal(Per("row_pair_decay", "row-pair", "unit"), "row-pair")
+_TURN = Rotation(Per("row_angle", "row-pair", "real"))
+TURNED = {
+    "complex rows": StateUpdate(Alignment(), monoid=Product((_ROW_PAIRS, _TURN)), algorithm=Step(BETA)),
+    "turning values": StateUpdate(Alignment(), monoid=Product((_TURN, Diagonal("key_decay"), Rotation(30.0)))),
+    "turning delta": StateUpdate(
+        SquaredError(), monoid=Product((_TURN, Scalar("decay"))), algorithm=Step(BETA, at="gated", writes=2)
+    ),
+    "turning delta alone": StateUpdate(SquaredError(), monoid=_TURN, algorithm=Step(BETA, at="gated")),
+}
+
 # Several writes a token.
 SEVERAL = {
     "delta product": StateUpdate(SquaredError(), algorithm=Step(BETA, writes=2)),
     "gated delta product": StateUpdate(
         SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", writes=3)
+    ),
+    "several reads": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", reads=3)),
+    "several writes and reads": StateUpdate(
+        Alignment(), monoid=Product((Diagonal("key_decay"), Rotation(Per("angle", "pair", "real")))),
+        algorithm=Step(BETA, writes=2, reads=2),
+    ),
+    "read twice, normalised": StateUpdate(
+        Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA, reads=2, debias=True)
     ),
     "householder between writes": StateUpdate(
         Alignment(), monoid=Product((Diagonal("key_decay"), Householder(Per("erase")))), algorithm=Step(writes=2)
@@ -223,6 +243,13 @@ ATTENTION = {
     "deltaformer, mass n": StateUpdate(SquaredError(), Entropic(mass=None), Rotation(), Step(BETA), memory=List()),
     "deltaformer, turned first": StateUpdate(
         SquaredError(), Entropic(), Product((Scalar("decay"), Rotation())), Step(at="gated"), memory=List()
+    ),
+    "errors by an exponential": StateUpdate(SquaredError(), Entropic(), memory=List(errors=Kernel())),
+    "errors by another kernel, forgetting": StateUpdate(
+        SquaredError(), Entropic(), Scalar("decay"), Step(BETA, at="gated"), List(errors=Kernel("linear", 0.8))
+    ),
+    "errors by another kernel, before the gate": StateUpdate(
+        SquaredError(), Entropic(), Product((Scalar("decay"), Rotation())), Step(BETA), List(errors=Kernel(scale=2.0))
     ),
     "fox with path": StateUpdate(
         Alignment(), Entropic(), Product((Scalar("decay"), Householder(BETA))), memory=List(scale=1.0)
@@ -249,6 +276,18 @@ PASSES = {
         Step(BETA, debias=True, floor=0.3),
         memory=BoundedList(5, scale=None),
     ),
+}
+
+# Levels: a chain whose stretches are weighed.
+LEVELS = {
+    "log-linear": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Fenwick(9)),
+    "log-linear, few levels": StateUpdate(Alignment(), monoid=Diagonal("key_decay"), memory=Fenwick(4)),
+    "log-linear delta": StateUpdate(
+        Alignment(), monoid=Product((Scalar("decay"), Householder(Per("erase"), "k"))), algorithm=Step(BETA),
+        memory=Fenwick(8),
+    ),
+    "log-linear, turning": StateUpdate(Alignment(), monoid=Product((Rotation(30.0), Scalar(0.9))), memory=Fenwick(9)),
+    "log-linear, nothing forgotten": StateUpdate(Alignment(), memory=Fenwick(2)),
 }
 
 # Gram space: normalised slots.
@@ -402,7 +441,10 @@ SEQUENTIAL = {
     "rotated spectral": StateUpdate(Alignment(), Spectral("polar"), Rotation(Per("angle", "pair", "real")), Step(BETA)),
 }
 
-KEYED = {**CHAINS, **EARLY, **SEVERAL, **ATTENTION, **PASSES, **GRAM, **CASCADES, **SUBSTITUTIONS, **SEQUENTIAL}
+KEYED = {
+    **CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SUBSTITUTIONS,
+    **SEQUENTIAL,
+}  # fmt: skip
 
 # Updates of a parameter: the gradient is given.
 DATA = {

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from axes.bench import check, decode, floors, layers, layers_report, peers, report, sequence, training, training_models
+from axes.bench import (
+    apart,
+    check,
+    decode,
+    floors,
+    layers,
+    layers_report,
+    peers,
+    report,
+    sequence,
+    training,
+    training_models,
+)
 from axes.bench.rules import RULES, SequenceRule, Shape, Signal, find
 from axes.cli import main
 from axes.errors import AxesError
@@ -155,6 +169,9 @@ def test_one_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "interpreter" in shown
     found = json.loads((tmp_path / decode.FILE).read_text())
     assert len(found) == len(RULES) and all(s["error"] < 1e-5 and s["eager"] > 0 for s in found)
+    command(f"bench decode --rule delta --shape 2,1,2,8 --device cpu --state bfloat16 --out {tmp_path}", capsys)
+    (row,) = json.loads((tmp_path / decode.FILE).read_text())
+    assert row["held"] == "bfloat16" and 1e-4 < row["error"] < 0.1 and row["megabytes"] == 4 * 2 * 2 * 64 / 1e6
 
 
 def test_training_says_who_could_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,3 +229,62 @@ def test_whole_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     for bad, message in (("1,2,3", "four numbers"), ("1,8,15,2", "multiple of H")):
         with pytest.raises(AxesError, match=message):
             layers.Size.parse(bad)
+
+
+def test_rows_apart_are_measured_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--row gla:axes --row nothing:axes --apart 2 --size 1,8,16,2 --device cpu"
+    shown = command(f"bench layers {given} --out {tmp_path}", capsys)
+    found = layers_report.rows(json.loads((tmp_path / layers.FILE).read_text()))
+    assert [(r.layer, r.who) for r in found] == [("gla", "axes"), ("nothing", "axes")]
+    assert found[0].forward and found[0].first and not found[0].refused and "gla" in shown
+    assert "nothing" in found[1].refused
+    with pytest.raises(SystemExit):
+        main(["bench", "layers", "--row", "gla", "--device", "cpu"])
+    assert "such as gla:fla" in capsys.readouterr().err
+
+
+def test_training_ahead_of_its_turn() -> None:
+    """One block compiles; the row is of the whole model, without the seconds of its first step."""
+    size = training_models.Size(layers=2, width=16, heads=2, vocabulary=16, batch=1, tokens=8, steps=1)
+    options = dict(depths=(), compile_it=False, size=size, device=torch.device("cpu"), rate=None, configurations=2)
+    steps = training._train(training.Throughput("axes"), name="axes", ahead=True, **options)  # type: ignore[arg-type]
+    assert next(steps) is None
+    row = apart.finished(steps)
+    assert row.tokens_per_second and row.first is None and row.loss
+
+
+def _steps(row: str) -> apart.Steps[str]:
+    if row == "dies":
+        os._exit(3)
+    if row == "late":
+        time.sleep(100)
+    yield
+    if row == "dies later":
+        os._exit(4)
+    return f"{row} {os.getpid()}"
+
+
+def test_a_process_that_dies_or_is_late_costs_its_own_row() -> None:
+    rows = ("dies", "dies later", "one")
+    found = dict(apart.in_turn([(row, _steps) for row in rows], 3, 300))
+    assert list(found) == list(rows)
+    assert "ended with 3 before" in found["dies"] and "ended with 4 while" in found["dies later"]
+    assert found["one"].startswith("one ") and found["one"] != f"one {os.getpid()}"
+    assert list(apart.in_turn([("late", _steps)], 1, 0.5)) == [("late", "it still compiled after 0.5 s")]
+
+
+def test_a_tuner_tries_few_of_its_configurations() -> None:
+    autotuner = pytest.importorskip("triton.runtime.autotuner")
+    configurations = list(range(7))
+    tuner = object.__new__(autotuner.Autotuner)
+    tuner.configs, tuner.early_config_prune, tuner.perf_model, tuner.cache = configurations, None, None, {"key": 1}
+    assert tuner.prune_configs({}) == configurations
+    with peers.tuned(3):
+        assert tuner.prune_configs({}) == [0, 2, 4] and callable(tuner.do_bench)
+        tuned = []
+        tuner.check_disk_cache("key", [], lambda: tuned.append(True))
+        assert tuned
+    with peers.tuned(9):
+        assert tuner.prune_configs({}) == configurations
+    peers.tune_again()
+    assert not tuner.cache and tuner.prune_configs({}) == configurations

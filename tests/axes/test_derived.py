@@ -8,7 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from systems import ATTENTION, BY_ROWS, CASCADES, CHAINS, EARLY, GRAM, KEYED, PASSES, SEQUENTIAL, SEVERAL, SUBSTITUTIONS
+from systems import (
+    ATTENTION,
+    BY_ROWS,
+    CASCADES,
+    CHAINS,
+    EARLY,
+    GRAM,
+    KEYED,
+    LEVELS,
+    PASSES,
+    SEQUENTIAL,
+    SEVERAL,
+    SUBSTITUTIONS,
+    TURNED,
+)
 from torch import Tensor
 
 from axes.core import derived, reference
@@ -210,11 +224,14 @@ def test_folding_the_maps_reproduces_the_recurrence(name: str) -> None:
 @pytest.mark.parametrize(
     ("table", "route"),
     [
-        (CHAINS, "chain"), (EARLY, "chain"), (SEVERAL, "chain"),
+        (CHAINS, "chain"), (EARLY, "chain"), (SEVERAL, "chain"), (TURNED, "chain"),
         (ATTENTION, "attention"), (GRAM, "gram"), (CASCADES, "cascade"),
-        (SUBSTITUTIONS, "substitution"), (SEQUENTIAL, "interpreter"), (PASSES, "passes"),
+        (SUBSTITUTIONS, "substitution"), (SEQUENTIAL, "interpreter"), (PASSES, "passes"), (LEVELS, "levels"),
     ],  # fmt: skip
-    ids=["chain", "early", "several", "attention", "gram", "cascade", "substitution", "interpreter", "passes"],
+    ids=[
+        "chain", "early", "several", "turned", "attention", "gram", "cascade", "substitution", "interpreter", "passes",
+        "levels",
+    ],  # fmt: skip
 )
 def test_each_system_has_the_route_it_is_listed_under(table: dict[str, StateUpdate], route: str) -> None:
     for name, update in table.items():

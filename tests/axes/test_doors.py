@@ -9,11 +9,11 @@ import numpy
 import pytest
 import torch
 
-from axes import dispatch
+from axes import dispatch, sequence
 from axes.core import reference
 from axes.errors import AxesError, ShapeError, UnknownName, WrongType
 from axes.routes.given import asked, require_call
-from axes.sequence import RWKV7, FoX, GatedDeltaNet, SequenceLayer
+from axes.sequence import RWKV7, S4D, FoX, GatedDeltaNet, PaTH, SequenceLayer
 from tests.doors import DOORS, spoil
 
 FEW, MANY = 60, 2000
@@ -119,6 +119,20 @@ def test_a_layer_takes_its_own_state(cls: type[SequenceLayer]) -> None:
         layer(x, other)
 
 
+@pytest.mark.parametrize("cls", (*sequence.ALL, *sequence.PREDICTED), ids=lambda cls: cls.name)
+def test_keys_of_width_one_run_or_are_refused(cls: type[SequenceLayer]) -> None:
+    """Two heads of a width of two; layers whose keys are narrower than values would have none."""
+    try:
+        layer = cls(2, heads=2)
+    except ShapeError as error:
+        assert re.search("width must be even, got 1|leaves heads=2 keys of width 0", str(error))
+        return
+    x = torch.randn(2, 3, 2)
+    y, state = layer(x)
+    one, _ = layer.step(x[:, 0], state)
+    assert y.shape == (2, 3, 2) and one.shape == (2, 2) and y.isfinite().all()
+
+
 def test_a_call_that_was_seen_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from axes.routes import given
 
@@ -134,3 +148,21 @@ def test_a_call_that_was_seen_is_not_asked_again(monkeypatch: pytest.MonkeyPatch
     for _ in range(100):  # of looks no more than so many are kept
         require_call("here", update, signal(beta=torch.rand(()).item()), None)
     assert len(asked(update).looks) <= 64
+
+
+
+def test_angles_of_pairs_may_be_one_number() -> None:
+    given = {n: torch.randn(2, 5, 3, 4) for n in ("q", "k", "v")} | {"decay": -torch.rand(2, 5, 3, 2)}
+    number, same = ({**given, "angle": x} for x in (-1.5, torch.full((2, 5, 3, 2), -1.5)))
+    for run in (dispatch.run, reference.run):
+        torch.testing.assert_close(run(S4D.update, number, time=1), run(S4D.update, same, time=1))
+
+
+def test_a_list_in_fewer_bits_is_moved_by_what_has_more() -> None:
+    """Reflections of float32 over keys of float16, in the interpreter as by routes."""
+    given = {n: torch.randn(2, 5, 3, 4) for n in ("q", "k", "v")} | {"beta": torch.rand(2, 5, 3)}
+    given["w"] = torch.nn.functional.normalize(torch.randn(2, 5, 3, 4), dim=-1)
+    state = reference.run(PaTH.update, given, time=1)[1]
+    halves = state._replace(theta=tuple(x.half() for x in state.theta))
+    got, want = (run(PaTH.update, given, halves, time=1)[0] for run in (dispatch.run, reference.run))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)

@@ -108,11 +108,32 @@ def test_blocks_cover_every_entry_once(sizes: list[int], block: int) -> None:
     assert sorted(seen) == [(i, e) for i, size in enumerate(sizes) for e in range(size)]
 
 
-def test_adamw_takes_eight_operations_and_no_guard() -> None:
+def test_adamw_takes_seven_operations_and_no_guard() -> None:
     schedule = Schedule(program(optim.AdamW.update.normal()))  # type: ignore[arg-type]
     names = [s.name for s in schedule.steps]
-    assert len(names) == 8 and {"addcmul", "addcdiv", "pow xn"} <= set(names)
+    assert len(names) == 7 and {"mix", "addcmul", "addcdiv", "pow xn"} <= set(names)
     assert not any(n.startswith(("where", "gt", "copy")) for n in names)
+
+
+@pytest.mark.parametrize("keep", (0.0, 0.1, 0.5, 0.9, 1.0, 1.5, -0.9))
+@pytest.mark.parametrize("rate", (0.0, 0.1, -0.1, 3.0, 1e-300))
+@pytest.mark.parametrize("layout", ("one", "several", "transposed"))
+def test_what_is_kept_of_one_and_added_of_another_is_one_operation(keep: float, rate: float, layout: str) -> None:
+    found = trace(lambda v: {"x": v["x"] * v["keep"] + v["rate"] * v["y"]}, ("x", "y"), ("keep", "rate"))
+    schedule = Schedule(found, keep=("y",))
+    assert [s.name for s in schedule.steps] == ["mix"]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 40)] if layout == "one" else [(5, 40), (3,)] if layout == "several" else [(40, 5)]
+    x, y = [[torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in "xy"]
+    if layout == "transposed":
+        x = [t.mT for t in x]
+        y = [t.mT for t in y]
+    before, exact = [t.clone() for t in y], [keep * a + rate * b for a, b in zip(x, y, strict=True)]
+    places = [t.data_ptr() for t in x]
+    schedule.run([x, y], found.numbers({"keep": keep, "rate": rate}))
+    for t, e in zip(x, exact, strict=True):
+        torch.testing.assert_close(t, e, rtol=1e-14, atol=1e-14)
+    assert [t.data_ptr() for t in x] == places and all(map(torch.equal, y, before))
 
 
 def test_a_guard_that_can_act_stays() -> None:

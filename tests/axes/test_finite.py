@@ -121,13 +121,14 @@ def test_layers_keep_it_behind_its_token_and_in_its_sequence(name: str) -> None:
 
 
 LARGE = {  # docs/finite.md: the power of ten from which a layer's output is not finite
-    **dict.fromkeys(("mamba2", "mamba", "rwkv7", "rwkv6", "based"), 8),
+    **dict.fromkeys(("mamba2", "log-linear-mamba2", "mamba", "rwkv7", "rwkv6", "based"), 8),
     "mlstm": 11,
     "mamba3": 13,
+    "mamba3-mimo": 13,
     **dict.fromkeys(("linear-attention", "linear-attention-unnormalised", "retnet", "gla", "ttt-mlp"), 14),
     **dict.fromkeys(("gated-retention", "lightning-attention"), 14),
     **dict.fromkeys(("titans", "ttt-linear", "lattice-dec", "lattice-enc", "lattice-sim", "hgrn2"), 19),
-    **dict.fromkeys(("path", "path-fox", "deltaformer"), 19),
+    **dict.fromkeys(("path", "path-fox", "deltaformer", "lucid"), 19),
     **dict.fromkeys(("longhorn", "longhorn-diagonal", "softmax-attention", "alibi", "rope", "fox", "shampoo-net"), 20),
     **dict.fromkeys(("rg-lru", "gqa", "mqa", "mla", "sliding-window", "rebased", "gsa", "abc"), 20),
 }

@@ -15,7 +15,8 @@ from axes.core import reference
 from axes.core.algorithms import Read, Step, Sum
 from axes.core.costs import Alignment, Linear, Ridge, SquaredError
 from axes.core.execution import several as repeated
-from axes.core.monoids import DPLR, Diagonal, Householder, Product, Rotation, Scalar
+from axes.core.memory import Entries
+from axes.core.monoids import DPLR, Diagonal, Hadamard, Householder, Product, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.routes import dispatch, early, several
@@ -23,7 +24,8 @@ from axes.routes import kernel_terms as terms
 from axes.routes.select import select
 from tests import chains
 
-WIDE = Diagonal("wide")
+WIDE, ROWED, DT = Diagonal("wide"), Diagonal("rowed", side="row"), Per("dt", "row")
+STEPS = Hadamard("square_decay", times=DT)
 BETA, KEYED, ROWS, ERASE = Per("beta"), Per("rate", "key"), Per("write", "row"), Per("erase")
 MOMENTUM = StateUpdate(Linear(), monoid=Scalar("momentum"), algorithm=Step(Per("theta")))
 FAST = StateUpdate(Linear(), monoid=Scalar(0.5), algorithm=Step(0.3))
@@ -42,6 +44,9 @@ UPDATES = {
     "early": (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA)), "scalar"),
     "implicit": (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="new")), "scalar"),
     "a rate for every key entry": (StateUpdate(SquaredError(), algorithm=Step(KEYED)), "scalar"),
+    "pairs that turn": (
+        StateUpdate(Alignment(), monoid=Product((Diagonal("paired", side="pair"), Rotation()))), "diagonal",
+    ),
     "diagonal": (StateUpdate(Alignment(), monoid=Diagonal("wide")), "diagonal"),
     "diagonal delta": (StateUpdate(SquaredError(), monoid=WIDE, algorithm=Step(BETA, at="gated")), "diagonal"),
     "diagonal early": (StateUpdate(SquaredError(), monoid=Diagonal("wide"), algorithm=Step(BETA)), "diagonal"),
@@ -64,6 +69,20 @@ UPDATES = {
         StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", via=(MOMENTUM,))), "block",
     ),
     "momentum of writes": (StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(via=(FAST,))), "block"),
+    "rows": (StateUpdate(Alignment(), monoid=ROWED, algorithm=Step(ROWS)), "entries"),
+    "rows and a gate of the state": (StateUpdate(Alignment(), monoid=Product((Scalar("decay"), ROWED))), "entries"),
+    "a gate of entries": (StateUpdate(Alignment(), monoid=Hadamard("square_decay"), algorithm=Step(BETA)), "entries"),
+    "steps of rows": (StateUpdate(Alignment(), monoid=STEPS, algorithm=Step(DT)), "entries"),
+    "steps of rows, other strengths": (
+        StateUpdate(Alignment(), monoid=Product((STEPS, Scalar(0.9))), algorithm=Step(KEYED)), "entries",
+    ),
+    "entries": (StateUpdate(SquaredError(), monoid=ROWED, algorithm=Step(ROWS), memory=Entries()), "entries"),
+    "entries, gated": (
+        StateUpdate(SquaredError(), monoid=ROWED, algorithm=Step(BETA, at="gated"), memory=Entries()), "entries",
+    ),
+    "entries, implicit": (
+        StateUpdate(SquaredError(), monoid=ROWED, algorithm=Step(ROWS, at="new"), memory=Entries()), "entries",
+    ),
 }  # fmt: skip
 
 
@@ -89,7 +108,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
     step = ModuleType("axes.kernels.step")
     step.chain_step, step.block_step = chain_step, block_step  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, step.__name__, step)
-    for name in ("scalar", "diagonal", "block"):
+    for name in ("scalar", "diagonal", "block", "entries"):
         stand_in = ModuleType(f"axes.kernels.{name}.chain")
         function = f"{name}_chain"
         setattr(stand_in, function, getattr(chains, function))
@@ -102,7 +121,8 @@ def signal(
     lead = (2, length, heads)
     out: dict[str, torch.Tensor | float] = {n: torch.randn(*lead, d_v if n == "v" else d_k) / 2 for n in "qkv"}
     for p in update.demands():
-        shape = {"scalar": lead, "key": (*lead, d_k), "row": (*lead, d_v), "pair": (*lead, d_k // 2)}[p.shape]
+        own = {"scalar": (), "key": (d_k,), "row": (d_v,), "pair": (d_k // 2,), "square": (d_v, d_k)}
+        shape = (*lead, *own[p.shape])
         x = torch.rand(shape)
         out[p.name] = -x if p.domain == "unit" else x
     for n in update.signals() - set(out) - {"q", "k", "v"}:
@@ -160,7 +180,7 @@ def test_angles_of_half_precision_tokens_keep_their_digits() -> None:
     def wide(q, k, v, *rest, **options):
         return chains.scalar_chain(q.float(), k.float(), v.float(), *rest, **options)
 
-    got, _ = terms.run(update, half, None, None, terms.Kernels(wide, wide, wide))
+    got, _ = terms.run(update, half, None, None, terms.Kernels(wide, wide, wide, wide))
     assert (got - want).norm() < 1e-2 * want.norm()
 
 
@@ -211,6 +231,28 @@ def test_packed_sequences_are_each_alone(name: str) -> None:
     for a, b in zip(_leaves(state), _leaves(last), strict=True):
         if a.ndim:  # counts are at least those of the longest sequence
             torch.testing.assert_close(a.to(b.dtype), b, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ("mesa-net", "gsa", "abc"))
+def test_passes_by_kernels_are_the_passes(name: str) -> None:
+    """Dense and packed, from a state; the chains of rows are those of entries."""
+    layer = catalogue.get(name, axis="sequence").cls(8, heads=2)
+    update, sizes = layer.update, layer.sizes
+    given, _, _ = layer.around.enter(torch.randn(2, 9, 8), layer.around.tails(2, torch.empty(0)))
+    start = layer._init_memory(2, torch.empty(0))
+    start = start._replace(theta=tuple(torch.rand_like(x) + torch.eye(*x.shape[-2:]) for x in start.theta))
+    want, last = dispatch.run(update, given, start, implementation="reference")
+    got, state = dispatch._passes_by_kernel(update, given, start)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    for a, b in zip(_leaves(state), _leaves(last), strict=True):
+        torch.testing.assert_close(a.to(b.dtype), b, rtol=2e-4, atol=2e-5)
+    packed = {n: x.flatten(0, 1)[None] if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    one, after = dispatch._passes_by_kernel(update, packed, start, torch.tensor([0, 9, 18]))
+    torch.testing.assert_close(one[0].unflatten(0, (2, 9)), got, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(after.theta, state.theta, rtol=2e-4, atol=2e-5)
+    who = select(update, "cuda", torch.bfloat16, implementation="triton")
+    assert who[:2] == ("passes", "triton") and sizes.d_v == 4
+    assert select(update, "cuda", torch.bfloat16)[:2] == ("passes", "torch")
 
 
 @pytest.mark.parametrize("in_place", (False, True))
@@ -269,6 +311,7 @@ def test_says_why_there_is_no_kernel(update: StateUpdate, says: str) -> None:
 def test_every_affine_chain_of_the_catalogue_has_a_kernel_or_a_reason() -> None:
     kinds = {e.name: terms.family(e.update) for e in catalogue.entries("sequence")}
     assert kinds["gated-delta-net"] == kinds["gated-delta-net-prev"] == kinds["mamba2"] == kinds["retnet"] == "scalar"
+    assert kinds["mamba"] == kinds["hgrn"] == kinds["rg-lru"] == kinds["longhorn-diagonal"] == "entries"
     assert kinds["gla"] == "diagonal" and kinds["rwkv7"] == "dplr" and kinds["titans-matrix"] == "block"
     for name, kind in kinds.items():
         assert not isinstance(kind, terms.NoFamily) or kind.reason, name

@@ -33,8 +33,6 @@ def chain(state, token, index=None):
     heads = token["v"].shape[1]
     q, k, erase, a, b = (wide(token.get(n), heads) for n in ("q", "k", "erase", "a", "b"))
     old, v = state.double(), token["v"].double()
-    if token.get("normalize"):
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt() for x in (q, k))
     g = token.get("g")
     kept = old
     if g is not None:
@@ -55,7 +53,7 @@ for rule, more in (("write", {}), ("delta", {}), ("delta", {"early": True}), ("d
                    ("dplr", {"a": torch.randn(2, 1, 5), "b": torch.randn(2, 1, 5)})):
     for g in (None, -torch.rand(2, 2), -10 * torch.rand(2, 2, 5)):
         token = {"q": torch.randn(2, 1, 5), "k": torch.randn(2, 1, 5), "v": torch.randn(2, 2, 9), "rule": rule, **more}
-        token |= {} if g is None else {"g": g, "beta": torch.rand(2, 2), "normalize": True}
+        token |= {} if g is None else {"g": g, "beta": torch.rand(2, 2)}
         chain(torch.randn(2, 2, 9, 5), token)
 
 # rows of a pool, one of them padding; o in a given tensor
@@ -73,6 +71,21 @@ state, new = torch.randn(2, 2, 9, 5), torch.empty(2, 2, 9, 5)
 before = state.clone()
 o = chain_step(state, **token, into=new)
 assert torch.equal(state, before) and torch.equal(chain_step(state, **token), o) and torch.equal(state, new)
+
+# a state held in 16 bits: the numbers of the wide one, rounded as they are written
+def rounded(step, state, *token, **more):
+    for dtype in (torch.bfloat16, torch.float16):
+        held = state.to(dtype)
+        wide, elsewhere = held.float(), torch.empty_like(held)
+        want, new = step(wide, *token, **more), step(held, *token, into=elsewhere, **more)
+        near = torch.isclose(elsewhere.float(), wide, rtol=2**-7, atol=0).all()  # the interpreter cuts bfloat16 off
+        assert torch.equal(want, new) and (near if dtype is torch.bfloat16 else torch.equal(elsewhere, wide.to(dtype)))
+        assert torch.equal(step(held, *token, **more), want) and torch.equal(held, elsewhere)
+
+rounded(chain_step, torch.randn(2, 2, 9, 5), **token)
+for erase in (None, torch.randn(2, 2, 2)):
+    rounded(block_step, torch.randn(2, 2, 9, 2, 5), *(token[n] for n in "qkv"), torch.randn(2, 2, 2, 2),
+            torch.rand(2, 2, 2), erase)
 
 for erase in (None, torch.randn(2, 2, 2)):
     state, block, write = torch.randn(2, 2, 9, 2, 5), torch.randn(2, 2, 2, 2), torch.rand(2, 2, 2)
@@ -121,7 +134,7 @@ def test_refuses_tokens(change: dict[str, Any], says: str) -> None:
     ("change", "says"),
     (
         ({"state": torch.zeros(2, 4, 8, 5)}, "state is float32"),
-        ({"state": torch.zeros(2, 4, 5, 8).bfloat16()}, "state is float32"),
+        ({"state": torch.zeros(2, 4, 5, 8).double()}, "state is float32, or held in 16 bits"),
         ({"state": torch.zeros(1, 4, 5, 8).expand(2, -1, -1, -1)}, "contiguous and apart"),
         ({"state": torch.zeros(3, 4, 5, 8)}, "one row a batch entry"),
         ({"index": torch.zeros(2)}, "index is int32 or int64"),

@@ -16,6 +16,7 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
     pytest.importorskip("triton")
 
 from axes.errors import ShapeError
+from axes.kernels.streams.cayley import cayley
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
 from axes.kernels.streams.sinkhorn import sinkhorn
@@ -108,6 +109,43 @@ else:
     raise AssertionError("a planted error was not found")
 """
 
+ROTATIONS = r"""
+import torch
+from axes.core.geometry import Cayley
+from axes.kernels.streams import cayley as module
+from axes.kernels.streams.cayley import cayley
+from tests.streams import gradients
+
+torch.manual_seed(0)
+
+def check(logits, scale=0.5, kind="full", bound=1e-6):
+    direction, link = [torch.randn(logits.shape)], Cayley(scale, kind)
+    got = gradients(lambda z: cayley(z, *link.rotation), [logits], direction)
+    want = gradients(link.primal, [logits.double()], direction)
+    plain = gradients(Cayley(scale, kind).primal, [logits], direction)  # by torch's solve
+    for x, w, p in zip(got, want, plain):
+        assert torch.isfinite(x).all() and x.dtype == torch.float32
+        least = bound * w.numel() ** 0.5 * max(1, w.abs().max())
+        assert (x - w).norm() <= least + 4 * (p - w).norm(), (logits.shape, kind, (x - w).norm(), (p - w).norm())
+
+for n in (1, 2, 3, 4, 5, 16):
+    for kind in ("full", "mean-preserving"):
+        if n > 1 or kind == "full":
+            check(torch.randn(2, 3, n, n), kind=kind)
+            check(100 * torch.randn(70 if n == 4 else 2, n, n), 1.0, kind, 1e-5)
+check(torch.zeros(4, 4))  # one for all tokens
+
+centre = module._centre.fn  # an error is found: columns are not centred
+names = module._rotate.kernel.fn.__globals__
+names["_centre"] = lambda a, inside, n, CENTRED: centre(a, inside, n, False)
+try:
+    check(torch.randn(2, 4, 4), kind="mean-preserving")
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a planted error was not found")
+"""
+
 
 LOOKS = r"""
 import torch
@@ -193,6 +231,10 @@ def test_sinkhorn() -> None:
     interpret(LINKS)
 
 
+def test_rotations() -> None:
+    interpret(ROTATIONS)
+
+
 X, Y, W, M = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 8), torch.zeros(4), torch.zeros(4, 4)
 PHI, A, B = torch.zeros(6, 32), torch.zeros(6), torch.zeros(1, 6)
 
@@ -201,6 +243,8 @@ PHI, A, B = torch.zeros(6, 32), torch.zeros(6), torch.zeros(1, 6)
     ("call", "says"),
     (
         (lambda: mix_read(torch.zeros(2, 17, 8), torch.zeros(17)), "n from 1 to 16"),
+        (lambda: cayley(torch.zeros(2, 17, 17), 0.1), "n from 1 to 16"),
+        (lambda: cayley(torch.zeros(2, 2, dtype=torch.float64), 0.1), "up to 32 bits"),
         (lambda: mix_read(X.double(), W), "bf16, fp16 or fp32"),
         (lambda: mix_read(X, torch.zeros(3)), r"r is \(4,\) or \(2, 3, 4\), not \(3,\)"),
         (lambda: mix_read(X, W.long()), "floating point"),

@@ -92,6 +92,7 @@ KEPT = {}
 CASES = {
     "anchors renewed within chunks": "check(sequence.MonetaMatrix.update, 1, 12, 2, 5, 6, count=9, chunk=4)",
     "rows of their own programs": "check(sequence.AdamNet.update, 2, 7, 2, 20, 5, rows=8, chunk=4)",
+    "keys across warps": 'check(sequence.AdamNet.update, 1, 7, 2, 20, 5, rows=8, chunk=4, across="k")',
     "columns that meet": "check(sequence.LatticeDec.update, 2, 9, 1, 6, 7, chunk=4)",
     "bfloat16": "check(sequence.LatticeOSR.update, 1, 6, 2, 8, 4, half=True, chunk=4)",
     "a user's": "check(OWN, 1, 7, 1, 5, 4, chunk=4)",

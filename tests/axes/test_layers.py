@@ -51,9 +51,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "state_update", "reference", "derived", "chain",
     ),
     "routes": (
-        "choice", "given", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "passes", "spans",
-        "finite", "substitution", "gram", "cascade", "attention", "opaque",
-        "kernel_terms", "substitution_kernel", "token", "early", "several", "select", "dispatch", "frame",
+        "choice", "given", "counts", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "passes",
+        "spans", "finite", "cells", "recurrent", "substitution", "gram", "cascade", "attention", "levels", "opaque",
+        "kernel_terms", "substitution_kernel", "token", "early", "several", "turned", "select", "dispatch", "frame",
     ),
     "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks", "suite"),
     "optim": ("engine", "rules", "tools"),

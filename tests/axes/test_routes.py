@@ -8,7 +8,21 @@ import re
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from systems import ATTENTION, CASCADES, CHAINS, DATA, EARLY, GRAM, KEYED, PASSES, SEQUENTIAL, SEVERAL, SUBSTITUTIONS
+from systems import (
+    ATTENTION,
+    CASCADES,
+    CHAINS,
+    DATA,
+    EARLY,
+    GRAM,
+    KEYED,
+    LEVELS,
+    PASSES,
+    SEQUENTIAL,
+    SEVERAL,
+    SUBSTITUTIONS,
+    TURNED,
+)
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -27,7 +41,7 @@ from axes.routes.dispatch import Choice, NoImplementation, implementation, route
 from axes.sequence import AdamNet, Moneta, SequenceLayer, Titans
 from axes.testing import checks, examples, strategies
 
-FAST = {**CHAINS, **EARLY, **SEVERAL, **ATTENTION, **PASSES, **GRAM, **CASCADES, **SUBSTITUTIONS}
+FAST = {**CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SUBSTITUTIONS}
 EXACT = 1e-9  # measured 3e-12 in a value (a normaliser near zero), 1e-11 in a gradient
 
 
@@ -97,7 +111,8 @@ def test_zero_tokens(name: str) -> None:
     signal = example(update, 3)
     empty = {n: x[:, :0] for n, x in signal.items()}
     y, fresh = run(update, empty)
-    assert y.shape == (2, 0, signal["v"].shape[-1])
+    reads = update.parts().step.reads
+    assert y.shape == (2, 0, *((reads,) if reads > 1 else ()), signal["v"].shape[-1])
     first = update.init({n: x[:, 0] for n, x in signal.items()})
     assert [x.shape for x in checks.leaves(fresh)] == [x.shape for x in checks.leaves(first)]
     _, state = run(update, signal)

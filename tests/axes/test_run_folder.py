@@ -236,6 +236,22 @@ def test_a_config_that_python_cannot_read(finished: RunFolder, content: str) -> 
         resume(finished)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "says"),
+    [("width", 10**30, "width must be less than 2"), ("layers", 10**25, "layers must be less"),
+     ("batch", 2**63, "batch"),
+     ("layers", 10**12, "belongs to another|does not fit"), ("width", 10**9, "belongs to another|does not fit")],
+)  # fmt: skip
+def test_a_config_of_sizes_that_nobody_has(finished: RunFolder, name: str, size: int, says: str) -> None:
+    """Neither continued nor sampled: what the checkpoint holds is less than any model of these sizes."""
+    config = json.loads(finished.config.read_text())
+    config["configuration"][name] = size
+    finished.config.write_text(json.dumps(config))
+    for read in (resume, load_model):
+        with pytest.raises(AxesError, match=says):
+            read(RunFolder(finished.path))
+
+
 def test_a_run_of_a_larger_machine_is_read(finished: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "memory", lambda device: 1000)
     assert load_model(RunFolder(finished.path)) is not None

@@ -71,3 +71,25 @@ def test_the_range_of_sums_is_that_of_their_dtype() -> None:
         exact = by_logs(z.double(), 20)
         assert by_hand(z) and sinkhorn(z, 20).min() > 0
         torch.testing.assert_close(sinkhorn(z, 20).double(), exact, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("size", [1.0, 60.0])
+def test_compilers_see_one_operator(size: float) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    z = (size * torch.randn(2, 5, 3, 3, dtype=torch.float64)).mT.requires_grad_()
+    upstream = torch.randn(2, 5, 3, 3, dtype=torch.float64)
+    got, want = torch.compile(lambda x: sinkhorn(x, 20), backend=backend, fullgraph=True)(z), by_logs(z, 20)
+    (graph,) = graphs
+    assert len([node for node in graph.graph.nodes if node.op in ("call_function", "call_method")]) < 6
+    (mine,), (theirs,) = (torch.autograd.grad(w, z, upstream) for w in (got, want))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
+
+
+def test_the_operator() -> None:
+    torch.library.opcheck(module._operator.operator, (torch.randn(5, 3, 3, requires_grad=True), 4, True))

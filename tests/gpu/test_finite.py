@@ -37,7 +37,8 @@ def test_it_stays_in_its_chunk(name: str, dtype: torch.dtype) -> None:
             assert same[1].all() and same[0, :, 1].all(), (n, value, "another sequence or head")
             assert same[0, : AT - AT % REACH, 0].all(), (n, value, "an earlier chunk")
             if math.isnan(value):
-                assert not out[0, AT, 0].isfinite().all(), (n, "swallowed")
+                # a read of the state before a token's gate has it from the next token on
+                assert not out[0, AT : AT + 2, 0].isfinite().all(), (n, "swallowed")
 
 
 def test_check_finite_reads_a_gpu_too() -> None:

@@ -23,15 +23,13 @@ GATES = (None, "head", "channel")
 WIDTHS = (1, 2, 3, 16, 33, 64, 100, 128, 200, 256)
 
 
-def exact(state, q, k, v, *, beta=None, g=None, erase=None, a=None, b=None, rule="write", early=False, normalize=False):
+def exact(state, q, k, v, *, beta=None, g=None, erase=None, a=None, b=None, rule="write", early=False):
     """The step in float64: o and the new state."""
     state, q, k, v, beta, g, erase, a, b = (
         None if x is None else x.double() for x in (state, q, k, v, beta, g, erase, a, b)
     )
     group = v.shape[1] // k.shape[1]
     q, k, erase, a, b = (None if x is None else x.repeat_interleave(group, 1) for x in (q, k, erase, a, b))
-    if normalize:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt() for x in (q, k))
     kept = state
     if g is not None:
         gate = g.clamp_min(-100).exp()
@@ -46,12 +44,10 @@ def exact(state, q, k, v, *, beta=None, g=None, erase=None, a=None, b=None, rule
     return (state @ q[..., None])[..., 0], state
 
 
-def exact_block(state, q, k, v, block, write, erase=None, *, normalize=False):
+def exact_block(state, q, k, v, block, write, erase=None):
     state, q, k, v, block, write = (x.double() for x in (state, q, k, v, block, write))
     group = v.shape[1] // k.shape[1]
     q, k = (x.repeat_interleave(group, 1) for x in (q, k))
-    if normalize:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt() for x in (q, k))
     if erase is not None:
         v = v - torch.einsum("bhvik,bhi,bhk->bhv", state, erase.double(), k)
     state = torch.einsum("bhvik,bhij->bhvjk", state, block) + torch.einsum("bhv,bhj,bhk->bhvjk", v, write, k)
@@ -106,9 +102,8 @@ def check(step, meaning, state, token) -> None:
 @pytest.mark.parametrize(("chain", "gate"), tuple(product(CHAINS, GATES)))
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_every_chain(chain: str, gate: str | None, dtype: torch.dtype) -> None:
-    for beta, (normalize, group) in product((True, False), ((True, 1), (False, 3))):
-        state, token = draw(chain, gate, 64, 40, dtype, group=group, beta=beta)
-        check(chain_step, exact, state, token | {"normalize": normalize})
+    for beta, group in product((True, False), (1, 3)):
+        check(chain_step, exact, *draw(chain, gate, 64, 40, dtype, group=group, beta=beta))
 
 
 @pytest.mark.parametrize("d_k", WIDTHS)
@@ -122,13 +117,12 @@ def test_widths(d_k: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_blocks(dtype: torch.dtype) -> None:
-    for erase, normalize, group in product((True, False), (True, False), (1, 3)):
-        state, token = draw_block(64, 40, dtype, group=group, erase=erase)
-        check(block_step, exact_block, state, token | {"normalize": normalize})
+    for erase, group in product((True, False), (1, 3)):
+        check(block_step, exact_block, *draw_block(64, 40, dtype, group=group, erase=erase))
 
 
 def test_hard_numbers() -> None:
-    """Integers and ones are exact; closed gates keep nothing; zero keys normalise to zero."""
+    """Integers and ones are exact; closed gates keep nothing; zero keys write nothing."""
     state, token = draw("delta", "head", 128, 128, torch.bfloat16)
     ones = {n: torch.ones_like(x) if isinstance(x, Tensor) else x for n, x in token.items()}
     state = torch.randint(-3, 4, state.shape, device="cuda").float()
@@ -141,8 +135,23 @@ def test_hard_numbers() -> None:
     chain_step(state, **closed)
     chain_step(fresh, **closed)
     assert torch.equal(state, fresh)
-    none = token | {"k": torch.zeros_like(token["k"]), "normalize": True}
-    check(chain_step, exact, torch.randn_like(state), none)
+    check(chain_step, exact, torch.randn_like(state), token | {"k": torch.zeros_like(token["k"])})
+
+
+@pytest.mark.parametrize("held", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_a_state_held_in_16_bits(held: torch.dtype, dtype: torch.dtype) -> None:
+    """The bits of the wide state's step, rounded as they are written, in place and elsewhere."""
+    for step, (state, token) in (
+        (chain_step, draw("delta", "channel", 128, 100, dtype)),
+        (chain_step, draw("dplr", "head", 33, 64, dtype)),
+        (block_step, draw_block(64, 40, dtype)),
+    ):
+        short, into = state.to(held), torch.empty_like(state, dtype=held)
+        wide = short.float()
+        want = step(wide, **token)
+        assert torch.equal(step(short, **token, into=into), want) and torch.equal(into, wide.to(held))
+        assert torch.equal(step(short, **token), want) and torch.equal(short, into)
 
 
 @pytest.mark.parametrize("chain", CHAINS)
@@ -276,19 +285,23 @@ def time_it() -> None:
                 step, (state, token) = block_step, draw_block(128, 128, torch.bfloat16, batch=batch, **size)
             else:
                 step, (state, token) = chain_step, draw(chain, gate, 128, 128, torch.bfloat16, batch=batch, **size)
-            states = [state.clone() for _ in range(24)]
+            for held in (torch.float32, torch.bfloat16):
+                states = [state.to(held, copy=True) for _ in range(24)]
 
-            def layers() -> None:
-                for s in states:  # noqa: B023
-                    step(s, **token)  # noqa: B023
+                def layers() -> None:
+                    for s in states:  # noqa: B023
+                        step(s, **token)  # noqa: B023
 
-            layers()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
                 layers()
-            graphed, eager = (do_bench(f, return_mode="median") / 24e-3 for f in (graph.replay, layers))
-            floor = 8 * state.numel() / 4.27e12 * 1e6
-            print(f"B {batch:3d} {chain:6s} {gate:8s} graph {graphed:7.2f} eager {eager:7.2f} floor {floor:6.2f} us")
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    layers()
+                graphed, eager = (do_bench(f, return_mode="median") / 24e-3 for f in (graph.replay, layers))
+                floor = 2 * state.numel() * held.itemsize / 4.27e12 * 1e6
+                print(
+                    f"B {batch:3d} {chain:6s} {gate:8s} {str(held)[6:]:8s} graph {graphed:7.2f} eager {eager:7.2f} "
+                    f"floor {floor:6.2f} us", flush=True,
+                )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The kernels of residual streams on a GPU against float64, alone and through mixers.
 
 `python tests/gpu/test_streams.py` prints every case's errors; with `time` milliseconds, memory and launches of kernels
-and whole mixers, with `tune` those of the kernels that predict coefficients by their settings.
+and whole mixers. Settings are compared by `tune_streams.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if not torch.cuda.is_available():
 from torch.library import opcheck  # noqa: E402
 
 from axes import catalogue  # noqa: E402
-from axes.core.geometry import Birkhoff  # noqa: E402
+from axes.core.geometry import Birkhoff, Cayley  # noqa: E402
 from axes.depth import RELEASED_EPS  # noqa: E402
-from axes.kernels.streams import look, mix, sinkhorn  # noqa: E402
+from axes.kernels.streams import cayley, look, mix, sinkhorn  # noqa: E402
 from tests.streams import CALLS, check_followed, check_mixer, draw, draw_look, errors, gradients, look_errors  # noqa: E402
 
 BF, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
@@ -193,6 +193,28 @@ def check_links(logits: torch.Tensor, eps: float = 0.0) -> None:
         assert (x - w).norm() <= 2e-6 * w.numel() ** 0.5 + 2 * (p - w).norm()
 
 
+@pytest.mark.parametrize("n", (1, 2, 3, 4, 5, 8, 16))
+@pytest.mark.parametrize("scale", (1.0, 10.0, 100.0))
+@pytest.mark.parametrize("tokens", (1, 77, 5000))
+def test_rotations(n: int, scale: float, tokens: int) -> None:
+    torch.manual_seed(0)
+    logits = scale * torch.randn(tokens, n, n, device="cuda")
+    direction = [torch.randn_like(logits)]
+    for kind in ("full", "mean-preserving") if n > 1 else ("full",):
+        link = Cayley(1.0, kind)  # type: ignore[arg-type]
+
+        def call(z: torch.Tensor, link: Cayley = link) -> torch.Tensor:
+            return cayley.cayley(z, *link.rotation)
+
+        got, again = (gradients(call, [logits], direction) for _ in range(2))
+        want = gradients(link.primal, [logits.double()], direction)
+        plain = gradients(link.primal, [logits], direction)
+        for x, w, p, y in zip(got, want, plain, again, strict=True):
+            assert torch.isfinite(x).all() and torch.equal(x, y)
+            least = 1e-6 * w.numel() ** 0.5 * max(1.0, w.abs().max().item())
+            assert (x - w).norm() <= least + 4 * (p - w).norm()
+
+
 # ---- operators and mixers --------------------------------------------------------------------------------------------
 
 
@@ -210,6 +232,7 @@ def test_operators() -> None:
         opcheck(look._looks.operator, (a(6, 4, 40), *given, 1e-6, 0.0, True))
     opcheck(sinkhorn._sinkhorn.operator, (a(6, 4, 4), 20, 0.0, True))
     opcheck(sinkhorn._sinkhorn.operator, (a(6, 4, 4), 20, 1e-6, True))
+    opcheck(cayley._cayley.operator, (a(6, 4, 4), 0.1, True, True))
 
 
 MIXERS = (
@@ -260,12 +283,6 @@ def test_a_sublayer_compiles_without_graph_breaks() -> None:
 SIZE = (4, 2048, (32_768,))  # n, d, tokens of the figures
 ONE = ("residual", "pre-norm", "post-norm")
 MEASURED = (*ONE, "hyper-connections", "ihc", "mhc", "mhc-lite", "jpmhc", "dynamic-hyper-connections")
-LAUNCHES = {  # of the kernels of look: tokens and columns of a tile, warps, stages
-    "project": ((64, 64, 8, 3), (64, 64, 8, 2), (64, 64, 8, 1), (64, 64, 4, 1), (64, 64, 4, 3), (128, 64, 8, 3),
-                (64, 128, 8, 2), (64, 32, 4, 3)),
-    "give": ((64, 64, 8, 3), (64, 64, 8, 2), (64, 64, 8, 1), (64, 64, 4, 1), (64, 64, 4, 3), (128, 64, 8, 2),
-             (64, 128, 8, 1), (32, 64, 4, 2)),
-}  # fmt: skip
 
 
 def report(name: str, kernel: Callable[..., Any], given: Sequence[torch.Tensor]) -> None:
@@ -346,6 +363,7 @@ def times() -> None:
     for eps in (0.0, 1e-6):
         call = lambda z, eps=eps: sinkhorn.sinkhorn(z, 20, eps)  # noqa: E731
         report(f"sinkhorn, eps {eps}", call, [torch.randn(32_768, 4, 4, device="cuda")])
+    report("cayley", lambda z: cayley.cayley(z, 0.1), [torch.randn(32_768, 4, 4, device="cuda")])
     for form in FORMS:
         case = Look(**form)  # type: ignore[arg-type]
         given = draw_look(*SIZE, case.entries, case.chart, BF, "cuda")
@@ -363,25 +381,9 @@ def times() -> None:
         launches(name, lambda call=call, given=given: whole(call, given))
 
 
-def tune() -> None:
-    """Microseconds of the launches of look by its settings, and with three terms of bfloat16."""
-    given = draw_look(*SIZE, 24, "sigmoid", BF, "cuda")
-    for terms in (2, 3):
-        look._TERMS = terms
-        launches(f"{terms} terms", lambda: whole(lambda *x: look.look(*x, "sigmoid"), given))
-    look._TERMS = 2
-    for kernel, settings in LAUNCHES.items():
-        first = look._LAUNCH[kernel]
-        for setting in settings:
-            for programs in (1024, 2048, 4096) if kernel == "give" else (1024,):
-                look._LAUNCH[kernel], look._PROGRAMS = setting, programs
-                launches(f"{kernel} {setting} {programs}", lambda: whole(lambda *x: look.look(*x, "sigmoid"), given))
-        look._LAUNCH[kernel], look._PROGRAMS = first, 1024
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] in (["time"], ["tune"]):
-        {"time": times, "tune": tune}[sys.argv[1]]()
+    if sys.argv[1:] == ["time"]:
+        times()
     else:
         for case in CASES:
             print(case, " ".join(f"{x:.1e}" for x in measure(case)))

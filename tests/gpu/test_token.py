@@ -145,7 +145,8 @@ def test_packed_sequences_from_states_of_their_own() -> None:
         own = state._replace(theta=(state.theta[0][n : n + 1],))
         got, want = {"last": last.theta[0][n : n + 1]}, {}
         if b > a:
-            y, own = reference.run(update, {m: x[:, a:b].double().cpu() for m, x in signal.items()}, _wide(own))
+            alone = {m: x[:, a:b].double().cpu() for m, x in signal.items()}
+            y, own = reference.run(update, alone, _wide(own), time=1)
             got["o"], want["o"] = out[:, a:b], y
         want["last"] = own.theta[0]
         wrong += apart(got, want, BOUNDS[FULL], f"sequence {n}", least=1e-9)

@@ -233,3 +233,23 @@ def test_three_that_were_accepted(given: dict[str, Any]) -> None:
 def test_numbers_of_other_kinds_are_taken() -> None:
     optim.AdamW(layer(), 1e-3, [0.9, 0.99], amsgrad=np.True_, eps=np.float32(1e-8))  # type: ignore[arg-type]
     optim.Adafactor(layer(), eps=(None, 1e-3))
+
+
+OUTSIDE: dict[str, float] = {
+    "eps": -1e-8, "graft_eps": -1.0, "damping": -1.0, "weight_decay": -0.1, "momentum": 1.0, "beta": 1.0, "rho": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", optim.ALL, ids=lambda cls: cls.name)
+def test_numbers_outside_their_range_are_refused_by_every_rule(cls: type) -> None:
+    """Averages keep less than all of what was; what is added to a root, and a decay, is at least zero."""
+    taken = inspect.signature(cls).parameters
+    wrong = [{name: value} for name, value in OUTSIDE.items() if name in taken]
+    if isinstance(betas := taken["betas"].default if "betas" in taken else None, tuple):
+        sums = cls is optim.Shampoo  # whose second one is 1 for a sum
+        each = [tuple(1.5 if n == i else b for n, b in enumerate(betas)) for i in range(len(betas))]
+        wrong += [{"betas": b} for b in (*each, tuple(-0.1 for _ in betas), (1.0, *betas[1:]))]
+        wrong += [] if sums else [{"betas": (*betas[:-1], 1.0)}]
+    for given in wrong:
+        with pytest.raises(AxesError):
+            cls(torch.nn.Linear(2, 2), **given)

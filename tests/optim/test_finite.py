@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from axes import optim
 from axes.errors import NotFiniteError
+from axes.optim.engine.finite import Look
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 LAYOUTS = ["contiguous", "transposed", "strided", "expanded"]
@@ -68,3 +69,15 @@ def test_gradients_of_several_dtypes_are_looked_at_together() -> None:
 def test_infinities_of_several_gradients_do_not_cancel() -> None:
     with pytest.raises(NotFiniteError, match="not finite"):
         stepped([torch.full((4,), float("inf")), torch.full((4,), -float("inf"))])
+
+
+def test_which_gradients_are_added_up_together_follows_their_shapes() -> None:
+    look, shapes = Look(), [(4, 6), (8, 3), (4, 6), (24,), (8, 3), (100, 100), ()]
+    others = [(8, 3), (4, 6), (24,), (2, 12), (2, 12), (100, 100), ()]  # as many entries each
+    for these in (shapes, others, shapes, shapes[:3]):
+        gradients = [torch.ones(s) for s in these]
+        assert not look.doubtful(gradients)
+        for g in gradients:
+            g.view(-1)[-1] = float("nan")
+            assert look.doubtful(gradients)
+            g.view(-1)[-1] = 1.0

@@ -205,6 +205,18 @@ def test_state_that_is_not_there_yet_is_foretold() -> None:
     assert optim.AdamW([nn.Parameter(torch.zeros(0, 3))]).report().state_bytes == 0
 
 
+def test_what_is_frozen_has_no_state_until_it_steps() -> None:
+    model = nn.Sequential(nn.Linear(8, 4, bias=False).requires_grad_(False), nn.Linear(4, 4, bias=False))
+    optimizer = optim.Muon(model)
+    first, second = optimizer.report().rows
+    assert first.state_bytes == 0 < second.state_bytes
+    assert "frozen" in first.reason and "frozen" not in second.reason
+    model.requires_grad_(True)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    assert optimizer.report().rows[0].state_bytes > 0 and "frozen" not in optimizer.report().rows[0].reason
+
+
 # ---- nothing silently something else ---------------------------------------------------------------------------------
 
 

@@ -466,3 +466,38 @@ def test_a_tuple_without_keys_is_no_layer() -> None:
 
     with pytest.raises(IllegalUpdate, match="needs keys"):
         layer(StateUpdate(Given()))(D)
+
+
+@every_layer
+def test_a_memory_held_in_16_bits_is_computed_in_32(cls: type[SequenceLayer]) -> None:
+    """A step, a sequence and packed sequences of a bfloat16 state: those of the wide one, rounded once."""
+    layer = make(cls, torch.float32)
+    if layer.update.parts().memory.kind == "list":
+        return  # which has the dtype of its layer
+    x = tokens(dtype=torch.float32)
+    with torch.no_grad():
+        _, state = layer(x)
+        assert state is not None
+        held = state.to(torch.bfloat16)
+        wide = held.to(torch.float32)
+        assert {p.dtype for p in pytree.tree_leaves(held.memory)} <= {torch.bfloat16, torch.int64}
+        for call in (
+            lambda s: layer.step(x[:, 0], s),
+            lambda s: layer(x, s),
+            lambda s: layer(x.reshape(1, -1, D), s, cu_seqlens=torch.tensor([0, T, 2 * T])),
+        ):
+            (y, after), (want, meant) = call(held), call(wide)
+            assert torch.equal(y, want)
+            if meant is not None:
+                assert after is not None and gap(after, meant.to(torch.bfloat16)) == 0
+
+
+def test_a_memory_is_held_as_a_whole() -> None:
+    layer = make(TITANS[0], torch.float32)
+    state = layer.init_state(B)
+    mixed = state._replace(memory=state.memory._replace(via=state.to(torch.bfloat16).memory.via))
+    with pytest.raises(ShapeError, match=r"held in 16 bits as a whole, by state.to\(torch.bfloat16\)"):
+        layer.step(tokens(dtype=torch.float32)[:, 0], mixed)
+    wide = make(GatedDeltaNet)
+    with pytest.raises(ShapeError, match="float64 beside float64"):
+        wide.step(tokens()[:, 0], wide.init_state(B).to(torch.bfloat16))

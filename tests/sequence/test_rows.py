@@ -266,7 +266,18 @@ def deltaformer(m: SequenceLayer, x: Tensor) -> Found:
     return torch.stack(out, 1), None
 
 
+def lucid(m: SequenceLayer, x: Tensor) -> Found:
+    """The paper's three matrices, written out and inverted."""
+    q, k, v = (y.movedim(1, 2) for y in projected(m.around, x))
+    d = k.shape[-1]
+    normed = k / k.square().mean(-1, keepdim=True).sqrt()
+    gram = torch.exp(normed @ normed.mT / math.sqrt(d) - math.sqrt(d)).tril()
+    scores = (q @ k.mT / math.sqrt(d)).masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -torch.inf)
+    return (scores.softmax(-1) @ torch.linalg.inv(gram) @ v).movedim(2, 1), None
+
+
 ORACLES: dict[str, Oracle] = {
+    "lucid": lucid,
     "gated-retention": gated_retention,
     "lightning-attention": lightning,
     "hgrn2": hgrn2,
@@ -359,7 +370,7 @@ REAL = StateUpdate(Alignment(), monoid=Scalar(Per("d", "scalar", "real")))
         (lambda: StateUpdate(SquaredError(), algorithm=Step(writes=2, at=Anchor(4))), IllegalUpdate, "anchors count"),
         (lambda: StateUpdate(Alignment(), algorithm=Step(writes=2, debias=True)), IllegalUpdate, "no read, debias"),
         (lambda: layer(sequence.DeltaProduct.update, block=sequence.Mamba2.block)(16), IllegalUpdate, "one pair"),
-        (lambda: sequence.DeltaProduct(16, heads=2, num_v_heads=4), ShapeError, "several writes have pairs of both"),
+        (lambda: sequence.DeltaProduct(16, heads=2, num_v_heads=4), ShapeError, "several writes or reads have some"),
         (lambda: mixer(sequence.DeltaProduct.update)(16, streams=2), IllegalUpdate, "fractions=r of the mixer"),
         (
             lambda: dispatch.run(sequence.DeltaProduct.update, {n: torch.ones(2, 5, 3) for n in ("q", "k", "v")}),

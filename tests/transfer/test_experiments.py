@@ -11,7 +11,8 @@ from axes.core.geometry import Euclidean
 from axes.errors import AxesError, UnknownName
 from axes.moves import retarget
 from axes.sequence import FrankWolfeDelta, GatedDeltaNetPrev
-from axes.transfer.experiments import EXPERIMENTS, Experiment, find
+from axes.transfer.experiments import EXPERIMENTS, TASKS, Experiment, find
+from axes.transfer.named import NAMED, found
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.id)
@@ -27,9 +28,23 @@ def test_a_pair(experiment: Experiment) -> None:
 def test_the_table() -> None:
     ids = [e.id for e in EXPERIMENTS]
     assert len(set(ids)) == len(ids) and {x[0] for x in ids} == set("SDL")
-    assert [e.id for e in find(("L1", "S1"))] == ["S1", "L1"] and find() == EXPERIMENTS
-    with pytest.raises(UnknownName, match="unknown experiment"):
-        find(("S99",))
+    assert [e.id for e in find(("L1", "S1", "L1"))] == ["L1", "S1"] and find() == found() == EXPERIMENTS
+    for known in (find, found):
+        with pytest.raises(UnknownName, match="unknown experiment"):
+            known(("S99",))
+
+
+@pytest.mark.parametrize("experiment", NAMED, ids=lambda e: e.id)
+def test_what_papers_say(experiment: Experiment) -> None:
+    """Layers of the catalogue beside each other, as they are there; of one layer alone its block differs."""
+    assert experiment.said and experiment.moved and catalogue.get(experiment.source).axis == "sequence"
+    names, systems = experiment.layers, experiment.systems
+    if any(names):
+        assert [s.layer() for s in systems] == [catalogue.get(n, "sequence").cls for n in names]
+        assert systems[0].key != systems[1].key
+    else:
+        assert experiment.arm == experiment.control and all(d.path.startswith("block.") for d in experiment.moved)
+    assert found((experiment.id,)) == (experiment,) and set(experiment.tasks) <= set(TASKS["sequence"])
 
 
 def test_controls_that_are_known_systems() -> None:

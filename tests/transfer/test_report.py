@@ -29,7 +29,7 @@ VALUES = {"S1": (0.9, 0.5), "L2": (2.3, 2.2), "D3": (0.80, 0.80), "D5": (0.7, 0.
 
 def results(parity: tuple[float, float] = (1.0, 0.7), form: str = "whole", upto: int = 6) -> dict[str, Any]:
     """What a plan with these values of arms and controls says; seeds differ by little."""
-    plan = described_plan(planned(tuple(VALUES), quick=form == "quick", seeds=6), "axes transfer run")
+    plan = described_plan(planned(tuple(VALUES), form=form, seeds=6), "axes transfer run")
     runs: dict[str, Run] = {}
 
     def put(systems: list[str], task: str, values: tuple[float, float]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from axes.claims.base import Draw, Findings, agree, breaks, check, differ, holds, within
 from axes.claims.tools.calculus import curvature, gradient
-from axes.claims.tools.capacity import delta_recall_law, matrix_curve, written
+from axes.claims.tools.capacity import matrix_curve, written
 from axes.claims.tools.descent import squared_error
 from axes.claims.tools.fits import exponent, half_count
 from axes.claims.tools.float64 import eye, full, ones, tensor, zeros
@@ -36,6 +36,7 @@ from axes.core.monoids import Householder
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.routes import dispatch
+from axes.tasks.capacity import delta_recall_law
 
 
 def passes(
@@ -316,3 +317,24 @@ def C24(draw: Draw) -> Findings:
     yield breaks("N/d at d = 64 over N/d at d = 256 (1 if O(d))", shares[0] / shares[2], 1.08)
     yield holds("spread of N sqrt(2 ln d)/d over d = 64, 128, 256", max(constants) / min(constants) - 1, 0.08)
     yield agree("its mean less 1.63", sum(constants) / 3, 1.63, 0.1)
+
+
+@check
+def C25(draw: Draw) -> Findings:
+    n, d, d_v = 8, 6, 3
+    k, v = draw.unit(n, d), draw.normal(n, d_v)
+    update = layer_tuple("lucid")
+    _, state = reference.run(update, {"q": k, "k": k, "v": v})
+    stored = state.theta[1]
+    gram = torch.exp(math.sqrt(d) * (k @ k.mT - 1))
+    slope = gradient(lambda u: (gram @ u - v).square().sum() / 2, 0 * v)
+    natural = -torch.linalg.solve(gram @ gram, slope)
+    sweep = torch.linalg.solve_triangular(gram.tril(), v, upper=False)
+    still = eye(n) - torch.linalg.solve_triangular(gram.tril(), gram, upper=False)  # what a sweep leaves of an error
+    for _ in range(16):
+        still = still @ still
+    yield agree("LUCID's stored values are one sweep of Gauss and Seidel", stored, sweep, 1e-12)
+    yield agree("natural gradient recalls every pair", gram @ natural, v, 1e-7)
+    yield differ("LUCID recalls every pair", gram @ stored, v, 0.05)
+    yield differ("LUCID's stored values are natural gradient's", stored, natural, 0.05)
+    yield holds("what 2^16 sweeps leave of their difference", float((still @ (stored - natural)).abs().max()), 1e-6)

@@ -25,7 +25,7 @@ from axes.claims.tools.descent import (
 )
 from axes.claims.tools.float64 import eye, full, ones
 from axes.claims.tools.matrices import beyond, relative
-from axes.claims.tools.tuples import DELTA, LINEAR, layer_tuple, recurrent, walked
+from axes.claims.tools.tuples import DELTA, LINEAR, dispatched, layer_tuple, recurrent, walked
 from axes.core.algorithms import Anchor, Step
 from axes.core.memory import Matrix
 from axes.core.rates import Per
@@ -197,6 +197,14 @@ def _read(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
     )
 
 
+def _by_levels(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+    """The same by the tuple whose memory has levels, without gates, along its route."""
+    update = layer_tuple("log-linear-mamba2")
+    one = ones(len(q))
+    level = torch.nn.functional.pad(weights, (0, 16 - weights.shape[-1]))
+    return dispatched(update, q=q, k=k, v=v, level=level, decay=0 * one, dt=one)[0]
+
+
 def _row_times(q: Tensor, s: Tensor) -> Tensor:
     """q^T S where it exists; an empty tensor where the sizes do not fit."""
     return q @ s if q.shape[0] == s.shape[0] else q.new_zeros(0)
@@ -211,6 +219,7 @@ def F21(draw: Draw) -> Findings:
         rows = [[weights[t, i] * _row_times(q[t], s) for i, s in _states(k, v, t)] for t in range(n)]
         printed = torch.stack([torch.stack(row).sum(0) for row in rows])
         yield agree(f"S q, {name}", _read(q, k, v, weights), wanted, 1e-11)
+        yield agree(f"S q of levels as a memory, {name}", _by_levels(q, k, v, weights), wanted, 1e-11)
         yield differ(f"q^T S, {name}", printed, wanted, 0.05)
 
 
@@ -223,6 +232,7 @@ def F22(draw: Draw) -> Findings:
     one = ones(n, _levels(n))
     constant, varied = _read(q, k, v, c * one), _read(q, k, v, draw.uniform(n, _levels(n)))
     yield agree("weights one", _read(q, k, v, one), linear, 1e-11)
+    yield agree("weights one, levels as a memory", _by_levels(q, k, v, one), linear, 1e-11)
     yield agree("weights c: c times linear attention", constant, c * linear, 1e-11)
     yield differ("weights c: linear attention itself", constant, linear, 0.1)
     yield differ("weights that differ by level", varied, linear, 0.1)

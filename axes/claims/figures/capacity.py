@@ -11,8 +11,6 @@ import numpy as np
 from axes.claims.base import Draw
 from axes.claims.figures.figure import Figure
 from axes.claims.tools.capacity import (
-    delta_recall_law,
-    linear_recall_law,
     linear_snr,
     list_curve,
     matrix_curve,
@@ -22,6 +20,7 @@ from axes.claims.tools.capacity import (
     sphere,
 )
 from axes.claims.tools.tuples import DELTA, LINEAR
+from axes.tasks.capacity import delta_recall_law, linear_recall_law
 
 
 @final

@@ -21,6 +21,7 @@ from axes.claims.tools.tuples import LINEAR, SOFTMAX, layer_tuple, supplied
 from axes.core.memory import List
 from axes.core.state_update import Output, StateUpdate
 from axes.routes import dispatch
+from axes.tasks.capacity import recall_error
 
 
 def written(update: StateUpdate, keys: Tensor, values: Tensor, start: Tensor | None = None, beta: float = 1) -> Tensor:
@@ -59,11 +60,6 @@ def attended(keys: Tensor, values: Tensor, q: Tensor, temperature: float = 1.0) 
 # ---- recall --------------------------------------------------------------------------------------------------------
 
 
-def recall_error(read: Tensor, values: Tensor) -> Tensor:
-    """sum |read - v|^2 / sum |v|^2 over pairs and channels: (...) from (..., N, d_v)."""
-    return (read - values).square().sum((-2, -1)) / values.square().sum((-2, -1))
-
-
 def matrix_curve(name: str, keys: Tensor, values: Tensor, counts: Sequence[int]) -> Tensor:
     """Mean error (len(counts)) over a batch of reading everything back when so many pairs have been written."""
     states = growing(layer_tuple(name), keys, values, counts)
@@ -79,21 +75,6 @@ def list_curve(temperature: float, keys: Tensor, values: Tensor, counts: Sequenc
         reads = [read_list(update, keys[:, :n], values[:, :n], keys[:, i]) for i in first]
         errors.append(recall_error(torch.stack(reads, 1), values[:, : len(first)]).mean())
     return torch.stack(errors)
-
-
-def linear_recall_law(n: np.ndarray, d: int) -> np.ndarray:
-    """(N - 1) / d for random unit keys."""
-    return (n - 1) / d
-
-
-def delta_recall_law(load: np.ndarray) -> np.ndarray:
-    """2 - E - (1 - E)(2 - E) / a with E = exp(-a): one pass of full steps over random unit keys, load a = N/d.
-
-    A pair written at a = s is overwritten by what follows: averaging the exponential ages over the list gives the law
-    for large d. It tends to 2 (the memory forgets, it does not blow up).
-    """
-    e = np.exp(-load)
-    return 2 - e - (1 - e) * (2 - e) / load
 
 
 def capacity_at(name: str, draw: Draw, d: int, batch: int, error: float = 0.5) -> float:

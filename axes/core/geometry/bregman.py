@@ -70,6 +70,7 @@ class Geometry(Declared, ABC):
         `TINY` is added to squares of lengths.
     sinkhorn: how many pairs of normalisations of e^theta primal is, of columns and then of rows, and what is added to
         their sums, if it is that.
+    rotation: where primal is the Cayley map of scale / 2 (theta^T - theta), scale and whether that is centred first.
     logits: the shape of what primal makes a matrix of, where that is no matrix: a link of `GeneralLinear` alone.
     launches: what `primals` does is launches alone, which shapes decide: on a GPU it can be recorded.
     reads_squares: `primals` reads sums of squares if they are given.
@@ -95,6 +96,7 @@ class Geometry(Declared, ABC):
     tells: Per | None = None
     sphere: SphereOf | None = None
     sinkhorn: tuple[int, float] | None = None
+    rotation: tuple[float, bool] | None = None
     logits: Shape = "mix"
     launches: bool = False
     reads_squares: bool = False

@@ -160,6 +160,10 @@ class Cayley(Geometry):
         require(self.kind in ("full", "mean-preserving"), self, f"kind {self.kind!r} is not full or mean-preserving")
         require(self.method in ("solve", "closed"), self, f"method {self.method!r} is not solve or closed")
 
+    @property
+    def rotation(self) -> tuple[float, bool]:  # type: ignore[override]
+        return self.scale, self.kind == "mean-preserving"
+
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         require_matrix(self, theta, square=True)
         z = wide(theta)

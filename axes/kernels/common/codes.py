@@ -50,7 +50,8 @@ def cut_8(x, up):
 
 @triton.jit
 def bfloat16_at_random(x, word):
-    return _high(_bits(x) + (word & 0xFFFF).to(tl.int32))
+    part = tl.where(x == x, (word & 0xFFFF).to(tl.int32), 0)  # a NaN of all ones would carry over into -0
+    return _high(_bits(x) + part)
 
 
 @triton.jit

@@ -91,7 +91,7 @@ if interpreted():
     _mend_interpreter()
 
 
-def check_tokens(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tokens(who: str, q: Tensor, k: Tensor, v: Tensor, widest_values: int | None = LARGEST) -> None:
     """q, k (B, T, H, K), v (B, T, HV, V) with HV a multiple of H, one dtype, one device that kernels run on."""
     if q.ndim != 4 or v.ndim != 4:
         raise ShapeError(f"{who}: q, k, v are (B, T, H, D), not {tuple(q.shape)} and {tuple(v.shape)}")
@@ -101,8 +101,9 @@ def check_tokens(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(f"{who}: v agrees with q in (B, T) = {tuple(q.shape[:2])}, not {tuple(v.shape[:2])}")
     if q.shape[2] == 0 or v.shape[2] % q.shape[2]:
         raise ShapeError(f"{who}: value heads are a multiple of key heads, not {v.shape[2]} of {q.shape[2]}")
-    if not 1 <= q.shape[-1] <= LARGEST or not 1 <= v.shape[-1] <= LARGEST:
-        raise ShapeError(f"{who}: K and V are from 1 to {LARGEST}, not {q.shape[-1]} and {v.shape[-1]}")
+    if not 1 <= q.shape[-1] <= LARGEST or v.shape[-1] < 1 or widest_values is not None and v.shape[-1] > widest_values:
+        most = "K and V are from 1 to" if widest_values == LARGEST else "V is from 1 on and K from 1 to"
+        raise ShapeError(f"{who}: {most} {LARGEST}, not {q.shape[-1]} and {v.shape[-1]}")
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ShapeError(f"{who}: q, k, v share one of bf16, fp16, fp32, not {q.dtype}, {k.dtype}, {v.dtype}")
     if q.device.type != "cuda" and not interpreted():

@@ -42,8 +42,11 @@ def load_logs(g, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def _rounded(x):
-    """x to eight bits, as float32: a half rounds away from zero. Conversions would be slower than these integers."""
-    return ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    """x to eight bits, as float32: a half rounds away from zero. Conversions would be slower than these integers.
+
+    They would carry the NaN that a GPU computes, all ones, over into -0.
+    """
+    return tl.where(x == x, ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True), x)
 
 
 @triton.jit

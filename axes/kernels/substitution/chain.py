@@ -35,7 +35,7 @@ from axes.kernels.substitution import passes
 Reads = Literal["before", "gated", "anchored"]
 READS: dict[str, int] = {"before": 0, "gated": 1, "anchored": 2}
 SLOTS, BLOCK, WIDEST = 8, 16, 128
-SERIAL_WARPS = (4, 4, 8)  # of the serial passes: without gates, with those of the state, of rows (fewer spill more)
+SERIAL_WARPS = (4, 4, 4)  # of the serial passes: without gates, with those of the state, of rows
 SLOPES_WARPS, MEETINGS_WARPS, GRADIENTS_WARPS = 4, 8, 8  # of those that go through chunks
 PART = 64  # rows of the state of a serial program, where rows do not meet
 _IMPORT = "from axes.kernels.substitution.response import inputs, pull, respond, turned  # replaced\n"

@@ -135,7 +135,11 @@ def run(
     if update.drive_sees_state:
         assert isinstance(h, Entropic)
         rate = resolve(update.parts().step.rate, signal)
-        v = errors.written(reader, keys, old_values.to(v.dtype), v, scale, mass, rate, h.mass)
+        ahead = None if total is None or gate is None else total
+        if ahead is not None and update.parts().step.at != "gated":
+            ahead = ahead - gate  # type: ignore[operator]
+        kernel = errors.Seen(scale, mass, h.mass, memory.errors, ahead)
+        v = errors.written(reader, keys, old_values.to(v.dtype), v, rate, kernel)
     values = line.behind(old_values, v)
     final: Tensor | None = None
     if h.is_identity:

@@ -1,0 +1,99 @@
+"""Cells under Triton's interpreter, and by torch, against the tuple's own steps; and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from axes.core.state_update import State
+from axes.errors import ShapeError
+from axes.routes import recurrent
+from axes.routes.cells import GRU, SLSTM, Cell
+from axes.sequence import GRU as GRULayer
+from tests.interpreter import interpret
+
+
+def draw(cell: Cell, length: int, width: int, units: int, dtype: torch.dtype, packed: bool = False, heads: int = 2):
+    """Inputs, matrices, the state and what is carried, as leaves."""
+    batch = 1 if packed else units
+    made = {
+        "inputs": torch.randn(batch, length, heads, cell.gates, width),
+        "weight": torch.randn(heads, width, cell.gates, width) / width**0.5,
+        "bias": torch.randn(heads, cell.gates, width),
+        "y": torch.randn(units, heads, width),
+    }
+    made |= {f"carry{n}": torch.randn(units, heads, width) for n in range(cell.carried)}
+    return {n: x.to(dtype) for n, x in made.items()}
+
+
+def results(cell: Cell, given: dict[str, torch.Tensor], who: str, cu: Any = None) -> dict[str, torch.Tensor]:
+    leaves = {n: x.detach().clone().requires_grad_() for n, x in given.items()}
+    carry = tuple(leaves[f"carry{n}"] for n in range(cell.carried))
+    state = State((leaves["y"][..., None],), (), (), (), (), torch.zeros((), dtype=torch.int64))
+    matrices = leaves["inputs"], leaves["weight"], leaves["bias"]
+    out, after, carry = recurrent.run(GRULayer.update, cell, *matrices, carry, state, cu, who)  # type: ignore[arg-type]
+    shown = {"out": out, "y": after.theta[0], **{f"last{n}": x for n, x in enumerate(carry)}}
+    torch.manual_seed(1)
+    loss = sum((x.double() * torch.randn(x.shape, dtype=torch.float64)).sum() for x in shown.values())
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return shown | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+
+
+def compare(cell: Cell, length: int, width: int, units: int, dtype: torch.dtype, who: str, bound: float, cuts=None):
+    torch.manual_seed(0)
+    given = draw(cell, length, width, units, dtype, cuts is not None)
+    cu = None if cuts is None else torch.tensor(cuts)
+    want = results(cell, {n: x.double() for n, x in given.items()}, "reference", cu)
+    got = results(cell, given, who, cu)
+    for name, w in want.items():
+        error = ((got[name] - w).norm() / max(w.norm().item(), 1e-3 * w.numel() ** 0.5)).item()
+        assert error < bound, (cell, length, width, dtype, name, error)
+
+
+@pytest.mark.parametrize("cell", (GRU(), SLSTM()), ids=("gru", "slstm"))
+def test_torch_at_once_is_the_steps(cell: Cell) -> None:
+    compare(cell, 7, 5, 3, torch.float64, "torch", 1e-12)
+    compare(cell, 1, 1, 2, torch.float64, "torch", 1e-12)
+    compare(cell, 9, 4, 4, torch.float64, "torch", 1e-12, cuts=[0, 3, 3, 4, 9])
+
+
+@pytest.mark.parametrize("name", ("GRU", "SLSTM"))
+def test_the_kernel_is_the_steps(name: str) -> None:
+    if sys.platform != "linux":
+        pytest.importorskip("triton")
+    interpret(f"""
+import torch
+from axes.routes import recurrent
+from axes.routes.cells import {name}
+from tests.axes.test_kernels_recurrent import compare
+
+recurrent.no_kernel = lambda *_: None
+compare({name}(), 4, 20, 3, torch.float32, "triton", 3e-6)
+compare({name}(), 1, 3, 17, torch.float32, "triton", 3e-6)
+compare({name}(), 3, 16, 2, torch.float16, "triton", 4e-3)
+compare({name}(), 7, 5, 4, torch.float32, "triton", 3e-6, cuts=[0, 3, 3, 4, 7])
+""")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    (
+        ({"cell": "lstm"}, "gru, slstm"),
+        ({"inputs": torch.zeros(2, 3, 1, 4, 8)}, r"\(B, T, H, 3, V <= 128\)"),
+        ({"inputs": torch.zeros(2, 3, 1, 3, 8, dtype=torch.float64)}, "bf16, fp16 or fp32"),
+        ({"weight": torch.zeros(1, 8, 8, 3)}, r"weight is floating point of shape \(1, 8, 3, 8\)"),
+        ({"y": torch.zeros(1, 1, 8)}, r"y is floating point of shape \(2, 1, 8\)"),
+        ({"carry": (torch.zeros(2, 1, 8),)}, "carries 0 tensors"),
+    ),
+)
+def test_wrong_shapes_are_refused(change: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from axes.kernels.recurrent import chain
+
+    monkeypatch.setattr(chain, "interpreted", lambda: True)
+    given: dict[str, Any] = {"cell": "gru", "inputs": torch.zeros(2, 3, 1, 3, 8), "weight": torch.zeros(1, 8, 3, 8)}
+    given |= {"bias": torch.zeros(1, 3, 8), "y": torch.zeros(2, 1, 8)}
+    with pytest.raises(ShapeError, match=says):
+        chain.recurrent_chain(**given | change)

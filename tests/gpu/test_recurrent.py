@@ -1,0 +1,139 @@
+"""Cells, and passes, by their kernels on a GPU against the tuple's own steps in float64."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from axes import catalogue  # noqa: E402
+from axes.core.state_update import State  # noqa: E402
+from axes.routes import recurrent  # noqa: E402
+from axes.routes.cells import GRU, SLSTM, Cell  # noqa: E402
+from axes.sequence import GRU as GRULayer  # noqa: E402
+
+BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+CELLS = pytest.mark.parametrize("cell", (GRU(), SLSTM()), ids=("gru", "slstm"))
+
+
+def draw(cell: Cell, length: int, width: int, units: int, heads: int, dtype: torch.dtype, packed: bool = False):
+    torch.manual_seed(0)
+    shapes = {
+        "inputs": (1 if packed else units, length, heads, cell.gates, width),
+        "weight": (heads, width, cell.gates, width),
+        "bias": (heads, cell.gates, width),
+        "y": (units, heads, width),
+        **{f"carry{n}": (units, heads, width) for n in range(cell.carried)},
+    }
+    made = {n: torch.randn(s, device="cuda") for n, s in shapes.items()}
+    made["weight"] /= width**0.5
+    return {n: x.to(dtype) if n in ("inputs", "weight", "bias") else x for n, x in made.items()}
+
+
+def results(cell: Cell, given: dict[str, torch.Tensor], who: str, cu: torch.Tensor | None = None):
+    leaves = {n: x.detach().clone().requires_grad_() for n, x in given.items()}
+    carry = tuple(leaves[f"carry{n}"] for n in range(cell.carried))
+    state = State((leaves["y"][..., None],), (), (), (), (), torch.zeros((), dtype=torch.int64))
+    matrices = leaves["inputs"], leaves["weight"], leaves["bias"]
+    out, after, carry = recurrent.run(GRULayer.update, cell, *matrices, carry, state, cu, who)
+    shown = {"out": out, "y": after.theta[0], **{f"last{n}": x for n, x in enumerate(carry)}}
+    torch.manual_seed(1)
+    loss = sum((x.double() * torch.randn(x.shape, device="cuda").double()).sum() for x in shown.values())
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return shown | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+
+
+def compare(cell: Cell, dtype: torch.dtype, length: int, width: int, units: int, heads: int, cuts=None) -> None:
+    given = draw(cell, length, width, units, heads, dtype, cuts is not None)
+    cu = None if cuts is None else torch.tensor(cuts, device="cuda")
+    want = results(cell, {n: x.double() for n, x in given.items()}, "torch", cu)
+    got = results(cell, given, "triton", cu)
+    for name, w in want.items():
+        assert torch.isfinite(got[name]).all(), name
+        error = ((got[name].double() - w).norm() / max(w.norm().item(), 1e-3 * w.numel() ** 0.5)).item()
+        print(f"{name} {error:.1e}", end="  ")
+        assert error < BOUNDS[dtype], (name, error)
+
+
+@CELLS
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("width", (20, 64, 128))
+def test_equals_the_steps(cell: Cell, dtype: torch.dtype, width: int) -> None:
+    compare(cell, dtype, 60, width, 33, 2)
+
+
+@CELLS
+@pytest.mark.parametrize(("length", "units"), ((1, 1), (2, 16), (7, 17)))
+def test_sizes(cell: Cell, length: int, units: int) -> None:
+    compare(cell, torch.float32, length, 32, units, 3)
+
+
+@CELLS
+def test_packed(cell: Cell) -> None:
+    compare(cell, torch.float32, 90, 64, 5, 2, [0, 30, 30, 31, 80, 90])
+
+
+@CELLS
+def test_a_full_chip_repeats(cell: Cell) -> None:
+    given = draw(cell, 100, 128, 500, 8, torch.bfloat16)
+    first, second = (results(cell, given, "triton") for _ in range(2))
+    for n, x in first.items():
+        assert torch.equal(x, second[n]), n
+
+
+@pytest.mark.parametrize("name", ("mesa-net", "gsa", "abc"))
+def test_passes_by_kernels(name: str) -> None:
+    cls = catalogue.get(name, axis="sequence").cls
+    torch.manual_seed(0)
+    plain = cls(256, heads=2, implementation="torch", device="cuda", dtype=torch.float64)
+    fast = cls(256, heads=2, implementation="triton", device="cuda")
+    fast.load_state_dict(plain.state_dict())
+    x, shown = torch.randn(2, 200, 256, device="cuda"), []
+    for layer, dtype in ((plain, torch.float64), (fast, torch.float32)):
+        z = x.to(dtype).requires_grad_()
+        y, _ = layer(z)
+        y.square().sum().backward()
+        shown.append([y, z.grad, *[p.grad for p in layer.parameters()]])
+    for a, b in zip(*shown, strict=True):
+        assert (a - b).norm() <= 2e-3 * max(a.norm().item(), 1.0)
+
+
+def milliseconds(call, times: int = 5) -> float:  # type: ignore[no-untyped-def]
+    call()
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        found.append(1e3 * (time.perf_counter() - begun))
+    return min(found)
+
+
+@pytest.mark.parametrize("heads", (1, 8))
+def test_times_beside_cudnn_and_a_loop(heads: int) -> None:
+    """Printed (-s): ours, cuDNN's GRU as wide, a loop over torch's cells; forward and with backward, B=64 T=512."""
+    width = 128
+    x = torch.randn(64, 512, heads * width, device="cuda", dtype=torch.bfloat16)
+    ours = GRULayer(heads * width, heads=heads, implementation="triton", device="cuda", dtype=torch.bfloat16)
+    peer = nn.GRU(heads * width, heads * width, batch_first=True, device="cuda", dtype=torch.bfloat16)
+    cell = nn.GRUCell(heads * width, heads * width, device="cuda", dtype=torch.bfloat16)
+
+    def loop() -> torch.Tensor:
+        h, outs = x.new_zeros(64, heads * width), []
+        for z in x.unbind(1):
+            h = cell(z, h)
+            outs.append(h)
+        return torch.stack(outs, 1)
+
+    calls = {"ours": lambda: ours(x)[0], "cuDNN": lambda: peer(x)[0], "loop": loop}
+    for name, call in calls.items():
+        with torch.no_grad():
+            forward = milliseconds(call)
+        print(f"heads {heads}  {name}: {forward:.2f} / {milliseconds(lambda c=call: c().sum().backward()):.2f} ms")
