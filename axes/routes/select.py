@@ -7,6 +7,7 @@ who (reference, torch, triton).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 
@@ -87,11 +88,8 @@ def select(
         return _attention(update, place, dtype, shapes or {}, implementation, time)
     if routes(update)["substitution"] is None:
         no_kernel = substitution_kernel.no_kernel(update, place, dtype, shapes or {}, time)
-        if no_kernel is None and (implementation == "triton" or implementation is None and substitution_kernel.PICKED):
+        if no_kernel is None and implementation != "torch":
             return Choice("substitution", "triton", "kernels made for what a token writes, blocks of 16 tokens in turn")
-        if no_kernel is None and implementation is None:
-            no_kernel = "its kernels have not run on a GPU yet, and run where implementation='triton' asks for them"
-            return _without_kernel(update, no_kernel, implementation)
     elif routes(update)["passes"] is None:
         no_kernel = _no_passes(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation is None and not passes.PICKED:
@@ -104,7 +102,7 @@ def select(
             no_kernel = kernel_terms.not_run(update)
         if no_kernel is None and implementation != "torch":
             return _by_kernel(update, device if isinstance(device, Target) else None, dtype, shapes or {})
-    if implementation == "triton" or implementation is None and token.PICKED:
+    if implementation != "torch":
         no_walk = token.no_kernel(update, place, dtype, shapes or {}, time)
         if no_walk is None:
             return Choice("token", "triton", f"{_WALKED} (no chunks by a kernel: {no_kernel})")
@@ -133,7 +131,7 @@ def select_token(
         no_kernel = no_kernel or "the kernel for one token has no backward"
     if implementation is None:
         no_kernel = no_kernel or kernel_terms.not_run(update)
-    if no_kernel is not None and (implementation == "triton" or implementation is None and token.PICKED):
+    if no_kernel is not None and implementation in (None, "triton"):
         no_walk = token.no_kernel(update, _device(device), dtype, shapes or {}, 1)
         if no_walk is None:
             return Choice("token", "triton", f"{_WALKED} (no other: {no_kernel})")
@@ -155,8 +153,6 @@ def plans(
     """What runs for a sequence, for one after the pairs of a list where that is something else, and for one token where
     no gradient is asked for."""
     whole = select(update, target, dtype, shapes, implementation)
-    if implementation is None and whole.implementation != "triton":
-        whole = _waiting(update, whole, target, dtype, shapes or {})
     held = {**(shapes or {}), "pairs": (1,)}
     later = select(update, target, dtype, held, implementation)
     token = select_token(update, target, dtype, held, implementation)
@@ -194,14 +190,6 @@ def _tokens(update: StateUpdate, shapes: Shapes) -> Shapes:
     return {n: (*s[:-2], s[-1]) if each.get(n, 1) > 1 and len(s) > 2 else s for n, s in shapes.items()}
 
 
-def _waiting(update: StateUpdate, choice: Choice, target: Target, dtype: torch.dtype, shapes: Shapes) -> Choice:
-    """With word of a kernel that is there and is not picked yet."""
-    if choice.route == "attention" or token.no_kernel(update, target.device, dtype, shapes, 1) is not None:
-        return choice
-    why = "a kernel generated from the step runs by implementation='triton' and is not picked yet: no GPU has run it"
-    return choice._replace(reason=f"{choice.reason}; {why}")
-
-
 def settle(
     update: StateUpdate,
     widths: tuple[int, int] | None = None,
@@ -224,9 +212,12 @@ def settle(
     opaque.text(update)
     scales_values(update), erases_along_key(update), by_entry(update)
     bool(update.counts)
-    if widths is not None and versions.gpu_is_here() and (token.PICKED or implementation == "triton"):
-        shapes = {"v": (1, 1, 1, widths[0]), "k": (1, 1, 1, widths[1])}
-        token.no_kernel(update, torch.device("cuda"), torch.float32, shapes, 1)
+    if widths is not None and versions.gpu_is_here() and implementation in (None, "triton"):
+        several_writes = () if update.parts().step.writes == 1 else (update.parts().step.writes,)
+        shapes = {n: (1, 1, 1, *several_writes, width) for n, width in zip("vk", widths, strict=True)}
+        for choose in (select, select_token):
+            with suppress(NoImplementation):  # a layer says so when it is called
+                choose(update, torch.device("cuda"), torch.float32, shapes, implementation)
     if update.parts().memory.kind == "list":
         attention.asked(update)
     if update.parts().memory.kind == "regression":

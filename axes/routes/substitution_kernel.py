@@ -27,7 +27,6 @@ from axes.routes import substitution
 from axes.routes.kernel_terms import every_head
 from axes.routes.substitution import Asked, Read, each, response
 
-PICKED = False  # not before they have run on a GPU: until then who names triton gets them
 BLOCK, WIDEST = 16, 128  # tokens that the kernels take together; the widest keys and values
 _WIDTH = 64  # of values where nobody has said how wide they are
 

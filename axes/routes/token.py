@@ -27,7 +27,6 @@ from axes.programs.tile_text import OUT, Walk
 from axes.programs.tiles import GRAD, Axis, Extent, NotTiles, Program, Shape, trace
 from axes.routes.counts import period
 
-PICKED = False  # by `select` on its own: these kernels have not run on a GPU; implementation="triton" runs them
 REGISTERS = 65536  # of a processor, 32 bits each
 _FEW = 32  # keys of a program that lie across warps: then sums over rows, which a way back has more of, stay in one
 _SPARE = 5  # tiles beside the states and their cotangents that a step holds at a time

@@ -30,7 +30,6 @@ from axes.routes import dispatch, token
 
 torch.manual_seed(0)
 versions.refusal = lambda device: None  # as on a GPU
-token.PICKED = True
 OWN = StateUpdate(Huber(1.0, "norm"), Entropic("column"), Scalar("decay"),
                   Step(Per("beta"), via=(Momentum(0.9, "ema", debias=True),)))
 

@@ -37,11 +37,6 @@ HALF, SMALL, FULL = torch.bfloat16, torch.float16, torch.float32
 FREE = {FULL: 4e-6, SMALL: 2e-3, HALF: 8e-3}
 
 
-@pytest.fixture(autouse=True)
-def picked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(substitution_kernel, "PICKED", True)
-
-
 def at(update: StateUpdate, where: str) -> StateUpdate:
     n = update.normal()
     step: Any = dataclasses.replace(n.algorithm, at=where)  # type: ignore[arg-type]

@@ -24,12 +24,6 @@ from axes.core.state_update import State, StateUpdate  # noqa: E402
 from axes.routes import dispatch, token  # noqa: E402
 from tests.gpu.told import apart, unequal, unwritten  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def picked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token, "PICKED", True)
-
-
 UPDATES = {
     "moneta": sequence.MonetaMatrix.update,
     "memora": sequence.MemoraMatrix.update,
