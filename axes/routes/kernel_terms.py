@@ -32,7 +32,6 @@ from axes.routes.packed import Packing
 Family = Literal["scalar", "diagonal", "dplr", "block", "entries"]
 HOPPER: frozenset[Family] = frozenset({"scalar", "diagonal", "dplr"})  # families with forms for that GPU
 WIDEST: dict[Family, int] = {"scalar": 256, "diagonal": 256, "dplr": 256, "block": 256, "entries": 256}
-NOT_RUN: frozenset[Family] = frozenset({"entries"})  # by a GPU yet: until then who names triton gets them
 _ANY = (1, 1, 1, 1)
 _TURNING = {"rotation", "identity", "scalar", "pair"}  # gates that commute with rotations
 
@@ -93,14 +92,6 @@ def _no_entries(update: StateUpdate) -> str | None:
     if rate_shape(step.rate) not in ("scalar", "row") and (memory.kind == "entries" or rate_shape(step.rate) != "key"):
         return "the kernel of entries takes strengths of rows"
     return None
-
-
-def not_run(update: StateUpdate) -> str | None:
-    """Why a kernel that computes an update is not picked, or None."""
-    kind = family(update)
-    if isinstance(kind, NoFamily) or kind not in NOT_RUN:
-        return None
-    return "its kernel has not run on a GPU yet, and runs where implementation='triton' asks for it"
 
 
 def no_kernel(

@@ -27,7 +27,6 @@ from axes.core.monoids import Diagonal, Identity, Monoid, Product
 from axes.core.rates import Per, Shape, Signal, resolve
 from axes.core.state_update import State, StateUpdate
 
-PICKED = False  # by kernels, not before that has run on a GPU: until then who names triton gets them
 _Widths = tuple[tuple[int, int] | None, tuple[int, int] | None]
 Compute = Callable[[StateUpdate, Signal, State, int], tuple[Tensor, State]]
 
@@ -146,4 +145,4 @@ def _write(update: StateUpdate, signal: Signal, k: Tensor) -> Tensor:
     return (k.new_ones(()) * rate).expand(*k.shape[:-1], p.memory.slots)
 
 
-__all__ = ["PICKED", "chains", "passes", "run", "sums", "widths"]
+__all__ = ["chains", "passes", "run", "sums", "widths"]

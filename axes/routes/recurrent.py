@@ -20,7 +20,6 @@ from axes.routes.cells import Carry, Cell
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Target, require_implementation
 from axes.routes.precision import own_precision
 
-PICKED = False  # not before the kernel has run on a GPU: until then who names triton gets it
 WIDEST = 128
 _ON_CHIP = 200 << 10  # bytes of shared memory that one program's matrices may take
 
@@ -54,10 +53,8 @@ def select(
     reason = no_kernel(cell, device, dtype, width)
     if implementation == "triton" and reason is not None:
         raise NoImplementation(f"no Triton kernel for {cell!r}: {reason}. Use implementation='torch'")
-    if reason is None and (implementation == "triton" or implementation is None and PICKED):
+    if reason is None and implementation != "torch":
         return Choice("recurrent", "triton", "signals depend on the last read: a walk, matrices and state on chip")
-    if reason is None and implementation is None:
-        reason = "its kernel has not run on a GPU yet, and runs where implementation='triton' asks for it"
     why = f"(no kernel: {reason or 'torch was asked for by name'})"
     return Choice("recurrent", "torch", f"signals depend on the last read: a walk, a token at once {why}")
 
@@ -212,4 +209,4 @@ class _Walk(torch.autograd.Function):
         return None, dinputs, dweight, dbias, (dy + dh).transpose(0, 1)
 
 
-__all__ = ["PICKED", "no_kernel", "plans", "run", "select"]
+__all__ = ["no_kernel", "plans", "run", "select"]

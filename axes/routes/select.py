@@ -92,14 +92,10 @@ def select(
             return Choice("substitution", "triton", "kernels made for what a token writes, blocks of 16 tokens in turn")
     elif routes(update)["passes"] is None:
         no_kernel = _no_passes(update, place, dtype, shapes or {}, time)
-        if no_kernel is None and implementation is None and not passes.PICKED:
-            no_kernel = "passes by kernels have not run on a GPU yet: implementation='triton' asks for them"
         if no_kernel is None and implementation != "torch":
             return Choice("passes", "triton", "exact passes, each by the kernel of its chain")
     else:
         no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
-        if no_kernel is None and implementation is None:
-            no_kernel = kernel_terms.not_run(update)
         if no_kernel is None and implementation != "torch":
             return _by_kernel(update, device if isinstance(device, Target) else None, dtype, shapes or {})
     if implementation != "torch":
@@ -129,8 +125,6 @@ def select_token(
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
     if differentiated:
         no_kernel = no_kernel or "the kernel for one token has no backward"
-    if implementation is None:
-        no_kernel = no_kernel or kernel_terms.not_run(update)
     if no_kernel is not None and implementation in (None, "triton"):
         no_walk = token.no_kernel(update, _device(device), dtype, shapes or {}, 1)
         if no_walk is None:
