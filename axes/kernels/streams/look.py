@@ -42,7 +42,7 @@ from axes.kernels.streams.mix import _Cut, _forward_read, _places, _spread, _str
 CHARTS = ("sigmoid", "softmax", "first")
 _TERMS = 2  # of bfloat16 that phi is taken in beside streams of bfloat16
 _LAUNCH = {  # of each, tokens and columns of a tile, warps, stages
-    "project": (128, 64, 8, 3), "project, wide": (64, 64, 8, 3), "give": (32, 128, 4, 2), "give, tf32": (64, 64, 4, 2),
+    "project": (128, 64, 8, 3), "project, wide": (64, 64, 8, 3), "give": (32, 128, 4, 3), "give, tf32": (32, 64, 4, 2),
 }  # fmt: skip
 _WARPS = 4  # of the others
 _SPAN = 8  # tiles of tokens that a program of `_give` goes through
