@@ -328,7 +328,8 @@ def _ways(path: tuple[str, ...], x: Any) -> Mapping[str, Any]:
     if path[0] == "signal":
         return {**TENSOR, **NAMES, "positive": lambda x: 1.5, "negative": lambda x: -1.5}
     if path == ("streams",) and isinstance(x, State):
-        return {n: f for n, f in STATE.items() if n != "of a larger batch"}
+        legal = ("of a larger batch", "of float64")  # streams keep what expand is given
+        return {n: f for n, f in STATE.items() if n not in legal}
     named: dict[str, Mapping[str, Any]] = {
         "hidden": WHOLE, "streams": WHOLE, "y": WHOLE, "coefficients": TUPLE, "lr": RATE, "params": PARAMS,
         "state_dict": DICT, "param_groups": DICT if path[0] != "state_dict" else GROUPS,

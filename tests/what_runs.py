@@ -45,7 +45,7 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (gram, "dec", "gram", "torch"),
     (Batch, "step", "entrywise", None),
     (Staged, "_programs", "stacks", None),
-    (Schedule, "run", None, "torch"),
+    (Schedule, "over", None, "torch"),
     (products, "write", "chain", "torch"),
     (_OneStream, "_made", "chain", "torch"),
 ]

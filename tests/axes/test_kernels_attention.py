@@ -91,7 +91,7 @@ check(70, 16, 16, step=60.0)
 check(70, 16, 16, mass="closed", bound=2e-5)
 """,
     "earlier pairs": """
-for old in (1, 32, 45): check(33, 16, 16, old=old)
+for old in (1, 31, 32, 45): check(33, 16, 16, old=old)
 check(40, 16, 8, old=7, B=2, G=2, group=2)
 check(1, 16, 16, old=40)
 check(33, 16, 16, old=50, mass=None)

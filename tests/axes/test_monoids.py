@@ -263,7 +263,7 @@ def test_element_is_differentiable_twice(name: str) -> None:
         (lambda: Scalar(-0.1), r"\[0, 1\]"),
         (lambda: Scalar(Per("g", "key", "unit")), "use Diagonal or Hadamard"),
         (lambda: Diagonal(0.5), "use Scalar otherwise"),
-        (lambda: Diagonal("g", side="left"), "not key, row, pair or slot"),
+        (lambda: Diagonal("g", side="left"), "not key, row, pair, row-pair or slot"),
         (lambda: Diagonal(Per("g", "row", "unit")), "must be a Per of shape key"),
         (lambda: Hadamard(0.5), "shape square"),
         (lambda: Rotation(-1.0), "must be positive"),

@@ -67,12 +67,12 @@ STORED = _of("attention", "lengths[64-torch.bfloat16-masses]", "bits_repeat")
 DECODE = _of("attention", "decoding_is_the_forward[rope-torch.float32]")
 TURN = _of("attention", "turn[torch.float32]")
 KEYS = _of("attention", "carried_keys[64-torch.float32-plain]")
-ROWS = _of("substitution", "systems[torch.float32-huber, gated rows]")
-YAAD = _of("substitution", "systems[torch.float32-yaad prev]")
-LONGHORN = _of("substitution", "systems[torch.float32-longhorn]")
-BARRIER = _of("substitution", "systems[torch.float32-longhorn]", "a_full_chip_repeats_and_writes_every_element[longhorn]")
-TOKEN = _of("token", "equals_the_interpreter[lattice-osr-(1, 70, 2, 40, 56)-torch.float32]")
-MONETA = _of("token", "equals_the_interpreter[moneta-(2, 40, 3, 64, 64)-torch.float32]")
+ROWS = _of("substitution", "in_bfloat16[huber, gated rows]")
+YAAD = _of("substitution", "in_float32[yaad prev]")
+LONGHORN = _of("substitution", "in_float32[longhorn]")
+BARRIER = _of("substitution", "in_float32[longhorn]", "sides[longhorn-128-128]")
+TOKEN = _of("token", "equals_the_interpreter_in_the_same_bits_again[lattice-osr-(2, 70, 3, 64, 64)-torch.float32]")
+MONETA = _of("token", "equals_the_interpreter_in_the_same_bits_again[moneta-(2, 70, 3, 64, 64)-torch.float32]")
 _STREAM = "d=2048 tokens=300 each=True dtype=bfloat16]"
 READ = _of("streams", f"against_float64[name=read n=4 {_STREAM}")
 MIX = _of("streams", f"against_float64[name=write n=4 {_STREAM}", f"against_float64[name=both n=4 {_STREAM}")
@@ -85,7 +85,7 @@ OUTER = _of("outer", "widths[130-torch.float32]")
 PARTS = _of("outer", "parts[torch.float32]")
 TILES = _of("hopper_symmetric", "every_form_equals_float64[hopper-520-1032-dtype0-result0]")
 CORNERS = _of("hopper_symmetric", "every_form_equals_float64[triton-256-256-dtype0-result0]")
-LOSS = _of("loss", "equals_float64_and_repeats[1-1000-96-4097-torch.float32]")
+LOSS = _of("loss", "equals_float64_and_repeats[1-2048-128-32000-torch.float32]")
 STEP = _of("step", "every_chain[torch.float32-dplr-channel]", "blocks[torch.float32]")
 
 _SCALAR = "axes/kernels/scalar/"
@@ -113,7 +113,7 @@ FAULTS: tuple[Fault, ...] = tuple(
         ("axes/kernels/step.py", "seen = tl.sum(old * eraser[None, :], 1)", "seen = tl.sum(new * eraser[None, :], 1)", STEP),
         # masks
         (_SCALAR + "delta.py", "lower = lower * decay(seen[:, None], run[None, :], i > j)", "lower = lower * decay(seen[:, None], run[None, :], i >= j)", SCALAR),
-        (_SCALAR + "hopper.py", "gl.maximum(gl.load(g + at, mask=token < T, other=0.0), -100.0)", "gl.maximum(gl.load(g + at, mask=token < T, other=-1.0), -100.0)", HOPPER),
+        (_SCALAR + "hopper.py", "floored(gl.load(g + at, mask=token < T, other=0.0))", "floored(gl.load(g + at, mask=token < T, other=-1.0))", HOPPER),
         (_SCALAR + "hopper_backward.py", "gl.store(dbeta + there, dstrength, mask=token < T)", "gl.store(dbeta + there, dstrength, mask=token < T - 1)", BACKWARD),
         (_SCALAR + "hopper_write.py", "gl.store(line + there, total, mask=token < T)", "gl.store(line + there, total, mask=token < T - 1)", WRITE),
         ("axes/kernels/diagonal/channels.py", "out += tl.where(met(size, flat, C, STRICT), product, 0.0)", "out += product", DIAGONAL),
@@ -150,10 +150,10 @@ FAULTS: tuple[Fault, ...] = tuple(
         ("axes/programs/tile_text.py", "text(f\"tl.store(room_{n} + (t - start) * {entries[n]} + {inside[n]}, {n})\")", "text(f\"tl.store(room_{n} + (end - 1 - t) * {entries[n]} + {inside[n]}, {n})\")", TOKEN),
         (_STREAMS + "mix.py", "_tell(dr, grad * _stream(x, token, column, inside, d, j, N)", "_tell(dr, grad * _stream(x, token, column, inside, d, 0, N)", READ),
         (_STREAMS + "mix.py", "c = _number(m, token, there, i * N + j, N * N, MIX)", "c = _number(m, token, there, j * N + i, N * N, MIX)", MIX),
-        (_STREAMS + "mix.py", "back += _number(m, token, there, i * N + j, N * N, MIX) * grad", "back += _number(m, token, there, j * N + i, N * N, MIX) * grad", MIX),
+        (_STREAMS + "mix.py", "back += mixing[i * N + j] * grads[i]", "back += mixing[j * N + i] * grads[i]", MIX),
         (_STREAMS + "look.py", "mean = _added(moments, rows + row, there, parts, 2 * rows) / width", "mean = _added(moments, row, there, parts, 2 * rows) / width", CENTRED),
         (_STREAMS + "look.py", "place, of, parts, step) * share * (1.0 - share)", "place, of, parts, step) * share", LOOK),
-        (_STREAMS + "look.py", "grad += tl.load(pre + token * N + j, mask=there, other=0.0)", "grad += tl.load(pre + token * N, mask=there, other=0.0)", LOOK),
+        (_STREAMS + "look.py", "rest *= tl.load(pre + token * N + j, mask=there, other=0.0)", "rest *= tl.load(pre + token * N, mask=there, other=0.0)", LOOK),
         (_STREAMS + "sinkhorn.py", "tl.store(place + step + i, top + rest, mask=rows)", "tl.store(place + i, top + rest, mask=rows)", SINKHORN),
         ("axes/kernels/products/outer.py", "_finish(out, start, scale, tl.trans(total), n, part, N, columns, rows, above,", "_finish(out, start, scale, total, n, part, N, columns, rows, above,", OUTER),
         ("axes/kernels/products/hopper_symmetric.py", "tile.permute((1, 0)).store(out)", "tile.store(out)", TILES),

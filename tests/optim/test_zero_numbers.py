@@ -13,7 +13,7 @@ from axes.optim.engine.together import program
 from axes.programs.batched import Schedule
 from axes.programs.program import trace
 
-PASSES = {"SGD": 1, "SignSGD": 2, "Lion": 5, "NAdam": 9}  # operations over the entries, without decay
+PASSES = {"SGD": 1, "SignSGD": 2, "Lion": 4, "NAdam": 8}  # operations over the entries, without decay
 
 
 def parameters() -> list[nn.Parameter]:
@@ -49,7 +49,7 @@ def test_a_step_takes_as_few_passes_as_it_can(name: str) -> None:
     (optimizer, _) = both(name)
     found = program(optimizer.form_for(optimizer.param_groups[0]))
     assert found is not None
-    assert len(Schedule(found.without(frozenset({"weight_decay"}))).steps) == PASSES[name] < len(Schedule(found).steps)
+    assert len(Schedule(found.without(frozenset({"weight_decay"}))).steps) == PASSES[name] <= len(Schedule(found).steps)
 
 
 def run(step: Any, values: dict[str, Tensor], numbers: tuple[str, ...] = (), **given: float) -> dict[str, Tensor]:
