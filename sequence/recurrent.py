@@ -19,6 +19,7 @@ from axes.routes.cells import GRU as GRUCell
 from axes.routes.cells import SLSTM as SLSTMCell
 from axes.routes.cells import Cell
 from axes.routes.packed import Packing
+from axes.routes.recurrent import known
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Block, BlockModule
 from axes.sequence.by_hand import normalised
@@ -57,6 +58,7 @@ class _RecurrentModule(BlockModule):
     def __init__(self, block: Recurrent, sizes: Sizes, factory: Factory) -> None:
         super().__init__()
         self.block, self.sizes, self.cell = block, sizes, block.cell
+        known(block.cell)
         shape = (sizes.heads, block.cell.gates, sizes.d_v)
         self.in_proj = nn.Linear(sizes.d_model, sizes.heads * block.cell.gates * sizes.d_v, **factory)
         self.weight = nn.Parameter(torch.empty(sizes.heads, sizes.d_v, block.cell.gates, sizes.d_v, **factory))

@@ -29,6 +29,7 @@ class Cell(ABC):
     gates: ClassVar[int]
     carried: ClassVar[int] = 0
     kernel: ClassVar[str]  # its name there
+    text: ClassVar[str] = ""  # what graphs call it, once a layer has it
 
     def empty(self, like: Tensor) -> Carry:
         """What is carried before the first token."""

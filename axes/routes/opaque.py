@@ -118,7 +118,7 @@ def _forward(tensors: list[Tensor], name: str, call: str) -> list[Tensor]:
 
 
 def _backward(tensors: list[Tensor], grads: list[Tensor | None], name: str, call: str) -> list[Tensor]:
-    with _autograd(), torch.enable_grad():
+    with autograd(), torch.enable_grad():
         inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
         outputs = zip(_compute(inputs, name, call), grads, strict=True)
         pairs = [(y, g) for y, g in outputs if g is not None and y.requires_grad]
@@ -135,7 +135,7 @@ def _empty(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=_FORMAT)
 
 
-def _autograd() -> Any:
+def autograd() -> Any:
     """Inside an operator autograd is left out of the dispatch: here it is back."""
     keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
     for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):

@@ -15,7 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from axes.core import reference
 from axes.core.state_update import State, StateUpdate
+from axes.errors import AxesError
 from axes.kernels.common import versions
+from axes.routes import opaque
 from axes.routes.cells import Carry, Cell
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Target, require_implementation
 from axes.routes.precision import own_precision
@@ -95,6 +97,13 @@ def run(
     choice = select(cell, inputs.device, inputs.dtype, inputs.shape[-1], implementation)
     if inputs.shape[1] == 0:
         return inputs.new_zeros((*inputs.shape[:3], inputs.shape[-1])), state, carry
+    if (held := state.held()) is not None:  # computed in float32 and rounded once
+        kinds = [x.dtype for x in carry]
+        wide_carry = tuple(x.float() for x in carry)
+        out, state, carry = run(
+            update, cell, inputs, weight, bias, wide_carry, state.to(torch.float32), cu_seqlens, implementation
+        )
+        return out, state.to(held), tuple(x.to(kind) for x, kind in zip(carry, kinds, strict=True))
     with own_precision(inputs):
         y = state.theta[0][..., 0]
         if choice.implementation == "triton":
@@ -112,12 +121,12 @@ def run(
         bounds: list[int] = cu_seqlens.tolist()
         for n, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):  # each has a length and a state of its own
             own = state._replace(theta=(state.theta[0][n : n + 1],))
-            held = tuple(x[n : n + 1] for x in carry)
+            mine = tuple(x[n : n + 1] for x in carry)
             if b > a:
-                out, own, held = _one(choice, update, cell, inputs[:, a:b], weight, bias, held, own)
+                out, own, mine = _one(choice, update, cell, inputs[:, a:b], weight, bias, mine, own)
                 outs.append(out)
             ends.append(own.theta[0])
-            carries.append(held)
+            carries.append(mine)
         whole = tuple(torch.cat(x) for x in zip(*carries, strict=True))
         longest = max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
         after = state._replace(theta=(torch.cat(ends),), count=state.count + longest)
@@ -134,7 +143,8 @@ def _one(
 ) -> tuple[Tensor, State, Carry]:  # fmt: skip
     if choice.implementation == "reference":
         return _by_steps(update, cell, inputs, weight, bias, carry, state)
-    out, y, *rest = _Walk.apply(cell, inputs, weight, bias, state.theta[0][..., 0], *carry)
+    given = (inputs, weight, bias, state.theta[0][..., 0], *carry)
+    out, y, *rest = _operator(list(given), cell.text) if torch.compiler.is_compiling() else _Walk.apply(cell, *given)
     return out, _after(state, y, inputs), tuple(rest)
 
 
@@ -209,4 +219,67 @@ class _Walk(torch.autograd.Function):
         return None, dinputs, dweight, dbias, (dy + dh).transpose(0, 1)
 
 
-__all__ = ["no_kernel", "plans", "run", "select"]
+# ---- for compilers: one operator for every length, whose backward walks again ----------------------------------------
+
+_CELLS: dict[str, Cell] = {}
+
+
+def known(cell: Cell) -> None:
+    """A layer of this cell is made: a graph names it by its text."""
+    object.__setattr__(cell, "text", repr(cell))
+    _CELLS[cell.text] = cell
+
+
+def _named(name: str) -> Cell:
+    if name not in _CELLS:
+        raise AxesError(f"no layer of {name} is here: a graph of it runs where one has been made")
+    return _CELLS[name]
+
+
+def _forward(tensors: list[Tensor], name: str) -> list[Tensor]:
+    return [x.contiguous() for x in _Walk.apply(_named(name), *tensors)]
+
+
+def _backward(tensors: list[Tensor], grads: list[Tensor | None], name: str) -> list[Tensor]:
+    with opaque.autograd(), torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in tensors]
+        pairs = [(y, g) for y, g in zip(_Walk.apply(_named(name), *inputs), grads, strict=True) if g is not None]
+        found = torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+    made = (torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True))
+    return [g.clone(memory_format=torch.contiguous_format) for g in made]
+
+
+_operator = torch.library.custom_op("axes::cells", _forward, mutates_args=())
+_backward_operator = torch.library.custom_op(
+    "axes::cells_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor[] tensors, Tensor?[] grads, str name) -> Tensor[]",
+)
+
+
+@_operator.register_fake
+def _(tensors: list[Tensor], name: str) -> list[Tensor]:
+    inputs, _, _, *states = tensors
+    out = inputs.new_empty(*inputs.shape[:3], inputs.shape[-1])
+    return [out, *(x.new_empty(x.shape) for x in states)]
+
+
+@_backward_operator.register_fake
+def _(tensors: list[Tensor], grads: list[Tensor | None], name: str) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in tensors]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, ctx.name = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
+    return _backward_operator(list(ctx.saved_tensors), grads, ctx.name), None
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep)
+
+
+__all__ = ["known", "no_kernel", "plans", "run", "select"]

@@ -52,7 +52,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "routes": (
         "choice", "given", "counts", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "passes",
-        "spans", "finite", "cells", "recurrent", "substitution", "gram", "cascade", "attention", "levels", "opaque",
+        "spans", "finite", "cells", "substitution", "gram", "cascade", "attention", "levels", "opaque",
+        "recurrent",
         "kernel_terms", "substitution_kernel", "token", "early", "several", "turned", "select", "dispatch", "frame",
     ),
     "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks", "suite"),
