@@ -282,7 +282,8 @@ def test_prompts_may_be_read_in_parts() -> None:
 
 def test_layers_that_go_by_the_place_of_a_token_continue_prompts_of_unequal_length() -> None:
     model, padded = build("titans"), {"attention_mask": MASK, "pad_token_id": 0}
-    assert torch.equal(model.generate(IDS, **GREEDY, **padded), model.generate(IDS, **GREEDY, **padded, use_cache=False))
+    wanted = model.generate(IDS, **GREEDY, **padded, use_cache=False)
+    assert torch.equal(model.generate(IDS, **GREEDY, **padded), wanted)
 
 
 def test_what_caches_refuse() -> None:
