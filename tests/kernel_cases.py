@@ -337,7 +337,6 @@ CASES: dict[str, Callable[[], None]] = {
     "gru 128": cells("gru", 128),
     "gru 64": cells("gru", 64),
     "slstm 128": cells("slstm", 128),
-    "slstm 64 float32": cells("slstm", 64, FULL),
     "attention 128": attention(HALF, 128),
     "attention 64": attention(HALF, 64),
     "attention 256": attention(HALF, 256),

@@ -32,6 +32,8 @@ def no_kernel(cell: Cell, device: torch.device, dtype: torch.dtype, width: int =
         return reason
     if dtype not in versions.DTYPES:
         return f"the kernel accumulates in float32, the values are {dtype}"
+    if dtype == torch.float32 and cell.gates == 4 and versions.since("3.9.0"):
+        return "Triton 3.9 ends in an assertion of LLVM on cells of four pre-activations in float32"
     if not 0 < width <= WIDEST:
         return f"the kernel keeps matrices of heads up to {WIDEST} wide on chip"
     taken = cell.gates * max(16, 1 << (width - 1).bit_length()) ** 2 * dtype.itemsize

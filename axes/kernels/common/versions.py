@@ -103,6 +103,11 @@ class _Reasons(NamedTuple):
 _ASKED: dict[int, _Reasons] = {}  # by the number of a GPU
 
 
+def since(version: str) -> bool:
+    """Whether the environment's Triton is of this version's line or of a later one."""
+    return VERSION is not None and _line(VERSION) >= _line(version)
+
+
 def gluon_refusal() -> str | None:
     """Why the kernels for Hopper cannot be made here, whatever the GPU, or None."""
     return unknown(VERSION)
