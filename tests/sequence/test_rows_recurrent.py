@@ -116,7 +116,7 @@ def test_no_slower_than_a_loop_over_torchs_cells() -> None:
 
 def test_what_runs_is_said() -> None:
     assert "recurrent by torch" in explain("gru") and "signals depend on the last read" in explain("slstm")
-    assert "has not run on a GPU yet" in explain("gru", device="cuda:sm_90")
+    assert "recurrent by triton" in explain("gru", device="cuda:sm_90")
 
 
 def test_what_cannot_be_is_refused() -> None:
