@@ -25,10 +25,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from axes.kernels.common.inverse import stacked
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import (
-    accumulate,
     decay,
     first_slot,
     floored,
@@ -62,31 +60,71 @@ def _store_state(ptr, state, index, v, d, V: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _gate(g, at, v, V: tl.constexpr, there, inside, GATE: tl.constexpr):
-    """The gate of a token: of its rows, or a number."""
+def _column(tile, token, t: tl.constexpr):
+    """Column t of a tile (rows, 16) of float32, bit for bit: whole numbers are added, all but one of them zero, which
+    compilers leave out within a thread."""
+    bits = tl.where(token == t, tile.to(tl.int32, bitcast=True), 0)
+    return tl.sum(bits, 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _join(state, u, k, PRECISION: tl.constexpr):
+    """state + u k, u (BV, 16): `tiles.accumulate` of what stands by rows."""
+    return tl.fma(tl.dot(u.to(k.dtype), k, input_precision=PRECISION), 1.0, state)
+
+
+@triton.jit
+def _gates_of_rows(g, at, v, there, inside, V: tl.constexpr, GATE: tl.constexpr):
+    """e^g of the rows of a block, (BV, 16); of others, ones."""
     if GATE == 2:
         log = tl.load(g + at * V + v, mask=inside & there, other=0.0).to(tl.float32)
     else:
-        log = tl.load(g + at, mask=there, other=0.0).to(tl.float32)
+        log = tl.where(inside & there, 0.0, 0.0)
     return tl.exp(floored(log))
 
 
 @triton.jit
-def _as_rows(tile, room, v, BV: tl.constexpr):
-    """A tile (BV, 16) in memory, from where its columns are read one by one."""
-    token = tl.arange(0, 16)
-    tl.debug_barrier()  # what was there has been read
-    tl.store(room + v[:, None] + token[None, :] * BV, tile)
-    tl.debug_barrier()
+def _ask(x, k2, y, given, t: tl.constexpr, token, inside, BACK: tl.constexpr, MIXES: tl.constexpr):
+    """u of the tokens of a block, (BV, 16), or what their x is asked for by y (BACK), of which column t counts: made
+    for all where rows do not meet, so that every thread has what it needs."""
+    COUNT: tl.constexpr = len(given)
+    if MIXES:
+        one = ()
+        for n in tl.static_range(8):
+            one = one + (_column(given[n % COUNT], token, t),)
+        of, length = _column(x, token, t), _column(k2, token, t)
+        within = tl.sum(inside.to(tl.int32), 1) > 0
+        if BACK:
+            made = turned(
+                of, length, _column(y, token, t), one[0], one[1], one[2], one[3], one[4], one[5], one[6], one[7], within
+            )
+        else:
+            made = respond(of, length, one[0], one[1], one[2], one[3], one[4], one[5], one[6], one[7], within)
+        return tl.broadcast_to(made[:, None], x.shape)
+    else:
+        if BACK:
+            made = turned(
+                x, k2, y, given[0], given[1 % COUNT], given[2 % COUNT], given[3 % COUNT], given[4 % COUNT],
+                given[5 % COUNT], given[6 % COUNT], given[7 % COUNT], inside,
+            )  # fmt: skip
+        else:
+            made = respond(
+                x, k2, given[0], given[1 % COUNT], given[2 % COUNT], given[3 % COUNT], given[4 % COUNT],
+                given[5 % COUNT], given[6 % COUNT], given[7 % COUNT], inside,
+            )  # fmt: skip
+        return tl.broadcast_to(made, x.shape)
 
 
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def pairs(
-    q, k, out, offsets, units, T, N, H,
-    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, g, out, offsets, units, T, N, H,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """k_t . k_s and q_t . k_s of every block: (slots, H, C / 16, 2, 16, 16)."""
+    """What stands between the tokens of every block, (slots, H, C / 16, 36, 16): k_t . k_s and q_t . k_s, t the later
+    one, in both halves, with what a gate of the state leaves of s at t; then what it leaves of the first state after t
+    and where t reads, and of t at the block's end. |k_t|^2 is on the diagonal of the first, whatever the gate."""
     pid = tl.program_id(0).to(tl.int64)
     block = pid % (C // 16)
     head = pid // (C // 16) % H
@@ -99,38 +137,68 @@ def pairs(
         keys = load_tile(k, first, rows, d, head, H, K, 16)
         queries = load_tile(q, first, rows, d, head, H, K, 16)
         i = tl.arange(0, 16)
-        at = out + pid * 512 + i[:, None] * 16 + i[None, :]
-        tl.store(at, tl.dot(keys, tl.trans(keys), input_precision=PRECISION))
-        tl.store(at + 256, tl.dot(queries, tl.trans(keys), input_precision=PRECISION))
+        late, soon = i[:, None], i[None, :]
+        by_keys = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+        by_queries = tl.where(late >= soon, tl.dot(queries, tl.trans(keys), input_precision=PRECISION), 0.0)
+        at = out + pid * 576
+        if GATE == 1:
+            log = floored(load_line(g, first, rows, head, H, 16))
+            run = tl.cumsum(log, 0)
+            if READS == 0:
+                sight = tl.sum(tl.where(soon < late, log[None, :], 0.0), 1)
+            elif READS == 1:
+                sight = run
+            else:
+                sight = run * 0.0
+            rest = tl.sum(tl.where(soon > late, log[None, :], 0.0), 1)
+            tl.store(at + 512 + i, tl.exp(run))
+            tl.store(at + 528 + i, tl.exp(sight))
+            tl.store(at + 544 + i, tl.exp(rest))
+            own = tl.where(late == soon, by_keys, 0.0)
+            by_keys = tl.where(late > soon, by_keys * decay(sight[:, None], run[None, :], late > soon), 0.0)
+            by_keys += tl.trans(by_keys) + own
+            by_queries = by_queries * decay(run[:, None], run[None, :], late >= soon)
+        by_queries += tl.trans(tl.where(late > soon, by_queries, 0.0))
+        tl.store(at + late * 16 + soon, by_keys)
+        tl.store(at + 256 + late * 16 + soon, by_queries)
 
 
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def forward(
-    q, k, g, p0, p1, p2, p3, p4, p5, p6, p7, products, start, room, o, seen, states, final, before, offsets, T, N, H,
+    q, k, g, p0, p1, p2, p3, p4, p5, p6, p7, products, start, o, seen, states, final, before, offsets, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    STARTED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, RECORD: tl.constexpr, COUNT: tl.constexpr,
+    STARTED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, RECORD: tl.constexpr, MIXES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o, the final state, what keys read, the first state of every chunk (RECORD) and of the last block (anchored)."""
     PARTS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
-    local = tl.arange(0, BV)
-    v = (pid % PARTS).to(tl.int32) * BV + local
+    v = (pid % PARTS).to(tl.int32) * BV + tl.arange(0, BV)
     head = pid // PARTS % H
     unit = pid // PARTS // H
-    inside = v < V
+    row = v[:, None]
+    inside = row < V
     d = tl.arange(0, BK)
-    token = tl.arange(0, 16)
+    line = tl.arange(0, 16)
+    token = line[None, :]
     first, end = unit_rows(offsets, unit, T, PACKED)
     slot = first_slot(first, unit, N, C, PACKED)
     state = tl.zeros([BV, BK], dtype=tl.float32)
     if STARTED:
         state += _load_state(start, unit * H + head, v, d, V, K)
-    room += pid * (16 * BV)
     blocks = ((end - first + 16 - 1) // 16).to(tl.int32)
+    rows = tl.minimum(end - first, 16)
+    there = token < rows
+    at = (first + token) * H + head
+    keys = load_tile(k, first, rows, d, head, H, K, 16)
+    queries = load_tile(q, first, rows, d, head, H, K, 16)
+    given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, row, V, there, inside)
+    gates = _gates_of_rows(g, at, row, there, inside, V, GATE)
     for n in range(0, blocks):
         rows = tl.minimum(end - first, 16)
+        there = token < rows
+        at = (first + token) * H + head
         place = (slot + n // (C // 16)) * H + head
         if RECORD:  # noqa: SIM102 (a constant around a test)
             if n % (C // 16) == 0:
@@ -138,77 +206,76 @@ def forward(
         if READS == 2:  # noqa: SIM102 (a constant around a test)
             if n == blocks - 1:
                 _store_state(before, state, unit * H + head, v, d, V, K)
-        pair = products + (place * (C // 16) + n % (C // 16)) * 512
-        keys = load_tile(k, first, rows, d, head, H, K, 16)
-        queries = load_tile(q, first, rows, d, head, H, K, 16)
-        rounded = state.to(keys.dtype)
-        _as_rows(tl.dot(rounded, tl.trans(keys), input_precision=PRECISION), room, local, BV)
-        given = ()
-        gates = ()
-        reads = ()
+        pair = products + (place * (C // 16) + n % (C // 16)) * 576
+        between = ()
+        shown = ()
         for t in tl.static_range(16):
-            at = (first + t) * H + head
-            there = t < rows
-            given = given + inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, v, V, there, inside)
-            if GATE > 0:
-                gates = gates + (_gate(g, at, v, V, there, inside, GATE),)
-            reads = reads + (tl.load(room + t * BV + local),)
-        xs = ()
-        us = ()
-        for t in tl.static_range(16):
-            x = reads[t]
             if READS != 2:
-                for s in tl.static_range(t):
-                    if GATE > 0:
-                        x = x * gates[s]
-                    x += tl.load(pair + (t * 16 + s)) * us[s]
-                if READS == 1 and GATE > 0:
-                    x = x * gates[t]
-            u = respond(
-                x, tl.load(pair + t * 17), given[t * COUNT], given[t * COUNT + 1 % COUNT], given[t * COUNT + 2 % COUNT],
-                given[t * COUNT + 3 % COUNT], given[t * COUNT + 4 % COUNT], given[t * COUNT + 5 % COUNT],
-                given[t * COUNT + 6 % COUNT], given[t * COUNT + 7 % COUNT], inside,
-            )  # fmt: skip
-            us = us + (tl.where(inside & (t < rows), u, 0.0),)
-            xs = xs + (x,)
-        if GATE == 2:
-            _as_rows(tl.dot(rounded, tl.trans(queries), input_precision=PRECISION), room, local, BV)
-            for t in tl.static_range(16):
-                y = tl.load(room + t * BV + local)
-                for s in tl.static_range(t + 1):
-                    y = y * gates[s] + tl.load(pair + (256 + t * 16 + s)) * us[s]
-                tl.store(o + ((first + t) * H + head) * V + v, y.to(o.dtype.element_ty), mask=inside & (t < rows))
-        else:
-            out = tl.dot(rounded, tl.trans(queries), input_precision=PRECISION)
-            scores = tl.load(pair + (256 + token[:, None] * 16 + token[None, :]))
-            if GATE == 1:
-                run = tl.cumsum(floored(load_line(g, first, rows, head, H, 16)), 0)
-                out = out * tl.exp(run)[None, :]
-                scores = scores * decay(run[:, None], run[None, :], token[:, None] >= token[None, :])
-            else:
-                scores = tl.where(token[:, None] >= token[None, :], scores, 0.0)
-            written = tl.trans(stacked(us, 16, 4)).to(keys.dtype)
-            out = out + tl.dot(written, tl.trans(scores).to(keys.dtype), input_precision=PRECISION)
-            there = (token < rows)[None, :] & inside[:, None]
-            to = o + ((first + token[None, :]) * H + head) * V + v[:, None]
-            tl.store(to, out.to(o.dtype.element_ty), mask=there)
-        if RECORD:
-            for t in tl.static_range(16):
-                tl.store(seen + ((first + t) * H + head) * V + v, xs[t], mask=inside & (t < rows))
-        if GATE > 0:
-            left = gates[15]
-            scaled = (us[15],)
-            for back in tl.static_range(1, 16):
-                scaled = (us[15 - back] * left,) + scaled
-                left = left * gates[15 - back]
+                between = between + (tl.load(pair + (t * 16 + line)),)
             if GATE == 2:
-                state = state * left[:, None]
-            else:
-                state = state * left
-            state = accumulate(state, stacked(scaled, 16, 4).to(keys.dtype), keys, PRECISION)
+                shown = shown + (tl.load(pair + (256 + t * 16 + line)),)
+        k2 = tl.load(pair + 17 * line)[None, :]
+        rounded = state.to(keys.dtype)
+        x = tl.dot(rounded, tl.trans(keys), input_precision=PRECISION)
+        out = tl.dot(rounded, tl.trans(queries), input_precision=PRECISION)
+        if GATE == 1:
+            x = x * tl.load(pair + 528 + line)[None, :]
+            out = out * tl.load(pair + 512 + line)[None, :]
+        # what the next block needs is on its way while this one is gone through
+        later = first + 16
+        more = tl.maximum(tl.minimum(end - later, 16), 0)
+        at_next = (later + token) * H + head
+        next_keys = load_tile(k, later, more, d, head, H, K, 16)
+        next_queries = load_tile(q, later, more, d, head, H, K, 16)
+        next_given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at_next, row, V, token < more, inside)
+        next_gates = _gates_of_rows(g, at_next, row, token < more, inside, V, GATE)
+        if READS == 2:
+            reads = x
+            u = tl.where(inside & there, _ask(x, k2, x, given, 0, token, inside, False, False), 0.0)
         else:
-            state = accumulate(state, stacked(us, 16, 4).to(keys.dtype), keys, PRECISION)
-        first += 16
+            reads = tl.zeros([BV, 16], dtype=tl.float32)
+            u = tl.zeros([BV, 16], dtype=tl.float32)
+        if READS != 2 or GATE == 2:
+            scaled = tl.zeros([BV, 16], dtype=tl.float32)
+            written = tl.zeros([BV, 16], dtype=tl.float32)  # o, column by column
+            left = tl.sum(scaled, 1) + 1.0
+            for t in tl.static_range(16):
+                if READS != 2:
+                    now = x
+                    if READS == 1 and GATE == 2:
+                        now = x * gates
+                    made = tl.where(inside & there, _ask(now, k2, now, given, t, token, inside, False, MIXES), 0.0)
+                    reads = tl.where(token == t, now, reads)
+                    u = tl.where(token == t, made, u)
+                one = _column(u, token, t)[:, None]
+                if GATE == 2:
+                    gate = _column(gates, token, t)
+                    x = x * gate[:, None]
+                    out = out * gate[:, None] + one * shown[t][None, :]
+                    written = tl.where(token == t, out, written)
+                    scaled = tl.where(token == t, u, scaled * gate[:, None])
+                    left = left * gate
+                if READS != 2:
+                    x += one * between[t][None, :]
+        if GATE == 2:
+            out = written
+            state = _join(state * left[:, None], scaled, keys, PRECISION)
+        else:
+            of = tl.load(pair + (256 + line[:, None] * 16 + token))
+            of = tl.where(line[:, None] <= token, of, 0.0).to(keys.dtype)
+            out += tl.dot(u.to(keys.dtype), of, input_precision=PRECISION)
+            if GATE == 1:
+                u = u * tl.load(pair + 544 + line)[None, :]
+                state = state * tl.load(pair + (512 + 15))
+            state = _join(state, u, keys, PRECISION)
+        tl.store(o + at * V + row, out.to(o.dtype.element_ty), mask=inside & there)
+        if RECORD:
+            tl.store(seen + at * V + row, reads, mask=inside & there)
+        first = later
+        keys = next_keys
+        queries = next_queries
+        given = next_given
+        gates = next_gates
     _store_state(final, state, unit * H + head, v, d, V, K)
     if READS == 2:  # noqa: SIM102 (a constant around a test)
         if blocks == 0:
@@ -218,106 +285,138 @@ def forward(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def reverse(
-    q, k, g, p0, p1, p2, p3, p4, p5, p6, p7, products, seen, do, dfinal, dbefore, dlast, room, asked, dstates, dstart,
+    q, k, g, p0, p1, p2, p3, p4, p5, p6, p7, products, seen, do, dfinal, dbefore, dlast, asked, dstates, dstart,
     offsets, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    GATE: tl.constexpr, READS: tl.constexpr, LAST: tl.constexpr, COUNT: tl.constexpr,
+    GATE: tl.constexpr, READS: tl.constexpr, LAST: tl.constexpr, MIXES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """g_t, what every u is asked for, and derivatives in the last state of every chunk and in the first of all."""
     PARTS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
-    local = tl.arange(0, BV)
-    v = (pid % PARTS).to(tl.int32) * BV + local
+    v = (pid % PARTS).to(tl.int32) * BV + tl.arange(0, BV)
     head = pid // PARTS % H
     unit = pid // PARTS // H
-    inside = v < V
+    row = v[:, None]
+    inside = row < V
     d = tl.arange(0, BK)
+    line = tl.arange(0, 16)
+    token = line[None, :]
     start, end = unit_rows(offsets, unit, T, PACKED)
     slot = first_slot(start, unit, N, C, PACKED)
     state = _load_state(dfinal, unit * H + head, v, d, V, K)
-    room += pid * (16 * BV)
     blocks = ((end - start + 16 - 1) // 16).to(tl.int32)
     if READS == 2:  # noqa: SIM102 (a constant around a test)
         if blocks == 0:
             state += _load_state(dbefore, unit * H + head, v, d, V, K)
+    first = start + (blocks - 1) * 16
+    rows = tl.minimum(end - first, 16)
+    there = (token < rows) & (blocks > 0)
+    at = (first + token) * H + head
+    keys = load_tile(k, first, tl.where(blocks > 0, rows, 0), d, head, H, K, 16)
+    queries = load_tile(q, first, tl.where(blocks > 0, rows, 0), d, head, H, K, 16)
+    given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, row, V, there, inside)
+    gates = _gates_of_rows(g, at, row, there, inside, V, GATE)
+    shown = tl.load(do + at * V + row, mask=inside & there, other=0.0)
+    x = tl.load(seen + at * V + row, mask=inside & there, other=0.0)
     for i in range(0, blocks):
         n = blocks - 1 - i
-        first = start + n * 16
         rows = tl.minimum(end - first, 16)
+        there = token < rows
+        at = (first + token) * H + head
         place = (slot + n // (C // 16)) * H + head
         if (i == 0) | (n % (C // 16) == C // 16 - 1):
             _store_state(dstates, state, place, v, d, V, K)
-        pair = products + (place * (C // 16) + n % (C // 16)) * 512
-        keys = load_tile(k, first, rows, d, head, H, K, 16)
-        queries = load_tile(q, first, rows, d, head, H, K, 16)
-        _as_rows(tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision=PRECISION), room, local, BV)
-        given = ()  # the last token first
-        gates = ()
-        carried = ()
-        xs = ()
-        outs = ()
-        for r in tl.static_range(16):
-            at = (first + 15 - r) * H + head
-            there = 15 - r < rows
-            given = given + inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, v, V, there, inside)
-            if GATE > 0:
-                gates = gates + (_gate(g, at, v, V, there, inside, GATE),)
-            carried = carried + (tl.load(room + (15 - r) * BV + local),)
-            xs = xs + (tl.load(seen + at * V + v, mask=inside & there, other=0.0),)
-            outs = outs + (tl.load(do + at * V + v, mask=inside & there, other=0.0).to(tl.float32),)
-        gs = ()
-        ws = ()
-        for r in tl.static_range(16):
-            y = carried[r]
-            for m in tl.static_range(r):
-                y += tl.load(pair + (256 + (15 - m) * 16 + 15 - r)) * outs[m]
-                if READS == 1:
-                    y += tl.load(pair + ((15 - m) * 16 + 15 - r)) * ws[m]
-                if GATE > 0:
-                    y = y * gates[m]
-                if READS == 0:
-                    y += tl.load(pair + ((15 - m) * 16 + 15 - r)) * ws[m]
-            y += tl.load(pair + (256 + (15 - r) * 17)) * outs[r]
-            w = turned(
-                xs[r], tl.load(pair + (15 - r) * 17), y, given[r * COUNT], given[r * COUNT + 1 % COUNT],
-                given[r * COUNT + 2 % COUNT], given[r * COUNT + 3 % COUNT], given[r * COUNT + 4 % COUNT],
-                given[r * COUNT + 5 % COUNT], given[r * COUNT + 6 % COUNT], given[r * COUNT + 7 % COUNT], inside,
-            )  # fmt: skip
-            w = tl.where(inside & (15 - r < rows), w, 0.0)
-            if LAST:
-                closes = first + 15 - r == end - 1
-                w += tl.load(dlast + (unit * H + head) * V + v, mask=inside & closes, other=0.0)
-            ws = ws + (w,)
-            gs = gs + (y,)
-        for r in tl.static_range(16):
-            tl.store(asked + ((first + 15 - r) * H + head) * V + v, gs[r], mask=inside & (15 - r < rows))
-        shown = ()
-        turns = ()
-        if GATE > 0:
-            kept = gates[15] * 0.0 + 1.0
-            for t in tl.static_range(16):
-                if READS == 0:
-                    turns = turns + (ws[15 - t] * kept,)
-                kept = kept * gates[15 - t]
-                shown = shown + (outs[15 - t] * kept,)
-                if READS == 1:
-                    turns = turns + (ws[15 - t] * kept,)
-                if READS == 2:
-                    turns = turns + (ws[15 - t],)
+        pair = products + (place * (C // 16) + n % (C // 16)) * 576
+        between = ()
+        of = ()
+        for t in tl.static_range(16):
+            if READS != 2:
+                between = between + (tl.load(pair + (t * 16 + line)),)
             if GATE == 2:
-                state = state * kept[:, None]
-            else:
-                state = state * kept
+                of = of + (tl.load(pair + (256 + t * 16 + line)),)
+        k2 = tl.load(pair + 17 * line)[None, :]
+        own = tl.load(pair + (256 + 17 * line))[None, :]
+        y = tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
+        if GATE == 1:
+            y = y * tl.load(pair + 544 + line)[None, :]
+        earlier = first - 16
+        more = tl.where(n > 0, 16, 0)
+        at_next = (earlier + token) * H + head
+        next_keys = load_tile(k, earlier, more, d, head, H, K, 16)
+        next_queries = load_tile(q, earlier, more, d, head, H, K, 16)
+        next_given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at_next, row, V, token < more, inside)
+        next_gates = _gates_of_rows(g, at_next, row, token < more, inside, V, GATE)
+        next_shown = tl.load(do + at_next * V + row, mask=inside & (token < more), other=0.0)
+        next_x = tl.load(seen + at_next * V + row, mask=inside & (token < more), other=0.0)
+        outs = shown.to(tl.float32)
+        if GATE < 2:
+            after = tl.load(pair + (256 + line[:, None] * 16 + token))
+            after = tl.where(line[:, None] > token, after, 0.0).to(keys.dtype)
+            y += tl.dot(shown.to(keys.dtype), after, input_precision=PRECISION)
+        mine = own * outs
+        if LAST:
+            closes = (first + token == end - 1) & inside
+            last = tl.load(dlast + (unit * H + head) * V + row + token * 0, mask=closes, other=0.0)
+        if READS == 2 and GATE < 2:
+            asks = y + mine
+            w = tl.where(inside & there, _ask(x, k2, asks, given, 0, token, inside, True, False), 0.0)
+            if LAST:
+                w += last
         else:
-            for t in tl.static_range(16):
-                shown = shown + (outs[15 - t],)
-                turns = turns + (ws[15 - t],)
-        state = accumulate(state, stacked(shown, 16, 4).to(keys.dtype), queries, PRECISION)
-        state = accumulate(state, stacked(turns, 16, 4).to(keys.dtype), keys, PRECISION)
+            asks = tl.zeros([BV, 16], dtype=tl.float32)
+            w = tl.zeros([BV, 16], dtype=tl.float32)
+            left = tl.zeros([BV, 16], dtype=tl.float32)
+            turns = tl.zeros([BV, 16], dtype=tl.float32)
+            kept = tl.sum(left, 1) + 1.0
+            for t in tl.static_range(15, -1, -1):
+                now = y + mine
+                asks = tl.where(token == t, now, asks)
+                if READS != 2:
+                    made = tl.where(inside & there, _ask(x, k2, now, given, t, token, inside, True, MIXES), 0.0)
+                    if LAST:
+                        made += last
+                    w = tl.where(token == t, made, w)
+                    one = _column(w, token, t)[:, None]
+                if GATE == 2:
+                    gate = _column(gates, token, t)
+                    y += _column(outs, token, t)[:, None] * of[t][None, :]
+                    left = tl.where(token == t, outs, left) * gate[:, None]
+                    if READS == 0:
+                        turns = tl.where(token == t, w, turns * gate[:, None])
+                    if READS == 1:
+                        turns = tl.where(token == t, w, turns) * gate[:, None]
+                        y += one * between[t][None, :]
+                    y = y * gate[:, None]
+                    kept = kept * gate
+                if READS == 0 or (READS == 1 and GATE < 2):
+                    y += one * between[t][None, :]
+            if READS == 2:
+                w = tl.where(inside & there, _ask(x, k2, asks, given, 0, token, inside, True, False), 0.0)
+                if LAST:
+                    w += last
+        tl.store(asked + at * V + row, asks, mask=inside & there)
+        if GATE == 2:
+            outs = left
+            if READS != 2:
+                w = turns
+            state = state * kept[:, None]
+        elif GATE == 1:
+            outs = outs * tl.load(pair + 512 + line)[None, :]
+            w = w * tl.load(pair + 528 + line)[None, :]
+            state = state * tl.load(pair + (512 + 15))
+        state = _join(state, outs, queries, PRECISION)
+        state = _join(state, w, keys, PRECISION)
         if READS == 2:  # noqa: SIM102 (a constant around a test)
             if i == 0:
                 state += _load_state(dbefore, unit * H + head, v, d, V, K)
+        first = earlier
+        keys = next_keys
+        queries = next_queries
+        given = next_given
+        gates = next_gates
+        shown = next_shown
+        x = next_x
     _store_state(dstart, state, unit * H + head, v, d, V, K)
 
 
@@ -345,7 +444,7 @@ def slopes(
         at = (first + token) * H + head
         x = load_tile(seen, first, rows, v, head, H, V, 16)
         y = load_tile(asked, first, rows, v, head, H, V, 16)
-        k2 = tl.load(products + pid * 512 + token * 17)[:, None]
+        k2 = tl.load(products + pid * 576 + token * 17)[:, None]
         u, w, dk = pull(
             x, k2, y, p0, p1, p2, p3, p4, p5, p6, p7, d0, d1, d2, d3, d4, d5, d6, d7, at, v, V, there,
             (v < V)[None, :],
