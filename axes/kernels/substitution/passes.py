@@ -207,13 +207,6 @@ def forward(
             if n == blocks - 1:
                 _store_state(before, state, unit * H + head, v, d, V, K)
         pair = products + (place * (C // 16) + n % (C // 16)) * 576
-        between = ()
-        shown = ()
-        for t in tl.static_range(16):
-            if READS != 2:
-                between = between + (tl.load(pair + (t * 16 + line)),)
-            if GATE == 2:
-                shown = shown + (tl.load(pair + (256 + t * 16 + line)),)
         k2 = tl.load(pair + 17 * line)[None, :]
         rounded = state.to(keys.dtype)
         x = tl.dot(rounded, tl.trans(keys), input_precision=PRECISION)
@@ -251,12 +244,12 @@ def forward(
                 if GATE == 2:
                     gate = _column(gates, token, t)
                     x = x * gate[:, None]
-                    out = out * gate[:, None] + one * shown[t][None, :]
+                    out = out * gate[:, None] + one * tl.load(pair + (256 + t * 16 + line))[None, :]
                     written = tl.where(token == t, out, written)
                     scaled = tl.where(token == t, u, scaled * gate[:, None])
                     left = left * gate
                 if READS != 2:
-                    x += one * between[t][None, :]
+                    x += one * tl.load(pair + (t * 16 + line))[None, :]
         if GATE == 2:
             out = written
             state = _join(state * left[:, None], scaled, keys, PRECISION)
@@ -328,13 +321,6 @@ def reverse(
         if (i == 0) | (n % (C // 16) == C // 16 - 1):
             _store_state(dstates, state, place, v, d, V, K)
         pair = products + (place * (C // 16) + n % (C // 16)) * 576
-        between = ()
-        of = ()
-        for t in tl.static_range(16):
-            if READS != 2:
-                between = between + (tl.load(pair + (t * 16 + line)),)
-            if GATE == 2:
-                of = of + (tl.load(pair + (256 + t * 16 + line)),)
         k2 = tl.load(pair + 17 * line)[None, :]
         own = tl.load(pair + (256 + 17 * line))[None, :]
         y = tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
@@ -380,17 +366,17 @@ def reverse(
                     one = _column(w, token, t)[:, None]
                 if GATE == 2:
                     gate = _column(gates, token, t)
-                    y += _column(outs, token, t)[:, None] * of[t][None, :]
+                    y += _column(outs, token, t)[:, None] * tl.load(pair + (256 + t * 16 + line))[None, :]
                     left = tl.where(token == t, outs, left) * gate[:, None]
                     if READS == 0:
                         turns = tl.where(token == t, w, turns * gate[:, None])
                     if READS == 1:
                         turns = tl.where(token == t, w, turns) * gate[:, None]
-                        y += one * between[t][None, :]
+                        y += one * tl.load(pair + (t * 16 + line))[None, :]
                     y = y * gate[:, None]
                     kept = kept * gate
                 if READS == 0 or (READS == 1 and GATE < 2):
-                    y += one * between[t][None, :]
+                    y += one * tl.load(pair + (t * 16 + line))[None, :]
             if READS == 2:
                 w = tl.where(inside & there, _ask(x, k2, asks, given, 0, token, inside, True, False), 0.0)
                 if LAST:
