@@ -74,13 +74,9 @@ def _join(state, u, k, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _gates_of_rows(g, at, v, there, inside, V: tl.constexpr, GATE: tl.constexpr):
-    """e^g of the rows of a block, (BV, 16); of others, ones."""
-    if GATE == 2:
-        log = tl.load(g + at * V + v, mask=inside & there, other=0.0).to(tl.float32)
-    else:
-        log = tl.where(inside & there, 0.0, 0.0)
-    return tl.exp(floored(log))
+def _gates_of_rows(g, at, v, there, inside, V: tl.constexpr):
+    """e^g of the rows of a block, (BV, 16)."""
+    return tl.exp(floored(tl.load(g + at * V + v, mask=inside & there, other=0.0).to(tl.float32)))
 
 
 @triton.jit
@@ -193,12 +189,15 @@ def forward(
     at = (first + token) * H + head
     keys = load_tile(k, first, rows, d, head, H, K, 16)
     queries = load_tile(q, first, rows, d, head, H, K, 16)
-    given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, row, V, there, inside)
-    gates = _gates_of_rows(g, at, row, there, inside, V, GATE)
+    if GATE < 2:
+        given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, row, V, there, inside)
     for n in range(0, blocks):
         rows = tl.minimum(end - first, 16)
         there = token < rows
         at = (first + token) * H + head
+        if GATE == 2:  # registers are too few for those of two blocks
+            given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, row, V, there, inside)
+            gates = _gates_of_rows(g, at, row, there, inside, V)
         place = (slot + n // (C // 16)) * H + head
         if RECORD:  # noqa: SIM102 (a constant around a test)
             if n % (C // 16) == 0:
@@ -220,8 +219,8 @@ def forward(
         at_next = (later + token) * H + head
         next_keys = load_tile(k, later, more, d, head, H, K, 16)
         next_queries = load_tile(q, later, more, d, head, H, K, 16)
-        next_given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at_next, row, V, token < more, inside)
-        next_gates = _gates_of_rows(g, at_next, row, token < more, inside, V, GATE)
+        if GATE < 2:
+            next_given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at_next, row, V, token < more, inside)
         if READS == 2:
             reads = x
             u = tl.where(inside & there, _ask(x, k2, x, given, 0, token, inside, False, False), 0.0)
@@ -267,8 +266,8 @@ def forward(
         first = later
         keys = next_keys
         queries = next_queries
-        given = next_given
-        gates = next_gates
+        if GATE < 2:
+            given = next_given
     _store_state(final, state, unit * H + head, v, d, V, K)
     if READS == 2:  # noqa: SIM102 (a constant around a test)
         if blocks == 0:
@@ -308,15 +307,20 @@ def reverse(
     at = (first + token) * H + head
     keys = load_tile(k, first, tl.where(blocks > 0, rows, 0), d, head, H, K, 16)
     queries = load_tile(q, first, tl.where(blocks > 0, rows, 0), d, head, H, K, 16)
-    given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, row, V, there, inside)
-    gates = _gates_of_rows(g, at, row, there, inside, V, GATE)
-    shown = tl.load(do + at * V + row, mask=inside & there, other=0.0)
-    x = tl.load(seen + at * V + row, mask=inside & there, other=0.0)
+    if GATE < 2:
+        given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, row, V, there, inside)
+        shown = tl.load(do + at * V + row, mask=inside & there, other=0.0)
+        x = tl.load(seen + at * V + row, mask=inside & there, other=0.0)
     for i in range(0, blocks):
         n = blocks - 1 - i
         rows = tl.minimum(end - first, 16)
         there = token < rows
         at = (first + token) * H + head
+        if GATE == 2:
+            given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, row, V, there, inside)
+            gates = _gates_of_rows(g, at, row, there, inside, V)
+            shown = tl.load(do + at * V + row, mask=inside & there, other=0.0)
+            x = tl.load(seen + at * V + row, mask=inside & there, other=0.0)
         place = (slot + n // (C // 16)) * H + head
         if (i == 0) | (n % (C // 16) == C // 16 - 1):
             _store_state(dstates, state, place, v, d, V, K)
@@ -331,10 +335,10 @@ def reverse(
         at_next = (earlier + token) * H + head
         next_keys = load_tile(k, earlier, more, d, head, H, K, 16)
         next_queries = load_tile(q, earlier, more, d, head, H, K, 16)
-        next_given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at_next, row, V, token < more, inside)
-        next_gates = _gates_of_rows(g, at_next, row, token < more, inside, V, GATE)
-        next_shown = tl.load(do + at_next * V + row, mask=inside & (token < more), other=0.0)
-        next_x = tl.load(seen + at_next * V + row, mask=inside & (token < more), other=0.0)
+        if GATE < 2:
+            next_given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at_next, row, V, token < more, inside)
+            next_shown = tl.load(do + at_next * V + row, mask=inside & (token < more), other=0.0)
+            next_x = tl.load(seen + at_next * V + row, mask=inside & (token < more), other=0.0)
         outs = shown.to(tl.float32)
         if GATE < 2:
             after = tl.load(pair + (256 + line[:, None] * 16 + token))
@@ -399,10 +403,10 @@ def reverse(
         first = earlier
         keys = next_keys
         queries = next_queries
-        given = next_given
-        gates = next_gates
-        shown = next_shown
-        x = next_x
+        if GATE < 2:
+            given = next_given
+            shown = next_shown
+            x = next_x
     _store_state(dstart, state, unit * H + head, v, d, V, K)
 
 
