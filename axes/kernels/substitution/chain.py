@@ -148,7 +148,8 @@ def _forward(
     more = s.constants(k)
     with on_device(k):
         s.kernels.pairs[(cut.slots * h * (cut.chunk // BLOCK),)](
-            q, k, g, products, cut.offsets, cut.units_of_slots, **more, GATE=_gate(g), READS=reads, num_warps=1
+            q, k, g, products, cut.offsets, cut.units_of_slots, **more, V=width, BV=_padded(width), GATE=_gate(g),
+            READS=reads, num_warps=1,
         )
         s.kernels.forward[(cut.units * h * s.parts,)](
             q, k, g, i0, i1, i2, i3, i4, i5, i6, i7, products, start, o, seen, states, final, before,

@@ -60,7 +60,7 @@ def _store_state(ptr, state, index, v, d, V: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _column(tile, token, t: tl.constexpr):
+def _column(tile, token, t):
     """Column t of a tile (rows, 16) of float32, bit for bit: whole numbers are added, all but one of them zero, which
     compilers leave out within a thread."""
     bits = tl.where(token == t, tile.to(tl.int32, bitcast=True), 0)
@@ -74,13 +74,36 @@ def _join(state, u, k, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _gates_of_rows(g, at, v, there, inside, V: tl.constexpr):
-    """e^g of the rows of a block, (BV, 16)."""
-    return tl.exp(floored(tl.load(g + at * V + v, mask=inside & there, other=0.0).to(tl.float32)))
+def _logs_of_rows(g, at, v, there, inside, V: tl.constexpr):
+    """Log gates of the rows of a block, (BV, 16)."""
+    return floored(tl.load(g + at * V + v, mask=inside & there, other=0.0).to(tl.float32))
 
 
 @triton.jit
-def _ask(x, k2, y, given, t: tl.constexpr, token, inside, BACK: tl.constexpr, MIXES: tl.constexpr):
+def _run(logs, line, EXACT: tl.constexpr):
+    """Cumulative sums along rows (BV, 16), as `_sums`."""
+    keep = line[:, None] <= line[None, :]
+    if EXACT:
+        made = tl.dot(logs, tl.where(keep, 1.0, 0.0), input_precision="ieee")
+    else:
+        high = logs.to(tl.float16)
+        ones = tl.where(keep, 1.0, 0.0).to(tl.float16)
+        made = tl.dot((logs - high.to(tl.float32)).to(tl.float16), ones, tl.dot(high, ones))
+    return made
+
+
+@triton.jit
+def _is_mild(least, KIND: tl.constexpr):
+    """Whether e^-G may stand beside a vector in the operands' dtype, where G is no less than this."""
+    if KIND == tl.float16:
+        LIMIT: tl.constexpr = -2.5
+    else:
+        LIMIT: tl.constexpr = -40.0
+    return least >= LIMIT
+
+
+@triton.jit
+def _ask(x, k2, y, given, t, token, inside, BACK: tl.constexpr, MIXES: tl.constexpr):
     """u of the tokens of a block, (BV, 16), or what their x is asked for by y (BACK), of which column t counts: made
     for all where rows do not meet, so that every thread has what it needs."""
     COUNT: tl.constexpr = len(given)
@@ -111,16 +134,94 @@ def _ask(x, k2, y, given, t: tl.constexpr, token, inside, BACK: tl.constexpr, MI
         return tl.broadcast_to(made, x.shape)
 
 
+@triton.jit
+def _one_by_one(
+    x, sight, back, k2, given, pair, line, token, inside, there,
+    SCALED: tl.constexpr, ANCHORED: tl.constexpr, MIXES: tl.constexpr,
+):  # fmt: skip
+    """(what keys read, u), (BV, 16), of a block whose first state the keys read as x. SCALED: x stands for sight x, and
+    u for back u among later tokens."""
+    if ANCHORED:
+        reads = x
+        u = tl.where(inside & there, _ask(x, k2, x, given, 0, token, inside, False, False), 0.0)
+    else:
+        reads = tl.zeros_like(x)
+        u = tl.zeros_like(x)
+        for t in tl.static_range(16):
+            now = x
+            if SCALED:
+                now = x * sight
+            made = tl.where(inside & there, _ask(now, k2, now, given, t, token, inside, False, MIXES), 0.0)
+            reads = tl.where(token == t, now, reads)
+            u = tl.where(token == t, made, u)
+            if t < 15:
+                if SCALED:
+                    made = made * back
+                x += _column(made, token, t)[:, None] * tl.load(pair + (t * 16 + line))[None, :]
+    return reads, u
+
+
+@triton.jit
+def _of_pairs(u, pair, line, token, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """What queries read of u (BV, 16)."""
+    of = tl.load(pair + (256 + line[:, None] * 16 + token))
+    of = tl.where(line[:, None] <= token, of, 0.0).to(KIND)
+    return tl.dot(u.to(KIND), of, input_precision=PRECISION)
+
+
+@triton.jit
+def _of_later(shown, pair, line, token, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """What tokens are asked for by the queries of later ones."""
+    of = tl.load(pair + (256 + line[:, None] * 16 + token))
+    of = tl.where(line[:, None] > token, of, 0.0).to(KIND)
+    return tl.dot(shown.to(KIND), of, input_precision=PRECISION)
+
+
+@triton.jit
+def _back_one_by_one(
+    y, mine, last, sight, back, x, k2, given, pair, line, token, inside, there,
+    SCALED: tl.constexpr, ANCHORED: tl.constexpr, LAST: tl.constexpr, MIXES: tl.constexpr,
+):  # fmt: skip
+    """(what u are asked for, what x are), (BV, 16), of a block whose last derivative and do ask for y, but for the
+    tokens' own part `mine`. SCALED: y stands for back y, and w for sight w among earlier tokens."""
+    if ANCHORED:
+        if SCALED:
+            y = y * back
+        asks = y + mine
+        w = tl.where(inside & there, _ask(x, k2, asks, given, 0, token, inside, True, False), 0.0)
+        if LAST:
+            w += last
+    else:
+        asks = tl.zeros_like(y)
+        w = tl.zeros_like(y)
+        for t in tl.static_range(15, -1, -1):
+            now = y
+            if SCALED:
+                now = y * back
+            now += mine
+            asks = tl.where(token == t, now, asks)
+            made = tl.where(inside & there, _ask(x, k2, now, given, t, token, inside, True, MIXES), 0.0)
+            if LAST:
+                made += last
+            w = tl.where(token == t, made, w)
+            if t > 0:
+                if SCALED:
+                    made = made * sight
+                y += _column(made, token, t)[:, None] * tl.load(pair + (t * 16 + line))[None, :]
+    return asks, w
+
+
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def pairs(
     q, k, g, out, offsets, units, T, N, H,
-    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What stands between the tokens of every block, (slots, H, C / 16, 36, 16): k_t . k_s and q_t . k_s, t the later
     one, in both halves, with what a gate of the state leaves of s at t; then what it leaves of the first state after t
-    and where t reads, and of t at the block's end. |k_t|^2 is on the diagonal of the first, whatever the gate."""
+    and where t reads, and of t at the block's end; of gates by rows, the smallest sum of logs over the block. |k_t|^2 is
+    on the diagonal of the first, whatever the gate."""
     pid = tl.program_id(0).to(tl.int64)
     block = pid % (C // 16)
     head = pid // (C // 16) % H
@@ -154,6 +255,9 @@ def pairs(
             by_keys = tl.where(late > soon, by_keys * decay(sight[:, None], run[None, :], late > soon), 0.0)
             by_keys += tl.trans(by_keys) + own
             by_queries = by_queries * decay(run[:, None], run[None, :], late >= soon)
+        if GATE == 2:
+            logs = floored(load_tile(g, first, rows, tl.arange(0, BV), head, H, V, 16).to(tl.float32))
+            tl.store(at + 560, tl.min(tl.sum(logs, 0), 0))
         by_queries += tl.trans(tl.where(late > soon, by_queries, 0.0))
         tl.store(at + late * 16 + soon, by_keys)
         tl.store(at + 256 + late * 16 + soon, by_queries)
@@ -197,7 +301,7 @@ def forward(
         at = (first + token) * H + head
         if GATE == 2:  # registers are too few for those of two blocks
             given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, row, V, there, inside)
-            gates = _gates_of_rows(g, at, row, there, inside, V)
+            logs = _logs_of_rows(g, at, row, there, inside, V)
         place = (slot + n // (C // 16)) * H + head
         if RECORD:  # noqa: SIM102 (a constant around a test)
             if n % (C // 16) == 0:
@@ -221,41 +325,54 @@ def forward(
         next_queries = load_tile(q, later, more, d, head, H, K, 16)
         if GATE < 2:
             next_given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at_next, row, V, token < more, inside)
-        if READS == 2:
-            reads = x
-            u = tl.where(inside & there, _ask(x, k2, x, given, 0, token, inside, False, False), 0.0)
-        else:
-            reads = tl.zeros([BV, 16], dtype=tl.float32)
-            u = tl.zeros([BV, 16], dtype=tl.float32)
-        if READS != 2 or GATE == 2:
-            scaled = tl.zeros([BV, 16], dtype=tl.float32)
-            written = tl.zeros([BV, 16], dtype=tl.float32)  # o, column by column
-            left = tl.sum(scaled, 1) + 1.0
-            for t in tl.static_range(16):
-                if READS != 2:
-                    now = x
-                    if READS == 1 and GATE == 2:
-                        now = x * gates
-                    made = tl.where(inside & there, _ask(now, k2, now, given, t, token, inside, False, MIXES), 0.0)
-                    reads = tl.where(token == t, now, reads)
-                    u = tl.where(token == t, made, u)
-                one = _column(u, token, t)[:, None]
-                if GATE == 2:
+        if GATE == 2:
+            if _is_mild(tl.load(pair + 560), keys.dtype):
+                run = _run(logs, line, keys.dtype == tl.float32)
+                scale = tl.exp(run)
+                back = tl.exp(-run)
+                sight = scale
+                if READS == 0:
+                    sight = tl.exp(run - logs)
+                reads, u = _one_by_one(
+                    x, sight, back, k2, given, pair, line, token, inside, there, True, READS == 2, MIXES
+                )  # fmt: skip
+                u = u * back
+                out = scale * (out + _of_pairs(u, pair, line, token, keys.dtype, PRECISION))
+                left = _column(scale, token, 15)
+                u = u * left[:, None]
+            else:
+                gates = tl.exp(logs)
+                written = tl.zeros([BV, 16], dtype=tl.float32)
+                scaled = tl.zeros([BV, 16], dtype=tl.float32)
+                left = tl.sum(scaled, 1) + 1.0
+                if READS == 2:
+                    reads = x
+                    u = tl.where(inside & there, _ask(x, k2, x, given, 0, token, inside, False, False), 0.0)
+                else:
+                    reads = tl.zeros([BV, 16], dtype=tl.float32)
+                    u = tl.zeros([BV, 16], dtype=tl.float32)
+                for t in range(0, 16):  # few registers, since few blocks come here
+                    if READS != 2:
+                        now = x
+                        if READS == 1:
+                            now = x * gates
+                        made = tl.where(inside & there, _ask(now, k2, now, given, t, token, inside, False, MIXES), 0.0)
+                        reads = tl.where(token == t, now, reads)
+                        u = tl.where(token == t, made, u)
+                    one = _column(u, token, t)[:, None]
                     gate = _column(gates, token, t)
-                    x = x * gate[:, None]
                     out = out * gate[:, None] + one * tl.load(pair + (256 + t * 16 + line))[None, :]
                     written = tl.where(token == t, out, written)
                     scaled = tl.where(token == t, u, scaled * gate[:, None])
                     left = left * gate
-                if READS != 2:
-                    x += one * tl.load(pair + (t * 16 + line))[None, :]
-        if GATE == 2:
-            out = written
-            state = _join(state * left[:, None], scaled, keys, PRECISION)
+                    if READS != 2:
+                        x = x * gate[:, None] + one * tl.load(pair + (t * 16 + line))[None, :]
+                out = written
+                u = scaled
+            state = _join(state * left[:, None], u, keys, PRECISION)
         else:
-            of = tl.load(pair + (256 + line[:, None] * 16 + token))
-            of = tl.where(line[:, None] <= token, of, 0.0).to(keys.dtype)
-            out += tl.dot(u.to(keys.dtype), of, input_precision=PRECISION)
+            reads, u = _one_by_one(x, x, x, k2, given, pair, line, token, inside, there, False, READS == 2, MIXES)
+            out += _of_pairs(u, pair, line, token, keys.dtype, PRECISION)
             if GATE == 1:
                 u = u * tl.load(pair + 544 + line)[None, :]
                 state = state * tl.load(pair + (512 + 15))
@@ -318,7 +435,7 @@ def reverse(
         at = (first + token) * H + head
         if GATE == 2:
             given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, row, V, there, inside)
-            gates = _gates_of_rows(g, at, row, there, inside, V)
+            logs = _logs_of_rows(g, at, row, there, inside, V)
             shown = tl.load(do + at * V + row, mask=inside & there, other=0.0)
             x = tl.load(seen + at * V + row, mask=inside & there, other=0.0)
         place = (slot + n // (C // 16)) * H + head
@@ -340,61 +457,74 @@ def reverse(
             next_shown = tl.load(do + at_next * V + row, mask=inside & (token < more), other=0.0)
             next_x = tl.load(seen + at_next * V + row, mask=inside & (token < more), other=0.0)
         outs = shown.to(tl.float32)
-        if GATE < 2:
-            after = tl.load(pair + (256 + line[:, None] * 16 + token))
-            after = tl.where(line[:, None] > token, after, 0.0).to(keys.dtype)
-            y += tl.dot(shown.to(keys.dtype), after, input_precision=PRECISION)
         mine = own * outs
+        last = mine
         if LAST:
             closes = (first + token == end - 1) & inside
             last = tl.load(dlast + (unit * H + head) * V + row + token * 0, mask=closes, other=0.0)
-        if READS == 2 and GATE < 2:
-            asks = y + mine
-            w = tl.where(inside & there, _ask(x, k2, asks, given, 0, token, inside, True, False), 0.0)
-            if LAST:
-                w += last
+        if GATE < 2:
+            y += _of_later(outs, pair, line, token, keys.dtype, PRECISION)
+            asks, w = _back_one_by_one(
+                y, mine, last, y, y, x, k2, given, pair, line, token, inside, there, False, READS == 2, LAST, MIXES
+            )  # fmt: skip
+            if GATE == 1:
+                outs = outs * tl.load(pair + 512 + line)[None, :]
+                w = w * tl.load(pair + 528 + line)[None, :]
+                state = state * tl.load(pair + (512 + 15))
         else:
-            asks = tl.zeros([BV, 16], dtype=tl.float32)
-            w = tl.zeros([BV, 16], dtype=tl.float32)
-            left = tl.zeros([BV, 16], dtype=tl.float32)
-            turns = tl.zeros([BV, 16], dtype=tl.float32)
-            kept = tl.sum(left, 1) + 1.0
-            for t in tl.static_range(15, -1, -1):
-                now = y + mine
-                asks = tl.where(token == t, now, asks)
+            if _is_mild(tl.load(pair + 560), keys.dtype):
+                run = _run(logs, line, keys.dtype == tl.float32)
+                scale = tl.exp(run)
+                sight = scale
+                if READS == 0:
+                    sight = tl.exp(run - logs)
+                kept = _column(scale, token, 15)
+                outs = outs * scale
+                y = y * kept[:, None] + _of_later(outs, pair, line, token, keys.dtype, PRECISION)
+                asks, w = _back_one_by_one(
+                    y, mine, last, sight, tl.exp(-run), x, k2, given, pair, line, token, inside, there, True,
+                    READS == 2, LAST, MIXES,
+                )  # fmt: skip
                 if READS != 2:
-                    made = tl.where(inside & there, _ask(x, k2, now, given, t, token, inside, True, MIXES), 0.0)
-                    if LAST:
-                        made += last
-                    w = tl.where(token == t, made, w)
-                    one = _column(w, token, t)[:, None]
-                if GATE == 2:
+                    w = w * sight
+            else:
+                gates = tl.exp(logs)
+                asks = tl.zeros([BV, 16], dtype=tl.float32)
+                w = tl.zeros([BV, 16], dtype=tl.float32)
+                left = tl.zeros([BV, 16], dtype=tl.float32)
+                turns = tl.zeros([BV, 16], dtype=tl.float32)
+                kept = tl.sum(left, 1) + 1.0
+                for r in range(0, 16):
+                    t = 15 - r
+                    now = y + mine
+                    asks = tl.where(token == t, now, asks)
                     gate = _column(gates, token, t)
                     y += _column(outs, token, t)[:, None] * tl.load(pair + (256 + t * 16 + line))[None, :]
                     left = tl.where(token == t, outs, left) * gate[:, None]
-                    if READS == 0:
-                        turns = tl.where(token == t, w, turns * gate[:, None])
-                    if READS == 1:
-                        turns = tl.where(token == t, w, turns) * gate[:, None]
-                        y += one * tl.load(pair + (t * 16 + line))[None, :]
-                    y = y * gate[:, None]
+                    if READS != 2:
+                        made = tl.where(inside & there, _ask(x, k2, now, given, t, token, inside, True, MIXES), 0.0)
+                        if LAST:
+                            made += last
+                        w = tl.where(token == t, made, w)
+                        more_of = _column(w, token, t)[:, None] * tl.load(pair + (t * 16 + line))[None, :]
+                        if READS == 0:
+                            turns = tl.where(token == t, w, turns * gate[:, None])
+                            y = y * gate[:, None] + more_of
+                        else:
+                            turns = tl.where(token == t, w, turns) * gate[:, None]
+                            y = (y + more_of) * gate[:, None]
+                    else:
+                        y = y * gate[:, None]
                     kept = kept * gate
-                if READS == 0 or (READS == 1 and GATE < 2):
-                    y += one * tl.load(pair + (t * 16 + line))[None, :]
-            if READS == 2:
-                w = tl.where(inside & there, _ask(x, k2, asks, given, 0, token, inside, True, False), 0.0)
-                if LAST:
-                    w += last
-        tl.store(asked + at * V + row, asks, mask=inside & there)
-        if GATE == 2:
-            outs = left
-            if READS != 2:
-                w = turns
+                outs = left
+                if READS == 2:
+                    w = tl.where(inside & there, _ask(x, k2, asks, given, 0, token, inside, True, False), 0.0)
+                    if LAST:
+                        w += last
+                else:
+                    w = turns
             state = state * kept[:, None]
-        elif GATE == 1:
-            outs = outs * tl.load(pair + 512 + line)[None, :]
-            w = w * tl.load(pair + 528 + line)[None, :]
-            state = state * tl.load(pair + (512 + 15))
+        tl.store(asked + at * V + row, asks, mask=inside & there)
         state = _join(state, outs, queries, PRECISION)
         state = _join(state, w, keys, PRECISION)
         if READS == 2:  # noqa: SIM102 (a constant around a test)
@@ -549,33 +679,53 @@ def meetings(
                 log = floored(load_tile(g, first, rows, v, head, H, V, C).to(tl.float32))
                 own_pair = tl.sum(shown.to(tl.float32) * u.to(tl.float32), 1)
                 by_out += tl.where(late == soon, own_pair[:, None], 0.0)
-                half = C // 2
-                while half > 0:
-                    factor, exponent, upper, border, met = _halves(log, half, C, SUMS)
-                    low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(kind)
-                    high = tl.where(upper, shown.to(tl.float32) * factor, 0.0).to(kind)
-                    by_out += tl.where(met, tl.dot(high, tl.trans(low), input_precision=PRECISION), 0.0)
+                mild = _is_mild(tl.min(tl.sum(log, 0), 0), kind)
+                if mild:
+                    run = _sums(late >= soon, log, SUMS)
+                    near = (u.to(tl.float32) * tl.exp(-run)).to(kind)
+                    high = (shown.to(tl.float32) * tl.exp(run)).to(kind)
+                    product = tl.dot(high, tl.trans(near), input_precision=PRECISION)
+                    by_out += tl.where(late > soon, product, 0.0)
                     if READS == 0:
-                        factor = tl.exp(tl.minimum(exponent - log, 0.0))
+                        run -= log
                     if READS == 2:
-                        between = upper & (soon >= border) & (soon < late // 16 * 16)
-                        factor = tl.exp(_sums(between, log, SUMS))
-                    back = tl.where(upper, w.to(tl.float32) * factor, 0.0).to(kind)
-                    by_read += tl.where(met & reads, tl.dot(back, tl.trans(low), input_precision=PRECISION), 0.0)
-                    half = half // 2
+                        run = _sums(soon < late // 16 * 16, log, SUMS)
+                    back = (w.to(tl.float32) * tl.exp(run)).to(kind)
+                    by_read += tl.where(reads, tl.dot(back, tl.trans(near), input_precision=PRECISION), 0.0)
+                else:
+                    half = C // 2
+                    while half > 0:
+                        factor, exponent, upper, border, met = _halves(log, half, C, SUMS)
+                        low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(kind)
+                        high = tl.where(upper, shown.to(tl.float32) * factor, 0.0).to(kind)
+                        by_out += tl.where(met, tl.dot(high, tl.trans(low), input_precision=PRECISION), 0.0)
+                        if READS == 0:
+                            factor = tl.exp(tl.minimum(exponent - log, 0.0))
+                        if READS == 2:
+                            between = upper & (soon >= border) & (soon < late // 16 * 16)
+                            factor = tl.exp(_sums(between, log, SUMS))
+                        back = tl.where(upper, w.to(tl.float32) * factor, 0.0).to(kind)
+                        by_read += tl.where(met & reads, tl.dot(back, tl.trans(low), input_precision=PRECISION), 0.0)
+                        half = half // 2
             if GATE > 0:
                 state = _load_state(states, slot * H + head, v, d, V, K)
                 x = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
                 if GATE == 1:
                     x = x * tl.exp(run)[:, None] + tl.dot(inner, u, input_precision=PRECISION)
                 else:
-                    x = x * tl.exp(tl.cumsum(log, 0))
-                    half = C // 2
-                    while half > 0:
-                        factor, exponent, upper, border, met = _halves(log, half, C, SUMS)
-                        low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(kind)
-                        x += factor * tl.dot(tl.where(met, scores, 0.0).to(kind), low, input_precision=PRECISION)
-                        half = half // 2
+                    run = _sums(late >= soon, log, SUMS)
+                    if mild:
+                        near = (u.to(tl.float32) * tl.exp(-run)).to(kind)
+                        strict = tl.where(late > soon, scores, 0.0).to(kind)
+                        x = tl.exp(run) * (x + tl.dot(strict, near, input_precision=PRECISION))
+                    else:
+                        x = x * tl.exp(run)
+                        half = C // 2
+                        while half > 0:
+                            factor, exponent, upper, border, met = _halves(log, half, C, SUMS)
+                            low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(kind)
+                            x += factor * tl.dot(tl.where(met, scores, 0.0).to(kind), low, input_precision=PRECISION)
+                            half = half // 2
                 # derivatives in gates: x is what queries read, less the token's own pair
                 show = shown.to(tl.float32)
                 y = load_tile(asked, first, rows, v, head, H, V, C) - own * show
