@@ -35,7 +35,7 @@ from axes.kernels.substitution import passes
 Reads = Literal["before", "gated", "anchored"]
 READS: dict[str, int] = {"before": 0, "gated": 1, "anchored": 2}
 SLOTS, BLOCK, WIDEST = 8, 16, 128
-SLOPES_WARPS, MEETINGS_WARPS, GRADIENTS_WARPS = 4, 8, 8  # of those that go through chunks
+SLOPES_WARPS, MEETINGS_WARPS, CLOSINGS_WARPS, GRADIENTS_WARPS = 4, 8, 8, 8  # of those that go through chunks
 PART = 64  # rows of the state of a serial program, where rows do not meet
 _IMPORT = "from axes.kernels.substitution.response import inputs, pull, respond, turned  # replaced\n"
 
@@ -198,9 +198,13 @@ def _backward(
         more |= dict(V=width, BV=32 if exact else 64, GATE=_gate(g), READS=reads, SUMS="ieee" if exact else "halves")
         do = do.to(k.dtype)
         s.kernels.meetings[(programs,)](
-            q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, met, dg, cut.offsets,
-            cut.units_of_slots, **more, num_warps=MEETINGS_WARPS,
-        )  # fmt: skip
+            g, do, written, turns, met, cut.offsets, cut.units_of_slots, **more, num_warps=MEETINGS_WARPS
+        )
+        if g is not None:
+            s.kernels.closings[(programs,)](
+                q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, dg, cut.offsets,
+                cut.units_of_slots, **more, num_warps=CLOSINGS_WARPS,
+            )  # fmt: skip
         s.kernels.gradients[(programs,)](
             q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, cut.offsets, cut.units_of_slots,
             **more, num_warps=GRADIENTS_WARPS,

@@ -8,14 +8,15 @@ one token after another, a row of values in a thread's registers; products join 
 in the block's last state, J_t the slopes of rho and w_t = J_t^T g_t what x_t is asked for:
     y = D k_t,  for s from the last to t + 1: y = e^{g_s} (y + (q_s . k_t) do_s) + (k_s . k_t) w_s
     g_t = y + (q_t . k_t) do_t,  w_t = J_t^T g_t   (e^{g_s} also on w_s where gates come first; none of w if anchored)
-`forward` and `reverse` are serial in blocks; `slopes` goes through tokens, `meetings` and `gradients` through chunks of
-C tokens, with
+`forward` and `reverse` are serial in blocks; `slopes` goes through tokens, `meetings`, `closings` and `gradients` through
+chunks of C tokens, with
     C_ts = sum_v do_tv e^{G_tv - G_sv} u_sv (s <= t),   W_ts = sum_v w_tv e^{R_tv - G_sv} u_sv (s < t)
     dq = C K + (e^G do) X,   dk = C^T Q + (W + W^T) K + (e^R w) X + (e^{G_last - G} u) dX'
 where R is G as x has seen it. A gate's derivative is a sum over later tokens of its chunk, without a token's own pair,
     dg_t = sum_{i >= t} (do_i o_i - u_i g_i) + sum of w_i x_i that come through t + <X', dX'>.
-With gates by rows pairs of tokens in different halves of a block of tokens meet at the border between them, so that
-both exponents are sums of gates, at most zero.
+With gates by rows, e^G and e^-G stand beside the vectors of a block or chunk whose gates are mild. Where they are not,
+pairs of tokens in different halves of a block of tokens meet at the border between them, so that both exponents are
+sums of gates, at most zero, and serial passes apply gates one by one.
 """
 
 # mypy: disable-error-code="assignment, var-annotated, index, misc"
@@ -629,19 +630,17 @@ def _rows_of_gates(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def meetings(
-    q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, out, dg,
-    offsets, units, T, N, H,
+    g, do, written, turns, out, offsets, units, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """C_ts and W_ts + W_st of a chunk, (slots, H, 2, C, C), and derivatives in its gates. SUMS: how logs are added."""
+    """C_ts and W_ts + W_st of a chunk, (slots, H, 2, C, C). SUMS: how logs are added."""
     pid = tl.program_id(0).to(tl.int64)
     head = pid % H
     slot = pid // H
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     rows = (end - first).to(tl.int32)
     if rows > 0:
-        d = tl.arange(0, BK)
         i = tl.arange(0, C)
         late, soon = i[:, None], i[None, :]
         if READS == 2:
@@ -651,22 +650,6 @@ def meetings(
         by_out = tl.zeros([C, C], dtype=tl.float32)
         by_read = tl.zeros([C, C], dtype=tl.float32)
         kind = written.dtype.element_ty
-        if GATE > 0:
-            queries = load_tile(q, first, rows, d, head, H, K, C)
-            keys = load_tile(k, first, rows, d, head, H, K, C)
-            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-            own = tl.sum(tl.where(late == soon, scores, 0.0), 1)[:, None]
-        if GATE == 1:
-            line = floored(load_line(g, first, rows, head, H, C))
-            run = tl.cumsum(line, 0)
-            if READS == 0:
-                sight = run - line
-            elif READS == 1:
-                sight = run
-            else:
-                sight = tl.sum(tl.where((soon < late // 16 * 16), line[None, :], 0.0), 1)
-            inner = tl.where(late > soon, scores * decay(run[:, None], run[None, :], late >= soon), 0.0).to(kind)
-            grad_gate = tl.zeros([C], dtype=tl.float32)
         for at in range(0, V, BV):
             v = at + tl.arange(0, BV)
             shown = load_tile(do, first, rows, v, head, H, V, C)
@@ -675,12 +658,11 @@ def meetings(
             if GATE < 2:
                 by_out += tl.dot(shown, tl.trans(u), input_precision=PRECISION)
                 by_read += tl.dot(w, tl.trans(u), input_precision=PRECISION)
-            if GATE == 2:
+            else:
                 log = floored(load_tile(g, first, rows, v, head, H, V, C).to(tl.float32))
                 own_pair = tl.sum(shown.to(tl.float32) * u.to(tl.float32), 1)
                 by_out += tl.where(late == soon, own_pair[:, None], 0.0)
-                mild = _is_mild(tl.min(tl.sum(log, 0), 0), kind)
-                if mild:
+                if _is_mild(tl.min(tl.sum(log, 0), 0), kind):
                     run = _sums(late >= soon, log, SUMS)
                     near = (u.to(tl.float32) * tl.exp(-run)).to(kind)
                     high = (shown.to(tl.float32) * tl.exp(run)).to(kind)
@@ -705,64 +687,119 @@ def meetings(
                             between = upper & (soon >= border) & (soon < late // 16 * 16)
                             factor = tl.exp(_sums(between, log, SUMS))
                         back = tl.where(upper, w.to(tl.float32) * factor, 0.0).to(kind)
-                        by_read += tl.where(met & reads, tl.dot(back, tl.trans(low), input_precision=PRECISION), 0.0)
+                        product = tl.dot(back, tl.trans(low), input_precision=PRECISION)
+                        by_read += tl.where(met & reads, product, 0.0)
                         half = half // 2
-            if GATE > 0:
-                state = _load_state(states, slot * H + head, v, d, V, K)
-                x = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
-                if GATE == 1:
-                    x = x * tl.exp(run)[:, None] + tl.dot(inner, u, input_precision=PRECISION)
-                else:
-                    run = _sums(late >= soon, log, SUMS)
-                    if mild:
-                        near = (u.to(tl.float32) * tl.exp(-run)).to(kind)
-                        strict = tl.where(late > soon, scores, 0.0).to(kind)
-                        x = tl.exp(run) * (x + tl.dot(strict, near, input_precision=PRECISION))
-                    else:
-                        x = x * tl.exp(run)
-                        half = C // 2
-                        while half > 0:
-                            factor, exponent, upper, border, met = _halves(log, half, C, SUMS)
-                            low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(kind)
-                            x += factor * tl.dot(tl.where(met, scores, 0.0).to(kind), low, input_precision=PRECISION)
-                            half = half // 2
-                # derivatives in gates: x is what queries read, less the token's own pair
-                show = shown.to(tl.float32)
-                y = load_tile(asked, first, rows, v, head, H, V, C) - own * show
-                change = show * x - u.to(tl.float32) * y
-                through = w.to(tl.float32) * load_tile(seen, first, rows, v, head, H, V, C)
-                if READS == 1:
-                    change += through
-                total = tl.cumsum(change, 0, reverse=True)
-                if READS == 0:
-                    total += tl.cumsum(through, 0, reverse=True) - through
-                if READS == 2:
-                    total += tl.cumsum(through, 0, reverse=True) - _in_blocks(through, C, BV, True)
-                if first + rows < _unit_end(offsets, unit, T, PACKED):
-                    last = _load_state(states, (slot + 1) * H + head, v, d, V, K).to(tl.float32)
-                else:
-                    last = _load_state(final, unit * H + head, v, d, V, K)
-                dstate = _load_state(dstates, slot * H + head, v, d, V, K).to(tl.float32)
-                total += tl.sum(last * dstate, 1)[None, :]
-                if READS == 2:  # noqa: SIM102 (a constant around a test)
-                    if end == _unit_end(offsets, unit, T, PACKED):
-                        anchor = _load_state(before, unit * H + head, v, d, V, K)
-                        asks = _load_state(dbefore, unit * H + head, v, d, V, K)
-                        total += tl.where(late < (rows - 1) // 16 * 16, tl.sum(anchor * asks, 1)[None, :], 0.0)
-                if GATE == 2:
-                    store_tile(dg, total, first, rows, v, head, H, V, C)
-                else:
-                    grad_gate += tl.sum(tl.where((v < V)[None, :], total, 0.0), 1)
         if GATE == 1:
+            line = floored(load_line(g, first, rows, head, H, C))
+            run = tl.cumsum(line, 0)
+            sight = _sight(line, run, C, READS)
             by_out = by_out * decay(run[:, None], run[None, :], late >= soon)
             by_read = by_read * decay(sight[:, None], run[None, :], reads)
-            tl.store(dg + (first + i) * H + head, grad_gate, mask=i < rows)
         elif GATE == 0:
             by_out = tl.where(late >= soon, by_out, 0.0)
             by_read = tl.where(reads, by_read, 0.0)
         to = out + pid * (2 * C * C) + late * C + soon
         tl.store(to, by_out.to(kind))
         tl.store(to + C * C, (by_read + tl.trans(by_read)).to(kind))
+
+
+@triton.jit
+def _sight(line, run, C: tl.constexpr, READS: tl.constexpr):
+    """Sums of the logs of a chunk's gates as far as its tokens have seen them."""
+    i = tl.arange(0, C)
+    if READS == 0:
+        sight = run - line
+    elif READS == 1:
+        sight = run
+    else:
+        sight = tl.sum(tl.where(i[None, :] < i[:, None] // 16 * 16, line[None, :], 0.0), 1)
+    return sight
+
+
+@Kernel
+@triton.jit(do_not_specialize=_SIZES)
+def closings(
+    q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, dg,
+    offsets, units, T, N, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Derivatives in the gates of a chunk."""
+    pid = tl.program_id(0).to(tl.int64)
+    head = pid % H
+    slot = pid // H
+    unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
+    rows = (end - first).to(tl.int32)
+    if rows > 0:
+        d = tl.arange(0, BK)
+        i = tl.arange(0, C)
+        late, soon = i[:, None], i[None, :]
+        kind = written.dtype.element_ty
+        queries = load_tile(q, first, rows, d, head, H, K, C)
+        keys = load_tile(k, first, rows, d, head, H, K, C)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        own = tl.sum(tl.where(late == soon, scores, 0.0), 1)[:, None]
+        if GATE == 1:
+            line = floored(load_line(g, first, rows, head, H, C))
+            run = tl.cumsum(line, 0)
+            inner = tl.where(late > soon, scores * decay(run[:, None], run[None, :], late >= soon), 0.0).to(kind)
+            grad_gate = tl.zeros([C], dtype=tl.float32)
+        else:
+            inner = tl.where(late > soon, scores, 0.0).to(kind)
+        for at in range(0, V, BV):
+            v = at + tl.arange(0, BV)
+            # what the chunk's last state is asked for, beside it
+            if first + rows < _unit_end(offsets, unit, T, PACKED):
+                last = _load_state(states, (slot + 1) * H + head, v, d, V, K).to(tl.float32)
+            else:
+                last = _load_state(final, unit * H + head, v, d, V, K)
+            dstate = _load_state(dstates, slot * H + head, v, d, V, K).to(tl.float32)
+            through_end = tl.sum(last * dstate, 1)[None, :]
+            state = _load_state(states, slot * H + head, v, d, V, K)
+            x = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
+            u = load_tile(written, first, rows, v, head, H, V, C)
+            if GATE == 1:
+                x = x * tl.exp(run)[:, None] + tl.dot(inner, u, input_precision=PRECISION)
+            else:
+                log = floored(load_tile(g, first, rows, v, head, H, V, C).to(tl.float32))
+                logs = _sums(late >= soon, log, SUMS)
+                if _is_mild(tl.min(tl.sum(log, 0), 0), kind):
+                    near = (u.to(tl.float32) * tl.exp(-logs)).to(kind)
+                    x = tl.exp(logs) * (x + tl.dot(inner, near, input_precision=PRECISION))
+                else:
+                    x = x * tl.exp(logs)
+                    half = C // 2
+                    while half > 0:
+                        factor, exponent, upper, border, met = _halves(log, half, C, SUMS)
+                        low = tl.where(upper, 0.0, u.to(tl.float32) * factor).to(kind)
+                        x += factor * tl.dot(tl.where(met, inner, 0.0).to(kind), low, input_precision=PRECISION)
+                        half = half // 2
+            # x is what queries read, less the token's own pair
+            show = load_tile(do, first, rows, v, head, H, V, C).to(tl.float32)
+            y = load_tile(asked, first, rows, v, head, H, V, C) - own * show
+            change = show * x - u.to(tl.float32) * y
+            through = load_tile(turns, first, rows, v, head, H, V, C).to(tl.float32)
+            through *= load_tile(seen, first, rows, v, head, H, V, C)
+            if READS == 1:
+                change += through
+            total = tl.cumsum(change, 0, reverse=True)
+            if READS == 0:
+                total += tl.cumsum(through, 0, reverse=True) - through
+            if READS == 2:
+                total += tl.cumsum(through, 0, reverse=True) - _in_blocks(through, C, BV, True)
+            total += through_end
+            if READS == 2:  # noqa: SIM102 (a constant around a test)
+                if end == _unit_end(offsets, unit, T, PACKED):
+                    anchor = _load_state(before, unit * H + head, v, d, V, K)
+                    asks = _load_state(dbefore, unit * H + head, v, d, V, K)
+                    total += tl.where(late < (rows - 1) // 16 * 16, tl.sum(anchor * asks, 1)[None, :], 0.0)
+            if GATE == 2:
+                store_tile(dg, total, first, rows, v, head, H, V, C)
+            else:
+                grad_gate += tl.sum(tl.where((v < V)[None, :], total, 0.0), 1)
+        if GATE == 1:
+            tl.store(dg + (first + i) * H + head, grad_gate, mask=i < rows)
 
 
 @Kernel
