@@ -154,7 +154,7 @@ def _forward(
         s.kernels.forward[(cut.units * h * s.parts,)](
             q, k, g, i0, i1, i2, i3, i4, i5, i6, i7, products, start, o, seen, states, final, before,
             cut.offsets, **more, V=width, BV=s.part, STARTED=start is not None, GATE=_gate(g), READS=reads,
-            RECORD=record or last, MIXES=s.response.mixes, num_warps=s.warps,
+            RECORD=record or last, num_warps=s.warps,
         )  # fmt: skip
     if last:
         unit = torch.arange(cut.units, device=k.device)
@@ -186,7 +186,7 @@ def _backward(
         s.kernels.reverse[(cut.units * h * s.parts,)](
             q, k, g, *given, products, seen, do, dfinal, dbefore, dlast, asked, dstates, dstart,
             cut.offsets, **more, V=width, BV=s.part, GATE=_gate(g), READS=reads, LAST=last,
-            MIXES=s.response.mixes, num_warps=s.warps,
+            num_warps=s.warps,
         )  # fmt: skip
         s.kernels.slopes[(programs * (cut.chunk // BLOCK),)](
             *given, *grads, products, seen, asked, dlast, written, turns, dk2, cut.offsets, cut.units_of_slots,

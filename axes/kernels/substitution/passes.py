@@ -104,47 +104,34 @@ def _is_mild(least, KIND: tl.constexpr):
 
 
 @triton.jit
-def _ask(x, k2, y, given, t, token, inside, BACK: tl.constexpr, MIXES: tl.constexpr):
-    """u of the tokens of a block, (BV, 16), or what their x is asked for by y (BACK), of which column t counts: made
-    for all where rows do not meet, so that every thread has what it needs."""
+def _ask(x, k2, y, given, inside, BACK: tl.constexpr):
+    """u of the tokens of a block, (BV, 16), or what their x is asked for by y (BACK). One token after another asks for
+    all of them, since a tile stays where products leave it: of others than its own, compilers leave out what they can.
+    """
     COUNT: tl.constexpr = len(given)
-    if MIXES:
-        one = ()
-        for n in tl.static_range(8):
-            one = one + (_column(given[n % COUNT], token, t),)
-        of, length = _column(x, token, t), _column(k2, token, t)
-        within = tl.sum(inside.to(tl.int32), 1) > 0
-        if BACK:
-            made = turned(
-                of, length, _column(y, token, t), one[0], one[1], one[2], one[3], one[4], one[5], one[6], one[7], within
-            )
-        else:
-            made = respond(of, length, one[0], one[1], one[2], one[3], one[4], one[5], one[6], one[7], within)
-        return tl.broadcast_to(made[:, None], x.shape)
+    if BACK:
+        made = turned(
+            x, k2, y, given[0], given[1 % COUNT], given[2 % COUNT], given[3 % COUNT], given[4 % COUNT],
+            given[5 % COUNT], given[6 % COUNT], given[7 % COUNT], inside,
+        )  # fmt: skip
     else:
-        if BACK:
-            made = turned(
-                x, k2, y, given[0], given[1 % COUNT], given[2 % COUNT], given[3 % COUNT], given[4 % COUNT],
-                given[5 % COUNT], given[6 % COUNT], given[7 % COUNT], inside,
-            )  # fmt: skip
-        else:
-            made = respond(
-                x, k2, given[0], given[1 % COUNT], given[2 % COUNT], given[3 % COUNT], given[4 % COUNT],
-                given[5 % COUNT], given[6 % COUNT], given[7 % COUNT], inside,
-            )  # fmt: skip
-        return tl.broadcast_to(made, x.shape)
+        made = respond(
+            x, k2, given[0], given[1 % COUNT], given[2 % COUNT], given[3 % COUNT], given[4 % COUNT],
+            given[5 % COUNT], given[6 % COUNT], given[7 % COUNT], inside,
+        )  # fmt: skip
+    return tl.broadcast_to(made, x.shape)
 
 
 @triton.jit
 def _one_by_one(
     x, sight, back, k2, given, pair, line, token, inside, there,
-    SCALED: tl.constexpr, ANCHORED: tl.constexpr, MIXES: tl.constexpr,
+    SCALED: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
     """(what keys read, u), (BV, 16), of a block whose first state the keys read as x. SCALED: x stands for sight x, and
     u for back u among later tokens."""
     if ANCHORED:
         reads = x
-        u = tl.where(inside & there, _ask(x, k2, x, given, 0, token, inside, False, False), 0.0)
+        u = tl.where(inside & there, _ask(x, k2, x, given, inside, False), 0.0)
     else:
         reads = tl.zeros_like(x)
         u = tl.zeros_like(x)
@@ -152,7 +139,7 @@ def _one_by_one(
             now = x
             if SCALED:
                 now = x * sight
-            made = tl.where(inside & there, _ask(now, k2, now, given, t, token, inside, False, MIXES), 0.0)
+            made = tl.where(inside & there, _ask(now, k2, now, given, inside, False), 0.0)
             reads = tl.where(token == t, now, reads)
             u = tl.where(token == t, made, u)
             if t < 15:
@@ -181,7 +168,7 @@ def _of_later(shown, pair, line, token, KIND: tl.constexpr, PRECISION: tl.conste
 @triton.jit
 def _back_one_by_one(
     y, mine, last, sight, back, x, k2, given, pair, line, token, inside, there,
-    SCALED: tl.constexpr, ANCHORED: tl.constexpr, LAST: tl.constexpr, MIXES: tl.constexpr,
+    SCALED: tl.constexpr, ANCHORED: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """(what u are asked for, what x are), (BV, 16), of a block whose last derivative and do ask for y, but for the
     tokens' own part `mine`. SCALED: y stands for back y, and w for sight w among earlier tokens."""
@@ -189,7 +176,7 @@ def _back_one_by_one(
         if SCALED:
             y = y * back
         asks = y + mine
-        w = tl.where(inside & there, _ask(x, k2, asks, given, 0, token, inside, True, False), 0.0)
+        w = tl.where(inside & there, _ask(x, k2, asks, given, inside, True), 0.0)
         if LAST:
             w += last
     else:
@@ -201,7 +188,7 @@ def _back_one_by_one(
                 now = y * back
             now += mine
             asks = tl.where(token == t, now, asks)
-            made = tl.where(inside & there, _ask(x, k2, now, given, t, token, inside, True, MIXES), 0.0)
+            made = tl.where(inside & there, _ask(x, k2, now, given, inside, True), 0.0)
             if LAST:
                 made += last
             w = tl.where(token == t, made, w)
@@ -269,7 +256,7 @@ def pairs(
 def forward(
     q, k, g, p0, p1, p2, p3, p4, p5, p6, p7, products, start, o, seen, states, final, before, offsets, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    STARTED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, RECORD: tl.constexpr, MIXES: tl.constexpr,
+    STARTED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, RECORD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o, the final state, what keys read, the first state of every chunk (RECORD) and of the last block (anchored)."""
@@ -335,7 +322,7 @@ def forward(
                 if READS == 0:
                     sight = tl.exp(run - logs)
                 reads, u = _one_by_one(
-                    x, sight, back, k2, given, pair, line, token, inside, there, True, READS == 2, MIXES
+                    x, sight, back, k2, given, pair, line, token, inside, there, True, READS == 2
                 )  # fmt: skip
                 u = u * back
                 out = scale * (out + _of_pairs(u, pair, line, token, keys.dtype, PRECISION))
@@ -348,7 +335,7 @@ def forward(
                 left = tl.sum(scaled, 1) + 1.0
                 if READS == 2:
                     reads = x
-                    u = tl.where(inside & there, _ask(x, k2, x, given, 0, token, inside, False, False), 0.0)
+                    u = tl.where(inside & there, _ask(x, k2, x, given, inside, False), 0.0)
                 else:
                     reads = tl.zeros([BV, 16], dtype=tl.float32)
                     u = tl.zeros([BV, 16], dtype=tl.float32)
@@ -357,7 +344,7 @@ def forward(
                         now = x
                         if READS == 1:
                             now = x * gates
-                        made = tl.where(inside & there, _ask(now, k2, now, given, t, token, inside, False, MIXES), 0.0)
+                        made = tl.where(inside & there, _ask(now, k2, now, given, inside, False), 0.0)
                         reads = tl.where(token == t, now, reads)
                         u = tl.where(token == t, made, u)
                     one = _column(u, token, t)[:, None]
@@ -372,7 +359,7 @@ def forward(
                 u = scaled
             state = _join(state * left[:, None], u, keys, PRECISION)
         else:
-            reads, u = _one_by_one(x, x, x, k2, given, pair, line, token, inside, there, False, READS == 2, MIXES)
+            reads, u = _one_by_one(x, x, x, k2, given, pair, line, token, inside, there, False, READS == 2)
             out += _of_pairs(u, pair, line, token, keys.dtype, PRECISION)
             if GATE == 1:
                 u = u * tl.load(pair + 544 + line)[None, :]
@@ -398,7 +385,7 @@ def reverse(
     q, k, g, p0, p1, p2, p3, p4, p5, p6, p7, products, seen, do, dfinal, dbefore, dlast, asked, dstates, dstart,
     offsets, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    GATE: tl.constexpr, READS: tl.constexpr, LAST: tl.constexpr, MIXES: tl.constexpr,
+    GATE: tl.constexpr, READS: tl.constexpr, LAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """g_t, what every u is asked for, and derivatives in the last state of every chunk and in the first of all."""
@@ -466,7 +453,7 @@ def reverse(
         if GATE < 2:
             y += _of_later(outs, pair, line, token, keys.dtype, PRECISION)
             asks, w = _back_one_by_one(
-                y, mine, last, y, y, x, k2, given, pair, line, token, inside, there, False, READS == 2, LAST, MIXES
+                y, mine, last, y, y, x, k2, given, pair, line, token, inside, there, False, READS == 2, LAST
             )  # fmt: skip
             if GATE == 1:
                 outs = outs * tl.load(pair + 512 + line)[None, :]
@@ -484,7 +471,7 @@ def reverse(
                 y = y * kept[:, None] + _of_later(outs, pair, line, token, keys.dtype, PRECISION)
                 asks, w = _back_one_by_one(
                     y, mine, last, sight, tl.exp(-run), x, k2, given, pair, line, token, inside, there, True,
-                    READS == 2, LAST, MIXES,
+                    READS == 2, LAST,
                 )  # fmt: skip
                 if READS != 2:
                     w = w * sight
@@ -503,7 +490,7 @@ def reverse(
                     y += _column(outs, token, t)[:, None] * tl.load(pair + (256 + t * 16 + line))[None, :]
                     left = tl.where(token == t, outs, left) * gate[:, None]
                     if READS != 2:
-                        made = tl.where(inside & there, _ask(x, k2, now, given, t, token, inside, True, MIXES), 0.0)
+                        made = tl.where(inside & there, _ask(x, k2, now, given, inside, True), 0.0)
                         if LAST:
                             made += last
                         w = tl.where(token == t, made, w)
@@ -519,7 +506,7 @@ def reverse(
                     kept = kept * gate
                 outs = left
                 if READS == 2:
-                    w = tl.where(inside & there, _ask(x, k2, asks, given, 0, token, inside, True, False), 0.0)
+                    w = tl.where(inside & there, _ask(x, k2, asks, given, inside, True), 0.0)
                     if LAST:
                         w += last
                 else:
