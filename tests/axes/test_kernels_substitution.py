@@ -25,6 +25,7 @@ from axes.routes import dispatch, substitution_kernel
 from axes.routes.choice import Target
 from axes.sequence.longhorn import Longhorn
 from axes.sequence.miras import YaadMatrix
+from axes.sequence.ttt import TTTLinear
 from tests.interpreter import interpret
 
 if sys.platform != "linux":  # there its absence is an error, not a reason to skip
@@ -153,6 +154,14 @@ def test_select_names_the_kernels_and_says_why_not() -> None:
 
     assert "widths up to 128" in reason(Longhorn.update, k=(1, 4, 2, 16), v=(1, 4, 2, 256))
     assert "anchor for 16 tokens" in reason(StateUpdate(Huber(1.0), algorithm=Step(Per("beta"), at=Anchor(4))))
+
+
+def test_what_queries_read_is_followed_too() -> None:
+    names = tuple(per.name for per in TTTLinear.update.demands())
+    made = substitution_kernel.reading_of(TTTLinear.update, 64, 64, names)
+    assert isinstance(made, substitution_kernel.Made) and "q" in made.inputs
+    uneven = substitution_kernel.reading_of(TTTLinear.update, 64, 32, names)
+    assert isinstance(uneven, substitution_kernel.NotMade) and "one width" in uneven.reason
 
 
 def test_an_mlp_is_no_matter_of_these_kernels() -> None:

@@ -68,6 +68,11 @@ def register(response: Response) -> str:
     return name
 
 
+def known_response(name: str) -> tuple[Response, ModuleType]:
+    """A response that was registered, and the module of its kernels."""
+    return _RESPONSES[name]
+
+
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 

@@ -4,12 +4,13 @@ Gates g act on the whole state (GATE 1) or on rows (2), S' is S_{t-1} (READS 0),
 the block of 16 tokens that t stands in (2: anchored). In a block with first state X (V x K), rows of which never meet
 but in rho:
     y = X k_t,  for s < t: y = e^{g_s} y + (k_s . k_t) u_s,  then u_t = rho_t(y), or of e^{g_t} y
-one token after another, a row of values in a thread's registers; products join blocks. Backwards with D, the derivative
-in the block's last state, J_t the slopes of rho and w_t = J_t^T g_t what x_t is asked for:
+one token after another, where products leave them: a row lies in four threads, and columns go round these. Products
+join blocks. Backwards with D, the derivative in the block's last state, J_t the slopes of rho and w_t = J_t^T g_t what
+x_t is asked for:
     y = D k_t,  for s from the last to t + 1: y = e^{g_s} (y + (q_s . k_t) do_s) + (k_s . k_t) w_s
     g_t = y + (q_t . k_t) do_t,  w_t = J_t^T g_t   (e^{g_s} also on w_s where gates come first; none of w if anchored)
-`forward` and `reverse` are serial in blocks; `slopes` goes through tokens, `meetings`, `closings` and `gradients` through
-chunks of C tokens, with
+`forward` and `reverse` are serial in blocks; `slopes` goes through tokens, `meetings`, `closings` and `gradients` go
+through chunks of C tokens, with
     C_ts = sum_v do_tv e^{G_tv - G_sv} u_sv (s <= t),   W_ts = sum_v w_tv e^{R_tv - G_sv} u_sv (s < t)
     dq = C K + (e^G do) X,   dk = C^T Q + (W + W^T) K + (e^R w) X + (e^{G_last - G} u) dX'
 where R is G as x has seen it. A gate's derivative is a sum over later tokens of its chunk, without a token's own pair,
@@ -94,13 +95,13 @@ def _run(logs, line, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _is_mild(least, KIND: tl.constexpr):
+def _is_mild(least, kind: tl.constexpr):
     """Whether e^-G may stand beside a vector in the operands' dtype, where G is no less than this."""
-    if KIND == tl.float16:
-        LIMIT: tl.constexpr = -2.5
+    if kind == tl.float16:
+        mild = least >= -2.5
     else:
-        LIMIT: tl.constexpr = -40.0
-    return least >= LIMIT
+        mild = least >= -40.0
+    return mild
 
 
 @triton.jit
@@ -208,8 +209,8 @@ def pairs(
 ):  # fmt: skip
     """What stands between the tokens of every block, (slots, H, C / 16, 36, 16): k_t . k_s and q_t . k_s, t the later
     one, in both halves, with what a gate of the state leaves of s at t; then what it leaves of the first state after t
-    and where t reads, and of t at the block's end; of gates by rows, the smallest sum of logs over the block. |k_t|^2 is
-    on the diagonal of the first, whatever the gate."""
+    and where t reads, and of t at the block's end; of gates by rows, the smallest sum of logs over the block. |k_t|^2
+    is on the diagonal of the first, whatever the gate."""
     pid = tl.program_id(0).to(tl.int64)
     block = pid % (C // 16)
     head = pid // (C // 16) % H
@@ -853,3 +854,42 @@ def gradients(
         grad_k += 2.0 * length[:, None] * keys.to(tl.float32)
         store_tile(dq, grad_q, first, rows, d, head, H, K, C)
         store_tile(dk, grad_k, first, rows, d, head, H, K, C)
+
+
+# ---- what queries read, where that is more than a product -----------------------------------------------------------
+
+
+@Kernel
+@triton.jit(do_not_specialize=["rows"])
+def read(
+    x, p0, p1, p2, p3, p4, p5, p6, p7, out, rows, V: tl.constexpr, BV: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """The response of rows x (rows, V)."""
+    v = tl.arange(0, BV)[:, None]
+    at = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[None, :]
+    there, inside = at < rows, v < V
+    given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, v, V, there, inside)
+    seen = tl.load(x + at * V + v, mask=inside & there, other=0.0)
+    made = _ask(seen, tl.sum(seen * 0.0, 0)[None, :], seen, given, inside, False)
+    tl.store(out + at * V + v, made.to(out.dtype.element_ty), mask=inside & there)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["rows"])
+def read_back(
+    x, do, p0, p1, p2, p3, p4, p5, p6, p7, dx, d0, d1, d2, d3, d4, d5, d6, d7, rows,
+    V: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Derivatives in x and in inputs."""
+    v = tl.arange(0, BV)
+    at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    there, inside = at < rows, (v < V)[None, :]
+    whole = inside & there[:, None]
+    place = at[:, None] * V + v[None, :]
+    seen = tl.load(x + place, mask=whole, other=0.0)
+    asked = tl.load(do + place, mask=whole, other=0.0).to(tl.float32)
+    _, w, _ = pull(
+        seen, tl.sum(seen * 0.0, 1)[:, None], asked, p0, p1, p2, p3, p4, p5, p6, p7, d0, d1, d2, d3, d4, d5, d6, d7, at,
+        v, V, there, inside,
+    )  # fmt: skip
+    tl.store(dx + place, w, mask=whole)
