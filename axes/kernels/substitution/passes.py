@@ -151,17 +151,25 @@ def _one_by_one(
 
 
 @triton.jit
-def _of_pairs(u, pair, line, token, KIND: tl.constexpr, PRECISION: tl.constexpr):
+def _pairs_of(products, place, n, line, there, C: tl.constexpr):
+    """(where the pairs of a block are, |k|^2 of its tokens, what its queries read of them in both halves): loaded a block
+    ahead. One line of memory holds two tokens' pairs, so that the first are near from then on."""
+    pair = products + (place * (C // 16) + n % (C // 16)) * 576
+    k2 = tl.load(pair + 17 * line, mask=there, other=0.0)
+    of = tl.load(pair + (256 + line[:, None] * 16 + line[None, :]), mask=there, other=0.0)
+    return pair, k2, of
+
+
+@triton.jit
+def _of_pairs(u, of, line, token, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """What queries read of u (BV, 16)."""
-    of = tl.load(pair + (256 + line[:, None] * 16 + token))
     of = tl.where(line[:, None] <= token, of, 0.0).to(KIND)
     return tl.dot(u.to(KIND), of, input_precision=PRECISION)
 
 
 @triton.jit
-def _of_later(shown, pair, line, token, KIND: tl.constexpr, PRECISION: tl.constexpr):
+def _of_later(shown, of, line, token, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """What tokens are asked for by the queries of later ones."""
-    of = tl.load(pair + (256 + line[:, None] * 16 + token))
     of = tl.where(line[:, None] > token, of, 0.0).to(KIND)
     return tl.dot(shown.to(KIND), of, input_precision=PRECISION)
 
@@ -284,6 +292,7 @@ def forward(
     queries = load_tile(q, first, rows, d, head, H, K, 16)
     if GATE < 2:
         given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, row, V, there, inside)
+    pair, lengths, of = _pairs_of(products, slot * H + head, 0, line, blocks > 0, C)
     for n in range(0, blocks):
         rows = tl.minimum(end - first, 16)
         there = token < rows
@@ -298,8 +307,7 @@ def forward(
         if READS == 2:  # noqa: SIM102 (a constant around a test)
             if n == blocks - 1:
                 _store_state(before, state, unit * H + head, v, d, V, K)
-        pair = products + (place * (C // 16) + n % (C // 16)) * 576
-        k2 = tl.load(pair + 17 * line)[None, :]
+        k2 = lengths[None, :]
         rounded = state.to(keys.dtype)
         x = tl.dot(rounded, tl.trans(keys), input_precision=PRECISION)
         out = tl.dot(rounded, tl.trans(queries), input_precision=PRECISION)
@@ -310,6 +318,9 @@ def forward(
         later = first + 16
         more = tl.maximum(tl.minimum(end - later, 16), 0)
         at_next = (later + token) * H + head
+        place_next = (slot + (n + 1) // (C // 16)) * H + head
+        next_pair, next_lengths, next_of = _pairs_of(products, place_next, n + 1, line, more > 0, C)
+        x = tl.where(k2 < 0.0, 0.0, x)  # never: the length is read, whatever the response makes of it
         next_keys = load_tile(k, later, more, d, head, H, K, 16)
         next_queries = load_tile(q, later, more, d, head, H, K, 16)
         if GATE < 2:
@@ -326,7 +337,7 @@ def forward(
                     x, sight, back, k2, given, pair, line, token, inside, there, True, READS == 2
                 )  # fmt: skip
                 u = u * back
-                out = scale * (out + _of_pairs(u, pair, line, token, keys.dtype, PRECISION))
+                out = scale * (out + _of_pairs(u, of, line, token, keys.dtype, PRECISION))
                 left = _column(scale, token, 15)
                 u = u * left[:, None]
             else:
@@ -361,7 +372,7 @@ def forward(
             state = _join(state * left[:, None], u, keys, PRECISION)
         else:
             reads, u = _one_by_one(x, x, x, k2, given, pair, line, token, inside, there, False, READS == 2)
-            out += _of_pairs(u, pair, line, token, keys.dtype, PRECISION)
+            out += _of_pairs(u, of, line, token, keys.dtype, PRECISION)
             if GATE == 1:
                 u = u * tl.load(pair + 544 + line)[None, :]
                 state = state * tl.load(pair + (512 + 15))
@@ -370,6 +381,7 @@ def forward(
         if RECORD:
             tl.store(seen + at * V + row, reads, mask=inside & there)
         first = later
+        pair, lengths, of = next_pair, next_lengths, next_of
         keys = next_keys
         queries = next_queries
         if GATE < 2:
@@ -417,6 +429,8 @@ def reverse(
         given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, row, V, there, inside)
         shown = tl.load(do + at * V + row, mask=inside & there, other=0.0)
         x = tl.load(seen + at * V + row, mask=inside & there, other=0.0)
+    place = (slot + (blocks - 1) // (C // 16)) * H + head
+    pair, lengths, of = _pairs_of(products, place, blocks - 1, line, blocks > 0, C)
     for i in range(0, blocks):
         n = blocks - 1 - i
         rows = tl.minimum(end - first, 16)
@@ -430,8 +444,7 @@ def reverse(
         place = (slot + n // (C // 16)) * H + head
         if (i == 0) | (n % (C // 16) == C // 16 - 1):
             _store_state(dstates, state, place, v, d, V, K)
-        pair = products + (place * (C // 16) + n % (C // 16)) * 576
-        k2 = tl.load(pair + 17 * line)[None, :]
+        k2 = lengths[None, :]
         own = tl.load(pair + (256 + 17 * line))[None, :]
         y = tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
         if GATE == 1:
@@ -439,6 +452,9 @@ def reverse(
         earlier = first - 16
         more = tl.where(n > 0, 16, 0)
         at_next = (earlier + token) * H + head
+        place_next = (slot + (n - 1) // (C // 16)) * H + head
+        next_pair, next_lengths, next_of = _pairs_of(products, place_next, n - 1, line, n > 0, C)
+        y = tl.where(k2 < 0.0, 0.0, y)  # never: as in `forward`
         next_keys = load_tile(k, earlier, more, d, head, H, K, 16)
         next_queries = load_tile(q, earlier, more, d, head, H, K, 16)
         if GATE < 2:
@@ -452,7 +468,7 @@ def reverse(
             closes = (first + token == end - 1) & inside
             last = tl.load(dlast + (unit * H + head) * V + row + token * 0, mask=closes, other=0.0)
         if GATE < 2:
-            y += _of_later(outs, pair, line, token, keys.dtype, PRECISION)
+            y += _of_later(outs, of, line, token, keys.dtype, PRECISION)
             asks, w = _back_one_by_one(
                 y, mine, last, y, y, x, k2, given, pair, line, token, inside, there, False, READS == 2, LAST
             )  # fmt: skip
@@ -469,7 +485,7 @@ def reverse(
                     sight = tl.exp(run - logs)
                 kept = _column(scale, token, 15)
                 outs = outs * scale
-                y = y * kept[:, None] + _of_later(outs, pair, line, token, keys.dtype, PRECISION)
+                y = y * kept[:, None] + _of_later(outs, of, line, token, keys.dtype, PRECISION)
                 asks, w = _back_one_by_one(
                     y, mine, last, sight, tl.exp(-run), x, k2, given, pair, line, token, inside, there, True,
                     READS == 2, LAST,
@@ -520,6 +536,7 @@ def reverse(
             if i == 0:
                 state += _load_state(dbefore, unit * H + head, v, d, V, K)
         first = earlier
+        pair, lengths, of = next_pair, next_lengths, next_of
         keys = next_keys
         queries = next_queries
         if GATE < 2:
