@@ -152,8 +152,8 @@ def _one_by_one(
 
 @triton.jit
 def _pairs_of(products, place, n, line, there, C: tl.constexpr):
-    """(where the pairs of a block are, |k|^2 of its tokens, what its queries read of them in both halves): loaded a block
-    ahead. One line of memory holds two tokens' pairs, so that the first are near from then on."""
+    """(where the pairs of a block are, |k|^2 of its tokens, what its queries read of them in both halves): loaded a
+    block ahead. |k|^2 is in every line of memory that the other pairs are in, which so are near from then on."""
     pair = products + (place * (C // 16) + n % (C // 16)) * 576
     k2 = tl.load(pair + 17 * line, mask=there, other=0.0)
     of = tl.load(pair + (256 + line[:, None] * 16 + line[None, :]), mask=there, other=0.0)
