@@ -66,7 +66,8 @@ def cases() -> list[Case]:
         if walk.rows < 64:
             changes += [{"rows": walk.rows * 2}]
         found.append([Case(rule, 64, "token", change) for change in changes])
-    spread = [{"MEETINGS_WARPS": 4}, {"GRADIENTS_WARPS": 4}, {"SLOPES_WARPS": 2}, {"PART": 128}]
+    spread: list[dict[str, Any]] = [{"COLUMNS": 128, "GRADIENTS_WARPS": 8}, {"CLOSINGS_WARPS": 4}]
+    spread += [{"MEETINGS_WARPS": 4}, {"PART": 128}]
     rules = (("longhorn", 128), ("yaad", 128), ("yaad prev", 128), ("frank-wolfe delta", 128), ("ttt-linear", 64))
     for rule, width in rules:
         rows = rule in ("longhorn", "yaad", "yaad prev")  # a head is one program where rows meet

@@ -811,21 +811,23 @@ def closings(
 @triton.jit(do_not_specialize=_SIZES)
 def gradients(
     q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, offsets, units, T, N, H,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """dq and dk of a chunk."""
-    pid = tl.program_id(0).to(tl.int64)
+    """dq and dk of a chunk, BD columns of them in a program."""
+    PARTS: tl.constexpr = BK // BD
+    part = tl.program_id(0) % PARTS
+    pid = (tl.program_id(0) // PARTS).to(tl.int64)
     head = pid % H
     slot = pid // H
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     rows = (end - first).to(tl.int32)
     if rows > 0:
-        d = tl.arange(0, BK)
+        d = part * BD + tl.arange(0, BD)
         i = tl.arange(0, C)
         kind = written.dtype.element_ty
-        grad_q = tl.zeros([C, BK], dtype=tl.float32)
-        grad_k = tl.zeros([C, BK], dtype=tl.float32)
+        grad_q = tl.zeros([C, BD], dtype=tl.float32)
+        grad_k = tl.zeros([C, BD], dtype=tl.float32)
         for at in range(0, V, BV):
             v = at + tl.arange(0, BV)
             shown = load_tile(do, first, rows, v, head, H, V, C)
