@@ -7,6 +7,7 @@ the state on chip. Legend: B batch, T tokens, H heads, G pre-activations, V chan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from axes.core import reference
 from axes.core.state_update import State, StateUpdate
-from axes.errors import AxesError
 from axes.kernels.common import versions
-from axes.routes import opaque
 from axes.routes.cells import Carry, Cell
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Target, require_implementation
 from axes.routes.precision import own_precision
+from axes.routes.recomputed import Recomputed
 
 WIDEST = 128
 _ON_CHIP = 200 << 10  # bytes of shared memory that one program's matrices may take
@@ -146,7 +146,10 @@ def _one(
     if choice.implementation == "reference":
         return _by_steps(update, cell, inputs, weight, bias, carry, state)
     given = (inputs, weight, bias, state.theta[0][..., 0], *carry)
-    out, y, *rest = _operator(list(given), cell.text) if torch.compiler.is_compiling() else _Walk.apply(cell, *given)
+    if torch.compiler.is_compiling():
+        out, y, *rest = _cells.operator(list(given), cell.text, "")
+    else:
+        out, y, *rest = _Walk.apply(cell, *given)
     return out, _after(state, y, inputs), tuple(rest)
 
 
@@ -221,67 +224,25 @@ class _Walk(torch.autograd.Function):
         return None, dinputs, dweight, dbias, (dy + dh).transpose(0, 1)
 
 
-# ---- for compilers: one operator for every length, whose backward walks again ----------------------------------------
-
-_CELLS: dict[str, Cell] = {}
+# ---- for compilers: one operator for every length --------------------------------------------------------------------
 
 
-def known(cell: Cell) -> None:
-    """A layer of this cell is made: a graph names it by its text."""
-    object.__setattr__(cell, "text", repr(cell))
-    _CELLS[cell.text] = cell
+def _compute(cell: Cell, tensors: Sequence[Tensor], call: str) -> list[Tensor]:
+    return list(_Walk.apply(cell, *tensors))
 
 
-def _named(name: str) -> Cell:
-    if name not in _CELLS:
-        raise AxesError(f"no layer of {name} is here: a graph of it runs where one has been made")
-    return _CELLS[name]
-
-
-def _forward(tensors: list[Tensor], name: str) -> list[Tensor]:
-    return [x.contiguous() for x in _Walk.apply(_named(name), *tensors)]
-
-
-def _backward(tensors: list[Tensor], grads: list[Tensor | None], name: str) -> list[Tensor]:
-    with opaque.autograd(), torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in tensors]
-        pairs = [(y, g) for y, g in zip(_Walk.apply(_named(name), *inputs), grads, strict=True) if g is not None]
-        found = torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
-    made = (torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True))
-    return [g.clone(memory_format=torch.contiguous_format) for g in made]
-
-
-_operator = torch.library.custom_op("axes::cells", _forward, mutates_args=())
-_backward_operator = torch.library.custom_op(
-    "axes::cells_backward",
-    _backward,
-    mutates_args=(),
-    schema="(Tensor[] tensors, Tensor?[] grads, str name) -> Tensor[]",
-)
-
-
-@_operator.register_fake
-def _(tensors: list[Tensor], name: str) -> list[Tensor]:
+def _shapes(cell: Cell, tensors: list[Tensor], call: str) -> list[Tensor]:
     inputs, _, _, *states = tensors
     out = inputs.new_empty(*inputs.shape[:3], inputs.shape[-1])
     return [out, *(x.new_empty(x.shape) for x in states)]
 
 
-@_backward_operator.register_fake
-def _(tensors: list[Tensor], grads: list[Tensor | None], name: str) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in tensors]
+_cells: Recomputed[Cell] = Recomputed("cells", _compute, _shapes)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, ctx.name = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
-    return _backward_operator(list(ctx.saved_tensors), grads, ctx.name), None
-
-
-_operator.register_autograd(_differentiate, setup_context=_keep)
+def known(cell: Cell) -> None:
+    """A layer of this cell is made: a graph names it by its text."""
+    object.__setattr__(cell, "text", _cells.text(cell))
 
 
 __all__ = ["known", "no_kernel", "plans", "run", "select"]
