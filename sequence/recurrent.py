@@ -24,6 +24,7 @@ from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Block, BlockModule
 from axes.sequence.by_hand import normalised
 from axes.sequence.charts import Factory, Sizes
+from axes.sequence.linear import MLSTM
 
 _AVERAGE = StateUpdate(Alignment(), Euclidean(), Diagonal("decay", side="row"), Step(Per("write", "row")))
 
@@ -137,22 +138,13 @@ class SLSTM(_Walked):
     """
 
     name = "slstm"
-    paper = "xLSTM: Extended Long Short-Term Memory (Beck et al. 2024)"
+    paper = MLSTM.paper
     equation = "eqs. 8-18: heads with matrices of their own, f a sigmoid, stabilised"
     differs = (
         "the state is c / n and log n, the paper's c and n times e^-m with m the largest log-weight: the same outputs; "
         "forget biases are all 3 at first; RMSNorm per head for its group norm; no convolution, no feed-forward part"
     )
-    bibtex = """@inproceedings{beck2024xlstm,
-  title={{xLSTM}: Extended Long Short-Term Memory},
-  author={Beck, Maximilian and P{\\"o}ppel, Korbinian and Spanring, Markus and Auer, Andreas and
-          Prudnikova, Oleksandra and Kopp, Michael and Klambauer, G{\\"u}nter and Brandstetter, Johannes and
-          Hochreiter, Sepp},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2024},
-  eprint={2405.04517},
-  archivePrefix={arXiv}
-}"""
+    bibtex = MLSTM.bibtex
     update = _AVERAGE
     block = Recurrent(SLSTMCell(), norm=True, forget=(1, 3.0))
 

@@ -36,7 +36,8 @@ from axes.kernels.entries.chain import Erase, entries_chain
 from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.outer import outer_sum
 from axes.kernels.products.symmetric import symmetric_product
-from axes.kernels.recurrent.chain import CELLS, recurrent_chain
+from axes.kernels.recurrent.chain import recurrent_chain
+from axes.kernels.recurrent.sizes import CELLS
 from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain

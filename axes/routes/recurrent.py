@@ -17,30 +17,16 @@ from torch.autograd.function import once_differentiable
 from axes.core import reference
 from axes.core.state_update import State, StateUpdate
 from axes.kernels.common import versions
+from axes.kernels.recurrent.sizes import refusal
 from axes.routes.cells import Carry, Cell
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Target, require_implementation
 from axes.routes.precision import own_precision
 from axes.routes.recomputed import Recomputed
 
-WIDEST = 128
-_ON_CHIP = 200 << 10  # bytes of shared memory that one program's matrices may take
-
 
 def no_kernel(cell: Cell, device: torch.device, dtype: torch.dtype, width: int = 1) -> str | None:
     """Why no kernel walks a cell, or None if one does."""
-    if (reason := versions.refusal(device)) is not None:
-        return reason
-    if dtype not in versions.DTYPES:
-        return f"the kernel accumulates in float32, the values are {dtype}"
-    if dtype == torch.float32 and cell.gates == 4 and versions.since("3.9.0"):
-        return "Triton 3.9 ends in an assertion of LLVM on cells of four pre-activations in float32"
-    if not 0 < width <= WIDEST:
-        return f"the kernel keeps matrices of heads up to {WIDEST} wide on chip"
-    taken = cell.gates * max(16, 1 << (width - 1).bit_length()) ** 2 * dtype.itemsize
-    if taken > _ON_CHIP:
-        what = f"{cell.gates} matrices of a head {width} wide"
-        return f"{what} take {taken >> 10} KB in {dtype}, where {_ON_CHIP >> 10} fit on the chip"
-    return None
+    return versions.refusal(device) or refusal(cell.kernel, dtype, width)
 
 
 def select(
