@@ -239,7 +239,7 @@ class SequenceLayer(nn.Module):
         named = implementation or self.implementation or dispatch.chosen()
         if (cell := self.around.cell) is not None:
             place, dtype = target or Target.of(parameter.device), dtype or parameter.dtype
-            return recurrent.plans(self.update, cell, place, dtype, named, s.d_v)
+            return recurrent.plans(self.update, cell, place, dtype, named, max(s.d_k, s.d_v))
         keys, each = self.memories if s.group == 1 else (s.key_heads,), () if s.writes == 1 else (s.writes,)
         shapes = {"k": (1, 1, *keys, *each, s.d_k), "v": (1, 1, *self.memories, *each, s.d_v)}
         return plans(self.update, target or Target.of(parameter.device), dtype or parameter.dtype, named, shapes)
@@ -374,10 +374,11 @@ class SequenceLayer(nn.Module):
         if start is None:
             start = self._init_memory(x.shape[0] if packing is None else packing.sequences, x)
         if (cell := self.around.cell) is not None:
-            named, (weight, bias) = self.implementation or dispatch.chosen(), self.around.matrices()
-            out, memory, tails = recurrent.run(
-                self.update, cell, signal["inputs"], weight, bias, tails, start, cu_seqlens, named
+            named, (around, carry) = self.implementation or dispatch.chosen(), self.around.carried(tails)
+            out, memory, carry = recurrent.run(
+                self.update, cell, signal, self.around.matrices(), carry, start, cu_seqlens, named
             )
+            tails = (*around, *carry)
             y = fused.leave(self.around, out, kept)
             self._look({"the output": y})
             return y, LayerState(tails, memory)

@@ -114,7 +114,7 @@ def recurrent_chain(
     who = "recurrent_chain"
     if cell not in CELLS:
         raise ShapeError(f"{who}: cell is one of {', '.join(CELLS)}, not {cell!r}")
-    gates, carried, _ = CELLS[cell]
+    gates, carried = CELLS[cell][:2]
     if inputs.ndim != 5 or inputs.shape[3] != gates or not 1 <= inputs.shape[4] <= WIDEST:
         raise ShapeError(f"{who}: inputs of {cell} are (B, T, H, {gates}, V <= {WIDEST}), not {tuple(inputs.shape)}")
     if inputs.dtype not in versions.DTYPES:

@@ -15,27 +15,30 @@ _ON_CHIP = 200 << 10  # bytes of shared memory that one program's matrices may t
 
 class Size(NamedTuple):
     """gates: pre-activations.  carried: tensors beside the state, h and one more.  ends: the Triton from which its
-    compiler ends in an assertion of LLVM in float32."""
+    compiler ends in an assertion of LLVM in float32.  widest: heads."""
 
     gates: int
     carried: int = 0
     ends: str | None = None
+    widest: int = WIDEST
 
 
 CELLS = {"gru": Size(3), "slstm": Size(4, 2, ends="3.9.0")}
+MATRIX_CELLS = {"m2rnn": Size(1, widest=64)}  # whose state is a matrix, on chip with its gradient and that of W
 
 
 def refusal(cell: str, dtype: torch.dtype, width: int) -> str | None:
     """Why no kernel walks a cell of heads this wide, whatever the GPU, or None."""
     if dtype not in versions.DTYPES:
         return f"the kernel accumulates in float32, the values are {dtype}"
-    if cell not in CELLS:
-        return f"the kernel walks {', '.join(CELLS)}, not {cell!r}"
-    gates, _, ends = CELLS[cell]
+    known = CELLS | MATRIX_CELLS
+    if cell not in known:
+        return f"the kernel walks {', '.join(known)}, not {cell!r}"
+    gates, _, ends, widest = known[cell]
     if dtype == torch.float32 and ends is not None and versions.since(ends):
         return f"Triton {ends} ends in an assertion of LLVM on {cell} in float32"
-    if not 0 < width <= WIDEST:
-        return f"the kernel keeps matrices of heads up to {WIDEST} wide on chip"
+    if not 0 < width <= widest:
+        return f"the kernel keeps matrices of heads up to {widest} wide on chip"
     taken = gates * max(16, power_of_2(width)) ** 2 * dtype.itemsize
     if taken > _ON_CHIP:
         what = f"{gates} matrices of a head {width} wide"
@@ -43,4 +46,4 @@ def refusal(cell: str, dtype: torch.dtype, width: int) -> str | None:
     return None
 
 
-__all__ = ["CELLS", "WIDEST", "Size", "refusal"]
+__all__ = ["CELLS", "MATRIX_CELLS", "WIDEST", "Size", "refusal"]
