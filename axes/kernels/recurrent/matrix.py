@@ -28,7 +28,8 @@ _WIDEST = MATRIX_CELLS["m2rnn"].widest
 def _constants(q: Tensor, v: Tensor, cu: Tensor | None) -> dict[str, Any]:
     keys, values = (max(16, power_of_2(x.shape[-1])) for x in (q, v))
     return dict(
-        BK=keys, BV=values, C=_CHUNK, PACKED=cu is not None, PRECISION=precision(q), num_warps=4, num_stages=1,
+        BK=keys, BV=values, C=_CHUNK, PACKED=cu is not None, PRECISION=precision(q),
+        num_warps=8 if keys * values == 64 * 64 else 4, num_stages=1,
     )  # fmt: skip
 
 
