@@ -64,11 +64,11 @@ def _activations(x, row, V, c, mask, G: tl.constexpr):
 
 @triton.jit
 def _keep(to, x0, x1, x2, x3, row, V, c, mask, G: tl.constexpr):
-    place, kind = to + row * G * V + c, to.dtype.element_ty
-    tl.store(place, x0.to(kind), mask=mask)
-    tl.store(place + V, x1.to(kind), mask=mask)
-    tl.store(place + 2 * V, x2.to(kind), mask=mask)
-    tl.store(place + 3 * V, x3.to(kind), mask=mask & (G == 4))
+    place = to + row * G * V + c
+    tl.store(place, x0.to(to.dtype.element_ty), mask=mask)
+    tl.store(place + V, x1.to(to.dtype.element_ty), mask=mask)
+    tl.store(place + 2 * V, x2.to(to.dtype.element_ty), mask=mask)
+    tl.store(place + 3 * V, x3.to(to.dtype.element_ty), mask=mask & (G == 4))
 
 
 @triton.jit
