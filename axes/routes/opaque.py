@@ -97,10 +97,10 @@ def _shapes(update: StateUpdate, tensors: list[Tensor], call: str) -> list[Tenso
         few = [x.new_empty(x.shape[0], 2, *x.shape[2:]) if x.ndim > 1 else x for x in tensors[: len(names)]]
         after = [empty(x) for x in _compute(update, [*few, *leaves], call)[1:]]
         memory = update.parts().memory
-        window = memory.window if isinstance(memory, List) else None
+        most = memory.most if isinstance(memory, List) else None
         for i, time in enumerate((-2, -2, -1)):  # keys, values, masses
             shape, pairs = list(after[i].shape), leaves[i].shape[time] + v.shape[1]
-            shape[time] = pairs if window is None else torch.sym_min(pairs, window)
+            shape[time] = pairs if most is None else torch.sym_min(pairs, most)
             after[i] = after[i].new_empty(shape)
     reads = update.parts().step.reads
     return [empty(unread(tensors[names.index("q")], v, reads)), *after]
