@@ -730,6 +730,8 @@ def _listed(p: Parts) -> list[str]:
         error = rf"v_t - \sum_{{i<t}} {seen}\,u_i"
         lines.append(rf"u_t = {error if p.step.rate == 1.0 else _times(p.step.rate, f'({error})')}")
     window = f"i > t - {p.memory.window}" if p.memory.window else r"i \le t"
+    if p.memory.first:
+        window += rf" \text{{ or }} i \le {p.memory.first}"
     lines.append(rf"o_t = \sum_{{{window}}} {weights}\,{value}")
     return lines
 

@@ -36,7 +36,9 @@ from axes.kernels.entries.chain import Erase, entries_chain
 from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.outer import outer_sum
 from axes.kernels.products.symmetric import symmetric_product
-from axes.kernels.recurrent.chain import CELLS, recurrent_chain
+from axes.kernels.recurrent.chain import recurrent_chain
+from axes.kernels.recurrent.matrix import matrix_chain
+from axes.kernels.recurrent.sizes import CELLS
 from axes.kernels.rows.mass import over_mass
 from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
@@ -133,12 +135,22 @@ def entries(d_k: int, erase: Erase = "none", **rows: bool) -> Callable[[], None]
 
 def cells(cell: str, d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
     def run() -> None:
-        gates, carried = CELLS[cell]
+        gates, carried = CELLS[cell][:2]
         x = torch.randn(20, 50, 2, gates, d, dtype=dtype, requires_grad=True)
         w, b = (torch.randn(2, *n, gates, d, requires_grad=True) for n in ((d,), ()))
         held = [torch.randn(20, 2, d, requires_grad=True) for _ in range(1 + carried)]
         out, y, carry = recurrent_chain(cell, x, w, b, held[0], tuple(held[1:]))
         both((out, y, *carry))
+
+    return run
+
+
+def matrix_cells(d_k: int, d_v: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
+    def run() -> None:
+        q, k = (torch.randn(2, 50, 2, d_k, dtype=dtype, requires_grad=True) for _ in range(2))
+        v = torch.randn(2, 50, 2, d_v, dtype=dtype, requires_grad=True)
+        w, g = torch.randn(2, d_v, d_v, requires_grad=True), (-torch.rand(2, 50, 2)).requires_grad_()
+        both(matrix_chain(q, k, v, g, w, torch.randn(2, 2, d_v, d_k, requires_grad=True)))
 
     return run
 
@@ -343,6 +355,8 @@ CASES: dict[str, Callable[[], None]] = {
     "gru 128": cells("gru", 128),
     "gru 64": cells("gru", 64),
     "slstm 128": cells("slstm", 128),
+    "m2rnn 64": matrix_cells(64, 64),
+    "m2rnn 16 float32": matrix_cells(64, 16, FULL),
     "attention 128": attention(HALF, 128),
     "attention 64": attention(HALF, 64),
     "attention 256": attention(HALF, 256),
