@@ -10,7 +10,7 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,9 @@ from axes.tasks.corpus import Corpus, as_tokens
 from axes.tasks.machine import peak_flops
 from axes.tasks.processes import Processes
 from axes.tasks.schedules import Schedule
+
+if TYPE_CHECKING:
+    from axes.tasks.rehearsal import Rehearsal
 
 _MANY = 4096  # tokens in a vocabulary from which on logits of all are not kept
 
@@ -68,6 +71,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._schedule())
         self.position = 0  # steps taken
         self.saved = 0  # and at the last checkpoint, while a run goes on
+        self.rehearsal: Rehearsal | None = None  # of the first step, from when it was asked for until it is waited for
         if configuration.compile:
             self._network = torch.compile(self._network)  # type: ignore[assignment]
 
@@ -119,11 +123,15 @@ class Training:
         Args:
             windows: (B, context + 1) integers.
         """
+        return self.loss_of(self.model, windows, self._network)
+
+    def loss_of(self, model: LanguageModel, windows: Tensor, network: nn.Module | None = None) -> Tensor:
+        """The same of another model of these settings; network: what gives its logits where all are wanted."""
         if self.configuration.vocabulary >= _MANY and not self.configuration.compile:
             with self._autocast():
-                return self.model.loss(windows)
+                return model.loss(windows)
         with self._autocast():
-            logits = self._network(windows[:, :-1])
+            logits = model(windows[:, :-1])[0] if network is None else network(windows[:, :-1])
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.to(wide).flatten(0, 1), windows[:, 1:].flatten())
 
