@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=50304)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--folder", help="Of the run, instead of a temporary one.")
     given = parser.parse_args()
@@ -49,7 +50,7 @@ def main() -> None:
     said("axes is imported")
     settings = {name: x for name, x in vars(given).items() if name not in ("folder", "steps")}
     configuration = Configuration(
-        **settings, depth="residual", dtype="bfloat16", steps=given.steps + 8, eval_every=0, save_every=0,
+        **settings, depth="residual", steps=given.steps + 8, eval_every=0, save_every=0,
         validation_windows=1,
     )  # fmt: skip
 
