@@ -73,9 +73,7 @@ class _Chunks(NamedTuple):
     read: Tensor | None
 
 
-def _from(
-    memory: Fenwick, c: Chain, q: Tensor, weights: Tensor, levels: Tensor, begin: int
-) -> tuple[Tensor, Tensor]:
+def _from(memory: Fenwick, c: Chain, q: Tensor, weights: Tensor, levels: Tensor, begin: int) -> tuple[Tensor, Tensor]:
     """Outputs and levels after tokens of which the first has this number, modulo the memory's period."""
     gated = c.gate is not None and c.gate.shape[-1] > 1
     length, value, key = q.shape[-2], c.value, c.key.squeeze(-2)
