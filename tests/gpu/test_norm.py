@@ -1,4 +1,4 @@
-"""A stream that is added to and read through RMSNorm, on a GPU: against float64, on a full chip, the same at every run."""
+"""A stream that is added to and read through RMSNorm, on a GPU: against float64, and the same bits at every run."""
 
 from __future__ import annotations
 
