@@ -17,15 +17,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from axes.kernels.common import ahead as module
-from axes.kernels.common.ahead import Ahead, really, rehearsal
+from axes.kernels.common.ahead import Ahead, compile_ahead, really, rehearsal
 from axes.kernels.common.launch import Kernel
 from axes.kernels.rows.cross_entropy import _cross_entropy
+from axes.tasks import rehearsal as tasks
 from axes.tasks.batches import training_batch
 from axes.tasks.configuration import Configuration
-from axes.tasks.rehearsal import compile_ahead
 from axes.tasks.training import Training
 from tests.hopper import NoDevice
-from tests.host import no_launches
+from tests.host import example, no_launches
 
 CPU = torch.device("cpu")
 
@@ -56,7 +56,7 @@ def known() -> set[Any]:
 def test_a_rehearsal_asks_for_the_kernels_of_the_step_and_launches_none(changes: dict[str, Any], ahead: Ahead) -> None:
     made = training(**changes)
     with no_launches() as launches:
-        said = compile_ahead(made, ahead)
+        said = tasks.compile_ahead(made, ahead)
         assert launches == [] and known() == set() and said.missed is None
         settings = made.configuration
         windows = training_batch(made.corpus.train, 0, 0, settings.batch // settings.accumulate, settings.context)
@@ -70,16 +70,26 @@ def test_a_rehearsal_leaves_the_run_as_it_was(ahead: Ahead) -> None:
     made = training()
     before = tree_flatten(deepcopy(made.state_dict()))[0]
     with no_launches():
-        compile_ahead(made, ahead)
+        tasks.compile_ahead(made, ahead)
     after = tree_flatten(made.state_dict())[0]
     assert all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(before, after, strict=True))
     assert all(p.grad is None for p in made.model.parameters())
 
 
+def test_a_layer_is_compiled_before_its_first_call() -> None:
+    layer, x = example("GatedDeltaNet", 8)
+    with no_launches() as launches, patch.object(module, "_compiled", lambda *_: 0.0):
+        made = compile_ahead(layer, x, compilers=1)
+        assert launches == [] and known() == set() and made > 4 and x.grad is None
+        y, _ = layer(x)
+        y.backward(torch.ones_like(y))
+        assert len(known()) == made
+
+
 def test_a_step_that_cannot_be_rehearsed_says_why(ahead: Ahead) -> None:
     made = training()
     with no_launches(), patch.object(Training, "loss_of", side_effect=RuntimeError("no such\nthing")):
-        said = compile_ahead(made, ahead)
+        said = tasks.compile_ahead(made, ahead)
     assert str(said).endswith("others when they are first needed (no such)")
 
 

@@ -11,6 +11,7 @@ the threads that the block runs in, those of its backward passes included, rehea
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import time
@@ -20,8 +21,9 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 _MOST = 32  # compilers at once: each takes a few hundred MB
 _aten = torch.ops.aten
@@ -74,6 +76,22 @@ class Ahead(TorchDispatchMode):
     def _begin(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+
+
+def compile_ahead(module: nn.Module, *inputs: Tensor, compilers: int | None = None) -> int:
+    """Compile what a module's first call and the backward of its first output would, side by side: how many kernels.
+
+    A copy of the module is called, and none of its kernels runs: the module, its gradients and generators stay as they
+    are. Inputs are tensors of the sizes, dtypes and device that are to come, whatever they hold.
+    """
+    device, twin = inputs[0].device, copy.deepcopy(module)
+    ahead = Ahead(device, compilers)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad(), ahead:
+        made = twin(*[x.detach().requires_grad_(x.requires_grad) for x in inputs])
+        ends = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad]
+        torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
+    ahead.wait()
+    return ahead.kernels
 
 
 def rehearsal() -> Ahead | None:
