@@ -37,6 +37,7 @@ from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.outer import outer_sum
 from axes.kernels.products.symmetric import symmetric_product
 from axes.kernels.recurrent.chain import CELLS, recurrent_chain
+from axes.kernels.rows.mass import over_mass
 from axes.kernels.rows.norm import add_norm
 from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
@@ -96,8 +97,7 @@ def diagonal(
         cut = patch.object(hopper_diagonal, "segments_of", lambda *_: cuts)
         reads = patch.object(hopper_diagonal_delta, "fits", lambda *_: plain)
         heads = patch.object(diagonal_delta, "_FEWEST", 96 if few else 1)
-        ready = patch.object(diagonal_delta, "_DPLR_ON_HOPPER", True)
-        with patch.object(hopper_write, "fits", lambda *_: plain), cut, reads, heads, ready:
+        with patch.object(hopper_write, "fits", lambda *_: plain), cut, reads, heads:
             both(diagonal_chain(q, k, v, g, beta if strong and rule != "dplr" else None, rule=rule, **more))  # type: ignore[arg-type]
 
     return run
@@ -291,6 +291,12 @@ def rotations() -> None:
         both((cayley(torch.randn(2, 600, n, n, requires_grad=True), 0.1, centred),))
 
 
+def masses() -> None:
+    for dtype, floor in ((HALF, 0.0), (FULL, 0.0), (HALF, 1.0)):
+        y, mass = (torch.randn(2, 64, 2, n, dtype=dtype, requires_grad=True) for n in (128, 1))
+        both((over_mass(y, mass, floor),))
+
+
 def adamw(dtype: torch.dtype, **options: Any) -> Callable[[], None]:
     def run() -> None:
         parameters = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (10_000, 77)]
@@ -382,6 +388,7 @@ CASES: dict[str, Callable[[], None]] = {
     "look 10": looks(HALF, 10, 120, "sigmoid"),
     "sinkhorn": doubly_stochastic,
     "cayley": rotations,
+    "over mass": masses,
     "adamw": adamw(FULL),
     "adamw 24 bit, 8 bit": adamw(HALF, master="24bit", moments="8bit"),
     "adamw at random": adamw(HALF, rounding="stochastic"),

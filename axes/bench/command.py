@@ -245,7 +245,19 @@ def sharded(
 
     --rule, --suite, --dtype, --parts and --unchecked: see `python -m axes.bench.sharded --help`.
     """
-    raise typer.Exit(sharded_.launch(processes, context.args))
+    raise typer.Exit(sharded_.launch("axes.bench.sharded", processes, context.args))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def segments(
+    context: typer.Context,
+    processes: Annotated[int, typer.Option(help="On this machine; with a GPU each if there are enough.")] = 2,
+) -> None:
+    """A training step of a long sequence split over processes beside the same step on one: tokens/s and losses.
+
+    --layer, --length, --depth, --width, --heads and --vocabulary: see `python -m axes.bench.segments --help`.
+    """
+    raise typer.Exit(sharded_.launch("axes.bench.segments", processes, context.args))
 
 
 @app.command("optim-training")

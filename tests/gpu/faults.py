@@ -74,7 +74,6 @@ KEYS = _of("attention", "carried_keys[64-torch.float32-plain]")
 ROWS = _of("substitution", "in_bfloat16[huber, gated rows]")
 YAAD = _of("substitution", "in_float32[yaad prev]")
 LONGHORN = _of("substitution", "in_float32[longhorn]")
-BARRIER = _of("substitution", "in_float32[longhorn]", "sides[longhorn-128-128]")
 TOKEN = _of("token", "equals_the_interpreter_in_the_same_bits_again[lattice-osr-(2, 70, 3, 64, 64)-torch.float32]")
 MONETA = _of("token", "equals_the_interpreter_in_the_same_bits_again[moneta-(2, 70, 3, 64, 64)-torch.float32]")
 _STREAM = "d=2048 tokens=300 each=True dtype=bfloat16]"
@@ -102,7 +101,7 @@ FAULTS: tuple[Fault, ...] = tuple(
         # gates at the wrong end, of the wrong token, or of the wrong sign
         (_SCALAR + "hopper.py", "gl.store(to + 2 * _C, gl.exp(total - run))", "gl.store(to + 2 * _C, gl.exp(run))", HOPPER),
         (_SCALAR + "hopper_write.py", "tl.store(at + C, tl.exp(total - run))", "tl.store(at + C, tl.exp(run))", WRITE),
-        (_PASSES, "left = left * gates[15 - back]", "left = left * gates[back]", YAAD),
+        (_PASSES, "u = u * left[:, None]", "u = u * 1.0", YAAD),
         (_SCALAR + "delta.py", "kept = (tl.exp(total - run)[:, None] * u)", "kept = (tl.exp(run)[:, None] * u)", SCALAR),
         (_SCALAR + "delta.py", "missing = values - tl.exp(seen)[:, None]", "missing = values - tl.exp(run)[:, None]", EARLY),
         (_SCALAR + "delta.py", "out = tl.exp(run)[:, None] *", "out = tl.exp(seen)[:, None] *", EARLY),
@@ -113,7 +112,7 @@ FAULTS: tuple[Fault, ...] = tuple(
         (_SCALAR + "delta.py", "+ tl.exp(total) * tl.sum(both, 0)", "+ tl.sum(both, 0)", SCALAR),
         (_SCALAR + "delta.py", "later_sum(read_dots, C, not EARLY)", "later_sum(read_dots, C, EARLY)", SCALAR),
         ("axes/kernels/diagonal/hopper.py", "state = state * tl.exp(run)[None, :] + tl.load(", "state = state + tl.load(", SEGMENTS),
-        (_PASSES, "if READS == 1 and GATE > 0:", "if READS == 0 and GATE > 0:", YAAD),
+        (_PASSES, "sight = tl.exp(run - logs)\n                reads, u", "sight = scale\n                reads, u", YAAD),
         ("axes/kernels/step.py", "seen = tl.sum(old * eraser[None, :], 1)", "seen = tl.sum(new * eraser[None, :], 1)", STEP),
         # masks
         (_SCALAR + "delta.py", "lower = lower * decay(seen[:, None], run[None, :], i > j)", "lower = lower * decay(seen[:, None], run[None, :], i >= j)", SCALAR),
@@ -145,8 +144,8 @@ FAULTS: tuple[Fault, ...] = tuple(
         ("axes/kernels/block/hopper_pairs.py", "gl.where(i > j, -scores * near, 0.0)", "gl.where(i > j, scores * near, 0.0)", PAIRS),
         ("axes/kernels/attention/hopper_backward.py", "gl.store(dm + (b.to(gl.int64) * S + j) * (H // GROUP) + g, dmass, mask=j < S)", "gl.store(dm + (b.to(gl.int64) * S + j) * (H // GROUP), dmass, mask=j < S)", ATTENTION),
         ("axes/kernels/block/kernels.py", "tl.store(states + (at * 2 + 1) * K * V + inner, old1, mask=within)", "tl.store(states + (at * 2 + 1) * K * V + inner, old0, mask=within)", BLOCK),
-        (_PASSES, "y = y * gates[s] + tl.load(pair + (256 + t * 16 + s)) * us[s]", "y = y * gates[s] + tl.load(pair + (256 + s * 16 + t)) * us[s]", ROWS),
-        (_PASSES, "y += tl.load(pair + (256 + (15 - r) * 17)) * outs[r]", "y += tl.load(pair + (256 + (15 - r) * 16)) * outs[r]", LONGHORN),
+        (_PASSES, "of = tl.where(line[:, None] <= token, of, 0.0)", "of = tl.where(line[:, None] < token, of, 0.0)", ROWS),
+        (_PASSES, "own = tl.load(pair + (256 + 17 * line))", "own = tl.load(pair + (256 + 16 * line))", LONGHORN),
         (_PASSES, "store_tile(turns, w, first, rows, v, head, H, V, 16)", "store_tile(turns, y, first, rows, v, head, H, V, 16)", YAAD),
         (_PASSES, "grad_k += 2.0 * length[:, None]", "grad_k += 1.0 * length[:, None]", LONGHORN),
         ("axes/kernels/token/functions.py", "return a + c, b + d", "return a + d, b + c", TOKEN),
@@ -170,7 +169,6 @@ FAULTS: tuple[Fault, ...] = tuple(
         ("axes/kernels/diagonal/hopper.py", "mbarrier.wait(done, count & 1)", "mbarrier.wait(done, (count & 1) ^ 1)", CARRIED),
         ("axes/kernels/attention/hopper_backward.py", "mbarrier.wait(stored, 0)", "pass", STORED),
         ("axes/kernels/products/hopper_symmetric.py", "mbarrier.wait(left, turned & 1)", "pass", TILES),
-        (_PASSES, "    tl.store(room + v[:, None] + token[None, :] * BV, tile)\n    tl.debug_barrier()", "    tl.store(room + v[:, None] + token[None, :] * BV, tile)\n    pass", BARRIER),
     )
 )  # fmt: skip
 
