@@ -40,6 +40,7 @@ from axes.kernels.recurrent.chain import recurrent_chain
 from axes.kernels.recurrent.matrix import matrix_chain
 from axes.kernels.recurrent.sizes import CELLS
 from axes.kernels.rows.mass import over_mass
+from axes.kernels.rows.norm import add_norm
 from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
@@ -68,6 +69,14 @@ def tokens(dtype: torch.dtype, d_k: int, d_v: int, length: int = 256) -> tuple[T
 def both(outputs: tuple[Tensor, ...]) -> None:
     """Forward has been launched: launch the backward."""
     sum(o.float().sum() for o in outputs).backward()  # type: ignore[union-attr]
+
+
+def add_and_norm(stream: torch.dtype, out: torch.dtype) -> Callable[[], None]:
+    def run() -> None:
+        h, y = (torch.randn(64, 768, dtype=t, requires_grad=True) for t in (stream, out))
+        both(add_norm(h, y, torch.ones(768, requires_grad=True), 1e-6, out))
+
+    return run
 
 
 def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -> Callable[[], None]:
@@ -397,6 +406,8 @@ CASES: dict[str, Callable[[], None]] = {
     "adamw": adamw(FULL),
     "adamw 24 bit, 8 bit": adamw(HALF, master="24bit", moments="8bit"),
     "adamw at random": adamw(HALF, rounding="stochastic"),
+    "add and norm": add_and_norm(FULL, HALF),
+    "add and norm in 16 bits": add_and_norm(HALF, HALF),
 }
 
 # ---- one kernel at several sizes -------------------------------------------------------------------------------------

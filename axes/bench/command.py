@@ -357,8 +357,15 @@ def training(
     console = _console()
     with _watching(console) as watch:
         found = training_.measure(
-            size, out, chosen, tuple(who or training_.WHO), compiled, tuple(depths or ()), watch,
-            configurations, _apart(apart, patience),
+            size,
+            out,
+            chosen,
+            tuple(who or training_.WHO),
+            compiled,
+            tuple(depths or ()),
+            watch,
+            configurations,
+            _apart(apart, patience),
         )
     table = Table(title=f"{layers} layers, width {width}, {heads} heads, {batch} x {tokens} tokens a step, bfloat16")
     for name in ("model", "tokens/s", "ms a step", "products' share", "peak GB", "first step s", "early loss", "note"):

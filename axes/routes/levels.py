@@ -73,9 +73,7 @@ class _Chunks(NamedTuple):
     read: Tensor | None
 
 
-def _from(
-    memory: Fenwick, c: Chain, q: Tensor, weights: Tensor, levels: Tensor, begin: int
-) -> tuple[Tensor, Tensor]:
+def _from(memory: Fenwick, c: Chain, q: Tensor, weights: Tensor, levels: Tensor, begin: int) -> tuple[Tensor, Tensor]:
     """Outputs and levels after tokens of which the first has this number, modulo the memory's period."""
     gated, length = c.gate is not None and c.gate.shape[-1] > 1, q.shape[-2]
     size = min(_CHUNK_CHANNELS if gated else _CHUNK, memory.period)

@@ -176,8 +176,7 @@ def _filters(st: Any, named: bool) -> Any:
     )
     sums = st.sampled_from((0.9, 0.8)).map(
         lambda b: tuple(
-            StateUpdate(Linear(of), monoid=Scalar(b), algorithm=Step(1 - b))
-            for of in ("row-square", "column-square")
+            StateUpdate(Linear(of), monoid=Scalar(b), algorithm=Step(1 - b)) for of in ("row-square", "column-square")
         )
     )
     ranked = st.builds(RankOneWhiten, sums, st.just(1e-2), st.sampled_from(("added", "floor")))

@@ -122,11 +122,13 @@ CASES = {
     "filter along the key": (
         'check(StateUpdate(SquaredError(), OnUpdate(Sphere("whole")), Scalar("decay"), Step(BETA)), 18)'
     ),
-    "packed": PACKED + r"""
+    "packed": PACKED
+    + r"""
 update = StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(ROW_BETA, at="new"))
 packed_one_by_one(update, [0, 2, 2, 21])
 """,
-    "packed, each with anchors of its own": PACKED + r"""
+    "packed, each with anchors of its own": PACKED
+    + r"""
 update = StateUpdate(Huber(0.5), monoid=Scalar("decay"), algorithm=Step(ROW_BETA, at=Anchor(16)))
 packed_one_by_one(update, [0, 3, 3, 22])
 """,
@@ -166,9 +168,7 @@ def test_what_queries_read_is_followed_too() -> None:
 
 def test_an_mlp_is_no_matter_of_these_kernels() -> None:
     update = StateUpdate(Huber(1.0), algorithm=Step(Per("beta"), at=Anchor(16)), memory=MLP(2))
-    assert "not one matrix" in str(
-        substitution_kernel.no_kernel(update, torch.device("cuda"), torch.bfloat16, {}, 1)
-    )
+    assert "not one matrix" in str(substitution_kernel.no_kernel(update, torch.device("cuda"), torch.bfloat16, {}, 1))
 
 
 # ---- the text of a response ------------------------------------------------------------------------------------------

@@ -49,14 +49,18 @@ def _of(file: str, *tests: str) -> tuple[str, ...]:
 
 SCALAR = _of("scalar", "equals_the_token_loop[T=300 dtype=float32]")
 EARLY = _of("scalar", "equals_the_token_loop[K=128 V=128 dtype=float32 group=2 erase=True early=True]")
-HOPPER = _of("hopper_forward", "lengths[torch.bfloat16-64-65]", "a_full_chip_repeats_and_equals_its_parts[torch.bfloat16-64]")
+HOPPER = _of(
+    "hopper_forward", "lengths[torch.bfloat16-64-65]", "a_full_chip_repeats_and_equals_its_parts[torch.bfloat16-64]"
+)
 BACKWARD = _of("hopper_backward", "lengths[64-65]")
 WRITE = _of(
     "hopper_write", "it_runs_and_equals_the_token_loop_no_worse_than_the_portable_kernels[T=300 rule=write]",
     "a_full_chip_repeats_and_equals_its_parts[torch.bfloat16-64-64]",
 )  # fmt: skip
 DIAGONAL = _of("diagonal", "lengths[torch.float32-65]", "kinds_of_input[torch.float32-shut channels]")
-CARRIED = _of("diagonal", "lengths[torch.bfloat16-65]", "a_full_chip_repeats_and_equals_its_parts[bare-torch.bfloat16-64-64]")
+CARRIED = _of(
+    "diagonal", "lengths[torch.bfloat16-65]", "a_full_chip_repeats_and_equals_its_parts[bare-torch.bfloat16-64-64]"
+)
 SEGMENTS = _of("diagonal", "segments_side_by_side[mild-3]")
 DELTA = _of("diagonal_delta", "lengths[-dplr-torch.float32]")
 BLOCK = _of("block", "lengths[torch.float32-65]")
@@ -174,7 +178,9 @@ FAULTS: tuple[Fault, ...] = tuple(
 
 def _shown(tree: Path, tests: tuple[str, ...]) -> Callable[[], Any]:
     def work() -> tuple[str, str]:
-        os.environ["PYTEST_XDIST_WORKER"] = "gw0"  # tests/gpu/test_scalar.py compiles all of its kernels for one process
+        os.environ["PYTEST_XDIST_WORKER"] = (
+            "gw0"  # tests/gpu/test_scalar.py compiles all of its kernels for one process
+        )
         plugin = First()
         status = tests_of(tree, tests, plugin, "-x")
         return plugin.name or ("" if status == 0 else f"pytest ended with {status}"), plugin.said
@@ -263,7 +269,9 @@ def _settle(
     outcome, by = _outcome(w.child.answer, spent)
     if w.fault is not None:
         found.append(Found(w.fault, outcome, by, spent))
-        print(f"{len(found)} {spent:.0f} s {outcome}: {w.fault.file}: {' '.join(w.fault.now.split())} ({by})", flush=True)
+        print(
+            f"{len(found)} {spent:.0f} s {outcome}: {w.fault.file}: {' '.join(w.fault.now.split())} ({by})", flush=True
+        )
     else:
         took[w.tests] = spent
         print(f"without a fault {spent:.0f} s {outcome} {' '.join(w.tests)} {by}", flush=True)
@@ -344,7 +352,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of one fault")
     parser.add_argument("--limit", type=float, default=3600, help="seconds of all")
     parser.add_argument("--only", default="", help="files whose path has this")
-    parser.add_argument("--again", type=Path, help="NAME.json of an earlier report: what it has seen is not shown again")
+    parser.add_argument(
+        "--again", type=Path, help="NAME.json of an earlier report: what it has seen is not shown again"
+    )
     parser.add_argument("--report", type=Path, help="NAME.json and NAME.md")
     parser.add_argument("--render", type=Path, help="write NAME.md from NAME.json, and nothing else")
     given = parser.parse_args()
@@ -362,7 +372,9 @@ def main() -> None:
 
     found = run(faults, given.workers, given.seconds, given.limit, known)
     print(report([x for x in found if x.outcome not in ("seen", "slow")]))
-    print(f"{sum(x.outcome in ('seen', 'slow') for x in found)} of {len(found)} seen in {time.monotonic() - begun:.0f} s")
+    print(
+        f"{sum(x.outcome in ('seen', 'slow') for x in found)} of {len(found)} seen in {time.monotonic() - begun:.0f} s"
+    )
 
 
 if __name__ == "__main__":

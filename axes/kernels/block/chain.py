@@ -196,9 +196,7 @@ def _backward(
                 **shape, **common, **tiles["pairs"],
             )  # fmt: skip
         if plain and not grouped:
-            tokens_backward(
-                q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals
-            )
+            tokens_backward(q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals)
         else:
             kernels.gradients[(cut.slots * hv * parts,)](
                 q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals,

@@ -130,8 +130,15 @@ def _run_prepare(
             dplr_prepare(q, k, g, x, y, scaled, totals, falls, lowers, inner, float(constants["BOUND"]))
         else:
             pairs.prepare[(grid[0] * (1 if matrices is not None else cdiv(d, block)),)](
-                *inputs, *scaled[:3], scaled[-1], totals, falls, *where, MATRICES=matrices is not None, **constants,
-                **shape
+                *inputs,
+                *scaled[:3],
+                scaled[-1],
+                totals,
+                falls,
+                *where,
+                MATRICES=matrices is not None,
+                **constants,
+                **shape,
             )
         if matrices is not None:
             pairs.prepare_closed[grid](*inputs, falls, *where, FLAT=flat, **constants, **shape)

@@ -80,9 +80,7 @@ def _by_kernel(
     from axes.kernels.attention.attend import attend
     from axes.kernels.attention.decode import attend_one
 
-    recorded = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, keys, values, mass)
-    )
+    recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, keys, values, mass))
     one = q.shape[-2] == 1 and cu_seqlens is None and not recorded
     q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
     if one:
