@@ -66,7 +66,7 @@ def cases() -> list[Case]:
         if walk.rows < 64:
             changes += [{"rows": walk.rows * 2}]
         found.append([Case(rule, 64, "token", change) for change in changes])
-    spread: list[dict[str, Any]] = [{"COLUMNS": 128, "GRADIENTS_WARPS": 8}, {"CLOSINGS_WARPS": 4}]
+    spread: list[dict[str, Any]] = [{"COLUMNS": 64, "GRADIENTS_WARPS": 4}, {"CLOSINGS_WARPS": 4}]
     spread += [{"MEETINGS_WARPS": 4}, {"PART": 128}]
     rules = (("longhorn", 128), ("yaad", 128), ("yaad prev", 128), ("frank-wolfe delta", 128), ("ttt-linear", 64))
     for rule, width in rules:

@@ -35,8 +35,8 @@ from axes.kernels.substitution import passes
 Reads = Literal["before", "gated", "anchored"]
 READS: dict[str, int] = {"before": 0, "gated": 1, "anchored": 2}
 SLOTS, BLOCK, WIDEST = 8, 16, 128
-SLOPES_WARPS, MEETINGS_WARPS, CLOSINGS_WARPS, GRADIENTS_WARPS = 4, 8, 8, 4  # of those that go through chunks
-COLUMNS = 64  # of the gradients of keys and queries, of a program
+SLOPES_WARPS, MEETINGS_WARPS, CLOSINGS_WARPS, GRADIENTS_WARPS = 4, 8, 8, 8  # of those that go through chunks
+COLUMNS = 128  # of the gradients of keys and queries, of a program
 PART = 64  # rows of the state of a serial program, where rows do not meet
 _IMPORT = "from axes.kernels.substitution.response import inputs, pull, respond, turned  # replaced\n"
 
@@ -211,9 +211,10 @@ def _backward(
                 q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, dg, cut.offsets,
                 cut.units_of_slots, **more, num_warps=CLOSINGS_WARPS,
             )  # fmt: skip
-        s.kernels.gradients[(programs * cdiv(more["BK"], COLUMNS),)](
+        columns = min(COLUMNS, more["BK"])
+        s.kernels.gradients[(programs * (more["BK"] // columns),)](
             q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, cut.offsets, cut.units_of_slots,
-            **more, BD=COLUMNS, num_warps=GRADIENTS_WARPS,
+            **more, BD=columns, num_warps=GRADIENTS_WARPS,
         )  # fmt: skip
     return [dq, dk, dg, dstart, *grads]  # type: ignore[list-item]
 
