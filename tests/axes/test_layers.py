@@ -52,9 +52,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "routes": (
         "choice", "given", "counts", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "passes",
-        "spans", "finite", "cells", "substitution", "gram", "cascade", "attention", "levels", "recomputed",
+        "spans", "finite", "cells", "matrix_cells", "substitution", "gram", "cascade", "attention", "levels",
+        "recomputed",
         "opaque", "recurrent",
-        "kernel_terms", "substitution_kernel", "token", "early", "several", "turned", "select", "dispatch", "frame",
+        "kernel_terms", "levels_kernel", "substitution_kernel", "token", "early", "several", "turned", "select",
+        "dispatch", "frame",
     ),
     "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks", "suite"),
     "optim": ("engine", "rules", "tools"),
