@@ -96,7 +96,7 @@ def select(
         no_kernel = _no_passes(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
             return Choice("passes", "triton", "exact passes, each by the kernel of its chain")
-    elif routes(update)["levels"] is None:
+    elif legal["levels"] is None:
         no_kernel = _no_levels(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
             return Choice("levels", "triton", "exact levels, each doubling of the stretches by the kernel of its chain")
