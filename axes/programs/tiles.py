@@ -9,6 +9,7 @@ What mixes entries in another way (products of two matrices, sorts, branches on 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -343,6 +344,14 @@ def trace(
     return _Translation(given, widths, apart).run(shapes, numbers)
 
 
+@functools.cache
+def _decompositions() -> dict[Any, Any]:
+    """torch's operations as those of its core: a table that takes it a third of a second to write down."""
+    from torch._decomp import core_aten_decompositions
+
+    return dict(core_aten_decompositions())
+
+
 class _Followed(NamedTuple):
     """What torch executes: the names of its inputs and outputs, and the shapes of inputs that are derivatives."""
 
@@ -358,7 +367,8 @@ def _followed(
     widths: tuple[int, int],
     wanted: Sequence[str],
 ) -> _Followed:
-    from torch._decomp import core_aten_decompositions
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def size(shape: Shape) -> tuple[int, ...]:
@@ -390,7 +400,8 @@ def _followed(
         try:
             outputs = {n: x.shape for n, x in step(dict(inputs)).items()} if wanted else {}
             grads = {GRAD + n: entries(shape) for n, shape in outputs.items()}
-            graph = make_fx(both, decomposition_table=dict(core_aten_decompositions()))(inputs, grads)
+            with tracing(TracingContext(FakeTensorMode())):  # else make_fx makes such a mode for every value
+                graph = make_fx(both, decomposition_table=_decompositions())(inputs, grads)
         except (RuntimeError, NotImplementedError, AxesError) as error:
             said = str(error).partition("\n")[0]
             if "_local_scalar_dense" in said:

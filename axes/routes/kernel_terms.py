@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ _ANY = (1, 1, 1, 1)
 _TURNING = {"rotation", "identity", "scalar", "pair"}  # gates that commute with rotations
 
 
+@final
 class NoFamily(NamedTuple):
     """Why no kernel family computes an update."""
 
@@ -104,7 +105,7 @@ def no_kernel(
     if dtype not in versions.DTYPES:
         return f"the kernels accumulate in float32, the values are {dtype}"
     kind = family(update)
-    if isinstance(kind, NoFamily):
+    if type(kind) is NoFamily:
         return kind.reason
     for name in "kv":
         shape = shapes.get(name, _ANY)

@@ -87,15 +87,16 @@ def select(
     place = device if type(device) is torch.device else _device(device)
     if attends:
         return _attention(update, place, dtype, shapes or {}, implementation, time)
-    if routes(update)["substitution"] is None:
+    legal = routes(update)
+    if legal["substitution"] is None:
         no_kernel = substitution_kernel.no_kernel(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
             return Choice("substitution", "triton", "kernels made for what a token writes, blocks of 16 tokens in turn")
-    elif routes(update)["passes"] is None:
+    elif legal["passes"] is None:
         no_kernel = _no_passes(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
             return Choice("passes", "triton", "exact passes, each by the kernel of its chain")
-    elif routes(update)["levels"] is None:
+    elif legal["levels"] is None:
         no_kernel = _no_levels(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
             return Choice("levels", "triton", "exact levels, each doubling of the stretches by the kernel of its chain")

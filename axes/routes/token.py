@@ -64,11 +64,12 @@ def no_kernel(
         return f"the kernels accumulate in float32, the values are {dtype}"
     if update.parts().memory.kind not in ("matrix", "slots", "entries"):
         return f"the state is a {update.parts().memory.kind} and no matrix"
-    if time != 1 or any(len(shapes.get(n, (1,) * 4)) != 4 for n in "kv"):
-        return "the kernels take (batch, time, head, width)"
+    for n in "kv":
+        if time != 1 or (n in shapes and len(shapes[n]) != 4):
+            return "the kernels take (batch, time, head, width)"
     d_v, d_k = (shapes[n][-1] if n in shapes else usual for n, usual in zip("vk", _USUAL, strict=True))
     found = walk(update, d_v, d_k)
-    return found.reason if isinstance(found, NoWalk) else None
+    return found.reason if type(found) is NoWalk else None
 
 
 def run(
@@ -182,6 +183,7 @@ def _steady(update: StateUpdate) -> frozenset[str]:
         found = kept
 
 
+@fact
 def _program(
     update: StateUpdate,
     widths: tuple[int, int],

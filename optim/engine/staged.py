@@ -25,7 +25,7 @@ from axes.core.state_update import StateUpdate
 from axes.optim.engine import trees
 from axes.optim.engine.apart import functions, links, program_around, squares
 from axes.optim.engine.around import Around, Shaped, Whole
-from axes.optim.engine.blocks import Block
+from axes.optim.engine.blocks import BLOCK, Block
 from axes.optim.engine.capabilities import needs_layers, parts_of, turns, vectors
 from axes.optim.engine.forms import Group, Today
 from axes.optim.engine.generated import GRADIENT, How
@@ -42,7 +42,6 @@ from axes.programs.stages import Stage, stages
 Shape = tuple[int, int]
 _SHAPE: Shape = (3, 5)  # any two sizes that no number in a rule equals
 _TOGETHER = 1 << 14  # entries of a matrix up to which copies cost less than operations of its own (measured, CPUs)
-BLOCK = 1 << 17  # entries of a stack whose step stays in cache (the same)
 
 
 class Traced(NamedTuple):
@@ -245,5 +244,5 @@ def _parts(some: list[int], size: int, cached: bool) -> list[list[int]]:
 
 
 __all__ = [
-    "BLOCK", "Shape", "Staged", "Traced", "fits", "no_stages", "over_stacks", "set_apart", "staged", "traced_for"
+    "Shape", "Staged", "Traced", "fits", "no_stages", "over_stacks", "set_apart", "staged", "traced_for"
 ]  # fmt: skip

@@ -6,7 +6,7 @@ and what is due is computed together, for small ones of one size of all shapes a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -21,6 +21,7 @@ from axes.core.state_update import State, StateUpdate
 from axes.linalg.blockwise import symmetric_sum
 from axes.optim.engine import trees
 from axes.optim.engine.apart import Link
+from axes.optim.engine.blocks import BLOCK
 from axes.programs.numbers import as_float
 from axes.programs.stages import Call
 
@@ -97,16 +98,43 @@ class Statistics:
                 size = own["theta"].shape[-1]
                 key = (h, step, age, size) if size <= _TOGETHER else (which, stack)
                 alike.setdefault(key, (statistic, age, []))[-1].append(own)
-        for statistic, age, states in alike.values():
-            joined = {n: torch.cat([s[n] for s in states]) if len(states) > 1 else states[0][n] for n in states[0]}
-            norm = (joined["norm"],) if "norm" in joined else ()
-            held = (joined[trees.HELD], joined[trees.MISSES])
-            state = State((joined["theta"],), (), (), norm, held, torch.tensor(age))
-            new = execution.refreshed(statistic.parts(), state, state.theta, norm, {})
-            lengths = [len(s[trees.HELD]) for s in states]
-            for s, value, missed in zip(states, *(x.split(lengths) for x in new), strict=True):
-                s[trees.HELD].copy_(value)
-                s[trees.MISSES].copy_(missed)
+        for statistic, age, every in alike.values():
+            for states in _passes(every):
+                _compute(statistic, age, states)
+
+
+def _compute(statistic: StateUpdate, age: int, states: list[dict[str, Tensor]]) -> None:
+    """What statistics of one size hold, from what they are now."""
+    joined = {n: torch.cat([s[n] for s in states]) if len(states) > 1 else states[0][n] for n in states[0]}
+    norm = (joined["norm"],) if "norm" in joined else ()
+    held = (joined[trees.HELD], joined[trees.MISSES])
+    state = State((joined["theta"],), (), (), norm, held, torch.tensor(age))
+    new = execution.refreshed(statistic.parts(), state, state.theta, norm, {})
+    lengths = [len(s[trees.HELD]) for s in states]
+    for s, value, missed in zip(states, *(x.split(lengths) for x in new), strict=True):
+        s[trees.HELD].copy_(value)
+        s[trees.MISSES].copy_(missed)
+
+
+def _passes(states: list[dict[str, Tensor]]) -> Iterator[list[dict[str, Tensor]]]:
+    """Statistics of one size as they are computed: on a CPU no more at once than what stays in cache."""
+    theta = states[0]["theta"]
+    if not theta.is_cpu:
+        yield states
+        return
+    room = most = max(1, BLOCK // theta[0].numel())
+    some: list[dict[str, Tensor]] = []
+    for state in states:
+        first, count = 0, len(state["theta"])
+        while first < count:
+            end = min(count, first + room)
+            some.append({n: x[first:end] for n, x in state.items()})
+            room, first = room - (end - first), end
+            if not room:
+                yield some
+                some, room = [], most
+    if some:
+        yield some
 
 
 def given(calls: Sequence[Call], stacks: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:

@@ -139,7 +139,7 @@ def _ask(device: torch.device) -> _Reasons:
     if device.type != "cuda":
         return _no_gpu(device)
     if not gpu_is_here():
-        return _not_here(device, UNUSABLE, gluon_refusal())
+        return _not_here(device, UNUSABLE, unknown(VERSION))
     number = torch.cuda.current_device() if device.index is None else device.index
     if number not in _ASKED:
         gpu = torch.cuda.get_device_properties(number)
