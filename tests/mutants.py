@@ -53,7 +53,7 @@ TESTS: dict[str, str] = {
 }
 _NOT = (
     "claims", "cli", "bench", "demo", "docs", "packaging", "readme", "training", "run_folder", "train_together",
-    "mutants", "kernels_", "tasks", "compiled", "suite", "language_model", "corpus", "small", "sharded",
+    "mutants", "kernels_", "tasks", "compiled", "suite", "language_model", "corpus", "small", "sharded", "what_runs",
 )  # fmt: skip
 # Faults that change nothing anybody can tell, by file and what stood there: the reason.
 _SMALLEST = "Fused(smallest, {PARAMETER: [one]}, {}, {}, counts).step([torch.zeros_like(one)], {})"
