@@ -52,9 +52,7 @@ def select(
     return plans(obj, device, dtype, implementation)[0].choice
 
 
-def explain(
-    obj: object, device: str | torch.device | Target | None = None, dtype: torch.dtype | None = None
-) -> str:
+def explain(obj: object, device: str | torch.device | Target | None = None, dtype: torch.dtype | None = None) -> str:
     """Tuple, normal form, derived facts, what runs and why not something faster, as text; arguments as for `select`."""
     lines: list[str] = []
     about: StateUpdate | None = None

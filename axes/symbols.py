@@ -503,8 +503,10 @@ def _root(h: Any, x: str, s: list[str]) -> str:
 _LINKS: dict[str, Callable[[Any, str, list[str]], str]] = {
     "Euclidean": lambda h, x, s: x,
     "Entropic": _entropic,
-    "Lq": lambda h, x, s: rf"\frac{{\mathrm{{sign}}({x}) \odot |{x}|^{{{_number(h.p - 1)}}}}}"
-    rf"{{\lVert {x} \rVert_{{{_number(h.p)}}}^{{{_number(h.p - 2)}}}}}",
+    "Lq": lambda h, x, s: (
+        rf"\frac{{\mathrm{{sign}}({x}) \odot |{x}|^{{{_number(h.p - 1)}}}}}"
+        rf"{{\lVert {x} \rVert_{{{_number(h.p)}}}^{{{_number(h.p - 2)}}}}}"
+    ),
     "LqLiteral": lambda h, x, s: rf"\frac{{{x}}}{{\lVert {x} \rVert_{{{_number(h.p)}}}^{{{_number(h.p - 2)}}}}}",
     "SoftThreshold": lambda h, x, s: rf"\mathrm{{sign}}({x}) \odot \max(|{x}| - {rate(h.threshold)}, 0)",
     "Shrink": lambda h, x, s: _times(h.factor, x),
@@ -611,7 +613,6 @@ class _Writer:
             used = _times(p.step.feedback, r"P\,R^\top")
             lines.append(rf"{state}_t \leftarrow {state}_t - {used}")
         return out
-
 
     def asked(self, p: Parts, state: str, drive: str, lines: list[str]) -> str:
         """What is read of a state: itself, a read point, and either over its response to ones."""
@@ -730,6 +731,8 @@ def _listed(p: Parts) -> list[str]:
         error = rf"v_t - \sum_{{i<t}} {seen}\,u_i"
         lines.append(rf"u_t = {error if p.step.rate == 1.0 else _times(p.step.rate, f'({error})')}")
     window = f"i > t - {p.memory.window}" if p.memory.window else r"i \le t"
+    if p.memory.first:
+        window += rf" \text{{ or }} i \le {p.memory.first}"
     lines.append(rf"o_t = \sum_{{{window}}} {weights}\,{value}")
     return lines
 

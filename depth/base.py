@@ -187,6 +187,11 @@ class DepthMixer(nn.Module, ABC):
         if self.exit is not None:
             nn.init.constant_(self.exit, -math.log(self.streams - 1))
 
+    @property
+    def added(self) -> bool:
+        """Whether a write is one addition to one stream and a read that stream, by whom nobody asked."""
+        return False
+
     # ---- the four calls --------------------------------------------------------------------------------------
 
     def expand(self, hidden: Tensor) -> Streams:

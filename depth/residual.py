@@ -41,6 +41,10 @@ class _OneStream(DepthMixer):
         one = streams.new_ones(1)
         return Coefficients(one, {"k": one})
 
+    @property
+    def added(self) -> bool:
+        return kernels.adds(self.update) and not kernels.normalises(self.update) and self.implementation is None
+
     # with weights of one a read is the stream, and a write an addition if the tuple says no more
 
     def _seen(self, kept: Tensor, who: Implementation) -> tuple[Tensor, Coefficients]:

@@ -63,7 +63,7 @@ from axes.sequence.miras import (
 )
 from axes.sequence.modes import LRU, S5
 from axes.sequence.predicted import PREDICTED, AdamNet, FrankWolfeDelta, MuonNet, MuonNetState, RLSNet, ShampooNet
-from axes.sequence.recurrent import GRU, SLSTM
+from axes.sequence.recurrent import GRU, M2RNN, SLSTM
 from axes.sequence.rwkv6 import RWKV6
 from axes.sequence.rwkv7 import RWKV7
 from axes.sequence.s4d import S4D
@@ -97,6 +97,7 @@ ALL: tuple[type[SequenceLayer], ...] = (
     Griffin,
     GRU,
     SLSTM,
+    M2RNN,
     RWKV6,
     RWKV7,
     IPLR,
@@ -215,6 +216,7 @@ __all__ = [
     "RoPE",
     "S4D",
     "S5",
+    "M2RNN",
     "SLSTM",
     "SequenceLayer",
     "ShampooNet",

@@ -239,7 +239,7 @@ class SequenceLayer(nn.Module):
         named = implementation or self.implementation or dispatch.chosen()
         if (cell := self.around.cell) is not None:
             place, dtype = target or Target.of(parameter.device), dtype or parameter.dtype
-            return recurrent.plans(self.update, cell, place, dtype, named, s.d_v)
+            return recurrent.plans(self.update, cell, place, dtype, named, max(s.d_k, s.d_v))
         keys, each = self.memories if s.group == 1 else (s.key_heads,), () if s.writes == 1 else (s.writes,)
         shapes = {"k": (1, 1, *keys, *each, s.d_k), "v": (1, 1, *self.memories, *each, s.d_v)}
         return plans(self.update, target or Target.of(parameter.device), dtype or parameter.dtype, named, shapes)
@@ -349,9 +349,16 @@ class SequenceLayer(nn.Module):
             return made
         return self._run(x, state, cu_seqlens)
 
+    @property
+    def _levels(self) -> bool:
+        """Whether the memory has levels, which kernels compute from the first token on: none is there yet."""
+        return self.update.parts().memory.kind == "levels"
+
     def _repeats(self, x: Tensor) -> bool:
         """Whether a call like one before does the same again: where kernels run, nothing is read on the host."""
-        if torch.compiler.is_compiling() or not x.numel() or self.check_finite or self.around.cell is not None:
+        if torch.compiler.is_compiling() or not x.numel() or self.check_finite:
+            return False
+        if self.around.cell is not None or self._levels:
             return False
         cls = type(self)
         own = cls._run is SequenceLayer._run and cls._recur is SequenceLayer._recur
@@ -371,13 +378,15 @@ class SequenceLayer(nn.Module):
             before = self.across.tails(self, x, before)
         signal, tails, kept = fused.enter(self.around, x, before, packing, self.implementation)
         self._look({"x": x, **signal})
+        begins = start is None and packing is None and self.across is None and self._levels
         if start is None:
             start = self._init_memory(x.shape[0] if packing is None else packing.sequences, x)
         if (cell := self.around.cell) is not None:
-            named, (weight, bias) = self.implementation or dispatch.chosen(), self.around.matrices()
-            out, memory, tails = recurrent.run(
-                self.update, cell, signal["inputs"], weight, bias, tails, start, cu_seqlens, named
+            named, (around, carry) = self.implementation or dispatch.chosen(), self.around.carried(tails)
+            out, memory, carry = recurrent.run(
+                self.update, cell, signal, self.around.matrices(), carry, start, cu_seqlens, named
             )
+            tails = (*around, *carry)
             y = fused.leave(self.around, out, kept)
             self._look({"the output": y})
             return y, LayerState(tails, memory)
@@ -390,7 +399,7 @@ class SequenceLayer(nn.Module):
         if frame is not None:
             out, memory = frames.run(frame, signal, start, cu_seqlens, self.implementation)
         elif cu_seqlens is None:
-            out, memory = self._recur(signal, start)
+            out, memory = self._recur(signal, None if begins and not torch.compiler.is_compiling() else start)
         else:
             named = self.implementation
             out, memory = dispatch.run_packed(self.update, signal, start, cu_seqlens, implementation=named)
@@ -409,7 +418,7 @@ class SequenceLayer(nn.Module):
         out, memory = frames.run(frame, signal, start, None, self.implementation)
         return out, memory
 
-    def _recur(self, signal: Signal, memory: State) -> tuple[Tensor, State]:
+    def _recur(self, signal: Signal, memory: State | None) -> tuple[Tensor, State]:
         """The recurrence alone; `axes bench training` puts a peer's operator in its place."""
         return dispatch.run(self.update, signal, memory, time=1, implementation=self.implementation)
 

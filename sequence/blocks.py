@@ -71,9 +71,14 @@ class BlockModule(nn.Module):
     fused: Kernels | None = None
     cell: Cell | None = None
 
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """Of a cell: weight (H, V, G, V) and bias (H, G, V) of the last read."""
+    def matrices(self) -> tuple[Tensor, ...]:
+        """Of a cell: what the last read is multiplied by, see `axes.routes.recurrent.run`."""
         raise NotImplementedError
+
+    def carried(self, tails: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Tails of the block, and what its cell carries, the last of them."""
+        kept = len(tails) - (0 if self.cell is None else self.cell.carried)
+        return tails[:kept], tails[kept:]
 
     def declaration(self, path: str = "") -> Declaration | None:
         """What kernels may do in the place of `enter` and `leave`; None: nothing. path: of this module in a block's."""

@@ -11,19 +11,22 @@ from torch import Tensor, nn
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment
 from axes.core.geometry import Euclidean
-from axes.core.monoids import Diagonal
+from axes.core.monoids import Diagonal, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate
 from axes.routes.cells import GRU as GRUCell
 from axes.routes.cells import SLSTM as SLSTMCell
-from axes.routes.cells import Cell
+from axes.routes.cells import VectorCell
+from axes.routes.matrix_cells import M2RNN as M2RNNCell
+from axes.routes.matrix_cells import MatrixCell
 from axes.routes.packed import Packing
 from axes.routes.recurrent import known
 from axes.sequence.base import SequenceLayer
-from axes.sequence.blocks import Block, BlockModule
+from axes.sequence.blocks import Block, BlockModule, Standard
 from axes.sequence.by_hand import normalised
-from axes.sequence.charts import Factory, Sizes
+from axes.sequence.charts import SSM, Factory, Sizes
+from axes.sequence.linear import MLSTM
 
 _AVERAGE = StateUpdate(Alignment(), Euclidean(), Diagonal("decay", side="row"), Step(Per("write", "row")))
 
@@ -38,7 +41,7 @@ class Recurrent(Block):
 
     grouped: ClassVar[str | None] = "has neither queries nor keys"
 
-    cell: Cell  # type: ignore[misc]
+    cell: VectorCell  # type: ignore[misc]
     norm: bool = False
     forget: tuple[int, float] | None = None
     norm_eps: float = 1e-5
@@ -53,7 +56,7 @@ class Recurrent(Block):
 class _RecurrentModule(BlockModule):
     hidden_matrices: ClassVar[dict[str, str]] = {}  # for optimizers: the matrices of heads are none of the usual layout
 
-    cell: Cell
+    cell: VectorCell
 
     def __init__(self, block: Recurrent, sizes: Sizes, factory: Factory) -> None:
         super().__init__()
@@ -137,24 +140,94 @@ class SLSTM(_Walked):
     """
 
     name = "slstm"
-    paper = "xLSTM: Extended Long Short-Term Memory (Beck et al. 2024)"
+    paper = MLSTM.paper
     equation = "eqs. 8-18: heads with matrices of their own, f a sigmoid, stabilised"
     differs = (
         "the state is c / n and log n, the paper's c and n times e^-m with m the largest log-weight: the same outputs; "
         "forget biases are all 3 at first; RMSNorm per head for its group norm; no convolution, no feed-forward part"
     )
-    bibtex = """@inproceedings{beck2024xlstm,
-  title={{xLSTM}: Extended Long Short-Term Memory},
-  author={Beck, Maximilian and P{\\"o}ppel, Korbinian and Spanring, Markus and Auer, Andreas and
-          Prudnikova, Oleksandra and Kopp, Michael and Klambauer, G{\\"u}nter and Brandstetter, Johannes and
-          Hochreiter, Sepp},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2024},
-  eprint={2405.04517},
-  archivePrefix={arXiv}
-}"""
+    bibtex = MLSTM.bibtex
     update = _AVERAGE
     block = Recurrent(SLSTMCell(), norm=True, forget=(1, 3.0))
 
 
-__all__ = ["GRU", "SLSTM", "Recurrent"]
+@final
+@dataclass(frozen=True)
+class MatrixRecurrent(Block):
+    """q, k, v, a gate and what is behind the read are those of `around`; every head has a matrix of its last state."""
+
+    grouped: ClassVar[str | None] = "has a matrix and a key for every head"
+
+    cell: MatrixCell  # type: ignore[misc]
+    around: Standard = Standard()
+
+    def build(self, sizes: Sizes, demands: tuple[Per, ...], vectors: frozenset[str], factory: Factory) -> BlockModule:
+        named = {(p.name, p.shape) for p in demands}
+        if named != {("decay", "scalar"), ("write", "scalar")} or sizes.writes > 1 or sizes.reads > 1:
+            raise IllegalUpdate(
+                "MatrixRecurrent: a cell writes every column of the state by decay and write, one number a head each: "
+                "keep the tuple"
+            )
+        given = tuple(p for p in demands if p.name == "decay")  # what is not kept is written
+        return _MatrixRecurrentModule(self, sizes, self.around.build(sizes, given, vectors, factory), factory)
+
+
+@final
+class _MatrixRecurrentModule(BlockModule):
+    hidden_matrices: ClassVar[dict[str, str]] = {}
+
+    cell: MatrixCell
+
+    def __init__(self, block: MatrixRecurrent, sizes: Sizes, around: BlockModule, factory: Factory) -> None:
+        super().__init__()
+        self.sizes, self.cell, self.around = sizes, block.cell, around
+        known(block.cell)
+        self.weight = nn.Parameter(torch.empty(sizes.heads, sizes.d_v, sizes.d_v, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.sizes.d_v**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def matrices(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
+
+    def tails(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
+        return self.around.tails(batch, like)
+
+    def enter(
+        self, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None = None
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
+        return self.around.enter(x, tails, packing)
+
+    def leave(self, y: Tensor, kept: Any) -> Tensor:
+        return self.around.leave(y, kept)
+
+
+@final
+class M2RNN(SequenceLayer):
+    """S_t = f S_{t-1} + (1 - f) tanh(W^T S_{t-1} + v k^T),  o_t = S_t q_t: every column of a matrix hears itself.
+
+    As a tuple a gated average that is written to at d_k unit keys e_i a token, with values tanh(W^T S e_i + v k_i):
+    GRU's candidate for as many states as there are key entries, which share W and the gate f = exp(-e^A softplus(W x)).
+    """
+
+    name = "m2rnn"
+    paper = "M2RNN: Non-Linear RNNs with Matrix-Valued States for Scalable Language Modeling (Mishra et al. 2026)"
+    equation = "Z_t = tanh(H_{t-1} W + k v^T), H_t = f H_{t-1} + (1 - f) Z_t, y = H_t^T q; H is S^T here"
+    differs = (
+        "keys as wide as values and heads of one kind, there values are narrower and heads of k and f shared; no skip "
+        "D v beside the read and no clipping of the state's gradient; W is uniform at first; RMSNorm per head"
+    )
+    bibtex = """@misc{mishra2026m2rnn,
+  title={{M2RNN}: Non-Linear {RNNs} with Matrix-Valued States for Scalable Language Modeling},
+  author={Mishra, Mayank and Tan, Shawn and Stoica, Ion and Gonzalez, Joseph and Dao, Tri},
+  year={2026},
+  eprint={2603.14360},
+  archivePrefix={arXiv}
+}"""
+    update = StateUpdate(Alignment(), Euclidean(), Scalar("decay"), Step(Per("write")))
+    block = MatrixRecurrent(M2RNNCell(), Standard(key_norm=False, charts=(("decay", SSM(step=None)),)))
+
+
+__all__ = ["GRU", "M2RNN", "SLSTM", "MatrixRecurrent", "Recurrent"]

@@ -254,7 +254,7 @@ def _forward(cls: Any, draw: random.Random) -> Call:
         given["mask"] = torch.tensor([[True] * LENGTH, [False] + [True] * (LENGTH - 1)])
     elif kind == "packed":
         given["cu_seqlens"] = torch.tensor([0, 1, LENGTH])
-    return Call(given, module, _by_reference(module, module),  tuple((n,) for n in given))
+    return Call(given, module, _by_reference(module, module), tuple((n,) for n in given))
 
 
 def _layer_step(cls: Any, draw: random.Random) -> Call:

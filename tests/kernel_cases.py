@@ -36,7 +36,11 @@ from axes.kernels.entries.chain import Erase, entries_chain
 from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.outer import outer_sum
 from axes.kernels.products.symmetric import symmetric_product
-from axes.kernels.recurrent.chain import CELLS, recurrent_chain
+from axes.kernels.recurrent.chain import recurrent_chain
+from axes.kernels.recurrent.matrix import matrix_chain
+from axes.kernels.recurrent.sizes import CELLS
+from axes.kernels.rows.mass import over_mass
+from axes.kernels.rows.norm import add_norm
 from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
@@ -67,6 +71,14 @@ def both(outputs: tuple[Tensor, ...]) -> None:
     sum(o.float().sum() for o in outputs).backward()  # type: ignore[union-attr]
 
 
+def add_and_norm(stream: torch.dtype, out: torch.dtype) -> Callable[[], None]:
+    def run() -> None:
+        h, y = (torch.randn(64, 768, dtype=t, requires_grad=True) for t in (stream, out))
+        both(add_norm(h, y, torch.ones(768, requires_grad=True), 1e-6, out))
+
+    return run
+
+
 def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -> Callable[[], None]:
     def run() -> None:
         q, k, v, beta, g = tokens(dtype, d, d)
@@ -87,8 +99,7 @@ def diagonal(
         cut = patch.object(hopper_diagonal, "segments_of", lambda *_: cuts)
         reads = patch.object(hopper_diagonal_delta, "fits", lambda *_: plain)
         heads = patch.object(diagonal_delta, "_FEWEST", 96 if few else 1)
-        ready = patch.object(diagonal_delta, "_DPLR_ON_HOPPER", True)
-        with patch.object(hopper_write, "fits", lambda *_: plain), cut, reads, heads, ready:
+        with patch.object(hopper_write, "fits", lambda *_: plain), cut, reads, heads:
             both(diagonal_chain(q, k, v, g, beta if strong and rule != "dplr" else None, rule=rule, **more))  # type: ignore[arg-type]
 
     return run
@@ -133,12 +144,22 @@ def entries(d_k: int, erase: Erase = "none", **rows: bool) -> Callable[[], None]
 
 def cells(cell: str, d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
     def run() -> None:
-        gates, carried = CELLS[cell]
+        gates, carried = CELLS[cell][:2]
         x = torch.randn(20, 50, 2, gates, d, dtype=dtype, requires_grad=True)
         w, b = (torch.randn(2, *n, gates, d, requires_grad=True) for n in ((d,), ()))
         held = [torch.randn(20, 2, d, requires_grad=True) for _ in range(1 + carried)]
         out, y, carry = recurrent_chain(cell, x, w, b, held[0], tuple(held[1:]))
         both((out, y, *carry))
+
+    return run
+
+
+def matrix_cells(d_k: int, d_v: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
+    def run() -> None:
+        q, k = (torch.randn(2, 50, 2, d_k, dtype=dtype, requires_grad=True) for _ in range(2))
+        v = torch.randn(2, 50, 2, d_v, dtype=dtype, requires_grad=True)
+        w, g = torch.randn(2, d_v, d_v, requires_grad=True), (-torch.rand(2, 50, 2)).requires_grad_()
+        both(matrix_chain(q, k, v, g, w, torch.randn(2, 2, d_v, d_k, requires_grad=True)))
 
     return run
 
@@ -282,6 +303,12 @@ def rotations() -> None:
         both((cayley(torch.randn(2, 600, n, n, requires_grad=True), 0.1, centred),))
 
 
+def masses() -> None:
+    for dtype, floor in ((HALF, 0.0), (FULL, 0.0), (HALF, 1.0)):
+        y, mass = (torch.randn(2, 64, 2, n, dtype=dtype, requires_grad=True) for n in (128, 1))
+        both((over_mass(y, mass, floor),))
+
+
 def adamw(dtype: torch.dtype, **options: Any) -> Callable[[], None]:
     def run() -> None:
         parameters = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (10_000, 77)]
@@ -337,6 +364,8 @@ CASES: dict[str, Callable[[], None]] = {
     "gru 128": cells("gru", 128),
     "gru 64": cells("gru", 64),
     "slstm 128": cells("slstm", 128),
+    "m2rnn 64": matrix_cells(64, 64),
+    "m2rnn 16 float32": matrix_cells(64, 16, FULL),
     "attention 128": attention(HALF, 128),
     "attention 64": attention(HALF, 64),
     "attention 256": attention(HALF, 256),
@@ -373,9 +402,12 @@ CASES: dict[str, Callable[[], None]] = {
     "look 10": looks(HALF, 10, 120, "sigmoid"),
     "sinkhorn": doubly_stochastic,
     "cayley": rotations,
+    "over mass": masses,
     "adamw": adamw(FULL),
     "adamw 24 bit, 8 bit": adamw(HALF, master="24bit", moments="8bit"),
     "adamw at random": adamw(HALF, rounding="stochastic"),
+    "add and norm": add_and_norm(FULL, HALF),
+    "add and norm in 16 bits": add_and_norm(HALF, HALF),
 }
 
 # ---- one kernel at several sizes -------------------------------------------------------------------------------------

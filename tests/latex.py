@@ -126,7 +126,7 @@ class Line:
     def value(self) -> Value:
         found = self.sum()
         if self.at < len(self.tokens):
-            raise Unread(f"at {self.tokens[self.at:][:5]}")
+            raise Unread(f"at {self.tokens[self.at :][:5]}")
         return found
 
     def look(self, ahead: int = 0) -> str:

@@ -91,6 +91,7 @@ def root(q: Tensor) -> float:
 
 def out_projection(m: SequenceLayer) -> Tensor:
     p = getattr(m.around, "plain", m.around)
+    p = getattr(p, "around", p)  # of a cell with a block around it
     weight: Tensor = getattr(p, "o_proj", getattr(p, "out_proj", None)).weight  # type: ignore[union-attr]
     return weight
 

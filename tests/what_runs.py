@@ -23,7 +23,18 @@ from axes.optim.engine.staged import Staged
 from axes.optim.engine.together import Batch
 from axes.programs.batched import Schedule
 from axes.programs.library import LibraryStep
-from axes.routes import attention, cascade, gram, levels, passes, recurrent, scan, substitution
+from axes.routes import (
+    attention,
+    cascade,
+    gram,
+    levels,
+    levels_kernel,
+    matrix_cells,
+    passes,
+    recurrent,
+    scan,
+    substitution,
+)
 from axes.routes.attention import softmax, transported
 from axes.routes.choice import Choice
 from tests.optim.table import INSTANCES, Instance
@@ -37,10 +48,12 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (attention, "run", "attention", None),
     (passes, "run", "passes", "torch"),
     (levels, "run", "levels", "torch"),
+    (levels_kernel, "run", "levels", "triton"),
     (softmax, "_one", None, "torch"),
     (softmax, "_fused", None, "torch"),
     (transported, "attend", None, "torch"),
     (recurrent._Walk, "apply", "recurrent", "torch"),
+    (matrix_cells.Walk, "apply", "recurrent", "torch"),
     (gram, "sim", "gram", "torch"),
     (gram, "dec", "gram", "torch"),
     (Batch, "step", "entrywise", None),
@@ -54,6 +67,8 @@ KERNELS = (
     ("axes.kernels.diagonal.chain", "diagonal_chain", "chain"),
     ("axes.kernels.block.chain", "block_chain", "chain"),
     ("axes.kernels.entries.chain", "entries_chain", "chain"),
+    ("axes.kernels.recurrent.chain", "recurrent_chain", "recurrent"),
+    ("axes.kernels.recurrent.matrix", "matrix_chain", "recurrent"),
     ("axes.kernels.step", "chain_step", "chain"),
     ("axes.kernels.step", "block_step", "chain"),
     ("axes.kernels.substitution.chain", "substitution_chain", "substitution"),

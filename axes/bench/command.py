@@ -245,7 +245,19 @@ def sharded(
 
     --rule, --suite, --dtype, --parts and --unchecked: see `python -m axes.bench.sharded --help`.
     """
-    raise typer.Exit(sharded_.launch(processes, context.args))
+    raise typer.Exit(sharded_.launch("axes.bench.sharded", processes, context.args))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def segments(
+    context: typer.Context,
+    processes: Annotated[int, typer.Option(help="On this machine; with a GPU each if there are enough.")] = 2,
+) -> None:
+    """A training step of a long sequence split over processes beside the same step on one: tokens/s and losses.
+
+    --layer, --length, --depth, --width, --heads and --vocabulary: see `python -m axes.bench.segments --help`.
+    """
+    raise typer.Exit(sharded_.launch("axes.bench.segments", processes, context.args))
 
 
 @app.command("optim-training")
@@ -345,8 +357,15 @@ def training(
     console = _console()
     with _watching(console) as watch:
         found = training_.measure(
-            size, out, chosen, tuple(who or training_.WHO), compiled, tuple(depths or ()), watch,
-            configurations, _apart(apart, patience),
+            size,
+            out,
+            chosen,
+            tuple(who or training_.WHO),
+            compiled,
+            tuple(depths or ()),
+            watch,
+            configurations,
+            _apart(apart, patience),
         )
     table = Table(title=f"{layers} layers, width {width}, {heads} heads, {batch} x {tokens} tokens a step, bfloat16")
     for name in ("model", "tokens/s", "ms a step", "products' share", "peak GB", "first step s", "early loss", "note"):

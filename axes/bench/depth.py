@@ -231,9 +231,7 @@ def draw_parameters(mixer: nn.Module, seed: int) -> None:
         p.copy_(new)
 
 
-def inputs(
-    mixer: DepthMixer, size: Size, dtype: torch.dtype, device: torch.device, seed: int
-) -> tuple[Tensor, Tensor]:
+def inputs(mixer: DepthMixer, size: Size, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
     """Streams (1, N, rows, width) and what a sublayer gives (1, N, d)."""
     numbers = torch.Generator(device).manual_seed(seed + 1)  # of their own: parameters must not be tokens
     lists = mixer.update.parts().memory.kind == "list"

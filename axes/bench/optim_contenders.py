@@ -87,9 +87,7 @@ _PAIRS = {
     "qhadam": _Pair(optim.QHAdam, {"lr": 1e-3, "betas": (0.9, 0.999), "nus": (0.7, 1.0)}, library="QHAdam"),
     "ademamix": _Pair(optim.AdEMAMix, {"lr": 1e-3}, library="AdEMAMix", theirs={"weight_decouple": True}),
     "laprop": _Pair(optim.LaProp, {"lr": 1e-3}, library="LaProp", alike=False),
-    "adopt": _Pair(
-        optim.ADOPT, {"lr": 1e-2}, library="ADOPT", theirs={"clip_lambda": lambda step: (step - 1) ** 0.25}
-    ),
+    "adopt": _Pair(optim.ADOPT, {"lr": 1e-2}, library="ADOPT", theirs={"clip_lambda": lambda step: (step - 1) ** 0.25}),
     "mars": _Pair(optim.MARS, {"lr": 1e-3}, library="MARS", theirs={"optimize_1d": True}, alike=False),
     "prodigy": _Pair(optim.Prodigy, {"lr": 1.0, "d0": 1e-2}, library="Prodigy", alike=False),
 }

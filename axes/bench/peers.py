@@ -36,6 +36,7 @@ _OPS = (
     "hgrn",
     "rwkv6",
     "gsa",
+    "log_linear_attn",
     "comba",
     "gated_delta_product",
 )

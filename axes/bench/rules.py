@@ -16,6 +16,7 @@ from axes.core import reference
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment, SquaredError
 from axes.core.derived import block_size
+from axes.core.memory import Fenwick
 from axes.core.monoids import Diagonal, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
@@ -37,6 +38,7 @@ from axes.sequence import (
     LatticeEnc,
     LatticeOSR,
     LatticeSim,
+    LogLinearGatedDeltaNet,
     Longhorn,
     LonghornDiagonal,
     Mamba1,
@@ -91,7 +93,7 @@ class SequenceRule:
     """One recurrence to be compared.
 
     needs: what a token supplies beyond q, k, v, name -> kind ((small) strength, gate, slow gate, channels, (small)
-    rows, key, pairs, angles, slots, slot strengths; spectrum and bonus are the same for all tokens).
+    rows, key, pairs, angles, slots, slot strengths, levels; spectrum and bonus are the same for all tokens).
     fla: how flash-linear-attention is called, or None where it has no kernel.
     initial: spread of the first memory around its own, as layers have it; None for its own.
     key_width: of q and k, which all heads then share, where it is not that of values; of 1 entry: they are ones.
@@ -126,6 +128,8 @@ class SequenceRule:
                 signal[name] = sigmoid(draw(*each)) * (1.0 if kind == "strength" else 0.02)
             elif kind in ("pairs", "slots"):
                 signal[name] = logsigmoid(3 + draw(*lead, shape.width // 2 if kind == "pairs" else SLOTS))
+            elif kind == "levels":
+                signal[name] = 2 * sigmoid(draw(*lead, LEVELS))
             elif kind == "slot strengths":
                 signal[name] = sigmoid(draw(*lead, SLOTS))
             elif kind == "angles":
@@ -157,7 +161,8 @@ class SequenceRule:
             shape.width,
             dtype.itemsize,
             numbers=sum(k in ("strength", "small strength", "gate") for k in kinds)
-            + SLOTS * sum("slot" in k for k in kinds),
+            + SLOTS * sum("slot" in k for k in kinds)
+            + LEVELS * kinds.count("levels"),
             channels=shape.width * sum(k in ("channels", "rows", "small rows") for k in kinds)
             + shape.width // 2 * sum(k in ("pairs", "angles") for k in kinds),
             keys=kinds.count("key") + self.update.parts().step.writes - 1,
@@ -285,7 +290,13 @@ def _delta_product(fla: Any, form: str, s: Signal, **o: Any) -> Any:
     return call(s["q"], k, v, None, beta.to(k.dtype), num_householder=s["k"].shape[3], **o)
 
 
-SLOTS = 64
+def _log_linear(fla: Any, form: str, s: Signal, **o: Any) -> Any:
+    """Their levels are as many as the tokens need."""
+    levels = s["level"][..., : (s["v"].shape[1] - 1).bit_length() + 1].contiguous()
+    return fla.log_linear_attn.chunk_log_linear_attn(s["q"], s["k"], s["v"], s["decay"], levels, **o)
+
+
+SLOTS, LEVELS = 64, 16
 _GATED = Scalar("decay")
 _SMALL_ROWS = {"decay": "channels", "eta": "small rows"}
 _YAAD = {"decay": "channels", "eta": "rows", "delta": "rows"}
@@ -331,6 +342,18 @@ RULES: tuple[SequenceRule, ...] = (
     SequenceRule("ttt-linear", TTTLinear.update, {"eta": "strength"}, erases=True),
     SequenceRule("moneta", MonetaMatrix.update, _SMALL_ROWS, erases=True),
     SequenceRule("memora", MemoraMatrix.update, _SMALL_ROWS, erases=True),
+    SequenceRule(
+        "log-linear",
+        StateUpdate(Alignment(), monoid=_GATED, memory=Fenwick(LEVELS)),
+        {"decay": "gate", "level": "levels"},
+        _log_linear,
+    ),
+    SequenceRule(
+        "log-linear gated delta",
+        LogLinearGatedDeltaNet.update,
+        {"decay": "gate", "beta": "strength", "level": "levels"},
+        erases=True,
+    ),
     SequenceRule("delta product", DeltaProduct.update, {"beta": "strength"}, _delta_product, erases=True),
     SequenceRule(
         "comba",

@@ -61,10 +61,10 @@ class Row:
         )
 
 
-def launch(processes: int, arguments: list[str]) -> int:
-    """Run this file in so many processes of this machine."""
+def launch(module: str, processes: int, arguments: list[str]) -> int:
+    """Run a module in so many processes of this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run([*command, "-m", "axes.bench.sharded", *arguments]).returncode
+    return subprocess.run([*command, "-m", module, *arguments]).returncode
 
 
 @torch.no_grad()

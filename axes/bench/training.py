@@ -120,18 +120,14 @@ def _train(
             return replace(row, refused=said(error) if isinstance(error, RuntimeError) else str(error))
     peak = torch.cuda.max_memory_allocated() if run.gpu else None
     used = None if rate is None else products(run.model, size) / each / rate
-    return Throughput(
-        row.who, size.batch * size.tokens / each, 1e3 * each, peak, used, None if ahead else first, loss
-    )
+    return Throughput(row.who, size.batch * size.tokens / each, 1e3 * each, peak, used, None if ahead else first, loss)
 
 
 @final
 class _Training:
     """A model with its optimizer and tokens."""
 
-    def __init__(
-        self, name: str, depths: tuple[str, ...], compile_it: bool, size: Size, device: torch.device
-    ) -> None:
+    def __init__(self, name: str, depths: tuple[str, ...], compile_it: bool, size: Size, device: torch.device) -> None:
         torch.manual_seed(0)
         with device:
             self.model, make = (CONTENDERS | with_depth(depths))[name](size)

@@ -48,7 +48,15 @@ __all__ = [
 Curvature = Literal["none", "affine", "nonlinear"]
 Residual = Literal["target", "error"]
 Side = Literal[
-    "entries", "rows", "columns", "each-row", "each-column", "eigen-entries", "eigen-rows", "eigen-columns", "whole",
+    "entries",
+    "rows",
+    "columns",
+    "each-row",
+    "each-column",
+    "eigen-entries",
+    "eigen-rows",
+    "eigen-columns",
+    "whole",
     "number",
 ]
 Value = Tensor | float

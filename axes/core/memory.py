@@ -598,7 +598,8 @@ class List(Memory):
     read: sum_i p_i v_i with p = grad h*(scale * K q + log-mass): softmax attention with entropic h, linear attention
     with Euclidean h (then the mass multiplies). Scalar gates act on the mass (ALiBi, FoX), matrix gates on the keys
     (RoPE, PaTH). Drives stay factored as (value, key). scale: None means d_k^(-1/2).  window: only so many pairs are
-    kept, the last ones (sliding window); None for all.  errors: the kernel by which a datum's own key asks what is left
+    kept, the last ones (sliding window); None for all.  first: so many stay beside them, the first ones (attention
+    sinks, learned tokens ahead of a sequence).  errors: the kernel by which a datum's own key asks what is left
     of its value, sum_i kappa(k, k_i) e^mass_i v_i; None: as queries read (DeltaFormer; LUCID has an exponential one).
 
     Rotations turn all keys alike, so they are owed: from the first one on a last leaf (d_k/2) says by how much every
@@ -608,6 +609,7 @@ class List(Memory):
     scale: float | None = None
     window: int | None = None
     errors: Kernel | None = None
+    first: int = 0
     kind: ClassVar[Kind] = "list"
     scored: ClassVar[bool] = True
     filterable: ClassVar[bool] = False
@@ -617,6 +619,15 @@ class List(Memory):
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise IllegalUpdate(f"List: a window keeps at least one pair, got {self.window}; None keeps all")
+        if not isinstance(self.first, int) or self.first < 0:
+            raise IllegalUpdate(f"List: first is how many pairs stay beside a window, 0 or more, got {self.first!r}")
+        if self.first and self.window is None:
+            raise IllegalUpdate(f"List: every pair is kept, so first={self.first} keeps no more: give a window, or 0")
+
+    @property
+    def most(self) -> int | None:
+        """How many pairs are kept; None for all."""
+        return None if self.window is None else self.first + self.window
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
         raise IllegalUpdate("List memory is read through its geometry: call read")
@@ -679,11 +690,16 @@ class List(Memory):
         return *self.kept((keys, values, mass)), *owed
 
     def kept(self, pairs: Leaves) -> Leaves:
-        """Of keys, values and masses those in the window."""
-        if self.window is None:
-            return pairs
+        """Of keys, values and masses those in the window, and the first."""
         keys, values, mass = pairs
-        return keys[..., -self.window :, :], values[..., -self.window :, :], mass[..., -self.window :]
+        if self.window is None or self.first and mass.shape[-1] <= self.first + self.window:
+            return pairs
+        found = keys[..., -self.window :, :], values[..., -self.window :, :], mass[..., -self.window :]
+        if not self.first:
+            return found
+        ahead = keys[..., : self.first, :], values[..., : self.first, :], mass[..., : self.first]
+        dims = (-2, -2, -1)
+        return tuple(torch.cat(both, dim) for *both, dim in zip(ahead, found, dims, strict=True))
 
     def zeros(self, signal: Signal) -> Leaves:
         k, v = _vectors(signal)

@@ -35,6 +35,13 @@ LayerStates = tuple[Any, ...]  # one nested tuple of tensors per sequence layer
 Block = Callable[[Streams], Streams]  # a sequence layer and a network, each in its mixer
 
 _EPS = 1e-6
+_WIDEST = 8192  # as in axes.kernels.rows.norm, which imports Triton
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 @final
@@ -209,8 +216,8 @@ class Trunk(nn.Module):
         after = list(memories)
         mixers: list[Any] = list(self.mixers)
 
-        def sublayer(index: int, x: Tensor) -> Tensor:
-            made, x = self.sublayers[index], self.norms[index](x)
+        def sublayer(index: int, x: Tensor, normed: bool = False) -> Tensor:
+            made, x = self.sublayers[index], x if normed else self.norms[index](x)
             if index % 2:
                 y: Tensor = made(x)
                 return y
@@ -226,13 +233,46 @@ class Trunk(nn.Module):
 
         sublayers = [partial(sublayer, index) for index in range(len(mixers))]
         streams, recompute = mixers[0].expand(x), self.architecture.recompute
-        if around is None:
+        if around is None and not recompute and self.no_norms_by_kernel(x) is None:
+            streams = self._added(sublayer, streams)
+        elif around is None:
             streams = through(sublayers, mixers, streams, recompute)
         else:
             for first in range(0, len(mixers), 2):
                 both = slice(first, first + 2)
                 streams = around(partial(through, sublayers[both], mixers[both], recompute=recompute), streams)
         return self.norm(mixers[-1].reduce(streams)), tuple(after)
+
+    def no_norms_by_kernel(self, x: Tensor) -> str | None:
+        """Why a sublayer's output is added and the next norm taken by torch's operations, or None if one launch does
+        both, and one their gradients."""
+        if not all(mixer.added for mixer in self.mixers):
+            return "streams are more than a sum"
+        weights = [norm.weight for norm in self.norms if type(norm) is RMSNorm and not _hooked(norm)]
+        if len(weights) < len(self.norms) or any(type(w) is not nn.Parameter or w.dtype != x.dtype for w in weights):
+            return "a norm is not a plain RMSNorm of the streams' dtype"
+        if x.numel() == 0 or self.architecture.width > _WIDEST:
+            return f"rows of {self.architecture.width} entries do not fit a program, or there are none"
+        if torch.compiler.is_compiling():
+            return "a compiler follows torch's operations"
+        if torch._C._are_functorch_transforms_active() or type(x) not in (Tensor, nn.Parameter):
+            return "tensors are transformed"
+        return versions.no_kernel(x.device, x.dtype) or versions.no_kernel(x.device, taken_in(x))
+
+    def _added(self, sublayer: Callable[..., Tensor], streams: Streams) -> Streams:
+        """`through`, where every write but the last is one pass with the norm that follows."""
+        from axes.kernels.rows.norm import add_norm  # triton is imported by the first call that needs it
+
+        mixers: list[Any] = list(self.mixers)
+        x, _ = mixers[0].read(streams)
+        y, dtype = sublayer(0, x), taken_in(x)
+        for index in range(1, len(mixers)):
+            weight: Any = self.norms[index].weight
+            x, normed = add_norm(x, y, weight, _EPS, dtype)
+            y = sublayer(index, normed, normed=True)
+        streams = x[..., None, :]
+        left: Streams = mixers[-1].write(streams, y, mixers[-1].read(streams)[1])
+        return left
 
     def extra_repr(self) -> str:
         return str(self.architecture)

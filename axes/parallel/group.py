@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from axes.errors import AxesError, ShapeError, wrong_type
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @final
@@ -100,6 +102,8 @@ def group_of(who: str, mesh: DeviceMesh | dist.ProcessGroup) -> Group:
     """The group of a mesh of one dimension. Raises WrongType or ShapeError for anything else."""
     if not dist.is_available() or not dist.is_initialized():
         raise AxesError(f"{who}: no processes: call torch.distributed.init_process_group, under torchrun, first")
+    from torch.distributed.device_mesh import DeviceMesh
+
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             names = mesh.mesh_dim_names or ()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from axes.errors import AxesError, ShapeError, wrong_type
 from axes.parallel.group import group_of
 from axes.parallel.split import Split
 from axes.sequence.base import SequenceLayer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -19,6 +19,7 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # imports the compiler at the first call
 
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
@@ -59,7 +60,7 @@ class Split(Across):
 
     # ---- the ends of segments ------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def tails(self, layer: SequenceLayer, x: Tensor, first: Sequence[Tensor] | None) -> tuple[Tensor, ...] | None:
         if not self.halo:
             return None if first is None else tuple(first)
@@ -74,7 +75,7 @@ class Split(Across):
             before = [x.to(t.dtype) for x, t in zip(first, sent, strict=True)]
         return send.from_before(self.group, before, sent)
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def after(self, y: Tensor, tails: tuple[Tensor, ...], memory: State) -> tuple[Tensor, LayerState | None]:
         if not self.states:
             return y, None
@@ -88,7 +89,7 @@ class Split(Across):
 
     # ---- the recurrence ------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def recur(self, run: Run, signal: Signal, start: State) -> tuple[Tensor, State]:
         return (self._by_maps if self.by_maps else self._by_heads)(run, signal, start)
 
@@ -129,11 +130,14 @@ class Split(Across):
         if x.ndim == 2:  # one a token, of no head
             every = x[..., None].expand(*x.shape, self.group.size)
             return send.heads_for_tokens(self.group, every, lengths)[..., 0]
+        if x.shape[2] == 1 and self.heads > 1:  # of all heads
+            x = x.expand(*x.shape[:2], self.group.size, *x.shape[3:])
         return send.heads_for_tokens(self.group, x, lengths)
 
 
 def _queries(layer: SequenceLayer) -> int:
-    return int(getattr(layer.block, "queries", 1))
+    queries = getattr(layer.block, "queries", 1)
+    return layer.sizes.key_heads if queries == "all" else int(queries)
 
 
 # ---- maps ------------------------------------------------------------------------------------------------------------

@@ -441,9 +441,7 @@ class _Selection:
         leaf = self.schedule.alone and isinstance(value, int) and self.extent[value] == (False, False)
         return self.program.shaped(value) and not leaf
 
-    def _emit(
-        self, name: str, target: int, sources: tuple[int, ...], numbers: Any = (), number: int = -1
-    ) -> None:
+    def _emit(self, name: str, target: int, sources: tuple[int, ...], numbers: Any = (), number: int = -1) -> None:
         self.schedule.steps.append(_Step(name, target, sources, tuple(numbers), number))
 
     def _release(self) -> None:

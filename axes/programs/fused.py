@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import AxesError
+from axes.kernels.common.ahead import launcher
 from axes.kernels.common.layout import on_device
 from axes.programs.code import CODE
 from axes.programs.lifted import lifted
@@ -359,12 +360,13 @@ class Fused:
         for name, value in (*self.constants.items(), *rates.items()):
             self._give(name, value)
         with on_device(self.pointers):
-            self.advance[(1,)](
+            launcher(self.advance, (1,), found=found is not None)(
                 self.inputs, self.numbers, self.inputs if found is None else found, self.counts, self.counts.numel(),
                 *self.kept.values(), len(gradients), FOUND=found is not None, BLOCK=1024, num_warps=4,
                 enable_fp_fusion=True,
             )  # fmt: skip
-            self.kernel[(self.chunks.shape[0],)](
+            given = {"found": found is not None, "scale": scale is not None}
+            launcher(self.kernel, (self.chunks.shape[0],), **given)(
                 pointers, self.chunks, self.numbers, self.inputs if found is None else found,
                 self.inputs if scale is None else scale, self.counts, self.seed,
                 *([] if self.squares is None else [self.squares]), BLOCK=self.block,

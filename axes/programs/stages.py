@@ -186,9 +186,7 @@ def without(stage: Stage, names: Collection[str]) -> Stage:
             where[i] = program.add(op.name, inputs, op.shaped)
             if i in old.names:
                 program.names[where[i]] = old.names[i]
-    program.outputs = {
-        n: where[x] if isinstance(x, int) else x for n, x in old.outputs.items() if n not in inside
-    }
+    program.outputs = {n: where[x] if isinstance(x, int) else x for n, x in old.outputs.items() if n not in inside}
     return Stage(program, {n: own for n, own in stage.rooms.items() if n not in inside}, stage.calls)
 
 

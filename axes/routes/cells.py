@@ -21,12 +21,8 @@ _NEVER = -1e30  # the log of a weight that nothing has yet; a number, so that di
 
 @dataclass(frozen=True)
 class Cell(ABC):
-    """What a token's signals are. All tensors but x and u (..., G, V) are (..., V).
+    """carried: how many tensors go from token to token beside the state."""
 
-    gates: G.  carried: how many tensors go from token to token beside the state.
-    """
-
-    gates: ClassVar[int]
     carried: ClassVar[int] = 0
     kernel: ClassVar[str]  # its name there
     text: ClassVar[str] = ""  # what graphs call it, once a layer has it
@@ -34,6 +30,15 @@ class Cell(ABC):
     def empty(self, like: Tensor) -> Carry:
         """What is carried before the first token."""
         return ()
+
+
+class VectorCell(Cell):
+    """What a token's signals are. All tensors but x and u (..., G, V) are (..., V).
+
+    gates: G.
+    """
+
+    gates: ClassVar[int]
 
     def heard(self, y: Tensor, carry: Carry) -> Tensor:
         """h, what W is multiplied by: of the state, or carried."""
@@ -60,7 +65,7 @@ class Cell(ABC):
 
 @final
 @dataclass(frozen=True)
-class GRU(Cell):
+class GRU(VectorCell):
     """y' = z y + (1 - z) n: r, z = sigmoid(x + u), n = tanh(x + r u)."""
 
     gates = 3
@@ -95,7 +100,7 @@ class GRU(Cell):
 
 @final
 @dataclass(frozen=True)
-class SLSTM(Cell):
+class SLSTM(VectorCell):
     """y' = y + rho (tanh(z) - y), h = sigmoid(o) y'; rho = i / n', n' = f n + i, f = sigmoid, i = exp.
 
     y is c / n of the paper, and log n is carried: what it subtracts from exponents, so that no number is large, is the
@@ -145,4 +150,4 @@ class SLSTM(Cell):
         return dx, dx, d * kept_of, (held,)
 
 
-__all__ = ["GRU", "SLSTM", "Carry", "Cell"]
+__all__ = ["GRU", "SLSTM", "Carry", "Cell", "VectorCell"]

@@ -28,6 +28,7 @@ from axes.routes import (
     gram,
     kernel_terms,
     levels,
+    levels_kernel,
     opaque,
     passes,
     scan,
@@ -154,6 +155,11 @@ def _run(
         with own_precision(v):
             begun = state or _begun(update, kernel_terms.every_head(update, signal), time, weights)
             return _passes_by_kernel(update, signal, begun)
+    if choice[:2] == ("levels", "triton") and torch.compiler.is_compiling():  # its runs are as many as the length says
+        choice = select(update, v.device, v.dtype, _shapes(signal, state), "torch", time)
+    if choice[:2] == ("levels", "triton") and q.shape[time]:
+        with own_precision(v):
+            return levels_kernel.run(update, signal, _chain_by_kernel)
     signal = kernel_terms.every_head(update, signal)
     if choice.route not in _AS_GIVEN:
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
@@ -286,6 +292,10 @@ def _passes_by_kernel(
     assert isinstance(v, Tensor)
     out, state = passes.run(update, kernel_terms.every_head(update, signal), state, 1, by_kernel)
     return out.to(v.dtype), state
+
+
+def _chain_by_kernel(update: StateUpdate, signal: Signal, start: State | None) -> tuple[Tensor, State]:
+    return kernel_terms.run(update, signal, start, None)
 
 
 def step(
@@ -426,6 +436,8 @@ def _route(choice: Choice, batch: int) -> Callable[[StateUpdate, Signal, State],
 def _shapes(signal: Signal, state: State | None) -> dict[str, tuple[int, ...]]:
     """What `select` asks of a call."""
     shapes = {n: tuple(x.shape) for n, x in signal.items() if isinstance(x, Tensor)}
+    if state is not None and len(state.theta) == 2 and state.theta[0].ndim > state.theta[1].ndim:  # and their number
+        shapes["levels"] = tuple(state.theta[0].shape)
     return shapes if state is None or len(state.theta) < 3 else {**shapes, "pairs": tuple(state.theta[2].shape)}
 
 

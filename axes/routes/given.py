@@ -369,9 +369,7 @@ def _require_list(who: str, name: str, theta: object, place: Place) -> None:
         if not isinstance(x, Tensor):
             raise wrong_type(who, f"{name}[{i}]", "a tensor", x)
     n = theta[2].shape[-1] if theta[2].ndim else 0
-    for i, (x, form) in enumerate(
-        zip(theta, ((n, place.d_k), (n, place.d_v), (n,), (place.d_k // 2,)), strict=False)
-    ):
+    for i, (x, form) in enumerate(zip(theta, ((n, place.d_k), (n, place.d_v), (n,), (place.d_k // 2,)), strict=False)):
         if x.shape != place.batch + form:
             _require_batch(who, f"{name}[{i}]", x, form, place)
         if not x.is_floating_point():

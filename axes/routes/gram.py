@@ -25,9 +25,7 @@ _FIRST = (
 )
 
 
-def sim(
-    start: Tensor, k: Tensor, v: Tensor, q: Tensor, step: Tensor, encode: bool = False
-) -> tuple[Tensor, Tensor]:
+def sim(start: Tensor, k: Tensor, v: Tensor, q: Tensor, step: Tensor, encode: bool = False) -> tuple[Tensor, Tensor]:
     """Alignment cost. start (..., d_v, d_k) with unit columns, k, q (..., C, d_k), v (..., C, d_v), step (..., C).
 
     s_{t,i} = A_{t,i} s_{0,i} + sum_tau B_{t,tau,i} v_tau. Returns o (..., C, d_v) and the last state.

@@ -21,7 +21,7 @@ from axes.core.derived import erases_along_key, no_chain, scales_values
 from axes.core.execution import SHORT
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
-from axes.core.memory import Leaves, normalised
+from axes.core.memory import Leaves
 from axes.core.monoids import Element, Hadamard, rotate
 from axes.core.rates import Per, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
@@ -281,9 +281,10 @@ def _scalar(
     out, final = pass_over(t.v, _start(state))
     if not state.norm:
         return out, _after(state, t.v, (final,))
+    from axes.kernels.rows.mass import over_mass
+
     mass, norm = pass_over(torch.ones_like(t.v[..., :1]), state.norm[0])  # the normaliser: v is one
-    out = normalised(out, mass, update.parts().step.floor)
-    return out, _after(state, t.v, (final,), (norm,))
+    return over_mass(out, mass, update.parts().step.floor), _after(state, t.v, (final,), (norm,))
 
 
 def _diagonal(

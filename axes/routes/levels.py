@@ -73,18 +73,43 @@ class _Chunks(NamedTuple):
     read: Tensor | None
 
 
-def _from(
-    memory: Fenwick, c: Chain, q: Tensor, weights: Tensor, levels: Tensor, begin: int
-) -> tuple[Tensor, Tensor]:
+def _from(memory: Fenwick, c: Chain, q: Tensor, weights: Tensor, levels: Tensor, begin: int) -> tuple[Tensor, Tensor]:
     """Outputs and levels after tokens of which the first has this number, modulo the memory's period."""
-    gated = c.gate is not None and c.gate.shape[-1] > 1
-    length, value, key = q.shape[-2], c.value, c.key.squeeze(-2)
+    gated, length = c.gate is not None and c.gate.shape[-1] > 1, q.shape[-2]
     size = min(_CHUNK_CHANNELS if gated else _CHUNK, memory.period)
     size = min(size, 1 << max(0, begin % size + length - 1).bit_length())  # one chunk of few tokens
-    front, read = begin % size, None if c.a is None else c.a.squeeze(-2).squeeze(-2)
+    front = begin % size
+    batch, chunks, w, out = _cut(c, q, weights, front, size, levels.shape[:-3])
+    held = {i: x for i, x in enumerate(levels.expand(*batch, *levels.shape[-3:]).flatten(0, -4).unbind(1))}
+    between, held = _between(memory, chunks, w, held, begin, length, size)
+    out = (out + between).flatten(1, 2)[:, front : front + length]
+    return out.reshape(*batch, length, -1), _stacked(held, memory.levels, batch)
+
+
+def inside(update: StateUpdate, signal: Signal, weights: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Of chunks that begin empty: outputs (..., T, d_v) and the levels (..., levels, d_v, d_k) that the last leaves."""
+    q, memory = signal["q"], update.parts().memory
+    assert isinstance(q, Tensor) and isinstance(memory, Fenwick)
+    c, turned = chain(of_levels(update), signal), None
+    if c.angle is not None:
+        c, q, turned = scan.in_rotating_frame(c, q)
+    batch, chunks, w, out = _cut(c, q, weights, 0, size)
+    length = q.shape[-2]
+    after = _stacked(_left(chunks, (length - 1) % size, {}), memory.levels, batch)
+    if turned is not None:
+        after = rotate(after, turned[..., None, None, :])
+    return out.flatten(1, 2)[:, :length].reshape(*batch, length, -1), after
+
+
+def _cut(
+    c: Chain, q: Tensor, weights: Tensor, front: int, size: int, beside: torch.Size = torch.Size()
+) -> tuple[torch.Size, _Chunks, Tensor, Tensor]:
+    """Batch dimensions, chunks, weights (F, N, C, L) and what tokens read of their own chunk (F, N, C, d_v)."""
+    length, value, key = q.shape[-2], c.value, c.key.squeeze(-2)
+    read = None if c.a is None else c.a.squeeze(-2).squeeze(-2)
     gate = None if c.gate is None else c.gate.clamp_min(one_state.floor(c.gate.dtype))
     given = [x for x in (q, key, value, read, gate) if x is not None]
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in given), levels.shape[:-3])
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in given), beside)
     count = -(-(front + length) // size)
 
     def cut(x: Tensor) -> Tensor:
@@ -94,16 +119,16 @@ def _from(
         return x.unflatten(-2, (count, size))
 
     around = [None if x is None else cut(x) for x in (read, gate)]
-    chunks = _chunks(cut(q), cut(key), cut(value), *around)
-    table = _table(size, q.device)
-    w = cut(weights)
-    out = (chunks.inside * w.gather(-1, table.expand(*w.shape[:-2], size, size))) @ chunks.value
-    held = {i: x for i, x in enumerate(levels.expand(*batch, *levels.shape[-3:]).flatten(0, -4).unbind(1))}
-    between, held = _between(memory, chunks, w, held, begin, length, size)
-    out = (out + between).flatten(1, 2)[:, front : front + length]
-    after = torch.stack([held.get(i, torch.zeros_like(chunks.value[:, 0, :1].mT @ chunks.ends[:, 0, :1]))
-                         for i in range(memory.levels)], 1)  # fmt: skip
-    return out.reshape(*batch, length, -1), after.reshape(*batch, *after.shape[1:])
+    chunks, w = _chunks(cut(q), cut(key), cut(value), *around), cut(weights)
+    table = _table(size, q.device).expand(*w.shape[:-2], size, size)
+    return batch, chunks, w, (chunks.inside * w.gather(-1, table)) @ chunks.value
+
+
+def _stacked(held: dict[int, Tensor], levels: int, batch: torch.Size) -> Tensor:
+    some = next(iter(held.values()))
+    none = torch.zeros_like(some)
+    after = torch.stack([held.get(i, none) for i in range(levels)], 1)
+    return after.reshape(*batch, *after.shape[1:])
 
 
 def _chunks(q: Tensor, key: Tensor, value: Tensor, read: Tensor | None, gate: Tensor | None) -> _Chunks:
@@ -167,12 +192,20 @@ def _between(
     for s, x in fine.items():
         level = (last ^ s).bit_length()
         held[level] = held.get(level, 0.0) + _through(chunks, count - 1, x)
-    table, end = _table(size, w.device)[last], chunks.ends[:, -1]
+    held = _left(chunks, last, held)
+    return torch.stack(outputs, 1), held
+
+
+def _left(chunks: _Chunks, last: int, held: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Beside what is held, the levels that are inside of the last chunk, whose token `last` is the last."""
+    value, end = chunks.value[:, -1], chunks.ends[:, -1]
+    size, held = end.shape[-2], dict(held)
+    table, until = _table(size, end.device)[last], torch.arange(size, device=end.device) <= last
     for level in range(last.bit_length() + 1):
         if level == 0 or last >> (level - 1) & 1:
-            mine = ((table == level) & (torch.arange(size, device=w.device) <= last)).to(end.dtype)
-            held[level] = held.get(level, 0.0) + (chunks.value[:, -1] * mine[:, None]).mT @ end
-    return torch.stack(outputs, 1), held
+            mine = ((table == level) & until).to(end.dtype)
+            held[level] = held.get(level, 0.0) + (value * mine[:, None]).mT @ end
+    return held
 
 
 def _stands(token: int, level: int) -> int | None:
@@ -209,4 +242,4 @@ def _through(chunks: _Chunks, n: int, state: Tensor) -> Tensor:
     return kept - (state @ chunks.read[:, n].mT) @ chunks.ends[:, n]
 
 
-__all__ = ["run"]
+__all__ = ["inside", "run"]

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from axes.core.memory import List
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
+from axes.errors import ShapeError
 from axes.routes.counts import behind, joined, one, phases
 
 Run = Callable[[Signal, State], tuple[Tensor, State]]
@@ -126,9 +128,10 @@ def each_phase(run: Run, update: StateUpdate, signal: Signal, state: State, time
     return out, join(ends, grows(update), counted=True)
 
 
-def grows(update: StateUpdate) -> bool:
-    """Whether the memory is a list, one item a token."""
-    return update.parts().memory.kind == "list"
+def grows(update: StateUpdate) -> int | None:
+    """Of a list, one item a token, how many of the first stay in front; None of other memories."""
+    memory = update.parts().memory
+    return memory.first if isinstance(memory, List) else None
 
 
 def select(state: Any, rows: Tensor, batch: int) -> Any:
@@ -136,18 +139,18 @@ def select(state: Any, rows: Tensor, batch: int) -> Any:
     return _map(state, lambda x: x[rows.to(x.device)] if x.shape[0] == batch else x)
 
 
-def join(states: list[Any], growing: bool, counted: bool = False) -> Any:
-    """Batch states of single sequences; lists of unequal length are padded in front with massless items. counted: a
-    count for every sequence where they differ, else the largest."""
+def join(states: list[Any], growing: int | None, counted: bool = False) -> Any:
+    """Batch states of single sequences; lists of unequal length are padded with massless items, in front or behind the
+    `growing` that stay there. counted: a count for every sequence where they differ, else the largest."""
     first = states[0]
     if isinstance(first, Tensor):
         if not first.is_floating_point():
             return joined(states) if counted else torch.stack(states).max()
         return torch.cat(states) if all(s.shape[1:] == first.shape[1:] for s in states) else first
-    if isinstance(first, State) and growing:
+    if isinstance(first, State) and growing is not None:
         length = max(s.theta[2].shape[-1] for s in states)
         owed = next((s.theta[3] for s in states if len(s.theta) > 3), None)
-        states = [_pad_list(s, length, owed) for s in states]
+        states = [_pad_list(s, length, owed, growing) for s in states]
     items = [join([s[i] for s in states], growing, counted) for i in range(len(first))]
     return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
 
@@ -160,18 +163,19 @@ def _map(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
 
 
-def _pad_list(state: State, length: int, like: Tensor | None) -> State:
+def _pad_list(state: State, length: int, like: Tensor | None, stay: int) -> State:
     """like: the turn that another list owes; an empty one, which was never turned, owes none."""
     keys, values, mass, *owed = state.theta
     if like is not None and not owed:
         owed = [torch.zeros_like(like)]
     short = length - mass.shape[-1]
-    pad = torch.nn.functional.pad
-    return state._replace(
-        theta=(
-            pad(keys, (0, 0, short, 0)),
-            pad(values, (0, 0, short, 0)),
-            pad(mass, (short, 0), value=-torch.inf),
-            *owed,
+    if short and mass.shape[-1] < stay:
+        raise ShapeError(
+            f"run: where the first {stay} pairs of a list stay, sequences of unequal length go on together once they "
+            f"have as many, and one has {mass.shape[-1]}: run it alone, or behind learned tokens "
+            "(axes.sequence.Persistent)"
         )
-    )
+    pad = torch.nn.functional.pad
+    keys, values = (torch.cat((x[..., :stay, :], pad(x[..., stay:, :], (0, 0, short, 0))), -2) for x in (keys, values))
+    mass = torch.cat((mass[..., :stay], pad(mass[..., stay:], (short, 0), value=-torch.inf)), -1)
+    return state._replace(theta=(keys, values, mass, *owed))

@@ -7,6 +7,7 @@ the state on chip. Legend: B batch, T tokens, H heads, G pre-activations, V chan
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,32 +16,18 @@ from torch.autograd.function import once_differentiable
 
 from axes.core import reference
 from axes.core.state_update import State, StateUpdate
-from axes.errors import AxesError
 from axes.kernels.common import versions
-from axes.routes import opaque
-from axes.routes.cells import Carry, Cell
+from axes.kernels.recurrent.sizes import refusal
+from axes.routes.cells import Carry, Cell, VectorCell
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Target, require_implementation
+from axes.routes.matrix_cells import MatrixCell, Walk, by_steps
 from axes.routes.precision import own_precision
-
-WIDEST = 128
-_ON_CHIP = 200 << 10  # bytes of shared memory that one program's matrices may take
+from axes.routes.recomputed import Recomputed
 
 
 def no_kernel(cell: Cell, device: torch.device, dtype: torch.dtype, width: int = 1) -> str | None:
     """Why no kernel walks a cell, or None if one does."""
-    if (reason := versions.refusal(device)) is not None:
-        return reason
-    if dtype not in versions.DTYPES:
-        return f"the kernel accumulates in float32, the values are {dtype}"
-    if dtype == torch.float32 and cell.gates == 4 and versions.since("3.9.0"):
-        return "Triton 3.9 ends in an assertion of LLVM on cells of four pre-activations in float32"
-    if not 0 < width <= WIDEST:
-        return f"the kernel keeps matrices of heads up to {WIDEST} wide on chip"
-    taken = cell.gates * max(16, 1 << (width - 1).bit_length()) ** 2 * dtype.itemsize
-    if taken > _ON_CHIP:
-        what = f"{cell.gates} matrices of a head {width} wide"
-        return f"{what} take {taken >> 10} KB in {dtype}, where {_ON_CHIP >> 10} fit on the chip"
-    return None
+    return versions.refusal(device) or refusal(cell.kernel, dtype, width)
 
 
 def select(
@@ -83,9 +70,8 @@ def plans(
 def run(
     update: StateUpdate,
     cell: Cell,
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    tokens: Mapping[str, Tensor],
+    matrices: tuple[Tensor, ...],
     carry: Carry,
     state: State,
     cu_seqlens: Tensor | None = None,
@@ -93,31 +79,30 @@ def run(
 ) -> tuple[Tensor, State, Carry]:
     """Outputs (B, T, H, V), the state and what is carried after the last token.
 
-    inputs: x (B, T, H, G, V); weight (H, V, G, V), bias (H, G, V); carry: (B, H, V) each; cu_seqlens: of sequences
-    packed in one batch entry, with a state each.
+    Of a cell of vectors: tokens inputs, x (B, T, H, G, V); matrices weight (H, V, G, V) and bias (H, G, V); carry
+    (B, H, V) each. Of one of matrices: tokens q, k (B, T, H, K), v (B, T, H, V) and decay (B, T, H), logs; matrices
+    weight (H, V, V).  cu_seqlens: of sequences packed in one batch entry, with a state each.
     """
-    choice = select(cell, inputs.device, inputs.dtype, inputs.shape[-1], implementation)
-    if inputs.shape[1] == 0:
-        return inputs.new_zeros((*inputs.shape[:3], inputs.shape[-1])), state, carry
+    given = tuple(tokens[n] for n in _tokens(cell))
+    like = tokens["v"] if isinstance(cell, MatrixCell) else tokens["inputs"]
+    dtype, length = like.dtype, like.shape[1]
+    choice = select(cell, like.device, dtype, max(x.shape[-1] for x in given[:3]), implementation)
+    if length == 0:
+        return like.new_zeros((*like.shape[:3], like.shape[-1])), state, carry
     if (held := state.held()) is not None:  # computed in float32 and rounded once
         kinds = [x.dtype for x in carry]
         wide_carry = tuple(x.float() for x in carry)
-        out, state, carry = run(
-            update, cell, inputs, weight, bias, wide_carry, state.to(torch.float32), cu_seqlens, implementation
-        )
+        wide_state = state.to(torch.float32)
+        out, state, carry = run(update, cell, tokens, matrices, wide_carry, wide_state, cu_seqlens, implementation)
         return out, state.to(held), tuple(x.to(kind) for x, kind in zip(carry, kinds, strict=True))
-    with own_precision(inputs):
-        y = state.theta[0][..., 0]
+    with own_precision(like):
         if choice.implementation == "triton":
-            from axes.kernels.recurrent.chain import recurrent_chain
-
-            out, y, carry = recurrent_chain(cell.kernel, inputs, weight, bias, y, carry, cu_seqlens)
-            return out, _after(state, y, inputs), carry
-        dtype = inputs.dtype
-        wide = torch.promote_types(y.dtype, torch.float32)
-        inputs, weight, bias = (x.to(wide) for x in (inputs, weight, bias))
+            out, theta, carry = _by_kernel(cell, given, matrices, state.theta[0], carry, cu_seqlens)
+            return out, _after(state, theta, length), carry
+        wide = torch.promote_types(state.theta[0].dtype, torch.float32)
+        given, matrices = (tuple(x.to(wide) for x in xs) for xs in (given, matrices))
         if cu_seqlens is None:
-            out, state, carry = _one(choice, update, cell, inputs, weight, bias, carry, state)
+            out, state, carry = _one(choice, update, cell, given, matrices, carry, state)
             return out.to(dtype), state, carry
         outs, ends, carries = [], [], []
         bounds: list[int] = cu_seqlens.tolist()
@@ -125,7 +110,8 @@ def run(
             own = state._replace(theta=(state.theta[0][n : n + 1],))
             mine = tuple(x[n : n + 1] for x in carry)
             if b > a:
-                out, own, mine = _one(choice, update, cell, inputs[:, a:b], weight, bias, mine, own)
+                each = tuple(x[:, a:b] for x in given)
+                out, own, mine = _one(choice, update, cell, each, matrices, mine, own)
                 outs.append(out)
             ends.append(own.theta[0])
             carries.append(mine)
@@ -135,23 +121,50 @@ def run(
         return torch.cat(outs, 1).to(dtype), after, whole
 
 
-def _after(state: State, y: Tensor, inputs: Tensor) -> State:
-    return State((y[..., None],), state.via, state.stats, state.norm, state.anchor, state.count + inputs.shape[1])
+def _tokens(cell: Cell) -> tuple[str, ...]:
+    return ("q", "k", "v", "decay") if isinstance(cell, MatrixCell) else ("inputs",)
+
+
+def _after(state: State, theta: Tensor, length: int) -> State:
+    return State((theta,), state.via, state.stats, state.norm, state.anchor, state.count + length)
+
+
+def _by_kernel(
+    cell: Cell, given: tuple[Tensor, ...], matrices: tuple[Tensor, ...], theta: Tensor, carry: Carry,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Carry]:  # fmt: skip
+    if isinstance(cell, MatrixCell):
+        from axes.kernels.recurrent.matrix import matrix_chain
+
+        q, k, v, decay = given
+        return *matrix_chain(q, k, v, decay, matrices[0], theta, cu_seqlens), ()
+    from axes.kernels.recurrent.chain import recurrent_chain
+
+    weight, bias = matrices
+    out, y, carry = recurrent_chain(cell.kernel, given[0], weight, bias, theta[..., 0], carry, cu_seqlens)
+    return out, y[..., None], carry
 
 
 def _one(
-    choice: Choice, update: StateUpdate, cell: Cell, inputs: Tensor, weight: Tensor, bias: Tensor, carry: Carry,
-    state: State,
+    choice: Choice, update: StateUpdate, cell: Cell, given: tuple[Tensor, ...], matrices: tuple[Tensor, ...],
+    carry: Carry, state: State,
 ) -> tuple[Tensor, State, Carry]:  # fmt: skip
     if choice.implementation == "reference":
-        return _by_steps(update, cell, inputs, weight, bias, carry, state)
-    given = (inputs, weight, bias, state.theta[0][..., 0], *carry)
-    out, y, *rest = _operator(list(given), cell.text) if torch.compiler.is_compiling() else _Walk.apply(cell, *given)
-    return out, _after(state, y, inputs), tuple(rest)
+        if isinstance(cell, VectorCell):
+            return _by_steps(update, cell, carry, state, *given, *matrices)
+        return *by_steps(update, state, *given, *matrices), ()
+    y = state.theta[0] if isinstance(cell, MatrixCell) else state.theta[0][..., 0]
+    tensors = [*given, *matrices, y, *carry]
+    if torch.compiler.is_compiling():
+        out, y, *rest = _cells.operator(tensors, cell.text, "")
+    else:
+        out, y, *rest = _compute(cell, tensors, "")
+    theta = y if isinstance(cell, MatrixCell) else y[..., None]
+    return out, _after(state, theta, given[0].shape[1]), tuple(rest)
 
 
 def _by_steps(
-    update: StateUpdate, cell: Cell, inputs: Tensor, weight: Tensor, bias: Tensor, carry: Carry, state: State
+    update: StateUpdate, cell: VectorCell, carry: Carry, state: State, inputs: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, State, Carry]:
     """The meaning: signals of a token, a step of the tuple, what is read."""
     outs = []
@@ -171,7 +184,9 @@ class _Walk(torch.autograd.Function):
     """All tokens of a cell. Inside, heads are the batch of a product: (H, B, ...)."""
 
     @staticmethod
-    def forward(ctx: Any, cell: Cell, inputs: Tensor, weight: Tensor, bias: Tensor, y: Tensor, *carry: Tensor) -> Any:
+    def forward(
+        ctx: Any, cell: VectorCell, inputs: Tensor, weight: Tensor, bias: Tensor, y: Tensor, *carry: Tensor
+    ) -> Any:
         heads, width, gates = weight.shape[:3]
         matrix, shift = weight.flatten(-2), bias.flatten(-2)[:, None]
         xs = inputs.permute(1, 2, 0, 3, 4).contiguous().unbind(0)
@@ -221,67 +236,27 @@ class _Walk(torch.autograd.Function):
         return None, dinputs, dweight, dbias, (dy + dh).transpose(0, 1)
 
 
-# ---- for compilers: one operator for every length, whose backward walks again ----------------------------------------
-
-_CELLS: dict[str, Cell] = {}
+# ---- for compilers: one operator for every length --------------------------------------------------------------------
 
 
-def known(cell: Cell) -> None:
-    """A layer of this cell is made: a graph names it by its text."""
-    object.__setattr__(cell, "text", repr(cell))
-    _CELLS[cell.text] = cell
+def _compute(cell: Cell, tensors: Sequence[Tensor], call: str) -> list[Tensor]:
+    return list(Walk.apply(*tensors) if isinstance(cell, MatrixCell) else _Walk.apply(cell, *tensors))
 
 
-def _named(name: str) -> Cell:
-    if name not in _CELLS:
-        raise AxesError(f"no layer of {name} is here: a graph of it runs where one has been made")
-    return _CELLS[name]
-
-
-def _forward(tensors: list[Tensor], name: str) -> list[Tensor]:
-    return [x.contiguous() for x in _Walk.apply(_named(name), *tensors)]
-
-
-def _backward(tensors: list[Tensor], grads: list[Tensor | None], name: str) -> list[Tensor]:
-    with opaque.autograd(), torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in tensors]
-        pairs = [(y, g) for y, g in zip(_Walk.apply(_named(name), *inputs), grads, strict=True) if g is not None]
-        found = torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
-    made = (torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True))
-    return [g.clone(memory_format=torch.contiguous_format) for g in made]
-
-
-_operator = torch.library.custom_op("axes::cells", _forward, mutates_args=())
-_backward_operator = torch.library.custom_op(
-    "axes::cells_backward",
-    _backward,
-    mutates_args=(),
-    schema="(Tensor[] tensors, Tensor?[] grads, str name) -> Tensor[]",
-)
-
-
-@_operator.register_fake
-def _(tensors: list[Tensor], name: str) -> list[Tensor]:
+def _shapes(cell: Cell, tensors: list[Tensor], call: str) -> list[Tensor]:
+    if isinstance(cell, MatrixCell):
+        return [tensors[2].new_empty(tensors[2].shape), tensors[-1].new_empty(tensors[-1].shape)]
     inputs, _, _, *states = tensors
     out = inputs.new_empty(*inputs.shape[:3], inputs.shape[-1])
     return [out, *(x.new_empty(x.shape) for x in states)]
 
 
-@_backward_operator.register_fake
-def _(tensors: list[Tensor], grads: list[Tensor | None], name: str) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in tensors]
+_cells: Recomputed[Cell] = Recomputed("cells", _compute, _shapes)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, ctx.name = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
-    return _backward_operator(list(ctx.saved_tensors), grads, ctx.name), None
-
-
-_operator.register_autograd(_differentiate, setup_context=_keep)
+def known(cell: Cell) -> None:
+    """A layer of this cell is made: a graph names it by its text."""
+    object.__setattr__(cell, "text", _cells.text(cell))
 
 
 __all__ = ["known", "no_kernel", "plans", "run", "select"]

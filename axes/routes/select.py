@@ -22,7 +22,6 @@ from axes.core.derived import (
     no_levels,
     no_passes,
     no_substitution,
-    of_levels,
     scales_values,
 )
 from axes.core.facts import fact
@@ -33,6 +32,7 @@ from axes.routes import (
     early,
     given,
     kernel_terms,
+    levels_kernel,
     opaque,
     passes,
     several,
@@ -74,7 +74,8 @@ def select(
     """The route and implementation for a sequence on a device.
 
     shapes: of the signal's "q", "k" and "v", which the kernels limit; every torch route takes every shape. Attention
-    also asks for "cu_seqlens" of packed sequences and for "pairs", the masses of a list that the state holds.
+    also asks for "cu_seqlens" of packed sequences and for "pairs", the masses of a list that the state holds; a memory
+    of levels for "levels", those that it holds.
     Raises NoImplementation if the named implementation cannot compute it.
     """
     require_implementation(implementation)
@@ -94,6 +95,10 @@ def select(
         no_kernel = _no_passes(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
             return Choice("passes", "triton", "exact passes, each by the kernel of its chain")
+    elif routes(update)["levels"] is None:
+        no_kernel = _no_levels(update, place, dtype, shapes or {}, time)
+        if no_kernel is None and implementation != "torch":
+            return Choice("levels", "triton", "exact levels, each doubling of the stretches by the kernel of its chain")
     else:
         no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
@@ -147,7 +152,7 @@ def plans(
     """What runs for a sequence, for one after the pairs of a list where that is something else, and for one token where
     no gradient is asked for."""
     whole = select(update, target, dtype, shapes, implementation)
-    held = {**(shapes or {}), "pairs": (1,)}
+    held = {**(shapes or {}), "pairs": (1,), "levels": (1,)}
     later = select(update, target, dtype, held, implementation)
     token = select_token(update, target, dtype, held, implementation)
     more = (Plan("after pairs", update, later, target, dtype, {}),) if later[:2] != whole[:2] else ()
@@ -175,6 +180,13 @@ def _no_passes(update: StateUpdate, device: torch.device, dtype: torch.dtype, sh
         kernel_terms.no_kernel(chain, device, dtype, own, time) for chain in passes.chains(update) for own in given
     )
     return next(filter(None, refused), None)
+
+
+def _no_levels(update: StateUpdate, device: torch.device, dtype: torch.dtype, shapes: Shapes, time: int) -> str | None:
+    """Why kernels do not compute the levels, or None if they do."""
+    if "levels" in shapes:
+        return "levels go on from a state by torch"
+    return kernel_terms.no_kernel(levels_kernel.chain_of(update), device, dtype, shapes, time)
 
 
 def _tokens(update: StateUpdate, shapes: Shapes) -> Shapes:
@@ -217,7 +229,7 @@ def settle(
     if update.parts().memory.kind == "regression":
         settle(passes.sums(update), widths, implementation)
     if update.parts().memory.kind == "levels":
-        settle(of_levels(update), widths, implementation)
+        settle(levels_kernel.chain_of(update), widths, implementation)
     if update.parts().memory.kind == "bounded":
         for chain, sizes in zip(passes.passes(update), passes.widths(update, widths), strict=True):
             settle(chain, sizes, implementation)

@@ -114,9 +114,7 @@ def _chunk(update: StateUpdate, signal: Tokens, state: State, q: Tensor | float)
             last = Asked.of(p, datum(signal, len(c.batch), c.size - 1))
             _, held = response(p, c.seen(u, before)[..., -1, :], last)
     ends = (outer(h, c.written[..., -1, :]) for h in held)
-    via = tuple(
-        s._replace(theta=(w,), count=s.count + c.size) for s, w in zip(cast(Any, state.via), ends, strict=True)
-    )
+    via = tuple(s._replace(theta=(w,), count=s.count + c.size) for s, w in zip(cast(Any, state.via), ends, strict=True))
     return c.read(u, q), state._replace(theta=(c.last(u),), via=via, count=state.count + c.size)
 
 

@@ -103,6 +103,39 @@ def response_of(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...
     return Made(name, source.inputs)
 
 
+@fact
+def reading_of(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...]) -> Made | NotMade:
+    """What a query reads beyond a product, as a response to S q; `names` of rates that the signal has."""
+    from axes.kernels.substitution.chain import Response, register
+
+    p, shapes = update.parts(), {per.name: per.shape for per in update.demands()}
+    kinds: dict[str, rows.Kind] = {"q": "row"}
+    kinds |= {n: "row" if shapes[n] == "row" else "number" for n in names if shapes.get(n) in ("row", "scalar")}
+    if d_k != width:
+        return NotMade("queries and values are not of one width")
+    try:
+        source = rows.source(
+            lambda x, _, given: p.memory.read(cast(Leaves, (Read(x),)), given["q"], {**given}, p.h), kinds, width
+        )
+    except NotTiles as reason:
+        return NotMade(str(reason))
+    name = register(Response(source.text, tuple(kinds[n] == "row" for n in source.inputs), source.mixes))
+    return Made(name, source.inputs)
+
+
+def _read(update: StateUpdate, signal: Signal, q: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What queries read, of S q = x: by a kernel, or in torch what is no program on tiles."""
+    p = update.parts()
+    names = tuple(n for n in (per.name for per in update.demands()) if n in signal)
+    made = reading_of(update, x.shape[-1], q.shape[-1], names)
+    if isinstance(made, NotMade):
+        wide = {n: i.float() if isinstance(i, Tensor) and i.is_floating_point() else i for n, i in signal.items()}
+        return p.memory.read(cast(Leaves, (Read(x),)), q.float(), wide, p.h).to(dtype)
+    from axes.kernels.substitution.reading import shown
+
+    return shown(x, made.name, [q if n == "q" else _token(signal[n], n, update, x.shape) for n in made.inputs], dtype)
+
+
 def _length(k2: Tensor) -> Tensor:
     return torch.where(k2 > 0, torch.where(k2 > 0, k2, 1.0).sqrt(), 0.0)
 
@@ -152,8 +185,7 @@ def run(
     )  # fmt: skip
     out = written.o
     if not p.memory.linear:
-        wide = {n: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in signal.items()}
-        out = p.memory.read(cast(Leaves, (Read(out),)), q.float(), wide, p.h).to(v.dtype)
+        out = _read(update, signal, q, out, v.dtype)
     count = state.count + (shape[1] if cu_seqlens is None or not anchored else cu_seqlens.diff().long())
     via = _held(update, signal, k, written.last, state, cu_seqlens) if p.step.via else state.via
     anchor = (written.before,) if anchored else state.anchor

@@ -20,6 +20,7 @@ from axes.tasks.configuration import Configuration, configuration_from_dict
 from axes.tasks.corpus import Corpus, unigram_cross_entropy, unigram_entropy
 from axes.tasks.curve import Curve, draw_curves
 from axes.tasks.processes import Processes
+from axes.tasks.rehearsal import rehearse
 from axes.tasks.run_folder import Record, RunFolder
 from axes.tasks.summary import Summary
 from axes.tasks.training import Training
@@ -30,6 +31,9 @@ class Observer(Protocol):
 
     def began(self, training: Training, folder: RunFolder) -> None:
         """Before the first step, or after a checkpoint was loaded."""
+
+    def prepares(self, what: str) -> None:
+        """Before the first step, where something takes long."""
 
     def stepped(self, record: Record) -> None:
         """After each step."""
@@ -43,6 +47,8 @@ class Unobserved:
     """An observer that does nothing."""
 
     def began(self, training: Training, folder: RunFolder) -> None: ...
+
+    def prepares(self, what: str) -> None: ...
 
     def stepped(self, record: Record) -> None: ...
 
@@ -62,6 +68,7 @@ def start(
     that is overwritten stands until all of the new one is on the disk.
     """
     training = Training(configuration, configuration.corpus(), processes)
+    training.rehearsal = rehearse(training)  # kernels are compiled while the folder is written
 
     def begin() -> None:
         with folder.beginning(overwrite) as new:
@@ -217,6 +224,7 @@ def _steps(training: Training, folder: RunFolder, observer: Observer, stop: Call
     settings = training.configuration
     observer = observer if training.leads else Unobserved()
     observer.began(training, folder)
+    _prepare(training, observer)
     while not training.finished and not _asked(stop, training):
         begun = time.perf_counter()
         measured = training.step()
@@ -233,6 +241,15 @@ def _steps(training: Training, folder: RunFolder, observer: Observer, stop: Call
             observer.evaluated(evaluation)
         if training.finished or _due(training.position, settings.save_every):
             _save(training, folder)
+
+
+def _prepare(training: Training, observer: Observer) -> None:
+    """Until the kernels of a step are compiled."""
+    rehearsal = training.rehearsal or rehearse(training)
+    training.rehearsal = None
+    if rehearsal is not None and not training.finished:
+        observer.prepares(str(rehearsal))
+        observer.prepares(rehearsal.wait())
 
 
 def _finish(training: Training, folder: RunFolder) -> None:

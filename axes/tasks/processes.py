@@ -12,8 +12,6 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from axes import parallel
 from axes.errors import AxesError
@@ -72,6 +70,8 @@ class Processes:
     """
 
     def __init__(self, device: torch.device, segments: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh  # seconds, which one process need not wait
+
         self.rank, self.size, self.segments = dist.get_rank(), dist.get_world_size(), segments
         if self.size % segments:
             raise AxesError(f"sequence-parallel {segments} does not divide the {self.size} processes of torchrun")
@@ -87,6 +87,8 @@ class Processes:
 
     def shard(self, model: LanguageModel) -> None:
         """Before the optimizer is built: the model's layers learn of the other segments, its parameters are sharded."""
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
         # outputs are views, and nobody changes them in place
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.split(model)

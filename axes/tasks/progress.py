@@ -64,6 +64,9 @@ class ProgressBar:
             "training", total=settings.steps, completed=training.position, loss="-", bits="-", speed="-"
         )
 
+    def prepares(self, what: str) -> None:
+        self._print(what)
+
     def stepped(self, record: Record) -> None:
         speed = self._tokens_per_step / record["seconds"]
         self._speed = speed if self._speed is None else _SMOOTHING * self._speed + (1 - _SMOOTHING) * speed

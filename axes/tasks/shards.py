@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from axes.errors import AxesError
 from axes.files import sync
@@ -67,6 +65,8 @@ def write(
             if d != place:
                 shutil.rmtree(d, ignore_errors=True)
 
+    import torch.distributed.checkpoint as dcp  # seconds, for processes alone
+
     processes.first_does(begin)
     dcp.save(sharded, checkpoint_id=new)
     torch.save(generators, new / f"rank-{processes.rank:05d}.pt")
@@ -87,6 +87,8 @@ def numbers_of(place: Path, rank: int = 0) -> dict[str, Any]:
 
 def read(place: Path, sharded: dict[str, Any]) -> None:
     """Into the tensors given, which may be sharded over other processes than those that wrote."""
+    import torch.distributed.checkpoint as dcp  # seconds, for processes alone
+
     try:
         dcp.load(sharded, checkpoint_id=place)
     except (OSError, RuntimeError, ValueError, KeyError, dcp.CheckpointException) as error:
@@ -96,6 +98,9 @@ def read(place: Path, sharded: dict[str, Any]) -> None:
 
 def whole_model(place: Path) -> dict[str, torch.Tensor]:
     """The weights alone, whole, without processes."""
+    import torch.distributed.checkpoint as dcp  # seconds, for processes alone
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     known = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
     room: dict[str, Any] = {
         name: torch.empty(held.size, dtype=held.properties.dtype)

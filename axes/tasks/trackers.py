@@ -25,6 +25,10 @@ class Several:
         for observer in self.observers:
             observer.began(training, folder)
 
+    def prepares(self, what: str) -> None:
+        for observer in self.observers:
+            observer.prepares(what)
+
     def stepped(self, record: Record) -> None:
         for observer in self.observers:
             observer.stepped(record)
@@ -48,6 +52,8 @@ class TensorBoard:
 
     def began(self, training: Training, folder: RunFolder) -> None:
         self._writer = self._make(str(folder.path / "tensorboard"), purge_step=training.position + 1)
+
+    def prepares(self, what: str) -> None: ...
 
     def stepped(self, record: Record) -> None:
         for name, value in record.items():
@@ -80,6 +86,8 @@ class WeightsAndBiases:
             dir=str(folder.path),
             config=training.configuration.as_dict(),
         )
+
+    def prepares(self, what: str) -> None: ...
 
     def stepped(self, record: Record) -> None:
         self._run.log({name: x for name, x in record.items() if name != "step"}, step=record["step"])

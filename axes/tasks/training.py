@@ -10,18 +10,11 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor
 
 from axes import catalogue, parallel
 from axes.errors import AxesError, NotFiniteError
@@ -34,6 +27,9 @@ from axes.tasks.corpus import Corpus, as_tokens
 from axes.tasks.machine import peak_flops
 from axes.tasks.processes import Processes
 from axes.tasks.schedules import Schedule
+
+if TYPE_CHECKING:
+    from axes.tasks.rehearsal import Rehearsal
 
 _MANY = 4096  # tokens in a vocabulary from which on logits of all are not kept
 
@@ -68,6 +64,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._schedule())
         self.position = 0  # steps taken
         self.saved = 0  # and at the last checkpoint, while a run goes on
+        self.rehearsal: Rehearsal | None = None  # of the first step, from when it was asked for until it is waited for
         if configuration.compile:
             self._network = torch.compile(self._network)  # type: ignore[assignment]
 
@@ -119,11 +116,15 @@ class Training:
         Args:
             windows: (B, context + 1) integers.
         """
+        return self.loss_of(self.model, windows, self._network)
+
+    def loss_of(self, model: LanguageModel, windows: Tensor, network: nn.Module | None = None) -> Tensor:
+        """The same of another model of these settings; network: what gives its logits where all are wanted."""
         if self.configuration.vocabulary >= _MANY and not self.configuration.compile:
             with self._autocast():
-                return self.model.loss(windows)
+                return model.loss(windows)
         with self._autocast():
-            logits = self._network(windows[:, :-1])
+            logits = model(windows[:, :-1])[0] if network is None else network(windows[:, :-1])
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.to(wide).flatten(0, 1), windows[:, 1:].flatten())
 
@@ -142,7 +143,7 @@ class Training:
         loss = self._backward(windows)
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        whole = _whole(norm)
         value, size = torch.stack([loss.double(), whole.double()]).tolist()  # the step's one wait
         if not (math.isfinite(value) and math.isfinite(size)):
             raise self._not_finite(value)
@@ -244,16 +245,20 @@ class Training:
 
     def sharded(self) -> dict[str, Any]:
         """Of `state_dict`, what processes hold shards of, by name: for `torch.distributed.checkpoint`."""
+        from torch.distributed.checkpoint import state_dict as state_dicts  # seconds, for processes alone
+
         return {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.named, self.optimizer),
+            "model": state_dicts.get_model_state_dict(self.model),
+            "optimizer": state_dicts.get_optimizer_state_dict(self.named, self.optimizer),
         }
 
     def load_sharded(self, state: dict[str, Any], numbers: dict[str, Any]) -> None:
         """Continue from `sharded`, read into place, and `numbers` with the `generators` of this process."""
+        from torch.distributed.checkpoint import state_dict as state_dicts  # seconds, for processes alone
+
         self._require_text(numbers)
-        set_model_state_dict(self.model, state["model"])
-        set_optimizer_state_dict(self.named, self.optimizer, state["optimizer"])
+        state_dicts.set_model_state_dict(self.model, state["model"])
+        state_dicts.set_optimizer_state_dict(self.named, self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(numbers["scheduler"])
         self.position = int(numbers["position"])
         self._set_generators(numbers["generators"])
@@ -342,8 +347,13 @@ class Training:
 
 def _finite(x: Tensor) -> bool:
     """On all processes, for what is sharded."""
-    x = x.detach()
-    return bool(torch.isfinite(x.full_tensor() if isinstance(x, DTensor) else x).all())
+    return bool(torch.isfinite(_whole(x.detach())).all())
+
+
+def _whole(x: Tensor) -> Tensor:
+    """What all processes hold, of a DTensor: known by its method, since its module takes seconds to import."""
+    full = getattr(x, "full_tensor", None)
+    return x if full is None else full()
 
 
 def make_optimizer(configuration: Configuration, model: nn.Module) -> torch.optim.Optimizer:

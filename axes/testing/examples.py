@@ -37,6 +37,7 @@ def example(
         d_v = d_k
     keyed = updates[0].parts().memory.keyed
     lead = (*batch, length) if keyed else (length,)
+
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
         return torch.randn(*lead, *shape, generator=generator, dtype=torch.float64)

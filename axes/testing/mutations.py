@@ -135,7 +135,7 @@ def _moves(
     batch, length = (8,), 7 if update.parts().memory.keyed else 20
     if isinstance(anchor := update.parts().step.at, Anchor):  # beyond the first refresh, whichever neighbour refreshes
         length = max(length, anchor.every + 3)
-    windows = [m.window for m in (update.parts().memory, mutated.parts().memory) if isinstance(m, memory.List)]
+    windows = [m.most for m in (update.parts().memory, mutated.parts().memory) if isinstance(m, memory.List)]
     if len(set(windows)) > 1:  # beyond the narrower one, or both keep every pair
         length = max(length, min(w for w in windows if w is not None) + 3)
     if solves(update) or solves(mutated):

@@ -120,7 +120,7 @@ _TRANSITIONS: tuple[Monoid, ...] = (
 )
 _BETA = Per("beta")
 _RATES: tuple[Rate, ...] = (1.0, 0.5, _BETA, _BETA / Count(), Per("row_beta", "row"), Per("key_beta", "key"))
-_LISTS: tuple[Memory, ...] = (List(), List(1.0), List(window=3))
+_LISTS: tuple[Memory, ...] = (List(), List(1.0), List(window=3), List(window=2, first=2))
 _MEMORIES: tuple[Memory, ...] = (*(Matrix(),) * 6, Entries(), Slots(), LayerNormMatrix(), MLP(2), *_LISTS)
 
 
@@ -176,8 +176,7 @@ def _filters(st: Any, named: bool) -> Any:
     )
     sums = st.sampled_from((0.9, 0.8)).map(
         lambda b: tuple(
-            StateUpdate(Linear(of), monoid=Scalar(b), algorithm=Step(1 - b))
-            for of in ("row-square", "column-square")
+            StateUpdate(Linear(of), monoid=Scalar(b), algorithm=Step(1 - b)) for of in ("row-square", "column-square")
         )
     )
     ranked = st.builds(RankOneWhiten, sums, st.just(1e-2), st.sampled_from(("added", "floor")))

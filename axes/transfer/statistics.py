@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from axes.errors import AxesError
 
@@ -76,6 +75,8 @@ def _interval(d: np.ndarray, seed: int) -> tuple[float, float]:
 def _sign_flips(d: np.ndarray) -> float:
     if not d.any():
         return 1.0
+    from scipy import stats  # takes most of a second
+
     found = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf)
     return float(found.pvalue)
 

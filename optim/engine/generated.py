@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from axes.kernels.common.ahead import really
 from axes.programs.program import PARAMETER, trace
 from axes.routes.choice import Target
 
@@ -47,7 +48,8 @@ def unable(device: torch.device) -> str | None:
 
         one, counts = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         smallest = trace(lambda v: {PARAMETER: v[PARAMETER] + v[GRADIENT]}, (PARAMETER, GRADIENT), ())
-        Fused(smallest, {PARAMETER: [one]}, {}, {}, counts).step([torch.zeros_like(one)], {})
+        with really():
+            Fused(smallest, {PARAMETER: [one]}, {}, {}, counts).step([torch.zeros_like(one)], {})
     except Exception as error:  # whatever a compiler, an assembler or a driver says
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(f"no kernels for {device}, torch's operations step instead: {reason}", stacklevel=2)

@@ -219,7 +219,8 @@ SEVERAL = {
     ),
     "several reads": StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated", reads=3)),
     "several writes and reads": StateUpdate(
-        Alignment(), monoid=Product((Diagonal("key_decay"), Rotation(Per("angle", "pair", "real")))),
+        Alignment(),
+        monoid=Product((Diagonal("key_decay"), Rotation(Per("angle", "pair", "real")))),
         algorithm=Step(BETA, writes=2, reads=2),
     ),
     "read twice, normalised": StateUpdate(
@@ -283,7 +284,9 @@ LEVELS = {
     "log-linear": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Fenwick(9)),
     "log-linear, few levels": StateUpdate(Alignment(), monoid=Diagonal("key_decay"), memory=Fenwick(4)),
     "log-linear delta": StateUpdate(
-        Alignment(), monoid=Product((Scalar("decay"), Householder(Per("erase"), "k"))), algorithm=Step(BETA),
+        Alignment(),
+        monoid=Product((Scalar("decay"), Householder(Per("erase"), "k"))),
+        algorithm=Step(BETA),
         memory=Fenwick(8),
     ),
     "log-linear, turning": StateUpdate(Alignment(), monoid=Product((Rotation(30.0), Scalar(0.9))), memory=Fenwick(9)),
@@ -625,9 +628,7 @@ DATA = {
         algorithm=Step(
             minimum(0.3, Count() ** -0.5),
             via=(
-                StateUpdate(
-                    Linear(), RelativeStep(Composite(Ball(0.9, "rms"), rank_one(0.9, eps=0.1)), 1.5), Zero()
-                ),
+                StateUpdate(Linear(), RelativeStep(Composite(Ball(0.9, "rms"), rank_one(0.9, eps=0.1)), 1.5), Zero()),
             ),
         ),
     ),

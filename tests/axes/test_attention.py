@@ -245,7 +245,7 @@ def test_what_is_made_of_a_growing_list_grows_by_itself() -> None:
         "saved": (loaded, slice(None)),
         "detached": (pytree.tree_map(torch.detach, state), slice(None)),
         "a part of the batch": (first, slice(1)),
-        "joined": (join([first, pytree.tree_map(lambda x: x[1:] if x.ndim else x, state)], True), slice(None)),
+        "joined": (join([first, pytree.tree_map(lambda x: x[1:] if x.ndim else x, state)], 0), slice(None)),
         "without its first pair": (
             state._replace(theta=tuple(x[:, 1:] for x in state.theta)),
             slice(None),

@@ -204,9 +204,7 @@ def off_gradient(form: Form) -> Form:
 
 
 @pytest.mark.parametrize(("break_it", "worst"), ((off_output, "new streams"), (off_gradient, "dy")))
-def test_a_wrong_row_is_refused(
-    break_it: Any, worst: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wrong_row_is_refused(break_it: Any, worst: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def wrong(mixer: DepthMixer, dtype: torch.dtype) -> Form:
         return break_it(ours(mixer, dtype))
 

@@ -224,12 +224,29 @@ def test_folding_the_maps_reproduces_the_recurrence(name: str) -> None:
 @pytest.mark.parametrize(
     ("table", "route"),
     [
-        (CHAINS, "chain"), (EARLY, "chain"), (SEVERAL, "chain"), (TURNED, "chain"),
-        (ATTENTION, "attention"), (GRAM, "gram"), (CASCADES, "cascade"),
-        (SUBSTITUTIONS, "substitution"), (SEQUENTIAL, "interpreter"), (PASSES, "passes"), (LEVELS, "levels"),
+        (CHAINS, "chain"),
+        (EARLY, "chain"),
+        (SEVERAL, "chain"),
+        (TURNED, "chain"),
+        (ATTENTION, "attention"),
+        (GRAM, "gram"),
+        (CASCADES, "cascade"),
+        (SUBSTITUTIONS, "substitution"),
+        (SEQUENTIAL, "interpreter"),
+        (PASSES, "passes"),
+        (LEVELS, "levels"),
     ],  # fmt: skip
     ids=[
-        "chain", "early", "several", "turned", "attention", "gram", "cascade", "substitution", "interpreter", "passes",
+        "chain",
+        "early",
+        "several",
+        "turned",
+        "attention",
+        "gram",
+        "cascade",
+        "substitution",
+        "interpreter",
+        "passes",
         "levels",
     ],  # fmt: skip
 )

@@ -31,9 +31,7 @@ def loaded(name: str) -> types.ModuleType:
 
 
 @pytest.mark.parametrize("name", WITH_CODE)
-def test_snippets_run_in_order(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snippets_run_in_order(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     snippets = PYTHON.findall((DOCS / f"{name}.md").read_text(encoding="utf-8"))
     assert snippets
     page = types.ModuleType("page")  # what is declared in a page is pickled by its module

@@ -151,7 +151,6 @@ def test_a_call_that_was_seen_is_not_asked_again(monkeypatch: pytest.MonkeyPatch
     assert len(asked(update).looks) <= 64
 
 
-
 def test_angles_of_pairs_may_be_one_number() -> None:
     given = {n: torch.randn(2, 5, 3, 4) for n in ("q", "k", "v")} | {"decay": -torch.rand(2, 5, 3, 2)}
     number, same = ({**given, "angle": x} for x in (-1.5, torch.full((2, 5, 3, 2), -1.5)))

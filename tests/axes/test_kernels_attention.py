@@ -258,7 +258,7 @@ def interpreted(update, signal, state, lengths=None):
             outs.append(out)
         ends.append(own)
         at += length
-    return torch.cat(outs, 1), join(ends, True)
+    return torch.cat(outs, 1), join(ends, 0)
 
 def check(name, batch, length, old, lengths=None, bound=2e-5):
     update = TUPLES[name]

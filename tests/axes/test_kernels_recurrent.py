@@ -11,12 +11,15 @@ import torch
 from axes.core.state_update import State
 from axes.errors import ShapeError
 from axes.routes import recurrent
-from axes.routes.cells import GRU, SLSTM, Cell
+from axes.routes.cells import GRU, SLSTM
+from axes.routes.cells import VectorCell as Vector
+from axes.routes.matrix_cells import M2RNN
 from axes.sequence import GRU as GRULayer
+from axes.sequence import M2RNN as M2RNNLayer
 from tests.interpreter import interpret
 
 
-def draw(cell: Cell, length: int, width: int, units: int, dtype: torch.dtype, packed: bool = False, heads: int = 2):
+def draw(cell: Vector, length: int, width: int, units: int, dtype: torch.dtype, packed: bool = False, heads: int = 2):
     """Inputs, matrices, the state and what is carried, as leaves."""
     batch = 1 if packed else units
     made = {
@@ -29,12 +32,12 @@ def draw(cell: Cell, length: int, width: int, units: int, dtype: torch.dtype, pa
     return {n: x.to(dtype) for n, x in made.items()}
 
 
-def results(cell: Cell, given: dict[str, torch.Tensor], who: str, cu: Any = None) -> dict[str, torch.Tensor]:
+def results(cell: Vector, given: dict[str, torch.Tensor], who: str, cu: Any = None) -> dict[str, torch.Tensor]:
     leaves = {n: x.detach().clone().requires_grad_() for n, x in given.items()}
     carry = tuple(leaves[f"carry{n}"] for n in range(cell.carried))
     state = State((leaves["y"][..., None],), (), (), (), (), torch.zeros((), dtype=torch.int64))
-    matrices = leaves["inputs"], leaves["weight"], leaves["bias"]
-    out, after, carry = recurrent.run(GRULayer.update, cell, *matrices, carry, state, cu, who)  # type: ignore[arg-type]
+    tokens, matrices = {"inputs": leaves["inputs"]}, (leaves["weight"], leaves["bias"])
+    out, after, carry = recurrent.run(GRULayer.update, cell, tokens, matrices, carry, state, cu, who)  # type: ignore[arg-type]
     shown = {"out": out, "y": after.theta[0], **{f"last{n}": x for n, x in enumerate(carry)}}
     torch.manual_seed(1)
     loss = sum((x.double() * torch.randn(x.shape, dtype=torch.float64)).sum() for x in shown.values())
@@ -42,7 +45,7 @@ def results(cell: Cell, given: dict[str, torch.Tensor], who: str, cu: Any = None
     return shown | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
 
 
-def compare(cell: Cell, length: int, width: int, units: int, dtype: torch.dtype, who: str, bound: float, cuts=None):
+def compare(cell: Vector, length: int, width: int, units: int, dtype: torch.dtype, who: str, bound: float, cuts=None):
     torch.manual_seed(0)
     given = draw(cell, length, width, units, dtype, cuts is not None)
     cu = None if cuts is None else torch.tensor(cuts)
@@ -54,10 +57,58 @@ def compare(cell: Cell, length: int, width: int, units: int, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("cell", (GRU(), SLSTM()), ids=("gru", "slstm"))
-def test_torch_at_once_is_the_steps(cell: Cell) -> None:
+def test_torch_at_once_is_the_steps(cell: Vector) -> None:
     compare(cell, 7, 5, 3, torch.float64, "torch", 1e-12)
     compare(cell, 1, 1, 2, torch.float64, "torch", 1e-12)
     compare(cell, 9, 4, 4, torch.float64, "torch", 1e-12, cuts=[0, 3, 3, 4, 9])
+
+
+def matrices(who: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], cuts: Any = None) -> dict[str, Any]:
+    """A cell of matrices: what it gives and its gradients. sizes: tokens, keys, channels, sequences."""
+    torch.manual_seed(0)
+    (length, d_k, d_v, units), batch = sizes, 1 if cuts else sizes[3]
+    shapes = {"q": (d_k,), "k": (d_k,), "v": (d_v,), "decay": ()}
+    given = {n: torch.randn(batch, length, 2, *s, dtype=torch.float64) for n, s in shapes.items()}
+    given["decay"] = -given["decay"].abs()
+    given["weight"] = torch.randn(2, d_v, d_v, dtype=torch.float64) / d_v**0.5
+    given["state"] = torch.randn(units, 2, d_v, d_k, dtype=torch.float64)
+    short = {n: x.to(torch.float32 if n in ("decay", "state") else dtype) for n, x in given.items()}
+    if who == "reference":
+        short = {n: x.to(given[n]) for n, x in short.items()}
+    leaves = {n: x.detach().requires_grad_() for n, x in short.items()}
+    state = State((leaves["state"],), (), (), (), (), torch.zeros((), dtype=torch.int64))
+    cu, cell = None if cuts is None else torch.tensor(cuts), M2RNN()
+    tokens = {n: leaves[n] for n in shapes}
+    out, after, _ = recurrent.run(M2RNNLayer.update, cell, tokens, (leaves["weight"],), (), state, cu, who)  # type: ignore[arg-type]
+    shown = {"out": out, "last": after.theta[0]}
+    loss = sum((x.double() * torch.randn(x.shape, dtype=torch.float64)).sum() for x in shown.values())
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return shown | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+
+
+def compare_matrices(who: str, dtype: torch.dtype, bound: float, sizes: Any, cuts: Any = None) -> None:
+    want, got = matrices("reference", dtype, sizes, cuts), matrices(who, dtype, sizes, cuts)
+    for name, w in want.items():
+        error = ((got[name] - w).norm() / max(w.norm().item(), 1e-3 * w.numel() ** 0.5)).item()
+        assert error < bound, (sizes, name, error)
+
+
+def test_matrices_at_once_are_the_steps() -> None:
+    compare_matrices("torch", torch.float64, 1e-6, (7, 3, 5, 2))  # state and decay were float32
+    compare_matrices("torch", torch.float32, 3e-6, (9, 4, 2, 4), [0, 3, 3, 4, 9])
+
+
+def test_the_kernel_of_matrices_is_the_steps() -> None:
+    interpret("""
+import torch
+from axes.routes import recurrent
+from tests.axes.test_kernels_recurrent import compare_matrices
+
+recurrent.no_kernel = lambda *_: None
+compare_matrices("triton", torch.float32, 3e-6, (19, 5, 20, 2))
+compare_matrices("triton", torch.float16, 1e-2, (3, 16, 16, 1))
+compare_matrices("triton", torch.float32, 3e-6, (37, 4, 3, 4), [0, 18, 18, 19, 37])
+""")
 
 
 @pytest.mark.parametrize("name", ("GRU", "SLSTM"))

@@ -25,6 +25,7 @@ from axes.routes import dispatch, substitution_kernel
 from axes.routes.choice import Target
 from axes.sequence.longhorn import Longhorn
 from axes.sequence.miras import YaadMatrix
+from axes.sequence.ttt import TTTLinear
 from tests.interpreter import interpret
 
 if sys.platform != "linux":  # there its absence is an error, not a reason to skip
@@ -47,11 +48,11 @@ from axes.testing import checks
 BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
 ROWS = Diagonal("row_decay", side="row")
 
-def example(update, length, d_k, d_v):
+def example(update, length, d_k, d_v, gates=1.0):
     torch.manual_seed(0)
     signal = checks.example(update, length=length, d_k=d_k, d_v=d_v)
     signal = {n: x[:1].float().unsqueeze(2) if isinstance(x, torch.Tensor) else x for n, x in signal.items()}
-    return {n: 0.3 * x if "beta" in n else x for n, x in signal.items()}
+    return {n: 0.3 * x if "beta" in n else gates * x if "decay" in n else x for n, x in signal.items()}
 
 def results(run, signal, start, dtype):
     live = {n: x.to(dtype).requires_grad_() for n, x in signal.items()}
@@ -69,8 +70,8 @@ def compare(got, want):
             print(tuple(w.shape), f"{error:.1e}")
             assert error < 2e-6, (tuple(w.shape), error)
 
-def check(update, length, d_k=5, d_v=3):
-    signal = example(update, length, d_k, d_v)
+def check(update, length, d_k=5, d_v=3, gates=1.0):
+    signal = example(update, length, d_k, d_v, gates)
     start = torch.randn(1, 1, d_v, d_k)
     kernel = results(lambda s, w: substitution_kernel.run(update, s, None, (w,)), signal, start, torch.float32)
     exact = results(lambda s, w: reference.run(update, s, time=1, weights=(w,)), signal, start, torch.float64)
@@ -105,6 +106,15 @@ CASES = {
     "rows, gated, rows meet": (
         'check(StateUpdate(Huber(0.5, "norm"), monoid=ROWS, algorithm=Step(ROW_BETA, at="gated")), 20)'
     ),
+    "rows, before, gates that close": (
+        "check(StateUpdate(Huber(ROW_BETA), monoid=ROWS, algorithm=Step(ROW_BETA)), 36, gates=8.0)"
+    ),
+    "rows, gated, gates that close": (
+        'check(StateUpdate(Huber(0.5), monoid=ROWS, algorithm=Step(ROW_BETA, at="gated")), 36, gates=8.0)'
+    ),
+    "anchored, rows, gates that close": (
+        "check(StateUpdate(Huber(0.5), monoid=ROWS, algorithm=Step(ROW_BETA, at=Anchor(16))), 36, gates=8.0)"
+    ),
     "anchored, rows": "check(StateUpdate(Huber(0.5), monoid=ROWS, algorithm=Step(ROW_BETA, at=Anchor(16))), 34)",
     "anchored, a norm": (
         "check(StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(16)), memory=LayerNormMatrix()), 17, 4, 4)"
@@ -112,11 +122,13 @@ CASES = {
     "filter along the key": (
         'check(StateUpdate(SquaredError(), OnUpdate(Sphere("whole")), Scalar("decay"), Step(BETA)), 18)'
     ),
-    "packed": PACKED + r"""
+    "packed": PACKED
+    + r"""
 update = StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(ROW_BETA, at="new"))
 packed_one_by_one(update, [0, 2, 2, 21])
 """,
-    "packed, each with anchors of its own": PACKED + r"""
+    "packed, each with anchors of its own": PACKED
+    + r"""
 update = StateUpdate(Huber(0.5), monoid=Scalar("decay"), algorithm=Step(ROW_BETA, at=Anchor(16)))
 packed_one_by_one(update, [0, 3, 3, 22])
 """,
@@ -146,11 +158,17 @@ def test_select_names_the_kernels_and_says_why_not() -> None:
     assert "anchor for 16 tokens" in reason(StateUpdate(Huber(1.0), algorithm=Step(Per("beta"), at=Anchor(4))))
 
 
+def test_what_queries_read_is_followed_too() -> None:
+    names = tuple(per.name for per in TTTLinear.update.demands())
+    made = substitution_kernel.reading_of(TTTLinear.update, 64, 64, names)
+    assert isinstance(made, substitution_kernel.Made) and "q" in made.inputs
+    uneven = substitution_kernel.reading_of(TTTLinear.update, 64, 32, names)
+    assert isinstance(uneven, substitution_kernel.NotMade) and "one width" in uneven.reason
+
+
 def test_an_mlp_is_no_matter_of_these_kernels() -> None:
     update = StateUpdate(Huber(1.0), algorithm=Step(Per("beta"), at=Anchor(16)), memory=MLP(2))
-    assert "not one matrix" in str(
-        substitution_kernel.no_kernel(update, torch.device("cuda"), torch.bfloat16, {}, 1)
-    )
+    assert "not one matrix" in str(substitution_kernel.no_kernel(update, torch.device("cuda"), torch.bfloat16, {}, 1))
 
 
 # ---- the text of a response ------------------------------------------------------------------------------------------

@@ -52,8 +52,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "routes": (
         "choice", "given", "counts", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "passes",
-        "spans", "finite", "cells", "substitution", "gram", "cascade", "attention", "levels", "opaque",
-        "recurrent",
+        "spans", "finite", "cells", "substitution", "gram", "cascade", "attention", "levels", "recomputed",
+        "opaque", "recurrent",
         "kernel_terms", "substitution_kernel", "token", "early", "several", "turned", "select", "dispatch", "frame",
     ),
     "testing": ("strategies", "examples", "declarations", "gauges", "mutations", "checks", "suite"),

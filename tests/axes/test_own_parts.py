@@ -123,9 +123,7 @@ class Times(Cost):
 
 
 def rule(h: Geometry) -> StateUpdate:
-    return StateUpdate(
-        Given(), OnUpdate(h), Decay(Per("weight_decay")), Step(Per("lr"), via=(Momentum(0.5, "ema"),))
-    )
+    return StateUpdate(Given(), OnUpdate(h), Decay(Per("weight_decay")), Step(Per("lr"), via=(Momentum(0.5, "ema"),)))
 
 
 def stepped(update: StateUpdate, **options: object) -> tuple[Tensor, optim.Optimizer]:

@@ -1,6 +1,6 @@
 """Networks of every mixer beside their papers' formulas written out: the table of docs/depth.md, and its bounds.
 
-    python -m tests.depth.test_agreement
+python -m tests.depth.test_agreement
 """
 
 from __future__ import annotations

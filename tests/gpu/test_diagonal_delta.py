@@ -27,12 +27,13 @@ def passes_for_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagonal_delta, "_FEWEST", 1)
 
 
-@pytest.fixture(autouse=True, params=(False, True), ids=("", "hopper"))
+@pytest.fixture(autouse=True, params=(False, True), ids=("", "portable"))
 def kernels_of_dplr(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are picked, and those that wait for this file to have passed with them."""
+    """Those that are picked on Hopper, and those for other chips and grouped heads."""
     if request.param and "dplr" not in request.node.callspec.params.values():
         pytest.skip("another rule")
-    monkeypatch.setattr(diagonal_delta, "_DPLR_ON_HOPPER", request.param)
+    if request.param:
+        monkeypatch.setattr(diagonal_delta, "_by_pairs", lambda *_: False)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,16 @@ if not torch.cuda.is_available():
 from axes import catalogue  # noqa: E402
 from axes.core.state_update import State  # noqa: E402
 from axes.routes import recurrent  # noqa: E402
-from axes.routes.cells import GRU, SLSTM, Cell  # noqa: E402
+from axes.routes.cells import GRU, SLSTM, VectorCell  # noqa: E402
+from axes.routes.matrix_cells import M2RNN  # noqa: E402
 from axes.sequence import GRU as GRULayer  # noqa: E402
+from axes.sequence import M2RNN as M2RNNLayer  # noqa: E402
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 CELLS = pytest.mark.parametrize("cell", (GRU(), SLSTM()), ids=("gru", "slstm"))
 
 
-def draw(cell: Cell, length: int, width: int, units: int, heads: int, dtype: torch.dtype, packed: bool = False):
+def draw(cell: VectorCell, length: int, width: int, units: int, heads: int, dtype: torch.dtype, packed: bool = False):
     torch.manual_seed(0)
     shapes = {
         "inputs": (1 if packed else units, length, heads, cell.gates, width),
@@ -36,12 +38,12 @@ def draw(cell: Cell, length: int, width: int, units: int, heads: int, dtype: tor
     return {n: x.to(dtype) if n in ("inputs", "weight", "bias") else x for n, x in made.items()}
 
 
-def results(cell: Cell, given: dict[str, torch.Tensor], who: str, cu: torch.Tensor | None = None):
+def results(cell: VectorCell, given: dict[str, torch.Tensor], who: str, cu: torch.Tensor | None = None):
     leaves = {n: x.detach().clone().requires_grad_() for n, x in given.items()}
     carry = tuple(leaves[f"carry{n}"] for n in range(cell.carried))
     state = State((leaves["y"][..., None],), (), (), (), (), torch.zeros((), dtype=torch.int64))
-    matrices = leaves["inputs"], leaves["weight"], leaves["bias"]
-    out, after, carry = recurrent.run(GRULayer.update, cell, *matrices, carry, state, cu, who)
+    tokens, matrices = {"inputs": leaves["inputs"]}, (leaves["weight"], leaves["bias"])
+    out, after, carry = recurrent.run(GRULayer.update, cell, tokens, matrices, carry, state, cu, who)
     shown = {"out": out, "y": after.theta[0], **{f"last{n}": x for n, x in enumerate(carry)}}
     torch.manual_seed(1)
     loss = sum((x.double() * torch.randn(x.shape, device="cuda").double()).sum() for x in shown.values())
@@ -49,7 +51,7 @@ def results(cell: Cell, given: dict[str, torch.Tensor], who: str, cu: torch.Tens
     return shown | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
 
 
-def compare(cell: Cell, dtype: torch.dtype, length: int, width: int, units: int, heads: int, cuts=None) -> None:
+def compare(cell: VectorCell, dtype: torch.dtype, length: int, width: int, units: int, heads: int, cuts=None) -> None:
     given = draw(cell, length, width, units, heads, dtype, cuts is not None)
     cu = None if cuts is None else torch.tensor(cuts, device="cuda")
     want = results(cell, {n: x.double() for n, x in given.items()}, "torch", cu)
@@ -64,7 +66,7 @@ def compare(cell: Cell, dtype: torch.dtype, length: int, width: int, units: int,
 @CELLS
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("width", (20, 64, 128))
-def test_equals_the_steps(cell: Cell, dtype: torch.dtype, width: int) -> None:
+def test_equals_the_steps(cell: VectorCell, dtype: torch.dtype, width: int) -> None:
     if recurrent.no_kernel(cell, torch.device("cuda"), dtype, width) is not None:
         pytest.skip("its matrices do not fit on the chip")
     compare(cell, dtype, 60, width, 33, 2)
@@ -72,21 +74,60 @@ def test_equals_the_steps(cell: Cell, dtype: torch.dtype, width: int) -> None:
 
 @CELLS
 @pytest.mark.parametrize(("length", "units"), ((1, 1), (2, 16), (7, 17)))
-def test_sizes(cell: Cell, length: int, units: int) -> None:
+def test_sizes(cell: VectorCell, length: int, units: int) -> None:
     compare(cell, torch.float32, length, 32, units, 3)
 
 
 @CELLS
-def test_packed(cell: Cell) -> None:
+def test_packed(cell: VectorCell) -> None:
     compare(cell, torch.float32, 90, 64, 5, 2, [0, 30, 30, 31, 80, 90])
 
 
 @CELLS
-def test_a_full_chip_repeats(cell: Cell) -> None:
+def test_a_full_chip_repeats(cell: VectorCell) -> None:
     given = draw(cell, 100, 128, 500, 8, torch.bfloat16)
     first, second = (results(cell, given, "triton") for _ in range(2))
     for n, x in first.items():
         assert torch.equal(x, second[n]), n
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(("d_k", "d_v", "cuts"), ((64, 16, None), (20, 64, None), (64, 64, [0, 30, 30, 31, 80, 90])))
+def test_cells_of_matrices(dtype: torch.dtype, d_k: int, d_v: int, cuts: list[int] | None) -> None:
+    """By the kernel against torch in float64, of the same rounded numbers."""
+    torch.manual_seed(0)
+    units, batch, length, cell = 5, 1 if cuts else 5, 90, M2RNN()
+    shapes = {"q": (d_k,), "k": (d_k,), "v": (d_v,), "decay": ()}
+    given = {n: torch.randn(batch, length, 3, *s, device="cuda") for n, s in shapes.items()}
+    given["decay"] = -given["decay"].abs()
+    given["weight"] = torch.randn(3, d_v, d_v, device="cuda") / d_v**0.5
+    given["state"] = torch.randn(units, 3, d_v, d_k, device="cuda")
+    given = {n: x if n in ("decay", "state") else x.to(dtype) for n, x in given.items()}
+    cu = None if cuts is None else torch.tensor(cuts, device="cuda")
+    shown = []
+    for who in ("torch", "triton", "triton"):
+        leaves = {n: (x.double() if who == "torch" else x).detach().clone().requires_grad_() for n, x in given.items()}
+        state = State((leaves["state"],), (), (), (), (), torch.zeros((), dtype=torch.int64))
+        tokens = {n: leaves[n] for n in shapes}
+        out, after, _ = recurrent.run(M2RNNLayer.update, cell, tokens, (leaves["weight"],), (), state, cu, who)
+        torch.manual_seed(1)
+        loss = sum((x.double() * torch.randn(x.shape, device="cuda").double()).sum() for x in (out, after.theta[0]))
+        shown.append([out, after.theta[0], *torch.autograd.grad(loss, list(leaves.values()))])
+    for want, got, again in zip(*shown, strict=True):
+        assert torch.equal(got, again)
+        error = ((got - want).norm() / max(want.norm().item(), 1.0)).item()
+        print(f"{error:.1e}", end="  ")
+        assert error < BOUNDS[dtype]
+
+
+def test_times_of_matrices() -> None:
+    """Printed (-s): a layer of 16 heads of 64 x 64, by the kernel and by torch; B=8 T=1024, bf16."""
+    x = torch.randn(8, 1024, 1024, device="cuda", dtype=torch.bfloat16)
+    for who in ("triton", "torch"):
+        layer = M2RNNLayer(1024, heads=16, implementation=who, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            forward = milliseconds(lambda m=layer: m(x))
+        print(f"{who}: {forward:.2f} / {milliseconds(lambda m=layer: m(x)[0].sum().backward()):.2f} ms")
 
 
 @pytest.mark.parametrize("name", ("mesa-net", "gsa", "abc"))

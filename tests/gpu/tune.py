@@ -66,21 +66,12 @@ def cases() -> list[Case]:
         if walk.rows < 64:
             changes += [{"rows": walk.rows * 2}]
         found.append([Case(rule, 64, "token", change) for change in changes])
-    serial = {"SERIAL_WARPS": (2, 2, 4)}, {"SERIAL_WARPS": (8, 8, 8)}, {"PART": 32}, {"PART": 128}
-    spread = [
-        {"MEETINGS_WARPS": 4},
-        {"GRADIENTS_WARPS": 4},
-        {"SLOPES_WARPS": 2},
-        {"PART": 32, "SERIAL_WARPS": (2, 2, 4)},
-    ]
+    spread: list[dict[str, Any]] = [{"COLUMNS": 128, "GRADIENTS_WARPS": 8}, {"CLOSINGS_WARPS": 4}]
+    spread += [{"MEETINGS_WARPS": 4}, {"PART": 128}]
     rules = (("longhorn", 128), ("yaad", 128), ("yaad prev", 128), ("frank-wolfe delta", 128), ("ttt-linear", 64))
     for rule, width in rules:
-        rows = "PART" in str(serial) and rule in (
-            "longhorn",
-            "yaad",
-            "yaad prev",
-        )  # a head is one program where rows meet
-        changes = [{}, *(c for c in (*serial, *spread) if rows or "PART" not in c)]
+        rows = rule in ("longhorn", "yaad", "yaad prev")  # a head is one program where rows meet
+        changes = [{}, *(c for c in spread if rows or "PART" not in c)]
         found.append([Case(rule, width, "substitution", change) for change in changes])
     longest = max(map(len, found))
     return [group[i] for i in range(longest) for group in found if i < len(group)]
@@ -203,9 +194,10 @@ def calls_exact(case: Case, signal: Signal) -> dict[str, Tensor]:
     return {"o": out.detach(), **{f"d{n}": g for n, g in zip(leaves, made, strict=True)}}
 
 
-def tune(out: Path, limit: float, only: tuple[str, ...], batch: int, tokens: int) -> None:
+def tune(out: Path, limit: float, only: tuple[str, ...], batch: int, tokens: int, plain: bool) -> None:
     begun = time.monotonic()
     work = [c for c in cases() if not only or c.route in only or c.rule in only]
+    work = [c for c in work if not (plain and c.change)]
     rows: dict[int, dict[str, Any]] = {}
     wants: dict[str, dict[str, Tensor]] = {}
     device = torch.device("cuda")
@@ -275,7 +267,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("tuned.jsonl"))
     parser.add_argument("--limit", type=float, default=100.0, help="seconds")
     parser.add_argument("--only", action="append", default=[], help="a rule, token or substitution")
+    parser.add_argument("--plain", action="store_true", help="what the package has, no candidates")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096)
     given = parser.parse_args()
-    tune(given.out, given.limit, tuple(given.only), given.batch, given.tokens)
+    tune(given.out, given.limit, tuple(given.only), given.batch, given.tokens, given.plain)

@@ -35,9 +35,7 @@ def floats(optimizer: optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group's rule that are numbers and act, and at what."""
     rule = optimizer._rules[group["rule"]]
     given = {n: group[n] for n in inspect.signature(rule).parameters}
-    return {
-        n: x for n, x in given.items() if any(isinstance(y, float) for y in leaves(x)) and _acts(rule, given, n)
-    }
+    return {n: x for n, x in given.items() if any(isinstance(y, float) for y in leaves(x)) and _acts(rule, given, n)}
 
 
 def _acts(rule: Any, given: dict[str, Any], name: str) -> bool:

@@ -157,8 +157,9 @@ def test_what_is_a_program_over_stacks_and_what_is_not() -> None:
         assert found is not None and words in str(found.program) and len(found.stages) == 1
     assert staged(optim.PSGDKron.declare().normal()) is None
     ps, qs = parameters()[:3], parameters()[:3]
-    a, b = optim.PSGDKron([{"params": ps[:2], "rule": "psgd-kron"}]), optim.PSGDKron(
-        [{"params": qs[:2], "rule": "psgd-kron"}], foreach=False
+    a, b = (
+        optim.PSGDKron([{"params": ps[:2], "rule": "psgd-kron"}]),
+        optim.PSGDKron([{"params": qs[:2], "rule": "psgd-kron"}], foreach=False),
     )
     walk(a, ps, 2), walk(b, qs, 2)
     assert axes.select(a).route == "interpreter" and batches(a) and not any(x.programmed for x in batches(a))
@@ -251,9 +252,7 @@ def test_rows_beside_columns_are_broadcast_and_values_are_no_constants() -> None
         schedule = Schedule(trace(step, names, (), like), alone=alone)
         assert not any(s.name == "copy" and schedule.names[s.target] == "m" for s in schedule.steps)
         generator, count = torch.Generator().manual_seed(0), 1 if alone else 4
-        given = {
-            n: torch.randn(count, *like[n].shape, generator=generator, dtype=torch.float64) for n in names
-        }
+        given = {n: torch.randn(count, *like[n].shape, generator=generator, dtype=torch.float64) for n in names}
         held = {n: x.clone() for n, x in given.items()}
         schedule.run([[held[n]] for n in schedule.names], schedule.program.numbers({}))
         for name, expected in step(given).items():

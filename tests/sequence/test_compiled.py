@@ -160,9 +160,9 @@ def test_the_operator() -> None:
     state = layer.init_state(2).memory
     call = " ".join(("chain", opaque._shape(state), *signal))
     given = ([*signal.values(), *opaque._leaves(state)], opaque.text(layer.update), call)
-    torch.library.opcheck(opaque._operator, given)
+    torch.library.opcheck(opaque._sequences.operator, given)
 
 
 def test_a_graph_without_its_layer_says_so() -> None:
     with pytest.raises(AxesError, match="no layer of StateUpdate"):
-        opaque._compute([], "StateUpdate(nowhere)", "chain [tt] q")
+        opaque._sequences.operator([], "StateUpdate(nowhere)", "chain [tt] q")

@@ -229,6 +229,7 @@ def test_rounding_does_not_drift(cls: type) -> None:
 @pytest.mark.parametrize("cls", LATTICE)
 def test_gradients_with_one_batch_dimension(cls: type) -> None:
     """Of which the length of a sequence is the last but one, and not the third."""
+
     def gradients(implementation: str | None) -> tuple[Tensor, ...]:
         signal = example(cls.update, batch=(2,), length=9, d_k=4, d_v=6)
         leaves = [x.requires_grad_() for x in signal.values() if isinstance(x, Tensor)]

@@ -22,7 +22,7 @@ from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 from axes.moves import retarget
 from axes.routes import dispatch
-from axes.sequence import GSA, MLA, SequenceLayer, SlidingWindow
+from axes.sequence import GSA, MLA, Persistent, SequenceLayer, SlidingWindow
 from axes.sequence.latent import Latent
 from axes.testing.examples import example
 from tests.oracles import B, D, Found, H, Oracle, T, check_formula, heads, make, relative, rms, root, through
@@ -39,14 +39,14 @@ def turned(x: Tensor, base: float = 10000.0) -> Tensor:
     return torch.complex(x[..., :half], x[..., half:]) * torch.exp(-1j * angle)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, stay: int = 0) -> Tensor:
     """Softmax of Re(q conj(k)) (or of real products) over the pairs so far, query by query and head by head."""
     out = []
     for t in range(q.shape[1]):
-        first = 0 if window is None else max(0, t + 1 - window)
-        scores = [(q[:, t] * k[:, i].conj()).sum(-1).real * scale for i in range(first, t + 1)]
+        seen = [i for i in range(t + 1) if window is None or i > t - window or i < stay]
+        scores = [(q[:, t] * k[:, i].conj()).sum(-1).real * scale for i in seen]
         weights = torch.stack(scores, -1).softmax(-1)
-        out.append(torch.einsum("bhi,bihd->bhd", weights, v[:, first : t + 1]))
+        out.append(torch.einsum("bhi,bihd->bhd", weights, v[:, seen]))
     return torch.stack(out, 1)
 
 
@@ -59,9 +59,9 @@ def shared_heads(m: SequenceLayer, x: Tensor) -> Found:
 
 
 def sliding_window(m: SequenceLayer, x: Tensor) -> Found:
-    p, window = m.around, m.update.parts().memory.window
+    p, memory = m.around, m.update.parts().memory
     q, k, v = (heads(x @ w.weight.T) for w in (p.q_proj, p.k_proj, p.v_proj))
-    return attended(turned(q), turned(k), v, 1 / root(q), window), None
+    return attended(turned(q), turned(k), v, 1 / root(q), memory.window, memory.first), None
 
 
 def mla(m: SequenceLayer, x: Tensor) -> Found:
@@ -134,6 +134,51 @@ def test_a_system_is_its_papers_formula(name: str) -> None:
 
 def test_a_window_that_is_full() -> None:
     check_formula(SlidingWindow, sliding_window, update=replace(SlidingWindow.update, memory=List(window=4)))
+
+
+@pytest.mark.parametrize(("window", "first"), ((3, 2), (1, 4), (4, 6)))
+def test_a_window_beside_the_first_pairs(window: int, first: int) -> None:
+    update = replace(SlidingWindow.update, memory=List(window=window, first=first))
+    check_formula(SlidingWindow, sliding_window, update=update)
+    m, x = make(SlidingWindow, update=update), torch.randn(B, 2 * T, D, dtype=torch.float64)
+    whole, end = m(x)
+    assert end.memory.theta[0].shape[-2] == min(first + window, 2 * T)
+    begun, state = m(x[:, :T])
+    rest = [begun]
+    for t in range(T, 2 * T):
+        out, state = m.step(x[:, t], state)
+        rest.append(out[:, None])
+    assert relative(torch.cat(rest, 1), whole) < 1e-12
+
+
+def test_first_pairs_of_sequences_of_unequal_length() -> None:
+    """Massless pairs that fill a shorter list stand behind those that stay; too short a list is refused."""
+    m = make(SlidingWindow, update=replace(SlidingWindow.update, memory=List(window=3, first=2)))
+    x, more = torch.randn(1, 11, D, dtype=torch.float64), torch.randn(2, 6, D, dtype=torch.float64)
+    _, state = m(x, cu_seqlens=torch.tensor([0, 3, 11]))
+    y, _ = m(more, state)
+    for i, part in enumerate((x[:, :3], x[:, 3:])):
+        alone, _ = m(torch.cat((part, more[i : i + 1]), 1))
+        assert relative(y[i], alone[0, -6:]) < 1e-12
+    with pytest.raises(ShapeError, match="the first 2 pairs of a list stay"):
+        m(x, cu_seqlens=torch.tensor([0, 1, 11]))
+
+
+def test_learned_tokens_stay_beside_a_window() -> None:
+    """Titans' persistent tokens ahead of a sliding window: every token sees them, and no other that has left."""
+    layer = make(SlidingWindow, update=replace(SlidingWindow.update, memory=List(window=2, first=3)))
+    whole, x = Persistent(layer, 3), torch.randn(1, 9, D, dtype=torch.float64, requires_grad=True)
+    y, _ = whole(x)
+    tokens, before = torch.autograd.grad(y[0, -1].square().sum(), (whole.tokens, x))
+    assert (tokens.abs().amax(1) > 0).all() and (before[0].abs().amax(1) > 0).tolist() == [False] * 7 + [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), (({"first": 2}, "give a window, or 0"), ({"window": 2, "first": -1}, "got -1"))
+)
+def test_first_pairs_without_a_window_are_refused(given: dict[str, int], said: str) -> None:
+    with pytest.raises(IllegalUpdate, match=said):
+        List(**given)
 
 
 def test_latents_of_queries() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from axes import explain
 from axes.errors import IllegalUpdate, ShapeError
-from axes.sequence import GRU, SLSTM, SequenceLayer
+from axes.sequence import GRU, M2RNN, SLSTM, SequenceLayer
 from axes.sequence.hybrids import Beside
-from tests.oracles import D, Found, check_formula, make, relative, rms
+from tests.oracles import D, Found, check_formula, convolved, heads, make, mamba_gate, relative, rms
 
 
 def gru(m: SequenceLayer, x: Tensor) -> Found:
@@ -46,7 +46,29 @@ def slstm(m: SequenceLayer, x: Tensor) -> Found:
     return rms(torch.stack(out, 1), p.norm.weight), (c / n)[..., None]
 
 
-@pytest.mark.parametrize(("cls", "oracle"), ((GRU, gru), (SLSTM, slstm)), ids=("gru", "slstm"))
+def m2rnn(m: SequenceLayer, x: Tensor) -> Found:
+    """Mishra et al. 2026: H (keys, values), every entry by its own sum."""
+    p, around = m.around, m.around.around
+    q, k, v = (
+        heads(convolved(x @ getattr(around, f"{n}_proj").weight.T, getattr(around, f"{n}_conv"))) for n in "qkv"
+    )
+    f = mamba_gate(around.charts["decay"], x)
+    state, out = x.new_zeros(x.shape[0], m.sizes.heads, m.sizes.d_k, m.sizes.d_v), []
+    for t in range(x.shape[1]):
+        after = []
+        for i in range(m.sizes.d_k):
+            heard = (state[:, :, i, :, None] * p.weight).sum(-2)
+            z = torch.tanh(heard + k[:, t, :, i, None] * v[:, t])
+            after.append(f[:, t, :, None] * state[:, :, i] + (1 - f[:, t, :, None]) * z)
+        state = torch.stack(after, 2)
+        out.append((q[:, t, ..., None] * state).sum(-2))
+    return rms(torch.stack(out, 1), around.norm.weight) * F.silu(heads(x @ around.g_proj.weight.T)), state.mT
+
+
+ROWS = ((GRU, gru), (SLSTM, slstm), (M2RNN, m2rnn))
+
+
+@pytest.mark.parametrize(("cls", "oracle"), ROWS, ids=("gru", "slstm", "m2rnn"))
 def test_a_row_is_its_formula(cls: type[SequenceLayer], oracle: object) -> None:
     check_formula(cls, oracle)  # type: ignore[arg-type]
     check_formula(cls, oracle, implementation="reference")  # type: ignore[arg-type]
@@ -124,6 +146,8 @@ def test_what_cannot_be_is_refused() -> None:
         GRU(16, heads=2, d_k=4, d_v=4)
     with pytest.raises(ShapeError, match="neither queries nor keys"):
         GRU(16, heads=2, num_v_heads=4)
+    with pytest.raises(IllegalUpdate, match="decay and write, one number a head each"):
+        M2RNN(16, heads=2, update=GRU.update)
     m = GRU(16, heads=2)
     m.across = object()  # type: ignore[assignment]
     with pytest.raises(IllegalUpdate, match="cannot be split over processes"):

@@ -29,12 +29,11 @@ from torch import Tensor
 from axes.kernels.block import kernels, weights
 from axes.kernels.common import inverse
 from axes.kernels.common.layout import (
-    check_like,
-    check_packing,
-    check_tokens,
+    check_chain,
     contiguous,
     extent,
     layout,
+    nothing_read,
     on_device,
     precision,
 )
@@ -197,9 +196,7 @@ def _backward(
                 **shape, **common, **tiles["pairs"],
             )  # fmt: skip
         if plain and not grouped:
-            tokens_backward(
-                q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals
-            )
+            tokens_backward(q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals)
         else:
             kernels.gradients[(cut.slots * hv * parts,)](
                 q, k, carries, do, written, dv, states, dstates, reads, erases, dq, dk, dcarries, dtotals,
@@ -241,23 +238,12 @@ def block_chain(
     Returns o (B, T, HV, V) in v's dtype and the final state (U or B, HV, V, 2, K) in float32. All inputs receive
     gradients, once: there is no double backward. Raises ShapeError for other shapes, dtypes or devices.
     """
-    check_tokens("block_chain", q, k, v)
-    check_packing("block_chain", q.shape[0], cu_seqlens, q.device)
-    token = tuple(v.shape[:3])
-    units = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = (units, v.shape[2], v.shape[3], 2, q.shape[3])
-    for name, x, shape in (
-        ("block", block, (*token, 2, 2)),
-        ("write", write, (*token, 2)),
-        ("erase", erase, (*token, 2)),
-        ("initial_state", initial_state, state),
-    ):
-        check_like("block_chain", name, x, shape, q.device)
+    pairs = {"block": (block, (2, 2)), "write": (write, (2,)), "erase": (erase, (2,))}
+    units = check_chain("block_chain", q, k, v, cu_seqlens, initial_state, pairs, (2,))
+    if v.shape[:3].numel() == 0:
+        return nothing_read(v, (units, *v.shape[2:], 2, q.shape[3]), initial_state)
     numbers = (None if x is None else x.float() for x in (block, write, erase, initial_state))
     matrix, weights, erased, start = contiguous(*numbers)
-    if 0 in token:
-        final = torch.zeros(state, dtype=torch.float32, device=q.device) if start is None else start.clone()
-        return torch.empty_like(v), final
     queries, keys, values = contiguous(q, k, v)
     o, final = _chain(queries, keys, values, matrix, weights, erased, start, cu_seqlens)
     return o, final

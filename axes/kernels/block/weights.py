@@ -86,7 +86,6 @@ def recurrence(
     tl.store(totals + pid * 4 + 3, p11)
 
 
-
 @triton.jit
 def read_pairs(recurrence, C: tl.constexpr):
     """Q_ts: what a token reads of an earlier one or of itself; zero above the diagonal, as the recurrence left it."""

@@ -101,9 +101,7 @@ def _backward(
     dk, dz, (programs, sizes) = torch.empty_like(k), torch.empty_like(z), cut(k)
     sums = k.new_empty(programs, 3, *k.shape[2:], dtype=torch.float32)
     with on_device(k):
-        _removal_backward[(programs * k.shape[2],)](
-            k, z, xi, alpha, bias, dkey, da, db, dk, dz, sums, **sizes, EPS=eps
-        )
+        _removal_backward[(programs * k.shape[2],)](k, z, xi, alpha, bias, dkey, da, db, dk, dz, sums, **sizes, EPS=eps)
     total = sums.sum(0).flatten(1)
     return [dk, dz, *[total[i].to(x.dtype, copy=True) for i, x in enumerate((xi, alpha, bias))]]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from axes.kernels.common.ahead import rehearsal
 from axes.kernels.common.line import recording, unseen
 
 
@@ -56,6 +57,10 @@ class Kernel:
         kinds = [kind(x) for kind, x in zip(self._kinds, values, strict=True)]
         key = (driver.active.get_current_device(), *[given[name] for name in call.options], *kinds)
         ready = call.ready.get(key)
+        if (ahead := rehearsal()) is not None:
+            if ready is None:
+                ahead.ask((self, asked, key), self.kernel, args, {"enable_fp_fusion": True, **given})
+            return
         if ready is None:
             ready = call.ready[key] = self.by_triton(grid, *args, **given)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -138,6 +139,30 @@ def check_packing(who: str, batch: int, cu_seqlens: Tensor | None, device: torch
         )
     if cu_seqlens.device != device:
         raise ShapeError(f"{who}: cu_seqlens is on {cu_seqlens.device} and q on {device}")
+
+
+def check_chain(
+    who: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, initial_state: Tensor | None,
+    tokens: Mapping[str, tuple[Tensor | None, tuple[int, ...]]], slots: tuple[int, ...] = (),
+    widest_values: int | None = LARGEST,
+) -> int:  # fmt: skip
+    """What every family asks of its inputs, and U, the number of states: a batch entry's or a packed sequence's.
+
+    initial_state: (U, HV, V, *slots, K).  tokens: of every token and value head (B, T, HV, *shape), with that shape.
+    """
+    check_tokens(who, q, k, v, widest_values)
+    check_packing(who, q.shape[0], cu_seqlens, q.device)
+    units = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    for name, (x, shape) in tokens.items():
+        check_like(who, name, x, (*v.shape[:3], *shape), q.device)
+    check_like(who, "initial_state", initial_state, (units, *v.shape[2:], *slots, q.shape[3]), q.device)
+    return units
+
+
+def nothing_read(v: Tensor, shape: tuple[int, ...], initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs and the last state (of this shape) where there are no numbers to read."""
+    final = v.new_zeros(shape, dtype=torch.float32) if initial_state is None else initial_state.float().clone()
+    return v.new_zeros(v.shape), final
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------

@@ -28,12 +28,12 @@ from torch import Tensor
 from axes.errors import ShapeError
 from axes.kernels.common.layout import (
     Layout,
+    check_chain,
     check_like,
-    check_packing,
-    check_tokens,
     contiguous,
     extent,
     layout,
+    nothing_read,
     on_device,
     precision,
 )
@@ -252,15 +252,9 @@ def diagonal_chain(
     once. Raises ShapeError for other shapes, dtypes or devices.
     """
     who = "diagonal_chain"
-    check_tokens(who, q, k, v)
-    check_packing(who, q.shape[0], cu_seqlens, q.device)
-    (batch, t, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
-    units = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    check_like(who, "g", g, (batch, t, hv, d_k), q.device)
-    check_like(who, "beta", beta, (batch, t, hv), q.device)
-    check_like(who, "initial_state", initial_state, (units, hv, d_v, d_k), q.device)
+    units = check_chain(who, q, k, v, cu_seqlens, initial_state, {"g": (g, q.shape[3:]), "beta": (beta, ())})
     for name, x in (("erase", erase), ("a", a), ("b", b)):
-        check_like(who, name, x, (batch, t, h, d_k), q.device)
+        check_like(who, name, x, tuple(q.shape), q.device)
     if rule not in ("write", "delta", "dplr"):
         raise ShapeError(f'{who}: rule is "write", "delta" or "dplr", not {rule!r}')
     if (erase is not None and rule != "delta") or ((a is not None) + (b is not None)) != 2 * (rule == "dplr"):
@@ -269,8 +263,7 @@ def diagonal_chain(
     beta = None if beta is None else beta.float()
     start = None if initial_state is None else initial_state.float()
     if q.numel() == 0 or v.numel() == 0:
-        final = v.new_zeros(units, hv, d_v, d_k, dtype=torch.float32) if start is None else start.clone()
-        return v.new_zeros(v.shape), final
+        return nothing_read(v, (units, *v.shape[2:], q.shape[3]), start)
     if rule != "write":
         from axes.kernels.diagonal_delta import chain as diagonal_delta
 

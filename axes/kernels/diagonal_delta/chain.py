@@ -46,8 +46,6 @@ if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules rais
     from axes.kernels.diagonal_delta.hopper_dplr_pairs import dplr_prepare
     from axes.kernels.diagonal_delta.hopper_tokens import tokens_backward
 
-# Seen right on an H200 with mild gates in bfloat16, heads of 128; tests/gpu/test_diagonal_delta.py has to pass with it.
-_DPLR_ON_HOPPER = False
 _FEWEST = 96  # heads of all sequences: a pass that scales takes its time over a chunk, however few it has
 
 # ---- launches ------------------------------------------------------------------------------------------------------
@@ -99,7 +97,7 @@ def _plain(cuts: Layout, q: Tensor, v: Tensor) -> bool:
 
 def _by_pairs(cuts: Layout, q: Tensor, v: Tensor) -> bool:
     """Whether dplr's chunks and their gradients are made by kernels for Hopper."""
-    return _DPLR_ON_HOPPER and q.shape[2] == v.shape[2] and _plain(cuts, q, v)
+    return q.shape[2] == v.shape[2] and _plain(cuts, q, v)
 
 
 def _matrices(q: Tensor, v: Tensor, cuts: Layout, count: int) -> list[Tensor]:
@@ -132,8 +130,15 @@ def _run_prepare(
             dplr_prepare(q, k, g, x, y, scaled, totals, falls, lowers, inner, float(constants["BOUND"]))
         else:
             pairs.prepare[(grid[0] * (1 if matrices is not None else cdiv(d, block)),)](
-                *inputs, *scaled[:3], scaled[-1], totals, falls, *where, MATRICES=matrices is not None, **constants,
-                **shape
+                *inputs,
+                *scaled[:3],
+                scaled[-1],
+                totals,
+                falls,
+                *where,
+                MATRICES=matrices is not None,
+                **constants,
+                **shape,
             )
         if matrices is not None:
             pairs.prepare_closed[grid](*inputs, falls, *where, FLAT=flat, **constants, **shape)

@@ -69,6 +69,7 @@ def _store_pairs(
         lower *= load_line(beta, first, count, head, HV, C)[:, None]
     tl.store(lowers + at, tl.where(i > j, lower, 0.0))
 
+
 # ---- kernels -------------------------------------------------------------------------------------------------------
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels.common.layout import (
+    check_chain,
     check_like,
-    check_packing,
-    check_tokens,
     contiguous,
     extent,
     layout,
+    nothing_read,
     on_device,
 )
 from axes.kernels.common.operators import Differentiable
@@ -141,15 +141,11 @@ def entries_chain(
     once; q and k none where neither asks. Raises ShapeError for other shapes, dtypes or devices.
     """
     who = "entries_chain"
-    check_tokens(who, q, k, v, widest_values=None)
-    check_packing(who, q.shape[0], cu_seqlens, q.device)
+    rows = {name: (x, v.shape[3:]) for name, x in (("gate", gate), ("times", times), ("beta", beta))}
+    units = check_chain(who, q, k, v, cu_seqlens, initial_state, rows, widest_values=None)
     (batch, t, _, d_k), (hv, d_v) = k.shape, v.shape[2:]
-    units = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    for name, x in (("gate", gate), ("times", times), ("beta", beta)):
-        check_like(who, name, x, tuple(v.shape), q.device)
     each = () if spectrum is None or spectrum.ndim == 3 else (batch, t)
     check_like(who, "spectrum", spectrum, (*each, hv, d_v, d_k), q.device)
-    check_like(who, "initial_state", initial_state, (units, hv, d_v, d_k), q.device)
     if times is not None and spectrum is None:
         raise ShapeError(f"{who}: times multiply a spectrum: give it, or use gate and beta")
     if tied and (times is None or beta is not None):
@@ -157,8 +153,7 @@ def entries_chain(
     if erase not in get_args(Erase):
         raise ShapeError(f"{who}: erase is one of {', '.join(get_args(Erase))}, not {erase!r}")
     if q.numel() == 0 or v.numel() == 0:
-        empty = v.new_zeros(units, hv, d_v, d_k, dtype=torch.float32)
-        return v.new_zeros(v.shape), empty if initial_state is None else initial_state.float().clone()
+        return nothing_read(v, (units, hv, d_v, d_k), initial_state)
     keys = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     spectrum = None if spectrum is None else spectrum.float().mT
     start = None if initial_state is None else initial_state.float().mT

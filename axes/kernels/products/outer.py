@@ -190,8 +190,9 @@ def outer_sum(
     if u.dtype not in layout.DTYPES or other.dtype != u.dtype or other.device != u.device:
         raise ShapeError(f"{who}: u and k share a device and one of bf16, fp16, fp32, not {u.dtype} and {other.dtype}")
     if u.device.type != "cuda" and not layout.interpreted():
-        raise ShapeError(f"{who}: the Triton kernel needs a CUDA device, not {u.device}: "
-            "axes.linalg.accumulate runs anywhere")
+        raise ShapeError(
+            f"{who}: the Triton kernel needs a CUDA device, not {u.device}: axes.linalg.accumulate runs anywhere"
+        )
     count, length, value = u.shape
     layout.check_like(who, "weight", weight, (count, length), u.device)
     layout.check_like(who, "start", start, (count, value, other.shape[2]), u.device)

@@ -19,9 +19,9 @@ from axes.kernels.common.layout import check_like, check_packing, contiguous, on
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.recurrent import kernels
+from axes.kernels.recurrent.sizes import CELLS, WIDEST
 
-_SEQUENCES, WIDEST = 16, 128
-CELLS = {"gru": (3, 0), "slstm": (4, 2)}  # pre-activations, and tensors carried beside the state: h and one more
+_SEQUENCES = 16
 
 
 def _constants(x: Tensor, cell: str, cu: Tensor | None) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def recurrent_chain(
     who = "recurrent_chain"
     if cell not in CELLS:
         raise ShapeError(f"{who}: cell is one of {', '.join(CELLS)}, not {cell!r}")
-    gates, carried = CELLS[cell]
+    gates, carried = CELLS[cell][:2]
     if inputs.ndim != 5 or inputs.shape[3] != gates or not 1 <= inputs.shape[4] <= WIDEST:
         raise ShapeError(f"{who}: inputs of {cell} are (B, T, H, {gates}, V <= {WIDEST}), not {tuple(inputs.shape)}")
     if inputs.dtype not in versions.DTYPES:

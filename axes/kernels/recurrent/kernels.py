@@ -42,9 +42,64 @@ def _line(b, head, g, V, c, G: tl.constexpr, THERE: tl.constexpr):
 
 
 @triton.jit
+def _matrices(w, head, V, G: tl.constexpr, BV: tl.constexpr, TURNED: tl.constexpr):
+    """W of up to four pre-activations."""
+    w0, w1 = _matrix(w, head, 0, V, G, BV, TURNED, True), _matrix(w, head, 1, V, G, BV, TURNED, True)
+    w2, w3 = _matrix(w, head, 2, V, G, BV, TURNED, True), _matrix(w, head, 3, V, G, BV, TURNED, G == 4)
+    return w0, w1, w2, w3
+
+
+@triton.jit
 def _of(x, row, g, V, c, mask, G: tl.constexpr, THERE: tl.constexpr):
-    """A pre-activation of every sequence's token."""
     return tl.load(x + (row * G + g) * V + c, mask=mask & THERE, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _activations(x, row, V, c, mask, G: tl.constexpr):
+    """Up to four pre-activations of every sequence's token."""
+    x0, x1 = _of(x, row, 0, V, c, mask, G, True), _of(x, row, 1, V, c, mask, G, True)
+    x2, x3 = _of(x, row, 2, V, c, mask, G, True), _of(x, row, 3, V, c, mask, G, G == 4)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _keep(to, x0, x1, x2, x3, row, V, c, mask, G: tl.constexpr):
+    place = to + row * G * V + c
+    tl.store(place, x0.to(to.dtype.element_ty), mask=mask)
+    tl.store(place + V, x1.to(to.dtype.element_ty), mask=mask)
+    tl.store(place + 2 * V, x2.to(to.dtype.element_ty), mask=mask)
+    tl.store(place + 3 * V, x3.to(to.dtype.element_ty), mask=mask & (G == 4))
+
+
+@triton.jit
+def _held(h, y, e, held, there):
+    """What goes from token to token, of every sequence."""
+    h = tl.load(h + held, mask=there, other=0.0)
+    return h, tl.load(y + held, mask=there, other=0.0), tl.load(e + held, mask=there, other=0.0)
+
+
+@triton.jit
+def _hold(to_h, to_y, to_e, h, y, e, held, there):
+    tl.store(to_h + held, h, mask=there)
+    tl.store(to_y + held, y, mask=there)
+    tl.store(to_e + held, e, mask=there)
+
+
+@triton.jit
+def _tile(offsets, B, T, H, V, BM: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr):
+    """A program's head, rows and lengths of its sequences, channels, where their states stand, and which do."""
+    tile, head = tl.program_id(0) // H, tl.program_id(0) % H
+    sequence, c = tile * BM + tl.arange(0, BM), tl.arange(0, BV)
+    first, length = _rows(offsets, sequence, B, T, PACKED)
+    held = (sequence.to(tl.int64) * H + head)[:, None] * V + c[None, :]
+    return head, first, length, c, held, (sequence < B)[:, None] & (c < V)[None, :]
+
+
+@triton.jit
+def _token(t, first, length, head, c, there, H, V):
+    """Row and place of token t of every sequence, and which have one."""
+    row = ((first + t) * H + head)[:, None]
+    return row, row * V + c[None, :], there & (t < length)[:, None]
 
 
 @Kernel
@@ -55,24 +110,14 @@ def forward(
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and the last h, y and what is carried. SAVE: u, and h, y and what is carried before every token."""
-    tile, head = tl.program_id(0) // H, tl.program_id(0) % H
-    sequence, c = tile * BM + tl.arange(0, BM), tl.arange(0, BV)
-    first, length = _rows(offsets, sequence, B, T, PACKED)
-    held = (sequence.to(tl.int64) * H + head)[:, None] * V + c[None, :]
-    there = (sequence < B)[:, None] & (c < V)[None, :]
-    h = tl.load(h0 + held, mask=there, other=0.0)
-    y = tl.load(y0 + held, mask=there, other=0.0)
-    e = tl.load(e0 + held, mask=there, other=0.0)
-    w0, w1 = _matrix(w, head, 0, V, G, BV, False, True), _matrix(w, head, 1, V, G, BV, False, True)
-    w2, w3 = _matrix(w, head, 2, V, G, BV, False, True), _matrix(w, head, 3, V, G, BV, False, G == 4)
+    head, first, length, c, held, there = _tile(offsets, B, T, H, V, BM, BV, PACKED)
+    h, y, e = _held(h0, y0, e0, held, there)
+    w0, w1, w2, w3 = _matrices(w, head, V, G, BV, False)
     b0, b1 = _line(b, head, 0, V, c, G, True), _line(b, head, 1, V, c, G, True)
     b2, b3 = _line(b, head, 2, V, c, G, True), _line(b, head, 3, V, c, G, G == 4)
     for t in range(tl.max(length, 0)):
-        now = there & (t < length)[:, None]
-        row = ((first + t) * H + head)[:, None]
-        place = row * V + c[None, :]
-        x0, x1 = _of(x, row, 0, V, c[None, :], now, G, True), _of(x, row, 1, V, c[None, :], now, G, True)
-        x2, x3 = _of(x, row, 2, V, c[None, :], now, G, True), _of(x, row, 3, V, c[None, :], now, G, G == 4)
+        row, place, now = _token(t, first, length, head, c, there, H, V)
+        x0, x1, x2, x3 = _activations(x, row, V, c[None, :], now, G)
         short = h.to(w0.dtype)
         u0 = tl.dot(short, w0, input_precision=PRECISION) + b0
         u1 = tl.dot(short, w1, input_precision=PRECISION) + b1
@@ -84,16 +129,11 @@ def forward(
             tl.store(hs + place, h.to(hs.dtype.element_ty), mask=now)
             tl.store(ys + place, y, mask=now)
             tl.store(es + place, e, mask=now & (G == 4))
-            tl.store(us + (row * G + 0) * V + c[None, :], u0.to(us.dtype.element_ty), mask=now)
-            tl.store(us + (row * G + 1) * V + c[None, :], u1.to(us.dtype.element_ty), mask=now)
-            tl.store(us + (row * G + 2) * V + c[None, :], u2.to(us.dtype.element_ty), mask=now)
-            tl.store(us + (row * G + 3) * V + c[None, :], u3.to(us.dtype.element_ty), mask=now & (G == 4))
+            _keep(us, u0, u1, u2, u3, row, V, c[None, :], now, G)
         shown, after, carried = walk(x0, x1, x2, x3, u0, u1, u2, u3, y, e, CELL)
         tl.store(out + place, shown.to(out.dtype.element_ty), mask=now)
         h, y, e = tl.where(now, shown, h), tl.where(now, after, y), tl.where(now, carried, e)
-    tl.store(last_h + held, h, mask=there)
-    tl.store(last_y + held, y, mask=there)
-    tl.store(last_e + held, e, mask=there)
+    _hold(last_h, last_y, last_e, h, y, e, held, there)
 
 
 @Kernel
@@ -104,34 +144,20 @@ def backward(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x, of u and of what was there before the first token."""
-    tile, head = tl.program_id(0) // H, tl.program_id(0) % H
-    sequence, c = tile * BM + tl.arange(0, BM), tl.arange(0, BV)
-    first, length = _rows(offsets, sequence, B, T, PACKED)
-    held = (sequence.to(tl.int64) * H + head)[:, None] * V + c[None, :]
-    there = (sequence < B)[:, None] & (c < V)[None, :]
-    dh = tl.load(dh_last + held, mask=there, other=0.0)
-    dy = tl.load(dy_last + held, mask=there, other=0.0)
-    de = tl.load(de_last + held, mask=there, other=0.0)
-    w0, w1 = _matrix(w, head, 0, V, G, BV, True, True), _matrix(w, head, 1, V, G, BV, True, True)
-    w2, w3 = _matrix(w, head, 2, V, G, BV, True, True), _matrix(w, head, 3, V, G, BV, True, G == 4)
+    head, first, length, c, held, there = _tile(offsets, B, T, H, V, BM, BV, PACKED)
+    dh, dy, de = _held(dh_last, dy_last, de_last, held, there)
+    w0, w1, w2, w3 = _matrices(w, head, V, G, BV, True)
     longest = tl.max(length, 0)
     for n in range(longest):
         t = longest - 1 - n
-        now = there & (t < length)[:, None]
-        row = ((first + t) * H + head)[:, None]
-        place = row * V + c[None, :]
-        x0, x1 = _of(x, row, 0, V, c[None, :], now, G, True), _of(x, row, 1, V, c[None, :], now, G, True)
-        x2, x3 = _of(x, row, 2, V, c[None, :], now, G, True), _of(x, row, 3, V, c[None, :], now, G, G == 4)
-        u0, u1 = _of(us, row, 0, V, c[None, :], now, G, True), _of(us, row, 1, V, c[None, :], now, G, True)
-        u2, u3 = _of(us, row, 2, V, c[None, :], now, G, True), _of(us, row, 3, V, c[None, :], now, G, G == 4)
+        row, place, now = _token(t, first, length, head, c, there, H, V)
+        x0, x1, x2, x3 = _activations(x, row, V, c[None, :], now, G)
+        u0, u1, u2, u3 = _activations(us, row, V, c[None, :], now, G)
         y = tl.load(ys + place, mask=now, other=0.0)
         e = tl.load(es + place, mask=now & (G == 4), other=0.0)
         d = tl.load(dout + place, mask=now, other=0.0).to(tl.float32) + dh
         dx0, dx1, dx2, dx3, du2, before, out = back(x0, x1, x2, x3, u0, u1, u2, u3, y, e, d, dy, de, CELL)
-        tl.store(dx + (row * G + 0) * V + c[None, :], dx0.to(dx.dtype.element_ty), mask=now)
-        tl.store(dx + (row * G + 1) * V + c[None, :], dx1.to(dx.dtype.element_ty), mask=now)
-        tl.store(dx + (row * G + 2) * V + c[None, :], dx2.to(dx.dtype.element_ty), mask=now)
-        tl.store(dx + (row * G + 3) * V + c[None, :], dx3.to(dx.dtype.element_ty), mask=now & (G == 4))
+        _keep(dx, dx0, dx1, dx2, dx3, row, V, c[None, :], now, G)
         if CELL == "gru":  # of which u alone is multiplied by r
             tl.store(du + place, du2.to(du.dtype.element_ty), mask=now)
         back_h = tl.dot(dx0.to(w0.dtype), w0, input_precision=PRECISION)
@@ -140,6 +166,4 @@ def backward(
         if G == 4:
             back_h += tl.dot(dx3.to(w0.dtype), w3, input_precision=PRECISION)
         dh, dy, de = tl.where(now, back_h, dh), tl.where(now, before, dy), tl.where(now, out, de)
-    tl.store(dh0 + held, dh, mask=there)
-    tl.store(dy0 + held, dy, mask=there)
-    tl.store(de0 + held, de, mask=there)
+    _hold(dh0, dy0, de0, dh, dy, de, held, there)

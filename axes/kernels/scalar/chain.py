@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
-from axes.kernels.common.layout import check_like, check_packing, check_tokens, extent, on_device
+from axes.kernels.common.layout import check_chain, check_like, extent, on_device
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.scalar import write as scalar_write
 from axes.kernels.scalar.launches import (
@@ -192,20 +192,14 @@ def scalar_chain(
     (U, HV, V, K) in float32; all inputs receive gradients, once. Raises ShapeError on what does not fit.
     """
     who = "scalar_chain"
-    check_tokens(who, q, k, v)
+    check_chain(who, q, k, v, cu_seqlens, initial_state, {"beta": (beta, ()), "g": (g, ())})
     if rule not in ("write", "delta"):
         raise ShapeError(f"{who}: rule is 'write' or 'delta', not {rule!r}")
     if rule == "write" and (erase is not None or early):
         raise ShapeError(f"{who}: rule 'write' erases nothing: no erase keys and no early")
     if segments is not None and (segments < 1 or (segments > 1 and cu_seqlens is not None)):
         raise ShapeError(f"{who}: segments is at least 1, and 1 with cu_seqlens, not {segments}")
-    b, t, hv = v.shape[:3]
-    check_packing(who, b, cu_seqlens, q.device)
-    units = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    check_like(who, "beta", beta, (b, t, hv), q.device)
-    check_like(who, "g", g, (b, t, hv), q.device)
     check_like(who, "erase", erase, tuple(q.shape), q.device)
-    check_like(who, "initial_state", initial_state, (units, hv, v.shape[3], q.shape[3]), q.device)
     if erase is not None and erase.dtype != q.dtype:
         raise ShapeError(f"{who}: erase has the dtype of q, {q.dtype}, not {erase.dtype}")
     o, final = _chain(

@@ -110,9 +110,7 @@ def _states(
 @gluon.jit
 def _fetch(source, at, bar, tile, wanted):
     """Start a copy into a tile; the barrier counts its bytes."""
-    async_load(
-        source, at, bar, reinterpret(tile, source.dtype, source.block_type.shape, source.layout), pred=wanted
-    )
+    async_load(source, at, bar, reinterpret(tile, source.dtype, source.block_type.shape, source.layout), pred=wanted)
 
 
 @gluon.jit

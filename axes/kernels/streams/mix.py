@@ -319,7 +319,6 @@ def _walk_backward(
             _tell(dr, sums[BEFORE + N + i], part, tokens, token, there, i, N)
 
 
-
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
@@ -445,9 +444,7 @@ def _differentiate(
     return found if r is None or dr is None else [*found, _total(dr, r, constants["READ"])]
 
 
-def _forward_write(
-    x: Tensor, m: Tensor | None, y: Tensor, w: Tensor, record: bool
-) -> tuple[Tensor, list[Tensor]]:
+def _forward_write(x: Tensor, m: Tensor | None, y: Tensor, w: Tensor, record: bool) -> tuple[Tensor, list[Tensor]]:
     return _run(x, m, y, w, None)[0], []
 
 

@@ -35,8 +35,8 @@ from axes.kernels.substitution import passes
 Reads = Literal["before", "gated", "anchored"]
 READS: dict[str, int] = {"before": 0, "gated": 1, "anchored": 2}
 SLOTS, BLOCK, WIDEST = 8, 16, 128
-SERIAL_WARPS = (4, 4, 4)  # of the serial passes: without gates, with those of the state, of rows
-SLOPES_WARPS, MEETINGS_WARPS, GRADIENTS_WARPS = 4, 8, 8  # of those that go through chunks
+SLOPES_WARPS, MEETINGS_WARPS, CLOSINGS_WARPS, GRADIENTS_WARPS = 4, 8, 8, 4  # of those that go through chunks
+COLUMNS = 64  # of the gradients of keys and queries, of a program
 PART = 64  # rows of the state of a serial program, where rows do not meet
 _IMPORT = "from axes.kernels.substitution.response import inputs, pull, respond, turned  # replaced\n"
 
@@ -69,6 +69,11 @@ def register(response: Response) -> str:
     return name
 
 
+def known_response(name: str) -> tuple[Response, ModuleType]:
+    """A response that was registered, and the module of its kernels."""
+    return _RESPONSES[name]
+
+
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
@@ -98,8 +103,10 @@ class _Sizes(NamedTuple):
         cut = layout(b, t, chunk_length(k.dtype), cu)
         return cls(cut, (b, t, h, d_k, width), part, cdiv(width, part), response, kernels)
 
-    def room(self, k: Tensor) -> Tensor:
-        return k.new_empty(self.cut.units * self.shape[2] * self.parts, BLOCK, self.part, dtype=torch.float32)
+    @property
+    def warps(self) -> int:
+        """Of a serial program: 16 rows each, and whole groups of four."""
+        return max(4, self.part // 16)
 
     def where(self) -> dict[str, Any]:
         return dict(T=self.cut.length, N=self.cut.chunks, H=self.shape[2], C=self.cut.chunk, PACKED=self.cut.packed)
@@ -126,7 +133,7 @@ def _rooms(
     ends = k.new_empty(units if last else 0, h, width, dtype=wide)
     if not record:
         return o, final, before, ends, []
-    products = k.new_empty(slots, h, c // BLOCK, 2, BLOCK, BLOCK, dtype=wide)
+    products = k.new_empty(slots, h, c // BLOCK, 36, BLOCK, dtype=wide)
     seen, states = k.new_empty(b, t, h, width, dtype=wide), k.new_empty(slots, h, width, d_k)
     return o, final, before, ends, [products, seen, states]
 
@@ -147,12 +154,13 @@ def _forward(
     more = s.constants(k)
     with on_device(k):
         s.kernels.pairs[(cut.slots * h * (cut.chunk // BLOCK),)](
-            q, k, products, cut.offsets, cut.units_of_slots, **more, num_warps=1
+            q, k, g, products, cut.offsets, cut.units_of_slots, **more, V=width, BV=_padded(width), GATE=_gate(g),
+            READS=reads, num_warps=1,
         )
         s.kernels.forward[(cut.units * h * s.parts,)](
-            q, k, g, i0, i1, i2, i3, i4, i5, i6, i7, products, start, s.room(k), o, seen, states, final, before,
+            q, k, g, i0, i1, i2, i3, i4, i5, i6, i7, products, start, o, seen, states, final, before,
             cut.offsets, **more, V=width, BV=s.part, STARTED=start is not None, GATE=_gate(g), READS=reads,
-            RECORD=record or last, COUNT=len(s.response.rows), num_warps=SERIAL_WARPS[_gate(g)],
+            RECORD=record or last, num_warps=s.warps,
         )  # fmt: skip
     if last:
         unit = torch.arange(cut.units, device=k.device)
@@ -182,9 +190,9 @@ def _backward(
     more, programs = s.constants(k), cut.slots * h
     with on_device(k):
         s.kernels.reverse[(cut.units * h * s.parts,)](
-            q, k, g, *given, products, seen, do, dfinal, dbefore, dlast, s.room(k), asked, dstates, dstart,
+            q, k, g, *given, products, seen, do, dfinal, dbefore, dlast, asked, dstates, dstart,
             cut.offsets, **more, V=width, BV=s.part, GATE=_gate(g), READS=reads, LAST=last,
-            COUNT=len(s.response.rows), num_warps=SERIAL_WARPS[_gate(g)],
+            num_warps=s.warps,
         )  # fmt: skip
         s.kernels.slopes[(programs * (cut.chunk // BLOCK),)](
             *given, *grads, products, seen, asked, dlast, written, turns, dk2, cut.offsets, cut.units_of_slots,
@@ -196,12 +204,16 @@ def _backward(
         more |= dict(V=width, BV=32 if exact else 64, GATE=_gate(g), READS=reads, SUMS="ieee" if exact else "halves")
         do = do.to(k.dtype)
         s.kernels.meetings[(programs,)](
-            q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, met, dg, cut.offsets,
-            cut.units_of_slots, **more, num_warps=MEETINGS_WARPS,
-        )  # fmt: skip
-        s.kernels.gradients[(programs,)](
+            g, do, written, turns, met, cut.offsets, cut.units_of_slots, **more, num_warps=MEETINGS_WARPS
+        )
+        if g is not None:
+            s.kernels.closings[(programs,)](
+                q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, dg, cut.offsets,
+                cut.units_of_slots, **more, num_warps=CLOSINGS_WARPS,
+            )  # fmt: skip
+        s.kernels.gradients[(programs * cdiv(more["BK"], COLUMNS),)](
             q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, cut.offsets, cut.units_of_slots,
-            **more, num_warps=GRADIENTS_WARPS,
+            **more, BD=COLUMNS, num_warps=GRADIENTS_WARPS,
         )  # fmt: skip
     return [dq, dk, dg, dstart, *grads]  # type: ignore[list-item]
 

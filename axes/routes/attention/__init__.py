@@ -148,12 +148,12 @@ def run(
             final = transported.last_keys(keys, *_factors(memory, element, k))
     elif element.left is not None:
         a, b = _factors(memory, element, k)
-        out, final = transported.attend(q, keys, values, a, b, scale, mass, kernels, memory.window)
+        out, final = transported.attend(q, keys, values, a, b, scale, mass, kernels, memory.window, memory.first)
     else:
-        out = softmax.attend(q, keys, values, scale, mass, kernels, cu_seqlens, memory.window)
+        out = softmax.attend(q, keys, values, scale, mass, kernels, cu_seqlens, memory.window, memory.first)
     if not h.is_identity:
         seen = line.places(old)
-        out = _weighed(h, seen if memory.window is None else seen.clamp_max(memory.window), out)
+        out = _weighed(h, seen if memory.most is None else seen.clamp_max(memory.most), out)
     keys = line.rows(keys if final is None else final)
     theta = (*memory.kept((keys, line.rows(values), _now(mass, total, line, values))), *owed)
     return out.to(v.dtype), State(theta, state.via, state.stats, state.norm, state.anchor, state.count + line.length)

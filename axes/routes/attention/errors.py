@@ -34,9 +34,7 @@ class Seen(NamedTuple):
     ahead: Tensor | None = None
 
 
-def written(
-    readers: Tensor, keys: Tensor, old: Tensor, values: Tensor, rate: Tensor | float, seen: Seen
-) -> Tensor:
+def written(readers: Tensor, keys: Tensor, old: Tensor, values: Tensor, rate: Tensor | float, seen: Seen) -> Tensor:
     """u (..., T, d_v). readers (..., T, d_k), keys (..., n + T, d_k), old (..., n, d_v)."""
     kind, wide = values.dtype, torch.promote_types(values.dtype, torch.float32)
     readers, keys, old, values = (x.to(wide) for x in (readers, keys, old, values))

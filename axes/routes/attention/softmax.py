@@ -25,12 +25,13 @@ def attend(
     kernels: bool = False,
     cu_seqlens: Tensor | None = None,
     window: int | None = None,
+    stay: int = 0,
 ) -> Tensor:
     """q (..., T, d_k), keys (..., S, d_k), values (..., S, d_v), mass (..., S) in float64: (..., T, d_v).
 
-    Token t sees the first S - T + t + 1 pairs, of these the last `window`. Batch dimensions of the pairs broadcast to
-    those of the queries: a last one of size 1 is a group of queries that reads the same pairs.  kernels: ours, on a
-    GPU, for masses and packed sequences, whose offsets are cu_seqlens.
+    Token t sees the first S - T + t + 1 pairs, of these the last `window` and the first `stay`. Batch dimensions of the
+    pairs broadcast to those of the queries: a last one of size 1 is a group of queries that reads the same pairs.
+    kernels: ours, on a GPU, for masses and packed sequences, whose offsets are cu_seqlens.
     """
     batch = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2], () if mass is None else mass.shape[:-1])
     q = q.expand(*batch, *q.shape[-2:])
@@ -45,7 +46,7 @@ def attend(
     if kernels and (mass is not None or cu_seqlens is not None):
         out = _by_kernel(four, keys, values, scale, mass, cu_seqlens)
     elif window is not None and window < keys.shape[-2]:
-        out = _by_blocks(four, keys, values, scale, mass, window)
+        out = _by_blocks(four, keys, values, scale, mass, window, stay)
     elif mass is not None and q.shape[-2] == 1:
         out = _one(four, keys, values, scale, mass)
     elif mass is None:
@@ -79,9 +80,7 @@ def _by_kernel(
     from axes.kernels.attention.attend import attend
     from axes.kernels.attention.decode import attend_one
 
-    recorded = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, keys, values, mass)
-    )
+    recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, keys, values, mass))
     one = q.shape[-2] == 1 and cu_seqlens is None and not recorded
     q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
     if one:
@@ -107,26 +106,42 @@ def _fused(q: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor |
 
 
 def _by_blocks(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor | None, window: int | None = None
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, mass: Tensor | None, window: int | None = None,
+    stay: int = 0,
+) -> Tensor:  # fmt: skip
     """Queries in blocks; what a block makes for itself is made again in the backward pass."""
     if q.dtype in _HALF and mass is not None:  # 16 bits do not hold a mass
-        return _by_blocks(q.float(), keys.float(), values.float(), scale, mass, window).to(q.dtype)
+        return _by_blocks(q.float(), keys.float(), values.float(), scale, mass, window, stay).to(q.dtype)
     length, outputs = q.shape[-2], []
     old = keys.shape[-2] - length
     for first in range(0, length, _BLOCK):
         end = min(first + _BLOCK, length)
         begin = 0 if window is None else max(0, old + first + 1 - window)
+        begin = 0 if begin <= stay else begin - stay  # the first ones are set in front of those in the window
         seen = slice(begin, old + end)
         pairs = keys[..., seen, :], values[..., seen, :], None if mass is None else mass[..., seen]
-        read = partial(_block, q[..., first:end, :], *pairs, old + first - begin, window, scale)
+        if begin and stay:
+            pairs = (
+                torch.cat((keys[..., :stay, :], pairs[0][..., stay:, :]), -2),
+                torch.cat((values[..., :stay, :], pairs[1][..., stay:, :]), -2),
+                None if mass is None else torch.cat((mass[..., :stay], mass[..., begin + stay : old + end]), -1),
+            )
+        read = partial(_block, q[..., first:end, :], *pairs, old + first - begin, window, stay, scale)
         again = length > _BLOCK and torch.is_grad_enabled()
         outputs.append(checkpoint(read, use_reentrant=False) if again else read())
     return torch.cat(outputs, -2)
 
 
+def within(seen: Tensor, diagonal: int, stay: int) -> Tensor:
+    """Of what is seen what is in the window, and the first pairs."""
+    inside = seen.triu(diagonal)
+    inside[..., :stay] = seen[..., :stay]
+    return inside
+
+
 def _block(
-    q: Tensor, keys: Tensor, values: Tensor, mass: Tensor | None, first: int, window: int | None, scale: float
+    q: Tensor, keys: Tensor, values: Tensor, mass: Tensor | None, first: int, window: int | None, stay: int,
+    scale: float,
 ) -> Tensor:
     """The queries whose own pairs are those from `first` on. A mass is one more feature of a key, against a one of the
     query, and taken relative to the first own pair's: the masses that weigh anything are small numbers."""
@@ -138,5 +153,5 @@ def _block(
     seen = None
     if first or window is not None:
         seen = torch.ones(q.shape[-2], keys.shape[-2], dtype=torch.bool, device=q.device).tril(first)
-        seen = seen if window is None else seen.triu(first + 1 - window)
+        seen = seen if window is None else within(seen, first + 1 - window, stay)
     return _fused(q, keys, values, scale, seen)

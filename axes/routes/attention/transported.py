@@ -16,17 +16,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from axes.routes.attention.softmax import within
+
 _BLOCK = 128
 
 
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, a: Tensor, b: Tensor, scale: float, mass: Tensor | None,
-    kernels: bool = False, window: int | None = None,
+    kernels: bool = False, window: int | None = None, stay: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs (..., T, d_v) and all keys (..., S, d_k) after the last token, in the dtype of a.
 
     A block of queries keeps its scores, C x S; with gradients they are computed again in the backward pass.
-    kernels: ours, on a GPU, for (batch, head, T, d) and no earlier pairs.  window: how many pairs a query sees.
+    kernels: ours, on a GPU, for (batch, head, T, d) and no earlier pairs.  window: how many pairs a query sees, and the
+    first ones that `stay`.
     """
     if kernels:
         return _by_kernels(q, keys, values, a, b, scale, mass)
@@ -50,7 +53,7 @@ def attend(
         rows = slice(0, end - n * size)
         held = (*blocks[:n], *maps[:n], stored, values[..., : old + end, :])
         weight = None if mass is None else mass[..., : old + end] - mass[..., old + n * size, None].detach()
-        read = partial(_read, queries[..., rows, :], own[..., rows, rows], scale, weight, window, n, *held)
+        read = partial(_read, queries[..., rows, :], own[..., rows, rows], scale, weight, window, stay, n, *held)
         outputs.append(checkpoint(read, use_reentrant=False) if torch.is_grad_enabled() else read())
     if len(blocks) == 1 and 2 * size < q.shape[-1]:
         stored = stored + stored @ (a.mT @ solved)[..., 0, :, :] @ b[..., 0, :, :]
@@ -96,8 +99,9 @@ def _picked(k: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read(
-    queries: Tensor, own: Tensor, scale: float, weight: Tensor | None, window: int | None, before: int, *held: Tensor
-) -> Tensor:
+    queries: Tensor, own: Tensor, scale: float, weight: Tensor | None, window: int | None, stay: int, before: int,
+    *held: Tensor,
+) -> Tensor:  # fmt: skip
     """One block of queries. own: scores of its own block; held: older blocks' keys, their maps, stored keys, values."""
     blocks, maps, (stored, values) = held[:before], held[before : 2 * before], held[2 * before :]
     scores = [own]
@@ -111,7 +115,7 @@ def _read(
         every = every + weight.to(every.dtype)[..., None, :]
     rows, pairs = every.shape[-2:]
     seen = torch.ones(rows, pairs, dtype=torch.bool, device=every.device).tril(pairs - rows)
-    seen = seen if window is None else seen.triu(pairs - rows + 1 - window)
+    seen = seen if window is None else within(seen, pairs - rows + 1 - window, stay)
     every = every.masked_fill(~seen, -torch.inf)
     return torch.softmax(every, -1) @ values
 

@@ -1,0 +1,150 @@
+"""Kernels compiled side by side before they are needed: a rehearsal asks for all of them and launches none.
+
+with Ahead(device) as ahead:
+    loss(twin).backward()                    # what runs is of no interest; every launch is handed to a thread
+ahead.wait()                                 # and the first real call finds its kernels
+
+A first call waits for one compiler after the other, since what follows a kernel reads what it has written. In a
+rehearsal nothing is written: tensors that operations leave unfilled are zeros, so that indices point somewhere. Only
+the threads that the block runs in, those of its backward passes included, rehearse.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+_MOST = 32  # compilers at once: each takes a few hundred MB
+_aten = torch.ops.aten
+_UNFILLED = {
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}  # fmt: skip
+
+
+@final
+class Ahead(TorchDispatchMode):
+    """A rehearsal, and who compiles what it asks for.
+
+    Args:
+        device: whose kernels they are.
+        compilers: threads; by default one for every processor that this process may use.
+    """
+
+    def __init__(self, device: torch.device, compilers: int | None = None) -> None:
+        super().__init__()
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self.compilers = min(_MOST, compilers or _processors())
+        self.asked: dict[Any, Future[float]] = {}
+        self._pool = ThreadPoolExecutor(self.compilers, "compiler", self._begin)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made.zero_() if function in _UNFILLED else made
+
+    def ask(self, key: Any, kernel: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+        """Compile `kernel[grid](*args, **given)`, once for every key, without its tensors."""
+        if key not in self.asked:
+            small = [_alike(x) for x in args]
+            options = {name: _alike(x) for name, x in given.items()}
+            self.asked[key] = self._pool.submit(_compiled, kernel, small, options)
+
+    @property
+    def kernels(self) -> int:
+        return len(self.asked)
+
+    def wait(self) -> float:
+        """Until all are compiled: the seconds that they took, added up. One that cannot be is tried again by the call
+        that needs it, which says why."""
+        seconds = [future.exception() is None and future.result() for future in self.asked.values()]
+        self._pool.shutdown()
+        return float(sum(seconds))
+
+    def _begin(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+
+def compile_ahead(module: nn.Module, *inputs: Tensor, compilers: int | None = None) -> int:
+    """Compile what a module's first call and the backward of its first output would, side by side: how many kernels.
+
+    A copy of the module is called, and none of its kernels runs: the module, its gradients and generators stay as they
+    are. Inputs are tensors of the sizes, dtypes and device that are to come, whatever they hold.
+    """
+    device, twin = inputs[0].device, copy.deepcopy(module)
+    ahead = Ahead(device, compilers)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad(), ahead:
+        made = twin(*[x.detach().requires_grad_(x.requires_grad) for x in inputs])
+        ends = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad]
+        torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
+    ahead.wait()
+    return ahead.kernels
+
+
+def rehearsal() -> Ahead | None:
+    """The one that this thread takes part in."""
+    if not torch._C._len_torch_dispatch_stack():
+        return None
+    return next((mode for mode in _get_current_dispatch_mode_stack() if type(mode) is Ahead and not _really), None)
+
+
+_really: list[bool] = []
+
+
+@contextmanager
+def really() -> Iterator[None]:
+    """Within the block kernels are launched, in a rehearsal too: for what asks whether they run at all."""
+    _really.append(True)
+    try:
+        yield
+    finally:
+        _really.pop()
+
+
+def launcher(kernel: Any, grid: tuple[int, ...], **key: Any) -> Callable[..., Any]:
+    """`kernel[grid]` of a kernel of Triton that always gets such arguments, but for `key`."""
+    ahead = rehearsal()
+    if ahead is None:
+        made: Callable[..., Any] = kernel[grid]
+        return made
+
+    def ask(*args: Any, **given: Any) -> None:
+        ahead.ask((kernel, *key.items()), kernel, args, given)
+
+    return ask
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _compiled(kernel: Any, args: list[Any], given: dict[str, Any]) -> float:
+    begun = time.perf_counter()
+    made = kernel.warmup(*args, grid=(1,), **given)
+    made._init_handles()  # the C code that launches it, and its binary on the device
+    return time.perf_counter() - begun
+
+
+def _alike(x: Any) -> Any:
+    """An argument that is compiled for as `x` is, which holds no memory of it."""
+    if isinstance(x, Tensor):
+        start = x.data_ptr() % 16 // x.element_size()
+        return x.detach().new_empty(start + 1)[start:]
+    if isinstance(x, tuple) and not hasattr(x, "_fields"):
+        return tuple(map(_alike, x))
+    if hasattr(x, "block_shape") and isinstance(getattr(x, "base", None), Tensor):
+        return dataclasses.replace(x, base=_alike(x.base))
+    return x

@@ -1,0 +1,111 @@
+"""What is read over its mass, row by row: the division that takes a normaliser's bias out, in one launch and back.
+
+    o_n = y_n / c_n,     c_n = m_n,  or max(|m_n|, floor);     o_n = 0 where c_n = 0
+Backwards    dy_n = do_n / c_n,    dm_n = - <do_n, o_n> / c_n,    times the sign of m_n, and 0 below a floor.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from axes.errors import ShapeError
+from axes.kernels.common.launch import Kernel
+from axes.kernels.common.layout import LARGEST, on_device
+from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv, power_of_2
+
+_NUMBERS = 4096  # of a program
+
+
+@triton.jit
+def _rows(N, D, DP: tl.constexpr, BR: tl.constexpr):
+    """A program's rows, where their entries stand, and which of both there are."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    column = tl.arange(0, DP)
+    held = row < N
+    return row, held, row[:, None] * D + column[None, :], held[:, None] & (column < D)[None, :]
+
+
+@triton.jit
+def _divisor(mass, FLOOR: tl.constexpr):
+    """c, one where it is zero, and where that is."""
+    c = mass
+    if FLOOR > 0:
+        c = tl.maximum(tl.abs(mass), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(c == 0, 1.0, c), c == 0
+
+
+@Kernel
+@triton.jit(do_not_specialize=["N"])
+def _over_mass(y, mass, o, N, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, FLOOR: tl.constexpr):
+    row, held, at, there = _rows(N, D, DP, BR)
+    c, empty = _divisor(tl.load(mass + row, mask=held, other=1.0).to(tl.float32), FLOOR)
+    read = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(o + at, tl.where(empty[:, None], 0.0, read / c[:, None]).to(o.dtype.element_ty), mask=there)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["N"])
+def _over_mass_backward(
+    mass, o, do, dy, dmass, N, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, FLOOR: tl.constexpr
+):
+    row, held, at, there = _rows(N, D, DP, BR)
+    m = tl.load(mass + row, mask=held, other=1.0).to(tl.float32)
+    c, empty = _divisor(m, FLOOR)
+    d = tl.load(do + at, mask=there, other=0.0).to(tl.float32) / c[:, None]
+    d = tl.where(empty[:, None], 0.0, d)
+    tl.store(dy + at, d.to(dy.dtype.element_ty), mask=there)
+    change = -tl.sum(d * tl.load(o + at, mask=there, other=0.0).to(tl.float32), 1)
+    if FLOOR > 0:
+        change = tl.where(tl.abs(m) < FLOOR, 0.0, tl.where(m < 0, -change, change))
+    tl.store(dmass + row, change.to(dmass.dtype.element_ty), mask=held)
+
+
+def _sizes(y: Tensor, floor: float) -> tuple[int, dict[str, int | float]]:
+    n, d = y.numel() // y.shape[-1], y.shape[-1]
+    wide = power_of_2(d)
+    each = max(1, _NUMBERS // wide)
+    return cdiv(n, each), {"N": n, "D": d, "DP": wide, "BR": each, "FLOOR": floor}
+
+
+def _forward(y: Tensor, mass: Tensor, floor: float, record: bool) -> tuple[Tensor, list[Tensor]]:
+    o = torch.empty_like(y)
+    if y.numel():
+        programs, sizes = _sizes(y, floor)
+        with on_device(y):
+            _over_mass[(programs,)](y, mass, o, **sizes)
+    return o, []
+
+
+def _backward(y: Tensor, mass: Tensor, floor: float, kept: list[Tensor], do: Tensor) -> list[Tensor]:
+    (o,) = kept
+    dy, dmass = torch.empty_like(y), torch.empty_like(mass)
+    if y.numel():
+        programs, sizes = _sizes(y, floor)
+        with on_device(y):
+            _over_mass_backward[(programs,)](mass, o, do, dy, dmass, **sizes)
+    return [dy, dmass]
+
+
+def _shapes(y: Tensor, mass: Tensor, floor: float, record: bool) -> tuple[Tensor, list[Tensor]]:
+    return torch.empty_like(y), []
+
+
+_divided = Differentiable("over_mass", _forward, _backward, _shapes, gradients=2, reads=1)
+
+
+def over_mass(y: Tensor, mass: Tensor, floor: float = 0.0) -> Tensor:
+    """y (..., D) over mass (..., 1), or over max(|mass|, floor); an empty memory, of mass 0, reads zero.
+
+    In float32 whatever the dtypes; the result has y's. Both receive gradients, once. Raises ShapeError on what does
+    not fit.
+    """
+    if y.ndim < 1 or mass.shape != (*y.shape[:-1], 1) or not 0 < y.shape[-1] <= LARGEST:
+        raise ShapeError(
+            f"over_mass: y is (..., D), D up to {LARGEST}, and mass (..., 1), not {tuple(y.shape)}, {tuple(mass.shape)}"
+        )
+    made: Tensor = _divided(y.contiguous(), mass.contiguous(), floor)[0]
+    return made

@@ -1,0 +1,64 @@
+"""The kernels of a training step, compiled side by side before the first one.
+
+A twin of the model takes a step in which no kernel runs (`axes.kernels.common.ahead`): what it asks for is what the
+first step will ask for. Parameters, optimizer states and generators of the run are not touched, and the twin is gone
+before the first step; it needs the memory of one more set of parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import final
+
+import torch
+
+from axes.errors import AxesError
+from axes.kernels.common import versions
+from axes.kernels.common.ahead import Ahead
+from axes.models.language_model import LanguageModel, Logits
+from axes.tasks.batches import training_batch
+from axes.tasks.training import Training, make_optimizer
+
+
+@final
+class Rehearsal:
+    """Kernels that are being compiled while other things are done. missed: why it did not reach the step's end."""
+
+    def __init__(self, ahead: Ahead, missed: str | None = None) -> None:
+        self.ahead, self.missed, self.begun = ahead, missed, time.perf_counter()
+
+    def __str__(self) -> str:
+        said = f"compiling {self.ahead.kernels} kernels, up to {self.ahead.compilers} side by side"
+        return said if self.missed is None else f"{said}; others when they are first needed ({self.missed})"
+
+    def wait(self) -> str:
+        """Until there are no more; how long that took, in words."""
+        added = self.ahead.wait()
+        return f"compiled after {time.perf_counter() - self.begun:.1f} s, {added:.1f} s one after the other"
+
+
+def rehearse(training: Training) -> Rehearsal | None:
+    """None where a step has no kernels to compile: on a CPU, without Triton, and where nobody rehearses, in processes
+    that share a model."""
+    if training.processes is not None or training.device.type != "cuda" or versions.UNUSABLE is not None:
+        return None
+    return compile_ahead(training, Ahead(training.device))
+
+
+def compile_ahead(training: Training, ahead: Ahead) -> Rehearsal:
+    settings, device = training.configuration, training.device
+    rehearsal = Rehearsal(ahead)
+    windows = training_batch(training.corpus.train, settings.seed, 0, settings.batch, settings.context)
+    part = windows.chunk(settings.accumulate)[0].to(device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            twin = LanguageModel(settings.architecture(), device=device, dtype=settings.torch_dtype())
+            optimizer = make_optimizer(settings, Logits(twin))
+            with ahead:
+                training.loss_of(twin, part).backward()
+                optimizer.step()
+        except torch.OutOfMemoryError:
+            rehearsal.missed = "the memory holds no second copy of the model"
+        except (RuntimeError, ArithmeticError, AxesError) as error:  # of numbers that mean nothing
+            rehearsal.missed = (str(error).splitlines() or [type(error).__name__])[0]
+    return rehearsal

@@ -1,0 +1,52 @@
+"""Division by a mass in one kernel: the read of a normalised memory, forward and backward, against float64 of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from axes.errors import ShapeError
+from axes.kernels.rows.mass import over_mass
+from tests.interpreter import interpret
+
+KERNEL = """
+import torch
+from axes.core.memory import normalised
+from axes.kernels.rows.mass import over_mass
+torch.manual_seed(0)
+close = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+for shape in ((1, 1, 1, 1), (2, 3, 2, 5), (1, 70, 2, 64), (1, 3, 1, 200)):
+    for dtype, bound in close.items():
+        for floor in (0.0, 1.0):
+            y = torch.randn(shape).to(dtype)
+            mass = torch.randn(*shape[:-1], 1).to(dtype)
+            mass[:, 0] = 0  # nothing was written yet
+            if shape[1] > 2:
+                mass[:, 1] = -3.0
+            along = torch.randn(shape).to(dtype)
+            leaves = [x.requires_grad_() for x in (y, mass)]
+            wide = [x.detach().double().requires_grad_() for x in leaves]
+            made, wanted = over_mass(*leaves, floor), normalised(*wide, floor)
+            got = made, *torch.autograd.grad(made, leaves, along)
+            want = wanted, *torch.autograd.grad(wanted, wide, along.double())
+            for a, b, like in zip(got, want, (y, y, mass)):
+                assert a.dtype == like.dtype and a.shape == like.shape
+                assert torch.isfinite(b).all()
+                error = (a - b).abs().max() / b.abs().max().clamp_min(1e-3)
+                assert error <= bound, (shape, dtype, floor, error)
+# nothing is swallowed, and an empty memory is zero whatever was read
+y, mass = torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [3.0, 4.0]]), torch.tensor([[0.0], [2.0], [float("nan")]])
+for floor in (0.0, 1.0):
+    torch.testing.assert_close(over_mass(y, mass, floor), normalised(y, mass, floor), equal_nan=True)
+assert over_mass(torch.zeros(0, 4), torch.zeros(0, 1)).shape == (0, 4)
+"""
+
+
+def test_the_kernel_equals_torch_in_float64() -> None:
+    interpret(KERNEL)
+
+
+def test_bad_shapes_are_explained() -> None:
+    for y, mass in ((torch.zeros(2, 3), torch.zeros(2)), (torch.zeros(2, 300), torch.zeros(2, 1))):
+        with pytest.raises(ShapeError, match=r"D up to 256, and mass \(\.\.\., 1\)"):
+            over_mass(y, mass)

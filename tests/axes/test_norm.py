@@ -1,0 +1,111 @@
+"""A stream that is added to and read through RMSNorm: by the kernel, in a model, and where torch does it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from axes.errors import ShapeError
+from axes.kernels.rows.norm import add_norm
+from axes.models import Architecture, LanguageModel
+from tests.host import no_launches
+from tests.interpreter import interpret
+
+KERNEL = """
+import torch
+from axes.kernels.rows import norm
+from axes.kernels.rows.norm import add_norm
+torch.manual_seed(0)
+norm._PROGRAMS = 3  # each takes several blocks of rows
+F, B, H = torch.float32, torch.bfloat16, torch.float16
+for shape, stream, said, out, close in (
+    ((2, 5, 7), F, F, F, 2e-6), ((9, 1000), F, B, B, 8e-3), ((1, 3, 64), B, B, B, 1.6e-2), ((2100, 3), F, H, H, 1e-3),
+):
+    for passed in (True, False):
+        d = shape[-1]
+        h, y = torch.randn(shape).to(stream), torch.randn(shape).to(said)
+        w = torch.rand(d) + 0.5
+        h, y, w = (t.requires_grad_() for t in (h, y, w))
+        after, x = add_norm(h, y, w, 1e-6, out)
+        assert after.dtype == stream and x.dtype == out
+        wide = [t.detach().double().requires_grad_() for t in (h, y, w)]
+        total = wide[0] + wide[1]
+        wanted = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * wide[2]
+        p, q = torch.randn(shape), torch.randn(shape).to(out)
+        loss = (x * q).sum().float() + ((after * p).sum().float() if passed else 0)
+        exact = (wanted * q.double()).sum() + ((total * p.double()).sum() if passed else 0)
+        for got, want in zip((after, x), (total, wanted)):
+            assert (got - want).abs().max() <= close * want.abs().max(), (shape, out)
+        for name, got, want in zip("hyw", torch.autograd.grad(loss, (h, y, w)), torch.autograd.grad(exact, wide)):
+            assert (got - want).norm() <= 2 * close * want.norm(), (name, shape, out, passed)
+"""
+
+
+def test_the_kernel_equals_float64() -> None:
+    interpret(KERNEL)
+
+
+MODEL = """
+import torch
+from unittest.mock import patch
+from axes.models import Architecture, LanguageModel
+from axes.models.language_model import Trunk
+from axes.kernels.rows import norm
+calls = []
+add = norm.add_norm
+norm.add_norm = lambda *a: calls.append(1) or add(*a)
+torch.manual_seed(0)
+model = LanguageModel(Architecture("softmax-attention", "residual", layers=2, width=16, heads=1, vocabulary=11))
+windows = torch.randint(11, (2, 6))
+made = model.loss(windows)
+got = torch.autograd.grad(made, list(model.parameters()))
+assert len(calls) == 3
+with patch.object(Trunk, "no_norms_by_kernel", lambda *_: "asked not to"):
+    wanted = model.loss(windows)
+    grads = torch.autograd.grad(wanted, list(model.parameters()))
+assert len(calls) == 3
+torch.testing.assert_close(made, wanted)
+for a, b in zip(got, grads):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+"""
+
+
+def test_a_model_is_the_same_by_either() -> None:
+    interpret(MODEL)
+
+
+def model(depth: str = "residual", dtype: torch.dtype = torch.float32) -> LanguageModel:
+    return LanguageModel(Architecture("gated-delta-net", depth, layers=1, width=16, heads=1), dtype=dtype)
+
+
+def test_what_a_kernel_does_not_take_is_left_to_torch() -> None:
+    x = torch.zeros(1, 4, 16)
+    made = model()
+    assert "not a GPU" in str(made.no_norms_by_kernel(x))
+    with no_launches():
+        assert made.no_norms_by_kernel(x) is None
+        assert made.no_norms_by_kernel(x[:, :0]) is not None
+        made.norms[1].register_forward_hook(lambda *_: None)
+        assert "plain RMSNorm" in str(made.no_norms_by_kernel(x))
+        other = model()
+        other.norms[0] = nn.LayerNorm(16)
+        assert "plain RMSNorm" in str(other.no_norms_by_kernel(x))
+        assert "plain RMSNorm" in str(model(dtype=torch.bfloat16).no_norms_by_kernel(x))
+        assert "more than a sum" in str(model("mhc").no_norms_by_kernel(x))
+        assert "more than a sum" in str(model("post-norm").no_norms_by_kernel(x))
+
+
+def test_a_model_launches_one_kernel_for_an_addition_and_the_norm_behind_it() -> None:
+    made, x = model(), torch.zeros(1, 4, dtype=torch.int64)
+    with no_launches() as launches:
+        made.loss(x).backward()
+        assert launches.count("_add_norm") == launches.count("_add_norm_backward") == 1
+
+
+def test_bad_input_is_explained() -> None:
+    x = torch.zeros(2, 3)
+    with pytest.raises(ShapeError, match=r"\(2, 3\), \(2, 3\) and \(2,\)"):
+        add_norm(x, x, torch.ones(2), 1e-6, x.dtype)
+    with pytest.raises(ShapeError, match="CUDA"):
+        add_norm(x, x, torch.ones(3), 1e-6, x.dtype)
