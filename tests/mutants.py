@@ -40,11 +40,12 @@ _FEW, _SECONDS = 25, 8.0  # tests that a fault is shown to first, and what they 
 _MANY, _LONG = 150, 60.0  # before it has survived
 _VARIANTS = 3  # of one test among the few
 # Tests of a part of the tree, by the beginning of a file's path: the longest that fits.
-_CALLS = "axes/test_survivors.py axes/test_doors.py axes/test_bad_input.py"
-_CORE = "axes/test_[a-eghm-z]*.py axes/test_f[air]*.py axes/test_leg*.py"
+_CALLS = "axes/test_survivors*.py axes/test_doors.py axes/test_bad_input.py"
+_CORE = "axes/test_[a-eghm-z]*.py axes/test_f[air]*.py axes/test_leg*.py axes/test_lift*.py axes/test_kernel_*.py"
 TESTS: dict[str, str] = {
     "axes/core": f"{_CORE} sequence/test_[adglmrt]*.py",
     "axes/routes": f"{_CORE} sequence/test_[adglmrt]*.py",
+    "axes/kernels": "axes/test_kernels_*.py axes/test_kernel_*.py axes/test_host.py axes/test_operators.py",
     "axes/kernels/common": "axes/test_la*.py axes/test_line*.py axes/test_tritons.py axes/test_versions.py",
     "optim": f"{_CALLS} optim/test_*.py",
     "depth": f"{_CALLS} depth/test_*.py axes/test_lines_depth.py",
@@ -52,7 +53,7 @@ TESTS: dict[str, str] = {
 }
 _NOT = (
     "claims", "cli", "bench", "demo", "docs", "packaging", "readme", "training", "run_folder", "train_together",
-    "mutants", "kernels_", "tasks", "compiled", "suite", "language_model", "corpus", "small", "sharded",
+    "mutants", "kernels_", "tasks", "compiled", "suite", "language_model", "corpus", "small", "sharded", "what_runs",
 )  # fmt: skip
 # Faults that change nothing anybody can tell, by file and what stood there: the reason.
 _SMALLEST = "Fused(smallest, {PARAMETER: [one]}, {}, {}, counts).step([torch.zeros_like(one)], {})"
@@ -64,6 +65,17 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "numbers of one device in float32 are what they are moved to; a second GPU tells"
     ),
     ("optim/engine/generated.py", _SMALLEST): "without a GPU the kernel is refused before; a GPU tells",
+    (
+        "optim/engine/lists.py",
+        "COUNT not in found.inputs and all(fits_kernels(x) for xs in tensors.values() for x in xs)",
+    ): "without a GPU there is no kernel that it could fit; a GPU tells",
+    ("axes/routes/one_state.py", "800.0"): "exp of either is zero",
+    ("axes/routes/passes.py", "isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)"): (
+        "an assertion for type checkers: the door has asked"
+    ),
+    ("axes/routes/attention/softmax.py", "length > _BLOCK and torch.is_grad_enabled()"): (
+        "what is computed again in the backward pass, or kept, is the same numbers"
+    ),
     ("sequence/by_hand.py", "torch.mul(d, own, out=dx[:, first:end])"): "a product does not know an order",
 }
 
@@ -87,8 +99,8 @@ _HEAD = """# Planted faults
 
 Written by `python -m tests.mutants FILES --report docs/mutants`, which plants one fault at a time in a copy of the tree
 and shows it to tests that run its line; a file's faults are drawn by a seed. A line that no test of the part runs
-within the budget is left out of the counts. Faults of GPU kernels stand in `tests/gpu/faults.py`, for a machine that
-has a GPU.
+within the budget is left out of the counts; an open one was shown to those of its tests that a trace had time for.
+Faults of GPU kernels stand in `tests/gpu/faults.py`, for a machine that has a GPU.
 
 """
 
@@ -221,37 +233,70 @@ def tests_for(file: str) -> tuple[str, ...]:
     """The test files of the part of the tree that a file is in."""
     globs = TESTS[max((p for p in TESTS if file.startswith(p)), key=len)].split()
     found = sorted({p for g in globs for p in (ROOT / "tests").glob(g)})
-    return tuple(str(p.relative_to(ROOT)) for p in found if not p.stem.removeprefix("test_").startswith(_NOT))
+    left = tuple(n for n in _NOT if not any(f"test_{n}" in g for g in globs))
+    return tuple(str(p.relative_to(ROOT)) for p in found if not p.stem.removeprefix("test_").startswith(left))
 
 
 Lines = dict[str, dict[int, set[str]]]  # by file and line, the tests that run it
 
 
+class _Probes(ast.NodeTransformer):
+    """A call before every statement of functions, with its lines, or those of its head if it has a body."""
+
+    def __init__(self) -> None:
+        self.lines: list[range] = []
+        self._inside = 0
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.FunctionDef) and _elsewhere(node):
+            return node
+        outside = self._inside
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            self._inside = isinstance(node, ast.FunctionDef)
+        self.generic_visit(node)
+        if self._inside:
+            for name in ("body", "orelse", "finalbody"):
+                some = getattr(node, name, None)
+                if isinstance(some, list):
+                    setattr(node, name, [y for x in some for y in (self._probe(x), x)])
+        self._inside = outside
+        return node
+
+    def _probe(self, x: ast.stmt) -> ast.stmt:
+        heads = [y.lineno for n in ("body", "cases") for y in getattr(x, n, ())[:1] if hasattr(y, "lineno")]
+        end = min([(x.end_lineno or x.lineno) + 1, *(max(h, x.lineno + 1) for h in heads)])
+        self.lines.append(range(x.lineno, end))
+        called = ast.Call(ast.Name("_hit_", ast.Load()), [ast.Constant(len(self.lines) - 1)], [])
+        return ast.fix_missing_locations(ast.copy_location(ast.Expr(called), x))
+
+
 class _Traced:
-    """A pytest plugin: which lines of some files every test runs, and how long it takes."""
+    """A pytest plugin: which lines of some files every test runs, and how long it takes. The files' functions say so
+    themselves, so that nothing else is slower than without."""
 
     def __init__(self, tree: Path, files: Sequence[str]) -> None:
         self.lines: Lines = {f: defaultdict(set) for f in files}
         self.seconds: dict[str, float] = {}
-        self.now = ""
-        self._names = {os.path.realpath(tree / f): f for f in files}
-        self._known: dict[str, str | None] = {}
+        self._hits: list[tuple[str, list[range], set[int]]] = []
+        for file in files:
+            path, probes, hits = tree / file, _Probes(), set[int]()
+            source = path.read_text(encoding="utf-8")
+            probed = probes.visit(ast.parse(source))
+            if patch(Changed(str(path), source, probed)):
+                for module in list(sys.modules.values()):
+                    if os.path.realpath(getattr(module, "__file__", None) or "") == os.path.realpath(path):
+                        vars(module)["_hit_"] = hits.add
+                self._hits.append((file, probes.lines, hits))
 
-    def _call(self, frame: Any, event: str, argument: Any) -> Callable[..., Any] | None:
-        name = frame.f_code.co_filename
-        if name not in self._known:
-            self._known[name] = self._names.get(os.path.realpath(name))
-        file = self._known[name]
-        if file is None:
-            return None
-        lines, now = self.lines[file], self.now
-        lines[frame.f_lineno].add(now)
+    def begin(self) -> None:
+        for _, _, hits in self._hits:
+            hits.clear()
 
-        def line(frame: Any, event: str, argument: Any) -> Any:
-            lines[frame.f_lineno].add(now)
-            return line
-
-        return line
+    def end(self, test: str) -> None:
+        for file, lines, hits in self._hits:
+            for n in hits:
+                for line in lines[n]:
+                    self.lines[file][line].add(test)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" and report.passed:
@@ -263,7 +308,7 @@ class Changed(NamedTuple):
 
     path: str
     before: str
-    after: str
+    after: str | ast.Module
 
 
 def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
@@ -341,10 +386,9 @@ class _Served:
         for item in order:
             if time.process_time() > budget:
                 break
-            plugin.now = item.nodeid
-            sys.settrace(plugin._call)
+            plugin.begin()
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            sys.settrace(None)
+            plugin.end(item.nodeid)
         return {f: dict(lines) for f, lines in plugin.lines.items()}, plugin.seconds
 
     def show(self, session: Any, changed: Changed, tests: Sequence[str], seconds: float) -> str | None:
@@ -509,10 +553,10 @@ def named() -> list[Found]:
 
 
 def survivors(
-    rows: Sequence[dict[str, Any]], also: Sequence[str], seconds: float, known: Callable[[Found], None]
+    rows: Sequence[dict[str, Any]], also: Sequence[str], budget: float, seconds: float, known: Callable[[Found], None]
 ) -> None:
-    """Faults that have survived, shown to tests that no trace had time for: those with a word of `also`, and then some
-    that name what the file declares. known is called with each."""
+    """Faults that have survived, shown to more of the tests that run them, to those with a word of `also`, and then to
+    some that name what the file declares. known is called with each."""
     import torch._dynamo  # noqa: F401
 
     parts: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
@@ -522,6 +566,11 @@ def survivors(
         tree = copied(Path(folder) / "tree")
         for tests, some in parts.items():
             server = _Server(tree, tests)
+            made = server.ask("lines", 20 * budget, tree, sorted({r["file"] for r in some}), budget)
+            if not isinstance(made, tuple):
+                raise SystemExit(f"the trace came to no end: {made}")
+            lines, times = made
+            print(f"{len(server.tests)} tests, {len(times)} traced", flush=True)
             for row in some:
                 text, begun = (tree / row["file"]).read_text(encoding="utf-8"), time.monotonic()
                 alike = [x for x in faults(row["file"], text) if x[0][2:] == (row["kind"], row["was"], row["now"])]
@@ -533,7 +582,9 @@ def survivors(
                 names = re.compile("|".join(rf"(?<![a-z]){w}(?![a-z])" for w in words), re.I)
                 more = [t for t in server.tests if names.search(t)]
                 random.Random(0).shuffle(more)
-                asked = list(dict.fromkeys([t for t in server.tests if any(w in t for w in also)] + more))
+                run_it = _chosen(lines[fault.file].get(fault.line, set()), times, _MANY, _LONG / 3, 2 * _VARIANTS)
+                asked = [t for t in server.tests if any(w in t for w in also)]
+                asked = list(dict.fromkeys(asked + run_it + ([] if run_it else more)))
                 by = server.show(tree, fault, source, asked[:_MANY], seconds)
                 if by == "*":
                     quick = [t for t in asked if "::" not in t.partition("[")[2]][:_FEW]
@@ -634,7 +685,7 @@ def main() -> None:
                     r.update(outcome=found.outcome, by=found.by, line=of.line)
             kept.write_text(json.dumps(after, indent=1) + "\n")
 
-        survivors(lost, given.survivors, 90, again)
+        survivors(lost, given.survivors, given.budget, 150, again)
         given.files = []
     if given.named:
         put([r for r in rows() if r["kind"] != "named"], named())

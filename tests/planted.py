@@ -92,8 +92,10 @@ class First:
 
     name = ""
     said = ""
+    ran = 0
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        self.ran += report.when == "call" and not report.skipped
         if report.failed and not self.name:
             self.name = report.nodeid
             self.said = _crash(report)

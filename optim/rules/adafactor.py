@@ -102,6 +102,8 @@ class Adafactor(Optimizer):
         unit("Adafactor", momentum=momentum)
         if not beta2_decay < 0.0:
             raise AxesError(f"Adafactor: beta2_decay is an exponent below 0, got {beta2_decay}")
+        if relative and not eps[1] > 0.0:
+            raise AxesError(f"Adafactor: eps[1], the least size of a relative step, must be positive, got {eps[1]}")
         new = Count() ** beta2_decay
         rows, columns = (
             StateUpdate(Linear(of), monoid=Scalar(1.0 - new), algorithm=Step(new))

@@ -127,6 +127,8 @@ class ADOPT(Optimizer):
     ) -> StateUpdate:
         """The tuple: everything but v waits for the second datum."""
         unit("ADOPT", beta1=betas[0], beta2=betas[1])
+        if betas[1] == 0.0:
+            raise AxesError("ADOPT: beta2 must be positive: without a memory of squares every entry is its own root")
         if not eps > 0.0:
             raise AxesError(f"ADOPT: eps is the smallest denominator and must be > 0, got {eps}")
         if clip_exponent is not None and not clip_exponent > 0.0:

@@ -156,6 +156,8 @@ class Shampoo(Optimizer):
         averaged = betas[1] != 1.0
         if averaged:
             unit("Shampoo", beta2=betas[1])
+            if betas[1] == 0.0:
+                raise AxesError("Shampoo: beta2 must be positive, 1 for a sum: an average of one datum is no statistic")
         step = Step(1.0 - betas[1] if averaged else 1.0, debias=averaged, at=Held(refresh))
         root = InverseRoot(exponent if sides == "both" else 2 * exponent, eps, damping, method, refresh_precision)
         statistics = tuple(

@@ -137,6 +137,8 @@ class SOAP(Optimizer):
     ) -> StateUpdate:
         """The tuple. sides: which of them have a statistic and a basis; the other one stays as it is."""
         unit("SOAP", beta1=betas[0], beta2=betas[1], shampoo_beta=shampoo_beta)
+        if betas[1] == 0.0:
+            raise AxesError("SOAP: beta2 must be positive: without a memory of squares every entry is its own root")
         if not eps > 0.0:
             raise AxesError(f"SOAP: eps must be positive, got {eps}")
         exact = basis == "eigh"

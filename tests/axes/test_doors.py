@@ -14,6 +14,7 @@ from axes.core import reference
 from axes.errors import AxesError, ShapeError, UnknownName, WrongType
 from axes.routes.given import asked, require_call
 from axes.sequence import RWKV7, S4D, FoX, GatedDeltaNet, PaTH, SequenceLayer
+from axes.testing.examples import example
 from tests.doors import DOORS, spoil
 
 FEW, MANY = 60, 2000
@@ -165,3 +166,12 @@ def test_a_list_in_fewer_bits_is_moved_by_what_has_more() -> None:
     halves = state._replace(theta=tuple(x.half() for x in state.theta))
     got, want = (run(PaTH.update, given, halves, time=1)[0] for run in (dispatch.run, reference.run))
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["lru", "s5", "mamba3-mimo"])
+@pytest.mark.parametrize("angle", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_one_angle_stands_for_no_pairs(name: str, angle: Any) -> None:
+    update = {cls.name: cls for cls in sequence.ALL}[name].update
+    given = {**example(update, batch=(2,), length=5), "angle": angle}
+    with pytest.raises(ShapeError, match="dispatch.run: angle is an angle for every pair of"):
+        dispatch.run(update, given, time=1)

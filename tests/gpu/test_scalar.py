@@ -377,6 +377,18 @@ def test_a_state_is_handed_on_and_segments_agree(rule: str) -> None:
     assert (other - o).norm() < 1e-2 * o.norm() and (end - final).norm() < 1e-2 * final.norm()
 
 
+def test_gradients_of_segments_are_those_of_the_whole() -> None:
+    """Segments find what reaches their ends by the columns of a state that nothing was written to."""
+    made = []
+    for segments in (1, 3):
+        given = [None if x is None else x.detach().requires_grad_() for x in inputs(Case(T=300, B=1, H=2)).values()]
+        o, final = chain(*given, rule="delta", segments=segments)
+        floats = [x for x in given if x is not None]
+        made.append(torch.autograd.grad((o * o).sum() + final.sum(), floats))
+    for one, other in zip(*made, strict=True):
+        assert (one - other).float().norm() < 2e-2 * one.float().norm()
+
+
 @pytest.mark.parametrize("case", (Case(T=100), Case(T=100, rule="write"), Case(T=2100, B=1, H=1)), ids=str)
 def test_compiles_as_one_graph(case: Case) -> None:
     given = inputs(case)

@@ -90,7 +90,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
         ({"beta2_decay": 0.8}, "exponent below 0"),
         ({"d": 0.0}, "radius must be positive"),
         ({"eps": (0.0, 1e-3)}, "eps must be positive"),
-        ({"eps": (None, 0.0)}, "least must be positive"),
+        ({"eps": (None, 0.0)}, r"eps\[1\], the least size of a relative step, must be positive"),
         ({"guard": "none"}, "guard 'none'"),
         ({"momentum": 1.0}, "momentum must lie"),
     ):

@@ -40,7 +40,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "muon scale": (lambda: optim.Muon(layer(), scale="huge"), "scale 'huge'"),
     "muon nesterov": (lambda: optim.Muon(layer(), momentum=0.0), "nesterov needs momentum > 0"),
     "shampoo beta": (lambda: optim.Shampoo(layer(), betas=(0.9, 1.5)), "beta2 must lie"),
-    "shampoo exponent": (lambda: optim.Shampoo(layer(), exponent=0.0), "power must be positive"),
+    "shampoo exponent": (lambda: optim.Shampoo(layer(), exponent=0.0), "exponent must be finite and > 0"),
     "reduction": (lambda: optim.NaturalGradient(layer(), reduction="max"), "reduction 'max'"),
     "differentiable": (lambda: optim.AdamW(layer(), differentiable=True), r"axes\.core\.reference\.run"),
     "two ways": (lambda: optim.AdamW(layer(), fused=True, foreach=True), "two ways to do the same"),
@@ -68,6 +68,48 @@ def test_construction(case: str) -> None:
     make, message = ERRORS[case]
     with pytest.raises(AxesError, match=message):
         make()
+
+
+def _arguments(cls: type) -> dict[str, Any]:
+    found = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    return {n: p.default for n, p in found.items() if p.default is not p.empty}
+
+
+def _filled(default: Any, bad: Any) -> list[Any]:
+    """Where the default is a tuple: one with a bad number in every place in turn."""
+    if not isinstance(default, tuple):
+        return [bad]
+    return [default[:i] + (bad,) + default[i + 1 :] for i in range(len(default))]
+
+
+@pytest.mark.parametrize("cls", optim.ALL, ids=lambda cls: cls.name)
+def test_whatever_is_refused_is_refused_by_the_name_of_its_argument(cls: Any) -> None:
+    """A word, a list, NaN, infinity and numbers of other ranges for every argument of every optimizer."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for name, default in _arguments(cls).items():
+        for bad in ("x", [1], math.nan, math.inf, -1.0, 1e9, 2.0, 0):
+            for value in _filled(default, bad):
+                try:
+                    cls(model, **{name: value})
+                except (AxesError, TypeError) as error:
+                    assert isinstance(error, AxesError) and name.removesuffix("s") in str(error), (name, value)
+                else:
+                    number = isinstance(bad, int | float) and not math.isnan(bad)
+                    assert number or not isinstance(default, float | tuple), (name, value)
+
+
+# what a rule keeps of the past is a share of it, and what keeps roots apart is no debt
+SHARES = ("momentum", "beta", "beta2", "betas", "shampoo_beta", "nu", "nus", "rho", "aux_betas")
+FLOORS = ("eps", "damping", "aux_eps", "graft_eps", "row_eps", "entry_eps", "aux_lr_scale")
+
+
+@pytest.mark.parametrize("cls", optim.ALL, ids=lambda cls: cls.name)
+def test_shares_of_the_past_and_floors_of_roots_have_their_ranges_in_every_rule(cls: Any) -> None:
+    for name, default in _arguments(cls).items():
+        wrong = (-0.1, 1.1) if name in SHARES else (-1e-3,) if name in FLOORS else ()
+        for value in (v for bad in wrong for v in _filled(default, bad)):
+            with pytest.raises(AxesError, match=name.removesuffix("s")):
+                cls(nn.Linear(4, 4), **{name: value})
 
 
 def test_errors_torch_makes_too() -> None:

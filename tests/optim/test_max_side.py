@@ -125,7 +125,7 @@ def test_the_head_of_a_language_model_fits() -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     p = nn.Parameter(torch.ones(6, 7))
     for limit in (0, 2.5, "long", True):
-        with pytest.raises(AxesError, match="max_side must be (an integer >= 1, or None|a number, got a str)"):
+        with pytest.raises(AxesError, match="max_side must be (an integer|a number, got a str)"):
             optim.SOAP([{"params": [p], "rule": "soap"}], max_side=limit)  # type: ignore[arg-type]
     with pytest.raises(AxesError, match="wide, a matrix of 6 x 7, is longer than max_side=4 in both sides"):
         optim.SOAP([{"params": [("wide", p)], "rule": "soap"}], max_side=LIMIT)

@@ -185,7 +185,7 @@ def test_a_run_continues_from_its_state() -> None:
     [
         ({"beta": 1.0}, r"\(0, 1\)"),
         ({"lr_power": -1.0}, "lr_power"),
-        ({"decay_at": "x"}, "not y or z"),
+        ({"decay_at": "x"}, "decay_at 'x': known: y, z"),
         ({"rule": optim.SignedEG.declare()}, "keeps and shows"),
         ({"rule": wrappers.schedule_free(optim.AdamW.declare())}, "keeps and shows"),
     ],

@@ -1,0 +1,216 @@
+"""Small functions that many call and whose planted faults no caller's test saw: each by what it promises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from axes import dispatch, optim
+from axes.core.algorithms import Anchor, Held, Momentum, Read, Step
+from axes.core.costs import Given, Linear, SquaredError
+from axes.core.geometry import Ball, Sphere
+from axes.core.geometry.mixing import Birkhoff
+from axes.core.geometry.preconditioners import Eigenbasis, InverseRoot
+from axes.core.monoids import Decay, Identity, Product, Rotation, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.errors import AxesError, IllegalUpdate, NotFiniteError, WrongType
+from axes.optim.engine.layers import Products
+from axes.optim.rules.wrappers import nesterov
+from axes.routes import spans
+from axes.routes.counts import period, phases
+from axes.routes.finite import require_finite
+from axes.routes.parameters import are_plain, some_parameter
+from axes.routes.precision import autocast, own_precision, taken_in
+from axes.routes.turned import still
+from axes.testing.examples import example
+
+
+class _Elsewhere(Tensor):
+    """A parameter of another kind, as parts on several devices are."""
+
+
+def test_plain_parameters_are_of_torch_alone_at_every_depth() -> None:
+    foreign = nn.Linear(2, 2)
+    foreign._parameters["weight"] = torch.ones(2, 2).as_subclass(_Elsewhere)  # type: ignore[assignment]
+    empty = nn.Module()
+    empty.register_module("none", None)
+    bare = nn.Linear(2, 2, bias=False)  # its bias is None
+    assert are_plain(bare) and are_plain(empty)
+    assert are_plain(nn.Sequential(bare, nn.Sequential(empty, nn.Linear(2, 2))))
+    assert not are_plain(foreign) and not are_plain(nn.Sequential(bare, nn.Sequential(foreign)))
+    foreign.extra = bare  # what is beneath is plain, and it is not
+    assert not are_plain(foreign)
+
+
+def test_one_parameter_stands_for_a_module() -> None:
+    inner, empty = nn.Linear(2, 2), nn.Module()
+    empty.register_module("none", None)
+    assert some_parameter(nn.Module()) is None and some_parameter(empty) is None
+    assert some_parameter(inner) is inner.weight and some_parameter(nn.Sequential(inner)) is inner.weight
+    empty.register_module("deep", nn.Sequential(nn.Sequential(inner)))
+    assert some_parameter(empty) is inner.weight
+
+
+def test_autocast_is_heard_of_and_left() -> None:
+    x, none = torch.ones(2, 2), torch.ones(2, 2, device="meta")
+    assert not autocast(x) and not autocast(none) and taken_in(x) == taken_in(none) == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert autocast(x) and not autocast(none) and taken_in(x) == torch.bfloat16
+        assert (x @ x).dtype == torch.bfloat16
+        with own_precision(x):
+            assert (x @ x).dtype == torch.float32
+    with own_precision(x):
+        assert not autocast(x)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "axis": (lambda: Sphere("diagonal"), "Sphere: axis 'diagonal'"),  # type: ignore[arg-type]
+    "no radius": (lambda: Sphere(radius=0.0), "Sphere: radius must be positive"),
+    "endless radius": (lambda: Sphere(radius=math.inf), "Sphere: radius must be positive"),
+    "radius by row": (lambda: Ball(Per("r", "row")), "Ball: the radius must be scalar"),
+    "radius of a ball": (lambda: Ball(0.0), "Ball: radius must be positive"),
+    "norm": (lambda: Ball(norm="l1"), "Ball: norm 'l1'"),  # type: ignore[arg-type]
+    "root": (lambda: InverseRoot(method="qr"), "InverseRoot: method 'qr'"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_parts_refuse_by_their_own_name(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(IllegalUpdate, match=f"^{message}"):
+        make()
+
+
+def test_square_matrices_are_asked_for() -> None:
+    for part in (InverseRoot(), Birkhoff()):
+        with pytest.raises(AxesError, match="square"):
+            part.primal(torch.ones(2, 3))
+
+
+def test_a_point_on_the_edge_is_in_the_set() -> None:
+    edge = torch.tensor([[3.0, 4.0]])
+    assert Sphere("rows", 5.0).contains(edge, 0.0) and not Sphere("rows", 4.0).contains(edge, 0.5)
+    assert Ball(5.0).contains(edge, 0.0) and not Ball(4.0).contains(edge, 0.5)
+    torch.testing.assert_close(Ball(2.5).primal(edge), edge / 2)  # half of a norm of 5
+    torch.testing.assert_close(Ball(2.5, "rms").primal(edge), edge * (2.5 * 2**0.5 / 5.0))
+
+
+@pytest.mark.parametrize("kind", ["ema", "sum"])
+def test_nesterov_reads_the_newest_gradient_and_the_buffer_after_it(kind: Any) -> None:
+    """w g + beta m' of m' = beta m + w g: (beta^2) m + (w + beta w) g."""
+    w = 0.25 if kind == "ema" else 1.0
+    for ahead in (False, True):
+        (found,) = StateUpdate(Given(), algorithm=Step(via=(Momentum(0.75, kind, nesterov=ahead),))).normal().filters()
+        step, wanted = found.parts().step, Read(0.5625, 1.75 * w) if ahead else None
+        assert step.rate == w and step.read == wanted
+
+
+def test_nesterov_of_the_last_filter_leaves_those_before_it() -> None:
+    first = StateUpdate(Linear(), monoid=Scalar(0.5), algorithm=Step(0.5))
+    last = StateUpdate(Linear(), monoid=Scalar(0.75), algorithm=Step(0.25))
+    step = Step(Per("lr"), via=(first, last))
+    one, two = nesterov(StateUpdate(Given(), monoid=Decay(Per("weight_decay")), algorithm=step)).filters()
+    assert one == first.normal() and two.parts().step.read == Read(0.5625, 0.25 + 0.75 * 0.25)
+
+
+def test_the_first_token_that_is_not_finite_is_named() -> None:
+    x = torch.zeros(2, 6, 3)
+    x[0, 4, 1], x[1, 2, 0] = math.inf, math.nan
+    with pytest.raises(NotFiniteError, match=r"f: v is not finite: nan at token 2, entry \(1, 2, 0\) of \(2, 6, 3\)"):
+        require_finite("f", {"v": x})
+    with pytest.raises(NotFiniteError, match=r"f: lr is not finite: nan, entry \(1,\) of \(2,\)$"):
+        require_finite("f", {"lr": torch.tensor([0.0, math.nan])})
+    require_finite("f", {"g": -x.abs().nan_to_num(0.0, math.inf)}, gates=("g",))  # a gate of -inf forgets
+
+
+def test_spans_end_where_an_anchor_is_refreshed() -> None:
+    assert spans.sizes(10, 4, "prev", 0) == [4, 4, 2]
+    assert spans.sizes(10, 4, Anchor(6), 3) == [3, 4, 2, 1]
+    for start in range(7):
+        ends = torch.tensor([start, *spans.sizes(12, 4, Anchor(6), start)]).cumsum(0)
+        assert ends[-1] == start + 12 and all(a // 6 == (b - 1) // 6 for a, b in zip(ends, ends[1:], strict=False))
+
+
+def test_what_has_no_time_is_the_same_in_every_span() -> None:
+    """At dim 1: numbers, and tensors of one dimension, are of every token."""
+    signal = {"k": torch.arange(6.0).view(1, 3, 2), "lr": torch.ones(2), "one": 3.0}
+    first, second = spans.split(signal, 1, [2, 1])
+    assert torch.equal(first["k"], signal["k"][:, :2]) and torch.equal(second["k"], signal["k"][:, 2:])
+    for part in (first, second, spans.datum(signal, 1, 2)):
+        assert part["lr"] is signal["lr"] and part["one"] == 3.0
+    assert torch.equal(spans.datum(signal, 1, 2)["k"], signal["k"][:, 2])  # type: ignore[arg-type]
+
+
+def test_when_a_token_is_the_same_again() -> None:
+    plain, anchored = StateUpdate(SquaredError()), StateUpdate(SquaredError(), algorithm=Step(at=Anchor(3)))
+    held = StateUpdate(Linear("left"), Eigenbasis(), Scalar(0.5), Step(0.5, at=Held(4)))
+    always = StateUpdate(SquaredError(), algorithm=Step(at=Anchor(1)))
+    assert [period(u) for u in (plain, anchored, always)] == [None, 3, None]
+    assert period(held) == 0 and period(StateUpdate(Linear(), algorithm=Step(0.5, start="first"))) == 0
+    state = anchored.init({"k": torch.zeros(2), "v": torch.zeros(2)})._replace(count=torch.tensor([4, 7, 5]))
+    assert phases(anchored, state, 3) == [1, 1, 2] and len(set(phases(plain, state, 3))) == 1
+
+
+def test_passes_that_observe_are_means_over_their_own_examples() -> None:
+    """Gradients of a mean are a share of each example's: squares are that share twice."""
+    x, g = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    seen, trained = Products(), Products()
+    seen.add(x, g, g / 4, True)
+    trained.add(x, g, g, False)
+    for (_, a, m), (_, b, n) in zip(seen.sums.values(), trained.sums.values(), strict=True):
+        torch.testing.assert_close(a, b)
+        assert m == n == 4
+
+
+@pytest.mark.parametrize(("gates", "left"), [((), "prev"), ((Scalar("decay"),), "gated")])
+def test_in_the_frame_that_turns_along_every_other_gate_is_left(gates: tuple[Any, ...], left: str) -> None:
+    """Where nothing is left, a gradient after it is one before."""
+    turns = Rotation(Per("angle", "row-pair", "real"))
+    monoid = Product((turns, *gates)) if gates else turns
+    update = StateUpdate(SquaredError(), monoid=monoid, algorithm=Step(0.5, at="gated"))
+    made = still(update).parts()
+    assert made.step.at == left and made.monoid == (gates[0] if gates else Identity())
+    signal = example(update, batch=(1,), length=5)
+    torch.testing.assert_close(
+        dispatch.run(update, signal, time=1), dispatch.run(update, signal, time=1, implementation="reference")
+    )
+
+
+def test_what_is_no_parameter_is_refused_as_params() -> None:
+    for given in ("weights", 1.0, None):
+        with pytest.raises(WrongType, match="SGD: params must be a module, or an iterable"):
+            optim.SGD(given)  # type: ignore[arg-type]
+
+
+def test_vectors_beside_matrices_are_stepped_by_plain_adamw() -> None:
+    """Gradients that fall: the largest of their squares would hold the step back."""
+    one, two = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+    with torch.no_grad():
+        one.bias.fill_(1.0)
+    muon = optim.Muon(one, lr=0.1, weight_decay=0.0)
+    adam = optim.AdamW([two], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    for g in (10.0, 1.0, 0.1, 0.01):
+        one.weight.grad, one.bias.grad, two.grad = torch.ones(2, 3), torch.full((2,), g), torch.full((2,), g)
+        muon.step()
+        adam.step()
+    torch.testing.assert_close(one.bias, two)
+
+
+def test_weights_of_exponentiated_gradients_stay_on_the_simplex() -> None:
+    w = nn.Parameter(torch.tensor([0.2, 0.3, 0.5]))
+    w.grad = torch.tensor([1.0, -1.0, 2.0])
+    optim.ExponentiatedGradient([w], lr=0.5).step()
+    expected = torch.tensor([0.2, 0.3, 0.5]) * torch.exp(-0.5 * torch.tensor([1.0, -1.0, 2.0]))
+    torch.testing.assert_close(w.detach(), expected / expected.sum())
+
+
+def test_a_convolution_of_two_groups_is_no_matrix() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3, groups=2))
+    said = str(optim.Muon(model).report())
+    assert said.count("grouped convolution") == 1
