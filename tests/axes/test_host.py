@@ -20,7 +20,7 @@ COUNTS = {
     "GatedDeltaNet": ((53, 4), (72, 4)),
     "KDA": ((54, 7), (90, 8)),
     "DeltaNet": ((45, 4), (59, 4)),
-    "LinearAttention": ((63, 3), (59, 7)),
+    "LinearAttention": ((63, 4), (59, 8)),
     "RetNet": ((73, 4), (56, 6)),
     "GLA": ((48, 5), (80, 7)),
     "Mamba2": ((61, 4), (81, 6)),

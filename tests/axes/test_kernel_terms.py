@@ -15,7 +15,7 @@ from axes.core import reference
 from axes.core.algorithms import Read, Step, Sum
 from axes.core.costs import Alignment, Linear, Ridge, SquaredError
 from axes.core.execution import several as repeated
-from axes.core.memory import Entries
+from axes.core.memory import Entries, normalised
 from axes.core.monoids import DPLR, Diagonal, Hadamard, Householder, Product, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
@@ -113,6 +113,9 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
         function = f"{name}_chain"
         setattr(stand_in, function, getattr(chains, function))
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    mass = ModuleType("axes.kernels.rows.mass")
+    mass.over_mass = normalised  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, mass.__name__, mass)
 
 
 def signal(
