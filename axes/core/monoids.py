@@ -449,7 +449,7 @@ class Rotation(Monoid):
         if isinstance(self.angle, Per):
             value = torch.as_tensor(resolve(self.angle, signal), dtype=like.dtype, device=like.device)
             if self._of_rows:
-                return Element(turn=value)
+                return Element(turn=value if value.ndim else value[None])
             return Element(angle=value if value.ndim else value.expand(like.shape[-1] // 2))  # a number: of every pair
         d_k = like.shape[-1]
         if (reason := self.no_width(d_k)) is not None:

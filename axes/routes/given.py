@@ -203,8 +203,6 @@ def require_signal(who: str, update: StateUpdate, signal: Signal, time: int = 1)
             raise IllegalUpdate(f"{who}: gate {name!r} is {rates[name].domain}, one number for all tokens: " + _LOGS)
         if x.shape != lead + last if last else x.shape != lead:
             _require_fit(who, name, signal, last, lead, time, name not in rates)
-        if not x.ndim and name in rates:
-            _require_pairs(who, rates[name], x)
         if not x.is_floating_point():
             raise ShapeError(f"{who}: {name} must be floating point, got {x.dtype}: convert it, as by {name}.float()")
         if x.device != device and (x.ndim or x.is_meta or x.device.type != "cpu"):
@@ -215,17 +213,9 @@ def require_signal(who: str, update: StateUpdate, signal: Signal, time: int = 1)
 def _require_number(who: str, per: Per, x: object) -> None:
     if not isinstance(x, Real):
         raise wrong_type(who, per.name, f"a number or a tensor ({per.shape}, {per.domain})", x)
-    _require_pairs(who, per, x)
     number = float(x)
     if per.domain == "unit" and number > 0 or per.domain == "positive" and number < 0:
         raise ShapeError(f"{who}: {per.name} is {per.domain}, {_DOMAINS[per.domain]}, not {x}")
-
-
-def _require_pairs(who: str, per: Per, x: object) -> None:
-    """ShapeError for one number where every pair has an angle of its own."""
-    if per.shape in ("pair", "row-pair"):
-        of = "keys" if per.shape == "pair" else "rows"
-        raise ShapeError(f"{who}: {per.name} is an angle for every pair of {of}: give a tensor of them, not {x}")
 
 
 def _pairs_lead(k: Tensor, v: Tensor) -> Sizes:

@@ -61,7 +61,8 @@ def tokens(update: StateUpdate, signal: Signal, time: int) -> dict[str, Tensor |
     assert isinstance(k, Tensor)
     given: dict[str, Tensor | float] = {}
     for name, x in signal.items():
-        last = 1 if name not in shapes else len(extent(shapes[name], k.shape[-1], v.shape[-1]))
+        own = extent(shapes[name], k.shape[-1], v.shape[-1]) if name in shapes else x.shape[-1:]  # type: ignore[union-attr]
+        last = len(own)
         if name in repeated:
             if isinstance(x, Tensor) and x.ndim > time + last:  # else it is the same for every token and write
                 x = x.movedim(-1 - last, time + 1)
@@ -82,7 +83,7 @@ def tokens(update: StateUpdate, signal: Signal, time: int) -> dict[str, Tensor |
                 given[name] = x
                 continue
             x = torch.as_tensor(x, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
-            x = x.expand(*lead, *x.shape[x.ndim - last :] if last and x.ndim else ())
+            x = x.expand(*lead, *own)
         rest = x.new_zeros(()).expand_as(x) if name in still or name == "q" else x
         order = [rest] * (n - 1) + [x] if name == "q" else [x] + [rest] * (n - 1)
         given[name] = torch.stack(order, time + 1).flatten(time, time + 1)

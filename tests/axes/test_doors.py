@@ -168,10 +168,12 @@ def test_a_list_in_fewer_bits_is_moved_by_what_has_more() -> None:
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["lru", "s5", "mamba3-mimo"])
-@pytest.mark.parametrize("angle", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
-def test_one_angle_stands_for_no_pairs(name: str, angle: Any) -> None:
+@pytest.mark.parametrize("name", ["lru", "s5", "s4d", "mamba3", "mamba3-mimo", "mla"])
+@pytest.mark.parametrize("angle", [0.5, torch.tensor(-0.5)], ids=["number", "tensor"])
+def test_one_number_is_the_rate_of_every_pair(name: str, angle: Any) -> None:
     update = {cls.name: cls for cls in sequence.ALL}[name].update
-    given = {**example(update, batch=(2,), length=5), "angle": angle}
-    with pytest.raises(ShapeError, match="dispatch.run: angle is an angle for every pair of"):
-        dispatch.run(update, given, time=1)
+    given = example(update, batch=(2,), length=5)
+    each = {**given, "angle": torch.full_like(given["angle"], float(angle))}
+    for run in (dispatch.run, reference.run):
+        got, want = (run(update, signal, time=1)[0] for signal in ({**given, "angle": angle}, each))
+        torch.testing.assert_close(got, want)
