@@ -162,12 +162,18 @@ class Training:
             if self.processes is not None:
                 part = self.processes.own(part)
                 self.model.set_requires_gradient_sync(n == len(parts) - 1)  # type: ignore[operator]
-            loss = self.loss(part.to(self.device))
+            loss = self.loss(self._there(part))
             loss = loss if len(parts) == 1 else loss / len(parts)
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total if self.processes is None else self.processes.mean(total)
+
+    def _there(self, windows: Tensor) -> Tensor:
+        """On the device, without waiting for what it still does of the last step."""
+        if self.device.type != "cuda":
+            return windows.to(self.device)
+        return windows.pin_memory().to(self.device, non_blocking=True)
 
     def _bits(self, nats: float) -> float:
         """Bits per byte of nats per token."""
@@ -364,5 +370,6 @@ def make_optimizer(configuration: Configuration, model: nn.Module) -> torch.opti
         raise AxesError(f"optimizer {configuration.optimizer!r} has no weight decay: leave --weight-decay out")
     # rules that use the Fisher matrix of the outputs are told what the outputs parametrise
     options.update(accepted_options(cls, likelihood="categorical"))
-    optimizer: torch.optim.Optimizer = cls(model, **options)
+    # the norm of all gradients has been looked at before its step: a second look would wait for the device once more
+    optimizer: torch.optim.Optimizer = cls(model, check_finite=False, **options)
     return optimizer
