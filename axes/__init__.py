@@ -29,6 +29,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"axes.{name}")
     if name == "cite":
         return importlib.import_module("axes.catalogue").cite
+    if name == "compile_ahead":
+        return importlib.import_module("axes.kernels.common.ahead").compile_ahead
     if name == "retarget":
         return importlib.import_module("axes.moves").retarget
     raise AttributeError(f"module 'axes' has no attribute {name!r}")
@@ -48,6 +50,7 @@ __all__ = [
     "Sum",
     "__version__",
     "cite",
+    "compile_ahead",
     "explain",
     "implementation",
     "retarget",

@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -397,7 +398,7 @@ class _Served:
             return "*"
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
         items = [self.items[t] for t in tests]
-        for item, following in zip(items, [*items[1:], None], strict=True):
+        for item, following in zip_longest(items, items[1:]):
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if self.first.name:
                 break

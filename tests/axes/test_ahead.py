@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+import axes
 from axes.kernels.common import ahead as module
 from axes.kernels.common.ahead import Ahead, compile_ahead, really, rehearsal
 from axes.kernels.common.launch import Kernel
@@ -76,14 +77,22 @@ def test_a_rehearsal_leaves_the_run_as_it_was(ahead: Ahead) -> None:
     assert all(p.grad is None for p in made.model.parameters())
 
 
-def test_a_layer_is_compiled_before_its_first_call() -> None:
-    layer, x = example("GatedDeltaNet", 8)
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "LinearAttention", "GLA"])
+def test_a_layer_is_compiled_before_its_first_call(name: str) -> None:
+    layer, x = example(name, 8)
     with no_launches() as launches, patch.object(module, "_compiled", lambda *_: 0.0):
         made = compile_ahead(layer, x, compilers=1)
-        assert launches == [] and known() == set() and made > 4 and x.grad is None
+        assert launches == [] and known() == set() and made >= 3 and x.grad is None
         y, _ = layer(x)
         y.backward(torch.ones_like(y))
         assert len(known()) == made
+
+
+def test_what_is_no_module_or_no_tensor_is_refused() -> None:
+    for module_, inputs, name in (("layer", (torch.ones(1),), "module"), (torch.nn.Linear(1, 1), (), "inputs")):
+        with pytest.raises(TypeError, match=f"compile_ahead: {name} must be"):
+            axes.compile_ahead(module_, *inputs)
+    assert axes.compile_ahead(torch.nn.Linear(2, 2), torch.ones(3, 2)) == 0  # nothing of it is ours
 
 
 def test_a_step_that_cannot_be_rehearsed_says_why(ahead: Ahead) -> None:

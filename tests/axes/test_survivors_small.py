@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +13,19 @@ from torch import Tensor, nn
 
 from axes import dispatch, optim
 from axes.core.algorithms import Anchor, Held, Momentum, Read, Step
-from axes.core.costs import Given, Linear, SquaredError
+from axes.core.chain import chain
+from axes.core.costs import Alignment, Given, Linear, Ridge, SquaredError
 from axes.core.geometry import Ball, Sphere
 from axes.core.geometry.mixing import Birkhoff
-from axes.core.geometry.preconditioners import Eigenbasis, InverseRoot
-from axes.core.monoids import Decay, Identity, Product, Rotation, Scalar
+from axes.core.geometry.preconditioners import Eigenbasis, InverseRoot, Kronecker
+from axes.core.memory import Matrix
+from axes.core.monoids import Decay, Diagonal, Identity, Product, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, IllegalUpdate, NotFiniteError, WrongType
 from axes.optim.engine.layers import Products
 from axes.optim.rules.wrappers import nesterov
-from axes.routes import spans
+from axes.routes import by_rows, spans
 from axes.routes.counts import period, phases
 from axes.routes.finite import require_finite
 from axes.routes.parameters import are_plain, some_parameter
@@ -214,3 +217,64 @@ def test_a_convolution_of_two_groups_is_no_matrix() -> None:
     model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3, groups=2))
     said = str(optim.Muon(model).report())
     assert said.count("grouped convolution") == 1
+
+
+def test_what_is_held_without_its_datum_is_no_function_of_nothing() -> None:
+    held = Held(2, datum="excluded")
+    assert [held.before(n) for n in range(6)] == [False, False, False, True, False, True]
+    assert not Held(1, datum="excluded").before(1) and Held(1, datum="excluded").before(2)
+
+
+def test_a_read_point_of_the_update_is_a_querys_business_and_of_a_filter_is_not() -> None:
+    """`computes_rates` asks whoever steps the tuple to make rates before anything is traced."""
+    named = Per("g", "scalar", "real")
+
+    def made(read: Read | None, inner: Read | None = None) -> bool:
+        via = (StateUpdate(Linear(), monoid=Scalar(0.5), algorithm=Step(1.0, read=inner)),) if inner else ()
+        return StateUpdate(Given(), algorithm=Step(0.1, via=via, read=read)).parts().computes_rates
+
+    assert not made(None) and not made(Read(named, 1.0)) and not made(Read(1.0, named))
+    assert not made(None, Read(1.0, 1.0))
+    assert made(None, Read(named, 1.0)) and made(None, Read(1.0, named))
+
+
+def test_a_ridge_pulls_on_the_gated_state_where_the_gradient_comes_after_the_gate() -> None:
+    update = StateUpdate(
+        Ridge(SquaredError(), 0.3),
+        monoid=Scalar(Per("decay", "scalar", "unit")),
+        algorithm=Step(Per("beta"), at="gated"),
+    )
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (0.3 * torch.randn(2, 7, 3, generator=generator, dtype=torch.float64) for _ in range(3))
+    decay = -2.0 * torch.rand(2, 7, generator=generator, dtype=torch.float64)
+    given = {"q": q, "k": k, "v": v, "decay": decay, "beta": torch.full((2, 7), 0.4, dtype=torch.float64)}
+    assert dispatch.select(update).route == "chain"
+    state, wanted = torch.zeros(2, 3, 3, dtype=torch.float64), []
+    for t in range(7):
+        gated = decay[:, t].exp()[:, None, None] * state
+        error = v[:, t] - (gated @ k[:, t, :, None])[..., 0]
+        state = gated + 0.4 * (error[:, :, None] * k[:, t, None, :] - 0.3 * gated)
+        wanted.append((state @ q[:, t, :, None])[..., 0])
+    torch.testing.assert_close(dispatch.run(update, given, time=1)[0], torch.stack(wanted, 1))
+
+
+def test_kronecker_sides_are_named() -> None:
+    with pytest.raises(IllegalUpdate, match="on='up' is not one of"):
+        Kronecker((), on="up")  # type: ignore[arg-type]
+
+
+def test_gates_by_rows_are_taken_where_nothing_else_is_by_rows() -> None:
+    update = StateUpdate(
+        Alignment(), monoid=Diagonal(Per("gate", "row", "unit"), "row"), algorithm=Step(Per("beta")), memory=Matrix()
+    )
+    given = example(update, batch=(2,), length=5)
+    c = chain(update, {n: x.movedim(1, -2) if isinstance(x, Tensor) and x.ndim > 2 else x for n, x in given.items()})
+    assert by_rows.takes(c)
+    assert c.gate is not None
+    assert not by_rows.takes(replace(c, rows=False)) and not by_rows.takes(replace(c, gate=None))
+    assert not by_rows.takes(replace(c, gate=c.gate.expand(*c.gate.shape[:-1], 2)))
+    for name in ("a", "block", "angle", "dense"):
+        assert not by_rows.takes(replace(c, **{name: torch.zeros(1)})), name
+    assert not by_rows.takes(replace(c, key=c.key[..., :1]))  # entries
+    several = c.key.expand(*c.key.shape[:-4], 3, *c.key.shape[-3:])
+    assert not by_rows.takes(replace(c, key=several))  # rows with keys of their own

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from axes.errors import wrong_type
+
 _MOST = 32  # compilers at once: each takes a few hundred MB
 _aten = torch.ops.aten
 _UNFILLED = {
@@ -82,8 +84,17 @@ def compile_ahead(module: nn.Module, *inputs: Tensor, compilers: int | None = No
     """Compile what a module's first call and the backward of its first output would, side by side: how many kernels.
 
     A copy of the module is called, and none of its kernels runs: the module, its gradients and generators stay as they
-    are. Inputs are tensors of the sizes, dtypes and device that are to come, whatever they hold.
+    are. Inputs are tensors of the sizes, dtypes and device that are to come, whatever they hold. Where nothing is to be
+    compiled, as on a CPU, it is 0.
+
+    Raises:
+        TypeError: what is given is no module, or no tensor.
     """
+    who = "compile_ahead"
+    if not isinstance(module, nn.Module):
+        raise wrong_type(who, "module", "an nn.Module", module)
+    if not inputs or not isinstance(inputs[0], Tensor):
+        raise wrong_type(who, "inputs", "the tensors of the call that is to come", inputs[0] if inputs else None)
     device, twin = inputs[0].device, copy.deepcopy(module)
     ahead = Ahead(device, compilers)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad(), ahead:
