@@ -15,12 +15,13 @@ from axes import dispatch, optim
 from axes.core.algorithms import Anchor, Held, Momentum, Read, Step
 from axes.core.chain import chain
 from axes.core.costs import Alignment, Given, Linear, Ridge, SquaredError
+from axes.core.derived import erases_along_key
 from axes.core.geometry import Ball, Sphere
 from axes.core.geometry.mixing import Birkhoff
 from axes.core.geometry.preconditioners import Eigenbasis, InverseRoot, Kronecker
-from axes.core.memory import Matrix
-from axes.core.monoids import Decay, Diagonal, Identity, Product, Rotation, Scalar
-from axes.core.rates import Per
+from axes.core.memory import Fenwick, Matrix
+from axes.core.monoids import Decay, Diagonal, Householder, Identity, Product, Rotation, Scalar
+from axes.core.rates import Per, resolve
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, IllegalUpdate, NotFiniteError, WrongType
 from axes.optim.engine.layers import Products
@@ -31,6 +32,7 @@ from axes.routes.finite import require_finite
 from axes.routes.parameters import are_plain, some_parameter
 from axes.routes.precision import autocast, own_precision, taken_in
 from axes.routes.turned import still
+from axes.sequence import DeltaProduct
 from axes.testing.examples import example
 
 
@@ -278,3 +280,39 @@ def test_gates_by_rows_are_taken_where_nothing_else_is_by_rows() -> None:
     assert not by_rows.takes(replace(c, key=c.key[..., :1]))  # entries
     several = c.key.expand(*c.key.shape[:-4], 3, *c.key.shape[-3:])
     assert not by_rows.takes(replace(c, key=several))  # rows with keys of their own
+
+
+def test_a_state_of_another_kind_is_named_as_what_it_is() -> None:
+    update = StateUpdate(Alignment(), monoid=Scalar(0.5), algorithm=Step(1.0))
+    given = example(update, batch=(2,), length=3)
+    state = dispatch.run(update, given, time=1)[1]._replace(stats=1)  # type: ignore[arg-type]
+    with pytest.raises(WrongType, match=r"^dispatch\.run: state\S* must be a tuple, as init makes it, got an int"):
+        dispatch.run(update, given, state, time=1)
+
+
+@pytest.mark.parametrize("step", [Step(Per("beta"), writes=2), Step(Per("beta"), write="max")], ids=["two", "max"])
+def test_levels_take_one_pair_added(step: Step) -> None:
+    with pytest.raises(IllegalUpdate, match="levels begin at zero and take one pair"):
+        StateUpdate(Alignment(), monoid=Scalar(Per("decay")), algorithm=step, memory=Fenwick(4))
+
+
+def test_formulas_of_numbers_are_numbers() -> None:
+    rate = Per("a") * 2.0 + 1.0
+    assert float(resolve(rate, {"a": 3.0})) == 7.0
+    made = torch.as_tensor(resolve(rate, {"a": torch.tensor([3.0, 4.0])}))
+    torch.testing.assert_close(made, torch.tensor([7.0, 9.0]))
+
+
+def test_an_erase_of_its_own_strength_is_one_where_errors_do_not_erase_too() -> None:
+    monoid = Product((Scalar(Per("decay")), Householder(Per("erase"), "k")))
+    assert erases_along_key(StateUpdate(Alignment(), monoid=monoid, algorithm=Step(Per("beta"))))
+    assert not erases_along_key(StateUpdate(SquaredError(), monoid=monoid, algorithm=Step(Per("beta"))))
+
+
+def test_several_writes_may_have_one_strength() -> None:
+    update = DeltaProduct.update
+    given = example(update, batch=(2,), length=4)
+    number = {**given, "beta": 0.25}
+    each = {**given, "beta": torch.full_like(given["beta"], 0.25)}
+    got, wanted = (dispatch.run(update, x, time=1)[0] for x in (number, each))
+    torch.testing.assert_close(got, wanted)
