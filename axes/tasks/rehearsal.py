@@ -7,34 +7,14 @@ before the first step; it needs the memory of one more set of parameters.
 
 from __future__ import annotations
 
-import time
-from typing import final
-
 import torch
 
 from axes.errors import AxesError
 from axes.kernels.common import versions
-from axes.kernels.common.ahead import Ahead
+from axes.kernels.common.ahead import Ahead, Rehearsal
 from axes.models.language_model import LanguageModel, Logits
 from axes.tasks.batches import training_batch
 from axes.tasks.training import Training, make_optimizer
-
-
-@final
-class Rehearsal:
-    """Kernels that are being compiled while other things are done. missed: why it did not reach the step's end."""
-
-    def __init__(self, ahead: Ahead, missed: str | None = None) -> None:
-        self.ahead, self.missed, self.begun = ahead, missed, time.perf_counter()
-
-    def __str__(self) -> str:
-        said = f"compiling {self.ahead.kernels} kernels, up to {self.ahead.compilers} side by side"
-        return said if self.missed is None else f"{said}; others when they are first needed ({self.missed})"
-
-    def wait(self) -> str:
-        """Until there are no more; how long that took, in words."""
-        added = self.ahead.wait()
-        return f"compiled after {time.perf_counter() - self.begun:.1f} s, {added:.1f} s one after the other"
 
 
 def rehearse(training: Training) -> Rehearsal | None:

@@ -29,7 +29,7 @@ from axes.tasks.processes import Processes
 from axes.tasks.schedules import Schedule
 
 if TYPE_CHECKING:
-    from axes.tasks.rehearsal import Rehearsal
+    from axes.kernels.common.ahead import Rehearsal
 
 _MANY = 4096  # tokens in a vocabulary from which on logits of all are not kept
 

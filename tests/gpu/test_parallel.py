@@ -5,8 +5,6 @@ This file, executed, is one of the two processes; each runs the whole sequence b
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 from axes import catalogue, parallel  # noqa: E402
 from axes.models.options import accepted_options  # noqa: E402
+from tests.gpu.together import together  # noqa: E402
 
 WORLD = 2
 # a normaliser, key gates, an erase, two slots, rotations, free transitions, a list, slots of softmax
@@ -78,16 +77,7 @@ def _work(rank: int, folder: Path) -> None:
 
 
 def test_two_gpus_hold_one_sequence(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    env.setdefault("NCCL_NVLS_ENABLE", "0")
-    command = [sys.executable, "-W", "ignore", __file__]
-    running = [subprocess.Popen([*command, str(r), str(tmp_path)], env=env) for r in range(WORLD)]
-    try:
-        codes = [process.wait(300) for process in running]
-    finally:
-        for process in running:
-            process.kill()
+    codes = together(__file__, tmp_path, WORLD)
     assert not any(codes), f"exit codes {codes}"
 
 

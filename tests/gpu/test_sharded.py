@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from axes import optim  # noqa: E402
 from axes.errors import NotFiniteError  # noqa: E402
+from tests.gpu.together import together  # noqa: E402
 
 WORLD = 2
 CASES: dict[str, Callable[[Path], None]] = {}
@@ -227,16 +227,7 @@ def _work(rank: int, folder: Path) -> None:
 
 def test_two_gpus_step_as_one(tmp_path: Path) -> None:
     (tmp_path / "cases.json").write_text(json.dumps(list(CASES)))
-    root = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    env.setdefault("NCCL_NVLS_ENABLE", "0")
-    command = [sys.executable, "-W", "ignore", __file__]
-    running = [subprocess.Popen([*command, str(r), str(tmp_path)], env=env) for r in range(WORLD)]
-    try:
-        codes = [process.wait(300) for process in running]
-    finally:
-        for process in running:
-            process.kill()
+    codes = together(__file__, tmp_path, WORLD)
     failed = [path.read_text() for path in sorted(tmp_path.glob("failed-*"))]
     assert not failed and not any(codes), "\n".join(failed) or f"exit codes {codes}"
 

@@ -80,6 +80,23 @@ class Ahead(TorchDispatchMode):
             torch.cuda.set_device(self.device)
 
 
+@final
+class Rehearsal:
+    """Kernels that are being compiled while other things are done. missed: why it did not reach the step's end."""
+
+    def __init__(self, ahead: Ahead, missed: str | None = None) -> None:
+        self.ahead, self.missed, self.begun = ahead, missed, time.perf_counter()
+
+    def __str__(self) -> str:
+        said = f"compiling {self.ahead.kernels} kernels, up to {self.ahead.compilers} side by side"
+        return said if self.missed is None else f"{said}; others when they are first needed ({self.missed})"
+
+    def wait(self) -> str:
+        """Until there are no more; how long that took, in words."""
+        added = self.ahead.wait()
+        return f"compiled after {time.perf_counter() - self.begun:.1f} s, {added:.1f} s one after the other"
+
+
 def compile_ahead(module: nn.Module, *inputs: Tensor, compilers: int | None = None) -> int:
     """Compile what a module's first call and the backward of its first output would, side by side: how many kernels.
 
