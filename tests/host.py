@@ -134,6 +134,18 @@ def work(name: str) -> tuple[Work, Work]:
         return forward, Work(counted.names, launches)
 
 
+def one_token(name: str, before: int = 5) -> Work:
+    """What a token after others asks of torch and of the kernels."""
+    layer, x = example(name, before + 1)
+    with no_launches() as launches, torch.no_grad():
+        _, state = layer(x[:, :before])
+        _, state = layer.step(x[:, before], state)
+        launches.clear()
+        with _Operations() as counted:
+            layer.step(x[:, before], state)
+        return Work(counted.names, launches)
+
+
 def sublayer(name: str) -> Callable[[], list[torch.Tensor]]:
     """Streams after a write and the next read of them, of four streams of 64 in float32, with tensors to write."""
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from axes.core.state_update import StateUpdate
 from axes.kernels.attention import attend as attend_module
 from axes.kernels.attention.attend import attend
 from axes.kernels.attention.decode import attend_one
+from axes.kernels.attention.decode_carried import carry_one
 from axes.kernels.attention.transport import transport
 from axes.kernels.attention.turn import turn
 from axes.kernels.block import chain as block_module
@@ -189,6 +190,11 @@ def carried() -> None:
 def one_query() -> None:
     k, v = (torch.randn(2, 500, 2, 128, dtype=HALF) for _ in range(2))
     attend_one(torch.randn(2, 1, 8, 128, dtype=HALF), k, v, torch.zeros(2, 2, 500), 0.1)
+    one = torch.randn(2, 8, 1, 128, dtype=HALF)
+    carry_one(
+        one, torch.randn(2, 8, 499, 128), one, torch.randn(2, 8, 500, 128, dtype=HALF), one, one,
+        torch.zeros(2, 8, 500), scale=0.1,
+    )  # fmt: skip
 
 
 def turned() -> None:
@@ -198,6 +204,7 @@ def turned() -> None:
 def steps() -> None:
     q, k, v, beta, g = (x.detach()[:, 0] for x in tokens(HALF, 128, 128))
     chain_step(torch.zeros(2, 2, 128, 128), q, k, v, beta=beta, g=g, rule="delta")
+    chain_step(torch.zeros(2, 2, 128, 128), q, k, v, g=g, turn=torch.rand(64))
     two = torch.zeros(2, 2, 128, 2, 128)
     block_step(two, q, k, v, torch.rand(2, 2, 2, 2), torch.rand(2, 2, 2), torch.rand(2, 2, 2))
 

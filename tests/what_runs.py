@@ -75,6 +75,7 @@ KERNELS = (
     ("axes.programs.tile_kernels", "tokens", "token"),
     ("axes.kernels.attention.attend", "attend", None),
     ("axes.kernels.attention.decode", "attend_one", None),
+    ("axes.kernels.attention.decode_carried", "carry_one", None),
     ("axes.kernels.attention.transport", "transport", None),
     ("axes.kernels.attention.turn", "turn", None),
     ("axes.kernels.streams.mix", "mix_read", "chain"),

@@ -4,6 +4,7 @@
     write   S <- S' + beta v k^T
     delta   S <- S' + beta (v - S' a) k^T,  with early S a instead of S' a
     dplr    S <- S' + (S a) b^T + beta v k^T
+    turn    S <- S R(angle) Diag(e^g) + beta v k^T, pairs (j, j + K/2) of every row turned
     block   X_j <- sum_i X_i M_ij + (v - sum_i e_i X_i k) w_j k^T,  o = X_0 q  (two slots X_0, X_1)
 
 A program holds some rows of one head's state in registers: it reads and writes them once, which is all the traffic
@@ -55,6 +56,13 @@ def _vector(ptr, entry, stride, head, columns, D: tl.constexpr):
 
 
 @triton.jit
+def _half(ptr, entry, stride, head, d, D: tl.constexpr, WHICH: tl.constexpr):
+    """The first or the second half of such a vector."""
+    at = ptr + entry * stride + head * D + WHICH * (D // 2) + d
+    return tl.load(at, mask=d < D // 2, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _number(ptr, entry, stride, at):
     return tl.load(ptr + entry * stride + at).to(tl.float32)
 
@@ -99,6 +107,43 @@ def _chain(
     new += value[:, None] * key[None, :]
     tl.store(into + row * into_row + at, new.to(into.dtype.element_ty), mask=inside)
     out = tl.sum(new * query[None, :], 1)
+    tl.store(o + (entry * HV + head) * V + e, tl.where(row >= 0, out, 0.0).to(o.dtype.element_ty), mask=e < V)
+
+
+@Kernel
+@triton.jit
+def _turning(
+    state, into, index, q, k, v, beta, g, turn, o,
+    state_row, into_row, q_row, k_row, v_row, beta_row, g_row, turn_row, turn_head,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
+    GATE: tl.constexpr, STRENGTH: tl.constexpr, INDEXED: tl.constexpr,
+):  # fmt: skip
+    """`_chain` of the rule write on the halves of every row, whose entries are pairs."""
+    HALF: tl.constexpr = K // 2
+    entry, head, row, e = _place(index, V, HV, BV, INDEXED)
+    d = tl.arange(0, BH)
+    at = head * (V * K) + e[:, None] * K + d[None, :]
+    inside = (e < V)[:, None] & (d < HALF)[None, :] & (row >= 0)
+    first = tl.load(state + row * state_row + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(state + row * state_row + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    angle = tl.load(turn + entry * turn_row + head * turn_head + d, mask=d < HALF, other=0.0).to(tl.float32)
+    cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    near, far = first * cos - second * sin, first * sin + second * cos
+    if GATE == "head":
+        kept = tl.exp(floored(_number(g, entry, g_row, head)))
+        near, far = near * kept, far * kept
+    if GATE == "channel":
+        near *= tl.exp(floored(_half(g, entry, g_row, head, d, K, 0)))[None, :]
+        far *= tl.exp(floored(_half(g, entry, g_row, head, d, K, 1)))[None, :]
+    value = _vector(v, entry, v_row, head, e, V)
+    if STRENGTH:
+        value *= _number(beta, entry, beta_row, head)
+    near += value[:, None] * _half(k, entry, k_row, head // GROUP, d, K, 0)[None, :]
+    far += value[:, None] * _half(k, entry, k_row, head // GROUP, d, K, 1)[None, :]
+    tl.store(into + row * into_row + at, near.to(into.dtype.element_ty), mask=inside)
+    tl.store(into + row * into_row + at + HALF, far.to(into.dtype.element_ty), mask=inside)
+    out = tl.sum(near * _half(q, entry, q_row, head // GROUP, d, K, 0)[None, :], 1)
+    out += tl.sum(far * _half(q, entry, q_row, head // GROUP, d, K, 1)[None, :], 1)
     tl.store(o + (entry * HV + head) * V + e, tl.where(row >= 0, out, 0.0).to(o.dtype.element_ty), mask=e < V)
 
 
@@ -161,7 +206,7 @@ def _launch_chain(
 ) -> None:  # fmt: skip
     batch, heads, width = v.shape
     sizes, new = settings(k.shape[-1], width), _or(into, state)
-    gate = "none" if g is None else "head" if g.ndim == 2 else "channel"
+    gate = _gate(g)
     with layout.on_device(state):
         _chain[(batch * heads * cdiv(width, sizes["BV"]),)](
             state, new, _or(index, v), q, k, v, _or(beta, v), _or(g, v), _or(a, v), _or(b, v), out,
@@ -169,6 +214,26 @@ def _launch_chain(
             HV=heads, GROUP=heads // k.shape[1], K=k.shape[-1], V=width, RULE=rule, GATE=gate, EARLY=early,
             STRENGTH=beta is not None, OTHER=a is not None, INDEXED=index is not None, **sizes,
         )  # fmt: skip
+
+
+def _launch_turning(
+    state: Tensor, into: Tensor | None, out: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None,
+    g: Tensor | None, turn: Tensor, index: Tensor | None,
+) -> None:  # fmt: skip
+    batch, heads, width = v.shape
+    sizes, new = settings(k.shape[-1], width), _or(into, state)
+    sizes["BH"] = sizes.pop("BK") // 2
+    with layout.on_device(state):
+        _turning[(batch * heads * cdiv(width, sizes["BV"]),)](
+            state, new, _or(index, v), q, k, v, _or(beta, v), _or(g, v), turn, out,
+            *(_stride(x) for x in (state, new, q, k, v, beta, g)), *turn.stride()[:2],
+            HV=heads, GROUP=heads // k.shape[1], K=k.shape[-1], V=width, GATE=_gate(g), STRENGTH=beta is not None,
+            INDEXED=index is not None, **sizes,
+        )  # fmt: skip
+
+
+def _gate(g: Tensor | None) -> str:
+    return "none" if g is None else "head" if g.ndim == 2 else "channel"
 
 
 def _launch_block(
@@ -192,6 +257,7 @@ def _or(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 _chain_once = in_place("chain_step", _launch_chain, ("state", "into", "out"))
+_turning_once = in_place("turning_step", _launch_turning, ("state", "into", "out"))
 _block_once = in_place("block_step", _launch_block, ("state", "into", "out"))
 
 
@@ -266,6 +332,7 @@ def chain_step(
     erase: Tensor | None = None,
     a: Tensor | None = None,
     b: Tensor | None = None,
+    turn: Tensor | None = None,
     rule: Literal["write", "delta", "dplr"] = "write",
     early: bool = False,
     index: Tensor | None = None,
@@ -279,6 +346,8 @@ def chain_step(
         is touched).
     q, k (B, H, K), v (B, HV, V) in one of bf16, fp16, fp32; HV a multiple of H; K, V from 1 to 256.
     beta (B, HV) strength, None for 1. g log gate, (B, HV) or (B, HV, K), floored at -100, None for no gate.
+    turn (K/2,) or (B, HV, K/2): angles by which the pairs (j, j + K/2) of every row of the state turn before its gate;
+        for the rule write.
     rule: "write"; "delta", erasing at `erase` (B, H, K), None for k, after the gate or with `early` (which says
         nothing to the other rules) before it; "dplr" with a, b (B, H, K).
     into, like the state, receives the new state if given, and the state stays as it is. out (B, HV, V) receives o if
@@ -294,15 +363,26 @@ def chain_step(
         raise ShapeError(f"{who}: the rule dplr takes a and b, and no other rule does")
     if rule != "delta" and erase is not None:
         raise ShapeError(f"{who}: erase belongs to the rule delta, not to {rule}")
+    if turn is not None:
+        if rule != "write":
+            raise ShapeError(f"{who}: a state that turns is written to, by the rule write, not {rule}")
+        if q.shape[-1] % 2:
+            raise ShapeError(f"{who}: keys turn in pairs, so that their width is even, not {q.shape[-1]}")
+        shape = (batch, heads, q.shape[-1] // 2)[0 if turn.ndim > 1 else 2 :]
+        layout.check_like(who, "turn", turn, shape, q.device)
     layout.check_like(who, "beta", beta, (batch, heads), q.device)
     layout.check_like(who, "g", g, (batch, heads, q.shape[-1])[: 3 if g is None else max(g.ndim, 2)], q.device)
     for name, x in (("erase", erase), ("a", a), ("b", b)):
         layout.check_like(who, name, x, tuple(k.shape), q.device)
     _check_index(who, index, state, batch)
     _check_into(who, into, state, index)
-    _forward_only(who, state, q, k, v, beta, g, erase, a, b, into, out)
+    _forward_only(who, state, q, k, v, beta, g, turn, erase, a, b, into, out)
     out = _check_out(who, out, v)
-    if v.numel():
+    if v.numel() and turn is not None:
+        each = turn if turn.stride(-1) == 1 else turn.contiguous()
+        each = each.expand(batch, heads, each.shape[-1])
+        _turning_once(state, into, out, *(_rows(x) for x in (q, k, v, beta, g)), each, index)
+    elif v.numel():
         tokens = (_rows(x) for x in (q, k, v, beta, g, erase if a is None else a, b))
         _chain_once(state, into, out, *tokens, index, rule, early and rule == "delta")
     return out

@@ -170,21 +170,17 @@ def run(
     return compute(update, signal, tokens, state, kernels or _chunked(cu_seqlens), cu_seqlens)
 
 
-@fact
-def no_step(update: StateUpdate) -> str | None:
-    """Why the fused kernel for one token does not compute a chain that the chunk kernels compute, or None."""
-    if "rotation" in gates(update.parts().monoid):
-        return "a rotated state is turned at every token"
-    return None
-
-
 class Kernels(NamedTuple):
-    """Who computes the families: chunks of a sequence, or one token."""
+    """Who computes the families: chunks of a sequence, or one token.
+
+    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame.
+    """
 
     scalar: Callable[..., tuple[Tensor, Tensor]]
     diagonal: Callable[..., tuple[Tensor, Tensor]]
     block: Callable[..., tuple[Tensor, Tensor]]
     entries: Callable[..., tuple[Tensor, Tensor]]
+    turns: bool = False
 
 
 def _chunked(cu_seqlens: Tensor | None) -> Kernels:
@@ -228,6 +224,8 @@ def one_token(in_place: bool) -> Kernels:
         state = (initial_state if initial_state.dtype in SHORT else initial_state.float()).contiguous()
         final = state if in_place else torch.empty_like(state)
         vectors: dict[str, Any] = {n: now(options.pop(n, None)) for n in ("a", "b")}
+        if (turn := options.get("turn")) is not None and turn.ndim > 1:
+            options["turn"] = turn.expand(*v.shape[:-1], turn.shape[-1])[:, 0]
         out = chain_step(
             state, q[:, 0], k[:, 0], v[:, 0], beta=now(beta), g=now(g), erase=now(erase),
             into=None if in_place else final, **vectors, **options,
@@ -251,7 +249,7 @@ def one_token(in_place: bool) -> Kernels:
         out, final = entries_chain(*args, initial_state=initial_state, **options)
         return out, initial_state.copy_(final) if in_place else final
 
-    return Kernels(scalar, diagonal, block, entries)
+    return Kernels(scalar, diagonal, block, entries, turns=True)
 
 
 def _start(state: State) -> Tensor | None:
@@ -269,14 +267,16 @@ def _scalar(
 ) -> tuple[Tensor, State]:
     element = _element(update, signal, t.k)
     gate = _log_gate(element, t.v.shape[:-1], t.v)
-    t, end = _in_frame(element, t, cu_seqlens)
+    t, end, turn = _in_frame(element, t, cu_seqlens, kernels)
     q = t.q
     write, erase, strength = _strengths(update, signal, t)
     rule = "delta" if _erases(update) else "write"
     early = update.parts().predicts and update.parts().step.at == "prev" and gate is not None
 
     def pass_over(v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, final = kernels.scalar(q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early)
+        out, final = kernels.scalar(
+            q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early, **turn
+        )
         return out, final if end is None else rotate(final, end[..., None, :])
 
     out, final = pass_over(t.v, _start(state))
@@ -294,25 +294,27 @@ def _diagonal(
     element = _element(update, signal, t.k)
     gate = _log_gate(element, _wide(t), t.v)
     assert gate is not None
-    t, end = _in_frame(element, t, cu_seqlens)
+    t, end, turn = _in_frame(element, t, cu_seqlens, kernels)
     write, erase, strength = _strengths(update, signal, t)
     rule = "delta" if _erases(update) else "write"
     early = update.parts().predicts and update.parts().step.at == "prev"
     out, final = kernels.diagonal(
-        t.q, write, t.v, gate, strength, erase=erase, initial_state=_start(state), rule=rule, early=early
+        t.q, write, t.v, gate, strength, erase=erase, initial_state=_start(state), rule=rule, early=early, **turn
     )
     return out, _after(state, t.v, (final if end is None else rotate(final, end[..., None, :]),))
 
 
-def _in_frame(element: Element, t: _Tokens, cu_seqlens: Tensor | None) -> tuple[_Tokens, Tensor | None]:
+def _in_frame(
+    element: Element, t: _Tokens, cu_seqlens: Tensor | None, kernels: Kernels
+) -> tuple[_Tokens, Tensor | None, dict[str, Tensor]]:
     """Queries and keys in the frame that turns along, where the chain has no rotation (RoPE); and by what its last
-    state is turned, if it is."""
-    if element.angle is None:
-        return t, None
+    state is turned, if it is. Kernels that turn the state themselves are told the angles."""
+    if element.angle is None or kernels.turns:
+        return t, None, {} if element.angle is None else {"turn": element.angle}
     angle = element.angle.expand(*t.k.shape[:-1], element.angle.shape[-1])
     turned, end = _turned(angle.double().cumsum(1), cu_seqlens)
     q, k = (rotate(x.float(), -turned).to(x.dtype) for x in (t.q, t.k))
-    return t._replace(q=q, k=k), end
+    return t._replace(q=q, k=k), end, {}
 
 
 def _dplr(

@@ -128,7 +128,7 @@ def select_token(
         shapes = _tokens(asked, shapes)
     if attends:
         return select(update, device, dtype, shapes, implementation)
-    no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1) or kernel_terms.no_step(update)
+    no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1)
     if differentiated:
         no_kernel = no_kernel or "the kernel for one token has no backward"
     if no_kernel is not None and implementation in (None, "triton"):
@@ -154,7 +154,8 @@ def plans(
     no gradient is asked for."""
     whole = select(update, target, dtype, shapes, implementation)
     held = {**(shapes or {}), "pairs": (1,), "levels": (1,)}
-    later = select(update, target, dtype, held, implementation)
+    longer = {n: (s[0], 2, *s[2:]) for n, s in (shapes or {"v": (1, 1, 1, 1)}).items()}
+    later = select(update, target, dtype, {**held, **longer}, implementation)
     token = select_token(update, target, dtype, held, implementation)
     more = (Plan("after pairs", update, later, target, dtype, {}),) if later[:2] != whole[:2] else ()
     return (
@@ -213,7 +214,6 @@ def settle(
         substitution_kernel.settle(update, *widths)
     given.asked(update)
     kernel_terms.family(update)
-    kernel_terms.no_step(update)
     _fastest(update)
     _refusals(update)
     opaque.text(update)

@@ -13,7 +13,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from tests.host import BY_KERNELS, MIXERS, line, mixed, work
+from tests.host import BY_KERNELS, MIXERS, line, mixed, one_token, work
 
 # operations and launches of a forward, and of its backward
 COUNTS = {
@@ -26,6 +26,17 @@ COUNTS = {
     "Mamba2": ((61, 4), (81, 6)),
     "RWKV7": ((92, 8), (172, 10)),
     "TitansMatrix": ((105, 6), (112, 8)),
+}
+
+# operations and launches of one token after others
+TOKENS = {
+    "GatedDeltaNet": (47, 3),
+    "RetNet": (50, 3),
+    "Mamba2": (62, 3),
+    "SoftmaxAttention": (85, 2),
+    "RoPE": (128, 2),
+    "FoX": (110, 3),
+    "PaTH": (102, 4),
 }
 
 # of a write of streams and the next read of them
@@ -54,6 +65,14 @@ def test_operations_and_launches(name: str) -> None:
     for one, (operations, launches) in zip(work(name), COUNTS[name], strict=True):
         assert len(one.operations) <= operations, one.operations
         assert len(one.launches) == launches, one.launches
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_operations_and_launches_of_one_token(name: str) -> None:
+    found, (operations, launches) = one_token(name), TOKENS[name]
+    assert len(found.operations) <= operations, found.operations
+    assert len(found.launches) == launches, found.launches
+    assert not any("cumsum" in x for x in found.operations)  # torch's scan of rows of one took 0.4 ms
 
 
 @pytest.mark.parametrize("name", COUNTS)

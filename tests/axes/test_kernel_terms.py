@@ -16,7 +16,7 @@ from axes.core.algorithms import Read, Step, Sum
 from axes.core.costs import Alignment, Linear, Ridge, SquaredError
 from axes.core.execution import several as repeated
 from axes.core.memory import Entries, normalised
-from axes.core.monoids import DPLR, Diagonal, Hadamard, Householder, Product, Rotation, Scalar
+from axes.core.monoids import DPLR, Diagonal, Hadamard, Householder, Product, Rotation, Scalar, rotate
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.routes import dispatch, early, several
@@ -39,6 +39,9 @@ UPDATES = {
         StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA, debias=True, floor=0.2)), "scalar",
     ),
     "rotation": (StateUpdate(Alignment(), monoid=Product((Scalar("decay"), Rotation()))), "scalar"),
+    "angles of every token": (
+        StateUpdate(Alignment(), monoid=Product((Scalar("decay"), Rotation(Per("angle", "pair", "real"))))), "scalar",
+    ),
     "delta": (StateUpdate(SquaredError(), algorithm=Step(BETA)), "scalar"),
     "gated delta": (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA, at="gated")), "scalar"),
     "early": (StateUpdate(SquaredError(), monoid=Scalar("decay"), algorithm=Step(BETA)), "scalar"),
@@ -86,14 +89,16 @@ UPDATES = {
 }  # fmt: skip
 
 
-def chain_step(state, q, k, v, *, beta, g, erase, a=None, b=None, rule="write", early=False, into=None):
+def chain_step(state, q, k, v, *, beta, g, erase, turn=None, a=None, b=None, rule="write", early=False, into=None):
     """The kernel for one token as a loop of one."""
+    into = state if into is None else into
+    state = state if turn is None else rotate(state, turn if turn.ndim == 1 else turn[..., None, :])
     wide = None if g is None else (g if g.ndim == 3 else g[..., None])[:, None]
     q, k, v, beta, erase, a, b = (None if x is None else x[:, None] for x in (q, k, v, beta, erase, a, b))
     out, final = chains.diagonal_chain(
         q, k, v, wide, beta, erase=erase, a=a, b=b, initial_state=state, rule=rule, early=early
     )
-    (state if into is None else into).copy_(final)
+    into.copy_(final)
     return out[:, 0]
 
 
@@ -259,7 +264,7 @@ def test_passes_by_kernels_are_the_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize("in_place", (False, True))
-@pytest.mark.parametrize("name", [n for n, (u, _) in UPDATES.items() if terms.no_step(u) is None])
+@pytest.mark.parametrize("name", UPDATES)
 def test_one_token(name: str, in_place: bool) -> None:
     update, _ = UPDATES[name]
     given = signal(update)

@@ -293,6 +293,30 @@ for name in TUPLES:
 for name in TUPLES:
     if "path" not in name: check(name, 2, 9, 30)
 """,
+    "a token that carries stored keys": """
+for old in (1, 300): check("path", 2, 1, old)
+check("path, fox", 1, 1, 40)
+for name in ("path", "path, fox"):  # token after token, in buffers; lists that were left behind stay as they were
+    update = TUPLES[name]
+    signal = {n: x.half() if n in "qkv" else x for n, x in tokens(2, 72).items()}
+    with torch.no_grad():
+        state = reference.run(update, {n: x[:, :3].float() for n, x in signal.items()}, time=1)[1]
+        state = state._replace(theta=(state.theta[0], state.theta[1].half(), *state.theta[2:]))
+        want = state._replace(theta=tuple(x.double() for x in state.theta))
+        rooms, before = set(), []
+        for t in range(3, 72):
+            token = {n: x[:, t : t + 1] for n, x in signal.items()}
+            before.append((state.theta[0], state.theta[0].clone()))
+            out, state = route(update, token, state)
+            exact, want = reference.run(update, {n: x.double() for n, x in token.items()}, want, time=1)
+            assert state.theta[0].dtype == torch.float32 and out.dtype == torch.float16
+            assert (out - exact).norm() < 2e-3 * exact.norm(), (name, t)
+            assert (state.theta[0] - want.theta[0]).norm() < 1e-5 * want.theta[0].norm(), (name, t)
+            rooms.add(state.theta[0]._base.shape[-2])
+            before = before[-3:]
+            assert all(torch.equal(*pair) for pair in before)
+        assert rooms == {64, 128}, rooms
+""",
     "packed": """
 for name in TUPLES:
     if "path" not in name: check(name, 1, 0, 0, (4, 0, 33, 1))

@@ -38,6 +38,9 @@ def chain(state, token, index=None):
     if g is not None:
         gate = g.double().clamp_min(-100).exp()
         kept = old * (gate[..., None, None] if g.ndim == 2 else gate[..., None, :])
+    if (angle := token.get("turn")) is not None:  # pairs (j, j + 3) as complex numbers, before the gate
+        pairs = torch.complex(*old.chunk(2, -1)) * torch.exp(1j * angle.double())[..., None, :]
+        kept = kept / old * torch.cat((pairs.real, pairs.imag), -1)
     if token["rule"] == "dplr":
         kept = kept + (old @ a[..., None]) * b[..., None, :]
     if token["rule"] == "delta":
@@ -55,6 +58,13 @@ for rule, more in (("write", {}), ("delta", {}), ("delta", {"early": True}), ("d
         token = {"q": torch.randn(2, 1, 5), "k": torch.randn(2, 1, 5), "v": torch.randn(2, 2, 9), "rule": rule, **more}
         token |= {} if g is None else {"g": g, "beta": torch.rand(2, 2)}
         chain(torch.randn(2, 2, 9, 5), token)
+
+angles = torch.randn(2, 2, 6)[..., 3:]
+for angle in (torch.randn(3), angles, angles[:, :1].expand(-1, 2, -1), torch.randn(2, 2, 3, 2)[..., 0]):
+    for g in (None, -torch.rand(2, 2), -10 * torch.rand(2, 2, 6)):
+        turning = {"q": torch.randn(2, 1, 6), "k": torch.randn(2, 1, 6), "v": torch.randn(2, 2, 9), "rule": "write",
+                   "turn": angle} | ({} if g is None else {"g": g, "beta": torch.rand(2, 2)})
+        chain(torch.randn(2, 2, 9, 6), turning)
 
 # rows of a pool, one of them padding; o in a given tensor
 pool = torch.randn(4, 2, 9, 5)
@@ -83,6 +93,7 @@ def rounded(step, state, *token, **more):
         assert torch.equal(step(held, *token, **more), want) and torch.equal(held, elsewhere)
 
 rounded(chain_step, torch.randn(2, 2, 9, 5), **token)
+rounded(chain_step, torch.randn(2, 2, 9, 6), **turning)
 for erase in (None, torch.randn(2, 2, 2)):
     rounded(block_step, torch.randn(2, 2, 9, 2, 5), *(token[n] for n in "qkv"), torch.randn(2, 2, 2, 2),
             torch.rand(2, 2, 2), erase)
@@ -143,6 +154,12 @@ def test_refuses_tokens(change: dict[str, Any], says: str) -> None:
         ({"erase": torch.zeros(2, 2, 8)}, "erase belongs to the rule delta"),
         ({"beta": torch.zeros(2, 2)}, "beta is floating point of shape"),
         ({"g": torch.zeros(2, 4, 5)}, "g is floating point of shape"),
+        ({"turn": torch.zeros(2, 4, 5)}, "turn is floating point of shape"),
+        ({"turn": torch.zeros(4), "rule": "delta"}, "a state that turns is written to"),
+        (
+            {"turn": torch.zeros(3), "state": torch.zeros(2, 4, 5, 7), **{n: torch.zeros(2, 2, 7) for n in "qk"}},
+            "their width is even, not 7",
+        ),
         ({"out": torch.zeros(2, 4, 8)}, "out is contiguous"),
         ({"into": torch.zeros(2, 4, 8, 5)}, "into is like the state"),
         ({"into": torch.zeros(2, 4, 5, 8), "index": torch.zeros(2, dtype=torch.int64)}, "give index or into"),

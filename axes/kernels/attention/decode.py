@@ -68,13 +68,28 @@ def _merge(out, most, weight, o, parts, heads, V: tl.constexpr, BV: tl.constexpr
     tl.store(o + head * V + values, tl.sum(share[:, None] * found, 0) / total, mask=values < V)
 
 
+def shares(pairs: int, heads: int, side: int) -> tuple[int, int]:
+    """In how many parts programs go through the pairs of every head, and how many pairs a part has."""
+    parts = max(1, min(_MOST, _PROGRAMS // max(1, heads), cdiv(pairs, _LEAST)))
+    span = cdiv(cdiv(pairs, parts), side) * side
+    return cdiv(pairs, span), span
+
+
+def merged(out: Tensor, most: Tensor, weight: Tensor, o: Tensor) -> Tensor:
+    """o, one query of every head, from parts (parts, heads, V) and their largest scores and weights (parts, heads)."""
+    parts, heads, width = out.shape
+    with layout.on_device(o):
+        _merge[(heads,)](
+            out, most, weight, o, parts, heads, V=width, BV=max(16, power_of_2(width)), PARTS=_MOST, num_warps=4
+        )
+    return o
+
+
 def _launch(q: Tensor, k: Tensor, v: Tensor, mass: Tensor | None, scale: float) -> Tensor:
     (b, _, h, d_k), (_, s, g, d_v) = q.shape, v.shape
     width = max(d_k, d_v)
     side = 32 if q.dtype == torch.float32 or width > 128 else 64
-    parts = max(1, min(_MOST, _PROGRAMS // max(1, b * g), cdiv(s, _LEAST)))
-    span = cdiv(cdiv(s, parts), side) * side
-    parts = cdiv(s, span)
+    parts, span = shares(s, b * g, side)
     o = q.new_empty(b, 1, h, d_v)
     out = q.new_empty(parts, b * h, d_v, dtype=torch.float32)
     most, weight = (q.new_empty(parts, b * h, dtype=torch.float32) for _ in range(2))
@@ -86,8 +101,7 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, mass: Tensor | None, scale: float) 
             BK=max(16, power_of_2(d_k)), BV=wide, BM=max(16, power_of_2(h // g)), BN=side,
             MASS=mass is not None, PRECISION=layout.precision(q), num_warps=4, num_stages=2,
         )  # fmt: skip
-        _merge[(b * h,)](out, most, weight, o, parts, b * h, V=d_v, BV=wide, PARTS=_MOST, num_warps=4)
-    return o
+    return merged(out, most, weight, o)
 
 
 @torch.library.custom_op("axes::attend_one", mutates_args=())

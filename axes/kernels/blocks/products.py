@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 Piece = tuple[int, int, int]  # which matrix, its first row, how many rows
+_FEW, _SMALL = 256, 512  # rows of x that cost less than a copy of the matrices; rows of a matrix that cost no copy
 
 
 def _stacked(parts: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
@@ -95,5 +96,39 @@ def products(
     groups: pieces of the weights, which together hold all rows of every weight.  rows: of each group at least; columns
     past the last piece are zero.  Weights are taken in x's dtype.  All receive gradients, once.
     """
+    few = not torch.is_grad_enabled() and x.numel() <= _FEW * x.shape[-1] and not torch.compiler.is_compiling()
+    if few and all(w.dtype == x.dtype for w in weights):
+        parts = ([_rows(weights[i], first, count) for i, first, count in group] for group in groups)
+        return tuple(_apart(x, own, total) for own, total in zip(parts, rows, strict=True))
     made: tuple[Tensor, ...] = _Products.apply(x, groups, rows, *weights)
     return made
+
+
+def _apart(x: Tensor, parts: Sequence[Tensor], rows: int) -> Tensor:
+    """One group for a few tokens, whose product costs what reading the matrices costs: large ones are not copied, each
+    product is written to its columns; small ones stand together, one after another."""
+    if len(parts) == 1 and rows <= parts[0].shape[0]:
+        return linear(x, parts[0])
+    tokens = x.reshape(-1, x.shape[-1])
+    made = x.new_empty(tokens.shape[0], max(rows, sum(w.shape[0] for w in parts)))
+    at, small = 0, []
+    for w in parts:
+        if w.shape[0] < _SMALL:
+            small.append(w)
+            continue
+        at = _written(tokens, small, at, made)
+        small = []
+        torch.mm(tokens, w.mT, out=made[:, at : at + w.shape[0]])
+        at += w.shape[0]
+    _written(tokens, small, at, made, made.shape[1] - at)
+    return made.view(*x.shape[:-1], -1)
+
+
+def _written(tokens: Tensor, parts: Sequence[Tensor], at: int, made: Tensor, columns: int = 0) -> int:
+    """The product with small matrices in its columns from `at` on, in `columns` of them at least; where they end."""
+    end = at + max(columns, sum(w.shape[0] for w in parts))
+    if end > at and parts:
+        torch.mm(tokens, _stacked(parts, end - at, tokens.dtype).mT, out=made[:, at:end])
+    elif end > at:
+        made[:, at:end].zero_()
+    return end

@@ -32,6 +32,7 @@ from axes.routes.attention import errors, softmax, transported
 from axes.routes.attention.sequences import Alone, Packed
 
 _WIDEST, _WIDEST_CARRIED = 256, 128
+_ONE = (1, 1, 1, 1)  # shape of a token where none is given
 
 
 def no_kernel(
@@ -45,7 +46,8 @@ def no_kernel(
     if reason is not None:
         return reason
     more = "cu_seqlens" in shapes or ("pairs" in shapes and shapes["pairs"][-1] > 0)
-    if carried and more:
+    alone = "cu_seqlens" not in shapes and shapes.get("v", _ONE)[time] == 1
+    if carried and more and not alone:
         return "stored keys and packed sequences are carried through reflections block by block"
     if plain and not more:
         return "scores as they are: torch's fused attention"
@@ -92,7 +94,7 @@ def by_kernels(update: StateUpdate) -> str:
     turns = "queries and keys turned by a kernel, " if "rotation" in kinds else ""
     masses = "masses added" if "scalar" in kinds else "without masses by torch's fused attention where it has a form"
     if "low rank" in kinds:
-        return "keys carried through reflections along a tree of blocks, scores on chip"
+        return "keys carried through reflections along a tree of blocks, one token's at once, scores on chip"
     return f"{turns}scores on chip, {masses}"
 
 
@@ -128,7 +130,8 @@ def run(
             behind = turned if update.parts().step.at == "gated" else turned - angle.to(turned.dtype)
             reader = _turn(q, reader, behind, False)[1]
         q, k = _turn(q, k, turned, kernels)
-    keys = line.behind(old_keys, k)
+    moved = kernels and element.left is not None and k.shape[-2] == 1 and old > 0  # by one token, which reads them too
+    keys = old_keys if moved else line.behind(old_keys, k)
     gate = _log_gate(memory, element, k)
     total = None if gate is None else line.sums(gate)
     mass = _mass_of(old_mass, total, k, line)
@@ -148,7 +151,10 @@ def run(
             final = transported.last_keys(keys, *_factors(memory, element, k))
     elif element.left is not None:
         a, b = _factors(memory, element, k)
-        out, final = transported.attend(q, keys, values, a, b, scale, mass, kernels, memory.window, memory.first)
+        if moved:
+            out, final = transported.one(q, keys, k, values, a, b, scale, mass)
+        else:
+            out, final = transported.attend(q, keys, values, a, b, scale, mass, kernels, memory.window, memory.first)
     else:
         out = softmax.attend(q, keys, values, scale, mass, kernels, cu_seqlens, memory.window, memory.first)
     if not h.is_identity:

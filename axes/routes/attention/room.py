@@ -19,14 +19,27 @@ def append(rows: Tensor, new: Tensor) -> Tensor:
     n, end = rows.shape[-2], rows.shape[-2] + new.shape[-2]
     buffer = rows._base
     if buffer is None or not _begins(buffer, rows) or getattr(buffer, _TAKEN, None) != n or end > buffer.shape[-2]:
-        with torch.inference_mode(False):  # a tensor of inference mode does not know that views are its own
-            buffer = torch.empty(
-                *rows.shape[:-2], max(2 * n, end, _LEAST), rows.shape[-1], dtype=rows.dtype, device=rows.device
-            )
+        buffer = _made(rows, max(2 * n, end, _LEAST))
         buffer[..., :n, :] = rows
     buffer[..., n:end, :] = new
     setattr(buffer, _TAKEN, end)
     return buffer[..., :end, :]
+
+
+def beside(rows: Tensor, more: int) -> Tensor:
+    """Unwritten memory for rows (..., n, d) and `more` behind them, where rows stay as they are: as large as their own
+    buffer while that has room, so that a list that moves at every token moves between two."""
+    n, end = rows.shape[-2], rows.shape[-2] + more
+    buffer = rows._base
+    held = 0 if buffer is None or not _begins(buffer, rows) else buffer.shape[-2]
+    made = _made(rows, held if held >= end else max(2 * n, end, _LEAST))
+    setattr(made, _TAKEN, end)
+    return made[..., :end, :]
+
+
+def _made(rows: Tensor, length: int) -> Tensor:
+    with torch.inference_mode(False):  # a tensor of inference mode does not know that views are its own
+        return torch.empty(*rows.shape[:-2], length, rows.shape[-1], dtype=rows.dtype, device=rows.device)
 
 
 def may_append(rows: Tensor, new: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from axes.routes.attention.room import beside
 from axes.routes.attention.softmax import within
 
 _BLOCK = 128
@@ -72,6 +73,20 @@ def _by_kernels(
     mass = None if mass is None else mass.expand(*batch, mass.shape[-1]).transpose(1, 2)
     out, last = transport(q, k, v, a, b, mass, scale=scale)
     return out.transpose(1, 2), last.transpose(1, 2)[: own[0], : own[1]]
+
+
+def one(
+    q: Tensor, old: Tensor, k: Tensor, values: Tensor, a: Tensor, b: Tensor, scale: float, mass: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`attend` of one token by our kernel: old keys (..., n, d_k) are read once, and written where they stand next."""
+    from axes.kernels.attention.decode_carried import carry_one
+
+    recorded = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, old, k, values, a, b, mass)
+    )
+    plain = not recorded and not torch.compiler.is_compiling() and type(old) is Tensor
+    mass = None if mass is None else mass - mass[..., -1:]
+    return carry_one(q, old, k, values, a, b, mass, scale=scale, into=beside(old, 1) if plain else None)
 
 
 def last_keys(keys: Tensor, a: Tensor, b: Tensor) -> Tensor:
