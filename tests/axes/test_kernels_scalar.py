@@ -94,6 +94,14 @@ check(40, 5, 40, "write", gated=False, weighted=False)
 check(40, 20, 3, "write", weighted=False, group=2, unit=True)
 check(70, 16, 16, "write", kind="closed", bound=2e-4)
 """,
+    "values in halves": """
+from axes.kernels.scalar import chain as module
+module.in_halves = lambda q, v, rule, cu: seen.append(v.shape[-1]) or rule == "write"
+seen = []
+for more in ({}, {"gated": False}, {"weighted": False, "segments": 2, "B": 2}):
+    check(70, 16, 32, "write", H=2, group=2, **more)
+assert seen == 3 * [32]
+""",
     "erase": """
 check(40, 16, 16, erase=True)
 check(40, 16, 16, erase=True, early=True, unit=True)

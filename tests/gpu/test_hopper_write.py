@@ -18,6 +18,7 @@ from tests.gpu.test_scalar import BF, BOUNDS, HALF, Case, chain, cotangents, err
 BASE = Case(rule="write", T=300)
 CASES = [replace(BASE, K=k, V=v, weighted=w) for k in (64, 128) for v in (64, 128) for w in (False, True)]
 CASES += [replace(BASE, K=64, V=128, gated=False), replace(BASE, K=128, V=64, gated=False, weighted=False)]
+CASES += [replace(BASE, K=k, V=256, group=n, weighted=n > 1, segments=n) for k, n in ((64, 1), (128, 2))]  # in halves
 CASES += [replace(BASE, K=128, V=64, group=3, dtype=HALF), replace(BASE, K=64, V=128, group=2, T=500, segments=3)]
 
 

@@ -35,7 +35,7 @@ from axes.kernels.scalar.launches import (
 from axes.kernels.scalar.sizes import Cut, cdiv, chunk_length, cut, plain_segments_of, segments_of
 
 if GLUON:
-    from axes.kernels.scalar import hopper
+    from axes.kernels.scalar import hopper, hopper_write
 
 # ---- the choice of kernels -------------------------------------------------------------------------------------------
 
@@ -55,6 +55,16 @@ def _delta_pair(x: Chain) -> tuple[Any, Any]:
     if _plain(x.q, x.v, x.beta, x.erase, x.early or x.scale_q is not None or x.cut.offsets is not None):
         return hopper_delta_forward, hopper_delta_backward
     return delta_forward, delta_backward
+
+
+def in_halves(q: Tensor, v: Tensor, rule: str, cu_seqlens: Tensor | None) -> bool:
+    """Whether the Hopper kernel of rule "write" computes a chain whose values are twice as wide as it takes: rows of a
+    state never meet there, so that the halves of a head are two that share its key, gate and strength."""
+    if rule != "write" or cu_seqlens is not None or not GLUON:
+        return False
+    if v.shape[-1] != 2 * hopper_write.WIDEST:
+        return False
+    return hopper_write.fits(q, v.unflatten(-1, (2, -1)))
 
 
 # ---- operator --------------------------------------------------------------------------------------------------------
@@ -202,11 +212,19 @@ def scalar_chain(
     check_like(who, "erase", erase, tuple(q.shape), q.device)
     if erase is not None and erase.dtype != q.dtype:
         raise ShapeError(f"{who}: erase has the dtype of q, {q.dtype}, not {erase.dtype}")
+    halves = 2 if not normalize and in_halves(q, v, rule, cu_seqlens) else 1
+    shape = v.shape
+    if halves > 1:
+        v = v.reshape(*shape[:2], 2 * shape[2], -1)
+        beta, g = (None if x is None else x.repeat_interleave(2, 2) for x in (beta, g))
+        initial_state = None if initial_state is None else initial_state.reshape(shape[0], *v.shape[2:], q.shape[3])
     o, final = _chain(
         q.contiguous(), k.contiguous(), v.contiguous(), _float(beta), _float(g),
         None if erase is None else erase.contiguous(), _float(initial_state), cu_seqlens,
         rule == "delta", early, normalize, segments or 0,
     )  # fmt: skip
+    if halves > 1:
+        o, final = o.view(shape), final.view(-1, *shape[2:], final.shape[-1])
     return o, final
 
 

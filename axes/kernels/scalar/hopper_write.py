@@ -34,6 +34,7 @@ from axes.kernels.common.versions import hopper_refusal
 from axes.kernels.common.warpgroup import add, arrive, left_layout, product_layout, published, retire, segment, times
 from axes.kernels.scalar.tiles import chunk_span, load_line
 
+WIDEST = 128  # rows of a state, and its columns
 _C = gl.constexpr(64)  # tokens of a chunk, columns of z of a warpgroup
 _NUMBERS = gl.constexpr(4)  # rows of a chunk's numbers: e^G, e^(G_last - G), G log2 e, beta
 
