@@ -25,9 +25,7 @@ from axes.kernels.scalar.chain import scalar_chain
 torch.manual_seed(0)
 torch.set_num_threads(1)
 
-def token_loop(q, k, v, beta, g, erase, state, rule, early, unit, lengths):
-    if unit:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+def token_loop(q, k, v, beta, g, erase, state, rule, early, lengths):
     q, k, erase = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k, k if erase is None else erase))
     outs, finals, at = [], [], 0
     for n, length in enumerate(lengths or (q.shape[1],)):
@@ -44,9 +42,9 @@ def token_loop(q, k, v, beta, g, erase, state, rule, early, unit, lengths):
         finals.append(s)
     return torch.stack(outs, 1), torch.cat(finals) if lengths else finals[0]
 
-def chain(q, k, v, beta, g, erase, state, rule, early, unit, lengths, segments=None):
+def chain(q, k, v, beta, g, erase, state, rule, early, lengths, segments=None):
     cu = torch.tensor((0, *lengths)).cumsum(0) if lengths else None
-    return scalar_chain(q, k, v, beta, g, erase, state, rule=rule, early=early, normalize=unit, cu_seqlens=cu,
+    return scalar_chain(q, k, v, beta, g, erase, state, rule=rule, early=early, cu_seqlens=cu,
                         segments=segments)
 
 def run(function, given, do, dfinal, *options):
@@ -56,7 +54,7 @@ def run(function, given, do, dfinal, *options):
     return [o, final, *torch.autograd.grad((o, final), used, (do.to(o.dtype), dfinal.to(final.dtype)))]
 
 def check(T, K, V, rule="delta", dtype=torch.float32, B=1, H=1, group=1, gated=True, weighted=True, erase=False,
-          early=False, unit=False, lengths=(), segments=None, kind="", bound=5e-6):
+          early=False, lengths=(), segments=None, kind="", bound=5e-6):
     case = {n: x for n, x in locals().items()}
     b, t, hv = (1, sum(lengths), H * group) if lengths else (B, T, H * group)
     q, k = (normalize(torch.randn(b, t, H, K), dim=-1) for _ in range(2))
@@ -72,7 +70,7 @@ def check(T, K, V, rule="delta", dtype=torch.float32, B=1, H=1, group=1, gated=T
     given = [x.to(dtype) for x in (q, k, v)] + [beta if weighted else None, g if gated else None,
              a.to(dtype) if erase else None, state]
     do, dfinal = torch.randn(b, t, hv, V), torch.randn_like(state)
-    options = (rule, early, unit, lengths)
+    options = (rule, early, lengths)
     got = run(chain, given, do, dfinal, *options, segments)
     want = run(token_loop, [None if x is None else x.double() for x in given], do.double(), dfinal.double(), *options)
     for n, (x, w) in enumerate(zip(got, want)):
@@ -84,14 +82,14 @@ CASES = {
     "delta": """
 for t in (1, 33): check(t, 16, 16)
 check(40, 5, 40, gated=False)
-check(40, 20, 3, weighted=False, group=2, unit=True)
+check(40, 20, 3, weighted=False, group=2)
 check(70, 16, 16, kind="parallel", bound=1e-4)
 check(70, 16, 16, kind="closed", bound=2e-4)
 """,
     "write": """
 for t in (1, 33): check(t, 16, 16, "write")
 check(40, 5, 40, "write", gated=False, weighted=False)
-check(40, 20, 3, "write", weighted=False, group=2, unit=True)
+check(40, 20, 3, "write", weighted=False, group=2)
 check(70, 16, 16, "write", kind="closed", bound=2e-4)
 """,
     "values in halves": """
@@ -104,7 +102,7 @@ assert seen == 3 * [32]
 """,
     "erase": """
 check(40, 16, 16, erase=True)
-check(40, 16, 16, erase=True, early=True, unit=True)
+check(40, 16, 16, erase=True, early=True)
 check(40, 16, 16, early=True)
 """,
     "packed": """
@@ -124,7 +122,7 @@ for T, segments, low, erased in ((300, 2, 2.5, False), (300, 2, 2.5, True), (520
     q, k, a, v = (torch.randn(1, T, 2, 8) / 2 for _ in range(4))
     beta, g = 2 * torch.rand(1, T, 2), -2 * low * torch.rand(1, T, 2)
     erase = a if erased else None
-    _, _, (_, found, *_) = _forward(q, k, v, beta, g, erase, None, None, True, False, False, segments, True)
+    _, _, (_, found, *_) = _forward(q, k, v, beta, g, erase, None, None, True, False, segments, True)
     made = cut(1, T, 32, segments, None)
     reads = a if erased else k
     maps = torch.eye(8) - beta[..., None, None] * k[..., :, None] * reads[..., None, :]
@@ -139,7 +137,7 @@ for T, segments, low, erased in ((300, 2, 2.5, False), (300, 2, 2.5, True), (520
     assert len(found.unique()) > 1 or low == 0.1
 """,
     "half": """
-for rule in ("delta", "write"): check(70, 16, 20, rule, torch.float16, unit=True, bound=3e-3)
+for rule in ("delta", "write"): check(70, 16, 20, rule, torch.float16, bound=3e-3)
 """,
     "empty": """
 x, state = torch.randn(1, 0, 2, 16), torch.randn(1, 2, 16, 16)

@@ -88,7 +88,7 @@ CASES = {
     "scalar": """
 q, k, v, gate, start = tokens(t=40)
 check(*given(scalar, scalar.scalar_chain, q, k, v, gate, -gate, initial_state=start, segments=2))
-check_fakes(*given(scalar, scalar.scalar_chain, q, k, v, gate, normalize=True, erase=k))
+check_fakes(*given(scalar, scalar.scalar_chain, q, k, v, gate, erase=k))
 check_fakes(*given(scalar, scalar.scalar_chain, q, k, v, gate, -gate, rule="write", segments=2))
 q, k, v, gate, _ = tokens()
 two = torch.randn(2, 2, 16, 16)

@@ -54,6 +54,6 @@ def test_nothing_passes_a_gate_that_closes(at: int) -> None:
     given = inputs(Case(rule="write", T=200, K=128, V=128, weighted=False))
     given["g"][:, at] = -60.0
     do, dfinal = cotangents(given, 2)
-    out = run(chain, given, do, dfinal, rule="write", early=False, normalize=False)
+    out = run(chain, given, do, dfinal, rule="write", early=False)
     others = out["dg"].abs().mean()
     assert out["dg"][:, at].abs().max() < 1e-4 * others, (out["dg"][:, at].abs().max(), others)

@@ -57,7 +57,6 @@ class Case:
     weighted: bool = True
     erase: bool = False
     early: bool = False
-    unit: bool = False
     started: bool = True
     lengths: tuple[int, ...] = ()
     segments: int | None = None
@@ -71,7 +70,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        return dict(rule=self.rule, early=self.early, normalize=self.unit)
+        return dict(rule=self.rule, early=self.early)
 
 
 def inputs(case: Case) -> dict[str, Any]:
@@ -106,8 +105,6 @@ def inputs(case: Case) -> dict[str, Any]:
         k = torch.nn.functional.one_hot(torch.randint(0, case.K, k.shape[:-1], device="cuda"), case.K).float()
         q, v = (torch.randint(-2, 3, x.shape, device="cuda").float() for x in (q, v))
         a, beta, g = k, torch.randint(0, 2, beta.shape, device="cuda").float(), torch.zeros_like(g)
-    if case.unit:
-        q, k = (x * (0.1 + 3 * torch.rand_like(x[..., :1])) for x in (q, k))
     q, k, v, a = (x.to(case.dtype) for x in (q, k, v, a))
     return {
         "q": q, "k": k, "v": v, "beta": beta if case.weighted else None, "g": g if case.gated else None,
@@ -115,10 +112,8 @@ def inputs(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def token_loop(q, k, v, beta, g, erase, state, *, rule, early, normalize, lengths=()):
+def token_loop(q, k, v, beta, g, erase, state, *, rule, early, lengths=()):
     """The recurrence, token by token, in the dtype of its inputs."""
-    if normalize:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     group = v.shape[2] // q.shape[2]
     erase = k if erase is None else erase
     q, k, erase = (x.repeat_interleave(group, 2) for x in (q, k, erase))
@@ -164,7 +159,7 @@ class Rounded(torch.autograd.Function):
         return grad @ y.mT, x.mT @ grad, None
 
 
-def eager_chunks(q, k, v, beta, g, erase, state, *, rule, early, normalize):
+def eager_chunks(q, k, v, beta, g, erase, state, *, rule, early):
     """The kernels' algorithm in plain PyTorch: chunks of 64 tokens, operands of products in the dtype of q."""
     dtype, group = q.dtype, v.shape[2] // q.shape[2]
 
@@ -172,8 +167,6 @@ def eager_chunks(q, k, v, beta, g, erase, state, *, rule, early, normalize):
         return Rounded.apply(x, y, dtype)
 
     q, k, v, erase = (None if x is None else x.float() for x in (q, k, v, erase))
-    if normalize:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     erase = k if erase is None else erase
     q, k, erase = (x.repeat_interleave(group, 2) for x in (q, k, erase))
     beta = torch.ones_like(v[..., 0]) if beta is None else beta
@@ -257,7 +250,6 @@ for rule in ("delta", "write"):
     CASES += [replace(base, K=k, V=v) for k, v in sides]
     CASES += [replace(base, K=k, V=v, dtype=FULL, T=70, loose=2) for k, v in ((1, 100), (256, 256))]
     CASES += [replace(base, dtype=d, group=3) for d in BOUNDS]
-    CASES += [replace(base, dtype=d, group=3, unit=True) for d in (BF, FULL)]
     CASES += [replace(base, dtype=d, lengths=PACKED, group=2) for d in (BF, FULL)]
     CASES += [replace(base, lengths=PACKED, group=2, started=False)]
     CASES += [replace(base, weighted=False, started=False, dtype=d) for d in (BF, FULL)]
@@ -265,10 +257,10 @@ for rule in ("delta", "write"):
     for kind in ("parallel", "closed", "open"):
         CASES += [replace(base, T=400, K=d, V=d, kind=kind, segments=3) for d in (64, 128)]
     CASES += [replace(base, T=3000, K=128, V=128, B=1, segments=s, started=s == 2) for s in (2, 3)]
-    CASES += [replace(base, T=400, K=128, V=100, dtype=HALF, segments=3, unit=True, group=2, started=False)]
+    CASES += [replace(base, T=400, K=128, V=100, dtype=HALF, segments=3, group=2, started=False)]
     CASES += [replace(base, T=300, K=256, V=128, segments=2)]
     CASES += [replace(base, T=300, gated=False, weighted=rule == "delta", segments=2)]
-    CASES += [replace(base, K=256, V=200, unit=True, group=2)]
+    CASES += [replace(base, K=256, V=200, group=2)]
     for dtype in BOUNDS:
         # what cancels grows with close keys; a closed gate leaves few digits of a cumulative log
         for kind, loose in (("parallel", 4), ("strong", 4), ("open", 1), ("closed", 10), ("ones", 2), ("integer", 1)):
@@ -276,7 +268,7 @@ for rule in ("delta", "write"):
             CASES += [replace(base, T=200, K=128, V=128, dtype=dtype, kind=kind, loose=by)]
 CASES += [Case(early=True, K=128, V=128)]
 CASES += [Case(early=e, erase=True, dtype=d, K=128, V=128, group=2) for d in (BF, FULL) for e in (False, True)]
-CASES += [Case(early=True, erase=True, unit=True, lengths=PACKED, K=100)]
+CASES += [Case(early=True, erase=True, lengths=PACKED, K=100)]
 CASES += [Case(early=True, erase=True, T=400, segments=3), Case(erase=True, K=256, V=256)]
 CASES = list(dict.fromkeys(CASES))
 
@@ -303,7 +295,7 @@ WORSE = {"dg": 2.5}
 EAGER = [Case(T=256, K=128, V=128, rule=rule, dtype=d) for rule in ("delta", "write") for d in BOUNDS]
 EAGER += [Case(T=256, K=128, V=128, dtype=BF, kind=kind) for kind in ("parallel", "strong", "open", "closed", "ones")]
 EAGER += [Case(T=256, K=128, V=128, dtype=HALF, rule="write", kind=kind) for kind in ("parallel", "open", "closed")]
-EAGER += [Case(T=256, group=2, unit=True), Case(T=256, erase=True, early=True), Case(T=256, segments=2)]
+EAGER += [Case(T=256, group=2), Case(T=256, erase=True, early=True), Case(T=256, segments=2)]
 
 
 @pytest.mark.parametrize("case", EAGER, ids=str)
@@ -314,7 +306,7 @@ def test_is_as_exact_as_its_algorithm_in_plain_pytorch(case: Case) -> None:
 
 @pytest.mark.parametrize("rule", ("delta", "write"))
 def test_repeats_bit_for_bit_and_writes_every_element(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(T=777, K=128, V=100, rule=rule, group=2, segments=2, unit=True)
+    case = Case(T=777, K=128, V=100, rule=rule, group=2, segments=2)
     given = inputs(case)
     do, dfinal = cotangents(given, case.B)
     first = run(chain, given, do, dfinal, segments=2, **case.options)

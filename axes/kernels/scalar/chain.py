@@ -20,7 +20,6 @@ from torch import Tensor
 from axes.errors import ShapeError
 from axes.kernels.common.layout import check_chain, check_like, extent, on_device
 from axes.kernels.common.operators import Differentiable
-from axes.kernels.scalar import write as scalar_write
 from axes.kernels.scalar.launches import (
     GLUON,
     Chain,
@@ -28,7 +27,6 @@ from axes.kernels.scalar.launches import (
     delta_forward,
     hopper_delta_backward,
     hopper_delta_forward,
-    run,
     write_backward,
     write_forward,
 )
@@ -42,7 +40,7 @@ if GLUON:
 
 def _plain(q: Tensor, v: Tensor, beta: Tensor | None, erase: Tensor | None, special: bool) -> bool:
     """Whether the Hopper kernels compute a chain: 16 bit, dense, K = V in {64, 128}, as many value heads as key heads,
-    keys erased where they are written, after the gate; special: packed, early or normalized."""
+    keys erased where they are written, after the gate; special: packed or early."""
     return erase is None and beta is not None and not special and GLUON and hopper.fits(q, v)
 
 
@@ -52,7 +50,7 @@ def _delta_pair(x: Chain) -> tuple[Any, Any]:
     forward(x, start) -> o, final, M, P, first states of segments and their maps (start and None where x.cut.S is 1);
     backward(x, M, P, first states, maps, do, dfinal) -> dq, dk, da by value head, dv, dbeta, dg, dstart of all units.
     """
-    if _plain(x.q, x.v, x.beta, x.erase, x.early or x.scale_q is not None or x.cut.offsets is not None):
+    if _plain(x.q, x.v, x.beta, x.erase, x.early or x.cut.offsets is not None):
         return hopper_delta_forward, hopper_delta_backward
     return delta_forward, delta_backward
 
@@ -74,7 +72,7 @@ def _cut(
     q: Tensor, v: Tensor, beta: Tensor | None, erase: Tensor | None, cu: Tensor | None, delta: bool, special: bool,
     segments: int,
 ) -> Cut:  # fmt: skip
-    """The cut into `segments`, or with 0 into as many as the sizes ask for; special: early or normalized."""
+    """The cut into `segments`, or with 0 into as many as the sizes ask for; special: early."""
     b, t, hv, d_v = v.shape
     if segments == 0 and cu is None:
         if delta and _plain(q, v, beta, erase, special):
@@ -84,72 +82,70 @@ def _cut(
     return cut(b, t, chunk_length(q.dtype), segments, cu)
 
 
-def _present(g: Tensor | None, delta: bool, normalize: bool, segments: int) -> tuple[bool, ...]:
-    """Which of cumulative gates, spans, scales of q and k, M, P, first states of segments and their maps there are."""
+def _present(g: Tensor | None, delta: bool, segments: int) -> tuple[bool, ...]:
+    """Which of cumulative gates, spans, M, P, first states of segments and their maps there are."""
     gated, cuts = g is not None, segments > 1
-    return gated, gated and delta and cuts, normalize, normalize, delta, delta, cuts, cuts and delta
+    return gated, gated and delta and cuts, delta, delta, cuts, cuts and delta
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None, start: Tensor | None,
-    cu: Tensor | None, delta: bool, early: bool, normalize: bool, segments: int, record: bool,
+    cu: Tensor | None, delta: bool, early: bool, segments: int, record: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """o, final, and those of `_present`."""
     if v.numel() == 0:
         units = q.shape[0] if cu is None else cu.shape[0] - 1
         final = q.new_zeros(units, v.shape[2], v.shape[3], q.shape[3], dtype=torch.float32)
         return torch.empty_like(v), final if start is None else final.copy_(start), []
-    made = _cut(q, v, beta, erase, cu, delta, early or normalize, segments)
-    runs = spans = scale_q = scale_k = None
+    made = _cut(q, v, beta, erase, cu, delta, early, segments)
+    runs = spans = None
     if g is not None:
         runs = torch.empty_like(g)
         if delta and made.S > 1:
             spans = q.new_empty(made.units, v.shape[2], 2, dtype=torch.int32)
-    if normalize:
-        scale_q, scale_k = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
-    x = Chain(q, k, v, beta, g, erase, early, runs, spans, scale_q, scale_k, cut=made, record=record)
+    x = Chain(q, k, v, beta, g, erase, early, runs, spans, cut=made, record=record)
     with on_device(q):
         o, final, m, p, starts, maps = (_delta_pair(x)[0] if delta else write_forward)(x, start)
     if made.S > 1:
         final = final.view(-1, made.S, *final.shape[1:])[:, -1].clone(memory_format=torch.contiguous_format)
     if not record:
         return o, final, []
-    held: tuple[Any, ...] = (runs, spans, scale_q, scale_k, m, p, starts, maps)
-    return o, final, [y for y, given in zip(held, _present(g, delta, normalize, made.S), strict=True) if given]
+    held: tuple[Any, ...] = (runs, spans, m, p, starts, maps)
+    return o, final, [y for y, given in zip(held, _present(g, delta, made.S), strict=True) if given]
 
 
-def _shapes(q, k, v, beta, g, erase, start, cu, delta, early, normalize, segments, record):
-    (b, t, h, d_k), (hv, d_v), c = q.shape, v.shape[2:], chunk_length(q.dtype)
+def _shapes(q, k, v, beta, g, erase, start, cu, delta, early, segments, record):
+    (b, t, _, d_k), (hv, d_v), c = q.shape, v.shape[2:], chunk_length(q.dtype)
     units, slots = extent(b, t, c, cu)
     o, final = torch.empty_like(v), q.new_empty(units, hv, d_v, d_k, dtype=torch.float32)
     if v.numel() == 0 or not record:
         return o, final, []
     s = 1
     if cu is None:
-        made = _cut(q, v, beta, erase, None, delta, early or normalize, segments)
+        made = _cut(q, v, beta, erase, None, delta, early, segments)
         units, slots, s = made.units, made.slots, made.S
     full, square = torch.float32, ((slots, hv, c, c), q.dtype)
     rooms = (
-        ((b, t, hv), full), ((units, hv, 2), torch.int32), ((b, t, h), full), ((b, t, h), full), square, square,
+        ((b, t, hv), full), ((units, hv, 2), torch.int32), square, square,
         ((units, hv, d_v, d_k), full), ((units, hv, d_k, d_k), full),
     )  # fmt: skip
-    there = zip(rooms, _present(g, delta, normalize, s), strict=True)
+    there = zip(rooms, _present(g, delta, s), strict=True)
     return o, final, [q.new_empty(sizes, dtype=dtype) for (sizes, dtype), given in there if given]
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None, start: Tensor | None,
-    cu: Tensor | None, delta: bool, early: bool, normalize: bool, segments: int,
+    cu: Tensor | None, delta: bool, early: bool, segments: int,
     kept: list[Tensor], do: Tensor | None, dfinal: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     if v.numel() == 0:
         zeros = [None if y is None else torch.zeros_like(y) for y in (q, k, v, beta, g, erase, start)]
         return [*zeros[:-1], zeros[-1] if dfinal is None else dfinal.clone()]  # type: ignore[list-item]
     do = torch.zeros_like(v) if do is None else do
-    made, rest = _cut(q, v, beta, erase, cu, delta, early or normalize, segments), iter(kept)
-    held = (next(rest) if given else None for given in _present(g, delta, normalize, made.S))
-    runs, spans, scale_q, scale_k, m, p, starts, maps = held
-    x = Chain(q, k, v, beta, g, erase, early, runs, spans, scale_q, scale_k, cut=made)
+    made, rest = _cut(q, v, beta, erase, cu, delta, early, segments), iter(kept)
+    held = (next(rest) if given else None for given in _present(g, delta, made.S))
+    runs, spans, m, p, starts, maps = held
+    x = Chain(q, k, v, beta, g, erase, early, runs, spans, cut=made)
     first = start if starts is None else starts
     with on_device(q):
         if delta:
@@ -161,10 +157,6 @@ def _backward(
     if v.shape[2] > q.shape[2]:
         group = (*q.shape[:3], v.shape[2] // q.shape[2], q.shape[3])
         dq, dk, da = (None if y is None else y.view(group).sum(3) for y in (dq, dk, da))
-    if normalize and not delta:
-        with on_device(q):
-            tensors = (dq, dk, q, k, scale_q, scale_k, made.offsets, made.units_of_slots)
-            run(scalar_write.project_all, made.slots * q.shape[2], tensors, x.common("chunks"))
     return [dq, dk, dv, dbeta, dg, da, dstart]
 
 
@@ -185,7 +177,6 @@ def scalar_chain(
     *,
     rule: str = "delta",
     early: bool = False,
-    normalize: bool = False,
     cu_seqlens: Tensor | None = None,
     segments: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -195,7 +186,6 @@ def scalar_chain(
     h // (HV / H). K, V from 1 to 256, any T. beta (B, T, HV) strengths, 0 to 2 for unit keys, None for ones; g
     (B, T, HV) logs of gates, at most 0, floored at -100, None for no gate. rule "write": nothing is erased. "delta":
     S' = e^{g_t} S_{t-1}, or S_{t-1} with early=True; a_t = k_t, or erase (B, T, H, K) in q's dtype.
-    normalize: q and k are divided by sqrt(their sum of squares + 1e-6); erase is not.
     cu_seqlens (U + 1,) int32 or int64 with B = 1: offsets 0, ..., T of U packed sequences; else U = B.
     initial_state (U, HV, V, K) or None for zero. segments: in how many pieces an entry's tokens run side by side (not
     with cu_seqlens); None chooses from the sizes alone. Returns o (B, T, HV, V) in v's dtype and the final state
@@ -212,7 +202,7 @@ def scalar_chain(
     check_like(who, "erase", erase, tuple(q.shape), q.device)
     if erase is not None and erase.dtype != q.dtype:
         raise ShapeError(f"{who}: erase has the dtype of q, {q.dtype}, not {erase.dtype}")
-    halves = 2 if not normalize and in_halves(q, v, rule, cu_seqlens) else 1
+    halves = 2 if in_halves(q, v, rule, cu_seqlens) else 1
     shape = v.shape
     if halves > 1:
         v = v.reshape(*shape[:2], 2 * shape[2], -1)
@@ -221,7 +211,7 @@ def scalar_chain(
     o, final = _chain(
         q.contiguous(), k.contiguous(), v.contiguous(), _float(beta), _float(g),
         None if erase is None else erase.contiguous(), _float(initial_state), cu_seqlens,
-        rule == "delta", early, normalize, segments or 0,
+        rule == "delta", early, segments or 0,
     )  # fmt: skip
     if halves > 1:
         o, final = o.view(shape), final.view(-1, *shape[2:], final.shape[-1])

@@ -27,11 +27,8 @@ from axes.kernels.scalar.tiles import (
     chunk_origin,
     chunk_span,
     gates,
-    inverse_lengths,
     later_sum,
     load_state,
-    load_unit,
-    project,
     store_state,
     strengths,
     stretch,
@@ -44,13 +41,13 @@ _SIZES = ["T", "S", "L", "N", "H", "HV"]
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def prepare(
-    q, k, a, beta, g, runs, scale_q, scale_k, lowers, m, p, bounds, offsets, units, T, S, L, N, H, HV,
+    q, k, a, beta, g, runs, lowers, m, p, bounds, offsets, units, T, S, L, N, H, HV,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr,
     PACKED: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, EARLY: tl.constexpr, ERASE: tl.constexpr,
-    UNIT: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    CUT: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """M and P of every chunk, its cumulative gates, with UNIT the inverse lengths of q and k; CUT and GATED: the log of
-    a bound on how far the chunk's map stretches a state."""
+    """M and P of every chunk, its cumulative gates; CUT and GATED: the log of a bound on how far the chunk's map
+    stretches a state."""
     pid = tl.program_id(0).to(tl.int64)
     head, first, rows, index = chunk_span(offsets, units, pid, T, S, L, N, HV, C, PACKED)
     if rows <= 0:
@@ -58,9 +55,6 @@ def prepare(
     key = head // (HV // H)
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    if UNIT:
-        by_q = inverse_lengths(q, scale_q, first, rows, key, H, K, C, BK)
-        by_k = inverse_lengths(k, scale_k, first, rows, key, H, K, C, BK)
     scores = tl.zeros([C, C], dtype=tl.float32)
     lower = tl.zeros([C, C], dtype=tl.float32)
     length = tl.zeros([C], dtype=tl.float32)
@@ -69,9 +63,6 @@ def prepare(
         d = left + tl.arange(0, BK)
         keys = load_tile(k, first, rows, d, key, H, K, C)
         queries = load_tile(q, first, rows, d, key, H, K, C)
-        if UNIT:
-            keys = (keys.to(tl.float32) * by_k[:, None]).to(keys.dtype)
-            queries = (queries.to(tl.float32) * by_q[:, None]).to(keys.dtype)
         if ERASE:
             erase = load_tile(a, first, rows, d, key, H, K, C)
         else:
@@ -104,11 +95,11 @@ def prepare(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def scan(
-    q, k, a, v, beta, runs, spans, scale_q, scale_k, m, p, start, o, final, maps, states, written, offsets,
+    q, k, a, v, beta, runs, spans, m, p, start, o, final, maps, states, written, offsets,
     T, S, L, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, EARLY: tl.constexpr, ERASE: tl.constexpr,
-    UNIT: tl.constexpr, STARTED: tl.constexpr, MODE: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    STARTED: tl.constexpr, MODE: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Serial over the chunks of one unit for one head and one block of values.
 
@@ -156,7 +147,7 @@ def scan(
         here = first + n * C
         rows = tl.minimum(end - here, C).to(tl.int32)
         index = origin + n * step
-        keys = load_unit(k, scale_k, here, rows, d, key, H, K, C, UNIT)
+        keys = load_tile(k, here, rows, d, key, H, K, C)
         if ERASE:
             erase = load_tile(a, here, rows, d, key, H, K, C)
         else:
@@ -176,7 +167,7 @@ def scan(
         if MODE == "record":
             store_tile(written, u, here, rows, e, head, HV, V, C)
         if MODE == "output":
-            queries = load_unit(q, scale_q, here, rows, d, key, H, K, C, UNIT)
+            queries = load_tile(q, here, rows, d, key, H, K, C)
             scores = tl.load(p + index * C * C + square)
             out = tl.exp(run)[:, None] * tl.dot(queries, old, input_precision=PRECISION)
             out += tl.dot(scores, u.to(keys.dtype), input_precision=PRECISION)
@@ -197,11 +188,11 @@ def scan(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def reverse(
-    q, k, a, beta, runs, spans, scale_q, scale_k, m, p, do, dfinal, dstates, dwritten, dstart, offsets,
+    q, k, a, beta, runs, spans, m, p, do, dfinal, dstates, dwritten, dstart, offsets,
     T, S, L, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, EARLY: tl.constexpr, ERASE: tl.constexpr,
-    UNIT: tl.constexpr, STARTED: tl.constexpr, RECORD: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    STARTED: tl.constexpr, RECORD: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Serial over chunks from the last: dX' of every chunk and r, and the gradient of the first state.
 
@@ -235,8 +226,8 @@ def reverse(
         here = first + n * C
         rows = tl.minimum(end - here, C).to(tl.int32)
         index = origin + n * step
-        keys = load_unit(k, scale_k, here, rows, d, key, H, K, C, UNIT)
-        queries = load_unit(q, scale_q, here, rows, d, key, H, K, C, UNIT)
+        keys = load_tile(k, here, rows, d, key, H, K, C)
+        queries = load_tile(q, here, rows, d, key, H, K, C)
         if ERASE:
             erase = load_tile(a, here, rows, d, key, H, K, C)
         else:
@@ -270,11 +261,11 @@ def reverse(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def gradients(
-    q, k, a, v, beta, g, runs, scale_q, scale_k, do, states, dstates, written, dwritten, dq, dk, da, dv, dbeta, dg,
+    q, k, a, v, beta, g, runs, do, states, dstates, written, dwritten, dq, dk, da, dv, dbeta, dg,
     offsets, units, T, S, L, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, EARLY: tl.constexpr, ERASE: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks at once: every gradient of a token from X, dX', u and r; those of q, k, a by value head."""
     pid = tl.program_id(0).to(tl.int64)
@@ -331,8 +322,8 @@ def gradients(
             from_write += tl.dot(u, tl.trans(grad), input_precision=PRECISION)
             if GATED:
                 both += tl.sum(state.to(tl.float32) * grad, 1)
-        keys = load_unit(k, scale_k, first, rows, d, key, H, K, C, UNIT)
-        queries = load_unit(q, scale_q, first, rows, d, key, H, K, C, UNIT)
+        keys = load_tile(k, first, rows, d, key, H, K, C)
+        queries = load_tile(q, first, rows, d, key, H, K, C)
         if ERASE:
             erase = load_tile(a, first, rows, d, key, H, K, C)
         else:
@@ -352,7 +343,7 @@ def gradients(
             store_tile(dk, dkey, first, rows, d, head, HV, K, C)
         else:
             store_tile(dk, dkey + derase, first, rows, d, head, HV, K, C)
-        if GATED or UNIT:
+        if GATED:
             out_dots += tl.sum(queries * dquery, 1)
             read_dots += tl.sum(erase * derase, 1)
             write_dots += tl.sum(keys * dkey, 1)
@@ -364,9 +355,3 @@ def gradients(
         dlog = later_sum(out_dots - write_dots, C, True) + later_sum(read_dots, C, not EARLY) + last
         alive = load_line(g, first, rows, head, HV, C) > -100.0
         store_line(dg, tl.where(alive, dlog, 0.0), first, rows, head, HV, C)
-    if UNIT:
-        if not ERASE:
-            write_dots += read_dots
-        tl.debug_barrier()  # what other threads of the program wrote
-        project(dq, q, scale_q, out_dots, first, rows, head, key, H, HV, K, C, BK)
-        project(dk, k, scale_k, write_dots, first, rows, head, key, H, HV, K, C, BK)

@@ -28,7 +28,7 @@ def run(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], given: d
 
 
 class Chain(NamedTuple):
-    """What both directions are given: contiguous tensors, beta and g and start in float32, scales of `normalize`."""
+    """What both directions are given: contiguous tensors, beta and g and start in float32."""
 
     q: Tensor
     k: Tensor
@@ -37,10 +37,8 @@ class Chain(NamedTuple):
     g: Tensor | None
     erase: Tensor | None
     early: bool
-    runs: Tensor | None  # cumulative gates of chunks, in the forward written before they are read, as the scales are
+    runs: Tensor | None  # cumulative gates of chunks, in the forward written before they are read
     spans: Tensor | None  # of gated segments: `scalar_tiles.spans`
-    scale_q: Tensor | None
-    scale_k: Tensor | None
     cut: Cut
     record: bool = True  # whether a backward may follow
 
@@ -50,7 +48,7 @@ class Chain(NamedTuple):
         return dict(
             T=cut.T, S=cut.S, L=cut.L, N=cut.N, C=cut.chunk, PACKED=cut.offsets is not None,
             H=h, HV=hv, K=d_k, V=d_v, tokens=b * t, GATED=self.g is not None, WEIGHTED=self.beta is not None,
-            UNIT=self.scale_q is not None, EARLY=self.early, ERASE=self.erase is not None,
+            EARLY=self.early, ERASE=self.erase is not None,
             PRECISION=precision(self.q), **settings(kernel, self.q.dtype, d_k, d_v, self.erase is not None), **more,
         )  # fmt: skip
 
@@ -89,13 +87,13 @@ def _merge(x: Chain, constants: Tensor, maps: Tensor, edge: Tensor | None, rever
 
 
 def _matrices(x: Chain) -> tuple[Tensor, Tensor]:
-    """M and P of every chunk; cumulative gates and the scales of `normalize` are written on the way."""
+    """M and P of every chunk; cumulative gates are written on the way."""
     square = (x.cut.slots, x.v.shape[2], x.cut.chunk, x.cut.chunk)
     m, p = x.q.new_empty(square), x.q.new_empty(square)
     lowers = x.q.new_empty(square, dtype=torch.float32)  # what is inverted
     bounds = _bounds(x)
     tensors = (
-        x.q, x.k, x.erase, x.beta, x.g, x.runs, x.scale_q, x.scale_k, lowers, m, p, bounds, x.cut.offsets,
+        x.q, x.k, x.erase, x.beta, x.g, x.runs, lowers, m, p, bounds, x.cut.offsets,
         x.cut.units_of_slots,
     )  # fmt: skip
     given = x.common("prepare", CUT=bounds is not None)
@@ -122,7 +120,7 @@ def _scan(
     written: Tensor | None = None, columns: bool = False,
 ) -> None:  # fmt: skip
     tensors = (
-        x.q, x.k, x.erase, x.v, x.beta, x.runs, x.spans, x.scale_q, x.scale_k, m, p, start, o, final, maps, states,
+        x.q, x.k, x.erase, x.v, x.beta, x.runs, x.spans, m, p, start, o, final, maps, states,
         written, x.cut.offsets,
     )  # fmt: skip
     given = x.common("scan", STARTED=start is not None, MODE=mode, COLUMNS=columns)
@@ -135,7 +133,7 @@ def _reverse(
     dwritten: Tensor | None = None, columns: bool = False,
 ) -> None:  # fmt: skip
     tensors = (
-        x.q, x.k, x.erase, x.beta, x.runs, x.spans, x.scale_q, x.scale_k, m, p, do, dends, dstates, dwritten, dstart,
+        x.q, x.k, x.erase, x.beta, x.runs, x.spans, m, p, do, dends, dstates, dwritten, dstart,
         x.cut.offsets,
     )  # fmt: skip
     record = dstates is not None
@@ -183,7 +181,7 @@ def delta_backward(
     dq, dk, dv = x.wide(), x.wide(), torch.empty_like(x.v)
     da, dbeta, dg = None if x.erase is None else x.wide(), _like(x.beta), _like(x.g)
     tensors = (
-        x.q, x.k, x.erase, x.v, x.beta, x.g, x.runs, x.scale_q, x.scale_k, do, states, dstates, written, dwritten,
+        x.q, x.k, x.erase, x.v, x.beta, x.g, x.runs, do, states, dstates, written, dwritten,
         dq, dk, da, dv, dbeta, dg, x.cut.offsets, x.cut.units_of_slots,
     )  # fmt: skip
     run(scalar_delta.gradients, x.slot_heads, tensors, x.common("delta gradients"))
@@ -225,18 +223,18 @@ def _like(x: Tensor | None) -> Tensor | None:
 
 def _ends(x: Chain, do: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Of rule "write": constants and factors of segments' maps of states, or with do of their gradients' maps."""
-    left, right, scale = (x.k, x.v, x.scale_k) if do is None else (x.q, do, x.scale_q)
+    left, right = (x.k, x.v) if do is None else (x.q, do)
     final, through = x.state(), x.q.new_empty(x.cut.units, x.v.shape[2], dtype=torch.float32)
     given = x.common("ends", REVERSE=do is not None)
     blocks = cdiv(x.v.shape[3], given["BV"]) * cdiv(x.q.shape[3], given["BK"])
-    tensors = (left, right, x.beta, x.runs, scale, final, through, x.cut.offsets)
+    tensors = (left, right, x.beta, x.runs, final, through, x.cut.offsets)
     run(scalar_write.ends, x.unit_heads * blocks, tensors, given)
     return final, through
 
 
 def _numbers(x: Chain) -> Tensor | None:
     """What the Hopper kernel of rule "write" reads of gates and strengths; None where it does not compute a chain."""
-    if x.scale_q is not None or x.cut.offsets is not None or not (GLUON and hopper_write.fits(x.q, x.v)):
+    if x.cut.offsets is not None or not (GLUON and hopper_write.fits(x.q, x.v)):
         return None
     return hopper_write.numbers(x.beta, x.g, x.v, x.cut.S, x.cut.L, x.cut.N)
 
@@ -254,7 +252,7 @@ def _mix(
     blocks = settings("mix", x.q.dtype, a, w, x.g is not None or x.beta is not None)
     given = x.common("mix", A=a, W=w, STARTED=start is not None, ROLE=role) | blocks
     tensors = (
-        *inner, own, x.beta, x.g, x.runs, x.scale_q, x.scale_k, start, out, final, trace, dots, dbeta, dg,
+        *inner, own, x.beta, x.g, x.runs, start, out, final, trace, dots, dbeta, dg,
         x.cut.offsets,
     )  # fmt: skip
     run(scalar_write.mix, x.unit_heads * cdiv(w, given["BV"]), tensors, given)
@@ -264,9 +262,6 @@ def write_forward(x: Chain, start: Tensor | None) -> tuple[Any, ...]:
     """As `delta_forward`, of which only first states of segments are needed."""
     slots = (x.cut.offsets, x.cut.units_of_slots)
     numbers = _numbers(x)
-    if x.scale_q is not None:
-        tensors = (x.q, x.k, x.scale_q, x.scale_k, *slots)
-        run(scalar_write.lengths, x.cut.slots * x.q.shape[2], tensors, x.common("chunks"))
     if x.g is not None and (numbers is None or x.cut.S > 1):
         run(scalar_write.cumulate, x.slot_heads, (x.g, x.runs, *slots), x.common("chunks"))
     o, final, starts = torch.empty_like(x.v), x.state(), start
@@ -278,7 +273,7 @@ def write_forward(x: Chain, start: Tensor | None) -> tuple[Any, ...]:
 
 
 def write_backward(x: Chain, starts: Tensor | None, do: Tensor, dfinal: Tensor | None) -> tuple[Any, ...]:
-    """As `delta_backward`; with `normalize` the gradients of q and k are still those of the unit vectors."""
+    """As `delta_backward`."""
     if x.cut.S > 1:
         constants, through = _ends(x, do)
         dfinal = _merge(x, constants, through, dfinal, reverse=True)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import floored, load_line, load_tile, store_line, store_tile, unit_rows
+from axes.kernels.common.tiles import floored, load_line, store_line, unit_rows
 
 
 @triton.jit
@@ -54,16 +54,6 @@ def chunk_span(offsets, units, pid, T, S, L, N, HV, C: tl.constexpr, PACKED: tl.
     origin, step = chunk_origin(first, unit, head, N, HV, C, PACKED)
     first += n * C
     return head, first, (tl.maximum(tl.minimum(end - first, C), 0)).to(tl.int32), origin + n * step
-
-
-@triton.jit
-def load_unit(ptr, scale, first, rows, columns, head, H, D: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr):
-    """`load_tile`, with UNIT of vectors times their numbers `scale` (tokens, H): 1 / length."""
-    tile = load_tile(ptr, first, rows, columns, head, H, D, C)
-    if UNIT:
-        by = load_line(scale, first, rows, head, H, C)
-        tile = (tile.to(tl.float32) * by[:, None]).to(tile.dtype)
-    return tile
 
 
 @triton.jit
@@ -177,29 +167,6 @@ def store_state(ptr, state, index, d, e, K: tl.constexpr, V: tl.constexpr):
     """Write a block that `load_state` would read."""
     at = index * (V * K) + e[None, :] * K + d[:, None]
     tl.store(ptr + at, state, mask=(d < K)[:, None] & (e < V)[None, :])
-
-
-@triton.jit
-def inverse_lengths(x, scale, first, rows, head, H, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """scale = 1 / sqrt(|x|^2 + 1e-6) of a chunk's vectors."""
-    square = tl.zeros([C], dtype=tl.float32)
-    for left in tl.static_range(0, K, BK):
-        tile = load_tile(x, first, rows, left + tl.arange(0, BK), head, H, K, C).to(tl.float32)
-        square += tl.sum(tile * tile, 1)
-    line = 1.0 / tl.sqrt(square + 1e-6)
-    store_line(scale, line, first, rows, head, H, C)
-    return line
-
-
-@triton.jit
-def project(grad, x, scale, dots, first, rows, head, key, H, HV, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """Gradients of unit vectors y = scale x, in place, to those of x: scale (dy - y (y . dy)), dots = y . dy."""
-    by = load_line(scale, first, rows, key, H, C)
-    for left in tl.static_range(0, K, BK):
-        d = left + tl.arange(0, BK)
-        y = load_tile(x, first, rows, d, key, H, K, C).to(tl.float32) * by[:, None]
-        old = load_tile(grad, first, rows, d, head, HV, K, C).to(tl.float32)
-        store_tile(grad, by[:, None] * (old - y * dots[:, None]), first, rows, d, head, HV, K, C)
 
 
 @triton.jit

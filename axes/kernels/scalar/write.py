@@ -24,10 +24,7 @@ from axes.kernels.scalar.tiles import (
     chunk_origin,
     chunk_span,
     gates,
-    inverse_lengths,
     later_sum,
-    load_unit,
-    project,
     store_state,
     strengths,
     unit_span,
@@ -44,21 +41,6 @@ def fade(late, early, keep):
 
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
-def lengths(
-    q, k, scale_q, scale_k, offsets, units, T, S, L, N, H,
-    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Inverse lengths of q and k of every chunk."""
-    pid = tl.program_id(0).to(tl.int64)
-    head, first, rows, _ = chunk_span(offsets, units, pid, T, S, L, N, H, C, PACKED)
-    if rows <= 0:
-        return
-    inverse_lengths(q, scale_q, first, rows, head, H, K, C, BK)
-    inverse_lengths(k, scale_k, first, rows, head, H, K, C, BK)
-
-
-@Kernel
-@triton.jit(do_not_specialize=_SIZES)
 def cumulate(g, runs, offsets, units, T, S, L, N, HV, C: tl.constexpr, PACKED: tl.constexpr):
     """Cumulative gates of every chunk, here logs to the base 2: a product less for every pair of tokens."""
     pid = tl.program_id(0).to(tl.int64)
@@ -70,10 +52,10 @@ def cumulate(g, runs, offsets, units, T, S, L, N, HV, C: tl.constexpr, PACKED: t
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def mix(
-    x, y, z, own, beta, g, runs, scale_q, scale_k, start, out, final, trace, dots, dbeta, dg, offsets,
+    x, y, z, own, beta, g, runs, start, out, final, trace, dots, dbeta, dg, offsets,
     T, S, L, N, H, HV, tokens,
     A: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, UNIT: tl.constexpr, STARTED: tl.constexpr,
+    PACKED: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, STARTED: tl.constexpr,
     ROLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out of one unit, one head and one block of the columns of z, serial over chunks; state (A, W) in registers.
@@ -122,21 +104,14 @@ def mix(
         if GATED and ROLE == "dk":
             before = tl.load(trace + (origin + n * step) * (A * W) + block, mask=within, other=0.0)
             both = tl.sum(tl.sum(before * state, 1), 0)
-        if ROLE == "o":
-            bx = load_unit(x, scale_q, here, rows, d, key, H, A, C, UNIT)
-            by = load_unit(y, scale_k, here, rows, d, key, H, A, C, UNIT)
-            bz = load_tile(z, here, rows, e, head, HV, W, C)
-        elif ROLE == "dv":
-            bx = load_unit(x, scale_k, here, rows, d, key, H, A, C, UNIT)
-            by = load_unit(y, scale_q, here, rows, d, key, H, A, C, UNIT)
+        if KEYED:
+            bx = load_tile(x, here, rows, d, key, H, A, C)
+            by = load_tile(y, here, rows, d, key, H, A, C)
             bz = load_tile(z, here, rows, e, head, HV, W, C)
         else:
             bx = load_tile(x, here, rows, d, head, HV, A, C)
             by = load_tile(y, here, rows, d, head, HV, A, C)
-            if ROLE == "dq":
-                bz = load_unit(z, scale_k, here, rows, e, key, H, W, C, UNIT)
-            else:
-                bz = load_unit(z, scale_q, here, rows, e, key, H, W, C, UNIT)
+            bz = load_tile(z, here, rows, e, key, H, W, C)
         old = state.to(bx.dtype)
         if GATED and ROLE == "dq":
             tl.store(trace + (origin + n * step) * (A * W) + block, old, mask=within)
@@ -171,17 +146,17 @@ def mix(
         if WEIGHTED and ROLE == "dk":
             result = result * strength[:, None]
         if GATED and ROLE == "dk":
-            mine = load_unit(own, scale_k, here, rows, e, key, H, W, C, UNIT)
+            mine = load_tile(own, here, rows, e, key, H, W, C)
             last = tl.sum(tl.sum(mine * result, 1), 0) + tl.exp2(total) * both
         if GATED:
             state *= tl.exp2(total)
         result += tl.dot(scores, bz, input_precision=PRECISION)
         state += tl.dot(tl.trans(by), written, input_precision=PRECISION)
         if ROLE == "dq" and GATED:
-            mine = load_unit(own, scale_q, here, rows, e, key, H, W, C, UNIT)
+            mine = load_tile(own, here, rows, e, key, H, W, C)
             store_line(dots + part * tokens * HV, tl.sum(mine * result, 1), here, rows, head, HV, C)
         if ROLE == "dk" and GATED:
-            mine = load_unit(own, scale_k, here, rows, e, key, H, W, C, UNIT)
+            mine = load_tile(own, here, rows, e, key, H, W, C)
             gain = load_line(dots + part * tokens * HV, here, rows, head, HV, C) - tl.sum(mine * result, 1)
             alive = load_line(g, here, rows, head, HV, C) > -100.0
             dlog = tl.where(alive, later_sum(gain, C, True) + last, 0.0)
@@ -198,9 +173,9 @@ def mix(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def ends(
-    x, y, beta, runs, scale_x, final, through, offsets, T, S, L, N, H, HV,
+    x, y, beta, runs, final, through, offsets, T, S, L, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
+    PACKED: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """b of the segments' maps, in final, and their products of gates, in through, from x = k and y = v.
@@ -229,7 +204,7 @@ def ends(
             n = count
         here = first + n * C
         rows = tl.minimum(end - here, C).to(tl.int32)
-        left = load_unit(x, scale_x, here, rows, d, key, H, K, C, UNIT)
+        left = load_tile(x, here, rows, d, key, H, K, C)
         right = load_tile(y, here, rows, e, head, HV, V, C)
         if GATED or WEIGHTED:
             run, _, total = gates(runs, here, rows, head, HV, C, GATED, False)
@@ -244,31 +219,3 @@ def ends(
         state += tl.dot(tl.trans(left), right, input_precision=PRECISION)
     store_state(final, state, unit * HV + head, d, e, K, V)
     tl.store(through + unit * HV + head, tl.exp2(log))
-
-
-@Kernel
-@triton.jit(do_not_specialize=_SIZES)
-def project_all(
-    dq, dk, q, k, scale_q, scale_k, offsets, units, T, S, L, N, H,
-    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Gradients of unit vectors, in place, to those of q and k."""
-    pid = tl.program_id(0).to(tl.int64)
-    head, first, rows, _ = chunk_span(offsets, units, pid, T, S, L, N, H, C, PACKED)
-    if rows <= 0:
-        return
-    along(dq, q, scale_q, first, rows, head, H, K, C, BK)
-    along(dk, k, scale_k, first, rows, head, H, K, C, BK)
-
-
-@triton.jit
-def along(grad, x, scale, first, rows, head, H, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """`project` with the products y . dy made here."""
-    by = load_line(scale, first, rows, head, H, C)
-    dots = tl.zeros([C], dtype=tl.float32)
-    for left in tl.static_range(0, K, BK):
-        d = left + tl.arange(0, BK)
-        y = load_tile(x, first, rows, d, head, H, K, C).to(tl.float32) * by[:, None]
-        dots += tl.sum(y * load_tile(grad, first, rows, d, head, H, K, C), 1)
-    tl.debug_barrier()  # nothing is overwritten before every thread has read
-    project(grad, x, scale, dots, first, rows, head, head, H, H, K, C, BK)
