@@ -24,7 +24,7 @@ from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import power_of_2
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_SIDE = 32  # pairs at a time
+_SIDE, _WARPS = 32, 4  # pairs at a time
 
 
 @Kernel
@@ -89,7 +89,7 @@ def _launch(
             q, k, new, v, a, b, most if mass is None else mass, carried, out, most, weight, scale, s, span, batch * h,
             h, *q.stride()[:2], *k.stride()[:3], *new.stride()[:2], *v.stride()[:3], *a.stride()[:2], *b.stride()[:2],
             *carried.stride()[:3], K=d_k, V=d_v, BK=max(16, power_of_2(d_k)), BV=max(16, power_of_2(d_v)), BN=_SIDE,
-            MASS=mass is not None, num_warps=4,
+            MASS=mass is not None, num_warps=_WARPS,
         )  # fmt: skip
     return merged(out, most, weight, v.new_empty(batch, h, 1, d_v))
 
