@@ -322,7 +322,7 @@ def test_layers_tuples_are_the_interpreter(cls: type[SequenceLayer], dtype: torc
     exact = {n: x.double() for n, x in signal.items()}
     first = update.init({n: x[:, 0] for n, x in exact.items()})
     for start in (0, earlier):
-        state, wide = first, first
+        state, wide = update.init({n: x[:, 0].float() for n, x in signal.items()}), first
         if start:
             wide = reference.run(update, {n: x[:, :start] for n, x in exact.items()}, first, time=1)[1]
             state = dispatch.run(update, {n: x[:, :start] for n, x in signal.items()})[1]

@@ -30,7 +30,9 @@ def test_it_runs_and_equals_the_token_loop_no_worse_than_the_portable_kernels(ca
     with patch.object(hopper_write, "fits", lambda *_: False):
         portable = errors(case)
     assert max(found.values()) < BOUNDS[case.dtype], found
-    assert all(found[n] < 1.2 * portable[n] + 1e-6 for n in found), (found, portable)
+    # gradients of keys that halves of values share are rounded for each half, and their sum is
+    worse = 1.5 if case.V > hopper_write.WIDEST else 1.2
+    assert all(found[n] < worse * portable[n] + 1e-6 for n in found), (found, portable)
 
 
 @pytest.mark.parametrize(("k", "v"), ((64, 64), (64, 128)))

@@ -23,13 +23,18 @@ GATES = (None, "head", "channel")
 WIDTHS = (1, 2, 3, 16, 33, 64, 100, 128, 200, 256)
 
 
-def exact(state, q, k, v, *, beta=None, g=None, erase=None, a=None, b=None, rule="write", early=False):
+def exact(state, q, k, v, *, beta=None, g=None, erase=None, a=None, b=None, turn=None, rule="write", early=False):
     """The step in float64: o and the new state."""
     state, q, k, v, beta, g, erase, a, b = (
         None if x is None else x.double() for x in (state, q, k, v, beta, g, erase, a, b)
     )
     group = v.shape[1] // k.shape[1]
     q, k, erase, a, b = (None if x is None else x.repeat_interleave(group, 1) for x in (q, k, erase, a, b))
+    if turn is not None:
+        one, two = state.chunk(2, -1)
+        turn = turn.double() if turn.ndim == 1 else turn.double()[..., None, :]
+        cos, sin = turn.cos(), turn.sin()
+        state = torch.cat((one * cos - two * sin, one * sin + two * cos), -1)
     kept = state
     if g is not None:
         gate = g.clamp_min(-100).exp()
@@ -115,6 +120,15 @@ def test_widths(d_k: int, dtype: torch.dtype) -> None:
         check(block_step, exact_block, *draw_block(d_k, d_v, dtype))
 
 
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_states_that_turn(gate: str | None, dtype: torch.dtype) -> None:
+    for d_k, d_v, group in ((64, 40, 3), (128, 256, 1), (2, 16, 1), (34, 128, 2), (256, 64, 1)):
+        state, token = draw("write", gate, d_k, d_v, dtype, group=group, beta=group > 1)
+        for shape in ((d_k // 2,), (*token["v"].shape[:2], d_k // 2)):
+            check(chain_step, exact, state.clone(), token | {"turn": 4 * torch.randn(shape, device="cuda")})
+
+
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_blocks(dtype: torch.dtype) -> None:
     for erase, group in product((True, False), (1, 3)):
@@ -141,7 +155,8 @@ def test_hard_numbers() -> None:
 @pytest.mark.parametrize("held", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_a_state_held_in_16_bits(held: torch.dtype, dtype: torch.dtype) -> None:
-    """The bits of the wide state's step, rounded as they are written, in place and elsewhere."""
+    """The numbers of the wide state's step, whose sums have another order, rounded as they are written; in place and
+    elsewhere the same bits."""
     for step, (state, token) in (
         (chain_step, draw("delta", "channel", 128, 100, dtype)),
         (chain_step, draw("dplr", "head", 33, 64, dtype)),
@@ -150,8 +165,10 @@ def test_a_state_held_in_16_bits(held: torch.dtype, dtype: torch.dtype) -> None:
         short, into = state.to(held), torch.empty_like(state, dtype=held)
         wide = short.float()
         want = step(wide, **token)
-        assert torch.equal(step(short, **token, into=into), want) and torch.equal(into, wide.to(held))
-        assert torch.equal(step(short, **token), want) and torch.equal(short, into)
+        got = step(short, **token, into=into)
+        for x, w in ((got, want), (into, wide.to(held))):
+            torch.testing.assert_close(x, w, rtol=2 * max(torch.finfo(x.dtype).eps, 1e-6), atol=1e-5)
+        assert torch.equal(step(short, **token), got) and torch.equal(short, into)
 
 
 @pytest.mark.parametrize("chain", CHAINS)

@@ -1,17 +1,18 @@
 """How one token's kernels take their sizes: microseconds by rows of a program, warps and pairs at a time.
 
-python -m tests.gpu.tune_step     B=64, 16 heads of 128, the median of a captured launch; about 80 s, most of it compiling
+python -m tests.gpu.tune_step     B=64, 16 heads of 128, medians of captured launches; about 80 s, most of it compiling
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from unittest.mock import patch
 
 import torch
 
 from axes.kernels import step
-from axes.kernels.attention import decode_carried
+from axes.kernels.attention import decode, decode_carried
 
 B, H, D = 64, 16, 128
 
@@ -58,10 +59,13 @@ def main() -> None:
         call = _carried(1000)
         floor = B * H * 1000 * D * 10 / 4.3e6
         print(f"carried keys: bytes take {floor:.1f}; as it is {_microseconds(call):.1f}", flush=True)
-        for side in (16, 32, 64):
-            for warps in (2, 4, 8):
-                with patch.object(decode_carried, "_SIDE", side), patch.object(decode_carried, "_WARPS", warps):
-                    print(f"  pairs {side:2d} warps {warps} {_microseconds(call):7.1f}", flush=True)
+        for side, warps, stages in product((16, 32, 64), (2, 4, 8), (1, 3)):
+            sizes = {"_SIDE": side, "_WARPS": warps, "_STAGES": stages}
+            with patch.multiple(decode_carried, **sizes):
+                for programs in (264, 4096):
+                    with patch.object(decode, "_PROGRAMS", programs):
+                        said = f"  pairs {side:2d} warps {warps} stages {stages} programs {programs:4d}"
+                        print(f"{said} {_microseconds(call):7.1f}", flush=True)
 
 
 if __name__ == "__main__":

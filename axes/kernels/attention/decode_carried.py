@@ -24,7 +24,7 @@ from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import power_of_2
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_SIDE, _WARPS = 32, 4  # pairs at a time
+_SIDE, _WARPS, _STAGES = 32, 4, 1  # pairs at a time; of loads ahead
 
 
 @Kernel
@@ -33,6 +33,7 @@ def _carry(
     q, k, new, v, a, b, mass, carried, out, most, weight, scale, S, span, heads, H,
     q_b, q_h, k_b, k_h, k_t, n_b, n_h, v_b, v_h, v_t, a_b, a_h, b_b, b_h, c_b, c_h, c_t,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, MASS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """`span` of a head's S pairs, the last of which is the token's own."""
     pid = tl.program_id(0)
@@ -52,7 +53,7 @@ def _carry(
     total = tl.zeros([1], tl.float32)
     found = tl.zeros([BV], tl.float32)
     end = tl.minimum((part + 1) * span, S)
-    for at in tl.range(part * span, end, BN):
+    for at in tl.range(part * span, end, BN, num_stages=STAGES):
         j = at + tl.arange(0, BN)
         key = tile(k, j, k_t, S - 1, d, K, BK, False).to(tl.float32)
         value = tile(v, j, v_t, end, e, V, BV, False).to(tl.float32)
@@ -89,7 +90,7 @@ def _launch(
             q, k, new, v, a, b, most if mass is None else mass, carried, out, most, weight, scale, s, span, batch * h,
             h, *q.stride()[:2], *k.stride()[:3], *new.stride()[:2], *v.stride()[:3], *a.stride()[:2], *b.stride()[:2],
             *carried.stride()[:3], K=d_k, V=d_v, BK=max(16, power_of_2(d_k)), BV=max(16, power_of_2(d_v)), BN=_SIDE,
-            MASS=mass is not None, num_warps=_WARPS,
+            MASS=mass is not None, STAGES=_STAGES, num_warps=_WARPS,
         )  # fmt: skip
     return merged(out, most, weight, v.new_empty(batch, h, 1, d_v))
 
