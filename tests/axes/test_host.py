@@ -33,10 +33,10 @@ TOKENS = {
     "GatedDeltaNet": (47, 3),
     "RetNet": (50, 3),
     "Mamba2": (62, 3),
-    "SoftmaxAttention": (85, 2),
-    "RoPE": (128, 2),
+    "SoftmaxAttention": (78, 2),
+    "RoPE": (105, 3),
     "FoX": (110, 3),
-    "PaTH": (102, 4),
+    "PaTH": (95, 4),
 }
 
 # of a write of streams and the next read of them

@@ -291,7 +291,7 @@ for name in TUPLES:
 """,
     "behind a state": """
 for name in TUPLES:
-    if "path" not in name: check(name, 2, 9, 30)
+    if "path" not in name: check(name, 2, 9, 30), check(name, 2, 1, 30)
 """,
     "a token that carries stored keys": """
 for old in (1, 140): check("path", 1, 1, old)

@@ -208,6 +208,8 @@ def _mass_of(old: Tensor, total: Tensor | None, k: Tensor, line: Alone | Packed)
     """Log masses (..., S) less the gates since the first token: what the state held, then -G_i. None if all are 0."""
     if total is None and not old.shape[-1]:
         return None
+    if total is None and k.shape[-2] == 1 and line.cu_seqlens is None:  # one more, behind the others as they are
+        return line.behind(old[..., None], old.new_zeros(*k.shape[:-1], 1))[..., 0]
     new = torch.zeros(k.shape[:-1], dtype=_exact(k), device=k.device) if total is None else -total
     return line.behind(old.to(new.dtype)[..., None], new[..., None])[..., 0]
 
@@ -245,6 +247,12 @@ def _turn(q: Tensor, k: Tensor, angle: Tensor, kernels: bool) -> tuple[Tensor, T
         angle = -(angle if angle.ndim == 2 else angle[:, 0])
         q, k = (x.transpose(1, 2) for x in turn(q.transpose(1, 2), k.transpose(1, 2), angle))
         return q, k
+    alike = q.ndim == 4 and q.shape[:3] == k.shape[:3] == angle.shape[:3]
+    if kernels and alike and q.shape[2] == 1 and not angle.requires_grad:  # a token, whose list owes what it owes
+        from axes.kernels.attention.turn import turn
+
+        to_q, to_k = turn(q.reshape(-1, 1, 1, q.shape[-1]), k.reshape(-1, 1, 1, k.shape[-1]), -angle.flatten(0, 1))
+        return to_q.view(q.shape), to_k.view(k.shape)
     q, k = (rotate(x.to(angle.dtype), -angle).to(x.dtype) for x in (q, k))
     return q, k
 
