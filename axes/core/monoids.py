@@ -516,8 +516,8 @@ class Householder(Monoid):
         else:
             w = _vector(signal, self.key, "Householder")
         each = isinstance(beta, Tensor) and beta.ndim and rate_shape(self.beta) == "scalar"
-        scaled = w * (beta[..., None] if each else beta)  # type: ignore[index]
-        return Element(left=-scaled[..., None], right=w[..., None])
+        removed = w * -(beta[..., None] if each else beta)  # type: ignore[index]
+        return Element(left=removed[..., None], right=w[..., None])
 
     def rates(self) -> tuple[Rate, ...]:
         return (self.beta,)

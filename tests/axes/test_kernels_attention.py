@@ -260,7 +260,7 @@ def interpreted(update, signal, state, lengths=None):
         at += length
     return torch.cat(outs, 1), join(ends, 0)
 
-def check(name, batch, length, old, lengths=None, bound=2e-5):
+def check(name, batch, length, old, lengths=None, bound=2e-5, half=()):
     update = TUPLES[name]
     b = len(lengths) if lengths else batch
     first = {n: x[:, 0] for n, x in tokens(b, 1).items()}
@@ -268,10 +268,12 @@ def check(name, batch, length, old, lengths=None, bound=2e-5):
     if old:
         start = reference.run(update, tokens(b, old), time=1)[1]
     signal = tokens(1 if lengths else batch, sum(lengths) if lengths else length)
+    signal = {n: x.half() if n in half else x for n, x in signal.items()}
     cu = torch.tensor((0, *lengths)).cumsum(0).int() if lengths else None
     found = []
     for run, cast, more in ((route, torch.float32, cu), (interpreted, torch.float64, lengths)):
-        live = {n: x.to(cast).requires_grad_() for n, x in signal.items()}
+        live = {n: (x if n in half and cast == torch.float32 else x.to(cast)).detach().requires_grad_()
+                for n, x in signal.items()}
         theta = tuple(x.detach().to(cast).requires_grad_() for x in start.theta)
         out, state = run(update, live, start._replace(theta=theta), more)
         found.append([out, *state.theta, *gradients(out, state, [*live.values(), *theta])])
@@ -288,6 +290,9 @@ ROUTED = {
     "side by side": """
 for name in TUPLES:
     if name != "plain": check(name, 2, 37, 0)
+""",
+    "carried vectors in half precision": """
+check("path", 1, 20, 0, bound=3e-3, half="qkvw")
 """,
     "behind a state": """
 for name in TUPLES:

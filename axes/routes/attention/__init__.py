@@ -112,7 +112,7 @@ def run(
     """
     _, h, _, _, memory = update.parts()
     assert isinstance(memory, List)
-    k, v, element = _written(update, signal)
+    k, v, element = _written(update, signal, kernels)
     q = signal["q"]
     assert isinstance(q, Tensor)
     q, scale, old = q.to(v.dtype), memory.temperature(k.shape[-1]), state.theta[2].shape[-1]
@@ -168,14 +168,17 @@ def run(
 # ---- the numbers of a token ----------------------------------------------------------------------------------------
 
 
-def _written(update: StateUpdate, signal: Mapping[str, Tensor | float]) -> tuple[Tensor, Tensor, Element]:
-    """Keys and values to be stored, in one dtype, and what happens to earlier pairs, in float32 at least."""
+def _written(
+    update: StateUpdate, signal: Mapping[str, Tensor | float], kernels: bool
+) -> tuple[Tensor, Tensor, Element]:
+    """Keys and values to be stored, in one dtype, and what happens to earlier pairs, in float32 at least; vectors of
+    many tokens that kernels take in the dtype of the values stay in it."""
     _, _, monoid, step, _ = update.parts()
     k, v = signal["k"], signal["v"]
     assert isinstance(k, Tensor) and isinstance(v, Tensor)
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-    numbers = dict(signal)
-    for name in {*monoid.signals(), *(p.name for p in update.demands())}:
+    numbers, rates = dict(signal), {p.name for p in update.demands()}
+    for name in rates if kernels and k.shape[-2] > 1 else {*monoid.signals(), *rates}:
         x = numbers.get(name)
         if isinstance(x, Tensor):
             numbers[name] = x.to(wide)
