@@ -2,8 +2,8 @@
 
     python -m tests.gpu.tune_rows > rows.txt        # about a minute
 
-Cross-entropy of a part of 131,072 tokens and 50,304 classes, add and norm backward of a stream of 768, the gated half of
-2,048 columns and `enter` of six heads of 128: milliseconds and what they are of a copy's bandwidth.
+Cross-entropy of 50,304 classes, add and norm backward of a stream of 768, the gated half of 2,048 columns and `enter` of
+six heads of 128: milliseconds and what they are of a copy's bandwidth.
 """
 
 from __future__ import annotations
