@@ -2,7 +2,7 @@
 
     python -m tests.gpu.tune_rows > rows.txt        # about a minute
 
-Cross-entropy of 50,304 classes, add and norm backward of a stream of 768, the gated half of 2,048 columns and `enter` of
+Cross-entropy of 50,304 classes, add and norm backward of a stream of 768, the gated half of 2,048 columns, `enter` of
 six heads of 128: milliseconds and what they are of a copy's bandwidth.
 """
 
