@@ -243,7 +243,7 @@ def sharded(
 ) -> None:
     """A step on several processes beside the same step on one: time, difference, messages and what they carry.
 
-    --rule, --suite, --dtype, --parts and --unchecked: see `python -m axes.bench.sharded --help`.
+    --rule, --suite, --dtype, --parts, --unchecked and --traces: see `python -m axes.bench.sharded --help`.
     """
     raise typer.Exit(sharded_.launch("axes.bench.sharded", processes, context.args))
 
