@@ -16,6 +16,7 @@ from axes.core.derived import block_size, feedback, structure
 from axes.core.monoids import Monoid
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
+from axes.optim.elsewhere import elsewhere, plain
 from axes.routes.choice import Implementation, Plan, Target
 
 Axis = Literal["data", "sequence", "depth"]
@@ -77,12 +78,19 @@ def entries(axis: Axis | None = None) -> tuple[Entry, ...]:
 
 
 def get(name: str, axis: Axis | None = None) -> Entry:
-    """The instance of a name. Raises UnknownName with the nearest matches."""
+    """The instance of a name, or of its class, however it is spelled (sign-sgd, SignSGD, signsgd).
+
+    Raises:
+        UnknownName: with the nearest matches, or with what says a rule that is no class of its own.
+    """
     found = {e.name: e for e in entries(axis)}
-    if name not in found:
-        kind = {"data": "optimizer", "sequence": "sequence layer", "depth": "depth mixer"}.get(axis or "", "instance")
-        raise UnknownName(kind, name, found)
-    return found[name]
+    if name in found:
+        return found[name]
+    alike = [e for e in found.values() if plain(name) in (plain(e.name), plain(e.cls.__name__))]
+    if len(alike) == 1:
+        return alike[0]
+    kind = {"data": "optimizer", "sequence": "sequence layer", "depth": "depth mixer"}.get(axis or "", "instance")
+    raise UnknownName(kind, name, found, elsewhere(name) if axis in (None, "data") else None)
 
 
 def cite(obj: object) -> str:
