@@ -21,6 +21,7 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import staged as engine
 from axes.optim.engine.capabilities import needs_matrices
+from axes.optim.engine.replayed import Replayed
 from axes.optim.engine.staged import Staged, staged
 from axes.optim.rules import wrappers
 from axes.programs import batched
@@ -273,3 +274,31 @@ def test_a_program_that_asks_what_is_not_so_of_a_groups_numbers_makes_another_tu
             exact.step()
         for p, q in zip(ps, exact.param_groups[0]["params"], strict=True):
             torch.testing.assert_close(p.detach(), q.detach())
+
+
+def test_what_a_schedule_moves_is_not_recorded_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            calls.append("replay")
+
+    def record(self: Replayed) -> None:
+        calls.append("record")
+        self.graph, self.results = Graph(), []  # type: ignore[assignment]
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Replayed, "_record", record)
+    replayed = Replayed(lambda: calls.append("call") or [], lambda: [])  # type: ignore[func-returns-value]
+    for _ in range(3):
+        replayed()
+    assert calls == ["call", "record", "replay", "replay"]
+    calls.clear()
+    for _ in range(3):
+        replayed.forget()
+        replayed()
+    assert calls == ["call"] * 3
+    calls.clear()
+    replayed()
+    replayed()
+    assert calls == ["record", "replay", "replay"]
