@@ -23,7 +23,7 @@ from axes.kernels.common.layout import on_device
 from axes.programs.code import CODE
 from axes.programs.lifted import lifted
 from axes.programs.program import COUNT, PARAMETER, Operation, Program, Value
-from axes.programs.storage import FORMS, LOW, QUANTUM, UNIT
+from axes.programs.storage import FORMS, LOW, QUANTUM, UNIT, on_its_way
 
 # (entries, warps) of a program, measured on an H200: without and with forms of 8 bits
 _PLAIN, _CODED = (1024, 4), (512, 2)
@@ -386,8 +386,7 @@ class Fused:
         if len(moved) > 1 and not self._capturing and not any(isinstance(x, Tensor) for x in moved.values()):
             self.shown |= {n: float(x) for n, x in moved.items()}
             row = [self.shown.get(n, 0.0) for n in self.names[: len(self.given)]]
-            # staged by the driver before the call returns, as memory that is not pinned is
-            self.given.copy_(torch.tensor(row, dtype=torch.float64, device="cpu"), non_blocking=True)
+            self.given.copy_(on_its_way(row, self.device), non_blocking=True)
             return
         for name, value in moved.items():
             place = self.inputs[self.names.index(name)]
