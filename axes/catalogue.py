@@ -16,7 +16,7 @@ from axes.core.derived import block_size, feedback, structure
 from axes.core.monoids import Monoid
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
-from axes.optim.elsewhere import elsewhere, plain
+from axes.optim.elsewhere import elsewhere
 from axes.routes.choice import Implementation, Plan, Target
 
 Axis = Literal["data", "sequence", "depth"]
@@ -78,7 +78,7 @@ def entries(axis: Axis | None = None) -> tuple[Entry, ...]:
 
 
 def get(name: str, axis: Axis | None = None) -> Entry:
-    """The instance of a name, or of its class, however it is spelled (sign-sgd, SignSGD, signsgd).
+    """The instance of a name.
 
     Raises:
         UnknownName: with the nearest matches, or with what says a rule that is no class of its own.
@@ -86,9 +86,6 @@ def get(name: str, axis: Axis | None = None) -> Entry:
     found = {e.name: e for e in entries(axis)}
     if name in found:
         return found[name]
-    alike = [e for e in found.values() if plain(name) in (plain(e.name), plain(e.cls.__name__))]
-    if len(alike) == 1:
-        return alike[0]
     kind = {"data": "optimizer", "sequence": "sequence layer", "depth": "depth mixer"}.get(axis or "", "instance")
     raise UnknownName(kind, name, found, elsewhere(name) if axis in (None, "data") else None)
 

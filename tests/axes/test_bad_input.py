@@ -82,7 +82,7 @@ def small(text: Path, **changes: Any) -> Configuration:
 @pytest.mark.parametrize(
     ("flag", "given", "nearest"),
     [
-        ("--sequence", "gated-deltanets", "gated-delta-net"),
+        ("--sequence", "gated-deltanet", "gated-delta-net"),
         ("--optimizer", "moun", "muon"),
         ("--depth", "mch", "mhc"),
         ("--dtype", "flaot32", "float32"),
@@ -98,7 +98,7 @@ def test_unknown_names_offer_the_nearest(refused: Refused, tmp_path: Path, flag:
 
 
 def test_unknown_names_elsewhere(refused: Refused) -> None:
-    assert "did you mean gated-delta-net" in refused("explain", "gated-deltanets")
+    assert "did you mean gated-delta-net" in refused("explain", "gated-deltanet")
     assert "torch knows no device 'gpu'" in refused("explain", "muon", "--device", "gpu")
     assert "did you mean float64 or float32" in refused("explain", "muon", "--dtype", "float8")
     assert "a claim runs on no device" in refused("explain", "A01", "--device", "cpu")
