@@ -16,6 +16,7 @@ from axes.core.derived import block_size, feedback, structure
 from axes.core.monoids import Monoid
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
+from axes.optim.elsewhere import elsewhere
 from axes.routes.choice import Implementation, Plan, Target
 
 Axis = Literal["data", "sequence", "depth"]
@@ -77,12 +78,16 @@ def entries(axis: Axis | None = None) -> tuple[Entry, ...]:
 
 
 def get(name: str, axis: Axis | None = None) -> Entry:
-    """The instance of a name. Raises UnknownName with the nearest matches."""
+    """The instance of a name.
+
+    Raises:
+        UnknownName: with the nearest matches, or with what says a rule that is no class of its own.
+    """
     found = {e.name: e for e in entries(axis)}
-    if name not in found:
-        kind = {"data": "optimizer", "sequence": "sequence layer", "depth": "depth mixer"}.get(axis or "", "instance")
-        raise UnknownName(kind, name, found)
-    return found[name]
+    if name in found:
+        return found[name]
+    kind = {"data": "optimizer", "sequence": "sequence layer", "depth": "depth mixer"}.get(axis or "", "instance")
+    raise UnknownName(kind, name, found, elsewhere(name) if axis in (None, "data") else None)
 
 
 def cite(obj: object) -> str:

@@ -23,12 +23,12 @@ class NotFiniteError(AxesError):
 
 
 class UnknownName(AxesError):
-    """A name that is not in a registry; carries the nearest matches."""
+    """A name that is not in a registry; carries the nearest matches. said: instead of them, where it is known."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], said: str | None = None) -> None:
         known = sorted(known)
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+        near = [] if said else difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = said or (f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}")
         super().__init__(f"unknown {kind} {name!r}: {hint}")
         self.name, self.nearest = name, tuple(near)
 

@@ -3,6 +3,9 @@
 if __name__ != "axes.optim":
     raise ImportError("import axes.optim, not optim: the folder is installed as axes.optim")
 
+from typing import Any
+
+from axes.optim.elsewhere import elsewhere
 from axes.optim.engine.base import Optimizer
 from axes.optim.engine.reports import Report, report
 from axes.optim.rules import wrappers
@@ -79,6 +82,14 @@ ALL: tuple[type[Optimizer], ...] = (
     EKFAC,
     ScheduleFree,
 )
+
+
+
+def __getattr__(name: str) -> Any:
+    """Names that people look for and that are no class here say where what they mean is."""
+    said = elsewhere(name)
+    raise AttributeError(f"axes.optim has no {name}" + (f": {said}" if said else ""))
+
 
 __all__ = [
     "ADOPT",

@@ -34,6 +34,7 @@ from axes.bench import optim_training as optim_training_
 from axes.bench import sequence as sequence_
 from axes.bench import sharded as sharded_
 from axes.bench import training as training_
+from axes.bench import turns as turns_
 from axes.bench.optim_contenders import SUITES
 from axes.bench.optim_tasks import UNITS
 from axes.bench.results import Apart
@@ -236,6 +237,32 @@ def optim(
     typer.echo(f"{out / optim_.FILE}, {out / 'optim.md'} and {out / 'optim.png'}")
 
 
+@app.command()
+def turns(
+    rules: Annotated[
+        list[str] | None, typer.Option("--rule", help="A rule; those of the suite by default. May be repeated.")
+    ] = None,
+    suites: Annotated[
+        list[str] | None,
+        typer.Option("--suite", help=f"Parameters: {', '.join(s.name for s in SUITES)}. May be repeated."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of parameters and gradients: float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cuda or cpu; what there is by default.")] = "",
+    who: Annotated[list[str] | None, typer.Option(help="Contenders; all by default. May be repeated.")] = None,
+    seconds: Annotated[float, typer.Option(help="Of a rule on a set of parameters, shared by its contenders.")] = 4.0,
+) -> None:
+    """A step of every optimizer by turns in one process: the least time of the processor, and on the wall, of many."""
+    plan = optim_.Plan(
+        rules=tuple(rules or ()),
+        suites=tuple(suites or ()),
+        who=tuple(who or ()),
+        dtype=dtype,
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+    )
+    for beside in turns_.measure(plan, seconds):
+        typer.echo(beside.text())
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def sharded(
     context: typer.Context,
@@ -243,7 +270,7 @@ def sharded(
 ) -> None:
     """A step on several processes beside the same step on one: time, difference, messages and what they carry.
 
-    --rule, --suite, --dtype, --parts and --unchecked: see `python -m axes.bench.sharded --help`.
+    --rule, --suite, --dtype, --parts, --unchecked and --traces: see `python -m axes.bench.sharded --help`.
     """
     raise typer.Exit(sharded_.launch("axes.bench.sharded", processes, context.args))
 

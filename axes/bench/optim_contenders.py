@@ -89,20 +89,27 @@ _PAIRS = {
     "laprop": _Pair(optim.LaProp, {"lr": 1e-3}, library="LaProp", alike=False),
     "adopt": _Pair(optim.ADOPT, {"lr": 1e-2}, library="ADOPT", theirs={"clip_lambda": lambda step: (step - 1) ** 0.25}),
     "mars": _Pair(optim.MARS, {"lr": 1e-3}, library="MARS", theirs={"optimize_1d": True}, alike=False),
+    "sign-sgd": _Pair(
+        optim.SignSGD,
+        {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-2},
+        library="SignSGD",
+        theirs={"weight_decouple": True, "foreach": True},
+    ),
     "prodigy": _Pair(optim.Prodigy, {"lr": 1.0, "d0": 1e-2}, library="Prodigy", alike=False),
 }
 
-# Measured in float32: AdamW and SGD 1e-6; Lion 4e-3, an entry whose sign rounding decides; Muon 1e-2 to 3e-2, which is
-# what products in bfloat16 leave of five iterations; roots and bases of float32 statistics 1e-3 to 2e-2.
+# Measured in float32: AdamW and SGD 1e-6; Lion and SignSGD 4e-3, an entry whose sign rounding decides; Muon 1e-2 to
+# 3e-2, which is what products in bfloat16 leave of five iterations; roots and bases of float32 statistics 1e-3 to 2e-2.
 RULES = (
     OptimizerRule("adamw", 1e-4),
     OptimizerRule("sgd", 1e-4),
     OptimizerRule("lion", 2e-2),
-    *(OptimizerRule(name, 1e-4) for name in _PAIRS),
+    *(OptimizerRule(name, 2e-2 if name == "sign-sgd" else 1e-4) for name in _PAIRS),
     OptimizerRule("lars", 1e-4),
     OptimizerRule("lamb", 1e-4),
     OptimizerRule("adafactor", 1e-4),
     OptimizerRule("muon", 6e-2, matrices=True),
+    OptimizerRule("normuon", 6e-2, matrices=True),
     OptimizerRule("adamuon", 2e-1, matrices=True),
     OptimizerRule("dion", 5e-2, matrices=True),
     OptimizerRule("soap", 5e-2, matrices=True, statistics=True),
@@ -111,6 +118,7 @@ RULES = (
 )
 _ELEMENTWISE = ("adamw", "sgd", "lion")
 _ALL = (*_ELEMENTWISE, "muon", "soap", "shampoo", "psgd-kron")
+_NINE = (*_ELEMENTWISE, "nadam", "sign-sgd", "muon", "normuon", "soap", "shampoo")
 
 
 def _blocks(layers: int, width: int) -> tuple[tuple[int, ...], ...]:
@@ -126,6 +134,9 @@ SUITES = (
     Suite("10M", _blocks(13, 256), _ELEMENTWISE),
     Suite("8x512", ((512, 512),) * 8, _ALL),
     Suite("64x64", ((64, 64),) * 64, _ALL),
+    Suite("20x210", ((210, 210),) * 20, _NINE),
+    Suite("1000x16", ((16, 16),) * 1000, _NINE),
+    Suite("38x512", ((512, 512),) * 38, _NINE),
 )
 DEFAULT_SUITES = {"cuda": ("302M", "50M", "small"), "cpu": ("0.9M", "10M", "8x512", "64x64")}
 
@@ -395,6 +406,22 @@ def _forms(name: str, cls: Any, options: dict[str, Any], exact: Make | None, pla
         yield Contender(f"{name} {label}", make, exact or make)
 
 
+def _normuon(place: Place) -> Iterator[Contender]:
+    options = {"lr": 1e-3, "momentum": 0.95, "weight_decay": 1e-2}
+    precise = {"precision": "input", "form": "direct"}
+    ours = list(_ours(optim.NorMuon, place, {**options, "scale": "original"}, precise, "normuon"))
+    yield from ours
+    if (library := package("pytorch_optimizer")) is not None:
+        for label, foreach in (("", True), (" loop", False)):
+
+            def make(parameters: Parameters, foreach: bool = foreach) -> torch.optim.Optimizer:
+                groups = [{"params": parameters, "use_muon": True}]
+                optimizer: torch.optim.Optimizer = library.NorMuon(groups, foreach=foreach, **options)
+                return optimizer
+
+            yield Contender("pytorch_optimizer" + label, make, ours[0].exact)
+
+
 def _adamuon(place: Place) -> Iterator[Contender]:
     options = {"lr": 1e-3, "weight_decay": 1e-2}
     published = {"momentum": 0.9, "beta2": 0.95, "sign": False, "nesterov": False}
@@ -473,6 +500,7 @@ _BY_RULE: dict[str, Callable[[Place], Iterator[Contender]]] = {
     "lamb": _lamb,
     "adafactor": _adafactor,
     "muon": _muon,
+    "normuon": _normuon,
     "adamuon": _adamuon,
     "dion": _dion,
     "soap": _soap,

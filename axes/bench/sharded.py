@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, final
 from unittest.mock import patch
 
@@ -68,8 +69,13 @@ def launch(module: str, processes: int, arguments: list[str]) -> int:
 
 
 @torch.no_grad()
-def measure(rule: str, suite: str, device: torch.device, dtype: torch.dtype, **options: Any) -> Row | None:
-    """One row, on the first process; None on the others, all of which take part."""
+def measure(
+    rule: str, suite: str, device: torch.device, dtype: torch.dtype, traces: Path | None = None, **options: Any
+) -> Row | None:
+    """One row, on the first process; None on the others, all of which take part.
+
+    traces: a folder for what torch's profiler sees of three steps on the first process, alone and together.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -117,6 +123,10 @@ def measure(rule: str, suite: str, device: torch.device, dtype: torch.dtype, **o
         whole, host = _timed(several.step, device)
         together_ms.append(whole)
         host_ms.append(host)
+    if traces is not None:
+        _trace(several.step, device, traces / f"{rule}-{suite}-several.json" if first else None)
+        if one is not None:
+            _trace(one.step, device, traces / f"{rule}-{suite}-one.json")
     if not first:
         return None
     one_ms, several_ms, on_host = map(statistics.median, (alone_ms, together_ms, host_ms))
@@ -148,6 +158,20 @@ def _timed(step: Callable[[], object], device: torch.device) -> tuple[float, flo
     return 1e3 * (time.perf_counter() - begun) / count, 1e3 * host / count
 
 
+def _trace(step: Callable[[], object], device: torch.device, path: Path | None) -> None:
+    """Three steps, for chrome://tracing and the like."""
+    from torch.profiler import ProfilerActivity, profile
+
+    seen = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=seen) as found:
+        for _ in range(3):
+            step()
+            wait(device)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found.export_chrome_trace(str(path))
+
+
 @contextmanager
 def _counted() -> Iterator[list[int]]:
     """Bytes that this process sends to others, message by message."""
@@ -169,6 +193,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of parameters and gradients.")] = "float32",
     parts: Annotated[int, typer.Option(help="In how many parts a group travels; 0 for what is built in.")] = 0,
     unchecked: Annotated[bool, typer.Option(help="Without the look at the gradients, which waits.")] = False,
+    traces: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For what the profiler sees of steps.")] = None,
 ) -> None:
     """One process of the comparison."""
     from axes.bench.sequence import dtype_of
@@ -188,7 +213,7 @@ def main(
     try:
         for suite in suites or (["50M", "302M"] if gpu else ["0.9M"]):
             for rule in rules or ["muon"]:
-                row = measure(rule, suite, device, dtype_of(dtype), **options)
+                row = measure(rule, suite, device, dtype_of(dtype), traces, **options)
                 if row is not None:
                     print(row.text(), flush=True)
     finally:

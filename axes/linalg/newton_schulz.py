@@ -166,16 +166,66 @@ class Start(NamedTuple):
 
     factor: float
     shift: float
-    floor: float
+    floor: float | Tensor
 
     def divisor(self, x: Tensor) -> Tensor:
         return (leaf_norm(x) * self.factor + self.shift).clamp(min=self.floor)
 
 
+class Moving(NamedTuple):
+    """`steps` times one polynomial whose (a, b, c) are numbers of a device, which may be others at every replay.
+
+    Products take numbers of the host, but for a factor of A B^T and one of the first term. So a polynomial is divided
+    by a: q(G) / a = I + (b / a) G + (c / a) G^2, whose products have terms of weight 1, and G <- q G q is made with a^2
+    as both factors. a^k comes back at the end of a part.
+    """
+
+    coefficients: Tensor
+    steps: int
+
+    def direct(self, x: Tensor) -> Tensor:
+        """`direct`; sums are float32, for a number of a device is rounded to the dtype of a tensor beside it."""
+        high = torch.promote_types(x.dtype, torch.float32)
+        a, b, c = self.coefficients.to(high).unbind()
+        for _ in range(self.steps):
+            gram = x @ x.mT
+            q = (b * gram.to(high) + c * (gram @ gram).to(high)).to(x.dtype)
+            x = (a * x.to(high) + (q @ x).to(high)).to(x.dtype)
+        return x
+
+    def in_gram_form(self, stacks: Sequence[Tensor], sizes: Sequence[float], whole: int) -> list[Tensor]:
+        """`in_gram_form`."""
+        x, counts = list(stacks), [s.shape[0] for s in stacks]
+        high = torch.promote_types(x[0].dtype, torch.float32)
+        a, b, c = self.coefficients.unbind()
+        parts = [len(part) for part in _parts([(0.0, 0.0, 0.0)] * self.steps, RESTART)]
+        pairs = torch.stack((torch.stack((c / a, b / a)), (a * a).expand(2)))  # of the square, and of what G becomes
+        both = pairs.to(high)[:, None, :].expand(-1, sum(counts), 2).contiguous()
+        for place, length in enumerate(parts):
+            factors = self._composed(_grams(x, counts, whole), both, length, whole).mul_((a**length).to(high))
+            last = sizes if place == len(parts) - 1 else [1.0] * len(x)
+            x = [_applied(f, s, size) for f, s, size in zip(factors.split(counts), x, last, strict=True)]
+        return x
+
+    @staticmethod
+    def _composed(gram: Tensor, both: Tensor, length: int, whole: int) -> Tensor:
+        """The product of the polynomials of a part, each divided by a. both: factors of the square and of q G q."""
+        product = functools.partial(symmetric.product, count=whole)
+        factor = gram
+        for j in range(length):
+            end = 1.0 if j == length - 1 else 0.0
+            q = product(gram, terms=((1.0, gram),), diagonal=end if j == 0 else 0.0, factors=both[0])
+            factor = product(q, factor, terms=((1.0, factor), (1.0, q)), diagonal=end) if j else q
+            if not end:
+                half = product(q, gram, terms=((1.0, gram),))
+                gram = product(half, q, terms=((1.0, half),), factors=both[1])
+        return factor
+
+
 def iterate(
     stacks: Sequence[Tensor],
     start: Start,
-    schedule: Sequence[Triple],
+    schedule: Sequence[Triple] | Moving,
     form: Form,
     sizes: Sequence[float],
     dtype: torch.dtype,
@@ -193,7 +243,9 @@ def iterate(
     spend: the stacks may be overwritten.
     whole: by m, how many matrices products are chosen for, where others are multiplied elsewhere; by default the given
     ones. A matrix's result is then the same to the bit, whichever others are beside it, as far as torch's products are.
+    schedule: `Moving` where its numbers are on the device.
     """
+    moving = schedule if isinstance(schedule, Moving) else None
     out = list(stacks)
     pools: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for i, x in enumerate(stacks):
@@ -204,11 +256,16 @@ def iterate(
         for i in members:
             if i not in chosen:
                 divisor = start.divisor(stacks[i])
-                x = direct(stacks[i].div_(divisor) if spend else stacks[i] / divisor, schedule).to(dtype)
+                begun = stacks[i].div_(divisor) if spend else stacks[i] / divisor
+                x = (direct(begun, schedule) if moving is None else moving.direct(begun)).to(dtype)  # type: ignore[arg-type]
                 out[i] = x if sizes[i] == 1.0 else x * sizes[i]
         if chosen:
             started = [_started(stacks[i], start, None if squares is None else squares[i]) for i in chosen]
-            directions = in_gram_form(started, schedule, [sizes[i] for i in chosen], whole=count)
+            some = [sizes[i] for i in chosen]
+            if moving is None:
+                directions = in_gram_form(started, schedule, some, whole=count)  # type: ignore[arg-type]
+            else:
+                directions = moving.in_gram_form(started, some, count)
             for i, x in zip(chosen, directions, strict=True):
                 out[i] = x.reshape(stacks[i].shape)
     return out

@@ -69,17 +69,28 @@ def product(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     count: int | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """alpha A B^T + sum of beta D over `terms` (beta, D) + diagonal I, for an A B^T that is symmetric but for rounding.
 
     a, b (N, m, k), b None for a; D (N, m, m) symmetric, at most two. dtype: of the result, that of a by default. out:
     where it goes, contiguous and neither a nor b. count: in the place of N where the kernel is chosen: how many there
     are in all, of matrices that several launches or processes share. By the kernel the result is exactly symmetric;
-    sums are float32.
+    sums are float32. factors (N, 2): of alpha and the first beta in each matrix, where these are numbers of the device.
     """
     if no_kernel(a, count) is None:
-        return by_kernel(a, b, alpha=alpha, terms=terms, diagonal=diagonal, dtype=dtype, out=out)
+        given = {} if factors is None else {"factors": factors.float().contiguous()}
+        return by_kernel(a, b, alpha=alpha, terms=terms, diagonal=diagonal, dtype=dtype, out=out, **given)
     b = a if b is None else b
+    if factors is not None:
+        high = torch.promote_types(a.dtype, torch.float32)
+        of_product, of_first = factors.to(high)[:, :, None, None].unbind(1)
+        c = torch.bmm(a, b.mT).to(high) * (alpha * of_product)
+        for i, (beta, term) in enumerate(terms):
+            c = c + term.to(high) * (beta * of_first if i == 0 else beta)
+        if diagonal:
+            c = c + diagonal * torch.eye(c.shape[-1], dtype=high, device=c.device)
+        return c.to(dtype or a.dtype) if out is None else out.copy_(c)
     if out is not None and out.dtype == a.dtype and not terms and alpha == 1.0 and not diagonal:
         return torch.bmm(a, b.mT, out=out)
     if terms:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -23,7 +23,7 @@ from axes.kernels.common.layout import on_device
 from axes.programs.code import CODE
 from axes.programs.lifted import lifted
 from axes.programs.program import COUNT, PARAMETER, Operation, Program, Value
-from axes.programs.storage import FORMS, LOW, QUANTUM, UNIT
+from axes.programs.storage import FORMS, LOW, QUANTUM, UNIT, on_its_way
 
 # (entries, warps) of a program, measured on an H200: without and with forms of 8 bits
 _PLAIN, _CODED = (1024, 4), (512, 2)
@@ -102,10 +102,10 @@ def source(
 def numbers_source(program: Program, kept: Mapping[str, torch.dtype]) -> str:
     """The text of `advance`: the numbers of a step that entries need, and the numbers of the state after it.
 
-    inputs: float64, the program's 0-d inputs in order, but for the count, which is the first of `counts`; kept: numbers
-    of the state, stored in their own dtype with one copy for every parameter.
+    inputs: float64, the program's 0-d inputs as `numbers_given` has them, but for the count, which is the first of
+    `counts`; kept: numbers of the state, stored in their own dtype with one copy for every parameter.
     """
-    inputs = [i for i, op in enumerate(program.operations) if op.name == "input" and not op.shaped]
+    inputs = numbers_given(program, kept)
     arguments = "".join(f"to{place}, " for place in range(len(kept)))
     lines = [
         *_HEADER,
@@ -138,6 +138,12 @@ def numbers_source(program: Program, kept: Mapping[str, torch.dtype]) -> str:
         lines.append(f"    rounded = tl.full([1], {value}, tl.float64).to(tl.{_TYPES[dtype]}).to(tl.float64)")
         lines.append(f"    tl.store(inputs + {names.index(name)} + tl.arange(0, 1), rounded)")
     return "\n".join([*lines, ""])
+
+
+def numbers_given(program: Program, kept: Collection[str]) -> list[int]:
+    """The 0-d inputs of a program: those that are given for every step, then those that the state keeps."""
+    inputs = [i for i, op in enumerate(program.operations) if op.name == "input" and not op.shaped]
+    return sorted(inputs, key=lambda i: program.names[i] in kept)
 
 
 def read(program: Program) -> list[tuple[str, int]]:
@@ -336,13 +342,14 @@ class Fused:
         self.gradients: list[int] = []
         self.captured: list[Tensor] = []  # tables that graphs copy when they are replayed
         self.kernel: Any = None
-        inputs = [i for i, op in enumerate(program.operations) if op.name == "input" and not op.shaped]
+        inputs = numbers_given(program, kept)
         self.names = [program.names[i] for i in inputs]
         self.kept = dict(kept)
         wide = torch.float64 if torch.float64 in self.types.values() else torch.float32
         self.numbers = torch.zeros(max(1, len(read(program))), dtype=wide, device=self.device)
         self.inputs = torch.zeros(max(1, len(inputs)), dtype=torch.float64, device=self.device)
-        self.shown: dict[str, float] = {}
+        self.given = self.inputs[: len(inputs) - len(kept)]
+        self.shown: dict[str, float] = {}  # numbers of the host that `given` has
         for name, x in self.kept.items():
             self.inputs[self.names.index(name)].copy_(x[0])
         self.advance = compile_text(numbers_source(program, {n: x.dtype for n, x in kept.items()}), "advance")
@@ -357,8 +364,7 @@ class Fused:
         """One step. rates: numbers or 0-d tensors; found: nothing happens if it is not 0; scale: divides gradients."""
         now = [g.data_ptr() for g in gradients]
         pointers = self._point(gradients, now)
-        for name, value in (*self.constants.items(), *rates.items()):
-            self._give(name, value)
+        self._give({**self.constants, **rates})
         with on_device(self.pointers):
             launcher(self.advance, (1,), found=found is not None)(
                 self.inputs, self.numbers, self.inputs if found is None else found, self.counts, self.counts.numel(),
@@ -373,17 +379,27 @@ class Fused:
                 FOUND=found is not None, SCALE=scale is not None, num_warps=self.warps, enable_fp_fusion=True,
             )  # fmt: skip
 
-    def _give(self, name: str, value: float | Tensor) -> None:
-        """Put a rate where the device finds it; a number that has not changed is there already."""
-        if name not in self.names:
+    def _give(self, numbers: Mapping[str, float | Tensor]) -> None:
+        """Put numbers where the device finds them; those that have not changed are there already."""
+        named = {n: numbers[n] for n in self.names if n in numbers}
+        moved = {n: x for n, x in named.items() if isinstance(x, Tensor) or self.shown.get(n) != x}
+        if len(moved) > 1 and not self._capturing and not any(isinstance(x, Tensor) for x in moved.values()):
+            self.shown |= {n: float(x) for n, x in moved.items()}
+            row = [self.shown.get(n, 0.0) for n in self.names[: len(self.given)]]
+            self.given.copy_(on_its_way(row, self.device), non_blocking=True)
             return
-        place = self.inputs[self.names.index(name)]
-        if isinstance(value, Tensor):
-            place.copy_(value.reshape(()), non_blocking=True)
-            self.shown.pop(name, None)
-        elif self.shown.get(name) != value:
-            place.fill_(value)
-            self.shown[name] = value
+        for name, value in moved.items():
+            place = self.inputs[self.names.index(name)]
+            if isinstance(value, Tensor):
+                place.copy_(value.reshape(()), non_blocking=True)
+                self.shown.pop(name, None)
+            else:
+                place.fill_(value)
+                self.shown[name] = value
+
+    @property
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _point(self, gradients: Sequence[Tensor], now: list[int]) -> Tensor:
         """The table of pointers; a graph gets one of its own, since the next step may have other gradients."""
@@ -391,7 +407,7 @@ class Fused:
         if self.kernel is None or types != self.types:
             text = source(self.program, types, self.forms, self.random, self.squares is not None)
             self.kernel, self.types = compile_text(text), types
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = self._capturing
         if now == self.gradients and not capturing:
             return self.pointers
         rows = [now if n == "g" else self.fixed[n + suffix] for n, suffix in self.table]

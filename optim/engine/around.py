@@ -32,6 +32,7 @@ from axes.programs.batched import Schedule
 from axes.programs.program import PARAMETER, function_of
 from axes.programs.small import small
 from axes.programs.stages import Call, Stage, shared, states_left, without
+from axes.programs.storage import on_its_way
 
 if TYPE_CHECKING:
     from axes.optim.engine.forms import Today
@@ -299,6 +300,7 @@ class _Product:
         """stacks: of each argument, by shape."""
         self.form, self.call, self.wide, self.squares, self.whole = h, call, wide, squares, whole
         self.h: Geometry | None = None  # with plain numbers
+        self.numbers: Tensor | None = None  # those that move, where what is recorded reads them
         self.stacks, *self.others = stacks
         like = self.stacks[0]
         bound = sum(x.numel() for x in self.stacks) <= _HOST_BOUND
@@ -311,7 +313,14 @@ class _Product:
     def take(self, today: Today) -> None:
         h = today.of(self.form)
         if isinstance(self.directions, Replayed) and self.h not in (None, h):
-            self.directions.forget()
+            moved = h.moving()
+            if self.numbers is None or not moved:  # from now on they are read there
+                self.directions.forget()
+            if moved:
+                device = self.stacks[0].device
+                there = on_its_way(moved, device)
+                self.numbers = torch.empty_like(there, device=device) if self.numbers is None else self.numbers
+                self.numbers.copy_(there, non_blocking=True)
         self.h = h
 
     def _branches(self, count: int) -> list[list[int]]:
@@ -344,7 +353,8 @@ class _Product:
             contexts = [context(self.h, [x[i] for x in self.others]) for i in branch]
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 some = [self.stacks[i] for i in branch]
-                made = self.h.primals(some, contexts, self.wide, squares, self.whole.sides)
+                moving = {} if self.numbers is None else {"numbers": self.numbers}
+                made = self.h.primals(some, contexts, self.wide, squares, self.whole.sides, **moving)
             for i, x in zip(branch, made, strict=True):
                 out[i] = x
         return out

@@ -414,14 +414,19 @@ class Optimizer(torch.optim.Optimizer):
             )
         if shards is not None:
             gradients = [local_shard(g) for g in gradients]
-        called_off = self._finite.calls_off(
-            self._who,
-            gradients,
-            name=name,
-            given=getattr(self, "found_inf", None),  # of a gradient scaler
-            there=any(group["fused"] or group["capturable"] for group in self.param_groups),
-            agree=None if shards is None else lambda bad: shards.agree(self, bad, len(gradients)),
-        )
+        called_off = True
+        try:
+            called_off = self._finite.calls_off(
+                self._who,
+                gradients,
+                name=name,
+                given=getattr(self, "found_inf", None),  # of a gradient scaler
+                there=any(group["fused"] or group["capturable"] for group in self.param_groups),
+                agree=None if shards is None else lambda bad: shards.agree(self, bad, work),
+            )
+        finally:
+            if called_off and shards is not None:
+                shards.turn_back()
         return [] if called_off else work
 
     @uncompiled()

@@ -156,7 +156,8 @@ class Look:
                 alike.setdefault((g.dtype, *g.shape[1:]), []).append(i)
         together = [some for some in alike.values() if len(some) > 1]
         self._sizes, self._small = sizes, [operator.itemgetter(*some) for some in together]
-        self._large = sorted(set(range(len(sizes))) - {i for some in together for i in some})
+        # the first last: the step begins with what a core's cache still has
+        self._large = sorted(set(range(len(sizes))) - {i for some in together for i in some})[::-1]
 
 
 def _together(numbers: Sequence[Tensor]) -> Tensor:

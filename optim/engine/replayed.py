@@ -11,18 +11,20 @@ from torch import Tensor
 
 @final
 class Replayed:
-    """A function of tensors that stay where they are, recorded as a CUDA graph at its second call.
+    """A function of tensors that stay where they are, recorded as a CUDA graph when it is called again as it was.
 
     Dozens of launches then cost the host as much as one. Results are overwritten by the next call. recorded: a form of
-    the function for the graph.
+    the function for the graph. Recording takes longer than many calls, so that a function whose numbers move from call
+    to call (`forget`) is never recorded.
     """
 
     def __init__(self, function: Callable[[], list[Tensor]], recorded: Callable[[], list[Tensor]]) -> None:
-        self.function, self.recorded, self.calls = function, recorded, 0
+        self.function, self.recorded = function, recorded
         self.forget()
 
     def forget(self) -> None:
-        """Record anew: the function is another one now."""
+        """The function is another one now."""
+        self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.results: list[Tensor] = []
 
@@ -30,7 +32,7 @@ class Replayed:
         if torch.cuda.is_current_stream_capturing():
             return self.recorded()  # part of a larger graph
         self.calls += 1
-        if self.calls == 1:  # kernels are compiled and libraries wake up
+        if self.calls == 1:  # kernels are compiled and libraries wake up, or a schedule moves what it computes
             return self.function()
         if self.graph is None:
             self._record()

@@ -144,10 +144,10 @@ def largest_average(beta: float) -> StateUpdate:
     return StateUpdate(Linear("square"), Whiten((response,), power=1.0, eps=0.0), Zero(), step)
 
 
-def adam_filter(betas: tuple[float, float], eps: float, amsgrad: bool = False) -> StateUpdate:
+def adam_filter(betas: tuple[float, float], eps: float, amsgrad: bool = False, who: str = "Adam") -> StateUpdate:
     """EMA(u) / (sqrt(EMA(u^2)) + eps): an averaging filter whitened by a diagonal statistic, or its largest value."""
-    unit("Adam", beta1=betas[0], beta2=betas[1])
-    positive("Adam", eps=eps)
+    unit(who, beta1=betas[0], beta2=betas[1])
+    positive(who, eps=eps)
     second_moment = largest_average(betas[1]) if amsgrad else StateUpdate(**average(betas[1], "square"))
     return StateUpdate(h=Whiten((second_moment,), "diagonal", power=0.5, eps=eps), **average(betas[0]))
 
@@ -261,7 +261,7 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, amsgrad: bool = False
     ) -> StateUpdate:
         """The tuple."""
-        return decaying(Step(LR, via=(adam_filter(betas, eps, amsgrad),)), decoupled=True)
+        return decaying(Step(LR, via=(adam_filter(betas, eps, amsgrad, "AdamW"),)), decoupled=True)
 
     update = declare()
 

@@ -261,6 +261,7 @@ class MARS(Optimizer):
         positive("MARS", gamma=gamma)
         change = gamma * betas[0] / (1.0 - betas[0])
         ahead = memoryless(read=Read(-change, 1.0 + change))
-        return decaying(Step(LR, via=(ahead, memoryless(Ball(1.0)), adam_filter(betas, eps))), decoupled=True)
+        whitened = adam_filter(betas, eps, who="MARS")
+        return decaying(Step(LR, via=(ahead, memoryless(Ball(1.0)), whitened)), decoupled=True)
 
     update = declare()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -108,6 +108,8 @@ class Shards:
         self._groups: dict[tuple[int, int], Group] = {}
         self._jobs: dict[int, tuple[Any, list[Job]]] = {}
         self._meshes: dict[Any, None] = {}
+        self._last: list[tuple[int, Any, list[Job]]] = []  # of the step before, alike on all processes
+        self._ahead: list[Job] = []  # of this step that travel while the processes agree
 
     def parameter(self, tensor: Tensor) -> Tensor:
         """The parameter that a stand-in stands for, other tensors themselves."""
@@ -201,9 +203,11 @@ class Shards:
 
     def stepped(self, optimizer: Owner, work: Work) -> Iterator[tuple[Group, StateUpdate, list[Tensor]]]:
         """Work on stand-ins in the place of work on DTensors; the caller advances each piece before the next."""
-        self.meet(optimizer)
-        jobs = []
+        if not self._ahead:  # they met before they agreed
+            self.meet(optimizer)
+        jobs: list[Job] = []
         entered: list[Member] = []
+        self._last, stepped = [], []
         try:
             plain = []
             for group, parameters in work:
@@ -220,11 +224,16 @@ class Shards:
                     else:
                         gathered.append(held)
                 plain.append((group, update, members))
-                jobs += self._jobs_of(group, update, gathered)
+                theirs = self._jobs_of(group, update, gathered)
+                if gathered:
+                    stepped.append((id(group), self._jobs[id(group)][0], theirs))
+                jobs += theirs
             for held in entered:
                 self._enter(optimizer, held)
             for job in jobs:
-                job.gather()
+                if job not in self._ahead:
+                    job.gather()
+            self._ahead = []
             yield from (piece for piece in plain if piece[2])
             for job in jobs:
                 job.arrive(optimizer)
@@ -237,7 +246,9 @@ class Shards:
                 job.scatter()
             for job in jobs:
                 job.finish(optimizer)
+            self._last = stepped
         finally:
+            self.turn_back()
             for held in entered:
                 self._leave(optimizer, held)
             for job in jobs:
@@ -294,10 +305,11 @@ class Shards:
         finally:
             self._leave(optimizer, held)
 
-    def agree(self, optimizer: Owner, bad: bool | Tensor, gradients: int) -> bool:
+    def agree(self, optimizer: Owner, bad: bool | Tensor, work: Work) -> bool:
         """Whether any process of the meshes says bad; all must have as many gradients.
 
-        bad: where it is on a device, the host waits for it once, with what the others say.
+        bad: where it is on a device, the host waits for it once, with what the others say. Meanwhile gradients travel
+        to their owners, if all processes step what they stepped last.
 
         Raises:
             AxesError: some processes have gradients that others have not.
@@ -305,13 +317,24 @@ class Shards:
         import torch.distributed as dist
 
         self.meet(optimizer)
+        gradients = sum(len(parameters) for _, parameters in work)
         for mesh in self._meshes:
-            said = torch.full((3,), gradients, dtype=torch.float64, device=mesh.device_type)
-            said[2].neg_()
+            early = self._last if len(self._meshes) == 1 and not self._ahead else []
+            same = [self._as_before(key, work, group) for group, key, _ in early]
+            others = early and self._gathered(work) != sum(len(key) for _, key, _ in early)
+            said = torch.tensor([0.0, gradients, -gradients, float(bool(others) or not all(same))], dtype=torch.float64)
+            said = said.to(mesh.device_type, non_blocking=True)
             said[0].copy_(bad) if isinstance(bad, Tensor) else said[0].fill_(float(bad))
             for dim in range(mesh.ndim):
                 dist.all_reduce(said, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-            found, most, least = said.tolist()
+            told = _on_its_way(said)
+            for (_, _, jobs), there in zip(early, same, strict=True):
+                for job in jobs:  # in one order on all processes, whatever they have
+                    job.gather(blank=not there)
+                    self._ahead.append(job)
+            found, most, least, changed = told()
+            if changed:
+                self.turn_back()
             if most != -least:
                 raise AxesError(
                     f"between {int(-least)} and {int(most)} parameters have a gradient, depending on the process: all "
@@ -319,6 +342,25 @@ class Shards:
                 )
             bad = bool(found)
         return bool(bad)
+
+    def turn_back(self) -> None:
+        """Drop what has begun to travel for a step that is not taken, or not in this way."""
+        for job in self._ahead:
+            job.drop()
+        self._ahead = []
+
+    def _gathered(self, work: Work) -> int:
+        """How many parameters travel whole."""
+        held = (self._held.get(p) for _, parameters in work for p in parameters)
+        return sum(h is not None and not h.local for h in held)
+
+    def _as_before(self, key: Any, work: Work, group: int) -> bool:
+        """Whether a group's parameters that travel, and what their gradients are, are those of the step before."""
+        theirs = next((parameters for g, parameters in work if id(g) == group), [])
+        here = [h for p in theirs if (h := self._held.get(p)) is not None and not h.local]
+        return [(h, h.parameter.grad.dtype) for h in here] == key and all(
+            tuple(h.parameter.grad.placements) == tuple(h.parameter.placements) for h in here
+        )
 
     # ---- saving and loading ----------------------------------------------------------------------------------
 
@@ -360,6 +402,22 @@ class Shards:
                 optimizer.state[p] = held.shown
                 fresh = p in optimizer._fresh
                 (optimizer._fresh.add if fresh else optimizer._fresh.discard)(held.stand_in)
+
+
+def _on_its_way(numbers: Tensor) -> Callable[[], list[float]]:
+    """Numbers that the host may wait for later; what is launched in between does not hold them up."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    here.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[float]:
+        copied.synchronize()
+        return here.tolist()
+
+    return wait
 
 
 def _entry_names(optimizer: Owner, update: StateUpdate, dtype: torch.dtype) -> frozenset[str]:

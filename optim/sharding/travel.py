@@ -91,19 +91,33 @@ class Job:
         self.owned = [h for h in members if h.owned]
         dtype = members[0].shard.dtype
         self.dtype = torch.promote_types(dtype, torch.float32) if self.move is not None else dtype
+        self.sent = dtype  # of gradients
         self._like = members[0].shard.new_empty(0, dtype=self.dtype)
         self._gradients: Callable[[], list[Tensor]] | None = None
         self._weights: Callable[[], list[Tensor]] | None = None
         self._results: Callable[[], list[Tensor]] | None = None
         self._moved: Moved | None = None
 
-    def gather(self, gradients: bool = True) -> None:
-        """Start to send gradients, and weights if the rule sees them, to their owners."""
-        if gradients:
+    def gather(self, gradients: bool = True, blank: bool = False) -> None:
+        """Start to send gradients, and weights if the rule sees them, to their owners.
+
+        blank: zeros in the place of gradients, which this process has not, or has in another form.
+        """
+        if blank:
+            self._gradients = self.way.gather([h.shard.new_zeros(h.shard.shape, dtype=self.sent) for h in self.members])
+        elif gradients:
             shards = [local_shard(h.parameter.grad, h.parameter.placements) for h in self.members]
+            self.sent = shards[0].dtype
             self._gradients = self.way.gather(shards, self.dtype)
         if self.move is None:
             self._weights = self.way.gather([h.shard for h in self.members])
+
+    def drop(self) -> None:
+        """Nobody wants what travels; its memory is given back when it has arrived."""
+        for arrived in (self._gradients, self._weights):
+            if arrived is not None:
+                arrived()
+        self._gradients = self._weights = None
 
     def arrive(self, optimizer: Owner) -> None:
         """Lay what has arrived into the stand-ins; where the rule does not see the weights they are zero."""

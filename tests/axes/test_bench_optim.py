@@ -13,7 +13,15 @@ import torch
 from torch import nn
 
 from axes import optim as optimizers
-from axes.bench import optim, optim_contenders, optim_report, optim_tasks, optim_training, optim_training_report
+from axes.bench import (
+    optim,
+    optim_contenders,
+    optim_report,
+    optim_tasks,
+    optim_training,
+    optim_training_report,
+    turns,
+)
 from axes.bench.optim_contenders import (
     RULES,
     Contender,
@@ -43,6 +51,21 @@ def command(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit, match="0"):
         main(line.split())
     return capsys.readouterr().out
+
+
+def test_turns_say_ours_over_the_fastest_peer_and_scheduled_over_constant(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = command("bench turns --rule sgd --rule muon --suite 64x64 --device cpu --seconds 0", capsys).splitlines()
+    assert len(shown) == len({line[:45] for line in shown}) and all(" ms  wall " in line for line in shown)
+    ours = [line for line in shown if " axes " in line]
+    assert len(ours) == 7 and sum(" of axes" in line for line in ours) == 5 and all(" of torch" in x for x in ours[:3])
+
+
+def test_ratios_of_turns() -> None:
+    rows = (turns.Row("s", "r", "axes", 2.0, 3.0), turns.Row("s", "r", "axes scheduled", 3.0, 3.0))
+    beside = turns.Beside("s", "r", "peer", (*rows, turns.Row("s", "r", "peer", 4.0, 2.0)))
+    assert beside.over("axes", "peer") == 0.5 and beside.over("axes", "peer", wall=True) == 1.5
+    assert beside.over("axes scheduled", "axes") == 1.5 and beside.over("axes fused", "axes") is None
+    assert "1.50 (wall 1.00) of axes" in beside.text().splitlines()[1]
 
 
 # ---- steps ---------------------------------------------------------------------------------------------------------

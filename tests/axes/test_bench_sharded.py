@@ -1,6 +1,8 @@
 """`axes bench sharded` in two gloo processes."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,10 @@ def test_a_row_in_words() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_beside_one(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch(2, ["--rule", "muon", "--suite", "64x64", "--unchecked"]) == 0
+def test_two_processes_beside_one(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ["--rule", "muon", "--suite", "64x64", "--unchecked", "--traces", str(tmp_path / "seen")]
+    assert launch("axes.bench.sharded", 2, options) == 0
+    for name in ("one", "several"):
+        assert json.loads((tmp_path / "seen" / f"muon-64x64-{name}.json").read_text())["traceEvents"]
     said = re.search(r"muon +64x64 .* apart 0\.0e\+00 +2 messages, 0\.5 MB sent", capfd.readouterr().out)
     assert said is not None

@@ -11,10 +11,11 @@ import pytest
 import axes.depth
 import axes.optim
 import axes.sequence
-from axes import catalogue
+from axes import catalogue, optim
 from axes.core.state_update import StateUpdate
 from axes.depth import DepthMixer
 from axes.errors import AxesError, UnknownName
+from axes.optim.elsewhere import ELSEWHERE, plain
 from axes.optim.rules.general import Interpreted
 from axes.sequence import SequenceLayer
 
@@ -77,6 +78,25 @@ def test_unknown_name_offers_the_nearest() -> None:
         catalogue.get("gated-deltanet", axis="sequence")
     with pytest.raises(UnknownName, match="unknown axis 'time'"):
         catalogue.entries("time")  # type: ignore[arg-type]
+
+
+def test_rules_that_are_no_class_say_where_they_are() -> None:
+    for name, text in {
+        "MuonClip": "query_key_clip",
+        "rprop": "no tuple says it",
+        "Grokfast": "it wraps any rule",
+    }.items():
+        with pytest.raises(UnknownName, match=text):
+            catalogue.get(name, axis="data")
+    for name, text in ELSEWHERE.items():
+        assert plain(name) not in {plain(e.name) for e in catalogue.entries()}
+        assert not hasattr(optim, name)
+        with pytest.raises(AttributeError, match=re.escape(text)):
+            getattr(optim, name)
+        for here in re.findall(r"wrappers\.(\w+)", text):
+            assert hasattr(optim.wrappers, here)
+    with pytest.raises(AttributeError, match="axes.optim has no Adamm$"):
+        optim.Adamm  # noqa: B018
 
 
 def test_cite_by_name_class_and_object() -> None:

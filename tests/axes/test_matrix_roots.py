@@ -354,3 +354,16 @@ def test_eigenvectors_of_a_null_space_do_not_depend_on_rounding(rank: int) -> No
     if rank < 6:
         plain = torch.linalg.eigh(a).eigenvectors.mT @ torch.linalg.eigh(rounded).eigenvectors
         assert rank == 0 or (plain.abs() - eye).abs().max() > 1e-3
+
+
+def test_small_eigenvalues_of_a_full_matrix_are_no_null_space() -> None:
+    """In float32 all but the smallest one or two eigenvectors of a square Gaussian's Gram matrix are float64's."""
+    g = torch.randn(256, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact = torch.linalg.eigh(g @ g.mT).eigenvectors
+    found = matrix_roots.eigenvectors(g.float() @ g.float().mT).double()
+    cosines = (exact * found).sum(0).abs()
+    assert cosines[2:].min() > 0.999 and cosines[20:].min() > 1 - 1e-6
+    low = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+    basis = matrix_roots.eigenvectors(low @ low.mT)[:, :192]  # that of diag(1, ..., n) on what has no data
+    inside = basis.mT @ (torch.arange(1.0, 257.0)[:, None] / 256 * basis)
+    assert (inside - inside.diagonal().diag()).abs().max() < 1e-5

@@ -16,9 +16,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from axes.core.geometry import Spectral
+from axes.core.geometry.bregman import NO_CONTEXT
 from axes.errors import IllegalUpdate
 from axes.linalg import symmetric
-from axes.linalg.newton_schulz import Start, Triple, direct, in_gram_form, iterate, leaf_norm, polar_express_schedule
+from axes.linalg.newton_schulz import (
+    Moving,
+    Start,
+    Triple,
+    direct,
+    in_gram_form,
+    iterate,
+    leaf_norm,
+    polar_express_schedule,
+)
 from axes.optim import Muon, NorMuon
 from tests.interpreter import interpret
 
@@ -51,6 +61,43 @@ def test_the_gram_form_is_the_same_polynomial_of_every_singular_value(
             torch.testing.assert_close(y, size * by_singular_values(x, schedule), rtol=0, atol=1e-10)
             torch.testing.assert_close(direct(x, schedule), by_singular_values(x, schedule), rtol=0, atol=1e-11)
         assert out[1].mT.is_contiguous() or min(out[1].shape) == 1  # stored by columns, as it came
+
+
+@given(seed=SEEDS, m=st.integers(1, 6), wider=st.integers(0, 7), steps=st.integers(1, 7))
+def test_coefficients_may_be_numbers_of_the_device(seed: int, m: int, wider: int, steps: int) -> None:
+    torch.manual_seed(seed)
+    wide, tall = normalised(2, m, m + wider), normalised(3, m + wider, m).mT
+    coefficients = torch.tensor(MUON, dtype=torch.float64) * (1 - 0.1 * torch.rand(3, dtype=torch.float64))
+    schedule = (tuple(coefficients.tolist()),) * steps
+    moving = Moving(coefficients, steps)
+    for x, y, size in zip((wide, tall), moving.in_gram_form((wide, tall), (1.0, 2.5), 5), (1.0, 2.5), strict=True):
+        torch.testing.assert_close(y, size * by_singular_values(x, schedule), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(moving.direct(x), by_singular_values(x, schedule), rtol=1e-9, atol=1e-10)
+
+
+def test_numbers_of_the_device_round_as_those_of_the_host() -> None:
+    """In float16, in which the kernel works: both as far from exact arithmetic."""
+    torch.manual_seed(0)
+    x = normalised(2, 64, 256)
+    exact = by_singular_values(x, (MUON,) * 5)
+    (host,) = in_gram_form([x.half()], (MUON,) * 5, [1.0])
+    (there,) = Moving(torch.tensor(MUON, dtype=torch.float64), 5).in_gram_form([x.half()], [1.0], 2)
+    off = [float((y.double() - exact).norm() / exact.norm()) for y in (host, there)]
+    assert there.dtype == torch.float16 and max(off) < 5e-3 and off[1] < 1.3 * off[0]
+
+
+@pytest.mark.parametrize("form", ["gram", "direct"])
+def test_spectral_reads_its_numbers_from_a_tensor(form: Any) -> None:
+    torch.manual_seed(0)
+    h = Spectral(coefficients=(3.3, -4.6, 2.0), eps=0.3, scale="original", form=form)
+    stacks = [torch.randn(3, 4, 9, dtype=torch.float64), 0.01 * torch.randn(2, 9, 4, dtype=torch.float64)]
+    numbers = torch.tensor(h.moving(), dtype=torch.float64)
+    want = h.primals([x.clone() for x in stacks], [NO_CONTEXT] * 2, torch.float64)
+    for numbers_too in (h, Spectral(scale="original", form=form)):  # whatever its own are
+        found = numbers_too.primals([x.clone() for x in stacks], [NO_CONTEXT] * 2, torch.float64, numbers=numbers)
+        for x, y in zip(found, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    assert not Spectral("polar").moving() and not Spectral("polar-express").moving()
 
 
 @pytest.mark.parametrize("method", ["newton-schulz", "polar-express"])
@@ -130,6 +177,8 @@ for shape in ((3, 8, 8), (2, 90, 100)):
         x[0] = 0.0
         y = normalised(x, 1.01, 1e-3, 0.5)
         assert torch.equal(y, normalised(x, 1.01, 1e-3, 0.5))
+        for kind in (torch.float64, torch.float32):  # a floor that is there already
+            assert torch.equal(y, normalised(x, 1.01, 1e-3, torch.tensor([9.0, 0.5], dtype=kind)[1]))
         norm = x.double().flatten(1).norm(dim=1)[:, None, None]
         want = x.double() / (1.01 * norm + 1e-3).clamp(min=0.5)
         assert y.dtype == torch.float16 and y.stride() == x.stride()

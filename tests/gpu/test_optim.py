@@ -16,8 +16,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from axes import optim  # noqa: E402
+from axes.core.geometry import Spectral  # noqa: E402
 from axes.errors import AxesError  # noqa: E402
 from axes.optim.engine import generated  # noqa: E402
+from axes.optim.engine.replayed import Replayed  # noqa: E402
 from axes.programs import fused as kernels  # noqa: E402
 from tests.optim.table import ENTRYWISE, Instance, net, same  # noqa: E402
 
@@ -540,3 +542,35 @@ def test_the_auxiliary_rule_of_a_matrix_rule_can_be_fused() -> None:
     model(torch.randn(4, 8, device="cuda")).square().sum().backward()
     optimizer.step()
     assert all(not torch.equal(a, b) for a, b in zip(before, named.values(), strict=True))
+
+
+def test_products_whose_numbers_move_are_recorded_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon with every number scheduled: two records in all, and the steps that are launched without any."""
+    records: list[int] = []
+    record = Replayed._record
+
+    def counted(self: Replayed) -> None:
+        records.append(1)
+        record(self)
+
+    monkeypatch.setattr(Replayed, "_record", counted)
+    moved = []
+    for recorded in (True, False):
+        torch.manual_seed(0)
+        ps = [nn.Parameter(torch.randn(s, device="cuda")) for s in [(512, 1024), (1024, 512), (512, 512)] * 4]
+        before = [p.detach().clone() for p in ps]
+        optimizer = optim.Muon([{"params": ps, "rule": "muon"}], lr=0.02, weight_decay=0.0)
+        if not recorded:
+            monkeypatch.setattr(Replayed, "__call__", lambda self: self.function())
+            monkeypatch.setattr(Spectral, "moving", lambda self: ())
+        for t in range(8):
+            c = 1.0 - 0.004 * t if t > 2 else 1.0
+            optimizer.param_groups[0].update(ns_coefficients=(3.4445 * c, -4.775 * c, 2.0315 * c), eps=1e-7 * c)
+            optimizer.param_groups[0]["momentum"] = 0.95 * c
+            for p in ps:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        moved.append([p.detach() - x for p, x in zip(ps, before, strict=True)])
+    assert len(records) == 2
+    for x, y in zip(*moved, strict=True):
+        assert float((x - y).norm() / y.norm()) < 2e-2

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from axes import optim
 from axes.errors import AxesError
@@ -312,10 +313,40 @@ def tensors_with_arithmetic_of_their_own() -> None:
     assert batch.how == "host" and not torch.equal(p.detach(), torch.ones(4))
 
 
+def numbers_that_move() -> None:
+    """One copy brings all of them, and one alone is filled in; numbers that the state keeps stay where they are."""
+
+    class Written(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64 and args[0].ndim < 2:
+                self.names += [n for n in ("fill_", "copy_") if func.__name__.startswith(n)]
+            return func(*args, **(kwargs or {}))
+
+    for cls, options in ((optim.AdamW, {}), (optim.Lion, {}), (optim.NAdam, {})):
+        models = [net(torch.float32), net(torch.float32)]
+        one, other = both(lambda m, **k: cls(m, lr=0.01, weight_decay=0.1, **options, **k), models)  # noqa: B023
+        for t in range(6):
+            for group in (*one.param_groups, *other.param_groups):
+                group["lr"] = 0.01 - 0.001 * t
+                if t < 4:
+                    group["betas"], group["weight_decay"] = (0.9 - 0.01 * t, 0.99 - 0.001 * t), 0.1 + 0.01 * t
+            random_gradients(models[1], t), random_gradients(models[0], t)
+            with Written() as seen:
+                one.step()
+            other.step()
+            assert t == 0 or cls is optim.NAdam or seen.names == (["copy_"] if t < 4 else ["fill_"]), (t, seen.names)
+        assert by_kernel(one)
+        alike(*models, one, other, 3e-6)
+
+
 CHECKS = (
     (rules_and_dtypes,),
     (stored_forms, layouts),
-    (rates,),
+    (rates, numbers_that_move),
     (resuming,),
     (changes_from_outside, steps_that_are_called_off),
     (a_first_datum_of_its_own, the_smallest_kernel_runs, tensors_with_arithmetic_of_their_own),

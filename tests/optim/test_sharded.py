@@ -45,7 +45,7 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, NotFiniteError
 from axes.linalg import symmetric
 from axes.optim.rules import wrappers
-from axes.optim.sharding import travel
+from axes.optim.sharding import sharded, travel
 from axes.optim.sharding.costs import cost
 from axes.optim.sharding.dtensors import whole
 from axes.optim.sharding.exchange import Exchange, Part, Region
@@ -417,6 +417,68 @@ def a_gradient_that_one_process_lacks(folder: Path) -> None:
         p.grad = DTensor.from_local(torch.ones(2, 2), mesh, (Shard(0),), run_check=False)
     with pytest.raises(AxesError, match="between 0 and 1 parameters have a gradient"):
         optimizer.step()
+
+
+@case
+def gradients_travel_while_the_processes_agree(folder: Path) -> None:
+    """From the second step on; what has begun to travel for a step that is not taken, or in another way, is dropped."""
+    mesh, rank = processes(2), dist.get_rank()
+    for make in (
+        lambda ps: optim.Muon([{"params": ps[:2], "rule": "muon"}, {"params": ps[2:], "rule": "muon"}], lr=0.1),
+        lambda ps: optim.LAMB(ps, lr=0.1),  # which reads weights
+    ):
+        torch.manual_seed(0)
+        starts = [torch.randn(4, 3), torch.randn(4, 3), torch.randn(2, 6)]
+        plain = [nn.Parameter(x.clone()) for x in starts]
+        spread = [nn.Parameter(distribute_tensor(x, mesh, (Shard(0),))) for x in starts]
+        one, several = make(plain), make(spread)
+        seen: list[str] = []
+        swap, told = Exchange.swap, sharded._on_its_way
+
+        def swapped(self: Exchange, *given: Any) -> Any:
+            seen.append("sent")  # noqa: B023
+            return swap(self, *given)  # noqa: B023
+
+        def on_its_way(numbers: torch.Tensor) -> Any:
+            wait = told(numbers)  # noqa: B023
+            return lambda: [seen.append("agreed"), wait()][1]  # noqa: B023
+
+        def step(t: int, without: tuple[int, ...] = (), bad: bool = False, lacking: bool = False) -> None:
+            generator = torch.Generator().manual_seed(t)
+            for i, (p, q) in enumerate(zip(plain, spread, strict=True)):  # noqa: B023
+                g = torch.randn(p.shape, generator=generator)
+                p.grad = None if i in without else g.clone()
+                if bad and i == 1 and rank == 1:
+                    g[-1, -1] = torch.nan
+                local = DTensor.from_local(g.chunk(2)[rank].clone(), mesh, (Shard(0),), run_check=False)
+                q.grad = None if i in without or (lacking and i == 1 and rank == 1) else local
+            seen.clear()  # noqa: B023
+            several.step()  # noqa: B023
+            one.step()  # noqa: B023
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Exchange, "swap", swapped)
+            patch.setattr(sharded, "_on_its_way", on_its_way)
+            step(0)
+            assert seen[0] == "agreed"
+            step(1)
+            assert seen[0] == "sent" and seen.count("agreed") == 1
+            sent = seen.count("sent")
+            before = [whole(q.detach()).clone() for q in spread]
+            for kind, error in (({"bad": True}, NotFiniteError), ({"lacking": True}, AxesError)):
+                with pytest.raises(error):
+                    step(2, **kind)  # type: ignore[arg-type]
+                assert all(torch.equal(whole(q.detach()), x) for q, x in zip(spread, before, strict=True))
+                assert not several._shards._ahead  # type: ignore[union-attr]
+            step(3)
+            assert seen[0] == "sent" and seen.count("sent") == sent
+            step(4, without=(1,))
+            step(5, without=(1,))
+            assert seen[0] == "sent"
+            step(6)
+            step(7)
+        for p, q in zip(plain, spread, strict=True):
+            torch.testing.assert_close(whole(q.detach()), p.detach(), rtol=1e-5, atol=1e-6)
 
 
 @case

@@ -21,6 +21,7 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import staged as engine
 from axes.optim.engine.capabilities import needs_matrices
+from axes.optim.engine.replayed import Replayed
 from axes.optim.engine.staged import Staged, staged
 from axes.optim.rules import wrappers
 from axes.programs import batched
@@ -273,3 +274,78 @@ def test_a_program_that_asks_what_is_not_so_of_a_groups_numbers_makes_another_tu
             exact.step()
         for p, q in zip(ps, exact.param_groups[0]["params"], strict=True):
             torch.testing.assert_close(p.detach(), q.detach())
+
+
+def test_what_a_schedule_moves_is_not_recorded_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            calls.append("replay")
+
+    def record(self: Replayed) -> None:
+        calls.append("record")
+        self.graph, self.results = Graph(), []  # type: ignore[assignment]
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Replayed, "_record", record)
+    replayed = Replayed(lambda: calls.append("call") or [], lambda: [])  # type: ignore[func-returns-value]
+    for _ in range(3):
+        replayed()
+    assert calls == ["call", "record", "replay", "replay"]
+    calls.clear()
+    for _ in range(3):
+        replayed.forget()
+        replayed()
+    assert calls == ["call"] * 3
+    calls.clear()
+    replayed()
+    replayed()
+    assert calls == ["record", "replay", "replay"]
+
+
+def test_numbers_that_move_are_read_where_products_were_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded once for the numbers that stay, and once more for those that move; the same steps as without records."""
+    records: list[int] = []
+
+    class Graph:
+        def __init__(self, function: Callable[[], list[Tensor]]) -> None:
+            self.replay = function
+
+    def record(self: Replayed) -> None:
+        records.append(1)
+        numbers = product_of[id(self)].h  # what was recorded stays with the numbers of then
+
+        def replay() -> None:
+            product = product_of[id(self)]
+            now, product.h = product.h, numbers
+            self.results = self.recorded()
+            product.h = now
+
+        self.graph = Graph(replay)  # type: ignore[assignment,arg-type]
+
+    product_of: dict[int, Any] = {}
+    moved: list[list[Tensor]] = []
+    for recorded in (True, False):
+        torch.manual_seed(0)
+        ps = [nn.Parameter(torch.randn(s)) for s in ((4, 9), (9, 4), (5, 5))]
+        optimizer = optim.Muon([{"params": ps, "rule": "muon"}], lr=0.1, precision="input")
+        for t in range(9):
+            if t >= 4:
+                optimizer.param_groups[0].update(ns_coefficients=(3.4 - 0.02 * t, -4.7, 2.0), eps=0.01 * t)
+            optimizer.param_groups[0]["momentum"] = 0.9 - 0.01 * t  # of no product
+            for p in ps:
+                p.grad = 0.1 * torch.randn(p.shape)
+            optimizer.step()
+            if recorded and t == 0:
+                (batch,) = (b for *_, some in optimizer._batches.made.values() for b in some)
+                assert isinstance(batch, Staged) and batch.around is not None
+                (product,) = (p for *_, products in batch.around.steps for p in products)
+                product.directions = Replayed(product._here, product._here)
+                product_of[id(product.directions)] = product
+                monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+                monkeypatch.setattr(Replayed, "_record", record)
+        moved.append([p.detach() for p in ps])
+    assert len(records) == 2
+    for x, y in zip(*moved, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=2e-6)

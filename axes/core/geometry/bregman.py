@@ -120,6 +120,10 @@ class Geometry(Declared, ABC):
         """
         return [self.primal(x, context) for x, context in zip(stacks, contexts, strict=True)]
 
+    def moving(self) -> tuple[float, ...]:
+        """The numbers that recorded `primals` can read from a tensor, `numbers`, given them: others at every replay."""
+        return ()
+
     def takes_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which `primals` wants its stacks, where their entries have this one."""
         return dtype

@@ -23,7 +23,7 @@ from axes.core.geometry.bregman import (
     wide,
 )
 from axes.errors import IllegalUpdate, ShapeError
-from axes.linalg.newton_schulz import SAFETY, Form, Start, Triple, iterate, polar_express_schedule
+from axes.linalg.newton_schulz import SAFETY, Form, Moving, Start, Triple, iterate, polar_express_schedule
 
 Scale = Literal["original", "match_rms_adamw", "spectral"] | None
 _READS = {
@@ -115,10 +115,14 @@ class Spectral(EuclideanOn):
         dtype: torch.dtype,
         squares: Sequence[Tensor] | None = None,
         whole: Mapping[int, int] | None = None,
+        numbers: Tensor | None = None,
     ) -> list[Tensor]:
         if self.method == "polar":
             return super().primals(stacks, contexts, dtype)
-        return self._directions(stacks, dtype, squares, True, whole)
+        return self._directions(stacks, dtype, squares, True, whole, numbers)
+
+    def moving(self) -> tuple[float, ...]:
+        return (self.eps, *self.coefficients) if self.method == "newton-schulz" else ()
 
     def _directions(
         self,
@@ -127,15 +131,19 @@ class Spectral(EuclideanOn):
         squares: Sequence[Tensor] | None = None,
         spend: bool = False,
         whole: Mapping[int, int] | None = None,
+        numbers: Tensor | None = None,
     ) -> list[Tensor]:
-        """By polynomials. spend: the stacks may be overwritten."""
+        """By polynomials. spend: the stacks may be overwritten. numbers: those of `moving`, on the device."""
         tall = [x.shape[-2] > x.shape[-1] for x in stacks]
         wide = [x.mT if t else x for x, t in zip(stacks, tall, strict=True)]
         sizes = [self._factor(x) for x in stacks]
         if self.precision == "bfloat16":
             wide = [x.bfloat16() for x in wide]
-        if self.method == "newton-schulz":
-            schedule: tuple[Triple, ...] = (self.coefficients,) * self.steps
+        schedule: tuple[Triple, ...] | Moving
+        if numbers is not None:
+            schedule, start = Moving(numbers[1:], self.steps), Start(1.0, 0.0, numbers[0])
+        elif self.method == "newton-schulz":
+            schedule = (self.coefficients,) * self.steps
             start = Start(1.0, 0.0, self.eps)
         else:
             schedule, start = polar_express_schedule(self.steps), Start(SAFETY, self.eps, 0.0)

@@ -33,14 +33,15 @@ def _squares(x, sums, size, blocks, BLOCK: tl.constexpr):
 
 @Kernel
 @triton.jit
-def _divisors(sums, divisors, parts, factor, shift, floor, BLOCK: tl.constexpr):
-    """max(factor norm + shift, floor) of one matrix, from its sums of squares."""
+def _divisors(sums, divisors, parts, factor, shift, floor, there, BLOCK: tl.constexpr, MOVES: tl.constexpr):
+    """max(factor norm + shift, floor) of one matrix, from its sums of squares. MOVES: the floor is what is there."""
     matrix = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, parts, BLOCK):
         at = first + tl.arange(0, BLOCK)
         total += tl.load(sums + matrix * parts + at, mask=at < parts, other=0.0)
-    tl.store(divisors + matrix, tl.maximum(factor * tl.sqrt(tl.sum(total)) + shift, floor))
+    least = tl.load(there).to(tl.float32) if MOVES else floor
+    tl.store(divisors + matrix, tl.maximum(factor * tl.sqrt(tl.sum(total)) + shift, least))
 
 
 @Kernel
@@ -55,11 +56,12 @@ def _quotients(x, y, divisors, size, blocks, BLOCK: tl.constexpr):
     tl.store(y + matrix * size + at, (entries / divisor).to(tl.float16), mask=at < size)
 
 
-def normalised(x: Tensor, factor: float, shift: float, floor: float, squares: Tensor | None = None) -> Tensor:
+def normalised(x: Tensor, factor: float, shift: float, floor: float | Tensor, squares: Tensor | None = None) -> Tensor:
     """x (N, m, n) over max(factor |x|_F + shift, floor), matrix by matrix, in float16 and stored as x is.
 
     x is contiguous, or `.mT` of what is. squares: (N, any number) contiguous float32 that add up to the squares of each
-    matrix, where they are known. Raises ShapeError for other layouts and devices that no kernel runs on.
+    matrix, where they are known. floor: a number, or a tensor of one beside x. Raises ShapeError for other layouts and
+    devices that no kernel runs on.
     """
     columns = not x.is_contiguous()
     flat = x.mT if columns else x
@@ -82,6 +84,10 @@ def normalised(x: Tensor, factor: float, shift: float, floor: float, squares: Te
         if squares is None:
             squares = torch.empty(x.shape[0], blocks, dtype=torch.float32, device=x.device)
             _squares[grid](flat, squares, size, blocks, BLOCK=_BLOCK, num_warps=8)
-        _divisors[(x.shape[0],)](squares, divisors, squares.shape[1], factor, shift, floor, BLOCK=_SUMS, num_warps=8)
+        moves = isinstance(floor, Tensor)
+        least, there = (0.0, floor) if isinstance(floor, Tensor) else (floor, squares)
+        _divisors[(x.shape[0],)](
+            squares, divisors, squares.shape[1], factor, shift, least, there, BLOCK=_SUMS, MOVES=moves, num_warps=8
+        )
         _quotients[grid](flat, y, divisors, size, blocks, BLOCK=_BLOCK, num_warps=8)
     return y.mT if columns else y
