@@ -17,6 +17,7 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
 
 from axes.errors import ShapeError
 from axes.kernels.streams.cayley import cayley
+from axes.kernels.streams.follow import write_look
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
 from axes.kernels.streams.sinkhorn import sinkhorn
@@ -184,6 +185,47 @@ else:
     raise AssertionError("a planted error was not found")
 """
 
+FOLLOWED = r"""
+import torch
+from tests.streams import draw_follow, follow_errors
+from axes.kernels.streams import follow, mix
+
+torch.manual_seed(0)
+
+def check(n, d, lead, entries, chart, dtype=torch.float32, bound=1e-6, mixes=True, each=True, **options):
+    found = follow_errors(draw_follow(n, d, lead, entries, chart, dtype, mixes=mixes, each=each), chart, **options)
+    assert max(found) < bound, (n, d, lead, entries, chart, dtype, found)
+
+check(4, 24, (2, 3), 24, "sigmoid")
+check(2, 70, (67,), 5, "sigmoid", floor=1e-3, eps=0.5, mixes=False)
+check(3, 20, (5,), 27, "softmax", centred=True)
+check(3, 24, (35,), 5, "first", tanh=True, each=False)
+check(4, 40, (9,), 32, "sigmoid", torch.float16, 1e-3)
+check(5, 40, (9,), 32, "sigmoid")  # in passes of their own
+check(2, 8, (0,), 8, "sigmoid")
+mix._PROGRAMS = 2  # several programs go through several tiles each
+check(4, 150, (70,), 24, "sigmoid")
+
+# an error is found: what is looked at is not what was written
+names = follow._write_project.kernel.fn.__globals__
+lanes = names["_of_lanes"]
+names["_of_lanes"] = lambda product, *sizes: 1.01 * lanes.fn(product, *sizes)
+try:
+    check(4, 24, (6,), 24, "sigmoid")
+except AssertionError:
+    names["_of_lanes"] = lanes
+else:
+    raise AssertionError("a planted error was not found")
+given = follow._backward  # and a gradient that does not go on to what was written
+follow._follows.backward = lambda *g: given(*g[:13], None, *g[14:])
+try:
+    check(4, 24, (6,), 24, "sigmoid")
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a planted error was not found")
+"""
+
 MIXERS = r"""
 from axes import catalogue
 from axes.routes.choice import NoImplementation
@@ -195,6 +237,8 @@ check_mixer("ihc", 3, learned_reduce="per-token")
 check_mixer("mhc", 2, eps=1e-6, learned_reduce=True)
 for after in ("hyper-connections", "denseformer", "mhc"):
     check_followed("hyper-connections" if after != "denseformer" else after, after, 3)
+for first, after in (("mhc", "ihc"), ("ihc", "dynamic-hyper-connections"), ("jpmhc", "jpmhc")):
+    check_followed(first, after)
 try:
     catalogue.get("universal-transformer").cls(8).plans(implementation="triton")
 except NoImplementation as refused:
@@ -214,6 +258,10 @@ def test_reads_and_writes() -> None:
 
 def test_projected_coefficients() -> None:
     interpret(LOOKS)
+
+
+def test_a_write_and_what_the_next_sublayer_predicts() -> None:
+    interpret(FOLLOWED)
 
 
 def test_two_terms_of_bfloat16_are_sixteen_bits() -> None:
@@ -259,6 +307,8 @@ PHI, A, B = torch.zeros(6, 32), torch.zeros(6), torch.zeros(1, 6)
         (lambda: look(X, PHI.double(), A, B, "sigmoid"), "phi has up to 32 bits"),
         (lambda: look(X.double(), PHI, A, B, "sigmoid"), "bf16, fp16 or fp32"),
         (lambda: look(X, PHI, A, B, "sigmoid"), "need a CUDA device"),
+        (lambda: write_look(X, Y[0], W, M, PHI, A, B, "sigmoid"), "write_look: y is"),
+        (lambda: write_look(X, Y, W, M, PHI[:, 1:], A, B, "sigmoid"), "need a CUDA device"),
         (lambda: sinkhorn(torch.zeros(3, 4), 20), r"\(\.\.\., n, n\)"),
         (lambda: sinkhorn(torch.zeros(17, 17), 20), "n from 1 to 16"),
         (lambda: sinkhorn(M, 0), "pairs from 1"),

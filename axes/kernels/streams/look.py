@@ -175,7 +175,7 @@ def _chart(
 @triton.jit(do_not_specialize=["tokens"])
 def _heard(x, dx, dpre, tokens, d, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Parts of dpre_j = <X_j, dx>."""
-    part, token, column, there, inside = _places(tokens, d, ROWS, COLUMNS)
+    part, token, column, there, inside = _places(tl.program_id(0), tokens, d, ROWS, COLUMNS)
     grad = _stream(dx, token, column, inside, d, 0, 1)
     for j in tl.static_range(N):
         _tell(dpre, grad * _stream(x, token, column, inside, d, j, N), part, tokens, token, there, j, N)
@@ -257,10 +257,11 @@ def _give(
 ):  # fmt: skip
     """dX, of columns of a stream and `span` tiles of tokens. All that a tile needs is asked for ahead of the product,
     whose barriers no load is moved across; STAGES of them are on their way at a time."""
-    j = tl.program_id(0) % N  # programs beside each other read the same dx
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tokens are in the cache
+    j = program % N  # programs beside each other read the same dx
     cuts = tl.cdiv(d, COLUMNS)
-    column = tl.program_id(0) // N % cuts * COLUMNS + tl.arange(0, COLUMNS)
-    split = tl.program_id(0) // N // cuts
+    column = program // N % cuts * COLUMNS + tl.arange(0, COLUMNS)
+    split = program // N // cuts
     c, has = tl.arange(0, SIDE), column < d
     if GROUPS == 1:
         group, width, place = 0, N * d, j * d + column
@@ -327,23 +328,39 @@ def _forward(
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     shape = _Shape.of(x, b)
-    pre, entries, seen, kept = _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
     if not x.numel():
-        return pre, entries, seen, kept
+        return _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
     options = _options("project" if shape.side <= 64 else "project, wide", x, shape.side)
     rows = shape.tokens * shape.groups
     tiles = cdiv(rows, options["ROWS"])
     span, parts = _spread(cdiv(shape.width, options["COLUMNS"]), tiles)
-    products, moments = entries.new_empty(parts, rows, shape.entries), entries.new_empty(parts, 2, rows)
-    raw, units, means = kept if record else (entries, entries, entries)
+    products, moments = _sums_of(x, shape, parts)
     with layout.on_device(x):
         _project[(tiles * parts,)](
             x, phi, products, moments, rows, shape.width, span,
             C=shape.entries, SIDE=shape.side, CENTRED=centred, TERMS=_TERMS, **options,
         )  # fmt: skip
+    return _charted(x, a, b, products, moments, chart, tanh, centred, eps, floor, record)
+
+
+def _sums_of(x: Tensor, shape: _Shape, parts: int) -> tuple[Tensor, Tensor]:
+    """Room for parts of products and of squares."""
+    rows, wide = shape.tokens * shape.groups, torch.float32
+    return x.new_empty(parts, rows, shape.entries, dtype=wide), x.new_empty(parts, 2, rows, dtype=wide)
+
+
+def _charted(
+    x: Tensor, a: Tensor, b: Tensor, products: Tensor, moments: Tensor,
+    chart: str, tanh: bool, centred: bool, eps: float, floor: float, record: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """What `_forward` returns, of parts of products and squares."""
+    shape = _Shape.of(x, b)
+    pre, entries, _, kept = _empty(x, a, a, b, chart, tanh, centred, eps, floor, record)
+    raw, units, means = kept if record else (entries, entries, entries)
+    with layout.on_device(x):
         _chart[(shape.tiles,)](
-            products, moments, a, b, pre, entries, raw, units, means, shape.tokens, shape.width, parts, eps, floor,
-            **shape.constants(), ACROSS=power_of_2(shape.n), CHART=chart, TANH=tanh, CENTRED=centred,
+            products, moments, a, b, pre, entries, raw, units, means, shape.tokens, shape.width, len(products), eps,
+            floor, **shape.constants(), ACROSS=power_of_2(shape.n), CHART=chart, TANH=tanh, CENTRED=centred,
             KEEP=record, ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
     return pre, entries, _forward_read(x, pre, False)[0], kept
@@ -412,6 +429,27 @@ _looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=
 # ---- call ------------------------------------------------------------------------------------------------------------
 
 
+def _require(who: str, x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str) -> None:
+    if x.ndim < 2 or not 1 <= x.shape[-2] <= LARGEST or not x.shape[-1]:
+        raise ShapeError(f"{who}: streams are (..., n, d) with n from 1 to {LARGEST}, not {tuple(x.shape)}")
+    n, d = x.shape[-2:]
+    if x.dtype not in layout.DTYPES:
+        raise ShapeError(f"{who}: streams are bf16, fp16 or fp32, not {x.dtype}")
+    if chart not in CHARTS:
+        raise ShapeError(f"{who}: chart is one of {', '.join(CHARTS)}, not {chart!r}")
+    groups, least = (n if chart == "first" else 1), {"first": 1, "sigmoid": n, "softmax": n * n}[chart]
+    if b.ndim != 2 or b.shape[0] != groups or not least <= b.shape[1] <= ENTRIES:
+        raise ShapeError(f"{who}: b is ({groups}, C) with C from {least} to {ENTRIES}, not {tuple(b.shape)}")
+    wanted = {"phi": (phi, (b.shape[1], n * d // groups)), "a": (a, (b.shape[1],)), "b": (b, tuple(b.shape))}
+    for name, (t, size) in wanted.items():
+        if tuple(t.shape) != size:
+            raise ShapeError(f"{who}: {name} is {size} beside streams {tuple(x.shape)}, not {tuple(t.shape)}")
+        if not t.is_floating_point() or t.dtype == torch.float64 or t.device != x.device:
+            raise ShapeError(f"{who}: {name} has up to 32 bits, on {x.device}, not {t.dtype} on {t.device}")
+    if x.device.type != "cuda" and not layout.interpreted():
+        raise ShapeError(f"{who}: the Triton kernels need a CUDA device, not {x.device}")
+
+
 def look(
     x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str,
     *, tanh: bool = False, centred: bool = False, eps: float = 1e-6, floor: float = 0.0,
@@ -423,24 +461,8 @@ def look(
     b (g, C) with g = 1 or, for every stream by itself, n; phi (C, n d / g) and a (C).  centred: rows of phi have mean
     zero.  Raises ShapeError for other shapes and dtypes, C above `ENTRIES`, and devices that no kernel runs on.
     """
-    if x.ndim < 2 or not 1 <= x.shape[-2] <= LARGEST or not x.shape[-1]:
-        raise ShapeError(f"look: streams are (..., n, d) with n from 1 to {LARGEST}, not {tuple(x.shape)}")
+    _require("look", x, phi, a, b, chart)
     n, d = x.shape[-2:]
-    if x.dtype not in layout.DTYPES:
-        raise ShapeError(f"look: streams are bf16, fp16 or fp32, not {x.dtype}")
-    if chart not in CHARTS:
-        raise ShapeError(f"look: chart is one of {', '.join(CHARTS)}, not {chart!r}")
-    groups, least = (n if chart == "first" else 1), {"first": 1, "sigmoid": n, "softmax": n * n}[chart]
-    if b.ndim != 2 or b.shape[0] != groups or not least <= b.shape[1] <= ENTRIES:
-        raise ShapeError(f"look: b is ({groups}, C) with C from {least} to {ENTRIES}, not {tuple(b.shape)}")
-    wanted = {"phi": (phi, (b.shape[1], n * d // groups)), "a": (a, (b.shape[1],)), "b": (b, tuple(b.shape))}
-    for name, (t, size) in wanted.items():
-        if tuple(t.shape) != size:
-            raise ShapeError(f"look: {name} is {size} beside streams {tuple(x.shape)}, not {tuple(t.shape)}")
-        if not t.is_floating_point() or t.dtype == torch.float64 or t.device != x.device:
-            raise ShapeError(f"look: {name} has up to 32 bits, on {x.device}, not {t.dtype} on {t.device}")
-    if x.device.type != "cuda" and not layout.interpreted():
-        raise ShapeError(f"look: the Triton kernels need a CUDA device, not {x.device}")
     parameters = (t.to(torch.float32).contiguous() for t in (phi, a, b))
     flat = x.reshape(-1, n, d).contiguous()
     pre, entries, seen, again = _looks(flat, *parameters, chart, tanh, centred, float(eps), float(floor))
