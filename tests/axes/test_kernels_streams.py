@@ -87,7 +87,7 @@ def check(logits, pairs=20, bound=1e-6, eps=0.0):
         assert (x - w).norm() <= bound * w.numel() ** 0.5 + 2 * (p - w).norm(), (logits.shape, pairs, (x - w).norm())
     assert ((got[0].sum(-1) - 1).abs() < 1e-5).all() or eps
 
-for n in (1, 2, 3, 4, 16):
+for n in (1, 2, 3, 4, 5, 16):
     check(torch.randn(2, 3, n, n), 20 if n == 4 else 3)
     check((60 if n == 3 else 1) * torch.randn(2, 3, n, n), 20 if n == 4 else n % 4 + 1, eps=1e-2 if n == 2 else 1e-6)
     check((60 if n == 3 else 8) * torch.randn(3, n, n), 4, bound=1e-5)
@@ -102,6 +102,15 @@ for high in (88.0, 200.0, -200.0):
 normalise = module._logsumexp.fn  # an error is found: columns first, and never rows
 module._logsumexp = lambda z, inside, AXIS: (0.0, 0.0) if AXIS == 2 else normalise(z, inside, AXIS)
 module._forward.kernel.fn.__globals__["_logsumexp"] = module._logsumexp
+try:
+    check(torch.randn(3, 5, 5), 3)
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a planted error was not found")
+
+taken = module._asked.fn  # an error is found: what a normalisation took away is not put back
+module._few_backward.kernel.fn.__globals__["_asked"] = lambda *given: [0 * c for c in taken(*given)]
 try:
     check(torch.randn(3, 4, 4), 3)
 except AssertionError:
