@@ -25,23 +25,22 @@ from axes.kernels.common.sizes import cdiv
 from axes.kernels.streams import look, mix
 from axes.kernels.streams.mix import _number, _of_lanes, _spread, _stream
 
-_LAUNCH = {2: (64, 64, 8, 2), 4: (64, 32, 8, 2)}  # by bytes of a number: tokens and columns of a tile, warps, stages
+_LAUNCH = {"terms": (64, 32, 8, 2), "tf32": (32, 32, 8, 2)}  # tokens and columns of a tile, warps, stages
 _SIDE = 64  # entries that sums have room for, of all streams together
 _SPLIT = 64  # columns of a program that splits
-_LEAST = 32  # entries in both terms are 64 rows, what the matrix unit takes at once
+_LEAST = 64  # rows that the matrix unit takes at once: entries in all terms
 
 
 @Kernel
 @triton.jit
 def _split(phi, terms, width, C: tl.constexpr, SIDE: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr):
-    """phi (C, W) as `TERMS` matrices of fewer bits, one under the other, each of SIDE rows."""
+    """phi (C, W) as `TERMS` matrices of fewer bits, one under the other, each in the room of SIDE rows."""
     c, column = tl.arange(0, SIDE), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    has = column < width
-    f = tl.load(phi + (c * width)[:, None] + column[None, :], mask=(c < C)[:, None] & has[None, :], other=0.0)
+    inside = (c < C)[:, None] & (column < width)[None, :]
+    f = tl.load(phi + (c * width)[:, None] + column[None, :], mask=inside, other=0.0)
     for k in tl.static_range(TERMS):
         term = f.to(terms.dtype.element_ty)
-        at = ((k * SIDE + c) * width)[:, None] + column[None, :]
-        tl.store(terms + at, term, mask=tl.broadcast_to(has[None, :], f.shape))
+        tl.store(terms + ((k * SIDE + c) * width)[:, None] + column[None, :], term, mask=inside)
         f -= term.to(tl.float32)
 
 
@@ -81,7 +80,7 @@ def _write_project(
             kept = kept + (_stream(x, token, column, inside, d, j, N),)  # type: ignore[assignment]
         for j in tl.static_range(PER):
             at = (line * (PER * d))[:, None] + (j * d + column)[None, :]
-            f = tl.load(terms + at, mask=tl.broadcast_to(has[None, :], [TERMS * SIDE, COLUMNS]), other=0.0)
+            f = tl.load(terms + at, mask=(line % SIDE < C)[:, None] & has[None, :], other=0.0)
             weights = weights + (f,)  # type: ignore[assignment]
         found, squared, summed = (), (), ()
         for g in tl.static_range(GROUPS):
@@ -129,16 +128,17 @@ def _forward(
         out = mix._run(x, m, y, w, None)[0]
         return out, *look._forward(out, phi, a, b, chart, tanh, centred, eps, floor, record)
     out = torch.empty_like(x)
-    rows, columns, warps, stages = _LAUNCH[x.element_size()]
+    rows, columns, warps, stages = _LAUNCH["terms" if x.dtype == torch.bfloat16 else "tf32"]
     tiles = cdiv(shape.tokens, rows)
     span, parts = _spread(cdiv(shape.d, columns), tiles)
     products, moments = look._sums_of(x, shape, parts)
-    bits = x.dtype == torch.bfloat16
-    side, count = max(_LEAST, shape.side), look._TERMS if bits else 1
-    terms = phi.new_empty(count * side, shape.width, dtype=torch.bfloat16 if bits else torch.float32)
+    count = look._TERMS if x.dtype == torch.bfloat16 else 1
+    side, terms = max(_LEAST // count, shape.side), phi
     sizes, mixes = {"C": shape.entries, "SIDE": side, "TERMS": count}, mix._constants(shape.n, m, w, None)
     with layout.on_device(x):
-        _split[(cdiv(shape.width, _SPLIT),)](phi, terms, shape.width, **sizes, COLUMNS=_SPLIT, num_warps=4)
+        if count > 1:
+            terms = x.new_empty(count * side, shape.width)
+            _split[(cdiv(shape.width, _SPLIT),)](phi, terms, shape.width, **sizes, COLUMNS=_SPLIT, num_warps=4)
         _write_project[(tiles * parts,)](
             x, m, y, w, terms, out, products, moments, shape.tokens, shape.d, span, **sizes, N=shape.n,
             MIX=mixes["MIX"], WRITE=mixes["WRITE"], GROUPS=shape.groups, CENTRED=centred, ROWS=rows, COLUMNS=columns,
