@@ -11,7 +11,8 @@ said() { echo "== $1: $(($(date +%s) - begun)) s"; }
 for part in "${@:-rows}"; do case $part in
 rows)  # one sublayer's read and write, beside Liger and TransformerEngine; 110 s
     for mixer in $mixers; do
-        timeout 70 python -m axes bench depth --mixer "$mixer" --who axes --size 512,2048,4 --out "$out/warm/$mixer" > /dev/null 2>&1 &
+        timeout 70 python -m axes bench depth --mixer "$mixer" --who axes --who "axes, in a stack" --size 512,2048,4 \
+            --out "$out/warm/$mixer" > /dev/null 2>&1 &
     done
     for peer in Liger TransformerEngine; do
         timeout 70 python -m axes bench depth --mixer mhc --who $peer --size 512,2048,4 --out "$out/warm/$peer" > /dev/null 2>&1 &
@@ -20,8 +21,8 @@ rows)  # one sublayer's read and write, beside Liger and TransformerEngine; 110 
     rm -r "$out/warm"
     said "compiled"
     # shellcheck disable=SC2046
-    timeout 80 python -m axes bench depth $(printf -- '--mixer %s ' $mixers) --who axes --who Liger --out "$out" \
-        > "$out/depth.txt" 2>&1
+    timeout 80 python -m axes bench depth $(printf -- '--mixer %s ' $mixers) --who axes --who "axes, in a stack" --who Liger \
+        --out "$out" > "$out/depth.txt" 2>&1
     # its kernels are tuned when they run first
     timeout 45 python -m axes bench depth --mixer mhc --who TransformerEngine --out "$out" >> "$out/depth.txt" 2>&1
     tail -n 40 "$out/depth.txt" ;;
@@ -29,8 +30,9 @@ models)  # tokens a second of 12 layers; 100 s
     timeout 150 python -m axes bench training --who axes --depth hyper-connections --depth ihc --depth mhc --steps 10 \
         --apart 4 --patience 80 --out "$out" > "$out/training.txt" 2>&1
     tail -n 20 "$out/training.txt" ;;
-tune)  # settings of launches, each held to float64; 55 s
-    timeout 100 python tests/gpu/tune_streams.py > "$out/tune.txt" 2>&1
+tune)  # settings of launches, each held to float64, and the launches of a sublayer; 60 s
+    timeout 120 python tests/gpu/tune_streams.py "write with products" "write with products, float32" products sublayer \
+        > "$out/tune.txt" 2>&1
     tail -n 90 "$out/tune.txt" ;;
 tests)
     timeout 170 python -m pytest -q -n 12 -p no:cacheprovider tests/gpu/test_streams.py tests/gpu/test_depth.py 2>&1 \
