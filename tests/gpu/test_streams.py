@@ -25,7 +25,16 @@ from axes.core.geometry import Birkhoff, Cayley  # noqa: E402
 from axes.depth import RELEASED_EPS  # noqa: E402
 from axes.kernels.streams import cayley, follow, look, mix, sinkhorn  # noqa: E402
 from tests.streams import (  # noqa: E402
-    CALLS, check_followed, check_mixer, draw, draw_follow, draw_look, errors, follow_errors, gradients, look_errors,
+    CALLS,
+    check_followed,
+    check_mixer,
+    draw,
+    draw_follow,
+    draw_look,
+    errors,
+    follow_errors,
+    gradients,
+    look_errors,
 )  # fmt: skip
 
 BF, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
