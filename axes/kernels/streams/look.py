@@ -382,17 +382,36 @@ def _backward(
     kept: list[Tensor], given: Tensor | None, dentries: Tensor | None, dseen: Tensor | None,
     more: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    pre, raw, units, means = kept
+    pre, means = kept[0], kept[3]
     if not x.numel():
         return [torch.zeros_like(t) for t in (x, phi, a, b)]
-    shape, cut = _Shape.of(x, b), _Cut.of(x)
-    dpre, du, slopes = _sums(x, shape.n), torch.empty_like(raw), torch.empty_like(units)
-    dout, dseen = torch.empty_like(x), torch.zeros_like(x[:, 0]) if dseen is None else dseen
-    da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
+    shape, dout = _Shape.of(x, b), torch.empty_like(x)
+    dseen = torch.zeros_like(x[:, 0]) if dseen is None else dseen
     options = _options("give" if x.dtype == torch.bfloat16 else "give, tf32", x, shape.side)
     blocks = shape.n * cdiv(shape.d, options["COLUMNS"])
     splits, stages = cdiv(cdiv(shape.tokens, options["ROWS"]), _SPAN), options.pop("num_stages")
-    precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
+    du, slopes, *rest = _felt(x, phi, a, b, chart, tanh, kept, given, dentries, dseen)
+    with layout.on_device(x):
+        _give[(blocks * splits,)](
+            x, phi, pre, dseen, du, slopes, means, more, dout, shape.tokens, shape.d, _SPAN,
+            **shape.constants(), CENTRED=centred, PRECISION=_precision(x), STAGES=stages, **options,
+        )  # fmt: skip
+    return [dout, *rest]
+
+
+def _precision(x: Tensor) -> str:
+    return "tf32x3" if x.dtype == torch.float32 else "tf32"
+
+
+def _felt(
+    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, tanh: bool, kept: list[Tensor],
+    given: Tensor | None, dentries: Tensor | None, dseen: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """du and slopes, of which dX is made, and the gradients of phi, a and b."""
+    shape, cut = _Shape.of(x, b), _Cut.of(x)
+    _, raw, units, _ = kept
+    dpre, du, slopes = _sums(x, shape.n), torch.empty_like(raw), torch.empty_like(units)
+    da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
     with layout.on_device(x):
         _heard[(cut.programs,)](
             x, dseen, dpre, shape.tokens, shape.d, N=shape.n, ROWS=cut.rows, COLUMNS=cut.columns, num_warps=_WARPS
@@ -401,12 +420,8 @@ def _backward(
             raw, units, a, b, dpre, given, dentries, du, slopes, da, db, shape.tokens, shape.width, cut.parts,
             **shape.constants(), CHART=chart, TANH=tanh, ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
-        _give[(blocks * splits,)](
-            x, phi, pre, dseen, du, slopes, means, more, dout, shape.tokens, shape.d, _SPAN,
-            **shape.constants(), CENTRED=centred, PRECISION=precision, STAGES=stages, **options,
-        )  # fmt: skip
     dphi = _outer(x.view(-1, shape.width), du.view(-1, shape.entries))
-    return [dout, dphi, da.sum(0), db.view(-1, shape.groups, shape.entries).sum(0)]
+    return du, slopes, dphi, da.sum(0), db.view(-1, shape.groups, shape.entries).sum(0)
 
 
 def _outer(x: Tensor, u: Tensor) -> Tensor:
