@@ -31,7 +31,8 @@ models)  # tokens a second of 12 layers; 100 s
         --apart 4 --patience 80 --out "$out" > "$out/training.txt" 2>&1
     tail -n 20 "$out/training.txt" ;;
 tune)  # settings of launches, each held to float64, and the launches of a sublayer; 60 s
-    timeout 120 python tests/gpu/tune_streams.py "write with products" "write with products, float32" products sublayer \
+    timeout 130 python tests/gpu/tune_streams.py "write with products" "write with products, float32" \
+        "backward in one pass" "backward in one pass, float32" products sublayer \
         > "$out/tune.txt" 2>&1
     tail -n 90 "$out/tune.txt" ;;
 tests)

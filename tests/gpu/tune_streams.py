@@ -39,6 +39,7 @@ class Setting(NamedTuple):
     span: int = look._SPAN
     project: tuple[int, int, int, int] | None = None
     follow: tuple[int, int, int, int] | None = None
+    back: tuple[int, int, int, int] | None = None
 
     def __str__(self) -> str:
         usual = Setting()
@@ -59,7 +60,7 @@ class Setting(NamedTuple):
         with (
             patch.multiple(mix, **given),
             patch.multiple(look, _LAUNCH=launch, _SPAN=self.span),
-            patch.multiple(follow, _LAUNCH=joined),
+            patch.multiple(follow, _LAUNCH=joined, _BACK=dict.fromkeys(joined, self.back) if self.back else None),
         ):
             yield
 
@@ -95,6 +96,10 @@ FOLLOWS_WIDE = [Setting()] + [
     for stages in (2, 3)
     if (rows, columns, warps, stages) != follow._LAUNCH["tf32"]
 ]
+BACKS = [Setting()] + [
+    Setting(back=given)
+    for given in ((64, 32, 8, 2), (64, 32, 8, 3), (64, 32, 8, 1), (16, 64, 4, 2), (16, 128, 8, 2), (32, 32, 8, 2))
+]
 PROJECTS = [Setting()] + [
     Setting(project=given)
     for given in ((128, 64, 8, 4), (64, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 3), (128, 128, 8, 2))
@@ -106,6 +111,8 @@ TABLES: dict[str, tuple[str, torch.dtype, str, list[Setting]]] = {  # title: wha
     "look, dX": ("look", BF, "_give", GIVES),
     "write with products": ("follow", BF, "_write_project", FOLLOWS),
     "write with products, float32": ("follow", FULL, "_write_project", FOLLOWS_WIDE),
+    "backward in one pass": ("follow back", BF, "_give _walk_backward _give_back", BACKS),
+    "backward in one pass, float32": ("follow back", FULL, "_give _walk_backward _give_back", BACKS),
     "products": ("look forward", BF, "_project", PROJECTS),
     "look, dX, float32": ("look", FULL, "_give", WIDE),
 }
@@ -118,7 +125,7 @@ def checked(what: str, dtype: torch.dtype) -> float:
     if what.startswith("look"):
         found = look_errors(draw_look(n, d, (FEW,), 24, "sigmoid", dtype, "cuda"), "sigmoid")
         wide = {0, 4}  # x_in and the gradient of x
-    elif what == "follow":
+    elif what.startswith("follow"):
         found = follow_errors(draw_follow(n, d, (FEW,), 24, "sigmoid", dtype, "cuda"), "sigmoid")
         wide = set(range(len(found))) - {2, 3, 8, 9, 10}  # all but pre, entries and the gradients of parameters
     else:
@@ -144,6 +151,13 @@ def called(what: str, dtype: torch.dtype) -> Callable[[], object]:
     if what == "follow":
         x, y, w, m, *rest = draw_follow(n, d, lead, 24, "sigmoid", dtype, "cuda")
         return lambda: follow._forward(x, m, y, w, *rest, *options, True)
+    if what == "follow back":
+        x, y, w, m, *rest = draw_follow(n, d, lead, 24, "sigmoid", dtype, "cuda")
+        out, pre, entries, seen, kept = follow._forward(x, m, y, w, *rest, *options, True)
+        given = [torch.randn_like(t) for t in (entries, seen, out)]
+        return lambda: follow._backward(
+            x, m, y, w, *rest, *options, [out, pre, *kept], given[2], None, given[0], given[1]
+        )  # fmt: skip
     if what == "look forward":
         x, *rest = draw_look(n, d, lead, 24, "sigmoid", dtype, "cuda")
         return lambda: look._forward(x, *rest, *options, True)
@@ -168,8 +182,9 @@ def microseconds(run: Callable[[], object], kernels: str) -> float:
         for _ in range(10):
             run()
         torch.cuda.synchronize()
-    (row,) = (row for row in seen.key_averages() if row.key in kernels.split())
-    return float(row.self_device_time_total / row.count)
+    rows = [row for row in seen.key_averages() if row.key in kernels.split()]
+    assert rows
+    return float(sum(row.self_device_time_total / row.count for row in rows))
 
 
 def sublayer(dtype: torch.dtype, backward: bool) -> Callable[[], object]:
@@ -216,7 +231,7 @@ def launches(title: str, run: Callable[[], object], backward: bool) -> None:
 def main(titles: list[str]) -> None:
     tables: dict[str, Any] = {t: TABLES[t] for t in TABLES if not titles or t in titles}
     work = [(title, setting) for title, (*_, settings) in tables.items() for setting in settings]
-    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         shares = dict(zip(work, pool.map(compiled, *zip(*work, strict=True)), strict=True))
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     for title, (what, dtype, kernels, settings) in tables.items():
