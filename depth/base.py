@@ -251,8 +251,7 @@ class DepthMixer(nn.Module, ABC):
     def write_then_read(
         self, streams: Streams, y: Tensor, coefficients: Coefficients, following: DepthMixer
     ) -> tuple[Streams, Tensor, Coefficients]:
-        """`write`, and the next sublayer's `read`: one pass, where kernels do both and it reads by constants, or a pass
-        less, where it reads by a projection.
+        """`write`, and the next sublayer's `read`: one pass, where kernels do both and it reads by constants.
 
         What is read are the streams as they were written, rounded to their dtype.
         """

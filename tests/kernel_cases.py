@@ -45,6 +45,7 @@ from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
 from axes.kernels.step import block_step, chain_step
+from axes.kernels.streams import follow as follow_module
 from axes.kernels.streams.cayley import cayley
 from axes.kernels.streams.follow import write_look
 from axes.kernels.streams.look import look
@@ -293,9 +294,13 @@ def looks(dtype: torch.dtype, n: int, entries: int, chart: str, d: int = 1024, *
     return run
 
 
-def followed(dtype: torch.dtype, entries: int, chart: str, mixes: bool = True, **options: bool) -> Callable[[], None]:
-    """A write of four streams, and what the next sublayer predicts and reads."""
+def followed(
+    dtype: torch.dtype, entries: int, chart: str, mixes: bool = True, back: bool = False, **options: bool
+) -> Callable[[], None]:
+    """A write of four streams, and what the next sublayer predicts and reads, with products in the write's pass."""
+    launches = {"terms": (64, 32, 8, 2), "tf32": (32, 32, 8, 2)}
 
+    @patch.multiple(follow_module, _LAUNCH=launches, _BACK=dict.fromkeys(launches, (64, 32, 8, 2)) if back else None)
     def run() -> None:
         def draw(*shape: int, of: torch.dtype = FULL) -> Tensor:
             return torch.randn(*shape, dtype=of, requires_grad=True)
@@ -420,6 +425,7 @@ CASES: dict[str, Callable[[], None]] = {
     "follow unmixed": followed(HALF, 8, "sigmoid", mixes=False),
     "follow softmax": followed(HALF, 48, "softmax", centred=True),
     "follow each": followed(HALF, 6, "first", tanh=True),
+    "follow back": followed(HALF, 24, "sigmoid", back=True),
     "look 10": looks(HALF, 10, 120, "sigmoid"),
     "sinkhorn": doubly_stochastic,
     "cayley": rotations,

@@ -27,7 +27,7 @@ rows)  # one sublayer's read and write, beside Liger and TransformerEngine; 110 
     timeout 45 python -m axes bench depth --mixer mhc --who TransformerEngine --out "$out" >> "$out/depth.txt" 2>&1
     tail -n 40 "$out/depth.txt" ;;
 models)  # tokens a second of 12 layers; 100 s
-    timeout 150 python -m axes bench training --who axes --depth hyper-connections --depth ihc --depth mhc --steps 10 \
+    timeout 150 python -m axes bench training --who axes --depth mhc --depth hyper-connections --depth ihc --steps 10 \
         --apart 4 --patience 80 --out "$out" > "$out/training.txt" 2>&1
     tail -n 20 "$out/training.txt" ;;
 tune)  # settings of launches, each held to float64, and the launches of a sublayer; 60 s
