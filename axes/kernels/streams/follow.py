@@ -3,10 +3,10 @@
     X'_i = sum_j M_ij X_j + w_i y           axes.kernels.streams.mix
     entries, pre, x of X'                   axes.kernels.streams.look
 
-Where launches say so the pass that writes X' makes the products and squares of what it has just rounded, so that X' is
-read once more, for x. A program owns a tile of tokens and walks along the columns, coefficients in registers and the next
-columns on their way; all products of a tile of columns meet in one sum before they are added outside of the matrix unit.
-More than four streams, and more entries than sums have room for, are written and looked at in passes of their own.
+Where launches say so, the pass that writes X' makes the products and squares of what it has just rounded, so that X' is
+read once more, for x. A program owns a tile of tokens and walks along the columns, coefficients in registers and the
+next columns on their way; all products of a tile of columns meet in one sum before they are added outside of the matrix
+unit. More than four streams, and more entries than sums have room for, have passes of their own.
 
 The gradient is that of the look, which writes dX' once with what the following write gives, and then that of the write;
 or both in one pass, which makes X' again.
