@@ -200,11 +200,12 @@ def _entry(raw, a, b, row, at, mask, C: tl.constexpr, TANH: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def _back(
-    raw, units, a, b, dpre, given, dentries, du, slopes, da, db, tokens, width, parts,
+    raw, units, a, b, dpre, given, dentries, du, few, slopes, da, db, tokens, width, parts,
     N: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, CHART: tl.constexpr,
-    TANH: tl.constexpr, ROWS: tl.constexpr,
+    TANH: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Through the chart and the norm: du = s dr, slopes = -s^2 <r, dr> / W, parts of da and db over tokens."""
+    """Through the chart and the norm: du = s dr, in TERMS of few bits too, slopes = -s^2 <r, dr> / W, parts of da and
+    db over tokens."""
     group, token, there, row = _rows(tokens, GROUPS, ROWS)
     c = tl.arange(0, SIDE)
     inside, at = there[:, None] & (c < C)[None, :], (row * C)[:, None] + c[None, :]
@@ -244,7 +245,12 @@ def _back(
     tl.store(db + tile + c, tl.sum(grad, 0), mask=c < C)
     unit = tl.load(units + row, mask=there, other=0.0)
     grad *= scale[None, :] * slope
-    tl.store(du + at, unit[:, None] * grad, mask=inside)
+    left = unit[:, None] * grad
+    tl.store(du + at, left, mask=inside)
+    for k in tl.static_range(TERMS):
+        term = left.to(few.dtype.element_ty)
+        tl.store(few + (row * (TERMS * C))[:, None] + k * C + c[None, :], term, mask=inside)
+        left -= term.to(tl.float32)
     tl.store(slopes + row, -unit * unit * tl.sum(grad * r, 1) / width, mask=there)
 
 
@@ -412,30 +418,42 @@ def _felt(
     _, raw, units, _ = kept
     dpre, du, slopes = _sums(x, shape.n), torch.empty_like(raw), torch.empty_like(units)
     da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
+    count = _TERMS if x.dtype == torch.bfloat16 else 0
+    few = x.new_empty(count * raw.numel())
     with layout.on_device(x):
         _heard[(cut.programs,)](
             x, dseen, dpre, shape.tokens, shape.d, N=shape.n, ROWS=cut.rows, COLUMNS=cut.columns, num_warps=_WARPS
         )
         _back[(shape.tiles,)](
-            raw, units, a, b, dpre, given, dentries, du, slopes, da, db, shape.tokens, shape.width, cut.parts,
-            **shape.constants(), CHART=chart, TANH=tanh, ROWS=shape.rows, num_warps=_WARPS,
+            raw, units, a, b, dpre, given, dentries, du, few, slopes, da, db, shape.tokens, shape.width, cut.parts,
+            **shape.constants(), CHART=chart, TANH=tanh, TERMS=count, ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
-    dphi = _outer(x.view(-1, shape.width), du.view(-1, shape.entries))
+    rows = x.view(-1, shape.width)
+    if count and x.is_cuda:  # the interpreter has no product of 16 bits with sums of 32
+        dphi = _merged(rows, few.view(len(rows), -1), count)
+    else:
+        dphi = _outer(rows, du.view(-1, shape.entries))
     return du, slopes, dphi, da.sum(0), db.view(-1, shape.groups, shape.entries).sum(0)
 
 
 def _outer(x: Tensor, u: Tensor) -> Tensor:
     """sum_t u_t x_t^T (C, W) of x (rows, W) and u (rows, C) of float32, by torch's product, sums in float32."""
-    with torch.autocast(x.device.type, enabled=False):
-        if x.dtype == torch.float32 or not x.is_cuda:  # the interpreter has no product of 16 bits with such sums
+    if x.dtype == torch.float32 or not x.is_cuda:
+        with torch.autocast(x.device.type, enabled=False):
             return (x.float().mT @ u).mT.contiguous()
-        scale = 1.0 if x.dtype == torch.bfloat16 else u.abs().amax().clamp_min(1e-30)  # float16 has few exponents
-        terms, rest = [], u / scale
-        for _ in range(_TERMS):
-            terms.append(rest.to(x.dtype))
-            rest = rest - terms[-1]
-        parts = torch.mm(x.mT, torch.cat(terms, 1), out_dtype=torch.float32)
-        return parts.view(-1, _TERMS, u.shape[1]).sum(1).mT.mul(scale).contiguous()
+    scale = u.abs().amax().clamp_min(1e-30)  # float16 has few exponents
+    terms, rest = [], u / scale
+    for _ in range(_TERMS):
+        terms.append(rest.to(x.dtype))
+        rest = rest - terms[-1]
+    return _merged(x, torch.cat(terms, 1), _TERMS).mul_(scale)
+
+
+def _merged(x: Tensor, terms: Tensor, count: int) -> Tensor:
+    """The same of u in so many terms, one beside the other."""
+    with torch.autocast(x.device.type, enabled=False):
+        parts = torch.mm(x.mT, terms, out_dtype=torch.float32)
+        return parts.view(len(parts), count, -1).sum(1).mT.contiguous()
 
 
 _looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=1, missing=True, passes=True)
