@@ -124,6 +124,13 @@ def _options(projection: Projection) -> dict[str, Any]:
     return {"tanh": projection.tanh, "centred": projection.centred, "floor": projection.floor}
 
 
+def parts(entries: Tensor, first: int, n: int, factor: float) -> tuple[Tensor, Tensor]:
+    """factor * sigmoid of n entries behind the first ones, and those behind these, each in memory of its own."""
+    from axes.kernels.streams.parts import parts as by_kernel
+
+    return by_kernel(entries, first, n, factor)
+
+
 def write_then_look(
     update: StateUpdate, streams: Tensor, signal: Signal, projection: Projection
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -72,6 +72,10 @@ class Projected(DepthMixer):
     @abstractmethod
     def signal(self, entries: Tensor) -> Signal: ...
 
+    def signal_by_kernels(self, entries: Tensor) -> Signal:
+        """`signal`, of entries on a GPU."""
+        return self.signal(entries)
+
     def exit_projection(self) -> Projection | None:
         return None
 
@@ -96,7 +100,7 @@ class Projected(DepthMixer):
         if not kernels.projects(projection.bias):
             return super()._seen(kept, who)
         x, pre, entries, again = kernels.look(kept, projection)
-        return x, Coefficients(pre, self.signal(entries), (kept, again))
+        return x, Coefficients(pre, self.signal_by_kernels(entries), (kept, again))
 
     def _follow(
         self, writer: StateUpdate, streams: Tensor, signal: Signal
@@ -105,7 +109,7 @@ class Projected(DepthMixer):
         if not kernels.projects(projection.bias):
             return super()._follow(writer, streams, signal)
         after, x, pre, entries = kernels.write_then_look(writer, streams, signal, projection)
-        return after, x, pre, whole(self.signal(entries)), None
+        return after, x, pre, whole(self.signal_by_kernels(entries)), None
 
     def _left(self, kept: Tensor, who: Implementation) -> Tensor:
         projection = self.exit_projection()

@@ -50,6 +50,7 @@ from axes.kernels.streams.cayley import cayley
 from axes.kernels.streams.follow import write_look
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read_on, mix_write, mix_write_read
+from axes.kernels.streams.parts import parts
 from axes.kernels.streams.sinkhorn import sinkhorn
 from axes.kernels.substitution import response as response_module
 from axes.kernels.substitution.chain import Reads, Response, register, substitution_chain
@@ -313,6 +314,11 @@ def followed(
     return run
 
 
+def of_entries() -> None:
+    for entries in (24, 8):
+        both(parts(torch.randn(2, 600, entries, requires_grad=True), 4, 4, 2.0))
+
+
 def doubly_stochastic() -> None:
     for n in (4, 3, 16):
         for eps in (0.0, 1e-6):
@@ -426,6 +432,7 @@ CASES: dict[str, Callable[[], None]] = {
     "follow softmax": followed(HALF, 48, "softmax", centred=True),
     "follow each": followed(HALF, 6, "first", tanh=True),
     "follow back": followed(HALF, 24, "sigmoid", back=True),
+    "parts": of_entries,
     "look 10": looks(HALF, 10, 120, "sigmoid"),
     "sinkhorn": doubly_stochastic,
     "cayley": rotations,

@@ -1,4 +1,4 @@
-"""Reads, writes and links of residual streams under Triton's interpreter, against float64; and what the entries refuse.
+"""Reads, writes, parts and links of residual streams in Triton's interpreter, against float64; what the entries refuse.
 
 The interpreter is chosen when Triton is imported, so the kernels run in a process of their own.
 """
@@ -20,6 +20,7 @@ from axes.kernels.streams.cayley import cayley
 from axes.kernels.streams.follow import write_look
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
+from axes.kernels.streams.parts import parts
 from axes.kernels.streams.sinkhorn import sinkhorn
 from tests.interpreter import interpret
 
@@ -183,7 +184,7 @@ class Without:
     def __getitem__(self, grid):
         def launch(*given, **options):
             back[grid](*given, **options)
-            given[8].zero_()
+            given[9].zero_()
         return launch
 module._back = Without()
 try:
@@ -249,6 +250,43 @@ else:
     raise AssertionError("a planted error was not found")
 """
 
+PARTS = r"""
+import torch
+from axes.kernels.streams import parts as module
+from tests.streams import gradients
+
+torch.manual_seed(0)
+
+def meant(entries, first, n, factor):
+    return factor * entries[..., first : first + n].sigmoid(), entries[..., first + n :].clone()
+
+def check(lead, C, first, n, factor=2.0):
+    entries = 3 * torch.randn(*lead, C)
+    pushes = [torch.randn(*lead, n), torch.randn(*lead, C - first - n)]
+    got = gradients(lambda e: module.parts(e, first, n, factor), [entries], pushes)
+    want = gradients(lambda e: meant(e, first, n, factor), [entries.double()], pushes)
+    for x, w in zip(got, want):
+        assert x.shape == w.shape and (x - w).norm() <= 1e-6 * w.norm(), (lead, C, first, n)
+    for i in range(2):  # one of the two is not used
+        (one,) = torch.autograd.grad(module.parts(e := entries.requires_grad_(), first, n, factor)[i].sum(), e)
+        (two,) = torch.autograd.grad(meant(e := entries.requires_grad_(), first, n, factor)[i].sum(), e)
+        assert torch.allclose(one, two, atol=1e-6)
+
+check((2, 70), 24, 4, 4)
+check((5,), 8, 4, 4)
+check((3,), 9, 2, 3, 0.5)
+check((), 6, 0, 6)
+check((0,), 6, 2, 3)
+sigmoid, names = module._sigmoid.fn, module._part_backward.kernel.fn.__globals__
+names["_sigmoid"] = lambda x: sigmoid(1.1 * x)  # an error is found
+try:
+    check((5,), 24, 4, 4)
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a planted error was not found")
+"""
+
 MIXERS = r"""
 from axes import catalogue
 from axes.routes.choice import NoImplementation
@@ -285,6 +323,10 @@ def test_projected_coefficients() -> None:
 
 def test_a_write_and_what_the_next_sublayer_predicts() -> None:
     interpret(FOLLOWED)
+
+
+def test_parts_of_entries() -> None:
+    interpret(PARTS)
 
 
 def test_two_terms_of_bfloat16_are_sixteen_bits() -> None:
@@ -332,6 +374,8 @@ PHI, A, B = torch.zeros(6, 32), torch.zeros(6), torch.zeros(1, 6)
         (lambda: look(X, PHI, A, B, "sigmoid"), "need a CUDA device"),
         (lambda: write_look(X, Y[0], W, M, PHI, A, B, "sigmoid"), "write_look: y is"),
         (lambda: write_look(X, Y, W, M, PHI[:, 1:], A, B, "sigmoid"), "need a CUDA device"),
+        (lambda: parts(torch.zeros(3, 4), 2, 3, 1.0), "at least first"),
+        (lambda: parts(torch.zeros(3, 4), 1, 2, 1.0), "need a CUDA device"),
         (lambda: sinkhorn(torch.zeros(3, 4), 20), r"\(\.\.\., n, n\)"),
         (lambda: sinkhorn(torch.zeros(17, 17), 20), "n from 1 to 16"),
         (lambda: sinkhorn(M, 0), "pairs from 1"),
