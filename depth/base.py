@@ -335,6 +335,17 @@ class DepthMixer(nn.Module, ABC):
         """Whether both run by kernels, with their parameters here: a unit of FSDP has them within its calls only."""
         return are_plain(self) and are_plain(following) and self._by_kernels(kept) and following._by_kernels(kept)
 
+    def _follow(
+        self, writer: StateUpdate, streams: Tensor, signal: Signal
+    ) -> tuple[Tensor, Tensor, Tensor, Signal, Tensor | None]:
+        """What another tuple writes by kernels, and what `_read_by_kernels` returns of it."""
+        if self.sees:
+            after = kernels.write(writer, streams, signal, triton=True)
+            return (after, *_read_by_kernels(self, after))
+        pre, told, _ = self.coefficients(self._wide(streams[..., :0]))
+        after, x = kernels.write_then_read(writer, streams, signal, pre)
+        return after, x, pre, told, None
+
     def _left(self, kept: Tensor, who: Implementation) -> Tensor:
         """A read by products with the weights at the exit."""
         if who == "torch":
@@ -472,9 +483,12 @@ def _read_by_kernels(mixer: DepthMixer, streams: Tensor) -> tuple[Tensor, Tensor
     kept = mixer._matrix(streams, "read")
     with own_precision(kept):
         x, (pre, signal, read) = mixer._seen(kept, "triton")
-    # what a write takes is whole: no two of its tensors are of one memory
-    whole = {name: c.contiguous() if isinstance(c, Tensor) else c for name, c in signal.items()}
-    return x, pre, whole, None if read is None else read[1]
+    return x, pre, whole(signal), None if read is None else read[1]
+
+
+def whole(signal: Signal) -> Signal:
+    """As a write takes it: no two of its tensors are of one memory."""
+    return {name: c.contiguous() if isinstance(c, Tensor) else c for name, c in signal.items()}
 
 
 def _write_by_kernels(_: nn.Module, streams: Tensor, *rest: Any) -> Tensor:
@@ -489,12 +503,10 @@ def _write_then_read_by_kernels(following: DepthMixer, streams: Tensor, *rest: A
     *values, names, update = rest
     signal, writer = dict(zip(names, values, strict=True)), update.it
     with own_precision(streams):
-        if following.sees or kernels.normalises(writer) or kernels.normalises(following.update):
+        if kernels.normalises(writer) or kernels.normalises(following.update):
             after = kernels.write(writer, streams, signal, triton=True)
             return (after, *_read_by_kernels(following, after))
-        pre, told, _ = following.coefficients(following._wide(streams[..., :0]))
-        after, x = kernels.write_then_read(writer, streams, signal, pre)
-    return after, x, pre, told, None
+        return following._follow(writer, streams, signal)
 
 
 class Mixed(nn.Module):

@@ -2,7 +2,7 @@
 
     read    x_in = sum_j r_j X_j                    axes.kernels.streams.mix
     write   X_i <- sum_j M_ij X_j + w_i y           the same; w = rate k, M the transpose of what the monoid acts with
-    both    the coefficients too, if projected     axes.kernels.streams.look
+    both    the coefficients too, if projected     axes.kernels.streams.look, follow
     M       from logits, by Sinkhorn's or Cayley's  axes.kernels.streams.sinkhorn, cayley
 
 An h that puts every stream on a sphere is torch's RMSNorm, of what is read or, where the step is not lazy, of what has
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -110,10 +110,35 @@ def look(streams: Tensor, projection: Projection) -> tuple[Tensor, Tensor, Tenso
     """x_in (..., d), pre (..., n), the entries (..., g, C), and the streams (..., n, d) once more."""
     from axes.kernels.streams.look import look as by_kernel
 
-    phi, scale, bias, chart, tanh, centred, floor = projection
-    if centred:  # of a centred row the product is that with a centred phi
+    return by_kernel(streams, *_looked(projection), **_options(projection))
+
+
+def _looked(projection: Projection) -> tuple[Tensor, Tensor, Tensor, str]:
+    phi = projection.phi
+    if projection.centred:  # of a centred row the product is that with a centred phi
         phi = phi - phi.mean(-1, keepdim=True)
-    return by_kernel(streams, phi, scale, bias, chart, tanh=tanh, centred=centred, floor=floor)
+    return phi, projection.scale, projection.bias, projection.chart
+
+
+def _options(projection: Projection) -> dict[str, Any]:
+    return {"tanh": projection.tanh, "centred": projection.centred, "floor": projection.floor}
+
+
+def parts(entries: Tensor, first: int, n: int, factor: float) -> tuple[Tensor, Tensor]:
+    """factor * sigmoid of n entries behind the first ones, and those behind these, each in memory of its own."""
+    from axes.kernels.streams.parts import parts as by_kernel
+
+    return by_kernel(entries, first, n, factor)
+
+
+def write_then_look(
+    update: StateUpdate, streams: Tensor, signal: Signal, projection: Projection
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The streams after a step by kernels, and x_in (..., d), pre and entries of a look at them; of no sphere."""
+    from axes.kernels.streams.follow import write_look
+
+    x, v, written, mixing = _given(update, streams, signal, triton=True)
+    return write_look(x, v, written, mixing, *_looked(projection), **_options(projection))
 
 
 def write(update: StateUpdate, streams: Tensor, signal: Signal, triton: bool) -> Tensor:

@@ -14,6 +14,7 @@ from axes.core.geometry import Birkhoff, Euclidean, Geometry, Permutations
 from axes.core.monoids import GeneralLinear, Identity
 from axes.core.rates import Per, Signal, extent
 from axes.core.state_update import StateUpdate
+from axes.depth import kernels
 from axes.depth.hyper_connections import relinked
 from axes.depth.initial import OFF_DIAGONAL, read_shares, require_several
 from axes.depth.projection import Projected, Projection
@@ -94,9 +95,18 @@ class _Shares(Projected):
         return Projection(self.phi, scale, self.bias[None], floor=self.eps)
 
     def signal(self, entries: Tensor) -> Signal:
-        _, write, *mix = entries.squeeze(-2).split(self.sizes, -1)
-        shaped = (logits.unflatten(-1, shape) for logits, shape in zip(mix, self.mixing.values(), strict=True))
-        return {"k": 2 * torch.sigmoid(write), **dict(zip(self.mixing, shaped, strict=True))}
+        _, write, rest = entries.squeeze(-2).split([self.streams, self.streams, sum(self.sizes[2:])], -1)
+        return {"k": 2 * torch.sigmoid(write), **self._mixes(rest)}
+
+    def signal_by_kernels(self, entries: Tensor) -> Signal:
+        k, rest = kernels.parts(entries.squeeze(-2), self.streams, self.streams, 2.0)
+        return {"k": k, **self._mixes(rest)}
+
+    def _mixes(self, rest: Tensor) -> Signal:
+        """Logits of the tuple's own, in their shapes."""
+        each = rest.split(self.sizes[2:], -1) if self.mixing else ()
+        shaped = (logits.unflatten(-1, shape) for logits, shape in zip(each, self.mixing.values(), strict=True))
+        return dict(zip(self.mixing, shaped, strict=True))
 
     def exit_projection(self) -> Projection | None:
         if self.exit is None or self.exit_phi is None or self.exit_alpha is None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from axes.core.rates import Signal
+from axes.core.state_update import StateUpdate
 from axes.depth import kernels
-from axes.depth.base import Coefficients, DepthMixer
+from axes.depth.base import Coefficients, DepthMixer, whole
 from axes.depth.products import project
 from axes.routes.choice import Implementation
 
@@ -71,6 +72,10 @@ class Projected(DepthMixer):
     @abstractmethod
     def signal(self, entries: Tensor) -> Signal: ...
 
+    def signal_by_kernels(self, entries: Tensor) -> Signal:
+        """`signal`, of entries on a GPU."""
+        return self.signal(entries)
+
     def exit_projection(self) -> Projection | None:
         return None
 
@@ -95,7 +100,16 @@ class Projected(DepthMixer):
         if not kernels.projects(projection.bias):
             return super()._seen(kept, who)
         x, pre, entries, again = kernels.look(kept, projection)
-        return x, Coefficients(pre, self.signal(entries), (kept, again))
+        return x, Coefficients(pre, self.signal_by_kernels(entries), (kept, again))
+
+    def _follow(
+        self, writer: StateUpdate, streams: Tensor, signal: Signal
+    ) -> tuple[Tensor, Tensor, Tensor, Signal, Tensor | None]:
+        projection = self.projection()
+        if not kernels.projects(projection.bias):
+            return super()._follow(writer, streams, signal)
+        after, x, pre, entries = kernels.write_then_look(writer, streams, signal, projection)
+        return after, x, pre, whole(self.signal_by_kernels(entries)), None
 
     def _left(self, kept: Tensor, who: Implementation) -> Tensor:
         projection = self.exit_projection()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from axes.depth.base import DepthMixer
 from axes.depth.stack import through
 from axes.depth.wiring import NotResidual, Wiring, leaves, wiring
-from axes.errors import AxesError, IllegalUpdate, ShapeError
+from axes.errors import AxesError, IllegalUpdate, ShapeError, wrong_type
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -274,6 +274,8 @@ def require_plain_start(mixer: MixerClass, options: dict[str, Any]) -> None:
 
     They are tried over a few sublayers, in float64, on random outputs of sublayers.
     """
+    if isinstance(mixer, nn.Module):
+        raise wrong_type("wrap", "mixer", "a class of mixers, of which every sublayer gets one of its own", mixer)
     who = getattr(mixer, "__name__", type(mixer).__name__)
     numbers = torch.Generator("cpu").manual_seed(0)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from axes import catalogue
+from axes.kernels.streams.follow import write_look
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read, mix_read_on, mix_write, mix_write_read
 
@@ -134,6 +135,43 @@ def look_errors(given: Sequence[Tensor], chart: str, **options: Any) -> list[flo
     got = gradients(by_kernel, given, directions)
     want = gradients(lambda *g: looked(*g, chart, **options), [t.double() for t in given], directions)
     return [((p - q).norm() / q.norm().clamp(min=1e-30)).item() for p, q in zip(got, want, strict=True)]
+
+
+def draw_follow(
+    n: int, d: int, lead: tuple[int, ...], entries: int, chart: str, dtype: torch.dtype, device: str = "cpu",
+    mixes: bool = True, each: bool = True,
+) -> list[Tensor]:  # fmt: skip
+    """What a write takes, and the parameters of a look at what it writes."""
+    written = draw("write" if mixes else "write unmixed", n, d, lead, each, dtype, device)
+    written["x"], *parameters = draw_look(n, d, lead, entries, chart, dtype, device)
+    return [*written.values(), *parameters]
+
+
+def follow_errors(given: Sequence[Tensor], chart: str, **options: Any) -> list[float]:
+    """Of X', x_in, pre, entries and the gradients of x, y, w, m if there is one, phi, a, b against float64, relative
+    to whole tensors, or to what as many numbers of size one are."""
+    x, b = given[0], given[-1]
+
+    def parts(g: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+        (x, y, w), mixing, (phi, a, b) = g[:3], g[3:-3], g[-3:]
+        phi = phi - phi.mean(-1, keepdim=True) if options.get("centred") else phi
+        return x, y, w, mixing[0] if mixing else None, phi, a, b
+
+    def meant(*g: Tensor) -> tuple[Tensor, ...]:
+        x, y, w, m, *parameters = parts(g)
+        made = write(x, y, w, m)
+        # what is looked at is what was written, rounded; what it hears goes on to what it was made of
+        rounded = made + (made.to(given[0].dtype).double() - made).detach()
+        return made, *looked(rounded, *parameters, chart, **options)[:3]  # type: ignore[arg-type]
+
+    shapes = (x.shape, x[..., 0, :].shape, x.shape[:-1], (*x.shape[:-2], *b.shape))
+    directions = [torch.randn(s, device=x.device) for s in shapes]
+    directions[:2] = [t.to(x.dtype) for t in directions[:2]]
+    got = gradients(lambda *g: write_look(*parts(g), chart, **options), given, directions)
+    want = gradients(meant, [t.double() for t in given], directions)
+    # a few numbers that cancel have lost digits before: the gradient of X' is rounded
+    pairs = zip(got, want, strict=True)
+    return [((p - q).norm() / q.norm().clamp(min=max(q.numel(), 1) ** 0.5)).item() for p, q in pairs]
 
 
 # ---- mixers ----------------------------------------------------------------------------------------------------------

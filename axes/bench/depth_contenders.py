@@ -23,10 +23,10 @@ from axes.core.state_update import State
 from axes.depth.base import DepthMixer
 from axes.errors import AxesError
 
-OURS, REFERENCE, COMPILED = "axes", "axes, reference", "axes, compiled"
+OURS, STACKED, REFERENCE, COMPILED = "axes", "axes, in a stack", "axes, reference", "axes, compiled"
 TORCH, LUCIDRAINS, HUGGING_FACE = "torch", "torch, as lucidrains", "torch, as Hugging Face"
 LIGER, ENGINE, FLA = "Liger", "TransformerEngine", "fla"
-WHO = (OURS, TORCH, LUCIDRAINS, HUGGING_FACE, LIGER, ENGINE, FLA, REFERENCE, COMPILED)
+WHO = (OURS, STACKED, TORCH, LUCIDRAINS, HUGGING_FACE, LIGER, ENGINE, FLA, REFERENCE, COMPILED)
 DEFAULT_WHO = WHO[:-2]
 _EPS = 1e-6
 _SWEEPS = 20  # of Sinkhorn
@@ -53,6 +53,7 @@ class Form:
     enter: Callable[[Tensor], Any] = _same
     leave: Callable[[Any], Tensor] = _same
     named: Callable[[dict[str, Tensor]], dict[str, Tensor]] = _same
+    exact: Callable[[DepthMixer, torch.dtype], Form] | None = None
 
 
 Make = Callable[[DepthMixer, torch.dtype], Form]
@@ -60,7 +61,7 @@ Make = Callable[[DepthMixer, torch.dtype], Form]
 
 def contenders(mixer: str, who: tuple[str, ...]) -> dict[str, Make]:
     """Those of the names that compute this mixer."""
-    every: dict[str, Make] = {OURS: ours, **_FORMS.get(mixer, {}), REFERENCE: _reference, COMPILED: _compiled}
+    every = {OURS: ours, STACKED: stacked, **_FORMS.get(mixer, {}), REFERENCE: _reference, COMPILED: _compiled}
     return {name: every[name] for name in who if name in every}
 
 
@@ -80,6 +81,20 @@ def ours(mixer: DepthMixer, dtype: torch.dtype) -> Form:
         return x, mixer.write(streams, y, coefficients)
 
     return Form(run, dict(mixer.named_parameters()), lambda values: _entered(mixer, values), _values)
+
+
+def stacked(mixer: DepthMixer, dtype: torch.dtype) -> Form:
+    """The write and the next sublayer's read, as `through` calls them; coefficients are part of what is handed on."""
+
+    def enter(values: Tensor) -> Any:
+        streams = _entered(mixer, values)
+        return streams, mixer.read(streams)[1]._replace(read=None)
+
+    def run(streams: Any, y: Tensor) -> tuple[Tensor, Any]:
+        after, x, coefficients = mixer.write_then_read(streams[0], y, streams[1], mixer)
+        return x, (after, coefficients._replace(read=None))
+
+    return Form(run, dict(mixer.named_parameters()), enter, lambda streams: _values(streams[0]), exact=stacked)
 
 
 def _reference(mixer: DepthMixer, dtype: torch.dtype) -> Form:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 import torch
@@ -131,6 +131,8 @@ class Element:
         """A (..., d_k, d_k) with S -> S A; element-wise outer gates have no such matrix."""
         if self.outer is not None or self.turn is not None:
             raise IllegalUpdate("an element-wise outer gate and a turn of rows are no right actions and have no matrix")
+        if self.dense is not None and self.left is None:  # a matrix is not multiplied by the identity
+            return replace(self, dense=None).act(self.dense)
         return self.act(torch.eye(d_k, dtype=like.dtype, device=like.device))
 
     def then(self, other: Element) -> Element:

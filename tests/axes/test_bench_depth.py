@@ -185,7 +185,7 @@ def test_a_stopped_run_continues_with_the_missing_rows(tmp_path: Path) -> None:
         depth.measure(plan, tmp_path, stop)
     first = json.loads((tmp_path / depth.FILE).read_text())["rows"]
     results = depth.measure(plan, tmp_path)
-    assert len(first) == 2 and results["rows"][:2] == first and len(results["rows"]) == 4
+    assert len(first) == 2 and results["rows"][:2] == first and len(results["rows"]) == 6
     again: list[str] = []
     depth.measure(plan, tmp_path, lambda what, *_: again.append(what))
     assert again == ["done"]

@@ -43,7 +43,7 @@ TOKENS = {
 MIXED = {
     "hyper-connections": ((20, 1), (29, 1)),
     "dynamic-hyper-connections": ((52, 4), (73, 4)),
-    "mhc": ((45, 5), (59, 5)),
+    "mhc": ((45, 6), (59, 6)),
     "jpmhc": ((45, 5), (59, 5)),
 }
 

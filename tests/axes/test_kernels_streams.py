@@ -1,4 +1,4 @@
-"""Reads, writes and links of residual streams under Triton's interpreter, against float64; and what the entries refuse.
+"""Reads, writes, parts and links of residual streams in Triton's interpreter, against float64; what the entries refuse.
 
 The interpreter is chosen when Triton is imported, so the kernels run in a process of their own.
 """
@@ -17,8 +17,10 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
 
 from axes.errors import ShapeError
 from axes.kernels.streams.cayley import cayley
+from axes.kernels.streams.follow import write_look
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
+from axes.kernels.streams.parts import parts
 from axes.kernels.streams.sinkhorn import sinkhorn
 from tests.interpreter import interpret
 
@@ -86,7 +88,7 @@ def check(logits, pairs=20, bound=1e-6, eps=0.0):
         assert (x - w).norm() <= bound * w.numel() ** 0.5 + 2 * (p - w).norm(), (logits.shape, pairs, (x - w).norm())
     assert ((got[0].sum(-1) - 1).abs() < 1e-5).all() or eps
 
-for n in (1, 2, 3, 4, 16):
+for n in (1, 2, 3, 4, 5, 16):
     check(torch.randn(2, 3, n, n), 20 if n == 4 else 3)
     check((60 if n == 3 else 1) * torch.randn(2, 3, n, n), 20 if n == 4 else n % 4 + 1, eps=1e-2 if n == 2 else 1e-6)
     check((60 if n == 3 else 8) * torch.randn(3, n, n), 4, bound=1e-5)
@@ -101,6 +103,15 @@ for high in (88.0, 200.0, -200.0):
 normalise = module._logsumexp.fn  # an error is found: columns first, and never rows
 module._logsumexp = lambda z, inside, AXIS: (0.0, 0.0) if AXIS == 2 else normalise(z, inside, AXIS)
 module._forward.kernel.fn.__globals__["_logsumexp"] = module._logsumexp
+try:
+    check(torch.randn(3, 5, 5), 3)
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a planted error was not found")
+
+taken = module._asked.fn  # an error is found: what a normalisation took away is not put back
+module._few_backward.kernel.fn.__globals__["_asked"] = lambda *given: [0 * c for c in taken(*given)]
 try:
     check(torch.randn(3, 4, 4), 3)
 except AssertionError:
@@ -173,11 +184,103 @@ class Without:
     def __getitem__(self, grid):
         def launch(*given, **options):
             back[grid](*given, **options)
-            given[8].zero_()
+            given[9].zero_()
         return launch
 module._back = Without()
 try:
     check(4, 24, (6,), 24, "sigmoid")
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a planted error was not found")
+"""
+
+FOLLOWED = r"""
+import torch
+from tests.streams import draw_follow, follow_errors
+from axes.kernels.streams import follow, mix
+
+torch.manual_seed(0)
+
+def check(n, d, lead, entries, chart, dtype=torch.float32, bound=1e-6, mixes=True, each=True, **options):
+    found = follow_errors(draw_follow(n, d, lead, entries, chart, dtype, mixes=mixes, each=each), chart, **options)
+    assert max(found) < bound, (n, d, lead, entries, chart, dtype, found)
+
+one, other = {"tf32": (32, 32, 8, 2), "terms": (64, 32, 8, 2)}, {"tf32": (16, 64, 4, 1), "terms": (16, 64, 4, 1)}
+check(4, 24, (2, 3), 24, "sigmoid")  # in passes of their own
+for follow._LAUNCH, follow._BACK in ((one, None), (None, other)):
+    check(4, 24, (2, 3), 24, "sigmoid")
+    check(2, 70, (67,), 5, "sigmoid", floor=1e-3, eps=0.5, mixes=False)
+    check(3, 20, (5,), 27, "softmax", centred=True)
+    check(3, 24, (5,), 5, "first", tanh=True, each=False)
+    programs, mix._PROGRAMS = mix._PROGRAMS, 2  # several programs go through several tiles each
+    check(4, 80, (40,), 24, "sigmoid")
+    mix._PROGRAMS = programs
+check(4, 40, (9,), 32, "sigmoid", torch.float16, 1e-3)
+check(5, 40, (9,), 32, "sigmoid")  # in passes of their own
+check(2, 8, (0,), 8, "sigmoid")
+follow._LAUNCH, follow._BACK = one, other
+
+# an error is found: what is looked at is not what was written
+names = follow._write_project.kernel.fn.__globals__
+lanes = names["_of_lanes"]
+names["_of_lanes"] = lambda product, *sizes: 1.01 * lanes.fn(product, *sizes)
+try:
+    check(4, 24, (6,), 24, "sigmoid")
+except AssertionError:
+    names["_of_lanes"] = lanes
+else:
+    raise AssertionError("a planted error was not found")
+names = follow._give_back.kernel.fn.__globals__  # and a backward that forgets what a stream is read with
+number = names["_number"]
+names["_number"] = lambda c, token, there, index, WIDTH, KIND: 0.0 * number.fn(c, token, there, index, WIDTH, KIND)
+try:
+    check(4, 24, (6,), 24, "sigmoid")
+except AssertionError:
+    names["_number"] = number
+else:
+    raise AssertionError("a planted error was not found")
+given = follow._backward  # and a gradient that does not go on to what was written
+follow._follows.backward = lambda *g: given(*g[:13], None, *g[14:])
+try:
+    check(4, 24, (6,), 24, "sigmoid")
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a planted error was not found")
+"""
+
+PARTS = r"""
+import torch
+from axes.kernels.streams import parts as module
+from tests.streams import gradients
+
+torch.manual_seed(0)
+
+def meant(entries, first, n, factor):
+    return factor * entries[..., first : first + n].sigmoid(), entries[..., first + n :].clone()
+
+def check(lead, C, first, n, factor=2.0):
+    entries = 3 * torch.randn(*lead, C)
+    pushes = [torch.randn(*lead, n), torch.randn(*lead, C - first - n)]
+    got = gradients(lambda e: module.parts(e, first, n, factor), [entries], pushes)
+    want = gradients(lambda e: meant(e, first, n, factor), [entries.double()], pushes)
+    for x, w in zip(got, want):
+        assert x.shape == w.shape and (x - w).norm() <= 1e-6 * w.norm(), (lead, C, first, n)
+    for i in range(2):  # one of the two is not used
+        (one,) = torch.autograd.grad(module.parts(e := entries.requires_grad_(), first, n, factor)[i].sum(), e)
+        (two,) = torch.autograd.grad(meant(e := entries.requires_grad_(), first, n, factor)[i].sum(), e)
+        assert torch.allclose(one, two, atol=1e-6)
+
+check((2, 70), 24, 4, 4)
+check((5,), 8, 4, 4)
+check((3,), 9, 2, 3, 0.5)
+check((), 6, 0, 6)
+check((0,), 6, 2, 3)
+sigmoid, names = module._sigmoid.fn, module._part_backward.kernel.fn.__globals__
+names["_sigmoid"] = lambda x: sigmoid(1.1 * x)  # an error is found
+try:
+    check((5,), 24, 4, 4)
 except AssertionError:
     pass
 else:
@@ -195,6 +298,8 @@ check_mixer("ihc", 3, learned_reduce="per-token")
 check_mixer("mhc", 2, eps=1e-6, learned_reduce=True)
 for after in ("hyper-connections", "denseformer", "mhc"):
     check_followed("hyper-connections" if after != "denseformer" else after, after, 3)
+for first, after in (("mhc", "ihc"), ("ihc", "dynamic-hyper-connections"), ("jpmhc", "jpmhc")):
+    check_followed(first, after)
 try:
     catalogue.get("universal-transformer").cls(8).plans(implementation="triton")
 except NoImplementation as refused:
@@ -214,6 +319,14 @@ def test_reads_and_writes() -> None:
 
 def test_projected_coefficients() -> None:
     interpret(LOOKS)
+
+
+def test_a_write_and_what_the_next_sublayer_predicts() -> None:
+    interpret(FOLLOWED)
+
+
+def test_parts_of_entries() -> None:
+    interpret(PARTS)
 
 
 def test_two_terms_of_bfloat16_are_sixteen_bits() -> None:
@@ -259,6 +372,10 @@ PHI, A, B = torch.zeros(6, 32), torch.zeros(6), torch.zeros(1, 6)
         (lambda: look(X, PHI.double(), A, B, "sigmoid"), "phi has up to 32 bits"),
         (lambda: look(X.double(), PHI, A, B, "sigmoid"), "bf16, fp16 or fp32"),
         (lambda: look(X, PHI, A, B, "sigmoid"), "need a CUDA device"),
+        (lambda: write_look(X, Y[0], W, M, PHI, A, B, "sigmoid"), "write_look: y is"),
+        (lambda: write_look(X, Y, W, M, PHI[:, 1:], A, B, "sigmoid"), "need a CUDA device"),
+        (lambda: parts(torch.zeros(3, 4), 2, 3, 1.0), "at least first"),
+        (lambda: parts(torch.zeros(3, 4), 1, 2, 1.0), "need a CUDA device"),
         (lambda: sinkhorn(torch.zeros(3, 4), 20), r"\(\.\.\., n, n\)"),
         (lambda: sinkhorn(torch.zeros(17, 17), 20), "n from 1 to 16"),
         (lambda: sinkhorn(M, 0), "pairs from 1"),

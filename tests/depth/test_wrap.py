@@ -46,7 +46,7 @@ from axes.depth import (
 )
 from axes.depth.wiring import NotResidual, wiring
 from axes.depth.wrap import MixedBlock
-from axes.errors import AxesError, IllegalUpdate, ShapeError
+from axes.errors import AxesError, IllegalUpdate, ShapeError, WrongType
 
 D, V = 16, 31
 
@@ -236,6 +236,11 @@ def test_a_wrapped_model_computes_the_mixers_equation(block: Callable[[], nn.Mod
             mixing = mix.update.parts().monoid.link.primal(signal["mix"])
             streams = mixing @ streams + signal["k"][..., None] * y[..., None, :]
     torch.testing.assert_close(m(TOKENS), m.head(m.norm(streams.mean(-2))), rtol=0, atol=1e-10)
+
+
+def test_a_mixer_is_given_as_its_class() -> None:
+    with pytest.raises(WrongType, match="mixer must be a class of mixers.* got an axes.depth.mhc.MHC"):
+        wrap(nn.ModuleList([nn.Linear(D, D)]), MHC(D))  # type: ignore[arg-type]
 
 
 def test_further_arguments_and_outputs_pass_through() -> None:

@@ -23,8 +23,19 @@ from torch.library import opcheck  # noqa: E402
 from axes import catalogue  # noqa: E402
 from axes.core.geometry import Birkhoff, Cayley  # noqa: E402
 from axes.depth import RELEASED_EPS  # noqa: E402
-from axes.kernels.streams import cayley, look, mix, sinkhorn  # noqa: E402
-from tests.streams import CALLS, check_followed, check_mixer, draw, draw_look, errors, gradients, look_errors  # noqa: E402
+from axes.kernels.streams import cayley, follow, look, mix, sinkhorn  # noqa: E402
+from tests.streams import (  # noqa: E402
+    CALLS,
+    check_followed,
+    check_mixer,
+    draw,
+    draw_follow,
+    draw_look,
+    errors,
+    follow_errors,
+    gradients,
+    look_errors,
+)  # fmt: skip
 
 BF, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 BOUNDS = {FULL: 3e-6, HALF: 2e-3, BF: 1.2e-2}  # relative errors of a whole tensor
@@ -161,6 +172,36 @@ def test_projected_coefficients_are_the_same_bits_again(form: dict[str, object])
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 
+# ---- a write, and what the next sublayer predicts ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", LOOKS, ids=str)
+@pytest.mark.parametrize("mixes", (True, False))
+def test_a_write_and_what_the_next_sublayer_predicts(case: Look, mixes: bool) -> None:
+    torch.manual_seed(0)
+    drawn = case.n, case.d, (case.tokens,), case.entries, case.chart, case.dtype, "cuda"
+    found = follow_errors(draw_follow(*drawn, mixes=mixes), case.chart, tanh=case.tanh, centred=case.centred)
+    parameters = found[2:4] + found[-3:]  # with pre and entries: of float32, from streams that round where they differ
+    exact = {FULL: 1e-5, HALF: 2e-4, BF: 5e-4}[case.dtype]
+    assert max(found) < BOUNDS[case.dtype] and max(parameters) < exact, found
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_write_and_what_it_predicts_are_the_same_bits_again(form: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    case = Look(tokens=20_000, **form)  # type: ignore[arg-type]
+    given = draw_follow(4, 2048, (case.tokens,), case.entries, case.chart, BF, "cuda")
+
+    def call(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return follow.write_look(*given, case.chart, tanh=case.tanh, centred=case.centred)  # type: ignore[arg-type]
+
+    with torch.no_grad():
+        directions = [torch.sin(o.float()).to(o.dtype) for o in call(*given)]
+    first = gradients(call, given, directions)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(call, given, directions), strict=True))
+
+
 # ---- Sinkhorn --------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +271,7 @@ def test_operators() -> None:
     alone = a(6, 40), a(6), a(4, 6), "first", True, True
     for given in (together, alone):
         opcheck(look._looks.operator, (a(6, 4, 40), *given, 1e-6, 0.0, True))
+        opcheck(follow._follows.operator, (a(6, 4, 40), a(6, 4, 4), a(6, 40), a(6, 4), *given, 1e-6, 0.0, True))
     opcheck(sinkhorn._sinkhorn.operator, (a(6, 4, 4), 20, 0.0, True))
     opcheck(sinkhorn._sinkhorn.operator, (a(6, 4, 4), 20, 1e-6, True))
     opcheck(cayley._cayley.operator, (a(6, 4, 4), 0.1, True, True))
@@ -252,6 +294,11 @@ def test_mixers(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("after", ("hyper-connections", "denseformer", "mhc"))
 def test_a_write_with_the_next_mixers_read(after: str) -> None:
     check_followed("hyper-connections" if after != "denseformer" else after, after, 4, 256, (2, 50), "cuda")
+
+
+@pytest.mark.parametrize("name", ("mhc", "ihc", "jpmhc", "dynamic-hyper-connections"))
+def test_a_write_with_the_next_read_of_the_same_kind(name: str) -> None:
+    check_followed(name, name, 4, 256, (2, 50), "cuda")
 
 
 @pytest.mark.parametrize("dtype", (FULL, BF), ids=str)

@@ -1,10 +1,10 @@
-"""Settings of the two slowest passes of residual streams, timed side by side: `python tests/gpu/tune_streams.py`.
+"""Settings of the slowest passes of residual streams, timed side by side: `python tests/gpu/tune_streams.py [TABLE]`.
 
 Each is first held to float64 on a few tokens, then timed at 32,768 tokens of four streams of 2,048 in bfloat16, and of
 768 in float32 (as under autocast): microseconds of the kernel by the profiler, mean of ten calls. They are compiled in
 processes side by side, so that all of it takes less than a minute. The first line of a table is what runs; settings are
-`mix._WALK` (warps, stages), `mix._FEW`, `mix._PROGRAMS`, `look._LAUNCH` (tokens and columns of a tile, warps, stages)
-and `look._SPAN`.
+`mix._WALK` (warps, stages), `mix._FEW`, `mix._PROGRAMS`, `look._LAUNCH` (tokens and columns of a tile, warps, stages),
+`look._SPAN` and `follow._LAUNCH`. The last table has every launch of a sublayer of mHC behind another one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from unittest.mock import patch
 
 import torch
 
-from axes.kernels.streams import look, mix
-from tests.streams import draw, draw_look, errors, look_errors
+from axes import catalogue
+from axes.kernels.streams import follow, look, mix
+from tests.streams import draw, draw_follow, draw_look, errors, follow_errors, look_errors
 
 BF, FULL = torch.bfloat16, torch.float32
 SIZES = {BF: (4, 2048, (32_768,)), FULL: (4, 768, (32_768,))}
 FEW = 700  # tokens that float64 has time for
 BOUNDS = {BF: (1.2e-2, 1e-4), FULL: (3e-6, 1e-5)}  # of tensors of the streams' dtype, and of float32
+
+
+def _of(given: tuple[int, int, int, int] | None) -> dict[str, tuple[int, int, int, int]] | None:
+    return given and dict.fromkeys(("terms", "tf32"), given)
 
 
 class Setting(NamedTuple):
@@ -36,6 +41,9 @@ class Setting(NamedTuple):
     programs: int = mix._PROGRAMS
     give: tuple[int, int, int, int] | None = None
     span: int = look._SPAN
+    project: tuple[int, int, int, int] | None = None
+    follow: tuple[int, int, int, int] | None = None
+    back: tuple[int, int, int, int] | None = None
 
     def __str__(self) -> str:
         usual = Setting()
@@ -47,8 +55,14 @@ class Setting(NamedTuple):
         launch = dict(look._LAUNCH)
         if self.give is not None:
             launch["give" if dtype == BF else "give, tf32"] = self.give
+        if self.project is not None:
+            launch["project"] = self.project
         given = {"_FEW": self.few, "_WALK": self.walk, "_PROGRAMS": self.programs}
-        with patch.multiple(mix, **given), patch.multiple(look, _LAUNCH=launch, _SPAN=self.span):
+        with (
+            patch.multiple(mix, **given),
+            patch.multiple(look, _LAUNCH=launch, _SPAN=self.span),
+            patch.multiple(follow, _LAUNCH=_of(self.follow), _BACK=_of(self.back)),
+        ):
             yield
 
 
@@ -71,11 +85,32 @@ WIDE = [Setting()] + [
     for given in ((64, 64, 4, 1), (32, 64, 4, 1), (32, 64, 4, 2), (32, 128, 4, 1), (32, 128, 4, 2), (16, 128, 4, 2))
     for span in (8, 32)
 ]
+FOLLOWS = [Setting()] + [
+    Setting(follow=given)
+    for given in (
+        (32, 32, 4, 3), (32, 32, 4, 2), (32, 32, 4, 4), (64, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (32, 64, 4, 2),
+        (64, 32, 8, 3), (64, 32, 8, 4),
+    )
+]  # fmt: skip
+FOLLOWS_WIDE = [Setting()] + [Setting(follow=given) for given in ((32, 32, 8, 2), (32, 32, 8, 3), (32, 32, 4, 3))]
+BACKS = [Setting()] + [
+    Setting(back=given)
+    for given in ((64, 32, 8, 2), (64, 32, 8, 3), (64, 32, 8, 1), (16, 64, 4, 2), (16, 128, 8, 2), (32, 32, 8, 2))
+]
+PROJECTS = [Setting()] + [
+    Setting(project=given)
+    for given in ((128, 64, 8, 4), (64, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 3), (128, 128, 8, 2))
+]
 TABLES: dict[str, tuple[str, torch.dtype, str, list[Setting]]] = {  # title: what is called, dtype, kernels, settings
     "write, backward": ("write", BF, "_write_backward _walk_backward", WALKS),
     "write with a read, backward": ("both", BF, "_write_backward _walk_backward", WALKS),
     "write, backward, float32": ("write", FULL, "_write_backward _walk_backward", WALKS[:8]),
     "look, dX": ("look", BF, "_give", GIVES),
+    "write with products": ("follow", BF, "_write _project _write_project", FOLLOWS),
+    "write with products, float32": ("follow", FULL, "_write _project _write_project", FOLLOWS_WIDE),
+    "backward in one pass": ("follow back", BF, "_give _walk_backward _give_back", BACKS),
+    "backward in one pass, float32": ("follow back", FULL, "_give _walk_backward _give_back", BACKS),
+    "products": ("look forward", BF, "_project", PROJECTS),
     "look, dX, float32": ("look", FULL, "_give", WIDE),
 }
 
@@ -84,9 +119,12 @@ def checked(what: str, dtype: torch.dtype) -> float:
     """The largest error as a share of its bound; compiles as well."""
     torch.manual_seed(0)
     n, d, _ = SIZES[dtype]
-    if what == "look":
+    if what.startswith("look"):
         found = look_errors(draw_look(n, d, (FEW,), 24, "sigmoid", dtype, "cuda"), "sigmoid")
         wide = {0, 4}  # x_in and the gradient of x
+    elif what.startswith("follow"):
+        found = follow_errors(draw_follow(n, d, (FEW,), 24, "sigmoid", dtype, "cuda"), "sigmoid")
+        wide = set(range(len(found))) - {2, 3, 8, 9, 10}  # all but pre, entries and the gradients of parameters
     else:
         found = errors(what, draw(what, n, d, (FEW,), True, dtype, "cuda"))
         wide = set(range(len(found)))
@@ -103,14 +141,28 @@ def compiled(title: str, setting: Setting) -> float:
         return float("inf")
 
 
-def backward(what: str, dtype: torch.dtype) -> Callable[[], object]:
-    """A call of the backward, with what its forward keeps; a read gets the gradient of a write too."""
+def called(what: str, dtype: torch.dtype) -> Callable[[], object]:
+    """A forward, or a backward with what its forward keeps; a read gets the gradient of a write too."""
     n, d, lead = SIZES[dtype]
+    options = "sigmoid", False, False, 1e-6, 0.0
+    if what == "follow":
+        x, y, w, m, *rest = draw_follow(n, d, lead, 24, "sigmoid", dtype, "cuda")
+        return lambda: follow._forward(x, m, y, w, *rest, *options, True)
+    if what == "follow back":
+        x, y, w, m, *rest = draw_follow(n, d, lead, 24, "sigmoid", dtype, "cuda")
+        out, pre, entries, seen, kept = follow._forward(x, m, y, w, *rest, *options, True)
+        given = [torch.randn_like(t) for t in (entries, seen, out)]
+        return lambda: follow._backward(
+            x, m, y, w, *rest, *options, [out, pre, *kept], given[2], None, given[0], given[1]
+        )  # fmt: skip
+    if what == "look forward":
+        x, *rest = draw_look(n, d, lead, 24, "sigmoid", dtype, "cuda")
+        return lambda: look._forward(x, *rest, *options, True)
     if what == "look":
         x, *rest = draw_look(n, d, lead, 24, "sigmoid", dtype, "cuda")
-        pre, entries, seen, kept = look._forward(x, *rest, "sigmoid", False, False, 1e-6, 0.0, True)
+        pre, entries, seen, kept = look._forward(x, *rest, *options, True)
         given = [torch.randn_like(t) for t in (entries, seen, x)]
-        return lambda: look._backward(x, *rest, "sigmoid", False, False, 1e-6, 0.0, [pre, *kept], None, *given)
+        return lambda: look._backward(x, *rest, *options, [pre, *kept], None, *given)
     drawn = draw(what, n, d, lead, True, dtype, "cuda")
     x, y, w, m, r = (drawn.get(name) for name in "xywmr")
     assert x is not None and y is not None and w is not None
@@ -127,18 +179,60 @@ def microseconds(run: Callable[[], object], kernels: str) -> float:
         for _ in range(10):
             run()
         torch.cuda.synchronize()
-    (row,) = (row for row in seen.key_averages() if row.key in kernels.split())
-    return float(row.self_device_time_total / row.count)
+    rows = [row for row in seen.key_averages() if row.key in kernels.split()]
+    assert rows
+    return float(sum(row.self_device_time_total / row.count for row in rows))
+
+
+def sublayer(dtype: torch.dtype, backward: bool) -> Callable[[], object]:
+    """A write of mHC and the next sublayer's read, and with `backward` what gradients take."""
+    torch.manual_seed(0)
+    n, d, lead = SIZES[dtype]
+    first, second = (catalogue.get("mhc").cls(d, i, streams=n, device="cuda") for i in range(2))
+    x, y = (torch.randn(*lead, *s, device="cuda", dtype=dtype) for s in ((n, d), (d,)))
+    wanted = [x.requires_grad_(), y.requires_grad_(), *second.parameters()]
+    with torch.no_grad():
+        _, told = first.read(x)
+    told = told._replace(read=None, signal={k: v.requires_grad_() for k, v in told.signal.items()})
+    wanted += list(told.signal.values())
+
+    def run() -> object:
+        after, seen, more = first.write_then_read(x, y, told, second)
+        outs = [after, seen, *more.signal.values()]
+        return outs if not backward else torch.autograd.grad(outs, wanted, [o.detach() for o in outs])
+
+    return run
+
+
+def launches(title: str, run: Callable[[], object], backward: bool) -> None:
+    """Microseconds of every launch of a call, and of a call in a graph."""
+    from torch.profiler import ProfilerActivity, profile
+    from triton.testing import do_bench_cudagraph
+
+    with torch.set_grad_enabled(backward):
+        for _ in range(3):
+            run()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(10):
+                run()
+            torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            whole = do_bench_cudagraph(run)
+    print(f"\n{title}: {1e3 * whole:.0f} us")
+    for row in sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total):
+        if row.self_device_time_total >= 10:
+            print(f"{row.self_device_time_total / 10:7.1f} us  {row.count / 10:3.0f}  {row.key[:60]}")
+    sys.stdout.flush()
 
 
 def main(titles: list[str]) -> None:
     tables: dict[str, Any] = {t: TABLES[t] for t in TABLES if not titles or t in titles}
     work = [(title, setting) for title, (*_, settings) in tables.items() for setting in settings]
-    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         shares = dict(zip(work, pool.map(compiled, *zip(*work, strict=True)), strict=True))
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     for title, (what, dtype, kernels, settings) in tables.items():
-        run, rows = backward(what, dtype), []
+        run, rows = called(what, dtype), []
         for setting in settings:
             if shares[title, setting] < float("inf"):
                 with setting.used(dtype):
@@ -151,6 +245,10 @@ def main(titles: list[str]) -> None:
         del run
         torch.cuda.empty_cache()
         sys.stdout.flush()
+    for dtype in (BF, FULL) if not titles or "sublayer" in titles else ():
+        for way in (False, True):
+            title = f"mHC, a write and the next read, {'with backward' if way else 'forward'}, {dtype}"
+            launches(title, sublayer(dtype, way), way)
 
 
 if __name__ == "__main__":

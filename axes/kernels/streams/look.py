@@ -175,7 +175,7 @@ def _chart(
 @triton.jit(do_not_specialize=["tokens"])
 def _heard(x, dx, dpre, tokens, d, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Parts of dpre_j = <X_j, dx>."""
-    part, token, column, there, inside = _places(tokens, d, ROWS, COLUMNS)
+    part, token, column, there, inside = _places(tl.program_id(0), tokens, d, ROWS, COLUMNS)
     grad = _stream(dx, token, column, inside, d, 0, 1)
     for j in tl.static_range(N):
         _tell(dpre, grad * _stream(x, token, column, inside, d, j, N), part, tokens, token, there, j, N)
@@ -200,11 +200,12 @@ def _entry(raw, a, b, row, at, mask, C: tl.constexpr, TANH: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def _back(
-    raw, units, a, b, dpre, given, dentries, du, slopes, da, db, tokens, width, parts,
+    raw, units, a, b, dpre, given, dentries, du, few, slopes, da, db, tokens, width, parts,
     N: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, CHART: tl.constexpr,
-    TANH: tl.constexpr, ROWS: tl.constexpr,
+    TANH: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Through the chart and the norm: du = s dr, slopes = -s^2 <r, dr> / W, parts of da and db over tokens."""
+    """Through the chart and the norm: du = s dr, in TERMS of few bits too, slopes = -s^2 <r, dr> / W, parts of da and
+    db over tokens."""
     group, token, there, row = _rows(tokens, GROUPS, ROWS)
     c = tl.arange(0, SIDE)
     inside, at = there[:, None] & (c < C)[None, :], (row * C)[:, None] + c[None, :]
@@ -244,7 +245,12 @@ def _back(
     tl.store(db + tile + c, tl.sum(grad, 0), mask=c < C)
     unit = tl.load(units + row, mask=there, other=0.0)
     grad *= scale[None, :] * slope
-    tl.store(du + at, unit[:, None] * grad, mask=inside)
+    left = unit[:, None] * grad
+    tl.store(du + at, left, mask=inside)
+    for k in tl.static_range(TERMS):
+        term = left.to(few.dtype.element_ty)
+        tl.store(few + (row * (TERMS * C))[:, None] + k * C + c[None, :], term, mask=inside)
+        left -= term.to(tl.float32)
     tl.store(slopes + row, -unit * unit * tl.sum(grad * r, 1) / width, mask=there)
 
 
@@ -257,10 +263,11 @@ def _give(
 ):  # fmt: skip
     """dX, of columns of a stream and `span` tiles of tokens. All that a tile needs is asked for ahead of the product,
     whose barriers no load is moved across; STAGES of them are on their way at a time."""
-    j = tl.program_id(0) % N  # programs beside each other read the same dx
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tokens are in the cache
+    j = program % N  # programs beside each other read the same dx
     cuts = tl.cdiv(d, COLUMNS)
-    column = tl.program_id(0) // N % cuts * COLUMNS + tl.arange(0, COLUMNS)
-    split = tl.program_id(0) // N // cuts
+    column = program // N % cuts * COLUMNS + tl.arange(0, COLUMNS)
+    split = program // N // cuts
     c, has = tl.arange(0, SIDE), column < d
     if GROUPS == 1:
         group, width, place = 0, N * d, j * d + column
@@ -327,23 +334,39 @@ def _forward(
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     shape = _Shape.of(x, b)
-    pre, entries, seen, kept = _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
     if not x.numel():
-        return pre, entries, seen, kept
+        return _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
     options = _options("project" if shape.side <= 64 else "project, wide", x, shape.side)
     rows = shape.tokens * shape.groups
     tiles = cdiv(rows, options["ROWS"])
     span, parts = _spread(cdiv(shape.width, options["COLUMNS"]), tiles)
-    products, moments = entries.new_empty(parts, rows, shape.entries), entries.new_empty(parts, 2, rows)
-    raw, units, means = kept if record else (entries, entries, entries)
+    products, moments = _sums_of(x, shape, parts)
     with layout.on_device(x):
         _project[(tiles * parts,)](
             x, phi, products, moments, rows, shape.width, span,
             C=shape.entries, SIDE=shape.side, CENTRED=centred, TERMS=_TERMS, **options,
         )  # fmt: skip
+    return _charted(x, a, b, products, moments, chart, tanh, centred, eps, floor, record)
+
+
+def _sums_of(x: Tensor, shape: _Shape, parts: int) -> tuple[Tensor, Tensor]:
+    """Room for parts of products and of squares."""
+    rows, wide = shape.tokens * shape.groups, torch.float32
+    return x.new_empty(parts, rows, shape.entries, dtype=wide), x.new_empty(parts, 2, rows, dtype=wide)
+
+
+def _charted(
+    x: Tensor, a: Tensor, b: Tensor, products: Tensor, moments: Tensor,
+    chart: str, tanh: bool, centred: bool, eps: float, floor: float, record: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """What `_forward` returns, of parts of products and squares."""
+    shape = _Shape.of(x, b)
+    pre, entries, _, kept = _empty(x, a, a, b, chart, tanh, centred, eps, floor, record)
+    raw, units, means = kept if record else (entries, entries, entries)
+    with layout.on_device(x):
         _chart[(shape.tiles,)](
-            products, moments, a, b, pre, entries, raw, units, means, shape.tokens, shape.width, parts, eps, floor,
-            **shape.constants(), ACROSS=power_of_2(shape.n), CHART=chart, TANH=tanh, CENTRED=centred,
+            products, moments, a, b, pre, entries, raw, units, means, shape.tokens, shape.width, len(products), eps,
+            floor, **shape.constants(), ACROSS=power_of_2(shape.n), CHART=chart, TANH=tanh, CENTRED=centred,
             KEEP=record, ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
     return pre, entries, _forward_read(x, pre, False)[0], kept
@@ -365,51 +388,99 @@ def _backward(
     kept: list[Tensor], given: Tensor | None, dentries: Tensor | None, dseen: Tensor | None,
     more: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    pre, raw, units, means = kept
+    pre, means = kept[0], kept[3]
     if not x.numel():
         return [torch.zeros_like(t) for t in (x, phi, a, b)]
-    shape, cut = _Shape.of(x, b), _Cut.of(x)
-    dpre, du, slopes = _sums(x, shape.n), torch.empty_like(raw), torch.empty_like(units)
-    dout, dseen = torch.empty_like(x), torch.zeros_like(x[:, 0]) if dseen is None else dseen
-    da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
+    shape, dout = _Shape.of(x, b), torch.empty_like(x)
+    dseen = torch.zeros_like(x[:, 0]) if dseen is None else dseen
     options = _options("give" if x.dtype == torch.bfloat16 else "give, tf32", x, shape.side)
     blocks = shape.n * cdiv(shape.d, options["COLUMNS"])
     splits, stages = cdiv(cdiv(shape.tokens, options["ROWS"]), _SPAN), options.pop("num_stages")
-    precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
+    du, slopes, *rest = _felt(x, phi, a, b, chart, tanh, kept, given, dentries, dseen)
+    with layout.on_device(x):
+        _give[(blocks * splits,)](
+            x, phi, pre, dseen, du, slopes, means, more, dout, shape.tokens, shape.d, _SPAN,
+            **shape.constants(), CENTRED=centred, PRECISION=_precision(x), STAGES=stages, **options,
+        )  # fmt: skip
+    return [dout, *rest]
+
+
+def _precision(x: Tensor) -> str:
+    return "tf32x3" if x.dtype == torch.float32 else "tf32"
+
+
+def _felt(
+    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, tanh: bool, kept: list[Tensor],
+    given: Tensor | None, dentries: Tensor | None, dseen: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """du and slopes, of which dX is made, and the gradients of phi, a and b."""
+    shape, cut = _Shape.of(x, b), _Cut.of(x)
+    _, raw, units, _ = kept
+    dpre, du, slopes = _sums(x, shape.n), torch.empty_like(raw), torch.empty_like(units)
+    da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
+    count = _TERMS if x.dtype == torch.bfloat16 else 0
+    few = x.new_empty(count * raw.numel())
     with layout.on_device(x):
         _heard[(cut.programs,)](
             x, dseen, dpre, shape.tokens, shape.d, N=shape.n, ROWS=cut.rows, COLUMNS=cut.columns, num_warps=_WARPS
         )
         _back[(shape.tiles,)](
-            raw, units, a, b, dpre, given, dentries, du, slopes, da, db, shape.tokens, shape.width, cut.parts,
-            **shape.constants(), CHART=chart, TANH=tanh, ROWS=shape.rows, num_warps=_WARPS,
+            raw, units, a, b, dpre, given, dentries, du, few, slopes, da, db, shape.tokens, shape.width, cut.parts,
+            **shape.constants(), CHART=chart, TANH=tanh, TERMS=count, ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
-        _give[(blocks * splits,)](
-            x, phi, pre, dseen, du, slopes, means, more, dout, shape.tokens, shape.d, _SPAN,
-            **shape.constants(), CENTRED=centred, PRECISION=precision, STAGES=stages, **options,
-        )  # fmt: skip
-    dphi = _outer(x.view(-1, shape.width), du.view(-1, shape.entries))
-    return [dout, dphi, da.sum(0), db.view(-1, shape.groups, shape.entries).sum(0)]
+    rows = x.view(-1, shape.width)
+    if count and x.is_cuda:  # the interpreter has no product of 16 bits with sums of 32
+        dphi = _merged(rows, few.view(len(rows), -1), count)
+    else:
+        dphi = _outer(rows, du.view(-1, shape.entries))
+    return du, slopes, dphi, da.sum(0), db.view(-1, shape.groups, shape.entries).sum(0)
 
 
 def _outer(x: Tensor, u: Tensor) -> Tensor:
     """sum_t u_t x_t^T (C, W) of x (rows, W) and u (rows, C) of float32, by torch's product, sums in float32."""
-    with torch.autocast(x.device.type, enabled=False):
-        if x.dtype == torch.float32 or not x.is_cuda:  # the interpreter has no product of 16 bits with such sums
+    if x.dtype == torch.float32 or not x.is_cuda:
+        with torch.autocast(x.device.type, enabled=False):
             return (x.float().mT @ u).mT.contiguous()
-        scale = 1.0 if x.dtype == torch.bfloat16 else u.abs().amax().clamp_min(1e-30)  # float16 has few exponents
-        terms, rest = [], u / scale
-        for _ in range(_TERMS):
-            terms.append(rest.to(x.dtype))
-            rest = rest - terms[-1]
-        parts = torch.mm(x.mT, torch.cat(terms, 1), out_dtype=torch.float32)
-        return parts.view(-1, _TERMS, u.shape[1]).sum(1).mT.mul(scale).contiguous()
+    scale = u.abs().amax().clamp_min(1e-30)  # float16 has few exponents
+    terms, rest = [], u / scale
+    for _ in range(_TERMS):
+        terms.append(rest.to(x.dtype))
+        rest = rest - terms[-1]
+    return _merged(x, torch.cat(terms, 1), _TERMS).mul_(scale)
+
+
+def _merged(x: Tensor, terms: Tensor, count: int) -> Tensor:
+    """The same of u in so many terms, one beside the other."""
+    with torch.autocast(x.device.type, enabled=False):
+        parts = torch.mm(x.mT, terms, out_dtype=torch.float32)
+        return parts.view(len(parts), count, -1).sum(1).mT.contiguous()
 
 
 _looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=1, missing=True, passes=True)
 
 
 # ---- call ------------------------------------------------------------------------------------------------------------
+
+
+def _require(who: str, x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str) -> None:
+    if x.ndim < 2 or not 1 <= x.shape[-2] <= LARGEST or not x.shape[-1]:
+        raise ShapeError(f"{who}: streams are (..., n, d) with n from 1 to {LARGEST}, not {tuple(x.shape)}")
+    n, d = x.shape[-2:]
+    if x.dtype not in layout.DTYPES:
+        raise ShapeError(f"{who}: streams are bf16, fp16 or fp32, not {x.dtype}")
+    if chart not in CHARTS:
+        raise ShapeError(f"{who}: chart is one of {', '.join(CHARTS)}, not {chart!r}")
+    groups, least = (n if chart == "first" else 1), {"first": 1, "sigmoid": n, "softmax": n * n}[chart]
+    if b.ndim != 2 or b.shape[0] != groups or not least <= b.shape[1] <= ENTRIES:
+        raise ShapeError(f"{who}: b is ({groups}, C) with C from {least} to {ENTRIES}, not {tuple(b.shape)}")
+    wanted = {"phi": (phi, (b.shape[1], n * d // groups)), "a": (a, (b.shape[1],)), "b": (b, tuple(b.shape))}
+    for name, (t, size) in wanted.items():
+        if tuple(t.shape) != size:
+            raise ShapeError(f"{who}: {name} is {size} beside streams {tuple(x.shape)}, not {tuple(t.shape)}")
+        if not t.is_floating_point() or t.dtype == torch.float64 or t.device != x.device:
+            raise ShapeError(f"{who}: {name} has up to 32 bits, on {x.device}, not {t.dtype} on {t.device}")
+    if x.device.type != "cuda" and not layout.interpreted():
+        raise ShapeError(f"{who}: the Triton kernels need a CUDA device, not {x.device}")
 
 
 def look(
@@ -423,24 +494,8 @@ def look(
     b (g, C) with g = 1 or, for every stream by itself, n; phi (C, n d / g) and a (C).  centred: rows of phi have mean
     zero.  Raises ShapeError for other shapes and dtypes, C above `ENTRIES`, and devices that no kernel runs on.
     """
-    if x.ndim < 2 or not 1 <= x.shape[-2] <= LARGEST or not x.shape[-1]:
-        raise ShapeError(f"look: streams are (..., n, d) with n from 1 to {LARGEST}, not {tuple(x.shape)}")
+    _require("look", x, phi, a, b, chart)
     n, d = x.shape[-2:]
-    if x.dtype not in layout.DTYPES:
-        raise ShapeError(f"look: streams are bf16, fp16 or fp32, not {x.dtype}")
-    if chart not in CHARTS:
-        raise ShapeError(f"look: chart is one of {', '.join(CHARTS)}, not {chart!r}")
-    groups, least = (n if chart == "first" else 1), {"first": 1, "sigmoid": n, "softmax": n * n}[chart]
-    if b.ndim != 2 or b.shape[0] != groups or not least <= b.shape[1] <= ENTRIES:
-        raise ShapeError(f"look: b is ({groups}, C) with C from {least} to {ENTRIES}, not {tuple(b.shape)}")
-    wanted = {"phi": (phi, (b.shape[1], n * d // groups)), "a": (a, (b.shape[1],)), "b": (b, tuple(b.shape))}
-    for name, (t, size) in wanted.items():
-        if tuple(t.shape) != size:
-            raise ShapeError(f"look: {name} is {size} beside streams {tuple(x.shape)}, not {tuple(t.shape)}")
-        if not t.is_floating_point() or t.dtype == torch.float64 or t.device != x.device:
-            raise ShapeError(f"look: {name} has up to 32 bits, on {x.device}, not {t.dtype} on {t.device}")
-    if x.device.type != "cuda" and not layout.interpreted():
-        raise ShapeError(f"look: the Triton kernels need a CUDA device, not {x.device}")
     parameters = (t.to(torch.float32).contiguous() for t in (phi, a, b))
     flat = x.reshape(-1, n, d).contiguous()
     pre, entries, seen, again = _looks(flat, *parameters, chart, tanh, centred, float(eps), float(floor))

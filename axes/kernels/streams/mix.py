@@ -44,11 +44,11 @@ _NONE, _CONSTANT, _EACH = 0, 1, 2  # coefficients: not there, one for all tokens
 
 
 @triton.jit
-def _places(tokens, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _places(program, tokens, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Of a program: its part of the columns, its tokens and columns, and which of them there are."""
     parts = tl.cdiv(d, COLUMNS)
-    part = tl.program_id(0) % parts
-    token = (tl.program_id(0) // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    part = program % parts
+    token = (program // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     return part, token, column, token < tokens, (token < tokens)[:, None] & (column < d)[None, :]
 
@@ -100,7 +100,8 @@ def _mixed(kept, x, m, w, y, token, column, there, inside, d, i, N: tl.constexpr
 @Kernel
 @triton.jit(do_not_specialize=["tokens"])
 def _read(x, r, y, tokens, d, N: tl.constexpr, READ: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    part, token, column, there, inside = _places(tokens, d, ROWS, COLUMNS)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tokens, which the pass before left in the cache
+    part, token, column, there, inside = _places(program, tokens, d, ROWS, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for j in tl.static_range(N):
         total += _number(r, token, there, j, N, READ) * _stream(x, token, column, inside, d, j, N)
@@ -112,7 +113,7 @@ def _read(x, r, y, tokens, d, N: tl.constexpr, READ: tl.constexpr, ROWS: tl.cons
 def _read_backward(
     x, r, dy, more, dx, dr, tokens, d, N: tl.constexpr, READ: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    part, token, column, there, inside = _places(tokens, d, ROWS, COLUMNS)
+    part, token, column, there, inside = _places(tl.program_id(0), tokens, d, ROWS, COLUMNS)
     grad = _stream(dy, token, column, inside, d, 0, 1)
     for j in tl.static_range(N):
         moved = _number(r, token, there, j, N, READ) * grad
@@ -141,7 +142,7 @@ def _write(
     N: tl.constexpr, MIX: tl.constexpr, WRITE: tl.constexpr, READ: tl.constexpr, KEPT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    part, token, column, there, inside = _places(tokens, d, ROWS, COLUMNS)
+    part, token, column, there, inside = _places(tl.program_id(0), tokens, d, ROWS, COLUMNS)
     v = _stream(y, token, column, inside, d, 0, 1)
     z = tl.zeros([ROWS, COLUMNS], tl.float32)
     kept = ()
@@ -209,7 +210,7 @@ def _write_backward(
     N: tl.constexpr, MIX: tl.constexpr, WRITE: tl.constexpr, READ: tl.constexpr, KEPT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    part, token, column, there, inside = _places(tokens, d, ROWS, COLUMNS)
+    part, token, column, there, inside = _places(tl.program_id(0), tokens, d, ROWS, COLUMNS)
     v = _stream(y, token, column, inside, d, 0, 1)
     shown = v
     if READ:
