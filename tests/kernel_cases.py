@@ -33,6 +33,7 @@ from axes.kernels.diagonal.chain import diagonal_chain
 from axes.kernels.diagonal_delta import chain as diagonal_delta
 from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
 from axes.kernels.entries.chain import Erase, entries_chain
+from axes.kernels.levels.chain import levels_chain
 from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.outer import outer_sum
 from axes.kernels.products.symmetric import symmetric_product
@@ -138,6 +139,15 @@ def entries(d_k: int, erase: Erase = "none", **rows: bool) -> Callable[[], None]
         v = torch.randn(2, 256, 1, 256, dtype=HALF, requires_grad=True)
         given = {n: torch.rand(*((1, 256, d_k) if n == "spectrum" else v.shape), requires_grad=True) for n in rows}
         both(entries_chain(q, k, v, given.pop("gate", None), **given, tied="times" in rows, erase=erase))
+
+    return run
+
+
+def levels(d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
+    def run() -> None:
+        q, k, v = (torch.randn(2, 1000, 2, d, dtype=dtype, requires_grad=True) for _ in range(3))
+        beta, g = torch.rand(2, 1000, 2, requires_grad=True), (-torch.rand(2, 1000, 2)).requires_grad_()
+        both(levels_chain(q, k, v, beta, g, torch.rand(2, 1000, 2, 16, requires_grad=True)))
 
     return run
 
@@ -358,6 +368,9 @@ CASES: dict[str, Callable[[], None]] = {
     "block 128": block(HALF, 128),
     "substitution 128": substitution(HALF, 128, 0, "gated"),
     "substitution by rows 128": substitution(HALF, 128, 2),
+    "levels 128": levels(128),
+    "levels 64": levels(64),
+    "levels 20, float32": levels(20, FULL),
     "entries of rows": entries(1, gate=True, beta=True),
     "entries 16": entries(16, times=True, spectrum=True),
     "entries erased 16": entries(16, "gated", beta=True),

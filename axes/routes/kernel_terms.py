@@ -60,7 +60,7 @@ def family(update: StateUpdate) -> Family | NoFamily:
         return NoFamily("every row of the state has a transition of its own")
     if isinstance(cost.ridge, Per) or cost.ridge != 0.0:
         return NoFamily("a ridge decays linearly and can change the sign, kernels take log gates")
-    if "dense" in kinds or "rotation" in kinds and (kinds - _TURNING or _erases(update)):
+    if "dense" in kinds or "rotation" in kinds and (kinds - _TURNING or erases(update)):
         return NoFamily("a dense transition")
     if filters:
         if len(filters) > 1:
@@ -134,7 +134,7 @@ def portable(
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the forms for Hopper multiply 16-bit values, not {dtype}"
     heads = [shape[2] for name in "kv" if len(shape := (shapes or {}).get(name, _ANY)) == 4]
-    if kind == "scalar" and _erases(update) and len(set(heads)) > 1:
+    if kind == "scalar" and erases(update) and len(set(heads)) > 1:
         return "heads share keys"
     return None
 
@@ -272,7 +272,7 @@ def _scalar(
     t, end = _in_frame(element, t, cu_seqlens)
     q = t.q
     write, erase, strength = _strengths(update, signal, t)
-    rule = "delta" if _erases(update) else "write"
+    rule = "delta" if erases(update) else "write"
     early = update.parts().predicts and update.parts().step.at == "prev" and gate is not None
 
     def pass_over(v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -296,7 +296,7 @@ def _diagonal(
     assert gate is not None
     t, end = _in_frame(element, t, cu_seqlens)
     write, erase, strength = _strengths(update, signal, t)
-    rule = "delta" if _erases(update) else "write"
+    rule = "delta" if erases(update) else "write"
     early = update.parts().predicts and update.parts().step.at == "prev"
     out, final = kernels.diagonal(
         t.q, write, t.v, gate, strength, erase=erase, initial_state=_start(state), rule=rule, early=early
@@ -367,7 +367,7 @@ def _entries(
         each = isinstance(rate, Tensor) and rate.ndim == len(shape) - 1
         beta = torch.as_tensor(rate[..., None] if each else rate, device=t.v.device)  # type: ignore[index]
         beta = (beta if beta.is_floating_point() else beta.float()).expand(shape)
-    erase = p.step.at if _erases(update) else "none"
+    erase = p.step.at if erases(update) else "none"
     if erase == "new":  # an implicit step shrinks by the whole key
         length = every_head(update, {"k": t.k, "v": t.v})["k"].float().square().sum(-1, keepdim=True)  # type: ignore[union-attr]
         beta = torch.ones_like(t.v, dtype=torch.float32) if beta is None else beta.float()
@@ -437,7 +437,7 @@ def _slots(first: Tensor, second: Tensor) -> Tensor:
 # ---- the numbers of a token ----------------------------------------------------------------------------------------
 
 
-def _erases(update: StateUpdate) -> bool:
+def erases(update: StateUpdate) -> bool:
     """Whether a datum erases what the state holds for its key: what it predicts, or with a strength of its own."""
     p = update.parts()
     return p.predicts and p.cost.curvature == "affine" or erases_along_key(update)
@@ -464,7 +464,7 @@ def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor,
         assert read is not None
         return t.k, (-read.squeeze(-1)).to(t.k.dtype).expand_as(t.k), None
     if rate_shape(step.rate) == "key":  # a step size for every key entry bends the write away from the key
-        return (t.k * rate).to(t.k.dtype), t.k if _erases(update) else None, None
+        return (t.k * rate).to(t.k.dtype), t.k if erases(update) else None, None
     if isinstance(rate, float) and rate == 1.0 and step.at != "new":
         return t.k, None, None
     shape = t.v.shape[:-1]
