@@ -33,6 +33,7 @@ Family = Literal["scalar", "diagonal", "dplr", "block", "entries"]
 HOPPER: frozenset[Family] = frozenset({"scalar", "diagonal", "dplr"})  # families with forms for that GPU
 WIDEST: dict[Family, int] = {"scalar": 256, "diagonal": 256, "dplr": 256, "block": 256, "entries": 256}
 _ANY = (1, 1, 1, 1)
+_PRODUCTS, _WIDE_ROWS = 16, 256  # keys and rows between which rows with gates are products of matrices, not entries
 _TURNING = {"rotation", "identity", "scalar", "pair"}  # gates that commute with rotations
 
 
@@ -185,6 +186,7 @@ class Kernels(NamedTuple):
     diagonal: Callable[..., tuple[Tensor, Tensor]]
     block: Callable[..., tuple[Tensor, Tensor]]
     entries: Callable[..., tuple[Tensor, Tensor]]
+    rows: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
 def _chunked(cu_seqlens: Tensor | None) -> Kernels:
@@ -210,7 +212,12 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return entries_chain(*args, cu_seqlens=cu_seqlens, **options)  # type: ignore[arg-type]
 
-    return Kernels(scalar, diagonal, block, entries)
+    def rows(*args: object) -> tuple[Tensor, Tensor]:
+        from axes.kernels.diagonal.rows import rows_chain
+
+        return rows_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+
+    return Kernels(scalar, diagonal, block, entries, rows)
 
 
 def one_token(in_place: bool) -> Kernels:
@@ -373,6 +380,12 @@ def _entries(
         beta = torch.ones_like(t.v, dtype=torch.float32) if beta is None else beta.float()
         erase, beta = "gated", beta / (1.0 + beta * length)
     q, start = t.q, _start(state)
+    alone = gate is not None and times is None and spectrum is None and erase == "none"
+    if alone and kernels.rows is not None and k.shape[-1] >= _PRODUCTS and max(k.shape[-1], shape[-1]) <= _WIDE_ROWS:
+        every = every_head(update, {"q": q, "k": k, "v": t.v})
+        written = t.v if beta is None else (t.v * beta).to(t.v.dtype)
+        out, final = kernels.rows(every["q"], every["k"], written, gate, start)
+        return out, _after(state, t.v, (final,))
     one = q.shape[2] == 1 and k.shape[2] == 1 and shape[2] > 1
     v, gate, times, beta = (x if x is None or not one else x.flatten(2)[:, :, None] for x in (t.v, gate, times, beta))
     if one:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from axes.core.derived import of_levels
+from axes.core.derived import erases_along_key, of_levels
 from axes.core.facts import fact
 from axes.core.legality import gates
 from axes.core.memory import Fenwick
@@ -51,9 +51,18 @@ def run(update: StateUpdate, signal: Signal, compute: Compute, whole: bool = Fal
     wide = torch.promote_types(v.dtype, torch.float32)
     w = (v.new_ones((), dtype=wide) * weights).expand(*v.shape[:3], memory.levels)
     own = {n: x for n, x in signal.items() if n != memory.weights.name}
-    if whole and no_whole(update, {n: tuple(x.shape) for n, x in own.items() if isinstance(x, Tensor)}) is None:
+    shapes = {n: tuple(x.shape) for n, x in own.items() if isinstance(x, Tensor)}
+    if whole and no_whole(update, shapes) is None:
         return _whole(plain, memory, own, w)
-    inside, ends = levels.inside(update, _moved(every_head(update, own), wide), w.transpose(1, 2), size)
+    if whole and no_inside(update, shapes) is None:
+        size = min(_chunk_length(v.dtype), memory.period)
+        low, last = size.bit_length(), (length - 1) // size
+        inside = _inside(plain, own, w).transpose(1, 2)
+        tail = {n: x[:, last * size :] if isinstance(x, Tensor) and x.ndim > 2 else x for n, x in own.items()}
+        w_tail = w[:, last * size :]
+        _, ends = levels.inside(update, _moved(every_head(update, tail), wide), w_tail.transpose(1, 2), size)
+    else:
+        inside, ends = levels.inside(update, _moved(every_head(update, own), wide), w.transpose(1, 2), size)
 
     def cut(x: Tensor | float, stretch: int, every: slice | int) -> Tensor | float:
         """Of stretches side by side some, as sequences; tokens behind the last do nothing."""
@@ -122,6 +131,39 @@ def no_whole(update: StateUpdate, shapes: Mapping[str, tuple[int, ...]]) -> str 
     if max(_LEAST, length) > 2 * memory.period:
         return "tokens are more than the levels tell apart"
     return None
+
+
+def no_inside(update: StateUpdate, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why levels inside of a chunk are not those of the kernel of chains that erase; or None."""
+    plain, memory = chain_of(update), update.parts().memory
+    assert isinstance(memory, Fenwick)
+    if family(plain) != "scalar" or not erases_along_key(plain):
+        return "nothing is erased along the key"
+    if gates(plain.parts().monoid) - {"identity", "scalar", "low rank"}:
+        return "queries and keys turn"
+    if max((shapes.get(n, (1,))[-1] for n in "kv"), default=1) > WIDEST:
+        return f"widths are up to {WIDEST}"
+    return None if memory.period >= _LEAST else "levels tell fewer tokens apart than a chunk has"
+
+
+def _chunk_length(dtype: torch.dtype) -> int:
+    return 32 if dtype == torch.float32 else 64
+
+
+def _inside(plain: StateUpdate, signal: Signal, w: Tensor) -> Tensor:
+    """What tokens read of their own chunk, (B, T, H, d_v), of chunks as long as the kernel's."""
+    found: list[Tensor] = []
+
+    def scalar(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, a: Tensor, **options: object
+    ) -> tuple[Tensor, Tensor]:
+        from axes.kernels.levels.inside import levels_inside
+
+        found.append(levels_inside(q, k, a, v, g, w))
+        return v, v.new_empty(0)
+
+    by_kernel(plain, signal, None, None, Kernels(scalar, scalar, scalar, scalar))
+    return found[0]
 
 
 def _whole(plain: StateUpdate, memory: Fenwick, signal: Signal, w: Tensor) -> tuple[Tensor, State]:

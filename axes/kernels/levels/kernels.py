@@ -13,6 +13,7 @@ import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import load_line, load_tile, store_line, store_tile
+from axes.kernels.scalar.tiles import later_sum
 
 _SIZES = ["T", "N", "depth", "units", "H", "HV"]
 
@@ -49,6 +50,13 @@ def strong(values, beta, first, rows, head, HV, C: tl.constexpr, STRONG: tl.cons
     if STRONG:
         values = (load_line(beta, first, rows, head, HV, C)[:, None] * values).to(values.dtype)
     return values
+
+
+@triton.jit
+def logs(runs, first, rows, head, HV, C: tl.constexpr):
+    """Logs of a chunk's gates so far; behind its last token they stay, so that nothing grows there."""
+    token = tl.minimum(tl.arange(0, C), rows - 1)
+    return tl.load(runs + first * HV + head + token * HV)
 
 
 @triton.jit
@@ -120,7 +128,7 @@ def sums(
         rows = tl.minimum(T - n * C, C)
         keys = load_tile(x, first, rows, d, key, H, K, C)
         values = load_tile(y, first, rows, e, head, HV, V, C)
-        run = load_line(runs, first, rows, head, HV, C)
+        run = logs(runs, first, rows, head, HV, C)
         here = (edge_at - edge(edges, unit, n, head, N, HV)).to(tl.float32)
         if OF == "right":
             factor = tl.exp2(run - here) * column(by, first, rows, head, LOW + level, HV, W, C)
@@ -161,7 +169,7 @@ def outputs(
     j = tl.arange(0, C)[None, :]
     queries = load_tile(q, first, rows, d, key, H, K, C)
     keys = load_tile(k, first, rows, d, key, H, K, C)
-    run = load_line(runs, first, rows, head, HV, C)
+    run = logs(runs, first, rows, head, HV, C)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     scores *= fading(run, i, j) * weighed(w, first, rows, head, i, j, HV, W, C, LOW)
     values = strong(load_tile(v, first, rows, e, head, HV, V, C), beta, first, rows, head, HV, C, STRONG)
@@ -198,7 +206,7 @@ def gradients_of_keys(
     j = tl.arange(0, C)[None, :]
     queries = load_tile(q, first, rows, d, key, H, K, C)
     keys = load_tile(k, first, rows, d, key, H, K, C)
-    run = load_line(runs, first, rows, head, HV, C)
+    run = logs(runs, first, rows, head, HV, C)
     dscores = tl.zeros([C, C], dtype=tl.float32)
     for at in range(0, V, BV):
         e = at + tl.arange(0, BV)
@@ -272,7 +280,7 @@ def gradients_of_values(
     j = tl.arange(0, C)[None, :]
     queries = load_tile(q, first, rows, d, key, H, K, C)
     keys = load_tile(k, first, rows, d, key, H, K, C)
-    run = load_line(runs, first, rows, head, HV, C)
+    run = logs(runs, first, rows, head, HV, C)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     scores *= fading(run, i, j) * weighed(w, first, rows, head, i, j, HV, W, C, LOW)
     dout = load_tile(do, first, rows, e, head, HV, V, C)
@@ -291,3 +299,88 @@ def gradients_of_values(
         store_line(dbeta + part * units * T * HV, tl.sum(values * grad, 1), first, rows, head, HV, C)
         grad *= load_line(beta, first, rows, head, HV, C)[:, None]
     store_tile(dv, grad, first, rows, e, head, HV, V, C)
+
+
+@triton.jit
+def _place(pid, T, N, HV, C: tl.constexpr):
+    """Of a program for every unit, head and chunk, in the order of the matrices of chunks: head, first row, rows."""
+    n = (pid % N).to(tl.int32)
+    unit = pid // (N * HV)
+    return pid // N % HV, unit * T + n * C, tl.minimum(T - n * C, C)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["T", "N", "HV"])
+def inside(
+    v, p, m, w, o, T, N, HV,
+    V: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What tokens of a chain that erases read of their own chunk: (P M * weights) v."""
+    pid = tl.program_id(0).to(tl.int64)
+    head, first, rows = _place(pid, T, N, HV, C)
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    square = pid * (C * C) + i * C + j
+    table = tl.dot(tl.load(p + square), tl.load(m + square), input_precision=PRECISION)
+    table = (table * weighed(w, first, rows, head, i, j, HV, W, C, LOW)).to(p.dtype.element_ty)
+    for left in range(0, V, BV):
+        e = left + tl.arange(0, BV)
+        out = tl.dot(table, load_tile(v, first, rows, e, head, HV, V, C), input_precision=PRECISION)
+        store_tile(o, out, first, rows, e, head, HV, V, C)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["T", "N", "H", "HV"])
+def inside_gradients(
+    q, k, a, v, p, m, w, runs, g, do, dq, dk, da, dv, dw, dg, T, N, H, HV,
+    K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one chunk of `inside`; those of q, k and a by value head. With R = P M and E = do v^T * weights:
+    dP = E M^T, and what is inverted to M has -R^T dP."""
+    pid = tl.program_id(0).to(tl.int64)
+    head, first, rows = _place(pid, T, N, HV, C)
+    key = head // (HV // H)
+    kind = p.dtype.element_ty
+    d = tl.arange(0, BK)
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    square = pid * (C * C) + i * C + j
+    solve = tl.load(m + square)
+    plain = tl.dot(tl.load(p + square), solve, input_precision=PRECISION)
+    weights = weighed(w, first, rows, head, i, j, HV, W, C, LOW)
+    table = (plain * weights).to(kind)
+    dtable = tl.zeros([C, C], dtype=tl.float32)
+    for left in range(0, V, BV):
+        e = left + tl.arange(0, BV)
+        dout = load_tile(do, first, rows, e, head, HV, V, C).to(kind)
+        dtable += tl.dot(dout, tl.trans(load_tile(v, first, rows, e, head, HV, V, C)), input_precision=PRECISION)
+        store_tile(dv, tl.dot(tl.trans(table), dout, input_precision=PRECISION), first, rows, e, head, HV, V, C)
+    apart, shown = i ^ j, plain * dtable
+    for level in tl.static_range(LOW):
+        if level == 0:
+            mine = apart == 0
+        else:
+            mine = (apart >= (1 << (level - 1))) & (apart < (1 << level))
+        line = tl.sum(tl.where(mine & (i >= j), shown, 0.0), 1)
+        store_column(dw, line, first, rows, head, level, HV, W, C)
+    dplain = tl.where(i >= j, dtable * weights, 0.0).to(kind)
+    dscores = tl.dot(dplain, tl.trans(solve), input_precision=PRECISION)
+    run = logs(runs, first, rows, head, HV, C) * 1.4426950408889634
+    gone = fading(run, i, j)
+    dlower = -tl.dot(tl.trans(plain.to(kind)), tl.where(i >= j, dscores, 0.0).to(kind), input_precision=PRECISION)
+    dlower = tl.where(i > j, dlower * gone, 0.0).to(kind)
+    dscores = (dscores * gone).to(kind)
+    queries = load_tile(q, first, rows, d, key, H, K, C)
+    keys = load_tile(k, first, rows, d, key, H, K, C)
+    erase = load_tile(a, first, rows, d, key, H, K, C)
+    dquery = tl.dot(dscores, keys, input_precision=PRECISION)
+    derase = tl.dot(dlower, keys, input_precision=PRECISION)
+    dkey = tl.dot(tl.trans(dscores), queries, input_precision=PRECISION)
+    dkey += tl.dot(tl.trans(dlower), erase, input_precision=PRECISION)
+    store_tile(dq, dquery, first, rows, d, head, HV, K, C)
+    store_tile(da, derase, first, rows, d, head, HV, K, C)
+    store_tile(dk, dkey, first, rows, d, head, HV, K, C)
+    dlog = later_sum(tl.sum(queries * dquery + erase * derase - keys * dkey, 1), C, True)
+    alive = load_line(g, first, rows, head, HV, C) > -100.0
+    store_line(dg, tl.where(alive, dlog, 0.0), first, rows, head, HV, C)
