@@ -85,10 +85,9 @@ from axes.routes.dispatch import _chain_by_kernel
 from tests.axes.test_kernels_levels import compare
 
 levels_kernel.CHUNK = 16
-for name in ("mamba2", "gated-delta-net"):
-    compare(name, 6, 53, 5, torch.float32, _chain_by_kernel, 1e-5)
-    compare(name, 6, 40, 16, torch.float16, _chain_by_kernel, 2e-2)
-compare("gated-delta-net", 9, 90, 5, torch.float32, _chain_by_kernel, 1e-5, shared=True)
+compare("mamba2", 6, 53, 5, torch.float32, _chain_by_kernel, 1e-5)
+compare("gated-delta-net", 6, 40, 16, torch.float16, _chain_by_kernel, 2e-2)
+compare("gated-delta-net", 9, 70, 5, torch.float32, _chain_by_kernel, 1e-5, shared=True)
 compare("gated-delta-net", 8, 70, 16, torch.float16, _chain_by_kernel, 2e-2)
 compare("gated-delta-net", 8, 40, 16, torch.float32, _chain_by_kernel, 5e-5, closed=True)
 """)
@@ -106,15 +105,15 @@ from axes.core.state_update import StateUpdate
 from tests.axes import test_kernels_levels
 from tests.axes.test_kernels_levels import LAYERS, compare, whole
 
-for length, width in ((1, 3), (32, 16), (70, 5), (225, 17)):
+for length, width in ((1, 3), (32, 16), (225, 17)):
     compare("mamba2", 9, length, width, torch.float32, whole, 1e-5)
-compare("mamba2", 16, 150, 20, torch.float16, whole, 1e-2)
+compare("mamba2", 16, 130, 20, torch.float16, whole, 1e-2)
 class Plain:
     update = StateUpdate(Alignment(), memory=Fenwick(8))
 LAYERS["plain"] = Plain
-compare("plain", 8, 100, 8, torch.float32, whole, 1e-5)
+compare("plain", 8, 65, 8, torch.float32, whole, 1e-5)
 compare("mamba2", 9, 100, 8, torch.float32, whole, 1e-5, shared=True)
-compare("mamba2", 9, 100, 8, torch.float32, whole, 5e-5, closed=True)
+compare("mamba2", 9, 40, 8, torch.float32, whole, 5e-5, closed=True)
 """)
 
 
