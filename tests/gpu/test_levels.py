@@ -60,7 +60,7 @@ def test_layers_use_them() -> None:
     layer = LogLinearMamba2(128, heads=2, device="cuda")
     seen, own = [], levels_kernel.run
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(levels_kernel, "run", lambda *a: seen.append(1) or own(*a))
+        patched.setattr(levels_kernel, "run", lambda *a, **b: seen.append(1) or own(*a, **b))
         layer(torch.randn(2, 200, 128, device="cuda"))
     assert seen
 
