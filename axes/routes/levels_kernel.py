@@ -1,10 +1,12 @@
-"""Levels by the kernels of their chain: one run of it for every doubling of the stretches, half of the tokens each.
+"""Levels by kernels. Where nothing is erased, all of them at once (`axes.kernels.levels`). Elsewhere by the kernel of
+their chain: one run of it for every doubling of the stretches, half of the tokens each.
 
 The state of a stretch of 2^j chunks, empty before it, goes through the stretch beside it as through a chain that writes
 nothing: what queries read on the way is level j's share of their outputs, and what is left, with the state of the
 stretch beside it, is the state of both together. So log2(N) runs of half as many tokens compute all levels that are
 longer than a chunk, forward and backward; those inside of a chunk are a table of weights over its matrix from values to
-outputs (`levels.inside`). Legend: B batch, T tokens, H heads, C tokens of a chunk, N chunks, P pairs of stretches.
+outputs, by a kernel where tokens erase along their keys, else in torch (`levels.inside`). Legend: B batch, T tokens,
+H heads, C tokens of a chunk, N chunks, P pairs of stretches.
 """
 
 from __future__ import annotations
