@@ -31,9 +31,12 @@ from axes.kernels.common.launch import Kernel
 from axes.kernels.common.warpgroup import retire
 from axes.kernels.diagonal import hopper as hopper_diagonal
 from axes.kernels.diagonal.chain import diagonal_chain
+from axes.kernels.diagonal.rows import rows_chain
 from axes.kernels.diagonal_delta import chain as diagonal_delta
 from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
 from axes.kernels.entries.chain import Erase, entries_chain
+from axes.kernels.levels.chain import levels_chain
+from axes.kernels.levels.inside import levels_inside
 from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.outer import outer_sum
 from axes.kernels.products.symmetric import symmetric_product
@@ -147,6 +150,33 @@ def entries(d_k: int, erase: Erase = "none", **rows: bool) -> Callable[[], None]
         v = torch.randn(2, 256, 1, 256, dtype=HALF, requires_grad=True)
         given = {n: torch.rand(*((1, 256, d_k) if n == "spectrum" else v.shape), requires_grad=True) for n in rows}
         both(entries_chain(q, k, v, given.pop("gate", None), **given, tied="times" in rows, erase=erase))
+
+    return run
+
+
+def rows(d_k: int, d_v: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
+    def run() -> None:
+        q, k = (torch.randn(2, 256, 2, d_k, dtype=dtype, requires_grad=True) for _ in range(2))
+        v = torch.randn(2, 256, 2, d_v, dtype=dtype, requires_grad=True)
+        both(rows_chain(q, k, v, (-torch.rand(2, 256, 2, d_v)).requires_grad_(), torch.randn(2, 2, d_v, d_k)))
+
+    return run
+
+
+def levels(d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
+    def run() -> None:
+        q, k, v = (torch.randn(2, 1000, 2, d, dtype=dtype, requires_grad=True) for _ in range(3))
+        beta, g = torch.rand(2, 1000, 2, requires_grad=True), (-torch.rand(2, 1000, 2)).requires_grad_()
+        both(levels_chain(q, k, v, beta, g, torch.rand(2, 1000, 2, 16, requires_grad=True)))
+
+    return run
+
+
+def levels_of_erasing(d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
+    def run() -> None:
+        q, k, a, v = (torch.randn(2, 300, 2, d, dtype=dtype, requires_grad=True) for _ in range(4))
+        g, w = (-torch.rand(2, 300, 2)).requires_grad_(), torch.rand(2, 300, 2, 16, requires_grad=True)
+        both((levels_inside(q, k, a, v, g, w),))
 
     return run
 
@@ -397,6 +427,11 @@ CASES: dict[str, Callable[[], None]] = {
     "block 128": block(HALF, 128),
     "substitution 128": substitution(HALF, 128, 0, "gated"),
     "substitution by rows 128": substitution(HALF, 128, 2),
+    "rows 128 x 64": rows(128, 64),
+    "levels 128": levels(128),
+    "levels of erasing 128": levels_of_erasing(128),
+    "levels 64": levels(64),
+    "levels 20, float32": levels(20, FULL),
     "entries of rows": entries(1, gate=True, beta=True),
     "entries 16": entries(16, times=True, spectrum=True),
     "entries erased 16": entries(16, "gated", beta=True),

@@ -65,6 +65,7 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
 KERNELS = (
     ("axes.kernels.scalar.chain", "scalar_chain", "chain"),
     ("axes.kernels.diagonal.chain", "diagonal_chain", "chain"),
+    ("axes.kernels.diagonal.rows", "rows_chain", "chain"),
     ("axes.kernels.block.chain", "block_chain", "chain"),
     ("axes.kernels.entries.chain", "entries_chain", "chain"),
     ("axes.kernels.recurrent.chain", "recurrent_chain", "recurrent"),

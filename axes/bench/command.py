@@ -65,6 +65,9 @@ def sequence(
     who: Annotated[list[str] | None, typer.Option(help="Contenders; all by default. May be repeated.")] = None,
     first_calls: Annotated[bool, typer.Option(help="Time the first call with a cold kernel cache, too.")] = False,
     lift_guard: Annotated[bool, typer.Option(help="Run fla's gated backward where it refuses to; checked.")] = False,
+    configurations: _CONFIGURATIONS = 0,
+    apart: _APART = 0,
+    patience: _PATIENCE = 600.0,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("runs/bench"),
     fresh: Annotated[bool, typer.Option(help="Measure rows again that the folder holds.")] = False,
 ) -> None:
@@ -81,6 +84,8 @@ def sequence(
         who=tuple(who or ()),
         first_calls=first_calls,
         lift_guard=lift_guard,
+        configurations=configurations,
+        apart=_apart(apart, patience),
     )
     console = _console()
     with _watching(console) as watch:

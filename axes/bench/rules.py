@@ -29,6 +29,7 @@ from axes.sequence import (
     RWKV6,
     RWKV7,
     S4D,
+    S5,
     TTTMLP,
     AdamNet,
     Comba,
@@ -366,6 +367,7 @@ RULES: tuple[SequenceRule, ...] = (
     SequenceRule("hgrn2", HGRN2.update, {"decay": "channels", "write": "rows"}, _hgrn2),
     SequenceRule("mlstm", MLSTM.update, {"forget": "gate", "input": "strength"}),
     SequenceRule("s4d", S4D.update, {"decay": "pairs", "angle": "angles"}),
+    SequenceRule("s5", S5.update, {"decay": "pairs", "angle": "angles"}, key_width=1),
     SequenceRule("gated slots", GSA.update, {"decay": "slots", "write": "slot strengths"}, _gsa),
     SequenceRule(
         "row gate",  # what HGRN and RG-LRU compute

@@ -6,18 +6,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
+from axes.bench.apart import Steps
 from axes.bench.check import check
 from axes.bench.floors import Ceilings, ceilings
-from axes.bench.peers import FLA, LOOP, OURS, Contender, contenders, lifted_guard
-from axes.bench.results import Watch, begin, fill, unwatched
+from axes.bench.peers import FLA, LOOP, OURS, Contender, contenders, lifted_guard, tune_again, tuned
+from axes.bench.results import Apart, Watch, begin, fill, unwatched
 from axes.bench.rules import SequenceRule, Shape, Signal, find, read
 from axes.bench.timing import Timing, median, peak_extra
 from axes.errors import AxesError
@@ -55,7 +57,8 @@ class Row:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What is compared."""
+    """What is compared. configurations: of a peer's kernel that its tuner may try; 0 for all. apart: see
+    `results.fill`."""
 
     rules: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
@@ -64,6 +67,8 @@ class Plan:
     who: tuple[str, ...] = ()
     first_calls: bool = False
     lift_guard: bool = False
+    configurations: int = 0
+    apart: Apart | None = None
     seed: int = 0
 
 
@@ -74,36 +79,42 @@ def measure(
     fresh: bool = False,
 ) -> dict[str, Any]:
     """Measure every row that the folder does not hold yet; the file is written after each. Returns its contents."""
-    device, dtype = device_of(plan.device), dtype_of(plan.dtype)
+    device, _ = device_of(plan.device), dtype_of(plan.dtype)
     results = begin(folder / FILE, Row, device, plan.seed, fresh)
     limits = Ceilings(**results["ceilings"]) if results["ceilings"] else None
     if device.type == "cuda" and limits is None:
         limits = ceilings(device)
         results["ceilings"] = asdict(limits)
 
-    def work(rule: SequenceRule, shape: Shape, who: Contender) -> tuple[Row, Callable[[Row], Row]]:
-        def measured(row: Row) -> Row:
-            guard = plan.lift_guard and who.name == FLA
-            with lifted_guard() if guard else nullcontext():
-                row = _row(row, rule, shape, dtype, device, who, plan, limits)
-            return replace(row, note="; ".join(filter(None, (row.note, "guard lifted")))) if guard else row
-
-        return Row(rule.name, str(shape), plan.dtype, who.name), measured
-
     every = [
-        work(rule, Shape.parse(shape), who)
+        (Row(rule.name, str(Shape.parse(shape)), plan.dtype, who.name), partial(_row, plan=plan, limits=limits))
         for rule in find(plan.rules)
         for shape in plan.shapes
         for who in contenders(rule, device, plan.who)
     ]
-    return fill(folder / FILE, results, every, watch)
+    return fill(folder / FILE, results, every, watch, plan.apart)
 
 
 def rows(results: dict[str, Any]) -> list[Row]:
     return [Row(**row) for row in results["rows"]]
 
 
-def _row(
+def _row(row: Row, plan: Plan, limits: Ceilings | None) -> Steps[Row]:
+    """The row; pauses when everything is compiled."""
+    device, dtype = device_of(plan.device), dtype_of(plan.dtype)
+    (rule,), shape = find((row.rule,)), Shape.parse(row.shape)
+    (who,) = contenders(rule, device, (row.who,))
+    with ExitStack() as around:
+        if who.name == FLA:
+            around.enter_context(tuned(plan.configurations))
+            if plan.lift_guard:
+                around.enter_context(lifted_guard())
+        row = yield from _measured(row, rule, shape, dtype, device, who, plan, limits)
+    guard = plan.lift_guard and who.name == FLA
+    return replace(row, note="; ".join(filter(None, (row.note, "guard lifted")))) if guard else row
+
+
+def _measured(
     row: Row,
     rule: SequenceRule,
     shape: Shape,
@@ -112,7 +123,7 @@ def _row(
     who: Contender,
     plan: Plan,
     limits: Ceilings | None,
-) -> Row:
+) -> Steps[Row]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     signal = rule.signal(shape, dtype, device, plan.seed)
@@ -134,6 +145,22 @@ def _row(
             verdict = alone
         row = replace(row, error=verdict.error, worst=verdict.worst)
     forward, both = _calls(who, signal)
+    if plan.apart is not None:  # all that compiles, before the pause
+        try:
+            with torch.no_grad():
+                forward()
+            if backward:
+                both()
+        except torch.OutOfMemoryError:
+            return replace(row, refused="out of memory")
+        del signal, forward, both
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    yield
+    if plan.apart is not None:
+        tune_again()
+        forward, both = _calls(who, rule.signal(shape, dtype, device, plan.seed))
     try:
         with torch.no_grad():
             timing = median(forward, device)

@@ -43,6 +43,20 @@ def gates(monoid: Monoid) -> set[str]:
     return {monoid.kind}
 
 
+_PLAIN = "no filters, read point, anchor, agile or repeated steps"
+
+
+def _given(p: Parts) -> str:
+    """Which fields of the step are not those of a plain one, by name."""
+    step = p.step
+    given = {
+        "via=": step.via, "read=": step.read, "debias=True": step.debias, "lazy=False": not step.lazy,
+        "at=Anchor(...)": isinstance(step.at, Anchor), f"steps={step.steps}": step.steps > 1,
+        f"h={type(p.h).__name__}": p.h.stats,
+    }  # fmt: skip
+    return f" (given: {', '.join(name for name, there in given.items() if there)})"
+
+
 # ---- cost and memory ---------------------------------------------------------------------------------------------
 
 
@@ -104,7 +118,7 @@ def _bounded(p: Parts) -> Iterator[str]:
     if step.start == "first":
         yield "start='first' replaces the state by a drive: slots have shares of it"
     if step.via or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1 or h.stats:
-        yield "slots are written by factored pairs: no filters, read point, anchor, agile or repeated steps, statistics"
+        yield f"slots are written by factored pairs: {_PLAIN}, statistics{_given(p)}"
     if not gates(p.monoid) <= {"identity", "scalar", "slot"} or rate_shape(step.rate) not in ("scalar", "own"):
         yield "a bounded memory takes gates and rates that are scalars or one for every slot"
     if any(per.size != slots for rate in p.rates() for per in named(rate) if per.shape == "own"):
@@ -129,7 +143,7 @@ def _regression(p: Parts) -> Iterator[str]:
     if not p.h.is_identity:
         yield "a regression is read through its solve: h is Euclidean()"
     if step.via or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1 or step.debias:
-        yield "a regression is written by pairs: no filters, read point, anchor, agile or repeated steps, normaliser"
+        yield f"a regression is written by pairs: {_PLAIN}, normaliser{_given(p)}"
     if step.start == "first":
         yield "start='first' replaces the state by a drive: a regression sums"
     if not gates(p.monoid) <= {"identity", "scalar"} or rate_shape(step.rate) != "scalar":
@@ -149,7 +163,7 @@ def _levels(p: Parts) -> Iterator[str]:
     if not p.h.is_identity or p.ridged:
         yield "levels are read as they are: h is Euclidean, without a ridge"
     if step.via or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1 or step.debias:
-        yield "levels have no filters, read point, anchor, normaliser, agile or repeated steps"
+        yield f"levels have {_PLAIN}, normaliser{_given(p)}"
     if step.start != "zero" or step.write != "sum" or step.writes > 1:
         yield "levels begin at zero and take one pair a datum, added: no start, write='max' or several writes"
     if "zero" in gates(p.monoid):
@@ -166,7 +180,7 @@ def _list(p: Parts) -> Iterator[str]:
     if step.start == "first":
         yield "start='first' replaces the state by a drive: a list memory has nothing to replace"
     if step.via or step.debias or step.read or isinstance(step.at, Anchor) or not step.lazy or step.steps > 1:
-        yield "a list memory keeps factored pairs: no filters, debias, read point, anchor, agile or repeated steps"
+        yield f"a list memory keeps factored pairs: {_PLAIN}, debias{_given(p)}"
     if rate_shape(step.rate) != "scalar" or not gates(p.monoid).isdisjoint({"row", "hadamard", "turn", "zero"}):
         yield "a list memory takes scalar rates and gates on the key side"
     kernel = getattr(p.memory, "errors", None)

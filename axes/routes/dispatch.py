@@ -155,11 +155,13 @@ def _run(
         with own_precision(v):
             begun = state or _begun(update, kernel_terms.every_head(update, signal), time, weights)
             return _passes_by_kernel(update, signal, begun)
-    if choice[:2] == ("levels", "triton") and torch.compiler.is_compiling():  # its runs are as many as the length says
+    if choice[:2] == ("levels", "triton") and torch.compiler.is_compiling() and levels_kernel.no_whole(
+        update, _shapes(signal, state)
+    ):  # its runs are as many as the length says
         choice = select(update, v.device, v.dtype, _shapes(signal, state), "torch", time)
     if choice[:2] == ("levels", "triton") and q.shape[time]:
         with own_precision(v):
-            return levels_kernel.run(update, signal, _chain_by_kernel)
+            return levels_kernel.run(update, signal, _chain_by_kernel, whole=True)
     signal = kernel_terms.every_head(update, signal)
     if choice.route not in _AS_GIVEN:
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32

@@ -50,17 +50,17 @@ def run(
     asks = {per.name for per in plain.demands()} | plain.signals() | {"k", "v"}
     given = {n: x for n, x in signal.items() if n in asks} | {"q": torch.roll(query, -1, time)}
     out, end = compute(plain, given, state)
-    held, length = state.theta[0].to(query.dtype), out.shape[time]
-    tokens = torch.arange(length, device=out.device)
+    wide, length = torch.promote_types(query.dtype, torch.float32), out.shape[time]
+    held = state.theta[0].to(wide)
     if cu_seqlens is None:
-        starts = tokens == 0
-        firsts = (held @ query.select(time, 0)[..., None])[..., 0].to(out.dtype).unsqueeze(time)
+        firsts = (held @ query.select(time, 0).to(wide)[..., None])[..., 0].to(out.dtype).unsqueeze(time)
+        before = torch.cat((firsts, out.narrow(time, 0, length - 1)), time)
     else:
-        packing = Packing.of(cu_seqlens, length)
+        tokens, packing = torch.arange(length, device=out.device), Packing.of(cu_seqlens, length)
         begins = packing.offsets[:-1].clamp_max(length - 1)  # of an empty sequence nobody asks
         starts = tokens == packing.offsets[packing.sequence]
-        firsts = (held @ query[0, begins][..., None])[..., 0].to(out.dtype)[packing.sequence][None]
-    before = torch.where(starts.view(-1, *[1] * (out.ndim - time - 1)), firsts, torch.roll(out, 1, time))
+        firsts = (held @ query[0, begins].to(wide)[..., None])[..., 0].to(out.dtype)[packing.sequence][None]
+        before = torch.where(starts.view(-1, *[1] * (out.ndim - time - 1)), firsts, torch.roll(out, 1, time))
     return before + (bonus * value).to(out.dtype), end
 
 
@@ -70,9 +70,12 @@ def _asked(update: StateUpdate, signal: Signal) -> tuple[Tensor, Tensor]:
     look, q, k = p.step.read, signal["q"], signal["k"]
     assert isinstance(look, Read) and isinstance(q, Tensor) and isinstance(k, Tensor)
     wide = torch.promote_types(q.dtype, torch.float32)
-    q, k = q.to(wide), k.to(wide)
-    query, value = q * _spread(look.gate, signal), _spread(look.rate, signal)
-    keyed, multiple = (k, value) if rate_shape(look.rate) == "row" else (k * value, 1.0)
+    gate, value = _spread(look.gate, signal), _spread(look.rate, signal)
+    plain = isinstance(gate, float) and gate == 1.0 and not p.predicts
+    query = q if plain else q.to(wide) * gate  # each pass over all tokens is memory's time
+    if p.predicts or not isinstance(value, Tensor) or value.dtype != wide:
+        k = k.to(wide)
+    keyed, multiple = (k.to(wide), value) if rate_shape(look.rate) == "row" else (k * value, 1.0)
     bonus = (keyed * q).sum(-1, keepdim=True)
     if p.predicts:
         seen, shrink = read_by_key(update, {**signal, "k": k})

@@ -33,6 +33,7 @@ Family = Literal["scalar", "diagonal", "dplr", "block", "entries"]
 HOPPER: frozenset[Family] = frozenset({"scalar", "diagonal", "dplr"})  # families with forms for that GPU
 WIDEST: dict[Family, int] = {"scalar": 256, "diagonal": 256, "dplr": 256, "block": 256, "entries": 256}
 _ANY = (1, 1, 1, 1)
+_PRODUCTS, _WIDE_ROWS = 16, 256  # keys and rows between which rows with gates are products of matrices, not entries
 _TURNING = {"rotation", "identity", "scalar", "pair"}  # gates that commute with rotations
 
 
@@ -60,7 +61,7 @@ def family(update: StateUpdate) -> Family | NoFamily:
         return NoFamily("every row of the state has a transition of its own")
     if isinstance(cost.ridge, Per) or cost.ridge != 0.0:
         return NoFamily("a ridge decays linearly and can change the sign, kernels take log gates")
-    if "dense" in kinds or "rotation" in kinds and (kinds - _TURNING or _erases(update)):
+    if "dense" in kinds or "rotation" in kinds and (kinds - _TURNING or erases(update)):
         return NoFamily("a dense transition")
     if filters:
         if len(filters) > 1:
@@ -134,7 +135,7 @@ def portable(
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the forms for Hopper multiply 16-bit values, not {dtype}"
     heads = [shape[2] for name in "kv" if len(shape := (shapes or {}).get(name, _ANY)) == 4]
-    if kind == "scalar" and _erases(update) and len(set(heads)) > 1:
+    if kind == "scalar" and erases(update) and len(set(heads)) > 1:
         return "heads share keys"
     return None
 
@@ -181,6 +182,7 @@ class Kernels(NamedTuple):
     block: Callable[..., tuple[Tensor, Tensor]]
     entries: Callable[..., tuple[Tensor, Tensor]]
     turns: bool = False
+    rows: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
 def _chunked(cu_seqlens: Tensor | None) -> Kernels:
@@ -206,7 +208,12 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return entries_chain(*args, cu_seqlens=cu_seqlens, **options)  # type: ignore[arg-type]
 
-    return Kernels(scalar, diagonal, block, entries)
+    def rows(*args: object) -> tuple[Tensor, Tensor]:
+        from axes.kernels.diagonal.rows import rows_chain
+
+        return rows_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+
+    return Kernels(scalar, diagonal, block, entries, rows=rows)
 
 
 def one_token(in_place: bool) -> Kernels:
@@ -270,7 +277,7 @@ def _scalar(
     t, end, turn = _in_frame(element, t, cu_seqlens, kernels)
     q = t.q
     write, erase, strength = _strengths(update, signal, t)
-    rule = "delta" if _erases(update) else "write"
+    rule = "delta" if erases(update) else "write"
     early = update.parts().predicts and update.parts().step.at == "prev" and gate is not None
 
     def pass_over(v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -296,7 +303,7 @@ def _diagonal(
     assert gate is not None
     t, end, turn = _in_frame(element, t, cu_seqlens, kernels)
     write, erase, strength = _strengths(update, signal, t)
-    rule = "delta" if _erases(update) else "write"
+    rule = "delta" if erases(update) else "write"
     early = update.parts().predicts and update.parts().step.at == "prev"
     out, final = kernels.diagonal(
         t.q, write, t.v, gate, strength, erase=erase, initial_state=_start(state), rule=rule, early=early, **turn
@@ -369,12 +376,18 @@ def _entries(
         each = isinstance(rate, Tensor) and rate.ndim == len(shape) - 1
         beta = torch.as_tensor(rate[..., None] if each else rate, device=t.v.device)  # type: ignore[index]
         beta = (beta if beta.is_floating_point() else beta.float()).expand(shape)
-    erase = p.step.at if _erases(update) else "none"
+    erase = p.step.at if erases(update) else "none"
     if erase == "new":  # an implicit step shrinks by the whole key
         length = every_head(update, {"k": t.k, "v": t.v})["k"].float().square().sum(-1, keepdim=True)  # type: ignore[union-attr]
         beta = torch.ones_like(t.v, dtype=torch.float32) if beta is None else beta.float()
         erase, beta = "gated", beta / (1.0 + beta * length)
     q, start = t.q, _start(state)
+    alone = gate is not None and times is None and spectrum is None and erase == "none"
+    if alone and kernels.rows is not None and k.shape[-1] >= _PRODUCTS and max(k.shape[-1], shape[-1]) <= _WIDE_ROWS:
+        every = every_head(update, {"q": q, "k": k, "v": t.v})
+        written = t.v if beta is None else (t.v * beta).to(t.v.dtype)
+        out, final = kernels.rows(every["q"], every["k"], written, gate, start)
+        return out, _after(state, t.v, (final,))
     one = q.shape[2] == 1 and k.shape[2] == 1 and shape[2] > 1
     v, gate, times, beta = (x if x is None or not one else x.flatten(2)[:, :, None] for x in (t.v, gate, times, beta))
     if one:
@@ -439,7 +452,7 @@ def _slots(first: Tensor, second: Tensor) -> Tensor:
 # ---- the numbers of a token ----------------------------------------------------------------------------------------
 
 
-def _erases(update: StateUpdate) -> bool:
+def erases(update: StateUpdate) -> bool:
     """Whether a datum erases what the state holds for its key: what it predicts, or with a strength of its own."""
     p = update.parts()
     return p.predicts and p.cost.curvature == "affine" or erases_along_key(update)
@@ -466,7 +479,7 @@ def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor,
         assert read is not None
         return t.k, (-read.squeeze(-1)).to(t.k.dtype).expand_as(t.k), None
     if rate_shape(step.rate) == "key":  # a step size for every key entry bends the write away from the key
-        return (t.k * rate).to(t.k.dtype), t.k if _erases(update) else None, None
+        return (t.k * rate).to(t.k.dtype), t.k if erases(update) else None, None
     if isinstance(rate, float) and rate == 1.0 and step.at != "new":
         return t.k, None, None
     shape = t.v.shape[:-1]

@@ -1,31 +1,36 @@
-"""Levels by the kernels of their chain: one run of it for every doubling of the stretches, half of the tokens each.
+"""Levels by kernels. Where nothing is erased, all of them at once (`axes.kernels.levels`). Elsewhere by the kernel of
+their chain: one run of it for every doubling of the stretches, half of the tokens each.
 
 The state of a stretch of 2^j chunks, empty before it, goes through the stretch beside it as through a chain that writes
 nothing: what queries read on the way is level j's share of their outputs, and what is left, with the state of the
 stretch beside it, is the state of both together. So log2(N) runs of half as many tokens compute all levels that are
 longer than a chunk, forward and backward; those inside of a chunk are a table of weights over its matrix from values to
-outputs (`levels.inside`). Legend: B batch, T tokens, H heads, C tokens of a chunk, N chunks, P pairs of stretches.
+outputs, by a kernel where tokens erase along their keys, else in torch (`levels.inside`). Legend: B batch, T tokens,
+H heads, C tokens of a chunk, N chunks, P pairs of stretches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from axes.core.derived import of_levels
+from axes.core.derived import erases_along_key, of_levels
 from axes.core.facts import fact
+from axes.core.legality import gates
 from axes.core.memory import Fenwick
 from axes.core.rates import Per, Signal, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.routes import levels
-from axes.routes.kernel_terms import every_head
+from axes.routes.kernel_terms import Kernels, erases, every_head, family
+from axes.routes.kernel_terms import run as by_kernel
 
 Compute = Callable[[StateUpdate, Signal, State | None], tuple[Tensor, State]]
 CHUNK = 64
+WIDEST, _LEAST = 128, 64  # of keys and values, and of tokens that levels tell apart, for a kernel of all levels
 _Places = tuple[tuple[int, int, int | None], ...]  # a level, the tokens of a stretch, and which: None, every second
 
 
@@ -35,8 +40,9 @@ def chain_of(update: StateUpdate) -> StateUpdate:
     return of_levels(update)
 
 
-def run(update: StateUpdate, signal: Signal, compute: Compute) -> tuple[Tensor, State]:
-    """Outputs (B, T, H, d_v) and the last state, of sequences that begin. compute: the chain, by its kernel."""
+def run(update: StateUpdate, signal: Signal, compute: Compute, whole: bool = False) -> tuple[Tensor, State]:
+    """Outputs (B, T, H, d_v) and the last state, of sequences that begin. compute: the chain, by its kernel; whole:
+    levels have a kernel of their own, where `no_whole` has nothing against it."""
     memory, plain = update.parts().memory, chain_of(update)
     assert isinstance(memory, Fenwick) and isinstance(memory.weights, Per)
     v = signal["v"]
@@ -47,7 +53,18 @@ def run(update: StateUpdate, signal: Signal, compute: Compute) -> tuple[Tensor, 
     wide = torch.promote_types(v.dtype, torch.float32)
     w = (v.new_ones((), dtype=wide) * weights).expand(*v.shape[:3], memory.levels)
     own = {n: x for n, x in signal.items() if n != memory.weights.name}
-    inside, ends = levels.inside(update, _moved(every_head(update, own), wide), w.transpose(1, 2), size)
+    shapes = {n: tuple(x.shape) for n, x in own.items() if isinstance(x, Tensor)}
+    if whole and no_whole(update, shapes) is None:
+        return _whole(plain, memory, own, w)
+    if whole and no_inside(update, shapes) is None:
+        size = min(_chunk_length(v.dtype), memory.period)
+        low, last = size.bit_length(), (length - 1) // size
+        inside = _inside(plain, own, w).transpose(1, 2)
+        tail = {n: x[:, last * size :] if isinstance(x, Tensor) and x.ndim > 2 else x for n, x in own.items()}
+        w_tail = w[:, last * size :]
+        _, ends = levels.inside(update, _moved(every_head(update, tail), wide), w_tail.transpose(1, 2), size)
+    else:
+        inside, ends = levels.inside(update, _moved(every_head(update, own), wide), w.transpose(1, 2), size)
 
     def cut(x: Tensor | float, stretch: int, every: slice | int) -> Tensor | float:
         """Of stretches side by side some, as sequences; tokens behind the last do nothing."""
@@ -100,6 +117,71 @@ def run(update: StateUpdate, signal: Signal, compute: Compute) -> tuple[Tensor, 
     theta = torch.stack([found.get(i, none) for i in range(memory.levels)], 2)
     number = memory.place(theta.new_full((*theta.shape[:2], 1, 1), length))
     return total.to(v.dtype), State((theta, number), (), (), (), (), _none(theta) + length)
+
+
+def no_whole(update: StateUpdate, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why no kernel computes all levels at once, and runs of the chain's kernel do; or None."""
+    plain, memory = chain_of(update), update.parts().memory
+    assert isinstance(memory, Fenwick)
+    if family(plain) != "scalar" or erases(plain):
+        return "what is written changes what was"
+    if gates(plain.parts().monoid) - {"identity", "scalar"}:
+        return "queries and keys turn"
+    if max((shapes.get(n, (1,))[-1] for n in "kv"), default=1) > WIDEST:
+        return f"widths are up to {WIDEST}"
+    length = shapes["v"][1] if len(shapes.get("v", ())) == 4 else 1
+    if max(_LEAST, length) > 2 * memory.period:
+        return "tokens are more than the levels tell apart"
+    return None
+
+
+def no_inside(update: StateUpdate, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why levels inside of a chunk are not those of the kernel of chains that erase; or None."""
+    plain, memory = chain_of(update), update.parts().memory
+    assert isinstance(memory, Fenwick)
+    if family(plain) != "scalar" or not erases_along_key(plain):
+        return "nothing is erased along the key"
+    if gates(plain.parts().monoid) - {"identity", "scalar", "low rank"}:
+        return "queries and keys turn"
+    if max((shapes.get(n, (1,))[-1] for n in "kv"), default=1) > WIDEST:
+        return f"widths are up to {WIDEST}"
+    return None if memory.period >= _LEAST else "levels tell fewer tokens apart than a chunk has"
+
+
+def _chunk_length(dtype: torch.dtype) -> int:
+    return 32 if dtype == torch.float32 else 64
+
+
+def _inside(plain: StateUpdate, signal: Signal, w: Tensor) -> Tensor:
+    """What tokens read of their own chunk, (B, T, H, d_v), of chunks as long as the kernel's."""
+    found: list[Tensor] = []
+
+    def scalar(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, a: Tensor, **options: object
+    ) -> tuple[Tensor, Tensor]:
+        from axes.kernels.levels.inside import levels_inside
+
+        found.append(levels_inside(q, k, a, v, g, w))
+        return v, v.new_empty(0)
+
+    by_kernel(plain, signal, None, None, Kernels(scalar, scalar, scalar, scalar))
+    return found[0]
+
+
+def _whole(plain: StateUpdate, memory: Fenwick, signal: Signal, w: Tensor) -> tuple[Tensor, State]:
+    """Levels by their own kernel, given what the chain's would be."""
+
+    def scalar(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, *_: object, **options: object
+    ) -> tuple[Tensor, Tensor]:
+        from axes.kernels.levels.chain import levels_chain
+
+        return levels_chain(q, k, v, beta, g, w)
+
+    out, state = by_kernel(plain, signal, None, None, Kernels(scalar, scalar, scalar, scalar))
+    (theta,) = state.theta
+    number = memory.place(theta.new_full((*theta.shape[:2], 1, 1), out.shape[1]))
+    return out, State((theta, number), (), (), (), (), _none(theta) + out.shape[1])
 
 
 def _sizes(memory: Fenwick, length: int) -> tuple[int, int, int]:
@@ -171,4 +253,4 @@ def _padded(x: Tensor, length: int) -> Tensor:
     return torch.cat((x, x.new_zeros(()).expand(x.shape[0], more, *x.shape[2:])), 1)
 
 
-__all__ = ["CHUNK", "chain_of", "run"]
+__all__ = ["CHUNK", "chain_of", "no_whole", "run"]

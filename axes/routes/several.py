@@ -84,9 +84,12 @@ def tokens(update: StateUpdate, signal: Signal, time: int) -> dict[str, Tensor |
                 continue
             x = torch.as_tensor(x, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
             x = x.expand(*lead, *own)
-        rest = x.new_zeros(()).expand_as(x) if name in still or name == "q" else x
-        order = [rest] * (n - 1) + [x] if name == "q" else [x] + [rest] * (n - 1)
-        given[name] = torch.stack(order, time + 1).flatten(time, time + 1)
+        one = x.unsqueeze(time + 1)
+        if name in still or name == "q":
+            one = _longer(one, 1 - n if name == "q" else n - 1, time + 1)
+        else:
+            one = one.expand(*x.shape[: time + 1], n, *x.shape[time + 1 :])
+        given[name] = one.flatten(time, time + 1)
     return given
 
 
@@ -94,8 +97,8 @@ def _longer(x: Tensor, by: int, dim: int) -> Tensor:
     """So many zeros behind a dimension, or ahead of it where the number is negative."""
     if not by:
         return x
-    zeros = x.new_zeros(()).expand(*x.shape[:dim], abs(by), *x.shape[dim + 1 :])
-    return torch.cat((x, zeros) if by > 0 else (zeros, x), dim)
+    behind = [0, 0] * (x.ndim - 1 - dim)  # one pass of zeros and one of x; a concatenation with zeros takes twice that
+    return torch.nn.functional.pad(x, [*behind, max(-by, 0), max(by, 0)])
 
 
 __all__ = ["each", "one", "run", "tokens"]

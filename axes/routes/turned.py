@@ -59,10 +59,13 @@ def run(
         total = packing.from_starts(total)
     asks = {per.name for per in plain.demands()} | plain.signals() | {"q", "k"}
     back = -(total.unsqueeze(-2) if each else total)
-    turned_back = rotate(v.to(total.dtype), back).to(v.dtype)
+    turned_back = rotate(v.to(total.dtype), back)
+    keys = signal.get("k")
+    if not isinstance(keys, Tensor) or keys.shape[-1] > 1:  # products take the values' dtype, a scan of rows any
+        turned_back = turned_back.to(v.dtype)
     out, end = compute(plain, {n: x for n, x in signal.items() if n in asks} | {"v": turned_back}, state)
     ahead = total if update.parts().step.reads == 1 else total.unsqueeze(-2)
-    out = rotate(out.to(total.dtype), ahead).to(out.dtype)
+    out = rotate(out.to(total.dtype), ahead).to(v.dtype)
     if end is None:
         return out, None
     if packing is None:

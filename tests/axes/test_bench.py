@@ -7,6 +7,7 @@ import math
 import os
 import re
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from axes.bench import (
     layers_report,
     peers,
     report,
+    rows,
     sequence,
     training,
     training_models,
@@ -288,3 +290,21 @@ def test_a_tuner_tries_few_of_its_configurations() -> None:
         assert tuner.prune_configs({}) == configurations
     peers.tune_again()
     assert not tuner.cache and tuner.prune_configs({}) == configurations
+
+
+def test_the_page_of_rows_is_its_data(tmp_path: Path) -> None:
+    """Every row of the page is an instance with a curve that falls; figures of a GPU are those of a bench's file."""
+    root = Path(__file__).resolve().parents[2] / "docs"
+    data = json.loads((root / "rows.json").read_text(encoding="utf-8"))
+    page = (root / "rows.md").read_text(encoding="utf-8")
+    assert rows.with_tables(page, data) == page, "docs/rows.md: run python -m axes.bench.rows"
+    for row in data["rows"]:
+        curve = data["curves"][row["name"]]
+        assert len(curve) == rows.SIZES["steps"] and curve[-1] < 0.8 * curve[0], row["name"]
+    where = {"device": "a GPU", "torch": "0"}
+    ours = sequence.Row("delta", "1,2,3,4", "float32", peers.OURS, forward=1.0, both=3.0, error=1e-3, worst="dq")
+    theirs = replace(ours, who=peers.FLA, forward=2.0, both=4.0)
+    shown = rows.tables({**data, "times": {"where": where, "rows": [asdict(ours), asdict(theirs)]}})
+    assert "| delta | 1,2,3,4 | 1.00 / 3.00 |  /  | 2.00 / 4.00 | 0.50 / 0.75 | 1.0e-03 dq |" in shown
+    with pytest.raises(AxesError, match="markers"):
+        rows.with_tables("no markers", data)

@@ -118,6 +118,11 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
         function = f"{name}_chain"
         setattr(stand_in, function, getattr(chains, function))
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    rows = ModuleType("axes.kernels.diagonal.rows")
+    rows.rows_chain = lambda q, k, v, g, start, *, cu_seqlens: chains.entries_chain(  # type: ignore[attr-defined]
+        q, k, v, g, initial_state=start, cu_seqlens=cu_seqlens
+    )
+    monkeypatch.setitem(sys.modules, rows.__name__, rows)
     mass = ModuleType("axes.kernels.rows.mass")
     mass.over_mass = normalised  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, mass.__name__, mass)
@@ -241,12 +246,13 @@ def test_packed_sequences_are_each_alone(name: str) -> None:
             torch.testing.assert_close(a.to(b.dtype), b, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("width", (8, 32))
 @pytest.mark.parametrize("name", ("mesa-net", "gsa", "abc"))
-def test_passes_by_kernels_are_the_passes(name: str) -> None:
-    """Dense and packed, from a state; the chains of rows are those of entries."""
-    layer = catalogue.get(name, axis="sequence").cls(8, heads=2)
+def test_passes_by_kernels_are_the_passes(name: str, width: int) -> None:
+    """Dense and packed, from a state; the chains of rows are those of entries, of 16 keys and more by products."""
+    layer = catalogue.get(name, axis="sequence").cls(width, heads=2)
     update, sizes = layer.update, layer.sizes
-    given, _, _ = layer.around.enter(torch.randn(2, 9, 8), layer.around.tails(2, torch.empty(0)))
+    given, _, _ = layer.around.enter(torch.randn(2, 9, width), layer.around.tails(2, torch.empty(0)))
     start = layer._init_memory(2, torch.empty(0))
     start = start._replace(theta=tuple(torch.rand_like(x) + torch.eye(*x.shape[-2:]) for x in start.theta))
     want, last = dispatch.run(update, given, start, implementation="reference")
@@ -259,7 +265,7 @@ def test_passes_by_kernels_are_the_passes(name: str) -> None:
     torch.testing.assert_close(one[0].unflatten(0, (2, 9)), got, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(after.theta, state.theta, rtol=2e-4, atol=2e-5)
     who = select(update, "cuda", torch.bfloat16, implementation="triton")
-    assert who[:2] == ("passes", "triton") and sizes.d_v == 4
+    assert who[:2] == ("passes", "triton") and sizes.d_v == width // 2
     assert select(update, "cuda", torch.bfloat16)[:2] == who[:2]
 
 

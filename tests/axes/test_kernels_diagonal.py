@@ -72,7 +72,42 @@ def check(length, d_k, d_v, dtype, kind, bound, units=None, **more):
         assert error < bound, (length, d_k, d_v, dtype, kind, name, error)
 """
 
+ROWS = r"""
+from axes.kernels.diagonal.rows import rows_chain
+
+def rows_loop(q, k, v, g, start=None, cu_seqlens=None):
+    outs, states = [], []
+    ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    for u, (first, end) in enumerate(zip(ends, ends[1:])):
+        state = q.new_zeros(q.shape[0], q.shape[2], v.shape[3], q.shape[3]) if start is None else start
+        state = state[u : u + 1] if cu_seqlens is not None and start is not None else state
+        for t in range(first, end):
+            state = state * g[:, t, ..., None].clamp(min=-100).exp() + v[:, t, ..., None] * k[:, t, :, None]
+            outs.append((state @ q[:, t, ..., None])[..., 0])
+        states.append(state)
+    return torch.stack(outs, 1), torch.cat(states)
+
+def rows(length, d_k, d_v, dtype, kind, bound, units=None, **more):
+    given = draw(length, d_v, d_k, dtype, kind, b=1 if units else 2, h=2, units=units)
+    given = dict(q=given["v"], k=torch.randn_like(given["v"]), v=given["k"], g=given["g"])
+    given |= dict(start=torch.randn(units or 2, 2, d_v, d_k)) if kind != "bare" else {}
+    do, dfinal = torch.randn_like(given["v"]), torch.randn(units or 2, 2, d_v, d_k)
+    got = run(lambda start=None, **x: rows_chain(**x, initial_state=start), given, do, dfinal, **more)
+    want = run(rows_loop, {n: x.double() for n, x in given.items()}, do.double(), dfinal.double(), **more)
+    for name, w in want.items():
+        error = ((got[name] - w).norm() / max(w.norm(), 1e-3 * w.numel() ** 0.5)).item()
+        assert error < bound, (length, d_k, d_v, dtype, kind, name, error)
+"""
+
 CASES = {
+    "rows": ROWS + """
+rows(40, 16, 20, torch.float32, "random", 3e-6)
+rows(33, 20, 5, torch.float32, "closed", 3e-6)
+rows(1, 16, 3, torch.float32, "random", 3e-6)
+rows(20, 16, 3, torch.float32, "bare", 3e-6)
+rows(40, 17, 40, torch.float32, "random", 3e-6, units=3, cu_seqlens=torch.tensor([0, 3, 33, 40]))
+rows(70, 16, 20, torch.float16, "mild", 4e-3)
+""",
     "full": """
 check(40, 16, 16, torch.float32, "random", 3e-6)
 check(33, 5, 20, torch.float32, "closed", 3e-6)

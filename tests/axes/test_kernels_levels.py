@@ -22,10 +22,11 @@ from tests.interpreter import interpret
 LAYERS = {"mamba2": LogLinearMamba2, "gated-delta-net": LogLinearGatedDeltaNet}
 
 
-def draw(update: StateUpdate, length: int, width: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def draw(update: StateUpdate, length: int, width: int, dtype: torch.dtype, shared: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     shape = (2, length, 2)
-    signal = {"q": torch.randn(*shape, width), "k": torch.randn(*shape, width), "v": torch.randn(*shape, width + 1)}
+    signal = {n: torch.randn(2, length, 1 if shared else 2, width) for n in "qk"}
+    signal["v"] = torch.randn(*shape, width + 1)
     signal["k"] /= signal["k"].norm(dim=-1, keepdim=True)
     signal |= {"decay": -torch.rand(shape), "beta": torch.rand(shape), "dt": torch.rand(shape)}
     signal["level"] = torch.rand(*shape, update.parts().memory.levels)  # type: ignore[attr-defined]
@@ -41,12 +42,17 @@ def results(run: Any, given: dict[str, Tensor], dtype: torch.dtype | None = None
     return [out, *state.theta, *torch.autograd.grad(loss, list(leaves.values()))]
 
 
-def compare(name: str, most: int, length: int, width: int, dtype: torch.dtype, compute: Any, bound: float) -> None:
+def compare(
+    name: str, most: int, length: int, width: int, dtype: torch.dtype, compute: Any, bound: float,
+    shared: bool = False, closed: bool = False,
+) -> None:  # fmt: skip
     update = replace(LAYERS[name].update, memory=Fenwick(most))
-    given = draw(update, length, width, dtype)
+    given = draw(update, length, width, dtype, shared)
+    if closed:
+        given["decay"] = torch.where(torch.rand(given["decay"].shape) < 0.2, -1e3, 10 * given["decay"])
     want = results(lambda x: dispatch.run(update, x, implementation="reference"), given, torch.float64)
     wide = torch.float64 if dtype == torch.float64 else None
-    got = results(lambda x: levels_kernel.run(update, x, compute), given, wide)
+    got = results(lambda x: levels_kernel.run(update, x, compute, whole=compute is not by_torch), given, wide)
     for i, (w, g) in enumerate(zip(want, got, strict=True)):
         error = ((g - w).norm() / max(w.norm().item(), 1e-3 * w.numel() ** 0.5)).item()
         assert error < bound, (name, most, length, i, error)
@@ -54,6 +60,10 @@ def compare(name: str, most: int, length: int, width: int, dtype: torch.dtype, c
 
 def by_torch(update: StateUpdate, signal: Signal, start: State | None) -> tuple[Tensor, State]:
     return dispatch.run(update, signal, start, implementation="torch")
+
+
+def whole(update: StateUpdate, signal: Signal, start: State | None) -> tuple[Tensor, State]:
+    raise AssertionError("all levels are computed at once")
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -75,9 +85,35 @@ from axes.routes.dispatch import _chain_by_kernel
 from tests.axes.test_kernels_levels import compare
 
 levels_kernel.CHUNK = 16
-for name in ("mamba2", "gated-delta-net"):
-    compare(name, 16, 53, 5, torch.float32, _chain_by_kernel, 1e-5)
-    compare(name, 6, 40, 16, torch.float16, _chain_by_kernel, 2e-2)
+compare("mamba2", 6, 53, 5, torch.float32, _chain_by_kernel, 1e-5)
+compare("gated-delta-net", 6, 40, 16, torch.float16, _chain_by_kernel, 2e-2)
+compare("gated-delta-net", 9, 70, 5, torch.float32, _chain_by_kernel, 1e-5, shared=True)
+compare("gated-delta-net", 8, 70, 16, torch.float16, _chain_by_kernel, 2e-2)
+compare("gated-delta-net", 8, 40, 16, torch.float32, _chain_by_kernel, 5e-5, closed=True)
+""")
+
+
+def test_all_levels_at_once() -> None:
+    """Chunks of 32 and 64 tokens: a few, an odd number, a power of two; shared keys, no gates, no strengths."""
+    if sys.platform != "linux":
+        pytest.importorskip("triton")
+    interpret("""
+import torch
+from axes.core.costs import Alignment
+from axes.core.memory import Fenwick
+from axes.core.state_update import StateUpdate
+from tests.axes import test_kernels_levels
+from tests.axes.test_kernels_levels import LAYERS, compare, whole
+
+for length, width in ((1, 3), (32, 16), (225, 17)):
+    compare("mamba2", 9, length, width, torch.float32, whole, 1e-5)
+compare("mamba2", 16, 130, 20, torch.float16, whole, 1e-2)
+class Plain:
+    update = StateUpdate(Alignment(), memory=Fenwick(8))
+LAYERS["plain"] = Plain
+compare("plain", 8, 65, 8, torch.float32, whole, 1e-5)
+compare("mamba2", 9, 100, 8, torch.float32, whole, 1e-5, shared=True)
+compare("mamba2", 9, 40, 8, torch.float32, whole, 5e-5, closed=True)
 """)
 
 

@@ -135,7 +135,10 @@ REFUSED = {
         ),
         "filters over MLP",
     ),
-    "filtered list": (dict(cost=ALIGN, algorithm=Step(via=(EMA,)), memory=List()), "factored pairs"),
+    "filtered list": (dict(cost=ALIGN, algorithm=Step(via=(EMA,)), memory=List()), r"factored pairs.*\(given: via=\)"),
+    "read of a list": (
+        dict(cost=ALIGN, algorithm=Step(read=Read(1.0, Per("c"))), memory=List()), r"\(given: read=\)",
+    ),
     "curved list": (dict(cost=ALIGN, h=Lq(), memory=List()), "Euclidean or entropic"),
     "column list": (dict(cost=ALIGN, h=Entropic("column"), memory=List()), "axis='row'"),
     "robust softmax": (dict(cost=Huber(0.5), h=Entropic(), memory=List()), "the cost is Alignment or SquaredError"),

@@ -22,7 +22,8 @@ from torch.library import opcheck
 from axes.kernels.attention import attend, transport, turn
 from axes.kernels import step
 from axes.kernels.block import chain as block
-from axes.kernels.diagonal import chain as diagonal
+from axes.kernels.diagonal import chain as diagonal, rows
+from axes.kernels.levels import chain as levels, inside
 from axes.kernels.diagonal_delta import chain as diagonal_delta
 from axes.kernels.products import outer
 from axes.kernels.scalar import chain as scalar
@@ -100,6 +101,19 @@ q, k, v, gate, start = tokens()
 g = -torch.rand(1, 20, 2, 16)
 check(*given(diagonal, diagonal.diagonal_chain, q, k, v, g, gate, initial_state=start))
 check_fakes(*given(diagonal, diagonal.diagonal_chain, q, k, v, g, cu_seqlens=CU))
+""",
+    "rows": """
+q, k, v, gate, start = tokens(heads=2)
+g = -torch.rand(1, 20, 2, 16)
+check(*given(rows, rows.rows_chain, q, k, v, g, start))
+check_fakes(*given(rows, rows.rows_chain, q, k, v, g, cu_seqlens=CU))
+""",
+    "levels": """
+q, k, v, gate, start = tokens(t=70)
+w = torch.rand(1, 70, 2, 8)
+check(*given(levels, levels.levels_chain, q, k, v, gate, -gate, w))
+check_fakes(*given(levels, levels.levels_chain, q, k, v, None, None, w))
+check(*given(inside, inside.levels_inside, q, k, k, v, -gate, w, name="_inside"))
 """,
     "diagonal delta": """
 q, k, v, gate, start = tokens()

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from axes import catalogue  # noqa: E402
+from axes.kernels.diagonal.rows import rows_chain  # noqa: E402
 from axes.kernels.entries.chain import entries_chain  # noqa: E402
 from tests import chains  # noqa: E402
 
@@ -82,6 +83,29 @@ def test_equals_the_token_loop(name: str, dtype: torch.dtype) -> None:
 def test_lengths(name: str, length: int) -> None:
     d_k, parts, options = PARTS[name]
     check(length, d_k, 64, torch.bfloat16, parts, **options)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(
+    ("d_k", "d_v", "closed", "cuts"),
+    ((128, 64, False, None), (64, 64, True, None), (20, 33, False, None), (128, 64, False, [0, 70, 70, 71, 150])),
+)
+def test_rows_by_products(dtype: torch.dtype, d_k: int, d_v: int, closed: bool, cuts: list[int] | None) -> None:
+    """The chain of a gated slot's scores: rows with gates, by tensor cores; the bits of two runs are the same."""
+    packed = {} if cuts is None else {"cu_seqlens": torch.tensor(cuts, device="cuda")}
+    batch = {"b": 1, "units": 4} if cuts else {}
+    given = draw(150, d_k, d_v, dtype, ("gate",), h=2, hv=2, closed=closed, **batch)
+
+    def rows(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        return rows_chain(q, k, v, gate, **more)
+
+    got, again = (results(rows, given, False, **packed) for _ in range(2))
+    want = results(chains.entries_chain, given, True, **packed)
+    for name, w in want.items():
+        assert torch.isfinite(got[name]).all() and torch.equal(got[name], again[name]), name
+        error = ((got[name].double() - w).norm() / max(w.norm(), 1e-3 * w.numel() ** 0.5)).item()
+        print(f"{name} {error:.1e}", end="  ")
+        assert error < 2 * BOUNDS[dtype], (name, error)
 
 
 @pytest.mark.parametrize(("d_v", "h", "hv"), ((1, 1, 1), (33, 2, 4), (257, 1, 1)))

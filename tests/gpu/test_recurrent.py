@@ -19,6 +19,8 @@ from axes.routes.cells import GRU, SLSTM, VectorCell  # noqa: E402
 from axes.routes.matrix_cells import M2RNN  # noqa: E402
 from axes.sequence import GRU as GRULayer  # noqa: E402
 from axes.sequence import M2RNN as M2RNNLayer  # noqa: E402
+from axes.sequence import SLSTM as SLSTMLayer  # noqa: E402
+from axes.sequence import SequenceLayer  # noqa: E402
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 CELLS = pytest.mark.parametrize("cell", (GRU(), SLSTM()), ids=("gru", "slstm"))
@@ -162,10 +164,10 @@ def milliseconds(call, times: int = 5) -> float:  # type: ignore[no-untyped-def]
 @pytest.mark.filterwarnings("ignore::UserWarning")  # cuDNN compacts weights that a dtype has moved
 @pytest.mark.parametrize("heads", (1, 8))
 def test_times_beside_cudnn_and_a_loop(heads: int) -> None:
-    """Printed (-s): ours, cuDNN's GRU as wide, a loop over torch's cells; forward and with backward, B=64 T=512."""
+    """Printed (-s): ours by kernels, by torch and by the interpreter, cuDNN's GRU as wide, a loop over torch's cells;
+    forward and with backward, B=64 T=512."""
     width = 128
     x = torch.randn(64, 512, heads * width, device="cuda", dtype=torch.bfloat16)
-    ours = GRULayer(heads * width, heads=heads, implementation="triton", device="cuda", dtype=torch.bfloat16)
     peer = nn.GRU(heads * width, heads * width, batch_first=True, device="cuda", dtype=torch.bfloat16)
     cell = nn.GRUCell(heads * width, heads * width, device="cuda", dtype=torch.bfloat16)
 
@@ -176,8 +178,14 @@ def test_times_beside_cudnn_and_a_loop(heads: int) -> None:
             outs.append(h)
         return torch.stack(outs, 1)
 
-    calls = {"ours": lambda: ours(x)[0], "cuDNN": lambda: peer(x)[0], "loop": loop}
+    def ours(cls: type[SequenceLayer], who: str):  # type: ignore[no-untyped-def]
+        layer = cls(heads * width, heads=heads, implementation=who, device="cuda", dtype=torch.bfloat16)
+        return lambda: layer(x)[0]
+
+    calls = {"cuDNN": lambda: peer(x)[0], "loop of cells": loop}
+    calls |= {f"{c.name} by {w}": ours(c, w) for c in (GRULayer, SLSTMLayer) for w in ("triton", "torch", "reference")}
     for name, call in calls.items():
         with torch.no_grad():
-            forward = milliseconds(call)
-        print(f"heads {heads}  {name}: {forward:.2f} / {milliseconds(lambda c=call: c().sum().backward()):.2f} ms")
+            forward = milliseconds(call, 2 if "reference" in name else 5)
+        both = milliseconds(lambda c=call: c().sum().backward(), 1 if "reference" in name else 5)
+        print(f"heads {heads}  {name}: {forward:.2f} / {both:.2f} ms")

@@ -232,6 +232,21 @@ def gdn2(m: SequenceLayer, x: Tensor) -> Found:
     return rms(torch.stack(out, 1), p.norm.weight) * torch.sigmoid(heads(x @ p.g_proj.weight.T)), state.mT
 
 
+def kda(m: SequenceLayer, x: Tensor) -> Found:
+    """Kimi Linear: S_t = (I - beta k k^T) Diag(a) S + beta k v^T with S (d_k, d_v), multiplied out."""
+    p = m.around
+    q, k, v = convolutions(p, x)
+    beta = torch.sigmoid(through(p.charts["beta"], x))[..., None, None]
+    a, eye = mamba_gate(p.charts["decay"], x), torch.eye(q.shape[-1], dtype=x.dtype)
+    state, out = torch.zeros(B, H, k.shape[-1], v.shape[-1], dtype=x.dtype), []
+    for t in range(T):
+        key = k[:, t, ..., None]
+        state = (eye - beta[:, t] * key @ key.mT) @ torch.diag_embed(a[:, t]) @ state
+        state = state + beta[:, t] * key @ v[:, t, :, None, :]
+        out.append((state.mT @ q[:, t, ..., None])[..., 0] / root(q))
+    return rms(torch.stack(out, 1), p.norm.weight) * torch.sigmoid(heads(x @ p.g_proj.weight.T)), state.mT
+
+
 def path_fox(m: SequenceLayer, x: Tensor) -> Found:
     """Yang et al. 2025: k_i^T H_{i+1} ... H_t q_t plus the sum of log f between, one softmax."""
     p = m.around
@@ -290,6 +305,7 @@ ORACLES: dict[str, Oracle] = {
     "delta-product": delta_product,
     "gated-delta-product": delta_product,
     "comba": comba,
+    "kda": kda,
     "gdn2": gdn2,
     "path-fox": path_fox,
     "deltaformer": deltaformer,

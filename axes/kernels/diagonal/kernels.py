@@ -20,7 +20,7 @@ from axes.kernels.common.tiles import (
     store_tile,
     unit_rows,
 )
-from axes.kernels.diagonal.channels import add_up, load_logs, pairs, pairs_backward, power, split
+from axes.kernels.diagonal.channels import add_up, factors, load_logs, met, pairs, pairs_backward, power, split
 
 _LENGTHS = ["T", "N", "H", "HV"]  # one compilation for all of them
 
@@ -315,3 +315,43 @@ def keys(
                     pid + n, q, k, v, beta, g, totals, do, states, dstates, dq, dk, dg, offsets, units, T, N, H, HV,
                     K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP,
                 )  # fmt: skip
+
+
+@Kernel
+@triton.jit(do_not_specialize=["T", "N", "H"])
+def rows(
+    k, v, do, g, states, dq, offsets, units, T, N, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All chunks at once: one block of keys of dq, which is what a chain with gates on rows reads."""
+    pid = tl.program_id(0).to(tl.int64)
+    k_parts: tl.constexpr = (K + BK - 1) // BK
+    d = (pid % k_parts).to(tl.int32) * BK + tl.arange(0, BK)
+    head = pid // k_parts % H
+    slot = pid // (k_parts * H)
+    _, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
+    if first < end:
+        count = (end - first).to(tl.int32)
+        out = tl.zeros([C, BK], dtype=tl.float32)
+        dp = tl.zeros([C, C], dtype=tl.float32)
+        for left in range(0, V, BV):
+            e = left + tl.arange(0, BV)
+            at = (slot * H + head) * V * K + e[:, None] * K + d[None, :]
+            state = tl.load(states + at, mask=(e < V)[:, None] & (d < K)[None, :], other=0.0)
+            dout = load_tile(do, first, count, e, head, H, V, C, "rows")
+            values = load_tile(v, first, count, e, head, H, V, C, "rows")
+            out += tl.dot(dout, state, input_precision=PRECISION)
+            dp += tl.dot(dout, tl.trans(values), input_precision=PRECISION)
+        i = tl.arange(0, C)[:, None]
+        j = tl.arange(0, C)[None, :]
+        keys = load_tile(k, first, count, d, head, H, K, C, "rows")
+        high, middle, low = split(load_logs(g, first, count, d, head, H, K, C, "rows"), PARTS)
+        out *= power(add_up(i >= j, high, middle, low, PARTS))
+        size = tl.full([], C, tl.int32)
+        while size > 0:  # as `pairs_backward`
+            reader, writer, flat = factors(high, middle, low, size, C, False, PARTS, BOUND)
+            kept = tl.where(met(size, flat, C, False), dp, 0.0).to(keys.dtype)
+            out += reader * tl.dot(kept, (keys * writer).to(keys.dtype), input_precision=PRECISION)
+            size = tl.where(flat, 0, size // 2)
+        store_tile(dq, out, first, count, d, head, H, K, C, "rows")

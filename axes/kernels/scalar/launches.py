@@ -86,7 +86,7 @@ def _merge(x: Chain, constants: Tensor, maps: Tensor, edge: Tensor | None, rever
     return starts
 
 
-def _matrices(x: Chain) -> tuple[Tensor, Tensor]:
+def matrices(x: Chain) -> tuple[Tensor, Tensor]:
     """M and P of every chunk; cumulative gates are written on the way."""
     square = (x.cut.slots, x.v.shape[2], x.cut.chunk, x.cut.chunk)
     m, p = x.q.new_empty(square), x.q.new_empty(square)
@@ -159,7 +159,7 @@ def segment_ends(
 
 def delta_forward(x: Chain, start: Tensor | None) -> tuple[Any, ...]:
     """o, final, and what the backward needs: M, P, first states of segments and their maps."""
-    m, p = _matrices(x)
+    m, p = matrices(x)
     o, final, maps = torch.empty_like(x.v), x.state(), None
     if x.cut.S > 1:
         start, maps = segment_starts(x, m, start)

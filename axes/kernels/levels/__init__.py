@@ -1,0 +1,1 @@
+"""Kernels of chains whose stretches are weighed by what reads them."""
