@@ -1,4 +1,4 @@
-"""What the sizes of the token and substitution kernels cost at the shapes that they are for.
+"""What the sizes of the token, substitution and network kernels cost at the shapes that they are for.
 
     python -m tests.gpu.tune --out tuned.jsonl        # on a machine with a GPU; stops by itself after --limit seconds
     python -m tests.gpu.tune --only substitution --only adam
@@ -73,6 +73,10 @@ def cases() -> list[Case]:
         rows = rule in ("longhorn", "yaad", "yaad prev")  # a head is one program where rows meet
         changes = [{}, *(c for c in spread if rows or "PART" not in c)]
         found.append([Case(rule, width, "substitution", change) for change in changes])
+    tiles: list[dict[str, Any]] = [{"WARPS": 8, "WARPS_BACK": 8}, {"HIDDEN": 128, "WARPS": 8}]
+    tiles += [{"HIDDEN": 128, "WARPS": 8, "HIDDEN_BACK": 128, "WARPS_BACK": 8}, {"SEGMENT": 32}]
+    for rule in ("ttt mlp", "titans mlp", "yaad mlp"):
+        found.append([Case(rule, 64, "cascade", change) for change in ({}, *tiles)])
     longest = max(map(len, found))
     return [group[i] for i in range(longest) for group in found if i < len(group)]
 
@@ -80,9 +84,11 @@ def cases() -> list[Case]:
 @contextmanager
 def changed(case: Case) -> Iterator[None]:
     """Within the block kernels have these sizes."""
-    if case.route == "substitution":
-        from axes.kernels.substitution import chain
+    if case.route in ("substitution", "cascade"):
+        from axes.kernels.network import chain as network
+        from axes.kernels.substitution import chain as substitution
 
+        chain = substitution if case.route == "substitution" else network
         with patch.multiple(chain, **case.change) if case.change else patch.object(chain, "SLOTS", chain.SLOTS):
             yield
         return
@@ -266,7 +272,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("tuned.jsonl"))
     parser.add_argument("--limit", type=float, default=100.0, help="seconds")
-    parser.add_argument("--only", action="append", default=[], help="a rule, token or substitution")
+    parser.add_argument("--only", action="append", default=[], help="a rule, token, substitution or cascade")
     parser.add_argument("--plain", action="store_true", help="what the package has, no candidates")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096)

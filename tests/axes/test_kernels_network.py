@@ -1,0 +1,86 @@
+"""Anchored memories of two layers by kernels, under Triton's interpreter against the recurrence in float64; what is
+picked.
+
+The interpreter is chosen when Triton is imported, so the kernels run in a process of their own; bfloat16 products are
+left to tests/gpu.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.interpreter import interpret
+
+if sys.platform != "linux":  # there its absence is an error, not a reason to skip
+    pytest.importorskip("triton")
+
+PROGRAM = r"""
+import torch
+from axes.core import reference
+from axes.core.algorithms import Anchor, Step
+from axes.core.costs import Huber, Linear, SquaredError
+from axes.core.geometry import Euclidean
+from axes.core.memory import MLP
+from axes.core.monoids import Diagonal, Scalar
+from axes.core.rates import Per
+from axes.core.state_update import StateUpdate
+from axes.kernels.network import chain
+from axes.routes import dispatch, network_kernel
+from axes.testing import checks
+
+AT = Anchor(16)
+BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
+ROWS = Diagonal("row_decay", side="row")
+GATED = Scalar("decay")
+SURPRISE = StateUpdate(Linear(), Euclidean(), Scalar("momentum"), Step(Per("theta")))
+chain.SEGMENT = 2
+
+def results(run, signal, start, dtype):
+    live = {n: x.to(dtype).requires_grad_() for n, x in signal.items()}
+    first = [x.to(dtype).requires_grad_() for x in start]
+    out, state = run(live, tuple(first))
+    torch.manual_seed(1)
+    shown = [out, *state.theta, *state.anchor, *[x for s in state.via for x in s.theta]]
+    loss = sum((x.double() * torch.randn(x.shape, dtype=torch.float64)).sum() for x in shown)
+    return [*shown, *torch.autograd.grad(loss, [*live.values(), *first])], [*live, "w1", "w2"]
+
+def check(update, length, d=9, gates=1.0, heads=2):
+    torch.manual_seed(0)
+    signal = checks.example(update, length=length, d_k=d, d_v=d)
+    signal = {n: x[:1].float().unsqueeze(2).repeat(1, 1, heads, *[1] * (x.ndim - 2)) for n, x in signal.items()}
+    signal = {n: x + 0.1 * torch.randn(x.shape) if n in "qkv" else x for n, x in signal.items()}
+    signal = {n: gates * x if "decay" in n else 0.3 * x if n in "beta row_beta theta" else x for n, x in signal.items()}
+    f = update.parts().memory.expansion * d
+    start = [torch.randn(1, heads, d, f) / f**0.5, torch.randn(1, heads, f, d) / d**0.5]
+    got, names = results(lambda s, w: network_kernel.run(update, s, None, w), signal, start, torch.float32)
+    want, _ = results(lambda s, w: reference.run(update, s, time=1, weights=w), signal, start, torch.float64)
+    torch_form = lambda s, w: dispatch.run(update, s, weights=w, implementation="torch")
+    near, _ = results(torch_form, signal, start, torch.float32)  # norms of few numbers amplify what is rounded
+    names = [*[f"shown {n}" for n in range(len(want) - len(names))], *names]
+    wrong = []
+    for name, a, w, x in zip(names, got, want, near, strict=True):
+        error, bar = (((y - w).norm() / max(w.norm(), 1e-3 * w.numel() ** 0.5)).item() for y in (a, x))
+        print(name, tuple(w.shape), f"{error:.1e} {bar:.1e}")
+        if not error < max(4e-6, 3 * bar):
+            wrong.append(name)
+    assert not wrong, wrong
+"""
+CASES = {
+    "nothing forgotten": "check(StateUpdate(SquaredError(), algorithm=Step(BETA, at=AT), memory=MLP(3)), 34)",
+    "a gate": ("check(StateUpdate(Huber(0.5), monoid=GATED, algorithm=Step(BETA, at=AT), memory=MLP(4)), 50)"),
+    "a filter": (
+        "check(StateUpdate(SquaredError(), Euclidean(), GATED, Step(at=AT, via=(SURPRISE,)), memory=MLP(2)), 37)"
+    ),
+    "rows": "check(StateUpdate(Huber(ROW_BETA), monoid=ROWS, algorithm=Step(ROW_BETA, at=AT), memory=MLP(3)), 36)",
+    "rows that close": (
+        "check(StateUpdate(Huber(0.5), monoid=ROWS, algorithm=Step(ROW_BETA, at=AT), memory=MLP(2)), 20, gates=8.0)"
+    ),
+    "rates by rows": ("check(StateUpdate(SquaredError(), algorithm=Step(ROW_BETA, at=AT), memory=MLP(2)), 17)"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_equal_the_recurrence(case: str) -> None:
+    interpret(PROGRAM + CASES[case])
