@@ -74,7 +74,7 @@ def cases() -> list[Case]:
         changes = [{}, *(c for c in spread if rows or "PART" not in c)]
         found.append([Case(rule, width, "substitution", change) for change in changes])
     tiles: list[dict[str, Any]] = [{"WARPS": 8, "WARPS_BACK": 8}, {"HIDDEN": 128, "WARPS": 8}]
-    tiles += [{"HIDDEN": 128, "WARPS": 8, "HIDDEN_BACK": 128, "WARPS_BACK": 8}, {"SEGMENT": 32}]
+    tiles += [{"HIDDEN_BACK": 128, "WARPS_BACK": 8}, {"HIDDEN_READS": 128, "WARPS_READS": 8}, {"SEGMENT": 32}]
     for rule in ("ttt mlp", "titans mlp", "yaad mlp"):
         found.append([Case(rule, 64, "cascade", change) for change in ({}, *tiles)])
     longest = max(map(len, found))

@@ -7,7 +7,7 @@ backwards those of a segment are made again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,7 +25,8 @@ from axes.kernels.substitution.chain import SLOTS, known_response, made
 BLOCK, WIDEST = 16, 128  # tokens of an anchor; the widest keys and values
 SEGMENT = 16  # blocks between states that are kept
 HIDDEN, WARPS = 64, 4  # hidden units of a tile, and warps of a program
-HIDDEN_BACK, WARPS_BACK = 64, 4
+HIDDEN_READS, WARPS_READS = 64, 4  # of programs of one block
+HIDDEN_BACK, WARPS_BACK = 64, 4  # of the way back
 ROWS, READ_WARPS = 16, 4  # of the pass that goes through tokens
 
 
@@ -56,34 +57,36 @@ class _Sizes(NamedTuple):
     def programs(self) -> int:
         return self.batch * self.heads
 
-    def cuts(self, record: bool) -> list[int]:
-        """Where a launch ends: at every kept state, and at the anchor that is shown."""
-        whole = list(range(0, self.blocks, SEGMENT)) if record else [0]
-        return sorted({*whole, self.blocks - 1, self.blocks})
+    def segments(self) -> list[tuple[int, int]]:
+        """First blocks, and those after the last ones."""
+        return [(n, min(n + SEGMENT, self.blocks)) for n in range(0, self.blocks, SEGMENT)]
 
-    def constants(self, k: Tensor, tile: int, m: Tensor | None, a: Tensor | None, g: Tensor | None) -> dict[str, Any]:
-        wide = max(16, power_of_2(self.width))
+    def rooms(self, k: Tensor, leaves: int) -> list[Tensor]:
+        """For the first W, and M, of the blocks of a segment, in the dtype of products."""
+        own = (min(SEGMENT, self.blocks), self.batch, self.heads)
+        wide = ((self.width, self.hidden), (self.hidden, self.width))
+        return [k.new_empty(*own, *wide[i % 2]) for i in range(leaves)]
+
+    def tile(self, hidden: int) -> int:
+        return min(hidden, max(16, power_of_2(self.hidden)))
+
+    def constants(self, k: Tensor, m: Tensor | None, a: Tensor | None, g: Tensor | None) -> dict[str, Any]:
         return dict(
-            D=self.width, F=self.hidden, BD=wide, BF=min(tile, max(16, power_of_2(self.hidden))), FILTER=m is not None,
-            GATED=a is not None, ROWS=g is not None, PRECISION=precision(k), num_stages=1,
+            D=self.width, F=self.hidden, BD=max(16, power_of_2(self.width)), FILTER=m is not None, GATED=a is not None,
+            ROWS=g is not None, PRECISION=precision(k), num_stages=1,
         )  # fmt: skip
 
 
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 
 
-def _rooms(k: Tensor, w1: Tensor, w2: Tensor, m1: Tensor | None, m2: Tensor | None, record: bool) -> _Outputs:
+def _shapes_of(k: Tensor, w1: Tensor, w2: Tensor, m1: Tensor | None, m2: Tensor | None, record: bool) -> _Outputs:
     """What `_forward` returns, unfilled: o; the last W and M; W before the last block; kept: W1 h, H^T m, and states
     where segments begin."""
-    wide, none = torch.float32, w1.new_empty(0)
+    wide = torch.float32
     o = k.new_empty(k.shape, dtype=wide)
-    ends = [
-        torch.empty_like(w1),
-        torch.empty_like(w2),
-        *(none.clone() if m is None else torch.empty_like(m) for m in (m1, m2)),
-    ]
-    befores = torch.empty_like(w1), torch.empty_like(w2)
-    kept = []
+    ends = [w1.new_empty(0) if x is None else torch.empty_like(x) for x in (w1, w2, m1, m2)]
+    befores, kept = (torch.empty_like(w1), torch.empty_like(w2)), []
     if record:
         segments = cdiv(_Sizes.of(k, w2).blocks, SEGMENT)
         starts = [x for x in (w1, w2, m1, m2) if x is not None]
@@ -99,34 +102,44 @@ def _forward(
     m1: Tensor | None, m2: Tensor | None, name: str, record: bool,
 ) -> _Outputs:  # fmt: skip
     s = _Sizes.of(k, w2)
-    found = _rooms(k, w1, w2, m1, m2, record)
-    (o, *ends), befores, kept = found[:5], found[5:7], found[7]
+    found = _shapes_of(k, w1, w2, m1, m2, record)
+    (o, *moving), befores, kept = found[:5], found[5:7], found[7]
+    moving = moving[: 2 if m1 is None else 4]
+    for x, start in zip(moving, (w1, w2, m1, m2), strict=False):
+        assert start is not None
+        x.copy_(start)
     seen, met = kept[:2] if record else (torch.empty_like(o), k.new_empty(*k.shape[:3], BLOCK, dtype=torch.float32))
-    now, into = _four(w1, w2, m1, m2), _four(*ends[:2], *(None if m1 is None else x for x in ends[2:]))
-    more, cuts = s.constants(k, HIDDEN, m1, a, g), s.cuts(record)
+    given, rooms = (i0, i1, i2, i3, i4, i5, i6, i7), s.rooms(k, len(moving))
+    more, kernels = s.constants(k, m1, a, g), _kernels(name)
     with on_device(k):
-        for first, last in zip(cuts, cuts[1:], strict=False):
-            if record and first % SEGMENT == 0:
-                for x, room in zip(now, kept[2:], strict=False):
+        for first, last in s.segments():
+            if record:
+                for x, room in zip(moving, kept[2:], strict=True):
                     room[first // SEGMENT].copy_(x)
-            if first == s.blocks - 1:
-                for x, before in zip(now, befores, strict=False):
-                    before.copy_(x)
-            _kernels(name).forward[(s.programs,)](
-                q, k, i0, i1, i2, i3, i4, i5, i6, i7, a, b, c, e0, e, g, r, *now, *into, o, seen, met, s.length,
-                s.heads, first, last, 0, READ=True, **more, num_warps=WARPS,
+            for begin, end in ((first, last),) if last < s.blocks else ((first, last - 1), (last - 1, last)):
+                if end == s.blocks:
+                    for x, before in zip(moving, befores, strict=False):
+                        before.copy_(x)
+                if begin < end:
+                    kernels.states[(s.programs,)](
+                        k, *given, a, b, c, e0, e, g, r, *_four(moving), *_four(x[begin - first :] for x in rooms),
+                        seen, s.length, s.heads, begin, end, KNOWN=False, **more, BF=s.tile(HIDDEN), num_warps=WARPS,
+                    )  # fmt: skip
+            kernels.reads[(s.programs * (last - first),)](
+                q, k, *given, a, b, c, g, r, *_four(rooms), seen, o, met, s.length, s.heads, s.batch, first, **more,
+                BF=s.tile(HIDDEN_READS), num_warps=WARPS_READS,
             )  # fmt: skip
-            now = into
     return found
 
 
 def _shapes(q, k, i0, i1, i2, i3, i4, i5, i6, i7, a, b, c, e0, e, g, r, w1, w2, m1, m2, name, record):
-    return _rooms(k, w1, w2, m1, m2, record)
+    return _shapes_of(k, w1, w2, m1, m2, record)
 
 
-def _four(w1: Tensor, w2: Tensor, m1: Tensor | None = None, m2: Tensor | None = None) -> tuple[Tensor, ...]:
-    """W and M as arguments of the kernels, which do not look at an M where there is none."""
-    return w1, w2, w1 if m1 is None else m1, w2 if m2 is None else m2
+def _four(x: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Of W, and M if there is one, four arguments: kernels do not look at what holds its place."""
+    given = tuple(x)
+    return (*given, *given)[:4]
 
 
 def _backward(
@@ -138,36 +151,40 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     s = _Sizes.of(k, w2)
     seen, met, *starts = kept
-    given = (i0, i1, i2, i3, i4, i5, i6, i7)
+    given, numbers = (i0, i1, i2, i3, i4, i5, i6, i7), (a, b, c, e0, e, g, r)
     grads = [None if x is None else torch.empty_like(x) for x in given]
     dq, dk, dc, asked = (torch.empty_like(x) for x in (q, k, c, seen))
     da, db, de0, de, dg, dr = (None if x is None else torch.empty_like(x) for x in (a, b, e0, e, g, r))
-    ends = [d1.clone(), d2.clone(), *(() if m1 is None else (d3.clone(), d4.clone()))]  # which move to the start
-    length = min(SEGMENT, s.blocks) - 1
-    rooms = [x.new_empty(length, *x.shape) for x in (w1, w2, m1, m2) if x is not None]
-    own = [seen.new_empty(s.programs, s.hidden, BLOCK) for _ in range(2)]
-    inputs, numbers, room = (q, k, *given), (a, b, c, e0, e, g, r), w1.numel()
-    derivatives, later = _four(*ends), _four(*rooms)
-    kernels, tokens = _kernels(name), do.numel() // s.width
+    ends = [x.clone() for x in (d1, d2, d3, d4)[: len(starts)]]  # which move to the start
+    rooms, moving = s.rooms(k, len(starts)), [torch.empty_like(x) for x in ends]
+    places = rooms[0].shape[0] * s.programs
+    ms, dns = (k.new_empty(places, s.hidden, BLOCK) for _ in range(2))
+    dps, dhs, dzs = (seen.new_empty(places, s.hidden, BLOCK) for _ in range(3))
+    dus, dks, dwrites, dsums = (seen.new_empty(places, s.width, BLOCK) for _ in range(4))
+    kernels, more, tokens = _kernels(name), s.constants(k, m1, a, g), do.numel() // s.width
     with on_device(k):
-        for first in reversed(range(0, s.blocks, SEGMENT)):
-            last = min(first + SEGMENT, s.blocks)
-            held = _four(*(x[first // SEGMENT] for x in starts))
-            if last - first > 1:
-                kernels.forward[(s.programs,)](
-                    *inputs, *numbers, *held, *later, asked, seen, met, s.length, s.heads, first, last - 1, room,
-                    READ=False, **s.constants(k, HIDDEN, m1, a, g), num_warps=WARPS,
-                )  # fmt: skip
-            kernels.backward[(s.programs,)](
-                *inputs, *numbers, *held, *later, seen, met, do, dbefore1, dbefore2, *derivatives, *own, asked, dq, dk,
-                da, db, dc, de0, de, dg, dr, s.length, s.heads, first, last, room,
-                **s.constants(k, HIDDEN_BACK, m1, a, g), num_warps=WARPS_BACK,
+        for first, last in reversed(s.segments()):
+            for x, start in zip(moving, starts, strict=True):
+                x.copy_(start[first // SEGMENT])
+            kernels.states[(s.programs,)](
+                k, *given, *numbers, *_four(moving), *_four(rooms), seen, s.length, s.heads, first, last, KNOWN=True,
+                **more, BF=s.tile(HIDDEN), num_warps=WARPS,
+            )  # fmt: skip
+            kernels.reads_back[(s.programs * (last - first),)](
+                q, k, *given, a, b, c, g, r, *_four(rooms), seen, met, do, ms, dns, dps, dhs, dus, dks, dwrites, dsums,
+                dq, da, db, dc, s.length, s.heads, s.batch, first, **more, BF=s.tile(HIDDEN_READS),
+                num_warps=WARPS_READS,
+            )  # fmt: skip
+            kernels.reverse[(s.programs,)](
+                q, k, *given, *numbers, *_four(rooms), seen, do, dbefore1, dbefore2, ms, dns, dps, dhs, dzs, dus, dks,
+                dwrites, dsums, *_four(ends), asked, dk, da, db, dc, de0, de, dg, dr, s.length, s.heads, first, last,
+                **more, BF=s.tile(HIDDEN_BACK), num_warps=WARPS_BACK,
             )  # fmt: skip
         known_response(name)[1].read_back[(cdiv(tokens, ROWS),)](
-            seen, asked, *given, do.new_empty(do.shape), *grads, tokens, V=s.width, BV=max(16, power_of_2(s.width)),
+            seen, asked, *given, torch.empty_like(do), *grads, tokens, V=s.width, BV=max(16, power_of_2(s.width)),
             R=ROWS, num_warps=READ_WARPS,
         )  # fmt: skip
-    return [dq, dk, *grads, da, db, dc, de0, de, dg, dr, *ends, *[None] * (4 - len(ends))]
+    return [dq, dk, *grads, da, db, dc, de0, de, dg, dr, *ends, *[None] * (4 - len(ends))]  # type: ignore[list-item]
 
 
 _chain = Differentiable("network", _forward, _backward, _shapes, gradients=21)
