@@ -51,7 +51,7 @@ def check(update, length, d=9, gates=1.0, heads=1):
     signal = checks.example(update, length=length, d_k=d, d_v=d)
     signal = {n: x[:1].float().unsqueeze(2).repeat(1, 1, heads, *[1] * (x.ndim - 2)) for n, x in signal.items()}
     signal = {n: x + 0.1 * torch.randn(x.shape) if n in "qkv" else x for n, x in signal.items()}
-    signal = {n: gates * x if "decay" in n else 0.3 * x if n in "beta row_beta theta" else x for n, x in signal.items()}
+    signal = {n: gates * x if "decay" in n else 0.1 * x if n in "beta row_beta theta" else x for n, x in signal.items()}
     f = update.parts().memory.expansion * d
     start = [torch.randn(1, heads, d, f) / f**0.5, torch.randn(1, heads, f, d) / d**0.5]
     got, names = results(lambda s, w: network_kernel.run(update, s, None, w), signal, start, torch.float32)
