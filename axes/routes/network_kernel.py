@@ -43,16 +43,21 @@ def no_kernel(
         return reason
     if dtype not in versions.DTYPES:
         return f"the kernels accumulate in float32, the values are {dtype}"
-    given = [shapes[name] for name in "kv" if name in shapes]
-    if time != 1 or any(len(shape) != 4 for shape in given):
-        return "the kernels take (batch, time, head, width)"
-    if any(not 0 < shape[-1] <= WIDEST for shape in given):
-        return f"the kernels of two layers take widths up to {WIDEST}"
-    width, d_k = (shapes[n][-1] if n in shapes else _WIDTH for n in "vk")
-    if width != d_k:
-        return "keys and values are not of one width"
-    made = _response(update, width, shapes)
+    width = d_k = _WIDTH
+    if "k" in shapes and "v" in shapes:
+        if time != 1 or not len(shapes["k"]) == len(shapes["v"]) == 4:
+            return "the kernels take (batch, time, head, width)"
+        width, d_k = shapes["v"][-1], shapes["k"][-1]
+    if not 0 < width == d_k <= WIDEST:
+        return f"the kernels of two layers take keys and values of one width up to {WIDEST}, not {d_k} and {width}"
+    made = _response(update, width, substitution_kernel.names_of(update, shapes))
     return f"what is written is no program on tiles: {made.reason}" if isinstance(made, NotMade) else None
+
+
+@fact
+def layered(update: StateUpdate) -> bool:
+    """Whether a memory has two layers."""
+    return update.parts().memory.upper is not None
 
 
 @fact
@@ -92,18 +97,18 @@ def upper(update: StateUpdate) -> StateUpdate:
     return StateUpdate(p.cost, Euclidean(), Identity(), Step(1.0, at=Anchor(BLOCK)), p.memory.upper)
 
 
-def _response(update: StateUpdate, width: int, given: Mapping[str, Any]) -> Made | NotMade:
-    """What is written, from the rates that a signal has."""
+@fact
+def _response(update: StateUpdate, width: int, names: tuple[str, ...]) -> Made | NotMade:
+    """What is written, from these rates."""
     top = upper(update)
     asked = {per.name for per in top.demands()}
-    names = tuple(name for name in substitution_kernel.names_of(update, given) if name in asked)
-    return substitution_kernel.response_of(top, width, width, names)
+    return substitution_kernel.response_of(top, width, width, tuple(name for name in names if name in asked))
 
 
 def settle(update: StateUpdate, width: int, d_k: int) -> None:
     """Make the response now, where there is a GPU that would ask for it."""
     if versions.gpu_is_here() and no_terms(update) is None and width == d_k <= WIDEST:
-        _response(update, width, {})
+        _response(update, width, substitution_kernel.names_of(update, {}))
 
 
 # ---- the call --------------------------------------------------------------------------------------------------------
@@ -121,7 +126,7 @@ def run(update: StateUpdate, signal: Signal, state: State | None, weights: Leave
         return _aligned(update, signal, state, min(rest, v.shape[1]))
     q, k = q.to(v.dtype), k.to(v.dtype)
     shape = v.shape
-    made = _response(update, shape[-1], signal)
+    made = _response(update, shape[-1], substitution_kernel.names_of(update, signal))
     assert isinstance(made, Made)
     own = {"k": k, "v": v}
     inputs = [own[n] if n in own else substitution_kernel.of_tokens(signal[n], n, top, shape) for n in made.inputs]
@@ -218,4 +223,4 @@ def _decays(g: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
     return sums.exp(), torch.where(open_, late, -torch.inf).exp()
 
 
-__all__ = ["no_kernel", "no_terms", "numbers", "run", "settle", "upper"]
+__all__ = ["layered", "no_kernel", "no_terms", "numbers", "run", "settle", "upper"]

@@ -101,7 +101,7 @@ def select(
         no_kernel = _no_levels(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
             return Choice("levels", "triton", "exact levels, each doubling of the stretches by the kernel of its chain")
-    elif legal["cascade"] is None and update.parts().memory.upper is not None:
+    elif legal["cascade"] is None and network_kernel.layered(update):
         no_kernel = network_kernel.no_kernel(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
             return Choice("cascade", "triton", "two layers by kernels, a program a head, blocks of 16 tokens in turn")

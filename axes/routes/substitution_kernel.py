@@ -68,8 +68,13 @@ def no_kernel(
 
 def names_of(update: StateUpdate, given: Mapping[str, Any]) -> tuple[str, ...]:
     """Rates that a signal has; all that are asked for, where none is known."""
-    every = tuple(per.name for per in update.demands())
-    return tuple(name for name in every if name in given) or every
+    every = _every(update)
+    return tuple([name for name in every if name in given]) or every
+
+
+@fact
+def _every(update: StateUpdate) -> tuple[str, ...]:
+    return tuple(per.name for per in update.demands())
 
 
 @fact
