@@ -8,9 +8,22 @@ left to tests/gpu.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from axes.core.algorithms import Anchor, Momentum, Step
+from axes.core.costs import SquaredError
+from axes.core.geometry import Euclidean
+from axes.core.memory import MLP
+from axes.core.monoids import Diagonal
+from axes.core.state_update import StateUpdate
+from axes.routes import dispatch, network_kernel
+from axes.routes.choice import Target
+from axes.sequence import TTTMLP, Memora, Titans, Yaad
+from axes.testing import checks
 from tests.interpreter import interpret
 
 if sys.platform != "linux":  # there its absence is an error, not a reason to skip
@@ -84,3 +97,68 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_equal_the_recurrence(case: str) -> None:
     interpret(PROGRAM + CASES[case])
+
+
+# ---- the identity ----------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_a_block_give_the_states_of_the_recurrence() -> None:
+    """W_t = a_t W + b_t M + sum_s c_ts p_s k_s^T, and what the filter holds last, in float64 but for the numbers."""
+    update, d, length = Titans.update, 5, 11
+    signal = checks.example(update, length=length, d_k=d, d_v=d)
+    signal = {n: x[:1].double().unsqueeze(2) if isinstance(x, Tensor) else x for n, x in signal.items()}
+    generator = torch.Generator().manual_seed(0)
+    start = update.init({n: x[:, 0] for n, x in signal.items()})
+    held = tuple(torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in start.theta)
+    start = start._replace(via=(start.via[0]._replace(theta=held),))  # type: ignore[union-attr]
+    k, v = signal["k"], signal["v"]
+    terms = network_kernel.numbers(update, signal, k, v.shape)
+    memory = update.parts().memory
+    assert isinstance(memory, MLP) and terms.a is not None and terms.b is not None and terms.e is not None
+    first, state = start.theta, start
+    drives = []
+    for t in range(length):
+        token = {n: x[:, t] for n, x in signal.items()}
+        r = update.parts().cost.residual(memory.predict(first, token["k"], token), token["v"], 0.0, token)
+        drives.append([torch.einsum("...i,...j->...ij", *f) for f in memory.factors(first, token["k"], -r, token)])
+        state = update.step(state, token)[0]
+        for i, want in enumerate(state.theta):
+            made = terms.a[0, t, 0] * first[i] + terms.b[0, t, 0] * held[i]
+            made = made + sum(terms.c[0, t, 0, s] * drives[s][i] for s in range(t + 1))
+            assert (made - want).norm() < 1e-6 * want.norm(), t
+    assert terms.e0 is not None
+    for i, want in enumerate(state.via[0].theta):  # type: ignore[union-attr]
+        made = terms.e0[0, 0, 0] * held[i] + sum(terms.e[0, 0, 0, s] * drives[s][i] for s in range(length))
+        assert (made - want).norm() < 1e-6 * want.norm()
+
+
+# ---- what is picked --------------------------------------------------------------------------------------------------
+
+
+def test_select_names_the_kernels_and_says_why_not() -> None:
+    gpu = Target.of("cuda:sm_90")
+    for layer in (TTTMLP, Titans, Yaad):
+        assert dispatch.select(layer.update, gpu, torch.bfloat16)[:2] == ("cascade", "triton")
+        assert dispatch.select(layer.update, "cpu")[:2] == ("cascade", "torch")
+
+    def reason(update: StateUpdate, **shapes: tuple[int, ...]) -> str:
+        choice = dispatch.select(update, gpu, torch.bfloat16, shapes)
+        assert choice[:2] == ("cascade", "torch")
+        return choice.reason
+
+    def anchored(every: int, **more: Any) -> StateUpdate:
+        return StateUpdate(SquaredError(), Euclidean(), algorithm=Step(at=Anchor(every), **more), memory=MLP())
+
+    assert "one width up to 128, not 16 and 256" in reason(TTTMLP.update, k=(1, 4, 2, 16), v=(1, 4, 2, 256))
+    assert "h = Entropic" in reason(Memora.update) and "anchor for 16 tokens" in reason(anchored(4))
+    assert "room for one filter" in reason(anchored(16, via=(Momentum(0.9, "sum"), Momentum(0.5, "ema"))))
+    assert "more than a sum" in reason(anchored(16, via=(Momentum(0.9, "sum", debias=True),)))
+    assert "more than a sum" in reason(anchored(16, via=(Momentum(0.9, "sum", nesterov=True),)))
+    rows = StateUpdate(
+        SquaredError(),
+        Euclidean(),
+        Diagonal("decay", side="row"),
+        Step(at=Anchor(16), via=(Momentum(0.9, "sum"),)),
+        MLP(),
+    )
+    assert "by rows beside a filter" in reason(rows)
