@@ -31,6 +31,7 @@ from axes.routes.substitution_kernel import BLOCK, WIDEST, Made, NotMade
 if TYPE_CHECKING:
     from axes.kernels.network.chain import Terms
 
+PICKED = False  # until these kernels have been seen right on a GPU
 _WIDTH, _FLOOR = 64, -100.0  # where nobody has said how wide values are; of logs of gates, as in kernels
 
 
@@ -41,6 +42,8 @@ def no_kernel(
     reason = no_terms(update) or versions.refusal(device)
     if reason is not None:
         return reason
+    if not PICKED:
+        return "its kernels are not picked: they have not been seen right on a GPU"
     if dtype not in versions.DTYPES:
         return f"the kernels accumulate in float32, the values are {dtype}"
     width = d_k = _WIDTH

@@ -135,7 +135,8 @@ def test_numbers_of_a_block_give_the_states_of_the_recurrence() -> None:
 # ---- what is picked --------------------------------------------------------------------------------------------------
 
 
-def test_select_names_the_kernels_and_says_why_not() -> None:
+def test_select_names_the_kernels_and_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_kernel, "PICKED", True)
     gpu = Target.of("cuda:sm_90")
     for layer in (TTTMLP, Titans, Yaad):
         assert dispatch.select(layer.update, gpu, torch.bfloat16)[:2] == ("cascade", "triton")

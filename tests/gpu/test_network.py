@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from axes.core.state_update import StateUpdate  # noqa: E402
-from axes.routes import dispatch  # noqa: E402
+from axes.routes import dispatch, network_kernel  # noqa: E402
 from axes.sequence.miras import Yaad, YaadSwitch  # noqa: E402
 from axes.sequence.titans import Titans  # noqa: E402
 from axes.sequence.ttt import TTTMLP  # noqa: E402
@@ -24,6 +24,11 @@ from tests.gpu.told import Rounded, apart, distance, unequal, unwritten  # noqa:
 HALF, SMALL, FULL = torch.bfloat16, torch.float16, torch.float32
 FREE = {FULL: 1e-5, SMALL: 2e-3, HALF: 8e-3}
 SYSTEMS = {"ttt": TTTMLP.update, "titans": Titans.update, "yaad": Yaad.update, "yaad switch": YaadSwitch.update}
+
+
+@pytest.fixture(autouse=True)
+def picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_kernel, "PICKED", True)
 
 
 def draw(

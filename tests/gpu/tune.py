@@ -29,7 +29,7 @@ from torch import Tensor
 from axes.bench.check import compare
 from axes.bench.rules import Shape, Signal, find
 from axes.bench.timing import median, peak_extra
-from axes.routes import dispatch, token
+from axes.routes import dispatch, network_kernel, token
 from tests.gpu.told import distance
 
 HALF = torch.bfloat16
@@ -93,7 +93,8 @@ def changed(case: Case) -> Iterator[None]:
         from axes.kernels.substitution import chain as substitution
 
         chain = substitution if case.route == "substitution" else network
-        with patch.multiple(chain, **case.change) if case.change else patch.object(chain, "SLOTS", chain.SLOTS):
+        picked = patch.object(network_kernel, "PICKED", True)
+        with picked, patch.multiple(chain, **case.change) if case.change else patch.object(chain, "SLOTS", chain.SLOTS):
             yield
         return
     usual, kept = token.walk, {}  # type: ignore[var-annotated]

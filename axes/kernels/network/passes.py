@@ -118,6 +118,13 @@ def _row(x, token, t):
 
 
 @triton.jit
+def _mixed(x, pairs, PRECISION: tl.constexpr):
+    """x (n, 16) times pairs (16, 16), by rows of tokens: the product of a small tile on the left is no warpgroup's. In
+    those, with a left operand (64, 16), an H200 met an illegal access (Triton 3.6)."""
+    return tl.trans(tl.dot(tl.trans(pairs), tl.trans(x), input_precision=PRECISION))
+
+
+@triton.jit
 def _times(u, dots, c, sums, rate, token, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr):
     """sum_s c_ts u_s dots_st of every token t, (BD, 16)."""
     if ROWS:
@@ -126,7 +133,7 @@ def _times(u, dots, c, sums, rate, token, DTYPE: tl.constexpr, PRECISION: tl.con
             kept = tl.where((token >= s)[None, :], sums - _column(sums, token, s)[:, None], float("-inf"))
             made += tl.exp(kept) * _column(u * rate, token, s)[:, None] * _row(dots, token, s)[None, :]
     else:
-        made = tl.dot(u.to(DTYPE), (c * dots).to(DTYPE), input_precision=PRECISION)
+        made = _mixed(u.to(DTYPE), (c * dots).to(DTYPE), PRECISION)
     return made
 
 
@@ -283,7 +290,7 @@ def reads(
         if FILTER:
             z2, z1 = _load(rooms4 + to, i + f, d, F, D), _load(rooms3 + to, d, i + f, D, F)
             asked += tl.dot(z2, qt, input_precision=PRECISION) * b_t[None, :]
-        asked += tl.dot(p.to(DTYPE), pairs, input_precision=PRECISION)
+        asked += _mixed(p.to(DTYPE), pairs, PRECISION)
         m, _ = _gelu(asked)
         mb = m.to(DTYPE)
         read += tl.dot(y1, mb, input_precision=PRECISION)
@@ -351,7 +358,7 @@ def reads_back(
         ddots = tl.dot(tl.trans(ub), gb, input_precision=PRECISION)
         dc_st = dots * ddots
         ddots *= c_st
-        _put_block(dus + block, tl.dot(gb, tl.trans((c_st * dots).to(DTYPE)), input_precision=PRECISION), d, token, D)
+        _put_block(dus + block, _mixed(gb, tl.trans((c_st * dots).to(DTYPE)), PRECISION), d, token, D)
     both = ddots.to(DTYPE)
     alike = tl.dot(tl.trans(kt), qt, input_precision=PRECISION)
     pairs = (alike * c_st).to(DTYPE)
@@ -365,7 +372,7 @@ def reads_back(
         hb = h.to(DTYPE)
         pb = (tl.dot(tl.trans(y1), ub, input_precision=PRECISION) * slope).to(DTYPE)
         plain = tl.dot(y2, qt, input_precision=PRECISION)
-        asked = plain * a_t[None, :] + tl.dot(pb, pairs, input_precision=PRECISION)
+        asked = plain * a_t[None, :] + _mixed(pb, pairs, PRECISION)
         if FILTER:
             z2, z1 = _load(rooms4 + to, i + f, d, F, D), _load(rooms3 + to, d, i + f, D, F)
             held = tl.dot(z2, qt, input_precision=PRECISION)
@@ -373,7 +380,7 @@ def reads_back(
         m, slope_m = _gelu(asked)
         mb = m.to(DTYPE)
         _put_units(ms + units, mb, i + f, token, F)
-        dm = tl.dot(hb, both, input_precision=PRECISION) + tl.dot(tl.trans(y1), late, input_precision=PRECISION)
+        dm = _mixed(hb, both, PRECISION) + tl.dot(tl.trans(y1), late, input_precision=PRECISION)
         if GATED or ROWS:
             read += tl.dot(y1, mb, input_precision=PRECISION)
         if FILTER:
@@ -382,8 +389,8 @@ def reads_back(
         dn = dm * slope_m
         dnb = dn.to(DTYPE)
         _put_units(dns + units, dnb, i + f, token, F)
-        _put_units(dhs + units, tl.dot(mb, tl.trans(both), input_precision=PRECISION), i + f, token, F)
-        _put_units(dps + units, tl.dot(dnb, tl.trans(pairs), input_precision=PRECISION), i + f, token, F)
+        _put_units(dhs + units, _mixed(mb, tl.trans(both), PRECISION), i + f, token, F)
+        _put_units(dps + units, _mixed(dnb, tl.trans(pairs), PRECISION), i + f, token, F)
         dpairs += tl.dot(tl.trans(pb), dnb, input_precision=PRECISION)
         dqt += tl.dot(tl.trans(y2), (dn * a_t[None, :]).to(DTYPE), input_precision=PRECISION)
         if GATED:
@@ -401,8 +408,8 @@ def reads_back(
         tl.store(db + at, db_t + tl.sum(got * more, 0), mask=there)
     tl.store(dc + at[None, :] * 16 + token[:, None], dc_st + dpairs * alike, mask=there[None, :])
     dpb = (dpairs * c_st).to(DTYPE)
-    _put(dq, dqt + tl.dot(kt, dpb, input_precision=PRECISION), at, there, d, D)
-    _put_block(dks + block, tl.dot(qt, tl.trans(dpb), input_precision=PRECISION), d, token, D)
+    _put(dq, dqt + _mixed(kt, dpb, PRECISION), at, there, d, D)
+    _put_block(dks + block, _mixed(qt, tl.trans(dpb), PRECISION), d, token, D)
 
 
 @Kernel
