@@ -37,6 +37,7 @@ from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
 from axes.kernels.entries.chain import Erase, entries_chain
 from axes.kernels.levels.chain import levels_chain
 from axes.kernels.levels.inside import levels_inside
+from axes.kernels.network.chain import Terms, network_chain
 from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.outer import outer_sum
 from axes.kernels.products.symmetric import symmetric_product
@@ -138,6 +139,25 @@ def substitution(dtype: torch.dtype, d: int, gates: int, reads: Reads = "before"
             g = (-torch.rand(*v.shape)).requires_grad_()
         out = substitution_chain(q, k, name, d, [v, beta], g if gates else None, reads=reads)
         both(tuple(out))
+
+    return run
+
+
+def network(dtype: torch.dtype, d: int, rows: bool = False, held: bool = False) -> Callable[[], None]:
+    """The error of a memory of two layers. rows: gates and rates by rows; held: by a filter."""
+
+    def run() -> None:
+        q, k, v, beta, g = tokens(dtype, d, d)
+        text = inspect.getsource(response_module).split("\n\n\n", 1)[1]
+        name = register(Response(text, (True, False), False))
+        starts = [torch.randn(2, 2, *n, requires_grad=True) for n in ((d, 4 * d), (4 * d, d)) * (1 + held)]
+        c, end = torch.rand(2, 256, 2, 16, requires_grad=True), torch.rand(2, 16, 2, 16, requires_grad=True)
+        of_filter = (g, c, end[..., 0], end) if held else (None, c, None, None)
+        of_rows = [(-torch.rand(*v.shape)).requires_grad_() for _ in range(2)] if rows else [None, None]
+        terms = Terms(g if rows or held else None, *of_filter, *of_rows)
+        pair = (starts[2], starts[3]) if held else None
+        read = network_chain(q, k, name, [v, beta], terms, (starts[0], starts[1]), pair)
+        both((read.o, *read.weights, *read.held, *read.before))
 
     return run
 
@@ -432,6 +452,8 @@ CASES: dict[str, Callable[[], None]] = {
     "levels of erasing 128": levels_of_erasing(128),
     "levels 64": levels(64),
     "levels 20, float32": levels(20, FULL),
+    "network by rows 64": network(HALF, 64, rows=True),
+    "network with a filter 64": network(HALF, 64, held=True),
     "entries of rows": entries(1, gate=True, beta=True),
     "entries 16": entries(16, times=True, spectrum=True),
     "entries erased 16": entries(16, "gated", beta=True),

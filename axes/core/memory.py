@@ -125,6 +125,11 @@ class Memory(Declared, ABC):
         return ()
 
     @property
+    def upper(self) -> Memory | None:
+        """Of a network of two layers, the memory that the upper one is of hidden units, else None."""
+        return None
+
+    @property
     def free(self) -> frozenset[str]:
         """Names of rates that a signal may leave out."""
         return frozenset(r.name for r in self.rates() if isinstance(r, Per))
@@ -329,6 +334,10 @@ class MLP(RankOne):
         shapes = ((d, self.expansion * d), (self.expansion * d, d))
         draws = (torch.randn(s, generator=generator, dtype=torch.float64) / math.sqrt(s[1]) for s in shapes)
         return tuple(w.to(empty).expand(*empty.shape[:-2], *w.shape) for w in draws)
+
+    @property
+    def upper(self) -> Memory:
+        return LayerNormMatrix(self.eps, self.gain, self.bias)
 
     def rates(self) -> tuple[Rate, ...]:
         return (self.gain, self.bias)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from axes.core import execution
 from axes.core.algorithms import Anchor, Read, Sum
 from axes.core.execution import Datum, Output
+from axes.core.facts import fact
 from axes.core.geometry import Context
 from axes.core.legality import gates
 from axes.core.memory import Factors, Leaves, RankOne
@@ -46,7 +47,7 @@ def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int
     Where the backward pass would keep more than `_KEPT` bytes, spans of chunks are computed again in it, and in these
     every chunk: what is kept is about two states for each root of the number of chunks.
     """
-    step, factored = update.parts().step, _is_factored(update)
+    step, factored = update.parts().step, is_factored(update)
     longest = _CHUNK_FACTORED if factored and update.parts().h.is_identity else _CHUNK
     lengths = sizes(q.shape[batch], longest, step.at, int(state.count))
     parts = list(zip(split({**signal, "q": q}, batch, lengths), lengths, strict=True))
@@ -81,7 +82,7 @@ def _one(update: StateUpdate, part: Tokens, state: State, size: int, batch: int)
     """What is read in a chunk, and the state after it."""
     if _renews(update, state):
         state = state._replace(anchor=update.output(state, datum(part, batch, 0)).weights)
-    if _is_factored(update):
+    if is_factored(update):
         return _factored(update, part, state, size, batch)
     out, state = _chunk(update, part, state, size)
     return update.read(out, cast(Tensor, part["q"]), part), state
@@ -211,7 +212,8 @@ def _previous(theta: Tensor, start: Tensor) -> Tensor:
 # ---- drives as outer products ------------------------------------------------------------------------------------
 
 
-def _is_factored(update: StateUpdate) -> bool:
+@fact
+def is_factored(update: StateUpdate) -> bool:
     """Whether every stage is linear in outer products, with one coefficient per token and row."""
     cost, h, monoid, step, memory = update.parts()
     if not isinstance(memory, RankOne) or isinstance(cost.ridge, Per) or cost.ridge != 0.0:
@@ -348,4 +350,4 @@ def _drives(update: StateUpdate, state: State, signal: Tokens) -> Factors:
     return p.memory.factors(weights, x, -r, signal, encode=p.cost.encode)
 
 
-__all__ = ["run"]
+__all__ = ["is_factored", "run"]

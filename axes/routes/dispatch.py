@@ -29,6 +29,7 @@ from axes.routes import (
     kernel_terms,
     levels,
     levels_kernel,
+    network_kernel,
     opaque,
     passes,
     scan,
@@ -146,11 +147,15 @@ def _run(
     if choice[:2] == ("chain", "triton") and q.shape[time]:
         with own_precision(v):
             return kernel_terms.run(update, signal, state, weights)
-    if choice[:2] == ("substitution", "triton") and substitution_kernel.no_trace(update, state):
+    anchored = choice[:2] in (("substitution", "triton"), ("cascade", "triton"))
+    if anchored and substitution_kernel.no_trace(update, state):
         choice = select(update, v.device, v.dtype, _shapes(signal, state), "torch", time)
     if choice[:2] == ("substitution", "triton") and q.shape[time]:
         with own_precision(v):
             return substitution_kernel.run(update, signal, state, weights)
+    if choice[:2] == ("cascade", "triton") and q.shape[time]:
+        with own_precision(v):
+            return network_kernel.run(update, signal, state, weights)
     if choice[:2] == ("passes", "triton") and q.shape[time]:
         with own_precision(v):
             begun = state or _begun(update, kernel_terms.every_head(update, signal), time, weights)
@@ -276,6 +281,8 @@ def _run_packed(
 
 def _alike(update: StateUpdate, choice: Choice, state: State) -> bool:
     """Whether packed sequences stand where one kernel takes them all; else it takes those that stand alike."""
+    if choice.route == "cascade":  # whose kernels take sequences of one length
+        return False
     if period(update) is None or choice.route not in ("substitution", "token"):
         return True
     if torch.compiler.is_compiling():

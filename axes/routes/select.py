@@ -33,6 +33,7 @@ from axes.routes import (
     given,
     kernel_terms,
     levels_kernel,
+    network_kernel,
     opaque,
     passes,
     several,
@@ -100,6 +101,10 @@ def select(
         no_kernel = _no_levels(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
             return Choice("levels", "triton", "exact levels, each doubling of the stretches by the kernel of its chain")
+    elif legal["cascade"] is None and network_kernel.layered(update):
+        no_kernel = network_kernel.no_kernel(update, place, dtype, shapes or {}, time)
+        if no_kernel is None and implementation != "torch":
+            return Choice("cascade", "triton", "two layers by kernels, a program a head, blocks of 16 tokens in turn")
     else:
         no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
@@ -212,6 +217,7 @@ def settle(
     idle(update), turned.still(update)
     if widths is not None:
         substitution_kernel.settle(update, *widths)
+        network_kernel.settle(update, *widths)
     given.asked(update)
     kernel_terms.family(update)
     _fastest(update)

@@ -62,14 +62,19 @@ def no_kernel(
     if isinstance(at, Anchor) and at.every != BLOCK:
         return f"the kernels hold an anchor for {BLOCK} tokens"
     width, d_k = (shapes[n][-1] if n in shapes else _WIDTH for n in "vk")
-    made = response_of(update, width, d_k, _names(update, shapes))
+    made = response_of(update, width, d_k, names_of(update, shapes))
     return f"what is written is no program on tiles: {made.reason}" if isinstance(made, NotMade) else None
 
 
-def _names(update: StateUpdate, given: Mapping[str, Any]) -> tuple[str, ...]:
+def names_of(update: StateUpdate, given: Mapping[str, Any]) -> tuple[str, ...]:
     """Rates that a signal has; all that are asked for, where none is known."""
-    every = tuple(per.name for per in update.demands())
-    return tuple(name for name in every if name in given) or every
+    every = _every(update)
+    return tuple([name for name in every if name in given]) or every
+
+
+@fact
+def _every(update: StateUpdate) -> tuple[str, ...]:
+    return tuple(per.name for per in update.demands())
 
 
 @fact
@@ -123,7 +128,7 @@ def reading_of(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...]
     return Made(name, source.inputs)
 
 
-def _read(update: StateUpdate, signal: Signal, q: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+def read(update: StateUpdate, signal: Signal, q: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """What queries read, of S q = x: by a kernel, or in torch what is no program on tiles."""
     p = update.parts()
     names = tuple(n for n in (per.name for per in update.demands()) if n in signal)
@@ -133,7 +138,8 @@ def _read(update: StateUpdate, signal: Signal, q: Tensor, x: Tensor, dtype: torc
         return p.memory.read(cast(Leaves, (Read(x),)), q.float(), wide, p.h).to(dtype)
     from axes.kernels.substitution.reading import shown
 
-    return shown(x, made.name, [q if n == "q" else _token(signal[n], n, update, x.shape) for n in made.inputs], dtype)
+    inputs = [q if n == "q" else of_tokens(signal[n], n, update, x.shape) for n in made.inputs]
+    return shown(x, made.name, inputs, dtype)
 
 
 def _length(k2: Tensor) -> Tensor:
@@ -147,7 +153,7 @@ def _inverse(k2: Tensor) -> Tensor:
 def settle(update: StateUpdate, width: int, d_k: int) -> None:
     """Make the response now, where there is a GPU that would ask for it."""
     if versions.gpu_is_here() and no_substitution(update) is None and max(width, d_k) <= WIDEST:
-        response_of(update, width, d_k, _names(update, {}))
+        response_of(update, width, d_k, names_of(update, {}))
 
 
 def no_trace(update: StateUpdate, state: State | None) -> bool:
@@ -171,21 +177,21 @@ def run(
     anchored = isinstance(p.step.at, Anchor)
     fresh = state is None and weights is None
     if state is None:
-        state = update.init({n: _first(x) for n, x in signal.items()}, weights)
+        state = update.init({n: first(x) for n, x in signal.items()}, weights)
     elif anchored and cu_seqlens is None and (rest := -int(state.count) % BLOCK):  # up to where the next anchor stands
         return _aligned(update, signal, state, min(rest, v.shape[1]))
     q, k = q.to(v.dtype), k.to(v.dtype)
-    shape, made = v.shape, response_of(update, v.shape[-1], k.shape[-1], _names(update, signal))
+    shape, made = v.shape, response_of(update, v.shape[-1], k.shape[-1], names_of(update, signal))
     assert isinstance(made, Made)
-    given = [_token(signal[n], n, update, shape) if n not in "kv" else k if n == "k" else v for n in made.inputs]
+    given = [of_tokens(signal[n], n, update, shape) if n not in "kv" else k if n == "k" else v for n in made.inputs]
     written = substitution_chain(
-        q, k, made.name, shape[-1], given, _gate(update, signal, k, shape), None if fresh else state.theta[0],
+        q, k, made.name, shape[-1], given, log_gate(update, signal, k, shape), None if fresh else state.theta[0],
         reads="anchored" if anchored else "before" if p.step.at == "prev" else "gated",
         last=len(p.step.via) > 0, full=not p.memory.linear, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     out = written.o
     if not p.memory.linear:
-        out = _read(update, signal, q, out, v.dtype)
+        out = read(update, signal, q, out, v.dtype)
     count = state.count + (shape[1] if cu_seqlens is None or not anchored else cu_seqlens.diff().long())
     via = _held(update, signal, k, written.last, state, cu_seqlens) if p.step.via else state.via
     anchor = (written.before,) if anchored else state.anchor
@@ -211,21 +217,21 @@ def _aligned(update: StateUpdate, signal: Signal, state: State, rest: int) -> tu
     return torch.cat((head, out), 1), state
 
 
-def _first(x: Tensor | float) -> Tensor | float:
+def first(x: Tensor | float) -> Tensor | float:
     if not isinstance(x, Tensor):
         return x
     x = x.select(1, 0) if x.ndim > 1 else x
     return x.float() if x.is_floating_point() else x
 
 
-def _token(x: Tensor | float, name: str, update: StateUpdate, shape: torch.Size) -> Tensor:
+def of_tokens(x: Tensor | float, name: str, update: StateUpdate, shape: torch.Size) -> Tensor:
     """A rate as rows (B, T, H, d_v) or numbers (B, T, H) of float32."""
     (per,) = (per for per in update.demands() if per.name == name)
     x = torch.as_tensor(x, dtype=torch.float32)
     return x.expand(shape if per.shape == "row" else shape[:-1])
 
 
-def _gate(update: StateUpdate, signal: Signal, k: Tensor, shape: torch.Size) -> Tensor | None:
+def log_gate(update: StateUpdate, signal: Signal, k: Tensor, shape: torch.Size) -> Tensor | None:
     """The log gate (B, T, H), or (B, T, H, d_v) of rows; None where nothing is forgotten."""
     p = update.parts()
     element = p.monoid.element(signal, resolve(p.step.rate, signal), k[..., None, :])
@@ -267,4 +273,7 @@ def _held(
     return tuple(found)
 
 
-__all__ = ["Made", "NotMade", "no_kernel", "no_trace", "response_of", "run", "settle"]
+__all__ = [
+    "Made", "NotMade", "first", "log_gate", "names_of", "no_kernel", "no_trace", "of_tokens", "read", "response_of",
+    "run", "settle",
+]  # fmt: skip

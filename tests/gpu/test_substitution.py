@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -29,7 +28,7 @@ from axes.sequence.longhorn import Longhorn  # noqa: E402
 from axes.sequence.miras import YaadMatrix  # noqa: E402
 from axes.sequence.predicted import FrankWolfeDelta  # noqa: E402
 from axes.sequence.ttt import TTTLinear  # noqa: E402
-from tests.gpu.told import apart, distance, unequal, unwritten  # noqa: E402
+from tests.gpu.told import Rounded, apart, distance, unequal, unwritten  # noqa: E402
 
 BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
 ROWS = Diagonal("row_decay", side="row")
@@ -56,19 +55,6 @@ SYSTEMS = {
     "cross-entropy": StateUpdate(CrossEntropy(), monoid=Scalar("decay"), algorithm=Step(BETA)),
     "squares by rows": StateUpdate(SquaredError(), monoid=ROWS, algorithm=Step(ROW_BETA)),
 }
-
-
-class Rounded(TorchDispatchMode):
-    """Matrix products of operands rounded to a dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.__name__.split(".")[0] in ("mm", "bmm"):
-            args = tuple(x.to(self.dtype).to(x.dtype) for x in args)
-        return function(*args, **(kwargs or {}))
 
 
 def draw(

@@ -9,8 +9,22 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Bars = Mapping[str, float] | Callable[[str], float] | float
+
+
+class Rounded(TorchDispatchMode):
+    """Matrix products of operands rounded to a dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__.split(".")[0] in ("mm", "bmm"):
+            args = tuple(x.to(self.dtype).to(x.dtype) for x in args)
+        return function(*args, **(kwargs or {}))
 
 
 def distance(a: Tensor, want: Tensor, least: float = 1e-3) -> float:

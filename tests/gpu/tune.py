@@ -1,4 +1,4 @@
-"""What the sizes of the token and substitution kernels cost at the shapes that they are for.
+"""What the sizes of the token, substitution and network kernels cost at the shapes that they are for.
 
     python -m tests.gpu.tune --out tuned.jsonl        # on a machine with a GPU; stops by itself after --limit seconds
     python -m tests.gpu.tune --only substitution --only adam
@@ -29,7 +29,7 @@ from torch import Tensor
 from axes.bench.check import compare
 from axes.bench.rules import Shape, Signal, find
 from axes.bench.timing import median, peak_extra
-from axes.routes import dispatch, token
+from axes.routes import dispatch, network_kernel, token
 from tests.gpu.told import distance
 
 HALF = torch.bfloat16
@@ -59,10 +59,14 @@ def cases() -> list[Case]:
     for rule in ("moneta", "memora", "adam", "lattice decoding", "lattice without norms"):
         walk = token.walk(find((rule,))[0].update, 64, 64)
         assert not isinstance(walk, token.NoWalk), walk
-        changes: list[dict[str, Any]] = [{}, {"across": "k"}, {"ahead": 0}, {"ahead": 2}]
+        changes: list[dict[str, Any]] = [{}]
+        if rule in ("memora", "adam"):  # whose rows do not meet: more programs, that exchange among fewer warps
+            some = ((32, walk.warps // 2), (16, walk.warps // 4), (16, 2), (32, 4))
+            changes += [{"rows": n, "warps": w, "across": a} for a in "kv" for n, w in some]
+        changes += [{"across": "v"}, {"ahead": 0}, {"ahead": 2}]
         changes += [{"chunk": n} for n in (16, 32, 64) if n != walk.chunk]
         changes += [{"warps": n} for n in (walk.warps // 2, walk.warps * 2) if 1 <= n <= 16]
-        changes += [{"across": "k", "warps": walk.warps // 2}, {"grouped": False}]
+        changes += [{"grouped": False}]
         if walk.rows < 64:
             changes += [{"rows": walk.rows * 2}]
         found.append([Case(rule, 64, "token", change) for change in changes])
@@ -73,6 +77,10 @@ def cases() -> list[Case]:
         rows = rule in ("longhorn", "yaad", "yaad prev")  # a head is one program where rows meet
         changes = [{}, *(c for c in spread if rows or "PART" not in c)]
         found.append([Case(rule, width, "substitution", change) for change in changes])
+    tiles: list[dict[str, Any]] = [{"WARPS": 8, "WARPS_BACK": 8}, {"HIDDEN": 128, "WARPS": 8}]
+    tiles += [{"HIDDEN_BACK": 128, "WARPS_BACK": 8}, {"HIDDEN_READS": 128, "WARPS_READS": 8}, {"SEGMENT": 32}]
+    for rule in ("ttt mlp", "titans mlp", "yaad mlp"):
+        found.append([Case(rule, 64, "cascade", change) for change in ({}, *tiles)])
     longest = max(map(len, found))
     return [group[i] for i in range(longest) for group in found if i < len(group)]
 
@@ -80,10 +88,13 @@ def cases() -> list[Case]:
 @contextmanager
 def changed(case: Case) -> Iterator[None]:
     """Within the block kernels have these sizes."""
-    if case.route == "substitution":
-        from axes.kernels.substitution import chain
+    if case.route in ("substitution", "cascade"):
+        from axes.kernels.network import chain as network
+        from axes.kernels.substitution import chain as substitution
 
-        with patch.multiple(chain, **case.change) if case.change else patch.object(chain, "SLOTS", chain.SLOTS):
+        chain = substitution if case.route == "substitution" else network
+        picked = patch.object(network_kernel, "PICKED", True)
+        with picked, patch.multiple(chain, **case.change) if case.change else patch.object(chain, "SLOTS", chain.SLOTS):
             yield
         return
     usual, kept = token.walk, {}  # type: ignore[var-annotated]
@@ -266,7 +277,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("tuned.jsonl"))
     parser.add_argument("--limit", type=float, default=100.0, help="seconds")
-    parser.add_argument("--only", action="append", default=[], help="a rule, token or substitution")
+    parser.add_argument("--only", action="append", default=[], help="a rule, token, substitution or cascade")
     parser.add_argument("--plain", action="store_true", help="what the package has, no candidates")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import linecache
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -38,7 +39,6 @@ SLOTS, BLOCK, WIDEST = 8, 16, 128
 SLOPES_WARPS, MEETINGS_WARPS, CLOSINGS_WARPS, GRADIENTS_WARPS = 4, 8, 8, 8  # of those that go through chunks
 COLUMNS = 128  # of the gradients of keys and queries, of a program
 PART = 64  # rows of the state of a serial program, where rows do not meet
-_IMPORT = "from axes.kernels.substitution.response import inputs, pull, respond, turned  # replaced\n"
 
 
 class Response(NamedTuple):
@@ -50,6 +50,7 @@ class Response(NamedTuple):
     mixes: bool
 
 
+_IMPORT = re.compile(r"from axes\.kernels\.substitution\.response import .*  # replaced\n")
 _RESPONSES: dict[str, tuple[Response, ModuleType]] = {}
 
 
@@ -57,16 +58,22 @@ def register(response: Response) -> str:
     """The name of a response, whose kernels are made of it."""
     name = hashlib.sha256(response.text.encode()).hexdigest()[:16]
     if name not in _RESPONSES:
-        source = inspect.getsource(passes)
-        assert source.count(_IMPORT) == 1
-        text, file = source.replace(_IMPORT, "\n" + response.text + "\n"), f"<axes substitution {name}>"
-        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads it again
-        module = ModuleType(f"axes.kernels.substitution.made_{name}")
-        module.__file__ = file
-        sys.modules[module.__name__] = module
-        exec(compile(text, file, "exec"), module.__dict__)
-        _RESPONSES[name] = response, module
+        _RESPONSES[name] = response, made(passes, response.text, name)
     return name
+
+
+def made(of: ModuleType, text: str, name: str) -> ModuleType:
+    """A module of kernels with the text of a response in the place of what it imports of `response`."""
+    source = inspect.getsource(of)
+    assert len(_IMPORT.findall(source)) == 1
+    room = of.__name__.removesuffix(".passes")
+    whole, file = _IMPORT.sub(lambda _: "\n" + text + "\n", source), f"<{room.replace('.kernels.', ' ')} {name}>"
+    linecache.cache[file] = (len(whole), None, whole.splitlines(keepends=True), file)  # Triton reads it again
+    module = ModuleType(f"{room}.made_{name}")
+    module.__file__ = file
+    sys.modules[module.__name__] = module
+    exec(compile(whole, file, "exec"), module.__dict__)
+    return module
 
 
 def known_response(name: str) -> tuple[Response, ModuleType]:
@@ -154,8 +161,18 @@ def _forward(
     more = s.constants(k)
     with on_device(k):
         s.kernels.pairs[(cut.slots * h * (cut.chunk // BLOCK),)](
-            q, k, g, products, cut.offsets, cut.units_of_slots, **more, V=width, BV=_padded(width), GATE=_gate(g),
-            READS=reads, num_warps=1,
+            q,
+            k,
+            g,
+            products,
+            cut.offsets,
+            cut.units_of_slots,
+            **more,
+            V=width,
+            BV=_padded(width),
+            GATE=_gate(g),
+            READS=reads,
+            num_warps=1,
         )
         s.kernels.forward[(cut.units * h * s.parts,)](
             q, k, g, i0, i1, i2, i3, i4, i5, i6, i7, products, start, o, seen, states, final, before,
