@@ -39,6 +39,7 @@ from axes.kernels.products.symmetric import symmetric_product
 from axes.kernels.recurrent.chain import recurrent_chain
 from axes.kernels.recurrent.matrix import matrix_chain
 from axes.kernels.recurrent.sizes import CELLS
+from axes.kernels.rows.gated import gated
 from axes.kernels.rows.mass import over_mass
 from axes.kernels.rows.norm import add_norm
 from axes.kernels.scalar import chain as scalar_module
@@ -77,6 +78,10 @@ def add_and_norm(stream: torch.dtype, out: torch.dtype) -> Callable[[], None]:
         both(add_norm(h, y, torch.ones(768, requires_grad=True), 1e-6, out))
 
     return run
+
+
+def gated_network() -> None:
+    both((gated(torch.randn(64, 4096, dtype=HALF, requires_grad=True)),))
 
 
 def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -> Callable[[], None]:
@@ -408,6 +413,7 @@ CASES: dict[str, Callable[[], None]] = {
     "adamw at random": adamw(HALF, rounding="stochastic"),
     "add and norm": add_and_norm(FULL, HALF),
     "add and norm in 16 bits": add_and_norm(HALF, HALF),
+    "gated network": gated_network,
 }
 
 # ---- one kernel at several sizes -------------------------------------------------------------------------------------

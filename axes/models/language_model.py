@@ -118,12 +118,12 @@ class SwiGLU(nn.Module):
         return y
 
     def _by_kernels(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        from axes.kernels.blocks.leave import leave  # triton is imported by the first call that needs it
+        from axes.kernels.rows.gated import gated  # triton is imported by the first call that needs it
 
         hidden = self.out.in_features
-        weights, groups = (self.gate.weight, self.inner.weight), (((0, 0, hidden),), ((1, 0, hidden),))
-        gate, inner = products(x.to(dtype), weights, groups, (hidden, hidden))
-        y: Tensor = self.out(leave(inner.view(1, -1, hidden // 16, 16), gate.view(1, -1, hidden)).view(gate.shape))
+        weights, groups = (self.gate.weight, self.inner.weight), (((0, 0, hidden), (1, 0, hidden)),)
+        (both,) = products(x.to(dtype), weights, groups, (2 * hidden,))
+        y: Tensor = self.out(gated(both))
         return y
 
     def no_kernel(self, device: torch.device, dtype: torch.dtype) -> str | None:

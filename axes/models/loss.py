@@ -3,8 +3,9 @@
     z_n = W x_n      loss = mean_n (log sum_v e^(z_nv) - z_(n, y_n))      over the n whose class is not ignored
     dz_n = softmax(z_n) - [y_n]      dx_n = W^T dz_n / count      dW = sum_n dz_n x_n^T / count
 The gradient is known as soon as the logits are, so a part's logits become their own gradient and then products; no
-more than `_ENTRIES` logits exist at a time, in the dtype of x. dW adds up in float32 at least. The count divides at the
-end, together with what comes from behind (a scaled loss): in 16 bit a probability divided by it would be no number.
+more than `_ENTRIES` logits, or one part in `_PARTS`, exist at a time, in the dtype of x. dW adds up in float32 at
+least. The count divides at the end, together with what comes from behind (a scaled loss): in 16 bit a probability
+divided by it would be no number.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from axes.kernels.common import versions
 from axes.kernels.common.operators import Differentiable
 from axes.routes.precision import own_precision, taken_in
 
-_ENTRIES = 1 << 28  # logits at a time: 0.5 GB of 16-bit numbers
+_ENTRIES = 1 << 28  # logits at a time: 0.5 GB of 16-bit numbers,
+_PARTS = 8  # or an eighth of all, little beside what a model keeps of so many tokens: every part passes over dW
 
 
 def _by_torch(logits: Tensor, targets: Tensor, gradients: bool, ignored: int) -> Tensor:
@@ -45,7 +47,7 @@ def _forward(
     wide, weight = torch.promote_types(x.dtype, torch.float32), weight.to(x.dtype)
     scale = (targets != ignored).sum().clamp_min(1).to(wide).reciprocal()
     loss, dx, dw = scale.new_zeros(()), x.new_empty(x.shape if for_x else 0), None
-    rows = max(1, _ENTRIES // max(1, weight.shape[0]))
+    rows = max(1, _ENTRIES // max(1, weight.shape[0]), -(-x.shape[0] // _PARTS))
     for first in range(0, x.shape[0], rows):
         part, aims = x[first : first + rows], targets[first : first + rows]
         logits = F.linear(part, weight)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+_AHEAD = 64  # messages that may be on their way
+# What was sent, and perhaps not yet received: it is kept until then, whatever becomes of the layer that sent it.
+_GOING: WeakKeyDictionary[dist.ProcessGroup, list[tuple[dist.Work, Sequence[Tensor]]]] = WeakKeyDictionary()
+
+
 @final
 class Group:
     """A process group whose processes hold the segments of a sequence, in the order of their ranks."""
@@ -29,6 +35,7 @@ class Group:
     def __init__(self, processes: dist.ProcessGroup) -> None:
         self.processes = processes
         self.rank, self.size = dist.get_rank(processes), dist.get_world_size(processes)
+        self._going = _GOING.setdefault(processes, [])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # connections are no part of what is copied
@@ -77,7 +84,8 @@ class Group:
         return received
 
     def shifted(self, sent: Sequence[Tensor], by: int) -> list[Tensor]:
-        """What the process `by` ranks before this one has, zeros where there is none."""
+        """What the process `by` ranks before this one has, zeros where there is none. Who only sends does not wait,
+        and is ahead of the others until it receives, or `settle`s."""
         received = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in sent]
         held = [x.contiguous() for x in sent]
         operations = []
@@ -86,9 +94,24 @@ class Group:
                 peer = dist.get_global_rank(self.processes, other)
                 operations += [dist.P2POp(operation, x, peer, self.processes) for x in tensors]
         with self._speaking("exchange the ends of segments with its neighbours"):
-            for work in dist.batch_isend_irecv(operations) if operations else ():
-                work.wait()
+            works = dist.batch_isend_irecv(operations) if operations else []
+            if 0 <= self.rank - by < self.size:
+                for work in works:
+                    work.wait()
+            else:
+                self._going += [(work, held) for work in works]
+                self._wait(_AHEAD)
         return received
+
+    def settle(self) -> None:
+        """Wait until what was sent is received: before a process may end, or sends what nothing answers."""
+        with self._speaking("send the end of its segment"):
+            self._wait(0)
+
+    def _wait(self, most: int) -> None:
+        """Until at most so many messages are on their way."""
+        while len(self._going) > most:
+            self._going.pop(0)[0].wait()
 
     def exchanged(self, sent: Tensor, to: list[int], by: list[int]) -> Tensor:
         """Flat parts of these lengths, one to every process and one from every process."""
@@ -119,7 +142,15 @@ def group_of(who: str, mesh: DeviceMesh | dist.ProcessGroup) -> Group:
 
 def from_before(group: Group, first: Sequence[Tensor], sent: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """What the process before sent; on the first process, `first`."""
-    return cast(tuple[Tensor, ...], _FromBefore.apply(group, *first, *sent))
+    received = cast(tuple[Tensor, ...], _FromBefore.apply(group, *first, *sent))
+    if not torch.is_grad_enabled():
+        group.settle()
+    return received
+
+
+def settle_after_backward(group: Group) -> None:
+    """In a backward: what it sends is received when it ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(group.settle)
 
 
 class _FromBefore(torch.autograd.Function):
@@ -134,6 +165,7 @@ class _FromBefore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> Any:
         sent = ctx.group.shifted(given, -1)
+        settle_after_backward(ctx.group)
         own = given if ctx.group.first else tuple(torch.zeros_like(x) for x in given)
         return None, *own, *sent
 

@@ -6,7 +6,9 @@ of the state that enters segment r and c_r what its own outputs put into it,
 
     D_r = D_{r+1} A_r^T + c_r ,
 
-so that a process first finds its c, gathers, and then goes back through its segment once with the right D_{r+1}.
+so that a process first finds its c, gathers, and then goes back through its segment once with the right D_{r+1}. At the
+ends nothing is found first: the first process runs its segment and says what left it, the last one goes back through
+its own and says D. Two processes pass on S and D themselves.
 
 Every other recurrence runs whole, on a process's share of the heads: tokens of all heads go out, all tokens of its own
 heads come in, and outputs go back. What a chain sends does not depend on the number of tokens; this does.
@@ -94,17 +96,24 @@ class Split(Across):
         return (self._by_maps if self.by_maps else self._by_heads)(run, signal, start)
 
     def _by_maps(self, run: Run, signal: Signal, start: State) -> tuple[Tensor, State]:
-        group, update, given = self.group, self.update, maps.rows(start)
-        found = _maps(update, run, signal, start, group)
-        received = given.detach() if group.first else maps.prefix(update, *found, group.rank)
+        group, given = self.group, maps.rows(start)
         differentiated = torch.is_grad_enabled() and any(
             x.requires_grad for x in (given, *signal.values()) if isinstance(x, Tensor)
         )
-        whole = _Entering.apply(group.first, given, received.requires_grad_()) if differentiated else received
-        out, memory = run(signal, maps.with_rows(start, whole))
+        ends = _Ends(self.update, group)
+        if not group.first:
+            received = ends.entering(run, signal, start)
+            entered, signal = _enter(ends, given, received, signal) if differentiated else (received, signal)
+            start = maps.with_rows(start, entered)
+        out, memory = run(signal, start)
+        left = maps.rows(memory)
+        if group.first:
+            ends.leaving(left)
+            if not differentiated:
+                group.settle()
         count = start.count + sum(n for (n,) in self._tokens(signal)) if self.states else memory.count
-        if differentiated:
-            segment = _Segment(update, group, found[0], whole, out, maps.rows(memory))
+        if differentiated and not group.last:
+            segment = _Segment(ends, None if group.first else entered, out, left)
             out, left = _Leaving.apply(segment, segment.out, segment.left)
             memory = maps.with_rows(memory, left)
         return out, memory._replace(count=count)
@@ -143,54 +152,103 @@ def _queries(layer: SequenceLayer) -> int:
 # ---- maps ------------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def _maps(
-    update: StateUpdate, run: Run, signal: Signal, start: State, group: Group
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Every segment's A and b; of the first, b is what leaves it. What nobody reads is left out, and zero."""
-    signal = {n: x.detach() if isinstance(x, Tensor) else x for n, x in signal.items()}
-    given = maps.rows(start).detach()
-    empty = torch.zeros_like(given, memory_format=torch.contiguous_format)
-    b, width = empty, given.shape[-1]
-    if not group.last:
-        b = maps.constant(run, signal, maps.with_rows(start, given if group.first else empty))
-    if not (group.first or group.last):
-        a = maps.matrix(update, run, signal, maps.with_rows(start, empty))
-    elif maps.form(update) == "entries":
-        a = empty
-    else:
-        a = empty.new_zeros(*empty.shape[:-2], width, width)
-    if group.size == 2:
-        return [a, a], group.gathered(b)  # one segment before, one behind: no map is read
-    return group.gathered(a), group.gathered(b)
+@final
+class _Ends:
+    """What processes tell each other of their segments, forward and backward, for one call of a layer.
+
+    The first segment begins from a state that is known, so its own run says what leaves it; of the last one nobody
+    asks. Those between run their tokens before, for A and b. Between two processes the state itself is passed on.
+    """
+
+    def __init__(self, update: StateUpdate, group: Group) -> None:
+        self.update, self.group = update, group
+        self.by: list[Tensor] = []  # every segment's A
+
+    @torch.no_grad()
+    def leaving(self, left: Tensor) -> None:
+        """Of the first process: the state that leaves its segment."""
+        self._constants(left.detach(), None)
+
+    @torch.no_grad()
+    def entering(self, run: Run, signal: Signal, start: State) -> Tensor:
+        """Of the others: the state that enters their segment."""
+        empty = torch.zeros_like(maps.rows(start), memory_format=torch.contiguous_format)
+        b, a = empty, None
+        if not self.group.last:
+            signal = {n: x.detach() if isinstance(x, Tensor) else x for n, x in signal.items()}
+            b = maps.constant(run, signal, maps.with_rows(start, empty))
+            a = maps.matrix(self.update, run, signal, maps.with_rows(start, empty))
+        constants = self._constants(b, a)
+        with own_precision(b):
+            return maps.prefix(self.update, self.by, constants, self.group.rank)
+
+    def _constants(self, b: Tensor, a: Tensor | None) -> list[Tensor]:
+        """All b; A on the way. What nobody reads is left out, and zero."""
+        group = self.group
+        if group.size == 2:
+            return group.shifted([b], 1)
+        if a is None:
+            entries = maps.form(self.update) == "entries"
+            a = torch.zeros_like(b) if entries else b.new_zeros(*b.shape[:-2], b.shape[-1], b.shape[-1])
+        self.by = group.gathered(a)
+        return group.gathered(b)
+
+    def gradient_entered(self, adjoint: Tensor) -> None:
+        """Of the last process: the gradient of the state that entered its segment."""
+        if self.group.size == 2:
+            self.group.shifted([adjoint], -1)
+            send.settle_after_backward(self.group)
+        else:
+            self.group.gathered(adjoint)
+
+    def gradient_left(self, own: Tensor) -> Tensor:
+        """Of the others: the gradient of the state that leaves their segment, from the segments behind it. own: what
+        their own outputs put into that of the state that enters it; of the first process it is not read."""
+        if self.group.size == 2:
+            return self.group.shifted([own], -1)[0]
+        constants = self.group.gathered(own)
+        with own_precision(own):
+            return maps.suffix(self.update, self.by, constants, self.group.rank)
+
+
+def _enter(ends: _Ends, given: Tensor, received: Tensor, signal: Signal) -> tuple[Tensor, Signal]:
+    """The state that enters a segment, and its tokens: gradients of both leave the segment together, so that what is
+    sent back of the state is sent before what is sent back of tokens, as it is received."""
+    names = [n for n, x in signal.items() if isinstance(x, Tensor) and x.requires_grad]
+    entered, *tokens = _Entering.apply(ends, given, received, *(signal[n] for n in names))
+    return entered, {**signal, **dict(zip(names, tokens, strict=True))}
 
 
 class _Entering(torch.autograd.Function):
-    """The state that enters a segment: the caller's on the first process, and received by the others, whose share of
-    the gradient of the caller's is zero."""
+    """The state that the process before sent, whose share of the gradient of the caller's is zero."""
 
     @staticmethod
-    def forward(ctx: Any, first: bool, given: Tensor, received: Tensor) -> Tensor:
-        ctx.first = first
-        return received.clone()
+    def forward(ctx: Any, ends: _Ends, given: Tensor, received: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
+        ctx.ends, ctx.shape = ends, (given.shape, given.dtype, given.device)
+        ctx.set_materialize_grads(False)
+        return received.clone(), *(x.view_as(x) for x in tokens)
 
     @staticmethod
-    def backward(ctx: Any, adjoint: Tensor) -> Any:
-        return None, adjoint if ctx.first else torch.zeros_like(adjoint), None
+    def backward(ctx: Any, adjoint: Tensor | None, *tokens: Tensor | None) -> Any:
+        _once()
+        shape, dtype, device = ctx.shape
+        none = torch.zeros(shape, dtype=dtype, device=device)
+        if ctx.ends.group.last:
+            ctx.ends.gradient_entered(none if adjoint is None else adjoint)
+        return None, none, None, *tokens
 
 
 @final
 class _Segment:
     """What going back through a segment asks: tensors with the graph that made them."""
 
-    def __init__(
-        self, update: StateUpdate, group: Group, by: list[Tensor], entered: Tensor, out: Tensor, left: Tensor
-    ) -> None:
-        self.update, self.group, self.by = update, group, by
-        self.entered, self.out, self.left = entered, out, left
+    def __init__(self, ends: _Ends, entered: Tensor | None, out: Tensor, left: Tensor) -> None:
+        self.ends, self.entered, self.out, self.left = ends, entered, out, left
 
     def own(self, out: Tensor, left: Tensor) -> Tensor:
         """c: what gradients of this segment's own outputs are of the state that enters it."""
+        if self.entered is None:
+            return torch.zeros_like(left)
         ends = [(x, g) for x, g in ((self.out, out), (self.left, left)) if x.requires_grad]
         (c,) = torch.autograd.grad(
             [x for x, _ in ends], self.entered, [g for _, g in ends], retain_graph=True, allow_unused=True
@@ -208,15 +266,14 @@ class _Leaving(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, out: Tensor, left: Tensor) -> Any:
-        s: _Segment = ctx.segment
-        if torch.is_grad_enabled():
-            raise AxesError("parallel.sequence: a split layer is differentiated once; leave create_graph out")
-        constants = s.group.gathered(s.own(out, left))
-        if s.group.last:
-            return None, out, left
-        with own_precision(constants[0]):
-            behind = maps.suffix(s.update, s.by, constants, s.group.rank)
-        return None, out, left + behind
+        segment: _Segment = ctx.segment
+        _once()
+        return None, out, left + segment.ends.gradient_left(segment.own(out, left))
+
+
+def _once() -> None:
+    if torch.is_grad_enabled():
+        raise AxesError("parallel.sequence: a split layer is differentiated once; leave create_graph out")
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------

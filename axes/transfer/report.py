@@ -304,6 +304,11 @@ figure img { max-width: 100%; min-width: 38rem; height: auto; background: white;
   .pair { grid-template-columns: 1fr; } .pair h3 { display: none; }
   .pair div:nth-of-type(odd) b::after { content: " of the arm"; }
   .pair div:nth-of-type(even) b::after { content: " of the control"; }
+  .scroll table { min-width: 0; } .scroll thead { display: none; }
+  .scroll tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line); }
+  .scroll td { display: grid; grid-template-columns: 8rem 1fr; gap: .6rem; overflow-wrap: anywhere; }
+  .scroll td { border: 0; padding: .1rem 0; }
+  .scroll td::before { content: attr(data-column); opacity: .75; }
 }
 """
 
@@ -330,7 +335,7 @@ def page(results: Mapping[str, Any]) -> str:
     ]))  # fmt: skip
     if words := summary(results):
         out.append("<h2>In plain words</h2><ul>" + "".join(f"<li>{e(line)}</li>" for line in words) + "</ul>")
-    columns = ("", "task", "arm", "control", "effect", "95 %", "p, Holm", "verdict", "FLOPs", "state", "ms")
+    columns = ("id", "task", "arm", "control", "effect", "95 %", "p, Holm", "verdict", "FLOPs", "state", "ms")
     out.append("<h2>Comparisons</h2>" + _table(columns, [
         (f'<a href="#{e(x["id"])}">{e(x["id"])}</a>', e(c["task"]), e(_mean(c, "arm")), e(_mean(c, "control")),
          *map(e, _effect(c)), e(_p(c)), _badge(c), *_costs(c))
@@ -349,8 +354,9 @@ def page(results: Mapping[str, Any]) -> str:
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Cells are HTML already."""
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    """Cells are HTML already. On a narrow screen a row is a list, and each cell says its column."""
+    named = [[f'<td data-column="{name}">{cell}</td>' for name, cell in zip(head, row, strict=True)] for row in rows]
+    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in named)
     top = "".join(f"<th>{cell}</th>" for cell in head)
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 

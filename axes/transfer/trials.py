@@ -170,6 +170,35 @@ class Late(Tokens):
         return Held(_share(right[:, late], asked[:, late]), found.by)
 
 
+@final
+@dataclass(frozen=True)
+class Asked(Tokens):
+    """As many answers in every window, and the head says nothing else.
+
+    The model starts as published ones do, with tokens' vectors of standard deviation 0.02: beside vectors of unit
+    variance what the first layer finds is small, and no rate that was tried learns 32 pairs in 2,000 steps. Products
+    are of bfloat16 under autocast, where papers have them; held-out windows are read in float32.
+    """
+
+    deviation: float = 0.02
+    products: torch.dtype | None = torch.bfloat16
+
+    def model(self, system: System, device: torch.device | str | None = None) -> nn.Module:
+        model = super().model(system, device)
+        nn.init.normal_(model.embedding.weight, std=self.deviation)  # type: ignore[union-attr, arg-type]
+        return model
+
+    def loss(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        tokens, targets = batch
+        pairs: int = self.task.pairs  # type: ignore[attr-defined]
+        places = targets.ne(IGNORED).to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :pairs]
+        # a graph that is replayed must cast weights anew, so nothing is kept
+        with torch.autocast(tokens.device.type, self.products, self.products is not None, cache_enabled=False):
+            hidden, _ = model.hidden(model.embedding(tokens))  # type: ignore[operator]
+            said = model.head(hidden.take_along_dim(places[..., None], 1))  # type: ignore[operator]
+        return F.cross_entropy(said.flatten(0, 1).float(), targets.take_along_dim(places, 1).flatten())
+
+
 def _share(right: Tensor, asked: Tensor) -> float:
     return float(right.sum() / asked.sum())
 
@@ -385,7 +414,7 @@ def _whole() -> tuple[Trial, ...]:
         of("selective-copy", 1000, SelectiveCopy(16, 256, 16)), of(NOISY, 1500, NoisyRecall()),
         of("fuzzy-recall", 1500, FuzzyRecall()), of("memorisation", 1500, Memorisation()),
         of(PARITY, 600, ModularSum(40), longer=(80, 160, 256)),
-        Late(LATE, 800, 64, ModularSum(64), tokens, longer=(128, 256)), _long(2000),
+        Late(LATE, 800, 64, ModularSum(64), tokens, longer=(128, 256)), _long(4000),
         Late(LATEST, 400, 64, LatestRecall(128, 4, 8, 0.25), tokens, longer=(256, 512)),
         of("modular-sum", 1500, ModularSum(64, 5), longer=(128, 256)),
         of(PERMUTATIONS, 1500, GroupWord(64, 3), longer=(128, 256)),
@@ -396,9 +425,9 @@ def _whole() -> tuple[Trial, ...]:
 
 
 def _long(steps: int) -> Trial:
-    """Recall at a published size: more pairs than a head is wide."""
-    model, pairs = Architecture("delta-net", "residual", 2, 128, 4), MultiQueryRecall(32, 256, 2048)
-    return Tokens(MANY, steps, 64, pairs, model, harder=(replace(pairs, pairs=16), replace(pairs, pairs=64)))
+    """Recall at a published size, by one head: four of 32 have no room for 32 pairs beside what else they keep."""
+    model, pairs = Architecture("delta-net", "residual", 2, 128, 1), MultiQueryRecall(32, 256, 2048)
+    return Asked(MANY, steps, 64, pairs, model, harder=(replace(pairs, pairs=16), replace(pairs, pairs=64)))
 
 
 def _source(steps: int) -> Trial:
@@ -419,7 +448,7 @@ def _minutes() -> tuple[Trial, ...]:
         of("selective-copy", 1000, SelectiveCopy(8, 64, 16)), of(NOISY, 1000, NoisyRecall(64)),
         of("fuzzy-recall", 1000, FuzzyRecall(64)), of("memorisation", 1000, Memorisation()),
         of(PARITY, 600, ModularSum(40), longer=(80, 160, 256)),
-        Late(LATE, 800, 64, ModularSum(64), tokens, longer=(128, 256)), _long(1500),
+        Late(LATE, 800, 64, ModularSum(64), tokens, longer=(128, 256)), _long(2500),
         Late(LATEST, 400, 64, LatestRecall(128, 4, 8, 0.25), tokens, longer=(256, 512)),
         of("modular-sum", 1000, ModularSum(32, 5), longer=(64, 128)),
         of(PERMUTATIONS, 1000, GroupWord(32, 3), longer=(64, 128)),

@@ -163,6 +163,15 @@ def test_values_and_gradients_in_the_interpreter(name: str) -> None:
     interpret(PROGRAM + CASES[name])
 
 
+@pytest.mark.parametrize(("heads", "width", "warps"), [(16, 128, 4), (8, 64, 4), (6, 128, 2), (12, 64, 2), (3, 32, 4)])
+def test_programs_take_whole_heads_where_half_the_warps_do(heads: int, width: int, warps: int) -> None:
+    """Six heads of 128 in fours would be eight."""
+    plan = Plan((Stream(heads, width, 4),) * 3, (), 3 * heads * width)
+    assert plan.warps == warps
+    ((_, first, blocks, each, *_, together, _, _, _, _, _, _, _, members), *_) = [p[:16] for p in plan.parts]
+    assert (first, blocks, members) == (0, 3 * each, 3) and (each - 1) * together < heads <= each * together
+
+
 def test_refusals() -> None:
     declared = Plan((Stream(2, 8, 3),), (Numbers(2),), 24)
     p, w = torch.randn(2, 4, 24), torch.randn(16, 1, 3)

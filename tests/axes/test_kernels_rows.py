@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from axes.errors import ShapeError
+from axes.kernels.rows.gated import gated
 from axes.kernels.rows.mass import over_mass
 from tests.interpreter import interpret
 
@@ -40,6 +41,34 @@ for floor in (0.0, 1.0):
     torch.testing.assert_close(over_mass(y, mass, floor), normalised(y, mass, floor), equal_nan=True)
 assert over_mass(torch.zeros(0, 4), torch.zeros(0, 1)).shape == (0, 4)
 """
+
+
+GATED = """
+import torch
+from axes.kernels.rows.gated import gated
+torch.manual_seed(0)
+close = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+for shape in ((1, 32), (3, 5, 96), (50, 128)):  # the last is more than a program's
+    for dtype, bound in close.items():
+        z = torch.randn(shape).to(dtype).requires_grad_()
+        wide = z.detach().double().requires_grad_()
+        g, h = wide.chunk(2, -1)
+        made, wanted = gated(z), torch.nn.functional.silu(g) * h
+        along = torch.randn(wanted.shape).to(dtype)
+        (dz,), (exact,) = torch.autograd.grad(made, z, along), torch.autograd.grad(wanted, wide, along.double())
+        for got, want in ((made, wanted), (dz, exact)):
+            assert got.dtype == dtype and (got - want).abs().max() <= bound * want.abs().max(), (shape, dtype)
+"""
+
+
+def test_the_gated_half_equals_float64() -> None:
+    interpret(GATED)
+
+
+def test_a_gated_half_has_groups_of_columns() -> None:
+    for shape in ((3, 40), (0, 32)):
+        with pytest.raises(ShapeError, match="H a multiple of 16"):
+            gated(torch.zeros(shape))
 
 
 def test_the_kernel_equals_torch_in_float64() -> None:

@@ -188,7 +188,7 @@ def a_process_that_dies(mesh: DeviceMesh) -> None:
     if mesh.get_local_rank() == mesh.size() - 1:
         os._exit(0)
     with pytest.raises(AxesError, match="another process of the group is gone"):
-        layer(torch.randn(1, 8, 16))
+        layer(torch.randn(1, 8, 16))[0].sum().backward()  # the first process is told when it first waits
 
 
 # ---- the processes ---------------------------------------------------------------------------------------------------

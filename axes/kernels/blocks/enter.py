@@ -15,7 +15,7 @@ from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels.blocks import streams as device
-from axes.kernels.blocks.plan import WARPS, Plan, read
+from axes.kernels.blocks.plan import Plan, read
 from axes.kernels.common.layout import check_packing, layout, on_device
 
 _PROCESSORS = 132
@@ -45,7 +45,7 @@ def _forward(
     with on_device(p):
         device.enter[(cut.slots * made.blocks,)](
             p, outs, others, weights, biases, made.over_tails(tails), cut.offsets, cut.units_of_slots, t, cut.chunks,
-            cut.chunk, W=made.width, PARTS=made.parts, BLOCKS=made.blocks, PACKED=cut.packed, num_warps=WARPS,
+            cut.chunk, W=made.width, PARTS=made.parts, BLOCKS=made.blocks, PACKED=cut.packed, num_warps=made.warps,
         )  # fmt: skip
     return [*results, *ends]
 
@@ -66,7 +66,7 @@ def _backward(
         device.enter_backward[(cut.slots * made.blocks,)](
             p, douts, dothers, weights, biases, made.over_tails(tails), dp, made.over_tails(dtails), sums,
             cut.offsets, cut.units_of_slots, t, cut.chunks, cut.chunk,
-            W=made.width, PARTS=made.parts, BLOCKS=made.blocks, SUMS=made.sums, PACKED=cut.packed, num_warps=WARPS,
+            W=made.width, PARTS=made.parts, BLOCKS=made.blocks, SUMS=made.sums, PACKED=cut.packed, num_warps=made.warps,
         )  # fmt: skip
     if not parameters:
         return [dp, *dtails]

@@ -21,7 +21,7 @@ NORMS = ("none", "unit", "rms")
 WIDEST = 4  # convolution
 LARGEST = 256  # width of a head
 LONGEST = 8192  # of all heads together, where a norm or a skip is over all of them
-WARPS = 4  # of a program
+WARPS = 4  # of a program; half of them where heads are then shared out with fewer idle rows
 _ENTRIES = 4  # of a row in a thread: 8 bytes of a 16-bit number, which half as many registers hold as 16
 _TILE = 1024  # numbers at once
 
@@ -82,14 +82,15 @@ class Plan:
         used = sum(s.heads * s.width for s in streams) + sum(n.columns for n in numbers)
         self.padding = (Numbers(width - used, "nothing"),) if width > used else ()
         self.members = self._members()
+        self.warps = min((WARPS, WARPS // 2), key=lambda warps: sum(self._rows(s, warps)[1] for s in self.streams))
         firsts, starts, self.sums = self._places()
         parts: list[tuple[Any, ...]] = []
         block = 0
         for members in self.members:
             s = max((streams[m] for m in members), key=lambda s: s.norm != "none")
             side = power_of_2(s.width)
-            together = max(1, min(32 * WARPS * _ENTRIES // side, power_of_2(s.heads)))
-            each = -(-s.heads // together)
+            together, taken = self._rows(s, self.warps)
+            each = taken // together
             codes = ACTIVATIONS.index(s.activation), ACTIVATIONS.index(s.feature_map), NORMS.index(s.norm), s.eps
             whole = each * len(members)
             parts.append((
@@ -109,6 +110,12 @@ class Plan:
         self._no_tails = self._over_parts([None] * len(streams), [None] * len(numbers))
         self._results = len(streams) + len(numbers) + sum(n.step for n in numbers)
         self._parameters = self._sizes()
+
+    @staticmethod
+    def _rows(stream: Stream, warps: int) -> tuple[int, int]:
+        """Heads that a program of so many warps takes at once, and that all programs take, those that are none too."""
+        together = max(1, min(32 * warps * _ENTRIES // power_of_2(stream.width), power_of_2(stream.heads)))
+        return together, -(-stream.heads // together) * together
 
     def _members(self) -> list[list[int]]:
         parts: dict[Any, list[int]] = {}

@@ -2,8 +2,8 @@
 
     loss_n = log sum_v e^(z_nv) - z_ny        dz_nv = softmax(z_n)_v - [v = y]
 A row is read twice by one program, in float32 whatever its dtype: once for the maximum and the sum, which one pass over
-blocks keeps up to date together, once to write dz, from the cache if V is not beyond it. Rows of class `ignored` have
-loss 0 and gradient 0.
+blocks keeps up to date together, once backwards to write dz: what was read last is in the cache still, and what is
+written makes way for it. Rows of class `ignored` have loss 0 and gradient 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import power_of_2
 
-_BLOCK = 4096  # entries at once
+_BLOCK, _WARPS = 8192, 16  # entries at once; few rows at a time, for the cache
 
 
 @Kernel
@@ -40,11 +40,18 @@ def _cross_entropy(logits, targets, losses, ignored, V, GRAD: tl.constexpr, BLOC
     tl.store(losses + row, tl.where(counts, tl.log(total) + (peak - aim), 0.0))
     if GRAD:
         tl.debug_barrier()  # the logit of the class has been read by all before it is overwritten
-        for first in range(0, V, BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            z = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
-            dz = tl.exp(z - peak) / total - (at == target).to(tl.float32)
-            tl.store(logits + at, tl.where(counts, dz, 0.0).to(logits.dtype.element_ty), mask=at < V)
+        share, last = 1.0 / total, (V - 1) // BLOCK * BLOCK
+        for back in range(0, V, BLOCK):
+            at = last - back + tl.arange(0, BLOCK)
+            z = tl.load(logits + at, mask=at < V, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
+            dz = tl.exp(z - peak) * share - (at == target).to(tl.float32)
+            dz = tl.where(counts, dz, 0.0).to(logits.dtype.element_ty)
+            tl.store(logits + at, dz, mask=at < V, eviction_policy="evict_first")
+
+
+def _tiles(classes: int) -> dict[str, int]:
+    block = min(_BLOCK, power_of_2(classes))
+    return {"BLOCK": block, "num_warps": max(1, _WARPS * block // _BLOCK)}
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, gradients: bool, ignored: int) -> Tensor:
@@ -63,6 +70,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, gradients: bool, ignored: int
         with layout.on_device(logits):
             _cross_entropy[(losses.shape[0],)](
                 logits, targets, losses, ignored, logits.shape[1],
-                GRAD=gradients, BLOCK=min(_BLOCK, power_of_2(logits.shape[1])), num_warps=8,
+                GRAD=gradients, **_tiles(logits.shape[1]),
             )  # fmt: skip
     return losses

@@ -23,7 +23,7 @@ from axes.kernels.common.sizes import cdiv, power_of_2
 
 WIDEST = 8192  # a row is in the registers of one program
 _ENTRIES = 2048  # of rows that a program takes at a time
-_PROGRAMS = 1024  # of a backward, at most
+_PROGRAMS = 132 * 32  # of a backward, at most: a few waves of them, so that the last one costs little
 
 
 @Kernel
