@@ -13,7 +13,6 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
     pytest.importorskip("triton")
 
 from axes.errors import ShapeError
-from axes.kernels.attention.attend import attend
 from axes.kernels.blocks.leave import LARGEST as LARGEST_HEAD
 from axes.kernels.blocks.leave import leave
 from axes.kernels.common import versions
@@ -199,15 +198,6 @@ def test_attention_on_hopper_takes_strides_of_bulk_copies() -> None:
     assert not fits(wide, made(64), made(64)) and not fits(made(64), made(64), wide)
     shared = made(64, heads=1).expand(2, 5, 2, 64)
     assert not fits(made(64), shared, made(64))
-
-
-def test_a_mass_is_of_every_pair() -> None:
-    q = torch.zeros(1, 3, 2, 16)
-    for shape in ((1, 3), (1, 3, 1), (1, 4, 2)):
-        with pytest.raises(ShapeError, match="attend: mass"):
-            attend(q, q, q, mass=torch.zeros(shape, dtype=torch.float64), scale=1.0)
-    with pytest.raises(ShapeError, match="needs? a CUDA device"):
-        attend(q, q, q, mass=torch.zeros(1, 3, 2, dtype=torch.float64), scale=1.0)
 
 
 def test_parts_of_a_sum_fill_a_gpu_and_are_not_too_short() -> None:
