@@ -129,7 +129,8 @@ NUMBERS = ("--layers", "--width", "--heads", "--streams", "--recompute", "--cont
            "--eval-every", "--save-every", "--validation-windows")  # fmt: skip
 NAMES = ("--sequence", "--optimizer", "--depth", "--schedule", "--device", "--dtype", "--tokens", "--no-such-flag")
 WORDS = ("-1", "0", "1", "2", "3", "1e3", "0.5", "nan", "inf", "-inf", "1e400", str(2**62), str(2**63), "9" * 40,
-         "0x10", "", "x", "\u0661", "residual", "cpu", "mhc", "muon", "float64", "-", "--", "=", "~", "/dev/null")  # fmt: skip
+         "0x10", "", "x", "\u0661", "residual", "cpu", "mhc", "muon", "float64", "-", "--", "=", "~",
+         "/dev/null")  # fmt: skip
 
 
 def _line(seed: int, kept: Path, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
