@@ -118,12 +118,16 @@ EQUIVALENT: dict[tuple[str, str], str | tuple[str, str]] = {
         '"simplex": True',
         "every group says itself which side of the simplex it is on (tried)",
     ),
+    ("axes/kernels/blocks/enter.py", "16"): (
+        "while length > 16",
+        "of powers of two those above 16 are those above 17",
+    ),
     ("axes/kernels/scalar/sizes.py", "2"): (
         "2 * full",
         "blocks, warps and stages of a launch: a GPU's speed",
     ),
     ("axes/kernels/substitution/chain.py", "0"): (
-        "if reads == 2 else 0",
+        "k.new_empty(units if",
         "a room that nobody reads",
     ),
     ("optim/engine/generated.py", "1"): (
