@@ -118,6 +118,7 @@ EQUIVALENT: dict[tuple[str, str], str | tuple[str, str]] = {
         '"simplex": True',
         "every group says itself which side of the simplex it is on (tried)",
     ),
+    ("axes/kernels/common/launch.py", "x is None or type(x) is int"): "what is neither reaches the same end as itself",
     ("axes/kernels/blocks/enter.py", "16"): (
         "while length > 16",
         "of powers of two those above 16 are those above 17",
