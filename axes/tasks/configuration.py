@@ -34,9 +34,13 @@ _OPTIONS: Mapping[str, Mapping[str, float]] = {
     "nadam": {"lr": 5e-3},
     "muon": {"lr": 2e-2, "weight_decay": 1e-2},
 }
-_STREAMS = (  # mixers whose tokens have so many streams
-    "hyper-connections", "dynamic-hyper-connections", "mhc", "mhc-lite", "ihc", "jpmhc", "jpmhc-mean-preserving",
-)  # fmt: skip
+# Mixers whose tokens have n streams, of width d: numbers that one of them holds at least.
+_STREAMS: dict[str, Callable[[int, int], int]] = {
+    **dict.fromkeys(("hyper-connections", "dynamic-hyper-connections"), lambda n, d: n * n),
+    **dict.fromkeys(("mhc-lite", "ihc"), lambda n, d: n * n * d),
+    **dict.fromkeys(("mhc", "jpmhc", "jpmhc-mean-preserving"), lambda n, d: n**3 * d),
+}
+_OBJECTS = 32_000  # bytes of a block's modules and parameters beside their numbers: twice that was measured
 
 
 @final
@@ -124,11 +128,13 @@ class Configuration:
         """What no layer, mixer or optimizer does without: eight products of width^2 a block, each with its gradient,
         of every block an activation that the backward pass reads, and the streams, once."""
         more = self.streams if self.depth in _STREAMS else 0
-        return 8 * self.least_weights() + 4 * (self.layers + more) * self.batch * self.context * self.width
+        kept = 4 * (self.layers + more) * self.batch * self.context * self.width
+        return 8 * self.least_weights() + kept + _OBJECTS * self.layers
 
     def least_weights(self) -> int:
         """How many numbers every model of these sizes holds."""
-        return 8 * self.layers * self.width**2 + self.vocabulary * self.width
+        mixer = _STREAMS[self.depth](self.streams, self.width) if self.depth in _STREAMS else 0
+        return self.layers * (8 * self.width**2 + 2 * mixer) + self.vocabulary * self.width
 
     def _require_types(self) -> None:
         # a hand-edited config.json can hold anything; annotations are strings here

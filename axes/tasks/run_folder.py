@@ -16,7 +16,9 @@ import os
 import pickle
 import platform
 import shutil
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -232,15 +234,22 @@ class RunFolder:
             ) from None
         except AxesError:
             raise
+        except OSError as error:  # a wrong offset in an archive is one too
+            reason = error.strerror or str(error)
+            raise AxesError(f"{self.checkpoint} is damaged or cannot be read: {reason}") from None
         except (
             zipfile.BadZipFile,
-            RuntimeError,
+            RuntimeError,  # and a way to compress that Python does not know
             EOFError,
             ValueError,
             KeyError,
             IndexError,
             AttributeError,
             TypeError,
+            OverflowError,
+            MemoryError,
+            struct.error,
+            zlib.error,
         ) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise AxesError(f"{self.checkpoint} is damaged: {reason}") from None

@@ -11,29 +11,35 @@ import torch
 from torch import Tensor, nn
 
 from axes import depth, dispatch, optim, sequence
-from axes.core.algorithms import Step
-from axes.core.costs import Alignment, Given, SquaredError
+from axes.core.algorithms import Read, Step, Sum
+from axes.core.costs import Alignment, Given, Linear, SquaredError
 from axes.core.declared import resolved
 from axes.core.derived import no_gram
-from axes.core.geometry import Euclidean, Sphere
+from axes.core.geometry import Entropic, Euclidean, Sphere, Whiten
 from axes.core.geometry.low_rank import _cosines, lengths_one
 from axes.core.geometry.mixing import Permutations, is_doubly_stochastic
+from axes.core.memory import List as ListOf
 from axes.core.memory import Matrix
 from axes.core.monoids import Householder, Product, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.depth.attention import _cosines as waves
 from axes.depth.checkpoints import _streams
-from axes.errors import ShapeError
+from axes.depth.wiring import Argument, NotResidual, Result, wiring
+from axes.depth.wrap import require_plain_start
+from axes.errors import IllegalUpdate, ShapeError
+from axes.optim.engine import choice
 from axes.optim.engine.groups import both_too_long, by_sides
 from axes.optim.engine.lists import readable
 from axes.optim.engine.states import evaluation_point
 from axes.programs.numbers import Origin
 from axes.routes import dispatch as routes
-from axes.routes import opaque
+from axes.routes import kernel_terms, opaque, token
 from axes.routes.kernel_terms import _shared
 from axes.routes.one_state import Factors
 from axes.routes.turned import still
+from axes.sequence.charts import LogSigmoid
+from axes.sequence.latent import Latent
 from axes.testing.examples import example
 
 
@@ -81,7 +87,10 @@ def test_heads_that_share_keys_are_read_once_a_group_and_no_others() -> None:
     x, own = torch.randn(2, 5, 1, 4), torch.randn(2, 5, 3, 4)
     same = x.expand(2, 5, 3, 4)
     assert [y.shape[2] for y in _shared(same, same)] == [1, 1]
-    for q, k in ((own, same), (same, own), (own, own), (own[..., :1].expand(2, 5, 3, 4), same)):
+    narrow = x[..., :1].expand(2, 5, 3, 1)
+    assert [y.shape[2] for y in _shared(narrow, narrow)] == [1, 1]
+    wide = own[..., :1].expand(2, 5, 3, 4)
+    for q, k in ((own, same), (same, own), (own, own), (wide, same), (same, wide), (wide, wide)):
         assert all(a is b for a, b in zip(_shared(q, k), (q, k), strict=True))
 
 
@@ -230,3 +239,138 @@ def test_matrices_of_a_stack_are_judged_by_their_own_sides() -> None:
 def test_a_tuple_by_itself_is_said_to_go_example_by_example_where_it_has_keys() -> None:
     whole = optim.AdamW([nn.Parameter(torch.ones(3))], foreach=False)
     assert "example by example" not in str(whole.report())
+
+
+class _Remembers:
+    def __init__(self, d: int, index: int, **factory: Any) -> None:
+        pass
+
+    def expand(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x,)
+
+    def read(self, streams: Any) -> tuple[Tensor, None]:
+        return streams[0], None
+
+
+def test_a_mixer_that_remembers_more_than_its_streams_is_not_wrapped() -> None:
+    with pytest.raises(IllegalUpdate, match="_Remembers remembers more than its streams"):
+        require_plain_start(_Remembers, {})  # type: ignore[arg-type]
+
+
+class _Branches(nn.Module):
+    """Keywords beyond its own would change what it adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, **more: Any) -> Tensor:
+        return x * 2 if more else x + self.f(x)
+
+
+def test_keywords_that_a_block_cannot_hand_on_are_refused_and_others_are_bound() -> None:
+    found = wiring(_Branches(), 4)
+    assert not found.rest and found.fixed == {}
+    assert found.bind("block", (1.0,), {}) == ({"x": 1.0}, {})
+    with pytest.raises(NotResidual, match="unknown arguments scale"):
+        found.bind("block", (1.0,), {"scale": 2.0})
+
+
+def test_what_a_block_returns_behind_the_stream_is_what_it_was_given_or_called() -> None:
+    found = replace(wiring(_Branches(), 4), others=(Argument("mask"), Result(0, 1)))
+    assert found.behind({"mask": "m"}, [("y", "cache")]) == ["m", "cache"]
+
+
+def test_latents_have_the_gates_that_the_tuple_asks_for() -> None:
+    turn = Rotation(Per("angle", "pair", "real"))
+
+    class Gated(sequence.SequenceLayer):
+        name = "gated latents"
+        update = StateUpdate(Alignment(), Entropic(), Product((turn, Scalar("forget"))), Step(), ListOf())
+        block = Latent(charts=(("forget", LogSigmoid(bias=0.0)),))
+
+    layer = Gated(16, 2, d_k=12, d_v=8)
+    assert any(name.endswith("charts.forget") for name, _ in layer.named_modules())
+    assert layer(torch.randn(1, 5, 16))[0].shape == (1, 5, 16)
+
+
+def test_what_interprets_says_whether_it_goes_example_by_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = SimpleNamespace(routes={"entrywise": "no", "stacks": "none"})
+    monkeypatch.setattr(choice, "facts", lambda update, maximize: refused)
+    keyed, plain = StateUpdate(SquaredError(), algorithm=Step(0.1)), StateUpdate(Given(), algorithm=Step(0.1))
+    for update, says in ((keyed, "the tuple itself, example by example (entry"), (plain, "the tuple itself (entry")):
+        assert choice._why_interpreted(update, {"maximize": False}).startswith(says)
+
+
+def test_a_library_of_the_host_is_named_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "schedule", lambda update, maximize: SimpleNamespace(library=object()))
+    monkeypatch.setattr(choice, "how", lambda group: "host")
+    monkeypatch.setattr(choice, "_first", lambda update, group: "")
+    for kind, says in (("cpu", "torch's own operations"), ("cuda", "torch's multi-tensor operations")):
+        target: Any = SimpleNamespace(device=torch.device(kind))
+        said = choice._entrywise(StateUpdate(Given(), algorithm=Step(0.1)), {"maximize": False}, target, "none")
+        assert said.startswith(says)
+
+
+class _Program:
+    """What `_sizes` asks of a program: sums over rows, or none."""
+
+    def __init__(self, met: bool) -> None:
+        self.met, self.outputs = met, ()
+
+    def needed(self, outputs: Any) -> Any:
+        return outputs
+
+    def reductions(self, outputs: Any, axis: str) -> bool:
+        return self.met
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_a_walk_has_its_rows_and_keys_and_no_more_warps_than_there_are(met: bool) -> None:
+    step: Any = _Program(met)
+    rows, keys, warps, _ = token._sizes(step, None, {"theta": (True, True)}, (16, 64))
+    assert (rows, keys) == (16, 64) and warps in (1, 2, 4)
+    live = 2 + token._SPARE
+    widest = 2 * token.REGISTERS // live // 64
+    rows, keys, warps, _ = token._sizes(step, None, {"theta": (True, True)}, (1 << (widest.bit_length() - 1), 64))
+    assert keys == 64 and warps <= 16
+
+
+def test_what_a_filter_forgets_or_weighs_by_a_rate_is_computed_before_a_trace() -> None:
+    named = Per("g", "scalar", "real")
+    part = StateUpdate(Linear(), monoid=Scalar(0.5), algorithm=Step(1.0))
+
+    def computes(**step: Any) -> bool:
+        return StateUpdate(Given(), algorithm=Step(0.1, **step)).parts().computes_rates
+
+    assert not computes(via=(part,)) and not computes(via=(Sum((part, part), (0.5, 0.5)),))
+    assert computes(via=(Sum((part, part), (0.5, named)),)) and computes(via=(Sum((part, part), (named, 0.5)),))
+    inner = replace(part, algorithm=Step(1.0, read=Read(named, 1.0)))
+    assert computes(via=(inner,), read=Read(named, 1.0))  # what is a query's business in one is not in the other
+
+
+def test_statistics_of_what_kronecker_makes_stand_there_alone() -> None:
+    at, loose = Step(0.5), {"monoid": Scalar(0.5)}
+    sides = tuple(StateUpdate(Linear(of), algorithm=at, **loose) for of in ("white-left", "white-right"))
+    with pytest.raises(IllegalUpdate, match="is of what Kronecker makes with two FittedFactors"):
+        StateUpdate(h=Whiten(sides, kind="kronecker"), cost=Linear(), monoid=Scalar(0.5), algorithm=Step(0.5))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_fused_step_holds_a_state_of_16_bits_as_it_came_and_others_in_32(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    import axes.kernels.step as fused
+
+    seen: list[Any] = []
+
+    def step(state: Tensor, *tokens: Tensor, into: Tensor | None, **options: Any) -> Tensor:
+        seen.append((state.dtype, into is None))
+        return tokens[2]
+
+    monkeypatch.setattr(fused, "chain_step", step)
+    token = [torch.zeros(2, 1, 1, 4) for _ in range(3)]
+    for held, wanted in ((torch.bfloat16, torch.bfloat16), (torch.float64, torch.float32)):
+        kernel_terms.one_token(in_place).scalar(*token, initial_state=torch.zeros(2, 1, 4, 4, dtype=held))
+        assert seen[-1] == (wanted, in_place)

@@ -305,6 +305,16 @@ def test_streams_count_in_what_a_machine_must_have(text: str) -> None:
         small(text, streams=10**12).require_machine()
 
 
+def test_coefficients_of_streams_and_blocks_count_in_what_a_machine_must_have(text: str) -> None:
+    """A mixer of a thousand streams ended in torch's allocator, a million blocks in an hour of making them."""
+    for depth in ("mhc", "jpmhc"):
+        small(text, depth=depth, streams=4).require_machine()
+        with pytest.raises(AxesError, match="need at least .* GB"):
+            small(text, depth=depth, streams=10_000).require_machine()
+    with pytest.raises(AxesError, match="need at least .* GB"):
+        small(text, layers=10**8).require_machine()
+
+
 def test_demonstration_continues_and_skips(text: str, tmp_path: Path) -> None:
     pair = [
         small(text, steps=4),
