@@ -18,6 +18,7 @@ import argparse
 import ast
 import functools
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -271,25 +272,39 @@ class _Probes(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(ast.Expr(called), x))
 
 
+def _probed(path: Path, hit: Callable[[int], None]) -> list[range] | None:
+    """Let the functions of an imported file say which of their statements run; the lines of every statement."""
+    probes, source = _Probes(), path.read_text(encoding="utf-8")
+    if not patch(Changed(str(path), source, probes.visit(ast.parse(source)))):
+        return None
+    for module in list(sys.modules.values()):
+        if os.path.realpath(getattr(module, "__file__", None) or "") == os.path.realpath(path):
+            vars(module)["_hit_"] = hit
+    return probes.lines
+
+
 class _Traced:
     """A pytest plugin: which lines of some files every test runs, and how long it takes. The files' functions say so
-    themselves, so that nothing else is slower than without."""
+    themselves, so that nothing else is slower than without; those of kernels in Triton's interpreter, which has a
+    process of its own, write it down (`told`)."""
 
     def __init__(self, tree: Path, files: Sequence[str]) -> None:
         self.lines: Lines = {f: defaultdict(set) for f in files}
         self.seconds: dict[str, float] = {}
         self._hits: list[tuple[str, list[range], set[int]]] = []
         for file in files:
-            path, probes, hits = tree / file, _Probes(), set[int]()
-            source = path.read_text(encoding="utf-8")
-            probed = probes.visit(ast.parse(source))
-            if patch(Changed(str(path), source, probed)):
-                for module in list(sys.modules.values()):
-                    if os.path.realpath(getattr(module, "__file__", None) or "") == os.path.realpath(path):
-                        vars(module)["_hit_"] = hits.add
-                self._hits.append((file, probes.lines, hits))
+            hits = set[int]()
+            if (lines := _probed(tree / file, hits.add)) is not None:
+                self._hits.append((file, lines, hits))
+        kernels = [f for f in files if f.startswith("axes/kernels")]
+        self._told = tree / "told.txt"
+        if kernels:
+            os.environ["INTERPRETER_FIRST"] = (
+                f"from tests.mutants import told; told({str(tree)!r}, {kernels!r}, {str(self._told)!r})"
+            )
 
     def begin(self) -> None:
+        self._told.write_text("")
         for _, _, hits in self._hits:
             hits.clear()
 
@@ -298,10 +313,33 @@ class _Traced:
             for n in hits:
                 for line in lines[n]:
                     self.lines[file][line].add(test)
+        for row in self._told.read_text().splitlines():
+            file, begin, end = row.split()
+            for line in range(int(begin), int(end)):
+                self.lines[file][line].add(test)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" and report.passed:
             self.seconds[report.nodeid] = report.duration
+
+
+def told(tree: str, files: Sequence[str], said: str) -> None:
+    """Let a process and its forks write down which lines of files they run."""
+    to = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for file in files:
+        try:
+            importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        except Exception:  # Gluon has no interpreter
+            continue
+        known: set[int] = set()
+        lines: list[range] = []
+
+        def hit(n: int, file: str = file, known: set[int] = known, lines: list[range] = lines) -> None:
+            if n not in known and lines:
+                known.add(n)
+                os.write(to, f"{file} {lines[n].start} {lines[n].stop}\n".encode())
+
+        lines += _probed(Path(tree) / file, hit) or []
 
 
 class Changed(NamedTuple):
@@ -383,9 +421,10 @@ class _Served:
         session.config.pluginmanager.register(plugin)
         tests = list(turns.values())
         random.Random(0).shuffle(tests)
+        begun = time.monotonic()
         order = [some[n] for n in range(rounds) for some in tests if n < len(some)]
         for item in order:
-            if time.process_time() > budget:
+            if time.monotonic() - begun > budget:
                 break
             plugin.begin()
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
@@ -655,7 +694,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", help="or folders; none: write the page from the report alone")
     parser.add_argument("--sample", type=int, default=4, help="faults of each file")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--budget", type=float, default=90, help="processor seconds of the trace of a part")
+    parser.add_argument("--budget", type=float, default=90, help="seconds of the trace of a part")
     parser.add_argument("--minutes", type=float, default=1e9, help="no further file is begun after them")
     parser.add_argument("--survivors", nargs="*", metavar="WORD", help="those of the report alone, to more tests")
     parser.add_argument("--named", action="store_true", help="the faults that nobody saw once, and nothing else")
