@@ -1,7 +1,8 @@
-"""A Qwen3-Next of transformers before and after `accelerate()`: the same loss, tokens a second of its training steps.
+"""A model before and after `accelerate()`: the same loss, tokens a second of its training steps.
 
-    python examples/accelerate_a_model.py                      # small, on a CPU
+    python examples/accelerate_a_model.py                      # a small Qwen3-Next of transformers, on a CPU
     python examples/accelerate_a_model.py --device cuda        # width 1,024, 8 layers, 4 x 4,096 tokens, bfloat16
+    python examples/accelerate_a_model.py --device cuda --model delta-net       # flash-linear-attention's own DeltaNet
 
 What `before` runs is what transformers finds: flash-linear-attention's kernels where they are installed, its own torch
 functions where not. Random weights; the experts are one network, so that the linear layers are what differs.
@@ -13,28 +14,48 @@ import time
 import warnings
 
 import torch
-import transformers.models.qwen3_next.modeling_qwen3_next as qwen
-from transformers import Qwen3NextConfig
 
 from axes.integrations.fla import accelerate
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--device", default="cpu")
+parser.add_argument("--model", choices=("qwen3-next", "delta-net"), default="qwen3-next")
 parser.add_argument("--steps", type=int, default=5)
 chosen = parser.parse_args()
 gpu = torch.device(chosen.device).type == "cuda"
 width, layers, batch, length, head = (1024, 8, 4, 4096, 128) if gpu else (64, 4, 1, 256, 16)
 dtype = torch.bfloat16 if gpu else torch.float32
 
-config = Qwen3NextConfig(
-    vocab_size=8192, hidden_size=width, num_hidden_layers=layers, intermediate_size=3 * width,
-    num_attention_heads=width // head, num_key_value_heads=2, head_dim=head,
-    linear_num_key_heads=width // head, linear_num_value_heads=width // head,
-    linear_key_head_dim=head, linear_value_head_dim=head, mlp_only_layers=list(range(layers)), num_experts=2,
-)  # fmt: skip
+
+def qwen3_next() -> torch.nn.Module:
+    import transformers.models.qwen3_next.modeling_qwen3_next as qwen
+    from transformers import Qwen3NextConfig
+
+    config = Qwen3NextConfig(
+        vocab_size=8192, hidden_size=width, num_hidden_layers=layers, intermediate_size=3 * width,
+        num_attention_heads=width // head, num_key_value_heads=2, head_dim=head,
+        linear_num_key_heads=width // head, linear_num_value_heads=width // head,
+        linear_key_head_dim=head, linear_value_head_dim=head, mlp_only_layers=list(range(layers)), num_experts=2,
+    )  # fmt: skip
+    return qwen.Qwen3NextForCausalLM(config)
+
+
+def delta_net() -> torch.nn.Module:
+    if not gpu:
+        raise SystemExit("flash-linear-attention's models run on a GPU alone: give --device cuda")
+    from fla.models import DeltaNetConfig, DeltaNetForCausalLM
+
+    config = DeltaNetConfig(
+        vocab_size=8192, hidden_size=width, num_hidden_layers=layers, intermediate_size=3 * width,
+        num_heads=width // head,
+    )  # fmt: skip
+    made: torch.nn.Module = DeltaNetForCausalLM(config)
+    return made
+
+
 torch.manual_seed(0)
-model = qwen.Qwen3NextForCausalLM(config).to(chosen.device, dtype)
-tokens = torch.randint(0, config.vocab_size, (batch, length), device=chosen.device)
+model = (qwen3_next if chosen.model == "qwen3-next" else delta_net)().to(chosen.device, dtype)
+tokens = torch.randint(0, 8192, (batch, length), device=chosen.device)
 
 
 def step() -> float:

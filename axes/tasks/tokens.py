@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -121,6 +122,7 @@ def write(folder: str | Path, documents: Iterable[Document], by: Tokenizer, held
     hashes = {part: hashlib.sha256() for part in _PARTS}
     counts = dict.fromkeys(_PARTS, 0)
     size = number = 0
+    places: list[float] = []  # the first and the last document in the order of digests
     with (
         replacing(folder / "train.bin") as train,
         replacing(folder / "validation.bin") as validation,
@@ -131,16 +133,16 @@ def write(folder: str | Path, documents: Iterable[Document], by: Tokenizer, held
         for some in _together(documents):
             number, size = number + len(some), size + sum(len(text) for _, text in some)
             for (_, text), tokens in zip(some, by.encode([text for _, text in some]), strict=True):
-                part = "validation" if digest(text) < held_out * 2.0**64 else "train"
+                place = digest(text) / 2.0**64
+                part = "validation" if place < held_out else "train"
+                places = [min([place, *places]), max([place, *places])]
                 raw = np.asarray([*tokens, by.separator], dtype=_DTYPES[dtype]).tobytes()
                 files[part].write(raw)
                 hashes[part].update(raw)
                 counts[part] += len(tokens) + 1
         empty = [part for part in _PARTS if not counts[part]]
         if empty:
-            raise AxesError(
-                f"of {number} documents none is for {empty[0]}: give more documents, or another share to hold out"
-            )
+            raise AxesError(_empty(number, empty[0], places))
     if isinstance(by, Trained):
         shutil.copyfile(by.file, folder / by.name)
     said: dict[str, Any] = {
@@ -155,6 +157,17 @@ def write(folder: str | Path, documents: Iterable[Document], by: Tokenizer, held
     said |= {part: {"tokens": counts[part], "sha256": hashes[part].hexdigest()} for part in _PARTS}
     write_json(folder / _HEADER, said)
     return read(folder)
+
+
+def _empty(number: int, part: str, places: Sequence[float]) -> str:
+    if not number:
+        return "there is not one document to tokenize"
+    if places[0] == places[-1]:
+        return f"{number} documents of one text are not shared out to train and to validate: cut it into several files"
+    share = 0.5 if part == "train" else math.ceil(100 * places[0]) / 100
+    if not places[0] < share <= places[-1]:
+        share = (places[0] + places[-1]) / 2
+    return f"of {number} documents none is for {part}: give more documents, or another share, as --held-out {share:.3g}"
 
 
 def _together(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -89,7 +89,8 @@ def three_axes() -> str:
             shapes += [box(x, y + 42, 84, 44, "core"), text(x + 42, y + 70, "step", "name")]
             shapes += [arrow(f"M{x - 42} {y + 64} H{x - 3}")] if j == 0 else []
             shapes += [arrow(f"M{x + 87} {y + 64} H{x + 165 if j < 2 else x + 152}")]
-            shapes += [text(x + 122, y + 56, sub(letter, step), "math"), arrow(f"M{x + 42} {y + 118} V{y + 90}")]
+            label = x + 122 if j < 2 else x + 112  # the last arrow is shorter, and its head is no place for letters
+            shapes += [text(label, y + 53, sub(letter, step), "math"), arrow(f"M{x + 42} {y + 118} V{y + 90}")]
             if j == 1:
                 shapes.append(text(x + 42, y + 136, given))
     return page(574, 484, "One step, repeated along training steps, along tokens and along layers", *shapes)

@@ -7,7 +7,9 @@ class, measured figures from the tables of the committed pages.
 from __future__ import annotations
 
 import ast
+import json
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,7 +166,7 @@ def filled(rows: list[list[str]]) -> list[list[str]]:
 
 
 def measured(e: Entry, tables: list[Table]) -> list[str]:
-    """The rows that name an instance, with the pages that hold them."""
+    """A row of its own, then the rows that name an instance, with the pages that hold them."""
     wanted = {e.name, e.cls.__name__}
     lines: list[str] = []
     for table in tables:
@@ -176,7 +178,32 @@ def measured(e: Entry, tables: list[Table]) -> list[str]:
             continue
         lines += [f"{table.says} ([{table.heading}](../../{table.page}#{anchor(table.heading)}))", ""]
         lines += ["| " + " | ".join(cells) + " |" for cells in (table.head, ["---"] * len(table.head), *rows)] + [""]
+    lines = [*beside_others(e), *lines]
     return ["## Measured", "", *lines] if lines else []
+
+
+HEADS = {"forward": "forward, ms", "both": "with backward, ms", "state": "numbers of state", "step": "a step, ms"}
+SAYS = {
+    "sequence": "256 tokens of width 128 in 4 heads",
+    "depth": "The read and the write of a sublayer, 256 tokens of width 128",
+    "data": "A step of 16 matrices of 128 x 128",
+}
+
+
+def beside_others(e: Entry) -> list[str]:
+    """One small size on a CPU, and where that is among the instances of the axis."""
+    rows = json.loads((DOCS / "instances.json").read_text(encoding="utf-8"))["rows"]
+    if e.name not in rows:
+        return []
+    others = [rows[x.name] for x in catalogue.entries(e.axis) if x.name in rows]  # type: ignore[arg-type]
+    own = rows[e.name]
+    lines = [f"{SAYS[e.axis]}, one CPU thread, float32 (`python -m axes.bench.instances docs/instances.json`):", ""]
+    lines += ["| | this | least | median | most |", "| --- | ---: | ---: | ---: | ---: |"]
+    for key, x in own.items():
+        every = [row[key] for row in others if key in row]
+        cells = (x, min(every), statistics.median(every), max(every))
+        lines.append(f"| {HEADS[key]} | {' | '.join(f'{n:,.0f}' if key == 'state' else f'{n:,.2f}' for n in cells)} |")
+    return [*lines, ""]
 
 
 def anchor(heading: str) -> str:

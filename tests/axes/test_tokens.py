@@ -101,8 +101,15 @@ def test_a_run_on_tokens_and_bad_folders(tmp_path: Path, capsys: pytest.CaptureF
     (folder / "tokens.json").write_text("{")
     with pytest.raises(AxesError, match="is damaged"):
         tokens.read(folder)
-    with pytest.raises(AxesError, match="none is for"):
+    with pytest.raises(AxesError, match="cut it into several files"):
         tokens.write(tmp_path / "few", documents(1), tokens.Bytes())
+    for share, part in ((1e-9, "validation"), (1 - 1e-9, "train")):  # what is said is enough
+        with pytest.raises(AxesError, match=f"none is for {part}") as refused:
+            tokens.write(tmp_path / part, documents(3), tokens.Bytes(), share)
+        said = float(str(refused.value).rpartition(" ")[2])
+        assert tokens.write(tmp_path / part, documents(3), tokens.Bytes(), said).validation.numel()
+    with pytest.raises(AxesError, match="not one document"):
+        tokens.write(tmp_path / "none", [], tokens.Bytes())
 
 
 def main_ok(*arguments: object) -> None:

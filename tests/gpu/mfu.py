@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--vocabulary", type=int, default=50304)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--device", default="cuda")
@@ -77,7 +78,8 @@ def main() -> None:
             return
         print(torch.cuda.get_device_name(), f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
         for part, name in ((training.loss, "forward"), (lambda w: training.loss(w).backward(), "and backward")):
-            windows = torch.randint(given.vocabulary, (given.batch, given.context + 1), device="cuda")
+            part_of_batch = given.batch // given.accumulate, given.context + 1
+            windows = torch.randint(given.vocabulary, part_of_batch, device="cuda")
             for _ in range(2):
                 wait()
                 begun = time.perf_counter()

@@ -1,9 +1,10 @@
 """Cross-entropy of rows of logits z (N, V) with classes y, and its gradient in the place of the logits.
 
     loss_n = log sum_v e^(z_nv) - z_ny        dz_nv = softmax(z_n)_v - [v = y]
-A row is read twice by one program, in float32 whatever its dtype: once for the maximum and the sum, which one pass over
-blocks keeps up to date together, once backwards to write dz: what was read last is in the cache still, and what is
-written makes way for it. Rows of class `ignored` have loss 0 and gradient 0.
+A row is read twice by one program, in float32 whatever its dtype. The first time every place of a block keeps the
+maximum of what it has seen and the sum in units of it, with one exponential a number, and all places meet at the end
+alone. The second time dz is written, backwards: what was read last is in the cache still, and what is written makes way
+for it. Rows of class `ignored` have loss 0 and gradient 0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import power_of_2
 
-_BLOCK, _WARPS = 8192, 16  # entries at once; few rows at a time, for the cache
+_BLOCK, _WARPS = 4096, 16  # entries at once; few rows at a time, for the cache
+_LEAST = tl.constexpr(-1e30)  # stands for no number, and for minus infinity, of which no difference is taken
 
 
 @Kernel
@@ -28,14 +30,17 @@ def _cross_entropy(logits, targets, losses, ignored, V, GRAD: tl.constexpr, BLOC
     logits += row * V
     target = tl.load(targets + row)
     counts = target != ignored
-    peak = float("-inf")
-    total = 0.0
+    peaks, sums = tl.full([BLOCK], _LEAST, tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, V, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        z = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(peak, tl.max(z))
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(z - higher))
-        peak = higher
+        z = tl.load(logits + at, mask=at < V, other=_LEAST).to(tl.float32)
+        z = tl.where(z < _LEAST, _LEAST, z)  # what is not a number stays
+        beyond = z - peaks
+        smaller = tl.exp(-tl.abs(beyond))
+        sums = tl.where(beyond > 0, sums * smaller + 1.0, sums + smaller)
+        peaks = tl.where(beyond > 0, z, peaks)
+    peak = tl.max(peaks)
+    total = tl.sum(sums * tl.exp(peaks - peak))
     aim = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
     tl.store(losses + row, tl.where(counts, tl.log(total) + (peak - aim), 0.0))
     if GRAD:
