@@ -32,7 +32,7 @@ def _forward(
 ) -> tuple[Tensor, list[Tensor]]:
     """Outputs in float32, and P, M and the logs of chunks."""
     made = cut(v.shape[0], v.shape[1], chunk_length(q.dtype), 1, None)
-    x = Chain(q, k, v, None, g, a, False, torch.empty_like(g), None, None, None, cut=made)
+    x = Chain(q, k, v, None, g, a, False, torch.empty_like(g), None, made)
     o = torch.empty_like(v, dtype=torch.float32)
     with on_device(q):
         m, p = matrices(x)
