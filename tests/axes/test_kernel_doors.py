@@ -119,9 +119,9 @@ def test_a_sequence_of_no_tokens_hands_its_state_on() -> None:
     q, v = torch.zeros(2, 0, 1, 4), torch.zeros(2, 0, 1, 3)
     start = torch.randn(2, 1, 3, 4)
     given = (None, None, None)
-    out, final, kept = scalar._forward(q, q, v, *given, start, None, False, False, False, 1, False)
+    out, final, kept = scalar._forward(q, q, v, *given, start, None, False, False, 1, False)
     assert out.shape == v.shape and torch.equal(final, start) and kept == []
-    _, final, _ = scalar._forward(q, q, v, *given, None, None, False, False, False, 1, False)
+    _, final, _ = scalar._forward(q, q, v, *given, None, None, False, False, 1, False)
     assert final.shape == start.shape and not final.any()
 
 
