@@ -163,7 +163,7 @@ FAULTS: tuple[Fault, ...] = tuple(
         ("axes/kernels/products/outer.py", "_finish(out, start, scale, tl.trans(total), n, part, N, columns, rows, above,", "_finish(out, start, scale, total, n, part, N, columns, rows, above,", OUTER),
         ("axes/kernels/products/hopper_symmetric.py", "tile.permute((1, 0)).store(out)", "tile.store(out)", TILES),
         ("axes/kernels/products/symmetric.py", "right = b.load([batch, col, k]).reshape(TILE, DEPTH).T", "right = b.load([batch, row, k]).reshape(TILE, DEPTH).T", CORNERS),
-        ("axes/kernels/rows/cross_entropy.py", "total = total * tl.exp(peak - higher) + tl.sum(", "total = total + tl.sum(", LOSS),
+        ("axes/kernels/rows/cross_entropy.py", "total = tl.sum(sums * tl.exp(peaks - peak))", "total = tl.sum(sums)", LOSS),
         ("axes/kernels/step.py", "_number(block, entry, block_row, head * 4 + 2)", "_number(block, entry, block_row, head * 4 + 1)", STEP),
         # barriers, fences and phases
         (_SCALAR + "hopper.py", "mbarrier.wait(scored.index(buffer), n // BUFFERS & 1)", "pass", HOPPER),
