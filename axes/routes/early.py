@@ -54,7 +54,7 @@ def run(
     held = state.theta[0].to(wide)
     if cu_seqlens is None:
         firsts = (held @ query.select(time, 0).to(wide)[..., None])[..., 0].to(out.dtype).unsqueeze(time)
-        before = torch.cat((firsts, out.narrow(time, 0, length - 1)), time)
+        before = torch.cat((firsts, out), time).narrow(time, 0, length)  # of length - 1 none: it may be one
     else:
         tokens, packing = torch.arange(length, device=out.device), Packing.of(cu_seqlens, length)
         begins = packing.offsets[:-1].clamp_max(length - 1)  # of an empty sequence nobody asks

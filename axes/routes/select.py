@@ -29,6 +29,7 @@ from axes.core.state_update import StateUpdate
 from axes.kernels.common import versions
 from axes.routes import (
     attention,
+    cascade,
     early,
     given,
     kernel_terms,
@@ -215,6 +216,7 @@ def settle(
     if computed(update)[0] is not update:
         settle(computed(update)[0], widths, implementation)
     idle(update), turned.still(update)
+    network_kernel.layered(update), network_kernel.no_terms(update), cascade.is_factored(update)
     if widths is not None:
         substitution_kernel.settle(update, *widths)
         network_kernel.settle(update, *widths)

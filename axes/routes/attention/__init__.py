@@ -250,8 +250,8 @@ def _turn(q: Tensor, k: Tensor, angle: Tensor, kernels: bool) -> tuple[Tensor, T
         angle = -(angle if angle.ndim == 2 else angle[:, 0])
         q, k = (x.transpose(1, 2) for x in turn(q.transpose(1, 2), k.transpose(1, 2), angle))
         return q, k
-    alike = q.ndim == 4 and q.shape[:3] == k.shape[:3] == angle.shape[:3]
-    if kernels and alike and q.shape[2] == 1 and not angle.requires_grad:  # a token, whose list owes what it owes
+    one = kernels and q.ndim == angle.ndim == 4 and q.shape[2] == 1  # asked first: a length that is compared is fixed
+    if one and q.shape[:3] == k.shape[:3] == angle.shape[:3] and not angle.requires_grad:  # its list owes what it owes
         from axes.kernels.attention.turn import turn
 
         to_q, to_k = turn(q.reshape(-1, 1, 1, q.shape[-1]), k.reshape(-1, 1, 1, k.shape[-1]), -angle.flatten(0, 1))
