@@ -126,7 +126,7 @@ def run(update: StateUpdate, signal: Signal, state: State | None, weights: Leave
     if state is None:
         state = update.init({n: substitution_kernel.first(x) for n, x in signal.items()}, weights)
     elif rest := -int(state.count) % BLOCK:  # up to where the next anchor stands
-        return _aligned(update, signal, state, min(rest, v.shape[1]))
+        return substitution_kernel.up_to_anchor(update, signal, state, min(rest, v.shape[1]), cascade.run, run)
     q, k = q.to(v.dtype), k.to(v.dtype)
     shape = v.shape
     made = _response(update, shape[-1], substitution_kernel.names_of(update, signal))
@@ -147,24 +147,6 @@ def run(update: StateUpdate, signal: Signal, state: State | None, weights: Leave
 
 def _held(state: State) -> tuple[State, ...]:
     return cast(Any, state.via)
-
-
-def _aligned(update: StateUpdate, signal: Signal, state: State, rest: int) -> tuple[Tensor, State]:
-    """Tokens up to the next anchor in torch, what is behind it by the kernels."""
-    v = cast(Tensor, signal["v"])
-
-    def part(first: int, end: int) -> dict[str, Tensor | float]:
-        return {n: x[:, first:end] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in signal.items()}
-
-    moved = {
-        n: x.transpose(1, 2).float() if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in part(0, rest).items()
-    }
-    head, state = cascade.run(update, moved, state, cast(Tensor, moved["q"]), 2)
-    head = head.transpose(1, 2).to(v.dtype)
-    if rest == v.shape[1]:
-        return head, state
-    out, state = run(update, part(rest, v.shape[1]), state, None)
-    return torch.cat((head, out), 1), state
 
 
 def numbers(update: StateUpdate, signal: Signal, k: Tensor, shape: torch.Size) -> Terms:

@@ -7,7 +7,7 @@ divided by its length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -179,7 +179,7 @@ def run(
     if state is None:
         state = update.init({n: first(x) for n, x in signal.items()}, weights)
     elif anchored and cu_seqlens is None and (rest := -int(state.count) % BLOCK):  # up to where the next anchor stands
-        return _aligned(update, signal, state, min(rest, v.shape[1]))
+        return up_to_anchor(update, signal, state, min(rest, v.shape[1]), substitution.run, run)
     q, k = q.to(v.dtype), k.to(v.dtype)
     shape, made = v.shape, response_of(update, v.shape[-1], k.shape[-1], names_of(update, signal))
     assert isinstance(made, Made)
@@ -198,8 +198,11 @@ def run(
     return out, State((written.final,), via, state.stats, state.norm, anchor, count)
 
 
-def _aligned(update: StateUpdate, signal: Signal, state: State, rest: int) -> tuple[Tensor, State]:
-    """Tokens up to the next anchor in torch, what is behind it by the kernels."""
+def up_to_anchor(
+    update: StateUpdate, signal: Signal, state: State, rest: int, in_torch: Callable[..., tuple[Tensor, State]],
+    by_kernels: Callable[..., tuple[Tensor, State]],
+) -> tuple[Tensor, State]:  # fmt: skip
+    """Tokens up to the next anchor in torch, what is behind it by the kernels: `run` of a route and of its kernels."""
     v = cast(Tensor, signal["v"])
     length = v.shape[1]
 
@@ -209,11 +212,11 @@ def _aligned(update: StateUpdate, signal: Signal, state: State, rest: int) -> tu
     moved = {
         n: x.transpose(1, 2).float() if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in part(0, rest).items()
     }
-    head, state = substitution.run(update, moved, state, cast(Tensor, moved["q"]), 2)
+    head, state = in_torch(update, moved, state, cast(Tensor, moved["q"]), 2)
     head = head.transpose(1, 2).to(v.dtype)
     if rest == length:
         return head, state
-    out, state = run(update, part(rest, length), state, None)
+    out, state = by_kernels(update, part(rest, length), state, None)
     return torch.cat((head, out), 1), state
 
 
@@ -275,5 +278,5 @@ def _held(
 
 __all__ = [
     "Made", "NotMade", "first", "log_gate", "names_of", "no_kernel", "no_trace", "of_tokens", "read", "response_of",
-    "run", "settle",
+    "run", "settle", "up_to_anchor",
 ]  # fmt: skip
