@@ -7,16 +7,18 @@ import torch
 from systems import BETA, ROW_BETA, SUBSTITUTIONS
 from torch import Tensor
 
+from axes import catalogue
 from axes.core import reference
-from axes.core.algorithms import Step
+from axes.core.algorithms import Anchor, Step
 from axes.core.costs import Alignment, Huber, Lp, SquaredError
 from axes.core.derived import no_substitution
+from axes.core.execution import State
 from axes.core.geometry import Sphere
 from axes.core.memory import MLP
 from axes.core.monoids import Diagonal, Scalar
 from axes.core.state_update import OnUpdate, StateUpdate
 from axes.errors import AxesError
-from axes.routes import dispatch, substitution
+from axes.routes import dispatch, substitution, substitution_kernel
 from axes.testing import checks, examples
 
 EXACT = 1e-9
@@ -119,3 +121,29 @@ def test_a_planted_error_is_found(damage: str, monkeypatch: pytest.MonkeyPatch) 
         gate = substitution.row_gate
         monkeypatch.setattr(substitution, "row_gate", lambda *args: 0.9 * gate(*args))
     assert checks.error(*both(update, signal)) > 1e-4
+
+
+@pytest.mark.parametrize("rest", [5, 3])
+def test_tokens_up_to_an_anchor_and_behind_it_are_one_sequence(rest: int) -> None:
+    """Kernels start at an anchor: what stands before it is torch's, and its state is what they go on from."""
+    update = catalogue.get("yaad-matrix", "sequence").update
+    assert update.parts().step.at == Anchor(16)
+    signal = {n: x.unsqueeze(2).float() for n, x in example(update, 11 + rest + 24).items()}
+    want, last = dispatch.run(update, signal, time=1)
+    _, state = dispatch.run(update, {n: x[:, :11] for n, x in signal.items()}, time=1)
+    asked: list[int] = []
+
+    def kernels(update: StateUpdate, signal: dict[str, Tensor], state: State, _: None) -> tuple[Tensor, State]:
+        asked.append(int(state.count))
+        return dispatch.run(update, signal, state, time=1)
+
+    if rest == 3:  # no token is behind the anchor
+        signal, want = {n: x[:, :14] for n, x in signal.items()}, want[:, :14]
+    behind = {n: x[:, 11:] for n, x in signal.items()}
+    out, end = substitution_kernel.up_to_anchor(update, behind, state, rest, substitution.run, kernels)
+    torch.testing.assert_close(out, want[:, 11:], rtol=1e-5, atol=1e-6)
+    if rest == 5:
+        assert asked == [16]
+        torch.testing.assert_close(end.theta[0], last.theta[0], rtol=1e-5, atol=1e-6)
+    else:
+        assert not asked and int(end.count) == 14
