@@ -3,9 +3,6 @@
 The processes are this file, executed.
 """
 
-import subprocess
-import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from axes.core.algorithms import Momentum
 from axes.core.costs import Alignment
 from axes.core.state_update import StateUpdate
 from axes.depth import MHC, DepthMixer, Mixed, mixer
+from tests.processes import joined, run
 
 D, WORLD, LAYERS = 8, 2, 3
 MIXERS = {"mhc": MHC, "momentum": mixer(StateUpdate(Alignment(), algorithm=Momentum(0.5, "sum")))}
@@ -74,16 +72,9 @@ def one_case(name: str, alone: bool) -> None:
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("alone", [False, True], ids=["in a unit", "a unit"])
 def test_sharded_mixers_are_the_mixers(name: str, alone: bool, tmp_path: Path) -> None:
-    command = [sys.executable, __file__, str(tmp_path / "store"), name, str(int(alone))]
-    started = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE) for rank in range(WORLD)]
-    errors = [process.communicate(timeout=120)[1].decode() for process in started]
-    assert not any(process.returncode for process in started), "\n".join(errors)
+    run(__file__, tmp_path, WORLD, name, str(int(alone)))
 
 
 if __name__ == "__main__":
-    store, case, separate, this = sys.argv[1:]
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(this), world_size=WORLD, timeout=timedelta(seconds=60)
-    )
-    one_case(case, bool(int(separate)))
-    dist.destroy_process_group()
+    with joined() as (_, (case, separate)):
+        one_case(case, bool(int(separate)))

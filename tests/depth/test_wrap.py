@@ -4,10 +4,7 @@ The stand-ins have the structure of blocks that people use; with transformers in
 """
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +44,7 @@ from axes.depth import (
 from axes.depth.wiring import NotResidual, wiring
 from axes.depth.wrap import MixedBlock
 from axes.errors import AxesError, IllegalUpdate, ShapeError, WrongType
+from tests.processes import joined, run
 
 D, V = 16, 31
 
@@ -485,12 +483,10 @@ def test_the_wiring_is_read_from_the_block() -> None:
 # ---- two processes ---------------------------------------------------------------------------------------------------
 
 
-def _process(rank: int, folder: Path) -> None:
-    import torch.distributed as dist
+def _fully_sharded() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     alone = stirred(wrap(model(GPT2), MHC, streams=4))
     m = copy.deepcopy(alone)
@@ -511,19 +507,10 @@ def _process(rank: int, folder: Path) -> None:
         assert "undo that first" in str(error)
     else:
         raise AssertionError("a sharded block was unwrapped")
-    dist.destroy_process_group()
 
 
 def test_fully_sharded_over_two_processes(tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, __file__, str(tmp_path)]
-    running = [subprocess.Popen([*command, str(rank)], env=env, stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert not any(process.returncode for process in running), "\n".join(errors)
+    run(__file__, tmp_path, 2)
 
 
 # ---- the real ones ---------------------------------------------------------------------------------------------------
@@ -577,4 +564,5 @@ def _loss_gradients(m: Any) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    _process(int(sys.argv[2]), Path(sys.argv[1]))
+    with joined():
+        _fully_sharded()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import socket
+import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from axes import optim
 from axes.errors import AxesError
 from axes.optim.tools.diagnostics import NoiseEstimate, NoiseScale, UpdateRatios
+from tests.processes import joined, run
 
 Measured = tuple[float, float]
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
@@ -249,39 +250,34 @@ def test_a_tiny_turn_in_float32_keeps_its_digits() -> None:
         UpdateRatios(still).read()
 
 
-def _process(rank: int, port: int, folder: str) -> None:
+def _measured() -> list[float]:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
-    try:
-        model = nn.Linear(3, 2).double()
-        with torch.no_grad():
-            model.weight.copy_(torch.arange(6.0).reshape(2, 3))
-            model.bias.zero_()
-        parallel = nn.parallel.DistributedDataParallel(model)
-        noise = NoiseScale(parallel, retention=0.0)
-        for part in _examples()[rank].split(2):
-            (parallel(part).square().sum(-1).mean() / 2).backward()
-            noise.micro_batch(len(part))
-        noise.step()
-        estimate = noise.read()
+    rank = dist.get_rank()
+    model = nn.Linear(3, 2).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(6.0).reshape(2, 3))
+        model.bias.zero_()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    noise = NoiseScale(parallel, retention=0.0)
+    for part in _examples()[rank].split(2):
+        (parallel(part).square().sum(-1).mean() / 2).backward()
+        noise.micro_batch(len(part))
+    noise.step()
+    estimate = noise.read()
 
-        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-        shards = nn.Parameter(distribute_tensor(_weights(), mesh, [Shard(0)]))
-        with pytest.raises(AxesError, match="sharded"):
-            NoiseScale([shards])
-        optimizer = torch.optim.SGD([shards], lr=0.1)
-        watch = UpdateRatios(optimizer)
-        shards.grad = distribute_tensor(_weights().cos(), mesh, [Shard(0)])
-        assert isinstance(shards.grad, DTensor)
-        optimizer.step()
-        row = watch.read().parameters[0]
-        found = [estimate.squared_gradient, estimate.trace, row.weight, row.ratio, row.angle]
-        Path(folder, str(rank)).write_text(json.dumps(found))
-    finally:
-        dist.destroy_process_group()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    shards = nn.Parameter(distribute_tensor(_weights(), mesh, [Shard(0)]))
+    with pytest.raises(AxesError, match="sharded"):
+        NoiseScale([shards])
+    optimizer = torch.optim.SGD([shards], lr=0.1)
+    watch = UpdateRatios(optimizer)
+    shards.grad = distribute_tensor(_weights().cos(), mesh, [Shard(0)])
+    assert isinstance(shards.grad, DTensor)
+    optimizer.step()
+    row = watch.read().parameters[0]
+    return [estimate.squared_gradient, estimate.trace, row.weight, row.ratio, row.angle]
 
 
 def _examples() -> Tensor:
@@ -294,12 +290,7 @@ def _weights() -> Tensor:
 
 def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
     """DistributedDataParallel with accumulation, and a sharded parameter of unequal shards."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
-        _process, (port, str(tmp_path)), nprocs=2, start_method="spawn"
-    )
+    run(__file__, tmp_path, 2)
     model = nn.Linear(3, 2).double()
     with torch.no_grad():
         model.weight.copy_(torch.arange(6.0).reshape(2, 3))
@@ -318,3 +309,8 @@ def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
     expected = [noise.read().squared_gradient, noise.read().trace, row.weight, row.ratio, row.angle]
     for rank in "01":
         assert json.loads((tmp_path / rank).read_text()) == pytest.approx(expected, rel=1e-12)
+
+
+if __name__ == "__main__":
+    with joined() as (folder, _):
+        (folder / sys.argv[1]).write_text(json.dumps(_measured()))

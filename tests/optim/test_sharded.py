@@ -8,12 +8,7 @@ import copy
 import functools
 import json
 import math
-import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +46,7 @@ from axes.optim.sharding.dtensors import whole
 from axes.optim.sharding.exchange import Exchange, Part, Region
 from axes.optim.sharding.sharded import Shards, direction_and_move, shardable
 from axes.optim.tools.convert import from_torch, to_torch
+from tests.processes import joined, run
 
 WORLD = 2
 CASES: dict[str, Callable[[Path], None]] = {}
@@ -712,36 +708,6 @@ def stored_forms_of_shards(folder: Path) -> None:
 # ---- the two processes ----------------------------------------------------------------------------------------------
 
 
-def _work(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    wanted = json.loads((folder / "cases.json").read_text())
-    for name in wanted:
-        torch.manual_seed(0)
-        try:
-            ({**CASES, "grid": _grid}[name])(folder)
-        except BaseException:
-            (folder / f"failed-{rank}").write_text(f"{name}, process {rank}:\n{traceback.format_exc()}")
-            os._exit(1)  # the other process waits in some collective: it fails too
-    dist.destroy_process_group()
-
-
-def _run(folder: Path, cases: list[str], world: int = WORLD) -> None:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    root = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-W", "ignore", __file__]
-    running = [subprocess.Popen([*command, str(r), str(world), str(folder)], env=env) for r in range(world)]
-    try:
-        codes = [process.wait(300) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    failed = [path.read_text() for path in sorted(folder.glob("failed-*"))]
-    assert not failed and not any(codes), "\n".join(failed) or f"exit codes {codes}"
-
-
 def test_every_optimizer_is_among_the_rules() -> None:
     assert {cls.name for cls in optim.ALL} - {optim.Prodigy.name} <= set(RULES)
 
@@ -757,7 +723,7 @@ def test_two_processes_step_as_one(tmp_path: Path) -> None:
         dcp.save(both, checkpoint_id=tmp_path / f"one-{rule}", no_dist=True)
         train(model, optimizer, 2, seed=5)
         torch.save(model.state_dict(), tmp_path / f"one-{rule}.pt")
-    _run(tmp_path, list(CASES))
+    run(__file__, tmp_path, WORLD, *CASES)
     for rule in SAVED:  # two have saved, one continues
         make, tolerance = RULES[rule]
         said = torch.load(tmp_path / f"two-{rule}.pt")
@@ -776,7 +742,7 @@ def test_two_processes_step_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_four_processes_step_as_one(tmp_path: Path) -> None:
-    _run(tmp_path, ["grid", "products_are_chosen_by_the_whole"], 4)
+    run(__file__, tmp_path, 4, "grid", "products_are_chosen_by_the_whole")
 
 
 # ---- without processes ----------------------------------------------------------------------------------------------
@@ -834,4 +800,7 @@ def test_parts_are_of_about_one_size() -> None:
 
 
 if __name__ == "__main__":
-    _work(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    with joined() as (folder, cases):
+        for case in cases:
+            torch.manual_seed(0)
+            ({**CASES, "grid": _grid}[case])(folder)

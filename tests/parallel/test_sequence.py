@@ -5,13 +5,8 @@ sequence by itself, and compares.
 """
 
 import copy
-import json
 import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +26,7 @@ from axes.models import Architecture, LanguageModel
 from axes.models.options import accepted_options
 from axes.parallel import maps
 from axes.sequence import GatedDeltaNet, SoftmaxAttention, TitansMatrix
+from tests.processes import joined, run
 
 # One of every way: a normaliser, key gates, entries, erasing before and after the gate, two writes a token, a read
 # between states, rotations, two slots, rates by rows, a network, a list, slots, statistics, keys that heads share
@@ -189,50 +185,19 @@ def a_process_that_dies(mesh: DeviceMesh) -> None:
         os._exit(0)
     with pytest.raises(AxesError, match="another process of the group is gone"):
         layer(torch.randn(1, 8, 16))[0].sum().backward()  # the first process is told when it first waits
+    os._exit(0)  # the last case: nobody is left to wait for
 
 
 # ---- the processes ---------------------------------------------------------------------------------------------------
 
 
-def _work(rank: int, world: int, folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    mesh = init_device_mesh("cpu", (world,))
-    for name in names:
-        torch.manual_seed(0)
-        try:
-            CASES[name](mesh)
-        except BaseException:
-            (folder / f"failed-{rank}").write_text(f"{name}, process {rank}:\n{traceback.format_exc()}")
-            os._exit(1)  # the others wait in some collective: they fail too
-    os._exit(0)
-
-
-def run(folder: Path, names: list[str], world: int) -> None:
-    root = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-W", "ignore", __file__]
-    running = [
-        subprocess.Popen([*command, str(r), str(world), str(folder), json.dumps(names)], env=env) for r in range(world)
-    ]
-    try:
-        codes = [process.wait(300) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    failed = [path.read_text() for path in sorted(folder.glob("failed-*"))]
-    assert not failed and not any(codes), "\n".join(failed) or f"exit codes {codes}"
-
-
 def test_two_processes_compute_as_one(tmp_path: Path) -> None:
-    run(tmp_path, [n for n in CASES if n != "every_layer"], 2)
+    run(__file__, tmp_path, 2, *(n for n in CASES if n != "every_layer"))
 
 
 @pytest.mark.slow
 def test_four_processes_compute_as_one(tmp_path: Path) -> None:
-    run(tmp_path, ["every_layer", "a_model_under_ddp_and_fsdp"], 4)
+    run(__file__, tmp_path, 4, "every_layer", "a_model_under_ddp_and_fsdp")
 
 
 # ---- without processes -----------------------------------------------------------------------------------------------
@@ -266,4 +231,9 @@ def test_a_map_is_what_tokens_make_of_any_state(cls: Any) -> None:
 
 
 if __name__ == "__main__":
-    _work(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4]))
+    torch.set_default_dtype(torch.float64)
+    with joined() as (_, names):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for case_name in names:
+            torch.manual_seed(0)
+            CASES[case_name](mesh)
