@@ -119,6 +119,45 @@ def _seen(columns, tail, row, start, unit, channel, held, W, CHANNELS: tl.conste
 
 
 @triton.jit
+def _filter(weights, biases, member, channel, held, CONV: tl.constexpr):
+    """The member's convolution: weights by how far back a token is, and the bias."""
+    weight, bias = (weights, biases)
+    if weights is not None:
+        weight = _of(weights, member)
+    if biases is not None:
+        bias = _of(biases, member)
+    w0 = _weight(weight, channel, held, 0, CONV)
+    w1 = _weight(weight, channel, held, 1, CONV)
+    w2 = _weight(weight, channel, held, 2, CONV)
+    w3 = _weight(weight, channel, held, 3, CONV)
+    return w0, w1, w2, w3, _bias(bias, channel, held)
+
+
+@triton.jit
+def _before(columns, tail, first, start, unit, channel, held, W, CHANNELS: tl.constexpr, CONV: tl.constexpr):
+    """What the convolution of a chunk's first token sees, from the last token back."""
+    none = tl.zeros(channel.shape, dtype=tl.float32)
+    x1, x2, x3 = (none, none, none)
+    if CONV > 1:
+        x1 = _seen(columns, tail, first - 1, start, unit, channel, held, W, CHANNELS, CONV)
+    if CONV > 2:
+        x2 = _seen(columns, tail, first - 2, start, unit, channel, held, W, CHANNELS, CONV)
+    if CONV > 3:
+        x3 = _seen(columns, tail, first - 3, start, unit, channel, held, W, CHANNELS, CONV)
+    return x1, x2, x3
+
+
+@triton.jit
+def _four(rows, count, W, held):
+    """The first rows of a chunk of `count`: as many as a walk is ahead of their use."""
+    now = tl.load(rows, mask=held & (count > 0), other=0.0)
+    next1 = tl.load(rows + W, mask=held & (count > 1), other=0.0)
+    next2 = tl.load(rows + 2 * W, mask=held & (count > 2), other=0.0)
+    next3 = tl.load(rows + 3 * W, mask=held & (count > 3), other=0.0)
+    return now, next1, next2, next3
+
+
+@triton.jit
 def _convolve(x0, x1, x2, x3, w0, w1, w2, w3, b, CONV: tl.constexpr):
     z = x0
     if CONV > 0:
@@ -165,36 +204,18 @@ def _stream(
     origin = p + _number(PARTS, I, FIRST_OF, member) + channel
     scale = _number(PARTS, I, SCALE_OF, member)
     normed = _number(PARTS, I, NORMED_OF, member)
-    weight, bias, tail = (weights, biases, tails)
-    if weights is not None:
-        weight = _of(weights, member)
-    if biases is not None:
-        bias = _of(biases, member)
+    tail = tails
     if tails is not None:
         tail = _of(tails, member)
-    w0 = _weight(weight, channel, held, 0, CONV)
-    w1 = _weight(weight, channel, held, 1, CONV)
-    w2 = _weight(weight, channel, held, 2, CONV)
-    w3 = _weight(weight, channel, held, 3, CONV)
-    b = _bias(bias, channel, held)
-    none = tl.zeros([HB, DP], dtype=tl.float32)
-    x1, x2, x3 = (none, none, none)
-    if CONV > 1:
-        x1 = _seen(origin, tail, first - 1, start, unit, channel, held, W, CHANNELS, CONV)
-    if CONV > 2:
-        x2 = _seen(origin, tail, first - 2, start, unit, channel, held, W, CHANNELS, CONV)
-    if CONV > 3:
-        x3 = _seen(origin, tail, first - 3, start, unit, channel, held, W, CHANNELS, CONV)
+    w0, w1, w2, w3, b = _filter(weights, biases, member, channel, held, CONV)
+    x1, x2, x3 = _before(origin, tail, first, start, unit, channel, held, W, CHANNELS, CONV)
     columns = origin + first * W
     out = _of(outs, member) + first * CHANNELS + channel
     count = (end - first).to(tl.int32)
     if TURN != 0:
         cosine, sine = _angles((first - start + 1).to(tl.float64), D, DP, TURN, UNIFORM)
         step_cosine, step_sine = _angles(1.0, D, DP, TURN, UNIFORM)
-    now = tl.load(columns, mask=held & (count > 0), other=0.0)
-    next1 = tl.load(columns + W, mask=held & (count > 1), other=0.0)
-    next2 = tl.load(columns + 2 * W, mask=held & (count > 2), other=0.0)
-    next3 = tl.load(columns + 3 * W, mask=held & (count > 3), other=0.0)
+    now, next1, next2, next3 = _four(columns, count, W, held)
     for n in range(0, count, 4):
         for i in tl.static_range(4):
             t = n + i
@@ -251,29 +272,16 @@ def _stream_backward(
     origin = _number(PARTS, I, FIRST_OF, member) + channel
     scale = _number(PARTS, I, SCALE_OF, member)
     normed = _number(PARTS, I, NORMED_OF, member)
-    weight, bias, tail, dtail, dnew = (weights, biases, tails, dtails, dnews)
-    if weights is not None:
-        weight = _of(weights, member)
-    if biases is not None:
-        bias = _of(biases, member)
+    tail, dtail, dnew = (tails, dtails, dnews)
     if tails is not None:
         tail = _of(tails, member)
         dtail = _of(dtails, member)
     if dnews is not None:
         dnew = _of(dnews, member)
-    w0 = _weight(weight, channel, held, 0, CONV)
-    w1 = _weight(weight, channel, held, 1, CONV)
-    w2 = _weight(weight, channel, held, 2, CONV)
-    w3 = _weight(weight, channel, held, 3, CONV)
-    b = _bias(bias, channel, held)
+    w0, w1, w2, w3, b = _filter(weights, biases, member, channel, held, CONV)
     none = tl.zeros([HB, DP], dtype=tl.float32)
-    x1, x2, x3, d1, d2, d3, s0, s1, s2, s3, sb = (none, none, none, none, none, none, none, none, none, none, none)
-    if CONV > 1:
-        x1 = _seen(p + origin, tail, first - 1, start, unit, channel, held, W, CHANNELS, CONV)
-    if CONV > 2:
-        x2 = _seen(p + origin, tail, first - 2, start, unit, channel, held, W, CHANNELS, CONV)
-    if CONV > 3:
-        x3 = _seen(p + origin, tail, first - 3, start, unit, channel, held, W, CHANNELS, CONV)
+    d1, d2, d3, s0, s1, s2, s3, sb = (none, none, none, none, none, none, none, none)
+    x1, x2, x3 = _before(p + origin, tail, first, start, unit, channel, held, W, CHANNELS, CONV)
     if TURN != 0:
         cosine, sine = _angles((first - start + 1).to(tl.float64), D, DP, TURN, UNIFORM)
         step_cosine, step_sine = _angles(1.0, D, DP, TURN, UNIFORM)
@@ -285,14 +293,8 @@ def _stream_backward(
         x_now, x_next1, x_next2, x_next3 = (none, none, none, none)
     else:
         columns = p + first * W + origin
-        x_now = tl.load(columns, mask=held & (there > 0), other=0.0)
-        x_next1 = tl.load(columns + W, mask=held & (there > 1), other=0.0)
-        x_next2 = tl.load(columns + 2 * W, mask=held & (there > 2), other=0.0)
-        x_next3 = tl.load(columns + 3 * W, mask=held & (there > 3), other=0.0)
-    g_now = tl.load(dout, mask=held & (there > 0), other=0.0)
-    g_next1 = tl.load(dout + CHANNELS, mask=held & (there > 1), other=0.0)
-    g_next2 = tl.load(dout + 2 * CHANNELS, mask=held & (there > 2), other=0.0)
-    g_next3 = tl.load(dout + 3 * CHANNELS, mask=held & (there > 3), other=0.0)
+        x_now, x_next1, x_next2, x_next3 = _four(columns, there, W, held)
+    g_now, g_next1, g_next2, g_next3 = _four(dout, there, CHANNELS, held)
     for n in range(0, tl.where(own > 0, own + BACK, 0), 4):
         for i in tl.static_range(4):
             t = n + i
