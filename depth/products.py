@@ -63,7 +63,8 @@ class _Project(torch.autograd.Function):
         ctx.save_for_backward(streams, phi, made, unit)
         ctx.options = eps, centred
         ctx.set_materialize_grads(False)
-        return made.view(*streams.shape[:-2], -1, len(phi)), streams
+        *lead, n, d = streams.shape
+        return made.view(*lead, n * d // phi.shape[-1], len(phi)), streams
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
