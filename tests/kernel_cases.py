@@ -51,9 +51,7 @@ from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
 from axes.kernels.step import block_step, chain_step
-from axes.kernels.streams import follow as follow_module
 from axes.kernels.streams.cayley import cayley
-from axes.kernels.streams.follow import write_look
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read_on, mix_write, mix_write_read
 from axes.kernels.streams.parts import parts
@@ -357,25 +355,6 @@ def looks(dtype: torch.dtype, n: int, entries: int, chart: str, d: int = 1024, *
     return run
 
 
-def followed(
-    dtype: torch.dtype, entries: int, chart: str, mixes: bool = True, back: bool = False, **options: bool
-) -> Callable[[], None]:
-    """A write of four streams, and what the next sublayer predicts and reads, with products in the write's pass."""
-    launches = {"terms": (64, 32, 8, 2), "tf32": (32, 32, 8, 2)}
-
-    @patch.multiple(follow_module, _LAUNCH=launches, _BACK=dict.fromkeys(launches, (64, 32, 8, 2)) if back else None)
-    def run() -> None:
-        def draw(*shape: int, of: torch.dtype = FULL) -> Tensor:
-            return torch.randn(*shape, dtype=of, requires_grad=True)
-
-        groups, d, lead = 4 if chart == "first" else 1, 1024, (2, 3000)
-        x, y, m = draw(*lead, 4, d, of=dtype), draw(*lead, d, of=dtype), draw(*lead, 4, 4) if mixes else None
-        parameters = draw(entries, 4 * d // groups), draw(entries), draw(groups, entries)
-        both(write_look(x, y, draw(*lead, 4), m, *parameters, chart, **options))
-
-    return run
-
-
 def of_entries() -> None:
     for entries in (24, 8):
         both(parts(torch.randn(2, 600, entries, requires_grad=True), 4, 4, 2.0))
@@ -495,12 +474,6 @@ CASES: dict[str, Callable[[], None]] = {
     "look 4 half": looks(torch.float16, 4, 24, "sigmoid"),
     "look 4 softmax": looks(HALF, 4, 48, "softmax", centred=True),
     "look 4 each": looks(HALF, 4, 6, "first", tanh=True),
-    "follow": followed(HALF, 24, "sigmoid"),
-    "follow float32": followed(FULL, 24, "sigmoid"),
-    "follow unmixed": followed(HALF, 8, "sigmoid", mixes=False),
-    "follow softmax": followed(HALF, 48, "softmax", centred=True),
-    "follow each": followed(HALF, 6, "first", tanh=True),
-    "follow back": followed(HALF, 24, "sigmoid", back=True),
     "parts": of_entries,
     "look 10": looks(HALF, 10, 120, "sigmoid"),
     "sinkhorn": doubly_stochastic,

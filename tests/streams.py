@@ -94,13 +94,17 @@ def compare(name: str, given: dict[str, Tensor], bound: float) -> None:
 def looked(
     x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str,
     *, tanh: bool = False, centred: bool = False, eps: float = 1e-6, floor: float = 0.0,
+    apart: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """What `look` means."""
+    """What `look` means. apart: x three times, as it is measured, projected and read, for a gradient of each."""
     n = x.shape[-2]
-    rows = x if chart == "first" else x.flatten(-2).unsqueeze(-2)
-    if centred:
-        rows = rows - rows.mean(-1, keepdim=True)
-    r = (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)) @ phi.mT
+    measured, projected, x = apart or (x, x, x)
+
+    def rows(x: Tensor) -> Tensor:
+        x = x if chart == "first" else x.flatten(-2).unsqueeze(-2)
+        return x - x.mean(-1, keepdim=True) if centred else x
+
+    r = (rows(projected) * torch.rsqrt(rows(measured).square().mean(-1, keepdim=True) + eps)) @ phi.mT
     entries = a * (r.tanh() if tanh else r) + b
     first = entries[..., 0, :]
     if chart == "first":
@@ -149,7 +153,7 @@ def draw_follow(
 
 def follow_errors(given: Sequence[Tensor], chart: str, **options: Any) -> list[float]:
     """Of X', x_in, pre, entries and the gradients of x, y, w, m if there is one, phi, a, b against float64, relative
-    to whole tensors, or to what as many numbers of size one are."""
+    to whole tensors, or to what as many numbers of size one are, or to what the gradient of a write is summed of."""
     x, b = given[0], given[-1]
 
     def parts(g: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
@@ -157,21 +161,35 @@ def follow_errors(given: Sequence[Tensor], chart: str, **options: Any) -> list[f
         phi = phi - phi.mean(-1, keepdim=True) if options.get("centred") else phi
         return x, y, w, mixing[0] if mixing else None, phi, a, b
 
+    def rounded(made: Tensor) -> Tensor:
+        return made + (made.to(x.dtype).double() - made).detach()
+
     def meant(*g: Tensor) -> tuple[Tensor, ...]:
         x, y, w, m, *parameters = parts(g)
         made = write(x, y, w, m)
         # what is looked at is what was written, rounded; what it hears goes on to what it was made of
-        rounded = made + (made.to(given[0].dtype).double() - made).detach()
-        return made, *looked(rounded, *parameters, chart, **options)[:3]  # type: ignore[arg-type]
+        return made, *looked(rounded(made), *parameters, chart, **options)[:3]  # type: ignore[arg-type]
 
     shapes = (x.shape, x[..., 0, :].shape, x.shape[:-1], (*x.shape[:-2], *b.shape))
     directions = [torch.randn(s, device=x.device) for s in shapes]
     directions[:2] = [t.to(x.dtype) for t in directions[:2]]
     got = gradients(lambda *g: write_look(*parts(g), chart, **options), given, directions)
-    want = gradients(meant, [t.double() for t in given], directions)
-    # a few numbers that cancel have lost digits before: the gradient of X' is rounded
-    pairs = zip(got, want, strict=True)
-    return [((p - q).norm() / q.norm().clamp(min=max(q.numel(), 1) ** 0.5)).item() for p, q in pairs]
+    exact = [t.double() for t in given]
+    want = gradients(meant, exact, directions)
+    # The gradient of X' is four sums, of which one is a product of fewer bits, and is rounded before those of the write
+    # are sums of it. Where they cancel, as they do in rows of one number, what is left is as wrong as their terms were.
+    count = len(given) - 3
+    after = rounded(write(*exact[:count]))
+    heard = gradients(
+        lambda *apart: looked(after, *parts(exact)[4:], chart, **options, apart=apart)[:3], [after] * 3, directions[1:]
+    )[3:]
+    squares = sum((g.square() for g in heard), directions[0].double().square())
+    terms = gradients(write, [t.square() for t in exact[:count]], [squares])[1:]  # a bilinear map: sums of squares
+    least = [0.0] * 4 + [t.sum().sqrt().item() for t in terms] + [0.0] * 3
+    return [
+        ((p - q).norm() / q.norm().clamp(min=max(max(q.numel(), 1) ** 0.5, size))).item()
+        for p, q, size in zip(got, want, least, strict=True)
+    ]
 
 
 # ---- mixers ----------------------------------------------------------------------------------------------------------

@@ -65,6 +65,13 @@ def test_gradients_are_those_of_the_operations(name: str) -> None:
         close(gradients(call(*some), [some[i]], 1), gradients(plain(*some), [some[i]], 1))
 
 
+@pytest.mark.parametrize("name", [name for name in cases() if name.startswith("project")])
+def test_rows_that_are_taken_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_NUMBERS", 3 * N * D)  # the last piece is a smaller one
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    test_gradients_are_those_of_the_operations(name)
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_weights_that_are_made_of_the_streams(graph: bool) -> None:
     """With a graph of the gradients too, what comes through the weights is counted once."""

@@ -3,8 +3,8 @@
 Each is first held to float64 on a few tokens, then timed at 32,768 tokens of four streams of 2,048 in bfloat16, and of
 768 in float32 (as under autocast): microseconds of the kernel by the profiler, mean of ten calls. They are compiled in
 processes side by side, so that all of it takes less than a minute. The first line of a table is what runs; settings are
-`mix._WALK` (warps, stages), `mix._FEW`, `mix._PROGRAMS`, `look._LAUNCH` (tokens and columns of a tile, warps, stages),
-`look._SPAN` and `follow._LAUNCH`. The last table has every launch of a sublayer of mHC behind another one.
+`mix._WALK` (warps, stages), `mix._FEW`, `mix._PROGRAMS`, `look._LAUNCH` (tokens and columns of a tile, warps, stages)
+and `look._SPAN`. The last table has every launch of a sublayer of mHC behind another one.
 """
 
 from __future__ import annotations
@@ -20,17 +20,13 @@ from unittest.mock import patch
 import torch
 
 from axes import catalogue
-from axes.kernels.streams import follow, look, mix
-from tests.streams import draw, draw_follow, draw_look, errors, follow_errors, look_errors
+from axes.kernels.streams import look, mix
+from tests.streams import draw, draw_look, errors, look_errors
 
 BF, FULL = torch.bfloat16, torch.float32
 SIZES = {BF: (4, 2048, (32_768,)), FULL: (4, 768, (32_768,))}
 FEW = 700  # tokens that float64 has time for
 BOUNDS = {BF: (1.2e-2, 1e-4), FULL: (3e-6, 1e-5)}  # of tensors of the streams' dtype, and of float32
-
-
-def _of(given: tuple[int, int, int, int] | None) -> dict[str, tuple[int, int, int, int]] | None:
-    return given and dict.fromkeys(("terms", "tf32"), given)
 
 
 class Setting(NamedTuple):
@@ -42,8 +38,6 @@ class Setting(NamedTuple):
     give: tuple[int, int, int, int] | None = None
     span: int = look._SPAN
     project: tuple[int, int, int, int] | None = None
-    follow: tuple[int, int, int, int] | None = None
-    back: tuple[int, int, int, int] | None = None
 
     def __str__(self) -> str:
         usual = Setting()
@@ -58,11 +52,7 @@ class Setting(NamedTuple):
         if self.project is not None:
             launch["project"] = self.project
         given = {"_FEW": self.few, "_WALK": self.walk, "_PROGRAMS": self.programs}
-        with (
-            patch.multiple(mix, **given),
-            patch.multiple(look, _LAUNCH=launch, _SPAN=self.span),
-            patch.multiple(follow, _LAUNCH=_of(self.follow), _BACK=_of(self.back)),
-        ):
+        with patch.multiple(mix, **given), patch.multiple(look, _LAUNCH=launch, _SPAN=self.span):
             yield
 
 
@@ -85,18 +75,6 @@ WIDE = [Setting()] + [
     for given in ((64, 64, 4, 1), (32, 64, 4, 1), (32, 64, 4, 2), (32, 128, 4, 1), (32, 128, 4, 2), (16, 128, 4, 2))
     for span in (8, 32)
 ]
-FOLLOWS = [Setting()] + [
-    Setting(follow=given)
-    for given in (
-        (32, 32, 4, 3), (32, 32, 4, 2), (32, 32, 4, 4), (64, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (32, 64, 4, 2),
-        (64, 32, 8, 3), (64, 32, 8, 4),
-    )
-]  # fmt: skip
-FOLLOWS_WIDE = [Setting()] + [Setting(follow=given) for given in ((32, 32, 8, 2), (32, 32, 8, 3), (32, 32, 4, 3))]
-BACKS = [Setting()] + [
-    Setting(back=given)
-    for given in ((64, 32, 8, 2), (64, 32, 8, 3), (64, 32, 8, 1), (16, 64, 4, 2), (16, 128, 8, 2), (32, 32, 8, 2))
-]
 PROJECTS = [Setting()] + [
     Setting(project=given)
     for given in ((128, 64, 8, 4), (64, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 3), (128, 128, 8, 2))
@@ -106,10 +84,6 @@ TABLES: dict[str, tuple[str, torch.dtype, str, list[Setting]]] = {  # title: wha
     "write with a read, backward": ("both", BF, "_write_backward _walk_backward", WALKS),
     "write, backward, float32": ("write", FULL, "_write_backward _walk_backward", WALKS[:8]),
     "look, dX": ("look", BF, "_give", GIVES),
-    "write with products": ("follow", BF, "_write _project _write_project", FOLLOWS),
-    "write with products, float32": ("follow", FULL, "_write _project _write_project", FOLLOWS_WIDE),
-    "backward in one pass": ("follow back", BF, "_give _walk_backward _give_back", BACKS),
-    "backward in one pass, float32": ("follow back", FULL, "_give _walk_backward _give_back", BACKS),
     "products": ("look forward", BF, "_project", PROJECTS),
     "look, dX, float32": ("look", FULL, "_give", WIDE),
 }
@@ -122,9 +96,6 @@ def checked(what: str, dtype: torch.dtype) -> float:
     if what.startswith("look"):
         found = look_errors(draw_look(n, d, (FEW,), 24, "sigmoid", dtype, "cuda"), "sigmoid")
         wide = {0, 4}  # x_in and the gradient of x
-    elif what.startswith("follow"):
-        found = follow_errors(draw_follow(n, d, (FEW,), 24, "sigmoid", dtype, "cuda"), "sigmoid")
-        wide = set(range(len(found))) - {2, 3, 8, 9, 10}  # all but pre, entries and the gradients of parameters
     else:
         found = errors(what, draw(what, n, d, (FEW,), True, dtype, "cuda"))
         wide = set(range(len(found)))
@@ -145,16 +116,6 @@ def called(what: str, dtype: torch.dtype) -> Callable[[], object]:
     """A forward, or a backward with what its forward keeps; a read gets the gradient of a write too."""
     n, d, lead = SIZES[dtype]
     options = "sigmoid", False, False, 1e-6, 0.0
-    if what == "follow":
-        x, y, w, m, *rest = draw_follow(n, d, lead, 24, "sigmoid", dtype, "cuda")
-        return lambda: follow._forward(x, m, y, w, *rest, *options, True)
-    if what == "follow back":
-        x, y, w, m, *rest = draw_follow(n, d, lead, 24, "sigmoid", dtype, "cuda")
-        out, pre, entries, seen, kept = follow._forward(x, m, y, w, *rest, *options, True)
-        given = [torch.randn_like(t) for t in (entries, seen, out)]
-        return lambda: follow._backward(
-            x, m, y, w, *rest, *options, [out, pre, *kept], given[2], None, given[0], given[1]
-        )  # fmt: skip
     if what == "look forward":
         x, *rest = draw_look(n, d, lead, 24, "sigmoid", dtype, "cuda")
         return lambda: look._forward(x, *rest, *options, True)

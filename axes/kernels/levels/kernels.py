@@ -75,6 +75,35 @@ def weighed(w, first, rows, head, i, j, HV, W: tl.constexpr, C: tl.constexpr, LO
     return each
 
 
+@triton.jit
+def chunk(T, units, H, HV, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):
+    """Of a program for every block of values, head, unit and chunk: which block, its columns, head, unit, chunk, the
+    head of keys, the chunk's first token, and how many there are."""
+    PARTS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    part = pid % PARTS
+    e = part.to(tl.int32) * BV + tl.arange(0, BV)
+    head = pid // PARTS % HV
+    unit = pid // (PARTS * HV) % units
+    n = (pid // (PARTS * HV * units)).to(tl.int32)
+    return part, e, head, unit, n, head // (HV // H), unit * T + n * C, tl.minimum(T - n * C, C)
+
+
+@triton.jit
+def scored(q, k, w, runs, first, rows, key, head, H, HV, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+           BK: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Queries, keys and logs of a chunk, and what its tokens read of each other."""
+    d = tl.arange(0, BK)
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    queries = load_tile(q, first, rows, d, key, H, K, C)
+    keys = load_tile(k, first, rows, d, key, H, K, C)
+    run = logs(runs, first, rows, head, HV, C)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    scores *= fading(run, i, j) * weighed(w, first, rows, head, i, j, HV, W, C, LOW)
+    return queries, keys, run, scores
+
+
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def sums(
@@ -155,23 +184,9 @@ def outputs(
     LOW: tl.constexpr, STRONG: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk, one head, one block of values: what its own tokens give, and every left sibling before it."""
-    PARTS: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0).to(tl.int64)
-    e = (pid % PARTS).to(tl.int32) * BV + tl.arange(0, BV)
-    head = pid // PARTS % HV
-    unit = pid // (PARTS * HV) % units
-    n = (pid // (PARTS * HV * units)).to(tl.int32)
-    key = head // (HV // H)
-    first = unit * T + n * C
-    rows = tl.minimum(T - n * C, C)
+    part, e, head, unit, n, key, first, rows = chunk(T, units, H, HV, V, C, BV)
+    queries, keys, run, scores = scored(q, k, w, runs, first, rows, key, head, H, HV, K, W, C, BK, LOW, PRECISION)
     d = tl.arange(0, BK)
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    queries = load_tile(q, first, rows, d, key, H, K, C)
-    keys = load_tile(k, first, rows, d, key, H, K, C)
-    run = logs(runs, first, rows, head, HV, C)
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    scores *= fading(run, i, j) * weighed(w, first, rows, head, i, j, HV, W, C, LOW)
     values = strong(load_tile(v, first, rows, e, head, HV, V, C), beta, first, rows, head, HV, C, STRONG)
     out = tl.dot(scores.to(values.dtype), values, input_precision=PRECISION)
     within = (d < K)[:, None] & (e < V)[None, :]
@@ -265,24 +280,9 @@ def gradients_of_values(
     LOW: tl.constexpr, STRONG: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk, one head, one block of values: dv, and the block's part of dbeta (parts, tokens, HV)."""
-    PARTS: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0).to(tl.int64)
-    part = pid % PARTS
-    e = part.to(tl.int32) * BV + tl.arange(0, BV)
-    head = pid // PARTS % HV
-    unit = pid // (PARTS * HV) % units
-    n = (pid // (PARTS * HV * units)).to(tl.int32)
-    key = head // (HV // H)
-    first = unit * T + n * C
-    rows = tl.minimum(T - n * C, C)
+    part, e, head, unit, n, key, first, rows = chunk(T, units, H, HV, V, C, BV)
+    queries, keys, run, scores = scored(q, k, w, runs, first, rows, key, head, H, HV, K, W, C, BK, LOW, PRECISION)
     d = tl.arange(0, BK)
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    queries = load_tile(q, first, rows, d, key, H, K, C)
-    keys = load_tile(k, first, rows, d, key, H, K, C)
-    run = logs(runs, first, rows, head, HV, C)
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    scores *= fading(run, i, j) * weighed(w, first, rows, head, i, j, HV, W, C, LOW)
     dout = load_tile(do, first, rows, e, head, HV, V, C)
     grad = tl.dot(tl.trans(scores.to(dout.dtype)), dout, input_precision=PRECISION)
     within = (d < K)[:, None] & (e < V)[None, :]

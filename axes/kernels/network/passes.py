@@ -25,7 +25,7 @@ import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import floored
-from axes.kernels.substitution.response import inputs, respond, turned  # replaced
+from axes.kernels.substitution.response import ask, inputs  # replaced
 
 _OPEN = ["T", "H", "first", "last"]
 
@@ -33,19 +33,7 @@ _OPEN = ["T", "H", "first", "last"]
 @triton.jit
 def _ask(x, y, given, inside, BACK: tl.constexpr):
     """u of the tokens of a block (BD, 16), or what their x is asked for by y (BACK)."""
-    COUNT: tl.constexpr = len(given)
-    k2 = tl.sum(x * 0.0, 0)[None, :]
-    if BACK:
-        made = turned(
-            x, k2, y, given[0], given[1 % COUNT], given[2 % COUNT], given[3 % COUNT], given[4 % COUNT],
-            given[5 % COUNT], given[6 % COUNT], given[7 % COUNT], inside,
-        )  # fmt: skip
-    else:
-        made = respond(
-            x, k2, given[0], given[1 % COUNT], given[2 % COUNT], given[3 % COUNT], given[4 % COUNT],
-            given[5 % COUNT], given[6 % COUNT], given[7 % COUNT], inside,
-        )  # fmt: skip
-    return made
+    return ask(x, tl.sum(x * 0.0, 0)[None, :], y, given, inside, BACK)
 
 
 @triton.jit

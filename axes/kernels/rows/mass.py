@@ -16,17 +16,9 @@ from axes.kernels.common.launch import Kernel
 from axes.kernels.common.layout import LARGEST, on_device
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
+from axes.kernels.rows.places import entries, of_program
 
 _NUMBERS = 4096  # of a program
-
-
-@triton.jit
-def _rows(N, D, DP: tl.constexpr, BR: tl.constexpr):
-    """A program's rows, where their entries stand, and which of both there are."""
-    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    column = tl.arange(0, DP)
-    held = row < N
-    return row, held, row[:, None] * D + column[None, :], held[:, None] & (column < D)[None, :]
 
 
 @triton.jit
@@ -41,7 +33,8 @@ def _divisor(mass, FLOOR: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["N"])
 def _over_mass(y, mass, o, N, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, FLOOR: tl.constexpr):
-    row, held, at, there = _rows(N, D, DP, BR)
+    row = of_program(BR)
+    held, at, there = entries(row, N, D, DP)
     c, empty = _divisor(tl.load(mass + row, mask=held, other=1.0).to(tl.float32), FLOOR)
     read = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
     tl.store(o + at, tl.where(empty[:, None], 0.0, read / c[:, None]).to(o.dtype.element_ty), mask=there)
@@ -52,7 +45,8 @@ def _over_mass(y, mass, o, N, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexp
 def _over_mass_backward(
     mass, o, do, dy, dmass, N, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, FLOOR: tl.constexpr
 ):
-    row, held, at, there = _rows(N, D, DP, BR)
+    row = of_program(BR)
+    held, at, there = entries(row, N, D, DP)
     m = tl.load(mass + row, mask=held, other=1.0).to(tl.float32)
     c, empty = _divisor(m, FLOOR)
     d = tl.load(do + at, mask=there, other=0.0).to(tl.float32) / c[:, None]

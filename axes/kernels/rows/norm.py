@@ -20,6 +20,7 @@ from axes.errors import ShapeError
 from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import cdiv, power_of_2
+from axes.kernels.rows.places import entries, of_program
 
 WIDEST = 8192  # a row is in the registers of one program
 _ENTRIES = 2048  # of rows that a program takes at a time
@@ -29,8 +30,8 @@ _PROGRAMS = 132 * 32  # of a backward, at most: a few waves of them, so that the
 @Kernel
 @triton.jit(do_not_specialize=["N"])
 def _add_norm(h, y, weight, after, x, scale, N, eps, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    at, inside = row[:, None] * D + col[None, :], (row < N)[:, None] & (col < D)[None, :]
+    row, col = of_program(ROWS), tl.arange(0, BLOCK)
+    held, at, inside = entries(row, N, D, BLOCK)
     total = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     kept = total.to(after.dtype.element_ty)
@@ -38,7 +39,7 @@ def _add_norm(h, y, weight, after, x, scale, N, eps, D: tl.constexpr, ROWS: tl.c
     total = kept.to(tl.float32)
     r = 1.0 / tl.sqrt_rn(tl.sum(total * total, 1) / D + eps)
     w = tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32)
-    tl.store(scale + row, r, mask=row < N)
+    tl.store(scale + row, r, mask=held)
     tl.store(x + at, (total * r[:, None] * w[None, :]).to(x.dtype.element_ty), mask=inside)
 
 
@@ -54,8 +55,8 @@ def _add_norm_backward(
     sums = tl.zeros((BLOCK,), tl.float32)
     for block in range(program, tl.cdiv(N, ROWS), programs):
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        at, inside = row[:, None] * D + col[None, :], (row < N)[:, None] & (col < D)[None, :]
-        r = tl.load(scale + row, mask=row < N, other=0.0)[:, None]
+        held, at, inside = entries(row, N, D, BLOCK)
+        r = tl.load(scale + row, mask=held, other=0.0)[:, None]
         unit = tl.load(after + at, mask=inside, other=0.0).to(tl.float32) * r
         given = tl.load(dx + at, mask=inside, other=0.0).to(tl.float32)
         sums += tl.sum(given * unit, 0)

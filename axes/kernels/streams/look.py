@@ -340,34 +340,19 @@ def _forward(
     rows = shape.tokens * shape.groups
     tiles = cdiv(rows, options["ROWS"])
     span, parts = _spread(cdiv(shape.width, options["COLUMNS"]), tiles)
-    products, moments = _sums_of(x, shape, parts)
+    products = x.new_empty(parts, rows, shape.entries, dtype=torch.float32)
+    moments = products.new_empty(parts, 2, rows)
+    pre, entries, _, kept = _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
+    raw, units, means = kept if record else (entries, entries, entries)
     with layout.on_device(x):
         _project[(tiles * parts,)](
             x, phi, products, moments, rows, shape.width, span,
             C=shape.entries, SIDE=shape.side, CENTRED=centred, TERMS=_TERMS, **options,
         )  # fmt: skip
-    return _charted(x, a, b, products, moments, chart, tanh, centred, eps, floor, record)
-
-
-def _sums_of(x: Tensor, shape: _Shape, parts: int) -> tuple[Tensor, Tensor]:
-    """Room for parts of products and of squares."""
-    rows, wide = shape.tokens * shape.groups, torch.float32
-    return x.new_empty(parts, rows, shape.entries, dtype=wide), x.new_empty(parts, 2, rows, dtype=wide)
-
-
-def _charted(
-    x: Tensor, a: Tensor, b: Tensor, products: Tensor, moments: Tensor,
-    chart: str, tanh: bool, centred: bool, eps: float, floor: float, record: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """What `_forward` returns, of parts of products and squares."""
-    shape = _Shape.of(x, b)
-    pre, entries, _, kept = _empty(x, a, a, b, chart, tanh, centred, eps, floor, record)
-    raw, units, means = kept if record else (entries, entries, entries)
-    with layout.on_device(x):
         _chart[(shape.tiles,)](
-            products, moments, a, b, pre, entries, raw, units, means, shape.tokens, shape.width, len(products), eps,
-            floor, **shape.constants(), ACROSS=power_of_2(shape.n), CHART=chart, TANH=tanh, CENTRED=centred,
-            KEEP=record, ROWS=shape.rows, num_warps=_WARPS,
+            products, moments, a, b, pre, entries, raw, units, means, shape.tokens, shape.width, parts, eps, floor,
+            **shape.constants(), ACROSS=power_of_2(shape.n), CHART=chart, TANH=tanh, CENTRED=centred, KEEP=record,
+            ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
     return pre, entries, _forward_read(x, pre, False)[0], kept
 
@@ -400,13 +385,10 @@ def _backward(
     with layout.on_device(x):
         _give[(blocks * splits,)](
             x, phi, pre, dseen, du, slopes, means, more, dout, shape.tokens, shape.d, _SPAN,
-            **shape.constants(), CENTRED=centred, PRECISION=_precision(x), STAGES=stages, **options,
+            **shape.constants(), CENTRED=centred, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+            STAGES=stages, **options,
         )  # fmt: skip
     return [dout, *rest]
-
-
-def _precision(x: Tensor) -> str:
-    return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 
 def _felt(

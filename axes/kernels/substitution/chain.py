@@ -32,6 +32,7 @@ from axes.kernels.common.layout import (
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.substitution import passes
+from axes.kernels.substitution.response import ask
 
 Reads = Literal["before", "gated", "anchored"]
 READS: dict[str, int] = {"before": 0, "gated": 1, "anchored": 2}
@@ -63,11 +64,12 @@ def register(response: Response) -> str:
 
 
 def made(of: ModuleType, text: str, name: str) -> ModuleType:
-    """A module of kernels with the text of a response in the place of what it imports of `response`."""
+    """A module of kernels with the text of a response, and of `ask`, in the place of what it imports of `response`."""
     source = inspect.getsource(of)
     assert len(_IMPORT.findall(source)) == 1
     room = of.__name__.removesuffix(".passes")
-    whole, file = _IMPORT.sub(lambda _: "\n" + text + "\n", source), f"<{room.replace('.kernels.', ' ')} {name}>"
+    text = "\n" + text + "\n\n" + inspect.getsource(ask.fn) + "\n"
+    whole, file = _IMPORT.sub(lambda _: text, source), f"<{room.replace('.kernels.', ' ')} {name}>"
     linecache.cache[file] = (len(whole), None, whole.splitlines(keepends=True), file)  # Triton reads it again
     module = ModuleType(f"{room}.made_{name}")
     module.__file__ = file

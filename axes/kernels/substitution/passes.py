@@ -38,7 +38,7 @@ from axes.kernels.common.tiles import (
     store_tile,
     unit_rows,
 )
-from axes.kernels.substitution.response import inputs, pull, respond, turned  # replaced
+from axes.kernels.substitution.response import ask, inputs, pull  # replaced
 
 _SIZES = ["T", "N", "H"]
 
@@ -105,25 +105,6 @@ def _is_mild(least, kind: tl.constexpr):
 
 
 @triton.jit
-def _ask(x, k2, y, given, inside, BACK: tl.constexpr):
-    """u of the tokens of a block, (BV, 16), or what their x is asked for by y (BACK). One token after another asks for
-    all of them, since a tile stays where products leave it: of others than its own, compilers leave out what they can.
-    """
-    COUNT: tl.constexpr = len(given)
-    if BACK:
-        made = turned(
-            x, k2, y, given[0], given[1 % COUNT], given[2 % COUNT], given[3 % COUNT], given[4 % COUNT],
-            given[5 % COUNT], given[6 % COUNT], given[7 % COUNT], inside,
-        )  # fmt: skip
-    else:
-        made = respond(
-            x, k2, given[0], given[1 % COUNT], given[2 % COUNT], given[3 % COUNT], given[4 % COUNT],
-            given[5 % COUNT], given[6 % COUNT], given[7 % COUNT], inside,
-        )  # fmt: skip
-    return tl.broadcast_to(made, x.shape)
-
-
-@triton.jit
 def _one_by_one(
     x, sight, back, k2, given, pair, line, token, inside, there,
     SCALED: tl.constexpr, ANCHORED: tl.constexpr,
@@ -132,7 +113,7 @@ def _one_by_one(
     u for back u among later tokens."""
     if ANCHORED:
         reads = x
-        u = tl.where(inside & there, _ask(x, k2, x, given, inside, False), 0.0)
+        u = tl.where(inside & there, ask(x, k2, x, given, inside, False), 0.0)
     else:
         reads = tl.zeros_like(x)
         u = tl.zeros_like(x)
@@ -140,7 +121,7 @@ def _one_by_one(
             now = x
             if SCALED:
                 now = x * sight
-            made = tl.where(inside & there, _ask(now, k2, now, given, inside, False), 0.0)
+            made = tl.where(inside & there, ask(now, k2, now, given, inside, False), 0.0)
             reads = tl.where(token == t, now, reads)
             u = tl.where(token == t, made, u)
             if t < 15:
@@ -185,7 +166,7 @@ def _back_one_by_one(
         if SCALED:
             y = y * back
         asks = y + mine
-        w = tl.where(inside & there, _ask(x, k2, asks, given, inside, True), 0.0)
+        w = tl.where(inside & there, ask(x, k2, asks, given, inside, True), 0.0)
         if LAST:
             w += last
     else:
@@ -197,7 +178,7 @@ def _back_one_by_one(
                 now = y * back
             now += mine
             asks = tl.where(token == t, now, asks)
-            made = tl.where(inside & there, _ask(x, k2, now, given, inside, True), 0.0)
+            made = tl.where(inside & there, ask(x, k2, now, given, inside, True), 0.0)
             if LAST:
                 made += last
             w = tl.where(token == t, made, w)
@@ -347,7 +328,7 @@ def forward(
                 left = tl.sum(scaled, 1) + 1.0
                 if READS == 2:
                     reads = x
-                    u = tl.where(inside & there, _ask(x, k2, x, given, inside, False), 0.0)
+                    u = tl.where(inside & there, ask(x, k2, x, given, inside, False), 0.0)
                 else:
                     reads = tl.zeros([BV, 16], dtype=tl.float32)
                     u = tl.zeros([BV, 16], dtype=tl.float32)
@@ -356,7 +337,7 @@ def forward(
                         now = x
                         if READS == 1:
                             now = x * gates
-                        made = tl.where(inside & there, _ask(now, k2, now, given, inside, False), 0.0)
+                        made = tl.where(inside & there, ask(now, k2, now, given, inside, False), 0.0)
                         reads = tl.where(token == t, now, reads)
                         u = tl.where(token == t, made, u)
                     one = _column(u, token, t)[:, None]
@@ -507,7 +488,7 @@ def reverse(
                     y += _column(outs, token, t)[:, None] * tl.load(pair + (256 + t * 16 + line))[None, :]
                     left = tl.where(token == t, outs, left) * gate[:, None]
                     if READS != 2:
-                        made = tl.where(inside & there, _ask(x, k2, now, given, inside, True), 0.0)
+                        made = tl.where(inside & there, ask(x, k2, now, given, inside, True), 0.0)
                         if LAST:
                             made += last
                         w = tl.where(token == t, made, w)
@@ -523,7 +504,7 @@ def reverse(
                     kept = kept * gate
                 outs = left
                 if READS == 2:
-                    w = tl.where(inside & there, _ask(x, k2, asks, given, inside, True), 0.0)
+                    w = tl.where(inside & there, ask(x, k2, asks, given, inside, True), 0.0)
                     if LAST:
                         w += last
                 else:
@@ -889,7 +870,7 @@ def read(
     there, inside = at < rows, v < V
     given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at, v, V, there, inside)
     seen = tl.load(x + at * V + v, mask=inside & there, other=0.0)
-    made = _ask(seen, tl.sum(seen * 0.0, 0)[None, :], seen, given, inside, False)
+    made = ask(seen, tl.sum(seen * 0.0, 0)[None, :], seen, given, inside, False)
     tl.store(out + at * V + v, made.to(out.dtype.element_ty), mask=inside & there)
 
 

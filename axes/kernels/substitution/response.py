@@ -1,7 +1,7 @@
 """The place of a response in the text of `passes`: the delta rule u = r (v - x), as a program would be generated.
 
 `axes.programs.rows` writes functions of these names for any response; `chain` puts their text in the place of an import
-of this module. Inputs of a token are rows (tokens, H, V) or numbers (tokens, H).
+of this module, and `ask` behind it. Inputs of a token are rows (tokens, H, V) or numbers (tokens, H).
 """
 
 from __future__ import annotations
@@ -42,3 +42,25 @@ def pull(
     tl.store(d0 + at[:, None] * V + v[None, :], (i1 * g).to(d0.dtype.element_ty), mask=inside & there[:, None])
     tl.store(d1 + at, tl.sum(tl.where(inside, g * (i0 - x), 0.0), 1), mask=there)
     return u, -i1 * g, k2 * 0.0
+
+
+# ---- of any response -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def ask(x, k2, y, given, inside, BACK: tl.constexpr):
+    """u of the tokens of a block, (BV, 16), or what their x is asked for by y (BACK). One token after another asks for
+    all of them, since a tile stays where products leave it: of others than its own, compilers leave out what they can.
+    """
+    COUNT: tl.constexpr = len(given)
+    if BACK:
+        made = turned(
+            x, k2, y, given[0], given[1 % COUNT], given[2 % COUNT], given[3 % COUNT], given[4 % COUNT],
+            given[5 % COUNT], given[6 % COUNT], given[7 % COUNT], inside,
+        )  # fmt: skip
+    else:
+        made = respond(
+            x, k2, given[0], given[1 % COUNT], given[2 % COUNT], given[3 % COUNT], given[4 % COUNT],
+            given[5 % COUNT], given[6 % COUNT], given[7 % COUNT], inside,
+        )  # fmt: skip
+    return tl.broadcast_to(made, x.shape)
