@@ -23,7 +23,7 @@ from axes.tasks import corpus, demonstration, language_modelling
 from axes.tasks import tokens as token_files
 from axes.tasks.configuration import DTYPES, TRACKERS, Configuration
 from axes.tasks.interruption import stop_requested
-from axes.tasks.processes import Processes, joined, launched
+from axes.tasks.processes import Processes, joined, launched, leaving
 from axes.tasks.progress import ProgressBar
 from axes.tasks.run_folder import RunFolder
 from axes.tasks.sample import generate, load_model
@@ -386,6 +386,7 @@ def demo(
     _say(f"\ncurves: {out / 'comparison.png'}; numbers: {out / 'comparison.json'}")
 
 
+@leaving()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: what is wrong is said in one sentence on stderr, with a non-zero exit status."""
     try:

@@ -27,6 +27,7 @@ from axes import catalogue, parallel
 from axes.bench.timing import wait
 from axes.errors import AxesError, ShapeError
 from axes.models import Architecture, LanguageModel
+from axes.tasks.processes import leaving
 
 _WARM, _STEPS = 3, 5
 
@@ -148,4 +149,5 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with leaving():
+        typer.run(main)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from axes.bench.optim_contenders import find_suites
 from axes.bench.timing import wait
 from axes.errors import AxesError
+from axes.tasks.processes import leaving
 
 RULES = ("muon", "normuon", "soap", "shampoo", "psgd-kron", "adamw")
 _COMPARED = 3  # steps
@@ -221,4 +222,5 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with leaving():
+        typer.run(main)

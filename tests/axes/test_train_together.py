@@ -27,7 +27,7 @@ SMALL = dict(
 def work(folder: Path, cases: list[dict[str, Any]]) -> None:
     """What a process of torchrun does: runs one after another, each stopped and resumed as it is said."""
     torch.set_num_threads(1)
-    with processes.joined():
+    with processes.leaving(), processes.joined():
         for case in cases:
             place = RunFolder(folder / case["name"])
             if "settings" in case:
@@ -70,6 +70,32 @@ def near(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
     assert [r.keys() for r in one] == [r.keys() for r in other]
     for a, b in zip(one, other, strict=True):
         assert a == pytest.approx(b, rel=1e-9)
+
+
+_ENDS = """
+import atexit, sys, time, threading
+from axes.tasks.processes import leaving
+
+class Last:
+    def __del__(self):
+        print("taken apart")
+
+kept = Last()
+atexit.register(print, "asked for")
+with leaving():
+    threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_process_of_several_ends_without_taking_the_interpreter_apart(launched: bool) -> None:
+    """Threads of gloo, of which torch keeps some, abort a process whose interpreter goes while they need it."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env |= {"RANK": "0", "WORLD_SIZE": "2"} if launched else {}
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", _ENDS], env=env, capture_output=True, text=True)
+    assert ended.returncode == 3 and not ended.stderr
+    assert ended.stdout.splitlines() == ["a thread", "asked for", *(() if launched else ("taken apart",))]
 
 
 @pytest.mark.slow
