@@ -19,7 +19,7 @@ from torch import Tensor
 
 from axes.core.facts import fact
 from axes.core.legality import factors
-from axes.core.monoids import Identity, Product, rotate
+from axes.core.monoids import product, rotate
 from axes.core.rates import Per, Signal
 from axes.core.state_update import State, StateUpdate
 from axes.routes.packed import Packing
@@ -34,7 +34,7 @@ def still(update: StateUpdate) -> StateUpdate:
     rest = tuple(f for f in parts if f.kind != "turn")
     if len(rest) == len(parts):
         return update
-    monoid = Product(rest) if len(rest) > 1 else rest[0] if rest else Identity()
+    monoid = product(rest)
     step = update.parts().step
     if not rest and step.at == "gated":  # nothing is left that a gradient could come after
         step = dataclasses.replace(step, at="prev")
