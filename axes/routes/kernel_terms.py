@@ -429,7 +429,7 @@ def _gates_of_entries(
                 times = torch.as_tensor(resolve(f.times, signal), device=t.v.device).expand(t.v.shape)
             continue
         element = f.element(signal, 1.0, t.k[..., None, :])
-        log = None if element.outer is None else element.outer[..., 0]
+        log = None if element.outer is None else element.outer.squeeze(-1)  # whose derivative is a view
         if element.gate is not None:
             log = element.gate
         if not isinstance(element.scale, float) or element.scale != 1.0:
