@@ -312,8 +312,8 @@ class _StandardModule(BlockModule):
             v, tail = self.v_conv(v, tails[len(kept)], packing)
             kept.append(tail)
         q = q.unflatten(-1, (s.key_heads, self.width) if s.reads == 1 else (s.key_heads, s.reads, self.width))
-        each = () if s.writes == 1 else (s.writes,)
-        k = k.unflatten(-1, (s.key_heads // self.queries, *each, self.width))
+        each = () if s.writes == 1 else (s.writes,)  # write by write: as tokens of one write they are a view
+        k = k.unflatten(-1, (*each, s.key_heads // self.queries, self.width))
         if self.features is not None:
             q, k = self.features(q), self.features(k)
         elif isinstance(b.feature_map, str):
@@ -324,11 +324,12 @@ class _StandardModule(BlockModule):
             q = q - self.correction.to(q.dtype) * k
         if b.scale:
             q = q * s.d_k**-0.5
-        v = v.unflatten(-1, (self.lists.heads, *each, s.d_v))
+        v = v.unflatten(-1, (*each, self.lists.heads, s.d_v))
         if b.value_map is not None:
             v = ACTIVATIONS[b.value_map](v)
         if b.value_norm is not None:
             v = l2_normalise(v) if b.value_norm == "unit" else rms_norm(v, (s.d_v,), eps=b.norm_eps)
+        k, v = (z.movedim(-3, -2) if each else z for z in (k, v))
         signal = {"q": q, "k": k, "v": v}
         vectors = {n: p(x).unflatten(-1, (self.lists.heads, s.d_k)) for n, p in self.vectors.items()}
         signal |= {n: l2_normalise(z) for n, z in vectors.items() if n not in s.loose[::2]}
@@ -345,17 +346,18 @@ class _StandardModule(BlockModule):
         if self.queries > 1 or self.features is not None:  # a stream's heads all stand beside each other
             return None
         # which no kernel makes
-        several = s.writes > 1 or s.reads > 1
-        if not b.keys or b.correction is not None or b.value_map or b.read_map or s.loose or several:
+        if not b.keys or b.correction is not None or b.value_map or b.read_map or s.loose or s.reads > 1:
             return None
 
         def vector(
             name: str, projection: str, heads: int, width: int, conv: ShortConvolution | None, **more: Any
         ) -> Vector:
+            writes = s.writes if name in ("k", "v") else 1
+            heads *= writes
             matrix = Matrix(path + projection, heads * width)
             if conv is None:
-                return Vector(name, matrix, Stream(heads, width, **more))
-            return Vector(name, matrix, conv.stream(heads, width, **more), f"{path}{name}_conv")
+                return Vector(name, matrix, Stream(heads, width, **more), writes=writes)
+            return Vector(name, matrix, conv.stream(heads, width, **more), f"{path}{name}_conv", writes=writes)
 
         unit = {"norm": "unit", "eps": SMALL**2}
         both = {"feature_map": b.feature_map or "none", **(unit if b.key_norm else {})}

@@ -142,7 +142,7 @@ _BIBTEX_PRODUCT = """@inproceedings{siems2025deltaproduct,
   archivePrefix={arXiv}
 }"""
 _PAPER_PRODUCT = "DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products (Siems et al. 2025)"
-_ONE_CONVOLUTION = "the keys of a token stand head by head in one projection, there write by write"
+_STRENGTHS = "the strengths of a token stand head by head in their projection, there write by write"
 
 
 @final
@@ -156,7 +156,7 @@ class DeltaProduct(SequenceLayer):
     name = "delta-product"
     paper = _PAPER_PRODUCT
     equation = "eqs. 6 and 7: H_{i,j} = (I - beta_{i,j} k_{i,j} k_{i,j}^T) H_{i,j-1} + beta_{i,j} k_{i,j} v_{i,j}^T"
-    differs = _ONE_CONVOLUTION
+    differs = _STRENGTHS
     bibtex = _BIBTEX_PRODUCT
     update = StateUpdate(SquaredError(), Euclidean(), Identity(), Step(Per("beta"), writes=2))
     block = Standard(charts=(("beta", Sigmoid(scale=2.0)),), scale=True)
@@ -169,7 +169,7 @@ class GatedDeltaProduct(SequenceLayer):
     name = "gated-delta-product"
     paper = _PAPER_PRODUCT
     equation = "section 3, gated DeltaProduct: A(x_i) = g_i prod_j (I - beta_{i,j} k_{i,j} k_{i,j}^T)"
-    differs = f"{_ONE_CONVOLUTION}; A starts in [1, 16] as in Mamba-2, there in (0, 16]"
+    differs = f"{_STRENGTHS}; A starts in [1, 16] as in Mamba-2, there in (0, 16]"
     bibtex = _BIBTEX_PRODUCT
     update = StateUpdate(SquaredError(), Euclidean(), Scalar("decay"), Step(Per("beta"), at="gated", writes=2))
     block = Standard(charts=(("decay", SSM(step=None)), ("beta", Sigmoid(scale=2.0))), scale=True)

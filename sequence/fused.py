@@ -57,7 +57,8 @@ class Vector(NamedTuple):
     """A vector of every head: projection(s), then what a `Stream` says, in turn. One head's is shared by all.
 
     down: the first of two projections.  conv: name of a ShortConvolution; vectors side by side may share one, which has
-    their channels one after another.
+    their channels one after another.  writes: so many a token, one after another: heads of the stream, and behind the
+    heads in the signal.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Vector(NamedTuple):
     stream: Stream
     conv: str | None = None
     down: Matrix | None = None
+    writes: int = 1
 
     @property
     def plain(self) -> bool:
@@ -178,6 +180,7 @@ class Fused(Kernels):
             vectors = tuple(_turned(v, frame.rotation) if v.name in ("q", "k") else v for v in vectors)
         self.plain = [v for v in vectors if v.plain]
         self.streams = [v for v in vectors if not v.plain and v.down is None]
+        self.several = [v for v in vectors if v.writes > 1]
         self.direct = [r for r in rates if r.down is None]
         self.narrow: list[Vector | Rate] = [v for v in vectors if v.down is not None]
         self.narrow += [r for r in rates if r.down is not None]
@@ -193,7 +196,7 @@ class Fused(Kernels):
         numbers = [r.numbers for r in self.direct] + [Numbers(m.rows, narrow=True) for m in downs]
         self.plan = Plan([v.stream for v in self.streams], numbers, self.width)
         self.narrow_plans = [x.plan for x in self.narrow]
-        reads = next((v.stream for v in vectors if v.name == "v"), None)
+        reads = next((v.stream._replace(heads=v.stream.heads // v.writes) for v in vectors if v.name == "v"), None)
         refused = [f"{v.name}: {why}" for v in vectors if not v.plain and (why := no_stream(v.stream))]
         refused += [why] if reads and (why := no_leave(reads.heads, reads.width, self._whole)) else []
         refused += ["the norm is over groups of heads, not over all of them"] if declared.exit.groups > 1 else []
@@ -235,6 +238,8 @@ class Fused(Kernels):
                     signal.update(_named(item, iter(kernel(z, plan, _numbers(around, [item]))[0])))
         lead = x.shape[:-1]
         signal.update({v.name: made.pop(0).view(*lead, v.stream.heads, v.stream.width) for v in self.plain})
+        for v in self.several:
+            signal[v.name] = signal[v.name].unflatten(2, (v.writes, -1)).movedim(2, 3)
         for name in self.declared.others:
             signal.update(module(around, name)(x))
         gate, skipped = made[0] if made else None, signal["v"] if self.declared.exit.skip else None

@@ -116,14 +116,19 @@ class SequenceRule:
         def draw(*size: int) -> Tensor:
             return torch.randn(*size, generator=generator, device=device)
 
+        def pairs(heads: tuple[int, ...], width: int) -> Tensor:  # as blocks make them, write by write
+            if writes == 1:
+                return draw(*heads, width)
+            return draw(*heads[:2], writes, *heads[2:], width).movedim(2, 3)
+
         keys, writes = shape.width if self.key_width is None else self.key_width, self.update.parts().step.writes
         each = (*lead, writes) if writes > 1 else lead
         heads_of = lead if self.key_width is None else (*lead[:2], 1)
         signal = {"q": normalize(draw(*heads_of, keys), dim=-1).to(dtype)}
-        signal["k"] = normalize(draw(*(each if self.key_width is None else heads_of), keys), dim=-1).to(dtype)
+        signal["k"] = normalize(pairs(heads_of, keys), dim=-1).to(dtype)
         if keys == 1:
             signal |= {n: torch.ones_like(signal[n]) for n in "qk"}
-        signal["v"] = draw(*each, shape.width).to(dtype)
+        signal["v"] = pairs(lead, shape.width).to(dtype)
         for name, kind in self.needs.items():
             if kind in ("strength", "small strength"):  # small for gradients of many weights
                 signal[name] = sigmoid(draw(*each)) * (1.0 if kind == "strength" else 0.02)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
@@ -203,11 +204,13 @@ class Monoid(Declared, ABC):
 
     kind: the structure of its maps. rank_one: they are I + a b^T and nothing else, one pair of vectors a datum.
     along: the vector of the signal that b is, if it is one. loose: named vectors a and b whose product nothing bounds.
+    strength: of a map along a named vector the rate, one or one an entry, that -a is that vector times, if it is so.
     """
 
     kind: Kind
     rank_one: bool = False
     along: str | None = None
+    strength: Rate | None = None
     loose: tuple[str, ...] = ()
 
     @abstractmethod
@@ -510,6 +513,10 @@ class Householder(Monoid):
     def along(self) -> str | None:  # type: ignore[override]
         return self.key
 
+    @property
+    def strength(self) -> Rate | None:  # type: ignore[override]
+        return None if self.key is None else self.beta
+
     def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
         beta = resolve(self.beta, signal)
         if self.key is None:
@@ -642,6 +649,11 @@ class Product(Monoid):
 
 def _zero(rate: Rate) -> dict[str, float | Geometry]:
     return {rate.name: 0.0} if isinstance(rate, Per) else {}
+
+
+def product(parts: Sequence[Monoid]) -> Monoid:
+    """Maps one after another; the identity if there is none."""
+    return Identity() if not parts else parts[0] if len(parts) == 1 else Product(tuple(parts))
 
 
 def _vector(signal: Signal, name: str, who: str) -> Tensor:

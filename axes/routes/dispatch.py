@@ -143,7 +143,8 @@ def _run(
     choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
     plain, several_writes, _ = computed(update)
     if plain is not update and choice.route != "interpreter" and q.shape[time]:
-        return _otherwise(update, several_writes, signal, state, time, weights, implementation)
+        kernel = choice.implementation == "triton"
+        return _otherwise(update, several_writes, signal, state, time, weights, implementation, kernel)
     if choice[:2] == ("chain", "triton") and q.shape[time]:
         with own_precision(v):
             return kernel_terms.run(update, signal, state, weights)
@@ -160,8 +161,10 @@ def _run(
         with own_precision(v):
             begun = state or _begun(update, kernel_terms.every_head(update, signal), time, weights)
             return _passes_by_kernel(update, signal, begun)
-    if choice[:2] == ("levels", "triton") and torch.compiler.is_compiling() and levels_kernel.no_whole(
-        update, _shapes(signal, state)
+    if (
+        choice[:2] == ("levels", "triton")
+        and torch.compiler.is_compiling()
+        and levels_kernel.no_whole(update, _shapes(signal, state))
     ):  # its runs are as many as the length says
         choice = select(update, v.device, v.dtype, _shapes(signal, state), "torch", time)
     if choice[:2] == ("levels", "triton") and q.shape[time]:
@@ -191,15 +194,18 @@ def _otherwise(
     time: int,
     weights: Leaves | None,
     implementation: Implementation | None,
+    kernel: bool,
 ) -> tuple[Tensor, State]:
-    """`_run` by the tuple that computes it: of rows that stand still, one write a token, or read at states alone."""
+    """`_run` by the tuple that computes it: of rows that stand still, one write a token, or read at states alone.
+    kernel: whether kernels do."""
 
     def plain(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State]:
         return _run(update, signal, state, time, weights, implementation)
 
     if turned.still(update) is not update:
         signal = kernel_terms.every_head(update, signal)
-        return turned.run(update, signal, state or _begun(update, signal, time, weights), time, plain)
+        begun = state or _begun(update, signal, time, weights)
+        return turned.run(update, signal, begun, time, plain, by_kernel=kernel)
     if several_writes:
         return several.run(update, signal, state, time, plain)
     signal = kernel_terms.every_head(update, signal)
@@ -254,7 +260,8 @@ def _run_packed(
             return run_packed(update, signal, state, bounds, implementation=implementation)
 
         if not still:
-            return turned.run(update, kernel_terms.every_head(update, signal), state, 1, plain, cu_seqlens)
+            every = kernel_terms.every_head(update, signal)
+            return turned.run(update, every, state, 1, plain, cu_seqlens, by_kernel=True)
         if several_writes:
             return several.run(update, signal, state, 1, plain)
         return early.run(update, kernel_terms.every_head(update, signal), state, 1, plain, cu_seqlens)

@@ -22,6 +22,7 @@ from axes.core.facts import fact
 from axes.core.rates import Rate, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.routes.packed import Packing
+from axes.routes.scaled import behind, eager, inner, scaled
 
 Compute = Callable[[StateUpdate, Signal, State], tuple[Tensor, State]]
 
@@ -48,20 +49,24 @@ def run(
     assert isinstance(value, Tensor)
     plain = late(update)
     asks = {per.name for per in plain.demands()} | plain.signals() | {"k", "v"}
-    given = {n: x for n, x in signal.items() if n in asks} | {"q": torch.roll(query, -1, time)}
-    out, end = compute(plain, given, state)
-    wide, length = torch.promote_types(query.dtype, torch.float32), out.shape[time]
+    given, length = {n: x for n, x in signal.items() if n in asks}, query.shape[time]
+    wide = torch.promote_types(query.dtype, torch.float32)
     held = state.theta[0].to(wide)
+    if cu_seqlens is None and eager(query):  # cut once, so that the gradients of both parts are joined in one pass
+        first, rest = query.split((1, length - 1), time)
+        ahead = torch.cat((rest, torch.zeros_like(first)), time)
+    else:  # no length is compared with what it may be
+        first, ahead = query.narrow(time, 0, 1), torch.roll(query, -1, time)
+    out, end = compute(plain, given | {"q": ahead}, state)
     if cu_seqlens is None:
-        firsts = (held @ query.select(time, 0).to(wide)[..., None])[..., 0].to(out.dtype).unsqueeze(time)
-        before = torch.cat((firsts, out), time).narrow(time, 0, length)  # of length - 1 none: it may be one
-    else:
-        tokens, packing = torch.arange(length, device=out.device), Packing.of(cu_seqlens, length)
-        begins = packing.offsets[:-1].clamp_max(length - 1)  # of an empty sequence nobody asks
-        starts = tokens == packing.offsets[packing.sequence]
-        firsts = (held @ query[0, begins].to(wide)[..., None])[..., 0].to(out.dtype)[packing.sequence][None]
-        before = torch.where(starts.view(-1, *[1] * (out.ndim - time - 1)), firsts, torch.roll(out, 1, time))
-    return before + (bonus * value).to(out.dtype), end
+        firsts = (held @ first.squeeze(time).to(wide)[..., None])[..., 0].to(out.dtype).unsqueeze(time)
+        return behind(firsts, out, value, bonus, time), end
+    tokens, packing = torch.arange(length, device=out.device), Packing.of(cu_seqlens, length)
+    begins = packing.offsets[:-1].clamp_max(length - 1)  # of an empty sequence nobody asks
+    starts = tokens == packing.offsets[packing.sequence]
+    firsts = (held @ query[0, begins].to(wide)[..., None])[..., 0].to(out.dtype)[packing.sequence][None]
+    before = torch.where(starts.view(-1, *[1] * (out.ndim - time - 1)), firsts, torch.roll(out, 1, time))
+    return before + scaled(value, bonus).to(out.dtype), end
 
 
 def _asked(update: StateUpdate, signal: Signal) -> tuple[Tensor, Tensor]:
@@ -73,12 +78,10 @@ def _asked(update: StateUpdate, signal: Signal) -> tuple[Tensor, Tensor]:
     gate, value = _spread(look.gate, signal), _spread(look.rate, signal)
     plain = isinstance(gate, float) and gate == 1.0 and not p.predicts
     query = q if plain else q.to(wide) * gate  # each pass over all tokens is memory's time
-    if p.predicts or not isinstance(value, Tensor) or value.dtype != wide:
-        k = k.to(wide)
-    keyed, multiple = (k.to(wide), value) if rate_shape(look.rate) == "row" else (k * value, 1.0)
-    bonus = (keyed * q).sum(-1, keepdim=True)
+    keyed, multiple = (k, value) if rate_shape(look.rate) == "row" else (scaled(k, value), 1.0)
+    bonus = inner(keyed, q)
     if p.predicts:
-        seen, shrink = read_by_key(update, {**signal, "k": k})
+        seen, shrink = read_by_key(update, {**signal, "k": k.to(wide)})
         bonus = bonus * shrink
         query = query - bonus * seen
     return query, bonus * multiple

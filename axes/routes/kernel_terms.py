@@ -22,12 +22,13 @@ from axes.core.execution import SHORT
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
 from axes.core.memory import Leaves
-from axes.core.monoids import Element, Hadamard, rotate
+from axes.core.monoids import Element, Hadamard, product, rotate
 from axes.core.rates import Per, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import ShapeError
 from axes.kernels.common import versions
 from axes.routes.packed import Packing
+from axes.routes.scaled import scaled
 
 Family = Literal["scalar", "diagonal", "dplr", "block", "entries"]
 HOPPER: frozenset[Family] = frozenset({"scalar", "diagonal", "dplr"})  # families with forms for that GPU
@@ -174,7 +175,8 @@ def run(
 class Kernels(NamedTuple):
     """Who computes the families: chunks of a sequence, or one token.
 
-    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame.
+    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. columns: of
+    ones, of queries and values, by which scalar reads a mass.
     """
 
     scalar: Callable[..., tuple[Tensor, Tensor]]
@@ -183,6 +185,7 @@ class Kernels(NamedTuple):
     entries: Callable[..., tuple[Tensor, Tensor]]
     turns: bool = False
     rows: Callable[..., tuple[Tensor, Tensor]] | None = None
+    columns: Callable[[Tensor, Tensor], int] = lambda q, v: 1
 
 
 def _chunked(cu_seqlens: Tensor | None) -> Kernels:
@@ -213,7 +216,12 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return rows_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
-    return Kernels(scalar, diagonal, block, entries, rows=rows)
+    def columns(q: Tensor, v: Tensor) -> int:
+        from axes.kernels.scalar.chain import columns_of_ones
+
+        return columns_of_ones(q, v, cu_seqlens)
+
+    return Kernels(scalar, diagonal, block, entries, rows=rows, columns=columns)
 
 
 def one_token(in_place: bool) -> Kernels:
@@ -291,8 +299,12 @@ def _scalar(
         return out, _after(state, t.v, (final,))
     from axes.kernels.rows.mass import over_mass
 
-    mass, norm = pass_over(torch.ones_like(t.v[..., :1]), state.norm[0])  # the normaliser: v is one
-    return over_mass(out, mass, update.parts().step.floor), _after(state, t.v, (final,), (norm,))
+    columns = kernels.columns(q, t.v)  # alike, of which one is read
+    ones = t.v.new_ones(()).expand(*t.v.shape[:-1], columns)  # the normaliser: v is one
+    start = state.norm[0]
+    mass, norm = pass_over(ones, start.expand(*start.shape[:-2], columns, start.shape[-1]))
+    out = over_mass(out, mass[..., :1], update.parts().step.floor)
+    return out, _after(state, t.v, (final,), (norm[..., :1, :],))
 
 
 def _diagonal(
@@ -334,7 +346,7 @@ def _dplr(
         gate = torch.zeros((), device=t.v.device).expand(_wide(t))
     write, _, strength = _strengths(update, signal, t)
     a, b = (x.squeeze(-1).to(t.v.dtype).expand_as(t.k) for x in (element.left, element.right))
-    write = write if strength is None else (write * strength[..., None]).to(write.dtype)
+    write = write if strength is None else scaled(write, strength[..., None])
     out, final = kernels.diagonal(t.q, write, t.v, gate, a=a, b=b, initial_state=_start(state), rule="dplr")
     return out, _after(state, t.v, (final,))
 
@@ -371,7 +383,7 @@ def _entries(
         isinstance(f, Hadamard) and f.times is not None and f.times.name == named for f in factors(p.monoid)
     )
     if rate_shape(p.step.rate) == "key":
-        k = (k * rate).to(k.dtype)
+        k = scaled(k, rate)
     elif not tied and not (isinstance(rate, float) and rate == 1.0):
         each = isinstance(rate, Tensor) and rate.ndim == len(shape) - 1
         beta = torch.as_tensor(rate[..., None] if each else rate, device=t.v.device)  # type: ignore[index]
@@ -385,7 +397,7 @@ def _entries(
     alone = gate is not None and times is None and spectrum is None and erase == "none"
     if alone and kernels.rows is not None and k.shape[-1] >= _PRODUCTS and max(k.shape[-1], shape[-1]) <= _WIDE_ROWS:
         every = every_head(update, {"q": q, "k": k, "v": t.v})
-        written = t.v if beta is None else (t.v * beta).to(t.v.dtype)
+        written = t.v if beta is None else scaled(t.v, beta)
         out, final = kernels.rows(every["q"], every["k"], written, gate, start)
         return out, _after(state, t.v, (final,))
     one = q.shape[2] == 1 and k.shape[2] == 1 and shape[2] > 1
@@ -417,7 +429,7 @@ def _gates_of_entries(
                 times = torch.as_tensor(resolve(f.times, signal), device=t.v.device).expand(t.v.shape)
             continue
         element = f.element(signal, 1.0, t.k[..., None, :])
-        log = None if element.outer is None else element.outer[..., 0]
+        log = None if element.outer is None else element.outer.squeeze(-1)  # whose derivative is a view
         if element.gate is not None:
             log = element.gate
         if not isinstance(element.scale, float) or element.scale != 1.0:
@@ -467,7 +479,7 @@ def _written(update: StateUpdate, signal: Signal, v: Tensor) -> Tensor:
     if isinstance(rate, float) and rate == 1.0:
         return v
     each = isinstance(rate, Tensor) and rate.ndim and rate_shape(step.rate) == "scalar"
-    return (v * (rate[..., None] if each else rate)).to(v.dtype)  # type: ignore[index]
+    return scaled(v, rate[..., None] if each else rate)  # type: ignore[index]
 
 
 def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -475,11 +487,9 @@ def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor,
     step = update.parts().step
     rate = 1.0 if scales_values(update) else resolve(step.rate, signal)
     if erases_along_key(update):
-        read = factors(update.parts().monoid)[-1].element(signal, 1.0, t.k).left  # of the state after its gates
-        assert read is not None
-        return t.k, (-read.squeeze(-1)).to(t.k.dtype).expand_as(t.k), None
+        return t.k, _erased(update, signal, t.k), None
     if rate_shape(step.rate) == "key":  # a step size for every key entry bends the write away from the key
-        return (t.k * rate).to(t.k.dtype), t.k if erases(update) else None, None
+        return scaled(t.k, rate), t.k if erases(update) else None, None
     if isinstance(rate, float) and rate == 1.0 and step.at != "new":
         return t.k, None, None
     shape = t.v.shape[:-1]
@@ -494,11 +504,25 @@ def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor,
     return t.k, None, strength
 
 
+def _erased(update: StateUpdate, signal: Signal, k: Tensor) -> Tensor:
+    """What a map along the written key reads of the state after its gates: the key, by a strength or one an entry."""
+    last = factors(update.parts().monoid)[-1]
+    if last.strength is None:
+        read = last.element(signal, 1.0, k).left
+        assert read is not None
+        return (-read.squeeze(-1)).to(k.dtype).expand_as(k)
+    strength = resolve(last.strength, signal)
+    each = isinstance(strength, Tensor) and strength.ndim and rate_shape(last.strength) == "scalar"
+    return scaled(k, strength[..., None] if each else strength)  # type: ignore[index]
+
+
 def _element(update: StateUpdate, signal: Signal, k: Tensor) -> Element:
+    """What acts on the state; without a map that erases along the written key, which the rule does."""
     p = update.parts()
     shape = (*k.shape[:-1], 1, k.shape[-1])
     like = k.new_empty((), dtype=torch.float32).expand(shape)  # many tokens turn by an angle's digits
-    return p.monoid.element(signal, resolve(p.step.rate, signal), like)
+    monoid = product(factors(p.monoid)[:-1]) if erases_along_key(update) else p.monoid
+    return monoid.element(signal, resolve(p.step.rate, signal), like)
 
 
 def _log_gate(element: Element, shape: torch.Size, like: Tensor) -> Tensor | None:

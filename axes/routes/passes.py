@@ -23,7 +23,7 @@ from axes.core.facts import fact
 from axes.core.geometry import Euclidean
 from axes.core.legality import factors
 from axes.core.memory import BoundedList, Regression, conjugate_gradients, normalised
-from axes.core.monoids import Diagonal, Identity, Monoid, Product
+from axes.core.monoids import Diagonal, Monoid, product
 from axes.core.rates import Per, Shape, Signal, resolve
 from axes.core.state_update import State, StateUpdate
 
@@ -60,7 +60,7 @@ def _on(monoid: Monoid, side: Shape) -> Monoid:
             assert isinstance(f.gate, Per)
             f = Diagonal(replace(f.gate, shape=side, size=None), side)  # type: ignore[arg-type]
         parts.append(f)
-    return Identity() if not parts else parts[0] if len(parts) == 1 else Product(tuple(parts))
+    return product(parts)
 
 
 def run(update: StateUpdate, signal: Signal, state: State, batch: int, compute: Compute) -> tuple[Tensor, State]:

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from axes.core.facts import fact
 from axes.core.legality import factors
-from axes.core.monoids import Identity, Product, rotate
+from axes.core.monoids import product, rotate
 from axes.core.rates import Per, Signal
 from axes.core.state_update import State, StateUpdate
 from axes.routes.packed import Packing
 
 Compute = Callable[[StateUpdate, Signal, State], tuple[Tensor, State | None]]
+Turn = Callable[[Tensor, float, torch.dtype], Tensor]  # rows by 1 or -1 times the angles so far, in a dtype
 
 
 @fact
@@ -34,7 +35,7 @@ def still(update: StateUpdate) -> StateUpdate:
     rest = tuple(f for f in parts if f.kind != "turn")
     if len(rest) == len(parts):
         return update
-    monoid = Product(rest) if len(rest) > 1 else rest[0] if rest else Identity()
+    monoid = product(rest)
     step = update.parts().step
     if not rest and step.at == "gated":  # nothing is left that a gradient could come after
         step = dataclasses.replace(step, at="prev")
@@ -42,12 +43,13 @@ def still(update: StateUpdate) -> StateUpdate:
 
 
 def run(
-    update: StateUpdate, signal: Signal, state: State, time: int, compute: Compute, cu_seqlens: Tensor | None = None
-) -> tuple[Tensor, Any]:
+    update: StateUpdate, signal: Signal, state: State, time: int, compute: Compute, cu_seqlens: Tensor | None = None,
+    by_kernel: bool = False,
+) -> tuple[Tensor, Any]:  # fmt: skip
     """Outputs and the state after the last token. compute: of Z, from its update, signal and state.
 
     signal: batch dimensions around `time`, then features; with cu_seqlens sequences packed in (1, T, ...), and a state
-    for each.
+    for each. by_kernel: whether values and outputs are turned by one.
     """
     v = signal["v"]
     assert isinstance(v, Tensor)
@@ -58,14 +60,13 @@ def run(
     if packing is not None:
         total = packing.from_starts(total)
     asks = {per.name for per in plain.demands()} | plain.signals() | {"q", "k"}
-    back = -(total.unsqueeze(-2) if each else total)
-    turned_back = rotate(v.to(total.dtype), back)
-    keys = signal.get("k")
+    turn = _turn_by_kernel(total) if by_kernel else _turn(total)
+    keys, scanned = signal.get("k"), total.dtype
     if not isinstance(keys, Tensor) or keys.shape[-1] > 1:  # products take the values' dtype, a scan of rows any
-        turned_back = turned_back.to(v.dtype)
+        scanned = v.dtype
+    turned_back = turn(v, -1.0, scanned)
     out, end = compute(plain, {n: x for n, x in signal.items() if n in asks} | {"v": turned_back}, state)
-    ahead = total if update.parts().step.reads == 1 else total.unsqueeze(-2)
-    out = rotate(out.to(total.dtype), ahead).to(v.dtype)
+    out = turn(out, 1.0, v.dtype)
     if end is None:
         return out, None
     if packing is None:
@@ -78,16 +79,42 @@ def run(
     return out, end._replace(theta=theta)
 
 
+def _turn(total: Tensor) -> Turn:
+    def turn(x: Tensor, sign: float, dtype: torch.dtype) -> Tensor:
+        angle = total if x.ndim == total.ndim else total.unsqueeze(-2)  # of several writes or reads
+        return rotate(x.to(total.dtype), angle if sign > 0 else -angle).to(dtype)
+
+    return turn
+
+
+def _turn_by_kernel(total: Tensor) -> Turn:
+    """By cosines and sines that both ways share."""
+    from axes.kernels.attention.turn import turn_rows
+
+    held = total.detach()
+    cos, sin = torch.cos(held), torch.sin(held)
+
+    def turn(x: Tensor, sign: float, dtype: torch.dtype) -> Tensor:
+        if x.ndim == total.ndim:
+            return turn_rows(x, total, cos, sin, sign, dtype)
+        each = [z.unsqueeze(-2).expand(*x.shape[:-1], z.shape[-1]) for z in (total, cos, sin)]
+        return turn_rows(x, each[0], each[1], each[2], sign, dtype)
+
+    return turn
+
+
 def _angles(update: StateUpdate, signal: Signal, v: Tensor, time: int, each: int) -> Tensor:
     """The sum of the turns of every token (..., T, ..., d_v/2), in float32 at least."""
     wide = torch.promote_types(v.dtype, torch.float32)
     lead = v.shape[: v.ndim - 1 - each]
-    total = torch.zeros((), dtype=wide, device=v.device)
+    total: Tensor | None = None
     for f in factors(update.parts().monoid):
         if f.kind == "turn":
             (per,) = f.rates()
             assert isinstance(per, Per)
-            total = total + torch.as_tensor(signal[per.name], dtype=wide, device=v.device)
+            angle = torch.as_tensor(signal[per.name], dtype=wide, device=v.device)
+            total = angle if total is None else total + angle
+    assert total is not None
     return total.expand(*lead, v.shape[-1] // 2)
 
 

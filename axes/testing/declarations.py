@@ -11,7 +11,7 @@ from axes.core.costs import Cost, Linear
 from axes.core.geometry import Context, Geometry
 from axes.core.legality import factors
 from axes.core.monoids import Monoid
-from axes.core.rates import SEEN, Per, Rate, Signal
+from axes.core.rates import SEEN, Per, Rate, Signal, resolve
 from axes.core.state_update import StateUpdate
 
 _SIZE = 4  # of square matrices and of vectors
@@ -21,7 +21,7 @@ _LOW = -40.0  # where logits are cut that would be infinite
 
 
 def check_declarations(update: StateUpdate) -> None:
-    """Entry by entry, on a sphere, neutral, driven by the error: every part is what it says."""
+    """Entry by entry, on a sphere, neutral, of a strength, driven by the error: every part is what it says."""
     for cost, h, monoid in _parts(update):
         if h.entrywise:
             _acts_entry_by_entry(h)
@@ -29,6 +29,9 @@ def check_declarations(update: StateUpdate) -> None:
             _lies_on_its_sphere(h)
         if all(f.rates() and all(isinstance(r, Per) for r in f.rates()) for f in factors(monoid)):
             _is_neutral(monoid)
+        for f in factors(monoid):
+            if f.strength is not None:
+                _is_so_strong(f, f.strength)
         if not isinstance(cost, Linear) and cost.drives is not None:
             _is_driven_so(cost)
 
@@ -85,6 +88,17 @@ def _is_neutral(monoid: Monoid) -> None:
             given[rate.name] = state.new_full(_SHAPES.get(rate.shape, (slots,)), level)
     kept = monoid.element(given, 1.0, state).act(state)
     torch.testing.assert_close(kept, state, rtol=1e-6, atol=1e-6, msg=f"{monoid!r} is not the identity at {at}")
+
+
+def _is_so_strong(monoid: Monoid, strength: Rate) -> None:
+    """The map is I + a b^T with b the vector that it names and a that vector times its strength, negated."""
+    assert monoid.along is not None, f"{monoid!r} names a strength and no vector that it is of"
+    vectors = {name: _random(i, _SIZE) for i, name in enumerate(sorted(monoid.signals()))}
+    given = {**_supplied(monoid.rates()), **vectors}
+    found, along = monoid.element(given, 1.0, _random(50, _SIZE, _SIZE)), vectors[monoid.along]
+    assert found.left is not None and found.right is not None
+    for vector, expected in ((found.right, along), (found.left, -(along * resolve(strength, given)))):
+        torch.testing.assert_close(vector[:, 0], expected, msg=f"{monoid!r} has not the strength that it says")
 
 
 def _is_driven_so(cost: Cost) -> None:

@@ -134,6 +134,8 @@ views = q[:, :, ::2], k[:, :, :1], v[:, :, :1]
 check_fakes(*given(attend, attend.attend, *views, name="_attend", scale=0.3, cu_seqlens=CU))
 check(*given(transport, transport.transport, q, k, v, -k / 16, k, gate.double(), name="_transport", scale=0.3))
 check(*given(turn, turn.turn, q, k, torch.rand(20, 8), name="_turned"))
+angle = torch.rand(*q.shape[:-1], q.shape[-1] // 2)
+check(*given(turn, turn.turn_rows, q, angle, angle.cos(), angle.sin(), -1.0, torch.float32, name="_turned_rows"))
 """,
     "outer": """
 u, k, w = torch.randn(2, 20, 5), torch.randn(2, 20, 7), torch.rand(2, 20)

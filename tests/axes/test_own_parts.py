@@ -16,7 +16,7 @@ from axes.core.algorithms import Momentum, Step
 from axes.core.costs import Alignment, Cost, Curvature, Given, Residual, SquaredError
 from axes.core.geometry import Context, Geometry
 from axes.core.geometry.bregman import NO_CONTEXT
-from axes.core.monoids import Decay, Element, GeneralLinear, Kind, Monoid
+from axes.core.monoids import Decay, Element, GeneralLinear, Householder, Kind, Monoid
 from axes.core.rates import Per, Rate, Signal, resolve
 from axes.core.state_update import OnUpdate, StateUpdate
 from axes.depth import mixer
@@ -68,6 +68,35 @@ class Tanh(Geometry):
 
     def dual(self, w: Tensor) -> Tensor:
         return w.clamp(-1 + 1e-9, 1 - 1e-9).atanh()
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class HalfErase(Monoid):
+    """I - (beta / 2) k k^T; says that its strength is beta where it is told to."""
+
+    lies: bool
+    kind = "low rank"
+    rank_one = True
+    along = "k"
+
+    @property
+    def strength(self) -> Rate | None:  # type: ignore[override]
+        return Per("beta") if self.lies else None
+
+    def element(self, signal: Signal, rate: Tensor | float, like: Tensor) -> Element:
+        k, beta = signal["k"], resolve(Per("beta"), signal)
+        assert isinstance(k, Tensor) and isinstance(beta, Tensor)
+        return Element(left=(-beta[..., None] / 2 * k)[..., None], right=k[..., None])
+
+    def rates(self) -> tuple[Rate, ...]:
+        return (Per("beta"),)
+
+    def signals(self) -> frozenset[str]:
+        return frozenset(("k",))
+
+    def neutral(self) -> dict[str, float | Geometry]:
+        return {"beta": 0.0}
 
 
 @final
@@ -166,6 +195,18 @@ def test_a_false_declaration_is_found() -> None:
     torch.testing.assert_close(p, stepped(rule(Lying()), foreach=False)[0])
     with pytest.raises(AssertionError, match="acts entry by entry, and mixes them"):
         check_declarations(rule(Lying()))
+
+
+def test_a_strength_that_a_map_has_not_is_found() -> None:
+    def update(lies: bool) -> StateUpdate:
+        return StateUpdate(Alignment(), monoid=HalfErase(lies), algorithm=Step(Per("write")))
+
+    check_declarations(update(False))
+    check_declarations(StateUpdate(Alignment(), monoid=Householder(Per("beta"), "k")))
+    with pytest.raises(AssertionError, match="has not the strength that it says"):
+        check_declarations(update(True))
+    assert kernel_terms.family(update(False)) == "scalar"
+    same_as_interpreted(update(False))
 
 
 # ---- sequences -------------------------------------------------------------------------------------------------------

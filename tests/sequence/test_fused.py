@@ -71,6 +71,10 @@ def check(name, width=32, heads=2, lengths=(), started=False, T=11, B=2, bound=2
 """
 
 CASES = {
+    "several writes": """
+check("DeltaProduct", started=True)
+check("GatedDeltaProduct", heads=3, d_k=20, d_v=12, lengths=(2, 6), started=True)
+""",
     "gated delta": """
 check("GatedDeltaNet", started=True)
 check("KDA", lengths=(3, 6))

@@ -26,7 +26,7 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.depth import mixer
 from axes.errors import IllegalUpdate, ShapeError
-from axes.routes import dispatch
+from axes.routes import dispatch, several
 from axes.sequence import SequenceLayer, layer
 from axes.sequence.blocks import Standard
 from axes.testing.examples import example
@@ -188,7 +188,8 @@ def delta_product(m: SequenceLayer, x: Tensor) -> Found:
     p = m.around
     q = unit(heads(convolved(x @ p.q_proj.weight.T, p.q_conv)))
     k, v = (convolved(x @ getattr(p, f"{n}_proj").weight.T, getattr(p, f"{n}_conv")) for n in "kv")
-    k, v = unit(k.unflatten(-1, (H, 2, -1))), v.unflatten(-1, (H, 2, -1))
+    k, v = (z.unflatten(-1, (2, H, -1)).transpose(2, 3) for z in (k, v))
+    k = unit(k)
     beta = 2 * torch.sigmoid(through(p.charts["beta"], x)).unflatten(-1, (H, 2))
     gate = mamba_gate(p.charts["decay"], x) if "decay" in p.charts else torch.ones(B, T, H, dtype=x.dtype)
     state, out = torch.zeros(B, H, k.shape[-1], v.shape[-1], dtype=x.dtype), []
@@ -372,6 +373,14 @@ def test_several_writes_are_as_many_tokens_whose_gate_stands_ahead_of_the_first(
     out, _ = dispatch.run(constant, {name: x for name, x in s.items() if name != "decay"}, time=1)
     named, _ = dispatch.run(update, {**s, "decay": torch.full_like(decay, math.log(0.9))}, time=1)
     assert relative(out, named) < 1e-12
+
+
+def test_pairs_that_a_block_makes_are_tokens_of_one_write_without_a_copy() -> None:
+    m = sequence.GatedDeltaProduct(D, heads=H)
+    signal, _, _ = m.around.enter(torch.randn(B, T, D), m.around.tails(B, torch.empty(0)))
+    tokens = several.tokens(m.update, signal, 1)
+    for name in ("k", "v"):
+        assert tokens[name].shape == (B, 2 * T, H, D // H) and tokens[name].data_ptr() == signal[name].data_ptr()
 
 
 REAL = StateUpdate(Alignment(), monoid=Scalar(Per("d", "scalar", "real")))

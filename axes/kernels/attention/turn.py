@@ -1,4 +1,8 @@
-"""Queries and keys turned together by the same angles (RoPE): one pass over both, in float32, forward and back."""
+"""Queries and keys turned together by the same angles (RoPE): one pass over both, in float32, forward and back.
+
+`turn_rows` turns one tensor by angles that are trained: y = R(s a) x, dx = R(-s a) dy, and of every pair
+da = s (y_0 dy_1 - y_1 dy_0) = s (x_0 dx_1 - x_1 dx_0), by the side that is not rounded: sums of many of these cancel.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +76,54 @@ def _shapes(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float, record: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     return q.new_empty(q.shape), k.new_empty(k.shape), []
+
+
+def _rows(x: Tensor, cos: Tensor, sin: Tensor, sign: float, dtype: torch.dtype) -> Tensor:
+    """Rows (..., d) by the kernel of tokens of one head, written in this dtype."""
+    made, half = torch.empty_like(x, dtype=dtype), cos.shape[-1]
+    if x.numel():
+        count = x.numel() // (2 * half)
+        with layout.on_device(x):
+            _turn[(cdiv(count, _ROWS), 1, 1)](
+                x, x, cos, sin, made, made, count, 1, 0, 0, 2 * half, 0, 0, 2 * half, 0, sign, HALF=half,
+                BD=power_of_2(half), BT=_ROWS, OWN=False, num_warps=4,
+            )  # fmt: skip
+    return made
+
+
+def _rows_forward(
+    x: Tensor, angle: Tensor, cos: Tensor, sin: Tensor, sign: float, dtype: torch.dtype, record: bool
+) -> tuple[Tensor, list[Tensor]]:
+    return _rows(x, cos, sin, sign, dtype), []
+
+
+def _rows_backward(
+    x: Tensor, angle: Tensor, cos: Tensor, sin: Tensor, sign: float, dtype: torch.dtype, kept: list[Tensor], dy: Tensor
+) -> list[Tensor]:
+    (y,) = kept
+    dx = _rows(dy, cos, sin, -sign, x.dtype)
+    held, heard = (x, dx) if x.dtype == torch.float32 else (y, dy)
+    (a, b), (da, db) = held.chunk(2, -1), heard.chunk(2, -1)
+    each = torch.mul(a, db, out=torch.empty_like(angle)).addcmul_(b, da, value=-1.0)
+    return [dx, each if sign > 0 else each.neg_()]
+
+
+def _rows_shapes(
+    x: Tensor, angle: Tensor, cos: Tensor, sin: Tensor, sign: float, dtype: torch.dtype, record: bool
+) -> tuple[Tensor, list[Tensor]]:
+    return torch.empty_like(x, dtype=dtype), []
+
+
+_turned_rows = Differentiable("turn_rows", _rows_forward, _rows_backward, _rows_shapes, gradients=2, reads=1)
+
+
+def turn_rows(x: Tensor, angle: Tensor, cos: Tensor, sin: Tensor, sign: float, dtype: torch.dtype) -> Tensor:
+    """x (..., d), turned by sign (1 or -1) times float32 angles (..., d/2) of given cosines and sines; as dtype.
+
+    x and the angles receive gradients, once; cosines and sines none.
+    """
+    made: Tensor = _turned_rows(x.contiguous(), angle.contiguous(), cos.contiguous(), sin.contiguous(), sign, dtype)[0]
+    return made
 
 
 _turned = Differentiable("turn", _forward, _backward, _shapes, gradients=2, twice=True)
