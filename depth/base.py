@@ -418,13 +418,13 @@ class DepthMixer(nn.Module, ABC):
         place = Place(first.shape[:-2], d_k, width, self._computed(first), first.device, shared=True)
         found.append(place)
         seen = look(streams, found)
-        if seen and tuple(found) in known.looks:
+        if seen and (found == known.last or known.seen(found)):
             return
         if first.dtype != place.dtype:
             raise ShapeError(f"{who}: streams are a State of {first.dtype}, which is kept in {place.dtype}: convert")
         require_state(who, self.update, streams, place, "streams")
         if seen:
-            known.keep(tuple(found))
+            known.keep(found)
 
     def _require(self, x: Any, last: tuple[int, ...], call: str, label: str, form: str) -> None:
         weight = some_parameter(self)

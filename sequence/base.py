@@ -364,9 +364,7 @@ class SequenceLayer(nn.Module):
         own = cls._run is SequenceLayer._run and cls._recur is SequenceLayer._recur
         return own and "_recur" not in self.__dict__ and versions.no_kernel(x.device, x.dtype) is None
 
-    def _run(
-        self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, LayerState | None]:
+    def _run(self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, LayerState | None]:
         packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x.shape[1])
         before, start = (None, None) if state is None else state
         if self.across is not None:
@@ -473,7 +471,7 @@ class SequenceLayer(nn.Module):
             raise wrong_type(who, "state", "a LayerState, as init_state or an earlier call returned it", state)
         found: list[Hashable] = [batch, self.memories, s, x.dtype, x.device, self._tails]
         seen = look(state.tails, found) and look(state.memory, found)
-        if seen and tuple(found) in known.looks:
+        if seen and (found == known.last or known.seen(found)):
             return
         place = Place((batch, *self.memories), s.d_k, s.d_v, x.dtype, x.device)
         require_state(who, self.update, state.memory, place)
@@ -486,7 +484,7 @@ class SequenceLayer(nn.Module):
                 got = f"{tail.dtype} {tuple(tail.shape)} on {tail.device}"
                 raise ShapeError(f"{who}: state.tails[{i}] must be {(batch, *size)} on {x.device}, got {got}")
         if seen:
-            known.keep(tuple(found))
+            known.keep(found)
 
 
 def _run_alone(layer: SequenceLayer, x: Tensor, named: str | None, update: Same) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from axes.core.state_update import StateUpdate
+from axes.kernels import contain as contain_module
 from axes.kernels.attention import attend as attend_module
 from axes.kernels.attention.attend import attend
 from axes.kernels.attention.decode import attend_one
@@ -257,6 +258,13 @@ def turned() -> None:
     turn(*(torch.randn(2, 256, 2, 128, dtype=HALF) for _ in range(2)), torch.rand(256, 64))
 
 
+def contained() -> None:
+    q, k, v, beta, g = tokens(HALF, 128, 128)
+    state, channels = torch.zeros(2, 2, 128, 128), -torch.rand(*q.shape)
+    for rule, gate, a, b in (("delta", g, None, None), ("write", channels, None, None), ("dplr", channels, q, k)):
+        contain_module.contain(v, state, q, k, v, beta, gate, state, None, 64, rule, a, b)
+
+
 def steps() -> None:
     q, k, v, beta, g = (x.detach()[:, 0] for x in tokens(HALF, 128, 128))
     chain_step(torch.zeros(2, 2, 128, 128), q, k, v, beta=beta, g=g, rule="delta")
@@ -453,6 +461,7 @@ CASES: dict[str, Callable[[], None]] = {
     "one query": one_query,
     "turn": turned,
     "step": steps,
+    "contain": contained,
     "token lattice-dec": token_by_token(LatticeDec.update),
     "token adam-net": token_by_token(AdamNet.update),
     "outer": sums,

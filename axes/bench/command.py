@@ -26,6 +26,7 @@ from axes.bench import (
     optim_training_report,
     report,
     training_models,
+    training_report,
 )
 from axes.bench import depth_training as depth_training_
 from axes.bench import layers as layers_
@@ -399,21 +400,7 @@ def training(
             configurations,
             _apart(apart, patience),
         )
-    table = Table(title=f"{layers} layers, width {width}, {heads} heads, {batch} x {tokens} tokens a step, bfloat16")
-    for name in ("model", "tokens/s", "ms a step", "products' share", "peak GB", "first step s", "early loss", "note"):
-        table.add_column(name, justify="left" if name in ("model", "note") else "right")
-    for t in found:
-        table.add_row(
-            t.who,
-            "" if t.tokens_per_second is None else f"{t.tokens_per_second:,.0f}",
-            "" if t.step_ms is None else f"{t.step_ms:.1f}",
-            "" if t.used is None else f"{t.used:.0%}",
-            "" if t.peak_bytes is None else f"{t.peak_bytes / 1e9:.1f}",
-            "" if t.first is None else f"{t.first:.1f}",
-            "" if t.loss is None else f"{t.loss:.4f}",
-            t.refused,
-        )
-    console.print(table)
+    console.print(training_report.table(size, found))
     typer.echo(str(out / training_.FILE))
 
 

@@ -67,21 +67,15 @@ def _number(ptr, entry, stride, at):
     return tl.load(ptr + entry * stride + at).to(tl.float32)
 
 
-@Kernel
 @triton.jit
-def _chain(
-    state, into, index, q, k, v, beta, g, a, b, o,
-    state_row, into_row, q_row, k_row, v_row, beta_row, g_row, a_row, b_row,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    RULE: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr,
-    INDEXED: tl.constexpr,
+def follow(
+    old, entry, head, d, e, q, k, v, beta, g, a, b, q_row, k_row, v_row, beta_row, g_row, a_row, b_row,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, GATE: tl.constexpr,
+    EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    """GATE: "none", "head" or "channel". STRENGTH: beta is given. OTHER: a is given, else it is k."""
-    entry, head, row, e = _place(index, V, HV, BV, INDEXED)
-    d = tl.arange(0, BK)
-    at = head * (V * K) + e[:, None] * K + d[None, :]
-    inside = (e < V)[:, None] & (d < K)[None, :] & (row >= 0)
-    old = tl.load(state + row * state_row + at, mask=inside, other=0.0).to(tl.float32)
+    """Rows e of a head's state after one token, and the token's query.
+
+    GATE: "none", "head" or "channel". STRENGTH: beta is given. OTHER: a is given, else it is k."""
     query = _vector(q, entry, q_row, head // GROUP, d, K)
     key = _vector(k, entry, k_row, head // GROUP, d, K)
     value = _vector(v, entry, v_row, head, e, V)
@@ -105,6 +99,28 @@ def _chain(
     if STRENGTH:
         value *= _number(beta, entry, beta_row, head)
     new += value[:, None] * key[None, :]
+    return new, query
+
+
+@Kernel
+@triton.jit
+def _chain(
+    state, into, index, q, k, v, beta, g, a, b, o,
+    state_row, into_row, q_row, k_row, v_row, beta_row, g_row, a_row, b_row,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    RULE: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr,
+    INDEXED: tl.constexpr,
+):  # fmt: skip
+    """Options as in `follow`."""
+    entry, head, row, e = _place(index, V, HV, BV, INDEXED)
+    d = tl.arange(0, BK)
+    at = head * (V * K) + e[:, None] * K + d[None, :]
+    inside = (e < V)[:, None] & (d < K)[None, :] & (row >= 0)
+    old = tl.load(state + row * state_row + at, mask=inside, other=0.0).to(tl.float32)
+    new, query = follow(
+        old, entry, head, d, e, q, k, v, beta, g, a, b, q_row, k_row, v_row, beta_row, g_row, a_row, b_row,
+        GROUP, K, V, RULE, GATE, EARLY, STRENGTH, OTHER,
+    )  # fmt: skip
     tl.store(into + row * into_row + at, new.to(into.dtype.element_ty), mask=inside)
     out = tl.sum(new * query[None, :], 1)
     tl.store(o + (entry * HV + head) * V + e, tl.where(row >= 0, out, 0.0).to(o.dtype.element_ty), mask=e < V)

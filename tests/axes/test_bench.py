@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from axes.bench import (
@@ -27,6 +28,7 @@ from axes.bench import (
     sequence,
     training,
     training_models,
+    training_report,
 )
 from axes.bench.rules import RULES, SequenceRule, Shape, Signal, find
 from axes.cli import main
@@ -186,6 +188,18 @@ def test_training_says_who_could_not_run(tmp_path: Path, capsys: pytest.CaptureF
     near = math.log(50)  # of a model that knows nothing yet
     assert all(abs(found[w]["loss"] - near) < 1 for w in ("axes", "axes, softmax attention", "torch, flash SDPA"))
     assert found["axes, mhc"]["tokens_per_second"] > 0 and abs(found["axes, mhc"]["loss"] - near) < 1
+
+
+def test_trainings_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """With every figure at its widest, names that go on in the next line, and reasons below."""
+    names = [f"{who}{c}" for who in (*training.WHO, "axes, block-attention-residuals") for c in ("", ", compiled")]
+    rows = [training.Throughput(who, 1234567.8, 12345.67, 141_234_567_890, 0.4567, 1234.5, 10.8249) for who in names]
+    rows.append(training.Throughput("fla", refused=" ".join(["its kernels do not compile here"] * 4)))
+    Console(width=200).print(training_report.table(training_models.Size(), rows))
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text and text.count("1,234,568") == len(names)
+    assert " ".join(text.split()).endswith("fla: " + rows[-1].refused)
 
 
 def test_training_counts_products_of_weights() -> None:

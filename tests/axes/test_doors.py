@@ -138,7 +138,7 @@ def test_a_call_that_was_seen_is_not_asked_again(monkeypatch: pytest.MonkeyPatch
     from axes.routes import given
 
     update = GatedDeltaNet(8, heads=2).update
-    asked(update).looks.clear()
+    asked(update).forget()
     require_call("here", update, signal(), None)
     monkeypatch.setattr(given, "require_signal", lambda *_: pytest.fail("asked again"))
     require_call("here", update, signal(), None)

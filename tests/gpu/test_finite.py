@@ -10,6 +10,7 @@ from torch import Tensor
 
 from axes import dispatch
 from axes.errors import NotFiniteError
+from axes.kernels import contain
 from axes.sequence import ALL, PREDICTED, GatedDeltaNet
 from axes.testing.examples import example
 
@@ -39,6 +40,34 @@ def test_it_stays_in_its_chunk(name: str, dtype: torch.dtype) -> None:
             if math.isnan(value):
                 # a read of the state before a token's gate has it from the next token on
                 assert not out[0, AT : AT + 2, 0].isfinite().all(), (n, "swallowed")
+
+
+CHAINS = ("linear-attention", "retnet", "mamba2", "delta-net", "gated-delta-net", "gla", "kda", "rwkv7")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", CHAINS)
+def test_contained_it_reaches_no_earlier_token(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the chunk's kernel gives it to them; what is finite stays bit for bit, what follows is the recurrence's."""
+    update = SYSTEMS[name].update
+    made = example(update, batch=(2, 2), length=LENGTH, d_k=64, d_v=64, dtype=torch.float32)
+    signal = {n: x.movedim(2, 1).contiguous().cuda() for n, x in made.items() if isinstance(x, Tensor)}
+    signal |= {n: signal[n].to(dtype) for n in "qkv"}
+    whole, last = dispatch.run(update, signal)
+    monkeypatch.setattr(contain, "PICKED", True)
+    again, same = dispatch.run(update, signal)
+    assert torch.equal(again, whole) and torch.equal(same.theta[0], last.theta[0])
+    for n in signal:
+        for value in (math.nan, math.inf) if n in "kv" else (math.nan,):
+            spoilt = signal[n].clone()
+            spoilt[0, AT, 0].view(-1)[0] = value
+            given = {**signal, n: spoilt}
+            out, _ = dispatch.run(update, given)
+            meant, _ = dispatch.run(update, {m: x.double() for m, x in given.items()}, implementation="reference")
+            assert torch.equal(out[1], whole[1]) and torch.equal(out[0, :, 1], whole[0, :, 1]), (n, value)
+            assert out[0, :AT, 0].isfinite().all(), (n, value, "an earlier token")
+            assert torch.equal(out[0, AT:, 0].isfinite(), meant[0, AT:, 0].isfinite()), (n, value, "later ones")
+            torch.testing.assert_close(out[0, :AT, 0], whole[0, :AT, 0], rtol=3e-2, atol=3e-2)
 
 
 def test_check_finite_reads_a_gpu_too() -> None:

@@ -394,7 +394,7 @@ def test_a_step_checks_its_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
     true = given.require_state
     for place in (base, given):
         monkeypatch.setattr(place, "require_state", lambda *a, **n: asked.append(a[0]) or true(*a, **n))
-    given.asked(module.update).looks.clear()
+    given.asked(module.update).forget()
     module.step(x[:, 0], state)
     assert asked == ["GatedDeltaNet"]
 

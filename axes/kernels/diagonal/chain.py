@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
+from axes.kernels import contain
 from axes.kernels.common.layout import (
     Layout,
     check_chain,
@@ -174,6 +175,8 @@ def _forward(
         tensors = (q, k, v, strength, g, totals, states, scores, o)
         more = dict(shallow=not plain, KEEP=record, ADD=plain)
         _twice(kernels.outputs, "outputs", tensors, programs * blocks, q, v, g, beta, cut, **more)
+        if contain.PICKED:
+            contain.contain(o, final, q, k, v, beta, g, start, cut.offsets, cut.chunk, "write")
     return o, final, [scores] if record else []
 
 

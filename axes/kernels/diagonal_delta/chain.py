@@ -30,6 +30,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from axes.kernels import contain
 from axes.kernels.common import inverse
 from axes.kernels.common.layout import Layout, extent, layout, on_device, precision
 from axes.kernels.common.operators import Differentiable
@@ -180,6 +181,32 @@ def _run_inverses(
     return falls
 
 
+def _run_outputs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, x: Tensor | None, y: Tensor, start: Tensor | None, two: bool,
+    early: bool, cuts: Layout, matrices: list[Tensor], o: Tensor, final: Tensor, record: bool,
+) -> None:  # fmt: skip
+    """Write o, final and the matrices of chunks."""
+    if _by_keys(q, v, x, two, cuts):
+        falls = _run_inverses(q, k, v, g, y, early, cuts, matrices)
+        hopper_keys.chain(
+            "o", q, k, v, g, y, matrices, falls, start, final, o, not early, float(_exponents(q, g)["BOUND"]),
+            keep=record,
+        )  # fmt: skip
+        return
+    *scaled, totals, _ = _run_prepare(q, k, v, g, x, y, two, early, cuts, matrices)
+    hv, d, d_v, sizes = v.shape[2], q.shape[3], v.shape[3], _sizes(q, v, "serial")
+    grid = cuts.units * hv * cdiv(d_v, sizes["BV"])
+    if grid and _plain(cuts, q, v):
+        hopper.walk(scaled, v, None if two else y, matrices, totals, start, final, o)
+    elif grid:
+        passes.scan[(grid,)](
+            *scaled, v, v if two else y, *(matrices * (1 if two else 2)), totals, final if start is None else start,
+            o, final, o, o, cuts.offsets, cuts.length, cuts.chunks,
+            HV=hv, K=d, V=d_v, C=cuts.chunk, **sizes, TWO=two, STARTED=start is not None, RECORD=False,
+            PACKED=cuts.packed, PRECISION=precision(q), **_launch(q, "scan", two),
+        )  # fmt: skip
+
+
 # ---- operator ------------------------------------------------------------------------------------------------------
 
 
@@ -194,26 +221,10 @@ def _forward(
     o, final = torch.empty_like(v), q.new_empty(cuts.units, hv, d_v, d, dtype=torch.float32)
     matrices = _matrices(q, v, cuts, 4 if two else 2)
     with on_device(q):
-        if _by_keys(q, v, x, two, cuts):
-            falls = _run_inverses(q, k, v, g, y, early, cuts, matrices)
-            hopper_keys.chain(
-                "o", q, k, v, g, y, matrices, falls, start, final, o, not early, float(_exponents(q, g)["BOUND"]),
-                keep=record,
-            )  # fmt: skip
-            return o, final, matrices if record else []
-        *scaled, totals, _ = _run_prepare(q, k, v, g, x, y, two, early, cuts, matrices)
-        sizes = _sizes(q, v, "serial")
-        grid = cuts.units * hv * cdiv(d_v, sizes["BV"])
-        if grid:
-            if _plain(cuts, q, v):
-                hopper.walk(scaled, v, None if two else y, matrices, totals, start, final, o)
-                return o, final, matrices if record else []
-            passes.scan[(grid,)](
-                *scaled, v, v if two else y, *(matrices * (1 if two else 2)), totals, final if start is None else start,
-                o, final, o, o, cuts.offsets, cuts.length, cuts.chunks,
-                HV=hv, K=d, V=d_v, C=cuts.chunk, **sizes, TWO=two, STARTED=start is not None, RECORD=False,
-                PACKED=cuts.packed, PRECISION=precision(q), **_launch(q, "scan", two),
-            )  # fmt: skip
+        _run_outputs(q, k, v, g, x, y, start, two, early, cuts, matrices, o, final, record)
+        if contain.PICKED:
+            beta, b, rule = (None, y, "dplr") if two else (y, None, "delta")
+            contain.contain(o, final, q, k, v, beta, g, start, cuts.offsets, cuts.chunk, rule, x, b, early)
     return o, final, matrices if record else []
 
 

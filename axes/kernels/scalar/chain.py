@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
+from axes.kernels import contain
 from axes.kernels.common.layout import check_chain, check_like, extent, on_device
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.scalar.launches import (
@@ -117,6 +118,10 @@ def _forward(
         o, final, m, p, starts, maps = (_delta_pair(x)[0] if delta else write_forward)(x, start)
     if made.S > 1:
         final = final.view(-1, made.S, *final.shape[1:])[:, -1].clone(memory_format=torch.contiguous_format)
+    if contain.PICKED:
+        rule = "delta" if delta else "write"
+        with on_device(q):
+            contain.contain(o, final, q, k, v, beta, g, start, made.offsets, made.chunk, rule, erase, early=early)
     if not record:
         return o, final, []
     held: tuple[Any, ...] = (runs, spans, m, p, starts, maps)

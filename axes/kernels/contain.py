@@ -1,0 +1,98 @@
+"""What is not finite stays behind its token: chunks that it spoilt are computed again, token by token.
+
+Chunk kernels multiply masked matrices, and zero times not-a-number is not zero: of token t's numbers that are not
+finite the tokens before t in its chunk get a NaN. One more launch looks at the last output of every chunk, column by
+column; rows of a state do not meet, so that each column of outputs is a recurrence of its own. From the first chunk on
+whose last output is not finite the recurrence itself makes outputs and the last state (`step.follow`). docs/finite.md
+says why the last output tells. Nothing waits for the host, and the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import cdiv, power_of_2
+from axes.kernels.common.tiles import unit_rows
+from axes.kernels.step import follow
+
+PICKED = False  # until the kernel has been seen right on a GPU, and what it costs there
+_ENTRIES = 4096  # of a state in one program
+_LOOK = 64  # chunks at once
+
+
+@Kernel
+@triton.jit(do_not_specialize=("T",))
+def _again(
+    q, k, v, beta, g, a, b, start, o, final, offsets, T,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, LOOK: tl.constexpr, PACKED: tl.constexpr, STARTED: tl.constexpr,
+    RULE: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr,
+):  # fmt: skip
+    """One unit, head and block of the columns of o."""
+    PARTS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    unit, head, e = pid // (PARTS * HV), pid // PARTS % HV, pid % PARTS * BV + tl.arange(0, BV)
+    first, end = unit_rows(offsets, unit, T, PACKED)
+    length = (end - first).to(tl.int32)
+    chunks = (length + C - 1) // C
+    bad = chunks
+    for n in range(0, chunks, LOOK):
+        chunk = n + tl.arange(0, LOOK)
+        row = first + tl.minimum((chunk + 1) * C, length) - 1
+        place = (row[:, None] * HV + head) * V + e[None, :]
+        last = tl.load(o + place, mask=(chunk < chunks)[:, None] & (e < V)[None, :], other=0.0).to(tl.float32)
+        finite = tl.min((tl.abs(last) < float("inf")).to(tl.int32), 1)  # a NaN is less than nothing
+        bad = tl.minimum(bad, tl.min(tl.where(finite == 0, chunk, chunks), 0))
+    if bad < chunks:
+        d = tl.arange(0, BK)
+        at = (unit.to(tl.int64) * HV + head) * (V * K) + e[:, None] * K + d[None, :]
+        inside = (e < V)[:, None] & (d < K)[None, :]
+        state = tl.zeros([BV, BK], dtype=tl.float32)
+        if STARTED:
+            state = tl.load(start + at, mask=inside, other=0.0)
+        for t in range(0, length):
+            token = first + t
+            state, query = follow(
+                state, token, head, d, e, q, k, v, beta, g, a, b,
+                HV // GROUP * K, HV // GROUP * K, HV * V, HV, HV * K if GATE == "channel" else HV,
+                HV // GROUP * K, HV // GROUP * K, GROUP, K, V, RULE, GATE, EARLY, STRENGTH, OTHER,
+            )  # fmt: skip
+            out = tl.sum(state * query[None, :], 1)
+            kept = (e < V) & (t >= bad * C)
+            tl.store(o + (token * HV + head) * V + e, out.to(o.dtype.element_ty), mask=kept)
+        tl.store(final + at, state, mask=inside)
+
+
+def settings(d_k: int, d_v: int) -> dict[str, int]:
+    side = max(16, power_of_2(d_k))
+    rows = max(2, min(_ENTRIES // side, 64, power_of_2(d_v)))
+    return {"BK": side, "BV": rows, "num_warps": 4, "num_stages": 1}
+
+
+def contain(
+    o: Tensor, final: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None,
+    start: Tensor | None, offsets: Tensor | None, chunk: int, rule: str, a: Tensor | None = None,
+    b: Tensor | None = None, early: bool = False,
+) -> None:  # fmt: skip
+    """Make o and the last states again where a chunk kernel with this length of chunks lost them; contiguous tensors.
+
+    q, k, a, b (B, T, H, K), v and o (B, T, HV, V), beta (B, T, HV), g (B, T, HV) or (B, T, HV, K), start and final
+    (U, HV, V, K); offsets (U + 1,) of packed sequences. rule "write", "delta", "dplr", `a` and `early` as in
+    `step.chain_step`.
+    """
+    (batch, length, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
+    units = batch if offsets is None else offsets.shape[0] - 1
+    sizes = settings(d_k, d_v)
+    _again[(units * hv * cdiv(d_v, sizes["BV"]),)](
+        q, k, v, *(v if x is None else x for x in (beta, g, a, b, start)), o, final,
+        v if offsets is None else offsets, length,
+        HV=hv, GROUP=hv // h, K=d_k, V=d_v, C=chunk, LOOK=_LOOK, PACKED=offsets is not None,
+        STARTED=start is not None, RULE=rule, GATE="none" if g is None else "head" if g.ndim == 3 else "channel",
+        EARLY=early, STRENGTH=beta is not None, OTHER=a is not None, **sizes,
+    )  # fmt: skip
+
+
+__all__ = ["PICKED", "contain"]
