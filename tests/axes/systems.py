@@ -351,9 +351,27 @@ CASCADES = {
         Step(ROW_BETA, at=Anchor(4)),
         memory=MLP(2),
     ),
+}
+
+# A solve, or roots, for one vector a token: the state stands between powers of its statistics.
+SOLVES = {
     "rls": StateUpdate(
         Alignment(),
         Whiten((StateUpdate(Linear("key"), memory=None),), kind="right", power=1.0, eps=0.5),
+    ),
+    "correlations": StateUpdate(
+        Alignment(),
+        Whiten(
+            (
+                StateUpdate(Linear("value"), monoid=Scalar(0.9), algorithm=Step(BETA), memory=None),
+                StateUpdate(Linear("key"), monoid=Scalar("decay"), memory=None),
+            ),
+            kind="kronecker",
+            power=0.5,
+            eps=0.3,
+        ),
+        Scalar("decay"),
+        Step(BETA),
     ),
 }
 
@@ -445,8 +463,8 @@ SEQUENTIAL = {
 }
 
 KEYED = {
-    **CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SUBSTITUTIONS,
-    **SEQUENTIAL,
+    **CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SOLVES,
+    **SUBSTITUTIONS, **SEQUENTIAL,
 }  # fmt: skip
 
 # Updates of a parameter: the gradient is given.

@@ -51,10 +51,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "state_update", "reference", "derived", "chain",
     ),
     "routes": (
-        "choice", "given", "counts", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "passes",
-        "spans", "finite", "cells", "matrix_cells", "substitution", "gram", "cascade", "attention", "levels",
-        "recomputed",
-        "opaque", "recurrent",
+        "choice", "given", "counts", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "states",
+        "passes", "spans", "finite", "cells", "matrix_cells", "substitution", "gram", "cascade", "solves", "attention",
+        "levels", "recomputed", "opaque", "recurrent",
         "kernel_terms", "levels_kernel", "substitution_kernel", "network_kernel", "token", "early", "several", "turned",
         "select", "dispatch", "frame",
     ),
