@@ -179,9 +179,7 @@ def _stage(update: StateUpdate, state: State, signal: Tokens, u: Leaves, size: i
         zero = tuple(torch.zeros_like(o) for o in ones)
         unit = memory.add(zero, rate, rate_shape(step.rate), ones)
         norm = tuple(_over_time(g, e, s, size) for g, e, s in zip(gate, unit, state.norm, strict=True))
-    context = tuple(
-        Context(x, tuple(s[i] for s in seen), _previous(theta[i], state.theta[i]), signal) for i, x in enumerate(u)
-    )
+    context = tuple(Context(x, tuple(s[i] for s in seen), None, signal) for i, x in enumerate(u))  # no h reads weights
     point, scale = theta, norm
     if isinstance(step.read, Read):
         g, r = resolve(step.read.gate, signal), resolve(step.read.rate, signal)

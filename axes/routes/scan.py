@@ -140,11 +140,14 @@ class _Cumulative(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, drive: Tensor, start: Tensor, back: bool) -> Tensor:
-        whole = torch.broadcast_shapes(gate.shape, drive.shape, start[..., None, :, :].shape)
-        out = drive.new_empty(whole)
-        y, tokens = start, tuple(zip(out.unbind(-3), gate.unbind(-3), drive.unbind(-3), strict=True))
-        for now, g, d in tokens[::-1] if back else tokens:
-            y = torch.addcmul(d, g, y, out=now)
+        gates, drives, order = gate.unbind(-3), drive.unbind(-3), range(drive.shape[-3])
+        first, *rest = order[::-1] if back else order
+        y = torch.addcmul(drives[first], gates[first], start)
+        out = y.new_empty((*y.shape[:-2], len(drives), *y.shape[-2:]))
+        found = out.unbind(-3)
+        found[first].copy_(y)
+        for t in rest:
+            y = torch.addcmul(drives[t], gates[t], y, out=found[t])
         ctx.save_for_backward(gate, start, out)
         ctx.drive, ctx.back = drive.shape, back
         return out

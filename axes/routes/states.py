@@ -37,11 +37,12 @@ def states(gate: Tensor, value: Tensor, key: Tensor, start: Tensor) -> Tensor:
 class _States(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, value: Tensor, key: Tensor, start: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (gate, value, key, start)))
-        out = value.new_empty((*batch, key.shape[-2], *start.shape[-2:]))
-        before, after = start, out.unbind(-3)
-        tokens = (gate[..., None], value[..., None], key[..., None, :])
-        for now, a, v, k in zip(after, *(x.unbind(-3) for x in tokens), strict=True):
+        gates, values, keys = (x.unbind(-3) for x in (gate[..., None], value[..., None], key[..., None, :]))
+        before = torch.addcmul(start * gates[0], values[0], keys[0])
+        out = before.new_empty((*before.shape[:-2], len(keys), *before.shape[-2:]))
+        first, *rest = out.unbind(-3)
+        first.copy_(before)
+        for now, a, v, k in zip(rest, gates[1:], values[1:], keys[1:], strict=True):
             torch.mul(before, a, out=now).addcmul_(v, k)
             before = now
         ctx.save_for_backward(gate, value, key, start, out)
