@@ -186,7 +186,7 @@ def computed(update: StateUpdate) -> tuple[StateUpdate, bool, bool]:
 
 def _no_passes(update: StateUpdate, device: torch.device, dtype: torch.dtype, shapes: Shapes, time: int) -> str | None:
     """Why kernels do not compute the passes, or None if they do."""
-    given = [{**shapes, "v": shapes["k"]}, shapes] if "k" in shapes else [shapes]
+    given = [{**shapes, "v": shapes["k"]}, {**shapes, "k": shapes["v"]}, shapes] if "k" in shapes else [shapes]
     refused = (
         kernel_terms.no_kernel(chain, device, dtype, own, time) for chain in passes.chains(update) for own in given
     )

@@ -48,7 +48,18 @@ from axes.core.geometry import (
     TrustRatio,
     Whiten,
 )
-from axes.core.memory import MLP, BoundedList, Entries, Fenwick, Kernel, LayerNormMatrix, List, Slots
+from axes.core.memory import (
+    MLP,
+    BoundedList,
+    Correlation,
+    Entries,
+    Fenwick,
+    Kernel,
+    LayerNormMatrix,
+    List,
+    Regression,
+    Slots,
+)
 from axes.core.monoids import (
     DPLR,
     Decay,
@@ -276,6 +287,12 @@ PASSES = {
         Product((Scalar("decay"), Diagonal(SLOT_DECAY, "slot"))),
         Step(BETA, debias=True, floor=0.3),
         memory=BoundedList(5, scale=None),
+    ),
+    "conjugate gradients": StateUpdate(
+        Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Regression(3, 0.4)
+    ),
+    "correlations by shifts": StateUpdate(
+        Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Correlation(2, 3, 0.4, 50.0)
     ),
 }
 

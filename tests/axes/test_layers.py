@@ -44,6 +44,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 ROOMS: dict[str, tuple[str, ...]] = {
     "linalg": (
         "solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise", "formulas", "sinkhorn",
+        "krylov",
     ),
     "core": (
         "declared", "facts", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "parts", "legality",
