@@ -33,6 +33,7 @@ from axes.routes import (
     passes,
     recurrent,
     scan,
+    solves,
     substitution,
 )
 from axes.routes.attention import softmax, transported
@@ -45,6 +46,7 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (scan, "chunked", "chain", "torch"),
     (cascade, "run", "cascade", "torch"),
     (substitution, "run", "substitution", "torch"),
+    (solves, "run", "solve", "torch"),
     (attention, "run", "attention", None),
     (passes, "run", "passes", "torch"),
     (levels, "run", "levels", "torch"),

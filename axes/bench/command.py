@@ -30,6 +30,7 @@ from axes.bench import (
 )
 from axes.bench import depth_training as depth_training_
 from axes.bench import layers as layers_
+from axes.bench import nonlinear as nonlinear_
 from axes.bench import optim as optim_
 from axes.bench import optim_training as optim_training_
 from axes.bench import sequence as sequence_
@@ -39,6 +40,7 @@ from axes.bench import turns as turns_
 from axes.bench.optim_contenders import SUITES
 from axes.bench.optim_tasks import UNITS
 from axes.bench.results import Apart
+from axes.bench.rules import Shape
 from axes.errors import AxesError
 from axes.files import write_text
 
@@ -94,6 +96,19 @@ def sequence(
     console.print(report.table(results))
     report.draw(results, out / "sequence.png")
     typer.echo(f"{out / sequence_.FILE} and {out / 'sequence.png'}")
+
+
+@app.command()
+def nonlinear(
+    rules: Annotated[list[str] | None, typer.Option("--rule", help="A rule; all by default. May be repeated.")] = None,
+    shape: Annotated[str, typer.Option(help="B,T,H,D.")] = "1,1024,4,32",
+    share: Annotated[int, typer.Option(help="The interpreter is run on this part of the tokens, times as many.")] = 8,
+    turns: Annotated[int, typer.Option(help="Of each; the median counts.")] = 3,
+) -> None:
+    """Nonlinear memories on a CPU: their routes beside the interpreter, processor time forward with backward."""
+    typer.echo(nonlinear_.HEAD)
+    for row in nonlinear_.measure(tuple(rules or ()), Shape.parse(shape), share, turns):
+        typer.echo(row.text())
 
 
 @app.command()

@@ -376,6 +376,31 @@ def no_passes(update: StateUpdate) -> str | None:
     return f"{type(memory).__name__} memory has no slots that softmax reads, and no sums that a solve does"
 
 
+@fact
+def no_solve(update: StateUpdate) -> str | None:
+    """Why what is read of a state between its statistics is not found by vectors alone, or None if it is."""
+    if (reason := _computed(update)) is not None:
+        return reason
+    cost, h, monoid, step, memory = update.parts()
+    if memory.kind != "matrix" or not h.by_sides:
+        return "no h between two statistics, of keys and of values, is read"
+    if cost.drives != "target" or update.parts().ridged:
+        return f"{cost!r} is driven by more or less than the value"
+    for u, side in ((update, None), *zip(update.statistics(), h.sides, strict=True)):
+        of, own, gate, s, _ = u.parts()
+        if side is not None:
+            if not isinstance(of, Linear) or (of.of, side) not in (("key", "columns"), ("value", "rows")):
+                return f"a statistic of {side} sums more or less than keys or values"
+            if not own.is_identity or of.precision != "input":
+                return f"a statistic with {own!r}, or in other precision"
+        plain = isinstance(s.at, str) and s.at == "prev" and s.lazy and s.steps == 1 and s.start == "zero"
+        if not plain or s.via or s.read is not None or s.debias or s.feedback != 0.0 or s.write != "sum":
+            return "more than sums that are kept and written: filters, anchors, normalisers or read points"
+        if not gates(gate) <= {"identity", "scalar"} or rate_shape(s.rate) != "scalar":
+            return "gates and rates of sums are scalars"
+    return None
+
+
 __all__ = [
     "Feedback",
     "block_size",
@@ -390,6 +415,7 @@ __all__ = [
     "no_levels",
     "no_passes",
     "no_several",
+    "no_solve",
     "no_substitution",
     "of_levels",
     "scales_values",

@@ -21,9 +21,11 @@ from axes.core.geometry import Geometry
 from axes.core.monoids import Element, rotate
 from axes.core.rates import Per, Rate, Shape, Signal, resolve, spread
 from axes.errors import IllegalUpdate
+from axes.linalg.krylov import conjugate_gradients, inverse_root_shifts, shifted_gradients
 
 __all__ = [
     "BoundedList",
+    "Correlation",
     "Entries",
     "Fenwick",
     "Kernel",
@@ -558,8 +560,12 @@ class Regression(Memory):
 
     def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
         s, r = leaves
+        return times(s, self.solve(lambda p: times(r, p), q, signal))
+
+    def solve(self, apply: Callable[[Tensor], Tensor], b: Tensor, signal: Signal) -> Tensor:
+        """What is made of vectors b, where `apply` multiplies with R."""
         ridge = resolve(self.ridge, signal)
-        return times(s, conjugate_gradients(lambda p: times(r, p) + ridge * p, q, self.steps))
+        return conjugate_gradients(lambda p: apply(p) + ridge * p, b, self.steps)
 
     def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
         return outer(r, x), outer(x, x)
@@ -577,26 +583,60 @@ class Regression(Memory):
         return frozenset()
 
 
-def conjugate_gradients(apply: Callable[[Tensor], Tensor], b: Tensor, steps: int) -> Tensor:
-    """x of so many steps from zero towards A x = b, for every row b (..., n): A is symmetric and positive definite.
+@final
+@dataclass(frozen=True, repr=False)
+class Correlation(Memory):
+    """Values on keys, both whitened when they are read: leaves (S (d_v, d_k), R (d_k, d_k), L (d_v, d_v)).
 
-    Where nothing is left, or left by rounding alone, a row stays as it is.
+    A datum writes v k^T to S, k k^T to R and v v^T to L, with one rate; read: A(L) S A(R) q, A(M) = (M + ridge)^{-1/2}.
+    A root is a sum of `shifts` resolvents, found by `steps` steps of conjugate gradients in one Krylov space. For
+    eigenvalues from ridge to `top` the sum is exact but for 3 exp(-2 pi^2 shifts / (log(top / ridge) + 3)). Many steps
+    and shifts are the exact `Whiten(kind="kronecker", power=1/2, eps=ridge)` by statistics of values and keys; few are
+    another tuple. ridge, top: positive numbers.
+
+    Source: `axes.linalg.krylov`.
     """
-    x, r, p = torch.zeros_like(b), b, b
-    rest = first = (r * r).sum(-1, keepdim=True)
-    for i in range(steps):
-        moved = apply(p)
-        done = rest <= first * torch.finfo(b.dtype).eps ** 2
-        one = torch.ones_like(rest)
-        size = torch.where(done, 0.0, rest / torch.where(done, one, (p * moved).sum(-1, keepdim=True)))
-        x = x + size * p
-        if i + 1 == steps:
-            break
-        r = r - size * moved
-        left = (r * r).sum(-1, keepdim=True)
-        p = r + torch.where(done, 0.0, left / torch.where(done, one, rest)) * p
-        rest = left
-    return x
+
+    steps: int = 10
+    shifts: int = 8
+    ridge: float = 0.1
+    top: float = 1e3
+    kind: ClassVar[Kind] = "regression"
+    matrix_gates: ClassVar[bool] = False
+    filterable: ClassVar[bool] = False
+    one_leaf: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "shifts"):
+            if getattr(self, name) < 1:
+                raise IllegalUpdate(f"Correlation: {name} is at least 1, got {getattr(self, name)}")
+        if not 0 < self.ridge < self.top < math.inf:
+            raise IllegalUpdate(f"Correlation: 0 < ridge < top, both finite, got ridge={self.ridge}, top={self.top}")
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        raise IllegalUpdate("Correlation memory is read through its solves: call read")
+
+    def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
+        s, r, l = leaves
+        read = times(s, self.solve(lambda p: times(r, p), q, signal))
+        return self.solve(lambda p: times(l, p), read, signal)
+
+    def solve(self, apply: Callable[[Tensor], Tensor], b: Tensor, signal: Signal) -> Tensor:
+        """What is made of vectors b, where `apply` multiplies with R, or with L."""
+        nodes = inverse_root_shifts(self.shifts, self.ridge, self.top)
+        return shifted_gradients(lambda p: apply(p) + self.ridge * p, b, nodes, self.steps)
+
+    def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
+        return outer(r, x), outer(x, x), outer(r, r)
+
+    def zeros(self, signal: Signal) -> Leaves:
+        k, v = _vectors(signal)
+        s = _empty(signal)
+        return s, *(s.new_zeros(*s.shape[:-2], x.shape[-1], x.shape[-1]) for x in (k, v))
+
+    @property
+    def free(self) -> frozenset[str]:
+        return frozenset()
 
 
 @final

@@ -6,7 +6,8 @@ It interprets the same tuple as `reference`, stage-major instead of time-major.
 
 Where every drive is one outer product a_t b_t^T and the filters are linear, the stages scan coordinates in the basis
 (a_1 b_1^T, ..., a_C b_C^T, buffers and state at the chunk's start) instead of matrices. Euclidean memories, MLPs
-included, are then read without forming a state per token, and other geometries form it once, for their link.
+included, are then read without forming a state per token; other geometries form it once, for their link, and without
+filters each state is made of the one before (`states`).
 """
 
 from __future__ import annotations
@@ -32,46 +33,47 @@ from axes.core.rates import Per, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.routes.scan import cumulative
 from axes.routes.spans import datum, sizes, split
+from axes.routes.states import numbers, states
 
 Tokens = Mapping[str, Tensor | float]
 Filters = tuple[State | tuple[State, ...], ...]
 Response = tuple[Leaves, Leaves, tuple[Context, ...]]
 _CHUNK, _CHUNK_FACTORED = 16, 64
-_KEPT = 1 << 30  # bytes that a backward pass may keep before chunks are computed again in it
+KEPT = 1 << 30  # bytes that a backward pass may keep before chunks are computed again in it
 _FORMED = 1 << 26  # bytes of weights that are formed at a time, where every token has its own
 
 
 def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int) -> tuple[Tensor, State]:
     """Outputs (..., T, d_v) and the final state. signal: `batch` batch dimensions, then T, then features.
 
-    Where the backward pass would keep more than `_KEPT` bytes, spans of chunks are computed again in it, and in these
+    Where the backward pass would keep more than `KEPT` bytes, spans of chunks are computed again in it, and in these
     every chunk: what is kept is about two states for each root of the number of chunks.
     """
     step, factored = update.parts().step, is_factored(update)
     longest = _CHUNK_FACTORED if factored and update.parts().h.is_identity else _CHUNK
     lengths = sizes(q.shape[batch], longest, step.at, int(state.count))
     parts = list(zip(split({**signal, "q": q}, batch, lengths), lengths, strict=True))
-    again = _keeps(update, state, parts, q) > _KEPT and _live(signal, state, q)
-    each = math.isqrt(len(parts) - 1) + 1 if again else len(parts)
+    twice = _keeps(update, state, parts, q) > KEPT and live(signal, state, q)
+    each = math.isqrt(len(parts) - 1) + 1 if twice else len(parts)
     outputs = []
     for first in range(0, len(parts), each):
         span = parts[first : first + each]
-        if not again:
+        if not twice:
             out, state = _span(update, span, state, batch, False)
         else:
-            out, state = _again(_span, update, span, _to_be_renewed(update, state), batch, True)
+            out, state = again(_span, update, span, _to_be_renewed(update, state), batch, True)
         outputs.append(out)
     return torch.cat(outputs, batch), state
 
 
 def _span(
-    update: StateUpdate, parts: Sequence[tuple[Tokens, int]], state: State, batch: int, again: bool
+    update: StateUpdate, parts: Sequence[tuple[Tokens, int]], state: State, batch: int, twice: bool
 ) -> tuple[Tensor, State]:
-    """Chunks in turn. again: each is computed once more in the backward pass."""
+    """Chunks in turn. twice: each is computed once more in the backward pass."""
     outputs = []
     for part, size in parts:
-        if again and len(parts) > 1:
-            out, state = _again(_one, update, part, _to_be_renewed(update, state), size, batch)
+        if twice and len(parts) > 1:
+            out, state = again(_one, update, part, _to_be_renewed(update, state), size, batch)
         else:
             out, state = _one(update, part, state, size, batch)
         outputs.append(out)
@@ -83,7 +85,8 @@ def _one(update: StateUpdate, part: Tokens, state: State, size: int, batch: int)
     if _renews(update, state):
         state = state._replace(anchor=update.output(state, datum(part, batch, 0)).weights)
     if is_factored(update):
-        return _factored(update, part, state, size, batch)
+        bent = not update.parts().h.is_identity and not update.parts().step.via
+        return (_walked if bent else _factored)(update, part, state, size, batch)
     out, state = _chunk(update, part, state, size)
     return update.read(out, cast(Tensor, part["q"]), part), state
 
@@ -98,7 +101,8 @@ def _to_be_renewed(update: StateUpdate, state: State) -> State:
     return state._replace(anchor=state.theta) if _renews(update, state) else state
 
 
-def _again(function: Callable[..., Any], *given: Any) -> Any:
+def again(function: Callable[..., Any], *given: Any) -> Any:
+    """Computed once more in the backward pass instead of kept."""
     return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -111,7 +115,8 @@ def _keeps(update: StateUpdate, state: State, parts: Sequence[tuple[Tokens, int]
     return q.element_size() * (held + formed + 24 * q.numel())
 
 
-def _live(signal: Tokens, state: State, q: Tensor) -> bool:
+def live(signal: Tokens, state: State, q: Tensor) -> bool:
+    """Whether there is going to be a backward pass."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     leaves = [q, *signal.values(), *pytree.tree_leaves(state)]
@@ -174,9 +179,7 @@ def _stage(update: StateUpdate, state: State, signal: Tokens, u: Leaves, size: i
         zero = tuple(torch.zeros_like(o) for o in ones)
         unit = memory.add(zero, rate, rate_shape(step.rate), ones)
         norm = tuple(_over_time(g, e, s, size) for g, e, s in zip(gate, unit, state.norm, strict=True))
-    context = tuple(
-        Context(x, tuple(s[i] for s in seen), _previous(theta[i], state.theta[i]), signal) for i, x in enumerate(u)
-    )
+    context = tuple(Context(x, tuple(s[i] for s in seen), None, signal) for i, x in enumerate(u))  # no h reads weights
     point, scale = theta, norm
     if isinstance(step.read, Read):
         g, r = resolve(step.read.gate, signal), resolve(step.read.rate, signal)
@@ -309,34 +312,64 @@ def _factored(update: StateUpdate, signal: Tokens, state: State, size: int, batc
         return s._replace(theta=tuple(m.last() for m in leaves(_with_time(s.theta))))
 
     ends = tuple(solid(s) if isinstance(s, State) else tuple(solid(t) for t in s) for s in via)
-    weights = leaves(point)
+    weights, after = leaves(point), solid(last)._replace(via=ends)
     if update.parts().h.is_identity:
-        read = update.read(Output(cast(Leaves, weights), norm), cast(Tensor, signal["q"]), signal)
-    else:
-        read = _linked(update, weights, norm, signal, size, batch)
-    return read, solid(last)._replace(via=ends)
+        return update.read(Output(cast(Leaves, weights), norm), cast(Tensor, signal["q"]), signal), after
+
+    def formed(first: int, end: int, _: Leaves) -> Leaves:
+        return tuple(m.tokens(first, end).formed() for m in weights)
+
+    return _linked(update, formed, state.theta, norm, signal, size, batch)[0], after
+
+
+def _walked(update: StateUpdate, signal: Tokens, state: State, size: int, batch: int) -> tuple[Tensor, State]:
+    """`_factored` of a state without filters that h bends: every token's state is needed, and is made from the last."""
+    p, factors = update.parts(), _drives(update, state, signal)
+    own = numbers(p, signal, tuple(a for a, _ in factors), size)
+    writes = [(gate, rate * a, b) for (gate, rate), (a, b) in zip(own, factors, strict=True)]
+
+    def formed(first: int, end: int, before: Leaves) -> Leaves:
+        part = slice(first, end)
+        return tuple(
+            states(gate[..., part, :], value[..., part, :], key[..., part, :], w)
+            for (gate, value, key), w in zip(writes, before, strict=True)
+        )
+
+    read, theta = _linked(update, formed, state.theta, (), signal, size, batch)
+    return read, state._replace(theta=theta, count=state.count + size)
 
 
 def _linked(
-    update: StateUpdate, weights: tuple[_Moving, ...], norm: Leaves, signal: Tokens, size: int, batch: int
-) -> Tensor:
-    """What is read of weights that h makes of every token's own state: they are formed some tokens at a time."""
-    held = sum(m.starts[0].numel() * m.starts[0].element_size() for m in weights)
+    update: StateUpdate,
+    formed: Callable[[int, int, Leaves], Leaves],
+    start: Leaves,
+    norm: Leaves,
+    signal: Tokens,
+    size: int,
+    batch: int,
+) -> tuple[Tensor, Leaves]:
+    """What is read of weights that h makes of every token's own state, some tokens at a time; and the last state.
+
+    formed: the states (..., T, m, n) of tokens from one to before another, of which the one before is given, too.
+    """
+    held = sum(w.numel() * w.element_size() for w in start)
     each = max(1, min(size, _FORMED // max(held, 1)))
     lengths = sizes(size, each, None, 0)
 
-    def some(first: int, length: int, part: Tokens) -> Tensor:
-        formed = tuple(m.tokens(first, first + length).formed() for m in weights)
+    def some(first: int, length: int, part: Tokens, before: Leaves) -> tuple[Tensor, Leaves]:
+        theta = formed(first, first + length, before)
         own = tuple(n[..., first : first + length, :, :] for n in norm)
-        out = execution.at_point(update.parts(), formed, own, (Context(signal=part),))
-        return update.read(out, cast(Tensor, part["q"]), part)
+        out = execution.at_point(update.parts(), theta, own, (Context(signal=part),))
+        return update.read(out, cast(Tensor, part["q"]), part), tuple(w[..., -1, :, :] for w in theta)
 
-    outputs, first = [], 0
+    outputs, first, before = [], 0, start
     for part, length in zip(split(signal, batch, lengths), lengths, strict=True):
         whole = len(lengths) == 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling()
-        outputs.append(some(first, length, part) if whole else _again(some, first, length, part))
+        given = (first, length, part, before)
+        read, before = some(*given) if whole else again(some, *given)
+        outputs.append(read)
         first += length
-    return torch.cat(outputs, batch)
+    return torch.cat(outputs, batch), before
 
 
 def _drives(update: StateUpdate, state: State, signal: Tokens) -> Factors:
@@ -350,4 +383,4 @@ def _drives(update: StateUpdate, state: State, signal: Tokens) -> Factors:
     return p.memory.factors(weights, x, -r, signal, encode=p.cost.encode)
 
 
-__all__ = ["is_factored", "run"]
+__all__ = ["KEPT", "again", "is_factored", "live", "run"]

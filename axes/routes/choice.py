@@ -18,8 +18,8 @@ from axes.errors import AxesError
 
 Implementation = Literal["reference", "torch", "triton"]
 Route = Literal[
-    "interpreter", "chain", "substitution", "cascade", "gram", "attention", "passes", "levels", "recurrent", "token",
-    "entrywise", "stacks",
+    "interpreter", "chain", "substitution", "cascade", "gram", "attention", "passes", "levels", "solve", "recurrent",
+    "token", "entrywise", "stacks",
 ]  # fmt: skip
 _IMPLEMENTATIONS = get_args(Implementation)
 HOPPER = (9, 0)  # the capability that is assumed of a GPU that is not here

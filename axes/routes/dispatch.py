@@ -34,6 +34,7 @@ from axes.routes import (
     passes,
     scan,
     several,
+    solves,
     substitution,
     substitution_kernel,
     token,
@@ -533,6 +534,10 @@ def _run_passes(update: StateUpdate, signal: Signal, state: State, batch: int) -
     return passes.run(update, signal, state, batch, _run_chain)
 
 
+def _run_solve(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
+    return solves.run(update, signal, state, batch, _run_chain)
+
+
 def _run_levels(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     return levels.run(update, signal, state, batch)
 
@@ -574,4 +579,5 @@ _ROUTES = {
     "gram": _run_gram,
     "passes": _run_passes,
     "levels": _run_levels,
+    "solve": _run_solve,
 }

@@ -1,5 +1,6 @@
 """Memories of two sums as passes of matrices. A bounded one: slots by keys and values by slots, h between them (gated
-slot attention). A regression: a pass over the keys for every step of its solve, one over the values at what it finds.
+slot attention). A regression: a pass over the keys for every step of its solve, one over the values at what it finds; a
+correlation goes on with a pass of values on values for every step of a second one.
 
     K_t = a * K_{t-1} + w k_t^T,   V_t = a * V_{t-1} + w v_t^T,   o_t = V_t^T p,   p = grad h*(scale K_t q_t):
 
@@ -22,7 +23,7 @@ from axes.core.costs import Alignment
 from axes.core.facts import fact
 from axes.core.geometry import Euclidean
 from axes.core.legality import factors
-from axes.core.memory import BoundedList, Regression, conjugate_gradients, normalised
+from axes.core.memory import BoundedList, Correlation, Regression, normalised
 from axes.core.monoids import Diagonal, Monoid, product
 from axes.core.rates import Per, Shape, Signal, resolve
 from axes.core.state_update import State, StateUpdate
@@ -112,27 +113,36 @@ def sums(update: StateUpdate) -> StateUpdate:
 def _solved(update: StateUpdate, signal: Signal, state: State, batch: int, compute: Compute) -> tuple[Tensor, State]:
     """R_t p of every token t is what the chain whose values are keys reads at p: no R is formed for a token."""
     chain, memory = sums(update), update.parts().memory
-    assert isinstance(memory, Regression)
+    assert isinstance(memory, Regression | Correlation)
     q, k, v = (signal[n] for n in "qkv")
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     rates = {per.name: signal[per.name] for per in chain.demands()}
-    ridge, (first, begun) = resolve(memory.ridge, signal), state.theta
-    last = begun
 
-    def passed(start: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def passed(start: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         own = State((start,), (), (), (), (), state.count)
         out, end = compute(chain, {"q": q, "k": k, "v": v, **rates}, own, batch)
         return out, end.theta[0]
 
-    def apply(p: Tensor) -> Tensor:
-        nonlocal last
-        out, last = passed(begun, p, k)
-        return out + ridge * p
+    def solved(start: Tensor, key: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """What the sum of key key^T, which starts there, is solved with, and its end."""
+        end = start
+
+        def apply(p: Tensor) -> Tensor:
+            nonlocal end
+            out, end = passed(start, p, key, key)
+            return out
+
+        return memory.solve(apply, b, signal), end
 
     wide = torch.promote_types(q.dtype, torch.float32)  # what is solved is not rounded from step to step
-    x = conjugate_gradients(apply, q.to(wide), memory.steps)
-    out, end = passed(first, x, v)
-    return out, State((end, last), state.via, state.stats, state.norm, state.anchor, state.count + q.shape[batch])
+    first, keys, *values = state.theta
+    x, keys = solved(keys, k, q.to(wide))
+    out, first = passed(first, x, k, v)
+    if values:
+        out, values[0] = solved(values[0], v, out.to(wide))
+    return out, State(
+        (first, keys, *values), state.via, state.stats, state.norm, state.anchor, state.count + q.shape[batch]
+    )
 
 
 def _write(update: StateUpdate, signal: Signal, k: Tensor) -> Tensor:

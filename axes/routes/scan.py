@@ -140,13 +140,14 @@ class _Cumulative(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, drive: Tensor, start: Tensor, back: bool) -> Tensor:
-        whole = torch.broadcast_shapes(gate.shape, drive.shape, start[..., None, :, :].shape)
-        gates, drives = gate.unbind(-3), drive.unbind(-3)
-        y, found = start.expand(*whole[:-3], *whole[-2:]), []
-        for g, d in zip(gates[::-1] if back else gates, drives[::-1] if back else drives, strict=True):
-            y = torch.addcmul(d, g, y)
-            found.append(y)
-        out = torch.stack(found[::-1] if back else found, -3)
+        gates, drives, order = gate.unbind(-3), drive.unbind(-3), range(drive.shape[-3])
+        first, *rest = order[::-1] if back else order
+        y = torch.addcmul(drives[first], gates[first], start)
+        out = y.new_empty((*y.shape[:-2], len(drives), *y.shape[-2:]))
+        found = out.unbind(-3)
+        found[first].copy_(y)
+        for t in rest:
+            y = torch.addcmul(drives[t], gates[t], y, out=found[t])
         ctx.save_for_backward(gate, start, out)
         ctx.drive, ctx.back = drive.shape, back
         return out
@@ -154,19 +155,23 @@ class _Cumulative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, given: Tensor) -> Any:
         gate, start, out = ctx.saved_tensors
-        back, edge = ctx.back, start[..., None, :, :].expand_as(out[..., :1, :, :])
+        back, ends = ctx.back, (slice(1, None), slice(None, -1))
+        later, earlier = ends[::-1] if back else ends
         last = torch.zeros_like(gate[..., :1, :, :])
-        if back:
-            other = torch.cat((last, gate[..., :-1, :, :]), -3)
-            before = torch.cat((out[..., 1:, :, :], edge), -3)
-        else:
-            other = torch.cat((gate[..., 1:, :, :], last), -3)
-            before = torch.cat((edge, out[..., :-1, :, :]), -3)
+        other = torch.cat((last, gate[..., later, :, :]) if back else (gate[..., later, :, :], last), -3)
         into = cast(Tensor, _Cumulative.apply(other, given, torch.zeros_like(out[..., 0, :, :]), not back))
-        first = -1 if back else 0
-        by_gate = (into * before).sum_to_size(gate.shape) if ctx.needs_input_grad[0] else None
+        first, by_gate = -1 if back else 0, None
+        if ctx.needs_input_grad[0]:
+            begun = _summed((into[..., first, :, :] * start)[..., None, :, :], gate)
+            rest = _summed(into[..., later, :, :] * out[..., earlier, :, :], gate)
+            by_gate = torch.cat((rest, begun) if back else (begun, rest), -3)
         by_start = (into[..., first, :, :] * gate[..., first, :, :]).sum_to_size(start.shape)
         return by_gate, into.sum_to_size(ctx.drive), by_start, None
+
+
+def _summed(x: Tensor, like: Tensor) -> Tensor:
+    """Sums over the dimensions along which some tokens of `like` were expanded."""
+    return x.sum_to_size((*like.shape[:-3], x.shape[-3], *like.shape[-2:]))
 
 
 # ---- pieces ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Which route computes a sequence of tokens, and who: a pure function of the tuple, the device and the shapes.
 
-Routes are how (interpreter, chain, substitution, cascade, gram, attention, passes, levels, token); implementations are
-who (reference, torch, triton).
+Routes are how (interpreter, chain, substitution, cascade, gram, attention, passes, levels, solve, token);
+implementations are who (reference, torch, triton).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from axes.core.derived import (
     no_gram,
     no_levels,
     no_passes,
+    no_solve,
     no_substitution,
     scales_values,
 )
@@ -38,6 +39,7 @@ from axes.routes import (
     opaque,
     passes,
     several,
+    solves,
     substitution_kernel,
     token,
     turned,
@@ -60,6 +62,7 @@ def routes(update: StateUpdate) -> Mapping[Route, str | None]:
         "gram": no_gram(update),
         "substitution": no_substitution(update),
         "chain": no_chain(update),
+        "solve": no_solve(update),
         "cascade": no_cascade(update),
         "interpreter": None,
     }
@@ -183,7 +186,7 @@ def computed(update: StateUpdate) -> tuple[StateUpdate, bool, bool]:
 
 def _no_passes(update: StateUpdate, device: torch.device, dtype: torch.dtype, shapes: Shapes, time: int) -> str | None:
     """Why kernels do not compute the passes, or None if they do."""
-    given = [{**shapes, "v": shapes["k"]}, shapes] if "k" in shapes else [shapes]
+    given = [{**shapes, "v": shapes["k"]}, {**shapes, "k": shapes["v"]}, shapes] if "k" in shapes else [shapes]
     refused = (
         kernel_terms.no_kernel(chain, device, dtype, own, time) for chain in passes.chains(update) for own in given
     )
@@ -237,6 +240,8 @@ def settle(
         attention.asked(update)
     if update.parts().memory.kind == "regression":
         settle(passes.sums(update), widths, implementation)
+    if routes(update)["solve"] is None:
+        settle(solves.chain_of(update), widths, implementation)
     if update.parts().memory.kind == "levels":
         settle(levels_kernel.chain_of(update), widths, implementation)
     if update.parts().memory.kind == "bounded":

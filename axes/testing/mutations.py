@@ -79,6 +79,7 @@ _MEMORIES: tuple[Memory, ...] = (
     memory.List(),
     memory.BoundedList(3),
     memory.Regression(2),
+    memory.Correlation(2, 3),
 )
 _OTHERS: Mapping[str, tuple[object, ...]] = {
     "cost": _COSTS,

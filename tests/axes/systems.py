@@ -48,7 +48,18 @@ from axes.core.geometry import (
     TrustRatio,
     Whiten,
 )
-from axes.core.memory import MLP, BoundedList, Entries, Fenwick, Kernel, LayerNormMatrix, List, Slots
+from axes.core.memory import (
+    MLP,
+    BoundedList,
+    Correlation,
+    Entries,
+    Fenwick,
+    Kernel,
+    LayerNormMatrix,
+    List,
+    Regression,
+    Slots,
+)
 from axes.core.monoids import (
     DPLR,
     Decay,
@@ -277,6 +288,12 @@ PASSES = {
         Step(BETA, debias=True, floor=0.3),
         memory=BoundedList(5, scale=None),
     ),
+    "conjugate gradients": StateUpdate(
+        Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Regression(3, 0.4)
+    ),
+    "correlations by shifts": StateUpdate(
+        Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA), memory=Correlation(2, 3, 0.4, 50.0)
+    ),
 }
 
 # Levels: a chain whose stretches are weighed.
@@ -351,9 +368,27 @@ CASCADES = {
         Step(ROW_BETA, at=Anchor(4)),
         memory=MLP(2),
     ),
+}
+
+# A solve, or roots, for one vector a token: the state stands between powers of its statistics.
+SOLVES = {
     "rls": StateUpdate(
         Alignment(),
         Whiten((StateUpdate(Linear("key"), memory=None),), kind="right", power=1.0, eps=0.5),
+    ),
+    "correlations": StateUpdate(
+        Alignment(),
+        Whiten(
+            (
+                StateUpdate(Linear("value"), monoid=Scalar(0.9), algorithm=Step(BETA), memory=None),
+                StateUpdate(Linear("key"), monoid=Scalar("decay"), memory=None),
+            ),
+            kind="kronecker",
+            power=0.5,
+            eps=0.3,
+        ),
+        Scalar("decay"),
+        Step(BETA),
     ),
 }
 
@@ -445,8 +480,8 @@ SEQUENTIAL = {
 }
 
 KEYED = {
-    **CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SUBSTITUTIONS,
-    **SEQUENTIAL,
+    **CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SOLVES,
+    **SUBSTITUTIONS, **SEQUENTIAL,
 }  # fmt: skip
 
 # Updates of a parameter: the gradient is given.

@@ -22,6 +22,7 @@ from axes.bench import (
     floors,
     layers,
     layers_report,
+    nonlinear,
     peers,
     report,
     rows,
@@ -322,3 +323,17 @@ def test_the_page_of_rows_is_its_data(tmp_path: Path) -> None:
     assert "| delta | 1,2,3,4 | 1.00 / 3.00 |  /  | 2.00 / 4.00 | 0.50 / 0.75 | 1.0e-03 dq |" in shown
     with pytest.raises(AxesError, match="markers"):
         rows.with_tables("no markers", data)
+
+
+def test_nonlinear_memories_beside_the_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each rule that is asked for, with its route; shares that do not divide the tokens are refused."""
+    shown = command("bench nonlinear --rule rls --rule memora --shape 1,8,2,4 --share 2 --turns 1", capsys)
+    head, _, *rows = shown.splitlines()
+    assert head.startswith("| rule | route | ms |") and len(rows) == 2
+    for line, start in zip(rows, ("| rls | solve |", "| memora | cascade |"), strict=True):
+        taken, interpreter, factor = (float(x) for x in line.split("|")[3:6])
+        assert line.startswith(start) and taken > 0 and interpreter > 0 and factor > 0
+    names = [rule.name for rule in nonlinear.nonlinear()]
+    assert {"longhorn", "longhorn diagonal", "lattice decoding", "muon state"} <= set(names) and "delta" not in names
+    with pytest.raises(SystemExit):
+        main(["bench", "nonlinear", "--rule", "rls", "--shape", "1,8,2,4", "--share", "3"])

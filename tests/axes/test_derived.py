@@ -20,6 +20,7 @@ from systems import (
     PASSES,
     SEQUENTIAL,
     SEVERAL,
+    SOLVES,
     SUBSTITUTIONS,
     TURNED,
 )
@@ -231,6 +232,7 @@ def test_folding_the_maps_reproduces_the_recurrence(name: str) -> None:
         (ATTENTION, "attention"),
         (GRAM, "gram"),
         (CASCADES, "cascade"),
+        (SOLVES, "solve"),
         (SUBSTITUTIONS, "substitution"),
         (SEQUENTIAL, "interpreter"),
         (PASSES, "passes"),
@@ -244,6 +246,7 @@ def test_folding_the_maps_reproduces_the_recurrence(name: str) -> None:
         "attention",
         "gram",
         "cascade",
+        "solve",
         "substitution",
         "interpreter",
         "passes",

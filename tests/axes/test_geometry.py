@@ -1308,3 +1308,24 @@ def test_power_one_of_what_is_no_longer_semi_definite() -> None:
     torch.testing.assert_close(out.diagonal(), 1 / (bad.detach().diagonal().clamp_min(0) + 1e-3))
     (grad,) = torch.autograd.grad(out.sum(), bad)
     assert bool(grad.isfinite().all())
+
+
+@pytest.mark.parametrize(("kind", "power", "eps"), (("right", 1.0, 0.1), ("right", 0.5, 0.1), ("kronecker", 0.25, 0.0)))
+def test_across_is_what_primal_multiplies_with(kind: str, power: float, eps: float) -> None:
+    """Of vectors and one matrix, with the derivatives of both, and what has no sides says so."""
+    torch.manual_seed(0)
+    root = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    h = Whiten(("A",) if kind == "right" else ("I", "A"), kind, power, eps)  # type: ignore[arg-type]
+    a, eye = root @ root.mT, torch.eye(4, dtype=torch.float64).expand(2, 4, 4)
+    found = h.across(x, a)
+    whole = h.primal(eye, Context(stats=(a,) if kind == "right" else (eye, a)))
+    want = (whole @ x[..., None])[..., 0]
+    torch.testing.assert_close(found, want)
+    for mine, theirs in zip(
+        *(torch.autograd.grad(y.sin().sum(), (root, x), retain_graph=True) for y in (found, want)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+    assert torch.autograd.gradgradcheck(lambda r, y: h.across(y, r @ r.mT), (root, x))
+    with pytest.raises(IllegalUpdate, match="no product with a matrix for every side"):
+        Euclidean().across(x, a)

@@ -44,6 +44,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 ROOMS: dict[str, tuple[str, ...]] = {
     "linalg": (
         "solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise", "formulas", "sinkhorn",
+        "krylov",
     ),
     "core": (
         "declared", "facts", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "parts", "legality",
@@ -52,9 +53,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "routes": (
         "choice", "given", "counts", "packed", "parameters", "precision", "scaled", "one_state", "by_rows", "scan",
-        "passes", "spans", "finite", "cells", "matrix_cells", "substitution", "gram", "cascade", "attention", "levels",
-        "recomputed",
-        "opaque", "recurrent",
+        "states", "passes", "spans", "finite", "cells", "matrix_cells", "substitution", "gram", "cascade", "solves",
+        "attention", "levels", "recomputed", "opaque", "recurrent",
         "kernel_terms", "levels_kernel", "substitution_kernel", "network_kernel", "token", "early", "several", "turned",
         "select", "dispatch", "frame",
     ),

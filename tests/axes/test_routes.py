@@ -20,6 +20,7 @@ from systems import (
     PASSES,
     SEQUENTIAL,
     SEVERAL,
+    SOLVES,
     SUBSTITUTIONS,
     TURNED,
 )
@@ -38,10 +39,13 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, ShapeError
 from axes.routes import attention, cascade, dispatch, gram
 from axes.routes.dispatch import Choice, NoImplementation, implementation, routes, run, select
-from axes.sequence import AdamNet, Moneta, SequenceLayer, Titans
+from axes.sequence import AdamNet, Moneta, SequenceLayer, ShampooNet, Titans
 from axes.testing import checks, examples, strategies
 
-FAST = {**CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SUBSTITUTIONS}
+FAST = {
+    **CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SOLVES,
+    **SUBSTITUTIONS,
+}  # fmt: skip
 EXACT = 1e-9  # measured 3e-12 in a value (a normaliser near zero), 1e-11 in a gradient
 
 
@@ -342,7 +346,7 @@ def test_attention_forgets_everything_at_a_closed_gate() -> None:
     torch.testing.assert_close(out[3:], later, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("layer", (Titans, Moneta, AdamNet), ids=lambda c: c.name)
+@pytest.mark.parametrize("layer", (Titans, Moneta, AdamNet, ShampooNet), ids=lambda c: c.name)
 def test_chunks_that_are_computed_again_are_the_same(
     layer: type[SequenceLayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,9 +366,9 @@ def test_chunks_that_are_computed_again_are_the_same(
 
     plain = results()
     counted: list[int] = []
-    usual = cascade._again
-    monkeypatch.setattr(cascade, "_again", lambda *given: counted.append(1) or usual(*given))
-    monkeypatch.setattr(cascade, "_KEPT", 0)
+    usual = cascade.again
+    monkeypatch.setattr(cascade, "again", lambda *given: counted.append(1) or usual(*given))
+    monkeypatch.setattr(cascade, "KEPT", 0)
     monkeypatch.setattr(cascade, "_FORMED", 200)
     for a, b in zip(results(), plain, strict=True):
         assert (a - b).norm() <= 1e-10 * b.norm()

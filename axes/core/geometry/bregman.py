@@ -74,6 +74,8 @@ class Geometry(Declared, ABC):
     logits: the shape of what primal makes a matrix of, where that is no matrix: a link of `GeneralLinear` alone.
     launches: what `primals` does is launches alone, which shapes decide: on a GPU it can be recorded.
     reads_squares: `primals` reads sums of squares if they are given.
+    by_sides: primal(theta) is a product A theta B with a matrix for each of `sides`, symmetric, made of its statistic:
+        `across` multiplies vectors with one of them.
     """
 
     stats: tuple[Any, ...] = ()
@@ -100,6 +102,7 @@ class Geometry(Declared, ABC):
     logits: Shape = "mix"
     launches: bool = False
     reads_squares: bool = False
+    by_sides: bool = False
 
     @abstractmethod
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
@@ -142,6 +145,10 @@ class Geometry(Declared, ABC):
         new = self.primal(theta, context)
         good = is_finite(new)
         return torch.where(good, new, held), good
+
+    def across(self, x: Tensor, stat: Tensor) -> Tensor:
+        """For an h that acts by sides: A x of vectors (..., n), A made of a statistic (..., n, n) of either side."""
+        raise IllegalUpdate(f"{self!r} is no product with a matrix for every side")
 
     def told(self, stats: tuple[Tensor, ...]) -> Tensor:
         """For an h that tells: what a leaf contributes (..., n), from its statistics; axes add it up over leaves."""

@@ -264,10 +264,32 @@ def _held_up(matrix: Tensor, eps: float) -> Tensor:
 def solved(theta: Tensor, matrix: Tensor, eps: float) -> Tensor | None:
     """theta (A + eps I)^{-1} of a semi-definite A, by Cholesky; None where A is so far from it that it has none."""
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    factor, failed = torch.linalg.cholesky_ex(matrix + eps * eye)
+    factor, failed = torch.linalg.cholesky_ex(matrix.detach() + eps * eye)
     if not failed.is_meta and bool(failed.any()):  # without numbers nothing fails
         return None
-    return torch.cholesky_solve(theta.mT, factor).mT
+    return cast(Tensor, _Solved.apply(theta, matrix, factor))
+
+
+class _Solved(torch.autograd.Function):
+    """X = theta A^{-1} by the factor of A: what is asked of theta is one more solve, of A - X^T of that, symmetric."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(theta: Tensor, matrix: Tensor, factor: Tensor) -> Tensor:
+        return torch.cholesky_solve(theta.mT, factor).mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, matrix, factor = inputs
+        ctx.save_for_backward(matrix, factor, output)
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> Any:
+        matrix, factor, x = ctx.saved_tensors
+        asked = cast(Tensor, _Solved.apply(given, matrix, factor))
+        product = x.mT @ asked
+        return asked, -0.5 * (product + product.mT), None
 
 
 def _first_differences(x: Tensor, f: Tensor, keep: Tensor, power: float) -> Tensor:
@@ -403,6 +425,20 @@ class Whiten(Geometry):
         if self.kind == "full":
             return (roots[0] @ x.flatten(-2)[..., None]).reshape(x.shape).to(theta.dtype)
         return (x @ roots[0] if self.kind == "right" else roots[0] @ x @ roots[1]).to(theta.dtype)
+
+    @property
+    def by_sides(self) -> bool:  # type: ignore[override]
+        return self.kind in ("kronecker", "right")
+
+    def across(self, x: Tensor, stat: Tensor) -> Tensor:
+        stat, given = wide(stat), wide(x)
+        if self.eps > 0:
+            stat = _held_up(stat, self.eps)
+        if self.power == 1.0 and self.eps > 0:
+            out = solved(given[..., None, :], stat, self.eps)
+            if out is not None:
+                return out[..., 0, :].to(x.dtype)
+        return (inverse_power(stat, self.power, self.eps) @ given[..., None])[..., 0].to(x.dtype)
 
     def _diagonal(self, theta: Tensor, v: Tensor) -> Tensor:
         if self.power < 0:
