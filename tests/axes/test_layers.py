@@ -51,8 +51,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "state_update", "reference", "derived", "chain",
     ),
     "routes": (
-        "choice", "given", "counts", "packed", "parameters", "precision", "one_state", "by_rows", "scan", "passes",
-        "spans", "finite", "cells", "matrix_cells", "substitution", "gram", "cascade", "attention", "levels",
+        "choice", "given", "counts", "packed", "parameters", "precision", "serial", "one_state", "by_rows", "scan",
+        "passes", "spans", "finite", "cells", "matrix_cells", "substitution", "gram", "cascade", "attention", "levels",
         "recomputed",
         "opaque", "recurrent",
         "kernel_terms", "levels_kernel", "substitution_kernel", "network_kernel", "token", "early", "several", "turned",
