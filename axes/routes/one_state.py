@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from axes.core.chain import Chain
+from axes.routes import serial
 
 _CHUNK, _CHUNK_CHANNELS = 64, 32
+_CHUNK_ERASES = 32  # on a CPU, where pairs of a chunk cost more than a loop twice as long
 _PAIRS = 4  # tokens of a block whose pairs have exponentials of their own, where every key entry has a gate
 
 
@@ -29,6 +31,7 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
     length, value, key = q.shape[-2], c.value, c.key.squeeze(-2)
     if size is None:
         size = _CHUNK if c.gate is None or c.gate.shape[-1] == 1 else _CHUNK_CHANNELS
+        size = _CHUNK_ERASES if c.a is not None and q.device.type == "cpu" else size
     size = min(size, length)
     size = 1 << max(0, size - 1).bit_length()  # halves of halves
     read = None if c.a is None else c.a.squeeze(-2).squeeze(-2)
@@ -62,32 +65,22 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
         solved = torch.linalg.solve_triangular(system.mT, forced.mT, upper=True, left=False, unitriangular=True).mT
         fixed, varying = solved.split((value.shape[-1], q.shape[-1]), -1)
 
-    # serial in time: what every chunk's first state adds to its writes, and the next state
-    def chunks(x: Tensor) -> tuple[Tensor, ...]:
-        return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:]).unbind(1)
+    def chunks(x: Tensor) -> Tensor:
+        return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
 
     d_v, d_k = start.shape[-3], start.shape[-1]
     state = start[..., 0, :].expand(*batch, d_v, d_k).reshape(-1, d_v, d_k)
-    states = []
     wholes = chunks(decay.kept[..., -1:, :]) if gated else None
     if varying is None:
-        entering = chunks(fixed.mT @ remaining)
-        for n in range(count):
-            states.append(state)
-            state = entering[n] + state if wholes is None else torch.addcmul(entering[n], state, wholes[n])
+        states, state = serial.states(state, chunks(fixed.mT @ remaining), wholes)
         written = fixed
     else:
-        made, ends, first, reach = [], chunks(remaining), chunks(fixed), chunks(varying)
-        for n in range(count):
-            states.append(state)
-            made.append(torch.baddbmm(first[n], reach[n], state.mT, alpha=-1))
-            state = torch.baddbmm(state if wholes is None else state * wholes[n], made[-1].mT, ends[n])
-        written = torch.stack(made, 1)
+        states, state, written = serial.writes(state, chunks(fixed), wholes, chunks(varying), chunks(remaining))
 
     def matrices(x: Tensor) -> Tensor:
         return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-2:])
 
-    read_first = torch.stack(states, 1).flatten(0, 1).mT
+    read_first = states.flatten(0, 1).mT
     inner = torch.bmm(matrices(inside), written.reshape(-1, *written.shape[-2:]))
     out = torch.baddbmm(inner, matrices(carried), read_first).unflatten(0, (-1, count)).flatten(1, 2)[:, :length]
     return out.reshape(*batch, length, -1), state.reshape(*batch, *state.shape[-2:])[..., None, :]

@@ -52,9 +52,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "state_update", "reference", "derived", "chain",
     ),
     "routes": (
-        "choice", "given", "counts", "packed", "parameters", "precision", "scaled", "one_state", "by_rows", "scan",
-        "states", "passes", "spans", "finite", "cells", "matrix_cells", "substitution", "gram", "cascade", "solves",
-        "attention", "levels", "recomputed", "opaque", "recurrent",
+        "choice", "given", "counts", "packed", "parameters", "precision", "scaled", "serial", "one_state", "by_rows",
+        "scan", "states", "passes", "spans", "finite", "cells", "matrix_cells", "substitution", "gram", "cascade",
+        "solves", "attention", "levels", "recomputed", "opaque", "recurrent",
         "kernel_terms", "levels_kernel", "substitution_kernel", "network_kernel", "token", "early", "several", "turned",
         "select", "dispatch", "frame",
     ),
