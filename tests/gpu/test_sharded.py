@@ -1,13 +1,15 @@
 """Two GPUs step as one, through NCCL: fully_shard and DTensors by hand, checkpoints between two and one.
 
 This file, executed, is one of the two processes; each compares with the optimizer on ordinary parameters of its GPU.
+Every part is a pair of processes of its own, and says how long each of its cases took: `pytest -s -k muon`.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,7 +27,7 @@ if torch.cuda.device_count() < 2:
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 
@@ -34,12 +36,24 @@ from axes.errors import NotFiniteError  # noqa: E402
 from tests.gpu.together import together  # noqa: E402
 
 WORLD = 2
-CASES: dict[str, Callable[[Path], None]] = {}
+PARTS: dict[str, dict[str, Callable[[Path], None]]] = {}
 
 
-def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
-    CASES[function.__name__] = function
-    return function
+def add(part: str, name: str, function: Callable[[Path], None]) -> None:
+    PARTS.setdefault(part, {})[name] = function
+
+
+def case(part: str) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
+    def added(function: Callable[[Path], None]) -> Callable[[Path], None]:
+        add(part, function.__name__, function)
+        return function
+
+    return added
+
+
+@functools.cache  # every mesh brings communicators of its own, which take longer to connect than a case to run
+def gpus(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cuda", shape, mesh_dim_names=tuple("ab"[: len(shape)]))
 
 
 def device() -> torch.device:
@@ -99,7 +113,7 @@ def pairs(model: nn.Module, plain: nn.Module) -> list[tuple[Any, Any]]:
 
 
 for rule, make in RULES.items():
-    CASES[f"fsdp_{rule}"] = lambda folder, make=make: _fsdp(make)
+    add("fsdp", rule, lambda folder, make=make: _fsdp(make))
 
 SHAPES = [(96, 64), (96, 64), (64, 96), (33, 40), (1, 64), (48,)]
 LAYOUTS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
@@ -128,7 +142,7 @@ BY_HAND: dict[str, Callable[[list[Any]], optim.Optimizer]] = {
 
 def _by_hand(make: Callable[[list[Any]], optim.Optimizer], dtype: torch.dtype) -> None:
     for mesh_shape, placements in LAYOUTS:
-        mesh = init_device_mesh("cuda", mesh_shape, mesh_dim_names=tuple("ab"[: len(mesh_shape)]))
+        mesh = gpus(*mesh_shape)
         torch.manual_seed(2)
         shapes = [s for s in SHAPES if all(p.is_replicate() or p.dim < len(s) for p in placements)]
         plain = [torch.randn(s, device=device(), dtype=dtype, requires_grad=True) for s in shapes]
@@ -151,13 +165,13 @@ def _by_hand(make: Callable[[list[Any]], optim.Optimizer], dtype: torch.dtype) -
 
 for rule, make_by_hand in BY_HAND.items():
     for dtype in (torch.float32, torch.bfloat16):
-        CASES[f"by_hand_{rule}_{dtype}"] = lambda folder, m=make_by_hand, d=dtype: _by_hand(m, d)
+        add(rule, str(dtype), lambda folder, m=make_by_hand, d=dtype: _by_hand(m, d))
 
 
-@case
+@case("large")
 def few_matrices_on_each_gpu(folder: Path) -> None:
     """Products are chosen by all 16 matrices, not by the 8 of a process: kernels, and float16 in the Gram form."""
-    mesh = init_device_mesh("cuda", (2,))
+    mesh = gpus(2)
     torch.manual_seed(3)
     shapes = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)] * 4
     start = [torch.randn(s, device=device()) * 0.02 for s in shapes]
@@ -175,9 +189,9 @@ def few_matrices_on_each_gpu(folder: Path) -> None:
         assert (whole(q.detach()) - x - moved).norm() < 1e-5 * moved.norm(), tuple(p.shape)
 
 
-@case
+@case("messages")
 def a_gradient_that_is_not_finite_on_one_gpu(folder: Path) -> None:
-    mesh = init_device_mesh("cuda", (2,))
+    mesh = gpus(2)
     p = distribute_tensor(torch.ones(4, 2, device=device()), mesh, (Shard(0),)).requires_grad_()
     bad = torch.ones(4, 2, device=device())
     bad[3, 1] = torch.inf
@@ -187,25 +201,27 @@ def a_gradient_that_is_not_finite_on_one_gpu(folder: Path) -> None:
     assert torch.equal(whole(p.detach()), torch.ones(4, 2, device=device()))
 
 
-@case
-def checkpoints(folder: Path) -> None:
-    for rule in ("adamw-fused", "muon", "shampoo"):
-        model = net()
-        fully_shard(model)
-        optimizer = RULES[rule](model)
-        train(model, optimizer, 2, WORLD)
-        saved = get_optimizer_state_dict(model, optimizer)
-        dcp.save({"optimizer": saved}, checkpoint_id=folder / rule)
-        again = net()
-        fully_shard(again)
-        again.load_state_dict(model.state_dict())
-        resumed = RULES[rule](again)
-        state = get_optimizer_state_dict(again, resumed)
-        dcp.load({"optimizer": state}, checkpoint_id=folder / rule)
-        set_optimizer_state_dict(again, resumed, state)
-        train(model, optimizer, 2, WORLD, seed=5)
-        train(again, resumed, 2, WORLD, seed=5)
-        same(again, model, 0.0, 0.0)
+def _checkpoint(rule: str, folder: Path) -> None:
+    model = net()
+    fully_shard(model)
+    optimizer = RULES[rule](model)
+    train(model, optimizer, 2, WORLD)
+    saved = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"optimizer": saved}, checkpoint_id=folder / rule)
+    again = net()
+    fully_shard(again)
+    again.load_state_dict(model.state_dict())
+    resumed = RULES[rule](again)
+    state = get_optimizer_state_dict(again, resumed)
+    dcp.load({"optimizer": state}, checkpoint_id=folder / rule)
+    set_optimizer_state_dict(again, resumed, state)
+    train(model, optimizer, 2, WORLD, seed=5)
+    train(again, resumed, 2, WORLD, seed=5)
+    same(again, model, 0.0, 0.0)
+
+
+for rule in ("adamw-fused", "muon", "shampoo"):
+    add("checkpoints", rule, lambda folder, rule=rule: _checkpoint(rule, folder))
 
 
 def _work(rank: int, folder: Path) -> None:
@@ -213,20 +229,23 @@ def _work(rank: int, folder: Path) -> None:
     store = f"file://{folder / 'store'}"
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=rank, world_size=WORLD,
                             timeout=timedelta(seconds=60), device_id=torch.device("cuda", rank))  # fmt: skip
-    for name in json.loads((folder / "cases.json").read_text()):
+    part = (folder / "part").read_text()
+    for name, run in PARTS[part].items():
+        begun = time.perf_counter()
         torch.manual_seed(0)
         try:
-            CASES[name](folder)
+            run(folder)
         except BaseException:
-            (folder / f"failed-{name}-{rank}").write_text(f"{name}, process {rank}:\n{traceback.format_exc()}")
+            (folder / f"failed-{name}-{rank}").write_text(f"{part} {name}, process {rank}:\n{traceback.format_exc()}")
             os._exit(1)  # the other process waits in some collective: it fails too
-        print(f"{name} ok", flush=True)
+        print(f"{part} {name}, process {rank}: {time.perf_counter() - begun:.1f} s", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_two_gpus_step_as_one(tmp_path: Path) -> None:
-    (tmp_path / "cases.json").write_text(json.dumps(list(CASES)))
+@pytest.mark.parametrize("part", PARTS)
+def test_two_gpus_step_as_one(part: str, tmp_path: Path) -> None:
+    (tmp_path / "part").write_text(part)
     codes = together(__file__, tmp_path, WORLD)
     failed = [path.read_text() for path in sorted(tmp_path.glob("failed-*"))]
     assert not failed and not any(codes), "\n".join(failed) or f"exit codes {codes}"

@@ -157,7 +157,9 @@ class Counted:
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_the_norms_of_stacks_come_from_the_kernel_that_writes_them(rule: str, monkeypatch: Any) -> None:
     from axes.kernels.products import normalise
+    from axes.programs import fused
 
+    size, _ = fused._PLAIN  # entries of a chunk
     shapes = ((512, 768), (768, 512), (520, 784), (512, 768))  # rectangles; the last chunk of the third is a part
     make: Any = {"muon": optim.Muon, "normuon": optim.NorMuon}[rule]
 
@@ -178,13 +180,18 @@ def test_the_norms_of_stacks_come_from_the_kernel_that_writes_them(rule: str, mo
     ours, batch = steps()
     again, _ = steps()
     assert not read.launches and all(map(torch.equal, ours, again))
-    size = batch.head.kernel.block
-    for sums, x in zip(batch.squares, batch.stacks, strict=True):
+    (product,) = (product for *_, products in batch.around.steps for product in products)
+    assert product.squares is not None
+    for sums, x in zip(product.squares, product.stacks, strict=True):
+        assert sums.shape == (len(x), -(-x[0].numel() // size))
         entries = torch.nn.functional.pad(x.double().flatten(1), (0, -x[0].numel() % size))
         torch.testing.assert_close(sums.double(), entries.unflatten(1, (-1, size)).square().sum(2), rtol=1e-6, atol=0)
-    known = Spectral.directions
-    without = lambda self, stacks, dtype, squares=None, spend=False: known(self, stacks, dtype, None, spend)  # noqa: E731
-    monkeypatch.setattr(Spectral, "directions", without)
+    known = Spectral.primals
+
+    def without(self: Spectral, stacks: Any, contexts: Any, dtype: Any, squares: Any, *more: Any, **given: Any) -> Any:
+        return known(self, stacks, contexts, dtype, None, *more, **given)
+
+    monkeypatch.setattr(Spectral, "primals", without)
     theirs, _ = steps()
     assert read.launches
     for a, b in zip(ours, theirs, strict=True):
