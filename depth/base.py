@@ -14,23 +14,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from axes.core.costs import Linear
-from axes.core.facts import fact
 from axes.core.monoids import Identity
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
 from axes.depth import kernels
-from axes.errors import IllegalUpdate, ShapeError, wrong_type
-from axes.kernels.common import versions
-from axes.kernels.common.repeated import Same, repeated
-from axes.routes.choice import Choice, Implementation, Plan, Target, require_named
-from axes.routes.given import Place, asked, look, require_state
+from axes.depth.choice import choose, plans
+from axes.depth.given import require, require_own, require_written
+from axes.depth.lines import WRITES, by_line, read_by_kernels, write_by_kernels, write_then_read_by_kernels
+from axes.depth.meaning import require_streams
+from axes.errors import ShapeError, wrong_type
+from axes.kernels.common.repeated import Same
+from axes.routes.choice import Implementation, Plan, Target
 from axes.routes.parameters import are_plain, some_parameter
 from axes.routes.precision import own_precision
 
@@ -196,7 +196,7 @@ class DepthMixer(nn.Module, ABC):
 
     def expand(self, hidden: Tensor) -> Streams:
         """Enter: n copies of hidden (B, T, d) -> (B, T, n, d), or hidden and zeros, or a list of one pair."""
-        self._require(hidden, (self.d_model,), "expand", "hidden", "(B, T, d)")
+        require(self, hidden, (self.d_model,), "expand", "hidden", "(B, T, d)")
         one = hidden.unflatten(-1, (1, self.fractions, -1))
         if self._lists:
             return self._listed(hidden)
@@ -217,7 +217,7 @@ class DepthMixer(nn.Module, ABC):
     def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
         """Before the sublayer: x_in = S pre (B, T, d), and the coefficients that `write` will need."""
         if self._by_kernels(streams):
-            x, pre, signal, again = _repeated(self, _read_by_kernels, (streams,))
+            x, pre, signal, again = by_line(self, read_by_kernels, (streams,))
             return x, Coefficients(pre, signal, None if again is None else (streams, again))
         kept = self._matrix(streams, "read")
         with own_precision(kept):
@@ -234,7 +234,7 @@ class DepthMixer(nn.Module, ABC):
             self._require_written(self._matrix(streams, "write"), y, coefficients)
             names, values = zip(*self._signal(y, coefficients).items(), strict=True)
             given = (_read(streams, coefficients), *values)
-            after: Tensor = _repeated(_WRITES, _write_by_kernels, given, names, Same(self.update))
+            after: Tensor = by_line(WRITES, write_by_kernels, given, names, Same(self.update))
             return after
         kept = self._matrix(streams, "write")
         self._require_written(kept, y, coefficients)
@@ -263,7 +263,7 @@ class DepthMixer(nn.Module, ABC):
         following._matrix(kept, "read")
         names, values = zip(*self._signal(y, coefficients).items(), strict=True)
         given, writer = (_read(kept, coefficients), *values), Same(self.update)
-        after, x, pre, signal, again = _repeated(following, _write_then_read_by_kernels, given, names, writer)
+        after, x, pre, signal, again = by_line(following, write_then_read_by_kernels, given, names, writer)
         return after, x, Coefficients(pre, signal, None if again is None else (after, again))
 
     def reduce(self, streams: Streams) -> Tensor:
@@ -338,10 +338,10 @@ class DepthMixer(nn.Module, ABC):
     def _follow(
         self, writer: StateUpdate, streams: Tensor, signal: Signal
     ) -> tuple[Tensor, Tensor, Tensor, Signal, Tensor | None]:
-        """What another tuple writes by kernels, and what `_read_by_kernels` returns of it."""
+        """What another tuple writes by kernels, and what `read_by_kernels` returns of it."""
         if self.sees:
             after = kernels.write(writer, streams, signal, triton=True)
-            return (after, *_read_by_kernels(self, after))
+            return (after, *read_by_kernels(self, after))
         pre, told, _ = self.coefficients(self._wide(streams[..., :0]))
         after, x = kernels.write_then_read(writer, streams, signal, pre)
         return after, x, pre, told, None
@@ -397,64 +397,16 @@ class DepthMixer(nn.Module, ABC):
             wanted = "the State that expand returned" if self._remembers else "a tensor (B, T, n, d)"
             raise wrong_type(f"{type(self).__name__}.{call}", "streams", wanted, streams)
         if isinstance(streams, State):
-            self._require_state(streams, call)
+            require_own(self, streams, call)
         kept = streams if not isinstance(streams, State) else streams.theta[1] if self._lists else streams.theta[0].mT
         rows = kept.shape[-2] if self._lists else self.streams * self.fractions
-        self._require(kept, (rows, self.d_model // self.fractions), call, "streams", "(B, T, n, d)")
+        require(self, kept, (rows, self.d_model // self.fractions), call, "streams", "(B, T, n, d)")
         return kept
-
-    def _require_state(self, streams: State, call: str) -> None:
-        """ShapeError unless a state has the parts of this mixer's own, of one batch."""
-        if torch.compiler.is_compiling():
-            return
-        theta, known, found = streams.theta, asked(self.update), list[Hashable]()
-        first = theta[0] if isinstance(theta, tuple) and theta else None
-        who, least = f"{type(self).__name__}.{call}", 1 if self._lists else 2
-        if not isinstance(first, Tensor) or first.ndim < least:
-            raise ShapeError(f"{who}: streams must be the State that expand returned, and its theta is another's")
-        width = self.d_model // self.fractions
-        d_k = first.shape[-1] if self._lists else self.streams * self.fractions
-        # statistics of keys, which may be constants
-        place = Place(first.shape[:-2], d_k, width, self._computed(first), first.device, shared=True)
-        found.append(place)
-        seen = look(streams, found)
-        if seen and (found == known.last or known.seen(found)):
-            return
-        if first.dtype != place.dtype:
-            raise ShapeError(f"{who}: streams are a State of {first.dtype}, which is kept in {place.dtype}: convert")
-        require_state(who, self.update, streams, place, "streams")
-        if seen:
-            known.keep(found)
-
-    def _require(self, x: Any, last: tuple[int, ...], call: str, label: str, form: str) -> None:
-        weight = some_parameter(self)
-        right = isinstance(x, Tensor) and x.shape[-len(last) :] == last and x.is_floating_point()
-        if right and (weight is None or weight.device == x.device):
-            return
-        who = f"{type(self).__name__}.{call}"
-        sizes = f"n = {last[0]}, d = {last[1]}" if len(last) == 2 else f"d = {last[0]}"
-        if not isinstance(x, Tensor):
-            raise wrong_type(who, label, f"a tensor {form} with {sizes}", x)
-        if tuple(x.shape[-len(last) :]) != last:
-            hint = ": enter with expand(h)" if label == "streams" else ""
-            raise ShapeError(f"{who}: {label} must be {form} with {sizes}, got {tuple(x.shape)}{hint}")
-        if not x.is_floating_point():
-            raise ShapeError(f"{who}: {label} must be floating point, got {x.dtype}")
-        assert weight is not None
-        raise ShapeError(f"{who}: {label} is on {x.device}, the mixer on {weight.device}: move one of them")
 
     def _require_written(self, kept: Tensor, y: Tensor, coefficients: Coefficients) -> None:
         if not isinstance(coefficients, Coefficients):
             raise wrong_type(f"{type(self).__name__}.write", "coefficients", "those that read returned", coefficients)
-        self._require(y, (self.d_model,), "write", "y", "(B, T, d)")
-        if y.device != kept.device:
-            who = f"{type(self).__name__}.write"
-            raise ShapeError(f"{who}: y is on {y.device} and the streams on {kept.device}: move one of them")
-        if y.shape[:-1] != kept.shape[:-2]:
-            raise ShapeError(
-                f"{type(self).__name__}.write: y {tuple(y.shape)} does not fit streams {tuple(kept.shape)}: "
-                "their leading dimensions must agree"
-            )
+        require_written(self, kept, y)
 
     def _wide(self, x: Tensor) -> Tensor:
         """x in the dtype of the computation: float32, or float64 where the streams or the parameters are."""
@@ -464,49 +416,6 @@ class DepthMixer(nn.Module, ABC):
         weight = some_parameter(self)
         dtype = torch.promote_types(x.dtype, torch.float32)
         return dtype if weight is None else torch.promote_types(dtype, weight.dtype)
-
-
-# ---- by kernels: nothing is read on the host, so that a call like one before does the same again ---------------------
-
-
-_WRITES = nn.Module()  # the lines of a write are those of every sublayer: it takes no parameters
-
-
-def _repeated(mixer: nn.Module, run: Callable[..., Any], given: tuple[Tensor, ...], *facts: Hashable) -> Any:
-    """run(mixer, *given, *facts), as a line where that can be."""
-    follows = not torch.compiler.is_compiling() and given[0].numel()
-    return repeated(mixer, run, given, *facts) if follows else run(mixer, *given, *facts)
-
-
-def _read_by_kernels(mixer: DepthMixer, streams: Tensor) -> tuple[Tensor, Tensor, Signal, Tensor | None]:
-    """x_in, pre, the signal without v, and the streams once more if the read hands them on."""
-    kept = mixer._matrix(streams, "read")
-    with own_precision(kept):
-        x, (pre, signal, read) = mixer._seen(kept, "triton")
-    return x, pre, whole(signal), None if read is None else read[1]
-
-
-def whole(signal: Signal) -> Signal:
-    """As a write takes it: no two of its tensors are of one memory."""
-    return {name: c.contiguous() if isinstance(c, Tensor) else c for name, c in signal.items()}
-
-
-def _write_by_kernels(_: nn.Module, streams: Tensor, *rest: Any) -> Tensor:
-    """The new streams; rest: a signal's values, its names, and the tuple."""
-    *values, names, update = rest
-    with own_precision(streams):
-        return kernels.write(update.it, streams, dict(zip(names, values, strict=True)), triton=True)
-
-
-def _write_then_read_by_kernels(following: DepthMixer, streams: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """The streams that another tuple wrote, and a read of them; rest: a signal's values, its names, and the tuple."""
-    *values, names, update = rest
-    signal, writer = dict(zip(names, values, strict=True)), update.it
-    with own_precision(streams):
-        if kernels.normalises(writer) or kernels.normalises(following.update):
-            after = kernels.write(writer, streams, signal, triton=True)
-            return (after, *_read_by_kernels(following, after))
-        return following._follow(writer, streams, signal)
 
 
 class Mixed(nn.Module):
@@ -529,114 +438,14 @@ class Mixed(nn.Module):
         return self.mixer.write(streams, y, coefficients)
 
 
-def choose(
-    update: StateUpdate,
-    device: torch.device,
-    dtype: torch.dtype,
-    implementation: Implementation | None = None,
-    streams: int = 1,
-    own: str | None = None,
-    adds: str | None = None,
-) -> Choice:
-    """How a tuple takes one step a sublayer; NoImplementation if the named implementation does not.
-
-    own, adds: why a mixer does not take it by products, or by a kernel's.
-    """
-    settle = _settled if torch.compiler.is_compiling() else _once_settled  # a compiler would see facts appear
-    return settle(update, versions.no_kernel(device, dtype), implementation, streams, own, adds)
-
-
-def _settled(
-    update: StateUpdate,
-    refused: str | None,
-    implementation: Implementation | None,
-    streams: int,
-    own: str | None,
-    adds: str | None,
-) -> Choice:
-    """The choice where kernels are refused, or not, whatever the tuple is."""
-    no_form = own or kernels.no_form(update)
-    no_kernel = own or (adds if kernels.adds(update) else None) or refused or kernels.no_kernel(update, streams)
-    if no_kernel is None and implementation in (None, "triton"):
-        choice = Choice("chain", "triton", "streams are read in one pass, and mixed and written in another")
-    elif no_form is None and implementation != "reference":
-        why = no_kernel or f"{implementation} was asked for by name"
-        choice = Choice("chain", "torch", f"streams are read by one product and written by another (no kernel: {why})")
-    else:
-        why = no_form or "reference was asked for by name"
-        choice = Choice("interpreter", "reference", f"one step a sublayer, there is nothing to scan (no chain: {why})")
-    return require_named(choice, implementation, update)
-
-
-_once_settled = fact(_settled)
-
-
-def plans(
-    update: StateUpdate,
-    target: Target,
-    dtype: torch.dtype,
-    implementation: Implementation | None = None,
-    streams: int = 1,
-    own: str | None = None,
-    adds: str | None = None,
-) -> tuple[Plan, ...]:
-    """What runs for the tuple of a mixer."""
-    choice = choose(update, target.device, dtype, implementation, streams, own, adds)
-    routes = {"chain": own or kernels.no_form(update), "interpreter": None}
-    return (Plan("runs", update, choice, target, dtype, routes),)  # type: ignore[arg-type]
-
-
 def _read(kept: Tensor, coefficients: Coefficients) -> Tensor:
     """The streams as their read hands them on."""
     read = coefficients.read
     return read[1] if read is not None and read[0] is kept else kept
 
 
-def corrects(update: StateUpdate) -> bool:
-    """Whether a write takes away what is stored under its key, by the factor rate |k|^2 where the cost is a square."""
-    cost = update.parts().cost
-    return cost.curvature != "none" and not cost.encode
-
-
-def require_streams(update: StateUpdate) -> None:
-    """IllegalUpdate unless the tuple has a meaning on residual streams: a read before the write, k = post, v = y."""
-    cost, h, _, step, memory = update.parts()
-    reason = None
-    if "g" in cost.needs or isinstance(cost, Linear):
-        reason = f"{type(cost).__name__} takes its gradient from outside; depth gives k = post, v = y: use Alignment"
-    elif memory.kind not in ("matrix", "slots", "entries", "list"):
-        reason = (
-            f"the adapter has no streams of a {type(memory).__name__} memory: what enters would have to become its "
-            "weights; use Matrix, Slots, Entries or List"
-        )
-    elif step.writes > 1:
-        reason = "a sublayer has one output to write: several writes of its parts are fractions=r of the mixer"
-    elif step.reads > 1:
-        reason = "a sublayer reads by the mixer's own reads: several of its parts are fractions=r of the mixer"
-    elif step.read is not None:
-        reason = "a read point has no effect: depth reads the state before it writes"
-    elif step.start != "zero":
-        reason = "start='first' would replace what entered the network by the first sublayer's output"
-    elif cost.superlinear and step.at != "new" and h.sphere is None:
-        reason = (
-            f"the gradient of {cost!r} grows faster than the error, so that no explicit step is stable on streams of "
-            "any size: use Step(at='new')"
-        )
-    if reason is not None:
-        raise IllegalUpdate(f"this tuple has no meaning along depth: {reason}")
-
-
 def _anchored(update: StateUpdate) -> bool:
     return not isinstance(update.parts().step.at, str)
 
 
-__all__ = [
-    "Coefficients",
-    "DepthMixer",
-    "Mixed",
-    "Streams",
-    "choose",
-    "corrects",
-    "plans",
-    "require_streams",
-]
+__all__ = ["Coefficients", "DepthMixer", "Mixed", "Streams"]

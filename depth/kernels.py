@@ -174,9 +174,7 @@ def _given(
     return streams, v, _coefficients(weights, streams, 1), mixing
 
 
-def _mixing(
-    update: StateUpdate, streams: Tensor, signal: Signal, rate: Tensor | float, triton: bool
-) -> Tensor | None:
+def _mixing(update: StateUpdate, streams: Tensor, signal: Signal, rate: Tensor | float, triton: bool) -> Tensor | None:
     """M (..., n, n), or None for the identity."""
     monoid, n = update.parts().monoid, streams.shape[-2]
     if triton and isinstance(monoid, GeneralLinear) and (linked := _linked(monoid, signal)) is not None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from axes.core.rates import Signal
 from axes.core.state_update import StateUpdate
 from axes.depth import kernels
-from axes.depth.base import Coefficients, DepthMixer, whole
+from axes.depth.base import Coefficients, DepthMixer
+from axes.depth.lines import whole
 from axes.depth.products import project
 from axes.routes.choice import Implementation
 

@@ -14,8 +14,10 @@ from axes.core.geometry import Geometry
 from axes.core.rates import Domain, Per, extent
 from axes.core.state_update import StateUpdate
 from axes.depth import kernels
-from axes.depth.base import Coefficients, DepthMixer, corrects, plans, require_streams
+from axes.depth.base import Coefficients, DepthMixer
+from axes.depth.choice import plans
 from axes.depth.initial import OFF_DIAGONAL, one_hot
+from axes.depth.meaning import corrects, require_streams
 from axes.errors import AxesError, IllegalUpdate, ShapeError, wrong_type
 from axes.routes.choice import Implementation, Plan, Target
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from axes.depth.base import DepthMixer
 from axes.depth.stack import through
-from axes.depth.wiring import NotResidual, Wiring, leaves, wiring
+from axes.depth.wired import NotResidual, Wiring
+from axes.depth.wiring import leaves, wiring
 from axes.errors import AxesError, IllegalUpdate, ShapeError, wrong_type
 
 Model = TypeVar("Model", bound=nn.Module)

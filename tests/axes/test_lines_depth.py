@@ -17,8 +17,9 @@ from contextlib import nullcontext
 from unittest.mock import patch
 import torch
 from axes import catalogue
-from axes.depth import base
 from axes.depth.hyper_connections import relinked
+from axes.depth.lines import WRITES
+from axes.errors import ShapeError
 from axes.kernels.common import line as lines, repeated
 from axes.kernels.common.repeated import _known
 
@@ -79,7 +80,7 @@ def check(mixers, make, calls, **how):
     followed.clear()
     h = make()
     mine = results(mixers, h, **how)
-    refused = {l.refused for m in (*mixers, base._WRITES) for l in (_known[m].lines.values() if m in _known else ())}
+    refused = {l.refused for m in (*mixers, WRITES) for l in (_known[m].lines.values() if m in _known else ())}
     assert len(followed) == calls and refused <= {None}, (len(followed), refused)
     same(mine, by_python(lambda: results(mixers, h, **how)))
 """
@@ -162,7 +163,7 @@ for wrong, words in ((lambda: mixers[0].write(streams, x[:, :1], c), "do not fit
                      (lambda: mixers[0].read(streams[..., :3]), "enter with expand")):
     try:
         wrong()
-    except base.ShapeError as error:
+    except ShapeError as error:
         assert any(w in str(error) for w in words.split("|")), error
     else:
         raise AssertionError(words)

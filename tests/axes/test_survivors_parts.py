@@ -25,7 +25,8 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.depth.attention import _cosines as waves
 from axes.depth.checkpoints import _streams
-from axes.depth.wiring import Argument, NotResidual, Result, wiring
+from axes.depth.wired import Argument, NotResidual, Result
+from axes.depth.wiring import wiring
 from axes.depth.wrap import require_plain_start
 from axes.errors import IllegalUpdate, ShapeError
 from axes.optim.engine import choice

@@ -41,7 +41,8 @@ from axes.depth import (
     unwrap,
     wrap,
 )
-from axes.depth.wiring import NotResidual, wiring
+from axes.depth.wired import NotResidual
+from axes.depth.wiring import wiring
 from axes.depth.wrap import MixedBlock
 from axes.errors import AxesError, IllegalUpdate, ShapeError, WrongType
 from tests.processes import joined, run
