@@ -139,6 +139,17 @@ def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
             tracker(name)
 
 
+def test_a_dataset_says_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = types.ModuleType("datasets")
+    theirs.load_from_disk = lambda name: {"train": [{"text": "a"}], "test": []}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", theirs)
+    assert list(tokens.dataset(str(tmp_path))) == [(f"{tmp_path}/0", b"a")]
+    with pytest.raises(AxesError, match="has no split 'valid', but train, test"):
+        next(tokens.dataset(str(tmp_path), "valid"))
+    with pytest.raises(AxesError, match="has no field 'body', but text"):
+        next(tokens.dataset(str(tmp_path), field="body"))
+
+
 def test_numbers_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     theirs = types.ModuleType("wandb")
