@@ -162,6 +162,20 @@ def test_numbers_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [step for step, _ in seen[1:]] == [1, 2, 2] and "loss" in seen[1][1] and "step" not in seen[1][1]
 
 
+def test_what_a_stopped_run_has_passed_on_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    theirs = types.ModuleType("torch.utils.tensorboard")
+    theirs.SummaryWriter = lambda place, purge_step: types.SimpleNamespace(  # type: ignore[attr-defined]
+        add_scalar=lambda *row: seen.append(row[2]), flush=lambda: seen.append("flushed"), close=lambda: None
+    )
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    monkeypatch.setattr("atexit.register", lambda close: seen.append(close))
+    folder = RunFolder(tmp_path / "run")
+    training = start(Configuration(**SMALL, text_limit=20_000), folder)
+    run(training, folder, tracker("tensorboard"), stop=lambda: training.position == 1)
+    assert callable(seen[0]) and set(seen[1:]) == {1}  # not flushed: the end of the process has to
+
+
 def test_operations_of_a_token() -> None:
     model = LanguageModel(Architecture("gated-delta-net", "residual", layers=2, width=16, heads=2, vocabulary=50))
     weights = sum(p.numel() for p in model.parameters()) - 50 * 16
