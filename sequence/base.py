@@ -368,11 +368,6 @@ class SequenceLayer(nn.Module):
         packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x.shape[1])
         before, start = (None, None) if state is None else state
         if self.across is not None:
-            if self.around.cell is not None:
-                raise IllegalUpdate(
-                    f"{type(self).__name__}: what a token is given depends on the token before: its tokens cannot be "
-                    "split over processes"
-                )
             before = self.across.tails(self, x, before)
         signal, tails, kept = fused.enter(self.around, x, before, packing, self.implementation)
         self._look({"x": x, **signal})

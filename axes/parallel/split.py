@@ -40,6 +40,12 @@ class Split(Across):
 
     def __init__(self, who: str, layer: SequenceLayer, group: Group, states: bool) -> None:
         self.who, self.update, self.group, self.states = who, layer.update, group, states
+        if layer.around.cell is not None:
+            raise AxesError(
+                f"parallel.sequence: {who} cannot be split over {group.size} processes. What a token is given depends "
+                "on what the token before it read, so that tokens are taken one after another: share out sequences "
+                "instead of their tokens, or take another layer"
+            )
         self.refused = maps.form(layer.update)
         self.by_maps = isinstance(self.refused, str)
         shapes = layer.init_state(1, "meta").tails

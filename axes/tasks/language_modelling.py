@@ -247,9 +247,13 @@ def _prepare(training: Training, observer: Observer) -> None:
     """Until the kernels of a step are compiled."""
     rehearsal = training.rehearsal or rehearse(training)
     training.rehearsal = None
-    if rehearsal is not None and not training.finished:
+    if training.finished:
+        return
+    if rehearsal is not None:
         observer.prepares(str(rehearsal))
         observer.prepares(rehearsal.wait())
+    if training.configuration.compile:
+        observer.prepares("torch.compile: the first step compiles the model, which may take minutes")
 
 
 def _finish(training: Training, folder: RunFolder) -> None:

@@ -191,9 +191,12 @@ def dataset(name: str, split: str = "train", field: str = "text") -> Iterator[Do
         raise AxesError("a dataset needs the library datasets: pip install 'axes-state-update[datasets]'") from None
     try:
         rows = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, streaming=True)
-        rows = rows[split] if hasattr(rows, "keys") else rows
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise AxesError(f"the dataset {name!r} (split {split!r}) cannot be read: {error}") from None
+    if hasattr(rows, "keys"):
+        if split not in rows:
+            raise AxesError(f"the dataset {name!r} has no split {split!r}, but {', '.join(map(str, rows))}")
+        rows = rows[split]
     for n, row in enumerate(rows):
         if field not in row:
             raise AxesError(f"the dataset {name!r} has no field {field!r}, but {', '.join(row)}")

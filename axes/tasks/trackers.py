@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ class TensorBoard:
 
     def began(self, training: Training, folder: RunFolder) -> None:
         self._writer = self._make(str(folder.path / "tensorboard"), purge_step=training.position + 1)
+        atexit.register(self._writer.close)  # a run that is stopped has steps behind its last evaluation
 
     def prepares(self, what: str) -> None: ...
 

@@ -19,7 +19,15 @@ PYTHON = re.compile(r"```python\n(.*?)```", flags=re.S)
 REFUSAL = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)\n```", flags=re.S)
 PARTS = tuple(f"parts/{path.stem}" for path in sorted((DOCS / "parts").glob("*.md")))
 NOT_TIMED = ("hebbian",)  # it has no loss to go down, and leaves the numbers
-WITH_CODE = ("start", "idea", "tuple_to_kernel", "own_system", *PARTS)
+WITH_CODE = ("start", "idea", "tuple_to_kernel", "own_system", "sharded", *PARTS)
+ELSEWHERE = {  # pages whose snippets need something else around them, and what runs them
+    "depth": "depth/test_checkpoints.py",
+    "fla": "integrations/test_fla.py",
+    "optimizer_options": "optim/test_routing.py",
+    "optimizers": "optim/test_diagnostics.py",
+    "refusals": "axes/test_docs.py",
+    "transformers": "integrations/test_transformers.py",
+}
 
 
 def loaded(name: str) -> types.ModuleType:
@@ -40,6 +48,14 @@ def test_snippets_run_in_order(name: str, capsys: pytest.CaptureFixture[str], mo
     with torch.random.fork_rng():
         torch.manual_seed(0)
         exec(compile("\n".join(snippets), f"{name}.md", "exec"), page.__dict__)
+
+
+def test_every_page_with_snippets_is_run() -> None:
+    pages = {path.relative_to(DOCS).with_suffix("").as_posix(): path for path in DOCS.rglob("*.md")}
+    with_code = {name for name, path in pages.items() if PYTHON.search(path.read_text(encoding="utf-8"))}
+    assert with_code == {*WITH_CODE, *ELSEWHERE}
+    for name, test in ELSEWHERE.items():
+        assert f"{name}.md" in (ROOT / "tests" / test).read_text(encoding="utf-8"), name
 
 
 REFUSALS = REFUSAL.findall((DOCS / "refusals.md").read_text(encoding="utf-8"))

@@ -139,6 +139,17 @@ def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
             tracker(name)
 
 
+def test_a_dataset_says_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = types.ModuleType("datasets")
+    theirs.load_from_disk = lambda name: {"train": [{"text": "a"}], "test": []}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", theirs)
+    assert list(tokens.dataset(str(tmp_path))) == [(f"{tmp_path}/0", b"a")]
+    with pytest.raises(AxesError, match="has no split 'valid', but train, test"):
+        next(tokens.dataset(str(tmp_path), "valid"))
+    with pytest.raises(AxesError, match="has no field 'body', but text"):
+        next(tokens.dataset(str(tmp_path), field="body"))
+
+
 def test_numbers_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     theirs = types.ModuleType("wandb")
@@ -149,6 +160,20 @@ def test_numbers_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run(start(Configuration(**SMALL, text_limit=20_000), folder), folder, Several([tracker("wandb")]))
     assert seen[0]["name"] == "run" and seen[0]["resume"] == "allow" and seen[0]["config"]["width"] == 16
     assert [step for step, _ in seen[1:]] == [1, 2, 2] and "loss" in seen[1][1] and "step" not in seen[1][1]
+
+
+def test_what_a_stopped_run_has_passed_on_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    theirs = types.ModuleType("torch.utils.tensorboard")
+    theirs.SummaryWriter = lambda place, purge_step: types.SimpleNamespace(  # type: ignore[attr-defined]
+        add_scalar=lambda *row: seen.append(row[2]), flush=lambda: seen.append("flushed"), close=lambda: None
+    )
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    monkeypatch.setattr("atexit.register", lambda close: seen.append(close))
+    folder = RunFolder(tmp_path / "run")
+    training = start(Configuration(**SMALL, text_limit=20_000), folder)
+    run(training, folder, tracker("tensorboard"), stop=lambda: training.position == 1)
+    assert callable(seen[0]) and set(seen[1:]) == {1}  # not flushed: the end of the process has to
 
 
 def test_operations_of_a_token() -> None:

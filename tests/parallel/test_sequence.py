@@ -25,7 +25,7 @@ from axes.errors import AxesError, ShapeError
 from axes.models import Architecture, LanguageModel
 from axes.models.options import accepted_options
 from axes.parallel import maps
-from axes.sequence import GatedDeltaNet, SoftmaxAttention, TitansMatrix
+from axes.sequence import SLSTM, GatedDeltaNet, SoftmaxAttention, TitansMatrix
 from tests.processes import joined, run
 
 # One of every way: a normaliser, key gates, entries, erasing before and after the gate, two writes a token, a read
@@ -162,6 +162,8 @@ def calls_without_gradients_and_whole_again(mesh: DeviceMesh) -> None:
 def what_cannot_be_split(mesh: DeviceMesh) -> None:
     with pytest.raises(AxesError, match="cannot be split over .* 3 heads are no multiple"):
         parallel.sequence(SoftmaxAttention(12, heads=3), mesh)
+    with pytest.raises(AxesError, match="sequence: SLSTM cannot be split .* share out sequences instead"):
+        parallel.sequence(SLSTM(16, heads=2), mesh)
     with pytest.raises(AxesError, match="no layer of axes.sequence"):
         parallel.sequence(nn.Linear(2, 2), mesh)
     with pytest.raises(AxesError, match="1 is a MultiheadAttention, which mixes the tokens"):
