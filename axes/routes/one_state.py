@@ -9,10 +9,14 @@ beside it no digits. Legend: M chunks of all batch entries, C tokens.
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any, final
+
 import torch
 from torch import Tensor
 
 from axes.core.chain import Chain
+from axes.linalg.formulas import by_autograd, by_formula
 from axes.routes import serial
 
 _CHUNK, _CHUNK_CHANNELS = 64, 32
@@ -166,20 +170,24 @@ class _Scalar(Decays):
 
 class _Channels(Decays):
     """A gate for every key entry. Pairs in different halves of a block meet at the border between them, so that they
-    are products of two scaled operands, and so on in each half; the last few pairs have exponentials of their own."""
+    are products of two scaled operands, and so on in each half. Of `mixed` and `between` the last few pairs have
+    exponentials of their own."""
 
     def __init__(self, gate: Tensor, pairs: int) -> None:
-        size, self.batch, gate = gate.shape[-2], gate.shape[:-2], gate.flatten(0, -3)
-        self.kept, self.left = (x.unflatten(0, self.batch) for x in (self.until(gate), self.after(gate)))
-        self.levels: list[tuple[Tensor, Tensor, Tensor]] = []
-        half = size // 2
-        while half >= pairs:
-            first, second = _halves(gate, half)
+        self.batch, self.gate = gate.shape[:-2], gate.flatten(0, -3)
+        self.kept, self.left = (x.unflatten(0, self.batch) for x in (self.until(self.gate), self.after(self.gate)))
+        self.few = self.gate.unflatten(1, (-1, min(gate.shape[-2], pairs)))
+
+    @cached_property
+    def levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of halves that are no few pairs: up to each token of the second, ahead of it, behind each of the first."""
+        found, half = [], self.gate.shape[-2] // 2
+        while half >= self.few.shape[-2]:
+            first, second = _halves(self.gate, half)
             until = self.until(second)
-            excluded = torch.nn.functional.pad(until[..., :-1, :], (0, 0, 1, 0), value=1.0)
-            self.levels.append((until, excluded, self.after(first)))
+            found.append((until, _shifted(until), self.after(first)))
             half //= 2
-        self.few = gate.unflatten(1, (-1, min(size, pairs)))
+        return found
 
     def between(self, before: bool = False) -> Tensor:
         return self.among(self.few.flatten(1, 2), before).unflatten(0, self.batch)
@@ -221,18 +229,17 @@ class _Channels(Decays):
         return out.unflatten(0, self.batch)
 
     def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
-        readers, writers = (x.reshape(-1, *x.shape[-2:]) for x in (readers, writers))
-        few, decay = self.few.shape[-2], self._between(before)
-        x, w = readers.unflatten(1, (-1, few)), writers.unflatten(1, (-1, few))
-        out = torch.einsum("mntd,mntsd,mnsd->mnts", x, decay, w).tril(-int(before))
-        for until, excluded, after in reversed(self.levels):
-            half = until.shape[-2]
-            x, w = _halves(readers, half)[1], _halves(writers, half)[0]
-            cross = x * (excluded if before else until) @ (w * after).mT
-            upper, lower = out.unflatten(1, (-1, 2)).unbind(2)
-            above = torch.cat((upper, torch.zeros_like(cross)), -1)
-            out = torch.cat((above, torch.cat((cross, lower), -1)), -2)
-        return out[:, 0].unflatten(0, self.batch)
+        x, w = (y.reshape(-1, *y.shape[-2:]) for y in (readers, writers))
+        by_hand = x.device.type == "cpu" and by_formula(x, w)
+        made: Tensor = (_Pairs.apply if by_hand else _pairs)(self.factors, x, w, before)
+        return made.unflatten(0, self.batch)
+
+    @cached_property
+    def factors(self) -> Tensor:
+        """What is left between each token and the border of its block at every level: (M, levels, C, d)."""
+        size = self.gate.shape[-2]
+        between = _until_border(size, self.gate).expand(self.gate.shape[0], -1, -1)
+        return torch.bmm(between, self.gate).exp().unflatten(1, (-1, size))
 
 
 class Factors(_Channels):
@@ -240,6 +247,14 @@ class Factors(_Channels):
 
     def __init__(self, factors: Tensor) -> None:
         super().__init__(factors, _PAIRS)
+
+    @cached_property
+    def factors(self) -> Tensor:
+        made, size = [self.gate.new_ones(len(self.gate), 0, *self.gate.shape[1:])], self.gate.shape[-2]
+        for _, half in _halving(size):
+            first, second = _halves(self.gate, half)
+            made.append(torch.stack((self.after(first), self.until(second)), 2).reshape(len(first), 1, size, -1))
+        return torch.cat(made, 1)
 
     @staticmethod
     def until(gate: Tensor) -> Tensor:
@@ -254,6 +269,88 @@ class Factors(_Channels):
     def among(gate: Tensor, before: bool) -> Tensor:
         inside = _inside(gate.shape[-2], before, gate)[..., None]
         return torch.where(inside, gate[..., None, None, :, :], 1.0).prod(-2)
+
+
+def _pairs(factors: Tensor, readers: Tensor, writers: Tensor, before: bool) -> Tensor:
+    """x_t Diag(what is left between s and t) w_s: by their halves' border, (M, C, C). factors: `_Channels.factors`."""
+    own = (readers * writers).sum(-1)
+    out = (torch.zeros_like(own) if before else own)[..., None, None]  # blocks (M, n, half, half), of one token first
+    for level, half in _halving(readers.shape[-2]):
+        _, _, x, w = _scaled(factors[:, level], readers, writers, half, before)
+        upper, lower = out.unflatten(1, (-1, 2)).unbind(2)
+        cross = torch.bmm(x.flatten(0, 1), w.flatten(0, 1).mT).view_as(upper)
+        out = torch.cat((torch.cat((upper, torch.zeros_like(cross)), -1), torch.cat((cross, lower), -1)), -2)
+    return out[:, 0]
+
+
+@final
+class _Pairs(torch.autograd.Function):
+    """Derivatives of a level's factors, readers and writers from two products, without those of how they are put
+    together."""
+
+    @staticmethod
+    def forward(ctx: Any, factors: Tensor, readers: Tensor, writers: Tensor, before: bool) -> Tensor:
+        ctx.before = before
+        ctx.save_for_backward(factors, readers, writers)
+        return _pairs(factors, readers, writers, before)
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
+        factors, readers, writers = ctx.saved_tensors
+        before: bool = ctx.before
+        if torch.is_grad_enabled():
+            return by_autograd(_pairs, (factors, readers, writers, before), (given,))
+        own = given.diagonal(0, -2, -1)[..., None]
+        dx, dw = (torch.zeros_like(y) if before else own * y for y in (writers, readers))
+        dfactors = torch.empty_like(factors)
+        for level, half in _halving(readers.shape[-2]):
+            until, after, x, w = _scaled(factors[:, level], readers, writers, half, before)
+            quarters = given.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))  # (M, n, 2, half, n, 2, half)
+            cross = quarters[:, :, 1, :, :, 0].diagonal(0, 1, 3).movedim(-1, 1).flatten(0, 1)
+            along_x = torch.bmm(cross, w.flatten(0, 1)).view_as(x)
+            along_w = torch.bmm(cross.mT, x.flatten(0, 1)).view_as(w)
+            (first, second), into = _halves(writers, half)[:1] + _halves(readers, half)[1:], dfactors[:, level]
+            torch.mul(along_w, first, out=_halves(into, half)[0])
+            if before:
+                of_until = _halves(into, half)[1]
+                torch.mul(along_x[..., 1:, :], second[..., 1:, :], out=of_until[..., :-1, :])
+                of_until[..., -1, :] = 0
+            else:
+                torch.mul(along_x, second, out=_halves(into, half)[1])
+            _halves(dx, half)[1].addcmul_(along_x, until)
+            _halves(dw, half)[0].addcmul_(along_w, after)
+        return dfactors, dx, dw, None
+
+
+def _halving(size: int) -> list[tuple[int, int]]:
+    """Levels of blocks of two tokens and more, and half of their lengths."""
+    return [(level, 1 << level) for level in range(size.bit_length() - 1)]
+
+
+def _scaled(
+    factors: Tensor, readers: Tensor, writers: Tensor, half: int, before: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Factors of second and of first halves, and with them readers and writers, each (M, n, half, d)."""
+    after, until = _halves(factors, half)
+    until = _shifted(until) if before else until
+    return until, after, _halves(readers, half)[1] * until, _halves(writers, half)[0] * after
+
+
+def _shifted(until: Tensor) -> Tensor:
+    """Ahead of each token in the place of up to it."""
+    return torch.nn.functional.pad(until[..., :-1, :], (0, 0, 1, 0), value=1.0)
+
+
+def _until_border(size: int, like: Tensor) -> Tensor:
+    """Ones at the gates between each token and the border of its block, of blocks of two tokens and more: (levels
+    times C, C)."""
+    order = torch.arange(size, device=like.device)
+    t, r = order[:, None], order
+    found = []
+    for _, half in _halving(size):
+        border = (t | half) & -half  # the first token of the second half
+        found.append(torch.where(t >= border, (r >= border) & (r <= t), (r > t) & (r < border)))
+    return torch.cat(found).to(like.dtype) if found else like.new_zeros(0, size)
 
 
 def _inside(size: int, before: bool, like: Tensor) -> Tensor:
