@@ -242,27 +242,6 @@ class _Channels(Decays):
         return out[:, 0].unflatten(0, self.batch)
 
 
-class Factors(_Channels):
-    """The same with factors of any sign in the place of log gates; C is a power of two."""
-
-    def __init__(self, factors: Tensor) -> None:
-        super().__init__(factors, _PAIRS)
-
-    @staticmethod
-    def until(gate: Tensor) -> Tensor:
-        return gate.cumprod(-2)
-
-    @staticmethod
-    def after(gate: Tensor) -> Tensor:
-        back = gate.flip(-2).cumprod(-2)
-        return torch.nn.functional.pad(back[..., :-1, :], (0, 0, 1, 0), value=1.0).flip(-2)
-
-    @staticmethod
-    def among(gate: Tensor, before: bool) -> Tensor:
-        inside = _inside(gate.shape[-2], before, gate)[..., None]
-        return torch.where(inside, gate[..., None, None, :, :], 1.0).prod(-2)
-
-
 def _inside(size: int, before: bool, like: Tensor) -> Tensor:
     """Whether a token lies behind s and not behind t, or t - 1: (t, s, token)."""
     order = torch.arange(size, device=like.device)
