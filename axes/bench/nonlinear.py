@@ -19,7 +19,7 @@ from axes.bench.rules import RULES, Run, SequenceRule, Shape, Signal, find, read
 from axes.errors import AxesError
 from axes.routes import dispatch
 
-_ROUTES = ("substitution", "gram", "cascade", "interpreter")
+_ROUTES = ("substitution", "gram", "cascade", "solve", "interpreter")
 _KINDS = ("regression", "entries")  # which passes and an entry scan compute
 
 

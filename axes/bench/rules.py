@@ -16,7 +16,7 @@ from axes.core import reference
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment, SquaredError
 from axes.core.derived import block_size
-from axes.core.memory import Fenwick
+from axes.core.memory import Correlation, Fenwick, Regression
 from axes.core.monoids import Diagonal, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
@@ -261,6 +261,10 @@ def _prev(update: StateUpdate) -> StateUpdate:
     return StateUpdate(n.cost, n.h, n.monoid, dataclasses.replace(n.algorithm, at="prev"), n.memory)
 
 
+def _solved(memory: Regression | Correlation) -> StateUpdate:
+    return StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(_BETA), memory=memory)
+
+
 def _hgrn(fla: Any, form: str, s: Signal, **o: Any) -> Any:
     o.pop("scale")
     call = getattr(fla.hgrn, f"{form}_hgrn")
@@ -390,6 +394,8 @@ RULES: tuple[SequenceRule, ...] = (
     SequenceRule("lattice without norms", LatticeOSR.update, {"gamma": "strength", "decay": "gate"}, erases=True),
     SequenceRule("rls", RLSNet.update, {"decay": "gate", "beta": "strength"}),
     SequenceRule("shampoo", ShampooNet.update, {"decay": "gate", "beta": "strength"}),
+    SequenceRule("rls, ten steps", _solved(Regression(10, 0.1)), {"decay": "gate", "beta": "strength"}),
+    SequenceRule("shampoo, ten steps", _solved(Correlation(10)), {"decay": "gate", "beta": "strength"}),
     SequenceRule("muon", MuonNet.update, {"decay": "gate", "beta": "small strength"}, erases=True),
     SequenceRule("muon state", MuonNetState.update, {"beta": "strength"}, initial=0.1),
     SequenceRule("ttt mlp", TTTMLP.update, {"eta": "small strength"}, erases=True),

@@ -3,10 +3,10 @@
     S_t = S_{t-1} Diag(a_t) + d_t b_t^T
 
 Where the direction d is the value, a and b need the state only through inner products with the chunk's values, so that
-the token loop runs on (C, d_k) numbers (Lattice Sim and Enc). Where it is the error, v - Phi k, the loop holds the
-slots (Lattice Dec and OSR). Loops run without autograd and have adjoints of their own; with a, b and d known, outputs
-are products. A forget gate mu only rescales the step of slots that are normalised: (mu, gamma) is the same update as
-(1, gamma / mu).
+the token loop runs on (C, d_k) numbers (Lattice Sim and Enc), and the slots are scanned with what it found. Where it is
+the error, v - Phi k, the loop holds the slots and reads them (Lattice Dec and OSR). Loops run without autograd and have
+adjoints of their own. A forget gate mu only rescales the step of slots that are normalised: (mu, gamma) is the same
+update as (1, gamma / mu).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import AxesError
-from axes.routes import one_state
+from axes.routes.states import states
 
 _FIRST = (
     "slots by their turns have first derivatives only: for second ones run the sequence with "
@@ -35,7 +35,7 @@ def sim(start: Tensor, k: Tensor, v: Tensor, q: Tensor, step: Tensor, encode: bo
     overlap, gram = v @ start, v @ v.mT  # (..., C, d_k), (..., C, C)
     kept, written = cast(tuple[Tensor, Tensor], _Turned.apply(overlap, gram, k, step, encode))
 
-    out, last = _outputs(start, kept, written, v, q)
+    out, last = cast(tuple[Tensor, Tensor], _Read.apply(start, kept, written, v, q))
     return out, _unit(last)
 
 
@@ -115,113 +115,131 @@ def dec(
         return x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
 
     rates = [None if x is None else flat(x[..., None]) for x in (step, keep)]
-    found = _Decoded.apply(flat(start), flat(k), flat(v), *rates)
-    kept, written, errors = (x.unflatten(0, batch) for x in cast(tuple[Tensor, ...], found))
-    out, last = _outputs(start, kept, written, errors, q)
+    found = _Decoded.apply(flat(start), flat(k), flat(v), flat(q), *rates)
+    out, last = (x.unflatten(0, batch) for x in cast(tuple[Tensor, ...], found))
     return out, _unit(last) if keep is None else last
 
 
 def _outputs(start: Tensor, kept: Tensor, written: Tensor, values: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """What is read of S_t = S_{t-1} Diag(a_t) + v_t b_t^T, and the last one."""
-    size, batch = q.shape[-2], start.shape[:-2]
-
-    def whole(x: Tensor, fill: float = 0.0) -> Tensor:
-        """Flat, and up to a power of two with tokens that do nothing."""
-        room = (1 << (size - 1).bit_length()) - size
-        x = x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
-        return torch.nn.functional.pad(x, (0, 0, 0, room), value=fill) if room else x
-
-    slots, directions = start.reshape(-1, *start.shape[-2:]), whole(values)
-    asked, added = whole(q), whole(written)
-    factors = one_state.Factors(whole(kept, 1.0))
-    out = (factors.kept * asked) @ slots.mT + factors.scores(asked, added) @ directions
-    last = slots * factors.kept[:, -1:, :] + directions.mT @ (factors.left * added)
-    return out[:, :size].unflatten(0, batch), last.unflatten(0, batch)
+    found = states(kept, written, values, start.mT)  # a slot's multiple stands on a row
+    return (q[..., None, :] @ found)[..., 0, :], found[..., -1, :, :].mT
 
 
-def _decoded(
-    p: Tensor, square: Tensor, length: Tensor, key: Tensor, rate: Tensor, keep: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(a, b, r) of slots that become a s + b e, e = v - S r: p = <s, e>, square = |e|^2, length = |s|^2 (..., d_k)."""
-    if keep is None:
-        return *_turn(p, key, rate, square, False), key * torch.ones_like(length)
-    inverse = torch.rsqrt(torch.where(length > 0, length, 1.0)) * (length > 0)
-    read = key * inverse
-    b = rate * read
-    return keep - b * p * inverse * inverse, b, read
-
-
-class _Decoded(torch.autograd.Function):
-    """(a, b) (N, C, d_k) and the errors e (N, C, d_v) of every token; the adjoint is the same loop backwards.
-
-    start (N, d_v, d_k), k (N, C, d_k), v (N, C, d_v), step and keep (N, C, 1).
-    """
+class _Read(torch.autograd.Function):
+    """`_outputs`, whose states are made again for the backward pass: of one chunk at a time."""
 
     @staticmethod
-    def forward(ctx: Any, start: Tensor, k: Tensor, v: Tensor, step: Tensor, keep: Tensor | None) -> Any:
-        state, one = start, start.new_ones(())
-        made: list[tuple[Tensor, ...]] = []
-        keeps = [None] * k.shape[1] if keep is None else keep.unbind(1)
-        for key, value, rate, stay in zip(k.unbind(1), v.unbind(1), step.unbind(1), keeps, strict=True):
-            length = one if stay is None else state.square().sum(-2)
-            read = key
-            if stay is not None:
-                read = key * torch.rsqrt(torch.where(length > 0, length, 1.0)) * (length > 0)
-            error = torch.baddbmm(value[..., None], state, read[..., None], alpha=-1)
-            p, square = torch.bmm(error.mT, state)[:, 0], error.square().sum(-2)
-            a, b, _ = _decoded(p, square, length, key, rate, stay)
-            state = torch.baddbmm(state * a[:, None, :], error, b[:, None, :])
-            made.append((a, b, error[..., 0], p, square, length))
-        kept, written, errors, *met = (torch.stack(x, 1) if x[0].ndim else one for x in zip(*made, strict=True))
-        ctx.save_for_backward(start, k, step, keep, *met, kept, written, errors)
-        return kept, written, errors
+    def forward(ctx: Any, *given: Tensor) -> Any:
+        ctx.save_for_backward(*given)
+        return _outputs(*given)
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise AxesError(_FIRST)
-        start, k, step, keep, p, square, length, kept, written, errors = ctx.saved_tensors
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            made = _outputs(*inputs)
+        return torch.autograd.grad(made, inputs, given)
+
+
+def _inverse(length: Tensor) -> Tensor:
+    """1 / |s| of |s|^2 (..., d_k), 0 where that is."""
+    return torch.rsqrt(torch.where(length > 0, length, 1.0)) * (length > 0)
+
+
+def _decoded(
+    p: Tensor, square: Tensor, inverse: Tensor | None, read: Tensor, rate: Tensor, keep: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(a, b) of slots that become a s + b e, e = v - S r: p = <s, e>, square = |e|^2, inverse = 1 / |s|, read = r."""
+    if keep is None or inverse is None:
+        return _turn(p, read, rate, square, False)
+    b = rate * read
+    return keep - b * p * inverse * inverse, b
+
+
+class _Decoded(torch.autograd.Function):
+    """What is read (N, C, d_v) of the slots that the loop holds, and the last ones; its adjoint is the loop backwards.
+
+    start (N, d_v, d_k), k, q (N, C, d_k), v (N, C, d_v), step and keep (N, C, 1).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, k: Tensor, v: Tensor, q: Tensor, step: Tensor, keep: Tensor | None) -> Any:
+        state, one = start, start.new_ones(())
+        made: list[tuple[Tensor, ...]] = []
+        keeps = [None] * k.shape[1] if keep is None else keep.unbind(1)
+        tokens = (x.unbind(1) for x in (k, v[..., None], q[..., None], step))
+        for key, value, asked, rate, stay in zip(*tokens, keeps, strict=True):
+            length, read, inverse = one, key, None
+            if stay is not None:
+                length = state.square().sum(-2)
+                inverse = _inverse(length)
+                read = key * inverse
+            error = torch.baddbmm(value, state, read[..., None], alpha=-1)
+            p, square = torch.bmm(error.mT, state)[:, 0], error.square().sum(-2)
+            a, b = _decoded(p, square, inverse, read, rate, stay)
+            state = torch.baddbmm(state * a[:, None, :], error, b[:, None, :])
+            made.append((torch.bmm(state, asked)[..., 0], a, b, error[..., 0], p, square, length))
+        out, *met = (torch.stack(x, 1) if x[0].ndim else one for x in zip(*made, strict=True))
+        ctx.save_for_backward(start, k, q, step, keep, *met)
+        return out, state
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise AxesError(_FIRST)
+        start, k, q, step, keep, kept, written, errors, p, square, length = ctx.saved_tensors
         free = keep is not None
         inputs = [x.detach().requires_grad_() for x in (p, square.expand_as(p), length.expand_as(p), k, step)]
         stay = None if keep is None else keep.detach().requires_grad_()
         with torch.enable_grad():
             found, squares, lengths, keys, rates = inputs
-            a, b, r = _decoded(found, squares, lengths, keys, rates, stay)
+            inverse = None if stay is None else _inverse(lengths)
+            r = keys if inverse is None else keys * inverse
+            a, b = _decoded(found, squares, inverse, r, rates, stay)
 
-        def slopes(y: Tensor) -> list[Tensor]:
-            """In p, |e|^2 and |s|^2: (C, N, d_k)."""
+        def slopes(y: Tensor) -> list[tuple[Tensor, ...]]:
+            """In p, |e|^2 and |s|^2, token by token (N, d_k)."""
             one = torch.ones_like(y)
             by = torch.autograd.grad(y, inputs[:3], one, retain_graph=True, allow_unused=True, materialize_grads=True)
-            return [x.transpose(0, 1).contiguous() for x in by]
+            return [x.unbind(1) for x in by]
 
-        (a_p, a_e, a_s), (b_p, b_e, b_s), r_s = slopes(a), slopes(b), slopes(r)[2]
-        states, state = [], start
-        for now, add, error in zip(kept.unbind(1), written.unbind(1), errors.unbind(1), strict=True):
+        (a_p, a_e, a_s), (b_p, b_e, b_s) = slopes(a), slopes(b)
+        r_s = slopes(r)[2] if free else ()
+        reads, now, value = (x.unbind(1) for x in (r.detach()[..., None, :], kept[..., None, :], errors[..., None]))
+        rows, columns = (x.unbind(1) for x in (written[..., None, :], written[..., None]))
+        by_out, into = given
+        states, state = [start], start
+        for t in range(k.shape[1]):
+            state = torch.baddbmm(state * now[t], value[t], rows[t])
             states.append(state)
-            state = torch.baddbmm(state * now[:, None, :], error[..., None], add[:, None, :])
-        into = torch.zeros_like(start)
+        by_q = torch.bmm(torch.stack(states[1:], 1).flatten(0, 1).mT, by_out.reshape(-1, by_out.shape[-1], 1))
+        heard, asks = by_out[..., None].unbind(1), q[..., None, :].unbind(1)
         asked: list[list[Tensor]] = [[], [], [], []]  # of a, b, e and r
-        reads = r.detach()
         for t in range(k.shape[1] - 1, -1, -1):
-            state, error = states[t], errors[:, t, :, None]
-            by_a = given[0][:, t] + (into * state).sum(-2)
-            by_b = torch.baddbmm(given[1][:, t, None], error.mT, into)[:, 0]
-            by_p = a_p[t] * by_a + b_p[t] * by_b
-            by_square = (a_e[t] * by_a + b_e[t] * by_b).sum(-1)[:, None, None]
-            by_e = torch.baddbmm(given[2][:, t, :, None], into, written[:, t, :, None])
-            by_e = torch.baddbmm(by_e, state, by_p[..., None]) + 2 * by_square * error
-            sides = torch.cat((error, by_e), -1), torch.stack((by_p, -reads[:, t]), 1)
-            into = torch.baddbmm(into * kept[:, t, None], *sides)
+            state, error = states[t], value[t]
+            into = torch.baddbmm(into, heard[t], asks[t])
+            by_a, by_b = (into * state).sum(-2), torch.bmm(error.mT, into)[:, 0]
+            by_p = torch.addcmul(a_p[t] * by_a, b_p[t], by_b)
+            by_e = torch.baddbmm(torch.bmm(into, columns[t]), state, by_p[..., None])
+            if not free:  # the length of an error acts on unit slots alone
+                by_square = torch.addcmul(a_e[t] * by_a, b_e[t], by_b).sum(-1)[:, None, None]
+                by_e = torch.addcmul(by_e, by_square, error, value=2)
             by_r = torch.bmm(by_e.mT, state)[:, 0].neg()
+            into = torch.baddbmm(into * now[t], error, by_p[:, None])
+            into = torch.baddbmm(into, by_e, reads[t], alpha=-1)
             if free:
-                by_length = a_s[t] * by_a + b_s[t] * by_b + r_s[t] * by_r
+                by_length = torch.addcmul(a_s[t] * by_a, r_s[t], by_r)
+                by_length = torch.addcmul(by_length, b_s[t], by_b)
                 into = torch.addcmul(into, state, by_length[:, None], value=2)
             for xs, x in zip(asked, (by_a, by_b, by_e[..., 0], by_r), strict=True):
                 xs.append(x)
         by_a, by_b, by_e, by_r = (torch.stack(xs[::-1], 1) for xs in asked)
         wanted = inputs[3:] + ([] if stay is None else [stay])
         by_k, by_step, *by_keep = torch.autograd.grad((a, b, r), wanted, (by_a, by_b, by_r))
-        return into, by_k, by_e, by_step, by_keep[0] if free else None
+        return into, by_k, by_e, by_q.view_as(q), by_step, by_keep[0] if free else None
 
 
 def _unit(state: Tensor) -> Tensor:

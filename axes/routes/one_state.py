@@ -242,35 +242,6 @@ class _Channels(Decays):
         return torch.bmm(between, self.gate).exp().unflatten(1, (-1, size))
 
 
-class Factors(_Channels):
-    """The same with factors of any sign in the place of log gates; C is a power of two."""
-
-    def __init__(self, factors: Tensor) -> None:
-        super().__init__(factors, _PAIRS)
-
-    @cached_property
-    def factors(self) -> Tensor:
-        made, size = [self.gate.new_ones(len(self.gate), 0, *self.gate.shape[1:])], self.gate.shape[-2]
-        for _, half in _halving(size):
-            first, second = _halves(self.gate, half)
-            made.append(torch.stack((self.after(first), self.until(second)), 2).reshape(len(first), 1, size, -1))
-        return torch.cat(made, 1)
-
-    @staticmethod
-    def until(gate: Tensor) -> Tensor:
-        return gate.cumprod(-2)
-
-    @staticmethod
-    def after(gate: Tensor) -> Tensor:
-        back = gate.flip(-2).cumprod(-2)
-        return torch.nn.functional.pad(back[..., :-1, :], (0, 0, 1, 0), value=1.0).flip(-2)
-
-    @staticmethod
-    def among(gate: Tensor, before: bool) -> Tensor:
-        inside = _inside(gate.shape[-2], before, gate)[..., None]
-        return torch.where(inside, gate[..., None, None, :, :], 1.0).prod(-2)
-
-
 def _pairs(factors: Tensor, readers: Tensor, writers: Tensor, before: bool) -> Tensor:
     """x_t Diag(what is left between s and t) w_s: by their halves' border, (M, C, C). factors: `_Channels.factors`."""
     own = (readers * writers).sum(-1)

@@ -334,6 +334,7 @@ def test_nonlinear_memories_beside_the_interpreter(capsys: pytest.CaptureFixture
         taken, interpreter, factor = (float(x) for x in line.split("|")[3:6])
         assert line.startswith(start) and taken > 0 and interpreter > 0 and factor > 0
     names = [rule.name for rule in nonlinear.nonlinear()]
-    assert {"longhorn", "longhorn diagonal", "lattice decoding", "muon state"} <= set(names) and "delta" not in names
+    some = {"longhorn", "longhorn diagonal", "lattice decoding", "rls", "shampoo, ten steps", "muon state"}
+    assert some <= set(names) and "delta" not in names
     with pytest.raises(SystemExit):
         main(["bench", "nonlinear", "--rule", "rls", "--shape", "1,8,2,4", "--share", "3"])

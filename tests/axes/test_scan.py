@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from axes.core import reference
 from axes.core.chain import Chain, chain
 from axes.routes import dispatch, one_state, scan
+from axes.routes.states import states
 from axes.testing import checks
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 33, 64, 65, 130)
@@ -321,3 +322,27 @@ def test_cumulative_is_the_recurrence_with_both_derivatives(shape: tuple[int, ..
     torch.testing.assert_close(scan.cumulative(*inputs), torch.stack(expected, -3), rtol=1e-12, atol=1e-12)
     assert torch.autograd.gradcheck(scan.cumulative, inputs, fast_mode=True)
     assert torch.autograd.gradgradcheck(scan.cumulative, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("by", ["numbers", "rows"])
+def test_states_are_those_of_a_plain_loop(by: str) -> None:
+    """Gates of either sign, zero among them, with all derivatives, and theirs; a batch dimension that keys share."""
+    torch.manual_seed(0)
+    gate = torch.randn(2, 3, 5, 1 if by == "numbers" else 4, dtype=torch.float64)
+    gate[0, 1, 2] = 0.0
+    value, key = torch.randn(2, 3, 5, 4, dtype=torch.float64), torch.randn(2, 1, 5, 6, dtype=torch.float64)
+    given = [x.requires_grad_() for x in (gate, value, key, torch.randn(2, 3, 4, 6, dtype=torch.float64))]
+
+    def loop(gate: Tensor, value: Tensor, key: Tensor, state: Tensor) -> Tensor:
+        found = []
+        for t in range(5):
+            state = gate[..., t, :, None] * state + value[..., t, :, None] * key[..., t, None, :]
+            found.append(state)
+        return torch.stack(found, -3)
+
+    out, want = states(*given), loop(*given)
+    torch.testing.assert_close(out, want)
+    weight = torch.randn_like(out)
+    for mine, theirs in zip(*(torch.autograd.grad((y * weight).sum(), given) for y in (out, want)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert torch.autograd.gradgradcheck(states, given)

@@ -37,7 +37,6 @@ from axes.programs.numbers import Origin
 from axes.routes import dispatch as routes
 from axes.routes import kernel_terms, opaque, token
 from axes.routes.kernel_terms import _shared
-from axes.routes.one_state import Factors
 from axes.routes.turned import still
 from axes.sequence.charts import LogSigmoid
 from axes.sequence.latent import Latent
@@ -66,15 +65,6 @@ def test_gradients_of_few_bits_are_widened_before_a_program_reads_them() -> None
     assert [g.dtype for g in readable(few, torch.float32, kernel)] == [torch.bfloat16] * 2
     mixed = [few[0], torch.ones(3)]
     assert [g.dtype for g in readable(mixed, torch.float32, kernel)] == [torch.float32] * 2
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_factors_between_two_tokens_are_the_product_of_those_between(before: bool) -> None:
-    gate = torch.rand(2, 4, 3, dtype=torch.float64)
-    got = Factors.among(gate, before)
-    for t in range(4):
-        for s in range(t):
-            assert torch.allclose(got[:, t, s], gate[:, s + 1 : t + (not before)].prod(1))
 
 
 def test_of_several_gates_none_is_lost_in_the_frame_that_turns_along() -> None:
