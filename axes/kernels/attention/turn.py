@@ -104,8 +104,8 @@ def _rows_backward(
     dx = _rows(dy, cos, sin, -sign, x.dtype)
     held, heard = (x, dx) if x.dtype == torch.float32 else (y, dy)
     (a, b), (da, db) = held.chunk(2, -1), heard.chunk(2, -1)
-    each = torch.mul(a, db, out=torch.empty_like(angle)).addcmul_(b, da, value=-1.0)
-    return [dx, each if sign > 0 else each.neg_()]
+    plus, minus = ((a, db), (b, da)) if sign > 0 else ((b, da), (a, db))
+    return [dx, torch.mul(*plus, out=torch.empty_like(angle)).addcmul_(*minus, value=-1.0)]
 
 
 def _rows_shapes(
