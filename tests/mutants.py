@@ -145,6 +145,39 @@ EQUIVALENT: dict[tuple[str, str], str | tuple[str, str]] = {
         "how programs share tiles: the same numbers",
     ),
     ("axes/kernels/streams/look.py", "64 if x.dtype == torch.bfloat16 else 32"): "stages of a pipeline: a GPU's speed",
+    ("axes/routes/dispatch.py", "1"): (
+        "implementation or chosen(), 1)",
+        "where time stands says whether a kernel takes a call; a GPU tells",
+    ),
+    ("axes/kernels/rows/mass.py", "1"): ("max(1, _NUMBERS // wide)", "how many rows a program takes: the same numbers"),
+    ("axes/kernels/block/chain.py", "q.new_empty(cut.slots, hv, c, c)"): (
+        "as many numbers, found by their place and not by the shape"
+    ),
+    ("axes/kernels/blocks/leave.py", "-2"): (
+        "y.shape[-2] * y.shape[-1]",
+        "of four dimensions the third is the last but one",
+    ),
+    ("axes/kernels/blocks/plan.py", "0"): (
+        "for key in parts if key[0]",
+        "which streams a program takes: the same numbers",
+    ),
+    ("axes/kernels/blocks/plan.py", "0.0"): ("plain = [s._replace(", "a key that is compared with keys made alike"),
+    ("axes/kernels/scalar/sizes.py", "64"): (
+        "programs = max(1, batch * heads",
+        "how many segments a width of 65 or 129 is cut into: the same numbers to a rounding",
+    ),
+    ("axes/kernels/diagonal/chain.py", "beta is None"): (
+        "plain = plain and beta is None",
+        "without a GPU no kernel is Hopper's; a GPU tells (tests/gpu/test_diagonal.py)",
+    ),
+    ("axes/kernels/scalar/hopper_write.py", "0"): (
+        "0 in q.shape",
+        "empty tensors never come here, and one of size 1 takes the portable kernel: a GPU's speed",
+    ),
+    (
+        "axes/kernels/blocks/enter.py",
+        "torch.is_grad_enabled() and any(x.requires_grad for x in (p, *parameters, *tails))",
+    ): "what a backward would read is kept though nobody asks for one: the same numbers",
     ("sequence/by_hand.py", "torch.mul(d, own, out=dx[:, first:end])"): "a product does not know an order",
 }
 

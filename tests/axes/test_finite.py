@@ -245,6 +245,11 @@ def test_check_finite_of_packed_sequences() -> None:
     signal["beta"] = _spoilt(signal["beta"], math.nan)  # type: ignore[arg-type]
     with pytest.raises(NotFiniteError, match=f"run_packed: beta is not finite: nan at token {AT}"):
         dispatch.run_packed(update, signal, state, torch.tensor([0, 5, LENGTH]), check_finite=True)
+    signal |= {"beta": 0 * signal["beta"].nan_to_num(), "q": signal["q"].clone()}  # type: ignore[union-attr]
+    signal["q"][0, AT, 1] = 1e308  # type: ignore[index]
+    large = state._replace(theta=(torch.full_like(state.theta[0], 1e10),))
+    with pytest.raises(NotFiniteError, match=re.escape(f"output is not finite: inf at token {AT}, entry (0, {AT}, 1")):
+        dispatch.run_packed(update, signal, large, torch.tensor([0, 5, LENGTH]), check_finite=True)
 
 
 @pytest.mark.parametrize("cls", [GatedDeltaNet, SoftmaxAttention])

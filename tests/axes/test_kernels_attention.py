@@ -384,6 +384,28 @@ module.split = wrong
         interpret(PROGRAM + plant + "check(40, 16, 16)")
 
 
+def test_masses_in_two_parts_have_the_strides_of_the_whole_where_it_leaves_no_gaps() -> None:
+    interpret("""
+import torch
+from axes.kernels.attention.masses import split
+whole = torch.randn(2, 6, 4, dtype=torch.float64)
+for mass in (whole, whole.mT, whole[:, ::2], whole[:1].expand(2, 6, 4)):
+    high, low = split(mass, whole)
+    assert (high.double() + low.double() - mass).abs().max() < 1e-13
+assert split(whole.mT, whole)[0].stride() == whole.mT.stride()
+""")
+
+
+def test_a_mass_of_another_shape_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from axes.kernels.attention.attend import attend
+    from axes.kernels.common import layout
+
+    monkeypatch.setattr(layout, "interpreted", lambda: True)
+    given = {n: torch.zeros(1, 4, 2, 8) for n in "qkv"}
+    with pytest.raises(ShapeError, match=r"attend: mass is floating point of shape \(1, 4, 2\)"):
+        attend(**given, mass=torch.zeros(1, 5, 2), scale=1.0)
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

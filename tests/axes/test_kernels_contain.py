@@ -56,7 +56,7 @@ def tokens(batch, length, channels, *names):
     made = {n: 0.5 * torch.randn(batch, length, 1, D_K) for n in ("q", "k", *names)}
     made |= {"v": torch.randn(batch, length, 2, D_V), "beta": torch.rand(batch, length, 2)}
     made["initial_state"] = torch.randn(batch, 2, D_V, D_K)
-    return made | {"g": -torch.rand(batch, length, 2, *[D_K] * channels)}
+    return made | {"g": -0.05 * torch.rand(batch, length, 2, *[D_K] * channels)}
 
 def spoilt(given, at):
     # every sequence but the first by another input, at one token of the last head; which and by what

@@ -15,7 +15,7 @@ from axes.core.algorithms import Read, Step, Sum
 from axes.core.costs import Alignment, Given, Linear, SquaredError
 from axes.core.declared import resolved
 from axes.core.derived import no_gram
-from axes.core.geometry import Entropic, Euclidean, Sphere, Whiten
+from axes.core.geometry import Ball, Entropic, Euclidean, Sphere, Whiten
 from axes.core.geometry.low_rank import _cosines, lengths_one
 from axes.core.geometry.mixing import Permutations, is_doubly_stochastic
 from axes.core.memory import List as ListOf
@@ -365,3 +365,11 @@ def test_a_fused_step_holds_a_state_of_16_bits_as_it_came_and_others_in_32(
     for held, wanted in ((torch.bfloat16, torch.bfloat16), (torch.float64, torch.float32)):
         kernel_terms.one_token(in_place).scalar(*token, initial_state=torch.zeros(2, 1, 4, 4, dtype=held))
         assert seen[-1] == (wanted, in_place)
+
+
+def test_a_filters_share_of_error_feedback_may_differ_by_datum() -> None:
+    """Then no route has the numbers of every datum at once."""
+    for share, computed in ((0.5, False), (Per("share", domain="positive"), True)):
+        shown = StateUpdate(Linear(), Ball(), Scalar(0.9), Step(feedback=share))
+        update = StateUpdate(Linear(), Euclidean(), Scalar(0.9), Step(via=(shown,)))
+        assert update.parts().computes_rates is computed

@@ -21,16 +21,18 @@ from axes.core.geometry.mixing import Birkhoff
 from axes.core.geometry.preconditioners import Eigenbasis, InverseRoot, Kronecker
 from axes.core.memory import Fenwick, Matrix
 from axes.core.monoids import Decay, Diagonal, Householder, Identity, Product, Rotation, Scalar
-from axes.core.rates import Per, resolve
+from axes.core.rates import SEEN, Count, Per, resolve
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, IllegalUpdate, NotFiniteError, WrongType
 from axes.optim.engine.layers import Products
 from axes.optim.rules.wrappers import nesterov
+from axes.programs.numbers import Number, Origin
 from axes.routes import by_rows, spans
 from axes.routes.counts import period, phases
 from axes.routes.finite import require_finite
 from axes.routes.parameters import are_plain, some_parameter
 from axes.routes.precision import autocast, own_precision, taken_in
+from axes.routes.recomputed import Recomputed
 from axes.routes.turned import still
 from axes.sequence import DeltaProduct
 from axes.testing.examples import example
@@ -316,3 +318,26 @@ def test_several_writes_may_have_one_strength() -> None:
     each = {**given, "beta": torch.full_like(given["beta"], 0.25)}
     got, wanted = (dispatch.run(update, x, time=1)[0] for x in (number, each))
     torch.testing.assert_close(got, wanted)
+
+
+def test_a_formula_of_hyperparameters_that_move_remembers_them() -> None:
+    """Of whatever operation: it is a number that knows how it was made, not the tensor that a logarithm makes."""
+    (rate,) = Origin((0.75,)).numbers()
+    made = resolve(rate - Count() ** -0.5, {SEEN: torch.tensor(3)})
+    assert isinstance(made, Number) and made.value == 0.25
+
+
+def test_what_an_operator_returns_shares_no_memory() -> None:
+    """Inputs handed on, parts of them and one result named twice: a compiler may write to each."""
+    made = Recomputed[str]("shares_nothing", _handed_on, lambda thing, tensors, call: tensors)
+    x = torch.arange(6.0).view(2, 3)
+    out = made._forward([x], made.text("it"), "")
+    for got, want in zip(out, (x, x[1], x + 1, x + 1), strict=True):
+        assert torch.equal(got, want)
+    assert len({y.untyped_storage().data_ptr() for y in (x, *out)}) == 5
+
+
+def _handed_on(thing: str, tensors: Any, call: str) -> list[Tensor]:
+    (x,) = tensors
+    new = x + 1
+    return [x, x[1], new, new]
