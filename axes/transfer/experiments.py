@@ -3,6 +3,9 @@
 An experiment is a pair of tuples on the axis where it runs. The control is made from the arm by what is said to have
 moved, so that nothing else can differ; where a method comes with a field of its own (a statistic with its rate), that
 field goes with it.
+
+D6, L7, L8 and L9 are what D5, L3 and L5 leave unasked: a decay beside annealing, momentum alone, and two more kinds of
+matrices that keep something.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from typing import Any, final
 from axes import catalogue
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment, Huber, Linear, SquaredError
-from axes.core.geometry import Euclidean, Whiten
+from axes.core.geometry import Birkhoff, Cayley, Euclidean, Whiten
 from axes.core.memory import Matrix
-from axes.core.monoids import Householder, Identity, Rotation, Scalar
+from axes.core.monoids import GeneralLinear, Householder, Identity, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
@@ -123,9 +126,10 @@ def _block(name: str) -> Standard:
     return block
 
 
-_WRITE, _FORGET = Per("beta"), Per("decay", "scalar", "unit")
+_WRITE, _FORGET, _MIX = Per("beta"), Per("decay", "scalar", "unit"), Per("mix", "mix", "real")
 _SQUARES = StateUpdate(Linear(of="square"), monoid=Scalar(0.95), algorithm=Step(0.05, debias=True))
 _ADAM = StateUpdate(Linear(), Whiten((_SQUARES,), eps=1e-4), Scalar(0.9))
+_BUFFER = StateUpdate(Linear(), monoid=Scalar(0.9))
 _PLAIN = replaced(_of("rotational-momentum"), {"algorithm.via[0].monoid": Scalar(0.9)})
 # a threshold of every token would have a matrix of weights that the control has not
 _BOUNDED = replaced(_of("yaad-matrix"), {"cost": Huber()})
@@ -166,6 +170,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("D5", "does a decay as ALiBi's bias of distance help training in the place of annealing?",
                "alibi", "data", _PLAIN, (("monoid", Identity()),), (DIGITS, TEXT), schedules=("constant", "cosine"),
                forget=1.0),
+    Experiment("D6", "does a decay that follows the learning rate, as Mamba-2's gate its step, help beside annealing?",
+               "mamba2", "data", _PLAIN, (("monoid", Identity()),), (DIGITS, TEXT), forget=1.0),
     Experiment("L1", "does the erase of a delta rule help layers?", "delta-net",
                "depth", StateUpdate(Alignment(), monoid=Householder(Per("erase"))), _UNMOVED, (TEXT, LAYERS)),
     Experiment("L2", "does forgetting help layers?", "mamba2",
@@ -179,6 +185,15 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                "depth", _of("jpmhc"), _UNMOVED, (TEXT, LAYERS)),
     Experiment("L6", "does a turning state tell layers with shared weights where they are?", "rope",
                "depth", StateUpdate(Alignment(), monoid=Rotation()), _UNMOVED, (TEXT, LAYERS), shared=True),
+    Experiment("L7", "does momentum alone help layers?", "sgd",
+               "depth", StateUpdate(Alignment(), algorithm=Step(_WRITE, via=(_BUFFER,))), (("algorithm.via", ()),),
+               (TEXT, LAYERS)),
+    Experiment("L8", "do mixing matrices that keep lengths and the mean help layers?", "rope",
+               "depth", StateUpdate(Alignment(), monoid=GeneralLinear(_MIX, Cayley(0.1, "mean-preserving", "closed"))),
+               _UNMOVED, (TEXT, LAYERS)),
+    Experiment("L9", "do mixing matrices of shares, as a softmax's but by rows and columns, help layers?",
+               "softmax-attention", "depth", StateUpdate(Alignment(), monoid=GeneralLinear(_MIX, Birkhoff())),
+               _UNMOVED, (TEXT, LAYERS)),
 )  # fmt: skip
 
 

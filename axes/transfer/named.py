@@ -3,11 +3,18 @@
 An arm and its control are layers as the catalogue has them, each in its own block; so more than a tuple differs, and
 parameters may be further apart, as they are in the papers. Both are in the report.
 
-G1 to G4 ask what keeps gated layers from recalling early in training. Published starts, which the catalogue's layers
-have, forget: of Gated DeltaNet's and Mamba-2's heads one in ten keeps a tenth of what it was given over 200 tokens, so
-that in 65 of 100 layers of four heads none does; GLA's channels keep 1e-4. (Weights of deviation 0.02, as released code
-draws them, change that to 62 of 100.) Over 64 tokens Gated DeltaNet learned as soon as DeltaNet, by one seed. The arms
-start where 200 tokens are kept.
+G1 to G4 ask whether gated layers recall late because they forget where they start. Published starts, which the
+catalogue's layers have, forget: of Gated DeltaNet's and Mamba-2's heads one in ten keeps a tenth of what it was given
+over 200 tokens, so that in 65 of 100 layers of four heads none does; GLA's channels keep 1e-4. (Weights of deviation
+0.02, as released code draws them, change that to 62 of 100.) The arms start where 200 tokens are kept.
+
+G5 to G8 ask whether it is the gate of the outputs, y silu(W x) without a bias, as released. What was recalled is read
+through it at the query, where W x is of either sign, another for every key, and the factor's mean is a quarter of its
+deviation; a sigmoid's is nearly four of them. That is all there is between the two: with its decay held at one and
+without this gate Gated DeltaNet is DeltaNet. The decays of arm and control start open, for a head that forgets at once
+has nothing to be read. Figures of a CPU, one seed, 8 pairs of 32 tokens, one head of 32, rate 3e-3, accuracy after 450
+steps: DeltaNet 0.98, with a sigmoid 0.99, with silu 0.06; Gated DeltaNet whose decays start open 0.99 with a sigmoid or
+no gate, 0.08 with silu; as published 0.05, and without the gate 0.92 or nothing, as its decays are drawn.
 """
 
 from __future__ import annotations
@@ -56,13 +63,24 @@ def _own(name: str) -> str:
     return name if cls.widths.__func__ is not SequenceLayer.widths.__func__ else ""  # type: ignore[attr-defined]
 
 
+_UNSAID = "no claim: where a layer starts, its paper does not compare"
+
+
 def _opened(id: str, name: str, block: Block, question: str) -> Experiment:
     """A layer whose gates start otherwise beside the same layer as it is published."""
-    entry = catalogue.get(name, "sequence")
-    return Experiment(
-        id, question, name, "sequence", entry.update.normal(), (), (MANY,), 0.02, block, entry.cls.block,
-        said="no claim: where a layer starts, its paper does not compare",
-    )  # fmt: skip
+    return _within(id, name, block, catalogue.get(name, "sequence").cls.block, question, _UNSAID)
+
+
+def _ungated(id: str, name: str, block: Block, against: Block, question: str) -> Experiment:
+    """A layer in two blocks, one of which may lack the projection of a gate."""
+    return _within(id, name, block, against, question, "no claim of what the gate does to recall", 0.1)
+
+
+def _within(
+    id: str, name: str, block: Block, against: Block, question: str, said: str, apart: float = 0.01
+) -> Experiment:
+    update = catalogue.get(name, "sequence").update.normal()
+    return Experiment(id, question, name, "sequence", update, (), (MANY,), 0.02, block, against, said=said, apart=apart)
 
 
 def _charts(name: str, **charts: Chart) -> Any:
@@ -71,8 +89,13 @@ def _charts(name: str, **charts: Chart) -> Any:
     return replace(block, charts=tuple(charts.items()))
 
 
+_GLA_LONG = _charts("gla", decay=LogSigmoid(bias=5.0, temperature=16.0, rank=16))
+_GLA_OPEN = replace(_GLA_LONG, conv=4, activation="silu")
 _GDN, _MAMBA = "gated-delta-net", "mamba2"
-_OLD = dict(catalogue.get(_GDN, "sequence").cls.block.charts)
+_DELTA_BLOCK: Any = catalogue.get("delta-net", "sequence").cls.block
+_GDN_BLOCK: Any = catalogue.get(_GDN, "sequence").cls.block
+_OLD = dict(_GDN_BLOCK.charts)
+_GDN_OPEN = _charts(_GDN, decay=replace(_OLD["decay"], dt_min=1e-5, dt_max=1e-3), beta=_OLD["beta"])
 
 NAMED: tuple[Experiment, ...] = (
     _beside("T1", "do eigenvalues in [-1, 1] track what those in [0, 1] do not?", "delta-net-reflective", "delta-net",
@@ -93,15 +116,19 @@ NAMED: tuple[Experiment, ...] = (
             "no MQAR in the paper (Behrouz et al. 2024)"),
     _beside("R6", "does Longhorn recall as DeltaNet does?", "longhorn", "delta-net", (MANY,),
             "solves MQAR that Mamba needs a larger state for (Liu et al. 2024, section 5.1)"),
-    _opened("G1", _GDN, _charts(_GDN, decay=replace(_OLD["decay"], dt_min=1e-5, dt_max=1e-3), beta=_OLD["beta"]),
-            "does Gated DeltaNet recall sooner if its gates start open?"),
-    _opened("G2", "gla", _charts("gla", decay=LogSigmoid(bias=5.0, temperature=16.0, rank=16)),
-            "does gated linear attention recall sooner if its gates start open?"),
-    _opened("G3", "gla", replace(_charts("gla", decay=LogSigmoid(bias=5.0, temperature=16.0, rank=16)), conv=4,
-                                 activation="silu"),
-            "does it with short convolutions as well?"),
+    _opened("G1", _GDN, _GDN_OPEN, "does Gated DeltaNet recall sooner if its gates start open?"),
+    _opened("G2", "gla", _GLA_LONG, "does gated linear attention recall sooner if its gates start open?"),
+    _opened("G3", "gla", _GLA_OPEN, "does it with short convolutions as well?"),
     _opened("G4", _MAMBA, _charts(_MAMBA, decay=SSM(dt_min=1e-2, dt_max=0.5, slowest=1e-3, fastest=1e-2)),
             "does Mamba-2 recall sooner if it starts to write more and to forget less?"),
+    _ungated("G5", _GDN, replace(_GDN_OPEN, output_gate=None), _GDN_OPEN,
+             "does an open Gated DeltaNet recall sooner without a gate of its outputs?"),
+    _ungated("G6", "delta-net", replace(_DELTA_BLOCK, output_gate="silu"), _DELTA_BLOCK,
+             "does DeltaNet recall later with Gated DeltaNet's gate of outputs?"),
+    _ungated("G7", _GDN, replace(_GDN_OPEN, output_gate="sigmoid"), _GDN_OPEN,
+             "does an open Gated DeltaNet recall sooner if the gate of its outputs is a sigmoid, as KDA's?"),
+    _ungated("G8", "gla", replace(_GLA_OPEN, output_gate=None), _GLA_OPEN,
+             "does an open GLA with short convolutions recall sooner without a gate of its outputs?"),
     _beside("P1", "does Lattice predict text better than Gated DeltaNet?", "lattice-dec", _GDN, (SOURCE,),
             "lower perplexity than Gated DeltaNet at 110 M to 400 M (Karami and Mirrokni 2025)"),
     _beside("P2", "does Longhorn predict text better than Mamba-2?", "longhorn", _MAMBA, (SOURCE,),

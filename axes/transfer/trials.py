@@ -393,7 +393,7 @@ def _small() -> tuple[Trial, ...]:
         of("memorisation", Memorisation(32, 64)), replace(of(PARITY, ModularSum(16), longer=(32,)), steps=150),
         Late(LATE, 150, 16, ModularSum(16), tokens, longer=(32,)),
         Late(LATEST, 80, 16, LatestRecall(32, 4, 4), tokens, longer=(64,)),
-        replace(of(RECALL, MultiQueryRecall(6, 32, 64)), name=MANY),
+        Asked(MANY, 450, 24, MultiQueryRecall(8, 32, 64), replace(tokens, heads=1), products=None),
         of("modular-sum", ModularSum(16, 5), longer=(32,)), of(PERMUTATIONS, GroupWord(16, 3), longer=(32,)),
         of("permutations-5", GroupWord(16, 5), longer=(32,)), Text(TEXT, 60, 8, text, windows=32),
         Source(SOURCE, 60, 8, tokens, windows=32, longer=(128,)),

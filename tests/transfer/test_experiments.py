@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.testing import assert_close
 from typer.testing import CliRunner
 
-from axes import catalogue
+from axes import catalogue, sequence
 from axes.cli import app
 from axes.core.geometry import Euclidean
 from axes.errors import AxesError, UnknownName
 from axes.moves import retarget
-from axes.sequence import FrankWolfeDelta, GatedDeltaNetPrev
+from axes.sequence import DeltaNet, FrankWolfeDelta, GatedDeltaNet, GatedDeltaNetPrev
+from axes.sequence.blocks import ACTIVATIONS
+from axes.sequence.charts import Constant, Sigmoid
 from axes.transfer.experiments import EXPERIMENTS, TASKS, Experiment, find
 from axes.transfer.named import NAMED, found
 
@@ -69,6 +74,39 @@ def test_where_gates_start(id: str, published: tuple[float, float], opened: floa
             gates.append(signal["decay"].sum(1).flatten())
         kept.append(float(torch.cat(gates).median().exp()))
     assert published[0] < kept[1] < published[1] and kept[0] > opened
+
+
+def test_a_gate_of_either_sign() -> None:
+    """What outputs are multiplied by, before training: as released its mean is a quarter of its deviation."""
+    ratios = []
+    for system in found(("G7",))[0].systems:
+        torch.manual_seed(0)
+        make = system.layer()
+        assert make is not None
+        layer = make(64, heads=1)
+        with torch.no_grad():
+            x = torch.nn.functional.rms_norm(torch.randn(8, 64, 64), (64,))
+            kept = layer.around.enter(x, layer.around.tails(8, torch.zeros(1)))[2]
+        factor = ACTIVATIONS[layer.around.block.output_gate](kept)
+        ratios.append(float(factor.mean() / factor.std()))
+    assert ratios[0] > 3.0 and 0.15 < ratios[1] < 0.35
+
+
+def test_without_its_gates_a_gated_layer_is_delta_net() -> None:
+    """So nothing else is between the two: outputs and every gradient, from the same draws."""
+    open_block = replace(
+        GatedDeltaNet.block,
+        output_gate=None,
+        charts=(("decay", Constant(0.0, learned=False)), ("beta", Sigmoid())),
+    )
+    ungated = sequence.layer(GatedDeltaNet.update, "Ungated", open_block)
+    x, results = torch.randn(2, 24, 32, dtype=torch.float64), []
+    for make in (ungated, DeltaNet):
+        torch.manual_seed(0)
+        layer = make(32, heads=2, dtype=torch.float64)
+        y, _ = layer(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))))
+    assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
 
 
 def test_controls_that_are_known_systems() -> None:
