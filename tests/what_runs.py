@@ -18,9 +18,9 @@ from axes.answers import plans
 from axes.core.state_update import StateUpdate
 from axes.depth import products
 from axes.depth.residual import _OneStream
+from axes.optim.engine.batch import Batch
 from axes.optim.engine.capabilities import holds
-from axes.optim.engine.staged import Staged
-from axes.optim.engine.together import Batch
+from axes.optim.engine.entries import Entries
 from axes.programs.batched import Schedule
 from axes.programs.library import LibraryStep
 from axes.routes import (
@@ -58,8 +58,8 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (matrix_cells.Walk, "apply", "recurrent", "torch"),
     (gram, "sim", "gram", "torch"),
     (gram, "dec", "gram", "torch"),
-    (Batch, "step", "entrywise", None),
-    (Staged, "_programs", "stacks", None),
+    (Entries, "step", "entrywise", None),
+    (Batch, "_programs", "stacks", None),
     (Schedule, "over", None, "torch"),
     (products, "write", "chain", "torch"),
     (_OneStream, "_made", "chain", "torch"),

@@ -27,10 +27,8 @@ from axes.optim.engine.lists import ListProgram, readable, values_of, writable
 from axes.optim.engine.replayed import Replayed
 from axes.optim.engine.statistics import Statistics
 from axes.optim.engine.statistics import given as drives
-from axes.optim.engine.together import join
 from axes.programs.batched import Schedule
 from axes.programs.program import PARAMETER, function_of
-from axes.programs.small import small
 from axes.programs.stages import Call, Stage, shared, states_left, without
 from axes.programs.storage import on_its_way
 
@@ -219,16 +217,12 @@ class Around:
         stacks = given is not None and not own and not any(some.blocks for some in self.shaped)
         stacks = stacks and all(s[n].dtype == self.wide for s in theirs for n in kept)
         divided: Callable[[Sequence[Tensor]], list[Tensor]] = list if stacks else self._divided  # no leaf is asked
-        first = 0
-        for some in self.shaped:
-            end = first + len(some.places)
-            alone = some.blocks or stacks or not self.held[0][0].is_cpu
-            if not alone and small([p.numel() for p, _ in self.held[first:end]]):
-                join(theirs[first:end], [n for n in kept if n not in self.stacked])
-            first = end
-        tensors = {n: self._as_stacks(n, states) if stacks else [s[n] for s in theirs] for n in kept}
+        tensors = {PARAMETER: self.inside, **{n: self._as_stacks(n, states) for n in kept if stacks}}
         tensors |= {n: divided(self.rooms[room]) for n, room in stage.rooms.items() if n != GRADIENT}
-        program = ListProgram(stage.program, {PARAMETER: self.inside, **tensors}, squares)
+        fixed = stacks or any(some.blocks for some in self.shaped)
+        moved = [n for n in kept if not fixed and n not in self.stacked]  # what is no view of a stack
+        tensors |= {n: [s[n] for s in theirs] for n in kept if n not in (*moved, *tensors)}
+        program = ListProgram(stage.program, tensors, theirs, moved, squares)
 
         def run(rates: Rates) -> None:
             if given is None:

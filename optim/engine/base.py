@@ -7,10 +7,11 @@ arithmetic are float32 for 16-bit parameters, which are rounded once.
 
     arguments, options, groups, requirements: what an optimizer is given, and whether it makes sense
     routing, layouts, router        what a parameter is, how it is matrices, and which rule takes it
-    facts, batches                  what is decided once: how a tuple is stepped, and which parameters together
-    together, staged                the ways to step: a program of entries; over stacks programs, or the tuple
-    apart, around, blocks, lists    what is no program, set apart; programs around it, over stacks and over lists
-    factored                        programs around products with what statistics hold
+    facts, choice, batches          what is decided once: how a tuple is stepped, and which parameters together
+    together, staged, apart         a step as one program, or as several around what is none
+    batch                           parameters that step together, by programs or, over stacks, by the tuple
+    entries, lists                  a program of entries, over all tensors
+    around, blocks, statistics      programs around what is none, over stacks; sums over rows and columns
     interpreted                     the tuple, a parameter at a time
     states, stored, precision       a parameter's state: as its tuple sees it, and as it is kept
     finite, sharded, layers         gradients that are not finite, DTensors, rules that read the inputs of layers
@@ -31,7 +32,8 @@ from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError, UnknownName, wrong_type
 from axes.optim.engine import across, states, trees
 from axes.optim.engine.arguments import require_arguments
-from axes.optim.engine.batches import AnyBatch, Batches
+from axes.optim.engine.batch import Batch
+from axes.optim.engine.batches import Batches
 from axes.optim.engine.capabilities import keyed, needs_examples, needs_layers
 from axes.optim.engine.checkpoints import Kept, require_saved, wrap_state
 from axes.optim.engine.choice import plan, route
@@ -492,7 +494,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @uncompiled(recursive=False)
     def _advance_together(
-        self, group: Group, update: StateUpdate, batches: list[AnyBatch], today: Today | None = None
+        self, group: Group, update: StateUpdate, batches: list[Batch], today: Today | None = None
     ) -> None:
         """Step a rule that acts entry by entry, or does so around products, over all parameters at once."""
         today = today or self._today(group)
@@ -506,7 +508,7 @@ class Optimizer(torch.optim.Optimizer):
             batch.step(rates, found, None if scale is None else scale.to(device))
 
     @uncompiled()
-    def _batched(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> list[AnyBatch]:
+    def _batched(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> list[Batch]:
         """The batches of a group, made anew if they are not what they were."""
         known = self._batches.known(group, update, parameters, self.state)
         if known is not None:

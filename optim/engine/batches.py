@@ -11,16 +11,16 @@ from axes.core.state_update import StateUpdate
 from axes.optim.engine import stored, trees
 from axes.optim.engine.apart import squares
 from axes.optim.engine.around import Whole
+from axes.optim.engine.batch import Batch
 from axes.optim.engine.choice import route
 from axes.optim.engine.generated import How
 from axes.optim.engine.options import Group, how
 from axes.optim.engine.places import Places
 from axes.optim.engine.precision import Precision
-from axes.optim.engine.staged import Staged, staged, traced_for
-from axes.optim.engine.together import Batch, program, start, uncompiled
+from axes.optim.engine.staged import staged, traced_for
+from axes.optim.engine.together import program, start, uncompiled
 
 States = MutableMapping[Tensor, dict[str, Tensor]]
-AnyBatch = Batch | Staged
 
 
 @final
@@ -28,12 +28,12 @@ class Batches:
     """The batches of an optimizer's groups, with what each was made for: a tuple, and a way to step."""
 
     def __init__(self) -> None:
-        self.made: dict[int, tuple[StateUpdate, tuple[bool, bool, How], list[AnyBatch]]] = {}
+        self.made: dict[int, tuple[StateUpdate, tuple[bool, bool, How], list[Batch]]] = {}
 
     @uncompiled()
     def known(
         self, group: Group, update: StateUpdate, parameters: list[Tensor], states: Mapping[Tensor, dict[str, Tensor]]
-    ) -> list[AnyBatch] | None:
+    ) -> list[Batch] | None:
         """The batches of the group's last step if they are those of this one."""
         last, way, batches = self.made.get(id(group), (None, None, []))
         if last is not update or way != _way(group):
@@ -50,22 +50,21 @@ class Batches:
         parameters: list[Tensor],
         states: States,
         places: Places,
-    ) -> list[AnyBatch]:
+    ) -> list[Batch]:
         """Batches of one dtype, device and step."""
         maximize, way = group["maximize"], how(group)
         chosen = route(update, group)
         precision = Precision.of(group)
-        batches: list[AnyBatch] = []
+        batches: list[Batch] = []
         for some in _alike(group, update, parameters, states, places):
             theirs = [states[p] for p in some]
             layouts = [places.layout(p) for p in some]
-            if chosen != "entrywise":
-                programmed = chosen == "stacks" and traced_for(update, maximize, some[0], layouts[0])[2] is not None
-                whole = Whole.of(places.alike(some[0]))
-                batches.append(Staged(update, maximize, some, theirs, way, layouts, programmed, whole))
-                continue
+            by = chosen
+            if by == "stacks" and traced_for(update, maximize, some[0], layouts[0])[2] is None:
+                by = "interpreter"  # of this shape it is no program
+            whole = None if by == "entrywise" else Whole.of(places.alike(some[0]))
             streams = [places.stream(p) for p in some] if precision.draws(some[0]) else None
-            batches.append(Batch(update, maximize, some, theirs, way, streams, precision.seed))
+            batches.append(Batch(update, maximize, some, theirs, way, by, layouts, whole, streams, precision.seed))
         self.made[id(group)] = (update, _way(group), batches)
         return batches
 
@@ -108,7 +107,7 @@ def _alike(
     return list(members.values())
 
 
-def _split(parameters: list[Tensor], batches: Sequence[AnyBatch]) -> list[list[Tensor]]:
+def _split(parameters: list[Tensor], batches: Sequence[Batch]) -> list[list[Tensor]]:
     """The parameters in the order of the batches that hold them."""
     if len(batches) == 1:
         return [parameters]

@@ -1,8 +1,9 @@
-"""Programs over lists of tensors: one kernel on CUDA devices, else torch's multi-tensor operations."""
+"""Programs over lists of tensors: one kernel on CUDA devices, else torch's multi-tensor operations, block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -14,20 +15,108 @@ from axes.optim.engine.kept import number_on
 from axes.optim.engine.together import copied, fits_kernels
 from axes.programs.batched import BLOCK, Schedule, blocks
 from axes.programs.program import COUNT, PARAMETER, Program
-from axes.programs.small import Joined, small
+from axes.programs.small import SMALL, Joined, behind_one_another, flat, small
+
+NOTHING: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
+
+
+@final
+class Lists:
+    """Lists of tensors that a program steps block by block: pieces of large tensors, and many small ones as one."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        like: Sequence[Tensor],
+        fixed: Mapping[str, Sequence[Tensor]],
+        states: Sequence[dict[str, Tensor]] = (),
+        names: Collection[str] = (),
+        joins: bool = True,
+        alike: bool = False,
+    ) -> None:
+        """like: what has the shapes of the parameters. fixed: tensors by name, the same ones for every step; so are
+        those that the states have under these names, which may be laid out anew. joins: small ones may be stepped as
+        one. alike: gradients have these shapes, else as many entries.
+        """
+        self.schedule, self.alike = schedule, alike
+        self.shapes = [x.shape for x in like]
+        sizes, once = [x.numel() for x in like], schedule.library is not None or not like[0].is_cpu
+        # small ones first, where they stand together; all in one call where memory is passed once anyway
+        order = sorted(range(len(sizes)), key=lambda i: sizes[i] > SMALL)
+        cut = blocks([sizes[i] for i in order], 1 << 62 if once else BLOCK)
+        self.cut = [[(order[i], first, end) for i, first, end in group] for group in cut]
+        self.uncut = [all(b - a == sizes[i] for i, a, b in group) for group in self.cut]
+        joined = [b for b in range(len(self.cut)) if joins and not once and self._small(b)]
+        for b in joined if names else ():
+            _join([states[i] for i, _, _ in self.cut[b]], names)
+        self.views = {n: self.of(xs) for n, xs in fixed.items()}
+        self.views |= {n: self.of([s[n] for s in states]) for n in names}
+        self.joined = Joined(self.views, joined)
+        # whether torch's own operation for the whole program can have what is kept
+        kept = (x for view in self.views.values() for xs in view for x in xs)
+        self.fits = like[0].is_cpu and all(x.is_contiguous() for x in kept)
+
+    def of(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Tensors with as many entries as the parameters, in blocks."""
+        return [[self._entries(tensors[i], i, a, b) for i, a, b in group] for group in self.cut]
+
+    def run(
+        self,
+        gradients: Sequence[Tensor],
+        values: Sequence[float | Tensor],
+        schedule: Schedule | None = None,
+        others: Mapping[str, Sequence[Tensor]] = NOTHING,
+    ) -> None:
+        """One step, given the numbers of a program: of its own by default, or of another on the same tensors.
+
+        others: what is there for this step only.
+        """
+        schedule = schedule or self.schedule
+        lists: dict[str, list[list[Tensor]]] = {**self.views, GRADIENT: self._pieces(gradients)}
+        self.joined.enter(lists[GRADIENT])
+        for name, tensors in others.items():
+            lists[name] = self.of(tensors)
+        fits = schedule.library is not None and self.fits and all(map(Tensor.is_contiguous, gradients))
+        schedule.over(zip(*(lists[n] for n in schedule.names), strict=True), values, fits)
+        self.joined.leave()
+
+    def _small(self, block: int) -> bool:
+        return self.uncut[block] and small([size for _, _, size in self.cut[block]])
+
+    def _pieces(self, gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+        if not self.alike:
+            return self.of(gradients)
+        return [
+            [gradients[i] if whole else self._entries(gradients[i], i, a, b) for i, a, b in group]
+            for group, whole in zip(self.cut, self.uncut, strict=True)
+        ]
+
+    def _entries(self, x: Tensor, index: int, first: int, end: int) -> Tensor:
+        """A tensor in the shape of its parameter, or a piece of it."""
+        shape = self.shapes[index]
+        if end - first < shape.numel():
+            return x.reshape(-1)[first:end]
+        return x if x.shape == shape else x.view(shape)
 
 
 @final
 class ListProgram:
     """A program over lists of contiguous tensors: one kernel on CUDA devices, else torch's multi-tensor operations."""
 
-    def __init__(self, found: Program, tensors: Mapping[str, list[Tensor]], squares: bool = False) -> None:
-        """tensors: by name, all inputs but the gradients.
+    def __init__(
+        self,
+        found: Program,
+        fixed: Mapping[str, list[Tensor]],
+        states: Sequence[dict[str, Tensor]] = (),
+        names: Collection[str] = (),
+        squares: bool = False,
+    ) -> None:
+        """fixed: by name, all inputs but the gradients, and but those that the states have under these names.
 
         squares: the kernel keeps sums of squares of the parameters that it writes, for `squares_of`.
         """
         self.program = found
-        like = tensors[PARAMETER]
+        like, tensors = fixed[PARAMETER], {**fixed, **{n: [s[n] for s in states] for n in names}}
         self.kernel: Any = None
         fits = COUNT not in found.inputs and all(fits_kernels(x) for xs in tensors.values() for x in xs)
         if generated.no_kernels(like[0].device) is None and fits:
@@ -36,26 +125,13 @@ class ListProgram:
             unread = torch.zeros(1, dtype=torch.int64, device=like[0].device)
             self.kernel = Fused(found, tensors, {}, {}, unread, squares=squares)
             return
-        self.schedule = Schedule(found, keep=(GRADIENT,))
-        size = BLOCK if like[0].is_cpu else 1 << 62
-        self.blocks = list(blocks([x.numel() for x in like], size))
-        self.views = {n: self._cut(xs) for n, xs in tensors.items()}  # contiguous, as gradients are when they come
-        self.fits = like[0].is_cpu
-        together = []
-        if self.fits and self.schedule.library is None:
-            uncut = (all(end - a == like[i].numel() for i, a, end in group) for group in self.blocks)
-            together = [b for b, whole in enumerate(uncut) if whole and small([x[2] for x in self.blocks[b]])]
-        self.joined = Joined(self.views, together)
+        self.lists = Lists(Schedule(found, keep=(GRADIENT,)), like, fixed, states, names)
 
     def step(self, gradients: Sequence[Tensor], rates: Mapping[str, float | Tensor]) -> None:
         if self.kernel is not None:
             self.kernel.step([g if fits_kernels(g) else copied(g, g.dtype) for g in gradients], rates)
             return
-        lists = {**self.views, GRADIENT: self._cut(gradients)}
-        self.joined.enter(lists[GRADIENT])
-        values = values_of(self.program, rates, gradients[0].device)
-        self.schedule.over(zip(*(lists[n] for n in self.schedule.names), strict=True), values, self.fits)
-        self.joined.leave()
+        self.lists.run(gradients, values_of(self.program, rates, gradients[0].device))
 
     def squares_of(self, stacks: Sequence[Tensor]) -> list[Tensor] | None:
         """Where the kernel keeps sums of squares of its parameters, the members of these stacks in their order.
@@ -68,9 +144,14 @@ class ListProgram:
         parts = self.kernel.squares.split([members * chunks for members, chunks in sizes])
         return [x.view(size) for x, size in zip(parts, sizes, strict=True)]
 
-    def _cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        flat = [x.reshape(-1) for x in tensors]
-        return [[flat[i] if b - a == flat[i].numel() else flat[i][a:b] for i, a, b in group] for group in self.blocks]
+
+def _join(states: Sequence[dict[str, Tensor]], names: Collection[str]) -> None:
+    """Lay the tensors of each name out one behind the other, unless another program of the step has done so."""
+    for name in names:
+        tensors = [s[name] for s in states]
+        if flat(tensors) is None:
+            for s, x in zip(states, behind_one_another(tensors), strict=True):
+                s[name] = x
 
 
 def values_of(found: Program, rates: Mapping[str, float | Tensor], device: torch.device) -> list[Any]:
@@ -93,4 +174,4 @@ def writable(parameter: Tensor, wide: torch.dtype) -> Tensor:
     return parameter.detach() if known and fits_kernels(parameter) else copied(parameter, wide)
 
 
-__all__ = ["ListProgram", "readable", "values_of", "writable"]
+__all__ = ["ListProgram", "Lists", "readable", "values_of", "writable"]

@@ -18,7 +18,8 @@ from axes.core.monoids import Decay, Scalar, Zero
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import trees
-from axes.optim.engine.together import Batch, program, start
+from axes.optim.engine.batch import Batch
+from axes.optim.engine.together import program, start
 from axes.programs.batched import Schedule, blocks
 from axes.programs.program import NotElementwise, trace
 from tests.interpreter import interpret

@@ -150,7 +150,7 @@ def kernels() -> None:
         optimizer = optim.optimizer(RATIONAL)(parameters, lr=0.1, **way)
         close(walk(range(5), parameters, optimizer), [p.detach() for p in interpreted], 1e-12)
         assert by_kernel(optimizer) != bool(way)
-        counts = batches(optimizer)[0].kernel.counts
+        counts = batches(optimizer)[0].entries.kernel.counts
         assert counts.tolist() == [5] * len(counts)
 
 

@@ -15,8 +15,9 @@ from axes.core import execution
 from axes.linalg.matrix_roots import add_product
 from axes.optim.engine import statistics
 from axes.optim.engine.apart import squares
+from axes.optim.engine.batch import Batch
 from axes.optim.engine.routing import canonical_shape
-from axes.optim.engine.staged import Staged, no_stages
+from axes.optim.engine.staged import no_stages
 from axes.optim.engine.together import start
 from axes.optim.rules import wrappers
 
@@ -50,13 +51,13 @@ def make(rule: str, dtype: torch.dtype = torch.float64, **more: Any) -> tuple[li
     return ps, optimizer
 
 
-def together(ps: list[nn.Parameter], optimizer: Any) -> tuple[Staged, dict[str, Any]]:
+def together(ps: list[nn.Parameter], optimizer: Any) -> tuple[Batch, dict[str, Any]]:
     """The same step over stacks, on the optimizer's parameters and states; and its rates."""
     (group,) = optimizer.param_groups
     for p in ps:
         optimizer.state[p] = start(optimizer.state[p], p)
     update = optimizer.update_for(group)
-    runner = Staged(update, group["maximize"], list(ps), [optimizer.state[p] for p in ps])
+    runner = Batch(update, group["maximize"], list(ps), [optimizer.state[p] for p in ps], route="stacks")
     return runner, {per.name: group[per.name] for per in update.demands()}
 
 

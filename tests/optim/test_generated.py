@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from axes import optim
 from axes.errors import AxesError
 from axes.optim.engine import generated
-from axes.optim.engine.together import Batch
+from axes.optim.engine.batch import Batch
 from axes.programs import fused
 from tests.interpreter import interpret
 from tests.optim.table import ENTRYWISE, net, same, train, values
@@ -42,7 +42,7 @@ def in_kernels(*checks: Callable[[], None]) -> None:
 
 
 def batches(optimizer: Any) -> list[Batch]:
-    return [b for *_, made in optimizer._batches.made.values() for b in made if isinstance(b, Batch)]
+    return [b for *_, made in optimizer._batches.made.values() for b in made if b.entries is not None]
 
 
 def by_kernel(optimizer: Any) -> bool:
@@ -145,7 +145,7 @@ def layouts() -> None:
             optimizer.step()
         if not way:
             assert by_kernel(optimizer)
-            shown = {x.data_ptr() for b in batches(optimizer) for x in b.shown}
+            shown = {x.data_ptr() for b in batches(optimizer) for x in b.entries.shown}
             assert shown == {ps[1].data_ptr(), ps[3].data_ptr()}
         found.append([p.detach() for p in ps])
     same(*found, 3e-6)

@@ -18,7 +18,7 @@ from axes.core.geometry import Spectral
 from axes.core.monoids import Decay
 from axes.core.state_update import OnUpdate, StateUpdate
 from axes.optim.engine.around import Around
-from axes.optim.engine.staged import Staged, set_apart, staged
+from axes.optim.engine.staged import set_apart, staged
 from axes.optim.rules.first_order import LR, WEIGHT_DECAY
 from axes.programs.program import trace
 
@@ -48,8 +48,7 @@ def make(rule: str, ps: list[nn.Parameter], **options: Any) -> Any:
 
 
 def stacks(optimizer: Any) -> list[Around]:
-    made = [b for *_, batches in optimizer._batches.made.values() for b in batches if isinstance(b, Staged)]
-    return [b.around for b in made if b.around is not None]
+    return [b.around for *_, made in optimizer._batches.made.values() for b in made if b.around is not None]
 
 
 def same(ps: list[nn.Parameter], qs: list[nn.Parameter], a: Any, b: Any, bound: float = 1e-12) -> None:

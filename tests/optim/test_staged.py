@@ -19,10 +19,11 @@ from axes.core.geometry.bregman import NO_CONTEXT
 from axes.core.monoids import Zero
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
-from axes.optim.engine import staged as engine
+from axes.optim.engine import batch as engine
+from axes.optim.engine.batch import Batch
 from axes.optim.engine.capabilities import needs_matrices
 from axes.optim.engine.replayed import Replayed
-from axes.optim.engine.staged import Staged, staged
+from axes.optim.engine.staged import staged
 from axes.optim.rules import wrappers
 from axes.programs import batched
 from axes.programs.batched import Schedule
@@ -102,8 +103,8 @@ def walk(optimizer: Any, ps: list[nn.Parameter], steps: int = 4) -> None:
             assert (p.grad is None) == (g is None) and (g is None or torch.equal(p.grad, g))  # nobody writes to it
 
 
-def batches(optimizer: Any) -> list[Staged]:
-    return [b for *_, some in optimizer._batches.made.values() for b in some if isinstance(b, Staged)]
+def batches(optimizer: Any) -> list[Batch]:
+    return [b for *_, some in optimizer._batches.made.values() for b in some if b.entries is None]
 
 
 def same(ps: list[nn.Parameter], qs: list[nn.Parameter], a: Any, b: Any, bound: float) -> None:
@@ -125,7 +126,7 @@ def test_programs_over_stacks_step_as_the_interpreter_does(name: str, capturable
     walk(a, ps)
     walk(b, qs)
     assert axes.select(a)[:2] == ("stacks", "torch") and axes.select(b).route == "interpreter"
-    assert batches(a) and all(batch.programmed for batch in batches(a)) and not batches(b)
+    assert batches(a) and all(batch.route == "stacks" for batch in batches(a)) and not batches(b)
     same(ps, qs, a, b, 4e-15)
 
 
@@ -163,7 +164,7 @@ def test_what_is_a_program_over_stacks_and_what_is_not() -> None:
         optim.PSGDKron([{"params": qs[:2], "rule": "psgd-kron"}], foreach=False),
     )
     walk(a, ps, 2), walk(b, qs, 2)
-    assert axes.select(a).route == "interpreter" and batches(a) and not any(x.programmed for x in batches(a))
+    assert axes.select(a).route == "interpreter" and batches(a) and all(x.route == "interpreter" for x in batches(a))
 
 
 def side_by_side() -> StateUpdate:
@@ -339,7 +340,7 @@ def test_numbers_that_move_are_read_where_products_were_recorded(monkeypatch: py
             optimizer.step()
             if recorded and t == 0:
                 (batch,) = (b for *_, some in optimizer._batches.made.values() for b in some)
-                assert isinstance(batch, Staged) and batch.around is not None
+                assert batch.around is not None
                 (product,) = (p for *_, products in batch.around.steps for p in products)
                 product.directions = Replayed(product._here, product._here)
                 product_of[id(product.directions)] = product
