@@ -38,7 +38,7 @@ class Lists:
         those that the states have under these names, which may be laid out anew. joins: small ones may be stepped as
         one. alike: gradients have these shapes, else as many entries.
         """
-        self.schedule, self.alike = schedule, alike
+        self.schedule = schedule
         self.shapes = [x.shape for x in like]
         sizes, once = [x.numel() for x in like], schedule.library is not None or not like[0].is_cpu
         # small ones first, where they stand together; all in one call where memory is passed once anyway
@@ -52,6 +52,8 @@ class Lists:
         self.views = {n: self.of(xs) for n, xs in fixed.items()}
         self.views |= {n: self.of([s[n] for s in states]) for n in names}
         self.joined = Joined(self.views, joined)
+        # of whose gradients no view is needed: one of a thousand tensors takes as long as the arithmetic of all
+        self.bare = [whole and (alike or b in joined) for b, whole in enumerate(self.uncut)]
         # whether torch's own operation for the whole program can have what is kept
         kept = (x for view in self.views.values() for xs in view for x in xs)
         self.fits = like[0].is_cpu and all(x.is_contiguous() for x in kept)
@@ -84,11 +86,9 @@ class Lists:
         return self.uncut[block] and small([size for _, _, size in self.cut[block]])
 
     def _pieces(self, gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-        if not self.alike:
-            return self.of(gradients)
         return [
-            [gradients[i] if whole else self._entries(gradients[i], i, a, b) for i, a, b in group]
-            for group, whole in zip(self.cut, self.uncut, strict=True)
+            [gradients[i] if bare else self._entries(gradients[i], i, a, b) for i, a, b in group]
+            for group, bare in zip(self.cut, self.bare, strict=True)
         ]
 
     def _entries(self, x: Tensor, index: int, first: int, end: int) -> Tensor:
