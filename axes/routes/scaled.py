@@ -32,7 +32,7 @@ def differentiated(*tensors: Tensor) -> bool:
 
 def scaled(x: Tensor, by: Tensor | float) -> Tensor:
     """(x * by).to(x.dtype); `by` broadcasts to x. Sixteen bits by float32 numbers: without a float32 copy of x."""
-    if not isinstance(by, Tensor) or torch.result_type(x, by) == x.dtype:
+    if not isinstance(by, Tensor) or by.ndim == 0 or torch.promote_types(x.dtype, by.dtype) == x.dtype:
         return x * by
     if not eager(x, by):
         return (x * by).to(x.dtype)
