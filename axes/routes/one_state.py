@@ -9,7 +9,6 @@ beside it no digits. Legend: M chunks of all batch entries, C tokens.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -177,10 +176,19 @@ class _Channels(Decays):
         self.batch, self.gate = gate.shape[:-2], gate.flatten(0, -3)
         self.kept, self.left = (x.unflatten(0, self.batch) for x in (self.until(self.gate), self.after(self.gate)))
         self.few = self.gate.unflatten(1, (-1, min(gate.shape[-2], pairs)))
+        self._levels: list[tuple[Tensor, Tensor, Tensor]] | None = (
+            None  # compilers cannot trace a cached_property's lock
+        )
+        self._factors: Tensor | None = None
 
-    @cached_property
+    @property
     def levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Of halves that are no few pairs: up to each token of the second, ahead of it, behind each of the first."""
+        if self._levels is None:
+            self._levels = self._of_levels()
+        return self._levels
+
+    def _of_levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         found, half = [], self.gate.shape[-2] // 2
         while half >= self.few.shape[-2]:
             first, second = _halves(self.gate, half)
@@ -234,12 +242,14 @@ class _Channels(Decays):
         made: Tensor = (_Pairs.apply if by_hand else _pairs)(self.factors, x, w, before)
         return made.unflatten(0, self.batch)
 
-    @cached_property
+    @property
     def factors(self) -> Tensor:
         """What is left between each token and the border of its block at every level: (M, levels, C, d)."""
-        size = self.gate.shape[-2]
-        between = _until_border(size, self.gate).expand(self.gate.shape[0], -1, -1)
-        return torch.bmm(between, self.gate).exp().unflatten(1, (-1, size))
+        if self._factors is None:
+            size = self.gate.shape[-2]
+            between = _until_border(size, self.gate).expand(self.gate.shape[0], -1, -1)
+            self._factors = torch.bmm(between, self.gate).exp().unflatten(1, (-1, size))
+        return self._factors
 
 
 def _pairs(factors: Tensor, readers: Tensor, writers: Tensor, before: bool) -> Tensor:

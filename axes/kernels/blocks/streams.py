@@ -281,7 +281,9 @@ def _stream_backward(
     w0, w1, w2, w3, b = _filter(weights, biases, member, channel, held, CONV)
     none = tl.zeros([HB, DP], dtype=tl.float32)
     d1, d2, d3, s0, s1, s2, s3, sb = (none, none, none, none, none, none, none, none)
-    x1, x2, x3 = _before(p + origin, tail, first, start, unit, channel, held, W, CHANNELS, CONV)
+    x1, x2, x3 = (none, none, none)
+    if CONV > 1:
+        x1, x2, x3 = _before(p + origin, tail, first, start, unit, channel, held, W, CHANNELS, CONV)
     if TURN != 0:
         cosine, sine = _angles((first - start + 1).to(tl.float64), D, DP, TURN, UNIFORM)
         step_cosine, step_sine = _angles(1.0, D, DP, TURN, UNIFORM)
