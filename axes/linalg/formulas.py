@@ -27,7 +27,8 @@ def by_autograd(
     given = [x.view_as(x) if isinstance(x, Tensor) else x for x in given]
     made = plain(*given)
     pairs = zip(made if isinstance(made, tuple) else (made,), grads, strict=True)
-    outs, came = zip(*[(y, dy) for y, dy in pairs if dy is not None], strict=True)
+    # of several some may hang on nothing that has a gradient
+    outs, came = zip(*[(y, dy) for y, dy in pairs if dy is not None and y.requires_grad], strict=True)
     wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
     found = iter(torch.autograd.grad(outs, wanted, came, create_graph=True, allow_unused=True))
     return tuple(next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in given)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from axes.core.chain import Chain
-from axes.linalg.formulas import by_autograd, by_formula
+from axes.linalg.formulas import by_autograd
 from axes.routes import serial
 
 _CHUNK, _CHUNK_CHANNELS = 64, 32
@@ -238,8 +238,7 @@ class _Channels(Decays):
 
     def scores(self, readers: Tensor, writers: Tensor, before: bool = False) -> Tensor:
         x, w = (y.reshape(-1, *y.shape[-2:]) for y in (readers, writers))
-        by_hand = x.device.type == "cpu" and by_formula(x, w)
-        made: Tensor = (_Pairs.apply if by_hand else _pairs)(self.factors, x, w, before)
+        made: Tensor = (_Pairs.apply if serial.by_hand(x, w) else _pairs)(self.factors, x, w, before)
         return made.unflatten(0, self.batch)
 
     @property

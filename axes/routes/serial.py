@@ -18,7 +18,7 @@ from axes.linalg.formulas import by_autograd, by_formula
 
 def states(start: Tensor, fixed: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
     """start (M, d_v, d_k), F: what chunks add (M, N, d_v, d_k), w (M, N, 1, 1|d_k): X (M, N, d_v, d_k), the last."""
-    made, last = _Serial.apply(start, fixed, kept, None, None) if _by_hand(start) else _plain(start, fixed, kept)
+    made, last = _Serial.apply(start, fixed, kept, None, None) if by_hand(start) else _plain(start, fixed, kept)
     return made, last
 
 
@@ -27,12 +27,13 @@ def writes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """fixed F (M, N, C, d_v), reach R and ends E (M, N, C, d_k): X, the last state, U (M, N, C, d_v)."""
     given = start, fixed, kept, reach, ends
-    made, last, written = _Serial.apply(*given) if _by_hand(start) else _plain(*given)
+    made, last, written = _Serial.apply(*given) if by_hand(start) else _plain(*given)
     return made, last, written
 
 
-def _by_hand(x: Tensor) -> bool:
-    return x.device.type == "cpu" and by_formula(x)
+def by_hand(*given: Tensor) -> bool:
+    """Whether adjoints by hand are the ones that pay, and nothing rounds what they are products of."""
+    return given[0].device.type == "cpu" and not torch.is_autocast_enabled("cpu") and by_formula(*given)
 
 
 def _plain(
@@ -85,4 +86,4 @@ class _Serial(torch.autograd.Function):
         return g, du, dkept, dreach.view_as(reach), dends.view_as(ends)
 
 
-__all__ = ["states", "writes"]
+__all__ = ["by_hand", "states", "writes"]

@@ -322,7 +322,8 @@ def test_a_planted_error_is_found(damage: str, monkeypatch: pytest.MonkeyPatch) 
     """A route that drops a gate, swaps an order or forgets a mass is not the interpreter."""
     name = {"gate": "memora", "order": "adam net", "mass": "fox", "norm": "lattice sim"}[damage]
     if damage == "gate":
-        monkeypatch.setattr(cascade, "cumulative", lambda g, e, s: e.cumsum(-3) + s[..., None, :, :])
+        plain = cascade.states
+        monkeypatch.setattr(cascade, "states", lambda g, v, k, s: plain(torch.ones_like(g), v, k, s))
     elif damage == "order":
         stage = cascade._stage
         monkeypatch.setattr(cascade, "_stage", lambda u, s, x, d, n: stage(u, s, x, tuple(z.flip(-3) for z in d), n))

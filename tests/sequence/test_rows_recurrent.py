@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axes import explain
-from axes.errors import IllegalUpdate, ShapeError
+from axes.errors import AxesError, IllegalUpdate, ShapeError
+from axes.parallel.group import Group
+from axes.parallel.split import Split
 from axes.sequence import GRU, M2RNN, SLSTM, SequenceLayer
 from axes.sequence.hybrids import Beside
 from tests.oracles import D, Found, check_formula, convolved, heads, make, mamba_gate, relative, rms
@@ -49,9 +53,7 @@ def slstm(m: SequenceLayer, x: Tensor) -> Found:
 def m2rnn(m: SequenceLayer, x: Tensor) -> Found:
     """Mishra et al. 2026: H (keys, values), every entry by its own sum."""
     p, around = m.around, m.around.around
-    q, k, v = (
-        heads(convolved(x @ getattr(around, f"{n}_proj").weight.T, getattr(around, f"{n}_conv"))) for n in "qkv"
-    )
+    q, k, v = (heads(convolved(x @ getattr(around, f"{n}_proj").weight.T, getattr(around, f"{n}_conv"))) for n in "qkv")
     f = mamba_gate(around.charts["decay"], x)
     state, out = x.new_zeros(x.shape[0], m.sizes.heads, m.sizes.d_k, m.sizes.d_v), []
     for t in range(x.shape[1]):
@@ -148,10 +150,10 @@ def test_what_cannot_be_is_refused() -> None:
         GRU(16, heads=2, num_v_heads=4)
     with pytest.raises(IllegalUpdate, match="decay and write, one number a head each"):
         M2RNN(16, heads=2, update=GRU.update)
-    m = GRU(16, heads=2)
-    m.across = object()  # type: ignore[assignment]
-    with pytest.raises(IllegalUpdate, match="cannot be split over processes"):
-        m(torch.randn(1, 4, 16))
+    two = cast(Group, SimpleNamespace(size=2))
+    for layer in (GRU, SLSTM, M2RNN):
+        with pytest.raises(AxesError, match="cannot be split over 2 processes.*share out sequences"):
+            Split(layer.__name__, layer(16, heads=2), two, states=False)
 
 
 def test_beside_another_layer() -> None:
