@@ -17,6 +17,7 @@ from torch import Tensor
 from axes.core.chain import Chain
 from axes.linalg.formulas import by_autograd
 from axes.routes import serial
+from axes.routes.precision import own_precision_back
 
 _CHUNK, _CHUNK_CHANNELS = 64, 32
 _CHUNK_ERASES = 32  # on a CPU, where pairs of a chunk cost more than a loop twice as long
@@ -275,6 +276,7 @@ class _Pairs(torch.autograd.Function):
         return _pairs(factors, readers, writers, before)
 
     @staticmethod
+    @own_precision_back
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         factors, readers, writers = ctx.saved_tensors
         before: bool = ctx.before

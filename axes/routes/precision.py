@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,3 +24,14 @@ def taken_in(x: Tensor) -> torch.dtype:
 def own_precision(x: Tensor) -> AbstractContextManager[Any]:
     """Within the block operations take the dtypes that they are given."""
     return torch.autocast(x.device.type, enabled=False) if autocast(x) else nullcontext()
+
+
+def own_precision_back(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """An adjoint by hand whose operations do so too: people call backward within autocast."""
+
+    @wraps(backward)
+    def within(ctx: Any, *given: Tensor) -> Any:
+        with own_precision(given[0]):
+            return backward(ctx, *given)
+
+    return within

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from axes.linalg.formulas import by_autograd, by_formula
+from axes.routes.precision import own_precision_back
 
 
 def states(start: Tensor, fixed: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -63,6 +64,7 @@ class _Serial(torch.autograd.Function):
         return out
 
     @staticmethod
+    @own_precision_back
     def backward(ctx: Any, dmade: Tensor, dlast: Tensor, *dwritten: Tensor) -> tuple[Tensor | None, ...]:
         start, fixed, kept, reach, ends, made, *written = ctx.saved_tensors
         if torch.is_grad_enabled():
