@@ -88,9 +88,7 @@ def equations(update: StateUpdate) -> tuple[str, ...]:
 
 def _stepped(p: Parts) -> list[str]:
     keyed = p.memory.keyed
-    linear = isinstance(
-        p.memory, memory.Matrix | memory.Entries | memory.Slots | memory.Regression | memory.Correlation
-    )
+    linear = isinstance(p.memory, memory.Matrix | memory.Entries | memory.Slots | memory.Solved)
     weights = "S" if linear and p.h.is_identity or isinstance(p.memory, memory.Slots) else "W"
     dual = not p.h.is_identity and p.step.lazy and weights == "W"
     state = r"\Theta" if dual else weights
@@ -324,7 +322,7 @@ def _driven(p: Parts, at: str, weights: str) -> list[str]:
         r, sign = residual(base), "-"
     elif encode:
         r = "k_t"
-    if isinstance(p.memory, memory.Matrix | memory.Regression | memory.Correlation):
+    if isinstance(p.memory, memory.Matrix | memory.Solved):
         write = rf"v_t\,{r}^\top" if encode else rf"{r}\,k_t^\top"
     elif isinstance(p.memory, memory.Entries):
         write = rf"{r} \odot (1\,k_t^\top)"
@@ -673,20 +671,19 @@ def _read(p: Parts, state: str, weights: str, drive: str, stats: list[str]) -> s
         point = rf"({inner})" if p.h.is_identity else primal(p.h, inner, stats)
     if type(p.memory) in _ANSWERS:
         return f"o_t = f({point}, q_t)"
+
+    def total(name: str, x: str) -> str:
+        written = _times(p.step.rate, rf"{x}_t {x}_t^\top")
+        return f"{kept(p.monoid, p.step.rate, f'{name}_{{t-1}}')} + {written}"
+
     if isinstance(p.memory, memory.Regression):
         added = rf"\mathrm{{Diag}}({rate(p.memory.ridge)})" if isinstance(p.memory.ridge, Per) else ""
         added = added or rf"{_number(p.memory.ridge)}\,I"  # type: ignore[arg-type]
-        sums = f"{kept(p.monoid, p.step.rate, 'R_{t-1}')} + {_times(p.step.rate, 'k_t k_t^' + chr(92) + 'top')}"
         solve = rf"\mathrm{{CG}}_{{{p.memory.steps}}}(R_t + {added},\, q_t)"
-        return rf"o_t = {point}\,x,\quad x = {solve},\quad R_t = {sums}"
+        return rf"o_t = {point}\,x,\quad x = {solve},\quad R_t = {total('R', 'k')}"
     if isinstance(p.memory, memory.Correlation):
         m = p.memory
         root = rf"\mathrm{{CG}}^{{-1/2}}_{{{m.steps},{m.shifts}}}"
-
-        def total(name: str, x: str) -> str:
-            written = _times(p.step.rate, rf"{x}_t {x}_t^\top")
-            return f"{kept(p.monoid, p.step.rate, f'{name}_{{t-1}}')} + {written}"
-
         inner = rf"{point}\,{root}(R_t + {_number(m.ridge)}\,I,\, q_t)"
         sums = rf"R_t = {total('R', 'k')},\quad L_t = {total('L', 'v')}"
         return rf"o_t = {root}(L_t + {_number(m.ridge)}\,I,\, {inner}),\quad {sums}"

@@ -38,6 +38,7 @@ __all__ = [
     "RankOne",
     "Regression",
     "Slots",
+    "Solved",
 ]
 
 Kind = Literal["matrix", "entries", "slots", "parameter", "list", "bounded", "regression", "levels", "network"]
@@ -528,9 +529,29 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(torch.where(square > 0, square, 1.0))
 
 
+class Solved(Memory):
+    """Sums that a read makes a solve with: S (d_v, d_k) of what was written first, then R (d_k, d_k) of keys."""
+
+    kind: ClassVar[Kind] = "regression"
+    matrix_gates: ClassVar[bool] = False
+    filterable: ClassVar[bool] = False
+    one_leaf: ClassVar[bool] = False
+
+    @abstractmethod
+    def solve(self, apply: Callable[[Tensor], Tensor], b: Tensor, signal: Signal) -> Tensor:
+        """What is made of vectors b, where `apply` multiplies with a sum of outer squares."""
+
+    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
+        raise IllegalUpdate(f"{type(self).__name__} memory is read through its solves: call read")
+
+    @property
+    def free(self) -> frozenset[str]:
+        return frozenset()
+
+
 @final
 @dataclass(frozen=True, repr=False)
-class Regression(Memory):
+class Regression(Solved):
     """The ridge regression of values on keys, solved when it is read: leaves (S (d_v, d_k), R (d_k, d_k)).
 
     A datum writes v k^T to S and k k^T to R, with one rate; read: S x, x what `steps` steps of conjugate gradients from
@@ -542,10 +563,6 @@ class Regression(Memory):
 
     steps: int = 30
     ridge: Rate = 1.0
-    kind: ClassVar[Kind] = "regression"
-    matrix_gates: ClassVar[bool] = False
-    filterable: ClassVar[bool] = False
-    one_leaf: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -555,15 +572,11 @@ class Regression(Memory):
         if not named and (isinstance(ridge, Per) or not ridge > 0):
             raise IllegalUpdate(f"Regression: ridge is a positive number or a positive Per of shape key, not {ridge!r}")
 
-    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
-        raise IllegalUpdate("Regression memory is read through its solve: call read")
-
     def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
         s, r = leaves
         return times(s, self.solve(lambda p: times(r, p), q, signal))
 
     def solve(self, apply: Callable[[Tensor], Tensor], b: Tensor, signal: Signal) -> Tensor:
-        """What is made of vectors b, where `apply` multiplies with R."""
         ridge = resolve(self.ridge, signal)
         return conjugate_gradients(lambda p: apply(p) + ridge * p, b, self.steps)
 
@@ -578,14 +591,10 @@ class Regression(Memory):
     def rates(self) -> tuple[Rate, ...]:
         return (self.ridge,)
 
-    @property
-    def free(self) -> frozenset[str]:
-        return frozenset()
-
 
 @final
 @dataclass(frozen=True, repr=False)
-class Correlation(Memory):
+class Correlation(Solved):
     """Values on keys, both whitened when they are read: leaves (S (d_v, d_k), R (d_k, d_k), L (d_v, d_v)).
 
     A datum writes v k^T to S, k k^T to R and v v^T to L, with one rate; read: A(L) S A(R) q, A(M) = (M + ridge)^{-1/2}.
@@ -601,10 +610,6 @@ class Correlation(Memory):
     shifts: int = 8
     ridge: float = 0.1
     top: float = 1e3
-    kind: ClassVar[Kind] = "regression"
-    matrix_gates: ClassVar[bool] = False
-    filterable: ClassVar[bool] = False
-    one_leaf: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "shifts"):
@@ -613,16 +618,12 @@ class Correlation(Memory):
         if not 0 < self.ridge < self.top < math.inf:
             raise IllegalUpdate(f"Correlation: 0 < ridge < top, both finite, got ridge={self.ridge}, top={self.top}")
 
-    def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
-        raise IllegalUpdate("Correlation memory is read through its solves: call read")
-
     def read(self, leaves: Leaves, q: Tensor, signal: Signal, h: Geometry) -> Tensor:
         s, r, l = leaves
         read = times(s, self.solve(lambda p: times(r, p), q, signal))
         return self.solve(lambda p: times(l, p), read, signal)
 
     def solve(self, apply: Callable[[Tensor], Tensor], b: Tensor, signal: Signal) -> Tensor:
-        """What is made of vectors b, where `apply` multiplies with R, or with L."""
         nodes = inverse_root_shifts(self.shifts, self.ridge, self.top)
         return shifted_gradients(lambda p: apply(p) + self.ridge * p, b, nodes, self.steps)
 
@@ -633,10 +634,6 @@ class Correlation(Memory):
         k, v = _vectors(signal)
         s = _empty(signal)
         return s, *(s.new_zeros(*s.shape[:-2], x.shape[-1], x.shape[-1]) for x in (k, v))
-
-    @property
-    def free(self) -> frozenset[str]:
-        return frozenset()
 
 
 @final

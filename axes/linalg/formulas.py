@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def by_formula(*given: Tensor | None) -> bool:
     """Whether nobody but autograd's reverse mode follows operations on these: no compiler, transform or subclass."""
     if torch.compiler.is_compiling() or _transformed() or forward_ad._current_level >= 0:
         return False
-    return all(x is None or type(x) in (Tensor, nn.Parameter) for x in given)
+    return all(x is None or type(x) in _PLAIN for x in given)
 
 
 def by_autograd(

@@ -21,8 +21,9 @@ from axes.core.chain import read_by_key
 from axes.core.facts import fact
 from axes.core.rates import Rate, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
+from axes.linalg.formulas import by_formula
 from axes.routes.packed import Packing
-from axes.routes.scaled import behind, eager, inner, scaled
+from axes.routes.scaled import behind, inner, scaled
 
 Compute = Callable[[StateUpdate, Signal, State], tuple[Tensor, State]]
 
@@ -52,7 +53,7 @@ def run(
     given, length = {n: x for n, x in signal.items() if n in asks}, query.shape[time]
     wide = torch.promote_types(query.dtype, torch.float32)
     held = state.theta[0].to(wide)
-    if cu_seqlens is None and eager(query):  # cut once, so that the gradients of both parts are joined in one pass
+    if cu_seqlens is None and by_formula(query):  # cut once, so that the gradients of both parts are joined in one pass
         first, rest = query.split((1, length - 1), time)
         ahead = torch.cat((rest, torch.zeros_like(first)), time)
     else:  # no length is compared with what it may be

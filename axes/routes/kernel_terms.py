@@ -23,7 +23,7 @@ from axes.core.facts import fact
 from axes.core.legality import factors, gates
 from axes.core.memory import Leaves
 from axes.core.monoids import Element, Hadamard, product, rotate
-from axes.core.rates import Per, Signal, rate_shape, resolve
+from axes.core.rates import Per, Rate, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import ShapeError
 from axes.kernels.common import versions
@@ -474,12 +474,16 @@ def _written(update: StateUpdate, signal: Signal, v: Tensor) -> Tensor:
     """The value as it is written, where its rate is not the strength of the whole rule."""
     if not (scales_values(update) or erases_along_key(update)):
         return v
-    step = update.parts().step
-    rate = resolve(step.rate, signal)
-    if isinstance(rate, float) and rate == 1.0:
-        return v
-    each = isinstance(rate, Tensor) and rate.ndim and rate_shape(step.rate) == "scalar"
-    return scaled(v, rate[..., None] if each else rate)  # type: ignore[index]
+    return _by(v, update.parts().step.rate, signal)
+
+
+def _by(x: Tensor, rate: Rate, signal: Signal) -> Tensor:
+    """Vectors by a rate: one number, one a vector, or one an entry."""
+    number = resolve(rate, signal)
+    if isinstance(number, float) and number == 1.0:
+        return x
+    each = isinstance(number, Tensor) and number.ndim and rate_shape(rate) == "scalar"
+    return scaled(x, number[..., None] if each else number)  # type: ignore[index]
 
 
 def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -511,9 +515,7 @@ def _erased(update: StateUpdate, signal: Signal, k: Tensor) -> Tensor:
         read = last.element(signal, 1.0, k).left
         assert read is not None
         return (-read.squeeze(-1)).to(k.dtype).expand_as(k)
-    strength = resolve(last.strength, signal)
-    each = isinstance(strength, Tensor) and strength.ndim and rate_shape(last.strength) == "scalar"
-    return scaled(k, strength[..., None] if each else strength)  # type: ignore[index]
+    return _by(k, last.strength, signal)
 
 
 def _element(update: StateUpdate, signal: Signal, k: Tensor) -> Element:

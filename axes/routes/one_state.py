@@ -177,26 +177,21 @@ class _Channels(Decays):
         self.batch, self.gate = gate.shape[:-2], gate.flatten(0, -3)
         self.kept, self.left = (x.unflatten(0, self.batch) for x in (self.until(self.gate), self.after(self.gate)))
         self.few = self.gate.unflatten(1, (-1, min(gate.shape[-2], pairs)))
-        self._levels: list[tuple[Tensor, Tensor, Tensor]] | None = (
-            None  # compilers cannot trace a cached_property's lock
-        )
+        # kept by hand: compilers cannot trace a cached_property's lock
+        self._levels: list[tuple[Tensor, Tensor, Tensor]] | None = None
         self._factors: Tensor | None = None
 
     @property
     def levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Of halves that are no few pairs: up to each token of the second, ahead of it, behind each of the first."""
         if self._levels is None:
-            self._levels = self._of_levels()
+            self._levels, half = [], self.gate.shape[-2] // 2
+            while half >= self.few.shape[-2]:
+                first, second = _halves(self.gate, half)
+                until = self.until(second)
+                self._levels.append((until, _shifted(until), self.after(first)))
+                half //= 2
         return self._levels
-
-    def _of_levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        found, half = [], self.gate.shape[-2] // 2
-        while half >= self.few.shape[-2]:
-            first, second = _halves(self.gate, half)
-            until = self.until(second)
-            found.append((until, _shifted(until), self.after(first)))
-            half //= 2
-        return found
 
     def between(self, before: bool = False) -> Tensor:
         return self.among(self.few.flatten(1, 2), before).unflatten(0, self.batch)

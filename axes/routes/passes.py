@@ -23,7 +23,7 @@ from axes.core.costs import Alignment
 from axes.core.facts import fact
 from axes.core.geometry import Euclidean
 from axes.core.legality import factors
-from axes.core.memory import BoundedList, Correlation, Regression, normalised
+from axes.core.memory import BoundedList, Solved, normalised
 from axes.core.monoids import Diagonal, Monoid, product
 from axes.core.rates import Per, Shape, Signal, resolve
 from axes.core.state_update import State, StateUpdate
@@ -113,7 +113,7 @@ def sums(update: StateUpdate) -> StateUpdate:
 def _solved(update: StateUpdate, signal: Signal, state: State, batch: int, compute: Compute) -> tuple[Tensor, State]:
     """R_t p of every token t is what the chain whose values are keys reads at p: no R is formed for a token."""
     chain, memory = sums(update), update.parts().memory
-    assert isinstance(memory, Regression | Correlation)
+    assert isinstance(memory, Solved)
     q, k, v = (signal[n] for n in "qkv")
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     rates = {per.name: signal[per.name] for per in chain.demands()}

@@ -11,19 +11,12 @@ transforms and second derivatives see torch's operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def eager(*tensors: Tensor) -> bool:
-    """Whether nobody but autograd follows what is done with these."""
-    return not torch.compiler.is_compiling() and not _transformed() and all(type(x) in _PLAIN for x in tensors)
+from axes.linalg.formulas import by_formula
 
 
 def differentiated(*tensors: Tensor) -> bool:
@@ -34,7 +27,7 @@ def scaled(x: Tensor, by: Tensor | float) -> Tensor:
     """(x * by).to(x.dtype); `by` broadcasts to x. Sixteen bits by float32 numbers: without a float32 copy of x."""
     if not isinstance(by, Tensor) or by.ndim == 0 or torch.promote_types(x.dtype, by.dtype) == x.dtype:
         return x * by
-    if not eager(x, by):
+    if not by_formula(x, by):
         return (x * by).to(x.dtype)
     if differentiated(x, by):
         made: Tensor = _Scaled.apply(x, by)
@@ -44,7 +37,7 @@ def scaled(x: Tensor, by: Tensor | float) -> Tensor:
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
     """<x, y> (..., 1) of vectors of one dtype, in float32 at least."""
-    if not x.dtype == y.dtype == torch.bfloat16 or not eager(x, y):
+    if not x.dtype == y.dtype == torch.bfloat16 or not by_formula(x, y):
         wide = torch.promote_types(x.dtype, torch.float32)
         return (x.to(wide) * y).sum(-1, keepdim=True)
     if differentiated(x, y):
@@ -99,7 +92,7 @@ def behind(firsts: Tensor, out: Tensor, x: Tensor, by: Tensor, time: int) -> Ten
 
     firsts: what stands before the first token, like out, of one token.
     """
-    if out.dtype not in (torch.bfloat16, torch.float16) or not eager(firsts, out, x, by):
+    if out.dtype not in (torch.bfloat16, torch.float16) or not by_formula(firsts, out, x, by):
         before = torch.cat((firsts, out), time).narrow(time, 0, out.shape[time])  # of length - 1 none: it may be one
         return before + (x * by).to(out.dtype)
     if differentiated(firsts, out, x, by):
@@ -131,4 +124,4 @@ class _Behind(torch.autograd.Function):
         return first, dout, scaled(dy, by) if dx else None, to_numbers(dy, x, by) if dby else None, None
 
 
-__all__ = ["behind", "differentiated", "eager", "inner", "rounded", "scaled", "to_numbers"]
+__all__ = ["behind", "differentiated", "inner", "rounded", "scaled", "to_numbers"]

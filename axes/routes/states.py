@@ -13,6 +13,7 @@ from torch import Tensor
 from axes.core.memory import Leaves
 from axes.core.parts import Parts
 from axes.core.rates import Signal, rate_shape, resolve
+from axes.linalg.formulas import by_autograd
 from axes.routes.scan import cumulative
 
 
@@ -34,6 +35,10 @@ def states(gate: Tensor, value: Tensor, key: Tensor, start: Tensor) -> Tensor:
     return cast(Tensor, _States.apply(gate, value, key, start))
 
 
+def _plain(gate: Tensor, value: Tensor, key: Tensor, start: Tensor) -> Tensor:
+    return cumulative(gate[..., None], value[..., None] * key[..., None, :], start)
+
+
 class _States(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, value: Tensor, key: Tensor, start: Tensor) -> Tensor:
@@ -52,8 +57,7 @@ class _States(torch.autograd.Function):
     def backward(ctx: Any, given: Tensor) -> Any:
         gate, value, key, start, out = ctx.saved_tensors
         if torch.is_grad_enabled():  # for derivatives of derivatives
-            again = cumulative(gate[..., None], value[..., None] * key[..., None, :], start)
-            return torch.autograd.grad(again, (gate, value, key, start), given, create_graph=True)
+            return by_autograd(_plain, (gate, value, key, start), (given,))
         into = given.clone(memory_format=torch.contiguous_format)
         asked, kept = into.unbind(-3), gate[..., None].unbind(-3)
         for t in range(len(asked) - 1, 0, -1):

@@ -7,7 +7,6 @@ name by name, so that all of them can take turns.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -30,7 +29,6 @@ from axes.programs.program import COUNT, PARAMETER, NotElementwise, Program, Unr
 P = ParamSpec("P")
 R = TypeVar("R")
 _compiling, _follower = torch.compiler.is_compiling, eval_frame.get_eval_frame_callback
-_DTYPE = operator.attrgetter("dtype")
 _SHAPE = (3, 5)  # of the tensors that are traced: see axes.programs.program
 
 

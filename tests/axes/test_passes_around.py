@@ -24,7 +24,7 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
 
 from axes.bench.rules import Shape, find, read
 from axes.kernels.common import versions
-from axes.routes import scaled
+from axes.linalg import formulas
 
 SHAPE = Shape(8, 4096, 16, 128)
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -62,7 +62,7 @@ class Moved(TorchDispatchMode):
 def test_a_page_says_what_is_moved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "refusal", lambda device: None)
     monkeypatch.setattr("axes.kernels.common.layout.interpreted", lambda: True)  # fake tensors are on no device
-    monkeypatch.setattr(scaled, "_PLAIN", (*scaled._PLAIN, FakeTensor))
+    monkeypatch.setattr(formulas, "_PLAIN", (*formulas._PLAIN, FakeTensor))
     (rule,) = find((name,))
     run = rule.ours("triton")
     with FakeTensorMode(allow_non_fake_inputs=True):

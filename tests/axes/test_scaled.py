@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,3 +135,15 @@ def test_transforms_see_two_operations() -> None:
     x, by = draw(SHAPE, torch.bfloat16, 0).detach(), draw((2, 5, 3, 1), torch.float32, 1).detach()
     assert torch.equal(torch.vmap(scaled)(x, by), (x * by).to(x.dtype))
     assert torch.equal(torch.func.grad(lambda b: scaled(x, b).float().sum())(by).sign(), x.float().sum(-1, True).sign())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_tangents_go_through_torchs_operations(dtype: torch.dtype) -> None:
+    x, tangent, by = (
+        draw(SHAPE, dtype, 0).detach(),
+        draw(SHAPE, dtype, 1).detach(),
+        draw(SHAPES[1], torch.float32, 2).detach(),
+    )
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(scaled(forward_ad.make_dual(x, tangent), by)).tangent
+    torch.testing.assert_close(found, (tangent * by).to(dtype))

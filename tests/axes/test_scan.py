@@ -346,3 +346,5 @@ def test_states_are_those_of_a_plain_loop(by: str) -> None:
     for mine, theirs in zip(*(torch.autograd.grad((y * weight).sum(), given) for y in (out, want)), strict=True):
         torch.testing.assert_close(mine, theirs)
     assert torch.autograd.gradgradcheck(states, given)
+    *others, start = given  # which may have none
+    assert torch.autograd.gradgradcheck(lambda *given: states(*given, start.detach()), others)
