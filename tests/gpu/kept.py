@@ -4,8 +4,8 @@
 
 The folder has a line for every test that ended (outcomes.jsonl: name, outcome, seconds, the error's text), written at
 once: a run that is cut off has said what it saw. A run leaves out what passed before, and starts nothing behind its
-minutes. An empty folder, or another one, runs everything. With `--gpus 4` each process sees one of four GPUs (tests of
-several GPUs skip themselves there).
+minutes. An empty folder, or another one, runs everything. With `--gpus 0,1,2` each process sees one of these, and
+tests of several GPUs skip themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kept")
     group.addoption("--kept", type=Path, help="folder of outcomes")
     group.addoption("--minutes", type=float, help="no test starts behind them")
-    group.addoption("--gpus", type=int, default=1, help="GPUs to spread the processes of xdist over")
+    group.addoption("--gpus", help="to spread the processes of xdist over, as 0,1,2")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,8 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if folder is None:
         raise pytest.UsageError("kept: name the folder of outcomes: --kept FOLDER")
     if hasattr(config, "workerinput"):
-        if (gpus := config.getoption("--gpus")) > 1:  # CUDA reads it at its first call
-            os.environ["CUDA_VISIBLE_DEVICES"] = str(int(config.workerinput["workerid"][2:]) % gpus)
+        if gpus := config.getoption("--gpus"):  # CUDA reads it at its first call
+            gpus, number = gpus.split(","), int(config.workerinput["workerid"].removeprefix("gw"))
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
         return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _PASSED).write_text("\n".join(sorted(_passed(folder))))

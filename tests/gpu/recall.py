@@ -7,12 +7,16 @@
 Two blocks of the layer and an MLP on a residual stream, AdamW with a warm-up and a cosine. A run ends early once it
 answers 99.9 % of what unseen windows ask. In a line: accuracy and loss as they came, the largest norm of the gradient,
 seconds, and why a run did not go on. --change layer:rate=start,scale tries another chart without a line of code.
+--layer fla:GatedDeltaNet has fla's layer of that name in the same model, --change "fla:GatedDeltaNet:use_gate=0" an
+argument of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
+import inspect
 import json
 import math
 import multiprocessing
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from axes import catalogue
@@ -38,7 +43,22 @@ NONLINEAR = (
 )  # fmt: skip
 BESIDE = ("gated-delta-net",)
 RATES = (3e-3, 1e-3, 1e-2)
+_FLA = "fla:"
 EVERY = 50  # steps between looks
+
+
+class Fla(nn.Module):
+    """A layer of flash-linear-attention as a model of ours calls its own."""
+
+    def __init__(self, name: str, width: int, heads: int, **given: float) -> None:
+        super().__init__()
+        made = getattr(importlib.import_module("fla.layers"), name)
+        asked = inspect.signature(made).parameters
+        sizes = {"hidden_size": width, "num_heads": heads, "head_dim": width // heads, "expand_v": 1.0}
+        self.layer = made(**{k: v for k, v in sizes.items() if k in asked}, **given)
+
+    def forward(self, x: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
+        return self.layer(x)[0], None
 
 
 class Run(NamedTuple):
@@ -55,6 +75,18 @@ class Run(NamedTuple):
     seconds: float
     changes: tuple[str, ...] = ()
     autocast: bool = False
+    deviation: float = 1.0
+
+
+def made_of(run: Run) -> Any:
+    """What makes the run's layer in a model, or None for the catalogue's."""
+    if run.layer.startswith(_FLA):
+        given = {name: float(value) for name, _, value in (change.partition("=") for change in run.changes)}
+        return lambda width, *_, **__: Fla(run.layer.removeprefix(_FLA), run.width, run.heads, **given)
+    if run.changes:
+        cls: Any = catalogue.get(run.layer, axis="sequence").cls
+        return lambda *_, **__: cls(run.width, run.heads, block=block_of(cls, run.changes))
+    return None
 
 
 def block_of(layer: type[Any], changes: tuple[str, ...]) -> Any:
@@ -85,18 +117,16 @@ def train(run: Run) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     begun = time.monotonic()
     device = torch.device(run.device)
-    cls = catalogue.get(run.layer, axis="sequence").cls
     row: dict[str, Any] = {"layer": run.layer, "rate": run.rate, "changes": list(run.changes), "width": run.width}
     row |= {"pairs": run.task.pairs, "length": run.task.length, "vocabulary": run.task.tokens, "seed": run.seed}
     looks: list[tuple[int, float, float]] = []
     largest = 0.0
     try:
-        form = Architecture(run.layer, "residual", run.layers, run.width, run.heads, 1, run.task.vocabulary)
-
-        def layer(*given: Any, **named: Any) -> Any:
-            return cls(run.width, run.heads, block=block_of(cls, run.changes))
-
-        model = LanguageModel(form, layer=layer if run.changes else None).to(device)
+        ours = "delta-net" if run.layer.startswith(_FLA) else run.layer
+        form = Architecture(ours, "residual", run.layers, run.width, run.heads, 1, run.task.vocabulary)
+        model = LanguageModel(form, layer=made_of(run))
+        nn.init.normal_(model.embedding.weight, std=run.deviation)
+        model = model.to(device)
         row["parameters"] = sum(p.numel() for p in model.parameters())
         optimizer = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.01, betas=(0.9, 0.99))
         warm = max(1, run.steps // 20)
@@ -120,7 +150,7 @@ def train(run: Run) -> dict[str, Any]:
             optimizer.step()
             schedule.step()
             if (step + 1) % EVERY == 0 or step + 1 == run.steps:
-                accuracy = accuracy_of(model, *unseen)
+                accuracy = accuracy_of(model, *unseen, autocast=run.autocast)
                 looks.append((step + 1, round(accuracy, 4), round(loss.item(), 4)))
                 if accuracy > 0.999:
                     break
@@ -141,12 +171,14 @@ def asked(model: LanguageModel, windows: torch.Tensor, targets: torch.Tensor) ->
 
 
 @torch.no_grad()
-def accuracy_of(model: LanguageModel, windows: torch.Tensor, targets: torch.Tensor) -> float:
+def accuracy_of(model: LanguageModel, windows: torch.Tensor, targets: torch.Tensor, autocast: bool = False) -> float:
     right = asked_count = 0
+    device = windows.device.type
     for part, wanted in zip(windows.split(64), targets.split(64), strict=True):
-        hidden, _ = model.hidden(model.embedding(part))
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            hidden, _ = model.hidden(model.embedding(part))
         where = wanted != IGNORED
-        right += int((model.head(hidden[where]).argmax(-1) == wanted[where]).sum())
+        right += int((model.head(hidden[where].float()).argmax(-1) == wanted[where]).sum())
         asked_count += int(where.sum())
     return right / asked_count
 
@@ -187,6 +219,7 @@ def main() -> None:
     add("--seed", type=int, default=0)
     add("--parallel", type=int, default=14)
     add("--autocast", action="store_true", help="bfloat16")
+    add("--deviation", type=float, default=1.0, help="of tokens' vectors; published models have 0.02")
     add("--seconds", type=float, default=500.0, help="of one run")
     add("--limit", type=float, default=570.0, help="seconds of all")
     given = parser.parse_args()
@@ -197,11 +230,20 @@ def main() -> None:
     rest = (given.width, given.heads, given.layers, given.steps, given.batch, given.device, given.seed)
     changes: dict[str, list[str]] = defaultdict(list)
     for change in given.change:
-        layer, _, what = change.partition(":")
+        layer, _, what = change.rpartition(":")
         changes[layer].append(what)
     begun = time.monotonic()
     runs = [
-        Run(layer, rate, task, *rest, min(given.seconds, given.limit - 20), tuple(changes[layer]), given.autocast)
+        Run(
+            layer,
+            rate,
+            task,
+            *rest,
+            min(given.seconds, given.limit - 20),
+            tuple(changes[layer]),
+            given.autocast,
+            given.deviation,
+        )
         for rate in given.rate or RATES
         for layer in given.layer or (*BESIDE, *NONLINEAR)
     ]
