@@ -97,6 +97,7 @@ class Calls:
     def are(self, choice: Choice) -> bool:
         who = self.implementations
         ends = choice.route == "stacks" and "by torch's operations over the stacks" in choice.reason
+        ends = ends or "up to its next anchor torch" in choice.reason
         if (ends or choice.route == "attention") and "triton" in who:  # torch may read what a kernel has turned
             who = who - {"torch"}
         return self.routes == {choice.route} and who == {choice.implementation}

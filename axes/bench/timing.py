@@ -10,9 +10,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Call = Callable[[], Iterable[Tensor]]
+Call = Callable[[], Iterable[Any]]  # tensors, or lists of them
 _SECONDS = 0.25  # how long one figure is measured, after a warm-up
 _FEWEST, _MOST = 5, 200
 
@@ -43,7 +44,7 @@ def peak_extra(call: Call) -> int:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    results = [x for x in call() if x is not None]
+    results = [x for x in pytree.tree_leaves(call()) if isinstance(x, Tensor)]
     torch.cuda.synchronize()
     returned = sum(x.untyped_storage().nbytes() for x in {x.untyped_storage().data_ptr(): x for x in results}.values())
     return max(0, torch.cuda.max_memory_allocated() - before - returned)

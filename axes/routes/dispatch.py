@@ -131,8 +131,9 @@ def _run(
     time: int = 1,
     weights: Leaves | None = None,
     implementation: Implementation | None = None,
+    choice: Choice | None = None,
 ) -> tuple[Tensor, State]:
-    """`run` of what has been checked."""
+    """`run` of what has been checked, by the fastest route or by this choice of `select_token`."""
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
     if state is not None and state.count.ndim:
@@ -141,7 +142,8 @@ def _run(
             return _run(update, signal, state, time, None, implementation)
 
         return each_phase(alike, update, signal, state, time)
-    choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
+    if choice is None:
+        choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
     plain, several_writes, _ = computed(update)
     if plain is not update and choice.route != "interpreter" and q.shape[time]:
         kernel = choice.implementation == "triton"
@@ -354,7 +356,7 @@ def one_token(
     if other is not update and choice.implementation == "triton":
         return _step_otherwise(update, several_writes, signal, state, implementation, in_place)
     if choice.route in ("attention", "token"):
-        return _run(update, signal, state, implementation=named)
+        return _run(update, signal, state, implementation=named, choice=choice)
     if choice.implementation == "triton":
         with own_precision(v):
             return kernel_terms.run(update, signal, state, None, kernel_terms.one_token(in_place))

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import torch
 
+from axes.core.algorithms import Anchor
 from axes.core.derived import (
     by_entry,
     erases_along_key,
@@ -47,6 +48,7 @@ from axes.routes import (
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
 
 Shapes = Mapping[str, tuple[int, ...]]
+_UP_TO = "after a state, up to its next anchor torch"
 _WALKED = "a kernel generated from the step, a token at a time, state on chip"
 
 
@@ -96,7 +98,10 @@ def select(
     if legal["substitution"] is None:
         no_kernel = substitution_kernel.no_kernel(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
-            return Choice("substitution", "triton", "kernels made for what a token writes, blocks of 16 tokens in turn")
+            why = "kernels made for what a token writes, blocks of 16 tokens in turn"
+            if isinstance(update.parts().step.at, Anchor):
+                why = f"{why}; {_UP_TO}"
+            return Choice("substitution", "triton", why)
     elif legal["passes"] is None:
         no_kernel = _no_passes(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
@@ -108,7 +113,9 @@ def select(
     elif legal["cascade"] is None and network_kernel.layered(update):
         no_kernel = network_kernel.no_kernel(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":
-            return Choice("cascade", "triton", "two layers by kernels, a program a head, blocks of 16 tokens in turn")
+            return Choice(
+                "cascade", "triton", f"two layers by kernels, a program a head, blocks of 16 tokens in turn; {_UP_TO}"
+            )
     else:
         no_kernel = kernel_terms.no_kernel(update, place, dtype, shapes or {}, time)
         if no_kernel is None and implementation != "torch":

@@ -19,6 +19,9 @@ import pytest
 
 _END = "AXES_TESTS_END"  # seconds since the epoch, for the processes of xdist too
 _OVER = "the minutes are over"
+# A kernel that reads what is not its own takes the GPU from its process, a recording that fails torch's random numbers.
+_LOSES = ("CUDA error", "outside graph capture", "during CUDA graph capture")
+_lost: list[str] = []  # tests that this process has lost its GPU by
 _PASSED = "passed before.txt"  # as the run found it: all processes of xdist collect the same tests
 
 
@@ -50,8 +53,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if _lost and hasattr(item.config, "workerinput"):
+        os._exit(1)  # xdist says so of this test, and starts another process
     if time.time() > float(os.environ[_END]):
         pytest.skip(_OVER)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed and any(word in str(report.longrepr) for word in _LOSES):
+        _lost.append(report.nodeid)
 
 
 class Outcomes:

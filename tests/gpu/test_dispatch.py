@@ -99,7 +99,7 @@ def test_a_layer_of_the_catalogue(entry: catalogue.Entry) -> None:
         results.append([y, *(p.grad for p in model.parameters() if p.grad is not None)])
         assert state is not None and int(state.memory.count) == 150
     for kernel, plain in zip(*results, strict=True):
-        assert _relative(kernel, plain) < 2e-3
+        assert _relative(kernel, plain) < 3e-3  # products of TF32, and ReBased squares what they make
     model.implementation = None
     with torch.autocast("cuda", torch.bfloat16):
         half, _ = model(x)

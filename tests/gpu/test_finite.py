@@ -34,7 +34,8 @@ def test_it_stays_in_its_chunk(name: str, dtype: torch.dtype) -> None:
             spoilt = signal[n].clone()
             spoilt[0, AT, 0].view(-1)[0] = value
             out, _ = dispatch.run(update, {**signal, n: spoilt})
-            same = torch.isclose(out.float(), whole.float(), rtol=1e-2, atol=1e-2)
+            # what overflows by itself does in both
+            same = torch.isclose(out.float(), whole.float(), rtol=1e-2, atol=1e-2, equal_nan=True)
             assert same[1].all() and same[0, :, 1].all(), (n, value, "another sequence or head")
             assert same[0, : AT - AT % REACH, 0].all(), (n, value, "an earlier chunk")
             if math.isnan(value):
@@ -67,7 +68,9 @@ def test_contained_it_reaches_no_earlier_token(name: str, dtype: torch.dtype, mo
             assert torch.equal(out[1], whole[1]) and torch.equal(out[0, :, 1], whole[0, :, 1]), (n, value)
             assert out[0, :AT, 0].isfinite().all(), (n, value, "an earlier token")
             assert torch.equal(out[0, AT:, 0].isfinite(), meant[0, AT:, 0].isfinite()), (n, value, "later ones")
-            torch.testing.assert_close(out[0, :AT, 0], whole[0, :AT, 0], rtol=3e-2, atol=3e-2)
+            # rows of the example are of very different lengths, and a product in bfloat16 rounds a sum by its largest
+            loose = 3e-2 if dtype == torch.float32 else max(3e-2, 1e-2 * float(whole[0, :AT, 0].abs().max()))
+            torch.testing.assert_close(out[0, :AT, 0], whole[0, :AT, 0], rtol=3e-2, atol=loose)
 
 
 def test_check_finite_reads_a_gpu_too() -> None:

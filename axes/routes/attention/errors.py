@@ -39,8 +39,10 @@ def written(readers: Tensor, keys: Tensor, old: Tensor, values: Tensor, rate: Te
     kind, wide = values.dtype, torch.promote_types(values.dtype, torch.float32)
     readers, keys, old, values = (x.to(wide) for x in (readers, keys, old, values))
     length, n = readers.shape[-2], old.shape[-2]
-    rates = rate[..., None] if isinstance(rate, Tensor) and rate.ndim else values.new_tensor(rate)
-    rates = rates.expand(*values.shape[:-1], 1)
+    if isinstance(rate, Tensor):
+        rates = (rate[..., None] if rate.ndim else rate).expand(*values.shape[:-1], 1)
+    else:
+        rates = values.new_full((*values.shape[:-1], 1), rate)  # filled on the device: a graph records it
     batch = torch.broadcast_shapes(readers.shape[:-2], keys.shape[:-2], values.shape[:-2], old.shape[:-2])
     stored = [old.expand(*batch, *old.shape[-2:])]
     for first in range(0, length, _BLOCK):
