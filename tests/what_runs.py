@@ -48,7 +48,7 @@ WATCHED: list[tuple[Any, str, str | None, str | None]] = [
     (substitution, "run", "substitution", "torch"),
     (solves, "run", "solve", "torch"),
     (attention, "run", "attention", None),
-    (passes, "run", "passes", "torch"),
+    (passes, "run", "passes", None),  # who computes a chain says so itself
     (levels, "run", "levels", "torch"),
     (levels_kernel, "run", "levels", "triton"),
     (softmax, "_one", None, "torch"),

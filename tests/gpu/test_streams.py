@@ -252,7 +252,8 @@ def test_rotations(n: int, scale: float, tokens: int) -> None:
         plain = gradients(link.primal, [logits], direction)
         for x, w, p, y in zip(got, want, plain, again, strict=True):
             assert torch.isfinite(x).all() and torch.equal(x, y)
-            least = 1e-6 * w.numel() ** 0.5 * max(1.0, w.abs().max().item())
+            # I + A is as far from singular as its entries are large, and the kernel does not pivot
+            least = 1e-6 * w.numel() ** 0.5 * max(1.0, w.abs().max().item(), 0.05 * scale)
             assert (x - w).norm() <= least + 4 * (p - w).norm()
 
 

@@ -262,10 +262,14 @@ def _held_up(matrix: Tensor, eps: float) -> Tensor:
 
 
 def solved(theta: Tensor, matrix: Tensor, eps: float) -> Tensor | None:
-    """theta (A + eps I)^{-1} of a semi-definite A, by Cholesky; None where A is so far from it that it has none."""
+    """theta (A + eps I)^{-1} of a semi-definite A, by Cholesky; None where A is so far from it that it has none.
+
+    A recorded step cannot look, nor go another way: what has no factor is not a number there."""
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     factor, failed = torch.linalg.cholesky_ex(matrix.detach() + eps * eye)
-    if not failed.is_meta and bool(failed.any()):  # without numbers nothing fails
+    if failed.is_cuda and torch.cuda.is_current_stream_capturing():
+        factor = factor.masked_fill((failed != 0)[..., None, None], torch.nan)
+    elif not failed.is_meta and bool(failed.any()):  # without numbers nothing fails
         return None
     return cast(Tensor, _Solved.apply(theta, matrix, factor))
 
