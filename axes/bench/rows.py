@@ -1,7 +1,8 @@
 """The table of docs/rows.md from docs/rows.json: a system's tuple, its oracle and error, routes, times and a curve.
 
 `python -m axes.bench.rows` writes the page's tables anew; `curves` adds a short training run of every row to the data,
-`times FILE` what `axes bench sequence` measured on a GPU. A test compares the page with its data.
+`times FILE...` what `axes bench sequence` measured on a GPU, a table for every kind of GPU. A test compares the page
+with its data.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,8 @@ def train(name: str) -> list[float]:
 def tables(data: dict[str, Any]) -> str:
     """The block of the page between the markers."""
     out = [BEGIN, "", *_rows(data["rows"], data["curves"]), ""]
-    if data["times"]:
-        out += [*_times(data["times"]), ""]
+    for times in data["times"]:
+        out += [*_times(times), ""]
     return "\n".join([*out, END])
 
 
@@ -98,6 +100,13 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def with_times(before: list[dict[str, Any]], found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs on every kind of GPU, one each: what was measured again replaces its row."""
+    own = next((run for run in before if run["where"] == found["where"]), {**found, "rows": []})
+    rows = {row.key: asdict(row) for run in (own, found) for row in sequence.rows(run)}
+    return [*(run for run in before if run is not own), {**found, "rows": list(rows.values())}]
+
+
 def with_tables(text: str, data: dict[str, Any]) -> str:
     """The page with its tables renewed. Raises AxesError if the markers are gone."""
     if BEGIN not in text or END not in text:
@@ -116,7 +125,8 @@ def main(root: Path, arguments: list[str]) -> None:
                 data["curves"][row["name"]] = train(row["name"])
                 write_json(place, data)
     if arguments[:1] == ["times"]:
-        data["times"] = json.loads(Path(arguments[1]).read_text(encoding="utf-8"))
+        for file in arguments[1:]:
+            data["times"] = with_times(data["times"], json.loads(Path(file).read_text(encoding="utf-8")))
         write_json(place, data)
     write_text(page, with_tables(page.read_text(encoding="utf-8"), data))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -319,7 +320,12 @@ def test_the_page_of_rows_is_its_data(tmp_path: Path) -> None:
     where = {"device": "a GPU", "torch": "0"}
     ours = sequence.Row("delta", "1,2,3,4", "float32", peers.OURS, forward=1.0, both=3.0, error=1e-3, worst="dq")
     theirs = replace(ours, who=peers.FLA, forward=2.0, both=4.0)
-    shown = rows.tables({**data, "times": {"where": where, "rows": [asdict(ours), asdict(theirs)]}})
+    measured = [
+        {"where": where, "ceilings": {}, "rows": [asdict(row)]} for row in (replace(ours, both=9.0), theirs, ours)
+    ]
+    times = functools.reduce(rows.with_times, measured, data["times"])
+    assert len(times) == len(data["times"]) + 1
+    shown = rows.tables({**data, "times": times})
     assert "| delta | 1,2,3,4 | 1.00 / 3.00 |  /  | 2.00 / 4.00 | 0.50 / 0.75 | 1.0e-03 dq |" in shown
     with pytest.raises(AxesError, match="markers"):
         rows.with_tables("no markers", data)
