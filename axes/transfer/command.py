@@ -128,6 +128,24 @@ def report_(
 
 
 @app.command()
+def merge(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder that all runs go to.")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="Of `axes transfer run`, a GPU each, say.")
+    ],
+) -> None:
+    """Put the runs of several folders into one, and say what they say together."""
+    whole, parts = ResultsFolder(out), [ResultsFolder(folder) for folder in folders]
+    for part in parts:
+        part.plan()
+    with whole.held():
+        for part in parts:
+            typer.echo(f"{part}: {whole.take(part)} runs")
+        results = compile_folder(whole)
+    _written(results, whole, _console(100))
+
+
+@app.command()
 def capacity(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Of `axes list`, or module:tuple of your own.")

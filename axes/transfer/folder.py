@@ -64,7 +64,18 @@ class ResultsFolder:
 
     def begin(self, plan: Plan, command: str = "") -> dict[str, Any]:
         """Write down what is run here, or add it to what was. Raises AxesError for another version or plan."""
-        described = described_plan(plan, command)
+        return self._begin(described_plan(plan, command))
+
+    def take(self, other: ResultsFolder) -> int:
+        """Runs of another folder that this one does not hold, kept here too: how many. Raises AxesError for another
+        version or plan. A run that both hold is the same but for its times, and stays."""
+        self._begin(other.plan())
+        mine, theirs = self.runs(), other.runs()
+        for key in sorted(theirs.keys() - mine.keys()):
+            self.keep(theirs[key])
+        return len(theirs.keys() - mine.keys())
+
+    def _begin(self, described: dict[str, Any]) -> dict[str, Any]:
         path = self.path / _PLAN
         if path.exists():
             before = self.plan()
@@ -118,7 +129,7 @@ _GROWS = ("version", "hardware", "command")  # a folder that several commits, or
 
 
 def _both(before: str, now: str) -> str:
-    return before if now in before.split("; ") else f"{before}; {now}" if before else now
+    return "; ".join(dict.fromkeys(x for x in (*before.split("; "), *now.split("; ")) if x))
 
 
 def _unlike(before: dict[str, Any], now: dict[str, Any]) -> str:

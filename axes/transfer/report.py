@@ -158,10 +158,11 @@ def markdown(results: Mapping[str, Any]) -> str:
         ]  # fmt: skip
     elif results["verdicts"]:
         lines += [f"**There are {results['verdicts']}.**", ""]
-    if results["form"] == "small":
+    if results["form"] == "small" and results["runs"]:
+        sizes = [run["parameters"] for run in results["runs"]]
         lines += [
-            "Sizes are small: what is said here is said of models of 50 to 500 thousand parameters that were trained "
-            "for minutes, in all.", "",
+            f"Sizes are small: what is said here is said of models of {min(sizes):,} to {max(sizes):,} parameters that "
+            "were trained for minutes, in all.", "",
         ]  # fmt: skip
     lines += [*(f"- {name}: {_code(text)}" for name, text in _how(results)), "", _METHOD, ""]
     lines += ["## Calibrations", "", "What is known must come out; else no verdict is printed.", ""]

@@ -120,6 +120,31 @@ def test_a_folder_of_another_version_or_plan(filled: Path, monkeypatch: pytest.M
         ResultsFolder(tmp_path).plan()
 
 
+def test_folders_of_several_gpus_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, whole = (ResultsFolder(tmp_path / name) for name in ("one", "two", "whole"))
+    runs = [Run("digits", "abc", 1e-3, seed, 0.5, {}, ((1, 2.0),), 1, 1, 1.0, 1, None, {}) for seed in range(3)]
+    for folder, of, kept in ((one, ("D4",), runs[:2]), (two, ("L1", "D4"), runs[1:])):
+        with folder.held():
+            folder.begin(planned(of, form="quick"), f"axes transfer run {' '.join(of)}")
+            for each in kept:
+                folder.keep(each)
+    said = subprocess.run(
+        [sys.executable, "-m", "axes", "transfer", "merge", *map(str, (whole, one, two))],
+        capture_output=True,
+        text=True,
+    )
+    assert said.returncode == 0 and f"{one}: 2 runs\n{two}: 1 runs" in said.stdout, said
+    assert whole.runs() == {each.key: each for each in runs}
+    assert list(whole.plan()["experiments"]) == ["D4", "L1"]
+    assert whole.plan()["command"] == "axes transfer run D4; axes transfer run L1 D4"
+    other = ResultsFolder(tmp_path / "other")
+    with other.held():
+        other.begin(planned(("D4",), form="quick", seeds=4))
+    with pytest.raises(AxesError, match="another number of seeds, 3, not 4"):
+        whole.take(other)
+    assert whole.runs() == {each.key: each for each in runs}
+
+
 def test_one_writer(filled: Path) -> None:
     folder = ResultsFolder(filled)
     with folder.held(), pytest.raises(AxesError, match="written by another process"), ResultsFolder(filled).held():
