@@ -198,6 +198,18 @@ def test_angles_of_half_precision_tokens_keep_their_digits() -> None:
     assert (got - want).norm() < 1e-2 * want.norm()
 
 
+@pytest.mark.parametrize("name", [name for name, (_, kind) in UPDATES.items() if kind == "block"])
+def test_rates_of_half_precision_are_multiplied_in_float32(name: str) -> None:
+    """Coefficients of two states are products of rates, made before the kernel; others it widens as it reads them."""
+    update, _ = UPDATES[name]
+    tokens = ("q", "k", "v")
+    given = {n: x if n in tokens or not isinstance(x, torch.Tensor) else x.bfloat16() for n, x in signal(update).items()}
+    wide = {n: x.float() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    want, last = terms.run(update, wide, None, None)
+    got, state = terms.run(update, given, None, None)
+    assert torch.equal(got, want) and all(map(torch.equal, _leaves(state), _leaves(last)))
+
+
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_sequence_in_two_parts(name: str) -> None:
     update, _ = UPDATES[name]
