@@ -168,8 +168,9 @@ def check(rule, length, d_k, d_v, h=1, hv=1, lengths=None, closed=False, bound=3
     length = length if lengths is None else sum(lengths)
     q, k, e = (normalize(torch.randn(1, length, h, d_k), dim=-1) for _ in range(3))
     v, g = torch.randn(1, length, hv, d_v), -torch.rand(1, length, hv, d_k) ** 2
-    if closed:
-        g = torch.where(torch.rand_like(g) < 0.1, -1e3, 5 * g)
+    if closed:  # everywhere, or from this token on: chunks before it stay mild
+        first = 0 if closed is True else closed
+        g[:, first:] = torch.where(torch.rand_like(g) < 0.1, -1e3, 5 * g)[:, first:]
     start = torch.randn(units, hv, d_v, d_k)
     if rule == "dplr":
         x, y = -e, (torch.rand(1, length, h, 1) * e).to(dtype)
@@ -190,6 +191,7 @@ def check(rule, length, d_k, d_v, h=1, hv=1, lengths=None, closed=False, bound=3
 CASES = {
     "delta": 'check("delta", 33, 16, 16); check("early", 40, 5, 20, h=1, hv=2); check("erase", 34, 16, 8, closed=True)',
     "dplr": 'check("dplr", 70, 16, 16); check("dplr", 33, 20, 5, hv=2, closed=True)',
+    "closing": 'check("delta", 70, 20, 5, closed=32); check("dplr", 70, 20, 5, closed=32)',
     "packed": 'for rule in ("delta", "dplr"): check(rule, 0, 16, 16, lengths=(0, 1, 33))',
     "half": 'for rule in ("erase", "dplr"): check(rule, 70, 20, 16, bound=3e-3, dtype=torch.float16)',
 }
