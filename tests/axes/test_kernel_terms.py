@@ -203,7 +203,8 @@ def test_rates_of_half_precision_are_multiplied_in_float32(name: str) -> None:
     """Coefficients of two states are products of rates, made before the kernel; others it widens as it reads them."""
     update, _ = UPDATES[name]
     tokens = ("q", "k", "v")
-    given = {n: x if n in tokens or not isinstance(x, torch.Tensor) else x.bfloat16() for n, x in signal(update).items()}
+    made = signal(update)
+    given = {n: x if n in tokens or not isinstance(x, torch.Tensor) else x.bfloat16() for n, x in made.items()}
     wide = {n: x.float() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
     want, last = terms.run(update, wide, None, None)
     got, state = terms.run(update, given, None, None)
