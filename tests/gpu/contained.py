@@ -1,6 +1,6 @@
 """What it costs that a NaN stays behind its token: forwards of chains without and with `kernels/contain.py`, by turns.
 
-    python -m tests.gpu.contained        # half a minute; eager calls, and CUDA graphs, for which no host is waited
+python -m tests.gpu.contained        # half a minute; eager calls, and CUDA graphs, for which no host is waited
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
             for picked in (False, True):
                 with patch.object(contain, "PICKED", picked), torch.no_grad():
                     found = median(call, torch.device("cuda"))
-                shown.append(f"{'with' if picked else 'without'} {found.eager:.3f} ({found.ms:.3f})")
+                shown.append(f"{'with' if picked else 'without'} {found.eager:.3f} ({found.best:.3f})")
         print(f"{name}: eager ms (graph): {', '.join(shown)}", flush=True)
 
 
