@@ -7,7 +7,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -17,7 +17,7 @@ from axes.transfer.capture import require_capture
 from axes.transfer.folder import ResultsFolder
 from axes.transfer.plan import Group, Plan
 from axes.transfer.results import compile_folder
-from axes.transfer.training import Run, train_together
+from axes.transfer.training import Run, TooLittleMemory, train_together
 
 Watch = Callable[[str, int, int], None]  # what was done last, how many runs are done, of how many
 _MOST_WORKERS = 256
@@ -83,17 +83,30 @@ def _fill(plan: Plan, folder: ResultsFolder, workers: int, watch: Watch, until: 
         waiting.clear()
         waiting.extend(offered)
 
+    def pieces() -> Iterator[tuple[Group, Any]]:
+        """What lacked memory beside others is tried once more when they are done."""
+        crowded: set[str] = set()
+        for group, found in side_by_side(_work, waiting, workers, until) if workers > 1 else ():
+            if isinstance(found, Crowded):
+                crowded.update(job.key for job in group)
+                found = []
+            yield group, found
+        if crowded:
+            started.difference_update(crowded)
+            ask()
+        yield from _here(waiting, until)
+
     ask()
     done = _kept(plan, runs)
     watch("", done, max(plan.runs_in_all(), done + sum(map(len, waiting))))
-    for group, found in side_by_side(_work, waiting, workers, until) if workers > 1 else _here(waiting, until):
+    for group, found in pieces():
         if isinstance(found, Died):
             found = (
                 f"the process that ran {group[0].key} died (out of memory, say; {len(runs)} runs are kept): "
                 "use fewer --workers, and the same command goes on"
             )
-        if isinstance(found, str):
-            failed.append(found)
+        if isinstance(found, (str, Crowded)):
+            failed.append(str(found))
             found = []
         for one in found:
             folder.keep(one)
@@ -122,12 +135,19 @@ def _here(waiting: deque[Group], until: float | None) -> Iterator[tuple[Group, A
         torch.set_num_threads(threads)
 
 
+@final
+class Crowded(str):
+    """A sentence of runs that lacked memory."""
+
+
 def _work(group: Group) -> list[Run] | str | Last:
     """Runs, or why there are none, in a sentence where it is a reader's matter."""
     torch.set_num_threads(1)  # as in every worker: sums round differently on another number
     gpu = group[0].device.startswith("cuda")
     try:
         runs = train_together(group)
+    except TooLittleMemory as error:
+        return Last(Crowded(error)) if gpu else Crowded(error)  # the process's memory goes with it
     except AxesError as error:
         return str(error)
     except Exception:

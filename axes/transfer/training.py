@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,10 @@ _POINTS = 10  # of a curve
 _SPAN = 128  # steps whose batches a graph finds in its tables
 _LOOK = 50  # steps between two looks at whether a run has broken down
 Made = TypeVar("Made")
+
+
+class TooLittleMemory(AxesError):
+    """A device has no room for a run beside what else is there."""
 
 
 @final
@@ -97,16 +102,31 @@ def train(job: Job) -> Run:
 def train_together(jobs: Sequence[Job]) -> list[Run]:
     """The runs of jobs of one trial: one after another, or side by side where their steps are graphs.
 
-    A run whose step cannot be one graph takes its steps as they are, and says so.
-    Raises AxesError if the device has too little memory for one of them.
+    A run whose step cannot be one graph takes its steps as they are, and says so. Graphs that do not fit beside each
+    other are replayed one after another. Raises TooLittleMemory if the device has no room for one of them.
     """
     graphs = [job for job in jobs if job.capture == "graph"]
-    found = _replayed(graphs) if graphs else {}
+    found = _fitting(graphs) if graphs else {}
     return [found[job.key] if job.key in found else _alone(job) for job in jobs]
 
 
 def _alone(job: Job, note: str = "") -> Run:
     return _said(job, lambda: _Learner(job).trained(note))
+
+
+def _fitting(jobs: Sequence[Job]) -> dict[str, Run]:
+    try:
+        return _replayed(jobs)
+    except TooLittleMemory:
+        if len(jobs) == 1:
+            raise
+    found: dict[str, Run] = {}
+    for job in jobs:
+        gc.collect()  # graphs and their pools go with what held them
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        found |= _replayed((job,))
+    return found
 
 
 def _replayed(jobs: Sequence[Job]) -> dict[str, Run]:
@@ -139,7 +159,7 @@ def _said(job: Job, do: Callable[[], Made]) -> Made:
         return do()
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated(torch.device(job.device)) / 1e9
-        raise AxesError(
+        raise TooLittleMemory(
             f"{job.key} needs more memory than {job.device} has: {peak:.1f} GB were taken when it asked for more "
             f"({str(error).splitlines()[0]}); use fewer --workers, or --quick"
         ) from None
@@ -213,7 +233,11 @@ class _Learner:
                 for group in self.optimizer.param_groups:
                     if "lr" in group:
                         group["lr"] = self.job.lr * self.factor(i)
-                losses[i] = self.step(*batch)
+                try:
+                    losses[i] = self.step(*batch)
+                except torch.linalg.LinAlgError as error:  # a matrix whose numbers have gone has no factors
+                    losses[i], note = math.nan, f"its step {i + 1}: {str(error).splitlines()[0]}"
+                    break
                 if (i + 1) % _LOOK == 0 and not math.isfinite(losses[i].item()):  # waits for the device
                     break
                 seconds += time.perf_counter() - now

@@ -20,7 +20,7 @@ import torch
 
 from axes.errors import AxesError, UnknownName
 from axes.transfer import folder as folders
-from axes.transfer import training, trials
+from axes.transfer import running, training, trials
 from axes.transfer.capture import Again, Captured, require_capture
 from axes.transfer.experiments import CALIBRATIONS, EXPERIMENTS, TASKS, find
 from axes.transfer.folder import ResultsFolder
@@ -241,6 +241,20 @@ def test_a_run_that_breaks_down_knows_nothing(quickly: None) -> None:
     assert text.broke is not None and text.value == 8.0
 
 
+def test_a_matrix_without_factors_is_a_run_that_broke_down(monkeypatch: pytest.MonkeyPatch, quickly: None) -> None:
+    steps = iter(range(100))
+
+    def lost(self: object, model: object, *batch: object) -> torch.Tensor:
+        if next(steps) == 3:
+            raise torch.linalg.LinAlgError("linalg.eigh: (Batch element 7): it did not converge\nmore")
+        return torch.ones((), requires_grad=True) * 2
+
+    monkeypatch.setattr(trials.Regression, "loss", lost)
+    found = train(Job(find(("D4",))[0].systems[1], "flipped-labels", "quick", 1e-3, 1))
+    assert found.broke == 4 and found.value == 0.0
+    assert found.note == "its step 4: linalg.eigh: (Batch element 7): it did not converge"
+
+
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Quick trials of seven steps, whose graphs are recorded here."""
@@ -340,6 +354,40 @@ def test_captures_that_cannot_be() -> None:
         require_capture("graph", torch.device("cpu"))
     with pytest.raises(UnknownName, match="did you mean graph"):
         require_capture("graf", torch.device("cuda"))
+
+
+def test_what_lacked_memory_beside_others_is_run_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quickly: None
+) -> None:
+    plan, asked = planned(("D4",), form="quick"), list[str]()
+
+    def crowded(work: object, waiting: list[tuple[Job, ...]], workers: int, until: float | None) -> Iterator[object]:
+        while waiting:
+            group = waiting.popleft()  # type: ignore[attr-defined]
+            asked.extend(job.key for job in group)
+            yield group, running.Crowded("no room") if "lr0.003" in group[0].key else running._work(group)
+
+    monkeypatch.setattr(running, "side_by_side", crowded)
+    found = run(plan, tmp_path / "out", workers=2)
+    kept = {folders.run_of(row).key for row in found["runs"]}
+    assert len(kept) == plan.runs_in_all() > len(kept & set(asked)) > 0  # a crowded sweep holds up its seeds
+    assert any("lr0.003" in key for key in asked)
+
+
+def test_graphs_that_do_not_fit_together_are_replayed_one_after_another(
+    monkeypatch: pytest.MonkeyPatch, graphs: None
+) -> None:
+    replayed, groups = training._replayed, list[int]()
+
+    def one_fits(jobs: tuple[Job, ...]) -> dict[str, Run]:
+        groups.append(len(jobs))
+        if len(jobs) > 1:
+            raise training.TooLittleMemory("no room")
+        return replayed(jobs)
+
+    monkeypatch.setattr(training, "_replayed", one_fits)
+    jobs = [replace(_jobs()[0], capture="graph", seed=seed) for seed in (1, 2)]
+    assert [one.key for one in training.train_together(jobs)] == [job.key for job in jobs] and groups == [2, 1, 1]
 
 
 def test_too_little_memory_names_the_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quickly: None) -> None:
