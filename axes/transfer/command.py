@@ -21,7 +21,7 @@ from axes.files import write_text
 from axes.moves import Axis
 from axes.tasks.capacity import curve
 from axes.transfer import experiments, named, own, pictures, report
-from axes.transfer.folder import ResultsFolder
+from axes.transfer.folder import ResultsFolder, put_together
 from axes.transfer.plan import QUICK, Plan, planned
 from axes.transfer.results import compile_folder
 from axes.transfer.running import RunsFailed
@@ -125,6 +125,17 @@ def report_(
     _written(results, found, _console(100))
     if docs is not None:
         write_text(docs, report.markdown(results))
+
+
+@app.command()
+def merge(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Of `axes transfer run`.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="A new one, for what all of them hold.")],
+) -> None:
+    """Put folders together that several GPUs have filled, and say what their runs say."""
+    found = ResultsFolder(out)
+    put_together([ResultsFolder(path) for path in folders], found)
+    _written(compile_folder(found), found, _console(100))
 
 
 @app.command()

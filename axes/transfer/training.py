@@ -30,6 +30,10 @@ _LOOK = 50  # steps between two looks at whether a run has broken down
 Made = TypeVar("Made")
 
 
+class Crowded(AxesError):
+    """A run found too little memory, which may be for what others hold of it."""
+
+
 @final
 @dataclass(frozen=True)
 class Job:
@@ -98,7 +102,7 @@ def train_together(jobs: Sequence[Job]) -> list[Run]:
     """The runs of jobs of one trial: one after another, or side by side where their steps are graphs.
 
     A run whose step cannot be one graph takes its steps as they are, and says so.
-    Raises AxesError if the device has too little memory for one of them.
+    Raises Crowded if the device has too little memory left for one of them, AxesError if it never has enough.
     """
     graphs = [job for job in jobs if job.capture == "graph"]
     found = _replayed(graphs) if graphs else {}
@@ -124,12 +128,13 @@ def _replayed(jobs: Sequence[Job]) -> dict[str, Run]:
                     _said(learner.job, learner.take)
                 except RuntimeError as error:  # what a graph cannot hold is found out when it is recorded
                     together.remove(learner)
-                    lost[learner.job.key] = str(error).splitlines()[0]
+                    said = "" if isinstance(error, torch.linalg.LinAlgError) else str(error).splitlines()[0]
+                    lost[learner.job.key] = said and f"its step is no graph: {said}"
     beside = max(1, len(together))
     found = {x.job.key: _said(x.job, partial(x.finished, begun, beside)) for x in together}
     for job in jobs:
         if job.key in lost:
-            found[job.key] = _alone(replace(job, capture="none"), f"its step is no graph: {lost[job.key]}")
+            found[job.key] = _alone(replace(job, capture="none"), lost[job.key])
     return found
 
 
@@ -139,7 +144,7 @@ def _said(job: Job, do: Callable[[], Made]) -> Made:
         return do()
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated(torch.device(job.device)) / 1e9
-        raise AxesError(
+        raise Crowded(
             f"{job.key} needs more memory than {job.device} has: {peak:.1f} GB were taken when it asked for more "
             f"({str(error).splitlines()[0]}); use fewer --workers, or --quick"
         ) from None
@@ -213,7 +218,12 @@ class _Learner:
                 for group in self.optimizer.param_groups:
                     if "lr" in group:
                         group["lr"] = self.job.lr * self.factor(i)
-                losses[i] = self.step(*batch)
+                try:
+                    losses[i] = self.step(*batch)
+                except torch.linalg.LinAlgError as error:  # what a decomposition cannot be taken of
+                    losses[i] = torch.nan
+                    note = _broken(error)
+                    break
                 if (i + 1) % _LOOK == 0 and not math.isfinite(losses[i].item()):  # waits for the device
                     break
                 seconds += time.perf_counter() - now
@@ -239,8 +249,11 @@ class _Learner:
         held: Held | None = None
         if broke is None:
             self.model.eval()
-            held = what.held_out(self.model, self.device)
-            if not math.isfinite(held.value):
+            try:
+                held = what.held_out(self.model, self.device)
+            except torch.linalg.LinAlgError as error:
+                note = _broken(error)
+            if held is None or not math.isfinite(held.value):
                 broke, held = what.steps, None
         flops, state = counted(job, what, self.optimizer)
         times = {
@@ -254,6 +267,11 @@ class _Learner:
             curve, sum(p.numel() for p in self.model.parameters()), what.seen * what.steps, flops, state, broke, times,
             note,
         )  # fmt: skip
+
+
+def _broken(error: torch.linalg.LinAlgError) -> str:
+    """What a decomposition says that cannot be taken of what a model has come to."""
+    return f"it broke down: {str(error).splitlines()[0]}"
 
 
 @functools.lru_cache(maxsize=8)

@@ -6,14 +6,17 @@ import importlib.util
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +26,12 @@ from axes.transfer import folder as folders
 from axes.transfer import training, trials
 from axes.transfer.capture import Again, Captured, require_capture
 from axes.transfer.experiments import CALIBRATIONS, EXPERIMENTS, TASKS, find
-from axes.transfer.folder import ResultsFolder
+from axes.transfer.folder import ResultsFolder, put_together
 from axes.transfer.plan import QUICK, Plan, planned
-from axes.transfer.results import without_times
+from axes.transfer.results import compile_folder, without_times
 from axes.transfer.running import RunsFailed, run
 from axes.transfer.systems import System
-from axes.transfer.training import Job, Run, train
+from axes.transfer.training import Crowded, Job, Run, train
 
 HERE = Path(__file__).parent
 
@@ -321,3 +324,101 @@ def test_too_little_memory_names_the_arm(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr("axes.tasks.machine.memory", lambda device: 1000)
     with pytest.raises(AxesError, match=r"parity-.*need at least .* GB"):
         run(planned(("D4",), form="quick"), tmp_path / "out")
+
+
+def test_what_lacks_memory_beside_others_is_tried_once_more_alone(
+    quickly: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan, asked = planned(("D4",), form="quick"), list[str]()
+
+    def crowded(jobs: tuple[Job, ...], times: int) -> list[Run]:
+        asked.append(jobs[0].key)
+        if jobs[0].lr == 0.01 and asked.count(jobs[0].key) <= times:
+            raise Crowded(f"{jobs[0].key} needs more memory")
+        return training.train_together(jobs)
+
+    monkeypatch.setattr("axes.transfer.running.train_together", partial(crowded, times=1))
+    found = run(plan, tmp_path / "out")
+    assert len(found["runs"]) == plan.runs_in_all() and "effect" in found["experiments"][0]["compared"][0]
+    asked.clear()
+    monkeypatch.setattr("axes.transfer.running.train_together", partial(crowded, times=2))
+    with pytest.raises(RunsFailed, match="needs more memory"):
+        run(plan, tmp_path / "never")
+    assert max(map(asked.count, asked)) == 2
+    run(plan, tmp_path / "never")  # nothing is lost
+    assert len(ResultsFolder(tmp_path / "never").runs()) == plan.runs_in_all()
+
+
+@pytest.mark.parametrize("capture", ["none", "graph"])
+def test_a_decomposition_that_fails_is_a_run_that_broke(
+    quickly: None, monkeypatch: pytest.MonkeyPatch, capture: Any
+) -> None:
+    """With the step and the reason; so is one that fails on what is held out."""
+    system, what = CALIBRATIONS[0].arm, type(trials.trial("parity-late", "quick"))
+    job, loss, taken = Job(system, "parity-late", "quick", 1e-3, 1), what.loss, itertools.count(1)
+    monkeypatch.setattr(training, "CudaGraph", lambda device: Again())
+
+    def failing(self: Any, model: Any, *batch: torch.Tensor) -> torch.Tensor:
+        found = loss(self, model, *batch)
+        if next(taken) % 3 == 0:
+            torch.linalg.cholesky(torch.full_like(found.detach(), -1.0).reshape(1, 1))
+        return found
+
+    train(job)  # what is counted once is counted
+    monkeypatch.setattr(what, "loss", failing)
+    if capture == "graph":
+        next(taken), next(taken), next(taken)  # the second time is no other
+    broken = train(replace(job, capture=capture))
+    assert broken.broke is not None and broken.value == 0.0
+    assert broken.note.startswith("it broke down: linalg.cholesky")
+    monkeypatch.setattr(what, "loss", loss)
+    monkeypatch.setattr(what, "held_out", lambda self, model, device: torch.linalg.cholesky(-torch.ones(1, 1)))
+    assert train(job).broke == trials.trial("parity-late", "quick").steps
+
+
+def _pretended(plan: Plan, path: Path, lr: float = 0.1) -> ResultsFolder:
+    """A folder of a plan with a run a seed, none of which anybody trained."""
+    folder = ResultsFolder(path)
+    with folder.held():
+        folder.begin(plan)
+        for system, task in plan.trained():
+            for seed in (0, *plan.measured):
+                value = (seed + int(system.key, 16) % 7) / 10
+                folder.keep(Run(task, system.key, lr, seed, value, {}, (), 1, 1, 1.0, 1, None, {"step_ms": 1.0}))
+    return folder
+
+
+def test_folders_are_put_together(tmp_path: Path) -> None:
+    """As one folder that was never apart; what does not fit is refused, and nothing is written."""
+    plans = [planned((name,), form="quick") for name in ("D4", "L1")]
+    sources = [_pretended(plan, tmp_path / name) for plan, name in zip(plans, ("first", "second"), strict=True)]
+    put_together(sources, out := ResultsFolder(tmp_path / "out"))
+    whole = _pretended(planned(("D4", "L1"), form="quick"), tmp_path / "whole")
+    assert compile_folder(out) == compile_folder(whole)
+    with pytest.raises(AxesError, match="out is not empty"):
+        put_together(sources, out)
+    for name, other in {
+        "version": "0.0.1", "form": "small", "seeds": 4, "device": "cuda", "torch": "1.0", "hardware": "another",
+    }.items():  # fmt: skip
+        changed = ResultsFolder(tmp_path / name)
+        shutil.copytree(sources[1].path, changed.path)
+        (changed.path / "plan.json").write_text(json.dumps({**sources[1].plan(), name: other}))
+        with pytest.raises(AxesError, match=f"{name} does not go with .*first: it holds runs of another"):
+            put_together([sources[0], changed], ResultsFolder(tmp_path / "refused"))
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_system_on_a_trial_comes_from_one_folder(quickly: None, tmp_path: Path) -> None:
+    """Two sweeps that chose two rates are not mixed: the folder that has more of its runs has all of them."""
+    plan = planned(("D4",), form="quick")
+    (task,), systems = plan.tasks_of(plan.experiments[0]), [s.key for s in plan.experiments[0].systems]
+    sources = [ResultsFolder(tmp_path / name) for name in ("first", "second")]
+    for source, lr, many in zip(sources, (0.1, 0.2), ((2, 3), (3, 3)), strict=True):
+        with source.held():
+            source.begin(plan)
+            for system, n in zip(systems, many, strict=True):
+                for seed in range(1, n + 1):
+                    source.keep(Run(task, system, lr, seed, lr, {}, (), 1, 1, 1.0, 1, None, {"step_ms": 1.0}))
+    put_together(sources, out := ResultsFolder(tmp_path / "out"))
+    rates = {system: {r.lr for r in out.runs().values() if r.system == system} for system in systems}
+    assert rates == {systems[0]: {0.2}, systems[1]: {0.1}} and len(out.runs()) == 6
