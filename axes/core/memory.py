@@ -205,7 +205,7 @@ class Slots(Memory):
         turns one choice into any other."""
         state = _empty(signal)
         d_v, d_k = state.shape[-2:]
-        columns = torch.eye(d_v, d_k, dtype=torch.float64)
+        columns = torch.eye(d_v, d_k, dtype=torch.float64, device=state.device)  # a captured step copies nothing there
         if d_k > d_v:
             columns = torch.randn(d_v, d_k, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
             columns = columns / columns.norm(dim=0)

@@ -44,6 +44,7 @@ class CudaGraph:
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         self.stream.synchronize()
+        torch.cuda.empty_cache()  # what warm steps let go of: a graph's own pool cannot have it
         collecting = gc.isenabled()
         gc.disable()  # nothing of another graph may be freed while this one is recorded
         try:

@@ -21,7 +21,7 @@ from axes.files import write_text
 from axes.moves import Axis
 from axes.tasks.capacity import curve
 from axes.transfer import experiments, named, own, pictures, report
-from axes.transfer.folder import ResultsFolder
+from axes.transfer.folder import ResultsFolder, put_together
 from axes.transfer.plan import QUICK, Plan, planned
 from axes.transfer.results import compile_folder
 from axes.transfer.running import RunsFailed
@@ -129,20 +129,13 @@ def report_(
 
 @app.command()
 def merge(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder that all runs go to.")],
-    folders: Annotated[
-        list[Path], typer.Argument(metavar="FOLDER...", help="Of `axes transfer run`, a GPU each, say.")
-    ],
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Of `axes transfer run`.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="A new one, for what all of them hold.")],
 ) -> None:
-    """Put the runs of several folders into one, and say what they say together."""
-    whole, parts = ResultsFolder(out), [ResultsFolder(folder) for folder in folders]
-    for part in parts:
-        part.plan()
-    with whole.held():
-        for part in parts:
-            typer.echo(f"{part}: {whole.take(part)} runs")
-        results = compile_folder(whole)
-    _written(results, whole, _console(100))
+    """Put folders together that several GPUs have filled, and say what their runs say."""
+    found = ResultsFolder(out)
+    put_together([ResultsFolder(path) for path in folders], found)
+    _written(compile_folder(found), found, _console(100))
 
 
 @app.command()

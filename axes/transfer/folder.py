@@ -8,12 +8,14 @@ further experiments may be added to it, by other commits of that version too: wh
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -64,30 +66,13 @@ class ResultsFolder:
 
     def begin(self, plan: Plan, command: str = "") -> dict[str, Any]:
         """Write down what is run here, or add it to what was. Raises AxesError for another version or plan."""
-        return self._begin(described_plan(plan, command))
-
-    def take(self, other: ResultsFolder) -> int:
-        """Runs of another folder that this one does not hold, kept here too: how many. Raises AxesError for another
-        version or plan. A run that both hold is the same but for its times, and stays."""
-        self._begin(other.plan())
-        mine, theirs = self.runs(), other.runs()
-        for key in sorted(theirs.keys() - mine.keys()):
-            self.keep(theirs[key])
-        return len(theirs.keys() - mine.keys())
-
-    def _begin(self, described: dict[str, Any]) -> dict[str, Any]:
+        described = described_plan(plan, command)
         path = self.path / _PLAN
         if path.exists():
             before = self.plan()
             if wrong := _unlike(before, described):
                 raise AxesError(f"{self} holds runs of {wrong}: choose another --out")
-            described = {
-                **before,
-                **{name: _both(before[name], described[name]) for name in _GROWS},
-                "trials": before["trials"] | described["trials"],
-                "experiments": before["experiments"] | described["experiments"],
-                "calibrations": described["calibrations"],
-            }
+            described = _joined(before, described)
         elif any(self.path.iterdir()) and {p.name for p in self.path.iterdir()} - {_RUNS, _LOCK}:
             raise AxesError(f"{self} holds something that `axes transfer` did not write: choose another --out")
         write_json(path, described)
@@ -129,7 +114,18 @@ _GROWS = ("version", "hardware", "command")  # a folder that several commits, or
 
 
 def _both(before: str, now: str) -> str:
-    return "; ".join(dict.fromkeys(x for x in (*before.split("; "), *now.split("; ")) if x))
+    return "; ".join(dict.fromkeys(part for text in (before, now) for part in text.split("; ") if part))
+
+
+def _joined(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Two plans that are not unlike, as one."""
+    return {
+        **before,
+        **{name: _both(before[name], now[name]) for name in _GROWS},
+        "trials": before["trials"] | now["trials"],
+        "experiments": before["experiments"] | now["experiments"],
+        "calibrations": now["calibrations"],
+    }
 
 
 def _unlike(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -147,6 +143,43 @@ def _unlike(before: dict[str, Any], now: dict[str, Any]) -> str:
             if before[kind][name] != now[kind][name]:
                 return f"another plan, in which {name} was not the same"
     return ""
+
+
+def put_together(sources: Sequence[ResultsFolder], out: ResultsFolder) -> None:
+    """Fill a new folder with what several hold: runs of one plan that were made on several GPUs.
+
+    A system's runs on a trial come from one folder, the one that has most of them, of equals the first: what is
+    measured follows from a sweep, and on a GPU two sweeps may choose two rates. Those that calibrate on a trial stay
+    together, since one of them may have the rate of another.
+
+    Raises AxesError: a folder holds no results, or of another version, form, number of seeds, device, way to step,
+    torch or plan than the first; `out` holds something; a folder is being written.
+    """
+    plan = functools.reduce(partial(_fitting, sources[0]), sources[1:], sources[0].plan())
+    if out.path.exists() and any(out.path.iterdir()):
+        raise AxesError(f"{out} is not empty: folders are put together in a new one, choose another --out")
+    calibrating = {(c["task"], system) for c in plan["calibrations"].values() for system in c["systems"]}
+    chosen: dict[tuple[str, str], list[Run]] = {}
+    with ExitStack() as stack:
+        for source in sources:
+            stack.enter_context(source.held())
+            mine: dict[tuple[str, str], list[Run]] = {}
+            for run in source.runs().values():
+                whose = "" if (run.task, run.system) in calibrating else run.system
+                mine.setdefault((run.task, whose), []).append(run)
+            chosen |= {unit: runs for unit, runs in mine.items() if len(runs) > len(chosen.get(unit, ()))}
+    with out.held():
+        for run in itertools.chain.from_iterable(chosen.values()):
+            out.keep(run)
+        write_json(out.path / _PLAN, plan)
+
+
+def _fitting(first: ResultsFolder, plan: dict[str, Any], source: ResultsFolder) -> dict[str, Any]:
+    """A plan with that of a further folder."""
+    further = source.plan()
+    if wrong := _unlike(further, plan):
+        raise AxesError(f"{source} does not go with {first}: it holds runs of {wrong}")
+    return _joined(plan, further)
 
 
 def described_plan(plan: Plan, command: str = "") -> dict[str, Any]:

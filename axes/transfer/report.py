@@ -14,7 +14,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from axes.transfer import pictures
+from axes.transfer import findings, pictures
 
 _UNIT = {"accuracy": "accuracy", "bits per byte": "bits a byte", "explained": "share explained"}
 _MEANS = {
@@ -158,11 +158,10 @@ def markdown(results: Mapping[str, Any]) -> str:
         ]  # fmt: skip
     elif results["verdicts"]:
         lines += [f"**There are {results['verdicts']}.**", ""]
-    if results["form"] == "small" and results["runs"]:
-        sizes = [run["parameters"] for run in results["runs"]]
+    if results["form"] == "small":
         lines += [
-            f"Sizes are small: what is said here is said of models of {min(sizes):,} to {max(sizes):,} parameters that "
-            "were trained for minutes, in all.", "",
+            f"Sizes are small: what is said here is said of {_sizes(results)} that were trained for seconds to minutes "
+            "each.", "",
         ]  # fmt: skip
     lines += [*(f"- {name}: {_code(text)}" for name, text in _how(results)), "", _METHOD, ""]
     lines += ["## Calibrations", "", "What is known must come out; else no verdict is printed.", ""]
@@ -262,7 +261,25 @@ def summary(results: Mapping[str, Any]) -> list[str]:
         "helps": "Helps", "hurts": "Hurts", "equivalent": "Makes no difference that matters",
         "undecided": "Not decided by these runs",
     }  # fmt: skip
-    return [f"{word}: {', '.join(found[verdict])}." for verdict, word in said.items() if verdict in found]
+    lines = [f"{word}: {', '.join(found[verdict])}." for verdict, word in said.items() if verdict in found]
+    return [*lines, *findings.found(results), *_uncorrected(results)]
+
+
+def _sizes(results: Mapping[str, Any]) -> str:
+    found = [run["parameters"] for run in results["runs"]]
+    return f"models of {min(found):,} to {max(found):,} parameters" if found else "models"
+
+
+def _uncorrected(results: Mapping[str, Any]) -> list[str]:
+    """Where Holm's correction can reject nothing, whatever the runs say."""
+    many = sum(e["compared"][0].get("holm") is not None for e in results["experiments"])
+    least = 2.0 ** (1 - results["seeds"])
+    if many * least <= 0.05:
+        return []
+    return [
+        f"With {results['seeds']} seeds p is at least {least:.3f}, so that over {many} experiments Holm's correction "
+        "can reject nothing: verdicts are those of single intervals, and of as many some are chance."
+    ]
 
 
 def _little(c: Mapping[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from axes.transfer.capture import require_capture
 from axes.transfer.folder import ResultsFolder
 from axes.transfer.plan import Group, Plan
 from axes.transfer.results import compile_folder
-from axes.transfer.training import Run, TooLittleMemory, train_together
+from axes.transfer.training import Crowded, Run, train_together
 
 Watch = Callable[[str, int, int], None]  # what was done last, how many runs are done, of how many
 _MOST_WORKERS = 256
@@ -74,39 +75,45 @@ def _fill(plan: Plan, folder: ResultsFolder, workers: int, watch: Watch, until: 
     failed: list[str] = []
     offered: list[Group] = []
     waiting: deque[Group] = deque()
+    alone = False  # one process, one run at a time
 
     def ask() -> None:
         """What can be started now, in the order of the plan: what follows from a sweep comes before later sweeps."""
         left = {group[0].key for group in waiting}
         started.update(job.key for group in offered if group[0].key not in left for job in group)
-        offered[:] = plan.groups(job for job in plan.wanted(runs) if job.key not in started)
+        jobs = (job for job in plan.wanted(runs) if job.key not in started)
+        offered[:] = [(job,) for job in jobs] if alone else plan.groups(jobs)
         waiting.clear()
         waiting.extend(offered)
 
-    def pieces() -> Iterator[tuple[Group, Any]]:
-        """What lacked memory beside others is tried once more when they are done."""
-        crowded: set[str] = set()
-        for group, found in side_by_side(_work, waiting, workers, until) if workers > 1 else ():
-            if isinstance(found, Crowded):
-                crowded.update(job.key for job in group)
-                found = []
-            yield group, found
-        if crowded:
-            started.difference_update(crowded)
-            ask()
-        yield from _here(waiting, until)
+    def worked() -> Iterator[tuple[Group, Any]]:
+        """What came of every group; what lacked memory is tried once more when all others have given theirs back."""
+        nonlocal alone
+        crowded: list[tuple[Group, Lacking]] = []
+        for group, found in side_by_side(_work, waiting, workers, until) if workers > 1 else _here(waiting, until):
+            if isinstance(found, Lacking):
+                crowded.append((group, found))
+            yield group, [] if isinstance(found, Lacking) else found
+        if not crowded or (until is not None and time.monotonic() >= until):
+            yield from ((group, found.said) for group, found in crowded)
+            return
+        alone = True
+        started.difference_update(job.key for group, _ in crowded for job in group)
+        ask()
+        for group, found in side_by_side(_work, waiting, 1, until) if workers > 1 else _here(waiting, until):
+            yield group, found.said if isinstance(found, Lacking) else found
 
     ask()
     done = _kept(plan, runs)
     watch("", done, max(plan.runs_in_all(), done + sum(map(len, waiting))))
-    for group, found in pieces():
+    for group, found in worked():
         if isinstance(found, Died):
             found = (
                 f"the process that ran {group[0].key} died (out of memory, say; {len(runs)} runs are kept): "
                 "use fewer --workers, and the same command goes on"
             )
-        if isinstance(found, (str, Crowded)):
-            failed.append(str(found))
+        if isinstance(found, str):
+            failed.append(found)
             found = []
         for one in found:
             folder.keep(one)
@@ -135,24 +142,26 @@ def _here(waiting: deque[Group], until: float | None) -> Iterator[tuple[Group, A
         torch.set_num_threads(threads)
 
 
-@final
-class Crowded(str):
-    """A sentence of runs that lacked memory."""
+class Lacking(NamedTuple):
+    """There was too little memory for a group, beside others."""
+
+    said: str
 
 
-def _work(group: Group) -> list[Run] | str | Last:
+def _work(group: Group) -> list[Run] | str | Lacking | Last:
     """Runs, or why there are none, in a sentence where it is a reader's matter."""
     torch.set_num_threads(1)  # as in every worker: sums round differently on another number
     gpu = group[0].device.startswith("cuda")
     try:
         runs = train_together(group)
-    except TooLittleMemory as error:
-        return Last(Crowded(error)) if gpu else Crowded(error)  # the process's memory goes with it
+    except Crowded as error:
+        return Last(Lacking(str(error)))  # all that its process holds goes back
     except AxesError as error:
         return str(error)
     except Exception:
         said = f"{group[0].key} failed: {traceback.format_exc(limit=-3)}"
         return Last(said) if gpu else said  # what a driver is left with, nobody knows
-    if gpu:
-        torch.cuda.empty_cache()  # others share the device
+    if gpu:  # others share the device
+        gc.collect()  # a model, its step and its graph hold one another
+        torch.cuda.empty_cache()
     return Last(runs) if any(run.note for run in runs) else runs

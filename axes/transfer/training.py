@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +30,8 @@ _LOOK = 50  # steps between two looks at whether a run has broken down
 Made = TypeVar("Made")
 
 
-class TooLittleMemory(AxesError):
-    """A device has no room for a run beside what else is there."""
+class Crowded(AxesError):
+    """A run found too little memory, which may be for what others hold of it."""
 
 
 @final
@@ -102,31 +101,16 @@ def train(job: Job) -> Run:
 def train_together(jobs: Sequence[Job]) -> list[Run]:
     """The runs of jobs of one trial: one after another, or side by side where their steps are graphs.
 
-    A run whose step cannot be one graph takes its steps as they are, and says so. Graphs that do not fit beside each
-    other are replayed one after another. Raises TooLittleMemory if the device has no room for one of them.
+    A run whose step cannot be one graph takes its steps as they are, and says so.
+    Raises Crowded if the device has too little memory left for one of them, AxesError if it never has enough.
     """
     graphs = [job for job in jobs if job.capture == "graph"]
-    found = _fitting(graphs) if graphs else {}
+    found = _replayed(graphs) if graphs else {}
     return [found[job.key] if job.key in found else _alone(job) for job in jobs]
 
 
 def _alone(job: Job, note: str = "") -> Run:
     return _said(job, lambda: _Learner(job).trained(note))
-
-
-def _fitting(jobs: Sequence[Job]) -> dict[str, Run]:
-    try:
-        return _replayed(jobs)
-    except TooLittleMemory:
-        if len(jobs) == 1:
-            raise
-    found: dict[str, Run] = {}
-    for job in jobs:
-        gc.collect()  # graphs and their pools go with what held them
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        found |= _replayed((job,))
-    return found
 
 
 def _replayed(jobs: Sequence[Job]) -> dict[str, Run]:
@@ -144,12 +128,13 @@ def _replayed(jobs: Sequence[Job]) -> dict[str, Run]:
                     _said(learner.job, learner.take)
                 except RuntimeError as error:  # what a graph cannot hold is found out when it is recorded
                     together.remove(learner)
-                    lost[learner.job.key] = str(error).splitlines()[0]
+                    said = "" if isinstance(error, torch.linalg.LinAlgError) else str(error).splitlines()[0]
+                    lost[learner.job.key] = said and f"its step is no graph: {said}"
     beside = max(1, len(together))
     found = {x.job.key: _said(x.job, partial(x.finished, begun, beside)) for x in together}
     for job in jobs:
         if job.key in lost:
-            found[job.key] = _alone(replace(job, capture="none"), f"its step is no graph: {lost[job.key]}")
+            found[job.key] = _alone(replace(job, capture="none"), lost[job.key])
     return found
 
 
@@ -159,7 +144,7 @@ def _said(job: Job, do: Callable[[], Made]) -> Made:
         return do()
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated(torch.device(job.device)) / 1e9
-        raise TooLittleMemory(
+        raise Crowded(
             f"{job.key} needs more memory than {job.device} has: {peak:.1f} GB were taken when it asked for more "
             f"({str(error).splitlines()[0]}); use fewer --workers, or --quick"
         ) from None
@@ -235,8 +220,9 @@ class _Learner:
                         group["lr"] = self.job.lr * self.factor(i)
                 try:
                     losses[i] = self.step(*batch)
-                except torch.linalg.LinAlgError as error:  # a matrix whose numbers have gone has no factors
-                    losses[i], note = math.nan, f"its step {i + 1}: {str(error).splitlines()[0]}"
+                except torch.linalg.LinAlgError as error:  # what a decomposition cannot be taken of
+                    losses[i] = torch.nan
+                    note = _broken(error)
                     break
                 if (i + 1) % _LOOK == 0 and not math.isfinite(losses[i].item()):  # waits for the device
                     break
@@ -263,8 +249,11 @@ class _Learner:
         held: Held | None = None
         if broke is None:
             self.model.eval()
-            held = what.held_out(self.model, self.device)
-            if not math.isfinite(held.value):
+            try:
+                held = what.held_out(self.model, self.device)
+            except torch.linalg.LinAlgError as error:
+                note = _broken(error)
+            if held is None or not math.isfinite(held.value):
                 broke, held = what.steps, None
         flops, state = counted(job, what, self.optimizer)
         times = {
@@ -278,6 +267,11 @@ class _Learner:
             curve, sum(p.numel() for p in self.model.parameters()), what.seen * what.steps, flops, state, broke, times,
             note,
         )  # fmt: skip
+
+
+def _broken(error: torch.linalg.LinAlgError) -> str:
+    """What a decomposition says that cannot be taken of what a model has come to."""
+    return f"it broke down: {str(error).splitlines()[0]}"
 
 
 @functools.lru_cache(maxsize=8)

@@ -127,6 +127,14 @@ def test_zero_columns_have_no_nan(encode: bool) -> None:
     assert bool((g[..., 1] == 0).all())
 
 
+def test_empty_slots_are_made_where_the_signal_is() -> None:
+    """What would be made elsewhere and copied here cannot be captured; on meta it could not be copied at all."""
+    signal = {"k": draw(0, 2, 4), "v": draw(1, 2, 5)}
+    with torch.device("meta"):
+        (slots,) = Slots().zeros(signal)
+    assert torch.equal(slots, Slots().zeros(signal)[0])
+
+
 def test_zeros_make_an_empty_memory() -> None:
     signal = {"k": draw(0, 2, 3, 4), "v": draw(1, 2, 3, 6)}
     assert Matrix().zeros(signal)[0].shape == (2, 3, 6, 4) and not Matrix().zeros(signal)[0].any()

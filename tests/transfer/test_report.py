@@ -17,7 +17,9 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
 from axes.sequence import GatedDeltaNet
 from axes.transfer import report
+from axes.transfer.findings import FINDINGS, found
 from axes.transfer.folder import described_plan
+from axes.transfer.named import NAMED
 from axes.transfer.own import own, tuple_of
 from axes.transfer.plan import planned
 from axes.transfer.results import compiled
@@ -101,6 +103,32 @@ def test_a_page_that_needs_nothing_else() -> None:
     assert section.count("<mark>") == 2 and "<mark>Euclidean()</mark>" in section
     text = report.markdown(found)
     assert "| **h** |" in text and "The whole interval is above the margin: it helps." in text
+
+
+def _came_out(**verdicts: tuple[str, float, float]) -> dict[str, Any]:
+    """Results of one comparison an experiment: its verdict, what its arm and its control measured."""
+    sides = {
+        name: {"verdict": said, "arm": {"values": {"1": arm}}, "control": {"values": {"1": control}}}
+        for name, (said, arm, control) in verdicts.items()
+    }
+    return {"experiments": [{"id": name, "compared": [c]} for name, c in sides.items()]}
+
+
+def test_findings_are_said_where_results_bear_them_out() -> None:
+    gates = {"G5": ("helps", 0.5, 0.0), "G6": ("hurts", 0.0, 1.0), "G7": ("helps", 1.0, 0.0)}
+    assert [text.split()[0] for text in found(_came_out(**gates))] == ["What"]
+    for name, other in (("G6", ("undecided", 0.0, 1.0)), ("G6", ("hurts", 0.5, 1.0)), ("G7", ("helps", 1.0, 0.9))):
+        assert not list(found(_came_out(**{**gates, name: other})))
+    assert not list(found(_came_out(G6=gates["G6"], G7=gates["G7"])))
+    known = {e.id for e in NAMED}
+    for finding in FINDINGS:
+        assert finding.rests.keys() <= known and {name for name, _ in finding.little} <= finding.rests.keys()
+
+
+def test_a_correction_that_can_reject_nothing_is_said() -> None:
+    said = [line for line in report.summary(results()) if "Holm" in line]
+    assert said and "p is at least 0.031, so that over 4 experiments" in said[0]
+    assert not report._uncorrected({**results(), "seeds": 12})
 
 
 def test_the_page_in_the_docs_is_of_its_results_file() -> None:

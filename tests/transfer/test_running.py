@@ -6,29 +6,32 @@ import importlib.util
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from axes.errors import AxesError, UnknownName
 from axes.transfer import folder as folders
-from axes.transfer import running, training, trials
+from axes.transfer import training, trials
 from axes.transfer.capture import Again, Captured, require_capture
 from axes.transfer.experiments import CALIBRATIONS, EXPERIMENTS, TASKS, find
-from axes.transfer.folder import ResultsFolder
+from axes.transfer.folder import ResultsFolder, put_together
 from axes.transfer.plan import QUICK, Plan, planned
-from axes.transfer.results import without_times
+from axes.transfer.results import compile_folder, without_times
 from axes.transfer.running import RunsFailed, run
 from axes.transfer.systems import System
-from axes.transfer.training import Job, Run, train
+from axes.transfer.training import Crowded, Job, Run, train
 
 HERE = Path(__file__).parent
 
@@ -118,31 +121,6 @@ def test_a_folder_of_another_version_or_plan(filled: Path, monkeypatch: pytest.M
         ResultsFolder(tmp_path).begin(planned(("D4",), form="quick"))
     with pytest.raises(AxesError, match="holds no results"):
         ResultsFolder(tmp_path).plan()
-
-
-def test_folders_of_several_gpus_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two, whole = (ResultsFolder(tmp_path / name) for name in ("one", "two", "whole"))
-    runs = [Run("digits", "abc", 1e-3, seed, 0.5, {}, ((1, 2.0),), 1, 1, 1.0, 1, None, {}) for seed in range(3)]
-    for folder, of, kept in ((one, ("D4",), runs[:2]), (two, ("L1", "D4"), runs[1:])):
-        with folder.held():
-            folder.begin(planned(of, form="quick"), f"axes transfer run {' '.join(of)}")
-            for each in kept:
-                folder.keep(each)
-    said = subprocess.run(
-        [sys.executable, "-m", "axes", "transfer", "merge", *map(str, (whole, one, two))],
-        capture_output=True,
-        text=True,
-    )
-    assert said.returncode == 0 and f"{one}: 2 runs\n{two}: 1 runs" in said.stdout, said
-    assert whole.runs() == {each.key: each for each in runs}
-    assert list(whole.plan()["experiments"]) == ["D4", "L1"]
-    assert whole.plan()["command"] == "axes transfer run D4; axes transfer run L1 D4"
-    other = ResultsFolder(tmp_path / "other")
-    with other.held():
-        other.begin(planned(("D4",), form="quick", seeds=4))
-    with pytest.raises(AxesError, match="another number of seeds, 3, not 4"):
-        whole.take(other)
-    assert whole.runs() == {each.key: each for each in runs}
 
 
 def test_one_writer(filled: Path) -> None:
@@ -241,20 +219,6 @@ def test_a_run_that_breaks_down_knows_nothing(quickly: None) -> None:
     assert text.broke is not None and text.value == 8.0
 
 
-def test_a_matrix_without_factors_is_a_run_that_broke_down(monkeypatch: pytest.MonkeyPatch, quickly: None) -> None:
-    steps = iter(range(100))
-
-    def lost(self: object, model: object, *batch: object) -> torch.Tensor:
-        if next(steps) == 3:
-            raise torch.linalg.LinAlgError("linalg.eigh: (Batch element 7): it did not converge\nmore")
-        return torch.ones((), requires_grad=True) * 2
-
-    monkeypatch.setattr(trials.Regression, "loss", lost)
-    found = train(Job(find(("D4",))[0].systems[1], "flipped-labels", "quick", 1e-3, 1))
-    assert found.broke == 4 and found.value == 0.0
-    assert found.note == "its step 4: linalg.eigh: (Batch element 7): it did not converge"
-
-
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Quick trials of seven steps, whose graphs are recorded here."""
@@ -268,7 +232,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     trials.trials.cache_clear()
 
 
-_NO_GRAPHS = {"S1", "S6"}  # a Cholesky factor is looked at before it is used
+_NO_GRAPHS = {"S1"}  # a Cholesky factor is looked at before it is used
 
 
 @pytest.mark.slow
@@ -356,41 +320,105 @@ def test_captures_that_cannot_be() -> None:
         require_capture("graf", torch.device("cuda"))
 
 
-def test_what_lacked_memory_beside_others_is_run_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quickly: None
-) -> None:
-    plan, asked = planned(("D4",), form="quick"), list[str]()
-
-    def crowded(work: object, waiting: list[tuple[Job, ...]], workers: int, until: float | None) -> Iterator[object]:
-        while waiting:
-            group = waiting.popleft()  # type: ignore[attr-defined]
-            asked.extend(job.key for job in group)
-            yield group, running.Crowded("no room") if "lr0.003" in group[0].key else running._work(group)
-
-    monkeypatch.setattr(running, "side_by_side", crowded)
-    found = run(plan, tmp_path / "out", workers=2)
-    kept = {folders.run_of(row).key for row in found["runs"]}
-    assert len(kept) == plan.runs_in_all() > len(kept & set(asked)) > 0  # a crowded sweep holds up its seeds
-    assert any("lr0.003" in key for key in asked)
-
-
-def test_graphs_that_do_not_fit_together_are_replayed_one_after_another(
-    monkeypatch: pytest.MonkeyPatch, graphs: None
-) -> None:
-    replayed, groups = training._replayed, list[int]()
-
-    def one_fits(jobs: tuple[Job, ...]) -> dict[str, Run]:
-        groups.append(len(jobs))
-        if len(jobs) > 1:
-            raise training.TooLittleMemory("no room")
-        return replayed(jobs)
-
-    monkeypatch.setattr(training, "_replayed", one_fits)
-    jobs = [replace(_jobs()[0], capture="graph", seed=seed) for seed in (1, 2)]
-    assert [one.key for one in training.train_together(jobs)] == [job.key for job in jobs] and groups == [2, 1, 1]
-
-
 def test_too_little_memory_names_the_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quickly: None) -> None:
     monkeypatch.setattr("axes.tasks.machine.memory", lambda device: 1000)
     with pytest.raises(AxesError, match=r"parity-.*need at least .* GB"):
         run(planned(("D4",), form="quick"), tmp_path / "out")
+
+
+def test_what_lacks_memory_beside_others_is_tried_once_more_alone(
+    quickly: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan, asked = planned(("D4",), form="quick"), list[str]()
+
+    def crowded(jobs: tuple[Job, ...], times: int) -> list[Run]:
+        asked.append(jobs[0].key)
+        if jobs[0].lr == 0.01 and asked.count(jobs[0].key) <= times:
+            raise Crowded(f"{jobs[0].key} needs more memory")
+        return training.train_together(jobs)
+
+    monkeypatch.setattr("axes.transfer.running.train_together", partial(crowded, times=1))
+    found = run(plan, tmp_path / "out")
+    assert len(found["runs"]) == plan.runs_in_all() and "effect" in found["experiments"][0]["compared"][0]
+    asked.clear()
+    monkeypatch.setattr("axes.transfer.running.train_together", partial(crowded, times=2))
+    with pytest.raises(RunsFailed, match="needs more memory"):
+        run(plan, tmp_path / "never")
+    assert max(map(asked.count, asked)) == 2
+    run(plan, tmp_path / "never")  # nothing is lost
+    assert len(ResultsFolder(tmp_path / "never").runs()) == plan.runs_in_all()
+
+
+@pytest.mark.parametrize("capture", ["none", "graph"])
+def test_a_decomposition_that_fails_is_a_run_that_broke(
+    quickly: None, monkeypatch: pytest.MonkeyPatch, capture: Any
+) -> None:
+    """With the step and the reason; so is one that fails on what is held out."""
+    system, what = CALIBRATIONS[0].arm, type(trials.trial("parity-late", "quick"))
+    job, loss, taken = Job(system, "parity-late", "quick", 1e-3, 1), what.loss, itertools.count(1)
+    monkeypatch.setattr(training, "CudaGraph", lambda device: Again())
+
+    def failing(self: Any, model: Any, *batch: torch.Tensor) -> torch.Tensor:
+        found = loss(self, model, *batch)
+        if next(taken) % 3 == 0:
+            torch.linalg.cholesky(torch.full_like(found.detach(), -1.0).reshape(1, 1))
+        return found
+
+    train(job)  # what is counted once is counted
+    monkeypatch.setattr(what, "loss", failing)
+    if capture == "graph":
+        next(taken), next(taken), next(taken)  # the second time is no other
+    broken = train(replace(job, capture=capture))
+    assert broken.broke is not None and broken.value == 0.0
+    assert broken.note.startswith("it broke down: linalg.cholesky")
+    monkeypatch.setattr(what, "loss", loss)
+    monkeypatch.setattr(what, "held_out", lambda self, model, device: torch.linalg.cholesky(-torch.ones(1, 1)))
+    assert train(job).broke == trials.trial("parity-late", "quick").steps
+
+
+def _pretended(plan: Plan, path: Path, lr: float = 0.1) -> ResultsFolder:
+    """A folder of a plan with a run a seed, none of which anybody trained."""
+    folder = ResultsFolder(path)
+    with folder.held():
+        folder.begin(plan)
+        for system, task in plan.trained():
+            for seed in (0, *plan.measured):
+                value = (seed + int(system.key, 16) % 7) / 10
+                folder.keep(Run(task, system.key, lr, seed, value, {}, (), 1, 1, 1.0, 1, None, {"step_ms": 1.0}))
+    return folder
+
+
+def test_folders_are_put_together(tmp_path: Path) -> None:
+    """As one folder that was never apart; what does not fit is refused, and nothing is written."""
+    plans = [planned((name,), form="quick") for name in ("D4", "L1")]
+    sources = [_pretended(plan, tmp_path / name) for plan, name in zip(plans, ("first", "second"), strict=True)]
+    put_together(sources, out := ResultsFolder(tmp_path / "out"))
+    whole = _pretended(planned(("D4", "L1"), form="quick"), tmp_path / "whole")
+    assert compile_folder(out) == compile_folder(whole)
+    with pytest.raises(AxesError, match="out is not empty"):
+        put_together(sources, out)
+    for name, other in {
+        "version": "0.0.1", "form": "small", "seeds": 4, "device": "cuda", "torch": "1.0", "hardware": "another",
+    }.items():  # fmt: skip
+        changed = ResultsFolder(tmp_path / name)
+        shutil.copytree(sources[1].path, changed.path)
+        (changed.path / "plan.json").write_text(json.dumps({**sources[1].plan(), name: other}))
+        with pytest.raises(AxesError, match=f"{name} does not go with .*first: it holds runs of another"):
+            put_together([sources[0], changed], ResultsFolder(tmp_path / "refused"))
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_system_on_a_trial_comes_from_one_folder(quickly: None, tmp_path: Path) -> None:
+    """Two sweeps that chose two rates are not mixed: the folder that has more of its runs has all of them."""
+    plan = planned(("D4",), form="quick")
+    (task,), systems = plan.tasks_of(plan.experiments[0]), [s.key for s in plan.experiments[0].systems]
+    sources = [ResultsFolder(tmp_path / name) for name in ("first", "second")]
+    for source, lr, many in zip(sources, (0.1, 0.2), ((2, 3), (3, 3)), strict=True):
+        with source.held():
+            source.begin(plan)
+            for system, n in zip(systems, many, strict=True):
+                for seed in range(1, n + 1):
+                    source.keep(Run(task, system, lr, seed, lr, {}, (), 1, 1, 1.0, 1, None, {"step_ms": 1.0}))
+    put_together(sources, out := ResultsFolder(tmp_path / "out"))
+    rates = {system: {r.lr for r in out.runs().values() if r.system == system} for system in systems}
+    assert rates == {systems[0]: {0.2}, systems[1]: {0.1}} and len(out.runs()) == 6
