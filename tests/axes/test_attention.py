@@ -207,6 +207,35 @@ def test_tokens_one_by_one_are_the_run(monoid: str) -> None:
     assert checks.error((torch.cat(outputs, 1), state), (expected[:, 5:], last)) < EXACT
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("earlier", [0, 1, 5])
+@pytest.mark.parametrize("massive", [False, True])
+def test_one_carried_token_is_the_first_of_two(massive: bool, earlier: int, heads: int, window: int | None) -> None:
+    """Alone it has a form of its own; before a token that carries nothing it goes through a block. Gradients too."""
+    g = torch.Generator().manual_seed(earlier)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(2, *size, dtype=torch.float64, generator=g).requires_grad_()
+
+    pairs = earlier + 1
+    inputs = [draw(4, 1, 6), draw(heads, pairs, 6), draw(heads, pairs, 3), draw(heads, 1, 6), draw(heads, 1, 6)]
+    mass = draw(4, pairs) if massive else None
+    inputs += [] if mass is None else [mass]
+
+    def twice(x: Tensor) -> Tensor:
+        return torch.cat((x, torch.zeros_like(x[..., :1, :])), -2)
+
+    still = None if mass is None else torch.cat((mass, mass[..., -1:]), -1)
+    alone = transported.attend(*inputs[:5], 0.4, mass, window=window)
+    out, keys = transported.attend(*map(twice, inputs[:5]), 0.4, still, window=window)
+    found = []
+    for y, kept in (alone, (out[..., :1, :], keys[..., :-1, :])):
+        loss = y.square().sum() + kept.square().sum()
+        found.append((y, kept, *torch.autograd.grad(loss, inputs, materialize_grads=True)))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("monoid", ["nothing", "gate", "rotation"])
 def test_a_list_is_copied_when_it_doubles_only(monoid: str) -> None:
     update = made(monoid)
