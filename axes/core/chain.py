@@ -340,10 +340,13 @@ def read_by_key(update: StateUpdate, signal: Signal) -> tuple[Tensor, Tensor | f
 
 def _by_entry(t: _Tokens, drive: _Flow, into: Tensor) -> Chain:
     """Each entry predicts alone: what the rank-one factor would be is part of the gate."""
-    shrink, gate = _shrink(t), torch.exp(t.gate)
-    erased = -shrink * t.rate * t.key * t.key
-    kept = drive.slots[0] + gate + erased * (gate if t.after_gate else t.one)
-    return Chain(shrink[..., None, :] * into, t.value, block=kept[..., None, None, :], rows=t.layout.rows)
+    shrink = _shrink(t)
+    erased = -(shrink * t.rate) * (t.key * t.key)  # few products have a row, a token and a key each: they are the cost
+    kept = drive.slots[0] + torch.exp(t.gate) + (erased * torch.exp(t.gate) if t.after_gate and t.gated else erased)
+    value, written = t.value, shrink[..., None, :] * into
+    if t.layout.rows and drive.drive.shape[-1] == 1 and shrink.shape[-1] == 1:  # one strength a row stands on its value
+        value, written = shrink * drive.drive * value, t.key[..., None, :]
+    return Chain(written, value, block=kept[..., None, None, :], rows=t.layout.rows)
 
 
 __all__ = ["Chain", "chain", "read_by_key"]

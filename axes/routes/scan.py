@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 
 from axes.core.chain import Chain
 from axes.core.monoids import rotate
-from axes.routes import by_rows, one_state
+from axes.linalg.formulas import by_autograd
+from axes.routes import by_rows, one_state, serial
+from axes.routes.precision import own_precision_back
 
 # exp of these is zero in its dtype; a finite floor keeps differences of cumulative logs finite
 _FLOOR = {torch.float64: -800.0}
 _CHUNK_SCALAR, _CHUNK_CHANNEL = 64, 16
+_FEW = 32  # tokens whose states stay in cache
 
 
 def sequential(c: Chain, start: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,16 +273,89 @@ def _entry_by_entry(c: Chain, start: Tensor, q: Tensor) -> tuple[Tensor, Tensor]
     """Gates that differ by row and key: one element-wise scan, chunk by chunk (Mamba-1, diagonal Longhorn)."""
     gate = torch.exp(c.gate) if c.gate is not None else c.block[..., 0, 0, :] if c.block is not None else None
     gate = torch.ones_like(c.key[..., 0, :1]) if gate is None else gate
-    entering = c.value * c.key[..., 0, :]  # (..., rows, T, d_k): a row's value is one number
-    # the row becomes the state's row again: time in front of (rows, d_k)
-    gate, entering = gate.transpose(-3, -2), entering.transpose(-3, -2)
-    state, outputs, query = start[..., 0, 0, :], [], q.transpose(-3, -2)
+    given = (gate, c.value, c.key[..., 0, :], start[..., 0, 0, :], q)
+    alike = len({x.dtype for x in given}) == 1 and q.shape[-3] == 1
+    if alike and serial.by_hand(*given):
+        batch = torch.broadcast_shapes(start.shape[:-4], *(x.shape[:-3] for x in (gate, c.value, given[2], q)))
+        rows, full = start.shape[-4], (start.shape[-4], *q.shape[-2:])
+        sizes = full, (*full[:2], 1), (given[2].shape[-3], *full[1:]), (rows, full[2]), (1, *full[1:])
+        given = tuple(x.expand(*batch, *size) for x, size in zip(given, sizes, strict=True))  # type: ignore[assignment]
+        out, last = cast(tuple[Tensor, Tensor], _Entries.apply(*given))
+    else:
+        out, last = _entries(*given)
+    return out, last[..., None, None, :]
+
+
+def _entries(gate: Tensor, value: Tensor, key: Tensor, start: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """What is read (..., rows, T, 1) and the last state (..., rows, d_k), of gate (..., rows, T, d_k), value
+    (..., rows, T, 1), key (..., rows|1, T, d_k), start (..., rows, d_k) and q (..., 1, T, d_k)."""
+    # time in front of (rows, d_k); a row's value is one number
+    gate, entering, query = (x.transpose(-3, -2) for x in (gate, value * key, q))
+    state, outputs = start, []
     for t in range(0, q.shape[-2], _CHUNK_SCALAR):
         part = slice(t, t + _CHUNK_SCALAR)
         states = cumulative(gate[..., part, :, :], entering[..., part, :, :], state)
         outputs.append((states * query[..., part, :, :]).sum(-1))
         state = states[..., -1, :, :]
-    return torch.cat(outputs, -2).mT[..., None], state[..., None, None, :]
+    return torch.cat(outputs, -2).mT[..., None], state
+
+
+@final
+class _Entries(torch.autograd.Function):
+    """`_entries` a few tokens at a time, whose states stay in cache: those between them are kept, the others made
+    again on the way back, where no tensor but the gates' derivative has a row, a token and a key each."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, value: Tensor, key: Tensor, start: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        begun, state = [], start
+        out = torch.empty_like(value, memory_format=torch.contiguous_format)
+        for part in _parts(q):
+            begun.append(state)
+            *timed, asked, read = (x[..., part, :].movedim(-2, 0) for x in (gate, value, key, q, out))
+            states = _some(timed, state)
+            read.copy_(states[1:] @ asked.mT)
+            state = states[-1].clone()
+        ctx.save_for_backward(gate, value, key, q, *begun)
+        return out, state
+
+    @staticmethod
+    @own_precision_back
+    def backward(ctx: Any, given: Tensor, state: Tensor) -> tuple[Tensor | None, ...]:
+        gate, value, key, q, *begun = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return by_autograd(_entries, (gate, value, key, begun[0], q), (given, state))
+        found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, value, key, q)]
+        for part, start in zip(reversed(_parts(q)), reversed(begun), strict=True):
+            *timed, asked, wanted = (x[..., part, :].movedim(-2, 0) for x in (gate, value, key, q, given))
+            by_gate, by_value, by_key, by_q = (x[..., part, :].movedim(-2, 0) for x in found)
+            (gates, values, keys), states, into = timed, _some(timed, start), wanted * asked
+            tokens, kept = into.unbind(0), gates.unbind(0)
+            tokens[-1].add_(state)
+            for t in range(len(tokens) - 1, 0, -1):
+                tokens[t - 1].addcmul_(kept[t], tokens[t])
+            state = kept[0] * tokens[0]
+            torch.mul(into, states[:-1], out=by_gate)
+            shared = keys.shape[-2] == 1
+            by_value.copy_(into @ keys.mT if shared else (into * keys).sum(-1, keepdim=True))
+            by_key.copy_(values.mT @ into if shared else values * into)
+            by_q.copy_(wanted.mT @ states[1:])
+        return found[0], found[1], found[2], state, found[3]
+
+
+def _parts(q: Tensor) -> list[slice]:
+    return [slice(t, t + _FEW) for t in range(0, q.shape[-2], _FEW)]
+
+
+def _some(timed: Sequence[Tensor], start: Tensor) -> Tensor:
+    """The state before some tokens and after each of them, time first."""
+    gates, values, keys = timed
+    states = start.new_empty(len(gates) + 1, *start.shape)
+    states[0] = start
+    torch.mul(values, keys, out=states[1:])
+    each = states.unbind(0)
+    for t, gate in enumerate(gates.unbind(0)):
+        each[t + 1].addcmul_(gate, each[t])
+    return states
 
 
 def _in_rotating_frame(c: Chain, start: Tensor, q: Tensor, size: int | None) -> tuple[Tensor, Tensor]:

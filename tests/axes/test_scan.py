@@ -348,3 +348,32 @@ def test_states_are_those_of_a_plain_loop(by: str) -> None:
     assert torch.autograd.gradgradcheck(states, given)
     *others, start = given  # which may have none
     assert torch.autograd.gradgradcheck(lambda *given: states(*given, start.detach()), others)
+
+
+@pytest.mark.parametrize(("rows", "batch", "length"), [(1, (2,), 37), (3, (1,), 37), (1, (), 5)])
+def test_entries_read_token_by_token_are_the_recurrence_with_both_derivatives(
+    rows: int, batch: tuple[int, ...], length: int
+) -> None:
+    """Keys of all rows or of each, gates that a batch shares; more tokens than are scanned at a time, and fewer."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = (*batch, 3, length, 1, 4), (2, 3, length, 1), (2, rows, length, 1, 4), (2, 3, 1, 1, 4), (2, 1, length, 4)
+    leaves = [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes]
+
+    def scanned(*given: Tensor) -> tuple[Tensor, Tensor]:
+        block, value, key, start, q = given
+        return scan.chunked(Chain(key, value, block=block.tanh()[..., None, :], rows=True), start, q)
+
+    def looped(*given: Tensor) -> tuple[Tensor, Tensor]:
+        block, value, key, start, q = given
+        y, read = start[..., 0, 0, :], []
+        for t in range(length):
+            y = block.tanh()[..., t, 0, :] * y + value[..., t, :] * key[..., t, 0, :]
+            read.append((y * q[..., t, :]).sum(-1))
+        return torch.stack(read, -1)[..., None], y[..., None, None, :]
+
+    given = [torch.randn_like(x) for x in looped(*leaves)]
+    ours, theirs = scanned(*leaves), looped(*leaves)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    first, expected = (torch.autograd.grad(made, leaves, given) for made in (ours, theirs))
+    torch.testing.assert_close(first, expected, rtol=1e-11, atol=1e-11)
+    assert torch.autograd.gradgradcheck(scanned, leaves, fast_mode=True)
