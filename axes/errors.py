@@ -45,3 +45,9 @@ def wrong_type(who: str, name: str, wanted: str, given: object) -> WrongType:
     hint = {"numpy": "torch.from_numpy", "builtins": "torch.tensor"}.get(kind.__module__.partition(".")[0])
     arrays = kind.__name__ in ("ndarray", "list", "tuple", "float", "int", "bool") and "tensor" in wanted
     return WrongType(f"{who}: {name} must be {wanted}, got {got}{f': {hint} makes a tensor of it' * arrays}")
+
+
+def unexpected(who: str, name: str, own: Iterable[str], common: Iterable[str] = ()) -> WrongType:
+    """A keyword that nothing here is called, as Python says it, and what there is. common: of all of its kind."""
+    others = f", and like all of its kind {', '.join(common)}" if common else ""
+    return WrongType(f"{who} got an unexpected keyword argument {name!r}: it takes {', '.join(own)}{others}")

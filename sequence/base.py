@@ -7,8 +7,9 @@ sequence is `axes.routes.dispatch`'s decision: no layer names one.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Never, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from axes.core.execution import several
 from axes.core.memory import MLP, LayerNormMatrix, Leaves
 from axes.core.rates import Signal
 from axes.core.state_update import Output, State, StateUpdate
-from axes.errors import IllegalUpdate, ShapeError, wrong_type
+from axes.errors import IllegalUpdate, ShapeError, unexpected, wrong_type
 from axes.kernels.common import versions
 from axes.kernels.common.repeated import Same, repeated
 from axes.routes import dispatch, recurrent
@@ -45,6 +46,10 @@ class LayerState(NamedTuple):
         """The same with its memory held in this dtype. One of 16 bits halves what a token of decoding reads and writes,
         and rounds the memory at every step; a list of keys and values has the dtype of its layer."""
         return LayerState(self.tails, self.memory.to(dtype))
+
+    def detach(self) -> LayerState:
+        """The same without the graph that made it: a segment of a long sequence that begins here learns by itself."""
+        return LayerState(tuple(tail.detach() for tail in self.tails), self.memory.detach())
 
 
 torch.serialization.add_safe_globals([LayerState])  # a saved state loads with weights_only=True
@@ -114,10 +119,14 @@ class SequenceLayer(nn.Module):
         check_finite: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **others: Never,
     ) -> None:
         super().__init__()
         self.update = update if update is not None else type(self).update
         block, who = block if block is not None else type(self).block, type(self).__name__
+        if others:  # Python's own sentence would name this class, and nothing that there is
+            *known, _ = inspect.signature(SequenceLayer).parameters
+            raise unexpected(who, next(iter(others)), known)
         given = {"d_model": d_model, "heads": heads, "d_k": d_k, "d_v": d_v, "num_v_heads": num_v_heads}
         for name, size in given.items():
             if size is None:

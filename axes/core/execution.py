@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -46,7 +46,11 @@ class State(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> State:
         """The same held in this dtype: one of 16 bits halves what a step reads and writes, and rounds it every time."""
-        return _held_in(self, dtype)
+        return _each(self, lambda x: x.to(dtype) if x.is_floating_point() else x)
+
+    def detach(self) -> State:
+        """The same without the graph that made it."""
+        return _each(self, Tensor.detach)
 
     def held(self) -> torch.dtype | None:
         """The dtype of 16 bits in which matrices are held; None where they are held as they are computed."""
@@ -56,10 +60,10 @@ class State(NamedTuple):
 SHORT = (torch.bfloat16, torch.float16)
 
 
-def _held_in(x: Any, dtype: torch.dtype) -> Any:
+def _each(x: Any, f: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(x, Tensor):
-        return x.to(dtype) if x.is_floating_point() else x
-    parts = [_held_in(part, dtype) for part in x]
+        return f(x)
+    parts = [_each(part, f) for part in x]
     return type(x)(*parts) if isinstance(x, State) else tuple(parts)
 
 

@@ -207,7 +207,8 @@ def beside_others(e: Entry) -> list[str]:
 
 
 def anchor(heading: str) -> str:
-    return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+    """As GitHub makes it, and the site (mkdocs.yml): what falls out between two spaces leaves both."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
 # ---- the door for mkdocs ---------------------------------------------------------------------------------------------

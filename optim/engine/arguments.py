@@ -83,6 +83,11 @@ def require_arguments(cls: type, given: Sequence[Any], named: Mapping[str, Any])
                     _require_number(who, f"{name}[{i}]", x, False, _RANGES.get(name, _FINITE))
 
 
+def arguments_of(cls: type) -> list[str]:
+    """The names of a constructor's arguments."""
+    return _declared(cls)[0]
+
+
 def _require_number(who: str, name: str, value: Any, whole: bool, among: _Range) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1:
@@ -154,4 +159,4 @@ def _is_number(default: Any) -> bool:
     return isinstance(default, int | float) and not isinstance(default, bool)
 
 
-__all__ = ["require_arguments"]
+__all__ = ["arguments_of", "require_arguments"]

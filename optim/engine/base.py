@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError, UnknownName, wrong_type
 from axes.optim.engine import across, states, trees
-from axes.optim.engine.arguments import require_arguments
+from axes.optim.engine.arguments import arguments_of, require_arguments
 from axes.optim.engine.batch import Batch
 from axes.optim.engine.batches import Batches
 from axes.optim.engine.capabilities import keyed, needs_examples, needs_layers
@@ -106,7 +106,7 @@ class Optimizer(torch.optim.Optimizer):
         defaults: Mapping[str, Group],
         **options: Unpack[Options],
     ) -> None:
-        require_known(self._who, options)
+        require_known(self._who, options, arguments_of(type(self)))
         require_params(self._who, params)
         self._rules = dict(declared)
         self._rule_defaults: dict[str, Group] = {

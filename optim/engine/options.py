@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
-from axes.errors import AxesError, WrongType
+from axes.errors import AxesError, unexpected
 from axes.optim.engine.forms import Group, plain
 from axes.optim.engine.generated import How
 from axes.optim.engine.precision import DEFAULTS, Master, Moments, Rounding
@@ -55,8 +55,8 @@ class Options(TypedDict, total=False):
     differentiable: bool
 
 
-def require_known(who: str, options: Options) -> None:
-    """AxesError or TypeError unless these are options that can be had together."""
+def require_known(who: str, options: Options, own: Iterable[str] = ()) -> None:
+    """AxesError or TypeError unless these are options that can be had together. own: what it takes beside them."""
     if options.get("differentiable"):
         raise AxesError(
             f"{who}: differentiable=True is not available; differentiate through axes.core.reference.run(update, ...) "
@@ -64,9 +64,9 @@ def require_known(who: str, options: Options) -> None:
         )
     if options.get("fused") and options.get("foreach"):
         raise AxesError(f"{who}: fused=True and foreach=True are two ways to do the same: choose one")
-    unknown = sorted(set(options) - set(Options.__annotations__))
-    if unknown:
-        raise WrongType(f"{who} got an unexpected keyword argument {unknown[0]!r}")
+    every = Options.__annotations__
+    for unknown in sorted(set(options) - set(every)):
+        raise unexpected(who, unknown, [name for name in own if name != "options"], every)
 
 
 def of_groups(options: Options) -> Group:

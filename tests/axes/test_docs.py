@@ -19,7 +19,7 @@ PYTHON = re.compile(r"```python\n(.*?)```", flags=re.S)
 REFUSAL = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)\n```", flags=re.S)
 PARTS = tuple(f"parts/{path.stem}" for path in sorted((DOCS / "parts").glob("*.md")))
 NOT_TIMED = ("hebbian",)  # it has no loss to go down, and leaves the numbers
-WITH_CODE = ("start", "idea", "tuple_to_kernel", "own_system", "sharded", *PARTS)
+WITH_CODE = ("start", "idea", "layers", "tuple_to_kernel", "own_system", "sharded", *PARTS)
 ELSEWHERE = {  # pages whose snippets need something else around them, and what runs them
     "depth": "depth/test_checkpoints.py",
     "fla": "integrations/test_fla.py",
@@ -102,6 +102,19 @@ def test_every_instance_has_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("## Measured" in page) != (entry.name in NOT_TIMED), entry.name
     measured = found["instances/sequence/gated-delta-net.md"]
     assert "| GatedDeltaNet | 2.66 / 8.06 to 8.21 |" in measured and "axes bench layers" in measured
+
+
+def test_anchors_of_links_are_headings_of_their_pages() -> None:
+    """Where the pages are read with the code as well: the site's anchors are made in the same way (mkdocs.yml)."""
+    pages = loaded("pages")
+    texts = {path: re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.S) for path in DOCS.glob("*.md")}
+    heads = {path: {pages.anchor(head) for head in re.findall(r"^#+ (.*)$", text, flags=re.M)}
+             for path, text in texts.items()}  # fmt: skip
+    links = [(path, *link) for path, text in texts.items() for link in re.findall(r"\]\(([\w/]*\.md)?#([^)]+)\)", text)]
+    assert links
+    for path, target, anchor in links:
+        page = path.parent / target if target else path
+        assert page not in heads or anchor in heads[page], (path.name, target, anchor)
 
 
 def test_links_out_of_the_pages_become_words() -> None:

@@ -461,6 +461,24 @@ def test_bad_sizes_are_named() -> None:
             DeltaNet(**{"d_model": 12, "heads": 2, **sizes})
 
 
+def test_a_keyword_of_others_is_refused_with_those_that_are_taken() -> None:
+    said = "DeltaNet got an unexpected keyword argument 'num_heads': it takes d_model, heads, d_k, .*, device, dtype$"
+    with pytest.raises(TypeError, match=said):
+        DeltaNet(D, num_heads=2)  # type: ignore[arg-type]
+
+
+def test_a_detached_state_is_the_same_without_its_graph() -> None:
+    layer = make(TITANS[0], torch.float32)
+    x = tokens(dtype=torch.float32)
+    _, state = layer(x[:, :5])
+    assert state is not None
+    assert all(p.requires_grad for p in (*state.tails, *state.memory.theta))
+    cut = state.detach()
+    assert gap(cut, state) == 0 and type(cut) is type(state) and type(cut.memory.via) is type(state.memory.via)
+    assert not any(p.requires_grad for p in pytree.tree_leaves(cut))
+    assert torch.equal(layer(x[:, 5:], cut)[0], layer(x[:, 5:], state)[0])
+
+
 def test_a_tuple_without_keys_is_no_layer() -> None:
     from axes.core.costs import Given
 
