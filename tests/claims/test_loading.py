@@ -8,65 +8,66 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import axes
 
 PATH = os.pathsep.join([str(Path(axes.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 WATCHED = """
 import json, os, sys
+from axes.cli import main
 
 opened = set()
 sys.addaudithook(lambda event, args: opened.add(str(args[0])) if event == "open" else None)
-try:
-    {code}
-except SystemExit:
-    pass
 statements = os.path.join("claims", "statements", "")
-modules = sorted(name for name in sys.modules if name.startswith("axes.claims"))
-print("\\n" + json.dumps([modules, sorted(os.path.basename(path) for path in opened if statements in path)]))
+for code in {codes}:
+    try:
+        exec(code)
+    except SystemExit:
+        pass
+    modules = sorted(name for name in sys.modules if name.startswith("axes.claims"))
+    print("\\n" + json.dumps([modules, sorted(os.path.basename(path) for path in opened if statements in path)]))
 """
 
 
-def loaded(code: str) -> tuple[list[str], list[str]]:
-    """Modules of the register that a fresh process imports, and files of statements that it reads."""
+def loaded(*codes: str) -> list[tuple[list[str], list[str]]]:
+    """Modules of the register that a fresh process has imported behind every piece of code, and the files of statements
+    that it has read."""
     done = subprocess.run(
-        [sys.executable, "-c", WATCHED.format(code=code)],
+        [sys.executable, "-c", WATCHED.format(codes=codes)],
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    modules, files = json.loads(done.stdout.splitlines()[-1])
-    return modules, files
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+    assert len(said) == len(codes), done.stdout
+    return [(modules, files) for modules, files in said]
 
 
 def command(*arguments: str) -> str:
-    return f"from axes.cli import main; main({list(arguments)!r})"
+    return f"main({list(arguments)!r})"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import axes, axes.optim, axes.sequence, axes.depth, axes.catalogue, axes.routes.dispatch, axes.testing.checks",
-        "import axes.models, axes.tasks, axes.bench, axes.cli",
-        command("list"),
-        command("explain", "muon"),
-        command("explain", "neither a system nor a claim"),
-        command("cite", "gla"),
-        command("--help"),
-        command("verify", "--help"),
-    ],
+NOTHING = (
+    "import axes, axes.optim, axes.sequence, axes.depth, axes.catalogue, axes.routes.dispatch, axes.testing.checks",
+    "import axes.models, axes.tasks, axes.bench, axes.cli",
+    command("list"),
+    command("explain", "muon"),
+    command("explain", "neither a system nor a claim"),
+    command("cite", "gla"),
+    command("--help"),
+    command("verify", "--help"),
 )
-def test_nothing_of_the_register_is_loaded(code: str) -> None:
-    assert loaded(code) == ([], [])
+
+
+def test_nothing_of_the_register_is_loaded() -> None:
+    assert dict(zip(NOTHING, loaded(*NOTHING), strict=True)) == dict.fromkeys(NOTHING, ([], []))
 
 
 def test_a_claim_loads_its_own_group() -> None:
-    modules, files = loaded(command("explain", "K01"))
+    ((modules, files),) = loaded(command("explain", "K01"))
     assert "axes.claims.register" in modules and not [m for m in modules if m.startswith("axes.claims.checks.")]
     assert files == ["K.toml", "index.toml"]
-    modules, files = loaded(command("explain", "e08"))
+    ((modules, files),) = loaded(command("explain", "e08"))
     assert [m for m in modules if m.startswith("axes.claims.checks.")] == ["axes.claims.checks.e_capacity"]
     assert files == ["E.toml", "index.toml"]
