@@ -202,8 +202,9 @@ _HEAD = """# Planted faults
 Written by `python -m tests.mutants FILES --report docs/mutants`, which plants one fault at a time in a copy of the tree
 and shows it to tests that run its line; a file's faults are drawn by a seed. A line that no test of the part runs
 within the budget is left out of the counts; an open one was shown to those of its tests that a trace had time for.
-Four in what launches kernels were planted by hand and shown to tests that start Triton's interpreter as a process of its
-own, which sees nothing of a fault in the process of its test. Faults of GPU kernels stand in `tests/gpu/faults.py`, for a machine that has a GPU.
+Four in what launches kernels were planted by hand and shown to tests that start Triton's interpreter in a process of
+its own, which sees nothing of a fault in the process of its test. Faults of GPU kernels stand in `tests/gpu/faults.py`,
+for a machine that has a GPU.
 
 """
 
