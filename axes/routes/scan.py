@@ -329,17 +329,21 @@ class _Entries(torch.autograd.Function):
             *timed, asked, wanted = (x[..., part, :].movedim(-2, 0) for x in (gate, value, key, q, given))
             by_gate, by_value, by_key, by_q = (x[..., part, :].movedim(-2, 0) for x in found)
             (gates, values, keys), states, into = timed, _some(timed, start), wanted * asked
-            tokens, kept = into.unbind(0), gates.unbind(0)
-            tokens[-1].add_(state)
-            for t in range(len(tokens) - 1, 0, -1):
-                tokens[t - 1].addcmul_(kept[t], tokens[t])
-            state = kept[0] * tokens[0]
+            into[-1].add_(state)
+            back_through(into.unbind(0), gates.unbind(0))
+            state = gates[0] * into[0]
             torch.mul(into, states[:-1], out=by_gate)
             shared = keys.shape[-2] == 1
             by_value.copy_(into @ keys.mT if shared else (into * keys).sum(-1, keepdim=True))
             by_key.copy_(values.mT @ into if shared else values * into)
             by_q.copy_(wanted.mT @ states[1:])
         return found[0], found[1], found[2], state, found[3]
+
+
+def back_through(asked: Sequence[Tensor], gates: Sequence[Tensor]) -> None:
+    """What is asked of every token's state, in place: also what later ones ask of it through their gates."""
+    for t in range(len(asked) - 1, 0, -1):
+        asked[t - 1].addcmul_(asked[t], gates[t])
 
 
 def _parts(q: Tensor) -> list[slice]:

@@ -14,7 +14,7 @@ from axes.core.memory import Leaves
 from axes.core.parts import Parts
 from axes.core.rates import Signal, rate_shape, resolve
 from axes.linalg.formulas import by_autograd
-from axes.routes.scan import cumulative
+from axes.routes.scan import back_through, cumulative
 
 
 def numbers(p: Parts, signal: Signal, like: Leaves, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -60,8 +60,7 @@ class _States(torch.autograd.Function):
             return by_autograd(_plain, (gate, value, key, start), (given,))
         into = given.clone(memory_format=torch.contiguous_format)
         asked, kept = into.unbind(-3), gate[..., None].unbind(-3)
-        for t in range(len(asked) - 1, 0, -1):
-            asked[t - 1].addcmul_(asked[t], kept[t])
+        back_through(asked, kept)
         by_gate = None
         if ctx.needs_input_grad[0]:
             first = (asked[0] * start).sum(-1)[..., None, :]

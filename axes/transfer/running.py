@@ -86,11 +86,14 @@ def _fill(plan: Plan, folder: ResultsFolder, workers: int, watch: Watch, until: 
         waiting.clear()
         waiting.extend(offered)
 
+    def pieces(count: int) -> Iterator[tuple[Group, Any]]:
+        return side_by_side(_work, waiting, count, until) if workers > 1 else _here(waiting, until)
+
     def worked() -> Iterator[tuple[Group, Any]]:
         """What came of every group; what lacked memory is tried once more when all others have given theirs back."""
         nonlocal alone
         crowded: list[tuple[Group, Lacking]] = []
-        for group, found in side_by_side(_work, waiting, workers, until) if workers > 1 else _here(waiting, until):
+        for group, found in pieces(workers):
             if isinstance(found, Lacking):
                 crowded.append((group, found))
             yield group, [] if isinstance(found, Lacking) else found
@@ -100,7 +103,7 @@ def _fill(plan: Plan, folder: ResultsFolder, workers: int, watch: Watch, until: 
         alone = True
         started.difference_update(job.key for group, _ in crowded for job in group)
         ask()
-        for group, found in side_by_side(_work, waiting, 1, until) if workers > 1 else _here(waiting, until):
+        for group, found in pieces(1):
             yield group, found.said if isinstance(found, Lacking) else found
 
     ask()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import inspect
 import json
 import math
@@ -54,18 +53,13 @@ class Fla(nn.Module):
 
     def __init__(self, name: str, width: int, heads: int, **given: float) -> None:
         super().__init__()
-        made = getattr(importlib.import_module("fla.layers"), name)
+        made = getattr(peers.fla("fla.layers"), name)
         asked = inspect.signature(made).parameters
         sizes = {"hidden_size": width, "num_heads": heads, "head_dim": width // heads, "expand_v": 1.0}
         self.layer = made(**{k: v for k, v in sizes.items() if k in asked}, **given)
 
     def forward(self, x: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
         return self.layer(x)[0], None
-
-
-def _quietly(layer: str) -> Any:
-    """fla's gated backward refuses Hopper with some Tritons."""
-    return peers.lifted_guard() if layer.startswith(_FLA) else nullcontext()
 
 
 class Run(NamedTuple):
@@ -120,7 +114,7 @@ def block_of(layer: type[Any], changes: tuple[str, ...]) -> Any:
 
 
 def train(run: Run) -> dict[str, Any]:
-    with _quietly(run.layer):
+    with peers.lifted_guard() if run.layer.startswith(_FLA) else nullcontext():  # fla refuses Hopper's gated backward
         return _trained(run)
 
 
@@ -244,18 +238,9 @@ def main() -> None:
     for change in given.change:
         layer, _, what = change.rpartition(":")
         changes[layer].append(what)
-    begun = time.monotonic()
+    begun, seconds = time.monotonic(), min(given.seconds, given.limit - 20)
     runs = [
-        Run(
-            layer,
-            rate,
-            task,
-            *rest,
-            min(given.seconds, given.limit - 20),
-            tuple(changes[layer]),
-            given.autocast,
-            given.deviation,
-        )
+        Run(layer, rate, task, *rest, seconds, tuple(changes[layer]), given.autocast, given.deviation)
         for rate in given.rate or RATES
         for layer in given.layer or (*BESIDE, *NONLINEAR)
     ]
