@@ -18,7 +18,7 @@ from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.tiles import unit_rows
 from axes.kernels.step import follow
 
-PICKED = False  # until the kernel has been seen right on a GPU, and what it costs there
+PICKED = True
 _ENTRIES = 4096  # of a state in one program
 _LOOK = 64  # chunks at once
 

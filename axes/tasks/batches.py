@@ -24,7 +24,7 @@ def training_batch(text: Tensor, seed: int, step: int, batch: int, context: int)
     """
     generator = torch.Generator().manual_seed(mixed(seed, step))
     offsets = torch.randint(len(text) - context, (batch,), generator=generator)
-    return as_tokens(text[offsets[:, None] + torch.arange(context + 1)])
+    return _windows(text, offsets, context)
 
 
 def validation_batches(text: Tensor, windows: int, batch: int, context: int) -> Iterator[Tensor]:
@@ -37,7 +37,11 @@ def validation_batches(text: Tensor, windows: int, batch: int, context: int) -> 
     count = min(windows, available)
     places = torch.arange(count) * available // count * context
     for chosen in places.split(batch):
-        yield as_tokens(text[chosen[:, None] + torch.arange(context + 1)])
+        yield _windows(text, chosen, context)
+
+
+def _windows(text: Tensor, places: Tensor, context: int) -> Tensor:
+    return as_tokens(torch.stack([text[place : place + context + 1] for place in places.tolist()]))
 
 
 def mixed(seed: int, step: int) -> int:

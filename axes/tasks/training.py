@@ -63,6 +63,7 @@ class Training:
         self.optimizer = make_optimizer(configuration, self._network)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._schedule())
         self.position = 0  # steps taken
+        self._drawn: tuple[int, Tensor | None] = (0, None)  # windows of a step to come
         self.saved = 0  # and at the last checkpoint, while a run goes on
         self.rehearsal: Rehearsal | None = None  # of the first step, from when it was asked for until it is waited for
         if configuration.compile:
@@ -135,8 +136,7 @@ class Training:
             NotFiniteError: the loss or a gradient is not finite; names the parameter, and no step is taken.
         """
         settings = self.configuration
-        text = self.corpus.train
-        windows = training_batch(text, settings.seed, self.position, settings.batch, settings.context)
+        windows = self._windows(self.position)
         rate = float(self.scheduler.get_last_lr()[0])
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -144,7 +144,9 @@ class Training:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         whole = _whole(norm)
-        value, size = torch.stack([loss.double(), whole.double()]).tolist()  # the step's one wait
+        found = torch.stack([loss.double(), whole.double()])
+        self._drawn = self.position + 1, self._windows(self.position + 1)  # while the device is busy
+        value, size = found.tolist()  # the step's one wait
         if not (math.isfinite(value) and math.isfinite(size)):
             raise self._not_finite(value)
         if settings.clip:
@@ -153,6 +155,14 @@ class Training:
         self.scheduler.step()
         self.position += 1
         return {"loss": value, "bits_per_byte": self._bits(value), "gradient_norm": size, "lr": rate}
+
+    def _windows(self, step: int) -> Tensor:
+        """Of a step, by its number alone: those that were drawn ahead, unless the position has been set since."""
+        ahead, windows = self._drawn
+        if ahead == step and windows is not None:
+            return windows
+        settings = self.configuration
+        return training_batch(self.corpus.train, settings.seed, step, settings.batch, settings.context)
 
     def _backward(self, windows: Tensor) -> Tensor:
         """The loss of all windows, its gradient in the parameters; part by part, of equal sizes."""

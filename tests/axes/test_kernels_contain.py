@@ -69,7 +69,7 @@ def spoilt(given, at):
 def check(chain, given, options, at):
     given, named = spoilt(given, at)
     before = []
-    true, contain.PICKED = contain.contain, True
+    true = contain.contain
     contain.contain = lambda o, *rest, **more: (before.append(o.clone()), true(o, *rest, **more))
     out, last = chain(**given, **options)
     (before,) = before
@@ -111,7 +111,6 @@ def test_packed_sequences_segments_and_no_gates() -> None:
     interpret(
         PROGRAM
         + """
-contain.PICKED = True
 cu = torch.tensor([0, 10, 10, 50, 57], dtype=torch.int32)
 given = {n: x for n, x in tokens(1, 57, False).items() if n not in ("g", "initial_state")}
 given["v"][0, 44, 1, 0] = math.nan

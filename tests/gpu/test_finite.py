@@ -54,8 +54,9 @@ def test_contained_it_reaches_no_earlier_token(name: str, dtype: torch.dtype, mo
     made = example(update, batch=(2, 2), length=LENGTH, d_k=64, d_v=64, dtype=torch.float32)
     signal = {n: x.movedim(2, 1).contiguous().cuda() for n, x in made.items() if isinstance(x, Tensor)}
     signal |= {n: signal[n].to(dtype) for n in "qkv"}
-    whole, last = dispatch.run(update, signal)
-    monkeypatch.setattr(contain, "PICKED", True)
+    with monkeypatch.context() as without:
+        without.setattr(contain, "PICKED", False)
+        whole, last = dispatch.run(update, signal)
     again, same = dispatch.run(update, signal)
     assert torch.equal(again, whole) and torch.equal(same.theta[0], last.theta[0])
     for n in signal:

@@ -281,7 +281,9 @@ class _Solved(torch.autograd.Function):
 
     @staticmethod
     def forward(theta: Tensor, matrix: Tensor, factor: Tensor) -> Tensor:
-        return torch.cholesky_solve(theta.mT, factor).mT
+        # not cholesky_solve: its batches are MAGMA's on a GPU, which cannot be recorded into a graph
+        half = torch.linalg.solve_triangular(factor.mT, theta, upper=True, left=False)
+        return torch.linalg.solve_triangular(factor, half, upper=False, left=False)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
