@@ -102,12 +102,14 @@ def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -
 
 
 def diagonal(
-    dtype: torch.dtype, d: int, rule: str, plain: bool = False, strong: bool = True, cuts: int = 1, few: bool = False
-) -> Callable[[], None]:
+    dtype: torch.dtype, d: int, rule: str, plain: bool = False, strong: bool = True, cuts: int = 1, few: bool = False,
+    bonus: bool = False,
+) -> Callable[[], None]:  # fmt: skip
     def run() -> None:
         q, k, v, beta, _ = tokens(dtype, d, d)
         g = (-torch.rand(2, 256, 2, d)).requires_grad_()
         more = {"a": k, "b": q} if rule == "dplr" else {}
+        more |= {"bonus": torch.randn(2, d, requires_grad=True)} if bonus else {}
         cut = patch.object(hopper_diagonal, "segments_of", lambda *_: cuts)
         reads = patch.object(hopper_diagonal_delta, "fits", lambda *_: plain)
         heads = patch.object(diagonal_delta, "_FEWEST", 96 if few else 1)
@@ -420,6 +422,8 @@ CASES: dict[str, Callable[[], None]] = {
     "write 128": scalar(HALF, 128, rule="write"),
     "hopper diagonal 128": diagonal(HALF, 128, "write", plain=True, strong=False),
     "hopper diagonal 64": diagonal(HALF, 64, "write", plain=True, strong=False),
+    "hopper diagonal bonus 128": diagonal(HALF, 128, "write", plain=True, strong=False, bonus=True),
+    "hopper diagonal bonus 64": diagonal(HALF, 64, "write", plain=True, strong=False, bonus=True),
     "hopper diagonal segments": diagonal(HALF, 128, "write", plain=True, strong=False, cuts=2),
     "diagonal 128": diagonal(HALF, 128, "write"),
     "hopper diagonal delta 128": diagonal(HALF, 128, "delta", plain=True),

@@ -146,6 +146,9 @@ def _run(
         choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
     plain, several_writes, _ = computed(update)
     if plain is not update and choice.route != "interpreter" and q.shape[time]:
+        if choice[:2] == ("chain", "triton") and (bonus := kernel_terms.own_bonus(update, signal)) is not None:
+            with own_precision(v):
+                return kernel_terms.run(plain, signal, state, weights, bonus=bonus)
         kernel = choice.implementation == "triton"
         return _otherwise(update, several_writes, signal, state, time, weights, implementation, kernel)
     if choice[:2] == ("chain", "triton") and q.shape[time]:
@@ -255,6 +258,10 @@ def _run_packed(
     choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), 1)
     other, several_writes, _ = computed(update)
     if other is not update and choice.implementation == "triton" and q.shape[1]:
+        bonus = kernel_terms.own_bonus(update, signal) if choice.route == "chain" else None
+        if bonus is not None:
+            with own_precision(v):
+                return kernel_terms.run(other, signal, state, None, cu_seqlens=cu_seqlens, bonus=bonus)
         still = turned.still(update) is update
         bounds = cu_seqlens * several.each(update) if still else cu_seqlens
 

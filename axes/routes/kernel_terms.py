@@ -9,13 +9,16 @@ Nothing here needs Triton: `no_kernel` is asked on every machine.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from axes.core.algorithms import Read
 from axes.core.chain import chain
 from axes.core.derived import erases_along_key, no_chain, scales_values
 from axes.core.execution import SHORT
@@ -143,11 +146,12 @@ def portable(
 
 def run(
     update: StateUpdate, signal: Signal, state: State | None, weights: Leaves | None, kernels: Kernels | None = None,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, bonus: Tensor | None = None,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """The chain by its kernel. Inputs keep their dtype, sums and states are float32.
 
     cu_seqlens: offsets of sequences packed in one batch entry, with a state each.
+    bonus: of a tuple that reads between two states, by `own_bonus`; the update is its late one.
     """
     kind = family(update)
     assert not isinstance(kind, NoFamily)
@@ -169,7 +173,25 @@ def run(
     tokens = _Tokens(q.to(v.dtype), k.to(v.dtype), v)
     families = {"scalar": _scalar, "diagonal": _diagonal, "dplr": _dplr, "block": _block, "entries": _entries}
     compute = families[kind]
-    return compute(update, signal, tokens, state, kernels or _chunked(cu_seqlens), cu_seqlens)
+    kernels = kernels or _chunked(cu_seqlens)
+    if bonus is not None:
+        kernels = kernels._replace(diagonal=partial(kernels.diagonal, bonus=bonus))
+    return compute(update, signal, tokens, state, kernels, cu_seqlens)
+
+
+def own_bonus(update: StateUpdate, signal: Signal) -> Tensor | None:
+    """(H, K) of reads of theta_{t-1} + r u_t that the kernel of gates of every key entry makes by itself (RWKV-6): one
+    r for all tokens. None where a query has to wait at the token before (`axes.routes.early`)."""
+    plain, step = update.normal(), update.parts().step
+    look = step.read
+    if not isinstance(look, Read) or look.gate != 1.0 or not isinstance(look.rate, Per) or look.rate.shape != "key":
+        return None
+    kind = family(dataclasses.replace(plain, algorithm=dataclasses.replace(step, read=None)))
+    if kind != "diagonal" or erases(update) or "rotation" in gates(update.parts().monoid) or step.rate != 1.0:
+        return None
+    given, v = _tensor(signal, look.rate.name), _tensor(signal, "v")
+    bonus = _same_for_all(given) if given.ndim == 4 and v.ndim == 4 else given
+    return bonus if bonus.shape == (v.shape[2], _tensor(signal, "k").shape[-1]) else None
 
 
 class Kernels(NamedTuple):
@@ -440,7 +462,7 @@ def _gates_of_entries(
 
 def _same_for_all(x: Tensor) -> Tensor:
     """What was expanded over batch and tokens, before it was: a gradient then needs no number a token. Else x."""
-    if x.stride(0) or x.stride(1):
+    if any(x.shape[d] > 1 and x.stride(d) for d in (0, 1)):
         return x
     if not x.requires_grad:
         return x[0, 0]
@@ -448,7 +470,8 @@ def _same_for_all(x: Tensor) -> Tensor:
         return x
     held, heard = x._base, x.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     own = heard is held.grad_fn if held.grad_fn is not None else getattr(heard, "variable", None) is held
-    return held.view(x.shape[2:]) if own and held.shape[-3:] == x.shape[2:] and held.numel() == x[0, 0].numel() else x
+    whole = held.shape[2 - x.ndim :] == x.shape[2:] and held.numel() == x[0, 0].numel()
+    return held.view(x.shape[2:]) if own and whole else x
 
 
 def _slots(first: Tensor, second: Tensor) -> Tensor:
