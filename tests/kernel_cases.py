@@ -36,6 +36,7 @@ from axes.kernels.diagonal.rows import rows_chain
 from axes.kernels.diagonal_delta import chain as diagonal_delta
 from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
 from axes.kernels.entries.chain import Erase, entries_chain
+from axes.kernels.entries.modes import modes_chain
 from axes.kernels.levels.chain import levels_chain
 from axes.kernels.levels.inside import levels_inside
 from axes.kernels.network.chain import Terms, network_chain
@@ -171,6 +172,17 @@ def entries(d_k: int, erase: Erase = "none", **rows: bool) -> Callable[[], None]
         v = torch.randn(2, 256, 1, 256, dtype=HALF, requires_grad=True)
         given = {n: torch.rand(*((1, 256, d_k) if n == "spectrum" else v.shape), requires_grad=True) for n in rows}
         both(entries_chain(q, k, v, given.pop("gate", None), **given, tied="times" in rows, erase=erase))
+
+    return run
+
+
+def modes(shared: bool = False) -> Callable[[], None]:
+    def run() -> None:
+        q, k = (torch.ones(2, 256, 1, 1, dtype=HALF, requires_grad=not shared) for _ in range(2))
+        v = torch.randn(2, 256, 2, 128, dtype=HALF, requires_grad=True)
+        lead = () if shared else (2, 256)
+        gate, angle = (torch.rand(*lead, 2, 64, requires_grad=True) for _ in range(2))
+        both(modes_chain(q, k, v, gate, angle))
 
     return run
 
@@ -445,6 +457,8 @@ CASES: dict[str, Callable[[], None]] = {
     "levels 20, float32": levels(20, FULL),
     "network by rows 64": network(HALF, 64, rows=True),
     "network with a filter 64": network(HALF, 64, held=True),
+    "modes": modes(),
+    "modes of all tokens": modes(shared=True),
     "entries of rows": entries(1, gate=True, beta=True),
     "entries 16": entries(16, times=True, spectrum=True),
     "entries erased 16": entries(16, "gated", beta=True),

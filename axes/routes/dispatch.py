@@ -149,6 +149,10 @@ def _run(
         if choice[:2] == ("chain", "triton") and (bonus := kernel_terms.own_bonus(update, signal)) is not None:
             with own_precision(v):
                 return kernel_terms.run(plain, signal, state, weights, bonus=bonus)
+        if choice[:2] == ("chain", "triton") and (rates := kernel_terms.turning(update, signal)) is not None:
+            begun = state or _begun(update, kernel_terms.every_head(update, signal), time, weights)
+            with own_precision(v):
+                return kernel_terms.run_turning(signal, rates, begun)
         kernel = choice.implementation == "triton"
         return _otherwise(update, several_writes, signal, state, time, weights, implementation, kernel)
     if choice[:2] == ("chain", "triton") and q.shape[time]:
@@ -262,6 +266,10 @@ def _run_packed(
         if bonus is not None:
             with own_precision(v):
                 return kernel_terms.run(other, signal, state, None, cu_seqlens=cu_seqlens, bonus=bonus)
+        rates = kernel_terms.turning(update, signal) if choice.route == "chain" else None
+        if rates is not None:
+            with own_precision(v):
+                return kernel_terms.run_turning(signal, rates, state, cu_seqlens)
         still = turned.still(update) is update
         bounds = cu_seqlens * several.each(update) if still else cu_seqlens
 

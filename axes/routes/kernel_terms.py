@@ -25,7 +25,7 @@ from axes.core.execution import SHORT
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
 from axes.core.memory import Leaves
-from axes.core.monoids import Element, Hadamard, product, rotate
+from axes.core.monoids import Diagonal, Element, Hadamard, product, rotate
 from axes.core.rates import Per, Rate, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import ShapeError
@@ -192,6 +192,40 @@ def own_bonus(update: StateUpdate, signal: Signal) -> Tensor | None:
     given, v = _tensor(signal, look.rate.name), _tensor(signal, "v")
     bonus = _same_for_all(given) if given.ndim == 4 and v.ndim == 4 else given
     return bonus if bonus.shape == (v.shape[2], _tensor(signal, "k").shape[-1]) else None
+
+
+def turning(update: StateUpdate, signal: Signal) -> tuple[Tensor, Tensor] | None:
+    """Log gates and angles (B, T, HV, V/2), or (HV, V/2) of all tokens, of modes that have a kernel (S5, the LRU): keys
+    of one entry, written as they are, under one gate and one turn of every pair of rows. None of others."""
+    p, v = update.parts(), _tensor(signal, "v")
+    turns, others = ([f for f in factors(p.monoid) if (f.kind == "turn") is turn] for turn in (True, False))
+    plain = len(turns) == 1 and len(others) == 1 and isinstance(others[0], Diagonal) and others[0].side == "row-pair"
+    written = not p.predicts and not p.step.via and not p.step.debias and p.step.rate == 1.0 and p.cost.ridge == 0.0
+    if not plain or not written or p.step.read is not None or p.memory.kind != "matrix" or v.ndim != 4:
+        return None
+    if _tensor(signal, "k").shape[-1] != 1:
+        return None
+    shape = (*v.shape[:-1], v.shape[-1] // 2)
+    named = [per.name for f in (others[0], turns[0]) for per in f.rates() if isinstance(per, Per)]
+    if len(named) != 2:
+        return None
+    gate, angle = (signal[name] for name in named)
+    if not isinstance(gate, Tensor) or not isinstance(angle, Tensor) or gate.shape != shape or angle.shape != shape:
+        return None
+    shared = _same_for_all(gate), _same_for_all(angle)
+    return shared if shared[0].ndim == shared[1].ndim else (gate, angle)
+
+
+def run_turning(
+    signal: Signal, rates: tuple[Tensor, Tensor], state: State, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """The chain of modes by its kernel, with what `turning` gave."""
+    from axes.kernels.entries.modes import modes_chain
+
+    q, k = _shared(_tensor(signal, "q"), _tensor(signal, "k"))
+    v = _tensor(signal, "v")
+    out, final = modes_chain(q.to(v.dtype), k.to(v.dtype), v, *rates, state.theta[0], cu_seqlens=cu_seqlens)
+    return out, _after(state, v, (final,))
 
 
 class Kernels(NamedTuple):
