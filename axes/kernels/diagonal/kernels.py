@@ -292,14 +292,15 @@ def _key(
             reader = (queries * grow).to(q.dtype.element_ty)
             dkey = fade * tl.dot(tl.trans(kept), reader, input_precision=PRECISION)
             moved *= fade * power(total)[None, :]
-        own_query, own_key = tl.zeros_like(dquery), tl.zeros_like(dquery)
         if BONUS:
             down = tl.sum(tl.where(i == j, dp, 0.0), 1)[:, None]
-            weight = tl.load(bonus + head * K + d, mask=d < K, other=0.0)[None, :]
-            own_query, own_key = down * weight * keys, down * weight * queries
+            weight = down * tl.load(bonus + head * K + d, mask=d < K, other=0.0)[None, :]
+            store_tile(dq, dquery + weight * keys, first, count, d, head, HV, K, C, "rows")
+            store_tile(dk, dkey + moved + weight * queries, first, count, d, head, HV, K, C, "rows")
             tl.store(dbonus + matrix * K + d, tl.sum(down * queries * keys, 0), mask=d < K)
-        store_tile(dq, dquery + own_query, first, count, d, head, HV, K, C, "rows")
-        store_tile(dk, dkey + moved + own_key, first, count, d, head, HV, K, C, "rows")
+        else:
+            store_tile(dq, dquery, first, count, d, head, HV, K, C, "rows")
+            store_tile(dk, dkey + moved, first, count, d, head, HV, K, C, "rows")
         # sums from a token on are those of the chunk less those before it
         change = queries * dquery - keys * dkey
         last += tl.sum(change, 0)
