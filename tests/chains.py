@@ -36,6 +36,13 @@ def scalar_chain(
     return _chain(q, k, v, None if g is None else g[..., None], beta, erase, initial_state, rule, early)
 
 
+def mass_chain(q, k, v, beta=None, g=None, start=None, *, cu_seqlens=None) -> tuple[Tensor, Tensor, Tensor]:
+    """m_t = q_t . n_t, n_t = e^{g_t} n_{t-1} + beta_t k_t; q once more."""
+    first = None if start is None else start[:, :, None]
+    mass, last = scalar_chain(q, k, torch.ones_like(v[..., :1]), beta, g, initial_state=first, cu_seqlens=cu_seqlens)
+    return mass[..., 0], last[:, :, 0], q
+
+
 @_one_after_another
 def diagonal_chain(
     q, k, v, g, beta=None, *, erase=None, a=None, b=None, initial_state=None, rule="write", early=False, bonus=None, **_

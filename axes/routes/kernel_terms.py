@@ -241,6 +241,7 @@ class Kernels(NamedTuple):
     entries: Callable[..., tuple[Tensor, Tensor]]
     turns: bool = False
     rows: Callable[..., tuple[Tensor, Tensor]] | None = None
+    mass: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     columns: Callable[[Tensor, Tensor], int] = lambda q, v: 1
 
 
@@ -272,12 +273,17 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return rows_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
+    def mass(*args: object) -> tuple[Tensor, Tensor, Tensor]:
+        from axes.kernels.scalar.mass import mass_chain
+
+        return mass_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+
     def columns(q: Tensor, v: Tensor) -> int:
         from axes.kernels.scalar.chain import columns_of_ones
 
         return columns_of_ones(q, v, cu_seqlens)
 
-    return Kernels(scalar, diagonal, block, entries, rows=rows, columns=columns)
+    return Kernels(scalar, diagonal, block, entries, rows=rows, mass=mass, columns=columns)
 
 
 def one_token(in_place: bool) -> Kernels:
@@ -350,11 +356,19 @@ def _scalar(
         )
         return out, final if end is None else rotate(final, end[..., None, :])
 
-    out, final = pass_over(t.v, _start(state))
     if not state.norm:
+        out, final = pass_over(t.v, _start(state))
         return out, _after(state, t.v, (final,))
     from axes.kernels.rows.mass import over_mass
 
+    if kernels.mass is not None and rule == "write":
+        mass, norm, q = kernels.mass(q, write, t.v, strength, gate, state.norm[0].squeeze(-2))
+        out, final = pass_over(t.v, _start(state))
+        norm = norm.unsqueeze(-2)
+        norm = norm if end is None else rotate(norm, end[..., None, :])
+        out = over_mass(out, mass.unsqueeze(-1), update.parts().step.floor)
+        return out, _after(state, t.v, (final,), (norm,))
+    out, final = pass_over(t.v, _start(state))
     columns = kernels.columns(q, t.v)  # alike, of which one is read
     ones = t.v.new_ones(()).expand(*t.v.shape[:-1], columns)  # the normaliser: v is one
     start = state.norm[0]
