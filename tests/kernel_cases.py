@@ -52,6 +52,7 @@ from axes.kernels.rows.norm import add_norm
 from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
+from axes.kernels.scalar.mass import mass_chain
 from axes.kernels.step import block_step, chain_step
 from axes.kernels.streams.cayley import cayley
 from axes.kernels.streams.look import look
@@ -98,6 +99,14 @@ def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -
         fits = patch.object(hopper_write, "fits", lambda *_: plain)
         with patch.object(scalar_module, "_plain", lambda *_: plain), fits:
             both(scalar_chain(q, k, v, beta, g, **options))  # type: ignore[arg-type]
+
+    return run
+
+
+def mass(d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
+    def run() -> None:
+        q, k, v, beta, g = tokens(dtype, d, d)
+        both(mass_chain(q, k, v, beta, g)[:2])
 
     return run
 
@@ -432,6 +441,7 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper write 128": scalar(HALF, 128, plain=True, rule="write"),
     "hopper write 64": scalar(HALF, 64, plain=True, rule="write"),
     "write 128": scalar(HALF, 128, rule="write"),
+    "mass 128": mass(128),
     "hopper diagonal 128": diagonal(HALF, 128, "write", plain=True, strong=False),
     "hopper diagonal 64": diagonal(HALF, 64, "write", plain=True, strong=False),
     "hopper diagonal bonus 128": diagonal(HALF, 128, "write", plain=True, strong=False, bonus=True),

@@ -231,8 +231,8 @@ def run_turning(
 class Kernels(NamedTuple):
     """Who computes the families: chunks of a sequence, or one token.
 
-    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. columns: of
-    ones, of queries and values, by which scalar reads a mass.
+    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. mass: what
+    makes a mass by itself, of queries and values, or None; then columns, of ones, by which scalar reads it.
     """
 
     scalar: Callable[..., tuple[Tensor, Tensor]]
@@ -241,7 +241,7 @@ class Kernels(NamedTuple):
     entries: Callable[..., tuple[Tensor, Tensor]]
     turns: bool = False
     rows: Callable[..., tuple[Tensor, Tensor]] | None = None
-    mass: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    mass: Callable[[Tensor, Tensor], Callable[..., tuple[Tensor, Tensor, Tensor]] | None] = lambda q, v: None
     columns: Callable[[Tensor, Tensor], int] = lambda q, v: 1
 
 
@@ -273,10 +273,10 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return rows_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
-    def mass(*args: object) -> tuple[Tensor, Tensor, Tensor]:
-        from axes.kernels.scalar.mass import mass_chain
+    def mass(q: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+        from axes.kernels.scalar.mass import mass_chain, pays
 
-        return mass_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+        return partial(mass_chain, cu_seqlens=cu_seqlens) if pays(q, v, cu_seqlens) else None
 
     def columns(q: Tensor, v: Tensor) -> int:
         from axes.kernels.scalar.chain import columns_of_ones
@@ -361,8 +361,9 @@ def _scalar(
         return out, _after(state, t.v, (final,))
     from axes.kernels.rows.mass import over_mass
 
-    if kernels.mass is not None and rule == "write":
-        mass, norm, q = kernels.mass(q, write, t.v, strength, gate, state.norm[0].squeeze(-2))
+    scan = kernels.mass(q, t.v) if rule == "write" else None
+    if scan is not None:
+        mass, norm, q = scan(q, write, t.v, strength, gate, state.norm[0].squeeze(-2))
         out, final = pass_over(t.v, _start(state))
         norm = norm.unsqueeze(-2)
         norm = norm if end is None else rotate(norm, end[..., None, :])

@@ -35,6 +35,7 @@ from axes.kernels.common.tiles import (
 )
 
 _LENGTHS = ["T", "N", "H", "HV"]
+_FEWEST, _SHORT = 64, 1024  # programs, and tokens that any number of them walks
 
 
 @triton.jit
@@ -130,6 +131,13 @@ def backward(
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
+def pays(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether programs that are serial in time, one a head of a unit, are quick: there are many, or few tokens. Else a
+    chain whose values are ones has segments of a sequence side by side."""
+    units = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return units * v.shape[2] >= _FEWEST or q.shape[1] <= _SHORT
+
+
 def chunk_length(q: Tensor) -> int:
     return 64 if q.dtype != torch.float32 and q.shape[3] <= 128 else 32
 
@@ -211,4 +219,4 @@ def mass_chain(
     return made
 
 
-__all__ = ["mass_chain"]
+__all__ = ["mass_chain", "pays"]
