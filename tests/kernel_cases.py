@@ -187,7 +187,7 @@ def entries(d_k: int, erase: Erase = "none", **rows: bool) -> Callable[[], None]
 
 def modes(shared: bool = False) -> Callable[[], None]:
     def run() -> None:
-        q, k = (torch.ones(2, 256, 1, 1, dtype=HALF, requires_grad=not shared) for _ in range(2))
+        q, k = (torch.ones(2, 256, 1, 1, dtype=HALF, requires_grad=True) for _ in range(2))
         v = torch.randn(2, 256, 2, 128, dtype=HALF, requires_grad=True)
         lead = () if shared else (2, 256)
         gate, angle = (torch.rand(*lead, 2, 64, requires_grad=True) for _ in range(2))

@@ -231,8 +231,8 @@ def run_turning(
 class Kernels(NamedTuple):
     """Who computes the families: chunks of a sequence, or one token.
 
-    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. mass: what
-    makes a mass by itself, of queries and values, or None; then columns, of ones, by which scalar reads it.
+    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. mass: who
+    makes a mass of what is written; None: scalar, of a value that is one.
     """
 
     scalar: Callable[..., tuple[Tensor, Tensor]]
@@ -241,8 +241,7 @@ class Kernels(NamedTuple):
     entries: Callable[..., tuple[Tensor, Tensor]]
     turns: bool = False
     rows: Callable[..., tuple[Tensor, Tensor]] | None = None
-    mass: Callable[[Tensor, Tensor], Callable[..., tuple[Tensor, Tensor, Tensor]] | None] = lambda q, v: None
-    columns: Callable[[Tensor, Tensor], int] = lambda q, v: 1
+    mass: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 def _chunked(cu_seqlens: Tensor | None) -> Kernels:
@@ -273,17 +272,12 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return rows_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
-    def mass(q: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-        from axes.kernels.scalar.mass import mass_chain, pays
+    def mass(*args: object) -> tuple[Tensor, Tensor, Tensor]:
+        from axes.kernels.scalar.mass import mass_chain
 
-        return partial(mass_chain, cu_seqlens=cu_seqlens) if pays(q, v, cu_seqlens) else None
+        return mass_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
-    def columns(q: Tensor, v: Tensor) -> int:
-        from axes.kernels.scalar.chain import columns_of_ones
-
-        return columns_of_ones(q, v, cu_seqlens)
-
-    return Kernels(scalar, diagonal, block, entries, rows=rows, mass=mass, columns=columns)
+    return Kernels(scalar, diagonal, block, entries, rows=rows, mass=mass)
 
 
 def one_token(in_place: bool) -> Kernels:
@@ -361,21 +355,17 @@ def _scalar(
         return out, _after(state, t.v, (final,))
     from axes.kernels.rows.mass import over_mass
 
-    scan = kernels.mass(q, t.v) if rule == "write" else None
-    if scan is not None:
-        mass, norm, q = scan(q, write, t.v, strength, gate, state.norm[0].squeeze(-2))
+    if kernels.mass is not None and rule == "write":
+        mass, norm, q = kernels.mass(q, write, t.v, strength, gate, state.norm[0].squeeze(-2))
         out, final = pass_over(t.v, _start(state))
         norm = norm.unsqueeze(-2)
         norm = norm if end is None else rotate(norm, end[..., None, :])
         out = over_mass(out, mass.unsqueeze(-1), update.parts().step.floor)
         return out, _after(state, t.v, (final,), (norm,))
     out, final = pass_over(t.v, _start(state))
-    columns = kernels.columns(q, t.v)  # alike, of which one is read
-    ones = t.v.new_ones(()).expand(*t.v.shape[:-1], columns)  # the normaliser: v is one
-    start = state.norm[0]
-    mass, norm = pass_over(ones, start.expand(*start.shape[:-2], columns, start.shape[-1]))
-    out = over_mass(out, mass[..., :1], update.parts().step.floor)
-    return out, _after(state, t.v, (final,), (norm[..., :1, :],))
+    mass, norm = pass_over(t.v.new_ones(()).expand(*t.v.shape[:-1], 1), state.norm[0])  # the normaliser: v is one
+    out = over_mass(out, mass, update.parts().step.floor)
+    return out, _after(state, t.v, (final,), (norm,))
 
 
 def _diagonal(

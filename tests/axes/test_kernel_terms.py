@@ -117,10 +117,9 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
         stand_in = ModuleType(f"axes.kernels.{name}.chain")
         function = f"{name}_chain"
         setattr(stand_in, function, getattr(chains, function))
-        stand_in.columns_of_ones = lambda q, v, cu: 3  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     mass = ModuleType("axes.kernels.scalar.mass")
-    mass.mass_chain, mass.pays = chains.mass_chain, lambda q, v, cu: q.shape[0] > 1  # type: ignore[attr-defined]
+    mass.mass_chain = chains.mass_chain  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, mass.__name__, mass)
     rows = ModuleType("axes.kernels.diagonal.rows")
     rows.rows_chain = lambda q, k, v, g, start, *, cu_seqlens: chains.entries_chain(  # type: ignore[attr-defined]

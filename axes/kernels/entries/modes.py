@@ -37,7 +37,7 @@ from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.tiles import first_slot, unit_rows
 from axes.kernels.entries.kernels import _numbers, _put, _rows, _wide
 
-CHUNK, CHUNK_BACK, _MODES = 16, 8, 32  # tokens that a thread holds forward and backward; modes of a program: one warp
+CHUNK, CHUNK_BACK, _MODES = 8, 8, 32  # tokens that a thread holds forward and backward; modes of a program: one warp
 AHEAD, AHEAD_BACK = True, True
 
 # ---- kernels: a unit, a head and a block of modes --------------------------------------------------------------------
@@ -96,8 +96,8 @@ def forward(
     x = tl.load(own, mask=r < HALF, other=0.0)
     y = tl.load(own + HALF, mask=r < HALF, other=0.0)
     if SHARED:
-        there = head * HALF + r
-        one = tl.load(gate + there, mask=r < HALF, other=0.0), tl.load(angle + there, mask=r < HALF, other=0.0)
+        mine = head * HALF + r
+        one = tl.load(gate + mine, mask=r < HALF, other=0.0), tl.load(angle + mine, mask=r < HALF, other=0.0)
         real, imaginary = _factors((one[0],), (one[1],), FAST, 1)
         real, imaginary = _same(real[0], C), _same(imaginary[0], C)
     # rows of values are of twice as many heads
@@ -159,8 +159,8 @@ def backward(
     by_gate = tl.zeros([BR], dtype=tl.float32)
     by_angle = tl.zeros([BR], dtype=tl.float32)
     if SHARED:
-        there = head * HALF + r
-        one = tl.load(gate + there, mask=r < HALF, other=0.0), tl.load(angle + there, mask=r < HALF, other=0.0)
+        mine = head * HALF + r
+        one = tl.load(gate + mine, mask=r < HALF, other=0.0), tl.load(angle + mine, mask=r < HALF, other=0.0)
         real, imaginary = _factors((one[0],), (one[1],), FAST, 1)
         real, imaginary = _same(real[0], C), _same(imaginary[0], C)
     chunks = tl.cdiv(end - start, C)
