@@ -197,6 +197,10 @@ def own_bonus(update: StateUpdate, signal: Signal) -> Tensor | None:
 def turning(update: StateUpdate, signal: Signal) -> tuple[Tensor, Tensor] | None:
     """Log gates and angles (B, T, HV, V/2), or (HV, V/2) of all tokens, of modes that have a kernel (S5, the LRU): keys
     of one entry, written as they are, under one gate and one turn of every pair of rows. None of others."""
+    from axes.kernels.entries import modes
+
+    if not modes.PICKED:
+        return None
     p, v = update.parts(), _tensor(signal, "v")
     turns, others = ([f for f in factors(p.monoid) if (f.kind == "turn") is turn] for turn in (True, False))
     plain = len(turns) == 1 and len(others) == 1 and isinstance(others[0], Diagonal) and others[0].side == "row-pair"
@@ -231,8 +235,8 @@ def run_turning(
 class Kernels(NamedTuple):
     """Who computes the families: chunks of a sequence, or one token.
 
-    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. mass: who
-    makes a mass of what is written; None: scalar, of a value that is one.
+    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. mass: what
+    makes a mass by itself, or None; then columns, of ones, by which scalar reads it.
     """
 
     scalar: Callable[..., tuple[Tensor, Tensor]]
@@ -241,7 +245,8 @@ class Kernels(NamedTuple):
     entries: Callable[..., tuple[Tensor, Tensor]]
     turns: bool = False
     rows: Callable[..., tuple[Tensor, Tensor]] | None = None
-    mass: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    mass: Callable[[], Callable[..., tuple[Tensor, Tensor, Tensor]] | None] = lambda: None
+    columns: Callable[[Tensor, Tensor], int] = lambda q, v: 1
 
 
 def _chunked(cu_seqlens: Tensor | None) -> Kernels:
@@ -272,12 +277,17 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return rows_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
-    def mass(*args: object) -> tuple[Tensor, Tensor, Tensor]:
-        from axes.kernels.scalar.mass import mass_chain
+    def mass() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+        from axes.kernels.scalar.mass import PICKED, mass_chain
 
-        return mass_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+        return partial(mass_chain, cu_seqlens=cu_seqlens) if PICKED else None
 
-    return Kernels(scalar, diagonal, block, entries, rows=rows, mass=mass)
+    def columns(q: Tensor, v: Tensor) -> int:
+        from axes.kernels.scalar.chain import columns_of_ones
+
+        return columns_of_ones(q, v, cu_seqlens)
+
+    return Kernels(scalar, diagonal, block, entries, rows=rows, mass=mass, columns=columns)
 
 
 def one_token(in_place: bool) -> Kernels:
@@ -355,17 +365,21 @@ def _scalar(
         return out, _after(state, t.v, (final,))
     from axes.kernels.rows.mass import over_mass
 
-    if kernels.mass is not None and rule == "write":
-        mass, norm, q = kernels.mass(q, write, t.v, strength, gate, state.norm[0].squeeze(-2))
+    scan = kernels.mass() if rule == "write" else None
+    if scan is not None:
+        mass, norm, q = scan(q, write, t.v, strength, gate, state.norm[0].squeeze(-2))
         out, final = pass_over(t.v, _start(state))
         norm = norm.unsqueeze(-2)
         norm = norm if end is None else rotate(norm, end[..., None, :])
         out = over_mass(out, mass.unsqueeze(-1), update.parts().step.floor)
         return out, _after(state, t.v, (final,), (norm,))
     out, final = pass_over(t.v, _start(state))
-    mass, norm = pass_over(t.v.new_ones(()).expand(*t.v.shape[:-1], 1), state.norm[0])  # the normaliser: v is one
-    out = over_mass(out, mass, update.parts().step.floor)
-    return out, _after(state, t.v, (final,), (norm,))
+    columns = kernels.columns(q, t.v)  # alike, of which one is read
+    ones = t.v.new_ones(()).expand(*t.v.shape[:-1], columns)  # the normaliser: v is one
+    start = state.norm[0]
+    mass, norm = pass_over(ones, start.expand(*start.shape[:-2], columns, start.shape[-1]))
+    out = over_mass(out, mass[..., :1], update.parts().step.floor)
+    return out, _after(state, t.v, (final,), (norm[..., :1, :],))
 
 
 def _diagonal(

@@ -66,6 +66,15 @@ def in_halves(q: Tensor, v: Tensor, rule: str, cu_seqlens: Tensor | None) -> boo
     return hopper_write.fits(q, v.unflatten(-1, (2, -1)))
 
 
+def columns_of_ones(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> int:
+    """In how many equal columns rule "write" reads the mass of what is written, where one would do: as many as its
+    kernel for Hopper takes at least, where that computes the values."""
+    if cu_seqlens is not None or not GLUON:
+        return 1
+    narrow = hopper_write.WIDEST // 2
+    return narrow if hopper_write.fits(q, q.new_empty(()).expand(*v.shape[:3], narrow)) else 1
+
+
 # ---- operator --------------------------------------------------------------------------------------------------------
 
 
