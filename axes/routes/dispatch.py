@@ -146,7 +146,9 @@ def _run(
         choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
     plain, several_writes, _ = computed(update)
     if plain is not update and choice.route != "interpreter" and q.shape[time]:
-        if choice[:2] == ("chain", "triton") and (bonus := kernel_terms.own_bonus(update, signal)) is not None:
+        # of dense bfloat16, as it was seen right on a GPU; other dtypes and packed tokens wait at the token before
+        own = choice[:2] == ("chain", "triton") and v.dtype == torch.bfloat16
+        if own and (bonus := kernel_terms.own_bonus(update, signal)) is not None:
             with own_precision(v):
                 return kernel_terms.run(plain, signal, state, weights, bonus=bonus)
         if choice[:2] == ("chain", "triton") and (rates := kernel_terms.turning(update, signal)) is not None:
@@ -262,10 +264,6 @@ def _run_packed(
     choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), 1)
     other, several_writes, _ = computed(update)
     if other is not update and choice.implementation == "triton" and q.shape[1]:
-        bonus = kernel_terms.own_bonus(update, signal) if choice.route == "chain" else None
-        if bonus is not None:
-            with own_precision(v):
-                return kernel_terms.run(other, signal, state, None, cu_seqlens=cu_seqlens, bonus=bonus)
         rates = kernel_terms.turning(update, signal) if choice.route == "chain" else None
         if rates is not None:
             with own_precision(v):
