@@ -19,7 +19,7 @@ def _one_after_another(chain):
         parts = []
         for n, (a, b) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
             own = [None if x is None else x[:, a:b] for x in tokens]
-            named = {n: x[:, a:b] if isinstance(x, Tensor) else x for n, x in options.items()}
+            named = {n: x[:, a:b] if isinstance(x, Tensor) and n != "bonus" else x for n, x in options.items()}
             start = None if initial_state is None else initial_state[n : n + 1]
             parts.append(chain(*own, initial_state=start, **named))
         outs, finals = zip(*parts, strict=True)
@@ -36,12 +36,20 @@ def scalar_chain(
     return _chain(q, k, v, None if g is None else g[..., None], beta, erase, initial_state, rule, early)
 
 
+def mass_chain(q, k, v, beta=None, g=None, start=None, *, cu_seqlens=None) -> tuple[Tensor, Tensor, Tensor]:
+    """m_t = q_t . n_t, n_t = e^{g_t} n_{t-1} + beta_t k_t; q once more."""
+    first = None if start is None else start[:, :, None]
+    mass, last = scalar_chain(q, k, torch.ones_like(v[..., :1]), beta, g, initial_state=first, cu_seqlens=cu_seqlens)
+    return mass[..., 0], last[:, :, 0], q
+
+
 @_one_after_another
 def diagonal_chain(
-    q, k, v, g, beta=None, *, erase=None, a=None, b=None, initial_state=None, rule="write", early=False, **_
+    q, k, v, g, beta=None, *, erase=None, a=None, b=None, initial_state=None, rule="write", early=False, bonus=None, **_
 ) -> tuple[Tensor, Tensor]:
-    """S_t = S_{t-1} Diag(e^{g_t}) + beta_t (v_t - S' a_t) k_t^T, or S_{t-1} (Diag(e^{g_t}) + a_t b_t^T) + v_t k_t^T."""
-    return _chain(q, k, v, g, beta, erase, initial_state, rule, early, a, b)
+    """S_t = S_{t-1} Diag(e^{g_t}) + beta_t (v_t - S' a_t) k_t^T, or S_{t-1} (Diag(e^{g_t}) + a_t b_t^T) + v_t k_t^T;
+    with bonus o_t = (S_{t-1} + beta_t v_t (bonus * k_t)^T) q_t."""
+    return _chain(q, k, v, g, beta, erase, initial_state, rule, early, a, b, bonus)
 
 
 def entries_chain(
@@ -99,8 +107,9 @@ def _grouped(x: Tensor | None, heads: int) -> Tensor | None:
     return x if x is None else x.repeat_interleave(heads // x.shape[2], 2)
 
 
-def _chain(q, k, v, g, beta, erase, initial_state, rule, early, a=None, b=None) -> tuple[Tensor, Tensor]:
+def _chain(q, k, v, g, beta, erase, initial_state, rule, early, a=None, b=None, bonus=None) -> tuple[Tensor, Tensor]:
     assert rule == "delta" or not early and erase is None, "as the kernels' entries have it"
+    assert bonus is None or rule == "write"
     q, k, erase, a, b = (_grouped(x, v.shape[2]) for x in (q, k, erase, a, b))
     state = v.new_zeros(v.shape[0], *v.shape[2:], q.shape[-1]) if initial_state is None else initial_state.to(v.dtype)
     outs = []
@@ -117,5 +126,6 @@ def _chain(q, k, v, g, beta, erase, initial_state, rule, early, a=None, b=None) 
         if beta is not None:
             drive = drive * beta[:, t, :, None]
         state = state + torch.einsum("bhv,bhk->bhvk", drive, k[:, t])
-        outs.append(torch.einsum("bhvk,bhk->bhv", state, q[:, t]))
+        read = state if bonus is None else before + torch.einsum("bhv,bhk->bhvk", drive, k[:, t] * bonus)
+        outs.append(torch.einsum("bhvk,bhk->bhv", read, q[:, t]))
     return torch.stack(outs, 1) if outs else torch.zeros_like(v), state

@@ -36,6 +36,7 @@ from axes.kernels.diagonal.rows import rows_chain
 from axes.kernels.diagonal_delta import chain as diagonal_delta
 from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
 from axes.kernels.entries.chain import Erase, entries_chain
+from axes.kernels.entries.modes import modes_chain
 from axes.kernels.levels.chain import levels_chain
 from axes.kernels.levels.inside import levels_inside
 from axes.kernels.network.chain import Terms, network_chain
@@ -51,6 +52,7 @@ from axes.kernels.rows.norm import add_norm
 from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
+from axes.kernels.scalar.mass import mass_chain
 from axes.kernels.step import block_step, chain_step
 from axes.kernels.streams.cayley import cayley
 from axes.kernels.streams.look import look
@@ -101,13 +103,23 @@ def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -
     return run
 
 
+def mass(d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
+    def run() -> None:
+        q, k, v, beta, g = tokens(dtype, d, d)
+        both(mass_chain(q, k, v, beta, g)[:2])
+
+    return run
+
+
 def diagonal(
-    dtype: torch.dtype, d: int, rule: str, plain: bool = False, strong: bool = True, cuts: int = 1, few: bool = False
-) -> Callable[[], None]:
+    dtype: torch.dtype, d: int, rule: str, plain: bool = False, strong: bool = True, cuts: int = 1, few: bool = False,
+    bonus: bool = False,
+) -> Callable[[], None]:  # fmt: skip
     def run() -> None:
         q, k, v, beta, _ = tokens(dtype, d, d)
         g = (-torch.rand(2, 256, 2, d)).requires_grad_()
         more = {"a": k, "b": q} if rule == "dplr" else {}
+        more |= {"bonus": torch.randn(2, d, requires_grad=True)} if bonus else {}
         cut = patch.object(hopper_diagonal, "segments_of", lambda *_: cuts)
         reads = patch.object(hopper_diagonal_delta, "fits", lambda *_: plain)
         heads = patch.object(diagonal_delta, "_FEWEST", 96 if few else 1)
@@ -169,6 +181,17 @@ def entries(d_k: int, erase: Erase = "none", **rows: bool) -> Callable[[], None]
         v = torch.randn(2, 256, 1, 256, dtype=HALF, requires_grad=True)
         given = {n: torch.rand(*((1, 256, d_k) if n == "spectrum" else v.shape), requires_grad=True) for n in rows}
         both(entries_chain(q, k, v, given.pop("gate", None), **given, tied="times" in rows, erase=erase))
+
+    return run
+
+
+def modes(shared: bool = False) -> Callable[[], None]:
+    def run() -> None:
+        q, k = (torch.ones(2, 256, 1, 1, dtype=HALF, requires_grad=True) for _ in range(2))
+        v = torch.randn(2, 256, 2, 128, dtype=HALF, requires_grad=True)
+        lead = () if shared else (2, 256)
+        gate, angle = (torch.rand(*lead, 2, 64, requires_grad=True) for _ in range(2))
+        both(modes_chain(q, k, v, gate, angle))
 
     return run
 
@@ -418,8 +441,11 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper write 128": scalar(HALF, 128, plain=True, rule="write"),
     "hopper write 64": scalar(HALF, 64, plain=True, rule="write"),
     "write 128": scalar(HALF, 128, rule="write"),
+    "mass 128": mass(128),
     "hopper diagonal 128": diagonal(HALF, 128, "write", plain=True, strong=False),
     "hopper diagonal 64": diagonal(HALF, 64, "write", plain=True, strong=False),
+    "hopper diagonal bonus 128": diagonal(HALF, 128, "write", plain=True, strong=False, bonus=True),
+    "hopper diagonal bonus 64": diagonal(HALF, 64, "write", plain=True, strong=False, bonus=True),
     "hopper diagonal segments": diagonal(HALF, 128, "write", plain=True, strong=False, cuts=2),
     "diagonal 128": diagonal(HALF, 128, "write"),
     "hopper diagonal delta 128": diagonal(HALF, 128, "delta", plain=True),
@@ -441,6 +467,8 @@ CASES: dict[str, Callable[[], None]] = {
     "levels 20, float32": levels(20, FULL),
     "network by rows 64": network(HALF, 64, rows=True),
     "network with a filter 64": network(HALF, 64, held=True),
+    "modes": modes(),
+    "modes of all tokens": modes(shared=True),
     "entries of rows": entries(1, gate=True, beta=True),
     "entries 16": entries(16, times=True, spectrum=True),
     "entries erased 16": entries(16, "gated", beta=True),

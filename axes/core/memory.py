@@ -377,7 +377,7 @@ class BoundedList(Memory):
     def weights(self, scores: Tensor, d_k: int, h: Geometry) -> Tensor:
         """What h makes of scores (..., m)."""
         scores = scores * (d_k**-0.5 if self.scale is None else self.scale)
-        return scores if h.is_identity else h.primal(scores[..., None, :])[..., 0, :]
+        return scores if h.is_identity else h.primal(scores.unsqueeze(-2)).squeeze(-2)
 
     def read_over(self, leaves: Leaves, norm: Leaves, q: Tensor, signal: Signal, h: Geometry, floor: float) -> Tensor:
         return self.read(tuple(normalised(leaf, norm[0], floor) for leaf in leaves), q, signal, h)

@@ -146,6 +146,15 @@ def _run(
         choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
     plain, several_writes, _ = computed(update)
     if plain is not update and choice.route != "interpreter" and q.shape[time]:
+        # of dense bfloat16, as it was seen right on a GPU; other dtypes and packed tokens wait at the token before
+        own = choice[:2] == ("chain", "triton") and v.dtype == torch.bfloat16
+        if own and (bonus := kernel_terms.own_bonus(update, signal)) is not None:
+            with own_precision(v):
+                return kernel_terms.run(plain, signal, state, weights, bonus=bonus)
+        if choice[:2] == ("chain", "triton") and (rates := kernel_terms.turning(update, signal)) is not None:
+            begun = state or _begun(update, kernel_terms.every_head(update, signal), time, weights)
+            with own_precision(v):
+                return kernel_terms.run_turning(signal, rates, begun)
         kernel = choice.implementation == "triton"
         return _otherwise(update, several_writes, signal, state, time, weights, implementation, kernel)
     if choice[:2] == ("chain", "triton") and q.shape[time]:
@@ -255,6 +264,10 @@ def _run_packed(
     choice = select(update, v.device, v.dtype, shapes, implementation or chosen(), 1)
     other, several_writes, _ = computed(update)
     if other is not update and choice.implementation == "triton" and q.shape[1]:
+        rates = kernel_terms.turning(update, signal) if choice.route == "chain" else None
+        if rates is not None:
+            with own_precision(v):
+                return kernel_terms.run_turning(signal, rates, state, cu_seqlens)
         still = turned.still(update) is update
         bounds = cu_seqlens * several.each(update) if still else cu_seqlens
 

@@ -9,20 +9,23 @@ Nothing here needs Triton: `no_kernel` is asked on every machine.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from axes.core.algorithms import Read
 from axes.core.chain import chain
 from axes.core.derived import erases_along_key, no_chain, scales_values
 from axes.core.execution import SHORT
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
 from axes.core.memory import Leaves
-from axes.core.monoids import Element, Hadamard, product, rotate
+from axes.core.monoids import Diagonal, Element, Hadamard, product, rotate
 from axes.core.rates import Per, Rate, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import ShapeError
@@ -143,11 +146,12 @@ def portable(
 
 def run(
     update: StateUpdate, signal: Signal, state: State | None, weights: Leaves | None, kernels: Kernels | None = None,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, bonus: Tensor | None = None,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """The chain by its kernel. Inputs keep their dtype, sums and states are float32.
 
     cu_seqlens: offsets of sequences packed in one batch entry, with a state each.
+    bonus: of a tuple that reads between two states, by `own_bonus`; the update is its late one.
     """
     kind = family(update)
     assert not isinstance(kind, NoFamily)
@@ -169,14 +173,70 @@ def run(
     tokens = _Tokens(q.to(v.dtype), k.to(v.dtype), v)
     families = {"scalar": _scalar, "diagonal": _diagonal, "dplr": _dplr, "block": _block, "entries": _entries}
     compute = families[kind]
-    return compute(update, signal, tokens, state, kernels or _chunked(cu_seqlens), cu_seqlens)
+    kernels = kernels or _chunked(cu_seqlens)
+    if bonus is not None:
+        kernels = kernels._replace(diagonal=partial(kernels.diagonal, bonus=bonus))
+    return compute(update, signal, tokens, state, kernels, cu_seqlens)
+
+
+def own_bonus(update: StateUpdate, signal: Signal) -> Tensor | None:
+    """(H, K) of reads of theta_{t-1} + r u_t that the kernel of gates of every key entry makes by itself (RWKV-6): one
+    r for all tokens. None where a query has to wait at the token before (`axes.routes.early`)."""
+    plain, step = update.normal(), update.parts().step
+    look = step.read
+    if not isinstance(look, Read) or look.gate != 1.0 or not isinstance(look.rate, Per) or look.rate.shape != "key":
+        return None
+    kind = family(dataclasses.replace(plain, algorithm=dataclasses.replace(step, read=None)))
+    if kind != "diagonal" or erases(update) or "rotation" in gates(update.parts().monoid) or step.rate != 1.0:
+        return None
+    given, v = _tensor(signal, look.rate.name), _tensor(signal, "v")
+    bonus = _same_for_all(given) if given.ndim == 4 and v.ndim == 4 else given
+    return bonus if bonus.shape == (v.shape[2], _tensor(signal, "k").shape[-1]) else None
+
+
+def turning(update: StateUpdate, signal: Signal) -> tuple[Tensor, Tensor] | None:
+    """Log gates and angles (B, T, HV, V/2), or (HV, V/2) of all tokens, of modes that have a kernel (S5, the LRU): keys
+    of one entry, written as they are, under one gate and one turn of every pair of rows. None of others."""
+    from axes.kernels.entries import modes
+
+    if not modes.PICKED:
+        return None
+    p, v = update.parts(), _tensor(signal, "v")
+    turns, others = ([f for f in factors(p.monoid) if (f.kind == "turn") is turn] for turn in (True, False))
+    plain = len(turns) == 1 and len(others) == 1 and isinstance(others[0], Diagonal) and others[0].side == "row-pair"
+    written = not p.predicts and not p.step.via and not p.step.debias and p.step.rate == 1.0 and p.cost.ridge == 0.0
+    if not plain or not written or p.step.read is not None or p.memory.kind != "matrix" or v.ndim != 4:
+        return None
+    if _tensor(signal, "k").shape[-1] != 1:
+        return None
+    shape = (*v.shape[:-1], v.shape[-1] // 2)
+    named = [per.name for f in (others[0], turns[0]) for per in f.rates() if isinstance(per, Per)]
+    if len(named) != 2:
+        return None
+    gate, angle = (signal[name] for name in named)
+    if not isinstance(gate, Tensor) or not isinstance(angle, Tensor) or gate.shape != shape or angle.shape != shape:
+        return None
+    shared = _same_for_all(gate), _same_for_all(angle)
+    return shared if shared[0].ndim == shared[1].ndim else (gate, angle)
+
+
+def run_turning(
+    signal: Signal, rates: tuple[Tensor, Tensor], state: State, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """The chain of modes by its kernel, with what `turning` gave."""
+    from axes.kernels.entries.modes import modes_chain
+
+    q, k = _shared(_tensor(signal, "q"), _tensor(signal, "k"))
+    v = _tensor(signal, "v")
+    out, final = modes_chain(q.to(v.dtype), k.to(v.dtype), v, *rates, state.theta[0], cu_seqlens=cu_seqlens)
+    return out, _after(state, v, (final,))
 
 
 class Kernels(NamedTuple):
     """Who computes the families: chunks of a sequence, or one token.
 
-    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. columns: of
-    ones, of queries and values, by which scalar reads a mass.
+    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. mass: what
+    makes a mass by itself, or None; then columns, of ones, by which scalar reads it.
     """
 
     scalar: Callable[..., tuple[Tensor, Tensor]]
@@ -185,6 +245,7 @@ class Kernels(NamedTuple):
     entries: Callable[..., tuple[Tensor, Tensor]]
     turns: bool = False
     rows: Callable[..., tuple[Tensor, Tensor]] | None = None
+    mass: Callable[[], Callable[..., tuple[Tensor, Tensor, Tensor]] | None] = lambda: None
     columns: Callable[[Tensor, Tensor], int] = lambda q, v: 1
 
 
@@ -216,12 +277,17 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return rows_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
+    def mass() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+        from axes.kernels.scalar.mass import PICKED, mass_chain
+
+        return partial(mass_chain, cu_seqlens=cu_seqlens) if PICKED else None
+
     def columns(q: Tensor, v: Tensor) -> int:
         from axes.kernels.scalar.chain import columns_of_ones
 
         return columns_of_ones(q, v, cu_seqlens)
 
-    return Kernels(scalar, diagonal, block, entries, rows=rows, columns=columns)
+    return Kernels(scalar, diagonal, block, entries, rows=rows, mass=mass, columns=columns)
 
 
 def one_token(in_place: bool) -> Kernels:
@@ -294,11 +360,20 @@ def _scalar(
         )
         return out, final if end is None else rotate(final, end[..., None, :])
 
-    out, final = pass_over(t.v, _start(state))
     if not state.norm:
+        out, final = pass_over(t.v, _start(state))
         return out, _after(state, t.v, (final,))
     from axes.kernels.rows.mass import over_mass
 
+    scan = kernels.mass() if rule == "write" else None
+    if scan is not None:
+        mass, norm, q = scan(q, write, t.v, strength, gate, state.norm[0].squeeze(-2))
+        out, final = pass_over(t.v, _start(state))
+        norm = norm.unsqueeze(-2)
+        norm = norm if end is None else rotate(norm, end[..., None, :])
+        out = over_mass(out, mass.unsqueeze(-1), update.parts().step.floor)
+        return out, _after(state, t.v, (final,), (norm,))
+    out, final = pass_over(t.v, _start(state))
     columns = kernels.columns(q, t.v)  # alike, of which one is read
     ones = t.v.new_ones(()).expand(*t.v.shape[:-1], columns)  # the normaliser: v is one
     start = state.norm[0]
@@ -440,7 +515,7 @@ def _gates_of_entries(
 
 def _same_for_all(x: Tensor) -> Tensor:
     """What was expanded over batch and tokens, before it was: a gradient then needs no number a token. Else x."""
-    if x.stride(0) or x.stride(1):
+    if any(x.shape[d] > 1 and x.stride(d) for d in (0, 1)):
         return x
     if not x.requires_grad:
         return x[0, 0]
@@ -448,7 +523,8 @@ def _same_for_all(x: Tensor) -> Tensor:
         return x
     held, heard = x._base, x.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     own = heard is held.grad_fn if held.grad_fn is not None else getattr(heard, "variable", None) is held
-    return held.view(x.shape[2:]) if own and held.shape[-3:] == x.shape[2:] and held.numel() == x[0, 0].numel() else x
+    whole = held.shape[2 - x.ndim :] == x.shape[2:] and held.numel() == x[0, 0].numel()
+    return held.view(x.shape[2:]) if own and whole else x
 
 
 def _slots(first: Tensor, second: Tensor) -> Tensor:

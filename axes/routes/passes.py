@@ -152,7 +152,8 @@ def _write(update: StateUpdate, signal: Signal, k: Tensor) -> Tensor:
     rate = resolve(p.step.rate, signal)
     if isinstance(p.step.rate, Per) and p.step.rate.shape == "scalar" and isinstance(rate, Tensor) and rate.ndim:
         rate = rate[..., None]
-    return (k.new_ones(()) * rate).expand(*k.shape[:-1], p.memory.slots)
+    shape = (*k.shape[:-1], p.memory.slots)
+    return rate if isinstance(rate, Tensor) and rate.shape == shape else (k.new_ones(()) * rate).expand(shape)
 
 
 __all__ = ["chains", "passes", "run", "sums", "widths"]

@@ -117,8 +117,10 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
         stand_in = ModuleType(f"axes.kernels.{name}.chain")
         function = f"{name}_chain"
         setattr(stand_in, function, getattr(chains, function))
-        stand_in.columns_of_ones = lambda q, v, cu: 3  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    mass = ModuleType("axes.kernels.scalar.mass")
+    mass.mass_chain, mass.PICKED = chains.mass_chain, True  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, mass.__name__, mass)
     rows = ModuleType("axes.kernels.diagonal.rows")
     rows.rows_chain = lambda q, k, v, g, start, *, cu_seqlens: chains.entries_chain(  # type: ignore[attr-defined]
         q, k, v, g, initial_state=start, cu_seqlens=cu_seqlens
@@ -435,3 +437,26 @@ def test_reads_between_two_states_and_several_writes_by_the_kernels_of_one(name:
     assert last is not None
     torch.testing.assert_close(state.theta[0], last.theta[0].float(), rtol=2e-4, atol=2e-5)
     assert select(update, "cuda:sm_90")[:2] == ("chain", "triton")
+
+
+def test_a_bonus_of_all_tokens_is_read_by_the_kernel_itself() -> None:
+    update = OTHERS["bonus"]
+    given = {n: x.flatten(0, 1)[None] if isinstance(x, torch.Tensor) else x for n, x in signal(update).items()}
+    assert terms.own_bonus(update, given) is None  # a token's own: its query waits at the token before
+    bonus = torch.randn(given["bonus"].shape[2:], requires_grad=True)
+    given["bonus"] = bonus.expand_as(given["bonus"])
+    own = terms.own_bonus(update, given)
+    assert own is not None and own.shape == bonus.shape
+    ends = torch.tensor([0, 0, 5, 6, 18, 18], dtype=torch.int32)
+    start = update.init({n: x[0, :5] if isinstance(x, torch.Tensor) else x for n, x in given.items()})
+    start = start._replace(theta=tuple(torch.randn_like(x) for x in start.theta))
+    want, last = dispatch.run_packed(update, given, start, ends, implementation="reference")
+    got, state = terms.run(early.late(update), given, start, None, cu_seqlens=ends, bonus=own)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+    assert last is not None
+    torch.testing.assert_close(state.theta[0], last.theta[0].float(), rtol=2e-4, atol=2e-5)
+    do = torch.randn_like(want)
+    (hears,), (heard,) = (torch.autograd.grad(x, bonus, do.to(x.dtype)) for x in (got, want))
+    torch.testing.assert_close(hears, heard, rtol=2e-4, atol=2e-5)
+    gated = dataclasses.replace(update, algorithm=Step(read=Read(0.5, Per("bonus", "key"))))
+    assert terms.own_bonus(gated, given) is None

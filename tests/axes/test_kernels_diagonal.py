@@ -24,7 +24,7 @@ from axes.kernels.diagonal.chain import diagonal_chain
 
 torch.manual_seed(0)
 
-def token_loop(q, k, v, g, beta=None, start=None, cu_seqlens=None):
+def token_loop(q, k, v, g, beta=None, start=None, bonus=None, cu_seqlens=None):
     q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
     written = v if beta is None else v * beta[..., None]
     ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
@@ -35,12 +35,14 @@ def token_loop(q, k, v, g, beta=None, start=None, cu_seqlens=None):
         if start is not None:
             state = start[u : u + 1] if packed else start
         for t in range(first, end):
-            state = state * g[:, t, :, None].clamp(min=-100).exp() + written[:, t, ..., None] * k[:, t, :, None]
-            outs.append((state @ q[:, t, ..., None])[..., 0])
+            before, wrote = state, written[:, t, ..., None] * k[:, t, :, None]
+            state = state * g[:, t, :, None].clamp(min=-100).exp() + wrote
+            read = state if bonus is None else before + wrote * bonus[:, None]
+            outs.append((read @ q[:, t, ..., None])[..., 0])
         last.append(state)
     return torch.stack(outs, 1), torch.cat(last)
 
-def draw(length, d_k, d_v, dtype, kind, b=2, h=1, hv=2, units=None):
+def draw(length, d_k, d_v, dtype, kind, b=2, h=1, hv=2, units=None, bonus=False):
     q, k = (normalize(torch.randn(b, length, h, d_k), dim=-1) for _ in range(2))
     v = torch.randn(b, length, hv, d_v)
     g = -torch.exp(torch.linspace(-6, 0, d_k)) * torch.rand(b, length, hv, d_k) / (20 if kind == "mild" else 1)
@@ -50,6 +52,8 @@ def draw(length, d_k, d_v, dtype, kind, b=2, h=1, hv=2, units=None):
     out = dict(q=q, k=k, v=v, g=g)
     if kind != "bare":
         out |= dict(beta=torch.rand(b, length, hv), start=torch.randn(units or b, hv, d_v, d_k))
+    if bonus:
+        out |= dict(bonus=torch.randn(hv, d_k))
     return out
 
 def run(rule, inputs, do, dfinal, **more):
@@ -61,8 +65,8 @@ def run(rule, inputs, do, dfinal, **more):
 def rule(start=None, **given):
     return diagonal_chain(**given, initial_state=start)
 
-def check(length, d_k, d_v, dtype, kind, bound, units=None, **more):
-    inputs = draw(length, d_k, d_v, dtype, kind, units=units, **(dict(b=1) if units else {}))
+def check(length, d_k, d_v, dtype, kind, bound, units=None, bonus=False, **more):
+    inputs = draw(length, d_k, d_v, dtype, kind, units=units, bonus=bonus, **(dict(b=1) if units else {}))
     do, dfinal = torch.randn_like(inputs["v"]), torch.randn(units or 2, 2, d_v, d_k)
     got = run(rule, inputs, do, dfinal, **more)
     want = run(token_loop, {n: x.double() for n, x in inputs.items()}, do.double(), dfinal.double(), **more)
@@ -121,7 +125,7 @@ check(65, 20, 16, torch.float16, "closed", 3e-3)
 from axes.kernels.diagonal import chain as diagonal, hopper as hopper_diagonal
 from axes.kernels.scalar import hopper_write
 
-def forward(q, k, v, g, beta, start, mild, keep):  # what the pass of a Hopper GPU leaves to do: P of chunks not mild
+def forward(q, k, v, g, beta, start, mild, keep, bonus):  # the Hopper pass: leaves P of chunks not mild
     (b, t, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
     cut, state = diagonal.layout(b, t, 64), start
     o, totals = torch.empty_like(v), g.new_empty(cut.slots, hv, d_k)
@@ -130,10 +134,12 @@ def forward(q, k, v, g, beta, start, mild, keep):  # what the pass of a Hopper G
         cq, ck = (x[:, at : at + 64].float().repeat_interleave(hv // h, 2).transpose(1, 2) for x in (q, k))
         u, log = ((x.transpose(1, 2))[:, :, at : at + 64] for x in (v * beta[..., None], g.clamp(min=-100)))
         run = log.cumsum(2)
-        total = run[:, :, -1:]
-        p = ((cq * run.exp()) @ (ck * (-run).clamp(max=mild).exp()).mT).tril()
+        total, read = run[:, :, -1:], run if bonus is None else run - log
+        p = ((cq * read.exp()) @ (ck * (-run).clamp(max=mild).exp()).mT).tril()
+        if bonus is not None:
+            p = p.tril(-1) + torch.diag_embed((cq * ck * bonus[:, None]).sum(-1))
         p = torch.where((total.amin((2, 3)) >= -mild)[..., None, None], p, 0.0)
-        o[:, at : at + 64] = ((cq * run.exp()) @ state.mT + p @ u).transpose(1, 2).to(o.dtype)
+        o[:, at : at + 64] = ((cq * read.exp()) @ state.mT + p @ u).transpose(1, 2).to(o.dtype)
         scores.view(b, cut.chunks, hv, 64, 64)[:, n, :, : p.shape[2], : p.shape[2]] = p
         totals.view(b, cut.chunks, hv, d_k)[:, n] = total[:, :, 0]
         state = state * total.exp() + u.mT @ (ck * (total - run).exp())
@@ -145,6 +151,7 @@ def states(q, k, v, g, beta, start):
 hopper_write.fits, hopper_diagonal.forward, hopper_diagonal.states = lambda q, v: True, forward, states
 check(70, 16, 20, torch.float16, "mild", 3e-3)
 check(130, 20, 16, torch.float16, "closed", 3e-3)
+check(130, 20, 16, torch.float16, "closed", 3e-3, bonus=True)
 
 b, n, s, l, hv, d_k, d_v = 2, 7, 3, 3, 2, 16, 32  # the last segment is short
 constants, totals, edge = torch.randn(b, s, hv, d_v, d_k), -torch.rand(b, n, hv, d_k), torch.randn(b, hv, d_v, d_k)
@@ -159,6 +166,13 @@ for reverse in (False, True):
         assert torch.allclose(starts[:, unit], state, atol=1e-5), (reverse, unit)
         fall = totals[:, unit * l : unit * l + l].sum(1).exp()[:, :, None]
         state = state * fall + constants[:, unit]
+""",
+    "bonus": """
+check(40, 16, 16, torch.float32, "random", 3e-6, bonus=True)
+check(33, 5, 20, torch.float32, "closed", 3e-6, bonus=True)
+check(1, 16, 3, torch.float32, "bare", 3e-6, bonus=True)
+check(70, 16, 20, torch.float16, "mild", 3e-3, bonus=True)
+check(41, 16, 16, torch.float32, "random", 3e-6, units=4, bonus=True, cu_seqlens=torch.tensor([0, 0, 1, 34, 41]))
 """,
     "packed": """
 check(41, 16, 16, torch.float32, "random", 3e-6, units=4, cu_seqlens=torch.tensor([0, 0, 1, 34, 41]))

@@ -31,6 +31,44 @@ def compare(got, want, bound):
         assert error(a, b) < bound, (n, error(a, b))
 """
 CASES = {
+    "modes": """
+from axes.kernels.entries.modes import modes_chain
+
+def loop(q, k, v, gate, angle, start=None, cu=None):
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    gate, angle = (x.expand(*v.shape[:2], *x.shape[-2:]) for x in (gate, angle))
+    ends, outs, lasts = [0, v.shape[1]] if cu is None else cu.tolist(), [], []
+    for n, (first, end) in enumerate(zip(ends, ends[1:])):
+        z = torch.zeros_like(v[:, 0]) if start is None else (start if cu is None else start[n : n + 1])[..., 0]
+        z = torch.complex(*z.chunk(2, -1))
+        for t in range(first, end):
+            z = torch.exp(torch.complex(gate[:, t], angle[:, t])) * z + k[:, t] * torch.complex(*v[:, t].chunk(2, -1))
+            outs.append(torch.cat((z.real, z.imag), -1) * q[:, t])
+        lasts.append(torch.cat((z.real, z.imag), -1))
+    return torch.stack(outs, 1), torch.cat(lasts)[..., None]
+
+def check(B, T, H, HV, V, dtype, shared, cu=None, started=True, bound=2e-6):
+    units, lead = B if cu is None else len(cu) - 1, () if shared else (B, T)
+    given = [torch.randn(B, T, H, 1).to(dtype), torch.randn(B, T, H, 1).to(dtype), torch.randn(B, T, HV, V).to(dtype)]
+    given += [-torch.rand(*lead, HV, V // 2), 9 * torch.randn(*lead, HV, V // 2)]
+    given += [torch.randn(units, HV, V, 1)] if started else []
+    do, dlast = torch.randn(B, T, HV, V), torch.randn(units, HV, V, 1)
+
+    def all_of(rule, given):
+        leaves = [x.detach().requires_grad_() for x in given]
+        out = rule(*leaves)
+        return [*out, *torch.autograd.grad(out, leaves, (do.to(out[0].dtype), dlast.to(out[1].dtype)))]
+
+    got = all_of(lambda *x: modes_chain(*x, cu_seqlens=cu), given)
+    for n, (a, b) in enumerate(zip(got, all_of(lambda *x: loop(*x, cu=cu), [x.double() for x in given]), strict=True)):
+        assert a.shape == b.shape and (a.double() - b).norm() < bound * max(b.norm(), 1e-3 * b.numel() ** 0.5), n
+
+check(2, 19, 1, 2, 6, torch.float32, False)
+check(1, 1, 2, 2, 70, torch.float32, False, started=False)
+check(2, 19, 1, 2, 6, torch.float32, True)
+check(1, 20, 1, 2, 6, torch.float32, True, cu=torch.tensor([0, 0, 3, 19, 20]))
+check(1, 20, 2, 2, 6, torch.float16, False, cu=torch.tensor([0, 0, 3, 19, 20]), bound=1e-3)
+""",
     "turn": """
 from axes.kernels.attention.turn import turn_rows
 

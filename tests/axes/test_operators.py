@@ -26,7 +26,8 @@ from axes.kernels.diagonal import chain as diagonal, rows
 from axes.kernels.levels import chain as levels, inside
 from axes.kernels.diagonal_delta import chain as diagonal_delta
 from axes.kernels.products import outer
-from axes.kernels.scalar import chain as scalar
+from axes.kernels.entries import modes
+from axes.kernels.scalar import chain as scalar, mass
 
 torch.manual_seed(0)
 CU = torch.tensor([0, 1, 20])
@@ -101,6 +102,18 @@ q, k, v, gate, start = tokens()
 g = -torch.rand(1, 20, 2, 16)
 check(*given(diagonal, diagonal.diagonal_chain, q, k, v, g, gate, initial_state=start))
 check_fakes(*given(diagonal, diagonal.diagonal_chain, q, k, v, g, cu_seqlens=CU))
+check(*given(diagonal, diagonal.diagonal_chain, q, k, v, g, bonus=torch.randn(2, 16)))
+""",
+    "modes": """
+q, k, v, gate, start = tokens()
+one, angle = q[..., :1], torch.randn(1, 20, 2, 8)
+check(*given(modes, modes.modes_chain, one, one, v, -angle.abs(), angle, start[..., :1]))
+check_fakes(*given(modes, modes.modes_chain, one, one, v, -angle.abs()[0, 0], angle[0, 0], cu_seqlens=CU))
+""",
+    "mass": """
+q, k, v, gate, start = tokens()
+check_fakes(*given(mass, mass.mass_chain, q, k, v, gate, -gate, start[:, :, 0]))
+check_fakes(*given(mass, mass.mass_chain, q, k, v, cu_seqlens=CU))
 """,
     "rows": """
 q, k, v, gate, start = tokens(heads=2)

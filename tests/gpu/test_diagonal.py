@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 from axes.kernels.diagonal import hopper as hopper_diagonal  # noqa: E402
 from axes.kernels.diagonal.chain import diagonal_chain  # noqa: E402
 
-INPUTS = ("q", "k", "v", "g", "beta", "start")
+INPUTS = ("q", "k", "v", "g", "beta", "start", "bonus")
 NAMES = ("o", "final", *(f"d{n}" for n in INPUTS))
 # relative errors of a whole tensor
 BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -23,11 +23,11 @@ LOOSE = {"steep": 2}
 Inputs = dict[str, Tensor]
 
 
-def chain(q, k, v, g, beta=None, start=None, cu_seqlens=None):
-    return diagonal_chain(q, k, v, g, beta, initial_state=start, cu_seqlens=cu_seqlens)
+def chain(q, k, v, g, beta=None, start=None, bonus=None, cu_seqlens=None):
+    return diagonal_chain(q, k, v, g, beta, initial_state=start, bonus=bonus, cu_seqlens=cu_seqlens)
 
 
-def token_loop(q, k, v, g, beta=None, start=None, cu_seqlens=None):
+def token_loop(q, k, v, g, beta=None, start=None, bonus=None, cu_seqlens=None):
     """The recurrence, token by token, in the inputs' precision."""
     group = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(group, 2) for x in (q, k))
@@ -38,6 +38,7 @@ def token_loop(q, k, v, g, beta=None, start=None, cu_seqlens=None):
                 *(x[:, a:z] for x in (q, k, v, g)),
                 None if beta is None else beta[:, a:z],
                 None if start is None else start[u : u + 1],
+                bonus,
             )
             for u, (a, z) in enumerate(cuts)
         ]
@@ -47,8 +48,10 @@ def token_loop(q, k, v, g, beta=None, start=None, cu_seqlens=None):
     decay = g.clamp(min=-100).exp()
     outs = [torch.zeros_like(v[:, 0:0])]
     for t in range(q.shape[1]):
-        state = state * decay[:, t, :, None, :] + written[:, t, :, :, None] * k[:, t, :, None, :]
-        outs.append((state @ q[:, t, :, :, None])[:, None, ..., 0])
+        before, wrote = state, written[:, t, :, :, None] * k[:, t, :, None, :]
+        state = state * decay[:, t, :, None, :] + wrote
+        read = state if bonus is None else before + wrote * bonus[:, None]
+        outs.append((read @ q[:, t, :, :, None])[:, None, ..., 0])
     return torch.cat(outs, 1), state
 
 
@@ -143,6 +146,12 @@ def check(inputs: Inputs, bound: float, units: int | None = None, **more) -> Non
     assert max(found.values()) < bound, {n: f"{e:.1e}" for n, e in found.items() if e >= bound}
 
 
+def with_bonus(inputs: Inputs) -> Inputs:
+    """Read before the token's own gate and write, which counts by itself (RWKV-6)."""
+    g = inputs["g"]
+    return inputs | {"bonus": torch.randn(g.shape[2:], device="cuda")}
+
+
 def without_strengths(inputs: Inputs) -> Inputs:
     """Other kernels compute these on a Hopper GPU."""
     return {n: x for n, x in inputs.items() if n != "beta"}
@@ -188,6 +197,22 @@ def test_sides_in_full_precision(d_k: int, d_v: int) -> None:
 def test_kinds_of_input(kind: str, dtype: torch.dtype) -> None:
     for inputs in (draw(200, 128, 128, dtype, kind), without_strengths(draw(200, 128, 128, dtype, kind))):
         check(inputs, BOUNDS[dtype] * LOOSE.get(kind, 1))
+
+
+@pytest.mark.parametrize("kind", ("bare", "mild", "steep", "open", "closed", "shut channels", "ones"))
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_reads_before_the_token(kind: str, dtype: torch.dtype) -> None:
+    for inputs in (draw(200, 128, 128, dtype, kind), without_strengths(draw(200, 128, 64, dtype, kind))):
+        check(with_bonus(inputs), BOUNDS[dtype] * LOOSE.get(kind, 1))
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_reads_before_the_token_of_other_shapes(dtype: torch.dtype) -> None:
+    for length, d_k, d_v in ((1, 64, 64), (65, 16, 100), (130, 256, 256)):
+        check(with_bonus(draw(length, d_k, d_v, dtype)), BOUNDS[dtype])
+    check(with_bonus(without_strengths(draw(100, 64, 64, dtype, h=2, hv=4))), BOUNDS[dtype])
+    ends = torch.tensor([0, 0, 1, 64, 264, 264, 328], device="cuda", dtype=torch.int64)
+    check(with_bonus(draw(328, 64, 64, dtype, b=1, h=2, hv=4, units=6)), BOUNDS[dtype], units=6, cu_seqlens=ends)
 
 
 @pytest.mark.parametrize("logs", (torch.bfloat16, torch.float16))
@@ -237,21 +262,22 @@ def test_repeats_bit_for_bit_and_writes_every_element(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("d_k", "d_v"), ((64, 64), (128, 128)))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("kind", ("mixed", "bare"))
+@pytest.mark.parametrize("kind", ("mixed", "bare", "bonus"))
 def test_a_full_chip_repeats_and_equals_its_parts(
     d_k: int, d_v: int, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faults of a compiler show under load: the same bits five times over, and alone."""
     monkeypatch.setattr(hopper_diagonal, "segments_of", lambda *_: 1)  # fewer heads are cut, and then round otherwise
-    inputs = draw(1500, d_k, d_v, dtype, kind, b=8, h=16)
+    inputs = draw(1500, d_k, d_v, dtype, "bare" if kind == "bonus" else kind, b=8, h=16)
+    inputs = with_bonus(inputs) if kind == "bonus" else inputs
     do, dfinal = gradients_of(inputs)
     first = run(chain, inputs, do, dfinal)
     for _ in range(4):
         for name, x in run(chain, inputs, do, dfinal).items():
             assert torch.equal(first[name], x), name
-    alone = run(chain, {n: x[3:4] for n, x in inputs.items()}, do[3:4], dfinal[3:4])
+    alone = run(chain, {n: x if n == "bonus" else x[3:4] for n, x in inputs.items()}, do[3:4], dfinal[3:4])
     for name, x in alone.items():
-        assert torch.equal(first[name][3:4], x), name
+        assert name == "dbonus" or torch.equal(first[name][3:4], x), name  # which is a sum over all sequences
 
 
 def test_segments_hand_over_the_state() -> None:
@@ -276,6 +302,7 @@ def test_segments_side_by_side(segments: int, kind: str, monkeypatch: pytest.Mon
         scale = max(whole[name].norm().item(), 1e-3 * x.numel() ** 0.5)
         assert (x - whole[name]).norm() < 4e-3 * scale, name
     check(inputs, BOUNDS[torch.bfloat16])
+    check(with_bonus(inputs), BOUNDS[torch.bfloat16])
     inputs.pop("start")
     check(inputs, BOUNDS[torch.bfloat16])
 

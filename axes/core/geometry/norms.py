@@ -77,7 +77,8 @@ class Entropic(Geometry):
             weights = theta.flatten(-2).softmax(-1).reshape(theta.shape)
         else:
             weights = theta.softmax(-2 if self.axis == "column" else -1)
-        return weights * self._mass(theta)
+        mass = self._mass(theta)
+        return weights if mass == 1.0 else weights * mass
 
     def dual(self, w: Tensor) -> Tensor:
         # An entry that underflowed to 0 keeps the smallest positive weight: its log and gradient stay finite.

@@ -8,6 +8,8 @@ and backwards, from do and dS':
     dP = lower(do u^T)                                    dq = e^G (do S) + dq of P
     m = e^(G_last - G) (u dS')                            dk = m + dk of P
     dg_t = sum_{i >= t} (q dq - k dk of P)_i + sum_{i < t} (k m)_i + e^G_last sum_v S dS'
+With a bonus, tokens are read before their own gate and write: q e^(G - g) in the place of q e^G, P_ij with
+e^(G_i - g_i - G_j) where i > j, P_ii = sum_c bonus_c q_ic k_ic; backwards dg_t has q dq of i > t only.
 Forward: one kernel serial in time leaves the state before every chunk, one over all chunks reads it (P, o).
 Backward: the states again, the same pass over reversed time (dS'), one kernel over all chunks for dv, one for the rest.
 On Hopper, for plain shapes, the serial kernels are those of `hopper_diagonal`, which make o and dv on the way, and the
@@ -88,9 +90,13 @@ def _blocks(q: Tensor, v: Tensor, chosen: dict[str, int]) -> tuple[int, int]:
 
 
 def _pass_over(
-    x: Tensor, y: Tensor, beta: Tensor | None, g: Tensor, start: Tensor | None, cut: Layout, *, reverse: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """States of chunks (slots, HV, V, K) in the tokens' dtype, the last (units, HV, V, K), totals (slots, HV, K)."""
+    x: Tensor, y: Tensor, beta: Tensor | None, g: Tensor, start: Tensor | None, cut: Layout, *, reverse: bool,
+    early: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """States of chunks (slots, HV, V, K) in the tokens' dtype, the last (units, HV, V, K), totals (slots, HV, K).
+
+    early: of reverse passes, whether x reads before its own gate.
+    """
     h, hv, d_k, d_v = x.shape[2], y.shape[2], x.shape[3], y.shape[3]
     states = x.new_empty(cut.slots, hv, d_v, d_k)
     last = x.new_empty(cut.units, hv, d_v, d_k, dtype=torch.float32)
@@ -100,7 +106,7 @@ def _pass_over(
     kernels.scan[(cut.units * hv * k_parts * v_parts,)](
         x, y, g if beta is None else beta, g, states, totals, last if start is None else start, last,
         x if cut.offsets is None else cut.offsets, cut.length, cut.chunks, h, hv,
-        REVERSE=reverse, STARTED=start is not None, PARTS=exponents(x, g)["PARTS"],
+        REVERSE=reverse, STARTED=start is not None, BONUS=early, PARTS=exponents(x, g)["PARTS"],
         **_constants(x, y, beta, cut), **chosen,
     )  # fmt: skip
     return states, last, totals
@@ -157,8 +163,8 @@ def _values_backward(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None,
-    record: bool,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, bonus: Tensor | None,
+    cu_seqlens: Tensor | None, record: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """o, final, and P of every chunk."""
     cut = layout(q.shape[0], q.shape[1], chunk_length(q), cu_seqlens)
@@ -166,21 +172,21 @@ def _forward(
     with on_device(q):
         plain = _plain(q, v, cut)
         if plain:
-            o, final, scores, totals = hopper_diagonal.forward(q, k, v, g, beta, start, mild(q), record)
+            o, final, scores, totals = hopper_diagonal.forward(q, k, v, g, beta, start, mild(q), record, bonus)
             states = o
         else:
             states, final, totals = _pass_over(k, v, beta, g, start, cut, reverse=False)
             o, scores = torch.empty_like(v), q.new_empty(cut.slots * record, v.shape[2], cut.chunk, cut.chunk)
         blocks = _blocks(q, v, settings(q, v, "outputs"))[1]
-        tensors = (q, k, v, strength, g, totals, states, scores, o)
-        more = dict(shallow=not plain, KEEP=record, ADD=plain)
+        tensors = (q, k, v, strength, g if bonus is None else bonus, g, totals, states, scores, o)
+        more = dict(shallow=not plain, KEEP=record, ADD=plain, BONUS=bonus is not None)
         _twice(kernels.outputs, "outputs", tensors, programs * blocks, q, v, g, beta, cut, **more)
-        if contain.PICKED:
+        if contain.PICKED and bonus is None:  # the recurrence that makes chunks again reads late
             contain.contain(o, final, q, k, v, beta, g, start, cut.offsets, cut.chunk, "write")
     return o, final, [scores] if record else []
 
 
-def _shapes(q, k, v, g, beta, start, cu_seqlens, record):
+def _shapes(q, k, v, g, beta, start, bonus, cu_seqlens, record):
     c, (hv, d_v) = chunk_length(q), v.shape[2:]
     units, slots = extent(q.shape[0], q.shape[1], c, cu_seqlens)
     final = q.new_empty(units, hv, d_v, q.shape[3], dtype=torch.float32)
@@ -188,8 +194,8 @@ def _shapes(q, k, v, g, beta, start, cu_seqlens, record):
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None,
-    kept: list[Tensor], do: Tensor, dfinal: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, bonus: Tensor | None,
+    cu_seqlens: Tensor | None, kept: list[Tensor], do: Tensor, dfinal: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     (scores,) = kept
     cut = layout(q.shape[0], q.shape[1], chunk_length(q), cu_seqlens)
@@ -198,30 +204,37 @@ def _backward(
     with on_device(q):
         plain = _plain(q, v, cut)
         dg = torch.empty_like(g)
+        dbonus = None  # a chunk's share; the slots of packed sequences are more than there are chunks
+        if bonus is not None:
+            dbonus = (g.new_zeros if cut.packed else g.new_empty)(cut.slots, hv, d_k, dtype=torch.float32)
         if plain:
             states, _, totals = hopper_diagonal.states(q, k, v, g, beta, start)
         else:
             states, _, totals = _pass_over(k, v, beta, g, start, cut, reverse=False)
         if plain and beta is None:
-            dv, dstates, dstart = hopper_diagonal.values_backward(q, k, g, do, dfinal, scores, totals)
+            dv, dstates, dstart = hopper_diagonal.values_backward(q, k, g, do, dfinal, scores, totals, bonus)
             dbeta = g.new_empty(0, dtype=torch.float32)
         else:
-            dstates, dstart, _ = _pass_over(q, do, None, g, dfinal, cut, reverse=True)
+            dstates, dstart, _ = _pass_over(q, do, None, g, dfinal, cut, reverse=True, early=bonus is not None)
             dv, dbeta = _values_backward(q, k, v, g, beta, scores, do, dstates, cut)
         # a value head's share of a shared query's gradient: float32, added below
         dq, dk = (q.new_empty(b, t, hv, d_k, dtype=torch.float32 if hv > h else q.dtype) for _ in range(2))
         blocks = _blocks(q, v, settings(q, v, "keys"))[0]
-        tensors = (q, k, v, strength, g, totals, do, states, dstates, dq, dk, dg)
+        own, down = (g if x is None else x for x in (bonus, dbonus))
+        tensors = (q, k, v, strength, own, g, totals, do, states, dstates, dq, dk, dg, down)
         plain = plain and beta is None and hv == h
         if plain:
-            hopper_diagonal_keys.keys_backward(*tensors[:3], *tensors[4:], mild(q))
-        _twice(kernels.keys, "keys", tensors, programs * blocks, q, v, g, beta, cut, shallow=not plain)
+            hopper_diagonal_keys.keys_backward(
+                q, k, v, g, totals, do, states, dstates, dq, dk, dg, mild(q), bonus, dbonus
+            )
+        more = dict(shallow=not plain, BONUS=bonus is not None)
+        _twice(kernels.keys, "keys", tensors, programs * blocks, q, v, g, beta, cut, **more)
         if hv > h:
             dq, dk = (x.view(b, t, h, hv // h, d_k).sum(3).to(q.dtype) for x in (dq, dk))
-    return [dq, dk, dv, dg, dbeta, dstart]
+    return [dq, dk, dv, dg, dbeta, dstart, dstart if dbonus is None else dbonus.sum(0)]
 
 
-_chain = Differentiable("diagonal_write", _forward, _backward, _shapes, gradients=6)
+_chain = Differentiable("diagonal_write", _forward, _backward, _shapes, gradients=7)
 
 
 # ---- entry -----------------------------------------------------------------------------------------------------------
@@ -240,17 +253,20 @@ def diagonal_chain(
     initial_state: Tensor | None = None,
     rule: Literal["write", "delta", "dplr"] = "write",
     early: bool = False,
+    bonus: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chains with one log gate a channel; o_t = S_t q_t. With D_t = Diag(e^{g_t}):
 
-    "write": S_t = S_{t-1} D_t + beta_t v_t k_t^T (gated linear attention).
+    "write": S_t = S_{t-1} D_t + beta_t v_t k_t^T (gated linear attention). With bonus, o_t = S_{t-1} q_t +
+        ((bonus * k_t) . q_t) beta_t v_t: tokens are read before their own gate and write (RWKV-6).
     "delta": S_t = S_{t-1} D_t + beta_t (v_t - S' e_t) k_t^T, e = erase or k, S' = S_{t-1} D_t or, with early, S_{t-1}.
     "dplr": S_t = S_{t-1} (D_t + a_t b_t^T) + beta_t v_t k_t^T.
 
     q, k, erase, a, b (B, T, H, K) and v (B, T, HV, V) in one dtype (bf16, fp16, fp32), HV a multiple of H, K and V
-    from 1 to 256; g (B, T, HV, K) logs, g <= 0, floored at -100; beta (B, T, HV) or None for one; initial_state
-    (U, HV, V, K) or None for zero, U = B or the number of sequences that cu_seqlens (U + 1,) packs in one batch entry.
+    from 1 to 256; g (B, T, HV, K) logs, g <= 0, floored at -100; beta (B, T, HV) or None for one; bonus (HV, K) or
+    None; initial_state (U, HV, V, K) or None for zero, U = B or the number of sequences that cu_seqlens (U + 1,) packs
+    in one batch entry.
     Returns o (B, T, HV, V) in v's dtype and the final state (U, HV, V, K) in float32. All inputs receive gradients,
     once. Raises ShapeError for other shapes, dtypes or devices.
     """
@@ -262,6 +278,10 @@ def diagonal_chain(
         raise ShapeError(f'{who}: rule is "write", "delta" or "dplr", not {rule!r}')
     if (erase is not None and rule != "delta") or ((a is not None) + (b is not None)) != 2 * (rule == "dplr"):
         raise ShapeError(f'{who}: erase belongs to rule "delta", a and b to rule "dplr", not to {rule!r}')
+    check_like(who, "bonus", bonus, (v.shape[2], q.shape[3]), q.device)
+    if bonus is not None and rule != "write":
+        raise ShapeError(f'{who}: a bonus belongs to rule "write", not to {rule!r}')
+    bonus = None if bonus is None else bonus.float()
     g = g if g.dtype in (torch.bfloat16, torch.float16) else g.float()
     beta = None if beta is None else beta.float()
     start = None if initial_state is None else initial_state.float()
@@ -275,5 +295,5 @@ def diagonal_chain(
             return diagonal_delta.dplr(q, k, v, g, a, b, start, cu_seqlens)
         beta = v.new_ones(v.shape[:3], dtype=torch.float32) if beta is None else beta
         return diagonal_delta.delta(q, k, v, g, beta, erase, early, start, cu_seqlens)
-    o, final = _chain(*contiguous(q, k, v, g, beta, start), cu_seqlens)
+    o, final = _chain(*contiguous(q, k, v, g, beta, start, bonus), cu_seqlens)
     return o, final

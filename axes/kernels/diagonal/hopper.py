@@ -6,9 +6,10 @@ others, r = q e^G and m = k e^(G_last - G), and one or two warpgroups own 64 val
     "states"  S of every chunk into memory
     "dv"      dv = dS' m^T + do^T P, dS' of every chunk into memory     dS = dS' Diag(e^G_last) + do^T r
     "ends"    only the last state; "dends" only the gradient of the first
-"o" needs no states in memory. A chunk in which a channel decays by more than e^-MILD has no w: its P is left zero, and
-`diagonal` adds what its pairs are to o. G and G_last - G are sums and differences in float32: within 2^-12 where every
-token is closed (-100, the floor), and exactly 0 for the last one.
+With a bonus, tokens are read before their own gate and write: r = q e^(G - g), lower is strict, and P's diagonal is
+<bonus * k, q>. "o" needs no states in memory. A chunk in which a channel decays by more than e^-MILD has no w: its P is
+left zero, and `diagonal` adds what its pairs are to o. G and G_last - G are sums and differences in float32: within
+2^-12 where every token is closed (-100, the floor), and exactly 0 for the last one.
 Few heads: an entry's chunks are cut into segments, units with first states of their own. A segment's map of states is
 S -> S Diag(e^(sum of its logs)) + its "ends" from zero; `_merge` carries states over the segments.
 """
@@ -99,8 +100,8 @@ def _feed(tiles, stages, filled, freed, sizes, GROUP: gl.constexpr, WIDE: gl.con
 
 @gluon.jit
 def _scale(
-    beta, totals, stages, fades, falls, bars, sizes,
-    WIDE: gl.constexpr, STRONG: gl.constexpr, MILD: gl.constexpr, MODE: gl.constexpr,
+    beta, bonus, totals, stages, fades, falls, bars, sizes,
+    WIDE: gl.constexpr, STRONG: gl.constexpr, BONUS: gl.constexpr, MILD: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: r and m in the place of q and k, beta v in that of v, and P, ahead of those who read them."""
     readers, writers, gates, values, squares = stages
@@ -128,16 +129,21 @@ def _scale(
         writer = writers.index(stage).reshape([_C, K])
         gate = gates.index(stage).reshape([_C, K])
         least = 0.0
+        own_read = gl.zeros([_C], gl.float32, gl.SliceLayout(1, own))
         for part in gl.static_range(K // _C):
             log = floored(gate.slice(part * _C, _C, dim=1).load(own).to(gl.float32))
             run = gl.associative_scan(log, 0, add)
             total = gl.sum(gl.where((row == _C - 1)[:, None], run, 0.0), 0)
             falls.index(stage).slice(part * _C, _C).store(_power(total))
             ahead = total[None, :] - run
+            read = run
+            if BONUS:
+                read = run - log
             if REVERSE:
-                reach, rest = ahead, run
+                reach, rest = ahead, read
             else:
-                reach, rest = run, ahead
+                reach, rest = read, ahead
+            column = part * _C + gl.arange(0, _C, layout=line)
             tile = writer.slice(part * _C, _C, dim=1)
             x = tile.load(own).to(gl.float32)
             tile.store((x * _power(rest)).to(DTYPE))
@@ -147,9 +153,11 @@ def _scale(
                 fades.slice(part * _C, _C, dim=1).store((x * fade).to(DTYPE))
             if OUT:
                 tile = reader.slice(part * _C, _C, dim=1)
-                tile.store((tile.load(own).to(gl.float32) * _power(reach)).to(DTYPE))
+                y = tile.load(own).to(gl.float32)
+                tile.store((y * _power(reach)).to(DTYPE))
+                if BONUS and MODE == "o":
+                    own_read += gl.sum(x * y * gl.load(bonus + h * K + column)[None, :], 1)
             if not REVERSE:
-                column = part * _C + gl.arange(0, _C, layout=line)
                 gl.store(totals + ((b * N + n).to(gl.int64) * HV + h) * K + column, total)
         if STRONG:
             for w in gl.static_range(WIDE):
@@ -158,6 +166,9 @@ def _scale(
         published()
         if MODE == "o":
             scores = warpgroup_mma_wait(0, [times(reader, fades.permute((1, 0)), _C)])
+            if BONUS:
+                self = gl.convert_layout(own_read, gl.SliceLayout(1, product_layout(_C)))[:, None]
+                scores = gl.where(i == j, self, scores)
             squares.index(stage).store(gl.where((i >= j) & (least >= -MILD), scores, 0.0).to(DTYPE))
             published()
         mbarrier.arrive(scored.index(stage), count=1)
@@ -261,10 +272,11 @@ def _carry(
 @Kernel
 @gluon.jit(do_not_specialize=["T", "N", "S", "L", "HV"])
 def _chain(
-    reader_tiles, writer_tiles, g_tiles, v_tiles, p_tiles, state_tiles, o_tiles, beta, totals, start, final,
+    reader_tiles, writer_tiles, g_tiles, v_tiles, p_tiles, state_tiles, o_tiles, beta, bonus, totals, start, final,
     T, N, S, L, HV,
     GROUP: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, ADVANCE: gl.constexpr, SCALE: gl.constexpr,
-    STARTED: gl.constexpr, STRONG: gl.constexpr, KEEP: gl.constexpr, MILD: gl.constexpr, MODE: gl.constexpr,
+    STARTED: gl.constexpr, STRONG: gl.constexpr, BONUS: gl.constexpr, KEEP: gl.constexpr, MILD: gl.constexpr,
+    MODE: gl.constexpr,
 ):  # fmt: skip
     """One pass over the chunks of one head of one unit."""
     OUT: gl.constexpr = MODE == "o" or MODE == "dv"
@@ -314,7 +326,7 @@ def _chain(
             [
                 (_advance, (0, outs, olds, falls, stages, bars, start, final, sizes, WIDE, STARTED, MODE)),
                 (_advance, (1, outs, olds, falls, stages, bars, start, final, sizes, WIDE, STARTED, MODE)),
-                (_scale, (beta, totals, stages, fades, falls, bars, sizes, WIDE, STRONG, MILD, MODE)),
+                (_scale, (beta, bonus, totals, stages, fades, falls, bars, sizes, WIDE, STRONG, BONUS, MILD, MODE)),
                 (_feed, (tiles, stages, filled, freed, sizes, GROUP, WIDE, MODE)),
                 (_carry, (tiles, outs, olds, squares, bars, sizes, STAGES, WIDE, KEEP, MODE)),
             ],
@@ -325,7 +337,7 @@ def _chain(
         gl.warp_specialize(
             [
                 (_advance, (0, outs, olds, falls, stages, bars, start, final, sizes, WIDE, STARTED, MODE)),
-                (_scale, (beta, totals, stages, fades, falls, bars, sizes, WIDE, STRONG, MILD, MODE)),
+                (_scale, (beta, bonus, totals, stages, fades, falls, bars, sizes, WIDE, STRONG, BONUS, MILD, MODE)),
                 (_feed, (tiles, stages, filled, freed, sizes, GROUP, WIDE, MODE)),
                 (_carry, (tiles, outs, olds, squares, bars, sizes, STAGES, WIDE, KEEP, MODE)),
             ],
@@ -393,6 +405,7 @@ class _Pass(NamedTuple):
     k: Tensor
     g: Tensor
     beta: Tensor | None
+    bonus: Tensor | None
     hv: int
     d_v: int
     N: int
@@ -421,10 +434,10 @@ class _Pass(NamedTuple):
             token_tiles(reader, d_k), token_tiles(writer, d_k), token_tiles(self.g, d_k), token_tiles(v, 64),
             matrix_tiles(out if scores is None else scores, 64, 64, 64),
             matrix_tiles(out if states is None else states, 64, d_k, d_k),
-            token_tiles(out, 64), *(final if x is None else x for x in (beta, totals, start)), final,
+            token_tiles(out, 64), *(final if x is None else x for x in (beta, self.bonus, totals, start)), final,
             t, self.N, self.S, self.L, hv,
             GROUP=hv // h, WIDE=self.d_v // 64, STARTED=start is not None, STRONG=beta is not None,
-            KEEP=mode == "o" and scores is not None, MILD=mild, MODE=mode, **_LAUNCH,
+            BONUS=self.bonus is not None, KEEP=mode == "o" and scores is not None, MILD=mild, MODE=mode, **_LAUNCH,
         )  # fmt: skip
 
     def edges(self, mode: str, v: Tensor, edge: Tensor | None, totals: Tensor) -> Tensor | None:
@@ -451,23 +464,23 @@ class _Pass(NamedTuple):
 
 
 def _passes(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, segments: int | None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, bonus: Tensor | None, segments: int | None
 ) -> tuple[_Pass, Tensor]:  # fmt: skip
     """Also room for totals of the logs of chunks, (B N, HV, K)."""
     n = cdiv(q.shape[1], 64)
     hv = v.shape[2]
     segments = segments_of(q.shape[0] * hv, n) if segments is None else segments
     length = cdiv(n, segments)
-    made = _Pass(q, k, g, beta, hv, v.shape[3], n, cdiv(n, length), length)
+    made = _Pass(q, k, g, beta, bonus, hv, v.shape[3], n, cdiv(n, length), length)
     return made, q.new_empty(q.shape[0] * n, hv, q.shape[3], dtype=torch.float32)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, mild: float, keep: bool,
-    segments: int | None = None,
+    bonus: Tensor | None = None, segments: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o and P without the pairs of chunks that are not mild, the final state, and totals of the logs: (B N, HV, K)."""
-    x, totals = _passes(q, k, v, g, beta, segments)
+    x, totals = _passes(q, k, v, g, beta, bonus, segments)
     o, final, scores = torch.empty_like(v), x.state(), q.new_empty(totals.shape[0] * keep, x.hv, 64, 64)
     starts = x.edges("ends", v, start, totals)
     x.run("o", v, starts, final, totals, o, scores if keep else None, mild=mild)
@@ -478,7 +491,7 @@ def states(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, segments: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """First states of chunks (B N, HV, V, K) in the tokens' dtype, the last (B, HV, V, K), and totals."""
-    x, totals = _passes(q, k, v, g, beta, segments)
+    x, totals = _passes(q, k, v, g, beta, None, segments)
     made, final = x.states(), x.state()
     x.run("states", v, x.edges("ends", v, start, totals), final, totals, states=made)
     return made, x.edge(final, -1), totals
@@ -486,10 +499,10 @@ def states(
 
 def values_backward(
     q: Tensor, k: Tensor, g: Tensor, do: Tensor, dfinal: Tensor, scores: Tensor, totals: Tensor,
-    segments: int | None = None,
+    bonus: Tensor | None = None, segments: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dv of strengths one, gradients of the states after chunks (B N, HV, V, K), and of the first one."""
-    x, _ = _passes(q, k, do, g, None, segments)
+    x, _ = _passes(q, k, do, g, None, bonus, segments)
     dv, made, dstarts = torch.empty_like(do), x.states(), x.state()
     x.run("dv", do, x.edges("dends", do, dfinal, totals), dstarts, totals, dv, scores, made)
     return dv, made, x.edge(dstarts, 0)

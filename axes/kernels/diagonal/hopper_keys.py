@@ -52,8 +52,9 @@ def sum_until(triangle, x, high, low):
 @Kernel
 @gluon.jit(do_not_specialize=["N", "H"])
 def _keys(
-    q_tiles, k_tiles, v_tiles, do_tiles, g_tiles, state_tiles, grad_tiles, dq_tiles, dk_tiles, dg_tiles, totals, N, H,
-    K: gl.constexpr, MILD: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, do_tiles, g_tiles, state_tiles, grad_tiles, dq_tiles, dk_tiles, dg_tiles, totals, bonus,
+    dbonus, N, H,
+    K: gl.constexpr, MILD: gl.constexpr, BONUS: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of 64 channels of one mild chunk; nothing of another."""
     PARTS: gl.constexpr = K // _C
@@ -106,7 +107,11 @@ def _keys(
         mbarrier.wait(ends, 0)
         both = times(states.permute((1, 0)), grads, _C)  # its diagonal: sum_v S dS'
         dp = warpgroup_mma_wait(1, [dp])
-        kept = gl.where(i >= j, dp, 0.0).to(DTYPE)
+        if BONUS:
+            kept = gl.where(i > j, dp, 0.0).to(DTYPE)
+            down = gl.sum(gl.where(i == j, dp, 0.0), 1)[:, None]  # of the bonus' own reads
+        else:
+            kept = gl.where(i >= j, dp, 0.0).to(DTYPE)
         dquery = times(dout, states, _C)
         moved = times(value, grads, _C)
         both = warpgroup_mma_wait(2, [both])
@@ -125,6 +130,8 @@ def _keys(
         run = sum_until(triangle, log, high, low)
         barrier()
         grow, fade = _power(run), _power(-run)
+        if BONUS:
+            grow = _power(run - log)
         reader = square(states, DTYPE, V)
         writer = square(grads, DTYPE, V)
         reader.store((queries.reshape([_C, _C]).load(layout).to(gl.float32) * grow).to(DTYPE))
@@ -139,15 +146,30 @@ def _keys(
         dkey = fade * dkey
         # sums from a token on are those of the chunk less those before it
         key = keys.reshape([_C, _C]).load(layout).to(gl.float32)
-        keys.reshape([_C, _C]).store((dkey + moved).to(DTYPE))
-        change = -key * dkey
-        moved = key * moved
-        query = queries.reshape([_C, _C]).load(layout).to(gl.float32)
-        queries.reshape([_C, _C]).store(dquery.to(DTYPE))
-        change += query * dquery
-        last += gl.sum(change, 0)
-        change -= moved
-        dlog = change - sum_until(triangle, change, high, low) + last[None, :]
+        if BONUS:
+            weight = gl.load(bonus + h * K + part * _C + gl.arange(0, _C, layout=across))[None, :]
+            query = queries.reshape([_C, _C]).load(layout).to(gl.float32)
+            keys.reshape([_C, _C]).store((dkey + moved + down * weight * query).to(DTYPE))
+            queries.reshape([_C, _C]).store((dquery + down * weight * key).to(DTYPE))
+            place = matrix.to(gl.int64) * K + part * _C + gl.arange(0, _C, layout=across)
+            gl.store(dbonus + place, gl.sum(down * query * key, 0))
+            asked = query * dquery
+            change = asked - key * dkey
+            moved = key * moved
+            last += gl.sum(change, 0)
+            change -= moved
+            dlog = change - sum_until(triangle, change, high, low) + last[None, :]
+            dlog -= asked  # a query's own gate comes after it
+        else:
+            keys.reshape([_C, _C]).store((dkey + moved).to(DTYPE))
+            change = -key * dkey
+            moved = key * moved
+            query = queries.reshape([_C, _C]).load(layout).to(gl.float32)
+            queries.reshape([_C, _C]).store(dquery.to(DTYPE))
+            change += query * dquery
+            last += gl.sum(change, 0)
+            change -= moved
+            dlog = change - sum_until(triangle, change, high, low) + last[None, :]
         gates.reshape([_C, _C]).store(dlog.to(LOGS))
         published()
         async_store(dq_tiles, [b, n * _C, column], queries)
@@ -165,7 +187,7 @@ def _keys(
 
 def keys_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, totals: Tensor, do: Tensor, states: Tensor, dstates: Tensor,
-    dq: Tensor, dk: Tensor, dg: Tensor, mild: float,
+    dq: Tensor, dk: Tensor, dg: Tensor, mild: float, bonus: Tensor | None = None, dbonus: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write dq, dk (as q) and dg (as g) of the mild chunks of tokens that `hopper_write.fits`, as many value heads as
     key heads, strengths one; totals, states and dstates as `hopper_diagonal` makes them."""
@@ -174,5 +196,6 @@ def keys_backward(
     _keys[(b * n * h * (d_k // 64),)](
         token_tiles(q, 64), token_tiles(k, 64), token_tiles(v, d_v), token_tiles(do, d_v), token_tiles(g, 64),
         matrix_tiles(states, d_v, 64), matrix_tiles(dstates, d_v, 64), token_tiles(dq, 64), token_tiles(dk, 64),
-        token_tiles(dg, 64), totals, n, h, K=d_k, MILD=mild, num_warps=4,
+        token_tiles(dg, 64), totals, totals if bonus is None else bonus, totals if dbonus is None else dbonus, n, h,
+        K=d_k, MILD=mild, BONUS=bonus is not None, num_warps=4,
     )  # fmt: skip

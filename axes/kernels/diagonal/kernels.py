@@ -20,7 +20,7 @@ from axes.kernels.common.tiles import (
     store_tile,
     unit_rows,
 )
-from axes.kernels.diagonal.channels import add_up, factors, load_logs, met, pairs, pairs_backward, power, split
+from axes.kernels.diagonal.channels import add_up, factors, load_logs, met, pairs, pairs_backward, power, split, until
 
 _LENGTHS = ["T", "N", "H", "HV"]  # one compilation for all of them
 
@@ -30,7 +30,7 @@ _LENGTHS = ["T", "N", "H", "HV"]  # one compilation for all of them
 def scan(
     x, y, beta, g, states, totals, start, last, offsets, T, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    REVERSE: tl.constexpr, STARTED: tl.constexpr, STRONG: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, STARTED: tl.constexpr, STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Serial over the chunks of one head, one block of keys and values: the states before every chunk and the last.
@@ -72,7 +72,7 @@ def scan(
         if STRONG:
             values = (load_line(beta, at, count, head, HV, C)[:, None] * values).to(y.dtype.element_ty)
         if REVERSE:
-            reach = add_up(i >= j, high, middle, low, PARTS)
+            reach = until(high, middle, low, C, BONUS, PARTS)
         else:
             reach = add_up(i < j, high, middle, low, PARTS)
         total = tl.sum(log, 0)
@@ -103,14 +103,15 @@ def _any_deep(totals, pid, programs, K: tl.constexpr, PER: tl.constexpr, GROUP: 
 
 @triton.jit
 def _output(
-    pid, q, k, v, beta, g, totals, states, scores, o, offsets, units, T, N, H, HV,
+    pid, q, k, v, beta, bonus, g, totals, states, scores, o, offsets, units, T, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, MILD: tl.constexpr,
-    PRECISION: tl.constexpr, DEEP: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
+    STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr,
+    MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """P, if it is to KEEP, and one block of values of o of one chunk, mild or DEEP; nothing if it is the other.
 
-    ADD: o already holds what is read from the chunk's first state.
+    ADD: o already holds what is read from the chunk's first state.  BONUS: tokens are read before their own gate and
+    write, and of those (bonus * k_t) . q_t.
     """
     v_parts: tl.constexpr = (V + BV - 1) // BV
     part = (pid % v_parts).to(tl.int32)
@@ -126,6 +127,7 @@ def _output(
         j = tl.arange(0, C)[None, :]
         out = tl.zeros([C, BV], dtype=tl.float32)
         p = tl.zeros([C, C], dtype=tl.float32)
+        own = tl.zeros([C], dtype=tl.float32)
         for left in range(0, K, BK):
             d = left + tl.arange(0, BK)
             log = load_logs(g, first, count, d, head, HV, K, C, "rows")
@@ -133,17 +135,25 @@ def _output(
             keys = load_tile(k, first, count, d, shared, H, K, C, "rows")
             high, middle, low = split(log, PARTS)
             if not ADD or not DEEP:
-                run = add_up(i >= j, high, middle, low, PARTS)
-                reader = (queries * power(run)).to(q.dtype.element_ty)
+                reach = until(high, middle, low, C, BONUS, PARTS)
+                reader = (queries * power(reach)).to(q.dtype.element_ty)
             if not ADD:
                 at = states + matrix * V * K + e[:, None] * K + d[None, :]
                 state = tl.load(at, mask=(e < V)[:, None] & (d < K)[None, :], other=0.0)
                 out += tl.dot(reader, tl.trans(state), input_precision=PRECISION)
             if DEEP:
-                p += pairs(queries, keys, high, middle, low, C, False, False, PARTS, BOUND, PRECISION)
+                p += pairs(queries, keys, high, middle, low, C, BONUS, BONUS, PARTS, BOUND, PRECISION)
             else:
+                run = reach
+                if BONUS:
+                    run = until(high, middle, low, C, False, PARTS)
                 writer = (keys * power(-run)).to(q.dtype.element_ty)
                 p += tl.dot(reader, tl.trans(writer), input_precision=PRECISION)
+            if BONUS:
+                weight = tl.load(bonus + head * K + d, mask=d < K, other=0.0)[None, :]
+                own += tl.sum(queries.to(tl.float32) * keys * weight, 1)
+        if BONUS:
+            p = tl.where(i == j, own[:, None], p)
         values = load_tile(v, first, count, e, head, HV, V, C, "rows")
         if STRONG:
             values = (load_line(beta, first, count, head, HV, C)[:, None] * values).to(v.dtype.element_ty)
@@ -159,25 +169,25 @@ def _output(
 @Kernel
 @triton.jit(do_not_specialize=[*_LENGTHS, "programs"])
 def outputs(
-    q, k, v, beta, g, totals, states, scores, o, offsets, units, T, N, H, HV, programs,
+    q, k, v, beta, bonus, g, totals, states, scores, o, offsets, units, T, N, H, HV, programs,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, MILD: tl.constexpr,
-    PRECISION: tl.constexpr, DEEP: tl.constexpr, GROUP: tl.constexpr, KEEP: tl.constexpr,
+    STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr,
+    MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr, GROUP: tl.constexpr, KEEP: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
     """All mild chunks at once, or GROUP by GROUP those that are not: P and o."""
     pid = tl.program_id(0).to(tl.int64) * GROUP
     if GROUP == 1:
         _output(
-            pid, q, k, v, beta, g, totals, states, scores, o, offsets, units, T, N, H, HV,
-            K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP, ADD,
+            pid, q, k, v, beta, bonus, g, totals, states, scores, o, offsets, units, T, N, H, HV,
+            K, V, C, BK, BV, STRONG, BONUS, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP, ADD,
         )  # fmt: skip
     elif _any_deep(totals, pid, programs, K, (V + BV - 1) // BV, GROUP, MILD):
         for n in range(GROUP):
             if pid + n < programs:
                 _output(
-                    pid + n, q, k, v, beta, g, totals, states, scores, o, offsets, units, T, N, H, HV,
-                    K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP, ADD,
+                    pid + n, q, k, v, beta, bonus, g, totals, states, scores, o, offsets, units, T, N, H, HV,
+                    K, V, C, BK, BV, STRONG, BONUS, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP, ADD,
                 )  # fmt: skip
 
 
@@ -223,12 +233,12 @@ def values(
 
 @triton.jit
 def _key(
-    pid, q, k, v, beta, g, totals, do, states, dstates, dq, dk, dg, offsets, units, T, N, H, HV,
+    pid, q, k, v, beta, bonus, g, totals, do, states, dstates, dq, dk, dg, dbonus, offsets, units, T, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, MILD: tl.constexpr,
-    PRECISION: tl.constexpr, DEEP: tl.constexpr,
+    STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr,
+    MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of dq, dk and dg of one chunk, mild or DEEP; nothing if it is the other."""
+    """One block of keys of dq, dk, dg and a chunk's share of dbonus, mild or DEEP; nothing if it is the other."""
     k_parts: tl.constexpr = (K + BK - 1) // BK
     part = (pid % k_parts).to(tl.int32)
     head = pid // k_parts % HV
@@ -266,27 +276,39 @@ def _key(
         row, column = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
         last = power(total) * tl.sum(tl.where(row == column, both, 0.0), 0)
         high, middle, low = split(log, PARTS)
-        run = add_up(i >= j, high, middle, low, PARTS)
+        reach = until(high, middle, low, C, BONUS, PARTS)
         if DEEP:
-            inner, dkey = pairs_backward(queries, keys, dp, high, middle, low, C, False, False, PARTS, BOUND, PRECISION)
-            dquery = dquery * power(run) + inner
+            inner, dkey = pairs_backward(queries, keys, dp, high, middle, low, C, BONUS, BONUS, PARTS, BOUND, PRECISION)
+            dquery = dquery * power(reach) + inner
             moved *= power(add_up(i < j, high, middle, low, PARTS))
         else:
-            grow, fade = power(run), power(-run)
-            kept = tl.where(i >= j, dp, 0.0).to(q.dtype.element_ty)
+            run, before = reach, i >= j
+            if BONUS:
+                run, before = until(high, middle, low, C, False, PARTS), i > j
+            grow, fade = power(reach), power(-run)
+            kept = tl.where(before, dp, 0.0).to(q.dtype.element_ty)
             writer = (keys * fade).to(q.dtype.element_ty)
             dquery = grow * (dquery + tl.dot(kept, writer, input_precision=PRECISION))
             reader = (queries * grow).to(q.dtype.element_ty)
             dkey = fade * tl.dot(tl.trans(kept), reader, input_precision=PRECISION)
             moved *= fade * power(total)[None, :]
-        store_tile(dq, dquery, first, count, d, head, HV, K, C, "rows")
-        store_tile(dk, dkey + moved, first, count, d, head, HV, K, C, "rows")
+        if BONUS:
+            down = tl.sum(tl.where(i == j, dp, 0.0), 1)[:, None]
+            weight = down * tl.load(bonus + head * K + d, mask=d < K, other=0.0)[None, :]
+            store_tile(dq, dquery + weight * keys, first, count, d, head, HV, K, C, "rows")
+            store_tile(dk, dkey + moved + weight * queries, first, count, d, head, HV, K, C, "rows")
+            tl.store(dbonus + matrix * K + d, tl.sum(down * queries * keys, 0), mask=d < K)
+        else:
+            store_tile(dq, dquery, first, count, d, head, HV, K, C, "rows")
+            store_tile(dk, dkey + moved, first, count, d, head, HV, K, C, "rows")
         # sums from a token on are those of the chunk less those before it
         change = queries * dquery - keys * dkey
         last += tl.sum(change, 0)
         change -= keys * moved
         high, middle, low = split(change, 0 if PARTS == 0 else 2)
         dlog = change - add_up(i >= j, high, middle, low, 0 if PARTS == 0 else 2) + last[None, :]
+        if BONUS:  # a query's own gate comes after it
+            dlog -= queries * dquery
         if DEEP:
             floored = load_tile(g, first, count, d, head, HV, K, C, "rows").to(tl.float32) <= -100.0
             dlog = tl.where(floored, 0.0, dlog)
@@ -296,24 +318,25 @@ def _key(
 @Kernel
 @triton.jit(do_not_specialize=[*_LENGTHS, "programs"])
 def keys(
-    q, k, v, beta, g, totals, do, states, dstates, dq, dk, dg, offsets, units, T, N, H, HV, programs,
+    q, k, v, beta, bonus, g, totals, do, states, dstates, dq, dk, dg, dbonus, offsets, units, T, N, H, HV, programs,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, MILD: tl.constexpr,
-    PRECISION: tl.constexpr, DEEP: tl.constexpr, GROUP: tl.constexpr,
+    STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr,
+    MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """All mild chunks at once, or GROUP by GROUP those that are not: dq, dk and dg."""
     pid = tl.program_id(0).to(tl.int64) * GROUP
     if GROUP == 1:
         _key(
-            pid, q, k, v, beta, g, totals, do, states, dstates, dq, dk, dg, offsets, units, T, N, H, HV,
-            K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP,
+            pid, q, k, v, beta, bonus, g, totals, do, states, dstates, dq, dk, dg, dbonus, offsets, units, T, N, H, HV,
+            K, V, C, BK, BV, STRONG, BONUS, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP,
         )  # fmt: skip
     elif _any_deep(totals, pid, programs, K, (K + BK - 1) // BK, GROUP, MILD):
         for n in range(GROUP):
             if pid + n < programs:
                 _key(
-                    pid + n, q, k, v, beta, g, totals, do, states, dstates, dq, dk, dg, offsets, units, T, N, H, HV,
-                    K, V, C, BK, BV, STRONG, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP,
+                    pid + n, q, k, v, beta, bonus, g, totals, do, states, dstates, dq, dk, dg, dbonus,
+                    offsets, units, T, N, H, HV,
+                    K, V, C, BK, BV, STRONG, BONUS, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP,
                 )  # fmt: skip
 
 

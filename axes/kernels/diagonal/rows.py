@@ -63,9 +63,9 @@ def _backward(
     kept: list[Tensor], do: Tensor, dfinal: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     first = _turned(start)
-    dq, _, scores = chain._forward(do, v, k, g, None, first, cu_seqlens, True)
-    found = chain._backward(do, v, k, g, None, first, cu_seqlens, scores, q, dfinal.mT.contiguous())
-    _, dv, dk, dg, _, dstart = found
+    dq, _, scores = chain._forward(do, v, k, g, None, first, None, cu_seqlens, True)
+    found = chain._backward(do, v, k, g, None, first, None, cu_seqlens, scores, q, dfinal.mT.contiguous())
+    _, dv, dk, dg, _, dstart, _ = found
     return [dq, dk, dv, dg, dstart.mT.contiguous()]
 
 
