@@ -26,10 +26,6 @@ FREE = {FULL: 1e-5, SMALL: 2e-3, HALF: 8e-3}
 SYSTEMS = {"ttt": TTTMLP.update, "titans": Titans.update, "yaad": Yaad.update, "yaad switch": YaadSwitch.update}
 
 
-# It would take the GPU from every test behind it in its process; `python -m tests.gpu.alone` looks at it.
-ILLEGAL = pytest.mark.xfail(run=False, reason="16 bits from 64 on: an illegal memory access with four warps a program")
-
-
 @pytest.fixture(autouse=True)
 def picked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_kernel, "PICKED", True)
@@ -87,7 +83,6 @@ def check(
     return wrong
 
 
-@ILLEGAL
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_in_bfloat16(name: str) -> None:
     update = SYSTEMS[name]
@@ -98,7 +93,6 @@ def test_in_bfloat16(name: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@ILLEGAL
 @pytest.mark.parametrize("name", ("titans", "yaad"))
 def test_more_programs_than_a_chip_holds(name: str) -> None:
     update = SYSTEMS[name]
@@ -110,8 +104,7 @@ def test_more_programs_than_a_chip_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "width", "dtype"), [
-    ("ttt", 64, FULL), ("titans", 32, FULL), ("yaad", 20, SMALL),
-    *(pytest.param(name, 128, HALF, marks=ILLEGAL) for name in ("ttt", "titans")),
+    ("ttt", 64, FULL), ("titans", 32, FULL), ("yaad", 20, SMALL), ("ttt", 128, HALF), ("titans", 128, HALF),
 ])  # fmt: skip
 def test_sides(name: str, width: int, dtype: torch.dtype) -> None:
     wrong = check(SYSTEMS[name], 70, width, dtype, "T=70", again=True)
@@ -133,7 +126,6 @@ def test_anchors_go_on_from_a_state_between_them() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@ILLEGAL
 def test_compiles_as_one_graph() -> None:
     update = SYSTEMS["titans"]
     signal, start = draw(update, 40, 64, HALF)

@@ -19,14 +19,14 @@ from axes.errors import ShapeError
 from axes.kernels.common.layout import check_like, check_tokens, on_device, precision
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
-from axes.kernels.network import passes
+from axes.kernels.network import hold, passes
 from axes.kernels.substitution.chain import SLOTS, known_response, made
 
 BLOCK, WIDEST = 16, 128  # tokens of an anchor; the widest keys and values
 SEGMENT = 16  # blocks between states that are kept
-HIDDEN, WARPS = 64, 4  # hidden units of a tile, and warps of a program
-HIDDEN_READS, WARPS_READS = 64, 4  # of programs of one block
-HIDDEN_BACK, WARPS_BACK = 64, 4  # of the way back
+HIDDEN, WARPS = 32, 4  # hidden units of a tile, and warps of a program
+HIDDEN_READS, WARPS_READS = 32, 4  # of programs of one block
+HIDDEN_BACK, WARPS_BACK = 32, 4  # of the way back
 ROWS, READ_WARPS = 16, 4  # of the pass that goes through tokens
 
 
@@ -108,8 +108,12 @@ def _forward(
     for x, start in zip(moving, (w1, w2, m1, m2), strict=False):
         assert start is not None
         x.copy_(start)
+    given, numbers = (i0, i1, i2, i3, i4, i5, i6, i7), (a, b, c, e0, e, g, r)
+    if hold.fits(k, w2):
+        hold.forward(q, k, given, numbers, w1, w2, name, o, moving, befores, kept)
+        return found
     seen, met = kept[:2] if record else (torch.empty_like(o), k.new_empty(*k.shape[:3], BLOCK, dtype=torch.float32))
-    given, rooms = (i0, i1, i2, i3, i4, i5, i6, i7), s.rooms(k, len(moving))
+    rooms = s.rooms(k, len(moving))
     more, kernels = s.constants(k, m1, a, g), _kernels(name)
     with on_device(k):
         for first, last in s.segments():
@@ -122,7 +126,7 @@ def _forward(
                         before.copy_(x)
                 if begin < end:
                     kernels.states[(s.programs,)](
-                        k, *given, a, b, c, e0, e, g, r, *_four(moving), *_four(x[begin - first :] for x in rooms),
+                        k, *given, *numbers, *_four(moving), *_four(x[begin - first :] for x in rooms),
                         seen, s.length, s.heads, begin, end, KNOWN=False, **more, BF=s.tile(HIDDEN), num_warps=WARPS,
                     )  # fmt: skip
             kernels.reads[(s.programs * (last - first),)](
@@ -150,8 +154,12 @@ def _backward(
     do: Tensor, d1: Tensor, d2: Tensor, d3: Tensor, d4: Tensor, dbefore1: Tensor, dbefore2: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     s = _Sizes.of(k, w2)
-    seen, met, *starts = kept
     given, numbers = (i0, i1, i2, i3, i4, i5, i6, i7), (a, b, c, e0, e, g, r)
+    if hold.fits(k, w2):
+        ends = [x.clone() for x in (d1, d2, d3, d4)[: 2 if m1 is None else 4]]
+        dq, dk, grads, changes = hold.backward(q, k, given, numbers, w2, name, kept, do, ends, (dbefore1, dbefore2))
+        return [dq, dk, *grads, *changes, *ends, *[None] * (4 - len(ends))]  # type: ignore[list-item]
+    seen, met, *starts = kept
     grads = [None if x is None else torch.empty_like(x) for x in given]
     dq, dk, dc, asked = (torch.empty_like(x) for x in (q, k, c, seen))
     da, db, de0, de, dg, dr = (None if x is None else torch.empty_like(x) for x in (a, b, e0, e, g, r))
