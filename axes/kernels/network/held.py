@@ -15,6 +15,7 @@ import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import floored
+from axes.kernels.network.functions import bent, gelu, line
 from axes.kernels.substitution.response import ask, inputs  # replaced
 
 _OPEN = ["T", "H", "first", "last"]
@@ -24,29 +25,6 @@ _OPEN = ["T", "H", "first", "last"]
 def _ask(x, y, given, inside, BACK: tl.constexpr):
     """u of the tokens of a block (BD, 16), or what their x is asked for by y (BACK)."""
     return ask(x, tl.sum(x * 0.0, 0)[None, :], y, given, inside, BACK)
-
-
-@triton.jit
-def _normal(z):
-    """The distribution and the density of a normal number, of one exponential: Abramowitz and Stegun 7.1.26, an error
-    of at most 7.5e-8."""
-    e = tl.exp2(-0.7213475204444817 * z * z)
-    t = 1.0 / (1.0 + 0.2316418882635141 * tl.abs(z))
-    half = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
-    upper = half * e
-    return tl.where(z < 0.0, upper, 1.0 - upper), e * 0.3989422804014327
-
-
-@triton.jit
-def _gelu(z):
-    below, density = _normal(z)
-    return z * below, below + z * density
-
-
-@triton.jit
-def _slopes(z):
-    below, density = _normal(z)
-    return z * below, below + z * density, density * (2.0 - z * z)
 
 
 @triton.jit
@@ -184,15 +162,6 @@ def _put2(ptr, tile, f, d, D: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def _line(ptr, at, there, GATED: tl.constexpr):
-    if GATED:
-        made = tl.load(ptr + at, mask=there, other=0.0)
-    else:
-        made = tl.where(there, 1.0, 0.0)
-    return made
-
-
-@triton.jit
 def _last(x, token):
     return tl.sum(tl.where(token[:, None] == 15, x, 0.0), 0)
 
@@ -276,7 +245,7 @@ def states(
             if n == last - 1:
                 _put1(before1 + base, x1, f, d, D, F)
                 _put2(before2 + base, x2, f, d, D, F)
-        h, slope = _gelu(_dot(k3, _turn(y2), PRECISION))
+        h, slope = gelu(_dot(k3, _turn(y2), PRECISION))
         hb = h.to(DTYPE)
         if AGAIN:
             y = _columns(seen, at, there, d, D)
@@ -300,7 +269,7 @@ def states(
         p = _dot(_all(ub, W), y1, PRECISION) * slope
         if not AGAIN:
             qt = _rows(q, at, there, d, D)
-            a_t = _line(a, at, there, GATED)
+            a_t = line(a, at, there, GATED)
             c_ts = _pairs(c, at, there, token)
             pairs = _dot(qt, tl.trans(kt), PRECISION) * c_ts
             asked = _dot(_all(qt, W), _turn(y2), PRECISION) * a_t[None, :, None]
@@ -309,7 +278,7 @@ def states(
                 b_t = tl.load(b + at, mask=there, other=0.0)
                 z2 = _get2(m2 + base, f, d, D, F).to(DTYPE)
                 asked += _dot(_all(qt, W), _turn(z2), PRECISION) * b_t[None, :, None]
-            m, _ = _gelu(asked)
+            m, _ = gelu(asked)
             mb = m.to(DTYPE)
             read = _over_units(mb, y1, PRECISION)
             dots = _over_units(mb, hb, PRECISION)
@@ -374,7 +343,7 @@ def reads_back(
     given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], d[:, None], D, there[None, :], inside)
     u = tl.trans(tl.where(inside & there[None, :], _ask(y, y, given, inside, False), 0.0))
     ub = u.to(DTYPE)
-    c_ts, a_t = _pairs(c, at, there, token), _line(a, at, there, GATED)
+    c_ts, a_t = _pairs(c, at, there, token), line(a, at, there, GATED)
     dots, got = _pairs(met, at, there, token), _rows(do, at, there, d, D)
     if ROWS:
         sums = tl.cumsum(floored(_rows(g, at, there, d, D).to(tl.float32)), 0)
@@ -401,7 +370,7 @@ def reads_back(
     tl.store(boths + square, bothb)
     y1 = _get1(rooms1 + to, f, d, D, F)
     y2 = _get2(rooms2 + to, f, d, D, F)
-    h, slope, bend = _slopes(_dot(_all(kt, W), _turn(y2), PRECISION))
+    h, slope, bend = bent(_dot(_all(kt, W), _turn(y2), PRECISION))
     hb = h.to(DTYPE)
     fell = _dot(_all(ub, W), y1, PRECISION)
     pb = (fell * slope).to(DTYPE)
@@ -416,7 +385,7 @@ def reads_back(
         z1, z2 = _get1(rooms3 + to, f, d, D, F), _get2(rooms4 + to, f, d, D, F)
         of_filter = _dot(_all(qt, W), _turn(z2), PRECISION)
         heard += of_filter * b_t[None, :, None]
-    m, slope_m = _gelu(heard)
+    m, slope_m = gelu(heard)
     mb = m.to(DTYPE)
     _put_units(ms + units, mb, f, token, F)
     dm = _dot(_all(bothb, W), hb, PRECISION) + _dot(_all(late, W), y1, PRECISION)
@@ -556,8 +525,8 @@ def reverse(
         _put_columns(asked, dut, at, there, d, D)
         dy = tl.where(inside & there[None, :], _ask(y, dut, given, inside, True), 0.0)
         dyb = tl.trans(dy).to(DTYPE)
-        got, a_t = _rows(do, at, there, d, D), _line(a, at, there, GATED)
-        b_t = _line(b, at, there, FILTER)
+        got, a_t = _rows(do, at, there, d, D), line(a, at, there, GATED)
+        b_t = line(b, at, there, FILTER)
         if ROWS:
             late = (got * tl.exp(sums)).to(DTYPE)
         else:

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import floored
+from axes.kernels.network.functions import bent, gelu, line
 from axes.kernels.substitution.response import ask, inputs  # replaced
 
 _OPEN = ["T", "H", "first", "last"]
@@ -34,18 +35,6 @@ _OPEN = ["T", "H", "first", "last"]
 def _ask(x, y, given, inside, BACK: tl.constexpr):
     """u of the tokens of a block (BD, 16), or what their x is asked for by y (BACK)."""
     return ask(x, tl.sum(x * 0.0, 0)[None, :], y, given, inside, BACK)
-
-
-@triton.jit
-def _normal(z):
-    """The distribution and the density of a normal number."""
-    return 0.5 + 0.5 * tl.erf(z * 0.7071067811865476), tl.exp(-0.5 * z * z) * 0.3989422804014327
-
-
-@triton.jit
-def _gelu(z):
-    below, density = _normal(z)
-    return z * below, below + z * density
 
 
 @triton.jit
@@ -71,16 +60,6 @@ def _get(ptr, at, there, d, D: tl.constexpr):
 def _put(ptr, tile, at, there, d, D: tl.constexpr):
     place = ptr + at[None, :] * D + d[:, None]
     tl.store(place, tile.to(ptr.dtype.element_ty), mask=there[None, :] & (d < D)[:, None])
-
-
-@triton.jit
-def _line(ptr, at, there, GATED: tl.constexpr):
-    """a of the tokens of a block; 1 where nothing is forgotten."""
-    if GATED:
-        made = tl.load(ptr + at, mask=there, other=0.0)
-    else:
-        made = tl.where(there, 1.0, 0.0)
-    return made
 
 
 @triton.jit
@@ -143,13 +122,6 @@ def _ends(a, b, c, e0, e, end, at_end, token, there, GATED: tl.constexpr, FILTER
 
 
 @triton.jit
-def _slopes(z):
-    """gelu, its first and its second derivative."""
-    below, density = _normal(z)
-    return z * below, below + z * density, density * (2.0 - z * z)
-
-
-@triton.jit
 def _units(ptr, f, token, F: tl.constexpr):
     """Hidden units of a block's tokens, (BF, 16)."""
     return tl.load(ptr + f[:, None] * 16 + token[None, :], mask=(f < F)[:, None], other=0.0)
@@ -203,7 +175,7 @@ def states(
             y = tl.zeros([BD, 16], tl.float32)
             for i in range(0, F, BF):
                 z = _dot(_load(w2 + base, i + f, d, F, D).to(DTYPE), kt, PRECISION)
-                h, _ = _gelu(z)
+                h, _ = gelu(z)
                 y += _dot(_load(w1 + base, d, i + f, D, F).to(DTYPE), h.to(DTYPE), PRECISION)
             _put(seen, y, at, there, d, D)
         given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], d[:, None], D, there[None, :], inside)
@@ -222,7 +194,7 @@ def states(
             y2, y1 = x2.to(DTYPE), x1.to(DTYPE)
             _store(rooms2 + to, y2, i + f, d, F, D)
             _store(rooms1 + to, y1, d, i + f, D, F)
-            h, slope = _gelu(_dot(y2, kt, PRECISION))
+            h, slope = gelu(_dot(y2, kt, PRECISION))
             hb = tl.trans(h.to(DTYPE))
             p = _dot(tl.trans(y1), ub, PRECISION) * slope
             now2 = a_end * x2 + _dot((p * c_end).to(DTYPE), kb, PRECISION)
@@ -269,20 +241,20 @@ def reads(
     given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], d[:, None], D, there[None, :], inside)
     u = tl.where(inside & there[None, :], _ask(y, y, given, inside, False), 0.0)
     ub = u.to(DTYPE)
-    c_st, a_t, b_t = _pairs(c, at, there, token), _line(a, at, there, GATED), _line(b, at, there, FILTER)
+    c_st, a_t, b_t = _pairs(c, at, there, token), line(a, at, there, GATED), line(b, at, there, FILTER)
     pairs = (_dot(tl.trans(kt), qt, PRECISION) * c_st).to(DTYPE)
     read, more = tl.zeros([BD, 16], tl.float32), tl.zeros([BD, 16], tl.float32)
     dots = tl.zeros([16, 16], tl.float32)
     for i in range(0, F, BF):
         y2, y1 = _load(rooms2 + to, i + f, d, F, D), _load(rooms1 + to, d, i + f, D, F)
-        h, slope = _gelu(_dot(y2, kt, PRECISION))
+        h, slope = gelu(_dot(y2, kt, PRECISION))
         p = _dot(tl.trans(y1), ub, PRECISION) * slope
         asked = _dot(y2, qt, PRECISION) * a_t[None, :]
         if FILTER:
             z2, z1 = _load(rooms4 + to, i + f, d, F, D), _load(rooms3 + to, d, i + f, D, F)
             asked += _dot(z2, qt, PRECISION) * b_t[None, :]
         asked += _dot(p.to(DTYPE), pairs, PRECISION)
-        m, _ = _gelu(asked)
+        m, _ = gelu(asked)
         mb = m.to(DTYPE)
         read += _dot(y1, mb, PRECISION)
         dots += _dot(tl.trans(h.to(DTYPE)), mb, PRECISION)
@@ -326,7 +298,7 @@ def reads_back(
     given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], d[:, None], D, there[None, :], inside)
     u = tl.where(inside & there[None, :], _ask(y, y, given, inside, False), 0.0)
     ub = u.to(DTYPE)
-    c_st, a_t, b_t = _pairs(c, at, there, token), _line(a, at, there, GATED), _line(b, at, there, FILTER)
+    c_st, a_t, b_t = _pairs(c, at, there, token), line(a, at, there, GATED), line(b, at, there, FILTER)
     dots, got = _pairs(met, at, there, token), _get(do, at, there, d, D)
     if ROWS:
         sums, rate = _logs(g, at, there, d, D), _get(r, at, there, d, D).to(tl.float32)
@@ -359,7 +331,7 @@ def reads_back(
     da_t, db_t = tl.zeros([16], tl.float32), tl.zeros([16], tl.float32)
     for i in range(0, F, BF):
         y2, y1 = _load(rooms2 + to, i + f, d, F, D), _load(rooms1 + to, d, i + f, D, F)
-        h, slope = _gelu(_dot(y2, kt, PRECISION))
+        h, slope = gelu(_dot(y2, kt, PRECISION))
         hb = h.to(DTYPE)
         pb = (_dot(tl.trans(y1), ub, PRECISION) * slope).to(DTYPE)
         plain = _dot(y2, qt, PRECISION)
@@ -368,7 +340,7 @@ def reads_back(
             z2, z1 = _load(rooms4 + to, i + f, d, F, D), _load(rooms3 + to, d, i + f, D, F)
             held = _dot(z2, qt, PRECISION)
             asked += held * b_t[None, :]
-        m, slope_m = _gelu(asked)
+        m, slope_m = gelu(asked)
         mb = m.to(DTYPE)
         _put_units(ms + units, mb, i + f, token, F)
         dm = _dot(hb, both, PRECISION) + _dot(tl.trans(y1), late, PRECISION)
@@ -459,7 +431,7 @@ def reverse(
                 da_end += tl.sum(tl.sum(e2 * y2.to(tl.float32), 1), 0)
                 if not ROWS:
                     da_end += tl.sum(tl.sum(e1 * y1.to(tl.float32), 1), 0)
-            h, slope, bend = _slopes(_dot(y2, kt, PRECISION))
+            h, slope, bend = bent(_dot(y2, kt, PRECISION))
             hb = h.to(DTYPE)
             fell = _dot(tl.trans(y1), ub, PRECISION)
             p = fell * slope
@@ -513,7 +485,7 @@ def reverse(
         _put(asked, du, at, there, d, D)
         dy = tl.where(inside & there[None, :], _ask(y, du, given, inside, True), 0.0).to(DTYPE)
         qt, got = _get(q, at, there, d, D), _get(do, at, there, d, D)
-        a_t, b_t = _line(a, at, there, GATED), _line(b, at, there, FILTER)
+        a_t, b_t = line(a, at, there, GATED), line(b, at, there, FILTER)
         late = (got * a_t[None, :]).to(DTYPE)
         if ROWS:
             late = (got * tl.exp(sums)).to(DTYPE)
@@ -521,7 +493,7 @@ def reverse(
         tl.debug_barrier()
         for i in range(0, F, BF):
             y2, y1 = _load(rooms2 + to, i + f, d, F, D), _load(rooms1 + to, d, i + f, D, F)
-            h, slope, _ = _slopes(_dot(y2, kt, PRECISION))
+            h, slope, _ = bent(_dot(y2, kt, PRECISION))
             hb = tl.trans(h.to(DTYPE))
             dh = _units(dhs + units, i + f, token, F) + _dot(tl.trans(y1), dy, PRECISION)
             dz = (_units(dzs + units, i + f, token, F) + dh * slope).to(DTYPE)
