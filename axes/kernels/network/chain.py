@@ -1,7 +1,7 @@
 """Memories of two layers by kernels: y = W1 gelu(W2 x), gradients at the first state of every 16 tokens.
 
 What W1 h is asked for is text of functions, as in substitution (`axes.kernels.substitution.response`); the mathematics
-is with the kernels, in `passes`. Where gradients are asked for, states stand in memory every `SEGMENT` blocks, and
+is with the kernels, in `passes`. Where gradients are asked for, states stand in memory every `hold.SEGMENT` blocks, and
 backwards those of a segment are made again.
 """
 
@@ -23,7 +23,6 @@ from axes.kernels.network import hold, passes
 from axes.kernels.substitution.chain import SLOTS, known_response, made
 
 BLOCK, WIDEST = 16, 128  # tokens of an anchor; the widest keys and values
-SEGMENT = 16  # blocks between states that are kept
 HIDDEN, WARPS = 32, 4  # hidden units of a tile, and warps of a program
 HIDDEN_READS, WARPS_READS = 32, 4  # of programs of one block
 HIDDEN_BACK, WARPS_BACK = 32, 4  # of the way back
@@ -59,11 +58,11 @@ class _Sizes(NamedTuple):
 
     def segments(self) -> list[tuple[int, int]]:
         """First blocks, and those after the last ones."""
-        return [(n, min(n + SEGMENT, self.blocks)) for n in range(0, self.blocks, SEGMENT)]
+        return [(n, min(n + hold.SEGMENT, self.blocks)) for n in range(0, self.blocks, hold.SEGMENT)]
 
     def rooms(self, k: Tensor, leaves: int) -> list[Tensor]:
         """For the first W, and M, of the blocks of a segment, in the dtype of products."""
-        own = (min(SEGMENT, self.blocks), self.batch, self.heads)
+        own = (min(hold.SEGMENT, self.blocks), self.batch, self.heads)
         wide = ((self.width, self.hidden), (self.hidden, self.width))
         return [k.new_empty(*own, *wide[i % 2]) for i in range(leaves)]
 
@@ -88,7 +87,7 @@ def _shapes_of(k: Tensor, w1: Tensor, w2: Tensor, m1: Tensor | None, m2: Tensor 
     ends = [w1.new_empty(0) if x is None else torch.empty_like(x) for x in (w1, w2, m1, m2)]
     befores, kept = (torch.empty_like(w1), torch.empty_like(w2)), []
     if record:
-        segments = cdiv(_Sizes.of(k, w2).blocks, SEGMENT)
+        segments = cdiv(_Sizes.of(k, w2).blocks, hold.SEGMENT)
         starts = [x for x in (w1, w2, m1, m2) if x is not None]
         kept = [torch.empty_like(o), k.new_empty(*k.shape[:3], BLOCK, dtype=wide)]
         kept += [x.new_empty(segments, *x.shape) for x in starts]
@@ -119,7 +118,7 @@ def _forward(
         for first, last in s.segments():
             if record:
                 for x, room in zip(moving, kept[2:], strict=True):
-                    room[first // SEGMENT].copy_(x)
+                    room[first // hold.SEGMENT].copy_(x)
             for begin, end in ((first, last),) if last < s.blocks else ((first, last - 1), (last - 1, last)):
                 if end == s.blocks:
                     for x, before in zip(moving, befores, strict=False):
@@ -173,7 +172,7 @@ def _backward(
     with on_device(k):
         for first, last in reversed(s.segments()):
             for x, start in zip(moving, starts, strict=True):
-                x.copy_(start[first // SEGMENT])
+                x.copy_(start[first // hold.SEGMENT])
             kernels.states[(s.programs,)](
                 k, *given, *numbers, *_four(moving), *_four(rooms), seen, s.length, s.heads, first, last, KNOWN=True,
                 **more, BF=s.tile(HIDDEN), num_warps=WARPS,

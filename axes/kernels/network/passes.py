@@ -86,7 +86,8 @@ def _row(x, token, t):
 
 @triton.jit
 def _dot(x, y, PRECISION: tl.constexpr):
-    """A product that is no warpgroup's (wgmma), which has rows in sixty-fours: those of tokens are the rows."""
+    """A product that is no warpgroup's (wgmma), which has rows in sixty-fours: those of tokens are the rows. The
+    assembler of Triton 3.6 (ptxas 12.9) breaks those: `reverse` read beyond shared memory, and is right by ptxas 13."""
     if x.shape[0] % 64 == 0:
         made = tl.trans(tl.dot(tl.trans(y), tl.trans(x), input_precision=PRECISION))
     else:
