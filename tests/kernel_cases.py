@@ -441,6 +441,7 @@ CASES: dict[str, Callable[[], None]] = {
     "levels 20, float32": levels(20, FULL),
     "network by rows 64": network(HALF, 64, rows=True),
     "network with a filter 64": network(HALF, 64, held=True),
+    "network 128": network(HALF, 128),
     "entries of rows": entries(1, gate=True, beta=True),
     "entries 16": entries(16, times=True, spectrum=True),
     "entries erased 16": entries(16, "gated", beta=True),
