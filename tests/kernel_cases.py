@@ -469,6 +469,7 @@ CASES: dict[str, Callable[[], None]] = {
     "network with a filter 64": network(HALF, 64, held=True),
     "modes": modes(),
     "modes of all tokens": modes(shared=True),
+    "network 128": network(HALF, 128),
     "entries of rows": entries(1, gate=True, beta=True),
     "entries 16": entries(16, times=True, spectrum=True),
     "entries erased 16": entries(16, "gated", beta=True),

@@ -31,7 +31,6 @@ from axes.routes.substitution_kernel import BLOCK, WIDEST, Made, NotMade
 if TYPE_CHECKING:
     from axes.kernels.network.chain import Terms
 
-PICKED = False  # until these kernels have been seen right on a GPU
 _WIDTH, _FLOOR = 64, -100.0  # where nobody has said how wide values are; of logs of gates, as in kernels
 
 
@@ -42,8 +41,6 @@ def no_kernel(
     reason = no_terms(update) or versions.refusal(device)
     if reason is not None:
         return reason
-    if not PICKED:
-        return "its kernels are not picked: they have not been seen right on a GPU"
     if dtype not in versions.DTYPES:
         return f"the kernels accumulate in float32, the values are {dtype}"
     width = d_k = _WIDTH
@@ -183,8 +180,10 @@ def _rate(update: StateUpdate, signal: Signal, shape: torch.Size) -> Tensor:
     rate = update.parts().step.rate
     if isinstance(rate, Per):
         return substitution_kernel.of_tokens(resolve(rate, signal), rate.name, update, shape)
-    made = torch.as_tensor(resolve(rate, signal), dtype=torch.float32, device=cast(Tensor, signal["v"]).device)
-    return made.expand(shape[:-1])
+    made, device = resolve(rate, signal), cast(Tensor, signal["v"]).device
+    if not isinstance(made, Tensor):  # a number that is copied to a GPU is no part of a captured graph
+        return torch.full((), made, dtype=torch.float32, device=device).expand(shape[:-1])
+    return made.to(device, torch.float32).expand(shape[:-1])
 
 
 def _blocks(x: Tensor) -> Tensor:

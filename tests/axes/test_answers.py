@@ -93,7 +93,8 @@ def test_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert axes.select("adamw", "cuda")[:2] == ("entrywise", "triton")
     assert axes.select("muon", "cuda")[:2] == ("stacks", "triton")
     assert axes.select("gated-delta-net", "cuda")[:2] == ("chain", "triton")
-    assert axes.select("titans", "cuda")[:2] == ("cascade", "torch")
+    assert axes.select("titans", "cuda")[:2] == ("cascade", "triton")
+    assert axes.select("moneta", "cuda")[:2] == ("cascade", "torch")
     ways = {"mhc": "triton", "jpmhc": "triton", "pre-norm": "torch", "frac-connections": "reference"}
     for name, way in ways.items():
         assert axes.select(name, "cuda", torch.bfloat16).implementation == way

@@ -124,7 +124,7 @@ def test_explain_and_cite(axes: Axes) -> None:
     for words in (("muon", "stacks by torch on cpu"), ("mhc", "chain by torch on cpu"), ("adamw", "entrywise by")):
         assert words[1] in axes("explain", words[0])[1]
     status, output, _ = axes("explain", "titans", "--device", "cuda:sm_80", "--dtype", "bfloat16")
-    assert status == 0 and "cascade by torch on cuda (sm_80), bfloat16" in output
+    assert status == 0 and "cascade by triton on cuda (sm_80), bfloat16" in output
     status, output, _ = axes("cite", "gated-delta-net")
     assert status == 0
     assert output.lstrip().startswith("@")

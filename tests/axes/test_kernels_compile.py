@@ -60,6 +60,9 @@ def test_registers_spills_and_wgmma(version: str, case: str) -> None:
         assert launch.shared <= SHARED, launch
         assert launch.registers <= 255
         assert not launch.overwritten and not launch.barriers, launch
+        if case.startswith("network "):  # of these shapes ptxas 12.9 breaks products of warpgroups
+            assert launch.mma or launch.kernel == "read_back"
+            assert not launch.wgmma, launch
         if version not in TRITONS:  # a patch of one
             continue
         registers, spills, shared, wgmma = row(launch)

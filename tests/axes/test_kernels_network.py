@@ -39,7 +39,7 @@ from axes.core.memory import MLP
 from axes.core.monoids import Diagonal, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
-from axes.kernels.network import chain
+from axes.kernels.network import hold
 from axes.routes import dispatch, network_kernel
 from axes.testing import checks
 
@@ -48,7 +48,8 @@ BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
 ROWS = Diagonal("row_decay", side="row")
 GATED = Scalar("decay")
 SURPRISE = StateUpdate(Linear(), Euclidean(), Scalar("momentum"), Step(Per("theta")))
-chain.SEGMENT = 2
+hold.SEGMENT = 2
+ON_CHIP = (torch.float32,)
 
 def results(run, signal, start, dtype):
     live = {n: x.to(dtype).requires_grad_() for n, x in signal.items()}
@@ -99,6 +100,12 @@ def test_kernels_equal_the_recurrence(case: str) -> None:
     interpret(PROGRAM + CASES[case])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_that_hold_states_on_chip_equal_the_recurrence(case: str) -> None:
+    """Those of 16 bits, which the interpreter takes float32 for."""
+    interpret(PROGRAM + "hold.DTYPES = ON_CHIP\n" + CASES[case])
+
+
 # ---- the identity ----------------------------------------------------------------------------------------------------
 
 
@@ -135,8 +142,7 @@ def test_numbers_of_a_block_give_the_states_of_the_recurrence() -> None:
 # ---- what is picked --------------------------------------------------------------------------------------------------
 
 
-def test_select_names_the_kernels_and_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_kernel, "PICKED", True)
+def test_select_names_the_kernels_and_says_why_not() -> None:
     gpu = Target.of("cuda:sm_90")
     for layer in (TTTMLP, Titans, Yaad):
         assert dispatch.select(layer.update, gpu, torch.bfloat16)[:2] == ("cascade", "triton")

@@ -2,7 +2,7 @@
 they give is from the torch route in float64.
 
     python -m tests.gpu.alone                # every variant of sizes in a process of its own, side by side: a minute
-    python -m tests.gpu.alone titans 64 2    # one system, its width, warps of all programs
+    python -m tests.gpu.alone titans 64 8    # one system, its width, warps of all programs
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 from typing import Any
 from unittest.mock import patch
 
-VARIANTS = (("ttt", 64, 4), ("ttt", 64, 2), ("ttt", 64, 8), ("titans", 64, 4), ("titans", 64, 2), ("yaad", 64, 4),
-            ("yaad", 64, 2), ("ttt", 128, 4), ("ttt", 128, 8), ("titans", 128, 8))  # fmt: skip
+VARIANTS = (("ttt", 64, 8), ("ttt", 64, 16), ("titans", 64, 8), ("titans", 64, 16), ("yaad", 64, 8), ("yaad", 64, 16),
+            ("ttt", 128, 4), ("ttt", 128, 8), ("titans", 128, 4), ("titans", 128, 8))  # fmt: skip
 _SECONDS = 100
 
 
@@ -22,8 +22,7 @@ def one(name: str, width: int, warps: int) -> None:
     import torch
 
     from axes.kernels.common.launch import Kernel
-    from axes.kernels.network import chain
-    from axes.routes import network_kernel
+    from axes.kernels.network import chain, hold
     from tests.gpu.test_network import FULL, HALF, SYSTEMS, draw, results
     from tests.gpu.told import Rounded, distance
 
@@ -45,8 +44,9 @@ def one(name: str, width: int, warps: int) -> None:
 
     update = SYSTEMS[name]
     signal, start = draw(update, 100, width, HALF)
-    sizes = patch.multiple(chain, WARPS=warps, WARPS_READS=warps, WARPS_BACK=warps)
-    with sizes, patch.object(network_kernel, "PICKED", True), patch.object(Kernel, "__getitem__", waiting):
+    sizes = dict(WARPS=warps, WARPS_READS=warps, WARPS_BACK=warps)
+    in_memory, on_chip = patch.multiple(chain, **sizes), patch.multiple(hold, **sizes, WARPS_AGAIN=warps)
+    with in_memory, on_chip, patch.object(Kernel, "__getitem__", waiting):
         got = results(update, signal, start, None, "triton")
     want = results(update, signal, start, torch.float64, "torch")
     with Rounded(HALF):

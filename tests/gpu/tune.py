@@ -18,7 +18,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -29,7 +29,7 @@ from torch import Tensor
 from axes.bench.check import compare
 from axes.bench.rules import Shape, Signal, find
 from axes.bench.timing import median, peak_extra
-from axes.routes import dispatch, network_kernel, token
+from axes.routes import dispatch, token
 from tests.gpu.told import distance
 
 HALF = torch.bfloat16
@@ -77,8 +77,8 @@ def cases() -> list[Case]:
         rows = rule in ("longhorn", "yaad", "yaad prev")  # a head is one program where rows meet
         changes = [{}, *(c for c in spread if rows or "PART" not in c)]
         found.append([Case(rule, width, "substitution", change) for change in changes])
-    tiles: list[dict[str, Any]] = [{"WARPS": 8, "WARPS_BACK": 8}, {"HIDDEN": 128, "WARPS": 8}]
-    tiles += [{"HIDDEN_BACK": 128, "WARPS_BACK": 8}, {"HIDDEN_READS": 128, "WARPS_READS": 8}, {"SEGMENT": 32}]
+    tiles: list[dict[str, Any]] = [{"WARPS": 16}, {"WARPS_AGAIN": 16}, {"WARPS_BACK": 16}, {"WARPS_READS": 4}]
+    tiles += [{"WARPS_READS": 16}, {"SEGMENT": 8}, {"SEGMENT": 32}]
     for rule in ("ttt mlp", "titans mlp", "yaad mlp"):
         found.append([Case(rule, 64, "cascade", change) for change in ({}, *tiles)])
     longest = max(map(len, found))
@@ -89,12 +89,11 @@ def cases() -> list[Case]:
 def changed(case: Case) -> Iterator[None]:
     """Within the block kernels have these sizes."""
     if case.route in ("substitution", "cascade"):
-        from axes.kernels.network import chain as network
+        from axes.kernels.network import hold
         from axes.kernels.substitution import chain as substitution
 
-        chain = substitution if case.route == "substitution" else network
-        picked = patch.object(network_kernel, "PICKED", True)
-        with picked, patch.multiple(chain, **case.change) if case.change else patch.object(chain, "SLOTS", chain.SLOTS):
+        sizes = substitution if case.route == "substitution" else hold
+        with patch.multiple(sizes, **case.change) if case.change else nullcontext():
             yield
         return
     usual, kept = token.walk, {}  # type: ignore[var-annotated]

@@ -1,7 +1,7 @@
 """Memories of two layers by kernels: y = W1 gelu(W2 x), gradients at the first state of every 16 tokens.
 
 What W1 h is asked for is text of functions, as in substitution (`axes.kernels.substitution.response`); the mathematics
-is with the kernels, in `passes`. Where gradients are asked for, states stand in memory every `SEGMENT` blocks, and
+is with the kernels, in `passes`. Where gradients are asked for, states stand in memory every `hold.SEGMENT` blocks, and
 backwards those of a segment are made again.
 """
 
@@ -19,14 +19,13 @@ from axes.errors import ShapeError
 from axes.kernels.common.layout import check_like, check_tokens, on_device, precision
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
-from axes.kernels.network import passes
+from axes.kernels.network import hold, passes
 from axes.kernels.substitution.chain import SLOTS, known_response, made
 
 BLOCK, WIDEST = 16, 128  # tokens of an anchor; the widest keys and values
-SEGMENT = 16  # blocks between states that are kept
-HIDDEN, WARPS = 64, 4  # hidden units of a tile, and warps of a program
-HIDDEN_READS, WARPS_READS = 64, 4  # of programs of one block
-HIDDEN_BACK, WARPS_BACK = 64, 4  # of the way back
+HIDDEN, WARPS = 32, 4  # hidden units of a tile, and warps of a program
+HIDDEN_READS, WARPS_READS = 32, 4  # of programs of one block
+HIDDEN_BACK, WARPS_BACK = 32, 4  # of the way back
 ROWS, READ_WARPS = 16, 4  # of the pass that goes through tokens
 
 
@@ -59,11 +58,11 @@ class _Sizes(NamedTuple):
 
     def segments(self) -> list[tuple[int, int]]:
         """First blocks, and those after the last ones."""
-        return [(n, min(n + SEGMENT, self.blocks)) for n in range(0, self.blocks, SEGMENT)]
+        return [(n, min(n + hold.SEGMENT, self.blocks)) for n in range(0, self.blocks, hold.SEGMENT)]
 
     def rooms(self, k: Tensor, leaves: int) -> list[Tensor]:
         """For the first W, and M, of the blocks of a segment, in the dtype of products."""
-        own = (min(SEGMENT, self.blocks), self.batch, self.heads)
+        own = (min(hold.SEGMENT, self.blocks), self.batch, self.heads)
         wide = ((self.width, self.hidden), (self.hidden, self.width))
         return [k.new_empty(*own, *wide[i % 2]) for i in range(leaves)]
 
@@ -88,7 +87,7 @@ def _shapes_of(k: Tensor, w1: Tensor, w2: Tensor, m1: Tensor | None, m2: Tensor 
     ends = [w1.new_empty(0) if x is None else torch.empty_like(x) for x in (w1, w2, m1, m2)]
     befores, kept = (torch.empty_like(w1), torch.empty_like(w2)), []
     if record:
-        segments = cdiv(_Sizes.of(k, w2).blocks, SEGMENT)
+        segments = cdiv(_Sizes.of(k, w2).blocks, hold.SEGMENT)
         starts = [x for x in (w1, w2, m1, m2) if x is not None]
         kept = [torch.empty_like(o), k.new_empty(*k.shape[:3], BLOCK, dtype=wide)]
         kept += [x.new_empty(segments, *x.shape) for x in starts]
@@ -108,21 +107,25 @@ def _forward(
     for x, start in zip(moving, (w1, w2, m1, m2), strict=False):
         assert start is not None
         x.copy_(start)
+    given, numbers = (i0, i1, i2, i3, i4, i5, i6, i7), (a, b, c, e0, e, g, r)
+    if hold.fits(k, w2):
+        hold.forward(q, k, given, numbers, w1, w2, name, o, moving, befores, kept)
+        return found
     seen, met = kept[:2] if record else (torch.empty_like(o), k.new_empty(*k.shape[:3], BLOCK, dtype=torch.float32))
-    given, rooms = (i0, i1, i2, i3, i4, i5, i6, i7), s.rooms(k, len(moving))
+    rooms = s.rooms(k, len(moving))
     more, kernels = s.constants(k, m1, a, g), _kernels(name)
     with on_device(k):
         for first, last in s.segments():
             if record:
                 for x, room in zip(moving, kept[2:], strict=True):
-                    room[first // SEGMENT].copy_(x)
+                    room[first // hold.SEGMENT].copy_(x)
             for begin, end in ((first, last),) if last < s.blocks else ((first, last - 1), (last - 1, last)):
                 if end == s.blocks:
                     for x, before in zip(moving, befores, strict=False):
                         before.copy_(x)
                 if begin < end:
                     kernels.states[(s.programs,)](
-                        k, *given, a, b, c, e0, e, g, r, *_four(moving), *_four(x[begin - first :] for x in rooms),
+                        k, *given, *numbers, *_four(moving), *_four(x[begin - first :] for x in rooms),
                         seen, s.length, s.heads, begin, end, KNOWN=False, **more, BF=s.tile(HIDDEN), num_warps=WARPS,
                     )  # fmt: skip
             kernels.reads[(s.programs * (last - first),)](
@@ -150,8 +153,12 @@ def _backward(
     do: Tensor, d1: Tensor, d2: Tensor, d3: Tensor, d4: Tensor, dbefore1: Tensor, dbefore2: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     s = _Sizes.of(k, w2)
-    seen, met, *starts = kept
     given, numbers = (i0, i1, i2, i3, i4, i5, i6, i7), (a, b, c, e0, e, g, r)
+    if hold.fits(k, w2):
+        ends = [x.clone() for x in (d1, d2, d3, d4)[: 2 if m1 is None else 4]]
+        dq, dk, grads, changes = hold.backward(q, k, given, numbers, w2, name, kept, do, ends, (dbefore1, dbefore2))
+        return [dq, dk, *grads, *changes, *ends, *[None] * (4 - len(ends))]  # type: ignore[list-item]
+    seen, met, *starts = kept
     grads = [None if x is None else torch.empty_like(x) for x in given]
     dq, dk, dc, asked = (torch.empty_like(x) for x in (q, k, c, seen))
     da, db, de0, de, dg, dr = (None if x is None else torch.empty_like(x) for x in (a, b, e0, e, g, r))
@@ -165,7 +172,7 @@ def _backward(
     with on_device(k):
         for first, last in reversed(s.segments()):
             for x, start in zip(moving, starts, strict=True):
-                x.copy_(start[first // SEGMENT])
+                x.copy_(start[first // hold.SEGMENT])
             kernels.states[(s.programs,)](
                 k, *given, *numbers, *_four(moving), *_four(rooms), seen, s.length, s.heads, first, last, KNOWN=True,
                 **more, BF=s.tile(HIDDEN), num_warps=WARPS,

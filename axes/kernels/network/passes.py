@@ -25,6 +25,7 @@ import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import floored
+from axes.kernels.network.functions import bent, gelu, line
 from axes.kernels.substitution.response import ask, inputs  # replaced
 
 _OPEN = ["T", "H", "first", "last"]
@@ -34,18 +35,6 @@ _OPEN = ["T", "H", "first", "last"]
 def _ask(x, y, given, inside, BACK: tl.constexpr):
     """u of the tokens of a block (BD, 16), or what their x is asked for by y (BACK)."""
     return ask(x, tl.sum(x * 0.0, 0)[None, :], y, given, inside, BACK)
-
-
-@triton.jit
-def _normal(z):
-    """The distribution and the density of a normal number."""
-    return 0.5 + 0.5 * tl.erf(z * 0.7071067811865476), tl.exp(-0.5 * z * z) * 0.3989422804014327
-
-
-@triton.jit
-def _gelu(z):
-    below, density = _normal(z)
-    return z * below, below + z * density
 
 
 @triton.jit
@@ -74,16 +63,6 @@ def _put(ptr, tile, at, there, d, D: tl.constexpr):
 
 
 @triton.jit
-def _line(ptr, at, there, GATED: tl.constexpr):
-    """a of the tokens of a block; 1 where nothing is forgotten."""
-    if GATED:
-        made = tl.load(ptr + at, mask=there, other=0.0)
-    else:
-        made = tl.where(there, 1.0, 0.0)
-    return made
-
-
-@triton.jit
 def _pairs(ptr, at, there, token):
     """Of a tensor (tokens H, 16) the tile [s, t] of a block, whose rows there are those of t."""
     return tl.load(ptr + at[None, :] * 16 + token[:, None], mask=there[None, :], other=0.0)
@@ -106,10 +85,14 @@ def _row(x, token, t):
 
 
 @triton.jit
-def _mixed(x, pairs, PRECISION: tl.constexpr):
-    """x (n, 16) times pairs (16, 16), by rows of tokens: the product of a small tile on the left is no warpgroup's. In
-    those, with a left operand (64, 16), an H200 met an illegal access (Triton 3.6)."""
-    return tl.trans(tl.dot(tl.trans(pairs), tl.trans(x), input_precision=PRECISION))
+def _dot(x, y, PRECISION: tl.constexpr):
+    """A product that is no warpgroup's (wgmma), which has rows in sixty-fours: those of tokens are the rows. The
+    assembler of Triton 3.6 (ptxas 12.9) breaks those: `reverse` read beyond shared memory, and is right by ptxas 13."""
+    if x.shape[0] % 64 == 0:
+        made = tl.trans(tl.dot(tl.trans(y), tl.trans(x), input_precision=PRECISION))
+    else:
+        made = tl.dot(x, y, input_precision=PRECISION)
+    return made
 
 
 @triton.jit
@@ -121,7 +104,7 @@ def _times(u, dots, c, sums, rate, token, DTYPE: tl.constexpr, PRECISION: tl.con
             kept = tl.where((token >= s)[None, :], sums - _column(sums, token, s)[:, None], float("-inf"))
             made += tl.exp(kept) * _column(u * rate, token, s)[:, None] * _row(dots, token, s)[None, :]
     else:
-        made = _mixed(u.to(DTYPE), (c * dots).to(DTYPE), PRECISION)
+        made = _dot(u.to(DTYPE), (c * dots).to(DTYPE), PRECISION)
     return made
 
 
@@ -137,13 +120,6 @@ def _ends(a, b, c, e0, e, end, at_end, token, there, GATED: tl.constexpr, FILTER
         e_first = tl.load(e0 + at_end)
         e_end = tl.load(e + at_end * 16 + token)[None, :]
     return a_end, b_end, c_end, e_first, e_end
-
-
-@triton.jit
-def _slopes(z):
-    """gelu, its first and its second derivative."""
-    below, density = _normal(z)
-    return z * below, below + z * density, density * (2.0 - z * z)
 
 
 @triton.jit
@@ -199,9 +175,9 @@ def states(
         else:
             y = tl.zeros([BD, 16], tl.float32)
             for i in range(0, F, BF):
-                z = tl.dot(_load(w2 + base, i + f, d, F, D).to(DTYPE), kt, input_precision=PRECISION)
-                h, _ = _gelu(z)
-                y += tl.dot(_load(w1 + base, d, i + f, D, F).to(DTYPE), h.to(DTYPE), input_precision=PRECISION)
+                z = _dot(_load(w2 + base, i + f, d, F, D).to(DTYPE), kt, PRECISION)
+                h, _ = gelu(z)
+                y += _dot(_load(w1 + base, d, i + f, D, F).to(DTYPE), h.to(DTYPE), PRECISION)
             _put(seen, y, at, there, d, D)
         given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], d[:, None], D, there[None, :], inside)
         u = tl.where(inside & there[None, :], _ask(y, y, given, inside, False), 0.0)
@@ -219,11 +195,11 @@ def states(
             y2, y1 = x2.to(DTYPE), x1.to(DTYPE)
             _store(rooms2 + to, y2, i + f, d, F, D)
             _store(rooms1 + to, y1, d, i + f, D, F)
-            h, slope = _gelu(tl.dot(y2, kt, input_precision=PRECISION))
+            h, slope = gelu(_dot(y2, kt, PRECISION))
             hb = tl.trans(h.to(DTYPE))
-            p = tl.dot(tl.trans(y1), ub, input_precision=PRECISION) * slope
-            now2 = a_end * x2 + tl.dot((p * c_end).to(DTYPE), kb, input_precision=PRECISION)
-            now1 = tl.dot(wb, hb, input_precision=PRECISION)
+            p = _dot(tl.trans(y1), ub, PRECISION) * slope
+            now2 = a_end * x2 + _dot((p * c_end).to(DTYPE), kb, PRECISION)
+            now1 = _dot(wb, hb, PRECISION)
             if ROWS:
                 now1 += tl.exp(left) * x1
             else:
@@ -234,8 +210,8 @@ def states(
                 _store(rooms3 + to, z1.to(DTYPE), d, i + f, D, F)
                 now2 += b_end * z2
                 now1 += b_end * z1
-                z2 = e_first * z2 + tl.dot((p * e_end).to(DTYPE), kb, input_precision=PRECISION)
-                z1 = e_first * z1 + tl.dot((u * e_end).to(DTYPE), hb, input_precision=PRECISION)
+                z2 = e_first * z2 + _dot((p * e_end).to(DTYPE), kb, PRECISION)
+                z1 = e_first * z1 + _dot((u * e_end).to(DTYPE), hb, PRECISION)
                 _store(m2 + base, z2, i + f, d, F, D)
                 _store(m1 + base, z1, d, i + f, D, F)
             _store(w2 + base, now2, i + f, d, F, D)
@@ -266,25 +242,25 @@ def reads(
     given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], d[:, None], D, there[None, :], inside)
     u = tl.where(inside & there[None, :], _ask(y, y, given, inside, False), 0.0)
     ub = u.to(DTYPE)
-    c_st, a_t, b_t = _pairs(c, at, there, token), _line(a, at, there, GATED), _line(b, at, there, FILTER)
-    pairs = (tl.dot(tl.trans(kt), qt, input_precision=PRECISION) * c_st).to(DTYPE)
+    c_st, a_t, b_t = _pairs(c, at, there, token), line(a, at, there, GATED), line(b, at, there, FILTER)
+    pairs = (_dot(tl.trans(kt), qt, PRECISION) * c_st).to(DTYPE)
     read, more = tl.zeros([BD, 16], tl.float32), tl.zeros([BD, 16], tl.float32)
     dots = tl.zeros([16, 16], tl.float32)
     for i in range(0, F, BF):
         y2, y1 = _load(rooms2 + to, i + f, d, F, D), _load(rooms1 + to, d, i + f, D, F)
-        h, slope = _gelu(tl.dot(y2, kt, input_precision=PRECISION))
-        p = tl.dot(tl.trans(y1), ub, input_precision=PRECISION) * slope
-        asked = tl.dot(y2, qt, input_precision=PRECISION) * a_t[None, :]
+        h, slope = gelu(_dot(y2, kt, PRECISION))
+        p = _dot(tl.trans(y1), ub, PRECISION) * slope
+        asked = _dot(y2, qt, PRECISION) * a_t[None, :]
         if FILTER:
             z2, z1 = _load(rooms4 + to, i + f, d, F, D), _load(rooms3 + to, d, i + f, D, F)
-            asked += tl.dot(z2, qt, input_precision=PRECISION) * b_t[None, :]
-        asked += _mixed(p.to(DTYPE), pairs, PRECISION)
-        m, _ = _gelu(asked)
+            asked += _dot(z2, qt, PRECISION) * b_t[None, :]
+        asked += _dot(p.to(DTYPE), pairs, PRECISION)
+        m, _ = gelu(asked)
         mb = m.to(DTYPE)
-        read += tl.dot(y1, mb, input_precision=PRECISION)
-        dots += tl.dot(tl.trans(h.to(DTYPE)), mb, input_precision=PRECISION)
+        read += _dot(y1, mb, PRECISION)
+        dots += _dot(tl.trans(h.to(DTYPE)), mb, PRECISION)
         if FILTER:
-            more += tl.dot(z1, mb, input_precision=PRECISION)
+            more += _dot(z1, mb, PRECISION)
     sums, rate = u, u
     if ROWS:
         sums, rate = _logs(g, at, there, d, D), _get(r, at, there, d, D).to(tl.float32)
@@ -323,7 +299,7 @@ def reads_back(
     given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], d[:, None], D, there[None, :], inside)
     u = tl.where(inside & there[None, :], _ask(y, y, given, inside, False), 0.0)
     ub = u.to(DTYPE)
-    c_st, a_t, b_t = _pairs(c, at, there, token), _line(a, at, there, GATED), _line(b, at, there, FILTER)
+    c_st, a_t, b_t = _pairs(c, at, there, token), line(a, at, there, GATED), line(b, at, there, FILTER)
     dots, got = _pairs(met, at, there, token), _get(do, at, there, d, D)
     if ROWS:
         sums, rate = _logs(g, at, there, d, D), _get(r, at, there, d, D).to(tl.float32)
@@ -343,12 +319,12 @@ def reads_back(
         _put_block(dus + block, dwrite * 0.0, d, token, D)
     else:
         gb, late = got.to(DTYPE), (got * a_t[None, :]).to(DTYPE)
-        ddots = tl.dot(tl.trans(ub), gb, input_precision=PRECISION)
+        ddots = _dot(tl.trans(ub), gb, PRECISION)
         dc_st = dots * ddots
         ddots *= c_st
-        _put_block(dus + block, _mixed(gb, tl.trans((c_st * dots).to(DTYPE)), PRECISION), d, token, D)
+        _put_block(dus + block, _dot(gb, tl.trans((c_st * dots).to(DTYPE)), PRECISION), d, token, D)
     both = ddots.to(DTYPE)
-    alike = tl.dot(tl.trans(kt), qt, input_precision=PRECISION)
+    alike = _dot(tl.trans(kt), qt, PRECISION)
     pairs = (alike * c_st).to(DTYPE)
     dpairs = tl.zeros([16, 16], tl.float32)
     read, more = tl.zeros([BD, 16], tl.float32), tl.zeros([BD, 16], tl.float32)
@@ -356,35 +332,35 @@ def reads_back(
     da_t, db_t = tl.zeros([16], tl.float32), tl.zeros([16], tl.float32)
     for i in range(0, F, BF):
         y2, y1 = _load(rooms2 + to, i + f, d, F, D), _load(rooms1 + to, d, i + f, D, F)
-        h, slope = _gelu(tl.dot(y2, kt, input_precision=PRECISION))
+        h, slope = gelu(_dot(y2, kt, PRECISION))
         hb = h.to(DTYPE)
-        pb = (tl.dot(tl.trans(y1), ub, input_precision=PRECISION) * slope).to(DTYPE)
-        plain = tl.dot(y2, qt, input_precision=PRECISION)
-        asked = plain * a_t[None, :] + _mixed(pb, pairs, PRECISION)
+        pb = (_dot(tl.trans(y1), ub, PRECISION) * slope).to(DTYPE)
+        plain = _dot(y2, qt, PRECISION)
+        asked = plain * a_t[None, :] + _dot(pb, pairs, PRECISION)
         if FILTER:
             z2, z1 = _load(rooms4 + to, i + f, d, F, D), _load(rooms3 + to, d, i + f, D, F)
-            held = tl.dot(z2, qt, input_precision=PRECISION)
+            held = _dot(z2, qt, PRECISION)
             asked += held * b_t[None, :]
-        m, slope_m = _gelu(asked)
+        m, slope_m = gelu(asked)
         mb = m.to(DTYPE)
         _put_units(ms + units, mb, i + f, token, F)
-        dm = _mixed(hb, both, PRECISION) + tl.dot(tl.trans(y1), late, input_precision=PRECISION)
+        dm = _dot(hb, both, PRECISION) + _dot(tl.trans(y1), late, PRECISION)
         if GATED or ROWS:
-            read += tl.dot(y1, mb, input_precision=PRECISION)
+            read += _dot(y1, mb, PRECISION)
         if FILTER:
-            dm += tl.dot(tl.trans(z1), (got * b_t[None, :]).to(DTYPE), input_precision=PRECISION)
-            more += tl.dot(z1, mb, input_precision=PRECISION)
+            dm += _dot(tl.trans(z1), (got * b_t[None, :]).to(DTYPE), PRECISION)
+            more += _dot(z1, mb, PRECISION)
         dn = dm * slope_m
         dnb = dn.to(DTYPE)
         _put_units(dns + units, dnb, i + f, token, F)
-        _put_units(dhs + units, _mixed(mb, tl.trans(both), PRECISION), i + f, token, F)
-        _put_units(dps + units, _mixed(dnb, tl.trans(pairs), PRECISION), i + f, token, F)
-        dpairs += tl.dot(tl.trans(pb), dnb, input_precision=PRECISION)
-        dqt += tl.dot(tl.trans(y2), (dn * a_t[None, :]).to(DTYPE), input_precision=PRECISION)
+        _put_units(dhs + units, _dot(mb, tl.trans(both), PRECISION), i + f, token, F)
+        _put_units(dps + units, _dot(dnb, tl.trans(pairs), PRECISION), i + f, token, F)
+        dpairs += _dot(tl.trans(pb), dnb, PRECISION)
+        dqt += _dot(tl.trans(y2), (dn * a_t[None, :]).to(DTYPE), PRECISION)
         if GATED:
             da_t += tl.sum(dn * plain, 0)
         if FILTER:
-            dqt += tl.dot(tl.trans(z2), (dn * b_t[None, :]).to(DTYPE), input_precision=PRECISION)
+            dqt += _dot(tl.trans(z2), (dn * b_t[None, :]).to(DTYPE), PRECISION)
             db_t += tl.sum(dn * held, 0)
     if ROWS:
         _put_block(dlogs + block, dsums + got * tl.exp(sums) * read, d, token, D)
@@ -396,8 +372,8 @@ def reads_back(
         tl.store(db + at, db_t + tl.sum(got * more, 0), mask=there)
     tl.store(dc + at[None, :] * 16 + token[:, None], dc_st + dpairs * alike, mask=there[None, :])
     dpb = (dpairs * c_st).to(DTYPE)
-    _put(dq, dqt + _mixed(kt, dpb, PRECISION), at, there, d, D)
-    _put_block(dks + block, _mixed(qt, tl.trans(dpb), PRECISION), d, token, D)
+    _put(dq, dqt + _dot(kt, dpb, PRECISION), at, there, d, D)
+    _put_block(dks + block, _dot(qt, tl.trans(dpb), PRECISION), d, token, D)
 
 
 @Kernel
@@ -456,16 +432,16 @@ def reverse(
                 da_end += tl.sum(tl.sum(e2 * y2.to(tl.float32), 1), 0)
                 if not ROWS:
                     da_end += tl.sum(tl.sum(e1 * y1.to(tl.float32), 1), 0)
-            h, slope, bend = _slopes(tl.dot(y2, kt, input_precision=PRECISION))
+            h, slope, bend = bent(_dot(y2, kt, PRECISION))
             hb = h.to(DTYPE)
-            fell = tl.dot(tl.trans(y1), ub, input_precision=PRECISION)
+            fell = _dot(tl.trans(y1), ub, PRECISION)
             p = fell * slope
-            ahead = tl.dot(g2, kt, input_precision=PRECISION)
+            ahead = _dot(g2, kt, PRECISION)
             dp = _units(dps + units, i + f, token, F) + ahead * c_end
             dc_end += tl.sum(p * ahead, 0)
-            dkt += tl.dot(tl.trans(g2), (p * c_end).to(DTYPE), input_precision=PRECISION)
-            through += tl.dot(g1, hb, input_precision=PRECISION)
-            dh = _units(dhs + units, i + f, token, F) + tl.dot(tl.trans(g1), wb, input_precision=PRECISION)
+            dkt += _dot(tl.trans(g2), (p * c_end).to(DTYPE), PRECISION)
+            through += _dot(g1, hb, PRECISION)
+            dh = _units(dhs + units, i + f, token, F) + _dot(tl.trans(g1), wb, PRECISION)
             if FILTER:
                 z2 = _load(rooms4 + to, i + f, d, F, D).to(tl.float32)
                 z1 = _load(rooms3 + to, d, i + f, D, F).to(tl.float32)
@@ -473,14 +449,14 @@ def reverse(
                 db_end += tl.sum(tl.sum(e2 * z2, 1), 0) + tl.sum(tl.sum(e1 * z1, 1), 0)
                 de_first += tl.sum(tl.sum(k2 * z2, 1), 0) + tl.sum(tl.sum(k1 * z1, 1), 0)
                 t2, t1 = k2.to(DTYPE), k1.to(DTYPE)
-                ahead = tl.dot(t2, kt, input_precision=PRECISION)
+                ahead = _dot(t2, kt, PRECISION)
                 dp += ahead * e_end
                 de_end += tl.sum(p * ahead, 0)
-                dkt += tl.dot(tl.trans(t2), (p * e_end).to(DTYPE), input_precision=PRECISION)
-                held += tl.dot(t1, hb, input_precision=PRECISION)
-                dh += tl.dot(tl.trans(t1), (u * e_end).to(DTYPE), input_precision=PRECISION)
+                dkt += _dot(tl.trans(t2), (p * e_end).to(DTYPE), PRECISION)
+                held += _dot(t1, hb, PRECISION)
+                dh += _dot(tl.trans(t1), (u * e_end).to(DTYPE), PRECISION)
             slopes = (dp * slope).to(DTYPE)
-            du += tl.dot(y1, slopes, input_precision=PRECISION)
+            du += _dot(y1, slopes, PRECISION)
             _put_units(dps + units, slopes, i + f, token, F)
             _put_units(dhs + units, dh, i + f, token, F)
             _put_units(dzs + units, dp * fell * bend, i + f, token, F)
@@ -510,7 +486,7 @@ def reverse(
         _put(asked, du, at, there, d, D)
         dy = tl.where(inside & there[None, :], _ask(y, du, given, inside, True), 0.0).to(DTYPE)
         qt, got = _get(q, at, there, d, D), _get(do, at, there, d, D)
-        a_t, b_t = _line(a, at, there, GATED), _line(b, at, there, FILTER)
+        a_t, b_t = line(a, at, there, GATED), line(b, at, there, FILTER)
         late = (got * a_t[None, :]).to(DTYPE)
         if ROWS:
             late = (got * tl.exp(sums)).to(DTYPE)
@@ -518,24 +494,24 @@ def reverse(
         tl.debug_barrier()
         for i in range(0, F, BF):
             y2, y1 = _load(rooms2 + to, i + f, d, F, D), _load(rooms1 + to, d, i + f, D, F)
-            h, slope, _ = _slopes(tl.dot(y2, kt, input_precision=PRECISION))
+            h, slope, _ = bent(_dot(y2, kt, PRECISION))
             hb = tl.trans(h.to(DTYPE))
-            dh = _units(dhs + units, i + f, token, F) + tl.dot(tl.trans(y1), dy, input_precision=PRECISION)
+            dh = _units(dhs + units, i + f, token, F) + _dot(tl.trans(y1), dy, PRECISION)
             dz = (_units(dzs + units, i + f, token, F) + dh * slope).to(DTYPE)
-            dkt += tl.dot(tl.trans(y2), dz, input_precision=PRECISION)
+            dkt += _dot(tl.trans(y2), dz, PRECISION)
             mb, slopes = tl.trans(_units(ms + units, i + f, token, F)), _units(dps + units, i + f, token, F).to(DTYPE)
             dn = _units(dns + units, i + f, token, F).to(tl.float32)
             e2, e1 = _load(dw2 + base, i + f, d, F, D), _load(dw1 + base, d, i + f, D, F)
-            now2 = tl.dot(dz, kb, input_precision=PRECISION)
-            now2 += tl.dot((dn * a_t[None, :]).to(DTYPE), qb, input_precision=PRECISION)
-            now1 = tl.dot(dy, hb, input_precision=PRECISION)
-            now1 += tl.dot(late, mb, input_precision=PRECISION)
-            now1 += tl.dot(ub, tl.trans(slopes), input_precision=PRECISION)
+            now2 = _dot(dz, kb, PRECISION)
+            now2 += _dot((dn * a_t[None, :]).to(DTYPE), qb, PRECISION)
+            now1 = _dot(dy, hb, PRECISION)
+            now1 += _dot(late, mb, PRECISION)
+            now1 += _dot(ub, tl.trans(slopes), PRECISION)
             if FILTER:
                 k2 = e_first * _load(dm2 + base, i + f, d, F, D) + b_end * e2
                 k1 = e_first * _load(dm1 + base, d, i + f, D, F) + b_end * e1
-                k2 += tl.dot((dn * b_t[None, :]).to(DTYPE), qb, input_precision=PRECISION)
-                k1 += tl.dot((got * b_t[None, :]).to(DTYPE), mb, input_precision=PRECISION)
+                k2 += _dot((dn * b_t[None, :]).to(DTYPE), qb, PRECISION)
+                k1 += _dot((got * b_t[None, :]).to(DTYPE), mb, PRECISION)
                 _store(dm2 + base, k2, i + f, d, F, D)
                 _store(dm1 + base, k1, d, i + f, D, F)
             now2 += a_end * e2
