@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
+from axes.kernels.common.launcher import Launch, Tiles, here
+
 _aten = torch.ops.aten
 _BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _LONGEST = 2000  # steps: more is a loop over tokens
@@ -35,14 +37,6 @@ class _Place(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-
-
-class _Described(NamedTuple):
-    """A descriptor of tiles of a tensor."""
-
-    cls: type
-    rest: dict[str, Any]
-    base: _Place
 
 
 class _Again(NamedTuple):
@@ -236,7 +230,7 @@ class Recorder(TorchDispatchMode):
             return type(x)(*inside) if hasattr(x, "_fields") else type(x)(inside)
         if hasattr(x, "block_shape") and isinstance(getattr(x, "base", None), Tensor):
             rest = {name: y for name, y in x.__dict__.items() if name != "base"}
-            return _Described(type(x), rest, self.place(x.base))
+            return Tiles(type(x), rest, self.place(x.base))
         return x
 
 
@@ -284,7 +278,7 @@ def _function(
 ) -> _Follow:
     """The steps as a function of a list of given roots, which it empties; results: places, which come back in their
     structure. A tensor is let go of behind the step that reads it last."""
-    known: dict[str, Any] = {"view": torch.as_strided, "described": _described, "again": Tensor.detach}
+    known: dict[str, Any] = {"view": torch.as_strided, "described": _described, "again": Tensor.detach, "here": here}
     names = "".join(f"t{root}, " for root in given)
     lines = [[f"{names} = tensors", "tensors.clear()"]]
     last: dict[str, int] = {}
@@ -295,7 +289,7 @@ def _function(
         known[name] = x
         return name
 
-    def text(x: Any) -> str:
+    def text(x: Any, read: str = "{}") -> str:
         if isinstance(x, _Place):
             name = root = f"t{x.root}"
             if x != roots[x.root] and (name := views.get(x, "")) == "":
@@ -303,26 +297,35 @@ def _function(
                 lines[-1].append(f"{name} = view({root}, {x.size}, {x.stride}, {x.offset})")
                 last[root] = len(lines) - 1
             last[name] = len(lines) - 1
-            return name
+            return read.format(name)
         if isinstance(x, _Again):
             return f"again({text(x.base)})"
-        if isinstance(x, _Described):
+        if isinstance(x, Tiles):
             return f"described({constant(x.cls)}, {constant(x.rest)}, {text(x.base)})"
         if x is None or type(x) in (bool, int, str):
             return repr(x)
         if isinstance(x, tuple | list) and next(_placed(x), None) is not None:
-            inside = "".join(f"{text(y)}, " for y in x)
+            inside = "".join(f"{text(y, read)}, " for y in x)
             if hasattr(x, "_fields"):
                 return f"{constant(type(x))}({inside})"
             return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
         return constant(x)
 
-    read = {place.root for place in _placed((results, *[(step.args, step.kwargs) for step in steps]))}
+    def address(x: Any) -> str:
+        return text(x, "{}.data_ptr()")
+
+    needed = {place.root for place in _placed((results, *[(step.args, step.kwargs) for step in steps]))}
     for step in steps:
-        if step.function in _UNREAD and step.made[0] not in read:
+        if step.function in _UNREAD and step.made[0] not in needed:
             continue
         step = _quick(step, device)
         lines.append([])
+        if isinstance(step.function, Launch):
+            call = step.function.text(step.args, constant, address)
+            if call is not None:
+                lines[0][2:] = [f"stream, enter, leave = here({constant(device)})"]
+                lines[-1].append(call)
+                continue
         asked = [text(x) for x in step.args] + [f"{name}={text(x)}" for name, x in step.kwargs.items()]
         call = f"{constant(step.function)}({', '.join(asked)})"
         made = ["_" if root is None else f"t{root}" for root in step.made]
@@ -344,7 +347,7 @@ def _function(
 def _placed(x: Any) -> Iterator[_Place]:
     if isinstance(x, _Place):
         yield x
-    elif isinstance(x, _Described | _Again):
+    elif isinstance(x, Tiles | _Again):
         yield x.base
     elif isinstance(x, tuple | list):
         for y in x:
