@@ -60,8 +60,8 @@ class Launch:
             texts.append(f"{constant(_Maps(x, meta))}[{address(x.base)}]")
             texts += [repr(int(n)) for n in (*x.rest["shape"], *x.rest["strides"])]
         launch = run.launch
-        if inspect.isfunction(launch):  # which describes tiles
-            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+        if inspect.isfunction(launch):  # it describes tiles
+            launch = inspect.getclosurevars(launch).nonlocals.get("launcher", launch)
         start = (*self.grid, "stream", self.compiled.function, run.launch_cooperative_grid, run.launch_pdl)
         kernel, told = constant(self.compiled.packed_metadata), constant(self.compiled.launch_metadata)
         hooks = (f"None if enter is None else {told}({self.grid}, stream)", "enter", "leave")
