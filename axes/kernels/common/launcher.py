@@ -8,6 +8,7 @@ driver's descriptions of tiles are kept by the address that they begin at, since
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -73,14 +74,13 @@ class Launch:
         return f"{constant(launch)}({', '.join(map(str, every))})"
 
 
-def here(device: torch.device) -> tuple[int, Any, Any]:
+def here(device: int) -> tuple[int, Any, Any]:
     """The stream that launches go to, and hooks before and after them, None where nobody has set any."""
-    from triton import knobs
-
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    runtime = sys.modules["triton"].knobs.runtime  # an import statement takes longer than a launch
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     if not (getattr(enter, "calls", enter) or getattr(leave, "calls", leave)):
         enter = leave = None
-    return torch._C._cuda_getCurrentRawStream(device.index), enter, leave
+    return torch._C._cuda_getCurrentRawStream(device), enter, leave
 
 
 class _At:

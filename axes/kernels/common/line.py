@@ -206,6 +206,8 @@ class Recorder(TorchDispatchMode):
             function, args, kwargs = room, sizes, _kind(first)
         elif first is not None and not read:
             kwargs = {**kwargs, **_kind(first)}
+        elif function is _aten.add.Tensor and self._is_zero(args[0]) and type(args[1]) is int and not kwargs:
+            function, args, kwargs = torch.full, (tuple(made.shape), args[1]), _kind(made)
         elif function is _aten._to_copy.default and kwargs.keys() <= _CAST and made.device == args[0].device:
             alike = made.dtype == args[0].dtype  # then a copy is what was asked for
             function, args, kwargs = (function, args, kwargs) if alike else (Tensor.to, (args[0], made.dtype), {})
@@ -218,6 +220,12 @@ class Recorder(TorchDispatchMode):
             self.place(x)
         self.steps.append(_Step(_BINDINGS.get(function, function), *given, tuple(roots), several))
         return None
+
+    def _is_zero(self, x: Tensor) -> bool:
+        """Whether it is a tensor of integers that was made of zeros and of which nothing has been said since."""
+        root = self.place(x).root
+        said = [s for s in self.steps if root in s.made or any(p.root == root for p in _placed((s.args, s.kwargs)))]
+        return not x.is_floating_point() and len(said) == 1 and said[0].function is torch.zeros
 
     def _places(self, x: Any) -> Any:
         """x with places in the place of tensors."""
@@ -265,12 +273,41 @@ def unseen() -> AbstractContextManager[Any]:
 _Follow = Callable[[list[Tensor]], Any]
 
 
-def _quick(step: _Step, device: torch.device) -> _Step:
-    """A room by the entrance that the code of torch's compiler takes, which does not ask what is known."""
+def _quick(step: _Step, roots: Sequence[_Place], device: torch.device) -> _Step:
+    """A room by the entrance that the code of torch's compiler takes, which does not ask what is known; what fills one
+    with zeros, a number or another dtype by that and an operation in place, half of what torch takes for it."""
     entrance = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    if step.function is not torch.empty_strided or entrance is None or step.kwargs["device"] != device:
+    filled = _FILLED.get(step.function)
+    if entrance is None or step.function is not torch.empty_strided and filled is None or step.made[0] is None:
         return step
-    return step._replace(function=entrance, args=(*step.args, step.kwargs["dtype"]), kwargs={})
+    if step.function is Tensor.to:
+        dtype = step.args[1]
+    elif step.kwargs["device"] == device:
+        dtype = step.kwargs["dtype"]
+    else:
+        return step
+    place = roots[step.made[0]]
+    room = (place.size, place.stride, dtype)
+    if filled is None:
+        return step._replace(function=entrance, args=room, kwargs={})
+    number, fill = filled
+
+    def made(given: Any) -> Any:
+        return fill(entrance(*room), given)
+
+    return step._replace(function=made, args=(step.args[number] if number is not None else 0,), kwargs={})
+
+
+# by what fills a room: which of its arguments with, and the operation in place
+_FILLED: dict[Any, tuple[int | None, Callable[..., Any]]] = {
+    torch.zeros: (None, Tensor.fill_),
+    torch.full: (1, Tensor.fill_),
+    Tensor.to: (0, Tensor.copy_),
+}
+# a view without asking what torch's dispatcher would: size, stride, and how much later than the tensor it begins
+_view = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None) or (
+    lambda x, size, stride, later: torch.as_strided(x, size, stride, x.storage_offset() + later)
+)
 
 
 def _function(
@@ -278,7 +315,7 @@ def _function(
 ) -> _Follow:
     """The steps as a function of a list of given roots, which it empties; results: places, which come back in their
     structure. A tensor is let go of behind the step that reads it last."""
-    known: dict[str, Any] = {"view": torch.as_strided, "described": _described, "again": Tensor.detach, "here": here}
+    known: dict[str, Any] = {"view": _view, "described": _described, "again": Tensor.detach, "here": here}
     names = "".join(f"t{root}, " for root in given)
     lines = [[f"{names} = tensors", "tensors.clear()"]]
     last: dict[str, int] = {}
@@ -294,7 +331,8 @@ def _function(
             name = root = f"t{x.root}"
             if x != roots[x.root] and (name := views.get(x, "")) == "":
                 name = views[x] = f"v{len(views)}"
-                lines[-1].append(f"{name} = view({root}, {x.size}, {x.stride}, {x.offset})")
+                later = x.offset - roots[x.root].offset
+                lines[-1].append(f"{name} = view({root}, {x.size}, {x.stride}, {later})")
                 last[root] = len(lines) - 1
             last[name] = len(lines) - 1
             return read.format(name)
@@ -318,12 +356,12 @@ def _function(
     for step in steps:
         if step.function in _UNREAD and step.made[0] not in needed:
             continue
-        step = _quick(step, device)
+        step = _quick(step, roots, device)
         lines.append([])
         if isinstance(step.function, Launch):
             call = step.function.text(step.args, constant, address)
             if call is not None:
-                lines[0][2:] = [f"stream, enter, leave = here({constant(device)})"]
+                lines[0][2:] = [f"stream, enter, leave = here({device.index})"]
                 lines[-1].append(call)
                 continue
         asked = [text(x) for x in step.args] + [f"{name}={text(x)}" for name, x in step.kwargs.items()]
