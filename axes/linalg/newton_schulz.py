@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -124,6 +125,11 @@ def _parts(schedule: Sequence[Triple], longest: int) -> list[Sequence[Triple]]:
     return [schedule[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
 
+def _lengths(steps: int) -> list[int]:
+    """Of the parts of so many polynomials."""
+    return [len(part) for part in _parts([(0.0, 0.0, 0.0)] * steps, RESTART)]
+
+
 def _grams(stacks: Sequence[Tensor], counts: Sequence[int], whole: int) -> Tensor:
     if len(stacks) == 1:
         return symmetric.product(stacks[0], count=whole)
@@ -177,16 +183,24 @@ class Moving(NamedTuple):
 
     Products take numbers of the host, but for a factor of A B^T and one of the first term. So a polynomial is divided
     by a: q(G) / a = I + (b / a) G + (c / a) G^2, whose products have terms of weight 1, and G <- q G q is made with a^2
-    as both factors. a^k comes back at the end of a part.
+    as both factors. a^k comes back at the end of a part. What of this is numbers alone the host computes (`told`): on a
+    device each would be a launch.
     """
 
-    coefficients: Tensor
+    numbers: Tensor
     steps: int
+
+    @staticmethod
+    def told(coefficients: Triple, steps: int) -> tuple[float, ...]:
+        """`numbers`: a, b, c; the factors of the square and of what G becomes; a^k of every part."""
+        a, b, c = coefficients
+        over = [x / a if a else math.nan for x in (c, b)]
+        return a, b, c, *over, a * a, a * a, *(a**k for k in _lengths(steps))
 
     def direct(self, x: Tensor) -> Tensor:
         """`direct`; sums are float32, for a number of a device is rounded to the dtype of a tensor beside it."""
         high = torch.promote_types(x.dtype, torch.float32)
-        a, b, c = self.coefficients.to(high).unbind()
+        a, b, c = self.numbers[:3].to(high).unbind()
         for _ in range(self.steps):
             gram = x @ x.mT
             q = (b * gram.to(high) + c * (gram @ gram).to(high)).to(x.dtype)
@@ -197,13 +211,11 @@ class Moving(NamedTuple):
         """`in_gram_form`."""
         x, counts = list(stacks), [s.shape[0] for s in stacks]
         high = torch.promote_types(x[0].dtype, torch.float32)
-        a, b, c = self.coefficients.unbind()
-        parts = [len(part) for part in _parts([(0.0, 0.0, 0.0)] * self.steps, RESTART)]
-        pairs = torch.stack((torch.stack((c / a, b / a)), (a * a).expand(2)))  # of the square, and of what G becomes
-        both = pairs.to(high)[:, None, :].expand(-1, sum(counts), 2).contiguous()
-        for place, length in enumerate(parts):
-            factors = self._composed(_grams(x, counts, whole), both, length, whole).mul_((a**length).to(high))
-            last = sizes if place == len(parts) - 1 else [1.0] * len(x)
+        numbers, lengths = self.numbers.to(high), _lengths(self.steps)
+        both = numbers[3:7].view(2, 1, 2).expand(-1, sum(counts), -1).contiguous()
+        for place, length in enumerate(lengths):
+            factors = self._composed(_grams(x, counts, whole), both, length, whole).mul_(numbers[7 + place])
+            last = sizes if place == len(lengths) - 1 else [1.0] * len(x)
             x = [_applied(f, s, size) for f, s, size in zip(factors.split(counts), x, last, strict=True)]
         return x
 

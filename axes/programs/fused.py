@@ -23,7 +23,8 @@ from axes.kernels.common.layout import on_device
 from axes.programs.code import CODE
 from axes.programs.lifted import lifted
 from axes.programs.program import COUNT, PARAMETER, Operation, Program, Value
-from axes.programs.storage import FORMS, LOW, QUANTUM, UNIT, on_its_way
+from axes.programs.sent import Sent
+from axes.programs.storage import FORMS, LOW, QUANTUM, UNIT
 
 # (entries, warps) of a program, measured on an H200: without and with forms of 8 bits
 _PLAIN, _CODED = (1024, 4), (512, 2)
@@ -349,6 +350,7 @@ class Fused:
         self.numbers = torch.zeros(max(1, len(read(program))), dtype=wide, device=self.device)
         self.inputs = torch.zeros(max(1, len(inputs)), dtype=torch.float64, device=self.device)
         self.given = self.inputs[: len(inputs) - len(kept)]
+        self.sent: Sent | None = None  # once several numbers move
         self.shown: dict[str, float] = {}  # numbers of the host that `given` has
         for name, x in self.kept.items():
             self.inputs[self.names.index(name)].copy_(x[0])
@@ -386,7 +388,8 @@ class Fused:
         if len(moved) > 1 and not self._capturing and not any(isinstance(x, Tensor) for x in moved.values()):
             self.shown |= {n: float(x) for n, x in moved.items()}
             row = [self.shown.get(n, 0.0) for n in self.names[: len(self.given)]]
-            self.given.copy_(on_its_way(row, self.device), non_blocking=True)
+            self.sent = self.sent or Sent(self.given)
+            self.sent.send(row)
             return
         for name, value in moved.items():
             place = self.inputs[self.names.index(name)]

@@ -14,7 +14,7 @@ it was, and a block with a number that is not finite decodes to numbers that are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -157,8 +157,3 @@ def philox(place: Tensor, step: Tensor | int, stream: int, seed: int) -> Tensor:
         ]
         key = [(k + w) & _MASK for k, w in zip(key, _WEYL, strict=True)]
     return c[0]
-
-
-def on_its_way(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Numbers in memory that a device copies from while the host goes on, which it does not where it is not pinned."""
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu", pin_memory=device.type == "cuda")

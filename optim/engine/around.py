@@ -29,8 +29,8 @@ from axes.optim.engine.statistics import Statistics
 from axes.optim.engine.statistics import given as drives
 from axes.programs.batched import Schedule
 from axes.programs.program import PARAMETER, function_of
+from axes.programs.sent import Sent
 from axes.programs.stages import Call, Stage, shared, states_left, without
-from axes.programs.storage import on_its_way
 
 if TYPE_CHECKING:
     from axes.optim.engine.forms import Today
@@ -295,6 +295,7 @@ class _Product:
         self.form, self.call, self.wide, self.squares, self.whole = h, call, wide, squares, whole
         self.h: Geometry | None = None  # with plain numbers
         self.numbers: Tensor | None = None  # those that move, where what is recorded reads them
+        self.sent: Sent  # there
         self.stacks, *self.others = stacks
         like = self.stacks[0]
         bound = sum(x.numel() for x in self.stacks) <= _HOST_BOUND
@@ -311,10 +312,11 @@ class _Product:
             if self.numbers is None or not moved:  # from now on they are read there
                 self.directions.forget()
             if moved:
-                device = self.stacks[0].device
-                there = on_its_way(moved, device)
-                self.numbers = torch.empty_like(there, device=device) if self.numbers is None else self.numbers
-                self.numbers.copy_(there, non_blocking=True)
+                if self.numbers is None:
+                    device = self.stacks[0].device
+                    self.numbers = torch.empty(len(moved), dtype=torch.float64, device=device)
+                    self.sent = Sent(self.numbers)
+                self.sent.send(moved)
         self.h = h
 
     def _branches(self, count: int) -> list[list[int]]:

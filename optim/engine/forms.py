@@ -14,7 +14,7 @@ import inspect
 import numbers
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, final
 
 from torch import Tensor
@@ -55,6 +55,14 @@ class Today:
     def is_of(self, rule: Rule, values: list[Any]) -> bool:
         """Whether these are the very objects that it was made of, and none of them can have changed."""
         return bool(self.seen) and self.rule is rule and all(map(operator.is_, self.seen, values))
+
+    def moved(self, values: list[Any]) -> Today | None:
+        """Of values that differ from the group's own in floats alone, as schedules move them; None for others."""
+        if not self.seen or not all(map(_moves, self.seen, values)):
+            return None
+        now = self if values == self.seen else Today(self.rule, values, self.form, _floats(values))
+        now.seen = values
+        return now if now.holds else None
 
     @property
     def holds(self) -> bool:
@@ -112,6 +120,9 @@ class Forms:
         last = self._last.get(id(group))
         if last is not None and last.is_of(rule, values) and last.holds:
             return last
+        if last is not None and last.rule is rule and (moved := last.moved(values)) is not None:
+            self._last[id(group)] = moved
+            return moved
         found = self._found(group, rule, values, last)
         found.seen = values if all(map(_stays, values)) else []
         return found
@@ -121,7 +132,7 @@ class Forms:
         if last is not None and last.rule is rule and _same(last.given, given) and last.holds:
             return last
         self._require_single(rule, given)
-        hyperparameters = list(_floats(given))
+        hyperparameters = _floats(given)
         if last is not None and last.rule is rule and _alike(last.given, given):
             now = Today(rule, given, last.form, hyperparameters)
             if now.holds:
@@ -177,9 +188,18 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, float | Tensor)
 
 
-def _floats(given: list[Any]) -> Iterator[Any]:
+def _moves(old: Any, new: Any) -> bool:
+    """Whether a hyperparameter is what it was, or another float in its place."""
+    if type(old) is tuple and type(new) is tuple:
+        return len(old) == len(new) and all(map(_moves, old, new))
+    return old is new or type(old) is float and type(new) is float
+
+
+def _floats(given: list[Any]) -> list[Any]:
+    found: list[Any] = []
     for value in given:
-        yield from (x for x in (value if isinstance(value, tuple) else (value,)) if _is_number(x))
+        found += filter(_is_number, value if isinstance(value, tuple) else (value,))
+    return found
 
 
 def _replaced(given: list[Any], number: Callable[[Any], Any]) -> list[Any]:

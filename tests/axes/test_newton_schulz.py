@@ -68,8 +68,8 @@ def test_coefficients_may_be_numbers_of_the_device(seed: int, m: int, wider: int
     torch.manual_seed(seed)
     wide, tall = normalised(2, m, m + wider), normalised(3, m + wider, m).mT
     coefficients = torch.tensor(MUON, dtype=torch.float64) * (1 - 0.1 * torch.rand(3, dtype=torch.float64))
-    schedule = (tuple(coefficients.tolist()),) * steps
-    moving = Moving(coefficients, steps)
+    schedule: Any = (tuple(coefficients.tolist()),) * steps
+    moving = Moving(torch.tensor(Moving.told(schedule[0], steps), dtype=torch.float64), steps)
     for x, y, size in zip((wide, tall), moving.in_gram_form((wide, tall), (1.0, 2.5), 5), (1.0, 2.5), strict=True):
         torch.testing.assert_close(y, size * by_singular_values(x, schedule), rtol=1e-9, atol=1e-10)
         torch.testing.assert_close(moving.direct(x), by_singular_values(x, schedule), rtol=1e-9, atol=1e-10)
@@ -81,7 +81,8 @@ def test_numbers_of_the_device_round_as_those_of_the_host() -> None:
     x = normalised(2, 64, 256)
     exact = by_singular_values(x, (MUON,) * 5)
     (host,) = in_gram_form([x.half()], (MUON,) * 5, [1.0])
-    (there,) = Moving(torch.tensor(MUON, dtype=torch.float64), 5).in_gram_form([x.half()], [1.0], 2)
+    numbers = torch.tensor(Moving.told(MUON, 5), dtype=torch.float64)
+    (there,) = Moving(numbers, 5).in_gram_form([x.half()], [1.0], 2)
     off = [float((y.double() - exact).norm() / exact.norm()) for y in (host, there)]
     assert there.dtype == torch.float16 and max(off) < 5e-3 and off[1] < 1.3 * off[0]
 

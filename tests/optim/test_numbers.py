@@ -155,6 +155,16 @@ def test_a_number_that_decides_what_the_tuple_is_made_of_makes_another_one(count
         optimizer.step()
 
 
+def test_what_is_no_number_and_moves_beside_one_makes_another_tuple() -> None:
+    optimizer = optim.LARS(net(), lr=0.1, momentum=0.9)
+    (group,) = optimizer.param_groups
+    rule = optimizer._rules[group["rule"]]
+    for change in ({"momentum": 0.8}, {"momentum": 0.7, "nesterov": True}, {"momentum": 0.6, "adapt": False}):
+        group.update(change)
+        given = {n: group[n] for n in inspect.signature(rule).parameters}
+        assert optimizer.update_for(group) == rule(**given).normal()
+
+
 def test_tensors_are_numbers_and_keep_what_they_are(counts: Counts) -> None:
     model, other = net(), net()
     betas = torch.tensor(0.9, dtype=torch.float64), torch.tensor(0.99, dtype=torch.float64)

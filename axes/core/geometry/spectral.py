@@ -122,7 +122,7 @@ class Spectral(EuclideanOn):
         return self._directions(stacks, dtype, squares, True, whole, numbers)
 
     def moving(self) -> tuple[float, ...]:
-        return (self.eps, *self.coefficients) if self.method == "newton-schulz" else ()
+        return (self.eps, *Moving.told(self.coefficients, self.steps)) if self.method == "newton-schulz" else ()
 
     def _directions(
         self,

@@ -11,6 +11,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from axes.kernels.common.ahead import rehearsal
+from axes.kernels.common.launcher import Launch
 from axes.kernels.common.line import recording, unseen
 
 
@@ -66,7 +67,7 @@ class Kernel:
         else:
             ready[(*grid, 1, 1)](*values)
         if (recorder := recording()) is not None:
-            recorder.launch(ready[(*grid, 1, 1)], values, {})
+            recorder.launch(Launch(ready, grid), values, {})
 
     def _interpret(self, grid: tuple[int, ...], *args: Any, **given: Any) -> None:
         recorder = recording()

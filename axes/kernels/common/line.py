@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
+from axes.kernels.common.launcher import Launch, Tiles, here
+
 _aten = torch.ops.aten
 _BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _LONGEST = 2000  # steps: more is a loop over tokens
@@ -35,14 +37,6 @@ class _Place(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-
-
-class _Described(NamedTuple):
-    """A descriptor of tiles of a tensor."""
-
-    cls: type
-    rest: dict[str, Any]
-    base: _Place
 
 
 class _Again(NamedTuple):
@@ -212,6 +206,8 @@ class Recorder(TorchDispatchMode):
             function, args, kwargs = room, sizes, _kind(first)
         elif first is not None and not read:
             kwargs = {**kwargs, **_kind(first)}
+        elif function is _aten.add.Tensor and self._is_zero(args[0]) and type(args[1]) is int and not kwargs:
+            function, args, kwargs = torch.full, (tuple(made.shape), args[1]), _kind(made)
         elif function is _aten._to_copy.default and kwargs.keys() <= _CAST and made.device == args[0].device:
             alike = made.dtype == args[0].dtype  # then a copy is what was asked for
             function, args, kwargs = (function, args, kwargs) if alike else (Tensor.to, (args[0], made.dtype), {})
@@ -225,6 +221,12 @@ class Recorder(TorchDispatchMode):
         self.steps.append(_Step(_BINDINGS.get(function, function), *given, tuple(roots), several))
         return None
 
+    def _is_zero(self, x: Tensor) -> bool:
+        """Whether it is a tensor of integers that was made of zeros and of which nothing has been said since."""
+        root = self.place(x).root
+        said = [s for s in self.steps if root in s.made or any(p.root == root for p in _placed((s.args, s.kwargs)))]
+        return not x.is_floating_point() and len(said) == 1 and said[0].function is torch.zeros
+
     def _places(self, x: Any) -> Any:
         """x with places in the place of tensors."""
         if isinstance(x, Tensor):
@@ -236,7 +238,7 @@ class Recorder(TorchDispatchMode):
             return type(x)(*inside) if hasattr(x, "_fields") else type(x)(inside)
         if hasattr(x, "block_shape") and isinstance(getattr(x, "base", None), Tensor):
             rest = {name: y for name, y in x.__dict__.items() if name != "base"}
-            return _Described(type(x), rest, self.place(x.base))
+            return Tiles(type(x), rest, self.place(x.base))
         return x
 
 
@@ -271,12 +273,41 @@ def unseen() -> AbstractContextManager[Any]:
 _Follow = Callable[[list[Tensor]], Any]
 
 
-def _quick(step: _Step, device: torch.device) -> _Step:
-    """A room by the entrance that the code of torch's compiler takes, which does not ask what is known."""
+def _quick(step: _Step, roots: Sequence[_Place], device: torch.device) -> _Step:
+    """A room by the entrance that the code of torch's compiler takes, which does not ask what is known; what fills one
+    with zeros, a number or another dtype by that and an operation in place, half of what torch takes for it."""
     entrance = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    if step.function is not torch.empty_strided or entrance is None or step.kwargs["device"] != device:
+    filled = _FILLED.get(step.function)
+    if entrance is None or step.function is not torch.empty_strided and filled is None or step.made[0] is None:
         return step
-    return step._replace(function=entrance, args=(*step.args, step.kwargs["dtype"]), kwargs={})
+    if step.function is Tensor.to:
+        dtype = step.args[1]
+    elif step.kwargs["device"] == device:
+        dtype = step.kwargs["dtype"]
+    else:
+        return step
+    place = roots[step.made[0]]
+    room = (place.size, place.stride, dtype)
+    if filled is None:
+        return step._replace(function=entrance, args=room, kwargs={})
+    number, fill = filled
+
+    def made(given: Any) -> Any:
+        return fill(entrance(*room), given)
+
+    return step._replace(function=made, args=(step.args[number] if number is not None else 0,), kwargs={})
+
+
+# by what fills a room: which of its arguments with, and the operation in place
+_FILLED: dict[Any, tuple[int | None, Callable[..., Any]]] = {
+    torch.zeros: (None, Tensor.fill_),
+    torch.full: (1, Tensor.fill_),
+    Tensor.to: (0, Tensor.copy_),
+}
+# a view without asking what torch's dispatcher would: size, stride, and how much later than the tensor it begins
+_view = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None) or (
+    lambda x, size, stride, later: torch.as_strided(x, size, stride, x.storage_offset() + later)
+)
 
 
 def _function(
@@ -284,7 +315,7 @@ def _function(
 ) -> _Follow:
     """The steps as a function of a list of given roots, which it empties; results: places, which come back in their
     structure. A tensor is let go of behind the step that reads it last."""
-    known: dict[str, Any] = {"view": torch.as_strided, "described": _described, "again": Tensor.detach}
+    known: dict[str, Any] = {"view": _view, "described": _described, "again": Tensor.detach, "here": here}
     names = "".join(f"t{root}, " for root in given)
     lines = [[f"{names} = tensors", "tensors.clear()"]]
     last: dict[str, int] = {}
@@ -295,34 +326,44 @@ def _function(
         known[name] = x
         return name
 
-    def text(x: Any) -> str:
+    def text(x: Any, read: str = "{}") -> str:
         if isinstance(x, _Place):
             name = root = f"t{x.root}"
             if x != roots[x.root] and (name := views.get(x, "")) == "":
                 name = views[x] = f"v{len(views)}"
-                lines[-1].append(f"{name} = view({root}, {x.size}, {x.stride}, {x.offset})")
+                later = x.offset - roots[x.root].offset
+                lines[-1].append(f"{name} = view({root}, {x.size}, {x.stride}, {later})")
                 last[root] = len(lines) - 1
             last[name] = len(lines) - 1
-            return name
+            return read.format(name)
         if isinstance(x, _Again):
             return f"again({text(x.base)})"
-        if isinstance(x, _Described):
+        if isinstance(x, Tiles):
             return f"described({constant(x.cls)}, {constant(x.rest)}, {text(x.base)})"
         if x is None or type(x) in (bool, int, str):
             return repr(x)
         if isinstance(x, tuple | list) and next(_placed(x), None) is not None:
-            inside = "".join(f"{text(y)}, " for y in x)
+            inside = "".join(f"{text(y, read)}, " for y in x)
             if hasattr(x, "_fields"):
                 return f"{constant(type(x))}({inside})"
             return f"({inside})" if isinstance(x, tuple) else f"[{inside}]"
         return constant(x)
 
-    read = {place.root for place in _placed((results, *[(step.args, step.kwargs) for step in steps]))}
+    def address(x: Any) -> str:
+        return text(x, "{}.data_ptr()")
+
+    needed = {place.root for place in _placed((results, *[(step.args, step.kwargs) for step in steps]))}
     for step in steps:
-        if step.function in _UNREAD and step.made[0] not in read:
+        if step.function in _UNREAD and step.made[0] not in needed:
             continue
-        step = _quick(step, device)
+        step = _quick(step, roots, device)
         lines.append([])
+        if isinstance(step.function, Launch):
+            call = step.function.text(step.args, constant, address)
+            if call is not None:
+                lines[0][2:] = [f"stream, enter, leave = here({device.index})"]
+                lines[-1].append(call)
+                continue
         asked = [text(x) for x in step.args] + [f"{name}={text(x)}" for name, x in step.kwargs.items()]
         call = f"{constant(step.function)}({', '.join(asked)})"
         made = ["_" if root is None else f"t{root}" for root in step.made]
@@ -344,7 +385,7 @@ def _function(
 def _placed(x: Any) -> Iterator[_Place]:
     if isinstance(x, _Place):
         yield x
-    elif isinstance(x, _Described | _Again):
+    elif isinstance(x, Tiles | _Again):
         yield x.base
     elif isinstance(x, tuple | list):
         for y in x:

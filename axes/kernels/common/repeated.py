@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import itemgetter
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,8 @@ _KNOWN = {
     nn.Linear, nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, nn.ModuleDict, nn.ModuleList, nn.ParameterList, nn.ParameterDict,
     nn.Identity,
 }  # fmt: skip
-_TABLES = {"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+_OF_TORCH = nn.Module().__dict__  # looked at where they matter: tables, hooks that calls meet, whether it trains
+_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST = 64  # looks of a module; past them all are forgotten
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
@@ -98,9 +100,8 @@ class _Calls:
         self.own = all(type(m) in _KNOWN or type(m).__module__.startswith("axes.") for m in every[1:])
         self.children = [(m._modules, n, child, type(child)) for m in every for n, child in m._modules.items()]
         self.held = [m.__dict__ for m in every]  # not the modules: this one would never go
-        self.attributes = [
-            (m.__dict__, n, x) for m in every for n, x in m.__dict__.items() if type(x) is not dict and n not in _TABLES
-        ]
+        own = [(held, n, x) for held in self.held for n, x in held.items() if n not in _OF_TORCH]
+        self.attributes = [(held, n, x) for held, n, x in own if type(x) is not dict]
         self.tensors = [(held, n) for m in every for held in (m._parameters, m._buffers) for n in held]
         self.lines: dict[Hashable, Line] = {}
 
@@ -112,12 +113,7 @@ class _Calls:
 
     def hooked(self) -> bool:
         """Whether a module beside the first, whose hooks are around all of this, would call somebody."""
-        for _, _, m, _ in self.children:
-            if m is not None and (
-                m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-            ):
-                return True
-        return False
+        return any(any(_HOOKS(held)) for held in self.held[1:])
 
     def __call__(self, module: nn.Module, run: Run, given: tuple[Tensor, ...], facts: tuple[Hashable, ...]) -> Any:
         own = [held.get(name) for held, name in self.tensors]
