@@ -80,17 +80,17 @@ def _spectra(
 
 @triton.jit
 def _kept(gate, times, spectrum, GATED: tl.constexpr, TIMES: tl.constexpr, SPECTRUM: tl.constexpr):
-    """e^(g + dt a) of what there is: a factor."""
+    """e^(g + dt a) of what there is: a factor. What is a row's is brought to base 2 before it meets entries."""
     if SPECTRUM and TIMES:
-        log = spectrum * times
+        log = spectrum * (times * 1.4426950408889634)
     elif SPECTRUM:
-        log = spectrum
+        log = spectrum * 1.4426950408889634
     if SPECTRUM and GATED:
-        log += gate
+        log += gate * 1.4426950408889634
     elif GATED:
-        log = gate
+        log = gate * 1.4426950408889634
     if SPECTRUM or GATED:
-        kept = tl.exp2(log * 1.4426950408889634)
+        kept = tl.exp2(log)
     else:
         kept = 1.0
     return kept
@@ -123,7 +123,7 @@ def _error(s, kept, key, v, ERASE: tl.constexpr):
 @triton.jit
 def _moved(s, kept, c, key, v, ERASE: tl.constexpr):
     """The state after a token."""
-    return s * kept + c * key * _error(s, kept, key, v, ERASE)
+    return s * kept + key * (c * _error(s, kept, key, v, ERASE))
 
 
 @Kernel

@@ -223,12 +223,11 @@ def backward(
                 c = _strength(b_[i * RT + m], t_[i * RT + m], STRONG, TIED)
                 value, dout = v_[i * RT + m], do_[i * RT + m]
                 for j in tl.static_range(NT):
-                    at = (i * RT + m) * NT + j
-                    key, s = k_[i * NT + j], states[at]
+                    key, s = k_[i * NT + j], states[(i * RT + m) * NT + j]
                     if HOLD:
-                        kept = factors[at]
+                        kept = factors[(i * RT + m) * NT + j]
                     else:
-                        kept = _kept(g_[i * RT + m], t_[i * RT + m], logs[at], GATED, TIMES, SPECTRUM)
+                        kept = _kept(g_[i * RT + m], t_[i * RT + m], logs[(i * RT + m) * NT + j], GATED, TIMES, SPECTRUM)
                     x = d[m * NT + j] + dout * q_[i * NT + j]
                     error = _error(s, kept, key, value, ERASE)
                     hear = x * key
@@ -236,7 +235,7 @@ def backward(
                     if ERASE != "none" and (STRONG or TIED):
                         to_strength += hear * error
                     if KEYS:
-                        of_q = of_q + (to_q[j] + dout * states[at + RT * NT],)  # type: ignore[assignment]
+                        of_q = of_q + (to_q[j] + dout * states[((i + 1) * RT + m) * NT + j],)  # type: ignore[assignment]
                         if ERASE == "none":
                             of_key = x * (c * value)
                         elif ERASE == "prev":
@@ -255,7 +254,7 @@ def backward(
                         to_gate += by_log
                     if SPECTRUM:
                         if TIMES:
-                            to_times += by_log * logs[at]
+                            to_times += by_log * logs[(i * RT + m) * NT + j]
                             by_log *= t_[i * RT + m]
                         if VARIES:
                             entry, row = n + j * NL, r + m * RL
