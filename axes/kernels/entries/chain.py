@@ -37,9 +37,9 @@ _CHUNK, _ROWS = 16, 32  # tokens and rows that a program holds: one warp, a row 
 
 
 _TILED = 16  # key entries up to which a program holds a state whole
-_HELD = 8  # tokens of a chunk there
-_FORWARD: dict[str, Any] = dict(RL=8, RT=4, NL=4, NT=4, U=4, AHEAD=True)
-_BACKWARD: dict[str, Any] = dict(RL=8, RT=2, NL=4, NT=4, HOLD=True)
+_HELD = 4  # tokens of a chunk there
+_FORWARD: dict[str, Any] = dict(RL=8, RT=2, NL=4, NT=4, U=2, AHEAD=True)
+_BACKWARD: dict[str, Any] = dict(RL=8, RT=2, NL=4, NT=4, HOLD=True, AHEAD=True)
 
 
 def _constants(
@@ -74,8 +74,8 @@ def _sizes(v: Tensor, k: Tensor, cu: Tensor | None, options: dict[str, Any]) -> 
 
 
 def _kept_as(k: Tensor, v: Tensor) -> torch.dtype:
-    """What states before chunks are kept in: bf16 in tiles of 16-bit rows, whose chunks are shorter."""
-    return torch.bfloat16 if _tile(k) and v.dtype != torch.float32 else torch.float32
+    """What states before chunks are kept in: those of tiles, whose chunks are short, in bf16 where rows are."""
+    return torch.bfloat16 if _tile(k) and v.dtype == torch.bfloat16 else torch.float32
 
 
 def _forward(

@@ -16,6 +16,19 @@ from axes.kernels.entries.kernels import _error, _kept, _moved, _strength
 
 
 @triton.jit
+def _zeros(ptr, shape: tl.constexpr, GIVEN: tl.constexpr, COUNT: tl.constexpr):
+    """Before the first chunk of tokens is there."""
+    out = ()
+    for _ in tl.static_range(COUNT):
+        if GIVEN:
+            x = tl.zeros(shape, dtype=ptr.dtype.element_ty)
+        else:
+            x = tl.zeros(shape, dtype=tl.float32)
+        out = out + (x,)  # type: ignore[assignment]
+    return out
+
+
+@triton.jit
 def _rows(ptr, first, end, H, head, r, V, GIVEN: tl.constexpr, C: tl.constexpr, RL: tl.constexpr, RT: tl.constexpr):
     """Rows of C tokens of a (tokens, H, V) tensor, in its dtype: C x RT tensors (1, RL), zeros where there are none."""
     out = ()
@@ -74,10 +87,10 @@ def _put_state(ptr, state, n, r, K, V, NL: tl.constexpr, RL: tl.constexpr, NT: t
 
 
 @triton.jit
-def _put_rows(ptr, x, token, end, H, head, row, V):
+def _put_rows(ptr, x, token, there, H, head, row, V):
     """Write a token's rows, summed over the entries that other threads hold."""
     whole = tl.sum(x, 0, keep_dims=True).to(ptr.dtype.element_ty)
-    tl.store(ptr + (token * H + head) * V + row, whole, mask=(row < V) & (token < end))
+    tl.store(ptr + (token * H + head) * V + row, whole, mask=(row < V) & there)
 
 
 @Kernel
@@ -101,37 +114,32 @@ def forward(
     s = _state(own, n, r, K, V, NL, RL, NT, RT)
     if SPECTRUM and not VARIES:
         shared = _state(spectrum + head * K * V, n, r, K, V, NL, RL, NT, RT)
-    if AHEAD:
-        vs = _rows(v, start, end, HV, head, r, V, True, U, RL, RT)
-        gates = _rows(gate, start, end, HV, head, r, V, GATED, U, RL, RT)
-        dts = _rows(times, start, end, HV, head, r, V, TIMES, U, RL, RT)
-        betas = _rows(beta, start, end, HV, head, r, V, STRONG, U, RL, RT)
-        keys = _entries(k, start, end, H, source, n, K, U, NL, NT)
-        queries = _entries(q, start, end, H, source, n, K, U, NL, NT)
-    for first in range(start, end, U):
+    # with AHEAD a round works on what the one before asked for, the first one on zeros, which leave a state as it is
+    vs, gates = _zeros(v, [1, RL], True, U * RT), _zeros(gate, [1, RL], GATED, U * RT)
+    dts, betas = _zeros(times, [1, RL], TIMES, U * RT), _zeros(beta, [1, RL], STRONG, U * RT)
+    keys, queries = _zeros(k, [NL, 1], True, U * NT), _zeros(q, [NL, 1], True, U * NT)
+    for ahead in range(start, end + (U if AHEAD else 0), U):
+        first = ahead
         if AHEAD:
+            first = ahead - U
             v_, g_, t_, b_ = _wide(vs, U * RT), _wide(gates, U * RT), _wide(dts, U * RT), _wide(betas, U * RT)
             k_, q_ = _wide(keys, U * NT), _wide(queries, U * NT)
-            later = first + U
-            vs = _rows(v, later, end, HV, head, r, V, True, U, RL, RT)
-            gates = _rows(gate, later, end, HV, head, r, V, GATED, U, RL, RT)
-            dts = _rows(times, later, end, HV, head, r, V, TIMES, U, RL, RT)
-            betas = _rows(beta, later, end, HV, head, r, V, STRONG, U, RL, RT)
-            keys = _entries(k, later, end, H, source, n, K, U, NL, NT)
-            queries = _entries(q, later, end, H, source, n, K, U, NL, NT)
-        else:
-            v_ = _wide(_rows(v, first, end, HV, head, r, V, True, U, RL, RT), U * RT)
-            g_ = _wide(_rows(gate, first, end, HV, head, r, V, GATED, U, RL, RT), U * RT)
-            t_ = _wide(_rows(times, first, end, HV, head, r, V, TIMES, U, RL, RT), U * RT)
-            b_ = _wide(_rows(beta, first, end, HV, head, r, V, STRONG, U, RL, RT), U * RT)
-            k_ = _wide(_entries(k, first, end, H, source, n, K, U, NL, NT), U * NT)
-            q_ = _wide(_entries(q, first, end, H, source, n, K, U, NL, NT), U * NT)
+        vs = _rows(v, ahead, end, HV, head, r, V, True, U, RL, RT)
+        gates = _rows(gate, ahead, end, HV, head, r, V, GATED, U, RL, RT)
+        dts = _rows(times, ahead, end, HV, head, r, V, TIMES, U, RL, RT)
+        betas = _rows(beta, ahead, end, HV, head, r, V, STRONG, U, RL, RT)
+        keys = _entries(k, ahead, end, H, source, n, K, U, NL, NT)
+        queries = _entries(q, ahead, end, H, source, n, K, U, NL, NT)
+        if not AHEAD:
+            v_, g_, t_, b_ = _wide(vs, U * RT), _wide(gates, U * RT), _wide(dts, U * RT), _wide(betas, U * RT)
+            k_, q_ = _wide(keys, U * NT), _wide(queries, U * NT)
         if SAVE:
-            if (first - start) % C == 0:
+            if (first >= start) & ((first - start) % C == 0):
                 _put_state(saved + (slot * HV + head) * K * V, s, n, r, K, V, NL, RL, NT, RT)
                 slot += 1
         for i in tl.static_range(U):
             token = first + i
+            inside = (token >= start) & (token < end)
             moved = ()
             for m in tl.static_range(RT):
                 out = tl.zeros([NL, RL], dtype=tl.float32)
@@ -139,18 +147,18 @@ def forward(
                     log = 0.0
                     if SPECTRUM and VARIES:
                         entry, row = n + j * NL, r + m * RL
-                        there = spectrum + ((token * HV + head) * K + entry) * V + row
-                        log = tl.load(there, mask=(entry < K) & (row < V) & (token < end), other=0.0)
+                        at = spectrum + ((token * HV + head) * K + entry) * V + row
+                        log = tl.load(at, mask=(entry < K) & (row < V) & inside, other=0.0)
                     elif SPECTRUM:
                         log = shared[m * NT + j]
                         if not TIMES:
-                            log = tl.where(token < end, log, 0.0)
+                            log = tl.where(inside, log, 0.0)
                     kept = _kept(g_[i * RT + m], t_[i * RT + m], log, GATED, TIMES, SPECTRUM)
                     c = _strength(b_[i * RT + m], t_[i * RT + m], STRONG, TIED)
                     x = _moved(s[m * NT + j], kept, c, k_[i * NT + j], v_[i * RT + m], ERASE)
                     out += q_[i * NT + j] * x
                     moved = moved + (x,)  # type: ignore[assignment]
-                _put_rows(o, out, token, end, HV, head, r + m * RL, V)
+                _put_rows(o, out, token, inside, HV, head, r + m * RL, V)
             s = moved
     _put_state(own, s, n, r, K, V, NL, RL, NT, RT)
 
@@ -163,7 +171,7 @@ def backward(
     K: tl.constexpr, RL: tl.constexpr, RT: tl.constexpr, NL: tl.constexpr, NT: tl.constexpr,
     C: tl.constexpr, ERASE: tl.constexpr,
     GATED: tl.constexpr, TIMES: tl.constexpr, SPECTRUM: tl.constexpr, VARIES: tl.constexpr,
-    STRONG: tl.constexpr, TIED: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, HOLD: tl.constexpr,
+    STRONG: tl.constexpr, TIED: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, HOLD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Gradients. carry (units, HV, K, V): of the last state, and at the end of the first; dq and dk (tokens, HV,
     BLOCKS, K): a block's part; dspectrum (units, HV, K, V), or that of every token where it varies."""
@@ -182,17 +190,31 @@ def backward(
     by_spectrum = none
     if SPECTRUM and not VARIES:
         shared = _state(spectrum + head * K * V, n, r, K, V, NL, RL, NT, RT)
-    for back in range(tl.cdiv(end - start, C)):
-        chunk = tl.cdiv(end - start, C) - 1 - back
+    vs, gates = _zeros(v, [1, RL], True, C * RT), _zeros(gate, [1, RL], GATED, C * RT)
+    dts, betas = _zeros(times, [1, RL], TIMES, C * RT), _zeros(beta, [1, RL], STRONG, C * RT)
+    dos, held = _zeros(do, [1, RL], True, C * RT), none
+    keys, queries = _zeros(k, [NL, 1], True, C * NT), _zeros(q, [NL, 1], True, C * NT)
+    chunks = tl.cdiv(end - start, C)
+    for back in range(chunks + (1 if AHEAD else 0)):
+        chunk = chunks - 1 - back
         first = start + chunk * C
-        v_ = _wide(_rows(v, first, end, HV, head, r, V, True, C, RL, RT), C * RT)
-        g_ = _wide(_rows(gate, first, end, HV, head, r, V, GATED, C, RL, RT), C * RT)
-        t_ = _wide(_rows(times, first, end, HV, head, r, V, TIMES, C, RL, RT), C * RT)
-        b_ = _wide(_rows(beta, first, end, HV, head, r, V, STRONG, C, RL, RT), C * RT)
-        do_ = _wide(_rows(do, first, end, HV, head, r, V, True, C, RL, RT), C * RT)
-        k_ = _wide(_entries(k, first, end, H, source, n, K, C, NL, NT), C * NT)
-        q_ = _wide(_entries(q, first, end, H, source, n, K, C, NL, NT), C * NT)
-        states = _state(saved + ((base + chunk) * HV + head) * K * V, n, r, K, V, NL, RL, NT, RT)
+        if AHEAD:
+            chunk = tl.maximum(chunk, 0)
+            first += C
+            v_, g_, t_, b_ = _wide(vs, C * RT), _wide(gates, C * RT), _wide(dts, C * RT), _wide(betas, C * RT)
+            do_, k_, q_, states = _wide(dos, C * RT), _wide(keys, C * NT), _wide(queries, C * NT), held
+        asked = start + chunk * C
+        vs = _rows(v, asked, end, HV, head, r, V, True, C, RL, RT)
+        gates = _rows(gate, asked, end, HV, head, r, V, GATED, C, RL, RT)
+        dts = _rows(times, asked, end, HV, head, r, V, TIMES, C, RL, RT)
+        betas = _rows(beta, asked, end, HV, head, r, V, STRONG, C, RL, RT)
+        dos = _rows(do, asked, end, HV, head, r, V, True, C, RL, RT)
+        keys = _entries(k, asked, end, H, source, n, K, C, NL, NT)
+        queries = _entries(q, asked, end, H, source, n, K, C, NL, NT)
+        held = _state(saved + ((base + chunk) * HV + head) * K * V, n, r, K, V, NL, RL, NT, RT)
+        if not AHEAD:
+            v_, g_, t_, b_ = _wide(vs, C * RT), _wide(gates, C * RT), _wide(dts, C * RT), _wide(betas, C * RT)
+            do_, k_, q_, states = _wide(dos, C * RT), _wide(keys, C * NT), _wide(queries, C * NT), held
         factors, logs = (), ()
         for i in tl.static_range(C):
             for m in tl.static_range(RT):
@@ -267,17 +289,17 @@ def backward(
                 if KEYS:
                     to_q, to_k = of_q, of_k
                 row = r + m * RL
-                _put_rows(dv, c * heard, token, end, HV, head, row, V)
+                _put_rows(dv, c * heard, token, token < end, HV, head, row, V)
                 if GATED:
-                    _put_rows(dgate, to_gate, token, end, HV, head, row, V)
+                    _put_rows(dgate, to_gate, token, token < end, HV, head, row, V)
                 if ERASE == "none":
                     to_strength = heard * value
                 if TIMES:
                     if TIED:
                         to_times += to_strength
-                    _put_rows(dtimes, to_times, token, end, HV, head, row, V)
+                    _put_rows(dtimes, to_times, token, token < end, HV, head, row, V)
                 if STRONG:
-                    _put_rows(dbeta, to_strength, token, end, HV, head, row, V)
+                    _put_rows(dbeta, to_strength, token, token < end, HV, head, row, V)
             d = before
             if SPECTRUM and not VARIES:
                 by_spectrum = summed
