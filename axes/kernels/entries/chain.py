@@ -38,7 +38,7 @@ _CHUNK, _ROWS = 16, 32  # tokens and rows that a program holds: one warp, a row 
 
 _TILED = 16  # key entries up to which a program holds a state whole
 _HELD = 4  # tokens of a chunk there
-_FORWARD: dict[str, Any] = dict(RL=8, RT=2, NL=4, NT=4, U=2, AHEAD=True)
+_FORWARD: dict[str, Any] = dict(RL=8, RT=2, NL=4, NT=4, U=4, AHEAD=True)
 _BACKWARD: dict[str, Any] = dict(RL=8, RT=2, NL=4, NT=4, HOLD=True, AHEAD=True)
 
 

@@ -72,7 +72,7 @@ def _spectra(
             x = tl.load(ptr + ((token * HV + head) * K + j) * V + r, mask=(r < V) & (token < end), other=0.0)
             out = out + (x,)  # type: ignore[assignment]
         elif GIVEN:
-            out = out + (shared,)  # type: ignore[assignment]
+            out = out + (tl.where(first + i < end, shared, 0.0),)  # type: ignore[assignment]
         else:
             out = out + (tl.zeros(r.shape, dtype=tl.float32),)  # type: ignore[assignment]
     return out
@@ -283,8 +283,10 @@ def backward(
                     if VARIES:
                         varied = dspectrum + ((token * HV + head) * K + j) * V + r
                         tl.store(varied, by_log, mask=inside & (token < end))
-                    else:
+                    elif TIMES:
                         by_spectrum += by_log
+                    else:
+                        by_spectrum += tl.where(token < end, by_log, 0.0)
                 d = before
             to_v, to_gate, to_times, to_beta = new_v, new_gate, new_times, new_beta
             tl.store(carry + mine + j * V, d, mask=inside)

@@ -33,10 +33,11 @@ def _rows(ptr, first, end, H, head, r, V, GIVEN: tl.constexpr, C: tl.constexpr, 
     """Rows of C tokens of a (tokens, H, V) tensor, in its dtype: C x RT tensors (1, RL), zeros where there are none."""
     out = ()
     for i in tl.static_range(C):
+        token = first + i
+        place = ptr + (token * H + head) * V + r
         for m in tl.static_range(RT):
             if GIVEN:
-                token, row = first + i, r + m * RL
-                x = tl.load(ptr + (token * H + head) * V + row, mask=(row < V) & (token < end), other=0.0)
+                x = tl.load(place + m * RL, mask=(r + m * RL < V) & (token < end), other=0.0)
             else:
                 x = tl.zeros(r.shape, dtype=tl.float32)
             out = out + (x,)  # type: ignore[assignment]
@@ -48,9 +49,10 @@ def _entries(ptr, first, end, H, head, n, K, C: tl.constexpr, NL: tl.constexpr, 
     """Key entries of C tokens: C x NT tensors (NL, 1), zeros where there are none."""
     out = ()
     for i in tl.static_range(C):
+        token = first + i
+        place = ptr + (token * H + head) * K + n
         for m in tl.static_range(NT):
-            token, entry = first + i, n + m * NL
-            x = tl.load(ptr + (token * H + head) * K + entry, mask=(entry < K) & (token < end), other=0.0)
+            x = tl.load(place + m * NL, mask=(n + m * NL < K) & (token < end), other=0.0)
             out = out + (x,)  # type: ignore[assignment]
     return out
 
@@ -70,8 +72,8 @@ def _state(ptr, n, r, K, V, NL: tl.constexpr, RL: tl.constexpr, NT: tl.constexpr
     out = ()
     for m in tl.static_range(RT):
         for j in tl.static_range(NT):
-            entry, row = n + j * NL, r + m * RL
-            x = tl.load(ptr + entry * V + row, mask=(entry < K) & (row < V), other=0.0)
+            place = ptr + (n + j * NL) * V + r
+            x = tl.load(place + m * RL, mask=(n + j * NL < K) & (r + m * RL < V), other=0.0)
             out = out + (x.to(tl.float32),)  # type: ignore[assignment]
     return out
 
@@ -81,16 +83,16 @@ def _put_state(ptr, state, n, r, K, V, NL: tl.constexpr, RL: tl.constexpr, NT: t
     """Write what `_state` would read."""
     for m in tl.static_range(RT):
         for j in tl.static_range(NT):
-            entry, row = n + j * NL, r + m * RL
+            place = ptr + (n + j * NL) * V + r
             x = state[m * NT + j].to(ptr.dtype.element_ty)
-            tl.store(ptr + entry * V + row, x, mask=(entry < K) & (row < V))
+            tl.store(place + m * RL, x, mask=(n + j * NL < K) & (r + m * RL < V))
 
 
 @triton.jit
-def _put_rows(ptr, x, token, there, H, head, row, V):
-    """Write a token's rows, summed over the entries that other threads hold."""
+def _put_rows(ptr, x, token, there, H, head, r, V, M: tl.constexpr):
+    """Write a token's rows, summed over the entries that other threads hold; M: how far behind r."""
     whole = tl.sum(x, 0, keep_dims=True).to(ptr.dtype.element_ty)
-    tl.store(ptr + (token * H + head) * V + row, whole, mask=(row < V) & there)
+    tl.store(ptr + (token * H + head) * V + r + M, whole, mask=(r + M < V) & there)
 
 
 @Kernel
@@ -133,7 +135,7 @@ def forward(
         if not AHEAD:
             v_, g_, t_, b_ = _wide(vs, U * RT), _wide(gates, U * RT), _wide(dts, U * RT), _wide(betas, U * RT)
             k_, q_ = _wide(keys, U * NT), _wide(queries, U * NT)
-        if SAVE:
+        if SAVE:  # noqa: SIM102  # known to the compiler, the other is not
             if (first >= start) & ((first - start) % C == 0):
                 _put_state(saved + (slot * HV + head) * K * V, s, n, r, K, V, NL, RL, NT, RT)
                 slot += 1
@@ -158,7 +160,7 @@ def forward(
                     x = _moved(s[m * NT + j], kept, c, k_[i * NT + j], v_[i * RT + m], ERASE)
                     out += q_[i * NT + j] * x
                     moved = moved + (x,)  # type: ignore[assignment]
-                _put_rows(o, out, token, inside, HV, head, r + m * RL, V)
+                _put_rows(o, out, token, inside, HV, head, r, V, m * RL)
             s = moved
     _put_state(own, s, n, r, K, V, NL, RL, NT, RT)
 
@@ -171,7 +173,8 @@ def backward(
     K: tl.constexpr, RL: tl.constexpr, RT: tl.constexpr, NL: tl.constexpr, NT: tl.constexpr,
     C: tl.constexpr, ERASE: tl.constexpr,
     GATED: tl.constexpr, TIMES: tl.constexpr, SPECTRUM: tl.constexpr, VARIES: tl.constexpr,
-    STRONG: tl.constexpr, TIED: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, HOLD: tl.constexpr, AHEAD: tl.constexpr,
+    STRONG: tl.constexpr, TIED: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr,
+    HOLD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Gradients. carry (units, HV, K, V): of the last state, and at the end of the first; dq and dk (tokens, HV,
     BLOCKS, K): a block's part; dspectrum (units, HV, K, V), or that of every token where it varies."""
@@ -230,7 +233,7 @@ def backward(
                             log = tl.where(first + i < end, log, 0.0)
                     kept = _kept(g_[i * RT + m], t_[i * RT + m], log, GATED, TIMES, SPECTRUM)
                     c = _strength(b_[i * RT + m], t_[i * RT + m], STRONG, TIED)
-                    s = states[(i * RT + m) * NT + j]
+                    s = states[(i * RT + m) * NT + j]  # type: ignore[var-annotated]  # an empty tuple's, to mypy
                     states = states + (_moved(s, kept, c, k_[i * NT + j], v_[i * RT + m], ERASE),)  # type: ignore[assignment]
                     logs = logs + (log,)  # type: ignore[assignment]
                     factors = factors + (kept,)  # type: ignore[assignment]
@@ -249,7 +252,9 @@ def backward(
                     if HOLD:
                         kept = factors[(i * RT + m) * NT + j]
                     else:
-                        kept = _kept(g_[i * RT + m], t_[i * RT + m], logs[(i * RT + m) * NT + j], GATED, TIMES, SPECTRUM)
+                        kept = _kept(
+                            g_[i * RT + m], t_[i * RT + m], logs[(i * RT + m) * NT + j], GATED, TIMES, SPECTRUM
+                        )
                     x = d[m * NT + j] + dout * q_[i * NT + j]
                     error = _error(s, kept, key, value, ERASE)
                     hear = x * key
@@ -288,28 +293,27 @@ def backward(
                             summed = summed + (by_spectrum[m * NT + j] + by_log,)  # type: ignore[assignment]
                 if KEYS:
                     to_q, to_k = of_q, of_k
-                row = r + m * RL
-                _put_rows(dv, c * heard, token, token < end, HV, head, row, V)
+                _put_rows(dv, c * heard, token, token < end, HV, head, r, V, m * RL)
                 if GATED:
-                    _put_rows(dgate, to_gate, token, token < end, HV, head, row, V)
+                    _put_rows(dgate, to_gate, token, token < end, HV, head, r, V, m * RL)
                 if ERASE == "none":
                     to_strength = heard * value
                 if TIMES:
                     if TIED:
                         to_times += to_strength
-                    _put_rows(dtimes, to_times, token, token < end, HV, head, row, V)
+                    _put_rows(dtimes, to_times, token, token < end, HV, head, r, V, m * RL)
                 if STRONG:
-                    _put_rows(dbeta, to_strength, token, token < end, HV, head, row, V)
+                    _put_rows(dbeta, to_strength, token, token < end, HV, head, r, V, m * RL)
             d = before
             if SPECTRUM and not VARIES:
                 by_spectrum = summed
             if KEYS:
+                there = ((token * HV + head) * BLOCKS + block) * K
+                dq_there, dk_there = dq + there + n, dk + there + n
                 for j in tl.static_range(NT):
-                    entry = n + j * NL
-                    there = ((token * HV + head) * BLOCKS + block) * K + entry
-                    inside = (entry < K) & (token < end)
-                    tl.store(dq + there, tl.sum(to_q[j], 1, keep_dims=True), mask=inside)
-                    tl.store(dk + there, tl.sum(to_k[j], 1, keep_dims=True), mask=inside)
+                    inside = (n + j * NL < K) & (token < end)
+                    tl.store(dq_there + j * NL, tl.sum(to_q[j], 1, keep_dims=True), mask=inside)
+                    tl.store(dk_there + j * NL, tl.sum(to_k[j], 1, keep_dims=True), mask=inside)
     _put_state(carry + mine, d, n, r, K, V, NL, RL, NT, RT)
     if SPECTRUM and not VARIES:
         _put_state(dspectrum + mine, by_spectrum, n, r, K, V, NL, RL, NT, RT)
