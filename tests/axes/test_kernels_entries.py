@@ -66,7 +66,7 @@ check(5, 1, 9, torch.bfloat16, 8e-3, ("gate", "beta"))
     "mamba": f"""
 check(6, 4, 10, {FULL}, ("times", "spectrum", "start"), tied=True)
 check(4, 3, 5, {FULL}, ("times", "spectrum", "gate", "beta"), b=1)
-check(5, 2, 5, {FULL}, ("times", "spectrum", "start"), varies=True, b=1)
+check(5, 5, 5, {FULL}, ("times", "spectrum", "start"), varies=True, b=1)
 check(3, 2, 5, {FULL}, ("spectrum", "beta"), varies=True, b=1)
 """,
     "spectra that no step multiplies": f"""

@@ -36,10 +36,8 @@ Erase = Literal["none", "prev", "gated"]
 _CHUNK, _ROWS = 16, 32  # tokens and rows that a program holds: one warp, a row a thread
 
 
-_TILED = 16  # key entries up to which a program holds a state whole
-_HELD = 4  # tokens of a chunk there
-_FORWARD: dict[str, Any] = dict(RL=8, RT=2, NL=4, NT=4, U=4, AHEAD=True)
-_BACKWARD: dict[str, Any] = dict(RL=8, RT=2, NL=4, NT=4, HOLD=True, AHEAD=True)
+_TILED = 16  # key entries up to which a program holds a state whole: rows by entries of a warp, and of each thread
+_TILE: dict[str, Any] = dict(RL=8, RT=2, NL=4, C=4)  # C: tokens of a chunk, and of a round of the forward
 
 
 def _constants(
@@ -57,13 +55,13 @@ def _tile(k: Tensor) -> bool:
     return 1 < k.shape[-1] <= _TILED
 
 
-def _options(k: Tensor, tiled: dict[str, Any]) -> dict[str, Any]:
+def _options(k: Tensor) -> dict[str, Any]:
     """A kernel's sizes: RT RL rows and NT NL >= K entries of a warp in tiles, else rows alone."""
     if not _tile(k):
         return dict(BR=_ROWS, C=_CHUNK)
     entries = triton.next_power_of_2(k.shape[-1])
-    lanes = min(tiled["NL"], entries)
-    return tiled | dict(C=_HELD, NL=lanes, NT=entries // lanes)
+    lanes = min(_TILE["NL"], entries)
+    return _TILE | dict(NL=lanes, NT=entries // lanes)
 
 
 def _sizes(v: Tensor, k: Tensor, cu: Tensor | None, options: dict[str, Any]) -> tuple[Any, tuple[int, ...], int]:
@@ -84,7 +82,7 @@ def _forward(
     record: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     (hv, d_v), d_k = v.shape[2:], k.shape[-1]
-    options = _options(k, _FORWARD)
+    options = _options(k)
     cut, sizes, programs = _sizes(v, k, cu_seqlens, options)
     kernel = tiles.forward if _tile(k) else kernels.forward
     ahead = {} if _tile(k) else {"AHEAD": d_k == 1}
@@ -106,7 +104,7 @@ def _shapes(
     cu_seqlens: Tensor | None, erase: str, tied: bool, keys: bool, record: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     (hv, d_v), d_k = v.shape[2:], k.shape[-1]
-    units, slots = extent(v.shape[0], v.shape[1], _HELD if _tile(k) else _CHUNK, cu_seqlens)
+    units, slots = extent(v.shape[0], v.shape[1], _options(k)["C"], cu_seqlens)
     kept = [v.new_empty(slots, hv, d_k, d_v, dtype=_kept_as(k, v))] if record else []
     return torch.empty_like(v), v.new_empty(units, hv, d_k, d_v, dtype=torch.float32), kept
 
@@ -117,7 +115,7 @@ def _backward(
     kept: list[Tensor], do: Tensor, dfinal: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     (b, t, h, d_k), (hv, d_v) = k.shape, v.shape[2:]
-    options = _options(k, _BACKWARD)
+    options = _options(k)
     cut, sizes, programs = _sizes(v, k, cu_seqlens, options)
     kernel = tiles.backward if _tile(k) else kernels.backward
     blocks = sizes[-1]

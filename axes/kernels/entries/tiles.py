@@ -100,9 +100,9 @@ def _put_rows(ptr, x, token, there, H, head, r, V, M: tl.constexpr):
 def forward(
     q, k, v, gate, times, spectrum, beta, state, saved, o, offsets, T, N, H, HV, V, BLOCKS,
     K: tl.constexpr, RL: tl.constexpr, RT: tl.constexpr, NL: tl.constexpr, NT: tl.constexpr,
-    C: tl.constexpr, U: tl.constexpr, ERASE: tl.constexpr,
+    C: tl.constexpr, ERASE: tl.constexpr,
     GATED: tl.constexpr, TIMES: tl.constexpr, SPECTRUM: tl.constexpr, VARIES: tl.constexpr,
-    STRONG: tl.constexpr, TIED: tl.constexpr, SAVE: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
+    STRONG: tl.constexpr, TIED: tl.constexpr, SAVE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """o, and the last state in the place of the first, `state` (units, HV, K, V); with SAVE those before chunks."""
     program = tl.program_id(0)
@@ -116,30 +116,25 @@ def forward(
     s = _state(own, n, r, K, V, NL, RL, NT, RT)
     if SPECTRUM and not VARIES:
         shared = _state(spectrum + head * K * V, n, r, K, V, NL, RL, NT, RT)
-    # with AHEAD a round works on what the one before asked for, the first one on zeros, which leave a state as it is
-    vs, gates = _zeros(v, [1, RL], True, U * RT), _zeros(gate, [1, RL], GATED, U * RT)
-    dts, betas = _zeros(times, [1, RL], TIMES, U * RT), _zeros(beta, [1, RL], STRONG, U * RT)
-    keys, queries = _zeros(k, [NL, 1], True, U * NT), _zeros(q, [NL, 1], True, U * NT)
-    for ahead in range(start, end + (U if AHEAD else 0), U):
-        first = ahead
-        if AHEAD:
-            first = ahead - U
-            v_, g_, t_, b_ = _wide(vs, U * RT), _wide(gates, U * RT), _wide(dts, U * RT), _wide(betas, U * RT)
-            k_, q_ = _wide(keys, U * NT), _wide(queries, U * NT)
-        vs = _rows(v, ahead, end, HV, head, r, V, True, U, RL, RT)
-        gates = _rows(gate, ahead, end, HV, head, r, V, GATED, U, RL, RT)
-        dts = _rows(times, ahead, end, HV, head, r, V, TIMES, U, RL, RT)
-        betas = _rows(beta, ahead, end, HV, head, r, V, STRONG, U, RL, RT)
-        keys = _entries(k, ahead, end, H, source, n, K, U, NL, NT)
-        queries = _entries(q, ahead, end, H, source, n, K, U, NL, NT)
-        if not AHEAD:
-            v_, g_, t_, b_ = _wide(vs, U * RT), _wide(gates, U * RT), _wide(dts, U * RT), _wide(betas, U * RT)
-            k_, q_ = _wide(keys, U * NT), _wide(queries, U * NT)
+    # a round works on what the one before asked for, the first one on zeros, which leave a state as it is
+    vs, gates = _zeros(v, [1, RL], True, C * RT), _zeros(gate, [1, RL], GATED, C * RT)
+    dts, betas = _zeros(times, [1, RL], TIMES, C * RT), _zeros(beta, [1, RL], STRONG, C * RT)
+    keys, queries = _zeros(k, [NL, 1], True, C * NT), _zeros(q, [NL, 1], True, C * NT)
+    for ahead in range(start, end + C, C):
+        first = ahead - C
+        v_, g_, t_, b_ = _wide(vs, C * RT), _wide(gates, C * RT), _wide(dts, C * RT), _wide(betas, C * RT)
+        k_, q_ = _wide(keys, C * NT), _wide(queries, C * NT)
+        vs = _rows(v, ahead, end, HV, head, r, V, True, C, RL, RT)
+        gates = _rows(gate, ahead, end, HV, head, r, V, GATED, C, RL, RT)
+        dts = _rows(times, ahead, end, HV, head, r, V, TIMES, C, RL, RT)
+        betas = _rows(beta, ahead, end, HV, head, r, V, STRONG, C, RL, RT)
+        keys = _entries(k, ahead, end, H, source, n, K, C, NL, NT)
+        queries = _entries(q, ahead, end, H, source, n, K, C, NL, NT)
         if SAVE:  # noqa: SIM102  # known to the compiler, the other is not
-            if (first >= start) & ((first - start) % C == 0):
+            if first >= start:
                 _put_state(saved + (slot * HV + head) * K * V, s, n, r, K, V, NL, RL, NT, RT)
                 slot += 1
-        for i in tl.static_range(U):
+        for i in tl.static_range(C):
             token = first + i
             inside = (token >= start) & (token < end)
             moved = ()
@@ -174,7 +169,6 @@ def backward(
     C: tl.constexpr, ERASE: tl.constexpr,
     GATED: tl.constexpr, TIMES: tl.constexpr, SPECTRUM: tl.constexpr, VARIES: tl.constexpr,
     STRONG: tl.constexpr, TIED: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr,
-    HOLD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Gradients. carry (units, HV, K, V): of the last state, and at the end of the first; dq and dk (tokens, HV,
     BLOCKS, K): a block's part; dspectrum (units, HV, K, V), or that of every token where it varies."""
@@ -198,14 +192,11 @@ def backward(
     dos, held = _zeros(do, [1, RL], True, C * RT), none
     keys, queries = _zeros(k, [NL, 1], True, C * NT), _zeros(q, [NL, 1], True, C * NT)
     chunks = tl.cdiv(end - start, C)
-    for back in range(chunks + (1 if AHEAD else 0)):
-        chunk = chunks - 1 - back
-        first = start + chunk * C
-        if AHEAD:
-            chunk = tl.maximum(chunk, 0)
-            first += C
-            v_, g_, t_, b_ = _wide(vs, C * RT), _wide(gates, C * RT), _wide(dts, C * RT), _wide(betas, C * RT)
-            do_, k_, q_, states = _wide(dos, C * RT), _wide(keys, C * NT), _wide(queries, C * NT), held
+    for back in range(chunks + 1):
+        first = start + (chunks - back) * C
+        v_, g_, t_, b_ = _wide(vs, C * RT), _wide(gates, C * RT), _wide(dts, C * RT), _wide(betas, C * RT)
+        do_, k_, q_, states = _wide(dos, C * RT), _wide(keys, C * NT), _wide(queries, C * NT), held
+        chunk = tl.maximum(chunks - 1 - back, 0)
         asked = start + chunk * C
         vs = _rows(v, asked, end, HV, head, r, V, True, C, RL, RT)
         gates = _rows(gate, asked, end, HV, head, r, V, GATED, C, RL, RT)
@@ -215,9 +206,6 @@ def backward(
         keys = _entries(k, asked, end, H, source, n, K, C, NL, NT)
         queries = _entries(q, asked, end, H, source, n, K, C, NL, NT)
         held = _state(saved + ((base + chunk) * HV + head) * K * V, n, r, K, V, NL, RL, NT, RT)
-        if not AHEAD:
-            v_, g_, t_, b_ = _wide(vs, C * RT), _wide(gates, C * RT), _wide(dts, C * RT), _wide(betas, C * RT)
-            do_, k_, q_, states = _wide(dos, C * RT), _wide(keys, C * NT), _wide(queries, C * NT), held
         factors, logs = (), ()
         for i in tl.static_range(C):
             for m in tl.static_range(RT):
@@ -249,12 +237,7 @@ def backward(
                 value, dout = v_[i * RT + m], do_[i * RT + m]
                 for j in tl.static_range(NT):
                     key, s = k_[i * NT + j], states[(i * RT + m) * NT + j]
-                    if HOLD:
-                        kept = factors[(i * RT + m) * NT + j]
-                    else:
-                        kept = _kept(
-                            g_[i * RT + m], t_[i * RT + m], logs[(i * RT + m) * NT + j], GATED, TIMES, SPECTRUM
-                        )
+                    kept = factors[(i * RT + m) * NT + j]
                     x = d[m * NT + j] + dout * q_[i * NT + j]
                     error = _error(s, kept, key, value, ERASE)
                     hear = x * key
