@@ -136,7 +136,7 @@ class MonetaMatrix(SequenceLayer):
     differs = (
         _MONETA
         + "Without LN nothing bounds the error of a cubic cost, which diverges beyond 2 / (3 eta |k|^2): values have"
-        " unit length and eta stays below 0.008: finite on text, where 0.08 was not a number after 50 steps of training. "
+        " unit length and eta stays below 0.008: finite on text, where 0.08 was not a number after 50 steps. "
         + _BLOCK
     )
     bibtex = _BIBTEX

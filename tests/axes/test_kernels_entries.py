@@ -66,8 +66,22 @@ check(5, 1, 9, torch.bfloat16, 8e-3, ("gate", "beta"))
     "mamba": f"""
 check(6, 4, 10, {FULL}, ("times", "spectrum", "start"), tied=True)
 check(4, 3, 5, {FULL}, ("times", "spectrum", "gate", "beta"), b=1)
-check(5, 2, 5, {FULL}, ("times", "spectrum", "start"), varies=True, b=1)
+check(5, 5, 5, {FULL}, ("times", "spectrum", "start"), varies=True, b=1)
 check(3, 2, 5, {FULL}, ("spectrum", "beta"), varies=True, b=1)
+""",
+    "spectra that no step multiplies": f"""
+check(5, 3, 5, {FULL}, ("spectrum", "start"), b=1)
+check(5, 1, 5, {FULL}, ("spectrum", "start"), b=1)
+""",
+    "all entries of a row": f"""
+check(6, 16, 37, {FULL}, ("times", "spectrum", "start"), tied=True, b=1, hv=1)
+check(5, 6, 5, torch.bfloat16, 8e-3, ("times", "spectrum"), tied=True, b=1)
+check(5, 6, 5, torch.float16, 1e-3, ("times", "spectrum"), tied=True, b=1)
+""",
+    "one entry after another": f"""
+check(6, 17, 10, {FULL}, ("times", "spectrum", "start"), tied=True, b=1, hv=1)
+check(5, 17, 3, {FULL}, ("beta", "start", "gate"), erase="prev", b=1, hv=1)
+check(5, 17, 3, {FULL}, ("beta", "start", "gate"), erase="gated", b=1, hv=1)
 """,
     "erase": f"""
 check(6, 3, 5, {FULL}, ("beta", "start", "gate"), erase="prev", b=1)

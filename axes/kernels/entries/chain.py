@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 import torch
+import triton
 from torch import Tensor
 
 from axes.errors import ShapeError
@@ -29,27 +30,50 @@ from axes.kernels.common.layout import (
 )
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv
-from axes.kernels.entries import kernels
+from axes.kernels.entries import kernels, tiles
 
 Erase = Literal["none", "prev", "gated"]
 _CHUNK, _ROWS = 16, 32  # tokens and rows that a program holds: one warp, a row a thread
+
+
+_TILED = 16  # key entries up to which a program holds a state whole: rows by entries of a warp, and of each thread
+_TILE: dict[str, Any] = dict(RL=8, RT=2, NL=4, C=4)  # C: tokens of a chunk, and of a round of the forward
 
 
 def _constants(
     k: Tensor, gate: Any, times: Any, spectrum: Any, beta: Any, erase: str, tied: bool, cu: Any
 ) -> dict[str, Any]:
     return dict(
-        K=k.shape[-1], BR=_ROWS, C=_CHUNK, ERASE=erase, GATED=gate is not None, TIMES=times is not None,
+        K=k.shape[-1], ERASE=erase, GATED=gate is not None, TIMES=times is not None,
         SPECTRUM=spectrum is not None, VARIES=spectrum is not None and spectrum.ndim == 5, STRONG=beta is not None,
         TIED=tied, PACKED=cu is not None, num_warps=1,
     )  # fmt: skip
 
 
-def _sizes(v: Tensor, k: Tensor, cu: Tensor | None) -> tuple[Any, tuple[int, ...], int]:
+def _tile(k: Tensor) -> bool:
+    """Whether a program holds every key entry of its rows."""
+    return 1 < k.shape[-1] <= _TILED
+
+
+def _options(k: Tensor) -> dict[str, Any]:
+    """A kernel's sizes: RT RL rows and NT NL >= K entries of a warp in tiles, else rows alone."""
+    if not _tile(k):
+        return dict(BR=_ROWS, C=_CHUNK)
+    entries = triton.next_power_of_2(k.shape[-1])
+    lanes = min(_TILE["NL"], entries)
+    return _TILE | dict(NL=lanes, NT=entries // lanes)
+
+
+def _sizes(v: Tensor, k: Tensor, cu: Tensor | None, options: dict[str, Any]) -> tuple[Any, tuple[int, ...], int]:
     """The layout, the kernels' last numbers and the number of programs."""
-    cut = layout(v.shape[0], v.shape[1], _CHUNK, cu)
-    blocks = cdiv(v.shape[3], _ROWS)
+    cut = layout(v.shape[0], v.shape[1], options["C"], cu)
+    blocks = cdiv(v.shape[3], options["RL"] * options["RT"] if _tile(k) else _ROWS)
     return cut, (cut.length, cut.chunks, k.shape[2], v.shape[2], v.shape[3], blocks), cut.units * v.shape[2] * blocks
+
+
+def _kept_as(k: Tensor, v: Tensor) -> torch.dtype:
+    """What states before chunks are kept in: those of tiles, whose chunks are short, in bf16 where rows are."""
+    return torch.bfloat16 if _tile(k) and v.dtype == torch.bfloat16 else torch.float32
 
 
 def _forward(
@@ -58,15 +82,18 @@ def _forward(
     record: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     (hv, d_v), d_k = v.shape[2:], k.shape[-1]
-    cut, sizes, programs = _sizes(v, k, cu_seqlens)
+    options = _options(k)
+    cut, sizes, programs = _sizes(v, k, cu_seqlens, options)
+    kernel = tiles.forward if _tile(k) else kernels.forward
+    ahead = {} if _tile(k) else {"AHEAD": d_k == 1}
     o = torch.empty_like(v)
     shape = (cut.units, hv, d_k, d_v)
     state = v.new_zeros(shape, dtype=torch.float32) if start is None else start.clone()
-    saved = v.new_empty(cut.slots, hv, d_k, d_v, dtype=torch.float32) if record else state
+    saved = v.new_empty(cut.slots, hv, d_k, d_v, dtype=_kept_as(k, v)) if record else state
     with on_device(v):
-        kernels.forward[(programs,)](
+        kernel[(programs,)](
             q, k, v, *(v if x is None else x for x in (gate, times, spectrum, beta)), state, saved, o,
-            v if cut.offsets is None else cut.offsets, *sizes, SAVE=record, AHEAD=d_k == 1,
+            v if cut.offsets is None else cut.offsets, *sizes, SAVE=record, **ahead, **options,
             **_constants(k, gate, times, spectrum, beta, erase, tied, cu_seqlens),
         )  # fmt: skip
     return o, state, [saved] if record else []
@@ -77,8 +104,8 @@ def _shapes(
     cu_seqlens: Tensor | None, erase: str, tied: bool, keys: bool, record: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     (hv, d_v), d_k = v.shape[2:], k.shape[-1]
-    units, slots = extent(v.shape[0], v.shape[1], _CHUNK, cu_seqlens)
-    kept = [v.new_empty(slots, hv, d_k, d_v, dtype=torch.float32)] if record else []
+    units, slots = extent(v.shape[0], v.shape[1], _options(k)["C"], cu_seqlens)
+    kept = [v.new_empty(slots, hv, d_k, d_v, dtype=_kept_as(k, v))] if record else []
     return torch.empty_like(v), v.new_empty(units, hv, d_k, d_v, dtype=torch.float32), kept
 
 
@@ -88,7 +115,9 @@ def _backward(
     kept: list[Tensor], do: Tensor, dfinal: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     (b, t, h, d_k), (hv, d_v) = k.shape, v.shape[2:]
-    cut, sizes, programs = _sizes(v, k, cu_seqlens)
+    options = _options(k)
+    cut, sizes, programs = _sizes(v, k, cu_seqlens, options)
+    kernel = tiles.backward if _tile(k) else kernels.backward
     blocks = sizes[-1]
     carry = dfinal.clone()
     dv, dgate, dtimes, dbeta = (None if x is None else torch.empty_like(x) for x in (v, gate, times, beta))
@@ -99,10 +128,10 @@ def _backward(
     elif spectrum is not None:
         dspectrum = v.new_zeros(cut.units, hv, d_k, d_v, dtype=torch.float32)
     with on_device(v):
-        kernels.backward[(programs,)](
+        kernel[(programs,)](
             q, k, v, *(v if x is None else x for x in (gate, times, spectrum, beta)), kept[0], do, carry, dq, dk,
             *(v if x is None else x for x in (dv, dgate, dtimes, dspectrum, dbeta)),
-            v if cut.offsets is None else cut.offsets, *sizes, KEYS=keys,
+            v if cut.offsets is None else cut.offsets, *sizes, KEYS=keys, **options,
             **_constants(k, gate, times, spectrum, beta, erase, tied, cu_seqlens),
         )  # fmt: skip
     if keys:

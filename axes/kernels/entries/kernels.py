@@ -72,7 +72,7 @@ def _spectra(
             x = tl.load(ptr + ((token * HV + head) * K + j) * V + r, mask=(r < V) & (token < end), other=0.0)
             out = out + (x,)  # type: ignore[assignment]
         elif GIVEN:
-            out = out + (shared,)  # type: ignore[assignment]
+            out = out + (tl.where(first + i < end, shared, 0.0),)  # type: ignore[assignment]
         else:
             out = out + (tl.zeros(r.shape, dtype=tl.float32),)  # type: ignore[assignment]
     return out
@@ -80,17 +80,17 @@ def _spectra(
 
 @triton.jit
 def _kept(gate, times, spectrum, GATED: tl.constexpr, TIMES: tl.constexpr, SPECTRUM: tl.constexpr):
-    """e^(g + dt a) of what there is: a factor."""
+    """e^(g + dt a) of what there is: a factor. What is a row's is brought to base 2 before it meets entries."""
     if SPECTRUM and TIMES:
-        log = spectrum * times
+        log = spectrum * (times * 1.4426950408889634)
     elif SPECTRUM:
-        log = spectrum
+        log = spectrum * 1.4426950408889634
     if SPECTRUM and GATED:
-        log += gate
+        log += gate * 1.4426950408889634
     elif GATED:
-        log = gate
+        log = gate * 1.4426950408889634
     if SPECTRUM or GATED:
-        kept = tl.exp2(log * 1.4426950408889634)
+        kept = tl.exp2(log)
     else:
         kept = 1.0
     return kept
@@ -123,7 +123,7 @@ def _error(s, kept, key, v, ERASE: tl.constexpr):
 @triton.jit
 def _moved(s, kept, c, key, v, ERASE: tl.constexpr):
     """The state after a token."""
-    return s * kept + c * key * _error(s, kept, key, v, ERASE)
+    return s * kept + key * (c * _error(s, kept, key, v, ERASE))
 
 
 @Kernel
@@ -283,8 +283,10 @@ def backward(
                     if VARIES:
                         varied = dspectrum + ((token * HV + head) * K + j) * V + r
                         tl.store(varied, by_log, mask=inside & (token < end))
-                    else:
+                    elif TIMES:
                         by_spectrum += by_log
+                    else:
+                        by_spectrum += tl.where(token < end, by_log, 0.0)
                 d = before
             to_v, to_gate, to_times, to_beta = new_v, new_gate, new_times, new_beta
             tl.store(carry + mine + j * V, d, mask=inside)
