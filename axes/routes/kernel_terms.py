@@ -278,9 +278,9 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
         return rows_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
     def mass() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-        from axes.kernels.scalar.mass import PICKED, mass_chain
+        from axes.kernels.scalar.mass import mass_chain
 
-        return partial(mass_chain, cu_seqlens=cu_seqlens) if PICKED else None
+        return partial(mass_chain, cu_seqlens=cu_seqlens)
 
     def columns(q: Tensor, v: Tensor) -> int:
         from axes.kernels.scalar.chain import columns_of_ones

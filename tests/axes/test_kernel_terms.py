@@ -119,7 +119,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
         setattr(stand_in, function, getattr(chains, function))
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     mass = ModuleType("axes.kernels.scalar.mass")
-    mass.mass_chain, mass.PICKED = chains.mass_chain, True  # type: ignore[attr-defined]
+    mass.mass_chain = chains.mass_chain  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, mass.__name__, mass)
     rows = ModuleType("axes.kernels.diagonal.rows")
     rows.rows_chain = lambda q, k, v, g, start, *, cu_seqlens: chains.entries_chain(  # type: ignore[attr-defined]

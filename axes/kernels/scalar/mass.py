@@ -45,7 +45,6 @@ from axes.kernels.common.tiles import (
     unit_rows,
 )
 
-PICKED = False  # until the kernels have been seen right on a GPU, and what they take there
 _LENGTHS = ["T", "N", "H", "HV"]
 
 
