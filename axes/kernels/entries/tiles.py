@@ -193,10 +193,12 @@ def backward(
     keys, queries = _zeros(k, [NL, 1], True, C * NT), _zeros(q, [NL, 1], True, C * NT)
     chunks = tl.cdiv(end - start, C)
     for back in range(chunks + 1):
-        first = start + (chunks - back) * C
+        chunk = chunks - 1 - back
+        first = start + chunk * C
+        chunk = tl.maximum(chunk, 0)  # the one that is asked for; behind it is that which is worked on
+        first += C
         v_, g_, t_, b_ = _wide(vs, C * RT), _wide(gates, C * RT), _wide(dts, C * RT), _wide(betas, C * RT)
         do_, k_, q_, states = _wide(dos, C * RT), _wide(keys, C * NT), _wide(queries, C * NT), held
-        chunk = tl.maximum(chunks - 1 - back, 0)
         asked = start + chunk * C
         vs = _rows(v, asked, end, HV, head, r, V, True, C, RL, RT)
         gates = _rows(gate, asked, end, HV, head, r, V, GATED, C, RL, RT)
