@@ -15,7 +15,7 @@ if sys.platform != "linux":
 
 from tests.host import BY_KERNELS, MIXERS, line, mixed, one_token, work
 
-# operations and launches of a forward, and of its backward; a forward of chains ends with the look for what is not finite
+# operations and launches of a forward, and of its backward; a chain ends with the look for what is not finite
 COUNTS = {
     "GatedDeltaNet": ((45, 5), (70, 4)),
     "KDA": ((54, 8), (90, 8)),
