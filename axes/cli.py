@@ -6,7 +6,8 @@ import codecs
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -434,22 +435,43 @@ def _write_tokens(
     given = by.encode([prompt.encode("utf-8", "surrogateescape")])[0] if prompt else []
     made: list[int] = []
     said = ""
-    typer.echo(prompt, nl=False)
-    for token in generate(model, given or [by.separator], count, temperature, seed):
-        made.append(token)
-        text = by.decode(made)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            typer.echo(text[len(said) :], nl=False)
-            said = text
-    typer.echo(by.decode(made)[len(said) :])
+    with _a_text() as write:
+        write(prompt)
+        for token in generate(model, given or [by.separator], count, temperature, seed):
+            made.append(token)
+            text = by.decode(made)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                write(text[len(said) :])
+                said = text
+        write(by.decode(made)[len(said) :])
 
 
 def _write_sample(model: Any, prompt: str, tokens: int, temperature: float, seed: int) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    typer.echo(prompt, nl=False)
-    for byte in generate(model, prompt.encode("utf-8", "surrogateescape"), tokens, temperature, seed):
-        typer.echo(decoder.decode(bytes([byte])) if byte else "\n", nl=False)
-    typer.echo(decoder.decode(b"", final=True))
+    with _a_text() as write:
+        write(prompt)
+        for byte in generate(model, prompt.encode("utf-8", "surrogateescape"), tokens, temperature, seed):
+            write(decoder.decode(bytes([byte])) if byte else "\n")
+        write(decoder.decode(b"", final=True))
+
+
+@contextmanager
+def _a_text() -> Iterator[Callable[[str], None]]:
+    """Writes piece by piece; its last line ends whatever happens, so that an error does not stand behind a prompt."""
+    last = ""
+
+    def write(piece: str) -> None:
+        nonlocal last
+        last = piece or last
+        typer.echo(piece, nl=False)
+
+    try:
+        yield write
+    except BaseException:
+        if last and not last.endswith("\n"):
+            typer.echo()
+        raise
+    typer.echo()
 
 
 def _console() -> Console:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, replace
@@ -13,7 +12,7 @@ import torch
 
 from axes.bench.apart import Steps, finished, in_turn
 from axes.errors import AxesError
-from axes.files import write_json
+from axes.files import read_json, write_json
 
 Watch = Callable[[str, int, int], None]  # what is measured now, how many rows are done, of how many
 
@@ -61,7 +60,7 @@ def begin(path: Path, row: type, device: torch.device, seed: int, fresh: bool) -
 def load(path: Path, row: type) -> dict[str, Any]:
     """The contents of a results file whose rows are of this type."""
     try:
-        results: dict[str, Any] = json.loads(path.read_text())
+        results: dict[str, Any] = read_json(path)
         for found in results["rows"]:
             row(**found)
         return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, final
@@ -149,7 +150,7 @@ class Configuration:
         for field in fields(self):
             value, kind = getattr(self, field.name), str(field.type)
             if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "bool"):
-                raise AxesError(f"{field.name} must be {kind}, got {value!r}")
+                raise AxesError(f"{field.name} must be {kind}, got {reprlib.repr(value)}")
             if isinstance(value, int) and abs(value) >= 2**63:
                 raise AxesError(f"{field.name} must be less than 2**63, got {value:.3g}")
 
@@ -231,5 +232,5 @@ def configuration_from_dict(settings: Mapping[str, Any]) -> Configuration:
         raise AxesError(f"the configuration holds settings that this version does not know: {', '.join(unknown)}")
     text = settings.get("text", ())
     if not isinstance(text, (list, tuple)) or not all(isinstance(path, str) for path in text):
-        raise AxesError(f"text must be a list of paths, got {text!r}")
+        raise AxesError(f"text must be a list of paths, got {reprlib.repr(text)}")
     return Configuration(**{**settings, "text": tuple(text)})

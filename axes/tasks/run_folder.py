@@ -29,7 +29,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from axes.errors import AxesError
-from axes.files import explained, is_temporary, open_for_writing, replacing, sync, write_json, write_text
+from axes.files import explained, is_temporary, open_for_writing, read_json, replacing, sync, write_json, write_text
 from axes.tasks import shards
 
 FORMAT = "axes-run"
@@ -98,7 +98,7 @@ class RunFolder:
 
     def _holder(self) -> str:
         try:
-            who = json.loads((self.path / _HOLDER).read_text(encoding="utf-8"))
+            who = read_json(self.path / _HOLDER)
             return f"process {who['process']} on {who['host']} since {who['since']}"
         except (OSError, ValueError, KeyError, TypeError):
             return "another process"
@@ -198,8 +198,8 @@ class RunFolder:
         if not self.config.is_file():
             raise AxesError(f"{self.path} is not a run folder: it has no config.json")
         try:
-            config = json.loads(self.config.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:  # no JSON, no text, numbers of too many digits, a bottomless nest
+            config = read_json(self.config)
+        except ValueError as error:
             raise AxesError(f"{self.config} is damaged: {error}") from None
         _require_ours(config, self.config)
         return dict(config)

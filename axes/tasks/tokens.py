@@ -15,7 +15,6 @@ the text in UTF-8, is what bits per byte are counted by, null if it is not known
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import AxesError
-from axes.files import replacing, write_json
+from axes.files import read_json, replacing, write_json
 from axes.tasks.corpus import VOCABULARY, Corpus, Document, Provenance, digest
 
 FORMAT, VERSION = "axes-tokens", 1
@@ -212,7 +211,7 @@ def header(folder: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise AxesError(f"{folder} holds no tokens (no {_HEADER}): write them with `axes tokenize`")
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        said = read_json(file)
         if said["format"] != FORMAT or said["version"] != VERSION:
             raise AxesError(f"{file} is of another program or version: this one reads {FORMAT} {VERSION}")
         if said["dtype"] not in _DTYPES or int(said["vocabulary"]) < 2:

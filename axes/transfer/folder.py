@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import platform
 import subprocess
@@ -24,7 +23,7 @@ from filelock import FileLock, Timeout
 
 import axes
 from axes.errors import AxesError
-from axes.files import explained, write_json
+from axes.files import explained, read_json, write_json
 from axes.transfer.experiments import Experiment
 from axes.transfer.plan import Plan
 from axes.transfer.training import Run, run_of
@@ -84,7 +83,7 @@ class ResultsFolder:
         if not path.exists():
             raise AxesError(f"{self} holds no results of `axes transfer run`: there is no {_PLAN}")
         try:
-            found: dict[str, Any] = json.loads(path.read_text())
+            found: dict[str, Any] = read_json(path)
             version = found["format"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise AxesError(f"{path} is not a plan of `axes transfer`: {error}") from None
@@ -97,7 +96,7 @@ class ResultsFolder:
         found = {}
         for path in sorted((self.path / _RUNS).glob("[!.]*.json")):
             try:
-                run = run_of(json.loads(path.read_text()))
+                run = run_of(read_json(path))
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise AxesError(f"{path} is not a run of `axes transfer`: {error}; remove it to run it again") from None
             found[run.key] = run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -366,6 +367,19 @@ def test_sample_refuses_bad_values(refused: Refused, finished: RunFolder) -> Non
     assert "tokens must be 0 or more, got -1" in refused("sample", finished, "--tokens", "-1")
     assert "temperature must be 0 (greedy) or a positive number" in refused("sample", finished, "--temperature", "-1")
     assert "device" in refused("sample", finished, "--device", "gpu")
+
+
+def test_an_error_does_not_stand_behind_the_prompt(finished: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
+    """What is written of a text ends its line before the sentence; where nothing is, there is no empty line."""
+    state = finished.read_checkpoint()
+    state["model"] = {name: x * math.nan for name, x in state["model"].items()}
+    finished.write_checkpoint(state)
+    for prompt, written in (("words ", "words \n"), ("a line\n", "a line\n"), ("", "")):
+        capfd.readouterr()
+        with pytest.raises(SystemExit):
+            main(["sample", str(finished), "--prompt", prompt])
+        output, errors = capfd.readouterr()
+        assert output == written and errors.startswith("error: the model's outputs are not finite")
 
 
 def test_weight_decay_that_an_optimizer_lacks_is_said(text: Path) -> None:

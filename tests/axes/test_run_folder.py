@@ -231,11 +231,30 @@ def test_a_broken_line_of_the_log_loses_that_line(finished: RunFolder, line: byt
     assert finished.read_metrics() == whole[:2]
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"format": "axes-run", "version": 1, "n": ' + "9" * 5000 + "}"])
-def test_a_config_that_python_cannot_read(finished: RunFolder, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[" * 100_000, "it is nested too deep"),
+        ('{"format": "axes-run", "version": 1, "n": ' + "9" * 5000 + "}", "one of its numbers has thousands of digits"),
+    ],
+)
+def test_a_config_that_python_cannot_read(finished: RunFolder, content: str, reason: str) -> None:
+    """The reason is the file's, and none of Python's limits."""
     finished.config.write_text(content)
-    with pytest.raises(AxesError, match="config.json is damaged"):
+    with pytest.raises(AxesError) as refused:
         resume(finished)
+    assert str(refused.value) == f"{finished.config} is damaged: {reason}"
+
+
+def test_a_value_that_is_nested_deep_is_not_repeated(finished: RunFolder) -> None:
+    for name in ("width", "text"):
+        config = json.loads(finished.config.read_text())
+        config["configuration"][name] = "value"
+        deep = "[" * 500 + "]" * 500
+        (finished.path / "config.json").write_text(json.dumps(config).replace('"value"', deep))
+        with pytest.raises(AxesError, match=f"{name} must be") as refused:
+            resume(finished)
+        assert len(str(refused.value)) < 200 + len(str(finished.config))
 
 
 @pytest.mark.parametrize(
