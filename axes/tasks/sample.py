@@ -57,6 +57,8 @@ def generate(
         raise AxesError(f"tokens must be 0 or more, got {tokens}")
     if not 0 <= temperature < float("inf"):
         raise AxesError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
+    if abs(seed) >= 2**63:
+        raise AxesError(f"seed must be less than 2**63, got {seed:.3g}")
     device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)
     state = None

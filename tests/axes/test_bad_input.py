@@ -367,6 +367,8 @@ def test_sample_refuses_bad_values(refused: Refused, finished: RunFolder) -> Non
     assert "tokens must be 0 or more, got -1" in refused("sample", finished, "--tokens", "-1")
     assert "temperature must be 0 (greedy) or a positive number" in refused("sample", finished, "--temperature", "-1")
     assert "device" in refused("sample", finished, "--device", "gpu")
+    for seed in (str(2**63), "9" * 20):
+        assert "seed must be less than 2**63" in refused("sample", finished, "--seed", seed)
 
 
 def test_an_error_does_not_stand_behind_the_prompt(finished: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:

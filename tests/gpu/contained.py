@@ -16,7 +16,8 @@ from axes.bench.timing import median
 from axes.kernels import contain
 from axes.testing.examples import example
 
-LAYERS = ("linear-attention", "retnet", "mamba2", "delta-net", "gated-delta-net", "gla", "kda", "rwkv7")
+# not rwkv7: under random erase keys its state overflows before 4,096 tokens, and what would be timed is the remedy
+LAYERS = ("linear-attention", "retnet", "mamba2", "delta-net", "gated-delta-net", "gla", "kda")
 BATCH, TOKENS, HEADS, WIDTH, TURNS = 8, 4096, 16, 128, 3
 
 
