@@ -83,8 +83,15 @@ def test_hopper_kernels_are_one_binary_for_all_sizes(version: str) -> None:
     assert len(binaries["_prepare"]) == 2  # with and without what segments need
 
 
-@versions
-@pytest.mark.parametrize("rule", ("write", "diagonal"))
+@pytest.mark.parametrize(
+    ("version", "rule"),
+    [
+        pytest.param(version, rule, marks=() if quick else pytest.mark.slow)
+        for version in (OWN, *(version for version in TRITONS if version != OWN))
+        for rule in ("write", "diagonal")
+        for quick in [version == OWN or (version, rule) == (NEWEST, "write")]  # the other is 45 seconds of compiling
+    ],
+)
 def test_sizes_share_binaries(version: str, rule: str) -> None:
     """Of two batches, lengths and numbers of heads."""
     serial = ("_mix", "_numbers", "_chain", "_merge")
