@@ -63,7 +63,7 @@ class Training:
         self.optimizer = make_optimizer(configuration, self._network)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._schedule())
         self.position = 0  # steps taken
-        self._drawn: tuple[int, Tensor | None] = (0, None)  # windows of a step to come
+        self._drawn: dict[int, Tensor] = {}  # windows of the step to come
         self.saved = 0  # and at the last checkpoint, while a run goes on
         self.rehearsal: Rehearsal | None = None  # of the first step, from when it was asked for until it is waited for
         if configuration.compile:
@@ -145,7 +145,7 @@ class Training:
         norm = torch.nn.utils.get_total_norm(gradients)
         whole = _whole(norm)
         found = torch.stack([loss.double(), whole.double()])
-        self._drawn = self.position + 1, self._windows(self.position + 1)  # while the device is busy
+        self._drawn = {self.position + 1: self._windows(self.position + 1)}  # while the device is busy
         value, size = found.tolist()  # the step's one wait
         if not (math.isfinite(value) and math.isfinite(size)):
             raise self._not_finite(value)
@@ -158,9 +158,8 @@ class Training:
 
     def _windows(self, step: int) -> Tensor:
         """Of a step, by its number alone: those that were drawn ahead, unless the position has been set since."""
-        ahead, windows = self._drawn
-        if ahead == step and windows is not None:
-            return windows
+        if step in self._drawn:
+            return self._drawn[step]
         settings = self.configuration
         return training_batch(self.corpus.train, settings.seed, step, settings.batch, settings.context)
 

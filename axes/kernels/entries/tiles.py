@@ -12,7 +12,7 @@ import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import first_slot, unit_rows
-from axes.kernels.entries.kernels import _error, _kept, _moved, _strength
+from axes.kernels.entries.kernels import _error, _kept, _moved, _strength, _wide
 
 
 @triton.jit
@@ -54,15 +54,6 @@ def _entries(ptr, first, end, H, head, n, K, C: tl.constexpr, NL: tl.constexpr, 
         for m in tl.static_range(NT):
             x = tl.load(place + m * NL, mask=(n + m * NL < K) & (token < end), other=0.0)
             out = out + (x,)  # type: ignore[assignment]
-    return out
-
-
-@triton.jit
-def _wide(given, COUNT: tl.constexpr):
-    """The same numbers in float32."""
-    out = ()
-    for i in tl.static_range(COUNT):
-        out = out + (given[i].to(tl.float32),)  # type: ignore[assignment]
     return out
 
 

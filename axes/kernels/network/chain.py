@@ -7,19 +7,20 @@ backwards those of a segment are made again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
-from axes.kernels.common.layout import check_like, check_tokens, on_device, precision
+from axes.kernels.common.layout import check_like, check_tokens, on_device
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.network import hold, passes
+from axes.kernels.network.hold import Sizes, four
 from axes.kernels.substitution.chain import SLOTS, known_response, made
 
 BLOCK, WIDEST = 16, 128  # tokens of an anchor; the widest keys and values
@@ -34,48 +35,6 @@ def _kernels(name: str) -> ModuleType:
     return made(passes, known_response(name)[0].text, name)
 
 
-class _Sizes(NamedTuple):
-    """Sizes of a call: B, T, H, D and F, hidden units."""
-
-    batch: int
-    length: int
-    heads: int
-    width: int
-    hidden: int
-
-    @classmethod
-    def of(cls, k: Tensor, w2: Tensor) -> _Sizes:
-        b, t, h, d = k.shape
-        return cls(b, t, h, d, w2.shape[-2])
-
-    @property
-    def blocks(self) -> int:
-        return cdiv(self.length, BLOCK)
-
-    @property
-    def programs(self) -> int:
-        return self.batch * self.heads
-
-    def segments(self) -> list[tuple[int, int]]:
-        """First blocks, and those after the last ones."""
-        return [(n, min(n + hold.SEGMENT, self.blocks)) for n in range(0, self.blocks, hold.SEGMENT)]
-
-    def rooms(self, k: Tensor, leaves: int) -> list[Tensor]:
-        """For the first W, and M, of the blocks of a segment, in the dtype of products."""
-        own = (min(hold.SEGMENT, self.blocks), self.batch, self.heads)
-        wide = ((self.width, self.hidden), (self.hidden, self.width))
-        return [k.new_empty(*own, *wide[i % 2]) for i in range(leaves)]
-
-    def tile(self, hidden: int) -> int:
-        return min(hidden, max(16, power_of_2(self.hidden)))
-
-    def constants(self, k: Tensor, m: Tensor | None, a: Tensor | None, g: Tensor | None) -> dict[str, Any]:
-        return dict(
-            D=self.width, F=self.hidden, BD=max(16, power_of_2(self.width)), FILTER=m is not None, GATED=a is not None,
-            ROWS=g is not None, PRECISION=precision(k), num_stages=1,
-        )  # fmt: skip
-
-
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 
 
@@ -87,7 +46,7 @@ def _shapes_of(k: Tensor, w1: Tensor, w2: Tensor, m1: Tensor | None, m2: Tensor 
     ends = [w1.new_empty(0) if x is None else torch.empty_like(x) for x in (w1, w2, m1, m2)]
     befores, kept = (torch.empty_like(w1), torch.empty_like(w2)), []
     if record:
-        segments = cdiv(_Sizes.of(k, w2).blocks, hold.SEGMENT)
+        segments = cdiv(Sizes.of(k, w2).blocks, hold.SEGMENT)
         starts = [x for x in (w1, w2, m1, m2) if x is not None]
         kept = [torch.empty_like(o), k.new_empty(*k.shape[:3], BLOCK, dtype=wide)]
         kept += [x.new_empty(segments, *x.shape) for x in starts]
@@ -100,7 +59,7 @@ def _forward(
     c: Tensor, e0: Tensor | None, e: Tensor | None, g: Tensor | None, r: Tensor | None, w1: Tensor, w2: Tensor,
     m1: Tensor | None, m2: Tensor | None, name: str, record: bool,
 ) -> _Outputs:  # fmt: skip
-    s = _Sizes.of(k, w2)
+    s = Sizes.of(k, w2)
     found = _shapes_of(k, w1, w2, m1, m2, record)
     (o, *moving), befores, kept = found[:5], found[5:7], found[7]
     moving = moving[: 2 if m1 is None else 4]
@@ -113,7 +72,7 @@ def _forward(
         return found
     seen, met = kept[:2] if record else (torch.empty_like(o), k.new_empty(*k.shape[:3], BLOCK, dtype=torch.float32))
     rooms = s.rooms(k, len(moving))
-    more, kernels = s.constants(k, m1, a, g), _kernels(name)
+    more, kernels = s.constants(k, m1 is not None, a is not None, g is not None), _kernels(name)
     with on_device(k):
         for first, last in s.segments():
             if record:
@@ -125,11 +84,11 @@ def _forward(
                         before.copy_(x)
                 if begin < end:
                     kernels.states[(s.programs,)](
-                        k, *given, *numbers, *_four(moving), *_four(x[begin - first :] for x in rooms),
+                        k, *given, *numbers, *four(moving), *four(x[begin - first :] for x in rooms),
                         seen, s.length, s.heads, begin, end, KNOWN=False, **more, BF=s.tile(HIDDEN), num_warps=WARPS,
                     )  # fmt: skip
             kernels.reads[(s.programs * (last - first),)](
-                q, k, *given, a, b, c, g, r, *_four(rooms), seen, o, met, s.length, s.heads, s.batch, first, **more,
+                q, k, *given, a, b, c, g, r, *four(rooms), seen, o, met, s.length, s.heads, s.batch, first, **more,
                 BF=s.tile(HIDDEN_READS), num_warps=WARPS_READS,
             )  # fmt: skip
     return found
@@ -139,12 +98,6 @@ def _shapes(q, k, i0, i1, i2, i3, i4, i5, i6, i7, a, b, c, e0, e, g, r, w1, w2, 
     return _shapes_of(k, w1, w2, m1, m2, record)
 
 
-def _four(x: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Of W, and M if there is one, four arguments: kernels do not look at what holds its place."""
-    given = tuple(x)
-    return (*given, *given)[:4]
-
-
 def _backward(
     q: Tensor, k: Tensor, i0: Tensor | None, i1: Tensor | None, i2: Tensor | None, i3: Tensor | None,
     i4: Tensor | None, i5: Tensor | None, i6: Tensor | None, i7: Tensor | None, a: Tensor | None, b: Tensor | None,
@@ -152,7 +105,7 @@ def _backward(
     m1: Tensor | None, m2: Tensor | None, name: str, kept: list[Tensor],
     do: Tensor, d1: Tensor, d2: Tensor, d3: Tensor, d4: Tensor, dbefore1: Tensor, dbefore2: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    s = _Sizes.of(k, w2)
+    s = Sizes.of(k, w2)
     given, numbers = (i0, i1, i2, i3, i4, i5, i6, i7), (a, b, c, e0, e, g, r)
     if hold.fits(k, w2):
         ends = [x.clone() for x in (d1, d2, d3, d4)[: 2 if m1 is None else 4]]
@@ -168,23 +121,24 @@ def _backward(
     ms, dns = (k.new_empty(places, s.hidden, BLOCK) for _ in range(2))
     dps, dhs, dzs = (seen.new_empty(places, s.hidden, BLOCK) for _ in range(3))
     dus, dks, dwrites, dsums = (seen.new_empty(places, s.width, BLOCK) for _ in range(4))
-    kernels, more, tokens = _kernels(name), s.constants(k, m1, a, g), do.numel() // s.width
+    more = s.constants(k, m1 is not None, a is not None, g is not None)
+    kernels, tokens = _kernels(name), do.numel() // s.width
     with on_device(k):
         for first, last in reversed(s.segments()):
             for x, start in zip(moving, starts, strict=True):
                 x.copy_(start[first // hold.SEGMENT])
             kernels.states[(s.programs,)](
-                k, *given, *numbers, *_four(moving), *_four(rooms), seen, s.length, s.heads, first, last, KNOWN=True,
+                k, *given, *numbers, *four(moving), *four(rooms), seen, s.length, s.heads, first, last, KNOWN=True,
                 **more, BF=s.tile(HIDDEN), num_warps=WARPS,
             )  # fmt: skip
             kernels.reads_back[(s.programs * (last - first),)](
-                q, k, *given, a, b, c, g, r, *_four(rooms), seen, met, do, ms, dns, dps, dhs, dus, dks, dwrites, dsums,
+                q, k, *given, a, b, c, g, r, *four(rooms), seen, met, do, ms, dns, dps, dhs, dus, dks, dwrites, dsums,
                 dq, da, db, dc, s.length, s.heads, s.batch, first, **more, BF=s.tile(HIDDEN_READS),
                 num_warps=WARPS_READS,
             )  # fmt: skip
             kernels.reverse[(s.programs,)](
-                q, k, *given, *numbers, *_four(rooms), seen, do, dbefore1, dbefore2, ms, dns, dps, dhs, dzs, dus, dks,
-                dwrites, dsums, *_four(ends), asked, dk, da, db, dc, de0, de, dg, dr, s.length, s.heads, first, last,
+                q, k, *given, *numbers, *four(rooms), seen, do, dbefore1, dbefore2, ms, dns, dps, dhs, dzs, dus, dks,
+                dwrites, dsums, *four(ends), asked, dk, da, db, dc, de0, de, dg, dr, s.length, s.heads, first, last,
                 **more, BF=s.tile(HIDDEN_BACK), num_warps=WARPS_BACK,
             )  # fmt: skip
         known_response(name)[1].read_back[(cdiv(tokens, ROWS),)](

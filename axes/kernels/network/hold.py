@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def fits(k: Tensor, w2: Tensor) -> bool:
     return k.dtype in DTYPES and d * max(f, 16 * WARPS) <= ENTRIES
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Of a call, (B, T, H, D) and hidden units F."""
 
     batch: int
@@ -40,6 +41,11 @@ class _Sizes(NamedTuple):
     heads: int
     width: int
     hidden: int
+
+    @classmethod
+    def of(cls, k: Tensor, w2: Tensor) -> Self:
+        b, t, h, d = k.shape
+        return cls(b, t, h, d, w2.shape[-2])
 
     @property
     def blocks(self) -> int:
@@ -49,29 +55,45 @@ class _Sizes(NamedTuple):
     def programs(self) -> int:
         return self.batch * self.heads
 
+    def segments(self) -> list[tuple[int, int]]:
+        """First blocks, and those after the last ones."""
+        return [(n, min(n + SEGMENT, self.blocks)) for n in range(0, self.blocks, SEGMENT)]
+
+    def rooms(self, k: Tensor, leaves: int) -> list[Tensor]:
+        """For the first W, and M, of the blocks of a segment, in the dtype of products."""
+        own = (min(SEGMENT, self.blocks), self.batch, self.heads)
+        wide = ((self.width, self.hidden), (self.hidden, self.width))
+        return [k.new_empty(*own, *wide[i % 2]) for i in range(leaves)]
+
+    def tile(self, hidden: int) -> int:
+        return min(hidden, max(16, power_of_2(self.hidden)))
+
+    def constants(self, k: Tensor, filtered: bool, gated: bool, rows: bool) -> dict[str, Any]:
+        return dict(
+            D=self.width, F=self.hidden, BD=max(16, power_of_2(self.width)), FILTER=filtered, GATED=gated, ROWS=rows,
+            PRECISION=precision(k), num_stages=1,
+        )  # fmt: skip
+
     def warps(self, most: int) -> dict[str, int]:
         """W warps that own FW hidden units each, of which a product takes 16 at least."""
         units = max(16 * most, power_of_2(self.hidden))
         return dict(W=most, FW=units // most, num_warps=most, maxnreg=min(255, 2048 // most))
 
 
-def _call(k: Tensor, w2: Tensor, numbers: Numbers) -> tuple[_Sizes, dict[str, Any]]:
-    b, t, h, d = k.shape
-    s = _Sizes(b, t, h, d, w2.shape[-2])
+def _call(k: Tensor, w2: Tensor, numbers: Numbers) -> tuple[Sizes, dict[str, Any]]:
+    s = Sizes.of(k, w2)
     gate, filtered, _, _, _, rows, _ = (x is not None for x in numbers)
-    return s, dict(
-        D=d, F=s.hidden, BD=max(16, power_of_2(d)), FILTER=filtered, GATED=gate, ROWS=rows, PRECISION=precision(k),
-        num_stages=1,
-    )  # fmt: skip
+    return s, s.constants(k, filtered, gate, rows)
 
 
 Given = tuple[Tensor | None, ...]  # inputs of the response
 Numbers = tuple[Tensor | None, ...]  # a, b, c, e0, e, g, r
 
 
-def _four(x: list[Tensor]) -> list[Tensor]:
+def four(x: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Of W, and M if there is one, four arguments: kernels do not look at what holds its place."""
-    return [*x, *x][:4]
+    given = tuple(x)
+    return (*given, *given)[:4]
 
 
 def forward(
@@ -82,10 +104,10 @@ def forward(
     a filter holds moves in its place, from its start to its last."""
     s, more = _call(k, w2, numbers)
     seen, met, *starts = kept or (o, o, *ends)  # which nobody looks at
-    filters = _four(ends)[2:]
+    filters = four(ends)[2:]
     with on_device(k):
         _kernels(name).states[(s.programs,)](
-            q, k, *given, *numbers, w1, w2, *filters, o, seen, met, *ends[:2], *befores, *_four(starts), *[None] * 4,
+            q, k, *given, *numbers, w1, w2, *filters, o, seen, met, *ends[:2], *befores, *four(starts), *[None] * 4,
             s.length, s.heads, 0, s.blocks, AGAIN=False, RECORD=bool(kept), SEGMENT=SEGMENT, **more, **s.warps(WARPS),
         )  # fmt: skip
 
@@ -110,21 +132,21 @@ def backward(
     moving = [torch.empty_like(x) for x in ends[2:]]  # what a filter holds
     kernels, tokens = _kernels(name), do.numel() // s.width
     with on_device(k):
-        for first in reversed(range(0, s.blocks, SEGMENT)):
-            last, begun = min(first + SEGMENT, s.blocks), [x[first // SEGMENT] for x in starts]
+        for first, last in reversed(s.segments()):
+            begun = [x[first // SEGMENT] for x in starts]
             for x, start in zip(moving, begun[2:], strict=True):
                 x.copy_(start)
             kernels.states[(s.programs,)](
-                q, k, *given, *numbers, *begun[:2], *_four([*begun[:2], *moving])[2:], do, seen, met, *ends[:2],
-                *dbefores, *_four(starts), *_four(rooms), s.length, s.heads, first, last, AGAIN=True, RECORD=False,
+                q, k, *given, *numbers, *begun[:2], *four([*begun[:2], *moving])[2:], do, seen, met, *ends[:2],
+                *dbefores, *four(starts), *four(rooms), s.length, s.heads, first, last, AGAIN=True, RECORD=False,
                 SEGMENT=SEGMENT, **more, **s.warps(WARPS_AGAIN),
             )  # fmt: skip
             kernels.reads_back[(s.programs * (last - first),)](
-                q, k, *given, a, b, c, g, r, *_four(rooms), seen, met, do, *units, *pairs, *rows, dq, da, db, dc,
+                q, k, *given, a, b, c, g, r, *four(rooms), seen, met, do, *units, *pairs, *rows, dq, da, db, dc,
                 s.length, s.heads, s.batch, first, **more, **s.warps(WARPS_READS),
             )  # fmt: skip
             kernels.reverse[(s.programs,)](
-                q, k, *given, *numbers, *_four(rooms), seen, do, *dbefores, *units, *pairs, *rows, *_four(ends), asked,
+                q, k, *given, *numbers, *four(rooms), seen, do, *dbefores, *units, *pairs, *rows, *four(ends), asked,
                 dk, da, db, dc, de0, de, dg, dr, s.length, s.heads, first, last, **more, **s.warps(WARPS_BACK),
             )  # fmt: skip
         known_response(name)[1].read_back[(cdiv(tokens, ROWS),)](
