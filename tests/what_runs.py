@@ -75,6 +75,8 @@ KERNELS = (
     ("axes.kernels.step", "chain_step", "chain"),
     ("axes.kernels.step", "block_step", "chain"),
     ("axes.kernels.substitution.chain", "substitution_chain", "substitution"),
+    ("axes.kernels.network.chain", "network_chain", "cascade"),
+    ("axes.kernels.entries.modes", "modes_chain", "chain"),
     ("axes.programs.tile_kernels", "tokens", "token"),
     ("axes.kernels.attention.attend", "attend", None),
     ("axes.kernels.attention.decode", "attend_one", None),

@@ -197,10 +197,6 @@ def own_bonus(update: StateUpdate, signal: Signal) -> Tensor | None:
 def turning(update: StateUpdate, signal: Signal) -> tuple[Tensor, Tensor] | None:
     """Log gates and angles (B, T, HV, V/2), or (HV, V/2) of all tokens, of modes that have a kernel (S5, the LRU): keys
     of one entry, written as they are, under one gate and one turn of every pair of rows. None of others."""
-    from axes.kernels.entries import modes
-
-    if not modes.PICKED:
-        return None
     p, v = update.parts(), _tensor(signal, "v")
     turns, others = ([f for f in factors(p.monoid) if (f.kind == "turn") is turn] for turn in (True, False))
     plain = len(turns) == 1 and len(others) == 1 and isinstance(others[0], Diagonal) and others[0].side == "row-pair"

@@ -37,7 +37,6 @@ from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.tiles import first_slot, unit_rows
 from axes.kernels.entries.kernels import _numbers, _put, _rows, _wide
 
-PICKED = False  # until the kernels have been seen right on a GPU; they take a third of the time there
 CHUNK, CHUNK_BACK, _MODES = 8, 8, 32  # tokens that a thread holds forward and backward; modes of a program: one warp
 AHEAD, AHEAD_BACK = True, True
 
@@ -247,9 +246,8 @@ def _common(
     cut, half = layout(v.shape[0], v.shape[1], chunk, cu), v.shape[3] // 2
     blocks = cdiv(half, _MODES)
     sizes = (cut.length, cut.chunks, k.shape[2], v.shape[2], half, blocks)
-    constants = dict(
-        BR=_MODES, C=chunk, SHARED=gate.ndim == 2, PACKED=cu is not None, FAST=not interpreted(), num_warps=1
-    )
+    fast = v.dtype != torch.float32 and not interpreted()
+    constants = dict(BR=_MODES, C=chunk, SHARED=gate.ndim == 2, PACKED=cu is not None, FAST=fast, num_warps=1)
     return cut, sizes, cut.units * v.shape[2] * blocks, constants
 
 
