@@ -32,18 +32,19 @@ _BIBTEX = """@article{karami2025lattice,
   year={2025}
 }"""
 _BLOCK = (
-    "no official code. The paper leaves the step size, the normalisation of q and k, the output norm and the"
+    "no official code. The paper leaves the step size, the normalisation of q, k and v, the output norm and the"
     " convolutions'"
-    " details open: gamma = 2 sigmoid(W x) starts at 0.5 (with |k| = 1 and v of unit RMS, 2 is where a write may"
-    " overshoot), q and k have unit length after SiLU, an RMSNorm per head precedes the GELU gate. S_0 is fixed with"
+    " details open: q and k have unit length after SiLU, and so have v, since slots overshoot what they turn to where"
+    " gamma |k_i| |v| > 2 (Sim), gamma |k|^2 > 2 (Dec) or gamma |v|^2 > 2 (Enc); gamma = sigmoid(W x) starts at 0.5,"
+    " Sim's is twice that. An RMSNorm per head precedes the GELU gate. S_0 is fixed with"
     " orthonormal columns, the same for all heads, since a rotation of the values turns one choice into any other;"
     " random"
     " unit columns if d_k > d_v."
 )
 _NO_GATE = " The forget gate of the final configuration is left out: renormalised, it only rescales gamma"
 _STEP = Step(Per("gamma"), lazy=False)
-_GAMMA = ("gamma", Capped(0.5, scale=2.0))
-_MAMBA = Standard(values_conv=False, shared_projection=True, output_gate="gelu", charts=(_GAMMA,))
+_GAMMA = ("gamma", Capped(0.5))
+_MAMBA = Standard(values_conv=False, value_norm="unit", shared_projection=True, output_gate="gelu", charts=(_GAMMA,))
 
 
 @final
@@ -72,16 +73,10 @@ class LatticeEnc(SequenceLayer):
     name = "lattice-enc"
     paper = _PAPER
     equation = "eq. 14 with h = v, c = Phi^T v - k (eqs. 9, 10, 13)"
-    differs = (
-        "one half in the loss, as the printed update 10 has it and its loss 9 does not; gamma starts at 1 / 8 and stays"
-        " below 0.5: values, whose length is no unit, take the part of keys, and steps above 2 / |v|^2 overshoot in"
-        " every slot. "
-        + _BLOCK
-        + _NO_GATE
-    )
+    differs = "one half in the loss, as the printed update 10 has it and its loss 9 does not; " + _BLOCK + _NO_GATE
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(encode=True), Sphere("columns"), Identity(), _STEP, memory=Slots())
-    block = replace(_MAMBA, charts=(("gamma", Capped(0.125, scale=0.5)),))
+    block = _MAMBA
 
 
 @final
@@ -97,7 +92,7 @@ class LatticeSim(SequenceLayer):
     differs = _BLOCK + _NO_GATE
     bibtex = _BIBTEX
     update = StateUpdate(Alignment(), Sphere("columns"), Identity(), _STEP, memory=Slots())
-    block = _MAMBA
+    block = replace(_MAMBA, charts=(("gamma", Capped(1.0, scale=2.0)),))
 
 
 @final
@@ -114,13 +109,11 @@ class LatticeOSR(SequenceLayer):
     differs = (
         "one half in the loss; " + _BLOCK + " The read is S q as printed, not Phi q; mu and gamma are emitted"
         " independently"
-        " (mu = 1 - gamma lambda in the paper)"
+        " (mu = 1 - gamma lambda in the paper), mu = sigmoid(W x + 6)^(1/16): a slot that fades is turned by 1 / |s|^2"
     )
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), Euclidean(), Scalar("decay"), Step(Per("gamma")), memory=Slots())
-    block = Standard(
-        values_conv=False, shared_projection=True, output_gate="gelu", charts=(_GAMMA, ("decay", LogSigmoid(bias=6.0)))
-    )
+    block = replace(_MAMBA, charts=(_GAMMA, ("decay", LogSigmoid(bias=6.0, temperature=16.0))))
 
 
 LATTICE = (LatticeDec, LatticeEnc, LatticeSim, LatticeOSR)

@@ -208,10 +208,18 @@ def test_start() -> None:
             assert (products - eye).abs().max() < 0.99
 
 
-def test_step_size_starts_at_a_half() -> None:
-    layer = LatticeDec(D, heads=HEADS, dtype=torch.float64)
-    gamma = signal_of(layer, torch.zeros(1, 2, D, dtype=torch.float64))[0]["gamma"]
-    torch.testing.assert_close(gamma, torch.full_like(gamma, 0.5))
+@pytest.mark.parametrize("cls", LATTICE)
+def test_no_token_writes_beyond_its_value(cls: type) -> None:
+    """L30: turned by gamma |k_i| |v| <= 2 (Enc: gamma |v|^2) a slot gets no further from the value; |k| = 1."""
+    layer, x = perturbed(cls), torch.randn(1, 64, D, dtype=torch.float64)
+    for size, share in ((0.0, 0.5), (1e4, 1.0)):  # where steps start, and where inputs have taken them
+        signal = signal_of(layer if size else cls(D, heads=HEADS, dtype=torch.float64), size * x)[0]
+        most = 2.0 if cls is LatticeSim else 1.0
+        torch.testing.assert_close(signal["gamma"].amax(), torch.tensor(share * most, dtype=torch.float64))
+        assert bool((signal["v"].norm(dim=-1) <= 1.0 + 1e-12).all())
+
+
+def test_steps_are_demanded_of_a_layer() -> None:
     assert StateUpdate(Alignment(), algorithm=LatticeOSR.update.algorithm).demands() == (Per("gamma"),)
 
 
