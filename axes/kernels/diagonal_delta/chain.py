@@ -134,8 +134,10 @@ def _run_prepare(
         constants = _exponents(q, g)
         flat = constants.pop("FLAT")
         if two and x is not None and matrices is not None and _by_pairs(cuts, q, v):
-            dplr_prepare(q, k, g, x, y, scaled, totals, falls, lowers, inner, float(constants["BOUND"]))
+            solved = float(constants["BOUND"])
+            dplr_prepare(q, k, g, x, y, scaled, totals, falls, [m, *inner], solved)
         else:
+            solved = 0.0
             pairs.prepare[(grid[0] * (1 if matrices is not None else cdiv(d, block)),)](
                 *inputs,
                 *scaled[:3],
@@ -153,7 +155,7 @@ def _run_prepare(
             )
             launch = _launch(q, "solve", two)
             pairs.solve[grid](
-                lowers, m, falls, *where, HV=hv, K=d, C=cuts.chunk, BK=block, CLOSED=0.0, PACKED=cuts.packed,
+                lowers, m, falls, *where, HV=hv, K=d, C=cuts.chunk, BK=block, CLOSED=solved, PACKED=cuts.packed,
                 **inverse.constants(q.dtype, cuts.chunk, launch["num_warps"]), **launch,
             )  # fmt: skip
     return [*scaled[:3], scaled[-1], totals, falls]
