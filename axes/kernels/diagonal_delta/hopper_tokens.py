@@ -107,12 +107,12 @@ def _tokens(
         lower = times(owe, wrote.permute((1, 0)), _C)
         value = queries.reshape([_C, _C]).load(layout).to(gl.float32)
         push = gl.sum(square(owed, DTYPE, V, part).load(layout).to(gl.float32) * value, 1)
+        scores, lower = warpgroup_mma_wait(0, [scores, lower])  # no copy begins beside a product
         barrier()
         mbarrier.expect(asked, 2 * _C * _C)
         async_load(q_tiles, [b, n * _C, column], asked, queries)
         mbarrier.wait(ends, 0)
         both = times(states.permute((1, 0)), grads, _C)  # its diagonal: sum_v X dX'
-        scores, lower = warpgroup_mma_wait(1, [scores, lower])
         inside = gl.where(i >= j, scores, 0.0).to(DTYPE)
         strict = gl.where(i > j, lower, 0.0).to(DTYPE)
         dquery = times(dout, states, _C)
