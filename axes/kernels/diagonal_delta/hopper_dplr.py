@@ -127,32 +127,34 @@ def _tokens(
         last = columns(gl.where(i == j, both, 0.0))
         dquery = times(dout, states, _C)
         dread = times(owe, states, _C)
-        moved = times(wrote, grads, _C)
-        moved2 = times(value, grads, _C)
-        dquery, dread, moved, moved2 = warpgroup_mma_wait(0, [dquery, dread, moved, moved2])
+        dquery, dread = warpgroup_mma_wait(0, [dquery, dread])
         published()
-        # what was read by these products makes room
+        # what was read by these products makes room, and no copy begins beside one
         if V == _C:
-            queries, readers, writers, writers2 = douts, wrotes, owed, values
+            queries, readers, writers, writers2 = douts, owed, wrotes, values
             insides, stricts, insides2, stricts2 = more.index(0), more.index(1), more.index(2), more.index(3)
             high, low, fades, fades2 = states, grads, more.index(4), more.index(5)
         else:
-            queries, readers = _half(douts, q_tiles, 0), _half(douts, q_tiles, 1)
+            queries, readers = _half(states, q_tiles, 0), _half(states, q_tiles, 1)
             writers, writers2 = _half(wrotes, q_tiles, 0), _half(wrotes, q_tiles, 1)
             insides, stricts = square(owed, DTYPE, V), square(owed, DTYPE, V, 1)
-            insides2, stricts2 = square(values, DTYPE, V), square(values, DTYPE, V, 1)
-            high, low = square(states, DTYPE, V), square(states, DTYPE, V, 1)
+            insides2, stricts2 = square(douts, DTYPE, V), square(douts, DTYPE, V, 1)
+            high, low = square(values, DTYPE, V), square(values, DTYPE, V, 1)
             fades, fades2 = square(grads, DTYPE, V), square(grads, DTYPE, V, 1)
         mbarrier.expect(own, 8 * _C * _C)
-        async_load(y_tiles, [b, n * _C, column], own, writers)
-        async_load(z_tiles, [b, n * _C, column], own, writers2)
         async_load(q_tiles, [b, n * _C, column], own, queries)
         async_load(a_tiles, [b, n * _C, column], own, readers)
-        ones = square(fades2, gl.bfloat16, _C)  # until the last writers come, and behind them again
         insides.store(inside)
         stricts.store(strict)
         insides2.store(inside2)
         stricts2.store(strict2)
+        moved = times(wrote, grads, _C)
+        moved2 = times(value, grads, _C)
+        moved, moved2 = warpgroup_mma_wait(0, [moved, moved2])
+        published()
+        async_load(y_tiles, [b, n * _C, column], own, writers)
+        async_load(z_tiles, [b, n * _C, column], own, writers2)
+        ones = square(fades2, gl.bfloat16, _C)  # until the last writers come, and behind them again
         # none at the floor: that chunk would not be mild
         log = gates.reshape([_C, _C]).load(layout).to(gl.float32)
         ones.store(gl.where(i >= j, 1.0, 0.0).to(gl.bfloat16))
