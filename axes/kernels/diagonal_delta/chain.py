@@ -48,7 +48,7 @@ if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules rais
     from axes.kernels.diagonal_delta.hopper_tokens import tokens_backward
 
 _FEWEST = 96  # heads of all sequences: a pass that scales takes its time over a chunk, however few it has
-_LOOK, _PROGRAMS = 16, 1024  # chunks that a program for closed gates looks at, and its programs while that is enough
+_LOOK, _PROGRAMS = 4, 1024  # chunks that a program for closed gates looks at, and its programs while that is enough
 
 # ---- launches ------------------------------------------------------------------------------------------------------
 
