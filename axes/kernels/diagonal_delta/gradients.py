@@ -236,7 +236,7 @@ def gradients(
             K, V, C, BK, BV, FALL, TWO, LATE, SHARED, OPEN, PACKED, PARTS, SUMS, BOUND, FLAT, PRECISION,
         )  # fmt: skip
     elif some_closed(falls, chunks, parts, LOOK, BOUND, K, FALL):
-        for turn in tl.range(LOOK, disable_licm=True):
+        for turn in tl.range(LOOK, disable_licm=True):  # what is the same in every turn would be held, and spill
             at = place + turn * tl.num_programs(0)
             if at < chunks * parts:
                 _of_chunk(

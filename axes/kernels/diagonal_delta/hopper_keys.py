@@ -185,7 +185,7 @@ def _scale(
     numbers, stages, spots, bars, sizes,
     ROOM: gl.constexpr, LATE: gl.constexpr, MILD: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: A in the place of k, Y in that of the logs, Q in that of q, and P, ahead of who reads them."""
+    """One warpgroup: A in the place of k, Y in its own, Q in that of q, and P, ahead of who reads them."""
     queries, keys, writers, gates, values, inverses, squares = stages
     filled, freed, scaled, paired, logged, read, kept, left, done, sent = bars
     p, beta, totals, falls = numbers

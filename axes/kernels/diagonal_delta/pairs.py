@@ -209,7 +209,7 @@ def prepare_closed(
 ):  # fmt: skip
     """The pair matrices of chunks that `prepare` leaves, those with closed gates, LOOK of all chunks a program."""
     if some_closed(falls, chunks, 1, LOOK, BOUND, K, BK):
-        for turn in tl.range(LOOK, disable_licm=True):
+        for turn in tl.range(LOOK, disable_licm=True):  # what is the same in every turn would be held, and spill
             pid = tl.program_id(0).to(tl.int64) + turn * tl.num_programs(0)
             if pid < chunks:
                 _, first, end = slot_rows(offsets, units, pid // HV, T, N, C, PACKED)
