@@ -192,6 +192,8 @@ CASES = {
     "delta": 'check("delta", 33, 16, 16); check("early", 40, 5, 20, h=1, hv=2); check("erase", 34, 16, 8, closed=True)',
     "dplr": 'check("dplr", 70, 16, 16); check("dplr", 33, 20, 5, hv=2, closed=True)',
     "closing": 'check("delta", 70, 20, 5, closed=32); check("dplr", 70, 20, 5, closed=32)',
+    # a program for more than one chunk with closed gates, as on a full chip
+    "turns": 'diagonal_delta._PROGRAMS = 1; check("delta", 80, 16, 5, closed=9); check("dplr", 40, 16, 5, closed=9)',
     "packed": 'for rule in ("delta", "dplr"): check(rule, 0, 16, 16, lengths=(0, 1, 33))',
     "half": 'for rule in ("erase", "dplr"): check(rule, 70, 20, 16, bound=3e-3, dtype=torch.float16)',
 }

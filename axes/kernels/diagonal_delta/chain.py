@@ -48,6 +48,7 @@ if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules rais
     from axes.kernels.diagonal_delta.hopper_tokens import tokens_backward
 
 _FEWEST = 96  # heads of all sequences: a pass that scales takes its time over a chunk, however few it has
+_LOOK, _PROGRAMS = 4, 1024  # chunks that a program for closed gates looks at, and its programs while that is enough
 
 # ---- launches ------------------------------------------------------------------------------------------------------
 
@@ -66,6 +67,11 @@ def _sizes(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
         wide = max(TILE, d_k) if kernel == "serial" else max(TILE, min(d_k, 64))
         return {"BK": wide, "BV": max(TILE, min(d_v, 32))}
     return {"BK": max(64, d_k) if kernel == "serial" else 64, "BV": 64}
+
+
+def _looks(count: int) -> tuple[int]:
+    """Programs for chunks with closed gates: one each while there are few chunks, then up to _LOOK chunks each."""
+    return (max(min(count, _PROGRAMS), cdiv(count, _LOOK)),)
 
 
 def _launch(q: Tensor, kernel: str, two: bool) -> dict[str, int]:
@@ -128,8 +134,10 @@ def _run_prepare(
         constants = _exponents(q, g)
         flat = constants.pop("FLAT")
         if two and x is not None and matrices is not None and _by_pairs(cuts, q, v):
-            dplr_prepare(q, k, g, x, y, scaled, totals, falls, lowers, inner, float(constants["BOUND"]))
+            solved = float(constants["BOUND"])
+            dplr_prepare(q, k, g, x, y, scaled, totals, falls, [m, *inner], solved)
         else:
+            solved = 0.0
             pairs.prepare[(grid[0] * (1 if matrices is not None else cdiv(d, block)),)](
                 *inputs,
                 *scaled[:3],
@@ -142,10 +150,12 @@ def _run_prepare(
                 **shape,
             )
         if matrices is not None:
-            pairs.prepare_closed[grid](*inputs, falls, *where, FLAT=flat, **constants, **shape)
+            pairs.prepare_closed[_looks(grid[0])](
+                *inputs, falls, *where, chunks=grid[0], LOOK=_LOOK, FLAT=flat, **constants, **shape
+            )
             launch = _launch(q, "solve", two)
             pairs.solve[grid](
-                lowers, m, falls, *where, HV=hv, K=d, C=cuts.chunk, BK=block, CLOSED=0.0, PACKED=cuts.packed,
+                lowers, m, falls, *where, HV=hv, K=d, C=cuts.chunk, BK=block, CLOSED=solved, PACKED=cuts.packed,
                 **inverse.constants(q.dtype, cuts.chunk, launch["num_warps"]), **launch,
             )  # fmt: skip
     return [*scaled[:3], scaled[-1], totals, falls]
@@ -169,9 +179,10 @@ def _run_inverses(
     hopper_keys.inverses(k, g, beta, m, falls, not early, float(constants["BOUND"]))
     flat, bound = constants.pop("FLAT"), constants["BOUND"]
     where = (cuts.offsets, cuts.units_of_slots, cuts.length, cuts.chunks)
-    pairs.prepare_closed[(cuts.slots * h,)](
-        q, k, k, k, beta, g, lowers, p, m, p, falls, *where, H=h, HV=h, K=d, C=64, BK=64, TWO=False, LATE=not early,
-        SHARED=True, PACKED=False, PRECISION=precision(q), FLAT=flat, **constants, **_launch(q, "prepare", False),
+    pairs.prepare_closed[_looks(cuts.slots * h)](
+        q, k, k, k, beta, g, lowers, p, m, p, falls, *where, chunks=cuts.slots * h, LOOK=_LOOK, H=h, HV=h, K=d, C=64,
+        BK=64, TWO=False, LATE=not early, SHARED=True, PACKED=False, PRECISION=precision(q), FLAT=flat, **constants,
+        **_launch(q, "prepare", False),
     )  # fmt: skip
     launch = _launch(q, "solve", False)
     pairs.solve[(cuts.slots * h,)](
@@ -300,11 +311,13 @@ def _backward(
                     q, k, v, g, y, totals, do, states, dstates, written, dwritten, dq, dk, dbeta, dg, late,
                     float(constants["BOUND"]),
                 )  # fmt: skip
+            chunks = cuts.slots * hv
             for is_open in (False,) if fast else (True, False):
-                gradients[(cuts.slots * hv * parts,)](
+                gradients[(chunks * parts,) if is_open else _looks(chunks * parts)](
                     q, k if x is None else x, y if two else k, k, v, beta, g, totals, falls, do, states, dstates,
                     written, dwritten, dq, dx, dy, dk, dbeta, dg, cuts.offsets, cuts.units_of_slots,
-                    v.shape[0] * v.shape[1], cuts.length, cuts.chunks, **shape, **_sizes(q, v, "gradients"),
+                    v.shape[0] * v.shape[1], cuts.length, cuts.chunks, chunks=chunks, LOOK=_LOOK, **shape,
+                    **_sizes(q, v, "gradients"),
                     FALL=_sizes(q, v, "prepare")["BK"], H=h, LATE=late, SHARED=x is None, OPEN=is_open, **constants,
                     SUMS=min(2, 2 * constants["PARTS"]), **_launch(q, "gradients", two),
                 )  # fmt: skip

@@ -8,41 +8,21 @@ import triton.language as tl
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import load_line, load_tile, slot_rows, store_line, store_tile
 from axes.kernels.diagonal.channels import add_up, after, load_logs, met, power, split, until
-from axes.kernels.diagonal_delta.pairs import LENGTHS, decays, least_total
+from axes.kernels.diagonal_delta.pairs import LENGTHS, decays, least_total, some_closed
 
 
-@Kernel
-@triton.jit(do_not_specialize=[*LENGTHS, "H", "tokens"])
-def gradients(
-    q, a, y, z, v, beta, g, totals, falls, do, states, dstates, written, dwritten,
-    dq, da, dy, dz, dbeta, dg, offsets, units, tokens, T, N, H, HV,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FALL: tl.constexpr,
-    TWO: tl.constexpr, LATE: tl.constexpr, SHARED: tl.constexpr, OPEN: tl.constexpr, PACKED: tl.constexpr,
-    PARTS: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _of_block(
+    q, a, y, z, v, beta, g, totals, do, states, dstates, written, dwritten,
+    dq, da, dy, dz, dbeta, dg, pid, part, first, count, tokens, H, HV,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TWO: tl.constexpr, LATE: tl.constexpr, SHARED: tl.constexpr, OPEN: tl.constexpr,
+    PARTS: tl.constexpr, SUMS: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All chunks at once: every gradient of a token but dv, from X, dX', u and r.
-
-    Of chunks with mild gates if OPEN, else of the others. SHARED: the reader is the writer (a = k), whose gradients are
-    added. dbeta comes in one part a block of channels. First the pairs' gradients, then readers, then writers, so that
-    few sums live at a time.
-    """
-    pid = tl.program_id(0).to(tl.int64)
-    parts: tl.constexpr = (K + BK - 1) // BK
-    part = pid % parts
-    pid = pid // parts
-    slot, head = pid // HV, pid % HV
-    _, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
-    if first >= end:
-        return
+    """One block of channels of one chunk. First the pairs' gradients, then readers, then writers, so that few sums live
+    at a time."""
+    head = pid % HV
     totals += pid * K
-    mild = least_total(falls, pid, K, FALL) >= -BOUND
-    if OPEN:
-        if not mild:
-            return
-    else:
-        if mild:
-            return
-    count = (end - first).to(tl.int32)
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     states += pid * K * V
@@ -207,3 +187,60 @@ def gradients(
     store_tile(dg, tl.where(log > -100.0, dlog, 0.0), first, count, d, head, HV, K, C)
     if not TWO:
         store_line(dbeta + part * tokens * HV, push, first, count, head, HV, C)
+
+
+@triton.jit
+def _of_chunk(
+    q, a, y, z, v, beta, g, totals, falls, do, states, dstates, written, dwritten,
+    dq, da, dy, dz, dbeta, dg, offsets, units, place, tokens, T, N, H, HV,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FALL: tl.constexpr,
+    TWO: tl.constexpr, LATE: tl.constexpr, SHARED: tl.constexpr, OPEN: tl.constexpr, PACKED: tl.constexpr,
+    PARTS: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of channels, if its chunk is there and its gates are as OPEN says."""
+    parts: tl.constexpr = (K + BK - 1) // BK
+    part = place % parts
+    pid = place // parts
+    _, first, end = slot_rows(offsets, units, pid // HV, T, N, C, PACKED)
+    if first < end:
+        mild = least_total(falls, pid, K, FALL) >= -BOUND
+        if mild == OPEN:
+            _of_block(
+                q, a, y, z, v, beta, g, totals, do, states, dstates, written, dwritten, dq, da, dy, dz, dbeta, dg,
+                pid, part, first, (end - first).to(tl.int32), tokens, H, HV,
+                K, V, C, BK, BV, TWO, LATE, SHARED, OPEN, PARTS, SUMS, FLAT, PRECISION,
+            )  # fmt: skip
+
+
+@Kernel
+@triton.jit(do_not_specialize=[*LENGTHS, "H", "tokens", "chunks"])
+def gradients(
+    q, a, y, z, v, beta, g, totals, falls, do, states, dstates, written, dwritten,
+    dq, da, dy, dz, dbeta, dg, offsets, units, tokens, T, N, H, HV, chunks,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FALL: tl.constexpr,
+    LOOK: tl.constexpr,
+    TWO: tl.constexpr, LATE: tl.constexpr, SHARED: tl.constexpr, OPEN: tl.constexpr, PACKED: tl.constexpr,
+    PARTS: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All chunks at once: every gradient of a token but dv, from X, dX', u and r.
+
+    Of chunks with mild gates if OPEN, a block of channels a program; else of the others, LOOK of all blocks a program.
+    SHARED: the reader is the writer (a = k), whose gradients are added. dbeta comes in one part a block of channels.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    parts: tl.constexpr = (K + BK - 1) // BK
+    if OPEN:
+        _of_chunk(
+            q, a, y, z, v, beta, g, totals, falls, do, states, dstates, written, dwritten,
+            dq, da, dy, dz, dbeta, dg, offsets, units, place, tokens, T, N, H, HV,
+            K, V, C, BK, BV, FALL, TWO, LATE, SHARED, OPEN, PACKED, PARTS, SUMS, BOUND, FLAT, PRECISION,
+        )  # fmt: skip
+    elif some_closed(falls, chunks, parts, LOOK, BOUND, K, FALL):
+        for turn in tl.range(LOOK, disable_licm=True):  # what is the same in every turn would be held, and spill
+            at = place + turn * tl.num_programs(0)
+            if at < chunks * parts:
+                _of_chunk(
+                    q, a, y, z, v, beta, g, totals, falls, do, states, dstates, written, dwritten,
+                    dq, da, dy, dz, dbeta, dg, offsets, units, at, tokens, T, N, H, HV,
+                    K, V, C, BK, BV, FALL, TWO, LATE, SHARED, OPEN, PACKED, PARTS, SUMS, BOUND, FLAT, PRECISION,
+                )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What dplr makes of a chunk before its state is known, on Hopper: `pairs.prepare` with MATRICES and TWO.
+"""What dplr makes of a chunk before its state is known, on Hopper: `pairs.prepare` with MATRICES and TWO, and `solve`.
 
 One program for one chunk of one head, 64 channels after the other; all tokens are under way at once, and two programs
-share a processor. A tile that was read makes room for the scaled vectors that are made of it.
+share a processor. A tile that was read makes room for the scaled vectors that are made of it, pairs for their inverse.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from axes.kernels.common.warpgroup import floored, product_layout, published, re
 from axes.kernels.diagonal.hopper import _power
 from axes.kernels.diagonal.hopper_keys import square, sum_until
 from axes.kernels.diagonal_delta.hopper_dplr import columns
+from axes.kernels.scalar.hopper_inverse import inverse
 
 _C = gl.constexpr(64)  # tokens of a chunk, channels at a time
 
@@ -34,7 +35,7 @@ _C = gl.constexpr(64)  # tokens of a chunk, channels at a time
 @gluon.jit(do_not_specialize=["T", "N", "H"])
 def _prepare(
     q_tiles, a_tiles, y_tiles, z_tiles, up_tiles, read_tiles, kept_tiles, kept2_tiles, p_tiles, p2_tiles, m2_tiles,
-    g, lowers, totals, falls, T, N, H,
+    m_tiles, g, totals, falls, T, N, H,
     K: gl.constexpr, BOUND: gl.constexpr,
 ):  # fmt: skip
     """Totals and scaled vectors of a chunk, and its pair matrices if no channel falls by more than BOUND."""
@@ -114,8 +115,6 @@ def _prepare(
         scores, lower, scores2, lower2 = warpgroup_mma_wait(0, [scores, lower, scores2, lower2])
         barrier()
     if lowest >= -BOUND:
-        at = lowers + pid.to(gl.int64) * (_C * _C) + i * _C + j
-        gl.store(at, gl.where(i > j, -lower, 0.0))
         third = square(high, DTYPE, _C)
         fades.store(gl.where(i >= j, scores, 0.0).to(DTYPE))
         fades2.store(gl.where(i >= j, scores2, 0.0).to(DTYPE))
@@ -124,21 +123,27 @@ def _prepare(
         async_store(p_tiles, [pid * _C, 0], fades)
         async_store(p2_tiles, [pid * _C, 0], fades2)
         async_store(m2_tiles, [pid * _C, 0], third)
+        store_wait(0)  # what they lie in makes room
+        barrier()
+        solved = inverse(gl.where(i > j, -lower, 0.0))
+        out = gl.allocate_shared_memory(DTYPE, [_C, _C], m_tiles.layout, solved.to(DTYPE))
+        published()
+        async_store(m_tiles, [pid * _C, 0], out)
     store_wait(0)
     retire(given)
 
 
 def dplr_prepare(
     q: Tensor, k: Tensor, g: Tensor, a: Tensor, b: Tensor, scaled: list[Tensor], totals: Tensor, falls: Tensor,
-    lowers: Tensor, matrices: list[Tensor], bound: float,
+    matrices: list[Tensor], bound: float,
 ) -> None:  # fmt: skip
-    """Totals, scaled vectors, and of mild chunks what `solve` inverts, P, A_ak and P_k: `pairs.prepare` of dense tokens
-    that `hopper_diagonal_delta.fits`, as many value heads as key heads."""
+    """Totals, scaled vectors, and of mild chunks M, P, A_ak and P_k: `pairs.prepare` and `solve` of dense tokens that
+    `hopper_diagonal_delta.fits`, as many value heads as key heads."""
     n, t, h, d = q.shape
-    p, m2, p2 = matrices
+    m, p, m2, p2 = matrices
     chunks = cdiv(t, 64)
     _prepare[(n * chunks * h,)](
         *(token_tiles(x, 64) for x in (q, a, b, k)), *(token_tiles(x, 64) for x in scaled),
-        *(matrix_tiles(x) for x in (p, p2, m2)), aligned(g), lowers, totals, falls, t, chunks, h,
+        *(matrix_tiles(x) for x in (p, p2, m2, m)), aligned(g), totals, falls, t, chunks, h,
         K=d, BOUND=bound, num_warps=4,
     )  # fmt: skip

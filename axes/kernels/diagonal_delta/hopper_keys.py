@@ -7,8 +7,9 @@ In the letters of `diagonal_delta`, a = k, chunks of C = 64 tokens, states S (V 
     "o"       u^T = [beta (V - A S^T)]^T M^T     o^T = S Q^T + u^T P^T     S' = S e^G_last + u^T Y
     "states"  S and u of every chunk into memory, and the totals G_last
     "dv"      last chunk first: r^T = [do^T P + dS' Y^T] M     dv = beta r     dS = dS' e^G_last + do^T Q - dv^T A
-Scaled vectors never reach memory: they take the place of q, k and the logs. M and P of chunks in which a channel falls
-by more than e^-MILD are made by `pairs.prepare_closed`, before the chain.
+Scaled vectors never reach memory: they take the place of q, of k and, but in "o", that of the logs. There the logs of a
+chunk come ahead of all else, so that memory is busy while both stages are worked on. M and P of chunks in which a
+channel falls by more than e^-MILD are made by `pairs.prepare_closed`, before the chain.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from axes.kernels.common.gluon import (
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.warpgroup import add, arrive, floored, left_layout, product_layout, published, retire, times
-from axes.kernels.diagonal.hopper import _power
 from axes.kernels.scalar.hopper_inverse import inverse
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, channels that are scaled at a time
+_BITS = gl.constexpr(1.4426950408889634)  # log2 e
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
 
@@ -47,11 +48,12 @@ def _own():
 
 
 @gluon.jit
-def _sums(gate, PART: gl.constexpr):
-    """Of 64 channels of a chunk the logs, floored, their sums until every token, and those of the whole chunk."""
+def _sums(gate):
+    """Of 64 channels of a chunk the logs, floored, their sums until every token, and those of the whole chunk: of two,
+    for `gl.exp2`."""
     own: gl.constexpr = _own()
     row = gl.arange(0, _C, layout=gl.SliceLayout(1, own))[:, None]
-    log = floored(gate.slice(PART * _C, _C, dim=1).load(own).to(gl.float32))
+    log = floored(gate.load(own).to(gl.float32)) * _BITS
     run = gl.associative_scan(log, 0, add)
     return log, run, gl.sum(gl.where(row == _C - 1, run, 0.0), 0)
 
@@ -61,6 +63,16 @@ def _room(gates, DTYPE: gl.constexpr, K: gl.constexpr):
     """Where the logs of a chunk lay, the first (C, K) numbers of 16 bits."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return reinterpret(gates, DTYPE, [gates.dtype.primitive_bitwidth // 16, _C, K], layout).index(0)
+
+
+@gluon.jit
+def _writer(writers, gates, stage, DTYPE: gl.constexpr, K: gl.constexpr, ROOM: gl.constexpr, MODE: gl.constexpr):
+    """Y of a chunk, (C, K): a tile of its own, or where its logs lay."""
+    if MODE == "o":
+        tile = writers.index(stage).reshape([_C, K])
+    else:
+        tile = _room(gates.index(stage * ROOM), DTYPE, K)
+    return tile
 
 
 @gluon.jit
@@ -102,19 +114,19 @@ def _invert(k_tiles, g_tiles, m_tiles, beta, falls, T, N, H, LATE: gl.constexpr,
     faded = _room(gates, DTYPE, K)
     least = 0.0
     for part in gl.static_range(K // _C):
-        log, run, total = _sums(gates.reshape([_C, K]), part)
-        fall = gl.min(total, 0)
+        log, run, total = _sums(gates.reshape([_C, K]).slice(part * _C, _C, dim=1))
+        fall = gl.min(total, 0) / _BITS
         gl.store(falls + matrix.to(gl.int64) * (K // _C) + part, fall)
         least = gl.minimum(least, fall)
         if LATE:
-            gain = _power(run)
+            gain = gl.exp2(run)
         else:
-            gain = _power(run - log)
+            gain = gl.exp2(run - log)
         tile = key.slice(part * _C, _C, dim=1)
         x = tile.load(_own()).to(gl.float32)
         tile.store((x * gain).to(DTYPE))
         barrier()
-        faded.slice(part * _C, _C, dim=1).store((x * _power(gl.minimum(-run, MILD))).to(DTYPE))
+        faded.slice(part * _C, _C, dim=1).store((x * gl.exp2(gl.minimum(-run, MILD * _BITS))).to(DTYPE))
     if least >= -MILD:
         published()
         lower = warpgroup_mma_wait(0, [times(key, faded.permute((1, 0)), _C)])
@@ -129,16 +141,18 @@ def _invert(k_tiles, g_tiles, m_tiles, beta, falls, T, N, H, LATE: gl.constexpr,
 
 
 @gluon.jit
-def _feed(tiles, stages, filled, freed, sizes, WIDE: gl.constexpr, ROOM: gl.constexpr, MODE: gl.constexpr):
+def _feed(tiles, stages, bars, sizes, WIDE: gl.constexpr, ROOM: gl.constexpr, MODE: gl.constexpr):
     """One warp: a chunk's tiles into the next free stage."""
     q_tiles, k_tiles, g_tiles, v_tiles, m_tiles, p_tiles, out_tiles, dv_tiles, state_tiles = tiles
-    queries, keys, gates, values, inverses, squares = stages
+    queries, keys, writers, gates, values, inverses, squares = stages
+    filled, freed, scaled, paired, logged, read, kept, left, done, sent = bars
     T, N, H = sizes
     STAGES: gl.constexpr = keys.shape[0]
     K: gl.constexpr = k_tiles.block_shape[2]
     VECTORS: gl.constexpr = (1 if MODE == "states" else 2) * K + WIDE * _C
     SQUARES: gl.constexpr = 2 * _C if MODE == "dv" else _C
-    BYTES: gl.constexpr = 2 * _C * (VECTORS + SQUARES) + g_tiles.dtype.primitive_bitwidth // 8 * _C * K
+    LOGS: gl.constexpr = g_tiles.dtype.primitive_bitwidth // 8 * _C * K
+    BYTES: gl.constexpr = 2 * _C * (VECTORS + SQUARES) + (0 if MODE == "o" else LOGS)
     bh = gl.program_id(0)
     h, b = bh % H, bh // H
     for count in range(N):
@@ -146,9 +160,15 @@ def _feed(tiles, stages, filled, freed, sizes, WIDE: gl.constexpr, ROOM: gl.cons
         stage = count % STAGES
         bar = filled.index(stage)
         row = ((b * N + n) * H + h) * _C
+        if MODE == "o":  # one chunk's logs ahead of the rest: who scales gives their place back first
+            for part in gl.static_range(K // _C):
+                mbarrier.wait(read.index(part), (count & 1) ^ 1)
+                mbarrier.expect(logged.index(part), LOGS * _C // K)
+                async_load(g_tiles, [b, n * _C, h * K + part * _C], logged.index(part), gates.index(part))
         mbarrier.wait(freed.index(stage), (count // STAGES & 1) ^ 1)
         mbarrier.expect(bar, BYTES)
-        async_load(g_tiles, [b, n * _C, h * K], bar, gates.index(stage * ROOM))
+        if MODE != "o":
+            async_load(g_tiles, [b, n * _C, h * K], bar, gates.index(stage * ROOM))
         async_load(k_tiles, [b, n * _C, h * K], bar, keys.index(stage))
         if MODE != "states":
             async_load(q_tiles, [b, n * _C, h * K], bar, queries.index(stage))
@@ -165,9 +185,9 @@ def _scale(
     numbers, stages, spots, bars, sizes,
     ROOM: gl.constexpr, LATE: gl.constexpr, MILD: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: A in the place of k, Y in that of the logs, Q in that of q, and P, ahead of who reads them."""
-    queries, keys, gates, values, inverses, squares = stages
-    filled, freed, scaled, kept, left, done, sent = bars
+    """One warpgroup: A in the place of k, Y in its own, Q in that of q, and P, ahead of who reads them."""
+    queries, keys, writers, gates, values, inverses, squares = stages
+    filled, freed, scaled, paired, logged, read, kept, left, done, sent = bars
     p, beta, totals, falls = numbers
     strengths, faders, faded = spots
     T, N, H = sizes
@@ -190,34 +210,49 @@ def _scale(
         least = 0.0
         if MODE == "o":
             least = _least(falls, matrix, K // _C)
-        mbarrier.wait(filled.index(stage), count // STAGES & 1)
-        strengths.index(stage).store(strength)
+        if MODE != "o":
+            mbarrier.wait(filled.index(stage), count // STAGES & 1)
+            strengths.index(stage).store(strength)
         key = keys.index(stage).reshape([_C, K])
         query = queries.index(stage).reshape([_C, K])
-        gate = gates.index(stage * ROOM)
-        writer = _room(gate, DTYPE, K)
+        writer = _writer(writers, gates, stage, DTYPE, K, ROOM, MODE)
         for part in gl.static_range(K // _C):
-            log, run, total = _sums(gate.reshape([_C, K]), part)
-            faders.index(stage).slice(part * _C, _C).store(_power(total))
+            if MODE == "o":
+                mbarrier.wait(logged.index(part), count & 1)
+                log, run, total = _sums(gates.index(part).reshape([_C, _C]))
+                arrive(read.index(part))
+                if part == 0:
+                    mbarrier.wait(filled.index(stage), count // STAGES & 1)
+                    strengths.index(stage).store(strength)
+            else:
+                log, run, total = _sums(gates.index(stage * ROOM).reshape([_C, K]).slice(part * _C, _C, dim=1))
+            end = gl.exp2(total)
+            faders.index(stage).slice(part * _C, _C).store(end)
             if MODE == "states":
-                gl.store(totals + matrix.to(gl.int64) * K + part * _C + column, total)
-                gl.store(falls + matrix.to(gl.int64) * (K // _C) + part, gl.min(total, 0))
+                gl.store(totals + matrix.to(gl.int64) * K + part * _C + column, total / _BITS)
+                gl.store(falls + matrix.to(gl.int64) * (K // _C) + part, gl.min(total, 0) / _BITS)
             tile = key.slice(part * _C, _C, dim=1)
             x = tile.load(own).to(gl.float32)
-            barrier()  # everybody has read these logs
-            writer.slice(part * _C, _C, dim=1).store((x * _power(total[None, :] - run)).to(DTYPE))
-            grow = _power(run)
+            to = writer.slice(part * _C, _C, dim=1)
+            if MODE != "o":
+                barrier()  # everybody has read these logs
+                to.store((x * gl.exp2(total[None, :] - run)).to(DTYPE))
+            elif least >= -MILD:
+                fade = x * gl.exp2(-run)
+                faded.slice(part * _C, _C, dim=1).store(fade.to(DTYPE))
+                to.store((fade * end[None, :]).to(DTYPE))
+            else:
+                to.store((x * gl.exp2(total[None, :] - run)).to(DTYPE))
+            grow = gl.exp2(run)
             if LATE:
                 tile.store((x * grow).to(DTYPE))
             else:
-                tile.store((x * _power(run - log)).to(DTYPE))
-            if MODE == "o":
-                fade = _power(gl.minimum(-run, MILD))  # held where it is not used
-                faded.slice(part * _C, _C, dim=1).store((x * fade).to(DTYPE))
+                tile.store((x * gl.exp2(run - log)).to(DTYPE))
             if MODE != "states":
                 tile = query.slice(part * _C, _C, dim=1)
                 tile.store((tile.load(own).to(gl.float32) * grow).to(DTYPE))
         published()
+        mbarrier.arrive(scaled.index(stage), count=1)
         if MODE == "o":
             if least >= -MILD:
                 scores = warpgroup_mma_wait(0, [times(query, faded.permute((1, 0)), _C)])
@@ -226,7 +261,7 @@ def _scale(
                 scores = gl.load(p + matrix.to(gl.int64) * (_C * _C) + i * _C + j)
             squares.index(stage).store(scores)
             published()
-        mbarrier.arrive(scaled.index(stage), count=1)
+            mbarrier.arrive(paired.index(stage), count=1)
 
 
 @gluon.jit
@@ -235,8 +270,8 @@ def _advance(
     WIDE: gl.constexpr, ROOM: gl.constexpr, STARTED: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """64 values of one head through time."""
-    queries, keys, gates, values, inverses, squares = stages
-    filled, freed, scaled, kept, left, done, sent = bars
+    queries, keys, writers, gates, values, inverses, squares = stages
+    filled, freed, scaled, paired, logged, read, kept, left, done, sent = bars
     strengths, faders, faded = spots
     start, final = ends
     T, N, H = sizes
@@ -266,26 +301,25 @@ def _advance(
         mbarrier.wait(filled.index(stage), count // STAGES & 1)
         mbarrier.wait(scaled.index(stage), count // STAGES & 1)
         seen = times(old, keys.index(stage).reshape([_C, K]).permute((1, 0)), _C)
+        seen = warpgroup_mma_wait(0, [seen])
         wanted = values.index(stage * WIDE + W).reshape([_C, _C]).permute((1, 0)).load(square).to(gl.float32)
         strength = strengths.index(stage).load(gl.SliceLayout(0, square))[None, :]
-        seen = warpgroup_mma_wait(0, [seen])
         missing = gl.convert_layout((strength * (wanted - seen)).to(DTYPE), operand)
         u = times(missing, inverses.index(stage).permute((1, 0)), _C)
-        total = faders.index(stage).load(gl.SliceLayout(0, wide))[None, :]
-        if MODE == "o":
-            read = times(old, queries.index(stage).reshape([_C, K]).permute((1, 0)), _C)
-            u = warpgroup_mma_wait(1, [u])
-        else:
-            u = warpgroup_mma_wait(0, [u])
+        u = warpgroup_mma_wait(0, [u])
         rounded = u.to(DTYPE)
         given = gl.convert_layout(rounded, operand)
-        writer = _room(gates.index(stage * ROOM), DTYPE, K)
-        # the state first: the next chunk waits for it
+        writer = _writer(writers, gates, stage, DTYPE, K, ROOM, MODE)
+        total = faders.index(stage).load(gl.SliceLayout(0, wide))[None, :]
+        # the state first: the next chunk waits for it. Outputs no sooner: beside u they leave too few registers, and
+        # then the compiler waits for every product of this kernel before it begins the next
         state = warpgroup_mma(given, writer, state * total, is_async=True)
         if MODE == "o":
-            read = warpgroup_mma(given, squares.index(stage).permute((1, 0)), read, is_async=True)
-            state, read = warpgroup_mma_wait(0, [state, read])
-            rounded = read.to(DTYPE)
+            out_of = times(old, queries.index(stage).reshape([_C, K]).permute((1, 0)), _C)
+            mbarrier.wait(paired.index(stage), count // STAGES & 1)
+            out_of = warpgroup_mma(given, squares.index(stage).permute((1, 0)), out_of, is_async=True)
+            state, out_of = warpgroup_mma_wait(0, [state, out_of])
+            rounded = out_of.to(DTYPE)
         else:
             state = warpgroup_mma_wait(0, [state])
         arrive(freed.index(stage))
@@ -302,8 +336,8 @@ def _retreat(
     W: gl.constexpr, olds, spots, stages, bars, ends, sizes, WIDE: gl.constexpr, ROOM: gl.constexpr
 ):  # fmt: skip
     """What 64 values of one head owe to the chunks after, last chunk first."""
-    queries, keys, gates, values, inverses, squares = stages
-    filled, freed, scaled, kept, left, done, sent = bars
+    queries, keys, writers, gates, values, inverses, squares = stages
+    filled, freed, scaled, paired, logged, read, kept, left, done, sent = bars
     strengths, faders, faded = spots
     dfinal, dstart = ends
     T, N, H = sizes
@@ -329,11 +363,11 @@ def _retreat(
         mbarrier.wait(scaled.index(stage), count // STAGES & 1)
         own = values.index(stage * WIDE + W).reshape([_C, _C]).permute((1, 0))
         dout = own.load(operand)
+        grad *= faders.index(stage).load(gl.SliceLayout(0, wide))[None, :]
         du = times(after, _room(gates.index(stage * ROOM), DTYPE, K).permute((1, 0)), _C)
         du = warpgroup_mma(dout, squares.index(stage), du, is_async=True)
+        grad = warpgroup_mma(dout, queries.index(stage).reshape([_C, K]), grad, is_async=True)
         strength = strengths.index(stage).load(gl.SliceLayout(0, square))[None, :]
-        total = faders.index(stage).load(gl.SliceLayout(0, wide))[None, :]
-        grad = warpgroup_mma(dout, queries.index(stage).reshape([_C, K]), grad * total, is_async=True)
         du = warpgroup_mma_wait(1, [du])
         r = times(gl.convert_layout(du.to(DTYPE), operand), inverses.index(stage), _C)
         r, grad = warpgroup_mma_wait(0, [r, grad])
@@ -381,8 +415,8 @@ def _carry(
 ):  # fmt: skip
     """One warp: what the warpgroups made into memory."""
     q_tiles, k_tiles, g_tiles, v_tiles, m_tiles, p_tiles, out_tiles, dv_tiles, state_tiles = tiles
-    queries, keys, gates, values, inverses, squares = stages
-    filled, freed, scaled, kept, left, done, sent = bars
+    queries, keys, writers, gates, values, inverses, squares = stages
+    filled, freed, scaled, paired, logged, read, kept, left, done, sent = bars
     T, N, H = sizes
     STAGES: gl.constexpr = keys.shape[0]
     bh = gl.program_id(0)
@@ -392,7 +426,7 @@ def _carry(
         stage = count % STAGES
         matrix = (b * N + n) * H + h
         if KEEP:
-            mbarrier.wait(scaled.index(stage), count // STAGES & 1)
+            mbarrier.wait(paired.index(stage), count // STAGES & 1)
             async_store(p_tiles, [matrix * _C, 0], squares.index(stage))
         if MODE != "o":
             mbarrier.wait(kept, count & 1)
@@ -433,7 +467,12 @@ def _chain(
     ROOM: gl.constexpr = 2 if MODE == "dv" and g_tiles.dtype.primitive_bitwidth == 16 else 1
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     keys = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _C, K], k_tiles.layout)
-    gates = gl.allocate_shared_memory(g_tiles.dtype, [STAGES * ROOM, 1, _C, K], g_tiles.layout)
+    if MODE == "o":
+        gates = gl.allocate_shared_memory(g_tiles.dtype, [WIDE, 1, _C, _C], g_tiles.layout)
+        writers = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _C, K], k_tiles.layout)
+    else:
+        gates = gl.allocate_shared_memory(g_tiles.dtype, [STAGES * ROOM, 1, _C, K], g_tiles.layout)
+        writers = keys
     values = gl.allocate_shared_memory(DTYPE, [STAGES * WIDE, 1, _C, _C], v_tiles.layout)
     inverses = gl.allocate_shared_memory(DTYPE, [STAGES, _C, _C], m_tiles.layout)
     faders = gl.allocate_shared_memory(gl.float32, [STAGES, K], flat)
@@ -454,7 +493,10 @@ def _chain(
         outs = gl.allocate_shared_memory(DTYPE, [WIDE, 1, _C, _C], out_tiles.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    scaled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scaled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())  # A, Y and Q are there
+    paired = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())  # P is there
+    logged = gl.allocate_shared_memory(gl.int64, [WIDE, 1], mbarrier.MBarrierLayout())  # logs are there
+    read = gl.allocate_shared_memory(gl.int64, [WIDE, 1], mbarrier.MBarrierLayout())  # and have been read
     kept = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # states are in their tiles
     left = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # and have left
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # outputs are in their tiles
@@ -463,6 +505,10 @@ def _chain(
         mbarrier.init(filled.index(stage), count=1)
         mbarrier.init(freed.index(stage), count=WIDE + 1 if KEEP or MODE == "dv" else WIDE)
         mbarrier.init(scaled.index(stage), count=1)
+        mbarrier.init(paired.index(stage), count=1)
+    for part in gl.static_range(WIDE):
+        mbarrier.init(logged.index(part), count=1)
+        mbarrier.init(read.index(part), count=1)
     mbarrier.init(kept, count=WIDE)
     mbarrier.init(left, count=1)
     mbarrier.init(done, count=WIDE)
@@ -470,9 +516,9 @@ def _chain(
     published()
     tiles = (q_tiles, k_tiles, g_tiles, v_tiles, m_tiles, p_tiles, out_tiles, dv_tiles, state_tiles)
     numbers = (p, beta, totals, falls)
-    stages = (queries, keys, gates, values, inverses, squares)
+    stages = (queries, keys, writers, gates, values, inverses, squares)
     spots = (strengths, faders, faded)
-    bars = (filled, freed, scaled, kept, left, done, sent)
+    bars = (filled, freed, scaled, paired, logged, read, kept, left, done, sent)
     ends = (start, final)
     sizes = (T, N, H)
     if WIDE == 2:
@@ -481,7 +527,7 @@ def _chain(
                 (_go, (0, outs, olds, spots, stages, bars, ends, sizes, WIDE, ROOM, STARTED, MODE)),
                 (_go, (1, outs, olds, spots, stages, bars, ends, sizes, WIDE, ROOM, STARTED, MODE)),
                 (_scale, (numbers, stages, spots, bars, sizes, ROOM, LATE, MILD, MODE)),
-                (_feed, (tiles, stages, filled, freed, sizes, WIDE, ROOM, MODE)),
+                (_feed, (tiles, stages, bars, sizes, WIDE, ROOM, MODE)),
                 (_carry, (tiles, outs, olds, stages, bars, sizes, WIDE, ROOM, KEEP, MODE)),
             ],
             [4, 4, 1, 1],
@@ -492,7 +538,7 @@ def _chain(
             [
                 (_go, (0, outs, olds, spots, stages, bars, ends, sizes, WIDE, ROOM, STARTED, MODE)),
                 (_scale, (numbers, stages, spots, bars, sizes, ROOM, LATE, MILD, MODE)),
-                (_feed, (tiles, stages, filled, freed, sizes, WIDE, ROOM, MODE)),
+                (_feed, (tiles, stages, bars, sizes, WIDE, ROOM, MODE)),
                 (_carry, (tiles, outs, olds, stages, bars, sizes, WIDE, ROOM, KEEP, MODE)),
             ],
             [4, 1, 1],
@@ -501,6 +547,9 @@ def _chain(
     retire(filled)
     retire(freed)
     retire(scaled)
+    retire(paired)
+    retire(logged)
+    retire(read)
     retire(kept)
     retire(left)
     retire(done)
@@ -511,7 +560,7 @@ def _chain(
 
 # By mode the registers a thread of the warpgroups once they part ways; at launch all have the same.
 _REGISTERS = {
-    "o": {"ADVANCE": 184, "SCALE": 120},
+    "o": {"ADVANCE": 176, "SCALE": 136},
     "states": {"ADVANCE": 176, "SCALE": 136},
     "dv": {"ADVANCE": 200, "SCALE": 88},
 }
@@ -542,7 +591,8 @@ def chain(
     b, t, h, d = k.shape
     m, p = matrices
     _chain[(b * h,)](
-        token_tiles(q, d), token_tiles(k, d), token_tiles(g, d), token_tiles(v, 64), matrix_tiles(m), matrix_tiles(p),
+        token_tiles(q, d), token_tiles(k, d), token_tiles(g, 64 if mode == "o" else d), token_tiles(v, 64),
+        matrix_tiles(m), matrix_tiles(p),
         token_tiles(out, 64), token_tiles(out if dv is None else dv, 64),
         matrix_tiles(m) if states is None else matrix_tiles(states, 64), p, aligned(beta),
         falls if totals is None else totals, falls, final if start is None else aligned(start), final,

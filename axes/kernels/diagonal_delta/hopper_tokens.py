@@ -1,7 +1,8 @@
 """The gradients of tokens in mild chunks of the delta rule under a gate per channel on Hopper, a = k.
 
-One program for 64 channels of one chunk of one head; all that it reads is under way before it computes, and two of them
-share a processor. In the letters of `diagonal_delta`, with a = k, w = k e^-G, all (C, 64) tiles in one layout:
+One program for 64 channels of one chunk of one head, and for as many of its values in dbeta; all that it reads is under
+way before it computes, but q, which comes where those values were. Two of them share a processor: each may take 115,712
+bytes. In the letters of `diagonal_delta`, with a = k, w = k e^-G, all (C, 64) tiles in one layout:
     dP = lower(do u^T)      dA = strict(r u^T)
     dq = e^G (do X + dP w)                  da = -beta e^R (r X + dA w)         dbeta = r . v - k . e^R (r X + dA w)
     dk = da + e^(G_last - G) (u dX') + e^-G (dP^T (q e^G) - dA^T (beta k e^R))
@@ -29,6 +30,7 @@ from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.warpgroup import product_layout, published, retire, times
 from axes.kernels.diagonal.hopper import _power
 from axes.kernels.diagonal.hopper_keys import square, sum_until
+from axes.kernels.diagonal_delta.hopper_dplr import columns
 
 _C = gl.constexpr(64)  # tokens of a chunk, channels of a program
 
@@ -36,8 +38,8 @@ _C = gl.constexpr(64)  # tokens of a chunk, channels of a program
 @Kernel
 @gluon.jit(do_not_specialize=["tokens", "T", "N", "H"])
 def _tokens(
-    q_tiles, k_tiles, do_tiles, u_tiles, r_tiles, state_tiles, grad_tiles, dq_tiles, dk_tiles,
-    v, beta, g, totals, dbeta, dg, tokens, T, N, H,
+    q_tiles, k_tiles, v_tiles, g_tiles, do_tiles, u_tiles, r_tiles, state_tiles, grad_tiles, dq_tiles, dk_tiles,
+    dg_tiles, beta, totals, dbeta, tokens, T, N, H,
     K: gl.constexpr, LATE: gl.constexpr, MILD: gl.constexpr,
 ):  # fmt: skip
     """The gradients of 64 channels of one mild chunk; nothing of another. dbeta in one part a block of channels."""
@@ -60,6 +62,7 @@ def _tokens(
     grads = gl.allocate_shared_memory(DTYPE, [V, _C], grad_tiles.layout)
     queries = gl.allocate_shared_memory(DTYPE, [1, _C, _C], q_tiles.layout)
     keys = gl.allocate_shared_memory(DTYPE, [1, _C, _C], k_tiles.layout)
+    gates = gl.allocate_shared_memory(g_tiles.dtype, [1, _C, _C], g_tiles.layout)
     if V == _C:
         other = gl.allocate_shared_memory(DTYPE, [_C, _C], state_tiles.layout)
     else:
@@ -67,20 +70,23 @@ def _tokens(
     given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ends = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     own = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    asked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(given, count=1)
     mbarrier.init(ends, count=1)
     mbarrier.init(own, count=1)
+    mbarrier.init(asked, count=1)
     published()
     column = h * K + part * _C
-    mbarrier.expect(given, 6 * _C * V)
+    mbarrier.expect(given, 6 * _C * V + 2 * _C * _C)
     async_load(do_tiles, [b, n * _C, h * V], given, douts)
     async_load(u_tiles, [b, n * _C, h * V], given, wrotes)
     async_load(r_tiles, [b, n * _C, h * V], given, owed)
+    async_load(v_tiles, [b, n * _C, h * V + part * _C], given, queries)  # as many values as channels, until q comes
     mbarrier.expect(ends, 4 * V * _C)
     async_load(state_tiles, [matrix * V, part * _C], ends, states)
     async_load(grad_tiles, [matrix * V, part * _C], ends, grads)
-    mbarrier.expect(own, 4 * _C * _C)
-    async_load(q_tiles, [b, n * _C, column], own, queries)
+    mbarrier.expect(own, (2 + g_tiles.dtype.primitive_bitwidth // 8) * _C * _C)
+    async_load(g_tiles, [b, n * _C, column], own, gates)
     async_load(k_tiles, [b, n * _C, column], own, keys)
     whole: gl.constexpr = gl.BlockedLayout([K // 32], [32], [4], [0])
     least = gl.min(gl.load(totals + matrix.to(gl.int64) * K + gl.arange(0, K, layout=whole)), 0)
@@ -89,7 +95,6 @@ def _tokens(
         row = (b * T + token).to(gl.int64) * H + h
         column_j = gl.arange(0, _C, layout=across)
         here = token < T
-        push = gl.zeros([_C], gl.float32, down)
         strength = -gl.load(beta + row, mask=here, other=0.0)
         total = gl.load(totals + matrix.to(gl.int64) * K + part * _C + column_j)
         i = gl.arange(0, _C, layout=down)[:, None]
@@ -100,21 +105,21 @@ def _tokens(
         mbarrier.wait(given, 0)
         scores = times(dout, wrote.permute((1, 0)), _C)
         lower = times(owe, wrote.permute((1, 0)), _C)
-        if part == 0:
-            for left in gl.static_range(0, V, 64):
-                value = gl.load(v + row[:, None] * V + (left + column_j)[None, :], mask=here[:, None], other=0.0)
-                push += gl.sum(owe.slice(left, 64, dim=1).load(layout).to(gl.float32) * value.to(gl.float32), 1)
+        value = queries.reshape([_C, _C]).load(layout).to(gl.float32)
+        push = gl.sum(square(owed, DTYPE, V, part).load(layout).to(gl.float32) * value, 1)
+        scores, lower = warpgroup_mma_wait(0, [scores, lower])  # no copy begins beside a product
+        barrier()
+        mbarrier.expect(asked, 2 * _C * _C)
+        async_load(q_tiles, [b, n * _C, column], asked, queries)
         mbarrier.wait(ends, 0)
         both = times(states.permute((1, 0)), grads, _C)  # its diagonal: sum_v X dX'
-        scores, lower = warpgroup_mma_wait(1, [scores, lower])
         inside = gl.where(i >= j, scores, 0.0).to(DTYPE)
         strict = gl.where(i > j, lower, 0.0).to(DTYPE)
-        log = gl.load(g + row[:, None] * K + (part * _C + column_j)[None, :], mask=here[:, None], other=0.0)
         dquery = times(dout, states, _C)
         dread = times(owe, states, _C)
         moved = times(wrote, grads, _C)
         both = warpgroup_mma_wait(3, [both])
-        last = _power(total) * gl.sum(gl.where(i == j, both, 0.0), 0)
+        last = _power(total) * columns(gl.where(i == j, both, 0.0))
         dquery, dread, moved = warpgroup_mma_wait(0, [dquery, dread, moved])
         barrier()
         # what was read by these products makes room
@@ -126,7 +131,9 @@ def _tokens(
         insides.store(inside)
         stricts.store(strict)
         triangle.store(gl.where(i >= j, 1.0, 0.0).to(gl.bfloat16))
-        log = log.to(gl.float32)  # none at the floor: that chunk would not be mild
+        mbarrier.wait(own, 0)
+        # none at the floor: that chunk would not be mild
+        log = gates.reshape([_C, _C]).load(layout).to(gl.float32)
         run = sum_until(triangle, log, high, low)
         barrier()
         grow, fade = _power(run), _power(-run)
@@ -136,7 +143,7 @@ def _tokens(
             gain = _power(run - log)
         reader = square(states, DTYPE, V)
         writer = square(grads, DTYPE, V)
-        mbarrier.wait(own, 0)
+        mbarrier.wait(asked, 0)
         reader.store((queries.reshape([_C, _C]).load(layout).to(gl.float32) * grow).to(DTYPE))
         key = keys.reshape([_C, _C]).load(layout).to(gl.float32)
         writer.store((key * fade).to(DTYPE))
@@ -161,18 +168,18 @@ def _tokens(
         query = queries.reshape([_C, _C]).load(layout).to(gl.float32)
         queries.reshape([_C, _C]).store(dquery.to(DTYPE))
         change += query * dquery
-        # sums from a token on are those of the chunk less those before it
-        last += gl.sum(change, 0)
-        change -= key * moved
-        dlog = change - sum_until(triangle, change, high, low) + last[None, :]
+        late = key * moved
+        last += columns(late)
+        change -= late
+        dlog = sum_until(triangle.permute((1, 0)), change, high, low) + last[None, :]  # of all tokens from this one on
         if not LATE:  # its own reader came before it
             dlog -= before
-        to = dg + row[:, None] * K + (part * _C + column_j)[None, :]
-        gl.store(to, dlog.to(dg.dtype.element_ty), mask=here[:, None])
+        gates.reshape([_C, _C]).store(dlog.to(g_tiles.dtype))
         gl.store(dbeta + part * tokens.to(gl.int64) * H + row, push, mask=here)
         published()
         async_store(dq_tiles, [b, n * _C, column], queries)
         async_store(dk_tiles, [b, n * _C, column], keys)
+        async_store(dg_tiles, [b, n * _C, column], gates)
         store_wait(0)
     else:  # nothing may arrive after the end
         mbarrier.wait(own, 0)
@@ -181,6 +188,7 @@ def _tokens(
     retire(given)
     retire(ends)
     retire(own)
+    retire(asked)
 
 
 def tokens_backward(
@@ -193,8 +201,8 @@ def tokens_backward(
     (b, t, h, d_k), d_v = q.shape, v.shape[3]
     n = cdiv(t, 64)
     _tokens[(b * n * h * (d_k // 64),)](
-        token_tiles(q, 64), token_tiles(k, 64), token_tiles(do, d_v), token_tiles(written, d_v),
-        token_tiles(dwritten, d_v), matrix_tiles(states, d_v, 64), matrix_tiles(dstates, d_v, 64),
-        token_tiles(dq, 64), token_tiles(dk, 64), aligned(v), aligned(beta), aligned(g), totals, dbeta, dg,
-        b * t, t, n, h, K=d_k, LATE=late, MILD=mild, num_warps=4,
+        token_tiles(q, 64), token_tiles(k, 64), token_tiles(v, 64), token_tiles(g, 64), token_tiles(do, d_v),
+        token_tiles(written, d_v), token_tiles(dwritten, d_v), matrix_tiles(states, d_v, 64),
+        matrix_tiles(dstates, d_v, 64), token_tiles(dq, 64), token_tiles(dk, 64), token_tiles(dg, 64), aligned(beta),
+        totals, dbeta, b * t, t, n, h, K=d_k, LATE=late, MILD=mild, num_warps=4,
     )  # fmt: skip

@@ -52,6 +52,22 @@ def least_total(falls, block, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def some_closed(
+    falls, chunks, TIMES: tl.constexpr, LOOK: tl.constexpr, BOUND: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
+):
+    """Whether one of the LOOK chunks pid, pid + programs, .. has closed gates, each of them TIMES in a row.
+
+    Mostly none has, and programs of one chunk each, which end at once, take longer than all of these looks.
+    """
+    parts: tl.constexpr = (K + BK - 1) // BK
+    block = (tl.program_id(0).to(tl.int64) + tl.arange(0, LOOK) * tl.num_programs(0)) // TIMES
+    least = tl.load(falls + block * parts, mask=block < chunks, other=0.0)
+    for part in tl.static_range(1, parts):
+        least = tl.minimum(least, tl.load(falls + block * parts + part, mask=block < chunks, other=0.0))
+    return tl.max((least >= -BOUND).to(tl.int32) ^ 1, 0) != 0
+
+
+@triton.jit
 def _store_pairs(
     lowers, p, m2, p2, lower, scores, lower2, scores2, beta, first, count, head, block, HV,
     C: tl.constexpr, TWO: tl.constexpr,
@@ -144,24 +160,15 @@ def prepare(
             _store_pairs(lowers, p, m2, p2, lower, scores, lower2, scores2, beta, first, count, head, pid, HV, C, TWO)
 
 
-@Kernel
-@triton.jit(do_not_specialize=[*LENGTHS, "H"])
-def prepare_closed(
-    q, a, y, z, beta, g, lowers, p, m2, p2, falls, offsets, units, T, N, H, HV,
-    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    TWO: tl.constexpr, LATE: tl.constexpr, SHARED: tl.constexpr, PACKED: tl.constexpr,
-    PARTS: tl.constexpr, BOUND: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _closed_pairs(
+    q, a, y, z, beta, g, lowers, p, m2, p2, pid, first, count, H, HV,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, LATE: tl.constexpr, SHARED: tl.constexpr,
+    PARTS: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The pair matrices of chunks that `prepare` leaves, those with closed gates."""
-    pid = tl.program_id(0).to(tl.int64)
-    slot, head = pid // HV, pid % HV
-    _, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
-    if first >= end:
-        return
-    if least_total(falls, pid, K, BK) >= -BOUND:
-        return
+    """The pair matrices of one chunk whatever its gates are."""
+    head = pid % HV
     source = head // (HV // H)
-    count = (end - first).to(tl.int32)
     lower = tl.zeros([C, C], dtype=tl.float32)
     scores = tl.zeros([C, C], dtype=tl.float32)
     lower2 = tl.zeros([C, C], dtype=tl.float32)
@@ -190,6 +197,29 @@ def prepare_closed(
                 lower2 += tl.where(pair, tl.dot(read, down, input_precision=PRECISION), 0.0)
             size = tl.where(flat, 0, size // 2)
     _store_pairs(lowers, p, m2, p2, lower, scores, lower2, scores2, beta, first, count, head, pid, HV, C, TWO)
+
+
+@Kernel
+@triton.jit(do_not_specialize=[*LENGTHS, "H", "chunks"])
+def prepare_closed(
+    q, a, y, z, beta, g, lowers, p, m2, p2, falls, offsets, units, T, N, H, HV, chunks,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LOOK: tl.constexpr,
+    TWO: tl.constexpr, LATE: tl.constexpr, SHARED: tl.constexpr, PACKED: tl.constexpr,
+    PARTS: tl.constexpr, BOUND: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The pair matrices of chunks that `prepare` leaves, those with closed gates, LOOK of all chunks a program."""
+    if some_closed(falls, chunks, 1, LOOK, BOUND, K, BK):
+        for turn in tl.range(LOOK, disable_licm=True):  # what is the same in every turn would be held, and spill
+            pid = tl.program_id(0).to(tl.int64) + turn * tl.num_programs(0)
+            if pid < chunks:
+                _, first, end = slot_rows(offsets, units, pid // HV, T, N, C, PACKED)
+                if first < end:
+                    mild = least_total(falls, pid, K, BK) >= -BOUND
+                    if not mild:
+                        _closed_pairs(
+                            q, a, y, z, beta, g, lowers, p, m2, p2, pid, first, (end - first).to(tl.int32), H, HV,
+                            K, C, BK, TWO, LATE, SHARED, PARTS, FLAT, PRECISION,
+                        )  # fmt: skip
 
 
 @Kernel
