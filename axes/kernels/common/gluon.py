@@ -14,6 +14,7 @@ if (_reason := versions.gluon_refusal()) is not None:
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -33,6 +34,7 @@ store_wait = tma.store_wait
 
 __all__ = [
     "TensorDescriptor",
+    "async_copy",
     "async_load",
     "async_store",
     "barrier",
@@ -40,6 +42,7 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "mma_v2",
     "reinterpret",
     "store_wait",
     "warpgroup_mma",

@@ -1,0 +1,376 @@
+"""The serial pass of the way back of a memory of two layers 64 x 256 on Hopper, in Gluon: `held.reverse` and what
+`held.reads_back` leaves to it, in one.
+
+Units are rows: a warp owns some hidden units, of which W1^T and W2, (units, D), and their derivatives E stand in its
+registers. What is (units, tokens) is made there, from left operands that are in registers already and right ones, of
+tokens, which all warps share. Sums over units are products (tokens, D) of which a warp owns columns: operands pass
+through shared memory, in the dtype of products, and no partial sum does. Everything that knows neither W nor E is made
+before (`around.before`) and behind (`around.behind`), parallel in blocks.
+"""
+
+# mypy: disable-error-code="assignment, var-annotated, index, misc"
+from __future__ import annotations
+
+import triton
+import triton.language as tl  # of the response
+
+from axes.kernels.common.gluon import async_copy, barrier, gl, gluon, mma_v2
+from axes.kernels.common.launch import Kernel
+from axes.kernels.network.functions import bent, gelu
+from axes.kernels.substitution.response import ask, inputs  # replaced
+
+_D = gl.constexpr(64)
+_F = gl.constexpr(256)
+
+
+@gluon.jit
+def _fetch(tile, ptr, R: gl.constexpr, S: gl.constexpr, W: gl.constexpr):
+    """A matrix (R, S) of 16 bits into shared memory, 16 bytes a thread."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // S, S // 8], [W, 1], [1, 0])
+    row = gl.arange(0, R, gl.SliceLayout(1, layout))
+    column = gl.arange(0, S, gl.SliceLayout(0, layout))
+    async_copy.async_copy_global_to_shared(tile, ptr + row[:, None] * S + column[None, :])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _fetch_pairs(tile, ptr, W: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])
+    row = gl.arange(0, 16, gl.SliceLayout(1, layout))
+    column = gl.arange(0, 16, gl.SliceLayout(0, layout))
+    async_copy.async_copy_global_to_shared(tile, ptr + row[:, None] * 16 + column[None, :])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _tokens(tiles, pairs, n, pack, squares, place, W: gl.constexpr):
+    """Of block n, into the half of every tile that is its."""
+    for i in gl.static_range(5):
+        _fetch(tiles[i].index(n % 2), pack + (place * 5 + i) * (16 * _D), 16, _D, W)
+    for i in gl.static_range(2):
+        _fetch_pairs(pairs[i].index(n % 2), squares + (place * 2 + i) * 256, W)
+
+
+@gluon.jit
+def _by_units(a, b, acc, U: gl.constexpr):
+    """(units, n) += a (units, m) in registers, b (m, n) in shared memory."""
+    return mma_v2(a, b.load(gl.DotOperandLayout(1, U, 2)), acc)
+
+
+@gluon.jit
+def _left(x, U: gl.constexpr):
+    """What products left, or shared memory has, as a left operand."""
+    return gl.convert_layout(x, gl.DotOperandLayout(0, U, 2))
+
+
+@gluon.jit
+def _over_units(x, y, N: gl.constexpr, V: gl.constexpr):
+    """(tokens, n), of x (units, tokens) and y (units, n), both in shared memory."""
+    zero = gl.zeros([16, N], gl.float32, V)
+    return mma_v2(x.permute((1, 0)).load(gl.DotOperandLayout(0, V, 2)), y.load(gl.DotOperandLayout(1, V, 2)), zero)
+
+
+@gluon.jit
+def _place(token, d, S: gl.constexpr):
+    return token[:, None] * S + d[None, :]
+
+
+@gluon.jit
+def _put_room(ptr, x, W: gl.constexpr):
+    """What the products of a block see of a state, (units, D) in 16 bits."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
+    row = gl.arange(0, _F, gl.SliceLayout(1, layout))
+    column = gl.arange(0, _D, gl.SliceLayout(0, layout))
+    gl.store(ptr + row[:, None] * _D + column[None, :], gl.convert_layout(x, layout))
+
+
+@Kernel
+@gluon.jit(do_not_specialize=["first", "last"])
+def again(pack, numbers, kept, ends, w1, w2, rooms1, rooms2, first, last, W: gl.constexpr, GATED: gl.constexpr):
+    """States at the start of blocks `first` to `last`, from that of the first, where what is written is known."""
+    pid = gl.program_id(0).to(gl.int64)
+    programs = gl.num_programs(0).to(gl.int64)
+    DTYPE: gl.constexpr = pack.dtype.element_ty
+    U: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
+    wide: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    ks = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+    us = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+    writes = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+    f = gl.arange(0, _F, gl.SliceLayout(1, U))
+    d = gl.arange(0, _D, gl.SliceLayout(0, U))
+    token = gl.arange(0, 16, gl.SliceLayout(0, U))
+    x1 = gl.load(w1 + pid * (_D * _F) + d[None, :] * _F + f[:, None])
+    x2 = gl.load(w2 + pid * (_D * _F) + f[:, None] * _D + d[None, :])
+    none = gl.zeros([_F, 16], gl.float32, U)
+    source = pack + pid * (5 * 16 * _D)
+    _fetch(ks.index(first % 2), source, 16, _D, W)
+    _fetch(us.index(first % 2), source + 2 * 16 * _D, 16, _D, W)
+    _fetch(writes.index(first % 2), source + 3 * 16 * _D, 16, _D, W)
+    for n in range(first, last):
+        place = pid + (n - first) * programs
+        k, u, write = ks.index(n % 2), us.index(n % 2), writes.index(n % 2)
+        c_end = gl.load(numbers + place * 32 + 16 + token)
+        async_copy.wait_group(0)
+        barrier()
+        if n + 1 < last:
+            source = pack + (place + programs) * (5 * 16 * _D)
+            _fetch(ks.index((n + 1) % 2), source, 16, _D, W)
+            _fetch(us.index((n + 1) % 2), source + 2 * 16 * _D, 16, _D, W)
+            _fetch(writes.index((n + 1) % 2), source + 3 * 16 * _D, 16, _D, W)
+        y2 = x2.to(DTYPE)
+        _put_room(rooms2 + place * (_D * _F), y2, W)
+        h, slope = gelu(_by_units(_left(y2, U), k.permute((1, 0)), none, U))
+        y1 = x1.to(DTYPE)
+        _put_room(rooms1 + place * (_D * _F), y1, W)
+        p = _by_units(_left(y1, U), u.permute((1, 0)), none, U) * slope
+        if GATED:
+            x1 = x1 * gl.load(kept + place * _D + d)[None, :]
+            x2 = x2 * gl.load(ends + place)
+        x1 = _by_units(_left(h.to(DTYPE), U), write, x1, U)
+        x2 = _by_units(_left((p * c_end[None, :]).to(DTYPE), U), k, x2, U)
+
+
+@Kernel
+@gluon.jit(do_not_specialize=["T", "H", "first", "last"])
+def onward(
+    p0, p1, p2, p3, p4, p5, p6, p7, pack, squares, numbers, kept, ends, factor, w1, w2, last1, last2, before1, before2,
+    seen, reads, met, T, H, first, last, W: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Blocks `first` to `last` from the state of the first: the state after them, and that before the last block; of
+    tokens, W1 h, W1 m and H^T m."""
+    pid = gl.program_id(0).to(gl.int64)
+    programs = gl.num_programs(0).to(gl.int64)
+    head, unit = pid % H, pid // H
+    DTYPE: gl.constexpr = pack.dtype.element_ty
+    U: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
+    V: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, W], [16, 8])
+    K: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, W], [0, 1])
+    wide: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    slim: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
+    g1 = gl.allocate_shared_memory(DTYPE, [_F, _D], wide)
+    hs = gl.allocate_shared_memory(DTYPE, [_F, 16], slim)
+    ms = gl.allocate_shared_memory(DTYPE, [_F, 16], slim)
+    us = gl.allocate_shared_memory(DTYPE, [16, _D], wide)
+    writes = gl.allocate_shared_memory(DTYPE, [16, _D], wide)
+    ks = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+    qs = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+    alike = gl.allocate_shared_memory(DTYPE, [2, 16, 16], slim)
+    f = gl.arange(0, _F, gl.SliceLayout(1, U))
+    d = gl.arange(0, _D, gl.SliceLayout(0, U))
+    token = gl.arange(0, 16, gl.SliceLayout(0, U))
+    row = gl.arange(0, 16, gl.SliceLayout(1, V))
+    column = gl.arange(0, _D, gl.SliceLayout(0, V))
+    other = gl.arange(0, 16, gl.SliceLayout(0, V))
+    dk = gl.arange(0, _D, gl.SliceLayout(1, K))
+    tk = gl.arange(0, 16, gl.SliceLayout(0, K))
+    at1 = pid * (_D * _F) + d[None, :] * _F + f[:, None]
+    at2 = pid * (_D * _F) + f[:, None] * _D + d[None, :]
+    inside = dk[:, None] < _D
+    blocks = (T + 15) // 16
+    x1 = gl.load(w1 + at1)
+    x2 = gl.load(w2 + at2)
+    none = gl.zeros([_F, 16], gl.float32, U)
+    _fetch(ks.index(first % 2), pack + pid * (2 * 16 * _D), 16, _D, W)
+    _fetch(qs.index(first % 2), pack + pid * (2 * 16 * _D) + 16 * _D, 16, _D, W)
+    _fetch_pairs(alike.index(first % 2), squares + pid * 256, W)
+    for n in range(first, last):
+        place = pid + (n - first) * programs
+        k, q, kq = ks.index(n % 2), qs.index(n % 2), alike.index(n % 2)
+        a_t = gl.load(numbers + place * 32 + token)
+        c_end = gl.load(numbers + place * 32 + 16 + token)
+        at = (unit * T + n * 16 + tk) * H + head
+        there = tk < T - n * 16
+        given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], dk[:, None], _D, there[None, :], inside)
+        if ROWS:
+            by = gl.load(factor + place * (16 * _D) + tk[None, :] * _D + dk[:, None])
+        else:
+            by = gl.load(numbers + place * 32 + 16 + tk)[None, :]
+        if n == blocks - 1:
+            gl.store(before1 + at1, x1)
+            gl.store(before2 + at2, x2)
+        async_copy.wait_group(0)
+        barrier()
+        if n + 1 < last:
+            source = pack + (place + programs) * (2 * 16 * _D)
+            _fetch(ks.index((n + 1) % 2), source, 16, _D, W)
+            _fetch(qs.index((n + 1) % 2), source + 16 * _D, 16, _D, W)
+            _fetch_pairs(alike.index((n + 1) % 2), squares + (place + programs) * 256, W)
+        y1 = x1.to(DTYPE)
+        g1.store(y1)
+        a2 = _left(x2.to(DTYPE), U)
+        h, slope = gelu(_by_units(a2, k.permute((1, 0)), none, U))
+        hb = h.to(DTYPE)
+        hs.store(hb)
+        heard = _by_units(a2, q.permute((1, 0)), none, U) * a_t[None, :]
+        barrier()
+        y = gl.convert_layout(gl.permute(_over_units(hs, g1, _D, V), (1, 0)), K)
+        gl.store(seen + at[None, :] * _D + dk[:, None], y, mask=there[None, :])
+        u = gl.where(there[None, :], ask(y, gl.sum(y * 0.0, 0)[None, :], y, given, inside, False), 0.0)
+        us.permute((1, 0)).store(u.to(DTYPE))
+        writes.permute((1, 0)).store((u * by).to(DTYPE))
+        barrier()
+        p = _by_units(g1.load(gl.DotOperandLayout(0, U, 2)), us.permute((1, 0)), none, U) * slope
+        m, _ = gelu(_by_units(_left(p.to(DTYPE), U), kq.permute((1, 0)), heard, U))
+        ms.store(m.to(DTYPE))
+        if GATED:
+            x1 = x1 * gl.load(kept + place * _D + d)[None, :]
+            x2 = x2 * gl.load(ends + place)
+        x1 = _by_units(_left(hb, U), writes, x1, U)
+        x2 = _by_units(_left((p * c_end[None, :]).to(DTYPE), U), k, x2, U)
+        barrier()
+        gl.store(reads + place * (16 * _D) + _place(row, column, _D), _over_units(ms, g1, _D, V))
+        dots = _over_units(ms, hs, 16, V)
+        of = (unit * T + n * 16 + row) * H + head
+        gl.store(met + _place(of, other, 16), dots, mask=(row < T - n * 16)[:, None])
+    gl.store(last1 + at1, x1)
+    gl.store(last2 + at2, x2)
+
+
+@Kernel
+@gluon.jit(do_not_specialize=["T", "H", "first", "last"])
+def walk(
+    p0, p1, p2, p3, p4, p5, p6, p7, seen, pack, squares, numbers, kept, ends, base, factor, rooms1, rooms2, before1,
+    before2, dw1, dw2, asked, reads, throughs, queries, keys, later, dpairs, lefts, T, H, first, last,
+    W: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """Blocks from `last` - 1 to `first`: derivatives in W move, in their place, from the state after them to that
+    before. Of tokens: what u is asked for, and sums over units that `around.behind` makes the rest of."""
+    pid = gl.program_id(0).to(gl.int64)
+    programs = gl.num_programs(0).to(gl.int64)
+    head, unit = pid % H, pid // H
+    DTYPE: gl.constexpr = pack.dtype.element_ty
+    U: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
+    V: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, W], [16, 8])
+    K: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, W], [0, 1])
+    wide: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    slim: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
+    y1 = gl.allocate_shared_memory(DTYPE, [_F, _D], wide)
+    y2 = gl.allocate_shared_memory(DTYPE, [_F, _D], wide)
+    g1 = gl.allocate_shared_memory(DTYPE, [_F, _D], wide)
+    g2 = gl.allocate_shared_memory(DTYPE, [_F, _D], wide)
+    hs = gl.allocate_shared_memory(DTYPE, [_F, 16], slim)
+    ps = gl.allocate_shared_memory(DTYPE, [_F, 16], slim)
+    ms = gl.allocate_shared_memory(DTYPE, [_F, 16], slim)
+    dns = gl.allocate_shared_memory(DTYPE, [_F, 16], slim)
+    changes = gl.allocate_shared_memory(DTYPE, [_F, 16], slim)
+    dzs = gl.allocate_shared_memory(DTYPE, [_F, 16], slim)
+    dys = gl.allocate_shared_memory(DTYPE, [16, _D], wide)
+    ks = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+    qs = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+    us = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+    writes = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+    lates = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+    tiles = (ks, qs, us, writes, lates)
+    alike = gl.allocate_shared_memory(DTYPE, [2, 16, 16], slim)
+    both = gl.allocate_shared_memory(DTYPE, [2, 16, 16], slim)
+    pairs = (alike, both)
+    f = gl.arange(0, _F, gl.SliceLayout(1, U))
+    d = gl.arange(0, _D, gl.SliceLayout(0, U))
+    token = gl.arange(0, 16, gl.SliceLayout(0, U))
+    row = gl.arange(0, 16, gl.SliceLayout(1, V))
+    column = gl.arange(0, _D, gl.SliceLayout(0, V))
+    other = gl.arange(0, 16, gl.SliceLayout(0, V))
+    dk = gl.arange(0, _D, gl.SliceLayout(1, K))
+    tk = gl.arange(0, 16, gl.SliceLayout(0, K))
+    at1 = pid * (_D * _F) + d[None, :] * _F + f[:, None]
+    at2 = pid * (_D * _F) + f[:, None] * _D + d[None, :]
+    inside = dk[:, None] < _D
+    blocks = (T + 15) // 16
+    e1 = gl.load(dw1 + at1)
+    e2 = gl.load(dw2 + at2)
+    place = pid + (last - 1 - first) * programs
+    _fetch(y1, rooms1 + place * (_D * _F), _F, _D, W)
+    _fetch(y2, rooms2 + place * (_D * _F), _F, _D, W)
+    _tokens(tiles, pairs, last - 1, pack, squares, place, W)
+    for back in range(first, last):
+        n = first + last - 1 - back
+        place = pid + (n - first) * programs
+        k, q, u, late = ks.index(n % 2), qs.index(n % 2), us.index(n % 2), lates.index(n % 2)
+        kq, uo = alike.index(n % 2), both.index(n % 2)  # pairs [t, s] of queries with keys, of do with u
+        a_t = gl.load(numbers + place * 32 + token)
+        c_end = gl.load(numbers + place * 32 + 16 + token)
+        async_copy.wait_group(0)
+        barrier()
+        if n > first:
+            _tokens(tiles, pairs, n - 1, pack, squares, place - programs, W)
+        # what queries read
+        none = gl.zeros([_F, 16], gl.float32, U)
+        kb = k.permute((1, 0))
+        a2 = y2.load(gl.DotOperandLayout(0, U, 2))
+        h, slope, bend = bent(_by_units(a2, kb, none, U))
+        plain = _by_units(a2, q.permute((1, 0)), none, U)
+        a1 = y1.load(gl.DotOperandLayout(0, U, 2))
+        fell = _by_units(a1, u.permute((1, 0)), none, U)
+        dm = _by_units(a1, late.permute((1, 0)), none, U)
+        hb, pb = h.to(DTYPE), (fell * slope).to(DTYPE)
+        slope, bend = slope.to(DTYPE), (fell * bend).to(DTYPE)
+        hs.store(hb)
+        ps.store(pb)
+        heard = plain * a_t[None, :]
+        m, slope_m = gelu(_by_units(_left(pb, U), kq.permute((1, 0)), heard, U))
+        ms.store(m.to(DTYPE))
+        dm = _by_units(_left(hb, U), uo.permute((1, 0)), dm, U)
+        dnb = (dm * slope_m).to(DTYPE)
+        dns.store(dnb)
+        # what the state after the block is asked for
+        gb = e2.to(DTYPE)
+        g2.store(gb)
+        ahead = _by_units(_left(gb, U), kb, none, U)
+        dp = _by_units(_left(dnb, U), kq, ahead * c_end[None, :], U)
+        changes.store((dp * slope.to(gl.float32)).to(DTYPE))
+        dz = dp * bend.to(gl.float32)
+        gb = e1.to(DTYPE)
+        g1.store(gb)
+        dh = _by_units(_left(gb, U), writes.index(n % 2).permute((1, 0)), none, U)
+        tile = place * (16 * _D) + _place(row, column, _D)
+        of_base, of_factor = gl.load(base + tile), gl.load(factor + tile)
+        barrier()
+        through = _over_units(hs, g1, _D, V)
+        du = _over_units(changes, y1, _D, V) + of_base + through * of_factor
+        gl.store(throughs + tile, through)
+        at = (unit * T + n * 16 + tk) * H + head
+        there = tk < T - n * 16
+        y = gl.load(seen + at[None, :] * _D + dk[:, None], mask=there[None, :], other=0.0)
+        given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], dk[:, None], _D, there[None, :], inside)
+        du = gl.convert_layout(gl.permute(du, (1, 0)), K)
+        gl.store(asked + at[None, :] * _D + dk[:, None], du, mask=there[None, :])
+        dy = gl.where(there[None, :], ask(y, gl.sum(y * 0.0, 0)[None, :], du, given, inside, True), 0.0)
+        dys.permute((1, 0)).store(dy.to(DTYPE))
+        dh = _by_units(ms.load(gl.DotOperandLayout(0, U, 2)), uo, dh, U)
+        gl.store(queries + tile, _over_units(dns, y2, _D, V))
+        gl.store(keys + tile, _over_units(ps, g2, _D, V))
+        if GATED:
+            gl.store(reads + tile, _over_units(ms, y1, _D, V))
+        of_pairs = _over_units(dns, ps, 16, V)
+        gl.store(dpairs + place * 256 + _place(row, other, 16), of_pairs)
+        barrier()
+        dh = _by_units(y1.load(gl.DotOperandLayout(0, U, 2)), dys.permute((1, 0)), dh, U)
+        dzb = (dz + dh * slope.to(gl.float32)).to(DTYPE)
+        dzs.store(dzb)
+        barrier()
+        gl.store(later + tile, _over_units(dzs, y2, _D, V))
+        if GATED:
+            of1 = gl.sum(e1 * y1.load(U).to(gl.float32), 0)
+            of2 = gl.sum(gl.sum(e2 * y2.load(U).to(gl.float32), 1), 0)
+            gl.store(lefts + place * 128 + d, of1)
+            gl.store(lefts + place * 128 + 64, of2)
+            e1 = e1 * gl.load(kept + place * _D + d)[None, :]
+            e2 = e2 * gl.load(ends + place)
+        barrier()
+        if n > first:
+            to = (place - programs) * (_D * _F)
+            _fetch(y1, rooms1 + to, _F, _D, W)
+            _fetch(y2, rooms2 + to, _F, _D, W)
+        if n == blocks - 1:  # whose first state is the anchor that is shown
+            e1 += gl.load(before1 + at1)
+            e2 += gl.load(before2 + at2)
+        e1 = _by_units(hs.load(gl.DotOperandLayout(0, U, 2)), dys, e1, U)
+        e1 = _by_units(ms.load(gl.DotOperandLayout(0, U, 2)), late, e1, U)
+        e1 = _by_units(changes.load(gl.DotOperandLayout(0, U, 2)), u, e1, U)
+        e2 = _by_units(_left(dzb, U), k, e2, U)
+        dn = dns.load(gl.DotOperandLayout(0, U, 2))
+        if GATED:
+            dn = _left((dns.load(U).to(gl.float32) * a_t[None, :]).to(DTYPE), U)
+        e2 = _by_units(dn, q, e2, U)
+    gl.store(dw1 + at1, e1)
+    gl.store(dw2 + at2, e2)
