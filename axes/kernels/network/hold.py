@@ -49,9 +49,9 @@ def _walk(name: str) -> ModuleType:
 
 
 def by_one_pass(k: Tensor, w2: Tensor, numbers: Numbers, name: str) -> bool:
-    """Whether the way back is that of `hopper`: no filter, sizes of its tiles, and functions that Gluon knows."""
+    """Whether the way back is that of `hopper`: sizes of its tiles, and functions that Gluon knows."""
     sizes = (k.shape[-1], w2.shape[-2]) == (64, 256) and k.dtype in DTYPES
-    plain = numbers[1] is None and "functions." not in known_response(name)[0].text
+    plain = "functions." not in known_response(name)[0].text
     return WALK and sizes and plain and versions.hopper_refusal(k.device) is None
 
 
@@ -191,40 +191,48 @@ def backward(
 def _by_one_pass(q, k, given, numbers, name, kept, do, ends, dbefores, rooms, grads, changes, s, more):
     seen, met, *starts = kept
     a, _, c, _, _, g, r = numbers
-    da, _, dc, _, _, dg, dr = changes
+    filtered, count = numbers[1] is not None, 5 if numbers[1] is None else 7
     places = rooms[0].shape[0]
     dq, dk, asked = (torch.empty_like(x) for x in (q, k, seen))
     gated = a is not None or g is not None
-    pack, squares = k.new_empty(places, 5, BLOCK, s.width), k.new_empty(places, 2, BLOCK, BLOCK)
-    lines, dpairs = seen.new_empty(places, 2, BLOCK), seen.new_empty(places, BLOCK, BLOCK)
-    left, lasts, lefts = seen.new_empty(places, s.width), seen.new_empty(places), seen.new_empty(places, 2 * s.width)
+    pack, squares = k.new_empty(places, count, BLOCK, s.width), k.new_empty(places, 2, BLOCK, BLOCK)
+    lines, dpairs = seen.new_empty(places, 4, BLOCK), seen.new_empty(places, BLOCK, BLOCK)
+    left, lasts, lefts = seen.new_empty(places, s.width), seen.new_empty(places, 4), seen.new_empty(places, 2 * s.width)
     tiles = [seen.new_empty(places, BLOCK, s.width) for _ in range(9)]
     base, factor, dwrites, dlogs, reads, throughs, queries, keys, later = tiles
+    more_tiles = [seen.new_empty(places, BLOCK, s.width) if filtered else None for _ in range(4)]
+    if filtered:
+        ends[2] = ends[2].mT.contiguous()
+    rooms = (*rooms, None, None)[:4]
     sides, serial, tokens = _around(name), _walk(name), do.numel() // s.width
-    flags = dict(GATED=more["GATED"], ROWS=more["ROWS"], D=s.width, PRECISION=more["PRECISION"], num_warps=WARPS_AROUND)
+    flags = dict(GATED=more["GATED"], ROWS=more["ROWS"], D=s.width, PRECISION=more["PRECISION"], num_warps=WARPS_AROUND, FILTER=filtered, N=count)
     with on_device(k):
         for first, last in reversed(s.segments()):
             begun = [x[first // SEGMENT] for x in starts]
             sides.before[(s.programs * (last - first),)](
-                q, k, *given, a, c, g, r, seen, met, do, pack, squares, lines, left, lasts, base, factor, dwrites,
+                q, k, *given, *numbers, seen, met, do, pack, squares, lines, left, lasts, base, factor, dwrites,
                 dlogs, s.length, s.heads, s.batch, first, **flags,
             )  # fmt: skip
             serial.again[(s.programs,)](
-                pack, lines, left, lasts, *begun, *rooms, first, last, W=WARPS_FELT, GATED=gated, num_warps=WARPS_FELT,
+                pack, lines, left, lasts, *(*begun, None, None)[:4], *rooms, first, last, W=WARPS_FELT, GATED=gated,
+                FILTER=filtered, N=count, num_warps=WARPS_FELT,
             )  # fmt: skip
             serial.walk[(s.programs,)](
-                *given, seen, pack, squares, lines, left, lasts, base, factor, *rooms, *dbefores, *ends, asked, reads,
-                throughs, queries, keys, later, dpairs, lefts, s.length, s.heads, first, last, W=WARPS_WALK,
+                *given, seen, pack, squares, lines, left, lasts, base, factor, *rooms, *dbefores, *(*ends, None, None)[:4], asked, reads,
+                throughs, queries, keys, later, dpairs, lefts, *more_tiles, s.length, s.heads, first, last, W=WARPS_WALK,
+                FILTER=filtered, N=count,
                 GATED=gated, num_warps=WARPS_WALK,
             )  # fmt: skip
             sides.behind[(s.programs * (last - first),)](
                 *given, a, c, g, r, seen, met, do, pack, lines, dwrites, dlogs, reads, throughs, queries, keys, later,
-                dpairs, lefts, dq, dk, da, dc, dg, dr, s.length, s.heads, s.batch, first, **flags,
+                dpairs, lefts, *more_tiles, dq, dk, *changes, s.length, s.heads, s.batch, first, **flags,
             )  # fmt: skip
         known_response(name)[1].read_back[(cdiv(tokens, ROWS),)](
             seen, asked, *given, torch.empty_like(do), *grads, tokens, V=s.width, BV=max(16, power_of_2(s.width)),
             R=ROWS, num_warps=READ_WARPS,
         )  # fmt: skip
+    if filtered:
+        ends[2] = ends[2].mT.contiguous()
     return dq, dk, grads, changes
 
 
@@ -234,24 +242,25 @@ def _onward(q, k, given, numbers, name, w1, w2, o, ends, befores, kept, s, more)
     places = min(SEGMENT, s.blocks) * s.programs
     gated = a is not None or g is not None
     pack, squares = k.new_empty(places, 2, BLOCK, s.width), k.new_empty(places, BLOCK, BLOCK)
-    lines = o.new_empty(places, 2, BLOCK)
-    left, lasts = o.new_empty(places, s.width), o.new_empty(places)
+    lines = o.new_empty(places, 4, BLOCK)
+    left, lasts = o.new_empty(places, s.width), o.new_empty(places, 4)
     reads, factor = (o.new_empty(places, BLOCK, s.width) for _ in range(2))
+    filtered = numbers[1] is not None
     sides, serial = _around(name), _walk(name)
-    flags = dict(GATED=more["GATED"], ROWS=more["ROWS"], D=s.width, PRECISION=more["PRECISION"], num_warps=WARPS_AROUND)
-    for x, start in zip(starts, (w1, w2), strict=False):
+    flags = dict(GATED=more["GATED"], ROWS=more["ROWS"], D=s.width, PRECISION=more["PRECISION"], num_warps=WARPS_AROUND, FILTER=filtered)
+    for x, start in zip(starts, (w1, w2, *ends[2:]), strict=False):
         x[0].copy_(start)
     with on_device(k):
         for first, last in s.segments():
             n = first // SEGMENT
-            begun = [x[n] for x in starts] or ([w1, w2] if n == 0 else ends)
+            begun = [x[n] for x in starts] or ([w1, w2, *ends[2:]] if n == 0 else ends)
             after = [x[n + 1] for x in starts] if starts and last < s.blocks else ends
             sides.early[(s.programs * (last - first),)](
-                q, k, a, c, g, r, pack, squares, lines, left, lasts, factor, s.length, s.heads, s.batch, first, **flags,
+                q, k, *numbers, pack, squares, lines, left, lasts, factor, s.length, s.heads, s.batch, first, **flags,
             )  # fmt: skip
             serial.onward[(s.programs,)](
-                *given, pack, squares, lines, left, lasts, factor, *begun, *after, *befores, seen, reads, met,
-                s.length, s.heads, first, last, W=WARPS_ONWARD, GATED=gated, ROWS=g is not None, num_warps=WARPS_ONWARD,
+                *given, pack, squares, lines, left, lasts, factor, *(*begun, None, None)[:4], *(*after, None, None)[:4], *befores, seen, reads, met,
+                s.length, s.heads, first, last, W=WARPS_ONWARD, GATED=gated, ROWS=g is not None, FILTER=filtered, num_warps=WARPS_ONWARD,
             )  # fmt: skip
             sides.late[(s.programs * (last - first),)](
                 *given, a, c, g, r, seen, reads, met, o, s.length, s.heads, s.batch, first, DTYPE=_TRITON[k.dtype],

@@ -21,6 +21,7 @@ from axes.kernels.substitution.response import ask, inputs  # replaced
 
 _D = gl.constexpr(64)
 _F = gl.constexpr(256)
+_WIDER = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))  # of float32
 
 
 @gluon.jit
@@ -43,10 +44,10 @@ def _fetch_pairs(tile, ptr, W: gl.constexpr):
 
 
 @gluon.jit
-def _tokens(tiles, pairs, n, pack, squares, place, W: gl.constexpr):
+def _tokens(tiles, pairs, n, pack, squares, place, N: gl.constexpr, W: gl.constexpr):
     """Of block n, into the half of every tile that is its."""
-    for i in gl.static_range(5):
-        _fetch(tiles[i].index(n % 2), pack + (place * 5 + i) * (16 * _D), 16, _D, W)
+    for i in gl.static_range(N):
+        _fetch(tiles[i].index(n % 2), pack + (place * N + i) * (16 * _D), 16, _D, W)
     for i in gl.static_range(2):
         _fetch_pairs(pairs[i].index(n % 2), squares + (place * 2 + i) * 256, W)
 
@@ -84,9 +85,34 @@ def _put_room(ptr, x, W: gl.constexpr):
     gl.store(ptr + row[:, None] * _D + column[None, :], gl.convert_layout(x, layout))
 
 
+@gluon.jit
+def _filtered(
+    x1, x2, z1, z2, h, p, felt, k, numbers, ends, place, rooms3, rooms4, ROOMS: gl.constexpr, DTYPE: gl.constexpr,
+    W: gl.constexpr, U: gl.constexpr,
+):  # fmt: skip
+    """The state with what a filter held at the start of the block, which moves to its end in shared memory."""
+    token = gl.arange(0, 16, gl.SliceLayout(0, U))
+    e_end = gl.load(numbers + place * 64 + 48 + token)
+    b_end, e_first = gl.load(ends + place * 4 + 1), gl.load(ends + place * 4 + 2)
+    held = z1.load(U)
+    if ROOMS:
+        _put_room(rooms3 + place * (_D * _F), held.to(DTYPE), W)
+    x1 += b_end * held
+    z1.store(_by_units(h, felt, e_first * held, U))
+    held = z2.load(U)
+    if ROOMS:
+        _put_room(rooms4 + place * (_D * _F), held.to(DTYPE), W)
+    x2 += b_end * held
+    z2.store(_by_units(_left((p * e_end[None, :]).to(DTYPE), U), k, e_first * held, U))
+    return x1, x2
+
+
 @Kernel
 @gluon.jit(do_not_specialize=["first", "last"])
-def again(pack, numbers, kept, ends, w1, w2, rooms1, rooms2, first, last, W: gl.constexpr, GATED: gl.constexpr):
+def again(
+    pack, numbers, kept, ends, w1, w2, m1, m2, rooms1, rooms2, rooms3, rooms4, first, last,
+    W: gl.constexpr, GATED: gl.constexpr, FILTER: gl.constexpr, N: gl.constexpr,
+):  # fmt: skip
     """States at the start of blocks `first` to `last`, from that of the first, where what is written is known."""
     pid = gl.program_id(0).to(gl.int64)
     programs = gl.num_programs(0).to(gl.int64)
@@ -99,42 +125,57 @@ def again(pack, numbers, kept, ends, w1, w2, rooms1, rooms2, first, last, W: gl.
     f = gl.arange(0, _F, gl.SliceLayout(1, U))
     d = gl.arange(0, _D, gl.SliceLayout(0, U))
     token = gl.arange(0, 16, gl.SliceLayout(0, U))
-    x1 = gl.load(w1 + pid * (_D * _F) + d[None, :] * _F + f[:, None])
-    x2 = gl.load(w2 + pid * (_D * _F) + f[:, None] * _D + d[None, :])
+    at1 = pid * (_D * _F) + d[None, :] * _F + f[:, None]
+    at2 = pid * (_D * _F) + f[:, None] * _D + d[None, :]
+    x1 = gl.load(w1 + at1)
+    x2 = gl.load(w2 + at2)
+    if FILTER:
+        felt = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+        z1 = gl.allocate_shared_memory(gl.float32, [_F, _D], _WIDER, gl.load(m1 + at1))
+        z2 = gl.allocate_shared_memory(gl.float32, [_F, _D], _WIDER, gl.load(m2 + at2))
+        _fetch(felt.index(first % 2), pack + pid * (N * 16 * _D) + 6 * 16 * _D, 16, _D, W)
     none = gl.zeros([_F, 16], gl.float32, U)
-    source = pack + pid * (5 * 16 * _D)
+    source = pack + pid * (N * 16 * _D)
     _fetch(ks.index(first % 2), source, 16, _D, W)
     _fetch(us.index(first % 2), source + 2 * 16 * _D, 16, _D, W)
     _fetch(writes.index(first % 2), source + 3 * 16 * _D, 16, _D, W)
     for n in range(first, last):
         place = pid + (n - first) * programs
         k, u, write = ks.index(n % 2), us.index(n % 2), writes.index(n % 2)
-        c_end = gl.load(numbers + place * 32 + 16 + token)
+        c_end = gl.load(numbers + place * 64 + 16 + token)
         async_copy.wait_group(0)
         barrier()
         if n + 1 < last:
-            source = pack + (place + programs) * (5 * 16 * _D)
+            source = pack + (place + programs) * (N * 16 * _D)
             _fetch(ks.index((n + 1) % 2), source, 16, _D, W)
             _fetch(us.index((n + 1) % 2), source + 2 * 16 * _D, 16, _D, W)
             _fetch(writes.index((n + 1) % 2), source + 3 * 16 * _D, 16, _D, W)
+            if FILTER:
+                _fetch(felt.index((n + 1) % 2), source + 6 * 16 * _D, 16, _D, W)
         y2 = x2.to(DTYPE)
         _put_room(rooms2 + place * (_D * _F), y2, W)
         h, slope = gelu(_by_units(_left(y2, U), k.permute((1, 0)), none, U))
         y1 = x1.to(DTYPE)
         _put_room(rooms1 + place * (_D * _F), y1, W)
         p = _by_units(_left(y1, U), u.permute((1, 0)), none, U) * slope
+        hb = _left(h.to(DTYPE), U)
         if GATED:
             x1 = x1 * gl.load(kept + place * _D + d)[None, :]
-            x2 = x2 * gl.load(ends + place)
-        x1 = _by_units(_left(h.to(DTYPE), U), write, x1, U)
+            x2 = x2 * gl.load(ends + place * 4)
+        if FILTER:
+            x1, x2 = _filtered(
+                x1, x2, z1, z2, hb, p, felt.index(n % 2), k, numbers, ends, place, rooms3, rooms4, True, DTYPE, W, U
+            )
+        x1 = _by_units(hb, write, x1, U)
         x2 = _by_units(_left((p * c_end[None, :]).to(DTYPE), U), k, x2, U)
 
 
 @Kernel
 @gluon.jit(do_not_specialize=["T", "H", "first", "last"])
 def onward(
-    p0, p1, p2, p3, p4, p5, p6, p7, pack, squares, numbers, kept, ends, factor, w1, w2, last1, last2, before1, before2,
-    seen, reads, met, T, H, first, last, W: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
+    p0, p1, p2, p3, p4, p5, p6, p7, pack, squares, numbers, kept, ends, factor, w1, w2, m1, m2, last1, last2, last3,
+    last4, before1, before2, seen, reads, met, T, H, first, last,
+    W: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, FILTER: gl.constexpr,
 ):  # fmt: skip
     """Blocks `first` to `last` from the state of the first: the state after them, and that before the last block; of
     tokens, W1 h, W1 m and H^T m."""
@@ -170,21 +211,27 @@ def onward(
     x1 = gl.load(w1 + at1)
     x2 = gl.load(w2 + at2)
     none = gl.zeros([_F, 16], gl.float32, U)
+    if FILTER:
+        felt = gl.allocate_shared_memory(DTYPE, [16, _D], wide)
+        held = gl.load(m1 + at1)
+        zb = gl.allocate_shared_memory(DTYPE, [_F, _D], wide, held.to(DTYPE))
+        z1 = gl.allocate_shared_memory(gl.float32, [_F, _D], _WIDER, held)
+        z2 = gl.allocate_shared_memory(gl.float32, [_F, _D], _WIDER, gl.load(m2 + at2))
     _fetch(ks.index(first % 2), pack + pid * (2 * 16 * _D), 16, _D, W)
     _fetch(qs.index(first % 2), pack + pid * (2 * 16 * _D) + 16 * _D, 16, _D, W)
     _fetch_pairs(alike.index(first % 2), squares + pid * 256, W)
     for n in range(first, last):
         place = pid + (n - first) * programs
         k, q, kq = ks.index(n % 2), qs.index(n % 2), alike.index(n % 2)
-        a_t = gl.load(numbers + place * 32 + token)
-        c_end = gl.load(numbers + place * 32 + 16 + token)
+        a_t = gl.load(numbers + place * 64 + token)
+        c_end = gl.load(numbers + place * 64 + 16 + token)
         at = (unit * T + n * 16 + tk) * H + head
         there = tk < T - n * 16
         given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], dk[:, None], _D, there[None, :], inside)
         if ROWS:
             by = gl.load(factor + place * (16 * _D) + tk[None, :] * _D + dk[:, None])
         else:
-            by = gl.load(numbers + place * 32 + 16 + tk)[None, :]
+            by = gl.load(numbers + place * 64 + 16 + tk)[None, :]
         if n == blocks - 1:
             gl.store(before1 + at1, x1)
             gl.store(before2 + at2, x2)
@@ -202,36 +249,55 @@ def onward(
         hb = h.to(DTYPE)
         hs.store(hb)
         heard = _by_units(a2, q.permute((1, 0)), none, U) * a_t[None, :]
+        if FILTER:
+            b_t = gl.load(numbers + place * 64 + 32 + token)
+            heard += _by_units(_left(z2.load(U).to(DTYPE), U), q.permute((1, 0)), none, U) * b_t[None, :]
         barrier()
         y = gl.convert_layout(gl.permute(_over_units(hs, g1, _D, V), (1, 0)), K)
         gl.store(seen + at[None, :] * _D + dk[:, None], y, mask=there[None, :])
         u = gl.where(there[None, :], ask(y, gl.sum(y * 0.0, 0)[None, :], y, given, inside, False), 0.0)
         us.permute((1, 0)).store(u.to(DTYPE))
         writes.permute((1, 0)).store((u * by).to(DTYPE))
+        if FILTER:
+            felt.permute((1, 0)).store((u * gl.load(numbers + place * 64 + 48 + tk)[None, :]).to(DTYPE))
         barrier()
         p = _by_units(g1.load(gl.DotOperandLayout(0, U, 2)), us.permute((1, 0)), none, U) * slope
         m, _ = gelu(_by_units(_left(p.to(DTYPE), U), kq.permute((1, 0)), heard, U))
         ms.store(m.to(DTYPE))
         if GATED:
             x1 = x1 * gl.load(kept + place * _D + d)[None, :]
-            x2 = x2 * gl.load(ends + place)
+            x2 = x2 * gl.load(ends + place * 4)
+        if FILTER:
+            x1, x2 = _filtered(
+                x1, x2, z1, z2, _left(hb, U), p, felt, k, numbers, ends, place, seen, seen, False, DTYPE, W, U
+            )  # fmt: skip
         x1 = _by_units(_left(hb, U), writes, x1, U)
         x2 = _by_units(_left((p * c_end[None, :]).to(DTYPE), U), k, x2, U)
         barrier()
-        gl.store(reads + place * (16 * _D) + _place(row, column, _D), _over_units(ms, g1, _D, V))
+        read = _over_units(ms, g1, _D, V)
+        if FILTER:
+            read = read * gl.load(numbers + place * 64 + row)[:, None]
+            read += _over_units(ms, zb, _D, V) * gl.load(numbers + place * 64 + 32 + row)[:, None]
+            barrier()
+            zb.store(z1.load(U).to(DTYPE))
+        gl.store(reads + place * (16 * _D) + _place(row, column, _D), read)
         dots = _over_units(ms, hs, 16, V)
         of = (unit * T + n * 16 + row) * H + head
         gl.store(met + _place(of, other, 16), dots, mask=(row < T - n * 16)[:, None])
     gl.store(last1 + at1, x1)
     gl.store(last2 + at2, x2)
+    if FILTER:
+        gl.store(last3 + at1, z1.load(U))
+        gl.store(last4 + at2, z2.load(U))
 
 
 @Kernel
 @gluon.jit(do_not_specialize=["T", "H", "first", "last"])
 def walk(
-    p0, p1, p2, p3, p4, p5, p6, p7, seen, pack, squares, numbers, kept, ends, base, factor, rooms1, rooms2, before1,
-    before2, dw1, dw2, asked, reads, throughs, queries, keys, later, dpairs, lefts, T, H, first, last,
-    W: gl.constexpr, GATED: gl.constexpr,
+    p0, p1, p2, p3, p4, p5, p6, p7, seen, pack, squares, numbers, kept, ends, base, factor, rooms1, rooms2, rooms3,
+    rooms4, before1, before2, dw1, dw2, dm1, dm2, asked, reads, throughs, queries, keys, later, dpairs, lefts, reads2,
+    aboves, queries2, keys2, T, H, first, last,
+    W: gl.constexpr, GATED: gl.constexpr, FILTER: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
     """Blocks from `last` - 1 to `first`: derivatives in W move, in their place, from the state after them to that
     before. Of tokens: what u is asked for, and sums over units that `around.behind` makes the rest of."""
@@ -261,6 +327,10 @@ def walk(
     writes = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
     lates = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
     tiles = (ks, qs, us, writes, lates)
+    if FILTER:
+        lates2 = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+        felts = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
+        tiles = (ks, qs, us, writes, lates, lates2, felts)
     alike = gl.allocate_shared_memory(DTYPE, [2, 16, 16], slim)
     both = gl.allocate_shared_memory(DTYPE, [2, 16, 16], slim)
     pairs = (alike, both)
@@ -281,18 +351,21 @@ def walk(
     place = pid + (last - 1 - first) * programs
     _fetch(y1, rooms1 + place * (_D * _F), _F, _D, W)
     _fetch(y2, rooms2 + place * (_D * _F), _F, _D, W)
-    _tokens(tiles, pairs, last - 1, pack, squares, place, W)
+    if FILTER:
+        _fetch(g1, rooms3 + place * (_D * _F), _F, _D, W)
+        _fetch(g2, rooms4 + place * (_D * _F), _F, _D, W)
+    _tokens(tiles, pairs, last - 1, pack, squares, place, N, W)
     for back in range(first, last):
         n = first + last - 1 - back
         place = pid + (n - first) * programs
         k, q, u, late = ks.index(n % 2), qs.index(n % 2), us.index(n % 2), lates.index(n % 2)
         kq, uo = alike.index(n % 2), both.index(n % 2)  # pairs [t, s] of queries with keys, of do with u
-        a_t = gl.load(numbers + place * 32 + token)
-        c_end = gl.load(numbers + place * 32 + 16 + token)
+        a_t = gl.load(numbers + place * 64 + token)
+        c_end = gl.load(numbers + place * 64 + 16 + token)
         async_copy.wait_group(0)
         barrier()
         if n > first:
-            _tokens(tiles, pairs, n - 1, pack, squares, place - programs, W)
+            _tokens(tiles, pairs, n - 1, pack, squares, place - programs, N, W)
         # what queries read
         none = gl.zeros([_F, 16], gl.float32, U)
         kb = k.permute((1, 0))
@@ -307,27 +380,67 @@ def walk(
         hs.store(hb)
         ps.store(pb)
         heard = plain * a_t[None, :]
+        if FILTER:
+            late2, felt = lates2.index(n % 2), felts.index(n % 2)
+            b_t, e_end = gl.load(numbers + place * 64 + 32 + token), gl.load(numbers + place * 64 + 48 + token)
+            b_end, e_first = gl.load(ends + place * 4 + 1), gl.load(ends + place * 4 + 2)
+            held = g2.load(gl.DotOperandLayout(0, U, 2))
+            heard += _by_units(held, q.permute((1, 0)), none, U) * b_t[None, :]
+            dm = _by_units(g1.load(gl.DotOperandLayout(0, U, 2)), late2.permute((1, 0)), dm, U)
         m, slope_m = gelu(_by_units(_left(pb, U), kq.permute((1, 0)), heard, U))
         ms.store(m.to(DTYPE))
         dm = _by_units(_left(hb, U), uo.permute((1, 0)), dm, U)
         dnb = (dm * slope_m).to(DTYPE)
         dns.store(dnb)
+        tile = place * (16 * _D) + _place(row, column, _D)
+        if FILTER:
+            barrier()
+            gl.store(queries2 + tile, _over_units(dns, g2, _D, V))
+            gl.store(reads2 + tile, _over_units(ms, g1, _D, V))
+            held = g2.load(U).to(gl.float32)
+            of_b, of_e = gl.sum(e2 * held, 0), gl.sum(gl.load(dm2 + at2) * held, 0)
+            held = g1.load(U).to(gl.float32)
+            of_b += gl.sum(e1 * held, 0)
+            of_e += gl.sum(gl.load(dm1 + at2) * held, 0)
+            gl.store(lefts + place * 128 + 65, gl.sum(of_b, 0))
+            gl.store(lefts + place * 128 + 66, gl.sum(of_e, 0))
+            barrier()
         # what the state after the block is asked for
         gb = e2.to(DTYPE)
         g2.store(gb)
         ahead = _by_units(_left(gb, U), kb, none, U)
         dp = _by_units(_left(dnb, U), kq, ahead * c_end[None, :], U)
+        if FILTER:
+            gb = _left(gl.load(dm2 + at2).to(DTYPE), U)
+            dp += _by_units(gb, kb, none, U) * e_end[None, :]
         changes.store((dp * slope.to(gl.float32)).to(DTYPE))
         dz = dp * bend.to(gl.float32)
         gb = e1.to(DTYPE)
         g1.store(gb)
         dh = _by_units(_left(gb, U), writes.index(n % 2).permute((1, 0)), none, U)
-        tile = place * (16 * _D) + _place(row, column, _D)
+        if FILTER:
+            gb = _left(gl.load(dm1 + at2).to(DTYPE), U)
+            dh = _by_units(gb, felt.permute((1, 0)), dh, U)
         of_base, of_factor = gl.load(base + tile), gl.load(factor + tile)
         barrier()
         through = _over_units(hs, g1, _D, V)
         du = _over_units(changes, y1, _D, V) + of_base + through * of_factor
         gl.store(throughs + tile, through)
+        gl.store(queries + tile, _over_units(dns, y2, _D, V))
+        gl.store(keys + tile, _over_units(ps, g2, _D, V))
+        if GATED:
+            gl.store(reads + tile, _over_units(ms, y1, _D, V))
+        of_pairs = _over_units(dns, ps, 16, V)
+        gl.store(dpairs + place * 256 + _place(row, other, 16), of_pairs)
+        if FILTER:
+            barrier()
+            g2.store(gl.load(dm2 + at2).to(DTYPE))
+            g1.store(gl.load(dm1 + at2).to(DTYPE))
+            barrier()
+            above = _over_units(hs, g1, _D, V)
+            gl.store(aboves + tile, above)
+            gl.store(keys2 + tile, _over_units(ps, g2, _D, V))
+            du += above * gl.load(numbers + place * 64 + 48 + row)[:, None]
         at = (unit * T + n * 16 + tk) * H + head
         there = tk < T - n * 16
         y = gl.load(seen + at[None, :] * _D + dk[:, None], mask=there[None, :], other=0.0)
@@ -337,30 +450,34 @@ def walk(
         dy = gl.where(there[None, :], ask(y, gl.sum(y * 0.0, 0)[None, :], du, given, inside, True), 0.0)
         dys.permute((1, 0)).store(dy.to(DTYPE))
         dh = _by_units(ms.load(gl.DotOperandLayout(0, U, 2)), uo, dh, U)
-        gl.store(queries + tile, _over_units(dns, y2, _D, V))
-        gl.store(keys + tile, _over_units(ps, g2, _D, V))
-        if GATED:
-            gl.store(reads + tile, _over_units(ms, y1, _D, V))
-        of_pairs = _over_units(dns, ps, 16, V)
-        gl.store(dpairs + place * 256 + _place(row, other, 16), of_pairs)
         barrier()
         dh = _by_units(y1.load(gl.DotOperandLayout(0, U, 2)), dys.permute((1, 0)), dh, U)
         dzb = (dz + dh * slope.to(gl.float32)).to(DTYPE)
         dzs.store(dzb)
         barrier()
         gl.store(later + tile, _over_units(dzs, y2, _D, V))
+        if FILTER:  # before E moves
+            held = _by_units(
+                ms.load(gl.DotOperandLayout(0, U, 2)), late2, e_first * gl.load(dm1 + at2) + b_end * e1, U
+            )
+            gl.store(dm1 + at2, held)
+            gb = _left((dns.load(U).to(gl.float32) * b_t[None, :]).to(DTYPE), U)
+            gl.store(dm2 + at2, _by_units(gb, q, e_first * gl.load(dm2 + at2) + b_end * e2, U))
         if GATED:
             of1 = gl.sum(e1 * y1.load(U).to(gl.float32), 0)
             of2 = gl.sum(gl.sum(e2 * y2.load(U).to(gl.float32), 1), 0)
             gl.store(lefts + place * 128 + d, of1)
             gl.store(lefts + place * 128 + 64, of2)
             e1 = e1 * gl.load(kept + place * _D + d)[None, :]
-            e2 = e2 * gl.load(ends + place)
+            e2 = e2 * gl.load(ends + place * 4)
         barrier()
         if n > first:
             to = (place - programs) * (_D * _F)
             _fetch(y1, rooms1 + to, _F, _D, W)
             _fetch(y2, rooms2 + to, _F, _D, W)
+            if FILTER:
+                _fetch(g1, rooms3 + to, _F, _D, W)
+                _fetch(g2, rooms4 + to, _F, _D, W)
         if n == blocks - 1:  # whose first state is the anchor that is shown
             e1 += gl.load(before1 + at1)
             e2 += gl.load(before2 + at2)
