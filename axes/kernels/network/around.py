@@ -1,5 +1,6 @@
-"""What is before and behind the serial pass of `hopper`, parallel in blocks: all that knows neither W nor derivatives in
-it, and what is made of sums over hidden units. The mathematics is that of `passes`, the helpers are `held`'s."""
+"""What is before and behind the serial passes of `hopper`, parallel in blocks: all that knows neither W nor derivatives
+in it, and what is made of sums over hidden units. The mathematics is that of `passes`, the tiles are `held`'s.
+"""
 
 # mypy: disable-error-code="assignment, var-annotated, index, misc"
 from __future__ import annotations
@@ -73,7 +74,8 @@ def early(
 @triton.jit(do_not_specialize=_OPEN)
 def late(
     p0, p1, p2, p3, p4, p5, p6, p7, a, c, g, r, seen, reads, met, o, T, H, U, first,
-    D: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, FILTER: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, FILTER: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the queries of a block read, of W1 m and H^T m."""
     pid = tl.program_id(0).to(tl.int64)
@@ -103,9 +105,10 @@ def late(
 @Kernel
 @triton.jit(do_not_specialize=_OPEN)
 def before(
-    q, k, p0, p1, p2, p3, p4, p5, p6, p7, a, b, c, e0, e, g, r, seen, met, do, pack, squares, numbers, kept, ends, base, factor,
-    dwrites, dlogs, T, H, U, first,
-    D: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, FILTER: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, p0, p1, p2, p3, p4, p5, p6, p7, a, b, c, e0, e, g, r, seen, met, do, pack, squares, numbers, kept, ends, base,
+    factor, dwrites, dlogs, T, H, U, first,
+    D: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, FILTER: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a block: k, q, u, what is written at its end of u, do with what its queries keep; pairs of keys with queries
     and of u with do; a and the last c; what is kept of the state's rows; and of what u is asked for, a part that is
@@ -177,7 +180,8 @@ def before(
 def behind(
     p0, p1, p2, p3, p4, p5, p6, p7, a, c, g, r, seen, met, do, pack, numbers, dwrites, dlogs, reads, throughs, queries,
     keys, later, dpairs, lefts, reads2, aboves, queries2, keys2, dq, dk, da, db, dc, de0, de, dg, dr, T, H, U, first,
-    D: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, FILTER: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, FILTER: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a block: dq, dk, and what gates and rates are asked for."""
     pid = tl.program_id(0).to(tl.int64)
@@ -190,7 +194,6 @@ def behind(
     rows = tl.minimum(T - n * 16, 16)
     there, ending = token < rows, token == rows - 1
     at = (unit * T + n * 16 + token) * H + head
-    end = (unit * T + n * 16 + rows - 1) * H + head
     kt, qt = _block(pack + block * N, token, d, D), _block(pack + block * N + 16 * D, token, d, D)
     y = _columns(seen, at, there, d, D)
     given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], d[:, None], D, there[None, :], inside)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from axes.kernels.common.layout import on_device, precision
 from axes.kernels.common.sizes import cdiv, power_of_2
-from axes.kernels.common import versions
-from axes.kernels.network import around, held
+from axes.kernels.network import held
 from axes.kernels.substitution.chain import known_response, made
 
 BLOCK, ENTRIES = 16, 64 * 256  # of a matrix on chip
@@ -23,36 +20,11 @@ DTYPES = (torch.float16, torch.bfloat16)  # products of float32 have no tensor c
 WARPS, WARPS_AGAIN, WARPS_READS, WARPS_BACK = 8, 8, 8, 8  # of programs; each owns hidden units
 SEGMENT = 16  # blocks between states that are kept
 ROWS, READ_WARPS = 16, 4  # of the pass that goes through tokens
-_TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-WALK = False  # whether Hopper's pass is picked
-WARPS_ONWARD, WARPS_FELT, WARPS_WALK, WARPS_AROUND = 8, 8, 8, 4
-ONWARD = True
-_SUMS = re.compile(r"(tl\.sum\(tl\.where\(inside, \w+, 0\.0\), 0\))")
 
 
 @cache
 def _kernels(name: str) -> ModuleType:
     return made(held, known_response(name)[0].text, name)
-
-
-@cache
-def _around(name: str) -> ModuleType:
-    return made(around, known_response(name)[0].text, name)
-
-
-@cache
-def _walk(name: str) -> ModuleType:
-    """The pass of `hopper`, whose language does not add dimensions by itself."""
-    from axes.kernels.network import hopper
-
-    return made(hopper, _SUMS.sub(r"\1[None, :]", known_response(name)[0].text), name)
-
-
-def by_one_pass(k: Tensor, w2: Tensor, numbers: Numbers, name: str) -> bool:
-    """Whether the way back is that of `hopper`: sizes of its tiles, and functions that Gluon knows."""
-    sizes = (k.shape[-1], w2.shape[-2]) == (64, 256) and k.dtype in DTYPES
-    plain = "functions." not in known_response(name)[0].text
-    return WALK and sizes and plain and versions.hopper_refusal(k.device) is None
 
 
 def fits(k: Tensor, w2: Tensor) -> bool:
@@ -131,8 +103,6 @@ def forward(
     """Fill what queries read, last states and those before the last block; and kept, if there is room for it. What
     a filter holds moves in its place, from its start to its last."""
     s, more = _call(k, w2, numbers)
-    if ONWARD and by_one_pass(k, w2, numbers, name):
-        return _onward(q, k, given, numbers, name, w1, w2, o, ends, befores, kept, s, more)
     seen, met, *starts = kept or (o, o, *ends)  # which nobody looks at
     filters = four(ends)[2:]
     with on_device(k):
@@ -151,18 +121,15 @@ def backward(
     s, more = _call(k, w2, numbers)
     seen, met, *starts = kept
     a, b, c, e0, e, g, r = numbers
-    grads = [None if x is None else torch.empty_like(x) for x in given]
     dq, dk, asked = (torch.empty_like(x) for x in (q, k, seen))
     da, db, dc, de0, de, dg, dr = changes = [None if x is None else torch.empty_like(x) for x in numbers]
     places = min(SEGMENT, s.blocks) * s.programs
     rooms = [k.new_empty(places, s.width * s.hidden) for _ in starts]
-    if by_one_pass(k, w2, numbers, name):
-        return _by_one_pass(q, k, given, numbers, name, kept, do, ends, dbefores, rooms, grads, changes, s, more)
     units = [k.new_empty(places, BLOCK, s.hidden) for _ in range(6)]  # h, slopes, bends, p, m, dn
     pairs = [k.new_empty(places, BLOCK, BLOCK) for _ in range(2)]
     rows = [seen.new_empty(places, BLOCK, s.width) for _ in range(4)]  # parts in u, k, and with rates, in logs
     moving = [torch.empty_like(x) for x in ends[2:]]  # what a filter holds
-    kernels, tokens = _kernels(name), do.numel() // s.width
+    kernels = _kernels(name)
     with on_device(k):
         for first, last in reversed(s.segments()):
             begun = [x[first // SEGMENT] for x in starts]
@@ -181,88 +148,16 @@ def backward(
                 q, k, *given, *numbers, *four(rooms), seen, do, *dbefores, *units, *pairs, *rows, *four(ends), asked,
                 dk, da, db, dc, de0, de, dg, dr, s.length, s.heads, first, last, **more, **s.warps(WARPS_BACK),
             )  # fmt: skip
+    return dq, dk, through_tokens(given, seen, asked, do, name), changes
+
+
+def through_tokens(given: Given, seen: Tensor, asked: Tensor, do: Tensor, name: str) -> list[Tensor | None]:
+    """Derivatives in what the response is given, of what u is asked for."""
+    grads, width = [None if x is None else torch.empty_like(x) for x in given], do.shape[-1]
+    tokens = do.numel() // width
+    with on_device(do):
         known_response(name)[1].read_back[(cdiv(tokens, ROWS),)](
-            seen, asked, *given, torch.empty_like(do), *grads, tokens, V=s.width, BV=max(16, power_of_2(s.width)),
+            seen, asked, *given, torch.empty_like(do), *grads, tokens, V=width, BV=max(16, power_of_2(width)),
             R=ROWS, num_warps=READ_WARPS,
         )  # fmt: skip
-    return dq, dk, grads, changes
-
-
-def _by_one_pass(q, k, given, numbers, name, kept, do, ends, dbefores, rooms, grads, changes, s, more):
-    seen, met, *starts = kept
-    a, _, c, _, _, g, r = numbers
-    filtered, count = numbers[1] is not None, 5 if numbers[1] is None else 7
-    places = rooms[0].shape[0]
-    dq, dk, asked = (torch.empty_like(x) for x in (q, k, seen))
-    gated = a is not None or g is not None
-    pack, squares = k.new_empty(places, count, BLOCK, s.width), k.new_empty(places, 2, BLOCK, BLOCK)
-    lines, dpairs = seen.new_empty(places, 4, BLOCK), seen.new_empty(places, BLOCK, BLOCK)
-    left, lasts, lefts = seen.new_empty(places, s.width), seen.new_empty(places, 4), seen.new_empty(places, 2 * s.width)
-    tiles = [seen.new_empty(places, BLOCK, s.width) for _ in range(9)]
-    base, factor, dwrites, dlogs, reads, throughs, queries, keys, later = tiles
-    more_tiles = [seen.new_empty(places, BLOCK, s.width) if filtered else None for _ in range(4)]
-    if filtered:
-        ends[2] = ends[2].mT.contiguous()
-    rooms = (*rooms, None, None)[:4]
-    sides, serial, tokens = _around(name), _walk(name), do.numel() // s.width
-    flags = dict(GATED=more["GATED"], ROWS=more["ROWS"], D=s.width, PRECISION=more["PRECISION"], num_warps=WARPS_AROUND, FILTER=filtered, N=count)
-    with on_device(k):
-        for first, last in reversed(s.segments()):
-            begun = [x[first // SEGMENT] for x in starts]
-            sides.before[(s.programs * (last - first),)](
-                q, k, *given, *numbers, seen, met, do, pack, squares, lines, left, lasts, base, factor, dwrites,
-                dlogs, s.length, s.heads, s.batch, first, **flags,
-            )  # fmt: skip
-            serial.again[(s.programs,)](
-                pack, lines, left, lasts, *(*begun, None, None)[:4], *rooms, first, last, W=WARPS_FELT, GATED=gated,
-                FILTER=filtered, N=count, num_warps=WARPS_FELT,
-            )  # fmt: skip
-            serial.walk[(s.programs,)](
-                *given, seen, pack, squares, lines, left, lasts, base, factor, *rooms, *dbefores, *(*ends, None, None)[:4], asked, reads,
-                throughs, queries, keys, later, dpairs, lefts, *more_tiles, s.length, s.heads, first, last, W=WARPS_WALK,
-                FILTER=filtered, N=count,
-                GATED=gated, num_warps=WARPS_WALK,
-            )  # fmt: skip
-            sides.behind[(s.programs * (last - first),)](
-                *given, a, c, g, r, seen, met, do, pack, lines, dwrites, dlogs, reads, throughs, queries, keys, later,
-                dpairs, lefts, *more_tiles, dq, dk, *changes, s.length, s.heads, s.batch, first, **flags,
-            )  # fmt: skip
-        known_response(name)[1].read_back[(cdiv(tokens, ROWS),)](
-            seen, asked, *given, torch.empty_like(do), *grads, tokens, V=s.width, BV=max(16, power_of_2(s.width)),
-            R=ROWS, num_warps=READ_WARPS,
-        )  # fmt: skip
-    if filtered:
-        ends[2] = ends[2].mT.contiguous()
-    return dq, dk, grads, changes
-
-
-def _onward(q, k, given, numbers, name, w1, w2, o, ends, befores, kept, s, more):
-    a, _, c, _, _, g, r = numbers
-    seen, met, *starts = kept or (torch.empty_like(o), o.new_empty(*o.shape[:3], BLOCK))
-    places = min(SEGMENT, s.blocks) * s.programs
-    gated = a is not None or g is not None
-    pack, squares = k.new_empty(places, 2, BLOCK, s.width), k.new_empty(places, BLOCK, BLOCK)
-    lines = o.new_empty(places, 4, BLOCK)
-    left, lasts = o.new_empty(places, s.width), o.new_empty(places, 4)
-    reads, factor = (o.new_empty(places, BLOCK, s.width) for _ in range(2))
-    filtered = numbers[1] is not None
-    sides, serial = _around(name), _walk(name)
-    flags = dict(GATED=more["GATED"], ROWS=more["ROWS"], D=s.width, PRECISION=more["PRECISION"], num_warps=WARPS_AROUND, FILTER=filtered)
-    for x, start in zip(starts, (w1, w2, *ends[2:]), strict=False):
-        x[0].copy_(start)
-    with on_device(k):
-        for first, last in s.segments():
-            n = first // SEGMENT
-            begun = [x[n] for x in starts] or ([w1, w2, *ends[2:]] if n == 0 else ends)
-            after = [x[n + 1] for x in starts] if starts and last < s.blocks else ends
-            sides.early[(s.programs * (last - first),)](
-                q, k, *numbers, pack, squares, lines, left, lasts, factor, s.length, s.heads, s.batch, first, **flags,
-            )  # fmt: skip
-            serial.onward[(s.programs,)](
-                *given, pack, squares, lines, left, lasts, factor, *(*begun, None, None)[:4], *(*after, None, None)[:4], *befores, seen, reads, met,
-                s.length, s.heads, first, last, W=WARPS_ONWARD, GATED=gated, ROWS=g is not None, FILTER=filtered, num_warps=WARPS_ONWARD,
-            )  # fmt: skip
-            sides.late[(s.programs * (last - first),)](
-                *given, a, c, g, r, seen, reads, met, o, s.length, s.heads, s.batch, first, DTYPE=_TRITON[k.dtype],
-                **flags,
-            )  # fmt: skip
+    return grads

@@ -11,8 +11,8 @@ before (`around.before`) and behind (`around.behind`), parallel in blocks.
 # mypy: disable-error-code="assignment, var-annotated, index, misc"
 from __future__ import annotations
 
-import triton
-import triton.language as tl  # of the response
+import triton  # noqa: F401  # in the text of a response
+import triton.language as tl  # noqa: F401
 
 from axes.kernels.common.gluon import async_copy, barrier, gl, gluon, mma_v2
 from axes.kernels.common.launch import Kernel
@@ -457,9 +457,7 @@ def walk(
         barrier()
         gl.store(later + tile, _over_units(dzs, y2, _D, V))
         if FILTER:  # before E moves
-            held = _by_units(
-                ms.load(gl.DotOperandLayout(0, U, 2)), late2, e_first * gl.load(dm1 + at2) + b_end * e1, U
-            )
+            held = _by_units(ms.load(gl.DotOperandLayout(0, U, 2)), late2, e_first * gl.load(dm1 + at2) + b_end * e1, U)
             gl.store(dm1 + at2, held)
             gb = _left((dns.load(U).to(gl.float32) * b_t[None, :]).to(DTYPE), U)
             gl.store(dm2 + at2, _by_units(gb, q, e_first * gl.load(dm2 + at2) + b_end * e2, U))
