@@ -29,15 +29,19 @@ _tile = gl.shared_memory_descriptor
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # 3.7
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # 3.8
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.8
+copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared  # 3.9
 reinterpret = _tile.reinterpret if hasattr(_tile, "reinterpret") else _tile._reinterpret  # 3.9
 store_wait = tma.store_wait
+copies_end, copies_wait = async_copy.commit_group, async_copy.wait_group
 
 __all__ = [
     "TensorDescriptor",
-    "async_copy",
     "async_load",
     "async_store",
     "barrier",
+    "copies_end",
+    "copies_wait",
+    "copy",
     "fence_async_shared",
     "gl",
     "gluon",

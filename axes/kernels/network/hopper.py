@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton  # noqa: F401  # in the text of a response
 import triton.language as tl  # noqa: F401
 
-from axes.kernels.common.gluon import async_copy, barrier, gl, gluon, mma_v2
+from axes.kernels.common.gluon import barrier, copies_end, copies_wait, copy, gl, gluon, mma_v2
 from axes.kernels.common.launch import Kernel
 from axes.kernels.network.functions import bent, gelu
 from axes.kernels.substitution.response import ask, inputs  # replaced
@@ -30,8 +30,8 @@ def _fetch(tile, ptr, R: gl.constexpr, S: gl.constexpr, W: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // S, S // 8], [W, 1], [1, 0])
     row = gl.arange(0, R, gl.SliceLayout(1, layout))
     column = gl.arange(0, S, gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(tile, ptr + row[:, None] * S + column[None, :])
-    async_copy.commit_group()
+    copy(tile, ptr + row[:, None] * S + column[None, :])
+    copies_end()
 
 
 @gluon.jit
@@ -39,8 +39,8 @@ def _fetch_pairs(tile, ptr, W: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])
     row = gl.arange(0, 16, gl.SliceLayout(1, layout))
     column = gl.arange(0, 16, gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(tile, ptr + row[:, None] * 16 + column[None, :])
-    async_copy.commit_group()
+    copy(tile, ptr + row[:, None] * 16 + column[None, :])
+    copies_end()
 
 
 @gluon.jit
@@ -143,7 +143,7 @@ def again(
         place = pid + (n - first) * programs
         k, u, write = ks.index(n % 2), us.index(n % 2), writes.index(n % 2)
         c_end = gl.load(numbers + place * 64 + 16 + token)
-        async_copy.wait_group(0)
+        copies_wait(0)
         barrier()
         if n + 1 < last:
             source = pack + (place + programs) * (N * 16 * _D)
@@ -235,7 +235,7 @@ def onward(
         if n == blocks - 1:
             gl.store(before1 + at1, x1)
             gl.store(before2 + at2, x2)
-        async_copy.wait_group(0)
+        copies_wait(0)
         barrier()
         if n + 1 < last:
             source = pack + (place + programs) * (2 * 16 * _D)
@@ -362,7 +362,7 @@ def walk(
         kq, uo = alike.index(n % 2), both.index(n % 2)  # pairs [t, s] of queries with keys, of do with u
         a_t = gl.load(numbers + place * 64 + token)
         c_end = gl.load(numbers + place * 64 + 16 + token)
-        async_copy.wait_group(0)
+        copies_wait(0)
         barrier()
         if n > first:
             _tokens(tiles, pairs, n - 1, pack, squares, place - programs, N, W)
