@@ -115,7 +115,6 @@ from axes.kernels.network import hopper, hopper_hold
 from axes.kernels.substitution import chain
 from tests.gluon import plain
 
-hopper_hold.PICKED = True
 hopper_hold.DTYPES, versions.hopper_refusal = {torch.float32: tl.float32}, lambda device: None
 launched, source, made = [], inspect.getsource, chain.made
 

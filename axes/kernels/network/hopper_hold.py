@@ -22,7 +22,6 @@ from axes.kernels.substitution.chain import known_response, made
 
 WIDTH, HIDDEN = 64, 256  # what `hopper` is written for
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-PICKED = False
 WARPS, WARPS_AGAIN, WARPS_BACK, WARPS_AROUND = 8, 8, 8, 4
 # Gluon adds no dimension by itself: sums over a token's entries in the text of a response.
 _SUMS = re.compile(r"(tl\.sum\(tl\.where\(inside, \w+, 0\.0\), 0\))")
@@ -43,12 +42,8 @@ def _serial(name: str) -> ModuleType:
 def fits(k: Tensor, w2: Tensor, name: str) -> bool:
     """Whether these kernels take a call: sizes of their tiles, a response that is Gluon too, and a GPU."""
     sizes = (k.shape[-1], w2.shape[-2]) == (WIDTH, HIDDEN) and k.dtype in DTYPES
-    return (
-        PICKED
-        and sizes
-        and "functions." not in known_response(name)[0].text
-        and versions.hopper_refusal(k.device) is None
-    )
+    plain = "functions." not in known_response(name)[0].text
+    return sizes and plain and versions.hopper_refusal(k.device) is None
 
 
 def _four(x: list[Tensor]) -> tuple[Tensor | None, ...]:
