@@ -10,21 +10,29 @@ import re
 from typing import Any
 
 import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 
 _IMPORT = re.compile(r"from axes\.kernels\.common\.gluon import (.*)\n")
 
 
 class _Tile:
-    """Shared memory: what was stored in it last, in the order of a view."""
+    """Shared memory: what was stored in it last; of rows, and in the order, of a view."""
 
-    def __init__(self, cell: list[Any], order: tuple[int, ...] | None = None) -> None:
-        self.cell, self.order = cell, order
+    def __init__(self, cell: list[Any], rows: slice = slice(None), order: tuple[int, ...] | None = None) -> None:
+        self.cell, self.rows, self.order = cell, rows, order
 
     def permute(self, order: tuple[int, ...]) -> _Tile:
-        return _Tile(self.cell, order)
+        return _Tile(self.cell, self.rows, order)
+
+    def slice(self, start: int, length: int) -> _Tile:
+        first, count = (getattr(x, "value", x) for x in (start, length))
+        return _Tile(self.cell, slice(first, first + count))
 
     def load(self, layout: Any = None) -> Any:
-        return self.cell[0] if self.order is None else tl.trans(self.cell[0], *self.order)
+        whole = self.cell[0]
+        made = tl.core.tensor(TensorHandle(whole.handle.data[self.rows], whole.handle.dtype), whole.dtype)
+        made = tl.core.tensor(made.handle, tl.block_type(whole.dtype.scalar, list(made.handle.data.shape)))
+        return made if self.order is None else tl.trans(made, *self.order)
 
     def store(self, x: Any) -> None:
         self.cell[0] = x if self.order is None else tl.trans(x, *self.order)
@@ -56,6 +64,10 @@ class _Language:
     @staticmethod
     def zeros(shape: list[Any], dtype: Any, layout: Any = None) -> Any:
         return tl.zeros([getattr(x, "value", x) for x in shape], dtype)
+
+    @staticmethod
+    def inline_asm_elementwise(text: str, constraints: str, args: list[Any], dtype: Any, pure: bool, pack: int) -> Any:
+        return tl.exp2(args[0]) if text.startswith("ex2.") else 1.0 / args[0]
 
     @staticmethod
     def convert_layout(x: Any, layout: Any) -> Any:

@@ -16,7 +16,7 @@ import triton.language as tl  # noqa: F401
 
 from axes.kernels.common.gluon import barrier, copies_end, copies_wait, copy, gl, gluon, mma_v2
 from axes.kernels.common.launch import Kernel
-from axes.kernels.network.functions import bent, gelu
+from axes.kernels.network.functions import bent_of, gelu_of, normal_of
 from axes.kernels.substitution.response import ask, inputs  # replaced
 
 _D = gl.constexpr(64)
@@ -66,9 +66,30 @@ def _left(x, U: gl.constexpr):
 
 @gluon.jit
 def _over_units(x, y, N: gl.constexpr, V: gl.constexpr):
-    """(tokens, n), of x (units, tokens) and y (units, n), both in shared memory."""
+    """(tokens, n), of x (units, tokens) and y (units, n), both in shared memory. Of halves, since products that are
+    added wait for each other."""
     zero = gl.zeros([16, N], gl.float32, V)
+    first = _product(x.slice(0, _F // 2), y.slice(0, _F // 2), zero, V)
+    return first + _product(x.slice(_F // 2, _F // 2), y.slice(_F // 2, _F // 2), zero, V)
+
+
+@gluon.jit
+def _product(x, y, zero, V: gl.constexpr):
     return mma_v2(x.permute((1, 0)).load(gl.DotOperandLayout(0, V, 2)), y.load(gl.DotOperandLayout(1, V, 2)), zero)
+
+
+@gluon.jit
+def _normal(z):
+    """`functions.normal` by instructions that leave out numbers below 2^-126."""
+    power, by = -0.7213475204444817 * z * z, 1.0 + 0.2316418882635141 * gl.abs(z)
+    e = gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], gl.float32, True, 1)
+    t = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [by], gl.float32, True, 1)
+    return normal_of(z, e, t)
+
+
+@gluon.jit
+def _gelu(z):
+    return gelu_of(z, _normal(z))
 
 
 @gluon.jit
@@ -154,7 +175,7 @@ def again(
                 _fetch(felt.index((n + 1) % 2), source + 6 * 16 * _D, 16, _D, W)
         y2 = x2.to(DTYPE)
         _put_room(rooms2 + place * (_D * _F), y2, W)
-        h, slope = gelu(_by_units(_left(y2, U), k.permute((1, 0)), none, U))
+        h, slope = _gelu(_by_units(_left(y2, U), k.permute((1, 0)), none, U))
         y1 = x1.to(DTYPE)
         _put_room(rooms1 + place * (_D * _F), y1, W)
         p = _by_units(_left(y1, U), u.permute((1, 0)), none, U) * slope
@@ -245,7 +266,7 @@ def onward(
         y1 = x1.to(DTYPE)
         g1.store(y1)
         a2 = _left(x2.to(DTYPE), U)
-        h, slope = gelu(_by_units(a2, k.permute((1, 0)), none, U))
+        h, slope = _gelu(_by_units(a2, k.permute((1, 0)), none, U))
         hb = h.to(DTYPE)
         hs.store(hb)
         heard = _by_units(a2, q.permute((1, 0)), none, U) * a_t[None, :]
@@ -262,7 +283,7 @@ def onward(
             felt.permute((1, 0)).store((u * gl.load(numbers + place * 64 + 48 + tk)[None, :]).to(DTYPE))
         barrier()
         p = _by_units(g1.load(gl.DotOperandLayout(0, U, 2)), us.permute((1, 0)), none, U) * slope
-        m, _ = gelu(_by_units(_left(p.to(DTYPE), U), kq.permute((1, 0)), heard, U))
+        m, _ = _gelu(_by_units(_left(p.to(DTYPE), U), kq.permute((1, 0)), heard, U))
         ms.store(m.to(DTYPE))
         if GATED:
             x1 = x1 * gl.load(kept + place * _D + d)[None, :]
@@ -370,7 +391,8 @@ def walk(
         none = gl.zeros([_F, 16], gl.float32, U)
         kb = k.permute((1, 0))
         a2 = y2.load(gl.DotOperandLayout(0, U, 2))
-        h, slope, bend = bent(_by_units(a2, kb, none, U))
+        z = _by_units(a2, kb, none, U)
+        h, slope, bend = bent_of(z, _normal(z))
         plain = _by_units(a2, q.permute((1, 0)), none, U)
         a1 = y1.load(gl.DotOperandLayout(0, U, 2))
         fell = _by_units(a1, u.permute((1, 0)), none, U)
@@ -387,7 +409,7 @@ def walk(
             held = g2.load(gl.DotOperandLayout(0, U, 2))
             heard += _by_units(held, q.permute((1, 0)), none, U) * b_t[None, :]
             dm = _by_units(g1.load(gl.DotOperandLayout(0, U, 2)), late2.permute((1, 0)), dm, U)
-        m, slope_m = gelu(_by_units(_left(pb, U), kq.permute((1, 0)), heard, U))
+        m, slope_m = _gelu(_by_units(_left(pb, U), kq.permute((1, 0)), heard, U))
         ms.store(m.to(DTYPE))
         dm = _by_units(_left(hb, U), uo.permute((1, 0)), dm, U)
         dnb = (dm * slope_m).to(DTYPE)
@@ -417,14 +439,18 @@ def walk(
         dz = dp * bend.to(gl.float32)
         gb = e1.to(DTYPE)
         g1.store(gb)
-        dh = _by_units(_left(gb, U), writes.index(n % 2).permute((1, 0)), none, U)
-        if FILTER:
+        if FILTER:  # whose own derivative takes the place of E
+            dh = _by_units(_left(gb, U), writes.index(n % 2).permute((1, 0)), none, U)
             gb = _left(gl.load(dm1 + at2).to(DTYPE), U)
             dh = _by_units(gb, felt.permute((1, 0)), dh, U)
         of_base, of_factor = gl.load(base + tile), gl.load(factor + tile)
         barrier()
         through = _over_units(hs, g1, _D, V)
         du = _over_units(changes, y1, _D, V) + of_base + through * of_factor
+        at = (unit * T + n * 16 + tk) * H + head
+        there = tk < T - n * 16
+        y = gl.load(seen + at[None, :] * _D + dk[:, None], mask=there[None, :], other=0.0)
+        given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], dk[:, None], _D, there[None, :], inside)
         gl.store(throughs + tile, through)
         gl.store(queries + tile, _over_units(dns, y2, _D, V))
         gl.store(keys + tile, _over_units(ps, g2, _D, V))
@@ -441,20 +467,30 @@ def walk(
             gl.store(aboves + tile, above)
             gl.store(keys2 + tile, _over_units(ps, g2, _D, V))
             du += above * gl.load(numbers + place * 64 + 48 + row)[:, None]
-        at = (unit * T + n * 16 + tk) * H + head
-        there = tk < T - n * 16
-        y = gl.load(seen + at[None, :] * _D + dk[:, None], mask=there[None, :], other=0.0)
-        given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], dk[:, None], _D, there[None, :], inside)
         du = gl.convert_layout(gl.permute(du, (1, 0)), K)
         gl.store(asked + at[None, :] * _D + dk[:, None], du, mask=there[None, :])
         dy = gl.where(there[None, :], ask(y, gl.sum(y * 0.0, 0)[None, :], du, given, inside, True), 0.0)
         dys.permute((1, 0)).store(dy.to(DTYPE))
-        dh = _by_units(ms.load(gl.DotOperandLayout(0, U, 2)), uo, dh, U)
         barrier()
+        if FILTER:
+            if n > first:
+                to = (place - programs) * (_D * _F)
+                _fetch(g1, rooms3 + to, _F, _D, W)
+                _fetch(g2, rooms4 + to, _F, _D, W)
+        else:
+            dh = _by_units(g1.load(gl.DotOperandLayout(0, U, 2)), writes.index(n % 2).permute((1, 0)), none, U)
+        dh = _by_units(ms.load(gl.DotOperandLayout(0, U, 2)), uo, dh, U)
         dh = _by_units(y1.load(gl.DotOperandLayout(0, U, 2)), dys.permute((1, 0)), dh, U)
         dzb = (dz + dh * slope.to(gl.float32)).to(DTYPE)
         dzs.store(dzb)
+        if GATED:
+            of1 = gl.sum(e1 * y1.load(U).to(gl.float32), 0)
+            of2 = gl.sum(gl.sum(e2 * y2.load(U).to(gl.float32), 1), 0)
+            gl.store(lefts + place * 128 + d, of1)
+            gl.store(lefts + place * 128 + 64, of2)
         barrier()
+        if n > first:
+            _fetch(y1, rooms1 + (place - programs) * (_D * _F), _F, _D, W)
         gl.store(later + tile, _over_units(dzs, y2, _D, V))
         if FILTER:  # before E moves
             held = _by_units(ms.load(gl.DotOperandLayout(0, U, 2)), late2, e_first * gl.load(dm1 + at2) + b_end * e1, U)
@@ -462,20 +498,11 @@ def walk(
             gb = _left((dns.load(U).to(gl.float32) * b_t[None, :]).to(DTYPE), U)
             gl.store(dm2 + at2, _by_units(gb, q, e_first * gl.load(dm2 + at2) + b_end * e2, U))
         if GATED:
-            of1 = gl.sum(e1 * y1.load(U).to(gl.float32), 0)
-            of2 = gl.sum(gl.sum(e2 * y2.load(U).to(gl.float32), 1), 0)
-            gl.store(lefts + place * 128 + d, of1)
-            gl.store(lefts + place * 128 + 64, of2)
             e1 = e1 * gl.load(kept + place * _D + d)[None, :]
             e2 = e2 * gl.load(ends + place * 4)
         barrier()
         if n > first:
-            to = (place - programs) * (_D * _F)
-            _fetch(y1, rooms1 + to, _F, _D, W)
-            _fetch(y2, rooms2 + to, _F, _D, W)
-            if FILTER:
-                _fetch(g1, rooms3 + to, _F, _D, W)
-                _fetch(g2, rooms4 + to, _F, _D, W)
+            _fetch(y2, rooms2 + (place - programs) * (_D * _F), _F, _D, W)
         if n == blocks - 1:  # whose first state is the anchor that is shown
             e1 += gl.load(before1 + at1)
             e2 += gl.load(before2 + at2)
