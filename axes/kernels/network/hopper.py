@@ -191,6 +191,24 @@ def again(
         x2 = _by_units(_left((p * c_end[None, :]).to(DTYPE), U), k, x2, U)
 
 
+@gluon.jit
+def _read(
+    hs, ms, g1, zb, numbers, reads, met, place, unit, n, T, H, head, FILTER: gl.constexpr, V: gl.constexpr
+):  # fmt: skip
+    """What the queries of a block read of W1 m, and H^T m."""
+    row = gl.arange(0, 16, gl.SliceLayout(1, V))
+    column = gl.arange(0, _D, gl.SliceLayout(0, V))
+    other = gl.arange(0, 16, gl.SliceLayout(0, V))
+    read = _over_units(ms, g1, _D, V)
+    if FILTER:
+        read = read * gl.load(numbers + place * 64 + row)[:, None]
+        read += _over_units(ms, zb, _D, V) * gl.load(numbers + place * 64 + 32 + row)[:, None]
+    dots = _over_units(ms, hs, 16, V)
+    gl.store(reads + place * (16 * _D) + _place(row, column, _D), read)
+    at = (unit * T + n * 16 + row) * H + head
+    gl.store(met + _place(at, other, 16), dots, mask=(row < T - n * 16)[:, None])
+
+
 @Kernel
 @gluon.jit(do_not_specialize=["T", "H", "first", "last"])
 def onward(
@@ -209,9 +227,10 @@ def onward(
     K: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, W], [0, 1])
     wide: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     slim: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
-    g1 = gl.allocate_shared_memory(DTYPE, [_F, _D], wide)
-    hs = gl.allocate_shared_memory(DTYPE, [_F, 16], slim)
-    ms = gl.allocate_shared_memory(DTYPE, [_F, 16], slim)
+    HALVES: gl.constexpr = 1 if FILTER else 2  # a block's queries read behind the next one's keys, where there is room
+    g1s = gl.allocate_shared_memory(DTYPE, [HALVES, _F, _D], wide)
+    hs = gl.allocate_shared_memory(DTYPE, [HALVES, _F, 16], slim)
+    ms = gl.allocate_shared_memory(DTYPE, [HALVES, _F, 16], slim)
     us = gl.allocate_shared_memory(DTYPE, [16, _D], wide)
     writes = gl.allocate_shared_memory(DTYPE, [16, _D], wide)
     ks = gl.allocate_shared_memory(DTYPE, [2, 16, _D], wide)
@@ -220,9 +239,6 @@ def onward(
     f = gl.arange(0, _F, gl.SliceLayout(1, U))
     d = gl.arange(0, _D, gl.SliceLayout(0, U))
     token = gl.arange(0, 16, gl.SliceLayout(0, U))
-    row = gl.arange(0, 16, gl.SliceLayout(1, V))
-    column = gl.arange(0, _D, gl.SliceLayout(0, V))
-    other = gl.arange(0, 16, gl.SliceLayout(0, V))
     dk = gl.arange(0, _D, gl.SliceLayout(1, K))
     tk = gl.arange(0, 16, gl.SliceLayout(0, K))
     at1 = pid * (_D * _F) + d[None, :] * _F + f[:, None]
@@ -232,6 +248,7 @@ def onward(
     x1 = gl.load(w1 + at1)
     x2 = gl.load(w2 + at2)
     none = gl.zeros([_F, 16], gl.float32, U)
+    zb = g1s.index(0)
     if FILTER:
         felt = gl.allocate_shared_memory(DTYPE, [16, _D], wide)
         held = gl.load(m1 + at1)
@@ -243,6 +260,7 @@ def onward(
     _fetch_pairs(alike.index(first % 2), squares + pid * 256, W)
     for n in range(first, last):
         place = pid + (n - first) * programs
+        g1, h_own, m_own = g1s.index(n % HALVES), hs.index(n % HALVES), ms.index(n % HALVES)
         k, q, kq = ks.index(n % 2), qs.index(n % 2), alike.index(n % 2)
         a_t = gl.load(numbers + place * 64 + token)
         c_end = gl.load(numbers + place * 64 + 16 + token)
@@ -268,13 +286,19 @@ def onward(
         a2 = _left(x2.to(DTYPE), U)
         h, slope = _gelu(_by_units(a2, k.permute((1, 0)), none, U))
         hb = h.to(DTYPE)
-        hs.store(hb)
+        h_own.store(hb)
         heard = _by_units(a2, q.permute((1, 0)), none, U) * a_t[None, :]
         if FILTER:
             b_t = gl.load(numbers + place * 64 + 32 + token)
             heard += _by_units(_left(z2.load(U).to(DTYPE), U), q.permute((1, 0)), none, U) * b_t[None, :]
         barrier()
-        y = gl.convert_layout(gl.permute(_over_units(hs, g1, _D, V), (1, 0)), K)
+        y = gl.convert_layout(gl.permute(_over_units(h_own, g1, _D, V), (1, 0)), K)
+        if HALVES == 2 and n > first:
+            i = (n - 1) % HALVES
+            _read(
+                hs.index(i), ms.index(i), g1s.index(i), zb, numbers, reads, met, place - programs, unit, n - 1, T, H,
+                head, FILTER, V,
+            )  # fmt: skip
         gl.store(seen + at[None, :] * _D + dk[:, None], y, mask=there[None, :])
         u = gl.where(there[None, :], ask(y, gl.sum(y * 0.0, 0)[None, :], y, given, inside, False), 0.0)
         us.permute((1, 0)).store(u.to(DTYPE))
@@ -284,7 +308,7 @@ def onward(
         barrier()
         p = _by_units(g1.load(gl.DotOperandLayout(0, U, 2)), us.permute((1, 0)), none, U) * slope
         m, _ = _gelu(_by_units(_left(p.to(DTYPE), U), kq.permute((1, 0)), heard, U))
-        ms.store(m.to(DTYPE))
+        m_own.store(m.to(DTYPE))
         if GATED:
             x1 = x1 * gl.load(kept + place * _D + d)[None, :]
             x2 = x2 * gl.load(ends + place * 4)
@@ -294,17 +318,17 @@ def onward(
             )  # fmt: skip
         x1 = _by_units(_left(hb, U), writes, x1, U)
         x2 = _by_units(_left((p * c_end[None, :]).to(DTYPE), U), k, x2, U)
-        barrier()
-        read = _over_units(ms, g1, _D, V)
         if FILTER:
-            read = read * gl.load(numbers + place * 64 + row)[:, None]
-            read += _over_units(ms, zb, _D, V) * gl.load(numbers + place * 64 + 32 + row)[:, None]
+            barrier()
+            _read(h_own, m_own, g1, zb, numbers, reads, met, place, unit, n, T, H, head, FILTER, V)
             barrier()
             zb.store(z1.load(U).to(DTYPE))
-        gl.store(reads + place * (16 * _D) + _place(row, column, _D), read)
-        dots = _over_units(ms, hs, 16, V)
-        of = (unit * T + n * 16 + row) * H + head
-        gl.store(met + _place(of, other, 16), dots, mask=(row < T - n * 16)[:, None])
+    if HALVES == 2:
+        i, end = (last - 1) % HALVES, pid + (last - 1 - first) * programs
+        barrier()
+        _read(
+            hs.index(i), ms.index(i), g1s.index(i), zb, numbers, reads, met, end, unit, last - 1, T, H, head, FILTER, V
+        )  # fmt: skip
     gl.store(last1 + at1, x1)
     gl.store(last2 + at2, x2)
     if FILTER:
