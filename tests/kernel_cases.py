@@ -39,6 +39,7 @@ from axes.kernels.entries.chain import Erase, entries_chain
 from axes.kernels.entries.modes import modes_chain
 from axes.kernels.levels.chain import levels_chain
 from axes.kernels.levels.inside import levels_inside
+from axes.kernels.network import hopper_hold
 from axes.kernels.network.chain import Terms, network_chain
 from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.outer import outer_sum
@@ -154,8 +155,10 @@ def substitution(dtype: torch.dtype, d: int, gates: int, reads: Reads = "before"
     return run
 
 
-def network(dtype: torch.dtype, d: int, rows: bool = False, held: bool = False) -> Callable[[], None]:
-    """The error of a memory of two layers. rows: gates and rates by rows; held: by a filter."""
+def network(
+    dtype: torch.dtype, d: int, rows: bool = False, held: bool = False, plain: bool = False
+) -> Callable[[], None]:
+    """The error of a memory of two layers. rows: gates and rates by rows; held: by a filter; plain: in Gluon."""
 
     def run() -> None:
         q, k, v, beta, g = tokens(dtype, d, d)
@@ -167,8 +170,9 @@ def network(dtype: torch.dtype, d: int, rows: bool = False, held: bool = False) 
         of_rows = [(-torch.rand(*v.shape)).requires_grad_() for _ in range(2)] if rows else [None, None]
         terms = Terms(g if rows or held else None, *of_filter, *of_rows)
         pair = (starts[2], starts[3]) if held else None
-        read = network_chain(q, k, name, [v, beta], terms, (starts[0], starts[1]), pair)
-        both((read.o, *read.weights, *read.held, *read.before))
+        with patch.object(hopper_hold, "fits", lambda *_: plain):
+            read = network_chain(q, k, name, [v, beta], terms, (starts[0], starts[1]), pair)
+            both((read.o, *read.weights, *read.held, *read.before))
 
     return run
 
@@ -465,6 +469,9 @@ CASES: dict[str, Callable[[], None]] = {
     "levels of erasing 128": levels_of_erasing(128),
     "levels 64": levels(64),
     "levels 20, float32": levels(20, FULL),
+    "network in Gluon 64": network(HALF, 64, plain=True),
+    "network in Gluon by rows 64": network(HALF, 64, rows=True, plain=True),
+    "network in Gluon with a filter 64": network(HALF, 64, held=True, plain=True),
     "network by rows 64": network(HALF, 64, rows=True),
     "network with a filter 64": network(HALF, 64, held=True),
     "modes": modes(),

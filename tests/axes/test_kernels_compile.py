@@ -60,8 +60,8 @@ def test_registers_spills_and_wgmma(version: str, case: str) -> None:
         assert launch.shared <= SHARED, launch
         assert launch.registers <= 255
         assert not launch.overwritten and not launch.barriers, launch
-        if case.startswith("network "):  # of these shapes ptxas 12.9 breaks products of warpgroups
-            assert launch.mma or launch.kernel == "read_back"
+        if "network " in case:  # of these shapes ptxas 12.9 breaks products of warpgroups
+            assert launch.mma or launch.kernel in ("read_back", "late")
             assert not launch.wgmma, launch
         if version not in TRITONS:  # a patch of one
             continue

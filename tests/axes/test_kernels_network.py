@@ -60,12 +60,13 @@ def results(run, signal, start, dtype):
     loss = sum((x.double() * torch.randn(x.shape, dtype=torch.float64)).sum() for x in shown)
     return [*shown, *torch.autograd.grad(loss, [*live.values(), *first])], [*live, "w1", "w2"]
 
-def check(update, length, d=9, gates=1.0, heads=1):
+def check(update, length, d=9, gates=1.0, heads=1, gain=1.0):
     torch.manual_seed(0)
     signal = checks.example(update, length=length, d_k=d, d_v=d)
     signal = {n: x[:1].float().unsqueeze(2).repeat(1, 1, heads, *[1] * (x.ndim - 2)) for n, x in signal.items()}
     signal = {n: x + 0.1 * torch.randn(x.shape) if n in "qkv" else x for n, x in signal.items()}
     signal = {n: gates * x if "decay" in n else 0.1 * x if n in "beta row_beta theta" else x for n, x in signal.items()}
+    signal["ln_gain"] = gain * signal["ln_gain"]
     f = update.parts().memory.expansion * d
     start = [torch.randn(1, heads, d, f) / f**0.5, torch.randn(1, heads, f, d) / d**0.5]
     got, names = results(lambda s, w: network_kernel.run(update, s, None, w), signal, start, torch.float32)
@@ -104,6 +105,37 @@ def test_kernels_equal_the_recurrence(case: str) -> None:
 def test_kernels_that_hold_states_on_chip_equal_the_recurrence(case: str) -> None:
     """Those of 16 bits, which the interpreter takes float32 for."""
     interpret(PROGRAM + "hold.DTYPES = ON_CHIP\n" + CASES[case])
+
+
+HOPPER = r"""
+import inspect, triton.language as tl
+from unittest.mock import patch
+from axes.kernels.common import versions
+from axes.kernels.network import hopper, hopper_hold
+from axes.kernels.substitution import chain
+from tests.gluon import plain
+
+hopper_hold.DTYPES, versions.hopper_refusal = {torch.float32: tl.float32}, lambda device: None
+launched, source, made = [], inspect.getsource, chain.made
+
+def serial(of, text, name):
+    with patch.object(inspect, "getsource", lambda x: plain(source(x)) if x is hopper else source(x)):
+        launched.append(name)
+        return made(of, text, name)
+
+hopper_hold.made = serial
+"""
+WIDE = {
+    "nothing forgotten": "StateUpdate(SquaredError(), algorithm=Step(BETA, at=AT), memory=MLP(4)), 34",
+    "a gate": "StateUpdate(Huber(0.5), monoid=GATED, algorithm=Step(BETA, at=AT), memory=MLP(4)), 33",
+    "rows": "StateUpdate(Huber(ROW_BETA), monoid=ROWS, algorithm=Step(ROW_BETA, at=AT), memory=MLP(4)), 36",
+    "a filter": "StateUpdate(SquaredError(), Euclidean(), GATED, Step(at=AT, via=(SURPRISE,)), memory=MLP(4)), 35",
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_the_passes_of_hopper_equal_the_recurrence(case: str) -> None:
+    interpret(f"{PROGRAM}{HOPPER}check({WIDE[case]}, d=64, gain=0.1)\nassert len(launched) == 2")
 
 
 # ---- the identity ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def one(name: str, width: int, warps: int) -> None:
     import torch
 
     from axes.kernels.common.launch import Kernel
-    from axes.kernels.network import chain, hold
+    from axes.kernels.network import chain, hold, hopper_hold
     from tests.gpu.test_network import FULL, HALF, SYSTEMS, draw, results
     from tests.gpu.told import Rounded, distance
 
@@ -46,7 +46,8 @@ def one(name: str, width: int, warps: int) -> None:
     signal, start = draw(update, 100, width, HALF)
     sizes = dict(WARPS=warps, WARPS_READS=warps, WARPS_BACK=warps)
     in_memory, on_chip = patch.multiple(chain, **sizes), patch.multiple(hold, **sizes, WARPS_AGAIN=warps)
-    with in_memory, on_chip, patch.object(Kernel, "__getitem__", waiting):
+    in_gluon = patch.multiple(hopper_hold, WARPS=warps, WARPS_AGAIN=warps, WARPS_BACK=warps)
+    with in_memory, on_chip, in_gluon, patch.object(Kernel, "__getitem__", waiting):
         got = results(update, signal, start, None, "triton")
     want = results(update, signal, start, torch.float64, "torch")
     with Rounded(HALF):

@@ -102,6 +102,7 @@ def test_more_programs_than_a_chip_holds(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "width", "dtype"), [
     ("ttt", 64, FULL), ("titans", 32, FULL), ("yaad", 20, SMALL), ("ttt", 128, HALF), ("titans", 128, HALF),
+    ("yaad", 64, SMALL), ("titans", 64, SMALL), ("ttt", 32, HALF), ("titans", 32, HALF),
 ])  # fmt: skip
 def test_sides(name: str, width: int, dtype: torch.dtype) -> None:
     wrong = check(SYSTEMS[name], 70, width, dtype, "T=70", again=True)

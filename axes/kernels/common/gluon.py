@@ -14,6 +14,7 @@ if (_reason := versions.gluon_refusal()) is not None:
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -28,18 +29,24 @@ _tile = gl.shared_memory_descriptor
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # 3.7
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # 3.8
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.8
+copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared  # 3.9
 reinterpret = _tile.reinterpret if hasattr(_tile, "reinterpret") else _tile._reinterpret  # 3.9
 store_wait = tma.store_wait
+copies_end, copies_wait = async_copy.commit_group, async_copy.wait_group
 
 __all__ = [
     "TensorDescriptor",
     "async_load",
     "async_store",
     "barrier",
+    "copies_end",
+    "copies_wait",
+    "copy",
     "fence_async_shared",
     "gl",
     "gluon",
     "mbarrier",
+    "mma_v2",
     "reinterpret",
     "store_wait",
     "warpgroup_mma",

@@ -19,7 +19,7 @@ from axes.errors import ShapeError
 from axes.kernels.common.layout import check_like, check_tokens, on_device
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
-from axes.kernels.network import hold, passes
+from axes.kernels.network import hold, hopper_hold, passes
 from axes.kernels.network.hold import Sizes, four
 from axes.kernels.substitution.chain import SLOTS, known_response, made
 
@@ -67,6 +67,9 @@ def _forward(
         assert start is not None
         x.copy_(start)
     given, numbers = (i0, i1, i2, i3, i4, i5, i6, i7), (a, b, c, e0, e, g, r)
+    if hopper_hold.fits(k, w2, name):
+        hopper_hold.forward(q, k, given, numbers, w1, w2, name, o, moving, befores, kept)
+        return found
     if hold.fits(k, w2):
         hold.forward(q, k, given, numbers, w1, w2, name, o, moving, befores, kept)
         return found
@@ -107,9 +110,11 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     s = Sizes.of(k, w2)
     given, numbers = (i0, i1, i2, i3, i4, i5, i6, i7), (a, b, c, e0, e, g, r)
-    if hold.fits(k, w2):
+    plain = hopper_hold.fits(k, w2, name)
+    if plain or hold.fits(k, w2):
         ends = [x.clone() for x in (d1, d2, d3, d4)[: 2 if m1 is None else 4]]
-        dq, dk, grads, changes = hold.backward(q, k, given, numbers, w2, name, kept, do, ends, (dbefore1, dbefore2))
+        back = hopper_hold.backward if plain else hold.backward
+        dq, dk, grads, changes = back(q, k, given, numbers, w2, name, kept, do, ends, (dbefore1, dbefore2))
         return [dq, dk, *grads, *changes, *ends, *[None] * (4 - len(ends))]  # type: ignore[list-item]
     seen, met, *starts = kept
     grads = [None if x is None else torch.empty_like(x) for x in given]

@@ -11,8 +11,12 @@ import triton.language as tl
 def normal(z):
     """The distribution and the density of a normal number, of one exponential: Abramowitz and Stegun 7.1.26, an error
     of at most 7.5e-8."""
-    e = tl.exp2(-0.7213475204444817 * z * z)
-    t = 1.0 / (1.0 + 0.2316418882635141 * tl.abs(z))
+    return normal_of(z, tl.exp2(-0.7213475204444817 * z * z), 1.0 / (1.0 + 0.2316418882635141 * tl.abs(z)))
+
+
+@triton.jit
+def normal_of(z, e, t):
+    """Of e^{-z^2/2} and 1 / (1 + 0.23164.. |z|)."""
     half = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
     upper = half * e
     return tl.where(z < 0.0, upper, 1.0 - upper), e * 0.3989422804014327
@@ -21,14 +25,24 @@ def normal(z):
 @triton.jit
 def gelu(z):
     """And its derivative."""
-    below, density = normal(z)
+    return gelu_of(z, normal(z))
+
+
+@triton.jit
+def gelu_of(z, known):
+    below, density = known
     return z * below, below + z * density
 
 
 @triton.jit
 def bent(z):
     """gelu, its first and its second derivative."""
-    below, density = normal(z)
+    return bent_of(z, normal(z))
+
+
+@triton.jit
+def bent_of(z, known):
+    below, density = known
     return z * below, below + z * density, density * (2.0 - z * z)
 
 

@@ -121,7 +121,6 @@ def backward(
     s, more = _call(k, w2, numbers)
     seen, met, *starts = kept
     a, b, c, e0, e, g, r = numbers
-    grads = [None if x is None else torch.empty_like(x) for x in given]
     dq, dk, asked = (torch.empty_like(x) for x in (q, k, seen))
     da, db, dc, de0, de, dg, dr = changes = [None if x is None else torch.empty_like(x) for x in numbers]
     places = min(SEGMENT, s.blocks) * s.programs
@@ -130,7 +129,7 @@ def backward(
     pairs = [k.new_empty(places, BLOCK, BLOCK) for _ in range(2)]
     rows = [seen.new_empty(places, BLOCK, s.width) for _ in range(4)]  # parts in u, k, and with rates, in logs
     moving = [torch.empty_like(x) for x in ends[2:]]  # what a filter holds
-    kernels, tokens = _kernels(name), do.numel() // s.width
+    kernels = _kernels(name)
     with on_device(k):
         for first, last in reversed(s.segments()):
             begun = [x[first // SEGMENT] for x in starts]
@@ -149,8 +148,16 @@ def backward(
                 q, k, *given, *numbers, *four(rooms), seen, do, *dbefores, *units, *pairs, *rows, *four(ends), asked,
                 dk, da, db, dc, de0, de, dg, dr, s.length, s.heads, first, last, **more, **s.warps(WARPS_BACK),
             )  # fmt: skip
+    return dq, dk, through_tokens(given, seen, asked, do, name), changes
+
+
+def through_tokens(given: Given, seen: Tensor, asked: Tensor, do: Tensor, name: str) -> list[Tensor | None]:
+    """Derivatives in what the response is given, of what u is asked for."""
+    grads, width = [None if x is None else torch.empty_like(x) for x in given], do.shape[-1]
+    tokens = do.numel() // width
+    with on_device(do):
         known_response(name)[1].read_back[(cdiv(tokens, ROWS),)](
-            seen, asked, *given, torch.empty_like(do), *grads, tokens, V=s.width, BV=max(16, power_of_2(s.width)),
+            seen, asked, *given, torch.empty_like(do), *grads, tokens, V=width, BV=max(16, power_of_2(width)),
             R=ROWS, num_warps=READ_WARPS,
         )  # fmt: skip
-    return dq, dk, grads, changes
+    return grads

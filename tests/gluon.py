@@ -1,0 +1,97 @@
+"""Gluon's text in Triton's interpreter, where layouts, barriers and waiting are nobody's business: what a kernel of
+Ampere's products computes, not whether its warps wait for each other.
+
+`plain(source)` is the text of a module of kernels as the interpreter takes it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+_IMPORT = re.compile(r"from axes\.kernels\.common\.gluon import (.*)\n")
+
+
+class _Tile:
+    """Shared memory: what was stored in it last; of rows, and in the order, of a view."""
+
+    def __init__(self, cell: list[Any], rows: slice = slice(None), order: tuple[int, ...] | None = None) -> None:
+        self.cell, self.rows, self.order = cell, rows, order
+
+    def permute(self, order: tuple[int, ...]) -> _Tile:
+        return _Tile(self.cell, self.rows, order)
+
+    def slice(self, start: int, length: int) -> _Tile:
+        first, count = (getattr(x, "value", x) for x in (start, length))
+        return _Tile(self.cell, slice(first, first + count))
+
+    def load(self, layout: Any = None) -> Any:
+        whole = self.cell[0]
+        made = tl.core.tensor(TensorHandle(whole.handle.data[self.rows], whole.handle.dtype), whole.dtype)
+        made = tl.core.tensor(made.handle, tl.block_type(whole.dtype.scalar, list(made.handle.data.shape)))
+        return made if self.order is None else tl.trans(made, *self.order)
+
+    def store(self, x: Any) -> None:
+        self.cell[0] = x if self.order is None else tl.trans(x, *self.order)
+
+
+class _Tiles:
+    def __init__(self, count: int) -> None:
+        self.cells: list[list[Any]] = [[None] for _ in range(count)]
+
+    def index(self, i: Any) -> _Tile:
+        return _Tile(self.cells[int(i.handle.data[0] if hasattr(i, "handle") else i)])
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+class _Language:
+    BlockedLayout = SliceLayout = SwizzledSharedLayout = NVMMADistributedLayout = DotOperandLayout = _nothing
+    static_range = staticmethod(range)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tl, name)
+
+    @staticmethod
+    def arange(first: int, last: int, layout: Any = None) -> Any:
+        return tl.arange(first, last)
+
+    @staticmethod
+    def zeros(shape: list[Any], dtype: Any, layout: Any = None) -> Any:
+        return tl.zeros([getattr(x, "value", x) for x in shape], dtype)
+
+    @staticmethod
+    def inline_asm_elementwise(text: str, constraints: str, args: list[Any], dtype: Any, pure: bool, pack: int) -> Any:
+        return tl.exp2(args[0]) if text.startswith("ex2.") else 1.0 / args[0]
+
+    @staticmethod
+    def convert_layout(x: Any, layout: Any) -> Any:
+        return x
+
+    @staticmethod
+    def allocate_shared_memory(dtype: Any, shape: list[Any], layout: Any, value: Any = None) -> _Tile | _Tiles:
+        return _Tile([value]) if len(shape) == 2 else _Tiles(shape[0])
+
+
+gl = _Language()
+barrier = copies_end = copies_wait = _nothing
+
+
+def copy(tile: _Tile, pointer: Any) -> None:
+    tile.store(tl.load(pointer))
+
+
+def mma_v2(a: Any, b: Any, acc: Any) -> Any:
+    return tl.dot(a, b, acc)
+
+
+def plain(source: str) -> str:
+    (names,) = _IMPORT.findall(source)
+    kept = ", ".join(name for name in names.split(", ") if name != "gluon")
+    made = _IMPORT.sub(lambda _: f"from tests.gluon import {kept}\n", source)
+    return made.replace("gl.constexpr", "tl.constexpr").replace("@gluon.jit", "@triton.jit")
