@@ -116,17 +116,16 @@ def made_of(run: Run) -> Any:
 
 def block_of(layer: type[Any], changes: tuple[str, ...]) -> Any:
     """The layer's block with other charts: "eta=0.2,1.0" starts at 0.2 and stays below 1, "ln_gain=1" is constant,
-    "decay=6" a gate with this bias; other fields of the block as "conv=4", "key_norm=1", "initial=0.1"."""
+    "decay=6" a gate with this bias; other fields of the block as "conv=4", "key_norm=1", "initial=0.1",
+    "output_gate=sigmoid", "value_norm=none"."""
     block = layer.block
     charts = dict(block.charts)
     for change in changes:
         name, _, value = change.partition("=")
-        numbers = [float(x) for x in value.split(",")]
         if name in {f.name for f in dataclasses.fields(block)}:
-            old = getattr(block, name)
-            kind = type(old) if old is not None else float
-            block = dataclasses.replace(block, **{name: kind(numbers[0])})
+            block = dataclasses.replace(block, **{name: field_of(getattr(block, name), value)})
             continue
+        numbers = [float(x) for x in value.split(",")]
         rank = getattr(charts.get(name), "rank", None)
         if len(numbers) == 2:
             charts[name] = Capped(numbers[0], scale=numbers[1], rank=rank)
@@ -135,6 +134,13 @@ def block_of(layer: type[Any], changes: tuple[str, ...]) -> Any:
         else:
             charts[name] = Constant(numbers[0])
     return dataclasses.replace(block, charts=tuple(charts.items()))
+
+
+def field_of(old: Any, value: str) -> Any:
+    """A field of a block as it is written: "none", a word (gates, norms), else a number of the kind that was there."""
+    if value == "none" or value.isalpha():
+        return None if value == "none" else value
+    return float(value) if old is None else type(old)(float(value))
 
 
 def train(run: Run) -> dict[str, Any]:
