@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from axes.core import reference
-from axes.sequence import FrankWolfeDelta
+from axes.sequence import FrankWolfeDelta, Titans, Yaad, YaadSwitch
+from axes.sequence.charts import Capped, LogSigmoid
 from axes.sequence.predicted import FrankWolfe
 
 D = 6
@@ -69,3 +71,27 @@ def test_a_token_of_frank_wolfe_shrinks_what_the_state_is_off_by(gamma: float) -
         found = torch.linalg.eigvals(jacobian)
         assert found.imag.abs().max() < 1e-9
         assert found.real.min() > 1 - 2 * gamma - 1e-9 and found.real.max() < 1 - gamma + 1e-9
+
+
+def through_gates(cls: type[Any], logit: float, root: float | None = None) -> float:
+    """The gradient at 256 random tokens of a memory whose rates have come near their caps, and gates to this logit."""
+    torch.manual_seed(0)
+    charts = dict(cls.block.charts)
+    (rate,) = (n for n, c in charts.items() if isinstance(c, Capped))
+    charts[rate] = replace(charts[rate], start=0.9 * charts[rate].scale)
+    assert isinstance(charts["decay"], LogSigmoid)
+    charts["decay"] = replace(charts["decay"], bias=logit, **({} if root is None else {"temperature": root}))
+    layer = cls(32, heads=1, block=replace(cls.block, charts=tuple(charts.items())), dtype=torch.float64)
+    x = torch.randn(1, 256, 32, dtype=torch.float64, requires_grad=True)
+    y = layer(x)[0]
+    return float(torch.autograd.grad((y * torch.randn_like(y)).sum(), x)[0].norm())
+
+
+@pytest.mark.parametrize("cls", [Yaad, YaadSwitch, Titans])
+def test_gates_of_a_memory_behind_a_layer_norm_stay_where_tokens_turn_it_little(cls: type[Any]) -> None:
+    assert through_gates(cls, 0.0) < 600
+
+
+def test_a_gate_that_forgets_turns_what_is_behind_a_layer_norm() -> None:
+    """The control: alpha = 0.95, the same rates."""
+    assert through_gates(Yaad, 3.0, root=1.0) > 1500
