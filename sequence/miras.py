@@ -48,8 +48,8 @@ _BLOCK = (
     "No official code. Gradients at the start of a chunk of 16 (update= takes the at='prev' tuple); the read uses the"
     " dual"
     " state of its own token, exactly. What the paper leaves open: alpha = sigmoid and eta = max * sigmoid of a rank-32"
-    " map, SiLU after the convolutions, an RMSNorm per head before the gate, SiLU of a matrix and sigmoid of an MLP, a"
-    " learned initial memory per head"
+    " map, SiLU after the convolutions, an RMSNorm per head before the gate (sigmoid of Yaad's MLPs, else"
+    " SiLU), a learned initial memory per head"
 )
 _MLP_GATES = "; channel-wise rates act on the rows of W1, their mean on W2, whose rows are hidden units"
 
@@ -61,10 +61,12 @@ _DECAY = ("decay", LogSigmoid(bias=4.0, rank=32))
 # keys, and on text, whose keys are alike, outer gradients of 1e3 to 1e5 and next to nothing.
 _MATRIX_ETA = ("eta", Capped(0.06, scale=2 / 16, rank=32))
 _DELTA = ("delta", Softplus(bias=0.5413, rank=32))  # starts at 1
-# Behind LN only the direction of W1 counts: decay shrinks W1 until every token turns it by about sqrt(2 (1 - alpha)),
-# however small the rate, and 256 random tokens at alpha = 0.95 amplify an outer gradient by 1e4 and more. A gate that
-# is a 64th root stays above 0.98 where its sigmoid is above 1/4; a small gain starts calm.
-_SLOW = ("decay", LogSigmoid(bias=4.0, temperature=64.0, rank=32))
+# Behind LN only the direction of W1 counts, and decay makes every step a larger turn: with alpha near 0.98 and a gain
+# of one, 256 random tokens amplify an outer gradient by 1e4 and more. A longer memory and a smaller gain start calm.
+_SLOW = ("decay", LogSigmoid(bias=6.0, rank=32))
+# In balance a token turns W1 by about sqrt(2 (1 - alpha)), however small the rate: a 64th root stays above 0.98 where
+# its sigmoid is above 1/4, wherever training takes it.
+_ROOT = ("decay", LogSigmoid(bias=4.0, temperature=64.0, rank=32))
 _GAIN = ("ln_gain", Constant(0.2))
 _ETA = ("eta", Capped(0.05, scale=0.5, rank=32))
 
@@ -122,12 +124,7 @@ class Moneta(SequenceLayer):
     )
     bibtex = _BIBTEX
     update = StateUpdate(Lp(3.0), Lq(4.0), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(
-        output_gate="sigmoid",
-        value_norm="rms",
-        initial=5.0,
-        charts=(_SLOW, _GAIN, ("eta", Capped(0.15, scale=1.5, rank=32))),
-    )
+    block = Standard(value_norm="rms", initial=5.0, charts=(_SLOW, _GAIN, ("eta", Capped(0.15, scale=1.5, rank=32))))
 
 
 @final
@@ -143,7 +140,8 @@ class MonetaMatrix(SequenceLayer):
     differs = (
         _MONETA
         + "Without LN nothing bounds the error of a cubic cost, which diverges beyond 2 / (3 eta |k|^2): values have"
-        " unit length and eta stays below 0.008: finite on text, where 0.08 was not a number after 50 steps. " + _BLOCK
+        " unit length and eta stays below 0.008: finite on text, where 0.08 was not a number after 50 steps. "
+        + _BLOCK
     )
     bibtex = _BIBTEX
     update = StateUpdate(Lp(3.0), Lq(4.0), _ROWS, _ROW_STEP)
@@ -172,7 +170,7 @@ class MonetaLiteral(SequenceLayer):
         " so the laws of h do not apply"
     )
     update = StateUpdate(Lp(3.0), LqLiteral(4.0), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(output_gate="sigmoid", value_norm="rms", initial=0.02, charts=(_SLOW, _GAIN, _ETA))
+    block = Standard(value_norm="rms", initial=0.02, charts=(_SLOW, _GAIN, _ETA))
 
 
 # ---- Yaad --------------------------------------------------------------------------------------------------------
@@ -197,7 +195,7 @@ class Yaad(SequenceLayer):
     differs = _YAAD + _BLOCK + _MLP_GATES
     bibtex = _BIBTEX
     update = StateUpdate(Huber(Per("delta", "row")), Euclidean(), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(output_gate="sigmoid", value_norm="rms", initial=0.02, charts=(_SLOW, _GAIN, _ETA, _DELTA))
+    block = Standard(value_norm="rms", output_gate="sigmoid", initial=0.02, charts=(_ROOT, _GAIN, _ETA, _DELTA))
 
 
 @final
@@ -238,7 +236,7 @@ class YaadSwitch(SequenceLayer):
     )
     update = StateUpdate(HuberSwitch(Per("delta")), Euclidean(), _ROWS, _ROW_STEP, memory=MLP())
     block = Standard(
-        output_gate="sigmoid", value_norm="rms", initial=0.02, charts=(_SLOW, _GAIN, _ETA, ("delta", NormThreshold()))
+        value_norm="rms", output_gate="sigmoid", initial=0.02, charts=(_ROOT, _GAIN, _ETA, ("delta", NormThreshold()))
     )
 
 
@@ -266,7 +264,7 @@ class Memora(SequenceLayer):
     differs = _MEMORA + _BLOCK + _MLP_GATES
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), Entropic("row", None), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(output_gate="sigmoid", value_norm="rms", initial=1.0, charts=(_SLOW, _GAIN, _ETA))
+    block = Standard(value_norm="rms", initial=1.0, charts=(_SLOW, _GAIN, _ETA))
 
 
 @final
@@ -306,7 +304,7 @@ class MemoraLiteral(SequenceLayer):
     update = StateUpdate(
         SquaredError(), Entropic("whole"), Scalar("decay"), Step(Per("eta"), at=Anchor(16)), memory=MLP()
     )
-    block = Standard(output_gate="sigmoid", value_norm="rms", initial=1.0, charts=(_SLOW, _GAIN, _ETA))
+    block = Standard(value_norm="rms", initial=1.0, charts=(_SLOW, _GAIN, _ETA))
 
 
 MIRAS = (
