@@ -48,7 +48,8 @@ _BLOCK = (
     "No official code. Gradients at the start of a chunk of 16 (update= takes the at='prev' tuple); the read uses the"
     " dual"
     " state of its own token, exactly. What the paper leaves open: alpha = sigmoid and eta = max * sigmoid of a rank-32"
-    " map, SiLU after the convolutions, an RMSNorm per head before the SiLU gate, a learned initial memory per head"
+    " map, SiLU after the convolutions, an RMSNorm per head before the gate (sigmoid of Yaad's MLPs, else"
+    " SiLU), a learned initial memory per head"
 )
 _MLP_GATES = "; channel-wise rates act on the rows of W1, their mean on W2, whose rows are hidden units"
 
@@ -63,6 +64,9 @@ _DELTA = ("delta", Softplus(bias=0.5413, rank=32))  # starts at 1
 # Behind LN only the direction of W1 counts, and decay makes every step a larger turn: with alpha near 0.98 and a gain
 # of one, 256 random tokens amplify an outer gradient by 1e4 and more. A longer memory and a smaller gain start calm.
 _SLOW = ("decay", LogSigmoid(bias=6.0, rank=32))
+# In balance a token turns W1 by about sqrt(2 (1 - alpha)), however small the rate: a 64th root stays above 0.98 where
+# its sigmoid is above 1/4, wherever training takes it.
+_ROOT = ("decay", LogSigmoid(bias=4.0, temperature=64.0, rank=32))
 _GAIN = ("ln_gain", Constant(0.2))
 _ETA = ("eta", Capped(0.05, scale=0.5, rank=32))
 
@@ -191,7 +195,7 @@ class Yaad(SequenceLayer):
     differs = _YAAD + _BLOCK + _MLP_GATES
     bibtex = _BIBTEX
     update = StateUpdate(Huber(Per("delta", "row")), Euclidean(), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(value_norm="rms", initial=0.02, charts=(_SLOW, _GAIN, _ETA, _DELTA))
+    block = Standard(value_norm="rms", output_gate="sigmoid", initial=0.02, charts=(_ROOT, _GAIN, _ETA, _DELTA))
 
 
 @final
@@ -231,7 +235,9 @@ class YaadSwitch(SequenceLayer):
         " so the laws of costs do not apply"
     )
     update = StateUpdate(HuberSwitch(Per("delta")), Euclidean(), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(value_norm="rms", initial=0.02, charts=(_SLOW, _GAIN, _ETA, ("delta", NormThreshold())))
+    block = Standard(
+        value_norm="rms", output_gate="sigmoid", initial=0.02, charts=(_ROOT, _GAIN, _ETA, ("delta", NormThreshold()))
+    )
 
 
 # ---- Memora ------------------------------------------------------------------------------------------------------

@@ -155,17 +155,22 @@ class AdamNet(SequenceLayer):
             ),
         ),
     )
-    block = Standard(charts=(("decay", LogSigmoid(4.0)), ("beta", Capped(0.05))))
+    block = Standard(output_gate="sigmoid", charts=(("decay", LogSigmoid(4.0)), ("beta", Capped(0.005, scale=0.05))))
 
 
 @final
 @dataclass(frozen=True)
 class FrankWolfe(Chart):
-    """gamma = sigmoid(W x + b), charted as the tied pair: log gate log(1 - gamma) and step radius * gamma."""
+    """gamma = sigmoid(W x + b), charted as the tied pair: log gate log(1 - gamma) and step radius * gamma.
+
+    Values of length one lie outside a ball of radius R < 1, so that |v - W k| >= 1 - R whatever the keys are. A token
+    multiplies what the state is off by 1 - gamma, and across the error by 1 - gamma - gamma R / |e|: with R = 1/2 both
+    lie in (-1, 1) for every gamma. In a ball that holds its values errors come near zero, and divide by it.
+    """
 
     step: str
-    radius: float = 4.0
-    bias: float = -2.0
+    radius: float = 0.5
+    bias: float = -4.0
 
     def also(self) -> tuple[str, ...]:
         return (self.step,)
@@ -203,10 +208,13 @@ class FrankWolfeDelta(SequenceLayer):
     name = "frank-wolfe-delta"
     paper = _PAPER
     equation = "S = (1 - gamma) S + gamma R e^ k^^T"
-    differs = "the gradient is taken at the undecayed state, as Frank-Wolfe does"
+    differs = (
+        "the gradient is taken at the undecayed state, as Frank-Wolfe does; values have unit length and R = 1/2, so"
+        " that no error is short and no token multiplies a perturbation by more than one"
+    )
     bibtex = _ARTICLE
     update = StateUpdate(SquaredError(), OnUpdate(Sphere("whole")), _GATE, Step(_BETA))
-    block = Standard(charts=(("decay", FrankWolfe("beta")),))
+    block = Standard(value_norm="unit", output_gate="sigmoid", charts=(("decay", FrankWolfe("beta")),))
 
 
 PREDICTED = (RLSNet, ShampooNet, MuonNet, MuonNetState, AdamNet, FrankWolfeDelta)

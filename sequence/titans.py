@@ -21,7 +21,7 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
-from axes.sequence.charts import Capped, LogSigmoid
+from axes.sequence.charts import Capped, Constant, LogSigmoid
 
 _PAPER = "Titans: Learning to Memorize at Test Time (Behrouz, Zhong and Mirrokni 2025)"
 _BIBTEX = """@article{behrouz2024titans,
@@ -75,10 +75,13 @@ class Titans(SequenceLayer):
         SquaredError(), Euclidean(), Scalar("decay"), Step(at=Anchor(16), via=(_SURPRISE,)), memory=MLP()
     )
     block = Standard(
+        value_norm="rms",
+        output_gate="sigmoid",
         charts=(
-            ("decay", LogSigmoid(bias=6.0)),
+            ("decay", LogSigmoid(bias=4.0, temperature=64.0)),  # as in Miras: decay turns what is behind a layer norm
+            ("ln_gain", Constant(0.2)),
             ("momentum", LogSigmoid(bias=1.0)),
-            ("theta", Capped(0.03, scale=0.3)),
+            ("theta", Capped(0.03, scale=0.125)),
         ),
         initial=0.02,
     )

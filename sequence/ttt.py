@@ -45,7 +45,7 @@ _LEFT_OUT = (
     " by i"
     " plus a learned offset, and normalises the output over all heads with a LayerNorm; none of this is in the paper's"
     " equations and none of it is here: an RMSNorm per head stands for the last. A convolution of 4 on q, k and v, as"
-    " in the paper's Mamba backbone, without which one layer does not see which key a value came with; no output gate"
+    " in the paper's Mamba backbone, without which one layer does not see which key a value came with"
 )
 
 
@@ -60,10 +60,10 @@ class TTTLinear(SequenceLayer):
     name = "ttt-linear"
     paper = _PAPER
     equation = "eqs. 1-6, f(x) = x + LN(W x), mini-batch 16, eta = sigmoid(w x) / d (sections 2.4 and 2.7)"
-    differs = _LEFT_OUT
+    differs = _LEFT_OUT + "; the GELU gate of that backbone"
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), algorithm=Step(Per("eta"), at=Anchor(16)), memory=LayerNormMatrix())
-    block = Standard(key_norm=False, output_gate=None, initial=0.02, charts=(("eta", InnerRate(1.0)),))
+    block = Standard(key_norm=False, output_gate="gelu", initial=0.02, charts=(("eta", InnerRate(1.0)),))
 
 
 @final
@@ -76,7 +76,7 @@ class TTTMLP(SequenceLayer):
     name = "ttt-mlp"
     paper = _PAPER
     equation = "eqs. 1-6, f(x) = x + LN(W1 gelu(W2 x)), mini-batch 16, eta = 0.1 sigmoid(w x) / d (sections 2.4, 2.7)"
-    differs = _LEFT_OUT + "; the exact gelu (the code approximates it by tanh); keys of unit length"
+    differs = _LEFT_OUT + "; no output gate; the exact gelu (the code approximates it by tanh); keys of unit length"
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), algorithm=Step(Per("eta"), at=Anchor(16)), memory=MLP())
     block = Standard(output_gate=None, initial=0.02, charts=(("eta", InnerRate(0.1)),))

@@ -169,7 +169,7 @@ def test_time_steps_begin_log_uniform_between_their_bounds() -> None:
 
 def test_frank_wolfe_begins_with_small_gates() -> None:
     chart = next(m for m in FrankWolfeDelta(8, heads=2).modules() if type(m).__name__ == "_FrankWolfeModule")
-    assert torch.equal(chart.up.bias, torch.full((2,), -2.0))  # type: ignore[arg-type, union-attr]
+    assert torch.equal(chart.up.bias, torch.full((2,), -4.0))  # type: ignore[arg-type, union-attr]
 
 
 def test_dynamic_hyper_connections_begin_a_hundredth_from_static_ones() -> None:
