@@ -40,11 +40,12 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, NotFiniteError
 from axes.linalg import symmetric
 from axes.optim.rules import wrappers
-from axes.optim.sharding import sharded, travel
+from axes.optim.sharding import travel
 from axes.optim.sharding.costs import cost
 from axes.optim.sharding.dtensors import whole
 from axes.optim.sharding.exchange import Exchange, Part, Region
 from axes.optim.sharding.sharded import Shards, direction_and_move, shardable
+from axes.optim.sharding.vote import Vote
 from axes.optim.tools.convert import from_torch, to_torch
 from tests.processes import joined, run
 
@@ -449,14 +450,14 @@ def gradients_travel_while_the_processes_agree(folder: Path) -> None:
         spread = [nn.Parameter(distribute_tensor(x, mesh, (Shard(0),))) for x in starts]
         one, several = make(plain), make(spread)
         seen: list[str] = []
-        swap, told = Exchange.swap, sharded._on_its_way
+        swap, cast = Exchange.swap, Vote.cast
 
         def swapped(self: Exchange, *given: Any) -> Any:
             seen.append("sent")  # noqa: B023
             return swap(self, *given)  # noqa: B023
 
-        def on_its_way(numbers: torch.Tensor) -> Any:
-            wait = told(numbers)  # noqa: B023
+        def voted(self: Vote, *given: Any) -> Any:
+            wait = cast(self, *given)  # noqa: B023
             return lambda: [seen.append("agreed"), wait()][1]  # noqa: B023
 
         def step(t: int, without: tuple[int, ...] = (), bad: bool = False, lacking: bool = False) -> None:
@@ -474,7 +475,7 @@ def gradients_travel_while_the_processes_agree(folder: Path) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Exchange, "swap", swapped)
-            patch.setattr(sharded, "_on_its_way", on_its_way)
+            patch.setattr(Vote, "cast", voted)
             step(0)
             assert seen[0] == "agreed"
             step(1)
