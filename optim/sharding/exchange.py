@@ -71,10 +71,14 @@ class Exchange:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.load = [0] * self.size
 
-    def owners(self, costs: Sequence[int]) -> list[int]:
-        """The owners of more tensors: the dearest first, each to the process with the least to do."""
+    def owners(self, costs: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[int]:
+        """The owners of more tensors: the dearest first, each to the process with the least to do.
+
+        Of one shape every process gets its share: then as much travels in one direction as in the other, and in every
+        part of what travels all processes have something to do.
+        """
         found = [0] * len(costs)
-        for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        for i in sorted(range(len(costs)), key=lambda i: (-costs[i], shapes[i])):
             found[i] = min(range(self.size), key=lambda r: (self.load[r], r))
             self.load[found[i]] += costs[i]
         return found

@@ -167,7 +167,7 @@ class Shards:
             regions = [own_region(h.parameter.shape, mesh, h.parameter.placements) for h in members]
             said = exchange.share(regions)
             shapes = [optimizer._places.layout(h.parameter).shape(h.parameter) for h in members]
-            owners = exchange.owners([cost(h.update, shape) for h, shape in zip(members, shapes, strict=True)])
+            owners = exchange.owners([cost(h.update, s) for h, s in zip(members, shapes, strict=True)], shapes)
             for i, (h, owner) in enumerate(zip(members, owners, strict=True)):
                 h.exchange, h.part = exchange, Part(tuple(h.parameter.shape), [r[i] for r in said], owner)
         if not waiting:

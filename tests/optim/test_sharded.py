@@ -798,8 +798,10 @@ def test_the_nearest_replica_sends_and_shards_must_cover() -> None:
 def test_owners_share_the_work() -> None:
     exchange = object.__new__(Exchange)
     exchange.size, exchange.load = 2, [0, 0]
-    assert exchange.owners([1, 5, 4, 3, 3]) == [1, 0, 1, 1, 0] and exchange.load == [8, 8]
-    assert exchange.owners([2, 2]) == [0, 1]
+    assert exchange.owners([1, 5, 4, 3, 3], [(1,)] * 5) == [1, 0, 1, 1, 0] and exchange.load == [8, 8]
+    assert exchange.owners([2, 2], [(2, 1), (1, 2)]) == [1, 0] and exchange.load == [10, 10]
+    # as many of every shape, whatever the order in which they come
+    assert exchange.owners([4, 4, 4, 4], [(8, 2), (2, 8), (8, 2), (2, 8)]) == [0, 0, 1, 1]
 
 
 def test_what_a_step_costs() -> None:
