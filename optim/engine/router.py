@@ -295,8 +295,8 @@ class Router:
             why.setdefault(role.reason, []).append(self.names.get(parameter, "a parameter"))
         return (
             f"{self.who} found no matrix for rule {main!r} among {others} parameters, so that all would take "
-            f"{auxiliary!r}: {self._grouped(why)}. Say which are hidden matrices, rules={{'pattern of names': {main!r}}} or "
-            f"rules={{TypeOfModules: {main!r}}}, or take the optimizer of {auxiliary!r}"
+            f"{auxiliary!r}: {self._grouped(why)}. Say which are hidden matrices, rules={{'pattern of names': "
+            f"{main!r}}} or rules={{TypeOfModules: {main!r}}}, or take the optimizer of {auxiliary!r}"
         )
 
     def _grouped(self, names: Mapping[str, list[str]]) -> str:

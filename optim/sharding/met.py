@@ -11,7 +11,7 @@ from torch import Tensor
 
 from axes.core.state_update import StateUpdate
 from axes.optim.engine.options import Group
-from axes.optim.sharding.dtensors import local_shards, places_of
+from axes.optim.sharding.dtensors import local_shard, local_shards, places_of
 from axes.optim.sharding.member import Member
 
 
@@ -67,4 +67,11 @@ def in_place(members: Sequence[Member]) -> bool:
     return places_of([p.grad for p in parameters]) == places_of(parameters)
 
 
-__all__ = ["Met", "Parts", "Sorted", "dtypes_of", "in_place", "same"]
+def gradients_of(members: Sequence[Member]) -> list[Tensor]:
+    """Shards of gradients, placed as their parameters are."""
+    if in_place(members):
+        return local_shards([held.parameter.grad for held in members])
+    return [local_shard(held.parameter.grad, held.parameter.placements) for held in members]
+
+
+__all__ = ["Met", "Parts", "Sorted", "dtypes_of", "gradients_of", "in_place", "same"]

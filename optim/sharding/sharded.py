@@ -9,7 +9,8 @@ A step knows ordinary tensors only, so a DTensor is stepped through a stand-in:
 Owners share the work of a mesh, replicas included, and each keeps the state of its parameters, whole: together as much
 as sharded state, and never sent. Only `state_dict` (of all processes together) shards it, by rows. Every process sends
 and receives about the size of its own shards each way, whatever the number of processes. Beside the state an owner
-keeps a buffer of the size of its parameters, and during a step their gradients.
+keeps two buffers of the size of its parameters: messages are sent from one and arrive in the other, and between them
+its gradients stand in the first and directions in the second.
 
 What is scattered is the direction, which every process applies to its shard, unless the rule reads or maps the weights
 themselves (a coupled decay, a trust ratio, a mirror map, keys and values): then the weights travel as well.
@@ -38,11 +39,11 @@ from axes.optim.engine.capabilities import elementwise, keyed, parts_of, vectors
 from axes.optim.engine.options import Group
 from axes.optim.engine.together import program
 from axes.optim.sharding.costs import cost
-from axes.optim.sharding.dtensors import local_shard, matrix_placements, own_region, spread, whole
+from axes.optim.sharding.dtensors import matrix_placements, own_region, spread, whole
 from axes.optim.sharding.exchange import Exchange, Part
 from axes.optim.sharding.member import Member, Owner
 from axes.optim.sharding.merging import sharded_states
-from axes.optim.sharding.met import Met, Parts, Sorted, dtypes_of, in_place, same
+from axes.optim.sharding.met import Met, Parts, Sorted, dtypes_of, gradients_of, in_place, same
 from axes.optim.sharding.travel import Job, alike, buckets
 from axes.optim.sharding.vote import Vote
 from axes.programs.program import COUNT
@@ -225,8 +226,8 @@ class Shards:
             for group, parameters in work:
                 update = optimizer.form_for(group)
                 others, local, gathered = self._sort(group, parameters)
-                for held in local:
-                    held.stand_in.grad = local_shard(held.parameter.grad, held.parameter.placements)
+                for held, gradient in zip(local, gradients_of(local), strict=True):
+                    held.stand_in.grad = gradient
                 entered += local
                 plain.append((group, update, [*others, *(held.stand_in for held in local)]))
                 if gathered:

@@ -16,10 +16,10 @@ from axes.optim.engine.groups import rate
 from axes.optim.engine.lists import ListProgram, writable
 from axes.optim.engine.options import Group
 from axes.optim.engine.together import program
-from axes.optim.sharding.dtensors import local_shard
 from axes.optim.sharding.exchange import ToOwners, ToShards, Way
 from axes.optim.sharding.member import Member, Owner
 from axes.optim.sharding.merging import merge_layers
+from axes.optim.sharding.met import gradients_of
 from axes.programs.program import PARAMETER
 
 BUCKETS = 4  # parts of a group that travel while others are stepped, at most
@@ -116,7 +116,7 @@ class Job:
             if blank:
                 shards = [x.new_zeros(x.shape, dtype=self.sent) for x in self.shards]
             else:
-                shards = [local_shard(h.parameter.grad, h.parameter.placements) for h in self.members]
+                shards = gradients_of(self.members)
                 self.sent = shards[0].dtype
             if self._there is None:
                 self._near, self._far = self._memory(), self._memory()

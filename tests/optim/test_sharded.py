@@ -342,6 +342,28 @@ def matrices_travel_together(folder: Path) -> None:
                 assert len(sent) == 2 * parts and sum(sent[:parts]) == sum(p.to_local().numel() for p in ps)
 
 
+@case
+def what_travels_lies_where_it_lay(folder: Path) -> None:
+    """Kernels note addresses: other gradients in other memory make no step's arrangements anew."""
+    mesh = processes(2)
+    starts = [torch.randn(s) for s in [(6, 4), (6, 4), (3, 8), (5, 5)]]
+    spread = [nn.Parameter(distribute_tensor(x, mesh, (Shard(0),))) for x in starts]
+    optimizer = optim.Muon([{"params": spread, "rule": "muon"}], lr=0.1)
+    known: Any = None
+    for _ in range(4):
+        kept = [p.grad for p in spread]  # so that the next ones get other memory
+        for p in spread:
+            p.grad = distribute_tensor(torch.randn(p.shape), mesh, (Shard(0),))
+        optimizer.step()
+        assert all(g is not p.grad for g, p in zip(kept, spread, strict=True))
+        shards: Any = optimizer._shards
+        ((_, _, (job,)),) = shards._jobs.values()
+        tensors = [*job._there.wholes, *(held.stand_in for held in job.owned), *job._back.shards]
+        now = [x.data_ptr() for x in tensors], [batches for _, _, batches in optimizer._batches.made.values()]
+        assert known in (None, now)
+        known = now
+
+
 # ---- tensor parallelism ---------------------------------------------------------------------------------------------
 
 
