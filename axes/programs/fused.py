@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import AxesError
-from axes.kernels.common.ahead import launcher, rehearsal
+from axes.kernels.common.ahead import launcher
 from axes.kernels.common.layout import on_device
 from axes.programs.code import CODE
 from axes.programs.lifted import lifted
@@ -309,7 +309,7 @@ class Fused:
         stored: Mapping[str, Sequence[Tensor]],
         forms: Mapping[str, str],
         kept: Mapping[str, Tensor],
-        counts: Tensor | None,
+        counts: Tensor,
         streams: Sequence[int] | None = None,
         seed: int = 0,
         squares: bool = False,
@@ -318,20 +318,18 @@ class Fused:
 
         stored: by name and suffix, every input but the gradient, one tensor a parameter, all of a name in one dtype;
         forms: of inputs that are not plain; kept: numbers of the state, one copy a parameter; counts: int64, of data
-        seen, one a parameter, None where nobody counts them; streams: of random bits, one a parameter, if the parameter
-        is rounded at random.
+        seen, one a parameter; streams: of random bits, one a parameter, if the parameter is rounded at random.
         squares: `squares` holds, after a step, the float32 sum of squares of what every chunk of `block` entries has
         written to a plain parameter, tensor by tensor; a last chunk of a tensor may be shorter.
         """
         if squares and forms.get(PARAMETER, "plain") != "plain":
             raise AxesError(f"Fused: sums of squares are those of a plain parameter, not of {forms[PARAMETER]}")
         program, self.constants = lifted(program)
-        self.program, self.forms = program, dict(forms)
+        self.program, self.forms, self.counts = program, dict(forms), counts
         self.random = streams is not None
         self.types = {name: xs[0].dtype for name, xs in stored.items()}
         like = stored[PARAMETER]
         self.device = like[0].device
-        self.counts = torch.zeros(1, dtype=torch.int64, device=self.device) if counts is None else counts
         self.seed = torch.tensor([seed], dtype=torch.int64, device=self.device)
         self.table = columns(program, forms)
         self.block, self.warps = _CODED if any(suffix == UNIT for _, suffix in self.table) else _PLAIN
@@ -353,8 +351,6 @@ class Fused:
         self.inputs = torch.zeros(max(1, len(inputs)), dtype=torch.float64, device=self.device)
         self.given = self.inputs[: len(inputs) - len(kept)]
         self.sent: Sent | None = None  # once several numbers move
-        self.steady = counts is None and not kept  # what is computed of the same numbers is the same
-        self.advanced = False  # `numbers` have been computed of `inputs`
         self.shown: dict[str, float] = {}  # numbers of the host that `given` has
         for name, x in self.kept.items():
             self.inputs[self.names.index(name)].copy_(x[0])
@@ -370,16 +366,13 @@ class Fused:
         """One step. rates: numbers or 0-d tensors; found: nothing happens if it is not 0; scale: divides gradients."""
         now = [g.data_ptr() for g in gradients]
         pointers = self._point(gradients, now)
-        moved = self._give({**self.constants, **rates})
-        lasting = self.steady and found is None and not self._capturing and rehearsal() is None
+        self._give({**self.constants, **rates})
         with on_device(self.pointers):
-            if moved or not (lasting and self.advanced):
-                launcher(self.advance, (1,), found=found is not None)(
-                    self.inputs, self.numbers, self.inputs if found is None else found, self.counts,
-                    self.counts.numel(), *self.kept.values(), len(gradients), FOUND=found is not None, BLOCK=1024,
-                    num_warps=4, enable_fp_fusion=True,
-                )  # fmt: skip
-                self.advanced = lasting  # else perhaps nothing was computed
+            launcher(self.advance, (1,), found=found is not None)(
+                self.inputs, self.numbers, self.inputs if found is None else found, self.counts, self.counts.numel(),
+                *self.kept.values(), len(gradients), FOUND=found is not None, BLOCK=1024, num_warps=4,
+                enable_fp_fusion=True,
+            )  # fmt: skip
             given = {"found": found is not None, "scale": scale is not None}
             launcher(self.kernel, (self.chunks.shape[0],), **given)(
                 pointers, self.chunks, self.numbers, self.inputs if found is None else found,
@@ -388,8 +381,8 @@ class Fused:
                 FOUND=found is not None, SCALE=scale is not None, num_warps=self.warps, enable_fp_fusion=True,
             )  # fmt: skip
 
-    def _give(self, numbers: Mapping[str, float | Tensor]) -> bool:
-        """Put numbers where the device finds them; those that have not changed are there already. Whether any has."""
+    def _give(self, numbers: Mapping[str, float | Tensor]) -> None:
+        """Put numbers where the device finds them; those that have not changed are there already."""
         named = {n: numbers[n] for n in self.names if n in numbers}
         moved = {n: x for n, x in named.items() if isinstance(x, Tensor) or self.shown.get(n) != x}
         if len(moved) > 1 and not self._capturing and not any(isinstance(x, Tensor) for x in moved.values()):
@@ -397,7 +390,7 @@ class Fused:
             row = [self.shown.get(n, 0.0) for n in self.names[: len(self.given)]]
             self.sent = self.sent or Sent(self.given)
             self.sent.send(row)
-            return True
+            return
         for name, value in moved.items():
             place = self.inputs[self.names.index(name)]
             if isinstance(value, Tensor):
@@ -406,7 +399,6 @@ class Fused:
             else:
                 place.fill_(value)
                 self.shown[name] = value
-        return bool(moved)
 
     @property
     def _capturing(self) -> bool:

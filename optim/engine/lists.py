@@ -122,7 +122,8 @@ class ListProgram:
         if generated.no_kernels(like[0].device) is None and fits:
             from axes.programs.fused import Fused  # triton is imported on first use
 
-            self.kernel = Fused(found, tensors, {}, {}, None, squares=squares)
+            unread = torch.zeros(1, dtype=torch.int64, device=like[0].device)
+            self.kernel = Fused(found, tensors, {}, {}, unread, squares=squares)
             return
         self.lists = Lists(Schedule(found, keep=(GRADIENT,)), like, fixed, states, names)
 

@@ -266,53 +266,6 @@ else:
 """
 
 
-STEADY = """
-import torch
-from axes.programs import fused
-from axes.programs.program import trace
-
-
-# the number of a step is computed of two
-def move(v):
-    return {"parameter": v["parameter"] - v["lr"] * v["scale"] * v["g"]}
-
-
-program = trace(move, ("parameter", "g"), ("lr", "scale"))
-p, g, want = torch.zeros(40), torch.ones(40), torch.zeros(40)
-kernel = fused.Fused(program, {"parameter": [p]}, {}, {}, None)
-launched, own = [], fused.launcher
-
-
-def launcher(function, grid, **key):
-    launched.append(function is kernel.advance)
-    return own(function, grid, **key)
-
-
-fused.launcher = launcher
-off, on = torch.ones(()), torch.zeros(())
-for lr, found, computes in (
-    (0.5, None, True), (0.5, None, False), (0.25, None, True), (0.25, None, False),
-    (2.0, off, True), (2.0, None, True), (2.0, None, False), (2.0, on, True), (2.0, None, True), (2.0, None, False),
-):
-    launched.clear()
-    kernel.step([g], {"lr": lr, "scale": 3.0}, found)
-    want -= 0.0 if found is off else 3.0 * lr * g
-    assert torch.equal(p, want), (lr, found)
-    assert sum(launched) == computes and len(launched) == computes + 1, (lr, found)
-
-counted = fused.Fused(program, {"parameter": [p]}, {}, {}, torch.zeros(1, dtype=torch.int64))
-for t in range(3):
-    counted.step([g], {"lr": 0.5, "scale": 3.0})
-    assert int(counted.counts) == t + 1
-"""
-
-
-def test_the_numbers_of_a_step_are_computed_where_they_move() -> None:
-    if sys.platform != "linux":
-        pytest.importorskip("triton")
-    interpret(STEADY)
-
-
 def test_the_kernel_leaves_the_sum_of_squares_of_every_chunk_as_it_is_stored() -> None:
     if sys.platform != "linux":
         pytest.importorskip("triton")
