@@ -131,13 +131,15 @@ class Look:
     def doubtful(self, gradients: Sequence[Tensor]) -> bool | Tensor:
         """Whether it is open that all entries are finite: the numbers say so, or they overflow where no entry does.
 
-        On a device it is a tensor, which nobody has waited for; a GPU computes all norms in one launch. On a CPU these
+        On a device it is a tensor, which nobody has waited for; a GPU computes all norms in one launch. On a CPU they
         are sums: no addition makes a finite number of one that is not, so none is missed. For 20 gradients of 210 x 210
         they take 77 us, of which 40 are the reading; inner products take 96, a gradient scaler's check 115, sums of
         squares 122 and norms 129 in one call for all (and largest entries, 117, miss -inf).
         """
         if not all(map(_ON_CPU, gradients)):
-            return torch.isfinite(_together(torch._foreach_norm(list(gradients)))).all().logical_not()
+            norms = _together(torch._foreach_norm(list(gradients)))
+            norm = norms.sum(dtype=torch.promote_types(norms.dtype, torch.float32))
+            return (norm - norm).ne(0)  # NaN differs from 0 as well
         sizes = list(map(Tensor.numel, gradients))
         if sizes != self._sizes:
             self._sort(gradients, sizes)

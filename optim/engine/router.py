@@ -84,6 +84,7 @@ class Router:
         self.roles: Roles = {}
         self.names: dict[Tensor, str] = {}
         self.modelled = False  # whether a model says what they are
+        self._types: set[str] = set()  # names of those of its modules
         self.assumed = False  # whether the role of a parameter was read from its name alone
         self.settled = False  # whether all parameters of the construction are there
         self._idle: set[Key] = {*self.said, *self.shaped}  # keys that have moved nothing yet
@@ -106,6 +107,7 @@ class Router:
             names.setdefault(p, []).append(name)
         self.names.update({p: own[0] for p, own in names.items()})
         self.modelled = True
+        self._types.update(type(module).__name__ for module in modules.values())
         if not self.routes:
             return
         known = roles(model, self.listens)
@@ -275,6 +277,8 @@ class Router:
         if not isinstance(key, str):
             return f"{who} matches nothing" if self.modelled else f"{who} is a type of modules: pass the model, model="
         known = list(self.names.values())
+        if key in self._types:
+            return f"{who} is the name of a type of modules: write the type itself, {option}={{{key}: ...}}"
         if not known:
             return f"{who} is a name, and no parameter has one: pass the model, model= or named_parameters()"
         what = "matches no matrix" if self._main(key) else "matches no parameter"
@@ -291,8 +295,8 @@ class Router:
             why.setdefault(role.reason, []).append(self.names.get(parameter, "a parameter"))
         return (
             f"{self.who} found no matrix for rule {main!r} among {others} parameters, so that all would take "
-            f"{auxiliary!r}: {self._grouped(why)}. Say which are hidden matrices, rules={{'pattern of names or type of "
-            f"modules': {main!r}}}, or take the optimizer of {auxiliary!r}"
+            f"{auxiliary!r}: {self._grouped(why)}. Say which are hidden matrices, rules={{'pattern of names': "
+            f"{main!r}}} or rules={{TypeOfModules: {main!r}}}, or take the optimizer of {auxiliary!r}"
         )
 
     def _grouped(self, names: Mapping[str, list[str]]) -> str:

@@ -5,6 +5,7 @@ Everything that knows torch.distributed.tensor is here. It is imported on first 
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from axes.optim.engine.routing import canonical_shape
 from axes.optim.sharding.exchange import Region
+
+_INSIDE = operator.attrgetter("_local_tensor")  # what to_local() returns where no graph is made
+_PLACES = operator.attrgetter("placements")
 
 
 def spread(tensor: Tensor) -> bool:
@@ -89,6 +93,17 @@ def local_shard(tensor: Any, placements: Sequence[Any] | None = None) -> Tensor:
             return local_shard(tensor)
     local: Tensor = tensor.to_local()
     return local.wait() if hasattr(local, "wait") else local
+
+
+def local_shards(tensors: Sequence[Any]) -> list[Tensor]:
+    """Their own parts of many DTensors, looked up in one go."""
+    found = list(map(_INSIDE, tensors))
+    return found if set(map(type, found)) <= {Tensor} else [local_shard(x) for x in tensors]
+
+
+def places_of(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """How many DTensors are placed."""
+    return list(map(_PLACES, tensors))
 
 
 def as_matrix(tensor: Tensor, parameter: Any) -> Tensor:

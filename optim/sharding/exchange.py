@@ -1,7 +1,8 @@
 """How tensors travel between the shards that processes hold and whole copies at their owners: one all-to-all each way.
 
-What goes where is worked out once (`Way`). Several tensors travel as one message, and whoever starts one goes on with
-something else until it wants what arrives.
+What goes where is worked out once (`Way`), and so is where it lies at either end (`ToOwners`, `ToShards`): a step of
+tensors that travel as before copies and sends, and makes no tensor. Several tensors travel as one message, and whoever
+starts one goes on with something else until it wants what arrives.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from axes.errors import AxesError
+
+T = TypeVar("T")
+_ALIGNED = 64  # entries
 
 
 class Region(NamedTuple):
@@ -29,12 +33,6 @@ class Region(NamedTuple):
 
     def of(self, whole: Tensor) -> Tensor:
         return whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
-
-    def first(self, shape: tuple[int, ...]) -> int | None:
-        """Where the block begins among the entries of a tensor of this shape, row by row; None if it is no run."""
-        if self.shape[1:] != shape[1:]:
-            return None
-        return self.offset[0] * math.prod(shape[1:]) if shape else 0
 
 
 @final
@@ -73,10 +71,14 @@ class Exchange:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.load = [0] * self.size
 
-    def owners(self, costs: Sequence[int]) -> list[int]:
-        """The owners of more tensors: the dearest first, each to the process with the least to do."""
+    def owners(self, costs: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[int]:
+        """The owners of more tensors: the dearest first, each to the process with the least to do.
+
+        Of one shape every process gets its share: then as much travels in one direction as in the other, and in every
+        part of what travels all processes have something to do.
+        """
         found = [0] * len(costs)
-        for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        for i in sorted(range(len(costs)), key=lambda i: (-costs[i], shapes[i])):
             found[i] = min(range(self.size), key=lambda r: (self.load[r], r))
             self.load[found[i]] += costs[i]
         return found
@@ -89,47 +91,33 @@ class Exchange:
         dist.all_gather_object(said, value, group=self.group)
         return said
 
-    def swap(self, sent: Tensor, to: list[int], found: list[int]) -> Callable[[], Tensor]:
+    def swap(self, sent: Tensor, to: list[int], arrived: Tensor, found: list[int]) -> Callable[[], object]:
         """Start to send a vector in runs of these sizes, one to each process; the result waits for those from each."""
         import torch.distributed as dist
 
-        arrived = sent.new_empty(sum(found))
         work = dist.all_to_all_single(arrived, sent, found, to, group=self.group, async_op=True)
         assert work is not None  # this rank is one of the group
-
-        def wait() -> Tensor:
-            work.wait()
-            return arrived
-
+        wait: Callable[[], object] = work.wait
         return wait
 
-    def all_to_all(
-        self, sent: list[list[Tensor]], expected: list[list[Region]], like: Tensor
-    ) -> Callable[[], list[list[Tensor]]]:
-        """Send lists of tensors, one list to each process; the result waits and returns the list from each."""
+    def all_to_all(self, sent: list[list[Tensor]], expected: list[list[Region]], like: Tensor) -> list[list[Tensor]]:
+        """Send lists of tensors, one list to each process; the list from each."""
         pieces = [x.reshape(-1) for to in sent for x in to]
         out = torch.cat(pieces) if pieces else like.new_empty(0)
         sizes = [sum(region.size for region in source) for source in expected]
-        wait = self.swap(out, [sum(x.numel() for x in to) for to in sent], sizes)
-
-        def lists() -> list[list[Tensor]]:
-            flat = iter(wait().split([region.size for source in expected for region in source]))
-            return [[next(flat).view(region.shape) for region in source] for source in expected]
-
-        return lists
-
-
-class _Piece(NamedTuple):
-    """What of a tensor goes from one process to another. place: of the tensor, among all or among those owned here."""
-
-    place: int
-    region: Region
-    first: int | None  # its first entry, if it is a run of them
+        arrived = out.new_empty(sum(sizes))
+        self.swap(out, [sum(x.numel() for x in to) for to in sent], arrived, sizes)()
+        flat = iter(arrived.split([region.size for source in expected for region in source]))
+        return [[next(flat).view(region.shape) for region in source] for source in expected]
 
 
 @final
 class Way:
-    """The way of some tensors to their owners and back, worked out once."""
+    """The way of some tensors to their owners and back, worked out once.
+
+    Pieces of a message follow one another by owner on the way there, and by the process they come from or go to at the
+    owner, in the order of parts.
+    """
 
     def __init__(self, exchange: Exchange, parts: Sequence[Part]) -> None:
         self.exchange, self.parts = exchange, parts
@@ -137,89 +125,98 @@ class Way:
         self.mine = [part for part in parts if part.owner == rank]
         self.here = [part.regions[rank] for part in parts]
         by_owner = [[i for i, part in enumerate(parts) if part.owner == r] for r in ranks]
-        self.sent = [[i for i in some if rank in parts[i].senders] for some in by_owner]  # shards, to their owners
-        self.shards = [[i for i in some if self.here[i].size] for some in by_owner]  # which come back from them
-        self.found = [[_piece(j, p, p.senders[r]) for j, p in enumerate(self.mine) if r in p.senders] for r in ranks]
-        self.given = [[_piece(j, p, p.regions[r]) for j, p in enumerate(self.mine) if p.regions[r].size] for r in ranks]
-        self.runs = _runs(self.found)
-        self._pieces: tuple[list[Tensor], list[Tensor]] = ([], [])
+        sent = [[i for i in some if rank in parts[i].senders] for some in by_owner]  # shards, to their owners
+        back = [[i for i in some if self.here[i].size] for some in by_owner]  # which come back from them
+        found = [[(j, p.senders[r]) for j, p in enumerate(self.mine) if r in p.senders] for r in ranks]
+        given = [[(j, p.regions[r]) for j, p in enumerate(self.mine) if p.regions[r].size] for r in ranks]
+        self.sent, self.back = _flat(sent), _flat(back)
+        self.found, self.given = _flat(found), _flat(given)  # places among the owned, and regions
+        self.to, self.returned = ([sum(self.here[i].size for i in some) for some in x] for x in (sent, back))
+        self.arriving, self.leaving = ([sum(r.size for _, r in some) for some in x] for x in (found, given))
+        self.owned = sum(_aligned(part.size) for part in self.mine)  # entries of memory for all that are owned
 
-    def gather(self, shards: Sequence[Tensor], dtype: torch.dtype | None = None) -> Callable[[], list[Tensor]]:
-        """Start to bring tensors to their owners; the call of the result waits and returns those owned here.
+    def room(self, *dtypes: torch.dtype) -> int:
+        """Bytes for whatever of the tensors is at this process at once, in any of these dtypes."""
+        entries = max(self.owned, *map(sum, (self.to, self.returned, self.arriving, self.leaving)))
+        return int(entries * max(dtype.itemsize for dtype in dtypes))
 
-        dtype: in which they are wanted, by default the one in which they travel.
-        """
-        like = shards[0]
-        chosen = [shards[i].reshape(-1) for i in itertools.chain.from_iterable(self.sent)]
-        to = [sum(self.here[i].size for i in some) for some in self.sent]
-        wait = self.exchange.swap(torch.cat(chosen) if chosen else like.new_empty(0), to, self._sizes(self.found))
-        return lambda: self._put_together(wait().to(dtype or like.dtype))
-
-    def _put_together(self, arrived: Tensor) -> list[Tensor]:
-        sizes = [part.size for part in self.mine]
-        pieces = arrived.split([p.region.size for some in self.found for p in some])
-        if self.runs is not None:  # put in another order, pieces follow one another as the entries of the tensors do
-            if self.runs != list(range(len(pieces))):
-                arrived = torch.cat([pieces[k] for k in self.runs])
-            return [x.view(part.shape) for x, part in zip(arrived.split(sizes), self.mine, strict=True)]
-        whole = torch.empty_like(arrived).split(sizes)
-        out = [x.view(part.shape) for x, part in zip(whole, self.mine, strict=True)]
-        places = [p.region.of(out[p.place]) for some in self.found for p in some]
-        shapes = [p.region.shape for some in self.found for p in some]
-        torch._foreach_copy_(places, [x.view(shape) for x, shape in zip(pieces, shapes, strict=True)])
-        return out
-
-    def scatter(self, wholes: Sequence[Tensor], like: Tensor) -> Callable[[], list[Tensor]]:
-        """Start to bring tensors to their shards; the call of the result waits and returns this process's shards.
-
-        wholes: those owned here, in the order of parts.
-        """
-        pieces = self._divided(wholes)
-        back = [sum(self.here[i].size for i in some) for some in self.shards]
-        wait = self.exchange.swap(torch.cat(pieces) if pieces else like.new_empty(0), self._sizes(self.given), back)
-
-        def shards() -> list[Tensor]:
-            order = list(itertools.chain.from_iterable(self.shards))
-            arrived = dict(zip(order, wait().split([self.here[i].size for i in order]), strict=True))
-            return [
-                arrived[i].view(region.shape) if region.size else like.new_empty(region.shape)
-                for i, region in enumerate(self.here)
-            ]
-
-        return shards
-
-    def _divided(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        """What of the tensors goes where; views that are the same as long as the tensors are."""
-        known, pieces = self._pieces
-        if len(known) == len(wholes) and all(x is y for x, y in zip(known, wholes, strict=True)):
-            return pieces
-        found, lasting = [], True
-        for piece in itertools.chain.from_iterable(self.given):
-            whole, first = wholes[piece.place], piece.first
-            if first is None:
-                found.append(piece.region.of(whole).reshape(-1))
-                lasting = False  # perhaps a copy
-            else:
-                found.append(whole.reshape(-1).narrow(0, first, piece.region.size))
-                lasting = lasting and whole.is_contiguous()
-        if lasting:
-            self._pieces = (list(wholes), found)
-        return found
-
-    def _sizes(self, pieces: list[list[_Piece]]) -> list[int]:
-        return [sum(p.region.size for p in some) for some in pieces]
+    def wholes(self, memory: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """The tensors owned here, in this memory: where kernels want tensors to begin."""
+        flat = memory[: self.owned * dtype.itemsize].view(dtype)
+        starts = itertools.accumulate((_aligned(part.size) for part in self.mine), initial=0)
+        return [flat[a : a + part.size].view(part.shape) for a, part in zip(starts, self.mine, strict=False)]
 
 
-def _piece(index: int, part: Part, region: Region) -> _Piece:
-    return _Piece(index, region, region.first(part.shape))
+@final
+class ToOwners:
+    """Shards on their way to the owners, in memory that is laid out once."""
+
+    def __init__(self, way: Way, near: Tensor, far: Tensor, sent: torch.dtype, wanted: torch.dtype) -> None:
+        """near: bytes of which messages are sent, and in which the tensors owned here are put together, in the dtype
+        that is wanted; far: bytes in which messages arrive. Nobody else uses either in between."""
+        self.way = way
+        self.message, self.pieces = _divided(near, sent, [way.here[i].shape for i in way.sent])
+        self.landing, self.landed = _divided(far, sent, [region.shape for _, region in way.found])
+        self.wholes = way.wholes(near, wanted)
+        self.places = [region.of(self.wholes[j]) for j, region in way.found]
+
+    def start(self, shards: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to send; the call of the result waits and returns the tensors owned here."""
+        _copy(self.pieces, [shards[i] for i in self.way.sent])
+        wait = self.way.exchange.swap(self.message, self.way.to, self.landing, self.way.arriving)
+
+        def arrived() -> list[Tensor]:
+            wait()
+            _copy(self.places, self.landed)
+            return self.wholes
+
+        return arrived
 
 
-def _runs(found: list[list[_Piece]]) -> list[int] | None:
-    """The order in which pieces are the entries of the tensors, one tensor behind the other, or None."""
-    flat = list(itertools.chain.from_iterable(found))
-    if any(piece.first is None for piece in flat):
-        return None
-    return sorted(range(len(flat)), key=lambda k: (flat[k].place, flat[k].first))
+@final
+class ToShards:
+    """Tensors on their way from their owners to the shards, in memory that is laid out once."""
+
+    def __init__(self, way: Way, wholes: Sequence[Tensor], near: Tensor, far: Tensor, dtype: torch.dtype) -> None:
+        """wholes: those owned here, in the order of parts. near: bytes of which messages are sent, far: bytes in which
+        they arrive, where the wholes may stand."""
+        self.way = way
+        self.message, self.pieces = _divided(near, dtype, [region.shape for _, region in way.given])
+        self.sources = [region.of(wholes[j]) for j, region in way.given]
+        self.landing, landed = _divided(far, dtype, [way.here[i].shape for i in way.back])
+        there = dict(zip(way.back, landed, strict=True))
+        self.shards = [there[i] if i in there else self.landing.new_empty(r.shape) for i, r in enumerate(way.here)]
+
+    def start(self) -> Callable[[], list[Tensor]]:
+        """Begin to send; the call of the result waits and returns this process's shards."""
+        _copy(self.pieces, self.sources)
+        wait = self.way.exchange.swap(self.message, self.way.leaving, self.landing, self.way.returned)
+
+        def arrived() -> list[Tensor]:
+            wait()
+            return self.shards
+
+        return arrived
 
 
-__all__ = ["Exchange", "Part", "Region", "Way"]
+def _divided(memory: Tensor, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[Tensor]]:
+    """The begin of some bytes as tensors that follow one another: as one, and each of them."""
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = memory[: sum(sizes) * dtype.itemsize].view(dtype)
+    return flat, [x.view(shape) for x, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def _copy(to: list[Tensor], what: list[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, what)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _flat(lists: list[list[T]]) -> list[T]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+__all__ = ["Exchange", "Part", "Region", "ToOwners", "ToShards", "Way"]

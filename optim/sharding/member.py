@@ -71,11 +71,18 @@ class Member:
     def owned(self) -> bool:
         return self.part is not None and self.exchange is not None and self.part.owner == self.exchange.rank
 
-    def stand(self, dtype: torch.dtype) -> None:
-        """Make the stand-in of a whole parameter. It stays where it is: kernels note its address."""
+    def stand(self, memory: Tensor) -> None:
+        """Let the stand-in be this memory; it stays the same tensor, by which others know it, if it was one like it."""
+        if self.stand_in.dtype == memory.dtype and self.stand_in.shape == memory.shape:
+            self.stand_in.data = memory
+        else:
+            self.stand_in = memory
+
+    def stand_by(self, dtype: torch.dtype) -> None:
+        """The same, in memory of its own. It stays where it is: kernels note its address."""
         assert self.part is not None
         if self.stand_in.dtype != dtype or tuple(self.stand_in.shape) != self.part.shape:
-            self.stand_in = torch.empty(self.part.shape, dtype=dtype, device=self.shard.device)
+            self.stand(torch.empty(self.part.shape, dtype=dtype, device=self.shard.device))
 
     def current(self) -> bool:
         """Whether the parameter still has the memory that was looked at."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from axes.errors import AxesError
 from axes.optim.engine.layers import Examples, Products, Rows, no_hooks
 from axes.optim.sharding.dtensors import own_region, row_placements, wrapped
-from axes.optim.sharding.exchange import Exchange, Part, Region, Way
+from axes.optim.sharding.exchange import Exchange, Part, Region, ToShards, Way
 from axes.optim.sharding.member import Member, Owner
 
 
@@ -67,7 +67,7 @@ def _rows_of_all(
         sent: list[list[Tensor]] = [[] for _ in range(exchange.size)]
         sent[held.part.owner] = [x]
         expected = [[Region((0, 0), (n, x.shape[1]))] if held.owned else [] for n in numbers]
-        found.append([piece for pieces in exchange.all_to_all(sent, expected, x)() for piece in pieces])
+        found.append([piece for pieces in exchange.all_to_all(sent, expected, x) for piece in pieces])
     return list(zip(*found, strict=True))
 
 
@@ -97,7 +97,9 @@ def sharded_states(optimizer: Owner, exchange: Exchange, members: list[Member]) 
             shape, dtype = x
             part = Part(shape, [r[i][name] for r in regions], held.part.owner)
             own = [optimizer.state[held.parameter][name]] if held.owned else []
-            (shard,) = Way(exchange, [part]).scatter(own, held.shard.new_empty(0, dtype=dtype))()
+            way = Way(exchange, [part])
+            near, far = (held.shard.new_empty(way.room(dtype), dtype=torch.uint8) for _ in range(2))
+            (shard,) = ToShards(way, own, near, far, dtype).start()()
             shown[name] = wrapped(shard, held.mesh, places, shape)
         out.append(shown)
     return out

@@ -9,7 +9,8 @@ A step knows ordinary tensors only, so a DTensor is stepped through a stand-in:
 Owners share the work of a mesh, replicas included, and each keeps the state of its parameters, whole: together as much
 as sharded state, and never sent. Only `state_dict` (of all processes together) shards it, by rows. Every process sends
 and receives about the size of its own shards each way, whatever the number of processes. Beside the state an owner
-keeps a buffer of the size of its parameters, and during a step their gradients.
+keeps two buffers of the size of its parameters: messages are sent from one and arrive in the other, and between them
+its gradients stand in the first and directions in the second.
 
 What is scattered is the direction, which every process applies to its shard, unless the rule reads or maps the weights
 themselves (a coupled decay, a trust ratio, a mirror map, keys and values): then the weights travel as well.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -38,11 +39,13 @@ from axes.optim.engine.capabilities import elementwise, keyed, parts_of, vectors
 from axes.optim.engine.options import Group
 from axes.optim.engine.together import program
 from axes.optim.sharding.costs import cost
-from axes.optim.sharding.dtensors import local_shard, matrix_placements, own_region, spread, whole
+from axes.optim.sharding.dtensors import matrix_placements, own_region, spread, whole
 from axes.optim.sharding.exchange import Exchange, Part
 from axes.optim.sharding.member import Member, Owner
 from axes.optim.sharding.merging import sharded_states
+from axes.optim.sharding.met import Met, Parts, Sorted, dtypes_of, gradients_of, in_place, same
 from axes.optim.sharding.travel import Job, alike, buckets
+from axes.optim.sharding.vote import Vote
 from axes.programs.program import COUNT
 from axes.programs.storage import QUANTUM
 
@@ -106,9 +109,11 @@ class Shards:
         self._exchanges: dict[Any, Exchange] = {}
         self._of: dict[Tensor, Tensor] = {}  # parameters by stand-in
         self._groups: dict[tuple[int, int], Group] = {}
-        self._jobs: dict[int, tuple[Any, list[Job]]] = {}
-        self._meshes: dict[Any, None] = {}
-        self._last: list[tuple[int, Any, list[Job]]] = []  # of the step before, alike on all processes
+        self._met: Met | None = None  # what was looked at, if nothing of it waits for memory
+        self._sorted: dict[int, Sorted] = {}
+        self._jobs: dict[int, tuple[list[Member], list[torch.dtype], list[Job]]] = {}
+        self._votes: dict[Any, Vote] = {}  # by mesh
+        self._last: list[tuple[int, list[Member], list[Job]]] = []  # of the step before, alike on all processes
         self._ahead: list[Job] = []  # of this step that travel while the processes agree
 
     def parameter(self, tensor: Tensor) -> Tensor:
@@ -122,14 +127,19 @@ class Shards:
 
     def meet(self, optimizer: Owner) -> bool:
         """Look at the parameters of an optimizer; whether any is a DTensor. All processes of a mesh take part."""
+        updates = [optimizer.form_for(group) for group in optimizer.param_groups]
+        if self._met is not None and self._met.holds(updates, optimizer.param_groups):
+            return bool(self._held)
+        self._met, waiting = None, False
+        self._sorted.clear()
         new: dict[Any, list[Member]] = {}
-        for group in optimizer.param_groups:
-            update = optimizer.form_for(group)
+        for group, update in zip(optimizer.param_groups, updates, strict=True):
             for p in group["params"]:
                 held = self._held.get(p)
                 if held is not None and held.update is update and held.current():
                     continue
                 if not spread(p) or not p.numel() or p.is_meta:
+                    waiting = waiting or spread(p)
                     continue
                 local = shardable(update) and matrix_placements(p) is not None
                 made = Member(p, update, local, _entry_names(optimizer, update, p.dtype))
@@ -147,7 +157,8 @@ class Shards:
                     made.part, made.exchange = held.part, held.exchange
                     made.state, made.shown, made._seen = held.state, held.shown, held._seen
                 self._held[p] = made
-                self._meshes[made.mesh] = None
+                if made.mesh not in self._votes:
+                    self._votes[made.mesh] = Vote(made.mesh)
                 if local:
                     self._of[made.stand_in] = p
                 elif made.part is None:
@@ -157,9 +168,11 @@ class Shards:
             regions = [own_region(h.parameter.shape, mesh, h.parameter.placements) for h in members]
             said = exchange.share(regions)
             shapes = [optimizer._places.layout(h.parameter).shape(h.parameter) for h in members]
-            owners = exchange.owners([cost(h.update, shape) for h, shape in zip(members, shapes, strict=True)])
+            owners = exchange.owners([cost(h.update, s) for h, s in zip(members, shapes, strict=True)], shapes)
             for i, (h, owner) in enumerate(zip(members, owners, strict=True)):
                 h.exchange, h.part = exchange, Part(tuple(h.parameter.shape), [r[i] for r in said], owner)
+        if not waiting:
+            self._met = Met(updates, optimizer.param_groups, list(self._held))
         return bool(self._held)
 
     def _require(self, optimizer: Owner, group: Group, held: Member) -> None:
@@ -212,22 +225,15 @@ class Shards:
             plain = []
             for group, parameters in work:
                 update = optimizer.form_for(group)
-                members, gathered = [], []
-                for p in parameters:
-                    held = self._held.get(p)
-                    if held is None:
-                        members.append(p)
-                    elif held.local:
-                        held.stand_in.grad = local_shard(p.grad, held.parameter.placements)
-                        members.append(held.stand_in)
-                        entered.append(held)
-                    else:
-                        gathered.append(held)
-                plain.append((group, update, members))
-                theirs = self._jobs_of(group, update, gathered)
+                others, local, gathered = self._sort(group, parameters)
+                for held, gradient in zip(local, gradients_of(local), strict=True):
+                    held.stand_in.grad = gradient
+                entered += local
+                plain.append((group, update, [*others, *(held.stand_in for held in local)]))
                 if gathered:
-                    stepped.append((id(group), self._jobs[id(group)][0], theirs))
-                jobs += theirs
+                    theirs = self._jobs_of(group, update, gathered)
+                    stepped.append((id(group), gathered, theirs))
+                    jobs += theirs
             for held in entered:
                 self._enter(optimizer, held)
             for job in jobs:
@@ -254,16 +260,31 @@ class Shards:
             for job in jobs:
                 job.release(optimizer)
 
+    def _sort(self, group: Group, parameters: list[Tensor]) -> Parts:
+        """The parameters of a group that step, by the way they do; the same lists while these are the same."""
+        known = self._sorted.get(id(group))
+        if known is not None and same(known.parameters, parameters):
+            return known.parts
+        parts = Parts([], [], [])
+        for p in parameters:
+            held = self._held.get(p)
+            if held is None:
+                parts.others.append(p)
+            else:
+                (parts.local if held.local else parts.gathered).append(held)
+        self._sorted[id(group)] = Sorted(list(parameters), parts)
+        return parts
+
     def _jobs_of(self, group: Group, update: StateUpdate, members: list[Member]) -> list[Job]:
         """The parts in which members of a group travel, kept while they are the same."""
-        key = [(held, held.parameter.grad.dtype) for held in members]
-        known, jobs = self._jobs.get(id(group), (None, []))
-        if known != key:
-            together = [bucket for same in alike(members) for bucket in buckets(same)]
+        known, sent, jobs = self._jobs.get(id(group), ([], [], []))
+        if not same(known, members) or sent != dtypes_of(members):
+            together = [bucket for some in alike(members) for bucket in buckets(some)]
             jobs = [Job(self._same(group, i), *_divided(update), bucket) for i, bucket in enumerate(together)]
-            self._jobs[id(group)] = (key, jobs)
-        for i in range(len(jobs)):
-            self._same(group, i)
+            self._jobs[id(group)] = (members, dtypes_of(members), jobs)
+        else:
+            for i in range(len(jobs)):
+                self._same(group, i)
         return jobs
 
     def _same(self, group: Group, bucket: int) -> Group:
@@ -314,24 +335,15 @@ class Shards:
         Raises:
             AxesError: some processes have gradients that others have not.
         """
-        import torch.distributed as dist
-
         self.meet(optimizer)
         gradients = sum(len(parameters) for _, parameters in work)
-        for mesh in self._meshes:
-            early = self._last if len(self._meshes) == 1 and not self._ahead else []
-            same = [self._as_before(key, work, group) for group, key, _ in early]
-            others = early and self._gathered(work) != sum(len(key) for _, key, _ in early)
-            said = torch.tensor([0.0, gradients, -gradients, float(bool(others) or not all(same))], dtype=torch.float64)
-            said = said.to(mesh.device_type, non_blocking=True)
-            said[0].copy_(bad) if isinstance(bad, Tensor) else said[0].fill_(float(bad))
-            for dim in range(mesh.ndim):
-                dist.all_reduce(said, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-            told = _on_its_way(said)
-            for (_, _, jobs), there in zip(early, same, strict=True):
-                for job in jobs:  # in one order on all processes, whatever they have
-                    job.gather(blank=not there)
-                    self._ahead.append(job)
+        for vote in self._votes.values():
+            early = self._last if len(self._votes) == 1 and not self._ahead else []
+            as_before = not early or self._as_before(work)
+            told = vote.cast(bad, gradients, not as_before)
+            for job in (job for _, _, jobs in early for job in jobs):  # in one order on all, whatever they have
+                job.gather(blank=not as_before)
+                self._ahead.append(job)
             found, most, least, changed = told()
             if changed:
                 self.turn_back()
@@ -349,17 +361,17 @@ class Shards:
             job.drop()
         self._ahead = []
 
-    def _gathered(self, work: Work) -> int:
-        """How many parameters travel whole."""
-        held = (self._held.get(p) for _, parameters in work for p in parameters)
-        return sum(h is not None and not h.local for h in held)
-
-    def _as_before(self, key: Any, work: Work, group: int) -> bool:
-        """Whether a group's parameters that travel, and what their gradients are, are those of the step before."""
-        theirs = next((parameters for g, parameters in work if id(g) == group), [])
-        here = [h for p in theirs if (h := self._held.get(p)) is not None and not h.local]
-        return [(h, h.parameter.grad.dtype) for h in here] == key and all(
-            tuple(h.parameter.grad.placements) == tuple(h.parameter.placements) for h in here
+    def _as_before(self, work: Work) -> bool:
+        """Whether what travels whole, and in which form, is what did in the step before."""
+        now = [(group, members) for group, parameters in work if (members := self._sort(group, parameters).gathered)]
+        if len(now) != len(self._last):
+            return False
+        return all(
+            id(group) == known
+            and same(members, last)
+            and dtypes_of(members) == self._jobs[known][1]
+            and in_place(members)
+            for (group, members), (known, last, _) in zip(now, self._last, strict=True)
         )
 
     # ---- saving and loading ----------------------------------------------------------------------------------
@@ -402,22 +414,6 @@ class Shards:
                 optimizer.state[p] = held.shown
                 fresh = p in optimizer._fresh
                 (optimizer._fresh.add if fresh else optimizer._fresh.discard)(held.stand_in)
-
-
-def _on_its_way(numbers: Tensor) -> Callable[[], list[float]]:
-    """Numbers that the host may wait for later; what is launched in between does not hold them up."""
-    if not numbers.is_cuda:
-        return numbers.tolist
-    here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    here.copy_(numbers, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def wait() -> list[float]:
-        copied.synchronize()
-        return here.tolist()
-
-    return wait
 
 
 def _entry_names(optimizer: Owner, update: StateUpdate, dtype: torch.dtype) -> frozenset[str]:

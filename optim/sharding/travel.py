@@ -16,10 +16,10 @@ from axes.optim.engine.groups import rate
 from axes.optim.engine.lists import ListProgram, writable
 from axes.optim.engine.options import Group
 from axes.optim.engine.together import program
-from axes.optim.sharding.dtensors import local_shard
-from axes.optim.sharding.exchange import Way
+from axes.optim.sharding.exchange import ToOwners, ToShards, Way
 from axes.optim.sharding.member import Member, Owner
 from axes.optim.sharding.merging import merge_layers
+from axes.optim.sharding.met import gradients_of
 from axes.programs.program import PARAMETER
 
 BUCKETS = 4  # parts of a group that travel while others are stepped, at most
@@ -79,7 +79,12 @@ class Moved:
 
 @final
 class Job:
-    """Whole parameters of one group, mesh and dtype on their way to their owners and back."""
+    """Whole parameters of one group, mesh and dtype on their way to their owners and back.
+
+    Where weights stay with the shards, a job keeps its memory: an owner's gradients stand where messages are sent, the
+    stand-ins, with the directions, where they arrive. All addresses stay, which kernels and graphs note. Else each
+    message has memory of its own, for a step.
+    """
 
     def __init__(self, group: Group, rule: StateUpdate, move: StateUpdate | None, members: list[Member]) -> None:
         """rule: what owners do. move: what every process then does to its shard; None where the rule does it all."""
@@ -89,10 +94,14 @@ class Job:
         self.exchange = exchange
         self.way = Way(self.exchange, [h.part for h in members if h.part is not None])
         self.owned = [h for h in members if h.owned]
-        dtype = members[0].shard.dtype
+        self.shards = [h.shard for h in members]
+        dtype = self.shards[0].dtype
         self.dtype = torch.promote_types(dtype, torch.float32) if self.move is not None else dtype
         self.sent = dtype  # of gradients
-        self._like = members[0].shard.new_empty(0, dtype=self.dtype)
+        self._near: Tensor | None = None
+        self._far: Tensor | None = None
+        self._there: ToOwners | None = None
+        self._back: ToShards | None = None
         self._gradients: Callable[[], list[Tensor]] | None = None
         self._weights: Callable[[], list[Tensor]] | None = None
         self._results: Callable[[], list[Tensor]] | None = None
@@ -103,14 +112,23 @@ class Job:
 
         blank: zeros in the place of gradients, which this process has not, or has in another form.
         """
-        if blank:
-            self._gradients = self.way.gather([h.shard.new_zeros(h.shard.shape, dtype=self.sent) for h in self.members])
-        elif gradients:
-            shards = [local_shard(h.parameter.grad, h.parameter.placements) for h in self.members]
-            self.sent = shards[0].dtype
-            self._gradients = self.way.gather(shards, self.dtype)
+        if gradients:
+            if blank:
+                shards = [x.new_zeros(x.shape, dtype=self.sent) for x in self.shards]
+            else:
+                shards = gradients_of(self.members)
+                self.sent = shards[0].dtype
+            if self._there is None:
+                self._near, self._far = self._memory(), self._memory()
+                self._there = ToOwners(self.way, self._near, self._far, self.sent, self.dtype)
+            self._gradients = self._there.start(shards)
         if self.move is None:
-            self._weights = self.way.gather([h.shard for h in self.members])
+            there = ToOwners(self.way, self._memory(), self._memory(), self.dtype, self.dtype)
+            self._weights = there.start(self.shards)
+
+    def _memory(self) -> Tensor:
+        """Bytes for what of the parameters is at this process at once."""
+        return self.shards[0].new_empty(self.way.room(self.dtype, self.sent), dtype=torch.uint8)
 
     def drop(self) -> None:
         """Nobody wants what travels; its memory is given back when it has arrived."""
@@ -121,38 +139,45 @@ class Job:
 
     def arrive(self, optimizer: Owner) -> None:
         """Lay what has arrived into the stand-ins; where the rule does not see the weights they are zero."""
-        weights = None if self._weights is None else self._weights()
         gradients = None if self._gradients is None else self._gradients()
+        weights = None if self._weights is None else self._weights()
         self._weights = self._gradients = None
-        for held in self.owned:
-            held.stand(self.dtype)
-        stand_ins = [held.stand_in for held in self.owned]
-        if stand_ins and weights is None:
-            torch._foreach_zero_(stand_ins)
-        elif stand_ins and weights is not None:
-            torch._foreach_copy_(stand_ins, weights)
+        if weights is not None:
+            for held in self.owned:
+                held.stand_by(self.dtype)
+            if self.owned:
+                torch._foreach_copy_([held.stand_in for held in self.owned], weights)
+        elif self.owned:
+            if self._back is None:  # nobody has stood there before
+                self._far = self._memory() if self._far is None else self._far
+                for held, x in zip(self.owned, self.way.wholes(self._far, self.dtype), strict=True):
+                    held.stand(x)
+            assert self._far is not None
+            self._far.zero_()
         if gradients is not None:
-            for stand_in, gradient in zip(stand_ins, gradients, strict=True):
-                stand_in.grad = gradient
+            for held, gradient in zip(self.owned, gradients, strict=True):
+                held.stand_in.grad = gradient
         if gradients is not None and needs_layers(self.rule):
             for held in self.members:
                 merge_layers(optimizer, self.exchange, held)
 
     def scatter(self) -> None:
-        self._results = self.way.scatter([h.stand_in for h in self.owned], self._like)
+        if self._back is None:
+            assert self._near is not None and self._far is not None
+            self._back = ToShards(self.way, [h.stand_in for h in self.owned], self._near, self._far, self.dtype)
+        self._results = self._back.start()
 
     def finish(self, optimizer: Owner) -> None:
         assert self._results is not None
         results, self._results = self._results(), None
         self.name_states(optimizer)
-        shards = [h.shard for h in self.members]
         if self.move is None:
-            torch._foreach_copy_(shards, results)
+            torch._foreach_copy_(self.shards, results)
             return
         today = optimizer._today(self.group)
         numbers = {name: rate(self.group, name) for name in facts(self.move, True).rates}
         if self._moved is None:
-            self._moved = Moved(self.move, shards, self.dtype)
+            self._moved = Moved(self.move, self.shards, self.dtype)
         self._moved.step(results, numbers | {**today.numbers})
 
     def name_states(self, optimizer: Owner) -> None:
@@ -160,11 +185,13 @@ class Job:
         for held in self.members:
             if not held.owned and not optimizer.state.get(held.parameter):
                 names = optimizer.expected_state(optimizer.form_for(self.group), held.parameter)
-                held.hide({name: self._like.new_empty(0) for name in names})
+                held.hide({name: held.shard.new_empty(0, dtype=self.dtype) for name in names})
                 optimizer.state[held.parameter] = held.shown
 
     def release(self, optimizer: Owner) -> None:
         self._weights = self._gradients = self._results = None  # left over where a step has failed
+        if self.move is None:
+            self._near = self._far = self._there = self._back = None
         for held in self.owned:
             held.stand_in.grad = None
         layers = getattr(optimizer, "_layers", None)

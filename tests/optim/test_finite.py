@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from axes import optim
 from axes.errors import NotFiniteError
+from axes.optim.engine import finite
 from axes.optim.engine.finite import Look
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
@@ -69,6 +70,19 @@ def test_gradients_of_several_dtypes_are_looked_at_together() -> None:
 def test_infinities_of_several_gradients_do_not_cancel() -> None:
     with pytest.raises(NotFiniteError, match="not finite"):
         stepped([torch.full((4,), float("inf")), torch.full((4,), -float("inf"))])
+
+
+def test_norms_tell_what_sums_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, in all dtypes of gradients: none missed, and no doubt where norms alone are large for the dtype."""
+    monkeypatch.setattr(finite, "_ON_CPU", lambda x: False)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
+        gradients = [torch.full((5, 3), 4e3, dtype=dtype) for _ in range(8)]  # whose norms add up to 124,000
+        assert not Look().doubtful(gradients)
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            gradients[6][4, 1] = bad
+            assert Look().doubtful(gradients), (dtype, bad)
+            assert Look().doubtful([*gradients, torch.full((2,), torch.inf), torch.full((2,), -torch.inf)])
+        assert Look().doubtful([torch.ones(3), gradients[6]])  # of several dtypes
 
 
 def test_which_gradients_are_added_up_together_follows_their_shapes() -> None:

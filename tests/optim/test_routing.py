@@ -351,6 +351,11 @@ NOTHING: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "only vectors": (Model, {"rules": {"*.bias": "muon"}}, "matches no matrix"),
     "no such type": (Model, {"rules": {nn.Bilinear: "adamw"}}, "rules={Bilinear: ...} matches nothing"),
+    "the name of a type": (
+        lambda: nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Bilinear(3, 4, 5)}),
+        {"rules": {"Bilinear": "adamw"}},
+        "'Bilinear': ...} is the name of a type of modules: write the type itself, rules={Bilinear: ...}",
+    ),
     "a vector": (Model, {"rules": {"up.bias": "muon"}}, r"'up.bias' has shape \(16,\), and 'muon' is for matrices"),
     "no such rule": (Model, {"rules": {"up.weight": "adam"}}, "unknown rule of Muon 'adam': did you mean adamw"),
     "a number": (Model, {"rules": {"up.weight": 1}}, "rules maps 'up.weight' to 1, which is no text"),

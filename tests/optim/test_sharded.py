@@ -40,11 +40,12 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, NotFiniteError
 from axes.linalg import symmetric
 from axes.optim.rules import wrappers
-from axes.optim.sharding import sharded, travel
+from axes.optim.sharding import travel
 from axes.optim.sharding.costs import cost
 from axes.optim.sharding.dtensors import whole
 from axes.optim.sharding.exchange import Exchange, Part, Region
 from axes.optim.sharding.sharded import Shards, direction_and_move, shardable
+from axes.optim.sharding.vote import Vote
 from axes.optim.tools.convert import from_torch, to_torch
 from tests.processes import joined, run
 
@@ -341,6 +342,28 @@ def matrices_travel_together(folder: Path) -> None:
                 assert len(sent) == 2 * parts and sum(sent[:parts]) == sum(p.to_local().numel() for p in ps)
 
 
+@case
+def what_travels_lies_where_it_lay(folder: Path) -> None:
+    """Kernels note addresses: other gradients in other memory make no step's arrangements anew."""
+    mesh = processes(2)
+    starts = [torch.randn(s) for s in [(6, 4), (6, 4), (3, 8), (5, 5)]]
+    spread = [nn.Parameter(distribute_tensor(x, mesh, (Shard(0),))) for x in starts]
+    optimizer = optim.Muon([{"params": spread, "rule": "muon"}], lr=0.1)
+    known: Any = None
+    for _ in range(4):
+        kept = [p.grad for p in spread]  # so that the next ones get other memory
+        for p in spread:
+            p.grad = distribute_tensor(torch.randn(p.shape), mesh, (Shard(0),))
+        optimizer.step()
+        assert all(g is not p.grad for g, p in zip(kept, spread, strict=True))
+        shards: Any = optimizer._shards
+        ((_, _, (job,)),) = shards._jobs.values()
+        tensors = [*job._there.wholes, *(held.stand_in for held in job.owned), *job._back.shards]
+        now = [x.data_ptr() for x in tensors], [batches for _, _, batches in optimizer._batches.made.values()]
+        assert known in (None, now)
+        known = now
+
+
 # ---- tensor parallelism ---------------------------------------------------------------------------------------------
 
 
@@ -449,14 +472,14 @@ def gradients_travel_while_the_processes_agree(folder: Path) -> None:
         spread = [nn.Parameter(distribute_tensor(x, mesh, (Shard(0),))) for x in starts]
         one, several = make(plain), make(spread)
         seen: list[str] = []
-        swap, told = Exchange.swap, sharded._on_its_way
+        swap, cast = Exchange.swap, Vote.cast
 
         def swapped(self: Exchange, *given: Any) -> Any:
             seen.append("sent")  # noqa: B023
             return swap(self, *given)  # noqa: B023
 
-        def on_its_way(numbers: torch.Tensor) -> Any:
-            wait = told(numbers)  # noqa: B023
+        def voted(self: Vote, *given: Any) -> Any:
+            wait = cast(self, *given)  # noqa: B023
             return lambda: [seen.append("agreed"), wait()][1]  # noqa: B023
 
         def step(t: int, without: tuple[int, ...] = (), bad: bool = False, lacking: bool = False) -> None:
@@ -474,7 +497,7 @@ def gradients_travel_while_the_processes_agree(folder: Path) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Exchange, "swap", swapped)
-            patch.setattr(sharded, "_on_its_way", on_its_way)
+            patch.setattr(Vote, "cast", voted)
             step(0)
             assert seen[0] == "agreed"
             step(1)
@@ -797,8 +820,10 @@ def test_the_nearest_replica_sends_and_shards_must_cover() -> None:
 def test_owners_share_the_work() -> None:
     exchange = object.__new__(Exchange)
     exchange.size, exchange.load = 2, [0, 0]
-    assert exchange.owners([1, 5, 4, 3, 3]) == [1, 0, 1, 1, 0] and exchange.load == [8, 8]
-    assert exchange.owners([2, 2]) == [0, 1]
+    assert exchange.owners([1, 5, 4, 3, 3], [(1,)] * 5) == [1, 0, 1, 1, 0] and exchange.load == [8, 8]
+    assert exchange.owners([2, 2], [(2, 1), (1, 2)]) == [1, 0] and exchange.load == [10, 10]
+    # as many of every shape, whatever the order in which they come
+    assert exchange.owners([4, 4, 4, 4], [(8, 2), (2, 8), (8, 2), (2, 8)]) == [0, 0, 1, 1]
 
 
 def test_what_a_step_costs() -> None:
