@@ -1,0 +1,130 @@
+"""What is not finite stays behind its token in attention too: blocks of queries that it spoilt are read again.
+
+A tile of pairs that the diagonal crosses is multiplied whole, and a weight of zero times a value that is no number is
+none either: queries ahead of that value get a NaN. Scores are selected, so that a key reaches nobody ahead of it. One
+more launch looks at the last output of every block of queries; all of a block have met the same tiles, so that it is
+not finite in the columns in which any of them is. Such a block is read again with zeros in the place of values that are
+not finite, and what no query of them sees replaces what was lost: everything else stays bit for bit. From a block on
+whose last query sees such a value in every column nothing is left to be saved, and no block is read again.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from axes.kernels.attention.flash import absorb, masses, scores, tile
+from axes.kernels.common import layout, tiles
+from axes.kernels.common.launch import Kernel
+from axes.kernels.common.sizes import power_of_2
+
+_LOOK = 16  # blocks at once
+
+
+@Kernel
+@triton.jit(do_not_specialize=["T", "old", "m_b", "m_t", "m_h"])
+def _again(
+    q, k, v, high, low, o, offsets, scale, T, old, H,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, m_b, m_t, m_h, o_b, o_t, o_h,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, LOOK: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence."""
+    pid = tl.program_id(0)
+    unit, head = pid // H, pid % H
+    first, last = tiles.unit_rows(offsets, unit, T, PACKED)
+    length = (last - first).to(tl.int32)
+    pairs, end = first + unit * old, length + old
+    if PACKED:
+        q += first * q_t + head * q_h
+        k += pairs * k_t + head // GROUP * k_h
+        v += pairs * v_t + head // GROUP * v_h
+        o += first * o_t + head * o_h
+        high += pairs * m_t + head // GROUP * m_h
+        low += pairs * m_t + head // GROUP * m_h
+    else:
+        batch = unit.to(tl.int64)
+        q += batch * q_b + head * q_h
+        k += batch * k_b + head // GROUP * k_h
+        v += batch * v_b + head // GROUP * v_h
+        o += batch * o_b + head * o_h
+        high += batch * m_b + head // GROUP * m_h
+        low += batch * m_b + head // GROUP * m_h
+    keys, values = tl.arange(0, BK), tl.arange(0, BV)
+    blocks = tl.cdiv(length, BM)
+    gone = blocks * 0  # whether every column is lost for good
+    for n in range(0, blocks, LOOK):
+        block = n + tl.arange(0, LOOK)
+        row = tl.minimum((block + 1) * BM, length) - 1
+        at = o + row.to(tl.int64)[:, None] * o_t + values[None, :]
+        seen = tl.load(at, mask=(block < blocks)[:, None] & (values < V)[None, :], other=0.0).to(tl.float32)
+        finite = tl.min((tl.abs(seen) < float("inf")).to(tl.int32), 1)  # a NaN is less than nothing
+        if (tl.min(finite, 0) == 0) & (gone == 0):
+            for m in range(n, tl.minimum(n + LOOK, blocks)):
+                if (tl.min(tl.where(block == m, finite, 1), 0) == 0) & (gone == 0):
+                    begin = m * BM
+                    i = begin + tl.arange(0, BM)
+                    query = tile(q, i, q_t, length, keys, K, BK, False)
+                    own_high, own_low = i.to(tl.float32), i.to(tl.float32)
+                    if MASS:
+                        own_high, own_low = masses(high, low, i + old, m_t, end, 0.0)
+                    most = tl.full([BM], float("-inf"), tl.float32)
+                    weight = tl.zeros([BM], tl.float32)
+                    out = tl.zeros([BM, BV], tl.float32)
+                    lost = tl.zeros([BM, BV], tl.float32)
+                    for from_ in range(0, tl.minimum(begin + BM + old, end), BN):
+                        j = from_ + tl.arange(0, BN)
+                        s, key, value = scores(
+                            query, k, v, high, low, 0.0, own_high, own_low, i, j, k_t, v_t, m_t, end, scale, old,
+                            keys, values, K, V, BK, BV, MASS, False, PRECISION,
+                        )  # fmt: skip
+                        whole = tl.abs(value.to(tl.float32)) < float("inf")
+                        most, weight, out = absorb(
+                            s, tl.where(whole, value, 0.0).to(value.dtype), most, weight, out, PRECISION
+                        )
+                        sees = ((j[None, :] <= i[:, None] + old) & (j < end)[None, :]).to(value.dtype)
+                        lost = tl.dot(sees, tl.where(whole, 0.0, 1.0).to(value.dtype), lost, input_precision=PRECISION)
+                    out = tl.where(lost > 0.0, float("nan"), out / weight[:, None])
+                    to = o + i.to(tl.int64)[:, None] * o_t + values[None, :]
+                    inside = (i < length)[:, None] & (values < V)[None, :]
+                    held = tl.load(to, mask=inside, other=0.0).to(tl.float32)
+                    mended = ~(tl.abs(held) < float("inf")) & (tl.abs(out) < float("inf"))
+                    tl.store(to, out.to(o.dtype.element_ty), mask=inside & mended)
+                    all_lost = tl.min(tl.where(values[None, :] < V, lost, 1.0), 1)
+                    gone = tl.max(tl.where((i < length) & (all_lost > 0.0), 1, 0), 0)
+
+
+def settings(dtype: torch.dtype, width: int) -> dict[str, int]:
+    """Queries of a block, the fewest that any kernel of such values takes together, and pairs of a tile."""
+    if dtype == torch.float32:
+        side = 32 if width <= 128 else 16
+        return {"BM": side, "BN": side, "num_warps": 4, "num_stages": 1}
+    return {"BM": 64, "BN": 32, "num_warps": 4 if width <= 128 else 8, "num_stages": 1}
+
+
+def contain(
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low: Tensor | None, offsets: Tensor | None,
+    scale: float, old: int,
+) -> None:  # fmt: skip
+    """Read again, into o, what a kernel lost of queries to values of later tokens.
+
+    o and q (B, T, H, .), k and v (B, S, G, .), masses in two parts (B, S, G) or None, any strides but the last, which
+    is 1; offsets and old as `attend` has them.
+    """
+    chosen = settings(q.dtype, max(k.shape[3], v.shape[3]))
+    units, h = q.shape[0] if offsets is None else offsets.shape[0] - 1, q.shape[2]
+    none = q if high is None or low is None else None
+    with layout.on_device(q):
+        _again[(units * h,)](
+            q, k, v, high if none is None else none, low if none is None else none, o,
+            q if offsets is None else offsets, scale, q.shape[1], old, h, *q.stride()[:3], *k.stride()[:3],
+            *v.stride()[:3], *((0, 0, 0) if high is None else high.stride()), *o.stride()[:3],
+            GROUP=h // k.shape[2], K=k.shape[3], V=v.shape[3], BK=max(16, power_of_2(k.shape[3])),
+            BV=max(16, power_of_2(v.shape[3])), LOOK=_LOOK, MASS=none is None, PACKED=offsets is not None,
+            PRECISION=layout.precision(q), **chosen,
+        )  # fmt: skip
+
+
+__all__ = ["contain"]
