@@ -35,9 +35,8 @@ def chosen(update: StateUpdate, given: Signal, device: str) -> Choice:
 
 def contained(update: StateUpdate, choice: Choice) -> bool:
     """Whether a kernel makes again what a token that is not finite did to earlier ones of its chunk."""
-    if choice.route == "attention":
-        carried = attention.asked(update)[1]
-        return not carried if choice.implementation == "triton" else not attention.by_blocks(update)
+    if choice.route == "attention" and choice.implementation != "triton":
+        return not attention.by_blocks(update)
     return choice.implementation == "triton" and choice.route not in ("levels", "cascade")
 
 

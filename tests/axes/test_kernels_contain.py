@@ -273,6 +273,38 @@ for i in range(6):
     )
 
 
+def test_attention_with_carried_keys_walks_back_from_spoilt_blocks() -> None:
+    interpret(
+        PROGRAM
+        + """
+from axes.kernels.attention.transport import transport
+
+LENGTH, AT, D_K, D_V = 45, 41, 16, 12
+widths = dict(q=D_K, k=D_K, v=D_V, a=D_K, b=D_K)
+given = {n: (0.2 if n in "ab" else 1) * torch.randn(1, LENGTH, 2, d) for n, d in widths.items()}
+given |= {"mass": -torch.rand(1, LENGTH, 2).cumsum(1)}
+given, named = spoilt(given, AT)
+given, named = {n: x[:-1] for n, x in given.items()}, named[:-1]
+given["mass"][-1] = given["mass"][0]  # a list of sums, which a NaN never leaves
+given["v"][-1, AT, 0, 1] = math.nan  # columns decide for themselves
+out, _ = transport(**given, scale=0.3)
+contain.PICKED = False
+without, _ = transport(**given, scale=0.3)
+kept = without.isfinite()
+assert torch.equal(out[kept], without[kept]) and not kept[:, :AT].all()  # this test could fail
+for n, what in enumerate(named):
+    q, k, v, a, b, mass = (x[n].double() for x in given.values())
+    for head in range(2):
+        keys, outputs = k[:0, head], []
+        for t in range(LENGTH):
+            keys = torch.cat((keys + (keys @ a[t, head])[:, None] * b[t, head] if t else keys, k[t : t + 1, head]))
+            weights = torch.softmax(0.3 * keys @ q[t, head] + mass[: t + 1, head], 0)
+            outputs.append(weights @ v[: t + 1, head])
+        same(out[n, :, head], torch.stack(outputs), (what, head))
+"""
+    )
+
+
 SUBSTITUTION = r"""
 import torch
 from axes import dispatch

@@ -96,6 +96,73 @@ def _again(
                     gone = tl.max(tl.where((i < length) & (all_lost > 0.0), 1, 0), 0)
 
 
+@Kernel
+@triton.jit(do_not_specialize=["T", "H"])
+def _again_carried(
+    q, k, v, a, b, high, low, o, scale, T, H,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, LOOK: tl.constexpr,
+    MASS: tl.constexpr,
+):  # fmt: skip
+    """The same where every token carries stored keys on: k_j A_{j+1} .. A_i q_i, by a walk back over the tokens with
+    the queries of a block, q <- A_j q, which so meet no later token than their own."""
+    pid = tl.program_id(0)
+    batch, head = (pid // H).to(tl.int64), pid % H
+    keys, values = tl.arange(0, BK), tl.arange(0, BV)
+    blocks = tl.cdiv(T, BM)
+    gone = blocks * 0
+    for n in range(0, blocks, LOOK):
+        block = n + tl.arange(0, LOOK)
+        row = tl.minimum((block + 1) * BM, T) - 1
+        at = ((batch * T + row) * H + head)[:, None] * V + values[None, :]
+        seen = tl.load(o + at, mask=(block < blocks)[:, None] & (values < V)[None, :], other=0.0).to(tl.float32)
+        finite = tl.min((tl.abs(seen) < float("inf")).to(tl.int32), 1)
+        if (tl.min(finite, 0) == 0) & (gone == 0):
+            for m in range(n, tl.minimum(n + LOOK, blocks)):
+                if (tl.min(tl.where(block == m, finite, 1), 0) == 0) & (gone == 0):
+                    i = m * BM + tl.arange(0, BM)
+                    line = (batch * T + i) * H + head
+                    there = (i < T)[:, None] & (keys < K)[None, :]
+                    query = tl.load(q + line[:, None] * K + keys[None, :], mask=there, other=0.0).to(tl.float32)
+                    own_high, own_low = i.to(tl.float32) * 0.0, i.to(tl.float32) * 0.0
+                    if MASS:
+                        own_high = tl.load(high + line, mask=i < T, other=0.0)
+                        own_low = tl.load(low + line, mask=i < T, other=0.0)
+                    most = tl.full([BM], float("-inf"), tl.float32)
+                    weight = tl.zeros([BM], tl.float32)
+                    out = tl.zeros([BM, BV], tl.float32)
+                    end = tl.minimum((m + 1) * BM, T)
+                    for back in range(0, end):
+                        j = end - 1 - back
+                        from_ = (batch * T + j) * H + head
+                        key = tl.load(k + from_ * K + keys, mask=keys < K, other=0.0).to(tl.float32)
+                        value = tl.load(v + from_ * V + values, mask=values < V, other=0.0).to(tl.float32)
+                        left = tl.load(a + from_ * K + keys, mask=keys < K, other=0.0).to(tl.float32)
+                        right = tl.load(b + from_ * K + keys, mask=keys < K, other=0.0).to(tl.float32)
+                        s = tl.sum(query * key[None, :], 1) * scale
+                        if MASS:
+                            s += (tl.load(high + from_) - own_high) + (tl.load(low + from_) - own_low)
+                        sees = j <= i
+                        new = tl.maximum(most, tl.where(sees, s, float("-inf")))
+                        safe = tl.where(new == float("-inf"), 0.0, new)
+                        p = tl.where(sees, tl.exp(s - safe), 0.0)
+                        shrink = tl.exp(most - safe)
+                        weight = weight * shrink + p
+                        out = out * shrink[:, None] + tl.where(sees[:, None], p[:, None] * value[None, :], 0.0)
+                        most = new
+                        moved = query + tl.sum(query * right[None, :], 1)[:, None] * left[None, :]
+                        query = tl.where(sees[:, None], moved, query)
+                        known = tl.abs(key) + tl.abs(left) + tl.abs(right)  # all later queries are carried through it
+                        lost = tl.min((known < float("inf")).to(tl.int32), 0) == 0
+                        lost |= tl.max(((tl.abs(value) < float("inf")) & (values < V)).to(tl.int32), 0) == 0
+                        gone = tl.maximum(gone, lost.to(tl.int32))
+                    out = out / weight[:, None]
+                    to = o + line[:, None] * V + values[None, :]
+                    inside = (i < T)[:, None] & (values < V)[None, :]
+                    held = tl.load(to, mask=inside, other=0.0).to(tl.float32)
+                    mended = ~(tl.abs(held) < float("inf")) & (tl.abs(out) < float("inf"))
+                    tl.store(to, out.to(o.dtype.element_ty), mask=inside & mended)
+
+
 def settings(dtype: torch.dtype, width: int) -> dict[str, int]:
     """Queries of a block, the fewest that any kernel of such values takes together, and pairs of a tile."""
     if dtype == torch.float32:
@@ -127,4 +194,20 @@ def contain(
         )  # fmt: skip
 
 
-__all__ = ["contain"]
+def contain_carried(
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, high: Tensor | None, low: Tensor | None,
+    scale: float, block: int,
+) -> None:  # fmt: skip
+    """`contain` where tokens carry keys on: contiguous tensors, (B, T, H, .), masses (B, T, H) or None, and the queries
+    that a kernel takes together at least."""
+    batch, length, h, d_k = q.shape
+    none = high is None or low is None
+    with layout.on_device(q):
+        _again_carried[(batch * h,)](
+            q, k, v, a, b, q if none else high, q if none else low, o, scale, length, h, K=d_k, V=v.shape[3],
+            BK=max(16, power_of_2(d_k)), BV=max(16, power_of_2(v.shape[3])), BM=block, LOOK=_LOOK, MASS=not none,
+            num_warps=8, num_stages=1,
+        )  # fmt: skip
+
+
+__all__ = ["contain", "contain_carried"]
