@@ -15,6 +15,7 @@ from axes.kernels import contain as contain_module
 from axes.kernels.attention import attend as attend_module
 from axes.kernels.attention.attend import attend
 from axes.kernels.attention.contain import contain as read_again
+from axes.kernels.attention.contain import contain_carried
 from axes.kernels.attention.decode import attend_one
 from axes.kernels.attention.decode_carried import carry_one
 from axes.kernels.attention.transport import transport
@@ -39,6 +40,7 @@ from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
 from axes.kernels.entries.chain import Erase, entries_chain
 from axes.kernels.entries.modes import modes_chain
 from axes.kernels.levels.chain import levels_chain
+from axes.kernels.levels.contain import contain as contain_levels
 from axes.kernels.levels.inside import levels_inside
 from axes.kernels.network.chain import Terms, network_chain
 from axes.kernels.products import hopper_symmetric
@@ -300,6 +302,15 @@ def contained_attention() -> None:
             read_again(torch.empty_like(q), q, k, v, mass, mass, None, 0.1, 0)
 
 
+def contained_walks_back() -> None:
+    """Carried keys, and levels of chains that erase and that do not."""
+    q, k, v, beta, g = tokens(HALF, 128, 128)
+    contain_carried(torch.empty_like(v), q, k, v, k, k, g, g, 0.1, 64)
+    w = torch.rand(2, 256, 2, 14)
+    contain_levels(torch.empty_like(v), q, k, v, beta, g, None, w, 64, inside=False)
+    contain_levels(torch.empty_like(v, dtype=FULL), q, k, v, None, g, k, w, 64, inside=True)
+
+
 def contained_substitution(mixes: bool) -> Callable[[], None]:
     """The recurrence behind the chunks, beside them: of rows that do not meet, and as if they did."""
 
@@ -517,6 +528,7 @@ CASES: dict[str, Callable[[], None]] = {
     "step": steps,
     "contain": contained,
     "contain attention": contained_attention,
+    "contain walks back": contained_walks_back,
     "contain substitution": contained_substitution(False),
     "contain substitution of rows that meet": contained_substitution(True),
     "token lattice-dec": token_by_token(LatticeDec.update),

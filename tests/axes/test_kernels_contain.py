@@ -263,12 +263,26 @@ for first, end in ((0, 20), (20, LENGTH)):
     part = slice(first, end)
     same(out[part], plain(q[0, part], packed[0][0, part], packed[1][0, part], torch.zeros(end - first, 1), 0), first)
 
+large = [x[:1, OLD:].clone() for x in (k, v)]  # scores that overflow, of finite keys: nobody ahead of them hears it
+asked, (key, value) = 100 * q[:1], large
+whole = attend(asked, key, value, scale=0.3)
+key[0, AT, 0] = 3e38 * asked[0, AT + 1, 0].sign()
+out = attend(asked, key, value, scale=0.3)
+assert torch.equal(out[:, :AT], whole[:, :AT]) and not out[:, AT + 1, 0].isfinite().any()
+
 softmax._may_mend = lambda x: True
 q, k, v = (x.transpose(1, 2) for x in (q, k[:, OLD:].expand(-1, -1, 2, -1), v[:, OLD:].expand(-1, -1, 2, -1)))
 out = softmax.attend(q, k, v, 0.3)
 for i in range(6):
     want = plain(*(x[i].transpose(0, 1) for x in (q, k, v)), torch.zeros(LENGTH, 2), 0)
     same(out[i].transpose(0, 1), want, i)
+
+out = softmax.attend(q, k, v, 0.3, window=20, stay=3)  # nor do values behind the window reach anybody
+for t in range(LENGTH):
+    some = torch.tensor([j for j in range(t + 1) if j > t - 20 or j < 3])
+    scores = 0.3 * torch.einsum("bhd,bhsd->bhs", q[:, :, t].double(), k[:, :, some].double())
+    want = torch.einsum("bhs,bhsd->bhd", torch.softmax(scores, -1), v[:, :, some].double())
+    same(out[:, :, t], want, t)
 """
     )
 
@@ -301,6 +315,50 @@ for n, what in enumerate(named):
             weights = torch.softmax(0.3 * keys @ q[t, head] + mass[: t + 1, head], 0)
             outputs.append(weights @ v[: t + 1, head])
         same(out[n, :, head], torch.stack(outputs), (what, head))
+"""
+    )
+
+
+def test_levels_walk_back_from_spoilt_chunks() -> None:
+    """Of a chain that erases nothing, and inside of chunks of one that does."""
+    interpret(
+        PROGRAM
+        + """
+from axes.kernels.levels.chain import levels_chain
+from axes.kernels.levels.inside import levels_inside
+
+LENGTH, AT, CHUNK, D_K, D_V = 44, 41, 32, 16, 12
+
+def plain(q, k, v, g, w, beta=None, a=None, chunk=LENGTH):
+    # by the tokens that each one sees, (T, H, ..)
+    out = torch.zeros_like(v)
+    for t in range(LENGTH):
+        asked = q[t]
+        for s in range(t, t // chunk * chunk - 1, -1):
+            level = min((t ^ s).bit_length(), w.shape[-1] - 1)
+            met = (asked * k[s]).sum(-1, keepdim=True)
+            out[t] += w[t, :, level, None] * met * v[s] * (1 if beta is None else beta[s, :, None])
+            asked = g[s, :, None].exp() * (asked if a is None else asked - met * a[s])
+    return out
+
+numbers = {n: torch.rand(1, LENGTH, 2) for n in ("beta", "g")}
+given = {n: 0.5 * torch.randn(1, LENGTH, 2, d) for n, d in dict(q=D_K, k=D_K, v=D_V, a=D_K).items()}
+given |= {"beta": numbers["beta"], "g": -0.1 * numbers["g"], "w": torch.rand(1, LENGTH, 2, 7)}
+given, named = spoilt(given, AT)
+given, named = {n: x[2:6] for n, x in given.items()}, named[2:6]  # k, v, a and beta
+for run, without, chunk in (
+    (lambda **x: levels_chain(**x)[0], "a", LENGTH), (lambda **x: levels_inside(**x), "beta", CHUNK)
+):
+    own = {n: x for n, x in given.items() if n != without}
+    out = run(**own)
+    contain.PICKED = False
+    before = run(**own)
+    contain.PICKED = True
+    kept = before.isfinite()
+    assert torch.equal(out[kept], before[kept]) and not kept[:, :AT].all()  # this test could fail
+    for i, what in enumerate(named):
+        if what[0] != without:
+            same(out[i], plain(**{n: x[i].double() for n, x in own.items()}, chunk=chunk), what)
 """
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from axes import dispatch
 from axes.errors import NotFiniteError
 from axes.kernels import contain
+from axes.routes.kernel_terms import own_bonus
 from axes.sequence import ALL, PREDICTED, GatedDeltaNet
 from axes.testing.examples import example
 from tests.spoilt import check, chosen, contained, spoilt
@@ -33,6 +34,37 @@ def test_it_stays_behind_its_token_or_else_in_its_chunk(name: str, dtype: torch.
     out, _ = dispatch.run(update, given)
     reach = AT if choice.route == "attention" else AT % REACH  # torch's own blocks are of any length
     check(out, AT, named, reach, (1e-3 if dtype == torch.float32 else 2e-2) if mended else 0.0)
+
+
+def test_a_bonus_of_all_tokens() -> None:
+    """Its kernel reads ahead of a token."""
+    update = SYSTEMS["rwkv6"].update
+    given, named = spoilt(update, LENGTH, AT, 64, torch.bfloat16)
+    some = [i for i, (n, _) in enumerate(named) if n != "bonus"]
+    given = {n: x[some].cuda() for n, x in given.items()}
+    given["bonus"] = given["bonus"][0, 0].expand(given["bonus"].shape)
+    assert own_bonus(update, given) is not None
+    check(dispatch.run(update, given)[0], AT, [named[i] for i in some], AT % REACH, 2e-2)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_layers_that_were_seen_before_keep_it_behind_its_token(name: str) -> None:
+    """From the third call on a line of what was launched is followed, the remedy included."""
+    update = SYSTEMS[name].update
+    if not contained(update, chosen(update, spoilt(update, 8, 0, 64, torch.bfloat16)[0], "cuda")):
+        pytest.skip("no kernel makes its chunks again")
+    torch.manual_seed(0)
+    layer = SYSTEMS[name](128, heads=2, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, LENGTH, 128, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        whole, _ = layer(x)
+        x[0, AT] = math.nan
+        for call in range(3):
+            y, _ = layer(x)
+            assert torch.equal(y[1], whole[1]), (call, "another sequence")
+            assert not y[0, AT].isfinite().any(), (call, "swallowed")
+            assert torch.equal(y[0, :AT].isfinite(), whole[0, :AT].isfinite()), (call, "an earlier token")
+            torch.testing.assert_close(y[0, :AT], whole[0, :AT], rtol=0, atol=2e-2 * float(whole[0, :AT].abs().max()))
 
 
 CHAINS = ("linear-attention", "retnet", "mamba2", "delta-net", "gated-delta-net", "gla", "kda", "rwkv7")

@@ -24,14 +24,15 @@ _LOOK = 16  # blocks at once
 
 
 @Kernel
-@triton.jit(do_not_specialize=["T", "old", "m_b", "m_t", "m_h"])
+@triton.jit(do_not_specialize=["T", "old", "window", "stay", "m_b", "m_t", "m_h"])
 def _again(
-    q, k, v, high, low, o, offsets, scale, T, old, H,
+    q, k, v, high, low, o, offsets, scale, T, old, window, stay, H,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, m_b, m_t, m_h, o_b, o_t, o_h,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, LOOK: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, LOOK: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence."""
+    """One head of one sequence. WINDOW: a query sees its last `window` pairs and the first `stay`."""
     pid = tl.program_id(0)
     unit, head = pid // H, pid % H
     first, last = tiles.unit_rows(offsets, unit, T, PACKED)
@@ -80,20 +81,27 @@ def _again(
                             query, k, v, high, low, 0.0, own_high, own_low, i, j, k_t, v_t, m_t, end, scale, old,
                             keys, values, K, V, BK, BV, MASS, False, PRECISION,
                         )  # fmt: skip
+                        sees = (j[None, :] <= i[:, None] + old) & (j < end)[None, :]
+                        if WINDOW:
+                            sees &= (j[None, :] > i[:, None] + old - window) | (j < stay)[None, :]
+                            s = tl.where(sees, s, float("-inf"))
                         whole = tl.abs(value.to(tl.float32)) < float("inf")
                         most, weight, out = absorb(
                             s, tl.where(whole, value, 0.0).to(value.dtype), most, weight, out, PRECISION
                         )
-                        sees = ((j[None, :] <= i[:, None] + old) & (j < end)[None, :]).to(value.dtype)
-                        lost = tl.dot(sees, tl.where(whole, 0.0, 1.0).to(value.dtype), lost, input_precision=PRECISION)
+                        lost = tl.dot(
+                            sees.to(value.dtype), tl.where(whole, 0.0, 1.0).to(value.dtype), lost,
+                            input_precision=PRECISION,
+                        )  # fmt: skip
                     out = tl.where(lost > 0.0, float("nan"), out / weight[:, None])
                     to = o + i.to(tl.int64)[:, None] * o_t + values[None, :]
                     inside = (i < length)[:, None] & (values < V)[None, :]
                     held = tl.load(to, mask=inside, other=0.0).to(tl.float32)
                     mended = ~(tl.abs(held) < float("inf")) & (tl.abs(out) < float("inf"))
                     tl.store(to, out.to(o.dtype.element_ty), mask=inside & mended)
-                    all_lost = tl.min(tl.where(values[None, :] < V, lost, 1.0), 1)
-                    gone = tl.max(tl.where((i < length) & (all_lost > 0.0), 1, 0), 0)
+                    if not WINDOW:
+                        all_lost = tl.min(tl.where(values[None, :] < V, lost, 1.0), 1)
+                        gone = tl.max(tl.where((i < length) & (all_lost > 0.0), 1, 0), 0)
 
 
 @Kernel
@@ -173,24 +181,24 @@ def settings(dtype: torch.dtype, width: int) -> dict[str, int]:
 
 def contain(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low: Tensor | None, offsets: Tensor | None,
-    scale: float, old: int,
+    scale: float, old: int, window: int | None = None, stay: int = 0,
 ) -> None:  # fmt: skip
-    """Read again, into o, what a kernel lost of queries to values of later tokens.
+    """Read again, into o, what a kernel lost of queries to values that they do not see.
 
     o and q (B, T, H, .), k and v (B, S, G, .), masses in two parts (B, S, G) or None, any strides but the last, which
-    is 1; offsets and old as `attend` has them.
+    is 1; offsets and old as `attend` has them; a query sees its last `window` pairs and the first `stay`, or all.
     """
     chosen = settings(q.dtype, max(k.shape[3], v.shape[3]))
     units, h = q.shape[0] if offsets is None else offsets.shape[0] - 1, q.shape[2]
-    none = q if high is None or low is None else None
+    none = high is None or low is None
+    parts = (q, q, (0, 0, 0)) if high is None or low is None else (high, low, high.stride())
     with layout.on_device(q):
         _again[(units * h,)](
-            q, k, v, high if none is None else none, low if none is None else none, o,
-            q if offsets is None else offsets, scale, q.shape[1], old, h, *q.stride()[:3], *k.stride()[:3],
-            *v.stride()[:3], *((0, 0, 0) if high is None else high.stride()), *o.stride()[:3],
+            q, k, v, *parts[:2], o, q if offsets is None else offsets, scale, q.shape[1], old, window or 0, stay, h,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *parts[2], *o.stride()[:3],
             GROUP=h // k.shape[2], K=k.shape[3], V=v.shape[3], BK=max(16, power_of_2(k.shape[3])),
-            BV=max(16, power_of_2(v.shape[3])), LOOK=_LOOK, MASS=none is None, PACKED=offsets is not None,
-            PRECISION=layout.precision(q), **chosen,
+            BV=max(16, power_of_2(v.shape[3])), LOOK=_LOOK, MASS=not none, PACKED=offsets is not None,
+            WINDOW=window is not None, PRECISION=layout.precision(q), **chosen,
         )  # fmt: skip
 
 
