@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from axes.kernels.common import versions
 
 _BLOCK = 256  # queries that share a base of the masses, and a mask
-_WIDEST = 256  # of values that a kernel reads again
+WIDEST = 256  # of keys and values that a kernel reads again
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -120,7 +120,7 @@ def _may_mend(out: Tensor) -> bool:
     """Whether a kernel may look behind torch's: on a GPU, while nobody traces (lines of layers record its launch)."""
     if not out.is_cuda or type(out) is not Tensor or torch.compiler.is_compiling() or _transformed():
         return False
-    return out.dtype in versions.DTYPES and out.shape[-1] <= _WIDEST and versions.refusal(out.device) is None
+    return out.dtype in versions.DTYPES and out.shape[-1] <= WIDEST and versions.refusal(out.device) is None
 
 
 def _mend(
