@@ -14,6 +14,8 @@ from axes.core.state_update import StateUpdate
 from axes.kernels import contain as contain_module
 from axes.kernels.attention import attend as attend_module
 from axes.kernels.attention.attend import attend
+from axes.kernels.attention.contain import contain as read_again
+from axes.kernels.attention.contain import contain_carried
 from axes.kernels.attention.decode import attend_one
 from axes.kernels.attention.decode_carried import carry_one
 from axes.kernels.attention.transport import transport
@@ -38,6 +40,7 @@ from axes.kernels.diagonal_delta import hopper as hopper_diagonal_delta
 from axes.kernels.entries.chain import Erase, entries_chain
 from axes.kernels.entries.modes import modes_chain
 from axes.kernels.levels.chain import levels_chain
+from axes.kernels.levels.contain import contain as contain_levels
 from axes.kernels.levels.inside import levels_inside
 from axes.kernels.network import hopper_hold
 from axes.kernels.network.chain import Terms, network_chain
@@ -290,6 +293,39 @@ def contained() -> None:
     state, channels = torch.zeros(2, 2, 128, 128), -torch.rand(*q.shape)
     for rule, gate, a, b in (("delta", g, None, None), ("write", channels, None, None), ("dplr", channels, q, k)):
         contain_module.contain(v, state, q, k, v, beta, gate, state, None, 64, rule, a, b)
+    contain_module.contain(v, state, q, k, v, None, channels, state, None, 64, "write", by_rows=True)
+    contain_module.contain(v, state, q, k, v, None, channels, state, None, 64, "write", bonus=torch.rand(2, 128))
+    two = torch.zeros(2, 2, 128, 2, 128)
+    contain_module.contain_two(v, two, q, k, v, torch.rand(*g.shape, 2, 2), *torch.rand(2, *g.shape, 2), two, None, 64)
+
+
+def contained_attention() -> None:
+    for dtype, d in ((HALF, 128), (HALF, 256), (FULL, 128)):
+        q, k, v = (torch.randn(2, 256, h, d, dtype=dtype) for h in (4, 2, 2))
+        for mass in (None, torch.zeros(2, 256, 2)):
+            read_again(torch.empty_like(q), q, k, v, mass, mass, None, 0.1, 0)
+
+
+def contained_walks_back() -> None:
+    """Carried keys, and levels of chains that erase and that do not."""
+    q, k, v, beta, g = tokens(HALF, 128, 128)
+    contain_carried(torch.empty_like(v), q, k, v, k, k, g, g, 0.1, 64)
+    w = torch.rand(2, 256, 2, 14)
+    contain_levels(torch.empty_like(v), q, k, v, beta, g, None, w, 64, inside=False)
+    contain_levels(torch.empty_like(v, dtype=FULL), q, k, v, None, g, k, w, 64, inside=True)
+
+
+def contained_substitution(mixes: bool) -> Callable[[], None]:
+    """The recurrence behind the chunks, beside them: of rows that do not meet, and as if they did."""
+
+    def run() -> None:
+        q, k, v, beta, _ = (x.detach() for x in tokens(HALF, 128, 128))
+        text = inspect.getsource(response_module).split("\n\n\n", 1)[1] + "\n" * mixes
+        name = register(Response(text, (True, False), mixes))
+        with patch.object(contain_module, "PICKED", True):
+            substitution_chain(q, k, name, 128, [v, beta], -torch.rand(*v.shape), reads="anchored")
+
+    return run
 
 
 def steps() -> None:
@@ -498,6 +534,10 @@ CASES: dict[str, Callable[[], None]] = {
     "turn": turned,
     "step": steps,
     "contain": contained,
+    "contain attention": contained_attention,
+    "contain walks back": contained_walks_back,
+    "contain substitution": contained_substitution(False),
+    "contain substitution of rows that meet": contained_substitution(True),
     "token lattice-dec": token_by_token(LatticeDec.update),
     "token adam-net": token_by_token(AdamNet.update),
     "outer": sums,

@@ -107,8 +107,9 @@ def nonlinear(
 ) -> None:
     """Nonlinear memories on a CPU: their routes beside the interpreter, processor time forward with backward."""
     typer.echo(nonlinear_.HEAD)
-    for row in nonlinear_.measure(tuple(rules or ()), Shape.parse(shape), share, turns):
-        typer.echo(row.text())
+    with _watching(_console()) as watch:
+        for row in nonlinear_.measure(tuple(rules or ()), Shape.parse(shape), share, turns, watch):
+            typer.echo(row.text())
 
 
 @app.command()
@@ -280,8 +281,9 @@ def turns(
         dtype=dtype,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
     )
-    for beside in turns_.measure(plan, seconds):
-        typer.echo(beside.text())
+    with _watching(_console()) as watch:
+        for beside in turns_.measure(plan, seconds, watch):
+            typer.echo(beside.text())
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

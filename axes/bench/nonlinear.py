@@ -15,6 +15,7 @@ from typing import final
 
 import torch
 
+from axes.bench.results import Watch, unwatched
 from axes.bench.rules import RULES, Run, SequenceRule, Shape, Signal, find, read
 from axes.errors import AxesError
 from axes.routes import dispatch
@@ -52,15 +53,18 @@ def nonlinear() -> tuple[SequenceRule, ...]:
 
 
 def measure(
-    names: tuple[str, ...] = (), shape: Shape = Shape(1, 1024, 4, 32), share: int = 8, turns: int = 3
-) -> Iterator[Row]:
+    names: tuple[str, ...] = (), shape: Shape = Shape(1, 1024, 4, 32), share: int = 8, turns: int = 3,
+    watch: Watch = unwatched,
+) -> Iterator[Row]:  # fmt: skip
     """share: the interpreter is run on this part of the tokens."""
     if share < 1 or turns < 1 or shape.tokens % share:
         raise AxesError(f"--share divides the {shape.tokens} tokens and --turns is at least 1, not {share} and {turns}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for rule in find(names) if names else nonlinear():
+        rules = find(names) if names else nonlinear()
+        for done, rule in enumerate(rules):
+            watch(rule.name, done, len(rules))
             whole = rule.signal(shape, torch.float32, torch.device("cpu"))
             part = {n: x[:, : shape.tokens // share] if x.shape[1] == shape.tokens else x for n, x in whole.items()}
             ours, theirs = _call(rule.ours(None), whole), _call(rule.token_loop(), part)
@@ -68,6 +72,7 @@ def measure(
             taken = [(ours(), share * theirs()) for _ in range(turns)]
             route = dispatch.select(rule.update).route
             yield Row(rule.name, route, *(median(xs) for xs in zip(*taken, strict=True)))
+        watch("done", len(rules), len(rules))
     finally:
         torch.set_num_threads(threads)
 

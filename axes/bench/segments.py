@@ -136,7 +136,10 @@ def main(
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     dist.init_process_group(**options)
     try:
-        for name in layers or ["gated-delta-net", "softmax-attention"]:
+        names = layers or ["gated-delta-net", "softmax-attention"]
+        for n, name in enumerate(names):
+            if rank == 0:
+                typer.echo(f"{n}/{len(names)}: {name}, a step on one process, then on all", err=True)
             found = catalogue.get(name, "sequence").name
             size = Architecture(found, "residual", depth, width, heads, vocabulary=vocabulary)
             row = measure(found, size, length, device)

@@ -212,11 +212,13 @@ def main(
         travel.BUCKETS, travel.LEAST = parts, 1
     options = {"check_finite": False} if unchecked else {}
     try:
-        for suite in suites or (["50M", "302M"] if gpu else ["0.9M"]):
-            for rule in rules or ["muon"]:
-                row = measure(rule, suite, device, dtype_of(dtype), traces, **options)
-                if row is not None:
-                    print(row.text(), flush=True)
+        every = [(s, r) for s in suites or (["50M", "302M"] if gpu else ["0.9M"]) for r in rules or ["muon"]]
+        for n, (suite, rule) in enumerate(every):
+            if rank == 0:
+                typer.echo(f"{n}/{len(every)}: {rule} of {suite}, on one process, then on all", err=True)
+            row = measure(rule, suite, device, dtype_of(dtype), traces, **options)
+            if row is not None:
+                print(row.text(), flush=True)
     finally:
         dist.destroy_process_group()
 

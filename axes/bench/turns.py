@@ -16,6 +16,7 @@ import torch
 
 from axes.bench.optim import Plan, Problem
 from axes.bench.optim_contenders import OURS, Contender, Place, contenders, find_rules, find_suites
+from axes.bench.results import Watch, unwatched
 from axes.bench.sequence import device_of, dtype_of
 from axes.bench.timing import wait
 
@@ -65,25 +66,26 @@ class Beside:
 
 
 @torch.no_grad()
-def measure(plan: Plan, seconds: float = _SECONDS) -> Iterator[Beside]:
+def measure(plan: Plan, seconds: float = _SECONDS, watch: Watch = unwatched) -> Iterator[Beside]:
     """A group of rows for every rule on every set of parameters."""
     device = device_of(plan.device)
     place = Place(device, dtype_of(plan.dtype))
-    for suite in find_suites(plan.suites, device):
-        for rule in find_rules(plan.rules or suite.rules):
-            some = contenders(rule, place, plan.who)
-            steps = [
-                _ready(contender, Problem(suite.for_rule(rule), place.dtype, device, plan.seed)) for contender in some
-            ]
-            found = [Row(suite.name, rule.name, contender.name) for contender in some]
-            begun, turns = time.perf_counter(), 0
-            while turns < _FEWEST or time.perf_counter() - begun < seconds:
-                for i, contender in enumerate(some):
-                    found[i] = _turn(found[i], steps[i], contender.period, device)
-                turns += 1
-            peers = [row for row in found if not row.who.startswith(OURS)]
-            peer = min(peers, key=lambda row: row.processor).who if peers else OURS
-            yield Beside(suite.name, rule.name, peer, tuple(found))
+    suites = find_suites(plan.suites, device)
+    every = [(suite, rule) for suite in suites for rule in find_rules(plan.rules or suite.rules)]
+    for done, (suite, rule) in enumerate(every):
+        watch(f"{suite.name} · {rule.name}", done, len(every))
+        some = contenders(rule, place, plan.who)
+        steps = [_ready(contender, Problem(suite.for_rule(rule), place.dtype, device, plan.seed)) for contender in some]
+        found = [Row(suite.name, rule.name, contender.name) for contender in some]
+        begun, turns = time.perf_counter(), 0
+        while turns < _FEWEST or time.perf_counter() - begun < seconds:
+            for i, contender in enumerate(some):
+                found[i] = _turn(found[i], steps[i], contender.period, device)
+            turns += 1
+        peers = [row for row in found if not row.who.startswith(OURS)]
+        peer = min(peers, key=lambda row: row.processor).who if peers else OURS
+        yield Beside(suite.name, rule.name, peer, tuple(found))
+    watch("done", len(every), len(every))
 
 
 def _ready(contender: Contender, problem: Problem) -> Callable[[], object]:

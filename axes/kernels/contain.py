@@ -16,27 +16,16 @@ from torch import Tensor
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.tiles import unit_rows
-from axes.kernels.step import follow
+from axes.kernels.step import _vector, follow, follow_two
 
 PICKED = True
 _ENTRIES = 4096  # of a state in one program
 _LOOK = 64  # chunks at once
 
 
-@Kernel
-@triton.jit(do_not_specialize=("T",))
-def _again(
-    q, k, v, beta, g, a, b, start, o, final, offsets, T,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, LOOK: tl.constexpr, PACKED: tl.constexpr, STARTED: tl.constexpr,
-    RULE: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr,
-):  # fmt: skip
-    """One unit, head and block of the columns of o."""
-    PARTS: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    unit, head, e = pid // (PARTS * HV), pid // PARTS % HV, pid % PARTS * BV + tl.arange(0, BV)
-    first, end = unit_rows(offsets, unit, T, PACKED)
-    length = (end - first).to(tl.int32)
+@triton.jit
+def first_bad(o, first, length, head, e, HV, V: tl.constexpr, C: tl.constexpr, LOOK: tl.constexpr):
+    """The first chunk of C rows whose last output has columns e that are not finite; as many as there are, if none."""
     chunks = (length + C - 1) // C
     bad = chunks
     for n in range(0, chunks, LOOK):
@@ -46,6 +35,25 @@ def _again(
         last = tl.load(o + place, mask=(chunk < chunks)[:, None] & (e < V)[None, :], other=0.0).to(tl.float32)
         finite = tl.min((tl.abs(last) < float("inf")).to(tl.int32), 1)  # a NaN is less than nothing
         bad = tl.minimum(bad, tl.min(tl.where(finite == 0, chunk, chunks), 0))
+    return bad, chunks
+
+
+@Kernel
+@triton.jit(do_not_specialize=("T",))
+def _again(
+    q, k, v, beta, g, a, b, bonus, start, o, final, offsets, T,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, LOOK: tl.constexpr, PACKED: tl.constexpr, STARTED: tl.constexpr,
+    RULE: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr,
+    BONUS: tl.constexpr,
+):  # fmt: skip
+    """One unit, head and block of the columns of o."""
+    PARTS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    unit, head, e = pid // (PARTS * HV), pid // PARTS % HV, pid % PARTS * BV + tl.arange(0, BV)
+    first, end = unit_rows(offsets, unit, T, PACKED)
+    length = (end - first).to(tl.int32)
+    bad, chunks = first_bad(o, first, length, head, e, HV, V, C, LOOK)
     if bad < chunks:
         d = tl.arange(0, BK)
         at = (unit.to(tl.int64) * HV + head) * (V * K) + e[:, None] * K + d[None, :]
@@ -55,44 +63,106 @@ def _again(
             state = tl.load(start + at, mask=inside, other=0.0)
         for t in range(0, length):
             token = first + t
+            before = state
             state, query = follow(
                 state, token, head, d, e, q, k, v, beta, g, a, b,
-                HV // GROUP * K, HV // GROUP * K, HV * V, HV, HV * K if GATE == "channel" else HV,
+                HV // GROUP * K, HV // GROUP * K, HV * V, HV,
+                HV * K if GATE == "channel" else HV * V if GATE == "row" else HV,
                 HV // GROUP * K, HV // GROUP * K, GROUP, K, V, RULE, GATE, EARLY, STRENGTH, OTHER,
             )  # fmt: skip
-            out = tl.sum(state * query[None, :], 1)
+            if BONUS:  # what a query reads is the state before its token, and of that token a share of its own
+                own = query * _vector(k, token, HV // GROUP * K, head // GROUP, d, K)
+                own *= tl.load(bonus + head * K + d, mask=d < K, other=0.0).to(tl.float32)
+                out = tl.sum(before * query[None, :], 1) + _vector(v, token, HV * V, head, e, V) * tl.sum(own, 0)
+            else:
+                out = tl.sum(state * query[None, :], 1)
             kept = (e < V) & (t >= bad * C)
             tl.store(o + (token * HV + head) * V + e, out.to(o.dtype.element_ty), mask=kept)
         tl.store(final + at, state, mask=inside)
 
 
-def settings(d_k: int, d_v: int) -> dict[str, int]:
+@Kernel
+@triton.jit(do_not_specialize=("T",))
+def _again_two(
+    q, k, v, block, write, erase, start, o, final, offsets, T,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, LOOK: tl.constexpr, PACKED: tl.constexpr, STARTED: tl.constexpr, ERASE: tl.constexpr,
+):  # fmt: skip
+    """The same of a state of two slots."""
+    PARTS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    unit, head, e = pid // (PARTS * HV), pid // PARTS % HV, pid % PARTS * BV + tl.arange(0, BV)
+    first, end = unit_rows(offsets, unit, T, PACKED)
+    length = (end - first).to(tl.int32)
+    bad, chunks = first_bad(o, first, length, head, e, HV, V, C, LOOK)
+    if bad < chunks:
+        d = tl.arange(0, BK)
+        at = (unit.to(tl.int64) * HV + head) * (2 * V * K) + e[:, None] * (2 * K) + d[None, :]
+        inside = (e < V)[:, None] & (d < K)[None, :]
+        near = tl.zeros([BV, BK], dtype=tl.float32)
+        far = tl.zeros([BV, BK], dtype=tl.float32)
+        if STARTED:
+            near = tl.load(start + at, mask=inside, other=0.0)
+            far = tl.load(start + at + K, mask=inside, other=0.0)
+        for t in range(0, length):
+            token = first + t
+            near, far, query = follow_two(
+                near, far, token, head, d, e, q, k, v, block, write, erase,
+                HV // GROUP * K, HV // GROUP * K, HV * V, HV * 4, HV * 2, HV * 2, GROUP, K, V, ERASE,
+            )  # fmt: skip
+            kept = (e < V) & (t >= bad * C)
+            out = tl.sum(near * query[None, :], 1)
+            tl.store(o + (token * HV + head) * V + e, out.to(o.dtype.element_ty), mask=kept)
+        tl.store(final + at, near, mask=inside)
+        tl.store(final + at + K, far, mask=inside)
+
+
+def settings(d_k: int, d_v: int, slots: int = 1) -> dict[str, int]:
     side = max(16, power_of_2(d_k))
-    rows = max(2, min(_ENTRIES // side, 64, power_of_2(d_v)))
+    rows = max(2, min(_ENTRIES // (slots * side), 64, power_of_2(d_v)))
     return {"BK": side, "BV": rows, "num_warps": 4, "num_stages": 1}
 
 
 def contain(
     o: Tensor, final: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None,
     start: Tensor | None, offsets: Tensor | None, chunk: int, rule: str, a: Tensor | None = None,
-    b: Tensor | None = None, early: bool = False,
+    b: Tensor | None = None, early: bool = False, *, by_rows: bool = False, bonus: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Make o and the last states again where a chunk kernel with this length of chunks lost them; contiguous tensors.
 
-    q, k, a, b (B, T, H, K), v and o (B, T, HV, V), beta (B, T, HV), g (B, T, HV) or (B, T, HV, K), start and final
-    (U, HV, V, K); offsets (U + 1,) of packed sequences. rule "write", "delta", "dplr", `a` and `early` as in
-    `step.chain_step`.
+    q, k, a, b (B, T, H, K), v and o (B, T, HV, V), beta (B, T, HV), g (B, T, HV), (B, T, HV, K) or with `by_rows`
+    (B, T, HV, V), start and final (U, HV, V, K); offsets (U + 1,) of packed sequences. rule "write", "delta", "dplr",
+    `a` and `early` as in `step.chain_step`; bonus (HV, K): o is of the states before their tokens, and so much of each
+    token.
     """
     (batch, length, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
     units = batch if offsets is None else offsets.shape[0] - 1
     sizes = settings(d_k, d_v)
+    wide = "row" if by_rows else "channel"
     _again[(units * hv * cdiv(d_v, sizes["BV"]),)](
-        q, k, v, *(v if x is None else x for x in (beta, g, a, b, start)), o, final,
+        q, k, v, *(v if x is None else x for x in (beta, g, a, b, bonus, start)), o, final,
         v if offsets is None else offsets, length,
         HV=hv, GROUP=hv // h, K=d_k, V=d_v, C=chunk, LOOK=_LOOK, PACKED=offsets is not None,
-        STARTED=start is not None, RULE=rule, GATE="none" if g is None else "head" if g.ndim == 3 else "channel",
-        EARLY=early, STRENGTH=beta is not None, OTHER=a is not None, **sizes,
+        STARTED=start is not None, RULE=rule, GATE="none" if g is None else "head" if g.ndim == 3 else wide,
+        EARLY=early, STRENGTH=beta is not None, OTHER=a is not None, BONUS=bonus is not None, **sizes,
     )  # fmt: skip
 
 
-__all__ = ["PICKED", "contain"]
+def contain_two(
+    o: Tensor, final: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Tensor, write: Tensor, erase: Tensor | None,
+    start: Tensor | None, offsets: Tensor | None, chunk: int,
+) -> None:  # fmt: skip
+    """`contain` of two slots: block (B, T, HV, 2, 2), write and erase (B, T, HV, 2), start and final
+    (U, HV, V, 2, K)."""
+    (batch, length, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
+    units = batch if offsets is None else offsets.shape[0] - 1
+    sizes = settings(d_k, d_v, 2)
+    _again_two[(units * hv * cdiv(d_v, sizes["BV"]),)](
+        q, k, v, block, write, v if erase is None else erase, v if start is None else start, o, final,
+        v if offsets is None else offsets, length,
+        HV=hv, GROUP=hv // h, K=d_k, V=d_v, C=chunk, LOOK=_LOOK, PACKED=offsets is not None,
+        STARTED=start is not None, ERASE=erase is not None, **sizes,
+    )  # fmt: skip
+
+
+__all__ = ["PICKED", "contain", "contain_two", "first_bad"]

@@ -75,7 +75,7 @@ def follow(
 ):  # fmt: skip
     """Rows e of a head's state after one token, and the token's query.
 
-    GATE: "none", "head" or "channel". STRENGTH: beta is given. OTHER: a is given, else it is k."""
+    GATE: "none", "head", "channel" or "row". STRENGTH: beta is given. OTHER: a is given, else it is k."""
     query = _vector(q, entry, q_row, head // GROUP, d, K)
     key = _vector(k, entry, k_row, head // GROUP, d, K)
     value = _vector(v, entry, v_row, head, e, V)
@@ -84,6 +84,8 @@ def follow(
         new = old * tl.exp(floored(_number(g, entry, g_row, head)))
     if GATE == "channel":
         new = old * tl.exp(floored(_vector(g, entry, g_row, head, d, K)))[None, :]
+    if GATE == "row":
+        new = old * tl.exp(floored(_vector(g, entry, g_row, head, e, V)))[:, None]
     if RULE != "write":
         eraser = key
         if OTHER:
@@ -163,6 +165,29 @@ def _turning(
     tl.store(o + (entry * HV + head) * V + e, tl.where(row >= 0, out, 0.0).to(o.dtype.element_ty), mask=e < V)
 
 
+@triton.jit
+def follow_two(
+    first, second, entry, head, d, e, q, k, v, block, write, erase,
+    q_row, k_row, v_row, block_row, write_row, erase_row,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ERASE: tl.constexpr,
+):  # fmt: skip
+    """Rows e of a head's two slots after one token, and the token's query."""
+    query = _vector(q, entry, q_row, head // GROUP, d, K)
+    key = _vector(k, entry, k_row, head // GROUP, d, K)
+    value = _vector(v, entry, v_row, head, e, V)
+    if ERASE:
+        mixed = first * _number(erase, entry, erase_row, head * 2)
+        mixed += second * _number(erase, entry, erase_row, head * 2 + 1)
+        value -= tl.sum(mixed * key[None, :], 1)
+    drive = value[:, None] * key[None, :]
+    near = first * _number(block, entry, block_row, head * 4) + second * _number(block, entry, block_row, head * 4 + 2)
+    near += _number(write, entry, write_row, head * 2) * drive
+    far = first * _number(block, entry, block_row, head * 4 + 1)
+    far += second * _number(block, entry, block_row, head * 4 + 3)
+    far += _number(write, entry, write_row, head * 2 + 1) * drive
+    return near, far, query
+
+
 @Kernel
 @triton.jit
 def _block(
@@ -177,23 +202,14 @@ def _block(
     inside = (e < V)[:, None] & (d < K)[None, :] & (row >= 0)
     first = tl.load(state + row * state_row + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(state + row * state_row + at + K, mask=inside, other=0.0).to(tl.float32)
-    query = _vector(q, entry, q_row, head // GROUP, d, K)
-    key = _vector(k, entry, k_row, head // GROUP, d, K)
-    value = _vector(v, entry, v_row, head, e, V)
-    if ERASE:
-        mixed = first * _number(erase, entry, erase_row, head * 2)
-        mixed += second * _number(erase, entry, erase_row, head * 2 + 1)
-        value -= tl.sum(mixed * key[None, :], 1)
-    drive = value[:, None] * key[None, :]
-    new = first * _number(block, entry, block_row, head * 4) + second * _number(block, entry, block_row, head * 4 + 2)
-    new += _number(write, entry, write_row, head * 2) * drive
-    tl.store(into + row * into_row + at, new.to(into.dtype.element_ty), mask=inside)
-    out = tl.sum(new * query[None, :], 1)
+    near, far, query = follow_two(
+        first, second, entry, head, d, e, q, k, v, block, write, erase,
+        q_row, k_row, v_row, block_row, write_row, erase_row, GROUP, K, V, ERASE,
+    )  # fmt: skip
+    tl.store(into + row * into_row + at, near.to(into.dtype.element_ty), mask=inside)
+    out = tl.sum(near * query[None, :], 1)
     tl.store(o + (entry * HV + head) * V + e, tl.where(row >= 0, out, 0.0).to(o.dtype.element_ty), mask=e < V)
-    new = first * _number(block, entry, block_row, head * 4 + 1)
-    new += second * _number(block, entry, block_row, head * 4 + 3)
-    new += _number(write, entry, write_row, head * 2 + 1) * drive
-    tl.store(into + row * into_row + at + K, new.to(into.dtype.element_ty), mask=inside)
+    tl.store(into + row * into_row + at + K, far.to(into.dtype.element_ty), mask=inside)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 Routes multiply whole chunks by masked matrices, and zero times not-a-number is not zero: a NaN at one token would reach
 the tokens before it. So the outputs of a sequence are looked at once, by their sum. Where that is not finite the
 sequence is halved until what is finite is found by the route and the rest by the interpreter, token by token. On a
-GPU, where a look would wait for the device, by kernels and in graphs of compilers nobody looks: there a NaN may reach
-earlier tokens of its chunk, never an earlier chunk, another sequence or head.
+GPU, where a look would wait for the device, kernels have a remedy of their own (`axes.kernels.contain`); torch's routes
+there, kernels of two layers and graphs of compilers have none: a NaN may reach earlier tokens of its chunk, never an
+earlier chunk, another sequence or head.
 """
 
 from __future__ import annotations

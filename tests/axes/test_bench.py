@@ -147,13 +147,23 @@ def test_bad_flags_are_explained(flags: str, says: str, capsys: pytest.CaptureFi
     assert says in error and "Traceback" not in error
 
 
-def test_without_a_terminal_lines_say_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = "--layers 1 --width 16 --heads 2 --vocabulary 16 --batch 1 --tokens 8 --steps 1 --who axes --device cpu"
+@pytest.mark.parametrize(
+    ("command", "options", "first"),
+    [
+        ("training", "--layers 1 --width 8 --heads 2 --vocabulary 9 --batch 1 --tokens 8 --steps 1 --who axes", "axes"),
+        ("turns", "--rule sgd --suite small --who torch --seconds 0.01", "small · sgd"),
+        ("nonlinear", "--rule longhorn --shape 1,8,1,4 --turns 1", "longhorn"),
+    ],
+)
+def test_without_a_terminal_lines_say_how_far_it_is(
+    command: str, options: str, first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = [] if command == "nonlinear" else ["--device", "cpu"]
     with pytest.raises(SystemExit):
-        main(["bench", "training", *size.split(), "--out", str(tmp_path)])
+        main(["bench", command, *options.split(), *where, *(["--out", str(tmp_path)] * (command == "training"))])
     said = capsys.readouterr()
-    lines = re.findall(r"^(\d)/1 after \d+ s: (\w+)$", said.err, re.M)
-    assert lines == [("0", "axes"), ("1", "done")] and "after" not in said.out
+    lines = re.findall(r"^(\d)/1 after \d+ s: (.+)$", said.err, re.M)
+    assert lines == [("0", first), ("1", "done")] and "after" not in said.out
 
 
 def test_more_runs_than_anybody_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,24 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "words.txt"
     path.write_text("words are made of letters, and lines of words. " * 100)
     return path
+
+
+def test_help_fits_a_terminal() -> None:
+    """Of every command, on one of 80 columns."""
+    from typer.main import get_command
+    from typer.testing import CliRunner
+
+    from axes.cli import app
+
+    def commands(of: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+        yield path
+        for name, inner in getattr(of, "commands", {}).items():
+            yield from commands(inner, (*path, name))
+
+    for path in commands(get_command(app)):
+        said = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}, terminal_width=80)
+        assert said.exit_code == 0 and "Usage" in said.output, path
+        assert max(map(len, said.output.splitlines())) <= 80, path
 
 
 def test_train_and_sample(axes: Axes, tmp_path: Path, text: Path) -> None:

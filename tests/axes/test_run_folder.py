@@ -283,6 +283,37 @@ def test_a_run_of_a_larger_machine_is_read(finished: RunFolder, monkeypatch: pyt
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_renamed_has_reached_the_disk_and_so_does_its_name(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a whole run: what stands under a temporary name is flushed before it gets its own, the folder behind it."""
+    flushed: list[int] = []  # inodes, in order
+    waiting: dict[int, Path] = {}  # folders with new names that are not flushed yet
+
+    def watched(true: Callable[..., None]) -> Callable[..., None]:
+        def move(source: Any, target: Any, **more: Any) -> None:
+            assert os.stat(source).st_ino in flushed, source
+            true(source, target, **more)
+            folder = Path(target).parent
+            waiting[folder.stat().st_ino] = folder
+
+        return move
+
+    fsync = os.fsync
+
+    def flush(handle: int) -> None:
+        fsync(handle)
+        flushed.append(os.fstat(handle).st_ino)
+        waiting.pop(flushed[-1], None)
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    monkeypatch.setattr(os, "fsync", flush)
+    folder = RunFolder(tmp_path / "run")
+    run(start(small(text), folder), folder)
+    assert len(flushed) > 6 and not waiting, waiting
+
+
 def test_links_lead_where_they_led_and_devices_stay(tmp_path: Path) -> None:
     target, link, beside = tmp_path / "target.json", tmp_path / "link.json", tmp_path / "link.json.part"
     target.write_text("old")

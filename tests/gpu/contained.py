@@ -1,10 +1,11 @@
-"""What it costs that a NaN stays behind its token: forwards of chains without and with `kernels/contain.py`, by turns.
+"""What it costs that a NaN stays behind its token: forwards without and with `kernels/contain.py`, by turns.
 
-python -m tests.gpu.contained        # half a minute; eager calls, and CUDA graphs, for which no host is waited
+python -m tests.gpu.contained [NAME..]     # a minute; eager calls, and CUDA graphs, for which no host is waited
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,8 @@ from axes.kernels import contain
 from axes.testing.examples import example
 
 # not rwkv7: under random erase keys its state overflows before 4,096 tokens, and what would be timed is the remedy
-LAYERS = ("linear-attention", "retnet", "mamba2", "delta-net", "gated-delta-net", "gla", "kda")
+CHAINS = ("linear-attention", "retnet", "mamba2", "delta-net", "gated-delta-net", "gla", "kda")
+OTHERS = ("rwkv6", "gru", "titans-matrix", "longhorn", "yaad-matrix", "ttt-linear", "alibi", "softmax-attention")
 BATCH, TOKENS, HEADS, WIDTH, TURNS = 8, 4096, 16, 128, 3
 
 
@@ -31,7 +33,7 @@ def signal(name: str) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    for name in LAYERS:
+    for name in sys.argv[1:] or (*CHAINS, *OTHERS):
         update, given = catalogue.get(name, axis="sequence").update, signal(name)
 
         def call(update: Any = update, given: Any = given) -> tuple[Tensor]:

@@ -64,7 +64,7 @@ def masses(high, low, rows, stride, end, other):
 
 
 @triton.jit
-def _scores(
+def scores(
     q, k, v, high, low, base, own_high, own_low, i, j, k_t, v_t, m_t, end, scale, old, keys, values,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MASS: tl.constexpr, WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -132,7 +132,7 @@ def forward(
         whole = (begin + old + 1) // BN * BN
         for at in tl.range(0, whole, BN):
             j = at + tl.arange(0, BN)
-            s, key, value = _scores(
+            s, key, value = scores(
                 query, k, v, high, low, base, own_high, own_low, i, j, k_t, v_t, m_t, end, scale, old, keys, values,
                 K, V, BK, BV, MASS, True, PRECISION,
             )  # fmt: skip
@@ -141,7 +141,7 @@ def forward(
             most += ((base - own_high) - own_low) * _LOG2E
         for at in tl.range(whole, tl.minimum(begin + BM + old, end), BN):
             j = at + tl.arange(0, BN)
-            s, key, value = _scores(
+            s, key, value = scores(
                 query, k, v, high, low, base, own_high, own_low, i, j, k_t, v_t, m_t, end, scale, old, keys, values,
                 K, V, BK, BV, MASS, False, PRECISION,
             )  # fmt: skip
@@ -191,7 +191,7 @@ def queries(
         whole = (begin + old + 1) // BN * BN
         for at in tl.range(0, whole, BN):
             j = at + tl.arange(0, BN)
-            s, key, value = _scores(
+            s, key, value = scores(
                 query, k, v, high, low, base, own_high, own_low, i, j, k_t, v_t, m_t, end, scale, old, keys, values,
                 K, V, BK, BV, MASS, True, PRECISION,
             )  # fmt: skip
@@ -201,7 +201,7 @@ def queries(
             found = tl.dot(ds.to(key.dtype), key, found, input_precision=PRECISION)
         for at in tl.range(whole, tl.minimum(begin + BM + old, end), BN):
             j = at + tl.arange(0, BN)
-            s, key, value = _scores(
+            s, key, value = scores(
                 query, k, v, high, low, base, own_high, own_low, i, j, k_t, v_t, m_t, end, scale, old, keys, values,
                 K, V, BK, BV, MASS, False, PRECISION,
             )  # fmt: skip

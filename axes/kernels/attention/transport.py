@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
+from axes.kernels import contain
 from axes.kernels.attention import blocks, levels, tree
 from axes.kernels.attention.attend import split
+from axes.kernels.attention.contain import contain_carried
 from axes.kernels.common import inverse, layout
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
@@ -166,6 +168,9 @@ def _forward(
     with layout.on_device(q):
         tensors = (found.carried, found.scores, v, high, low, o, lse)
         _softmax(levels.forward, "forward", tensors, v, mass is not None, scale, cut)
+    if contain.PICKED:
+        parts = (None, None) if mass is None else (high, low)
+        contain_carried(o, q, k, v, a, b, parts[0], parts[1], scale, cut.c)
     return o, found.last, [lse] if record else []
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from axes.kernels import contain
 from axes.kernels.block import kernels, weights
 from axes.kernels.common import inverse
 from axes.kernels.common.layout import (
@@ -126,13 +127,15 @@ def _forward(
             )
         if erased and not cut.packed and _GLUON and hopper.fits(q, v):
             hopper.walk(q, k, v, carries, totals, m, scores, start, final, o)
-            return o, final, [scores, m] if record else []
-        tiles = _launch(q, v, "scan")
-        kernels.scan[(cut.units * hv * cdiv(v.shape[-1], tiles["BV"]),)](
-            q, k, v, carries, totals, m, scores, final if start is None else start, o, final, o, o,
-            offsets, cut.length, cut.chunks, **shape, ERASE=erased, STARTED=start is not None,
-            RECORD=False, PACKED=cut.packed, PRECISION=exact, **tiles,
-        )  # fmt: skip
+        else:
+            tiles = _launch(q, v, "scan")
+            kernels.scan[(cut.units * hv * cdiv(v.shape[-1], tiles["BV"]),)](
+                q, k, v, carries, totals, m, scores, final if start is None else start, o, final, o, o,
+                offsets, cut.length, cut.chunks, **shape, ERASE=erased, STARTED=start is not None,
+                RECORD=False, PACKED=cut.packed, PRECISION=exact, **tiles,
+            )  # fmt: skip
+        if contain.PICKED:
+            contain.contain_two(o, final, q, k, v, block, write, erase, start, cut.offsets, cut.chunk)
     return o, final, ([scores, m] if erased else [scores]) if record else []
 
 

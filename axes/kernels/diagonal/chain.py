@@ -181,8 +181,8 @@ def _forward(
         tensors = (q, k, v, strength, g if bonus is None else bonus, g, totals, states, scores, o)
         more = dict(shallow=not plain, KEEP=record, ADD=plain, BONUS=bonus is not None)
         _twice(kernels.outputs, "outputs", tensors, programs * blocks, q, v, g, beta, cut, **more)
-        if contain.PICKED and bonus is None:  # the recurrence that makes chunks again reads late
-            contain.contain(o, final, q, k, v, beta, g, start, cut.offsets, cut.chunk, "write")
+        if contain.PICKED:
+            contain.contain(o, final, q, k, v, beta, g, start, cut.offsets, cut.chunk, "write", bonus=bonus)
     return o, final, [scores] if record else []
 
 

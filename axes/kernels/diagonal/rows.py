@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
+from axes.kernels import contain
 from axes.kernels.common.layout import check_chain, contiguous, extent, layout, nothing_read, on_device
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.diagonal import chain, kernels
@@ -45,7 +46,10 @@ def _forward(
         kernels.rows[(cut.slots * v.shape[2] * parts,)](
             v, k, q, g, states, o, *chain._where(v, k, cut)[:-1], **_constants(v, k, cut), **exponents(v, g), **chosen,
         )  # fmt: skip
-    return o, last.mT.contiguous(), []
+        final = last.mT.contiguous()
+        if contain.PICKED:
+            contain.contain(o, final, q, k, v, None, g, start, cut.offsets, cut.chunk, "write", by_rows=True)
+    return o, final, []
 
 
 def _constants(v: Tensor, k: Tensor, cut: Any) -> dict[str, Any]:

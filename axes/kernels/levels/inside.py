@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from axes.kernels import contain
 from axes.kernels.common.layout import on_device, precision
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.levels import kernels
 from axes.kernels.levels.chain import settings
+from axes.kernels.levels.contain import contain as read_again
 from axes.kernels.scalar.launches import Chain, matrices
 from axes.kernels.scalar.sizes import chunk_length, cut
 
@@ -39,6 +41,8 @@ def _forward(
         kernels.inside[(x.slot_heads,)](
             v, p, m, w, o, v.shape[1], made.N, v.shape[2], **_constants(q, v, w, "K", "BK")
         )  # fmt: skip
+        if contain.PICKED:
+            read_again(o, q, k, v, None, g, a, w, made.chunk, inside=True)
     assert x.runs is not None
     return o, [p, m, x.runs] if record else []
 

@@ -110,10 +110,14 @@ def carry(
         line = (slot + chunk) * HV + head
         own = tl.load(sums + line[:, None] * K + d[None, :], mask=there[:, None] & (d < K)[None, :], other=0.0)
         total = tl.load(totals + line, mask=there, other=0.0)
-        run = tl.cumsum(total, 0)
-        before = run - total
-        met = tl.dot(decay(before[:, None], run[None, :], i > j), own, input_precision="ieee")
+        shut = total != total  # what is not finite is not to meet a zero: chunks ahead of it stay as they are
+        lost = ((tl.abs(own) < float("inf")).to(tl.int32) == 0) | shut[:, None]
+        known = tl.where(shut, 0.0, total)
+        run = tl.cumsum(known, 0)
+        before = run - known
+        met = tl.dot(decay(before[:, None], run[None, :], i > j), tl.where(lost, 0.0, own), input_precision="ieee")
         met += tl.exp(before)[:, None] * n[None, :]
+        met = tl.where(tl.cumsum(lost.to(tl.int32), 0) > lost.to(tl.int32), float("nan"), met)
         tl.store(sums + line[:, None] * K + d[None, :], met, mask=there[:, None] & (d < K)[None, :])
         whole = tl.sum(total, 0)
         n = tl.exp(whole) * n + tl.sum(tl.exp(whole - run)[:, None] * own, 0)
@@ -136,7 +140,8 @@ def masses(
     n = tl.load(firsts + place * K + d, mask=d < K, other=0.0)
     strength, _, run, _ = _numbers(beta, g, at, count, head, HV, C, STRONG, GATED)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    inside = tl.sum(scores * (decay(run[:, None], run[None, :], i >= j) * strength[None, :]), 1)
+    weighed = scores * (decay(run[:, None], run[None, :], i >= j) * strength[None, :])
+    inside = tl.sum(tl.where(i >= j, weighed, 0.0), 1)  # zero times what is not finite is not zero
     store_line(mass, inside + tl.exp(run) * tl.sum(queries * n[None, :], 1), at, count, head, HV, C)
 
 

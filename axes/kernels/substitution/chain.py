@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import ShapeError
+from axes.kernels import contain
 from axes.kernels.common.layout import (
     Layout,
     check_like,
@@ -40,6 +41,7 @@ SLOTS, BLOCK, WIDEST = 8, 16, 128
 SLOPES_WARPS, MEETINGS_WARPS, CLOSINGS_WARPS, GRADIENTS_WARPS = 4, 8, 8, 8  # of those that go through chunks
 COLUMNS = 128  # of the gradients of keys and queries, of a program
 PART = 64  # rows of the state of a serial program, where rows do not meet
+AGAIN = 32  # of one that makes tokens again behind what is not finite
 
 
 class Response(NamedTuple):
@@ -181,6 +183,13 @@ def _forward(
             cut.offsets, **more, V=width, BV=s.part, STARTED=start is not None, GATE=_gate(g), READS=reads,
             RECORD=record or last, num_warps=s.warps,
         )  # fmt: skip
+        if contain.PICKED:
+            part = _padded(width) if s.response.mixes else AGAIN
+            s.kernels.again[(cut.units * h * cdiv(width, part),)](
+                q, k, g, i0, i1, i2, i3, i4, i5, i6, i7, start, o, final, cut.offsets, cut.length, h, K=s.shape[3],
+                V=width, C=cut.chunk, BK=_padded(s.shape[3]), BV=part, PACKED=cut.packed, STARTED=start is not None,
+                GATE=_gate(g), READS=reads, num_warps=max(4, part // 16), num_stages=1,
+            )  # fmt: skip
     if last:
         unit = torch.arange(cut.units, device=k.device)
         ends = seen[unit, -1] if cu is None else seen[0, (cu[1:].long() - 1).clamp_min(0)]

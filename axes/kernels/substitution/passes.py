@@ -38,6 +38,7 @@ from axes.kernels.common.tiles import (
     store_tile,
     unit_rows,
 )
+from axes.kernels.contain import first_bad
 from axes.kernels.substitution.response import ask, inputs, pull  # replaced
 
 _SIZES = ["T", "N", "H"]
@@ -371,6 +372,56 @@ def forward(
     if READS == 2:  # noqa: SIM102 (a constant around a test)
         if blocks == 0:
             _store_state(before, state, unit * H + head, v, d, V, K)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["T", "H"])
+def again(
+    q, k, g, p0, p1, p2, p3, p4, p5, p6, p7, start, o, final, offsets, T, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    STARTED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr,
+):  # fmt: skip
+    """o and the final state by the recurrence itself, from the first chunk on whose last output is not finite: a token
+    that is not reaches earlier ones of its block (`axes.kernels.contain`). Rows that meet are those of one program."""
+    PARTS: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    v = pid % PARTS * BV + tl.arange(0, BV)
+    head = pid // PARTS % H
+    unit = (pid // PARTS // H).to(tl.int64)
+    first, end = unit_rows(offsets, unit, T, PACKED)
+    length = (end - first).to(tl.int32)
+    bad, chunks = first_bad(o, first, length, head, v, H, V, C, 16)
+    if bad < chunks:
+        d = tl.arange(0, BK)
+        row = v[:, None]
+        inside = row < V
+        there = tl.full([1, 1], True, tl.int1)
+        state = tl.zeros([BV, BK], dtype=tl.float32)
+        if STARTED:
+            state += _load_state(start, unit * H + head, v, d, V, K)
+        held = state
+        for t in range(0, length):
+            at = (first + t) * H + head
+            key = tl.load(k + at * K + d, mask=d < K, other=0.0).to(tl.float32)
+            query = tl.load(q + at * K + d, mask=d < K, other=0.0).to(tl.float32)
+            if READS == 2:
+                held = tl.where(t % 16 == 0, state, held)
+            else:
+                held = state
+            if GATE == 1:
+                state = state * tl.exp(floored(tl.load(g + at).to(tl.float32)))
+            if GATE == 2:
+                state = state * tl.exp(floored(tl.load(g + at * V + row, mask=inside, other=0.0).to(tl.float32)))
+            if READS == 1:
+                held = state
+            x = tl.sum(held * key[None, :], 1)[:, None]
+            k2 = tl.sum(key * key, 0) + tl.zeros([1, 1], dtype=tl.float32)
+            given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at + tl.zeros([1, 1], tl.int64), row, V, there, inside)
+            u = tl.where(inside, ask(x, k2, x, given, inside, False), 0.0)
+            state += u * key[None, :]
+            out = tl.sum(state * query[None, :], 1)
+            tl.store(o + at * V + v, out.to(o.dtype.element_ty), mask=(v < V) & (t >= bad * C))
+        _store_state(final, state, unit * H + head, v, d, V, K)
 
 
 @Kernel
