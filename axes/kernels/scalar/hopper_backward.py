@@ -43,10 +43,13 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import floored
+from axes.kernels.common.sizes import cdiv
+from axes.kernels.common.tiles import apart, floored
 from axes.kernels.common.warpgroup import add, published, retire, segment
+from axes.kernels.common.warpgroup import apart as kept_apart
 
 _CHUNK = 64
+_ROWS = 32  # tokens of a program that only reads and writes
 _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
 
 
@@ -56,8 +59,9 @@ _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
 @Kernel
 @triton.jit(do_not_specialize=_SIZES[:-1])
 def _states(
-    k, v, beta, g, m, start, states, written, rows, T, S, L, N,
+    k, v, beta, write, g, m, start, states, written, rows, T, S, L, N,
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, STARTED: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Serial over chunks for one head and BV values: X and w of every chunk, its gates and strengths."""
     pid = tl.program_id(0).to(tl.int64)
@@ -83,6 +87,9 @@ def _states(
         values = tl.load(v + row + e[None, :], mask=inside[:, None], other=0.0)
         inverse = tl.load(m + slot * C * C + square)
         strength = tl.load(beta + here, mask=inside, other=0.0)
+        if APART:
+            strength = apart(strength)
+            values = values * (tl.load(write + here, mask=inside, other=0.0) / strength)[:, None]
         run = tl.zeros([C], dtype=tl.float32)
         total = 0.0
         if GATED:
@@ -190,7 +197,7 @@ def _copies(
 
 
 @gluon.jit
-def _sums(sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED: gl.constexpr):
+def _sums(sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED: gl.constexpr, APART: gl.constexpr):
     """One warp: the gradients of strengths and gates, from sums over keys that the products' warps left."""
     C: gl.constexpr = sums.shape[1]
     PARTS: gl.constexpr = sums.shape[2]
@@ -205,7 +212,12 @@ def _sums(sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED: gl.cons
         log = gl.load(g + there, mask=token < T, other=0.0)
         mbarrier.wait(done, step & 1)
         dstrength = gl.convert_layout(gl.sum(sums.index(0).load(pair), 1), line)
-        dstrength /= _scale(gl.load(beta + there, mask=token < T, other=1.0))
+        strength = gl.load(beta + there, mask=token < T, other=1.0)
+        if APART:  # of the erase alone: k . what its key receives, in which every number has the factor b
+            strength = kept_apart(strength)
+            dstrength = dstrength / strength
+        else:
+            dstrength /= _scale(strength)
         gl.store(dbeta + there, dstrength, mask=token < T)
         if GATED:
             change = gl.convert_layout(gl.sum(sums.index(1).load(pair), 1), line)
@@ -220,7 +232,7 @@ def _sums(sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED: gl.cons
 def _products(
     keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1, later1, strong1, reads1, erases1,
     near, solve, middle, late, solved, taken, sent, done,
-    sums, counted, rows, dfinal, dstart, N, GATED: gl.constexpr,
+    sums, counted, rows, dfinal, dstart, N, GATED: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Every product. In registers: dX, in float32. Tiles are rewritten in place once their last reader is done.
 
@@ -336,7 +348,10 @@ def _products(
         # dq, dk; <X, dX'>; dX is the next dX'
         dq = warpgroup_mma(douts, state, zero_wide, use_acc=False, is_async=True)
         dq = warpgroup_mma(reads, strong, dq, is_async=True)
-        dk = warpgroup_mma(erases, strong, y, is_async=True)
+        if APART:  # what comes from erases by itself: it is as small as their strengths
+            dk = warpgroup_mma(erases, strong, zero_wide, use_acc=False, is_async=True)
+        else:
+            dk = warpgroup_mma(erases, strong, y, is_async=True)
         dk = warpgroup_mma(chain, state, dk, is_async=True)
         if GATED:
             for part in gl.static_range(D // C):
@@ -349,6 +364,9 @@ def _products(
         if GATED:
             change += _own(queries.load(wide).to(gl.float32) * dq, C, D)
         dk = warpgroup_mma_wait(0, deps=[dk])
+        if APART:
+            dstrength = _own(keys.load(wide).to(gl.float32) * dk, C, D)
+            dk += y
         if GATED:
             change += _own(keys.load(wide).to(gl.float32) * dk, C, D)
         mbarrier.wait(counted, 1 - turn, pred=step > 0)
@@ -369,7 +387,7 @@ def _products(
 def _gradients(
     q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
     rows, beta, g, dfinal, dstart, dbeta, dg, T, S, L, N, H,
-    D: gl.constexpr, GATED: gl.constexpr,
+    D: gl.constexpr, GATED: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """All gradients of one head of a unit, chunks from the last: warps that multiply, one that sums, one that copies.
 
@@ -408,9 +426,9 @@ def _gradients(
             (_products, (
                 keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1, later1, strong1, reads1, erases1,
                 near, solve, middle, late, solved, taken, sent, done,
-                sums, counted, rows, dfinal, dstart, N, GATED,
+                sums, counted, rows, dfinal, dstart, N, GATED, APART,
             )),
-            (_sums, (sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED)),
+            (_sums, (sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED, APART)),
             (_copies, (
                 q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
                 keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1,
@@ -431,6 +449,24 @@ def _gradients(
     retire(counted)
 
 
+# ---- the write's own strength --------------------------------------------------------------------------------------
+
+
+@Kernel
+@triton.jit(do_not_specialize=["tokens"])
+def _writes(v, beta, write, dv, dwrite, tokens, D: tl.constexpr, ROWS: tl.constexpr):
+    """From s, the gradient of values times write / beta, in dv: that of the values in its place, and of the writes."""
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = i < tokens
+    at = i[:, None] * D + tl.arange(0, D)[None, :]
+    strength = apart(tl.load(beta + i, mask=inside, other=1.0))
+    s = tl.load(dv + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    values = tl.load(v + at, mask=inside[:, None], other=0.0)
+    tl.store(dwrite + i, tl.sum(s * values, 1) / strength, mask=inside)
+    s = (tl.load(write + i, mask=inside, other=0.0) / strength)[:, None] * s
+    tl.store(dv + at, s.to(dv.dtype.element_ty), mask=inside[:, None])
+
+
 # ---- host ----------------------------------------------------------------------------------------------------------
 
 
@@ -448,12 +484,14 @@ _LAUNCH = {64: _Launch(4, 3, 64, 4), 128: _Launch(4, 3, 64, 8)}  # by width
 def backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor | None,
     m: Tensor, p: Tensor, do: Tensor, dfinal: Tensor, segments: int = 1, length: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients (dq, dk, dv, dbeta, dg, dstart) of the gated delta rule from those of its outputs.
+    write: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients (dq, dk, dv, dbeta, dg, dstart, dwrite) of the gated delta rule from those of its outputs.
 
     q, k, v, do (B, T, H, D) in bf16 or fp16, D 64 or 128; beta, g (B, T, H) float32, g log gates or None (dg is then
     empty); start (units, H, D, D) float32 or None; m = W and p = P (units, H, N, 64, 64) as the forward saved them;
-    dfinal (units, H, D, D) float32. All contiguous. Units are batch entries, or their `segments` of `length` tokens.
+    dfinal (units, H, D, D) float32. write: strengths of writes, like beta, which is then of erases alone; or None, and
+    dwrite is. All contiguous. Units are batch entries, or their `segments` of `length` tokens.
     """
     b, t, h, d = q.shape
     units, _, n = m.shape[:3]
@@ -467,11 +505,11 @@ def backward(
     gated = g is not None
     dg = torch.empty_like(beta) if gated else beta.new_empty(0)
     k, v, beta, dfinal = aligned(k), aligned(v), aligned(beta), aligned(dfinal)
-    gate = beta if g is None else aligned(g)
+    gate, strong = beta if g is None else aligned(g), beta if write is None else aligned(write)
     written = dv  # w of a chunk is read before that chunk's dv is written
     _states[(units * h * parts,)](
-        k, v, beta, gate, m, dfinal if start is None else aligned(start), states, written, rows, *sizes[:-1],
-        H=h, D=d, C=_CHUNK, BV=setting.values, GATED=gated, STARTED=start is not None,
+        k, v, beta, strong, gate, m, dfinal if start is None else aligned(start), states, written, rows, *sizes[:-1],
+        H=h, D=d, C=_CHUNK, BV=setting.values, GATED=gated, STARTED=start is not None, APART=write is not None,
         num_warps=setting.warps, num_stages=setting.stages,
     )  # fmt: skip
     _gradients[(units * h,)](
@@ -479,6 +517,10 @@ def backward(
         matrix_tiles(states), matrix_tiles(m), matrix_tiles(p),
         token_tiles(dq, d), token_tiles(dk, d), token_tiles(dv, d),
         rows, beta, gate, dfinal, dstart, dbeta, dg, *sizes,
-        D=d, GATED=gated, num_warps=setting.multiply,
+        D=d, GATED=gated, APART=write is not None, num_warps=setting.multiply,
     )  # fmt: skip
-    return dq, dk, dv, dbeta, dg, dstart
+    dwrite = None
+    if write is not None:
+        dwrite, tokens = torch.empty_like(beta), beta.numel()
+        _writes[(cdiv(tokens, _ROWS),)](v, beta, strong, dv, dwrite, tokens, D=d, ROWS=_ROWS, num_warps=4)
+    return dq, dk, dv, dbeta, dg, dstart, dwrite
