@@ -103,6 +103,16 @@ def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -
     return run
 
 
+def two_strengths(d: int) -> Callable[[], None]:
+    def run() -> None:
+        q, k, v, beta, g = tokens(HALF, d, d)
+        write = torch.rand(beta.shape, requires_grad=True)
+        with patch.object(scalar_module, "_plain", lambda *_: True), patch.object(scalar_module, "takes_two", lambda *_: True):
+            both(scalar_chain(q, k, v, beta, g, rule="delta", write=write))
+
+    return run
+
+
 def mass(d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
     def run() -> None:
         q, k, v, beta, g = tokens(dtype, d, d)
@@ -434,6 +444,8 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper 128": scalar(HALF, 128, plain=True, rule="delta"),
     "hopper 64": scalar(HALF, 64, plain=True, rule="delta"),
     "hopper segments": scalar(HALF, 128, plain=True, rule="delta", segments=2),
+    "hopper two strengths 128": two_strengths(128),
+    "hopper two strengths 64": two_strengths(64),
     "delta 128": scalar(HALF, 128, rule="delta"),
     "delta 256": scalar(HALF, 256, rule="delta"),
     "delta 64 float32": scalar(FULL, 64, rule="delta"),
