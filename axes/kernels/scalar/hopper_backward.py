@@ -49,6 +49,7 @@ from axes.kernels.common.warpgroup import add, published, retire, segment
 from axes.kernels.common.warpgroup import apart as kept_apart
 
 _CHUNK = 64
+FUSED = True
 _ROWS = 32  # tokens of a program that only reads and writes
 _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
 
@@ -156,7 +157,7 @@ def _barrier():
 def _copies(
     q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
     keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1,
-    near, solve, middle, late, solved, taken, sent, done, S, L, N, H,
+    near, solve, middle, late, solved, taken, sent, done, S, L, N, H, FUSED: gl.constexpr,
 ):  # fmt: skip
     """One warp: every copy between memory and tiles, in the order in which the products need and free them."""
     C: gl.constexpr = keys2.shape[1]
@@ -176,7 +177,7 @@ def _copies(
         _fetch(k, [b, ahead, column], near.index(1 - turn), keys2.index(1 - turn), more)
         _fetch(do, [b, ahead, column], near.index(1 - turn), douts2.index(1 - turn), more)
         mbarrier.wait(solved, turn, pred=step >= 0)
-        if step >= 0:
+        if step >= 0 and not FUSED:
             _send(dv_out, [b, now, column], chain1.index(0))
         mbarrier.expect(solve, 2 * C * C * 2, pred=more)
         _fetch(m, [(slot - 1) * C, 0], solve, inverse1.index(0), more)
@@ -197,7 +198,10 @@ def _copies(
 
 
 @gluon.jit
-def _sums(sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED: gl.constexpr, APART: gl.constexpr):
+def _sums(
+    sums, done, counted, beta, g, dbeta, dg, dwrite, T, S, L, N, H,
+    GATED: gl.constexpr, APART: gl.constexpr, FUSED: gl.constexpr,
+):  # fmt: skip
     """One warp: the gradients of strengths and gates, from sums over keys that the products' warps left."""
     C: gl.constexpr = sums.shape[1]
     PARTS: gl.constexpr = sums.shape[2]
@@ -216,6 +220,9 @@ def _sums(sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED: gl.cons
         if APART:  # of the erase alone: k . what its key receives, in which every number has the factor b
             strength = kept_apart(strength)
             dstrength = dstrength / strength
+            if FUSED:
+                written = gl.convert_layout(gl.sum(sums.index(3).load(pair), 1), line)
+                gl.store(dwrite + there, written / strength, mask=token < T)
         else:
             dstrength /= _scale(strength)
         gl.store(dbeta + there, dstrength, mask=token < T)
@@ -232,7 +239,8 @@ def _sums(sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED: gl.cons
 def _products(
     keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1, later1, strong1, reads1, erases1,
     near, solve, middle, late, solved, taken, sent, done,
-    sums, counted, rows, dfinal, dstart, N, GATED: gl.constexpr, APART: gl.constexpr,
+    sums, counted, rows, dfinal, dstart, v, write, dv, T, S, L, N, H,
+    GATED: gl.constexpr, APART: gl.constexpr, FUSED: gl.constexpr,
 ):  # fmt: skip
     """Every product. In registers: dX, in float32. Tiles are rewritten in place once their last reader is done.
 
@@ -248,6 +256,7 @@ def _products(
     full: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])  # (D, D)
     down: gl.constexpr = gl.SliceLayout(1, wide)
     bh = gl.program_id(0)
+    b, first = segment(bh // H, S, L)
     block = gl.arange(0, D, gl.SliceLayout(1, full))[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, full))[None, :]
     public = bh.to(gl.int64) * (D * D)
     grad = gl.load(dfinal + public + block)
@@ -306,7 +315,17 @@ def _products(
         a = warpgroup_mma_wait(1, deps=[a])
         reads.store((a * decay).to(half))
         dout = (reach[:, None] * douts.load(wide).to(gl.float32)).to(half)
+        if FUSED:
+            token = gl.arange(0, C, down) + (n * C + first)
+            place = (b * T + token).to(gl.int64) * H + bh % H
+            spot = place[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
+            there = token < T
+            value = gl.load(v + spot, mask=there[:, None], other=0.0)
+            ratio = gl.load(write + place, mask=there, other=0.0) / kept_apart(strength)
         s = warpgroup_mma_wait(0, deps=[s])
+        if FUSED:
+            gl.store(dv + spot, (ratio[:, None] * s).to(half), mask=there[:, None])
+            dwrite = _own(value.to(gl.float32) * s, C, D)
         y = warpgroup_mma(wrote, later, zero_wide, use_acc=False, is_async=True)
         barrier()
         douts.store(dout)
@@ -355,8 +374,8 @@ def _products(
         dk = warpgroup_mma(chain, state, dk, is_async=True)
         if GATED:
             for part in gl.static_range(D // C):
-                first = state.slice(part * C, C).load(wide).to(gl.float32)
-                passed += gl.exp(total) * _own(first * later.slice(part * C, C).load(wide).to(gl.float32), C, D)
+                before = state.slice(part * C, C).load(wide).to(gl.float32)
+                passed += gl.exp(total) * _own(before * later.slice(part * C, C).load(wide).to(gl.float32), C, D)
             barrier()
         grad = warpgroup_mma_wait(4, deps=[grad])
         later.store(grad.to(half))
@@ -372,6 +391,8 @@ def _products(
         mbarrier.wait(counted, 1 - turn, pred=step > 0)
         barrier()
         sums.index(0).store(gl.sum(dstrength, 2))
+        if FUSED:
+            sums.index(3).store(gl.sum(dwrite, 2))
         if GATED:
             sums.index(1).store(gl.sum(change, 2))
             sums.index(2).store(gl.sum(passed, 2))
@@ -386,8 +407,8 @@ def _products(
 @gluon.jit(do_not_specialize=_SIZES)
 def _gradients(
     q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
-    rows, beta, g, dfinal, dstart, dbeta, dg, T, S, L, N, H,
-    D: gl.constexpr, GATED: gl.constexpr, APART: gl.constexpr,
+    rows, beta, g, dfinal, dstart, dbeta, dg, v, write, dv, dwrite, T, S, L, N, H,
+    D: gl.constexpr, GATED: gl.constexpr, APART: gl.constexpr, FUSED: gl.constexpr,
 ):  # fmt: skip
     """All gradients of one head of a unit, chunks from the last: warps that multiply, one that sums, one that copies.
 
@@ -419,20 +440,20 @@ def _gradients(
     taken = _barrier()  # w is free
     done = _barrier()  # q, X are free and dq, dk are in their tiles
     counted = _barrier()  # the sums are free
-    sums = gl.allocate_shared_memory(gl.float32, [3, C, D // 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    sums = gl.allocate_shared_memory(gl.float32, [3 + FUSED, C, D // 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     published()
     gl.warp_specialize(
         [
             (_products, (
                 keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1, later1, strong1, reads1, erases1,
                 near, solve, middle, late, solved, taken, sent, done,
-                sums, counted, rows, dfinal, dstart, N, GATED, APART,
+                sums, counted, rows, dfinal, dstart, v, write, dv, T, S, L, N, H, GATED, APART, FUSED,
             )),
-            (_sums, (sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED, APART)),
+            (_sums, (sums, done, counted, beta, g, dbeta, dg, dwrite, T, S, L, N, H, GATED, APART, FUSED)),
             (_copies, (
                 q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
                 keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1,
-                near, solve, middle, late, solved, taken, sent, done, S, L, N, H,
+                near, solve, middle, late, solved, taken, sent, done, S, L, N, H, FUSED,
             )),
         ],
         [1, 1],
@@ -506,6 +527,7 @@ def backward(
     dg = torch.empty_like(beta) if gated else beta.new_empty(0)
     k, v, beta, dfinal = aligned(k), aligned(v), aligned(beta), aligned(dfinal)
     gate, strong = beta if g is None else aligned(g), beta if write is None else aligned(write)
+    dwrite = None if write is None else torch.empty_like(beta)
     written = dv  # w of a chunk is read before that chunk's dv is written
     _states[(units * h * parts,)](
         k, v, beta, strong, gate, m, dfinal if start is None else aligned(start), states, written, rows, *sizes[:-1],
@@ -516,11 +538,10 @@ def backward(
         token_tiles(q, d), token_tiles(k, d), token_tiles(written, d), token_tiles(do, d),
         matrix_tiles(states), matrix_tiles(m), matrix_tiles(p),
         token_tiles(dq, d), token_tiles(dk, d), token_tiles(dv, d),
-        rows, beta, gate, dfinal, dstart, dbeta, dg, *sizes,
-        D=d, GATED=gated, APART=write is not None, num_warps=setting.multiply,
+        rows, beta, gate, dfinal, dstart, dbeta, dg, v, strong, dv, beta if dwrite is None else dwrite, *sizes,
+        D=d, GATED=gated, APART=write is not None, FUSED=write is not None and FUSED, num_warps=setting.multiply,
     )  # fmt: skip
-    dwrite = None
-    if write is not None:
-        dwrite, tokens = torch.empty_like(beta), beta.numel()
+    if write is not None and not FUSED:
+        tokens = beta.numel()
         _writes[(cdiv(tokens, _ROWS),)](v, beta, strong, dv, dwrite, tokens, D=d, ROWS=_ROWS, num_warps=4)
     return dq, dk, dv, dbeta, dg, dstart, dwrite
