@@ -107,7 +107,10 @@ def several_writes(d: int) -> Callable[[], None]:
     def run() -> None:
         _, k, v, beta, g = tokens(HALF, d, d)
         q = torch.randn(2, 128, 2, d, dtype=HALF, requires_grad=True)
-        with patch.object(scalar_module, "_plain", lambda *_: True), patch.object(scalar_module, "reads_last", lambda *_: True):
+        with (
+            patch.object(scalar_module, "_plain", lambda *_: True),
+            patch.object(scalar_module, "reads_last", lambda *_: True),
+        ):
             both(scalar_chain(q, k, v, beta, g, rule="delta"))
 
     return run
@@ -117,7 +120,10 @@ def two_strengths(d: int) -> Callable[[], None]:
     def run() -> None:
         q, k, v, beta, g = tokens(HALF, d, d)
         write = torch.rand(beta.shape, requires_grad=True)
-        with patch.object(scalar_module, "_plain", lambda *_: True), patch.object(scalar_module, "takes_two", lambda *_: True):
+        with (
+            patch.object(scalar_module, "_plain", lambda *_: True),
+            patch.object(scalar_module, "takes_two", lambda *_: True),
+        ):
             both(scalar_chain(q, k, v, beta, g, rule="delta", write=write))
 
     return run

@@ -76,7 +76,7 @@ def follow(
     """Rows e of a head's state after one token, and the token's query.
 
     RULE: "write", "delta", "dplr", or "two" strengths, beta of what is erased and b of what is written. GATE: "none",
-    "head" or "channel". STRENGTH: beta is given. OTHER: a is given, else it is k. EVERY: so many tokens have a query."""
+    "head" or "channel". STRENGTH: beta is given. OTHER: a is given, else it is k. EVERY: so many have a query."""
     query = _vector(q, entry // EVERY, q_row, head // GROUP, d, K)
     key = _vector(k, entry, k_row, head // GROUP, d, K)
     value = _vector(v, entry, v_row, head, e, V)

@@ -195,6 +195,24 @@ def own_bonus(update: StateUpdate, signal: Signal) -> Tensor | None:
     return bonus if bonus.shape == (v.shape[2], _tensor(signal, "k").shape[-1]) else None
 
 
+def reads_last(plain: StateUpdate, signal: Signal, writes: int, reads: int) -> bool:
+    """Whether the kernels of a chain take the queries of the last of so many of its tokens alone. signal: with several
+    writes a token, which the update makes one after another (DeltaProduct)."""
+    p, v, q = plain.parts(), _tensor(signal, "v"), _tensor(signal, "q")
+    if reads > 1 or p.step.debias or v.ndim != 5 or q.ndim != 4:
+        return False
+    if family(plain) != "scalar" or not p.predicts or "rotation" in gates(p.monoid):
+        return False
+    if p.step.at == "prev" and gates(p.monoid) != {"identity"}:  # an early erase
+        return False
+    if rate_shape(p.step.rate) != "scalar" or p.step.rate == 1.0 or _tensor(signal, "k").shape[2] != v.shape[2]:
+        return False
+    from axes.kernels.scalar.chain import reads_last
+
+    each = v.new_empty(()).expand(v.shape[0], v.shape[1] * writes, v.shape[2], v.shape[4])
+    return reads_last(q, each, None)
+
+
 def turning(update: StateUpdate, signal: Signal) -> tuple[Tensor, Tensor] | None:
     """Log gates and angles (B, T, HV, V/2), or (HV, V/2) of all tokens, of modes that have a kernel (S5, the LRU): keys
     of one entry, written as they are, under one gate and one turn of every pair of rows. None of others."""
@@ -237,8 +255,8 @@ class Kernels(NamedTuple):
     """Who computes the families: chunks of a sequence, or one token.
 
     turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. mass: what
-    makes a mass by itself, or None; then columns, of ones, by which scalar reads it. two: whether scalar takes strengths
-    of writes and erases.
+    makes a mass by itself, or None; then columns, of ones, by which scalar reads it. two: whether scalar takes
+    strengths of writes and erases.
     """
 
     scalar: Callable[..., tuple[Tensor, Tensor]]
@@ -356,20 +374,17 @@ def _scalar(
 ) -> tuple[Tensor, State]:
     element = _element(update, signal, t.k)
     gate = _log_gate(element, t.v.shape[:-1], t.v)
-    t, end, turn = _in_frame(element, t, cu_seqlens, kernels)
-    q = t.q
-    if _two(update, t, kernels):
-        last = factors(update.parts().monoid)[-1]
-        write, erase, strength = t.k, None, _numbers(last.strength, signal, t.v)  # type: ignore[arg-type]
-        turn = {**turn, "write": _numbers(update.parts().step.rate, signal, t.v)}
-    else:
-        write, erase, strength = _strengths(update, signal, t)
+    t, end, more = _in_frame(element, t, cu_seqlens, kernels)
+    q, two = t.q, _two(update, t, kernels)
+    write, erase, strength = _strengths(update, signal, t, two)
+    if two:
+        more = {**more, "write": _numbers(update.parts().step.rate, signal, t.v)}
     rule = "delta" if erases(update) else "write"
     early = update.parts().predicts and update.parts().step.at == "prev" and gate is not None
 
     def pass_over(v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         out, final = kernels.scalar(
-            q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early, **turn
+            q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early, **more
         )
         return out, final if end is None else rotate(final, end[..., None, :])
 
@@ -575,10 +590,15 @@ def _by(x: Tensor, rate: Rate, signal: Signal) -> Tensor:
     return scaled(x, number[..., None] if each else number)  # type: ignore[index]
 
 
-def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Write key, erase key where it is another, and strength (B, T, HV) of every token."""
+def _strengths(
+    update: StateUpdate, signal: Signal, t: _Tokens, two: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Write key, erase key where it is another, and strength (B, T, HV) of every token; two: of what it erases."""
     step = update.parts().step
     if erases_along_key(update):
+        last = factors(update.parts().monoid)[-1].strength
+        if two and last is not None:
+            return t.k, None, _numbers(last, signal, t.v)
         return t.k, _erased(update, signal, t.k), None
     rate = 1.0 if scales_values(update) else resolve(step.rate, signal)
     if rate_shape(step.rate) == "key":  # a step size for every key entry bends the write away from the key
@@ -602,8 +622,9 @@ def _numbers(rate: Rate | Tensor, signal: Signal, v: Tensor) -> Tensor:
 
 
 def _two(update: StateUpdate, t: _Tokens, kernels: Kernels) -> bool:
-    """Whether write and erase, a number each, are given to a kernel as such; elsewhere they scale value and erase key."""
-    if not erases_along_key(update) or rate_shape(update.parts().step.rate) != "scalar":
+    """Whether write and erase, a number each, go to a kernel as such; elsewhere they scale value and erase key."""
+    step = update.parts().step
+    if not erases_along_key(update) or rate_shape(step.rate) != "scalar" or step.debias:
         return False
     strength = factors(update.parts().monoid)[-1].strength
     return strength is not None and rate_shape(strength) == "scalar" and kernels.two(t.q, t.v)

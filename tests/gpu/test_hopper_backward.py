@@ -124,8 +124,8 @@ def saved(q, k, v, beta, g, start):
 
 
 def run(inputs, do, dfinal):
-    """The kernels."""
-    return backward(*inputs, *saved(*inputs), do, dfinal)
+    """The kernels, of one strength."""
+    return backward(*inputs, *saved(*inputs), do, dfinal)[:-1]
 
 
 def check(inputs, do, dfinal) -> None:

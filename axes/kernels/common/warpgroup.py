@@ -58,7 +58,7 @@ def apart(strength):
     return gl.where(gl.abs(strength) < 5.9604644775390625e-08, 5.9604644775390625e-08, strength)
 
 
-# ---- tokens of which the last of several is there ----------------------------------------------------------------------
+# ---- copies of tokens ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
 """Vectors times numbers of another dtype in one pass, and both gradients in another.
 
-    y = x s in x's dtype;        dx = dy s in x's dtype,    ds = dy x, or its sum over a vector where s is a number of it
+    y = x s in x's dtype;    dx = dy s in x's dtype,    ds = dy x, or its sum over a vector where s is a number of it
 Products are of float32, a sum is of one row in one order. x, s and dy are read where they stand, whatever their
 strides, which are zero where one is the same for several.
 """

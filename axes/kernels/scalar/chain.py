@@ -1,8 +1,9 @@
 """The chain with a scalar gate, exact, forward and backward: retention, Mamba-2, DeltaNet, gated DeltaNet and kin.
 
     S_t = e^{g_t} S_{t-1} + beta_t (v_t - [delta] S' a_t) k_t^T,     o_t = S_t q_t,
-S' = e^{g_t} S_{t-1}, or S_{t-1} with early=True; or of two strengths, write_t v_t - beta_t S' k_t (Comba). The mathematics is with the kernels, in
-`delta` and `write`; the cut of the tokens into units is in `sizes`, the launches in `launches`, the entry here.
+S' = e^{g_t} S_{t-1}, or S_{t-1} with early=True; or with two strengths (write_t v_t - beta_t S' k_t) k_t^T (Comba); and
+read at every token, or at the last of several (DeltaProduct). The mathematics is with the kernels, in `delta` and
+`write`; the cut of the tokens into units is in `sizes`, the launches in `launches`, the entry here.
 
 Few heads and many tokens: the tokens of an entry are cut into segments that run side by side. A segment's map of states
 is affine, X -> W X + b; one pass finds W and b of every segment, a small kernel carries the state from segment to
@@ -117,7 +118,8 @@ def _present(g: Tensor | None, delta: bool, segments: int) -> tuple[bool, ...]:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None,
-    write: Tensor | None, start: Tensor | None, cu: Tensor | None, delta: bool, early: bool, segments: int, record: bool,
+    write: Tensor | None, start: Tensor | None, cu: Tensor | None, delta: bool, early: bool, segments: int,
+    record: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """o, final, and those of `_present`."""
     if v.numel() == 0:
@@ -228,6 +230,7 @@ def scalar_chain(
     (B, T, HV) logs of gates, at most 0, floored at -100, None for no gate. rule "write": nothing is erased. "delta":
     S' = e^{g_t} S_{t-1}, or S_{t-1} with early=True; a_t = k_t, or erase (B, T, H, K) in q's dtype.
     write (B, T, HV), where `takes_two` says so: strengths of what is written, beta then being of what is erased.
+    q (B, T / n, H, K), where `reads_last` says so: of every n-th token alone, and o likewise.
     cu_seqlens (U + 1,) int32 or int64 with B = 1: offsets 0, ..., T of U packed sequences; else U = B.
     initial_state (U, HV, V, K) or None for zero. segments: in how many pieces an entry's tokens run side by side (not
     with cu_seqlens); None chooses from the sizes alone. Returns o (B, T, HV, V) in v's dtype and the final state
