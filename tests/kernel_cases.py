@@ -49,6 +49,7 @@ from axes.kernels.recurrent.sizes import CELLS
 from axes.kernels.rows.gated import gated
 from axes.kernels.rows.mass import over_mass
 from axes.kernels.rows.norm import add_norm
+from axes.kernels.rows.scaled import scale, scale_backward
 from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
@@ -91,6 +92,15 @@ def add_and_norm(stream: torch.dtype, out: torch.dtype) -> Callable[[], None]:
 
 def gated_network() -> None:
     both((gated(torch.randn(64, 4096, dtype=HALF, requires_grad=True)),))
+
+
+def scaled(shape: tuple[int, ...]) -> Callable[[], None]:
+    def run() -> None:
+        x, by = torch.randn(2, 64, 4, 128, dtype=HALF), torch.randn(shape)
+        scale(x, by)
+        scale_backward(x, x, by, True, True)
+
+    return run
 
 
 def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -> Callable[[], None]:
@@ -553,6 +563,8 @@ CASES: dict[str, Callable[[], None]] = {
     "add and norm": add_and_norm(FULL, HALF),
     "add and norm in 16 bits": add_and_norm(HALF, HALF),
     "gated network": gated_network,
+    "scaled vectors": scaled((2, 64, 4, 1)),
+    "scaled entries": scaled((2, 64, 4, 128)),
 }
 
 # ---- one kernel at several sizes -------------------------------------------------------------------------------------
