@@ -63,7 +63,7 @@ def _again(
                 GROUP, K, V, RULE, GATE, EARLY, STRENGTH, OTHER, EVERY,
             )  # fmt: skip
             out = tl.sum(state * query[None, :], 1)
-            kept = (e < V) & (t >= bad * C) & (t % EVERY == EVERY - 1)
+            kept = (e < V) & (t >= bad * C)  # of several tokens with one output the last
             tl.store(o + (token // EVERY * HV + head) * V + e, out.to(o.dtype.element_ty), mask=kept)
         tl.store(final + at, state, mask=inside)
 
