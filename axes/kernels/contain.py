@@ -30,7 +30,6 @@ def _again(
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, LOOK: tl.constexpr, PACKED: tl.constexpr, STARTED: tl.constexpr,
     RULE: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr,
-    EVERY: tl.constexpr,
 ):  # fmt: skip
     """One unit, head and block of the columns of o."""
     PARTS: tl.constexpr = (V + BV - 1) // BV
@@ -42,7 +41,7 @@ def _again(
     bad = chunks
     for n in range(0, chunks, LOOK):
         chunk = n + tl.arange(0, LOOK)
-        row = (first + tl.minimum((chunk + 1) * C, length)) // EVERY - 1
+        row = first + tl.minimum((chunk + 1) * C, length) - 1
         place = (row[:, None] * HV + head) * V + e[None, :]
         last = tl.load(o + place, mask=(chunk < chunks)[:, None] & (e < V)[None, :], other=0.0).to(tl.float32)
         finite = tl.min((tl.abs(last) < float("inf")).to(tl.int32), 1)  # a NaN is less than nothing
@@ -60,11 +59,11 @@ def _again(
                 state, token, head, d, e, q, k, v, beta, g, a, b,
                 HV // GROUP * K, HV // GROUP * K, HV * V, HV, HV * K if GATE == "channel" else HV,
                 HV // GROUP * K, HV if RULE == "two" else HV // GROUP * K,
-                GROUP, K, V, RULE, GATE, EARLY, STRENGTH, OTHER, EVERY,
+                GROUP, K, V, RULE, GATE, EARLY, STRENGTH, OTHER,
             )  # fmt: skip
             out = tl.sum(state * query[None, :], 1)
-            kept = (e < V) & (t >= bad * C)  # of several tokens with one output the last
-            tl.store(o + (token // EVERY * HV + head) * V + e, out.to(o.dtype.element_ty), mask=kept)
+            kept = (e < V) & (t >= bad * C)
+            tl.store(o + (token * HV + head) * V + e, out.to(o.dtype.element_ty), mask=kept)
         tl.store(final + at, state, mask=inside)
 
 
@@ -83,10 +82,9 @@ def contain(
 
     q, k, a, b (B, T, H, K), v and o (B, T, HV, V), beta (B, T, HV), g (B, T, HV) or (B, T, HV, K), start and final
     (U, HV, V, K); offsets (U + 1,) of packed sequences. rule "write", "delta", "dplr", `a` and `early` as in
-    `step.chain_step`, or "two", whose b (B, T, HV) are strengths of writes. Of q and o there may be the last of several
-    tokens alone.
+    `step.chain_step`, or "two", whose b (B, T, HV) are strengths of writes.
     """
-    (batch, length, h, d_k), (hv, d_v) = k.shape, v.shape[2:]
+    (batch, length, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
     units = batch if offsets is None else offsets.shape[0] - 1
     sizes = settings(d_k, d_v)
     _again[(units * hv * cdiv(d_v, sizes["BV"]),)](
@@ -94,7 +92,7 @@ def contain(
         v if offsets is None else offsets, length,
         HV=hv, GROUP=hv // h, K=d_k, V=d_v, C=chunk, LOOK=_LOOK, PACKED=offsets is not None,
         STARTED=start is not None, RULE=rule, GATE="none" if g is None else "head" if g.ndim == 3 else "channel",
-        EARLY=early, STRENGTH=beta is not None, OTHER=a is not None, EVERY=length // max(1, q.shape[1]), **sizes,
+        EARLY=early, STRENGTH=beta is not None, OTHER=a is not None, **sizes,
     )  # fmt: skip
 
 

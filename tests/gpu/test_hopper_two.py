@@ -1,5 +1,4 @@
-"""The delta rule by Hopper's kernels with strengths of writes and erases apart (Comba), and with one read of several
-writes (DeltaProduct): against float64 loops: values and every gradient."""
+"""The delta rule by Hopper's kernels with strengths of writes and erases apart (Comba), against a float64 loop."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from axes import catalogue, dispatch  # noqa: E402
 from axes.core import reference  # noqa: E402
 from axes.errors import ShapeError  # noqa: E402
-from axes.kernels.scalar.chain import reads_last, scalar_chain, takes_two  # noqa: E402
+from axes.kernels.scalar.chain import scalar_chain, takes_two  # noqa: E402
 from axes.testing.examples import example  # noqa: E402
 
 BF = torch.bfloat16
@@ -99,33 +98,6 @@ def test_what_no_kernel_takes_is_refused() -> None:
     half = {n: x.half() if n in "qkv" else x for n, x in given.items()}
     with pytest.raises(ShapeError, match="write has a strength of its own"):
         chain(**half)
-
-
-@pytest.mark.parametrize(("n", "t", "d"), ((2, 1, 64), (2, 75, 128), (4, 33, 64), (8, 16, 128), (2, 300, 64)))
-def test_queries_of_the_last_of_several_tokens(n: int, t: int, d: int) -> None:
-    """40 heads, so that one segment fills the processors."""
-    given = draw(n * t, d, b=2, h=40)
-    given["q"] = given["q"][:, n - 1 :: n].contiguous()
-    assert reads_last(given["q"], given["v"], None)
-
-    def last(q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        o, final = loop(q.repeat_interleave(n, 1), *rest)
-        return o[:, n - 1 :: n], final
-
-    def one_strength(q, k, v, beta, g, write, state) -> tuple[Tensor, Tensor]:
-        return scalar_chain(q, k, v, beta, g, initial_state=state)
-
-    do, dfinal = randn(*given["q"].shape), randn(*given["state"].shape)
-    given["write"] = given["beta"]
-    leaves = [x.detach().requires_grad_() for name, x in given.items() if name != "write"]
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    got = one_strength(*leaves[:5], None, leaves[5])
-    want = last(*wide[:5], wide[3], wide[5])
-    got += torch.autograd.grad(got, leaves, (do.to(BF), dfinal))
-    want += torch.autograd.grad(want, wide, (do.to(BF).double(), dfinal.double()))
-    names = [x for x in NAMES if x != "write"]
-    far = {name: distance(a, b) for name, a, b in zip(names, got, want, strict=True)}
-    assert all(e < CLOSE for e in far.values()), far
 
 
 @pytest.mark.parametrize("name", ("comba", "delta-product", "gated-delta-product"))

@@ -15,16 +15,10 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def token_tiles(x: Tensor, width: int, every: int = 1) -> TensorDescriptor:
-    """(B, T, H, D) in tiles of 64 tokens by `width` of a head's numbers; tokens from T on are zero, never written.
-
-    every: x has the last of so many tokens alone, and so is read with zeros ahead of each, and written without what
-    would stand there. A tile is 64 / every tokens long and `every` deep, and begins ahead of the only number there is.
-    """
+def token_tiles(x: Tensor, width: int) -> TensorDescriptor:
+    """(B, T, H, D) in tiles of 64 tokens by `width` of a head's numbers; tokens from T on are zero, never written."""
     b, t, h, d = x.shape
     x = aligned(x)  # never a copy of an output: those are allocated
-    if every > 1:
-        return _tiles(x, [b, t, 1, h * d], [t * h * d, h * d, h * d, 1], [1, 64 // every, every, width], 128)
     return _tiles(x, [b, t, h * d], [t * h * d, h * d, 1], [1, 64, width], 128)
 
 

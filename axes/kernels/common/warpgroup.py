@@ -9,14 +9,11 @@ from __future__ import annotations
 import triton.language as tl
 
 from axes.kernels.common.gluon import (
-    async_load,
-    async_store,
     barrier,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    reinterpret,
     warpgroup_mma,
 )
 
@@ -56,31 +53,6 @@ def floored(log):
 def apart(strength):
     """`tiles.apart`: a strength held away from zero, by which others are divided."""
     return gl.where(gl.abs(strength) < 5.9604644775390625e-08, 5.9604644775390625e-08, strength)
-
-
-# ---- copies of tokens ------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def fetch_tokens(tiles, b, token, column, bar, tile, pred=True):
-    """Start a copy of 64 tokens, in `bulk.token_tiles`, into a tile."""
-    tile = reinterpret(tile, tiles.dtype, tiles.block_type.shape, tiles.layout)
-    if len(tiles.block_type.shape) == 4:
-        EVERY: gl.constexpr = tiles.block_type.shape[2]
-        async_load(tiles, [b, token // EVERY, 1 - EVERY, column], bar, tile, pred=pred)
-    else:
-        async_load(tiles, [b, token, column], bar, tile, pred=pred)
-
-
-@gluon.jit
-def send_tokens(tiles, b, token, column, tile):
-    """Start a copy of 64 tokens out of a tile."""
-    tile = reinterpret(tile, tiles.dtype, tiles.block_type.shape, tiles.layout)
-    if len(tiles.block_type.shape) == 4:
-        EVERY: gl.constexpr = tiles.block_type.shape[2]
-        async_store(tiles, [b, token // EVERY, 1 - EVERY, column], tile)
-    else:
-        async_store(tiles, [b, token, column], tile)
 
 
 # ---- meetings --------------------------------------------------------------------------------------------------------

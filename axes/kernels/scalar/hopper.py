@@ -11,8 +11,7 @@ one or two warpgroups own 64 of its values each and never talk; one more makes P
 A unit is a batch entry, or one of its segments of whole chunks: a row of tiles further down in the same tensors. Sizes
 are arguments, never constants: one binary for every number of heads.
 Two strengths, c of writes and beta of erases: V is multiplied by c / beta, beta held away from zero, so that c V is
-written. Queries may be there for the last of several tokens alone: the copies bring zeros for the others, and o of
-theirs goes nowhere.
+written.
 """
 
 from __future__ import annotations
@@ -39,13 +38,11 @@ from axes.kernels.common.versions import hopper_refusal
 from axes.kernels.common.warpgroup import (
     add,
     apart,
-    fetch_tokens,
     floored,
     left_layout,
     product_layout,
     retire,
     segment,
-    send_tokens,
     times,
 )
 from axes.kernels.scalar.hopper_inverse import inverse
@@ -150,7 +147,7 @@ def _feed(tiles, stages, filled, freed, S, L, N, H, WIDE: gl.constexpr):
         for w in gl.static_range(WIDE):
             to = values.index(stage * WIDE + w)
             async_load(v_tiles, [b, here, (h * WIDE + w) * _C], bar, to)
-        fetch_tokens(q_tiles, b, here, h * K, bar, queries.index(stage))
+        async_load(q_tiles, [b, here, h * K], bar, queries.index(stage))
         async_load(w_tiles, [(bh * N + n) * _C, 0], bar, inverses.index(stage))
 
 
@@ -261,7 +258,7 @@ def _advance(
         store_wait(0)
         out.reshape([_C, _C]).permute((1, 0)).store(read.to(DTYPE))
         fence_async_shared()
-        send_tokens(o_tiles, b, first + n * _C, (h * WIDE + W) * _C, out)
+        async_store(o_tiles, [b, first + n * _C, (h * WIDE + W) * _C], out)
     gl.store(final + place, state)
     store_wait(0)
 
@@ -278,12 +275,12 @@ def _chain(
     WIDE: gl.constexpr = K // _C
     DTYPE: gl.constexpr = k_tiles.dtype
     keys = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _C, K], k_tiles.layout)
-    queries = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _C, K], k_tiles.layout)
+    queries = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _C, K], q_tiles.layout)
     inverses = gl.allocate_shared_memory(DTYPE, [STAGES, _C, _C], w_tiles.layout)
     values = gl.allocate_shared_memory(DTYPE, [STAGES * WIDE, 1, _C, _C], v_tiles.layout)
     numbers = gl.allocate_shared_memory(gl.float32, [STAGES, _NUMBERS * _C], number_rows.layout)
     squares = gl.allocate_shared_memory(DTYPE, [BUFFERS, _C, _C], p_tiles.layout)
-    outs = gl.allocate_shared_memory(DTYPE, [WIDE, 1, _C, _C], v_tiles.layout)
+    outs = gl.allocate_shared_memory(DTYPE, [WIDE, 1, _C, _C], o_tiles.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     scored = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -372,21 +369,18 @@ def chain(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """o, the final states of all units, and P of every chunk, (units, H, N, 64, 64): empty without `record`.
 
-    S_t = e^g_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, o_t = S_t q_t. q, k, v (B, T, H, D) that `fits`, or
-    q and o of T / n tokens, each the last of n; w and numbers from `prepare` with the same units, and `two` strengths
-    or one; start and final (units, H, D, D) float32, rows are values; all contiguous. Raises nothing: whoever calls it
-    has checked.
+    S_t = e^g_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, o_t = S_t q_t. q, k, v (B, T, H, D) that `fits`; w
+    and numbers from `prepare` with the same units, and `two` strengths or one; start and final (units, H, D, D)
+    float32, rows are values; all contiguous. Raises nothing: whoever calls it has checked.
     """
-    b, t, h, d = k.shape
+    b, t, h, d = q.shape
     units, _, n = w.shape[:3]
-    every = t // q.shape[1]
     length = t if length is None else length
-    o, final = torch.empty_like(q), q.new_empty(units, h, d, d, dtype=torch.float32)
+    o, final = torch.empty_like(v), q.new_empty(units, h, d, d, dtype=torch.float32)
     p = torch.empty_like(w) if record else w.new_empty(0)
     _chain[(units * h,)](
-        token_tiles(q, d, every), token_tiles(k, d), token_tiles(v, 64), matrix_tiles(w),
-        matrix_tiles(p if record else w), number_tiles(numbers), token_tiles(o, 64, every),
-        final if start is None else aligned(start), final,
+        token_tiles(q, d), token_tiles(k, d), token_tiles(v, 64), matrix_tiles(w), matrix_tiles(p if record else w),
+        number_tiles(numbers), token_tiles(o, 64), final if start is None else aligned(start), final,
         segments, length, n, h,
         STARTED=start is not None, RECORD=record, TWO=two, num_warps=4, **_LAUNCH[d],
     )  # fmt: skip

@@ -49,7 +49,7 @@ from axes.kernels.common.gluon import (
 )
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import apart, floored
-from axes.kernels.common.warpgroup import add, fetch_tokens, published, retire, segment, send_tokens
+from axes.kernels.common.warpgroup import add, published, retire, segment
 from axes.kernels.common.warpgroup import apart as kept_apart
 
 _CHUNK = 64
@@ -177,7 +177,7 @@ def _copies(
         ahead = now - C
         mbarrier.expect(near.index(1 - turn), 2 * TILE, pred=more)
         _fetch(k, [b, ahead, column], near.index(1 - turn), keys2.index(1 - turn), more)
-        fetch_tokens(do, b, ahead, column, near.index(1 - turn), douts2.index(1 - turn), more)
+        _fetch(do, [b, ahead, column], near.index(1 - turn), douts2.index(1 - turn), more)
         mbarrier.wait(solved, turn, pred=step >= 0)
         if step >= 0 and not TWO:
             _send(dv_out, [b, now, column], chain1.index(0))
@@ -191,10 +191,10 @@ def _copies(
         _fetch(w, [b, ahead, column], middle, wrote1.index(0), more)
         mbarrier.wait(done, turn, pred=step >= 0)
         if step >= 0:
-            send_tokens(dq_out, b, now, column, douts2.index(turn))
+            _send(dq_out, [b, now, column], douts2.index(turn))
             _send(dk_out, [b, now, column], keys2.index(turn))
         mbarrier.expect(late, TILE + D * D * 2, pred=more)
-        fetch_tokens(q, b, ahead, column, late, queries1.index(0), more)
+        _fetch(q, [b, ahead, column], late, queries1.index(0), more)
         _fetch(x, [(slot - 1) * D, 0], late, state1.index(0), more)
         store_wait(0)
 
@@ -494,13 +494,11 @@ def backward(
 
     q, k, v, do (B, T, H, D) in bf16 or fp16, D 64 or 128; beta, g (B, T, H) float32, g log gates or None (dg is then
     empty); start (units, H, D, D) float32 or None; m = W and p = P (units, H, N, 64, 64) as the forward saved them;
-    dfinal (units, H, D, D) float32. q and do may be of T / n tokens, each the last of n. write: strengths of writes,
-    like beta, which is then of erases alone; or None, and dwrite is. All contiguous. Units are batch entries, or their
-    `segments` of `length` tokens.
+    dfinal (units, H, D, D) float32. write: strengths of writes, like beta, which is then of erases alone; or None,
+    and dwrite is. All contiguous. Units are batch entries, or their `segments` of `length` tokens.
     """
-    b, t, h, d = k.shape
+    b, t, h, d = q.shape
     units, _, n = m.shape[:3]
-    every = t // q.shape[1]
     sizes = (t, segments, t if length is None else length, n, h)
     setting = _LAUNCH[d]
     parts = d // setting.values
@@ -520,9 +518,9 @@ def backward(
         num_warps=setting.warps, num_stages=setting.stages,
     )  # fmt: skip
     _gradients[(units * h,)](
-        token_tiles(q, d, every), token_tiles(k, d), token_tiles(written, d), token_tiles(do, d, every),
+        token_tiles(q, d), token_tiles(k, d), token_tiles(written, d), token_tiles(do, d),
         matrix_tiles(states), matrix_tiles(m), matrix_tiles(p),
-        token_tiles(dq, d, every), token_tiles(dk, d), token_tiles(dv, d),
+        token_tiles(dq, d), token_tiles(dk, d), token_tiles(dv, d),
         rows, beta, gate, dfinal, dstart, dbeta, dg, v, strong, dv, beta if dwrite is None else dwrite, *sizes,
         D=d, GATED=gated, TWO=write is not None, num_warps=setting.multiply,
     )  # fmt: skip
