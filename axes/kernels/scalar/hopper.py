@@ -35,16 +35,7 @@ from axes.kernels.common.gluon import (
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.versions import hopper_refusal
-from axes.kernels.common.warpgroup import (
-    add,
-    apart,
-    floored,
-    left_layout,
-    product_layout,
-    retire,
-    segment,
-    times,
-)
+from axes.kernels.common.warpgroup import add, apart, floored, left_layout, product_layout, retire, segment, times
 from axes.kernels.scalar.hopper_inverse import inverse
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, rows of a warpgroup's product
